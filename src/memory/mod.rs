@@ -1,0 +1,5 @@
+//! Memory, before and during: what is there, what a step needs, what is chosen, what is held.
+
+pub mod plan;
+
+pub use plan::Plan;

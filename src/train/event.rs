@@ -1,0 +1,152 @@
+//! What a run says: one typed value for everything people or programs see.
+//!
+//! `events.jsonl` holds one [`Record`] a line and is the truth about a run; the terminal, the JSON
+//! stream, `metrics.jsonl`, TensorBoard and the summary are all renderings of it.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::memory::Plan;
+
+/// An [`Event`] and when it happened.
+#[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
+pub struct Record {
+    /// Seconds since the Unix epoch.
+    pub t: f64,
+    #[serde(flatten)]
+    pub event: Event,
+}
+
+/// Bytes of host memory (`ram`) and of device memory (`vram`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Memory {
+    pub ram: u64,
+    pub vram: u64,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// The run began: what it is and where.
+    Started {
+        name: String,
+        /// Folder of the run.
+        run: String,
+        version: String,
+        seed: u64,
+        /// `cpu`, `cuda:0`, ...
+        device: String,
+        /// Threads the CPU kernels use.
+        threads: usize,
+        parameters: u64,
+        /// Samples in the training and the validation set.
+        train_samples: u64,
+        valid_samples: u64,
+        /// Updates the whole run will make.
+        total_steps: u64,
+        steps_per_epoch: u64,
+    },
+    /// The memory plan in force from here on.
+    Planned { plan: Plan },
+    /// A run went on from a checkpoint, or began anew because there was none (`step` 0).
+    Resumed {
+        /// Updates already made.
+        step: u64,
+        /// The checkpoint's folder; absent when there was none.
+        checkpoint: Option<String>,
+        /// Checkpoints passed over, each with the reason.
+        skipped: Vec<String>,
+    },
+    /// One update.
+    Step {
+        /// Updates made, this one included.
+        step: u64,
+        /// Epochs begun before this update's first sample.
+        epoch: u64,
+        /// Mean training loss over the update's samples.
+        loss: f64,
+        lr: f64,
+        /// Norm of the whole gradient before clipping.
+        grad_norm: f64,
+        /// Samples seen in the run, this update's included.
+        samples: u64,
+        micro_batch: usize,
+        accumulation_steps: usize,
+        /// Wall-clock seconds of the update, waiting included.
+        step_s: f64,
+        /// Of these, seconds spent waiting for data.
+        data_wait_s: f64,
+        /// Host and device bytes in use by the run, highest since the last `step` event.
+        ram_bytes: u64,
+        vram_bytes: u64,
+        /// Digest of the ids of every sample so far, in order.
+        samples_digest: String,
+    },
+    /// An evaluation over the validation set.
+    Eval {
+        step: u64,
+        epoch: u64,
+        /// `valid.loss`, `valid.accuracy`, ...
+        metrics: BTreeMap<String, f64>,
+        samples: u64,
+        eval_s: f64,
+    },
+    /// A checkpoint is whole on disk.
+    Checkpoint {
+        step: u64,
+        path: String,
+        bytes: u64,
+        write_s: f64,
+        /// The best by the job's `checkpoint.best` so far.
+        best: bool,
+    },
+    /// An allocation did not fit.
+    Oom {
+        step: u64,
+        /// `start`, `forward`, `backward`, `update`, `eval`.
+        phase: String,
+        /// Who asked, for how much, and what was left.
+        asker: String,
+        bytes: u64,
+        left: u64,
+    },
+    /// The plan went down a rung after an `oom`.
+    Shrunk { step: u64, change: String, micro_batch: usize, accumulation_steps: usize },
+    /// Memory came back and the plan went up a rung.
+    Grown { step: u64, change: String, micro_batch: usize, accumulation_steps: usize },
+    /// A signal stopped the run after its checkpoint was written.
+    Interrupted { step: u64, signal: String, checkpoint: Option<String> },
+    /// The loss or the gradient was not finite; the run stopped.
+    Diverged {
+        step: u64,
+        epoch: u64,
+        /// `NaN`, `inf` or `-inf`.
+        loss: String,
+        /// Ids of the update's samples.
+        sample_ids: Vec<u64>,
+        /// Last checkpoint, all of whose values are finite.
+        checkpoint: Option<String>,
+    },
+    /// The run failed for another reason.
+    Failed { step: u64, error: String, exit_code: u8 },
+    /// The run is done.
+    Finished {
+        steps: u64,
+        epochs: u64,
+        samples: u64,
+        /// Last value of every metric, and `best.NAME` for the one that chose the best checkpoint.
+        metrics: BTreeMap<String, f64>,
+        /// Step of the best checkpoint.
+        best_step: Option<u64>,
+        planned_peak_bytes: Memory,
+        measured_peak_bytes: Memory,
+        budget_bytes: Memory,
+        /// Seconds of the run, those before a resume included.
+        elapsed_s: f64,
+        /// Of these, seconds spent waiting for data.
+        data_wait_s: f64,
+        samples_digest: String,
+    },
+}
