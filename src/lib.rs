@@ -7,6 +7,10 @@
 //!             typed   network   plan      stream  steps    what people see
 //! ```
 
+pub mod kernels;
+pub mod layers;
 pub mod memory;
+pub mod params;
+pub mod random;
 pub mod train;
 pub mod units;

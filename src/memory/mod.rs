@@ -1,5 +1,8 @@
 //! Memory, before and during: what is there, what a step needs, what is chosen, what is held.
 
+pub mod ledger;
+pub mod measure;
 pub mod plan;
 
-pub use plan::Plan;
+pub use ledger::{Ledger, Oom, Reservation};
+pub use plan::{Plan, Role};

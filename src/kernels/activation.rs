@@ -1,0 +1,201 @@
+//! Point-wise activations: value and slope, in the kernels that fuse them and on their own.
+
+use candle_core::{Result, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::{Elem, Real, cpu, reference as reference_kernel};
+use crate::with_elem;
+
+/// What a layer applies to each value it computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// None at all.
+    Identity,
+    /// `max(x, 0)`.
+    #[default]
+    Relu,
+    /// `min(max(x, 0), 6)`.
+    Relu6,
+    /// `x Phi(x)`, exact.
+    Gelu,
+    /// GPT-2's approximation of GELU through `tanh`.
+    GeluTanh,
+    /// `x sigmoid(x)`, also called swish.
+    Silu,
+    Sigmoid,
+    Tanh,
+}
+
+/// What an activation's backward pass reads: the input it was given or the output it made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    Nothing,
+    Input,
+    Output,
+}
+
+impl Activation {
+    pub fn reads(self) -> Reads {
+        match self {
+            Activation::Identity => Reads::Nothing,
+            Activation::Relu | Activation::Relu6 | Activation::Sigmoid | Activation::Tanh => Reads::Output,
+            Activation::Gelu | Activation::GeluTanh | Activation::Silu => Reads::Input,
+        }
+    }
+
+    #[inline(always)]
+    pub fn value<R: Real>(self, x: R) -> R {
+        let half = R::of(0.5);
+        match self {
+            Activation::Identity => x,
+            // A NaN compares false and must pass through.
+            Activation::Relu => if x < R::ZERO { R::ZERO } else { x },
+            Activation::Relu6 => {
+                if x < R::ZERO {
+                    R::ZERO
+                } else if x > R::of(6.0) {
+                    R::of(6.0)
+                } else {
+                    x
+                }
+            }
+            Activation::Gelu => half * x * (R::ONE + (x * R::of(std::f64::consts::FRAC_1_SQRT_2)).erf()),
+            Activation::GeluTanh => half * x * (R::ONE + inner(x).tanh()),
+            Activation::Silu => x * sigmoid(x),
+            Activation::Sigmoid => sigmoid(x),
+            Activation::Tanh => x.tanh(),
+        }
+    }
+
+    /// The derivative; `v` is the input or the output, as [`Activation::reads`] says.
+    #[inline(always)]
+    pub fn slope<R: Real>(self, v: R) -> R {
+        let half = R::of(0.5);
+        match self {
+            Activation::Identity => R::ONE,
+            Activation::Relu => if v > R::ZERO { R::ONE } else { R::ZERO },
+            Activation::Relu6 => if v > R::ZERO && v < R::of(6.0) { R::ONE } else { R::ZERO },
+            Activation::Gelu => {
+                let phi = (-half * v * v).exp() * R::of(0.398_942_280_401_432_7);
+                half * (R::ONE + (v * R::of(std::f64::consts::FRAC_1_SQRT_2)).erf()) + v * phi
+            }
+            Activation::GeluTanh => {
+                let t = inner(v).tanh();
+                let di = R::of(SQRT_2_OVER_PI) * (R::ONE + R::of(3.0 * CUBIC) * v * v);
+                half * (R::ONE + t) + half * v * (R::ONE - t * t) * di
+            }
+            Activation::Silu => {
+                let s = sigmoid(v);
+                s * (R::ONE + v * (R::ONE - s))
+            }
+            Activation::Sigmoid => v * (R::ONE - v),
+            Activation::Tanh => R::ONE - v * v,
+        }
+    }
+}
+
+const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
+const CUBIC: f64 = 0.044715;
+
+#[inline(always)]
+fn inner<R: Real>(x: R) -> R {
+    R::of(SQRT_2_OVER_PI) * x * (R::ONE + R::of(CUBIC) * x * x)
+}
+
+#[inline(always)]
+fn sigmoid<R: Real>(x: R) -> R {
+    R::ONE / (R::ONE + (-x).exp())
+}
+
+/// Plain candle ops: runs on every device, and is what autograd differentiates in tests.
+pub mod reference {
+    use super::*;
+
+    pub fn forward(x: &Tensor, act: Activation) -> Result<Tensor> {
+        match act {
+            Activation::Identity => Ok(x.clone()),
+            Activation::Relu => x.relu(),
+            Activation::Relu6 => x.clamp(0f32, 6f32),
+            Activation::Gelu => x.gelu_erf(),
+            Activation::GeluTanh => x.gelu(),
+            Activation::Silu => x.silu(),
+            Activation::Sigmoid => candle_nn::ops::sigmoid(x),
+            Activation::Tanh => x.tanh(),
+        }
+    }
+
+    pub fn backward(v: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
+        match act {
+            Activation::Sigmoid => dy * (v - v.sqr()?)?,
+            Activation::Tanh => dy * v.sqr()?.affine(-1.0, 1.0)?,
+            // The slopes of the clipping ones at their output are those at their input.
+            _ => Ok(reference_kernel::gradients(&[v], dy, |t| forward(&t[0], act))?.remove(0)),
+        }
+    }
+}
+
+/// `y = act(x)`, any shape.
+pub fn forward(x: &Tensor, act: Activation) -> Result<Tensor> {
+    if !reference_kernel::has_body(x) {
+        return reference::forward(x, act);
+    }
+    with_elem!(x.dtype(), T => {
+        let values = cpu::view::<T>(x)?;
+        let mut out = cpu::fresh::<T>(values.len());
+        cpu::for_rows(&mut out, 1, |start, chunk| apply(&values[start..][..chunk.len()], chunk, act));
+        cpu::tensor(out, x.shape())
+    })
+}
+
+/// `dx = dy act'(v)`, where `v` is what [`Activation::reads`] names.
+pub fn backward(v: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
+    if !reference_kernel::has_body(dy) {
+        return reference::backward(v, dy, act);
+    }
+    with_elem!(dy.dtype(), T => {
+        let (v, g) = (cpu::view::<T>(v)?, cpu::view::<T>(dy)?);
+        let mut out = cpu::fresh::<T>(g.len());
+        cpu::for_rows(&mut out, 1, |start, chunk| {
+            scale_by_slope(&v[start..][..chunk.len()], &g[start..][..chunk.len()], chunk, act)
+        });
+        cpu::tensor(out, dy.shape())
+    })
+}
+
+/// Monomorphic in the activation, so that each loop vectorises on its own.
+macro_rules! each_activation {
+    ($act:expr, $A:ident => $body:expr) => {{
+        macro_rules! arm {
+            ($name:ident) => {{
+                const $A: Activation = Activation::$name;
+                $body
+            }};
+        }
+        match $act {
+            Activation::Identity => arm!(Identity),
+            Activation::Relu => arm!(Relu),
+            Activation::Relu6 => arm!(Relu6),
+            Activation::Gelu => arm!(Gelu),
+            Activation::GeluTanh => arm!(GeluTanh),
+            Activation::Silu => arm!(Silu),
+            Activation::Sigmoid => arm!(Sigmoid),
+            Activation::Tanh => arm!(Tanh),
+        }
+    }};
+}
+pub(super) use each_activation;
+
+fn apply<T: Elem>(x: &[T], y: &mut [T], act: Activation) {
+    T::vectorised(|| each_activation!(act, A => x.iter().zip(y).for_each(|(x, y)| *y = T::down(A.value(x.up())))))
+}
+
+fn scale_by_slope<T: Elem>(v: &[T], dy: &[T], dx: &mut [T], act: Activation) {
+    T::vectorised(|| {
+        each_activation!(act, A => {
+            for ((dx, v), dy) in dx.iter_mut().zip(v).zip(dy) {
+                *dx = T::down(dy.up() * A.slope(v.up()));
+            }
+        })
+    })
+}

@@ -1,0 +1,50 @@
+//! `act(a + b)`, fresh or in place: the end of a residual branch.
+
+use candle_core::{Result, Tensor};
+
+use super::activation::{self, each_activation};
+use super::{Activation, Elem, cpu, reference};
+use crate::with_elem;
+
+/// `act(a + b)` as a fresh tensor.
+pub fn forward(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
+    if !reference::has_body(a) {
+        return activation::reference::forward(&(a + b)?, act);
+    }
+    into(&a.copy()?, b, act)
+}
+
+/// `a = act(a + b)` in place; returns `a`.
+pub fn into(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
+    if !reference::has_body(a) {
+        a.slice_set(&activation::reference::forward(&(a + b)?, act)?, 0, 0)?;
+        return Ok(a.clone());
+    }
+    with_elem!(a.dtype(), T => {
+        let b = cpu::view::<T>(b)?;
+        cpu::update::<T, _>(a, |a| cpu::for_rows(a, 1, |start, a| sum(a, &b[start..][..a.len()], act)))?;
+    });
+    Ok(a.clone())
+}
+
+/// `dy = dy act'(y)` in place; `act` is one whose slope follows from its output.
+pub fn through(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
+    if !reference::has_body(y) {
+        return dy.slice_set(&activation::backward(y, dy, act)?, 0, 0);
+    }
+    with_elem!(y.dtype(), T => {
+        let y = cpu::view::<T>(y)?;
+        cpu::update::<T, _>(dy, |dy| cpu::for_rows(dy, 1, |start, dy| {
+            let y = &y[start..][..dy.len()];
+            T::vectorised(|| {
+                each_activation!(act, A => dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = T::down(dy.up() * A.slope(y.up()))))
+            })
+        }))
+    })
+}
+
+fn sum<T: Elem>(a: &mut [T], b: &[T], act: Activation) {
+    T::vectorised(|| {
+        each_activation!(act, A => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::down(A.value(a.up() + b.up()))))
+    })
+}

@@ -1,0 +1,177 @@
+//! The door between candle tensors and plain slices on the CPU, and the loops over them.
+//!
+//! Loops are cut into chunks whose bounds depend on the sizes alone, so that a result never depends
+//! on the number of threads or on their timing.
+
+use std::cell::Cell;
+use std::ops::{Deref, Range};
+
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType, bail};
+use rayon::prelude::*;
+
+use super::Elem;
+
+/// Elements below which a loop is not worth handing to another thread.
+const GRAIN: usize = 16 * 1024;
+
+/// A contiguous tensor's values, borrowed.
+pub struct View<'a, T> {
+    storage: StorageRef<'a>,
+    range: Range<usize>,
+    elem: std::marker::PhantomData<T>,
+}
+
+pub fn view<T: WithDType>(tensor: &Tensor) -> Result<View<'_, T>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        bail!("a kernel was given a tensor with gaps: shape {:?}, strides {:?}", layout.dims(), layout.stride())
+    };
+    let Storage::Cpu(cpu) = &*storage else { bail!("a CPU kernel was given a tensor of another device") };
+    T::cpu_storage_as_slice(cpu)?; // the type is checked here, once
+    Ok(View { storage, range: start..end, elem: std::marker::PhantomData })
+}
+
+impl<T: WithDType> Deref for View<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match &*self.storage {
+            Storage::Cpu(cpu) => match T::cpu_storage_as_slice(cpu) {
+                Ok(slice) => &slice[self.range.clone()],
+                Err(_) => unreachable!("`view` checked the type"),
+            },
+            _ => unreachable!("`view` checked the device"),
+        }
+    }
+}
+
+/// Lends a contiguous tensor's values to `body` for writing. All views of its storage see the change.
+pub fn update<T: Slices, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+    struct Op<F, T, R>(Cell<Option<F>>, Cell<Option<R>>, std::marker::PhantomData<T>);
+
+    impl<F: FnOnce(&mut [T]) -> R, T: Slices, R> InplaceOp1 for Op<F, T, R> {
+        fn name(&self) -> &'static str {
+            "update"
+        }
+
+        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+            let Some((start, end)) = layout.contiguous_offsets() else {
+                bail!("a kernel was given a tensor with gaps to write to: shape {:?}", layout.dims())
+            };
+            let Some(slice) = T::slice_mut(storage) else {
+                bail!("a kernel that writes {:?} was given another type", T::DTYPE)
+            };
+            if let Some(body) = self.0.take() {
+                self.1.set(Some(body(&mut slice[start..end])));
+            }
+            Ok(())
+        }
+    }
+
+    let op = Op(Cell::new(Some(body)), Cell::new(None), std::marker::PhantomData);
+    tensor.inplace_op1(&op)?;
+    match op.1.take() {
+        Some(result) => Ok(result),
+        None => bail!("an in-place kernel did not run"),
+    }
+}
+
+/// Types whose storage can be written in place.
+pub trait Slices: WithDType {
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! slices {
+    ($($type:ty => $variant:ident),*) => {$(
+        impl Slices for $type {
+            fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(values) => Some(values),
+                    _ => None,
+                }
+            }
+        }
+    )*};
+}
+slices!(f32 => F32, f64 => F64, half::bf16 => BF16, half::f16 => F16, u8 => U8, u32 => U32);
+
+/// Room for `len` values that the caller writes before anyone reads them.
+pub fn fresh<T: Elem>(len: usize) -> Vec<T> {
+    vec![T::default(); len]
+}
+
+/// Makes a tensor of values a kernel computed; the values are moved, not copied.
+pub fn tensor<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>) -> Result<Tensor> {
+    Tensor::from_vec(values, shape.into(), &Device::Cpu)
+}
+
+/// Bytes of `elements` values of a type.
+pub fn bytes(dtype: DType, elements: usize) -> u64 {
+    (dtype.size_in_bytes() * elements) as u64
+}
+
+/// Threads the kernels use.
+pub fn threads() -> usize {
+    rayon::current_num_threads()
+}
+
+/// Rows a chunk of a row-wise loop holds: as many as make it worth a thread's while.
+pub fn rows_per_chunk(width: usize) -> usize {
+    (GRAIN / width.max(1)).max(1)
+}
+
+/// Calls `body(first_row, rows)` for chunks of rows of `out`, in parallel.
+pub fn for_rows<T: Send>(out: &mut [T], width: usize, body: impl Fn(usize, &mut [T]) + Sync) {
+    let rows = rows_per_chunk(width);
+    if out.len() <= rows * width {
+        return body(0, out);
+    }
+    out.par_chunks_mut(rows * width).enumerate().for_each(|(i, chunk)| body(i * rows, chunk));
+}
+
+/// `out[j] += sum over rows of values[row][j]`, where `rows_of(chunk, partial)` adds a range of rows to
+/// a partial sum. The partial sums are added in order, so the result is the same for any thread count.
+pub fn reduce_rows<A: Send + Copy>(
+    rows: usize,
+    rows_per_chunk: usize,
+    zero: impl Fn() -> A + Sync,
+    body: impl Fn(Range<usize>, &mut A) + Sync,
+    mut fold: impl FnMut(A),
+) {
+    let chunks = rows.div_ceil(rows_per_chunk.max(1));
+    let partials: Vec<A> = (0..chunks)
+        .into_par_iter()
+        .map(|i| {
+            let mut partial = zero();
+            body(i * rows_per_chunk..((i + 1) * rows_per_chunk).min(rows), &mut partial);
+            partial
+        })
+        .collect();
+    partials.into_iter().for_each(&mut fold);
+}
+
+/// Runs `$body` with `$T` bound to the element type of `$dtype`.
+#[macro_export]
+macro_rules! with_elem {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $T = half::bf16;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            other => candle_core::bail!("kernels compute in f32, f64, bf16 or f16, not {other:?}"),
+        }
+    };
+}

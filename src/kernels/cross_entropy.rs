@@ -1,0 +1,212 @@
+//! Softmax cross-entropy fused with the linear map before it, in chunks of rows.
+//!
+//! Only a chunk of scores is ever in memory; it is turned into its own gradient in place and used for
+//! the gradients of the input, the weight and the bias at once.
+
+use candle_core::{DType, Result, Tensor};
+use rayon::prelude::*;
+
+use super::linear::{Grads, add_all};
+use super::product::{By, Mat, multiply};
+use super::tally::Tally;
+use super::{Elem, Real, cpu, reference};
+use crate::with_elem;
+
+/// A target that is not to be learned nor counted.
+pub const IGNORE: u32 = u32::MAX;
+
+/// Score bytes a chunk may hold where that still makes products tall enough to be fast.
+const CHUNK_BYTES: usize = 4 << 20;
+const CHUNK_ROWS: usize = 128;
+
+/// Rows of scores in memory at once.
+pub fn chunk_rows(rows: usize, classes: usize) -> usize {
+    (CHUNK_BYTES / (4 * classes)).max(CHUNK_ROWS).min(rows)
+}
+
+/// `scores = x W' + b`, compared with a class a row.
+pub struct Head<'a> {
+    /// (classes, width)
+    pub weight: &'a Tensor,
+    pub bias: Option<&'a Tensor>,
+    /// Share of the target spread over all classes.
+    pub smoothing: f64,
+    /// A weight a class; the mean loss is over the sum of the targets' weights.
+    pub class_weights: Option<&'a [f32]>,
+}
+
+impl Head<'_> {
+    /// The reference: the summed loss in plain candle ops. `targets` has no [`IGNORE`].
+    pub fn reference(&self, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let (classes, width) = self.weight.dims2()?;
+        let x = x.reshape((x.elem_count() / width, width))?;
+        let scores = x.matmul(&self.weight.t()?)?;
+        let scores = match self.bias {
+            Some(bias) => scores.broadcast_add(bias)?,
+            None => scores,
+        };
+        let log_p = candle_nn::ops::log_softmax(&scores, 1)?;
+        let targets = targets.flatten_all()?;
+        let weights = match self.class_weights {
+            Some(w) => Tensor::new(w, x.device())?.to_dtype(x.dtype())?,
+            None => Tensor::ones(classes, x.dtype(), x.device())?,
+        };
+        let of_target = log_p.gather(&targets.unsqueeze(1)?, 1)?.squeeze(1)?;
+        let hard = (of_target * weights.index_select(&targets, 0)?)?.sum_all()?;
+        let spread = log_p.broadcast_mul(&weights)?.sum_all()?;
+        (hard * (self.smoothing - 1.0))? - (spread * (self.smoothing / classes as f64))?
+    }
+
+    /// The sums and the gradient of `scale` times the summed loss with respect to `x`; adds those of the
+    /// weight and the bias to `grads`.
+    pub fn learn(&self, x: &Tensor, targets: &Tensor, scale: f64, grads: &Grads) -> Result<(Tally, Tensor)> {
+        let (sums, dx) = with_elem!(x.dtype(), T => self.cpu::<T>(x, targets, Some((scale, grads)))?);
+        match dx {
+            Some(dx) => Ok((sums, dx)),
+            None => candle_core::bail!("cross-entropy made no gradient"),
+        }
+    }
+
+    /// The sums alone.
+    pub fn judge(&self, x: &Tensor, targets: &Tensor) -> Result<Tally> {
+        Ok(with_elem!(x.dtype(), T => self.cpu::<T>(x, targets, None)?).0)
+    }
+
+    fn cpu<T: Elem>(&self, x: &Tensor, targets: &Tensor, learn: Option<(f64, &Grads)>) -> Result<(Tally, Option<Tensor>)> {
+        if !reference::has_body(x) {
+            candle_core::bail!("cross-entropy has no body for this device yet")
+        }
+        let (classes, width) = self.weight.dims2()?;
+        let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
+        let (values, weight) = (T::widened(&values), T::widened(&weight));
+        let bias = self.bias.map(cpu::view::<T>).transpose()?;
+        let targets = cpu::view::<u32>(targets)?;
+        let rows = values.len() / width;
+        let chunk = chunk_rows(rows, classes);
+        let mut scores = vec![T::Acc::ZERO; chunk * classes];
+        let mut dx = vec![T::default(); if learn.is_some() { rows * width } else { 0 }];
+        let mut wide = vec![T::Acc::ZERO; if learn.is_some() && T::as_acc_mut(&mut dx).is_none() { chunk * width } else { 0 }];
+        let mut sums = Tally::default();
+        let w = Mat::new(&weight, classes, width);
+        for first in (0..rows).step_by(chunk.max(1)) {
+            let n = chunk.min(rows - first);
+            let scores = &mut scores[..n * classes];
+            let x = Mat::new(&values[first * width..][..n * width], n, width);
+            multiply::<T::Acc>(scores, classes, x, w.t(), false, By::All);
+            let scale = learn.map(|(scale, _)| scale);
+            let (part, columns) = self.score_rows(scores, bias.as_deref(), &targets[first..][..n], scale);
+            sums += part;
+            let Some((_, grads)) = learn else { continue };
+            if let Some(into) = grads.bias {
+                cpu::update::<T::Acc, _>(into, |into| add_all(into, &columns))?;
+            }
+            let d = Mat::new(&*scores, n, classes);
+            cpu::update::<T::Acc, _>(grads.weight, |into| multiply::<T::Acc>(into, width, d.t(), x, true, By::All))?;
+            let dx = &mut dx[first * width..][..n * width];
+            match T::as_acc_mut(dx) {
+                Some(dx) => multiply::<T::Acc>(dx, width, d, w, false, By::All),
+                None => {
+                    multiply::<T::Acc>(&mut wide, width, d, w, false, By::All);
+                    dx.iter_mut().zip(&wide).for_each(|(dx, w)| *dx = T::down(*w));
+                }
+            }
+        }
+        let dx = learn.is_some().then(|| cpu::tensor(dx, x.shape())).transpose()?;
+        Ok((sums, dx))
+    }
+
+    /// Tally of rows of scores and, when learning, the rows turned into gradients and their column sums.
+    fn score_rows<T: Elem>(&self, scores: &mut [T::Acc], bias: Option<&[T]>, targets: &[u32], scale: Option<f64>) -> (Tally, Vec<Vec<T::Acc>>) {
+        let classes = scores.len() / targets.len().max(1);
+        let rows = cpu::rows_per_chunk(classes);
+        let parts: Vec<(Tally, Vec<T::Acc>)> = scores
+            .par_chunks_mut(rows * classes)
+            .zip(targets.par_chunks(rows))
+            .map(|(scores, targets)| {
+                let mut sums = Tally::default();
+                let mut columns = vec![T::Acc::ZERO; if bias.is_some() && scale.is_some() { classes } else { 0 }];
+                T::Acc::vectorised(|| {
+                    for (row, &target) in scores.chunks_exact_mut(classes).zip(targets) {
+                        if let Some(bias) = bias {
+                            row.iter_mut().zip(bias).for_each(|(s, b)| *s += b.up());
+                        }
+                        self.row(row, target, scale, &mut sums);
+                        columns.iter_mut().zip(&*row).for_each(|(c, d)| *c += *d);
+                    }
+                });
+                (sums, columns)
+            })
+            .collect();
+        let mut total = Tally::default();
+        let mut columns = Vec::with_capacity(parts.len());
+        for (sums, part) in parts {
+            total += sums;
+            columns.push(part);
+        }
+        (total, columns)
+    }
+
+    /// One row of scores: adds to `sums`, and turns the row into `scale` times its gradient.
+    #[inline(always)]
+    fn row<R: Real>(&self, row: &mut [R], target: u32, scale: Option<f64>, sums: &mut Tally) {
+        if target == IGNORE {
+            row.fill(R::ZERO);
+            return;
+        }
+        let (classes, target) = (row.len(), target as usize);
+        let weight = |class: usize| self.class_weights.map_or(1.0, |w| w[class] as f64);
+        let of_target = row[target];
+        let mut largest = R::NEG_INFINITY;
+        let (mut above, mut equal_before) = (0u64, 0u64);
+        for (class, &s) in row.iter().enumerate() {
+            largest = largest.larger(s);
+            above += (s > of_target) as u64;
+            equal_before += (s == of_target && class < target) as u64;
+        }
+        // Of equal scores the first counts as the answer, so that a model that says nothing is not right.
+        let rank = above + equal_before;
+        let known = of_target == of_target;
+        sums.count += 1;
+        sums.top1 += (known && rank == 0) as u64;
+        sums.top5 += (known && rank < 5) as u64;
+
+        let score_of_target = (of_target - largest).wide();
+        let spread: f64 = match self.smoothing > 0.0 {
+            true => row.iter().enumerate().map(|(c, &s)| weight(c) * (s - largest).wide()).sum(),
+            false => 0.0,
+        };
+        let mut total = R::ZERO;
+        for s in row.iter_mut() {
+            *s = (*s - largest).exp();
+            total += *s;
+        }
+        let log_total = total.wide().ln();
+        let share = self.smoothing / classes as f64;
+        let all_weights: f64 = match (self.smoothing > 0.0, self.class_weights) {
+            (false, _) => 0.0,
+            (true, None) => classes as f64,
+            (true, Some(w)) => w.iter().map(|w| *w as f64).sum(),
+        };
+        let hard = (1.0 - self.smoothing) * weight(target);
+        sums.loss += hard * (log_total - score_of_target) + share * (all_weights * log_total - spread);
+        sums.weight += weight(target);
+        let Some(scale) = scale else { return };
+        let pull = R::of(scale * (hard + share * all_weights)) / total;
+        row.iter_mut().for_each(|s| *s *= pull);
+        if self.smoothing > 0.0 {
+            row.iter_mut().enumerate().for_each(|(c, s)| *s = *s - R::of(scale * share * weight(c)));
+        }
+        row[target] = row[target] - R::of(scale * hard);
+    }
+}
+
+/// Bytes of temporaries of judging and of learning `rows` rows.
+pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: bool) -> (u64, u64) {
+    let acc = if dtype == DType::F64 { 8 } else { 4 };
+    let chunk = chunk_rows(rows, classes);
+    let widening = if dtype.size_in_bytes() == acc { 0 } else { (rows * width + classes * width) * acc };
+    let judge = chunk * classes * acc + widening;
+    let columns = if bias { chunk.div_ceil(cpu::rows_per_chunk(classes)) * classes * acc } else { 0 };
+    let rounding = if dtype.size_in_bytes() == acc { 0 } else { chunk * width * acc };
+    (judge as u64, (judge + columns + rounding) as u64)
+}

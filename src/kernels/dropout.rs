@@ -1,0 +1,48 @@
+//! Dropout as a function of where it happens: no mask is kept, the backward pass draws it again.
+
+use candle_core::{Result, Tensor};
+
+use super::{Elem, Real, cpu};
+use crate::random::Random;
+use crate::with_elem;
+
+/// Multiplies each value by 0 with chance `p`, else by 1 / (1 - p). `key(row)` is the randomness of
+/// sample `row`. Serves both passes; `p` is a multiple of 2^-16.
+pub fn apply(x: &Tensor, p: f64, key: impl Fn(usize) -> Random + Sync) -> Result<Tensor> {
+    let threshold = (p * 65536.0).round() as u64;
+    let scale = 65536.0 / (65536 - threshold.min(65535)) as f64;
+    let x = if x.device().is_cpu() { x.clone() } else { return masked(x, threshold, scale, key) };
+    with_elem!(x.dtype(), T => {
+        let values = cpu::view::<T>(&x)?;
+        let width = values.len() / x.dim(0)?.max(1);
+        let mut y = cpu::fresh::<T>(values.len());
+        let scale = <T as Elem>::Acc::of(scale);
+        use rayon::prelude::*;
+        y.par_chunks_mut(width.max(1)).enumerate().for_each(|(row, y)| {
+            let key = key(row);
+            let x = &values[row * width..][..width];
+            for (i, (y, x)) in y.chunks_mut(4).zip(x.chunks(4)).enumerate() {
+                let bits = key.bits(i as u64);
+                for (lane, (y, x)) in y.iter_mut().zip(x).enumerate() {
+                    let kept = (bits >> (16 * lane)) & 0xffff >= threshold;
+                    *y = T::down(if kept { x.up() * scale } else { Real::ZERO });
+                }
+            }
+        });
+        cpu::tensor(y, x.shape())
+    })
+}
+
+/// The reference: the same mask, made on the host.
+fn masked(x: &Tensor, threshold: u64, scale: f64, key: impl Fn(usize) -> Random) -> Result<Tensor> {
+    let (rows, len) = (x.dim(0)?, x.elem_count());
+    let width = len / rows.max(1);
+    let mask: Vec<f32> = (0..len)
+        .map(|at| {
+            let (row, i) = (at / width, at % width);
+            let kept = (key(row).bits(i as u64 / 4) >> (16 * (i % 4))) & 0xffff >= threshold;
+            if kept { scale as f32 } else { 0.0 }
+        })
+        .collect();
+    x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?
+}

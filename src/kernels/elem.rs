@@ -1,0 +1,321 @@
+//! Numbers a kernel stores ([`Elem`]) and numbers it computes with ([`Real`]).
+//!
+//! Kernels are written once over both: `f32` and `f64` compute in themselves, `bf16` and `f16` are
+//! widened to `f32`, computed, and rounded once on the way out. The transcendental functions of `f32`
+//! are branch free so that loops over them vectorise; those of `f64` are the library's, because only
+//! tests run in `f64` and they want the last digit.
+
+use std::borrow::Cow;
+
+use super::cpu::Slices;
+use half::{bf16, f16};
+
+/// A number kernels compute with.
+pub trait Real:
+    Elem<Acc = Self>
+    + std::ops::Add<Output = Self>
+    + std::ops::Sub<Output = Self>
+    + std::ops::Mul<Output = Self>
+    + std::ops::Div<Output = Self>
+    + std::ops::Neg<Output = Self>
+    + std::ops::AddAssign
+    + std::ops::MulAssign
+    + PartialOrd
+    + std::iter::Sum
+{
+    const ZERO: Self;
+    const ONE: Self;
+    const NEG_INFINITY: Self;
+
+    fn of(value: f64) -> Self;
+    fn wide(self) -> f64;
+    fn exp(self) -> Self;
+    fn ln(self) -> Self;
+    fn sqrt(self) -> Self;
+    fn tanh(self) -> Self;
+    fn erf(self) -> Self;
+    fn abs(self) -> Self;
+
+    /// `self * a + b`, fused where the machine does so.
+    fn fma(self, a: Self, b: Self) -> Self;
+
+    #[inline(always)]
+    fn larger(self, other: Self) -> Self {
+        if self > other { self } else { other }
+    }
+}
+
+/// A number kernels store.
+pub trait Elem: Slices + Default {
+    type Acc: Real;
+
+    fn up(self) -> Self::Acc;
+    fn down(value: Self::Acc) -> Self;
+
+    /// The values as they are computed with; free where the two types are one.
+    fn widened(values: &[Self]) -> Cow<'_, [Self::Acc]>;
+
+    /// The values to be computed into, where the two types are one.
+    fn as_acc_mut(values: &mut [Self]) -> Option<&mut [Self::Acc]>;
+
+    /// Runs a loop compiled for the widest vectors of this machine, where that pays.
+    fn vectorised<R>(body: impl FnOnce() -> R) -> R {
+        body()
+    }
+}
+
+impl Elem for f32 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn up(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn down(value: f32) -> f32 {
+        value
+    }
+
+    #[inline]
+    fn vectorised<R>(body: impl FnOnce() -> R) -> R {
+        pulp::Arch::new().dispatch(body)
+    }
+
+    fn widened(values: &[f32]) -> Cow<'_, [f32]> {
+        Cow::Borrowed(values)
+    }
+
+    fn as_acc_mut(values: &mut [f32]) -> Option<&mut [f32]> {
+        Some(values)
+    }
+}
+
+impl Elem for f64 {
+    type Acc = f64;
+
+    #[inline(always)]
+    fn up(self) -> f64 {
+        self
+    }
+
+    #[inline(always)]
+    fn down(value: f64) -> f64 {
+        value
+    }
+
+    fn widened(values: &[f64]) -> Cow<'_, [f64]> {
+        Cow::Borrowed(values)
+    }
+
+    fn as_acc_mut(values: &mut [f64]) -> Option<&mut [f64]> {
+        Some(values)
+    }
+}
+
+impl Elem for bf16 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn up(self) -> f32 {
+        self.to_f32()
+    }
+
+    #[inline(always)]
+    fn down(value: f32) -> bf16 {
+        bf16::from_f32(value)
+    }
+
+    fn widened(values: &[bf16]) -> Cow<'_, [f32]> {
+        values.iter().map(|v| v.to_f32()).collect()
+    }
+
+    fn as_acc_mut(_: &mut [bf16]) -> Option<&mut [f32]> {
+        None
+    }
+}
+
+impl Elem for f16 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn up(self) -> f32 {
+        self.to_f32()
+    }
+
+    #[inline(always)]
+    fn down(value: f32) -> f16 {
+        f16::from_f32(value)
+    }
+
+    fn widened(values: &[f16]) -> Cow<'_, [f32]> {
+        values.iter().map(|v| v.to_f32()).collect()
+    }
+
+    fn as_acc_mut(_: &mut [f16]) -> Option<&mut [f32]> {
+        None
+    }
+}
+
+impl Real for f32 {
+    const ZERO: f32 = 0.0;
+    const ONE: f32 = 1.0;
+    const NEG_INFINITY: f32 = f32::NEG_INFINITY;
+
+    #[inline(always)]
+    fn of(value: f64) -> f32 {
+        value as f32
+    }
+
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        self as f64
+    }
+
+    /// Within 2 units in the last place; 0 below -87.3, where the result is no longer normal.
+    #[inline(always)]
+    fn exp(self) -> f32 {
+        // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 x 2^23 rounds n to the nearest whole number.
+        const ROUND: f32 = 12_582_912.0;
+        let x = self.clamp(-87.3, 88.72);
+        let shifted = x.mul_or_fuse(std::f32::consts::LOG2_E, ROUND);
+        let n = shifted - ROUND;
+        let r = n.mul_or_fuse(-0.693_359_375, x);
+        let r = n.mul_or_fuse(2.121_944_4e-4, r);
+        let mut p = 1.987_569_2e-4_f32;
+        for c in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+            p = p.mul_or_fuse(r, c);
+        }
+        let e = p.mul_or_fuse(r * r, r) + 1.0;
+        let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3f80_0000));
+        let value = e * scale;
+        if self < -87.3 {
+            0.0
+        } else if self.is_nan() {
+            self
+        } else {
+            value
+        }
+    }
+
+    #[inline(always)]
+    fn ln(self) -> f32 {
+        f32::ln(self)
+    }
+
+    #[inline(always)]
+    fn sqrt(self) -> f32 {
+        f32::sqrt(self)
+    }
+
+    /// Within 3e-7 absolute.
+    #[inline(always)]
+    fn tanh(self) -> f32 {
+        1.0 - 2.0 / (Real::exp(2.0 * self) + 1.0)
+    }
+
+    /// Within 5e-7 absolute (Abramowitz and Stegun 7.1.26, evaluated in f32).
+    #[inline(always)]
+    fn erf(self) -> f32 {
+        let x = f32::abs(self);
+        let t = 1.0 / x.mul_or_fuse(0.327_591_1, 1.0);
+        let mut p = 1.061_405_4_f32;
+        for c in [-1.453_152_1, 1.421_413_8, -0.284_496_72, 0.254_829_6] {
+            p = p.mul_or_fuse(t, c);
+        }
+        (1.0 - p * t * Real::exp(-x * x)).copysign(self)
+    }
+
+    #[inline(always)]
+    fn abs(self) -> f32 {
+        f32::abs(self)
+    }
+
+    #[inline(always)]
+    fn fma(self, a: f32, b: f32) -> f32 {
+        self.mul_or_fuse(a, b)
+    }
+}
+
+trait MulOrFuse {
+    fn mul_or_fuse(self, a: Self, b: Self) -> Self;
+}
+
+impl MulOrFuse for f32 {
+    /// Two roundings: `f32::mul_add` without the instruction is a library call, and whether the
+    /// instruction is there is not known where this is compiled.
+    #[inline(always)]
+    fn mul_or_fuse(self, a: f32, b: f32) -> f32 {
+        self * a + b
+    }
+}
+
+impl Real for f64 {
+    const ZERO: f64 = 0.0;
+    const ONE: f64 = 1.0;
+    const NEG_INFINITY: f64 = f64::NEG_INFINITY;
+
+    #[inline(always)]
+    fn of(value: f64) -> f64 {
+        value
+    }
+
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        self
+    }
+
+    fn exp(self) -> f64 {
+        f64::exp(self)
+    }
+
+    fn ln(self) -> f64 {
+        f64::ln(self)
+    }
+
+    fn sqrt(self) -> f64 {
+        f64::sqrt(self)
+    }
+
+    fn tanh(self) -> f64 {
+        f64::tanh(self)
+    }
+
+    fn erf(self) -> f64 {
+        candle_core::cpu::erf::erf_f64(self)
+    }
+
+    fn abs(self) -> f64 {
+        f64::abs(self)
+    }
+
+    #[inline(always)]
+    fn fma(self, a: f64, b: f64) -> f64 {
+        self * a + b
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn worst(range: std::ops::Range<i32>, step: f32, error: impl Fn(f32) -> f64) -> f64 {
+        range.map(|i| error(i as f32 * step)).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn exp_is_good_to_the_last_digits() {
+        let relative = |x: f32| ((Real::exp(x) as f64) / (x as f64).exp() - 1.0).abs();
+        assert!(worst(-87_000..88_000, 1e-3, relative) < 2.5e-7);
+        assert_eq!(Real::exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(Real::exp(-1000f32), 0.0);
+        assert!(Real::exp(f32::NAN).is_nan());
+        assert!(Real::exp(89f32).is_finite(), "saturates at the largest exponent instead of overflowing");
+    }
+
+    #[test]
+    fn tanh_and_erf_are_good_in_absolute_terms() {
+        assert!(worst(-10_000..10_000, 1e-3, |x| ((Real::tanh(x) as f64) - (x as f64).tanh()).abs()) < 3e-7);
+        assert!(worst(-6_000..6_000, 1e-3, |x| ((Real::erf(x) as f64) - Real::erf(x as f64)).abs()) < 5e-7);
+    }
+}

@@ -1,0 +1,217 @@
+//! `y = act(x W' + b)`: the matrix product with its bias and activation fused.
+
+use candle_core::{DType, Result, Tensor};
+use rayon::prelude::*;
+
+use super::activation::each_activation;
+use super::product::{By, Mat, multiply, multiply_rounded};
+use super::{Activation, Elem, Reads, Real, cpu, reference};
+use crate::with_elem;
+
+/// How a weight lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lies {
+    /// (out, in), as `torch.nn.Linear` keeps it.
+    OutIn,
+    /// (in, out), as GPT-2's `Conv1D` keeps it.
+    InOut,
+}
+
+/// The operands of a linear map; `x` is (rows, in) however many dimensions its rows have.
+pub struct Linear<'a> {
+    pub weight: &'a Tensor,
+    pub lies: Lies,
+    pub bias: Option<&'a Tensor>,
+    pub act: Activation,
+}
+
+/// Where parameter gradients are added.
+pub struct Grads<'a> {
+    pub weight: &'a Tensor,
+    pub bias: Option<&'a Tensor>,
+}
+
+impl Linear<'_> {
+    /// (in, out)
+    fn sizes(&self) -> Result<(usize, usize)> {
+        let (a, b) = self.weight.dims2()?;
+        Ok(if self.lies == Lies::OutIn { (b, a) } else { (a, b) })
+    }
+
+    /// `W` as the (in, out) matrix that rows are multiplied with.
+    fn matrix<'a, T>(&self, w: &'a [T]) -> Result<Mat<'a, T>> {
+        let (a, b) = self.weight.dims2()?;
+        let w = Mat::new(w, a, b);
+        Ok(if self.lies == Lies::OutIn { w.t() } else { w })
+    }
+
+    fn output_shape(&self, x: &Tensor) -> Result<Vec<usize>> {
+        let mut shape = x.dims().to_vec();
+        if let Some(last) = shape.last_mut() {
+            *last = self.sizes()?.1;
+        }
+        Ok(shape)
+    }
+
+    /// The reference.
+    pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
+        activate(&self.before_activation(x)?, self.act)
+    }
+
+    fn before_activation(&self, x: &Tensor) -> Result<Tensor> {
+        let (k, _) = self.sizes()?;
+        let rows = x.elem_count() / k;
+        let w = if self.lies == Lies::OutIn { self.weight.t()? } else { self.weight.clone() };
+        let y = x.reshape((rows, k))?.matmul(&w)?;
+        let y = match self.bias {
+            Some(b) => y.broadcast_add(b)?,
+            None => y,
+        };
+        y.reshape(self.output_shape(x)?)
+    }
+
+    /// The output, and what the activation was given where its backward pass reads that.
+    pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        if !reference::has_body(x) {
+            let pre = self.before_activation(x)?;
+            let y = activate(&pre, self.act)?;
+            return Ok((y, (self.act.reads() == Reads::Input).then_some(pre)));
+        }
+        with_elem!(x.dtype(), T => self.forward_cpu::<T>(x))
+    }
+
+    fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let ((k, n), shape) = (self.sizes()?, self.output_shape(x)?);
+        let (values, w) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
+        let bias = self.bias.map(cpu::view::<T>).transpose()?;
+        let rows = values.len() / k;
+        let mut y = cpu::fresh::<T>(rows * n);
+        multiply_rounded(&mut y, Mat::new(&values, rows, k), self.matrix(&w)?, By::All);
+        if self.act.reads() == Reads::Input {
+            let mut pre = y;
+            let mut y = cpu::fresh::<T>(rows * n);
+            y.par_chunks_mut(cpu::rows_per_chunk(n) * n).zip(pre.par_chunks_mut(cpu::rows_per_chunk(n) * n)).for_each(
+                |(y, pre)| {
+                    if let Some(bias) = &bias {
+                        finish(pre, bias, Activation::Identity);
+                    }
+                    T::vectorised(|| {
+                        each_activation!(self.act, A => {
+                            y.iter_mut().zip(pre).for_each(|(y, pre)| *y = T::down(A.value(pre.up())))
+                        })
+                    });
+                },
+            );
+            return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(pre, shape)?)));
+        }
+        match &bias {
+            Some(bias) => cpu::for_rows(&mut y, n, |_, rows| finish(rows, bias, self.act)),
+            None => cpu::for_rows(&mut y, n, |_, rows| {
+                T::vectorised(|| each_activation!(self.act, A => rows.iter_mut().for_each(|y| *y = T::down(A.value(y.up())))))
+            }),
+        }
+        Ok((cpu::tensor(y, shape)?, None))
+    }
+
+    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
+    /// what the activation [`reads`](Activation::reads); `dy` is overwritten.
+    pub fn backward(&self, x: &Tensor, v: Option<&Tensor>, dy: Tensor, grads: &Grads, want: bool) -> Result<Option<Tensor>> {
+        if !reference::has_body(x) {
+            return self.backward_reference(x, dy, grads, want);
+        }
+        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
+    }
+
+    fn backward_cpu<T: Elem>(&self, x: &Tensor, v: Option<&Tensor>, dy: Tensor, grads: &Grads, want: bool) -> Result<Option<Tensor>> {
+        let (k, n) = self.sizes()?;
+        let values = cpu::view::<T>(x)?;
+        let rows = values.len() / k;
+        let v = v.map(cpu::view::<T>).transpose()?;
+        let sums = cpu::update::<T, _>(&dy, |d| through_activation(d, v.as_deref(), self.act, n, grads.bias.is_some()))?;
+        if let Some(bias) = grads.bias {
+            cpu::update::<T::Acc, _>(bias, |bias| add_all(bias, &sums))?;
+        }
+        let d = cpu::view::<T>(&dy)?;
+        cpu::update::<T::Acc, _>(grads.weight, |dw| match self.lies {
+            Lies::OutIn => multiply(dw, k, Mat::new(&d, rows, n).t(), Mat::new(&values, rows, k), true, By::All),
+            Lies::InOut => multiply(dw, n, Mat::new(&values, rows, k).t(), Mat::new(&d, rows, n), true, By::All),
+        })?;
+        if !want {
+            return Ok(None);
+        }
+        let w = cpu::view::<T>(self.weight)?;
+        let mut dx = cpu::fresh::<T>(rows * k);
+        multiply_rounded(&mut dx, Mat::new(&d, rows, n), self.matrix(&w)?.t(), By::All);
+        Ok(Some(cpu::tensor(dx, x.shape())?))
+    }
+
+    fn backward_reference(&self, x: &Tensor, dy: Tensor, grads: &Grads, want: bool) -> Result<Option<Tensor>> {
+        let mut inputs = vec![x, self.weight];
+        inputs.extend(self.bias);
+        let found = reference::gradients(&inputs, &dy, |t| {
+            Linear { weight: &t[1], lies: self.lies, bias: t.get(2), act: self.act }.reference(&t[0])
+        })?;
+        reference::accumulate(grads.weight, &found[1])?;
+        if let (Some(into), Some(g)) = (grads.bias, found.get(2)) {
+            reference::accumulate(into, g)?;
+        }
+        Ok(want.then(|| found[0].clone()))
+    }
+}
+
+/// Bytes of temporaries of a product that rounds or widens: none where a type computes in itself.
+pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
+    match dtype {
+        DType::F32 | DType::F64 => 0,
+        _ => cpu::bytes(DType::F32, rows * k + k * n + rows * n),
+    }
+}
+
+fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
+    super::activation::reference::forward(x, act)
+}
+
+/// `y = act(y + bias)` over whole rows.
+fn finish<T: Elem>(rows: &mut [T], bias: &[T], act: Activation) {
+    T::vectorised(|| {
+        each_activation!(act, A => {
+            for row in rows.chunks_exact_mut(bias.len()) {
+                row.iter_mut().zip(bias).for_each(|(y, b)| *y = T::down(A.value(y.up() + b.up())));
+            }
+        })
+    })
+}
+
+/// Turns `dy` into the gradient before the activation, in place, and gives the column sums of the
+/// result by chunks of rows (none unless asked for).
+pub(super) fn through_activation<T: Elem>(d: &mut [T], v: Option<&[T]>, act: Activation, n: usize, sums: bool) -> Vec<Vec<T::Acc>> {
+    let chunk = cpu::rows_per_chunk(n) * n;
+    let one = |i: usize, d: &mut [T]| {
+        if let Some(v) = v {
+            let v = &v[i * chunk..][..d.len()];
+            T::vectorised(|| {
+                each_activation!(act, A => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * A.slope(v.up()))))
+            });
+        }
+        let mut sum = vec![T::Acc::ZERO; if sums { n } else { 0 }];
+        if sums {
+            T::vectorised(|| {
+                for row in d.chunks_exact(n) {
+                    sum.iter_mut().zip(row).for_each(|(s, d)| *s += d.up());
+                }
+            });
+        }
+        sum
+    };
+    if v.is_none() && !sums {
+        return Vec::new();
+    }
+    d.par_chunks_mut(chunk).enumerate().map(|(i, d)| one(i, d)).collect()
+}
+
+/// Adds partial sums in order.
+pub(super) fn add_all<R: Real>(into: &mut [R], partials: &[Vec<R>]) {
+    for partial in partials {
+        into.iter_mut().zip(partial).for_each(|(a, b)| *a += *b);
+    }
+}

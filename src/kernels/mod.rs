@@ -1,0 +1,21 @@
+//! Operations on tensors, one file each: a reference in plain candle ops and the bodies that are fast.
+//!
+//! The reference runs on every device candle has and is the oracle for the bodies. A body takes
+//! contiguous tensors, returns fresh ones or adds to the one it is given, records no graph, and gives
+//! the same bits whatever the number of threads does in time. Layers are the only callers.
+
+pub mod activation;
+pub mod add;
+pub mod conv;
+pub mod cpu;
+pub mod cross_entropy;
+pub mod dropout;
+pub mod elem;
+pub mod linear;
+pub mod pool;
+pub mod product;
+pub mod reference;
+pub mod tally;
+
+pub use activation::{Activation, Reads};
+pub use elem::{Elem, Real};

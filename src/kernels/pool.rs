@@ -1,0 +1,112 @@
+//! Max pooling, channels last. The place of each maximum is kept in one byte.
+
+use candle_core::{Result, Tensor, bail};
+
+use super::{Elem, Real, cpu, reference};
+use crate::with_elem;
+
+/// Sizes of a pooling window over (height, width, channels) pictures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    pub height: usize,
+    pub width: usize,
+    pub channels: usize,
+    pub size: usize,
+    pub stride: usize,
+    pub padding: usize,
+}
+
+impl Window {
+    fn along(&self, size: usize) -> usize {
+        (size + 2 * self.padding).checked_sub(self.size).map_or(0, |room| room / self.stride + 1)
+    }
+
+    pub fn output(&self) -> (usize, usize) {
+        (self.along(self.height), self.along(self.width))
+    }
+
+    /// The input positions (within a picture, in pixels) of an output pixel's window, with their number.
+    fn cells(&self, oy: usize, ox: usize) -> impl Iterator<Item = (usize, usize)> {
+        let (size, stride, padding, width, height) = (self.size, self.stride, self.padding, self.width, self.height);
+        (0..size * size).filter_map(move |i| {
+            let y = (oy * stride + i / size).checked_sub(padding)?;
+            let x = (ox * stride + i % size).checked_sub(padding)?;
+            (y < height && x < width).then_some((i, y * width + x))
+        })
+    }
+}
+
+/// The reference; candle pools without padding.
+pub fn reference_max(x: &Tensor, w: &Window) -> Result<Tensor> {
+    if w.padding > 0 {
+        bail!("the reference of max pooling has no padding")
+    }
+    x.permute((0, 3, 1, 2))?.contiguous()?.max_pool2d_with_stride(w.size, w.stride)?.permute((0, 2, 3, 1))?.contiguous()
+}
+
+/// Maxima and, as bytes of the same shape, which cell of the window each came from (the first of equals).
+pub fn max(x: &Tensor, w: &Window) -> Result<(Tensor, Tensor)> {
+    if !reference::has_body(x) {
+        let y = reference_max(x, w)?;
+        let which = Tensor::zeros(y.shape(), candle_core::DType::U8, y.device())?;
+        return Ok((y, which));
+    }
+    with_elem!(x.dtype(), T => {
+        let values = cpu::view::<T>(x)?;
+        let ((h, width), c) = (w.output(), w.channels);
+        let (picture, batch) = (w.height * w.width * c, x.dim(0)?);
+        let mut y = cpu::fresh::<T>(batch * h * width * c);
+        let mut which = vec![0u8; y.len()];
+        use rayon::prelude::*;
+        y.par_chunks_mut(width * c).zip(which.par_chunks_mut(width * c)).enumerate().with_min_len(8).for_each(|(line, (y, which))| {
+            let values = &values[line / h * picture..][..picture];
+            T::vectorised(|| {
+                for (ox, (y, which)) in y.chunks_exact_mut(c).zip(which.chunks_exact_mut(c)).enumerate() {
+                    let mut first = true;
+                    for (i, cell) in w.cells(line % h, ox) {
+                        let from = &values[cell * c..][..c];
+                        if std::mem::take(&mut first) {
+                            y.copy_from_slice(from);
+                            which.fill(i as u8);
+                            continue;
+                        }
+                        for ((y, which), v) in y.iter_mut().zip(which.iter_mut()).zip(from) {
+                            let larger = v.up() > y.up();
+                            *y = if larger { *v } else { *y };
+                            *which = if larger { i as u8 } else { *which };
+                        }
+                    }
+                }
+            })
+        });
+        let shape = (batch, h, width, c);
+        Ok((cpu::tensor(y, shape)?, cpu::tensor(which, shape)?))
+    })
+}
+
+/// Gives each maximum's gradient to the cell it came from; `x` is needed by the reference alone.
+pub fn max_backward(which: &Tensor, dy: &Tensor, w: &Window) -> Result<Tensor> {
+    with_elem!(dy.dtype(), T => {
+        let (which, d) = (cpu::view::<u8>(which)?, cpu::view::<T>(dy)?);
+        let ((h, width), c) = (w.output(), w.channels);
+        let (picture, batch) = (w.height * w.width * c, dy.dim(0)?);
+        let mut dx = cpu::fresh::<T>(batch * picture);
+        use rayon::prelude::*;
+        dx.par_chunks_mut(picture).enumerate().for_each(|(b, dx)| T::vectorised(|| {
+            for oy in 0..h {
+                for ox in 0..width {
+                    let at = ((b * h + oy) * width + ox) * c;
+                    let (which, d) = (&which[at..][..c], &d[at..][..c]);
+                    for (i, cell) in w.cells(oy, ox) {
+                        let to = &mut dx[cell * c..][..c];
+                        for ((to, which), d) in to.iter_mut().zip(which).zip(d) {
+                            let share = if *which == i as u8 { d.up() } else { Real::ZERO };
+                            *to = T::down(to.up() + share);
+                        }
+                    }
+                }
+            }
+        }));
+        cpu::tensor(dx, (batch, w.height, w.width, c))
+    })
+}

@@ -1,0 +1,91 @@
+//! Two-dimensional convolution over (height, width, channels) pictures, with bias and activation.
+
+use candle_core::{Result, Tensor};
+
+use super::{At, Cost, Layer, Pass, Saved};
+use crate::kernels::conv::{Conv as Kernel, Geometry, workspace};
+use crate::kernels::linear::Grads;
+use crate::kernels::{Activation, Reads};
+use crate::params::{Declared, Init, ParamId};
+
+pub struct Conv {
+    name: String,
+    weight: ParamId,
+    bias: Option<ParamId>,
+    geometry: Geometry,
+    act: Activation,
+}
+
+impl Conv {
+    /// Begins as `torch.nn.Conv2d` does: uniform within one over the root of a window's values.
+    pub fn new(declared: &mut Declared, name: &str, geometry: Geometry, bias: bool, act: Activation) -> Self {
+        let fan_in = (geometry.inputs / geometry.groups * geometry.kernel * geometry.kernel) as f64;
+        Self::with_init(declared, name, geometry, bias, act, Init::Uniform(1.0 / fan_in.sqrt()))
+    }
+
+    pub fn with_init(declared: &mut Declared, name: &str, geometry: Geometry, bias: bool, act: Activation, init: Init) -> Self {
+        let g = geometry;
+        let weight = declared.filter(format!("{name}.weight"), [g.outputs, g.inputs / g.groups, g.kernel, g.kernel], init);
+        let bias = bias.then(|| declared.param(format!("{name}.bias"), [g.outputs], init));
+        Self { name: name.into(), weight, bias, geometry, act }
+    }
+
+    fn kernel<'a>(&self, pass: &'a Pass) -> Kernel<'a> {
+        let bias = self.bias.map(|id| pass.weight(id));
+        Kernel { geometry: self.geometry, weight: pass.weight(self.weight), bias, act: self.act }
+    }
+}
+
+impl Layer for Conv {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn output(&self) -> Vec<usize> {
+        let (h, w) = self.geometry.output();
+        vec![h, w, self.geometry.outputs]
+    }
+
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+        let (y, pre) = self.kernel(pass).forward(x)?;
+        let mut saved = vec![x.clone()];
+        match self.act.reads() {
+            Reads::Nothing => {}
+            Reads::Output => saved.push(y.clone()),
+            Reads::Input => saved.extend(pre),
+        }
+        Ok((y, Saved(saved)))
+    }
+
+    fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
+        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
+        self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, want)
+    }
+
+    fn overwrites(&self) -> bool {
+        self.act != Activation::Identity
+    }
+
+    fn cost(&self, at: At) -> Cost {
+        let g = &self.geometry;
+        let output = at.bytes(self.output().iter().product());
+        let (forward, backward) = workspace(g, at);
+        let reads = self.act.reads();
+        Cost {
+            input: at.bytes(g.height * g.width * g.inputs),
+            output,
+            keeps_input: true,
+            keeps_output: reads == Reads::Output,
+            saved: if reads == Reads::Input { output } else { 0 },
+            forward,
+            backward,
+            flops: g.flops(at.batch),
+            ..Cost::default()
+        }
+    }
+
+    fn parameters(&self) -> usize {
+        let g = &self.geometry;
+        g.outputs * g.kernel * g.kernel * g.inputs / g.groups + self.bias.map_or(0, |_| g.outputs)
+    }
+}

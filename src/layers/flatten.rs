@@ -1,0 +1,62 @@
+//! A picture as a vector, in the order (channel, row, column) that other tools flatten in.
+
+use candle_core::{Result, Tensor};
+
+use super::{At, Cost, Layer, Pass, Saved};
+
+pub struct Flatten {
+    pub name: String,
+    /// (height, width, channels), or any other shape, which is flattened as it lies.
+    pub shape: Vec<usize>,
+}
+
+impl Flatten {
+    /// (pixels, channels) where the two have to change places.
+    fn turns(&self) -> Option<(usize, usize)> {
+        match self.shape.as_slice() {
+            &[h, w, c] if h * w > 1 && c > 1 => Some((h * w, c)),
+            _ => None,
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+impl Layer for Flatten {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn output(&self) -> Vec<usize> {
+        vec![self.len()]
+    }
+
+    fn forward(&self, x: &Tensor, _: &Pass) -> Result<(Tensor, Saved)> {
+        let batch = x.dim(0)?;
+        let x = match self.turns() {
+            Some((pixels, c)) => x.reshape((batch, pixels, c))?.transpose(1, 2)?.contiguous()?,
+            None => x.clone(),
+        };
+        Ok((x.reshape((batch, self.len()))?, Saved::default()))
+    }
+
+    fn backward(&self, _: Saved, dy: Tensor, _: &Pass, _: bool) -> Result<Option<Tensor>> {
+        let batch = dy.dim(0)?;
+        let dx = match self.turns() {
+            Some((pixels, c)) => dy.reshape((batch, c, pixels))?.transpose(1, 2)?.contiguous()?,
+            None => dy,
+        };
+        Ok(Some(dx.reshape([&[batch], self.shape.as_slice()].concat())?))
+    }
+
+    fn cost(&self, at: At) -> Cost {
+        let bytes = if self.turns().is_some() { at.bytes(self.len()) } else { 0 };
+        Cost { input: bytes, output: bytes, view: bytes == 0, ..Cost::default() }
+    }
+
+    fn parameters(&self) -> usize {
+        0
+    }
+}

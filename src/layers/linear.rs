@@ -1,0 +1,116 @@
+//! `y = act(x W' + b)` over the last dimension.
+
+use candle_core::{Result, Tensor};
+
+use super::{At, Cost, Layer, Pass, Saved};
+use crate::kernels::linear::{Grads, Lies, Linear as Kernel, workspace};
+use crate::kernels::{Activation, Reads};
+use crate::params::{Declared, Init, ParamId};
+
+pub struct Linear {
+    name: String,
+    weight: ParamId,
+    bias: Option<ParamId>,
+    lies: Lies,
+    act: Activation,
+    /// Shape of a sample without the last dimension: () for a vector, (T) for a sequence.
+    leading: Vec<usize>,
+    inputs: usize,
+    outputs: usize,
+}
+
+/// What a [`Linear`] is made with beside its sizes.
+#[derive(Clone, Copy)]
+pub struct Options {
+    pub bias: bool,
+    pub act: Activation,
+    pub lies: Lies,
+    pub init: Init,
+    /// How the bias begins.
+    pub bias_init: Init,
+}
+
+impl Options {
+    /// As `torch.nn.Linear` begins: both uniform within one over the root of the inputs.
+    pub fn torch(inputs: usize, act: Activation) -> Self {
+        let init = Init::Uniform(1.0 / (inputs as f64).sqrt());
+        Self { bias: true, act, lies: Lies::OutIn, init, bias_init: init }
+    }
+}
+
+impl Linear {
+    /// `input` is the shape of a sample, its last dimension is mapped to `outputs`.
+    pub fn new(declared: &mut Declared, name: &str, input: &[usize], outputs: usize, options: Options) -> Self {
+        let (inputs, leading) = match input.split_last() {
+            Some((last, leading)) => (*last, leading.to_vec()),
+            None => (1, Vec::new()),
+        };
+        let shape = match options.lies {
+            Lies::OutIn => [outputs, inputs],
+            Lies::InOut => [inputs, outputs],
+        };
+        let weight = declared.param(format!("{name}.weight"), shape, options.init);
+        let bias = options.bias.then(|| declared.param(format!("{name}.bias"), [outputs], options.bias_init));
+        Self { name: name.into(), weight, bias, lies: options.lies, act: options.act, leading, inputs, outputs }
+    }
+
+    fn kernel<'a>(&self, pass: &'a Pass) -> Kernel<'a> {
+        let bias = self.bias.map(|id| pass.weight(id));
+        Kernel { weight: pass.weight(self.weight), lies: self.lies, bias, act: self.act }
+    }
+
+    fn rows(&self) -> usize {
+        self.leading.iter().product()
+    }
+}
+
+impl Layer for Linear {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn output(&self) -> Vec<usize> {
+        [self.leading.as_slice(), &[self.outputs]].concat()
+    }
+
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+        let (y, pre) = self.kernel(pass).forward(x)?;
+        let mut saved = vec![x.clone()];
+        match self.act.reads() {
+            Reads::Nothing => {}
+            Reads::Output => saved.push(y.clone()),
+            Reads::Input => saved.extend(pre),
+        }
+        Ok((y, Saved(saved)))
+    }
+
+    fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
+        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
+        self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, want)
+    }
+
+    fn overwrites(&self) -> bool {
+        self.act != Activation::Identity
+    }
+
+    fn cost(&self, at: At) -> Cost {
+        let (rows, k, n) = (at.batch * self.rows(), self.inputs, self.outputs);
+        let output = at.bytes(self.rows() * n);
+        let reads = self.act.reads();
+        Cost {
+            input: at.bytes(self.rows() * k),
+            output,
+            keeps_input: true,
+            keeps_output: reads == Reads::Output,
+            saved: if reads == Reads::Input { output } else { 0 },
+            forward: workspace(at.dtype, rows, k, n),
+            backward: workspace(at.dtype, rows, k, n),
+            flops: 2 * (rows * k * n) as u64,
+            ..Cost::default()
+        }
+    }
+
+    fn parameters(&self) -> usize {
+        self.inputs * self.outputs + self.bias.map_or(0, |_| self.outputs)
+    }
+}

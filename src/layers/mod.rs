@@ -1,0 +1,130 @@
+//! Layers: what a model is made of. Each file holds one: parameters, forward, backward and cost.
+//!
+//! A layer owns its backward pass. `forward` returns the output and exactly what `backward` will need;
+//! `backward` consumes that, adds parameter gradients in place and returns the input's gradient; `cost`
+//! says, for a micro-batch, what all of this holds, to the byte. No graph is recorded, and nothing else
+//! in the program knows a layer's insides. [`network`] runs layers and asks the ledger for them.
+
+pub mod conv;
+pub mod cross_entropy;
+pub mod dropout;
+pub mod flatten;
+pub mod linear;
+pub mod loss;
+pub mod network;
+pub mod pool;
+
+use candle_core::{DType, Result, Tensor};
+
+use crate::params::{ParamId, StatId, Store};
+use crate::random::Random;
+
+/// A layer of a network. Tensors are contiguous, the first dimension is the sample.
+pub trait Layer: Send + Sync {
+    /// Its path in the model, which is also the prefix of its parameters' names.
+    fn name(&self) -> &str;
+
+    /// The shape of one sample's output.
+    fn output(&self) -> Vec<usize>;
+
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)>;
+
+    /// `dy` is the layer's to overwrite; no input gradient is made unless it is wanted.
+    fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>>;
+
+    /// Whether `backward` writes to the `dy` it is given.
+    fn overwrites(&self) -> bool {
+        false
+    }
+
+    fn cost(&self, at: At) -> Cost;
+
+    /// Values of all its parameters.
+    fn parameters(&self) -> usize;
+}
+
+/// What a layer keeps between its passes.
+#[derive(Default)]
+pub struct Saved(pub Vec<Tensor>);
+
+/// What a cost is asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct At {
+    /// Samples in the micro-batch.
+    pub batch: usize,
+    /// The type of activations.
+    pub dtype: DType,
+    /// Threads of the CPU bodies, which each have a workspace.
+    pub threads: usize,
+}
+
+impl At {
+    /// Bytes of `per_sample` values of every sample.
+    pub fn bytes(&self, per_sample: usize) -> u64 {
+        (self.batch * per_sample * self.dtype.size_in_bytes()) as u64
+    }
+}
+
+/// What a layer holds and does for one micro-batch. Bytes are exact.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Bytes of the input's gradient.
+    pub input: u64,
+    /// Bytes of the output; 0 where it is a view of the input.
+    pub output: u64,
+    /// The output shares the input's memory.
+    pub view: bool,
+    /// `backward` reads the input, or the output.
+    pub keeps_input: bool,
+    pub keeps_output: bool,
+    /// Bytes saved for `backward` beside these two.
+    pub saved: u64,
+    /// Bytes of temporaries while `forward` and `backward` run.
+    pub forward: u64,
+    pub backward: u64,
+    /// Floating-point operations of the forward pass.
+    pub flops: u64,
+}
+
+/// Why the forward pass runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// To learn: dropout is on, statistics move.
+    Train,
+    /// To learn, again: what was saved is made a second time, and nothing else may change.
+    Again,
+    /// To judge: nothing is saved.
+    Eval,
+}
+
+/// What one pass over a micro-batch works with.
+#[derive(Clone, Copy)]
+pub struct Pass<'a> {
+    pub store: &'a Store,
+    pub mode: Mode,
+    pub seed: u64,
+    pub epoch: u64,
+    /// Global ids of the micro-batch's samples, in order.
+    pub ids: &'a [u64],
+    /// What a sample's loss gradient is multiplied with.
+    pub scale: f64,
+}
+
+impl Pass<'_> {
+    pub fn weight(&self, id: ParamId) -> &Tensor {
+        &self.store.weights()[id.0]
+    }
+
+    pub fn grad(&self, id: ParamId) -> &Tensor {
+        &self.store.grad_views()[id.0]
+    }
+
+    pub fn stat(&self, id: StatId) -> &Tensor {
+        &self.store.stat_views()[id.0]
+    }
+
+    /// The randomness of the layer `stream` for the micro-batch's sample `row`.
+    pub fn random(&self, stream: u64, row: usize) -> Random {
+        Random::new(self.seed, stream).at(self.epoch).at(self.ids[row])
+    }
+}

@@ -1,0 +1,314 @@
+//! A network: blocks of layers and a loss, run forward and backward under a ledger.
+//!
+//! Every byte a layer says it needs is asked of the ledger before the layer runs, and given back when
+//! the last holder lets go. Without tensors the same walk is the memory plan: it asks for exactly what
+//! the real one will, in the same order, so the plan cannot drift from the code.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use super::loss::{Loss, Tally};
+use super::{At, Layer, Mode, Pass, Saved};
+use crate::kernels::{Activation, Reads, add};
+use crate::memory::{Ledger, Oom, Reservation, Role};
+
+/// A part of a block.
+pub enum Node {
+    Layer(Box<dyn Layer>),
+    /// `act(branch(x) + shortcut(x))`; an empty shortcut is `x` itself.
+    Residual(Residual),
+}
+
+pub struct Residual {
+    pub name: String,
+    pub branch: Vec<Node>,
+    pub shortcut: Vec<Node>,
+    pub act: Activation,
+    /// Shape of a sample's output.
+    pub output: Vec<usize>,
+}
+
+/// The unit of recomputation: it keeps what its layers saved, or its input alone.
+pub struct Block {
+    pub name: String,
+    pub nodes: Vec<Node>,
+}
+
+pub struct Network {
+    pub blocks: Vec<Block>,
+    pub loss: Box<dyn Loss>,
+}
+
+/// Why a step stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    #[error(transparent)]
+    Oom(#[from] Oom),
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}
+
+/// What a walk over the network is given.
+pub struct Walk<'a> {
+    /// Absent where the walk only plans.
+    pub pass: Option<Pass<'a>>,
+    pub at: At,
+    pub ledger: &'a Ledger,
+    /// How many blocks, the first ones, keep only their input and run forward again.
+    pub recompute: usize,
+}
+
+/// A micro-batch on the device.
+pub struct Batch {
+    pub inputs: Tensor,
+    pub targets: Tensor,
+}
+
+/// An activation and the right to hold it.
+#[derive(Clone)]
+struct Act {
+    value: Option<Tensor>,
+    hold: Option<Arc<Reservation>>,
+}
+
+/// What is kept of a node between the passes; dropped, it gives everything back.
+enum Trace {
+    Layer { saved: Option<Saved>, _holds: [Option<Arc<Reservation>>; 3] },
+    Residual { branch: Vec<Trace>, shortcut: Vec<Trace>, output: Option<Act> },
+}
+
+enum BlockTrace {
+    Kept(Vec<Trace>),
+    Input(Act),
+}
+
+type Step<T> = Result<T, StepError>;
+
+impl Network {
+    /// Adds the gradients of a micro-batch's summed loss (times the pass's scale) to the store.
+    pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
+        walk.ledger.phase("forward");
+        let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
+        let mut traces = Vec::with_capacity(self.blocks.len());
+        for (i, block) in self.blocks.iter().enumerate() {
+            let input = (i < walk.recompute).then(|| x.clone());
+            let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train)?;
+            x = y;
+            traces.push(match input {
+                Some(input) => BlockTrace::Input(input),
+                None => BlockTrace::Kept(trace),
+            });
+        }
+        walk.ledger.phase("backward");
+        let cost = self.loss.cost(walk.at);
+        let (tally, mut dy) = {
+            let hold = walk.hold(Role::Activations, self.loss.name(), cost.input)?;
+            let _work = walk.hold(Role::Workspace, self.loss.name(), cost.backward)?;
+            match (&walk.pass, batch, &x.value) {
+                (Some(pass), Some(batch), Some(x)) => {
+                    let (tally, dx) = self.loss.learn(x, &batch.targets, pass)?;
+                    (tally, Act { value: Some(dx), hold })
+                }
+                _ => (Tally::default(), Act { value: None, hold }),
+            }
+        };
+        drop(x);
+        for (i, (block, trace)) in self.blocks.iter().zip(traces).enumerate().rev() {
+            let trace = match trace {
+                BlockTrace::Kept(trace) => trace,
+                BlockTrace::Input(input) => walk.forward(&block.nodes, input, true, Mode::Again)?.1,
+            };
+            match walk.backward(&block.nodes, trace, dy, i > 0)? {
+                Some(dx) => dy = dx,
+                None => break,
+            }
+        }
+        Ok(tally)
+    }
+
+    /// The summed loss and the counts behind the metrics of a micro-batch.
+    pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
+        walk.ledger.phase("eval");
+        let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
+        for block in &self.blocks {
+            x = walk.forward(&block.nodes, x, false, Mode::Eval)?.0;
+        }
+        let _work = walk.hold(Role::Workspace, self.loss.name(), self.loss.cost(walk.at).forward)?;
+        match (&walk.pass, batch, &x.value) {
+            (Some(pass), Some(batch), Some(x)) => Ok(self.loss.judge(x, &batch.targets, pass)?),
+            _ => Ok(Tally::default()),
+        }
+    }
+
+    /// Every layer, in order, with the name of its block.
+    pub fn layers(&self) -> Vec<&dyn Layer> {
+        fn collect<'a>(nodes: &'a [Node], into: &mut Vec<&'a dyn Layer>) {
+            for node in nodes {
+                match node {
+                    Node::Layer(layer) => into.push(layer.as_ref()),
+                    Node::Residual(residual) => {
+                        collect(&residual.branch, into);
+                        collect(&residual.shortcut, into);
+                    }
+                }
+            }
+        }
+        let mut layers = Vec::new();
+        self.blocks.iter().for_each(|block| collect(&block.nodes, &mut layers));
+        layers
+    }
+}
+
+impl Walk<'_> {
+    /// Nothing is asked for nothing.
+    fn hold(&self, role: Role, asker: &str, bytes: u64) -> Result<Option<Arc<Reservation>>, Oom> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        Ok(Some(Arc::new(self.ledger.reserve(role, asker, bytes)?)))
+    }
+
+    fn pass(&self, mode: Mode) -> Option<Pass<'_>> {
+        self.pass.as_ref().map(|pass| Pass { mode, ..*pass })
+    }
+
+    fn forward(&self, nodes: &[Node], mut x: Act, keep: bool, mode: Mode) -> Step<(Act, Vec<Trace>)> {
+        let mut traces = Vec::with_capacity(if keep { nodes.len() } else { 0 });
+        for node in nodes {
+            let (y, trace) = match node {
+                Node::Layer(layer) => self.layer_forward(layer.as_ref(), x, keep, mode)?,
+                Node::Residual(residual) => self.residual_forward(residual, x, keep, mode)?,
+            };
+            traces.extend(trace);
+            x = y;
+        }
+        Ok((x, traces))
+    }
+
+    fn layer_forward(&self, layer: &dyn Layer, x: Act, keep: bool, mode: Mode) -> Step<(Act, Option<Trace>)> {
+        let cost = layer.cost(self.at);
+        let own = self.hold(Role::Activations, layer.name(), cost.output)?;
+        let saved_hold = self.hold(Role::Activations, layer.name(), cost.saved)?;
+        let _work = self.hold(Role::Workspace, layer.name(), cost.forward)?;
+        let (value, saved) = match (self.pass(mode), &x.value) {
+            (Some(pass), Some(x)) => {
+                let (y, saved) = layer.forward(x, &pass)?;
+                (Some(y), Some(saved))
+            }
+            _ => (None, None),
+        };
+        let y = Act { value, hold: if cost.view { x.hold.clone() } else { own } };
+        let trace = keep.then(|| Trace::Layer {
+            saved,
+            _holds: [
+                saved_hold,
+                x.hold.clone().filter(|_| cost.keeps_input),
+                y.hold.clone().filter(|_| cost.keeps_output),
+            ],
+        });
+        Ok((y, trace))
+    }
+
+    fn residual_forward(&self, residual: &Residual, x: Act, keep: bool, mode: Mode) -> Step<(Act, Option<Trace>)> {
+        let (b, branch) = self.forward(&residual.branch, x.clone(), keep, mode)?;
+        let (s, shortcut) = self.forward(&residual.shortcut, x, keep, mode)?;
+        // The branch's output is nobody else's unless its last layer keeps it: the sum goes there.
+        let in_place = !self.keeps_output(&residual.branch);
+        let hold = match in_place {
+            true => b.hold.clone(),
+            false => self.hold(Role::Activations, &residual.name, self.at.bytes(residual.output.iter().product()))?,
+        };
+        let value = match (&b.value, &s.value) {
+            (Some(b), Some(s)) if in_place => Some(add::into(b, s, residual.act)?),
+            (Some(b), Some(s)) => Some(add::forward(b, s, residual.act)?),
+            _ => None,
+        };
+        let y = Act { value, hold };
+        let output = (residual.act != Activation::Identity).then(|| y.clone());
+        Ok((y, keep.then_some(Trace::Residual { branch, shortcut, output })))
+    }
+
+    /// Whether the output of these nodes is kept by the one that made it, or is their input.
+    fn keeps_output(&self, nodes: &[Node]) -> bool {
+        match nodes.last() {
+            None => true,
+            Some(Node::Layer(layer)) => {
+                let cost = layer.cost(self.at);
+                cost.keeps_output || (cost.view && self.keeps_output(&nodes[..nodes.len() - 1]))
+            }
+            Some(Node::Residual(residual)) => residual.act.reads() == Reads::Output,
+        }
+    }
+
+    /// The gradient of the nodes' input, where wanted. Traces are given back as they are used.
+    fn backward(&self, nodes: &[Node], traces: Vec<Trace>, mut dy: Act, want: bool) -> Step<Option<Act>> {
+        for (i, (node, trace)) in nodes.iter().zip(traces).enumerate().rev() {
+            let want = want || i > 0;
+            let dx = match (node, trace) {
+                (Node::Layer(layer), Trace::Layer { saved, _holds }) => {
+                    let cost = layer.cost(self.at);
+                    let own = match want && !cost.view {
+                        true => self.hold(Role::Activations, layer.name(), cost.input)?,
+                        false => None,
+                    };
+                    let _work = self.hold(Role::Workspace, layer.name(), cost.backward)?;
+                    let hold = if cost.view { dy.hold.clone() } else { own };
+                    let value = match (self.pass(Mode::Train), saved, dy.value.take()) {
+                        (Some(pass), Some(saved), Some(dy)) => layer.backward(saved, dy, &pass, want)?,
+                        _ => None,
+                    };
+                    want.then_some(Act { value, hold })
+                }
+                (Node::Residual(residual), Trace::Residual { branch, shortcut, output }) => {
+                    self.residual_backward(residual, branch, shortcut, output, dy, want)?
+                }
+                _ => None,
+            };
+            match dx {
+                Some(dx) => dy = dx,
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(dy))
+    }
+
+    fn residual_backward(
+        &self,
+        residual: &Residual,
+        branch: Vec<Trace>,
+        shortcut: Vec<Trace>,
+        output: Option<Act>,
+        dy: Act,
+        want: bool,
+    ) -> Step<Option<Act>> {
+        if let (Some(Act { value: Some(y), .. }), Some(dy)) = (&output, &dy.value) {
+            add::through(y, dy, residual.act)?;
+        }
+        drop(output);
+        let for_branch = match overwrites(&residual.branch) {
+            true => {
+                let bytes = self.at.bytes(residual.output.iter().product());
+                let hold = self.hold(Role::Activations, &residual.name, bytes)?;
+                Act { value: dy.value.as_ref().map(Tensor::copy).transpose()?, hold }
+            }
+            false => dy.clone(),
+        };
+        let through_branch = self.backward(&residual.branch, branch, for_branch, want)?;
+        let through_shortcut = self.backward(&residual.shortcut, shortcut, dy, want)?;
+        let (Some(b), Some(s)) = (through_branch, through_shortcut) else { return Ok(None) };
+        if let (Some(b), Some(s)) = (&b.value, &s.value) {
+            add::into(b, s, Activation::Identity)?;
+        }
+        Ok(Some(b))
+    }
+}
+
+/// Whether the backward pass of these nodes writes to the gradient it is given.
+fn overwrites(nodes: &[Node]) -> bool {
+    match nodes.last() {
+        None => false,
+        Some(Node::Layer(layer)) => layer.overwrites(),
+        Some(Node::Residual(residual)) => residual.act != Activation::Identity || overwrites(&residual.branch),
+    }
+}
