@@ -16,6 +16,7 @@ pub mod pool;
 pub mod product;
 pub mod reference;
 pub mod tally;
+pub mod update;
 
 pub use activation::{Activation, Reads};
 pub use elem::{Elem, Real};

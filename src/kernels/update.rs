@@ -1,0 +1,216 @@
+//! Optimizer updates over flat buffers: one pass, in place, gradients cleared on the way.
+
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+use super::{Elem, Real, cpu, reference};
+use crate::with_elem;
+
+/// Values a thread takes at once.
+const CHUNK: usize = 32 * 1024;
+
+/// What every update is given beside its buffers.
+#[derive(Clone, Copy, Debug)]
+pub struct Common {
+    pub lr: f64,
+    /// The gradient is multiplied with this first: one over the samples, clipping, loss scale.
+    pub grad_scale: f64,
+    pub weight_decay: f64,
+    /// Weight decay touches the first so many values.
+    pub decayed: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW {
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    /// Updates made, this one included.
+    pub step: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Sgd {
+    pub momentum: f64,
+    pub nesterov: bool,
+    /// The first update, on which the momentum begins as the gradient itself.
+    pub first: bool,
+}
+
+impl AdamW {
+    /// How far to go, and what the root of the second moment is divided by.
+    fn corrections(&self, lr: f64) -> (f64, f64) {
+        let t = self.step as i32;
+        (lr / (1.0 - self.beta1.powi(t)), (1.0 - self.beta2.powi(t)).sqrt())
+    }
+
+    /// Decoupled weight decay, then Adam. `m` and `v` are its first and second moments.
+    pub fn apply(&self, c: &Common, weights: &Tensor, grads: &Tensor, m: &Tensor, v: &Tensor) -> Result<()> {
+        if !reference::has_body(weights) {
+            return self.reference(c, weights, grads, m, v);
+        }
+        with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, m, v))
+    }
+
+    fn cpu<T: Elem>(&self, c: &Common, weights: &Tensor, grads: &Tensor, m: &Tensor, v: &Tensor) -> Result<()> {
+        let (step, root) = self.corrections(c.lr);
+        let of = |x: f64| <T::Acc as Real>::of(x);
+        let (b1, b2, eps, step, inv_root, gs) =
+            (of(self.beta1), of(self.beta2), of(self.eps), of(step), of(1.0 / root), of(c.grad_scale));
+        let (a1, a2) = (of(1.0 - self.beta1), of(1.0 - self.beta2));
+        cpu::update::<T, _>(weights, |w| {
+            cpu::update::<T, _>(grads, |g| {
+                cpu::update::<T, _>(m, |m| {
+                    cpu::update::<T, _>(v, |v| {
+                        let chunks = w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).zip(m.par_chunks_mut(CHUNK)).zip(v.par_chunks_mut(CHUNK));
+                        chunks.enumerate().for_each(|(i, (((w, g), m), v))| {
+                            decay(w, i * CHUNK, c);
+                            T::vectorised(|| {
+                                for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
+                                    let d = g.up() * gs;
+                                    let first = b1 * m.up() + a1 * d;
+                                    let second = b2 * v.up() + a2 * d * d;
+                                    *w = T::down(w.up() - step * first / (second.sqrt() * inv_root + eps));
+                                    (*m, *v, *g) = (T::down(first), T::down(second), T::default());
+                                }
+                            })
+                        })
+                    })
+                })
+            })
+        })????;
+        Ok(())
+    }
+
+    fn reference(&self, c: &Common, weights: &Tensor, grads: &Tensor, m: &Tensor, v: &Tensor) -> Result<()> {
+        let (step, root) = self.corrections(c.lr);
+        let g = (grads * c.grad_scale)?;
+        let first = ((m * self.beta1)? + (&g * (1.0 - self.beta1))?)?;
+        let second = ((v * self.beta2)? + (g.sqr()? * (1.0 - self.beta2))?)?;
+        let direction = (&first / ((second.sqrt()? / root)? + self.eps)?)?;
+        let moved = (decay_reference(weights, c)? - (direction * step)?)?;
+        for (into, value) in [(weights, &moved), (m, &first), (v, &second), (grads, &grads.zeros_like()?)] {
+            into.slice_set(value, 0, 0)?;
+        }
+        Ok(())
+    }
+}
+
+impl Sgd {
+    /// Weight decay as part of the gradient, as PyTorch has it. `momentum` is absent where it is 0.
+    pub fn apply(&self, c: &Common, weights: &Tensor, grads: &Tensor, momentum: Option<&Tensor>) -> Result<()> {
+        if !reference::has_body(weights) {
+            return self.reference(c, weights, grads, momentum);
+        }
+        with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, momentum))
+    }
+
+    fn cpu<T: Elem>(&self, c: &Common, weights: &Tensor, grads: &Tensor, momentum: Option<&Tensor>) -> Result<()> {
+        let of = |x: f64| <T::Acc as Real>::of(x);
+        let (lr, gs, mu) = (of(c.lr), of(c.grad_scale), of(self.momentum));
+        let wd = |at: usize| if at < c.decayed { of(c.weight_decay) } else { T::Acc::ZERO };
+        cpu::update::<T, _>(weights, |w| {
+            cpu::update::<T, _>(grads, |g| match momentum {
+                None => {
+                    w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).enumerate().for_each(|(i, (w, g))| {
+                        T::vectorised(|| {
+                            for (j, (w, g)) in w.iter_mut().zip(g).enumerate() {
+                                let d = g.up() * gs + wd(i * CHUNK + j) * w.up();
+                                *w = T::down(w.up() - lr * d);
+                                *g = T::default();
+                            }
+                        })
+                    });
+                    Ok(())
+                }
+                Some(momentum) => cpu::update::<T, _>(momentum, |m| {
+                    let chunks = w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).zip(m.par_chunks_mut(CHUNK));
+                    chunks.enumerate().for_each(|(i, ((w, g), m))| {
+                        T::vectorised(|| {
+                            for (j, ((w, g), m)) in w.iter_mut().zip(g).zip(m).enumerate() {
+                                let d = g.up() * gs + wd(i * CHUNK + j) * w.up();
+                                let speed = if self.first { d } else { mu * m.up() + d };
+                                let go = if self.nesterov { d + mu * speed } else { speed };
+                                *w = T::down(w.up() - lr * go);
+                                (*m, *g) = (T::down(speed), T::default());
+                            }
+                        })
+                    })
+                }),
+            })
+        })??
+    }
+
+    fn reference(&self, c: &Common, weights: &Tensor, grads: &Tensor, momentum: Option<&Tensor>) -> Result<()> {
+        let shrink = (weights - decay_reference(weights, &Common { lr: 1.0, ..*c })?)?;
+        let d = ((grads * c.grad_scale)? + shrink)?;
+        let mut go = d.clone();
+        if let Some(momentum) = momentum {
+            let speed = if self.first { d.clone() } else { ((momentum * self.momentum)? + &d)? };
+            go = if self.nesterov { (&d + (&speed * self.momentum)?)? } else { speed.clone() };
+            momentum.slice_set(&speed, 0, 0)?;
+        }
+        weights.slice_set(&(weights - (go * c.lr)?)?, 0, 0)?;
+        grads.slice_set(&grads.zeros_like()?, 0, 0)
+    }
+}
+
+/// `w -= lr weight_decay w` for the decayed part of a chunk that begins at `start`.
+fn decay<T: Elem>(w: &mut [T], start: usize, c: &Common) {
+    let keep = <T::Acc as Real>::of(1.0 - c.lr * c.weight_decay);
+    let until = c.decayed.saturating_sub(start).min(w.len());
+    if c.weight_decay != 0.0 {
+        T::vectorised(|| w[..until].iter_mut().for_each(|w| *w = T::down(w.up() * keep)));
+    }
+}
+
+fn decay_reference(weights: &Tensor, c: &Common) -> Result<Tensor> {
+    let n = weights.elem_count();
+    if c.decayed == 0 || c.weight_decay == 0.0 {
+        return Ok(weights.clone());
+    }
+    let shrunk = (weights.narrow(0, 0, c.decayed)? * (1.0 - c.lr * c.weight_decay))?;
+    Tensor::cat(&[shrunk, weights.narrow(0, c.decayed, n - c.decayed)?], 0)
+}
+
+/// Sum of squares of a flat buffer, added up in f64 in an order that no thread changes.
+pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
+    if !reference::has_body(values) {
+        return values.to_dtype(candle_core::DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
+    }
+    with_elem!(values.dtype(), T => {
+        let values = cpu::view::<T>(values)?;
+        let sum = |chunk: &[T]| T::vectorised(|| {
+            // Sixteen running sums, so that the loop vectorises.
+            let mut sums = [<T as Elem>::Acc::ZERO; 16];
+            for group in chunk.chunks(16) {
+                group.iter().zip(&mut sums).for_each(|(v, s)| *s += v.up() * v.up());
+            }
+            sums.iter().map(|s| s.wide()).sum::<f64>()
+        });
+        Ok(values.par_chunks(CHUNK).map(sum).collect::<Vec<_>>().into_iter().sum())
+    })
+}
+
+/// `to = from`, rounded to the type of `to`: the copy of the weights that kernels compute with.
+pub fn round_into(from: &Tensor, to: &Tensor) -> Result<()> {
+    if !reference::has_body(from) {
+        return to.slice_set(&from.to_dtype(to.dtype())?, 0, 0);
+    }
+    with_elem!(from.dtype(), F => {
+        let from = cpu::view::<F>(from)?;
+        with_elem!(to.dtype(), T => cpu::update::<T, _>(to, |to| {
+            to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| {
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = T::down(<T as Elem>::Acc::of(from.up().wide())))
+            })
+        }))
+    })
+}
+
+/// Sets every value to zero.
+pub fn clear(values: &Tensor) -> Result<()> {
+    if !reference::has_body(values) {
+        return values.slice_set(&values.zeros_like()?, 0, 0);
+    }
+    with_elem!(values.dtype(), T => cpu::update::<T, _>(values, |v| v.par_chunks_mut(CHUNK).for_each(|v| v.fill(T::default()))))
+}
