@@ -8,5 +8,6 @@
 //! ```
 
 pub mod memory;
+pub mod report;
 pub mod train;
 pub mod units;

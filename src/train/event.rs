@@ -66,9 +66,13 @@ pub enum Event {
         /// Epochs begun before this update's first sample.
         epoch: u64,
         /// Mean training loss over the update's samples.
+        #[serde(deserialize_with = "nullable::number")]
+        #[schemars(with = "Option<f64>")]
         loss: f64,
         lr: f64,
         /// Norm of the whole gradient before clipping.
+        #[serde(deserialize_with = "nullable::number")]
+        #[schemars(with = "Option<f64>")]
         grad_norm: f64,
         /// Samples seen in the run, this update's included.
         samples: u64,
@@ -89,6 +93,8 @@ pub enum Event {
         step: u64,
         epoch: u64,
         /// `valid.loss`, `valid.accuracy`, ...
+        #[serde(deserialize_with = "nullable::numbers")]
+        #[schemars(with = "BTreeMap<String, Option<f64>>")]
         metrics: BTreeMap<String, f64>,
         samples: u64,
         eval_s: f64,
@@ -137,6 +143,8 @@ pub enum Event {
         epochs: u64,
         samples: u64,
         /// Last value of every metric, and `best.NAME` for the one that chose the best checkpoint.
+        #[serde(deserialize_with = "nullable::numbers")]
+        #[schemars(with = "BTreeMap<String, Option<f64>>")]
         metrics: BTreeMap<String, f64>,
         /// Step of the best checkpoint.
         best_step: Option<u64>,
@@ -149,4 +157,46 @@ pub enum Event {
         data_wait_s: f64,
         samples_digest: String,
     },
+}
+
+/// JSON has no `NaN`: a number that is not finite is written `null` and must read back, for a run
+/// whose loss went astray has to stay readable.
+pub(crate) mod nullable {
+    use std::collections::BTreeMap;
+
+    use serde::{Deserialize, Deserializer};
+
+    pub fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+        Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+    }
+
+    pub fn numbers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, f64>, D::Error> {
+        let values = BTreeMap::<String, Option<f64>>::deserialize(deserializer)?;
+        Ok(values.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The step counts, memory and losses of a record survive the file, a loss of `NaN` included.
+    #[test]
+    fn numbers_that_are_not_finite_read_back() {
+        let metrics = BTreeMap::from([("valid.accuracy".into(), 0.1), ("valid.loss".into(), f64::INFINITY)]);
+        let record =
+            Record { t: 1.5, event: Event::Eval { step: 7, epoch: 1, metrics, samples: 3, eval_s: 0.25 } };
+        let line = serde_json::to_string(&record).unwrap();
+        assert_eq!(
+            line,
+            r#"{"t":1.5,"event":"eval","step":7,"epoch":1,"metrics":{"valid.accuracy":0.1,"valid.loss":null},"samples":3,"eval_s":0.25}"#
+        );
+        match serde_json::from_str::<Record>(&line).unwrap() {
+            Record { t: 1.5, event: Event::Eval { step: 7, metrics, .. } } => {
+                assert_eq!(metrics["valid.accuracy"], 0.1);
+                assert!(metrics["valid.loss"].is_nan());
+            }
+            other => panic!("{other:?}"),
+        }
+    }
 }
