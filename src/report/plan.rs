@@ -114,6 +114,9 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
         let mut roles = BTreeMap::<Role, u64>::new();
         here().for_each(|part| *roles.entry(part.role).or_default() += part.bytes);
         let largest = roles.values().max().copied().unwrap_or(1).max(1);
+        if !rows.is_empty() {
+            rows.push(vec![]);
+        }
         let name = if *place == Place::Vram { "vram" } else { "ram" };
         rows.push([name, "bytes", "share", ""].map(|head| paint.dim(head)).to_vec());
         for (role, bytes) in roles {
@@ -133,14 +136,16 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
     text::table("<>><", 7, &rows)
 }
 
-/// Every way of running considered, the chosen one marked by its bytes.
+/// Every way of running considered; the chosen one is the first that has the plan's peak.
 fn rungs(plan: &Plan, paint: Paint) -> Vec<String> {
     let places = places(plan);
     let mut head = vec!["considered"];
     head.extend(places.iter().map(|place| if *place == Place::Vram { "vram" } else { "ram" }));
     head.extend(["time", ""]);
     let mut rows = vec![head.into_iter().map(|head| paint.dim(head)).collect::<Vec<_>>()];
-    for rung in &plan.rungs {
+    let peak = (plan.peak.ram_bytes, plan.peak.vram_bytes);
+    let chosen = plan.rungs.iter().position(|rung| rung.fits && (rung.ram_bytes, rung.vram_bytes) == peak);
+    for (i, rung) in plan.rungs.iter().enumerate() {
         let change = if rung.change.is_empty() { "as written" } else { &rung.change };
         let mut row = vec![change.to_owned()];
         row.extend(
@@ -149,7 +154,11 @@ fn rungs(plan: &Plan, paint: Paint) -> Vec<String> {
             }),
         );
         row.push(format!("x {:.2}", rung.relative_time));
-        row.push(if rung.fits { paint.green("fits") } else { paint.red("too large") });
+        row.push(match rung.fits {
+            true if chosen == Some(i) => paint.green("chosen"),
+            true => "fits".into(),
+            false => paint.red("too large"),
+        });
         rows.push(row);
     }
     let align = "<".to_owned() + &">".repeat(places.len()) + "><";
@@ -174,9 +183,16 @@ mod tests {
 plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
        micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
 
-       ram                bytes   share
+       ram                 bytes   share
        weights          20.0 MiB   9.4 %
-"
+       gradients        20.0 MiB   9.4 %
+       optimizer state  40.0 MiB  18.9 %
+       activations       132 MiB  62.3 %
+       total             212 MiB
+
+       considered              ram    time
+       as written          344 MiB  x 1.00  too large
+       micro-batch 50 x 2  212 MiB  x 1.04  chosen"
         );
     }
 
@@ -184,7 +200,29 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
     fn a_terminal_gets_bars_and_the_verbose_every_part() {
         let look = Look { verbosity: Verbosity::Verbose, color: false, live: true };
         let shown = text(&Plan { verdict: Verdict::Fits, ..samples::plan() }, look);
-        assert_eq!(shown, "");
+        assert_eq!(
+            shown,
+            "\
+plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
+       micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+
+       ram                 bytes   share
+       weights          20.0 MiB   9.4 %  ███▋
+         weights        20.0 MiB
+       gradients        20.0 MiB   9.4 %  ███▋
+         gradients      20.0 MiB
+       optimizer state  40.0 MiB  18.9 %  ███████▎
+         adamw m        20.0 MiB
+         adamw v        20.0 MiB
+       activations       132 MiB  62.3 %  ████████████████████████
+         conv1           100 MiB
+         conv2          32.0 MiB
+       total             212 MiB
+
+       considered              ram    time
+       as written          344 MiB  x 1.00  too large
+       micro-batch 50 x 2  212 MiB  x 1.04  chosen"
+        );
     }
 
     #[test]
@@ -206,6 +244,24 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
             fits: false,
         }];
         plan.advice = Some("set `model.hidden = [64]`".into());
-        assert_eq!(text(&plan, Look::default()), "");
+        assert_eq!(
+            text(&plan, Look::default()),
+            "\
+plan   does not fit on cuda:0: vram 2.00 GiB of 1.00 GiB (200.0 %), ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
+       micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+
+       vram              bytes    share
+       weights        2.00 GiB  100.0 %
+       total          2.00 GiB
+
+       ram               bytes    share
+       data pipeline  1.00 MiB  100.0 %
+       total          1.00 MiB
+
+       considered      vram       ram    time
+       as written  2.00 GiB  1.00 MiB  x 1.00  too large
+
+hint: set `model.hidden = [64]`"
+        );
     }
 }

@@ -31,8 +31,8 @@ pub struct Progress {
     total_steps: u64,
     steps_per_epoch: u64,
     budget: Memory,
-    /// Updates made and samples seen before this session.
-    before: (u64, u64),
+    /// Updates made before this session.
+    before: u64,
     /// Newest last; not every update need be logged.
     recent: VecDeque<Seen>,
     evals: u64,
@@ -49,7 +49,7 @@ impl Progress {
                 self.budget = Memory { ram: plan.budget.ram_bytes, vram: plan.budget.vram_bytes };
             }
             Event::Resumed { step, .. } => {
-                self.before.0 = *step;
+                self.before = *step;
                 self.recent.clear();
             }
             Event::Step { step, loss, lr, samples, step_s, data_wait_s, ram_bytes, vram_bytes, .. } => {
@@ -80,7 +80,7 @@ impl Progress {
 
     /// Updates made.
     pub fn step(&self) -> u64 {
-        self.recent.back().map_or(self.before.0, |seen| seen.step)
+        self.recent.back().map_or(self.before, |seen| seen.step)
     }
 
     /// The epoch, from 1, that update `step` belongs to.
@@ -103,7 +103,7 @@ impl Progress {
         let (first, last) = (self.recent.front()?, self.recent.back()?);
         let samples = if last.step > first.step {
             (last.samples - first.samples) as f64 / (last.step - first.step) as f64
-        } else if self.before.0 == 0 {
+        } else if self.before == 0 {
             last.samples as f64 / last.step as f64
         } else {
             return None;
@@ -120,7 +120,7 @@ impl Progress {
     /// Seconds to the end: the updates left, and evaluations as often as so far.
     pub fn eta(&self) -> Option<f64> {
         let left = self.total_steps.saturating_sub(self.step()) as f64;
-        let done = self.step().saturating_sub(self.before.0) as f64;
+        let done = self.step().saturating_sub(self.before) as f64;
         let evals = if done > 0.0 { left * self.evals as f64 / done } else { 0.0 };
         Some(left * self.step_s()? + evals * self.eval_s)
     }
@@ -165,12 +165,12 @@ impl Progress {
         }
         let painted: Vec<String> = fields
             .iter()
-            .map(|(_, text)| match text.split_once('─') {
-                _ if text.starts_with('━') || text.starts_with('─') => {
-                    let at = text.find('─').unwrap_or(text.len());
-                    paint.cyan(&text[..at]) + &paint.dim(&text[at..])
+            .map(|(_, text)| match text.find(['━', '─']) {
+                Some(_) => {
+                    let (full, empty) = text.split_at(text.find('─').unwrap_or(text.len()));
+                    paint.cyan(full) + &paint.dim(empty)
                 }
-                _ => text.clone(),
+                None => text.clone(),
             })
             .collect();
         painted.join("  ")
@@ -190,17 +190,17 @@ mod tests {
 
     #[test]
     fn the_line_says_all_and_gives_way_by_rank() {
-        let progress = after(&samples::run()[..8]);
+        let progress = after(&samples::run()[..8]); // 2 updates of 1 s and half an evaluation are left
         let line = |width, bar| progress.line(width, bar, Paint::default());
         assert_eq!(
             line(None, false),
-            "epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 2.5 s"
+            "epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 2.2 s"
         );
         assert_eq!(
             line(Some(80), true),
-            "epoch 2/3  step 4/6  ━━━━━━━━━━━━━───────  loss 0.2500  67 samples/s  eta 2.5 s"
+            "epoch 2/3  step 4/6  ━━━━━━━━━━━━━───────  loss 0.2500  67 samples/s  eta 2.2 s"
         );
-        assert_eq!(line(Some(40), true), "step 4/6  loss 0.2500  eta 2.5 s");
+        assert_eq!(line(Some(40), true), "step 4/6  loss 0.2500  eta 2.2 s");
         assert_eq!(line(Some(1), true), "loss 0.2500");
         let painted = progress.line(Some(80), true, Paint { color: true });
         assert!(painted.contains("\x1b[36m━━━━━━━━━━━━━\x1b[0m\x1b[2m───────\x1b[0m"), "{painted:?}");

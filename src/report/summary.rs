@@ -326,6 +326,9 @@ impl Summary {
             row("saved", checkpoint.clone());
         }
         row("folder", self.run.clone());
+        if self.state != State::Finished && self.checkpoint.is_some() {
+            row("go on", format!("trainer fit JOB --resume {}", self.run));
+        }
         rows
     }
 }
@@ -587,6 +590,8 @@ folder   runs/shapes/1"
         records.push(Record { t: 3.0, event });
         let lines = folded(&records).lines(Look::default());
         assert_eq!(lines[0], "run      shapes interrupted (SIGTERM): 2 of 6 steps, 1 epoch, 150 samples");
-        assert_eq!(lines[lines.len() - 2], "saved    c/2");
+        let end =
+            ["saved    c/2", "folder   runs/shapes/1", "go on    trainer fit JOB --resume runs/shapes/1"];
+        assert_eq!(lines[lines.len() - 3..], end);
     }
 }

@@ -99,17 +99,21 @@ impl<W: Write + Send> Terminal<W> {
                 total_steps,
                 seed,
                 ..
-            } => vec![
-                format!(
-                    "{} {name}: {} parameters, {} training and {} validation samples, {} steps, {device} ({threads} threads), seed {seed}",
-                    paint.bold(&label("run")),
-                    count(*parameters),
-                    count(*train_samples),
-                    count(*valid_samples),
-                    count(*total_steps),
-                ),
-                format!("       {run}"),
-            ],
+            } => {
+                let epochs = self.progress.epoch(*total_steps);
+                let (parameters, steps) = (count(*parameters), count(*total_steps));
+                let (train, valid) = (count(*train_samples), count(*valid_samples));
+                vec![
+                    format!(
+                        "{} {name}  {parameters} parameters  {device}, {threads} threads  seed {seed}",
+                        paint.bold(&label("run"))
+                    ),
+                    format!(
+                        "       {train} training and {valid} validation samples  {steps} steps, {epochs} epochs"
+                    ),
+                    format!("       {run}"),
+                ]
+            }
             Event::Planned { plan } => {
                 plan::lines(plan, self.look).into_iter().chain([String::new()]).collect()
             }
@@ -197,5 +201,113 @@ impl<W: Write + Send> Sink for Terminal<W> {
     fn finish(&mut self) -> io::Result<()> {
         self.clear();
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::summary::samples;
+
+    fn shown(records: &[Record], verbosity: Verbosity) -> String {
+        let mut out = Vec::new();
+        let look = Look { verbosity, ..Look::default() };
+        let mut terminal = Terminal::new(&mut out, look, Summary::default());
+        records.iter().for_each(|record| terminal.record(record).unwrap());
+        terminal.finish().unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    /// Of six updates within five seconds of each other, the first, those at evaluations and the
+    /// last are shown.
+    #[test]
+    fn plain_lines_come_now_and_then_and_carry_no_control_codes() {
+        let text = shown(&samples::run(), Verbosity::Normal);
+        assert!(!text.contains('\x1b') && !text.contains('\r'), "{text:?}");
+        let plan = plan::lines(&samples::plan(), Look::default()).join("\n");
+        let expected = format!(
+            "\
+run    shapes  101,770 parameters  cpu, 2 threads  seed 42
+       150 training and 50 validation samples  6 steps, 3 epochs
+       runs/shapes/1
+{plan}
+
+epoch 1/3  step 1/6  loss 1.0000  lr 1.0e-3  100 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
+epoch 1/3  step 2/6  loss 0.5000  lr 1.0e-3  50 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
+eval   epoch 1  valid.accuracy 0.5000  valid.loss 0.5000
+epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 2.5 s
+eval   epoch 2  valid.accuracy 0.7500  valid.loss 0.2500
+epoch 3/3  step 6/6  loss 0.1667  lr 1.0e-3  70 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 0.0 s
+eval   epoch 3  valid.accuracy 0.7000  valid.loss 0.3000
+
+run      shapes finished: 6 steps, 3 epochs, 450 samples
+time     9.0 s  50 samples/s  data wait 0.9 %
+last     train.loss 0.1667  valid.accuracy 0.7000  valid.loss 0.3000
+best     valid.loss 0.2500  at step 4
+ram      peak 206 MiB measured, 212 MiB planned (+2.9 %), 256 MiB budget
+saved    c/6
+folder   runs/shapes/1
+"
+        );
+        assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn a_long_run_has_a_line_every_few_seconds() {
+        let mut records = vec![samples::started(0.0), samples::planned(0.0)];
+        records.extend((1..=5).map(|step| samples::step(step as f64 * 2.0, step)));
+        let text = shown(&records, Verbosity::Normal);
+        let steps: Vec<&str> =
+            text.lines().filter_map(|line| line.split("  ").find(|f| f.starts_with("step"))).collect();
+        assert_eq!(steps, ["step 1/6", "step 4/6"]);
+    }
+
+    #[test]
+    fn the_quiet_hear_nothing_but_warnings() {
+        assert_eq!(shown(&samples::run(), Verbosity::Quiet), "");
+        let mut out = Vec::new();
+        let look = Look { verbosity: Verbosity::Quiet, ..Look::default() };
+        Terminal::new(&mut out, look, Summary::default()).warn("the disk is slow").unwrap();
+        assert_eq!(out, b"warning: the disk is slow\n");
+    }
+
+    #[test]
+    fn trouble_is_told_as_it_comes_and_checkpoints_to_the_verbose() {
+        let at = |event| Record { t: 0.0, event };
+        let records = [
+            at(Event::Resumed {
+                step: 2,
+                checkpoint: Some("c/2".into()),
+                skipped: vec!["c/4: checksum".into()],
+            }),
+            at(Event::Resumed { step: 0, checkpoint: None, skipped: vec![] }),
+            at(Event::Oom {
+                step: 2,
+                phase: "backward".into(),
+                asker: "conv1".into(),
+                bytes: 512 << 20,
+                left: 210 << 20,
+            }),
+            at(Event::Shrunk {
+                step: 2,
+                change: "micro-batch 100 to 50".into(),
+                micro_batch: 50,
+                accumulation_steps: 2,
+            }),
+            samples::checkpoint(1.0, 4, true),
+        ];
+        let text = shown(&records, Verbosity::Normal);
+        assert_eq!(
+            text,
+            "\
+resume at step 2 from c/2
+       passed over c/4: checksum
+resume no checkpoint yet: from the beginning
+memory step 2  backward: conv1 asked for 512 MiB, 210 MiB left
+shrunk step 2  micro-batch 100 to 50  now 50 x 2
+"
+        );
+        let saved = "saved  step 4  c/4  1.00 MiB in 0.1 s  best so far\n";
+        assert_eq!(shown(&records, Verbosity::Verbose), text + saved);
     }
 }
