@@ -199,7 +199,7 @@ impl<W: Write + Send> Sink for Stream<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::summary::samples;
+    use crate::report::samples;
 
     #[test]
     fn a_torn_last_line_is_cut_before_the_next_is_written() {

@@ -9,6 +9,8 @@ pub mod jsonl;
 pub mod plan;
 mod progress;
 mod reference;
+#[cfg(test)]
+mod samples;
 pub mod summary;
 pub mod tensorboard;
 pub mod terminal;

@@ -34,7 +34,7 @@ pub fn lines(plan: &Plan, look: Look) -> Vec<String> {
     let mut out = vec![verdict(plan, paint), way(plan)];
     out.push(String::new());
     out.extend(parts(plan, look, verbose));
-    if verbose || plan.verdict != Verdict::Fits {
+    if !plan.rungs.is_empty() && (verbose || plan.verdict != Verdict::Fits) {
         out.push(String::new());
         out.extend(rungs(plan, paint));
     }
@@ -169,7 +169,7 @@ fn rungs(plan: &Plan, paint: Paint) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::memory::plan::{Part, Rung};
-    use crate::report::summary::samples;
+    use crate::report::samples;
 
     fn text(plan: &Plan, look: Look) -> String {
         lines(plan, look).join("\n")

@@ -11,7 +11,6 @@ use crate::units::count;
 /// Rates are those of the last `WINDOW_S` seconds, and of at most `WINDOW_STEPS` updates.
 const WINDOW_S: f64 = 10.0;
 const WINDOW_STEPS: usize = 512;
-const BAR: usize = 20;
 
 #[derive(Clone, Copy, Debug)]
 struct Seen {
@@ -140,9 +139,9 @@ impl Progress {
             (8, format!("step {:>of_total$}/{total}", count(last.step))),
         ];
         if bar {
-            let full = (BAR as f64 * last.step as f64 / self.total_steps.max(1) as f64) as usize;
-            let full = full.min(BAR);
-            fields.push((4, "━".repeat(full) + &"─".repeat(BAR - full)));
+            let cells = if width.is_some_and(|width| width < 100) { 10 } else { 20 };
+            let full = (cells as f64 * last.step as f64 / self.total_steps.max(1) as f64) as usize;
+            fields.push((4, "━".repeat(full.min(cells)) + &"─".repeat(cells.saturating_sub(full))));
         }
         fields.push((9, format!("loss {}", text::number(last.loss))));
         fields.push((1, format!("lr {:.1e}", last.lr)));
@@ -180,7 +179,7 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::summary::samples;
+    use crate::report::samples;
 
     fn after(records: &[Record]) -> Progress {
         let mut progress = Progress::default();
@@ -198,12 +197,12 @@ mod tests {
         );
         assert_eq!(
             line(Some(80), true),
-            "epoch 2/3  step 4/6  ━━━━━━━━━━━━━───────  loss 0.2500  67 samples/s  eta 2.2 s"
+            "epoch 2/3  step 4/6  ━━━━━━────  loss 0.2500  67 samples/s  eta 2.2 s"
         );
         assert_eq!(line(Some(40), true), "step 4/6  loss 0.2500  eta 2.2 s");
         assert_eq!(line(Some(1), true), "loss 0.2500");
         let painted = progress.line(Some(80), true, Paint { color: true });
-        assert!(painted.contains("\x1b[36m━━━━━━━━━━━━━\x1b[0m\x1b[2m───────\x1b[0m"), "{painted:?}");
+        assert!(painted.contains("\x1b[36m━━━━━━\x1b[0m\x1b[2m────\x1b[0m"), "{painted:?}");
     }
 
     /// 100 slow updates leave the window; the last eleven, ten times as fast, are what counts.

@@ -150,7 +150,7 @@ impl Message {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::summary::samples;
+    use crate::report::samples;
 
     /// The payloads of an event file; panics where a length or a checksum is wrong.
     fn payloads(file: &Path) -> Vec<Vec<u8>> {

@@ -207,7 +207,7 @@ impl<W: Write + Send> Sink for Terminal<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::summary::samples;
+    use crate::report::samples;
 
     fn shown(records: &[Record], verbosity: Verbosity) -> String {
         let mut out = Vec::new();

@@ -111,8 +111,8 @@ mod tests {
 
     #[test]
     fn numbers_keep_the_digits_that_matter() {
-        let shown = [0.18321, 2.30259, 3.1e-5, -1e9, 0.0, f64::NAN, f64::INFINITY].map(number);
-        assert_eq!(shown, ["0.1832", "2.3026", "3.10e-5", "-1.00e9", "0.0000", "NaN", "inf"]);
+        let shown = [0.18321, 2.71284, 3.1e-5, -1e9, 0.0, f64::NAN, f64::INFINITY].map(number);
+        assert_eq!(shown, ["0.1832", "2.7128", "3.10e-5", "-1.00e9", "0.0000", "NaN", "inf"]);
         assert_eq!(
             [17, 1536, 212 << 20, 22_600 << 20].map(bytes),
             ["17 B", "1.50 KiB", "212 MiB", "22.0 GiB"]
