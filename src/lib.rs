@@ -12,5 +12,6 @@ pub mod layers;
 pub mod memory;
 pub mod params;
 pub mod random;
+pub mod report;
 pub mod train;
 pub mod units;

@@ -29,23 +29,29 @@ pub struct Memory {
 #[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// The run began: what it is and where.
+    /// A session of the run began, the first or one that goes on: what it is and where.
     Started {
+        /// The job's `name`.
         name: String,
         /// Folder of the run.
         run: String,
+        /// Version of the program.
         version: String,
+        /// The job's `seed`, which decides all randomness.
         seed: u64,
         /// `cpu`, `cuda:0`, ...
         device: String,
         /// Threads the CPU kernels use.
         threads: usize,
+        /// Trainable values of the model.
         parameters: u64,
-        /// Samples in the training and the validation set.
+        /// Samples in the training set.
         train_samples: u64,
+        /// Samples in the validation set.
         valid_samples: u64,
         /// Updates the whole run will make.
         total_steps: u64,
+        /// Updates in an epoch; its last may be smaller than the others.
         steps_per_epoch: u64,
     },
     /// The memory plan in force from here on.
@@ -54,7 +60,7 @@ pub enum Event {
     Resumed {
         /// Updates already made.
         step: u64,
-        /// The checkpoint's folder; absent when there was none.
+        /// The checkpoint's folder; `null` when there was none.
         checkpoint: Option<String>,
         /// Checkpoints passed over, each with the reason.
         skipped: Vec<String>,
@@ -63,90 +69,196 @@ pub enum Event {
     Step {
         /// Updates made, this one included.
         step: u64,
-        /// Epochs begun before this update's first sample.
+        /// Epochs finished before this update's first sample.
         epoch: u64,
-        /// Mean training loss over the update's samples.
+        /// Mean training loss over the update's samples; `null` when not finite.
+        #[serde(deserialize_with = "nullable::number")]
+        #[schemars(with = "Option<f64>")]
         loss: f64,
+        /// Learning rate of the update.
         lr: f64,
-        /// Norm of the whole gradient before clipping.
+        /// Norm of the whole gradient before clipping; `null` when not finite.
+        #[serde(deserialize_with = "nullable::number")]
+        #[schemars(with = "Option<f64>")]
         grad_norm: f64,
         /// Samples seen in the run, this update's included.
         samples: u64,
+        /// Samples in a micro-batch.
         micro_batch: usize,
+        /// Micro-batches in the update.
         accumulation_steps: usize,
         /// Wall-clock seconds of the update, waiting included.
         step_s: f64,
         /// Of these, seconds spent waiting for data.
         data_wait_s: f64,
-        /// Host and device bytes in use by the run, highest since the last `step` event.
+        /// Host bytes in use by the run, highest since the last `step` event.
         ram_bytes: u64,
+        /// Device bytes in use by the run, highest since the last `step` event.
         vram_bytes: u64,
         /// Digest of the ids of every sample so far, in order.
         samples_digest: String,
     },
     /// An evaluation over the validation set.
     Eval {
+        /// Updates made before it.
         step: u64,
+        /// Epochs finished before it.
         epoch: u64,
-        /// `valid.loss`, `valid.accuracy`, ...
+        /// `valid.loss`, `valid.accuracy`, ...; `null` when not finite.
+        #[serde(deserialize_with = "nullable::numbers")]
+        #[schemars(with = "BTreeMap<String, Option<f64>>")]
         metrics: BTreeMap<String, f64>,
+        /// Samples evaluated.
         samples: u64,
+        /// Wall-clock seconds of the evaluation.
         eval_s: f64,
     },
     /// A checkpoint is whole on disk.
     Checkpoint {
+        /// Updates it holds.
         step: u64,
+        /// Its folder.
         path: String,
+        /// Size on disk.
         bytes: u64,
+        /// Seconds from its beginning until it was whole.
         write_s: f64,
         /// The best by the job's `checkpoint.best` so far.
         best: bool,
     },
     /// An allocation did not fit.
     Oom {
+        /// Updates made before it.
         step: u64,
         /// `start`, `forward`, `backward`, `update`, `eval`.
         phase: String,
-        /// Who asked, for how much, and what was left.
+        /// Who asked.
         asker: String,
+        /// Bytes asked for.
         bytes: u64,
+        /// Bytes that were left of the budget.
         left: u64,
     },
     /// The plan went down a rung after an `oom`.
-    Shrunk { step: u64, change: String, micro_batch: usize, accumulation_steps: usize },
+    Shrunk {
+        /// Updates made before it.
+        step: u64,
+        /// What differs from the plan before.
+        change: String,
+        /// Samples in a micro-batch from here on.
+        micro_batch: usize,
+        /// Micro-batches in an update from here on.
+        accumulation_steps: usize,
+    },
     /// Memory came back and the plan went up a rung.
-    Grown { step: u64, change: String, micro_batch: usize, accumulation_steps: usize },
+    Grown {
+        /// Updates made before it.
+        step: u64,
+        /// What differs from the plan before.
+        change: String,
+        /// Samples in a micro-batch from here on.
+        micro_batch: usize,
+        /// Micro-batches in an update from here on.
+        accumulation_steps: usize,
+    },
     /// A signal stopped the run after its checkpoint was written.
-    Interrupted { step: u64, signal: String, checkpoint: Option<String> },
+    Interrupted {
+        /// Updates made.
+        step: u64,
+        /// `SIGINT` or `SIGTERM`.
+        signal: String,
+        /// Folder of the checkpoint; `null` when there is none.
+        checkpoint: Option<String>,
+    },
     /// The loss or the gradient was not finite; the run stopped.
     Diverged {
+        /// The update that was not applied.
         step: u64,
+        /// Epochs finished before it.
         epoch: u64,
         /// `NaN`, `inf` or `-inf`.
         loss: String,
         /// Ids of the update's samples.
         sample_ids: Vec<u64>,
-        /// Last checkpoint, all of whose values are finite.
+        /// Last checkpoint, all of whose values are finite; `null` when there is none.
         checkpoint: Option<String>,
     },
     /// The run failed for another reason.
-    Failed { step: u64, error: String, exit_code: u8 },
+    Failed {
+        /// Updates made.
+        step: u64,
+        /// The message, causes included.
+        error: String,
+        /// What the program exits with.
+        exit_code: u8,
+    },
     /// The run is done.
     Finished {
+        /// Updates made.
         steps: u64,
+        /// Epochs begun.
         epochs: u64,
+        /// Samples seen.
         samples: u64,
         /// Last value of every metric, and `best.NAME` for the one that chose the best checkpoint.
+        #[serde(deserialize_with = "nullable::numbers")]
+        #[schemars(with = "BTreeMap<String, Option<f64>>")]
         metrics: BTreeMap<String, f64>,
-        /// Step of the best checkpoint.
+        /// Step of the best checkpoint; `null` when there is none.
         best_step: Option<u64>,
+        /// What the plan predicted.
         planned_peak_bytes: Memory,
+        /// What was measured.
         measured_peak_bytes: Memory,
+        /// What was allowed.
         budget_bytes: Memory,
         /// Seconds of the run, those before a resume included.
         elapsed_s: f64,
         /// Of these, seconds spent waiting for data.
         data_wait_s: f64,
+        /// That of the last `step`.
         samples_digest: String,
     },
+}
+
+/// JSON has no `NaN`: a number that is not finite is written `null` and must read back, for a run
+/// whose loss went astray has to stay readable.
+pub(crate) mod nullable {
+    use std::collections::BTreeMap;
+
+    use serde::{Deserialize, Deserializer};
+
+    pub fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+        Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+    }
+
+    pub fn numbers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, f64>, D::Error> {
+        let values = BTreeMap::<String, Option<f64>>::deserialize(deserializer)?;
+        Ok(values.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The step counts, memory and losses of a record survive the file, a loss of `NaN` included.
+    #[test]
+    fn numbers_that_are_not_finite_read_back() {
+        let metrics = BTreeMap::from([("valid.accuracy".into(), 0.1), ("valid.loss".into(), f64::INFINITY)]);
+        let record =
+            Record { t: 1.5, event: Event::Eval { step: 7, epoch: 1, metrics, samples: 3, eval_s: 0.25 } };
+        let line = serde_json::to_string(&record).unwrap();
+        assert_eq!(
+            line,
+            r#"{"t":1.5,"event":"eval","step":7,"epoch":1,"metrics":{"valid.accuracy":0.1,"valid.loss":null},"samples":3,"eval_s":0.25}"#
+        );
+        match serde_json::from_str::<Record>(&line).unwrap() {
+            Record { t: 1.5, event: Event::Eval { step: 7, metrics, .. } } => {
+                assert_eq!(metrics["valid.accuracy"], 0.1);
+                assert!(metrics["valid.loss"].is_nan());
+            }
+            other => panic!("{other:?}"),
+        }
+    }
 }

@@ -1,0 +1,266 @@
+//! JSON lines: `events.jsonl` (the truth), `metrics.jsonl` (flat rows for a plotting tool) and the
+//! stream on stdout.
+//!
+//! A line is whole when its newline is there; what follows the last newline is a write that a kill or
+//! a full disk cut short, and is cut off before anything is appended.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use super::{Error, Sink};
+use crate::train::event::{Event, Record};
+
+/// A file of whole lines that is only appended to.
+struct LineFile {
+    path: PathBuf,
+    file: File,
+    /// Bytes of whole lines.
+    len: u64,
+}
+
+impl LineFile {
+    fn open(path: &Path) -> io::Result<Self> {
+        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
+        let len = whole_len(&mut file)?;
+        if file.metadata()?.len() > len {
+            file.set_len(len)?;
+        }
+        Ok(Self { path: path.to_owned(), file, len })
+    }
+
+    /// Appends a line in one write. A failed append leaves the file as it was.
+    fn append(&mut self, value: &impl serde::Serialize) -> io::Result<()> {
+        let mut line = serde_json::to_vec(value)?;
+        line.push(b'\n');
+        match self.file.write_all(&line) {
+            Ok(()) => {
+                self.len += line.len() as u64;
+                Ok(())
+            }
+            Err(error) => {
+                // Best effort: if even this fails, the next open cuts the torn line.
+                let _ = self.file.set_len(self.len);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Length up to and including the last newline.
+fn whole_len(file: &mut File) -> io::Result<u64> {
+    const CHUNK: u64 = 1 << 16;
+    let mut end = file.metadata()?.len();
+    while end > 0 {
+        let start = end.saturating_sub(CHUNK);
+        let mut chunk = vec![0; (end - start) as usize];
+        file.seek(SeekFrom::Start(start))?;
+        file.read_exact(&mut chunk)?;
+        if let Some(at) = chunk.iter().rposition(|&b| b == b'\n') {
+            return Ok(start + at as u64 + 1);
+        }
+        end = start;
+    }
+    Ok(0)
+}
+
+/// The whole lines of a file, a torn last one left out. Holds one line at a time.
+pub(super) fn whole_lines(path: &Path) -> io::Result<impl Iterator<Item = io::Result<String>> + use<>> {
+    let mut reader = BufReader::new(File::open(path)?);
+    Ok(std::iter::from_fn(move || {
+        let mut line = Vec::new();
+        match reader.read_until(b'\n', &mut line) {
+            Err(error) => Some(Err(error)),
+            Ok(_) if line.pop() != Some(b'\n') => None,
+            // What is not UTF-8 is no JSON either: the reader of the line refuses it by number.
+            Ok(_) => Some(Ok(String::from_utf8_lossy(&line).into_owned())),
+        }
+    }))
+}
+
+/// `events.jsonl`: every record, in the kernel's hands when told and on the disk when a checkpoint is.
+pub struct Events(LineFile);
+
+impl Events {
+    /// Appends to `path`, made if absent; a torn last line is cut off.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let named = |source| Error::Write { name: path.display().to_string(), source };
+        LineFile::open(path).map(Self).map_err(named)
+    }
+}
+
+impl Sink for Events {
+    fn name(&self) -> String {
+        self.0.path.display().to_string()
+    }
+
+    fn record(&mut self, record: &Record) -> io::Result<()> {
+        self.0.append(record)?;
+        if matches!(record.event, Event::Checkpoint { .. }) { self.0.file.sync_data() } else { Ok(()) }
+    }
+
+    fn finish(&mut self) -> io::Result<()> {
+        self.0.file.sync_data()
+    }
+}
+
+/// `metrics.jsonl`: a flat row a logged step and an evaluation, each step once.
+pub struct Metrics(LineFile);
+
+impl Metrics {
+    /// Appends to `path`, made if absent; a torn last line is cut off.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let named = |source| Error::Write { name: path.display().to_string(), source };
+        LineFile::open(path).map(Self).map_err(named)
+    }
+
+    /// Drops the rows of steps that a resumed run is about to repeat.
+    fn rewind(&mut self, step: u64) -> io::Result<()> {
+        let kept = |line: &str| {
+            let row: Option<Value> = serde_json::from_str(line).ok();
+            row.and_then(|row| row["step"].as_u64()).is_some_and(|s| s <= step)
+        };
+        let temporary = self.0.path.with_extension("jsonl.tmp");
+        let mut out = io::BufWriter::new(File::create(&temporary)?);
+        for line in whole_lines(&self.0.path)? {
+            let line = line?;
+            if kept(&line) {
+                writeln!(out, "{line}")?;
+            }
+        }
+        out.into_inner()?.sync_data()?;
+        std::fs::rename(&temporary, &self.0.path)?;
+        self.0 = LineFile::open(&self.0.path)?;
+        Ok(())
+    }
+}
+
+/// The row of `metrics.jsonl` for a record, if it has one.
+fn row(record: &Record) -> Option<Map<String, Value>> {
+    let row = match &record.event {
+        Event::Step {
+            step,
+            epoch,
+            loss,
+            lr,
+            grad_norm,
+            samples,
+            step_s,
+            data_wait_s,
+            ram_bytes,
+            vram_bytes,
+            ..
+        } => json!({
+            "step": step, "epoch": epoch, "t": record.t, "train.loss": loss, "lr": lr,
+            "grad_norm": grad_norm, "samples": samples, "step_s": step_s, "data_wait_s": data_wait_s,
+            "ram_bytes": ram_bytes, "vram_bytes": vram_bytes,
+        }),
+        Event::Eval { step, epoch, metrics, .. } => {
+            let mut row = json!({ "step": step, "epoch": epoch, "t": record.t });
+            metrics.iter().for_each(|(name, value)| row[name] = json!(value));
+            row
+        }
+        _ => return None,
+    };
+    row.as_object().cloned()
+}
+
+impl Sink for Metrics {
+    fn name(&self) -> String {
+        self.0.path.display().to_string()
+    }
+
+    fn record(&mut self, record: &Record) -> io::Result<()> {
+        if let Event::Resumed { step, .. } = record.event {
+            self.rewind(step)?;
+        }
+        row(record).map_or(Ok(()), |row| self.0.append(&row))
+    }
+}
+
+/// Records as JSON lines to a pipe, one flush each: `--json` on stdout.
+pub struct Stream<W>(pub W);
+
+impl<W: Write + Send> Sink for Stream<W> {
+    fn name(&self) -> String {
+        "stdout".into()
+    }
+
+    fn record(&mut self, record: &Record) -> io::Result<()> {
+        let mut line = serde_json::to_vec(record)?;
+        line.push(b'\n');
+        self.0.write_all(&line)?;
+        self.0.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::samples;
+
+    #[test]
+    fn a_torn_last_line_is_cut_before_the_next_is_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let whole = "{\"a\":1}\n".repeat(20_000);
+        for torn in ["", "{\"t\":1,\"ev", "\0\0\0\0", &"x".repeat(200_000)] {
+            std::fs::write(&path, format!("{whole}{torn}")).unwrap();
+            let mut events = Events::open(&path).unwrap();
+            events.record(&samples::resumed(9.0, 3)).unwrap();
+            let text = std::fs::read_to_string(&path).unwrap();
+            let added = text.strip_prefix(&whole).unwrap();
+            assert_eq!(
+                added,
+                "{\"t\":9.0,\"event\":\"resumed\",\"step\":3,\"checkpoint\":\"c/3\",\"skipped\":[]}\n"
+            );
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_full_disk_is_an_error_that_names_the_file() {
+        let mut reporter = crate::report::Reporter::with_clock(|| 0.0);
+        reporter = reporter.truth(Events::open(Path::new("/dev/full")).unwrap());
+        let error = reporter.record(samples::step(0.0, 1).event).unwrap_err();
+        assert_eq!(error.to_string(), "cannot write `/dev/full`");
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        assert!(cause.starts_with("No space left on device"), "{cause}");
+    }
+
+    #[test]
+    fn metrics_are_flat_and_a_resume_repeats_no_step() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let steps = || -> Vec<(u64, bool)> {
+            let lines = whole_lines(&path).unwrap().map(|line| serde_json::from_str(&line.unwrap()).unwrap());
+            lines.map(|row: Value| (row["step"].as_u64().unwrap(), row["valid.loss"].is_number())).collect()
+        };
+        let mut metrics = Metrics::open(&path).unwrap();
+        for record in [samples::step(1.0, 1), samples::step(2.0, 2), samples::eval(3.0, 2, 0.5)] {
+            metrics.record(&record).unwrap();
+        }
+        let first = whole_lines(&path).unwrap().next().unwrap().unwrap();
+        assert_eq!(
+            first,
+            r#"{"step":1,"epoch":0,"t":1.0,"train.loss":1.0,"lr":0.001,"grad_norm":0.5,"samples":100,"step_s":1.0,"data_wait_s":0.01,"ram_bytes":222298112,"vram_bytes":0}"#
+        );
+        assert_eq!(steps(), [(1, false), (2, false), (2, true)]);
+
+        let mut metrics = Metrics::open(&path).unwrap();
+        for record in [samples::resumed(5.0, 1), samples::step(6.0, 2), samples::step(7.0, 3)] {
+            metrics.record(&record).unwrap();
+        }
+        assert_eq!(steps(), [(1, false), (2, false), (3, false)]);
+    }
+
+    #[test]
+    fn the_stream_reads_back_as_records() {
+        let mut out = Vec::new();
+        Stream(&mut out).record(&samples::step(1.0, 4)).unwrap();
+        let record: Record = serde_json::from_slice(&out).unwrap();
+        assert!(matches!(record.event, Event::Step { step: 4, .. }));
+    }
+}

@@ -1,0 +1,224 @@
+//! Everything people and programs see of a run, as renderings of its [`Record`]s.
+//!
+//! The run tells a [`Reporter`] what happened; the reporter stamps it with the time and hands it to
+//! every [`Sink`]. The file of events is the truth: failing to write it is an error of the run. All
+//! other sinks are views, which may fall silent without harm: what they showed can be rebuilt.
+//! Errors of the run itself are not rendered here; whoever returns them says them.
+
+pub mod jsonl;
+pub mod plan;
+mod progress;
+mod reference;
+#[cfg(test)]
+mod samples;
+pub mod summary;
+pub mod tensorboard;
+pub mod terminal;
+mod text;
+
+use std::io;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+pub use jsonl::{Events, Metrics, Stream};
+pub use reference::events_markdown;
+pub use summary::Summary;
+pub use tensorboard::TensorBoard;
+pub use terminal::Terminal;
+
+use crate::train::event::{Event, Record};
+
+/// Something that renders the records of a run, in their order.
+pub trait Sink: Send {
+    /// What is written to, as an error message names it: a path, `stderr`.
+    fn name(&self) -> String;
+
+    fn record(&mut self, record: &Record) -> io::Result<()>;
+
+    /// A word to people that is no event: another view fell silent.
+    fn warn(&mut self, _text: &str) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// No record follows.
+    fn finish(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// How much people are told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verbosity {
+    /// Warnings only.
+    Quiet,
+    #[default]
+    Normal,
+    /// Also every part of the plan, every rung considered, every checkpoint.
+    Verbose,
+}
+
+/// How things look to people; the caller knows the terminal, the flags and `NO_COLOR`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Look {
+    pub verbosity: Verbosity,
+    /// ANSI colours.
+    pub color: bool,
+    /// A terminal: a progress bar that redraws itself and block characters in tables.
+    pub live: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot write `{name}`")]
+    Write { name: String, source: io::Error },
+    #[error("cannot read `{}`", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("line {line} of `{}` is not an event of a run", path.display())]
+    NotAnEvent { path: PathBuf, line: usize, source: serde_json::Error },
+}
+
+/// Stamps events and hands them to all sinks.
+pub struct Reporter {
+    clock: Box<dyn FnMut() -> f64 + Send>,
+    truths: Vec<Box<dyn Sink>>,
+    views: Vec<Box<dyn Sink>>,
+}
+
+impl Default for Reporter {
+    fn default() -> Self {
+        Self::with_clock(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64()))
+    }
+}
+
+impl Reporter {
+    /// `clock` gives seconds since the Unix epoch.
+    pub fn with_clock(clock: impl FnMut() -> f64 + Send + 'static) -> Self {
+        Self { clock: Box::new(clock), truths: Vec::new(), views: Vec::new() }
+    }
+
+    /// Adds a sink whose failure is an error of the run.
+    pub fn truth(mut self, sink: impl Sink + 'static) -> Self {
+        self.truths.push(Box::new(sink));
+        self
+    }
+
+    /// Adds a sink that falls silent when it fails: with a warning, or without one when its reader
+    /// has gone (a broken pipe).
+    pub fn view(mut self, sink: impl Sink + 'static) -> Self {
+        self.views.push(Box::new(sink));
+        self
+    }
+
+    /// Tells every sink. Views are told even when a truth failed, so that people see the last event.
+    pub fn record(&mut self, event: Event) -> Result<(), Error> {
+        let record = Record { t: (self.clock)(), event };
+        self.tell(|sink| sink.record(&record))
+    }
+
+    /// Ends every sink: progress bars go, files are synced.
+    pub fn finish(&mut self) -> Result<(), Error> {
+        self.tell(|sink| sink.finish())
+    }
+
+    fn tell(&mut self, mut say: impl FnMut(&mut dyn Sink) -> io::Result<()>) -> Result<(), Error> {
+        let mut outcome = Ok(());
+        for sink in &mut self.truths {
+            if let Err(source) = say(sink.as_mut())
+                && outcome.is_ok()
+            {
+                outcome = Err(Error::Write { name: sink.name(), source });
+            }
+        }
+        let mut warnings = Vec::new();
+        self.views.retain_mut(|sink| match say(sink.as_mut()) {
+            Ok(()) => true,
+            Err(error) => {
+                if error.kind() != io::ErrorKind::BrokenPipe {
+                    warnings.push(format!("`{}` is no longer written: {error}", sink.name()));
+                }
+                false
+            }
+        });
+        for warning in warnings {
+            self.views.retain_mut(|sink| sink.warn(&warning).is_ok());
+        }
+        outcome
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex};
+
+    type Heard = Arc<Mutex<Vec<String>>>;
+
+    struct Probe {
+        heard: Heard,
+        /// Record number that fails, and how.
+        fails: Option<(usize, io::ErrorKind)>,
+        seen: usize,
+    }
+
+    impl Sink for Probe {
+        fn name(&self) -> String {
+            "probe".into()
+        }
+        fn record(&mut self, record: &Record) -> io::Result<()> {
+            self.seen += 1;
+            match self.fails {
+                Some((n, kind)) if n == self.seen => Err(kind.into()),
+                _ => {
+                    self.heard.lock().unwrap().push(format!("{}", record.t));
+                    Ok(())
+                }
+            }
+        }
+        fn warn(&mut self, text: &str) -> io::Result<()> {
+            self.heard.lock().unwrap().push(text.into());
+            Ok(())
+        }
+    }
+
+    fn probe(fails: Option<(usize, io::ErrorKind)>) -> (Probe, Heard) {
+        let heard = Heard::default();
+        (Probe { heard: heard.clone(), fails, seen: 0 }, heard)
+    }
+
+    fn reporter() -> Reporter {
+        let mut t = 0.0;
+        Reporter::with_clock(move || {
+            t += 1.0;
+            t
+        })
+    }
+
+    fn event() -> Event {
+        Event::Interrupted { step: 0, signal: "SIGINT".into(), checkpoint: None }
+    }
+
+    #[test]
+    fn a_failing_view_falls_silent_and_the_others_hear_of_it() {
+        let ((truth, told), (bad, bad_heard)) = (probe(None), probe(Some((2, io::ErrorKind::StorageFull))));
+        let ((gone, gone_heard), (good, good_heard)) =
+            (probe(Some((1, io::ErrorKind::BrokenPipe))), probe(None));
+        let mut reporter = reporter().truth(truth).view(bad).view(gone).view(good);
+        for _ in 0..3 {
+            reporter.record(event()).unwrap();
+        }
+        assert_eq!(*told.lock().unwrap(), ["1", "2", "3"]);
+        assert_eq!(*bad_heard.lock().unwrap(), ["1"]);
+        assert_eq!(*gone_heard.lock().unwrap(), [""; 0]);
+        let warning = "`probe` is no longer written: no storage space";
+        assert_eq!(*good_heard.lock().unwrap(), ["1", "2", warning, "3"]);
+    }
+
+    #[test]
+    fn a_failing_truth_is_an_error_and_views_still_hear_the_event() {
+        let ((truth, _), (view, heard)) = (probe(Some((1, io::ErrorKind::StorageFull))), probe(None));
+        let mut reporter = reporter().truth(truth).view(view);
+        let error = reporter.record(event()).unwrap_err();
+        assert_eq!(error.to_string(), "cannot write `probe`");
+        assert_eq!(*heard.lock().unwrap(), ["1"]);
+    }
+}

@@ -1,0 +1,267 @@
+//! A memory plan for people: the verdict, where the bytes go, what was chosen and from what.
+
+use std::collections::BTreeMap;
+
+use super::text::{self, Paint};
+use super::{Look, Verbosity};
+use crate::memory::Plan;
+use crate::memory::plan::{Place, Role, Verdict};
+use crate::units::count;
+
+const BAR: usize = 24;
+
+impl Role {
+    /// The role in a table.
+    fn label(self) -> &'static str {
+        match self {
+            Role::Weights => "weights",
+            Role::Gradients => "gradients",
+            Role::OptimizerState => "optimizer state",
+            Role::Activations => "activations",
+            Role::Workspace => "workspace",
+            Role::Batch => "batch",
+            Role::DataPipeline => "data pipeline",
+            Role::CheckpointWriting => "checkpoint writing",
+            Role::Reserve => "reserve",
+        }
+    }
+}
+
+/// The plan, ready to print; `verbose` adds every part by name and every way considered.
+pub fn lines(plan: &Plan, look: Look) -> Vec<String> {
+    let paint = Paint { color: look.color };
+    let verbose = look.verbosity == Verbosity::Verbose;
+    let mut out = vec![verdict(plan, paint), way(plan)];
+    out.push(String::new());
+    out.extend(parts(plan, look, verbose));
+    if !plan.rungs.is_empty() && (verbose || plan.verdict != Verdict::Fits) {
+        out.push(String::new());
+        out.extend(rungs(plan, paint));
+    }
+    if let Some(advice) = &plan.advice {
+        out.push(String::new());
+        out.push(format!("{} {advice}", paint.cyan("hint:")));
+    }
+    out
+}
+
+/// `plan   fits: 212 MiB of 22.1 GiB ram at the peak, in backward`.
+fn verdict(plan: &Plan, paint: Paint) -> String {
+    let word = match plan.verdict {
+        Verdict::Fits => paint.green("fits"),
+        Verdict::FitsAfterShrink => paint.yellow("fits after shrinking"),
+        Verdict::DoesNotFit => paint.red("does not fit"),
+    };
+    let peaks: Vec<String> = places(plan)
+        .into_iter()
+        .map(|place| {
+            let (peak, budget, name) = match place {
+                Place::Vram => (plan.peak.vram_bytes, plan.budget.vram_bytes, "vram"),
+                Place::Ram => (plan.peak.ram_bytes, plan.budget.ram_bytes, "ram"),
+            };
+            let share = text::percent(peak as f64, budget as f64);
+            format!("{name} {} of {} ({share})", text::bytes(peak), text::bytes(budget))
+        })
+        .collect();
+    let (peaks, phase, device) = (peaks.join(", "), &plan.peak.phase, &plan.device);
+    format!("{} {word} on {device}: {peaks} at the peak, in {phase}", paint.bold("plan  "))
+}
+
+/// What runs: `micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), ...`.
+fn way(plan: &Plan) -> String {
+    let (asked, chosen) = (plan.requested, &plan.chosen);
+    let mut way = format!(
+        "       micro-batch {} x {} = {} samples an update",
+        chosen.micro_batch,
+        chosen.accumulation_steps,
+        count(plan.samples_per_update as u64)
+    );
+    if (asked.micro_batch, asked.accumulation_steps) != (chosen.micro_batch, chosen.accumulation_steps) {
+        way += &format!(" (asked: {} x {})", asked.micro_batch, asked.accumulation_steps);
+    }
+    way += &format!(", {}, evaluation by {}", chosen.optimizer, chosen.eval_micro_batch);
+    if chosen.recompute > 0 {
+        way += &format!(", {} blocks recomputed", chosen.recompute);
+    }
+    if chosen.offload {
+        way += ", state offloaded to ram";
+    }
+    way
+}
+
+/// The places the plan has anything in, the device's first.
+fn places(plan: &Plan) -> Vec<Place> {
+    let has = |place| plan.parts.iter().any(|part| part.r#where == place);
+    let mut places = Vec::new();
+    if plan.budget.vram_bytes > 0 || plan.peak.vram_bytes > 0 || has(Place::Vram) {
+        places.push(Place::Vram);
+    }
+    places.push(Place::Ram);
+    places
+}
+
+/// Bytes by role, one table a place; the share is of that place's parts.
+fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
+    let paint = Paint { color: look.color };
+    let places = places(plan);
+    let mut rows = Vec::new();
+    for place in &places {
+        let here = || plan.parts.iter().filter(|part| part.r#where == *place);
+        let total: u64 = here().map(|part| part.bytes).sum();
+        if total == 0 {
+            continue;
+        }
+        let mut roles = BTreeMap::<Role, u64>::new();
+        here().for_each(|part| *roles.entry(part.role).or_default() += part.bytes);
+        let largest = roles.values().max().copied().unwrap_or(1).max(1);
+        if !rows.is_empty() {
+            rows.push(vec![]);
+        }
+        let name = if *place == Place::Vram { "vram" } else { "ram" };
+        rows.push([name, "bytes", "share", ""].map(|head| paint.dim(head)).to_vec());
+        for (role, bytes) in roles {
+            let share = text::percent(bytes as f64, total as f64);
+            let mut bar =
+                if look.live { text::bar(bytes as f64 / largest as f64, BAR) } else { String::new() };
+            bar = paint.cyan(&bar);
+            rows.push(vec![role.label().into(), text::bytes(bytes), share, bar]);
+            if verbose {
+                for part in here().filter(|part| part.role == role) {
+                    rows.push(vec![paint.dim(&format!("  {}", part.name)), text::bytes(part.bytes)]);
+                }
+            }
+        }
+        rows.push(vec![paint.bold("total"), paint.bold(&text::bytes(total))]);
+    }
+    text::table("<>><", 7, &rows)
+}
+
+/// Every way of running considered; the chosen one is the first that has the plan's peak.
+fn rungs(plan: &Plan, paint: Paint) -> Vec<String> {
+    let places = places(plan);
+    let mut head = vec!["considered"];
+    head.extend(places.iter().map(|place| if *place == Place::Vram { "vram" } else { "ram" }));
+    head.extend(["time", ""]);
+    let mut rows = vec![head.into_iter().map(|head| paint.dim(head)).collect::<Vec<_>>()];
+    let peak = (plan.peak.ram_bytes, plan.peak.vram_bytes);
+    let chosen = plan.rungs.iter().position(|rung| rung.fits && (rung.ram_bytes, rung.vram_bytes) == peak);
+    for (i, rung) in plan.rungs.iter().enumerate() {
+        let change = if rung.change.is_empty() { "as written" } else { &rung.change };
+        let mut row = vec![change.to_owned()];
+        row.extend(
+            places.iter().map(|place| {
+                text::bytes(if *place == Place::Vram { rung.vram_bytes } else { rung.ram_bytes })
+            }),
+        );
+        row.push(format!("x {:.2}", rung.relative_time));
+        row.push(match rung.fits {
+            true if chosen == Some(i) => paint.green("chosen"),
+            true => "fits".into(),
+            false => paint.red("too large"),
+        });
+        rows.push(row);
+    }
+    let align = "<".to_owned() + &">".repeat(places.len()) + "><";
+    text::table(&align, 7, &rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::plan::{Part, Rung};
+    use crate::report::samples;
+
+    fn text(plan: &Plan, look: Look) -> String {
+        lines(plan, look).join("\n")
+    }
+
+    #[test]
+    fn a_shrunk_plan_shows_what_was_considered() {
+        assert_eq!(
+            text(&samples::plan(), Look::default()),
+            "\
+plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
+       micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+
+       ram                 bytes   share
+       weights          20.0 MiB   9.4 %
+       gradients        20.0 MiB   9.4 %
+       optimizer state  40.0 MiB  18.9 %
+       activations       132 MiB  62.3 %
+       total             212 MiB
+
+       considered              ram    time
+       as written          344 MiB  x 1.00  too large
+       micro-batch 50 x 2  212 MiB  x 1.04  chosen"
+        );
+    }
+
+    #[test]
+    fn a_terminal_gets_bars_and_the_verbose_every_part() {
+        let look = Look { verbosity: Verbosity::Verbose, color: false, live: true };
+        let shown = text(&Plan { verdict: Verdict::Fits, ..samples::plan() }, look);
+        assert_eq!(
+            shown,
+            "\
+plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
+       micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+
+       ram                 bytes   share
+       weights          20.0 MiB   9.4 %  ███▋
+         weights        20.0 MiB
+       gradients        20.0 MiB   9.4 %  ███▋
+         gradients      20.0 MiB
+       optimizer state  40.0 MiB  18.9 %  ███████▎
+         adamw m        20.0 MiB
+         adamw v        20.0 MiB
+       activations       132 MiB  62.3 %  ████████████████████████
+         conv1           100 MiB
+         conv2          32.0 MiB
+       total             212 MiB
+
+       considered              ram    time
+       as written          344 MiB  x 1.00  too large
+       micro-batch 50 x 2  212 MiB  x 1.04  chosen"
+        );
+    }
+
+    #[test]
+    fn a_card_has_its_own_table_and_advice_comes_last() {
+        let mut plan = samples::plan();
+        plan.verdict = Verdict::DoesNotFit;
+        plan.device = "cuda:0".into();
+        plan.budget.vram_bytes = 1 << 30;
+        plan.peak.vram_bytes = 2 << 30;
+        plan.parts = vec![
+            Part { name: "w".into(), role: Role::Weights, bytes: 2 << 30, r#where: Place::Vram },
+            Part { name: "d".into(), role: Role::DataPipeline, bytes: 1 << 20, r#where: Place::Ram },
+        ];
+        plan.rungs = vec![Rung {
+            change: String::new(),
+            vram_bytes: 2 << 30,
+            ram_bytes: 1 << 20,
+            relative_time: 1.0,
+            fits: false,
+        }];
+        plan.advice = Some("set `model.hidden = [64]`".into());
+        assert_eq!(
+            text(&plan, Look::default()),
+            "\
+plan   does not fit on cuda:0: vram 2.00 GiB of 1.00 GiB (200.0 %), ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
+       micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+
+       vram              bytes    share
+       weights        2.00 GiB  100.0 %
+       total          2.00 GiB
+
+       ram               bytes    share
+       data pipeline  1.00 MiB  100.0 %
+       total          1.00 MiB
+
+       considered      vram       ram    time
+       as written  2.00 GiB  1.00 MiB  x 1.00  too large
+
+hint: set `model.hidden = [64]`"
+        );
+    }
+}

@@ -1,0 +1,119 @@
+//! `docs/events.md`, generated from the definition of [`Record`].
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+use schemars::schema_for;
+use serde_json::{Map, Value};
+
+use crate::train::event::Record;
+
+const INTRO: &str = "\
+# Events
+
+`events.jsonl` in a run's folder is the truth about the run: one JSON object a line, in the order
+things happened. `trainer fit --json` streams the same lines to stdout. Progress, `metrics.jsonl`,
+TensorBoard and the summary are renderings of it.
+
+Every line has `t`, the seconds since the Unix epoch, and `event`, its kind, which decides the other
+fields. A killed run may leave a last line without its newline: pass over it. After `resumed`, steps
+beyond its `step` are made, and told, again; the later telling counts.
+
+This page is generated from `src/train/event.rs`.
+";
+
+/// The reference page of `events.jsonl`.
+pub fn events_markdown() -> String {
+    let schema = schema_for!(Record).to_value();
+    let mut page = INTRO.to_owned();
+    let mut named = BTreeSet::new();
+    for kind in schema["oneOf"].as_array().into_iter().flatten() {
+        let title = kind["properties"]["event"]["const"].as_str().unwrap_or_default();
+        section(&mut page, &format!("## `{title}`"), kind, &mut named);
+    }
+    // Types named by the events name further ones: until nothing new turns up.
+    page += "\n## Types\n";
+    let mut done = Vec::new();
+    while let Some(name) = named.iter().find(|name| !done.contains(*name)).cloned() {
+        section(&mut page, &format!("### {name}"), &schema["$defs"][&name], &mut named);
+        done.push(name);
+    }
+    page
+}
+
+/// A heading, the description, and a table of fields or a list of allowed words.
+fn section(page: &mut String, title: &str, schema: &Value, named: &mut BTreeSet<String>) {
+    // Writing to a string cannot fail.
+    let _ = write!(page, "\n{title}\n");
+    if let Some(text) = schema["description"].as_str() {
+        let _ = write!(page, "\n{}\n", one_line(text));
+    }
+    let none = Map::new();
+    let fields = schema["properties"].as_object().unwrap_or(&none);
+    if fields.keys().any(|name| name != "event") {
+        *page += "\n| field | type | meaning |\n|---|---|---|\n";
+    }
+    for (name, field) in fields.iter().filter(|(name, _)| *name != "event") {
+        let meaning = one_line(field["description"].as_str().unwrap_or_default());
+        let _ = writeln!(page, "| `{name}` | {} | {meaning} |", kind(field, named));
+    }
+    for word in schema["enum"].as_array().into_iter().flatten() {
+        let _ = write!(page, "\n- `{}`", word.as_str().unwrap_or_default());
+    }
+    if schema["enum"].is_array() {
+        *page += "\n";
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|")
+}
+
+/// A field's type in words, with a link where it is one of ours.
+fn kind(field: &Value, named: &mut BTreeSet<String>) -> String {
+    if let Some(name) = field["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
+        named.insert(name.to_owned());
+        return format!("[{name}](#{})", name.to_lowercase());
+    }
+    let words: Vec<&str> = match &field["type"] {
+        Value::Array(types) => types.iter().filter_map(Value::as_str).collect(),
+        other => other.as_str().into_iter().collect(),
+    };
+    let words = words.into_iter().map(|word| match word {
+        "array" => format!("list of {}", kind(&field["items"], named)),
+        "object" => format!("map of {}", kind(&field["additionalProperties"], named)),
+        word => word.to_owned(),
+    });
+    words.collect::<Vec<_>>().join(" or ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_events_page_is_up_to_date() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/events.md");
+        if std::env::var_os("TRAINER_UPDATE_DOCS").is_some_and(|v| v == "1") {
+            std::fs::write(path, events_markdown()).unwrap();
+        }
+        let page = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(
+            page == events_markdown(),
+            "docs/events.md is stale; TRAINER_UPDATE_DOCS=1 cargo test events_page writes it"
+        );
+    }
+
+    #[test]
+    fn every_event_and_type_has_its_section() {
+        let page = events_markdown();
+        for title in ["## `step`\n", "## `finished`\n", "### Plan\n", "### Role\n", "- `optimizer_state`\n"] {
+            assert!(page.contains(title), "{title}");
+        }
+        assert!(
+            page.contains("| `measured_peak_bytes` | [Memory](#memory) | What was measured. |\n"),
+            "{page}"
+        );
+        assert!(page.contains("| `loss` | number or null | Mean training loss"), "{page}");
+    }
+}

@@ -1,0 +1,145 @@
+//! Records as the tests of this folder need them: 100 samples an update but 50 in the last of an
+//! epoch, 2 updates an epoch, 3 epochs.
+
+use std::collections::BTreeMap;
+
+use crate::memory::plan::*;
+use crate::train::event::{Event, Memory, Record};
+
+pub fn started(t: f64) -> Record {
+    let event = Event::Started {
+        name: "shapes".into(),
+        run: "runs/shapes/1".into(),
+        version: "0.1.0".into(),
+        seed: 42,
+        device: "cpu".into(),
+        threads: 2,
+        parameters: 101_770,
+        train_samples: 150,
+        valid_samples: 50,
+        total_steps: 6,
+        steps_per_epoch: 2,
+    };
+    Record { t, event }
+}
+
+pub fn plan() -> Plan {
+    let part =
+        |name: &str, role, mib: u64| Part { name: name.into(), role, bytes: mib << 20, r#where: Place::Ram };
+    let rung = |change: &str, mib: u64, relative_time, fits| Rung {
+        change: change.into(),
+        vram_bytes: 0,
+        ram_bytes: mib << 20,
+        relative_time,
+        fits,
+    };
+    Plan {
+        verdict: Verdict::FitsAfterShrink,
+        device: "cpu".into(),
+        budget: Budget { vram_bytes: 0, ram_bytes: 256 << 20 },
+        peak: Peak { vram_bytes: 0, ram_bytes: 212 << 20, phase: "backward".into() },
+        requested: Split { micro_batch: 100, accumulation_steps: 1 },
+        chosen: Chosen {
+            micro_batch: 50,
+            accumulation_steps: 2,
+            recompute: 0,
+            offload: false,
+            optimizer: "adamw".into(),
+            eval_micro_batch: 200,
+        },
+        samples_per_update: 100,
+        parts: vec![
+            part("weights", Role::Weights, 20),
+            part("gradients", Role::Gradients, 20),
+            part("adamw m", Role::OptimizerState, 20),
+            part("adamw v", Role::OptimizerState, 20),
+            part("conv1", Role::Activations, 100),
+            part("conv2", Role::Activations, 32),
+        ],
+        rungs: vec![rung("", 344, 1.0, false), rung("micro-batch 50 x 2", 212, 1.04, true)],
+        advice: None,
+    }
+}
+
+pub fn planned(t: f64) -> Record {
+    Record { t, event: Event::Planned { plan: plan() } }
+}
+
+/// A second an update, 1 % of it waiting; loss 1 / step.
+pub fn step(t: f64, step: u64) -> Record {
+    let event = Event::Step {
+        step,
+        epoch: (step - 1) / 2,
+        loss: 1.0 / step as f64,
+        lr: 1e-3,
+        grad_norm: 0.5,
+        samples: step * 100 - step / 2 * 50,
+        micro_batch: 50,
+        accumulation_steps: 2,
+        step_s: 1.0,
+        data_wait_s: 0.01,
+        ram_bytes: 212 << 20,
+        vram_bytes: 0,
+        samples_digest: format!("d{step}"),
+    };
+    Record { t, event }
+}
+
+pub fn eval(t: f64, step: u64, loss: f64) -> Record {
+    let metrics = BTreeMap::from([("valid.accuracy".into(), 1.0 - loss), ("valid.loss".into(), loss)]);
+    Record { t, event: Event::Eval { step, epoch: step / 2, metrics, samples: 50, eval_s: 0.5 } }
+}
+
+pub fn checkpoint(t: f64, step: u64, best: bool) -> Record {
+    let path = format!("c/{step}");
+    Record { t, event: Event::Checkpoint { step, path, bytes: 1 << 20, write_s: 0.1, best } }
+}
+
+pub fn resumed(t: f64, step: u64) -> Record {
+    let checkpoint = (step > 0).then(|| format!("c/{step}"));
+    Record { t, event: Event::Resumed { step, checkpoint, skipped: vec![] } }
+}
+
+pub fn finished(t: f64) -> Record {
+    let peak = |mib: u64| Memory { ram: mib << 20, vram: 0 };
+    let event = Event::Finished {
+        steps: 6,
+        epochs: 3,
+        samples: 450,
+        metrics: BTreeMap::from([
+            ("best.valid.loss".into(), 0.25),
+            ("train.loss".into(), 1.0 / 6.0),
+            ("valid.accuracy".into(), 0.7),
+            ("valid.loss".into(), 0.3),
+        ]),
+        best_step: Some(4),
+        planned_peak_bytes: peak(212),
+        measured_peak_bytes: peak(206),
+        budget_bytes: peak(256),
+        elapsed_s: 9.0,
+        data_wait_s: 0.08,
+        samples_digest: "d6".into(),
+    };
+    Record { t, event }
+}
+
+/// A whole run, undisturbed.
+pub fn run() -> Vec<Record> {
+    vec![
+        started(0.0),
+        planned(0.1),
+        step(1.0, 1),
+        step(2.0, 2),
+        eval(2.5, 2, 0.5),
+        checkpoint(2.6, 2, true),
+        step(3.6, 3),
+        step(4.6, 4),
+        eval(5.1, 4, 0.25),
+        checkpoint(5.2, 4, true),
+        step(6.2, 5),
+        step(7.2, 6),
+        eval(7.7, 6, 0.3),
+        checkpoint(7.8, 6, false),
+        finished(9.0),
+    ]
+}

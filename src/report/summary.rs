@@ -1,0 +1,449 @@
+//! What became of a run, rebuilt from its events alone: finished, interrupted, killed or resumed.
+//!
+//! A step repeated after a resume counts once. Time is time spent, repeated work included, the time
+//! between a stop and its resume left out.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::jsonl::whole_lines;
+use super::text::{self, Paint};
+use super::{Error, Look};
+use crate::train::event::{Event, Memory, Record, nullable};
+use crate::units::count;
+
+/// How a run ended, or that it has not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// No last word: running, or killed.
+    #[default]
+    Unfinished,
+    Interrupted,
+    Diverged,
+    Failed,
+    Finished,
+}
+
+/// The checkpoint judged best so far.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    pub step: u64,
+    /// The metric that chose it, where known, and the evaluation's other values at that step.
+    #[serde(deserialize_with = "nullable::numbers")]
+    pub metrics: BTreeMap<String, f64>,
+}
+
+/// A run in numbers; `summary.json` is this.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    pub state: State,
+    /// Why it stopped, when it did not finish.
+    pub reason: Option<String>,
+    pub name: String,
+    /// Folder of the run.
+    pub run: String,
+    pub device: String,
+    pub parameters: u64,
+    pub steps: u64,
+    pub total_steps: u64,
+    pub epochs: u64,
+    pub samples: u64,
+    /// Last value of each: `train.loss`, `valid.loss`, ...
+    #[serde(deserialize_with = "nullable::numbers")]
+    pub metrics: BTreeMap<String, f64>,
+    pub best: Option<Best>,
+    /// Folder of the newest checkpoint.
+    pub checkpoint: Option<String>,
+    pub planned_peak_bytes: Memory,
+    pub measured_peak_bytes: Memory,
+    pub budget_bytes: Memory,
+    pub elapsed_s: f64,
+    pub data_wait_s: f64,
+    pub resumes: u64,
+    pub ooms: u64,
+    pub shrunk: u64,
+    pub grown: u64,
+    pub samples_digest: String,
+    #[serde(skip)]
+    fold: Fold,
+}
+
+/// What folding needs and nobody reads.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Fold {
+    last_t: Option<f64>,
+    /// A session has begun and not yet made a step.
+    opening: bool,
+    train_samples: u64,
+    steps_per_epoch: u64,
+    samples_per_update: u64,
+    evals: BTreeMap<u64, BTreeMap<String, f64>>,
+    bests: Vec<u64>,
+    /// Folders of checkpoints by step.
+    checkpoints: BTreeMap<u64, String>,
+}
+
+impl Summary {
+    /// Folds an `events.jsonl`; a torn last line is passed over, any other that is no event is an error.
+    pub fn from_events(path: &Path) -> Result<Summary, Error> {
+        let read = |source| Error::Read { path: path.to_owned(), source };
+        let mut summary = Summary::default();
+        for (i, line) in whole_lines(path).map_err(read)?.enumerate() {
+            let line = line.map_err(read)?;
+            let record = serde_json::from_str(&line).map_err(|source| Error::NotAnEvent {
+                path: path.to_owned(),
+                line: i + 1,
+                source,
+            })?;
+            summary.add(&record);
+        }
+        Ok(summary)
+    }
+
+    /// Takes in the next record.
+    pub fn add(&mut self, record: &Record) {
+        let event = &record.event;
+        let gap = match event {
+            Event::Started { .. } => true,
+            Event::Resumed { .. } => !self.fold.opening,
+            _ => false,
+        };
+        if let Some(last) = self.fold.last_t.replace(record.t)
+            && !gap
+        {
+            self.elapsed_s += (record.t - last).max(0.0);
+        }
+        match event {
+            Event::Started { .. } | Event::Resumed { .. } => self.fold.opening = true,
+            Event::Planned { .. } => {}
+            _ => self.fold.opening = false,
+        }
+        match event {
+            Event::Started {
+                name,
+                run,
+                device,
+                parameters,
+                train_samples,
+                total_steps,
+                steps_per_epoch,
+                ..
+            } => {
+                (self.name, self.run, self.device) = (name.clone(), run.clone(), device.clone());
+                (self.parameters, self.total_steps) = (*parameters, *total_steps);
+                (self.fold.train_samples, self.fold.steps_per_epoch) = (*train_samples, *steps_per_epoch);
+                (self.state, self.reason) = (State::Unfinished, None);
+            }
+            Event::Planned { plan } => {
+                self.planned_peak_bytes = Memory { ram: plan.peak.ram_bytes, vram: plan.peak.vram_bytes };
+                self.budget_bytes = Memory { ram: plan.budget.ram_bytes, vram: plan.budget.vram_bytes };
+                self.fold.samples_per_update = plan.samples_per_update as u64;
+            }
+            Event::Resumed { step, .. } => self.rewind(*step),
+            Event::Step {
+                step, loss, samples, data_wait_s, ram_bytes, vram_bytes, samples_digest, ..
+            } => {
+                (self.steps, self.samples) = (*step, *samples);
+                self.samples_digest.clone_from(samples_digest);
+                self.epochs = self.fold.epochs(*step);
+                self.data_wait_s += data_wait_s;
+                self.metrics.insert("train.loss".into(), *loss);
+                let peak = &mut self.measured_peak_bytes;
+                (peak.ram, peak.vram) = (peak.ram.max(*ram_bytes), peak.vram.max(*vram_bytes));
+            }
+            Event::Eval { step, metrics, .. } => {
+                self.metrics.extend(metrics.clone());
+                self.fold.evals.insert(*step, metrics.clone());
+            }
+            Event::Checkpoint { step, path, best, .. } => {
+                self.checkpoint = Some(path.clone());
+                self.fold.checkpoints.insert(*step, path.clone());
+                if *best {
+                    self.fold.bests.push(*step);
+                    self.best = self.fold.best();
+                }
+            }
+            Event::Oom { .. } => self.ooms += 1,
+            Event::Shrunk { .. } => self.shrunk += 1,
+            Event::Grown { .. } => self.grown += 1,
+            Event::Interrupted { signal, checkpoint, .. } => {
+                (self.state, self.reason) = (State::Interrupted, Some(signal.clone()));
+                self.checkpoint = checkpoint.clone().or(self.checkpoint.take());
+            }
+            Event::Diverged { step, loss, .. } => {
+                (self.state, self.reason) = (State::Diverged, Some(format!("loss {loss} at step {step}")));
+            }
+            Event::Failed { error, .. } => {
+                (self.state, self.reason) = (State::Failed, Some(error.clone()));
+            }
+            Event::Finished {
+                steps,
+                epochs,
+                samples,
+                metrics,
+                best_step,
+                planned_peak_bytes,
+                measured_peak_bytes,
+                budget_bytes,
+                elapsed_s,
+                data_wait_s,
+                samples_digest,
+            } => {
+                (self.state, self.reason) = (State::Finished, None);
+                (self.steps, self.epochs, self.samples) = (*steps, *epochs, *samples);
+                (self.elapsed_s, self.data_wait_s) = (*elapsed_s, *data_wait_s);
+                self.planned_peak_bytes = *planned_peak_bytes;
+                self.measured_peak_bytes = *measured_peak_bytes;
+                self.budget_bytes = *budget_bytes;
+                self.samples_digest.clone_from(samples_digest);
+                let (best, last): (BTreeMap<_, _>, BTreeMap<_, _>) =
+                    metrics.clone().into_iter().partition(|(name, _)| name.starts_with("best."));
+                self.metrics.extend(last);
+                let best: BTreeMap<_, _> =
+                    best.into_iter().map(|(name, value)| (name["best.".len()..].to_owned(), value)).collect();
+                if let Some(step) = *best_step {
+                    let known = self.fold.evals.get(&step).cloned().unwrap_or_default();
+                    self.best = Some(Best { step, metrics: if best.is_empty() { known } else { best } });
+                }
+            }
+        }
+    }
+
+    /// Forgets what came after `step`: it is about to be done again.
+    fn rewind(&mut self, step: u64) {
+        let fold = &mut self.fold;
+        (self.state, self.reason) = (State::Unfinished, None);
+        self.resumes += 1;
+        if self.steps > step {
+            self.steps = step;
+            self.samples = fold.samples(step);
+            self.epochs = fold.epochs(step);
+            self.samples_digest.clear();
+            self.metrics.remove("train.loss");
+        }
+        fold.evals.retain(|s, _| *s <= step);
+        fold.bests.retain(|s| *s <= step);
+        fold.checkpoints.retain(|s, _| *s <= step);
+        let train = self.metrics.remove_entry("train.loss");
+        self.metrics = fold.evals.values().next_back().cloned().unwrap_or_default();
+        self.metrics.extend(train);
+        self.best = fold.best();
+        self.checkpoint = fold.checkpoints.values().next_back().cloned();
+    }
+
+    /// Writes `path` whole or not at all.
+    pub fn write(&self, path: &Path) -> Result<(), Error> {
+        let write = || -> io::Result<()> {
+            let temporary = path.with_extension("json.tmp");
+            let mut file = File::create(&temporary)?;
+            serde_json::to_writer_pretty(&mut file, self)?;
+            file.write_all(b"\n")?;
+            file.sync_all()?;
+            std::fs::rename(&temporary, path)
+        };
+        write().map_err(|source| Error::Write { name: path.display().to_string(), source })
+    }
+
+    /// The closing lines of a run.
+    pub fn lines(&self, look: Look) -> Vec<String> {
+        let paint = Paint { color: look.color };
+        let mut rows = Vec::new();
+        let mut row =
+            |label: &str, text: String| rows.push(format!("{}{text}", paint.dim(&format!("{label:<9}"))));
+        let state = match self.state {
+            State::Unfinished => paint.yellow("unfinished"),
+            State::Interrupted => paint.yellow("interrupted"),
+            State::Diverged => paint.red("diverged"),
+            State::Failed => paint.red("failed"),
+            State::Finished => paint.green("finished"),
+        };
+        let reason = self.reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
+        let steps = match self.state {
+            State::Finished => count(self.steps),
+            _ => format!("{} of {}", count(self.steps), count(self.total_steps)),
+        };
+        let plural = if self.epochs == 1 { "" } else { "s" };
+        let (name, epochs, samples) = (&self.name, self.epochs, count(self.samples));
+        row(
+            "run",
+            format!("{name} {state}{reason}: {steps} steps, {epochs} epoch{plural}, {samples} samples"),
+        );
+        let mut time = text::duration(self.elapsed_s);
+        if self.elapsed_s > 0.0 && self.samples > 0 {
+            let rate = count((self.samples as f64 / self.elapsed_s).round() as u64);
+            time +=
+                &format!("  {rate} samples/s  data wait {}", text::percent(self.data_wait_s, self.elapsed_s));
+        }
+        row("time", time);
+        if !self.metrics.is_empty() {
+            row("last", values(&self.metrics));
+        }
+        if let Some(best) = &self.best {
+            let at = format!("step {}", count(best.step));
+            row(
+                "best",
+                if best.metrics.is_empty() { at } else { paint.bold(&values(&best.metrics)) + "  at " + &at },
+            );
+        }
+        let (planned, measured, budget) =
+            (self.planned_peak_bytes, self.measured_peak_bytes, self.budget_bytes);
+        for (place, planned, measured, budget) in [
+            ("ram", planned.ram, measured.ram, budget.ram),
+            ("vram", planned.vram, measured.vram, budget.vram),
+        ] {
+            if planned.max(measured) > 0 {
+                row(
+                    place,
+                    format!(
+                        "peak {} measured, {} planned{}, {} budget",
+                        text::bytes(measured),
+                        text::bytes(planned),
+                        difference(measured, planned),
+                        text::bytes(budget)
+                    ),
+                );
+            }
+        }
+        let happened: Vec<String> = [
+            (self.resumes, "resumed"),
+            (self.ooms, "out of memory"),
+            (self.shrunk, "shrunk"),
+            (self.grown, "grown"),
+        ]
+        .iter()
+        .filter(|(n, _)| *n > 0)
+        .map(|(n, what)| format!("{what} {n} x"))
+        .collect();
+        if !happened.is_empty() {
+            row("events", happened.join(", "));
+        }
+        if let Some(checkpoint) = &self.checkpoint {
+            row("saved", checkpoint.clone());
+        }
+        row("folder", self.run.clone());
+        if self.state != State::Finished && self.checkpoint.is_some() {
+            row("go on", format!("trainer fit JOB --resume {}", self.run));
+        }
+        rows
+    }
+}
+
+impl Fold {
+    fn epochs(&self, step: u64) -> u64 {
+        step.div_ceil(self.steps_per_epoch.max(1))
+    }
+
+    /// Samples seen after `step` updates: all are of one size but the last of an epoch.
+    fn samples(&self, step: u64) -> u64 {
+        let per_epoch = self.steps_per_epoch.max(1);
+        let whole = step / per_epoch * self.train_samples;
+        whole + (step % per_epoch * self.samples_per_update).min(self.train_samples)
+    }
+
+    fn best(&self) -> Option<Best> {
+        let step = *self.bests.last()?;
+        Some(Best { step, metrics: self.evals.get(&step).cloned().unwrap_or_default() })
+    }
+}
+
+/// `valid.accuracy 0.9621  valid.loss 0.1290`.
+pub(super) fn values(metrics: &BTreeMap<String, f64>) -> String {
+    let shown: Vec<String> =
+        metrics.iter().map(|(name, value)| format!("{name} {}", text::number(*value))).collect();
+    shown.join("  ")
+}
+
+/// How far off the plan was: ` (3.1 % over what was measured)`.
+fn difference(measured: u64, planned: u64) -> String {
+    if measured == 0 || planned == 0 {
+        return String::new();
+    }
+    let off = 100.0 * (planned as f64 / measured as f64 - 1.0);
+    format!(" ({off:+.1} %)")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::samples;
+
+    fn folded(records: &[Record]) -> Summary {
+        let mut summary = Summary::default();
+        records.iter().for_each(|record| summary.add(record));
+        summary
+    }
+
+    #[test]
+    fn a_finished_run_reads_at_a_glance() {
+        let text = folded(&samples::run()).lines(Look::default()).join("\n");
+        assert_eq!(
+            text,
+            "\
+run      shapes finished: 6 steps, 3 epochs, 450 samples
+time     9.0 s  50 samples/s  data wait 0.9 %
+last     train.loss 0.1667  valid.accuracy 0.7000  valid.loss 0.3000
+best     valid.loss 0.2500  at step 4
+ram      peak 206 MiB measured, 212 MiB planned (+2.9 %), 256 MiB budget
+saved    c/6
+folder   runs/shapes/1"
+        );
+    }
+
+    /// Killed at step 5 with its last line torn, resumed from step 2, killed at 3: as if 4 and 5 and
+    /// the best of step 4 had never been.
+    #[test]
+    fn steps_repeated_after_a_resume_count_once() {
+        let run = samples::run();
+        let mut records = run[..11].to_vec();
+        records.extend([samples::started(100.0), samples::planned(100.1), samples::resumed(100.2, 2)]);
+        let at_resume = folded(&records);
+        assert_eq!((at_resume.steps, at_resume.epochs, at_resume.samples), (2, 1, 150));
+        assert_eq!(at_resume.best.as_ref().map(|best| best.step), Some(2));
+        records.push(samples::step(101.2, 3));
+
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let lines: Vec<String> = records.iter().map(|r| serde_json::to_string(r).unwrap()).collect();
+        std::fs::write(&path, lines.join("\n") + "\n{\"t\":102.2,\"event\":\"st").unwrap();
+        let summary = Summary::from_events(&path).unwrap();
+        assert_eq!(summary, folded(&records));
+        assert_eq!((summary.state, summary.steps, summary.samples), (State::Unfinished, 3, 250));
+        assert_eq!((summary.epochs, summary.resumes), (2, 1));
+        assert_eq!(summary.checkpoint.as_deref(), Some("c/2"));
+        assert_eq!(summary.metrics["valid.loss"], 0.5);
+        assert!((summary.elapsed_s - (6.2 + 1.2)).abs() < 1e-9, "{}", summary.elapsed_s);
+
+        let out = folder.path().join("summary.json");
+        summary.write(&out).unwrap();
+        let read: Summary = serde_json::from_str(&std::fs::read_to_string(&out).unwrap()).unwrap();
+        assert_eq!(read, Summary { fold: Fold::default(), ..summary });
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "no temporary file is left");
+    }
+
+    #[test]
+    fn a_line_that_is_no_event_is_refused_by_number() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let good = serde_json::to_string(&samples::step(1.0, 1)).unwrap();
+        std::fs::write(&path, format!("{good}\nnonsense\n{good}\n")).unwrap();
+        let error = Summary::from_events(&path).unwrap_err().to_string();
+        assert_eq!(error, format!("line 2 of `{}` is not an event of a run", path.display()));
+    }
+
+    #[test]
+    fn a_run_that_stopped_says_why() {
+        let mut records = samples::run()[..4].to_vec();
+        let event = Event::Interrupted { step: 2, signal: "SIGTERM".into(), checkpoint: Some("c/2".into()) };
+        records.push(Record { t: 3.0, event });
+        let lines = folded(&records).lines(Look::default());
+        assert_eq!(lines[0], "run      shapes interrupted (SIGTERM): 2 of 6 steps, 1 epoch, 150 samples");
+        let end =
+            ["saved    c/2", "folder   runs/shapes/1", "go on    trainer fit JOB --resume runs/shapes/1"];
+        assert_eq!(lines[lines.len() - 3..], end);
+    }
+}

@@ -1,0 +1,221 @@
+//! Event files TensorBoard reads, written by hand: TFRecord frames around protobuf `Event`s.
+//!
+//! A frame is the payload's length (u64), its masked CRC-32C, the payload, and the payload's masked
+//! CRC-32C, little-endian. A resumed run opens a new file that begins with a session start at the
+//! first step to be repeated, which makes TensorBoard forget what it had from there on.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use super::Sink;
+use crate::train::event::{Event, Record};
+
+/// Scalars of a run in a folder of event files.
+pub struct TensorBoard {
+    folder: PathBuf,
+    /// Opened by the first record: its time names the file.
+    file: Option<File>,
+}
+
+impl TensorBoard {
+    /// Writes under `folder`, made if absent, beside the files of earlier sessions.
+    pub fn new(folder: &Path) -> Self {
+        Self { folder: folder.to_owned(), file: None }
+    }
+
+    fn file(&mut self, t: f64) -> io::Result<&mut File> {
+        match self.file {
+            Some(ref mut file) => Ok(file),
+            None => {
+                fs::create_dir_all(&self.folder)?;
+                // Files are read in the order of their names: each must come after the last.
+                let stamps = fs::read_dir(&self.folder)?.filter_map(|entry| {
+                    entry.ok()?.file_name().to_str()?.split('.').nth(3)?.parse::<u64>().ok()
+                });
+                let stamp = stamps.map(|last| last + 1).max().unwrap_or(0).max(t as u64);
+                let path = self.folder.join(format!("events.out.tfevents.{stamp:010}.trainer"));
+                let mut file = File::options().write(true).create_new(true).open(path)?;
+                let version = message(|m| m.double(1, t).bytes(3, b"brain.Event:2"));
+                file.write_all(&frame(&version))?;
+                Ok(self.file.insert(file))
+            }
+        }
+    }
+}
+
+impl Sink for TensorBoard {
+    fn name(&self) -> String {
+        self.folder.display().to_string()
+    }
+
+    fn record(&mut self, record: &Record) -> io::Result<()> {
+        let payload = match &record.event {
+            Event::Resumed { step, .. } => {
+                const START: u64 = 1;
+                let log = message(|m| m.int(1, START));
+                message(|m| m.double(1, record.t).int(2, step + 1).bytes(7, &log))
+            }
+            Event::Step { step, loss, lr, grad_norm, step_s, data_wait_s, ram_bytes, vram_bytes, .. } => {
+                scalars(
+                    record.t,
+                    *step,
+                    &[
+                        ("train/loss", *loss),
+                        ("train/lr", *lr),
+                        ("train/grad_norm", *grad_norm),
+                        ("time/step_s", *step_s),
+                        ("time/data_wait_s", *data_wait_s),
+                        ("memory/ram_bytes", *ram_bytes as f64),
+                        ("memory/vram_bytes", *vram_bytes as f64),
+                    ],
+                )
+            }
+            Event::Eval { step, metrics, .. } => {
+                let tags: Vec<(String, f64)> =
+                    metrics.iter().map(|(name, value)| (name.replacen('.', "/", 1), *value)).collect();
+                let tags: Vec<(&str, f64)> = tags.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
+                scalars(record.t, *step, &tags)
+            }
+            _ => return Ok(()),
+        };
+        self.file(record.t)?.write_all(&frame(&payload))
+    }
+}
+
+/// An `Event` with a `Summary` of simple values.
+fn scalars(t: f64, step: u64, values: &[(&str, f64)]) -> Vec<u8> {
+    let summary = message(|m| {
+        values.iter().fold(m, |m, (tag, value)| {
+            m.bytes(1, &message(|m| m.bytes(1, tag.as_bytes()).float(2, *value as f32)))
+        })
+    });
+    message(|m| m.double(1, t).int(2, step).bytes(5, &summary))
+}
+
+fn masked_crc(bytes: &[u8]) -> [u8; 4] {
+    let crc = crc32c::crc32c(bytes);
+    crc.rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
+}
+
+fn frame(payload: &[u8]) -> Vec<u8> {
+    let length = (payload.len() as u64).to_le_bytes();
+    [&length[..], &masked_crc(&length), payload, &masked_crc(payload)].concat()
+}
+
+/// Protobuf wire format, as much of it as scalars need.
+struct Message(Vec<u8>);
+
+fn message(build: impl FnOnce(Message) -> Message) -> Vec<u8> {
+    build(Message(Vec::new())).0
+}
+
+impl Message {
+    fn varint(mut self, mut n: u64) -> Self {
+        while n >= 0x80 {
+            self.0.push(n as u8 | 0x80);
+            n >>= 7;
+        }
+        self.0.push(n as u8);
+        self
+    }
+
+    fn key(self, field: u64, wire: u64) -> Self {
+        self.varint(field << 3 | wire)
+    }
+
+    fn int(self, field: u64, n: u64) -> Self {
+        self.key(field, 0).varint(n)
+    }
+
+    fn double(self, field: u64, x: f64) -> Self {
+        let mut m = self.key(field, 1);
+        m.0.extend(x.to_le_bytes());
+        m
+    }
+
+    fn bytes(self, field: u64, bytes: &[u8]) -> Self {
+        let mut m = self.key(field, 2).varint(bytes.len() as u64);
+        m.0.extend(bytes);
+        m
+    }
+
+    fn float(self, field: u64, x: f32) -> Self {
+        let mut m = self.key(field, 5);
+        m.0.extend(x.to_le_bytes());
+        m
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::samples;
+
+    /// The payloads of an event file; panics where a length or a checksum is wrong.
+    fn payloads(file: &Path) -> Vec<Vec<u8>> {
+        let bytes = fs::read(file).unwrap();
+        let (mut rest, mut out) = (&bytes[..], Vec::new());
+        while !rest.is_empty() {
+            let (length, after) = rest.split_at(8);
+            let (crc, after) = after.split_at(4);
+            assert_eq!(crc, masked_crc(length));
+            let (payload, after) = after.split_at(u64::from_le_bytes(length.try_into().unwrap()) as usize);
+            let (crc, after) = after.split_at(4);
+            assert_eq!(crc, masked_crc(payload));
+            out.push(payload.to_vec());
+            rest = after;
+        }
+        out
+    }
+
+    fn files(folder: &Path) -> Vec<PathBuf> {
+        let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        files
+    }
+
+    /// From RFC 3720, B.4: the CRC-32C of 32 zero bytes is 0x8a9136aa, here masked.
+    #[test]
+    fn checksums_are_masked_crc32c() {
+        let masked = 0x8a91_36aa_u32.rotate_right(15).wrapping_add(0xa282_ead8);
+        assert_eq!(masked_crc(&[0; 32]), masked.to_le_bytes());
+    }
+
+    #[test]
+    fn a_scalar_is_encoded_to_the_byte() {
+        let expected = [
+            &[0x09][..],
+            &1.5f64.to_le_bytes(),
+            &[0x10, 0xac, 0x02], // step 300
+            &[0x2a, 12, 0x0a, 10, 0x0a, 3, b'a', b'/', b'b', 0x15],
+            &0.25f32.to_le_bytes(),
+        ]
+        .concat();
+        assert_eq!(scalars(1.5, 300, &[("a/b", 0.25)]), expected);
+    }
+
+    #[test]
+    fn a_resumed_run_opens_a_later_file_that_purges_what_is_repeated() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut first = TensorBoard::new(folder.path());
+        for record in [samples::started(7.0), samples::step(7.1, 1), samples::eval(7.2, 1, 0.5)] {
+            first.record(&record).unwrap();
+        }
+        let mut second = TensorBoard::new(folder.path());
+        second.record(&samples::resumed(7.9, 4)).unwrap();
+
+        let files = files(folder.path());
+        let names: Vec<_> = files.iter().map(|file| file.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(
+            names,
+            ["events.out.tfevents.0000000007.trainer", "events.out.tfevents.0000000008.trainer"]
+        );
+        let (one, two) = (payloads(&files[0]), payloads(&files[1]));
+        assert!(one[0].ends_with(b"\x1a\x0dbrain.Event:2") && two[0].ends_with(b"\x1a\x0dbrain.Event:2"));
+        assert_eq!(one.len(), 3);
+        let has = |payload: &[u8], tag: &[u8]| payload.windows(tag.len()).any(|w| w == tag);
+        assert!(has(&one[1], b"train/loss") && has(&one[2], b"valid/accuracy"));
+        assert_eq!(two[1][9..], [0x10, 5, 0x3a, 2, 0x08, 1]);
+    }
+}

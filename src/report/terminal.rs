@@ -1,0 +1,313 @@
+//! A run on stderr: a bar that redraws itself on a terminal, plain lines now and then elsewhere.
+//!
+//! Lines are a pure function of the records; the clock is theirs. Errors of the run are left to
+//! whoever returns them, so that none is said twice.
+
+use std::io::{self, Write};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::progress::Progress;
+use super::summary::{self, Summary};
+use super::text::{self, Paint};
+use super::{Look, Sink, Verbosity, plan};
+use crate::train::event::{Event, Record};
+use crate::units::count;
+
+/// Seconds between plain progress lines, at least.
+const PLAIN_EVERY_S: f64 = 5.0;
+/// Seconds between redraws of the bar, at least.
+const DRAW_EVERY_S: f64 = 0.05;
+
+/// What people see of a run.
+pub struct Terminal<W> {
+    out: W,
+    look: Look,
+    bar: Option<ProgressBar>,
+    progress: Progress,
+    summary: Summary,
+    /// Step of the last progress line and when it was shown.
+    shown: Option<(u64, f64)>,
+}
+
+impl<W: Write + Send> Terminal<W> {
+    /// `history` is the summary of a resumed run's events so far; the default for a new run.
+    /// With `look.live` the bar is drawn on stderr, and `out` should be stderr too.
+    pub fn new(out: W, look: Look, history: Summary) -> Self {
+        Self { out, look, bar: None, progress: Progress::default(), summary: history, shown: None }
+    }
+
+    fn paint(&self) -> Paint {
+        Paint { color: self.look.color }
+    }
+
+    /// Prints above the bar, if there is one.
+    fn print(&mut self, lines: &[String]) -> io::Result<()> {
+        if lines.is_empty() {
+            return Ok(());
+        }
+        let text = lines.join("\n") + "\n";
+        let out = &mut self.out;
+        let mut write = || out.write_all(text.as_bytes()).and_then(|()| out.flush());
+        match &self.bar {
+            Some(bar) => bar.suspend(write),
+            None => write(),
+        }
+    }
+
+    /// A progress line is due: the bar is redrawn, or a plain line comes back.
+    fn step(&mut self, t: f64, every: f64) -> Option<String> {
+        let step = self.progress.step();
+        if self.shown.is_some_and(|(shown, at)| shown == step || t - at < every) {
+            return None;
+        }
+        self.shown = Some((step, t));
+        if !self.look.live {
+            return Some(self.progress.line(None, false, self.paint()));
+        }
+        let width = console::Term::stderr().size_checked().map(|(_, columns)| columns as usize);
+        let line = self.progress.line(width, true, self.paint());
+        let bar = self.bar.get_or_insert_with(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            bar.with_style(ProgressStyle::with_template("{wide_msg}").unwrap_or(ProgressStyle::default_bar()))
+        });
+        bar.set_message(line);
+        bar.tick();
+        None
+    }
+
+    fn clear(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    /// The lines a record is worth, apart from progress.
+    fn lines(&self, record: &Record) -> Vec<String> {
+        let paint = self.paint();
+        let line = |label: String, text: String| vec![format!("{label} {text}")];
+        let label = |text: &str| format!("{text:<6}");
+        match &record.event {
+            Event::Started {
+                name,
+                run,
+                device,
+                threads,
+                parameters,
+                train_samples,
+                valid_samples,
+                total_steps,
+                seed,
+                ..
+            } => {
+                let epochs = self.progress.epoch(*total_steps);
+                let (parameters, steps) = (count(*parameters), count(*total_steps));
+                let (train, valid) = (count(*train_samples), count(*valid_samples));
+                vec![
+                    format!(
+                        "{} {name}  {parameters} parameters  {device}, {threads} threads  seed {seed}",
+                        paint.bold(&label("run"))
+                    ),
+                    format!(
+                        "       {train} training and {valid} validation samples  {steps} steps, {epochs} epochs"
+                    ),
+                    format!("       {run}"),
+                ]
+            }
+            Event::Planned { plan } => {
+                plan::lines(plan, self.look).into_iter().chain([String::new()]).collect()
+            }
+            Event::Resumed { step, checkpoint, skipped } => {
+                let from = match checkpoint {
+                    Some(path) => format!("at step {} from {path}", count(*step)),
+                    None => "no checkpoint yet: from the beginning".into(),
+                };
+                let passed = skipped.iter().map(|reason| format!("       passed over {reason}"));
+                line(paint.bold(&label("resume")), from).into_iter().chain(passed).collect()
+            }
+            Event::Eval { step, metrics, .. } => {
+                let epoch = self.progress.epoch(*step);
+                line(paint.green(&label("eval")), format!("epoch {epoch}  {}", summary::values(metrics)))
+            }
+            Event::Checkpoint { step, path, bytes, write_s, best }
+                if self.look.verbosity == Verbosity::Verbose =>
+            {
+                let best = if *best { "  best so far" } else { "" };
+                let (bytes, time) = (text::bytes(*bytes), text::duration(*write_s));
+                line(
+                    paint.dim(&label("saved")),
+                    format!("step {}  {path}  {bytes} in {time}{best}", count(*step)),
+                )
+            }
+            Event::Oom { step, phase, asker, bytes, left } => {
+                let (bytes, left) = (text::bytes(*bytes), text::bytes(*left));
+                let text = format!("step {}  {phase}: {asker} asked for {bytes}, {left} left", count(*step));
+                line(paint.yellow(&label("memory")), text)
+            }
+            Event::Shrunk { step, change, micro_batch, accumulation_steps } => {
+                let text =
+                    format!("step {}  {change}  now {micro_batch} x {accumulation_steps}", count(*step));
+                line(paint.yellow(&label("shrunk")), text)
+            }
+            Event::Grown { step, change, micro_batch, accumulation_steps } => {
+                let text =
+                    format!("step {}  {change}  now {micro_batch} x {accumulation_steps}", count(*step));
+                line(paint.green(&label("grown")), text)
+            }
+            Event::Finished { .. } | Event::Interrupted { .. } => {
+                [String::new()].into_iter().chain(self.summary.lines(self.look)).collect()
+            }
+            Event::Step { .. } | Event::Checkpoint { .. } | Event::Diverged { .. } | Event::Failed { .. } => {
+                vec![]
+            }
+        }
+    }
+}
+
+impl<W: Write + Send> Sink for Terminal<W> {
+    fn name(&self) -> String {
+        "stderr".into()
+    }
+
+    fn record(&mut self, record: &Record) -> io::Result<()> {
+        if self.look.verbosity == Verbosity::Quiet {
+            return Ok(());
+        }
+        self.progress.add(record);
+        self.summary.add(record);
+        let mut lines = Vec::new();
+        match &record.event {
+            Event::Step { step, .. } => {
+                let last = *step == self.summary.total_steps;
+                let every = if self.look.live { DRAW_EVERY_S } else { PLAIN_EVERY_S };
+                lines.extend(self.step(record.t, if last { 0.0 } else { every }));
+            }
+            Event::Eval { .. } => lines.extend(self.step(record.t, 0.0)),
+            Event::Finished { .. }
+            | Event::Interrupted { .. }
+            | Event::Diverged { .. }
+            | Event::Failed { .. } => self.clear(),
+            _ => {}
+        }
+        lines.extend(self.lines(record));
+        self.print(&lines)
+    }
+
+    fn warn(&mut self, text: &str) -> io::Result<()> {
+        let line = format!("{} {text}", self.paint().yellow("warning:"));
+        self.print(&[line])
+    }
+
+    fn finish(&mut self) -> io::Result<()> {
+        self.clear();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::samples;
+
+    fn shown(records: &[Record], verbosity: Verbosity) -> String {
+        let mut out = Vec::new();
+        let look = Look { verbosity, ..Look::default() };
+        let mut terminal = Terminal::new(&mut out, look, Summary::default());
+        records.iter().for_each(|record| terminal.record(record).unwrap());
+        terminal.finish().unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    /// Of six updates within five seconds of each other, the first, those at evaluations and the
+    /// last are shown.
+    #[test]
+    fn plain_lines_come_now_and_then_and_carry_no_control_codes() {
+        let text = shown(&samples::run(), Verbosity::Normal);
+        assert!(!text.contains('\x1b') && !text.contains('\r'), "{text:?}");
+        let plan = plan::lines(&samples::plan(), Look::default()).join("\n");
+        let expected = format!(
+            "\
+run    shapes  101,770 parameters  cpu, 2 threads  seed 42
+       150 training and 50 validation samples  6 steps, 3 epochs
+       runs/shapes/1
+{plan}
+
+epoch 1/3  step 1/6  loss 1.0000  lr 1.0e-3  100 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
+epoch 1/3  step 2/6  loss 0.5000  lr 1.0e-3  50 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
+eval   epoch 1  valid.accuracy 0.5000  valid.loss 0.5000
+epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 2.5 s
+eval   epoch 2  valid.accuracy 0.7500  valid.loss 0.2500
+epoch 3/3  step 6/6  loss 0.1667  lr 1.0e-3  70 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 0.0 s
+eval   epoch 3  valid.accuracy 0.7000  valid.loss 0.3000
+
+run      shapes finished: 6 steps, 3 epochs, 450 samples
+time     9.0 s  50 samples/s  data wait 0.9 %
+last     train.loss 0.1667  valid.accuracy 0.7000  valid.loss 0.3000
+best     valid.loss 0.2500  at step 4
+ram      peak 206 MiB measured, 212 MiB planned (+2.9 %), 256 MiB budget
+saved    c/6
+folder   runs/shapes/1
+"
+        );
+        assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn a_long_run_has_a_line_every_few_seconds() {
+        let mut records = vec![samples::started(0.0), samples::planned(0.0)];
+        records.extend((1..=5).map(|step| samples::step(step as f64 * 2.0, step)));
+        let text = shown(&records, Verbosity::Normal);
+        let steps: Vec<&str> =
+            text.lines().filter_map(|line| line.split("  ").find(|f| f.starts_with("step"))).collect();
+        assert_eq!(steps, ["step 1/6", "step 4/6"]);
+    }
+
+    #[test]
+    fn the_quiet_hear_nothing_but_warnings() {
+        assert_eq!(shown(&samples::run(), Verbosity::Quiet), "");
+        let mut out = Vec::new();
+        let look = Look { verbosity: Verbosity::Quiet, ..Look::default() };
+        Terminal::new(&mut out, look, Summary::default()).warn("the disk is slow").unwrap();
+        assert_eq!(out, b"warning: the disk is slow\n");
+    }
+
+    #[test]
+    fn trouble_is_told_as_it_comes_and_checkpoints_to_the_verbose() {
+        let at = |event| Record { t: 0.0, event };
+        let records = [
+            at(Event::Resumed {
+                step: 2,
+                checkpoint: Some("c/2".into()),
+                skipped: vec!["c/4: checksum".into()],
+            }),
+            at(Event::Resumed { step: 0, checkpoint: None, skipped: vec![] }),
+            at(Event::Oom {
+                step: 2,
+                phase: "backward".into(),
+                asker: "conv1".into(),
+                bytes: 512 << 20,
+                left: 210 << 20,
+            }),
+            at(Event::Shrunk {
+                step: 2,
+                change: "micro-batch 100 to 50".into(),
+                micro_batch: 50,
+                accumulation_steps: 2,
+            }),
+            samples::checkpoint(1.0, 4, true),
+        ];
+        let text = shown(&records, Verbosity::Normal);
+        assert_eq!(
+            text,
+            "\
+resume at step 2 from c/2
+       passed over c/4: checksum
+resume no checkpoint yet: from the beginning
+memory step 2  backward: conv1 asked for 512 MiB, 210 MiB left
+shrunk step 2  micro-batch 100 to 50  now 50 x 2
+"
+        );
+        let saved = "saved  step 4  c/4  1.00 MiB in 0.1 s  best so far\n";
+        assert_eq!(shown(&records, Verbosity::Verbose), text + saved);
+    }
+}
