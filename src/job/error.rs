@@ -1,0 +1,124 @@
+//! What is wrong with a job: values for programs, a page for people.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::source::Place;
+
+/// Everything wrong with a job, in the order of the file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Errors(pub Vec<Error>);
+
+impl std::error::Error for Errors {}
+
+impl fmt::Display for Errors {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        for (i, error) in self.0.iter().enumerate() {
+            write!(f, "{}{error}", if i > 0 { "\n\n" } else { "" })?;
+        }
+        Ok(())
+    }
+}
+
+/// One mistake in a job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Error {
+    pub code: Code,
+    /// One lowercase sentence.
+    pub message: String,
+    #[serde(flatten)]
+    pub place: Option<Place>,
+    /// Dotted path of the key at fault.
+    pub key: Option<String>,
+    /// What stands there.
+    pub seen: Option<String>,
+    /// What may stand there.
+    pub allowed: Option<String>,
+    /// What to do about it.
+    pub hint: Option<String>,
+}
+
+/// The kinds of mistakes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Code {
+    Unreadable,
+    Syntax,
+    UnknownKey,
+    /// The key exists, but for another `kind`.
+    OtherKind,
+    MissingKey,
+    WrongType,
+    OutOfRange,
+    NotAllowed,
+    /// Keys that cannot stand together.
+    Contradiction,
+    UnsetVariable,
+}
+
+impl Error {
+    pub(super) fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code, message: message.into(), place: None, key: None, seen: None, allowed: None, hint: None }
+    }
+
+    pub(super) fn key(mut self, key: impl Into<String>) -> Self {
+        self.key = Some(key.into());
+        self
+    }
+
+    pub(super) fn seen(mut self, seen: impl Into<String>) -> Self {
+        self.seen = Some(seen.into());
+        self
+    }
+
+    pub(super) fn allowed(mut self, allowed: impl Into<String>) -> Self {
+        self.allowed = Some(allowed.into());
+        self
+    }
+
+    pub(super) fn hint(mut self, hint: impl Into<Option<String>>) -> Self {
+        self.hint = hint.into();
+        self
+    }
+}
+
+impl From<Error> for Errors {
+    fn from(error: Error) -> Self {
+        Errors(vec![error])
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "error: {}", self.message)?;
+        let mut gutter = String::from(" ");
+        if let Some(place) = &self.place {
+            let number = if place.file == "--set" { String::new() } else { place.line.to_string() };
+            gutter = " ".repeat(number.len().max(1));
+            match number.as_str() {
+                "" => write!(f, "\n{gutter}--> {}", place.file)?,
+                line => write!(f, "\n{gutter}--> {}:{line}:{}", place.file, place.column)?,
+            }
+            write!(f, "\n{gutter} |\n{number:>0$} | {1}", gutter.len(), place.excerpt)?;
+            write!(f, "\n{gutter} | {}{}", " ".repeat(place.indent), "^".repeat(place.width))?;
+        }
+        for (name, value) in [("seen", &self.seen), ("allowed", &self.allowed)] {
+            if let Some(value) = value {
+                write!(f, "\n{gutter} = {name}: {value}")?;
+            }
+        }
+        match &self.hint {
+            Some(hint) => write!(f, "\n{gutter} hint: {hint}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// `did you mean ...?` when one of `names` is near to `word`.
+pub(super) fn near_miss<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<String> {
+    let score = |name: &str| strsim::jaro_winkler(&word.to_lowercase(), name);
+    let best = names.into_iter().map(|n| (score(n), n)).max_by(|a, b| a.0.total_cmp(&b.0))?;
+    (best.0 > 0.8).then(|| format!("did you mean `{}`?", best.1))
+}

@@ -1,0 +1,53 @@
+//! `[memory]`: the budgets, and what may be done to stay within them.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Bytes, Size};
+
+/// Budgets of device and host memory, and what may be done to stay within them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Memory {
+    /// Device memory the run may use; a percentage is of the card, `auto` what is free at the start.
+    pub vram: Size,
+    /// Host memory the run may use; a percentage is of what the process may have at most, `auto` what
+    /// is available at the start.
+    pub ram: Size,
+    /// Left unused of either budget, so that a small surprise is not an out of memory.
+    #[schemars(extend("format" = "share"))]
+    pub headroom: Size,
+    /// What may be done when memory runs out; `[]` means to fail with exit code 3.
+    #[schemars(extend("uniqueItems" = true))]
+    pub on_oom: Vec<Rung>,
+    /// Retries after an out of memory before the run gives up with exit code 3.
+    #[schemars(range(max = 1000))]
+    pub max_retries: u32,
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self {
+            vram: Size::Auto,
+            ram: Size::Auto,
+            headroom: Size::Percent(5.0),
+            on_oom: vec![Rung::Shrink],
+            max_retries: 8,
+        }
+    }
+}
+
+impl Memory {
+    /// What is left of `budget` after the headroom.
+    pub fn usable(&self, budget: Bytes) -> Bytes {
+        Bytes(budget.0.saturating_sub(self.headroom.of(budget).0))
+    }
+}
+
+/// A way to need less memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Rung {
+    /// Smaller micro-batches and more accumulation: the same samples in an update.
+    Shrink,
+}

@@ -1,0 +1,107 @@
+//! `[model]`: the network, declared. `kind` decides the other keys.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The network. `kind` decides the other keys.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Model {
+    Mlp(Mlp),
+    Cnn(Cnn),
+}
+
+/// A perceptron: the sample flattened, dense layers, then one output a class.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Mlp {
+    /// Widths of the hidden layers, first to last; `[]` is a linear model.
+    #[schemars(inner(range(min = 1, max = 1_048_576)))]
+    pub hidden: Vec<usize>,
+    /// Follows every hidden layer.
+    pub activation: Activation,
+    /// Share of each hidden layer's outputs dropped while training.
+    #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
+    pub dropout: f64,
+}
+
+impl Default for Mlp {
+    fn default() -> Self {
+        Self { hidden: vec![256], activation: Activation::Relu, dropout: 0.0 }
+    }
+}
+
+/// A convolutional network: stages over the picture, flattened, then dense layers as in `mlp`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Cnn {
+    /// Widths of the hidden dense layers after the stages; `[]` goes straight to the classes.
+    #[schemars(inner(range(min = 1, max = 1_048_576)))]
+    pub hidden: Vec<usize>,
+    /// Follows every convolution and every hidden layer.
+    pub activation: Activation,
+    /// Share of each hidden layer's outputs dropped while training.
+    #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
+    pub dropout: f64,
+    /// The convolutions, first to last; each a `[[model.stages]]` table or written inline.
+    #[schemars(length(min = 1))]
+    pub stages: Vec<Stage>,
+}
+
+impl Default for Cnn {
+    fn default() -> Self {
+        let stage = |channels| Stage { channels, kernel: 3, stride: 1, pool: 2 };
+        Self {
+            hidden: vec![128],
+            activation: Activation::Relu,
+            dropout: 0.0,
+            stages: vec![stage(32), stage(64)],
+        }
+    }
+}
+
+/// A convolution padded by `kernel / 2` (rounded down) on every side, the activation, then max pooling.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Stage {
+    /// Output channels.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub channels: usize,
+    /// Width and height of the kernel, in pixels.
+    #[serde(default = "three")]
+    #[schemars(range(min = 1, max = 31))]
+    pub kernel: usize,
+    /// Pixels from one kernel position to the next.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 31))]
+    pub stride: usize,
+    /// Factor of the max pooling after the activation; 1 means none.
+    #[serde(default = "two")]
+    #[schemars(range(min = 1, max = 31))]
+    pub pool: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn two() -> usize {
+    2
+}
+
+fn three() -> usize {
+    3
+}
+
+/// The non-linearity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// The positive part.
+    Relu,
+    /// Exact, by the error function.
+    Gelu,
+    /// The tanh approximation that GPT-2 uses.
+    GeluTanh,
+    /// The input times its logistic function.
+    Silu,
+}

@@ -1,0 +1,175 @@
+//! `[optimizer]` and `[schedule]`: how weights follow gradients, and the learning rate over the run.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How weights follow gradients. `kind` decides the other keys.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Optimizer {
+    Adamw(Adamw),
+    Sgd(Sgd),
+}
+
+impl Default for Optimizer {
+    fn default() -> Self {
+        Self::Adamw(Adamw::default())
+    }
+}
+
+impl Optimizer {
+    /// The peak learning rate, before the schedule.
+    pub fn lr(&self) -> f64 {
+        match self {
+            Self::Adamw(Adamw { lr, .. }) | Self::Sgd(Sgd { lr, .. }) => *lr,
+        }
+    }
+
+    /// The name of its `kind`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Adamw(_) => "adamw",
+            Self::Sgd(_) => "sgd",
+        }
+    }
+}
+
+/// Adam with decoupled weight decay.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Adamw {
+    /// Learning rate at its highest; `[schedule]` scales it.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub lr: f64,
+    /// Decay of the running means of the gradient and of its square.
+    #[schemars(inner(range(min = 0.0)), transform = each_below_one)]
+    pub betas: [f64; 2],
+    /// Keeps the division by the root of the second mean finite.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub eps: f64,
+    /// Share of each matrix weight taken off in an update, times the learning rate.
+    #[schemars(range(min = 0.0))]
+    pub weight_decay: f64,
+}
+
+fn each_below_one(schema: &mut schemars::Schema) {
+    if let Some(items) = schema.get_mut("items").and_then(serde_json::Value::as_object_mut) {
+        items.insert("exclusiveMaximum".into(), serde_json::json!(1.0));
+    }
+}
+
+impl Default for Adamw {
+    fn default() -> Self {
+        Self { lr: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 }
+    }
+}
+
+/// Stochastic gradient descent.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Sgd {
+    /// Learning rate at its highest; `[schedule]` scales it.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub lr: f64,
+    /// Share of the last update's direction kept in the next; 0 means none.
+    #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
+    pub momentum: f64,
+    /// Look ahead along the momentum, which must then be above 0.
+    pub nesterov: bool,
+    /// Share of each matrix weight added to its gradient.
+    #[schemars(range(min = 0.0))]
+    pub weight_decay: f64,
+}
+
+impl Default for Sgd {
+    fn default() -> Self {
+        Self { lr: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 }
+    }
+}
+
+/// The learning rate over the run, as a share of `optimizer.lr`. `kind` decides the other keys.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Schedule {
+    Constant(Constant),
+    Linear(Linear),
+    Cosine(Cosine),
+    Step(Step),
+    Onecycle(Onecycle),
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Self::Constant(Constant::default())
+    }
+}
+
+/// The same rate from the warm-up to the end.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Constant {
+    /// Updates over which the rate climbs from 0 in a straight line.
+    pub warmup_steps: u64,
+}
+
+/// A straight line down to the end of the run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Linear {
+    /// Updates over which the rate climbs from 0 in a straight line.
+    pub warmup_steps: u64,
+    /// Rate at the end, as a share of `optimizer.lr`.
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub final_lr_ratio: f64,
+}
+
+/// Half a cosine wave down to the end of the run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Cosine {
+    /// Updates over which the rate climbs from 0 in a straight line.
+    pub warmup_steps: u64,
+    /// Rate at the end, as a share of `optimizer.lr`.
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub final_lr_ratio: f64,
+}
+
+/// A fall by a factor every so many updates.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Step {
+    /// Updates over which the rate climbs from 0 in a straight line.
+    #[serde(default)]
+    pub warmup_steps: u64,
+    /// Updates from one fall to the next.
+    #[schemars(range(min = 1))]
+    pub every_steps: u64,
+    /// The factor of a fall.
+    #[serde(default = "gamma")]
+    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+    pub gamma: f64,
+}
+
+fn gamma() -> f64 {
+    0.1
+}
+
+/// One climb from a low rate to `optimizer.lr` and one fall far below, both half cosine waves.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Onecycle {
+    /// Share of the run spent climbing.
+    #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
+    pub warmup_share: f64,
+    /// `optimizer.lr` over the rate at the start.
+    #[schemars(range(min = 1.0))]
+    pub div: f64,
+    /// The rate at the start over the rate at the end.
+    #[schemars(range(min = 1.0))]
+    pub final_div: f64,
+}
+
+impl Default for Onecycle {
+    fn default() -> Self {
+        Self { warmup_share: 0.3, div: 25.0, final_div: 1e4 }
+    }
+}

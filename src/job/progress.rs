@@ -1,0 +1,181 @@
+//! `[eval]`, `[checkpoint]` and `[log]`: what a run measures, keeps and tells, and how often.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How often something happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Every {
+    /// Updates.
+    Steps(u64),
+    /// Passes over the training set.
+    Epochs(u64),
+    /// Minutes of wall-clock time.
+    Minutes(u64),
+}
+
+/// Measuring on the validation set.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("x-one-of" = ["every_epochs", "every_steps"]))]
+pub struct Eval {
+    /// Passes over the training set between evaluations; 1 when neither this nor `every_steps` is given.
+    #[schemars(range(min = 1))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    every_epochs: Option<u64>,
+    /// Updates between evaluations, instead of `every_epochs`.
+    #[schemars(range(min = 1))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    every_steps: Option<u64>,
+    /// What is measured beside the loss, each as `valid.NAME`.
+    #[schemars(extend("uniqueItems" = true))]
+    pub metrics: Vec<Metric>,
+    /// Samples in a micro-batch; absent means that the memory plan chooses.
+    #[schemars(range(min = 1, max = 1_048_576))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub batch_size: Option<usize>,
+}
+
+impl Default for Eval {
+    fn default() -> Self {
+        Self { every_epochs: None, every_steps: None, metrics: vec![Metric::Accuracy], batch_size: None }
+    }
+}
+
+impl Eval {
+    /// How often to evaluate.
+    pub fn every(&self) -> Every {
+        match (self.every_steps, self.every_epochs) {
+            (Some(steps), _) => Every::Steps(steps),
+            (None, epochs) => Every::Epochs(epochs.unwrap_or(1)),
+        }
+    }
+
+    /// Writes the default of the either/or keys, so that the resolved job states it.
+    pub(super) fn resolve(&mut self) {
+        if self.every_steps.is_none() {
+            self.every_epochs.get_or_insert(1);
+        }
+    }
+}
+
+/// What can be measured beside the loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Metric {
+    /// Share of samples whose likeliest class is the right one.
+    Accuracy,
+    /// Share of samples whose right class is among the five likeliest.
+    Top5,
+}
+
+impl Metric {
+    /// Its name after `valid.`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Accuracy => "accuracy",
+            Self::Top5 => "top5",
+        }
+    }
+}
+
+/// What of a run is kept on disk.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("x-one-of" = ["every_epochs", "every_steps", "every_minutes"]))]
+pub struct Checkpoint {
+    /// Passes over the training set between checkpoints; 1 when no `every_` key is given.
+    #[schemars(range(min = 1))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    every_epochs: Option<u64>,
+    /// Updates between checkpoints, instead of `every_epochs`.
+    #[schemars(range(min = 1))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    every_steps: Option<u64>,
+    /// Minutes between checkpoints, instead of `every_epochs`.
+    #[schemars(range(min = 1, max = 525_600))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    every_minutes: Option<u64>,
+    /// The newest checkpoints kept; the best one is kept besides.
+    #[schemars(range(min = 1, max = 1_000_000))]
+    pub keep: usize,
+    /// What makes a checkpoint the best: the lowest loss or the highest metric.
+    pub best: Best,
+}
+
+impl Default for Checkpoint {
+    fn default() -> Self {
+        Self { every_epochs: None, every_steps: None, every_minutes: None, keep: 3, best: Best::Loss }
+    }
+}
+
+impl Checkpoint {
+    /// How often to write one.
+    pub fn every(&self) -> Every {
+        match (self.every_steps, self.every_minutes, self.every_epochs) {
+            (Some(steps), ..) => Every::Steps(steps),
+            (None, Some(minutes), _) => Every::Minutes(minutes),
+            (None, None, epochs) => Every::Epochs(epochs.unwrap_or(1)),
+        }
+    }
+
+    /// Writes the default of the either/or keys, so that the resolved job states it.
+    pub(super) fn resolve(&mut self) {
+        if self.every_steps.is_none() && self.every_minutes.is_none() {
+            self.every_epochs.get_or_insert(1);
+        }
+    }
+}
+
+/// The value that ranks checkpoints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Best {
+    #[serde(rename = "valid.loss")]
+    Loss,
+    #[serde(rename = "valid.accuracy")]
+    Accuracy,
+    #[serde(rename = "valid.top5")]
+    Top5,
+}
+
+impl Best {
+    /// Its name in events and metrics: `valid.loss`, ...
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Loss => "valid.loss",
+            Self::Accuracy => "valid.accuracy",
+            Self::Top5 => "valid.top5",
+        }
+    }
+
+    /// The metric that must be measured for it; none for the loss, which always is.
+    pub fn metric(self) -> Option<Metric> {
+        match self {
+            Self::Loss => None,
+            Self::Accuracy => Some(Metric::Accuracy),
+            Self::Top5 => Some(Metric::Top5),
+        }
+    }
+
+    /// Whether `new` ranks above `old`. A value that is not a number never does.
+    pub fn improves(self, new: f64, old: f64) -> bool {
+        if self == Self::Loss { new < old } else { new > old }
+    }
+}
+
+/// What a run tells while it trains.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Log {
+    /// Updates between two `step` events.
+    #[schemars(range(min = 1))]
+    pub every_steps: u64,
+    /// Write TensorBoard files into the run's folder.
+    pub tensorboard: bool,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { every_steps: 10, tensorboard: true }
+    }
+}

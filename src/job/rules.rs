@@ -1,0 +1,76 @@
+//! Keys that are right one by one and wrong together.
+
+use std::ops::Range;
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::check::Found;
+use super::error::{Code, Error};
+use super::{Job, Length, Optimizer, Schedule};
+
+/// Every contradiction in `job`, told at the places of `tree` that state it.
+pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
+    let mut found = Vec::new();
+    let mut report = |key: &str, message: String, hint: String| {
+        found.push((span(tree, key), Error::new(Code::Contradiction, message).key(key).hint(hint)));
+    };
+    if let (Length::Steps(steps), warmup) = (job.train.length(), job.schedule.warmup_steps())
+        && warmup > steps
+    {
+        report(
+            "schedule.warmup_steps",
+            format!("`schedule.warmup_steps` is {warmup}, but `train.steps` is only {steps}"),
+            "the warm-up must end within the run".into(),
+        );
+    }
+    if let Optimizer::Sgd(sgd) = &job.optimizer
+        && sgd.nesterov
+        && sgd.momentum == 0.0
+    {
+        report(
+            "optimizer.nesterov",
+            "`optimizer.nesterov` needs `optimizer.momentum` above 0".into(),
+            "add `momentum = 0.9`".into(),
+        );
+    }
+    if let Some(metric) = job.checkpoint.best.metric()
+        && !job.eval.metrics.contains(&metric)
+    {
+        let name = metric.name();
+        report(
+            "checkpoint.best",
+            format!("`checkpoint.best` is \"valid.{name}\", which is not measured"),
+            format!("add \"{name}\" to `eval.metrics`"),
+        );
+    }
+    found
+}
+
+/// The bytes of the value at a dotted `key`, or of the nearest table above it.
+fn span(tree: &DeTable, key: &str) -> Range<usize> {
+    let mut span = 0..0;
+    let mut table = Some(tree);
+    for part in key.split('.') {
+        let Some(value) = table.and_then(|t| t.get(part)) else { break };
+        span = Spanned::span(value);
+        table = match value.get_ref() {
+            DeValue::Table(table) => Some(table),
+            _ => None,
+        };
+    }
+    span
+}
+
+impl Schedule {
+    /// Updates over which the rate climbs from 0; `onecycle` states a share of the run instead.
+    pub fn warmup_steps(&self) -> u64 {
+        match self {
+            Schedule::Constant(s) => s.warmup_steps,
+            Schedule::Linear(s) => s.warmup_steps,
+            Schedule::Cosine(s) => s.warmup_steps,
+            Schedule::Step(s) => s.warmup_steps,
+            Schedule::Onecycle(_) => 0,
+        }
+    }
+}

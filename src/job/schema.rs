@@ -1,0 +1,196 @@
+//! The job's JSON Schema: made from the job's types, and the one source of its checks, of the
+//! editors' completion and of the reference page.
+//!
+//! Everything stands in place (no `$ref`), so that a reader need only walk. A table is either
+//! `properties` or a `oneOf` of such, one for each `kind`; keys common to all kinds are written
+//! into each. `x-one-of` names keys that exclude each other.
+
+use std::borrow::Cow;
+
+use schemars::generate::SchemaSettings;
+use schemars::transform::{Transform, transform_subschemas};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde_json::{Map, Value, json};
+
+use crate::units::Size;
+
+/// The schema of a job.
+pub fn schema() -> Value {
+    let mut schema = of::<super::Job>();
+    schema["title"] = json!("A trainer job");
+    schema["description"] = json!("What `trainer fit` trains, on what, for how long and within what memory.");
+    schema
+}
+
+/// The schema of `T` in the form described above. Draft 7, which TOML editors know.
+pub(super) fn of<T: JsonSchema>() -> Value {
+    let settings = SchemaSettings::draft07().with(|s| s.inline_subschemas = true).with_transform(Plain);
+    settings.into_generator().into_root_schema_for::<T>().to_value()
+}
+
+#[derive(Clone)]
+struct Plain;
+
+impl Transform for Plain {
+    fn transform(&mut self, schema: &mut Schema) {
+        if let Some(object) = schema.as_object_mut() {
+            without_null(object);
+            spread_common_keys(object);
+            if object.contains_key("properties") {
+                object.insert("additionalProperties".into(), json!(false));
+            }
+        }
+        transform_subschemas(self, schema);
+    }
+}
+
+/// TOML has no null: an optional key is one that may be absent.
+fn without_null(object: &mut Map<String, Value>) {
+    if let Some(Value::Array(types)) = object.get_mut("type") {
+        types.retain(|t| t != "null");
+        if let [only] = &types[..] {
+            let only = only.clone();
+            object.insert("type".into(), only);
+        }
+    }
+    if object.get("default") == Some(&Value::Null) {
+        object.remove("default");
+    }
+}
+
+/// Moves the `properties` beside a `oneOf` of tables into each of these.
+fn spread_common_keys(object: &mut Map<String, Value>) {
+    let tables = object.get("oneOf").and_then(Value::as_array);
+    if !tables.is_some_and(|tables| tables.iter().all(|t| t["properties"].is_object())) {
+        return;
+    }
+    let Some(Value::Object(common)) = object.shift_remove("properties") else { return };
+    for table in object["oneOf"].as_array_mut().into_iter().flatten() {
+        if let Some(own) = table["properties"].as_object_mut() {
+            own.extend(common.clone());
+        }
+    }
+}
+
+impl JsonSchema for Size {
+    fn schema_name() -> Cow<'static, str> {
+        "Size".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": "string", "format": "size" })
+    }
+}
+
+/// The names a string may be, when the schema lists them.
+pub(super) fn choices(schema: &Value) -> Vec<&str> {
+    if let Some(only) = schema["const"].as_str() {
+        return vec![only];
+    }
+    let listed = schema["enum"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let described = schema["oneOf"].as_array().into_iter().flatten();
+    listed.chain(described.filter(|s| s["type"] == "string").flat_map(choices)).collect()
+}
+
+/// The tables a table may be, one for each `kind`; the table itself when it has no `kind`.
+pub(super) fn kinds(schema: &Value) -> &[Value] {
+    match schema["oneOf"].as_array() {
+        Some(kinds) if kinds.iter().all(|k| k["properties"].is_object()) => kinds,
+        _ => std::slice::from_ref(schema),
+    }
+}
+
+/// The `kind` of one of [`kinds`].
+pub(super) fn kind(table: &Value) -> Option<&str> {
+    table["properties"]["kind"]["const"].as_str()
+}
+
+/// Whether a key of `schema` holds a table.
+pub(super) fn is_table(schema: &Value) -> bool {
+    kinds(schema).iter().all(|k| k["properties"].is_object())
+}
+
+/// What `schema` allows, in words: `a whole number, at least 1`.
+pub(super) fn allowed(schema: &Value) -> String {
+    let choices = choices(schema);
+    if !choices.is_empty() {
+        return choices.iter().map(|c| format!("\"{c}\"")).collect::<Vec<_>>().join(", ");
+    }
+    if is_table(schema) {
+        return "a table".into();
+    }
+    match (schema["type"].as_str(), schema["format"].as_str()) {
+        (Some("integer"), _) => format!("a whole number{}", range(schema)),
+        (Some("number"), _) => format!("a number{}", range(schema)),
+        (Some("boolean"), _) => "true or false".into(),
+        (Some("array"), _) => {
+            let length = match (schema["minItems"].as_u64(), schema["maxItems"].as_u64()) {
+                (Some(min), Some(max)) if min == max => format!(" of {min}"),
+                (Some(min), _) => format!(" of at least {min}"),
+                _ => String::new(),
+            };
+            format!("a list{length}, each {}", allowed(&schema["items"]))
+        }
+        (_, Some("size")) => "\"auto\", a size such as \"8GiB\" or a share such as \"80%\"".into(),
+        (_, Some("share")) => "a size such as \"512MiB\" or a share such as \"5%\"".into(),
+        (_, Some("name")) => "letters, digits, `-`, `_` and `.`, not starting with `.` or `-`".into(),
+        (_, Some("path")) => "a path, relative to the job file; `${NAME}` is an environment variable".into(),
+        _ => "a string".into(),
+    }
+}
+
+fn range(schema: &Value) -> String {
+    let bound = |key: &str| schema[key].as_f64();
+    let low = bound("minimum").map(|n| format!("at least {n}"));
+    let above = bound("exclusiveMinimum").map(|n| format!("above {n}"));
+    let high = bound("maximum").map(|n| format!("at most {n}"));
+    let below = bound("exclusiveMaximum").map(|n| format!("below {n}"));
+    match (above.or(low), below.or(high)) {
+        (Some(low), Some(high)) => format!(", {low} and {high}"),
+        (Some(one), None) | (None, Some(one)) => format!(", {one}"),
+        (None, None) => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn common_keys_stand_in_every_kind_and_nothing_is_referred_to() {
+        let schema = schema();
+        assert!(!schema.to_string().contains("$ref"), "{schema:#}");
+        assert!(!schema.to_string().contains("null"), "{schema:#}");
+        for source in kinds(&schema["properties"]["data"]) {
+            for key in ["kind", "shuffle", "workers", "prefetch"] {
+                assert!(source["properties"].get(key).is_some(), "{key} in {source:#}");
+            }
+            assert_eq!(source["additionalProperties"], false);
+        }
+    }
+
+    #[test]
+    fn every_key_is_described() {
+        fn walk(path: &str, schema: &Value) {
+            for table in kinds(schema) {
+                for (key, value) in table["properties"].as_object().into_iter().flatten() {
+                    let path = format!("{path}.{key}");
+                    assert!(value["description"].is_string() || key == "kind", "{path} has no description");
+                    walk(&path, value);
+                    walk(&path, &value["items"]);
+                }
+            }
+        }
+        walk("", &schema());
+    }
+
+    #[test]
+    fn ranges_read_as_sentences() {
+        let batch = &schema()["properties"]["train"]["properties"]["batch_size"];
+        assert_eq!(allowed(batch), "a whole number, at least 1 and at most 1048576");
+        let kinds_of_model = schema();
+        let mlp = &kinds(&kinds_of_model["properties"]["model"])[0]["properties"];
+        assert_eq!(allowed(&mlp["dropout"]), "a number, at least 0 and below 1");
+        assert_eq!(allowed(&mlp["activation"]), r#""relu", "gelu", "gelu_tanh", "silu""#);
+    }
+}

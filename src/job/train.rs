@@ -1,0 +1,79 @@
+//! `[train]`: how much is seen in an update, for how long, in what precision.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// An update's samples, the run's length and its precision.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(extend(
+    "x-one-of" = ["epochs", "steps"],
+    "oneOf" = [{ "required": ["epochs"] }, { "required": ["steps"] }],
+))]
+pub struct Train {
+    /// Samples in a micro-batch, as wished: the memory plan may take fewer, with more accumulation.
+    #[serde(default = "batch_size")]
+    #[schemars(range(min = 1, max = 1_048_576))]
+    pub batch_size: usize,
+    /// Micro-batches in an update. An update sees `batch_size` x `accumulation_steps` samples, always.
+    #[serde(default = "accumulation_steps")]
+    #[schemars(range(min = 1, max = 1_048_576))]
+    pub accumulation_steps: usize,
+    /// Length of the run in passes over the training set. Either this or `steps`.
+    #[schemars(range(min = 1))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    epochs: Option<u64>,
+    /// Length of the run in updates. Either this or `epochs`.
+    #[schemars(range(min = 1))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    steps: Option<u64>,
+    /// Number format of the computation.
+    #[serde(default)]
+    pub precision: Precision,
+    /// Scale the gradient down to this norm when it is longer; absent means never.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clip_norm: Option<f64>,
+}
+
+fn batch_size() -> usize {
+    64
+}
+
+fn accumulation_steps() -> usize {
+    1
+}
+
+impl Train {
+    /// How long to train. A loaded job states exactly one of the two.
+    pub fn length(&self) -> Length {
+        match (self.steps, self.epochs) {
+            (Some(steps), _) => Length::Steps(steps),
+            (None, epochs) => Length::Epochs(epochs.unwrap_or(1)),
+        }
+    }
+
+    /// Samples in every update but the last of an epoch.
+    pub fn samples_per_update(&self) -> usize {
+        self.batch_size * self.accumulation_steps
+    }
+}
+
+/// The length of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Length {
+    /// Passes over the training set.
+    Epochs(u64),
+    /// Updates.
+    Steps(u64),
+}
+
+/// Number format of the computation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// What is fastest on the device without loss of quality; `f32` on the CPU.
+    #[default]
+    Auto,
+    /// 32-bit floating point.
+    F32,
+}
