@@ -44,7 +44,7 @@ pub fn through(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
 }
 
 fn sum<T: Elem>(a: &mut [T], b: &[T], act: Activation) {
-    T::vectorised(|| {
-        each_activation!(act, A => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::down(A.value(a.up() + b.up()))))
-    })
+    T::vectorised(
+        || each_activation!(act, A => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::down(A.value(a.up() + b.up())))),
+    )
 }

@@ -135,16 +135,34 @@ pub struct Conv<'a> {
 }
 
 impl Conv<'_> {
-    /// The reference: candle's own convolution, which wants channels first.
+    /// The reference: one product for each cell of the window. (candle's own convolution cannot be
+    /// differentiated where the stride leaves a rest.)
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         activation::reference::forward(&self.before_activation(x)?, self.act)
     }
 
     fn before_activation(&self, x: &Tensor) -> Result<Tensor> {
         let g = &self.geometry;
-        let weight = self.weight.permute((0, 3, 1, 2))?.contiguous()?;
-        let x = x.permute((0, 3, 1, 2))?.contiguous()?;
-        let y = x.conv2d(&weight, g.padding, g.stride, g.dilation, g.groups)?.permute((0, 2, 3, 1))?.contiguous()?;
+        let ((h, w), batch) = (g.output(), x.dim(0)?);
+        let (cg, ng) = (g.inputs / g.groups, g.outputs / g.groups);
+        let x = x.pad_with_zeros(1, g.padding, g.padding)?.pad_with_zeros(2, g.padding, g.padding)?;
+        let mut groups = Vec::with_capacity(g.groups);
+        for group in 0..g.groups {
+            let x = x.narrow(3, group * cg, cg)?.contiguous()?;
+            let weight = self.weight.narrow(0, group * ng, ng)?;
+            let mut sum = None;
+            for (ky, kx) in (0..g.kernel * g.kernel).map(|i| (i / g.kernel, i % g.kernel)) {
+                let seen = reference::seen_by_cell(&x, (ky * g.dilation, kx * g.dilation), g.stride, (h, w))?;
+                let cell = weight.narrow(1, ky, 1)?.narrow(2, kx, 1)?.contiguous()?.reshape((ng, cg))?;
+                let part = seen.reshape((batch * h * w, cg))?.matmul(&cell.t()?)?;
+                sum = Some(match sum {
+                    Some(sum) => (sum + part)?,
+                    None => part,
+                });
+            }
+            groups.extend(sum);
+        }
+        let y = Tensor::cat(&groups, 1)?.reshape((batch, h, w, g.outputs))?;
         match self.bias {
             Some(bias) => y.broadcast_add(bias),
             None => Ok(y),
@@ -179,7 +197,12 @@ impl Conv<'_> {
         };
         let (outputs, befores) = (Blocks::new(&mut y), Blocks::new(&mut pre));
         (0..batch * blocks_per_picture).into_par_iter().for_each_init(
-            || (cpu::fresh::<T>(if g.is_product() { 0 } else { g.block() * k }), vec![T::Acc::ZERO; g.block() * n]),
+            || {
+                (
+                    cpu::fresh::<T>(if g.is_product() { 0 } else { g.block() * k }),
+                    vec![T::Acc::ZERO; g.block() * n],
+                )
+            },
             |(gathered, wide), i| {
                 let (b, first, rows) = block_rows(i);
                 let picture = &values[b * picture..][..picture];
@@ -207,12 +230,20 @@ impl Conv<'_> {
 
     /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
     /// what the activation [`reads`](Activation::reads); `dy` is overwritten.
-    pub fn backward(&self, x: &Tensor, v: Option<&Tensor>, dy: Tensor, grads: &Grads, want: bool) -> Result<Option<Tensor>> {
+    pub fn backward(
+        &self,
+        x: &Tensor,
+        v: Option<&Tensor>,
+        dy: Tensor,
+        grads: &Grads,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
         if !reference::has_body(x) {
             let mut inputs = vec![x, self.weight];
             inputs.extend(self.bias);
             let found = reference::gradients(&inputs, &dy, |t| {
-                Conv { geometry: self.geometry, weight: &t[1], bias: t.get(2), act: self.act }.reference(&t[0])
+                Conv { geometry: self.geometry, weight: &t[1], bias: t.get(2), act: self.act }
+                    .reference(&t[0])
             })?;
             reference::accumulate(grads.weight, &found[1])?;
             if let (Some(into), Some(bias)) = (grads.bias, found.get(2)) {
@@ -223,10 +254,19 @@ impl Conv<'_> {
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
     }
 
-    fn backward_cpu<T: Elem>(&self, x: &Tensor, v: Option<&Tensor>, dy: Tensor, grads: &Grads, want: bool) -> Result<Option<Tensor>> {
+    fn backward_cpu<T: Elem>(
+        &self,
+        x: &Tensor,
+        v: Option<&Tensor>,
+        dy: Tensor,
+        grads: &Grads,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
         let n = self.geometry.outputs;
         let v = v.map(cpu::view::<T>).transpose()?;
-        let sums = cpu::update::<T, _>(&dy, |d| through_activation(d, v.as_deref(), self.act, n, grads.bias.is_some()))?;
+        let sums = cpu::update::<T, _>(&dy, |d| {
+            through_activation(d, v.as_deref(), self.act, n, grads.bias.is_some())
+        })?;
         if let Some(bias) = grads.bias {
             cpu::update::<T::Acc, _>(bias, |bias| add_all(bias, &sums))?;
         }
@@ -266,7 +306,14 @@ impl Conv<'_> {
                             };
                             let d = &d[(b * pixels + first) * n + group * ng..];
                             let d = Mat::strided(d, rows, ng, n).t();
-                            multiply(&mut sum[group * ng * k..][..ng * k], k, d, Mat::new(a, rows, k), true, By::Me);
+                            multiply(
+                                &mut sum[group * ng * k..][..ng * k],
+                                k,
+                                d,
+                                Mat::new(a, rows, k),
+                                true,
+                                By::Me,
+                            );
                         }
                     }
                 }
@@ -315,7 +362,14 @@ pub fn workspace(geometry: &Geometry, at: crate::layers::At) -> (u64, u64) {
 }
 
 /// `y = act(wide + bias)`, keeping what the activation was given where `before` has room for it.
-fn finish<T: Elem>(wide: &[T::Acc], bias: Option<&[T]>, y: &mut [T], before: &mut [T], act: Activation, n: usize) {
+fn finish<T: Elem>(
+    wide: &[T::Acc],
+    bias: Option<&[T]>,
+    y: &mut [T],
+    before: &mut [T],
+    act: Activation,
+    n: usize,
+) {
     T::vectorised(|| {
         each_activation!(act, A => {
             for (i, (wide, y)) in wide.chunks_exact(n).zip(y.chunks_exact_mut(n)).enumerate() {

@@ -6,7 +6,10 @@
 use std::cell::Cell;
 use std::ops::{Deref, Range};
 
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType,
+    bail,
+};
 use rayon::prelude::*;
 
 use super::Elem;
@@ -24,7 +27,11 @@ pub struct View<'a, T> {
 pub fn view<T: WithDType>(tensor: &Tensor) -> Result<View<'_, T>> {
     let (storage, layout) = tensor.storage_and_layout();
     let Some((start, end)) = layout.contiguous_offsets() else {
-        bail!("a kernel was given a tensor with gaps: shape {:?}, strides {:?}", layout.dims(), layout.stride())
+        bail!(
+            "a kernel was given a tensor with gaps: shape {:?}, strides {:?}",
+            layout.dims(),
+            layout.stride()
+        )
     };
     let Storage::Cpu(cpu) = &*storage else { bail!("a CPU kernel was given a tensor of another device") };
     T::cpu_storage_as_slice(cpu)?; // the type is checked here, once

@@ -72,7 +72,12 @@ impl Head<'_> {
         Ok(with_elem!(x.dtype(), T => self.cpu::<T>(x, targets, None)?).0)
     }
 
-    fn cpu<T: Elem>(&self, x: &Tensor, targets: &Tensor, learn: Option<(f64, &Grads)>) -> Result<(Tally, Option<Tensor>)> {
+    fn cpu<T: Elem>(
+        &self,
+        x: &Tensor,
+        targets: &Tensor,
+        learn: Option<(f64, &Grads)>,
+    ) -> Result<(Tally, Option<Tensor>)> {
         if !reference::has_body(x) {
             candle_core::bail!("cross-entropy has no body for this device yet")
         }
@@ -85,7 +90,11 @@ impl Head<'_> {
         let chunk = chunk_rows(rows, classes);
         let mut scores = vec![T::Acc::ZERO; chunk * classes];
         let mut dx = vec![T::default(); if learn.is_some() { rows * width } else { 0 }];
-        let mut wide = vec![T::Acc::ZERO; if learn.is_some() && T::as_acc_mut(&mut dx).is_none() { chunk * width } else { 0 }];
+        let mut wide =
+            vec![
+                T::Acc::ZERO;
+                if learn.is_some() && T::as_acc_mut(&mut dx).is_none() { chunk * width } else { 0 }
+            ];
         let mut sums = Tally::default();
         let w = Mat::new(&weight, classes, width);
         for first in (0..rows).step_by(chunk.max(1)) {
@@ -101,7 +110,9 @@ impl Head<'_> {
                 cpu::update::<T::Acc, _>(into, |into| add_all(into, &columns))?;
             }
             let d = Mat::new(&*scores, n, classes);
-            cpu::update::<T::Acc, _>(grads.weight, |into| multiply::<T::Acc>(into, width, d.t(), x, true, By::All))?;
+            cpu::update::<T::Acc, _>(grads.weight, |into| {
+                multiply::<T::Acc>(into, width, d.t(), x, true, By::All)
+            })?;
             let dx = &mut dx[first * width..][..n * width];
             match T::as_acc_mut(dx) {
                 Some(dx) => multiply::<T::Acc>(dx, width, d, w, false, By::All),
@@ -116,7 +127,13 @@ impl Head<'_> {
     }
 
     /// Tally of rows of scores and, when learning, the rows turned into gradients and their column sums.
-    fn score_rows<T: Elem>(&self, scores: &mut [T::Acc], bias: Option<&[T]>, targets: &[u32], scale: Option<f64>) -> (Tally, Vec<Vec<T::Acc>>) {
+    fn score_rows<T: Elem>(
+        &self,
+        scores: &mut [T::Acc],
+        bias: Option<&[T]>,
+        targets: &[u32],
+        scale: Option<f64>,
+    ) -> (Tally, Vec<Vec<T::Acc>>) {
         let classes = scores.len() / targets.len().max(1);
         let rows = cpu::rows_per_chunk(classes);
         let parts: Vec<(Tally, Vec<T::Acc>)> = scores
@@ -124,7 +141,8 @@ impl Head<'_> {
             .zip(targets.par_chunks(rows))
             .map(|(scores, targets)| {
                 let mut sums = Tally::default();
-                let mut columns = vec![T::Acc::ZERO; if bias.is_some() && scale.is_some() { classes } else { 0 }];
+                let mut columns =
+                    vec![T::Acc::ZERO; if bias.is_some() && scale.is_some() { classes } else { 0 }];
                 T::Acc::vectorised(|| {
                     for (row, &target) in scores.chunks_exact_mut(classes).zip(targets) {
                         if let Some(bias) = bias {

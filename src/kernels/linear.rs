@@ -90,8 +90,9 @@ impl Linear<'_> {
         if self.act.reads() == Reads::Input {
             let mut pre = y;
             let mut y = cpu::fresh::<T>(rows * n);
-            y.par_chunks_mut(cpu::rows_per_chunk(n) * n).zip(pre.par_chunks_mut(cpu::rows_per_chunk(n) * n)).for_each(
-                |(y, pre)| {
+            y.par_chunks_mut(cpu::rows_per_chunk(n) * n)
+                .zip(pre.par_chunks_mut(cpu::rows_per_chunk(n) * n))
+                .for_each(|(y, pre)| {
                     if let Some(bias) = &bias {
                         finish(pre, bias, Activation::Identity);
                     }
@@ -100,14 +101,15 @@ impl Linear<'_> {
                             y.iter_mut().zip(pre).for_each(|(y, pre)| *y = T::down(A.value(pre.up())))
                         })
                     });
-                },
-            );
+                });
             return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(pre, shape)?)));
         }
         match &bias {
             Some(bias) => cpu::for_rows(&mut y, n, |_, rows| finish(rows, bias, self.act)),
             None => cpu::for_rows(&mut y, n, |_, rows| {
-                T::vectorised(|| each_activation!(self.act, A => rows.iter_mut().for_each(|y| *y = T::down(A.value(y.up())))))
+                T::vectorised(
+                    || each_activation!(self.act, A => rows.iter_mut().for_each(|y| *y = T::down(A.value(y.up())))),
+                )
             }),
         }
         Ok((cpu::tensor(y, shape)?, None))
@@ -115,26 +117,46 @@ impl Linear<'_> {
 
     /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
     /// what the activation [`reads`](Activation::reads); `dy` is overwritten.
-    pub fn backward(&self, x: &Tensor, v: Option<&Tensor>, dy: Tensor, grads: &Grads, want: bool) -> Result<Option<Tensor>> {
+    pub fn backward(
+        &self,
+        x: &Tensor,
+        v: Option<&Tensor>,
+        dy: Tensor,
+        grads: &Grads,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
         if !reference::has_body(x) {
             return self.backward_reference(x, dy, grads, want);
         }
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
     }
 
-    fn backward_cpu<T: Elem>(&self, x: &Tensor, v: Option<&Tensor>, dy: Tensor, grads: &Grads, want: bool) -> Result<Option<Tensor>> {
+    fn backward_cpu<T: Elem>(
+        &self,
+        x: &Tensor,
+        v: Option<&Tensor>,
+        dy: Tensor,
+        grads: &Grads,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
         let (k, n) = self.sizes()?;
         let values = cpu::view::<T>(x)?;
         let rows = values.len() / k;
         let v = v.map(cpu::view::<T>).transpose()?;
-        let sums = cpu::update::<T, _>(&dy, |d| through_activation(d, v.as_deref(), self.act, n, grads.bias.is_some()))?;
+        let sums = cpu::update::<T, _>(&dy, |d| {
+            through_activation(d, v.as_deref(), self.act, n, grads.bias.is_some())
+        })?;
         if let Some(bias) = grads.bias {
             cpu::update::<T::Acc, _>(bias, |bias| add_all(bias, &sums))?;
         }
         let d = cpu::view::<T>(&dy)?;
         cpu::update::<T::Acc, _>(grads.weight, |dw| match self.lies {
-            Lies::OutIn => multiply(dw, k, Mat::new(&d, rows, n).t(), Mat::new(&values, rows, k), true, By::All),
-            Lies::InOut => multiply(dw, n, Mat::new(&values, rows, k).t(), Mat::new(&d, rows, n), true, By::All),
+            Lies::OutIn => {
+                multiply(dw, k, Mat::new(&d, rows, n).t(), Mat::new(&values, rows, k), true, By::All)
+            }
+            Lies::InOut => {
+                multiply(dw, n, Mat::new(&values, rows, k).t(), Mat::new(&d, rows, n), true, By::All)
+            }
         })?;
         if !want {
             return Ok(None);
@@ -145,7 +167,13 @@ impl Linear<'_> {
         Ok(Some(cpu::tensor(dx, x.shape())?))
     }
 
-    fn backward_reference(&self, x: &Tensor, dy: Tensor, grads: &Grads, want: bool) -> Result<Option<Tensor>> {
+    fn backward_reference(
+        &self,
+        x: &Tensor,
+        dy: Tensor,
+        grads: &Grads,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
         let mut inputs = vec![x, self.weight];
         inputs.extend(self.bias);
         let found = reference::gradients(&inputs, &dy, |t| {
@@ -184,14 +212,20 @@ fn finish<T: Elem>(rows: &mut [T], bias: &[T], act: Activation) {
 
 /// Turns `dy` into the gradient before the activation, in place, and gives the column sums of the
 /// result by chunks of rows (none unless asked for).
-pub(super) fn through_activation<T: Elem>(d: &mut [T], v: Option<&[T]>, act: Activation, n: usize, sums: bool) -> Vec<Vec<T::Acc>> {
+pub(super) fn through_activation<T: Elem>(
+    d: &mut [T],
+    v: Option<&[T]>,
+    act: Activation,
+    n: usize,
+    sums: bool,
+) -> Vec<Vec<T::Acc>> {
     let chunk = cpu::rows_per_chunk(n) * n;
     let one = |i: usize, d: &mut [T]| {
         if let Some(v) = v {
             let v = &v[i * chunk..][..d.len()];
-            T::vectorised(|| {
-                each_activation!(act, A => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * A.slope(v.up()))))
-            });
+            T::vectorised(
+                || each_activation!(act, A => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * A.slope(v.up())))),
+            );
         }
         let mut sum = vec![T::Acc::ZERO; if sums { n } else { 0 }];
         if sums {

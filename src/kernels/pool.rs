@@ -1,6 +1,6 @@
 //! Max pooling, channels last. The place of each maximum is kept in one byte.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 use super::{Elem, Real, cpu, reference};
 use crate::with_elem;
@@ -27,7 +27,8 @@ impl Window {
 
     /// The input positions (within a picture, in pixels) of an output pixel's window, with their number.
     fn cells(&self, oy: usize, ox: usize) -> impl Iterator<Item = (usize, usize)> {
-        let (size, stride, padding, width, height) = (self.size, self.stride, self.padding, self.width, self.height);
+        let (size, stride, padding, width, height) =
+            (self.size, self.stride, self.padding, self.width, self.height);
         (0..size * size).filter_map(move |i| {
             let y = (oy * stride + i / size).checked_sub(padding)?;
             let x = (ox * stride + i % size).checked_sub(padding)?;
@@ -36,12 +37,14 @@ impl Window {
     }
 }
 
-/// The reference; candle pools without padding.
+/// The reference: the largest of what the cells of the window see.
 pub fn reference_max(x: &Tensor, w: &Window) -> Result<Tensor> {
-    if w.padding > 0 {
-        bail!("the reference of max pooling has no padding")
-    }
-    x.permute((0, 3, 1, 2))?.contiguous()?.max_pool2d_with_stride(w.size, w.stride)?.permute((0, 2, 3, 1))?.contiguous()
+    // Padding must lose against every value: the picture is lifted above zero and let down again.
+    let lift = 1e4;
+    let x = (x + lift)?.pad_with_zeros(1, w.padding, w.padding)?.pad_with_zeros(2, w.padding, w.padding)?;
+    let cells = (0..w.size * w.size)
+        .map(|i| reference::seen_by_cell(&x, (i / w.size, i % w.size), w.stride, w.output()));
+    Tensor::stack(&cells.collect::<Result<Vec<_>>>()?, 0)?.max(0)? - lift
 }
 
 /// Maxima and, as bytes of the same shape, which cell of the window each came from (the first of equals).

@@ -22,7 +22,10 @@ impl<'a, T> Mat<'a, T> {
 
     /// A row-major matrix whose rows begin `row` values apart.
     pub fn strided(data: &'a [T], rows: usize, cols: usize, row: usize) -> Self {
-        assert!(rows == 0 || cols == 0 || data.len() >= (rows - 1) * row + cols, "a matrix outside its slice");
+        assert!(
+            rows == 0 || cols == 0 || data.len() >= (rows - 1) * row + cols,
+            "a matrix outside its slice"
+        );
         Self { data, rows, cols, row, col: 1 }
     }
 

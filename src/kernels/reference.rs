@@ -10,7 +10,11 @@ pub fn has_body(tensor: &Tensor) -> bool {
 }
 
 /// Gradients of `sum(f(inputs) * dy)` with respect to each input.
-pub fn gradients(inputs: &[&Tensor], dy: &Tensor, f: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Vec<Tensor>> {
+pub fn gradients(
+    inputs: &[&Tensor],
+    dy: &Tensor,
+    f: impl Fn(&[Tensor]) -> Result<Tensor>,
+) -> Result<Vec<Tensor>> {
     let vars = inputs.iter().map(|t| Var::from_tensor(t)).collect::<Result<Vec<_>>>()?;
     let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
     let grads = (f(&tensors)? * dy)?.sum_all()?.backward()?;
@@ -33,4 +37,18 @@ pub fn accumulate(into: &Tensor, what: &Tensor) -> Result<()> {
         });
     }
     into.slice_set(&sum, 0, 0)
+}
+
+/// The pixels `first + i * stride` along both sides of (batch, height, width, channels) pictures: what
+/// one cell of a moving window sees.
+pub fn seen_by_cell(
+    x: &Tensor,
+    first: (usize, usize),
+    stride: usize,
+    output: (usize, usize),
+) -> Result<Tensor> {
+    let along = |first: usize, n: usize| {
+        Tensor::from_vec((0..n).map(|i| (first + i * stride) as u32).collect(), n, x.device())
+    };
+    x.index_select(&along(first.0, output.0)?, 1)?.index_select(&along(first.1, output.1)?, 2)
 }

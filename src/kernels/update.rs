@@ -52,7 +52,14 @@ impl AdamW {
         with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, m, v))
     }
 
-    fn cpu<T: Elem>(&self, c: &Common, weights: &Tensor, grads: &Tensor, m: &Tensor, v: &Tensor) -> Result<()> {
+    fn cpu<T: Elem>(
+        &self,
+        c: &Common,
+        weights: &Tensor,
+        grads: &Tensor,
+        m: &Tensor,
+        v: &Tensor,
+    ) -> Result<()> {
         let (step, root) = self.corrections(c.lr);
         let of = |x: f64| <T::Acc as Real>::of(x);
         let (b1, b2, eps, step, inv_root, gs) =
@@ -62,7 +69,11 @@ impl AdamW {
             cpu::update::<T, _>(grads, |g| {
                 cpu::update::<T, _>(m, |m| {
                     cpu::update::<T, _>(v, |v| {
-                        let chunks = w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).zip(m.par_chunks_mut(CHUNK)).zip(v.par_chunks_mut(CHUNK));
+                        let chunks = w
+                            .par_chunks_mut(CHUNK)
+                            .zip(g.par_chunks_mut(CHUNK))
+                            .zip(m.par_chunks_mut(CHUNK))
+                            .zip(v.par_chunks_mut(CHUNK));
                         chunks.enumerate().for_each(|(i, (((w, g), m), v))| {
                             decay(w, i * CHUNK, c);
                             T::vectorised(|| {
@@ -98,33 +109,48 @@ impl AdamW {
 
 impl Sgd {
     /// Weight decay as part of the gradient, as PyTorch has it. `momentum` is absent where it is 0.
-    pub fn apply(&self, c: &Common, weights: &Tensor, grads: &Tensor, momentum: Option<&Tensor>) -> Result<()> {
+    pub fn apply(
+        &self,
+        c: &Common,
+        weights: &Tensor,
+        grads: &Tensor,
+        momentum: Option<&Tensor>,
+    ) -> Result<()> {
         if !reference::has_body(weights) {
             return self.reference(c, weights, grads, momentum);
         }
         with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, momentum))
     }
 
-    fn cpu<T: Elem>(&self, c: &Common, weights: &Tensor, grads: &Tensor, momentum: Option<&Tensor>) -> Result<()> {
+    fn cpu<T: Elem>(
+        &self,
+        c: &Common,
+        weights: &Tensor,
+        grads: &Tensor,
+        momentum: Option<&Tensor>,
+    ) -> Result<()> {
         let of = |x: f64| <T::Acc as Real>::of(x);
         let (lr, gs, mu) = (of(c.lr), of(c.grad_scale), of(self.momentum));
         let wd = |at: usize| if at < c.decayed { of(c.weight_decay) } else { T::Acc::ZERO };
         cpu::update::<T, _>(weights, |w| {
             cpu::update::<T, _>(grads, |g| match momentum {
                 None => {
-                    w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).enumerate().for_each(|(i, (w, g))| {
-                        T::vectorised(|| {
-                            for (j, (w, g)) in w.iter_mut().zip(g).enumerate() {
-                                let d = g.up() * gs + wd(i * CHUNK + j) * w.up();
-                                *w = T::down(w.up() - lr * d);
-                                *g = T::default();
-                            }
-                        })
-                    });
+                    w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).enumerate().for_each(
+                        |(i, (w, g))| {
+                            T::vectorised(|| {
+                                for (j, (w, g)) in w.iter_mut().zip(g).enumerate() {
+                                    let d = g.up() * gs + wd(i * CHUNK + j) * w.up();
+                                    *w = T::down(w.up() - lr * d);
+                                    *g = T::default();
+                                }
+                            })
+                        },
+                    );
                     Ok(())
                 }
                 Some(momentum) => cpu::update::<T, _>(momentum, |m| {
-                    let chunks = w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).zip(m.par_chunks_mut(CHUNK));
+                    let chunks =
+                        w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).zip(m.par_chunks_mut(CHUNK));
                     chunks.enumerate().for_each(|(i, ((w, g), m))| {
                         T::vectorised(|| {
                             for (j, ((w, g), m)) in w.iter_mut().zip(g).zip(m).enumerate() {
@@ -141,7 +167,13 @@ impl Sgd {
         })??
     }
 
-    fn reference(&self, c: &Common, weights: &Tensor, grads: &Tensor, momentum: Option<&Tensor>) -> Result<()> {
+    fn reference(
+        &self,
+        c: &Common,
+        weights: &Tensor,
+        grads: &Tensor,
+        momentum: Option<&Tensor>,
+    ) -> Result<()> {
         let shrink = (weights - decay_reference(weights, &Common { lr: 1.0, ..*c })?)?;
         let d = ((grads * c.grad_scale)? + shrink)?;
         let mut go = d.clone();

@@ -23,9 +23,20 @@ impl Conv {
         Self::with_init(declared, name, geometry, bias, act, Init::Uniform(1.0 / fan_in.sqrt()))
     }
 
-    pub fn with_init(declared: &mut Declared, name: &str, geometry: Geometry, bias: bool, act: Activation, init: Init) -> Self {
+    pub fn with_init(
+        declared: &mut Declared,
+        name: &str,
+        geometry: Geometry,
+        bias: bool,
+        act: Activation,
+        init: Init,
+    ) -> Self {
         let g = geometry;
-        let weight = declared.filter(format!("{name}.weight"), [g.outputs, g.inputs / g.groups, g.kernel, g.kernel], init);
+        let weight = declared.filter(
+            format!("{name}.weight"),
+            [g.outputs, g.inputs / g.groups, g.kernel, g.kernel],
+            init,
+        );
         let bias = bias.then(|| declared.param(format!("{name}.bias"), [g.outputs], init));
         Self { name: name.into(), weight, bias, geometry, act }
     }
@@ -87,5 +98,43 @@ impl Layer for Conv {
     fn parameters(&self) -> usize {
         let g = &self.geometry;
         g.outputs * g.kernel * g.kernel * g.inputs / g.groups + self.bias.map_or(0, |_| g.outputs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::*;
+    use proptest::prelude::*;
+
+    fn geometry() -> impl Strategy<Value = Geometry> {
+        (1usize..4, 1usize..4, 1usize..4, 1usize..3, 0usize..3, 1usize..3, 1usize..3, 0usize..6, 0usize..6)
+            .prop_map(|(inputs, outputs, kernel, stride, padding, dilation, groups, dh, dw)| {
+                let reach = dilation * (kernel - 1) + 1;
+                Geometry {
+                    height: reach + dh,
+                    width: reach + dw,
+                    inputs: inputs * groups,
+                    outputs: outputs * groups,
+                    kernel,
+                    stride,
+                    padding,
+                    dilation,
+                    groups,
+                }
+            })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        #[test]
+        fn gradients_are_right(g in geometry(), batch in 1usize..4, bias: bool, act in prop::sample::select(vec![Activation::Identity, Activation::Relu, Activation::Gelu])) {
+            let build = |d: &mut Declared| Box::new(Conv::new(d, "c", g, bias, act)) as Box<dyn Layer>;
+            let input = |batch: usize| random(&[batch, g.height, g.width, g.inputs], 1);
+            differences_agree(&build, &input(batch));
+            autograd_agrees(&build, &input(batch), &|x, p| Kernel { geometry: g, weight: &p[0], bias: p.get(1), act }.reference(x));
+            cost_is_exact(&build, &input);
+        }
     }
 }

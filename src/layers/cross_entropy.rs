@@ -66,3 +66,83 @@ impl Loss for CrossEntropy {
         weight + self.bias.map_or(0, |_| self.classes)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::{Subject, distance, flat, loss_differences_agree, random};
+    use super::super::{Mode, Pass};
+    use super::*;
+    use crate::kernels::cross_entropy::IGNORE;
+    use crate::params::{Declared, Init};
+    use candle_core::{DType, Device, Var};
+    use proptest::prelude::*;
+
+    fn loss(
+        d: &mut Declared,
+        width: usize,
+        classes: usize,
+        bias: bool,
+        smoothing: f64,
+        weighted: bool,
+    ) -> CrossEntropy {
+        CrossEntropy {
+            name: "head".into(),
+            weight: d.param("head.weight", [classes, width], Init::Normal(1.0)),
+            tied: false,
+            bias: bias.then(|| d.param("head.bias", [classes], Init::Normal(1.0))),
+            positions: 1,
+            width,
+            classes,
+            smoothing,
+            class_weights: weighted.then(|| (0..classes).map(|c| 0.5 + c as f32 * 0.25).collect()),
+        }
+    }
+
+    fn targets(rows: usize, classes: usize, ignore: bool) -> Tensor {
+        let of = |i: usize| if ignore && i % 3 == 1 { IGNORE } else { (i * 5 % classes) as u32 };
+        Tensor::from_vec((0..rows).map(of).collect::<Vec<u32>>(), rows, &Device::Cpu).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn gradients_are_right(rows in 1usize..7, width in 1usize..9, classes in 2usize..9, bias: bool, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool, ignore: bool) {
+            let x = random(&[rows, width], 1);
+            loss_differences_agree(&|d| Box::new(loss(d, width, classes, bias, smooth, weighted)), &x, &targets(rows, classes, ignore));
+        }
+
+        #[test]
+        fn the_f32_body_follows_the_reference(rows in 1usize..300, classes in 2usize..40, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool) {
+            let mut declared = Declared::default();
+            let loss = loss(&mut declared, 16, classes, true, smooth, weighted);
+            let subject = Subject::new(declared, DType::F32, rows);
+            let (x, t) = (random(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), targets(rows, classes, false));
+            let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
+            let (tally, dx) = loss.learn(&x, &t, &pass).unwrap();
+            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())]
+                .map(|t| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap()).into();
+            let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_deref() };
+            let wanted = head.reference(&vars[0], &t).unwrap();
+            let value = wanted.to_scalar::<f64>().unwrap();
+            prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0));
+            let grads = (wanted * 0.5).unwrap().backward().unwrap();
+            prop_assert!(distance(&flat(&dx), &flat(grads.get(&vars[0]).unwrap())) < 1e-4);
+            for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
+                prop_assert!(distance(&flat(ours), &flat(grads.get(var).unwrap())) < 1e-4);
+            }
+        }
+    }
+
+    #[test]
+    fn a_model_that_says_nothing_is_not_right() {
+        let mut declared = Declared::default();
+        let loss = loss(&mut declared, 4, 10, false, 0.0, false);
+        let subject = Subject::new(declared, DType::F32, 10);
+        let x = Tensor::zeros((10, 4), DType::F32, &Device::Cpu).unwrap();
+        let t = Tensor::from_vec((0..10u32).collect::<Vec<_>>(), 10, &Device::Cpu).unwrap();
+        let tally = loss.judge(&x, &t, &subject.pass(Mode::Eval)).unwrap();
+        assert_eq!((tally.count, tally.top1, tally.top5), (10, 1, 5));
+        assert!((tally.mean_loss() - 10f64.ln()).abs() < 1e-6);
+    }
+}

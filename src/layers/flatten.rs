@@ -60,3 +60,25 @@ impl Layer for Flatten {
         0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::*;
+
+    #[test]
+    fn gradients_are_right_and_the_order_is_channels_first() {
+        for shape in [vec![3, 2, 4], vec![1, 1, 5], vec![3, 3, 1], vec![6]] {
+            let build = |_: &mut crate::params::Declared| {
+                Box::new(Flatten { name: "f".into(), shape: shape.clone() }) as Box<dyn Layer>
+            };
+            let input = |batch: usize| random(&[&[batch], shape.as_slice()].concat(), 1);
+            differences_agree(&build, &input(2));
+            cost_is_exact(&build, &input);
+            autograd_agrees(&build, &input(2), &|x, _| match shape.len() {
+                3 => x.permute((0, 3, 1, 2))?.contiguous()?.flatten_from(1),
+                _ => x.flatten_from(1)?.affine(1.0, 0.0),
+            });
+        }
+    }
+}

@@ -40,7 +40,13 @@ impl Options {
 
 impl Linear {
     /// `input` is the shape of a sample, its last dimension is mapped to `outputs`.
-    pub fn new(declared: &mut Declared, name: &str, input: &[usize], outputs: usize, options: Options) -> Self {
+    pub fn new(
+        declared: &mut Declared,
+        name: &str,
+        input: &[usize],
+        outputs: usize,
+        options: Options,
+    ) -> Self {
         let (inputs, leading) = match input.split_last() {
             Some((last, leading)) => (*last, leading.to_vec()),
             None => (1, Vec::new()),
@@ -51,7 +57,16 @@ impl Linear {
         };
         let weight = declared.param(format!("{name}.weight"), shape, options.init);
         let bias = options.bias.then(|| declared.param(format!("{name}.bias"), [outputs], options.bias_init));
-        Self { name: name.into(), weight, bias, lies: options.lies, act: options.act, leading, inputs, outputs }
+        Self {
+            name: name.into(),
+            weight,
+            bias,
+            lies: options.lies,
+            act: options.act,
+            leading,
+            inputs,
+            outputs,
+        }
     }
 
     fn kernel<'a>(&self, pass: &'a Pass) -> Kernel<'a> {
@@ -112,5 +127,35 @@ impl Layer for Linear {
 
     fn parameters(&self) -> usize {
         self.inputs * self.outputs + self.bias.map_or(0, |_| self.outputs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::*;
+    use proptest::prelude::*;
+
+    fn activation() -> impl Strategy<Value = Activation> {
+        use Activation::*;
+        prop::sample::select(vec![Identity, Relu, Relu6, Gelu, GeluTanh, Silu, Sigmoid, Tanh])
+    }
+
+    fn lies() -> impl Strategy<Value = Lies> {
+        prop::sample::select(vec![Lies::OutIn, Lies::InOut])
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn gradients_are_right(batch in 1usize..5, t in 1usize..4, k in 1usize..20, n in 1usize..20, act in activation(), lies in lies(), bias: bool) {
+            let options = Options { bias, lies, ..Options::torch(k, act) };
+            let build = |d: &mut Declared| Box::new(Linear::new(d, "l", &[t, k], n, options)) as Box<dyn Layer>;
+            let x = random(&[batch, t, k], 1);
+            differences_agree(&build, &x);
+            autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], lies, bias: p.get(1), act }.reference(x));
+            cost_is_exact(&build, &|batch| random(&[batch, t, k], 1));
+        }
     }
 }

@@ -5,6 +5,8 @@
 //! says, for a micro-batch, what all of this holds, to the byte. No graph is recorded, and nothing else
 //! in the program knows a layer's insides. [`network`] runs layers and asks the ledger for them.
 
+#[cfg(test)]
+pub mod check;
 pub mod conv;
 pub mod cross_entropy;
 pub mod dropout;

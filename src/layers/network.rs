@@ -210,14 +210,22 @@ impl Walk<'_> {
         Ok((y, trace))
     }
 
-    fn residual_forward(&self, residual: &Residual, x: Act, keep: bool, mode: Mode) -> Step<(Act, Option<Trace>)> {
+    fn residual_forward(
+        &self,
+        residual: &Residual,
+        x: Act,
+        keep: bool,
+        mode: Mode,
+    ) -> Step<(Act, Option<Trace>)> {
         let (b, branch) = self.forward(&residual.branch, x.clone(), keep, mode)?;
         let (s, shortcut) = self.forward(&residual.shortcut, x, keep, mode)?;
         // The branch's output is nobody else's unless its last layer keeps it: the sum goes there.
         let in_place = !self.keeps_output(&residual.branch);
         let hold = match in_place {
             true => b.hold.clone(),
-            false => self.hold(Role::Activations, &residual.name, self.at.bytes(residual.output.iter().product()))?,
+            false => {
+                self.hold(Role::Activations, &residual.name, self.at.bytes(residual.output.iter().product()))?
+            }
         };
         let value = match (&b.value, &s.value) {
             (Some(b), Some(s)) if in_place => Some(add::into(b, s, residual.act)?),
@@ -309,6 +317,8 @@ fn overwrites(nodes: &[Node]) -> bool {
     match nodes.last() {
         None => false,
         Some(Node::Layer(layer)) => layer.overwrites(),
-        Some(Node::Residual(residual)) => residual.act != Activation::Identity || overwrites(&residual.branch),
+        Some(Node::Residual(residual)) => {
+            residual.act != Activation::Identity || overwrites(&residual.branch)
+        }
     }
 }

@@ -44,3 +44,25 @@ impl Layer for MaxPool {
         0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::*;
+    use crate::kernels::pool::reference_max;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn gradients_are_right(size in 1usize..4, stride in 1usize..4, padding in 0usize..2, channels in 1usize..4, dh in 0usize..5, dw in 0usize..5) {
+            let window = Window { height: size + dh, width: size + dw, channels, size, stride, padding: padding.min(size / 2) };
+            let build = |_: &mut crate::params::Declared| Box::new(MaxPool { name: "p".into(), window }) as Box<dyn Layer>;
+            let input = |batch: usize| random(&[batch, window.height, window.width, channels], 1);
+            differences_agree(&build, &input(2));
+            cost_is_exact(&build, &input);
+            autograd_agrees(&build, &input(2), &|x, _| reference_max(x, &window));
+        }
+    }
+}

@@ -54,7 +54,8 @@ pub struct Oom {
 }
 
 fn holders(largest: &[(Role, u64)]) -> String {
-    let each: Vec<String> = largest.iter().map(|(role, bytes)| format!("{role:?} ({})", Bytes(*bytes))).collect();
+    let each: Vec<String> =
+        largest.iter().map(|(role, bytes)| format!("{role:?} ({})", Bytes(*bytes))).collect();
     if each.is_empty() { "none".into() } else { each.join(", ") }
 }
 
@@ -71,7 +72,16 @@ pub struct Reservation {
 impl Ledger {
     /// `fault`: the number of the ask that fails, counted from 1, for tests.
     pub fn new(budget: u64, fault: Option<u64>) -> Self {
-        let account = Account { budget, held: BTreeMap::new(), total: 0, peak: 0, asks: 0, fault, log: None, phase: "start" };
+        let account = Account {
+            budget,
+            held: BTreeMap::new(),
+            total: 0,
+            peak: 0,
+            asks: 0,
+            fault,
+            log: None,
+            phase: "start",
+        };
         Self { account: Arc::new(Mutex::new(account)) }
     }
 

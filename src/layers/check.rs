@@ -1,0 +1,222 @@
+//! The proof every layer goes through: gradients against central differences in f64 and against candle's
+//! autograd on the kernel's reference, and the cost against what the passes really hold.
+
+use candle_core::{DType, Device, Storage, Tensor, Var};
+
+use super::loss::Loss;
+use super::{At, Layer, Mode, Pass};
+use crate::params::{Declared, Store};
+use crate::random::{Random, stream};
+
+/// Values in [-1, 1) away from 0, where the slopes of clipped activations jump.
+pub fn random(shape: &[usize], key: u64) -> Tensor {
+    let r = Random::new(key, stream("check"));
+    let values = (0..shape.iter().product::<usize>()).map(|i| {
+        let v = 2.0 * r.f64(i as u64) - 1.0;
+        v + 0.02f64.copysign(v)
+    });
+    Tensor::from_vec(values.collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap()
+}
+
+pub fn at(batch: usize, dtype: DType) -> At {
+    At { batch, dtype, threads: crate::kernels::cpu::threads() }
+}
+
+/// A layer, or a loss, with parameters drawn at random (zeros and ones would hide mistakes).
+pub struct Subject {
+    pub store: Store,
+    pub ids: Vec<u64>,
+}
+
+impl Subject {
+    pub fn new(declared: Declared, dtype: DType, batch: usize) -> Self {
+        let store = Store::new(declared.layout().unwrap(), 7, dtype, &Device::Cpu).unwrap();
+        let noise = (random(&[store.layout.params.len], 11).affine(0.5, 0.1).unwrap())
+            .to_dtype(store.master.dtype())
+            .unwrap();
+        crate::kernels::update::round_into(&noise, &store.master).unwrap();
+        crate::kernels::update::round_into(&noise, &store.compute).unwrap();
+        Self { store, ids: (0..batch as u64).map(|i| i * 31 + 5).collect() }
+    }
+
+    pub fn pass(&self, mode: Mode) -> Pass<'_> {
+        Pass { store: &self.store, mode, seed: 3, epoch: 2, ids: &self.ids, scale: 1.0 }
+    }
+}
+
+pub fn flat(t: &Tensor) -> Vec<f64> {
+    t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Largest difference relative to the largest value.
+pub fn distance(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let scale = b.iter().fold(1e-9f64, |m, v| m.max(v.abs()));
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / scale
+}
+
+/// Shifts one value of a flat f64 buffer.
+fn nudge(buffer: &Tensor, at: usize, by: f64) {
+    crate::kernels::cpu::update::<f64, _>(buffer, |v| v[at] += by).unwrap();
+}
+
+/// Up to 24 positions of a buffer, spread over it.
+fn probes(len: usize) -> Vec<usize> {
+    let n = len.min(24);
+    (0..n).map(|i| i * len / n + (i * 7) % (len / n)).collect()
+}
+
+fn differences(buffer: &Tensor, f: &dyn Fn() -> f64) -> Vec<(usize, f64)> {
+    const H: f64 = 1e-5;
+    let slope = |i: usize| {
+        nudge(buffer, i, H);
+        let up = f();
+        nudge(buffer, i, -2.0 * H);
+        let down = f();
+        nudge(buffer, i, H);
+        (i, (up - down) / (2.0 * H))
+    };
+    probes(buffer.elem_count()).into_iter().map(slope).collect()
+}
+
+fn assert_slopes(what: &str, found: &Tensor, wanted: Vec<(usize, f64)>) {
+    let found = flat(found);
+    let scale = found.iter().fold(1e-3f64, |m, v| m.max(v.abs()));
+    for (i, slope) in wanted {
+        assert!(
+            (found[i] - slope).abs() <= 2e-6 * scale,
+            "{what}: gradient {i} is {} and the difference quotient {slope} (largest {scale})",
+            found[i]
+        );
+    }
+}
+
+/// Gradients of the input (where it is of numbers) and of every parameter against differences in f64.
+pub fn differences_agree(build: &dyn Fn(&mut Declared) -> Box<dyn Layer>, x: &Tensor) {
+    let mut declared = Declared::default();
+    let layer = build(&mut declared);
+    let subject = Subject::new(declared, DType::F64, x.dim(0).unwrap());
+    let pass = subject.pass(Mode::Train);
+    let (y, saved) = layer.forward(x, &pass).unwrap();
+    let expected: Vec<usize> = [&[x.dim(0).unwrap()], layer.output().as_slice()].concat();
+    assert_eq!(y.dims(), expected, "{} says another shape than it makes", layer.name());
+    let dy = random(y.dims(), 13);
+    let smooth = x.dtype() == DType::F64;
+    let dx = layer.backward(saved, dy.copy().unwrap(), &pass, smooth).unwrap();
+    // Statistics must not move while the same forward pass is asked again and again.
+    let again = subject.pass(Mode::Again);
+    let value =
+        || flat(&layer.forward(x, &again).unwrap().0).iter().zip(flat(&dy)).map(|(y, d)| y * d).sum::<f64>();
+    if smooth {
+        assert_slopes("input", &dx.unwrap(), differences(x, &value));
+    }
+    if subject.store.master.elem_count() > 0 {
+        assert_slopes("parameters", &subject.store.grads, differences(&subject.store.master, &value));
+    }
+}
+
+/// The fast body, in f32, against candle's autograd on the reference: output, input gradient and the
+/// flat parameter gradient. `reference` gets the input and the parameters in the order of declaration.
+pub fn autograd_agrees(
+    build: &dyn Fn(&mut Declared) -> Box<dyn Layer>,
+    x: &Tensor,
+    reference: &dyn Fn(&Tensor, &[Tensor]) -> candle_core::Result<Tensor>,
+) {
+    let mut declared = Declared::default();
+    let layer = build(&mut declared);
+    let subject = Subject::new(declared, DType::F32, x.dim(0).unwrap());
+    let pass = subject.pass(Mode::Train);
+    let x = if x.dtype() == DType::F64 { x.to_dtype(DType::F32).unwrap() } else { x.clone() };
+    let (y, saved) = layer.forward(&x, &pass).unwrap();
+    let dy = random(y.dims(), 17).to_dtype(DType::F32).unwrap();
+    let smooth = x.dtype() == DType::F32;
+    let dx = layer.backward(saved, dy.copy().unwrap(), &pass, smooth).unwrap();
+
+    let leaf = |t: &Tensor| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap();
+    let params: Vec<Var> = subject.store.weights().iter().map(leaf).collect();
+    let input = smooth.then(|| leaf(&x));
+    let views: Vec<Tensor> = params.iter().map(|v| v.as_tensor().clone()).collect();
+    let from = input.as_ref().map_or(x.clone(), |v| v.as_tensor().clone());
+    let wanted = reference(&from, &views).unwrap();
+    assert!(distance(&flat(&y), &flat(&wanted)) < 1e-5, "{}: output", layer.name());
+    let grads = (&wanted * dy.to_dtype(DType::F64).unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+    if let Some(input) = &input {
+        assert!(
+            distance(&flat(&dx.unwrap()), &flat(grads.get(input).unwrap())) < 2e-5,
+            "{}: input gradient",
+            layer.name()
+        );
+    }
+    for (i, (ours, var)) in subject.store.grad_views().iter().zip(&params).enumerate() {
+        let name = &subject.store.layout.params.spec(i).name;
+        assert!(distance(&flat(ours), &flat(grads.get(var).unwrap())) < 2e-5, "{name}: parameter gradient");
+    }
+}
+
+/// Identity and size of the memory behind a tensor.
+fn memory(t: &Tensor) -> (usize, u64) {
+    let (storage, _) = t.storage_and_layout();
+    let Storage::Cpu(cpu) = &*storage else { panic!("not on the CPU") };
+    macro_rules! of {
+        ($($variant:ident),*) => {
+            match cpu {
+                $(candle_core::CpuStorage::$variant(v) => (v.as_ptr() as usize, std::mem::size_of_val(v.as_slice()) as u64),)*
+                _ => panic!("an unexpected type"),
+            }
+        };
+    }
+    of!(F32, F64, BF16, F16, U8, U32)
+}
+
+/// `cost` is exactly what `forward` holds, at three sizes and in three types.
+pub fn cost_is_exact(build: &dyn Fn(&mut Declared) -> Box<dyn Layer>, input: &dyn Fn(usize) -> Tensor) {
+    for (batch, dtype) in
+        [(1, DType::F32), (3, DType::F32), (8, DType::F32), (3, DType::BF16), (3, DType::F64)]
+    {
+        let mut declared = Declared::default();
+        let layer = build(&mut declared);
+        let subject = Subject::new(declared, dtype, batch);
+        let x = input(batch);
+        let x = if x.dtype() == DType::F64 { x.to_dtype(dtype).unwrap().copy().unwrap() } else { x };
+        let cost = layer.cost(at(batch, dtype));
+        let (y, saved) = layer.forward(&x, &subject.pass(Mode::Train)).unwrap();
+        let ((x_at, x_bytes), (y_at, y_bytes)) = (memory(&x), memory(&y));
+        let (name, mut seen, mut extra) = (layer.name(), Vec::new(), 0);
+        let (mut kept_x, mut kept_y) = (false, false);
+        for (at, bytes) in saved.0.iter().map(memory) {
+            kept_x |= at == x_at;
+            kept_y |= at == y_at && at != x_at;
+            if at != x_at && at != y_at && !seen.contains(&at) {
+                seen.push(at);
+                extra += bytes;
+            }
+        }
+        assert_eq!(
+            cost.saved, extra,
+            "{name}: bytes saved beside input and output, batch {batch}, {dtype:?}"
+        );
+        assert_eq!(cost.keeps_input, kept_x, "{name}: keeps its input");
+        assert_eq!(cost.keeps_output, kept_y, "{name}: keeps its output");
+        assert_eq!(cost.view, x_at == y_at, "{name}: output is a view");
+        assert_eq!(cost.output, if cost.view { 0 } else { y_bytes }, "{name}: output bytes");
+        if x.dtype() == dtype && !cost.view {
+            assert_eq!(cost.input, x_bytes, "{name}: bytes of the input's gradient");
+        }
+    }
+}
+
+/// A loss's gradients against differences in f64.
+pub fn loss_differences_agree(build: &dyn Fn(&mut Declared) -> Box<dyn Loss>, x: &Tensor, targets: &Tensor) {
+    let mut declared = Declared::default();
+    let loss = build(&mut declared);
+    let subject = Subject::new(declared, DType::F64, x.dim(0).unwrap());
+    let pass = Pass { scale: 0.37, ..subject.pass(Mode::Train) };
+    let (tally, dx) = loss.learn(x, targets, &pass).unwrap();
+    let judged = loss.judge(x, targets, &pass).unwrap();
+    assert_eq!(tally, judged, "learning and judging count the same");
+    let value = || 0.37 * loss.judge(x, targets, &pass).unwrap().loss;
+    assert_slopes("input", &dx, differences(x, &value));
+    if subject.store.master.elem_count() > 0 {
+        assert_slopes("parameters", &subject.store.grads, differences(&subject.store.master, &value));
+    }
+}
