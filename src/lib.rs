@@ -7,6 +7,7 @@
 //!             typed   network   plan      stream  steps    what people see
 //! ```
 
+pub mod data;
 pub mod memory;
 pub mod train;
 pub mod units;
