@@ -12,13 +12,19 @@ pub enum DataError {
     #[error("`{}` is empty", file.display())]
     EmptyFile { file: PathBuf },
 
-    #[error("the {set} set has no samples: {why}")]
+    #[error("{set} gives no samples: {why}")]
     NoSamples { set: String, why: String },
+
+    #[error("cannot decompress `{}`", file.display())]
+    Damaged { file: PathBuf, source: Arc<io::Error> },
+
+    #[error("byte {offset} of `{}`, {byte:#04x}, is not UTF-8 text", file.display())]
+    NotText { file: PathBuf, offset: u64, byte: u8 },
 
     #[error("`{}` is not {wanted}: it begins with {found}", file.display())]
     Format { file: PathBuf, wanted: &'static str, found: String },
 
-    #[error("`{}` ends too early: its header promises {promised} bytes, it has {found}", file.display())]
+    #[error("`{}` ends too early: its header promises {promised} bytes, it has at most {found}", file.display())]
     Truncated { file: PathBuf, promised: u64, found: u64 },
 
     #[error("`{}` goes on after the {promised} bytes its header promises", file.display())]
@@ -55,7 +61,10 @@ impl DataError {
     pub fn hint(&self) -> Option<&'static str> {
         Some(match self {
             DataError::Io { .. } => "check that the path is right and the file may be read",
-            DataError::EmptyFile { .. } | DataError::Truncated { .. } => "copy or download the file again",
+            DataError::EmptyFile { .. } | DataError::Truncated { .. } | DataError::Damaged { .. } => {
+                "copy or download the file again"
+            }
+            DataError::NotText { .. } => "convert the file to UTF-8, or take it out of the set",
             DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
             DataError::Format { .. } => "check that `kind` and the path belong together",
             DataError::Trailing { .. } => "the file is damaged or two were joined: copy or download it again",

@@ -109,7 +109,7 @@ impl Loader {
         let workers = workers.max(1);
         let state = State {
             generation: 0,
-            cursor: from,
+            cursor: order.settle(from),
             micro_batch: micro_batch.max(1),
             size: buffer_bytes(source.features(), micro_batch),
             cap: holds(source.features(), micro_batch, limit_bytes, workers),
@@ -192,7 +192,7 @@ impl Loader {
         state.free.clear();
         state.queue.clear();
         state.delivered = 0;
-        state.cursor = from;
+        state.cursor = shared.order.settle(from);
         state.micro_batch = micro_batch.max(1);
         state.size = buffer_bytes(features, micro_batch);
         state.cap = holds(features, micro_batch, self.limit, self.threads.len());
@@ -302,7 +302,7 @@ impl Shared {
     /// Reads the samples of `span`. Given up early, with any content, once `generation` is over.
     fn fill(&self, mut batch: Batch, span: Span, generation: u64) -> Result<Batch, DataError> {
         let features = self.source.features();
-        let rows = (span.positions.end - span.positions.start) as usize;
+        let rows = span.len() as usize;
         (batch.update, batch.epoch) = (span.update, span.epoch);
         batch.resize(features, rows);
         for (row, id) in self.order.ids(span.epoch, span.positions).enumerate() {
@@ -324,3 +324,6 @@ fn message(cause: &(dyn Any + Send)) -> String {
     let text = cause.downcast_ref::<&str>().map(|s| s.to_string());
     text.or_else(|| cause.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,9 +9,12 @@
 mod batch;
 pub mod digest;
 mod error;
+pub mod idx;
 pub mod loader;
 pub mod order;
 pub mod random;
+pub mod shapes;
+pub mod text;
 
 pub use batch::{Batch, Values};
 pub use error::DataError;

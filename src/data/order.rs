@@ -15,7 +15,7 @@ use super::{
 
 /// A permutation of `0..n` picked by a key, in O(1) memory.
 ///
-/// A number is written as two digits in base ceil(sqrt n) and goes through a Feistel network that adds
+/// A number is written as two digits in a base of about sqrt(n) and goes through a Feistel network that adds
 /// a hash of one digit to the other. That permutes a square just over n; a result outside `0..n` is
 /// sent through again until it is inside, which follows the cycle and so stays a permutation.
 #[derive(Clone, Copy, Debug)]
@@ -31,7 +31,9 @@ const ROUNDS: u64 = 8;
 impl Permutation {
     pub fn new(n: u64, key: Random) -> Self {
         let root = n.isqrt();
-        Permutation { n, base: root + u64::from(root * root < n), key }
+        let base = root + u64::from(root * root < n);
+        // With an odd base every round is an even permutation, and half of a small set's orders are rare.
+        Permutation { n, base: base.next_multiple_of(2), key }
     }
 
     /// Where `i`, below n, goes.
@@ -77,6 +79,14 @@ pub struct Span {
     pub positions: Range<u64>,
 }
 
+impl Span {
+    /// Samples in it.
+    #[allow(clippy::len_without_is_empty)] // a span is never empty
+    pub fn len(&self) -> u64 {
+        self.positions.end - self.positions.start
+    }
+}
+
 impl Order {
     /// An order of `samples` samples, at most 2^62 of them; both counts must be positive.
     pub fn new(samples: u64, samples_per_update: u64, seed: u64, shuffle: bool) -> Result<Self, DataError> {
@@ -114,30 +124,28 @@ impl Order {
         Span { update: k, epoch: k / self.updates_per_epoch(), positions: start..end }
     }
 
-    /// The next samples at `cursor`, at most `count` and never beyond the update's end, and the cursor
-    /// after them. A `count` of 0 counts as 1.
-    pub fn take(&self, cursor: Cursor, count: u64) -> (Span, Cursor) {
-        let mut span = self.update(cursor.update);
-        let size = span.positions.end - span.positions.start;
-        // A cursor at an update's end means the next update's start.
-        if cursor.done >= size {
-            return self.take(Cursor { update: cursor.update + 1, done: 0 }, count);
+    /// The same place in one spelling: a cursor at an update's end is the next update's beginning.
+    pub fn settle(&self, cursor: Cursor) -> Cursor {
+        match cursor.done < self.update(cursor.update).len() {
+            true => cursor,
+            false => Cursor { update: cursor.update + 1, done: 0 },
         }
-        let done = cursor.done.saturating_add(count.max(1)).min(size);
-        span.positions = span.positions.start + cursor.done..span.positions.start + done;
-        let next = if done == size {
-            Cursor { update: cursor.update + 1, done: 0 }
-        } else {
-            Cursor { done, ..cursor }
-        };
-        (span, next)
+    }
+
+    /// The next samples at `cursor`, at most `count` and never beyond the update's end, and the settled
+    /// cursor after them. A `count` of 0 counts as 1.
+    pub fn take(&self, cursor: Cursor, count: u64) -> (Span, Cursor) {
+        let Cursor { update, done: from } = self.settle(cursor);
+        let mut span = self.update(update);
+        let done = from.saturating_add(count.max(1)).min(span.len());
+        span.positions = span.positions.start + from..span.positions.start + done;
+        (span, self.settle(Cursor { update, done }))
     }
 
     /// Samples consumed from the run's beginning to `cursor`.
     pub fn consumed(&self, cursor: Cursor) -> u64 {
         let span = self.update(cursor.update);
-        let size = span.positions.end - span.positions.start;
-        span.epoch * self.samples + span.positions.start + cursor.done.min(size)
+        span.epoch * self.samples + span.positions.start + cursor.done.min(span.len())
     }
 
     /// The global ids of the samples at `positions` of `epoch`, in order.
