@@ -331,7 +331,7 @@ mod tests {
         ) {
             let mutate = |mut bytes: Vec<u8>| {
                 let cut = cut.min(bytes.len());
-                bytes.truncate(bytes.len() - if cut < 30 { 0 } else { cut - 30 });
+                bytes.truncate(bytes.len() - cut.saturating_sub(30));
                 for &(at, byte) in &edits {
                     if let Some(place) = bytes.get_mut(at) {
                         *place = byte;

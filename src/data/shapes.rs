@@ -1,8 +1,8 @@
 //! Generated pictures of ten shapes, so that a job can train with nothing to download.
 //!
-//! A picture is a function of the seed, the part and the index. Shapes have any position, size, angle,
-//! slight distortion and contrast, lie on clutter and noise, and are light on dark as often as dark on
-//! light: no pixel says anything by itself, so a linear model fails where a convolution does well.
+//! A picture is a function of the seed, the part and the index. Shapes vary in place, size, tilt, stretch
+//! and contrast, lie among clutter and noise, and are light on dark as often as dark on light: no pixel
+//! says anything by itself, so a linear model fails where a convolution does well.
 
 use std::f32::consts::PI;
 
@@ -170,6 +170,7 @@ impl Paint<'_> {
     fn shape(&mut self, pose: Pose, distance: impl Fn(f32, f32) -> f32) {
         let (sin, cos) = pose.angle.sin_cos();
         let (wide, high) = (pose.radius * pose.stretch.sqrt(), pose.radius / pose.stretch.sqrt());
+        let (per_wide, per_high) = (1.0 / wide, 1.0 / high);
         let reach = 1.25 * wide.max(high) + 1.0;
         let span = |middle: f32| {
             ((middle - reach).max(0.0) as usize)..((middle + reach).max(0.0) as usize + 1).min(self.size)
@@ -177,7 +178,7 @@ impl Paint<'_> {
         for row in span(pose.center[1]) {
             for column in span(pose.center[0]) {
                 let (x, y) = (column as f32 + 0.5 - pose.center[0], row as f32 + 0.5 - pose.center[1]);
-                let (x, y) = ((cos * x + sin * y) / wide, (cos * y - sin * x) / high);
+                let (x, y) = ((cos * x + sin * y) * per_wide, (cos * y - sin * x) * per_high);
                 let cover = (0.5 - pose.radius * distance(x, y)).clamp(0.0, 1.0);
                 let pixel = &mut self.pixels[row * self.size + column];
                 *pixel += cover * (self.ink - *pixel);
