@@ -227,7 +227,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::data::Slice;
+    use crate::data::{Slice, published};
 
     fn idx(dims: &[u32], values: &[u8]) -> Vec<u8> {
         let mut bytes = vec![0, 0, 8, dims.len() as u8];
@@ -350,18 +350,9 @@ mod tests {
         }
     }
 
-    /// The folder of published sets, or `None` where it is not there.
-    fn published(name: &str) -> Option<PathBuf> {
-        let root = std::env::var_os("TRAINER_DATA").map(PathBuf::from);
-        let root = root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data"));
-        Some(root.join(name)).filter(|path| path.exists())
-    }
-
     #[test]
     fn mnist_as_published() {
-        let Some(folder) = published("mnist") else {
-            return println!("skipped: no mnist folder; set TRAINER_DATA to the folder that holds it");
-        };
+        let Some(folder) = published("mnist") else { return };
         let set = Idx::open(&Files {
             images: folder.join("t10k-images-idx3-ubyte.gz"),
             labels: folder.join("t10k-labels-idx1-ubyte.gz"),

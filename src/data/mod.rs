@@ -126,3 +126,16 @@ impl Slice<'_> {
         }
     }
 }
+
+/// A folder of published data for tests; says so and gives `None` where it is not there.
+#[cfg(test)]
+fn published(name: &str) -> Option<std::path::PathBuf> {
+    let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data");
+    let root = std::env::var_os("TRAINER_DATA").unwrap_or_else(|| beside.into());
+    let folder = std::path::Path::new(&root).join(name);
+    let found = folder.exists();
+    if !found {
+        println!("skipped: no `{}`; TRAINER_DATA names the folder that holds `{name}`", folder.display());
+    }
+    found.then_some(folder)
+}

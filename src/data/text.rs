@@ -253,7 +253,7 @@ impl Source for Windows {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Slice;
+    use crate::data::{Slice, published};
 
     fn corpus(texts: &[&[u8]]) -> Result<Corpus, DataError> {
         let folder = tempfile::tempdir().unwrap();
@@ -326,5 +326,19 @@ mod tests {
         assert!(matches!(cut, DataError::NotText { offset: 1, byte: 0xc3, .. }), "{cut}");
         assert!(matches!(corpus(&[b"a", b""]).unwrap_err(), DataError::EmptyFile { .. }));
         assert!(matches!(Corpus::open(&["/no/such".into()], 9).unwrap_err(), DataError::Io { .. }));
+    }
+
+    #[test]
+    fn tiny_shakespeare_as_published() {
+        let Some(folder) = published("tinyshakespeare") else { return };
+        let corpus = Arc::new(Corpus::open(&[folder.join("input.txt")], 2 << 20).unwrap());
+        assert_eq!((corpus.len(), corpus.vocabulary().len()), (1_115_394, 65));
+        let (train, valid) = corpus.split(0.1);
+        assert_eq!((train.len(), valid.len()), (1_003_854, 111_540));
+        let sets =
+            [train, valid].map(|part| Windows::new(corpus.clone(), part, 256, Placement::Fixed).unwrap());
+        assert_eq!(sets.each_ref().map(Source::len), [3921, 435]);
+        assert_eq!(sets.iter().map(Source::resident_bytes).sum::<u64>(), 1_115_394);
+        assert!(window(&sets[0], 0, 0).0.starts_with("First Citizen:\nBefore we proceed"));
     }
 }
