@@ -85,10 +85,10 @@ fn draw(class: u64, size: usize, key: Random, pixels: &mut [f32]) {
         clutter(&mut draws, size, ground, contrast, pixels);
     }
 
-    let radius = side * draws.between(0.28, 0.42);
+    let radius = side * draws.between(0.26, 0.4);
     let reach = side / 2.0 - 1.05 * radius;
     let center = [0; 2].map(|_| side / 2.0 + draws.between(-reach, reach));
-    let pose = Pose { center, radius, angle: draws.between(-0.4, 0.4), stretch: draws.between(0.87, 1.15) };
+    let pose = Pose { center, radius, angle: draws.between(-0.45, 0.45), stretch: draws.between(0.87, 1.15) };
     let pen = draws.between(0.14, 0.22);
     let mut paint = Paint { size, ink, pixels };
     // The dimensions give all classes about the same area.
@@ -116,7 +116,7 @@ fn draw(class: u64, size: usize, key: Random, pixels: &mut [f32]) {
             (x.abs() - 1.0).max(from_curve - pen * 1.25)
         }),
     }
-    noise(key, draws.between(0.02, 0.2), pixels);
+    noise(key, draws.between(0.03, 0.24), pixels);
 }
 
 /// Without the care `hypot` takes of huge numbers, and several times as fast.
@@ -247,7 +247,7 @@ mod tests {
             let set = Shapes::new(size, 300, 3, Part::Train).unwrap();
             for index in 0..set.len() {
                 let (pixels, _) = picture(&set, index);
-                assert!(pixels.iter().all(|v| (-0.2..1.2).contains(v)), "{size}: picture {index}");
+                assert!(pixels.iter().all(|v| (-0.25..1.25).contains(v)), "{size}: picture {index}");
             }
         }
         assert!(Shapes::new(8, 1, 0, Part::Train).is_err());
