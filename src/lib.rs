@@ -7,6 +7,7 @@
 //!             typed   network   plan      stream  steps    what people see
 //! ```
 
+pub mod data;
 pub mod job;
 pub mod kernels;
 pub mod layers;

@@ -148,8 +148,10 @@ mod tests {
         assert!(x.abs() < 4.0, "{what}: {x} standard deviations off");
     }
 
+    type Walk = (&'static str, fn(u64) -> u64);
+
     /// The ways a program walks through draws: by counter, and by each coordinate of the key.
-    fn walks() -> [(&'static str, fn(u64) -> u64); 5] {
+    fn walks() -> [Walk; 5] {
         [
             ("counter", |i| KEY.bits(i)),
             ("last coordinate", |i| KEY.at(i).bits(0)),

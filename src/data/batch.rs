@@ -1,0 +1,114 @@
+//! A batch of samples in host memory, and the buffer it lives in.
+
+use super::{DataError, Features, Input, Row, Slice, Target};
+
+/// The inputs or the targets of a batch, row after row.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Values {
+    F32(Vec<f32>),
+    U32(Vec<u32>),
+}
+
+/// Samples of one update, in order. Row i of `inputs` and `targets` belongs to `ids[i]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Batch {
+    /// The update these samples belong to, from 0.
+    pub update: u64,
+    pub epoch: u64,
+    /// Global sample indices.
+    pub ids: Vec<u64>,
+    /// (rows, input...), as [`Features::input`] says.
+    pub inputs: Values,
+    /// (rows, target...), as [`Features::target`] says.
+    pub targets: Values,
+}
+
+impl Batch {
+    /// An empty batch with room for `rows` samples, or [`DataError::OutOfMemory`].
+    pub fn with_room(features: &Features, rows: usize) -> Result<Self, DataError> {
+        fn room<T>(len: Option<usize>) -> Option<Vec<T>> {
+            let mut values = Vec::new();
+            values.try_reserve_exact(len?).ok()?;
+            Some(values)
+        }
+        let build = || {
+            let inputs = rows.checked_mul(features.input_len());
+            let targets = rows.checked_mul(features.target_len());
+            Some(Batch {
+                update: 0,
+                epoch: 0,
+                ids: room(Some(rows))?,
+                inputs: match features.input {
+                    Input::Floats { .. } => Values::F32(room(inputs)?),
+                    Input::Tokens { .. } => Values::U32(room(inputs)?),
+                },
+                targets: match features.target {
+                    Target::Values { .. } => Values::F32(room(targets)?),
+                    Target::Class { .. } | Target::Tokens => Values::U32(room(targets)?),
+                },
+            })
+        };
+        let bytes = features.sample_bytes().saturating_mul(rows as u64);
+        build().ok_or(DataError::OutOfMemory { bytes })
+    }
+
+    /// Bytes of the samples in it.
+    pub fn bytes(&self) -> u64 {
+        8 * self.ids.len() as u64 + 4 * (self.inputs.len() as u64 + self.targets.len() as u64)
+    }
+
+    /// Bytes of the memory behind it.
+    pub fn room_bytes(&self) -> u64 {
+        8 * self.ids.capacity() as u64 + 4 * (self.inputs.room() as u64 + self.targets.room() as u64)
+    }
+
+    /// Makes the batch `rows` long; what the rows hold is left to be written.
+    pub(super) fn resize(&mut self, features: &Features, rows: usize) {
+        self.ids.resize(rows, 0);
+        self.inputs.resize(rows * features.input_len());
+        self.targets.resize(rows * features.target_len());
+    }
+
+    /// Row `row`, to be written.
+    pub(super) fn row(&mut self, features: &Features, row: usize) -> Row<'_> {
+        Row {
+            input: self.inputs.row(row, features.input_len()),
+            target: self.targets.row(row, features.target_len()),
+        }
+    }
+}
+
+impl Values {
+    pub fn len(&self) -> usize {
+        match self {
+            Values::F32(values) => values.len(),
+            Values::U32(values) => values.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn room(&self) -> usize {
+        match self {
+            Values::F32(values) => values.capacity(),
+            Values::U32(values) => values.capacity(),
+        }
+    }
+
+    fn resize(&mut self, len: usize) {
+        match self {
+            Values::F32(values) => values.resize(len, 0.0),
+            Values::U32(values) => values.resize(len, 0),
+        }
+    }
+
+    fn row(&mut self, row: usize, len: usize) -> Slice<'_> {
+        let range = row * len..(row + 1) * len;
+        match self {
+            Values::F32(values) => Slice::F32(&mut values[range]),
+            Values::U32(values) => Slice::U32(&mut values[range]),
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! What can be wrong with data: where it was found, the value, and what to do.
+
+use std::{io, path::PathBuf, sync::Arc};
+
+/// A fault of the data or of reading it. The message says what was found; [`DataError::hint`] what to
+/// do. It can be cloned because a loader that failed keeps failing with the same error.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum DataError {
+    #[error("cannot read `{}`", file.display())]
+    Io { file: PathBuf, source: Arc<io::Error> },
+
+    #[error("`{}` is empty", file.display())]
+    EmptyFile { file: PathBuf },
+
+    #[error("{set} gives no samples: {why}")]
+    NoSamples { set: String, why: String },
+
+    #[error("cannot decompress `{}`", file.display())]
+    Damaged { file: PathBuf, source: Arc<io::Error> },
+
+    #[error("byte {offset} of `{}`, {byte:#04x}, is not UTF-8 text", file.display())]
+    NotText { file: PathBuf, offset: u64, byte: u8 },
+
+    #[error("`{}` is not {wanted}: it begins with {found}", file.display())]
+    Format { file: PathBuf, wanted: &'static str, found: String },
+
+    #[error("`{}` ends too early: its header promises {promised} bytes, it has at most {found}", file.display())]
+    Truncated { file: PathBuf, promised: u64, found: u64 },
+
+    #[error("`{}` goes on after the {promised} bytes its header promises", file.display())]
+    Trailing { file: PathBuf, promised: u64 },
+
+    #[error("`{}` has {images} pictures, but `{}` has {labels} labels", images_file.display(), labels_file.display())]
+    CountMismatch { images_file: PathBuf, images: u64, labels_file: PathBuf, labels: u64 },
+
+    /// One bad value. `record` counts from 0; `column` is absent where records have no columns.
+    #[error("`{}`, record {record}{}: `{value}` is not {wanted}", file.display(), in_column(column))]
+    Value { file: PathBuf, record: u64, column: Option<String>, value: String, wanted: String },
+
+    #[error("`{}` holds {bytes} bytes of samples, more than the {limit} allowed", file.display())]
+    TooLarge { file: PathBuf, bytes: u64, limit: u64 },
+
+    #[error("no host memory for {bytes} bytes of samples")]
+    OutOfMemory { bytes: u64 },
+
+    #[error("`{name}` cannot be {value}: {wanted}")]
+    Setting { name: &'static str, value: String, wanted: &'static str },
+
+    #[error("cannot start a loader thread")]
+    Thread { source: Arc<io::Error> },
+
+    #[error("reading sample {sample} panicked: {message}")]
+    Panicked { sample: u64, message: String },
+
+    #[error("all {bytes} bytes the loader may hold are in batches that were not dropped")]
+    AllHeld { bytes: u64 },
+}
+
+impl DataError {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<&'static str> {
+        Some(match self {
+            DataError::Io { .. } => "check that the path is right and the file may be read",
+            DataError::EmptyFile { .. } | DataError::Truncated { .. } | DataError::Damaged { .. } => {
+                "copy or download the file again"
+            }
+            DataError::NotText { .. } => "convert the file to UTF-8, or take it out of the set",
+            DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
+            DataError::Format { .. } => "check that `kind` and the path belong together",
+            DataError::Trailing { .. } => "the file is damaged or two were joined: copy or download it again",
+            DataError::CountMismatch { .. } => "check that both files belong to the same set",
+            DataError::Value { .. } => "correct the record or the declared shape",
+            DataError::TooLarge { .. } | DataError::OutOfMemory { .. } => {
+                "raise the host memory budget or use a smaller set"
+            }
+            DataError::Setting { .. }
+            | DataError::Thread { .. }
+            | DataError::Panicked { .. }
+            | DataError::AllHeld { .. } => return None,
+        })
+    }
+
+    /// Whether the cause is a lack of host memory rather than the data.
+    pub fn is_memory(&self) -> bool {
+        matches!(self, DataError::TooLarge { .. } | DataError::OutOfMemory { .. })
+    }
+
+    pub(super) fn io(file: &std::path::Path) -> impl FnOnce(io::Error) -> DataError + '_ {
+        move |source| DataError::Io { file: file.to_owned(), source: Arc::new(source) }
+    }
+}
+
+fn in_column(column: &Option<String>) -> String {
+    column.as_ref().map(|name| format!(", column `{name}`")).unwrap_or_default()
+}

@@ -1,0 +1,372 @@
+//! Sets in the idx files of MNIST and its family: pictures in one file, labels in another, each plain or
+//! gzip (seen from the content, not from the name).
+//!
+//! The bytes are kept in memory as they are, one a pixel, and become f32 when read. A file is believed
+//! only as far as its length allows: no header makes the program allocate more than the file can hold.
+
+use std::{
+    fs::File,
+    io::{self, BufReader, Read, Seek},
+    path::{Path, PathBuf},
+};
+
+use flate2::read::MultiGzDecoder;
+
+use super::{DataError, Features, Input, Key, Row, Source, Target};
+
+/// What to open and how to read it.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// Pictures, (n, height, width) or (n, height, width, channels), a byte a value.
+    pub images: PathBuf,
+    /// Labels, (n), a byte each.
+    pub labels: PathBuf,
+    /// Names of the classes: a label is an index into them.
+    pub classes: Vec<String>,
+    pub normalise: Option<Normalise>,
+    /// The most bytes the set may keep in memory.
+    pub max_bytes: u64,
+}
+
+/// Values are scaled to 0..1, then `mean` is taken away and the rest divided by `std`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Normalise {
+    pub mean: f32,
+    pub std: f32,
+}
+
+/// An opened set; its samples are (height, width, channels) f32.
+#[derive(Debug)]
+pub struct Idx {
+    pixels: Vec<u8>,
+    labels: Vec<u8>,
+    /// The f32 of each byte.
+    values: [f32; 256],
+    features: Features,
+}
+
+impl Idx {
+    pub fn open(files: &Files) -> Result<Self, DataError> {
+        let values = values(files.normalise)?;
+        let images =
+            Array::open(&files.images, "an idx file of pictures (3 or 4 dimensions of bytes)", 3..=4)?;
+        let labels = Array::open(&files.labels, "an idx file of labels (1 dimension of bytes)", 1..=1)?;
+        if images.dims[0] != labels.dims[0] {
+            return Err(DataError::CountMismatch {
+                images_file: files.images.clone(),
+                images: images.dims[0] as u64,
+                labels_file: files.labels.clone(),
+                labels: labels.dims[0] as u64,
+            });
+        }
+        if images.bytes == 0 {
+            let why = format!("its dimensions are {:?}", images.dims);
+            return Err(DataError::NoSamples { set: format!("`{}`", files.images.display()), why });
+        }
+        let bytes = images.bytes + labels.bytes;
+        if bytes > files.max_bytes {
+            return Err(DataError::TooLarge { file: files.images.clone(), bytes, limit: files.max_bytes });
+        }
+        let mut shape = images.dims[1..].to_vec();
+        shape.resize(3, 1);
+        let labels = labels.read()?;
+        if let Some(record) = labels.iter().position(|&label| label as usize >= files.classes.len()) {
+            return Err(DataError::Value {
+                file: files.labels.clone(),
+                record: record as u64,
+                column: None,
+                value: labels[record].to_string(),
+                wanted: format!("a class below {}", files.classes.len()),
+            });
+        }
+        let features = Features {
+            input: Input::Floats { shape },
+            target: Target::Class { names: files.classes.clone() },
+        };
+        Ok(Idx { pixels: images.read()?, labels, values, features })
+    }
+}
+
+impl Source for Idx {
+    fn len(&self) -> u64 {
+        self.labels.len() as u64
+    }
+
+    fn features(&self) -> &Features {
+        &self.features
+    }
+
+    fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+        let (index, input) = (index as usize, into.input.f32());
+        let pixels = &self.pixels[index * input.len()..(index + 1) * input.len()];
+        for (value, &byte) in input.iter_mut().zip(pixels) {
+            *value = self.values[byte as usize];
+        }
+        into.target.u32()[0] = self.labels[index].into();
+        Ok(())
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        (self.pixels.capacity() + self.labels.capacity()) as u64
+    }
+}
+
+fn values(normalise: Option<Normalise>) -> Result<[f32; 256], DataError> {
+    let Normalise { mean, std } = normalise.unwrap_or(Normalise { mean: 0.0, std: 1.0 });
+    let wanted = |name, value: f32, wanted| DataError::Setting { name, value: value.to_string(), wanted };
+    if !mean.is_finite() {
+        return Err(wanted("mean", mean, "it must be finite"));
+    }
+    if !(std.is_finite() && std > 0.0) {
+        return Err(wanted("std", std, "it must be positive and finite"));
+    }
+    Ok(std::array::from_fn(|byte| (byte as f32 / 255.0 - mean) / std))
+}
+
+/// A file whose header was read and found possible; its values come next.
+struct Array {
+    file: PathBuf,
+    dims: Vec<usize>,
+    /// The product of `dims`.
+    bytes: u64,
+    body: Box<dyn Read>,
+}
+
+impl Array {
+    fn open(
+        file: &Path,
+        wanted: &'static str,
+        rank: std::ops::RangeInclusive<u8>,
+    ) -> Result<Self, DataError> {
+        let mut raw = File::open(file).map_err(DataError::io(file))?;
+        let length = raw.metadata().map_err(DataError::io(file))?.len();
+        if length == 0 {
+            return Err(DataError::EmptyFile { file: file.to_owned() });
+        }
+        let mut start = Vec::new();
+        raw.by_ref().take(2).read_to_end(&mut start).map_err(DataError::io(file))?;
+        raw.rewind().map_err(DataError::io(file))?;
+        let gzip = start == [0x1f, 0x8b];
+        let mut body: Box<dyn Read> = if gzip {
+            Box::new(MultiGzDecoder::new(BufReader::new(raw)))
+        } else {
+            Box::new(BufReader::new(raw))
+        };
+
+        let magic = header(&mut *body, file, 0, 4)?;
+        // Two zeros, 8 for unsigned bytes, the number of dimensions.
+        if magic[..3] != [0, 0, 8] || !rank.contains(&magic[3]) {
+            let found = format!("{:02x} {:02x} {:02x} {:02x}", magic[0], magic[1], magic[2], magic[3]);
+            return Err(DataError::Format { file: file.to_owned(), wanted, found });
+        }
+        let dims = header(&mut *body, file, 4, 4 * magic[3] as usize)?;
+        let dims: Vec<usize> =
+            dims.chunks_exact(4).map(|dim| dim.iter().fold(0, |n, &byte| n << 8 | byte as usize)).collect();
+        let bytes = dims.iter().fold(1u64, |product, &dim| product.saturating_mul(dim as u64));
+
+        // Deflate makes at most 1032 bytes of one.
+        let possible = if gzip { length.saturating_mul(1032) } else { length };
+        let promised = bytes.saturating_add(4 + 4 * dims.len() as u64);
+        if promised > possible {
+            return Err(DataError::Truncated { file: file.to_owned(), promised, found: possible });
+        }
+        Ok(Array { file: file.to_owned(), dims, bytes, body })
+    }
+
+    fn read(mut self) -> Result<Vec<u8>, DataError> {
+        let mut values = Vec::new();
+        let out_of_memory = |_| DataError::OutOfMemory { bytes: self.bytes };
+        values.try_reserve_exact(self.bytes as usize).map_err(out_of_memory)?;
+        let header = 4 + 4 * self.dims.len() as u64;
+        let promised = self.bytes + header;
+        let read = (&mut self.body).take(self.bytes).read_to_end(&mut values);
+        let found = values.len() as u64 + header;
+        match read {
+            Ok(_) if found == promised => {}
+            Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
+                return Err(fault(&self.file, error));
+            }
+            _ => return Err(DataError::Truncated { file: self.file, promised, found }),
+        }
+        match self.body.read(&mut [0]) {
+            Ok(0) => Ok(values),
+            Ok(_) => Err(DataError::Trailing { file: self.file, promised }),
+            Err(error) => Err(fault(&self.file, error)),
+        }
+    }
+}
+
+/// The `count` bytes of a file's header that come after its first `at`.
+fn header(body: &mut dyn Read, file: &Path, at: usize, count: usize) -> Result<Vec<u8>, DataError> {
+    let mut bytes = Vec::with_capacity(count);
+    match body.take(count as u64).read_to_end(&mut bytes) {
+        Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => Err(fault(file, error)),
+        _ if bytes.len() == count => Ok(bytes),
+        _ => {
+            let (promised, found) = ((at + count) as u64, (at + bytes.len()) as u64);
+            Err(DataError::Truncated { file: file.to_owned(), promised, found })
+        }
+    }
+}
+
+/// What flate2 finds wrong in a stream comes as invalid data or input.
+fn fault(file: &Path, error: io::Error) -> DataError {
+    match error.kind() {
+        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => {
+            DataError::Damaged { file: file.to_owned(), source: error.into() }
+        }
+        _ => DataError::io(file)(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use flate2::{Compression, write::GzEncoder};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::data::{Slice, published};
+
+    fn idx(dims: &[u32], values: &[u8]) -> Vec<u8> {
+        let mut bytes = vec![0, 0, 8, dims.len() as u8];
+        dims.iter().for_each(|dim| bytes.extend(dim.to_be_bytes()));
+        bytes.extend(values);
+        bytes
+    }
+
+    fn gzip(bytes: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(bytes).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    fn open(images: &[u8], labels: &[u8]) -> Result<Idx, DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        let files = Files {
+            images: folder.path().join("images"),
+            labels: folder.path().join("labels"),
+            classes: (0..10).map(|c| c.to_string()).collect(),
+            normalise: None,
+            max_bytes: 1 << 20,
+        };
+        std::fs::write(&files.images, images).unwrap();
+        std::fs::write(&files.labels, labels).unwrap();
+        Idx::open(&files)
+    }
+
+    fn sample(set: &dyn Source, index: u64) -> (Vec<f32>, u32) {
+        let (mut pixels, mut label) = (vec![f32::NAN; set.features().input_len()], [99]);
+        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label) };
+        set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row).unwrap();
+        (pixels, label[0])
+    }
+
+    fn images() -> Vec<u8> {
+        idx(&[3, 2, 2], &[0, 51, 102, 153, 204, 255, 0, 255, 1, 2, 3, 4])
+    }
+
+    fn labels() -> Vec<u8> {
+        idx(&[3], &[7, 0, 9])
+    }
+
+    #[test]
+    fn plain_and_gzip_read_the_same() {
+        for (a, b) in [(images(), labels()), (gzip(&images()), labels()), (gzip(&images()), gzip(&labels()))]
+        {
+            let set = open(&a, &b).unwrap();
+            assert_eq!((set.len(), set.resident_bytes()), (3, 15));
+            assert_eq!(set.features().input, Input::Floats { shape: vec![2, 2, 1] });
+            assert_eq!(sample(&set, 0), (vec![0.0, 0.2, 0.4, 0.6], 7));
+            assert_eq!(sample(&set, 1), (vec![0.8, 1.0, 0.0, 1.0], 0));
+            assert_eq!(sample(&set, 2).1, 9);
+        }
+        let colour = open(&idx(&[1, 1, 2, 3], &[1, 2, 3, 4, 5, 6]), &idx(&[1], &[0])).unwrap();
+        assert_eq!(colour.features().input, Input::Floats { shape: vec![1, 2, 3] });
+    }
+
+    #[test]
+    fn normalisation_comes_after_scaling() {
+        let values = values(Some(Normalise { mean: 0.5, std: 0.25 })).unwrap();
+        assert_eq!((values[0], values[255]), (-2.0, 2.0));
+        assert!(values_of_std(0.0).is_err() && values_of_std(f32::NAN).is_err());
+    }
+
+    fn values_of_std(std: f32) -> Result<[f32; 256], DataError> {
+        values(Some(Normalise { mean: 0.0, std }))
+    }
+
+    #[test]
+    fn every_fault_is_named_with_its_values() {
+        let cases: [(&str, Vec<u8>, Vec<u8>, &str); 12] = [
+            ("empty", vec![], labels(), "images` is empty"),
+            ("cut header", images()[..9].to_vec(), labels(), "promises 16 bytes, it has at most 9"),
+            ("cut values", images()[..20].to_vec(), labels(), "promises 28 bytes, it has at most 20"),
+            ("cut gzip", gzip(&images())[..20].to_vec(), labels(), "images"),
+            ("trailing", [images(), vec![0]].concat(), labels(), "goes on after the 28 bytes"),
+            ("swapped", labels(), images(), "begins with 00 00 08 01"),
+            ("not idx", b"P5 28 28".to_vec(), labels(), "begins with 50 35 20 32"),
+            ("counts", images(), idx(&[2], &[1, 2]), "has 3 pictures, but"),
+            ("label", images(), idx(&[3], &[1, 2, 10]), "labels`, record 2: `10` is not a class below 10"),
+            ("none", idx(&[0, 2, 2], &[]), idx(&[0], &[]), "gives no samples"),
+            ("no pixels", idx(&[3, 0, 2], &[]), labels(), "[3, 0, 2]"),
+            ("bomb", gzip(&idx(&[3, 1 << 31, 1 << 31], &[])), labels(), "ends too early"),
+        ];
+        for (name, images, labels, text) in cases {
+            let error = open(&images, &labels).unwrap_err();
+            assert!(error.to_string().contains(text), "{name}: {error}");
+            assert!(error.hint().is_some(), "{name}");
+        }
+        let error = open(&gzip(&idx(&[3, 1024, 1024], &vec![0; 3 << 20])), &labels()).unwrap_err();
+        assert!(matches!(error, DataError::TooLarge { bytes: 3145731, limit: 1048576, .. }), "{error}");
+        assert!(error.is_memory());
+    }
+
+    proptest! {
+        /// Mutated files are read or refused, and what is kept is never more than a file can hold.
+        #[test]
+        fn mutated_files_are_read_or_refused(
+            compress: bool, labels_too: bool, cut in 0usize..60, edits in prop::collection::vec((0usize..60, any::<u8>()), 0..4),
+        ) {
+            let mutate = |mut bytes: Vec<u8>| {
+                let cut = cut.min(bytes.len());
+                bytes.truncate(bytes.len() - cut.saturating_sub(30));
+                for &(at, byte) in &edits {
+                    if let Some(place) = bytes.get_mut(at) {
+                        *place = byte;
+                    }
+                }
+                bytes
+            };
+            let pack = |bytes: Vec<u8>| if compress { gzip(&bytes) } else { bytes };
+            // Edits before compression reach the header; edits after it reach the stream.
+            let inside = open(&pack(mutate(images())), &if labels_too { mutate(labels()) } else { labels() });
+            let outside = open(&mutate(pack(images())), &labels());
+            for set in [inside, outside].into_iter().flatten() {
+                prop_assert!(set.resident_bytes() <= 60 * 1032);
+                (0..set.len()).for_each(|i| drop(sample(&set, i)));
+            }
+        }
+    }
+
+    #[test]
+    fn mnist_as_published() {
+        let Some(folder) = published("mnist") else { return };
+        let set = Idx::open(&Files {
+            images: folder.join("t10k-images-idx3-ubyte.gz"),
+            labels: folder.join("t10k-labels-idx1-ubyte.gz"),
+            classes: (0..10).map(|c| c.to_string()).collect(),
+            normalise: Some(Normalise { mean: 0.1307, std: 0.3081 }),
+            max_bytes: 8 << 20,
+        })
+        .unwrap();
+        assert_eq!((set.len(), set.resident_bytes()), (10_000, 10_000 * 785));
+        assert_eq!(set.features().input, Input::Floats { shape: vec![28, 28, 1] });
+        let first: Vec<u32> = (0..10).map(|i| sample(&set, i).1).collect();
+        assert_eq!(first, [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]);
+        // The published mean and deviation, over the training set, leave the test set about standard.
+        let mean = (0..10_000).map(|i| sample(&set, i).0.iter().sum::<f32>() / 784.0).sum::<f32>() / 1e4;
+        assert!(mean.abs() < 0.02, "{mean}");
+    }
+}

@@ -1,0 +1,206 @@
+//! The loader against a plain loop over the order, under every disturbance.
+
+use std::{collections::BTreeSet, sync::atomic::AtomicUsize};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::data::{Input, Row, Target, Values};
+use crate::random::Random;
+
+/// Samples whose content is a function of index and key, read at an uneven speed.
+struct Toy {
+    samples: u64,
+    features: Features,
+    reads: AtomicUsize,
+    bad: Option<u64>,
+    panics: bool,
+}
+
+fn toy(samples: u64) -> Toy {
+    let features = Features { input: Input::Floats { shape: vec![3] }, target: Target::Values { len: 2 } };
+    Toy { samples, features, reads: AtomicUsize::new(0), bad: None, panics: false }
+}
+
+impl Source for Toy {
+    fn len(&self) -> u64 {
+        self.samples
+    }
+
+    fn features(&self) -> &Features {
+        &self.features
+    }
+
+    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+        let turn = self.reads.fetch_add(1, Ordering::Relaxed) as u64;
+        (0..Random::new(turn, 0).below(0, 4)).for_each(|_| thread::yield_now());
+        if self.bad == Some(index) {
+            assert!(!self.panics, "the toy broke at {index}");
+            return Err(DataError::OutOfMemory { bytes: index });
+        }
+        let random = Random::new(key.seed, key.epoch).at(key.sample);
+        into.input.f32().iter_mut().enumerate().for_each(|(i, x)| *x = random.f32(i as u64));
+        into.target.f32().fill(index as f32);
+        Ok(())
+    }
+}
+
+/// What any loader must deliver from `from` on: ids and, for each, its row.
+fn oracle(source: &Toy, order: Order, from: Cursor, until: u64) -> Vec<(u64, u64, [f32; 5])> {
+    let (mut all, mut cursor) = (Vec::new(), from);
+    while cursor.update < until {
+        let (span, next) = order.take(cursor, 1);
+        let id = order.ids(span.epoch, span.positions).next().unwrap();
+        let mut batch = Batch::with_room(&source.features, 1).unwrap();
+        batch.resize(&source.features, 1);
+        let key = Key { seed: order.seed(), epoch: span.epoch, sample: id };
+        source.read(id, key, &mut batch.row(&source.features, 0)).unwrap();
+        all.push((span.update, id, rows(&batch)[0]));
+        cursor = next;
+    }
+    all
+}
+
+fn rows(batch: &Batch) -> Vec<[f32; 5]> {
+    let (Values::F32(inputs), Values::F32(targets)) = (&batch.inputs, &batch.targets) else {
+        panic!("the toy gives floats");
+    };
+    let row = |i: usize| [&inputs[3 * i..3 * i + 3], &targets[2 * i..2 * i + 2]].concat();
+    (0..batch.ids.len()).map(|i| row(i).try_into().unwrap()).collect()
+}
+
+fn contents(batch: &Batch) -> Vec<(u64, u64, [f32; 5])> {
+    batch.ids.iter().zip(rows(batch)).map(|(&id, row)| (batch.update, id, row)).collect()
+}
+
+fn start(source: Toy, micro_batch: usize, limit: u64, workers: usize) -> Loader {
+    let order = Order::new(source.samples, 8, 1, false).unwrap();
+    Loader::start(Arc::new(source), order, Cursor::default(), 10, micro_batch, limit, workers).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Workers, limit, split and interruptions change neither the sequence nor a single value, and
+    /// no more is held than was predicted.
+    #[test]
+    fn nothing_changes_what_is_delivered(
+        samples in 1u64..60, per_update in 1u64..24, seed: u64, workers in 1usize..5, limit in 0u64..3000,
+        splits in prop::collection::vec((1usize..20, 0usize..12), 1..5), done in 0u64..70, kept in 0usize..2,
+    ) {
+        let order = Order::new(samples, per_update, seed, true).unwrap();
+        let until = 2 * order.updates_per_epoch() + 2;
+        let source = Arc::new(toy(samples));
+        let mut cursor = order.settle(Cursor { update: 1, done });
+        let mut expected = oracle(&source, order, cursor, until).into_iter();
+        let size = |rows: usize| holds(&source.features, rows, limit, workers);
+        let mut loader = Loader::start(source.clone(), order, cursor, until, splits[0].0, limit, workers).unwrap();
+        let mut bound = size(splits[0].0);
+        for (i, &(rows, batches)) in splits.iter().enumerate() {
+            if i > 0 {
+                loader.restart(cursor, rows);
+                bound = bound.max(size(rows));
+            }
+            // The last split reads to the end; the others are interrupted.
+            let batches = if i + 1 == splits.len() { usize::MAX } else { batches };
+            let mut hand = VecDeque::new();
+            for _ in 0..batches {
+                let Some(batch) = loader.next().unwrap() else { break };
+                let (span, next) = order.take(cursor, rows as u64);
+                cursor = next;
+                prop_assert_eq!(batch.epoch, span.epoch);
+                prop_assert_eq!(batch.bytes(), batch.ids.len() as u64 * source.features.sample_bytes());
+                let got = contents(&batch);
+                prop_assert_eq!(&got, &expected.by_ref().take(got.len()).collect::<Vec<_>>());
+                prop_assert_eq!(got.len() as u64, span.len());
+                // A consumer may keep a batch over the next call where two fit.
+                hand.push_back(batch);
+                while hand.len() > if size(rows) > buffer_bytes(&source.features, rows) { kept } else { 0 } {
+                    hand.pop_front();
+                }
+            }
+        }
+        prop_assert_eq!(expected.next(), None);
+        prop_assert!(loader.next().unwrap().is_none());
+        prop_assert!(loader.peak_bytes() <= bound, "{} > {}", loader.peak_bytes(), bound);
+    }
+}
+
+#[test]
+fn a_slow_consumer_meets_the_prediction_and_buffers_are_used_again() {
+    let source = toy(1000);
+    let predicted = holds(&source.features, 4, 600, 3);
+    assert_eq!(predicted, 5 * 4 * (5 * 4 + 8), "as many batches of 112 bytes as 600 bytes allow");
+    assert_eq!(holds(&source.features, 4, 0, 3), 112, "one is always allowed");
+    assert_eq!(holds(&source.features, 4, u64::MAX, 3), 8 * 112, "no more than is useful");
+    let mut loader = start(source, 4, 600, 3);
+    let mut places = BTreeSet::new();
+    let mut consume = |batch: &Batch| places.insert(batch.ids.as_ptr());
+    consume(&loader.next().unwrap().unwrap());
+    while loader.peak_bytes() < predicted {
+        thread::yield_now();
+    }
+    while let Some(batch) = loader.next().unwrap() {
+        assert_eq!(batch.room_bytes(), 112);
+        consume(&batch);
+    }
+    assert_eq!((loader.peak_bytes(), places.len()), (predicted, 5));
+}
+
+#[test]
+fn an_error_comes_in_its_place_and_stays_until_a_restart() {
+    for panics in [false, true] {
+        let mut loader = start(Toy { bad: Some(21), panics, ..toy(80) }, 4, 1 << 20, 4);
+        for batch in 0..5 {
+            assert_eq!(loader.next().unwrap().unwrap().ids[0], 4 * batch);
+        }
+        for _ in 0..2 {
+            let error = loader.next().err().unwrap();
+            match panics {
+                false => assert!(matches!(error, DataError::OutOfMemory { bytes: 21 })),
+                true => assert!(error.to_string().contains("sample 21 panicked: the toy broke at 21")),
+            }
+        }
+        loader.restart(Cursor { update: 2, done: 6 }, 8);
+        assert_eq!(loader.next().unwrap().unwrap().ids, [22, 23]);
+        assert_eq!(loader.next().unwrap().unwrap().ids.len(), 8);
+    }
+}
+
+#[test]
+fn holding_everything_is_an_error_and_not_a_hang() {
+    let mut loader = start(toy(80), 4, 0, 2);
+    let batch = loader.next().unwrap().unwrap();
+    assert!(matches!(loader.next(), Err(DataError::AllHeld { bytes: 112 })));
+    drop(batch);
+    let batch = loader.next().unwrap().unwrap();
+    assert_eq!(batch.ids, [4, 5, 6, 7]);
+    // A smaller split cannot start before the larger batch is given back.
+    loader.restart(Cursor { update: 0, done: 4 }, 2);
+    assert!(matches!(loader.next(), Err(DataError::AllHeld { .. })));
+    drop(batch);
+    assert_eq!(loader.next().unwrap().unwrap().ids, [4, 5]);
+}
+
+#[test]
+fn dropping_the_loader_stops_it_and_leaves_lent_batches_whole() {
+    let source = Arc::new(toy(1 << 40));
+    let order = Order::new(1 << 40, 1 << 20, 1, true).unwrap();
+    let mut loader = Loader::start(source.clone(), order, Cursor::default(), 9, 1 << 10, 1 << 30, 2).unwrap();
+    let batch = loader.next().unwrap().unwrap();
+    let ids = batch.ids.clone();
+    drop(loader);
+    let reads = source.reads.load(Ordering::Relaxed);
+    assert!(reads < 1 << 17, "{reads}");
+    assert_eq!(Arc::strong_count(&source), 2, "the threads are gone; the batch keeps the rest alive");
+    assert_eq!(batch.ids, ids);
+    drop(batch);
+    assert_eq!(Arc::strong_count(&source), 1);
+}
+
+#[test]
+fn more_samples_than_the_set_has_are_refused() {
+    let order = Order::new(11, 4, 0, true).unwrap();
+    let loader = Loader::start(Arc::new(toy(10)), order, Cursor::default(), 1, 4, 0, 1);
+    assert!(loader.err().unwrap().to_string().contains("`samples` cannot be 11"));
+}

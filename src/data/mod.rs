@@ -1,0 +1,140 @@
+//! Data: from files or a generator to batches of host memory, in an order fixed by the seed.
+//!
+//! Owns what a sample looks like ([`Features`]), where samples come from ([`Source`]), in which order
+//! ([`order::Order`]), and the threads that decode them ahead of the step ([`loader::Loader`]). Takes
+//! plain settings and paths, gives [`Batch`]es of plain vectors; it knows neither jobs nor tensors.
+//! Refuses, with a [`DataError`], whatever does not have the declared shape. A sample is addressed by
+//! its global index everywhere, so nothing depends on how a batch was split or who decoded it.
+
+mod batch;
+pub mod digest;
+mod error;
+pub mod idx;
+pub mod loader;
+pub mod order;
+pub mod shapes;
+pub mod text;
+
+pub use batch::{Batch, Values};
+pub use error::DataError;
+
+/// What every sample of a set looks like.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Features {
+    pub input: Input,
+    pub target: Target,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// f32 values, the last dimension contiguous. Pictures are (height, width, channels).
+    Floats { shape: Vec<usize> },
+    /// `length` u32 tokens, each below `vocab`.
+    Tokens { length: usize, vocab: usize },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// One u32 below `names.len()`.
+    Class { names: Vec<String> },
+    /// `len` f32 values.
+    Values { len: usize },
+    /// The next token, a u32 for each input position.
+    Tokens,
+}
+
+impl Features {
+    /// Values in one sample's input.
+    pub fn input_len(&self) -> usize {
+        match &self.input {
+            Input::Floats { shape } => shape.iter().product(),
+            Input::Tokens { length, .. } => *length,
+        }
+    }
+
+    /// Values in one sample's target.
+    pub fn target_len(&self) -> usize {
+        match &self.target {
+            Target::Class { .. } => 1,
+            Target::Values { len } => *len,
+            Target::Tokens => self.input_len(),
+        }
+    }
+
+    /// Bytes one sample takes in a [`Batch`]: its input, its target and its id.
+    pub fn sample_bytes(&self) -> u64 {
+        4 * (self.input_len() as u64 + self.target_len() as u64) + 8
+    }
+}
+
+/// What a sample's augmentation may depend on; see [`random`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key {
+    pub seed: u64,
+    pub epoch: u64,
+    /// The sample's index in the set as trained on.
+    pub sample: u64,
+}
+
+/// A set of samples that can be read in any order, from several threads at once.
+pub trait Source: Send + Sync {
+    /// Samples in the set.
+    fn len(&self) -> u64;
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn features(&self) -> &Features;
+
+    /// Writes sample `index`, below `len()`, over the whole of `into`. The result depends on nothing
+    /// but `index` and `key`.
+    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError>;
+
+    /// Bytes of host memory the set keeps for as long as it lives.
+    fn resident_bytes(&self) -> u64 {
+        0
+    }
+}
+
+/// One row of a batch, lent to a source to write a sample into.
+pub struct Row<'a> {
+    pub input: Slice<'a>,
+    pub target: Slice<'a>,
+}
+
+pub enum Slice<'a> {
+    F32(&'a mut [f32]),
+    U32(&'a mut [u32]),
+}
+
+impl Slice<'_> {
+    /// The f32 values of a row whose features say that they are f32.
+    pub fn f32(&mut self) -> &mut [f32] {
+        match self {
+            Slice::F32(values) => values,
+            Slice::U32(_) => unreachable!("a row is laid out by the features of the source it is lent to"),
+        }
+    }
+
+    /// The u32 values of a row whose features say that they are u32.
+    pub fn u32(&mut self) -> &mut [u32] {
+        match self {
+            Slice::U32(values) => values,
+            Slice::F32(_) => unreachable!("a row is laid out by the features of the source it is lent to"),
+        }
+    }
+}
+
+/// A folder of published data for tests; says so and gives `None` where it is not there.
+#[cfg(test)]
+fn published(name: &str) -> Option<std::path::PathBuf> {
+    let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data");
+    let root = std::env::var_os("TRAINER_DATA").unwrap_or_else(|| beside.into());
+    let folder = std::path::Path::new(&root).join(name);
+    let found = folder.exists();
+    if !found {
+        println!("skipped: no `{}`; TRAINER_DATA names the folder that holds `{name}`", folder.display());
+    }
+    found.then_some(folder)
+}

@@ -1,0 +1,241 @@
+//! Which sample comes when: arithmetic from a seed and a position, no table and no state.
+//!
+//! An epoch is a keyed permutation of all samples; an update takes the next `samples_per_update` of
+//! them, and the last one of an epoch what is left. A [`Cursor`] is therefore all that has to be kept
+//! to go on at exactly the next sample, at no cost whatever the position.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use super::DataError;
+use crate::random::{Random, stream};
+
+/// A permutation of `0..n` picked by a key, in O(1) memory.
+///
+/// A number is written as two digits in a base of about sqrt(n) and goes through a Feistel network that adds
+/// a hash of one digit to the other. That permutes a square just over n; a result outside `0..n` is
+/// sent through again until it is inside, which follows the cycle and so stays a permutation.
+#[derive(Clone, Copy, Debug)]
+pub struct Permutation {
+    n: u64,
+    base: u64,
+    key: Random,
+}
+
+/// With fewer rounds the orders of very small sets are visibly uneven.
+const ROUNDS: u64 = 8;
+
+impl Permutation {
+    pub fn new(n: u64, key: Random) -> Self {
+        let root = n.isqrt();
+        let base = root + u64::from(root * root < n);
+        // With an odd base every round is an even permutation, and half of a small set's orders are rare.
+        Permutation { n, base: base.next_multiple_of(2), key }
+    }
+
+    /// Where `i`, below n, goes.
+    pub fn at(&self, i: u64) -> u64 {
+        debug_assert!(i < self.n);
+        let mut x = i;
+        loop {
+            let (mut high, mut low) = (x / self.base, x % self.base);
+            for round in 0..ROUNDS {
+                let sum = high + self.key.below(low * ROUNDS + round, self.base);
+                (high, low) = (low, if sum >= self.base { sum - self.base } else { sum });
+            }
+            x = high * self.base + low;
+            if x < self.n {
+                return x;
+            }
+        }
+    }
+}
+
+/// The order of a run's samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Order {
+    samples: u64,
+    samples_per_update: u64,
+    seed: u64,
+    shuffle: bool,
+}
+
+/// Which sample comes next: the first `done` samples of update `update` were consumed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cursor {
+    /// Updates made before, so the number of the update in hand, from 0.
+    pub update: u64,
+    pub done: u64,
+}
+
+/// A run of positions inside one update. Positions count from 0 in each epoch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    pub update: u64,
+    pub epoch: u64,
+    pub positions: Range<u64>,
+}
+
+impl Span {
+    /// Samples in it.
+    #[allow(clippy::len_without_is_empty)] // a span is never empty
+    pub fn len(&self) -> u64 {
+        self.positions.end - self.positions.start
+    }
+}
+
+impl Order {
+    /// An order of `samples` samples, at most 2^62 of them; both counts must be positive.
+    pub fn new(samples: u64, samples_per_update: u64, seed: u64, shuffle: bool) -> Result<Self, DataError> {
+        let setting =
+            |name, value: u64, wanted| Err(DataError::Setting { name, value: value.to_string(), wanted });
+        if samples == 0 || samples > 1 << 62 {
+            return setting("samples", samples, "a set has from 1 to 2^62 samples");
+        }
+        if samples_per_update == 0 {
+            return setting("samples_per_update", samples_per_update, "an update needs a sample");
+        }
+        Ok(Order { samples, samples_per_update, seed, shuffle })
+    }
+
+    pub fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    pub fn samples_per_update(&self) -> u64 {
+        self.samples_per_update
+    }
+
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    pub fn updates_per_epoch(&self) -> u64 {
+        self.samples.div_ceil(self.samples_per_update)
+    }
+
+    /// The samples of update `k`, counted from 0 over the whole run.
+    pub fn update(&self, k: u64) -> Span {
+        let start = k % self.updates_per_epoch() * self.samples_per_update;
+        let end = start.saturating_add(self.samples_per_update).min(self.samples);
+        Span { update: k, epoch: k / self.updates_per_epoch(), positions: start..end }
+    }
+
+    /// The same place in one spelling: a cursor at an update's end is the next update's beginning.
+    pub fn settle(&self, cursor: Cursor) -> Cursor {
+        match cursor.done < self.update(cursor.update).len() {
+            true => cursor,
+            false => Cursor { update: cursor.update + 1, done: 0 },
+        }
+    }
+
+    /// The next samples at `cursor`, at most `count` and never beyond the update's end, and the settled
+    /// cursor after them. A `count` of 0 counts as 1.
+    pub fn take(&self, cursor: Cursor, count: u64) -> (Span, Cursor) {
+        let Cursor { update, done: from } = self.settle(cursor);
+        let mut span = self.update(update);
+        let done = from.saturating_add(count.max(1)).min(span.len());
+        span.positions = span.positions.start + from..span.positions.start + done;
+        (span, self.settle(Cursor { update, done }))
+    }
+
+    /// Samples consumed from the run's beginning to `cursor`.
+    pub fn consumed(&self, cursor: Cursor) -> u64 {
+        let span = self.update(cursor.update);
+        span.epoch * self.samples + span.positions.start + cursor.done.min(span.len())
+    }
+
+    /// The global ids of the samples at `positions` of `epoch`, in order.
+    pub fn ids(&self, epoch: u64, positions: Range<u64>) -> impl Iterator<Item = u64> + use<> {
+        const SHUFFLE: u64 = stream("data.shuffle");
+        let permutation =
+            self.shuffle.then(|| Permutation::new(self.samples, Random::new(self.seed, SHUFFLE).at(epoch)));
+        positions.map(move |i| permutation.map_or(i, |p| p.at(i)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn permuted(n: u64, seed: u64) -> Vec<u64> {
+        let permutation = Permutation::new(n, Random::new(seed, 0));
+        (0..n).map(|i| permutation.at(i)).collect()
+    }
+
+    #[test]
+    fn every_size_is_permuted() {
+        for n in (1..300).chain([1000, 1023, 1024, 1025, 4096, 60_000, 65_537]) {
+            let mut seen = permuted(n, n);
+            seen.sort_unstable();
+            assert!(seen.iter().copied().eq(0..n), "{n}");
+        }
+    }
+
+    #[test]
+    fn the_orders_of_a_small_set_are_all_likely() {
+        for (n, orders) in [(2, 2), (3, 6), (4, 24), (5, 120)] {
+            let mut counts = std::collections::BTreeMap::new();
+            let trials = 1000 * orders;
+            (0..trials).for_each(|seed| *counts.entry(permuted(n, seed)).or_insert(0u64) += 1);
+            assert_eq!(counts.len() as u64, orders);
+            let spread = counts.values().map(|&c| (c as f64 - 1000.0).powi(2) / 1000.0).sum::<f64>();
+            let free = orders as f64 - 1.0;
+            assert!((spread - free) / (2.0 * free).sqrt() < 5.0, "{n}: {spread}");
+        }
+    }
+
+    #[test]
+    fn neighbours_do_not_stay_neighbours() {
+        let order = permuted(10_000, 7);
+        // In a uniform order a pair is at most 100 apart with a chance of about 2 %.
+        let near = order.windows(2).filter(|w| w[0].abs_diff(w[1]) <= 100).count();
+        assert!((130..270).contains(&near), "{near}");
+        let fixed = order.iter().enumerate().filter(|(i, x)| *i as u64 == **x).count();
+        assert!(fixed < 8, "{fixed}");
+        assert_ne!(order, permuted(10_000, 8));
+    }
+
+    #[test]
+    fn huge_sets_cost_nothing() {
+        let order = Order::new(1 << 62, 1 << 61, 3, true).unwrap();
+        let cursor = Cursor { update: 3, done: (1 << 61) - 2 };
+        let (span, next) = order.take(cursor, 10);
+        assert_eq!((span.epoch, span.positions.clone()), (1, (1 << 62) - 2..1 << 62));
+        assert_eq!(next, Cursor { update: 4, done: 0 });
+        assert!(order.ids(1, span.positions).all(|id| id < 1 << 62));
+    }
+
+    #[test]
+    fn nothing_is_refused_by_name() {
+        assert!(Order::new(0, 1, 0, true).unwrap_err().to_string().contains("`samples` cannot be 0"));
+        assert!(Order::new(1, 0, 0, true).is_err());
+    }
+
+    proptest! {
+        /// However an epoch is cut, it yields each sample once, in an order that the cut does not change.
+        #[test]
+        fn cuts_lose_and_repeat_nothing(
+            samples in 1u64..200, per_update in 1u64..250, cuts in prop::collection::vec(0u64..40, 1..9), seed: u64,
+        ) {
+            let order = Order::new(samples, per_update, seed, true).unwrap();
+            let (mut cursor, mut cuts) = (Cursor::default(), cuts.into_iter().cycle());
+            for epoch in 0..3 {
+                let mut ids = Vec::new();
+                while cursor.update < (epoch + 1) * order.updates_per_epoch() {
+                    prop_assert_eq!(order.consumed(cursor), epoch * samples + ids.len() as u64);
+                    let (span, next) = order.take(cursor, cuts.next().unwrap());
+                    prop_assert_eq!((span.epoch, span.update), (epoch, cursor.update));
+                    ids.extend(order.ids(epoch, span.positions));
+                    cursor = next;
+                }
+                prop_assert!(ids.iter().copied().eq(order.ids(epoch, 0..samples)));
+                ids.sort_unstable();
+                prop_assert!(ids.into_iter().eq(0..samples));
+            }
+        }
+    }
+}

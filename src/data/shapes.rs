@@ -1,0 +1,275 @@
+//! Generated pictures of ten shapes, so that a job can train with nothing to download.
+//!
+//! A picture is a function of the seed, the part and the index. Shapes vary in place, size, tilt, stretch
+//! and contrast, lie among clutter and noise, and are light on dark as often as dark on light: no pixel
+//! says anything by itself, so a linear model fails where a convolution does well.
+
+use std::f32::consts::PI;
+
+use super::{DataError, Features, Input, Key, Row, Source, Target};
+use crate::random::{Draws, Random, stream};
+
+/// Of a class each, in the order of the labels.
+pub const NAMES: [&str; 10] =
+    ["disc", "ring", "square", "frame", "triangle", "cross", "star", "crescent", "bars", "wave"];
+
+/// Smaller pictures cannot show the shapes apart; larger ones are a mistake.
+const SIZES: std::ops::RangeInclusive<usize> = 16..=1024;
+
+/// Which of the two sets; they share no picture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    Train,
+    Valid,
+}
+
+/// A set of (`image_size`, `image_size`, 1) pictures with values of about 0 to 1. Classes take turns.
+pub struct Shapes {
+    size: usize,
+    samples: u64,
+    key: Random,
+    features: Features,
+}
+
+impl Shapes {
+    pub fn new(image_size: usize, samples: u64, seed: u64, part: Part) -> Result<Self, DataError> {
+        if !SIZES.contains(&image_size) {
+            let (name, value) = ("image_size", image_size.to_string());
+            return Err(DataError::Setting {
+                name,
+                value,
+                wanted: "pictures of shapes have 16 to 1024 pixels a side",
+            });
+        }
+        let stream = match part {
+            Part::Train => const { stream("shapes.train") },
+            Part::Valid => const { stream("shapes.valid") },
+        };
+        let features = Features {
+            input: Input::Floats { shape: vec![image_size, image_size, 1] },
+            target: Target::Class { names: NAMES.map(str::to_owned).to_vec() },
+        };
+        Ok(Shapes { size: image_size, samples, key: Random::new(seed, stream), features })
+    }
+}
+
+impl Source for Shapes {
+    fn len(&self) -> u64 {
+        self.samples
+    }
+
+    fn features(&self) -> &Features {
+        &self.features
+    }
+
+    fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+        let class = index % NAMES.len() as u64;
+        into.target.u32()[0] = class as u32;
+        draw(class, self.size, self.key.at(index), into.input.f32());
+        Ok(())
+    }
+}
+
+fn draw(class: u64, size: usize, key: Random, pixels: &mut [f32]) {
+    let mut draws = key.draws();
+    let side = size as f32;
+
+    let contrast = draws.between(0.4, 0.9);
+    let low = draws.between(0.0, 1.0 - contrast);
+    let (ground, ink) = if draws.below(2) == 0 { (low, low + contrast) } else { (low + contrast, low) };
+    pixels.fill(ground);
+
+    for _ in 0..draws.below(4) {
+        clutter(&mut draws, size, ground, contrast, pixels);
+    }
+
+    let radius = side * draws.between(0.26, 0.4);
+    let reach = side / 2.0 - 1.05 * radius;
+    let center = [0; 2].map(|_| side / 2.0 + draws.between(-reach, reach));
+    let pose = Pose { center, radius, angle: draws.between(-0.45, 0.45), stretch: draws.between(0.87, 1.15) };
+    let pen = draws.between(0.14, 0.22);
+    let mut paint = Paint { size, ink, pixels };
+    // The dimensions give all classes about the same area.
+    match class {
+        0 => paint.shape(pose, |x, y| length(x, y) - 0.74),
+        1 => paint.shape(pose, |x, y| (length(x, y) - 0.76).abs() - pen),
+        2 => paint.shape(pose, |x, y| x.abs().max(y.abs()) - 0.66),
+        3 => paint.shape(pose, |x, y| (x.abs().max(y.abs()) - 0.64).abs() - pen),
+        4 => paint.shape(pose, triangle),
+        5 => paint.shape(pose, |x, y| {
+            let (x, y) = (x.abs(), y.abs());
+            (x.max(y) - 0.98).max(x.min(y) - pen - 0.06)
+        }),
+        6 => paint.shape(pose, star),
+        7 => paint.shape(pose, |x, y| (length(x, y) - 0.96).max(0.74 - length(x - 0.54, y))),
+        8 => paint.shape(pose, |x, y| {
+            let y = y.abs();
+            let from_bar = if y > 0.34 { (y - 0.68).abs() } else { y };
+            (x.abs() - 0.9).max(from_bar - pen * 0.9)
+        }),
+        _ => paint.shape(pose, |x, y| {
+            // The height above the curve over the length of its gradient is close to the distance.
+            let (sin, cos) = (1.6 * PI * x).sin_cos();
+            let from_curve = (y - 0.42 * sin).abs() / length(0.42 * 1.6 * PI * cos, 1.0);
+            (x.abs() - 1.0).max(from_curve - pen * 1.25)
+        }),
+    }
+    noise(key, draws.between(0.03, 0.24), pixels);
+}
+
+/// Without the care `hypot` takes of huge numbers, and several times as fast.
+fn length(x: f32, y: f32) -> f32 {
+    (x * x + y * y).sqrt()
+}
+
+/// Signed distance to an equilateral triangle.
+fn triangle(x: f32, y: f32) -> f32 {
+    let slope = 3f32.sqrt() / 2.0;
+    (slope * x.abs() + 0.5 * y).max(-y) - 0.55
+}
+
+/// Signed distance to a five-pointed star with a tip at (0, 1): the plane is folded along the star's
+/// mirrors until one edge is left.
+fn star(x: f32, y: f32) -> f32 {
+    /// Direction of the mirrors at 18 and 54 degrees: (cosine, sine).
+    const MIRRORS: [(f32, f32); 2] = [(0.951_056_5, 0.309_017), (0.587_785_25, 0.809_017)];
+    const TIP: f32 = 1.08;
+    /// Distance of the inner corners from the middle.
+    const INNER: f32 = 0.5;
+    let (mut x, mut y) = (x, y);
+    for (cos, sin) in MIRRORS {
+        x = x.abs();
+        let beyond = (cos * y - sin * x).min(0.0);
+        (x, y) = (x + 2.0 * beyond * sin, y - 2.0 * beyond * cos);
+    }
+    let edge = (INNER * MIRRORS[1].0, INNER * MIRRORS[1].1 - TIP);
+    ((y - TIP) * edge.0 - x * edge.1) / edge.0.hypot(edge.1)
+}
+
+/// Where a shape of radius about 1 goes in the picture; lengths in pixels.
+#[derive(Clone, Copy)]
+struct Pose {
+    center: [f32; 2],
+    radius: f32,
+    angle: f32,
+    /// Width over height.
+    stretch: f32,
+}
+
+struct Paint<'a> {
+    size: usize,
+    ink: f32,
+    pixels: &'a mut [f32],
+}
+
+impl Paint<'_> {
+    /// Paints the inside of a shape given by its signed distance, with edges one pixel soft.
+    #[inline]
+    fn shape(&mut self, pose: Pose, distance: impl Fn(f32, f32) -> f32) {
+        let (sin, cos) = pose.angle.sin_cos();
+        let (wide, high) = (pose.radius * pose.stretch.sqrt(), pose.radius / pose.stretch.sqrt());
+        let (per_wide, per_high) = (1.0 / wide, 1.0 / high);
+        let reach = 1.25 * wide.max(high) + 1.0;
+        let span = |middle: f32| {
+            ((middle - reach).max(0.0) as usize)..((middle + reach).max(0.0) as usize + 1).min(self.size)
+        };
+        for row in span(pose.center[1]) {
+            for column in span(pose.center[0]) {
+                let (x, y) = (column as f32 + 0.5 - pose.center[0], row as f32 + 0.5 - pose.center[1]);
+                let (x, y) = ((cos * x + sin * y) * per_wide, (cos * y - sin * x) * per_high);
+                let cover = (0.5 - pose.radius * distance(x, y)).clamp(0.0, 1.0);
+                let pixel = &mut self.pixels[row * self.size + column];
+                *pixel += cover * (self.ink - *pixel);
+            }
+        }
+    }
+}
+
+/// A short stroke of a shade between the ground and the ink's contrast, on either side.
+fn clutter(draws: &mut Draws, size: usize, ground: f32, contrast: f32, pixels: &mut [f32]) {
+    let side = size as f32;
+    let center = [0; 2].map(|_| draws.between(0.0, side));
+    let pose =
+        Pose { center, radius: side * draws.between(0.07, 0.2), angle: draws.between(0.0, PI), stretch: 1.0 };
+    let shade = (ground + contrast * draws.between(-0.8, 0.8)).clamp(0.0, 1.0);
+    let pen = side * draws.between(0.018, 0.04) / pose.radius;
+    Paint { size, ink: shade, pixels }.shape(pose, |x, y| (x.abs() - 1.0).max(y.abs() - pen));
+}
+
+/// Adds noise of a triangular distribution within `amount`.
+fn noise(key: Random, amount: f32, pixels: &mut [f32]) {
+    // Two pixels a draw: each sums two 16-bit uniforms. Counters far from those of the other draws.
+    let scale = amount / 65536.0;
+    for (i, pair) in pixels.chunks_mut(2).enumerate() {
+        let mut bits = key.bits((1 << 32) + i as u64);
+        for pixel in pair {
+            let sum = (bits as u16) as u32 + ((bits >> 16) as u16) as u32;
+            *pixel += scale * (sum as f32 - 65535.0);
+            bits >>= 32;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Slice;
+
+    const KEY: Key = Key { seed: 0, epoch: 0, sample: 0 };
+
+    fn picture(set: &Shapes, index: u64) -> (Vec<f32>, u32) {
+        let (mut pixels, mut label) = (vec![f32::NAN; set.size * set.size], [99]);
+        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label) };
+        set.read(index, KEY, &mut row).unwrap();
+        (pixels, label[0])
+    }
+
+    #[test]
+    fn a_picture_depends_on_seed_part_and_index_only() {
+        let set = |seed, part| Shapes::new(28, 100, seed, part).unwrap();
+        let first = picture(&set(1, Part::Train), 17);
+        assert_eq!(first, picture(&set(1, Part::Train), 17));
+        assert_eq!(first.1, 7);
+        for other in [
+            picture(&set(2, Part::Train), 17),
+            picture(&set(1, Part::Valid), 17),
+            picture(&set(1, Part::Train), 27),
+        ] {
+            assert_ne!(first.0, other.0);
+        }
+    }
+
+    #[test]
+    fn every_size_is_covered_with_values_near_the_unit_range() {
+        for size in [16, 28, 33, 64] {
+            let set = Shapes::new(size, 300, 3, Part::Train).unwrap();
+            for index in 0..set.len() {
+                let (pixels, _) = picture(&set, index);
+                assert!(pixels.iter().all(|v| (-0.25..1.25).contains(v)), "{size}: picture {index}");
+            }
+        }
+        assert!(Shapes::new(8, 1, 0, Part::Train).is_err());
+    }
+
+    /// What a linear model could use: how a class differs from the others in the mean of each pixel.
+    #[test]
+    fn no_pixel_and_no_brightness_gives_a_class_away() {
+        let set = Shapes::new(28, 20_000, 5, Part::Train).unwrap();
+        let (mut means, mut contrast) = (vec![[0.0; 784]; 10], [0.0; 10]);
+        for index in 0..set.len() {
+            let (pixels, label) = picture(&set, index);
+            let brightness = pixels.iter().sum::<f32>() / 784.0;
+            for (mean, pixel) in means[label as usize].iter_mut().zip(&pixels) {
+                *mean += pixel / 2000.0;
+            }
+            // How much of the picture is not ground, in units of contrast.
+            contrast[label as usize] +=
+                pixels.iter().map(|p| (p - brightness).abs()).sum::<f32>() / 784.0 / 2000.0;
+        }
+        // 0.04 is five standard deviations of the mean of 2,000 pixels spread over the unit range.
+        assert!(means.iter().flatten().all(|mean| (mean - 0.5).abs() < 0.04));
+        let (least, most) =
+            (contrast.iter().copied().reduce(f32::min), contrast.iter().copied().reduce(f32::max));
+        assert!(most.unwrap() < 1.25 * least.unwrap(), "{contrast:?}");
+    }
+}
