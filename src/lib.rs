@@ -8,10 +8,12 @@
 //! ```
 
 pub mod data;
+pub mod features;
 pub mod job;
 pub mod kernels;
 pub mod layers;
 pub mod memory;
+pub mod models;
 pub mod params;
 pub mod random;
 pub mod report;

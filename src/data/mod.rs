@@ -1,6 +1,6 @@
 //! Data: from files or a generator to batches of host memory, in an order fixed by the seed.
 //!
-//! Owns what a sample looks like ([`Features`]), where samples come from ([`Source`]), in which order
+//! Owns where samples come from ([`Source`]), in which order
 //! ([`order::Order`]), and the threads that decode them ahead of the step ([`loader::Loader`]). Takes
 //! plain settings and paths, gives [`Batch`]es of plain vectors; it knows neither jobs nor tensors.
 //! Refuses, with a [`DataError`], whatever does not have the declared shape. A sample is addressed by
@@ -18,56 +18,9 @@ pub mod text;
 pub use batch::{Batch, Values};
 pub use error::DataError;
 
-/// What every sample of a set looks like.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Features {
-    pub input: Input,
-    pub target: Target,
-}
+pub use crate::features::{Features, Input, Target};
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Input {
-    /// f32 values, the last dimension contiguous. Pictures are (height, width, channels).
-    Floats { shape: Vec<usize> },
-    /// `length` u32 tokens, each below `vocab`.
-    Tokens { length: usize, vocab: usize },
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
-    /// One u32 below `names.len()`.
-    Class { names: Vec<String> },
-    /// `len` f32 values.
-    Values { len: usize },
-    /// The next token, a u32 for each input position.
-    Tokens,
-}
-
-impl Features {
-    /// Values in one sample's input.
-    pub fn input_len(&self) -> usize {
-        match &self.input {
-            Input::Floats { shape } => shape.iter().product(),
-            Input::Tokens { length, .. } => *length,
-        }
-    }
-
-    /// Values in one sample's target.
-    pub fn target_len(&self) -> usize {
-        match &self.target {
-            Target::Class { .. } => 1,
-            Target::Values { len } => *len,
-            Target::Tokens => self.input_len(),
-        }
-    }
-
-    /// Bytes one sample takes in a [`Batch`]: its input, its target and its id.
-    pub fn sample_bytes(&self) -> u64 {
-        4 * (self.input_len() as u64 + self.target_len() as u64) + 8
-    }
-}
-
-/// What a sample's augmentation may depend on; see [`random`].
+/// What a sample's augmentation may depend on; see [`crate::random`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key {
     pub seed: u64,

@@ -181,13 +181,13 @@ pub fn backward(v: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
     })
 }
 
-/// Binds `$A` to the activation: to a constant for the common ones, so that their loops vectorise, and to
-/// the value itself for the rest.
+/// Binds `$f` to the activation, in an arm of its own for each common one, so that their loops are compiled
+/// for a constant and vectorise.
 macro_rules! each_activation {
-    ($act:expr, $A:ident => $body:expr) => {{
+    ($act:expr, $f:ident => $body:expr) => {{
         macro_rules! arm {
             ($name:ident) => {{
-                const $A: Activation = Activation::$name;
+                let $f = Activation::$name;
                 $body
             }};
         }
@@ -197,7 +197,7 @@ macro_rules! each_activation {
             Activation::Gelu => arm!(Gelu),
             Activation::GeluTanh => arm!(GeluTanh),
             Activation::Silu => arm!(Silu),
-            $A => $body,
+            $f => $body,
         }
     }};
 }
@@ -205,15 +205,15 @@ pub(super) use each_activation;
 
 fn apply<T: Elem>(x: &[T], y: &mut [T], act: Activation) {
     T::vectorised(
-        || each_activation!(act, A => x.iter().zip(y).for_each(|(x, y)| *y = T::down(A.value(x.up())))),
+        || each_activation!(act, f => x.iter().zip(y).for_each(|(x, y)| *y = T::down(f.value(x.up())))),
     )
 }
 
 fn scale_by_slope<T: Elem>(v: &[T], dy: &[T], dx: &mut [T], act: Activation) {
     T::vectorised(|| {
-        each_activation!(act, A => {
+        each_activation!(act, f => {
             for ((dx, v), dy) in dx.iter_mut().zip(v).zip(dy) {
-                *dx = T::down(dy.up() * A.slope(v.up()));
+                *dx = T::down(dy.up() * f.slope(v.up()));
             }
         })
     })

@@ -37,7 +37,7 @@ pub fn through(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
         cpu::update::<T, _>(dy, |dy| cpu::for_rows(dy, 1, |start, dy| {
             let y = &y[start..][..dy.len()];
             T::vectorised(|| {
-                each_activation!(act, A => dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = T::down(dy.up() * A.slope(y.up()))))
+                each_activation!(act, f => dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = T::down(dy.up() * f.slope(y.up()))))
             })
         }))
     })
@@ -45,6 +45,6 @@ pub fn through(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
 
 fn sum<T: Elem>(a: &mut [T], b: &[T], act: Activation) {
     T::vectorised(
-        || each_activation!(act, A => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::down(A.value(a.up() + b.up())))),
+        || each_activation!(act, f => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::down(f.value(a.up() + b.up())))),
     )
 }

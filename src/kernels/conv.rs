@@ -371,11 +371,11 @@ fn finish<T: Elem>(
     n: usize,
 ) {
     T::vectorised(|| {
-        each_activation!(act, A => {
+        each_activation!(act, f => {
             for (i, (wide, y)) in wide.chunks_exact(n).zip(y.chunks_exact_mut(n)).enumerate() {
                 match bias {
-                    Some(bias) => y.iter_mut().zip(wide).zip(bias).for_each(|((y, w), b)| *y = T::down(A.value(*w + b.up()))),
-                    None => y.iter_mut().zip(wide).for_each(|(y, w)| *y = T::down(A.value(*w))),
+                    Some(bias) => y.iter_mut().zip(wide).zip(bias).for_each(|((y, w), b)| *y = T::down(f.value(*w + b.up()))),
+                    None => y.iter_mut().zip(wide).for_each(|(y, w)| *y = T::down(f.value(*w))),
                 }
                 if let Some(before) = before.get_mut(i * n..(i + 1) * n) {
                     match bias {

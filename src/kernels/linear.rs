@@ -97,8 +97,8 @@ impl Linear<'_> {
                         finish(pre, bias, Activation::Identity);
                     }
                     T::vectorised(|| {
-                        each_activation!(self.act, A => {
-                            y.iter_mut().zip(pre).for_each(|(y, pre)| *y = T::down(A.value(pre.up())))
+                        each_activation!(self.act, f => {
+                            y.iter_mut().zip(pre).for_each(|(y, pre)| *y = T::down(f.value(pre.up())))
                         })
                     });
                 });
@@ -108,7 +108,7 @@ impl Linear<'_> {
             Some(bias) => cpu::for_rows(&mut y, n, |_, rows| finish(rows, bias, self.act)),
             None => cpu::for_rows(&mut y, n, |_, rows| {
                 T::vectorised(
-                    || each_activation!(self.act, A => rows.iter_mut().for_each(|y| *y = T::down(A.value(y.up())))),
+                    || each_activation!(self.act, f => rows.iter_mut().for_each(|y| *y = T::down(f.value(y.up())))),
                 )
             }),
         }
@@ -202,9 +202,9 @@ fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
 /// `y = act(y + bias)` over whole rows.
 fn finish<T: Elem>(rows: &mut [T], bias: &[T], act: Activation) {
     T::vectorised(|| {
-        each_activation!(act, A => {
+        each_activation!(act, f => {
             for row in rows.chunks_exact_mut(bias.len()) {
-                row.iter_mut().zip(bias).for_each(|(y, b)| *y = T::down(A.value(y.up() + b.up())));
+                row.iter_mut().zip(bias).for_each(|(y, b)| *y = T::down(f.value(y.up() + b.up())));
             }
         })
     })
@@ -224,7 +224,7 @@ pub(super) fn through_activation<T: Elem>(
         if let Some(v) = v {
             let v = &v[i * chunk..][..d.len()];
             T::vectorised(
-                || each_activation!(act, A => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * A.slope(v.up())))),
+                || each_activation!(act, f => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * f.slope(v.up())))),
             );
         }
         let mut sum = vec![T::Acc::ZERO; if sums { n } else { 0 }];

@@ -1,0 +1,32 @@
+//! From a job's `[model]` to a network of layers, without allocating a tensor.
+//!
+//! A model takes the features of the data and gives blocks, a loss and the layout of its parameters.
+//! What does not fit together is refused here, by the name of the layer, the shape it got and the
+//! shape it needs.
+
+mod build;
+mod cnn;
+mod mlp;
+
+pub use build::{Builder, ModelError};
+
+use crate::features::Features;
+use crate::job::Model;
+use crate::layers::network::Network;
+use crate::params::Layout;
+
+/// A network and where its parameters lie.
+pub struct Built {
+    pub network: Network,
+    pub layout: Layout,
+}
+
+/// Builds the network a job declares for samples of these features.
+pub fn build(model: &Model, features: &Features) -> Result<Built, ModelError> {
+    let mut builder = Builder::new(features);
+    match model {
+        Model::Mlp(mlp) => mlp::build(mlp, &mut builder)?,
+        Model::Cnn(cnn) => cnn::build(cnn, &mut builder)?,
+    }
+    builder.finish()
+}
