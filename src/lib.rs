@@ -14,6 +14,7 @@ pub mod kernels;
 pub mod layers;
 pub mod memory;
 pub mod models;
+pub mod optim;
 pub mod params;
 pub mod random;
 pub mod report;
