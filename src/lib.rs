@@ -7,6 +7,7 @@
 //!             typed   network   plan      stream  steps    what people see
 //! ```
 
+pub mod cli;
 pub mod job;
 pub mod memory;
 pub mod train;

@@ -15,13 +15,12 @@ use super::schema::{allowed, choices, is_table, kind, kinds};
 use crate::units::Size;
 
 /// An error and the bytes it is about, in the address space of [`super::source::Sources`].
-pub(super) type Found = (Range<usize>, Error);
+pub(super) type Found = (Range<usize>, Box<Error>);
 
 /// Checks `table` against `schema`, both the whole job's.
 pub(super) fn check(table: &mut Spanned<DeTable>, schema: &Value, base: &Path) -> Vec<Found> {
     let mut checker = Checker { schema, base, found: Vec::new() };
-    let span = 0..0;
-    checker.table(table.get_mut(), span, schema, "");
+    checker.table(table.get_mut(), 0..0, schema, "");
     checker.found
 }
 
@@ -34,7 +33,7 @@ struct Checker<'a> {
 
 impl Checker<'_> {
     fn report(&mut self, span: Range<usize>, error: Error) {
-        self.found.push((span, error));
+        self.found.push((span, error.into()));
     }
 
     fn table(&mut self, table: &mut DeTable, span: Range<usize>, schema: &Value, path: &str) {
@@ -108,12 +107,11 @@ impl Checker<'_> {
             Error::new(Code::OtherKind, message)
                 .hint(format!("`{shown}` is a key of kind {}", quoted(&owners)))
         } else {
-            let tables = self.schema["properties"].as_object().into_iter().flatten();
-            let elsewhere = tables
-                .filter(|(_, t)| kinds_have(t, name))
-                .map(|(table, _)| format!("`{shown}` is a key of [{table}]"));
+            let mut tables = self.schema["properties"].as_object().into_iter().flatten();
+            let owner = tables.find(|(_, table)| kinds_have(table, name));
+            let elsewhere = owner.map(|(table, _)| format!("`{shown}` is a key of [{table}]"));
             Error::new(Code::UnknownKey, format!("unknown key `{shown}`{}", section(path)))
-                .hint(near_miss(name, keys()).or(elsewhere.take(1).next()))
+                .hint(near_miss(name, keys()).or(elsewhere))
         };
         let error = error.key(join(path, name)).allowed(keys().collect::<Vec<_>>().join(", "));
         self.report(span, error);
@@ -227,10 +225,10 @@ impl Checker<'_> {
     }
 
     /// Checks a string by its `format`; a path comes back resolved.
-    fn string(&self, text: &str, schema: &Value) -> Result<Option<String>, Error> {
-        let refuse = |what: &str| {
+    fn string(&self, text: &str, schema: &Value) -> Result<Option<String>, Box<Error>> {
+        let refuse = |what: &str| -> Box<Error> {
             let shown = text.escape_debug();
-            Error::new(Code::NotAllowed, format!("`{shown}` is not {what}")).allowed(allowed(schema))
+            Error::new(Code::NotAllowed, format!("`{shown}` is not {what}")).allowed(allowed(schema)).into()
         };
         match schema["format"].as_str() {
             Some("size") => text.parse::<Size>().map(|_| None).map_err(|_| refuse("a size")),
@@ -239,7 +237,7 @@ impl Checker<'_> {
                 _ => Err(refuse("a size")),
             },
             Some("name") if is_name(text) => Ok(None),
-            Some("name") => Err(refuse("a name").hint(format!("for example `{}`", name_from(text)))),
+            Some("name") => Err(refuse("a name").hint(format!("for example `{}`", name_from(text))).into()),
             Some("path") => {
                 let expanded = expand(text, |name| std::env::var(name).ok())?;
                 Ok(Some(self.base.join(expanded).to_string_lossy().into_owned()))
@@ -329,7 +327,7 @@ pub(super) fn name_from(text: &str) -> String {
 }
 
 /// Fills in every `${NAME}`.
-fn expand(text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<String, Error> {
+fn expand(text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<String, Box<Error>> {
     let (mut out, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once("${") {
         let (name, after) = after.split_once('}').ok_or_else(|| {
@@ -357,7 +355,7 @@ mod tests {
         train: std::path::PathBuf,
     }
 
-    fn resolved(text: &str) -> Result<String, Error> {
+    fn resolved(text: &str) -> Result<String, Box<Error>> {
         let schema = super::super::schema::of::<WithPath>();
         let mut tree = DeTable::parse(text).unwrap();
         match check(&mut tree, &schema, Path::new("/jobs")).pop() {

@@ -120,7 +120,7 @@ impl Job {
         sources.add(&path.display().to_string(), text);
         let (mut tree, broken) = DeTable::parse_recoverable(text);
         let syntax = |e: &toml::de::Error| {
-            (e.span().unwrap_or(0..0), Error::new(Code::Syntax, e.message().to_lowercase()))
+            (e.span().unwrap_or(0..0), Error::new(Code::Syntax, e.message().to_lowercase()).into())
         };
         let mut found: Vec<check::Found> = broken.iter().map(syntax).collect();
         let schema = schema();
@@ -152,7 +152,7 @@ impl Job {
         found.sort_by_key(|(span, _)| span.start);
         // What is about the whole file, such as a missing table, has no line to show.
         let place = |span: std::ops::Range<usize>| if span == (0..0) { None } else { sources.place(span) };
-        Err(Errors(found.into_iter().map(|(span, error)| Error { place: place(span), ..error }).collect()))
+        Err(Errors(found.into_iter().map(|(span, error)| Error { place: place(span), ..*error }).collect()))
     }
 
     /// The resolved job as TOML: itself a valid job, equal to this one wherever it lies.

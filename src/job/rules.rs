@@ -13,7 +13,7 @@ use super::{Job, Length, Optimizer, Schedule};
 pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
     let mut found = Vec::new();
     let mut report = |key: &str, message: String, hint: String| {
-        found.push((span(tree, key), Error::new(Code::Contradiction, message).key(key).hint(hint)));
+        found.push((span(tree, key), Error::new(Code::Contradiction, message).key(key).hint(hint).into()));
     };
     if let (Length::Steps(steps), warmup) = (job.train.length(), job.schedule.warmup_steps())
         && warmup > steps
