@@ -33,10 +33,14 @@ pub fn page() -> String {
             continue;
         }
         let need = if required(name) { "Required." } else { "Optional." };
-        line(&mut page, format_args!("\n## [{name}]\n\n{} {need}\n", text(table)));
+        line(&mut page, format_args!("## [{name}]\n\n{} {need}\n", text(table)));
         for each in kinds(table) {
             if let Some(kind) = kind(each) {
-                let default = if table["default"]["kind"] == kind { " The default." } else { "" };
+                let default = if table["default"]["kind"] == kind {
+                    " The default: `kind` may be left out."
+                } else {
+                    ""
+                };
                 line(&mut page, format_args!("### kind = \"{kind}\"\n\n{}{default}\n", text(each)));
             }
             keys(&mut page, each);
