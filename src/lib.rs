@@ -9,6 +9,7 @@
 
 pub mod data;
 pub mod features;
+pub mod cli;
 pub mod job;
 pub mod kernels;
 pub mod layers;

@@ -21,6 +21,15 @@ pub enum Source {
     Shapes(Shapes),
 }
 
+impl Source {
+    /// The name of its `kind`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Shapes(_) => "shapes",
+        }
+    }
+}
+
 /// Grey pictures of ten shapes, drawn by the program from the seed: nothing to download.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]

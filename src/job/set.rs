@@ -22,7 +22,7 @@ pub(super) fn apply<'a>(
     let refuse = |span: Range<usize>, message: &str| {
         let error =
             Error::new(Code::Syntax, message).allowed("KEY.PATH=VALUE, such as `train.batch_size=32`");
-        Err((span, error))
+        Err((span, error.into()))
     };
     let Some((path, text)) = set.split_once('=') else {
         return refuse(whole, "a `--set` without `=`");
@@ -69,7 +69,10 @@ fn value<'a>(text: &'a str, at: usize, schema: Option<&Value>) -> Result<Spanned
         Ok(value) => Ok(shift(value, at)),
         Err(error) if written => {
             let span = error.span().unwrap_or(0..text.len());
-            Err((at + span.start..at + span.end, Error::new(Code::Syntax, error.message().to_lowercase())))
+            Err((
+                at + span.start..at + span.end,
+                Error::new(Code::Syntax, error.message().to_lowercase()).into(),
+            ))
         }
         Err(_) => Ok(bare()),
     }
@@ -123,7 +126,7 @@ fn put<'a>(
             None => {
                 let error =
                     Error::new(Code::UnknownKey, format!("the list has no item `{}`", name.escape_debug()));
-                Err((key.span(), error.allowed(format!("0 to {}", items.len().saturating_sub(1)))))
+                Err((key.span(), error.allowed(format!("0 to {}", items.len().saturating_sub(1))).into()))
             }
         },
         _ => {
@@ -131,7 +134,7 @@ fn put<'a>(
                 Code::WrongType,
                 format!("`{}` is below a value that is no table", name.escape_debug()),
             );
-            Err((key.span(), error))
+            Err((key.span(), error.into()))
         }
     }
 }

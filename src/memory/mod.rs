@@ -3,6 +3,7 @@
 pub mod ledger;
 pub mod measure;
 pub mod plan;
+pub mod probe;
 
 pub use ledger::{Ledger, Oom, Reservation};
 pub use plan::{Plan, Role};
