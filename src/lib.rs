@@ -7,9 +7,9 @@
 //!             typed   network   plan      stream  steps    what people see
 //! ```
 
+pub mod cli;
 pub mod data;
 pub mod features;
-pub mod cli;
 pub mod job;
 pub mod kernels;
 pub mod layers;

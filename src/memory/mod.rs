@@ -1,5 +1,8 @@
 //! Memory, before and during: what is there, what a step needs, what is chosen, what is held.
 
+pub mod budget;
+pub mod estimate;
+pub mod ladder;
 pub mod ledger;
 pub mod measure;
 pub mod plan;
