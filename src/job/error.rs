@@ -56,6 +56,8 @@ pub enum Code {
     /// Keys that cannot stand together.
     Contradiction,
     UnsetVariable,
+    /// There are more mistakes than are told.
+    More,
 }
 
 impl Error {

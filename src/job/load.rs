@@ -15,6 +15,9 @@ use super::{Job, rules, schema, set};
 /// A job file larger than this is no job file.
 const MAX_BYTES: u64 = 1 << 20;
 
+/// Mistakes told at once; with more, it is another file altogether.
+const MAX_SHOWN: usize = 50;
+
 impl Job {
     /// Reads the job at `path` with each of `sets` (`key.path=value`) put over it.
     pub fn load(path: &Path, sets: &[String]) -> Result<Job, Errors> {
@@ -55,6 +58,14 @@ impl Job {
         sources.add(&path.display().to_string(), text);
         resolve(text, path, sets, &mut sources).map_err(|mut found| {
             found.sort_by_key(|(span, _)| span.start);
+            let more = found.len().saturating_sub(MAX_SHOWN);
+            if more > 0 {
+                found.truncate(MAX_SHOWN);
+                found.push((
+                    WHOLE,
+                    Error::new(Code::More, format!("{more} more mistakes are not shown")).into(),
+                ));
+            }
             let placed = |(span, error): Found| Error { place: sources.place(span), ..*error };
             Errors(found.into_iter().map(placed).collect())
         })
@@ -146,6 +157,18 @@ mod tests {
         let Model::Cnn(model) = load(&cnn, &["model.stages.1.channels=16"]).model else { panic!() };
         assert_eq!(model.stages[1].channels, 16);
         assert!(parse(&cnn, &["model.stages.2.channels=16"]).is_err());
+    }
+
+    #[test]
+    fn depth_and_number_are_bounded() {
+        let deep = vec!["a"; 60_000].join(".");
+        assert!(parse(TINY, &[&format!("{deep}=1")]).is_err());
+        assert!(parse(&format!("{deep} = 1"), &[]).is_err());
+        assert!(parse(&format!("x = {}", "[".repeat(60_000)), &[]).is_err());
+        let wide: String = (0..60_000).map(|i| format!("k{i} = 1\n")).collect();
+        let errors = parse(&wide, &[]).unwrap_err();
+        assert_eq!(errors.0.len(), MAX_SHOWN + 1);
+        assert_eq!(errors.0[MAX_SHOWN].message, "59953 more mistakes are not shown");
     }
 
     #[test]

@@ -11,6 +11,9 @@ use super::check::Found;
 use super::error::{Code, Error};
 use super::schema::{choices, kinds};
 
+/// Parts of a key; no table lies deeper, and the depth of recursion stays bounded.
+const MAX_DEPTH: usize = 64;
+
 /// Puts `set` into `job`; the set's first byte has the address `start`.
 pub(super) fn apply<'a>(
     set: &'a str,
@@ -37,6 +40,9 @@ pub(super) fn apply<'a>(
     }
     if let Some(empty) = keys.iter().find(|key| key.get_ref().is_empty()) {
         return refuse(empty.span().start..empty.span().start + 1, "a `--set` with an empty key");
+    }
+    if keys.len() > MAX_DEPTH {
+        return refuse(whole, "a `--set` with too many parts in its key");
     }
     let target = keys.iter().try_fold(schema, |table, key| child(table, key.get_ref()));
     let value = value(text, at, target)?;
