@@ -5,7 +5,9 @@ use std::io::{self, IsTerminal, Write};
 
 use serde_json::{Value, json};
 
+use crate::data::DataError;
 use crate::job;
+use crate::train::Failure;
 
 /// The exit codes, decided here and nowhere else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,8 +70,28 @@ impl Exit {
             stop.exit
         } else if error.is::<job::Errors>() {
             Exit::Usage
+        } else if let Some(failure) = error.downcast_ref::<Failure>() {
+            Exit::of_failure(failure)
         } else {
             Exit::Failure
+        }
+    }
+}
+
+impl Exit {
+    fn of_failure(failure: &Failure) -> Exit {
+        match failure {
+            Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } => Exit::Memory,
+            Failure::Data(error) if error.is_memory() => Exit::Memory,
+            Failure::Data(DataError::Thread { .. } | DataError::Panicked { .. } | DataError::AllHeld { .. }) => {
+                Exit::Failure
+            }
+            Failure::Data(DataError::Setting { .. }) | Failure::Model(_) => Exit::Usage,
+            Failure::Data(_) => Exit::Data,
+            Failure::Diverged { .. } => Exit::Diverged,
+            Failure::FolderTaken(_) | Failure::NotARun(_) | Failure::Changed(_) => Exit::Usage,
+            Failure::Io { .. } | Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
+            Failure::NoWholeCheckpoint { .. } | Failure::ForeignCheckpoint { .. } => Exit::Failure,
         }
     }
 }
@@ -95,8 +117,11 @@ pub fn tell(error: &anyhow::Error, json: bool, color: super::Color) -> Exit {
     exit
 }
 
-fn hint(error: &anyhow::Error) -> Option<&str> {
-    error.downcast_ref::<Stop>()?.hint.as_deref()
+fn hint(error: &anyhow::Error) -> Option<String> {
+    match error.downcast_ref::<Failure>() {
+        Some(failure) => failure.hint(),
+        None => error.downcast_ref::<Stop>()?.hint.clone(),
+    }
 }
 
 fn text(error: &anyhow::Error) -> String {

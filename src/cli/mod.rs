@@ -20,6 +20,7 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::job::Job;
+use crate::report::{Look, Verbosity};
 pub use exit::{Exit, Stop};
 
 /// Trains a declared model within a memory budget.
@@ -77,6 +78,16 @@ impl Common {
     /// Loads the job at `path` with this command line's `--set`s over it.
     pub fn job(&self, path: &Path) -> anyhow::Result<Job> {
         Ok(Job::load(path, &self.set)?)
+    }
+
+    /// How to show things where people read, which is a terminal or is not.
+    pub fn look(&self, terminal: bool) -> Look {
+        let verbosity = match (self.quiet, self.verbose) {
+            (true, _) => Verbosity::Quiet,
+            (_, true) => Verbosity::Verbose,
+            _ => Verbosity::Normal,
+        };
+        Look { verbosity, color: self.color.on(terminal), live: terminal }
     }
 }
 

@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn another_experiment_is_named_by_its_keys() {
         assert_eq!(changed(&["seed=7", "model.hidden=[8]"]), ["model.hidden [256] [8]", "seed 42 7"]);
-        assert_eq!(changed(&["data.noise=0.5", "train.precision=f32"]).len(), 2);
+        assert_eq!(changed(&["data.image_size=32", "train.precision=f32"]).len(), 2);
         assert_eq!(changed(&["train.batch_size=16"]), ["train.batch_size 32 16"]);
         let sgd = changed(&["optimizer.kind=sgd"]);
         assert!(sgd.contains(&r#"optimizer.kind "adamw" "sgd""#.into()), "{sgd:?}");

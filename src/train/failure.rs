@@ -63,7 +63,7 @@ impl Failure {
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
-            Failure::Data(error) => error.hint(),
+            Failure::Data(error) => error.hint().map(Into::into),
             Failure::DoesNotFit(plan) => plan.advice.clone(),
             Failure::OutOfMemory { .. } => Some("give the run more memory, or make the model smaller".into()),
             Failure::Diverged { checkpoint, .. } => Some(match checkpoint {
