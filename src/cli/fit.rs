@@ -58,7 +58,7 @@ impl Fit {
         let tensorboard = job.log.tensorboard;
         let look = common.look(io::stderr().is_terminal());
         let ended = train::run::fit(job, options, |folder, resumed| {
-            let history = match resumed {
+            let history = match resumed && folder.events().exists() {
                 true => Summary::from_events(&folder.events())?,
                 false => Summary::default(),
             };
@@ -89,7 +89,9 @@ fn fault() -> anyhow::Result<Option<u64>> {
         Err(_) => Ok(None),
         Ok(text) => match text.parse() {
             Ok(n) => Ok(Some(n)),
-            Err(_) => Err(Stop::usage("`TRAINER_FAULT_ASK` is not a number", "unset it: it is for tests").into()),
+            Err(_) => {
+                Err(Stop::usage("`TRAINER_FAULT_ASK` is not a number", "unset it: it is for tests").into())
+            }
         },
     }
 }
