@@ -10,10 +10,12 @@ pub mod check;
 pub mod conv;
 pub mod cross_entropy;
 pub mod dropout;
+pub mod embedding;
 pub mod flatten;
 pub mod linear;
 pub mod loss;
 pub mod network;
+pub mod norm;
 pub mod pool;
 
 use candle_core::{DType, Result, Tensor};
