@@ -20,6 +20,7 @@ mod schema;
 mod set;
 mod source;
 mod train;
+mod transformer;
 
 use std::io::Read;
 use std::path::Path;
@@ -39,6 +40,7 @@ pub use progress::{Best, Checkpoint, Eval, Every, Log, Metric};
 pub use schema::schema;
 pub use source::Place;
 pub use train::{Length, Precision, Train};
+pub use transformer::{Bert, Gpt, Llama, Vit};
 
 /// A job file larger than this is no job file.
 const MAX_BYTES: u64 = 1 << 20;

@@ -3,12 +3,16 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::transformer::{Gpt, Llama};
+
 /// The network. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Model {
     Mlp(Mlp),
     Cnn(Cnn),
+    Gpt(Gpt),
+    Llama(Llama),
 }
 
 /// A perceptron: the sample flattened, dense layers, then one output a class.

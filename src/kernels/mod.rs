@@ -6,6 +6,7 @@
 
 pub mod activation;
 pub mod add;
+pub mod attention;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;
@@ -15,9 +16,12 @@ pub mod embedding;
 pub mod lanes;
 pub mod linear;
 pub mod norm;
+pub mod packed;
 pub mod pool;
 pub mod product;
 pub mod reference;
+pub mod rotary;
+pub mod swiglu;
 pub mod tally;
 pub mod update;
 

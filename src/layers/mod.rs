@@ -5,6 +5,7 @@
 //! says, for a micro-batch, what all of this holds, to the byte. No graph is recorded, and nothing else
 //! in the program knows a layer's insides. [`network`] runs layers and asks the ledger for them.
 
+pub mod attention;
 #[cfg(test)]
 pub mod check;
 pub mod conv;
@@ -16,7 +17,9 @@ pub mod linear;
 pub mod loss;
 pub mod network;
 pub mod norm;
+pub mod packed;
 pub mod pool;
+pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
 
@@ -110,6 +113,8 @@ pub struct Pass<'a> {
     pub epoch: u64,
     /// Global ids of the micro-batch's samples, in order.
     pub ids: &'a [u64],
+    /// Positions of each sample that are not padding, from the first; all where absent.
+    pub lengths: Option<&'a [u32]>,
     /// What a sample's loss gradient is multiplied with.
     pub scale: f64,
 }

@@ -6,7 +6,10 @@
 
 mod build;
 mod cnn;
+mod gpt;
+mod llama;
 mod mlp;
+mod transformer;
 
 pub use build::{Builder, ModelError};
 
@@ -27,6 +30,8 @@ pub fn build(model: &Model, features: &Features) -> Result<Built, ModelError> {
     match model {
         Model::Mlp(mlp) => mlp::build(mlp, &mut builder)?,
         Model::Cnn(cnn) => cnn::build(cnn, &mut builder)?,
+        Model::Gpt(gpt) => gpt::build(gpt, &mut builder)?,
+        Model::Llama(llama) => llama::build(llama, &mut builder)?,
     }
     builder.finish()
 }

@@ -1,0 +1,99 @@
+//! What the models over sequences have in common.
+
+use super::{Builder, ModelError};
+use crate::features::{Input, Target};
+use crate::kernels::Activation;
+use crate::kernels::attention::Sizes;
+use crate::kernels::linear::Lies;
+use crate::layers::cross_entropy::CrossEntropy;
+use crate::layers::linear::{Linear, Options};
+use crate::layers::network::{Node, Residual};
+use crate::params::{Init, ParamId};
+
+/// How weights begin, as GPT-2, BERT and Llama have it.
+pub(super) const INIT: Init = Init::Normal(0.02);
+
+/// (tokens of a sample, vocabulary) of the data, whose samples must fit into `context` positions.
+pub(super) fn tokens(b: &Builder, kind: &'static str, context: usize) -> Result<(usize, usize), ModelError> {
+    match b.features.input {
+        Input::Tokens { length, vocab } if length <= context => Ok((length, vocab)),
+        Input::Tokens { length, .. } => Err(ModelError::Shape {
+            layer: "embedding".into(),
+            got: vec![length],
+            needs: format!("at most {context} tokens a sample (`model.context`)"),
+        }),
+        Input::Floats { ref shape } => {
+            Err(ModelError::Data { kind, needs: "tokens", got: format!("samples of shape {shape:?}") })
+        }
+    }
+}
+
+/// The sizes of the attention `layer`, whose heads must share the width evenly.
+pub(super) fn sizes(
+    layer: &str,
+    length: usize,
+    width: usize,
+    (heads, kv_heads): (usize, usize),
+) -> Result<Sizes, ModelError> {
+    let refuse =
+        |needs: String| Err(ModelError::Shape { layer: layer.into(), got: vec![length, width], needs });
+    if width % heads != 0 {
+        return refuse(format!("a width that {heads} heads can share evenly"));
+    }
+    if heads % kv_heads != 0 {
+        return refuse(format!("a number of heads, now {heads}, that is a multiple of {kv_heads} key heads"));
+    }
+    Ok(Sizes { length, heads, kv_heads, head: width / heads })
+}
+
+/// Adds what `body` builds as a branch around which the sample goes unchanged.
+pub(super) fn residual(
+    b: &mut Builder,
+    name: &str,
+    body: impl FnOnce(&mut Builder) -> Result<(), ModelError>,
+) -> Result<(), ModelError> {
+    let branch = b.branch(body)?;
+    b.node(Node::Residual(Residual {
+        name: name.into(),
+        branch,
+        shortcut: Vec::new(),
+        act: Activation::Identity,
+        output: b.shape.clone(),
+    }));
+    Ok(())
+}
+
+/// Adds a linear layer over the last dimension whose bias begins at 0.
+pub(super) fn linear(b: &mut Builder, name: &str, width: usize, lies: Lies, act: Activation, init: Init) {
+    let options = Options { bias: true, act, lies, init, bias_init: Init::Constant(0.0) };
+    let layer = Linear::new(&mut b.declared, name, &b.shape, width, options);
+    b.layer(layer);
+}
+
+/// The scores of the next token at each position, with the weights `tied` to the embedding's or their own.
+pub(super) fn next_token(
+    b: &mut Builder,
+    kind: &'static str,
+    classes: usize,
+    tied: Option<ParamId>,
+) -> Result<(), ModelError> {
+    if b.features.target != Target::Tokens {
+        let got = format!("{:?}", b.features.target);
+        return Err(ModelError::Data { kind, needs: "the next token as its target", got });
+    }
+    let (positions, width) = (b.shape[0], b.shape[1]);
+    let own = |b: &mut Builder| b.declared.param("lm_head.weight", [classes, width], INIT);
+    let weight = tied.unwrap_or_else(|| own(b));
+    b.loss(CrossEntropy {
+        name: "lm_head".into(),
+        weight,
+        tied: tied.is_some(),
+        bias: None,
+        positions,
+        width,
+        classes,
+        smoothing: 0.0,
+        class_weights: None,
+    });
+    Ok(())
+}
