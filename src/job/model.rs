@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::transformer::{Gpt, Llama};
+use super::transformer::{Bert, Gpt, Llama, Vit};
 
 /// The network. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -13,6 +13,8 @@ pub enum Model {
     Cnn(Cnn),
     Gpt(Gpt),
     Llama(Llama),
+    Bert(Bert),
+    Vit(Vit),
 }
 
 /// A perceptron: the sample flattened, dense layers, then one output a class.

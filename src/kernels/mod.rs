@@ -7,6 +7,7 @@
 pub mod activation;
 pub mod add;
 pub mod attention;
+pub mod class_token;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;

@@ -8,10 +8,12 @@
 pub mod attention;
 #[cfg(test)]
 pub mod check;
+pub mod class_token;
 pub mod conv;
 pub mod cross_entropy;
 pub mod dropout;
 pub mod embedding;
+pub mod first;
 pub mod flatten;
 pub mod linear;
 pub mod loss;

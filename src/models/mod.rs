@@ -4,12 +4,14 @@
 //! What does not fit together is refused here, by the name of the layer, the shape it got and the
 //! shape it needs.
 
+mod bert;
 mod build;
 mod cnn;
 mod gpt;
 mod llama;
 mod mlp;
 mod transformer;
+mod vit;
 
 pub use build::{Builder, ModelError};
 
@@ -32,6 +34,8 @@ pub fn build(model: &Model, features: &Features) -> Result<Built, ModelError> {
         Model::Cnn(cnn) => cnn::build(cnn, &mut builder)?,
         Model::Gpt(gpt) => gpt::build(gpt, &mut builder)?,
         Model::Llama(llama) => llama::build(llama, &mut builder)?,
+        Model::Bert(bert) => bert::build(bert, &mut builder)?,
+        Model::Vit(vit) => vit::build(vit, &mut builder)?,
     }
     builder.finish()
 }

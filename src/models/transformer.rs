@@ -97,3 +97,28 @@ pub(super) fn next_token(
     });
     Ok(())
 }
+
+/// The scores of the data's classes from a vector a sample; the bias begins at 0.
+pub(super) fn classes(b: &mut Builder, name: &str, kind: &'static str, init: Init) -> Result<(), ModelError> {
+    let classes = match &b.features.target {
+        Target::Class { names } => names.len(),
+        other => {
+            return Err(ModelError::Data { kind, needs: "classes to tell apart", got: format!("{other:?}") });
+        }
+    };
+    let width = b.shape.iter().product();
+    let weight = b.declared.param(format!("{name}.weight"), [classes, width], init);
+    let bias = b.declared.param(format!("{name}.bias"), [classes], Init::Constant(0.0));
+    b.loss(CrossEntropy {
+        name: name.into(),
+        weight,
+        tied: false,
+        bias: Some(bias),
+        positions: 1,
+        width,
+        classes,
+        smoothing: 0.0,
+        class_weights: None,
+    });
+    Ok(())
+}

@@ -3,8 +3,8 @@
 
 mod case;
 
-use case::language;
-use trainer::job::{Gpt, Llama, Model};
+use case::{language, pictures, texts};
+use trainer::job::{Bert, Gpt, Llama, Model, Vit};
 
 #[test]
 fn gpt() {
@@ -25,4 +25,16 @@ fn llama() {
         tie: false,
     });
     language("llama", model, 3, 70, 37).proven(&[&[1, 2], &[1, 1, 1]]);
+}
+
+#[test]
+fn bert() {
+    let model = Model::Bert(Bert { layers: 2, heads: 3, width: 24, hidden: 40, context: 80, dropout: 0.0 });
+    texts("bert", model, (6, 70, 37), 5).proven(&[&[1, 2, 3], &[5, 1]]);
+}
+
+#[test]
+fn vit() {
+    let model = Model::Vit(Vit { patch: 4, layers: 2, heads: 3, width: 24, ratio: 2, dropout: 0.0 });
+    pictures("vit", model, 4, [12, 12, 3], 5).proven(&[&[1, 3], &[2, 1, 1]]);
 }
