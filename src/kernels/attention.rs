@@ -146,7 +146,7 @@ impl Attention<'_> {
                 let dtype = <<T as Elem>::Acc as candle_core::WithDType>::DTYPE;
                 return Ok((self.reference(qkv)?, Tensor::zeros(sums_shape, dtype, qkv.device())?));
             }
-            let (y, sums) = self.forward_cpu::<T>(&*cpu::view::<T>(qkv)?, batch);
+            let (y, sums) = self.forward_cpu::<T>(&cpu::view::<T>(qkv)?, batch);
             Ok((cpu::tensor(y, y_shape)?, cpu::tensor(sums, sums_shape)?))
         })
     }
@@ -238,7 +238,7 @@ impl Attention<'_> {
         }
         with_elem!(qkv.dtype(), T => {
             let (x, sums) = (cpu::view::<T>(qkv)?, cpu::view::<<T as Elem>::Acc>(sums)?);
-            let dx = self.backward_cpu::<T>(&x, &*cpu::view::<T>(y)?, &sums, &*cpu::view::<T>(dy)?);
+            let dx = self.backward_cpu::<T>(&x, &cpu::view::<T>(y)?, &sums, &cpu::view::<T>(dy)?);
             cpu::tensor(dx, qkv.shape())
         })
     }

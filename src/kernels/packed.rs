@@ -15,7 +15,7 @@ pub struct Map<'a> {
 }
 
 /// The maps with the first of the output's columns each.
-fn placed<'a, 'b>(maps: &'b [Map<'a>]) -> Result<(Vec<(usize, Map<'a>)>, usize)> {
+fn placed<'a>(maps: &[Map<'a>]) -> Result<(Vec<(usize, Map<'a>)>, usize)> {
     let mut columns = 0;
     let mut placed = Vec::with_capacity(maps.len());
     for map in maps {

@@ -21,7 +21,7 @@ pub(super) fn build(llama: &Llama, b: &mut Builder) -> Result<(), ModelError> {
     let (length, vocab) = tokens(b, "llama", llama.context)?;
     let attn = "model.layers.0.self_attn";
     let heads = sizes(attn, length, llama.width, (llama.heads, llama.kv_heads))?;
-    if heads.head % 2 != 0 {
+    if !heads.head.is_multiple_of(2) {
         return Err(ModelError::Shape {
             layer: attn.into(),
             got: vec![length, llama.width],

@@ -37,10 +37,10 @@ pub(super) fn sizes(
 ) -> Result<Sizes, ModelError> {
     let refuse =
         |needs: String| Err(ModelError::Shape { layer: layer.into(), got: vec![length, width], needs });
-    if width % heads != 0 {
+    if !width.is_multiple_of(heads) {
         return refuse(format!("a width that {heads} heads can share evenly"));
     }
-    if heads % kv_heads != 0 {
+    if !heads.is_multiple_of(kv_heads) {
         return refuse(format!("a number of heads, now {heads}, that is a multiple of {kv_heads} key heads"));
     }
     Ok(Sizes { length, heads, kv_heads, head: width / heads })
@@ -121,4 +121,62 @@ pub(super) fn classes(b: &mut Builder, name: &str, kind: &'static str, init: Ini
         class_weights: None,
     });
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::features::{Features, Input, Target};
+    use crate::job::{Gpt, Llama, Model, Vit};
+    use crate::models::build;
+
+    fn refused(model: Model, input: Input, target: Target) -> String {
+        let result = build(&model, &Features { input, target });
+        result.err().map_or_else(|| "built".into(), |error| error.to_string())
+    }
+
+    fn text(length: usize) -> Input {
+        Input::Tokens { length, vocab: 65 }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named_with_what_would() {
+        let gpt = |heads, context| Model::Gpt(Gpt { heads, context, ..Gpt::default() });
+        assert_eq!(refused(gpt(4, 64), text(64), Target::Tokens), "built");
+        assert_eq!(
+            refused(gpt(5, 64), text(64), Target::Tokens),
+            "layer `transformer.h.0.attn` got samples of shape [64, 128] and needs a width that 5 heads can share evenly"
+        );
+        assert_eq!(
+            refused(gpt(4, 64), text(65), Target::Tokens),
+            "layer `embedding` got samples of shape [65] and needs at most 64 tokens a sample (`model.context`)"
+        );
+        let pictures = || Input::Floats { shape: vec![30, 32, 3] };
+        assert_eq!(
+            refused(gpt(4, 64), pictures(), Target::Tokens),
+            "a `gpt` model needs tokens, and the data has samples of shape [30, 32, 3]"
+        );
+        let classes = || Target::Class { names: vec!["a".into(), "b".into()] };
+        assert!(refused(gpt(4, 64), text(8), classes()).contains("needs the next token as its target"));
+        let llama =
+            |heads, kv_heads, width| Model::Llama(Llama { heads, kv_heads, width, ..Llama::default() });
+        assert!(refused(llama(6, 4, 96), text(8), Target::Tokens).contains("a multiple of 4 key heads"));
+        assert!(
+            refused(llama(4, 2, 36), text(8), Target::Tokens)
+                .contains("an even number of values a head, now 9")
+        );
+        assert!(
+            refused(Model::Vit(Vit::default()), pictures(), classes())
+                .contains("`conv_proj` got samples of shape [30, 32, 3] and needs pictures whose height and width are multiples of the patch, 4")
+        );
+    }
+
+    #[test]
+    fn parameters_are_counted_as_they_are_declared() {
+        for tie in [true, false] {
+            let model = Model::Gpt(Gpt { tie, ..Gpt::default() });
+            let built = build(&model, &Features { input: text(64), target: Target::Tokens }).unwrap();
+            let counted: usize = built.network.layers().iter().map(|layer| layer.parameters()).sum();
+            assert_eq!(counted + built.network.loss.parameters(), built.layout.params.len);
+        }
+    }
 }

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use trainer::features::{Features, Input, Target};
 use trainer::job::Model;
 use trainer::kernels::cpu::{self, update};
-use trainer::kernels::update::{AdamW, Common};
+use trainer::kernels::update::{AdamW, Common, round_into};
 use trainer::layers::network::{Batch, Walk};
 use trainer::layers::{At, Mode, Pass};
 use trainer::memory::Ledger;
@@ -33,13 +33,11 @@ const ROUNDING: f64 = 2e-7;
 
 pub struct Case {
     name: &'static str,
-    built: Built,
-    store: Store,
+    model: Model,
+    features: Features,
     batch: Batch,
     /// Tokens of each sample that are not padding, where not all are.
     lengths: Option<Vec<u32>>,
-    /// Targets of the whole batch, over which the loss is a mean.
-    targets: usize,
 }
 
 /// A model that learns the next token.
@@ -86,15 +84,54 @@ fn targets(batch: usize, classes: usize) -> Tensor {
 
 impl Case {
     fn new(name: &'static str, model: Model, features: Features, inputs: Tensor, targets: Tensor) -> Self {
-        let built = build(&model, &features).unwrap();
-        let store = Store::new(built.layout.clone(), 0, DType::F32, &Device::Cpu).unwrap();
-        let count = targets.elem_count();
-        let case =
-            Self { name, built, store, batch: Batch { inputs, targets }, lengths: None, targets: count };
-        case.reset();
-        case
+        let (batch, lengths) = (Batch { inputs, targets }, None);
+        Self { name, model, features, batch, lengths }
     }
 
+    /// The model with its first weights, computing in a type.
+    fn network(&self, dtype: DType) -> Network<'_> {
+        let built = build(&self.model, &self.features).unwrap();
+        let store = Store::new(built.layout.clone(), 0, dtype, &Device::Cpu).unwrap();
+        let network = Network { case: self, built, store, dtype };
+        network.reset();
+        network
+    }
+
+    /// Losses and gradients as PyTorch has them, the same for every split of the batch (whose sizes are
+    /// given) and however many blocks are recomputed; nearly the same in the narrow types.
+    pub fn proven(&self, splits: &[&[usize]]) {
+        let path = format!("{}/tests/oracles/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
+        let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let network = self.network(DType::F32);
+        let whole = network.learns(splits);
+        network.compare(&whole, &oracle);
+        network.train(&oracle.losses);
+        for (dtype, near) in [(DType::BF16, 0.05), (DType::F16, 0.01)] {
+            let network = self.network(dtype);
+            network.learn(0, self.rows(), 0);
+            let far = apart(&network.gradients(), &whole);
+            assert!(far < near, "{}: in {dtype:?} the gradient is {far} away", self.name);
+        }
+    }
+
+    fn rows(&self) -> usize {
+        self.batch.inputs.dim(0).unwrap()
+    }
+
+    /// Targets of the whole batch, over which the loss is a mean.
+    fn targets(&self) -> f64 {
+        self.batch.targets.elem_count() as f64
+    }
+}
+
+struct Network<'a> {
+    case: &'a Case,
+    built: Built,
+    store: Store,
+    dtype: DType,
+}
+
+impl Network<'_> {
     /// The first weights and no gradients.
     fn reset(&self) {
         update::<f32, _>(&self.store.master, |all| {
@@ -113,13 +150,20 @@ impl Case {
             }
         })
         .unwrap();
+        if self.dtype != DType::F32 {
+            round_into(&self.store.master, &self.store.compute).unwrap();
+        }
         update::<f32, _>(&self.store.grads, |all| all.fill(0.0)).unwrap();
     }
 
     /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
     fn learn(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
         let part = |t: &Tensor| t.narrow(0, from, rows).unwrap();
-        let batch = Batch { inputs: part(&self.batch.inputs), targets: part(&self.batch.targets) };
+        let batch = Batch { inputs: part(&self.case.batch.inputs), targets: part(&self.case.batch.targets) };
+        let batch = match batch.inputs.dtype() {
+            DType::F32 => Batch { inputs: batch.inputs.to_dtype(self.dtype).unwrap(), ..batch },
+            _ => batch,
+        };
         let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
         let pass = Pass {
             store: &self.store,
@@ -127,10 +171,10 @@ impl Case {
             seed: 0,
             epoch: 0,
             ids: &ids,
-            lengths: self.lengths.as_ref().map(|l| &l[from..from + rows]),
-            scale: 1.0 / self.targets as f64,
+            lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
+            scale: 1.0 / self.case.targets(),
         };
-        let at = At { batch: rows, dtype: DType::F32, threads: cpu::threads() };
+        let at = At { batch: rows, dtype: self.dtype, threads: cpu::threads() };
         let ledger = Ledger::new(u64::MAX, None);
         let walk = Walk { pass: Some(pass), at, ledger: &ledger, recompute };
         let loss = self.built.network.learn(&walk, Some(&batch)).unwrap().loss;
@@ -140,7 +184,7 @@ impl Case {
             (ledger.peak(), ledger.held()),
             (planned.peak(), 0),
             "{}: the plan is the walk",
-            self.name
+            self.case.name
         );
         (loss, ledger.peak())
     }
@@ -149,20 +193,16 @@ impl Case {
         self.store.grads.to_vec1().unwrap()
     }
 
-    /// Losses and gradients as PyTorch has them, the same for every split of the batch (whose sizes are
-    /// given) and however many blocks are recomputed.
-    pub fn proven(&self, splits: &[&[usize]]) {
-        let path = format!("{}/tests/oracles/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
-        let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-        let rows = self.batch.inputs.dim(0).unwrap();
+    /// The gradient of the whole batch, however it is made.
+    fn learns(&self, splits: &[&[usize]]) -> Vec<f32> {
+        let (name, rows) = (self.case.name, self.case.rows());
         let (_, peak) = self.learn(0, rows, 0);
         let whole = self.gradients();
-        self.compare(&whole, &oracle);
         for recompute in 1..=self.built.network.blocks.len() {
             self.reset();
             let (_, lower) = self.learn(0, rows, recompute);
-            assert_eq!(self.gradients(), whole, "{}: {recompute} blocks run forward twice", self.name);
-            assert!(lower <= peak, "{}: recomputing {recompute} blocks takes more memory", self.name);
+            assert_eq!(self.gradients(), whole, "{name}: {recompute} blocks run forward twice");
+            assert!(lower <= peak, "{name}: recomputing {recompute} blocks takes more memory");
         }
         for split in splits {
             self.reset();
@@ -173,17 +213,17 @@ impl Case {
             }
             assert_eq!(from, rows, "a split of the whole batch");
             let far = distance(&self.gradients(), &whole);
-            assert!(far < 1e-5, "{}: split {split:?} is {far} away", self.name);
+            assert!(far < 1e-5, "{name}: split {split:?} is {far} away");
         }
         self.reset();
-        self.train(&oracle.losses, rows);
+        whole
     }
 
     fn compare(&self, gradients: &[f32], oracle: &Oracle) {
         let mut names: Vec<&str> = oracle.grads.keys().map(String::as_str).collect();
         for (spec, range) in self.store.layout.params.iter() {
             let Some(wanted) = oracle.grads.get(&spec.name) else {
-                panic!("{}: PyTorch knows no `{}`, but {names:?}", self.name, spec.name)
+                panic!("{}: PyTorch knows no `{}`, but {names:?}", self.case.name, spec.name)
             };
             names.retain(|name| *name != spec.name);
             let found: Vec<f64> = gradients[range].iter().map(|g| *g as f64).collect();
@@ -191,7 +231,7 @@ impl Case {
             assert!(
                 (norm - wanted.norm).abs() <= 1e-3 * wanted.norm + ROUNDING,
                 "{}: the gradient of `{}` is {norm} long and should be {}",
-                self.name,
+                self.case.name,
                 spec.name,
                 wanted.norm
             );
@@ -201,25 +241,25 @@ impl Case {
                 assert!(
                     (ours - value).abs() <= 1e-3 * value.abs().max(usual) + ROUNDING,
                     "{}: gradient {at} of `{}` is {ours} and should be {value}",
-                    self.name,
+                    self.case.name,
                     spec.name
                 );
             }
         }
-        assert!(names.is_empty(), "{}: PyTorch has parameters we have not: {names:?}", self.name);
+        assert!(names.is_empty(), "{}: PyTorch has parameters we have not: {names:?}", self.case.name);
     }
 
-    fn train(&self, losses: &[f64], rows: usize) {
+    fn train(&self, losses: &[f64]) {
         let zeros = || self.store.grads.zeros_like().unwrap();
         let (m, v) = (zeros(), zeros());
         let decayed = self.store.layout.params.decayed;
         let common = Common { lr: 1e-3, grad_scale: 1.0, weight_decay: 0.1, decayed };
         for (step, wanted) in losses.iter().enumerate() {
-            let loss = self.learn(0, rows, 0).0 / self.targets as f64;
+            let loss = self.learn(0, self.case.rows(), 0).0 / self.case.targets();
             assert!(
                 (loss - wanted).abs() <= 1e-4 * wanted,
                 "{}: loss {step} is {loss} and should be {wanted}",
-                self.name
+                self.case.name
             );
             let adam = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, step: step as u64 + 1 };
             adam.apply(&common, &self.store.master, &self.store.grads, &m, &v).unwrap();
@@ -231,6 +271,13 @@ impl Case {
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     let scale = b.iter().fold(1e-9f32, |m, v| m.max(v.abs()));
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / scale
+}
+
+/// The length of the difference relative to that of `b`.
+fn apart(a: &[f32], b: &[f32]) -> f64 {
+    let square = |v: f32| v as f64 * v as f64;
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+    (difference / b.iter().map(|b| square(*b)).sum::<f64>()).sqrt()
 }
 
 /// Where value `i` of the shape other tools know lies in ours.
