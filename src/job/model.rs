@@ -3,12 +3,18 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::transformer::{Bert, Gpt, Llama, Vit};
+
 /// The network. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Model {
     Mlp(Mlp),
     Cnn(Cnn),
+    Gpt(Gpt),
+    Llama(Llama),
+    Bert(Bert),
+    Vit(Vit),
 }
 
 impl Model {

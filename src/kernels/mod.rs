@@ -6,15 +6,23 @@
 
 pub mod activation;
 pub mod add;
+pub mod attention;
+pub mod class_token;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;
 pub mod dropout;
 pub mod elem;
+pub mod embedding;
+pub mod lanes;
 pub mod linear;
+pub mod norm;
+pub mod packed;
 pub mod pool;
 pub mod product;
 pub mod reference;
+pub mod rotary;
+pub mod swiglu;
 pub mod tally;
 pub mod update;
 

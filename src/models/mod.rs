@@ -4,9 +4,14 @@
 //! What does not fit together is refused here, by the name of the layer, the shape it got and the
 //! shape it needs.
 
+mod bert;
 mod build;
 mod cnn;
+mod gpt;
+mod llama;
 mod mlp;
+mod transformer;
+mod vit;
 
 pub use build::{Builder, ModelError};
 
@@ -27,6 +32,10 @@ pub fn build(model: &Model, features: &Features) -> Result<Built, ModelError> {
     match model {
         Model::Mlp(mlp) => mlp::build(mlp, &mut builder)?,
         Model::Cnn(cnn) => cnn::build(cnn, &mut builder)?,
+        Model::Gpt(gpt) => gpt::build(gpt, &mut builder)?,
+        Model::Llama(llama) => llama::build(llama, &mut builder)?,
+        Model::Bert(bert) => bert::build(bert, &mut builder)?,
+        Model::Vit(vit) => vit::build(vit, &mut builder)?,
     }
     builder.finish()
 }

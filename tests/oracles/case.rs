@@ -1,0 +1,314 @@
+//! A model with its weights, its batch and what PyTorch made of them.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor};
+use trainer::features::{Features, Input, Target};
+use trainer::job::Model;
+use trainer::kernels::cpu::{self, update};
+use trainer::kernels::update::{AdamW, Common, round_into};
+use trainer::layers::network::{Batch, Walk};
+use trainer::layers::{At, Mode, Pass};
+use trainer::memory::Ledger;
+use trainer::models::{Built, build};
+use trainer::params::{Lies, Spec, Store};
+
+/// What `make.py` wrote.
+#[derive(serde::Deserialize)]
+struct Oracle {
+    losses: Vec<f64>,
+    grads: BTreeMap<String, Grad>,
+}
+
+#[derive(serde::Deserialize)]
+struct Grad {
+    norm: f64,
+    /// Places of three values, in the shape other tools know.
+    at: Vec<usize>,
+    values: Vec<f64>,
+}
+
+/// What gradients that are 0 but for rounding may be: a key's bias moves all scores of a row alike.
+const ROUNDING: f64 = 2e-7;
+
+pub struct Case {
+    name: &'static str,
+    model: Model,
+    features: Features,
+    batch: Batch,
+    /// Tokens of each sample that are not padding, where not all are.
+    lengths: Option<Vec<u32>>,
+}
+
+/// A model that learns the next token.
+pub fn language(name: &'static str, model: Model, batch: usize, length: usize, vocab: usize) -> Case {
+    let all = numbers("tokens", vocab, batch * (length + 1));
+    let part = |from: usize| {
+        let rows = all.chunks(length + 1).flat_map(|row| row[from..from + length].to_vec());
+        Tensor::from_vec(rows.collect::<Vec<u32>>(), (batch, length), &Device::Cpu).unwrap()
+    };
+    let features = Features { input: Input::Tokens { length, vocab }, target: Target::Tokens };
+    Case::new(name, model, features, part(0), part(1))
+}
+
+/// A model that tells texts of many lengths apart.
+pub fn texts(
+    name: &'static str,
+    model: Model,
+    (batch, length, vocab): (usize, usize, usize),
+    classes: usize,
+) -> Case {
+    let inputs =
+        Tensor::from_vec(numbers("tokens", vocab, batch * length), (batch, length), &Device::Cpu).unwrap();
+    let features = Features { input: Input::Tokens { length, vocab }, target: named(classes) };
+    let lengths = numbers("lengths", length, batch).iter().map(|n| n + 1).collect();
+    Case { lengths: Some(lengths), ..Case::new(name, model, features, inputs, targets(batch, classes)) }
+}
+
+/// A model that tells pictures (height, width, channels) apart.
+pub fn pictures(name: &'static str, model: Model, batch: usize, shape: [usize; 3], classes: usize) -> Case {
+    let [h, w, c] = shape;
+    let pixels = bits("pictures", batch * h * w * c).map(|b| uniform(b) as f32).collect::<Vec<f32>>();
+    let inputs = Tensor::from_vec(pixels, (batch, h, w, c), &Device::Cpu).unwrap();
+    let features = Features { input: Input::Floats { shape: shape.to_vec() }, target: named(classes) };
+    Case::new(name, model, features, inputs, targets(batch, classes))
+}
+
+fn named(classes: usize) -> Target {
+    Target::Class { names: (0..classes).map(|c| c.to_string()).collect() }
+}
+
+fn targets(batch: usize, classes: usize) -> Tensor {
+    Tensor::from_vec(numbers("classes", classes, batch), batch, &Device::Cpu).unwrap()
+}
+
+impl Case {
+    fn new(name: &'static str, model: Model, features: Features, inputs: Tensor, targets: Tensor) -> Self {
+        let (batch, lengths) = (Batch { inputs, targets }, None);
+        Self { name, model, features, batch, lengths }
+    }
+
+    /// The model with its first weights, computing in a type.
+    fn network(&self, dtype: DType) -> Network<'_> {
+        let built = build(&self.model, &self.features).unwrap();
+        let store = Store::new(built.layout.clone(), 0, dtype, &Device::Cpu).unwrap();
+        let network = Network { case: self, built, store, dtype };
+        network.reset();
+        network
+    }
+
+    /// Losses and gradients as PyTorch has them, the same for every split of the batch (whose sizes are
+    /// given) and however many blocks are recomputed; nearly the same in the narrow types.
+    pub fn proven(&self, splits: &[&[usize]]) {
+        let path = format!("{}/tests/oracles/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
+        let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let network = self.network(DType::F32);
+        let whole = network.learns(splits);
+        network.compare(&whole, &oracle);
+        network.train(&oracle.losses);
+        for (dtype, near) in [(DType::BF16, 0.05), (DType::F16, 0.01)] {
+            let network = self.network(dtype);
+            network.learn(0, self.rows(), 0);
+            let far = apart(&network.gradients(), &whole);
+            assert!(far < near, "{}: in {dtype:?} the gradient is {far} away", self.name);
+        }
+    }
+
+    fn rows(&self) -> usize {
+        self.batch.inputs.dim(0).unwrap()
+    }
+
+    /// Targets of the whole batch, over which the loss is a mean.
+    fn targets(&self) -> f64 {
+        self.batch.targets.elem_count() as f64
+    }
+}
+
+struct Network<'a> {
+    case: &'a Case,
+    built: Built,
+    store: Store,
+    dtype: DType,
+}
+
+impl Network<'_> {
+    /// The first weights and no gradients.
+    fn reset(&self) {
+        update::<f32, _>(&self.store.master, |all| {
+            for (spec, range) in self.store.layout.params.iter() {
+                let values = &mut all[range];
+                let spread = (3.0 * spec.shape[0] as f64 / spec.len() as f64).sqrt();
+                let shift = if spec.name.ends_with("weight") { 1.0 } else { 0.0 };
+                for (i, b) in bits(&spec.name, spec.len()).enumerate() {
+                    // Rounded as `make.py` rounds: once to f32, and once after each operation.
+                    let v = uniform(b) as f32;
+                    values[stored(spec, i)] = match spec.shape.len() {
+                        0 | 1 => v * 0.1 + shift,
+                        _ => v * spread as f32,
+                    };
+                }
+            }
+        })
+        .unwrap();
+        if self.dtype != DType::F32 {
+            round_into(&self.store.master, &self.store.compute).unwrap();
+        }
+        update::<f32, _>(&self.store.grads, |all| all.fill(0.0)).unwrap();
+    }
+
+    /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
+    fn learn(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
+        let part = |t: &Tensor| t.narrow(0, from, rows).unwrap();
+        let batch = Batch { inputs: part(&self.case.batch.inputs), targets: part(&self.case.batch.targets) };
+        let batch = match batch.inputs.dtype() {
+            DType::F32 => Batch { inputs: batch.inputs.to_dtype(self.dtype).unwrap(), ..batch },
+            _ => batch,
+        };
+        let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
+        let pass = Pass {
+            store: &self.store,
+            mode: Mode::Train,
+            seed: 0,
+            epoch: 0,
+            ids: &ids,
+            lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
+            scale: 1.0 / self.case.targets(),
+        };
+        let at = At { batch: rows, dtype: self.dtype, threads: cpu::threads() };
+        let ledger = Ledger::new(u64::MAX, None);
+        let walk = Walk { pass: Some(pass), at, ledger: &ledger, recompute };
+        let loss = self.built.network.learn(&walk, Some(&batch)).unwrap().loss;
+        let planned = Ledger::planning();
+        self.built.network.learn(&Walk { pass: None, at, ledger: &planned, recompute }, None).unwrap();
+        assert_eq!(
+            (ledger.peak(), ledger.held()),
+            (planned.peak(), 0),
+            "{}: the plan is the walk",
+            self.case.name
+        );
+        (loss, ledger.peak())
+    }
+
+    fn gradients(&self) -> Vec<f32> {
+        self.store.grads.to_vec1().unwrap()
+    }
+
+    /// The gradient of the whole batch, however it is made.
+    fn learns(&self, splits: &[&[usize]]) -> Vec<f32> {
+        let (name, rows) = (self.case.name, self.case.rows());
+        let (_, peak) = self.learn(0, rows, 0);
+        let whole = self.gradients();
+        for recompute in 1..=self.built.network.blocks.len() {
+            self.reset();
+            let (_, lower) = self.learn(0, rows, recompute);
+            assert_eq!(self.gradients(), whole, "{name}: {recompute} blocks run forward twice");
+            assert!(lower <= peak, "{name}: recomputing {recompute} blocks takes more memory");
+        }
+        for split in splits {
+            self.reset();
+            let mut from = 0;
+            for rows in *split {
+                self.learn(from, *rows, 0);
+                from += rows;
+            }
+            assert_eq!(from, rows, "a split of the whole batch");
+            let far = distance(&self.gradients(), &whole);
+            assert!(far < 1e-5, "{name}: split {split:?} is {far} away");
+        }
+        self.reset();
+        whole
+    }
+
+    fn compare(&self, gradients: &[f32], oracle: &Oracle) {
+        let mut names: Vec<&str> = oracle.grads.keys().map(String::as_str).collect();
+        for (spec, range) in self.store.layout.params.iter() {
+            let Some(wanted) = oracle.grads.get(&spec.name) else {
+                panic!("{}: PyTorch knows no `{}`, but {names:?}", self.case.name, spec.name)
+            };
+            names.retain(|name| *name != spec.name);
+            let found: Vec<f64> = gradients[range].iter().map(|g| *g as f64).collect();
+            let norm = found.iter().map(|g| g * g).sum::<f64>().sqrt();
+            assert!(
+                (norm - wanted.norm).abs() <= 1e-3 * wanted.norm + ROUNDING,
+                "{}: the gradient of `{}` is {norm} long and should be {}",
+                self.case.name,
+                spec.name,
+                wanted.norm
+            );
+            let usual = wanted.norm / (found.len() as f64).sqrt();
+            for (at, value) in wanted.at.iter().zip(&wanted.values) {
+                let ours = found[stored(spec, *at)];
+                assert!(
+                    (ours - value).abs() <= 1e-3 * value.abs().max(usual) + ROUNDING,
+                    "{}: gradient {at} of `{}` is {ours} and should be {value}",
+                    self.case.name,
+                    spec.name
+                );
+            }
+        }
+        assert!(names.is_empty(), "{}: PyTorch has parameters we have not: {names:?}", self.case.name);
+    }
+
+    fn train(&self, losses: &[f64]) {
+        let zeros = || self.store.grads.zeros_like().unwrap();
+        let (m, v) = (zeros(), zeros());
+        let decayed = self.store.layout.params.decayed;
+        let common = Common { lr: 1e-3, grad_scale: 1.0, weight_decay: 0.1, decayed };
+        for (step, wanted) in losses.iter().enumerate() {
+            let loss = self.learn(0, self.case.rows(), 0).0 / self.case.targets();
+            assert!(
+                (loss - wanted).abs() <= 1e-4 * wanted,
+                "{}: loss {step} is {loss} and should be {wanted}",
+                self.case.name
+            );
+            let adam = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, step: step as u64 + 1 };
+            adam.apply(&common, &self.store.master, &self.store.grads, &m, &v).unwrap();
+        }
+    }
+}
+
+/// Largest difference relative to the largest value.
+fn distance(a: &[f32], b: &[f32]) -> f32 {
+    let scale = b.iter().fold(1e-9f32, |m, v| m.max(v.abs()));
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / scale
+}
+
+/// The length of the difference relative to that of `b`.
+fn apart(a: &[f32], b: &[f32]) -> f64 {
+    let square = |v: f32| v as f64 * v as f64;
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+    (difference / b.iter().map(|b| square(*b)).sum::<f64>()).sqrt()
+}
+
+/// Where value `i` of the shape other tools know lies in ours.
+fn stored(spec: &Spec, i: usize) -> usize {
+    match (spec.lies, spec.shape.as_slice()) {
+        (Lies::ChannelsLast, &[_, c, h, w]) => {
+            let (out, inner) = (i / (c * h * w), i % (c * h * w));
+            let (channel, pixel) = (inner / (h * w), inner % (h * w));
+            (out * h * w + pixel) * c + channel
+        }
+        _ => i,
+    }
+}
+
+/// As in `make.py`.
+fn bits(name: &str, n: usize) -> impl Iterator<Item = u64> {
+    let start = name
+        .bytes()
+        .fold(0xCBF2_9CE4_8422_2325u64, |h, byte| (h ^ byte as u64).wrapping_mul(0x100_0000_01B3));
+    (0..n as u64).map(move |i| {
+        let x = start.wrapping_add(i.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        x ^ (x >> 31)
+    })
+}
+
+fn uniform(bits: u64) -> f64 {
+    (bits >> 40) as f64 / (1u64 << 23) as f64 - 1.0
+}
+
+fn numbers(name: &str, below: usize, n: usize) -> Vec<u32> {
+    bits(name, n).map(|b| (b % below as u64) as u32).collect()
+}
