@@ -12,6 +12,7 @@ mod error;
 pub mod idx;
 pub mod loader;
 pub mod order;
+pub mod sequences;
 pub mod shapes;
 pub mod text;
 

@@ -27,7 +27,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use change::Change;
-pub use data::{Data, Loading, Shapes, Source};
+pub use data::{Data, Idx, Loading, Shapes, Source, Text, TextSynthetic, Windows};
 pub use error::{Code, Error, Errors};
 pub use memory::{Memory, Rung};
 pub use model::{Activation, Cnn, Mlp, Model, Stage};

@@ -18,11 +18,25 @@ pub enum Model {
 }
 
 impl Model {
+    /// Tokens in a sample, for models of sequences.
+    pub fn context(&self) -> Option<usize> {
+        match self {
+            Self::Gpt(gpt) => Some(gpt.context),
+            Self::Llama(llama) => Some(llama.context),
+            Self::Bert(bert) => Some(bert.context),
+            _ => None,
+        }
+    }
+
     /// The name of its `kind`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Mlp(_) => "mlp",
             Self::Cnn(_) => "cnn",
+            Self::Gpt(_) => "gpt",
+            Self::Llama(_) => "llama",
+            Self::Bert(_) => "bert",
+            Self::Vit(_) => "vit",
         }
     }
 }

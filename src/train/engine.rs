@@ -76,6 +76,7 @@ impl<'a> Engine<'a> {
             seed: self.setup.job.seed,
             epoch: batch.epoch,
             ids: &batch.ids,
+            lengths: None,
             scale: 1.0 / self.nominal(),
         };
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };
