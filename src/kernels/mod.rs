@@ -6,17 +6,26 @@
 
 pub mod activation;
 pub mod add;
+pub mod average;
+pub mod batch_norm;
+pub mod channels;
+pub mod clip;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;
+pub mod depthwise;
 pub mod dropout;
 pub mod elem;
+pub mod group_norm;
 pub mod linear;
+pub mod pointwise_loss;
 pub mod pool;
 pub mod product;
 pub mod reference;
+pub mod scale;
 pub mod tally;
 pub mod update;
 
 pub use activation::{Activation, Reads};
+pub use clip::Clip;
 pub use elem::{Elem, Real};

@@ -5,16 +5,23 @@
 //! says, for a micro-batch, what all of this holds, to the byte. No graph is recorded, and nothing else
 //! in the program knows a layer's insides. [`network`] runs layers and asks the ledger for them.
 
+pub mod activation;
+pub mod avg_pool;
+pub mod batch_norm;
 #[cfg(test)]
 pub mod check;
 pub mod conv;
 pub mod cross_entropy;
 pub mod dropout;
 pub mod flatten;
+pub mod global_pool;
+pub mod group_norm;
 pub mod linear;
 pub mod loss;
 pub mod network;
+pub mod pointwise_loss;
 pub mod pool;
+pub mod squeeze_excite;
 
 use candle_core::{DType, Result, Tensor};
 
