@@ -7,6 +7,7 @@
 //!             typed   network   plan      stream  steps    what people see
 //! ```
 
+pub mod cli;
 pub mod data;
 pub mod features;
 pub mod job;
@@ -14,6 +15,7 @@ pub mod kernels;
 pub mod layers;
 pub mod memory;
 pub mod models;
+pub mod optim;
 pub mod params;
 pub mod random;
 pub mod report;

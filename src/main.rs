@@ -1,1 +1,9 @@
-fn main() {}
+//! Arguments in, exit code out.
+
+/// Counts what is really used, to be held against what was planned.
+#[global_allocator]
+static ALLOCATOR: trainer::memory::measure::Counting = trainer::memory::measure::Counting;
+
+fn main() -> std::process::ExitCode {
+    trainer::cli::run(std::env::args_os()).into()
+}

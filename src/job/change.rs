@@ -1,13 +1,13 @@
 //! What may not change between a run and its resumption.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 
 use super::Job;
 
 /// Keys, or tables, that a resumed run may have otherwise than the run it goes on from.
-const HARMLESS: [&str; 12] = [
+const HARMLESS: [&str; 13] = [
     "name",
     "data.workers",
     "data.prefetch",
@@ -20,6 +20,7 @@ const HARMLESS: [&str; 12] = [
     "memory",
     "eval",
     "checkpoint",
+    "log",
 ];
 
 /// A key that differs between two jobs. A side that lacks the key says `absent`.
@@ -40,10 +41,9 @@ impl Job {
             HARMLESS
                 .iter()
                 .any(|h| key.strip_prefix(h).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
-                || key.starts_with("log.")
                 || (same_update && ["train.batch_size", "train.accumulation_steps"].contains(&key))
         };
-        let keys: std::collections::BTreeSet<&String> = before.keys().chain(after.keys()).collect();
+        let keys: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
         let value = |job: &BTreeMap<String, String>, key: &str| {
             job.get(key).cloned().unwrap_or_else(|| "absent".into())
         };
@@ -69,4 +69,43 @@ fn leaves(job: &Job) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     walk("", &job.to_json(), &mut out);
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn changed(sets: &[&str]) -> Vec<String> {
+        let text = "[model]\nkind='mlp'\n[data]\nkind='shapes'\n[train]\nepochs=1\nbatch_size=32\naccumulation_steps=4\n";
+        let load = |sets: &[&str]| {
+            let sets: Vec<String> = sets.iter().map(|s| s.to_string()).collect();
+            Job::parse(text, "a.toml".as_ref(), &sets).unwrap_or_else(|e| panic!("{e}"))
+        };
+        load(&[])
+            .structural_changes(&load(sets))
+            .into_iter()
+            .map(|c| format!("{} {} {}", c.key, c.was, c.now))
+            .collect()
+    }
+
+    #[test]
+    fn another_experiment_is_named_by_its_keys() {
+        assert_eq!(changed(&["seed=7", "model.hidden=[8]"]), ["model.hidden [256] [8]", "seed 42 7"]);
+        assert_eq!(changed(&["data.image_size=32", "train.precision=f32"]).len(), 2);
+        assert_eq!(changed(&["train.batch_size=16"]), ["train.batch_size 32 16"]);
+        let sgd = changed(&["optimizer.kind=sgd"]);
+        assert!(sgd.contains(&r#"optimizer.kind "adamw" "sgd""#.into()), "{sgd:?}");
+        assert!(sgd.contains(&"optimizer.momentum absent 0.0".into()), "{sgd:?}");
+    }
+
+    #[test]
+    fn harmless_keys_may_change() {
+        let none: [String; 0] = [];
+        assert_eq!(changed(&["train.batch_size=64", "train.accumulation_steps=2"]), none);
+        assert_eq!(changed(&["train.steps=9", "name=b", "log.every_steps=1", "memory.ram=1GiB"]), none);
+        assert_eq!(
+            changed(&["data.workers=3", "data.prefetch=1MiB", "optimizer.lr=1", "eval.every_steps=1"]),
+            none
+        );
+    }
 }

@@ -8,20 +8,20 @@ use std::path::Path;
 
 use serde_json::Value;
 use toml::Spanned;
-use toml::de::{DeInteger, DeTable, DeValue};
+use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
 use super::error::{Code, Error, near_miss};
 use super::schema::{allowed, choices, is_table, kind, kinds};
+use super::source::WHOLE;
 use crate::units::Size;
 
 /// An error and the bytes it is about, in the address space of [`super::source::Sources`].
-pub(super) type Found = (Range<usize>, Error);
+pub(super) type Found = (Range<usize>, Box<Error>);
 
 /// Checks `table` against `schema`, both the whole job's.
 pub(super) fn check(table: &mut Spanned<DeTable>, schema: &Value, base: &Path) -> Vec<Found> {
     let mut checker = Checker { schema, base, found: Vec::new() };
-    let span = 0..0;
-    checker.table(table.get_mut(), span, schema, "");
+    checker.table(table.get_mut(), WHOLE, schema, "");
     checker.found
 }
 
@@ -34,29 +34,24 @@ struct Checker<'a> {
 
 impl Checker<'_> {
     fn report(&mut self, span: Range<usize>, error: Error) {
-        self.found.push((span, error));
+        self.found.push((span, error.into()));
     }
 
     fn table(&mut self, table: &mut DeTable, span: Range<usize>, schema: &Value, path: &str) {
         let kinds = kinds(schema);
         let chosen = match kinds {
             [only] if kind(only).is_none() => Some(only),
-            _ => self.chosen_kind(table, &span, kinds, path),
+            _ => self.chosen_kind(table, &span, schema, path),
         };
-        let known = |k: &&Value, key: &str| k["properties"].get(key).is_some();
         for (key, value) in table.iter_mut() {
             let name = key.get_ref().as_ref();
-            let at = join(path, name);
-            match chosen {
-                Some(chosen) => match chosen["properties"].get(name) {
-                    // The kind itself was looked at when it was chosen.
-                    Some(_) if name == "kind" && kind(chosen).is_some() => {}
-                    Some(schema) => self.value(value, schema, &at),
-                    None => self.unknown_key(key.span(), name, chosen, kinds, path),
-                },
+            match (chosen, chosen.and_then(|chosen| chosen["properties"].get(name))) {
+                // The kind itself was looked at when it was chosen.
+                (Some(chosen), Some(_)) if name == "kind" && kind(chosen).is_some() => {}
+                (_, Some(schema)) => self.value(value, schema, &join(path, name)),
                 // Without a kind, a key is wrong only when no kind has it.
-                None if kinds.iter().any(|k| known(&k, name)) => {}
-                None => self.unknown_key(key.span(), name, &kinds[0], &[], path),
+                (None, _) if has_key(kinds, name) => {}
+                _ => self.unknown_key(key, value.get_ref().is_table(), chosen, kinds, path),
             }
         }
         let Some(chosen) = chosen else { return };
@@ -68,15 +63,20 @@ impl Checker<'_> {
         self.exclusive_keys(table, span, chosen, path);
     }
 
-    /// The one of `kinds` that the table's `kind` names.
+    /// The table of the schema that `kind` names; a default kind is written into the job.
     fn chosen_kind<'s>(
         &mut self,
-        table: &DeTable,
+        table: &mut DeTable,
         span: &Range<usize>,
-        kinds: &'s [Value],
+        schema: &'s Value,
         path: &str,
     ) -> Option<&'s Value> {
+        let kinds = kinds(schema);
         let names: Vec<&str> = kinds.iter().filter_map(kind).collect();
+        if let (Some(default), false) = (schema["default"]["kind"].as_str(), table.contains_key("kind")) {
+            let kind = Spanned::new(span.clone(), DeValue::String(default.to_owned().into()));
+            table.insert(Spanned::new(span.clone(), "kind".into()), kind);
+        }
         let Some(value) = table.get("kind") else {
             let error = Error::new(Code::MissingKey, format!("missing key `kind`{}", section(path)));
             self.report(span.clone(), error.key(join(path, "kind")).allowed(quoted(&names)));
@@ -98,25 +98,45 @@ impl Checker<'_> {
         }
     }
 
-    fn unknown_key(&mut self, span: Range<usize>, name: &str, table: &Value, kinds: &[Value], path: &str) {
-        let keys = || table["properties"].as_object().into_iter().flatten().map(|(key, _)| key.as_str());
-        let shown = name.escape_debug();
-        let owners: Vec<&str> =
-            kinds.iter().filter(|k| k["properties"].get(name).is_some()).filter_map(kind).collect();
-        let error = if let (false, Some(this)) = (owners.is_empty(), kind(table)) {
-            let message = format!("key `{shown}` does not belong to kind \"{this}\"{}", section(path));
-            Error::new(Code::OtherKind, message)
-                .hint(format!("`{shown}` is a key of kind {}", quoted(&owners)))
-        } else {
-            let tables = self.schema["properties"].as_object().into_iter().flatten();
-            let elsewhere = tables
-                .filter(|(_, t)| kinds_have(t, name))
-                .map(|(table, _)| format!("`{shown}` is a key of [{table}]"));
-            Error::new(Code::UnknownKey, format!("unknown key `{shown}`{}", section(path)))
-                .hint(near_miss(name, keys()).or(elsewhere.take(1).next()))
+    fn unknown_key(
+        &mut self,
+        key: &Spanned<DeString>,
+        table: bool,
+        chosen: Option<&Value>,
+        kinds: &[Value],
+        path: &str,
+    ) {
+        let (name, shown) = (key.get_ref().as_ref(), key.get_ref().escape_debug());
+        let tables = chosen.map_or(kinds, std::slice::from_ref);
+        let keys = tables.iter().flat_map(|t| t["properties"].as_object().into_iter().flatten());
+        let mut known: Vec<&str> = Vec::new();
+        for (key, _) in keys {
+            if !known.contains(&key.as_str()) {
+                known.push(key);
+            }
+        }
+        let owners = kinds.iter().filter(|k| has_key(std::slice::from_ref(k), name)).filter_map(kind);
+        let owners: Vec<&str> = owners.collect();
+        let error = match chosen.and_then(kind) {
+            Some(this) if !owners.is_empty() => {
+                let message = format!("key `{shown}` does not belong to kind \"{this}\"{}", section(path));
+                Error::new(Code::OtherKind, message)
+                    .hint(format!("`{shown}` is a key of kind {}", quoted(&owners)))
+            }
+            _ => {
+                let mut tables = self.schema["properties"].as_object().into_iter().flatten();
+                let owner = tables.find(|(_, table)| has_key(super::schema::kinds(table), name));
+                let elsewhere = owner.map(|(table, _)| format!("`{shown}` is a key of [{table}]"));
+                let what = if table && path.is_empty() {
+                    format!("unknown table [{shown}]")
+                } else {
+                    format!("unknown key `{shown}`{}", section(path))
+                };
+                let hint = near_miss(name, known.iter().copied()).or(elsewhere);
+                Error::new(Code::UnknownKey, what).hint(hint)
+            }
         };
-        let error = error.key(join(path, name)).allowed(keys().collect::<Vec<_>>().join(", "));
-        self.report(span, error);
+        self.report(key.span(), error.key(join(path, name)).allowed(known.join(", ")));
     }
 
     fn missing_key(&mut self, span: Range<usize>, key: &str, schema: &Value, path: &str) {
@@ -161,25 +181,16 @@ impl Checker<'_> {
                     self.not_a_choice(span, text, &names, path);
                 }
             }
-            (Some("string"), DeValue::String(text)) => match self.string(text, schema) {
+            (Some("string"), DeValue::String(text)) => match self.string(text, schema, path) {
                 Ok(Some(resolved)) => *text = resolved.into(),
                 Ok(None) => {}
-                Err(error) => {
-                    let error = error.key(path);
-                    self.report(span, error);
-                }
+                Err(error) => self.report(span, error.key(path).seen(format!("\"{text}\""))),
             },
             (Some("boolean"), DeValue::Boolean(_)) => {}
             (Some("integer" | "number"), DeValue::Integer(n)) => {
-                // Beyond i64 a number is no longer TOML, and the resolved job could not hold it.
-                let n = integer(n);
-                self.range(
-                    span,
-                    n.map(|n| n as f64),
-                    n.map_or("too large".into(), |n| n.to_string()),
-                    schema,
-                    path,
-                );
+                // Beyond 64 bits it is no TOML, and the resolved job could not hold it.
+                let number = integer(n).map(|n| n as f64);
+                self.range(span, number, n.to_string(), schema, path);
             }
             (Some("number"), DeValue::Float(x)) => {
                 let number = x.as_str().parse().ok().filter(|x: &f64| x.is_finite());
@@ -190,28 +201,34 @@ impl Checker<'_> {
                 let too_few = schema["minItems"].as_u64().is_some_and(|min| len < min);
                 let too_many = schema["maxItems"].as_u64().is_some_and(|max| len > max);
                 if too_few || too_many {
-                    let error =
-                        Error::new(Code::OutOfRange, format!("`{path}` has the wrong number of items"));
+                    let error = Error::new(Code::OutOfRange, format!("`{path}` cannot be a list of {len}"));
                     self.report(span, error.key(path).seen(format!("{len} items")).allowed(allowed(schema)));
                 }
                 let mut seen = BTreeSet::new();
                 for (i, item) in items.iter_mut().enumerate() {
-                    if schema["uniqueItems"] == true && !seen.insert(show(item.get_ref())) {
-                        let error = Error::new(Code::NotAllowed, format!("`{path}` names an item twice"));
-                        self.report(item.span(), error.key(path).seen(show(item.get_ref())));
+                    let shown = show(item.get_ref());
+                    if schema["uniqueItems"] == true && !seen.insert(shown.clone()) {
+                        let error = Error::new(Code::NotAllowed, format!("`{path}` names {shown} twice"));
+                        self.report(item.span(), error.key(path).seen(shown));
                     }
                     self.value(item, &schema["items"], &format!("{path}[{i}]"));
                 }
             }
-            (_, other) => {
-                let wanted = allowed(schema);
-                let noun =
-                    if names.is_empty() { wanted.split(',').next().unwrap_or_default() } else { "a string" };
-                self.wrong_type(span, other, noun, wanted.clone(), path);
+            (kind, other) => {
+                let noun = match kind {
+                    _ if is_table(schema) => "a table",
+                    Some("integer") => "a whole number",
+                    Some("number") => "a number",
+                    Some("boolean") => "true or false",
+                    Some("array") => "a list",
+                    _ => "a string",
+                };
+                self.wrong_type(span, other, noun, allowed(schema), path);
             }
         }
     }
 
+    /// Reports `n` unless it lies within the schema's bounds; none is a number that cannot be held.
     fn range(&mut self, span: Range<usize>, n: Option<f64>, seen: String, schema: &Value, path: &str) {
         let bound = |key: &str| schema[key].as_f64();
         let inside = n.is_some_and(|n| {
@@ -221,63 +238,62 @@ impl Checker<'_> {
                 && bound("exclusiveMaximum").is_none_or(|high| n < high)
         });
         if !inside {
-            let error = Error::new(Code::OutOfRange, format!("`{path}` is out of range"));
+            let error = Error::new(Code::OutOfRange, format!("`{path}` cannot be {seen}"));
             self.report(span, error.key(path).seen(seen).allowed(allowed(schema)));
         }
     }
 
     /// Checks a string by its `format`; a path comes back resolved.
-    fn string(&self, text: &str, schema: &Value) -> Result<Option<String>, Error> {
-        let refuse = |what: &str| {
-            let shown = text.escape_debug();
-            Error::new(Code::NotAllowed, format!("`{shown}` is not {what}")).allowed(allowed(schema))
-        };
-        match schema["format"].as_str() {
-            Some("size") => text.parse::<Size>().map(|_| None).map_err(|_| refuse("a size")),
-            Some("share") => match text.parse::<Size>() {
-                Ok(Size::Bytes(_) | Size::Percent(_)) => Ok(None),
-                _ => Err(refuse("a size")),
-            },
-            Some("name") if is_name(text) => Ok(None),
-            Some("name") => Err(refuse("a name").hint(format!("for example `{}`", name_from(text)))),
+    fn string(&self, text: &str, schema: &Value, path: &str) -> Result<Option<String>, Box<Error>> {
+        let fits = match schema["format"].as_str() {
+            Some("size") => text.parse::<Size>().is_ok(),
+            Some("share") => matches!(text.parse(), Ok(Size::Bytes(_) | Size::Percent(_))),
+            Some("name") => is_name(text),
             Some("path") => {
                 let expanded = expand(text, |name| std::env::var(name).ok())?;
-                Ok(Some(self.base.join(expanded).to_string_lossy().into_owned()))
+                return Ok(Some(self.base.join(expanded).to_string_lossy().into_owned()));
             }
-            _ => Ok(None),
+            _ => true,
+        };
+        if fits {
+            return Ok(None);
         }
+        let error = Error::new(Code::NotAllowed, format!("`{path}` cannot be \"{}\"", text.escape_debug()));
+        Err(error.allowed(allowed(schema)).into())
     }
 
     fn not_a_choice(&mut self, span: Range<usize>, text: &str, names: &[&str], path: &str) {
-        let error = Error::new(Code::NotAllowed, format!("`{path}` cannot be \"{}\"", text.escape_debug()));
+        let seen = format!("\"{}\"", text.escape_debug());
+        let error = Error::new(Code::NotAllowed, format!("`{path}` cannot be {seen}"));
         let hint = near_miss(text, names.iter().copied());
-        self.report(span, error.key(path).allowed(quoted(names)).hint(hint));
+        self.report(span, error.key(path).seen(seen).allowed(quoted(names)).hint(hint));
     }
 
     fn wrong_type(&mut self, span: Range<usize>, value: &DeValue, noun: &str, allowed: String, path: &str) {
+        let seen = show(value);
         let found = match value {
-            DeValue::String(_) => "a string",
-            DeValue::Integer(_) | DeValue::Float(_) => "a number",
-            DeValue::Boolean(_) => "a boolean",
-            DeValue::Datetime(_) => "a date",
-            DeValue::Array(_) => "a list",
-            DeValue::Table(_) => "a table",
+            DeValue::String(_) => format!("the string {seen}"),
+            DeValue::Integer(_) | DeValue::Float(_) => format!("the number {seen}"),
+            DeValue::Boolean(_) => seen.clone(),
+            DeValue::Datetime(_) => format!("the date {seen}"),
+            DeValue::Array(_) => "a list".into(),
+            DeValue::Table(_) => "a table".into(),
         };
-        let found = match (value, noun) {
-            (DeValue::Float(_), "a whole number") => "a fraction",
-            _ => found,
-        };
-        let unquoted = value.as_str().and_then(|text| Some((text, DeValue::parse(text).ok()?)));
-        let hint = unquoted
-            .filter(|_| noun.contains("number") || noun.contains("true"))
-            .map(|(text, _)| format!("write it without quotes: {text}"));
+        let unquoted =
+            value.as_str().filter(|text| match DeValue::parse(text).as_ref().map(Spanned::get_ref) {
+                Ok(DeValue::Integer(_)) => noun.contains("number"),
+                Ok(DeValue::Float(_)) => noun == "a number",
+                Ok(DeValue::Boolean(_)) => noun == "true or false",
+                _ => false,
+            });
+        let hint = unquoted.map(|text| format!("write it without quotes: {text}"));
         let error = Error::new(Code::WrongType, format!("`{path}` must be {noun}, not {found}"));
-        self.report(span, error.key(path).seen(show(value)).allowed(allowed).hint(hint));
+        self.report(span, error.key(path).seen(seen).allowed(allowed).hint(hint));
     }
 }
 
-fn kinds_have(schema: &Value, key: &str) -> bool {
-    kinds(schema).iter().any(|k| k["properties"].get(key).is_some())
+fn has_key(kinds: &[Value], key: &str) -> bool {
+    kinds.iter().any(|kind| kind["properties"].get(key).is_some())
 }
 
 fn join(path: &str, key: &str) -> String {
@@ -285,7 +301,11 @@ fn join(path: &str, key: &str) -> String {
 }
 
 fn section(path: &str) -> String {
-    if path.is_empty() { String::new() } else { format!(" in [{path}]") }
+    match path {
+        "" => String::new(),
+        item if item.ends_with(']') => format!(" in `{item}`"),
+        table => format!(" in [{table}]"),
+    }
 }
 
 fn quoted(names: &[&str]) -> String {
@@ -329,7 +349,7 @@ pub(super) fn name_from(text: &str) -> String {
 }
 
 /// Fills in every `${NAME}`.
-fn expand(text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<String, Error> {
+fn expand(text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<String, Box<Error>> {
     let (mut out, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once("${") {
         let (name, after) = after.split_once('}').ok_or_else(|| {
@@ -357,7 +377,7 @@ mod tests {
         train: std::path::PathBuf,
     }
 
-    fn resolved(text: &str) -> Result<String, Error> {
+    fn resolved(text: &str) -> Result<String, Box<Error>> {
         let schema = super::super::schema::of::<WithPath>();
         let mut tree = DeTable::parse(text).unwrap();
         match check(&mut tree, &schema, Path::new("/jobs")).pop() {

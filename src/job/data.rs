@@ -21,6 +21,15 @@ pub enum Source {
     Shapes(Shapes),
 }
 
+impl Source {
+    /// The name of its `kind`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Shapes(_) => "shapes",
+        }
+    }
+}
+
 /// Grey pictures of ten shapes, drawn by the program from the seed: nothing to download.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
@@ -34,14 +43,11 @@ pub struct Shapes {
     /// Width and height, in pixels.
     #[schemars(range(min = 16, max = 256))]
     pub image_size: usize,
-    /// Strength of the noise over each picture.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub noise: f64,
 }
 
 impl Default for Shapes {
     fn default() -> Self {
-        Self { train_samples: 12_000, valid_samples: 2_000, image_size: 28, noise: 0.25 }
+        Self { train_samples: 12_000, valid_samples: 2_000, image_size: 28 }
     }
 }
 

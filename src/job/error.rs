@@ -32,7 +32,7 @@ pub struct Error {
     pub place: Option<Place>,
     /// Dotted path of the key at fault.
     pub key: Option<String>,
-    /// What stands there.
+    /// What stands there; the message says it too.
     pub seen: Option<String>,
     /// What may stand there.
     pub allowed: Option<String>,
@@ -56,6 +56,8 @@ pub enum Code {
     /// Keys that cannot stand together.
     Contradiction,
     UnsetVariable,
+    /// There are more mistakes than are told.
+    More,
 }
 
 impl Error {
@@ -94,20 +96,23 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "error: {}", self.message)?;
         let mut gutter = String::from(" ");
-        if let Some(place) = &self.place {
-            let number = if place.file == "--set" { String::new() } else { place.line.to_string() };
-            gutter = " ".repeat(number.len().max(1));
-            match number.as_str() {
-                "" => write!(f, "\n{gutter}--> {}", place.file)?,
-                line => write!(f, "\n{gutter}--> {}:{line}:{}", place.file, place.column)?,
+        if let Some(Place { file, spot }) = &self.place {
+            // A `--set` is one line of its own; only files have numbers.
+            let numbered = spot.as_ref().filter(|_| file != "--set");
+            let line = numbered.map_or(String::new(), |spot| spot.line.to_string());
+            gutter = " ".repeat(line.len().max(1));
+            write!(f, "\n{gutter}--> {file}")?;
+            if let Some(spot) = numbered {
+                write!(f, ":{}:{}", spot.line, spot.column)?;
             }
-            write!(f, "\n{gutter} |\n{number:>0$} | {1}", gutter.len(), place.excerpt)?;
-            write!(f, "\n{gutter} | {}{}", " ".repeat(place.indent), "^".repeat(place.width))?;
+            if let Some(spot) = spot {
+                let (indent, mark) = (" ".repeat(spot.indent), "^".repeat(spot.width));
+                write!(f, "\n{gutter} |\n{line:>0$} | {1}", gutter.len(), spot.excerpt)?;
+                write!(f, "\n{gutter} | {indent}{mark}")?;
+            }
         }
-        for (name, value) in [("seen", &self.seen), ("allowed", &self.allowed)] {
-            if let Some(value) = value {
-                write!(f, "\n{gutter} = {name}: {value}")?;
-            }
+        if let Some(allowed) = &self.allowed {
+            write!(f, "\n{gutter} = allowed: {allowed}")?;
         }
         match &self.hint {
             Some(hint) => write!(f, "\n{gutter} hint: {hint}"),

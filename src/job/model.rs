@@ -11,6 +11,16 @@ pub enum Model {
     Cnn(Cnn),
 }
 
+impl Model {
+    /// The name of its `kind`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Mlp(_) => "mlp",
+            Self::Cnn(_) => "cnn",
+        }
+    }
+}
+
 /// A perceptron: the sample flattened, dense layers, then one output a class.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]

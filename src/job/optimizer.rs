@@ -92,8 +92,10 @@ impl Default for Sgd {
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Schedule {
     Constant(Constant),
-    Linear(Linear),
-    Cosine(Cosine),
+    /// A straight line down to the end of the run.
+    Linear(Decay),
+    /// Half a cosine wave down to the end of the run.
+    Cosine(Decay),
     Step(Step),
     Onecycle(Onecycle),
 }
@@ -104,30 +106,33 @@ impl Default for Schedule {
     }
 }
 
+impl Schedule {
+    /// Updates over which the rate climbs from 0; `onecycle` states a share of the run instead.
+    pub fn warmup_steps(&self) -> u64 {
+        match self {
+            Self::Constant(Constant { warmup_steps }) => *warmup_steps,
+            Self::Linear(decay) | Self::Cosine(decay) => decay.warmup_steps,
+            Self::Step(step) => step.warmup_steps,
+            Self::Onecycle(_) => 0,
+        }
+    }
+}
+
 /// The same rate from the warm-up to the end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Constant {
     /// Updates over which the rate climbs from 0 in a straight line.
+    #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
 }
 
-/// A straight line down to the end of the run.
+/// Down to the end of the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Linear {
+pub struct Decay {
     /// Updates over which the rate climbs from 0 in a straight line.
-    pub warmup_steps: u64,
-    /// Rate at the end, as a share of `optimizer.lr`.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub final_lr_ratio: f64,
-}
-
-/// Half a cosine wave down to the end of the run.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default)]
-pub struct Cosine {
-    /// Updates over which the rate climbs from 0 in a straight line.
+    #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
     /// Rate at the end, as a share of `optimizer.lr`.
     #[schemars(range(min = 0.0, max = 1.0))]
@@ -139,9 +144,10 @@ pub struct Cosine {
 pub struct Step {
     /// Updates over which the rate climbs from 0 in a straight line.
     #[serde(default)]
+    #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
     /// Updates from one fall to the next.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
     pub every_steps: u64,
     /// The factor of a fall.
     #[serde(default = "gamma")]

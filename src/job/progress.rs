@@ -20,11 +20,11 @@ pub enum Every {
 #[schemars(extend("x-one-of" = ["every_epochs", "every_steps"]))]
 pub struct Eval {
     /// Passes over the training set between evaluations; 1 when neither this nor `every_steps` is given.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_epochs: Option<u64>,
     /// Updates between evaluations, instead of `every_epochs`.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_steps: Option<u64>,
     /// What is measured beside the loss, each as `valid.NAME`.
@@ -85,11 +85,11 @@ impl Metric {
 #[schemars(extend("x-one-of" = ["every_epochs", "every_steps", "every_minutes"]))]
 pub struct Checkpoint {
     /// Passes over the training set between checkpoints; 1 when no `every_` key is given.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_epochs: Option<u64>,
     /// Updates between checkpoints, instead of `every_epochs`.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_steps: Option<u64>,
     /// Minutes between checkpoints, instead of `every_epochs`.
@@ -168,7 +168,7 @@ impl Best {
 #[serde(default)]
 pub struct Log {
     /// Updates between two `step` events.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
     pub every_steps: u64,
     /// Write TensorBoard files into the run's folder.
     pub tensorboard: bool,

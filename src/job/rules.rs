@@ -7,13 +7,14 @@ use toml::de::{DeTable, DeValue};
 
 use super::check::Found;
 use super::error::{Code, Error};
-use super::{Job, Length, Optimizer, Schedule};
+use super::source::WHOLE;
+use super::{Job, Length, Optimizer};
 
 /// Every contradiction in `job`, told at the places of `tree` that state it.
 pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
     let mut found = Vec::new();
     let mut report = |key: &str, message: String, hint: String| {
-        found.push((span(tree, key), Error::new(Code::Contradiction, message).key(key).hint(hint)));
+        found.push((span(tree, key), Error::new(Code::Contradiction, message).key(key).hint(hint).into()));
     };
     if let (Length::Steps(steps), warmup) = (job.train.length(), job.schedule.warmup_steps())
         && warmup > steps
@@ -49,7 +50,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
 
 /// The bytes of the value at a dotted `key`, or of the nearest table above it.
 fn span(tree: &DeTable, key: &str) -> Range<usize> {
-    let mut span = 0..0;
+    let mut span = WHOLE;
     let mut table = Some(tree);
     for part in key.split('.') {
         let Some(value) = table.and_then(|t| t.get(part)) else { break };
@@ -60,17 +61,4 @@ fn span(tree: &DeTable, key: &str) -> Range<usize> {
         };
     }
     span
-}
-
-impl Schedule {
-    /// Updates over which the rate climbs from 0; `onecycle` states a share of the run instead.
-    pub fn warmup_steps(&self) -> u64 {
-        match self {
-            Schedule::Constant(s) => s.warmup_steps,
-            Schedule::Linear(s) => s.warmup_steps,
-            Schedule::Cosine(s) => s.warmup_steps,
-            Schedule::Step(s) => s.warmup_steps,
-            Schedule::Onecycle(_) => 0,
-        }
-    }
 }

@@ -3,7 +3,7 @@
 //!
 //! Everything stands in place (no `$ref`), so that a reader need only walk. A table is either
 //! `properties` or a `oneOf` of such, one for each `kind`; keys common to all kinds are written
-//! into each. `x-one-of` names keys that exclude each other.
+//! into each. The kind in a table's `default` need not be named. `x-one-of` names keys that exclude each other.
 
 use std::borrow::Cow;
 
@@ -36,6 +36,8 @@ impl Transform for Plain {
         if let Some(object) = schema.as_object_mut() {
             without_null(object);
             spread_common_keys(object);
+            forbid_pairs(object);
+            free_default_kind(object);
             if object.contains_key("properties") {
                 object.insert("additionalProperties".into(), json!(false));
             }
@@ -68,6 +70,26 @@ fn spread_common_keys(object: &mut Map<String, Value>) {
     for table in object["oneOf"].as_array_mut().into_iter().flatten() {
         if let Some(own) = table["properties"].as_object_mut() {
             own.extend(common.clone());
+        }
+    }
+}
+
+/// Says in the schema's own words that no two keys of `x-one-of` stand together.
+fn forbid_pairs(object: &mut Map<String, Value>) {
+    let Some(group) = object.get("x-one-of").and_then(Value::as_array) else { return };
+    let pairs = group.iter().enumerate().flat_map(|(i, a)| group[i + 1..].iter().map(move |b| (a, b)));
+    let pairs: Vec<Value> = pairs.map(|(a, b)| json!({ "required": [a, b] })).collect();
+    object.insert("not".into(), json!({ "anyOf": pairs }));
+}
+
+/// The default kind need not be named.
+fn free_default_kind(object: &mut Map<String, Value>) {
+    let Some(default) = object.get("default").and_then(|table| table.get("kind")).cloned() else { return };
+    for table in object.get_mut("oneOf").and_then(Value::as_array_mut).into_iter().flatten() {
+        if table["properties"]["kind"]["const"] == default
+            && let Some(required) = table["required"].as_array_mut()
+        {
+            required.retain(|key| key != "kind");
         }
     }
 }
@@ -140,7 +162,10 @@ pub(super) fn allowed(schema: &Value) -> String {
 }
 
 fn range(schema: &Value) -> String {
-    let bound = |key: &str| schema[key].as_f64();
+    let bound = |key: &str| {
+        let whole = schema[key].as_i64().map(|n| n.to_string());
+        whole.or(schema[key].as_f64().map(|x| x.to_string()))
+    };
     let low = bound("minimum").map(|n| format!("at least {n}"));
     let above = bound("exclusiveMinimum").map(|n| format!("above {n}"));
     let high = bound("maximum").map(|n| format!("at most {n}"));

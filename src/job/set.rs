@@ -11,6 +11,9 @@ use super::check::Found;
 use super::error::{Code, Error};
 use super::schema::{choices, kinds};
 
+/// Parts of a key; no table lies deeper, and the depth of recursion stays bounded.
+const MAX_DEPTH: usize = 64;
+
 /// Puts `set` into `job`; the set's first byte has the address `start`.
 pub(super) fn apply<'a>(
     set: &'a str,
@@ -22,7 +25,7 @@ pub(super) fn apply<'a>(
     let refuse = |span: Range<usize>, message: &str| {
         let error =
             Error::new(Code::Syntax, message).allowed("KEY.PATH=VALUE, such as `train.batch_size=32`");
-        Err((span, error))
+        Err((span, error.into()))
     };
     let Some((path, text)) = set.split_once('=') else {
         return refuse(whole, "a `--set` without `=`");
@@ -37,6 +40,9 @@ pub(super) fn apply<'a>(
     }
     if let Some(empty) = keys.iter().find(|key| key.get_ref().is_empty()) {
         return refuse(empty.span().start..empty.span().start + 1, "a `--set` with an empty key");
+    }
+    if keys.len() > MAX_DEPTH {
+        return refuse(whole, "a `--set` with too many parts in its key");
     }
     let target = keys.iter().try_fold(schema, |table, key| child(table, key.get_ref()));
     let value = value(text, at, target)?;
@@ -69,7 +75,10 @@ fn value<'a>(text: &'a str, at: usize, schema: Option<&Value>) -> Result<Spanned
         Ok(value) => Ok(shift(value, at)),
         Err(error) if written => {
             let span = error.span().unwrap_or(0..text.len());
-            Err((at + span.start..at + span.end, Error::new(Code::Syntax, error.message().to_lowercase())))
+            Err((
+                at + span.start..at + span.end,
+                Error::new(Code::Syntax, error.message().to_lowercase()).into(),
+            ))
         }
         Err(_) => Ok(bare()),
     }
@@ -123,7 +132,7 @@ fn put<'a>(
             None => {
                 let error =
                     Error::new(Code::UnknownKey, format!("the list has no item `{}`", name.escape_debug()));
-                Err((key.span(), error.allowed(format!("0 to {}", items.len().saturating_sub(1)))))
+                Err((key.span(), error.allowed(format!("0 to {}", items.len().saturating_sub(1))).into()))
             }
         },
         _ => {
@@ -131,7 +140,7 @@ fn put<'a>(
                 Code::WrongType,
                 format!("`{}` is below a value that is no table", name.escape_debug()),
             );
-            Err((key.span(), error))
+            Err((key.span(), error.into()))
         }
     }
 }

@@ -9,6 +9,9 @@ use unicode_width::UnicodeWidthChar;
 /// Columns of a line shown at most; a longer one is cut around the place.
 const SHOWN: usize = 110;
 
+/// The span of what is about the whole file, such as a missing table.
+pub(super) const WHOLE: Range<usize> = 0..0;
+
 struct Text {
     name: String,
     start: usize,
@@ -31,10 +34,17 @@ impl Sources {
         start
     }
 
-    /// Where `span` stands. A span that no text holds falls to the nearest one.
+    /// Where `span` stands; the whole file for [`WHOLE`]. One past the end is the end.
     pub fn place(&self, span: Range<usize>) -> Option<Place> {
         let source = self.texts.iter().rev().find(|t| t.start <= span.start)?;
-        let text = &source.text;
+        let spot = (span != WHOLE).then(|| source.spot(span));
+        Some(Place { file: source.name.clone(), spot })
+    }
+}
+
+impl Text {
+    fn spot(&self, span: Range<usize>) -> Spot {
+        let (source, text) = (self, &self.text);
         let start = floor(text, span.start - source.start);
         let end = floor(text, span.end.saturating_sub(source.start)).max(start);
         let line_start = text[..start].rfind('\n').map_or(0, |i| i + 1);
@@ -44,14 +54,13 @@ impl Sources {
         let before = &line[..from.min(line.len())];
         let marked = &line[before.len()..to.max(before.len())];
         let (excerpt, indent, width) = excerpt(before, marked, &line[before.len() + marked.len()..]);
-        Some(Place {
-            file: source.name.clone(),
+        Spot {
             line: text[..start].matches('\n').count() + 1,
             column: before.chars().count() + 1,
             excerpt,
             indent,
             width,
-        })
+        }
     }
 }
 
@@ -109,6 +118,14 @@ fn width(text: &str) -> usize {
 pub struct Place {
     /// The file's path as given, or `--set`.
     pub file: String,
+    /// Absent when it is about the whole file.
+    #[serde(flatten)]
+    pub spot: Option<Spot>,
+}
+
+/// A place on a line.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Spot {
     /// From 1.
     pub line: usize,
     /// From 1, in characters.
@@ -128,15 +145,15 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn place(text: &str, span: Range<usize>) -> Place {
+    fn spot(text: &str, span: Range<usize>) -> Spot {
         let mut sources = Sources::default();
         sources.add("job.toml", text);
-        sources.place(span).unwrap()
+        sources.texts[0].spot(span)
     }
 
     #[test]
     fn tabs_wide_characters_and_crlf_keep_the_mark_in_place() {
-        let p = place("a = 1\r\n\tb = \"\u{4f60}\u{597d}\" # x\r\n", 12..20);
+        let p = spot("a = 1\r\n\tb = \"\u{4f60}\u{597d}\" # x\r\n", 12..20);
         assert_eq!((p.line, p.column), (2, 6));
         assert_eq!(p.excerpt, "    b = \"\u{4f60}\u{597d}\" # x");
         assert_eq!((p.indent, p.width), (8, 6));
@@ -145,16 +162,16 @@ mod tests {
     #[test]
     fn the_end_of_a_text_is_a_place() {
         for text in ["", "a = ", "a = \n", "a\r\n"] {
-            let p = place(text, text.len()..text.len());
+            let p = spot(text, text.len()..text.len());
             assert_eq!(p.width, 1, "{text:?}");
         }
-        assert_eq!(place("a = \n", 5..5).line, 2);
+        assert_eq!(spot("a = \n", 5..5).line, 2);
     }
 
     #[test]
     fn a_long_line_is_cut_around_the_mark() {
         let text = format!("{} = 1 # {}", "k".repeat(300), "c".repeat(300));
-        let p = place(&text, 303..304);
+        let p = spot(&text, 303..304);
         assert!(p.excerpt.len() <= SHOWN + 6, "{}", p.excerpt);
         assert_eq!(&p.excerpt[p.indent..p.indent + p.width], "1");
     }
@@ -164,14 +181,17 @@ mod tests {
         let mut sources = Sources::default();
         sources.add("job.toml", "a = 1\n");
         let start = sources.add("--set", "b=2");
-        let p = sources.place(start..start + 1).unwrap();
-        assert_eq!((p.file.as_str(), p.line, p.column, p.excerpt.as_str()), ("--set", 1, 1, "b=2"));
+        let place = sources.place(start..start + 1).unwrap();
+        let spot = place.spot.unwrap();
+        assert_eq!((place.file.as_str(), spot.line, spot.column), ("--set", 1, 1));
+        assert_eq!(spot.excerpt, "b=2");
+        assert_eq!(sources.place(WHOLE), Some(Place { file: "job.toml".into(), spot: None }));
     }
 
     proptest! {
         #[test]
         fn any_span_of_any_text_is_a_place(text in "(\\PC|\n|\r|\t){0,200}", a in 0usize..250, n in 0usize..250) {
-            let p = place(&text, a..a + n);
+            let p = spot(&text, a..a + n);
             prop_assert!(p.line >= 1 && p.column >= 1 && p.width >= 1);
         }
     }

@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// An update's samples, the run's length and its precision.
+// The bounds keep samples x updates and samples x epochs of a run within 63 bits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(extend(
     "x-one-of" = ["epochs", "steps"],
@@ -16,14 +17,14 @@ pub struct Train {
     pub batch_size: usize,
     /// Micro-batches in an update. An update sees `batch_size` x `accumulation_steps` samples, always.
     #[serde(default = "accumulation_steps")]
-    #[schemars(range(min = 1, max = 1_048_576))]
+    #[schemars(range(min = 1, max = 4096))]
     pub accumulation_steps: usize,
     /// Length of the run in passes over the training set. Either this or `steps`.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     epochs: Option<u64>,
     /// Length of the run in updates. Either this or `epochs`.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     steps: Option<u64>,
     /// Number format of the computation.

@@ -1,8 +1,12 @@
 //! Memory, before and during: what is there, what a step needs, what is chosen, what is held.
 
+pub mod budget;
+pub mod estimate;
+pub mod ladder;
 pub mod ledger;
 pub mod measure;
 pub mod plan;
+pub mod probe;
 
 pub use ledger::{Ledger, Oom, Reservation};
 pub use plan::{Plan, Role};

@@ -189,8 +189,6 @@ pub enum Event {
         step: u64,
         /// The message, causes included.
         error: String,
-        /// What the program exits with.
-        exit_code: u8,
     },
     /// The run is done.
     Finished {

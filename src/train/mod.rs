@@ -1,3 +1,13 @@
 //! The run: steps, the loop, checkpoints, and the events it tells.
 
+pub mod checkpoint;
+pub mod engine;
 pub mod event;
+mod failure;
+pub mod folder;
+pub mod retry;
+pub mod run;
+pub mod setup;
+pub mod signals;
+
+pub use failure::Failure;

@@ -1,0 +1,29 @@
+//! `trainer completions`: the command line, for a shell.
+
+use std::io::{self, Write};
+
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+
+use super::{Cli, Exit};
+
+/// Print completions for a shell
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "\
+Examples:
+  trainer completions bash > ~/.local/share/bash-completion/completions/trainer
+  trainer completions zsh > ~/.zfunc/_trainer
+  trainer completions fish > ~/.config/fish/completions/trainer.fish")]
+pub struct Completions {
+    pub shell: Shell,
+}
+
+impl Completions {
+    pub fn run(&self) -> anyhow::Result<Exit> {
+        // Made in memory first: the generator panics when its writer fails.
+        let mut script = Vec::new();
+        clap_complete::generate(self.shell, &mut Cli::command(), "trainer", &mut script);
+        io::stdout().lock().write_all(&script)?;
+        Ok(Exit::Done)
+    }
+}

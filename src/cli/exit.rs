@@ -1,0 +1,183 @@
+//! How the program ends: the exit codes, and how an error is told.
+
+use std::fmt;
+use std::io::{self, IsTerminal, Write};
+
+use serde_json::{Value, json};
+
+use crate::data::DataError;
+use crate::job;
+use crate::train::Failure;
+
+/// The exit codes, decided here and nowhere else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Exit {
+    /// Done.
+    Done = 0,
+    /// A failure of the run: I/O, internal.
+    Failure = 1,
+    /// Bad usage or a bad job.
+    Usage = 2,
+    /// Memory: does not fit, or out of memory after all that was tried.
+    Memory = 3,
+    /// Bad data.
+    Data = 4,
+    /// Diverged: the loss is not finite.
+    Diverged = 5,
+    /// Interrupted by SIGINT after a checkpoint was written.
+    Sigint = 130,
+    /// Interrupted by SIGTERM after a checkpoint was written.
+    Sigterm = 143,
+}
+
+impl From<Exit> for std::process::ExitCode {
+    fn from(exit: Exit) -> Self {
+        (exit as u8).into()
+    }
+}
+
+/// An error that knows its exit code and what to do about it. Its causes are its sources.
+#[derive(Debug)]
+pub struct Stop {
+    pub exit: Exit,
+    /// One lowercase sentence.
+    pub message: String,
+    pub hint: Option<String>,
+}
+
+impl Stop {
+    /// A mistake of usage.
+    pub fn usage(message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { exit: Exit::Usage, message: message.into(), hint: Some(hint.into()) }
+    }
+}
+
+impl fmt::Display for Stop {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Stop {}
+
+impl Exit {
+    /// The exit code an error ends with.
+    pub fn of(error: &anyhow::Error) -> Exit {
+        if is_broken_pipe(error) {
+            Exit::Done
+        } else if let Some(stop) = error.downcast_ref::<Stop>() {
+            stop.exit
+        } else if error.is::<job::Errors>() {
+            Exit::Usage
+        } else if let Some(failure) = error.downcast_ref::<Failure>() {
+            Exit::of_failure(failure)
+        } else {
+            Exit::Failure
+        }
+    }
+}
+
+impl Exit {
+    fn of_failure(failure: &Failure) -> Exit {
+        match failure {
+            Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } => Exit::Memory,
+            Failure::Data(error) if error.is_memory() => Exit::Memory,
+            Failure::Data(DataError::Thread { .. } | DataError::Panicked { .. } | DataError::AllHeld { .. }) => {
+                Exit::Failure
+            }
+            Failure::Data(DataError::Setting { .. }) | Failure::Model(_) => Exit::Usage,
+            Failure::Data(_) => Exit::Data,
+            Failure::Diverged { .. } => Exit::Diverged,
+            Failure::FolderTaken(_) | Failure::NotARun(_) | Failure::Changed(_) => Exit::Usage,
+            Failure::Io { .. } | Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
+            Failure::NoWholeCheckpoint { .. } | Failure::ForeignCheckpoint { .. } => Exit::Failure,
+        }
+    }
+}
+
+/// Whether the reader of our output went away, which is not an error.
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
+}
+
+/// Tells `error` to people on stderr and, with `json`, to programs on stdout, and gives its exit code.
+pub fn tell(error: &anyhow::Error, json: bool, color: super::Color) -> Exit {
+    let exit = Exit::of(error);
+    if exit != Exit::Done {
+        let text = painted(&text(error), color.on(io::stderr().is_terminal()));
+        // With stdout and stderr both gone, the exit code is all that can be told.
+        let _ = writeln!(io::stderr().lock(), "{text}");
+        if json {
+            let _ = writeln!(io::stdout().lock(), "{}", document(error, exit));
+        }
+    }
+    exit
+}
+
+fn hint(error: &anyhow::Error) -> Option<String> {
+    match error.downcast_ref::<Failure>() {
+        Some(failure) => failure.hint(),
+        None => error.downcast_ref::<Stop>()?.hint.clone(),
+    }
+}
+
+fn text(error: &anyhow::Error) -> String {
+    if let Some(errors) = error.downcast_ref::<job::Errors>() {
+        return errors.to_string();
+    }
+    let mut text = format!("error: {error}");
+    error.chain().skip(1).for_each(|cause| text += &format!("\n  caused by: {cause}"));
+    hint(error).into_iter().for_each(|hint| text += &format!("\n  hint: {hint}"));
+    text
+}
+
+/// The error as one JSON document; a job's mistakes are its `problems`.
+fn document(error: &anyhow::Error, exit: Exit) -> Value {
+    let causes: Vec<String> = error.chain().skip(1).map(|cause| cause.to_string()).collect();
+    match error.downcast_ref::<job::Errors>() {
+        Some(errors) => {
+            json!({ "error": { "exit_code": exit as u8, "message": "the job is not valid", "problems": errors } })
+        }
+        None => json!({ "error": {
+            "exit_code": exit as u8, "message": error.to_string(), "causes": causes, "hint": hint(error),
+        } }),
+    }
+}
+
+/// Colours the words people look for first.
+fn painted(text: &str, color: bool) -> String {
+    if !color {
+        return text.to_owned();
+    }
+    let paint = |line: &str| {
+        if let Some(rest) = line.strip_prefix("error:") {
+            format!("\x1b[1;31merror:\x1b[0;1m{rest}\x1b[0m")
+        } else if line.trim_start().starts_with("hint:") {
+            line.replacen("hint:", "\x1b[1;36mhint:\x1b[0m", 1)
+        } else if line.trim_end().ends_with('^') && line.trim_start().starts_with('|') {
+            format!("\x1b[31m{line}\x1b[0m")
+        } else {
+            line.to_owned()
+        }
+    };
+    text.lines().map(paint).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn an_error_keeps_its_exit_code_under_context() {
+        let stop = Stop { exit: Exit::Data, message: "no rows".into(), hint: None };
+        let error = Err::<(), _>(stop).context("cannot open the data").unwrap_err();
+        assert_eq!(Exit::of(&error), Exit::Data);
+        assert_eq!(text(&error), "error: cannot open the data\n  caused by: no rows");
+        assert_eq!(Exit::of(&anyhow::anyhow!("disk")), Exit::Failure);
+        assert_eq!(Exit::of(&io::Error::from(io::ErrorKind::BrokenPipe).into()), Exit::Done);
+    }
+}

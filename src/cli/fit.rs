@@ -1,0 +1,95 @@
+//! `trainer fit`: train a job.
+
+use std::io::{self, IsTerminal};
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{Common, Exit, JobFile, Stop, plan};
+use crate::memory;
+use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
+use crate::train::folder::Wish;
+use crate::train::run::{Ended, Options};
+use crate::train::signals::{Signal, Signals};
+use crate::train::{self, Failure};
+
+/// Train a job
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "\
+Examples:
+  trainer fit job.toml
+  trainer fit job.toml --set optimizer.lr=3e-4 --set train.steps=1000
+  trainer fit job.toml --run-dir runs/first
+  trainer fit job.toml --run-dir runs/first --resume     go on where it stopped, or begin
+  trainer fit job.toml --json > events.jsonl")]
+pub struct Fit {
+    #[command(flatten)]
+    pub job: JobFile,
+    /// Go on with the run in RUN, else in --run-dir, else the newest run of the job's name
+    #[arg(long, value_name = "RUN", num_args = 0..=1, value_hint = clap::ValueHint::DirPath)]
+    pub resume: Option<Option<PathBuf>>,
+    /// Stop, with a checkpoint, after this many updates of the run
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_steps: Option<u64>,
+    /// The folder of this very run [default: runs/NAME/TIMESTAMP]
+    #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    pub run_dir: Option<PathBuf>,
+    /// Print the memory plan and stop, as `trainer plan` does
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+impl Fit {
+    pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
+        let job = common.job(&self.job.path)?;
+        if self.dry_run {
+            return plan::show(job, None, false, common);
+        }
+        let host = memory::probe::host()?;
+        let options = Options {
+            wish: Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() },
+            runs: PathBuf::from("runs"),
+            stamp: jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string(),
+            max_steps: self.max_steps,
+            ram: memory::budget::host(&job.memory, &host),
+            fault: fault()?,
+            signals: Signals::watch()?,
+        };
+        let tensorboard = job.log.tensorboard;
+        let look = common.look(io::stderr().is_terminal());
+        let ended = train::run::fit(job, options, |folder, resumed| {
+            let history = match resumed {
+                true => Summary::from_events(&folder.events())?,
+                false => Summary::default(),
+            };
+            let mut reporter = Reporter::default().truth(Events::open(&folder.events())?);
+            reporter = reporter.view(Metrics::open(&folder.metrics())?);
+            if tensorboard {
+                reporter = reporter.view(TensorBoard::new(&folder.tensorboard()));
+            }
+            reporter = reporter.view(Terminal::new(io::stderr(), look, history));
+            Ok(if common.json { reporter.view(Stream(io::stdout())) } else { reporter })
+        });
+        match ended {
+            Ok(Ended::Done) => Ok(Exit::Done),
+            Ok(Ended::Stopped(Signal::Interrupt)) => Ok(Exit::Sigint),
+            Ok(Ended::Stopped(Signal::Terminate)) => Ok(Exit::Sigterm),
+            Err(Failure::DoesNotFit(plan)) => {
+                plan::print(&plan, common)?;
+                Err(Failure::DoesNotFit(plan).into())
+            }
+            Err(failure) => Err(failure.into()),
+        }
+    }
+}
+
+/// The ask for memory that `TRAINER_FAULT_ASK` makes fail, for tests of recovery.
+fn fault() -> anyhow::Result<Option<u64>> {
+    match std::env::var("TRAINER_FAULT_ASK") {
+        Err(_) => Ok(None),
+        Ok(text) => match text.parse() {
+            Ok(n) => Ok(Some(n)),
+            Err(_) => Err(Stop::usage("`TRAINER_FAULT_ASK` is not a number", "unset it: it is for tests").into()),
+        },
+    }
+}

@@ -1,0 +1,69 @@
+//! `trainer init`: a commented, runnable job to start from.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::Args;
+use clap::builder::PossibleValuesParser;
+
+use super::{Exit, Stop, say};
+
+/// A template's name, what it is, and the file in `configs/` that it is.
+const TEMPLATES: [(&str, &str, &str); 2] = [
+    (
+        "quickstart",
+        "a small convolutional network on generated pictures",
+        include_str!("../../configs/quickstart.toml"),
+    ),
+    ("mlp", "a perceptron on generated pictures", include_str!("../../configs/mlp.toml")),
+];
+
+/// Write a commented, runnable job to start from
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "\
+Examples:
+  trainer init --list
+  trainer init                               print the quickstart job
+  trainer init mlp -o job.toml")]
+pub struct Init {
+    /// Which job
+    #[arg(default_value = "quickstart", value_parser = PossibleValuesParser::new(TEMPLATES.map(|t| t.0)))]
+    pub template: String,
+    /// The file to write; must not exist [default: stdout]
+    #[arg(short, long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    pub output: Option<PathBuf>,
+    /// List the templates
+    #[arg(long, conflicts_with = "output")]
+    pub list: bool,
+}
+
+impl Init {
+    pub fn run(&self) -> anyhow::Result<Exit> {
+        if self.list {
+            for (name, about, _) in TEMPLATES {
+                say(format_args!("{name:<12} {about}"))?;
+            }
+            return Ok(Exit::Done);
+        }
+        let (_, _, text) = TEMPLATES
+            .iter()
+            .find(|(name, ..)| *name == self.template)
+            .with_context(|| format!("no template `{}`", self.template))?;
+        let Some(path) = &self.output else {
+            say(text.trim_end())?;
+            return Ok(Exit::Done);
+        };
+        let shown = path.display();
+        let file = OpenOptions::new().write(true).create_new(true).open(path);
+        if file.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists) {
+            let stop = Stop::usage(format!("`{shown}` exists already"), "choose another name with `-o`");
+            return Err(stop.into());
+        }
+        file.and_then(|mut file| file.write_all(text.as_bytes()))
+            .with_context(|| format!("cannot write `{shown}`"))?;
+        say(format_args!("wrote {shown}; train it with `trainer fit {shown}`"))?;
+        Ok(Exit::Done)
+    }
+}

@@ -1,0 +1,238 @@
+//! From a file and `--set` texts to a resolved job, or to everything wrong with them.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::path::Path;
+
+use serde::Deserialize;
+use toml::de::DeTable;
+
+use super::check::{self, Found};
+use super::error::{Code, Error, Errors};
+use super::source::{Place, Sources, WHOLE};
+use super::{Job, rules, schema, set};
+
+/// A job file larger than this is no job file.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// Mistakes told at once; with more, it is another file altogether.
+const MAX_SHOWN: usize = 50;
+
+impl Job {
+    /// Reads the job at `path` with each of `sets` (`key.path=value`) put over it.
+    pub fn load(path: &Path, sets: &[String]) -> Result<Job, Errors> {
+        let file = path.display().to_string();
+        let unreadable = |why: &str| Error {
+            place: Some(Place { file: file.clone(), spot: None }),
+            ..Error::new(Code::Unreadable, format!("cannot read the job: {why}"))
+        };
+        let mut bytes = Vec::new();
+        let read = File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes));
+        read.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => {
+                unreadable("no such file").hint("`trainer init -o job.toml` writes one".to_owned())
+            }
+            ErrorKind::IsADirectory => unreadable("it is a folder"),
+            _ => unreadable(&error.to_string()),
+        })?;
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(unreadable("it is over 1 MiB, too large for a job").into());
+        }
+        match str::from_utf8(&bytes) {
+            Ok(text) => Job::parse(text, path, sets),
+            Err(error) => {
+                let start = error.valid_up_to();
+                let mut sources = Sources::default();
+                sources.add(&file, &String::from_utf8_lossy(&bytes));
+                let message = format!("the job is not UTF-8 text: byte {:#04x}", bytes[start]);
+                let place = sources.place(start..start + 1);
+                Err(Error { place, ..Error::new(Code::Syntax, message) }.into())
+            }
+        }
+    }
+
+    /// The job in `text`, which is or could be the file at `path`: that names it and is where its
+    /// relative paths start.
+    pub fn parse(text: &str, path: &Path, sets: &[String]) -> Result<Job, Errors> {
+        let mut sources = Sources::default();
+        sources.add(&path.display().to_string(), text);
+        resolve(text, path, sets, &mut sources).map_err(|mut found| {
+            found.sort_by_key(|(span, _)| span.start);
+            let more = found.len().saturating_sub(MAX_SHOWN);
+            if more > 0 {
+                found.truncate(MAX_SHOWN);
+                found.push((
+                    WHOLE,
+                    Error::new(Code::More, format!("{more} more mistakes are not shown")).into(),
+                ));
+            }
+            let placed = |(span, error): Found| Error { place: sources.place(span), ..*error };
+            Errors(found.into_iter().map(placed).collect())
+        })
+    }
+}
+
+fn resolve(text: &str, path: &Path, sets: &[String], sources: &mut Sources) -> Result<Job, Vec<Found>> {
+    let schema = schema();
+    let (mut tree, broken) = DeTable::parse_recoverable(text);
+    let mut found: Vec<Found> = broken.iter().map(syntax).collect();
+    for set in sets {
+        let start = sources.add("--set", &format!("--set {set}")) + "--set ".len();
+        found.extend(set::apply(set, start, &mut tree, &schema).err());
+    }
+    nothing(found)?;
+
+    let file = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    nothing(check::check(&mut tree, &schema, file.parent().unwrap_or(&file)))?;
+
+    let job = Job::deserialize(toml::de::Deserializer::from(tree.clone()));
+    let mut job = job.map_err(|error| vec![syntax(&error)])?;
+    nothing(rules::contradictions(&job, tree.get_ref()))?;
+
+    if job.name.is_empty() {
+        job.name = check::name_from(&path.file_stem().unwrap_or_default().to_string_lossy());
+    }
+    job.eval.resolve();
+    job.checkpoint.resolve();
+    Ok(job)
+}
+
+/// Goes on only when nothing wrong was found: what comes next would stumble over it again.
+fn nothing(found: Vec<Found>) -> Result<(), Vec<Found>> {
+    if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+fn syntax(error: &toml::de::Error) -> Found {
+    let message = error.message().to_lowercase();
+    (error.span().unwrap_or(WHOLE), Error::new(Code::Syntax, message).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::{Adamw, Every, Length, Model, Optimizer};
+    use proptest::prelude::*;
+
+    fn parse(text: &str, sets: &[&str]) -> Result<Job, Errors> {
+        let sets: Vec<String> = sets.iter().map(|s| s.to_string()).collect();
+        Job::parse(text, Path::new("tiny.toml"), &sets)
+    }
+
+    const TINY: &str = "[model]\nkind = 'mlp'\n[data]\nkind = 'shapes'\n[train]\nepochs = 1\n";
+
+    fn load(text: &str, sets: &[&str]) -> Job {
+        parse(text, sets).unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    #[test]
+    fn a_small_job_gets_every_default() {
+        let job = load(TINY, &[]);
+        assert_eq!((job.name.as_str(), job.seed), ("tiny", 42));
+        assert_eq!(job.train.length(), Length::Epochs(1));
+        assert_eq!(job.eval.every(), Every::Epochs(1));
+        assert_eq!(job.checkpoint.every(), Every::Epochs(1));
+        assert_eq!(job.optimizer, Optimizer::Adamw(Adamw::default()));
+    }
+
+    #[test]
+    fn the_command_line_decides_between_keys_that_exclude_each_other() {
+        let job = load(TINY, &["train.steps=3", "checkpoint.every_minutes=5", "eval.every_steps=2"]);
+        assert_eq!(job.train.length(), Length::Steps(3));
+        assert_eq!(job.checkpoint.every(), Every::Minutes(5));
+        assert_eq!(job.eval.every(), Every::Steps(2));
+        let both = parse(TINY, &["train.steps=3", "train.epochs=4"]).unwrap();
+        assert_eq!(both.train.length(), Length::Epochs(4), "the last one wins");
+    }
+
+    #[test]
+    fn a_default_kind_need_not_be_named() {
+        let Optimizer::Adamw(adamw) = load(TINY, &["optimizer.lr=0.5"]).optimizer else { panic!() };
+        assert_eq!(adamw, Adamw { lr: 0.5, ..Adamw::default() });
+        assert_eq!(load(&format!("{TINY}[schedule]\nwarmup_steps = 7"), &[]).schedule.warmup_steps(), 7);
+    }
+
+    #[test]
+    fn a_set_reaches_into_lists() {
+        let cnn = TINY.replace("'mlp'", "'cnn'\nstages = [{channels = 4}, {channels = 8}]");
+        let Model::Cnn(model) = load(&cnn, &["model.stages.1.channels=16"]).model else { panic!() };
+        assert_eq!(model.stages[1].channels, 16);
+        assert!(parse(&cnn, &["model.stages.2.channels=16"]).is_err());
+    }
+
+    #[test]
+    fn depth_and_number_are_bounded() {
+        let deep = vec!["a"; 60_000].join(".");
+        assert!(parse(TINY, &[&format!("{deep}=1")]).is_err());
+        assert!(parse(&format!("{deep} = 1"), &[]).is_err());
+        assert!(parse(&format!("x = {}", "[".repeat(60_000)), &[]).is_err());
+        let wide: String = (0..60_000).map(|i| format!("k{i} = 1\n")).collect();
+        let errors = parse(&wide, &[]).unwrap_err();
+        assert_eq!(errors.0.len(), MAX_SHOWN + 1);
+        assert_eq!(errors.0[MAX_SHOWN].message, "59953 more mistakes are not shown");
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_mistake() {
+        assert_eq!(load(&format!("\u{feff}{TINY}"), &[]), load(TINY, &[]));
+    }
+
+    #[test]
+    fn a_number_past_64_bits_is_out_of_range() {
+        let errors = parse(TINY, &["seed=9223372036854775808"]).unwrap_err();
+        assert_eq!(errors.0[0].code, Code::OutOfRange);
+        assert_eq!(load(TINY, &["seed=9223372036854775807"]).seed, i64::MAX as u64);
+    }
+
+    fn model() -> impl Strategy<Value = Vec<String>> {
+        let hidden = prop::collection::vec(1usize..2000, 0..4);
+        let activation = prop::sample::select(vec!["relu", "gelu", "gelu_tanh", "silu"]);
+        let stages = prop::collection::vec((1usize..200, 1usize..8, 1usize..4, 1usize..4), 1..4);
+        (any::<bool>(), hidden, activation, 0.0..1.0f64, stages).prop_map(
+            |(cnn, hidden, act, dropout, stages)| {
+                let stage = |(c, k, s, p)| format!("{{channels={c}, kernel={k}, stride={s}, pool={p}}}");
+                let stages: Vec<String> = stages.into_iter().map(stage).collect();
+                let mut sets = vec![
+                    format!("model.hidden={hidden:?}"),
+                    format!("model.activation={act}"),
+                    format!("model.dropout={dropout}"),
+                ];
+                if cnn {
+                    sets.extend(["model.kind=cnn".into(), format!("model.stages=[{}]", stages.join(", "))]);
+                }
+                sets
+            },
+        )
+    }
+
+    fn rest() -> impl Strategy<Value = Vec<String>> {
+        let length = prop::sample::select(vec!["train.epochs=3", "train.steps=5000"]);
+        let every =
+            prop::sample::select(vec!["eval.every_steps=9", "checkpoint.every_minutes=3", "name=a.b-c"]);
+        let optimizer =
+            prop::sample::select(vec!["optimizer={kind='sgd', momentum=0.9, nesterov=true}", "seed=1"]);
+        let schedule = prop::sample::select(vec![
+            "schedule={kind='step', every_steps=10}",
+            "schedule={kind='onecycle', div=3}",
+            "schedule={kind='linear', final_lr_ratio=0.1}",
+        ]);
+        let ram = prop_oneof![
+            (0u64..1 << 50).prop_map(|b| format!("memory.ram={b}B")),
+            Just("memory.ram=3.5%".into())
+        ];
+        (length, every, optimizer, schedule, ram, 1e-9..1.0f64).prop_map(|(a, b, c, d, ram, clip)| {
+            let clip = format!("train.clip_norm={clip}");
+            [a, b, c, d].map(String::from).into_iter().chain([ram, clip]).collect()
+        })
+    }
+
+    proptest! {
+        /// The job written to a run's folder is a valid job, and the same one.
+        #[test]
+        fn a_resolved_job_loads_as_itself(model in model(), rest in rest()) {
+            let sets: Vec<String> = model.into_iter().chain(rest).collect();
+            let job = Job::parse(TINY, Path::new("tiny.toml"), &sets).map_err(|e| TestCaseError::fail(e.to_string()))?;
+            let again = Job::parse(&job.to_toml(), Path::new("/runs/other.toml"), &[]);
+            prop_assert_eq!(again.map_err(|e| TestCaseError::fail(e.to_string()))?, job);
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! What memory there is on the host: read, not guessed.
+//!
+//! Takes nothing, gives a [`Host`]. A limit that cannot be read is one that is not there. The texts of
+//! the kernel's files are parsed by pure functions, so that any machine can be tested on any other.
+
+use std::fs::read_to_string;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use sysinfo::{MemoryRefreshKind, RefreshKind, System};
+
+/// The host's memory now, and the limits this process lives under. All in bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Host {
+    pub total: u64,
+    /// What can be taken without swapping.
+    pub available: u64,
+    pub swap_total: u64,
+    pub swap_free: u64,
+    /// The tightest memory cgroup, of this process's own and those above it.
+    pub cgroup: Option<Cgroup>,
+    /// `RLIMIT_AS`, on addresses rather than on memory.
+    pub address_space: Option<AddressSpace>,
+    /// Threads that can run at once.
+    pub cores: usize,
+}
+
+/// A memory control group with a limit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Cgroup {
+    pub path: PathBuf,
+    pub limit: u64,
+    /// In use, less the file cache that the kernel would give up first.
+    pub used: u64,
+}
+
+/// The limit on the addresses of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct AddressSpace {
+    pub limit: u64,
+    pub used: u64,
+}
+
+/// What decides how much a run can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Limit {
+    Available,
+    Cgroup,
+    AddressSpace,
+}
+
+impl std::fmt::Display for Limit {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(match self {
+            Limit::Available => "available memory",
+            Limit::Cgroup => "the cgroup limit",
+            Limit::AddressSpace => "RLIMIT_AS",
+        })
+    }
+}
+
+impl Cgroup {
+    pub fn left(&self) -> u64 {
+        self.limit.saturating_sub(self.used)
+    }
+}
+
+impl AddressSpace {
+    pub fn left(&self) -> u64 {
+        self.limit.saturating_sub(self.used)
+    }
+}
+
+impl Host {
+    /// What binds now, and the bytes it leaves.
+    fn binding(&self) -> (u64, Limit) {
+        let cgroup = self.cgroup.as_ref().map(|c| (c.left(), Limit::Cgroup));
+        let space = self.address_space.map(|a| (a.left(), Limit::AddressSpace));
+        let available = (self.available, Limit::Available);
+        [cgroup, space].into_iter().flatten().fold(available, |a, b| if b.0 < a.0 { b } else { a })
+    }
+
+    /// Bytes a run can have now.
+    pub fn usable(&self) -> u64 {
+        self.binding().0
+    }
+
+    /// What decides [`Self::usable`].
+    pub fn limited_by(&self) -> Limit {
+        self.binding().1
+    }
+
+    /// Bytes a process here can have at the very most: a percentage of `memory.ram` is of this.
+    pub fn most(&self) -> u64 {
+        let limits = [self.cgroup.as_ref().map(|c| c.limit), self.address_space.map(|a| a.limit)];
+        limits.into_iter().flatten().fold(self.total, u64::min)
+    }
+}
+
+/// The system does not say how much memory it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cannot read how much memory this machine has")]
+pub struct Unreadable;
+
+/// Reads the host.
+pub fn host() -> Result<Host, Unreadable> {
+    let kind = RefreshKind::nothing().with_memory(MemoryRefreshKind::everything());
+    let system = System::new_with_specifics(kind).map_err(|_| Unreadable)?;
+    if system.total_memory() == 0 {
+        return Err(Unreadable);
+    }
+    Ok(Host {
+        total: system.total_memory(),
+        available: system.available_memory(),
+        swap_total: system.total_swap(),
+        swap_free: system.free_swap(),
+        cgroup: cgroup(),
+        address_space: address_space(),
+        cores: std::thread::available_parallelism().map_or(1, usize::from),
+    })
+}
+
+fn cgroup() -> Option<Cgroup> {
+    let groups = read_to_string("/proc/self/cgroup").ok()?;
+    let mounts = read_to_string("/proc/self/mountinfo").ok()?;
+    let chains = memory_groups(&groups, &mounts);
+    let limited = chains.iter().flat_map(|(version, group, mount)| {
+        let up_to_mount = group.ancestors().take_while(move |folder| folder.starts_with(mount));
+        up_to_mount.filter_map(|folder| read_group(*version, folder))
+    });
+    limited.min_by_key(Cgroup::left)
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+/// The folders of this process's memory groups, each with the mount it stands under, from the texts
+/// of `/proc/self/cgroup` and `/proc/self/mountinfo`.
+fn memory_groups(groups: &str, mounts: &str) -> Vec<(Version, PathBuf, PathBuf)> {
+    let mut found = Vec::new();
+    for line in groups.lines() {
+        let mut fields = line.splitn(3, ':');
+        let (Some(_), Some(controllers), Some(group)) = (fields.next(), fields.next(), fields.next()) else {
+            continue;
+        };
+        let version = match controllers {
+            "" => Version::V2,
+            list if list.split(',').any(|c| c == "memory") => Version::V1,
+            _ => continue,
+        };
+        if let Some((root, mount)) = mounts.lines().find_map(|line| memory_mount(version, line)) {
+            // A container sees its own group as the mount's root, or a path outside what is mounted:
+            // then the mount itself is the group.
+            let inside = Path::new(group).strip_prefix(root).unwrap_or(Path::new(""));
+            found.push((version, mount.join(inside), mount));
+        }
+    }
+    found
+}
+
+/// The root and the mount point in a line of `mountinfo` that mounts the memory controller.
+fn memory_mount(version: Version, line: &str) -> Option<(&str, PathBuf)> {
+    let (left, right) = line.split_once(" - ")?;
+    let mut left = left.split(' ').skip(3);
+    let (root, mount) = (left.next()?, left.next()?);
+    let mut right = right.split(' ');
+    let (kind, options) = (right.next()?, right.nth(1).unwrap_or_default());
+    let ours = match version {
+        Version::V1 => kind == "cgroup" && options.split(',').any(|option| option == "memory"),
+        Version::V2 => kind == "cgroup2",
+    };
+    ours.then(|| (root, PathBuf::from(mount)))
+}
+
+/// The limit and the use of the group at `folder`; none when it has no limit.
+fn read_group(version: Version, folder: &Path) -> Option<Cgroup> {
+    let read = |name: &str| read_to_string(folder.join(name)).ok();
+    let (limit, usage, cache) = match version {
+        Version::V1 => ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        Version::V2 => ("memory.max", "memory.current", "inactive_file"),
+    };
+    let limit = parse_limit(&read(limit)?)?;
+    let usage = read(usage)?.trim().parse::<u64>().ok()?;
+    let cache = read("memory.stat").and_then(|stat| parse_stat(&stat, cache)).unwrap_or(0);
+    Some(Cgroup { path: folder.to_owned(), limit, used: usage.saturating_sub(cache) })
+}
+
+/// A group's limit: version 2 says `max` for none, version 1 a number near 2^63.
+fn parse_limit(text: &str) -> Option<u64> {
+    text.trim().parse().ok().filter(|limit| *limit < 1 << 60)
+}
+
+fn parse_stat(stat: &str, key: &str) -> Option<u64> {
+    stat.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
+}
+
+#[cfg(unix)]
+fn address_space() -> Option<AddressSpace> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::As).current?;
+    let status = read_to_string("/proc/self/status").unwrap_or_default();
+    let used = parse_vm_size(&status).unwrap_or(0);
+    Some(AddressSpace { limit, used })
+}
+
+/// The addresses in use, from the text of `/proc/self/status`.
+#[cfg(unix)]
+fn parse_vm_size(status: &str) -> Option<u64> {
+    let kilobytes = status.lines().find_map(|line| line.strip_prefix("VmSize:")?.strip_suffix("kB"));
+    Some(kilobytes?.trim().parse::<u64>().ok()? * 1024)
+}
+
+#[cfg(not(unix))]
+fn address_space() -> Option<AddressSpace> {
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn a_host() -> Host {
+        Host {
+            total: 16 * GIB,
+            available: 10 * GIB,
+            swap_total: 0,
+            swap_free: 0,
+            cgroup: None,
+            address_space: None,
+            cores: 2,
+        }
+    }
+
+    #[test]
+    fn the_smallest_of_three_binds() {
+        let mut host = a_host();
+        assert_eq!((host.usable(), host.limited_by(), host.most()), (10 * GIB, Limit::Available, 16 * GIB));
+        host.cgroup = Some(Cgroup { path: "/g".into(), limit: 8 * GIB, used: GIB });
+        assert_eq!((host.usable(), host.limited_by(), host.most()), (7 * GIB, Limit::Cgroup, 8 * GIB));
+        host.address_space = Some(AddressSpace { limit: 4 * GIB, used: 5 * GIB });
+        assert_eq!((host.usable(), host.limited_by(), host.most()), (0, Limit::AddressSpace, 4 * GIB));
+    }
+
+    #[test]
+    fn version_2_group_is_found_under_its_mount() {
+        let mounts = "24 30 0:22 / /proc rw - proc proc rw\n\
+                      29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+        let found = memory_groups("0::/user.slice/app.service\n", mounts);
+        let mount = PathBuf::from("/sys/fs/cgroup");
+        assert_eq!(found, [(Version::V2, mount.join("user.slice/app.service"), mount)]);
+    }
+
+    #[test]
+    fn version_1_group_is_found_by_its_controller() {
+        let groups = "5:devices:/x\n4:memory:/box/run\n0::/\n";
+        let mounts = "31 25 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n\
+                      32 25 0:28 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n";
+        let mount = PathBuf::from("/sys/fs/cgroup/memory");
+        assert_eq!(memory_groups(groups, mounts), [(Version::V1, mount.join("box/run"), mount)]);
+    }
+
+    #[test]
+    fn a_container_that_sees_only_its_own_group_uses_the_mount() {
+        let mounts = "32 25 0:28 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
+        let mount = PathBuf::from("/sys/fs/cgroup/memory");
+        let found = memory_groups("4:memory:/docker/abc\n", mounts);
+        assert_eq!(found, [(Version::V1, mount.join(""), mount.clone())]);
+        let found = memory_groups("4:memory:/elsewhere\n", mounts);
+        assert_eq!(found, [(Version::V1, mount.join(""), mount)]);
+    }
+
+    #[test]
+    fn no_limit_is_none_in_both_versions() {
+        assert_eq!(parse_limit("max\n"), None);
+        assert_eq!(parse_limit("9223372036854771712\n"), None);
+        assert_eq!(parse_limit("1073741824\n"), Some(GIB));
+        assert_eq!(parse_limit(""), None);
+    }
+
+    #[test]
+    fn a_group_is_read_from_its_folder_less_its_file_cache() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        write("memory.max", "1000\n");
+        write("memory.current", "700\n");
+        write("memory.stat", "anon 400\ninactive_file_x 9\ninactive_file 300\n");
+        let group = read_group(Version::V2, folder.path()).unwrap();
+        assert_eq!((group.limit, group.used, group.left()), (1000, 400, 600));
+        write("memory.max", "max\n");
+        assert_eq!(read_group(Version::V2, folder.path()), None);
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn addresses_in_use_are_read() {
+        assert_eq!(parse_vm_size("Name:\tx\nVmPeak:\t 9 kB\nVmSize:\t    1234 kB\n"), Some(1234 * 1024));
+        assert_eq!(parse_vm_size(""), None);
+    }
+
+    #[test]
+    fn this_machine_has_memory() {
+        let host = host().unwrap();
+        assert!(host.total > 0 && host.most() > 0 && host.cores > 0, "{host:?}");
+        assert!(host.usable() <= host.available, "{host:?}");
+    }
+}

@@ -1,0 +1,422 @@
+//! Checkpoints: whole on disk or not there at all.
+//!
+//! A checkpoint is a folder `step-N`: weights and statistics in `model.safetensors` under names and
+//! shapes other tools read, the optimizer's buffers in `optimizer.safetensors`, the rest in `state.json`.
+//! It is written under another name, synced, renamed, and marked `DONE` last; the marker and the state hold
+//! checksums, so that a torn or damaged one is known for what it is and the one before is used.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{Dtype, SafeTensors, View, serialize_to_file};
+use serde::{Deserialize, Serialize};
+
+use super::Failure;
+use crate::data::digest::Digest;
+use crate::data::order::Cursor;
+use crate::kernels::cpu;
+use crate::optim::Optimizer;
+use crate::params::{Flat, Lies, Spec, Store};
+
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const STATE: &str = "state.json";
+const DONE: &str = "DONE";
+
+/// What a run needs to go on, beside tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Of this layout of a checkpoint.
+    pub format: u32,
+    /// Updates made.
+    pub step: u64,
+    pub cursor: Cursor,
+    /// Samples seen, and the digest of their ids in order.
+    pub samples: u64,
+    pub digest: Digest,
+    /// All randomness follows from this and the cursor.
+    pub seed: u64,
+    /// The plan in force.
+    pub micro_batch: usize,
+    /// The best value of the job's `checkpoint.best` so far and the step it was reached at.
+    pub best: Option<(f64, u64)>,
+    /// Last values of the evaluation.
+    pub metrics: BTreeMap<String, f64>,
+    pub elapsed_s: f64,
+    pub data_wait_s: f64,
+    /// Checksum and length of each file.
+    pub files: BTreeMap<String, (u32, u64)>,
+}
+
+pub const FORMAT: u32 = 1;
+
+/// The checkpoints of a run.
+pub struct Checkpoints {
+    root: PathBuf,
+}
+
+/// A tensor as other tools see it.
+struct Named<'a> {
+    shape: &'a [usize],
+    data: &'a [f32],
+    lies: Lies,
+}
+
+impl View for &Named<'_> {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        match self.lies {
+            Lies::AsNamed => Cow::Borrowed(bytemuck::cast_slice(self.data)),
+            Lies::ChannelsLast => Cow::Owned(bytemuck::cast_slice(&turned(self.data, self.shape, Turn::Out)).to_vec()),
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        std::mem::size_of_val(self.data)
+    }
+}
+
+enum Turn {
+    /// From (out, height, width, in) as kept to (out, in, height, width) as named.
+    Out,
+    In,
+}
+
+/// `shape` is as named: (out, in, height, width).
+fn turned(values: &[f32], shape: &[usize], turn: Turn) -> Vec<f32> {
+    let &[_, inputs, height, width] = shape else { return values.to_vec() };
+    let (rows, cols) = match turn {
+        Turn::Out => (height * width, inputs),
+        Turn::In => (inputs, height * width),
+    };
+    let mut out = vec![0.0; values.len()];
+    for (from, to) in values.chunks_exact((rows * cols).max(1)).zip(out.chunks_exact_mut((rows * cols).max(1))) {
+        for (i, row) in from.chunks_exact(cols).enumerate() {
+            row.iter().enumerate().for_each(|(j, v)| to[j * rows + i] = *v);
+        }
+    }
+    out
+}
+
+impl Checkpoints {
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    fn path(&self, step: u64) -> PathBuf {
+        self.root.join(format!("step-{step:08}"))
+    }
+
+    /// Steps of all that carry the marker, newest first.
+    pub fn steps(&self) -> Vec<u64> {
+        let Ok(entries) = fs::read_dir(&self.root) else { return Vec::new() };
+        let names = entries.filter_map(Result::ok).filter(|e| e.path().join(DONE).exists());
+        let mut steps: Vec<u64> =
+            names.filter_map(|e| e.file_name().to_str()?.strip_prefix("step-")?.parse().ok()).collect();
+        steps.sort_unstable_by(|a, b| b.cmp(a));
+        steps
+    }
+
+    /// Writes a checkpoint and gives its folder and its bytes. What was there before stays whole, and a
+    /// failure leaves nothing behind.
+    pub fn save(&self, mut state: State, store: &Store, optimizer: &Optimizer) -> Result<(PathBuf, u64), Failure> {
+        let (path, temporary) = (self.path(state.step), self.root.join(format!(".step-{:08}.tmp", state.step)));
+        let _ = fs::remove_dir_all(&temporary);
+        fs::create_dir(&temporary).map_err(Failure::io("create the checkpoint", &temporary))?;
+        let written = self.write(&temporary, &mut state, store, optimizer).and_then(|bytes| {
+            if path.exists() {
+                // The same step again, as after a resume: the marker goes first, so that no half is taken
+                // for a whole.
+                remove(&path)?;
+            }
+            fs::rename(&temporary, &path).map_err(Failure::io("rename the checkpoint to", &path))?;
+            sync(&self.root)?;
+            Ok(bytes)
+        });
+        match written {
+            Ok(bytes) => {
+                let state = fs::read(path.join(STATE)).map_err(Failure::io("read", path.join(STATE)))?;
+                let marker = crc32c::crc32c(&state).to_string();
+                fs::write(path.join(DONE), marker).map_err(Failure::io("write", path.join(DONE)))?;
+                sync(&path.join(DONE))?;
+                sync(&path)?;
+                Ok((path, bytes))
+            }
+            Err(failure) => {
+                let _ = fs::remove_dir_all(&temporary);
+                Err(failure)
+            }
+        }
+    }
+
+    fn write(&self, folder: &Path, state: &mut State, store: &Store, optimizer: &Optimizer) -> Result<u64, Failure> {
+        let (master, stats) = (cpu::view::<f32>(&store.master)?, cpu::view::<f32>(&store.stats)?);
+        let mut model = named(&store.layout.params, &master);
+        model.extend(named(&store.layout.stats, &stats));
+        put(&folder.join(MODEL), model.iter().map(|(name, tensor)| (*name, tensor)).collect())?;
+        let buffers = optimizer.state().iter().map(|(name, t)| Ok((*name, cpu::view::<f32>(t)?)));
+        let buffers: Vec<_> = buffers.collect::<candle_core::Result<_>>()?;
+        let length = [store.layout.params.len];
+        let flat: Vec<(&str, Named)> =
+            buffers.iter().map(|(name, data)| (*name, Named { shape: &length, data, lies: Lies::AsNamed })).collect();
+        put(&folder.join(OPTIMIZER), flat.iter().map(|(name, tensor)| (*name, tensor)).collect())?;
+        for file in [MODEL, OPTIMIZER] {
+            let sum = checksum(&folder.join(file)).map_err(Failure::io("read", folder.join(file)))?;
+            state.files.insert(file.into(), sum);
+        }
+        let text = serde_json::to_vec_pretty(&state).map_err(std::io::Error::from);
+        let path = folder.join(STATE);
+        text.and_then(|text| fs::write(&path, text)).map_err(Failure::io("write", &path))?;
+        sync(&path)?;
+        sync(folder)?;
+        Ok(state.files.values().map(|(_, bytes)| bytes).sum())
+    }
+
+    /// Removes all but the newest `keep` and the one of step `best`.
+    pub fn prune(&self, keep: usize, best: Option<u64>) -> Result<(), Failure> {
+        let old = self.steps().into_iter().skip(keep).filter(|step| Some(*step) != best);
+        old.map(|step| self.path(step)).try_for_each(|path| remove(&path))
+    }
+
+    /// The newest whole checkpoint, its folder, and why newer ones were passed over.
+    pub fn newest(&self) -> (Option<(State, PathBuf)>, Vec<String>) {
+        let mut skipped = Vec::new();
+        for path in self.steps().into_iter().map(|step| self.path(step)) {
+            match verify(&path) {
+                Ok(state) => return (Some((state, path)), skipped),
+                Err(reason) => skipped.push(format!("{}: {reason}", path.display())),
+            }
+        }
+        (None, skipped)
+    }
+}
+
+fn named<'a>(flat: &'a Flat, all: &'a [f32]) -> Vec<(&'a str, Named<'a>)> {
+    let one = |(spec, range): (&'a Spec, std::ops::Range<usize>)| {
+        (spec.name.as_str(), Named { shape: &spec.shape, data: &all[range], lies: spec.lies })
+    };
+    flat.iter().map(one).collect()
+}
+
+fn put(path: &Path, tensors: Vec<(&str, &Named)>) -> Result<(), Failure> {
+    let about = [("format".to_owned(), "pt".to_owned())].into();
+    serialize_to_file(tensors, Some(about), path)
+        .map_err(|error| match error {
+            safetensors::SafeTensorError::IoError(source) => source,
+            other => std::io::Error::other(other),
+        })
+        .map_err(Failure::io("write", path))?;
+    sync(path)
+}
+
+/// Waits until what was written to a file, or a folder's entries, are on the disk.
+fn sync(path: &Path) -> Result<(), Failure> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(Failure::io("write", path))
+}
+
+fn remove(path: &Path) -> Result<(), Failure> {
+    let marker = path.join(DONE);
+    if marker.exists() {
+        fs::remove_file(&marker).map_err(Failure::io("remove", &marker))?;
+    }
+    fs::remove_dir_all(path).map_err(Failure::io("remove", path))
+}
+
+/// CRC-32C and length of a file.
+fn checksum(path: &Path) -> std::io::Result<(u32, u64)> {
+    let (mut file, mut buffer) = (File::open(path)?, vec![0; 1 << 20]);
+    let (mut sum, mut length) = (0, 0);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok((sum, length)),
+            n => (sum, length) = (crc32c::crc32c_append(sum, &buffer[..n]), length + n as u64),
+        }
+    }
+}
+
+/// The state of a checkpoint all of whose files are as they were written, or why not.
+fn verify(path: &Path) -> Result<State, String> {
+    let read = |name: &str| fs::read(path.join(name)).map_err(|e| format!("cannot read {name}: {e}"));
+    let (marker, text) = (read(DONE)?, read(STATE)?);
+    if String::from_utf8_lossy(&marker).trim() != crc32c::crc32c(&text).to_string() {
+        return Err(format!("{STATE} does not match its checksum"));
+    }
+    let state: State = serde_json::from_slice(&text).map_err(|e| format!("{STATE} cannot be read: {e}"))?;
+    if state.format != FORMAT {
+        return Err(format!("it has format {} and this program reads {FORMAT}", state.format));
+    }
+    for (name, wanted) in &state.files {
+        let found = checksum(&path.join(name)).map_err(|e| format!("cannot read {name}: {e}"))?;
+        if found != *wanted {
+            return Err(format!("{name} does not match its checksum"));
+        }
+    }
+    Ok(state)
+}
+
+/// Reads a checkpoint's tensors into the store and the optimizer.
+pub fn load(path: &Path, store: &Store, optimizer: &Optimizer) -> Result<(), Failure> {
+    let foreign = |reason: String| Failure::ForeignCheckpoint { path: path.to_owned(), reason };
+    let model = Mapped::open(&path.join(MODEL))?;
+    let tensors = SafeTensors::deserialize(&model.0).map_err(|e| foreign(e.to_string()))?;
+    for (flat, buffer) in [(&store.layout.params, &store.master), (&store.layout.stats, &store.stats)] {
+        cpu::update::<f32, _>(buffer, |all| {
+            flat.iter().try_for_each(|(spec, range)| fill(&tensors, &spec.name, &spec.shape, spec.lies, &mut all[range]))
+        })?
+        .map_err(foreign)?;
+    }
+    let buffers = Mapped::open(&path.join(OPTIMIZER))?;
+    let tensors = SafeTensors::deserialize(&buffers.0).map_err(|e| foreign(e.to_string()))?;
+    let length = [store.layout.params.len];
+    for (name, buffer) in optimizer.state() {
+        cpu::update::<f32, _>(buffer, |all| fill(&tensors, name, &length, Lies::AsNamed, all))?.map_err(foreign)?;
+    }
+    if store.compute.dtype() != store.master.dtype() {
+        crate::kernels::update::round_into(&store.master, &store.compute)?;
+    }
+    Ok(())
+}
+
+/// A file mapped into memory: loading copies each tensor once.
+struct Mapped(memmap2::Mmap);
+
+impl Mapped {
+    fn open(path: &Path) -> Result<Self, Failure> {
+        let file = File::open(path).map_err(Failure::io("open", path))?;
+        // SAFETY: the run owns its folder; a file that another program cuts short while it is read ends
+        // the process, as it would for any reader of mapped files.
+        unsafe { memmap2::Mmap::map(&file) }.map(Self).map_err(Failure::io("map", path))
+    }
+}
+
+fn fill(tensors: &SafeTensors, name: &str, shape: &[usize], lies: Lies, into: &mut [f32]) -> Result<(), String> {
+    let tensor = tensors.tensor(name).map_err(|_| format!("it has no `{name}`"))?;
+    if tensor.shape() != shape || tensor.dtype() != Dtype::F32 {
+        return Err(format!("`{name}` is {:?} {:?} there and F32 {shape:?} here", tensor.dtype(), tensor.shape()));
+    }
+    let mut values = vec![0f32; if lies == Lies::AsNamed { 0 } else { into.len() }];
+    let target = if lies == Lies::AsNamed { &mut *into } else { &mut values };
+    bytemuck::cast_slice_mut::<f32, u8>(target).copy_from_slice(tensor.data());
+    if lies == Lies::ChannelsLast {
+        into.copy_from_slice(&turned(&values, shape, Turn::In));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::params::{Declared, Init};
+    use candle_core::{DType, Device};
+
+    fn made(seed: u64) -> (Store, Optimizer) {
+        let mut declared = Declared::default();
+        declared.filter("conv.weight", [3, 2, 2, 2], Init::Normal(1.0));
+        declared.param("bias", [3], Init::Normal(1.0));
+        declared.stat("mean", 3, 0.5);
+        let store = Store::new(declared.layout().unwrap(), seed, DType::F32, &Device::Cpu).unwrap();
+        let optimizer = Optimizer::new(&toml::from_str("kind = 'adamw'").unwrap(), &store).unwrap();
+        (store, optimizer)
+    }
+
+    fn state(step: u64) -> State {
+        State {
+            format: FORMAT,
+            step,
+            cursor: Cursor { update: step, done: 0 },
+            samples: step * 4,
+            digest: Digest::default(),
+            seed: 1,
+            micro_batch: 4,
+            best: None,
+            metrics: BTreeMap::new(),
+            elapsed_s: 0.0,
+            data_wait_s: 0.0,
+            files: BTreeMap::new(),
+        }
+    }
+
+    fn values(store: &Store) -> Vec<f32> {
+        store.master.to_vec1().unwrap()
+    }
+
+    #[test]
+    fn what_is_saved_is_what_is_loaded() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(folder.path());
+        let (store, optimizer) = made(1);
+        let (path, _) = checkpoints.save(state(7), &store, &optimizer).unwrap();
+        let (Some((found, at)), skipped) = checkpoints.newest() else { panic!("not found") };
+        assert_eq!((found.step, at, skipped), (7, path.clone(), vec![]));
+        let (other, other_optimizer) = made(2);
+        assert_ne!(values(&store), values(&other));
+        load(&path, &other, &other_optimizer).unwrap();
+        assert_eq!(values(&store), values(&other));
+    }
+
+    #[test]
+    fn filters_are_named_channels_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, optimizer) = made(1);
+        let (path, _) = Checkpoints::new(folder.path()).save(state(1), &store, &optimizer).unwrap();
+        let tensors = candle_core::safetensors::load(path.join(MODEL), &Device::Cpu).unwrap();
+        let kept = store.weights()[0].permute((0, 3, 1, 2)).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let named = tensors["conv.weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(tensors["conv.weight"].dims(), [3, 2, 2, 2]);
+        assert_eq!(named, kept);
+    }
+
+    #[test]
+    fn a_damaged_checkpoint_is_passed_over_with_the_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(folder.path());
+        let (store, optimizer) = made(1);
+        for step in [1, 2, 3, 4] {
+            checkpoints.save(state(step), &store, &optimizer).unwrap();
+        }
+        let damage = |step: u64, file: &str, at: usize| {
+            let path = checkpoints.path(step).join(file);
+            let mut bytes = fs::read(&path).unwrap();
+            bytes[at] ^= 1;
+            fs::write(path, bytes).unwrap();
+        };
+        fs::remove_file(checkpoints.path(4).join(DONE)).unwrap();
+        damage(3, STATE, 3);
+        damage(2, MODEL, 200);
+        let (Some((found, _)), skipped) = checkpoints.newest() else { panic!("not found") };
+        assert_eq!(found.step, 1);
+        assert_eq!(skipped.len(), 2);
+        assert!(skipped[0].contains("state.json does not match"), "{skipped:?}");
+        assert!(skipped[1].contains("model.safetensors does not match"), "{skipped:?}");
+    }
+
+    #[test]
+    fn the_newest_and_the_best_are_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(folder.path());
+        let (store, optimizer) = made(1);
+        (1..=5).for_each(|step| drop(checkpoints.save(state(step), &store, &optimizer).unwrap()));
+        checkpoints.prune(2, Some(2)).unwrap();
+        assert_eq!(checkpoints.steps(), [5, 4, 2]);
+    }
+
+    #[test]
+    fn a_folder_that_vanished_is_an_error_and_not_a_new_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, optimizer) = made(1);
+        let gone = folder.path().join("gone");
+        let failure = Checkpoints::new(&gone).save(state(1), &store, &optimizer).unwrap_err();
+        assert!(failure.to_string().contains("cannot create the checkpoint"), "{failure}");
+        assert!(!gone.exists());
+    }
+}

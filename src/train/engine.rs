@@ -1,0 +1,124 @@
+//! Tensors and what is done to them: one micro-batch, one update, one evaluation batch.
+//!
+//! Prints nothing and decides nothing: an out of memory is a value for the caller. Everything that lives
+//! as long as the run is asked of the ledger here, before it is allocated.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::setup::Setup;
+use crate::data::{self, Values};
+use crate::features::Input;
+use crate::kernels::update::{clear, round_into, sum_of_squares};
+use crate::layers::loss::Tally;
+use crate::layers::network::{Batch, StepError, Walk};
+use crate::layers::{At, Mode, Pass};
+use crate::memory::estimate::{batch_bytes, permanent};
+use crate::memory::{Ledger, Reservation, Role};
+use crate::optim::{Optimizer, Step};
+use crate::params::Store;
+
+pub struct Engine<'a> {
+    setup: &'a Setup,
+    pub store: Store,
+    pub optimizer: Optimizer,
+    pub ledger: Ledger,
+    /// The statistics as they were when the update in hand began.
+    before: Tensor,
+    _held: Vec<Reservation>,
+}
+
+impl<'a> Engine<'a> {
+    pub fn new(setup: &'a Setup, ledger: Ledger) -> Result<Self, StepError> {
+        let asked = setup.with_subject(|subject| {
+            permanent(subject).into_iter().map(|(role, name, bytes)| ledger.reserve(role, name, bytes)).collect()
+        });
+        let held: Result<Vec<Reservation>, _> = asked;
+        let held = held?;
+        let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &Device::Cpu)?;
+        let optimizer = Optimizer::new(&setup.job.optimizer, &store)?;
+        let before = store.stats.copy()?;
+        Ok(Self { setup, store, optimizer, ledger, before, _held: held })
+    }
+
+    /// What a sample's gradient is multiplied with, so that their sum is near their mean. The update
+    /// divides by the weight that was really there.
+    fn nominal(&self) -> f64 {
+        let samples = self.setup.job.train.samples_per_update();
+        (samples * self.setup.features().target_len()) as f64
+    }
+
+    /// Adds the gradients of a micro-batch.
+    pub fn learn(&self, batch: &data::Batch) -> Result<Tally, StepError> {
+        self.walk(batch, Mode::Train)
+    }
+
+    /// Judges a micro-batch.
+    pub fn judge(&self, batch: &data::Batch) -> Result<Tally, StepError> {
+        self.walk(batch, Mode::Eval)
+    }
+
+    fn walk(&self, batch: &data::Batch, mode: Mode) -> Result<Tally, StepError> {
+        self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
+        let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(self.setup.features(), batch.ids.len()))?;
+        let tensors = self.tensors(batch)?;
+        let pass = Pass {
+            store: &self.store,
+            mode,
+            seed: self.setup.job.seed,
+            epoch: batch.epoch,
+            ids: &batch.ids,
+            scale: 1.0 / self.nominal(),
+        };
+        let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };
+        let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: 0 };
+        match mode {
+            Mode::Eval => self.setup.network.judge(&walk, Some(&tensors)),
+            _ => self.setup.network.learn(&walk, Some(&tensors)),
+        }
+    }
+
+    fn tensors(&self, batch: &data::Batch) -> candle_core::Result<Batch> {
+        let rows = batch.ids.len();
+        let input = match &self.setup.features().input {
+            Input::Floats { shape } => [&[rows], shape.as_slice()].concat(),
+            Input::Tokens { length, .. } => vec![rows, *length],
+        };
+        let target = match self.setup.features().target_len() {
+            1 => vec![rows],
+            n => vec![rows, n],
+        };
+        let inputs = tensor(&batch.inputs, input)?;
+        let inputs = if inputs.dtype() == DType::F32 { inputs.to_dtype(self.setup.dtype)? } else { inputs };
+        Ok(Batch { inputs, targets: tensor(&batch.targets, target)? })
+    }
+
+    /// Remembers the statistics, so that the update that begins can be begun again.
+    pub fn begin(&self) -> candle_core::Result<()> {
+        round_into(&self.store.stats, &self.before)
+    }
+
+    /// Takes back everything the update in hand has done.
+    pub fn rewind(&self) -> candle_core::Result<()> {
+        clear(&self.store.grads)?;
+        round_into(&self.before, &self.store.stats)
+    }
+
+    /// Norm of the mean gradient of an update of this tally.
+    pub fn gradient_norm(&self, tally: &Tally) -> candle_core::Result<f64> {
+        Ok(sum_of_squares(&self.store.grads)?.sqrt() * self.nominal() / tally.weight)
+    }
+
+    /// Moves the weights by the mean gradient, times `clip`, and clears the gradients.
+    pub fn update(&mut self, tally: &Tally, clip: f64, lr: f64, number: u64) -> candle_core::Result<()> {
+        self.ledger.phase("update");
+        let grad_scale = clip * self.nominal() / tally.weight;
+        self.optimizer.update(&self.store, Step { lr, grad_scale, number })
+    }
+}
+
+fn tensor(values: &Values, shape: Vec<usize>) -> candle_core::Result<Tensor> {
+    match values {
+        Values::F32(values) => Tensor::from_slice(values, shape, &Device::Cpu),
+        Values::U32(values) => Tensor::from_slice(values, shape, &Device::Cpu),
+    }
+}

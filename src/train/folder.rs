@@ -1,0 +1,151 @@
+//! The folder of a run: where it is, what is in it, and that it is nobody else's.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::Failure;
+use crate::job::Job;
+
+/// Paths of a run.
+#[derive(Clone, Debug)]
+pub struct Folder {
+    pub root: PathBuf,
+}
+
+/// What `--resume` and `--run-dir` ask for.
+#[derive(Clone, Debug, Default)]
+pub struct Wish {
+    pub run_dir: Option<PathBuf>,
+    /// `--resume`, and the run it names.
+    pub resume: Option<Option<PathBuf>>,
+}
+
+impl Folder {
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    pub fn job(&self) -> PathBuf {
+        self.root.join("job.toml")
+    }
+
+    pub fn plan(&self) -> PathBuf {
+        self.root.join("plan.json")
+    }
+
+    pub fn events(&self) -> PathBuf {
+        self.root.join("events.jsonl")
+    }
+
+    pub fn metrics(&self) -> PathBuf {
+        self.root.join("metrics.jsonl")
+    }
+
+    pub fn summary(&self) -> PathBuf {
+        self.root.join("summary.json")
+    }
+
+    pub fn checkpoints(&self) -> PathBuf {
+        self.root.join("checkpoints")
+    }
+
+    pub fn tensorboard(&self) -> PathBuf {
+        self.root.join("tensorboard")
+    }
+
+    fn holds_a_run(&self) -> bool {
+        self.job().exists() || self.events().exists()
+    }
+
+    /// The folder a wish leads to, and whether a run there is to be gone on with. Creates nothing.
+    pub fn choose(wish: &Wish, job: &Job, runs: &Path, stamp: &str) -> Result<(Folder, bool), Failure> {
+        let resume = wish.resume.is_some();
+        if let Some(Some(run)) = &wish.resume {
+            let folder = Folder::new(run);
+            return if folder.holds_a_run() { Ok((folder, true)) } else { Err(Failure::NotARun(run.clone())) };
+        }
+        if let Some(dir) = &wish.run_dir {
+            let folder = Folder::new(dir);
+            return match (folder.holds_a_run(), resume) {
+                (true, false) => Err(Failure::FolderTaken(dir.clone())),
+                (there, _) => Ok((folder, there && resume)),
+            };
+        }
+        let home = runs.join(&job.name);
+        if resume && let Some(newest) = newest(&home)? {
+            return Ok((newest, true));
+        }
+        // Two runs started in one second get two folders.
+        let free = (1..).map(|n| if n == 1 { stamp.to_owned() } else { format!("{stamp}-{n}") });
+        let root = free.map(|name| home.join(name)).find(|path| !path.exists()).unwrap_or(home);
+        Ok((Folder::new(root), false))
+    }
+
+    /// Makes the folder and writes the resolved job into it.
+    pub fn create(&self, job: &Job) -> Result<(), Failure> {
+        fs::create_dir_all(self.checkpoints()).map_err(Failure::io("create the folder", self.checkpoints()))?;
+        write(&self.job(), job.to_toml().as_bytes())
+    }
+}
+
+/// Writes a file whole or not at all.
+pub fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let temporary = path.with_extension("tmp");
+    let put = || {
+        let mut file = fs::File::create(&temporary)?;
+        std::io::Write::write_all(&mut file, bytes)?;
+        file.sync_all()?;
+        fs::rename(&temporary, path)
+    };
+    put().map_err(Failure::io("write", path))
+}
+
+/// The newest run under a job's name: folders are named by time.
+fn newest(home: &Path) -> Result<Option<Folder>, Failure> {
+    let Ok(entries) = fs::read_dir(home) else { return Ok(None) };
+    let paths = entries.filter_map(Result::ok).map(|entry| Folder::new(entry.path()));
+    Ok(paths.filter(Folder::holds_a_run).max_by(|a, b| a.root.cmp(&b.root)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job() -> Job {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("j.toml");
+        fs::write(&path, "[model]\nkind = 'mlp'\n[data]\nkind = 'shapes'\n[train]\nsteps = 1\n").unwrap();
+        Job::load(&path, &[]).unwrap()
+    }
+
+    #[test]
+    fn a_run_is_never_written_over() {
+        let (home, job) = (tempfile::tempdir().unwrap(), job());
+        let choose = |wish: &Wish| Folder::choose(wish, &job, home.path(), "20260101-000000");
+        let fresh = Wish::default();
+        let (first, resumed) = choose(&fresh).unwrap();
+        assert!(!resumed && first.root.ends_with("j/20260101-000000"));
+        first.create(&job).unwrap();
+        let (second, _) = choose(&fresh).unwrap();
+        assert!(second.root.ends_with("j/20260101-000000-2"));
+        let here = Wish { run_dir: Some(first.root.clone()), resume: None };
+        assert!(matches!(choose(&here), Err(Failure::FolderTaken(_))));
+        let again = Wish { resume: Some(None), ..here };
+        assert!(matches!(choose(&again), Ok((_, true))));
+    }
+
+    #[test]
+    fn resume_alone_finds_the_newest_run_or_begins() {
+        let (home, job) = (tempfile::tempdir().unwrap(), job());
+        let resume = Wish { run_dir: None, resume: Some(None) };
+        let (_, resumed) = Folder::choose(&resume, &job, home.path(), "a").unwrap();
+        assert!(!resumed);
+        for stamp in ["20260101-000000", "20260301-000000", "20260201-000000"] {
+            Folder::new(home.path().join("j").join(stamp)).create(&job).unwrap();
+        }
+        let (folder, resumed) = Folder::choose(&resume, &job, home.path(), "a").unwrap();
+        assert!(resumed && folder.root.ends_with("20260301-000000"));
+        let named = Wish { run_dir: None, resume: Some(Some(home.path().join("nowhere"))) };
+        assert!(matches!(Folder::choose(&named, &job, home.path(), "a"), Err(Failure::NotARun(_))));
+    }
+}

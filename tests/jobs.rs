@@ -1,0 +1,328 @@
+//! Jobs and commands through the binary: exit code, stdout and stderr together, against the texts in
+//! `tests/snapshots`. `TRAINER_UPDATE_SNAPSHOTS=1 cargo test` writes them anew.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use proptest::prelude::*;
+use trainer::job::{self, Job};
+
+const GOOD: &str = "\
+name = \"tiny\"
+
+[model]
+kind = \"mlp\"
+hidden = [32]
+
+[data]
+kind = \"shapes\"
+
+[train]
+epochs = 2
+";
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn trainer(folder: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(args).current_dir(folder).env_remove("NO_COLOR").env("COLUMNS", "100");
+    command.stdin(Stdio::null()).output().unwrap()
+}
+
+/// A folder with `job.toml` in it.
+fn folder_with(job: impl AsRef<[u8]>) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("job.toml"), job).unwrap();
+    folder
+}
+
+/// Runs `args` and compares all that is seen of it with the snapshot `name`.
+fn snapshot(name: &str, job: impl AsRef<[u8]>, args: &[&str]) {
+    let folder = folder_with(&job);
+    let output = trainer(folder.path(), args);
+    let mut seen = format!("$ trainer {}\nexit code {}\n", args.join(" "), output.status.code().unwrap());
+    for (name, bytes) in [("stdout", &output.stdout), ("stderr", &output.stderr)] {
+        let text = String::from_utf8_lossy(bytes);
+        let _ = write!(seen, "--- {name}\n{text}");
+    }
+    let path = root().join("tests/snapshots").join(format!("{name}.txt"));
+    if std::env::var_os("TRAINER_UPDATE_SNAPSHOTS").is_some() {
+        fs::write(&path, &seen).unwrap();
+    }
+    let expected = fs::read_to_string(&path).unwrap_or_default();
+    assert!(seen == expected, "{} differs\n=== expected\n{expected}\n=== seen\n{seen}", path.display());
+}
+
+fn check(name: &str, job: &str) {
+    snapshot(name, job, &["check", "job.toml"]);
+}
+
+#[test]
+fn a_good_job_is_summed_up() {
+    check("good", GOOD);
+    snapshot("good_json", GOOD, &["check", "job.toml", "--json"]);
+    snapshot("good_verbose", GOOD, &["check", "job.toml", "-v"]);
+}
+
+#[test]
+fn every_independent_mistake_is_told_at_once() {
+    let job = "nam = \"x\"\nseed = -1\n\n[model]\nkind = \"mlp\"\nhiden = [512, 256]\nactivation = \"rleu\"\n\
+               dropout = 1.0\n\n[data]\nkind = \"shapes\"\nimage_size = \"28\"\nprefetch = \"8 gigs\"\n\n\
+               [train]\nbatch_size = 0\nlr = 0.1\n\n[chekpoint]\nkeep = 3\n";
+    check("many_mistakes", job);
+    snapshot("many_mistakes_json", job, &["check", "job.toml", "--json"]);
+}
+
+#[test]
+fn keys_of_another_kind_are_named() {
+    check("other_kind", &format!("{GOOD}[optimizer]\nkind = \"adamw\"\nmomentum = 0.9\n"));
+}
+
+#[test]
+fn a_kind_is_missing_unknown_or_no_string() {
+    check("kind_missing", "[model]\nhidden = [3]\nwidth = 3\n[data]\n[train]\nsteps = 1\n");
+    check("kind_unknown", &GOOD.replace("\"mlp\"", "\"resnett\""));
+    check("kind_no_string", &GOOD.replace("\"mlp\"", "7"));
+}
+
+#[test]
+fn tables_are_missing() {
+    check("empty", "");
+    check("table_is_no_table", "model = 3\ndata = []\n[train]\nsteps = 1\n");
+}
+
+#[test]
+fn contradictions() {
+    check("both_lengths", &format!("{GOOD}steps = 10\n"));
+    check("no_length", &GOOD.replace("epochs = 2\n", ""));
+    let job = GOOD.replace("epochs = 2", "steps = 10")
+        + "[schedule]\nkind = \"cosine\"\nwarmup_steps = 100\n\
+           [optimizer]\nkind = \"sgd\"\nnesterov = true\n[checkpoint]\nbest = \"valid.top5\"\n";
+    check("contradictions", &job);
+}
+
+#[test]
+fn lists_are_checked_item_by_item() {
+    let job = "[model]\nkind = \"cnn\"\nhidden = [128, \"x\", 0]\n\
+               stages = [{ channels = 8 }, { kernel = 3, chanels = 8 }]\n\
+               [data]\nkind = \"shapes\"\n[train]\nepochs = 1\n\
+               [optimizer]\nkind = \"adamw\"\nbetas = [0.9]\nlr = nan\n\
+               [memory]\non_oom = [\"shrink\", \"shrink\"]\nheadroom = \"auto\"\n";
+    check("lists", job);
+}
+
+#[test]
+fn what_is_not_toml_shows_the_place() {
+    check("syntax", "[model\nkind = \"mlp\"\n\n[train]\nepochs = \n");
+    check("duplicate_key", &format!("{GOOD}epochs = 3\n"));
+    check(
+        "tabs_wide_characters_crlf",
+        "[model]\r\n\tkind = \"\u{4f60}\u{597d}\" # \u{1f980}\r\n[data]\r\n\tknd = 1",
+    );
+}
+
+#[test]
+fn what_is_no_job_file_is_refused() {
+    snapshot("missing_file", GOOD, &["check", "nothing.toml"]);
+    snapshot("folder", GOOD, &["check", "."]);
+    snapshot("not_utf8", b"name = \"a\xff\"\n", &["check", "job.toml"]);
+    snapshot("too_large", vec![b'#'; (1 << 20) + 1], &["check", "job.toml"]);
+}
+
+#[test]
+fn sets_are_typed_by_the_schema() {
+    let sets = [
+        "train.steps=7",
+        "name=run-1",
+        "optimizer.kind=sgd",
+        "optimizer.lr=1",
+        "model.hidden=[8, 9]",
+        "memory.ram=2GiB",
+        "data.shuffle=false",
+    ];
+    let args: Vec<&str> = sets.iter().flat_map(|s| ["--set", s]).collect();
+    snapshot("sets", GOOD, &[&["check", "job.toml", "-v"], &args[..]].concat());
+}
+
+#[test]
+fn a_wrong_set_is_shown_as_typed() {
+    for (name, set) in [
+        ("set_unknown_key", "model.hiden=[3]"),
+        ("set_wrong_type", "train.batch_size=many"),
+        ("set_out_of_range", "train.batch_size=0"),
+        ("set_without_value", "train.batch_size"),
+        ("set_empty_key", "train..x=1"),
+        ("set_broken_list", "model.hidden=[3,"),
+        ("set_below_a_value", "name.x=1"),
+    ] {
+        snapshot(name, GOOD, &["check", "job.toml", "--set", set]);
+    }
+}
+
+#[test]
+fn usage() {
+    snapshot("no_arguments", "", &[]);
+    snapshot("unknown_command", "", &["train"]);
+    snapshot("unknown_command_json", "", &["train", "--json"]);
+    snapshot("unknown_device", "", &["probe", "--device", "gpu"]);
+    snapshot("help", "", &["--help"]);
+    snapshot("help_fit", "", &["fit", "--help"]);
+}
+
+#[test]
+#[cfg(not(feature = "cuda"))]
+fn cuda_without_its_feature_is_bad_usage() {
+    snapshot("no_cuda", GOOD, &["check", "job.toml", "--device", "cuda:1"]);
+}
+
+#[test]
+fn color_is_asked_for() {
+    snapshot("color", "name = 3\n", &["check", "job.toml", "--color", "always"]);
+}
+
+#[test]
+fn init_writes_a_job_that_checks_and_never_overwrites() {
+    let folder = folder_with("mine");
+    snapshot("init_list", "", &["init", "--list"]);
+    snapshot("init_exists", "mine", &["init", "-o", "job.toml"]);
+    for template in ["quickstart", "mlp"] {
+        let file = format!("{template}.toml");
+        assert!(trainer(folder.path(), &["init", template, "-o", &file]).status.success());
+        let seen = trainer(folder.path(), &["check", &file]);
+        assert!(seen.status.success(), "{seen:?}");
+        let printed = trainer(folder.path(), &["init", template]);
+        assert_eq!(printed.stdout, fs::read(folder.path().join(&file)).unwrap());
+    }
+}
+
+#[test]
+fn completions_and_the_probe_need_no_job() {
+    for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
+        let seen = trainer(root(), &["completions", shell]);
+        assert!(seen.status.success() && String::from_utf8_lossy(&seen.stdout).contains("resume"), "{shell}");
+    }
+    let seen = trainer(root(), &["probe", "--json"]);
+    let document: serde_json::Value = serde_json::from_slice(&seen.stdout).unwrap();
+    assert!(document["usable_bytes"].as_u64().is_some_and(|b| b > 0), "{document:#}");
+    assert!(document["host"]["total"].as_u64().is_some_and(|b| b > 0), "{document:#}");
+}
+
+#[test]
+#[cfg(unix)]
+fn a_reader_that_goes_away_is_no_error() {
+    use std::os::fd::OwnedFd;
+    for args in [&["schema"][..], &["completions", "bash"], &["init"], &["probe"], &["--help"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+            .args(args)
+            .stdout(OwnedFd::from(writer))
+            .stderr(Stdio::piped())
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(0), "{args:?}: {output:?}");
+        assert!(output.stderr.is_empty(), "{args:?}: {output:?}");
+    }
+}
+
+#[test]
+fn every_config_loads_and_its_resolved_job_is_the_same_job() {
+    let configs = fs::read_dir(root().join("configs")).unwrap().map(|entry| entry.unwrap().path());
+    let configs: Vec<PathBuf> =
+        configs.filter(|path| path.extension().is_some_and(|e| e == "toml")).collect();
+    assert!(configs.len() >= 2);
+    for path in configs {
+        let job = Job::load(&path, &[]).unwrap_or_else(|e| panic!("{e}"));
+        let again = Job::parse(&job.to_toml(), Path::new("/elsewhere/other.toml"), &[]);
+        assert_eq!(again.unwrap_or_else(|e| panic!("{e}\n{}", job.to_toml())), job);
+    }
+}
+
+#[test]
+fn the_reference_page_is_fresh() {
+    let path = root().join("docs/job.md");
+    if std::env::var_os("TRAINER_UPDATE_SNAPSHOTS").is_some() {
+        fs::write(&path, job::page()).unwrap();
+    }
+    let page = fs::read_to_string(&path).unwrap_or_default();
+    assert!(page == job::page(), "docs/job.md is stale: `trainer schema --markdown > docs/job.md`");
+}
+
+/// A change to a job's text.
+#[derive(Clone, Debug)]
+enum Mutation {
+    FlipByte(usize, u8),
+    DropLine(usize),
+    SwapTokens(usize, usize),
+    DoubleLine(usize),
+    Cut(usize),
+}
+
+fn mutate(text: &mut Vec<u8>, mutation: &Mutation) {
+    let len = text.len().max(1);
+    let split = |text: &[u8], by: u8| text.split(|b| *b == by).map(<[u8]>::to_vec).collect::<Vec<_>>();
+    match *mutation {
+        Mutation::FlipByte(at, bits) => text.iter_mut().skip(at % len).take(1).for_each(|b| *b ^= bits),
+        Mutation::DropLine(at) | Mutation::DoubleLine(at) => {
+            let mut lines = split(text, b'\n');
+            let line = lines.remove(at % lines.len());
+            if matches!(mutation, Mutation::DoubleLine(_)) {
+                let to = at.wrapping_mul(31) % (lines.len() + 1);
+                lines.insert(to, line.clone());
+                lines.insert(to, line);
+            }
+            *text = lines.join(&b'\n');
+        }
+        Mutation::SwapTokens(a, b) => {
+            let mut tokens = split(text, b' ');
+            let n = tokens.len();
+            tokens.swap(a % n, b % n);
+            *text = tokens.join(&b' ');
+        }
+        Mutation::Cut(at) => text.truncate(at % len),
+    }
+}
+
+fn mutation() -> impl Strategy<Value = Mutation> {
+    prop_oneof![
+        (any::<usize>(), 1u8..).prop_map(|(at, bits)| Mutation::FlipByte(at, bits)),
+        any::<usize>().prop_map(Mutation::DropLine),
+        any::<usize>().prop_map(Mutation::DoubleLine),
+        any::<(usize, usize)>().prop_map(|(a, b)| Mutation::SwapTokens(a, b)),
+        any::<usize>().prop_map(Mutation::Cut),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..Default::default() })]
+
+    /// A damaged job loads, or is refused with at least one message: it never panics, and what loads
+    /// can be written out and read again.
+    #[test]
+    fn a_damaged_job_never_panics(which in 0usize..2, mutations in prop::collection::vec(mutation(), 1..6)) {
+        let path = root().join(["configs/quickstart.toml", "configs/mlp.toml"][which]);
+        let mut text = fs::read(path).unwrap();
+        mutations.iter().for_each(|m| mutate(&mut text, m));
+        let folder = folder_with(&text);
+        match Job::load(&folder.path().join("job.toml"), &[]) {
+            Ok(job) => {
+                let again = Job::parse(&job.to_toml(), Path::new("x.toml"), &[]);
+                prop_assert_eq!(again.map_err(|e| TestCaseError::fail(e.to_string()))?, job);
+            }
+            Err(errors) => prop_assert!(!errors.0.is_empty() && errors.to_string().starts_with("error: ")),
+        }
+    }
+
+    #[test]
+    fn any_set_never_panics(set in "(\\PC|[a-z.=\\[\\]{}\"0-9]){0,40}", key in "(model|train|name|data)[.a-z=]{0,12}") {
+        for set in [set.clone(), format!("{key}={set}")] {
+            if let Err(errors) = Job::parse(GOOD, Path::new("job.toml"), &[set]) {
+                prop_assert!(errors.to_string().starts_with("error: "));
+            }
+        }
+    }
+}
