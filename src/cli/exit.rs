@@ -83,9 +83,9 @@ impl Exit {
         match failure {
             Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } => Exit::Memory,
             Failure::Data(error) if error.is_memory() => Exit::Memory,
-            Failure::Data(DataError::Thread { .. } | DataError::Panicked { .. } | DataError::AllHeld { .. }) => {
-                Exit::Failure
-            }
+            Failure::Data(
+                DataError::Thread { .. } | DataError::Panicked { .. } | DataError::AllHeld { .. },
+            ) => Exit::Failure,
             Failure::Data(DataError::Setting { .. }) | Failure::Model(_) => Exit::Usage,
             Failure::Data(_) => Exit::Data,
             Failure::Diverged { .. } => Exit::Diverged,

@@ -89,7 +89,9 @@ fn fault() -> anyhow::Result<Option<u64>> {
         Err(_) => Ok(None),
         Ok(text) => match text.parse() {
             Ok(n) => Ok(Some(n)),
-            Err(_) => Err(Stop::usage("`TRAINER_FAULT_ASK` is not a number", "unset it: it is for tests").into()),
+            Err(_) => {
+                Err(Stop::usage("`TRAINER_FAULT_ASK` is not a number", "unset it: it is for tests").into())
+            }
         },
     }
 }

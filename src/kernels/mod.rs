@@ -5,6 +5,8 @@
 //! the same bits whatever the number of threads does in time. Layers are the only callers.
 
 pub mod activation;
+pub mod adafactor;
+pub mod adamw8bit;
 pub mod add;
 pub mod average;
 pub mod batch_norm;
@@ -18,6 +20,7 @@ pub mod dropout;
 pub mod elem;
 pub mod group_norm;
 pub mod linear;
+pub mod lion;
 pub mod pointwise_loss;
 pub mod pool;
 pub mod product;

@@ -100,6 +100,10 @@ impl Layer for BatchNorm {
         }
     }
 
+    fn group(&self) -> usize {
+        self.group
+    }
+
     fn parameters(&self) -> usize {
         2 * self.channels()
     }
@@ -124,7 +128,10 @@ mod tests {
         fn gradients_are_right(batch in 1usize..7, group in 1usize..5, h in 2usize..5, w in 3usize..6, c in 1usize..20, act in clip()) {
             let build = |d: &mut Declared| Box::new(BatchNorm::new(d, "n", &[h, w, c], group, act)) as Box<dyn Layer>;
             let x = random(&[batch, h, w, c], 1);
-            differences_agree(&build, &x);
+            // A difference across the corner of a clip is no slope: autograd judges those.
+            if act == Clip::Nothing {
+                differences_agree(&build, &x);
+            }
             autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], bias: &p[1], act, eps: EPS, group }.reference(x));
             cost_is_exact(&build, &|batch| random(&[batch, h, w, c], 1));
         }

@@ -104,7 +104,10 @@ mod tests {
             let shape = [h, w, groups * size];
             let build = |d: &mut Declared| Box::new(GroupNorm::new(d, "n", &shape, groups, act)) as Box<dyn Layer>;
             let input = |batch: usize| random(&[batch, h, w, groups * size], 1);
-            differences_agree(&build, &input(batch));
+            // A difference across the corner of a clip is no slope: autograd judges those.
+            if act == Clip::Nothing {
+                differences_agree(&build, &input(batch));
+            }
             autograd_agrees(&build, &input(batch), &|x, p| Kernel { weight: &p[0], bias: &p[1], act, eps: EPS, groups }.reference(x));
             cost_is_exact(&build, &input);
         }

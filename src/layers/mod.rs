@@ -48,6 +48,11 @@ pub trait Layer: Send + Sync {
 
     fn cost(&self, at: At) -> Cost;
 
+    /// A micro-batch is a multiple of so many samples, but for the last.
+    fn group(&self) -> usize {
+        1
+    }
+
     /// Values of all its parameters.
     fn parameters(&self) -> usize;
 }

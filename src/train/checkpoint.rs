@@ -77,7 +77,9 @@ impl View for &Named<'_> {
     fn data(&self) -> Cow<'_, [u8]> {
         match self.lies {
             Lies::AsNamed => Cow::Borrowed(bytemuck::cast_slice(self.data)),
-            Lies::ChannelsLast => Cow::Owned(bytemuck::cast_slice(&turned(self.data, self.shape, Turn::Out)).to_vec()),
+            Lies::ChannelsLast => {
+                Cow::Owned(bytemuck::cast_slice(&turned(self.data, self.shape, Turn::Out)).to_vec())
+            }
         }
     }
 
@@ -100,7 +102,9 @@ fn turned(values: &[f32], shape: &[usize], turn: Turn) -> Vec<f32> {
         Turn::In => (inputs, height * width),
     };
     let mut out = vec![0.0; values.len()];
-    for (from, to) in values.chunks_exact((rows * cols).max(1)).zip(out.chunks_exact_mut((rows * cols).max(1))) {
+    for (from, to) in
+        values.chunks_exact((rows * cols).max(1)).zip(out.chunks_exact_mut((rows * cols).max(1)))
+    {
         for (i, row) in from.chunks_exact(cols).enumerate() {
             row.iter().enumerate().for_each(|(j, v)| to[j * rows + i] = *v);
         }
@@ -129,8 +133,14 @@ impl Checkpoints {
 
     /// Writes a checkpoint and gives its folder and its bytes. What was there before stays whole, and a
     /// failure leaves nothing behind.
-    pub fn save(&self, mut state: State, store: &Store, optimizer: &Optimizer) -> Result<(PathBuf, u64), Failure> {
-        let (path, temporary) = (self.path(state.step), self.root.join(format!(".step-{:08}.tmp", state.step)));
+    pub fn save(
+        &self,
+        mut state: State,
+        store: &Store,
+        optimizer: &Optimizer,
+    ) -> Result<(PathBuf, u64), Failure> {
+        let (path, temporary) =
+            (self.path(state.step), self.root.join(format!(".step-{:08}.tmp", state.step)));
         let _ = fs::remove_dir_all(&temporary);
         fs::create_dir(&temporary).map_err(Failure::io("create the checkpoint", &temporary))?;
         let written = self.write(&temporary, &mut state, store, optimizer).and_then(|bytes| {
@@ -159,7 +169,13 @@ impl Checkpoints {
         }
     }
 
-    fn write(&self, folder: &Path, state: &mut State, store: &Store, optimizer: &Optimizer) -> Result<u64, Failure> {
+    fn write(
+        &self,
+        folder: &Path,
+        state: &mut State,
+        store: &Store,
+        optimizer: &Optimizer,
+    ) -> Result<u64, Failure> {
         let (master, stats) = (cpu::view::<f32>(&store.master)?, cpu::view::<f32>(&store.stats)?);
         let mut model = named(&store.layout.params, &master);
         model.extend(named(&store.layout.stats, &stats));
@@ -167,8 +183,10 @@ impl Checkpoints {
         let buffers = optimizer.state().iter().map(|(name, t)| Ok((*name, cpu::view::<f32>(t)?)));
         let buffers: Vec<_> = buffers.collect::<candle_core::Result<_>>()?;
         let length = [store.layout.params.len];
-        let flat: Vec<(&str, Named)> =
-            buffers.iter().map(|(name, data)| (*name, Named { shape: &length, data, lies: Lies::AsNamed })).collect();
+        let flat: Vec<(&str, Named)> = buffers
+            .iter()
+            .map(|(name, data)| (*name, Named { shape: &length, data, lies: Lies::AsNamed }))
+            .collect();
         put(&folder.join(OPTIMIZER), flat.iter().map(|(name, tensor)| (*name, tensor)).collect())?;
         for file in [MODEL, OPTIMIZER] {
             let sum = checksum(&folder.join(file)).map_err(Failure::io("read", folder.join(file)))?;
@@ -271,7 +289,9 @@ pub fn load(path: &Path, store: &Store, optimizer: &Optimizer) -> Result<(), Fai
     let tensors = SafeTensors::deserialize(&model.0).map_err(|e| foreign(e.to_string()))?;
     for (flat, buffer) in [(&store.layout.params, &store.master), (&store.layout.stats, &store.stats)] {
         cpu::update::<f32, _>(buffer, |all| {
-            flat.iter().try_for_each(|(spec, range)| fill(&tensors, &spec.name, &spec.shape, spec.lies, &mut all[range]))
+            flat.iter().try_for_each(|(spec, range)| {
+                fill(&tensors, &spec.name, &spec.shape, spec.lies, &mut all[range])
+            })
         })?
         .map_err(foreign)?;
     }
@@ -279,7 +299,8 @@ pub fn load(path: &Path, store: &Store, optimizer: &Optimizer) -> Result<(), Fai
     let tensors = SafeTensors::deserialize(&buffers.0).map_err(|e| foreign(e.to_string()))?;
     let length = [store.layout.params.len];
     for (name, buffer) in optimizer.state() {
-        cpu::update::<f32, _>(buffer, |all| fill(&tensors, name, &length, Lies::AsNamed, all))?.map_err(foreign)?;
+        cpu::update::<f32, _>(buffer, |all| fill(&tensors, name, &length, Lies::AsNamed, all))?
+            .map_err(foreign)?;
     }
     if store.compute.dtype() != store.master.dtype() {
         crate::kernels::update::round_into(&store.master, &store.compute)?;
@@ -299,10 +320,20 @@ impl Mapped {
     }
 }
 
-fn fill(tensors: &SafeTensors, name: &str, shape: &[usize], lies: Lies, into: &mut [f32]) -> Result<(), String> {
+fn fill(
+    tensors: &SafeTensors,
+    name: &str,
+    shape: &[usize],
+    lies: Lies,
+    into: &mut [f32],
+) -> Result<(), String> {
     let tensor = tensors.tensor(name).map_err(|_| format!("it has no `{name}`"))?;
     if tensor.shape() != shape || tensor.dtype() != Dtype::F32 {
-        return Err(format!("`{name}` is {:?} {:?} there and F32 {shape:?} here", tensor.dtype(), tensor.shape()));
+        return Err(format!(
+            "`{name}` is {:?} {:?} there and F32 {shape:?} here",
+            tensor.dtype(),
+            tensor.shape()
+        ));
     }
     let mut values = vec![0f32; if lies == Lies::AsNamed { 0 } else { into.len() }];
     let target = if lies == Lies::AsNamed { &mut *into } else { &mut values };
@@ -370,7 +401,13 @@ mod tests {
         let (store, optimizer) = made(1);
         let (path, _) = Checkpoints::new(folder.path()).save(state(1), &store, &optimizer).unwrap();
         let tensors = candle_core::safetensors::load(path.join(MODEL), &Device::Cpu).unwrap();
-        let kept = store.weights()[0].permute((0, 3, 1, 2)).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let kept = store.weights()[0]
+            .permute((0, 3, 1, 2))
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
         let named = tensors["conv.weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(tensors["conv.weight"].dims(), [3, 2, 2, 2]);
         assert_eq!(named, kept);

@@ -30,7 +30,10 @@ pub struct Engine<'a> {
 impl<'a> Engine<'a> {
     pub fn new(setup: &'a Setup, ledger: Ledger) -> Result<Self, StepError> {
         let asked = setup.with_subject(|subject| {
-            permanent(subject).into_iter().map(|(role, name, bytes)| ledger.reserve(role, name, bytes)).collect()
+            permanent(subject)
+                .into_iter()
+                .map(|(role, name, bytes)| ledger.reserve(role, name, bytes))
+                .collect()
         });
         let held: Result<Vec<Reservation>, _> = asked;
         let held = held?;
@@ -59,7 +62,11 @@ impl<'a> Engine<'a> {
 
     fn walk(&self, batch: &data::Batch, mode: Mode) -> Result<Tally, StepError> {
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
-        let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(self.setup.features(), batch.ids.len()))?;
+        let _hold = self.ledger.reserve(
+            Role::Batch,
+            "micro-batch",
+            batch_bytes(self.setup.features(), batch.ids.len()),
+        )?;
         let tensors = self.tensors(batch)?;
         let pass = Pass {
             store: &self.store,

@@ -67,10 +67,16 @@ impl Failure {
             Failure::DoesNotFit(plan) => plan.advice.clone(),
             Failure::OutOfMemory { .. } => Some("give the run more memory, or make the model smaller".into()),
             Failure::Diverged { checkpoint, .. } => Some(match checkpoint {
-                Some(path) => format!("try a lower `optimizer.lr` or `train.clip_norm`; the last finite checkpoint is `{path}`"),
-                None => "try a lower `optimizer.lr` or `train.clip_norm`; no checkpoint had been written".into(),
+                Some(path) => format!(
+                    "try a lower `optimizer.lr` or `train.clip_norm`; the last finite checkpoint is `{path}`"
+                ),
+                None => {
+                    "try a lower `optimizer.lr` or `train.clip_norm`; no checkpoint had been written".into()
+                }
             }),
-            Failure::FolderTaken(_) => Some("add `--resume` to go on with it, or choose another `--run-dir`".into()),
+            Failure::FolderTaken(_) => {
+                Some("add `--resume` to go on with it, or choose another `--run-dir`".into())
+            }
             Failure::Changed(_) => Some("start a new run, or set these keys back".into()),
             _ => None,
         }

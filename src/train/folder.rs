@@ -62,7 +62,11 @@ impl Folder {
         let resume = wish.resume.is_some();
         if let Some(Some(run)) = &wish.resume {
             let folder = Folder::new(run);
-            return if folder.holds_a_run() { Ok((folder, true)) } else { Err(Failure::NotARun(run.clone())) };
+            return if folder.holds_a_run() {
+                Ok((folder, true))
+            } else {
+                Err(Failure::NotARun(run.clone()))
+            };
         }
         if let Some(dir) = &wish.run_dir {
             let folder = Folder::new(dir);
@@ -83,7 +87,8 @@ impl Folder {
 
     /// Makes the folder and writes the resolved job into it.
     pub fn create(&self, job: &Job) -> Result<(), Failure> {
-        fs::create_dir_all(self.checkpoints()).map_err(Failure::io("create the folder", self.checkpoints()))?;
+        fs::create_dir_all(self.checkpoints())
+            .map_err(Failure::io("create the folder", self.checkpoints()))?;
         write(&self.job(), job.to_toml().as_bytes())
     }
 }

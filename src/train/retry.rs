@@ -58,8 +58,18 @@ mod tests {
     #[test]
     fn a_job_that_forbids_it_is_not_shrunk() {
         let split = Split { micro_batch: 8, accumulation_steps: 1 };
-        let h = Happened { attempts: 0, max_retries: 8, may_shrink: false, split, samples_per_update: 8, group: 1 };
+        let h = Happened {
+            attempts: 0,
+            max_retries: 8,
+            may_shrink: false,
+            split,
+            samples_per_update: 8,
+            group: 1,
+        };
         assert_eq!(next(&h), Next::GiveUp);
-        assert_eq!(next(&Happened { may_shrink: true, ..h }), Next::Shrink(Split { micro_batch: 4, accumulation_steps: 2 }));
+        assert_eq!(
+            next(&Happened { may_shrink: true, ..h }),
+            Next::Shrink(Split { micro_batch: 4, accumulation_steps: 2 })
+        );
     }
 }

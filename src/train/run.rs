@@ -81,14 +81,15 @@ pub fn fit(
 
     let ledger = Ledger::new(options.ram, options.fault);
     let mut step = 0;
-    let result = Run::new(&setup, &options, folder.checkpoints(), plan, ledger, &mut report).and_then(|mut run| {
-        let ended = match resumed {
-            true => run.resume(found, skipped).and_then(|()| run.train()),
-            false => run.train(),
-        };
-        step = run.step;
-        ended
-    });
+    let result =
+        Run::new(&setup, &options, folder.checkpoints(), plan, ledger, &mut report).and_then(|mut run| {
+            let ended = match resumed {
+                true => run.resume(found, skipped).and_then(|()| run.train()),
+                false => run.train(),
+            };
+            step = run.step;
+            ended
+        });
     match &result {
         Ok(_) | Err(Failure::Diverged { .. }) => {}
         // The failure itself is the caller's to tell; that it is in the events is best effort.
@@ -193,8 +194,10 @@ impl<'a> Run<'a> {
             }
             other => other?,
         };
-        let split =
-            Split { micro_batch: plan.chosen.micro_batch, accumulation_steps: plan.chosen.accumulation_steps };
+        let split = Split {
+            micro_batch: plan.chosen.micro_batch,
+            accumulation_steps: plan.chosen.accumulation_steps,
+        };
         let now = Instant::now();
         Ok(Self {
             setup,
@@ -243,7 +246,8 @@ impl<'a> Run<'a> {
             let done = self.update(&mut loader, until)?;
             let last = self.step == until;
             let evaluate = last || self.due(self.setup.job.eval.every());
-            if last || evaluate || self.step == 1 || self.step.is_multiple_of(self.setup.job.log.every_steps) {
+            if last || evaluate || self.step == 1 || self.step.is_multiple_of(self.setup.job.log.every_steps)
+            {
                 self.report_step(&done, begun.elapsed().as_secs_f64())?;
             }
             let better = if evaluate { self.evaluate()? } else { false };
@@ -258,7 +262,9 @@ impl<'a> Run<'a> {
     fn due(&self, every: Every) -> bool {
         match every {
             Every::Steps(n) => self.step.is_multiple_of(n),
-            Every::Epochs(n) => self.step.is_multiple_of(n.saturating_mul(self.setup.order.updates_per_epoch())),
+            Every::Epochs(n) => {
+                self.step.is_multiple_of(n.saturating_mul(self.setup.order.updates_per_epoch()))
+            }
             Every::Minutes(n) => self.clock.last_checkpoint.elapsed().as_secs() >= 60 * n,
         }
     }
@@ -271,7 +277,8 @@ impl<'a> Run<'a> {
         let hold = hold.map_err(StepError::Oom)?;
         let source = setup.sets.train.clone();
         let (prefetch, workers) = (setup.prefetch, setup.workers);
-        let loader = Loader::start(source, setup.order.clone(), self.cursor, until, micro_batch, prefetch, workers)?;
+        let loader =
+            Loader::start(source, setup.order.clone(), self.cursor, until, micro_batch, prefetch, workers)?;
         Ok((loader, Some(hold)))
     }
 
@@ -297,7 +304,8 @@ impl<'a> Run<'a> {
 
     fn try_update(&mut self, loader: &mut Loader) -> Result<Updated, Tried> {
         let span = self.setup.order.update(self.cursor.update);
-        let (mut tally, mut ids, mut wait_s) = (Tally::default(), Vec::with_capacity(span.len() as usize), 0.0);
+        let (mut tally, mut ids, mut wait_s) =
+            (Tally::default(), Vec::with_capacity(span.len() as usize), 0.0);
         while (ids.len() as u64) < span.len() {
             let batch = loader.next().map_err(Failure::from)?.ok_or_else(|| Failure::Data(ended_early()))?;
             wait_s += loader.last_wait().as_secs_f64();
@@ -309,7 +317,12 @@ impl<'a> Run<'a> {
             return Err(self.diverged(&tally, norm, span.epoch, ids).into());
         }
         let clip = self.setup.job.train.clip_norm.map_or(1.0, |most| (most / norm).min(1.0));
-        let lr = schedule::lr(&self.setup.job.schedule, self.setup.job.optimizer.lr(), self.step, self.setup.total_steps);
+        let lr = schedule::lr(
+            &self.setup.job.schedule,
+            self.setup.job.optimizer.lr(),
+            self.step,
+            self.setup.total_steps,
+        );
         self.engine.update(&tally, clip, lr, self.step + 1)?;
         self.step += 1;
         self.samples += span.len();
@@ -323,7 +336,8 @@ impl<'a> Run<'a> {
         let value = if tally.mean_loss().is_finite() { norm } else { tally.mean_loss() };
         let checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.display().to_string());
         let (step, loss) = (self.step + 1, value.to_string());
-        let event = Event::Diverged { step, epoch, loss: loss.clone(), sample_ids, checkpoint: checkpoint.clone() };
+        let event =
+            Event::Diverged { step, epoch, loss: loss.clone(), sample_ids, checkpoint: checkpoint.clone() };
         match self.report.record(event) {
             Ok(()) => Failure::Diverged { step, loss, checkpoint },
             Err(error) => error.into(),
@@ -384,7 +398,11 @@ impl<'a> Run<'a> {
         let (mut tally, mut done) = (Tally::default(), 0);
         'smaller: loop {
             let micro_batch = self.eval_micro_batch.min(samples as usize);
-            let hold = self.engine.ledger.reserve(Role::DataPipeline, "evaluation prefetch", setup.pipeline(micro_batch));
+            let hold = self.engine.ledger.reserve(
+                Role::DataPipeline,
+                "evaluation prefetch",
+                setup.pipeline(micro_batch),
+            );
             let _hold = match hold {
                 Ok(hold) => hold,
                 Err(oom) => {
@@ -394,7 +412,8 @@ impl<'a> Run<'a> {
             };
             let from = Cursor { update: 0, done };
             let source = setup.sets.valid.clone();
-            let mut loader = Loader::start(source, order.clone(), from, 1, micro_batch, setup.prefetch, setup.workers)?;
+            let mut loader =
+                Loader::start(source, order.clone(), from, 1, micro_batch, setup.prefetch, setup.workers)?;
             while done < samples {
                 let batch = loader.next()?.ok_or_else(ended_early)?;
                 match self.engine.judge(&batch) {
@@ -449,7 +468,11 @@ impl<'a> Run<'a> {
         let begun = Instant::now();
         self.engine.ledger.phase("checkpoint");
         let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
-        let _hold = self.engine.ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes).map_err(StepError::Oom)?;
+        let _hold = self
+            .engine
+            .ledger
+            .reserve(Role::CheckpointWriting, "checkpoint", bytes)
+            .map_err(StepError::Oom)?;
         let state = State {
             format: FORMAT,
             step: self.step,
@@ -486,7 +509,11 @@ impl<'a> Run<'a> {
             self.checkpoint(false)?;
         }
         let checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.display().to_string());
-        self.report.record(Event::Interrupted { step: self.step, signal: signal.name().into(), checkpoint })?;
+        self.report.record(Event::Interrupted {
+            step: self.step,
+            signal: signal.name().into(),
+            checkpoint,
+        })?;
         Ok(Ended::Stopped(signal))
     }
 

@@ -139,7 +139,7 @@ impl Setup {
             vram: 0,
             split: Split { micro_batch: train.batch_size, accumulation_steps: train.accumulation_steps },
             samples_per_update: train.samples_per_update(),
-            group: 1,
+            group: self.network.group(),
             optimizer: self.job.optimizer.kind().into(),
             eval_micro_batch: self.job.eval.batch_size,
             may_shrink: self.job.memory.on_oom.contains(&Rung::Shrink),
