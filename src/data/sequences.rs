@@ -68,7 +68,11 @@ impl Sequences {
             put(i, a as u32);
             let at = 2 + 2 * i as u64;
             let free = draws.f32(at) < NOISE;
-            let next = if free { draws.below(at + 1, self.vocab) } else { rule.below(a * self.vocab + b, self.vocab) };
+            let next = if free {
+                draws.below(at + 1, self.vocab)
+            } else {
+                rule.below(a * self.vocab + b, self.vocab)
+            };
             (a, b) = (b, next);
         }
     }

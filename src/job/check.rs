@@ -236,6 +236,7 @@ impl Checker<'_> {
                 && bound("exclusiveMinimum").is_none_or(|low| n > low)
                 && bound("maximum").is_none_or(|high| n <= high)
                 && bound("exclusiveMaximum").is_none_or(|high| n < high)
+                && schema["enum"].as_array().is_none_or(|listed| listed.iter().any(|v| v.as_f64() == Some(n)))
         });
         if !inside {
             let error = Error::new(Code::OutOfRange, format!("`{path}` cannot be {seen}"));

@@ -3,6 +3,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::layers::Layers;
+use super::pictures::{Mobilenet, Resnet};
 use super::transformer::{Bert, Gpt, Llama, Vit};
 
 /// The network. `kind` decides the other keys.
@@ -15,6 +17,9 @@ pub enum Model {
     Llama(Llama),
     Bert(Bert),
     Vit(Vit),
+    Resnet(Resnet),
+    Mobilenet(Mobilenet),
+    Layers(Layers),
 }
 
 impl Model {
@@ -37,6 +42,9 @@ impl Model {
             Self::Llama(_) => "llama",
             Self::Bert(_) => "bert",
             Self::Vit(_) => "vit",
+            Self::Resnet(_) => "resnet",
+            Self::Mobilenet(_) => "mobilenet",
+            Self::Layers(_) => "layers",
         }
     }
 }
@@ -73,6 +81,9 @@ pub struct Cnn {
     /// Share of each hidden layer's outputs dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
+    /// Samples that batch norm, where a stage has it, looks at together; a micro-batch is a multiple of it.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub norm_group: usize,
     /// The convolutions, first to last; each a `[[model.stages]]` table or written inline.
     #[schemars(length(min = 1))]
     pub stages: Vec<Stage>,
@@ -80,17 +91,19 @@ pub struct Cnn {
 
 impl Default for Cnn {
     fn default() -> Self {
-        let stage = |channels| Stage { channels, kernel: 3, stride: 1, pool: 2 };
+        let stage = |channels| Stage { channels, kernel: 3, stride: 1, norm: Norm::None, pool: 2 };
         Self {
             hidden: vec![128],
             activation: Activation::Relu,
             dropout: 0.0,
+            norm_group: 32,
             stages: vec![stage(32), stage(64)],
         }
     }
 }
 
-/// A convolution padded by `kernel / 2` (rounded down) on every side, the activation, then max pooling.
+/// A convolution padded by `kernel / 2` (rounded down) on every side, its normalisation, the activation,
+/// then max pooling.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Stage {
     /// Output channels.
@@ -104,6 +117,9 @@ pub struct Stage {
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 31))]
     pub stride: usize,
+    /// Normalisation between the convolution, which then has no bias, and the activation.
+    #[serde(default)]
+    pub norm: Norm,
     /// Factor of the max pooling after the activation; 1 means none.
     #[serde(default = "two")]
     #[schemars(range(min = 1, max = 31))]
@@ -120,6 +136,19 @@ fn two() -> usize {
 
 fn three() -> usize {
     3
+}
+
+/// How a stage's channels are normalised.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Norm {
+    /// Not at all.
+    #[default]
+    None,
+    /// A channel, over groups of samples.
+    Batch,
+    /// A sample, over groups of channels: the largest power of two of them, up to 32, that divides.
+    Group,
 }
 
 /// The non-linearity.

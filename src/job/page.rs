@@ -78,9 +78,16 @@ fn keys(page: &mut String, table: &Value) {
 /// The lists of tables in a table, each with its own keys.
 fn nested(page: &mut String, name: &str, table: &Value) {
     for (key, schema) in table["properties"].as_object().into_iter().flatten() {
-        if schema["items"]["properties"].is_object() {
-            line(page, format_args!("#### [[{name}.{key}]]\n\n{}\n", text(&schema["items"])));
-            keys(page, &schema["items"]);
+        let items = &schema["items"];
+        if !items.is_object() || !is_table(items) {
+            continue;
+        }
+        line(page, format_args!("#### [[{name}.{key}]]\n\n{}\n", text(items)));
+        for each in kinds(items) {
+            if let Some(kind) = kind(each) {
+                line(page, format_args!("##### kind = \"{kind}\"\n\n{}\n", text(each)));
+            }
+            keys(page, each);
         }
     }
 }

@@ -142,6 +142,7 @@ pub(super) fn allowed(schema: &Value) -> String {
         return "a table".into();
     }
     match (schema["type"].as_str(), schema["format"].as_str()) {
+        (Some("integer"), _) if schema["enum"].is_array() => numbers(schema),
         (Some("integer"), _) => format!("a whole number{}", range(schema)),
         (Some("number"), _) => format!("a number{}", range(schema)),
         (Some("boolean"), _) => "true or false".into(),
@@ -159,6 +160,12 @@ pub(super) fn allowed(schema: &Value) -> String {
         (_, Some("path")) => "a path, relative to the job file; `${NAME}` is an environment variable".into(),
         _ => "a string".into(),
     }
+}
+
+/// Numbers listed one by one.
+fn numbers(schema: &Value) -> String {
+    let listed = schema["enum"].as_array().into_iter().flatten();
+    listed.map(Value::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn range(schema: &Value) -> String {

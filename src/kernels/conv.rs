@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::activation::each_activation;
 use super::linear::{Grads, add_all, through_activation};
 use super::product::{By, Mat, multiply};
-use super::{Activation, Elem, Reads, Real, activation, cpu, reference};
+use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference};
 use crate::with_elem;
 
 /// Gathered values a block holds: half a megabyte of f32, which leaves room in the second-level cache.
@@ -182,6 +182,9 @@ impl Conv<'_> {
 
     fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let g = &self.geometry;
+        if g.is_depthwise() {
+            return self.forward_depthwise::<T>(x);
+        }
         let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
         let (picture, ng) = (g.height * g.width * g.inputs, n / g.groups);
         let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
@@ -224,6 +227,30 @@ impl Conv<'_> {
         );
         let (h, w) = g.output();
         let shape = (batch, h, w, n);
+        let pre = if pre.is_empty() { None } else { Some(cpu::tensor(pre, shape)?) };
+        Ok((cpu::tensor(y, shape)?, pre))
+    }
+
+    fn forward_depthwise<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let g = &self.geometry;
+        let ((h, w), c, picture) = (g.output(), g.outputs, g.height * g.width * g.inputs);
+        let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
+        let bias = self.bias.map(cpu::view::<T>).transpose()?;
+        let weight = depthwise::turned(&weight, c);
+        let batch = values.len() / picture;
+        let mut y = cpu::fresh::<T>(batch * h * w * c);
+        let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
+        let befores = Blocks::new(&mut pre);
+        y.par_chunks_mut((w * c).max(1)).enumerate().for_each_init(
+            || vec![T::Acc::ZERO; w * c],
+            |wide, (i, y)| {
+                depthwise::line(g, &values[i / h * picture..][..picture], &weight, i % h, wide);
+                // SAFETY: line i is the only one that writes these values.
+                let before = unsafe { befores.get(i * w * c, w * c) };
+                finish(wide, bias.as_deref(), y, before, self.act, c);
+            },
+        );
+        let shape = (batch, h, w, c);
         let pre = if pre.is_empty() { None } else { Some(cpu::tensor(pre, shape)?) };
         Ok((cpu::tensor(y, shape)?, pre))
     }
@@ -271,6 +298,22 @@ impl Conv<'_> {
             cpu::update::<T::Acc, _>(bias, |bias| add_all(bias, &sums))?;
         }
         let (values, d) = (cpu::view::<T>(x)?, cpu::view::<T>(&dy)?);
+        if self.geometry.is_depthwise() {
+            let partials = depthwise::weight_gradient::<T>(&self.geometry, &values, &d);
+            cpu::update::<T::Acc, _>(grads.weight, |into| {
+                let cells = into.len() / n;
+                for partial in &partials {
+                    into.iter_mut().enumerate().for_each(|(i, a)| *a += partial[i % cells * n + i / cells]);
+                }
+            })?;
+            drop(partials);
+            if !want {
+                return Ok(None);
+            }
+            let weight = cpu::view::<T>(self.weight)?;
+            let dx = depthwise::input_gradient(&self.geometry, &weight, &d);
+            return Ok(Some(cpu::tensor(dx, x.shape())?));
+        }
         let partials = self.weight_gradient::<T>(&values, &d);
         cpu::update::<T::Acc, _>(grads.weight, |into| add_all(into, &partials))?;
         drop(partials);
@@ -351,6 +394,9 @@ impl Conv<'_> {
 /// Bytes of temporaries of the forward pass and of the backward pass.
 pub fn workspace(geometry: &Geometry, at: crate::layers::At) -> (u64, u64) {
     let g = geometry;
+    if g.is_depthwise() {
+        return g.depthwise_workspace(at);
+    }
     let elem = at.dtype.size_in_bytes();
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
     let gathered = if g.is_product() { 0 } else { g.block() * g.window() * elem };

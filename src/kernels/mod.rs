@@ -5,26 +5,38 @@
 //! the same bits whatever the number of threads does in time. Layers are the only callers.
 
 pub mod activation;
+pub mod adafactor;
+pub mod adamw8bit;
 pub mod add;
 pub mod attention;
+pub mod average;
+pub mod batch_norm;
+pub mod channels;
 pub mod class_token;
+pub mod clip;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;
+pub mod depthwise;
 pub mod dropout;
 pub mod elem;
 pub mod embedding;
+pub mod group_norm;
 pub mod lanes;
 pub mod linear;
+pub mod lion;
 pub mod norm;
 pub mod packed;
+pub mod pointwise_loss;
 pub mod pool;
 pub mod product;
 pub mod reference;
 pub mod rotary;
+pub mod scale;
 pub mod swiglu;
 pub mod tally;
 pub mod update;
 
 pub use activation::{Activation, Reads};
+pub use clip::Clip;
 pub use elem::{Elem, Real};

@@ -26,7 +26,7 @@ impl Window {
     }
 
     /// The input positions (within a picture, in pixels) of an output pixel's window, with their number.
-    fn cells(&self, oy: usize, ox: usize) -> impl Iterator<Item = (usize, usize)> {
+    pub(super) fn cells(&self, oy: usize, ox: usize) -> impl Iterator<Item = (usize, usize)> {
         let (size, stride, padding, width, height) =
             (self.size, self.stride, self.padding, self.width, self.height);
         (0..size * size).filter_map(move |i| {

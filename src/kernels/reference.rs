@@ -39,6 +39,16 @@ pub fn accumulate(into: &Tensor, what: &Tensor) -> Result<()> {
     into.slice_set(&sum, 0, 0)
 }
 
+/// Adds the gradients of a weight and a bias, which follow the input's in `found`, and gives the input's.
+pub fn share_out(found: Vec<Tensor>, grads: &super::linear::Grads, want: bool) -> Result<Option<Tensor>> {
+    let mut found = found.into_iter();
+    let dx = found.next();
+    for (into, g) in std::iter::once(grads.weight).chain(grads.bias).zip(found) {
+        accumulate(into, &g)?;
+    }
+    Ok(dx.filter(|_| want))
+}
+
 /// The pixels `first + i * stride` along both sides of (batch, height, width, channels) pictures: what
 /// one cell of a moving window sees.
 pub fn seen_by_cell(

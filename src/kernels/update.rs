@@ -7,7 +7,7 @@ use super::{Elem, Real, cpu, reference};
 use crate::with_elem;
 
 /// Values a thread takes at once.
-const CHUNK: usize = 32 * 1024;
+pub(super) const CHUNK: usize = 32 * 1024;
 
 /// What every update is given beside its buffers.
 #[derive(Clone, Copy, Debug)]
@@ -39,7 +39,7 @@ pub struct Sgd {
 
 impl AdamW {
     /// How far to go, and what the root of the second moment is divided by.
-    fn corrections(&self, lr: f64) -> (f64, f64) {
+    pub(super) fn corrections(&self, lr: f64) -> (f64, f64) {
         let t = self.step as i32;
         (lr / (1.0 - self.beta1.powi(t)), (1.0 - self.beta2.powi(t)).sqrt())
     }
@@ -188,7 +188,7 @@ impl Sgd {
 }
 
 /// `w -= lr weight_decay w` for the decayed part of a chunk that begins at `start`.
-fn decay<T: Elem>(w: &mut [T], start: usize, c: &Common) {
+pub(super) fn decay<T: Elem>(w: &mut [T], start: usize, c: &Common) {
     let keep = <T::Acc as Real>::of(1.0 - c.lr * c.weight_decay);
     let until = c.decayed.saturating_sub(start).min(w.len());
     if c.weight_decay != 0.0 {
@@ -196,7 +196,7 @@ fn decay<T: Elem>(w: &mut [T], start: usize, c: &Common) {
     }
 }
 
-fn decay_reference(weights: &Tensor, c: &Common) -> Result<Tensor> {
+pub(super) fn decay_reference(weights: &Tensor, c: &Common) -> Result<Tensor> {
     let n = weights.elem_count();
     if c.decayed == 0 || c.weight_decay == 0.0 {
         return Ok(weights.clone());

@@ -125,8 +125,25 @@ mod tests {
             })
     }
 
+    fn depthwise() -> impl Strategy<Value = Geometry> {
+        (geometry(), 2usize..70).prop_map(|(g, channels)| Geometry {
+            inputs: channels,
+            outputs: channels,
+            groups: channels,
+            ..g
+        })
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
+
+        #[test]
+        fn gradients_are_right_where_a_channel_sees_itself_alone(g in depthwise(), batch in 1usize..4, act in prop::sample::select(vec![Activation::Identity, Activation::Silu])) {
+            let build = |d: &mut Declared| Box::new(Conv::new(d, "c", g, true, act)) as Box<dyn Layer>;
+            let input = |batch: usize| random(&[batch, g.height, g.width, g.inputs], 1);
+            differences_agree(&build, &input(batch));
+            autograd_agrees(&build, &input(batch), &|x, p| Kernel { geometry: g, weight: &p[0], bias: p.get(1), act }.reference(x));
+        }
 
         #[test]
         fn gradients_are_right(g in geometry(), batch in 1usize..4, bias: bool, act in prop::sample::select(vec![Activation::Identity, Activation::Relu, Activation::Gelu])) {

@@ -5,7 +5,10 @@
 //! says, for a micro-batch, what all of this holds, to the byte. No graph is recorded, and nothing else
 //! in the program knows a layer's insides. [`network`] runs layers and asks the ledger for them.
 
+pub mod activation;
 pub mod attention;
+pub mod avg_pool;
+pub mod batch_norm;
 #[cfg(test)]
 pub mod check;
 pub mod class_token;
@@ -15,12 +18,16 @@ pub mod dropout;
 pub mod embedding;
 pub mod first;
 pub mod flatten;
+pub mod global_pool;
+pub mod group_norm;
 pub mod linear;
 pub mod loss;
 pub mod network;
 pub mod norm;
 pub mod packed;
+pub mod pointwise_loss;
 pub mod pool;
+pub mod squeeze_excite;
 pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
@@ -47,6 +54,11 @@ pub trait Layer: Send + Sync {
     }
 
     fn cost(&self, at: At) -> Cost;
+
+    /// A micro-batch is a multiple of so many samples, but for the last.
+    fn group(&self) -> usize {
+        1
+    }
 
     /// Values of all its parameters.
     fn parameters(&self) -> usize;

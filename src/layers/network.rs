@@ -141,6 +141,18 @@ impl Network {
         }
     }
 
+    /// A micro-batch is a multiple of so many samples, but for the last: the least common multiple of
+    /// the layers' own.
+    pub fn group(&self) -> usize {
+        fn divisor(a: usize, b: usize) -> usize {
+            if b == 0 { a } else { divisor(b, a % b) }
+        }
+        self.layers()
+            .iter()
+            .map(|layer| layer.group().max(1))
+            .fold(1, |all, one| all / divisor(all, one) * one)
+    }
+
     /// Every layer, in order.
     pub fn layers(&self) -> Vec<&dyn Layer> {
         self.blocks.iter().flat_map(Block::layers).collect()

@@ -4,12 +4,14 @@ use super::Built;
 use crate::features::{Features, Input, Target};
 use crate::kernels::Activation;
 use crate::layers::Layer;
+use crate::layers::activation::Activation as ActivationLayer;
 use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::dropout::Dropout;
 use crate::layers::flatten::Flatten;
 use crate::layers::linear::{Linear, Options};
 use crate::layers::loss::Loss;
 use crate::layers::network::{Block, Network, Node};
+use crate::layers::pointwise_loss::{Kind, PointwiseLoss};
 use crate::params::{Declared, Init, SameName};
 
 /// Why a model cannot be built.
@@ -122,36 +124,68 @@ impl Builder {
         }
     }
 
-    /// The linear map to the data's classes and its cross-entropy, over the last dimension of a sample.
+    /// An activation by itself.
+    pub fn activation(&mut self, name: &str, act: Activation) {
+        let shape = self.shape.clone();
+        self.layer(ActivationLayer { name: name.into(), shape, act });
+    }
+
+    /// The linear map over the last dimension of a sample and its loss: cross-entropy where the data has
+    /// classes or tokens, the mean squared distance where it has values. Begins as `torch.nn.Linear` does.
     pub fn classify(&mut self, name: &str, kind: &'static str) -> Result<(), ModelError> {
-        let classes = match (&self.features.target, &self.features.input) {
-            (Target::Class { names }, _) => names.len(),
-            (Target::Tokens, Input::Tokens { vocab, .. }) => *vocab,
-            (other, _) => {
-                return Err(ModelError::Data {
-                    kind,
-                    needs: "classes to tell apart",
-                    got: format!("{other:?}"),
-                });
-            }
-        };
+        let init = Init::Uniform(1.0 / (self.shape.last().copied().unwrap_or(1) as f64).sqrt());
+        self.classify_from(name, kind, init, init)
+    }
+
+    /// As [`Builder::classify`], with weight and bias that begin otherwise.
+    pub fn classify_from(
+        &mut self,
+        name: &str,
+        kind: &'static str,
+        init: Init,
+        bias_init: Init,
+    ) -> Result<(), ModelError> {
         let (width, positions) = match self.shape.split_last() {
             Some((width, leading)) => (*width, leading.iter().product()),
             None => (1, 1),
         };
-        let init = Init::Uniform(1.0 / (width as f64).sqrt());
-        let loss = CrossEntropy {
-            name: name.into(),
-            weight: self.declared.param(format!("{name}.weight"), [classes, width], init),
-            tied: false,
-            bias: Some(self.declared.param(format!("{name}.bias"), [classes], init)),
-            positions,
-            width,
-            classes,
-            smoothing: 0.0,
-            class_weights: None,
+        let outputs = match (&self.features.target, &self.features.input) {
+            (Target::Class { names }, _) => names.len(),
+            (Target::Tokens, Input::Tokens { vocab, .. }) => *vocab,
+            (Target::Values { len }, _) if len % positions == 0 => len / positions,
+            (other, _) => {
+                return Err(ModelError::Data {
+                    kind,
+                    needs: "classes to tell apart or values to predict",
+                    got: format!("{other:?}"),
+                });
+            }
         };
-        self.loss(loss);
+        let weight = self.declared.param(format!("{name}.weight"), [outputs, width], init);
+        let bias = Some(self.declared.param(format!("{name}.bias"), [outputs], bias_init));
+        let name = name.to_owned();
+        match self.features.target {
+            Target::Values { .. } => self.loss(PointwiseLoss {
+                name,
+                kind: Kind::Squared,
+                weight,
+                bias,
+                positions,
+                width,
+                outputs,
+            }),
+            _ => self.loss(CrossEntropy {
+                name,
+                weight,
+                tied: false,
+                bias,
+                positions,
+                width,
+                classes: outputs,
+                smoothing: 0.0,
+                class_weights: None,
+            }),
+        }
         Ok(())
     }
 

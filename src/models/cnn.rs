@@ -1,54 +1,45 @@
-//! `kind = "cnn"`: convolutions, each with its activation and pooling, then dense layers.
+//! `kind = "cnn"`: convolutions, each with its normalisation, activation and pooling, then dense layers.
 
+use super::picture::Filter;
 use super::{Builder, ModelError};
-use crate::job::Cnn;
-use crate::kernels::conv::Geometry;
-use crate::kernels::pool::Window;
-use crate::layers::conv::Conv;
-use crate::layers::pool::MaxPool;
+use crate::job::{Cnn, Norm, Stage};
+use crate::kernels::{Activation, Clip};
 
 pub(super) fn build(cnn: &Cnn, b: &mut Builder) -> Result<(), ModelError> {
+    let act: Activation = cnn.activation.into();
     for (i, stage) in cnn.stages.iter().enumerate() {
         let name = format!("stages.{i}");
         b.block(&name);
-        let [height, width, inputs] = picture(b, &name)?;
-        let geometry = Geometry {
-            height,
-            width,
-            inputs,
-            outputs: stage.channels,
-            kernel: stage.kernel,
-            stride: stage.stride,
-            padding: stage.kernel / 2,
-            dilation: 1,
-            groups: 1,
-        };
-        let conv = Conv::new(&mut b.declared, &name, geometry, true, cnn.activation.into());
-        b.layer(conv);
-        if stage.pool > 1 {
-            let [height, width, channels] = picture(b, &name)?;
-            if height < stage.pool || width < stage.pool {
-                return Err(ModelError::Shape {
-                    layer: format!("{name}.pool"),
-                    got: b.shape.clone(),
-                    needs: format!("pictures of at least {0} x {0} to pool by {0}", stage.pool),
-                });
+        let filter = Filter::same(stage.channels, stage.kernel, stage.stride);
+        match stage.norm {
+            Norm::None => b.conv(&name, filter, true, act, None)?,
+            _ => {
+                b.conv(&name, filter, false, Activation::Identity, None)?;
+                norm(b, stage, &format!("{name}.norm"), act, cnn.norm_group)?;
             }
-            let window = Window { height, width, channels, size: stage.pool, stride: stage.pool, padding: 0 };
-            b.layer(MaxPool { name: format!("{name}.pool"), window });
+        }
+        if stage.pool > 1 {
+            b.max_pool(&format!("{name}.pool"), stage.pool, stage.pool, 0)?;
         }
     }
-    let next = b.dense("layers", 0, &cnn.hidden, cnn.activation.into(), cnn.dropout);
+    let next = b.dense("layers", 0, &cnn.hidden, act, cnn.dropout);
     b.block("flatten");
     b.flatten("flatten");
     b.classify(&format!("layers.{next}"), "cnn")
 }
 
-/// (height, width, channels) of the samples at this point, which must be pictures.
-fn picture(b: &Builder, layer: &str) -> Result<[usize; 3], ModelError> {
-    <[usize; 3]>::try_from(b.shape.as_slice()).map_err(|_| ModelError::Shape {
-        layer: layer.into(),
-        got: b.shape.clone(),
-        needs: "pictures, (height, width, channels)".into(),
-    })
+/// The normalisation with the activation in it where it can be.
+fn norm(b: &mut Builder, stage: &Stage, name: &str, act: Activation, group: usize) -> Result<(), ModelError> {
+    let clip = Clip::of(act);
+    let fused = clip.unwrap_or(Clip::Nothing);
+    match stage.norm {
+        Norm::None => {}
+        Norm::Batch => b.batch_norm(name, group, fused),
+        // The largest power of two of groups, up to 32, that divides the channels.
+        Norm::Group => b.group_norm(name, 1 << stage.channels.trailing_zeros().min(5), fused)?,
+    }
+    if clip.is_none() {
+        b.activation(&format!("{name}.activation"), act);
+    }
+    Ok(())
 }

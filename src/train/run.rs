@@ -357,7 +357,7 @@ impl<'a> Run<'a> {
             recompute: self.engine.recompute,
             blocks: self.setup.network.blocks.len(),
             samples_per_update: self.plan.samples_per_update,
-            group: 1,
+            group: self.setup.network.group(),
         };
         match retry::next(&happened) {
             Next::GiveUp => {

@@ -39,7 +39,10 @@ impl Sets {
         match &job.data.source {
             job::Source::Shapes(s) => {
                 let part = |samples: usize, part| Shapes::new(s.image_size, samples as u64, job.seed, part);
-                Self::of(part(s.train_samples, shapes::Part::Train)?, part(s.valid_samples, shapes::Part::Valid)?)
+                Self::of(
+                    part(s.train_samples, shapes::Part::Train)?,
+                    part(s.valid_samples, shapes::Part::Valid)?,
+                )
             }
             job::Source::Idx(s) => {
                 let open = |images: &PathBuf, labels: &PathBuf| {
@@ -69,7 +72,10 @@ impl Sets {
                 let part = |samples: usize, part| {
                     sequences::Set::new(samples as u64, context, s.vocab, s.classes, job.seed, part)
                 };
-                Self::of(part(s.train_samples, sequences::Part::Train), part(s.valid_samples, sequences::Part::Valid))
+                Self::of(
+                    part(s.train_samples, sequences::Part::Train),
+                    part(s.valid_samples, sequences::Part::Valid),
+                )
             }
         }
     }
@@ -81,7 +87,8 @@ impl Sets {
 
 /// Tokens in a sample, which text takes from the model.
 fn context(job: &Job) -> Result<usize, Failure> {
-    let refuse = || ModelError::Data { kind: job.model.kind(), needs: "numbers or pictures", got: "text".into() };
+    let refuse =
+        || ModelError::Data { kind: job.model.kind(), needs: "numbers or pictures", got: "text".into() };
     Ok(job.model.context().ok_or_else(refuse)?)
 }
 
@@ -189,7 +196,7 @@ impl Setup {
             vram: 0,
             split: Split { micro_batch: train.batch_size, accumulation_steps: train.accumulation_steps },
             samples_per_update: train.samples_per_update(),
-            group: 1,
+            group: self.network.group(),
             optimizer: self.job.optimizer.kind().into(),
             eval_micro_batch: self.job.eval.batch_size,
             may_shrink: self.may(Rung::Shrink),

@@ -1,0 +1,251 @@
+//! `[[model.layers]]`: a network as a list of layers. Keys are called what PyTorch's users call them.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// A network of your own: layers first to last; a linear map to the classes follows by itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Layers {
+    /// The layers, each a `[[model.layers]]` table or written inline. An activation is a layer of its
+    /// own; one that follows a layer that can take it in costs nothing extra.
+    #[schemars(length(min = 1))]
+    pub layers: Vec<Layer>,
+}
+
+/// Every layer once, as a part of a residual group and as a layer that may be such a group: a schema
+/// that contains itself could not be written out in place.
+macro_rules! layers {
+    ($($(#[$doc:meta])* $name:ident($keys:ty),)*) => {
+        /// A layer. `kind` decides the other keys.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+        #[serde(tag = "kind", rename_all = "snake_case")]
+        pub enum Layer {
+            $($(#[$doc])* $name($keys),)*
+            /// The sum of two ways through: its layers, and its shortcut or the input itself.
+            Residual(Residual),
+        }
+
+        /// A layer of a residual group. `kind` decides the other keys.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+        #[serde(tag = "kind", rename_all = "snake_case")]
+        pub enum Part {
+            $($(#[$doc])* $name($keys),)*
+        }
+
+        impl From<Part> for Layer {
+            fn from(part: Part) -> Self {
+                match part {
+                    $(Part::$name(keys) => Self::$name(keys),)*
+                }
+            }
+        }
+    };
+}
+
+layers! {
+    /// A linear map of vectors.
+    Linear(Dense),
+    /// A convolution of pictures.
+    Conv(Convolution),
+    /// The largest value of every window.
+    MaxPool(Pooling),
+    /// The mean of every window.
+    AvgPool(Pooling),
+    /// The picture's mean a channel, a vector.
+    GlobalPool(NoKeys),
+    /// A picture as a vector.
+    Flatten(NoKeys),
+    /// Values dropped at random while training.
+    Dropout(Dropping),
+    /// Normalisation a channel, over groups of samples.
+    BatchNorm(BatchNorm),
+    /// Normalisation a sample, over groups of channels.
+    GroupNorm(GroupNorm),
+    /// Every channel scaled by a gate computed from the picture's means.
+    SqueezeExcite(SqueezeExcite),
+    /// The positive part.
+    Relu(NoKeys),
+    /// The positive part, cut off at 6.
+    Relu6(NoKeys),
+    /// Exact, by the error function.
+    Gelu(NoKeys),
+    /// The tanh approximation that GPT-2 uses.
+    GeluTanh(NoKeys),
+    /// The input times its logistic function.
+    Silu(NoKeys),
+    /// The logistic function.
+    Sigmoid(NoKeys),
+    /// The hyperbolic tangent.
+    Tanh(NoKeys),
+}
+
+/// A layer without keys of its own.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct NoKeys {}
+
+/// A linear map of vectors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Dense {
+    /// Values it gives for each vector.
+    #[schemars(range(min = 1, max = 1_048_576))]
+    pub outputs: usize,
+    /// Whether a bias is added.
+    #[serde(default = "yes")]
+    pub bias: bool,
+}
+
+/// A convolution of pictures.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Convolution {
+    /// Output channels.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub channels: usize,
+    /// Width and height of the kernel, in pixels.
+    #[serde(default = "three")]
+    #[schemars(range(min = 1, max = 31))]
+    pub kernel: usize,
+    /// Pixels from one kernel position to the next.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 31))]
+    pub stride: usize,
+    /// Zeros put around the picture, in pixels; half the kernel keeps the picture's size.
+    #[serde(default)]
+    #[schemars(range(min = 0, max = 31))]
+    pub padding: usize,
+    /// Pixels from one cell of the kernel to the next.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 31))]
+    pub dilation: usize,
+    /// Groups of channels that do not see each other; as many as channels is a depthwise convolution.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 65_536))]
+    pub groups: usize,
+    /// Whether a bias is added.
+    #[serde(default = "yes")]
+    pub bias: bool,
+}
+
+/// A window that moves over the picture.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Pooling {
+    /// Width and height of the window, in pixels.
+    #[schemars(range(min = 1, max = 15))]
+    pub size: usize,
+    /// Pixels from one window to the next; 0 means the window's size.
+    #[schemars(range(min = 0, max = 31))]
+    pub stride: usize,
+    /// Pixels put around the picture, at most half the size.
+    #[schemars(range(min = 0, max = 7))]
+    pub padding: usize,
+}
+
+impl Default for Pooling {
+    fn default() -> Self {
+        Self { size: 2, stride: 0, padding: 0 }
+    }
+}
+
+impl Pooling {
+    /// Pixels from one window to the next.
+    pub fn stride(&self) -> usize {
+        if self.stride == 0 { self.size } else { self.stride }
+    }
+}
+
+/// Values dropped at random while training.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Dropping {
+    /// Share of the values dropped.
+    #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
+    pub p: f64,
+}
+
+impl Default for Dropping {
+    fn default() -> Self {
+        Self { p: 0.5 }
+    }
+}
+
+/// Normalisation a channel, over groups of samples.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct BatchNorm {
+    /// Samples normalised together; a micro-batch is a multiple of it.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub group: usize,
+}
+
+impl Default for BatchNorm {
+    fn default() -> Self {
+        Self { group: 32 }
+    }
+}
+
+/// Normalisation a sample, over groups of channels.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct GroupNorm {
+    /// Groups the channels are cut into, a divisor of their number.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub groups: usize,
+}
+
+impl Default for GroupNorm {
+    fn default() -> Self {
+        Self { groups: 32 }
+    }
+}
+
+/// Every channel scaled by a gate computed from the picture's means.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct SqueezeExcite {
+    /// The picture's channels over the values in the middle of the gate.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub ratio: usize,
+}
+
+impl Default for SqueezeExcite {
+    fn default() -> Self {
+        Self { ratio: 4 }
+    }
+}
+
+/// The sum of two ways through, which must give one shape.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Residual {
+    /// The layers of the one way; residual groups do not nest.
+    #[schemars(length(min = 1))]
+    pub layers: Vec<Part>,
+    /// The layers of the other way; none is the input itself.
+    #[serde(default)]
+    pub shortcut: Vec<Part>,
+    /// Follows the sum.
+    #[serde(default)]
+    pub activation: AfterSum,
+}
+
+/// What follows a sum.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AfterSum {
+    /// Nothing.
+    #[default]
+    None,
+    /// The positive part.
+    Relu,
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn one() -> usize {
+    1
+}
+
+fn three() -> usize {
+    3
+}

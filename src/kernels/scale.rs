@@ -1,0 +1,85 @@
+//! `y = x s` with one factor a sample and channel: (batch, height, width, channels) by (batch, channels).
+
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+use super::{Elem, Real, cpu, reference};
+use crate::with_elem;
+
+/// The reference.
+pub fn reference(x: &Tensor, s: &Tensor) -> Result<Tensor> {
+    let (batch, c) = s.dims2()?;
+    x.broadcast_mul(&s.reshape((batch, 1, 1, c))?)
+}
+
+pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
+    if !reference::has_body(x) {
+        return reference(x, s);
+    }
+    with_elem!(x.dtype(), T => {
+        let (values, s) = (cpu::view::<T>(x)?, cpu::view::<T>(s)?);
+        let (sample, c) = (values.len() / x.dim(0)?.max(1), x.dim(3)?);
+        let mut y = cpu::fresh::<T>(values.len());
+        y.par_chunks_mut(sample).zip(values.par_chunks(sample)).zip(s.par_chunks(c)).for_each(|((y, x), s)| {
+            T::vectorised(|| {
+                for (y, x) in y.chunks_exact_mut(c).zip(x.chunks_exact(c)) {
+                    y.iter_mut().zip(x).zip(s).for_each(|((y, x), s)| *y = T::down(x.up() * s.up()));
+                }
+            })
+        });
+        cpu::tensor(y, x.shape())
+    })
+}
+
+/// The gradient of the factors, (batch, channels): the sums over pixels of `x dy`.
+pub fn of_factors(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    if !reference::has_body(x) {
+        return (x * dy)?.flatten(1, 2)?.sum(1);
+    }
+    with_elem!(x.dtype(), T => of_factors_cpu::<T>(x, dy))
+}
+
+fn of_factors_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    let (batch, h, w, c) = x.dims4()?;
+    let (values, d) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?);
+    let mut ds = cpu::fresh::<T>(batch * c);
+    let sample = h * w * c;
+    ds.par_chunks_mut(c).zip(values.par_chunks(sample)).zip(d.par_chunks(sample)).for_each_init(
+        || vec![T::Acc::ZERO; c],
+        |sum, ((ds, x), d)| {
+            T::vectorised(|| {
+                sum.fill(T::Acc::ZERO);
+                for (x, d) in x.chunks_exact(c).zip(d.chunks_exact(c)) {
+                    sum.iter_mut().zip(x).zip(d).for_each(|((s, x), d)| *s += x.up() * d.up());
+                }
+                ds.iter_mut().zip(&*sum).for_each(|(ds, s)| *ds = T::down(*s));
+            })
+        },
+    );
+    cpu::tensor(ds, (batch, c))
+}
+
+/// `dx = dy s + m / pixels`: the gradient of the scaled picture and that of its means `m`, (batch, channels).
+pub fn backward_with_means(dy: &Tensor, s: &Tensor, m: &Tensor) -> Result<Tensor> {
+    let (batch, h, w, c) = dy.dims4()?;
+    let share = 1.0 / (h * w) as f64;
+    if !reference::has_body(dy) {
+        return reference(dy, s)?.broadcast_add(&(m * share)?.reshape((batch, 1, 1, c))?);
+    }
+    with_elem!(dy.dtype(), T => {
+        let (d, s, m) = (cpu::view::<T>(dy)?, cpu::view::<T>(s)?, cpu::view::<T>(m)?);
+        let share = <T as Elem>::Acc::of(share);
+        let mut dx = cpu::fresh::<T>(d.len());
+        let factors = s.par_chunks(c).zip(m.par_chunks(c));
+        dx.par_chunks_mut(h * w * c).zip(d.par_chunks(h * w * c)).zip(factors).for_each(|((dx, d), (s, m))| {
+            T::vectorised(|| {
+                for (dx, d) in dx.chunks_exact_mut(c).zip(d.chunks_exact(c)) {
+                    for (((dx, d), s), m) in dx.iter_mut().zip(d).zip(s).zip(m) {
+                        *dx = T::down(d.up() * s.up() + m.up() * share);
+                    }
+                }
+            })
+        });
+        cpu::tensor(dx, dy.shape())
+    })
+}

@@ -1,0 +1,345 @@
+//! A model with its weights, its batch and what PyTorch made of them.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor};
+use trainer::features::{Features, Input, Target};
+use trainer::job::Model;
+use trainer::kernels::cpu;
+use trainer::kernels::update::{AdamW, Common, clear, round_into};
+use trainer::layers::network::{Batch, Walk};
+use trainer::layers::{At, Mode, Pass};
+use trainer::memory::Ledger;
+use trainer::models::{Built, build};
+use trainer::params::{Lies, Spec, Store};
+
+/// What `make.py` wrote.
+#[derive(serde::Deserialize)]
+struct Oracle {
+    #[serde(default = "rate")]
+    lr: f64,
+    losses: Vec<f64>,
+    grads: BTreeMap<String, Grad>,
+    /// Running statistics after the last step.
+    #[serde(default)]
+    stats: BTreeMap<String, Stat>,
+}
+
+fn rate() -> f64 {
+    1e-3
+}
+
+#[derive(serde::Deserialize)]
+struct Stat {
+    norm: f64,
+    first: f64,
+}
+
+#[derive(serde::Deserialize)]
+struct Grad {
+    norm: f64,
+    /// Places of three values, in the shape other tools know.
+    at: Vec<usize>,
+    values: Vec<f64>,
+}
+
+/// Bytes a step took where every block keeps what it needs, and the fewest where some run again.
+pub struct Peaks {
+    pub kept: u64,
+    pub recomputed: u64,
+}
+
+pub struct Case {
+    name: &'static str,
+    built: Built,
+    store: Store,
+    batch: Batch,
+    /// Targets of the whole batch, over which the loss is a mean.
+    targets: usize,
+}
+
+/// A model that learns the next token.
+pub fn language(name: &'static str, model: Model, batch: usize, length: usize, vocab: usize) -> Case {
+    let all = numbers("tokens", vocab, batch * (length + 1));
+    let part = |from: usize| {
+        let rows = all.chunks(length + 1).flat_map(|row| row[from..from + length].to_vec());
+        Tensor::from_vec(rows.collect::<Vec<u32>>(), (batch, length), &Device::Cpu).unwrap()
+    };
+    let features = Features { input: Input::Tokens { length, vocab }, target: Target::Tokens };
+    Case::new(name, model, features, part(0), part(1))
+}
+
+/// A model that tells texts apart.
+pub fn texts(
+    name: &'static str,
+    model: Model,
+    (batch, length, vocab): (usize, usize, usize),
+    classes: usize,
+) -> Case {
+    let inputs =
+        Tensor::from_vec(numbers("tokens", vocab, batch * length), (batch, length), &Device::Cpu).unwrap();
+    let features = Features { input: Input::Tokens { length, vocab }, target: named(classes) };
+    Case::new(name, model, features, inputs, targets(batch, classes))
+}
+
+/// A model that tells pictures (height, width, channels) apart.
+pub fn pictures(name: &'static str, model: Model, batch: usize, shape: [usize; 3], classes: usize) -> Case {
+    let [h, w, c] = shape;
+    let pixels = bits("pictures", batch * h * w * c).map(|b| uniform(b) as f32).collect::<Vec<f32>>();
+    let inputs = Tensor::from_vec(pixels, (batch, h, w, c), &Device::Cpu).unwrap();
+    let features = Features { input: Input::Floats { shape: shape.to_vec() }, target: named(classes) };
+    Case::new(name, model, features, inputs, targets(batch, classes))
+}
+
+fn named(classes: usize) -> Target {
+    Target::Class { names: (0..classes).map(|c| c.to_string()).collect() }
+}
+
+fn targets(batch: usize, classes: usize) -> Tensor {
+    Tensor::from_vec(numbers("classes", classes, batch), batch, &Device::Cpu).unwrap()
+}
+
+impl Case {
+    fn new(name: &'static str, model: Model, features: Features, inputs: Tensor, targets: Tensor) -> Self {
+        let built = build(&model, &features).unwrap();
+        let store = Store::new(built.layout.clone(), 0, DType::F32, &Device::Cpu).unwrap();
+        let count = targets.elem_count();
+        let case = Self { name, built, store, batch: Batch { inputs, targets }, targets: count };
+        case.reset();
+        case
+    }
+
+    /// The same in f64, as PyTorch was asked for it: deep networks of batch norms magnify rounding.
+    pub fn wide(self) -> Self {
+        let store = Store::new(self.built.layout.clone(), 0, DType::F64, &Device::Cpu).unwrap();
+        let inputs = self.batch.inputs.to_dtype(DType::F64).unwrap();
+        let case = Self { store, batch: Batch { inputs, ..self.batch }, ..self };
+        case.reset();
+        case
+    }
+
+    fn dtype(&self) -> DType {
+        self.store.master.dtype()
+    }
+
+    /// How much less than f32's rounding of results is asked for.
+    fn strictness(&self) -> f64 {
+        if self.dtype() == DType::F64 { 1e-2 } else { 1.0 }
+    }
+
+    /// The first weights, no gradients, no statistics.
+    fn reset(&self) {
+        let mut weights = vec![0f64; self.store.layout.params.len];
+        for (spec, range) in self.store.layout.params.iter() {
+            let values = &mut weights[range];
+            let spread = (3.0 * spec.shape[0] as f64 / spec.len() as f64).sqrt();
+            let shift = if spec.name.ends_with("weight") { 1.0 } else { 0.0 };
+            for (i, b) in bits(&spec.name, spec.len()).enumerate() {
+                // Rounded as `make.py` rounds: once to f32, and once after each operation.
+                let v = uniform(b) as f32;
+                let v = if spec.shape.len() < 2 { v * 0.1 + shift } else { v * spread as f32 };
+                values[stored(spec, i)] = v as f64;
+            }
+        }
+        let mut stats = vec![0f64; self.store.layout.stats.len];
+        for (spec, range) in self.store.layout.stats.iter() {
+            stats[range].fill(if spec.name.ends_with("var") { 1.0 } else { 0.0 });
+        }
+        let set = |to: &Tensor, from: Vec<f64>| {
+            round_into(&Tensor::new(from, &Device::Cpu).unwrap(), to).unwrap();
+        };
+        set(&self.store.master, weights);
+        set(&self.store.stats, stats);
+        clear(&self.store.grads).unwrap();
+    }
+
+    /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
+    fn learn(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
+        let part = |t: &Tensor| t.narrow(0, from, rows).unwrap();
+        let batch = Batch { inputs: part(&self.batch.inputs), targets: part(&self.batch.targets) };
+        let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
+        let pass = Pass {
+            lengths: None,
+            store: &self.store,
+            mode: Mode::Train,
+            seed: 0,
+            epoch: 0,
+            ids: &ids,
+            scale: 1.0 / self.targets as f64,
+        };
+        let at = At { batch: rows, dtype: self.dtype(), threads: cpu::threads() };
+        let ledger = Ledger::new(u64::MAX, None);
+        let walk = Walk { pass: Some(pass), at, ledger: &ledger, recompute };
+        let loss = self.built.network.learn(&walk, Some(&batch)).unwrap().loss;
+        let planned = Ledger::planning();
+        self.built.network.learn(&Walk { pass: None, at, ledger: &planned, recompute }, None).unwrap();
+        assert_eq!(
+            (ledger.peak(), ledger.held()),
+            (planned.peak(), 0),
+            "{}: the plan is the walk",
+            self.name
+        );
+        (loss, ledger.peak())
+    }
+
+    fn gradients(&self) -> Vec<f64> {
+        flat(&self.store.grads)
+    }
+
+    /// Losses and gradients as PyTorch has them, the same for every split of the batch (whose sizes are
+    /// given) and however many blocks are recomputed; gives what each way took.
+    pub fn proven(&self, splits: &[&[usize]]) -> Peaks {
+        let path = format!("{}/tests/pictures/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
+        let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let rows = self.batch.inputs.dim(0).unwrap();
+        let (_, peak) = self.learn(0, rows, 0);
+        let whole = self.gradients();
+        self.compare(&whole, &oracle);
+        let mut lowest = u64::MAX;
+        let blocks = self.built.network.blocks.len();
+        for recompute in [1, blocks / 2, blocks] {
+            self.reset();
+            let (_, lower) = self.learn(0, rows, recompute);
+            assert_eq!(self.gradients(), whole, "{}: {recompute} blocks run forward twice", self.name);
+            lowest = lowest.min(lower);
+        }
+        self.same_in_parts(splits);
+        self.reset();
+        self.train(&oracle, rows);
+        self.compare_stats(&oracle);
+        Peaks { kept: peak, recomputed: lowest }
+    }
+
+    /// The gradient of the batch is the sum over its parts, and the statistics end alike.
+    pub fn same_in_parts(&self, splits: &[&[usize]]) {
+        let rows = self.batch.inputs.dim(0).unwrap();
+        let stats = || flat(&self.store.stats);
+        self.reset();
+        self.learn(0, rows, 0);
+        let (whole, moved) = (self.gradients(), stats());
+        for split in splits {
+            self.reset();
+            let mut from = 0;
+            for rows in *split {
+                self.learn(from, *rows, 0);
+                from += rows;
+            }
+            assert_eq!(from, rows, "a split of the whole batch");
+            let far = distance(&self.gradients(), &whole).max(distance(&stats(), &moved));
+            assert!(far < 1e-5 * self.strictness(), "{}: split {split:?} is {far} away", self.name);
+        }
+    }
+
+    fn compare_stats(&self, oracle: &Oracle) {
+        let stats = flat(&self.store.stats);
+        assert_eq!(self.store.layout.stats.iter().count(), oracle.stats.len(), "{}: statistics", self.name);
+        for (spec, range) in self.store.layout.stats.iter() {
+            let (ours, wanted) = (&stats[range], &oracle.stats[&spec.name]);
+            let norm = ours.iter().map(|v| v * v).sum::<f64>().sqrt();
+            let near =
+                |found: f64, wanted: f64| (found - wanted).abs() <= (1e-3 * norm + 1e-7) * self.strictness();
+            assert!(
+                near(norm, wanted.norm) && near(ours[0], wanted.first),
+                "{}: `{}` is {norm} long and begins with {}, and should be {} and {}",
+                self.name,
+                spec.name,
+                ours[0],
+                wanted.norm,
+                wanted.first
+            );
+        }
+    }
+
+    fn compare(&self, gradients: &[f64], oracle: &Oracle) {
+        // Some gradients are zero but for rounding, such as that of a shift before a batch norm.
+        let all = oracle.grads.values().map(|g| g.norm * g.norm).sum::<f64>().sqrt();
+        let (near, least) = (1e-3 * self.strictness(), 1e-6 * self.strictness() * all);
+        let mut names: Vec<&str> = oracle.grads.keys().map(String::as_str).collect();
+        for (spec, range) in self.store.layout.params.iter() {
+            let Some(wanted) = oracle.grads.get(&spec.name) else {
+                panic!("{}: PyTorch knows no `{}`, but {names:?}", self.name, spec.name)
+            };
+            names.retain(|name| *name != spec.name);
+            let found = &gradients[range];
+            let norm = found.iter().map(|g| g * g).sum::<f64>().sqrt();
+            assert!(
+                (norm - wanted.norm).abs() <= near * wanted.norm + least,
+                "{}: the gradient of `{}` is {norm} long and should be {}",
+                self.name,
+                spec.name,
+                wanted.norm
+            );
+            let usual = wanted.norm / (found.len() as f64).sqrt();
+            for (at, value) in wanted.at.iter().zip(&wanted.values) {
+                let ours = found[stored(spec, *at)];
+                assert!(
+                    (ours - value).abs() <= near * value.abs().max(usual) + least,
+                    "{}: gradient {at} of `{}` is {ours} and should be {value}",
+                    self.name,
+                    spec.name
+                );
+            }
+        }
+        assert!(names.is_empty(), "{}: PyTorch has parameters we have not: {names:?}", self.name);
+    }
+
+    fn train(&self, oracle: &Oracle, rows: usize) {
+        let zeros = || self.store.grads.zeros_like().unwrap();
+        let (m, v) = (zeros(), zeros());
+        let decayed = self.store.layout.params.decayed;
+        let common = Common { lr: oracle.lr, grad_scale: 1.0, weight_decay: 0.1, decayed };
+        for (step, wanted) in oracle.losses.iter().enumerate() {
+            let loss = self.learn(0, rows, 0).0 / self.targets as f64;
+            assert!(
+                (loss - wanted).abs() <= 1e-4 * self.strictness() * wanted,
+                "{}: loss {step} is {loss} and should be {wanted}",
+                self.name
+            );
+            let adam = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, step: step as u64 + 1 };
+            adam.apply(&common, &self.store.master, &self.store.grads, &m, &v).unwrap();
+        }
+    }
+}
+
+/// Largest difference relative to the largest value.
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    let scale = b.iter().fold(1e-9f64, |m, v| m.max(v.abs()));
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / scale
+}
+
+fn flat(t: &Tensor) -> Vec<f64> {
+    t.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+}
+
+/// Where value `i` of the shape other tools know lies in ours.
+fn stored(spec: &Spec, i: usize) -> usize {
+    match (spec.lies, spec.shape.as_slice()) {
+        (Lies::ChannelsLast, &[_, c, h, w]) => {
+            let (out, inner) = (i / (c * h * w), i % (c * h * w));
+            let (channel, pixel) = (inner / (h * w), inner % (h * w));
+            (out * h * w + pixel) * c + channel
+        }
+        _ => i,
+    }
+}
+
+/// As in `make.py`.
+fn bits(name: &str, n: usize) -> impl Iterator<Item = u64> {
+    let start = name
+        .bytes()
+        .fold(0xCBF2_9CE4_8422_2325u64, |h, byte| (h ^ byte as u64).wrapping_mul(0x100_0000_01B3));
+    (0..n as u64).map(move |i| {
+        let x = start.wrapping_add(i.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        x ^ (x >> 31)
+    })
+}
+
+fn uniform(bits: u64) -> f64 {
+    (bits >> 40) as f64 / (1u64 << 23) as f64 - 1.0
+}
+
+fn numbers(name: &str, below: usize, n: usize) -> Vec<u32> {
+    bits(name, n).map(|b| (b % below as u64) as u32).collect()
+}
