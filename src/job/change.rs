@@ -7,13 +7,14 @@ use serde::Serialize;
 use super::Job;
 
 /// Keys, or tables, that a resumed run may have otherwise than the run it goes on from.
-const HARMLESS: [&str; 13] = [
+const HARMLESS: [&str; 14] = [
     "name",
     "data.workers",
     "data.prefetch",
     "train.epochs",
     "train.steps",
     "train.clip_norm",
+    "train.init",
     "optimizer.lr",
     "optimizer.weight_decay",
     "schedule",

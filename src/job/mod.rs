@@ -34,7 +34,7 @@ pub use error::{Code, Error, Errors};
 pub use layers::{AfterSum, Layer, Layers, Part};
 pub use memory::{Memory, Rung};
 pub use model::{Activation, Cnn, Mlp, Model, Norm, Stage};
-pub use optimizer::{Adamw, Constant, Decay, Onecycle, Optimizer, Schedule, Sgd, Step};
+pub use optimizer::{Adafactor, Adamw, Constant, Decay, Lion, Onecycle, Optimizer, Schedule, Sgd, Step};
 pub use page::page;
 pub use pictures::{Mobilenet, Resnet, Stem};
 pub use progress::{Best, Checkpoint, Eval, Every, Log, Metric};

@@ -9,6 +9,11 @@ use serde::{Deserialize, Serialize};
 pub enum Optimizer {
     Adamw(Adamw),
     Sgd(Sgd),
+    Lion(Lion),
+    Adafactor(Adafactor),
+    /// AdamW whose two means take a byte a value each instead of four.
+    #[serde(rename = "adamw8bit")]
+    Adamw8bit(Adamw),
 }
 
 impl Default for Optimizer {
@@ -21,7 +26,10 @@ impl Optimizer {
     /// The peak learning rate, before the schedule.
     pub fn lr(&self) -> f64 {
         match self {
-            Self::Adamw(Adamw { lr, .. }) | Self::Sgd(Sgd { lr, .. }) => *lr,
+            Self::Adamw(Adamw { lr, .. }) | Self::Adamw8bit(Adamw { lr, .. }) => *lr,
+            Self::Sgd(Sgd { lr, .. })
+            | Self::Lion(Lion { lr, .. })
+            | Self::Adafactor(Adafactor { lr, .. }) => *lr,
         }
     }
 
@@ -30,6 +38,9 @@ impl Optimizer {
         match self {
             Self::Adamw(_) => "adamw",
             Self::Sgd(_) => "sgd",
+            Self::Lion(_) => "lion",
+            Self::Adafactor(_) => "adafactor",
+            Self::Adamw8bit(_) => "adamw8bit",
         }
     }
 }
@@ -84,6 +95,54 @@ pub struct Sgd {
 impl Default for Sgd {
     fn default() -> Self {
         Self { lr: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 }
+    }
+}
+
+/// Steps of one size along the sign of a mixture of momentum and gradient: half the state of AdamW.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Lion {
+    /// Learning rate at its highest; a third to a tenth of what AdamW wants.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub lr: f64,
+    /// Share of the momentum in the step, and in the next momentum.
+    #[schemars(inner(range(min = 0.0)), transform = each_below_one)]
+    pub betas: [f64; 2],
+    /// Share of each matrix weight taken off in an update, times the learning rate.
+    #[schemars(range(min = 0.0))]
+    pub weight_decay: f64,
+}
+
+impl Default for Lion {
+    fn default() -> Self {
+        Self { lr: 1e-4, betas: [0.9, 0.99], weight_decay: 0.1 }
+    }
+}
+
+/// The second mean of a matrix kept as one number a row and one a column: almost no state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Adafactor {
+    /// Step at its highest, in proportion to the size of the weights.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub lr: f64,
+    /// The second mean forgets at the rate of the update's number to this power.
+    #[schemars(range(min = -1.0), extend("exclusiveMaximum" = 0.0))]
+    pub decay: f64,
+    /// The least size of weights that a step is in proportion to.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub eps: f64,
+    /// Root mean square at which a step is cut.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub clip: f64,
+    /// Share of each matrix weight taken off in an update, times the learning rate.
+    #[schemars(range(min = 0.0))]
+    pub weight_decay: f64,
+}
+
+impl Default for Adafactor {
+    fn default() -> Self {
+        Self { lr: 1e-2, decay: -0.8, eps: 1e-3, clip: 1.0, weight_decay: 0.0 }
     }
 }
 

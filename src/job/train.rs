@@ -1,5 +1,7 @@
 //! `[train]`: how much is seen in an update, for how long, in what precision.
 
+use std::path::PathBuf;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -34,6 +36,15 @@ pub struct Train {
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
+    /// Begin with the weights in this safetensors file, by name, instead of with random ones.
+    #[schemars(extend("format" = "path"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub init: Option<PathBuf>,
+    /// Keep a moving average of the weights that forgets at this rate, such as 0.999, and measure with it;
+    /// absent means none.
+    #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ema: Option<f64>,
 }
 
 fn batch_size() -> usize {
@@ -77,4 +88,9 @@ pub enum Precision {
     Auto,
     /// 32-bit floating point.
     F32,
+    /// Half the bits, the range of `f32`; weights, sums and the optimizer stay in `f32`.
+    Bf16,
+    /// Half the bits, more digits and less range than `bf16`; the loss is scaled so that small gradients
+    /// are not lost, and an update that overflows is skipped and counted.
+    F16,
 }

@@ -239,6 +239,36 @@ pub fn round_into(from: &Tensor, to: &Tensor) -> Result<()> {
     })
 }
 
+/// `average = keep average + (1 - keep) values`.
+pub fn blend(average: &Tensor, values: &Tensor, keep: f64) -> Result<()> {
+    if !reference::has_body(values) {
+        return average.slice_set(&((average * keep)? + (values * (1.0 - keep))?)?, 0, 0);
+    }
+    with_elem!(values.dtype(), T => {
+        let values = cpu::view::<T>(values)?;
+        let (keep, rest) = (<T as Elem>::Acc::of(keep), <T as Elem>::Acc::of(1.0 - keep));
+        cpu::update::<T, _>(average, |average| {
+            average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| T::vectorised(|| {
+                average.iter_mut().zip(values).for_each(|(a, v)| *a = T::down(keep * a.up() + rest * v.up()))
+            }))
+        })
+    })
+}
+
+/// Exchanges the values of two buffers.
+pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
+    if !reference::has_body(a) {
+        let kept = a.copy()?;
+        a.slice_set(b, 0, 0)?;
+        return b.slice_set(&kept, 0, 0);
+    }
+    with_elem!(a.dtype(), T => cpu::update::<T, _>(a, |a| {
+        cpu::update::<T, _>(b, |b| {
+            a.par_chunks_mut(CHUNK).zip(b.par_chunks_mut(CHUNK)).for_each(|(a, b)| a.swap_with_slice(b))
+        })
+    })?)
+}
+
 /// Sets every value to zero.
 pub fn clear(values: &Tensor) -> Result<()> {
     if !reference::has_body(values) {

@@ -28,6 +28,10 @@ pub struct Subject<'a> {
     pub dtype: DType,
     pub threads: usize,
     pub optimizer_state: u64,
+    /// Bytes an update takes while it runs.
+    pub update_workspace: u64,
+    /// A moving average of the weights is kept.
+    pub average: bool,
     /// Bytes the data holds whatever the batch.
     pub resident_data: u64,
     /// Bytes the loader holds for a micro-batch of this size.
@@ -69,6 +73,8 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
         (Role::Reserve, "program", PROGRAM + s.threads as u64 * PACKING),
         (Role::Weights, "master weights", (params + stats) * wide),
         (Role::Weights, "computed copy", copy),
+        (Role::Weights, "moving average", if s.average { params * wide } else { 0 }),
+        (Role::Weights, "statistics before an update", stats * wide),
         (Role::Gradients, "gradients", params * wide),
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
         (Role::DataPipeline, "data in memory", s.resident_data),
@@ -103,6 +109,8 @@ impl Estimate {
             let walk = Walk { pass: None, at: at(batch), ledger: &ledger, recompute: way.recompute };
             let _ = s.network.learn(&walk, None);
         }
+        ledger.phase("update");
+        drop(ask(Role::Workspace, "optimizer", s.update_workspace));
         if s.valid_samples > 0 {
             ledger.phase("eval");
             let batch = way.eval_micro_batch.min(s.valid_samples as usize);

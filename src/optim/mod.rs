@@ -1,14 +1,18 @@
 //! How weights follow gradients: updates over the flat buffers, and the learning rate over time.
 
+pub mod scaling;
 pub mod schedule;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use crate::job::Optimizer as Rule;
-use crate::kernels::update::{AdamW, Common, Sgd, round_into};
+use crate::kernels::adafactor::{self, Adafactor};
+use crate::kernels::adamw8bit;
+use crate::kernels::lion::Lion;
+use crate::kernels::update::{AdamW, Common, Sgd};
 use crate::params::{Flat, Store};
 
-/// An update rule and its state: named flat buffers, in the master's type.
+/// An update rule and its state: named flat buffers.
 pub struct Optimizer {
     rule: Rule,
     state: Vec<(&'static str, Tensor)>,
@@ -24,26 +28,45 @@ pub struct Step {
     pub number: u64,
 }
 
-/// The names of the state buffers, each as long as the parameters.
-fn buffers(rule: &Rule) -> &'static [&'static str] {
+/// A buffer of state: its name, the bytes of a value (4 stands for the master's type) and its length.
+type Buffer = (&'static str, DType, usize);
+
+fn buffers(rule: &Rule, params: &Flat) -> Vec<Buffer> {
+    let (n, wide) = (params.len, DType::F32);
     match rule {
-        Rule::Adamw(_) => &["m", "v"],
-        Rule::Sgd(sgd) if sgd.momentum > 0.0 => &["momentum"],
-        Rule::Sgd(_) => &[],
+        Rule::Adamw(_) => vec![("m", wide, n), ("v", wide, n)],
+        Rule::Sgd(sgd) if sgd.momentum > 0.0 => vec![("momentum", wide, n)],
+        Rule::Sgd(_) => Vec::new(),
+        Rule::Lion(_) => vec![("momentum", wide, n)],
+        Rule::Adafactor(_) => vec![("factors", wide, adafactor::state_len(params))],
+        Rule::Adamw8bit(_) => {
+            let scales = n.div_ceil(adamw8bit::BLOCK);
+            let byte = DType::U8;
+            vec![("m", byte, n), ("v", byte, n), ("m_scale", wide, scales), ("v_scale", wide, scales)]
+        }
     }
 }
 
 /// Bytes of the state of a rule over these parameters.
 pub fn state_bytes(rule: &Rule, params: &Flat) -> u64 {
-    (buffers(rule).len() * params.len * 4) as u64
+    buffers(rule, params).iter().map(|(_, dtype, len)| (dtype.size_in_bytes() * len) as u64).sum()
+}
+
+/// Bytes an update takes for as long as it runs.
+pub fn workspace_bytes(rule: &Rule, params: &Flat) -> u64 {
+    match rule {
+        Rule::Adafactor(_) => 4 * adafactor::workspace_len(params) as u64,
+        _ => 0,
+    }
 }
 
 impl Optimizer {
     pub fn new(rule: &Rule, store: &Store) -> Result<Self> {
-        let state = buffers(rule)
-            .iter()
-            .map(|name| Ok((*name, store.master.zeros_like()?)))
-            .collect::<Result<_>>()?;
+        let make = |(name, dtype, len): Buffer| {
+            let dtype = if dtype == DType::F32 { store.master.dtype() } else { dtype };
+            Ok((name, Tensor::zeros(len, dtype, store.master.device())?))
+        };
+        let state = buffers(rule, &store.layout.params).into_iter().map(make).collect::<Result<_>>()?;
         Ok(Self { rule: rule.clone(), state })
     }
 
@@ -52,44 +75,55 @@ impl Optimizer {
         &self.state
     }
 
-    /// Moves the weights and clears the gradients, in one pass. Allocates nothing.
+    /// Moves the weights and clears the gradients, in one pass.
     pub fn update(&mut self, store: &Store, step: Step) -> Result<()> {
+        let params = &store.layout.params;
         let common = |weight_decay| Common {
             lr: step.lr,
             grad_scale: step.grad_scale,
             weight_decay,
-            decayed: store.layout.params.decayed,
+            decayed: params.decayed,
         };
+        let adam = |rule: &crate::job::Adamw| {
+            let [beta1, beta2] = rule.betas;
+            AdamW { beta1, beta2, eps: rule.eps, step: step.number }
+        };
+        let buffer = |i: usize| self.state[i].1.clone();
+        let (weights, grads) = (&store.master, &store.grads);
         match &self.rule {
             Rule::Adamw(rule) => {
-                let [beta1, beta2] = rule.betas;
-                let adam = AdamW { beta1, beta2, eps: rule.eps, step: step.number };
-                adam.apply(
-                    &common(rule.weight_decay),
-                    &store.master,
-                    &store.grads,
-                    &self.state[0].1,
-                    &self.state[1].1,
-                )?;
+                adam(rule).apply(&common(rule.weight_decay), weights, grads, &buffer(0), &buffer(1))?;
+            }
+            Rule::Adamw8bit(rule) => {
+                let state =
+                    adamw8bit::State { m: buffer(0), v: buffer(1), m_scale: buffer(2), v_scale: buffer(3) };
+                adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state)?;
             }
             Rule::Sgd(rule) => {
                 let sgd = Sgd { momentum: rule.momentum, nesterov: rule.nesterov, first: step.number == 1 };
                 let momentum = self.state.first().map(|(_, tensor)| tensor);
-                sgd.apply(&common(rule.weight_decay), &store.master, &store.grads, momentum)?;
+                sgd.apply(&common(rule.weight_decay), weights, grads, momentum)?;
+            }
+            Rule::Lion(rule) => {
+                let [beta1, beta2] = rule.betas;
+                Lion { beta1, beta2 }.apply(&common(rule.weight_decay), weights, grads, &buffer(0))?;
+            }
+            Rule::Adafactor(rule) => {
+                let factor =
+                    Adafactor { decay: rule.decay, eps: rule.eps, clip: rule.clip, step: step.number };
+                factor.apply(&common(rule.weight_decay), params, weights, grads, &buffer(0))?;
             }
         }
-        if store.compute.dtype() != store.master.dtype() {
-            round_into(&store.master, &store.compute)?;
-        }
-        Ok(())
+        store.round()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::update::round_into;
     use crate::params::{Declared, Init};
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     /// Ten updates of a 2 x 2 matrix and a vector of 2 with gradients `sin(3 i + step)`, against PyTorch:
     ///
@@ -142,6 +176,25 @@ mod tests {
             let sgd = ten_updates("kind = 'sgd'\nmomentum = 0.9\nnesterov = true\nweight_decay = 0.1", dtype);
             assert_near(&sgd, &SGD_NESTEROV);
             assert_near(&ten_updates("kind = 'sgd'\nweight_decay = 0.1", dtype), &SGD);
+        }
+    }
+
+    #[test]
+    fn the_state_is_as_large_as_it_says() {
+        for rule in ["adamw", "sgd", "lion", "adafactor", "adamw8bit"] {
+            let mut declared = Declared::default();
+            declared.param("w", [30, 20], Init::Normal(0.1));
+            declared.param("b", [7], Init::Constant(0.0));
+            let store = Store::new(declared.layout().unwrap(), 0, DType::F32, &Device::Cpu).unwrap();
+            let rule: Rule = toml::from_str(&format!("kind = '{rule}'")).unwrap();
+            let mut optimizer = Optimizer::new(&rule, &store).unwrap();
+            let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
+            let held: u64 = optimizer.state().iter().map(|(_, tensor)| bytes(tensor)).sum();
+            assert_eq!(held, state_bytes(&rule, &store.layout.params), "{rule:?}");
+            let before = store.master.to_vec1::<f32>().unwrap();
+            round_into(&store.master, &store.grads).unwrap();
+            optimizer.update(&store, Step { lr: 0.01, grad_scale: 1.0, number: 1 }).unwrap();
+            assert_ne!(before, store.master.to_vec1::<f32>().unwrap(), "{rule:?} moves the weights");
         }
     }
 

@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::{Flat, Init, Layout};
+use crate::kernels::update::round_into;
 use crate::random::{Random, stream};
 
 const INIT: u64 = stream("init");
@@ -35,6 +36,14 @@ impl Store {
         let grad_views = views(&layout.params, &grads)?;
         let stat_views = views(&layout.stats, &stats)?;
         Ok(Self { layout, master, compute: copy, grads, stats, weights, grad_views, stat_views })
+    }
+
+    /// Brings the copy kernels compute with up to the master weights.
+    pub fn round(&self) -> Result<()> {
+        match self.compute.dtype() == self.master.dtype() {
+            true => Ok(()),
+            false => round_into(&self.master, &self.compute),
+        }
     }
 
     pub fn weights(&self) -> &[Tensor] {

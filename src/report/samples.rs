@@ -81,6 +81,8 @@ pub fn step(t: f64, step: u64) -> Record {
         ram_bytes: 212 << 20,
         vram_bytes: 0,
         samples_digest: format!("d{step}"),
+        loss_scale: 1.0,
+        skipped_updates: 0,
     };
     Record { t, event }
 }

@@ -1,7 +1,8 @@
 //! Checkpoints: whole on disk or not there at all.
 //!
 //! A checkpoint is a folder `step-N`: weights and statistics in `model.safetensors` under names and
-//! shapes other tools read, the optimizer's buffers in `optimizer.safetensors`, the rest in `state.json`.
+//! shapes other tools read, their moving average in `ema.safetensors` where one is kept, the optimizer's
+//! buffers in `optimizer.safetensors`, the rest in `state.json`.
 //! It is written under another name, synced, renamed, and marked `DONE` last; the marker and the state hold
 //! checksums, so that a torn or damaged one is known for what it is and the one before is used.
 
@@ -11,6 +12,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use candle_core::{DType, Tensor};
 use safetensors::tensor::{Dtype, SafeTensors, View, serialize_to_file};
 use serde::{Deserialize, Serialize};
 
@@ -19,9 +21,11 @@ use crate::data::digest::Digest;
 use crate::data::order::Cursor;
 use crate::kernels::cpu;
 use crate::optim::Optimizer;
+use crate::optim::scaling::Scaling;
 use crate::params::{Flat, Lies, Spec, Store};
 
 const MODEL: &str = "model.safetensors";
+const AVERAGE: &str = "ema.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 const DONE: &str = "DONE";
@@ -43,6 +47,7 @@ pub struct State {
     pub micro_batch: usize,
     /// The best value of the job's `checkpoint.best` so far and the step it was reached at.
     pub best: Option<(f64, u64)>,
+    pub scaling: Scaling,
     /// Last values of the evaluation.
     pub metrics: BTreeMap<String, f64>,
     pub elapsed_s: f64,
@@ -58,16 +63,33 @@ pub struct Checkpoints {
     root: PathBuf,
 }
 
+/// The tensors of a run.
+pub struct Held<'a> {
+    pub store: &'a Store,
+    pub optimizer: &'a Optimizer,
+    /// The moving average of the weights.
+    pub average: Option<&'a Tensor>,
+}
+
 /// A tensor as other tools see it.
 struct Named<'a> {
     shape: &'a [usize],
-    data: &'a [f32],
+    data: Data<'a>,
     lies: Lies,
+}
+
+#[derive(Clone, Copy)]
+enum Data<'a> {
+    F32(&'a [f32]),
+    U8(&'a [u8]),
 }
 
 impl View for &Named<'_> {
     fn dtype(&self) -> Dtype {
-        Dtype::F32
+        match self.data {
+            Data::F32(_) => Dtype::F32,
+            Data::U8(_) => Dtype::U8,
+        }
     }
 
     fn shape(&self) -> &[usize] {
@@ -75,16 +97,20 @@ impl View for &Named<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.lies {
-            Lies::AsNamed => Cow::Borrowed(bytemuck::cast_slice(self.data)),
-            Lies::ChannelsLast => {
-                Cow::Owned(bytemuck::cast_slice(&turned(self.data, self.shape, Turn::Out)).to_vec())
+        match (self.data, self.lies) {
+            (Data::U8(data), _) => Cow::Borrowed(data),
+            (Data::F32(data), Lies::AsNamed) => Cow::Borrowed(bytemuck::cast_slice(data)),
+            (Data::F32(data), Lies::ChannelsLast) => {
+                Cow::Owned(bytemuck::cast_slice(&turned(data, self.shape, Turn::Out)).to_vec())
             }
         }
     }
 
     fn data_len(&self) -> usize {
-        std::mem::size_of_val(self.data)
+        match self.data {
+            Data::F32(data) => std::mem::size_of_val(data),
+            Data::U8(data) => data.len(),
+        }
     }
 }
 
@@ -133,17 +159,12 @@ impl Checkpoints {
 
     /// Writes a checkpoint and gives its folder and its bytes. What was there before stays whole, and a
     /// failure leaves nothing behind.
-    pub fn save(
-        &self,
-        mut state: State,
-        store: &Store,
-        optimizer: &Optimizer,
-    ) -> Result<(PathBuf, u64), Failure> {
+    pub fn save(&self, mut state: State, held: &Held) -> Result<(PathBuf, u64), Failure> {
         let (path, temporary) =
             (self.path(state.step), self.root.join(format!(".step-{:08}.tmp", state.step)));
         let _ = fs::remove_dir_all(&temporary);
         fs::create_dir(&temporary).map_err(Failure::io("create the checkpoint", &temporary))?;
-        let written = self.write(&temporary, &mut state, store, optimizer).and_then(|bytes| {
+        let written = self.write(&temporary, &mut state, held).and_then(|bytes| {
             if path.exists() {
                 // The same step again, as after a resume: the marker goes first, so that no half is taken
                 // for a whole.
@@ -169,26 +190,19 @@ impl Checkpoints {
         }
     }
 
-    fn write(
-        &self,
-        folder: &Path,
-        state: &mut State,
-        store: &Store,
-        optimizer: &Optimizer,
-    ) -> Result<u64, Failure> {
+    fn write(&self, folder: &Path, state: &mut State, held: &Held) -> Result<u64, Failure> {
+        let store = held.store;
         let (master, stats) = (cpu::view::<f32>(&store.master)?, cpu::view::<f32>(&store.stats)?);
         let mut model = named(&store.layout.params, &master);
         model.extend(named(&store.layout.stats, &stats));
-        put(&folder.join(MODEL), model.iter().map(|(name, tensor)| (*name, tensor)).collect())?;
-        let buffers = optimizer.state().iter().map(|(name, t)| Ok((*name, cpu::view::<f32>(t)?)));
-        let buffers: Vec<_> = buffers.collect::<candle_core::Result<_>>()?;
-        let length = [store.layout.params.len];
-        let flat: Vec<(&str, Named)> = buffers
-            .iter()
-            .map(|(name, data)| (*name, Named { shape: &length, data, lies: Lies::AsNamed }))
-            .collect();
-        put(&folder.join(OPTIMIZER), flat.iter().map(|(name, tensor)| (*name, tensor)).collect())?;
-        for file in [MODEL, OPTIMIZER] {
+        let mut files = vec![MODEL, OPTIMIZER];
+        put(&folder.join(MODEL), &model)?;
+        if let Some(average) = held.average {
+            files.push(AVERAGE);
+            put(&folder.join(AVERAGE), &named(&store.layout.params, &cpu::view::<f32>(average)?))?;
+        }
+        put_buffers(&folder.join(OPTIMIZER), held.optimizer.state())?;
+        for file in files {
             let sum = checksum(&folder.join(file)).map_err(Failure::io("read", folder.join(file)))?;
             state.files.insert(file.into(), sum);
         }
@@ -221,14 +235,30 @@ impl Checkpoints {
 
 fn named<'a>(flat: &'a Flat, all: &'a [f32]) -> Vec<(&'a str, Named<'a>)> {
     let one = |(spec, range): (&'a Spec, std::ops::Range<usize>)| {
-        (spec.name.as_str(), Named { shape: &spec.shape, data: &all[range], lies: spec.lies })
+        (spec.name.as_str(), Named { shape: &spec.shape, data: Data::F32(&all[range]), lies: spec.lies })
     };
     flat.iter().map(one).collect()
 }
 
-fn put(path: &Path, tensors: Vec<(&str, &Named)>) -> Result<(), Failure> {
+/// Writes flat buffers, which may be of bytes.
+fn put_buffers(path: &Path, buffers: &[(&'static str, Tensor)]) -> Result<(), Failure> {
+    let (mut floats, mut bytes) = (Vec::new(), Vec::new());
+    for (name, tensor) in buffers {
+        match tensor.dtype() {
+            DType::U8 => bytes.push((*name, cpu::view::<u8>(tensor)?, tensor.dims())),
+            _ => floats.push((*name, cpu::view::<f32>(tensor)?, tensor.dims())),
+        }
+    }
+    let lies = Lies::AsNamed;
+    let floats =
+        floats.iter().map(|(name, data, shape)| (*name, Named { shape, data: Data::F32(data), lies }));
+    let bytes = bytes.iter().map(|(name, data, shape)| (*name, Named { shape, data: Data::U8(data), lies }));
+    put(path, &floats.chain(bytes).collect::<Vec<_>>())
+}
+
+fn put(path: &Path, tensors: &[(&str, Named)]) -> Result<(), Failure> {
     let about = [("format".to_owned(), "pt".to_owned())].into();
-    serialize_to_file(tensors, Some(about), path)
+    serialize_to_file(tensors.iter().map(|(name, tensor)| (*name, tensor)), Some(about), path)
         .map_err(|error| match error {
             safetensors::SafeTensorError::IoError(source) => source,
             other => std::io::Error::other(other),
@@ -282,30 +312,42 @@ fn verify(path: &Path) -> Result<State, String> {
     Ok(state)
 }
 
-/// Reads a checkpoint's tensors into the store and the optimizer.
-pub fn load(path: &Path, store: &Store, optimizer: &Optimizer) -> Result<(), Failure> {
-    let foreign = |reason: String| Failure::ForeignCheckpoint { path: path.to_owned(), reason };
-    let model = Mapped::open(&path.join(MODEL))?;
-    let tensors = SafeTensors::deserialize(&model.0).map_err(|e| foreign(e.to_string()))?;
-    for (flat, buffer) in [(&store.layout.params, &store.master), (&store.layout.stats, &store.stats)] {
-        cpu::update::<f32, _>(buffer, |all| {
-            flat.iter().try_for_each(|(spec, range)| {
-                fill(&tensors, &spec.name, &spec.shape, spec.lies, &mut all[range])
-            })
-        })?
+/// Reads a checkpoint's tensors into those of a run.
+pub fn load(path: &Path, held: &Held) -> Result<(), Failure> {
+    let store = held.store;
+    load_named(&path.join(MODEL), &store.layout.params, &store.master)?;
+    load_named(&path.join(MODEL), &store.layout.stats, &store.stats)?;
+    if let Some(average) = held.average {
+        // A run that begins to average when it is resumed begins with the weights it has.
+        let file = if path.join(AVERAGE).exists() { AVERAGE } else { MODEL };
+        load_named(&path.join(file), &store.layout.params, average)?;
+    }
+    let file = path.join(OPTIMIZER);
+    let foreign = |reason: String| Failure::ForeignCheckpoint { path: file.clone(), reason };
+    let mapped = Mapped::open(&file)?;
+    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| foreign(e.to_string()))?;
+    for (name, buffer) in held.optimizer.state() {
+        match buffer.dtype() {
+            DType::U8 => {
+                cpu::update::<u8, _>(buffer, |all| fill_bytes(&tensors, name, Dtype::U8, buffer.dims(), all))
+            }
+            _ => cpu::update::<f32, _>(buffer, |all| fill(&tensors, name, buffer.dims(), Lies::AsNamed, all)),
+        }?
         .map_err(foreign)?;
     }
-    let buffers = Mapped::open(&path.join(OPTIMIZER))?;
-    let tensors = SafeTensors::deserialize(&buffers.0).map_err(|e| foreign(e.to_string()))?;
-    let length = [store.layout.params.len];
-    for (name, buffer) in optimizer.state() {
-        cpu::update::<f32, _>(buffer, |all| fill(&tensors, name, &length, Lies::AsNamed, all))?
-            .map_err(foreign)?;
-    }
-    if store.compute.dtype() != store.master.dtype() {
-        crate::kernels::update::round_into(&store.master, &store.compute)?;
-    }
-    Ok(())
+    Ok(store.round()?)
+}
+
+/// Reads the tensors of a file into a flat buffer, by name; the file may have others too.
+pub fn load_named(file: &Path, flat: &Flat, buffer: &Tensor) -> Result<(), Failure> {
+    let foreign = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
+    let mapped = Mapped::open(file)?;
+    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| foreign(e.to_string()))?;
+    let fill_all = |all: &mut [f32]| {
+        flat.iter()
+            .try_for_each(|(spec, range)| fill(&tensors, &spec.name, &spec.shape, spec.lies, &mut all[range]))
+    };
+    cpu::update::<f32, _>(buffer, fill_all)?.map_err(foreign)
 }
 
 /// A file mapped into memory: loading copies each tensor once.
@@ -327,20 +369,31 @@ fn fill(
     lies: Lies,
     into: &mut [f32],
 ) -> Result<(), String> {
+    let mut values = vec![0f32; if lies == Lies::AsNamed { 0 } else { into.len() }];
+    let target = if lies == Lies::AsNamed { &mut *into } else { &mut values };
+    fill_bytes(tensors, name, Dtype::F32, shape, bytemuck::cast_slice_mut(target))?;
+    if lies == Lies::ChannelsLast {
+        into.copy_from_slice(&turned(&values, shape, Turn::In));
+    }
+    Ok(())
+}
+
+fn fill_bytes(
+    tensors: &SafeTensors,
+    name: &str,
+    dtype: Dtype,
+    shape: &[usize],
+    into: &mut [u8],
+) -> Result<(), String> {
     let tensor = tensors.tensor(name).map_err(|_| format!("it has no `{name}`"))?;
-    if tensor.shape() != shape || tensor.dtype() != Dtype::F32 {
+    if tensor.shape() != shape || tensor.dtype() != dtype {
         return Err(format!(
-            "`{name}` is {:?} {:?} there and F32 {shape:?} here",
+            "`{name}` is {:?} {:?} there and {dtype:?} {shape:?} here",
             tensor.dtype(),
             tensor.shape()
         ));
     }
-    let mut values = vec![0f32; if lies == Lies::AsNamed { 0 } else { into.len() }];
-    let target = if lies == Lies::AsNamed { &mut *into } else { &mut values };
-    bytemuck::cast_slice_mut::<f32, u8>(target).copy_from_slice(tensor.data());
-    if lies == Lies::ChannelsLast {
-        into.copy_from_slice(&turned(&values, shape, Turn::In));
-    }
+    into.copy_from_slice(tensor.data());
     Ok(())
 }
 
@@ -348,7 +401,7 @@ fn fill(
 mod tests {
     use super::*;
     use crate::params::{Declared, Init};
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     fn made(seed: u64) -> (Store, Optimizer) {
         let mut declared = Declared::default();
@@ -356,7 +409,7 @@ mod tests {
         declared.param("bias", [3], Init::Normal(1.0));
         declared.stat("mean", 3, 0.5);
         let store = Store::new(declared.layout().unwrap(), seed, DType::F32, &Device::Cpu).unwrap();
-        let optimizer = Optimizer::new(&toml::from_str("kind = 'adamw'").unwrap(), &store).unwrap();
+        let optimizer = Optimizer::new(&toml::from_str("kind = 'adamw8bit'").unwrap(), &store).unwrap();
         (store, optimizer)
     }
 
@@ -370,11 +423,16 @@ mod tests {
             seed: 1,
             micro_batch: 4,
             best: None,
+            scaling: Scaling::fixed(),
             metrics: BTreeMap::new(),
             elapsed_s: 0.0,
             data_wait_s: 0.0,
             files: BTreeMap::new(),
         }
+    }
+
+    fn held<'a>(store: &'a Store, optimizer: &'a Optimizer) -> Held<'a> {
+        Held { store, optimizer, average: None }
     }
 
     fn values(store: &Store) -> Vec<f32> {
@@ -386,12 +444,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let checkpoints = Checkpoints::new(folder.path());
         let (store, optimizer) = made(1);
-        let (path, _) = checkpoints.save(state(7), &store, &optimizer).unwrap();
+        let (path, _) = checkpoints.save(state(7), &held(&store, &optimizer)).unwrap();
         let (Some((found, at)), skipped) = checkpoints.newest() else { panic!("not found") };
         assert_eq!((found.step, at, skipped), (7, path.clone(), vec![]));
         let (other, other_optimizer) = made(2);
         assert_ne!(values(&store), values(&other));
-        load(&path, &other, &other_optimizer).unwrap();
+        load(&path, &held(&other, &other_optimizer)).unwrap();
         assert_eq!(values(&store), values(&other));
     }
 
@@ -399,7 +457,7 @@ mod tests {
     fn filters_are_named_channels_first() {
         let folder = tempfile::tempdir().unwrap();
         let (store, optimizer) = made(1);
-        let (path, _) = Checkpoints::new(folder.path()).save(state(1), &store, &optimizer).unwrap();
+        let (path, _) = Checkpoints::new(folder.path()).save(state(1), &held(&store, &optimizer)).unwrap();
         let tensors = candle_core::safetensors::load(path.join(MODEL), &Device::Cpu).unwrap();
         let kept = store.weights()[0]
             .permute((0, 3, 1, 2))
@@ -419,7 +477,7 @@ mod tests {
         let checkpoints = Checkpoints::new(folder.path());
         let (store, optimizer) = made(1);
         for step in [1, 2, 3, 4] {
-            checkpoints.save(state(step), &store, &optimizer).unwrap();
+            checkpoints.save(state(step), &held(&store, &optimizer)).unwrap();
         }
         let damage = |step: u64, file: &str, at: usize| {
             let path = checkpoints.path(step).join(file);
@@ -442,7 +500,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let checkpoints = Checkpoints::new(folder.path());
         let (store, optimizer) = made(1);
-        (1..=5).for_each(|step| drop(checkpoints.save(state(step), &store, &optimizer).unwrap()));
+        (1..=5).for_each(|step| drop(checkpoints.save(state(step), &held(&store, &optimizer)).unwrap()));
         checkpoints.prune(2, Some(2)).unwrap();
         assert_eq!(checkpoints.steps(), [5, 4, 2]);
     }
@@ -452,7 +510,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (store, optimizer) = made(1);
         let gone = folder.path().join("gone");
-        let failure = Checkpoints::new(&gone).save(state(1), &store, &optimizer).unwrap_err();
+        let failure = Checkpoints::new(&gone).save(state(1), &held(&store, &optimizer)).unwrap_err();
         assert!(failure.to_string().contains("cannot create the checkpoint"), "{failure}");
         assert!(!gone.exists());
     }

@@ -5,16 +5,17 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use super::checkpoint::Held;
 use super::setup::Setup;
 use crate::data::{self, Values};
 use crate::features::Input;
-use crate::kernels::update::{clear, round_into, sum_of_squares};
+use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
 use crate::layers::loss::Tally;
 use crate::layers::network::{Batch, StepError, Walk};
 use crate::layers::{At, Mode, Pass};
 use crate::memory::estimate::{batch_bytes, permanent};
 use crate::memory::{Ledger, Reservation, Role};
-use crate::optim::{Optimizer, Step};
+use crate::optim::{self, Optimizer, Step};
 use crate::params::Store;
 
 pub struct Engine<'a> {
@@ -24,6 +25,8 @@ pub struct Engine<'a> {
     pub ledger: Ledger,
     /// Blocks that keep only their input and run forward again.
     pub recompute: usize,
+    /// The moving average of the weights, where the job asks for one.
+    pub average: Option<Tensor>,
     /// The statistics as they were when the update in hand began.
     before: Tensor,
     _held: Vec<Reservation>,
@@ -42,7 +45,8 @@ impl<'a> Engine<'a> {
         let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &Device::Cpu)?;
         let optimizer = Optimizer::new(&setup.job.optimizer, &store)?;
         let before = store.stats.copy()?;
-        Ok(Self { setup, store, optimizer, ledger, recompute, before, _held: held })
+        let average = setup.job.train.ema.map(|_| store.master.copy()).transpose()?;
+        Ok(Self { setup, store, optimizer, ledger, recompute, average, before, _held: held })
     }
 
     /// What a sample's gradient is multiplied with, so that their sum is near their mean. The update
@@ -52,17 +56,25 @@ impl<'a> Engine<'a> {
         (samples * self.setup.features().target_len()) as f64
     }
 
-    /// Adds the gradients of a micro-batch.
-    pub fn learn(&self, batch: &data::Batch) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Train)
+    /// Adds the gradients of a micro-batch, times `scale`.
+    pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Tally, StepError> {
+        self.walk(batch, Mode::Train, scale)
     }
 
     /// Judges a micro-batch.
     pub fn judge(&self, batch: &data::Batch) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Eval)
+        self.walk(batch, Mode::Eval, 1.0)
     }
 
-    fn walk(&self, batch: &data::Batch, mode: Mode) -> Result<Tally, StepError> {
+    /// Puts the moving average in the place of the weights, or back; nothing where there is none.
+    pub fn swap_average(&self) -> candle_core::Result<()> {
+        match &self.average {
+            Some(average) => swap(average, &self.store.master).and_then(|()| self.store.round()),
+            None => Ok(()),
+        }
+    }
+
+    fn walk(&self, batch: &data::Batch, mode: Mode, scale: f64) -> Result<Tally, StepError> {
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
         let _hold = self.ledger.reserve(
             Role::Batch,
@@ -77,7 +89,7 @@ impl<'a> Engine<'a> {
             epoch: batch.epoch,
             ids: &batch.ids,
             lengths: None,
-            scale: 1.0 / self.nominal(),
+            scale: scale / self.nominal(),
         };
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };
         let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute };
@@ -113,16 +125,40 @@ impl<'a> Engine<'a> {
         round_into(&self.before, &self.store.stats)
     }
 
-    /// Norm of the mean gradient of an update of this tally.
-    pub fn gradient_norm(&self, tally: &Tally) -> candle_core::Result<f64> {
-        Ok(sum_of_squares(&self.store.grads)?.sqrt() * self.nominal() / tally.weight)
+    /// Norm of the mean gradient of an update of this tally, learned with `scale`.
+    pub fn gradient_norm(&self, tally: &Tally, scale: f64) -> candle_core::Result<f64> {
+        Ok(sum_of_squares(&self.store.grads)?.sqrt() * self.nominal() / (tally.weight * scale))
     }
 
-    /// Moves the weights by the mean gradient, times `clip`, and clears the gradients.
-    pub fn update(&mut self, tally: &Tally, clip: f64, lr: f64, number: u64) -> candle_core::Result<()> {
+    /// Moves the weights by the mean gradient, times `clip` over `scale`, and clears the gradients. What it
+    /// needs is asked for before anything changes.
+    pub fn update(
+        &mut self,
+        tally: &Tally,
+        clip: f64,
+        scale: f64,
+        lr: f64,
+        number: u64,
+    ) -> Result<(), StepError> {
         self.ledger.phase("update");
-        let grad_scale = clip * self.nominal() / tally.weight;
-        self.optimizer.update(&self.store, Step { lr, grad_scale, number })
+        let bytes = optim::workspace_bytes(&self.setup.job.optimizer, &self.setup.layout.params);
+        let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;
+        let grad_scale = clip * self.nominal() / (tally.weight * scale);
+        self.optimizer.update(&self.store, Step { lr, grad_scale, number })?;
+        if let (Some(average), Some(keep)) = (&self.average, self.setup.job.train.ema) {
+            blend(average, &self.store.master, keep)?;
+        }
+        Ok(())
+    }
+
+    /// All tensors that a checkpoint holds.
+    pub fn held(&self) -> Held<'_> {
+        Held { store: &self.store, optimizer: &self.optimizer, average: self.average.as_ref() }
+    }
+
+    /// Forgets the gradients of an update that is not made.
+    pub fn skip(&self) -> candle_core::Result<()> {
+        clear(&self.store.grads)
     }
 }
 

@@ -26,6 +26,10 @@ pub struct Memory {
     pub vram: u64,
 }
 
+fn one() -> f64 {
+    1.0
+}
+
 #[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
@@ -97,6 +101,12 @@ pub enum Event {
         vram_bytes: u64,
         /// Digest of the ids of every sample so far, in order.
         samples_digest: String,
+        /// What the loss is multiplied with in f16; 1 in other types.
+        #[serde(default = "one")]
+        loss_scale: f64,
+        /// Updates skipped in the run because their gradient overflowed in f16.
+        #[serde(default)]
+        skipped_updates: u64,
     },
     /// An evaluation over the validation set.
     Eval {

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use candle_core::DType;
+
 use super::Failure;
 use super::checkpoint::{self, Checkpoints, FORMAT, State};
 use super::engine::Engine;
@@ -17,11 +19,13 @@ use crate::data::digest::Digest;
 use crate::data::loader::Loader;
 use crate::data::order::{Cursor, Order};
 use crate::job::{Every, Job, Metric, Rung};
+use crate::kernels::update::round_into;
 use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
 use crate::memory::estimate::checkpoint_bytes;
 use crate::memory::plan::{Plan, Split, Verdict};
 use crate::memory::{Ledger, Oom, Reservation, Role, ladder, measure};
+use crate::optim::scaling::{self, Scaling};
 use crate::optim::schedule;
 use crate::report::Reporter;
 
@@ -157,6 +161,7 @@ struct Run<'a> {
     digest: Digest,
     metrics: BTreeMap<String, f64>,
     best: Option<(f64, u64)>,
+    scaling: Scaling,
     last_checkpoint: Option<(u64, PathBuf)>,
     clock: Clock,
 }
@@ -216,16 +221,35 @@ impl<'a> Run<'a> {
             digest: Digest::default(),
             metrics: BTreeMap::new(),
             best: None,
+            scaling: if setup.dtype == DType::F16 { Scaling::dynamic() } else { Scaling::fixed() },
             last_checkpoint: None,
             clock: Clock { begun: now, before_s: 0.0, data_wait_s: 0.0, last_checkpoint: now },
         })
+    }
+
+    /// Takes the weights the job begins with, where it names some and none are there yet.
+    fn begin(&self, anew: bool) -> Result<(), Failure> {
+        let store = &self.engine.store;
+        match &self.setup.job.train.init {
+            Some(file) if anew => {
+                checkpoint::load_named(file, &store.layout.params, &store.master)?;
+                // Statistics that the file lacks begin as they always do.
+                let _ = checkpoint::load_named(file, &store.layout.stats, &store.stats);
+                if let Some(average) = &self.engine.average {
+                    round_into(&store.master, average)?;
+                }
+                Ok(store.round()?)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Goes on from a checkpoint, or from the beginning where there is none yet.
     fn resume(&mut self, found: Option<(State, PathBuf)>, skipped: Vec<String>) -> Result<(), Failure> {
         let checkpoint = found.as_ref().map(|(_, path)| path.display().to_string());
         if let Some((state, path)) = found {
-            checkpoint::load(&path, &self.engine.store, &self.engine.optimizer)?;
+            checkpoint::load(&path, &self.engine.held())?;
+            self.scaling = state.scaling;
             (self.step, self.cursor, self.samples) = (state.step, state.cursor, state.samples);
             (self.digest, self.best, self.metrics) = (state.digest, state.best, state.metrics);
             (self.clock.before_s, self.clock.data_wait_s) = (state.elapsed_s, state.data_wait_s);
@@ -310,20 +334,25 @@ impl<'a> Run<'a> {
             let batch = loader.next().map_err(Failure::from)?.ok_or_else(|| Failure::Data(ended_early()))?;
             wait_s += loader.last_wait().as_secs_f64();
             ids.extend_from_slice(&batch.ids);
-            tally += self.engine.learn(&batch)?;
+            tally += self.engine.learn(&batch, self.scaling.factor)?;
         }
-        let norm = self.engine.gradient_norm(&tally)?;
-        if !tally.mean_loss().is_finite() || !norm.is_finite() {
-            return Err(self.diverged(&tally, norm, span.epoch, ids).into());
-        }
-        let clip = self.setup.job.train.clip_norm.map_or(1.0, |most| (most / norm).min(1.0));
+        let norm = self.engine.gradient_norm(&tally, self.scaling.factor)?;
         let lr = schedule::lr(
             &self.setup.job.schedule,
             self.setup.job.optimizer.lr(),
             self.step,
             self.setup.total_steps,
         );
-        self.engine.update(&tally, clip, lr, self.step + 1)?;
+        let factor = self.scaling.factor;
+        match self.scaling.judge(tally.mean_loss().is_finite() && norm.is_finite()) {
+            scaling::Verdict::Diverged => return Err(self.diverged(&tally, norm, span.epoch, ids).into()),
+            scaling::Verdict::Skip => self.engine.skip()?,
+            scaling::Verdict::Apply => {
+                let clip = self.setup.job.train.clip_norm.map_or(1.0, |most| (most / norm).min(1.0));
+                let number = self.step + 1 - self.scaling.skipped;
+                self.engine.update(&tally, clip, factor, lr, number)?;
+            }
+        }
         self.step += 1;
         self.samples += span.len();
         self.digest.extend(ids);
@@ -391,6 +420,8 @@ impl<'a> Run<'a> {
             ram_bytes: measure::take_recent_peak(),
             vram_bytes: 0,
             samples_digest,
+            loss_scale: self.scaling.factor,
+            skipped_updates: self.scaling.skipped,
         })?)
     }
 
@@ -400,6 +431,7 @@ impl<'a> Run<'a> {
         let samples = setup.sets.valid.len();
         let order = Order::new(samples, samples, setup.job.seed, false)?;
         let (mut tally, mut done) = (Tally::default(), 0);
+        self.engine.swap_average()?;
         'smaller: loop {
             let micro_batch = self.eval_micro_batch.min(samples as usize);
             let hold = self.engine.ledger.reserve(
@@ -434,6 +466,7 @@ impl<'a> Run<'a> {
             }
             break;
         }
+        self.engine.swap_average()?;
         self.metrics = metrics(&tally, &setup.job.eval.metrics);
         let epoch = setup.order.update(self.step.saturating_sub(1)).epoch;
         let event = Event::Eval {
@@ -486,12 +519,13 @@ impl<'a> Run<'a> {
             seed: self.setup.job.seed,
             micro_batch: self.split.micro_batch,
             best: self.best,
+            scaling: self.scaling,
             metrics: self.metrics.clone(),
             elapsed_s: self.elapsed_s(),
             data_wait_s: self.clock.data_wait_s,
             files: BTreeMap::new(),
         };
-        let (path, bytes) = self.checkpoints.save(state, &self.engine.store, &self.engine.optimizer)?;
+        let (path, bytes) = self.checkpoints.save(state, &self.engine.held())?;
         self.report.record(Event::Checkpoint {
             step: self.step,
             path: path.display().to_string(),

@@ -131,6 +131,8 @@ impl Setup {
         };
         let dtype = match job.train.precision {
             Precision::Auto | Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+            Precision::F16 => DType::F16,
         };
         Ok(Self {
             job,
@@ -174,6 +176,8 @@ impl Setup {
             dtype: self.dtype,
             threads: self.threads,
             optimizer_state: optim::state_bytes(&self.job.optimizer, &self.layout.params),
+            update_workspace: optim::workspace_bytes(&self.job.optimizer, &self.layout.params),
+            average: self.job.train.ema.is_some(),
             resident_data: self.sets.train.resident_bytes() + self.sets.valid.resident_bytes(),
             pipeline: &pipeline,
             train_samples: self.sets.train.len(),

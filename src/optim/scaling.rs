@@ -1,0 +1,87 @@
+//! Loss scaling for f16: gradients are computed times a factor that keeps them above the smallest numbers.
+//!
+//! An update whose gradient overflowed is skipped and the factor halved; after a long time without, it is
+//! doubled. A pure value: what happens to it follows from what happened to the updates.
+
+use serde::{Deserialize, Serialize};
+
+/// Updates without an overflow after which the factor is doubled.
+const QUIET: u32 = 2000;
+const HIGHEST: f64 = 16_777_216.0;
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Scaling {
+    pub factor: f64,
+    /// Updates since the last overflow or doubling.
+    quiet: u32,
+    /// Updates skipped in the run.
+    pub skipped: u64,
+    /// Whether the factor moves at all.
+    dynamic: bool,
+}
+
+/// What to do with a gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Apply,
+    /// It overflowed; the next try is with a smaller factor.
+    Skip,
+    /// It is not finite, and no factor is to blame.
+    Diverged,
+}
+
+impl Scaling {
+    /// No scaling: a gradient that is not finite is a divergence.
+    pub fn fixed() -> Self {
+        Self { factor: 1.0, quiet: 0, skipped: 0, dynamic: false }
+    }
+
+    pub fn dynamic() -> Self {
+        Self { factor: 65_536.0, quiet: 0, skipped: 0, dynamic: true }
+    }
+
+    /// Takes in whether an update's loss and gradient were finite.
+    pub fn judge(&mut self, finite: bool) -> Verdict {
+        match (finite, self.dynamic) {
+            (true, false) => Verdict::Apply,
+            (true, true) => {
+                self.quiet += 1;
+                if self.quiet == QUIET {
+                    (self.factor, self.quiet) = ((2.0 * self.factor).min(HIGHEST), 0);
+                }
+                Verdict::Apply
+            }
+            // Below one the gradients themselves are too large for the type.
+            (false, true) if self.factor > 1.0 => {
+                (self.factor, self.quiet) = (self.factor / 2.0, 0);
+                self.skipped += 1;
+                Verdict::Skip
+            }
+            (false, _) => Verdict::Diverged,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overflow_halves_and_quiet_doubles() {
+        let mut s = Scaling::dynamic();
+        assert_eq!(s.judge(false), Verdict::Skip);
+        assert_eq!((s.factor, s.skipped), (32_768.0, 1));
+        (0..QUIET).for_each(|_| assert_eq!(s.judge(true), Verdict::Apply));
+        assert_eq!(s.factor, 65_536.0);
+        for _ in 0..16 {
+            assert_eq!(s.judge(false), Verdict::Skip);
+        }
+        assert_eq!((s.factor, s.judge(false)), (1.0, Verdict::Diverged));
+    }
+
+    #[test]
+    fn without_scaling_what_is_not_finite_is_a_divergence() {
+        let mut s = Scaling::fixed();
+        assert_eq!((s.judge(true), s.judge(false), s.factor), (Verdict::Apply, Verdict::Diverged, 1.0));
+    }
+}
