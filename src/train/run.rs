@@ -87,10 +87,11 @@ pub fn fit(
     let mut step = 0;
     let result =
         Run::new(&setup, &options, folder.checkpoints(), plan, ledger, &mut report).and_then(|mut run| {
-            let ended = match resumed {
-                true => run.resume(found, skipped).and_then(|()| run.train()),
-                false => run.train(),
+            let begun = match resumed {
+                true => run.begin(found.is_none()).and_then(|()| run.resume(found, skipped)),
+                false => run.begin(true),
             };
+            let ended = begun.and_then(|()| run.train());
             step = run.step;
             ended
         });
