@@ -1,17 +1,21 @@
 //! `trainer check`: every mistake in a job, without training it.
 
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{Common, Exit, JobFile, say};
+use crate::features::{Input, Target};
 use crate::job::{Job, Length};
+use crate::layers::{At, Layer};
+use crate::train::setup::Setup;
+use crate::units::{Bytes, count};
 
-/// Find every mistake in a job, without training it
+/// Find every mistake in a job and open its data, without training
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
   trainer check job.toml
-  trainer check job.toml -v                  also the job with every default filled in
+  trainer check job.toml -v                  also the layers, and the job with every default filled in
   trainer check job.toml --json              the mistakes, or the resolved job, for a program")]
 pub struct Check {
     #[command(flatten)]
@@ -21,16 +25,124 @@ pub struct Check {
 impl Check {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
+        // Opening the data and building the network needs no budget: nothing is allocated for them.
+        let setup = Setup::new(job, u64::MAX)?;
         if common.json {
-            say(json!({ "ok": true, "job": job.to_json() }))?;
+            let layers: Vec<Value> = rows(&setup).iter().map(Row::json).collect();
+            say(json!({
+                "ok": true,
+                "data": data(&setup),
+                "parameters": setup.parameters(),
+                "layers": layers,
+                "job": setup.job.to_json(),
+            }))?;
         } else if !common.quiet {
-            say(summary(&job))?;
+            say(summary(&setup.job))?;
+            for (name, value) in data(&setup).as_object().into_iter().flatten() {
+                say(format_args!("    {:<14} {}", name.replace('_', " "), shown(value)))?;
+            }
+            say(format_args!("    {:<14} {}", "parameters", count(setup.parameters())))?;
             if common.verbose {
-                say(format_args!("\n{}", job.to_toml().trim_end()))?;
+                say(format_args!("\n{}", table(&rows(&setup))))?;
+                say(format_args!("\n{}", setup.job.to_toml().trim_end()))?;
             }
         }
         Ok(Exit::Done)
     }
+}
+
+/// What was found in the data.
+fn data(setup: &Setup) -> Value {
+    let features = setup.features();
+    let input = match &features.input {
+        Input::Floats { shape } => format!("{shape:?} numbers"),
+        Input::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
+    };
+    let target = match &features.target {
+        Target::Class { names } => format!("{} classes: {}", names.len(), names.join(", ")),
+        Target::Values { len } => format!("{len} numbers"),
+        Target::Tokens => "the next token".into(),
+    };
+    json!({
+        "train_samples": setup.sets.train.len(),
+        "valid_samples": setup.sets.valid.len(),
+        "input": input,
+        "target": target,
+    })
+}
+
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Number(n) => n.as_u64().map_or(n.to_string(), count),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// A line of the layer table; operations and bytes are of one micro-batch as the job wishes it.
+struct Row {
+    name: String,
+    output: Vec<usize>,
+    parameters: usize,
+    flops: u64,
+    saved: u64,
+}
+
+impl Row {
+    fn json(&self) -> Value {
+        json!({
+            "name": self.name, "output": self.output, "parameters": self.parameters,
+            "flops": self.flops, "saved_bytes": self.saved,
+        })
+    }
+}
+
+fn rows(setup: &Setup) -> Vec<Row> {
+    let at = At { batch: setup.job.train.batch_size, dtype: setup.dtype, threads: setup.threads };
+    let layer = |layer: &dyn Layer| {
+        let cost = layer.cost(at);
+        let kept =
+            if cost.keeps_output { cost.output } else { 0 } + if cost.keeps_input { cost.input } else { 0 };
+        Row {
+            name: layer.name().to_owned(),
+            output: layer.output(),
+            parameters: layer.parameters(),
+            flops: cost.flops,
+            saved: cost.saved + kept,
+        }
+    };
+    let mut rows: Vec<Row> = setup.network.layers().into_iter().map(layer).collect();
+    let loss = &setup.network.loss;
+    rows.push(Row {
+        name: loss.name().to_owned(),
+        output: vec![],
+        parameters: loss.parameters(),
+        flops: loss.cost(at).flops,
+        saved: 0,
+    });
+    rows
+}
+
+fn table(rows: &[Row]) -> String {
+    let cells = |row: &Row| {
+        let output = if row.output.is_empty() { "loss".into() } else { format!("{:?}", row.output) };
+        [
+            row.name.clone(),
+            output,
+            count(row.parameters as u64),
+            count(row.flops),
+            Bytes(row.saved).to_string(),
+        ]
+    };
+    let head = ["layer", "output", "parameters", "operations", "saved"].map(str::to_owned);
+    let lines: Vec<[String; 5]> = std::iter::once(head).chain(rows.iter().map(cells)).collect();
+    let width = |column: usize| lines.iter().map(|line| line[column].len()).max().unwrap_or(0);
+    let widths: [usize; 5] = std::array::from_fn(width);
+    let text = lines.iter().map(|[name, output, rest @ ..]| {
+        let rest: String = rest.iter().zip(&widths[2..]).map(|(cell, w)| format!("  {cell:>w$}")).collect();
+        format!("{name:<0$}  {output:<1$}{rest}", widths[0], widths[1]).trim_end().to_owned()
+    });
+    text.collect::<Vec<_>>().join("\n")
 }
 
 /// What the job would do, in a line or two.

@@ -58,7 +58,7 @@ impl Fit {
         let tensorboard = job.log.tensorboard;
         let look = common.look(io::stderr().is_terminal());
         let ended = train::run::fit(job, options, |folder, resumed| {
-            let history = match resumed {
+            let history = match resumed && folder.events().exists() {
                 true => Summary::from_events(&folder.events())?,
                 false => Summary::default(),
             };

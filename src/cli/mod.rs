@@ -127,9 +127,8 @@ impl std::str::FromStr for Device {
                 .ok_or("allowed: auto, cpu, cuda, cuda:N")?,
         };
         match device {
-            Device::Cuda(_) if !cfg!(feature = "cuda") => {
-                Err("this build has no CUDA; build with `cargo build --release --features cuda`".into())
-            }
+            Device::Cuda(_) if !cfg!(feature = "cuda") => Err("this build has no CUDA".into()),
+            Device::Cuda(_) => Err("training on CUDA is not there yet; use `--device cpu`".into()),
             device => Ok(device),
         }
     }

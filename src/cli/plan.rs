@@ -17,14 +17,11 @@ use crate::units::Size;
 #[command(after_help = "\
 Examples:
   trainer plan job.toml
-  trainer plan job.toml --vram 8GiB          would it fit on a card of 8 GiB?
+  trainer plan job.toml --ram 8GiB           would it fit on a machine with 8 GiB?
   trainer plan job.toml --strict             exit code 3 unless it fits as written")]
 pub struct Plan {
     #[command(flatten)]
     pub job: JobFile,
-    /// Plan for this much device memory instead of the job's `memory.vram`
-    #[arg(long, value_name = "SIZE")]
-    pub vram: Option<Size>,
     /// Plan for this much host memory instead of the job's `memory.ram`
     #[arg(long, value_name = "SIZE")]
     pub ram: Option<Size>,
@@ -36,7 +33,6 @@ pub struct Plan {
 impl Plan {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let mut job = common.job(&self.job.path)?;
-        job.memory.vram = self.vram.unwrap_or(job.memory.vram);
         job.memory.ram = self.ram.unwrap_or(job.memory.ram);
         // A size on the command line is of a machine that is not here; all else is of this one.
         let ram = match self.ram {

@@ -31,7 +31,7 @@ impl Default for Memory {
             vram: Size::Auto,
             ram: Size::Auto,
             headroom: Size::Percent(5.0),
-            on_oom: vec![Rung::Shrink],
+            on_oom: vec![Rung::Shrink, Rung::Recompute],
             max_retries: 8,
         }
     }
@@ -50,4 +50,7 @@ impl Memory {
 pub enum Rung {
     /// Smaller micro-batches and more accumulation: the same samples in an update.
     Shrink,
+    /// Blocks of the model keep only their input and run forward again for the backward pass: the same
+    /// numbers, in more time.
+    Recompute,
 }

@@ -23,6 +23,7 @@ mod schema;
 mod set;
 mod source;
 mod train;
+mod transformer;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -40,6 +41,7 @@ pub use progress::{Best, Checkpoint, Eval, Every, Log, Metric};
 pub use schema::schema;
 pub use source::{Place, Spot};
 pub use train::{Length, Precision, Train};
+pub use transformer::{Bert, Gpt, Llama, Vit};
 
 /// A resolved job: every default is filled in, every path absolute.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]

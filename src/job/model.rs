@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::layers::Layers;
 use super::pictures::{Mobilenet, Resnet};
+use super::transformer::{Bert, Gpt, Llama, Vit};
 
 /// The network. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -15,6 +16,10 @@ pub enum Model {
     Resnet(Resnet),
     Mobilenet(Mobilenet),
     Layers(Layers),
+    Gpt(Gpt),
+    Llama(Llama),
+    Bert(Bert),
+    Vit(Vit),
 }
 
 impl Model {
@@ -26,6 +31,10 @@ impl Model {
             Self::Resnet(_) => "resnet",
             Self::Mobilenet(_) => "mobilenet",
             Self::Layers(_) => "layers",
+            Self::Gpt(_) => "gpt",
+            Self::Llama(_) => "llama",
+            Self::Bert(_) => "bert",
+            Self::Vit(_) => "vit",
         }
     }
 }

@@ -435,13 +435,13 @@ fn finish<T: Elem>(
 }
 
 /// A slice that parallel workers write disjoint ranges of.
-struct Blocks<T>(*mut T, usize);
+pub(super) struct Blocks<T>(*mut T, usize);
 
 // SAFETY: `get` promises that no two workers hold one range.
 unsafe impl<T: Send> Sync for Blocks<T> {}
 
 impl<T> Blocks<T> {
-    fn new(all: &mut [T]) -> Self {
+    pub(super) fn new(all: &mut [T]) -> Self {
         Self(all.as_mut_ptr(), all.len())
     }
 
@@ -450,7 +450,7 @@ impl<T> Blocks<T> {
     /// # Safety
     /// No two calls whose results live at once may overlap.
     #[allow(clippy::mut_from_ref)]
-    unsafe fn get(&self, start: usize, len: usize) -> &mut [T] {
+    pub(super) unsafe fn get(&self, start: usize, len: usize) -> &mut [T] {
         if self.1 == 0 {
             return &mut [];
         }

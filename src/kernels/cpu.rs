@@ -117,6 +117,11 @@ pub fn bytes(dtype: DType, elements: usize) -> u64 {
     (dtype.size_in_bytes() * elements) as u64
 }
 
+/// Bytes of a value as kernels compute with it.
+pub fn acc_bytes(dtype: DType) -> usize {
+    if dtype == DType::F64 { 8 } else { 4 }
+}
+
 /// Threads the kernels use.
 pub fn threads() -> usize {
     rayon::current_num_threads()

@@ -243,9 +243,23 @@ pub(super) fn through_activation<T: Elem>(
     d.par_chunks_mut(chunk).enumerate().map(|(i, d)| one(i, d)).collect()
 }
 
+/// Column sums of rows of `n` values, by chunks of rows.
+pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> Vec<Vec<T::Acc>> {
+    let one = |d: &[T]| {
+        let mut sum = vec![T::Acc::ZERO; n];
+        T::vectorised(|| {
+            for row in d.chunks_exact(n) {
+                sum.iter_mut().zip(row).for_each(|(s, d)| *s += d.up());
+            }
+        });
+        sum
+    };
+    d.par_chunks(cpu::rows_per_chunk(n) * n).map(one).collect()
+}
+
 /// Adds partial sums in order.
-pub(super) fn add_all<R: Real>(into: &mut [R], partials: &[Vec<R>]) {
+pub(super) fn add_all<R: Real>(into: &mut [R], partials: &[impl AsRef<[R]>]) {
     for partial in partials {
-        into.iter_mut().zip(partial).for_each(|(a, b)| *a += *b);
+        into.iter_mut().zip(partial.as_ref()).for_each(|(a, b)| *a += *b);
     }
 }

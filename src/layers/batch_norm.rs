@@ -146,7 +146,15 @@ mod tests {
         let store =
             crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &Device::Cpu).unwrap();
         let ids: Vec<u64> = (0..batch as u64).collect();
-        let pass = Pass { store: &store, mode: Mode::Train, seed: 0, epoch: 0, ids: &ids, scale: 1.0 };
+        let pass = Pass {
+            store: &store,
+            mode: Mode::Train,
+            seed: 0,
+            epoch: 0,
+            ids: &ids,
+            lengths: None,
+            scale: 1.0,
+        };
         let x = random(&[batch, 20, 20, c], 5).affine(3.0, 1000.0).unwrap().to_dtype(DType::F32).unwrap();
         let y = flat(&layer.forward(&x, &pass).unwrap().0);
         for channel in 0..c {

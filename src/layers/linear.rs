@@ -47,6 +47,19 @@ impl Linear {
         outputs: usize,
         options: Options,
     ) -> Self {
+        let names = ["weight", "bias"].map(|part| format!("{name}.{part}"));
+        Self::named(declared, name, names, input, outputs, options)
+    }
+
+    /// As `new`, with the names of its weight and its bias.
+    pub fn named(
+        declared: &mut Declared,
+        name: &str,
+        [weight, bias]: [String; 2],
+        input: &[usize],
+        outputs: usize,
+        options: Options,
+    ) -> Self {
         let (inputs, leading) = match input.split_last() {
             Some((last, leading)) => (*last, leading.to_vec()),
             None => (1, Vec::new()),
@@ -55,8 +68,8 @@ impl Linear {
             Lies::OutIn => [outputs, inputs],
             Lies::InOut => [inputs, outputs],
         };
-        let weight = declared.param(format!("{name}.weight"), shape, options.init);
-        let bias = options.bias.then(|| declared.param(format!("{name}.bias"), [outputs], options.bias_init));
+        let weight = declared.param(weight, shape, options.init);
+        let bias = options.bias.then(|| declared.param(bias, [outputs], options.bias_init));
         Self {
             name: name.into(),
             weight,

@@ -6,22 +6,29 @@
 //! in the program knows a layer's insides. [`network`] runs layers and asks the ledger for them.
 
 pub mod activation;
+pub mod attention;
 pub mod avg_pool;
 pub mod batch_norm;
 #[cfg(test)]
 pub mod check;
+pub mod class_token;
 pub mod conv;
 pub mod cross_entropy;
 pub mod dropout;
+pub mod embedding;
+pub mod first;
 pub mod flatten;
 pub mod global_pool;
 pub mod group_norm;
 pub mod linear;
 pub mod loss;
 pub mod network;
+pub mod norm;
+pub mod packed;
 pub mod pointwise_loss;
 pub mod pool;
 pub mod squeeze_excite;
+pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
 
@@ -120,6 +127,8 @@ pub struct Pass<'a> {
     pub epoch: u64,
     /// Global ids of the micro-batch's samples, in order.
     pub ids: &'a [u64],
+    /// Positions of each sample that are not padding, from the first; all where absent.
+    pub lengths: Option<&'a [u32]>,
     /// What a sample's loss gradient is multiplied with.
     pub scale: f64,
 }

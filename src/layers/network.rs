@@ -153,7 +153,14 @@ impl Network {
             .fold(1, |all, one| all / divisor(all, one) * one)
     }
 
-    /// Every layer, in order, with the name of its block.
+    /// Every layer, in order.
+    pub fn layers(&self) -> Vec<&dyn Layer> {
+        self.blocks.iter().flat_map(Block::layers).collect()
+    }
+}
+
+impl Block {
+    /// Every layer, in order.
     pub fn layers(&self) -> Vec<&dyn Layer> {
         fn collect<'a>(nodes: &'a [Node], into: &mut Vec<&'a dyn Layer>) {
             for node in nodes {
@@ -167,7 +174,7 @@ impl Network {
             }
         }
         let mut layers = Vec::new();
-        self.blocks.iter().for_each(|block| collect(&block.nodes, &mut layers));
+        collect(&self.nodes, &mut layers);
         layers
     }
 }

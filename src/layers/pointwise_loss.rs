@@ -127,7 +127,15 @@ mod tests {
         let store =
             crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &Device::Cpu).unwrap();
         crate::kernels::cpu::update::<f32, _>(&store.master, |w| w[0] = 1.0).unwrap();
-        let pass = Pass { store: &store, mode: Mode::Eval, seed: 0, epoch: 0, ids: &[0, 1, 2], scale: 1.0 };
+        let pass = Pass {
+            store: &store,
+            mode: Mode::Eval,
+            seed: 0,
+            epoch: 0,
+            ids: &[0, 1, 2],
+            lengths: None,
+            scale: 1.0,
+        };
         let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &Device::Cpu).unwrap();
         let tally = loss.judge(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap();
         assert_eq!((tally.count, tally.top1), (3, 2));

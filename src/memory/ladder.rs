@@ -1,7 +1,8 @@
 //! From a job and a budget to the way it will be run: a pure function.
 //!
 //! Samples per update never change. When the job as written does not fit, the micro-batch shrinks and
-//! more are accumulated; of the splits that fit, the one with the fewest micro-batches is the fastest.
+//! more are accumulated, blocks keep only their input and run forward again, or both; of the ways that fit
+//! the one predicted to be the fastest is taken.
 
 use super::estimate::{Estimate, Way};
 use super::plan::{Budget, Chosen, Part, Peak, Place, Plan, Rung, Split, Verdict};
@@ -24,9 +25,29 @@ pub struct Request {
     pub eval_micro_batch: Option<usize>,
     /// The job allows smaller micro-batches.
     pub may_shrink: bool,
-    /// Predicted seconds of an update's arithmetic, and of the fixed work of one micro-batch.
-    pub compute_s: f64,
+    /// The job allows blocks to run forward again instead of keeping their activations.
+    pub may_recompute: bool,
+    /// Predicted seconds of an update's forward pass, block by block; the backward pass takes twice that.
+    pub forward_s: Vec<f64>,
+    /// Predicted seconds of the fixed work of one micro-batch.
     pub overhead_s: f64,
+}
+
+impl Request {
+    /// Predicted seconds of an update.
+    fn time(&self, rung: Considered) -> f64 {
+        let again: f64 = self.forward_s[..rung.recompute.min(self.forward_s.len())].iter().sum();
+        let fixed = rung.split.accumulation_steps as f64 * self.overhead_s;
+        3.0 * self.forward_s.iter().sum::<f64>() + again + fixed
+    }
+}
+
+/// A way of running that was looked at.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Considered {
+    split: Split,
+    recompute: usize,
+    peak: u64,
 }
 
 /// The split of an update into `accumulation_steps` micro-batches or fewer, as even as the group allows.
@@ -38,56 +59,56 @@ pub fn split(samples_per_update: usize, accumulation_steps: usize, group: usize)
 /// Chooses the fastest way that fits.
 pub fn plan(request: &Request, estimate: &dyn Fn(Way) -> Estimate) -> Plan {
     let r = request;
+    let most = r.samples_per_update.next_multiple_of(r.group);
     let asked = Split {
-        micro_batch: r
-            .split
-            .micro_batch
-            .next_multiple_of(r.group)
-            .min(r.samples_per_update.next_multiple_of(r.group)),
+        micro_batch: r.split.micro_batch.next_multiple_of(r.group).min(most),
         ..split(r.samples_per_update, r.split.accumulation_steps, r.group)
     };
-    let way = |split: Split| {
-        let eval = r.eval_micro_batch.unwrap_or(split.micro_batch);
-        Way { micro_batch: split.micro_batch, recompute: 0, eval_micro_batch: eval }
-    };
-    let mut rungs: Vec<(Split, u64, bool)> = Vec::new();
-    let mut fits = |split: Split| {
-        let peak = estimate(way(split)).peak;
-        rungs.push((split, peak, peak <= r.ram));
-        peak <= r.ram
-    };
     let smallest = split(r.samples_per_update, r.samples_per_update, r.group);
-    let as_written = fits(asked);
-    let chosen = if as_written {
-        Some(asked)
-    } else if r.may_shrink && fits(smallest) {
-        // Fewer samples never need more memory, so the fewest micro-batches that fit are found by halves.
-        let (mut too_few, mut enough) = (asked.accumulation_steps, smallest.accumulation_steps);
-        while enough - too_few > 1 {
-            let middle = (too_few + enough) / 2;
-            match fits(split(r.samples_per_update, middle, r.group)) {
-                true => enough = middle,
-                false => too_few = middle,
+    let way = |split: Split, recompute: usize| {
+        let eval_micro_batch = r.eval_micro_batch.unwrap_or(split.micro_batch);
+        Way { micro_batch: split.micro_batch, recompute, eval_micro_batch }
+    };
+    let mut seen: Vec<Considered> = Vec::new();
+    let mut look = |split: Split, recompute: usize| {
+        let one = Considered { split, recompute, peak: estimate(way(split, recompute)).peak };
+        seen.push(one);
+        one
+    };
+    let fits = |one: Considered| one.peak <= r.ram;
+    let as_written = look(asked, 0);
+    let mut found: Vec<Considered> = Vec::new();
+    if !fits(as_written) {
+        let blocks = r.forward_s.len();
+        let halves = [0, blocks.div_ceil(2), blocks];
+        let allowed = halves.into_iter().take(if r.may_recompute { 3 } else { 1 });
+        for recompute in allowed {
+            let largest = if recompute == 0 { as_written } else { look(asked, recompute) };
+            if fits(largest) {
+                found.push(largest);
+            } else if r.may_shrink {
+                found.extend(fewest(r, asked, smallest, &mut |split| look(split, recompute)));
             }
         }
-        Some(split(r.samples_per_update, enough, r.group))
-    } else {
-        None
+    }
+    let chosen = match fits(as_written) {
+        true => Some(as_written),
+        false => found.into_iter().min_by(|a, b| r.time(*a).total_cmp(&r.time(*b))),
     };
     let verdict = match chosen {
-        Some(_) if as_written => Verdict::Fits,
+        Some(_) if fits(as_written) => Verdict::Fits,
         Some(_) => Verdict::FitsAfterShrink,
         None => Verdict::DoesNotFit,
     };
-    let shown = chosen.unwrap_or(if r.may_shrink { smallest } else { asked });
-    let mut final_way = way(shown);
+    let leanest = *seen.iter().min_by_key(|one| one.peak).unwrap_or(&as_written);
+    let shown = chosen.unwrap_or(leanest);
+    let mut final_way = way(shown.split, shown.recompute);
     if r.eval_micro_batch.is_none() {
         final_way.eval_micro_batch = evaluation(final_way, asked.micro_batch, estimate);
     }
     let best = estimate(final_way);
-    rungs.sort_by_key(|(split, ..)| std::cmp::Reverse(split.micro_batch));
-    rungs.dedup_by_key(|(split, ..)| *split);
-    let time = |split: Split| r.compute_s + split.accumulation_steps as f64 * r.overhead_s;
+    seen.sort_by_key(|one| (std::cmp::Reverse(one.split.micro_batch), one.recompute));
+    seen.dedup();
     let on_host = r.vram == 0;
     let place = |bytes: u64| if on_host { (0, bytes) } else { (bytes, 0) };
     Plan {
@@ -101,9 +122,9 @@ pub fn plan(request: &Request, estimate: &dyn Fn(Way) -> Estimate) -> Plan {
         },
         requested: r.split,
         chosen: Chosen {
-            micro_batch: shown.micro_batch,
-            accumulation_steps: shown.accumulation_steps,
-            recompute: 0,
+            micro_batch: shown.split.micro_batch,
+            accumulation_steps: shown.split.accumulation_steps,
+            recompute: shown.recompute,
             offload: false,
             optimizer: r.optimizer.clone(),
             eval_micro_batch: final_way.eval_micro_batch,
@@ -119,24 +140,53 @@ pub fn plan(request: &Request, estimate: &dyn Fn(Way) -> Estimate) -> Plan {
                 r#where: if on_host { Place::Ram } else { Place::Vram },
             })
             .collect(),
-        rungs: rungs
+        rungs: seen
             .iter()
-            .map(|(split, peak, fits)| Rung {
-                change: if *split == asked { String::new() } else { change(*split) },
-                vram_bytes: place(*peak).0,
-                ram_bytes: place(*peak).1,
-                relative_time: time(*split) / time(asked),
-                fits: *fits,
+            .map(|one| Rung {
+                change: if *one == as_written { String::new() } else { change(one.split, one.recompute) },
+                vram_bytes: place(one.peak).0,
+                ram_bytes: place(one.peak).1,
+                relative_time: r.time(*one) / r.time(as_written),
+                fits: fits(*one),
             })
             .collect(),
         advice: (verdict == Verdict::DoesNotFit)
-            .then(|| advice(r, smallest, &rungs, estimate(way(smallest)).peak)),
+            .then(|| advice(r, as_written, estimate(way(smallest, 0)).peak, leanest)),
     }
 }
 
+/// The split into the fewest micro-batches that fits. Fewer samples never need more memory, so it is found
+/// by halves.
+fn fewest(
+    r: &Request,
+    asked: Split,
+    smallest: Split,
+    look: &mut dyn FnMut(Split) -> Considered,
+) -> Option<Considered> {
+    let mut best = look(smallest);
+    if best.peak > r.ram {
+        return None;
+    }
+    let (mut too_few, mut enough) = (asked.accumulation_steps, smallest.accumulation_steps);
+    while enough - too_few > 1 {
+        let middle = (too_few + enough) / 2;
+        let one = look(split(r.samples_per_update, middle, r.group));
+        match one.peak <= r.ram {
+            true => (enough, best) = (middle, one),
+            false => too_few = middle,
+        }
+    }
+    Some(best)
+}
+
 /// What a rung changes, in the job's words.
-pub fn change(split: Split) -> String {
-    format!("micro-batch {}, {} accumulation steps", split.micro_batch, split.accumulation_steps)
+pub fn change(split: Split, recompute: usize) -> String {
+    let again = match recompute {
+        0 => String::new(),
+        1 => ", 1 block recomputed".into(),
+        n => format!(", {n} blocks recomputed"),
+    };
+    format!("micro-batch {}, {} accumulation steps{again}", split.micro_batch, split.accumulation_steps)
 }
 
 /// The largest evaluation micro-batch that costs no memory: its peak stays below that of training.
@@ -151,19 +201,20 @@ fn evaluation(way: Way, asked: usize, estimate: &dyn Fn(Way) -> Estimate) -> usi
     sizes.into_iter().find(free).unwrap_or(way.micro_batch)
 }
 
-/// The smallest change that would make the job fit, as a key and a value.
-fn advice(r: &Request, smallest: Split, rungs: &[(Split, u64, bool)], least: u64) -> String {
-    let key = if r.vram == 0 { "memory.ram" } else { "memory.vram" };
-    if !r.may_shrink && least <= r.ram {
+/// The smallest change that would make the job fit, as a key and a value. `shrunk` is the peak at the
+/// smallest split, `leanest` the least that was found with what the job allows.
+fn advice(r: &Request, as_written: Considered, shrunk: u64, leanest: Considered) -> String {
+    if !r.may_shrink && shrunk <= r.ram {
         return "allow smaller micro-batches with `memory.on_oom = [\"shrink\"]`".into();
     }
-    let needed = if r.may_shrink { least } else { rungs.first().map_or(least, |(_, peak, _)| *peak) };
-    let mebibytes = needed.div_ceil(1 << 20);
+    let key = if r.vram == 0 { "memory.ram" } else { "memory.vram" };
+    let needed = leanest.peak.min(as_written.peak);
     format!(
-        "give it `{key} = \"{mebibytes}MiB\"` ({} more), or make the model smaller: at micro-batch {} it needs {}",
+        "give it `{key} = \"{}MiB\"` ({} more), or make the model smaller: with {} it needs {}",
+        needed.div_ceil(1 << 20),
         Bytes(needed.saturating_sub(r.ram)),
-        smallest.micro_batch,
-        Bytes(least),
+        change(leanest.split, leanest.recompute),
+        Bytes(needed),
     )
 }
 
@@ -172,9 +223,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A step that holds 100 bytes and 10 a sample.
+    /// A step of four blocks that holds 100 bytes, and for each sample 2 and 2 a block that is kept.
     fn toy(way: Way) -> Estimate {
-        let training = 100 + 10 * way.micro_batch as u64;
+        let training = 100 + (2 + 2 * (4 - way.recompute as u64)) * way.micro_batch as u64;
         let eval = 100 + 2 * way.eval_micro_batch as u64;
         Estimate {
             peak: training.max(eval),
@@ -195,7 +246,8 @@ mod tests {
             optimizer: "adamw".into(),
             eval_micro_batch: None,
             may_shrink: true,
-            compute_s: 1.0,
+            may_recompute: false,
+            forward_s: vec![0.1; 4],
             overhead_s: 0.01,
         }
     }
@@ -225,6 +277,18 @@ mod tests {
         let forbidden = plan(&Request { may_shrink: false, ..request(32, 1, 300) }, &toy);
         assert_eq!(forbidden.verdict, Verdict::DoesNotFit);
         assert!(forbidden.advice.unwrap().contains("on_oom"));
+    }
+
+    #[test]
+    fn the_fastest_way_is_taken_and_not_the_first() {
+        let may = |overhead_s: f64, ram: u64| {
+            let r = Request { may_recompute: true, overhead_s, ..request(32, 1, ram) };
+            let chosen = plan(&r, &toy).chosen;
+            (chosen.micro_batch, chosen.recompute)
+        };
+        assert_eq!(may(0.001, 300), (16, 0), "cheap micro-batches are split");
+        assert_eq!(may(10.0, 300), (32, 2), "dear ones are kept and blocks run again");
+        assert_eq!(may(0.001, 105), (1, 4), "and where only both fit, both are done");
     }
 
     proptest! {

@@ -42,7 +42,7 @@ pub struct Entry {
 
 /// An ask that did not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("out of memory: {asker} asked for {} for its {role:?} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*left), Bytes(*budget), holders(largest))]
+#[error("out of memory: {asker} asked for {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*left), Bytes(*budget), holders(largest))]
 pub struct Oom {
     pub asker: String,
     pub role: Role,
@@ -55,7 +55,7 @@ pub struct Oom {
 
 fn holders(largest: &[(Role, u64)]) -> String {
     let each: Vec<String> =
-        largest.iter().map(|(role, bytes)| format!("{role:?} ({})", Bytes(*bytes))).collect();
+        largest.iter().map(|(role, bytes)| format!("{role} ({})", Bytes(*bytes))).collect();
     if each.is_empty() { "none".into() } else { each.join(", ") }
 }
 

@@ -84,6 +84,22 @@ pub enum Role {
     Reserve,
 }
 
+impl std::fmt::Display for Role {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.pad(match self {
+            Role::Weights => "weights",
+            Role::Gradients => "gradients",
+            Role::OptimizerState => "optimizer state",
+            Role::Activations => "activations",
+            Role::Workspace => "workspace",
+            Role::Batch => "batch",
+            Role::DataPipeline => "data pipeline",
+            Role::CheckpointWriting => "checkpoint writing",
+            Role::Reserve => "reserve",
+        })
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Place {

@@ -4,13 +4,18 @@
 //! What does not fit together is refused here, by the name of the layer, the shape it got and the
 //! shape it needs.
 
+mod bert;
 mod build;
 mod cnn;
+mod gpt;
 mod layers;
+mod llama;
 mod mlp;
 mod mobilenet;
 mod picture;
 mod resnet;
+mod transformer;
+mod vit;
 
 pub use build::{Builder, ModelError};
 
@@ -34,6 +39,10 @@ pub fn build(model: &Model, features: &Features) -> Result<Built, ModelError> {
         Model::Resnet(resnet) => resnet::build(resnet, &mut builder)?,
         Model::Mobilenet(mobilenet) => mobilenet::build(mobilenet, &mut builder)?,
         Model::Layers(layers) => layers::build(layers, &mut builder)?,
+        Model::Gpt(gpt) => gpt::build(gpt, &mut builder)?,
+        Model::Llama(llama) => llama::build(llama, &mut builder)?,
+        Model::Bert(bert) => bert::build(bert, &mut builder)?,
+        Model::Vit(vit) => vit::build(vit, &mut builder)?,
     }
     builder.finish()
 }

@@ -10,23 +10,6 @@ use crate::units::count;
 
 const BAR: usize = 24;
 
-impl Role {
-    /// The role in a table.
-    fn label(self) -> &'static str {
-        match self {
-            Role::Weights => "weights",
-            Role::Gradients => "gradients",
-            Role::OptimizerState => "optimizer state",
-            Role::Activations => "activations",
-            Role::Workspace => "workspace",
-            Role::Batch => "batch",
-            Role::DataPipeline => "data pipeline",
-            Role::CheckpointWriting => "checkpoint writing",
-            Role::Reserve => "reserve",
-        }
-    }
-}
-
 /// The plan, ready to print; `verbose` adds every part by name and every way considered.
 pub fn lines(plan: &Plan, look: Look) -> Vec<String> {
     let paint = Paint { color: look.color };
@@ -124,7 +107,7 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
             let mut bar =
                 if look.live { text::bar(bytes as f64 / largest as f64, BAR) } else { String::new() };
             bar = paint.cyan(&bar);
-            rows.push(vec![role.label().into(), text::bytes(bytes), share, bar]);
+            rows.push(vec![role.to_string().into(), text::bytes(bytes), share, bar]);
             if verbose {
                 for part in here().filter(|part| part.role == role) {
                     rows.push(vec![paint.dim(&format!("  {}", part.name)), text::bytes(part.bytes)]);

@@ -171,7 +171,10 @@ impl Summary {
             Event::Oom { .. } => self.ooms += 1,
             Event::Shrunk { .. } => self.shrunk += 1,
             Event::Grown { .. } => self.grown += 1,
-            Event::Interrupted { signal, checkpoint, .. } => {
+            Event::Interrupted { step, signal, checkpoint } => {
+                // Steps since the last one that was told.
+                (self.steps, self.samples) = (*step, self.fold.samples(*step));
+                self.epochs = self.fold.epochs(*step);
                 (self.state, self.reason) = (State::Interrupted, Some(signal.clone()));
                 self.checkpoint = checkpoint.clone().or(self.checkpoint.take());
             }
@@ -198,7 +201,10 @@ impl Summary {
                 (self.steps, self.epochs, self.samples) = (*steps, *epochs, *samples);
                 (self.elapsed_s, self.data_wait_s) = (*elapsed_s, *data_wait_s);
                 self.planned_peak_bytes = *planned_peak_bytes;
-                self.measured_peak_bytes = *measured_peak_bytes;
+                // Of all the sessions of a run, the highest.
+                let peak = &mut self.measured_peak_bytes;
+                peak.ram = peak.ram.max(measured_peak_bytes.ram);
+                peak.vram = peak.vram.max(measured_peak_bytes.vram);
                 self.budget_bytes = *budget_bytes;
                 self.samples_digest.clone_from(samples_digest);
                 let (best, last): (BTreeMap<_, _>, BTreeMap<_, _>) =
@@ -220,9 +226,7 @@ impl Summary {
         (self.state, self.reason) = (State::Unfinished, None);
         self.resumes += 1;
         if self.steps > step {
-            self.steps = step;
-            self.samples = fold.samples(step);
-            self.epochs = fold.epochs(step);
+            (self.steps, self.samples, self.epochs) = (step, fold.samples(step), fold.epochs(step));
             self.samples_digest.clear();
             self.metrics.remove("train.loss");
         }

@@ -101,6 +101,7 @@ impl<W: Write + Send> Terminal<W> {
                 ..
             } => {
                 let epochs = self.progress.epoch(*total_steps);
+                let plural = if epochs == 1 { "" } else { "s" };
                 let (parameters, steps) = (count(*parameters), count(*total_steps));
                 let (train, valid) = (count(*train_samples), count(*valid_samples));
                 vec![
@@ -109,7 +110,7 @@ impl<W: Write + Send> Terminal<W> {
                         paint.bold(&label("run"))
                     ),
                     format!(
-                        "       {train} training and {valid} validation samples  {steps} steps, {epochs} epochs"
+                        "       {train} training and {valid} validation samples  {steps} steps, {epochs} epoch{plural}"
                     ),
                     format!("       {run}"),
                 ]

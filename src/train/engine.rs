@@ -22,13 +22,15 @@ pub struct Engine<'a> {
     pub store: Store,
     pub optimizer: Optimizer,
     pub ledger: Ledger,
+    /// Blocks that keep only their input and run forward again.
+    pub recompute: usize,
     /// The statistics as they were when the update in hand began.
     before: Tensor,
     _held: Vec<Reservation>,
 }
 
 impl<'a> Engine<'a> {
-    pub fn new(setup: &'a Setup, ledger: Ledger) -> Result<Self, StepError> {
+    pub fn new(setup: &'a Setup, ledger: Ledger, recompute: usize) -> Result<Self, StepError> {
         let asked = setup.with_subject(|subject| {
             permanent(subject)
                 .into_iter()
@@ -40,7 +42,7 @@ impl<'a> Engine<'a> {
         let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &Device::Cpu)?;
         let optimizer = Optimizer::new(&setup.job.optimizer, &store)?;
         let before = store.stats.copy()?;
-        Ok(Self { setup, store, optimizer, ledger, before, _held: held })
+        Ok(Self { setup, store, optimizer, ledger, recompute, before, _held: held })
     }
 
     /// What a sample's gradient is multiplied with, so that their sum is near their mean. The update
@@ -74,10 +76,11 @@ impl<'a> Engine<'a> {
             seed: self.setup.job.seed,
             epoch: batch.epoch,
             ids: &batch.ids,
+            lengths: None,
             scale: 1.0 / self.nominal(),
         };
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };
-        let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: 0 };
+        let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute };
         match mode {
             Mode::Eval => self.setup.network.judge(&walk, Some(&tensors)),
             _ => self.setup.network.learn(&walk, Some(&tensors)),

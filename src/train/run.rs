@@ -187,7 +187,7 @@ impl<'a> Run<'a> {
         ledger: Ledger,
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
-        let engine = match Engine::new(setup, ledger.clone()) {
+        let engine = match Engine::new(setup, ledger, plan.chosen.recompute) {
             Err(StepError::Oom(oom)) => {
                 report.record(oom_event(0, "start", &oom))?;
                 return Err(Failure::OutOfMemory { attempts: 0, first: Box::new(oom) });
@@ -351,24 +351,28 @@ impl<'a> Run<'a> {
         let happened = Happened {
             attempts: self.attempts,
             max_retries: self.setup.job.memory.max_retries,
-            may_shrink: self.setup.job.memory.on_oom.contains(&Rung::Shrink),
+            may_shrink: self.setup.may(Rung::Shrink),
+            may_recompute: self.setup.may(Rung::Recompute),
             split: self.split,
+            recompute: self.engine.recompute,
+            blocks: self.setup.network.blocks.len(),
             samples_per_update: self.plan.samples_per_update,
             group: 1,
         };
         match retry::next(&happened) {
-            Next::GiveUp => Err(Failure::OutOfMemory { attempts: self.attempts, first: Box::new(first) }),
-            Next::Shrink(split) => {
-                self.attempts += 1;
-                self.split = split;
-                Ok(self.report.record(Event::Shrunk {
-                    step: self.step,
-                    change: ladder::change(split),
-                    micro_batch: split.micro_batch,
-                    accumulation_steps: split.accumulation_steps,
-                })?)
+            Next::GiveUp => {
+                return Err(Failure::OutOfMemory { attempts: self.attempts, first: Box::new(first) });
             }
+            Next::Shrink(split) => self.split = split,
+            Next::Recompute => self.engine.recompute = happened.blocks,
         }
+        self.attempts += 1;
+        Ok(self.report.record(Event::Shrunk {
+            step: self.step,
+            change: ladder::change(self.split, self.engine.recompute),
+            micro_batch: self.split.micro_batch,
+            accumulation_steps: self.split.accumulation_steps,
+        })?)
     }
 
     fn report_step(&mut self, done: &Updated, step_s: f64) -> Result<(), Failure> {

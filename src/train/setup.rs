@@ -11,7 +11,7 @@ use crate::data::{Source, loader};
 use crate::features::Features;
 use crate::job::{self, Job, Length, Precision, Rung};
 use crate::layers::At;
-use crate::layers::network::Network;
+use crate::layers::network::{Block, Network};
 use crate::memory::estimate::{Estimate, Subject};
 use crate::memory::ladder::{self, Request};
 use crate::memory::plan::{Plan, Split};
@@ -105,6 +105,11 @@ impl Setup {
         self.layout.params.len as u64
     }
 
+    /// Whether the job allows this when memory is short.
+    pub fn may(&self, rung: Rung) -> bool {
+        self.job.memory.on_oom.contains(&rung)
+    }
+
     /// Bytes the loader holds for micro-batches of this size.
     pub fn pipeline(&self, micro_batch: usize) -> u64 {
         loader::holds(self.features(), micro_batch, self.prefetch, self.workers)
@@ -132,7 +137,10 @@ impl Setup {
         let train = &self.job.train;
         let samples = train.samples_per_update().min(self.sets.train.len() as usize);
         let at = At { batch: samples, dtype: self.dtype, threads: self.threads };
-        let flops: u64 = self.network.layers().iter().map(|layer| layer.cost(at).flops).sum();
+        let seconds = |block: &Block| {
+            let flops: u64 = block.layers().iter().map(|layer| layer.cost(at).flops).sum();
+            flops as f64 / (CORE_FLOPS * self.threads as f64)
+        };
         let request = Request {
             device: "cpu".into(),
             ram,
@@ -142,8 +150,9 @@ impl Setup {
             group: self.network.group(),
             optimizer: self.job.optimizer.kind().into(),
             eval_micro_batch: self.job.eval.batch_size,
-            may_shrink: self.job.memory.on_oom.contains(&Rung::Shrink),
-            compute_s: 3.0 * flops as f64 / (CORE_FLOPS * self.threads as f64),
+            may_shrink: self.may(Rung::Shrink),
+            may_recompute: self.may(Rung::Recompute),
+            forward_s: self.network.blocks.iter().map(seconds).collect(),
             overhead_s: 3.0 * LAYER_S * self.network.layers().len() as f64,
         };
         self.with_subject(|subject| ladder::plan(&request, &|way| Estimate::new(subject, way)))

@@ -43,19 +43,19 @@ struct Grad {
     values: Vec<f64>,
 }
 
-/// Bytes a step took where every block keeps what it needs, and the fewest where some run again.
-pub struct Peaks {
-    pub kept: u64,
-    pub recomputed: u64,
-}
+/// What gradients that are 0 but for rounding may be, as a share of all: a key's bias moves all scores of
+/// a row alike, a shift before a batch norm is taken off again.
+const ROUNDING: f64 = 1e-6;
 
 pub struct Case {
     name: &'static str,
-    built: Built,
-    store: Store,
+    model: Model,
+    features: Features,
     batch: Batch,
-    /// Targets of the whole batch, over which the loss is a mean.
-    targets: usize,
+    /// Tokens of each sample that are not padding, where not all are.
+    lengths: Option<Vec<u32>>,
+    /// Compared in f64, as PyTorch was asked for it, and a hundred times as strictly.
+    wide: bool,
 }
 
 /// A model that learns the next token.
@@ -69,7 +69,7 @@ pub fn language(name: &'static str, model: Model, batch: usize, length: usize, v
     Case::new(name, model, features, part(0), part(1))
 }
 
-/// A model that tells texts apart.
+/// A model that tells texts of many lengths apart.
 pub fn texts(
     name: &'static str,
     model: Model,
@@ -79,7 +79,8 @@ pub fn texts(
     let inputs =
         Tensor::from_vec(numbers("tokens", vocab, batch * length), (batch, length), &Device::Cpu).unwrap();
     let features = Features { input: Input::Tokens { length, vocab }, target: named(classes) };
-    Case::new(name, model, features, inputs, targets(batch, classes))
+    let lengths = numbers("lengths", length, batch).iter().map(|n| n + 1).collect();
+    Case { lengths: Some(lengths), ..Case::new(name, model, features, inputs, targets(batch, classes)) }
 }
 
 /// A model that tells pictures (height, width, channels) apart.
@@ -101,32 +102,77 @@ fn targets(batch: usize, classes: usize) -> Tensor {
 
 impl Case {
     fn new(name: &'static str, model: Model, features: Features, inputs: Tensor, targets: Tensor) -> Self {
-        let built = build(&model, &features).unwrap();
-        let store = Store::new(built.layout.clone(), 0, DType::F32, &Device::Cpu).unwrap();
-        let count = targets.elem_count();
-        let case = Self { name, built, store, batch: Batch { inputs, targets }, targets: count };
-        case.reset();
-        case
+        let (batch, lengths) = (Batch { inputs, targets }, None);
+        Self { name, model, features, batch, lengths, wide: false }
     }
 
-    /// The same in f64, as PyTorch was asked for it: deep networks of batch norms magnify rounding.
+    /// For deep networks of batch norms, which magnify the last digit of f32 to a hundredth.
     pub fn wide(self) -> Self {
-        let store = Store::new(self.built.layout.clone(), 0, DType::F64, &Device::Cpu).unwrap();
-        let inputs = self.batch.inputs.to_dtype(DType::F64).unwrap();
-        let case = Self { store, batch: Batch { inputs, ..self.batch }, ..self };
-        case.reset();
-        case
+        Self { wide: true, ..self }
     }
 
     fn dtype(&self) -> DType {
-        self.store.master.dtype()
+        if self.wide { DType::F64 } else { DType::F32 }
     }
 
-    /// How much less than f32's rounding of results is asked for.
     fn strictness(&self) -> f64 {
-        if self.dtype() == DType::F64 { 1e-2 } else { 1.0 }
+        if self.wide { 1e-2 } else { 1.0 }
     }
 
+    /// The model with its first weights, computing in a type.
+    fn network(&self, dtype: DType) -> Network<'_> {
+        let built = build(&self.model, &self.features).unwrap();
+        let store = Store::new(built.layout.clone(), 0, dtype, &Device::Cpu).unwrap();
+        let network = Network { case: self, built, store, dtype };
+        network.reset();
+        network
+    }
+
+    /// Losses and gradients as PyTorch has them, the same for every split of the batch (whose sizes are
+    /// given) and however many blocks are recomputed; nearly the same in the narrow types, where these are
+    /// wide enough for the model.
+    pub fn proven(&self, splits: &[&[usize]]) {
+        let path = format!("{}/tests/oracles/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
+        let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let network = self.network(self.dtype());
+        let whole = network.learns(splits);
+        network.compare(&whole, &oracle);
+        network.train(&oracle);
+        network.compare_stats(&oracle);
+        if self.wide {
+            return;
+        }
+        for (dtype, near) in [(DType::BF16, 0.05), (DType::F16, 0.01)] {
+            let network = self.network(dtype);
+            network.learn(0, self.rows(), 0);
+            let far = apart(&network.gradients(), &whole);
+            assert!(far < near, "{}: in {dtype:?} the gradient is {far} away", self.name);
+        }
+    }
+
+    /// The gradient of the batch is the sum over its parts, and the statistics end alike.
+    pub fn same_in_parts(&self, splits: &[&[usize]]) {
+        self.network(self.dtype()).learns(splits);
+    }
+
+    fn rows(&self) -> usize {
+        self.batch.inputs.dim(0).unwrap()
+    }
+
+    /// Targets of the whole batch, over which the loss is a mean.
+    fn targets(&self) -> f64 {
+        self.batch.targets.elem_count() as f64
+    }
+}
+
+struct Network<'a> {
+    case: &'a Case,
+    built: Built,
+    store: Store,
+    dtype: DType,
+}
+
+impl Network<'_> {
     /// The first weights, no gradients, no statistics.
     fn reset(&self) {
         let mut weights = vec![0f64; self.store.layout.params.len];
@@ -150,13 +196,20 @@ impl Case {
         };
         set(&self.store.master, weights);
         set(&self.store.stats, stats);
+        if self.store.compute.dtype() != self.store.master.dtype() {
+            round_into(&self.store.master, &self.store.compute).unwrap();
+        }
         clear(&self.store.grads).unwrap();
     }
 
     /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
     fn learn(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
         let part = |t: &Tensor| t.narrow(0, from, rows).unwrap();
-        let batch = Batch { inputs: part(&self.batch.inputs), targets: part(&self.batch.targets) };
+        let batch = Batch { inputs: part(&self.case.batch.inputs), targets: part(&self.case.batch.targets) };
+        let batch = match batch.inputs.dtype() {
+            DType::F32 => Batch { inputs: batch.inputs.to_dtype(self.dtype).unwrap(), ..batch },
+            _ => batch,
+        };
         let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
         let pass = Pass {
             store: &self.store,
@@ -164,9 +217,10 @@ impl Case {
             seed: 0,
             epoch: 0,
             ids: &ids,
-            scale: 1.0 / self.targets as f64,
+            lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
+            scale: 1.0 / self.case.targets(),
         };
-        let at = At { batch: rows, dtype: self.dtype(), threads: cpu::threads() };
+        let at = At { batch: rows, dtype: self.dtype, threads: cpu::threads() };
         let ledger = Ledger::new(u64::MAX, None);
         let walk = Walk { pass: Some(pass), at, ledger: &ledger, recompute };
         let loss = self.built.network.learn(&walk, Some(&batch)).unwrap().loss;
@@ -176,7 +230,7 @@ impl Case {
             (ledger.peak(), ledger.held()),
             (planned.peak(), 0),
             "{}: the plan is the walk",
-            self.name
+            self.case.name
         );
         (loss, ledger.peak())
     }
@@ -185,37 +239,21 @@ impl Case {
         flat(&self.store.grads)
     }
 
-    /// Losses and gradients as PyTorch has them, the same for every split of the batch (whose sizes are
-    /// given) and however many blocks are recomputed; gives what each way took.
-    pub fn proven(&self, splits: &[&[usize]]) -> Peaks {
-        let path = format!("{}/tests/oracles/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
-        let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-        let rows = self.batch.inputs.dim(0).unwrap();
+    /// The gradient of the whole batch, however it is made.
+    fn learns(&self, splits: &[&[usize]]) -> Vec<f64> {
+        let (name, rows) = (self.case.name, self.case.rows());
         let (_, peak) = self.learn(0, rows, 0);
-        let whole = self.gradients();
-        self.compare(&whole, &oracle);
-        let mut lowest = u64::MAX;
+        let (whole, stats) = (self.gradients(), flat(&self.store.stats));
         let blocks = self.built.network.blocks.len();
+        let mut lowest = u64::MAX;
         for recompute in [1, blocks / 2, blocks] {
             self.reset();
-            let (_, lower) = self.learn(0, rows, recompute);
-            assert_eq!(self.gradients(), whole, "{}: {recompute} blocks run forward twice", self.name);
-            lowest = lowest.min(lower);
+            lowest = lowest.min(self.learn(0, rows, recompute).1);
+            assert_eq!(self.gradients(), whole, "{name}: {recompute} blocks run forward twice");
+            assert_eq!(flat(&self.store.stats), stats, "{name}: statistics move once");
         }
-        self.same_in_parts(splits);
-        self.reset();
-        self.train(&oracle, rows);
-        self.compare_stats(&oracle);
-        Peaks { kept: peak, recomputed: lowest }
-    }
-
-    /// The gradient of the batch is the sum over its parts, and the statistics end alike.
-    pub fn same_in_parts(&self, splits: &[&[usize]]) {
-        let rows = self.batch.inputs.dim(0).unwrap();
-        let stats = || flat(&self.store.stats);
-        self.reset();
-        self.learn(0, rows, 0);
-        let (whole, moved) = (self.gradients(), stats());
+        // A network of a few blocks may be mostly one, which then is held twice: its gradient, and it again.
+        assert!(blocks < 8 || lowest < peak, "{name}: recomputing takes {lowest} bytes instead of {peak}");
         for split in splits {
             self.reset();
             let mut from = 0;
@@ -224,23 +262,23 @@ impl Case {
                 from += rows;
             }
             assert_eq!(from, rows, "a split of the whole batch");
-            let far = distance(&self.gradients(), &whole).max(distance(&stats(), &moved));
-            assert!(far < 1e-5 * self.strictness(), "{}: split {split:?} is {far} away", self.name);
+            let far = distance(&self.gradients(), &whole).max(distance(&flat(&self.store.stats), &stats));
+            assert!(far < 1e-5 * self.case.strictness(), "{name}: split {split:?} is {far} away");
         }
+        self.reset();
+        whole
     }
 
     fn compare_stats(&self, oracle: &Oracle) {
-        let stats = flat(&self.store.stats);
-        assert_eq!(self.store.layout.stats.iter().count(), oracle.stats.len(), "{}: statistics", self.name);
+        let (name, stats) = (self.case.name, flat(&self.store.stats));
+        assert_eq!(self.store.layout.stats.iter().count(), oracle.stats.len(), "{name}: statistics");
         for (spec, range) in self.store.layout.stats.iter() {
             let (ours, wanted) = (&stats[range], &oracle.stats[&spec.name]);
             let norm = ours.iter().map(|v| v * v).sum::<f64>().sqrt();
-            let near =
-                |found: f64, wanted: f64| (found - wanted).abs() <= (1e-3 * norm + 1e-7) * self.strictness();
+            let near = |a: f64, b: f64| (a - b).abs() <= (1e-3 * wanted.norm + 1e-7) * self.case.strictness();
             assert!(
                 near(norm, wanted.norm) && near(ours[0], wanted.first),
-                "{}: `{}` is {norm} long and begins with {}, and should be {} and {}",
-                self.name,
+                "{name}: `{}` is {norm} long and begins with {}, and should be {} and {}",
                 spec.name,
                 ours[0],
                 wanted.norm,
@@ -250,21 +288,21 @@ impl Case {
     }
 
     fn compare(&self, gradients: &[f64], oracle: &Oracle) {
-        // Some gradients are zero but for rounding, such as that of a shift before a batch norm.
         let all = oracle.grads.values().map(|g| g.norm * g.norm).sum::<f64>().sqrt();
-        let (near, least) = (1e-3 * self.strictness(), 1e-6 * self.strictness() * all);
+        let strictness = self.case.strictness();
+        let (near, rounding) = (1e-3 * strictness, ROUNDING * strictness * all);
         let mut names: Vec<&str> = oracle.grads.keys().map(String::as_str).collect();
         for (spec, range) in self.store.layout.params.iter() {
             let Some(wanted) = oracle.grads.get(&spec.name) else {
-                panic!("{}: PyTorch knows no `{}`, but {names:?}", self.name, spec.name)
+                panic!("{}: PyTorch knows no `{}`, but {names:?}", self.case.name, spec.name)
             };
             names.retain(|name| *name != spec.name);
             let found = &gradients[range];
             let norm = found.iter().map(|g| g * g).sum::<f64>().sqrt();
             assert!(
-                (norm - wanted.norm).abs() <= near * wanted.norm + least,
+                (norm - wanted.norm).abs() <= near * wanted.norm + rounding,
                 "{}: the gradient of `{}` is {norm} long and should be {}",
-                self.name,
+                self.case.name,
                 spec.name,
                 wanted.norm
             );
@@ -272,32 +310,36 @@ impl Case {
             for (at, value) in wanted.at.iter().zip(&wanted.values) {
                 let ours = found[stored(spec, *at)];
                 assert!(
-                    (ours - value).abs() <= near * value.abs().max(usual) + least,
+                    (ours - value).abs() <= near * value.abs().max(usual) + rounding,
                     "{}: gradient {at} of `{}` is {ours} and should be {value}",
-                    self.name,
+                    self.case.name,
                     spec.name
                 );
             }
         }
-        assert!(names.is_empty(), "{}: PyTorch has parameters we have not: {names:?}", self.name);
+        assert!(names.is_empty(), "{}: PyTorch has parameters we have not: {names:?}", self.case.name);
     }
 
-    fn train(&self, oracle: &Oracle, rows: usize) {
+    fn train(&self, oracle: &Oracle) {
         let zeros = || self.store.grads.zeros_like().unwrap();
         let (m, v) = (zeros(), zeros());
         let decayed = self.store.layout.params.decayed;
         let common = Common { lr: oracle.lr, grad_scale: 1.0, weight_decay: 0.1, decayed };
         for (step, wanted) in oracle.losses.iter().enumerate() {
-            let loss = self.learn(0, rows, 0).0 / self.targets as f64;
+            let loss = self.learn(0, self.case.rows(), 0).0 / self.case.targets();
             assert!(
-                (loss - wanted).abs() <= 1e-4 * self.strictness() * wanted,
+                (loss - wanted).abs() <= 1e-4 * self.case.strictness() * wanted,
                 "{}: loss {step} is {loss} and should be {wanted}",
-                self.name
+                self.case.name
             );
             let adam = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, step: step as u64 + 1 };
             adam.apply(&common, &self.store.master, &self.store.grads, &m, &v).unwrap();
         }
     }
+}
+
+fn flat(t: &Tensor) -> Vec<f64> {
+    t.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
 /// Largest difference relative to the largest value.
@@ -306,8 +348,10 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / scale
 }
 
-fn flat(t: &Tensor) -> Vec<f64> {
-    t.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+/// The length of the difference relative to that of `b`.
+fn apart(a: &[f64], b: &[f64]) -> f64 {
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum();
+    (difference / b.iter().map(|b| b * b).sum::<f64>()).sqrt()
 }
 
 /// Where value `i` of the shape other tools know lies in ours.

@@ -123,6 +123,33 @@ def llama():
     return LlamaForCausalLM(config), next_token(3, 70, 37)
 
 
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=37, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
+        max_position_embeddings=80, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
+        pad_token_id=None,  # otherwise that token's row has no gradient, even where it is seen
+    )
+    tokens, classes = numbers("tokens", 37, 6, 70), numbers("classes", 5, 6)
+    lengths = 1 + numbers("lengths", 70, 6)
+    mask = (torch.arange(70)[None, :] < lengths[:, None]).long()
+    return BertForSequenceClassification(config), lambda model: F.cross_entropy(
+        model(tokens, attention_mask=mask).logits, classes
+    )
+
+
+def vit():
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    x, y = pictures(4, 12, 12, 3, 5)
+    model = VisionTransformer(
+        image_size=12, patch_size=4, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=48, num_classes=5
+    )
+    return model, lambda model: F.cross_entropy(model(x), y)
+
+
 def tell(batch, height, width, channels, classes):
     x, y = pictures(batch, height, width, channels, classes)
     return lambda model: F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
@@ -227,7 +254,7 @@ def layers():
     return model, lambda model: F.cross_entropy(model["layers"](x), y)
 
 
-MODELS = {f.__name__: f for f in (gpt, llama, mlp, cnn, resnet18, resnet50, mobilenet, layers)}
+MODELS = {f.__name__: f for f in (gpt, llama, bert, vit, mlp, cnn, resnet18, resnet50, mobilenet, layers)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -1,0 +1,54 @@
+# What a contributor does. `just` lists it; docs/contributing.md explains it.
+
+# list the recipes
+default:
+    @just --list --unsorted
+
+# format the code
+[group('check')]
+fmt:
+    cargo fmt
+
+# clippy, warnings denied
+[group('check')]
+lint:
+    cargo clippy --all-targets -- -D warnings
+
+# the tests, or those whose names hold FILTER
+[group('check')]
+test *FILTER:
+    cargo test {{ FILTER }}
+
+# all that must hold before a change goes in
+[group('check')]
+ci:
+    .ci/run
+
+# write docs/job.md and docs/events.md anew
+[group('generate')]
+docs:
+    TRAINER_UPDATE_SNAPSHOTS=1 cargo test --test jobs reference_page
+    TRAINER_UPDATE_DOCS=1 cargo test --lib events_page
+
+# write the expected outputs in tests/snapshots anew
+[group('generate')]
+snapshots:
+    TRAINER_UPDATE_SNAPSHOTS=1 cargo test
+    git diff --stat -- tests/snapshots
+
+# train the quickstart job
+[group('run')]
+quickstart *ARGS:
+    cargo run --release -- fit configs/quickstart.toml {{ ARGS }}
+
+# damage job files for SECONDS (needs nightly and cargo-fuzz)
+[group('prove')]
+fuzz SECONDS="60":
+    mkdir -p fuzz/corpus/job
+    cp configs/*.toml fuzz/corpus/job/
+    cargo +nightly fuzz run job -- -max_total_time={{ SECONDS }}
+
+# kill runs at random points and resume them, TRIALS times
+[group('prove')]
+kill-resume TRIALS="50":
+    TRAINER_KILL_TRIALS={{ TRIALS }} cargo test --release --test runs kill -- --nocapture

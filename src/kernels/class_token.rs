@@ -1,0 +1,92 @@
+//! A learned token before each sequence, and learned positions on all of it.
+
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+use super::{Elem, cpu, reference};
+use crate::with_elem;
+
+/// `y[b] = [class, x[b]...] + positions`
+pub struct ClassToken<'a> {
+    /// `width` values, whatever their shape.
+    pub class: &'a Tensor,
+    /// (length + 1, width) values, whatever their shape.
+    pub positions: &'a Tensor,
+}
+
+impl ClassToken<'_> {
+    /// (length + 1, width)
+    fn sizes(&self) -> (usize, usize) {
+        let width = self.class.elem_count();
+        (self.positions.elem_count() / width, width)
+    }
+
+    /// The reference; `x` is (batch, length..., width).
+    pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
+        let ((length, n), batch) = (self.sizes(), x.dim(0)?);
+        let class = self.class.reshape((1, 1, n))?.broadcast_as((batch, 1, n))?.contiguous()?;
+        let y = Tensor::cat(&[class, x.reshape((batch, length - 1, n))?], 1)?;
+        y.broadcast_add(&self.positions.reshape((1, length, n))?)
+    }
+
+    /// (batch, length + 1, width)
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if !reference::has_body(x) {
+            return self.reference(x);
+        }
+        let ((length, n), batch) = (self.sizes(), x.dim(0)?);
+        with_elem!(x.dtype(), T => {
+            let (x, class) = (cpu::view::<T>(x)?, cpu::view::<T>(self.class)?);
+            let positions = cpu::view::<T>(self.positions)?;
+            let mut y = cpu::fresh::<T>(batch * length * n);
+            cpu::for_rows(&mut y, n, |first, y| {
+                for (i, y) in y.chunks_exact_mut(n).enumerate() {
+                    let (sample, t) = ((first + i) / length, (first + i) % length);
+                    let from = match t {
+                        0 => &class[..],
+                        _ => &x[(sample * (length - 1) + t - 1) * n..][..n],
+                    };
+                    let position = &positions[t * n..][..n];
+                    T::vectorised(|| {
+                        let values = y.iter_mut().zip(from).zip(position);
+                        values.for_each(|((y, x), p)| *y = T::down(x.up() + p.up()))
+                    });
+                }
+            });
+            cpu::tensor(y, (batch, length, n))
+        })
+    }
+
+    /// Adds the gradients of both to `grads`; the input's, of `shape`, where that is given.
+    pub fn backward(
+        &self,
+        dy: &Tensor,
+        grads: &ClassToken,
+        shape: Option<&[usize]>,
+    ) -> Result<Option<Tensor>> {
+        let (length, n) = self.sizes();
+        if reference::has_body(dy) {
+            with_elem!(dy.dtype(), T => sums::<T>(dy, grads, length, n)?);
+        } else {
+            let sum = dy.sum(0)?;
+            reference::accumulate(grads.positions, &sum.reshape(grads.positions.shape())?)?;
+            reference::accumulate(grads.class, &sum.narrow(0, 0, 1)?.reshape(grads.class.shape())?)?;
+        }
+        shape.map(|shape| dy.narrow(1, 1, length - 1)?.contiguous()?.reshape(shape)).transpose()
+    }
+}
+
+/// Each position by one thread, which adds the samples in order.
+fn sums<T: Elem>(dy: &Tensor, grads: &ClassToken, length: usize, n: usize) -> Result<()> {
+    let dy = cpu::view::<T>(dy)?;
+    let add = |t: usize, into: &mut [T::Acc]| {
+        for sample in dy.chunks_exact(length * n) {
+            let row = &sample[t * n..][..n];
+            T::vectorised(|| into.iter_mut().zip(row).for_each(|(a, d)| *a += d.up()));
+        }
+    };
+    cpu::update::<T::Acc, _>(grads.positions, |table| {
+        table.par_chunks_mut(n).enumerate().for_each(|(t, into)| add(t, into))
+    })?;
+    cpu::update::<T::Acc, _>(grads.class, |class| add(0, class))
+}

@@ -1,0 +1,140 @@
+//! Rows of a table by number, and the sums back into them.
+
+use candle_core::{Result, Tensor, bail};
+use rayon::prelude::*;
+
+use super::linear::{add_all, column_sums};
+use super::{Elem, cpu, reference};
+use crate::with_elem;
+
+/// `y[b, t] = tokens[ids[b, t]] + positions[t] + kinds[0]`
+pub struct Embedding<'a> {
+    /// (vocabulary, width)
+    pub tokens: &'a Tensor,
+    /// (context, width), at least as long as the sequences.
+    pub positions: Option<&'a Tensor>,
+    /// (kinds, width): every token is of the first kind.
+    pub kinds: Option<&'a Tensor>,
+}
+
+/// Where gradients are added, as in [`Embedding`].
+pub struct Grads<'a> {
+    pub tokens: &'a Tensor,
+    pub positions: Option<&'a Tensor>,
+    pub kinds: Option<&'a Tensor>,
+}
+
+impl Embedding<'_> {
+    /// The reference; `ids` is (batch, length).
+    pub fn reference(&self, ids: &Tensor) -> Result<Tensor> {
+        let (batch, length) = ids.dims2()?;
+        let width = self.tokens.dim(1)?;
+        let y = self.tokens.index_select(&ids.flatten_all()?, 0)?.reshape((batch, length, width))?;
+        let y = match self.positions {
+            Some(positions) => y.broadcast_add(&positions.narrow(0, 0, length)?)?,
+            None => y,
+        };
+        match self.kinds {
+            Some(kinds) => y.broadcast_add(&kinds.narrow(0, 0, 1)?),
+            None => Ok(y),
+        }
+    }
+
+    /// (batch, length, width)
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        if !reference::has_body(ids) {
+            return self.reference(ids);
+        }
+        with_elem!(self.tokens.dtype(), T => self.forward_cpu::<T>(ids))
+    }
+
+    fn forward_cpu<T: Elem>(&self, ids: &Tensor) -> Result<Tensor> {
+        let ((batch, length), (vocab, n)) = (ids.dims2()?, self.tokens.dims2()?);
+        let (ids, tokens) = (cpu::view::<u32>(ids)?, cpu::view::<T>(self.tokens)?);
+        if let Some(id) = ids.par_iter().find_first(|&&id| id as usize >= vocab) {
+            bail!("token {id} is not in the vocabulary, which has {vocab}")
+        }
+        let positions = self.positions.map(cpu::view::<T>).transpose()?;
+        let kinds = self.kinds.map(cpu::view::<T>).transpose()?;
+        let mut y = cpu::fresh::<T>(ids.len() * n);
+        let add = |y: &mut [T], row: &[T]| {
+            T::vectorised(|| y.iter_mut().zip(row).for_each(|(y, r)| *y = T::down(y.up() + r.up())))
+        };
+        cpu::for_rows(&mut y, n, |first, y| {
+            for (i, y) in y.chunks_exact_mut(n).enumerate().map(|(i, y)| (first + i, y)) {
+                y.copy_from_slice(&tokens[ids[i] as usize * n..][..n]);
+                if let Some(positions) = &positions {
+                    add(y, &positions[i % length * n..][..n]);
+                }
+                if let Some(kinds) = &kinds {
+                    add(y, &kinds[..n]);
+                }
+            }
+        });
+        cpu::tensor(y, (batch, length, n))
+    }
+
+    /// Adds the gradients of the tables to `grads`.
+    pub fn backward(&self, ids: &Tensor, dy: &Tensor, grads: &Grads) -> Result<()> {
+        if reference::has_body(ids) {
+            return with_elem!(dy.dtype(), T => self.backward_cpu::<T>(ids, dy, grads));
+        }
+        let mut inputs = vec![self.tokens];
+        inputs.extend(self.positions);
+        inputs.extend(self.kinds);
+        let found = reference::gradients(&inputs, dy, |t| {
+            let positions = self.positions.map(|_| &t[1]);
+            let kinds = self.kinds.and(t.last());
+            Embedding { tokens: &t[0], positions, kinds }.reference(ids)
+        })?;
+        let into = [Some(grads.tokens), grads.positions, grads.kinds];
+        into.into_iter()
+            .flatten()
+            .zip(&found)
+            .try_for_each(|(into, found)| reference::accumulate(into, found))
+    }
+
+    fn backward_cpu<T: Elem>(&self, ids: &Tensor, dy: &Tensor, grads: &Grads) -> Result<()> {
+        let ((_, length), (vocab, n)) = (ids.dims2()?, self.tokens.dims2()?);
+        let (ids, dy) = (cpu::view::<u32>(ids)?, cpu::view::<T>(dy)?);
+        let row_of = |i: usize| &dy[i * n..][..n];
+        let add = |into: &mut [T::Acc], row: &[T]| {
+            T::vectorised(|| into.iter_mut().zip(row).for_each(|(a, d)| *a += d.up()))
+        };
+        // Sorted by token and then by place: whoever owns a range of the table finds its rows together,
+        // and adds them in the same order however the table is shared out.
+        let mut places: Vec<u64> =
+            ids.iter().enumerate().map(|(i, &id)| (id as u64) << 32 | i as u64).collect();
+        places.par_sort_unstable();
+        let rows = vocab.div_ceil(64).max(1);
+        cpu::update::<T::Acc, _>(grads.tokens, |table| {
+            table.par_chunks_mut(rows * n).enumerate().for_each(|(chunk, table)| {
+                let first = chunk * rows;
+                let from = places.partition_point(|p| ((p >> 32) as usize) < first);
+                for place in places[from..].iter().take_while(|p| ((*p >> 32) as usize) < first + rows) {
+                    let row = (place >> 32) as usize - first;
+                    add(&mut table[row * n..][..n], row_of(*place as u32 as usize));
+                }
+            })
+        })?;
+        if let Some(positions) = grads.positions {
+            cpu::update::<T::Acc, _>(positions, |table| {
+                table[..length * n].par_chunks_mut(n).enumerate().for_each(|(t, into)| {
+                    (t..ids.len()).step_by(length).for_each(|i| add(into, row_of(i)));
+                })
+            })?;
+        }
+        if let Some(kinds) = grads.kinds {
+            let sums = column_sums(&dy, n);
+            cpu::update::<T::Acc, _>(kinds, |kinds| add_all(&mut kinds[..n], &sums))?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of temporaries of the backward pass over `rows` tokens.
+pub fn workspace(dtype: candle_core::DType, rows: usize, width: usize, kinds: bool) -> u64 {
+    let sums =
+        if kinds { rows.div_ceil(cpu::rows_per_chunk(width)) * width * cpu::acc_bytes(dtype) } else { 0 };
+    (rows * size_of::<u64>() + sums) as u64
+}

@@ -1,0 +1,61 @@
+//! Sums and maxima over rows in a fixed number of lanes: they vectorise, and their order of summation
+//! is the same on every machine.
+
+use super::{Elem, Real};
+
+const LANES: usize = 16;
+
+/// The sum of `f` over the places of rows of one length.
+#[inline(always)]
+pub fn sum<T: Elem, const N: usize>(rows: [&[T]; N], f: impl Fn([T::Acc; N]) -> T::Acc) -> T::Acc {
+    fold(rows, T::Acc::ZERO, |sum, values| sum + f(values), |a, b| a + b)
+}
+
+/// The largest value of a row; negative infinity where it is empty.
+#[inline(always)]
+pub fn max<R: Real>(row: &[R]) -> R {
+    fold([row], R::NEG_INFINITY, |max, [value]| value.larger(max), |a, b| a.larger(b))
+}
+
+#[inline(always)]
+fn fold<T: Elem, const N: usize>(
+    rows: [&[T]; N],
+    start: T::Acc,
+    add: impl Fn(T::Acc, [T::Acc; N]) -> T::Acc,
+    join: impl Fn(T::Acc, T::Acc) -> T::Acc,
+) -> T::Acc {
+    let mut lanes = [start; LANES];
+    let (chunks, rests) = (rows.map(|r| r.as_chunks::<LANES>().0), rows.map(|r| r.as_chunks::<LANES>().1));
+    for i in 0..chunks[0].len() {
+        let chunk = chunks.map(|c| &c[i]);
+        for (lane, sum) in lanes.iter_mut().enumerate() {
+            *sum = add(*sum, chunk.map(|c| c[lane].up()));
+        }
+    }
+    for (i, sum) in lanes.iter_mut().enumerate().take(rests[0].len()) {
+        *sum = add(*sum, rests.map(|r| r[i].up()));
+    }
+    let mut width = LANES;
+    while width > 1 {
+        width /= 2;
+        for i in 0..width {
+            lanes[i] = join(lanes[i], lanes[i + width]);
+        }
+    }
+    lanes[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_place_counts_once() {
+        for n in [0usize, 1, 15, 16, 17, 100] {
+            let a: Vec<f64> = (0..n).map(|i| i as f64 - 40.0).collect();
+            let b: Vec<f64> = (0..n).map(|i| (i * i % 7) as f64).collect();
+            assert_eq!(sum([&a, &b], |[a, b]| a * b), a.iter().zip(&b).map(|(a, b)| a * b).sum::<f64>());
+            assert_eq!(max(&a), a.iter().copied().fold(f64::NEG_INFINITY, f64::max));
+        }
+    }
+}

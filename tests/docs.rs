@@ -1,0 +1,122 @@
+//! What the documents show is true: every job in them is a job that plans, every command runs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn pages() -> Vec<PathBuf> {
+    let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let pages = docs.filter(|path| path.extension().is_some_and(|end| end == "md"));
+    let mut pages: Vec<PathBuf> = pages.chain([root().join("README.md")]).collect();
+    pages.sort();
+    pages
+}
+
+/// Fenced blocks of a language, each with the page and the line it begins at.
+fn blocks(language: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for page in pages() {
+        let text = fs::read_to_string(&page).unwrap();
+        let mut open: Option<(String, String)> = None;
+        for (number, line) in text.lines().enumerate() {
+            match (&mut open, line.trim_start().strip_prefix("```")) {
+                (None, Some(info)) => {
+                    open = Some((format!("{}:{} {info}", page.display(), number + 1), String::new()));
+                }
+                (Some(_), Some(_)) => found.extend(open.take()),
+                (Some((_, body)), None) => *body += &format!("{line}\n"),
+                (None, None) => {}
+            }
+        }
+    }
+    found.retain(|(place, _)| place.ends_with(&format!(" {language}")));
+    found
+}
+
+fn trainer(folder: &Path, args: &[&str]) -> (i32, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .args(args)
+        .current_dir(folder)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    (output.status.code().unwrap(), text)
+}
+
+#[test]
+fn every_config_is_planned() {
+    let configs = fs::read_dir(root().join("configs")).unwrap().map(|entry| entry.unwrap().path());
+    let mut planned = 0;
+    for config in configs.filter(|path| path.extension().is_some_and(|end| end == "toml")) {
+        let (code, text) = trainer(root(), &["plan", config.to_str().unwrap()]);
+        assert_eq!(code, 0, "{}: {text}", config.display());
+        planned += 1;
+    }
+    assert!(planned >= 2, "only {planned} configs");
+}
+
+#[test]
+fn every_job_in_the_documents_is_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let jobs = blocks("toml");
+    assert!(!jobs.is_empty());
+    for (place, job) in jobs {
+        fs::write(folder.path().join("job.toml"), job).unwrap();
+        let (code, text) = trainer(folder.path(), &["plan", "job.toml"]);
+        assert_eq!(code, 0, "{place}: {text}");
+    }
+}
+
+/// Commands of the program in the documents, as typed after `trainer` or `cargo run --release --`. Training
+/// is cut to two updates; what needs a file that only the reader has is left out by the word `job.toml`
+/// being made first.
+#[test]
+fn every_command_of_ours_in_the_documents_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["configs", "docs"] {
+        let to = folder.path().join(name);
+        fs::create_dir(&to).unwrap();
+        for entry in fs::read_dir(root().join(name)).unwrap() {
+            let path = entry.unwrap().path();
+            fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+        }
+    }
+    let mut seen = 0;
+    for (place, block) in blocks("sh") {
+        for line in block.lines().map(|line| line.split(" #").next().unwrap_or(line).trim()) {
+            let ours = line.strip_prefix("trainer ").or_else(|| line.strip_prefix("cargo run --release -- "));
+            let Some(arguments) = ours else { continue };
+            // A shell's own words are the shell's business.
+            let arguments = arguments.split(['|', '>', ';', '&']).next().unwrap_or(arguments);
+            let mut words: Vec<&str> = arguments.split_whitespace().collect();
+            if words.first() == Some(&"fit") && !words.contains(&"--dry-run") {
+                words.extend(["--max-steps", "2", "-q"]);
+            }
+            let job = folder.path().join("job.toml");
+            if words.contains(&"-o") && job.exists() {
+                fs::remove_file(&job).unwrap();
+            } else if !job.exists() {
+                fs::copy(root().join("configs/mlp.toml"), &job).unwrap();
+            }
+            let (code, text) = trainer(folder.path(), &words);
+            assert_eq!(code, 0, "{place}: trainer {}\n{text}", words.join(" "));
+            seen += 1;
+        }
+    }
+    assert!(seen >= 5, "only {seen} commands");
+}
+
+#[test]
+fn the_two_commands_stand_in_the_readme() {
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    assert!(readme.contains("cargo run --release -- fit configs/quickstart.toml"));
+    assert!(readme.contains("cargo test"));
+    let ci = fs::read_to_string(root().join(".ci/run")).unwrap();
+    assert!(ci.contains("cargo test"), "CI runs the README's own test command");
+}
