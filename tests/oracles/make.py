@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 STEPS, LR, DECAY = 10, 1e-3, 0.1
 
@@ -51,16 +52,19 @@ def set_weights(model):
         p.copy_(v)
 
 
-def oracle(name, model, loss):
+def oracle(name, model, loss, lr=LR, wide=False):
+    """`wide` in f64: a deep network of batch norms makes a hundredth of f32's last digit."""
     torch.manual_seed(0)
     model.train()
     set_weights(model)
+    if wide:
+        model.double()
     params = dict(model.named_parameters())
     groups = [
         {"params": [p for p in params.values() if p.dim() >= 2], "weight_decay": DECAY},
         {"params": [p for p in params.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
     losses, grads = [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -73,8 +77,13 @@ def oracle(name, model, loss):
                 at = [int(i) for i in numbers(key + "/at", g.numel(), 3)]
                 grads[key] = {"norm": g.norm().item(), "at": at, "values": [g[i].item() for i in at]}
         optimizer.step()
-    rows = ",\n".join(f'    "{key}": {json.dumps(g)}' for key, g in grads.items())
-    text = f'{{\n  "losses": {json.dumps(losses)},\n  "grads": {{\n{rows}\n  }}\n}}\n'
+    running = [(key, b.double()) for key, b in model.named_buffers() if "running" in key]
+    stats = {key: {"norm": b.norm().item(), "first": b[0].item()} for key, b in running}
+    parts = []
+    for part, found in (("grads", grads), ("stats", stats)):
+        rows = ",\n".join(f'    "{key}": {json.dumps(g)}' for key, g in found.items())
+        parts.append(f'  "{part}": {{\n{rows}\n  }}')
+    text = f'{{\n  "lr": {lr},\n  "losses": {json.dumps(losses)},\n' + ",\n".join(parts) + "\n}\n"
     (pathlib.Path(__file__).parent / f"{name}.json").write_text(text)
     print(name, losses)
 
@@ -141,7 +150,111 @@ def vit():
     return model, lambda model: F.cross_entropy(model(x), y)
 
 
-MODELS = {f.__name__: f for f in (gpt, llama, bert, vit)}
+def tell(batch, height, width, channels, classes):
+    x, y = pictures(batch, height, width, channels, classes)
+    return lambda model: F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y)
+
+
+def resnet18():
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    model.maxpool = nn.Identity()
+    return model, tell(2, 16, 16, 3, 10), 1e-5, True
+
+
+def resnet50():
+    from torchvision.models import resnet50
+
+    return resnet50(num_classes=10), tell(2, 64, 64, 3, 10), 1e-5, True
+
+
+def mobilenet():
+    from torchvision.models import mobilenet_v2
+
+    return mobilenet_v2(num_classes=10, width_mult=0.5, dropout=0.0), tell(3, 64, 64, 3, 10), 1e-4, True
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2 * 5 * 7, 33), nn.Linear(33, 17), nn.Linear(17, 5)])
+
+    def forward(self, x):
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return self.layers[-1](x)
+
+
+def mlp():
+    return Mlp(), tell(6, 5, 7, 2, 5)
+
+
+class Stage(nn.Conv2d):
+    def __init__(self, inputs, outputs, kernel, stride, pool, norm):
+        super().__init__(inputs, outputs, kernel, stride, kernel // 2, bias=norm is None)
+        self.norm, self.pool = norm, pool
+
+    def forward(self, x):
+        x = super().forward(x)
+        x = F.gelu(x if self.norm is None else self.norm(x))
+        return x if self.pool == 1 else F.max_pool2d(x, self.pool)
+
+
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList([
+            Stage(2, 8, 3, 1, 2, None),
+            Stage(8, 12, 5, 2, 1, nn.BatchNorm2d(12)),
+            Stage(12, 16, 3, 1, 2, nn.GroupNorm(16, 16)),
+        ])
+        self.layers = nn.ModuleList([nn.Linear(16 * 2 * 3, 20), nn.Linear(20, 5)])
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return self.layers[1](F.gelu(self.layers[0](x.flatten(1))))
+
+
+def cnn():
+    return Cnn(), tell(4, 19, 23, 2, 5)
+
+
+class Group(nn.Module):
+    """A residual group whose way and shortcut are lists of layers."""
+
+    def __init__(self, layers, shortcut):
+        super().__init__()
+        self.layers, self.shortcut = nn.Sequential(*layers), nn.Sequential(*shortcut)
+
+    def forward(self, x):
+        return F.relu(self.layers(x) + self.shortcut(x))
+
+
+def layers():
+    from torchvision.ops import SqueezeExcitation
+
+    way = [
+        nn.Conv2d(8, 8, 3, 2, 1, groups=8), nn.BatchNorm2d(8), nn.SiLU(),
+        nn.Conv2d(8, 12, 1, bias=False), nn.GroupNorm(3, 12), SqueezeExcitation(12, 3),
+    ]
+    model = nn.ModuleDict({"layers": nn.Sequential(
+        nn.Conv2d(2, 8, 3, 1, 2, dilation=2), nn.ReLU(), nn.AvgPool2d(2),
+        Group(way, [nn.Conv2d(8, 12, 1, 2)]),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 5),
+    )})
+    # `global_pool` gives vectors: there is no flattening after it, and one number less.
+    sequence = model["layers"]
+    del sequence[5]
+    sequence[4] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    x, y = pictures(4, 13, 11, 2, 5)
+    return model, lambda model: F.cross_entropy(model["layers"](x), y)
+
+
+MODELS = {f.__name__: f for f in (gpt, llama, bert, vit, mlp, cnn, resnet18, resnet50, mobilenet, layers)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
