@@ -52,3 +52,9 @@ fuzz SECONDS="60":
 [group('prove')]
 kill-resume TRIALS="50":
     TRAINER_KILL_TRIALS={{ TRIALS }} cargo test --release --test runs kill -- --nocapture
+
+# Measure training steps against PyTorch on this machine's CPU (needs torch and torchvision).
+[group('measure')]
+bench-cpu *ARGS:
+    cargo build --release
+    python3 bench/cpu.py {{ ARGS }}

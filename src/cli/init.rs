@@ -10,14 +10,25 @@ use clap::builder::PossibleValuesParser;
 
 use super::{Exit, Stop, say};
 
+macro_rules! template {
+    ($name:literal, $about:literal) => {
+        ($name, $about, include_str!(concat!("../../configs/", $name, ".toml")))
+    };
+}
+
 /// A template's name, what it is, and the file in `configs/` that it is.
-const TEMPLATES: [(&str, &str, &str); 2] = [
-    (
-        "quickstart",
-        "a small convolutional network on generated pictures",
-        include_str!("../../configs/quickstart.toml"),
-    ),
-    ("mlp", "a perceptron on generated pictures", include_str!("../../configs/mlp.toml")),
+const TEMPLATES: [(&str, &str, &str); 11] = [
+    template!("quickstart", "a small convolutional network on generated pictures"),
+    template!("mlp", "a perceptron on generated pictures"),
+    template!("layers", "a network declared layer by layer"),
+    template!("resnet", "a ResNet-18 for small pictures"),
+    template!("mobilenet", "a MobileNet-v2"),
+    template!("vit", "a small vision transformer"),
+    template!("gpt", "a small language model of GPT-2's shape"),
+    template!("llama", "a small language model of Llama's shape"),
+    template!("bert", "an encoder that classifies sequences"),
+    template!("mnist", "MNIST from its published files"),
+    template!("shakespeare", "characters of a text file, in nanoGPT's CPU setting"),
 ];
 
 /// Write a commented, runnable job to start from
