@@ -62,7 +62,7 @@ fn windows_backward_cpu<T: Elem>(dy: &Tensor, w: &Window) -> Result<Tensor> {
     let ((h, width), c) = (w.output(), w.channels);
     let (picture, batch) = (w.height * w.width * c, dy.dim(0)?);
     let share = T::Acc::of(1.0 / (w.size * w.size) as f64);
-    let mut dx = cpu::fresh::<T>(batch * picture);
+    let mut dx = cpu::zeros::<T>(batch * picture);
     dx.par_chunks_mut(picture).enumerate().for_each(|(b, dx)| {
         T::vectorised(|| {
             for (oy, ox) in (0..h * width).map(|i| (i / width, i % width)) {

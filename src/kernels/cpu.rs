@@ -12,7 +12,7 @@ use candle_core::{
 };
 use rayon::prelude::*;
 
-use super::Elem;
+use super::{Elem, Real};
 
 /// Elements below which a loop is not worth handing to another thread.
 const GRAIN: usize = 16 * 1024;
@@ -102,8 +102,24 @@ macro_rules! slices {
 }
 slices!(f32 => F32, f64 => F64, half::bf16 => BF16, half::f16 => F16, u8 => U8, u32 => U32);
 
-/// Room for `len` values that the caller writes before anyone reads them.
+/// Room for `len` values, every one of which the caller writes before anyone reads it. Debug builds fill it
+/// with what is not a number, so that the tests find a kernel that does not keep to this.
 pub fn fresh<T: Elem>(len: usize) -> Vec<T> {
+    if cfg!(debug_assertions) {
+        return vec![T::down(<T::Acc as Real>::of(f64::NAN)); len];
+    }
+    let mut values = Vec::with_capacity(len);
+    // SAFETY: the values are plain numbers without a destructor, the capacity is there, and they are
+    // written before they are read. Zeroing first would be a second pass over every activation.
+    #[allow(clippy::uninit_vec)]
+    unsafe {
+        values.set_len(len)
+    };
+    values
+}
+
+/// `len` zeros, for a kernel that adds.
+pub fn zeros<T: Elem>(len: usize) -> Vec<T> {
     vec![T::default(); len]
 }
 

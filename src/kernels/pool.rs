@@ -93,7 +93,7 @@ pub fn max_backward(which: &Tensor, dy: &Tensor, w: &Window) -> Result<Tensor> {
         let (which, d) = (cpu::view::<u8>(which)?, cpu::view::<T>(dy)?);
         let ((h, width), c) = (w.output(), w.channels);
         let (picture, batch) = (w.height * w.width * c, dy.dim(0)?);
-        let mut dx = cpu::fresh::<T>(batch * picture);
+        let mut dx = cpu::zeros::<T>(batch * picture);
         use rayon::prelude::*;
         dx.par_chunks_mut(picture).enumerate().for_each(|(b, dx)| T::vectorised(|| {
             for oy in 0..h {
