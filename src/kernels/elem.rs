@@ -177,12 +177,14 @@ impl Real for f32 {
         self as f64
     }
 
-    /// Within 2 units in the last place; 0 below -87.3, where the result is no longer normal.
+    /// Within 2 units in the last place; 0 below -87.3, where the result is no longer normal, and that of
+    /// 88.37 above it.
     #[inline(always)]
     fn exp(self) -> f32 {
         // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 x 2^23 rounds n to the nearest whole number.
         const ROUND: f32 = 12_582_912.0;
-        let x = self.clamp(-87.3, 88.72);
+        // Above 88.37 n would be 128, whose power of two is infinite.
+        let x = self.clamp(-87.3, 88.37);
         let shifted = x.mul_or_fuse(std::f32::consts::LOG2_E, ROUND);
         let n = shifted - ROUND;
         let r = n.mul_or_fuse(-0.693_359_375, x);
