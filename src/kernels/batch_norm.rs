@@ -192,13 +192,14 @@ impl BatchNorm<'_> {
     }
 }
 
-/// Bytes of temporaries of the forward pass and of the backward pass.
+/// Bytes of temporaries of the forward pass and of the backward pass. Of each unit and channel there are
+/// two sums in f64, three numbers of the affine map, and two more on the way back.
 pub fn workspace(dtype: DType, cut: &Cut) -> (u64, u64) {
     let acc = if dtype == DType::F64 { 8 } else { 4 };
     let (partials, numbers) = (acc * cut.partials(), cut.units() * cut.channels);
-    // Beside the partial sums: two f64 and three numbers a unit and channel, then two more.
-    let forward = partials.max(3 * acc * numbers) + 16 * numbers;
-    ((forward) as u64, (partials + (16 + 5 * acc) * numbers) as u64)
+    let forward = 16 * numbers + partials.max(3 * acc * numbers);
+    let backward = (16 + 3 * acc) * numbers + partials.max(2 * acc * numbers);
+    (forward as u64, backward as u64)
 }
 
 /// `into = (1 - share) into + share new`.

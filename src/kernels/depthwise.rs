@@ -15,6 +15,12 @@ const TILE: usize = 32;
 /// any machine.
 const RUNS: usize = 16;
 
+/// Pictures of a run, and runs.
+fn runs(batch: usize) -> (usize, usize) {
+    let run = batch.div_ceil(RUNS).max(1);
+    (run, batch.div_ceil(run))
+}
+
 /// A cell of the window and the pixel it meets.
 type Tap = (usize, usize);
 
@@ -60,10 +66,9 @@ impl Geometry {
         let acc = at.dtype.size_in_bytes().max(4);
         let cells = self.kernel * self.kernel;
         let (c, taps) = (self.inputs, cells * std::mem::size_of::<Tap>());
-        let line = |width: usize| at.threads * (width * c * acc + taps);
-        let forward = cells * c * acc + line(self.output().1);
-        let weight = RUNS.min(at.batch) * cells * c * acc;
-        (forward as u64, weight.max(cells * c * acc + line(self.width)) as u64)
+        let each = |pixels: usize| cells * c * acc + at.threads * (pixels * c * acc + taps);
+        let weight = runs(at.batch).1 * cells * c * acc;
+        (each(self.output().1) as u64, weight.max(each(1)) as u64)
     }
 }
 
@@ -141,7 +146,7 @@ pub fn weight_gradient<T: Elem>(g: &Geometry, values: &[T], d: &[T]) -> Vec<Vec<
     let ((h, w), c, cells) = (g.output(), g.inputs, g.kernel * g.kernel);
     let picture = g.height * g.width * c;
     let batch = values.len() / picture;
-    let run = batch.div_ceil(RUNS).max(1);
+    let (run, parts) = runs(batch);
     let of_run = |part: usize| {
         let mut sums = vec![T::Acc::ZERO; cells * c];
         for b in part * run..((part + 1) * run).min(batch) {
@@ -150,7 +155,7 @@ pub fn weight_gradient<T: Elem>(g: &Geometry, values: &[T], d: &[T]) -> Vec<Vec<
         }
         sums
     };
-    (0..batch.div_ceil(run)).into_par_iter().map(of_run).collect()
+    (0..parts).into_par_iter().map(of_run).collect()
 }
 
 #[inline(always)]

@@ -150,3 +150,13 @@ impl GroupNorm<'_> {
         Ok(Some(cpu::tensor(affine.backward(&values, &d, &cut, self.act, &pull), x.shape())?))
     }
 }
+
+/// Bytes of temporaries of the forward pass and of the backward pass, as batch norm's, but that the sums
+/// are gone when the affine map is made, and the parameters' gradients are added up in f64.
+pub fn workspace(dtype: DType, cut: &Cut) -> (u64, u64) {
+    let acc = if dtype == DType::F64 { 8 } else { 4 };
+    let (partials, numbers) = (acc * cut.partials(), cut.units() * cut.channels);
+    let forward = (16 * numbers + partials).max(3 * acc * numbers);
+    let backward = (16 + 3 * acc) * numbers + partials.max(16 * cut.channels + 2 * acc * numbers);
+    (forward as u64, backward as u64)
+}

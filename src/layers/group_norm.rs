@@ -4,9 +4,8 @@ use candle_core::{DType, Result, Tensor};
 
 use super::{At, Cost, Layer, Mode, Pass, Saved};
 use crate::kernels::Clip;
-use crate::kernels::batch_norm::workspace;
 use crate::kernels::channels::Cut;
-use crate::kernels::group_norm::GroupNorm as Kernel;
+use crate::kernels::group_norm::{GroupNorm as Kernel, workspace};
 use crate::kernels::linear::Grads;
 use crate::params::{Declared, Init, ParamId};
 

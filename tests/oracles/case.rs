@@ -106,7 +106,8 @@ impl Case {
         Self { name, model, features, batch, lengths, wide: false }
     }
 
-    /// For deep networks of batch norms, which magnify the last digit of f32 to a hundredth.
+    /// For networks of batch norms: many magnify the last digit of f32 to a hundredth, and Adam follows
+    /// what rounding leaves of a gradient that is 0.
     pub fn wide(self) -> Self {
         Self { wide: true, ..self }
     }

@@ -63,7 +63,7 @@ stages = [
 #[test]
 fn cnn() {
     let with = |group: &str| model(&CNN.replace("GROUP", group));
-    pictures("cnn", with("4"), 4, [19, 23, 2], 5).proven(&[]);
+    pictures("cnn", with("4"), 4, [19, 23, 2], 5).wide().proven(&[]);
     pictures("cnn", with("2"), 7, [19, 23, 2], 5).same_in_parts(&[&[2, 2, 2, 1], &[4, 3], &[6, 1]]);
 }
 
@@ -111,6 +111,6 @@ layers = [
 #[test]
 fn layers() {
     let with = |group: &str| model(&LAYERS.replace("GROUP", group));
-    pictures("layers", with("4"), 4, [13, 11, 2], 5).proven(&[]);
+    pictures("layers", with("4"), 4, [13, 11, 2], 5).wide().proven(&[]);
     pictures("layers", with("2"), 5, [13, 11, 2], 5).same_in_parts(&[&[2, 2, 1], &[4, 1]]);
 }

@@ -220,7 +220,7 @@ class Cnn(nn.Module):
 
 
 def cnn():
-    return Cnn(), tell(4, 19, 23, 2, 5)
+    return Cnn(), tell(4, 19, 23, 2, 5), LR, True
 
 
 class Group(nn.Module):
@@ -250,8 +250,8 @@ def layers():
     sequence = model["layers"]
     del sequence[5]
     sequence[4] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    x, y = pictures(4, 13, 11, 2, 5)
-    return model, lambda model: F.cross_entropy(model["layers"](x), y)
+    loss = tell(4, 13, 11, 2, 5)
+    return model, lambda model: loss(model["layers"]), LR, True
 
 
 MODELS = {f.__name__: f for f in (gpt, llama, bert, vit, mlp, cnn, resnet18, resnet50, mobilenet, layers)}
