@@ -5,5 +5,6 @@
 static ALLOCATOR: trainer::memory::measure::Counting = trainer::memory::measure::Counting;
 
 fn main() -> std::process::ExitCode {
+    trainer::memory::measure::keep_freed_memory();
     trainer::cli::run(std::env::args_os()).into()
 }

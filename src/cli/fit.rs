@@ -8,7 +8,7 @@ use clap::Args;
 use super::{Common, Exit, JobFile, Stop, plan};
 use crate::memory;
 use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
-use crate::train::folder::Wish;
+use crate::train::folder::{Folder, Wish};
 use crate::train::run::{Ended, Options};
 use crate::train::signals::{Signal, Signals};
 use crate::train::{self, Failure};
@@ -57,7 +57,8 @@ impl Fit {
         };
         let tensorboard = job.log.tensorboard;
         let look = common.look(io::stderr().is_terminal());
-        let ended = train::run::fit(job, options, |folder, resumed| {
+        let json = common.json;
+        let report = |folder: &Folder, resumed: bool| {
             let history = match resumed && folder.events().exists() {
                 true => Summary::from_events(&folder.events())?,
                 false => Summary::default(),
@@ -68,8 +69,10 @@ impl Fit {
                 reporter = reporter.view(TensorBoard::new(&folder.tensorboard()));
             }
             reporter = reporter.view(Terminal::new(io::stderr(), look, history));
-            Ok(if common.json { reporter.view(Stream(io::stdout())) } else { reporter })
-        });
+            Ok(if json { reporter.view(Stream(io::stdout())) } else { reporter })
+        };
+        // On a thread of the pool, so that a kernel hands work to its neighbours instead of waking a pool.
+        let ended = rayon::scope(|_| train::run::fit(job, options, report));
         match ended {
             Ok(Ended::Done) => Ok(Exit::Done),
             Ok(Ended::Stopped(Signal::Interrupt)) => Ok(Exit::Sigint),

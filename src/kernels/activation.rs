@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{Elem, Real, cpu, reference as reference_kernel};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// What a layer applies to each value it computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
@@ -204,13 +204,14 @@ macro_rules! each_activation {
 pub(super) use each_activation;
 
 fn apply<T: Elem>(x: &[T], y: &mut [T], act: Activation) {
-    T::vectorised(
+    vectorised!(
+        T,
         || each_activation!(act, f => x.iter().zip(y).for_each(|(x, y)| *y = T::down(f.value(x.up())))),
     )
 }
 
 fn scale_by_slope<T: Elem>(v: &[T], dy: &[T], dx: &mut [T], act: Activation) {
-    T::vectorised(|| {
+    vectorised!(T, || {
         each_activation!(act, f => {
             for ((dx, v), dy) in dx.iter_mut().zip(v).zip(dy) {
                 *dx = T::down(dy.up() * f.slope(v.up()));

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::update::{CHUNK, Common};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Adafactor {
@@ -118,7 +118,7 @@ impl Adafactor {
         let new = (self.step as f64).powf(self.decay);
         let size = (p.chunk() * p.cols).max(1);
         let squares = |values: &[T]| -> f64 {
-            let sum = |v: &[T]| T::vectorised(|| v.iter().map(|v| v.up() * v.up()).sum::<T::Acc>().wide());
+            let sum = |v: &[T]| vectorised!(T, || v.iter().map(|v| v.up() * v.up()).sum::<T::Acc>().wide());
             values.par_chunks(size).map(sum).collect::<Vec<f64>>().into_iter().sum()
         };
         let keep = if p.start < c.decayed { 1.0 - c.lr * c.weight_decay } else { 1.0 };
@@ -138,7 +138,7 @@ impl Adafactor {
         let columns: Vec<T::Acc> = (0..p.cols).map(column).collect();
         let gs = T::Acc::of(c.grad_scale);
         let sum_of = |(g, rows): (&[T], &[T])| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 let mut sum = T::Acc::ZERO;
                 for (g, row) in g.chunks_exact(p.cols).zip(rows) {
                     for (g, column) in g.iter().zip(&columns) {
@@ -156,7 +156,7 @@ impl Adafactor {
         let keep = T::Acc::of(keep);
         let chunks = w.par_chunks_mut(size).zip(g.par_chunks_mut(size)).zip(rows.par_chunks(p.chunk()));
         chunks.for_each(|((w, g), rows)| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for ((w, g), row) in w.chunks_exact_mut(p.cols).zip(g.chunks_exact_mut(p.cols)).zip(rows) {
                     for ((w, g), column) in w.iter_mut().zip(g).zip(&columns) {
                         let u = g.up() * gs * root(*row, *column);
@@ -176,7 +176,7 @@ impl Adafactor {
         let size = (p.chunk() * p.cols).max(1);
         let one = |(g, rows): (&[T], &mut [T])| {
             let mut sums = vec![T::Acc::ZERO; columns.len()];
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for (g, row) in g.chunks_exact(p.cols).zip(rows) {
                     let squares = |g: &T| (g.up() * gs) * (g.up() * gs);
                     sums.iter_mut().zip(g).for_each(|(s, g)| *s += squares(g));

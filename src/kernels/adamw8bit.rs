@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use super::update::{AdamW, CHUNK, Common, decay, decay_reference};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// Values that share a scale.
 pub const BLOCK: usize = 256;
@@ -127,7 +127,7 @@ impl AdamW {
                                             blocks.zip(codes).zip(scales).enumerate()
                                         {
                                             let key = key(self.step, (i * BLOCKS + j) as u64);
-                                            T::vectorised(|| self.block(c, w, g, codes, scales, key));
+                                            vectorised!(T, || self.block(c, w, g, codes, scales, key));
                                         }
                                     },
                                 )

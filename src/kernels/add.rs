@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::activation::{self, each_activation};
 use super::{Activation, Elem, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// `act(a + b)` as a fresh tensor.
 pub fn forward(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
@@ -36,7 +36,7 @@ pub fn through(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
         let y = cpu::view::<T>(y)?;
         cpu::update::<T, _>(dy, |dy| cpu::for_rows(dy, 1, |start, dy| {
             let y = &y[start..][..dy.len()];
-            T::vectorised(|| {
+            vectorised!(T, || {
                 each_activation!(act, f => dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = T::down(dy.up() * f.slope(y.up()))))
             })
         }))
@@ -44,7 +44,8 @@ pub fn through(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
 }
 
 fn sum<T: Elem>(a: &mut [T], b: &[T], act: Activation) {
-    T::vectorised(
+    vectorised!(
+        T,
         || each_activation!(act, f => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::down(f.value(a.up() + b.up())))),
     )
 }

@@ -12,7 +12,7 @@ use super::conv::Blocks;
 use super::product::{By, Mat, multiply};
 use super::rotary::Rotary;
 use super::{Elem, Real, cpu, lanes, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// Queries, and keys, of a tile.
 const TILE: usize = 64;
@@ -205,7 +205,7 @@ impl Attention<'_> {
             let c = TILE.min(limit - from);
             let (k, v) = (Mat::new(&k[from * head..], c, head), Mat::new(&v[from * head..], c, head));
             multiply::<T::Acc>(scores, TILE, Mat::new(q, n, head), k.t(), false, By::Me);
-            T::Acc::vectorised(|| {
+            vectorised!(T::Acc, || {
                 for (i, scores) in scores.chunks_exact_mut(TILE).take(n).enumerate() {
                     let (scores, hidden) =
                         scores[..c].split_at_mut(c.min(self.seen(limit, first + i, 1).saturating_sub(from)));
@@ -220,7 +220,7 @@ impl Attention<'_> {
             });
             multiply::<T::Acc>(o, head, Mat::strided(scores, n, c, TILE), v, true, By::Me);
         }
-        T::Acc::vectorised(|| {
+        vectorised!(T::Acc, || {
             for (i, sum) in sums.iter_mut().enumerate() {
                 // A sample without a single key gives zeros.
                 let total = if limit == 0 { T::Acc::ONE } else { total[i] };
@@ -301,7 +301,7 @@ impl Attention<'_> {
         let ([p, dp], [dots]) = (squares.each_mut_first(), rows.each_mut_first());
         self.load(unit.packed, column, first, self.scale(), true, &mut q[..n * head]);
         dq.fill(T::Acc::ZERO);
-        T::vectorised(|| {
+        vectorised!(T, || {
             for (i, d) in d.chunks_exact_mut(head).take(n).enumerate() {
                 let at = (first + i) * width + column;
                 let (y, dy) = (&y[at..][..head], &dy[at..][..head]);
@@ -315,7 +315,7 @@ impl Attention<'_> {
             let (k, v) = (Mat::new(&k[from * head..], c, head), Mat::new(&v[from * head..], c, head));
             multiply::<T::Acc>(p, TILE, q, k.t(), false, By::Me);
             multiply::<T::Acc>(dp, TILE, d, v.t(), false, By::Me);
-            T::Acc::vectorised(|| {
+            vectorised!(T::Acc, || {
                 let rows = p.chunks_exact_mut(TILE).zip(dp.chunks_exact_mut(TILE)).take(n);
                 for (i, (p, dp)) in rows.enumerate() {
                     let seen = c.min(self.seen(limit, first + i, 1).saturating_sub(from));
@@ -345,7 +345,7 @@ impl Attention<'_> {
         into: &mut [T::Acc],
     ) {
         let rotary = self.rotary.filter(|_| turn);
-        T::vectorised(|| {
+        vectorised!(T, || {
             for (i, into) in into.chunks_exact_mut(self.sizes.head).enumerate() {
                 let from = &packed[(first + i) * self.sizes.packed() + column..][..into.len()];
                 match rotary {
@@ -372,7 +372,7 @@ impl Attention<'_> {
         turn: bool,
     ) {
         let (head, rotary) = (self.sizes.head, self.rotary.filter(|_| turn));
-        T::vectorised(|| {
+        vectorised!(T, || {
             for (i, row) in rows.chunks_exact(head).enumerate() {
                 let position = sample * self.sizes.length + first + i;
                 // SAFETY: promised by the caller.

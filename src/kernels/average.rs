@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::pool::Window;
 use super::{Elem, Real, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// The reference. Padding counts as zeros that belong to the window, as `torch.nn.AvgPool2d` has it.
 pub fn reference_windows(x: &Tensor, w: &Window) -> Result<Tensor> {
@@ -33,7 +33,7 @@ fn windows_cpu<T: Elem>(x: &Tensor, w: &Window) -> Result<Tensor> {
         || vec![T::Acc::ZERO; c],
         |sum, (line, y)| {
             let values = &values[line / h * picture..][..picture];
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for (ox, y) in y.chunks_exact_mut(c).enumerate() {
                     sum.fill(T::Acc::ZERO);
                     for (_, cell) in w.cells(line % h, ox) {
@@ -64,7 +64,7 @@ fn windows_backward_cpu<T: Elem>(dy: &Tensor, w: &Window) -> Result<Tensor> {
     let share = T::Acc::of(1.0 / (w.size * w.size) as f64);
     let mut dx = cpu::zeros::<T>(batch * picture);
     dx.par_chunks_mut(picture).enumerate().for_each(|(b, dx)| {
-        T::vectorised(|| {
+        vectorised!(T, || {
             for (oy, ox) in (0..h * width).map(|i| (i / width, i % width)) {
                 let d = &d[((b * h + oy) * width + ox) * c..][..c];
                 for (_, cell) in w.cells(oy, ox) {
@@ -98,7 +98,7 @@ fn whole_cpu<T: Elem>(x: &Tensor) -> Result<Tensor> {
     y.par_chunks_mut(c).zip(values.par_chunks(h * w * c)).for_each_init(
         || vec![T::Acc::ZERO; c],
         |sum, (y, x)| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 sum.fill(T::Acc::ZERO);
                 for row in x.chunks_exact(c) {
                     sum.iter_mut().zip(row).for_each(|(s, x)| *s += x.up());
@@ -121,7 +121,7 @@ pub fn whole_backward(dy: &Tensor, (h, w): (usize, usize)) -> Result<Tensor> {
         let d = cpu::view::<T>(dy)?;
         let share = <T as Elem>::Acc::of(1.0 / (h * w) as f64);
         let mut dx = cpu::fresh::<T>(batch * h * w * c);
-        dx.par_chunks_mut(h * w * c).zip(d.par_chunks(c)).for_each(|(dx, d)| T::vectorised(|| {
+        dx.par_chunks_mut(h * w * c).zip(d.par_chunks(c)).for_each(|(dx, d)| vectorised!(T, || {
             for row in dx.chunks_exact_mut(c) {
                 row.iter_mut().zip(d).for_each(|(x, d)| *x = T::down(d.up() * share));
             }

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 
 use super::clip::{Clip, clip, through};
 use super::{Elem, Real, cpu};
+use crate::vectorised;
 
 /// How rows of channels are cut.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +72,7 @@ pub fn moments<T: Elem>(x: &[T], cut: &Cut) -> Vec<[Vec<f64>; 2]> {
     let parts = cut.by_chunk::<T::Acc>(|_, rows, mean, m2| {
         let over = T::Acc::of(1.0 / rows.len() as f64);
         let x = &x[rows.start * c..rows.end * c];
-        T::vectorised(|| {
+        vectorised!(T, || {
             add_rows(x, mean, c, |x| x.up());
             mean.iter_mut().for_each(|m| *m *= over);
             for row in x.chunks_exact(c) {
@@ -129,7 +130,7 @@ impl<R: Real> Affine<R> {
         y.par_chunks_mut(cut.unit * c).zip(x.par_chunks(cut.unit * c)).zip(&self.0).for_each(
             |((y, x), [mean, scale, shift])| {
                 y.par_chunks_mut(cut.chunk() * c).zip(x.par_chunks(cut.chunk() * c)).for_each(|(y, x)| {
-                    T::vectorised(|| {
+                    vectorised!(T, || {
                         for (y, x) in y.chunks_exact_mut(c).zip(x.chunks_exact(c)) {
                             for ((((y, x), m), a), b) in y.iter_mut().zip(x).zip(mean).zip(scale).zip(shift) {
                                 *y = T::down(clip((x.up() - *m) * *a + *b, bounds));
@@ -148,7 +149,7 @@ impl<R: Real> Affine<R> {
         let parts = cut.by_chunk::<R>(|unit, rows, sum, cross| {
             let [mean, scale, shift] = &self.0[unit];
             let (x, dy) = (&x[rows.start * c..rows.end * c], &dy[rows.start * c..rows.end * c]);
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for (x, d) in x.chunks_exact(c).zip(dy.chunks_exact(c)) {
                     let numbers = mean.iter().zip(scale).zip(shift);
                     for ((((s, k), x), d), ((m, a), b)) in
@@ -191,7 +192,7 @@ impl<R: Real> Affine<R> {
                 let size = cut.chunk() * c;
                 let chunks = dx.par_chunks_mut(size).zip(x.par_chunks(size)).zip(dy.par_chunks(size));
                 chunks.for_each(|((dx, x), dy)| {
-                    T::vectorised(|| {
+                    vectorised!(T, || {
                         for ((dx, x), d) in
                             dx.chunks_exact_mut(c).zip(x.chunks_exact(c)).zip(dy.chunks_exact(c))
                         {

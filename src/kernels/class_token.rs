@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
 use super::{Elem, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// `y[b] = [class, x[b]...] + positions`
 pub struct ClassToken<'a> {
@@ -47,7 +47,7 @@ impl ClassToken<'_> {
                         _ => &x[(sample * (length - 1) + t - 1) * n..][..n],
                     };
                     let position = &positions[t * n..][..n];
-                    T::vectorised(|| {
+                    vectorised!(T, || {
                         let values = y.iter_mut().zip(from).zip(position);
                         values.for_each(|((y, x), p)| *y = T::down(x.up() + p.up()))
                     });
@@ -82,7 +82,7 @@ fn sums<T: Elem>(dy: &Tensor, grads: &ClassToken, length: usize, n: usize) -> Re
     let add = |t: usize, into: &mut [T::Acc]| {
         for sample in dy.chunks_exact(length * n) {
             let row = &sample[t * n..][..n];
-            T::vectorised(|| into.iter_mut().zip(row).for_each(|(a, d)| *a += d.up()));
+            vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.up()));
         }
     };
     cpu::update::<T::Acc, _>(grads.positions, |table| {

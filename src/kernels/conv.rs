@@ -10,10 +10,14 @@ use super::activation::each_activation;
 use super::linear::{Grads, add_all, through_activation};
 use super::product::{By, Mat, multiply};
 use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
-/// Gathered values a block holds: half a megabyte of f32, which leaves room in the second-level cache.
+/// Gathered values a block holds where windows are small: half a megabyte of f32, which leaves room in the
+/// second-level cache.
 const BLOCK: usize = 128 * 1024;
+
+/// Rows a block has at least: each block packs the whole weight for its product, which fewer would not pay.
+const ROWS: usize = 256;
 
 /// The sizes of a convolution; the same along height and width where one number is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,10 +50,11 @@ impl Geometry {
         self.kernel * self.kernel * self.inputs / self.groups
     }
 
-    /// Output pixels gathered at once, at most a picture's.
-    fn block(&self) -> usize {
-        let (h, w) = self.output();
-        (BLOCK / self.window()).clamp(1, (h * w).max(1))
+    /// What is gathered at once.
+    fn blocks(&self, batch: usize, threads: usize) -> Blocking {
+        let (wanted, pixels) = ((BLOCK / self.window()).max(ROWS), self.pixels().max(1));
+        let each = batch.div_ceil(threads).max(1);
+        Blocking { batch, pixels, pictures: (wanted / pixels).clamp(1, each), part: wanted.min(pixels) }
     }
 
     fn pixels(&self) -> usize {
@@ -64,6 +69,20 @@ impl Geometry {
     /// A window of one pixel that moves by one: the picture is already the gathered matrix.
     fn is_product(&self) -> bool {
         self.kernel == 1 && self.stride == 1 && self.padding == 0 && self.groups == 1
+    }
+
+    /// The windows of a block, group `g`, as rows: gathered into `room`, or where they lie already.
+    fn windows<'a, T: Elem>(&self, values: &'a [T], block: Block, g: usize, room: &'a mut [T]) -> &'a [T] {
+        let (picture, k) = (self.height * self.width * self.inputs, self.window());
+        if self.is_product() {
+            return &values[block.row(self.pixels()) * k..][..block.rows() * k];
+        }
+        let pictures = values[block.picture * picture..].chunks_exact(picture);
+        let room = &mut room[..block.rows() * k];
+        for (rows, picture) in room.chunks_exact_mut(block.part * k).zip(pictures) {
+            self.gather(picture, block.first, g, rows);
+        }
+        room
     }
 
     /// Gathers the windows of output pixels `first..` of one picture, group `g`, into rows.
@@ -97,6 +116,7 @@ impl Geometry {
     }
 
     /// The reverse of [`Geometry::gather`]: adds the rows back to where they came from.
+    #[inline(always)]
     fn scatter<R: Real>(&self, rows: &[R], first: usize, g: usize, picture: &mut [R]) {
         let (_, out_w) = self.output();
         let (c, cg, k) = (self.inputs, self.inputs / self.groups, self.kernel);
@@ -123,6 +143,63 @@ impl Geometry {
                 }
             }
         }
+    }
+}
+
+/// How the output pixels of a batch are cut into blocks: several whole pictures, or a part of one.
+#[derive(Clone, Copy)]
+struct Blocking {
+    batch: usize,
+    /// Output pixels of a picture.
+    pixels: usize,
+    /// Pictures of a block, and pixels of each.
+    pictures: usize,
+    part: usize,
+}
+
+/// A block: the pixels `first..first + part` of the pictures from `picture`.
+#[derive(Clone, Copy)]
+struct Block {
+    picture: usize,
+    pictures: usize,
+    first: usize,
+    part: usize,
+}
+
+impl Blocking {
+    /// Rows a block has at most.
+    fn rows(&self) -> usize {
+        self.pictures * self.part
+    }
+
+    /// The blocks of the pictures of a range, in order.
+    fn of(self, pictures: std::ops::Range<usize>) -> impl Iterator<Item = Block> {
+        let until = pictures.end.min(self.batch);
+        pictures.step_by(self.pictures).flat_map(move |picture| {
+            let pictures = self.pictures.min(until - picture);
+            (0..self.pixels).step_by(self.part).map(move |first| Block {
+                picture,
+                pictures,
+                first,
+                part: self.part.min(self.pixels - first),
+            })
+        })
+    }
+
+    fn all(self) -> Vec<Block> {
+        self.of(0..self.batch).collect()
+    }
+}
+
+impl Block {
+    fn rows(&self) -> usize {
+        self.pictures * self.part
+    }
+
+    /// The row of the whole batch that is the block's first. Its rows follow each other, because a block of
+    /// several pictures has all their pixels.
+    fn row(&self, pixels: usize) -> usize {
+        self.picture * pixels + self.first
     }
 }
 
@@ -192,37 +269,21 @@ impl Conv<'_> {
         let batch = values.len() / picture;
         let mut y = cpu::fresh::<T>(batch * pixels * n);
         let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
-        let blocks_per_picture = pixels.div_ceil(g.block());
-        // One block of output pixels of one picture; blocks never cross pictures.
-        let block_rows = |i: usize| {
-            let (b, first) = (i / blocks_per_picture, (i % blocks_per_picture) * g.block());
-            (b, first, g.block().min(pixels - first))
-        };
+        let blocking = g.blocks(batch, cpu::threads());
+        let room = if g.is_product() { 0 } else { blocking.rows() * k };
         let (outputs, befores) = (Blocks::new(&mut y), Blocks::new(&mut pre));
-        (0..batch * blocks_per_picture).into_par_iter().for_each_init(
-            || {
-                (
-                    cpu::fresh::<T>(if g.is_product() { 0 } else { g.block() * k }),
-                    vec![T::Acc::ZERO; g.block() * n],
-                )
-            },
-            |(gathered, wide), i| {
-                let (b, first, rows) = block_rows(i);
-                let picture = &values[b * picture..][..picture];
+        blocking.all().into_par_iter().for_each_init(
+            || (cpu::fresh::<T>(room), vec![T::Acc::ZERO; blocking.rows() * n]),
+            |(gathered, wide), block| {
                 for group in 0..g.groups {
-                    let a = if g.is_product() {
-                        &picture[first * k..][..rows * k]
-                    } else {
-                        g.gather(picture, first, group, &mut gathered[..rows * k]);
-                        &gathered[..rows * k]
-                    };
+                    let a = Mat::new(g.windows(&values, block, group, gathered), block.rows(), k);
                     let w = Mat::new(&weight[group * ng * k..][..ng * k], ng, k).t();
-                    multiply(&mut wide[group * ng..], n, Mat::new(a, rows, k), w, false, By::Me);
+                    multiply(&mut wide[group * ng..], n, a, w, false, By::Me);
                 }
-                // SAFETY: block i is the only one that writes these rows.
-                let out = unsafe { outputs.get((b * pixels + first) * n, rows * n) };
-                let before = unsafe { befores.get((b * pixels + first) * n, rows * n) };
-                finish(&wide[..rows * n], bias.as_deref(), out, before, self.act, n);
+                let (at, len) = (block.row(pixels) * n, block.rows() * n);
+                // SAFETY: this block alone writes its rows.
+                let (out, before) = unsafe { (outputs.get(at, len), befores.get(at, len)) };
+                finish(&wide[..len], bias.as_deref(), out, before, self.act, n);
             },
         );
         let (h, w) = g.output();
@@ -328,41 +389,24 @@ impl Conv<'_> {
     fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T]) -> Vec<Vec<T::Acc>> {
         let g = &self.geometry;
         let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
-        let (picture, ng) = (g.height * g.width * g.inputs, n / g.groups);
-        let batch = values.len() / picture;
+        let ng = n / g.groups;
+        let batch = values.len() / (g.height * g.width * g.inputs);
         let run = batch.div_ceil(cpu::threads()).max(1);
-        (0..batch.div_ceil(run))
-            .into_par_iter()
-            .map(|part| {
-                let mut sum = vec![T::Acc::ZERO; n * k];
-                let mut gathered = cpu::fresh::<T>(if g.is_product() { 0 } else { g.block() * k });
-                for b in part * run..((part + 1) * run).min(batch) {
-                    let picture = &values[b * picture..][..picture];
-                    for first in (0..pixels).step_by(g.block()) {
-                        let rows = g.block().min(pixels - first);
-                        for group in 0..g.groups {
-                            let a = if g.is_product() {
-                                &picture[first * k..][..rows * k]
-                            } else {
-                                g.gather(picture, first, group, &mut gathered[..rows * k]);
-                                &gathered[..rows * k]
-                            };
-                            let d = &d[(b * pixels + first) * n + group * ng..];
-                            let d = Mat::strided(d, rows, ng, n).t();
-                            multiply(
-                                &mut sum[group * ng * k..][..ng * k],
-                                k,
-                                d,
-                                Mat::new(a, rows, k),
-                                true,
-                                By::Me,
-                            );
-                        }
-                    }
+        let blocking = g.blocks(batch, cpu::threads());
+        let room = if g.is_product() { 0 } else { blocking.rows() * k };
+        let one = |part: usize| {
+            let mut sum = vec![T::Acc::ZERO; n * k];
+            let mut gathered = cpu::fresh::<T>(room);
+            for block in blocking.of(part * run..(part + 1) * run) {
+                for group in 0..g.groups {
+                    let a = Mat::new(g.windows(values, block, group, &mut gathered), block.rows(), k);
+                    let d = Mat::strided(&d[block.row(pixels) * n + group * ng..], block.rows(), ng, n).t();
+                    multiply(&mut sum[group * ng * k..][..ng * k], k, d, a, true, By::Me);
                 }
-                sum
-            })
-            .collect()
+            }
+            sum
+        };
+        (0..batch.div_ceil(run)).into_par_iter().map(one).collect()
     }
 
     fn input_gradient<T: Elem>(&self, weight: &[T], d: &[T]) -> Vec<T> {
@@ -370,21 +414,40 @@ impl Conv<'_> {
         let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
         let (picture, ng) = (g.height * g.width * g.inputs, n / g.groups);
         let batch = d.len() / (pixels * n);
+        let blocking = g.blocks(batch, cpu::threads());
         let mut dx = cpu::fresh::<T>(batch * picture);
-        dx.par_chunks_mut(picture).enumerate().for_each_init(
-            || (vec![T::Acc::ZERO; g.block() * k], vec![T::Acc::ZERO; picture]),
-            |(gathered, wide), (b, dx)| {
-                wide.fill(T::Acc::ZERO);
-                for first in (0..pixels).step_by(g.block()) {
-                    let rows = g.block().min(pixels - first);
-                    for group in 0..g.groups {
-                        let d = Mat::strided(&d[(b * pixels + first) * n + group * ng..], rows, ng, n);
-                        let w = Mat::new(&weight[group * ng * k..][..ng * k], ng, k);
-                        multiply(&mut gathered[..rows * k], k, d, w, false, By::Me);
-                        T::vectorised(|| g.scatter(&gathered[..rows * k], first, group, wide));
+        let narrow = T::as_acc_mut(&mut dx[..0]).is_none();
+        dx.par_chunks_mut(blocking.pictures * picture).enumerate().for_each_init(
+            || {
+                let wide = if narrow { blocking.pictures * picture } else { 0 };
+                (vec![T::Acc::ZERO; blocking.rows() * k], vec![T::Acc::ZERO; wide])
+            },
+            |(gathered, wide), (i, dx)| {
+                let from = i * blocking.pictures;
+                {
+                    let sums = match T::as_acc_mut(dx) {
+                        Some(dx) => dx,
+                        None => wide.as_mut_slice(),
+                    };
+                    sums.fill(T::Acc::ZERO);
+                    for block in blocking.of(from..from + blocking.pictures) {
+                        for group in 0..g.groups {
+                            let at = block.row(pixels) * n + group * ng;
+                            let d = Mat::strided(&d[at..], block.rows(), ng, n);
+                            let w = Mat::new(&weight[group * ng * k..][..ng * k], ng, k);
+                            multiply(&mut gathered[..block.rows() * k], k, d, w, false, By::Me);
+                            let pictures = sums.chunks_exact_mut(picture);
+                            for (rows, sums) in
+                                gathered.chunks_exact(block.part * k).zip(pictures).take(block.pictures)
+                            {
+                                vectorised!(T, || g.scatter(rows, block.first, group, sums));
+                            }
+                        }
                     }
                 }
-                dx.iter_mut().zip(&*wide).for_each(|(dx, w)| *dx = T::down(*w));
+                if narrow {
+                    dx.iter_mut().zip(&*wide).for_each(|(dx, w)| *dx = T::down(*w));
+                }
             },
         );
         dx
@@ -399,11 +462,15 @@ pub fn workspace(geometry: &Geometry, at: crate::layers::At) -> (u64, u64) {
     }
     let elem = at.dtype.size_in_bytes();
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
-    let gathered = if g.is_product() { 0 } else { g.block() * g.window() * elem };
-    let picture = g.height * g.width * g.inputs;
-    let forward = at.threads * (gathered + g.block() * g.outputs * acc);
-    let weight = at.threads.min(at.batch) * (g.outputs * g.window() * acc + gathered);
-    let input = at.threads * (g.block() * g.window() + picture) * acc;
+    let blocking = g.blocks(at.batch, at.threads);
+    let (rows, k) = (blocking.rows(), g.window());
+    let gathered = if g.is_product() { 0 } else { rows * k * elem };
+    let wide = if elem == acc { 0 } else { blocking.pictures * g.height * g.width * g.inputs * acc };
+    let list =
+        at.batch.div_ceil(blocking.pictures) * blocking.pixels.div_ceil(blocking.part) * size_of::<Block>();
+    let forward = at.threads * (gathered + rows * g.outputs * acc) + list;
+    let weight = at.threads.min(at.batch) * (g.outputs * k * acc + gathered);
+    let input = at.threads * (rows * k * acc + wide);
     (forward as u64, weight.max(input) as u64)
 }
 
@@ -416,7 +483,7 @@ fn finish<T: Elem>(
     act: Activation,
     n: usize,
 ) {
-    T::vectorised(|| {
+    vectorised!(T, || {
         each_activation!(act, f => {
             for (i, (wide, y)) in wide.chunks_exact(n).zip(y.chunks_exact_mut(n)).enumerate() {
                 match bias {

@@ -10,7 +10,7 @@ use super::linear::{Grads, add_all};
 use super::product::{By, Mat, multiply};
 use super::tally::Tally;
 use super::{Elem, Real, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// A target that is not to be learned nor counted.
 pub const IGNORE: u32 = u32::MAX;
@@ -143,7 +143,7 @@ impl Head<'_> {
                 let mut sums = Tally::default();
                 let mut columns =
                     vec![T::Acc::ZERO; if bias.is_some() && scale.is_some() { classes } else { 0 }];
-                T::Acc::vectorised(|| {
+                vectorised!(T::Acc, || {
                     for (row, &target) in scores.chunks_exact_mut(classes).zip(targets) {
                         if let Some(bias) = bias {
                             row.iter_mut().zip(bias).for_each(|(s, b)| *s += b.up());

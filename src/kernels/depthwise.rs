@@ -7,6 +7,7 @@ use rayon::prelude::*;
 
 use super::conv::Geometry;
 use super::{Elem, Real, cpu};
+use crate::vectorised;
 
 /// Channels summed at once: few enough to stay in vector registers.
 const TILE: usize = 32;
@@ -105,7 +106,7 @@ fn sum_taps<T: Elem>(pixels: &[T], weight: &[T::Acc], taps: &[Tap], to: &mut [T:
 /// One line of output pixels of a picture, before bias and activation, into `to` (width, channels).
 pub fn line<T: Elem>(g: &Geometry, picture: &[T], weight: &[T::Acc], oy: usize, to: &mut [T::Acc]) {
     let mut taps = Vec::with_capacity(g.kernel * g.kernel);
-    T::vectorised(|| {
+    vectorised!(T, || {
         for (ox, to) in to.chunks_exact_mut(g.outputs).enumerate() {
             g.seen(oy, ox, &mut taps);
             sum_taps(picture, weight, &taps, to);
@@ -124,7 +125,7 @@ pub fn input_gradient<T: Elem>(g: &Geometry, weight: &[T], d: &[T]) -> Vec<T> {
         |(wide, taps), (i, line)| {
             let (b, iy) = (i / g.height, i % g.height);
             let d = &d[b * h * w * c..][..h * w * c];
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for (ix, to) in line.chunks_exact_mut(c).enumerate() {
                     g.seen_by(iy, ix, taps);
                     match T::as_acc_mut(to) {
@@ -151,7 +152,7 @@ pub fn weight_gradient<T: Elem>(g: &Geometry, values: &[T], d: &[T]) -> Vec<Vec<
         let mut sums = vec![T::Acc::ZERO; cells * c];
         for b in part * run..((part + 1) * run).min(batch) {
             let (x, d) = (&values[b * picture..][..picture], &d[b * h * w * c..][..h * w * c]);
-            T::vectorised(|| add_picture(g, x, d, &mut sums));
+            vectorised!(T, || add_picture(g, x, d, &mut sums));
         }
         sums
     };

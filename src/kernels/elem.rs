@@ -58,10 +58,94 @@ pub trait Elem: Slices + Default {
     /// The values to be computed into, where the two types are one.
     fn as_acc_mut(values: &mut [Self]) -> Option<&mut [Self::Acc]>;
 
-    /// Runs a loop compiled for the widest vectors of this machine, where that pays.
-    fn vectorised<R>(body: impl FnOnce() -> R) -> R {
-        body()
+    /// Whether loops over it are compiled for the vectors of the machine at hand; see [`crate::vectorised`].
+    const WIDE: bool = false;
+}
+
+/// The vectors of this machine.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Vectors {
+    /// What every machine of this kind has.
+    Base,
+    /// 32 bytes: AVX2.
+    V3,
+    /// 64 bytes: AVX-512.
+    V4,
+}
+
+/// Found once.
+#[inline]
+pub fn vectors() -> Vectors {
+    #[cfg(target_arch = "x86_64")]
+    {
+        static FOUND: std::sync::OnceLock<Vectors> = std::sync::OnceLock::new();
+        *FOUND.get_or_init(|| {
+            let all = |yes: &[bool]| yes.iter().all(|yes| *yes);
+            let v3 = [
+                is_x86_feature_detected!("avx2"),
+                is_x86_feature_detected!("fma"),
+                is_x86_feature_detected!("bmi2"),
+            ];
+            let v4 = [
+                is_x86_feature_detected!("avx512f"),
+                is_x86_feature_detected!("avx512bw"),
+                is_x86_feature_detected!("avx512dq"),
+                is_x86_feature_detected!("avx512vl"),
+            ];
+            match (all(&v3), all(&v4)) {
+                (true, true) => Vectors::V4,
+                (true, false) => Vectors::V3,
+                _ => Vectors::Base,
+            }
+        })
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    Vectors::Base
+}
+
+/// Runs `body` compiled for 32-byte vectors.
+///
+/// # Safety
+/// [`vectors`] is `V3` or `V4`.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,bmi2")]
+#[inline]
+pub unsafe fn with_v3<R>(body: impl FnOnce() -> R) -> R {
+    body()
+}
+
+/// Runs `body` compiled for 64-byte vectors.
+///
+/// # Safety
+/// [`vectors`] is `V4`.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+#[inline]
+pub unsafe fn with_v4<R>(body: impl FnOnce() -> R) -> R {
+    body()
+}
+
+/// `vectorised!(T, || loop)` runs a loop over values of `T` compiled for the widest vectors of the machine.
+///
+/// A macro and not a function, so that every width has a closure of its own: one that is called from a
+/// single place is always inlined there, and takes on that place's instructions. The arithmetic is the same
+/// in all widths, so debug builds compile the loop once and build faster.
+#[macro_export]
+macro_rules! vectorised {
+    ($T:ty, || $body:expr $(,)?) => {{
+        #[cfg(all(target_arch = "x86_64", not(debug_assertions)))]
+        // SAFETY: each width is used only where it was found.
+        unsafe {
+            use $crate::kernels::elem::{Vectors, vectors, with_v3, with_v4};
+            match if <$T as $crate::kernels::Elem>::WIDE { vectors() } else { Vectors::Base } {
+                Vectors::V4 => with_v4(|| $body),
+                Vectors::V3 => with_v3(|| $body),
+                Vectors::Base => $body,
+            }
+        }
+        #[cfg(not(all(target_arch = "x86_64", not(debug_assertions))))]
+        $body
+    }};
 }
 
 impl Elem for f32 {
@@ -77,15 +161,7 @@ impl Elem for f32 {
         value
     }
 
-    /// Compiled once for each vector width, chosen at run time. The arithmetic is the same in all of
-    /// them, so debug builds compile it once and build three times as fast.
-    #[inline]
-    fn vectorised<R>(body: impl FnOnce() -> R) -> R {
-        #[cfg(not(debug_assertions))]
-        return pulp::Arch::new().dispatch(body);
-        #[cfg(debug_assertions)]
-        body()
-    }
+    const WIDE: bool = true;
 
     fn widened(values: &[f32]) -> Cow<'_, [f32]> {
         Cow::Borrowed(values)

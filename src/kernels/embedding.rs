@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::linear::{add_all, column_sums};
 use super::{Elem, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// `y[b, t] = tokens[ids[b, t]] + positions[t] + kinds[0]`
 pub struct Embedding<'a> {
@@ -58,7 +58,7 @@ impl Embedding<'_> {
         let kinds = self.kinds.map(cpu::view::<T>).transpose()?;
         let mut y = cpu::fresh::<T>(ids.len() * n);
         let add = |y: &mut [T], row: &[T]| {
-            T::vectorised(|| y.iter_mut().zip(row).for_each(|(y, r)| *y = T::down(y.up() + r.up())))
+            vectorised!(T, || y.iter_mut().zip(row).for_each(|(y, r)| *y = T::down(y.up() + r.up())))
         };
         cpu::for_rows(&mut y, n, |first, y| {
             for (i, y) in y.chunks_exact_mut(n).enumerate().map(|(i, y)| (first + i, y)) {
@@ -99,7 +99,7 @@ impl Embedding<'_> {
         let (ids, dy) = (cpu::view::<u32>(ids)?, cpu::view::<T>(dy)?);
         let row_of = |i: usize| &dy[i * n..][..n];
         let add = |into: &mut [T::Acc], row: &[T]| {
-            T::vectorised(|| into.iter_mut().zip(row).for_each(|(a, d)| *a += d.up()))
+            vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.up()))
         };
         // Sorted by token and then by place: whoever owns a range of the table finds its rows together,
         // and adds them in the same order however the table is shared out.

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::activation::each_activation;
 use super::product::{By, Mat, multiply, multiply_rounded};
 use super::{Activation, Elem, Reads, Real, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// How a weight lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +96,7 @@ impl Linear<'_> {
                     if let Some(bias) = &bias {
                         finish(pre, bias, Activation::Identity);
                     }
-                    T::vectorised(|| {
+                    vectorised!(T, || {
                         each_activation!(self.act, f => {
                             y.iter_mut().zip(pre).for_each(|(y, pre)| *y = T::down(f.value(pre.up())))
                         })
@@ -107,7 +107,8 @@ impl Linear<'_> {
         match &bias {
             Some(bias) => cpu::for_rows(&mut y, n, |_, rows| finish(rows, bias, self.act)),
             None => cpu::for_rows(&mut y, n, |_, rows| {
-                T::vectorised(
+                vectorised!(
+                    T,
                     || each_activation!(self.act, f => rows.iter_mut().for_each(|y| *y = T::down(f.value(y.up())))),
                 )
             }),
@@ -201,7 +202,7 @@ fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
 
 /// `y = act(y + bias)` over whole rows.
 fn finish<T: Elem>(rows: &mut [T], bias: &[T], act: Activation) {
-    T::vectorised(|| {
+    vectorised!(T, || {
         each_activation!(act, f => {
             for row in rows.chunks_exact_mut(bias.len()) {
                 row.iter_mut().zip(bias).for_each(|(y, b)| *y = T::down(f.value(y.up() + b.up())));
@@ -223,13 +224,14 @@ pub(super) fn through_activation<T: Elem>(
     let one = |i: usize, d: &mut [T]| {
         if let Some(v) = v {
             let v = &v[i * chunk..][..d.len()];
-            T::vectorised(
+            vectorised!(
+                T,
                 || each_activation!(act, f => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * f.slope(v.up())))),
             );
         }
         let mut sum = vec![T::Acc::ZERO; if sums { n } else { 0 }];
         if sums {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for row in d.chunks_exact(n) {
                     sum.iter_mut().zip(row).for_each(|(s, d)| *s += d.up());
                 }
@@ -247,7 +249,7 @@ pub(super) fn through_activation<T: Elem>(
 pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> Vec<Vec<T::Acc>> {
     let one = |d: &[T]| {
         let mut sum = vec![T::Acc::ZERO; n];
-        T::vectorised(|| {
+        vectorised!(T, || {
             for row in d.chunks_exact(n) {
                 sum.iter_mut().zip(row).for_each(|(s, d)| *s += d.up());
             }

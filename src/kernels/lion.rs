@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::update::{CHUNK, Common, decay, decay_reference};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Lion {
@@ -42,7 +42,7 @@ impl Lion {
                         w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).zip(m.par_chunks_mut(CHUNK));
                     chunks.enumerate().for_each(|(i, ((w, g), m))| {
                         decay(w, i * CHUNK, c);
-                        T::vectorised(|| {
+                        vectorised!(T, || {
                             for ((w, g), m) in w.iter_mut().zip(g).zip(m) {
                                 let d = g.up() * gs;
                                 let go = b1 * m.up() + a1 * d;

@@ -35,6 +35,7 @@ pub mod rotary;
 pub mod scale;
 pub mod swiglu;
 pub mod tally;
+pub mod turn;
 pub mod update;
 
 pub use activation::{Activation, Reads};

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::conv::Blocks;
 use super::linear::{Grads, add_all};
 use super::{Elem, Real, cpu, lanes, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// `y = w (x - mean) / sqrt(mean((x - mean)^2) + eps) + b` over the last dimension.
 pub struct Norm<'a> {
@@ -67,7 +67,7 @@ impl Norm<'_> {
         let rows = cpu::rows_per_chunk(n);
         let chunks = x.par_chunks(rows * n).zip(y.par_chunks_mut(rows * n));
         chunks.zip(stats.par_chunks_mut(rows * kept)).for_each(|((x, y), stats)| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for ((x, y), stats) in
                     x.chunks_exact(n).zip(y.chunks_exact_mut(n)).zip(stats.chunks_exact_mut(kept))
                 {
@@ -142,7 +142,7 @@ impl Norm<'_> {
                 let dx = unsafe { all.get(i * rows * n, x.len()) };
                 let mut dw = vec![T::Acc::ZERO; n];
                 let mut db = vec![T::Acc::ZERO; if self.bias.is_some() { n } else { 0 }];
-                T::vectorised(|| {
+                vectorised!(T, || {
                     let row = x.chunks_exact(n).zip(dy.chunks_exact(n)).zip(stats.chunks_exact(kept));
                     for (r, ((x, dy), stats)) in row.enumerate() {
                         let mean = if self.centred { stats[0] } else { T::Acc::ZERO };

@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 use super::linear::{add_all, column_sums};
 use super::product::{By, Mat, multiply};
 use super::{Elem, Real, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// A map: its weight is (out, in), its bias (out).
 #[derive(Clone, Copy)]
@@ -70,7 +70,7 @@ fn forward_cpu<T: Elem>(x: &Tensor, maps: &[Map]) -> Result<Tensor> {
     if !biases.is_empty() {
         let biases: Vec<(usize, &[T])> = biases.iter().map(|(first, bias)| (*first, &**bias)).collect();
         cpu::for_rows(&mut y, n, |_, y| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for row in y.chunks_exact_mut(n) {
                     for (first, bias) in &biases {
                         let row = row[*first..].iter_mut().zip(*bias);

@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Elem, Real, cpu, reference};
-use crate::with_elem;
+use super::{Elem, cpu, reference};
+use crate::{vectorised, with_elem};
 
 /// Sizes of a pooling window over (height, width, channels) pictures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +63,7 @@ pub fn max(x: &Tensor, w: &Window) -> Result<(Tensor, Tensor)> {
         use rayon::prelude::*;
         y.par_chunks_mut(width * c).zip(which.par_chunks_mut(width * c)).enumerate().with_min_len(8).for_each(|(line, (y, which))| {
             let values = &values[line / h * picture..][..picture];
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for (ox, (y, which)) in y.chunks_exact_mut(c).zip(which.chunks_exact_mut(c)).enumerate() {
                     let mut first = true;
                     for (i, cell) in w.cells(line % h, ox) {
@@ -87,29 +87,44 @@ pub fn max(x: &Tensor, w: &Window) -> Result<(Tensor, Tensor)> {
     })
 }
 
-/// Gives each maximum's gradient to the cell it came from; `x` is needed by the reference alone.
+/// Gives each maximum's gradient to the cell it came from.
 pub fn max_backward(which: &Tensor, dy: &Tensor, w: &Window) -> Result<Tensor> {
     with_elem!(dy.dtype(), T => {
         let (which, d) = (cpu::view::<u8>(which)?, cpu::view::<T>(dy)?);
-        let ((h, width), c) = (w.output(), w.channels);
-        let (picture, batch) = (w.height * w.width * c, dy.dim(0)?);
-        let mut dx = cpu::zeros::<T>(batch * picture);
+        let (picture, batch) = (w.height * w.width * w.channels, dy.dim(0)?);
+        // Windows that lie side by side and fill the picture write each cell once.
+        let once = w.stride == w.size && w.padding == 0 && w.height % w.size == 0 && w.width % w.size == 0;
+        let mut dx = if once { cpu::fresh::<T>(batch * picture) } else { cpu::zeros::<T>(batch * picture) };
         use rayon::prelude::*;
-        dx.par_chunks_mut(picture).enumerate().for_each(|(b, dx)| T::vectorised(|| {
-            for oy in 0..h {
-                for ox in 0..width {
-                    let at = ((b * h + oy) * width + ox) * c;
-                    let (which, d) = (&which[at..][..c], &d[at..][..c]);
-                    for (i, cell) in w.cells(oy, ox) {
-                        let to = &mut dx[cell * c..][..c];
-                        for ((to, which), d) in to.iter_mut().zip(which).zip(d) {
-                            let share = if *which == i as u8 { d.up() } else { Real::ZERO };
-                            *to = T::down(to.up() + share);
-                        }
-                    }
+        dx.par_chunks_mut(picture).enumerate().for_each(|(b, dx)| match once {
+            true => share_out(&which, &d, w, b, dx, |_, share| share),
+            false => share_out(&which, &d, w, b, dx, |there: T, share: T| T::down(there.up() + share.up())),
+        });
+        cpu::tensor(dx, (batch, w.height, w.width, w.channels))
+    })
+}
+
+/// One picture: `put` makes a cell's new value of what is there and its share.
+#[inline(always)]
+fn share_out<T: Elem>(
+    which: &[u8],
+    d: &[T],
+    w: &Window,
+    picture: usize,
+    dx: &mut [T],
+    put: impl Fn(T, T) -> T,
+) {
+    let ((h, width), c) = (w.output(), w.channels);
+    vectorised!(T, || {
+        for (oy, ox) in (0..h * width).map(|i| (i / width, i % width)) {
+            let at = ((picture * h + oy) * width + ox) * c;
+            let (which, d) = (&which[at..][..c], &d[at..][..c]);
+            for (i, cell) in w.cells(oy, ox) {
+                let to = &mut dx[cell * c..][..c];
+                for ((to, which), d) in to.iter_mut().zip(which).zip(d) {
+                    *to = put(*to, if *which == i as u8 { *d } else { T::default() });
                 }
             }
-        }));
-        cpu::tensor(dx, (batch, w.height, w.width, c))
+        }
     })
 }

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
 use super::{Elem, Real, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// The reference.
 pub fn reference(x: &Tensor, s: &Tensor) -> Result<Tensor> {
@@ -21,7 +21,7 @@ pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
         let (sample, c) = (values.len() / x.dim(0)?.max(1), x.dim(3)?);
         let mut y = cpu::fresh::<T>(values.len());
         y.par_chunks_mut(sample).zip(values.par_chunks(sample)).zip(s.par_chunks(c)).for_each(|((y, x), s)| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for (y, x) in y.chunks_exact_mut(c).zip(x.chunks_exact(c)) {
                     y.iter_mut().zip(x).zip(s).for_each(|((y, x), s)| *y = T::down(x.up() * s.up()));
                 }
@@ -47,7 +47,7 @@ fn of_factors_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     ds.par_chunks_mut(c).zip(values.par_chunks(sample)).zip(d.par_chunks(sample)).for_each_init(
         || vec![T::Acc::ZERO; c],
         |sum, ((ds, x), d)| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 sum.fill(T::Acc::ZERO);
                 for (x, d) in x.chunks_exact(c).zip(d.chunks_exact(c)) {
                     sum.iter_mut().zip(x).zip(d).for_each(|((s, x), d)| *s += x.up() * d.up());
@@ -72,7 +72,7 @@ pub fn backward_with_means(dy: &Tensor, s: &Tensor, m: &Tensor) -> Result<Tensor
         let mut dx = cpu::fresh::<T>(d.len());
         let factors = s.par_chunks(c).zip(m.par_chunks(c));
         dx.par_chunks_mut(h * w * c).zip(d.par_chunks(h * w * c)).zip(factors).for_each(|((dx, d), (s, m))| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for (dx, d) in dx.chunks_exact_mut(c).zip(d.chunks_exact(c)) {
                     for (((dx, d), s), m) in dx.iter_mut().zip(d).zip(s).zip(m) {
                         *dx = T::down(d.up() * s.up() + m.up() * share);

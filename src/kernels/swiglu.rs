@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
 use super::{Activation, Elem, Real, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 const ACT: Activation = Activation::Silu;
 
@@ -25,7 +25,7 @@ pub fn forward(x: &Tensor) -> Result<Tensor> {
         let mut y = cpu::fresh::<T>(values.len() / 2);
         cpu::for_rows(&mut y, n, |first, y| {
             let x = &values[2 * first * n..][..2 * y.len()];
-            T::vectorised(|| {
+            vectorised!(T, || {
                 for (x, y) in x.chunks_exact(2 * n).zip(y.chunks_exact_mut(n)) {
                     let (gate, up) = x.split_at(n);
                     for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
@@ -50,7 +50,7 @@ pub fn backward(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let rows = cpu::rows_per_chunk(n);
         let chunks = dx.par_chunks_mut(2 * rows * n).zip(values.par_chunks(2 * rows * n));
         chunks.zip(dy.par_chunks(rows * n)).for_each(|((dx, x), dy)| {
-            T::vectorised(|| {
+            vectorised!(T, || {
                 let rows = dx.chunks_exact_mut(2 * n).zip(x.chunks_exact(2 * n)).zip(dy.chunks_exact(n));
                 for ((dx, x), dy) in rows {
                     let ((gate, up), (d_gate, d_up)) = (x.split_at(n), dx.split_at_mut(n));

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
 use super::{Elem, Real, cpu, reference};
-use crate::with_elem;
+use crate::{vectorised, with_elem};
 
 /// Values a thread takes at once.
 pub(super) const CHUNK: usize = 32 * 1024;
@@ -76,7 +76,7 @@ impl AdamW {
                             .zip(v.par_chunks_mut(CHUNK));
                         chunks.enumerate().for_each(|(i, (((w, g), m), v))| {
                             decay(w, i * CHUNK, c);
-                            T::vectorised(|| {
+                            vectorised!(T, || {
                                 for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
                                     let d = g.up() * gs;
                                     let first = b1 * m.up() + a1 * d;
@@ -137,7 +137,7 @@ impl Sgd {
                 None => {
                     w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).enumerate().for_each(
                         |(i, (w, g))| {
-                            T::vectorised(|| {
+                            vectorised!(T, || {
                                 for (j, (w, g)) in w.iter_mut().zip(g).enumerate() {
                                     let d = g.up() * gs + wd(i * CHUNK + j) * w.up();
                                     *w = T::down(w.up() - lr * d);
@@ -152,7 +152,7 @@ impl Sgd {
                     let chunks =
                         w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).zip(m.par_chunks_mut(CHUNK));
                     chunks.enumerate().for_each(|(i, ((w, g), m))| {
-                        T::vectorised(|| {
+                        vectorised!(T, || {
                             for (j, ((w, g), m)) in w.iter_mut().zip(g).zip(m).enumerate() {
                                 let d = g.up() * gs + wd(i * CHUNK + j) * w.up();
                                 let speed = if self.first { d } else { mu * m.up() + d };
@@ -192,7 +192,7 @@ pub(super) fn decay<T: Elem>(w: &mut [T], start: usize, c: &Common) {
     let keep = <T::Acc as Real>::of(1.0 - c.lr * c.weight_decay);
     let until = c.decayed.saturating_sub(start).min(w.len());
     if c.weight_decay != 0.0 {
-        T::vectorised(|| w[..until].iter_mut().for_each(|w| *w = T::down(w.up() * keep)));
+        vectorised!(T, || w[..until].iter_mut().for_each(|w| *w = T::down(w.up() * keep)));
     }
 }
 
@@ -212,7 +212,7 @@ pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
     }
     with_elem!(values.dtype(), T => {
         let values = cpu::view::<T>(values)?;
-        let sum = |chunk: &[T]| T::vectorised(|| {
+        let sum = |chunk: &[T]| vectorised!(T, || {
             // Sixteen running sums, so that the loop vectorises.
             let mut sums = [<T as Elem>::Acc::ZERO; 16];
             for group in chunk.chunks(16) {
@@ -248,7 +248,7 @@ pub fn blend(average: &Tensor, values: &Tensor, keep: f64) -> Result<()> {
         let values = cpu::view::<T>(values)?;
         let (keep, rest) = (<T as Elem>::Acc::of(keep), <T as Elem>::Acc::of(1.0 - keep));
         cpu::update::<T, _>(average, |average| {
-            average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| T::vectorised(|| {
+            average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| vectorised!(T, || {
                 average.iter_mut().zip(values).for_each(|(a, v)| *a = T::down(keep * a.up() + rest * v.up()))
             }))
         })

@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use super::{At, Cost, Layer, Pass, Saved};
+use crate::kernels::turn;
 
 pub struct Flatten {
     pub name: String,
@@ -36,7 +37,7 @@ impl Layer for Flatten {
     fn forward(&self, x: &Tensor, _: &Pass) -> Result<(Tensor, Saved)> {
         let batch = x.dim(0)?;
         let x = match self.turns() {
-            Some((pixels, c)) => x.reshape((batch, pixels, c))?.transpose(1, 2)?.contiguous()?,
+            Some((pixels, c)) => turn::forward(x, pixels, c)?,
             None => x.clone(),
         };
         Ok((x.reshape((batch, self.len()))?, Saved::default()))
@@ -45,7 +46,7 @@ impl Layer for Flatten {
     fn backward(&self, _: Saved, dy: Tensor, _: &Pass, _: bool) -> Result<Option<Tensor>> {
         let batch = dy.dim(0)?;
         let dx = match self.turns() {
-            Some((pixels, c)) => dy.reshape((batch, c, pixels))?.transpose(1, 2)?.contiguous()?,
+            Some((pixels, c)) => turn::forward(&dy, c, pixels)?,
             None => dy,
         };
         Ok(Some(dx.reshape([&[batch], self.shape.as_slice()].concat())?))

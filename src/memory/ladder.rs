@@ -288,7 +288,7 @@ mod tests {
         };
         assert_eq!(may(0.001, 300), (16, 0), "cheap micro-batches are split");
         assert_eq!(may(10.0, 300), (32, 2), "dear ones are kept and blocks run again");
-        assert_eq!(may(0.001, 105), (1, 4), "and where only both fit, both are done");
+        assert_eq!(may(0.001, 105), (2, 4), "and where only both fit, both are done");
     }
 
     proptest! {

@@ -60,6 +60,24 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
+/// Asks the system's allocator to keep what is freed: a step asks for the same sizes again and again, and
+/// memory that went back to the system costs a page fault for every 4 KiB when it returns.
+pub fn keep_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        unsafe extern "C" {
+            fn mallopt(parameter: i32, value: i32) -> i32;
+        }
+        const TRIM_THRESHOLD: i32 = -1;
+        const MMAP_MAX: i32 = -4;
+        // SAFETY: both set plain numbers of the allocator. One that refuses them goes on as it was.
+        unsafe {
+            mallopt(MMAP_MAX, 0);
+            mallopt(TRIM_THRESHOLD, i32::MAX);
+        }
+    }
+}
+
 /// Heap bytes in use now; 0 where [`Counting`] is not installed.
 pub fn live() -> u64 {
     LIVE.load(Relaxed)

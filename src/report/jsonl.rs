@@ -245,7 +245,7 @@ mod tests {
         let first = whole_lines(&path).unwrap().next().unwrap().unwrap();
         assert_eq!(
             first,
-            r#"{"step":1,"epoch":0,"t":1.0,"train.loss":1.0,"lr":0.001,"grad_norm":0.5,"samples":100,"step_s":1.0,"data_wait_s":0.01,"ram_bytes":222298112,"vram_bytes":0}"#
+            r#"{"step":1,"epoch":0,"t":1.0,"train.loss":1.0,"lr":0.001,"grad_norm":0.5,"samples":100,"step_s":1.0,"data_wait_s":0.01,"ram_bytes":216006656,"vram_bytes":0}"#
         );
         assert_eq!(steps(), [(1, false), (2, false), (2, true)]);
 

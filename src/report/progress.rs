@@ -193,7 +193,7 @@ mod tests {
         let line = |width, bar| progress.line(width, bar, Paint::default());
         assert_eq!(
             line(None, false),
-            "epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 2.2 s"
+            "epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 2.2 s"
         );
         assert_eq!(
             line(Some(80), true),

@@ -78,7 +78,7 @@ pub fn step(t: f64, step: u64) -> Record {
         accumulation_steps: 2,
         step_s: 1.0,
         data_wait_s: 0.01,
-        ram_bytes: 212 << 20,
+        ram_bytes: 206 << 20,
         vram_bytes: 0,
         samples_digest: format!("d{step}"),
         loss_scale: 1.0,

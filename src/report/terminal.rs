@@ -233,12 +233,12 @@ run    shapes  101,770 parameters  cpu, 2 threads  seed 42
        runs/shapes/1
 {plan}
 
-epoch 1/3  step 1/6  loss 1.0000  lr 1.0e-3  100 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
-epoch 1/3  step 2/6  loss 0.5000  lr 1.0e-3  50 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
+epoch 1/3  step 1/6  loss 1.0000  lr 1.0e-3  100 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
+epoch 1/3  step 2/6  loss 0.5000  lr 1.0e-3  50 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 5.0 s
 eval   epoch 1  valid.accuracy 0.5000  valid.loss 0.5000
-epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 2.5 s
+epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 2.5 s
 eval   epoch 2  valid.accuracy 0.7500  valid.loss 0.2500
-epoch 3/3  step 6/6  loss 0.1667  lr 1.0e-3  70 samples/s  ram 212 MiB of 256 MiB  wait 1.0 %  eta 0.0 s
+epoch 3/3  step 6/6  loss 0.1667  lr 1.0e-3  70 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 0.0 s
 eval   epoch 3  valid.accuracy 0.7000  valid.loss 0.3000
 
 run      shapes finished: 6 steps, 3 epochs, 450 samples

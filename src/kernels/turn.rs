@@ -1,0 +1,37 @@
+//! Rows and columns of a matrix a sample change places.
+
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+use super::{Elem, cpu, reference};
+use crate::with_elem;
+
+/// Rows and columns of the squares that are turned at once, so that both sides stay in the cache.
+const SQUARE: usize = 16;
+
+/// (batch, rows, cols) to (batch, cols, rows).
+pub fn forward(x: &Tensor, rows: usize, cols: usize) -> Result<Tensor> {
+    let batch = x.elem_count() / (rows * cols).max(1);
+    if !reference::has_body(x) {
+        return x.reshape((batch, rows, cols))?.transpose(1, 2)?.contiguous();
+    }
+    with_elem!(x.dtype(), T => {
+        let values = cpu::view::<T>(x)?;
+        let mut y = cpu::fresh::<T>(values.len());
+        y.par_chunks_mut(rows * cols).zip(values.par_chunks(rows * cols)).for_each(|(y, x)| turn(x, y, rows, cols));
+        cpu::tensor(y, (batch, cols, rows))
+    })
+}
+
+fn turn<T: Elem>(x: &[T], y: &mut [T], rows: usize, cols: usize) {
+    for first in (0..rows).step_by(SQUARE) {
+        for start in (0..cols).step_by(SQUARE) {
+            for col in start..(start + SQUARE).min(cols) {
+                let to = &mut y[col * rows..][..rows];
+                for row in first..(first + SQUARE).min(rows) {
+                    to[row] = x[row * cols + col];
+                }
+            }
+        }
+    }
+}
