@@ -236,7 +236,10 @@ fn every_config_loads_and_its_resolved_job_is_the_same_job() {
         configs.filter(|path| path.extension().is_some_and(|e| e == "toml")).collect();
     assert!(configs.len() >= 2);
     for path in configs {
-        let job = Job::load(&path, &[]).unwrap_or_else(|e| panic!("{e}"));
+        // What the environment would say; whether the files are there is not the job's business.
+        let text =
+            fs::read_to_string(&path).unwrap().replace("${MNIST}", "/mnist").replace("${TEXT}", "/text");
+        let job = Job::parse(&text, &path, &[]).unwrap_or_else(|e| panic!("{e}"));
         let again = Job::parse(&job.to_toml(), Path::new("/elsewhere/other.toml"), &[]);
         assert_eq!(again.unwrap_or_else(|e| panic!("{e}\n{}", job.to_toml())), job);
     }

@@ -100,7 +100,7 @@ impl Geometry {
                 }
                 let start = y as usize * self.width;
                 if self.dilation == 1 && self.groups == 1 && x0 >= 0 && x0 as usize + k <= self.width {
-                    line.copy_from_slice(&picture[(start + x0 as usize) * c..][..k * c]);
+                    copy(&picture[(start + x0 as usize) * c..][..k * c], line);
                     continue;
                 }
                 for (kx, cell) in line.chunks_exact_mut(cg).enumerate() {
@@ -108,7 +108,7 @@ impl Geometry {
                     if x < 0 || x >= self.width as isize {
                         cell.fill(T::default());
                     } else {
-                        cell.copy_from_slice(&picture[(start + x as usize) * c + g * cg..][..cg]);
+                        copy(&picture[(start + x as usize) * c + g * cg..][..cg], cell);
                     }
                 }
             }
@@ -143,6 +143,15 @@ impl Geometry {
                 }
             }
         }
+    }
+}
+
+/// A copy that is not worth a call where there are a few values only, as in a picture of one channel.
+#[inline(always)]
+fn copy<T: Elem>(from: &[T], to: &mut [T]) {
+    match from.len() {
+        0..=16 => to.iter_mut().zip(from).for_each(|(to, from)| *to = *from),
+        _ => to.copy_from_slice(from),
     }
 }
 
@@ -271,19 +280,33 @@ impl Conv<'_> {
         let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
         let blocking = g.blocks(batch, cpu::threads());
         let room = if g.is_product() { 0 } else { blocking.rows() * k };
+        // Straight into the output, where it is of the type that is computed in and needs no copy.
+        let direct = pre.is_empty() && T::as_acc_mut(&mut y[..0]).is_some();
+        let wide_bias = bias.as_deref().map(T::widened);
         let (outputs, befores) = (Blocks::new(&mut y), Blocks::new(&mut pre));
         blocking.all().into_par_iter().for_each_init(
-            || (cpu::fresh::<T>(room), vec![T::Acc::ZERO; blocking.rows() * n]),
+            || (cpu::fresh::<T>(room), vec![T::Acc::ZERO; if direct { 0 } else { blocking.rows() * n }]),
             |(gathered, wide), block| {
-                for group in 0..g.groups {
-                    let a = Mat::new(g.windows(&values, block, group, gathered), block.rows(), k);
-                    let w = Mat::new(&weight[group * ng * k..][..ng * k], ng, k).t();
-                    multiply(&mut wide[group * ng..], n, a, w, false, By::Me);
-                }
                 let (at, len) = (block.row(pixels) * n, block.rows() * n);
                 // SAFETY: this block alone writes its rows.
                 let (out, before) = unsafe { (outputs.get(at, len), befores.get(at, len)) };
-                finish(&wide[..len], bias.as_deref(), out, before, self.act, n);
+                let mut product = |to: &mut [T::Acc]| {
+                    for group in 0..g.groups {
+                        let a = Mat::new(g.windows(&values, block, group, gathered), block.rows(), k);
+                        let w = Mat::new(&weight[group * ng * k..][..ng * k], ng, k).t();
+                        multiply(&mut to[group * ng..], n, a, w, false, By::Me);
+                    }
+                };
+                match T::as_acc_mut(out) {
+                    Some(out) if direct => {
+                        product(out);
+                        super::linear::finish(out, n, wide_bias.as_deref(), self.act);
+                    }
+                    _ => {
+                        product(wide);
+                        finish(&wide[..len], bias.as_deref(), out, before, self.act, n);
+                    }
+                }
             },
         );
         let (h, w) = g.output();
@@ -455,7 +478,7 @@ impl Conv<'_> {
 }
 
 /// Bytes of temporaries of the forward pass and of the backward pass.
-pub fn workspace(geometry: &Geometry, at: crate::layers::At) -> (u64, u64) {
+pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) -> (u64, u64) {
     let g = geometry;
     if g.is_depthwise() {
         return g.depthwise_workspace(at);
@@ -468,7 +491,8 @@ pub fn workspace(geometry: &Geometry, at: crate::layers::At) -> (u64, u64) {
     let wide = if elem == acc { 0 } else { blocking.pictures * g.height * g.width * g.inputs * acc };
     let list =
         at.batch.div_ceil(blocking.pictures) * blocking.pixels.div_ceil(blocking.part) * size_of::<Block>();
-    let forward = at.threads * (gathered + rows * g.outputs * acc) + list;
+    let direct = elem == acc && act.reads() != Reads::Input;
+    let forward = at.threads * (gathered + if direct { 0 } else { rows * g.outputs * acc }) + list;
     let weight = at.threads.min(at.batch) * (g.outputs * k * acc + gathered);
     let input = at.threads * (rows * k * acc + wide);
     (forward as u64, weight.max(input) as u64)

@@ -93,9 +93,7 @@ impl Linear<'_> {
             y.par_chunks_mut(cpu::rows_per_chunk(n) * n)
                 .zip(pre.par_chunks_mut(cpu::rows_per_chunk(n) * n))
                 .for_each(|(y, pre)| {
-                    if let Some(bias) = &bias {
-                        finish(pre, bias, Activation::Identity);
-                    }
+                    finish(pre, n, bias.as_deref(), Activation::Identity);
                     vectorised!(T, || {
                         each_activation!(self.act, f => {
                             y.iter_mut().zip(pre).for_each(|(y, pre)| *y = T::down(f.value(pre.up())))
@@ -104,14 +102,8 @@ impl Linear<'_> {
                 });
             return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(pre, shape)?)));
         }
-        match &bias {
-            Some(bias) => cpu::for_rows(&mut y, n, |_, rows| finish(rows, bias, self.act)),
-            None => cpu::for_rows(&mut y, n, |_, rows| {
-                vectorised!(
-                    T,
-                    || each_activation!(self.act, f => rows.iter_mut().for_each(|y| *y = T::down(f.value(y.up())))),
-                )
-            }),
+        if bias.is_some() || self.act != Activation::Identity {
+            cpu::for_rows(&mut y, n, |_, rows| finish(rows, n, bias.as_deref(), self.act));
         }
         Ok((cpu::tensor(y, shape)?, None))
     }
@@ -200,15 +192,21 @@ fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
     super::activation::reference::forward(x, act)
 }
 
-/// `y = act(y + bias)` over whole rows.
-fn finish<T: Elem>(rows: &mut [T], bias: &[T], act: Activation) {
-    vectorised!(T, || {
-        each_activation!(act, f => {
-            for row in rows.chunks_exact_mut(bias.len()) {
-                row.iter_mut().zip(bias).for_each(|(y, b)| *y = T::down(f.value(y.up() + b.up())));
-            }
-        })
-    })
+/// `y = act(y + bias)` over whole rows of `n` values.
+pub(super) fn finish<T: Elem>(rows: &mut [T], n: usize, bias: Option<&[T]>, act: Activation) {
+    match bias {
+        None if act == Activation::Identity => {}
+        None => vectorised!(T, || {
+            each_activation!(act, f => rows.iter_mut().for_each(|y| *y = T::down(f.value(y.up()))))
+        }),
+        Some(bias) => vectorised!(T, || {
+            each_activation!(act, f => {
+                for row in rows.chunks_exact_mut(n) {
+                    row.iter_mut().zip(bias).for_each(|(y, b)| *y = T::down(f.value(y.up() + b.up())));
+                }
+            })
+        }),
+    }
 }
 
 /// Turns `dy` into the gradient before the activation, in place, and gives the column sums of the

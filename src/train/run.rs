@@ -193,10 +193,11 @@ impl<'a> Run<'a> {
         ledger: Ledger,
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
-        let engine = match Engine::new(setup, ledger, plan.chosen.recompute) {
+        let engine = match Engine::new(setup, ledger.clone(), plan.chosen.recompute) {
+            // Nothing is smaller than the weights: all there is to do is to ask once more.
             Err(StepError::Oom(oom)) => {
                 report.record(oom_event(0, "start", &oom))?;
-                return Err(Failure::OutOfMemory { attempts: 0, first: Box::new(oom) });
+                Engine::new(setup, ledger, plan.chosen.recompute)?
             }
             other => other?,
         };
@@ -262,7 +263,7 @@ impl<'a> Run<'a> {
 
     fn train(&mut self) -> Result<Ended, Failure> {
         let until = self.setup.total_steps.min(self.options.max_steps.unwrap_or(u64::MAX));
-        let mut loader = self.loader(until)?;
+        let mut loader = self.open(until)?;
         while self.step < until {
             if let Some(signal) = self.options.signals.stop() {
                 return self.stop(signal);
@@ -294,22 +295,33 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The loader of training samples from the cursor on, and the right to what it holds.
-    fn loader(&self, until: u64) -> Result<(Loader, Option<Reservation>), Failure> {
+    /// Starts to load training samples from the cursor on, in smaller micro-batches where it has to.
+    fn open(&mut self, until: u64) -> Result<(Loader, Reservation), Failure> {
+        loop {
+            match self.loader(until) {
+                Ok(loader) => return Ok(loader),
+                Err(Tried::Oom(oom)) => self.shrink("start", oom)?,
+                Err(Tried::Failed(failure)) => return Err(failure),
+            }
+        }
+    }
+
+    /// The loader of training samples, and the right to what it holds.
+    fn loader(&self, until: u64) -> Result<(Loader, Reservation), Tried> {
         let setup = self.setup;
         let micro_batch = self.split.micro_batch.min(setup.sets.train.len() as usize);
         let hold = self.engine.ledger.reserve(Role::DataPipeline, "prefetch", setup.pipeline(micro_batch));
-        let hold = hold.map_err(StepError::Oom)?;
+        let hold = hold.map_err(Tried::Oom)?;
         let source = setup.sets.train.clone();
         let (prefetch, workers) = (setup.prefetch, setup.workers);
         let loader =
-            Loader::start(source, setup.order.clone(), self.cursor, until, micro_batch, prefetch, workers)?;
-        Ok((loader, Some(hold)))
+            Loader::start(source, setup.order.clone(), self.cursor, until, micro_batch, prefetch, workers);
+        Ok((loader.map_err(Failure::from)?, hold))
     }
 
     /// Makes one update, in as many tries as memory makes necessary: each runs the same samples from the
     /// same state, in smaller micro-batches.
-    fn update(&mut self, loader: &mut (Loader, Option<Reservation>), until: u64) -> Result<Updated, Failure> {
+    fn update(&mut self, loader: &mut (Loader, Reservation), until: u64) -> Result<Updated, Failure> {
         self.engine.begin()?;
         loop {
             match self.try_update(&mut loader.0) {
@@ -318,9 +330,7 @@ impl<'a> Run<'a> {
                     let phase = self.engine.ledger.current_phase();
                     self.shrink(phase, oom)?;
                     self.engine.rewind()?;
-                    // The old loader's memory is given back before the new one asks.
-                    loader.1 = None;
-                    *loader = self.loader(until)?;
+                    *loader = self.open(until)?;
                 }
                 Err(Tried::Failed(failure)) => return Err(failure),
             }
@@ -506,11 +516,15 @@ impl<'a> Run<'a> {
         let begun = Instant::now();
         self.engine.ledger.phase("checkpoint");
         let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
-        let _hold = self
-            .engine
-            .ledger
-            .reserve(Role::CheckpointWriting, "checkpoint", bytes)
-            .map_err(StepError::Oom)?;
+        let ask = || self.engine.ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
+        let _hold = match ask() {
+            Ok(hold) => hold,
+            // Between updates nothing else can be given back: all there is to do is to ask once more.
+            Err(oom) => {
+                self.report.record(oom_event(self.step, "checkpoint", &oom))?;
+                ask().map_err(StepError::Oom)?
+            }
+        };
         let state = State {
             format: FORMAT,
             step: self.step,
