@@ -183,7 +183,7 @@ impl Head<'_> {
         }
         // Of equal scores the first counts as the answer, so that a model that says nothing is not right.
         let rank = above + equal_before;
-        let known = of_target == of_target;
+        let known = !of_target.wide().is_nan();
         sums.count += 1;
         sums.top1 += (known && rank == 0) as u64;
         sums.top5 += (known && rank < 5) as u64;
@@ -212,9 +212,9 @@ impl Head<'_> {
         let pull = R::of(scale * (hard + share * all_weights)) / total;
         row.iter_mut().for_each(|s| *s *= pull);
         if self.smoothing > 0.0 {
-            row.iter_mut().enumerate().for_each(|(c, s)| *s = *s - R::of(scale * share * weight(c)));
+            row.iter_mut().enumerate().for_each(|(c, s)| *s -= R::of(scale * share * weight(c)));
         }
-        row[target] = row[target] - R::of(scale * hard);
+        row[target] -= R::of(scale * hard);
     }
 }
 

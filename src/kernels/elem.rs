@@ -19,6 +19,7 @@ pub trait Real:
     + std::ops::Div<Output = Self>
     + std::ops::Neg<Output = Self>
     + std::ops::AddAssign
+    + std::ops::SubAssign
     + std::ops::MulAssign
     + PartialOrd
     + std::iter::Sum
@@ -263,7 +264,7 @@ impl Real for f32 {
         let x = self.clamp(-87.3, 88.37);
         let shifted = x.mul_or_fuse(std::f32::consts::LOG2_E, ROUND);
         let n = shifted - ROUND;
-        let r = n.mul_or_fuse(-0.693_359_375, x);
+        let r = n.mul_or_fuse(-0.693_359_4, x);
         let r = n.mul_or_fuse(2.121_944_4e-4, r);
         let mut p = 1.987_569_2e-4_f32;
         for c in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {

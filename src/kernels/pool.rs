@@ -93,7 +93,7 @@ pub fn max_backward(which: &Tensor, dy: &Tensor, w: &Window) -> Result<Tensor> {
         let (which, d) = (cpu::view::<u8>(which)?, cpu::view::<T>(dy)?);
         let (picture, batch) = (w.height * w.width * w.channels, dy.dim(0)?);
         // Windows that lie side by side and fill the picture write each cell once.
-        let once = w.stride == w.size && w.padding == 0 && w.height % w.size == 0 && w.width % w.size == 0;
+        let once = w.stride == w.size && w.padding == 0 && w.height.is_multiple_of(w.size) && w.width.is_multiple_of(w.size);
         let mut dx = if once { cpu::fresh::<T>(batch * picture) } else { cpu::zeros::<T>(batch * picture) };
         use rayon::prelude::*;
         dx.par_chunks_mut(picture).enumerate().for_each(|(b, dx)| match once {

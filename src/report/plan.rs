@@ -107,7 +107,7 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
             let mut bar =
                 if look.live { text::bar(bytes as f64 / largest as f64, BAR) } else { String::new() };
             bar = paint.cyan(&bar);
-            rows.push(vec![role.to_string().into(), text::bytes(bytes), share, bar]);
+            rows.push(vec![role.to_string(), text::bytes(bytes), share, bar]);
             if verbose {
                 for part in here().filter(|part| part.role == role) {
                     rows.push(vec![paint.dim(&format!("  {}", part.name)), text::bytes(part.bytes)]);

@@ -314,8 +314,7 @@ impl<'a> Run<'a> {
         let hold = hold.map_err(Tried::Oom)?;
         let source = setup.sets.train.clone();
         let (prefetch, workers) = (setup.prefetch, setup.workers);
-        let loader =
-            Loader::start(source, setup.order.clone(), self.cursor, until, micro_batch, prefetch, workers);
+        let loader = Loader::start(source, setup.order, self.cursor, until, micro_batch, prefetch, workers);
         Ok((loader.map_err(Failure::from)?, hold))
     }
 
@@ -460,7 +459,7 @@ impl<'a> Run<'a> {
             let from = Cursor { update: 0, done };
             let source = setup.sets.valid.clone();
             let mut loader =
-                Loader::start(source, order.clone(), from, 1, micro_batch, setup.prefetch, setup.workers)?;
+                Loader::start(source, order, from, 1, micro_batch, setup.prefetch, setup.workers)?;
             while done < samples {
                 let batch = loader.next()?.ok_or_else(ended_early)?;
                 match self.engine.judge(&batch) {
