@@ -58,3 +58,9 @@ kill-resume TRIALS="50":
 bench-cpu *ARGS:
     cargo build --release
     python3 bench/cpu.py {{ ARGS }}
+
+# Take checkpoints to transformers and torchvision and back (needs both, torch and safetensors).
+[group('prove')]
+interop:
+    cargo build --release
+    python3 scripts/interop.py

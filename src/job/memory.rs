@@ -53,4 +53,7 @@ pub enum Rung {
     /// Blocks of the model keep only their input and run forward again for the backward pass: the same
     /// numbers, in more time.
     Recompute,
+    /// Optimizer state and saved activations wait in host memory. The CPU computes in host memory, so there it
+    /// changes nothing.
+    Offload,
 }
