@@ -103,13 +103,8 @@ impl Layer for Linear {
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
         let (y, pre) = self.kernel(pass).forward(x)?;
-        let mut saved = vec![x.clone()];
-        match self.act.reads() {
-            Reads::Nothing => {}
-            Reads::Output => saved.push(y.clone()),
-            Reads::Input => saved.extend(pre),
-        }
-        Ok((y, Saved(saved)))
+        let saved = Saved::around(x, &y, pre, self.act);
+        Ok((y, saved))
     }
 
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {

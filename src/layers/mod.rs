@@ -32,6 +32,7 @@ pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
 
+use crate::kernels::{Activation, Reads};
 use crate::params::{ParamId, StatId, Store};
 use crate::random::Random;
 
@@ -67,6 +68,18 @@ pub trait Layer: Send + Sync {
 /// What a layer keeps between its passes.
 #[derive(Default)]
 pub struct Saved(pub Vec<Tensor>);
+
+impl Saved {
+    /// What a map with an activation fused keeps: its input, and what the activation reads.
+    fn around(x: &Tensor, y: &Tensor, pre: Option<Tensor>, act: Activation) -> Self {
+        let read = match act.reads() {
+            Reads::Nothing => None,
+            Reads::Output => Some(y.clone()),
+            Reads::Input => pre,
+        };
+        Self(std::iter::once(x.clone()).chain(read).collect())
+    }
+}
 
 /// What a cost is asked for.
 #[derive(Clone, Copy, Debug)]
