@@ -135,12 +135,19 @@ pub unsafe fn with_v4<R>(body: impl FnOnce() -> R) -> R {
 macro_rules! vectorised {
     ($T:ty, || $body:expr $(,)?) => {{
         #[cfg(all(target_arch = "x86_64", not(debug_assertions)))]
-        // SAFETY: each width is used only where it was found.
-        unsafe {
+        {
             use $crate::kernels::elem::{Vectors, vectors, with_v3, with_v4};
             match if <$T as $crate::kernels::Elem>::WIDE { vectors() } else { Vectors::Base } {
-                Vectors::V4 => with_v4(|| $body),
-                Vectors::V3 => with_v3(|| $body),
+                Vectors::V4 => {
+                    let body = || $body;
+                    // SAFETY: these vectors were found.
+                    unsafe { with_v4(body) }
+                }
+                Vectors::V3 => {
+                    let body = || $body;
+                    // SAFETY: these vectors were found.
+                    unsafe { with_v3(body) }
+                }
                 Vectors::Base => $body,
             }
         }
