@@ -493,3 +493,26 @@ fn a_reader_that_goes_away_is_no_error() {
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert_eq!(named(&events(&folder.path().join("run")), "finished").len(), 1);
 }
+
+#[test]
+fn bad_data_is_told_with_the_file_before_anything_is_done() {
+    let folder = folder();
+    fs::write(folder.path().join("empty"), "").unwrap();
+    // A header that promises five pictures, and three bytes of them.
+    let short = [&[0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 28, 0, 0, 0, 28][..], b"abc"].concat();
+    fs::write(folder.path().join("short"), short).unwrap();
+    for (file, said) in [("empty", "is empty"), ("short", "ends too early"), ("absent", "cannot read")] {
+        let images = ["train", "valid"]
+            .map(|part| format!("{part}_images = \"{file}\"\n{part}_labels = \"{file}\"\n"));
+        let job = format!(
+            "[model]\nkind = \"mlp\"\n[data]\nkind = \"idx\"\n{}[train]\nsteps = 1\n",
+            images.concat()
+        );
+        fs::write(folder.path().join("job.toml"), job).unwrap();
+        let output = fit(folder.path(), &["--run-dir", "run"]);
+        assert_exit(&output, 4);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(text.contains(said) && text.contains(file) && text.contains("hint:"), "{text}");
+        assert!(!folder.path().join("run").exists());
+    }
+}
