@@ -157,27 +157,6 @@ pub fn for_rows<T: Send>(out: &mut [T], width: usize, body: impl Fn(usize, &mut 
     out.par_chunks_mut(rows * width).enumerate().for_each(|(i, chunk)| body(i * rows, chunk));
 }
 
-/// `out[j] += sum over rows of values[row][j]`, where `rows_of(chunk, partial)` adds a range of rows to
-/// a partial sum. The partial sums are added in order, so the result is the same for any thread count.
-pub fn reduce_rows<A: Send + Copy>(
-    rows: usize,
-    rows_per_chunk: usize,
-    zero: impl Fn() -> A + Sync,
-    body: impl Fn(Range<usize>, &mut A) + Sync,
-    mut fold: impl FnMut(A),
-) {
-    let chunks = rows.div_ceil(rows_per_chunk.max(1));
-    let partials: Vec<A> = (0..chunks)
-        .into_par_iter()
-        .map(|i| {
-            let mut partial = zero();
-            body(i * rows_per_chunk..((i + 1) * rows_per_chunk).min(rows), &mut partial);
-            partial
-        })
-        .collect();
-    partials.into_iter().for_each(&mut fold);
-}
-
 /// Runs `$body` with `$T` bound to the element type of `$dtype`.
 #[macro_export]
 macro_rules! with_elem {

@@ -2,18 +2,18 @@
 
 use super::probe::Host;
 use crate::job::Memory;
-use crate::units::Size;
+use crate::units::{Bytes, Size};
 
 /// Host bytes a job may use on this machine now. `auto` is what is available less the headroom; a size or
 /// a share is taken as stated, but never more than what is available.
 pub fn host(memory: &Memory, host: &Host) -> u64 {
-    match memory.ram {
-        Size::Auto => {
-            host.usable() - memory.headroom.of(crate::units::Bytes(host.usable())).0.min(host.usable())
-        }
-        Size::Bytes(bytes) => bytes.0.min(host.usable()),
-        share => share.of(crate::units::Bytes(host.most())).0.min(host.usable()),
-    }
+    let there = Bytes(host.usable());
+    let stated = match memory.ram {
+        Size::Auto => memory.usable(there),
+        Size::Bytes(bytes) => bytes,
+        share => share.of(Bytes(host.most())),
+    };
+    stated.min(there).0
 }
 
 #[cfg(test)]
