@@ -54,6 +54,7 @@ impl Fit {
             ram: memory::budget::host(&job.memory, &host),
             fault: fault()?,
             signals: Signals::watch()?,
+            watch: None,
         };
         let tensorboard = job.log.tensorboard;
         let look = common.look(io::stderr().is_terminal());

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::activation::each_activation;
 use super::linear::{Grads, add_all, through_activation};
-use super::product::{By, Mat, multiply};
+use super::product::{By, Mat, multiply, packing};
 use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference};
 use crate::{vectorised, with_elem};
 
@@ -486,15 +486,22 @@ pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) ->
     let elem = at.dtype.size_in_bytes();
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
     let blocking = g.blocks(at.batch, at.threads);
-    let (rows, k) = (blocking.rows(), g.window());
+    let (rows, k, ng) = (blocking.rows(), g.window(), g.outputs / g.groups);
+    // The operands of a product in the type it computes in, where that is another, and what it packs.
+    let copies = |values: usize| if elem == acc { 0 } else { values * acc };
+    let packed = |m, k, n, turned| packing(at.dtype, m, k, n, turned) as usize;
+    let forward_product = copies(rows * k + ng * k) + packed(rows, k, ng, false);
+    let weight_product = copies(rows * (k + g.outputs)) + packed(ng, rows, k, true);
+    let input_product = copies(rows * g.outputs + ng * k) + packed(rows, ng, k, false);
     let gathered = if g.is_product() { 0 } else { rows * k * elem };
     let wide = if elem == acc { 0 } else { blocking.pictures * g.height * g.width * g.inputs * acc };
     let list =
         at.batch.div_ceil(blocking.pictures) * blocking.pixels.div_ceil(blocking.part) * size_of::<Block>();
     let direct = elem == acc && act.reads() != Reads::Input;
-    let forward = at.threads * (gathered + if direct { 0 } else { rows * g.outputs * acc }) + list;
-    let weight = at.threads.min(at.batch) * (g.outputs * k * acc + gathered);
-    let input = at.threads * (rows * k * acc + wide);
+    let outputs = if direct { 0 } else { rows * g.outputs * acc };
+    let forward = at.threads * (gathered + outputs + forward_product) + list;
+    let weight = at.threads.min(at.batch) * (g.outputs * k * acc + gathered + weight_product);
+    let input = at.threads * (rows * k * acc + wide + input_product);
     (forward as u64, weight.max(input) as u64)
 }
 

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::activation::each_activation;
-use super::product::{By, Mat, multiply, multiply_rounded};
+use super::product::{By, Mat, multiply, multiply_rounded, packing};
 use super::{Activation, Elem, Reads, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -180,12 +180,15 @@ impl Linear<'_> {
     }
 }
 
-/// Bytes of temporaries of a product that rounds or widens: none where a type computes in itself.
+/// Bytes of temporaries of the products with an (n, k) weight: copies of another type, where it computes in one, and
+/// what is packed.
 pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
-    match dtype {
+    let copies = match dtype {
         DType::F32 | DType::F64 => 0,
         _ => cpu::bytes(DType::F32, rows * k + k * n + rows * n),
-    }
+    };
+    let output = packing(dtype, rows, k, n, false).max(packing(dtype, rows, n, k, false));
+    copies + output.max(packing(dtype, n, rows, k, true))
 }
 
 fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {

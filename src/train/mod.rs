@@ -9,5 +9,6 @@ pub mod retry;
 pub mod run;
 pub mod setup;
 pub mod signals;
+pub mod verify;
 
 pub use failure::Failure;

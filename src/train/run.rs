@@ -4,6 +4,7 @@ mod evaluate;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::DType;
@@ -29,6 +30,7 @@ use crate::memory::plan::{Plan, Split, Verdict};
 use crate::memory::{Ledger, Oom, Reservation, Role, ladder, measure};
 use crate::optim::scaling::{self, Scaling};
 use crate::optim::schedule;
+use crate::params::Store;
 use crate::report::Reporter;
 
 /// How a run is to be run, beside its job.
@@ -45,6 +47,18 @@ pub struct Options {
     /// The ask for memory that fails, counted from 1, for tests of recovery.
     pub fault: Option<u64>,
     pub signals: Signals,
+    /// Looks at the run from inside; a run that is watched judges no validation set.
+    pub watch: Option<Arc<dyn Watch>>,
+}
+
+/// Looks at every update of a run: how `verify` sees more of it than its events.
+pub trait Watch: Send + Sync {
+    /// The gradients of update `step` (from 1) are whole and the weights have not moved. `loss` is the mean, and
+    /// `factor` turns what is in the store into the gradient of the mean. `asks` of the ledger so far.
+    fn gradients(&self, step: u64, loss: f64, store: &Store, factor: f64, asks: u64) -> Result<(), Failure>;
+
+    /// Update `step` was made, of the samples up to `digest`.
+    fn updated(&self, step: u64, store: &Store, digest: Digest) -> Result<(), Failure>;
 }
 
 /// How a run ended that did not fail.
@@ -62,7 +76,17 @@ pub fn fit(
     report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
 ) -> Result<Ended, Failure> {
     let setup = Setup::new(job, options.ram)?;
-    let mut plan = setup.plan(options.ram);
+    let plan = setup.plan(options.ram);
+    follow(&setup, plan, options, report)
+}
+
+/// As [`fit`], in the way the plan says.
+pub fn follow(
+    setup: &Setup,
+    mut plan: Plan,
+    options: Options,
+    report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
+) -> Result<Ended, Failure> {
     if plan.verdict == Verdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
     }
@@ -82,13 +106,13 @@ pub fn fit(
     let text = serde_json::to_vec_pretty(&plan).map_err(std::io::Error::from);
     folder::write(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)?;
     let mut report = report(&folder, resumed)?;
-    report.record(started(&setup, &folder))?;
+    report.record(started(setup, &folder))?;
     report.record(Event::Planned { plan: plan.clone() })?;
 
     let ledger = Ledger::new(options.ram, options.fault);
     let mut step = 0;
     let result =
-        Run::new(&setup, &options, folder.checkpoints(), plan, ledger, &mut report).and_then(|mut run| {
+        Run::new(setup, &options, folder.checkpoints(), plan, ledger, &mut report).and_then(|mut run| {
             let begun = match resumed {
                 true => run.begin(found.is_none()).and_then(|()| run.resume(found, skipped)),
                 false => run.begin(true),
@@ -273,7 +297,7 @@ impl<'a> Run<'a> {
             let begun = Instant::now();
             let done = self.update(&mut loader, until)?;
             let last = self.step == until;
-            let evaluate = last || self.due(self.setup.job.eval.every());
+            let evaluate = self.options.watch.is_none() && (last || self.due(self.setup.job.eval.every()));
             if last || evaluate || self.step == 1 || self.step.is_multiple_of(self.setup.job.log.every_steps)
             {
                 self.report_step(&done, begun.elapsed().as_secs_f64())?;
@@ -349,6 +373,10 @@ impl<'a> Run<'a> {
             tally += self.engine.learn(&batch, self.scaling.factor)?;
         }
         let norm = self.engine.gradient_norm(&tally, self.scaling.factor)?;
+        if let Some(watch) = &self.options.watch {
+            let (engine, factor) = (&self.engine, self.engine.mean_factor(&tally, self.scaling.factor));
+            watch.gradients(self.step + 1, tally.mean_loss(), &engine.store, factor, engine.ledger.asks())?;
+        }
         let lr = schedule::lr(
             &self.setup.job.schedule,
             self.setup.job.optimizer.lr(),
@@ -370,6 +398,9 @@ impl<'a> Run<'a> {
         self.digest.extend(ids);
         self.cursor = Cursor { update: self.cursor.update + 1, done: 0 };
         self.clock.data_wait_s += wait_s;
+        if let Some(watch) = &self.options.watch {
+            watch.updated(self.step, &self.engine.store, self.digest)?;
+        }
         Ok(Updated { tally, lr, grad_norm: norm, epoch: span.epoch, wait_s })
     }
 
