@@ -5,6 +5,8 @@ pub mod estimate;
 pub mod ladder;
 pub mod ledger;
 pub mod measure;
+#[cfg(target_os = "linux")]
+pub mod pages;
 pub mod plan;
 pub mod probe;
 
