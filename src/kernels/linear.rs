@@ -183,12 +183,13 @@ impl Linear<'_> {
 /// Bytes of temporaries of the products with an (n, k) weight: copies of another type, where it computes in one, and
 /// what is packed.
 pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
-    let copies = match dtype {
+    let copies = |values: usize| match dtype {
         DType::F32 | DType::F64 => 0,
-        _ => cpu::bytes(DType::F32, rows * k + k * n + rows * n),
+        _ => cpu::bytes(DType::F32, values),
     };
     let output = packing(dtype, rows, k, n, false).max(packing(dtype, rows, n, k, false));
-    copies + output.max(packing(dtype, n, rows, k, true))
+    let weight = copies(rows * (k + n)) + packing(dtype, n, rows, k, true);
+    weight.max(copies(rows * k + k * n + rows * n) + output)
 }
 
 fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
