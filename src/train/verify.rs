@@ -340,7 +340,7 @@ mod tests {
         kind = 'shapes'
         train_samples = 48
         valid_samples = 8
-        image_size = 8
+        image_size = 16
         [train]
         batch_size = 12
         epochs = 2
