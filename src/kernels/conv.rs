@@ -435,9 +435,7 @@ impl Conv<'_> {
             let dx = depthwise::input_gradient(&self.geometry, &weight, &d);
             return Ok(Some(cpu::tensor(dx, x.shape())?));
         }
-        let partials = self.weight_gradient::<T>(&values, &d);
-        cpu::update::<T::Acc, _>(grads.weight, |into| add_all(into, &partials))?;
-        drop(partials);
+        cpu::update::<T::Acc, _>(grads.weight, |into| self.weight_gradient::<T>(&values, &d, into))?;
         if !want {
             return Ok(None);
         }
@@ -445,8 +443,9 @@ impl Conv<'_> {
         Ok(Some(cpu::tensor(self.input_gradient::<T>(&weight, &d), x.shape())?))
     }
 
-    /// The weight's gradient as sums over as many runs of pictures as there are threads.
-    fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T]) -> Vec<Vec<T::Acc>> {
+    /// Adds the weight's gradient: the pictures are cut into as many runs as there are threads, of which the
+    /// first adds in place and the others to sums of their own.
+    fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T], into: &mut [T::Acc]) {
         let g = &self.geometry;
         let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
         let (ng, cells) = (n / g.groups, g.panel());
@@ -454,24 +453,31 @@ impl Conv<'_> {
         let run = batch.div_ceil(cpu::threads()).max(1);
         let blocking = g.blocks(cells, batch, cpu::threads());
         let room = if g.is_product() { 0 } else { blocking.rows() * cells * g.depth() };
-        let one = |part: usize| {
-            let mut sum = vec![T::Acc::ZERO; n * k];
+        let add = |part: usize, sum: &mut [T::Acc]| {
             let mut gathered = cpu::fresh::<T>(room);
             for (group, first) in
                 (0..g.groups).flat_map(|group| (0..g.cells()).step_by(cells).map(move |c| (group, c)))
             {
                 let seen = first..(first + cells).min(g.cells());
-                let into = &mut sum[group * ng * k + first * g.depth()..];
+                let sum = &mut sum[group * ng * k + first * g.depth()..];
                 for block in blocking.of(part * run..(part + 1) * run) {
                     let a = g.windows(values, block, group, seen.clone(), &mut gathered);
                     let a = Mat::new(a, block.rows(), seen.len() * g.depth());
                     let d = Mat::strided(&d[block.row(pixels) * n + group * ng..], block.rows(), ng, n).t();
-                    multiply(into, k, d, a, true, By::Me);
+                    multiply(sum, k, d, a, true, By::Me);
                 }
             }
-            sum
         };
-        (0..batch.div_ceil(run)).into_par_iter().map(one).collect()
+        let others = || {
+            let one = |part: usize| {
+                let mut sum = vec![T::Acc::ZERO; n * k];
+                add(part, &mut sum);
+                sum
+            };
+            (1..batch.div_ceil(run)).into_par_iter().map(one).collect::<Vec<_>>()
+        };
+        let ((), partials) = rayon::join(|| add(0, into), others);
+        add_all(into, &partials);
     }
 
     fn input_gradient<T: Elem>(&self, weight: &[T], d: &[T]) -> Vec<T> {
@@ -539,7 +545,8 @@ pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) ->
     let cells = g.panel();
     let panel =
         if g.is_product() { 0 } else { g.blocks(cells, at.batch, at.threads).rows() * cells * g.depth() };
-    let weight = at.threads.min(at.batch) * (g.outputs * k * acc + panel * elem);
+    let runs = at.batch.div_ceil(at.batch.div_ceil(at.threads).max(1));
+    let weight = runs.saturating_sub(1) * g.outputs * k * acc + runs * panel * elem;
     let input = at.threads * (rows * k * acc + wide);
     (forward as u64, weight.max(input) as u64)
 }
