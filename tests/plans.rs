@@ -13,7 +13,7 @@ hidden = [64, 64, 64]
 
 [data]
 kind = \"shapes\"
-image_size = 12
+image_size = 16
 train_samples = 64
 valid_samples = 16
 

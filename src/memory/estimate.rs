@@ -16,7 +16,7 @@ use super::trail::{self, Blocks, High, Whose};
 use crate::features::Features;
 use crate::layers::At;
 use crate::layers::network::{Network, Walk};
-use crate::params::{Layout, Lies};
+use crate::params::{Flat, Layout, Lies};
 
 /// Heap bytes the program holds beside what it asks for: the measured size of argument parsing, the
 /// job, the network's description, thread pools and the reports, with room to spare.
@@ -25,9 +25,12 @@ pub const PROGRAM: u64 = 3 << 20;
 /// Heap bytes a thread of the matrix product keeps for packing, as measured with `gemm` 0.19.
 pub const PACKING: u64 = 2 << 20;
 
-/// Device bytes through which optimizer state passes that waits in host memory: two windows, one in use and
-/// one on its way.
+/// Device bytes, at most, through which optimizer state passes that waits in host memory: two windows, one in
+/// use and one on its way, each a sixteenth of the state where that is less.
 pub const WINDOW: u64 = 64 << 20;
+
+const MASTER: &str = "master weights";
+const GRADIENTS: &str = "gradients";
 
 /// A job, as far as its memory is concerned.
 #[derive(Clone, Copy)]
@@ -82,9 +85,8 @@ pub struct Estimate {
     /// The phase of the device's peak, or of the host's where that is the device.
     pub phase: &'static str,
     pub phases: Vec<(&'static str, Held)>,
-    /// Bytes a micro-batch moves to the host and back, and those an update does.
+    /// Bytes of activations that a micro-batch moves to the host and back.
     pub moved: u64,
-    pub moved_update: u64,
 }
 
 /// Bytes held at a moment, on the device and on the host.
@@ -109,7 +111,7 @@ pub trait Predict {
 }
 
 impl Estimate {
-    pub fn new(phases: Vec<(&'static str, Held)>, moved: u64, moved_update: u64) -> Self {
+    pub fn new(phases: Vec<(&'static str, Held)>, moved: u64) -> Self {
         let highest =
             |of: fn(&Held) -> u64| {
                 let first = phases.iter().fold(("start", 0), |best, (phase, held)| {
@@ -119,7 +121,7 @@ impl Estimate {
             };
         let (vram, ram) = (highest(|held| held.vram), highest(|held| held.ram));
         let phase = if vram.1 > 0 { vram.0 } else { ram.0 };
-        Self { vram: vram.1, ram: ram.1, phase, phases, moved, moved_update }
+        Self { vram: vram.1, ram: ram.1, phase, phases, moved }
     }
 
     pub fn phases(&self) -> Vec<Phase> {
@@ -145,11 +147,11 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
     let packing = if s.on_device { 0 } else { s.threads as u64 * PACKING };
     vec![
         (Role::Reserve, "program", PROGRAM + packing),
-        (Role::Weights, "master weights", (params + stats) * wide),
+        (Role::Weights, MASTER, (params + stats) * wide),
         (Role::Weights, "computed copy", copy),
         (Role::Weights, "moving average", if s.average { params * wide } else { 0 }),
         (Role::Weights, "statistics before an update", stats * wide),
-        (Role::Gradients, "gradients", params * wide),
+        (Role::Gradients, GRADIENTS, params * wide),
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
         (Role::DataPipeline, "data in memory", s.resident_data),
     ]
@@ -262,6 +264,24 @@ impl<'a> Estimator<'a> {
         (samples > 0).then(|| way.eval_micro_batch.min(samples))
     }
 
+    /// Values of the parameters, and of these statistics, by the layer that has them.
+    fn by_layer(&self, stats: Option<&'a Flat>) -> BTreeMap<&'a str, u64> {
+        let mut values = BTreeMap::new();
+        let flats = [Some(&self.subject.layout.params), stats];
+        for (spec, range) in flats.into_iter().flatten().flat_map(Flat::iter) {
+            // A layer's name is the beginning of its parameters' names.
+            let mut owner = spec.name.as_str();
+            while let Some((above, _)) = owner.rsplit_once('.') {
+                owner = above;
+                if self.blocks.has(owner) {
+                    break;
+                }
+            }
+            *values.entry(owner).or_default() += range.len() as u64;
+        }
+        values
+    }
+
     /// Where something of this role is, when nothing is offloaded.
     fn place(&self, role: Role) -> Place {
         match role {
@@ -288,7 +308,7 @@ impl<'a> Estimator<'a> {
                     *place = Place::Ram;
                 }
             }
-            let window = s.optimizer_state.min(WINDOW);
+            let window = s.optimizer_state.div_ceil(8).min(WINDOW);
             lasting.push((Role::Workspace, "optimizer state on its way", window, Place::Vram));
         }
         lasting
@@ -354,10 +374,8 @@ impl Predict for Estimator<'_> {
             (phase, held)
         });
         let away = trained.iter().map(|(_, high)| high.away).max().unwrap_or(0);
-        let state = lasting.iter().filter(|part| part.0 == Role::OptimizerState).map(|part| part.2).sum();
-        let moved = |what, bytes: u64| if way.offloads(what) { 2 * bytes } else { 0 };
-        let (saved, state) = (moved(Offload::Activations, away), moved(Offload::OptimizerState, state));
-        Estimate::new(phases.collect(), saved, state)
+        let moved = if way.offloads(Offload::Activations) { 2 * away } else { 0 };
+        Estimate::new(phases.collect(), moved)
     }
 
     fn parts(&self, way: Way) -> Vec<Part> {
@@ -377,7 +395,17 @@ impl Predict for Estimator<'_> {
             };
             let budget = self.subject.ram;
             let stated = self.lasting(way, budget).into_iter().chain(self.passing(way, budget, phase));
-            stated.filter(|part| part.3 == place).for_each(|(role, name, bytes, _)| add(name, role, bytes));
+            for (role, name, bytes, _) in stated.filter(|part| part.3 == place) {
+                match name {
+                    MASTER | GRADIENTS => {
+                        let stats = (name == MASTER).then_some(&self.subject.layout.stats);
+                        for (layer, values) in self.by_layer(stats) {
+                            add(layer, role, values * wide(self.subject.dtype));
+                        }
+                    }
+                    _ => add(name, role, bytes),
+                }
+            }
             let (log, whose) = match (*phase, self.eval_batch(way)) {
                 ("forward" | "backward", _) => {
                     (self.learn(self.train_batch(way), way.recompute), self.whose(way, place))

@@ -198,7 +198,7 @@ pub mod toy {
             };
             let eval = Held { ..on(saved_away + 2 * way.eval_micro_batch as u64) };
             let phases = vec![("backward", on(2 * samples + saved)), ("eval", eval)];
-            Estimate::new(phases, 2 * saved_away, 2 * state_away)
+            Estimate::new(phases, 2 * saved_away)
         }
 
         fn parts(&self, _: Way) -> Vec<Part> {
@@ -226,6 +226,8 @@ pub mod toy {
                 micro_batch: 0.01,
                 update: 0.02,
                 update_8bit: 0.03,
+                state: 0.08,
+                state_8bit: 0.008,
                 link: 1000.0,
                 samples: (batch * accumulation) as f64,
             },

@@ -36,6 +36,11 @@ impl Blocks {
         of.insert(network.loss.name().to_owned(), count - 1);
         Self { of, count }
     }
+
+    /// Whether there is a layer of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.of.contains_key(name)
+    }
 }
 
 /// The highest moments of a phase, in bytes; each is a moment of its own.

@@ -299,10 +299,10 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
         plan.rungs.extend(more);
         let shown = text(&plan, Look::default());
         let tail: Vec<&str> = shown.lines().skip_while(|line| !line.contains("considered")).collect();
-        assert_eq!(tail[0], "       considered                                ram  predicted  measured");
+        assert_eq!(tail[0], "       considered                                 ram  predicted  measured");
         assert_eq!(
             tail[2],
-            "       micro-batch 50, 2 accumulation steps  212 MiB     x 1.04    x 0.98  chosen"
+            "       micro-batch 50, 2 accumulation steps   212 MiB     x 1.04    x 0.98  chosen"
         );
         assert_eq!((tail.len(), *tail.last().unwrap()), (RUNGS + 2, "       and 18 more (-v)"));
     }

@@ -146,8 +146,11 @@ impl Setup {
         let mut blocks: Vec<&Block> = self.network.blocks.iter().collect();
         blocks.sort_by_key(|block| block.rank);
         let params = &self.layout.params;
+        let state = optim::state_bytes(&self.optimizer, params);
+        let state_8bit = self.optimizer.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params));
+        let moved = |bytes: u64| 2.0 * bytes as f64 / LINK;
         // Weights and gradients are read and written, and so is the state.
-        let touched = 2 * (8 * params.len as u64 + optim::state_bytes(&self.optimizer, params));
+        let touched = 2 * (8 * params.len as u64 + state);
         let update = touched as f64 / (speed.memory * cores as f64);
         Times {
             blocks: blocks.into_iter().map(|block| seconds(flops(block, at))).collect(),
@@ -155,6 +158,8 @@ impl Setup {
             micro_batch: 3.0 * speed.layer * self.network.layers().len() as f64,
             update,
             update_8bit: EIGHT_BIT * update,
+            state: moved(state),
+            state_8bit: moved(state_8bit),
             link: LINK,
             samples: samples as f64,
         }
