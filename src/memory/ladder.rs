@@ -78,7 +78,8 @@ pub fn change(split: Split, recompute: usize) -> String {
         1 => ", 1 block recomputed".into(),
         n => format!(", {n} blocks recomputed"),
     };
-    format!("micro-batch {}, {} accumulation steps{again}", split.micro_batch, split.accumulation_steps)
+    let steps = if split.accumulation_steps == 1 { "step" } else { "steps" };
+    format!("micro-batch {}, {} accumulation {steps}{again}", split.micro_batch, split.accumulation_steps)
 }
 
 /// A way of running, in the job's words.
