@@ -5,6 +5,6 @@
 static ALLOCATOR: trainer::memory::measure::Counting = trainer::memory::measure::Counting;
 
 fn main() -> std::process::ExitCode {
-    trainer::memory::measure::keep_large_buffers_apart();
+    trainer::memory::measure::steady_heap();
     trainer::cli::run(std::env::args_os()).into()
 }

@@ -1,7 +1,8 @@
 //! What memory really was used: a counting allocator, other code than what predicts.
 //!
 //! The binary and the tests install [`Counting`] as the global allocator. Two relaxed atomic additions
-//! an allocation; the peak is exact for the heap and says nothing of code, stacks or mapped files.
+//! an allocation; the peak is exact for the heap and says nothing of code, stacks or mapped files. Large
+//! buffers go to [`super::pages`].
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -14,72 +15,83 @@ static PEAK: AtomicU64 = AtomicU64::new(0);
 /// The peak since [`take_recent_peak`] was last called.
 static RECENT: AtomicU64 = AtomicU64::new(0);
 
-fn grew(bytes: usize) {
+fn grew(bytes: usize) -> u64 {
     let live = LIVE.fetch_add(bytes as u64, Relaxed) + bytes as u64;
     if live > RECENT.load(Relaxed) {
         RECENT.fetch_max(live, Relaxed);
         PEAK.fetch_max(live, Relaxed);
     }
+    live
 }
 
-fn shrank(bytes: usize) {
-    LIVE.fetch_sub(bytes as u64, Relaxed);
+fn shrank(bytes: usize) -> u64 {
+    LIVE.fetch_sub(bytes as u64, Relaxed) - bytes as u64
 }
 
-/// Allocations from this size on lie in pages of their own, which go back to the system when they are freed.
-const LARGE: usize = 4 << 20;
-const HUGE_PAGE: usize = 2 << 20;
+#[cfg(target_os = "linux")]
+use super::pages;
 
-/// A step asks for large buffers again and again, each a page fault for every page of it: in pages of 2 MiB
-/// these are five hundred times fewer. Such a buffer begins at a huge page.
-fn aligned(layout: Layout) -> Layout {
-    let huge = cfg!(target_os = "linux") && layout.size() >= LARGE;
-    // An alignment of 2 MiB is valid for every size that was valid before but the very largest.
-    if huge { layout.align_to(HUGE_PAGE).unwrap_or(layout) } else { layout }
-}
+/// Elsewhere the system's allocator gives large buffers too.
+#[cfg(not(target_os = "linux"))]
+mod pages {
+    use std::alloc::Layout;
 
-/// Asks for huge pages under a large allocation; a system that has none goes on as it was.
-///
-/// # Safety
-/// `size` bytes from `pointer` on are allocated.
-unsafe fn in_huge_pages(pointer: *mut u8, size: usize) {
-    #[cfg(target_os = "linux")]
-    if size >= LARGE && (pointer as usize).is_multiple_of(HUGE_PAGE) {
-        let whole = size / HUGE_PAGE * HUGE_PAGE;
-        let advice = rustix::mm::Advice::LinuxHugepage;
-        // SAFETY: the range is within the allocation; the advice changes no content.
-        let _ = unsafe { rustix::mm::madvise(pointer.cast(), whole, advice) };
+    pub fn is_large(_: Layout) -> bool {
+        false
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (pointer, size);
+    pub fn take(_: Layout, _: bool, _: u64) -> *mut u8 {
+        std::ptr::null_mut()
+    }
+    pub unsafe fn put(_: *mut u8, _: Layout, _: u64) {}
 }
 
-// SAFETY: every call is passed on to the system's allocator, with the same or a stricter alignment,
-// which a C allocator's `free` and `realloc` do not ask for; counting touches atomics only.
+/// Counts `layout` and gives it to `small` or to the pages; takes the count back when there is nothing.
+fn counted(layout: Layout, zeroed: bool, small: unsafe fn(&System, Layout) -> *mut u8) -> *mut u8 {
+    let live = grew(layout.size());
+    let pointer = match pages::is_large(layout) {
+        true => pages::take(layout, zeroed, live),
+        // SAFETY: the caller of the allocator keeps to its contract, which is passed on unchanged.
+        false => unsafe { small(&System, layout) },
+    };
+    if pointer.is_null() {
+        shrank(layout.size());
+    }
+    pointer
+}
+
+// SAFETY: every call goes to the system's allocator or to `pages`, which of the two the layout alone decides;
+// counting touches atomics only.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let pointer = unsafe { System.alloc(aligned(layout)) };
-        if !pointer.is_null() {
-            grew(layout.size());
-            unsafe { in_huge_pages(pointer, layout.size()) };
-        }
-        pointer
+        counted(layout, false, System::alloc)
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        let pointer = unsafe { System.alloc_zeroed(layout) };
-        if !pointer.is_null() {
-            grew(layout.size());
-        }
-        pointer
+        counted(layout, true, System::alloc_zeroed)
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        unsafe { System.dealloc(pointer, layout) };
-        shrank(layout.size());
+        let live = shrank(layout.size());
+        match pages::is_large(layout) {
+            true => unsafe { pages::put(pointer, layout, live) },
+            false => unsafe { System.dealloc(pointer, layout) },
+        }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller gives a size that is valid with this alignment.
+        let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
+        if pages::is_large(layout) || pages::is_large(new) {
+            // SAFETY: both blocks are at least as long as the shorter, and they are not the same.
+            let moved = unsafe { self.alloc(new) };
+            if !moved.is_null() {
+                unsafe {
+                    std::ptr::copy_nonoverlapping(pointer, moved, layout.size().min(size));
+                    self.dealloc(pointer, layout);
+                }
+            }
+            return moved;
+        }
         let moved = unsafe { System.realloc(pointer, layout, size) };
         if !moved.is_null() {
             // While the system copies, both blocks may be there; count them as if they were.
@@ -90,9 +102,9 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Fixes from what size on the system's allocator gives pages of their own. Left to itself it learns from what
-/// is freed, puts large buffers on the heap, and the holes between them stay resident.
-pub fn keep_large_buffers_apart() {
+/// Sets the system's allocator up for a few threads that ask for the same sizes again and again: one heap for
+/// all, whose end is not given back and taken again between two steps.
+pub fn steady_heap() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         unsafe extern "C" {
@@ -100,10 +112,12 @@ pub fn keep_large_buffers_apart() {
         }
         const TRIM_THRESHOLD: i32 = -1;
         const MMAP_THRESHOLD: i32 = -3;
-        // SAFETY: both set plain numbers of the allocator. One that refuses them goes on as it was.
+        const ARENA_MAX: i32 = -8;
+        // SAFETY: all set plain numbers of the allocator. One that refuses them goes on as it was.
         unsafe {
-            mallopt(MMAP_THRESHOLD, LARGE as i32);
-            mallopt(TRIM_THRESHOLD, 16 * LARGE as i32);
+            mallopt(MMAP_THRESHOLD, pages::LARGE as i32);
+            mallopt(TRIM_THRESHOLD, 16 * pages::LARGE as i32);
+            mallopt(ARENA_MAX, 1);
         }
     }
 }

@@ -8,6 +8,8 @@ pub mod ladder;
 pub mod ledger;
 pub mod lock;
 pub mod measure;
+#[cfg(target_os = "linux")]
+pub mod pages;
 pub mod plan;
 pub mod probe;
 pub mod search;
