@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::{Common, Exit, JobFile, Stop, plan};
-use crate::memory;
 use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
 use crate::train::folder::{Folder, Wish};
 use crate::train::run::{Ended, Options};
+use crate::train::setup::Setup;
 use crate::train::signals::{Signal, Signals};
 use crate::train::{self, Failure};
 
@@ -21,6 +21,7 @@ Examples:
   trainer fit job.toml --set optimizer.lr=3e-4 --set train.steps=1000
   trainer fit job.toml --run-dir runs/first
   trainer fit job.toml --run-dir runs/first --resume     go on where it stopped, or begin
+  trainer fit job.toml --frozen                          only with the plan in job.lock
   trainer fit job.toml --json > events.jsonl")]
 pub struct Fit {
     #[command(flatten)]
@@ -37,21 +38,28 @@ pub struct Fit {
     /// Print the memory plan and stop, as `trainer plan` does
     #[arg(long)]
     pub dry_run: bool,
+    #[command(flatten)]
+    pub locking: plan::Locking,
 }
 
 impl Fit {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
-        if self.dry_run {
-            return plan::show(job, None, false, common);
+        let machine = plan::here(&job)?;
+        if self.dry_run || self.locking.any() {
+            let setup = Setup::new(job.clone(), machine.ram)?;
+            let planned = setup.plan_for(&machine);
+            self.locking.heed(&self.job.path, &setup, &machine, &planned)?;
+            if self.dry_run {
+                return plan::show(&planned, false, common);
+            }
         }
-        let host = memory::probe::host()?;
         let options = Options {
             wish: Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() },
             runs: PathBuf::from("runs"),
             stamp: jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string(),
             max_steps: self.max_steps,
-            ram: memory::budget::host(&job.memory, &host),
+            ram: machine.ram,
             fault: fault()?,
             signals: Signals::watch()?,
         };

@@ -31,7 +31,7 @@ impl Default for Memory {
             vram: Size::Auto,
             ram: Size::Auto,
             headroom: Size::Percent(5.0),
-            on_oom: vec![Rung::Shrink, Rung::Recompute],
+            on_oom: vec![Rung::Shrink, Rung::Recompute, Rung::Offload],
             max_retries: 8,
         }
     }
@@ -56,4 +56,20 @@ pub enum Rung {
     /// Optimizer state and saved activations wait in host memory. The CPU computes in host memory, so there it
     /// changes nothing.
     Offload,
+    /// `adamw` keeps its two means in a byte a value, as `adamw8bit` does: nearly the same numbers, not the same,
+    /// so only a job that names it has it.
+    #[serde(rename = "optimizer-8bit")]
+    Optimizer8bit,
+}
+
+impl Rung {
+    /// As a job spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Rung::Shrink => "shrink",
+            Rung::Recompute => "recompute",
+            Rung::Offload => "offload",
+            Rung::Optimizer8bit => "optimizer-8bit",
+        }
+    }
 }

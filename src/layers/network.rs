@@ -33,6 +33,8 @@ pub struct Residual {
 pub struct Block {
     pub name: String,
     pub nodes: Vec<Node>,
+    /// Its place among the blocks when some are to run forward again: the lowest first.
+    pub rank: usize,
 }
 
 pub struct Network {
@@ -55,7 +57,7 @@ pub struct Walk<'a> {
     pub pass: Option<Pass<'a>>,
     pub at: At,
     pub ledger: &'a Ledger,
-    /// How many blocks, the first ones, keep only their input and run forward again.
+    /// How many blocks, those of the lowest ranks, keep only their input and run forward again.
     pub recompute: usize,
 }
 
@@ -100,8 +102,8 @@ impl Network {
         walk.ledger.phase("forward");
         let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
         let mut traces = Vec::with_capacity(self.blocks.len());
-        for (i, block) in self.blocks.iter().enumerate() {
-            let input = (i < walk.recompute).then(|| x.clone());
+        for block in &self.blocks {
+            let input = (block.rank < walk.recompute).then(|| x.clone());
             let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train)?;
             x = y;
             traces.push(match input {

@@ -5,9 +5,11 @@ pub mod engine;
 pub mod event;
 mod failure;
 pub mod folder;
+mod planning;
 pub mod retry;
 pub mod run;
 pub mod setup;
 pub mod signals;
+pub mod trial;
 
 pub use failure::Failure;

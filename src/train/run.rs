@@ -61,12 +61,12 @@ pub fn fit(
     options: Options,
     report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
 ) -> Result<Ended, Failure> {
-    let setup = Setup::new(job, options.ram)?;
-    let mut plan = setup.plan(options.ram);
+    let mut setup = Setup::new(job, options.ram)?;
+    let (folder, resumed) = Folder::choose(&options.wish, &setup.job, &options.runs, &options.stamp)?;
+    let mut plan = setup.settle(options.ram, resumed.then(|| folder.plan()).as_deref());
     if plan.verdict == Verdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
     }
-    let (folder, resumed) = Folder::choose(&options.wish, &setup.job, &options.runs, &options.stamp)?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
     let (found, skipped) = if resumed { checkpoints.newest() } else { (None, Vec::new()) };
     if resumed {
