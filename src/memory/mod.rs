@@ -1,6 +1,7 @@
 //! Memory, before and during: what is there, what a step needs, what is chosen, what is held.
 
 pub mod budget;
+pub mod correction;
 pub mod estimate;
 pub mod ladder;
 pub mod ledger;
@@ -8,7 +9,8 @@ pub mod measure;
 #[cfg(target_os = "linux")]
 pub mod pages;
 pub mod plan;
+pub mod pressure;
 pub mod probe;
 
-pub use ledger::{Ledger, Oom, Reservation};
+pub use ledger::{Fault, Ledger, Oom, Reservation};
 pub use plan::{Plan, Role};

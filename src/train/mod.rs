@@ -5,9 +5,12 @@ pub mod engine;
 pub mod event;
 mod failure;
 pub mod folder;
+pub mod hooks;
+pub mod postmortem;
 pub mod retry;
 pub mod run;
 pub mod setup;
 pub mod signals;
+pub mod supervisor;
 
 pub use failure::Failure;
