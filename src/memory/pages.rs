@@ -77,9 +77,9 @@ fn map(len: usize) -> *mut u8 {
     let spare = if len >= HUGE_PAGE { HUGE_PAGE } else { 0 };
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: a new mapping at an address of the system's choice touches nothing that is there.
-    let Ok(all) =
-        (unsafe { mmap_anonymous(std::ptr::null_mut(), len + spare, ProtFlags::READ | ProtFlags::WRITE, flags) })
-    else {
+    let Ok(all) = (unsafe {
+        mmap_anonymous(std::ptr::null_mut(), len + spare, ProtFlags::READ | ProtFlags::WRITE, flags)
+    }) else {
         return std::ptr::null_mut();
     };
     if spare == 0 {
@@ -87,7 +87,9 @@ fn map(len: usize) -> *mut u8 {
     }
     let begin = (all as usize).next_multiple_of(HUGE_PAGE);
     let before = begin - all as usize;
-    for cut in [Kept { address: all as usize, len: before }, Kept { address: begin + len, len: spare - before }] {
+    for cut in
+        [Kept { address: all as usize, len: before }, Kept { address: begin + len, len: spare - before }]
+    {
         if cut.len > 0 {
             unmap(cut);
         }
