@@ -1,17 +1,23 @@
 //! `trainer fit`: train a job.
 
+use std::fmt::Display;
 use std::io::{self, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use clap::Args;
 
 use super::{Common, Exit, JobFile, Stop, plan};
+use crate::memory::pressure::Watch;
 use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
 use crate::train::folder::{Folder, Wish};
+use crate::train::hooks::{Deaths, Hooks};
 use crate::train::run::{Ended, Options};
 use crate::train::setup::Setup;
-use crate::train::signals::{Signal, Signals};
+use crate::train::signals::{Heard, Signal, Signals};
+use crate::train::supervisor::Orders;
 use crate::train::{self, Failure};
+use crate::units::Bytes;
 
 /// Train a job
 #[derive(Clone, Debug, Args)]
@@ -46,7 +52,9 @@ impl Fit {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
         let machine = plan::here(&job)?;
-        if self.dry_run || self.locking.any() {
+        let orders = Orders::received()?;
+        // What the lock says was heeded by the process that gave the orders.
+        if self.dry_run || self.locking.any() && orders.is_none() {
             let setup = Setup::new(job.clone(), machine.ram)?;
             let planned = setup.plan_for(&machine);
             self.locking.heed(&self.job.path, &setup, &machine, &planned)?;
@@ -54,14 +62,36 @@ impl Fit {
                 return plan::show(&planned, false, common);
             }
         }
+        #[cfg(target_os = "linux")]
+        if job.memory.supervise && orders.is_none() {
+            let (folder, _) = Folder::choose(&self.wish(), &job, Path::new(RUNS), &stamp())?;
+            let code = train::supervisor::supervise(&folder, self.resume.is_some(), job.memory.max_retries)?;
+            return Ok(Exit::Worker(code as u8));
+        }
+        let (wish, heard, restart) = match orders {
+            None => (self.wish(), Heard::FromAnyone, None),
+            Some(orders) => {
+                let resume = orders.resume.then_some(None);
+                (Wish { run_dir: Some(orders.folder), resume }, Heard::FromSupervisor, orders.restart)
+            }
+        };
         let options = Options {
-            wish: Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() },
-            runs: PathBuf::from("runs"),
-            stamp: jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string(),
+            wish,
+            runs: PathBuf::from(RUNS),
+            stamp: stamp(),
             max_steps: self.max_steps,
             ram: machine.ram,
-            fault: fault()?,
-            signals: Signals::watch()?,
+            fault: hook("TRAINER_FAULT_ASK")?,
+            signals: Signals::watch(heard)?,
+            watch: match std::env::var_os("TRAINER_FAULT_PRESSURE") {
+                Some(file) => Watch::File(file.into()),
+                None => Watch::System(None),
+            },
+            restart,
+            hooks: Hooks {
+                deaths: hook("TRAINER_FAULT_DIE")?.map_or_else(Vec::new, |Deaths(deaths)| deaths),
+                unasked: hook("TRAINER_FAULT_UNASKED")?.map_or(0, |Bytes(bytes)| bytes as usize),
+            },
         };
         let tensorboard = job.log.tensorboard;
         let look = common.look(io::stderr().is_terminal());
@@ -94,15 +124,23 @@ impl Fit {
     }
 }
 
-/// The ask for memory that `TRAINER_FAULT_ASK` makes fail, for tests of recovery.
-fn fault() -> anyhow::Result<Option<u64>> {
-    match std::env::var("TRAINER_FAULT_ASK") {
-        Err(_) => Ok(None),
-        Ok(text) => match text.parse() {
-            Ok(n) => Ok(Some(n)),
-            Err(_) => {
-                Err(Stop::usage("`TRAINER_FAULT_ASK` is not a number", "unset it: it is for tests").into())
-            }
-        },
+impl Fit {
+    fn wish(&self) -> Wish {
+        Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() }
     }
+}
+
+/// Where runs go that are not given a folder.
+const RUNS: &str = "runs";
+
+/// Names a new run by the time it begins.
+fn stamp() -> String {
+    jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string()
+}
+
+/// A disturbance on purpose that an environment variable asks for, for tests of recovery.
+fn hook<T: FromStr<Err: Display>>(name: &str) -> anyhow::Result<Option<T>> {
+    let Ok(text) = std::env::var(name) else { return Ok(None) };
+    let wrong = |error| Stop::usage(format!("`{name}` is wrong: {error}"), "unset it: it is for tests");
+    Ok(Some(text.parse().map_err(wrong)?))
 }

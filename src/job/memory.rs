@@ -20,9 +20,13 @@ pub struct Memory {
     /// What may be done when memory runs out; `[]` means to fail with exit code 3.
     #[schemars(extend("uniqueItems" = true))]
     pub on_oom: Vec<Rung>,
-    /// Retries after an out of memory before the run gives up with exit code 3.
+    /// Retries in a row, without an update made, after an out of memory before the run gives up with exit
+    /// code 3; also how often a killed process is started again without a new checkpoint.
     #[schemars(range(max = 1000))]
     pub max_retries: u32,
+    /// Work in a child process, which is started again from its newest checkpoint, with less memory, when
+    /// the kernel kills it or an allocation fails. On Linux; elsewhere there is one process.
+    pub supervise: bool,
 }
 
 impl Default for Memory {
@@ -33,6 +37,7 @@ impl Default for Memory {
             headroom: Size::Percent(5.0),
             on_oom: vec![Rung::Shrink, Rung::Recompute, Rung::Offload],
             max_retries: 8,
+            supervise: true,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod advice;
 pub mod budget;
+pub mod correction;
 pub mod device;
 pub mod estimate;
 pub mod ladder;
@@ -11,10 +12,11 @@ pub mod measure;
 #[cfg(target_os = "linux")]
 pub mod pages;
 pub mod plan;
+pub mod pressure;
 pub mod probe;
 pub mod search;
 pub mod time;
 pub mod trail;
 
-pub use ledger::{Ledger, Oom, Reservation};
+pub use ledger::{Fault, Ledger, Oom, Reservation};
 pub use plan::{Plan, Role};
