@@ -87,6 +87,7 @@ impl Fit {
                 Some(file) => Watch::File(file.into()),
                 None => Watch::System(None),
             },
+            observer: None,
             restart,
             hooks: Hooks {
                 deaths: hook("TRAINER_FAULT_DIE")?.map_or_else(Vec::new, |Deaths(deaths)| deaths),

@@ -11,6 +11,7 @@ mod init;
 pub mod plan;
 mod probe;
 mod schema;
+mod verify;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -37,6 +38,7 @@ Examples:
   trainer check job.toml                   find every mistake in a job
   trainer plan job.toml                    what memory it will take, and whether it fits
   trainer fit job.toml                     train it
+  trainer verify job.toml                  prove that memory does not change its result
   trainer fit job.toml --set train.epochs=20 --resume
 
 Exit codes:
@@ -96,6 +98,7 @@ pub enum Command {
     Fit(fit::Fit),
     Plan(plan::Plan),
     Check(check::Check),
+    Verify(verify::Verify),
     Probe(probe::Probe),
     Schema(schema::Schema),
     Init(init::Init),
@@ -174,6 +177,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Fit(fit) => fit.run(common),
         Command::Plan(plan) => plan.run(common),
         Command::Check(check) => check.run(common),
+        Command::Verify(verify) => verify.run(common),
         Command::Probe(probe) => probe.run(common),
         Command::Schema(schema) => schema.run(),
         Command::Init(init) => init.run(),

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use super::activation::each_activation;
 use super::linear::{Grads, add_all, through_activation};
-use super::product::{By, Mat, multiply};
+use super::product::{By, Mat, multiply, packing};
 use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference, turn};
 use crate::{vectorised, with_elem};
 
@@ -534,20 +534,26 @@ pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) ->
     let elem = at.dtype.size_in_bytes();
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
     let blocking = g.blocks(g.cells(), at.batch, at.threads);
-    let (rows, k) = (blocking.rows(), g.window());
+    let (rows, k, ng) = (blocking.rows(), g.window(), g.outputs / g.groups);
+    let (cells, runs) = (g.panel(), at.batch.div_ceil(at.batch.div_ceil(at.threads).max(1)));
+    let (panel_rows, panel) = (g.blocks(cells, at.batch, at.threads).rows(), cells * g.depth());
+    // The operands of a product in the type it computes in, where that is another, and what it packs.
+    let copies = |values: usize| if elem == acc { 0 } else { values * acc };
+    let packed = |m, k, n, turned| packing(at.dtype, m, k, n, turned) as usize;
+    let forward_product = copies(rows * k + ng * k) + packed(rows, k, ng, false);
+    let weight_product = copies(panel_rows * (panel + g.outputs)) + packed(ng, panel_rows, panel, true);
+    let input_product = copies(rows * g.outputs + ng * k) + packed(rows, ng, k, false);
     let gathered = if g.is_product() { 0 } else { rows * k * elem };
     let wide = if elem == acc { 0 } else { blocking.pictures * g.height * g.width * g.inputs * acc };
     let list =
         at.batch.div_ceil(blocking.pictures) * blocking.pixels.div_ceil(blocking.part) * size_of::<Block>();
     let direct = elem == acc && act.reads() != Reads::Input;
+    let outputs = if direct { 0 } else { rows * g.outputs * acc };
     let turned = g.outputs * k * elem + g.groups * size_of::<Vec<f32>>();
-    let forward = at.threads * (gathered + if direct { 0 } else { rows * g.outputs * acc }) + list + turned;
-    let cells = g.panel();
-    let panel =
-        if g.is_product() { 0 } else { g.blocks(cells, at.batch, at.threads).rows() * cells * g.depth() };
-    let runs = at.batch.div_ceil(at.batch.div_ceil(at.threads).max(1));
-    let weight = runs.saturating_sub(1) * g.outputs * k * acc + runs * panel * elem;
-    let input = at.threads * (rows * k * acc + wide);
+    let forward = at.threads * (gathered + outputs + forward_product) + list + turned;
+    let seen = if g.is_product() { 0 } else { panel_rows * panel * elem };
+    let weight = runs.saturating_sub(1) * g.outputs * k * acc + runs * (seen + weight_product);
+    let input = at.threads * (rows * k * acc + wide + input_product);
     (forward as u64, weight.max(input) as u64)
 }
 

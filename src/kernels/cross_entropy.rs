@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::linear::{Grads, add_all};
-use super::product::{By, Mat, multiply};
+use super::product::{By, Mat, multiply, packing};
 use super::tally::Tally;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -223,8 +223,11 @@ pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: 
     let acc = if dtype == DType::F64 { 8 } else { 4 };
     let chunk = chunk_rows(rows, classes);
     let widening = if dtype.size_in_bytes() == acc { 0 } else { (rows * width + classes * width) * acc };
+    let scores = packing(dtype, chunk, width, classes, false);
+    let weight = packing(dtype, classes, chunk, width, true);
+    let packed = scores.max(weight).max(packing(dtype, chunk, classes, width, false));
     let judge = chunk * classes * acc + widening;
     let columns = if bias { chunk.div_ceil(cpu::rows_per_chunk(classes)) * classes * acc } else { 0 };
     let rounding = if dtype.size_in_bytes() == acc { 0 } else { chunk * width * acc };
-    (judge as u64, (judge + columns + rounding) as u64)
+    (judge as u64 + scores, (judge + columns + rounding) as u64 + packed)
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::activation::each_activation;
-use super::product::{By, Mat, multiply, multiply_rounded};
+use super::product::{By, Mat, multiply, multiply_rounded, packing};
 use super::{Activation, Elem, Reads, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -180,12 +180,16 @@ impl Linear<'_> {
     }
 }
 
-/// Bytes of temporaries of a product that rounds or widens: none where a type computes in itself.
+/// Bytes of temporaries of the products with an (n, k) weight: copies of another type, where it computes in one, and
+/// what is packed.
 pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
-    match dtype {
+    let copies = |values: usize| match dtype {
         DType::F32 | DType::F64 => 0,
-        _ => cpu::bytes(DType::F32, rows * k + k * n + rows * n),
-    }
+        _ => cpu::bytes(DType::F32, values),
+    };
+    let output = packing(dtype, rows, k, n, false).max(packing(dtype, rows, n, k, false));
+    let weight = copies(rows * (k + n)) + packing(dtype, n, rows, k, true);
+    weight.max(copies(rows * k + k * n + rows * n) + output)
 }
 
 fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {

@@ -1,7 +1,9 @@
 //! Matrix products on plain slices: the one place that calls `gemm`.
 
+use candle_core::DType;
 use gemm::Parallelism;
 
+use super::cpu::acc_bytes;
 use super::{Elem, Real};
 
 /// A matrix over a slice: element (i, j) is at `i * row + j * col`.
@@ -26,7 +28,9 @@ impl<'a, T> Mat<'a, T> {
             rows == 0 || cols == 0 || data.len() >= (rows - 1) * row + cols,
             "a matrix outside its slice"
         );
-        Self { data, rows, cols, row, col: 1 }
+        // What follows the matrix is not its own: a narrow type is widened as far as the slice goes.
+        let len = if rows == 0 || cols == 0 { 0 } else { (rows - 1) * row + cols };
+        Self { data: &data[..len], rows, cols, row, col: 1 }
     }
 
     /// The transpose: the same values, read the other way.
@@ -76,6 +80,21 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
             parallelism,
         )
     }
+}
+
+/// Bytes that [`multiply`] packs operands into while it makes an (m, n) matrix over `k`; `turned` where `a` is a
+/// transpose. What each thread keeps for good is not in it: `memory::estimate::PACKING`.
+pub fn packing(dtype: DType, m: usize, k: usize, n: usize, turned: bool) -> u64 {
+    // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs
+    // slices of at most so many of the inner sums, `a` where its rows are long strides and `b` where it is narrow.
+    const DEPTH: usize = 512;
+    const LOW: usize = 24;
+    const HIGH: usize = 48;
+    let depth = k.div_ceil(k.div_ceil(DEPTH).max(1));
+    let a = n > LOW * if turned { 2 } else { gemm::get_rhs_packing_threshold() };
+    let b = n <= 16 * HIGH;
+    let values = if a { m.next_multiple_of(8) } else { 0 } + if b { n.next_multiple_of(HIGH) } else { 0 };
+    (acc_bytes(dtype) * depth * values) as u64
 }
 
 /// As [`multiply`], rounding the result to the stored type; `out` is a whole row-major (m, n) matrix.

@@ -119,6 +119,11 @@ impl Layer for Linear {
     fn cost(&self, at: At) -> Cost {
         let (rows, k, n) = (at.batch * self.rows(), self.inputs, self.outputs);
         let output = at.bytes(self.rows() * n);
+        // The weight's gradient is a product with as many rows as the weight has.
+        let work = match self.lies {
+            Lies::OutIn => workspace(at.dtype, rows, k, n),
+            Lies::InOut => workspace(at.dtype, rows, n, k),
+        };
         let reads = self.act.reads();
         Cost {
             input: at.bytes(self.rows() * k),
@@ -126,8 +131,8 @@ impl Layer for Linear {
             keeps_input: true,
             keeps_output: reads == Reads::Output,
             saved: if reads == Reads::Input { output } else { 0 },
-            forward: workspace(at.dtype, rows, k, n),
-            backward: workspace(at.dtype, rows, k, n),
+            forward: work,
+            backward: work,
             flops: 2 * (rows * k * n) as u64,
             ..Cost::default()
         }

@@ -20,9 +20,10 @@ use crate::params::{Flat, Layout, Lies};
 
 /// Heap bytes the program holds beside what it asks for: the measured size of argument parsing, the
 /// job, the network's description, thread pools and the reports, with room to spare.
-pub const PROGRAM: u64 = 3 << 20;
+pub const PROGRAM: u64 = 3 << 19;
 
-/// Heap bytes a thread of the matrix product keeps for packing, as measured with `gemm` 0.19.
+/// Heap bytes a thread of the matrix product keeps for packing: with `gemm` 0.19 as much as the second-level
+/// cache of a core. What a product packs beside it is in the workspaces of kernels.
 pub const PACKING: u64 = 2 << 20;
 
 /// Device bytes, at most, through which optimizer state passes that waits in host memory: two windows, one in

@@ -15,6 +15,7 @@ pub mod summary;
 pub mod tensorboard;
 pub mod terminal;
 pub(crate) mod text;
+pub mod verify;
 
 use std::io;
 use std::path::PathBuf;

@@ -127,7 +127,12 @@ impl<'a> Engine<'a> {
 
     /// Norm of the mean gradient of an update of this tally, learned with `scale`.
     pub fn gradient_norm(&self, tally: &Tally, scale: f64) -> candle_core::Result<f64> {
-        Ok(sum_of_squares(&self.store.grads)?.sqrt() * self.nominal() / (tally.weight * scale))
+        Ok(sum_of_squares(&self.store.grads)?.sqrt() * self.mean_factor(tally, scale))
+    }
+
+    /// What turns the gradients of an update of this tally, learned with `scale`, into those of the mean loss.
+    pub fn mean_factor(&self, tally: &Tally, scale: f64) -> f64 {
+        self.nominal() / (tally.weight * scale)
     }
 
     /// Moves the weights by the mean gradient, times `clip` over `scale`, and clears the gradients. What it
@@ -143,7 +148,7 @@ impl<'a> Engine<'a> {
         self.ledger.phase("update");
         let bytes = optim::workspace_bytes(&self.setup.optimizer, &self.setup.layout.params);
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;
-        let grad_scale = clip * self.nominal() / (tally.weight * scale);
+        let grad_scale = clip * self.mean_factor(tally, scale);
         self.optimizer.update(&self.store, Step { lr, grad_scale, number })?;
         if let (Some(average), Some(keep)) = (&self.average, self.setup.job.train.ema) {
             blend(average, &self.store.master, keep)?;

@@ -14,5 +14,6 @@ pub mod setup;
 pub mod signals;
 pub mod supervisor;
 pub mod trial;
+pub mod verify;
 
 pub use failure::Failure;

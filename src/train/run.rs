@@ -8,6 +8,7 @@ mod tried;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::DType;
@@ -35,6 +36,7 @@ use crate::memory::pressure::{Reading, Watch};
 use crate::memory::{Fault, Ledger, Oom, Reservation};
 use crate::optim::scaling::{self, Scaling};
 use crate::optim::schedule;
+use crate::params::Store;
 use crate::report::Reporter;
 
 use tried::Tried;
@@ -59,6 +61,18 @@ pub struct Options {
     /// Another process worked on this run and was lost.
     pub restart: Option<Restart>,
     pub hooks: Hooks,
+    /// Looks at the run from inside; a run that is observed judges no validation set.
+    pub observer: Option<Arc<dyn Observer>>,
+}
+
+/// Looks at every update of a run: how `verify` sees more of it than its events.
+pub trait Observer: Send + Sync {
+    /// The gradients of update `step` (from 1) are whole and the weights have not moved. `loss` is the mean, and
+    /// `factor` turns what is in the store into the gradient of the mean. `asks` of the ledger so far.
+    fn gradients(&self, step: u64, loss: f64, store: &Store, factor: f64, asks: u64) -> Result<(), Failure>;
+
+    /// Update `step` was made, of the samples up to `digest`.
+    fn updated(&self, step: u64, store: &Store, digest: Digest) -> Result<(), Failure>;
 }
 
 /// How a run ended that did not fail.
@@ -77,7 +91,18 @@ pub fn fit(
 ) -> Result<Ended, Failure> {
     let (folder, resumed) = Folder::choose(&options.wish, &job, &options.runs, &options.stamp)?;
     let before = resumed.then(|| folder.plan());
-    let (setup, mut plan, ram) = begin::planned(job, &options, before.as_deref())?;
+    let (setup, plan, ram) = begin::planned(job, &options, before.as_deref())?;
+    follow(&setup, plan, Options { ram, ..options }, report)
+}
+
+/// As [`fit`], in the way the plan says.
+pub fn follow(
+    setup: &Setup,
+    mut plan: Plan,
+    options: Options,
+    report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
+) -> Result<Ended, Failure> {
+    let (folder, resumed) = Folder::choose(&options.wish, &setup.job, &options.runs, &options.stamp)?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
     let (found, skipped) = if resumed { checkpoints.newest() } else { (None, Vec::new()) };
     if resumed {
@@ -98,17 +123,17 @@ pub fn fit(
     let text = serde_json::to_vec_pretty(&plan).map_err(std::io::Error::from);
     folder::write(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)?;
     let mut report = report(&folder, resumed)?;
-    report.record(begin::started(&setup, &folder))?;
+    report.record(begin::started(setup, &folder))?;
     if let Some(Restart { restarts, cause, .. }) = &options.restart {
         let (restarts, cause) = (*restarts, cause.clone());
-        report.record(Event::Restarted { restarts, cause, budget: ram })?;
+        report.record(Event::Restarted { restarts, cause, budget: options.ram })?;
     }
     report.record(Event::Planned { plan: plan.clone() })?;
 
-    let ledger = Ledger::new(ram, options.fault.clone());
+    let ledger = Ledger::new(options.ram, options.fault.clone());
     let mut step = 0;
     let result =
-        Run::new(&setup, &options, &folder, plan, (way, descent), ledger, &mut report).and_then(|mut run| {
+        Run::new(setup, &options, &folder, plan, (way, descent), ledger, &mut report).and_then(|mut run| {
             let begun = match resumed {
                 true => run.begin(found.is_none()).and_then(|()| run.resume(found, skipped)),
                 false => run.begin(true),
@@ -122,7 +147,7 @@ pub fn fit(
         // The failure itself is the caller's to tell; that it is in the folder is best effort.
         Err(failure) => {
             drop(report.record(Event::Failed { step, error: describe(failure) }));
-            drop(memory::postmortem(&setup, failure, ram).map(|post| post.write(&folder)));
+            drop(memory::postmortem(setup, failure, options.ram).map(|post| post.write(&folder)));
         }
     }
     report.finish()?;
@@ -254,7 +279,8 @@ impl<'a> Run<'a> {
             let begun = Instant::now();
             let done = self.update()?;
             let last = self.step == self.until;
-            let evaluate = last || self.due(self.setup.job.eval.every());
+            let judged = self.options.observer.is_none();
+            let evaluate = judged && (last || self.due(self.setup.job.eval.every()));
             if last || evaluate || self.step == 1 || self.step.is_multiple_of(self.setup.job.log.every_steps)
             {
                 self.report_step(&done, begun.elapsed().as_secs_f64())?;
@@ -315,6 +341,16 @@ impl<'a> Run<'a> {
             tally += self.engine.learn(&batch, self.scaling.factor)?;
         }
         let norm = self.engine.gradient_norm(&tally, self.scaling.factor)?;
+        if let Some(observer) = &self.options.observer {
+            let (engine, factor) = (&self.engine, self.engine.mean_factor(&tally, self.scaling.factor));
+            observer.gradients(
+                self.step + 1,
+                tally.mean_loss(),
+                &engine.store,
+                factor,
+                engine.ledger.asks(),
+            )?;
+        }
         let lr = schedule::lr(
             &self.setup.job.schedule,
             self.setup.job.optimizer.lr(),
@@ -337,6 +373,9 @@ impl<'a> Run<'a> {
         self.digest.extend(ids);
         self.cursor = Cursor { update: self.cursor.update + 1, done: 0 };
         self.clock.data_wait_s += wait_s;
+        if let Some(observer) = &self.options.observer {
+            observer.updated(self.step, &self.engine.store, self.digest)?;
+        }
         Ok(Updated { tally, lr, grad_norm: norm, epoch: span.epoch, wait_s })
     }
 }
