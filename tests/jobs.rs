@@ -30,6 +30,8 @@ fn root() -> &'static Path {
 fn trainer(folder: &Path, args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
     command.args(args).current_dir(folder).env_remove("NO_COLOR").env("COLUMNS", "100");
+    // What a plan takes depends on the threads.
+    command.env("RAYON_NUM_THREADS", "2");
     command.stdin(Stdio::null()).output().unwrap()
 }
 
@@ -66,6 +68,20 @@ fn a_good_job_is_summed_up() {
     check("good", GOOD);
     snapshot("good_json", GOOD, &["check", "job.toml", "--json"]);
     snapshot("good_verbose", GOOD, &["check", "job.toml", "-v"]);
+}
+
+#[test]
+fn a_plan_is_a_verdict_with_reasons() {
+    snapshot("plan_fits", GOOD, &["plan", "job.toml", "--ram", "1GiB"]);
+    snapshot("plan_shrunk", GOOD, &["plan", "job.toml", "--ram", "8700KiB"]);
+    snapshot("plan_strict", GOOD, &["plan", "job.toml", "--ram", "8700KiB", "--strict", "-q"]);
+    snapshot("plan_does_not_fit", GOOD, &["plan", "job.toml", "--ram", "1MiB"]);
+    snapshot("plan_forbidden", GOOD, &["plan", "job.toml", "--ram", "8700KiB", "--set", "memory.on_oom=[]"]);
+    snapshot("plan_card", GOOD, &["plan", "job.toml", "--vram", "600KiB", "--ram", "16MiB", "-v"]);
+    snapshot("plan_json", GOOD, &["plan", "job.toml", "--ram", "8700KiB", "--json"]);
+    snapshot("plan_frozen_without_lock", GOOD, &["plan", "job.toml", "--ram", "8700KiB", "--frozen"]);
+    snapshot("plan_no_card", GOOD, &["plan", "job.toml", "--vram", "0B"]);
+    snapshot("help_plan", GOOD, &["plan", "--help"]);
 }
 
 #[test]

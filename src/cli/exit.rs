@@ -11,29 +11,46 @@ use crate::train::Failure;
 
 /// The exit codes, decided here and nowhere else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub enum Exit {
     /// Done.
-    Done = 0,
+    Done,
     /// A failure of the run: I/O, internal.
-    Failure = 1,
+    Failure,
     /// Bad usage or a bad job.
-    Usage = 2,
+    Usage,
     /// Memory: does not fit, or out of memory after all that was tried.
-    Memory = 3,
+    Memory,
     /// Bad data.
-    Data = 4,
+    Data,
     /// Diverged: the loss is not finite.
-    Diverged = 5,
+    Diverged,
     /// Interrupted by SIGINT after a checkpoint was written.
-    Sigint = 130,
-    /// Interrupted by SIGTERM after a checkpoint was written.
-    Sigterm = 143,
+    Sigint,
+    /// Interrupted by SIGTERM or SIGHUP after a checkpoint was written.
+    Sigterm,
+    /// That of the process which did the work, or 128 and the signal that ended it.
+    Worker(u8),
+}
+
+impl Exit {
+    pub fn code(self) -> u8 {
+        match self {
+            Exit::Done => 0,
+            Exit::Failure => 1,
+            Exit::Usage => 2,
+            Exit::Memory => 3,
+            Exit::Data => 4,
+            Exit::Diverged => 5,
+            Exit::Sigint => 130,
+            Exit::Sigterm => 143,
+            Exit::Worker(code) => code,
+        }
+    }
 }
 
 impl From<Exit> for std::process::ExitCode {
     fn from(exit: Exit) -> Self {
-        (exit as u8).into()
+        exit.code().into()
     }
 }
 
@@ -81,7 +98,8 @@ impl Exit {
 impl Exit {
     fn of_failure(failure: &Failure) -> Exit {
         match failure {
-            Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } => Exit::Memory,
+            Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } | Failure::Killed { .. } => Exit::Memory,
+            Failure::Signal(signal) => Exit::Worker((128 + signal) as u8),
             Failure::Data(error) if error.is_memory() => Exit::Memory,
             Failure::Data(
                 DataError::Thread { .. } | DataError::Panicked { .. } | DataError::AllHeld { .. },
@@ -139,10 +157,10 @@ fn document(error: &anyhow::Error, exit: Exit) -> Value {
     let causes: Vec<String> = error.chain().skip(1).map(|cause| cause.to_string()).collect();
     match error.downcast_ref::<job::Errors>() {
         Some(errors) => {
-            json!({ "error": { "exit_code": exit as u8, "message": "the job is not valid", "problems": errors } })
+            json!({ "error": { "exit_code": exit.code(), "message": "the job is not valid", "problems": errors } })
         }
         None => json!({ "error": {
-            "exit_code": exit as u8, "message": error.to_string(), "causes": causes, "hint": hint(error),
+            "exit_code": exit.code(), "message": error.to_string(), "causes": causes, "hint": hint(error),
         } }),
     }
 }

@@ -1,17 +1,23 @@
 //! `trainer fit`: train a job.
 
+use std::fmt::Display;
 use std::io::{self, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use clap::Args;
 
 use super::{Common, Exit, JobFile, Stop, plan};
-use crate::memory;
+use crate::memory::pressure::Watch;
 use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
 use crate::train::folder::{Folder, Wish};
+use crate::train::hooks::{Deaths, Hooks};
 use crate::train::run::{Ended, Options};
-use crate::train::signals::{Signal, Signals};
+use crate::train::setup::Setup;
+use crate::train::signals::{Heard, Signal, Signals};
+use crate::train::supervisor::Orders;
 use crate::train::{self, Failure};
+use crate::units::Bytes;
 
 /// Train a job
 #[derive(Clone, Debug, Args)]
@@ -21,6 +27,7 @@ Examples:
   trainer fit job.toml --set optimizer.lr=3e-4 --set train.steps=1000
   trainer fit job.toml --run-dir runs/first
   trainer fit job.toml --run-dir runs/first --resume     go on where it stopped, or begin
+  trainer fit job.toml --frozen                          only with the plan in job.lock
   trainer fit job.toml --json > events.jsonl")]
 pub struct Fit {
     #[command(flatten)]
@@ -37,24 +44,55 @@ pub struct Fit {
     /// Print the memory plan and stop, as `trainer plan` does
     #[arg(long)]
     pub dry_run: bool,
+    #[command(flatten)]
+    pub locking: plan::Locking,
 }
 
 impl Fit {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
-        if self.dry_run {
-            return plan::show(job, None, false, common);
+        let machine = plan::here(&job)?;
+        let orders = Orders::received()?;
+        // What the lock says was heeded by the process that gave the orders.
+        if self.dry_run || self.locking.any() && orders.is_none() {
+            let setup = Setup::new(job.clone(), machine.ram)?;
+            let planned = setup.plan_for(&machine);
+            self.locking.heed(&self.job.path, &setup, &machine, &planned)?;
+            if self.dry_run {
+                return plan::show(&planned, false, common);
+            }
         }
-        let host = memory::probe::host()?;
+        #[cfg(target_os = "linux")]
+        if job.memory.supervise && orders.is_none() {
+            let (folder, _) = Folder::choose(&self.wish(), &job, Path::new(RUNS), &stamp())?;
+            let code = train::supervisor::supervise(&folder, self.resume.is_some(), job.memory.max_retries)?;
+            return Ok(Exit::Worker(code as u8));
+        }
+        let (wish, heard, restart) = match orders {
+            None => (self.wish(), Heard::FromAnyone, None),
+            Some(orders) => {
+                let resume = orders.resume.then_some(None);
+                (Wish { run_dir: Some(orders.folder), resume }, Heard::FromSupervisor, orders.restart)
+            }
+        };
         let options = Options {
-            wish: Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() },
-            runs: PathBuf::from("runs"),
-            stamp: jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string(),
+            wish,
+            runs: PathBuf::from(RUNS),
+            stamp: stamp(),
             max_steps: self.max_steps,
-            ram: memory::budget::host(&job.memory, &host),
-            fault: fault()?,
-            signals: Signals::watch()?,
-            watch: None,
+            ram: machine.ram,
+            fault: hook("TRAINER_FAULT_ASK")?,
+            signals: Signals::watch(heard)?,
+            watch: match std::env::var_os("TRAINER_FAULT_PRESSURE") {
+                Some(file) => Watch::File(file.into()),
+                None => Watch::System(None),
+            },
+            observer: None,
+            restart,
+            hooks: Hooks {
+                deaths: hook("TRAINER_FAULT_DIE")?.map_or_else(Vec::new, |Deaths(deaths)| deaths),
+                unasked: hook("TRAINER_FAULT_UNASKED")?.map_or(0, |Bytes(bytes)| bytes as usize),
+            },
         };
         let tensorboard = job.log.tensorboard;
         let look = common.look(io::stderr().is_terminal());
@@ -87,15 +125,23 @@ impl Fit {
     }
 }
 
-/// The ask for memory that `TRAINER_FAULT_ASK` makes fail, for tests of recovery.
-fn fault() -> anyhow::Result<Option<u64>> {
-    match std::env::var("TRAINER_FAULT_ASK") {
-        Err(_) => Ok(None),
-        Ok(text) => match text.parse() {
-            Ok(n) => Ok(Some(n)),
-            Err(_) => {
-                Err(Stop::usage("`TRAINER_FAULT_ASK` is not a number", "unset it: it is for tests").into())
-            }
-        },
+impl Fit {
+    fn wish(&self) -> Wish {
+        Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() }
     }
+}
+
+/// Where runs go that are not given a folder.
+const RUNS: &str = "runs";
+
+/// Names a new run by the time it begins.
+fn stamp() -> String {
+    jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string()
+}
+
+/// A disturbance on purpose that an environment variable asks for, for tests of recovery.
+fn hook<T: FromStr<Err: Display>>(name: &str) -> anyhow::Result<Option<T>> {
+    let Ok(text) = std::env::var(name) else { return Ok(None) };
+    let wrong = |error| Stop::usage(format!("`{name}` is wrong: {error}"), "unset it: it is for tests");
+    Ok(Some(text.parse().map_err(wrong)?))
 }

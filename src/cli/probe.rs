@@ -4,10 +4,12 @@ use clap::Args;
 use serde_json::json;
 
 use super::{Common, Exit, say};
+use crate::memory::device::{self, Device};
 use crate::memory::probe::{Host, host};
+use crate::report::text;
 use crate::units::Bytes;
 
-/// Show what memory a run could have here, and what limits it
+/// Show every device and what memory a run could have here, and what limits it
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -18,33 +20,61 @@ pub struct Probe {}
 impl Probe {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let host = host()?;
+        let devices = device::all(&host);
         if common.json {
-            say(json!({ "host": host, "usable_bytes": host.usable(), "limited_by": host.limited_by() }))?;
+            say(json!({
+                "devices": devices,
+                "host": host,
+                "usable_bytes": host.usable(),
+                "limited_by": host.limited_by(),
+            }))?;
         } else {
-            say(table(&host).trim_end())?;
+            lines(&devices, &host).iter().try_for_each(say)?;
         }
         Ok(Exit::Done)
     }
 }
 
-fn table(host: &Host) -> String {
-    let bytes = |b: Option<u64>| b.map_or("none".to_owned(), |b| Bytes(b).to_string());
-    let mut out = String::new();
-    for (name, value) in [
-        ("memory", Bytes(host.total).to_string()),
-        ("available", Bytes(host.available).to_string()),
-        ("swap", format!("{} free of {}", Bytes(host.swap_free), Bytes(host.swap_total))),
-        ("cgroup limit", bytes(host.cgroup.as_ref().map(|c| c.limit))),
-        ("cgroup left", bytes(host.cgroup.as_ref().map(|c| c.left()))),
-        ("address space limit", bytes(host.address_space.map(|a| a.limit))),
-        ("cores", host.cores.to_string()),
-    ] {
-        out += &format!("{name:<20} {value:>12}\n");
-    }
-    out + &format!(
-        "{:<20} {:>12}  limited by {}\n",
-        "for a run",
-        Bytes(host.usable()).to_string(),
-        host.limited_by()
-    )
+fn lines(devices: &[Device], host: &Host) -> Vec<String> {
+    let some = |b: Option<u64>| b.map_or("none".to_owned(), |b| Bytes(b).to_string());
+    let known = |b: Option<u64>| b.map_or("unknown".to_owned(), |b| Bytes(b).to_string());
+    let head = ["device", "memory", "free", "held by others", "capability", ""].map(str::to_owned);
+    let row = |device: &Device| {
+        let capability =
+            device.compute_capability.map_or("-".into(), |(major, minor)| format!("{major}.{minor}"));
+        vec![
+            device.name.clone(),
+            Bytes(device.total_bytes).to_string(),
+            Bytes(device.free_bytes).to_string(),
+            known(device.others_bytes),
+            capability,
+            device.model.clone(),
+        ]
+    };
+    let rows: Vec<Vec<String>> = std::iter::once(head.to_vec()).chain(devices.iter().map(row)).collect();
+    let mut out = text::table("<>>>><", 0, &rows);
+    out.push(String::new());
+    let group = host.cgroup.as_ref();
+    let rows = [
+        ("host memory", Bytes(host.total).to_string(), String::new()),
+        ("available", Bytes(host.available).to_string(), String::new()),
+        (
+            "cgroup limit",
+            some(group.map(|c| c.limit)),
+            group.map_or_else(String::new, |c| c.path.display().to_string()),
+        ),
+        ("cgroup left", some(group.map(|c| c.left())), String::new()),
+        ("RLIMIT_AS", some(host.address_space.map(|a| a.limit)), String::new()),
+        ("RLIMIT_AS left", some(host.address_space.map(|a| a.left())), String::new()),
+        (
+            "swap free",
+            Bytes(host.swap_free).to_string(),
+            format!("of {}; not counted on", Bytes(host.swap_total)),
+        ),
+        ("cores", host.cores.to_string(), String::new()),
+        ("for a run", Bytes(host.usable()).to_string(), format!("limited by {}", host.limited_by())),
+    ];
+    let rows: Vec<Vec<String>> = rows.into_iter().map(|(a, b, c)| vec![a.to_owned(), b, c]).collect();
+    out.extend(text::table("<><", 0, &rows));
+    out
 }

@@ -12,7 +12,7 @@ use crate::memory;
 use crate::report::{self, Verbosity};
 use crate::train::Failure;
 use crate::train::setup::Setup;
-use crate::train::signals::{Signal, Signals};
+use crate::train::signals::{Heard, Signal, Signals};
 use crate::train::verify::{Proof, Report, Told, verify};
 
 /// Prove that a job's result does not depend on splits, recomputation, retries and resumes
@@ -42,7 +42,7 @@ impl Verify {
             updates: self.updates,
             ram,
             folder: PathBuf::from("runs").join(format!("verify-{}", std::process::id())),
-            signals: Signals::watch()?,
+            signals: Signals::watch(Heard::FromAnyone)?,
         };
         let look = common.look(io::stderr().is_terminal());
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());

@@ -20,9 +20,13 @@ pub struct Memory {
     /// What may be done when memory runs out; `[]` means to fail with exit code 3.
     #[schemars(extend("uniqueItems" = true))]
     pub on_oom: Vec<Rung>,
-    /// Retries after an out of memory before the run gives up with exit code 3.
+    /// Retries in a row, without an update made, after an out of memory before the run gives up with exit
+    /// code 3; also how often a killed process is started again without a new checkpoint.
     #[schemars(range(max = 1000))]
     pub max_retries: u32,
+    /// Work in a child process, which is started again from its newest checkpoint, with less memory, when
+    /// the kernel kills it or an allocation fails. On Linux; elsewhere there is one process.
+    pub supervise: bool,
 }
 
 impl Default for Memory {
@@ -31,8 +35,9 @@ impl Default for Memory {
             vram: Size::Auto,
             ram: Size::Auto,
             headroom: Size::Percent(5.0),
-            on_oom: vec![Rung::Shrink, Rung::Recompute],
+            on_oom: vec![Rung::Shrink, Rung::Recompute, Rung::Offload],
             max_retries: 8,
+            supervise: true,
         }
     }
 }
@@ -56,4 +61,20 @@ pub enum Rung {
     /// Optimizer state and saved activations wait in host memory. The CPU computes in host memory, so there it
     /// changes nothing.
     Offload,
+    /// `adamw` keeps its two means in a byte a value, as `adamw8bit` does: nearly the same numbers, not the same,
+    /// so only a job that names it has it.
+    #[serde(rename = "optimizer-8bit")]
+    Optimizer8bit,
+}
+
+impl Rung {
+    /// As a job spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Rung::Shrink => "shrink",
+            Rung::Recompute => "recompute",
+            Rung::Offload => "offload",
+            Rung::Optimizer8bit => "optimizer-8bit",
+        }
+    }
 }

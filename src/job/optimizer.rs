@@ -33,6 +33,14 @@ impl Optimizer {
         }
     }
 
+    /// The same rule with its state in bytes, where there is one.
+    pub fn eight_bit(&self) -> Option<Self> {
+        match self {
+            Self::Adamw(rule) => Some(Self::Adamw8bit(rule.clone())),
+            _ => None,
+        }
+    }
+
     /// The name of its `kind`.
     pub fn kind(&self) -> &'static str {
         match self {

@@ -14,8 +14,10 @@ use super::rotary::Rotary;
 use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
-/// Queries, and keys, of a tile.
+/// Queries of a tile, and keys they meet at once: long products of few calls, whose scores stay in the
+/// second-level cache.
 const TILE: usize = 64;
+const KEYS: usize = 256;
 
 /// The sizes of an attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,10 +45,10 @@ impl Sizes {
     /// Bytes of temporaries of the forward and of the backward pass.
     pub fn workspace(&self, dtype: DType, batch: usize, threads: usize) -> (u64, u64) {
         let workers = threads.min(batch * self.kv_heads) * cpu::acc_bytes(dtype);
-        let of = |(sequences, tiles, squares, rows)| {
+        let of = |(sequences, tiles, scores, rows)| {
             let values = sequences * self.length * self.head
                 + tiles * TILE * self.head
-                + squares * TILE * TILE
+                + scores * TILE * KEYS
                 + rows * TILE;
             (workers * values) as u64
         };
@@ -54,7 +56,7 @@ impl Sizes {
     }
 }
 
-/// What a thread works with: buffers of (length, head), (TILE, head), (TILE, TILE) and (TILE).
+/// What a thread works with: buffers of (length, head), (TILE, head), (TILE, KEYS) and (TILE).
 const FORWARD: (usize, usize, usize, usize) = (2, 2, 1, 2);
 const BACKWARD: (usize, usize, usize, usize) = (4, 3, 2, 1);
 
@@ -194,19 +196,19 @@ impl Attention<'_> {
     ) {
         let (head, n) = (self.sizes.head, sums.len());
         let (limit, zero) = (self.seen(unit.keys, first, n), T::Acc::ZERO);
-        let Buffers { sequences, tiles, squares, rows } = work;
+        let Buffers { sequences, tiles, scores, rows } = work;
         let ([k, v], [q, o]) = (sequences.each_mut_first(), tiles.each_mut_first());
-        let ([scores], [largest, total]) = (squares.each_mut_first(), rows.each_mut_first());
+        let ([scores], [largest, total]) = (scores.each_mut_first(), rows.each_mut_first());
         self.load(unit.packed, column, first, self.scale(), true, &mut q[..n * head]);
         largest.fill(T::Acc::NEG_INFINITY);
         total.fill(zero);
         o.fill(zero);
-        for from in (0..limit).step_by(TILE) {
-            let c = TILE.min(limit - from);
+        for from in (0..limit).step_by(KEYS) {
+            let c = KEYS.min(limit - from);
             let (k, v) = (Mat::new(&k[from * head..], c, head), Mat::new(&v[from * head..], c, head));
-            multiply::<T::Acc>(scores, TILE, Mat::new(q, n, head), k.t(), false, By::Me);
+            multiply::<T::Acc>(scores, KEYS, Mat::new(q, n, head), k.t(), false, By::Me);
             vectorised!(T::Acc, || {
-                for (i, scores) in scores.chunks_exact_mut(TILE).take(n).enumerate() {
+                for (i, scores) in scores.chunks_exact_mut(KEYS).take(n).enumerate() {
                     let (scores, hidden) =
                         scores[..c].split_at_mut(c.min(self.seen(limit, first + i, 1).saturating_sub(from)));
                     let now = lanes::max(scores).larger(largest[i]);
@@ -218,7 +220,7 @@ impl Attention<'_> {
                     o[i * head..][..head].iter_mut().for_each(|o| *o *= shrink);
                 }
             });
-            multiply::<T::Acc>(o, head, Mat::strided(scores, n, c, TILE), v, true, By::Me);
+            multiply::<T::Acc>(o, head, Mat::strided(scores, n, c, KEYS), v, true, By::Me);
         }
         vectorised!(T::Acc, || {
             for (i, sum) in sums.iter_mut().enumerate() {
@@ -296,9 +298,9 @@ impl Attention<'_> {
     ) {
         let (head, width, n) = (self.sizes.head, self.sizes.width(), sums.len());
         let limit = self.seen(unit.keys, first, n);
-        let Buffers { sequences, tiles, squares, rows } = work;
+        let Buffers { sequences, tiles, scores, rows } = work;
         let ([k, v, dk, dv], [q, d, dq]) = (sequences.each_mut_first(), tiles.each_mut_first());
-        let ([p, dp], [dots]) = (squares.each_mut_first(), rows.each_mut_first());
+        let ([p, dp], [dots]) = (scores.each_mut_first(), rows.each_mut_first());
         self.load(unit.packed, column, first, self.scale(), true, &mut q[..n * head]);
         dq.fill(T::Acc::ZERO);
         vectorised!(T, || {
@@ -310,13 +312,13 @@ impl Attention<'_> {
             }
         });
         let (q, d) = (Mat::new(q, n, head), Mat::new(d, n, head));
-        for from in (0..limit).step_by(TILE) {
-            let c = TILE.min(limit - from);
+        for from in (0..limit).step_by(KEYS) {
+            let c = KEYS.min(limit - from);
             let (k, v) = (Mat::new(&k[from * head..], c, head), Mat::new(&v[from * head..], c, head));
-            multiply::<T::Acc>(p, TILE, q, k.t(), false, By::Me);
-            multiply::<T::Acc>(dp, TILE, d, v.t(), false, By::Me);
+            multiply::<T::Acc>(p, KEYS, q, k.t(), false, By::Me);
+            multiply::<T::Acc>(dp, KEYS, d, v.t(), false, By::Me);
             vectorised!(T::Acc, || {
-                let rows = p.chunks_exact_mut(TILE).zip(dp.chunks_exact_mut(TILE)).take(n);
+                let rows = p.chunks_exact_mut(KEYS).zip(dp.chunks_exact_mut(KEYS)).take(n);
                 for (i, (p, dp)) in rows.enumerate() {
                     let seen = c.min(self.seen(limit, first + i, 1).saturating_sub(from));
                     for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
@@ -327,7 +329,7 @@ impl Attention<'_> {
                     dp[seen..c].fill(T::Acc::ZERO);
                 }
             });
-            let (p, dp) = (Mat::strided(p, n, c, TILE), Mat::strided(dp, n, c, TILE));
+            let (p, dp) = (Mat::strided(p, n, c, KEYS), Mat::strided(dp, n, c, KEYS));
             multiply::<T::Acc>(&mut dv[from * head..], head, p.t(), d, true, By::Me);
             multiply::<T::Acc>(&mut dk[from * head..], head, dp.t(), q, true, By::Me);
             multiply::<T::Acc>(dq, head, dp, k, true, By::Me);
@@ -390,7 +392,7 @@ impl Attention<'_> {
 struct Buffers<R> {
     sequences: Vec<Vec<R>>,
     tiles: Vec<Vec<R>>,
-    squares: Vec<Vec<R>>,
+    scores: Vec<Vec<R>>,
     rows: Vec<Vec<R>>,
 }
 
@@ -400,7 +402,7 @@ impl<R: Real> Buffers<R> {
         Self {
             sequences: of(counts.0, sizes.length * sizes.head),
             tiles: of(counts.1, TILE * sizes.head),
-            squares: of(counts.2, TILE * TILE),
+            scores: of(counts.2, TILE * KEYS),
             rows: of(counts.3, TILE),
         }
     }

@@ -79,9 +79,23 @@ impl BatchNorm<'_> {
                 mix::<T::Acc>(running.var, &unbiased, running.momentum)?;
             }
         }
+        let kept = cpu::tensor(kept, (cut.units(), 2, cut.channels))?;
+        Ok((self.again_cpu::<T>(x, &kept)?, kept))
+    }
+
+    /// The output, from the input and what [`forward`](Self::forward) kept.
+    pub fn again(&self, x: &Tensor, kept: &Tensor) -> Result<Tensor> {
+        if !reference::has_body(x) {
+            return self.reference(x);
+        }
+        with_elem!(x.dtype(), T => self.again_cpu::<T>(x, kept))
+    }
+
+    fn again_cpu<T: Elem>(&self, x: &Tensor, kept: &Tensor) -> Result<Tensor> {
+        let (cut, values, kept) = (self.cut(x)?, cpu::view::<T>(x)?, cpu::view::<T::Acc>(kept)?);
         let mut y = cpu::fresh::<T>(values.len());
         self.affine::<T>(&kept)?.apply(&values, &mut y, &cut, self.act);
-        Ok((cpu::tensor(y, x.shape())?, cpu::tensor(kept, (cut.units(), 2, cut.channels))?))
+        cpu::tensor(y, x.shape())
     }
 
     /// What is done to each value, from (groups, 2, channels).

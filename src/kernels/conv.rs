@@ -3,13 +3,15 @@
 //! The windows of a block of output pixels are gathered into the rows of a small matrix that stays in
 //! the cache and is multiplied at once; the gathered matrix is never whole in memory.
 
+use std::ops::Range;
+
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::activation::each_activation;
 use super::linear::{Grads, add_all, through_activation};
 use super::product::{By, Mat, multiply, packing};
-use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference};
+use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference, turn};
 use crate::{vectorised, with_elem};
 
 /// Gathered values a block holds where windows are small: half a megabyte of f32, which leaves room in the
@@ -18,6 +20,10 @@ const BLOCK: usize = 128 * 1024;
 
 /// Rows a block has at least: each block packs the whole weight for its product, which fewer would not pay.
 const ROWS: usize = 256;
+
+/// Values of a weight's gradient that are summed at once: a megabyte of f32, which the second-level cache keeps
+/// while block after block is added to it.
+const PANEL: usize = 256 * 1024;
 
 /// The sizes of a convolution; the same along height and width where one number is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,12 +53,29 @@ impl Geometry {
 
     /// Values a window has in one group.
     fn window(&self) -> usize {
-        self.kernel * self.kernel * self.inputs / self.groups
+        self.cells() * self.depth()
     }
 
-    /// What is gathered at once.
-    fn blocks(&self, batch: usize, threads: usize) -> Blocking {
-        let (wanted, pixels) = ((BLOCK / self.window()).max(ROWS), self.pixels().max(1));
+    /// Cells of a window.
+    fn cells(&self) -> usize {
+        self.kernel * self.kernel
+    }
+
+    /// Values a window has in one group in each cell.
+    fn depth(&self) -> usize {
+        self.inputs / self.groups
+    }
+
+    /// Cells whose weight gradients are summed at once, in runs as even as they can be.
+    fn panel(&self) -> usize {
+        let most = PANEL / (self.outputs / self.groups * self.depth());
+        let runs = self.cells().div_ceil(most.max(1));
+        self.cells().div_ceil(runs)
+    }
+
+    /// What is gathered at once where `cells` of a window are.
+    fn blocks(&self, cells: usize, batch: usize, threads: usize) -> Blocking {
+        let (wanted, pixels) = ((BLOCK / (cells * self.depth())).max(ROWS), self.pixels().max(1));
         let each = batch.div_ceil(threads).max(1);
         Blocking { batch, pixels, pictures: (wanted / pixels).clamp(1, each), part: wanted.min(pixels) }
     }
@@ -71,39 +94,50 @@ impl Geometry {
         self.kernel == 1 && self.stride == 1 && self.padding == 0 && self.groups == 1
     }
 
-    /// The windows of a block, group `g`, as rows: gathered into `room`, or where they lie already.
-    fn windows<'a, T: Elem>(&self, values: &'a [T], block: Block, g: usize, room: &'a mut [T]) -> &'a [T] {
-        let (picture, k) = (self.height * self.width * self.inputs, self.window());
+    /// Some cells of the windows of a block, group `g`, as rows: gathered into `room`, or where they lie already.
+    fn windows<'a, T: Elem>(
+        &self,
+        values: &'a [T],
+        block: Block,
+        g: usize,
+        cells: Range<usize>,
+        room: &'a mut [T],
+    ) -> &'a [T] {
+        let (picture, k) = (self.height * self.width * self.inputs, cells.len() * self.depth());
         if self.is_product() {
             return &values[block.row(self.pixels()) * k..][..block.rows() * k];
         }
         let pictures = values[block.picture * picture..].chunks_exact(picture);
         let room = &mut room[..block.rows() * k];
         for (rows, picture) in room.chunks_exact_mut(block.part * k).zip(pictures) {
-            self.gather(picture, block.first, g, rows);
+            self.gather(picture, block.first, g, &cells, rows);
         }
         room
     }
 
-    /// Gathers the windows of output pixels `first..` of one picture, group `g`, into rows.
-    fn gather<T: Elem>(&self, picture: &[T], first: usize, g: usize, rows: &mut [T]) {
+    /// Gathers these cells of the windows of output pixels `first..` of one picture, group `g`, into rows.
+    fn gather<T: Elem>(&self, picture: &[T], first: usize, g: usize, cells: &Range<usize>, rows: &mut [T]) {
         let (_, out_w) = self.output();
-        let (c, cg, k) = (self.inputs, self.inputs / self.groups, self.kernel);
-        for (i, row) in rows.chunks_exact_mut(self.window()).enumerate() {
+        let (c, cg, k) = (self.inputs, self.depth(), self.kernel);
+        for (i, mut row) in rows.chunks_exact_mut(cells.len() * cg).enumerate() {
             let (oy, ox) = ((first + i) / out_w, (first + i) % out_w);
             let x0 = (ox * self.stride) as isize - self.padding as isize;
-            for (ky, line) in row.chunks_exact_mut(k * cg).enumerate() {
+            for ky in cells.start / k..cells.end.div_ceil(k) {
+                let (from, to) = (cells.start.max(ky * k) - ky * k, cells.end.min((ky + 1) * k) - ky * k);
+                let (line, rest) = row.split_at_mut((to - from) * cg);
+                row = rest;
                 let y = (oy * self.stride + ky * self.dilation) as isize - self.padding as isize;
                 if y < 0 || y >= self.height as isize {
                     line.fill(T::default());
                     continue;
                 }
                 let start = y as usize * self.width;
-                if self.dilation == 1 && self.groups == 1 && x0 >= 0 && x0 as usize + k <= self.width {
-                    copy(&picture[(start + x0 as usize) * c..][..k * c], line);
+                let (left, right) = (x0 + from as isize, x0 + to as isize);
+                if self.dilation == 1 && self.groups == 1 && left >= 0 && right <= self.width as isize {
+                    copy(&picture[(start + left as usize) * c..][..line.len()], line);
                     continue;
                 }
-                for (kx, cell) in line.chunks_exact_mut(cg).enumerate() {
+                for (kx, cell) in (from..to).zip(line.chunks_exact_mut(cg)) {
                     let x = x0 + (kx * self.dilation) as isize;
                     if x < 0 || x >= self.width as isize {
                         cell.fill(T::default());
@@ -119,7 +153,7 @@ impl Geometry {
     #[inline(always)]
     fn scatter<R: Real>(&self, rows: &[R], first: usize, g: usize, picture: &mut [R]) {
         let (_, out_w) = self.output();
-        let (c, cg, k) = (self.inputs, self.inputs / self.groups, self.kernel);
+        let (c, cg, k) = (self.inputs, self.depth(), self.kernel);
         for (i, row) in rows.chunks_exact(self.window()).enumerate() {
             let (oy, ox) = ((first + i) / out_w, (first + i) % out_w);
             let x0 = (ox * self.stride) as isize - self.padding as isize;
@@ -278,8 +312,11 @@ impl Conv<'_> {
         let batch = values.len() / picture;
         let mut y = cpu::fresh::<T>(batch * pixels * n);
         let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
-        let blocking = g.blocks(batch, cpu::threads());
+        let blocking = g.blocks(g.cells(), batch, cpu::threads());
         let room = if g.is_product() { 0 } else { blocking.rows() * k };
+        // Every block packs the weight for its product, which is slow across the rows of what it reads: it is
+        // turned once.
+        let weight: Vec<Vec<T>> = weight.chunks_exact(ng * k).map(|w| turn::matrix(w, ng, k)).collect();
         // Straight into the output, where it is of the type that is computed in and needs no copy.
         let direct = pre.is_empty() && T::as_acc_mut(&mut y[..0]).is_some();
         let wide_bias = bias.as_deref().map(T::widened);
@@ -291,10 +328,10 @@ impl Conv<'_> {
                 // SAFETY: this block alone writes its rows.
                 let (out, before) = unsafe { (outputs.get(at, len), befores.get(at, len)) };
                 let mut product = |to: &mut [T::Acc]| {
-                    for group in 0..g.groups {
-                        let a = Mat::new(g.windows(&values, block, group, gathered), block.rows(), k);
-                        let w = Mat::new(&weight[group * ng * k..][..ng * k], ng, k).t();
-                        multiply(&mut to[group * ng..], n, a, w, false, By::Me);
+                    for (group, w) in weight.iter().enumerate() {
+                        let a = g.windows(&values, block, group, 0..g.cells(), gathered);
+                        let a = Mat::new(a, block.rows(), k);
+                        multiply(&mut to[group * ng..], n, a, Mat::new(w, k, ng), false, By::Me);
                     }
                 };
                 match T::as_acc_mut(out) {
@@ -398,9 +435,7 @@ impl Conv<'_> {
             let dx = depthwise::input_gradient(&self.geometry, &weight, &d);
             return Ok(Some(cpu::tensor(dx, x.shape())?));
         }
-        let partials = self.weight_gradient::<T>(&values, &d);
-        cpu::update::<T::Acc, _>(grads.weight, |into| add_all(into, &partials))?;
-        drop(partials);
+        cpu::update::<T::Acc, _>(grads.weight, |into| self.weight_gradient::<T>(&values, &d, into))?;
         if !want {
             return Ok(None);
         }
@@ -408,28 +443,41 @@ impl Conv<'_> {
         Ok(Some(cpu::tensor(self.input_gradient::<T>(&weight, &d), x.shape())?))
     }
 
-    /// The weight's gradient as sums over as many runs of pictures as there are threads.
-    fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T]) -> Vec<Vec<T::Acc>> {
+    /// Adds the weight's gradient: the pictures are cut into as many runs as there are threads, of which the
+    /// first adds in place and the others to sums of their own.
+    fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T], into: &mut [T::Acc]) {
         let g = &self.geometry;
         let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
-        let ng = n / g.groups;
+        let (ng, cells) = (n / g.groups, g.panel());
         let batch = values.len() / (g.height * g.width * g.inputs);
         let run = batch.div_ceil(cpu::threads()).max(1);
-        let blocking = g.blocks(batch, cpu::threads());
-        let room = if g.is_product() { 0 } else { blocking.rows() * k };
-        let one = |part: usize| {
-            let mut sum = vec![T::Acc::ZERO; n * k];
+        let blocking = g.blocks(cells, batch, cpu::threads());
+        let room = if g.is_product() { 0 } else { blocking.rows() * cells * g.depth() };
+        let add = |part: usize, sum: &mut [T::Acc]| {
             let mut gathered = cpu::fresh::<T>(room);
-            for block in blocking.of(part * run..(part + 1) * run) {
-                for group in 0..g.groups {
-                    let a = Mat::new(g.windows(values, block, group, &mut gathered), block.rows(), k);
+            for (group, first) in
+                (0..g.groups).flat_map(|group| (0..g.cells()).step_by(cells).map(move |c| (group, c)))
+            {
+                let seen = first..(first + cells).min(g.cells());
+                let sum = &mut sum[group * ng * k + first * g.depth()..];
+                for block in blocking.of(part * run..(part + 1) * run) {
+                    let a = g.windows(values, block, group, seen.clone(), &mut gathered);
+                    let a = Mat::new(a, block.rows(), seen.len() * g.depth());
                     let d = Mat::strided(&d[block.row(pixels) * n + group * ng..], block.rows(), ng, n).t();
-                    multiply(&mut sum[group * ng * k..][..ng * k], k, d, a, true, By::Me);
+                    multiply(sum, k, d, a, true, By::Me);
                 }
             }
-            sum
         };
-        (0..batch.div_ceil(run)).into_par_iter().map(one).collect()
+        let others = || {
+            let one = |part: usize| {
+                let mut sum = vec![T::Acc::ZERO; n * k];
+                add(part, &mut sum);
+                sum
+            };
+            (1..batch.div_ceil(run)).into_par_iter().map(one).collect::<Vec<_>>()
+        };
+        let ((), partials) = rayon::join(|| add(0, into), others);
+        add_all(into, &partials);
     }
 
     fn input_gradient<T: Elem>(&self, weight: &[T], d: &[T]) -> Vec<T> {
@@ -437,7 +485,7 @@ impl Conv<'_> {
         let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
         let (picture, ng) = (g.height * g.width * g.inputs, n / g.groups);
         let batch = d.len() / (pixels * n);
-        let blocking = g.blocks(batch, cpu::threads());
+        let blocking = g.blocks(g.cells(), batch, cpu::threads());
         let mut dx = cpu::fresh::<T>(batch * picture);
         let narrow = T::as_acc_mut(&mut dx[..0]).is_none();
         dx.par_chunks_mut(blocking.pictures * picture).enumerate().for_each_init(
@@ -485,13 +533,15 @@ pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) ->
     }
     let elem = at.dtype.size_in_bytes();
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
-    let blocking = g.blocks(at.batch, at.threads);
+    let blocking = g.blocks(g.cells(), at.batch, at.threads);
     let (rows, k, ng) = (blocking.rows(), g.window(), g.outputs / g.groups);
+    let (cells, runs) = (g.panel(), at.batch.div_ceil(at.batch.div_ceil(at.threads).max(1)));
+    let (panel_rows, panel) = (g.blocks(cells, at.batch, at.threads).rows(), cells * g.depth());
     // The operands of a product in the type it computes in, where that is another, and what it packs.
     let copies = |values: usize| if elem == acc { 0 } else { values * acc };
     let packed = |m, k, n, turned| packing(at.dtype, m, k, n, turned) as usize;
     let forward_product = copies(rows * k + ng * k) + packed(rows, k, ng, false);
-    let weight_product = copies(rows * (k + g.outputs)) + packed(ng, rows, k, true);
+    let weight_product = copies(panel_rows * (panel + g.outputs)) + packed(ng, panel_rows, panel, true);
     let input_product = copies(rows * g.outputs + ng * k) + packed(rows, ng, k, false);
     let gathered = if g.is_product() { 0 } else { rows * k * elem };
     let wide = if elem == acc { 0 } else { blocking.pictures * g.height * g.width * g.inputs * acc };
@@ -499,8 +549,10 @@ pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) ->
         at.batch.div_ceil(blocking.pictures) * blocking.pixels.div_ceil(blocking.part) * size_of::<Block>();
     let direct = elem == acc && act.reads() != Reads::Input;
     let outputs = if direct { 0 } else { rows * g.outputs * acc };
-    let forward = at.threads * (gathered + outputs + forward_product) + list;
-    let weight = at.threads.min(at.batch) * (g.outputs * k * acc + gathered + weight_product);
+    let turned = g.outputs * k * elem + g.groups * size_of::<Vec<f32>>();
+    let forward = at.threads * (gathered + outputs + forward_product) + list + turned;
+    let seen = if g.is_product() { 0 } else { panel_rows * panel * elem };
+    let weight = runs.saturating_sub(1) * g.outputs * k * acc + runs * (seen + weight_product);
     let input = at.threads * (rows * k * acc + wide + input_product);
     (forward as u64, weight.max(input) as u64)
 }

@@ -137,18 +137,17 @@ macro_rules! vectorised {
         #[cfg(all(target_arch = "x86_64", not(debug_assertions)))]
         {
             use $crate::kernels::elem::{Vectors, vectors, with_v3, with_v4};
-            match if <$T as $crate::kernels::Elem>::WIDE { vectors() } else { Vectors::Base } {
-                Vectors::V4 => {
-                    let body = || $body;
-                    // SAFETY: these vectors were found.
-                    unsafe { with_v4(body) }
-                }
-                Vectors::V3 => {
-                    let body = || $body;
-                    // SAFETY: these vectors were found.
-                    unsafe { with_v3(body) }
-                }
-                Vectors::Base => $body,
+            // The constant comes first: for a type that is not wide no other body is compiled.
+            if <$T as $crate::kernels::Elem>::WIDE && vectors() == Vectors::V4 {
+                let body = || $body;
+                // SAFETY: these vectors were found.
+                unsafe { with_v4(body) }
+            } else if <$T as $crate::kernels::Elem>::WIDE && vectors() == Vectors::V3 {
+                let body = || $body;
+                // SAFETY: these vectors were found.
+                unsafe { with_v3(body) }
+            } else {
+                $body
             }
         }
         #[cfg(not(all(target_arch = "x86_64", not(debug_assertions))))]

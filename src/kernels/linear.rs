@@ -262,8 +262,10 @@ pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> Vec<Vec<T::Acc>> {
 }
 
 /// Adds partial sums in order.
-pub(super) fn add_all<R: Real>(into: &mut [R], partials: &[impl AsRef<[R]>]) {
-    for partial in partials {
-        into.iter_mut().zip(partial.as_ref()).for_each(|(a, b)| *a += *b);
-    }
+pub(super) fn add_all<R: Real>(into: &mut [R], partials: &[impl AsRef<[R]> + Sync]) {
+    cpu::for_rows(into, 1, |first, into| {
+        for partial in partials {
+            into.iter_mut().zip(&partial.as_ref()[first..]).for_each(|(a, b)| *a += *b);
+        }
+    });
 }

@@ -2,28 +2,43 @@
 //!
 //! Value `i` is paired with value `i + head / 2`, as Llama's published weights have it.
 
+use std::sync::OnceLock;
+
 use candle_core::{Result, Tensor};
 
 use super::{Elem, Real};
 
-/// Cosines and sines of every position, computed once for a model.
+/// Cosines and sines of every position, computed once for a model: when they are first used, so that a model
+/// that is only planned does without.
 pub struct Rotary {
+    length: usize,
+    half: usize,
+    theta: f64,
     /// (length, head / 2)
+    tables: OnceLock<Tables>,
+}
+
+struct Tables {
     cos: Vec<f32>,
     sin: Vec<f32>,
-    half: usize,
 }
 
 impl Rotary {
     /// `head` values a head, an even number; pair `i` turns by `theta^(-2 i / head)` a position.
     pub fn new(length: usize, head: usize, theta: f64) -> Self {
-        let half = head / 2;
-        let angle = |at: usize| {
-            let (position, pair) = (at / half, at % half);
-            position as f64 * theta.powf(-2.0 * pair as f64 / head as f64)
-        };
-        let table = |f: fn(f64) -> f64| (0..length * half).map(|at| f(angle(at)) as f32).collect();
-        Self { cos: table(f64::cos), sin: table(f64::sin), half }
+        Self { length, half: head / 2, theta, tables: OnceLock::new() }
+    }
+
+    fn tables(&self) -> &Tables {
+        self.tables.get_or_init(|| {
+            let half = self.half;
+            let angle = |at: usize| {
+                let (position, pair) = (at / half, at % half);
+                position as f64 * self.theta.powf(-2.0 * pair as f64 / (2 * half) as f64)
+            };
+            let table = |f: fn(f64) -> f64| (0..self.length * half).map(|at| f(angle(at)) as f32).collect();
+            Tables { cos: table(f64::cos), sin: table(f64::sin) }
+        })
     }
 
     /// The reference, over (batch, heads, length, head).
@@ -34,7 +49,8 @@ impl Rotary {
                 .reshape((length, self.half))?
                 .to_dtype(x.dtype())
         };
-        let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
+        let Tables { cos, sin } = self.tables();
+        let (cos, sin) = (table(cos)?, table(sin)?);
         let (a, b) = (x.narrow(3, 0, self.half)?, x.narrow(3, self.half, self.half)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
@@ -54,7 +70,8 @@ impl Rotary {
         let table = position * self.half..(position + 1) * self.half;
         let sign = if back { -scale } else { scale };
         let ((a, b), (to_a, to_b)) = (from.split_at(self.half), to.split_at_mut(self.half));
-        let angles = self.cos[table.clone()].iter().zip(&self.sin[table]);
+        let Tables { cos, sin } = self.tables();
+        let angles = cos[table.clone()].iter().zip(&sin[table]);
         for ((((a, b), to_a), to_b), (cos, sin)) in a.iter().zip(b).zip(to_a).zip(to_b).zip(angles) {
             let (cos, sin) = (A::Acc::of(*cos as f64) * scale, A::Acc::of(*sin as f64) * sign);
             *to_a = B::down(a.up() * cos - b.up() * sin);

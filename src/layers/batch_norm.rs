@@ -82,6 +82,14 @@ impl Layer for BatchNorm {
         self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &grads, want)
     }
 
+    fn again(&self, saved: &Saved, pass: &Pass) -> Result<Option<Tensor>> {
+        self.kernel(pass).again(&saved.0[0], &saved.0[1]).map(Some)
+    }
+
+    fn remakes(&self) -> bool {
+        true
+    }
+
     fn cost(&self, at: At) -> Cost {
         let (len, channels) = (self.shape.iter().product::<usize>(), self.channels());
         let pixels = len / channels;

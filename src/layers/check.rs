@@ -196,6 +196,14 @@ pub fn cost_is_exact(build: &dyn Fn(&mut Declared) -> Box<dyn Layer>, input: &dy
             "{name}: bytes saved beside input and output, batch {batch}, {dtype:?}"
         );
         assert_eq!(cost.keeps_input, kept_x, "{name}: keeps its input");
+        if cost.keeps_input {
+            assert_eq!(memory(&saved.0[0]).0, x_at, "{name}: the input is the first it saves");
+        }
+        let again = layer.again(&saved, &subject.pass(Mode::Train)).unwrap();
+        assert_eq!(again.is_some(), layer.remakes(), "{name}: makes its output again");
+        if let Some(again) = again {
+            assert_eq!(flat(&again), flat(&y), "{name}: the output made again");
+        }
         assert_eq!(cost.keeps_output, kept_y, "{name}: keeps its output");
         assert_eq!(cost.view, x_at == y_at, "{name}: output is a view");
         assert_eq!(cost.output, if cost.view { 0 } else { y_bytes }, "{name}: output bytes");

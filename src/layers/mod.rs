@@ -49,6 +49,17 @@ pub trait Layer: Send + Sync {
     /// `dy` is the layer's to overwrite; no input gradient is made unless it is wanted.
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>>;
 
+    /// The output once more, bit for bit, from what the layer saved, where that takes no more than a pass over
+    /// it: such an output is not kept for the layer after it, but made again when that one needs it.
+    fn again(&self, _saved: &Saved, _pass: &Pass) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
+    /// Whether [`again`](Layer::again) gives the output.
+    fn remakes(&self) -> bool {
+        false
+    }
+
     /// Whether `backward` writes to the `dy` it is given.
     fn overwrites(&self) -> bool {
         false
@@ -65,7 +76,7 @@ pub trait Layer: Send + Sync {
     fn parameters(&self) -> usize;
 }
 
-/// What a layer keeps between its passes.
+/// What a layer keeps between its passes; its input first, where it keeps that.
 #[derive(Default)]
 pub struct Saved(pub Vec<Tensor>);
 

@@ -33,6 +33,8 @@ pub struct Residual {
 pub struct Block {
     pub name: String,
     pub nodes: Vec<Node>,
+    /// Its place among the blocks when some are to run forward again: the lowest first.
+    pub rank: usize,
 }
 
 pub struct Network {
@@ -55,7 +57,7 @@ pub struct Walk<'a> {
     pub pass: Option<Pass<'a>>,
     pub at: At,
     pub ledger: &'a Ledger,
-    /// How many blocks, the first ones, keep only their input and run forward again.
+    /// How many blocks, those of the lowest ranks, keep only their input and run forward again.
     pub recompute: usize,
 }
 
@@ -74,8 +76,17 @@ struct Act {
 
 /// What is kept of a node between the passes; dropped, it gives everything back.
 enum Trace {
-    Layer { saved: Option<Saved>, _holds: [Option<Arc<Reservation>>; 3] },
-    Residual { branch: Vec<Trace>, shortcut: Vec<Trace>, output: Option<Act> },
+    Layer {
+        saved: Option<Saved>,
+        /// The layer's input was not kept: the layer before makes it again.
+        remade: bool,
+        _holds: [Option<Arc<Reservation>>; 3],
+    },
+    Residual {
+        branch: Vec<Trace>,
+        shortcut: Vec<Trace>,
+        output: Option<Act>,
+    },
 }
 
 enum BlockTrace {
@@ -91,8 +102,8 @@ impl Network {
         walk.ledger.phase("forward");
         let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
         let mut traces = Vec::with_capacity(self.blocks.len());
-        for (i, block) in self.blocks.iter().enumerate() {
-            let input = (i < walk.recompute).then(|| x.clone());
+        for block in &self.blocks {
+            let input = (block.rank < walk.recompute).then(|| x.clone());
             let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train)?;
             x = y;
             traces.push(match input {
@@ -194,9 +205,12 @@ impl Walk<'_> {
 
     fn forward(&self, nodes: &[Node], mut x: Act, keep: bool, mode: Mode) -> Step<(Act, Vec<Trace>)> {
         let mut traces = Vec::with_capacity(if keep { nodes.len() } else { 0 });
-        for node in nodes {
+        for (i, node) in nodes.iter().enumerate() {
             let (y, trace) = match node {
-                Node::Layer(layer) => self.layer_forward(layer.as_ref(), x, keep, mode)?,
+                Node::Layer(layer) => {
+                    let remade = made_again(&nodes[..i], &traces);
+                    self.layer_forward(layer.as_ref(), x, keep, remade, mode)?
+                }
                 Node::Residual(residual) => self.residual_forward(residual, x, keep, mode)?,
             };
             traces.extend(trace);
@@ -205,14 +219,25 @@ impl Walk<'_> {
         Ok((x, traces))
     }
 
-    fn layer_forward(&self, layer: &dyn Layer, x: Act, keep: bool, mode: Mode) -> Step<(Act, Option<Trace>)> {
+    fn layer_forward(
+        &self,
+        layer: &dyn Layer,
+        x: Act,
+        keep: bool,
+        remade: bool,
+        mode: Mode,
+    ) -> Step<(Act, Option<Trace>)> {
         let cost = layer.cost(self.at);
+        let remade = remade && cost.keeps_input;
         let own = self.hold(Role::Activations, layer.name(), cost.output)?;
         let saved_hold = self.hold(Role::Activations, layer.name(), cost.saved)?;
         let _work = self.hold(Role::Workspace, layer.name(), cost.forward)?;
         let (value, saved) = match (self.pass(mode), &x.value) {
             (Some(pass), Some(x)) => {
-                let (y, saved) = layer.forward(x, &pass)?;
+                let (y, mut saved) = layer.forward(x, &pass)?;
+                if remade {
+                    saved.0.remove(0);
+                }
                 (Some(y), Some(saved))
             }
             _ => (None, None),
@@ -220,9 +245,10 @@ impl Walk<'_> {
         let y = Act { value, hold: if cost.view { x.hold.clone() } else { own } };
         let trace = keep.then(|| Trace::Layer {
             saved,
+            remade,
             _holds: [
                 saved_hold,
-                x.hold.clone().filter(|_| cost.keeps_input),
+                x.hold.clone().filter(|_| cost.keeps_input && !remade),
                 y.hold.clone().filter(|_| cost.keeps_output),
             ],
         });
@@ -269,12 +295,16 @@ impl Walk<'_> {
     }
 
     /// The gradient of the nodes' input, where wanted. Traces are given back as they are used.
-    fn backward(&self, nodes: &[Node], traces: Vec<Trace>, mut dy: Act, want: bool) -> Step<Option<Act>> {
-        for (i, (node, trace)) in nodes.iter().zip(traces).enumerate().rev() {
-            let want = want || i > 0;
+    fn backward(&self, nodes: &[Node], mut traces: Vec<Trace>, mut dy: Act, want: bool) -> Step<Option<Act>> {
+        for (i, node) in nodes.iter().enumerate().rev() {
+            let (want, trace) = (want || i > 0, traces.pop());
             let dx = match (node, trace) {
-                (Node::Layer(layer), Trace::Layer { saved, _holds }) => {
+                (Node::Layer(layer), Some(Trace::Layer { mut saved, remade, _holds })) => {
                     let cost = layer.cost(self.at);
+                    let _input = match remade {
+                        true => self.make_again(&nodes[..i], &traces, &mut saved)?,
+                        false => None,
+                    };
                     let own = match want && !cost.view {
                         true => self.hold(Role::Activations, layer.name(), cost.input)?,
                         false => None,
@@ -287,7 +317,7 @@ impl Walk<'_> {
                     };
                     want.then_some(Act { value, hold })
                 }
-                (Node::Residual(residual), Trace::Residual { branch, shortcut, output }) => {
+                (Node::Residual(residual), Some(Trace::Residual { branch, shortcut, output })) => {
                     self.residual_backward(residual, branch, shortcut, output, dy, want)?
                 }
                 _ => None,
@@ -298,6 +328,26 @@ impl Walk<'_> {
             }
         }
         Ok(Some(dy))
+    }
+
+    /// Puts the output of the last of `nodes`, made again, in front of what the layer after it saved.
+    fn make_again(
+        &self,
+        nodes: &[Node],
+        traces: &[Trace],
+        into: &mut Option<Saved>,
+    ) -> Step<Option<Arc<Reservation>>> {
+        let (Some(Node::Layer(layer)), Some(Trace::Layer { saved, .. })) = (nodes.last(), traces.last())
+        else {
+            return Ok(None);
+        };
+        let hold = self.hold(Role::Activations, layer.name(), layer.cost(self.at).output)?;
+        if let (Some(pass), Some(saved), Some(into)) = (self.pass(Mode::Again), saved, into)
+            && let Some(x) = layer.again(saved, &pass)?
+        {
+            into.0.insert(0, x);
+        }
+        Ok(hold)
     }
 
     fn residual_backward(
@@ -328,6 +378,14 @@ impl Walk<'_> {
             add::into(b, s, Activation::Identity)?;
         }
         Ok(Some(b))
+    }
+}
+
+/// Whether the output of the last of these nodes can be made again from what it kept.
+fn made_again(nodes: &[Node], traces: &[Trace]) -> bool {
+    match (nodes.last(), traces.last()) {
+        (Some(Node::Layer(layer)), Some(Trace::Layer { remade: false, .. })) => layer.remakes(),
+        _ => false,
     }
 }
 

@@ -4,6 +4,30 @@ use super::probe::Host;
 use crate::job::Memory;
 use crate::units::{Bytes, Size};
 
+/// What a plan is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// `cpu`, or `cuda` for a card that need not be here.
+    pub device: String,
+    /// Host bytes the run may use.
+    pub ram: u64,
+    /// Device bytes the run may use; 0 where the CPU computes.
+    pub vram: u64,
+    /// Host bytes there are: no stated budget can be larger.
+    pub most_ram: u64,
+}
+
+impl Machine {
+    /// This one, or one that is not here: the CPU with so many bytes and no more.
+    pub fn cpu(ram: u64, most_ram: u64) -> Self {
+        Self { device: "cpu".into(), ram, vram: 0, most_ram }
+    }
+
+    pub fn on_device(&self) -> bool {
+        self.vram > 0
+    }
+}
+
 /// Host bytes a job may use on this machine now. `auto` is what is available less the headroom; a size or
 /// a share is taken as stated, but never more than what is available.
 pub fn host(memory: &Memory, host: &Host) -> u64 {
@@ -30,6 +54,8 @@ mod tests {
             cgroup: None,
             address_space: None,
             cores: 1,
+            resident: None,
+            processor: String::new(),
         };
         let with = |ram: &str| host(&Memory { ram: ram.parse().unwrap(), ..Memory::default() }, &there);
         assert_eq!(with("auto"), 760);

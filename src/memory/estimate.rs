@@ -1,17 +1,22 @@
 //! What a run would hold, without running it: the network is walked with no tensors, and the ledger it
 //! asks says what is live at every moment. Not a factor, not a sum: lifetimes.
+//!
+//! A walk depends on the micro-batch and on what is recomputed alone, so each is made once however many ways
+//! of running are asked about.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::rc::Rc;
 
 use candle_core::DType;
 
 use super::ledger::{Entry, Ledger};
-use super::plan::Role;
+use super::plan::{Offload, Part, Phase, Place, Role};
+use super::trail::{self, Blocks, High, Whose};
 use crate::features::Features;
 use crate::layers::At;
 use crate::layers::network::{Network, Walk};
-use crate::params::Layout;
+use crate::params::{Flat, Layout, Lies};
 
 /// Heap bytes the program holds beside what it asks for: the measured size of argument parsing, the
 /// job, the network's description, thread pools and the reports, with room to spare.
@@ -21,22 +26,36 @@ pub const PROGRAM: u64 = 3 << 19;
 /// cache of a core. What a product packs beside it is in the workspaces of kernels.
 pub const PACKING: u64 = 2 << 20;
 
+/// Device bytes, at most, through which optimizer state passes that waits in host memory: two windows, one in
+/// use and one on its way, each a sixteenth of the state where that is less.
+pub const WINDOW: u64 = 64 << 20;
+
+const MASTER: &str = "master weights";
+const GRADIENTS: &str = "gradients";
+
 /// A job, as far as its memory is concerned.
+#[derive(Clone, Copy)]
 pub struct Subject<'a> {
     pub network: &'a Network,
     pub layout: &'a Layout,
     pub features: &'a Features,
     pub dtype: DType,
     pub threads: usize,
+    /// Tensors are in the memory of a device that is not the host.
+    pub on_device: bool,
     pub optimizer_state: u64,
+    /// Optimizer state in bytes instead of floats, where the optimizer has such.
+    pub optimizer_state_8bit: u64,
     /// Bytes an update takes while it runs.
     pub update_workspace: u64,
     /// A moving average of the weights is kept.
     pub average: bool,
     /// Bytes the data holds whatever the batch.
     pub resident_data: u64,
-    /// Bytes the loader holds for a micro-batch of this size.
-    pub pipeline: &'a dyn Fn(usize) -> u64,
+    /// Host bytes the run may use.
+    pub ram: u64,
+    /// Bytes the loader holds for a micro-batch of this size, within so many host bytes.
+    pub pipeline: &'a dyn Fn(usize, u64) -> u64,
     pub train_samples: u64,
     pub valid_samples: u64,
 }
@@ -45,19 +64,75 @@ pub struct Subject<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
     pub micro_batch: usize,
+    /// Blocks that run forward again.
     pub recompute: usize,
     pub eval_micro_batch: usize,
+    /// Optimizer state in bytes.
+    pub eight_bit: bool,
+    pub offload: &'static [Offload],
 }
 
-/// What is live at the worst moment of each phase.
-#[derive(Clone, Debug)]
+impl Way {
+    pub fn offloads(&self, what: Offload) -> bool {
+        self.offload.contains(&what)
+    }
+}
+
+/// What a way of running takes at most.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
-    pub peak: u64,
+    pub vram: u64,
+    pub ram: u64,
+    /// The phase of the device's peak, or of the host's where that is the device.
     pub phase: &'static str,
-    /// The highest moment of every phase, in order.
-    pub phases: Vec<(&'static str, u64)>,
-    /// What is live at the peak, largest first within a role.
-    pub parts: Vec<(Role, Arc<str>, u64)>,
+    pub phases: Vec<(&'static str, Held)>,
+    /// Bytes of activations that a micro-batch moves to the host and back.
+    pub moved: u64,
+}
+
+/// Bytes held at a moment, on the device and on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    pub vram: u64,
+    pub ram: u64,
+}
+
+/// Foretells memory.
+pub trait Predict {
+    fn estimate(&self, way: Way) -> Estimate;
+
+    /// The same with so many host bytes, which some buffers follow.
+    fn within(&self, way: Way, ram: u64) -> Estimate {
+        let _ = ram;
+        self.estimate(way)
+    }
+
+    /// What is live at the peak, by role, largest first.
+    fn parts(&self, way: Way) -> Vec<Part>;
+}
+
+impl Estimate {
+    pub fn new(phases: Vec<(&'static str, Held)>, moved: u64) -> Self {
+        let highest =
+            |of: fn(&Held) -> u64| {
+                let first = phases.iter().fold(("start", 0), |best, (phase, held)| {
+                    if of(held) > best.1 { (*phase, of(held)) } else { best }
+                });
+                (first.0, first.1)
+            };
+        let (vram, ram) = (highest(|held| held.vram), highest(|held| held.ram));
+        let phase = if vram.1 > 0 { vram.0 } else { ram.0 };
+        Self { vram: vram.1, ram: ram.1, phase, phases, moved }
+    }
+
+    pub fn phases(&self) -> Vec<Phase> {
+        let one = |(name, held): &(&str, Held)| Phase {
+            name: (*name).into(),
+            vram_bytes: held.vram,
+            ram_bytes: held.ram,
+        };
+        self.phases.iter().map(one).collect()
+    }
 }
 
 /// Bytes of the type parameters are kept in.
@@ -70,13 +145,14 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
     let (params, stats, wide) = (s.layout.params.len as u64, s.layout.stats.len as u64, wide(s.dtype));
     let copy =
         if s.dtype.size_in_bytes() as u64 == wide { 0 } else { params * s.dtype.size_in_bytes() as u64 };
+    let packing = if s.on_device { 0 } else { s.threads as u64 * PACKING };
     vec![
-        (Role::Reserve, "program", PROGRAM + s.threads as u64 * PACKING),
-        (Role::Weights, "master weights", (params + stats) * wide),
+        (Role::Reserve, "program", PROGRAM + packing),
+        (Role::Weights, MASTER, (params + stats) * wide),
         (Role::Weights, "computed copy", copy),
         (Role::Weights, "moving average", if s.average { params * wide } else { 0 }),
         (Role::Weights, "statistics before an update", stats * wide),
-        (Role::Gradients, "gradients", params * wide),
+        (Role::Gradients, GRADIENTS, params * wide),
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
         (Role::DataPipeline, "data in memory", s.resident_data),
     ]
@@ -90,62 +166,259 @@ pub fn batch_bytes(features: &Features, samples: usize) -> u64 {
 /// Bytes a checkpoint is written with: the largest parameter whose order other tools have otherwise, and
 /// the file's buffer.
 pub fn checkpoint_bytes(layout: &Layout, dtype: DType) -> u64 {
-    let turned = layout.params.iter().filter(|(spec, _)| spec.lies == crate::params::Lies::ChannelsLast);
-    turned.map(|(spec, _)| spec.len() as u64).max().unwrap_or(0) * wide(dtype) + (1 << 20)
+    largest(layout, |lies| lies == Lies::ChannelsLast) * wide(dtype) + (1 << 20)
 }
 
-impl Estimate {
-    pub fn new(s: &Subject, way: Way) -> Self {
-        let ledger = Ledger::planning();
-        // A planning ledger has no limit, so no ask fails.
-        let ask = |role, name: &str, bytes| ledger.reserve(role, name, bytes).ok();
-        let _held: Vec<_> =
-            permanent(s).into_iter().map(|(role, name, bytes)| ask(role, name, bytes)).collect();
-        let at = |batch: usize| At { batch, dtype: s.dtype, threads: s.threads };
-        let _pipeline = ask(Role::DataPipeline, "prefetch", (s.pipeline)(way.micro_batch));
-        {
-            ledger.phase("forward");
-            let batch = way.micro_batch.min(s.train_samples as usize);
-            let _batch = ask(Role::Batch, "micro-batch", batch_bytes(s.features, batch));
-            let walk = Walk { pass: None, at: at(batch), ledger: &ledger, recompute: way.recompute };
-            let _ = s.network.learn(&walk, None);
+/// Values of the largest parameter that lies so.
+fn largest(layout: &Layout, lies: impl Fn(Lies) -> bool) -> u64 {
+    let sizes = layout.params.iter().filter(|(spec, _)| lies(spec.lies)).map(|(spec, _)| spec.len() as u64);
+    sizes.max().unwrap_or(0)
+}
+
+/// The order in which blocks are recomputed: the least time for the bytes it frees first; among equals the
+/// earlier, whose activations wait longest; last those that free nothing. Gives the rank of each block.
+pub fn ranks(flops: &[u64], freed: &[u64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..flops.len()).collect();
+    // flops / freed, compared without division; a block that frees nothing costs infinitely much a byte.
+    order.sort_by(|&a, &b| {
+        let cost = |x: usize, y: usize| u128::from(flops[x].max(1)) * u128::from(freed[y]);
+        match (freed[a], freed[b]) {
+            (0, 0) => std::cmp::Ordering::Equal,
+            (0, _) => std::cmp::Ordering::Greater,
+            (_, 0) => std::cmp::Ordering::Less,
+            _ => cost(a, b).cmp(&cost(b, a)),
         }
-        ledger.phase("update");
-        drop(ask(Role::Workspace, "optimizer", s.update_workspace));
-        if s.valid_samples > 0 {
-            ledger.phase("eval");
-            let batch = way.eval_micro_batch.min(s.valid_samples as usize);
-            let _pipeline = ask(Role::DataPipeline, "evaluation prefetch", (s.pipeline)(batch));
-            let _batch = ask(Role::Batch, "micro-batch", batch_bytes(s.features, batch));
-            let walk = Walk { pass: None, at: at(batch), ledger: &ledger, recompute: 0 };
-            let _ = s.network.judge(&walk, None);
-        }
-        ledger.phase("checkpoint");
-        drop(ask(Role::CheckpointWriting, "checkpoint", checkpoint_bytes(s.layout, s.dtype)));
-        Self::from_log(&ledger.log())
+    });
+    let mut ranks = vec![0; order.len()];
+    order.into_iter().enumerate().for_each(|(rank, block)| ranks[block] = rank);
+    ranks
+}
+
+/// Foretells the memory of a job.
+pub struct Estimator<'a> {
+    subject: Subject<'a>,
+    blocks: Blocks,
+    trained: RefCell<BTreeMap<(usize, usize), Highs>>,
+    judged: RefCell<BTreeMap<usize, Highs>>,
+}
+
+type Highs = Rc<Vec<(&'static str, High)>>;
+
+impl<'a> Estimator<'a> {
+    pub fn new(subject: Subject<'a>) -> Self {
+        let blocks = Blocks::new(subject.network);
+        Self { subject, blocks, trained: RefCell::default(), judged: RefCell::default() }
     }
 
-    fn from_log(log: &[Entry]) -> Self {
-        let (mut live, mut peak, mut peak_at) = (0i64, 0i64, 0);
-        let mut phases: Vec<(&'static str, u64)> = Vec::new();
-        for (i, entry) in log.iter().enumerate() {
-            live += entry.change;
-            if live > peak {
-                (peak, peak_at) = (live, i);
-            }
-            match phases.iter_mut().find(|(name, _)| *name == entry.phase) {
-                Some((_, highest)) => *highest = (*highest).max(live as u64),
-                None => phases.push((entry.phase, live as u64)),
-            }
+    /// Bytes that each block would free if it kept only its input, for one sample.
+    pub fn freed(&self) -> Vec<u64> {
+        let kept = |recompute| trail::kept(&self.learn(1, recompute), &self.blocks);
+        let all = self.subject.network.blocks.len();
+        kept(0).into_iter().zip(kept(all)).map(|(whole, input)| whole.saturating_sub(input)).collect()
+    }
+
+    fn learn(&self, batch: usize, recompute: usize) -> Vec<Entry> {
+        self.walk("forward", batch, |network, walk| drop(network.learn(walk, None)), recompute)
+    }
+
+    fn judge(&self, batch: usize) -> Vec<Entry> {
+        self.walk("eval", batch, |network, walk| drop(network.judge(walk, None)), 0)
+    }
+
+    fn walk(
+        &self,
+        phase: &'static str,
+        batch: usize,
+        body: impl Fn(&Network, &Walk),
+        recompute: usize,
+    ) -> Vec<Entry> {
+        let s = &self.subject;
+        let ledger = Ledger::planning();
+        ledger.phase(phase);
+        {
+            // A planning ledger has no limit, so no ask fails.
+            let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, batch)).ok();
+            let at = At { batch, dtype: s.dtype, threads: s.threads };
+            body(s.network, &Walk { pass: None, at, ledger: &ledger, recompute });
         }
-        let mut held: BTreeMap<(Role, &Arc<str>), i64> = BTreeMap::new();
-        for entry in &log[..(peak_at + 1).min(log.len())] {
-            *held.entry((entry.role, &entry.name)).or_default() += entry.change;
+        ledger.log()
+    }
+
+    fn trained(&self, way: Way) -> Highs {
+        let (batch, recompute) = (self.train_batch(way), way.recompute);
+        let walk = || Rc::new(trail::highs(&self.learn(batch, recompute), &self.blocks));
+        self.trained.borrow_mut().entry((batch, recompute)).or_insert_with(walk).clone()
+    }
+
+    fn judged(&self, batch: usize) -> Highs {
+        let walk = || Rc::new(trail::highs(&self.judge(batch), &self.blocks));
+        self.judged.borrow_mut().entry(batch).or_insert_with(walk).clone()
+    }
+
+    fn train_batch(&self, way: Way) -> usize {
+        way.micro_batch.min(self.subject.train_samples as usize)
+    }
+
+    /// Samples of an evaluation batch; none where there is nothing to judge.
+    fn eval_batch(&self, way: Way) -> Option<usize> {
+        let samples = self.subject.valid_samples as usize;
+        (samples > 0).then(|| way.eval_micro_batch.min(samples))
+    }
+
+    /// Values of the parameters, and of these statistics, by the layer that has them.
+    fn by_layer(&self, stats: Option<&'a Flat>) -> BTreeMap<&'a str, u64> {
+        let mut values = BTreeMap::new();
+        let flats = [Some(&self.subject.layout.params), stats];
+        for (spec, range) in flats.into_iter().flatten().flat_map(Flat::iter) {
+            // A layer's name is the beginning of its parameters' names.
+            let mut owner = spec.name.as_str();
+            while let Some((above, _)) = owner.rsplit_once('.') {
+                owner = above;
+                if self.blocks.has(owner) {
+                    break;
+                }
+            }
+            *values.entry(owner).or_default() += range.len() as u64;
         }
-        let mut parts: Vec<(Role, Arc<str>, u64)> =
-            held.into_iter().filter(|(_, n)| *n > 0).map(|((r, n), b)| (r, n.clone(), b as u64)).collect();
-        parts.sort_by_key(|(role, _, bytes)| (*role, std::cmp::Reverse(*bytes)));
-        let phase = log.get(peak_at).map_or("start", |entry| entry.phase);
-        Self { peak: peak as u64, phase, phases, parts }
+        values
+    }
+
+    /// Where something of this role is, when nothing is offloaded.
+    fn place(&self, role: Role) -> Place {
+        match role {
+            Role::DataPipeline | Role::CheckpointWriting | Role::Reserve => Place::Ram,
+            _ if self.subject.on_device => Place::Vram,
+            _ => Place::Ram,
+        }
+    }
+
+    /// What is held from the start to the end.
+    fn lasting(&self, way: Way, ram: u64) -> Vec<(Role, &'static str, u64, Place)> {
+        let mut s = Subject { ram, ..self.subject };
+        if way.eight_bit {
+            s.optimizer_state = s.optimizer_state_8bit;
+        }
+        let mut lasting: Vec<_> = permanent(&s)
+            .into_iter()
+            .chain([(Role::DataPipeline, "prefetch", (s.pipeline)(way.micro_batch, s.ram))])
+            .map(|(role, name, bytes)| (role, name, bytes, self.place(role)))
+            .collect();
+        if way.offloads(Offload::OptimizerState) {
+            for (role, _, _, place) in &mut lasting {
+                if *role == Role::OptimizerState {
+                    *place = Place::Ram;
+                }
+            }
+            let window = s.optimizer_state.div_ceil(8).min(WINDOW);
+            lasting.push((Role::Workspace, "optimizer state on its way", window, Place::Vram));
+        }
+        lasting
+    }
+
+    /// What is held in a phase beside what lasts and what the walk holds.
+    fn passing(&self, way: Way, ram: u64, phase: &str) -> Vec<(Role, &'static str, u64, Place)> {
+        let s = &Subject { ram, ..self.subject };
+        let mut passing = match (phase, self.eval_batch(way)) {
+            ("update", _) => vec![(Role::Workspace, "optimizer", s.update_workspace)],
+            ("eval", Some(batch)) => {
+                vec![(Role::DataPipeline, "evaluation prefetch", (s.pipeline)(batch, s.ram))]
+            }
+            ("checkpoint", _) => {
+                vec![(Role::CheckpointWriting, "checkpoint", checkpoint_bytes(s.layout, s.dtype))]
+            }
+            _ => Vec::new(),
+        };
+        if phase == "checkpoint" && s.on_device {
+            // Parameter by parameter, through host memory.
+            passing.push((Role::CheckpointWriting, "copy", largest(s.layout, |_| true) * wide(s.dtype)));
+        }
+        passing.into_iter().map(|(role, name, bytes)| (role, name, bytes, self.place(role))).collect()
+    }
+
+    /// Which bytes of a walk are on `place`, if any.
+    fn whose(&self, way: Way, place: Place) -> Option<Whose> {
+        match (self.subject.on_device, place, way.offloads(Offload::Activations)) {
+            (false, Place::Ram, _) | (true, Place::Vram, false) => Some(Whose::All),
+            (true, Place::Vram, true) => Some(Whose::Near),
+            (true, Place::Ram, true) => Some(Whose::Away),
+            (false, Place::Vram, _) | (true, Place::Ram, false) => None,
+        }
+    }
+}
+
+impl Predict for Estimator<'_> {
+    fn estimate(&self, way: Way) -> Estimate {
+        self.within(way, self.subject.ram)
+    }
+
+    fn within(&self, way: Way, budget: u64) -> Estimate {
+        let on = |place: Place, parts: &[(Role, &str, u64, Place)]| {
+            parts.iter().filter(|part| part.3 == place).map(|part| part.2).sum::<u64>()
+        };
+        let lasting = self.lasting(way, budget);
+        let (vram, ram) = (on(Place::Vram, &lasting), on(Place::Ram, &lasting));
+        let trained = self.trained(way);
+        let judged = self.eval_batch(way).map(|batch| self.judged(batch)).unwrap_or_default();
+        let none = High::default();
+        // An evaluation saves nothing, so nothing of it is ever away.
+        let keeps = Way { offload: &[], ..way };
+        let walked = trained.iter().map(|(phase, high)| (*phase, *high, way));
+        let walked = walked.chain([("update", none, way)]);
+        let walked = walked.chain(judged.iter().map(|(phase, high)| (*phase, *high, keeps)));
+        let phases = walked.chain([("checkpoint", none, way)]).map(|(phase, high, way)| {
+            let passing = self.passing(way, budget, phase);
+            let walked = |place| self.whose(way, place).map_or(0, |whose| high.of(whose));
+            let held = Held {
+                vram: vram + on(Place::Vram, &passing) + walked(Place::Vram),
+                ram: ram + on(Place::Ram, &passing) + walked(Place::Ram),
+            };
+            (phase, held)
+        });
+        let away = trained.iter().map(|(_, high)| high.away).max().unwrap_or(0);
+        let moved = if way.offloads(Offload::Activations) { 2 * away } else { 0 };
+        Estimate::new(phases.collect(), moved)
+    }
+
+    fn parts(&self, way: Way) -> Vec<Part> {
+        let estimate = self.estimate(way);
+        let mut parts = Vec::new();
+        for place in [Place::Vram, Place::Ram] {
+            let of = |held: &Held| if place == Place::Vram { held.vram } else { held.ram };
+            // The first of the highest, as the peak's phase is.
+            let peak = estimate.phases.iter().map(|(_, held)| of(held)).max().unwrap_or(0);
+            let Some((phase, _)) = estimate.phases.iter().find(|(_, held)| of(held) == peak) else {
+                continue;
+            };
+            let mut add = |name: &str, role, bytes| {
+                if bytes > 0 {
+                    parts.push(Part { name: name.into(), role, bytes, r#where: place });
+                }
+            };
+            let budget = self.subject.ram;
+            let stated = self.lasting(way, budget).into_iter().chain(self.passing(way, budget, phase));
+            for (role, name, bytes, _) in stated.filter(|part| part.3 == place) {
+                match name {
+                    MASTER | GRADIENTS => {
+                        let stats = (name == MASTER).then_some(&self.subject.layout.stats);
+                        for (layer, values) in self.by_layer(stats) {
+                            add(layer, role, values * wide(self.subject.dtype));
+                        }
+                    }
+                    _ => add(name, role, bytes),
+                }
+            }
+            let (log, whose) = match (*phase, self.eval_batch(way)) {
+                ("forward" | "backward", _) => {
+                    (self.learn(self.train_batch(way), way.recompute), self.whose(way, place))
+                }
+                ("eval", Some(batch)) => (self.judge(batch), self.whose(Way { offload: &[], ..way }, place)),
+                _ => continue,
+            };
+            let Some(whose) = whose else { continue };
+            let live = trail::moment(&log, &self.blocks, phase, whose);
+            live.iter().for_each(|((role, name), bytes)| add(name, *role, *bytes));
+        }
+        parts.sort_by_key(|part| (part.r#where == Place::Ram, part.role, std::cmp::Reverse(part.bytes)));
+        parts
     }
 }

@@ -1,301 +1,318 @@
 //! From a job and a budget to the way it will be run: a pure function.
 //!
-//! Samples per update never change. When the job as written does not fit, the micro-batch shrinks and
-//! more are accumulated, blocks keep only their input and run forward again, or both; of the ways that fit
-//! the one predicted to be the fastest is taken.
+//! Samples per update never change. When the job as written does not fit, the micro-batch shrinks and more are
+//! accumulated, blocks keep only their input and run forward again, optimizer state is kept in bytes where the
+//! job allows it, and what a device need not have at hand waits in host memory; of the ways that fit the one
+//! predicted to be the fastest is taken.
 
-use super::estimate::{Estimate, Way};
-use super::plan::{Budget, Chosen, Part, Peak, Place, Plan, Rung, Split, Verdict};
+use super::advice;
+use super::estimate::{Predict, Way};
+use super::plan::{Budget, Chosen, Offload, Peak, Plan, Rung, Shrunk, Split, Verdict};
+use super::search::{Considered, Request, Search};
 use crate::units::Bytes;
 
-/// What the job asks for.
-#[derive(Clone, Debug)]
-pub struct Request {
-    pub device: String,
-    /// Host bytes, which on the CPU hold the tensors.
-    pub ram: u64,
-    /// Device bytes; 0 on the CPU.
-    pub vram: u64,
-    pub split: Split,
-    pub samples_per_update: usize,
-    /// A micro-batch is a multiple of this many samples: the model's normalisation group.
-    pub group: usize,
-    pub optimizer: String,
-    /// The evaluation micro-batch, where the job states it.
-    pub eval_micro_batch: Option<usize>,
-    /// The job allows smaller micro-batches.
-    pub may_shrink: bool,
-    /// The job allows blocks to run forward again instead of keeping their activations.
-    pub may_recompute: bool,
-    /// Predicted seconds of an update's forward pass, block by block; the backward pass takes twice that.
-    pub forward_s: Vec<f64>,
-    /// Predicted seconds of the fixed work of one micro-batch.
-    pub overhead_s: f64,
-}
-
-impl Request {
-    /// Predicted seconds of an update.
-    fn time(&self, rung: Considered) -> f64 {
-        let again: f64 = self.forward_s[..rung.recompute.min(self.forward_s.len())].iter().sum();
-        let fixed = rung.split.accumulation_steps as f64 * self.overhead_s;
-        3.0 * self.forward_s.iter().sum::<f64>() + again + fixed
-    }
-}
-
-/// A way of running that was looked at.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Considered {
-    split: Split,
-    recompute: usize,
-    peak: u64,
-}
-
-/// The split of an update into `accumulation_steps` micro-batches or fewer, as even as the group allows.
-pub fn split(samples_per_update: usize, accumulation_steps: usize, group: usize) -> Split {
-    let micro_batch = samples_per_update.div_ceil(accumulation_steps).next_multiple_of(group);
-    Split { micro_batch, accumulation_steps: samples_per_update.div_ceil(micro_batch) }
-}
+pub use super::search::split;
 
 /// Chooses the fastest way that fits.
-pub fn plan(request: &Request, estimate: &dyn Fn(Way) -> Estimate) -> Plan {
+pub fn plan(request: &Request, predict: &dyn Predict) -> Plan {
+    let mut search = Search::new(request, predict);
+    let found = search.fastest();
+    let mut plan = describe(request, predict, &search, found.unwrap_or_else(|| search.leanest()));
+    if found.is_none() {
+        plan.verdict = Verdict::DoesNotFit;
+        plan.advice = Some(advice::smallest_change(request, predict, &search));
+    }
+    plan
+}
+
+/// The plan of running in the way that was picked from a search.
+pub fn describe(request: &Request, predict: &dyn Predict, search: &Search, picked: Considered) -> Plan {
     let r = request;
-    let most = r.samples_per_update.next_multiple_of(r.group);
-    let asked = Split {
-        micro_batch: r.split.micro_batch.next_multiple_of(r.group).min(most),
-        ..split(r.samples_per_update, r.split.accumulation_steps, r.group)
+    let as_written = search.as_written();
+    let way = Way { eval_micro_batch: evaluation(r, picked.way, predict), ..picked.way };
+    let estimate = predict.estimate(way);
+    let mut seen: Vec<&Considered> = search.seen.iter().collect();
+    seen.sort_by_key(|one| {
+        let way = one.way;
+        (std::cmp::Reverse(one.split.micro_batch), way.recompute, way.eight_bit, way.offload.len())
+    });
+    let rung = |one: &Considered| Rung {
+        change: if *one == as_written { String::new() } else { changed(r, one) },
+        vram_bytes: one.vram,
+        ram_bytes: one.ram,
+        relative_time: one.time / as_written.time,
+        measured_time: None,
+        fits: search.fits(one),
     };
-    let smallest = split(r.samples_per_update, r.samples_per_update, r.group);
-    let way = |split: Split, recompute: usize| {
-        let eval_micro_batch = r.eval_micro_batch.unwrap_or(split.micro_batch);
-        Way { micro_batch: split.micro_batch, recompute, eval_micro_batch }
-    };
-    let mut seen: Vec<Considered> = Vec::new();
-    let mut look = |split: Split, recompute: usize| {
-        let one = Considered { split, recompute, peak: estimate(way(split, recompute)).peak };
-        seen.push(one);
-        one
-    };
-    let fits = |one: Considered| one.peak <= r.ram;
-    let as_written = look(asked, 0);
-    let mut found: Vec<Considered> = Vec::new();
-    if !fits(as_written) {
-        let blocks = r.forward_s.len();
-        let halves = [0, blocks.div_ceil(2), blocks];
-        let allowed = halves.into_iter().take(if r.may_recompute { 3 } else { 1 });
-        for recompute in allowed {
-            let largest = if recompute == 0 { as_written } else { look(asked, recompute) };
-            if fits(largest) {
-                found.push(largest);
-            } else if r.may_shrink {
-                found.extend(fewest(r, asked, smallest, &mut |split| look(split, recompute)));
-            }
-        }
-    }
-    let chosen = match fits(as_written) {
-        true => Some(as_written),
-        false => found.into_iter().min_by(|a, b| r.time(*a).total_cmp(&r.time(*b))),
-    };
-    let verdict = match chosen {
-        Some(_) if fits(as_written) => Verdict::Fits,
-        Some(_) => Verdict::FitsAfterShrink,
-        None => Verdict::DoesNotFit,
-    };
-    let leanest = *seen.iter().min_by_key(|one| one.peak).unwrap_or(&as_written);
-    let shown = chosen.unwrap_or(leanest);
-    let mut final_way = way(shown.split, shown.recompute);
-    if r.eval_micro_batch.is_none() {
-        final_way.eval_micro_batch = evaluation(final_way, asked.micro_batch, estimate);
-    }
-    let best = estimate(final_way);
-    seen.sort_by_key(|one| (std::cmp::Reverse(one.split.micro_batch), one.recompute));
-    seen.dedup();
-    let on_host = r.vram == 0;
-    let place = |bytes: u64| if on_host { (0, bytes) } else { (bytes, 0) };
     Plan {
-        verdict,
+        verdict: if picked == as_written { Verdict::Fits } else { Verdict::FitsAfterShrink },
         device: r.device.clone(),
         budget: Budget { vram_bytes: r.vram, ram_bytes: r.ram },
-        peak: Peak {
-            vram_bytes: place(best.peak).0,
-            ram_bytes: place(best.peak).1,
-            phase: best.phase.into(),
-        },
+        peak: Peak { vram_bytes: estimate.vram, ram_bytes: estimate.ram, phase: estimate.phase.into() },
         requested: r.split,
         chosen: Chosen {
-            micro_batch: shown.split.micro_batch,
-            accumulation_steps: shown.split.accumulation_steps,
-            recompute: shown.recompute,
-            offload: false,
-            optimizer: r.optimizer.clone(),
-            eval_micro_batch: final_way.eval_micro_batch,
+            micro_batch: picked.split.micro_batch,
+            accumulation_steps: picked.split.accumulation_steps,
+            recompute: way.recompute,
+            offload: way.offload.to_vec(),
+            optimizer: optimizer(r, way).into(),
+            eval_micro_batch: way.eval_micro_batch,
         },
         samples_per_update: r.samples_per_update,
-        parts: best
-            .parts
-            .iter()
-            .map(|(role, name, bytes)| Part {
-                name: name.to_string(),
-                role: *role,
-                bytes: *bytes,
-                r#where: if on_host { Place::Ram } else { Place::Vram },
-            })
-            .collect(),
-        rungs: seen
-            .iter()
-            .map(|one| Rung {
-                change: if *one == as_written { String::new() } else { change(one.split, one.recompute) },
-                vram_bytes: place(one.peak).0,
-                ram_bytes: place(one.peak).1,
-                relative_time: r.time(*one) / r.time(as_written),
-                fits: fits(*one),
-            })
-            .collect(),
-        advice: (verdict == Verdict::DoesNotFit)
-            .then(|| advice(r, as_written, estimate(way(smallest, 0)).peak, leanest)),
+        parts: predict.parts(way),
+        rungs: seen.into_iter().map(rung).collect(),
+        advice: None,
+        shrunk: shrunk(r, predict, as_written, picked),
+        phases: estimate.phases(),
     }
 }
 
-/// The split into the fewest micro-batches that fits. Fewer samples never need more memory, so it is found
-/// by halves.
-fn fewest(
-    r: &Request,
-    asked: Split,
-    smallest: Split,
-    look: &mut dyn FnMut(Split) -> Considered,
-) -> Option<Considered> {
-    let mut best = look(smallest);
-    if best.peak > r.ram {
-        return None;
-    }
-    let (mut too_few, mut enough) = (asked.accumulation_steps, smallest.accumulation_steps);
-    while enough - too_few > 1 {
-        let middle = (too_few + enough) / 2;
-        let one = look(split(r.samples_per_update, middle, r.group));
-        match one.peak <= r.ram {
-            true => (enough, best) = (middle, one),
-            false => too_few = middle,
-        }
-    }
-    Some(best)
+fn optimizer(r: &Request, way: Way) -> &str {
+    r.optimizer_8bit.as_deref().filter(|_| way.eight_bit).unwrap_or(&r.optimizer)
 }
 
-/// What a rung changes, in the job's words.
+/// A split and the blocks recomputed with it, in the job's words.
 pub fn change(split: Split, recompute: usize) -> String {
     let again = match recompute {
         0 => String::new(),
         1 => ", 1 block recomputed".into(),
         n => format!(", {n} blocks recomputed"),
     };
-    format!("micro-batch {}, {} accumulation steps{again}", split.micro_batch, split.accumulation_steps)
+    let steps = if split.accumulation_steps == 1 { "step" } else { "steps" };
+    format!("micro-batch {}, {} accumulation {steps}{again}", split.micro_batch, split.accumulation_steps)
+}
+
+/// A way of running, in the job's words.
+pub fn changed(r: &Request, one: &Considered) -> String {
+    let state = one.way.eight_bit.then(|| optimizer(r, one.way));
+    words(one.split, one.way.recompute, state, one.way.offload)
+}
+
+/// The way a plan has chosen, as its rung says it: empty for the job as written.
+pub fn chosen(plan: &Plan) -> String {
+    let c = &plan.chosen;
+    let state = plan.shrunk.iter().any(|rung| rung.rung == "optimizer").then_some(c.optimizer.as_str());
+    if plan.shrunk.is_empty() { String::new() } else { words(c.split(), c.recompute, state, &c.offload) }
+}
+
+fn words(split: Split, recompute: usize, state: Option<&str>, offload: &[Offload]) -> String {
+    let state = state.map_or_else(String::new, |kind| format!(", {kind}"));
+    let away = match offload {
+        [] => String::new(),
+        offload => format!(", {} offloaded", list(offload)),
+    };
+    change(split, recompute) + &state + &away
+}
+
+fn list(offload: &[Offload]) -> String {
+    let names: Vec<String> = offload.iter().map(ToString::to_string).collect();
+    if names.is_empty() { "nothing".into() } else { names.join(" and ") }
+}
+
+/// From the job as written to what was picked, rung by rung: each with what it would take without it.
+fn shrunk(r: &Request, predict: &dyn Predict, as_written: Considered, picked: Considered) -> Vec<Shrunk> {
+    let (from, to) = (as_written.way, picked.way);
+    let (was, is) = (as_written.split, picked.split);
+    let shown = |split: Split| format!("{} x {}", split.micro_batch, split.accumulation_steps);
+    let sizes = Way { micro_batch: to.micro_batch, eval_micro_batch: to.eval_micro_batch, ..from };
+    let again = Way { recompute: to.recompute, ..sizes };
+    let state = Way { eight_bit: to.eight_bit, ..again };
+    let rungs = [
+        ("micro_batch", shown(was), shown(is), from),
+        ("recompute", blocks(from.recompute), blocks(to.recompute), sizes),
+        ("optimizer", optimizer(r, from).into(), optimizer(r, to).into(), again),
+        ("offload", list(from.offload), list(to.offload), state),
+    ];
+    let mut out: Vec<Shrunk> = Vec::new();
+    for (rung, from, to, before) in rungs.into_iter().filter(|(_, from, to, _)| from != to) {
+        let who = if out.is_empty() { "as written it" } else { "with that alone it" };
+        let why = format!("{who} takes {}", taken(r, predict, before));
+        out.push(Shrunk { rung: rung.into(), from, to, why });
+    }
+    out
+}
+
+fn blocks(n: usize) -> String {
+    if n == 1 { "1 block".into() } else { format!("{n} blocks") }
+}
+
+/// What a way takes of the budgets, those it goes beyond where it does.
+fn taken(r: &Request, predict: &dyn Predict, way: Way) -> String {
+    let estimate = predict.estimate(way);
+    let places = [("vram", estimate.vram, r.vram), ("ram", estimate.ram, r.ram)];
+    let here = places.into_iter().filter(|(place, ..)| r.on_device() || *place == "ram");
+    let over = |(_, takes, budget): &(&str, u64, u64)| takes > budget;
+    let all: Vec<_> = here.collect();
+    let shown: Vec<_> = all.iter().filter(|one| over(one) || !all.iter().any(over)).collect();
+    let text = |(place, takes, budget): &&(&str, u64, u64)| {
+        format!("{} of {} {place}", Bytes(*takes), Bytes(*budget))
+    };
+    shown.iter().map(text).collect::<Vec<_>>().join(" and ")
 }
 
 /// The largest evaluation micro-batch that costs no memory: its peak stays below that of training.
-fn evaluation(way: Way, asked: usize, estimate: &dyn Fn(Way) -> Estimate) -> usize {
-    let training =
-        |e: &Estimate| e.phases.iter().filter(|(p, _)| *p != "eval").map(|(_, b)| *b).max().unwrap_or(0);
+fn evaluation(r: &Request, way: Way, predict: &dyn Predict) -> usize {
+    if let Some(stated) = r.eval_micro_batch {
+        return stated;
+    }
+    let asked = r.asked().micro_batch;
     let sizes = std::iter::successors(Some(asked * 4), |n| Some(n / 2)).take_while(|n| *n > way.micro_batch);
     let free = |n: &usize| {
-        let e = estimate(Way { eval_micro_batch: *n, ..way });
-        e.peak <= training(&e)
+        let all = predict.estimate(Way { eval_micro_batch: *n, ..way });
+        let training = || all.phases.iter().filter(|(phase, _)| *phase != "eval").map(|(_, held)| held);
+        let vram = training().map(|held| held.vram).max().unwrap_or(0);
+        let ram = training().map(|held| held.ram).max().unwrap_or(0);
+        all.vram <= vram && all.ram <= ram
     };
     sizes.into_iter().find(free).unwrap_or(way.micro_batch)
 }
 
-/// The smallest change that would make the job fit, as a key and a value. `shrunk` is the peak at the
-/// smallest split, `leanest` the least that was found with what the job allows.
-fn advice(r: &Request, as_written: Considered, shrunk: u64, leanest: Considered) -> String {
-    if !r.may_shrink && shrunk <= r.ram {
-        return "allow smaller micro-batches with `memory.on_oom = [\"shrink\"]`".into();
-    }
-    let key = if r.vram == 0 { "memory.ram" } else { "memory.vram" };
-    let needed = leanest.peak.min(as_written.peak);
-    format!(
-        "give it `{key} = \"{}MiB\"` ({} more), or make the model smaller: with {} it needs {}",
-        needed.div_ceil(1 << 20),
-        Bytes(needed.saturating_sub(r.ram)),
-        change(leanest.split, leanest.recompute),
-        Bytes(needed),
-    )
-}
-
+/// A step small enough to reason about.
 #[cfg(test)]
-mod tests {
+pub mod toy {
     use super::*;
-    use proptest::prelude::*;
+    use crate::job;
+    use crate::memory::estimate::{Estimate, Held};
+    use crate::memory::plan::Part;
+    use crate::memory::time::Times;
 
-    /// A step of four blocks that holds 100 bytes, and for each sample 2 and 2 a block that is kept.
-    fn toy(way: Way) -> Estimate {
-        let training = 100 + (2 + 2 * (4 - way.recompute as u64)) * way.micro_batch as u64;
-        let eval = 100 + 2 * way.eval_micro_batch as u64;
-        Estimate {
-            peak: training.max(eval),
-            phase: "backward",
-            phases: vec![("backward", training), ("eval", eval)],
-            parts: Vec::new(),
+    /// A step of four blocks that holds 60 bytes and 40 of optimizer state, and for each sample 2 and 2 a block
+    /// that is kept. A tenth of the state is enough in bytes; the host of a device has 10 bytes in use.
+    pub struct Toy {
+        pub on_device: bool,
+    }
+
+    impl Predict for Toy {
+        fn estimate(&self, way: Way) -> Estimate {
+            let state = if way.eight_bit { 4 } else { 40 };
+            let samples = way.micro_batch as u64;
+            let saved = 2 * (4 - way.recompute as u64) * samples;
+            let moved = |what, bytes| if way.offload.contains(&what) { bytes } else { 0 };
+            let (state_away, saved_away) =
+                (moved(Offload::OptimizerState, state), moved(Offload::Activations, saved));
+            let on = |bytes: u64| match self.on_device {
+                true => Held {
+                    vram: 60 + state - state_away + bytes - saved_away,
+                    ram: 10 + state_away + saved_away,
+                },
+                false => Held { vram: 0, ram: 60 + state + bytes },
+            };
+            let eval = Held { ..on(saved_away + 2 * way.eval_micro_batch as u64) };
+            let phases = vec![("backward", on(2 * samples + saved)), ("eval", eval)];
+            Estimate::new(phases, 2 * saved_away)
+        }
+
+        fn parts(&self, _: Way) -> Vec<Part> {
+            Vec::new()
         }
     }
 
-    fn request(batch: usize, accumulation: usize, ram: u64) -> Request {
+    pub fn request(batch: usize, accumulation: usize, ram: u64) -> Request {
         Request {
             device: "cpu".into(),
             ram,
             vram: 0,
+            most_ram: u64::MAX,
             split: Split { micro_batch: batch, accumulation_steps: accumulation },
             samples_per_update: batch * accumulation,
             group: 1,
             optimizer: "adamw".into(),
+            optimizer_8bit: Some("adamw8bit".into()),
             eval_micro_batch: None,
-            may_shrink: true,
-            may_recompute: false,
-            forward_s: vec![0.1; 4],
-            overhead_s: 0.01,
+            may: vec![job::Rung::Shrink],
+            more: false,
+            times: Times {
+                blocks: vec![0.1; 4],
+                loss: 0.05,
+                micro_batch: 0.01,
+                update: 0.02,
+                update_8bit: 0.03,
+                state: 0.08,
+                state_8bit: 0.008,
+                link: 1000.0,
+                samples: (batch * accumulation) as f64,
+            },
         }
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::toy::{Toy, request};
+    use super::*;
+    use crate::job::Rung as May;
+    use proptest::prelude::*;
+
+    const HOST: Toy = Toy { on_device: false };
+    const DEVICE: Toy = Toy { on_device: true };
 
     #[test]
     fn a_job_that_fits_is_left_as_it_is() {
-        let plan = plan(&request(32, 2, 420), &toy);
+        let plan = plan(&request(32, 2, 420), &HOST);
         assert_eq!(plan.verdict, Verdict::Fits);
         assert_eq!((plan.chosen.micro_batch, plan.chosen.accumulation_steps), (32, 2));
         assert_eq!(plan.chosen.eval_micro_batch, 128, "evaluation may be larger for nothing");
         assert_eq!(plan.peak.ram_bytes, 420);
+        assert!(plan.shrunk.is_empty() && plan.rungs.len() == 1);
     }
 
     #[test]
     fn the_fewest_micro_batches_that_fit_are_chosen() {
-        let plan = plan(&request(32, 2, 300), &toy);
+        let plan = plan(&request(32, 2, 300), &HOST);
         assert_eq!(plan.verdict, Verdict::FitsAfterShrink);
         assert_eq!((plan.chosen.micro_batch, plan.chosen.accumulation_steps), (16, 4));
         assert!(plan.rungs.iter().any(|r| r.change.is_empty() && !r.fits));
-    }
-
-    #[test]
-    fn what_cannot_fit_says_what_would() {
-        let none = plan(&request(32, 1, 105), &toy);
-        assert_eq!(none.verdict, Verdict::DoesNotFit);
-        assert!(none.advice.unwrap().contains("memory.ram = \"1MiB\""));
-        let forbidden = plan(&Request { may_shrink: false, ..request(32, 1, 300) }, &toy);
-        assert_eq!(forbidden.verdict, Verdict::DoesNotFit);
-        assert!(forbidden.advice.unwrap().contains("on_oom"));
+        let [only] = &plan.shrunk[..] else { panic!("{:?}", plan.shrunk) };
+        assert_eq!(
+            (only.rung.as_str(), only.from.as_str(), only.to.as_str()),
+            ("micro_batch", "32 x 2", "16 x 4")
+        );
+        assert_eq!(only.why, "as written it takes 420 B of 300 B ram");
     }
 
     #[test]
     fn the_fastest_way_is_taken_and_not_the_first() {
-        let may = |overhead_s: f64, ram: u64| {
-            let r = Request { may_recompute: true, overhead_s, ..request(32, 1, ram) };
-            let chosen = plan(&r, &toy).chosen;
+        let may = |overhead: f64, ram: u64| {
+            let mut r = Request { may: vec![May::Shrink, May::Recompute], ..request(32, 1, ram) };
+            r.times.micro_batch = overhead;
+            let chosen = plan(&r, &HOST).chosen;
             (chosen.micro_batch, chosen.recompute)
         };
         assert_eq!(may(0.001, 300), (16, 0), "cheap micro-batches are split");
         assert_eq!(may(10.0, 300), (32, 2), "dear ones are kept and blocks run again");
-        assert_eq!(may(0.001, 105), (2, 4), "and where only both fit, both are done");
+        assert_eq!(may(0.001, 105), (1, 3), "and where only both fit, both are done");
+    }
+
+    #[test]
+    fn state_in_bytes_is_taken_only_where_the_job_allows_it() {
+        let r = Request { may: vec![May::Optimizer8bit], ..request(4, 1, 110) };
+        let plan = plan(&r, &HOST);
+        assert_eq!((plan.verdict, plan.chosen.optimizer.as_str()), (Verdict::FitsAfterShrink, "adamw8bit"));
+        assert_eq!(plan.shrunk[0].rung, "optimizer");
+        let none = Request { may: vec![], ..r };
+        assert_eq!(super::plan(&none, &HOST).verdict, Verdict::DoesNotFit);
+        let sgd = Request { may: vec![May::Optimizer8bit], optimizer_8bit: None, ..none };
+        assert_eq!(super::plan(&sgd, &HOST).verdict, Verdict::DoesNotFit);
+    }
+
+    #[test]
+    fn a_device_offloads_to_a_host_that_has_room() {
+        let r = Request { vram: 110, may: vec![May::Offload], ..request(4, 1, 1000) };
+        let found = plan(&r, &DEVICE);
+        assert_eq!(found.chosen.offload, [Offload::Activations], "moves while blocks compute");
+        assert_eq!((found.peak.vram_bytes, found.peak.ram_bytes), (108, 42));
+        let r = Request { vram: 70, ..r };
+        assert_eq!(plan(&r, &DEVICE).chosen.offload, [Offload::OptimizerState, Offload::Activations]);
+        assert_eq!(plan(&Request { ram: 40, ..r }, &DEVICE).verdict, Verdict::DoesNotFit);
+        let host = Request { may: vec![May::Offload], ..request(4, 1, 110) };
+        assert_eq!(plan(&host, &HOST).verdict, Verdict::DoesNotFit, "the host is nowhere else than itself");
     }
 
     proptest! {
         #[test]
         fn a_plan_keeps_the_samples_and_the_budget(batch in 1usize..200, accumulation in 1usize..20, ram in 0u64..3000, group in 1usize..9) {
             let r = Request { group, ..request(batch, accumulation, ram) };
-            let plan = plan(&r, &toy);
+            let plan = plan(&r, &HOST);
             let c = &plan.chosen;
             prop_assert_eq!(plan.samples_per_update, batch * accumulation);
             prop_assert_eq!(c.micro_batch % group, 0);

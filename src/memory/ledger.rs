@@ -5,7 +5,10 @@
 //! caught, so this is where running out of memory becomes a value instead of a death.
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::Serialize;
 
 use super::plan::Role;
 use crate::units::Bytes;
@@ -19,15 +22,29 @@ pub struct Ledger {
 #[derive(Debug)]
 struct Account {
     budget: u64,
-    held: BTreeMap<Role, u64>,
     total: u64,
     peak: u64,
     asks: u64,
     phase: &'static str,
-    /// The ask that is refused whatever is left, for tests of recovery.
-    fault: Option<u64>,
+    /// Everyone who ever asked, and where each is in the list.
+    holders: Vec<Holder>,
+    index: BTreeMap<Role, BTreeMap<Arc<str>, usize>>,
+    fault: Option<Fault>,
     /// Every change in order, where the account is kept for planning.
     log: Option<Vec<Entry>>,
+}
+
+/// Who holds how many bytes for what.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Holder {
+    pub role: Role,
+    #[serde(serialize_with = "as_text")]
+    pub name: Arc<str>,
+    pub bytes: u64,
+}
+
+fn as_text<S: serde::Serializer>(name: &Arc<str>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(name)
 }
 
 /// One change of a planning ledger: bytes taken (or given back) by `name`.
@@ -42,15 +59,34 @@ pub struct Entry {
 
 /// An ask that did not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("out of memory: {asker} asked for {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*left), Bytes(*budget), holders(largest))]
+#[error("out of memory: {asker} asked for {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*left), Bytes(*budget), holders(&self.largest()))]
 pub struct Oom {
+    /// What was going on, see [`Ledger::phase`].
+    pub phase: &'static str,
     pub asker: String,
     pub role: Role,
     pub bytes: u64,
     pub left: u64,
     pub budget: u64,
-    /// The three largest holders.
-    pub largest: Vec<(Role, u64)>,
+    /// All that was held, the largest first.
+    pub live: Vec<Holder>,
+}
+
+impl Oom {
+    /// The three roles that held the most, with their bytes.
+    pub fn largest(&self) -> Vec<(Role, u64)> {
+        let mut roles: BTreeMap<Role, u64> = BTreeMap::new();
+        self.live.iter().for_each(|holder| *roles.entry(holder.role).or_default() += holder.bytes);
+        let mut largest: Vec<_> = roles.into_iter().collect();
+        largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        largest.truncate(3);
+        largest
+    }
+
+    /// Bytes that were lacking; 0 where the ask failed whatever was left.
+    pub fn short(&self) -> u64 {
+        self.bytes.saturating_sub(self.left)
+    }
 }
 
 fn holders(largest: &[(Role, u64)]) -> String {
@@ -59,28 +95,59 @@ fn holders(largest: &[(Role, u64)]) -> String {
     if each.is_empty() { "none".into() } else { each.join(", ") }
 }
 
+/// Asks that are refused whatever is left, for tests of recovery: the numbers `3,9`, counted from 1, or
+/// `every:50`, each fiftieth.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fault {
+    At(Vec<u64>),
+    Every(u64),
+}
+
+impl Fault {
+    fn hits(&self, ask: u64) -> bool {
+        match self {
+            Fault::At(asks) => asks.contains(&ask),
+            Fault::Every(n) => ask.is_multiple_of(*n),
+        }
+    }
+}
+
+impl FromStr for Fault {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |text: &str| match text.trim().parse::<u64>() {
+            Ok(n) if n > 0 => Ok(n),
+            _ => Err(format!("`{text}` is no number from 1 on")),
+        };
+        match text.strip_prefix("every:") {
+            Some(n) => number(n).map(Fault::Every),
+            None => text.split(',').map(number).collect::<Result<_, _>>().map(Fault::At),
+        }
+    }
+}
+
 /// Bytes held until this is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     account: Arc<Mutex<Account>>,
-    role: Role,
-    /// Known where the account keeps a log.
-    name: Option<Arc<str>>,
+    holder: usize,
     bytes: u64,
 }
 
 impl Ledger {
-    /// `fault`: the number of the ask that fails, counted from 1, for tests.
-    pub fn new(budget: u64, fault: Option<u64>) -> Self {
+    /// `fault`: asks that fail, for tests.
+    pub fn new(budget: u64, fault: Option<Fault>) -> Self {
         let account = Account {
             budget,
-            held: BTreeMap::new(),
             total: 0,
             peak: 0,
             asks: 0,
+            phase: "start",
+            holders: Vec::new(),
+            index: BTreeMap::new(),
             fault,
             log: None,
-            phase: "start",
         };
         Self { account: Arc::new(Mutex::new(account)) }
     }
@@ -97,11 +164,6 @@ impl Ledger {
         lock(&self.account).phase = phase;
     }
 
-    /// The phase now named.
-    pub fn current_phase(&self) -> &'static str {
-        lock(&self.account).phase
-    }
-
     /// Every change so far; empty unless made by [`Ledger::planning`].
     pub fn log(&self) -> Vec<Entry> {
         lock(&self.account).log.clone().unwrap_or_default()
@@ -112,18 +174,30 @@ impl Ledger {
         let mut account = lock(&self.account);
         account.asks += 1;
         let left = account.budget.saturating_sub(account.total);
-        if bytes > left || account.fault == Some(account.asks) {
-            let held = account.held.iter().filter(|(_, bytes)| **bytes > 0);
-            let mut largest: Vec<_> = held.map(|(role, bytes)| (*role, *bytes)).collect();
-            largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-            largest.truncate(3);
-            return Err(Oom { asker: asker.to_owned(), role, bytes, left, budget: account.budget, largest });
+        if bytes > left || account.fault.as_ref().is_some_and(|fault| fault.hits(account.asks)) {
+            return Err(account.refusal(role, asker, bytes));
         }
-        *account.held.entry(role).or_default() += bytes;
+        let holder = account.holder(role, asker);
         account.total += bytes;
         account.peak = account.peak.max(account.total);
-        let name = account.note(role, asker, bytes as i64);
-        Ok(Reservation { account: self.account.clone(), role, name, bytes })
+        account.holders[holder].bytes += bytes;
+        account.note(holder, bytes as i64);
+        Ok(Reservation { account: self.account.clone(), holder, bytes })
+    }
+
+    /// What to say of bytes that the system refused although they had been asked for here.
+    pub fn refusal(&self, role: Role, asker: &str, bytes: u64) -> Oom {
+        lock(&self.account).refusal(role, asker, bytes)
+    }
+
+    /// Bytes that may be held.
+    pub fn budget(&self) -> u64 {
+        lock(&self.account).budget
+    }
+
+    /// Allows another number of bytes from here on; what is held stays held.
+    pub fn set_budget(&self, budget: u64) {
+        lock(&self.account).budget = budget;
     }
 
     pub fn held(&self) -> u64 {
@@ -142,11 +216,31 @@ impl Ledger {
 }
 
 impl Account {
-    fn note(&mut self, role: Role, name: &str, change: i64) -> Option<Arc<str>> {
-        let (log, phase) = (self.log.as_mut()?, self.phase);
-        let name: Arc<str> = name.into();
-        log.push(Entry { role, name: name.clone(), change, phase });
-        Some(name)
+    /// Where this asker is in the list. A run has as many as layers, times roles: none is ever removed.
+    fn holder(&mut self, role: Role, name: &str) -> usize {
+        let names = self.index.entry(role).or_default();
+        if let Some(at) = names.get(name) {
+            return *at;
+        }
+        let (at, name): (usize, Arc<str>) = (self.holders.len(), name.into());
+        names.insert(name.clone(), at);
+        self.holders.push(Holder { role, name, bytes: 0 });
+        at
+    }
+
+    fn refusal(&self, role: Role, asker: &str, bytes: u64) -> Oom {
+        let mut live: Vec<Holder> = self.holders.iter().filter(|holder| holder.bytes > 0).cloned().collect();
+        live.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
+        let (phase, budget) = (self.phase, self.budget);
+        let left = budget.saturating_sub(self.total);
+        Oom { phase, asker: asker.to_owned(), role, bytes, left, budget, live }
+    }
+
+    fn note(&mut self, holder: usize, change: i64) {
+        if let Some(log) = &mut self.log {
+            let Holder { role, name, .. } = &self.holders[holder];
+            log.push(Entry { role: *role, name: name.clone(), change, phase: self.phase });
+        }
     }
 }
 
@@ -154,12 +248,8 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         let mut account = lock(&self.account);
         account.total -= self.bytes;
-        if let Some(held) = account.held.get_mut(&self.role) {
-            *held -= self.bytes;
-        }
-        if let Some(name) = &self.name {
-            account.note(self.role, name, -(self.bytes as i64));
-        }
+        account.holders[self.holder].bytes -= self.bytes;
+        account.note(self.holder, -(self.bytes as i64));
     }
 }
 
@@ -179,7 +269,7 @@ mod tests {
         let _saved = ledger.reserve(Role::Activations, "conv1", 30).unwrap();
         let oom = ledger.reserve(Role::Workspace, "conv2", 11).unwrap_err();
         assert_eq!((oom.bytes, oom.left, oom.budget), (11, 10, 100));
-        assert_eq!(oom.largest, [(Role::Weights, 60), (Role::Activations, 30)]);
+        assert_eq!(oom.largest(), [(Role::Weights, 60), (Role::Activations, 30)]);
         assert_eq!(ledger.held(), 90);
         drop(weights);
         assert_eq!(ledger.held(), 30);
@@ -188,9 +278,37 @@ mod tests {
     }
 
     #[test]
-    fn the_fault_fails_one_ask_and_no_other() {
-        let ledger = Ledger::new(100, Some(2));
-        let ask = || ledger.reserve(Role::Batch, "batch", 1).is_ok();
-        assert_eq!([ask(), ask(), ask()], [true, false, true]);
+    fn what_is_live_is_known_by_role_and_by_name() {
+        let ledger = Ledger::new(100, None);
+        let _weights = ledger.reserve(Role::Weights, "weights", 10).unwrap();
+        let _a = ledger.reserve(Role::Activations, "conv1", 20).unwrap();
+        let b = ledger.reserve(Role::Activations, "conv1", 30).unwrap();
+        drop(ledger.reserve(Role::Workspace, "conv1", 5).unwrap());
+        ledger.phase("forward");
+        let live = |oom: Oom| -> Vec<(Role, String, u64)> {
+            oom.live.into_iter().map(|h| (h.role, h.name.to_string(), h.bytes)).collect()
+        };
+        let oom = ledger.reserve(Role::Batch, "batch", 50).unwrap_err();
+        assert_eq!((oom.phase, oom.short()), ("forward", 10));
+        assert_eq!(
+            live(oom),
+            [(Role::Activations, "conv1".into(), 50), (Role::Weights, "weights".into(), 10)]
+        );
+        drop(b);
+        ledger.set_budget(30);
+        let oom = ledger.reserve(Role::Batch, "batch", 1).unwrap_err();
+        assert_eq!((oom.left, oom.budget), (0, 30), "a lowered budget binds the next ask");
+    }
+
+    #[test]
+    fn a_fault_fails_the_asks_it_names_and_no_other() {
+        let fails = |fault: &str| -> Vec<u64> {
+            let ledger = Ledger::new(100, Some(fault.parse().unwrap()));
+            (1..=9).filter(|_| ledger.reserve(Role::Batch, "batch", 1).is_err()).collect()
+        };
+        assert_eq!(fails("2"), [2]);
+        assert_eq!(fails("3,4,8"), [3, 4, 8]);
+        assert_eq!(fails("every:4"), [4, 8]);
+        assert!(["", "0", "x", "3,", "every:0", "every:"].iter().all(|text| text.parse::<Fault>().is_err()));
     }
 }

@@ -15,12 +15,19 @@ pub struct Plan {
     pub chosen: Chosen,
     /// Samples in every update but the last of an epoch; no plan changes it.
     pub samples_per_update: usize,
-    /// What is live at the peak.
+    /// What is live at the peak: on the device at its peak, on the host at the host's.
     pub parts: Vec<Part>,
     /// Every way of running considered.
     pub rungs: Vec<Rung>,
-    /// What to change in the job when it does not fit.
+    /// What to change in the job: a key and a value that make it fit where it does not, or that make it
+    /// faster where ways were measured.
     pub advice: Option<String>,
+    /// What differs from the job as written, rung by rung; empty when it fits as it is.
+    #[serde(default)]
+    pub shrunk: Vec<Shrunk>,
+    /// The highest moment of each phase of the chosen way.
+    #[serde(default)]
+    pub phases: Vec<Phase>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -57,9 +64,56 @@ pub struct Chosen {
     pub accumulation_steps: usize,
     /// Blocks whose activations are recomputed in the backward pass.
     pub recompute: usize,
-    pub offload: bool,
+    /// What waits in host memory; nothing on the CPU.
+    pub offload: Vec<Offload>,
+    /// The optimizer's kind, which says what state it keeps.
     pub optimizer: String,
+    /// Samples of the evaluation in memory at once.
     pub eval_micro_batch: usize,
+}
+
+impl Chosen {
+    pub fn split(&self) -> Split {
+        Split { micro_batch: self.micro_batch, accumulation_steps: self.accumulation_steps }
+    }
+}
+
+/// What can wait in host memory while the device works on something else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Offload {
+    OptimizerState,
+    /// What blocks save for the backward pass.
+    Activations,
+}
+
+impl std::fmt::Display for Offload {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.pad(match self {
+            Offload::OptimizerState => "optimizer state",
+            Offload::Activations => "activations",
+        })
+    }
+}
+
+/// A rung taken.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Shrunk {
+    /// The key of `chosen` that changed: `micro_batch`, `recompute`, `optimizer`, `offload`.
+    pub rung: String,
+    pub from: String,
+    pub to: String,
+    /// What it would take with the rungs above alone.
+    pub why: String,
+}
+
+/// The highest moment of a phase.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Phase {
+    /// `forward`, `backward`, `update`, `eval` or `checkpoint`.
+    pub name: String,
+    pub vram_bytes: u64,
+    pub ram_bytes: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -115,5 +169,8 @@ pub struct Rung {
     pub ram_bytes: u64,
     /// Predicted time of an update over that of the job as written.
     pub relative_time: f64,
+    /// Measured time of an update over that of the fastest measured, where `plan --measure` ran it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_time: Option<f64>,
     pub fits: bool,
 }

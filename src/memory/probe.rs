@@ -23,6 +23,10 @@ pub struct Host {
     pub address_space: Option<AddressSpace>,
     /// Threads that can run at once.
     pub cores: usize,
+    /// What this process holds of the memory, where that can be known.
+    pub resident: Option<u64>,
+    /// The processor's name, empty where the system does not say.
+    pub processor: String,
 }
 
 /// A memory control group with a limit.
@@ -118,18 +122,31 @@ pub fn host() -> Result<Host, Unreadable> {
         cgroup: cgroup(),
         address_space: address_space(),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
+        resident: read_to_string("/proc/self/status").ok().and_then(|text| parse_status(&text, "VmRSS:")),
+        processor: processor(),
     })
+}
+
+/// The processor's name; read from the kernel's own file, because asking for every core takes longer than all else.
+fn processor() -> String {
+    let name = |text: String| {
+        let line = text.lines().find_map(|line| line.strip_prefix("model name"))?;
+        Some(line.trim_start_matches([' ', '\t', ':']).to_owned())
+    };
+    read_to_string("/proc/cpuinfo").ok().and_then(name).unwrap_or_default()
 }
 
 fn cgroup() -> Option<Cgroup> {
     let groups = read_to_string("/proc/self/cgroup").ok()?;
     let mounts = read_to_string("/proc/self/mountinfo").ok()?;
     let chains = memory_groups(&groups, &mounts);
-    let limited = chains.iter().flat_map(|(version, group, mount)| {
-        let up_to_mount = group.ancestors().take_while(move |folder| folder.starts_with(mount));
-        up_to_mount.filter_map(|folder| read_group(*version, folder))
-    });
-    limited.min_by_key(Cgroup::left)
+    chains.iter().flat_map(|(version, group, mount)| limits(*version, group, mount)).min_by_key(Cgroup::left)
+}
+
+/// Every group with a limit from `group` up to the mount: whichever leaves the least binds.
+fn limits(version: Version, group: &Path, mount: &Path) -> Vec<Cgroup> {
+    let up_to_mount = group.ancestors().take_while(|folder| folder.starts_with(mount));
+    up_to_mount.filter_map(|folder| read_group(version, folder)).collect()
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -202,14 +219,13 @@ fn parse_stat(stat: &str, key: &str) -> Option<u64> {
 fn address_space() -> Option<AddressSpace> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::As).current?;
     let status = read_to_string("/proc/self/status").unwrap_or_default();
-    let used = parse_vm_size(&status).unwrap_or(0);
+    let used = parse_status(&status, "VmSize:").unwrap_or(0);
     Some(AddressSpace { limit, used })
 }
 
-/// The addresses in use, from the text of `/proc/self/status`.
-#[cfg(unix)]
-fn parse_vm_size(status: &str) -> Option<u64> {
-    let kilobytes = status.lines().find_map(|line| line.strip_prefix("VmSize:")?.strip_suffix("kB"));
+/// The bytes of an entry of `/proc/self/status`: `VmSize:` are the addresses in use, `VmRSS:` the memory.
+fn parse_status(status: &str, key: &str) -> Option<u64> {
+    let kilobytes = status.lines().find_map(|line| line.strip_prefix(key)?.strip_suffix("kB"));
     Some(kilobytes?.trim().parse::<u64>().ok()? * 1024)
 }
 
@@ -233,6 +249,8 @@ mod tests {
             cgroup: None,
             address_space: None,
             cores: 2,
+            resident: None,
+            processor: String::new(),
         }
     }
 
@@ -296,10 +314,27 @@ mod tests {
     }
 
     #[test]
-    #[cfg(unix)]
-    fn addresses_in_use_are_read() {
-        assert_eq!(parse_vm_size("Name:\tx\nVmPeak:\t 9 kB\nVmSize:\t    1234 kB\n"), Some(1234 * 1024));
-        assert_eq!(parse_vm_size(""), None);
+    fn a_limit_above_binds_the_group_below() {
+        let mount = tempfile::tempdir().unwrap();
+        let inner = mount.path().join("outer/inner");
+        std::fs::create_dir_all(&inner).unwrap();
+        let write = |folder: &Path, name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
+        for (folder, limit, usage) in
+            [(inner.as_path(), "900\n", "100\n"), (inner.parent().unwrap(), "500\n", "450\n")]
+        {
+            write(folder, "memory.limit_in_bytes", limit);
+            write(folder, "memory.usage_in_bytes", usage);
+        }
+        let found = limits(Version::V1, &inner, mount.path());
+        assert_eq!(found.iter().map(Cgroup::left).collect::<Vec<_>>(), [800, 50]);
+    }
+
+    #[test]
+    fn addresses_and_memory_in_use_are_read() {
+        let status = "Name:\tx\nVmPeak:\t 9 kB\nVmSize:\t    1234 kB\nVmRSS:\t 8 kB\n";
+        assert_eq!(parse_status(status, "VmSize:"), Some(1234 * 1024));
+        assert_eq!(parse_status(status, "VmRSS:"), Some(8192));
+        assert_eq!(parse_status("", "VmSize:"), None);
     }
 
     #[test]

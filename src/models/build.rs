@@ -54,7 +54,7 @@ impl Builder {
 
     /// Ends the current block: the layers that follow belong to a new one, called `name`.
     pub fn block(&mut self, name: impl Into<String>) {
-        self.blocks.push(Block { name: name.into(), nodes: Vec::new() });
+        self.blocks.push(Block { name: name.into(), nodes: Vec::new(), rank: 0 });
     }
 
     /// Adds a layer to the current block.
@@ -194,7 +194,9 @@ impl Builder {
     }
 
     pub fn finish(self) -> Result<Built, ModelError> {
-        let blocks = self.blocks.into_iter().filter(|block| !block.nodes.is_empty()).collect();
+        let mut blocks: Vec<Block> =
+            self.blocks.into_iter().filter(|block| !block.nodes.is_empty()).collect();
+        blocks.iter_mut().enumerate().for_each(|(i, block)| block.rank = i);
         let network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)? };
         Ok(Built { network, layout: self.declared.layout()? })
     }

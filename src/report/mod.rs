@@ -10,11 +10,11 @@ pub mod plan;
 mod progress;
 mod reference;
 #[cfg(test)]
-mod samples;
+pub(crate) mod samples;
 pub mod summary;
 pub mod tensorboard;
 pub mod terminal;
-mod text;
+pub(crate) mod text;
 pub mod verify;
 
 use std::io;

@@ -4,22 +4,33 @@ use std::collections::BTreeMap;
 
 use super::text::{self, Paint};
 use super::{Look, Verbosity};
-use crate::memory::Plan;
-use crate::memory::plan::{Place, Role, Verdict};
+use crate::memory::plan::{Phase, Place, Role, Rung, Verdict};
+use crate::memory::{Plan, ladder};
 use crate::units::count;
 
 const BAR: usize = 24;
+
+/// Ways considered that are shown unless all are asked for.
+const RUNGS: usize = 12;
 
 /// The plan, ready to print; `verbose` adds every part by name and every way considered.
 pub fn lines(plan: &Plan, look: Look) -> Vec<String> {
     let paint = Paint { color: look.color };
     let verbose = look.verbosity == Verbosity::Verbose;
     let mut out = vec![verdict(plan, paint), way(plan)];
+    if plan.verdict != Verdict::DoesNotFit {
+        out.extend(shrunk(plan));
+    }
     out.push(String::new());
     out.extend(parts(plan, look, verbose));
-    if !plan.rungs.is_empty() && (verbose || plan.verdict != Verdict::Fits) {
+    if look.live && !plan.phases.is_empty() {
         out.push(String::new());
-        out.extend(rungs(plan, paint));
+        out.extend(phases(plan, paint));
+    }
+    let measured = plan.rungs.iter().any(|rung| rung.measured_time.is_some());
+    if !plan.rungs.is_empty() && (verbose || measured || plan.verdict != Verdict::Fits) {
+        out.push(String::new());
+        out.extend(rungs(plan, paint, if verbose { usize::MAX } else { RUNGS }));
     }
     if let Some(advice) = &plan.advice {
         out.push(String::new());
@@ -63,13 +74,50 @@ fn way(plan: &Plan) -> String {
         way += &format!(" (asked: {} x {})", asked.micro_batch, asked.accumulation_steps);
     }
     way += &format!(", {}, evaluation by {}", chosen.optimizer, chosen.eval_micro_batch);
-    if chosen.recompute > 0 {
-        way += &format!(", {} blocks recomputed", chosen.recompute);
+    match chosen.recompute {
+        0 => {}
+        1 => way += ", 1 block recomputed",
+        n => way += &format!(", {n} blocks recomputed"),
     }
-    if chosen.offload {
-        way += ", state offloaded to ram";
+    if !chosen.offload.is_empty() {
+        let names: Vec<String> = chosen.offload.iter().map(ToString::to_string).collect();
+        way += &format!(", {} in ram", names.join(" and "));
     }
     way
+}
+
+/// From the job as written to what runs, rung by rung, and why.
+fn shrunk(plan: &Plan) -> Vec<String> {
+    let row = |rung: &crate::memory::plan::Shrunk| {
+        vec![
+            rung.rung.replace("micro_batch", "micro-batch"),
+            format!("{} -> {}", rung.from, rung.to),
+            rung.why.clone(),
+        ]
+    };
+    text::table("<<<", 7, &plan.shrunk.iter().map(row).collect::<Vec<_>>())
+}
+
+/// The highest moment of each phase, as bars.
+fn phases(plan: &Plan, paint: Paint) -> Vec<String> {
+    let places = places(plan);
+    let of =
+        |phase: &Phase, place: &Place| if *place == Place::Vram { phase.vram_bytes } else { phase.ram_bytes };
+    let highest = plan.phases.iter().map(|phase| of(phase, &places[0])).max().unwrap_or(1).max(1);
+    let mut head = vec![paint.dim("phase")];
+    head.extend(places.iter().map(|place| paint.dim(name(*place))));
+    let row = |phase: &Phase| {
+        let mut row = vec![phase.name.clone()];
+        row.extend(places.iter().map(|place| text::bytes(of(phase, place))));
+        row.push(paint.cyan(&text::bar(of(phase, &places[0]) as f64 / highest as f64, BAR)));
+        row
+    };
+    let rows: Vec<Vec<String>> = std::iter::once(head).chain(plan.phases.iter().map(row)).collect();
+    text::table(&("<".to_owned() + &">".repeat(places.len()) + "<"), 7, &rows)
+}
+
+fn name(place: Place) -> &'static str {
+    if place == Place::Vram { "vram" } else { "ram" }
 }
 
 /// The places the plan has anything in, the device's first.
@@ -100,8 +148,7 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
         if !rows.is_empty() {
             rows.push(vec![]);
         }
-        let name = if *place == Place::Vram { "vram" } else { "ram" };
-        rows.push([name, "bytes", "share", ""].map(|head| paint.dim(head)).to_vec());
+        rows.push([name(*place), "bytes", "share", ""].map(|head| paint.dim(head)).to_vec());
         for (role, bytes) in roles {
             let share = text::percent(bytes as f64, total as f64);
             let mut bar =
@@ -119,33 +166,57 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
     text::table("<>><", 7, &rows)
 }
 
-/// Every way of running considered; the chosen one is the first that has the plan's peak.
-fn rungs(plan: &Plan, paint: Paint) -> Vec<String> {
+/// Ways of running considered, at most so many: those nearest in time to the chosen one.
+fn rungs(plan: &Plan, paint: Paint, most: usize) -> Vec<String> {
     let places = places(plan);
+    let chosen = match plan.verdict {
+        Verdict::DoesNotFit => None,
+        _ => plan.rungs.iter().find(|rung| rung.change == ladder::chosen(plan)),
+    };
+    let measured = plan.rungs.iter().any(|rung| rung.measured_time.is_some());
     let mut head = vec!["considered"];
-    head.extend(places.iter().map(|place| if *place == Place::Vram { "vram" } else { "ram" }));
-    head.extend(["time", ""]);
+    head.extend(places.iter().map(|place| name(*place)));
+    head.push(if measured { "predicted" } else { "time" });
+    head.extend(measured.then_some("measured"));
     let mut rows = vec![head.into_iter().map(|head| paint.dim(head)).collect::<Vec<_>>()];
-    let peak = (plan.peak.ram_bytes, plan.peak.vram_bytes);
-    let chosen = plan.rungs.iter().position(|rung| rung.fits && (rung.ram_bytes, rung.vram_bytes) == peak);
-    for (i, rung) in plan.rungs.iter().enumerate() {
-        let change = if rung.change.is_empty() { "as written" } else { &rung.change };
-        let mut row = vec![change.to_owned()];
-        row.extend(
-            places.iter().map(|place| {
-                text::bytes(if *place == Place::Vram { rung.vram_bytes } else { rung.ram_bytes })
-            }),
-        );
+    for rung in shown(&plan.rungs, chosen, most) {
+        let mut row = vec![if rung.change.is_empty() { "as written".into() } else { rung.change.clone() }];
+        let bytes = |place: &Place| if *place == Place::Vram { rung.vram_bytes } else { rung.ram_bytes };
+        row.extend(places.iter().map(|place| text::bytes(bytes(place))));
         row.push(format!("x {:.2}", rung.relative_time));
+        if measured {
+            row.push(rung.measured_time.map_or_else(String::new, |time| format!("x {time:.2}")));
+        }
         row.push(match rung.fits {
-            true if chosen == Some(i) => paint.green("chosen"),
+            true if chosen == Some(rung) => paint.green("chosen"),
             true => "fits".into(),
             false => paint.red("too large"),
         });
         rows.push(row);
     }
-    let align = "<".to_owned() + &">".repeat(places.len()) + "><";
-    text::table(&align, 7, &rows)
+    let hidden = plan.rungs.len() + 1 - rows.len();
+    let align = "<".to_owned() + &">".repeat(places.len() + 1 + usize::from(measured)) + "<";
+    let mut out = text::table(&align, 7, &rows);
+    if hidden > 0 {
+        out.push(paint.dim(&format!("       and {hidden} more (-v)")));
+    }
+    out
+}
+
+/// The job as written, and of the others those nearest in time to the chosen one, in the order given.
+fn shown<'a>(rungs: &'a [Rung], chosen: Option<&Rung>, most: usize) -> Vec<&'a Rung> {
+    let time = chosen.map_or(f64::INFINITY, |rung| rung.relative_time);
+    let far = |rung: &Rung| match rung {
+        rung if rung.change.is_empty() || Some(rung) == chosen => -1.0,
+        rung if time.is_finite() => (rung.relative_time - time).abs(),
+        // Nothing fits: what comes nearest is the smallest.
+        rung => (rung.vram_bytes + rung.ram_bytes) as f64,
+    };
+    let mut nearest: Vec<usize> = (0..rungs.len()).collect();
+    nearest.sort_by(|a, b| far(&rungs[*a]).total_cmp(&far(&rungs[*b])));
+    nearest.truncate(most);
+    nearest.sort_unstable();
+    nearest.into_iter().map(|i| &rungs[i]).collect()
 }
 
 #[cfg(test)]
@@ -165,6 +236,7 @@ mod tests {
             "\
 plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
        micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+       micro-batch  100 x 1 -> 50 x 2  as written it takes 344.00 MiB of 256.00 MiB ram
 
        ram                 bytes   share
        weights          20.0 MiB   9.4 %
@@ -173,9 +245,9 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
        activations       132 MiB  62.3 %
        total             212 MiB
 
-       considered              ram    time
-       as written          344 MiB  x 1.00  too large
-       micro-batch 50 x 2  212 MiB  x 1.04  chosen"
+       considered                                ram    time
+       as written                            344 MiB  x 1.00  too large
+       micro-batch 50, 2 accumulation steps  212 MiB  x 1.04  chosen"
         );
     }
 
@@ -188,6 +260,7 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
             "\
 plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
        micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+       micro-batch  100 x 1 -> 50 x 2  as written it takes 344.00 MiB of 256.00 MiB ram
 
        ram                 bytes   share
        weights          20.0 MiB   9.4 %  ███▋
@@ -202,10 +275,36 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
          conv2          32.0 MiB
        total             212 MiB
 
-       considered              ram    time
-       as written          344 MiB  x 1.00  too large
-       micro-batch 50 x 2  212 MiB  x 1.04  chosen"
+       phase          ram
+       forward    180 MiB  ████████████████████▍
+       backward   212 MiB  ████████████████████████
+       update    80.0 MiB  █████████
+
+       considered                                ram    time
+       as written                            344 MiB  x 1.00  too large
+       micro-batch 50, 2 accumulation steps  212 MiB  x 1.04  chosen"
         );
+    }
+
+    #[test]
+    fn what_was_measured_stands_beside_what_was_predicted_and_the_many_are_few() {
+        let mut plan = samples::plan();
+        plan.rungs[1].measured_time = Some(0.98);
+        let more = (2..30).map(|n| Rung {
+            change: format!("micro-batch {n}, {n} accumulation steps"),
+            relative_time: n as f64,
+            ..plan.rungs[1].clone()
+        });
+        let more: Vec<Rung> = more.map(|rung| Rung { measured_time: None, ..rung }).collect();
+        plan.rungs.extend(more);
+        let shown = text(&plan, Look::default());
+        let tail: Vec<&str> = shown.lines().skip_while(|line| !line.contains("considered")).collect();
+        assert_eq!(tail[0], "       considered                                 ram  predicted  measured");
+        assert_eq!(
+            tail[2],
+            "       micro-batch 50, 2 accumulation steps   212 MiB     x 1.04    x 0.98  chosen"
+        );
+        assert_eq!((tail.len(), *tail.last().unwrap()), (RUNGS + 2, "       and 18 more (-v)"));
     }
 
     #[test]
@@ -224,6 +323,7 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
             vram_bytes: 2 << 30,
             ram_bytes: 1 << 20,
             relative_time: 1.0,
+            measured_time: None,
             fits: false,
         }];
         plan.advice = Some("set `model.hidden = [64]`".into());

@@ -31,8 +31,10 @@ pub fn plan() -> Plan {
         vram_bytes: 0,
         ram_bytes: mib << 20,
         relative_time,
+        measured_time: None,
         fits,
     };
+    let phase = |name: &str, mib: u64| Phase { name: name.into(), vram_bytes: 0, ram_bytes: mib << 20 };
     Plan {
         verdict: Verdict::FitsAfterShrink,
         device: "cpu".into(),
@@ -43,7 +45,7 @@ pub fn plan() -> Plan {
             micro_batch: 50,
             accumulation_steps: 2,
             recompute: 0,
-            offload: false,
+            offload: vec![],
             optimizer: "adamw".into(),
             eval_micro_batch: 200,
         },
@@ -56,8 +58,15 @@ pub fn plan() -> Plan {
             part("conv1", Role::Activations, 100),
             part("conv2", Role::Activations, 32),
         ],
-        rungs: vec![rung("", 344, 1.0, false), rung("micro-batch 50 x 2", 212, 1.04, true)],
+        rungs: vec![rung("", 344, 1.0, false), rung("micro-batch 50, 2 accumulation steps", 212, 1.04, true)],
         advice: None,
+        shrunk: vec![Shrunk {
+            rung: "micro_batch".into(),
+            from: "100 x 1".into(),
+            to: "50 x 2".into(),
+            why: "as written it takes 344.00 MiB of 256.00 MiB ram".into(),
+        }],
+        phases: vec![phase("forward", 180), phase("backward", 212), phase("update", 80)],
     }
 }
 

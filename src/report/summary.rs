@@ -68,6 +68,9 @@ pub struct Summary {
     pub ooms: u64,
     pub shrunk: u64,
     pub grown: u64,
+    /// Processes that were lost and replaced.
+    #[serde(default)]
+    pub restarts: u64,
     pub samples_digest: String,
     #[serde(skip)]
     fold: Fold,
@@ -120,7 +123,7 @@ impl Summary {
         }
         match event {
             Event::Started { .. } | Event::Resumed { .. } => self.fold.opening = true,
-            Event::Planned { .. } => {}
+            Event::Planned { .. } | Event::Restarted { .. } => {}
             _ => self.fold.opening = false,
         }
         match event {
@@ -171,6 +174,8 @@ impl Summary {
             Event::Oom { .. } => self.ooms += 1,
             Event::Shrunk { .. } => self.shrunk += 1,
             Event::Grown { .. } => self.grown += 1,
+            Event::Restarted { .. } => self.restarts += 1,
+            Event::Pressure { .. } | Event::Corrected { .. } => {}
             Event::Interrupted { step, signal, checkpoint } => {
                 // Steps since the last one that was told.
                 (self.steps, self.samples) = (*step, self.fold.samples(*step));
@@ -314,6 +319,7 @@ impl Summary {
             }
         }
         let happened: Vec<String> = [
+            (self.restarts, "restarted"),
             (self.resumes, "resumed"),
             (self.ooms, "out of memory"),
             (self.shrunk, "shrunk"),

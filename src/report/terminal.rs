@@ -145,6 +145,25 @@ impl<W: Write + Send> Terminal<W> {
                 let text = format!("step {}  {phase}: {asker} asked for {bytes}, {left} left", count(*step));
                 line(paint.yellow(&label("memory")), text)
             }
+            Event::Pressure { step, left, low, stalled } => {
+                let (left, low) = (text::bytes(*left), text::bytes(*low));
+                let stalled = stalled.map(|s| format!(", {:.0} % stalled", 100.0 * s)).unwrap_or_default();
+                let text = format!("step {}  {left} left on the host, low is {low}{stalled}", count(*step));
+                line(paint.yellow(&label("memory")), text)
+            }
+            Event::Corrected { step, asked, measured, budget } => {
+                let (asked, measured) = (text::bytes(*asked), text::bytes(*measured));
+                let text = format!(
+                    "step {}  {measured} measured, {asked} asked for: the budget is {} now",
+                    count(*step),
+                    text::bytes(*budget)
+                );
+                line(paint.yellow(&label("memory")), text)
+            }
+            Event::Restarted { cause, budget, .. } => {
+                let text = format!("the run's process was {cause}; again with {}", text::bytes(*budget));
+                line(paint.yellow(&label("again")), text)
+            }
             Event::Shrunk { step, change, micro_batch, accumulation_steps } => {
                 let text =
                     format!("step {}  {change}  now {micro_batch} x {accumulation_steps}", count(*step));
@@ -295,6 +314,19 @@ folder   runs/shapes/1
                 micro_batch: 50,
                 accumulation_steps: 2,
             }),
+            at(Event::Pressure { step: 3, left: 200 << 20, low: 512 << 20, stalled: Some(0.25) }),
+            at(Event::Corrected { step: 3, asked: 90 << 20, measured: 98 << 20, budget: 248 << 20 }),
+            at(Event::Grown {
+                step: 9,
+                change: "micro-batch 100".into(),
+                micro_batch: 100,
+                accumulation_steps: 1,
+            }),
+            at(Event::Restarted {
+                restarts: 1,
+                cause: "aborted (an allocation failed)".into(),
+                budget: 64 << 20,
+            }),
             samples::checkpoint(1.0, 4, true),
         ];
         let text = shown(&records, Verbosity::Normal);
@@ -306,6 +338,10 @@ resume at step 2 from c/2
 resume no checkpoint yet: from the beginning
 memory step 2  backward: conv1 asked for 512 MiB, 210 MiB left
 shrunk step 2  micro-batch 100 to 50  now 50 x 2
+memory step 3  200 MiB left on the host, low is 512 MiB, 25 % stalled
+memory step 3  98.0 MiB measured, 90.0 MiB asked for: the budget is 248 MiB now
+grown  step 9  micro-batch 100  now 100 x 1
+again  the run's process was aborted (an allocation failed); again with 64.0 MiB
 "
         );
         let saved = "saved  step 4  c/4  1.00 MiB in 0.1 s  best so far\n";

@@ -17,6 +17,7 @@ use safetensors::tensor::{Dtype, SafeTensors, View, serialize_to_file};
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
+use super::retry::{Descent, Way};
 use crate::data::digest::Digest;
 use crate::data::order::Cursor;
 use crate::kernels::cpu;
@@ -43,8 +44,9 @@ pub struct State {
     pub digest: Digest,
     /// All randomness follows from this and the cursor.
     pub seed: u64,
-    /// The plan in force.
-    pub micro_batch: usize,
+    /// The way of running in force, and the larger ones given up.
+    pub way: Way,
+    pub descent: Descent,
     /// The best value of the job's `checkpoint.best` so far and the step it was reached at.
     pub best: Option<(f64, u64)>,
     pub scaling: Scaling,
@@ -56,7 +58,7 @@ pub struct State {
     pub files: BTreeMap<String, (u32, u64)>,
 }
 
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 /// The checkpoints of a run.
 pub struct Checkpoints {
@@ -101,7 +103,9 @@ impl View for &Named<'_> {
             (Data::U8(data), _) => Cow::Borrowed(data),
             (Data::F32(data), Lies::AsNamed) => Cow::Borrowed(bytemuck::cast_slice(data)),
             (Data::F32(data), Lies::ChannelsLast) => {
-                Cow::Owned(bytemuck::cast_slice(&turned(data, self.shape, Turn::Out)).to_vec())
+                let mut bytes = vec![[0; 4]; data.len()];
+                turn(data, &mut bytes, self.shape, Turn::Out, f32::to_le_bytes);
+                Cow::Owned(bytes.into_flattened())
             }
         }
     }
@@ -120,22 +124,19 @@ enum Turn {
     In,
 }
 
-/// `shape` is as named: (out, in, height, width).
-fn turned(values: &[f32], shape: &[usize], turn: Turn) -> Vec<f32> {
-    let &[_, inputs, height, width] = shape else { return values.to_vec() };
-    let (rows, cols) = match turn {
-        Turn::Out => (height * width, inputs),
-        Turn::In => (inputs, height * width),
+/// Copies the values of a filter in the other order. `shape` is as named: (out, in, height, width).
+fn turn<A: Copy, B>(from: &[A], to: &mut [B], shape: &[usize], turn: Turn, cast: impl Fn(A) -> B) {
+    let (rows, cols) = match (shape, turn) {
+        (&[_, inputs, height, width], Turn::Out) => (height * width, inputs),
+        (&[_, inputs, height, width], Turn::In) => (inputs, height * width),
+        _ => (1, from.len()),
     };
-    let mut out = vec![0.0; values.len()];
-    for (from, to) in
-        values.chunks_exact((rows * cols).max(1)).zip(out.chunks_exact_mut((rows * cols).max(1)))
-    {
+    let size = (rows * cols).max(1);
+    for (from, to) in from.chunks_exact(size).zip(to.chunks_exact_mut(size)) {
         for (i, row) in from.chunks_exact(cols).enumerate() {
-            row.iter().enumerate().for_each(|(j, v)| to[j * rows + i] = *v);
+            row.iter().enumerate().for_each(|(j, v)| to[j * rows + i] = cast(*v));
         }
     }
-    out
 }
 
 impl Checkpoints {
@@ -328,9 +329,7 @@ pub fn load(path: &Path, held: &Held) -> Result<(), Failure> {
     let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| foreign(e.to_string()))?;
     for (name, buffer) in held.optimizer.state() {
         match buffer.dtype() {
-            DType::U8 => {
-                cpu::update::<u8, _>(buffer, |all| fill_bytes(&tensors, name, Dtype::U8, buffer.dims(), all))
-            }
+            DType::U8 => cpu::update::<u8, _>(buffer, |all| fill_bytes(&tensors, name, buffer.dims(), all)),
             _ => cpu::update::<f32, _>(buffer, |all| fill(&tensors, name, buffer.dims(), Lies::AsNamed, all)),
         }?
         .map_err(foreign)?;
@@ -369,22 +368,26 @@ fn fill(
     lies: Lies,
     into: &mut [f32],
 ) -> Result<(), String> {
-    let mut values = vec![0f32; if lies == Lies::AsNamed { 0 } else { into.len() }];
-    let target = if lies == Lies::AsNamed { &mut *into } else { &mut values };
-    fill_bytes(tensors, name, Dtype::F32, shape, bytemuck::cast_slice_mut(target))?;
-    if lies == Lies::ChannelsLast {
-        into.copy_from_slice(&turned(&values, shape, Turn::In));
+    let bytes = found(tensors, name, Dtype::F32, shape)?;
+    match lies {
+        Lies::AsNamed => bytemuck::cast_slice_mut(into).copy_from_slice(bytes),
+        Lies::ChannelsLast => turn(bytes.as_chunks().0, into, shape, Turn::In, f32::from_le_bytes),
     }
     Ok(())
 }
 
-fn fill_bytes(
-    tensors: &SafeTensors,
+fn fill_bytes(tensors: &SafeTensors, name: &str, shape: &[usize], into: &mut [u8]) -> Result<(), String> {
+    into.copy_from_slice(found(tensors, name, Dtype::U8, shape)?);
+    Ok(())
+}
+
+/// The bytes of a tensor that is what it should be.
+fn found<'a>(
+    tensors: &SafeTensors<'a>,
     name: &str,
     dtype: Dtype,
     shape: &[usize],
-    into: &mut [u8],
-) -> Result<(), String> {
+) -> Result<&'a [u8], String> {
     let tensor = tensors.tensor(name).map_err(|_| format!("it has no `{name}`"))?;
     if tensor.shape() != shape || tensor.dtype() != dtype {
         return Err(format!(
@@ -393,8 +396,7 @@ fn fill_bytes(
             tensor.shape()
         ));
     }
-    into.copy_from_slice(tensor.data());
-    Ok(())
+    Ok(tensor.data())
 }
 
 #[cfg(test)]
@@ -421,7 +423,14 @@ mod tests {
             samples: step * 4,
             digest: Digest::default(),
             seed: 1,
-            micro_batch: 4,
+            way: Way {
+                micro_batch: 4,
+                accumulation_steps: 1,
+                recompute: 0,
+                eval_micro_batch: 4,
+                prefetch: 1,
+            },
+            descent: Descent::default(),
             best: None,
             scaling: Scaling::fixed(),
             metrics: BTreeMap::new(),

@@ -43,7 +43,7 @@ impl<'a> Engine<'a> {
         let held: Result<Vec<Reservation>, _> = asked;
         let held = held?;
         let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &Device::Cpu)?;
-        let optimizer = Optimizer::new(&setup.job.optimizer, &store)?;
+        let optimizer = Optimizer::new(&setup.optimizer, &store)?;
         let before = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.master.copy()).transpose()?;
         Ok(Self { setup, store, optimizer, ledger, recompute, average, before, _held: held })
@@ -146,7 +146,7 @@ impl<'a> Engine<'a> {
         number: u64,
     ) -> Result<(), StepError> {
         self.ledger.phase("update");
-        let bytes = optim::workspace_bytes(&self.setup.job.optimizer, &self.setup.layout.params);
+        let bytes = optim::workspace_bytes(&self.setup.optimizer, &self.setup.layout.params);
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;
         let grad_scale = clip * self.mean_factor(tally, scale);
         self.optimizer.update(&self.store, Step { lr, grad_scale, number })?;

@@ -140,7 +140,7 @@ pub enum Event {
     Oom {
         /// Updates made before it.
         step: u64,
-        /// `start`, `forward`, `backward`, `update`, `eval`.
+        /// `start`, `forward`, `backward`, `update`, `eval`, `checkpoint`.
         phase: String,
         /// Who asked.
         asker: String,
@@ -149,7 +149,40 @@ pub enum Event {
         /// Bytes that were left of the budget.
         left: u64,
     },
-    /// The plan went down a rung after an `oom`.
+    /// Others took memory during the run until little was left; a `shrunk` follows.
+    Pressure {
+        /// Updates made before it.
+        step: u64,
+        /// Bytes left for this process.
+        left: u64,
+        /// Fewer bytes than this are too few.
+        low: u64,
+        /// Share of the last ten seconds in which all work waited for memory; `null` where the kernel does
+        /// not say.
+        stalled: Option<f64>,
+    },
+    /// More memory was measured than had been asked for: the budget in force is lowered by the difference.
+    Corrected {
+        /// Updates made before it.
+        step: u64,
+        /// The most bytes that were asked for at once.
+        asked: u64,
+        /// The most bytes that were measured.
+        measured: u64,
+        /// Bytes that may be asked for from here on.
+        budget: u64,
+    },
+    /// The process that worked on the run was ended by the kernel or by a failed allocation, and its
+    /// supervisor started another one; a `resumed` follows.
+    Restarted {
+        /// Processes lost since `trainer fit` was typed.
+        restarts: u32,
+        /// What happened.
+        cause: String,
+        /// Bytes the run may use from here on.
+        budget: u64,
+    },
+    /// The plan went down a rung after an `oom`, a `pressure` or a `corrected`.
     Shrunk {
         /// Updates made before it.
         step: u64,

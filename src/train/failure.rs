@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::postmortem::Attempt;
 use crate::data::DataError;
 use crate::job::Change;
 use crate::layers::network::StepError;
@@ -16,12 +17,20 @@ pub enum Failure {
     Model(#[from] ModelError),
     #[error("the job does not fit in the memory it may use")]
     DoesNotFit(Box<Plan>),
-    #[error("out of memory after {attempts} smaller plans")]
+    #[error("out of memory{}", after(tried))]
     OutOfMemory {
-        attempts: u32,
         #[source]
         first: Box<Oom>,
+        /// All that failed, the first included, and what was tried then.
+        tried: Vec<Attempt>,
     },
+    #[error("the run's process ended {} times for lack of memory: {}", deaths.len(), deaths.join("; "))]
+    Killed {
+        /// What happened each time.
+        deaths: Vec<String>,
+    },
+    #[error("the run's process was ended by signal {0}")]
+    Signal(i32),
     #[error("the loss is not finite at step {step}: {loss}")]
     Diverged { step: u64, loss: String, checkpoint: Option<String> },
     #[error("cannot {what} `{}`", path.display())]
@@ -47,6 +56,15 @@ pub enum Failure {
     ForeignCheckpoint { path: PathBuf, reason: String },
 }
 
+fn after(tried: &[Attempt]) -> String {
+    let plans: Vec<&str> = tried.iter().filter_map(|attempt| attempt.then.as_deref()).collect();
+    match plans.len() {
+        0 => String::new(),
+        1 => format!(" after a smaller plan: {}", plans[0]),
+        n => format!(" after {n} smaller plans: {}", plans.join("; ")),
+    }
+}
+
 fn changes(changes: &[Change]) -> String {
     let each: Vec<String> =
         changes.iter().map(|c| format!("`{}` was {} and is {}", c.key, c.was, c.now)).collect();
@@ -65,7 +83,10 @@ impl Failure {
         match self {
             Failure::Data(error) => error.hint().map(Into::into),
             Failure::DoesNotFit(plan) => plan.advice.clone(),
-            Failure::OutOfMemory { .. } => Some("give the run more memory, or make the model smaller".into()),
+            Failure::OutOfMemory { .. } | Failure::Killed { .. } => Some(
+                "give the run more memory, or make the model smaller; `oom.json` in its folder has the details"
+                    .into(),
+            ),
             Failure::Diverged { checkpoint, .. } => Some(match checkpoint {
                 Some(path) => format!(
                     "try a lower `optimizer.lr` or `train.clip_norm`; the last finite checkpoint is `{path}`"
@@ -86,7 +107,7 @@ impl Failure {
 impl From<StepError> for Failure {
     fn from(error: StepError) -> Self {
         match error {
-            StepError::Oom(oom) => Failure::OutOfMemory { attempts: 0, first: Box::new(oom) },
+            StepError::Oom(oom) => Failure::OutOfMemory { first: Box::new(oom), tried: Vec::new() },
             StepError::Tensor(error) => Failure::Tensor(error),
         }
     }

@@ -45,6 +45,11 @@ impl Folder {
         self.root.join("summary.json")
     }
 
+    /// What a run that ran out of memory for good leaves behind.
+    pub fn oom(&self) -> PathBuf {
+        self.root.join("oom.json")
+    }
+
     pub fn checkpoints(&self) -> PathBuf {
         self.root.join("checkpoints")
     }

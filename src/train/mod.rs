@@ -5,10 +5,15 @@ pub mod engine;
 pub mod event;
 mod failure;
 pub mod folder;
+pub mod hooks;
+mod planning;
+pub mod postmortem;
 pub mod retry;
 pub mod run;
 pub mod setup;
 pub mod signals;
+pub mod supervisor;
+pub mod trial;
 pub mod verify;
 
 pub use failure::Failure;

@@ -1,6 +1,10 @@
 //! A run, top to bottom: plan, folder, tensors, the loop, the end.
 
+mod begin;
 mod evaluate;
+mod memory;
+mod record;
+mod tried;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,30 +14,35 @@ use std::time::Instant;
 use candle_core::DType;
 
 use super::Failure;
-use super::checkpoint::{self, Checkpoints, FORMAT, State};
+use super::checkpoint::Checkpoints;
 use super::engine::Engine;
-use super::event::{Event, Memory};
+use super::event::Event;
 use super::folder::{self, Folder, Wish};
-use super::retry::{self, Happened, Next};
+use super::hooks::Hooks;
+use super::postmortem::Attempt;
+use super::retry::{Descent, Way};
 use super::setup::Setup;
 use super::signals::{Signal, Signals};
+use super::supervisor::Restart;
 use crate::data::DataError;
 use crate::data::digest::Digest;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
-use crate::job::{Every, Job, Rung};
-use crate::kernels::update::round_into;
+use crate::job::{Every, Job};
 use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
-use crate::memory::estimate::checkpoint_bytes;
-use crate::memory::plan::{Plan, Split, Verdict};
-use crate::memory::{Ledger, Oom, Reservation, Role, ladder, measure};
+use crate::memory::Plan;
+use crate::memory::pressure::{Reading, Watch};
+use crate::memory::{Fault, Ledger, Oom, Reservation};
 use crate::optim::scaling::{self, Scaling};
 use crate::optim::schedule;
 use crate::params::Store;
 use crate::report::Reporter;
 
+use tried::Tried;
+
 /// How a run is to be run, beside its job.
+#[derive(Default)]
 pub struct Options {
     pub wish: Wish,
     /// Where runs without a folder of their own go.
@@ -44,15 +53,20 @@ pub struct Options {
     pub max_steps: Option<u64>,
     /// Host bytes the run may use.
     pub ram: u64,
-    /// The ask for memory that fails, counted from 1, for tests of recovery.
-    pub fault: Option<u64>,
+    /// Asks for memory that fail, for tests of recovery.
+    pub fault: Option<Fault>,
     pub signals: Signals,
-    /// Looks at the run from inside; a run that is watched judges no validation set.
-    pub watch: Option<Arc<dyn Watch>>,
+    /// Sees what others do to the host's memory.
+    pub watch: Watch,
+    /// Another process worked on this run and was lost.
+    pub restart: Option<Restart>,
+    pub hooks: Hooks,
+    /// Looks at the run from inside; a run that is observed judges no validation set.
+    pub observer: Option<Arc<dyn Observer>>,
 }
 
 /// Looks at every update of a run: how `verify` sees more of it than its events.
-pub trait Watch: Send + Sync {
+pub trait Observer: Send + Sync {
     /// The gradients of update `step` (from 1) are whole and the weights have not moved. `loss` is the mean, and
     /// `factor` turns what is in the store into the gradient of the mean. `asks` of the ledger so far.
     fn gradients(&self, step: u64, loss: f64, store: &Store, factor: f64, asks: u64) -> Result<(), Failure>;
@@ -75,9 +89,10 @@ pub fn fit(
     options: Options,
     report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
 ) -> Result<Ended, Failure> {
-    let setup = Setup::new(job, options.ram)?;
-    let plan = setup.plan(options.ram);
-    follow(&setup, plan, options, report)
+    let (folder, resumed) = Folder::choose(&options.wish, &job, &options.runs, &options.stamp)?;
+    let before = resumed.then(|| folder.plan());
+    let (setup, plan, ram) = begin::planned(job, &options, before.as_deref())?;
+    follow(&setup, plan, Options { ram, ..options }, report)
 }
 
 /// As [`fit`], in the way the plan says.
@@ -87,32 +102,38 @@ pub fn follow(
     options: Options,
     report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
 ) -> Result<Ended, Failure> {
-    if plan.verdict == Verdict::DoesNotFit {
-        return Err(Failure::DoesNotFit(Box::new(plan)));
-    }
     let (folder, resumed) = Folder::choose(&options.wish, &setup.job, &options.runs, &options.stamp)?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
     let (found, skipped) = if resumed { checkpoints.newest() } else { (None, Vec::new()) };
     if resumed {
-        refuse_another_experiment(&folder, &setup.job)?;
+        begin::refuse_another_experiment(&folder, &setup.job)?;
         if found.is_none() && !skipped.is_empty() {
             return Err(Failure::NoWholeCheckpoint { folder: folder.checkpoints(), skipped });
         }
-        if let Some((state, _)) = &found {
-            keep_split(&mut plan, state.micro_batch);
-        }
     }
+    // A resumed run keeps the split it had where that fits, so that it equals the undisturbed one to the bit.
+    let chosen = Way::chosen(&plan, setup.prefetch);
+    let (way, descent) = match &found {
+        Some((state, _)) => state.descent.clone().resumed(state.way, chosen),
+        None => (chosen, Descent::default()),
+    };
+    plan.chosen.micro_batch = way.micro_batch;
+    plan.chosen.accumulation_steps = way.accumulation_steps;
     folder.create(&setup.job)?;
     let text = serde_json::to_vec_pretty(&plan).map_err(std::io::Error::from);
     folder::write(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)?;
     let mut report = report(&folder, resumed)?;
-    report.record(started(setup, &folder))?;
+    report.record(begin::started(setup, &folder))?;
+    if let Some(Restart { restarts, cause, .. }) = &options.restart {
+        let (restarts, cause) = (*restarts, cause.clone());
+        report.record(Event::Restarted { restarts, cause, budget: options.ram })?;
+    }
     report.record(Event::Planned { plan: plan.clone() })?;
 
-    let ledger = Ledger::new(options.ram, options.fault);
+    let ledger = Ledger::new(options.ram, options.fault.clone());
     let mut step = 0;
     let result =
-        Run::new(setup, &options, folder.checkpoints(), plan, ledger, &mut report).and_then(|mut run| {
+        Run::new(setup, &options, &folder, plan, (way, descent), ledger, &mut report).and_then(|mut run| {
             let begun = match resumed {
                 true => run.begin(found.is_none()).and_then(|()| run.resume(found, skipped)),
                 false => run.begin(true),
@@ -123,8 +144,11 @@ pub fn follow(
         });
     match &result {
         Ok(_) | Err(Failure::Diverged { .. }) => {}
-        // The failure itself is the caller's to tell; that it is in the events is best effort.
-        Err(failure) => drop(report.record(Event::Failed { step, error: describe(failure) })),
+        // The failure itself is the caller's to tell; that it is in the folder is best effort.
+        Err(failure) => {
+            drop(report.record(Event::Failed { step, error: describe(failure) }));
+            drop(memory::postmortem(setup, failure, options.ram).map(|post| post.write(&folder)));
+        }
     }
     report.finish()?;
     let summary = crate::report::Summary::from_events(&folder.events())?;
@@ -132,41 +156,10 @@ pub fn follow(
     result
 }
 
-fn describe(failure: &Failure) -> String {
+/// The message of a failure, its causes included.
+pub fn describe(failure: &Failure) -> String {
     let causes = std::iter::successors(std::error::Error::source(failure), |e| e.source());
     std::iter::once(failure.to_string()).chain(causes.map(|e| e.to_string())).collect::<Vec<_>>().join(": ")
-}
-
-fn refuse_another_experiment(folder: &Folder, job: &Job) -> Result<(), Failure> {
-    let Ok(before) = Job::load(&folder.job(), &[]) else { return Ok(()) };
-    match before.structural_changes(job) {
-        changes if changes.is_empty() => Ok(()),
-        changes => Err(Failure::Changed(changes)),
-    }
-}
-
-/// A resumed run keeps the split it had where that fits, so that it equals the undisturbed one to the bit.
-fn keep_split(plan: &mut Plan, micro_batch: usize) {
-    if micro_batch < plan.chosen.micro_batch && micro_batch > 0 {
-        plan.chosen.micro_batch = micro_batch;
-        plan.chosen.accumulation_steps = plan.samples_per_update.div_ceil(micro_batch);
-    }
-}
-
-fn started(setup: &Setup, folder: &Folder) -> Event {
-    Event::Started {
-        name: setup.job.name.clone(),
-        run: folder.root.display().to_string(),
-        version: env!("CARGO_PKG_VERSION").into(),
-        seed: setup.job.seed,
-        device: "cpu".into(),
-        threads: setup.threads,
-        parameters: setup.parameters(),
-        train_samples: setup.sets.train.len(),
-        valid_samples: setup.sets.valid.len(),
-        total_steps: setup.total_steps,
-        steps_per_epoch: setup.order.updates_per_epoch(),
-    }
 }
 
 /// A run under way.
@@ -177,12 +170,22 @@ struct Run<'a> {
     report: &'a mut Reporter,
     engine: Engine<'a>,
     checkpoints: Checkpoints,
-    split: Split,
-    eval_micro_batch: usize,
-    /// Smaller plans taken since the start.
-    attempts: u32,
+    /// How updates and evaluations are run now, and what larger ways were given up.
+    way: Way,
+    descent: Descent,
+    /// Where samples come from; absent until it is asked for again, in another way.
+    feed: Option<Feed>,
+    /// What failed since the last update or evaluation that did not, and the first of it.
+    tried: Vec<Attempt>,
     first_oom: Option<Oom>,
+    watch: Watch,
+    reading: Option<Reading>,
+    /// The most heap bytes measured, and updates made, by this process.
+    measured: u64,
+    updates: u64,
     step: u64,
+    /// The updates of the run, or as many as were wished for.
+    until: u64,
     cursor: Cursor,
     samples: u64,
     digest: Digest,
@@ -191,6 +194,12 @@ struct Run<'a> {
     scaling: Scaling,
     last_checkpoint: Option<(u64, PathBuf)>,
     clock: Clock,
+}
+
+/// A loader of training samples, and the right to what it holds.
+struct Feed {
+    loader: Loader,
+    _hold: Reservation,
 }
 
 /// Time spent, that before a resume included.
@@ -214,36 +223,39 @@ impl<'a> Run<'a> {
     fn new(
         setup: &'a Setup,
         options: &'a Options,
-        checkpoints: PathBuf,
+        folder: &Folder,
         plan: Plan,
+        (way, descent): (Way, Descent),
         ledger: Ledger,
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
-        let engine = match Engine::new(setup, ledger.clone(), plan.chosen.recompute) {
+        let engine = match Engine::new(setup, ledger.clone(), way.recompute) {
             // Nothing is smaller than the weights: all there is to do is to ask once more.
             Err(StepError::Oom(oom)) => {
-                report.record(oom_event(0, "start", &oom))?;
-                Engine::new(setup, ledger, plan.chosen.recompute)?
+                report.record(record::oom(0, &oom))?;
+                Engine::new(setup, ledger, way.recompute)?
             }
             other => other?,
-        };
-        let split = Split {
-            micro_batch: plan.chosen.micro_batch,
-            accumulation_steps: plan.chosen.accumulation_steps,
         };
         let now = Instant::now();
         Ok(Self {
             setup,
             options,
-            checkpoints: Checkpoints::new(checkpoints),
-            eval_micro_batch: plan.chosen.eval_micro_batch,
+            checkpoints: Checkpoints::new(folder.checkpoints()),
             plan,
             report,
             engine,
-            split,
-            attempts: 0,
+            way,
+            descent,
+            feed: None,
+            tried: Vec::new(),
             first_oom: None,
+            watch: options.watch.clone(),
+            reading: None,
+            measured: 0,
+            updates: 0,
             step: 0,
+            until: setup.total_steps.min(options.max_steps.unwrap_or(u64::MAX)),
             cursor: Cursor::default(),
             samples: 0,
             digest: Digest::default(),
@@ -255,52 +267,24 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Takes the weights the job begins with, where it names some and none are there yet.
-    fn begin(&self, anew: bool) -> Result<(), Failure> {
-        let store = &self.engine.store;
-        match &self.setup.job.train.init {
-            Some(file) if anew => {
-                checkpoint::load_named(file, &store.layout.params, &store.master)?;
-                // Statistics that the file lacks begin as they always do.
-                let _ = checkpoint::load_named(file, &store.layout.stats, &store.stats);
-                if let Some(average) = &self.engine.average {
-                    round_into(&store.master, average)?;
-                }
-                Ok(store.round()?)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Goes on from a checkpoint, or from the beginning where there is none yet.
-    fn resume(&mut self, found: Option<(State, PathBuf)>, skipped: Vec<String>) -> Result<(), Failure> {
-        let checkpoint = found.as_ref().map(|(_, path)| path.display().to_string());
-        if let Some((state, path)) = found {
-            checkpoint::load(&path, &self.engine.held())?;
-            self.scaling = state.scaling;
-            (self.step, self.cursor, self.samples) = (state.step, state.cursor, state.samples);
-            (self.digest, self.best, self.metrics) = (state.digest, state.best, state.metrics);
-            (self.clock.before_s, self.clock.data_wait_s) = (state.elapsed_s, state.data_wait_s);
-            self.last_checkpoint = Some((state.step, path));
-        }
-        self.report.record(Event::Resumed { step: self.step, checkpoint, skipped })?;
-        Ok(())
-    }
-
     fn train(&mut self) -> Result<Ended, Failure> {
-        let until = self.setup.total_steps.min(self.options.max_steps.unwrap_or(u64::MAX));
-        let mut loader = self.open(until)?;
-        while self.step < until {
+        let _unasked = vec![1u8; self.options.hooks.unasked];
+        while self.step < self.until {
             if let Some(signal) = self.options.signals.stop() {
                 return self.stop(signal);
             }
+            self.options.hooks.die(self.options.restart.as_ref().map_or(0, |r| r.restarts), self.step);
+            self.heed_pressure()?;
+            self.grow()?;
             let begun = Instant::now();
-            let done = self.update(&mut loader, until)?;
-            let last = self.step == until;
-            let evaluate = self.options.watch.is_none() && (last || self.due(self.setup.job.eval.every()));
+            let done = self.update()?;
+            let last = self.step == self.until;
+            let judged = self.options.observer.is_none();
+            let evaluate = judged && (last || self.due(self.setup.job.eval.every()));
             if last || evaluate || self.step == 1 || self.step.is_multiple_of(self.setup.job.log.every_steps)
             {
                 self.report_step(&done, begun.elapsed().as_secs_f64())?;
+                self.correct()?;
             }
             let better = if evaluate { self.evaluate()? } else { false };
             if last || better || self.due(self.setup.job.checkpoint.every()) {
@@ -321,61 +305,51 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Starts to load training samples from the cursor on, in smaller micro-batches where it has to.
-    fn open(&mut self, until: u64) -> Result<(Loader, Reservation), Failure> {
-        loop {
-            match self.loader(until) {
-                Ok(loader) => return Ok(loader),
-                Err(Tried::Oom(oom)) => self.shrink("start", oom)?,
-                Err(Tried::Failed(failure)) => return Err(failure),
-            }
-        }
-    }
-
-    /// The loader of training samples, and the right to what it holds.
-    fn loader(&self, until: u64) -> Result<(Loader, Reservation), Tried> {
-        let setup = self.setup;
-        let micro_batch = self.split.micro_batch.min(setup.sets.train.len() as usize);
-        let hold = self.engine.ledger.reserve(Role::DataPipeline, "prefetch", setup.pipeline(micro_batch));
-        let hold = hold.map_err(Tried::Oom)?;
-        let source = setup.sets.train.clone();
-        let (prefetch, workers) = (setup.prefetch, setup.workers);
-        let loader = Loader::start(source, setup.order, self.cursor, until, micro_batch, prefetch, workers);
-        Ok((loader.map_err(Failure::from)?, hold))
-    }
-
     /// Makes one update, in as many tries as memory makes necessary: each runs the same samples from the
-    /// same state, in smaller micro-batches.
-    fn update(&mut self, loader: &mut (Loader, Reservation), until: u64) -> Result<Updated, Failure> {
+    /// same state, in a way that needs less.
+    fn update(&mut self) -> Result<Updated, Failure> {
         self.engine.begin()?;
+        let scaling = self.scaling;
         loop {
-            match self.try_update(&mut loader.0) {
-                Ok(done) => return Ok(done),
+            match self.feed().and_then(|feed| self.try_update(feed)) {
+                Ok(done) => {
+                    self.recovered();
+                    self.descent.made_update();
+                    self.updates += 1;
+                    return Ok(done);
+                }
                 Err(Tried::Oom(oom)) => {
-                    let phase = self.engine.ledger.current_phase();
-                    self.shrink(phase, oom)?;
+                    self.shrink(oom)?;
                     self.engine.rewind()?;
-                    *loader = self.open(until)?;
+                    self.scaling = scaling;
                 }
                 Err(Tried::Failed(failure)) => return Err(failure),
             }
         }
     }
 
-    fn try_update(&mut self, loader: &mut Loader) -> Result<Updated, Tried> {
+    /// `feed` is kept if the update is made.
+    fn try_update(&mut self, mut feed: Feed) -> Result<Updated, Tried> {
         let span = self.setup.order.update(self.cursor.update);
         let (mut tally, mut ids, mut wait_s) =
             (Tally::default(), Vec::with_capacity(span.len() as usize), 0.0);
         while (ids.len() as u64) < span.len() {
-            let batch = loader.next().map_err(Failure::from)?.ok_or_else(|| Failure::Data(ended_early()))?;
-            wait_s += loader.last_wait().as_secs_f64();
+            let batch = feed.loader.next().map_err(|error| self.lacking(error))?;
+            let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
+            wait_s += feed.loader.last_wait().as_secs_f64();
             ids.extend_from_slice(&batch.ids);
             tally += self.engine.learn(&batch, self.scaling.factor)?;
         }
         let norm = self.engine.gradient_norm(&tally, self.scaling.factor)?;
-        if let Some(watch) = &self.options.watch {
+        if let Some(observer) = &self.options.observer {
             let (engine, factor) = (&self.engine, self.engine.mean_factor(&tally, self.scaling.factor));
-            watch.gradients(self.step + 1, tally.mean_loss(), &engine.store, factor, engine.ledger.asks())?;
+            observer.gradients(
+                self.step + 1,
+                tally.mean_loss(),
+                &engine.store,
+                factor,
+                engine.ledger.asks(),
+            )?;
         }
         let lr = schedule::lr(
             &self.setup.job.schedule,
@@ -393,194 +367,20 @@ impl<'a> Run<'a> {
                 self.engine.update(&tally, clip, factor, lr, number)?;
             }
         }
+        self.feed = Some(feed);
         self.step += 1;
         self.samples += span.len();
         self.digest.extend(ids);
         self.cursor = Cursor { update: self.cursor.update + 1, done: 0 };
         self.clock.data_wait_s += wait_s;
-        if let Some(watch) = &self.options.watch {
-            watch.updated(self.step, &self.engine.store, self.digest)?;
+        if let Some(observer) = &self.options.observer {
+            observer.updated(self.step, &self.engine.store, self.digest)?;
         }
         Ok(Updated { tally, lr, grad_norm: norm, epoch: span.epoch, wait_s })
-    }
-
-    fn diverged(&mut self, tally: &Tally, norm: f64, epoch: u64, sample_ids: Vec<u64>) -> Failure {
-        let value = if tally.mean_loss().is_finite() { norm } else { tally.mean_loss() };
-        let checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.display().to_string());
-        let (step, loss) = (self.step + 1, value.to_string());
-        let event =
-            Event::Diverged { step, epoch, loss: loss.clone(), sample_ids, checkpoint: checkpoint.clone() };
-        match self.report.record(event) {
-            Ok(()) => Failure::Diverged { step, loss, checkpoint },
-            Err(error) => error.into(),
-        }
-    }
-
-    /// Takes the next smaller split, or gives up.
-    fn shrink(&mut self, phase: &'static str, oom: Oom) -> Result<(), Failure> {
-        self.report.record(oom_event(self.step, phase, &oom))?;
-        let first = self.first_oom.get_or_insert(oom).clone();
-        let happened = Happened {
-            attempts: self.attempts,
-            max_retries: self.setup.job.memory.max_retries,
-            may_shrink: self.setup.may(Rung::Shrink),
-            may_recompute: self.setup.may(Rung::Recompute),
-            split: self.split,
-            recompute: self.engine.recompute,
-            blocks: self.setup.network.blocks.len(),
-            samples_per_update: self.plan.samples_per_update,
-            group: self.setup.network.group(),
-        };
-        match retry::next(&happened) {
-            Next::GiveUp => {
-                return Err(Failure::OutOfMemory { attempts: self.attempts, first: Box::new(first) });
-            }
-            Next::Shrink(split) => self.split = split,
-            Next::Recompute => self.engine.recompute = happened.blocks,
-        }
-        self.attempts += 1;
-        Ok(self.report.record(Event::Shrunk {
-            step: self.step,
-            change: ladder::change(self.split, self.engine.recompute),
-            micro_batch: self.split.micro_batch,
-            accumulation_steps: self.split.accumulation_steps,
-        })?)
-    }
-
-    fn report_step(&mut self, done: &Updated, step_s: f64) -> Result<(), Failure> {
-        let samples_digest = self.digest.to_string();
-        Ok(self.report.record(Event::Step {
-            step: self.step,
-            epoch: done.epoch,
-            loss: done.tally.mean_loss(),
-            lr: done.lr,
-            grad_norm: done.grad_norm,
-            samples: self.samples,
-            micro_batch: self.split.micro_batch,
-            accumulation_steps: self.split.accumulation_steps,
-            step_s,
-            data_wait_s: done.wait_s,
-            ram_bytes: measure::take_recent_peak(),
-            vram_bytes: 0,
-            samples_digest,
-            loss_scale: self.scaling.factor,
-            skipped_updates: self.scaling.skipped,
-        })?)
-    }
-
-    fn checkpoint(&mut self, best: bool) -> Result<(), Failure> {
-        let begun = Instant::now();
-        self.engine.ledger.phase("checkpoint");
-        let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
-        let ask = || self.engine.ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
-        let _hold = match ask() {
-            Ok(hold) => hold,
-            // Between updates nothing else can be given back: all there is to do is to ask once more.
-            Err(oom) => {
-                self.report.record(oom_event(self.step, "checkpoint", &oom))?;
-                ask().map_err(StepError::Oom)?
-            }
-        };
-        let state = State {
-            format: FORMAT,
-            step: self.step,
-            cursor: self.cursor,
-            samples: self.samples,
-            digest: self.digest,
-            seed: self.setup.job.seed,
-            micro_batch: self.split.micro_batch,
-            best: self.best,
-            scaling: self.scaling,
-            metrics: self.metrics.clone(),
-            elapsed_s: self.elapsed_s(),
-            data_wait_s: self.clock.data_wait_s,
-            files: BTreeMap::new(),
-        };
-        let (path, bytes) = self.checkpoints.save(state, &self.engine.held())?;
-        self.report.record(Event::Checkpoint {
-            step: self.step,
-            path: path.display().to_string(),
-            bytes,
-            write_s: begun.elapsed().as_secs_f64(),
-            best,
-        })?;
-        self.last_checkpoint = Some((self.step, path));
-        self.clock.last_checkpoint = Instant::now();
-        self.checkpoints.prune(self.setup.job.checkpoint.keep, self.best.map(|(_, step)| step))
-    }
-
-    fn elapsed_s(&self) -> f64 {
-        self.clock.before_s + self.clock.begun.elapsed().as_secs_f64()
-    }
-
-    fn stop(&mut self, signal: Signal) -> Result<Ended, Failure> {
-        if self.last_checkpoint.as_ref().is_none_or(|(step, _)| *step != self.step) {
-            self.checkpoint(false)?;
-        }
-        let checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.display().to_string());
-        self.report.record(Event::Interrupted {
-            step: self.step,
-            signal: signal.name().into(),
-            checkpoint,
-        })?;
-        Ok(Ended::Stopped(signal))
-    }
-
-    fn finish(&mut self) -> Result<Ended, Failure> {
-        let mut metrics = self.metrics.clone();
-        if let Some((value, _)) = self.best {
-            metrics.insert(format!("best.{}", self.setup.job.checkpoint.best.name()), value);
-        }
-        let per_epoch = self.setup.order.updates_per_epoch();
-        self.report.record(Event::Finished {
-            steps: self.step,
-            epochs: self.step / per_epoch,
-            samples: self.samples,
-            metrics,
-            best_step: self.best.map(|(_, step)| step),
-            planned_peak_bytes: Memory { ram: self.plan.peak.ram_bytes, vram: self.plan.peak.vram_bytes },
-            measured_peak_bytes: Memory { ram: measure::peak(), vram: 0 },
-            budget_bytes: Memory { ram: self.options.ram, vram: 0 },
-            elapsed_s: self.elapsed_s(),
-            data_wait_s: self.clock.data_wait_s,
-            samples_digest: self.digest.to_string(),
-        })?;
-        Ok(Ended::Done)
-    }
-}
-
-/// Why an update was not made.
-enum Tried {
-    Oom(Oom),
-    Failed(Failure),
-}
-
-impl From<StepError> for Tried {
-    fn from(error: StepError) -> Self {
-        match error {
-            StepError::Oom(oom) => Tried::Oom(oom),
-            StepError::Tensor(error) => Tried::Failed(error.into()),
-        }
-    }
-}
-
-impl From<candle_core::Error> for Tried {
-    fn from(error: candle_core::Error) -> Self {
-        Tried::Failed(error.into())
-    }
-}
-
-impl From<Failure> for Tried {
-    fn from(failure: Failure) -> Self {
-        Tried::Failed(failure)
     }
 }
 
 /// The order says how many samples there are, so a loader that ends before them is at fault.
 fn ended_early() -> DataError {
     DataError::NoSamples { set: "the loader".into(), why: "it ended before the last sample".into() }
-}
-
-fn oom_event(step: u64, phase: &str, oom: &Oom) -> Event {
-    Event::Oom { step, phase: phase.into(), asker: oom.asker.clone(), bytes: oom.bytes, left: oom.left }
 }

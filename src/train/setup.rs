@@ -12,20 +12,11 @@ use crate::data::shapes::{self, Shapes};
 use crate::data::text::{Corpus, Placement, Windows};
 use crate::data::{Source, loader, sequences};
 use crate::features::Features;
-use crate::job::{self, Job, Length, Precision, Rung};
-use crate::layers::At;
-use crate::layers::network::{Block, Network};
-use crate::memory::estimate::{Estimate, Subject};
-use crate::memory::ladder::{self, Request};
-use crate::memory::plan::{Plan, Split};
+use crate::job::{self, Job, Length, Optimizer, Precision};
+use crate::layers::network::Network;
 use crate::models::ModelError;
-use crate::optim;
 use crate::params::Layout;
-
-/// Floating-point operations a core does in a second, and seconds a layer costs whatever its size: what
-/// the ladder compares ways of running with. Their ratio matters, not their truth.
-const CORE_FLOPS: f64 = 5e10;
-const LAYER_S: f64 = 2e-5;
+use crate::units::{Bytes, Size};
 
 /// The training and the validation set.
 pub struct Sets {
@@ -106,6 +97,12 @@ pub struct Setup {
     /// Bytes the loader may hold.
     pub prefetch: u64,
     pub threads: usize,
+    /// Host bytes the run may use.
+    pub ram: u64,
+    /// The optimizer in force: the job's, or the same with its state in bytes where the plan took that rung.
+    pub optimizer: Optimizer,
+    /// A run that goes on keeps the optimizer it has state of.
+    pub(super) optimizer_is_fixed: bool,
 }
 
 impl Setup {
@@ -124,17 +121,11 @@ impl Setup {
             0 => threads,
             workers => workers,
         };
-        // A tenth of the budget is more than enough for every set whose samples are small.
-        let prefetch = match job.data.loading.prefetch {
-            crate::units::Size::Auto => (ram / 10).min(256 << 20),
-            size => size.of(crate::units::Bytes(ram)).0,
-        };
-        let dtype = match job.train.precision {
-            Precision::Auto | Precision::F32 => DType::F32,
-            Precision::Bf16 => DType::BF16,
-            Precision::F16 => DType::F16,
-        };
-        Ok(Self {
+        let (prefetch, dtype) = (prefetch(&job, ram), dtype(job.train.precision, false));
+        let mut setup = Self {
+            optimizer: job.optimizer.clone(),
+            optimizer_is_fixed: false,
+            ram,
             job,
             sets,
             network: built.network,
@@ -145,7 +136,9 @@ impl Setup {
             workers,
             prefetch,
             threads,
-        })
+        };
+        setup.rank_blocks();
+        Ok(setup)
     }
 
     pub fn features(&self) -> &Features {
@@ -156,58 +149,27 @@ impl Setup {
         self.layout.params.len as u64
     }
 
-    /// Whether the job allows this when memory is short.
-    pub fn may(&self, rung: Rung) -> bool {
-        self.job.memory.on_oom.contains(&rung)
-    }
-
     /// Bytes the loader holds for micro-batches of this size.
     pub fn pipeline(&self, micro_batch: usize) -> u64 {
         loader::holds(self.features(), micro_batch, self.prefetch, self.workers)
     }
+}
 
-    /// Lends `body` the job as the memory estimate sees it.
-    pub fn with_subject<R>(&self, body: impl FnOnce(&Subject) -> R) -> R {
-        let pipeline = |micro_batch| self.pipeline(micro_batch);
-        body(&Subject {
-            network: &self.network,
-            layout: &self.layout,
-            features: self.features(),
-            dtype: self.dtype,
-            threads: self.threads,
-            optimizer_state: optim::state_bytes(&self.job.optimizer, &self.layout.params),
-            update_workspace: optim::workspace_bytes(&self.job.optimizer, &self.layout.params),
-            average: self.job.train.ema.is_some(),
-            resident_data: self.sets.train.resident_bytes() + self.sets.valid.resident_bytes(),
-            pipeline: &pipeline,
-            train_samples: self.sets.train.len(),
-            valid_samples: self.sets.valid.len(),
-        })
+/// Bytes the loader may hold within so many host bytes.
+pub(super) fn prefetch(job: &Job, ram: u64) -> u64 {
+    match job.data.loading.prefetch {
+        // A tenth of the budget is more than enough for every set whose samples are small.
+        Size::Auto => (ram / 10).min(256 << 20),
+        size => size.of(Bytes(ram)).0,
     }
+}
 
-    /// The memory plan within `ram` bytes. Touches no device and allocates no tensor.
-    pub fn plan(&self, ram: u64) -> Plan {
-        let train = &self.job.train;
-        let samples = train.samples_per_update().min(self.sets.train.len() as usize);
-        let at = At { batch: samples, dtype: self.dtype, threads: self.threads };
-        let seconds = |block: &Block| {
-            let flops: u64 = block.layers().iter().map(|layer| layer.cost(at).flops).sum();
-            flops as f64 / (CORE_FLOPS * self.threads as f64)
-        };
-        let request = Request {
-            device: "cpu".into(),
-            ram,
-            vram: 0,
-            split: Split { micro_batch: train.batch_size, accumulation_steps: train.accumulation_steps },
-            samples_per_update: train.samples_per_update(),
-            group: self.network.group(),
-            optimizer: self.job.optimizer.kind().into(),
-            eval_micro_batch: self.job.eval.batch_size,
-            may_shrink: self.may(Rung::Shrink),
-            may_recompute: self.may(Rung::Recompute),
-            forward_s: self.network.blocks.iter().map(seconds).collect(),
-            overhead_s: 3.0 * LAYER_S * self.network.layers().len() as f64,
-        };
-        self.with_subject(|subject| ladder::plan(&request, &|way| Estimate::new(subject, way)))
+/// The type of activations, on the host or on a device.
+pub(super) fn dtype(precision: Precision, on_device: bool) -> DType {
+    match precision {
+        Precision::Auto if on_device => DType::BF16,
+        Precision::Auto | Precision::F32 => DType::F32,
+        Precision::Bf16 => DType::BF16,
+        Precision::F16 => DType::F16,
     }
 }

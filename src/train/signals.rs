@@ -1,15 +1,30 @@
-//! SIGINT and SIGTERM: the first asks the run to stop after the update in hand, the second ends it.
+//! SIGINT, SIGTERM and SIGHUP: the first asks the run to stop after the update in hand, the second of a kind
+//! ends it.
+//!
+//! A process that has a supervisor hears it alone: what a terminal or a batch system sends to the whole
+//! group reaches both, and must count once.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+#[cfg(unix)]
+use signal_hook::consts::{SIGHUP, SIGUSR1, SIGUSR2};
 use signal_hook::consts::{SIGINT, SIGTERM};
+
+/// Elsewhere these are not there, and nobody is asked to listen to them.
+#[cfg(not(unix))]
+const SIGHUP: i32 = 1;
+#[cfg(not(unix))]
+const SIGUSR1: i32 = 10;
+#[cfg(not(unix))]
+const SIGUSR2: i32 = 12;
 
 /// A signal that asks a run to stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
     Interrupt,
+    /// SIGTERM, or SIGHUP: the terminal is gone.
     Terminate,
 }
 
@@ -20,6 +35,31 @@ impl Signal {
             Signal::Terminate => "SIGTERM",
         }
     }
+
+    /// What a signal that was received asks for.
+    pub fn of(number: i32) -> Self {
+        if number == SIGINT { Signal::Interrupt } else { Signal::Terminate }
+    }
+
+    /// The signal a supervisor passes it on with.
+    pub fn passed_on(self) -> i32 {
+        match self {
+            Signal::Interrupt => SIGUSR1,
+            Signal::Terminate => SIGUSR2,
+        }
+    }
+
+    /// The exit code of a run that it stopped.
+    pub fn code(self) -> i32 {
+        128 + if self == Signal::Interrupt { SIGINT } else { SIGTERM }
+    }
+}
+
+/// Who asks a process to stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Heard {
+    FromAnyone,
+    FromSupervisor,
 }
 
 /// What signals were seen. Clones see the same.
@@ -30,24 +70,63 @@ pub struct Signals {
 
 impl Signals {
     /// Watches the process's signals from here on.
-    pub fn watch() -> io::Result<Self> {
+    pub fn watch(heard: Heard) -> io::Result<Self> {
         let signals = Self::default();
-        for signal in [SIGINT, SIGTERM] {
-            // In this order: the shutdown looks at the flag before this very signal raises it.
-            let again = Arc::new(AtomicBool::new(false));
-            signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, again.clone())?;
-            signal_hook::flag::register(signal, again)?;
-            signal_hook::flag::register_usize(signal, signals.seen.clone(), signal as usize)?;
+        for number in stopping() {
+            let signal = Signal::of(number);
+            match heard {
+                Heard::FromAnyone => signals.register(number, signal)?,
+                Heard::FromSupervisor => {
+                    signal_hook::flag::register(number, Arc::new(AtomicBool::new(false)))?;
+                }
+            }
+        }
+        if heard == Heard::FromSupervisor {
+            for signal in [Signal::Interrupt, Signal::Terminate] {
+                signals.register(signal.passed_on(), signal)?;
+            }
         }
         Ok(signals)
     }
 
+    fn register(&self, number: i32, signal: Signal) -> io::Result<()> {
+        // In this order: the shutdown looks at the flag before this very signal raises it.
+        let again = Arc::new(AtomicBool::new(false));
+        signal_hook::flag::register_conditional_shutdown(number, signal.code(), again.clone())?;
+        signal_hook::flag::register(number, again)?;
+        signal_hook::flag::register_usize(number, self.seen.clone(), signal.code() as usize)?;
+        Ok(())
+    }
+
     /// The signal that asked the run to stop, if one did.
     pub fn stop(&self) -> Option<Signal> {
-        match self.seen.load(Ordering::Relaxed) as i32 {
-            SIGINT => Some(Signal::Interrupt),
-            SIGTERM => Some(Signal::Terminate),
-            _ => None,
-        }
+        let seen = self.seen.load(Ordering::Relaxed) as i32;
+        [Signal::Interrupt, Signal::Terminate].into_iter().find(|signal| signal.code() == seen)
+    }
+}
+
+/// The signals that ask a run to stop. `nohup` ignores SIGHUP for the programs it starts, and it stays so.
+pub fn stopping() -> Vec<i32> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let hangup = (cfg!(unix) && !ignores(&status, SIGHUP)).then_some(SIGHUP);
+    [SIGINT, SIGTERM].into_iter().chain(hangup).collect()
+}
+
+/// Whether a process ignores a signal, from the text of its `/proc/self/status`.
+fn ignores(status: &str, signal: i32) -> bool {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|text| u64::from_str_radix(text.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ignored_signals_are_read_from_the_mask() {
+        let status = "Name:\tx\nSigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n";
+        assert!(ignores(status, SIGHUP) && !ignores(status, SIGINT));
+        assert!(!ignores("SigIgn:\t0000000000000000\n", SIGHUP) && !ignores("", SIGHUP));
     }
 }

@@ -17,13 +17,13 @@ use serde::Serialize;
 
 use super::Failure;
 use super::folder::{Folder, Wish};
-use super::run::{self, Ended, Options, Watch};
+use super::run::{self, Ended, Observer, Options};
 use super::setup::Setup;
 use super::signals::Signals;
 use crate::data::digest::Digest;
 use crate::job::Rung;
-use crate::memory::ladder;
 use crate::memory::plan::{Plan, Split, Verdict};
+use crate::memory::{Fault, search};
 use crate::params::Store;
 use crate::report::{Events, Reporter};
 use compare::{Against, Kept};
@@ -149,14 +149,12 @@ pub fn verify(setup: Setup, proof: &Proof, tell: Tell) -> Result<Option<Report>,
     prove(setup, proof, tell, &|_, watch| watch)
 }
 
-/// As [`verify`]; `spoil` may put something of its own between a way, by name, and who watches it.
-fn prove(
-    mut setup: Setup,
-    proof: &Proof,
-    tell: Tell,
-    spoil: &dyn Fn(&str, Arc<dyn Watch>) -> Arc<dyn Watch>,
-) -> Result<Option<Report>, Failure> {
-    let plan = setup.plan(proof.ram);
+/// May put something of its own between a way, by name, and who watches it: how a test makes one go wrong.
+type Spoil = dyn Fn(&str, Arc<dyn Observer>) -> Arc<dyn Observer>;
+
+/// As [`verify`], with a way to spoil it.
+fn prove(mut setup: Setup, proof: &Proof, tell: Tell, spoil: &Spoil) -> Result<Option<Report>, Failure> {
+    let plan = setup.settle(proof.ram, None);
     if plan.verdict == Verdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
     }
@@ -174,7 +172,7 @@ fn prove(
         exact: true,
         how: How::Plain,
     };
-    let telling = |inner: Arc<dyn Watch>, way: &Way| -> Arc<dyn Watch> {
+    let telling = |inner: Arc<dyn Observer>, way: &Way| -> Arc<dyn Observer> {
         Arc::new(Telling { inner, way: way.name.clone(), tell: tell.clone() })
     };
     if !go(&mut setup, &plan, &reference, proof, None, telling(kept.clone(), &reference))? {
@@ -224,7 +222,7 @@ fn ways(plan: &Plan, setup: &Setup) -> (Vec<Way>, Vec<String>) {
         ));
     }
     let mut splits: Vec<Split> = [2, 3, 8]
-        .map(|times| ladder::split(samples, (split.accumulation_steps * times).min(samples), group))
+        .map(|times| search::split(samples, (split.accumulation_steps * times).min(samples), group))
         .into_iter()
         .filter(|one| one.micro_batch < split.micro_batch)
         .collect();
@@ -261,7 +259,7 @@ fn go(
     way: &Way,
     proof: &Proof,
     fault: Option<u64>,
-    watch: Arc<dyn Watch>,
+    watch: Arc<dyn Observer>,
 ) -> Result<bool, Failure> {
     let mut plan = plan.clone();
     (plan.chosen.micro_batch, plan.chosen.accumulation_steps) =
@@ -281,9 +279,10 @@ fn go(
             stamp: String::new(),
             max_steps: Some(until),
             ram: proof.ram,
-            fault,
+            fault: fault.map(|ask| Fault::At(vec![ask])),
             signals: proof.signals.clone(),
-            watch: Some(watch.clone()),
+            observer: Some(watch.clone()),
+            ..Options::default()
         };
         let report =
             |folder: &Folder, _: bool| Ok(Reporter::default().truth(Events::open(&folder.events())?));
@@ -296,12 +295,12 @@ fn go(
 
 /// Tells of every update, and passes on what is seen.
 struct Telling {
-    inner: Arc<dyn Watch>,
+    inner: Arc<dyn Observer>,
     way: String,
     tell: Tell,
 }
 
-impl Watch for Telling {
+impl Observer for Telling {
     fn gradients(&self, step: u64, loss: f64, store: &Store, factor: f64, asks: u64) -> Result<(), Failure> {
         self.inner.gradients(step, loss, store, factor, asks)
     }
@@ -346,7 +345,7 @@ mod tests {
         epochs = 2
     ";
 
-    fn prove_with(spoil: &dyn Fn(&str, Arc<dyn Watch>) -> Arc<dyn Watch>) -> Report {
+    fn prove_with(spoil: &Spoil) -> Report {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("job.toml");
         fs::write(&path, JOB).unwrap();
@@ -379,9 +378,9 @@ mod tests {
     }
 
     /// Adds to one weight after the second update of the way it watches.
-    struct Nudge(Arc<dyn Watch>);
+    struct Nudge(Arc<dyn Observer>);
 
-    impl Watch for Nudge {
+    impl Observer for Nudge {
         fn gradients(
             &self,
             step: u64,

@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::{Run, ended_early, oom_event};
+use super::{Run, Tried, ended_early};
 use crate::data::loader::Loader;
 use crate::data::order::{Cursor, Order};
 use crate::job::Metric;
 use crate::layers::loss::Tally;
-use crate::layers::network::StepError;
-use crate::memory::{Oom, Role};
+use crate::memory::Role;
 use crate::train::Failure;
 use crate::train::event::Event;
 
@@ -22,12 +21,10 @@ impl Run<'_> {
         let (mut tally, mut done) = (Tally::default(), 0);
         self.engine.swap_average()?;
         'smaller: loop {
-            let micro_batch = self.eval_micro_batch.min(samples as usize);
-            let hold = self.engine.ledger.reserve(
-                Role::DataPipeline,
-                "evaluation prefetch",
-                setup.pipeline(micro_batch),
-            );
+            self.engine.ledger.phase("eval");
+            let micro_batch = self.way.eval_micro_batch.min(samples as usize);
+            let ahead = self.pipeline(self.way, micro_batch);
+            let hold = self.engine.ledger.reserve(Role::DataPipeline, "evaluation prefetch", ahead);
             let _hold = match hold {
                 Ok(hold) => hold,
                 Err(oom) => {
@@ -38,23 +35,28 @@ impl Run<'_> {
             let from = Cursor { update: 0, done };
             let source = setup.sets.valid.clone();
             let mut loader =
-                Loader::start(source, order, from, 1, micro_batch, setup.prefetch, setup.workers)?;
+                Loader::start(source, order, from, 1, micro_batch, self.way.prefetch, setup.workers)?;
             while done < samples {
-                let batch = loader.next()?.ok_or_else(ended_early)?;
-                match self.engine.judge(&batch) {
-                    Ok(part) => {
+                let batch = loader.next().map_err(|error| self.lacking(error));
+                let judged = batch.and_then(|batch| {
+                    let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
+                    Ok((self.engine.judge(&batch)?, batch.ids.len() as u64))
+                });
+                match judged {
+                    Ok((part, samples)) => {
                         tally += part;
-                        done += batch.ids.len() as u64;
+                        done += samples;
                     }
-                    Err(StepError::Oom(oom)) => {
+                    Err(Tried::Oom(oom)) => {
                         self.shrink_evaluation(oom)?;
                         continue 'smaller;
                     }
-                    Err(error) => return Err(error.into()),
+                    Err(Tried::Failed(failure)) => return Err(failure),
                 }
             }
             break;
         }
+        self.recovered();
         self.engine.swap_average()?;
         self.metrics = metrics(&tally, &setup.job.eval.metrics);
         let epoch = setup.order.update(self.step.saturating_sub(1)).epoch;
@@ -73,21 +75,6 @@ impl Run<'_> {
             self.best = Some((value, self.step));
         }
         Ok(better)
-    }
-
-    fn shrink_evaluation(&mut self, oom: Oom) -> Result<(), Failure> {
-        self.report.record(oom_event(self.step, "eval", &oom))?;
-        if self.eval_micro_batch == 1 || self.attempts >= self.setup.job.memory.max_retries {
-            return Err(Failure::OutOfMemory { attempts: self.attempts, first: Box::new(oom) });
-        }
-        self.attempts += 1;
-        self.eval_micro_batch = self.eval_micro_batch.div_ceil(2);
-        Ok(self.report.record(Event::Shrunk {
-            step: self.step,
-            change: format!("evaluation micro-batch {}", self.eval_micro_batch),
-            micro_batch: self.split.micro_batch,
-            accumulation_steps: self.split.accumulation_steps,
-        })?)
     }
 }
 

@@ -12,7 +12,7 @@ use crate::data::digest::Digest;
 use crate::kernels::cpu;
 use crate::params::{Flat, Store};
 use crate::train::Failure;
-use crate::train::run::Watch;
+use crate::train::run::Observer;
 
 /// Values compared at a time.
 const CHUNK: usize = 16 * 1024;
@@ -69,7 +69,7 @@ impl Kept {
     }
 }
 
-impl Watch for Kept {
+impl Observer for Kept {
     fn gradients(&self, step: u64, loss: f64, store: &Store, factor: f64, asks: u64) -> Result<(), Failure> {
         let mut notes = lock(&self.notes);
         // An update that is made again after a refused ask is told again.
@@ -132,7 +132,7 @@ impl Against {
     }
 }
 
-impl Watch for Against {
+impl Observer for Against {
     fn gradients(&self, step: u64, loss: f64, store: &Store, factor: f64, _: u64) -> Result<(), Failure> {
         let (wanted, wanted_factor) = {
             let notes = lock(&self.kept.notes);

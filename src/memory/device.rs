@@ -1,0 +1,56 @@
+//! Where a run could compute: every device, with the memory it has and what others hold of it.
+//!
+//! The CPU is always there, and its memory is the host's. A build with a device backend adds its cards to
+//! [`all`]; nothing else in the program lists devices.
+
+use serde::Serialize;
+
+use super::probe::Host;
+
+/// A device and its memory now, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Device {
+    /// As `--device` takes it: `cpu`, `cuda:0`, ...
+    pub name: String,
+    /// The processor or the card.
+    pub model: String,
+    pub total_bytes: u64,
+    /// What a run could have of it now.
+    pub free_bytes: u64,
+    /// What other processes hold, where that can be known.
+    pub others_bytes: Option<u64>,
+    /// Major and minor, of a card that has such.
+    pub compute_capability: Option<(u32, u32)>,
+}
+
+/// Every device of this machine that this build can use, the CPU first.
+pub fn all(host: &Host) -> Vec<Device> {
+    vec![cpu(host)]
+}
+
+fn cpu(host: &Host) -> Device {
+    Device {
+        name: "cpu".into(),
+        model: host.processor.clone(),
+        total_bytes: host.total,
+        free_bytes: host.usable(),
+        others_bytes: host.resident.map(|own| host.total.saturating_sub(host.available + own)),
+        compute_capability: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::probe;
+
+    #[test]
+    fn the_cpu_is_always_there_and_its_memory_is_the_hosts() {
+        let host = probe::host().unwrap();
+        let devices = all(&host);
+        assert_eq!((devices[0].name.as_str(), devices[0].total_bytes), ("cpu", host.total));
+        assert!(devices[0].free_bytes <= host.available);
+        let others = devices[0].others_bytes;
+        assert!(others.is_none_or(|others| others < host.total - host.available), "{devices:?}");
+    }
+}

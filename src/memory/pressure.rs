@@ -1,0 +1,167 @@
+//! Memory that others take while a run is under way: read now and then, judged by a pure function.
+//!
+//! The kernel kills when nothing is left, without asking. What is left is the smallest of the system's
+//! available memory, of the cgroup's limit and of `RLIMIT_AS`; stalls are the kernel's own account of time
+//! lost to waiting for memory. A reading that cannot be had is one that says nothing.
+
+use std::fs::read_to_string;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::probe;
+
+/// How often the system is asked at most: a reading costs some tenths of a millisecond.
+const EVERY: Duration = Duration::from_millis(500);
+
+/// What is left of the host's memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Reading {
+    /// Bytes that can still be taken by this process.
+    pub left: u64,
+    /// Bytes it could have at the very most.
+    pub most: u64,
+    /// Share of the last ten seconds in which all work waited for memory, where the kernel says.
+    pub stalled: Option<f64>,
+}
+
+/// What to do about a reading.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    Nothing,
+    /// Read less ahead.
+    ShrinkPrefetch,
+    /// Smaller micro-batches.
+    ShrinkMicroBatch,
+}
+
+impl Reading {
+    /// Fewer bytes left than this are too few: a fiftieth of all, but never more than 512 MiB.
+    pub fn low(&self) -> u64 {
+        (self.most / 50).min(512 << 20)
+    }
+
+    /// The kernel is about to kill, or has all wait while it looks for memory.
+    pub fn is_low(&self) -> bool {
+        let thrashing = self.stalled.is_some_and(|share| share >= 0.2) && self.left < self.most / 10;
+        self.left < self.low() || thrashing
+    }
+}
+
+/// Prefetch goes first, since it costs waiting at most; then the micro-batch, one rung a reading.
+pub fn act(reading: Reading, prefetch_can_shrink: bool, micro_batch_can_shrink: bool) -> Action {
+    match (reading.is_low(), prefetch_can_shrink, micro_batch_can_shrink) {
+        (true, true, _) => Action::ShrinkPrefetch,
+        (true, false, true) => Action::ShrinkMicroBatch,
+        _ => Action::Nothing,
+    }
+}
+
+/// Where readings come from.
+#[derive(Clone, Debug, Default)]
+pub enum Watch {
+    /// There are none.
+    #[default]
+    Off,
+    /// From the system, not too often: when it was last asked.
+    System(Option<Instant>),
+    /// From a file, every time, for tests: bytes left, bytes at most and, if there, the stalled share.
+    File(PathBuf),
+}
+
+impl Watch {
+    /// A reading, where one is due and can be had.
+    pub fn look(&mut self) -> Option<Reading> {
+        match self {
+            Watch::Off => None,
+            Watch::File(path) => parse(&read_to_string(path).ok()?),
+            Watch::System(last) if last.is_some_and(|last| last.elapsed() < EVERY) => None,
+            Watch::System(last) => {
+                *last = Some(Instant::now());
+                system()
+            }
+        }
+    }
+}
+
+fn system() -> Option<Reading> {
+    let host = probe::host().ok()?;
+    let group = host.cgroup.as_ref().and_then(|g| read_to_string(g.path.join("memory.pressure")).ok());
+    let stalls = group.or_else(|| read_to_string("/proc/pressure/memory").ok());
+    let stalled = stalls.and_then(|text| parse_stalls(&text));
+    Some(Reading { left: host.usable(), most: host.most(), stalled })
+}
+
+fn parse(text: &str) -> Option<Reading> {
+    let mut words = text.split_whitespace();
+    let mut number = || words.next()?.parse::<u64>().ok();
+    let (left, most) = (number()?, number()?);
+    Some(Reading { left, most, stalled: words.next().and_then(|word| word.parse().ok()) })
+}
+
+/// The share of the last ten seconds in which everything waited, from the text of a pressure file.
+fn parse_stalls(text: &str) -> Option<f64> {
+    let full = text.lines().find_map(|line| line.strip_prefix("full "))?;
+    let percent = full.split(' ').find_map(|field| field.strip_prefix("avg10="))?;
+    Some(percent.parse::<f64>().ok()? / 100.0)
+}
+
+/// Gives freed memory that is kept for later back to the system, as far as it can be told to.
+pub fn give_back() {
+    #[cfg(target_os = "linux")]
+    super::pages::give_back();
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        unsafe extern "C" {
+            fn malloc_trim(pad: usize) -> i32;
+        }
+        // SAFETY: touches nothing that is in use.
+        unsafe { malloc_trim(0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn a_fiftieth_left_is_too_little_and_so_is_thrashing() {
+        let with = |left, stalled| Reading { left, most: 10 * GIB, stalled }.is_low();
+        assert!(!with(GIB, None) && !with(GIB, Some(0.9)), "stalls of others with a tenth left are theirs");
+        assert!(with(GIB / 6, None) && with(GIB - 1, Some(0.2)));
+        assert_eq!(Reading { left: 0, most: 1000 * GIB, stalled: None }.low(), 512 << 20);
+    }
+
+    proptest! {
+        /// Whatever is read: calm means nothing is done, prefetch goes before the micro-batch, and what
+        /// cannot shrink is left alone.
+        #[test]
+        fn prefetch_goes_first(left in 0u64..4000, most in 1u64..4000, stalled in prop::option::of(0f64..1.0), prefetch: bool, batch: bool) {
+            let reading = Reading { left, most, stalled };
+            let action = act(reading, prefetch, batch);
+            prop_assert!(reading.is_low() || action == Action::Nothing);
+            match action {
+                Action::ShrinkPrefetch => prop_assert!(prefetch),
+                Action::ShrinkMicroBatch => prop_assert!(batch && !prefetch),
+                Action::Nothing => prop_assert!(!reading.is_low() || !(prefetch || batch)),
+            }
+        }
+    }
+
+    #[test]
+    fn pressure_files_and_readings_are_parsed() {
+        let text = "some avg10=12.50 avg60=3.00 avg300=0.00 total=1\nfull avg10=7.25 avg60=1.00 avg300=0.00 total=1\n";
+        assert_eq!(parse_stalls(text), Some(0.0725));
+        assert_eq!(parse_stalls("some avg10=1.0\n"), None);
+        assert_eq!(parse("5 9\n"), Some(Reading { left: 5, most: 9, stalled: None }));
+        assert_eq!(parse("5 9 0.5"), Some(Reading { left: 5, most: 9, stalled: Some(0.5) }));
+        assert_eq!(parse("5"), None);
+    }
+
+    #[test]
+    fn this_machine_can_be_read() {
+        assert!(Watch::System(None).look().is_some_and(|reading| reading.left <= reading.most));
+    }
+}

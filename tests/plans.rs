@@ -1,0 +1,205 @@
+//! Plans through the binary: what is advised fits, a lock holds, a card is planned for without one.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+const JOB: &str = "\
+[model]
+kind = \"mlp\"
+hidden = [64, 64, 64]
+
+[data]
+kind = \"shapes\"
+image_size = 16
+train_samples = 64
+valid_samples = 16
+
+[train]
+batch_size = 32
+steps = 3
+";
+
+fn trainer(folder: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(args).current_dir(folder).env("RAYON_NUM_THREADS", "2").stdin(Stdio::null());
+    command.output().unwrap()
+}
+
+fn folder(job: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("job.toml"), job).unwrap();
+    folder
+}
+
+/// The plan and the exit code.
+fn plan(folder: &Path, args: &[&str]) -> (Value, i32) {
+    let output = trainer(folder, &[&["plan", "job.toml", "--json"], args].concat());
+    let text = String::from_utf8_lossy(&output.stdout);
+    let plan = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}{output:?}"));
+    (plan, output.status.code().unwrap())
+}
+
+/// `key = value` of an advice, as `--set` takes it.
+fn sets(advice: &str) -> Vec<String> {
+    let quoted = advice.split('`').skip(1).step_by(2).filter(|text| text.contains(" = "));
+    quoted.flat_map(|text| ["--set".to_owned(), text.replacen(" = ", "=", 1)]).collect()
+}
+
+fn bytes(plan: &Value, path: &str) -> u64 {
+    plan.pointer(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("no {path} in {plan}"))
+}
+
+/// For budgets from nothing to enough, on the CPU: a plan fits, or what it advises does when it is done.
+#[test]
+fn what_is_advised_fits_when_it_is_applied() {
+    let folder = folder(JOB);
+    let path = folder.path();
+    let (ample, code) = plan(path, &["--ram", "1GiB"]);
+    assert_eq!((ample["verdict"].as_str(), code), (Some("fits"), 0));
+    let needs = bytes(&ample, "/peak/ram_bytes");
+    let forbid: [&[&str]; 3] = [
+        &[],
+        &["--set", "memory.on_oom=[]"],
+        &["--set", "memory.on_oom=[\"recompute\"]", "--set", "eval.batch_size=4096"],
+    ];
+    let mut advised = 0;
+    for forbidden in forbid {
+        for part in [1, 40, 92, 99] {
+            let ram = format!("memory.ram={}B", needs * part / 100);
+            let args = [&["--set", &ram], forbidden].concat();
+            let (first, code) = plan(path, &args);
+            if code == 0 {
+                continue;
+            }
+            assert_eq!((first["verdict"].as_str(), code), (Some("does_not_fit"), 3));
+            let advice = first["advice"].as_str().unwrap();
+            let sets = sets(advice);
+            assert!(!sets.is_empty(), "{advice}");
+            let args: Vec<&str> = args.into_iter().chain(sets.iter().map(String::as_str)).collect();
+            let (then, code) = plan(path, &args);
+            assert_eq!(code, 0, "{advice}: {}", then["advice"]);
+            advised += 1;
+        }
+    }
+    assert!(advised >= 6, "only {advised} plans did not fit");
+}
+
+/// A card that is not here: device and host apart, both checked, and the host takes what does not fit.
+#[test]
+fn a_card_that_is_not_here_is_planned_for() {
+    let folder = folder(JOB);
+    let path = folder.path();
+    let (whole, code) = plan(path, &["--vram", "1GiB", "--ram", "1GiB"]);
+    assert_eq!((code, whole["device"].as_str()), (0, Some("cuda")));
+    let needs = bytes(&whole, "/peak/vram_bytes");
+    let sum = |place: &str| -> u64 {
+        let parts = whole["parts"].as_array().unwrap().iter().filter(|part| part["where"] == place);
+        parts.map(|part| part["bytes"].as_u64().unwrap()).sum()
+    };
+    assert_eq!(sum("vram"), needs, "the parts are the peak");
+    assert_eq!(sum("ram"), bytes(&whole, "/peak/ram_bytes"));
+    let on_host = |part: &&Value| part["where"] == "ram";
+    for part in whole["parts"].as_array().unwrap().iter().filter(on_host) {
+        let role = part["role"].as_str().unwrap();
+        assert!(["data_pipeline", "checkpoint_writing", "reserve"].contains(&role), "{part}");
+    }
+    // The host is checked too.
+    let (host, code) = plan(path, &["--vram", "1GiB", "--ram", "1MiB"]);
+    assert_eq!((code, host["verdict"].as_str()), (3, Some("does_not_fit")));
+    // Between what everything and what the least takes there is room for rungs.
+    let (least, code) = plan(path, &["--vram", "1KiB", "--ram", "1GiB"]);
+    assert_eq!(code, 3);
+    let (low, high) = (bytes(&least, "/peak/vram_bytes"), needs);
+    let vram = format!("{}B", low + (high - low) / 8);
+    let (shrunk, code) = plan(path, &["--vram", &vram, "--ram", "1GiB"]);
+    assert_eq!((code, shrunk["verdict"].as_str()), (0, Some("fits_after_shrink")));
+    assert!(bytes(&shrunk, "/peak/vram_bytes") <= bytes(&shrunk, "/budget/vram_bytes"));
+    assert_eq!(bytes(&shrunk, "/samples_per_update"), 32);
+    assert!(!shrunk["shrunk"].as_array().unwrap().is_empty());
+    let only = plan(path, &["--vram", &format!("{low}B"), "--ram", "1GiB"]).0;
+    assert!(!only["chosen"]["offload"].as_array().unwrap().is_empty(), "{only}");
+}
+
+/// 8-bit state is planned, used, kept by a run that goes on, and not taken by one that began without.
+#[test]
+fn optimizer_state_in_bytes_is_really_used() {
+    let job = JOB.replace("[64, 64, 64]", "[512, 512]").replace("steps = 3", "steps = 4");
+    let folder = folder(&job);
+    let path = folder.path();
+    let allow = ["--set", "memory.on_oom=[\"optimizer-8bit\"]"];
+    let (ample, _) = plan(path, &["--ram", "1GiB"]);
+    let ram = format!("memory.ram={}B", bytes(&ample, "/peak/ram_bytes") - 1);
+    let tight = [&["--set", &ram], &allow[..]].concat();
+    let (chosen, code) = plan(path, &tight);
+    assert_eq!((code, chosen["chosen"]["optimizer"].as_str()), (0, Some("adamw8bit")), "{chosen}");
+    let fit = |run: &str, args: &[&str]| {
+        let output = trainer(path, &[&["fit", "job.toml", "-q", "--run-dir", run], args].concat());
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+    };
+    let state = |run: &str, step: u64| {
+        let file = path.join(run).join(format!("checkpoints/step-{step:08}/optimizer.safetensors"));
+        fs::metadata(file).unwrap().len()
+    };
+    fit("bytes", &[&tight[..], &["--max-steps", "2"]].concat());
+    fit("floats", &["--max-steps", "2"]);
+    assert!(state("bytes", 2) * 3 < state("floats", 2));
+    // Each goes on as it began, whatever the memory is now.
+    fit("bytes", &["--resume"]);
+    assert!(state("bytes", 4) * 3 < state("floats", 2));
+    let (less, _) = plan(path, &["--ram", "1MiB", "--set", "memory.on_oom=[\"shrink\"]"]);
+    let room = format!("memory.ram={}B", bytes(&less, "/peak/ram_bytes") + (1 << 20));
+    fit("floats", &["--resume", "--set", &room, "--set", "memory.on_oom=[\"shrink\", \"optimizer-8bit\"]"]);
+    assert_eq!(state("floats", 4), state("floats", 2));
+}
+
+#[test]
+fn a_frozen_job_runs_with_the_locked_plan_or_not_at_all() {
+    let folder = folder(JOB);
+    let path = folder.path();
+    let fit = |args: &[&str]| {
+        let output = trainer(path, &[&["fit", "job.toml", "-q"], args].concat());
+        (output.status.code().unwrap(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, text) = fit(&["--frozen", "--run-dir", "none"]);
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("cannot read `job.lock`") && text.contains("--lock"), "{text}");
+    assert_eq!(fit(&["--lock", "--run-dir", "a"]).0, 0);
+    let lock = fs::read_to_string(path.join("job.lock")).unwrap();
+    assert_eq!(fit(&["--frozen", "--run-dir", "b"]).0, 0);
+    // More or less memory is no other plan as long as the same way is taken.
+    assert_eq!(fit(&["--frozen", "--run-dir", "c", "--set", "memory.ram=64MiB"]).0, 0);
+    let (code, text) = fit(&["--frozen", "--run-dir", "d", "--set", "train.batch_size=16"]);
+    assert_eq!(code, 3);
+    assert!(text.contains("`samples_per_update` was 32 and is 16"), "{text}");
+    let (code, text) = fit(&["--frozen", "--run-dir", "d", "--set", "model.hidden=[512, 512, 512]"]);
+    assert_eq!(code, 3);
+    assert!(text.contains("`peak.ram_bytes` was") && text.contains("`roles.weights` was"), "{text}");
+    assert!(!path.join("d").exists(), "nothing was begun");
+    let (_, code) = plan(path, &["--frozen"]);
+    assert_eq!(code, 0);
+    assert_eq!(trainer(path, &["plan", "job.toml", "--lock", "-q"]).status.code(), Some(0));
+    assert_eq!(fs::read_to_string(path.join("job.lock")).unwrap(), lock, "the same text again");
+}
+
+#[test]
+fn what_is_measured_is_chosen_and_leaves_nothing_behind() {
+    let folder = folder(JOB);
+    let path = folder.path();
+    let (measured, code) = plan(path, &["--measure"]);
+    assert_eq!(code, 0);
+    let rungs = measured["rungs"].as_array().unwrap();
+    let times: Vec<f64> = rungs.iter().filter_map(|rung| rung["measured_time"].as_f64()).collect();
+    assert!(times.len() >= 2 && times.iter().all(|time| *time > 0.0), "{measured}");
+    // The chosen way is the one with the lowest time.
+    let fastest = times.iter().copied().fold(f64::INFINITY, f64::min);
+    let at = rungs.iter().find(|rung| rung["measured_time"].as_f64() == Some(fastest)).unwrap();
+    let chosen = measured["chosen"]["micro_batch"].as_u64().unwrap();
+    let change = at["change"].as_str().unwrap();
+    let named = if change.is_empty() { "micro-batch 32,".to_owned() } else { change.to_owned() };
+    assert!(named.starts_with(&format!("micro-batch {chosen},")), "{named}: {chosen}");
+    let left: Vec<_> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["job.toml"]);
+}

@@ -1,0 +1,345 @@
+//! The supervisor through the binary: a worker that is killed or aborts is replaced, signals count once, and
+//! nobody is left behind. In a memory cgroup where the machine allows one: the kernel's own kill is survived.
+#![cfg(target_os = "linux")]
+
+use std::fs;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use serde_json::Value;
+
+const JOB: &str = "
+seed = 7
+[model]
+kind = 'mlp'
+hidden = [16]
+dropout = 0.1
+[data]
+kind = 'shapes'
+train_samples = 256
+valid_samples = 32
+image_size = 16
+[train]
+batch_size = 16
+steps = 30
+[checkpoint]
+every_steps = 5
+[eval]
+every_steps = 10
+[log]
+every_steps = 1
+";
+
+fn folder(job: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("job.toml"), job).unwrap();
+    folder
+}
+
+fn command(folder: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(["fit", "job.toml", "--run-dir", "run"]).args(args).current_dir(folder);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[track_caller]
+fn assert_exit(output: &Output, code: i32) {
+    assert_eq!(output.status.code(), Some(code), "{:?}\n{}", output.status, stderr(output));
+}
+
+/// The events of a run that may be under way: its last line may be torn.
+fn named(folder: &Path, name: &str) -> Vec<Value> {
+    let text = fs::read_to_string(folder.join("run/events.jsonl")).unwrap_or_default();
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    events.filter(|event| event["event"] == name).collect()
+}
+
+fn digest(folder: &Path) -> Value {
+    named(folder, "finished").last().expect("the run finished")["samples_digest"].clone()
+}
+
+fn undisturbed() -> Value {
+    let folder = folder(JOB);
+    assert_exit(&command(folder.path(), &["-q"]).output().unwrap(), 0);
+    digest(folder.path())
+}
+
+#[test]
+fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
+    let samples = undisturbed();
+    for (how, from, said) in [
+        ("kill:12", 10, "killed (by the kernel's memory killer, or `kill -9`)"),
+        ("abort:22", 20, "aborted (an allocation failed)"),
+        ("kill:3", 0, "killed"),
+    ] {
+        let folder = folder(JOB);
+        let output = command(folder.path(), &[]).env("TRAINER_FAULT_DIE", how).output().unwrap();
+        assert_exit(&output, 0);
+        let restarted = named(folder.path(), "restarted");
+        assert_eq!((restarted.len(), &restarted[0]["restarts"]), (1, &1.into()), "{how}");
+        assert_eq!(named(folder.path(), "resumed")[0]["step"], from, "{how}");
+        assert_eq!(digest(folder.path()), samples, "{how}: nothing lost, nothing repeated");
+        let plans = named(folder.path(), "planned");
+        let peak = |i: usize| plans[i]["plan"]["peak"]["ram_bytes"].as_u64().unwrap();
+        assert!(peak(1) < peak(0), "{how}: a smaller plan, {} after {}", peak(1), peak(0));
+        let text = stderr(&output);
+        assert!(text.contains(said) && text.contains("restarted 1 x"), "{text}");
+        let kept: Value =
+            serde_json::from_slice(&fs::read(folder.path().join("run/summary.json")).unwrap()).unwrap();
+        assert_eq!((&kept["restarts"], &kept["state"]), (&1.into(), &"finished".into()));
+    }
+}
+
+#[test]
+fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
+    let folder = folder(JOB);
+    let output = command(folder.path(), &["--set", "memory.max_retries=2", "--json"])
+        .env("TRAINER_FAULT_DIE", "kill:7,kill:7,abort:6,kill:8")
+        .output()
+        .unwrap();
+    assert_exit(&output, 3);
+    let text = stderr(&output);
+    assert!(text.contains("error: the run's process ended 3 times for lack of memory"), "{text}");
+    assert!(text.contains("hint:"), "{text}");
+    let post: Value = serde_json::from_slice(&fs::read(folder.path().join("run/oom.json")).unwrap()).unwrap();
+    assert_eq!(post["deaths"].as_array().unwrap().len(), 3);
+    assert!(!post["live"].as_array().unwrap().is_empty());
+    assert_eq!(named(folder.path(), "failed").len(), 1);
+    // Whoever has more memory goes on from there.
+    assert_exit(&command(folder.path(), &["-q", "--resume"]).output().unwrap(), 0);
+    assert_eq!(digest(folder.path()), undisturbed());
+}
+
+#[test]
+fn progress_renews_the_retries() {
+    let folder = folder(JOB);
+    let output = command(folder.path(), &["-q", "--set", "memory.max_retries=1"])
+        .env("TRAINER_FAULT_DIE", "kill:6,kill:11,kill:16")
+        .output()
+        .unwrap();
+    assert_exit(&output, 0);
+    assert_eq!(named(folder.path(), "restarted").len(), 3);
+}
+
+#[test]
+fn without_a_supervisor_a_kill_is_a_kill() {
+    let folder = folder(JOB);
+    let output = command(folder.path(), &["--set", "memory.supervise=false"])
+        .env("TRAINER_FAULT_DIE", "kill:6")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.signal(), Some(9));
+}
+
+#[test]
+fn exit_codes_pass_through() {
+    let folder = folder(JOB);
+    assert_exit(&command(folder.path(), &["--set", "memory.ram=1MiB"]).output().unwrap(), 3);
+    let wild = ["--set", "optimizer.lr=1e30", "--set", "optimizer.weight_decay=1e30"];
+    assert_exit(&command(folder.path(), &wild).output().unwrap(), 5);
+    assert_exit(&command(folder.path(), &[]).output().unwrap(), 2);
+}
+
+/// A run that would not end by itself, seen to have made some updates.
+fn endless(folder: &Path) -> Child {
+    let mut command = command(folder, &["-q", "--set", "train.steps=1000000"]);
+    let child = command.process_group(0).spawn().unwrap();
+    while named(folder, "step").len() < 3 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child
+}
+
+/// The worker of a supervisor.
+fn worker(child: &Child) -> Pid {
+    let id = child.id();
+    let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+    Pid::from_raw(text.split_whitespace().next().expect("there is a worker").parse().unwrap()).unwrap()
+}
+
+#[test]
+fn a_signal_to_the_supervisor_or_to_all_stops_the_run_once() {
+    for (signal, code, name) in
+        [(Signal::INT, 130, "SIGINT"), (Signal::TERM, 143, "SIGTERM"), (Signal::HUP, 143, "SIGTERM")]
+    {
+        for all in [false, true] {
+            let folder = folder(JOB);
+            let child = endless(folder.path());
+            match all {
+                true => kill_process_group(Pid::from_child(&child), signal).unwrap(),
+                false => kill_process(Pid::from_child(&child), signal).unwrap(),
+            }
+            let output = child.wait_with_output().unwrap();
+            assert_exit(&output, code);
+            let stopped = named(folder.path(), "interrupted");
+            assert_eq!((stopped.len(), &stopped[0]["signal"]), (1, &name.into()));
+            let step = stopped[0]["step"].as_u64().unwrap();
+            assert!(folder.path().join(format!("run/checkpoints/step-{step:08}/DONE")).exists());
+            assert_eq!(named(folder.path(), "restarted").len(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_killed_supervisor_takes_its_worker_along() {
+    let folder = folder(JOB);
+    let mut child = endless(folder.path());
+    let worker = worker(&child);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Its end may take a moment; it is an orphan, so whoever adopted it may be slow to wait for it.
+    let ended = || match fs::read_to_string(format!("/proc/{}/stat", worker.as_raw_nonzero())) {
+        Ok(stat) => stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['Z', 'X'])),
+        Err(_) => true,
+    };
+    while !ended() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_budget_learns_from_what_nobody_asked_for() {
+    let folder = folder(JOB);
+    let needs = {
+        let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+            .args(["plan", "job.toml", "--ram", "1GiB", "--json"])
+            .current_dir(folder.path())
+            .output()
+            .unwrap();
+        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+        plan["peak"]["ram_bytes"].as_u64().unwrap()
+    };
+    let output = command(folder.path(), &["--set", &format!("memory.ram={}B", needs + (1 << 20))])
+        .env("TRAINER_FAULT_UNASKED", "32MiB")
+        .output()
+        .unwrap();
+    assert_exit(&output, 0);
+    let corrected = named(folder.path(), "corrected");
+    let of = |key: &str| corrected[0][key].as_u64().unwrap();
+    assert!(of("measured") > of("asked") + (16 << 20), "{corrected:?}");
+    assert!(of("budget") < needs, "{corrected:?}");
+    assert!(!named(folder.path(), "shrunk").is_empty(), "the plan in force shrinks");
+    assert_eq!(digest(folder.path()), undisturbed());
+    assert!(stderr(&output).contains("the budget is"));
+}
+
+/// A memory cgroup of this test's own, version 1 or 2, removed when dropped.
+struct Group(PathBuf);
+
+impl Group {
+    fn new(name: &str, limit: u64) -> Option<Self> {
+        let name = format!("trainer-{name}-{}", std::process::id());
+        let parents = [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")];
+        for (parent, file) in parents {
+            let group = Group(Path::new(parent).join(&name));
+            if Path::new(parent).join("cgroup.procs").exists() && fs::create_dir(&group.0).is_ok() {
+                // Swap would put the limit off; a version that does not count it has no such file.
+                let _ = fs::write(group.0.join("memory.swap.max"), "0");
+                if group.0.join(file).exists() && fs::write(group.0.join(file), limit.to_string()).is_ok() {
+                    return Some(group);
+                }
+            }
+        }
+        None
+    }
+
+    /// Runs a command inside.
+    fn run(&self, command: Command) -> Output {
+        let (program, args) = (command.get_program().to_owned(), command.get_args().map(ToOwned::to_owned));
+        let mut inside = Command::new("sh");
+        inside.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.0.join("cgroup.procs"));
+        inside.arg(program).args(args);
+        inside.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        inside.current_dir(command.get_current_dir().unwrap()).stdin(Stdio::null()).output().unwrap()
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // The kernel lets go of the last process a moment after it was waited for.
+        for _ in 0..200 {
+            if fs::remove_dir(&self.0).is_ok() || !self.0.exists() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Wants some 150 MiB as written, and little time.
+const LARGE: &str = "
+[model]
+kind = 'mlp'
+hidden = [64]
+[data]
+kind = 'shapes'
+train_samples = 16384
+valid_samples = 32
+image_size = 28
+prefetch = '1MiB'
+[train]
+batch_size = 16384
+steps = 4
+[log]
+every_steps = 1
+";
+
+#[test]
+fn a_run_finishes_in_a_group_smaller_than_it_would_like() {
+    let Some(group) = Group::new("small", 96 << 20) else {
+        eprintln!("skipped: a memory cgroup can be made by root only, and where there is one");
+        return;
+    };
+    let folder = folder(LARGE);
+    let output = group.run(command(folder.path(), &[]));
+    assert_exit(&output, 0);
+    let plan = &named(folder.path(), "planned")[0]["plan"];
+    assert_eq!(plan["verdict"], "fits_after_shrink", "{plan}");
+    assert!(plan["budget"]["ram_bytes"].as_u64().unwrap() < 96 << 20);
+    assert_eq!(named(folder.path(), "finished")[0]["samples"], 4 * 16384);
+}
+
+#[test]
+fn the_kernels_kill_is_survived() {
+    let Some(group) = Group::new("kill", 96 << 20) else {
+        eprintln!("skipped: a memory cgroup can be made by root only, and where there is one");
+        return;
+    };
+    let folder = folder(LARGE);
+    let sets = ["--set", "memory.headroom=0B"];
+    let mut fit = command(folder.path(), &sets);
+    // The plan fills the group, and these are on top of it.
+    fit.env("TRAINER_FAULT_UNASKED", "40MiB");
+    let output = group.run(fit);
+    assert_exit(&output, 0);
+    let restarted = named(folder.path(), "restarted");
+    assert!(!restarted.is_empty());
+    assert!(restarted[0]["cause"].as_str().unwrap().starts_with("killed"), "{restarted:?}");
+    assert_eq!(named(folder.path(), "finished")[0]["samples"], 4 * 16384);
+    println!("restarted {} times: {}", restarted.len(), restarted[0]["cause"]);
+}
+
+/// Where addresses are limited, an allocation fails and aborts the process.
+#[test]
+fn a_failed_allocation_is_survived() {
+    let folder = folder(LARGE);
+    let fit = command(folder.path(), &["--set", "memory.headroom=0B", "--set", "data.workers=1"]);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -v 560000 && exec \"$@\"", "sh"]).arg(fit.get_program()).args(fit.get_args());
+    // The plan is well within the limit; with these on top it is not.
+    limited.env("RAYON_NUM_THREADS", "1").env("TRAINER_FAULT_UNASKED", "400MiB");
+    let output = limited.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
+    assert_exit(&output, 0);
+    let restarted = named(folder.path(), "restarted");
+    assert!(!restarted.is_empty());
+    assert_eq!(restarted[0]["cause"], "aborted (an allocation failed)");
+    assert_eq!(named(folder.path(), "finished")[0]["samples"], 4 * 16384);
+}
