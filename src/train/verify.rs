@@ -405,7 +405,7 @@ mod tests {
     fn a_way_that_goes_wrong_fails_alone_and_the_parameter_is_named() {
         for wrong in ["4 x 3", "recomputed", "resumed"] {
             let report =
-                prove_with(&|name, watch| if name == wrong { Arc::new(Nudge(watch)) } else { watch });
+                prove_with(&move |name, watch| if name == wrong { Arc::new(Nudge(watch)) } else { watch });
             assert!(!report.passed);
             for way in &report.ways {
                 assert_eq!(way.passed, way.name != wrong, "{way:#?}");
