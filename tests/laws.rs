@@ -28,7 +28,7 @@ const FAULT: &str = "TRAINER_FAULT_ASK";
 /// another gradient within some updates at a usual learning rate. What is proved of them is that nothing but that bit
 /// differs; that bits are equal where the split is, is proved all the same.
 const KINDS: [(&str, &str, &str, usize, u64); 9] = [
-    ("mlp", "hidden = [64, 64, 64]\ndropout = 0.1", PICTURES, 1024, 900),
+    ("mlp", "hidden = [128, 128, 128, 128]\nactivation = 'gelu'\ndropout = 0.1", PICTURES, 1024, 900),
     (
         "cnn",
         "stages = [{ channels = 8 }, { channels = 16 }]\nhidden = [16]\ndropout = 0.1",

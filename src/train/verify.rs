@@ -182,7 +182,7 @@ fn prove(mut setup: Setup, proof: &Proof, tell: Tell, spoil: &Spoil) -> Result<O
     let loose = Tolerance::of(setup.dtype);
     let mut checked = Vec::new();
     for way in ways {
-        let against = Arc::new(Against::new(kept.clone()));
+        let against = Arc::new(Against::new(kept.clone(), loose));
         let fault = (way.how == How::OutOfMemory).then_some(first.middle_of_second);
         let watch = spoil(&way.name, telling(against.clone(), &way));
         if !go(&mut setup, &plan, &way, proof, fault, watch)? {
