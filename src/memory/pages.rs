@@ -12,13 +12,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Allocations from this size on lie in pages of their own.
-pub const LARGE: usize = 1 << 20;
+pub const LARGE: usize = 256 << 10;
 const PAGE: usize = 4096;
 const HUGE_PAGE: usize = 2 << 20;
 /// Bytes that may wait even at the peak, so that the few buffers not in use there are not mapped anew each step.
 const SLACK: u64 = 4 << 20;
 /// Buffers that may wait at once. A network of more buffers than this loses only some time.
-const SLOTS: usize = 512;
+const SLOTS: usize = 1024;
 
 /// Whether this allocation is made here.
 pub fn is_large(layout: Layout) -> bool {
