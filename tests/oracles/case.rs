@@ -258,7 +258,8 @@ impl Network<'_> {
         let surprise = |(row, target): (&[f64], &u32)| {
             row.iter().map(|v| v.exp()).sum::<f64>().ln() - row[*target as usize]
         };
-        let loss: f64 = flat(&scores).chunks(classes).zip(&targets).map(surprise).sum();
+        let loss: f64 =
+            flat(&scores.flatten_all().unwrap()).chunks(classes).zip(&targets).map(surprise).sum();
         let judged = self.built.network.judge(&walk, Some(&batch)).unwrap().loss;
         assert!((loss - judged).abs() < 1e-5 * judged, "{}: {loss} and {judged}", self.case.name);
         assert_eq!(ledger.held(), 0, "{}", self.case.name);
