@@ -26,7 +26,7 @@ const ABOVE_TINY: u64 = 16 * MIB;
 
 /// Resident bytes that the plan does not count: the program's code and data, stacks, and what the allocator keeps of
 /// what was freed, which grows with the job.
-const BESIDE: u64 = 24 * MIB;
+const BESIDE: u64 = 40 * MIB;
 const BESIDE_SHARE: f64 = 0.1;
 
 /// What a run said and the system saw, in bytes.
@@ -365,10 +365,10 @@ fn an_allocation_behind_the_plans_back_is_found() {
         fs::remove_dir_all(folder.path().join("run")).unwrap();
         seen
     };
-    let (honest, hiding) = (with(0), with(60 * MIB));
+    let (honest, hiding) = (with(0), with(80 * MIB));
     assert_eq!(honest.wrong(), None, "{honest:?}");
     assert!(hiding.wrong().unwrap().contains("below"), "{hiding:?}");
-    assert!(hiding.measured >= honest.measured + 60 * MIB && hiding.resident >= honest.resident + 50 * MIB);
+    assert!(hiding.measured >= honest.measured + 80 * MIB && hiding.resident >= honest.resident + 70 * MIB);
     // The system's count finds it alone, and a plan that is too careful is found as well.
     let quiet = Seen { measured: honest.measured, ..hiding };
     assert!(quiet.wrong().unwrap().contains("resident"), "{quiet:?}");
@@ -382,7 +382,7 @@ fn an_allocation_behind_the_plans_back_is_found() {
 fn runs_a_job_beside_hidden_bytes() {
     let hidden = std::env::var("TRAINER_HIDDEN_BYTES").map_or(0, |n| n.parse().unwrap());
     let held = vec![1u8; hidden];
-    let args = ["trainer", "fit", "job.toml", "-q", "--run-dir", "run"];
+    let args = ["trainer", "fit", "job.toml", "-q", "--run-dir", "run", "--set", "memory.supervise=false"];
     let exit = trainer::cli::run(args.map(Into::into));
     assert_eq!(exit, trainer::cli::Exit::Done);
     assert_eq!(std::hint::black_box(held).len(), hidden);

@@ -29,7 +29,7 @@ layers = [{ kind = 'conv', channels = 4 }, { kind = 'batch_norm', group = 4 }, {
 kind = 'shapes'
 train_samples = 40
 valid_samples = 8
-image_size = 8
+image_size = 16
 [train]
 batch_size = 16
 epochs = 5

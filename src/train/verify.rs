@@ -149,13 +149,11 @@ pub fn verify(setup: Setup, proof: &Proof, tell: Tell) -> Result<Option<Report>,
     prove(setup, proof, tell, &|_, watch| watch)
 }
 
-/// As [`verify`]; `spoil` may put something of its own between a way, by name, and who watches it.
-fn prove(
-    mut setup: Setup,
-    proof: &Proof,
-    tell: Tell,
-    spoil: &dyn Fn(&str, Arc<dyn Observer>) -> Arc<dyn Observer>,
-) -> Result<Option<Report>, Failure> {
+/// May put something of its own between a way, by name, and who watches it: how a test makes one go wrong.
+type Spoil = dyn Fn(&str, Arc<dyn Observer>) -> Arc<dyn Observer>;
+
+/// As [`verify`], with a way to spoil it.
+fn prove(mut setup: Setup, proof: &Proof, tell: Tell, spoil: &Spoil) -> Result<Option<Report>, Failure> {
     let plan = setup.settle(proof.ram, None);
     if plan.verdict == Verdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
@@ -184,7 +182,7 @@ fn prove(
     let loose = Tolerance::of(setup.dtype);
     let mut checked = Vec::new();
     for way in ways {
-        let against = Arc::new(Against::new(kept.clone()));
+        let against = Arc::new(Against::new(kept.clone(), loose));
         let fault = (way.how == How::OutOfMemory).then_some(first.middle_of_second);
         let watch = spoil(&way.name, telling(against.clone(), &way));
         if !go(&mut setup, &plan, &way, proof, fault, watch)? {
@@ -341,13 +339,13 @@ mod tests {
         kind = 'shapes'
         train_samples = 48
         valid_samples = 8
-        image_size = 8
+        image_size = 16
         [train]
         batch_size = 12
         epochs = 2
     ";
 
-    fn prove_with(spoil: &dyn Fn(&str, Arc<dyn Observer>) -> Arc<dyn Observer>) -> Report {
+    fn prove_with(spoil: &Spoil) -> Report {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("job.toml");
         fs::write(&path, JOB).unwrap();
@@ -407,7 +405,7 @@ mod tests {
     fn a_way_that_goes_wrong_fails_alone_and_the_parameter_is_named() {
         for wrong in ["4 x 3", "recomputed", "resumed"] {
             let report =
-                prove_with(&|name, watch| if name == wrong { Arc::new(Nudge(watch)) } else { watch });
+                prove_with(&move |name, watch| if name == wrong { Arc::new(Nudge(watch)) } else { watch });
             assert!(!report.passed);
             for way in &report.ways {
                 assert_eq!(way.passed, way.name != wrong, "{way:#?}");

@@ -1,5 +1,6 @@
 //! What a run computed, kept in files, and another run held against it as it goes.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -20,6 +21,10 @@ const CHUNK: usize = 16 * 1024;
 /// A parameter whose values are smaller than this share of what all have on average is held against that share:
 /// where the true gradient is zero, as that of a key's bias, there is nothing but rounding to compare with.
 const FLOOR: f64 = 0.01;
+
+/// How much less a difference counts in a weight that rounding alone has moved. Where a true gradient is zero, as
+/// that of a bias before batch norm, a rule that divides by the gradient's size makes whole steps of what is left.
+const ASTRAY: f64 = 1e-3;
 
 /// The run that others are held against.
 pub struct Kept {
@@ -93,6 +98,8 @@ impl Observer for Kept {
 /// A run held against the kept one.
 pub struct Against {
     kept: Arc<Kept>,
+    /// A gradient below this share of the average is rounding.
+    noise: f64,
     found: Mutex<Found>,
 }
 
@@ -102,11 +109,14 @@ struct Found {
     gradients: Apart,
     weights: Apart,
     digest: String,
+    /// Parameters that have had a gradient.
+    moved: BTreeSet<String>,
 }
 
 impl Against {
-    pub fn new(kept: Arc<Kept>) -> Self {
-        Self { kept, found: Mutex::default() }
+    /// `tolerance` is that of ways with another order of additions, whatever this one is.
+    pub fn new(kept: Arc<Kept>, tolerance: Tolerance) -> Self {
+        Self { kept, noise: 10.0 * tolerance.losses, found: Mutex::default() }
     }
 
     /// The verdict on the way that was run.
@@ -140,23 +150,26 @@ impl Observer for Against {
             (at(&notes.losses), at(&notes.factors))
         };
         let path = self.kept.file("gradients", step);
-        let gradients = furthest(&store.layout.params, &store.grads, &path, factor, wanted_factor)?.at(step);
+        let each = sums(&store.layout.params, &store.grads, &path, factor, wanted_factor)?;
+        let gradients = largest(&each, |_| 1.0).at(step);
         let difference = apart(wanted, loss) / wanted.abs().max(f64::MIN_POSITIVE);
         let mut found = lock(&self.found);
         found.losses.widen(Apart { difference: worst(difference), update: step, parameter: None });
         found.gradients.widen(gradients);
+        let least = self.noise * size_of_all(&each);
+        let moved = each.iter().filter(|(_, sums)| sums.size() > least);
+        found.moved.extend(moved.map(|(name, _)| (*name).to_owned()));
         Ok(())
     }
 
     fn updated(&self, step: u64, store: &Store, digest: Digest) -> Result<(), Failure> {
-        let of = |flat: &Flat, values: &Tensor, what: &str| {
-            furthest(flat, values, &self.kept.file(what, step), 1.0, 1.0)
-        };
-        let weights = of(&store.layout.params, &store.master, "weights")?.at(step);
-        let statistics = of(&store.layout.stats, &store.stats, "statistics")?.at(step);
+        let of = |flat, values, what| sums(flat, values, &self.kept.file(what, step), 1.0, 1.0);
+        let weights = of(&store.layout.params, &store.master, "weights")?;
+        let statistics = of(&store.layout.stats, &store.stats, "statistics")?;
         let mut found = lock(&self.found);
-        found.weights.widen(weights);
-        found.weights.widen(statistics);
+        let weights = largest(&weights, |name| if found.moved.contains(name) { 1.0 } else { ASTRAY });
+        found.weights.widen(weights.at(step));
+        found.weights.widen(largest(&statistics, |_| 1.0).at(step));
         found.digest = digest.to_string();
         Ok(())
     }
@@ -198,21 +211,26 @@ impl Sums {
         self.wanted += wanted * wanted;
         self.apart += apart(wanted, got).powi(2);
     }
+
+    /// Root of the mean square.
+    fn size(&self) -> f64 {
+        (self.wanted / self.count.max(1.0)).sqrt()
+    }
 }
 
-/// The parameter whose values are furthest from those in the file at `path`, by the root of its mean square
-/// difference over that of the values themselves. Both are multiplied with their factor first.
-fn furthest(
-    flat: &Flat,
+/// A flat buffer against the one in the file at `path`, parameter by parameter. Both are multiplied with their
+/// factor first.
+fn sums<'a>(
+    flat: &'a Flat,
     values: &Tensor,
     path: &Path,
     factor: f64,
     kept_factor: f64,
-) -> Result<Apart, Failure> {
+) -> Result<Vec<(&'a str, Sums)>, Failure> {
     let values = cpu::view::<f32>(values)?;
     let mut file = BufReader::new(File::open(path).map_err(Failure::io("read", path))?);
     let mut kept = vec![0f32; CHUNK.min(values.len())];
-    let mut each: Vec<(&str, Sums)> = Vec::new();
+    let mut each = Vec::new();
     for (spec, range) in flat.iter() {
         let mut sums = Sums::default();
         for values in values[range].chunks(CHUNK) {
@@ -222,20 +240,30 @@ fn furthest(
                 sums.add(*kept as f64 * kept_factor, *value as f64 * factor);
             }
         }
-        each.push((&spec.name, sums));
+        each.push((spec.name.as_str(), sums));
     }
-    Ok(largest(&each))
+    Ok(each)
 }
 
-fn largest(each: &[(&str, Sums)]) -> Apart {
-    let mean = |square: f64, count: f64| (square / count.max(1.0)).sqrt();
-    let of_all = each.iter().map(|(_, s)| s.wanted).sum::<f64>();
-    let floor = FLOOR * mean(of_all, each.iter().map(|(_, s)| s.count).sum());
+/// Root of the mean square of all values.
+fn size_of_all(each: &[(&str, Sums)]) -> f64 {
+    let add = |all: Sums, (_, one): &(&str, Sums)| Sums {
+        count: all.count + one.count,
+        wanted: all.wanted + one.wanted,
+        apart: 0.0,
+    };
+    each.iter().fold(Sums::default(), add).size()
+}
+
+/// The parameter whose values are furthest away, by the root of its mean square difference over that of the values
+/// themselves, times what a difference counts in it.
+fn largest(each: &[(&str, Sums)], counts: impl Fn(&str) -> f64) -> Apart {
+    let floor = FLOOR * size_of_all(each);
     let mut found = Apart::default();
     for (name, s) in each.iter().filter(|(_, s)| s.apart != 0.0) {
         // A sum that is not a number makes no floor and no scale.
-        let scale = mean(s.wanted, s.count).max(floor).max(f64::MIN_POSITIVE);
-        let difference = worst(mean(s.apart, s.count) / scale);
+        let scale = s.size().max(floor).max(f64::MIN_POSITIVE);
+        let difference = worst((s.apart / s.count).sqrt() / scale) * counts(name);
         found.widen(Apart { difference, update: 0, parameter: Some((*name).to_owned()) });
     }
     found
@@ -250,35 +278,43 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    fn sums(pairs: &[(f64, f64)]) -> Sums {
+    fn pairs(values: &[(f64, f64)]) -> Sums {
         let mut sums = Sums::default();
-        pairs.iter().for_each(|(wanted, got)| sums.add(*wanted, *got));
+        values.iter().for_each(|(wanted, got)| sums.add(*wanted, *got));
         sums
     }
 
     #[test]
     fn the_parameter_that_differs_most_is_named() {
-        let same = sums(&[(1.0, 1.0), (f64::NAN, f64::NAN)]);
-        let little = sums(&[(1.0, 1.0 + 1e-6), (-2.0, -2.0)]);
-        let much = sums(&[(0.5, 0.5), (0.5, 0.51)]);
-        let found = largest(&[("same", same), ("little", little), ("much", much)]);
+        let same = pairs(&[(1.0, 1.0), (f64::NAN, f64::NAN)]);
+        let little = pairs(&[(1.0, 1.0 + 1e-6), (-2.0, -2.0)]);
+        let much = pairs(&[(0.5, 0.5), (0.5, 0.51)]);
+        let found = largest(&[("same", same), ("little", little), ("much", much)], |_| 1.0);
         assert_eq!(found.parameter.as_deref(), Some("much"));
-        let found = largest(&[("little", little), ("much", much)]);
+        let found = largest(&[("little", little), ("much", much)], |_| 1.0);
         assert!((found.difference - 0.01 / 2f64.sqrt() / 0.5).abs() < 1e-9, "{found:?}");
-        assert_eq!(largest(&[("same", same)]), Apart::default());
+        assert_eq!(largest(&[("same", same)], |_| 1.0), Apart::default());
     }
 
     #[test]
     fn what_is_not_a_number_on_one_side_alone_is_as_far_as_can_be() {
-        let found = largest(&[("a", sums(&[(1.0, f64::NAN)])), ("b", sums(&[(1.0, 2.0)]))]);
+        let found = largest(&[("a", pairs(&[(1.0, f64::NAN)])), ("b", pairs(&[(1.0, 2.0)]))], |_| 1.0);
         assert_eq!((found.difference, found.parameter.as_deref()), (f64::INFINITY, Some("a")));
     }
 
     #[test]
     fn rounding_around_a_gradient_of_zero_is_held_against_the_others() {
-        let noise = sums(&[(1e-9, -1e-9); 10]);
-        let found = largest(&[("noise", noise), ("true", sums(&[(1.0, 1.0); 10]))]);
+        let noise = pairs(&[(1e-9, -1e-9); 10]);
+        let found = largest(&[("noise", noise), ("true", pairs(&[(1.0, 1.0); 10]))], |_| 1.0);
         assert!(found.difference < 1e-6, "{found:?}");
-        assert!(largest(&[("noise", noise)]).difference > 1.0);
+        assert!(largest(&[("noise", noise)], |_| 1.0).difference > 1.0);
+    }
+
+    #[test]
+    fn a_weight_that_rounding_moved_counts_less_and_is_still_not_equal() {
+        let astray = [("astray", pairs(&[(1.0, 1.01); 4])), ("sound", pairs(&[(1.0, 1.0001); 4]))];
+        let found = largest(&astray, |name| if name == "astray" { ASTRAY } else { 1.0 });
+        assert_eq!(found.parameter.as_deref(), Some("sound"));
+        assert!(largest(&astray[..1], |_| ASTRAY).difference > 0.0);
     }
 }
