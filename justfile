@@ -62,5 +62,5 @@ bench-cpu *ARGS:
 # Take checkpoints to transformers and torchvision and back (needs both, torch and safetensors).
 [group('prove')]
 interop:
-    cargo build --release
+    cargo build --release --bins --examples
     python3 scripts/interop.py

@@ -1,15 +1,21 @@
-"""Checkpoints go to transformers and torchvision and come back.
+"""Checkpoints go to transformers and torchvision and come back, and the logits stay.
 
-    python scripts/interop.py --trainer target/release/trainer
+    cargo build --release --bins --examples
+    python scripts/interop.py --build target/release
 
-Needs torch, torchvision, transformers and safetensors. Trains a small model of each kind for a few updates
-on data made here, loads its checkpoint there by name, and compares the loss over the validation set: as the
-program's own `eval` event has it, and as PyTorch computes it from the same samples. The language models also
-go the other way: weights saved there are begun with here.
+Needs torch, torchvision, transformers and safetensors. For each kind of model, on data made here:
+
+to them   a small model is trained here for a few updates; its checkpoint is loaded there by name.
+to us     a model with other random weights, its running statistics moved, is saved there; a run here begins with
+          that file (`train.init`) and makes one update at a rate of almost nothing. Batch norm's statistics move
+          in that update as in any, so the model there also sees the run's training samples once: there is one
+          micro-batch of them, so the order does not matter.
+
+Either way the logits of the first validation samples, ours by `examples/logits.rs`, are compared: the largest
+difference as a share of the largest logit. A file that lacks a parameter must be refused by name.
 """
 
 import argparse
-import json
 import pathlib
 import random
 import struct
@@ -18,35 +24,32 @@ import sys
 import tempfile
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 LETTERS = "".join(chr(97 + i) for i in range(20))
-CONTEXT, CLASSES, SIDE, VALID = 32, 10, 32, 48
+CONTEXT, CLASSES, SIDE, BATCH, VALID, NEAR = 32, 10, 32, 16, 48, 1e-4
 
 
 def write_text(folder):
-    rng = random.Random(1)
-    text = "".join(rng.choices(LETTERS, k=8000))
+    """The keys of [data], no training samples (no statistic depends on them), the validation samples."""
+    text = "".join(random.Random(1).choices(LETTERS, k=8000))
     (folder / "text.txt").write_text(text)
-    ids = [LETTERS.index(c) for c in text]
-    valid = ids[int(len(ids) * 0.9) :]
-    n = (len(valid) - 1) // CONTEXT
-    x = torch.tensor([valid[i * CONTEXT : (i + 1) * CONTEXT] for i in range(n)])
-    y = torch.tensor([valid[i * CONTEXT + 1 : (i + 1) * CONTEXT + 1] for i in range(n)])
-    return f'kind = "text"\nfiles = ["{folder}/text.txt"]', (x, y)
+    valid = [LETTERS.index(c) for c in text[int(len(text) * 0.9) :]]
+    windows = [valid[i : i + CONTEXT] for i in range(0, len(valid) - CONTEXT, CONTEXT)]
+    return f'kind = "text"\nfiles = ["{folder}/text.txt"]', None, torch.tensor(windows)
 
 
 def write_pictures(folder):
-    rng, lines = random.Random(1), ['kind = "idx"']
-    for part, n in (("train", 128), ("valid", VALID)):
+    """The keys of [data], the training samples, the validation samples."""
+    rng, lines, sets = random.Random(1), ['kind = "idx"'], []
+    for part, n in (("train", BATCH), ("valid", VALID)):
         pixels, labels = rng.randbytes(n * SIDE * SIDE * 3), bytes(rng.randrange(CLASSES) for _ in range(n))
         head = bytes([0, 0, 8, 4]) + struct.pack(">4I", n, SIDE, SIDE, 3)
         (folder / f"{part}-images").write_bytes(head + pixels)
         (folder / f"{part}-labels").write_bytes(bytes([0, 0, 8, 1]) + struct.pack(">I", n) + labels)
         lines += [f'{part}_images = "{folder}/{part}-images"', f'{part}_labels = "{folder}/{part}-labels"']
-    x = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(VALID, SIDE, SIDE, 3).permute(0, 3, 1, 2) / 255.0
-    return "\n".join(lines), (x, torch.tensor(list(labels)))
+        sets.append(torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(n, SIDE, SIDE, 3))
+    return "\n".join(lines), *(pixels.permute(0, 3, 1, 2) / 255.0 for pixels in sets)
 
 
 def gpt():
@@ -74,66 +77,116 @@ def resnet():
     model = resnet18(num_classes=CLASSES)
     model.conv1 = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False)
     model.maxpool = torch.nn.Identity()
-    return model, 'kind = "resnet"\ndepth = 18\nstem = "small"\nnorm_group = 16'
+    return model, f'kind = "resnet"\ndepth = 18\nstem = "small"\nnorm_group = {BATCH}'
 
 
 def mobilenet():
     from torchvision.models import mobilenet_v2
 
-    return mobilenet_v2(num_classes=CLASSES), 'kind = "mobilenet"\nstem = "imagenet"\nnorm_group = 16'
+    return mobilenet_v2(num_classes=CLASSES), f'kind = "mobilenet"\nstem = "imagenet"\nnorm_group = {BATCH}'
 
 
-def fit(trainer, folder, model, data, run, extra=()):
-    (folder / "job.toml").write_text(
-        f"[model]\n{model}\n[data]\n{data}\n[train]\nbatch_size = 16\nsteps = 4\n[log]\ntensorboard = false\n"
-    )
-    command = [trainer, "fit", "job.toml", "--run-dir", run, "-q", *extra]
-    subprocess.run(command, cwd=folder, check=True)
-    events = [json.loads(line) for line in open(folder / run / "events.jsonl")]
-    loss = [e for e in events if e["event"] == "eval"][-1]["metrics"]["valid.loss"]
-    return loss, sorted((folder / run / "checkpoints").glob("step-*"))[-1] / "model.safetensors"
+class Ours:
+    """The programs of this repository, and a job."""
+
+    def __init__(self, build, folder, model, data):
+        self.build, self.folder = build, folder
+        (folder / "job.toml").write_text(
+            f"[model]\n{model}\n[data]\n{data}\n[train]\nbatch_size = {BATCH}\nsteps = 4\n[log]\ntensorboard = false\n"
+        )
+
+    def fit(self, run, *extra):
+        """Its error, empty where it went well."""
+        command = [self.build / "trainer", "fit", "job.toml", "--run-dir", run, "-q", *extra]
+        done = subprocess.run(command, cwd=self.folder, stderr=subprocess.PIPE, text=True)
+        return done.stderr if done.returncode else ""
+
+    def begin_with(self, weights, run):
+        # At this rate an update leaves every weight as it came.
+        extra = [f"train.init={self.folder}/{weights}", "optimizer.lr=1e-30", "train.steps=1"]
+        return self.fit(run, *(word for one in extra for word in ("--set", one)))
+
+    def checkpoint(self, run):
+        return load_file(sorted((self.folder / run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
+
+    def logits(self, run):
+        command = [self.build / "examples" / "logits", run, f"{run}.safetensors"]
+        subprocess.run(command, cwd=self.folder, check=True)
+        return load_file(self.folder / f"{run}.safetensors")["logits"]
 
 
-def theirs(model, batch):
+def logits(model, samples):
     model.eval()
     with torch.no_grad():
-        x, y = batch
-        out = model(x)
-        scores = getattr(out, "logits", out)
-        return F.cross_entropy(scores.reshape(-1, scores.shape[-1]).double(), y.reshape(-1)).item()
+        out = model(samples)
+        return getattr(out, "logits", out)
+
+
+def see(model, samples, times):
+    """Moves the running statistics as training does, and nothing else."""
+    model.train()
+    with torch.no_grad():
+        for _ in range(times):
+            model(samples)
+
+
+def load(model, tensors):
+    """By name; only what we never write may be missing: torch's own counters, and a tied head's second name."""
+    found = model.load_state_dict(tensors, strict=False)
+    tied = {"lm_head.weight"} if getattr(getattr(model, "config", None), "tie_word_embeddings", False) else set()
+    lacking = [k for k in found.missing_keys if k not in tied and not k.endswith("num_batches_tracked")]
+    if lacking or found.unexpected_keys:
+        sys.exit(f"{type(model).__name__}: lacks {lacking}, unknown {found.unexpected_keys}")
+
+
+def must(error):
+    if error:
+        sys.exit(error)
+
+
+def compare(make, build, folder):
+    """Each direction with our logits and theirs."""
+    (model, keys), (theirs, _) = make(), make()
+    data, train, valid = (write_text if make in (gpt, llama) else write_pictures)(folder)
+    ours = Ours(build, folder, keys, data)
+
+    must(ours.fit("trained"))
+    load(model, ours.checkpoint("trained"))
+    yield "to them", ours.logits("trained"), logits(model, valid[:BATCH])
+
+    if train is not None:
+        see(theirs, torch.randn_like(train), 5)
+    shared = {"lm_head.weight"} if make is gpt else set()
+    state = {name: v.contiguous().clone() for name, v in theirs.state_dict().items() if name not in shared}
+    save_file(state, folder / "theirs.safetensors")
+    must(ours.begin_with("theirs.safetensors", "begun"))
+    if train is not None:
+        see(theirs, train, 1)
+    yield "to us", ours.logits("begun"), logits(theirs, valid[:BATCH])
+
+    lost = next(name for name in reversed(state) if name.endswith("weight"))
+    save_file({name: v for name, v in state.items() if name != lost}, folder / "lacking.safetensors")
+    error = ours.begin_with("lacking.safetensors", "refused")
+    if f"it has no `{lost}`" not in error:
+        sys.exit(f"{make.__name__}: a file without `{lost}` should be refused: {error}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainer", default="target/release/trainer")
-    trainer = str(pathlib.Path(parser.parse_args().trainer).resolve())
+    parser.add_argument("--build", default="target/release", help="folder of `trainer` and `examples/logits`")
+    build = pathlib.Path(parser.parse_args().build).resolve()
+    torch.manual_seed(1)
     failed = False
-    print(f"{'model':<12} {'direction':<8} {'ours':>12} {'theirs':>12} {'apart':>9}")
+    print(f"{'model':<10} {'direction':<10} {'logits':<14} {'largest':>9} {'apart':>9}")
     for make in (gpt, llama, resnet, mobilenet):
-        torch.manual_seed(1)
-        model, keys = make()
-        words = make in (gpt, llama)
         with tempfile.TemporaryDirectory() as folder:
-            folder = pathlib.Path(folder)
-            data, batch = write_text(folder) if words else write_pictures(folder)
-            rows = []
-            if words:
-                state = {k: v.contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight" or make is llama}
-                save_file(state, folder / "theirs.safetensors")
-                wanted = theirs(model, batch)
-                # A rate of almost nothing: the one update leaves the weights as they came.
-                extra = ("--set", f"train.init={folder}/theirs.safetensors", "--set", "optimizer.lr=1e-30", "--max-steps", "1")
-                rows.append(("to us", fit(trainer, folder, keys, data, "back", extra)[0], wanted))
-            found, checkpoint = fit(trainer, folder, keys, data, "run")
-            missing = model.load_state_dict(load_file(checkpoint), strict=False)
-            lacking = [k for k in missing.missing_keys if k != "lm_head.weight" and "num_batches" not in k]
-            if lacking or missing.unexpected_keys:
-                sys.exit(f"{make.__name__}: lacks {lacking}, unknown {missing.unexpected_keys}")
-            rows.append(("to them", found, theirs(model, batch)))
-        for direction, ours, other in rows:
-            apart = abs(ours - other) / abs(other)
-            failed |= not apart < 1e-5
-            print(f"{make.__name__:<12} {direction:<8} {ours:>12.7f} {other:>12.7f} {apart:>9.1e}")
+            for direction, ours, theirs in compare(make, build, pathlib.Path(folder)):
+                assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+                largest = theirs.abs().max().item()
+                apart = (ours - theirs).abs().max().item() / largest
+                failed |= not apart < NEAR
+                shape = " x ".join(map(str, ours.shape))
+                print(f"{make.__name__:<10} {direction:<10} {shape:<14} {largest:>9.4f} {apart:>9.1e}", flush=True)
     sys.exit(failed)
 
 

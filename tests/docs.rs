@@ -37,18 +37,19 @@ fn blocks(language: &str) -> Vec<(String, String)> {
     found
 }
 
-/// The folder of published data sets, where there is one.
-fn published() -> Option<PathBuf> {
-    let folder = std::env::var_os("TRAINER_DATA").map_or(root().join("../shared/data"), PathBuf::from);
-    folder.is_dir().then_some(folder)
+/// What a job calls a published data set, and where that lies in the folder of them.
+const SETS: [(&str, &str); 3] =
+    [("MNIST", "mnist"), ("FASHION_MNIST", "fashion-mnist"), ("TEXT", "tinyshakespeare/input.txt")];
+
+/// The folder of published data sets, which may be missing or lack some.
+fn published() -> PathBuf {
+    std::env::var_os("TRAINER_DATA").map_or(root().join("../shared/data"), PathBuf::from)
 }
 
 fn trainer(folder: &Path, args: &[&str]) -> (i32, String) {
-    let data = published().unwrap_or_default();
     let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
         .args(args)
-        .env("MNIST", data.join("mnist"))
-        .env("TEXT", data.join("tinyshakespeare/input.txt"))
+        .envs(SETS.map(|(name, path)| (name, published().join(path))))
         .current_dir(folder)
         .stdin(Stdio::null())
         .output()
@@ -63,8 +64,12 @@ fn every_config_is_planned() {
     let configs = fs::read_dir(root().join("configs")).unwrap().map(|entry| entry.unwrap().path());
     let mut planned = 0;
     for config in configs.filter(|path| path.extension().is_some_and(|end| end == "toml")) {
-        if fs::read_to_string(&config).unwrap().contains("${") && published().is_none() {
-            eprintln!("skipped: {} needs published data; TRAINER_DATA names its folder", config.display());
+        let text = fs::read_to_string(&config).unwrap();
+        let lacks = |(name, path): &(&str, &str)| {
+            text.contains(&format!("${{{name}}}")) && !published().join(path).exists()
+        };
+        if let Some((_, path)) = SETS.iter().find(|set| lacks(set)) {
+            eprintln!("skipped: {} needs `{path}` in the folder TRAINER_DATA names", config.display());
             continue;
         }
         let (code, text) = trainer(root(), &["plan", config.to_str().unwrap()]);

@@ -17,7 +17,7 @@ macro_rules! template {
 }
 
 /// A template's name, what it is, and the file in `configs/` that it is.
-const TEMPLATES: [(&str, &str, &str); 11] = [
+const TEMPLATES: [(&str, &str, &str); 12] = [
     template!("quickstart", "a small convolutional network on generated pictures"),
     template!("mlp", "a perceptron on generated pictures"),
     template!("layers", "a network declared layer by layer"),
@@ -28,6 +28,7 @@ const TEMPLATES: [(&str, &str, &str); 11] = [
     template!("llama", "a small language model of Llama's shape"),
     template!("bert", "an encoder that classifies sequences"),
     template!("mnist", "MNIST from its published files"),
+    template!("fashion-mnist", "Fashion-MNIST from its published files"),
     template!("shakespeare", "characters of a text file, in nanoGPT's CPU setting"),
 ];
 
@@ -54,7 +55,7 @@ impl Init {
     pub fn run(&self) -> anyhow::Result<Exit> {
         if self.list {
             for (name, about, _) in TEMPLATES {
-                say(format_args!("{name:<12} {about}"))?;
+                say(format_args!("{name:<13} {about}"))?;
             }
             return Ok(Exit::Done);
         }

@@ -4,8 +4,9 @@ use candle_core::{Result, Tensor};
 
 use super::loss::{Loss, Tally};
 use super::{At, Cost, Pass};
+use crate::kernels::Activation;
 use crate::kernels::cross_entropy::{Head, workspace};
-use crate::kernels::linear::Grads;
+use crate::kernels::linear::{Grads, Lies, Linear};
 use crate::params::ParamId;
 
 pub struct CrossEntropy {
@@ -47,6 +48,11 @@ impl Loss for CrossEntropy {
 
     fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Tally> {
         self.head(pass).judge(x, targets)
+    }
+
+    fn map<'a>(&self, pass: &'a Pass) -> Linear<'a> {
+        let bias = self.bias.map(|id| pass.weight(id));
+        Linear { weight: pass.weight(self.weight), lies: Lies::OutIn, bias, act: Activation::Identity }
     }
 
     fn cost(&self, at: At) -> Cost {

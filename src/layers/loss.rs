@@ -4,6 +4,7 @@
 use candle_core::{Result, Tensor};
 
 use super::{At, Cost, Pass};
+use crate::kernels::linear::Linear;
 pub use crate::kernels::tally::Tally;
 
 pub trait Loss: Send + Sync {
@@ -15,6 +16,9 @@ pub trait Loss: Send + Sync {
 
     /// The tally alone.
     fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Tally>;
+
+    /// The linear map whose outputs are judged.
+    fn map<'a>(&self, pass: &'a Pass) -> Linear<'a>;
 
     /// `input` is the gradient's bytes, `backward` the temporaries of `learn`, `forward` those of `judge`.
     fn cost(&self, at: At) -> Cost;

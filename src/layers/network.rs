@@ -140,16 +140,36 @@ impl Network {
 
     /// The summed loss and the counts behind the metrics of a micro-batch.
     pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
-        walk.ledger.phase("eval");
-        let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
-        for block in &self.blocks {
-            x = walk.forward(&block.nodes, x, false, Mode::Eval)?.0;
-        }
+        let x = self.features(walk, batch.map(|b| &b.inputs))?;
         let _work = walk.hold(Role::Workspace, self.loss.name(), self.loss.cost(walk.at).forward)?;
         match (&walk.pass, batch, &x.value) {
             (Some(pass), Some(batch), Some(x)) => Ok(self.loss.judge(x, &batch.targets, pass)?),
             _ => Ok(Tally::default()),
         }
+    }
+
+    /// What the loss judges of a micro-batch: the outputs of the last linear map, (samples, outputs) or
+    /// (samples, positions, outputs). Whole in memory, which learning and judging never need.
+    pub fn scores(&self, walk: &Walk, inputs: &Tensor) -> Step<Tensor> {
+        let x = self.features(walk, Some(inputs))?;
+        let (Some(pass), Some(x)) = (&walk.pass, &x.value) else {
+            return Err(candle_core::Error::Msg("a walk that only plans has no scores".into()).into());
+        };
+        let map = self.loss.map(pass);
+        let (outputs, width) = map.weight.dims2()?;
+        let bytes = x.elem_count() / width * outputs * x.dtype().size_in_bytes();
+        let _hold = walk.hold(Role::Activations, self.loss.name(), bytes as u64)?;
+        Ok(map.forward(x)?.0)
+    }
+
+    /// What the blocks make of a micro-batch.
+    fn features(&self, walk: &Walk, inputs: Option<&Tensor>) -> Step<Act> {
+        walk.ledger.phase("eval");
+        let mut x = Act { value: inputs.cloned(), hold: None };
+        for block in &self.blocks {
+            x = walk.forward(&block.nodes, x, false, Mode::Eval)?.0;
+        }
+        Ok(x)
     }
 
     /// A micro-batch is a multiple of so many samples, but for the last: the least common multiple of

@@ -5,7 +5,8 @@ use candle_core::{Result, Tensor};
 
 use super::loss::{Loss, Tally};
 use super::{At, Cost, Pass};
-use crate::kernels::linear::Grads;
+use crate::kernels::Activation;
+use crate::kernels::linear::{Grads, Lies, Linear};
 pub use crate::kernels::pointwise_loss::Kind;
 use crate::kernels::pointwise_loss::{Head, workspace};
 use crate::params::ParamId;
@@ -40,6 +41,11 @@ impl Loss for PointwiseLoss {
 
     fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Tally> {
         self.head(pass).judge(x, targets)
+    }
+
+    fn map<'a>(&self, pass: &'a Pass) -> Linear<'a> {
+        let bias = self.bias.map(|id| pass.weight(id));
+        Linear { weight: pass.weight(self.weight), lies: Lies::OutIn, bias, act: Activation::Identity }
     }
 
     fn cost(&self, at: At) -> Cost {

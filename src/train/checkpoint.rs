@@ -337,11 +337,33 @@ pub fn load(path: &Path, held: &Held) -> Result<(), Failure> {
     Ok(store.round()?)
 }
 
+/// Reads weights from a file of ours or of another tool, by name; what else it has is passed over. A file of
+/// weights alone leaves the statistics as they are; one that has some has all.
+pub fn load_weights(file: &Path, store: &Store) -> Result<(), Failure> {
+    let (params, stats) = (&store.layout.params, &store.layout.stats);
+    load_named(file, params, &store.master)?;
+    let has_some = |found: &SafeTensors| stats.iter().any(|(spec, _)| found.tensor(&spec.name).is_ok());
+    load_named_if(file, stats, &store.stats, has_some)?;
+    Ok(store.round()?)
+}
+
 /// Reads the tensors of a file into a flat buffer, by name; the file may have others too.
-pub fn load_named(file: &Path, flat: &Flat, buffer: &Tensor) -> Result<(), Failure> {
+fn load_named(file: &Path, flat: &Flat, buffer: &Tensor) -> Result<(), Failure> {
+    load_named_if(file, flat, buffer, |_| true)
+}
+
+fn load_named_if(
+    file: &Path,
+    flat: &Flat,
+    buffer: &Tensor,
+    wanted: impl FnOnce(&SafeTensors) -> bool,
+) -> Result<(), Failure> {
     let foreign = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
     let mapped = Mapped::open(file)?;
     let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| foreign(e.to_string()))?;
+    if !wanted(&tensors) {
+        return Ok(());
+    }
     let fill_all = |all: &mut [f32]| {
         flat.iter()
             .try_for_each(|(spec, range)| fill(&tensors, &spec.name, &spec.shape, spec.lies, &mut all[range]))
@@ -502,6 +524,32 @@ mod tests {
         assert_eq!(skipped.len(), 2);
         assert!(skipped[0].contains("state.json does not match"), "{skipped:?}");
         assert!(skipped[1].contains("model.safetensors does not match"), "{skipped:?}");
+    }
+
+    /// As other tools save: names in another order, some we have no use for, perhaps no statistics.
+    #[test]
+    fn weights_of_another_tool_are_taken_by_name() {
+        let (folder, one) =
+            (tempfile::tempdir().unwrap(), |n: f32| Tensor::full(n, 3, &Device::Cpu).unwrap());
+        let filter = Tensor::ones((3, 2, 2, 2), DType::F32, &Device::Cpu).unwrap();
+        let load = |names: &[(&str, Tensor)]| {
+            let file = folder.path().join("theirs.safetensors");
+            let tensors = names.iter().cloned().collect::<std::collections::HashMap<_, _>>();
+            candle_core::safetensors::save(&tensors, &file).unwrap();
+            let store = made(1).0;
+            load_weights(&file, &store).map_err(|failure| failure.to_string()).map(|()| store)
+        };
+        let bare = [("conv.weight", filter.clone()), ("bias", one(2.0))];
+        let batches = ("num_batches_tracked", Tensor::new(7i64, &Device::Cpu).unwrap());
+        let whole = [&bare[..], &[("mean", one(3.0)), batches]].concat();
+        let store = load(&whole).unwrap();
+        assert_eq!(values(&store).iter().sum::<f32>(), 24.0 + 6.0);
+        assert_eq!(store.stats.to_vec1::<f32>().unwrap(), [3.0; 3]);
+        assert_eq!(load(&bare).unwrap().stats.to_vec1::<f32>().unwrap(), [0.5; 3]);
+        let lacking = load(&bare[..1]).err().unwrap();
+        assert!(lacking.ends_with("does not belong to this model: it has no `bias`"), "{lacking}");
+        let odd = load(&[&bare[..], &[("mean", filter)]].concat()).err().unwrap();
+        assert!(odd.contains("`mean` is F32 [3, 2, 2, 2] there and F32 [3] here"), "{odd}");
     }
 
     #[test]

@@ -58,12 +58,19 @@ impl<'a> Engine<'a> {
 
     /// Adds the gradients of a micro-batch, times `scale`.
     pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Train, scale)
+        self.walk(batch, Mode::Train, scale, |walk, batch| self.setup.network.learn(walk, Some(batch)))
     }
 
     /// Judges a micro-batch.
     pub fn judge(&self, batch: &data::Batch) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Eval, 1.0)
+        self.walk(batch, Mode::Eval, 1.0, |walk, batch| self.setup.network.judge(walk, Some(batch)))
+    }
+
+    /// What the loss judges of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
+    pub fn scores(&self, batch: &data::Batch) -> Result<Tensor, StepError> {
+        let scores =
+            self.walk(batch, Mode::Eval, 1.0, |walk, batch| self.setup.network.scores(walk, &batch.inputs))?;
+        Ok(scores.to_dtype(DType::F32)?)
     }
 
     /// Puts the moving average in the place of the weights, or back; nothing where there is none.
@@ -74,7 +81,13 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn walk(&self, batch: &data::Batch, mode: Mode, scale: f64) -> Result<Tally, StepError> {
+    fn walk<R>(
+        &self,
+        batch: &data::Batch,
+        mode: Mode,
+        scale: f64,
+        run: impl FnOnce(&Walk, &Batch) -> Result<R, StepError>,
+    ) -> Result<R, StepError> {
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
         let _hold = self.ledger.reserve(
             Role::Batch,
@@ -92,11 +105,7 @@ impl<'a> Engine<'a> {
             scale: scale / self.nominal(),
         };
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };
-        let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute };
-        match mode {
-            Mode::Eval => self.setup.network.judge(&walk, Some(&tensors)),
-            _ => self.setup.network.learn(&walk, Some(&tensors)),
-        }
+        run(&Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute }, &tensors)
     }
 
     fn tensors(&self, batch: &data::Batch) -> candle_core::Result<Batch> {

@@ -136,6 +136,7 @@ impl Case {
         let path = format!("{}/tests/oracles/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
         let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let network = self.network(self.dtype());
+        network.scores_are_what_is_judged();
         let whole = network.learns(splits);
         network.compare(&whole, &oracle);
         network.train(&oracle);
@@ -203,30 +204,39 @@ impl Network<'_> {
         clear(&self.store.grads).unwrap();
     }
 
-    /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
-    fn learn(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
+    /// A micro-batch of rows of the batch, as the network takes it.
+    fn part(&self, from: usize, rows: usize) -> Batch {
         let part = |t: &Tensor| t.narrow(0, from, rows).unwrap();
         let batch = Batch { inputs: part(&self.case.batch.inputs), targets: part(&self.case.batch.targets) };
-        let batch = match batch.inputs.dtype() {
+        match batch.inputs.dtype() {
             DType::F32 => Batch { inputs: batch.inputs.to_dtype(self.dtype).unwrap(), ..batch },
             _ => batch,
-        };
-        let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
+        }
+    }
+
+    fn walk<'a>(&'a self, ids: &'a [u64], mode: Mode, ledger: &'a Ledger, recompute: usize) -> Walk<'a> {
+        let (from, rows) = (ids[0] as usize, ids.len());
         let pass = Pass {
             store: &self.store,
-            mode: Mode::Train,
+            mode,
             seed: 0,
             epoch: 0,
-            ids: &ids,
+            ids,
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
             scale: 1.0 / self.case.targets(),
         };
         let at = At { batch: rows, dtype: self.dtype, threads: cpu::threads() };
-        let ledger = Ledger::new(u64::MAX, None);
-        let walk = Walk { pass: Some(pass), at, ledger: &ledger, recompute };
-        let loss = self.built.network.learn(&walk, Some(&batch)).unwrap().loss;
-        let planned = Ledger::planning();
-        self.built.network.learn(&Walk { pass: None, at, ledger: &planned, recompute }, None).unwrap();
+        Walk { pass: Some(pass), at, ledger, recompute }
+    }
+
+    /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
+    fn learn(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
+        let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
+        let (ledger, planned) = (Ledger::new(u64::MAX, None), Ledger::planning());
+        let walk = self.walk(&ids, Mode::Train, &ledger, recompute);
+        let loss = self.built.network.learn(&walk, Some(&self.part(from, rows))).unwrap().loss;
+        let plan = Walk { pass: None, at: walk.at, ledger: &planned, recompute };
+        self.built.network.learn(&plan, None).unwrap();
         assert_eq!(
             (ledger.peak(), ledger.held()),
             (planned.peak(), 0),
@@ -234,6 +244,25 @@ impl Network<'_> {
             self.case.name
         );
         (loss, ledger.peak())
+    }
+
+    /// The cross-entropy of the scores, made whole, is the loss that is judged without.
+    fn scores_are_what_is_judged(&self) {
+        let (rows, ledger) = (self.case.rows(), Ledger::new(u64::MAX, None));
+        let ids: Vec<u64> = (0..rows as u64).collect();
+        let (walk, batch) = (self.walk(&ids, Mode::Eval, &ledger, 0), self.part(0, rows));
+        let scores = self.built.network.scores(&walk, &batch.inputs).unwrap();
+        let classes = scores.dims()[scores.rank() - 1];
+        assert_eq!(scores.elem_count(), batch.targets.elem_count() * classes, "{}", self.case.name);
+        let targets = batch.targets.flatten_all().unwrap().to_vec1::<u32>().unwrap();
+        let surprise = |(row, target): (&[f64], &u32)| {
+            row.iter().map(|v| v.exp()).sum::<f64>().ln() - row[*target as usize]
+        };
+        let loss: f64 =
+            flat(&scores.flatten_all().unwrap()).chunks(classes).zip(&targets).map(surprise).sum();
+        let judged = self.built.network.judge(&walk, Some(&batch)).unwrap().loss;
+        assert!((loss - judged).abs() < 1e-5 * judged, "{}: {loss} and {judged}", self.case.name);
+        assert_eq!(ledger.held(), 0, "{}", self.case.name);
     }
 
     fn gradients(&self) -> Vec<f64> {

@@ -65,13 +65,11 @@ impl Run<'_> {
         let store = &self.engine.store;
         match &self.setup.job.train.init {
             Some(file) if anew => {
-                checkpoint::load_named(file, &store.layout.params, &store.master)?;
-                // Statistics that the file lacks begin as they always do.
-                let _ = checkpoint::load_named(file, &store.layout.stats, &store.stats);
-                if let Some(average) = &self.engine.average {
-                    round_into(&store.master, average)?;
+                checkpoint::load_weights(file, store)?;
+                match &self.engine.average {
+                    Some(average) => Ok(round_into(&store.master, average)?),
+                    None => Ok(()),
                 }
-                Ok(store.round()?)
             }
             _ => Ok(()),
         }

@@ -1,0 +1,35 @@
+//! The logits that the newest checkpoint of a run gives to the first samples of its validation set, as many as
+//! a micro-batch has: `cargo run --release --example logits -- RUN OUT.safetensors`.
+//!
+//! OUT holds `logits`, (samples, classes) or (samples, positions, vocabulary), in f32. They are those of the
+//! weights in `model.safetensors`, not of their moving average. `scripts/interop.py` compares them with PyTorch's.
+
+use anyhow::{Context, bail};
+use trainer::data::loader::Loader;
+use trainer::data::order::{Cursor, Order};
+use trainer::job::Job;
+use trainer::memory::{Ledger, budget, probe};
+use trainer::train::checkpoint::{Checkpoints, load_weights};
+use trainer::train::engine::Engine;
+use trainer::train::folder::Folder;
+use trainer::train::setup::Setup;
+
+fn main() -> anyhow::Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [run, out] = arguments.as_slice() else { bail!("usage: logits RUN OUT.safetensors") };
+    let folder = Folder::new(run);
+    let job = Job::load(&folder.job(), &[])?;
+    let ram = budget::host(&job.memory, &probe::host()?);
+    let setup = Setup::new(job, ram)?;
+    let engine = Engine::new(&setup, Ledger::new(ram, None), 0)?;
+    let (_, checkpoint) =
+        Checkpoints::new(folder.checkpoints()).newest().0.context("the run has no checkpoint")?;
+    load_weights(&checkpoint.join("model.safetensors"), &engine.store)?;
+
+    let (valid, first) = (setup.sets.valid.clone(), Cursor::default());
+    let samples = valid.len().min(setup.job.train.batch_size as u64);
+    let order = Order::new(samples, samples, setup.job.seed, false)?;
+    let mut loader = Loader::start(valid, order, first, 1, samples as usize, setup.prefetch, setup.workers)?;
+    let batch = loader.next()?.context("the validation set is empty")?;
+    Ok(engine.scores(&batch)?.save_safetensors("logits", out)?)
+}
