@@ -1,8 +1,9 @@
-//! Large buffers: each in pages of its own, kept when it is freed and used again for the next of its size.
+//! Large buffers: in pages of their own, which are kept when a buffer is freed and used again for the next.
 //!
 //! A step asks for the same large buffers again and again. Given back to the system each time, every page
-//! of them is zeroed again by the kernel; left on the heap, the holes between them stay resident. Here a
-//! freed buffer waits for the next ask of its size, and what waits plus what is in use is never more than
+//! of them is zeroed again by the kernel; left on the heap, the holes between them stay resident. Here the
+//! pages of a freed buffer wait for the next ask, neighbours become one, an ask takes the beginning of the
+//! smallest run that is long enough; and what waits plus what is in use is never more than
 //! [`SLACK`] above the most that was in use at once: keeping buffers costs next to no memory the run did not
 //! already need.
 
@@ -17,7 +18,7 @@ const PAGE: usize = 4096;
 const HUGE_PAGE: usize = 2 << 20;
 /// Bytes that may wait even at the peak, so that the few buffers not in use there are not mapped anew each step.
 const SLACK: u64 = 4 << 20;
-/// Buffers that may wait at once. A network of more buffers than this loses only some time.
+/// Runs that may wait at once. A network that leaves more than this loses only some time.
 const SLOTS: usize = 1024;
 
 /// Whether this allocation is made here.
@@ -25,7 +26,7 @@ pub fn is_large(layout: Layout) -> bool {
     layout.size() >= LARGE && layout.align() <= PAGE
 }
 
-/// A mapping that waits to be used again.
+/// A run of pages that waits to be used again.
 #[derive(Clone, Copy)]
 struct Kept {
     address: usize,
@@ -50,6 +51,44 @@ fn waiting() -> MutexGuard<'static, Waiting> {
 }
 
 impl Waiting {
+    fn add(&mut self, kept: Kept) {
+        if self.count == SLOTS {
+            unmap(self.remove(0));
+        }
+        self.kept[self.count] = kept;
+        self.count += 1;
+        self.bytes += kept.len as u64;
+    }
+
+    /// Takes `len` bytes from the smallest run that has them.
+    fn take(&mut self, len: usize) -> Option<usize> {
+        let enough = (0..self.count).filter(|i| self.kept[*i].len >= len);
+        let at = enough.min_by_key(|i| self.kept[*i].len)?;
+        let Kept { address, len: all } = self.kept[at];
+        if all == len {
+            self.remove(at);
+        } else {
+            self.kept[at] = Kept { address: address + len, len: all - len };
+            self.bytes -= len as u64;
+        }
+        Some(address)
+    }
+
+    /// Takes back a run, as one with those that lie beside it.
+    fn put(&mut self, mut run: Kept) {
+        let beside = |a: Kept, b: Kept| a.address + a.len == b.address;
+        for after in [false, true] {
+            let found = (0..self.count).find(|i| match after {
+                false => beside(self.kept[*i], run),
+                true => beside(run, self.kept[*i]),
+            });
+            if let Some(other) = found.map(|at| self.remove(at)) {
+                run = Kept { address: run.address.min(other.address), len: run.len + other.len };
+            }
+        }
+        self.add(run);
+    }
+
     fn remove(&mut self, at: usize) -> Kept {
         let kept = self.kept[at];
         self.kept.copy_within(at + 1..self.count, at);
@@ -58,11 +97,21 @@ impl Waiting {
         kept
     }
 
-    /// Unmaps the oldest buffers until, with `live` bytes in use, no more is held than ever was in use, and the slack.
+    /// Unmaps so much of the oldest runs that, with `live` bytes in use, no more is held than ever was in use
+    /// and the slack.
     fn trim(&mut self, live: u64) {
         self.highest = self.highest.max(live);
         while self.count > 0 && live + self.bytes > self.highest + SLACK {
-            unmap(self.remove(0));
+            let over = (live + self.bytes - self.highest - SLACK) as usize;
+            let oldest = self.kept[0];
+            let len = over.next_multiple_of(PAGE).min(oldest.len);
+            if len == oldest.len {
+                self.remove(0);
+            } else {
+                self.kept[0].len -= len;
+                self.bytes -= len as u64;
+            }
+            unmap(Kept { address: oldest.address + oldest.len - len, len });
         }
     }
 }
@@ -104,13 +153,12 @@ fn map(len: usize) -> *mut u8 {
 pub fn take(layout: Layout, zeroed: bool, live: u64) -> *mut u8 {
     let len = layout.size().next_multiple_of(PAGE);
     let mut waiting = waiting();
-    let found = (0..waiting.count).rev().find(|i| waiting.kept[*i].len == len);
-    let used_again = found.map(|at| waiting.remove(at));
+    let used_again = waiting.take(len);
     waiting.trim(live);
     drop(waiting);
     match used_again {
-        Some(kept) => {
-            let pointer = kept.address as *mut u8;
+        Some(address) => {
+            let pointer = address as *mut u8;
             if zeroed {
                 // SAFETY: the mapping has `len` bytes, at least as many as the layout.
                 unsafe { pointer.write_bytes(0, layout.size()) };
@@ -127,13 +175,7 @@ pub fn take(layout: Layout, zeroed: bool, live: u64) -> *mut u8 {
 /// `pointer` came from [`take`] with this layout and is not used again.
 pub unsafe fn put(pointer: *mut u8, layout: Layout, live: u64) {
     let mut waiting = waiting();
-    if waiting.count == SLOTS {
-        unmap(waiting.remove(0));
-    }
-    let (at, len) = (waiting.count, layout.size().next_multiple_of(PAGE));
-    waiting.kept[at] = Kept { address: pointer as usize, len };
-    waiting.count += 1;
-    waiting.bytes += len as u64;
+    waiting.put(Kept { address: pointer as usize, len: layout.size().next_multiple_of(PAGE) });
     waiting.trim(live);
 }
 
