@@ -150,6 +150,9 @@ fn exit_codes_pass_through() {
 
 /// A run that would not end by itself, seen to have made some updates.
 fn endless(folder: &Path) -> Child {
+    // Tests started by `nohup` ignore SIGHUP and their children would too; a signal that is handled here is not
+    // ignored there.
+    signal_hook::flag::register(signal_hook::consts::SIGHUP, Default::default()).unwrap();
     let mut command = command(folder, &["-q", "--set", "train.steps=1000000"]);
     let child = command.process_group(0).spawn().unwrap();
     while named(folder, "step").len() < 3 {

@@ -194,3 +194,81 @@ pub fn give_back() {
 pub fn kept() -> u64 {
     waiting().bytes
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A buffer in use, filled with its number.
+    struct Buffer {
+        pointer: *mut u8,
+        layout: Layout,
+        filled: u8,
+    }
+
+    impl Buffer {
+        fn bytes(&self) -> &[u8] {
+            // SAFETY: the buffer is in use.
+            unsafe { std::slice::from_raw_parts(self.pointer, self.layout.size()) }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// Buffers come and go in any order: each keeps its bytes until it is freed, none lies in another, what was
+        /// asked for zeroed is, and no more waits than the peak allows.
+        #[test]
+        fn buffers_are_apart_and_pages_are_not_hoarded(asks in prop::collection::vec((1usize..40, any::<bool>(), any::<bool>(), 0usize..64), 1..60)) {
+            let (mut held, mut live, mut highest): (Vec<Buffer>, u64, u64) = (Vec::new(), 0, 0);
+            give_back();
+            for (i, (size, zeroed, free, which)) in asks.into_iter().enumerate() {
+                if free && !held.is_empty() {
+                    let buffer = held.swap_remove(which % held.len());
+                    prop_assert!(buffer.bytes().iter().all(|b| *b == buffer.filled));
+                    live -= buffer.layout.size() as u64;
+                    // SAFETY: it was taken with this layout and is forgotten here.
+                    unsafe { put(buffer.pointer, buffer.layout, live) };
+                } else {
+                    let layout = Layout::from_size_align(LARGE + size * 50_000, 64).unwrap();
+                    live += layout.size() as u64;
+                    highest = highest.max(live);
+                    let pointer = take(layout, zeroed, live);
+                    prop_assert!(!pointer.is_null() && (pointer as usize).is_multiple_of(PAGE));
+                    let buffer = Buffer { pointer, layout, filled: i as u8 };
+                    prop_assert!(!zeroed || buffer.bytes().iter().all(|b| *b == 0));
+                    // SAFETY: the buffer has these bytes and nobody else has it.
+                    unsafe { pointer.write_bytes(buffer.filled, layout.size()) };
+                    held.push(buffer);
+                }
+                // Sizes are counted as they are asked for and kept in whole pages.
+                let rounding = (PAGE * (held.len() + SLOTS)) as u64;
+                prop_assert!(live + kept() <= highest + SLACK + rounding);
+            }
+            for buffer in held {
+                prop_assert!(buffer.bytes().iter().all(|b| *b == buffer.filled));
+                // SAFETY: as above.
+                unsafe { put(buffer.pointer, buffer.layout, 0) };
+            }
+            give_back();
+            prop_assert_eq!(kept(), 0);
+        }
+    }
+
+    #[test]
+    fn pages_of_a_freed_buffer_serve_the_next_and_neighbours_are_joined() {
+        let mut waiting =
+            Box::new(Waiting { kept: [Kept { address: 0, len: 0 }; SLOTS], count: 0, bytes: 0, highest: 0 });
+        let at = |page: usize, pages: usize| Kept { address: page * PAGE, len: pages * PAGE };
+        for run in [at(10, 5), at(20, 8), at(15, 5)] {
+            waiting.put(run);
+        }
+        assert_eq!((waiting.count, waiting.bytes), (1, 18 * PAGE as u64));
+        waiting.put(at(40, 4));
+        assert_eq!(waiting.take(4 * PAGE), Some(40 * PAGE), "the smallest that is long enough");
+        assert_eq!(waiting.take(6 * PAGE), Some(10 * PAGE));
+        assert_eq!((waiting.kept[0].address, waiting.bytes), (16 * PAGE, 12 * PAGE as u64));
+        assert_eq!(waiting.take(13 * PAGE), None);
+    }
+}
