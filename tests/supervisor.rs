@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
@@ -152,7 +153,8 @@ fn exit_codes_pass_through() {
 fn endless(folder: &Path) -> Child {
     // Tests started by `nohup` ignore SIGHUP and their children would too; a signal that is handled here is not
     // ignored there.
-    signal_hook::flag::register(signal_hook::consts::SIGHUP, Default::default()).unwrap();
+    static HEARD: AtomicBool = AtomicBool::new(false);
+    signal_hook::flag::register(signal_hook::consts::SIGHUP, &HEARD).unwrap();
     let mut command = command(folder, &["-q", "--set", "train.steps=1000000"]);
     let child = command.process_group(0).spawn().unwrap();
     while named(folder, "step").len() < 3 {
