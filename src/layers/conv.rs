@@ -144,7 +144,10 @@ mod tests {
         fn gradients_are_right(g in geometry(), batch in 1usize..4, bias: bool, act in prop::sample::select(vec![Activation::Identity, Activation::Relu, Activation::Gelu])) {
             let build = |d: &mut Declared| Box::new(Conv::new(d, "c", g, bias, act)) as Box<dyn Layer>;
             let input = |batch: usize| random(&[batch, g.height, g.width, g.inputs], 1);
-            differences_agree(&build, &input(batch));
+            // A difference across the corner of a clip is no slope: autograd judges that one.
+            if act != Activation::Relu {
+                differences_agree(&build, &input(batch));
+            }
             autograd_agrees(&build, &input(batch), &|x, p| Kernel { geometry: g, weight: &p[0], bias: p.get(1), act }.reference(x));
             cost_is_exact(&build, &input);
         }

@@ -166,7 +166,10 @@ mod tests {
             let options = Options { bias, lies, ..Options::torch(k, act) };
             let build = |d: &mut Declared| Box::new(Linear::new(d, "l", &[t, k], n, options)) as Box<dyn Layer>;
             let x = random(&[batch, t, k], 1);
-            differences_agree(&build, &x);
+            // A difference across the corner of a clip is no slope: autograd judges those.
+            if !matches!(act, Activation::Relu | Activation::Relu6) {
+                differences_agree(&build, &x);
+            }
             autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], lies, bias: p.get(1), act }.reference(x));
             cost_is_exact(&build, &|batch| random(&[batch, t, k], 1));
         }

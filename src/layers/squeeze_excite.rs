@@ -133,7 +133,10 @@ mod tests {
         fn gradients_are_right(h in 1usize..5, w in 1usize..5, c in 2usize..9, s in 3usize..6, act in prop::sample::select(vec![Activation::Relu, Activation::Silu])) {
             let build = |d: &mut Declared| Box::new(SqueezeExcite::new(d, "se", [h, w, c], s, act)) as Box<dyn Layer>;
             let input = |batch: usize| random(&[batch, h, w, c], 1);
-            differences_agree(&build, &input(3));
+            // A difference across the corner of a clip is no slope: autograd judges that one.
+            if act != Activation::Relu {
+                differences_agree(&build, &input(3));
+            }
             cost_is_exact(&build, &input);
             autograd_agrees(&build, &input(3), &|x, p| {
                 let map = |x: &Tensor, i: usize, act| {
