@@ -378,7 +378,7 @@ fn an_allocation_behind_the_plans_back_is_found() {
 
 /// Not a test: the child of the one above.
 #[test]
-#[ignore = "a part of another test"]
+#[ignore = "the process that `an_allocation_behind_the_plans_back_is_found` starts"]
 fn runs_a_job_beside_hidden_bytes() {
     let hidden = std::env::var("TRAINER_HIDDEN_BYTES").map_or(0, |n| n.parse().unwrap());
     let held = vec![1u8; hidden];

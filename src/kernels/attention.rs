@@ -8,7 +8,6 @@
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::conv::Blocks;
 use super::product::{By, Mat, multiply};
 use super::rotary::Rotary;
 use super::{Elem, Real, cpu, lanes, reference};
@@ -157,7 +156,7 @@ impl Attention<'_> {
         let Sizes { length, heads, head, .. } = self.sizes;
         let mut y = cpu::fresh::<T>(batch * length * heads * head);
         let mut sums = vec![T::Acc::ZERO; batch * heads * length];
-        let out = Blocks::new(&mut y);
+        let out = cpu::Blocks::new(&mut y);
         let units = sums.par_chunks_mut(self.group() * length).enumerate();
         units.for_each_init(
             || Buffers::<T::Acc>::new(FORWARD, &self.sizes),
@@ -249,7 +248,7 @@ impl Attention<'_> {
         let Sizes { length, heads, head, .. } = self.sizes;
         let width = heads * head;
         let mut dx = cpu::fresh::<T>(qkv.len());
-        let out = Blocks::new(&mut dx);
+        let out = cpu::Blocks::new(&mut dx);
         let units = sums.par_chunks(self.group() * length).enumerate();
         units.for_each_init(
             || Buffers::<T::Acc>::new(BACKWARD, &self.sizes),
@@ -365,7 +364,7 @@ impl Attention<'_> {
     #[allow(clippy::too_many_arguments)]
     unsafe fn store<T: Elem>(
         &self,
-        out: &Blocks<T>,
+        out: &cpu::Blocks<T>,
         rows: &[T::Acc],
         sample: usize,
         column: usize,

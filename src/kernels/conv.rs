@@ -3,248 +3,15 @@
 //! The windows of a block of output pixels are gathered into the rows of a small matrix that stays in
 //! the cache and is multiplied at once; the gathered matrix is never whole in memory.
 
-use std::ops::Range;
-
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::activation::each_activation;
 use super::linear::{Grads, add_all, through_activation};
 use super::product::{By, Mat, multiply, packing};
+use super::windows::{Block, Geometry};
 use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference, turn};
 use crate::{vectorised, with_elem};
-
-/// Gathered values a block holds where windows are small: half a megabyte of f32, which leaves room in the
-/// second-level cache.
-const BLOCK: usize = 128 * 1024;
-
-/// Rows a block has at least: each block packs the whole weight for its product, which fewer would not pay.
-const ROWS: usize = 256;
-
-/// Values of a weight's gradient that are summed at once: a megabyte of f32, which the second-level cache keeps
-/// while block after block is added to it.
-const PANEL: usize = 256 * 1024;
-
-/// The sizes of a convolution; the same along height and width where one number is given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Geometry {
-    pub height: usize,
-    pub width: usize,
-    pub inputs: usize,
-    pub outputs: usize,
-    pub kernel: usize,
-    pub stride: usize,
-    pub padding: usize,
-    pub dilation: usize,
-    /// Inputs and outputs are cut into so many groups that do not see each other.
-    pub groups: usize,
-}
-
-impl Geometry {
-    fn along(&self, size: usize) -> usize {
-        let reach = self.dilation * (self.kernel - 1) + 1;
-        (size + 2 * self.padding).checked_sub(reach).map_or(0, |room| room / self.stride + 1)
-    }
-
-    /// (height, width) of the output; 0 where the window does not fit in the picture.
-    pub fn output(&self) -> (usize, usize) {
-        (self.along(self.height), self.along(self.width))
-    }
-
-    /// Values a window has in one group.
-    fn window(&self) -> usize {
-        self.cells() * self.depth()
-    }
-
-    /// Cells of a window.
-    fn cells(&self) -> usize {
-        self.kernel * self.kernel
-    }
-
-    /// Values a window has in one group in each cell.
-    fn depth(&self) -> usize {
-        self.inputs / self.groups
-    }
-
-    /// Cells whose weight gradients are summed at once, in runs as even as they can be.
-    fn panel(&self) -> usize {
-        let most = PANEL / (self.outputs / self.groups * self.depth());
-        let runs = self.cells().div_ceil(most.max(1));
-        self.cells().div_ceil(runs)
-    }
-
-    /// What is gathered at once where `cells` of a window are.
-    fn blocks(&self, cells: usize, batch: usize, threads: usize) -> Blocking {
-        let (wanted, pixels) = ((BLOCK / (cells * self.depth())).max(ROWS), self.pixels().max(1));
-        let each = batch.div_ceil(threads).max(1);
-        Blocking { batch, pixels, pictures: (wanted / pixels).clamp(1, each), part: wanted.min(pixels) }
-    }
-
-    fn pixels(&self) -> usize {
-        let (h, w) = self.output();
-        h * w
-    }
-
-    pub fn flops(&self, batch: usize) -> u64 {
-        2 * (batch * self.pixels() * self.outputs * self.window()) as u64
-    }
-
-    /// A window of one pixel that moves by one: the picture is already the gathered matrix.
-    fn is_product(&self) -> bool {
-        self.kernel == 1 && self.stride == 1 && self.padding == 0 && self.groups == 1
-    }
-
-    /// Some cells of the windows of a block, group `g`, as rows: gathered into `room`, or where they lie already.
-    fn windows<'a, T: Elem>(
-        &self,
-        values: &'a [T],
-        block: Block,
-        g: usize,
-        cells: Range<usize>,
-        room: &'a mut [T],
-    ) -> &'a [T] {
-        let (picture, k) = (self.height * self.width * self.inputs, cells.len() * self.depth());
-        if self.is_product() {
-            return &values[block.row(self.pixels()) * k..][..block.rows() * k];
-        }
-        let pictures = values[block.picture * picture..].chunks_exact(picture);
-        let room = &mut room[..block.rows() * k];
-        for (rows, picture) in room.chunks_exact_mut(block.part * k).zip(pictures) {
-            self.gather(picture, block.first, g, &cells, rows);
-        }
-        room
-    }
-
-    /// Gathers these cells of the windows of output pixels `first..` of one picture, group `g`, into rows.
-    fn gather<T: Elem>(&self, picture: &[T], first: usize, g: usize, cells: &Range<usize>, rows: &mut [T]) {
-        let (_, out_w) = self.output();
-        let (c, cg, k) = (self.inputs, self.depth(), self.kernel);
-        for (i, mut row) in rows.chunks_exact_mut(cells.len() * cg).enumerate() {
-            let (oy, ox) = ((first + i) / out_w, (first + i) % out_w);
-            let x0 = (ox * self.stride) as isize - self.padding as isize;
-            for ky in cells.start / k..cells.end.div_ceil(k) {
-                let (from, to) = (cells.start.max(ky * k) - ky * k, cells.end.min((ky + 1) * k) - ky * k);
-                let (line, rest) = row.split_at_mut((to - from) * cg);
-                row = rest;
-                let y = (oy * self.stride + ky * self.dilation) as isize - self.padding as isize;
-                if y < 0 || y >= self.height as isize {
-                    line.fill(T::default());
-                    continue;
-                }
-                let start = y as usize * self.width;
-                let (left, right) = (x0 + from as isize, x0 + to as isize);
-                if self.dilation == 1 && self.groups == 1 && left >= 0 && right <= self.width as isize {
-                    copy(&picture[(start + left as usize) * c..][..line.len()], line);
-                    continue;
-                }
-                for (kx, cell) in (from..to).zip(line.chunks_exact_mut(cg)) {
-                    let x = x0 + (kx * self.dilation) as isize;
-                    if x < 0 || x >= self.width as isize {
-                        cell.fill(T::default());
-                    } else {
-                        copy(&picture[(start + x as usize) * c + g * cg..][..cg], cell);
-                    }
-                }
-            }
-        }
-    }
-
-    /// The reverse of [`Geometry::gather`]: adds the rows back to where they came from.
-    #[inline(always)]
-    fn scatter<R: Real>(&self, rows: &[R], first: usize, g: usize, picture: &mut [R]) {
-        let (_, out_w) = self.output();
-        let (c, cg, k) = (self.inputs, self.depth(), self.kernel);
-        for (i, row) in rows.chunks_exact(self.window()).enumerate() {
-            let (oy, ox) = ((first + i) / out_w, (first + i) % out_w);
-            let x0 = (ox * self.stride) as isize - self.padding as isize;
-            for (ky, line) in row.chunks_exact(k * cg).enumerate() {
-                let y = (oy * self.stride + ky * self.dilation) as isize - self.padding as isize;
-                if y < 0 || y >= self.height as isize {
-                    continue;
-                }
-                let start = y as usize * self.width;
-                if self.dilation == 1 && self.groups == 1 && x0 >= 0 && x0 as usize + k <= self.width {
-                    let to = &mut picture[(start + x0 as usize) * c..][..k * c];
-                    to.iter_mut().zip(line).for_each(|(a, b)| *a += *b);
-                    continue;
-                }
-                for (kx, cell) in line.chunks_exact(cg).enumerate() {
-                    let x = x0 + (kx * self.dilation) as isize;
-                    if x >= 0 && x < self.width as isize {
-                        let to = &mut picture[(start + x as usize) * c + g * cg..][..cg];
-                        to.iter_mut().zip(cell).for_each(|(a, b)| *a += *b);
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// A copy that is not worth a call where there are a few values only, as in a picture of one channel.
-#[inline(always)]
-fn copy<T: Elem>(from: &[T], to: &mut [T]) {
-    match from.len() {
-        0..=16 => to.iter_mut().zip(from).for_each(|(to, from)| *to = *from),
-        _ => to.copy_from_slice(from),
-    }
-}
-
-/// How the output pixels of a batch are cut into blocks: several whole pictures, or a part of one.
-#[derive(Clone, Copy)]
-struct Blocking {
-    batch: usize,
-    /// Output pixels of a picture.
-    pixels: usize,
-    /// Pictures of a block, and pixels of each.
-    pictures: usize,
-    part: usize,
-}
-
-/// A block: the pixels `first..first + part` of the pictures from `picture`.
-#[derive(Clone, Copy)]
-struct Block {
-    picture: usize,
-    pictures: usize,
-    first: usize,
-    part: usize,
-}
-
-impl Blocking {
-    /// Rows a block has at most.
-    fn rows(&self) -> usize {
-        self.pictures * self.part
-    }
-
-    /// The blocks of the pictures of a range, in order.
-    fn of(self, pictures: std::ops::Range<usize>) -> impl Iterator<Item = Block> {
-        let until = pictures.end.min(self.batch);
-        pictures.step_by(self.pictures).flat_map(move |picture| {
-            let pictures = self.pictures.min(until - picture);
-            (0..self.pixels).step_by(self.part).map(move |first| Block {
-                picture,
-                pictures,
-                first,
-                part: self.part.min(self.pixels - first),
-            })
-        })
-    }
-
-    fn all(self) -> Vec<Block> {
-        self.of(0..self.batch).collect()
-    }
-}
-
-impl Block {
-    fn rows(&self) -> usize {
-        self.pictures * self.part
-    }
-
-    /// The row of the whole batch that is the block's first. Its rows follow each other, because a block of
-    /// several pictures has all their pixels.
-    fn row(&self, pixels: usize) -> usize {
-        self.picture * pixels + self.first
-    }
-}
 
 /// The operands of a convolution: `weight` is (out, height, width, in / groups).
 pub struct Conv<'a> {
@@ -320,7 +87,7 @@ impl Conv<'_> {
         // Straight into the output, where it is of the type that is computed in and needs no copy.
         let direct = pre.is_empty() && T::as_acc_mut(&mut y[..0]).is_some();
         let wide_bias = bias.as_deref().map(T::widened);
-        let (outputs, befores) = (Blocks::new(&mut y), Blocks::new(&mut pre));
+        let (outputs, befores) = (cpu::Blocks::new(&mut y), cpu::Blocks::new(&mut pre));
         blocking.all().into_par_iter().for_each_init(
             || (cpu::fresh::<T>(room), vec![T::Acc::ZERO; if direct { 0 } else { blocking.rows() * n }]),
             |(gathered, wide), block| {
@@ -361,7 +128,7 @@ impl Conv<'_> {
         let batch = values.len() / picture;
         let mut y = cpu::fresh::<T>(batch * h * w * c);
         let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
-        let befores = Blocks::new(&mut pre);
+        let befores = cpu::Blocks::new(&mut pre);
         y.par_chunks_mut((w * c).max(1)).enumerate().for_each_init(
             || vec![T::Acc::ZERO; w * c],
             |wide, (i, y)| {
@@ -582,29 +349,4 @@ fn finish<T: Elem>(
             }
         })
     })
-}
-
-/// A slice that parallel workers write disjoint ranges of.
-pub(super) struct Blocks<T>(*mut T, usize);
-
-// SAFETY: `get` promises that no two workers hold one range.
-unsafe impl<T: Send> Sync for Blocks<T> {}
-
-impl<T> Blocks<T> {
-    pub(super) fn new(all: &mut [T]) -> Self {
-        Self(all.as_mut_ptr(), all.len())
-    }
-
-    /// An empty slice where the whole is empty.
-    ///
-    /// # Safety
-    /// No two calls whose results live at once may overlap.
-    #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn get(&self, start: usize, len: usize) -> &mut [T] {
-        if self.1 == 0 {
-            return &mut [];
-        }
-        assert!(start + len <= self.1, "a block outside its slice");
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
-    }
 }

@@ -128,6 +128,31 @@ pub fn tensor<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>) -> Result<T
     Tensor::from_vec(values, shape.into(), &Device::Cpu)
 }
 
+/// A slice that parallel workers write disjoint ranges of.
+pub(super) struct Blocks<T>(*mut T, usize);
+
+// SAFETY: `get` promises that no two workers hold one range.
+unsafe impl<T: Send> Sync for Blocks<T> {}
+
+impl<T> Blocks<T> {
+    pub(super) fn new(all: &mut [T]) -> Self {
+        Self(all.as_mut_ptr(), all.len())
+    }
+
+    /// An empty slice where the whole is empty.
+    ///
+    /// # Safety
+    /// No two calls whose results live at once may overlap.
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn get(&self, start: usize, len: usize) -> &mut [T] {
+        if self.1 == 0 {
+            return &mut [];
+        }
+        assert!(start + len <= self.1, "a block outside its slice");
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
+    }
+}
+
 /// Bytes of `elements` values of a type.
 pub fn bytes(dtype: DType, elements: usize) -> u64 {
     (dtype.size_in_bytes() * elements) as u64

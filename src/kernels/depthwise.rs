@@ -5,7 +5,7 @@
 
 use rayon::prelude::*;
 
-use super::conv::Geometry;
+use super::windows::Geometry;
 use super::{Elem, Real, cpu};
 use crate::vectorised;
 

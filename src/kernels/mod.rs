@@ -37,6 +37,7 @@ pub mod swiglu;
 pub mod tally;
 pub mod turn;
 pub mod update;
+pub mod windows;
 
 pub use activation::{Activation, Reads};
 pub use clip::Clip;

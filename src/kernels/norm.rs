@@ -3,7 +3,6 @@
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-use super::conv::Blocks;
 use super::linear::{Grads, add_all};
 use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
@@ -133,7 +132,7 @@ impl Norm<'_> {
         let stats = cpu::view::<T::Acc>(stats)?;
         let (n, kept) = (weight.len(), self.kept());
         let mut dx = cpu::fresh::<T>(if want { x.len() } else { 0 });
-        let (all, rows) = (Blocks::new(&mut dx), chunk_rows(n));
+        let (all, rows) = (cpu::Blocks::new(&mut dx), chunk_rows(n));
         let chunks = x.par_chunks(rows * n).zip(dy.par_chunks(rows * n)).zip(stats.par_chunks(rows * kept));
         let (weights, biases): (Vec<_>, Vec<_>) = chunks
             .enumerate()

@@ -3,8 +3,9 @@
 use candle_core::{Result, Tensor};
 
 use super::{At, Cost, Layer, Pass, Saved};
-use crate::kernels::conv::{Conv as Kernel, Geometry, workspace};
+use crate::kernels::conv::{Conv as Kernel, workspace};
 use crate::kernels::linear::Grads;
+use crate::kernels::windows::Geometry;
 use crate::kernels::{Activation, Reads};
 use crate::params::{Declared, Init, ParamId};
 

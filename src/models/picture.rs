@@ -2,8 +2,8 @@
 //! by name where the picture is too small or the channels do not divide.
 
 use super::{Builder, ModelError};
-use crate::kernels::conv::Geometry;
 use crate::kernels::pool::Window;
+use crate::kernels::windows::Geometry;
 use crate::kernels::{Activation, Clip};
 use crate::layers::avg_pool::AvgPool;
 use crate::layers::batch_norm::BatchNorm;
