@@ -5,6 +5,9 @@
 pub struct Features {
     pub input: Input,
     pub target: Target,
+    /// Where samples are padded: the lengths, ascending, that a batch may be cut to, the last one being the
+    /// input's whole length. Empty where every sample is whole.
+    pub buckets: Vec<usize>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +29,11 @@ pub enum Target {
 }
 
 impl Features {
+    /// Features of samples that are all whole.
+    pub fn new(input: Input, target: Target) -> Self {
+        Self { input, target, buckets: Vec::new() }
+    }
+
     /// Values in one sample's input.
     pub fn input_len(&self) -> usize {
         match &self.input {
@@ -43,8 +51,8 @@ impl Features {
         }
     }
 
-    /// Bytes one sample takes in a host batch: its input, its target and its id.
+    /// Bytes one sample takes in a host batch: its input, its target, its id, and its length where it is padded.
     pub fn sample_bytes(&self) -> u64 {
-        4 * (self.input_len() as u64 + self.target_len() as u64) + 8
+        4 * (self.input_len() as u64 + self.target_len() as u64 + u64::from(!self.buckets.is_empty())) + 8
     }
 }

@@ -26,7 +26,7 @@ impl Check {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
         // Opening the data and building the network needs no budget: nothing is allocated for them.
-        let setup = Setup::new(job, u64::MAX)?;
+        let setup = Setup::open(job, u64::MAX, &common.opening())?;
         if common.json {
             let layers: Vec<Value> = rows(&setup).iter().map(Row::json).collect();
             say(json!({

@@ -55,7 +55,7 @@ impl Fit {
         let orders = Orders::received()?;
         // What the lock says was heeded by the process that gave the orders.
         if self.dry_run || self.locking.any() && orders.is_none() {
-            let setup = Setup::new(job.clone(), machine.ram)?;
+            let setup = Setup::open(job.clone(), machine.ram, &common.opening())?;
             let planned = setup.plan_for(&machine);
             self.locking.heed(&self.job.path, &setup, &machine, &planned)?;
             if self.dry_run {
@@ -81,6 +81,7 @@ impl Fit {
             stamp: stamp(),
             max_steps: self.max_steps,
             ram: machine.ram,
+            opening: common.opening(),
             fault: hook("TRAINER_FAULT_ASK")?,
             signals: Signals::watch(heard)?,
             watch: match std::env::var_os("TRAINER_FAULT_PRESSURE") {

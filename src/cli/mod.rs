@@ -14,14 +14,16 @@ mod schema;
 mod verify;
 
 use std::ffi::OsString;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::data::{Opening, Unwatched, Watch};
 use crate::job::Job;
-use crate::report::{Look, Verbosity};
+use crate::report::{Look, Passes, Verbosity};
 pub use exit::{Exit, Stop};
 
 /// Trains a declared model within a memory budget.
@@ -80,6 +82,13 @@ impl Common {
     /// Loads the job at `path` with this command line's `--set`s over it.
     pub fn job(&self, path: &Path) -> anyhow::Result<Job> {
         Ok(Job::load(path, &self.set)?)
+    }
+
+    /// The means to open data: long passes over files show their progress where people read.
+    pub fn opening(&self) -> Opening {
+        let watched = !self.quiet && io::stderr().is_terminal();
+        let watch: Arc<dyn Watch> = if watched { Arc::new(Passes::default()) } else { Arc::new(Unwatched) };
+        Opening { watch, ..Opening::default() }
     }
 
     /// How to show things where people read, which is a terminal or is not.

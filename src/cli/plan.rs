@@ -70,7 +70,7 @@ impl Plan {
             }
             machine = Machine { device: "cuda".into(), vram, ..machine };
         }
-        let mut setup = Setup::new(job, machine.ram)?;
+        let mut setup = Setup::open(job, machine.ram, &common.opening())?;
         let plan = match self.measure {
             // On a thread of the pool, as a run is.
             true => rayon::scope(|_| trial::plan(&mut setup, &machine))?,

@@ -37,7 +37,7 @@ impl Verify {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
         let ram = memory::budget::host(&job.memory, &memory::probe::host()?);
-        let setup = Setup::new(job, ram)?;
+        let setup = Setup::open(job, ram, &common.opening())?;
         let proof = Proof {
             updates: self.updates,
             ram,

@@ -21,6 +21,8 @@ pub struct Batch {
     pub inputs: Values,
     /// (rows, target...), as [`Features::target`] says.
     pub targets: Values,
+    /// Positions of each row that are not padding; empty where every row is whole.
+    pub lengths: Vec<u32>,
 }
 
 impl Batch {
@@ -46,6 +48,7 @@ impl Batch {
                     Target::Values { .. } => Values::F32(room(targets)?),
                     Target::Class { .. } | Target::Tokens => Values::U32(room(targets)?),
                 },
+                lengths: room(Some(if features.buckets.is_empty() { 0 } else { rows }))?,
             })
         };
         let bytes = features.sample_bytes().saturating_mul(rows as u64);
@@ -54,12 +57,13 @@ impl Batch {
 
     /// Bytes of the samples in it.
     pub fn bytes(&self) -> u64 {
-        8 * self.ids.len() as u64 + 4 * (self.inputs.len() as u64 + self.targets.len() as u64)
+        8 * self.ids.len() as u64 + 4 * (self.inputs.len() + self.targets.len() + self.lengths.len()) as u64
     }
 
     /// Bytes of the memory behind it.
     pub fn room_bytes(&self) -> u64 {
-        8 * self.ids.capacity() as u64 + 4 * (self.inputs.room() as u64 + self.targets.room() as u64)
+        8 * self.ids.capacity() as u64
+            + 4 * (self.inputs.room() + self.targets.room() + self.lengths.capacity()) as u64
     }
 
     /// Makes the batch `rows` long; what the rows hold is left to be written.
@@ -67,6 +71,9 @@ impl Batch {
         self.ids.resize(rows, 0);
         self.inputs.resize(rows * features.input_len());
         self.targets.resize(rows * features.target_len());
+        if !features.buckets.is_empty() {
+            self.lengths.resize(rows, 0);
+        }
     }
 
     /// Row `row`, to be written.
@@ -74,6 +81,7 @@ impl Batch {
         Row {
             input: self.inputs.row(row, features.input_len()),
             target: self.targets.row(row, features.target_len()),
+            length: features.input_len() as u32,
         }
     }
 }

@@ -9,6 +9,12 @@ pub enum DataError {
     #[error("cannot read `{}`", file.display())]
     Io { file: PathBuf, source: Arc<io::Error> },
 
+    #[error("cannot write `{}`", file.display())]
+    Write { file: PathBuf, source: Arc<io::Error> },
+
+    #[error("`{pattern}` names no file: {why}")]
+    Pattern { pattern: String, why: String },
+
     #[error("`{}` is empty", file.display())]
     EmptyFile { file: PathBuf },
 
@@ -37,6 +43,10 @@ pub enum DataError {
     #[error("`{}`, record {record}{}: `{value}` is not {wanted}", file.display(), in_column(column))]
     Value { file: PathBuf, record: u64, column: Option<String>, value: String, wanted: String },
 
+    /// A record that cannot be used as a whole. `place` says which: "line 7", "record 12", "member a/b.jpg".
+    #[error("`{}`{}: {problem}", file.display(), at(place))]
+    Record { file: PathBuf, place: String, problem: String },
+
     #[error("`{}` holds {bytes} bytes of samples, more than the {limit} allowed", file.display())]
     TooLarge { file: PathBuf, bytes: u64, limit: u64 },
 
@@ -64,6 +74,11 @@ impl DataError {
             DataError::EmptyFile { .. } | DataError::Truncated { .. } | DataError::Damaged { .. } => {
                 "copy or download the file again"
             }
+            DataError::Write { .. } => "check that the folder may be written to and the disk is not full",
+            DataError::Pattern { .. } => "check the pattern; it starts at the job's folder",
+            DataError::Record { .. } => {
+                "correct or remove the record, or set `on_bad_record = \"skip\"` to train without it"
+            }
             DataError::NotText { .. } => "convert the file to UTF-8, or take it out of the set",
             DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
             DataError::Format { .. } => "check that `kind` and the path belong together",
@@ -85,9 +100,22 @@ impl DataError {
         matches!(self, DataError::TooLarge { .. } | DataError::OutOfMemory { .. })
     }
 
+    /// Whether one record is at fault, so that the set could be read without it.
+    pub fn is_record(&self) -> bool {
+        matches!(self, DataError::Value { .. } | DataError::Record { .. })
+    }
+
+    pub(super) fn writing(file: &std::path::Path) -> impl FnOnce(io::Error) -> DataError + '_ {
+        move |source| DataError::Write { file: file.to_owned(), source: Arc::new(source) }
+    }
+
     pub(super) fn io(file: &std::path::Path) -> impl FnOnce(io::Error) -> DataError + '_ {
         move |source| DataError::Io { file: file.to_owned(), source: Arc::new(source) }
     }
+}
+
+fn at(place: &str) -> String {
+    if place.is_empty() { String::new() } else { format!(", {place}") }
 }
 
 fn in_column(column: &Option<String>) -> String {

@@ -1,17 +1,15 @@
-//! Sets in the idx files of MNIST and its family: pictures in one file, labels in another, each plain or
-//! gzip (seen from the content, not from the name).
+//! Sets in the idx files of MNIST and its family: pictures in one file, labels in another, each plain,
+//! gzip or zstd (seen from the content, not from the name).
 //!
 //! The bytes are kept in memory as they are, one a pixel, and become f32 when read. A file is believed
 //! only as far as its length allows: no header makes the program allocate more than the file can hold.
 
 use std::{
-    fs::File,
-    io::{self, BufReader, Read, Seek},
+    io::{self, Read},
     path::{Path, PathBuf},
 };
 
-use flate2::read::MultiGzDecoder;
-
+use super::files::{self, Packing, fault};
 use super::{DataError, Features, Input, Key, Row, Source, Target};
 
 /// What to open and how to read it.
@@ -79,10 +77,7 @@ impl Idx {
                 wanted: format!("a class below {}", files.classes.len()),
             });
         }
-        let features = Features {
-            input: Input::Floats { shape },
-            target: Target::Class { names: files.classes.clone() },
-        };
+        let features = Features::new(Input::Floats { shape }, Target::Class { names: files.classes.clone() });
         Ok(Idx { pixels: images.read()?, labels, values, features })
     }
 }
@@ -109,6 +104,13 @@ impl Source for Idx {
     fn resident_bytes(&self) -> u64 {
         (self.pixels.capacity() + self.labels.capacity()) as u64
     }
+
+    fn balance(&self) -> Option<Vec<u64>> {
+        let Target::Class { names } = &self.features.target else { return None };
+        let mut counts = vec![0; names.len()];
+        self.labels.iter().for_each(|&label| counts[label as usize] += 1);
+        Some(counts)
+    }
 }
 
 fn values(normalise: Option<Normalise>) -> Result<[f32; 256], DataError> {
@@ -129,7 +131,7 @@ struct Array {
     dims: Vec<usize>,
     /// The product of `dims`.
     bytes: u64,
-    body: Box<dyn Read>,
+    body: Box<dyn Read + Send>,
 }
 
 impl Array {
@@ -138,20 +140,8 @@ impl Array {
         wanted: &'static str,
         rank: std::ops::RangeInclusive<u8>,
     ) -> Result<Self, DataError> {
-        let mut raw = File::open(file).map_err(DataError::io(file))?;
-        let length = raw.metadata().map_err(DataError::io(file))?.len();
-        if length == 0 {
-            return Err(DataError::EmptyFile { file: file.to_owned() });
-        }
-        let mut start = Vec::new();
-        raw.by_ref().take(2).read_to_end(&mut start).map_err(DataError::io(file))?;
-        raw.rewind().map_err(DataError::io(file))?;
-        let gzip = start == [0x1f, 0x8b];
-        let mut body: Box<dyn Read> = if gzip {
-            Box::new(MultiGzDecoder::new(BufReader::new(raw)))
-        } else {
-            Box::new(BufReader::new(raw))
-        };
+        let (packing, length) = files::packing(file)?;
+        let mut body = files::open(file)?;
 
         let magic = header(&mut *body, file, 0, 4)?;
         // Two zeros, 8 for unsigned bytes, the number of dimensions.
@@ -164,8 +154,13 @@ impl Array {
             dims.chunks_exact(4).map(|dim| dim.iter().fold(0, |n, &byte| n << 8 | byte as usize)).collect();
         let bytes = dims.iter().fold(1u64, |product, &dim| product.saturating_mul(dim as u64));
 
-        // Deflate makes at most 1032 bytes of one.
-        let possible = if gzip { length.saturating_mul(1032) } else { length };
+        let possible = match packing {
+            Packing::Plain => length,
+            // Deflate makes at most 1032 bytes of one.
+            Packing::Gzip => length.saturating_mul(1032),
+            // A block of at most 128 KiB takes at least four bytes.
+            Packing::Zstd => length.saturating_mul(1 << 15),
+        };
         let promised = bytes.saturating_add(4 + 4 * dims.len() as u64);
         if promised > possible {
             return Err(DataError::Truncated { file: file.to_owned(), promised, found: possible });
@@ -209,16 +204,6 @@ fn header(body: &mut dyn Read, file: &Path, at: usize, count: usize) -> Result<V
     }
 }
 
-/// What flate2 finds wrong in a stream comes as invalid data or input.
-fn fault(file: &Path, error: io::Error) -> DataError {
-    match error.kind() {
-        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => {
-            DataError::Damaged { file: file.to_owned(), source: error.into() }
-        }
-        _ => DataError::io(file)(error),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -258,7 +243,7 @@ mod tests {
 
     fn sample(set: &dyn Source, index: u64) -> (Vec<f32>, u32) {
         let (mut pixels, mut label) = (vec![f32::NAN; set.features().input_len()], [99]);
-        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label) };
+        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label), length: 0 };
         set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row).unwrap();
         (pixels, label[0])
     }

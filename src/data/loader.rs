@@ -315,6 +315,10 @@ impl Shared {
             catch_unwind(AssertUnwindSafe(|| self.source.read(id, key, &mut into))).unwrap_or_else(
                 |cause| Err(DataError::Panicked { sample: id, message: message(cause.as_ref()) }),
             )?;
+            let length = into.length;
+            if let Some(slot) = batch.lengths.get_mut(row) {
+                *slot = length;
+            }
         }
         Ok(batch)
     }

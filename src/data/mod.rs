@@ -7,17 +7,23 @@
 //! its global index everywhere, so nothing depends on how a batch was split or who decoded it.
 
 mod batch;
+pub mod cache;
 pub mod digest;
 mod error;
+pub mod files;
 pub mod idx;
 pub mod loader;
+mod opening;
 pub mod order;
 pub mod sequences;
 pub mod shapes;
+pub mod split;
+pub mod stream;
 pub mod text;
 
 pub use batch::{Batch, Values};
 pub use error::DataError;
+pub use opening::{Opening, Unwatched, Watch};
 
 pub use crate::features::{Features, Input, Target};
 
@@ -45,16 +51,50 @@ pub trait Source: Send + Sync {
     /// but `index` and `key`.
     fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError>;
 
-    /// Bytes of host memory the set keeps for as long as it lives.
+    /// Bytes of host memory the set keeps for as long as it lives. Mapped files do not count: the kernel
+    /// takes their pages back whenever it likes.
     fn resident_bytes(&self) -> u64 {
         0
     }
+
+    /// Samples of each class, where that is known without reading the samples.
+    fn balance(&self) -> Option<Vec<u64>> {
+        None
+    }
+
+    /// How long the samples are in tokens, where they differ and that is known without reading them.
+    fn lengths(&self) -> Option<Lengths> {
+        None
+    }
+
+    /// Tokens as people read them, where they stand for text.
+    fn text(&self, tokens: &[u32]) -> Option<String> {
+        let _ = tokens;
+        None
+    }
+
+    /// What else was found out about the files that `trainer check` should tell: (name, value) lines.
+    fn about(&self) -> Vec<(String, String)> {
+        Vec::new()
+    }
+}
+
+/// How long samples are, in tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lengths {
+    /// The longest sample before anything was cut, and its index.
+    pub longest: (u64, u64),
+    /// (up to this length, samples), ascending; samples longer than the last are counted there.
+    pub histogram: Vec<(u64, u64)>,
 }
 
 /// One row of a batch, lent to a source to write a sample into.
 pub struct Row<'a> {
     pub input: Slice<'a>,
     pub target: Slice<'a>,
+    /// Positions of the input, from the first, that are not padding. A source whose features have buckets
+    /// sets it; no other one needs to.
+    pub length: u32,
 }
 
 pub enum Slice<'a> {

@@ -54,7 +54,7 @@ impl Set {
             rule: Random::new(seed, const { stream("sequences.rule") }),
             draws: Random::new(seed, set),
         };
-        Self { sequences, features: Features { input: Input::Tokens { length, vocab }, target } }
+        Self { sequences, features: Features::new(Input::Tokens { length, vocab }, target) }
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
     fn sample(set: &Set, index: u64) -> (Vec<u32>, Vec<u32>) {
         let features = set.features();
         let (mut input, mut target) = (vec![0; features.input_len()], vec![0; features.target_len()]);
-        let mut row = Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target) };
+        let mut row = Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target), length: 0 };
         set.read(index, Key { seed: 1, epoch: 0, sample: index }, &mut row).unwrap();
         (input, target)
     }

@@ -45,10 +45,10 @@ impl Shapes {
             Part::Train => const { stream("shapes.train") },
             Part::Valid => const { stream("shapes.valid") },
         };
-        let features = Features {
-            input: Input::Floats { shape: vec![image_size, image_size, 1] },
-            target: Target::Class { names: NAMES.map(str::to_owned).to_vec() },
-        };
+        let features = Features::new(
+            Input::Floats { shape: vec![image_size, image_size, 1] },
+            Target::Class { names: NAMES.map(str::to_owned).to_vec() },
+        );
         Ok(Shapes { size: image_size, samples, key: Random::new(seed, stream), features })
     }
 }
@@ -219,7 +219,7 @@ mod tests {
 
     fn picture(set: &Shapes, index: u64) -> (Vec<f32>, u32) {
         let (mut pixels, mut label) = (vec![f32::NAN; set.size * set.size], [99]);
-        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label) };
+        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label), length: 0 };
         set.read(index, KEY, &mut row).unwrap();
         (pixels, label[0])
     }

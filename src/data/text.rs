@@ -205,10 +205,8 @@ impl Windows {
                 format!("it has {} characters and a window takes {}", range.len(), context.saturating_add(1));
             return Err(DataError::NoSamples { set: "the text".to_owned(), why });
         }
-        let features = Features {
-            input: Input::Tokens { length: context, vocab: corpus.vocabulary.len() },
-            target: Target::Tokens,
-        };
+        let input = Input::Tokens { length: context, vocab: corpus.vocabulary.len() };
+        let features = Features::new(input, Target::Tokens);
         Ok(Windows { corpus, range, context, placement, features })
     }
 }
@@ -262,7 +260,7 @@ mod tests {
 
     fn window(set: &Windows, index: u64, epoch: u64) -> (String, String) {
         let (mut input, mut target) = (vec![9999; set.context], vec![9999; set.context]);
-        let mut row = Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target) };
+        let mut row = Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target), length: 0 };
         set.read(index, Key { seed: 5, epoch, sample: index }, &mut row).unwrap();
         let text = |tokens: &[u32]| tokens.iter().map(|&t| set.corpus.vocabulary[t as usize]).collect();
         (text(&input), text(&target))

@@ -248,6 +248,7 @@ impl Checker<'_> {
     fn string(&self, text: &str, schema: &Value, path: &str) -> Result<Option<String>, Box<Error>> {
         let fits = match schema["format"].as_str() {
             Some("size") => text.parse::<Size>().is_ok(),
+            Some("bytes") => matches!(text.parse(), Ok(Size::Bytes(_))),
             Some("share") => matches!(text.parse(), Ok(Size::Bytes(_) | Size::Percent(_))),
             Some("name") => is_name(text),
             Some("path") => {

@@ -155,6 +155,7 @@ pub(super) fn allowed(schema: &Value) -> String {
             format!("a list{length}, each {}", allowed(&schema["items"]))
         }
         (_, Some("size")) => "\"auto\", a size such as \"8GiB\" or a share such as \"80%\"".into(),
+        (_, Some("bytes")) => "a size such as \"512MiB\"".into(),
         (_, Some("share")) => "a size such as \"512MiB\" or a share such as \"5%\"".into(),
         (_, Some("name")) => "letters, digits, `-`, `_` and `.`, not starting with `.` or `-`".into(),
         (_, Some("path")) => "a path, relative to the job file; `${NAME}` is an environment variable".into(),

@@ -55,7 +55,7 @@ mod tests {
 
     fn pictures(shape: [usize; 3], classes: usize) -> Features {
         let names = (0..classes).map(|c| c.to_string()).collect();
-        Features { input: Input::Floats { shape: shape.into() }, target: Target::Class { names } }
+        Features::new(Input::Floats { shape: shape.into() }, Target::Class { names })
     }
 
     fn refused(toml: &str, shape: [usize; 3]) -> String {

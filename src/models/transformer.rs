@@ -130,7 +130,7 @@ mod tests {
     use crate::models::build;
 
     fn refused(model: Model, input: Input, target: Target) -> String {
-        let result = build(&model, &Features { input, target });
+        let result = build(&model, &Features::new(input, target));
         result.err().map_or_else(|| "built".into(), |error| error.to_string())
     }
 
@@ -174,7 +174,7 @@ mod tests {
     fn parameters_are_counted_as_they_are_declared() {
         for tie in [true, false] {
             let model = Model::Gpt(Gpt { tie, ..Gpt::default() });
-            let built = build(&model, &Features { input: text(64), target: Target::Tokens }).unwrap();
+            let built = build(&model, &Features::new(text(64), Target::Tokens)).unwrap();
             let counted: usize = built.network.layers().iter().map(|layer| layer.parameters()).sum();
             assert_eq!(counted + built.network.loss.parameters(), built.layout.params.len);
         }

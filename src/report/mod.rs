@@ -6,6 +6,7 @@
 //! Errors of the run itself are not rendered here; whoever returns them says them.
 
 pub mod jsonl;
+mod passes;
 pub mod plan;
 mod progress;
 mod reference;
@@ -22,6 +23,7 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 pub use jsonl::{Events, Metrics, Stream};
+pub use passes::Passes;
 pub use reference::events_markdown;
 pub use summary::Summary;
 pub use tensorboard::TensorBoard;

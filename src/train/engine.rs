@@ -101,7 +101,7 @@ impl<'a> Engine<'a> {
             seed: self.setup.job.seed,
             epoch: batch.epoch,
             ids: &batch.ids,
-            lengths: None,
+            lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             scale: scale / self.nominal(),
         };
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };

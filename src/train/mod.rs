@@ -10,6 +10,7 @@ mod planning;
 pub mod postmortem;
 pub mod retry;
 pub mod run;
+pub mod sets;
 pub mod setup;
 pub mod signals;
 pub mod supervisor;

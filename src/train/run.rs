@@ -24,10 +24,10 @@ use super::retry::{Descent, Way};
 use super::setup::Setup;
 use super::signals::{Signal, Signals};
 use super::supervisor::Restart;
-use crate::data::DataError;
 use crate::data::digest::Digest;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
+use crate::data::{DataError, Opening};
 use crate::job::{Every, Job};
 use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
@@ -53,6 +53,8 @@ pub struct Options {
     pub max_steps: Option<u64>,
     /// Host bytes the run may use.
     pub ram: u64,
+    /// The means to open data.
+    pub opening: Opening,
     /// Asks for memory that fail, for tests of recovery.
     pub fault: Option<Fault>,
     pub signals: Signals,

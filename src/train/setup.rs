@@ -1,87 +1,16 @@
 //! From a job to everything a run needs but the tensors: data opened, network built, memory planned.
 
-use std::path::PathBuf;
-use std::sync::Arc;
-
 use candle_core::DType;
 
 use super::Failure;
-use crate::data::idx::{self, Idx};
+use super::sets::Sets;
 use crate::data::order::Order;
-use crate::data::shapes::{self, Shapes};
-use crate::data::text::{Corpus, Placement, Windows};
-use crate::data::{Source, loader, sequences};
+use crate::data::{Opening, loader};
 use crate::features::Features;
-use crate::job::{self, Job, Length, Optimizer, Precision};
+use crate::job::{Job, Length, Optimizer, Precision};
 use crate::layers::network::Network;
-use crate::models::ModelError;
 use crate::params::Layout;
 use crate::units::{Bytes, Size};
-
-/// The training and the validation set.
-pub struct Sets {
-    pub train: Arc<dyn Source>,
-    pub valid: Arc<dyn Source>,
-}
-
-impl Sets {
-    /// Opens the data; what it keeps in memory may take at most `ram` bytes.
-    pub fn open(job: &Job, ram: u64) -> Result<Self, Failure> {
-        match &job.data.source {
-            job::Source::Shapes(s) => {
-                let part = |samples: usize, part| Shapes::new(s.image_size, samples as u64, job.seed, part);
-                Self::of(
-                    part(s.train_samples, shapes::Part::Train)?,
-                    part(s.valid_samples, shapes::Part::Valid)?,
-                )
-            }
-            job::Source::Idx(s) => {
-                let open = |images: &PathBuf, labels: &PathBuf| {
-                    Idx::open(&idx::Files {
-                        images: images.clone(),
-                        labels: labels.clone(),
-                        classes: (0..s.classes).map(|class| class.to_string()).collect(),
-                        normalise: Some(idx::Normalise { mean: s.mean as f32, std: s.std as f32 }),
-                        max_bytes: ram,
-                    })
-                };
-                Self::of(open(&s.train_images, &s.train_labels)?, open(&s.valid_images, &s.valid_labels)?)
-            }
-            job::Source::Text(s) => {
-                let context = context(job)?;
-                let corpus = Arc::new(Corpus::open(&s.files, ram)?);
-                let (train, valid) = corpus.split(s.valid_share);
-                let placement = match s.windows {
-                    job::Windows::Fixed => Placement::Fixed,
-                    job::Windows::Random => Placement::Random,
-                };
-                let train = Windows::new(corpus.clone(), train, context, placement)?;
-                Self::of(train, Windows::new(corpus, valid, context, Placement::Fixed)?)
-            }
-            job::Source::TextSynthetic(s) => {
-                let context = context(job)?;
-                let part = |samples: usize, part| {
-                    sequences::Set::new(samples as u64, context, s.vocab, s.classes, job.seed, part)
-                };
-                Self::of(
-                    part(s.train_samples, sequences::Part::Train),
-                    part(s.valid_samples, sequences::Part::Valid),
-                )
-            }
-        }
-    }
-
-    fn of(train: impl Source + 'static, valid: impl Source + 'static) -> Result<Self, Failure> {
-        Ok(Self { train: Arc::new(train), valid: Arc::new(valid) })
-    }
-}
-
-/// Tokens in a sample, which text takes from the model.
-fn context(job: &Job) -> Result<usize, Failure> {
-    let refuse =
-        || ModelError::Data { kind: job.model.kind(), needs: "numbers or pictures", got: "text".into() };
-    Ok(job.model.context().ok_or_else(refuse)?)
-}
 
 /// A job made ready.
 pub struct Setup {
@@ -108,7 +37,13 @@ pub struct Setup {
 impl Setup {
     /// `ram` is the host budget in bytes.
     pub fn new(job: Job, ram: u64) -> Result<Self, Failure> {
-        let sets = Sets::open(&job, ram)?;
+        Self::open(job, ram, &Opening::default())
+    }
+
+    /// As [`Setup::new`], with the means to open data of `opening` (its `max_bytes` and `seed` are set here).
+    pub fn open(job: Job, ram: u64, opening: &Opening) -> Result<Self, Failure> {
+        let opening = Opening { max_bytes: ram, seed: job.seed, ..opening.clone() };
+        let sets = Sets::open(&job, &opening)?;
         let built = crate::models::build(&job.model, sets.train.features())?;
         let samples = job.train.samples_per_update() as u64;
         let order = Order::new(sets.train.len(), samples, job.seed, job.data.loading.shuffle)?;

@@ -65,7 +65,7 @@ pub fn language(name: &'static str, model: Model, batch: usize, length: usize, v
         let rows = all.chunks(length + 1).flat_map(|row| row[from..from + length].to_vec());
         Tensor::from_vec(rows.collect::<Vec<u32>>(), (batch, length), &Device::Cpu).unwrap()
     };
-    let features = Features { input: Input::Tokens { length, vocab }, target: Target::Tokens };
+    let features = Features::new(Input::Tokens { length, vocab }, Target::Tokens);
     Case::new(name, model, features, part(0), part(1))
 }
 
@@ -78,7 +78,7 @@ pub fn texts(
 ) -> Case {
     let inputs =
         Tensor::from_vec(numbers("tokens", vocab, batch * length), (batch, length), &Device::Cpu).unwrap();
-    let features = Features { input: Input::Tokens { length, vocab }, target: named(classes) };
+    let features = Features::new(Input::Tokens { length, vocab }, named(classes));
     let lengths = numbers("lengths", length, batch).iter().map(|n| n + 1).collect();
     Case { lengths: Some(lengths), ..Case::new(name, model, features, inputs, targets(batch, classes)) }
 }
@@ -88,7 +88,7 @@ pub fn pictures(name: &'static str, model: Model, batch: usize, shape: [usize; 3
     let [h, w, c] = shape;
     let pixels = bits("pictures", batch * h * w * c).map(|b| uniform(b) as f32).collect::<Vec<f32>>();
     let inputs = Tensor::from_vec(pixels, (batch, h, w, c), &Device::Cpu).unwrap();
-    let features = Features { input: Input::Floats { shape: shape.to_vec() }, target: named(classes) };
+    let features = Features::new(Input::Floats { shape: shape.to_vec() }, named(classes));
     Case::new(name, model, features, inputs, targets(batch, classes))
 }
 

@@ -18,7 +18,7 @@ struct Toy {
 }
 
 fn toy(samples: u64) -> Toy {
-    let features = Features { input: Input::Floats { shape: vec![3] }, target: Target::Values { len: 2 } };
+    let features = Features::new(Input::Floats { shape: vec![3] }, Target::Values { len: 2 });
     Toy { samples, features, reads: AtomicUsize::new(0), bad: None, panics: false }
 }
 

@@ -22,7 +22,7 @@ pub(super) fn planned(
 ) -> Result<(Setup, Plan, u64), Failure> {
     let most = options.restart.as_ref().and_then(|restart| restart.most_ram);
     let ram = most.map_or(options.ram, |most| most.min(options.ram));
-    let mut setup = Setup::new(job, ram)?;
+    let mut setup = Setup::open(job, ram, &options.opening)?;
     let plan = setup.settle(ram, before);
     let least = plan.peak.ram_bytes;
     match plan.verdict {

@@ -1,0 +1,146 @@
+//! Which files a set is made of, and their bytes: names or patterns, plain, gzip or zstd.
+
+use std::{
+    fs::File,
+    io::{self, BufReader, Read, Seek},
+    path::{Path, PathBuf},
+};
+
+use flate2::read::MultiGzDecoder;
+
+use super::DataError;
+
+/// How a file's bytes are packed, seen from its first bytes and not from its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    Plain,
+    Gzip,
+    Zstd,
+}
+
+/// The files named by `patterns`, in the order of the patterns; those of a pattern such as `data/*.csv` in the
+/// order of their names. A name that exists is itself, whatever characters it has.
+pub fn find(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
+    let mut files = Vec::new();
+    for pattern in patterns {
+        let text = pattern.to_string_lossy();
+        if !text.contains(['*', '?', '[']) || pattern.exists() {
+            files.push(pattern.clone());
+            continue;
+        }
+        let wrong = |why: String| DataError::Pattern { pattern: text.to_string(), why };
+        let before = files.len();
+        for found in glob::glob(&text).map_err(|error| wrong(error.msg.into()))? {
+            let found = found.map_err(|error| {
+                let file = error.path().to_owned();
+                DataError::io(&file)(error.into())
+            })?;
+            if found.is_file() {
+                files.push(found);
+            }
+        }
+        if files.len() == before {
+            return Err(wrong("no file has such a name".into()));
+        }
+    }
+    Ok(files)
+}
+
+/// A file's packing and its length in bytes as it lies on disk. An empty file is refused.
+pub fn packing(file: &Path) -> Result<(Packing, u64), DataError> {
+    open_raw(file).map(|(_, packing, length)| (packing, length))
+}
+
+/// A file's content, unpacked as it is read. What is found wrong on the way is best told by [`fault`].
+pub fn open(file: &Path) -> Result<Box<dyn Read + Send>, DataError> {
+    let (raw, packing, _) = open_raw(file)?;
+    let raw = BufReader::with_capacity(1 << 16, raw);
+    Ok(match packing {
+        Packing::Plain => Box::new(raw),
+        Packing::Gzip => Box::new(MultiGzDecoder::new(raw)),
+        Packing::Zstd => Box::new(zstd::Decoder::with_buffer(raw).map_err(DataError::io(file))?),
+    })
+}
+
+fn open_raw(file: &Path) -> Result<(File, Packing, u64), DataError> {
+    let mut raw = File::open(file).map_err(DataError::io(file))?;
+    let length = raw.metadata().map_err(DataError::io(file))?.len();
+    if length == 0 {
+        return Err(DataError::EmptyFile { file: file.to_owned() });
+    }
+    let mut start = Vec::new();
+    raw.by_ref().take(4).read_to_end(&mut start).map_err(DataError::io(file))?;
+    raw.rewind().map_err(DataError::io(file))?;
+    let packing = match start[..] {
+        [0x1f, 0x8b, ..] => Packing::Gzip,
+        [0x28, 0xb5, 0x2f, 0xfd] => Packing::Zstd,
+        _ => Packing::Plain,
+    };
+    Ok((raw, packing, length))
+}
+
+/// An error met while reading an opened file: what a decompressor finds wrong in a stream comes as invalid
+/// data or input, or as an early end.
+pub fn fault(file: &Path, error: io::Error) -> DataError {
+    match error.kind() {
+        io::ErrorKind::InvalidData
+        | io::ErrorKind::InvalidInput
+        | io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::Other => DataError::Damaged { file: file.to_owned(), source: error.into() },
+        _ => DataError::io(file)(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn patterns_find_files_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for name in ["b.csv", "a.csv", "c.txt", "odd[1].csv"] {
+            std::fs::write(path(name), "x").unwrap();
+        }
+        let names = |patterns: &[PathBuf]| -> Vec<String> {
+            let found = find(patterns).unwrap();
+            found.iter().map(|f| f.file_name().unwrap().to_string_lossy().into_owned()).collect()
+        };
+        assert_eq!(names(&[path("c.txt"), path("[ab].csv")]), ["c.txt", "a.csv", "b.csv"]);
+        assert_eq!(names(&[path("odd[1].csv")]), ["odd[1].csv"]);
+        let none = find(&[path("*.json")]).unwrap_err().to_string();
+        assert!(none.contains("*.json") && none.contains("no file has such a name"), "{none}");
+        assert!(find(&[path("a***b")]).is_err());
+    }
+
+    #[test]
+    fn every_packing_reads_the_same_and_damage_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("data");
+        let text = b"hello ".repeat(1000);
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzip.write_all(&text).unwrap();
+        let packed = [
+            (Packing::Plain, text.clone()),
+            (Packing::Gzip, gzip.finish().unwrap()),
+            (Packing::Zstd, zstd::encode_all(&text[..], 1).unwrap()),
+        ];
+        for (kind, bytes) in packed {
+            std::fs::write(&file, &bytes).unwrap();
+            assert_eq!(packing(&file).unwrap(), (kind, bytes.len() as u64));
+            let mut read = Vec::new();
+            open(&file).unwrap().read_to_end(&mut read).unwrap();
+            assert_eq!(read, text, "{kind:?}");
+            std::fs::write(&file, &bytes[..bytes.len() - 5]).unwrap();
+            let cut = open(&file).unwrap().read_to_end(&mut Vec::new());
+            match kind {
+                Packing::Plain => assert!(cut.is_ok()),
+                _ => assert!(matches!(fault(&file, cut.unwrap_err()), DataError::Damaged { .. })),
+            }
+        }
+        std::fs::write(&file, "").unwrap();
+        assert!(matches!(open(&file).err().unwrap(), DataError::EmptyFile { .. }));
+    }
+}

@@ -1,0 +1,37 @@
+//! What opening a set may use, and whom it tells of work that takes long.
+
+use std::sync::Arc;
+
+use super::cache::Cache;
+
+/// The means at hand when a set is opened.
+#[derive(Clone)]
+pub struct Opening {
+    /// Host bytes the set may keep for as long as it lives.
+    pub max_bytes: u64,
+    /// The job's seed.
+    pub seed: u64,
+    /// Where what was found out about files is kept for the next time.
+    pub cache: Cache,
+    pub watch: Arc<dyn Watch>,
+}
+
+impl Default for Opening {
+    fn default() -> Self {
+        Self { max_bytes: u64::MAX, seed: 0, cache: Cache::default(), watch: Arc::new(Unwatched) }
+    }
+}
+
+/// Sees the progress of a pass over files that must end before the first sample can be read.
+pub trait Watch: Send + Sync {
+    /// The pass that is `doing` something (as in "counting records of train.csv.gz") is at `done` of `all`
+    /// bytes. Called at least once at the end, with `done` equal to `all`; often, so it must be cheap.
+    fn pass(&self, doing: &str, done: u64, all: u64);
+}
+
+/// Looks away.
+pub struct Unwatched;
+
+impl Watch for Unwatched {
+    fn pass(&self, _: &str, _: u64, _: u64) {}
+}

@@ -1,0 +1,32 @@
+//! Which files are trained and measured on; the same keys for every kind of data that lies in files.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The files of a set.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Files {
+    /// Files to train on, read one after the other; a name may be a pattern such as `data/*.csv`.
+    #[schemars(length(min = 1), transform = each_a_path)]
+    pub train: Vec<PathBuf>,
+    /// Files to measure on; where absent, a share of the samples of `train` is set apart.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(transform = each_a_path)]
+    pub valid: Vec<PathBuf>,
+    /// Share of the samples of `train` that is measured on, chosen by the seed; unused where `valid` is given.
+    #[serde(default = "tenth")]
+    #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
+    pub valid_share: f64,
+}
+
+pub(super) fn each_a_path(schema: &mut schemars::Schema) {
+    if let Some(items) = schema.get_mut("items").and_then(serde_json::Value::as_object_mut) {
+        items.insert("format".into(), "path".into());
+    }
+}
+
+pub(super) fn tenth() -> f64 {
+    0.1
+}

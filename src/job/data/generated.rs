@@ -1,0 +1,50 @@
+//! Samples drawn by the program from the seed: nothing to download.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Grey pictures of ten shapes, drawn by the program from the seed: nothing to download.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Shapes {
+    /// Samples in the training set.
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    pub train_samples: usize,
+    /// Samples in the validation set.
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    pub valid_samples: usize,
+    /// Width and height, in pixels.
+    #[schemars(range(min = 16, max = 256))]
+    pub image_size: usize,
+}
+
+impl Default for Shapes {
+    fn default() -> Self {
+        Self { train_samples: 12_000, valid_samples: 2_000, image_size: 28 }
+    }
+}
+
+/// Sequences of tokens that follow a hidden rule, drawn by the program from the seed: for a language model
+/// to go on with, or for a classifier to tell by which of several rules they were made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct TextSynthetic {
+    /// Samples in the training set.
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    pub train_samples: usize,
+    /// Samples in the validation set.
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    pub valid_samples: usize,
+    /// Different tokens.
+    #[schemars(range(min = 2, max = 1_000_000))]
+    pub vocab: usize,
+    /// Rules to tell apart; 0 means that the next token is to be predicted.
+    #[schemars(range(max = 1000))]
+    pub classes: usize,
+}
+
+impl Default for TextSynthetic {
+    fn default() -> Self {
+        Self { train_samples: 8_000, valid_samples: 1_000, vocab: 24, classes: 0 }
+    }
+}

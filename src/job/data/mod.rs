@@ -1,0 +1,48 @@
+//! `[data]`: where samples come from, and how they are brought to the model.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+mod files;
+mod generated;
+mod language;
+mod loading;
+mod pictures;
+
+pub use files::Files;
+pub use generated::{Shapes, TextSynthetic};
+pub use language::{Text, Windows};
+pub use loading::{Loading, OnBadRecord};
+pub use pictures::Idx;
+
+/// Where samples come from. `kind` decides the other keys.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Data {
+    #[serde(flatten)]
+    pub source: Source,
+    #[serde(flatten)]
+    pub loading: Loading,
+}
+
+/// The samples themselves.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Source {
+    Shapes(Shapes),
+    Idx(Idx),
+    Text(Text),
+    #[serde(rename = "text-synthetic")]
+    TextSynthetic(TextSynthetic),
+}
+
+impl Source {
+    /// The name of its `kind`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Shapes(_) => "shapes",
+            Self::Idx(_) => "idx",
+            Self::Text(_) => "text",
+            Self::TextSynthetic(_) => "text-synthetic",
+        }
+    }
+}
