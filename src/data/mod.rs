@@ -97,6 +97,11 @@ pub trait Source: Send + Sync {
         None
     }
 
+    /// The name of each value of the input, where they have names.
+    fn columns(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// What else was found out about the files that `trainer check` should tell: (name, value) lines.
     fn about(&self) -> Vec<(String, String)> {
         Vec::new()

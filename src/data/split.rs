@@ -147,6 +147,10 @@ impl Source for Part {
         self.whole.text(tokens)
     }
 
+    fn columns(&self) -> Vec<String> {
+        self.whole.columns()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.whole.about()
     }

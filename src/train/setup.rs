@@ -46,9 +46,14 @@ impl Setup {
 
     /// As [`Setup::new`], with the means to open data of `opening` (its `max_bytes`, `seed` and `shuffle_buffer` are set here).
     pub fn open(job: Job, ram: u64, opening: &Opening) -> Result<Self, Failure> {
-        let shuffle_buffer = job.data.loading.shuffle_buffer.of(Bytes(ram)).0;
-        let opening = Opening { max_bytes: ram, seed: job.seed, shuffle_buffer, ..opening.clone() };
-        let sets = Sets::open(&job, &opening)?;
+        let (seed, shuffle_buffer) = (job.seed, shuffle_buffer(&job));
+        let opening = Opening { max_bytes: ram, seed, shuffle_buffer, ..opening.clone() };
+        Self::with(Sets::open(&job, &opening)?, job, ram)
+    }
+
+    /// As [`Setup::new`], with sets that are open already.
+    pub fn with(sets: Sets, job: Job, ram: u64) -> Result<Self, Failure> {
+        let shuffle_buffer = shuffle_buffer(&job);
         let built = crate::models::build(&job.model, sets.train.features())?;
         let samples = job.train.samples_per_update() as u64;
         let shuffle = job.data.loading.shuffle;
@@ -117,6 +122,12 @@ pub(super) fn prefetch(job: &Job, ram: u64) -> u64 {
         Size::Auto => (ram / 10).min(256 << 20),
         size => size.of(Bytes(ram)).0,
     }
+}
+
+/// Bytes within which sets that are read forward are mixed.
+fn shuffle_buffer(job: &Job) -> u64 {
+    // A job states a size, not a share, so that the order is the same whatever memory there is.
+    job.data.loading.shuffle_buffer.of(Bytes(0)).0
 }
 
 /// What happens to records that cannot be used.
