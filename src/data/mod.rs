@@ -12,6 +12,7 @@ pub mod digest;
 mod error;
 pub mod files;
 pub mod idx;
+pub mod language;
 pub mod loader;
 mod opening;
 pub mod order;
@@ -19,7 +20,6 @@ pub mod sequences;
 pub mod shapes;
 pub mod split;
 pub mod stream;
-pub mod text;
 
 pub use batch::{Batch, Values};
 pub use error::DataError;
@@ -70,6 +70,11 @@ pub trait Source: Send + Sync {
     /// Tokens as people read them, where they stand for text.
     fn text(&self, tokens: &[u32]) -> Option<String> {
         let _ = tokens;
+        None
+    }
+
+    /// The `tokenizer.json` that gives the tokens their meaning, where there is one.
+    fn tokenizer(&self) -> Option<Vec<u8>> {
         None
     }
 

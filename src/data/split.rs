@@ -120,6 +120,10 @@ impl Source for Part {
         self.whole.text(tokens)
     }
 
+    fn tokenizer(&self) -> Option<Vec<u8>> {
+        self.whole.tokenizer()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.whole.about()
     }

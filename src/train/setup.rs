@@ -9,6 +9,7 @@ use crate::data::{Opening, loader};
 use crate::features::Features;
 use crate::job::{Job, Length, Optimizer, Precision};
 use crate::layers::network::Network;
+use crate::models::ModelError;
 use crate::params::Layout;
 use crate::units::{Bytes, Size};
 
@@ -17,6 +18,8 @@ pub struct Setup {
     pub job: Job,
     pub sets: Sets,
     pub network: Network,
+    /// Where samples are padded: the same network for shorter ones, ascending.
+    pub shorter: Vec<Shorter>,
     pub layout: Layout,
     pub order: Order,
     /// Updates of the whole run.
@@ -34,6 +37,13 @@ pub struct Setup {
     pub(super) optimizer_is_fixed: bool,
 }
 
+/// A network for padded samples that are shorter than the longest; its parameters are those of the whole one.
+pub struct Shorter {
+    /// Of a sample that is cut to this length.
+    pub features: Features,
+    pub network: Network,
+}
+
 impl Setup {
     /// `ram` is the host budget in bytes.
     pub fn new(job: Job, ram: u64) -> Result<Self, Failure> {
@@ -45,6 +55,11 @@ impl Setup {
         let opening = Opening { max_bytes: ram, seed: job.seed, ..opening.clone() };
         let sets = Sets::open(&job, &opening)?;
         let built = crate::models::build(&job.model, sets.train.features())?;
+        let shorter = sets.train.features().shorter().map(|features| {
+            let network = crate::models::build(&job.model, &features)?.network;
+            Ok(Shorter { features, network })
+        });
+        let shorter = shorter.collect::<Result<Vec<_>, ModelError>>()?;
         let samples = job.train.samples_per_update() as u64;
         let order = Order::new(sets.train.len(), samples, job.seed, job.data.loading.shuffle)?;
         let total_steps = match job.train.length() {
@@ -64,6 +79,7 @@ impl Setup {
             job,
             sets,
             network: built.network,
+            shorter,
             layout: built.layout,
             order,
             total_steps,
@@ -78,6 +94,12 @@ impl Setup {
 
     pub fn features(&self) -> &Features {
         self.sets.train.features()
+    }
+
+    /// What a micro-batch whose longest sample has so many positions is run with.
+    pub fn fitting(&self, longest: usize) -> (&Features, &Network) {
+        let shorter = self.shorter.iter().find(|shorter| longest <= shorter.features.input_len());
+        shorter.map_or((self.features(), &self.network), |shorter| (&shorter.features, &shorter.network))
     }
 
     pub fn parameters(&self) -> u64 {
