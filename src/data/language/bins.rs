@@ -99,8 +99,9 @@ fn largest(ids: &Joined, width: Option<Width>, opening: &Opening) -> Result<u32,
     let path = opening.cache.get("largest-token", of, |out| {
         let doing = format!("finding the largest token of {}", name_of(&files));
         let (all, mut largest) = (ids.len(), 0);
+        let bytes = ids.parts().first().map_or(1, |part| part.width().bytes() as u64);
         for start in (0..all).step_by(STEP as usize) {
-            opening.watch.pass(&doing, start, all);
+            opening.watch.pass(&doing, start * bytes, all * bytes);
             let end = all.min(start + STEP);
             let pieces: Vec<u64> = (start..end).step_by(PIECE).collect();
             let found = pieces.into_par_iter().map(|start| {
@@ -110,7 +111,7 @@ fn largest(ids: &Joined, width: Option<Width>, opening: &Opening) -> Result<u32,
             });
             largest = largest.max(found.max().unwrap_or(0));
         }
-        opening.watch.pass(&doing, all, all);
+        opening.watch.pass(&doing, all * bytes, all * bytes);
         write!(out, "{largest}").map_err(DataError::writing(Path::new("the largest token")))
     })?;
     let text = std::fs::read_to_string(&path).map_err(DataError::io(&path))?;

@@ -41,7 +41,12 @@ pub(super) fn tokens(s: &job::Tokens, context: usize, opening: &Opening) -> Resu
     Ok(Sets::of(train, valid))
 }
 
-pub(super) fn jsonl(s: &job::Jsonl, context: usize, opening: &Opening) -> Result<Sets, Failure> {
+pub(super) fn jsonl(
+    s: &job::Jsonl,
+    loading: &job::Loading,
+    context: usize,
+    opening: &Opening,
+) -> Result<Sets, Failure> {
     let chat = s.messages.as_ref().map(|field| {
         Ok::<_, DataError>(jsonl::Chat {
             field: field.clone(),
@@ -69,6 +74,10 @@ pub(super) fn jsonl(s: &job::Jsonl, context: usize, opening: &Opening) -> Result
             job::TooLong::Refuse => jsonl::TooLong::Refuse,
         },
         context,
+        bad_records: match loading.on_bad_record {
+            job::OnBadRecord::Fail => 0,
+            job::OnBadRecord::Skip => loading.max_bad_records,
+        },
     };
     let (train, valid) = jsonl::open(&settings, opening)?;
     Ok(Sets { train, valid })

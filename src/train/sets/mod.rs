@@ -25,7 +25,7 @@ impl Sets {
             job::Source::Idx(s) => pictures::idx(s, opening),
             job::Source::Text(s) => language::text(s, context(job)?, opening),
             job::Source::Tokens(s) => language::tokens(s, context(job)?, opening),
-            job::Source::Jsonl(s) => language::jsonl(s, context(job)?, opening),
+            job::Source::Jsonl(s) => language::jsonl(s, &job.data.loading, context(job)?, opening),
             job::Source::TextSynthetic(s) => Ok(generated::sequences(s, context(job)?, opening)),
         }
     }

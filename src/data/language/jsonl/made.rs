@@ -46,7 +46,13 @@ pub struct Found {
     histogram: Vec<u64>,
     /// The names of classes in the order they came, and their samples.
     pub classes: Vec<(String, u64)>,
+    /// Records left out because they are bad, and what is wrong with the first of them.
+    pub bad: u64,
+    pub first_bad: Vec<String>,
 }
+
+/// Bad records that are told one by one.
+const TOLD: usize = 5;
 
 /// Distinct classes, at most: with more, the field is no class.
 const CLASSES: usize = 1 << 16;
@@ -76,8 +82,8 @@ impl Made {
                 let mut writer = Writer::new(reader, [tokens, marks, ends, labels]);
                 let mut lines = Lines::new(files, &progress);
                 let work = |chunk: &Chunk| {
-                    let read = |(number, line)| Ok((reader.read(line, chunk.file, number)?, number));
-                    let documents = chunk.lines().map(read).collect::<Result<Vec<_>, DataError>>()?;
+                    let read = |(number, line)| (reader.read(line, chunk.file, number), number);
+                    let documents: Vec<_> = chunk.lines().map(read).collect();
                     Ok((documents, chunk.file.to_owned()))
                 };
                 in_order(
@@ -173,7 +179,18 @@ impl<'a, 'o> Writer<'a, 'o> {
         }
     }
 
-    fn take(&mut self, document: Document, file: &Path, line: u64) -> Result<(), DataError> {
+    fn take(&mut self, read: Result<Document, DataError>, file: &Path, line: u64) -> Result<(), DataError> {
+        let document = match read {
+            Ok(document) => document,
+            Err(error) if error.is_record() && self.found.bad < self.reader.bad_records => {
+                self.found.bad += 1;
+                if self.found.first_bad.len() < TOLD {
+                    self.found.first_bad.push(error.to_string());
+                }
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
         let room = self.reader.room;
         let found = &mut self.found;
         found.records += 1;

@@ -52,6 +52,8 @@ pub struct Settings {
     pub too_long: TooLong,
     /// Tokens of a sample, at most.
     pub context: usize,
+    /// Records of the files of a set, at most, that are left out because they are bad.
+    pub bad_records: u64,
 }
 
 /// Messages, and how they become a text.
@@ -86,6 +88,7 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<Both, DataError> {
             (false, None) => context + 1,
             (false, Some(_)) => context,
         },
+        bad_records: settings.bad_records,
     };
     let mut how = format!("{settings:?}");
     let tokenizer = match known {
@@ -170,6 +173,8 @@ fn vocabulary(
         let (mut lines, mut all) = (Lines::new(files, &progress), BTreeSet::new());
         let work = |chunk: &Chunk| {
             let texts = chunk.lines().map(|(number, line)| reader.text(line, chunk.file, number));
+            // Those left out are counted when the others are tokenised.
+            let texts = texts.filter(|text| text.is_ok() || reader.bad_records == 0);
             texts.map(|text| text.map(|text| seen(&text))).collect::<Result<Vec<_>, _>>()
         };
         in_order(
@@ -192,7 +197,7 @@ fn vocabulary(
 /// `longest`, none of them above `context`.
 fn buckets(wished: &[usize], longest: usize, context: usize) -> Vec<usize> {
     let mut all: Vec<usize> = match wished {
-        [] => std::iter::successors(Some(32), |n| Some(2 * n)).take_while(|&n| n < 2 * longest).collect(),
+        [] => std::iter::successors(Some(32), |n| (*n < longest).then_some(2 * n)).collect(),
         wished => wished.to_vec(),
     };
     all.iter_mut().for_each(|n| *n = (*n).min(context));
@@ -226,6 +231,10 @@ fn about(name: &str, made: &Made, vocab: usize) -> Vec<(String, String)> {
     }
     if found.too_long > 0 {
         about.push(("longer than a sample".into(), format!("{} of the records", found.too_long)));
+    }
+    if found.bad > 0 {
+        about.push(("bad records left out".into(), found.bad.to_string()));
+        about.extend(found.first_bad.iter().map(|why| ("bad record".into(), why.clone())));
     }
     about
 }

@@ -90,7 +90,7 @@ impl Template {
     }
 
     fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, String> {
-        let message = |m: &Message| Value::from_iter([("role", &*m.role), ("content", &*m.content)]);
+        let message = |m: &Message| context! { role => m.role.as_str(), content => m.content.as_str() };
         let messages: Value = messages.iter().map(message).collect::<Vec<Value>>().into();
         let seen = context! {
             messages, add_generation_prompt, bos_token => self.bos.as_str(), eos_token => self.eos.as_str(),
@@ -233,7 +233,7 @@ mod tests {
     {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
         {{ raise_exception('roles must take turns') }}
     {% endif %}
-    {{ '[' + message.get('role').upper() + ']' + message['content'] | trim }}
+    {{- '[' + message.get('role').upper() + ']' + message['content'] | trim }}
     {%- if message.role == 'assistant' and message.content.startswith('H') %}{{ eos_token }}{% endif %}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '[ASSISTANT]' }}{% endif %}";

@@ -39,6 +39,7 @@ fn settings(train: PathBuf, context: usize) -> Settings {
         buckets: Vec::new(),
         too_long: TooLong::Cut,
         context,
+        bad_records: 0,
     }
 }
 
@@ -191,6 +192,18 @@ fn what_is_wrong_is_told() {
     let file = place.write("a.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n");
     let error = place.open(&settings(file.clone(), 16)).err().unwrap().to_string();
     assert!(error.contains("a.jsonl`, line 2: its `text` is a number"), "{error}");
+    // Left out and told, up to as many as allowed.
+    let two = place.write("two.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n[]\n{\"text\": \"yes\"}\n");
+    for units in [Units::Bytes, Units::Characters] {
+        let skip = Settings { bad_records: 2, units, ..settings(two.clone(), 16) };
+        let (set, valid) = place.open(&skip).unwrap();
+        assert_eq!(set.len() + valid.len(), 2);
+        let about = set.about();
+        assert!(about.contains(&("bad records left out".into(), "2".into())), "{about:?}");
+        assert!(about.iter().any(|(_, why)| why.contains("two.jsonl`, line 3: it is a list")), "{about:?}");
+        let error = place.open(&Settings { bad_records: 1, ..skip }).err().unwrap().to_string();
+        assert!(error.contains("line 3"), "{error}");
+    }
     let wrong = Chat { template: "nonsense".into(), ..chat(Loss::All).unwrap() };
     let error = place.open(&Settings { chat: Some(wrong), ..settings(file, 16) }).err().unwrap().to_string();
     assert!(error.contains("`nonsense`"), "{error}");

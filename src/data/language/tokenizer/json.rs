@@ -9,6 +9,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
+use tokenizers::utils::SysRegex;
 use tokenizers::{Model, Tokenizer};
 
 use super::Cut;
@@ -59,7 +60,8 @@ impl Json {
         let inner = guarded(|| Tokenizer::from_bytes(&text)).map_err(wrong)?;
         let ids = inner.get_vocab(true);
         let Some(last) = ids.values().max() else { return Err(wrong("its vocabulary is empty".into())) };
-        let rule = rule.filter(|rule| *rule != Rule::Spaces || ids.keys().all(|token| begins_words(token)));
+        let apart = || ids.keys().all(|token| begins_words(token));
+        let rule = rule.filter(|rule| !matches!(rule, Rule::Spaces) || apart());
         let vocab = *last as usize + 1;
         if vocab > 1 << 24 {
             return Err(wrong(format!("it has a token with the number {last}")));
@@ -217,17 +219,31 @@ fn rule(file: &Value) -> Option<Rule> {
     if model["type"] != "BPE" || !plain("continuing_subword_prefix") || !plain("end_of_word_suffix") {
         return None;
     }
-    let gpt2 = before["type"] == "ByteLevel"
-        && before["add_prefix_space"] == false
-        && before["use_regex"] != false
-        && normal.is_null();
-    let llama2 = before.is_null()
-        && *normal
-            == json!({ "type": "Sequence", "normalizers": [
-                { "type": "Prepend", "prepend": "\u{2581}" },
-                { "type": "Replace", "pattern": { "String": " " }, "content": "\u{2581}" },
-            ] });
-    gpt2.then_some(Rule::Pattern).or(llama2.then_some(Rule::Spaces))
+    let bytes = |part: &Value, by_pattern: bool| {
+        part["type"] == "ByteLevel"
+            && part["add_prefix_space"] == false
+            && part["use_regex"].as_bool().unwrap_or(true) == by_pattern
+    };
+    if normal.is_null() && bytes(before, true) {
+        return Some(Rule::Gpt2);
+    }
+    if let Some([split, then]) = before["pretokenizers"].as_array().map(Vec::as_slice)
+        && normal.is_null()
+        && bytes(then, false)
+        && split["type"] == "Split"
+        && split["behavior"] == "Isolated"
+        && split["invert"] == false
+    {
+        return split["pattern"]["Regex"]
+            .as_str()
+            .and_then(|regex| SysRegex::new(regex).ok())
+            .map(Rule::Pattern);
+    }
+    let spaces = json!({ "type": "Sequence", "normalizers": [
+        { "type": "Prepend", "prepend": "\u{2581}" },
+        { "type": "Replace", "pattern": { "String": " " }, "content": "\u{2581}" },
+    ] });
+    (before.is_null() && *normal == spaces).then_some(Rule::Spaces)
 }
 
 /// Runs the library on what a file says: an error or a panic in it is the file's fault.
@@ -266,16 +282,30 @@ mod tests {
         assert_eq!(llama.special("bos_token").as_deref(), Some("<s>"));
     }
 
+    /// GPT-2's vocabulary, cut as Llama 3 cuts.
+    fn by_a_pattern_of_its_own() -> Option<Json> {
+        let file = published("tokenizers")?.join("gpt2/tokenizer.json");
+        let mut value: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+        let regex = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        value["pre_tokenizer"] = json!({ "type": "Sequence", "pretokenizers": [
+            { "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false },
+            { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
+        ] });
+        Some(opened(value.to_string().as_bytes()).unwrap())
+    }
+
     #[test]
     fn words_one_by_one_are_the_text_as_a_whole() {
         let (Some(gpt2), Some(llama)) = (open("gpt2"), open("llama2")) else { return };
+        let third = by_a_pattern_of_its_own().unwrap();
+        assert!(matches!(&third.words, Some((Rule::Pattern(_), _))));
         let texts = "[a-zA-Z0-9 \n\t.,'!éßжя中文½\u{300}\u{a0}\u{1f600}]{0,80}";
         let strategy = (texts, prop_oneof![Just(""), Just("<|endoftext|>"), Just("</s>"), Just("<s")], texts);
         let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(200));
         runner
             .run(&strategy, |(a, special, b)| {
                 let text = format!("{a}{special}{b}");
-                for json in [&gpt2, &llama] {
+                for json in [&gpt2, &llama, &third] {
                     let whole = json.inner.encode(&*text, false).unwrap();
                     prop_assert_eq!(ids(json, &text), whole.get_ids(), "{:?}", text);
                     let (mut places, mut last) = (Vec::new(), 0);
