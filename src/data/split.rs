@@ -151,6 +151,10 @@ impl Source for Part {
         self.whole.columns()
     }
 
+    fn tokenizer(&self) -> Option<Vec<u8>> {
+        self.whole.tokenizer()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.whole.about()
     }

@@ -11,7 +11,7 @@ mod pictures;
 
 pub use files::Files;
 pub use generated::{Shapes, TextSynthetic};
-pub use language::{Text, Windows};
+pub use language::{ChatLoss, Jsonl, Text, TokenType, Tokens, TooLong, Windows};
 pub use loading::{Loading, OnBadRecord};
 pub use pictures::Idx;
 
@@ -31,6 +31,8 @@ pub enum Source {
     Shapes(Shapes),
     Idx(Idx),
     Text(Text),
+    Tokens(Tokens),
+    Jsonl(Jsonl),
     #[serde(rename = "text-synthetic")]
     TextSynthetic(TextSynthetic),
 }
@@ -42,6 +44,8 @@ impl Source {
             Self::Shapes(_) => "shapes",
             Self::Idx(_) => "idx",
             Self::Text(_) => "text",
+            Self::Tokens(_) => "tokens",
+            Self::Jsonl(_) => "jsonl",
             Self::TextSynthetic(_) => "text-synthetic",
         }
     }

@@ -24,6 +24,8 @@ impl Sets {
             job::Source::Shapes(s) => generated::shapes(s, opening),
             job::Source::Idx(s) => pictures::idx(s, opening),
             job::Source::Text(s) => language::text(s, context(job)?, opening),
+            job::Source::Tokens(s) => language::tokens(s, context(job)?, opening),
+            job::Source::Jsonl(s) => language::jsonl(s, &job.data.loading, context(job)?, opening),
             job::Source::TextSynthetic(s) => Ok(generated::sequences(s, context(job)?, opening)),
         }
     }
