@@ -19,6 +19,7 @@ pub mod sequences;
 pub mod shapes;
 pub mod split;
 pub mod stream;
+pub mod table;
 pub mod text;
 
 pub use batch::{Batch, Values};
