@@ -161,17 +161,24 @@ impl Encoding {
 
     /// Writes one column's part of a sample, whose input was zero before; or says what was wanted instead.
     pub fn put(&self, i: usize, code: f64, into: &mut Row<'_>) -> Result<(), String> {
+        // Nearly every cell is a number as it should be.
+        if let How::Number { mean, scale, at, .. } = &self.hows[i] {
+            let value = ((code - mean) * scale) as f32;
+            if value.is_finite() {
+                let row = if self.columns[i].target { &mut into.target } else { &mut into.input };
+                row.f32()[*at] = value;
+                return Ok(());
+            }
+        }
         if let Some(wanted) = self.wrong(i, code) {
             return Err(wanted);
         }
         let is_missing = code.to_bits() == MISSING.to_bits();
         match &self.hows[i] {
             How::Number { mean, scale, fill, at, flag } => {
-                let x = if is_missing { fill.unwrap_or_default() } else { code };
-                let row = if self.columns[i].target { &mut into.target } else { &mut into.input };
-                row.f32()[*at] = ((x - mean) * scale) as f32;
-                if let Some(flag) = flag.filter(|_| is_missing) {
-                    row.f32()[flag] = 1.0;
+                into.input.f32()[*at] = ((fill.unwrap_or_default() - mean) * scale) as f32;
+                if let Some(flag) = flag {
+                    into.input.f32()[*flag] = 1.0;
                 }
             }
             How::OneHot { at, missing, .. } => {
