@@ -22,6 +22,7 @@ pub mod sequences;
 pub mod shapes;
 pub mod split;
 pub mod stream;
+pub mod table;
 pub mod windows;
 
 use std::sync::Arc;
