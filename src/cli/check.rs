@@ -59,7 +59,9 @@ fn data(setup: &Setup) -> Value {
         Input::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
     };
     let target = match &features.target {
-        Target::Class { names } => format!("{} classes: {}", names.len(), names.join(", ")),
+        Target::Class { names } | Target::Mixed { names } => {
+            format!("{} classes: {}", names.len(), names.join(", "))
+        }
         Target::Values { len } => format!("{len} numbers"),
         Target::Tokens => "the next token".into(),
     };

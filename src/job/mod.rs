@@ -29,7 +29,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use change::Change;
-pub use data::{Data, Files, Idx, Loading, OnBadRecord, Shapes, Source, Text, TextSynthetic, Windows};
+pub use data::{
+    Augment, Data, Files, Fit, Idx, Images, Loading, OnBadRecord, OneOr, Preset, Shapes, Source, Text,
+    TextSynthetic, Windows,
+};
 pub use error::{Code, Error, Errors};
 pub use layers::{AfterSum, Layer, Layers, Part};
 pub use memory::{Memory, Rung};

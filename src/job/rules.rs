@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check::Found;
 use super::error::{Code, Error};
 use super::source::WHOLE;
-use super::{Job, Length, Optimizer};
+use super::{Augment, Job, Length, Optimizer};
 
 /// Every contradiction in `job`, told at the places of `tree` that state it.
 pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
@@ -44,6 +44,13 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
             format!("`checkpoint.best` is \"valid.{name}\", which is not measured"),
             format!("add \"{name}\" to `eval.metrics`"),
         );
+    }
+    for (key, [low, high]) in job.data.source.augment().into_iter().flat_map(Augment::ranges) {
+        if low > high {
+            let key = format!("data.augment.{key}");
+            let message = format!("`{key}` goes from {low} to {high}");
+            report(&key, message, "the smaller end comes first".into());
+        }
     }
     found
 }

@@ -3,17 +3,21 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+mod augment;
 mod files;
 mod generated;
 mod language;
 mod loading;
+mod one_or;
 mod pictures;
 
+pub use augment::Augment;
 pub use files::Files;
 pub use generated::{Shapes, TextSynthetic};
 pub use language::{Text, Windows};
 pub use loading::{Loading, OnBadRecord};
-pub use pictures::Idx;
+pub use one_or::OneOr;
+pub use pictures::{Fit, Idx, Images, Preset};
 
 /// Where samples come from. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -30,6 +34,7 @@ pub struct Data {
 pub enum Source {
     Shapes(Shapes),
     Idx(Idx),
+    Images(Images),
     Text(Text),
     #[serde(rename = "text-synthetic")]
     TextSynthetic(TextSynthetic),
@@ -41,8 +46,19 @@ impl Source {
         match self {
             Self::Shapes(_) => "shapes",
             Self::Idx(_) => "idx",
+            Self::Images(_) => "images",
             Self::Text(_) => "text",
             Self::TextSynthetic(_) => "text-synthetic",
+        }
+    }
+
+    /// What is drawn for its samples, where they are pictures.
+    pub fn augment(&self) -> Option<&Augment> {
+        match self {
+            Self::Shapes(Shapes { augment, .. })
+            | Self::Idx(Idx { augment, .. })
+            | Self::Images(Images { augment, .. }) => Some(augment),
+            _ => None,
         }
     }
 }
