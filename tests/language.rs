@@ -65,6 +65,8 @@ fn batch(setup: &Setup, ids: &[u64]) -> Batch {
     let mut batch = Batch {
         update: 0,
         epoch: 0,
+        taken: ids.len() as u64,
+        bad: Vec::new(),
         ids: ids.to_vec(),
         inputs: Values::U32(Vec::new()),
         targets: Values::U32(Vec::new()),
