@@ -43,6 +43,14 @@ pub enum DataError {
     #[error("`{}`, record {record}{}: `{value}` is not {wanted}", file.display(), in_column(column))]
     Value { file: PathBuf, record: u64, column: Option<String>, value: String, wanted: String },
 
+    /// One bad value in a table of text. `line` counts from 1.
+    #[error("`{}`, line {line}, column `{column}`: `{value}` is not {wanted}", file.display())]
+    Cell { file: PathBuf, line: u64, column: String, value: String, wanted: String },
+
+    /// A table that is not as declared.
+    #[error("`{}`{}: {problem}", file.display(), at(place))]
+    Table { file: PathBuf, place: String, problem: String, hint: &'static str },
+
     /// A record that cannot be used as a whole. `place` says which: "line 7", "record 12", "member a/b.jpg".
     #[error("`{}`{}: {problem}", file.display(), at(place))]
     Record { file: PathBuf, place: String, problem: String },
@@ -52,6 +60,12 @@ pub enum DataError {
 
     #[error("{what} is not as it was when it was opened: {found}")]
     Changed { what: String, found: String },
+
+    #[error("`{}` cannot be used as a tokenizer: {problem}", file.display())]
+    Tokenizer { file: PathBuf, problem: String },
+
+    #[error("the chat template `{template}` cannot be used: {problem}")]
+    Template { template: String, problem: String },
 
     #[error("`{}` holds {bytes} bytes of samples, more than the {limit} allowed", file.display())]
     TooLarge { file: PathBuf, bytes: u64, limit: u64 },
@@ -82,6 +96,10 @@ impl DataError {
             }
             DataError::Write { .. } => "check that the folder may be written to and the disk is not full",
             DataError::Pattern { .. } => "check the pattern; it starts at the job's folder",
+            DataError::Table { hint, .. } => hint,
+            DataError::Cell { .. } => {
+                "correct the value or declare the column otherwise, or set `on_bad_record = \"skip\"` to train without the row"
+            }
             DataError::Record { .. } => {
                 "correct or remove the record, or set `on_bad_record = \"skip\"` to train without it"
             }
@@ -95,6 +113,12 @@ impl DataError {
             DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
             DataError::Format { .. } => "check that `kind` and the path belong together",
             DataError::Trailing { .. } => "the file is damaged or two were joined: copy or download it again",
+            DataError::Tokenizer { .. } => {
+                "give a `tokenizer.json` as Hugging Face's tokenizers saves it, or \"characters\" or \"bytes\""
+            }
+            DataError::Template { .. } => {
+                "name a template such as \"chatml\", or give a Jinja text or the path of a file that holds one"
+            }
             DataError::CountMismatch { .. } => "check that both files belong to the same set",
             DataError::Value { .. } => {
                 "correct the record or the declared shape, or set `on_bad_record = \"skip\"` to train without it"
@@ -116,7 +140,7 @@ impl DataError {
 
     /// Whether one record is at fault, so that the set could be read without it.
     pub fn is_record(&self) -> bool {
-        matches!(self, DataError::Value { .. } | DataError::Record { .. })
+        matches!(self, DataError::Value { .. } | DataError::Cell { .. } | DataError::Record { .. })
     }
 
     pub(super) fn writing(file: &std::path::Path) -> impl FnOnce(io::Error) -> DataError + '_ {

@@ -14,14 +14,17 @@ pub mod digest;
 mod error;
 pub mod files;
 pub mod idx;
+pub mod images;
+pub mod language;
 pub mod loader;
 mod opening;
 pub mod order;
+pub mod picture;
 pub mod sequences;
 pub mod shapes;
 pub mod split;
 pub mod stream;
-pub mod text;
+pub mod table;
 pub mod windows;
 
 use std::sync::Arc;
@@ -100,6 +103,11 @@ pub trait Source: Send + Sync {
     /// The name of each value of the input, where they have names.
     fn columns(&self) -> Vec<String> {
         Vec::new()
+    }
+
+    /// The `tokenizer.json` that gives the tokens their meaning, where there is one.
+    fn tokenizer(&self) -> Option<Vec<u8>> {
+        None
     }
 
     /// What else was found out about the files that `trainer check` should tell: (name, value) lines.

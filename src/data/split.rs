@@ -67,17 +67,38 @@ pub struct Part {
     shared: bool,
 }
 
+/// Which samples go where, known before the set itself is made: for statistics of the training part alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    parting: Parting,
+    /// Whether the smaller part is the one that is measured on.
+    valid_is_smaller: bool,
+}
+
+impl Plan {
+    /// Of a set of `samples`, `valid_share` of them to measure on; at least one of each.
+    pub fn new(samples: u64, valid_share: f64, seed: u64) -> Result<Self, DataError> {
+        const SPLIT: u64 = stream("data.split");
+        if samples < 2 {
+            let why = format!("it has {samples} and both the training and the validation set need one");
+            return Err(DataError::NoSamples { set: "the set".into(), why });
+        }
+        let valid = ((samples as f64 * valid_share).round() as u64).clamp(1, samples - 1);
+        let few = valid.min(samples - valid);
+        let parting = Parting { samples, few, key: Random::new(seed, SPLIT) };
+        Ok(Self { parting, valid_is_smaller: valid == few })
+    }
+
+    /// Whether sample `index` of the whole set is trained on.
+    pub fn trained(&self, index: u64) -> bool {
+        let drawn = self.parting.drawn(self.parting.run(index)) == index;
+        drawn != self.valid_is_smaller
+    }
+}
+
 /// The samples of `whole` to train on, and `valid_share` of them to measure on; at least one of each.
 pub fn split(whole: Arc<dyn Source>, valid_share: f64, seed: u64) -> Result<(Part, Part), DataError> {
-    const SPLIT: u64 = stream("data.split");
-    let samples = whole.len();
-    if samples < 2 {
-        let why = format!("it has {samples} and both the training and the validation set need one");
-        return Err(DataError::NoSamples { set: "the set".into(), why });
-    }
-    let valid = ((samples as f64 * valid_share).round() as u64).clamp(1, samples - 1);
-    let few = valid.min(samples - valid);
-    let parting = Parting { samples, few, key: Random::new(seed, SPLIT) };
+    let Plan { parting, valid_is_smaller } = Plan::new(whole.len(), valid_share, seed)?;
     let apart = whole.apart();
     let part = |whole: &Arc<dyn Source>, smaller| Part {
         whole: whole.clone(),
@@ -85,7 +106,7 @@ pub fn split(whole: Arc<dyn Source>, valid_share: f64, seed: u64) -> Result<(Par
         smaller,
         shared: apart.is_none(),
     };
-    Ok((part(&whole, valid > few), part(apart.as_ref().unwrap_or(&whole), valid == few)))
+    Ok((part(&whole, !valid_is_smaller), part(apart.as_ref().unwrap_or(&whole), valid_is_smaller)))
 }
 
 impl Part {
@@ -151,6 +172,10 @@ impl Source for Part {
         self.whole.columns()
     }
 
+    fn tokenizer(&self) -> Option<Vec<u8>> {
+        self.whole.tokenizer()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.whole.about()
     }
@@ -184,6 +209,8 @@ mod tests {
                     prop_assert_eq!(part.below(index), of.iter().filter(|i| **i < index).count() as u64);
                 }
             }
+            let plan = Plan::new(samples, share, seed).unwrap();
+            prop_assert!(a.iter().all(|i| plan.trained(*i)) && !b.iter().any(|i| plan.trained(*i)));
             let mut all = [a, b].concat();
             all.sort_unstable();
             prop_assert!(all.into_iter().eq(0..samples));

@@ -29,7 +29,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use change::Change;
-pub use data::{Data, Files, Idx, Loading, OnBadRecord, Shapes, Source, Text, TextSynthetic, Windows};
+pub use data::{
+    Augment, ChatLoss, Columns, Csv, Data, Delimiter, Files, Fit, Idx, Images, Jsonl, Loading, OnBadRecord,
+    OnMissing, OnUnknown, OneOr, Parquet, Preset, Shapes, Source, Task, Text, TextSynthetic, TokenType,
+    Tokens, TooLong, Windows,
+};
 pub use error::{Code, Error, Errors};
 pub use layers::{AfterSum, Layer, Layers, Part};
 pub use memory::{Memory, Rung};
