@@ -1,5 +1,7 @@
-//! A batch of samples in host memory, and the buffer it lives in.
+//! A batch of samples in host memory, and the buffer it lives in: [`Batch::with_room`] is the one place where its
+//! memory is allocated, and so where it would be pinned for a device.
 
+use super::bad::Bad;
 use super::{DataError, Features, Input, Row, Slice, Target};
 
 /// The inputs or the targets of a batch, row after row.
@@ -15,6 +17,10 @@ pub struct Batch {
     /// The update these samples belong to, from 0.
     pub update: u64,
     pub epoch: u64,
+    /// Samples of the order it stands for: its rows, and those that were left out.
+    pub taken: u64,
+    /// The records left out.
+    pub bad: Vec<Bad>,
     /// Global sample indices.
     pub ids: Vec<u64>,
     /// (rows, input...), as [`Features::input`] says.
@@ -39,6 +45,8 @@ impl Batch {
             Some(Batch {
                 update: 0,
                 epoch: 0,
+                taken: 0,
+                bad: Vec::new(),
                 ids: room(Some(rows))?,
                 inputs: match features.input {
                     Input::Floats { .. } => Values::F32(room(inputs)?),
@@ -66,7 +74,7 @@ impl Batch {
             + 4 * (self.inputs.room() + self.targets.room() + self.lengths.capacity()) as u64
     }
 
-    /// Makes the batch `rows` long; what the rows hold is left to be written.
+    /// Makes the batch `rows` long; what rows beyond its length hold is left to be written.
     pub(super) fn resize(&mut self, features: &Features, rows: usize) {
         self.ids.resize(rows, 0);
         self.inputs.resize(rows * features.input_len());

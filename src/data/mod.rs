@@ -6,8 +6,10 @@
 //! Refuses, with a [`DataError`], whatever does not have the declared shape. A sample is addressed by
 //! its global index everywhere, so nothing depends on how a batch was split or who decoded it.
 
+pub mod bad;
 mod batch;
 pub mod cache;
+mod depth;
 pub mod digest;
 mod error;
 pub mod files;
@@ -21,6 +23,9 @@ pub mod split;
 pub mod stream;
 pub mod table;
 pub mod text;
+pub mod windows;
+
+use std::sync::Arc;
 
 pub use batch::{Batch, Values};
 pub use error::DataError;
@@ -56,6 +61,25 @@ pub trait Source: Send + Sync {
     /// takes their pages back whenever it likes.
     fn resident_bytes(&self) -> u64 {
         0
+    }
+
+    /// How the set's samples lie in blocks, where it can only be read forward: [`order::Order`] keeps to it. Samples
+    /// are numbered through the blocks; a part of a set may have blocks without samples. A block's bytes are what
+    /// it takes while it is held.
+    fn blocks(&self) -> Option<Vec<stream::Block>> {
+        None
+    }
+
+    /// Samples of these blocks are read from here on, in this order; empty when there are no more. It changes how
+    /// fast they come and nothing else.
+    fn expect(&self, blocks: Vec<u32>) {
+        let _ = blocks;
+    }
+
+    /// Another reader of the same samples, to read them in order while this one is read otherwise; `None` where
+    /// one does for both.
+    fn apart(&self) -> Option<Arc<dyn Source>> {
+        None
     }
 
     /// Samples of each class, where that is known without reading the samples.

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use super::stream::Block;
 use super::{DataError, Features, Key, Lengths, Row, Source};
 use crate::random::{Random, stream};
 
@@ -62,6 +63,8 @@ pub struct Part {
     whole: Arc<dyn Source>,
     parting: Parting,
     smaller: bool,
+    /// The other part reads the same `whole`.
+    shared: bool,
 }
 
 /// Which samples go where, known before the set itself is made: for statistics of the training part alone.
@@ -96,8 +99,14 @@ impl Plan {
 /// The samples of `whole` to train on, and `valid_share` of them to measure on; at least one of each.
 pub fn split(whole: Arc<dyn Source>, valid_share: f64, seed: u64) -> Result<(Part, Part), DataError> {
     let Plan { parting, valid_is_smaller } = Plan::new(whole.len(), valid_share, seed)?;
-    let part = |smaller| Part { whole: whole.clone(), parting, smaller };
-    Ok((part(!valid_is_smaller), part(valid_is_smaller)))
+    let apart = whole.apart();
+    let part = |whole: &Arc<dyn Source>, smaller| Part {
+        whole: whole.clone(),
+        parting,
+        smaller,
+        shared: apart.is_none(),
+    };
+    Ok((part(&whole, !valid_is_smaller), part(apart.as_ref().unwrap_or(&whole), valid_is_smaller)))
 }
 
 impl Part {
@@ -126,11 +135,29 @@ impl Source for Part {
         self.whole.read(self.index(index), key, into)
     }
 
-    /// This part's share, so that the parts add up to the whole.
+    /// Where the parts share the whole, this one's share, so that they add up to it.
     fn resident_bytes(&self) -> u64 {
         let whole = self.whole.resident_bytes();
+        if !self.shared {
+            return whole;
+        }
         let share = (whole as u128 * self.parting.few as u128 / self.parting.samples as u128) as u64;
         if self.smaller { share } else { whole - share }
+    }
+
+    /// Those of the whole set, by the same numbers, with this part's samples in each.
+    fn blocks(&self) -> Option<Vec<Block>> {
+        let mut index = 0;
+        let own = |block: Block| {
+            let before = self.below(index);
+            index += block.records;
+            Block { records: self.below(index) - before, ..block }
+        };
+        Some(self.whole.blocks()?.into_iter().map(own).collect())
+    }
+
+    fn expect(&self, blocks: Vec<u32>) {
+        self.whole.expect(blocks);
     }
 
     fn lengths(&self) -> Option<Lengths> {

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Failure;
 use super::retry::{Descent, Way};
+use crate::data::bad::LeftOut;
 use crate::data::digest::Digest;
 use crate::data::order::Cursor;
 use crate::kernels::cpu;
@@ -50,6 +51,9 @@ pub struct State {
     /// The best value of the job's `checkpoint.best` so far and the step it was reached at.
     pub best: Option<(f64, u64)>,
     pub scaling: Scaling,
+    /// Records that could not be used.
+    #[serde(default)]
+    pub left_out: LeftOut,
     /// Last values of the evaluation.
     pub metrics: BTreeMap<String, f64>,
     pub elapsed_s: f64,
@@ -455,6 +459,7 @@ mod tests {
             descent: Descent::default(),
             best: None,
             scaling: Scaling::fixed(),
+            left_out: LeftOut::default(),
             metrics: BTreeMap::new(),
             elapsed_s: 0.0,
             data_wait_s: 0.0,

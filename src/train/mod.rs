@@ -16,5 +16,6 @@ pub mod signals;
 pub mod supervisor;
 pub mod trial;
 pub mod verify;
+pub mod waiting;
 
 pub use failure::Failure;

@@ -188,12 +188,8 @@ impl TextFile {
     }
 
     fn changed(&self) -> DataError {
-        DataError::Table {
-            file: self.path.clone(),
-            place: String::new(),
-            problem: "it was changed while it was read".into(),
-            hint: "leave the file as it is during a run, and start again",
-        }
+        let found = "its rows lie elsewhere".into();
+        DataError::Changed { what: format!("`{}`", self.path.display()), found }
     }
 }
 
