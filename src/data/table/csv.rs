@@ -159,6 +159,10 @@ impl Text {
             text.runs.extend(index.runs().into_iter().map(|(block, end)| (i, block, end)));
             let first = text.rows;
             text.rows += index.rows;
+            let (bytes, limit) = (text.index_bytes() + index.bytes(), opening.max_bytes);
+            if bytes > limit {
+                return Err(DataError::TooLarge { file: path.clone(), bytes, limit });
+            }
             text.files.push(TextFile { path: path.clone(), file, index, first, lines: Mutex::default() });
         }
         Ok(text)
