@@ -22,6 +22,8 @@ pub enum Input {
 pub enum Target {
     /// One u32 below `names.len()`.
     Class { names: Vec<String> },
+    /// Two classes below `names.len()` and the share of the first, the bits of an f32 of 0 to 1: three u32.
+    Mixed { names: Vec<String> },
     /// `len` f32 values.
     Values { len: usize },
     /// The next token, a u32 for each input position.
@@ -32,6 +34,19 @@ impl Features {
     /// Features of samples that are all whole.
     pub fn new(input: Input, target: Target) -> Self {
         Self { input, target, buckets: Vec::new() }
+    }
+
+    /// The features of padded samples cut to each bucket but the last, the shortest first.
+    pub fn shorter(&self) -> impl Iterator<Item = Self> {
+        let (cut, _) = self.buckets.split_at(self.buckets.len().saturating_sub(1));
+        cut.iter().filter_map(|&length| match self.input {
+            Input::Tokens { vocab, .. } => Some(Self {
+                input: Input::Tokens { length, vocab },
+                target: self.target.clone(),
+                buckets: Vec::new(),
+            }),
+            Input::Floats { .. } => None,
+        })
     }
 
     /// Values in one sample's input.
@@ -46,9 +61,15 @@ impl Features {
     pub fn target_len(&self) -> usize {
         match &self.target {
             Target::Class { .. } => 1,
+            Target::Mixed { .. } => 3,
             Target::Values { len } => *len,
             Target::Tokens => self.input_len(),
         }
+    }
+
+    /// Targets of one sample that count in a mean: its class, its values, or its positions.
+    pub fn targets(&self) -> usize {
+        if let Target::Mixed { .. } = self.target { 1 } else { self.target_len() }
     }
 
     /// Bytes one sample takes in a host batch: its input, its target, its id, and its length where it is padded.

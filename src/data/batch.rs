@@ -2,7 +2,7 @@
 //! memory is allocated, and so where it would be pinned for a device.
 
 use super::bad::Bad;
-use super::{DataError, Features, Input, Row, Slice, Target};
+use super::{DataError, Features, Input, Key, Row, Slice, Source, Target};
 
 /// The inputs or the targets of a batch, row after row.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,13 +54,28 @@ impl Batch {
                 },
                 targets: match features.target {
                     Target::Values { .. } => Values::F32(room(targets)?),
-                    Target::Class { .. } | Target::Tokens => Values::U32(room(targets)?),
+                    Target::Class { .. } | Target::Mixed { .. } | Target::Tokens => {
+                        Values::U32(room(targets)?)
+                    }
                 },
                 lengths: room(Some(if features.buckets.is_empty() { 0 } else { rows }))?,
             })
         };
         let bytes = features.sample_bytes().saturating_mul(rows as u64);
         build().ok_or(DataError::OutOfMemory { bytes })
+    }
+
+    /// Sample `index` of `source`, alone.
+    pub fn one(source: &dyn Source, index: u64, key: Key) -> Result<Self, DataError> {
+        let features = source.features();
+        let mut batch = Self::with_room(features, 1)?;
+        batch.resize(features, 1);
+        (batch.epoch, batch.taken, batch.ids[0]) = (key.epoch, 1, index);
+        let mut row = batch.row(features, 0);
+        source.read(index, key, &mut row)?;
+        let length = row.length;
+        batch.lengths.iter_mut().for_each(|slot| *slot = length);
+        Ok(batch)
     }
 
     /// Bytes of the samples in it.

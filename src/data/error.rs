@@ -61,6 +61,12 @@ pub enum DataError {
     #[error("{what} is not as it was when it was opened: {found}")]
     Changed { what: String, found: String },
 
+    #[error("`{}` cannot be used as a tokenizer: {problem}", file.display())]
+    Tokenizer { file: PathBuf, problem: String },
+
+    #[error("the chat template `{template}` cannot be used: {problem}")]
+    Template { template: String, problem: String },
+
     #[error("`{}` holds {bytes} bytes of samples, more than the {limit} allowed", file.display())]
     TooLarge { file: PathBuf, bytes: u64, limit: u64 },
 
@@ -107,6 +113,12 @@ impl DataError {
             DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
             DataError::Format { .. } => "check that `kind` and the path belong together",
             DataError::Trailing { .. } => "the file is damaged or two were joined: copy or download it again",
+            DataError::Tokenizer { .. } => {
+                "give a `tokenizer.json` as Hugging Face's tokenizers saves it, or \"characters\" or \"bytes\""
+            }
+            DataError::Template { .. } => {
+                "name a template such as \"chatml\", or give a Jinja text or the path of a file that holds one"
+            }
             DataError::CountMismatch { .. } => "check that both files belong to the same set",
             DataError::Value { .. } => {
                 "correct the record or the declared shape, or set `on_bad_record = \"skip\"` to train without it"

@@ -14,15 +14,17 @@ pub mod digest;
 mod error;
 pub mod files;
 pub mod idx;
+pub mod images;
+pub mod language;
 pub mod loader;
 mod opening;
 pub mod order;
+pub mod picture;
 pub mod sequences;
 pub mod shapes;
 pub mod split;
 pub mod stream;
 pub mod table;
-pub mod text;
 pub mod windows;
 
 use std::sync::Arc;
@@ -95,6 +97,16 @@ pub trait Source: Send + Sync {
     /// Tokens as people read them, where they stand for text.
     fn text(&self, tokens: &[u32]) -> Option<String> {
         let _ = tokens;
+        None
+    }
+
+    /// The name of each value of the input, where they have names.
+    fn columns(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// The `tokenizer.json` that gives the tokens their meaning, where there is one.
+    fn tokenizer(&self) -> Option<Vec<u8>> {
         None
     }
 

@@ -168,6 +168,14 @@ impl Source for Part {
         self.whole.text(tokens)
     }
 
+    fn columns(&self) -> Vec<String> {
+        self.whole.columns()
+    }
+
+    fn tokenizer(&self) -> Option<Vec<u8>> {
+        self.whole.tokenizer()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.whole.about()
     }

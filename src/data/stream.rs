@@ -50,6 +50,10 @@ pub trait Shards: Send + Sync {
         None
     }
 
+    fn columns(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         Vec::new()
     }

@@ -11,7 +11,7 @@ use toml::Spanned;
 use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
 use super::error::{Code, Error, near_miss};
-use super::schema::{allowed, choices, is_table, kind, kinds};
+use super::schema::{allowed, choices, is_table, kind, kinds, words};
 use super::source::WHOLE;
 use crate::units::Size;
 
@@ -174,7 +174,12 @@ impl Checker<'_> {
     fn value(&mut self, value: &mut Spanned<DeValue>, schema: &Value, path: &str) {
         let span = value.span();
         let names = choices(schema);
-        match (schema["type"].as_str(), value.get_mut()) {
+        // A list, or one value that stands for it: then the list's items say what it must be.
+        let several = schema["type"].is_array();
+        if several && !matches!(value.get_ref(), DeValue::Array(_)) {
+            return self.value(value, &schema["items"], path);
+        }
+        match (if several { Some("array") } else { schema["type"].as_str() }, value.get_mut()) {
             (_, DeValue::Table(table)) if is_table(schema) => self.table(table, span, schema, path),
             (_, DeValue::String(text)) if !names.is_empty() => {
                 if !names.contains(&text.as_ref()) {
@@ -251,6 +256,10 @@ impl Checker<'_> {
             Some("bytes") => matches!(text.parse(), Ok(Size::Bytes(_))),
             Some("share") => matches!(text.parse(), Ok(Size::Bytes(_) | Size::Percent(_))),
             Some("name") => is_name(text),
+            // A word that stands for itself, where the key has such.
+            Some("path") if words(schema).any(|word| word == text) => true,
+            // A text that stands for itself, told by what every such text has.
+            Some("path") if schema["x-text"].as_str().is_some_and(|mark| text.contains(mark)) => true,
             Some("path") => {
                 let expanded = expand(text, |name| std::env::var(name).ok())?;
                 return Ok(Some(self.base.join(expanded).to_string_lossy().into_owned()));

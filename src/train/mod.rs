@@ -14,6 +14,7 @@ pub mod sets;
 pub mod setup;
 pub mod signals;
 pub mod supervisor;
+mod tensors;
 pub mod trial;
 pub mod verify;
 pub mod waiting;

@@ -81,7 +81,11 @@ impl Setup {
         let flops: Vec<u64> = self.network.blocks.iter().map(|block| flops(block, at)).collect();
         let freed = self.with_subject(|subject| Estimator::new(*subject).freed());
         let ranks = ranks(&flops, &freed);
-        self.network.blocks.iter_mut().zip(ranks).for_each(|(block, rank)| block.rank = rank);
+        for network in
+            std::iter::once(&mut self.network).chain(self.shorter.iter_mut().map(|s| &mut s.network))
+        {
+            network.blocks.iter_mut().zip(&ranks).for_each(|(block, rank)| block.rank = *rank);
+        }
     }
 
     /// Lends `body` the job as the memory estimate sees it, on this machine.

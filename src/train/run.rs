@@ -124,6 +124,9 @@ pub fn follow(
     plan.chosen.micro_batch = way.micro_batch;
     plan.chosen.accumulation_steps = way.accumulation_steps;
     folder.create(&setup.job)?;
+    if let Some(tokenizer) = setup.sets.train.tokenizer() {
+        folder::write(&folder.tokenizer(), &tokenizer)?;
+    }
     let text = serde_json::to_vec_pretty(&plan).map_err(std::io::Error::from);
     folder::write(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)?;
     let mut report = report(&folder, resumed)?;

@@ -11,6 +11,7 @@ use crate::data::{Opening, loader, stream};
 use crate::features::Features;
 use crate::job::{Job, Length, OnBadRecord, Optimizer, Precision};
 use crate::layers::network::Network;
+use crate::models::ModelError;
 use crate::params::Layout;
 use crate::units::{Bytes, Size};
 
@@ -19,6 +20,8 @@ pub struct Setup {
     pub job: Job,
     pub sets: Sets,
     pub network: Network,
+    /// Where samples are padded: the same network for shorter ones, ascending.
+    pub shorter: Vec<Shorter>,
     pub layout: Layout,
     pub order: Order,
     /// The order in which the validation set is judged: its own.
@@ -38,6 +41,13 @@ pub struct Setup {
     pub(super) optimizer_is_fixed: bool,
 }
 
+/// A network for padded samples that are shorter than the longest; its parameters are those of the whole one.
+pub struct Shorter {
+    /// Of a sample that is cut to this length.
+    pub features: Features,
+    pub network: Network,
+}
+
 impl Setup {
     /// `ram` is the host budget in bytes.
     pub fn new(job: Job, ram: u64) -> Result<Self, Failure> {
@@ -46,10 +56,20 @@ impl Setup {
 
     /// As [`Setup::new`], with the means to open data of `opening` (its `max_bytes`, `seed` and `shuffle_buffer` are set here).
     pub fn open(job: Job, ram: u64, opening: &Opening) -> Result<Self, Failure> {
-        let shuffle_buffer = job.data.loading.shuffle_buffer.of(Bytes(ram)).0;
-        let opening = Opening { max_bytes: ram, seed: job.seed, shuffle_buffer, ..opening.clone() };
-        let sets = Sets::open(&job, &opening)?;
+        let (seed, shuffle_buffer) = (job.seed, shuffle_buffer(&job));
+        let opening = Opening { max_bytes: ram, seed, shuffle_buffer, ..opening.clone() };
+        Self::with(Sets::open(&job, &opening)?, job, ram)
+    }
+
+    /// As [`Setup::new`], with sets that are open already.
+    pub fn with(sets: Sets, job: Job, ram: u64) -> Result<Self, Failure> {
+        let shuffle_buffer = shuffle_buffer(&job);
         let built = crate::models::build(&job.model, sets.train.features())?;
+        let shorter = sets.train.features().shorter().map(|features| {
+            let network = crate::models::build(&job.model, &features)?.network;
+            Ok(Shorter { features, network })
+        });
+        let shorter = shorter.collect::<Result<Vec<_>, ModelError>>()?;
         let samples = job.train.samples_per_update() as u64;
         let shuffle = job.data.loading.shuffle;
         let order = Order::of(sets.train.as_ref(), samples, job.seed, shuffle, shuffle_buffer)?;
@@ -72,6 +92,7 @@ impl Setup {
             job,
             sets,
             network: built.network,
+            shorter,
             layout: built.layout,
             order,
             valid_order,
@@ -87,6 +108,12 @@ impl Setup {
 
     pub fn features(&self) -> &Features {
         self.sets.train.features()
+    }
+
+    /// What a micro-batch whose longest sample has so many positions is run with.
+    pub fn fitting(&self, longest: usize) -> (&Features, &Network) {
+        let shorter = self.shorter.iter().find(|shorter| longest <= shorter.features.input_len());
+        shorter.map_or((self.features(), &self.network), |shorter| (&shorter.features, &shorter.network))
     }
 
     pub fn parameters(&self) -> u64 {
@@ -117,6 +144,12 @@ pub(super) fn prefetch(job: &Job, ram: u64) -> u64 {
         Size::Auto => (ram / 10).min(256 << 20),
         size => size.of(Bytes(ram)).0,
     }
+}
+
+/// Bytes within which sets that are read forward are mixed.
+fn shuffle_buffer(job: &Job) -> u64 {
+    // A job states a size, not a share, so that the order is the same whatever memory there is.
+    job.data.loading.shuffle_buffer.of(Bytes(0)).0
 }
 
 /// What happens to records that cannot be used.

@@ -198,6 +198,10 @@ impl Source for Streamed {
         self.held.shards.text(tokens)
     }
 
+    fn columns(&self) -> Vec<String> {
+        self.held.shards.columns()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.held.shards.about()
     }

@@ -116,11 +116,7 @@ impl Shards for Toy {
 }
 
 fn read(source: &dyn Source, index: u64) -> Result<Vec<f32>, DataError> {
-    let mut batch = Batch::with_room(source.features(), 1).unwrap();
-    batch.resize(source.features(), 1);
-    let key = Key { seed: 3, epoch: 0, sample: index };
-    source.read(index, key, &mut batch.row(source.features(), 0))?;
-    match batch.inputs {
+    match Batch::one(source, index, Key { seed: 3, epoch: 0, sample: index })?.inputs {
         Values::F32(values) => Ok(values),
         Values::U32(_) => panic!("the toy gives floats"),
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use super::{Options, Run};
 use crate::job::Job;
 use crate::kernels::update::round_into;
+use crate::memory::measure;
 use crate::memory::plan::{Plan, Verdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, State};
@@ -23,6 +24,8 @@ pub(super) fn planned(
     let most = options.restart.as_ref().and_then(|restart| restart.most_ram);
     let ram = most.map_or(options.ram, |most| most.min(options.ram));
     let mut setup = Setup::open(job, ram, &options.opening)?;
+    // The plan is of the steps; what a pass over the files took is given back by now.
+    measure::begin();
     let plan = setup.settle(ram, before);
     let least = plan.peak.ram_bytes;
     match plan.verdict {
