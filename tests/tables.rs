@@ -16,7 +16,7 @@ hidden = [8]
 kind = \"csv\"
 train = [\"train.csv\"]
 valid = [\"valid.csv\"]
-target = [\"y\"]
+target = \"y\"
 shuffle = false
 
 [train]

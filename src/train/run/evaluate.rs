@@ -69,7 +69,7 @@ impl Run<'_> {
         // Values that are predicted have no right class to count.
         let wanted: &[Metric] = match setup.features().target {
             Target::Values { .. } => &[],
-            Target::Class { .. } | Target::Tokens => &setup.job.eval.metrics,
+            _ => &setup.job.eval.metrics,
         };
         self.metrics = metrics(&tally, wanted);
         let epoch = setup.order.update(self.step.saturating_sub(1)).epoch;
