@@ -59,6 +59,12 @@ bench-cpu *ARGS:
     cargo build --release
     python3 bench/cpu.py {{ ARGS }}
 
+# Measure reading a csv file of 1 GB against pandas (needs numpy and pandas).
+[group('measure')]
+bench-csv *ARGS:
+    cargo build --release --example rows
+    python3 bench/csv.py {{ ARGS }}
+
 # Take checkpoints to transformers and torchvision and back (needs both, torch and safetensors).
 [group('prove')]
 interop:

@@ -29,7 +29,7 @@ fn main() -> anyhow::Result<()> {
     let (valid, first) = (setup.sets.valid.clone(), Cursor::default());
     let samples = valid.len().min(setup.job.train.batch_size as u64);
     let order = Order::new(samples, samples, setup.job.seed, false)?;
-    let mut loader = Loader::start(valid, order, first, 1, samples as usize, setup.prefetch, setup.workers)?;
+    let mut loader = Loader::start(valid, order, first, 1, setup.reading(samples as usize, setup.prefetch))?;
     let batch = loader.next()?.context("the validation set is empty")?;
     Ok(engine.scores(&batch)?.save_safetensors("logits", out)?)
 }

@@ -43,9 +43,23 @@ pub enum DataError {
     #[error("`{}`, record {record}{}: `{value}` is not {wanted}", file.display(), in_column(column))]
     Value { file: PathBuf, record: u64, column: Option<String>, value: String, wanted: String },
 
+    /// One bad value in a table of text. `line` counts from 1.
+    #[error("`{}`, line {line}, column `{column}`: `{value}` is not {wanted}", file.display())]
+    Cell { file: PathBuf, line: u64, column: String, value: String, wanted: String },
+
+    /// A table that is not as declared.
+    #[error("`{}`{}: {problem}", file.display(), at(place))]
+    Table { file: PathBuf, place: String, problem: String, hint: &'static str },
+
     /// A record that cannot be used as a whole. `place` says which: "line 7", "record 12", "member a/b.jpg".
     #[error("`{}`{}: {problem}", file.display(), at(place))]
     Record { file: PathBuf, place: String, problem: String },
+
+    #[error("{count} bad records, more than the {most} that may be left out; the first: {}", first.join("; "))]
+    TooManyBad { count: u64, most: u64, first: Vec<String> },
+
+    #[error("{what} is not as it was when it was opened: {found}")]
+    Changed { what: String, found: String },
 
     #[error("`{}` cannot be used as a tokenizer: {problem}", file.display())]
     Tokenizer { file: PathBuf, problem: String },
@@ -82,8 +96,18 @@ impl DataError {
             }
             DataError::Write { .. } => "check that the folder may be written to and the disk is not full",
             DataError::Pattern { .. } => "check the pattern; it starts at the job's folder",
+            DataError::Table { hint, .. } => hint,
+            DataError::Cell { .. } => {
+                "correct the value or declare the column otherwise, or set `on_bad_record = \"skip\"` to train without the row"
+            }
             DataError::Record { .. } => {
                 "correct or remove the record, or set `on_bad_record = \"skip\"` to train without it"
+            }
+            DataError::TooManyBad { .. } => {
+                "correct the files, or raise `data.max_bad_records` if so many are expected"
+            }
+            DataError::Changed { .. } => {
+                "files must stay as they are while they are read: start the run again"
             }
             DataError::NotText { .. } => "convert the file to UTF-8, or take it out of the set",
             DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
@@ -96,7 +120,9 @@ impl DataError {
                 "name a template such as \"chatml\", or give a Jinja text or the path of a file that holds one"
             }
             DataError::CountMismatch { .. } => "check that both files belong to the same set",
-            DataError::Value { .. } => "correct the record or the declared shape",
+            DataError::Value { .. } => {
+                "correct the record or the declared shape, or set `on_bad_record = \"skip\"` to train without it"
+            }
             DataError::TooLarge { .. } | DataError::OutOfMemory { .. } => {
                 "raise the host memory budget or use a smaller set"
             }
@@ -114,7 +140,7 @@ impl DataError {
 
     /// Whether one record is at fault, so that the set could be read without it.
     pub fn is_record(&self) -> bool {
-        matches!(self, DataError::Value { .. } | DataError::Record { .. })
+        matches!(self, DataError::Value { .. } | DataError::Cell { .. } | DataError::Record { .. })
     }
 
     pub(super) fn writing(file: &std::path::Path) -> impl FnOnce(io::Error) -> DataError + '_ {

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use super::stream::Block;
 use super::{DataError, Features, Key, Lengths, Row, Source};
 use crate::random::{Random, stream};
 
@@ -62,21 +63,50 @@ pub struct Part {
     whole: Arc<dyn Source>,
     parting: Parting,
     smaller: bool,
+    /// The other part reads the same `whole`.
+    shared: bool,
+}
+
+/// Which samples go where, known before the set itself is made: for statistics of the training part alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    parting: Parting,
+    /// Whether the smaller part is the one that is measured on.
+    valid_is_smaller: bool,
+}
+
+impl Plan {
+    /// Of a set of `samples`, `valid_share` of them to measure on; at least one of each.
+    pub fn new(samples: u64, valid_share: f64, seed: u64) -> Result<Self, DataError> {
+        const SPLIT: u64 = stream("data.split");
+        if samples < 2 {
+            let why = format!("it has {samples} and both the training and the validation set need one");
+            return Err(DataError::NoSamples { set: "the set".into(), why });
+        }
+        let valid = ((samples as f64 * valid_share).round() as u64).clamp(1, samples - 1);
+        let few = valid.min(samples - valid);
+        let parting = Parting { samples, few, key: Random::new(seed, SPLIT) };
+        Ok(Self { parting, valid_is_smaller: valid == few })
+    }
+
+    /// Whether sample `index` of the whole set is trained on.
+    pub fn trained(&self, index: u64) -> bool {
+        let drawn = self.parting.drawn(self.parting.run(index)) == index;
+        drawn != self.valid_is_smaller
+    }
 }
 
 /// The samples of `whole` to train on, and `valid_share` of them to measure on; at least one of each.
 pub fn split(whole: Arc<dyn Source>, valid_share: f64, seed: u64) -> Result<(Part, Part), DataError> {
-    const SPLIT: u64 = stream("data.split");
-    let samples = whole.len();
-    if samples < 2 {
-        let why = format!("it has {samples} and both the training and the validation set need one");
-        return Err(DataError::NoSamples { set: "the set".into(), why });
-    }
-    let valid = ((samples as f64 * valid_share).round() as u64).clamp(1, samples - 1);
-    let few = valid.min(samples - valid);
-    let parting = Parting { samples, few, key: Random::new(seed, SPLIT) };
-    let part = |smaller| Part { whole: whole.clone(), parting, smaller };
-    Ok((part(valid > few), part(valid == few)))
+    let Plan { parting, valid_is_smaller } = Plan::new(whole.len(), valid_share, seed)?;
+    let apart = whole.apart();
+    let part = |whole: &Arc<dyn Source>, smaller| Part {
+        whole: whole.clone(),
+        parting,
+        smaller,
+        shared: apart.is_none(),
+    };
+    Ok((part(&whole, !valid_is_smaller), part(apart.as_ref().unwrap_or(&whole), valid_is_smaller)))
 }
 
 impl Part {
@@ -105,11 +135,29 @@ impl Source for Part {
         self.whole.read(self.index(index), key, into)
     }
 
-    /// This part's share, so that the parts add up to the whole.
+    /// Where the parts share the whole, this one's share, so that they add up to it.
     fn resident_bytes(&self) -> u64 {
         let whole = self.whole.resident_bytes();
+        if !self.shared {
+            return whole;
+        }
         let share = (whole as u128 * self.parting.few as u128 / self.parting.samples as u128) as u64;
         if self.smaller { share } else { whole - share }
+    }
+
+    /// Those of the whole set, by the same numbers, with this part's samples in each.
+    fn blocks(&self) -> Option<Vec<Block>> {
+        let mut index = 0;
+        let own = |block: Block| {
+            let before = self.below(index);
+            index += block.records;
+            Block { records: self.below(index) - before, ..block }
+        };
+        Some(self.whole.blocks()?.into_iter().map(own).collect())
+    }
+
+    fn expect(&self, blocks: Vec<u32>) {
+        self.whole.expect(blocks);
     }
 
     fn lengths(&self) -> Option<Lengths> {
@@ -118,6 +166,10 @@ impl Source for Part {
 
     fn text(&self, tokens: &[u32]) -> Option<String> {
         self.whole.text(tokens)
+    }
+
+    fn columns(&self) -> Vec<String> {
+        self.whole.columns()
     }
 
     fn tokenizer(&self) -> Option<Vec<u8>> {
@@ -157,6 +209,8 @@ mod tests {
                     prop_assert_eq!(part.below(index), of.iter().filter(|i| **i < index).count() as u64);
                 }
             }
+            let plan = Plan::new(samples, share, seed).unwrap();
+            prop_assert!(a.iter().all(|i| plan.trained(*i)) && !b.iter().any(|i| plan.trained(*i)));
             let mut all = [a, b].concat();
             all.sort_unstable();
             prop_assert!(all.into_iter().eq(0..samples));

@@ -30,8 +30,8 @@ use serde::{Deserialize, Serialize};
 
 pub use change::Change;
 pub use data::{
-    ChatLoss, Data, Files, Idx, Jsonl, Loading, OnBadRecord, Shapes, Source, Text, TextSynthetic, TokenType,
-    Tokens, TooLong, Windows,
+    ChatLoss, Columns, Csv, Data, Delimiter, Files, Idx, Jsonl, Loading, OnBadRecord, OnMissing, OnUnknown,
+    Parquet, Shapes, Source, Task, Text, TextSynthetic, TokenType, Tokens, TooLong, Windows,
 };
 pub use error::{Code, Error, Errors};
 pub use layers::{AfterSum, Layer, Layers, Part};

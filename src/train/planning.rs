@@ -113,7 +113,7 @@ impl Setup {
             optimizer_state_8bit: rule.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params)),
             update_workspace: optim::workspace_bytes(rule, params),
             average: self.job.train.ema.is_some(),
-            resident_data: self.sets.train.resident_bytes() + self.sets.valid.resident_bytes(),
+            resident_data: self.resident_data(),
             ram: machine.ram,
             pipeline: &pipeline,
             train_samples: self.sets.train.len(),

@@ -8,12 +8,14 @@ mod generated;
 mod language;
 mod loading;
 mod pictures;
+mod tables;
 
 pub use files::Files;
 pub use generated::{Shapes, TextSynthetic};
 pub use language::{ChatLoss, Jsonl, Text, TokenType, Tokens, TooLong, Windows};
 pub use loading::{Loading, OnBadRecord};
 pub use pictures::Idx;
+pub use tables::{Columns, Csv, Delimiter, OnMissing, OnUnknown, Parquet, Task};
 
 /// Where samples come from. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -30,6 +32,8 @@ pub struct Data {
 pub enum Source {
     Shapes(Shapes),
     Idx(Idx),
+    Csv(Csv),
+    Parquet(Parquet),
     Text(Text),
     Tokens(Tokens),
     Jsonl(Jsonl),
@@ -43,6 +47,8 @@ impl Source {
         match self {
             Self::Shapes(_) => "shapes",
             Self::Idx(_) => "idx",
+            Self::Csv(_) => "csv",
+            Self::Parquet(_) => "parquet",
             Self::Text(_) => "text",
             Self::Tokens(_) => "tokens",
             Self::Jsonl(_) => "jsonl",

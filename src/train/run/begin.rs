@@ -89,6 +89,7 @@ impl Run<'_> {
             checkpoint::load(&path, &self.engine.held())?;
             self.scaling = state.scaling;
             (self.step, self.cursor, self.samples) = (state.step, state.cursor, state.samples);
+            (self.told_bad, self.left_out) = (state.left_out.count(), state.left_out);
             (self.digest, self.best, self.metrics) = (state.digest, state.best, state.metrics);
             (self.clock.before_s, self.clock.data_wait_s) = (state.elapsed_s, state.data_wait_s);
             self.last_checkpoint = Some((state.step, path));

@@ -3,6 +3,7 @@
 mod generated;
 mod language;
 mod pictures;
+mod tables;
 
 use std::sync::Arc;
 
@@ -23,6 +24,8 @@ impl Sets {
         match &job.data.source {
             job::Source::Shapes(s) => generated::shapes(s, opening),
             job::Source::Idx(s) => pictures::idx(s, opening),
+            job::Source::Csv(s) => tables::csv(s, &job.data.loading, opening),
+            job::Source::Parquet(s) => tables::parquet(s, &job.data.loading, opening),
             job::Source::Text(s) => language::text(s, context(job)?, opening),
             job::Source::Tokens(s) => language::tokens(s, context(job)?, opening),
             job::Source::Jsonl(s) => language::jsonl(s, &job.data.loading, context(job)?, opening),

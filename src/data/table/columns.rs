@@ -1,0 +1,365 @@
+//! Which columns of a table are used, as what, and how the text in them is understood.
+//!
+//! What is not declared is inferred from the first rows: a column is of numbers when every value there is one.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use super::{Cell, Settings, Task};
+use crate::data::DataError;
+
+/// Rows that types are inferred from.
+pub const SAMPLE_ROWS: usize = 1000;
+/// A target of whole numbers is one of classes up to this many different ones.
+const FEW: usize = 20;
+/// Names shown in an error.
+const SHOWN: usize = 30;
+
+/// A column that is used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Column {
+    pub name: String,
+    /// Its place in the file, from 0.
+    pub at: usize,
+    pub kind: Kind,
+    pub target: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Number,
+    Category,
+}
+
+/// How text in cells is understood.
+#[derive(Clone, Debug)]
+pub struct Reading {
+    missing: Vec<Vec<u8>>,
+    missing_numbers: Vec<f64>,
+    /// First bytes of what is missing: most values are told apart by it alone.
+    first: [bool; 256],
+    trim: Vec<char>,
+}
+
+impl Reading {
+    pub fn new(missing: &[String], trim: &str) -> Self {
+        let mut first = [false; 256];
+        missing.iter().filter_map(|text| text.bytes().next()).for_each(|byte| first[byte as usize] = true);
+        let numbers = missing.iter().filter_map(|text| text.parse().ok()).filter(|x: &f64| x.is_finite());
+        Self {
+            missing: missing.iter().map(|text| text.clone().into_bytes()).collect(),
+            missing_numbers: numbers.collect(),
+            first,
+            trim: trim.chars().collect(),
+        }
+    }
+
+    pub fn is_missing(&self, cell: Cell<'_>) -> bool {
+        match cell {
+            Cell::Missing => true,
+            Cell::Number(x) => x.is_nan() || self.missing_numbers.contains(&x),
+            Cell::Text(text) => {
+                text.first().is_none_or(|byte| self.first[*byte as usize])
+                    && self.missing.iter().any(|missing| missing == text)
+            }
+        }
+    }
+
+    /// The finite number that a cell is.
+    pub fn number(&self, cell: Cell<'_>) -> Option<f64> {
+        let number = match cell {
+            Cell::Missing => None,
+            Cell::Number(x) => Some(x),
+            Cell::Text(text) => {
+                decimal(text).or_else(|| str::from_utf8(text).ok().and_then(|text| text.trim().parse().ok()))
+            }
+        };
+        number.filter(|x| x.is_finite())
+    }
+
+    /// The category that a cell names.
+    pub fn category<'a>(&self, cell: Cell<'a>) -> Cow<'a, str> {
+        match cell {
+            Cell::Missing => "".into(),
+            Cell::Number(x) => x.to_string().into(),
+            Cell::Text(text) => {
+                let text = String::from_utf8_lossy(text);
+                let trimmed = text.trim_matches(&self.trim[..]);
+                if trimmed.len() == text.len() { text } else { trimmed.to_owned().into() }
+            }
+        }
+    }
+}
+
+/// The number that a short decimal without exponent writes, exactly as the standard library reads it at several
+/// times the cost: up to 15 digits are a whole number of f64, and so is the power of ten it is divided by.
+fn decimal(text: &[u8]) -> Option<f64> {
+    const POWERS: [f64; 16] =
+        [1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15];
+    let (negative, digits) = match text {
+        [b'-', rest @ ..] => (true, rest),
+        rest => (false, rest),
+    };
+    if digits.len() > 16 {
+        return None;
+    }
+    let (mut whole, mut count, mut behind) = (0u64, 0, None);
+    for &byte in digits {
+        let digit = byte.wrapping_sub(b'0');
+        if digit < 10 {
+            whole = whole * 10 + u64::from(digit);
+            count += 1;
+        } else if byte == b'.' && behind.is_none() {
+            behind = Some(count);
+        } else {
+            return None;
+        }
+    }
+    if count == 0 || count > 15 {
+        return None;
+    }
+    let value = whole as f64 / POWERS[count - behind.unwrap_or(count)];
+    Some(if negative { -value } else { value })
+}
+
+/// What the first rows have in one column of a file.
+#[derive(Clone, Debug, Default)]
+pub struct Look {
+    /// Something was no number.
+    text: bool,
+    fraction: bool,
+    values: usize,
+    different: BTreeSet<String>,
+    /// Why values of it cannot be used at all.
+    unusable: Option<&'static str>,
+}
+
+impl Look {
+    /// Of a column whose type a file declares.
+    pub fn declared(text: bool, unusable: Option<&'static str>) -> Self {
+        Self { text, unusable, ..Self::default() }
+    }
+
+    pub fn see(&mut self, cell: Cell<'_>, reading: &Reading) {
+        if reading.is_missing(cell) {
+            return;
+        }
+        self.values += 1;
+        match (reading.number(cell), cell) {
+            (None, _) => self.text = true,
+            (Some(_), Cell::Text(text)) => {
+                self.fraction |= !text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b))
+            }
+            (Some(x), _) => self.fraction |= x.fract() != 0.0,
+        }
+        if self.different.len() <= FEW {
+            self.different.insert(reading.category(cell).into_owned());
+        }
+    }
+
+    /// Whether it reads as a few classes: text, or a few whole numbers that come again.
+    fn classes(&self) -> bool {
+        let few = self.different.len() <= FEW && 2 * self.different.len() <= self.values;
+        self.text || (!self.fraction && few)
+    }
+}
+
+/// The columns to use: the inputs in the order of the file, then the targets in the order declared.
+pub fn choose(
+    file: &Path,
+    names: &[String],
+    looks: &[Look],
+    settings: &Settings,
+) -> Result<Vec<Column>, DataError> {
+    let wrong = |problem: String, hint: &'static str| DataError::Table {
+        file: file.to_owned(),
+        place: String::new(),
+        problem,
+        hint,
+    };
+    for (i, name) in names.iter().enumerate() {
+        if names[..i].contains(name) {
+            return Err(wrong(
+                format!("two columns are called `{name}`"),
+                "rename one, or set `header = false` and `skip_lines = 1` and name columns by number, from 0",
+            ));
+        }
+    }
+    let lists = [
+        ("target", &settings.target),
+        ("columns", &settings.columns),
+        ("ignore", &settings.ignore),
+        ("categorical", &settings.categorical),
+        ("numeric", &settings.numeric),
+    ];
+    for (key, list) in lists {
+        for name in list {
+            if !names.contains(name) {
+                return Err(wrong(
+                    format!("`{key}` names `{name}`, and there is no such column{}", nearest(name, names)),
+                    "name a column of the table; without a header they are called 0, 1, 2 and so on",
+                ));
+            }
+        }
+    }
+    if let Some(name) = settings.categorical.iter().find(|name| settings.numeric.contains(name)) {
+        return Err(wrong(
+            format!("column `{name}` is both in `categorical` and in `numeric`"),
+            "take it out of one of them",
+        ));
+    }
+    let kind = |i: usize| match &names[i] {
+        name if settings.categorical.contains(name) => Kind::Category,
+        name if settings.numeric.contains(name) => Kind::Number,
+        _ if looks[i].text => Kind::Category,
+        _ => Kind::Number,
+    };
+    let used = |i: &usize| {
+        let name = &names[*i];
+        let chosen = settings.columns.is_empty() || settings.columns.contains(name);
+        chosen && !settings.ignore.contains(name) && !settings.target.contains(name)
+    };
+    let column = |at: usize, kind, target| Column { name: names[at].clone(), at, kind, target };
+    let mut columns: Vec<Column> =
+        (0..names.len()).filter(used).map(|at| column(at, kind(at), false)).collect();
+    if columns.is_empty() {
+        return Err(wrong(
+            format!("no column is left as input{}", nearest("", names)),
+            "check `columns`, `ignore` and `delimiter`",
+        ));
+    }
+    for name in &settings.target {
+        let Some(at) = names.iter().position(|other| other == name) else { continue };
+        let declared = settings.categorical.contains(name) || settings.numeric.contains(name);
+        let kind = match settings.task {
+            Task::Classes => Kind::Category,
+            Task::Values => Kind::Number,
+            Task::Auto if declared => kind(at),
+            Task::Auto if !settings.classes.is_empty() => Kind::Category,
+            Task::Auto if settings.target.len() == 1 && looks[at].classes() => Kind::Category,
+            Task::Auto => Kind::Number,
+        };
+        columns.push(column(at, kind, true));
+    }
+    let targets = columns.iter().filter(|column| column.target);
+    if settings.target.len() > 1 && targets.clone().any(|column| column.kind == Kind::Category) {
+        return Err(wrong(
+            "several targets must be numbers, and one of them is of classes".into(),
+            "name one target, or set `task = \"values\"`",
+        ));
+    }
+    if let Some((column, why)) = columns.iter().find_map(|c| looks[c.at].unusable.map(|why| (c, why))) {
+        return Err(wrong(
+            format!("column `{}` holds {why}, which cannot be used", column.name),
+            "put the column in `ignore`",
+        ));
+    }
+    Ok(columns)
+}
+
+/// Which columns there are, and the one whose name comes nearest.
+fn nearest(name: &str, names: &[String]) -> String {
+    let near = names.iter().map(|other| (strsim::jaro_winkler(name, other), other));
+    let near = near.filter(|(likeness, _)| *likeness > 0.8).max_by(|a, b| a.0.total_cmp(&b.0));
+    let near = near.map(|(_, other)| format!("; did you mean `{other}`?")).unwrap_or_default();
+    let shown: Vec<String> =
+        names.iter().take(SHOWN).map(|name| format!("`{}`", super::shown(name.as_bytes()))).collect();
+    let more = names.len().saturating_sub(SHOWN);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!(" among {}{more}{near}", shown.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Every text is the number that the standard library reads, to the bit, or none.
+        #[test]
+        fn numbers_are_read_exactly(text in "-?[0-9]{0,17}\\.?[0-9]{0,17}|[-+.e0-9 ]{0,8}", x: f64) {
+            let reading = Reading::new(&[], "");
+            for text in [text, x.to_string(), format!("{x:.3}"), format!("{x:e}")] {
+                let expected = text.trim().parse().ok().filter(|x: &f64| x.is_finite()).map(f64::to_bits);
+                prop_assert_eq!(reading.number(Cell::Text(text.as_bytes())).map(f64::to_bits), expected, "{}", text);
+            }
+        }
+    }
+
+    fn looks(columns: &[&[&str]]) -> Vec<Look> {
+        let reading = Reading::new(&["".into(), "?".into()], "");
+        let look = |cells: &&[&str]| {
+            let mut look = Look::default();
+            cells.iter().for_each(|text| look.see(Cell::Text(text.as_bytes()), &reading));
+            look
+        };
+        columns.iter().map(look).collect()
+    }
+
+    fn chosen(settings: Settings) -> Result<Vec<String>, String> {
+        let names = ["age", "city", "few", "price"].map(String::from);
+        let looks = looks(&[&["1", "2.5", "?"], &["a", "b", ""], &["0", "1", "1", "0"], &["1e3", "2", "3"]]);
+        let columns =
+            choose("a.csv".as_ref(), &names, &looks, &settings).map_err(|error| error.to_string())?;
+        let show = |c: &Column| format!("{}{:?}{}", c.name, c.kind, if c.target { " target" } else { "" });
+        Ok(columns.iter().map(show).collect())
+    }
+
+    fn target(names: &[&str]) -> Settings {
+        Settings { target: names.iter().map(|name| name.to_string()).collect(), ..Settings::default() }
+    }
+
+    #[test]
+    fn types_are_inferred_or_declared() {
+        assert_eq!(
+            chosen(target(&["price"])).unwrap(),
+            ["ageNumber", "cityCategory", "fewNumber", "priceNumber target"]
+        );
+        assert_eq!(chosen(target(&["few"])).unwrap()[3], "fewCategory target");
+        let values =
+            Settings { task: Task::Values, ignore: vec!["city".into()], ..target(&["few", "price"]) };
+        assert_eq!(chosen(values).unwrap(), ["ageNumber", "fewNumber target", "priceNumber target"]);
+        let declared = Settings {
+            categorical: vec!["few".into()],
+            columns: vec!["few".into(), "age".into()],
+            ..target(&["price"])
+        };
+        assert_eq!(chosen(declared).unwrap(), ["ageNumber", "fewCategory", "priceNumber target"]);
+    }
+
+    #[test]
+    fn what_is_not_there_is_named_with_the_nearest() {
+        let error = chosen(target(&["prise"])).unwrap_err();
+        assert!(
+            error.contains("`target` names `prise`") && error.contains("did you mean `price`?"),
+            "{error}"
+        );
+        let error = chosen(Settings { numeric: vec!["x".into()], ..target(&["price"]) }).unwrap_err();
+        assert!(
+            error.contains("`numeric` names `x`") && error.contains("among `age`, `city`, `few`, `price`"),
+            "{error}"
+        );
+        let only = Settings { columns: vec!["price".into()], ..target(&["price"]) };
+        assert!(chosen(only).unwrap_err().contains("no column is left"));
+        assert!(chosen(target(&["city", "price"])).is_ok(), "with values asked of text, rows will tell");
+        let both =
+            Settings { categorical: vec!["age".into()], numeric: vec!["age".into()], ..target(&["price"]) };
+        assert!(chosen(both).unwrap_err().contains("both in `categorical` and in `numeric`"));
+    }
+
+    #[test]
+    fn cells_are_understood_as_declared() {
+        let reading = Reading::new(&["".into(), "-999".into(), "NA".into()], ".");
+        assert!(reading.is_missing(Cell::Text(b"")) && reading.is_missing(Cell::Text(b"-999")));
+        assert!(reading.is_missing(Cell::Number(-999.0)) && reading.is_missing(Cell::Number(f64::NAN)));
+        assert!(!reading.is_missing(Cell::Text(b"-99")) && !reading.is_missing(Cell::Text(b"N")));
+        assert_eq!(reading.number(Cell::Text(b" 1e3 ")), Some(1000.0));
+        for text in ["inf", "1e999", "nan", "", "x", "1,5"] {
+            assert_eq!(reading.number(Cell::Text(text.as_bytes())), None, "{text}");
+        }
+        assert_eq!(reading.category(Cell::Text(b"<=50K.")), "<=50K");
+        assert_eq!(reading.category(Cell::Number(3.0)), "3");
+    }
+}

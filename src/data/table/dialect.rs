@@ -1,0 +1,319 @@
+//! How a table is written as text: where its rows end, and the fields of a row.
+//!
+//! Rows end with a line feed that is not inside quotes; a carriage return before it is dropped. A field is quoted
+//! when its first character that is no space is `"`; `""` inside stands for one. Elsewhere `"` is a character
+//! like any other. Spaces around fields do not count unless they are quoted. Lines with nothing on them are no rows.
+
+use memchr::{memchr, memchr_iter, memchr2};
+
+/// The most bytes a row may have: more is taken for a quote that never ends.
+pub const MAX_ROW: usize = 16 << 20;
+
+/// How a file of text is to be understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dialect {
+    pub delimiter: Delimiter,
+    /// Whether the first row names the columns.
+    pub header: bool,
+    /// Lines before the first row, header included, that are no part of the table.
+    pub skip_lines: u64,
+}
+
+/// What stands between fields.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delimiter {
+    Byte(u8),
+    /// Any number of spaces and tabs.
+    Spaces,
+}
+
+impl Default for Dialect {
+    fn default() -> Self {
+        Self { delimiter: Delimiter::Byte(b','), header: true, skip_lines: 0 }
+    }
+}
+
+impl Delimiter {
+    fn is(self, byte: u8) -> bool {
+        match self {
+            Self::Byte(delimiter) => byte == delimiter,
+            Self::Spaces => byte == b' ' || byte == b'\t',
+        }
+    }
+
+    /// Whether `byte` is a space that does not count around a field.
+    fn pads(self, byte: u8) -> bool {
+        matches!(byte, b' ' | b'\t' | b'\r') && !self.is(byte)
+    }
+
+    /// Whether a line has nothing on it.
+    pub fn blank(self, line: &[u8]) -> bool {
+        let nothing = |byte: &u8| matches!(byte, b' ' | b'\r' | b'\n') || *byte == b'\t';
+        match self {
+            Self::Byte(b'\t') => line.iter().all(|byte| nothing(byte) && *byte != b'\t'),
+            _ => line.iter().all(nothing),
+        }
+    }
+}
+
+/// The ends of rows in a text, each the position after the line feed. After the last one, `quoted` says whether
+/// the text stops inside quotes.
+pub struct Breaks<'a> {
+    text: &'a [u8],
+    at: usize,
+    pub quoted: bool,
+    delimiter: Delimiter,
+}
+
+impl<'a> Breaks<'a> {
+    /// `text` begins with a row, or inside quotes right after a line feed.
+    pub fn new(text: &'a [u8], quoted: bool, delimiter: Delimiter) -> Self {
+        Self { text, at: 0, quoted, delimiter }
+    }
+
+    /// Whether the quote at `at`, outside of quotes, opens a field.
+    fn opens(&self, at: usize) -> bool {
+        let before = self.text[..at].iter().rev().find(|byte| !self.delimiter.pads(**byte));
+        before.is_none_or(|byte| *byte == b'\n' || self.delimiter.is(*byte))
+    }
+}
+
+impl Iterator for Breaks<'_> {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        loop {
+            let rest = &self.text[self.at..];
+            if self.quoted {
+                let Some(quote) = memchr(b'"', rest) else {
+                    self.at = self.text.len();
+                    return None;
+                };
+                self.at += quote + 1;
+                if self.text.get(self.at) == Some(&b'"') {
+                    self.at += 1;
+                } else {
+                    self.quoted = false;
+                }
+            } else {
+                let Some(found) = memchr2(b'"', b'\n', rest) else {
+                    self.at = self.text.len();
+                    return None;
+                };
+                let at = self.at + found;
+                self.at = at + 1;
+                if self.text[at] == b'\n' {
+                    return Some(self.at);
+                }
+                self.quoted = self.opens(at);
+            }
+        }
+    }
+}
+
+/// The fields of one row; used again for the next.
+#[derive(Default)]
+pub struct Fields {
+    /// Where each lies: in the row, or in `plain` where quotes had to be taken off.
+    at: Vec<(Lies, u32, u32)>,
+    plain: Vec<u8>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lies {
+    Row,
+    Plain,
+}
+
+impl Fields {
+    pub fn len(&self) -> usize {
+        self.at.len()
+    }
+
+    /// Field `index` of the `row` that was split last.
+    pub fn get<'a>(&'a self, row: &'a [u8], index: usize) -> &'a [u8] {
+        let (lies, start, end) = self.at[index];
+        let text = if lies == Lies::Row { row } else { &self.plain };
+        &text[start as usize..end as usize]
+    }
+
+    /// Splits `row`, at most [`MAX_ROW`] bytes, with or without its line break.
+    pub fn split(&mut self, row: &[u8], delimiter: Delimiter) {
+        self.at.clear();
+        self.plain.clear();
+        let row = row.strip_suffix(b"\n").unwrap_or(row);
+        let row = row.strip_suffix(b"\r").unwrap_or(row);
+        match delimiter {
+            Delimiter::Byte(byte) if memchr(b'"', row).is_none() => {
+                let mut start = 0;
+                for end in memchr_iter(byte, row) {
+                    self.push(row, start, end, delimiter);
+                    start = end + 1;
+                }
+                self.push(row, start, row.len(), delimiter);
+            }
+            _ => self.split_quoted(row, delimiter),
+        }
+    }
+
+    /// Adds what lies between `start` and `end`, less the spaces around it.
+    fn push(&mut self, row: &[u8], mut start: usize, mut end: usize, delimiter: Delimiter) {
+        while start < end && delimiter.pads(row[start]) {
+            start += 1;
+        }
+        while start < end && delimiter.pads(row[end - 1]) {
+            end -= 1;
+        }
+        self.at.push((Lies::Row, start as u32, end as u32));
+    }
+
+    fn split_quoted(&mut self, row: &[u8], delimiter: Delimiter) {
+        let mut at = 0;
+        loop {
+            let skip =
+                |byte: &u8| delimiter.pads(*byte) || (delimiter == Delimiter::Spaces && delimiter.is(*byte));
+            let start = at + row[at..].iter().take_while(|byte| skip(byte)).count();
+            if start == row.len() && delimiter == Delimiter::Spaces && !self.at.is_empty() {
+                return;
+            }
+            let end_of = |from: usize| {
+                row[from..].iter().position(|byte| delimiter.is(*byte)).map_or(row.len(), |i| from + i)
+            };
+            if row.get(start) == Some(&b'"') {
+                let closed = self.unquote(row, start + 1);
+                at = end_of(closed);
+                // What follows the closing quote belongs to the field, as spreadsheets have it.
+                let rest = row[closed..at].trim_ascii();
+                if !rest.is_empty()
+                    && let Some(field) = self.at.last_mut()
+                {
+                    self.plain.truncate(field.2 as usize);
+                    self.plain.extend_from_slice(rest);
+                    field.2 = self.plain.len() as u32;
+                }
+            } else {
+                at = end_of(start);
+                self.push(row, start, at, delimiter);
+            }
+            if at == row.len() {
+                return;
+            }
+            at += 1;
+        }
+    }
+
+    /// Adds the quoted field whose text begins at `from`; gives the position after its closing quote.
+    fn unquote(&mut self, row: &[u8], mut from: usize) -> usize {
+        let start = self.plain.len();
+        loop {
+            let quote = memchr(b'"', &row[from..]).map_or(row.len(), |i| from + i);
+            self.plain.extend_from_slice(&row[from..quote]);
+            if row.get(quote + 1) != Some(&b'"') {
+                self.at.push((Lies::Plain, start as u32, self.plain.len() as u32));
+                return (quote + 1).min(row.len());
+            }
+            self.plain.push(b'"');
+            from = quote + 2;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const COMMA: Delimiter = Delimiter::Byte(b',');
+
+    fn split(row: &str, delimiter: Delimiter) -> Vec<String> {
+        let mut fields = Fields::default();
+        fields.split(row.as_bytes(), delimiter);
+        (0..fields.len())
+            .map(|i| String::from_utf8_lossy(fields.get(row.as_bytes(), i)).into_owned())
+            .collect()
+    }
+
+    fn rows(text: &str) -> Vec<&str> {
+        let mut start = 0;
+        let ends = Breaks::new(text.as_bytes(), false, COMMA).chain([text.len()]);
+        ends.map(|end| &text[std::mem::replace(&mut start, end)..end]).filter(|row| !row.is_empty()).collect()
+    }
+
+    #[test]
+    fn fields_are_trimmed_unless_quoted() {
+        assert_eq!(split("a, b ,,\"c, \"\"d\"\"\n\" ,e\"f\r\n", COMMA), ["a", "b", "", "c, \"d\"\n", "e\"f"]);
+        assert_eq!(split("", COMMA), [""]);
+        assert_eq!(split(",", COMMA), ["", ""]);
+        assert_eq!(split("\" x \"y , \"", COMMA), [" x y", ""]);
+        assert_eq!(split("a\t b\t\t", Delimiter::Byte(b'\t')), ["a", "b", "", ""]);
+        let spaces = Delimiter::Spaces;
+        assert_eq!(split("  1  2\t3 \"4 5\" \n", spaces), ["1", "2", "3", "4 5"]);
+        assert_eq!(split("1 2", spaces), ["1", "2"]);
+    }
+
+    #[test]
+    fn rows_end_outside_of_quotes() {
+        assert_eq!(rows("a,\"b\nc\"\nd,e\"\nf"), ["a,\"b\nc\"\n", "d,e\"\n", "f"]);
+        assert_eq!(rows("a, \"b\n\"\"\n\"\n\"c\""), ["a, \"b\n\"\"\n\"\n", "\"c\""]);
+        let mut open = Breaks::new(b"a,\"b\nc\n", false, COMMA);
+        assert!(open.next().is_none() && open.quoted);
+        let mut inside = Breaks::new(b"b\"\nc\n", true, COMMA);
+        assert_eq!(
+            (inside.next(), inside.next(), inside.next(), inside.quoted),
+            (Some(3), Some(5), None, false)
+        );
+    }
+
+    #[test]
+    fn a_line_with_nothing_is_blank() {
+        assert!(COMMA.blank(b" \t\r\n") && Delimiter::Spaces.blank(b" \t\n") && COMMA.blank(b""));
+        assert!(!COMMA.blank(b",\n") && !Delimiter::Byte(b'\t').blank(b"\t\n"));
+    }
+
+    proptest! {
+        /// Rows and fields are those of the csv parser that the Rust world uses, where spaces do not matter.
+        #[test]
+        fn another_parser_agrees(text in "[ab\",\n]{0,40}") {
+            // A quote that never ends is refused here.
+            let mut breaks = Breaks::new(text.as_bytes(), false, COMMA);
+            breaks.by_ref().for_each(drop);
+            prop_assume!(!breaks.quoted);
+            let mut parser = csv_core::ReaderBuilder::new().terminator(csv_core::Terminator::Any(b'\n')).build();
+            let (mut expected, mut rest) = (Vec::new(), text.as_bytes());
+            loop {
+                let (mut out, mut ends) = ([0; 128], [0; 64]);
+                let (mut record, mut written, mut fields) = (Vec::new(), 0, 0);
+                let result = loop {
+                    let (result, read, wrote, found) = parser.read_record(rest, &mut out[written..], &mut ends[fields..]);
+                    (rest, written, fields) = (&rest[read..], written + wrote, fields + found);
+                    if !matches!(result, csv_core::ReadRecordResult::InputEmpty) { break result; }
+                };
+                if matches!(result, csv_core::ReadRecordResult::End) { break; }
+                let mut start = 0;
+                for end in &ends[..fields] {
+                    record.push(String::from_utf8_lossy(&out[start..*end]).into_owned());
+                    start = *end;
+                }
+                expected.push(record);
+            }
+            let seen: Vec<_> = rows(&text).into_iter().filter(|row| !COMMA.blank(row.as_bytes()))
+                .map(|row| split(row, COMMA)).collect();
+            prop_assert_eq!(seen, expected);
+        }
+
+        /// Any bytes are split without a fault, and no field is longer than its row.
+        #[test]
+        fn any_bytes_are_split(row in prop::collection::vec(any::<u8>(), 0..60), kind in 0u8..4) {
+            let delimiter = [COMMA, Delimiter::Spaces, Delimiter::Byte(b'\t'), Delimiter::Byte(b';')][kind as usize];
+            let mut fields = Fields::default();
+            fields.split(&row, delimiter);
+            prop_assert!(fields.len() > 0);
+            let total: usize = (0..fields.len()).map(|i| fields.get(&row, i).len()).sum();
+            prop_assert!(total <= row.len());
+            for end in Breaks::new(&row, kind % 2 == 0, delimiter) {
+                prop_assert_eq!(row[end - 1], b'\n');
+            }
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! What the pages of a Parquet column promise, looked at before they are decoded: the library that decodes them
+//! allocates what a page's header says, so a damaged header must be found first.
+//!
+//! A header is a struct in Thrift's compact protocol; only the few fields that decide about memory are taken.
+
+use std::io::{Error, ErrorKind, Read, Result, Seek, SeekFrom};
+
+/// The most bytes a page may unpack to; writers keep to 1 MB, the largest known to 100 MB.
+const MOST: i64 = 128 << 20;
+/// The most bytes of a header, which may hold the page's least and largest value.
+const HEADER: u64 = 1 << 20;
+/// Structs within structs; Parquet has three.
+const DEEPEST: u32 = 8;
+/// Delta encodings of text, whose own counts the library believes.
+const DELTA_TEXT: [i64; 2] = [6, 7];
+
+/// Looks at every page between bytes `start` and `start + length`, which hold one column of one row group.
+pub fn check(file: &mut (impl Read + Seek), start: u64, length: u64) -> Result<()> {
+    let end = start.checked_add(length).ok_or_else(|| damaged("a column lies behind the end of the file"))?;
+    let mut at = start;
+    while at < end {
+        file.seek(SeekFrom::Start(at))?;
+        let mut header = Header { from: Counted { from: file, read: 0, most: HEADER.min(end - at) } };
+        let page = header.page()?;
+        if page.packed < 0 || page.unpacked < 0 || page.unpacked > MOST {
+            return Err(damaged(&format!("a page of {} bytes, {} unpacked", page.packed, page.unpacked)));
+        }
+        // No value of a dictionary takes less than four bytes.
+        if page.dictionary.is_some_and(|values| values < 0 || values > page.unpacked / 4) {
+            return Err(damaged("a dictionary with more values than its page can hold"));
+        }
+        if page.encoding.is_some_and(|encoding| DELTA_TEXT.contains(&encoding)) {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "text in delta encoding cannot be read; write the column plain or with a dictionary",
+            ));
+        }
+        at += header.from.read + page.packed as u64;
+    }
+    if at == end { Ok(()) } else { Err(damaged("a page goes on behind the end of its column")) }
+}
+
+fn damaged(what: &str) -> Error {
+    Error::new(ErrorKind::InvalidData, what)
+}
+
+/// Of a page's header.
+#[derive(Default)]
+struct Page {
+    unpacked: i64,
+    packed: i64,
+    /// Values of a dictionary page.
+    dictionary: Option<i64>,
+    /// Of a data page.
+    encoding: Option<i64>,
+}
+
+/// Bytes of a header, no more than one can have.
+struct Counted<'a, R> {
+    from: &'a mut R,
+    read: u64,
+    most: u64,
+}
+
+struct Header<'a, R> {
+    from: Counted<'a, R>,
+}
+
+impl<R: Read> Header<'_, R> {
+    fn page(&mut self) -> Result<Page> {
+        let mut page = Page::default();
+        self.fields(0, &mut |header, field, kind| {
+            match field {
+                2 => page.unpacked = header.int(kind)?,
+                3 => page.packed = header.int(kind)?,
+                // The headers of a data page, a dictionary page and a data page of the second version.
+                5 | 7 | 8 if kind == 12 => header.fields(1, &mut |header, inner, kind| {
+                    match (field, inner) {
+                        (7, 1) => page.dictionary = Some(header.int(kind)?),
+                        (5, 2) | (8, 4) => page.encoding = Some(header.int(kind)?),
+                        _ => header.skip(kind, 2)?,
+                    }
+                    Ok(())
+                })?,
+                _ => header.skip(kind, 1)?,
+            }
+            Ok(())
+        })?;
+        Ok(page)
+    }
+
+    /// Shows each field of a struct: its number and its kind.
+    fn fields(&mut self, depth: u32, see: &mut dyn FnMut(&mut Self, i64, u8) -> Result<()>) -> Result<()> {
+        if depth > DEEPEST {
+            return Err(damaged("a page header with structs too deep"));
+        }
+        let mut field = 0i64;
+        loop {
+            let byte = self.byte()?;
+            if byte == 0 {
+                return Ok(());
+            }
+            field = match byte >> 4 {
+                0 => self.varint()?,
+                more => field.wrapping_add(more.into()),
+            };
+            see(self, field, byte & 15)?;
+        }
+    }
+
+    fn skip(&mut self, kind: u8, depth: u32) -> Result<()> {
+        match kind {
+            1 | 2 => Ok(()),
+            3 => self.byte().map(drop),
+            4..=6 => self.varint().map(drop),
+            7 => self.bytes(8),
+            8 => {
+                let length = self.unsigned()?;
+                self.bytes(length)
+            }
+            9 | 10 => {
+                let head = self.byte()?;
+                let count = if head >> 4 == 15 { self.unsigned()? } else { (head >> 4).into() };
+                // In a list, a truth value takes a byte.
+                let kind = if matches!(head & 15, 1 | 2) { 3 } else { head & 15 };
+                // An element takes a byte at least, so the count is bounded by the header's length.
+                (0..count).try_for_each(|_| self.skip(kind, depth + 1))
+            }
+            12 => self.fields(depth, &mut |header, _, kind| header.skip(kind, depth + 1)),
+            _ => Err(damaged("a page header with an unknown kind of field")),
+        }
+    }
+
+    fn int(&mut self, kind: u8) -> Result<i64> {
+        if matches!(kind, 4..=6) {
+            self.varint()
+        } else {
+            Err(damaged("a page header with a field of a wrong kind"))
+        }
+    }
+
+    fn varint(&mut self) -> Result<i64> {
+        let coded = self.unsigned()?;
+        Ok((coded >> 1) as i64 ^ -((coded & 1) as i64))
+    }
+
+    fn unsigned(&mut self) -> Result<u64> {
+        let mut value = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            value |= u64::from(byte & 127) << shift;
+            if byte < 128 {
+                return Ok(value);
+            }
+        }
+        Err(damaged("a page header with a number too long"))
+    }
+
+    fn bytes(&mut self, count: u64) -> Result<()> {
+        if count > self.from.most {
+            return Err(damaged("a page header that is too long"));
+        }
+        (0..count).try_for_each(|_| self.byte().map(drop))
+    }
+
+    fn byte(&mut self) -> Result<u8> {
+        if self.from.read == self.from.most {
+            return Err(damaged("a page header that is too long"));
+        }
+        let mut byte = [0];
+        self.from.from.read_exact(&mut byte)?;
+        self.from.read += 1;
+        Ok(byte[0])
+    }
+}

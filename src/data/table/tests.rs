@@ -1,0 +1,693 @@
+//! Tables from files to samples: what is read, and what is said of what cannot be.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use proptest::prelude::*;
+
+use super::opened::Set;
+use super::*;
+use crate::data::cache::Cache;
+use crate::data::{Input, Key, Opening, Row, Slice, Target, published};
+
+/// A folder for files and for a cache.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn opening(&self) -> Opening {
+        Opening { cache: Cache::at(self.0.path().join("cache")), ..Opening::default() }
+    }
+
+    fn open(
+        &self,
+        train: &[PathBuf],
+        valid: &[PathBuf],
+        format: Format,
+        settings: &Settings,
+    ) -> Result<(Set, Set), DataError> {
+        let files = Files { train: train.to_vec(), valid: valid.to_vec(), valid_share: 0.25 };
+        open(&files, format, settings, &self.opening())
+    }
+
+    /// One file of text, measured on itself.
+    fn csv(&self, text: impl AsRef<[u8]>, dialect: Dialect, settings: &Settings) -> Result<Set, DataError> {
+        let path = [self.file("a.csv", text)];
+        self.open(&path, &path, Format::Csv(dialect), settings).map(|(train, _)| train)
+    }
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn target(names: &[&str]) -> Settings {
+    let target = names.iter().map(|name| name.to_string()).collect();
+    Settings { target, standardise: false, ..Settings::default() }
+}
+
+fn read(set: &Set, index: u64) -> Result<(Vec<f32>, Vec<f32>), DataError> {
+    let features = set.features();
+    let mut input = vec![f32::NAN; features.input_len()];
+    let mut values = vec![f32::NAN; features.target_len()];
+    let mut class = vec![u32::MAX; 1];
+    let of_classes = matches!(features.target, Target::Class { .. });
+    let target = if of_classes { Slice::U32(&mut class) } else { Slice::F32(&mut values) };
+    let mut row = Row { input: Slice::F32(&mut input), target, length: 0 };
+    set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row)?;
+    Ok((input, if of_classes { vec![class[0] as f32] } else { values }))
+}
+
+fn all(set: &Set) -> Vec<(Vec<f32>, Vec<f32>)> {
+    (0..set.len()).map(|i| read(set, i).unwrap()).collect()
+}
+
+fn classes(set: &Set) -> Vec<String> {
+    match &set.features().target {
+        Target::Class { names } => names.clone(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn numbers_categories_and_classes_become_a_sample() {
+    let place = Place::new();
+    let text = "a,colour,b,kind\n1,red,0.5,yes\n2,blue,-1e1,no\n3,red,7,yes\n4,red,0,yes\n";
+    let set = place.csv(text, Dialect::default(), &target(&["kind"])).unwrap();
+    assert_eq!(classes(&set), ["no", "yes"]);
+    assert_eq!(set.features().input, Input::Floats { shape: vec![4] });
+    // a, blue, red, b.
+    assert_eq!(read(&set, 1).unwrap(), (vec![2.0, 1.0, 0.0, -10.0], vec![0.0]));
+    assert_eq!(read(&set, 0).unwrap(), (vec![1.0, 0.0, 1.0, 0.5], vec![1.0]));
+    let declared = Settings { classes: vec!["yes".into(), "no".into()], ..target(&["kind"]) };
+    assert_eq!(read(&place.csv(text, Dialect::default(), &declared).unwrap(), 1).unwrap().1, [1.0]);
+    let two = place
+        .csv(text, Dialect::default(), &Settings { ignore: vec!["kind".into()], ..target(&["b", "a"]) })
+        .unwrap();
+    assert_eq!(read(&two, 2).unwrap(), (vec![0.0, 1.0], vec![7.0, 3.0]));
+    let ordered = "x,n\n0,10\n0,9\n0,-1\n0,10\n0,9\n0,-1\n";
+    assert_eq!(classes(&place.csv(ordered, Dialect::default(), &target(&["n"])).unwrap()), ["-1", "9", "10"]);
+    let about = set.about();
+    assert_eq!(about[1], ("colour".into(), "category of 2 values".into()));
+    assert_eq!(about[3], ("kind".into(), "target: 2 classes".into()));
+}
+
+#[test]
+fn every_way_of_writing_a_table_reads_the_same() {
+    let place = Place::new();
+    let plain = "x,name,y\n1,\"a, b\",2\n3,c,4\n";
+    let expected = all(&place.csv(plain, Dialect::default(), &target(&["y"])).unwrap());
+    let dialect = |delimiter, header, skip_lines| Dialect { delimiter, header, skip_lines };
+    let byte = Delimiter::Byte;
+    let cases = [
+        ("x,name,y\r\n1,\"a, b\",2\r\n\r\n3,c,4", dialect(byte(b','), true, 0)),
+        ("\u{feff}x , name,y\n1, \"a, b\" , 2\n \n3,c ,4\n\n", dialect(byte(b','), true, 0)),
+        ("made by hand\n\nx;name;y\n1;a, b;2\n3;c;4\n", dialect(byte(b';'), true, 2)),
+        ("x\tname\ty\n1\ta, b\t2\n3\tc\t4\n", dialect(byte(b'\t'), true, 0)),
+        ("  x name   y\n1 \"a, b\"\t2\n 3 c 4  \n", dialect(Delimiter::Spaces, true, 0)),
+    ];
+    for (text, dialect) in cases {
+        let set = place.csv(text, dialect, &target(&["y"])).unwrap();
+        assert_eq!(all(&set), expected, "{text}");
+        let zstd = zstd::encode_all(text.as_bytes(), 1).unwrap();
+        for packed in [gzip(text.as_bytes()), zstd] {
+            assert_eq!(all(&place.csv(packed, dialect, &target(&["y"])).unwrap()), expected, "{text}");
+        }
+    }
+    let numbered =
+        place.csv("1,\"a, b\",2\n3,c,4\n", dialect(byte(b','), false, 0), &target(&["2"])).unwrap();
+    assert_eq!(all(&numbered), expected);
+}
+
+#[test]
+fn several_files_are_one_table() {
+    let place = Place::new();
+    let a = place.file("part-1.csv", "x,y\n1,0.5\n2,0.5\n");
+    place.file("part-2.csv", "x,y\n");
+    place.file("part-3.csv", "x,y\n3,0.5");
+    let pattern = [place.0.path().join("part-*.csv")];
+    let format = Format::Csv(Dialect::default());
+    let plain = place.open(&pattern, &pattern, format, &target(&["y"])).unwrap().0;
+    let inputs = |set: &Set| all(set).iter().map(|(input, _)| input[0]).collect::<Vec<_>>();
+    assert_eq!(inputs(&plain), [1.0, 2.0, 3.0]);
+    place.file("part-2.csv", gzip(b"x,y\n9,0.5\n"));
+    let packed = place.open(&pattern, &pattern, format, &target(&["y"])).unwrap().0;
+    assert_eq!(inputs(&packed), [1.0, 2.0, 9.0, 3.0]);
+    let other = place.file("other.csv", "x,z\n1,2\n");
+    let error = place.open(&[a, other], &[], format, &target(&["y"])).err().unwrap().to_string();
+    assert!(error.contains("its column 2 is `z`") && error.contains("is `y`"), "{error}");
+}
+
+#[test]
+fn standardising_takes_the_training_rows_alone_and_is_cached() {
+    let place = Place::new();
+    let train = [place.file("train.csv", "x,k,c,y\n1,7,a,10\n2,7,b,20\n3,7,a,30\n")];
+    let valid = [place.file("valid.csv", "x,k,c,y\n1000,8,z,20\n")];
+    let format = Format::Csv(Dialect::default());
+    let settings = Settings { standardise: true, task: Task::Values, ..target(&["y"]) };
+    let (a, b) = place.open(&train, &valid, format, &settings).unwrap();
+    let scale = (2.0f64 / 3.0).sqrt();
+    let (input, value) = read(&a, 2).unwrap();
+    assert_eq!(input, [(1.0 / scale) as f32, 0.0, 1.0, 0.0]);
+    assert!((value[0] - (1.0 / scale) as f32).abs() < 1e-6);
+    // A category that no training row has is 0 everywhere, a constant column is only shifted.
+    assert_eq!(read(&b, 0).unwrap(), (vec![(998.0 / scale) as f32, 1.0, 0.0, 0.0], vec![0.0]));
+    let refused = Settings { on_unknown: OnUnknown::Error, ..settings.clone() };
+    let error = read(&place.open(&train, &valid, format, &refused).unwrap().1, 0).unwrap_err();
+    assert!(
+        error.is_record()
+            && error.to_string().contains("line 2, column `c`: `z` is not one of the 2 categories"),
+        "{error}"
+    );
+    let kept = fs::read_dir(place.0.path().join("cache")).unwrap().count();
+    let again = place.open(&train, &valid, format, &settings).unwrap().0;
+    assert_eq!((all(&again), fs::read_dir(place.0.path().join("cache")).unwrap().count()), (all(&a), kept));
+}
+
+#[test]
+fn a_share_is_standardised_by_the_rest() {
+    let place = Place::new();
+    let text: String = (0..4000).map(|i| format!("{},{}\n", (i * 37) % 101, i)).collect();
+    let path = [place.file("a.csv", format!("x,y\n{text}"))];
+    let settings = Settings { standardise: true, ..target(&["y"]) };
+    for bytes in [fs::read(&path[0]).unwrap(), gzip(&fs::read(&path[0]).unwrap())] {
+        fs::write(&path[0], bytes).unwrap();
+        let (train, valid) = place.open(&path, &[], Format::Csv(Dialect::default()), &settings).unwrap();
+        assert_eq!((train.len(), valid.len()), (3000, 1000));
+        if path[0].metadata().unwrap().len() < 10_000 {
+            continue;
+        }
+        let samples = all(&train);
+        for column in [|s: &(Vec<f32>, Vec<f32>)| s.0[0] as f64, |s: &(Vec<f32>, Vec<f32>)| s.1[0] as f64] {
+            let mean = samples.iter().map(column).sum::<f64>() / 3000.0;
+            let square = samples.iter().map(|s| column(s).powi(2)).sum::<f64>() / 3000.0;
+            assert!(mean.abs() < 1e-6 && (square - 1.0).abs() < 1e-5, "{mean} {square}");
+        }
+    }
+}
+
+#[test]
+fn missing_values_follow_the_stated_rule() {
+    let place = Place::new();
+    let text = "x,c,y\n1,a,0.5\n,b,0.5\n3,?,0.5\n";
+    let open = |on_missing, missing_flags| {
+        let settings = Settings { on_missing, missing_flags, ..target(&["y"]) };
+        place.csv(text, Dialect::default(), &settings)
+    };
+    let inputs = |set: Set| all(&set).into_iter().map(|(input, _)| input).collect::<Vec<_>>();
+    let error = open(OnMissing::Error, false).err().unwrap();
+    assert_eq!(
+        error.to_string().split_once("a.csv").unwrap().1,
+        "`, line 3, column `x`: `` is not a value: it is missing, and `on_missing` is \"error\""
+    );
+    // x, a, b, missing.
+    assert_eq!(
+        inputs(open(OnMissing::Mean, false).unwrap()),
+        [[1.0, 1.0, 0.0, 0.0], [2.0, 0.0, 1.0, 0.0], [3.0, 0.0, 0.0, 1.0]]
+    );
+    assert_eq!(
+        inputs(open(OnMissing::Zero, true).unwrap()),
+        [[1.0, 0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0, 1.0]]
+    );
+    // Rows are left out where that is asked for: of the statistics here, by the loader later.
+    let numeric = vec!["x".into()];
+    let skip = Settings { skip_bad: true, standardise: true, numeric, ..target(&["y"]) };
+    let set = place.csv("x,y\n1,0.5\nNA,0.5\n3,0.5\n1,2,3\nx1,0.5\n", Dialect::default(), &skip);
+    let set = set.unwrap();
+    assert_eq!(set.about().last().unwrap().1, "3 training rows that cannot be used");
+    assert_eq!(read(&set, 0).unwrap().0, [-1.0]);
+    assert!((1..=4).filter(|i| read(&set, *i).is_err_and(|error| error.is_record())).eq([1, 3, 4]));
+}
+
+#[test]
+fn every_fault_is_told_with_its_place() {
+    let numbers = || Settings { numeric: vec!["x".into()], ..target(&["y"]) };
+    let standard = || Settings { standardise: true, ..target(&["y"]) };
+    let many: String = (0..12).map(|i| format!("v{i},1\n")).collect();
+    let cases: Vec<(&str, String, Settings, &str)> = vec![
+        ("empty", "".into(), target(&["y"]), "a.csv` is empty"),
+        ("blank", "\n \n".into(), target(&["y"]), "it has no rows"),
+        ("header only", "x,y\n".into(), target(&["y"]), "it has a header and no rows"),
+        (
+            "no number",
+            "x,y\n1,0.5\n\nabc,0.5\n".into(),
+            Settings { standardise: true, ..numbers() },
+            "line 4, column `x`: `abc` is not a finite number",
+        ),
+        (
+            "infinite",
+            "x,y\n1,0.5\n1e999,0.5\n".into(),
+            Settings { standardise: true, ..numbers() },
+            "line 3, column `x`: `1e999` is not a finite number",
+        ),
+        (
+            "no target",
+            "x,y\n1,\n2,0.5\n".into(),
+            standard(),
+            "line 2, column `y`: `` is not a target: it is missing",
+        ),
+        (
+            "ragged",
+            "x,y\n1,0.5\n1,2,3\n".into(),
+            standard(),
+            "line 3: the row has 3 fields, and the table has 2 columns",
+        ),
+        (
+            "unended",
+            "x,y\n1,0.5\n\"a\n,2\n".into(),
+            standard(),
+            "line 3: a field of this row begins with `\"` and never ends",
+        ),
+        ("delimiter", "x;y\n1;2\n".into(), target(&["y"]), "one column only, `x;y`, which has `;` in it"),
+        (
+            "nothing there",
+            "x,z,y\n1,,0.5\n2,,0.5\n".into(),
+            Settings { on_missing: OnMissing::Zero, ..standard() },
+            "column `z` has no value in any training row",
+        ),
+        ("one class", "x,y\n1,a\n2,a\n".into(), target(&["y"]), "the target has 1 classes: a"),
+        (
+            "class unknown",
+            "x,y\n1,a\n2,b\n".into(),
+            Settings { classes: vec!["a".into(), "c".into()], ..target(&["y"]) },
+            "line 3, column `y`: `b` is not one of the 2 classes",
+        ),
+        (
+            "many",
+            format!("x,y\n{many}"),
+            Settings { max_categories: 10, ..target(&["y"]) },
+            "column `x` has more than 10 different values",
+        ),
+        ("names", "x,x,y\n1,2,3\n".into(), target(&["y"]), "two columns are called `x`"),
+        ("zeros", "x,y\n1\0,3\n".into(), target(&["y"]), "bytes of value 0"),
+        ("near", "x,price\n1,3\n".into(), target(&["prices"]), "did you mean `price`?"),
+    ];
+    for (name, text, settings, wanted) in cases {
+        for packed in [false, true] {
+            let place = Place::new();
+            let bytes =
+                if packed && !text.is_empty() { gzip(text.as_bytes()) } else { text.clone().into_bytes() };
+            let set = place.csv(bytes, Dialect::default(), &settings);
+            let error = set.and_then(|set| (0..set.len()).try_for_each(|i| read(&set, i).map(drop)));
+            let error = error.expect_err(name);
+            assert!(error.to_string().contains(wanted), "{name}: {error}");
+            assert!(error.hint().is_some(), "{name}");
+        }
+    }
+}
+
+/// Fields written so that any reader gives them back.
+fn written(rows: &[Vec<String>], crlf: bool) -> String {
+    let field = |text: &String| match text.contains(['"', ',', '\n', '\r', ' ']) {
+        true => format!("\"{}\"", text.replace('"', "\"\"")),
+        false => text.clone(),
+    };
+    let end = if crlf { "\r\n" } else { "\n" };
+    rows.iter().map(|row| row.iter().map(field).collect::<Vec<_>>().join(",") + end).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    /// Whatever a simple writer writes is read back, by index in any order, plain and compressed alike.
+    #[test]
+    fn what_was_written_is_read(
+        rows in prop::collection::vec(("[a-c\", \n]{0,6}", -1000i32..1000), 1..40), crlf: bool, seed: u64,
+    ) {
+        let place = Place::new();
+        let cell = |text: &str| format!("<{text}>");
+        let mut lines = vec![vec!["text".to_string(), "n".into(), "y".into()]];
+        lines.extend(rows.iter().map(|(text, n)| vec![cell(text), n.to_string(), "0.5".into()]));
+        let settings = Settings { missing: vec![], ..target(&["y"]) };
+        let bytes = written(&lines, crlf).into_bytes();
+        let mut names: Vec<String> = rows.iter().map(|(text, _)| cell(text)).collect();
+        names.sort();
+        names.dedup();
+        for bytes in [bytes.clone(), gzip(&bytes)] {
+            let set = place.csv(bytes, Dialect::default(), &settings).map_err(|e| TestCaseError::fail(e.to_string()))?;
+            prop_assert_eq!(set.len(), rows.len() as u64);
+            for i in 0..set.len() {
+                // Any order: a stride that is odd against the length, or nearly so.
+                let index = (i.wrapping_mul(seed | 1)) % set.len();
+                let (text, n) = &rows[index as usize];
+                let (input, _) = read(&set, index).map_err(|e| TestCaseError::fail(e.to_string()))?;
+                let place = input[..names.len()].iter().position(|x| *x == 1.0).unwrap();
+                prop_assert_eq!(&names[place], &cell(text));
+                prop_assert_eq!(input[names.len()], *n as f32);
+            }
+        }
+    }
+
+    /// Mutated text is read or refused.
+    #[test]
+    fn mutated_text_is_read_or_refused(
+        edits in prop::collection::vec((0usize..120, prop::sample::select(b"\",\n\r\0 ;9a\xff".to_vec())), 0..6),
+        cut in 0usize..40, packed in 0usize..3, skip_bad: bool, standardise: bool,
+    ) {
+        let place = Place::new();
+        let mut text = b"x,colour,y\n1,red,2\n2,\"blue\ngreen\",3\n,red,4\n5,\"a\"\"b\",5\n6,red,7\n".to_vec();
+        let mutate = |bytes: &mut Vec<u8>| {
+            for &(at, byte) in &edits {
+                if let Some(place) = bytes.get_mut(at) { *place = byte; }
+            }
+            bytes.truncate(bytes.len() - cut.saturating_sub(25).min(bytes.len()));
+        };
+        match packed {
+            0 => mutate(&mut text),
+            1 => { mutate(&mut text); text = gzip(&text); }
+            _ => { text = gzip(&text); mutate(&mut text); }
+        }
+        let settings = Settings { skip_bad, standardise, on_missing: OnMissing::Mean, ..target(&["y"]) };
+        if let Ok(set) = place.csv(text, Dialect::default(), &settings) {
+            prop_assert!(set.resident_bytes() < 100_000);
+            (0..set.len()).for_each(|i| drop(read(&set, i)));
+        }
+    }
+}
+
+fn sklearn(name: &str) -> Option<PathBuf> {
+    published("tabular/sklearn").map(|folder| folder.join(name))
+}
+
+fn one(path: &Path, dialect: Dialect, settings: &Settings) -> (Set, Set) {
+    let place = Place::new();
+    place.open(&[path.to_owned()], &[], Format::Csv(dialect), settings).unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn shape(set: &Set) -> usize {
+    set.features().input_len()
+}
+
+#[test]
+fn the_small_sets_of_sklearn_as_published() {
+    let headless = Dialect { header: false, ..Dialect::default() };
+    let counted = Dialect { skip_lines: 1, ..headless };
+    for (name, rows, inputs, of) in
+        [("iris.csv", 150, 4, 3), ("wine_data.csv", 178, 13, 3), ("breast_cancer.csv", 569, 30, 2)]
+    {
+        let Some(path) = sklearn(name) else { return };
+        let settings = Settings { standardise: true, ..target(&[&inputs.to_string()]) };
+        let (train, valid) = one(&path, counted, &settings);
+        assert_eq!(train.len() + valid.len(), rows, "{name}");
+        assert_eq!((shape(&train), classes(&train).len()), (inputs, of), "{name}");
+    }
+    let Some(path) = sklearn("digits.csv.gz") else { return };
+    let (train, valid) = one(&path, headless, &target(&["64"]));
+    assert_eq!((train.len() + valid.len(), shape(&train), classes(&train).len()), (1797, 64, 10));
+    let Some(path) = sklearn("diabetes_data_raw.csv.gz") else { return };
+    let spaced = Dialect { delimiter: Delimiter::Spaces, ..headless };
+    let (train, valid) = one(&path, spaced, &target(&["9"]));
+    assert_eq!(
+        (train.len() + valid.len(), train.features().target.clone()),
+        (442, Target::Values { len: 1 })
+    );
+}
+
+#[test]
+fn california_housing_as_published() {
+    let Some(folder) = published("tabular/california-housing") else { return };
+    let settings =
+        Settings { on_missing: OnMissing::Mean, standardise: true, ..target(&["median_house_value"]) };
+    let (train, valid) = one(&folder.join("housing.csv"), Dialect::default(), &settings);
+    assert_eq!((train.len(), valid.len()), (15_480, 5_160));
+    // Eight numbers, five kinds of place by the ocean.
+    assert_eq!((shape(&train), train.features().target.clone()), (13, Target::Values { len: 1 }));
+    let about = train.about().into_iter().map(|(name, value)| format!("{name}: {value}")).collect::<Vec<_>>();
+    assert!(about.iter().any(|line| line.contains("ocean_proximity: category of 5 values")), "{about:?}");
+    assert!(
+        about.iter().any(|line| line.contains("total_bedrooms: number") && line.contains("missing")),
+        "{about:?}"
+    );
+    let strict = Settings { on_missing: OnMissing::Error, ..settings };
+    let place = Place::new();
+    let error = place.open(&[folder.join("housing.csv")], &[], Format::Csv(Dialect::default()), &strict);
+    let error = error.err().unwrap().to_string();
+    assert!(
+        error.contains("line 292, column `total_bedrooms`") || error.contains("column `total_bedrooms`"),
+        "{error}"
+    );
+}
+
+#[test]
+fn adult_as_published() {
+    let Some(folder) = published("tabular/adult") else { return };
+    let place = Place::new();
+    let settings =
+        Settings { on_missing: OnMissing::Mean, trim: ".".into(), standardise: true, ..target(&["Y"]) };
+    let (train, valid) = place
+        .open(
+            &[folder.join("adult.data")],
+            &[folder.join("adult.test")],
+            Format::Csv(Dialect::default()),
+            &settings,
+        )
+        .unwrap();
+    assert_eq!((train.len(), valid.len()), (32_561, 16_281));
+    assert_eq!(classes(&train), ["<=50K", ">50K"]);
+    // Six numbers and the values of eight columns, three of which lack some.
+    assert_eq!(shape(&train), 6 + 8 + 16 + 7 + 14 + 6 + 5 + 2 + 41 + 3);
+    let over: f32 = (0..valid.len()).map(|i| read(&valid, i).unwrap().1[0]).sum();
+    assert_eq!(over, 3846.0);
+    let balance = train.balance().unwrap();
+    assert_eq!(balance, [24_720, 7_841]);
+    let dotted = Settings { trim: String::new(), ..settings };
+    let (_, valid) = place
+        .open(
+            &[folder.join("adult.data")],
+            &[folder.join("adult.test")],
+            Format::Csv(Dialect::default()),
+            &dotted,
+        )
+        .unwrap();
+    assert!(read(&valid, 0).unwrap_err().to_string().contains("`<=50K.` is not one of the 2 classes"));
+}
+
+/// Parquet files as a library writes them.
+mod parquet_files {
+    use std::sync::Arc;
+
+    use ::parquet::basic::{Compression, Encoding};
+    use ::parquet::data_type::{
+        BoolType, ByteArray, ByteArrayType, DoubleType, FloatType, Int32Type, Int64Type,
+    };
+    use ::parquet::file::properties::{WriterProperties, WriterVersion};
+    use ::parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+    use ::parquet::schema::parser::parse_message_type;
+
+    use super::*;
+
+    const SCHEMA: &str = "message table {
+        required int32 small; optional int64 large; required float half; optional double y; required boolean flag;
+        optional binary colour (utf8); required int32 price (decimal(9, 2)); repeated int32 list; }";
+
+    fn properties(compression: Compression, dictionary: bool) -> WriterProperties {
+        WriterProperties::builder()
+            .set_compression(compression)
+            .set_dictionary_enabled(dictionary)
+            .set_data_page_row_count_limit(3)
+            .set_write_batch_size(2)
+            .build()
+    }
+
+    /// Row i: small i, large i unless i % 3 is 1, half i / 2, y i + 0.25, flag i even, colour red or blue or none,
+    /// price i / 100.
+    fn group(mut group: SerializedRowGroupWriter<'_, &mut Vec<u8>>, rows: std::ops::Range<i32>) {
+        let all: Vec<i32> = rows.collect();
+        let present = |keep: fn(&i32) -> bool| all.iter().map(|i| i16::from(keep(i))).collect::<Vec<_>>();
+        macro_rules! column {
+            ($kind:ty, $values:expr, $levels:expr) => {{
+                let mut column = group.next_column().unwrap().unwrap();
+                column.typed::<$kind>().write_batch(&$values, $levels, None).unwrap();
+                column.close().unwrap();
+            }};
+        }
+        let some = |i: &&i32| **i % 3 != 1;
+        column!(Int32Type, all, None);
+        column!(
+            Int64Type,
+            all.iter().filter(some).map(|i| i64::from(*i)).collect::<Vec<_>>(),
+            Some(&present(|i| i % 3 != 1))
+        );
+        column!(FloatType, all.iter().map(|i| *i as f32 / 2.0).collect::<Vec<_>>(), None);
+        column!(
+            DoubleType,
+            all.iter().map(|i| f64::from(*i) + 0.25).collect::<Vec<_>>(),
+            Some(&vec![1; all.len()])
+        );
+        column!(BoolType, all.iter().map(|i| i % 2 == 0).collect::<Vec<_>>(), None);
+        let colour = |i: &i32| ByteArray::from(if i % 2 == 0 { "red" } else { "blue" });
+        column!(
+            ByteArrayType,
+            all.iter().filter(some).map(colour).collect::<Vec<_>>(),
+            Some(&present(|i| i % 3 != 1))
+        );
+        column!(Int32Type, all, None);
+        let mut list = group.next_column().unwrap().unwrap();
+        let (defined, repeated) = (vec![1; all.len()], vec![0; all.len()]);
+        list.typed::<Int32Type>().write_batch(&all, Some(&defined), Some(&repeated)).unwrap();
+        list.close().unwrap();
+        group.close().unwrap();
+    }
+
+    fn file(groups: &[i32], properties: WriterProperties) -> Vec<u8> {
+        let (mut bytes, mut first) = (Vec::new(), 0);
+        let schema = Arc::new(parse_message_type(SCHEMA).unwrap());
+        let mut writer = SerializedFileWriter::new(&mut bytes, schema, Arc::new(properties)).unwrap();
+        for rows in groups {
+            group(writer.next_row_group().unwrap(), first..first + rows);
+            first += rows;
+        }
+        writer.close().unwrap();
+        bytes
+    }
+
+    fn settings() -> Settings {
+        Settings { ignore: vec!["list".into()], on_missing: OnMissing::Zero, ..target(&["y"]) }
+    }
+
+    /// The set, and the folder it lies in.
+    fn opened(bytes: &[u8], settings: &Settings) -> Result<(Set, Place), DataError> {
+        let place = Place::new();
+        let path = [place.file("a.parquet", bytes)];
+        let (train, _) = place.open(&path, &path, Format::Parquet, settings)?;
+        Ok((train, place))
+    }
+
+    #[test]
+    fn types_nulls_and_row_groups_are_read_whatever_the_packing() {
+        for compression in
+            [Compression::UNCOMPRESSED, Compression::SNAPPY, Compression::ZSTD(Default::default())]
+        {
+            for dictionary in [false, true] {
+                let (set, _place) =
+                    opened(&file(&[4, 5], properties(compression, dictionary)), &settings()).unwrap();
+                assert_eq!((set.len(), shape(&set)), (9, 8));
+                for i in (0..9).rev() {
+                    let x = i as f32;
+                    let lacks = i % 3 == 1;
+                    let colour = |even| f32::from(!lacks && (i % 2 == 0) == even);
+                    // small, large, half, flag, blue, red, none, price.
+                    let expected = vec![
+                        x,
+                        if lacks { 0.0 } else { x },
+                        x / 2.0,
+                        f32::from(i % 2 == 0),
+                        colour(false),
+                        colour(true),
+                        f32::from(lacks),
+                        (f64::from(i) * 0.01) as f32,
+                    ];
+                    assert_eq!(
+                        read(&set, i as u64).unwrap(),
+                        (expected, vec![x + 0.25]),
+                        "{compression} {i}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn whole_numbers_may_be_classes_and_faults_name_the_record() {
+        let bytes = file(&[6, 60], properties(Compression::SNAPPY, true));
+        let flag = Settings { task: Task::Classes, columns: vec!["small".into()], ..target(&["flag"]) };
+        let (set, _place) = opened(&bytes, &flag).unwrap();
+        assert_eq!(
+            (classes(&set), read(&set, 7).unwrap()),
+            (vec!["0".into(), "1".into()], (vec![7.0], vec![0.0]))
+        );
+        assert_eq!(set.balance(), Some(vec![33, 33]));
+        let missing =
+            Settings { columns: vec!["large".into()], on_missing: OnMissing::Error, ..target(&["y"]) };
+        let (set, _place) = opened(&bytes, &missing).unwrap();
+        let error = read(&set, 10).unwrap_err();
+        assert!(error.is_record() && error.to_string().contains("record 10, column `large`"), "{error}");
+        let classes = Settings {
+            classes: vec!["red".into(), "green".into()],
+            columns: vec!["half".into()],
+            ..target(&["colour"])
+        };
+        let (set, _place) = opened(&bytes, &classes).unwrap();
+        let error = read(&set, 3).unwrap_err().to_string();
+        assert!(error.contains("record 3, column `colour`: `blue` is not one of the 2 classes"), "{error}");
+        let list = Settings { columns: vec!["list.list".into()], ..target(&["y"]) };
+        let error = opened(&bytes, &list).err().unwrap().to_string();
+        assert!(error.contains("`list.list`") && error.contains("`list`"), "{error}");
+        let error = opened(&bytes, &target(&["y"])).err().unwrap().to_string();
+        assert!(error.contains("column `list` holds lists"), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_parquet_or_cannot_be_read_is_refused() {
+        for bytes in [&b""[..], b"PAR1", b"not parquet at all, but text", b"PAR1\0\0\0\0\xff\xff\xff\x7fPAR1"]
+        {
+            let error = opened(bytes, &settings()).err().unwrap();
+            assert!(error.hint().is_some() && !error.is_record(), "{error}");
+        }
+        let delta = WriterProperties::builder()
+            .set_writer_version(WriterVersion::PARQUET_2_0)
+            .set_dictionary_enabled(false)
+            .set_encoding(Encoding::PLAIN)
+            .set_column_encoding("colour".into(), Encoding::DELTA_LENGTH_BYTE_ARRAY)
+            .build();
+        let error = opened(&file(&[9], delta), &settings()).err().unwrap();
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        assert!(cause.contains("delta encoding"), "{cause}");
+        let empty = opened(&file(&[], properties(Compression::SNAPPY, true)), &settings()).err().unwrap();
+        assert!(empty.to_string().contains("it has no rows"), "{empty}");
+    }
+
+    #[test]
+    fn several_files_are_one_table_and_a_share_is_split() {
+        let place = Place::new();
+        let bytes = file(&[4, 5], properties(Compression::SNAPPY, true));
+        place.file("1.parquet", &bytes);
+        place.file("2.parquet", &bytes);
+        let settings = Settings { standardise: true, ..settings() };
+        let pattern = [place.0.path().join("*.parquet")];
+        let (train, valid) = place.open(&pattern, &[], Format::Parquet, &settings).unwrap();
+        // A quarter of 18, rounded to even by neither: 4.5 becomes 5.
+        assert_eq!((train.len(), valid.len()), (13, 5));
+        let mean: f32 = all(&train).iter().map(|(input, _)| input[0]).sum::<f32>() / 13.0;
+        assert!(mean.abs() < 1e-6, "{mean}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+
+        /// Mutated files are read or refused, and what they make the program hold is bounded.
+        #[test]
+        fn mutated_files_are_read_or_refused(
+            edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..5),
+            tail in prop::collection::vec((0usize..200, any::<u8>()), 0..2), cut in 0usize..60, packed in 0usize..3,
+        ) {
+            let compression = [Compression::UNCOMPRESSED, Compression::SNAPPY, Compression::ZSTD(Default::default())];
+            let mut bytes = file(&[3, 4], properties(compression[packed], packed == 1));
+            for (at, byte) in edits {
+                let at = at.index(bytes.len());
+                bytes[at] = byte;
+            }
+            for (back, byte) in tail {
+                let at = bytes.len().saturating_sub(1 + back);
+                bytes[at] = byte;
+            }
+            bytes.truncate(bytes.len() - cut.saturating_sub(50));
+            if let Ok((set, _place)) = opened(&bytes, &settings()) {
+                prop_assert!(set.resident_bytes() < 200_000_000);
+                (0..set.len().min(20)).for_each(|i| drop(read(&set, i)));
+            }
+        }
+    }
+}
