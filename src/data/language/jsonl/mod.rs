@@ -20,6 +20,7 @@ use super::text::seen;
 use super::tokenizer::{Characters, Separator, Tokenizer, Units};
 use super::windows::{Placement, Reading, Windows, name_of, split as parts};
 use super::{DataError, Features, Input, Key, Lengths, Row, Source, Target};
+use crate::data::bad::OnBad;
 use crate::data::cache::Fingerprint;
 use crate::data::{Opening, files, split};
 use crate::kernels::cross_entropy::IGNORE;
@@ -52,8 +53,8 @@ pub struct Settings {
     pub too_long: TooLong,
     /// Tokens of a sample, at most.
     pub context: usize,
-    /// Records of the files of a set, at most, that are left out because they are bad.
-    pub bad_records: u64,
+    /// What happens to bad records, of the files of each set.
+    pub on_bad: OnBad,
 }
 
 /// Messages, and how they become a text.
@@ -88,7 +89,7 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<Both, DataError> {
             (false, None) => context + 1,
             (false, Some(_)) => context,
         },
-        bad_records: settings.bad_records,
+        on_bad: settings.on_bad,
     };
     let mut how = format!("{settings:?}");
     let tokenizer = match known {
@@ -174,7 +175,7 @@ fn vocabulary(
         let work = |chunk: &Chunk| {
             let texts = chunk.lines().map(|(number, line)| reader.text(line, chunk.file, number));
             // Those left out are counted when the others are tokenised.
-            let texts = texts.filter(|text| text.is_ok() || reader.bad_records == 0);
+            let texts = texts.filter(|text| text.is_ok() || !reader.on_bad.skips());
             texts.map(|text| text.map(|text| seen(&text))).collect::<Result<Vec<_>, _>>()
         };
         in_order(
@@ -234,7 +235,8 @@ fn about(name: &str, made: &Made, vocab: usize) -> Vec<(String, String)> {
     }
     if found.bad > 0 {
         about.push(("bad records left out".into(), found.bad.to_string()));
-        about.extend(found.first_bad.iter().map(|why| ("bad record".into(), why.clone())));
+        let first = found.first_bad.iter().enumerate();
+        about.extend(first.map(|(i, why)| (format!("bad record {}", i + 1), why.clone())));
     }
     about
 }
