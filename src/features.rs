@@ -22,6 +22,8 @@ pub enum Input {
 pub enum Target {
     /// One u32 below `names.len()`.
     Class { names: Vec<String> },
+    /// Two classes below `names.len()` and the share of the first, the bits of an f32 of 0 to 1: three u32.
+    Mixed { names: Vec<String> },
     /// `len` f32 values.
     Values { len: usize },
     /// The next token, a u32 for each input position.
@@ -59,9 +61,15 @@ impl Features {
     pub fn target_len(&self) -> usize {
         match &self.target {
             Target::Class { .. } => 1,
+            Target::Mixed { .. } => 3,
             Target::Values { len } => *len,
             Target::Tokens => self.input_len(),
         }
+    }
+
+    /// Targets of one sample that count in a mean: its class, its values, or its positions.
+    pub fn targets(&self) -> usize {
+        if let Target::Mixed { .. } = self.target { 1 } else { self.target_len() }
     }
 
     /// Bytes one sample takes in a host batch: its input, its target, its id, and its length where it is padded.

@@ -38,11 +38,12 @@ fn blocks(language: &str) -> Vec<(String, String)> {
 }
 
 /// What a job calls a published data set, and where that lies in the folder of them.
-const SETS: [(&str, &str); 4] = [
+const SETS: [(&str, &str); 5] = [
     ("MNIST", "mnist"),
     ("FASHION_MNIST", "fashion-mnist"),
     ("TEXT", "tinyshakespeare/input.txt"),
     ("HOUSING", "tabular/california-housing"),
+    ("SIGNS", "sign-language-digits/Dataset"),
 ];
 
 /// The folder of published data sets, which may be missing or lack some.

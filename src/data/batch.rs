@@ -54,7 +54,9 @@ impl Batch {
                 },
                 targets: match features.target {
                     Target::Values { .. } => Values::F32(room(targets)?),
-                    Target::Class { .. } | Target::Tokens => Values::U32(room(targets)?),
+                    Target::Class { .. } | Target::Mixed { .. } | Target::Tokens => {
+                        Values::U32(room(targets)?)
+                    }
                 },
                 lengths: room(Some(if features.buckets.is_empty() { 0 } else { rows }))?,
             })

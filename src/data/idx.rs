@@ -10,6 +10,7 @@ use std::{
 };
 
 use super::files::{self, Packing, fault};
+use super::picture::{Augment, Fit, Normalise, Picture, Pipeline, Pixels, Pool};
 use super::{DataError, Features, Input, Key, Row, Source, Target};
 
 /// What to open and how to read it.
@@ -21,31 +22,26 @@ pub struct Files {
     pub labels: PathBuf,
     /// Names of the classes: a label is an index into them.
     pub classes: Vec<String>,
-    pub normalise: Option<Normalise>,
+    pub normalise: Normalise,
+    /// What is drawn for its samples; nothing for what is measured on.
+    pub augment: Augment,
+    /// Threads that read at once.
+    pub readers: usize,
     /// The most bytes the set may keep in memory.
     pub max_bytes: u64,
 }
 
-/// Values are scaled to 0..1, then `mean` is taken away and the rest divided by `std`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Normalise {
-    pub mean: f32,
-    pub std: f32,
-}
-
 /// An opened set; its samples are (height, width, channels) f32.
-#[derive(Debug)]
 pub struct Idx {
     pixels: Vec<u8>,
     labels: Vec<u8>,
-    /// The f32 of each byte.
-    values: [f32; 256],
+    pipeline: Pipeline,
+    pool: Pool,
     features: Features,
 }
 
 impl Idx {
     pub fn open(files: &Files) -> Result<Self, DataError> {
-        let values = values(files.normalise)?;
         let images =
             Array::open(&files.images, "an idx file of pictures (3 or 4 dimensions of bytes)", 3..=4)?;
         let labels = Array::open(&files.labels, "an idx file of labels (1 dimension of bytes)", 1..=1)?;
@@ -67,6 +63,12 @@ impl Idx {
         }
         let mut shape = images.dims[1..].to_vec();
         shape.resize(3, 1);
+        let [height, width, channels] = [shape[0], shape[1], shape[2]];
+        let pipeline = Pipeline::new([height, width, channels], Fit::Stretch, files.normalise.clone())?
+            .augmented(files.augment.clone())?;
+        // Pictures are resized only to be augmented.
+        let each = if pipeline.is_plain() { 0 } else { pipeline.scratch_bytes(height, width, 1) };
+        let pool = Pool::new(files.readers, each);
         let labels = labels.read()?;
         if let Some(record) = labels.iter().position(|&label| label as usize >= files.classes.len()) {
             return Err(DataError::Value {
@@ -78,7 +80,7 @@ impl Idx {
             });
         }
         let features = Features::new(Input::Floats { shape }, Target::Class { names: files.classes.clone() });
-        Ok(Idx { pixels: images.read()?, labels, values, features })
+        Ok(Idx { pixels: images.read()?, labels, pipeline, pool, features })
     }
 }
 
@@ -91,18 +93,23 @@ impl Source for Idx {
         &self.features
     }
 
-    fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
         let (index, input) = (index as usize, into.input.f32());
         let pixels = &self.pixels[index * input.len()..(index + 1) * input.len()];
-        for (value, &byte) in input.iter_mut().zip(pixels) {
-            *value = self.values[byte as usize];
-        }
+        let [height, width, _] = self.pipeline.shape();
+        let picture = Picture { height, width, pixels: Pixels::Bytes(pixels) };
+        let refused = |value| DataError::Setting {
+            name: "augment",
+            value,
+            wanted: "pictures of one to four channels can be resized",
+        };
+        self.pipeline.apply(picture, key, &mut self.pool.lend(), input).map_err(refused)?;
         into.target.u32()[0] = self.labels[index].into();
         Ok(())
     }
 
     fn resident_bytes(&self) -> u64 {
-        (self.pixels.capacity() + self.labels.capacity()) as u64
+        (self.pixels.capacity() + self.labels.capacity()) as u64 + self.pool.bytes()
     }
 
     fn balance(&self) -> Option<Vec<u64>> {
@@ -111,18 +118,6 @@ impl Source for Idx {
         self.labels.iter().for_each(|&label| counts[label as usize] += 1);
         Some(counts)
     }
-}
-
-fn values(normalise: Option<Normalise>) -> Result<[f32; 256], DataError> {
-    let Normalise { mean, std } = normalise.unwrap_or(Normalise { mean: 0.0, std: 1.0 });
-    let wanted = |name, value: f32, wanted| DataError::Setting { name, value: value.to_string(), wanted };
-    if !mean.is_finite() {
-        return Err(wanted("mean", mean, "it must be finite"));
-    }
-    if !(std.is_finite() && std > 0.0) {
-        return Err(wanted("std", std, "it must be positive and finite"));
-    }
-    Ok(std::array::from_fn(|byte| (byte as f32 / 255.0 - mean) / std))
 }
 
 /// A file whose header was read and found possible; its values come next.
@@ -233,7 +228,9 @@ mod tests {
             images: folder.path().join("images"),
             labels: folder.path().join("labels"),
             classes: (0..10).map(|c| c.to_string()).collect(),
-            normalise: None,
+            normalise: Normalise::default(),
+            augment: Augment::default(),
+            readers: 1,
             max_bytes: 1 << 20,
         };
         std::fs::write(&files.images, images).unwrap();
@@ -272,14 +269,20 @@ mod tests {
     }
 
     #[test]
-    fn normalisation_comes_after_scaling() {
-        let values = values(Some(Normalise { mean: 0.5, std: 0.25 })).unwrap();
-        assert_eq!((values[0], values[255]), (-2.0, 2.0));
-        assert!(values_of_std(0.0).is_err() && values_of_std(f32::NAN).is_err());
-    }
-
-    fn values_of_std(std: f32) -> Result<[f32; 256], DataError> {
-        values(Some(Normalise { mean: 0.0, std }))
+    fn augmentation_is_of_the_sample_and_the_epoch() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = Files {
+            images: folder.path().join("images"),
+            labels: folder.path().join("labels"),
+            classes: (0..10).map(|c| c.to_string()).collect(),
+            normalise: Normalise::default(),
+            augment: Augment { horizontal_flip: 1.0, ..Augment::default() },
+            readers: 1,
+            max_bytes: 1 << 20,
+        };
+        std::fs::write(&files.images, images()).unwrap();
+        std::fs::write(&files.labels, labels()).unwrap();
+        assert_eq!(sample(&Idx::open(&files).unwrap(), 0), (vec![0.2, 0.0, 0.6, 0.4], 7));
     }
 
     #[test]
@@ -299,11 +302,11 @@ mod tests {
             ("bomb", gzip(&idx(&[3, 1 << 31, 1 << 31], &[])), labels(), "ends too early"),
         ];
         for (name, images, labels, text) in cases {
-            let error = open(&images, &labels).unwrap_err();
+            let error = open(&images, &labels).err().unwrap();
             assert!(error.to_string().contains(text), "{name}: {error}");
             assert!(error.hint().is_some(), "{name}");
         }
-        let error = open(&gzip(&idx(&[3, 1024, 1024], &vec![0; 3 << 20])), &labels()).unwrap_err();
+        let error = open(&gzip(&idx(&[3, 1024, 1024], &vec![0; 3 << 20])), &labels()).err().unwrap();
         assert!(matches!(error, DataError::TooLarge { bytes: 3145731, limit: 1048576, .. }), "{error}");
         assert!(error.is_memory());
     }
@@ -342,7 +345,9 @@ mod tests {
             images: folder.join("t10k-images-idx3-ubyte.gz"),
             labels: folder.join("t10k-labels-idx1-ubyte.gz"),
             classes: (0..10).map(|c| c.to_string()).collect(),
-            normalise: Some(Normalise { mean: 0.1307, std: 0.3081 }),
+            normalise: Normalise { mean: vec![0.1307], std: vec![0.3081] },
+            augment: Augment::default(),
+            readers: 1,
             max_bytes: 8 << 20,
         })
         .unwrap();

@@ -6,6 +6,7 @@
 
 use std::f32::consts::PI;
 
+use super::picture::{Augment, Fit, Normalise, Picture, Pipeline, Pixels, Pool};
 use super::{DataError, Features, Input, Key, Row, Source, Target};
 use crate::random::{Draws, Random, stream};
 
@@ -29,6 +30,8 @@ pub struct Shapes {
     samples: u64,
     key: Random,
     features: Features,
+    /// What is drawn for its samples besides the shapes.
+    augment: Option<(Pipeline, Pool)>,
 }
 
 impl Shapes {
@@ -49,7 +52,19 @@ impl Shapes {
             Input::Floats { shape: vec![image_size, image_size, 1] },
             Target::Class { names: NAMES.map(str::to_owned).to_vec() },
         );
-        Ok(Shapes { size: image_size, samples, key: Random::new(seed, stream), features })
+        Ok(Shapes { size: image_size, samples, key: Random::new(seed, stream), features, augment: None })
+    }
+
+    /// The same with augmented pictures, read by `readers` threads.
+    pub fn augmented(self, augment: Augment, readers: usize) -> Result<Self, DataError> {
+        let shape = [self.size, self.size, 1];
+        let pipeline = Pipeline::new(shape, Fit::Stretch, Normalise::default())?.augmented(augment)?;
+        if pipeline.is_plain() {
+            return Ok(self);
+        }
+        let drawn = 4 * (self.size * self.size) as u64;
+        let pool = Pool::new(readers, drawn + pipeline.scratch_bytes(self.size, self.size, 4));
+        Ok(Self { augment: Some((pipeline, pool)), ..self })
     }
 }
 
@@ -62,11 +77,26 @@ impl Source for Shapes {
         &self.features
     }
 
-    fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
         let class = index % NAMES.len() as u64;
         into.target.u32()[0] = class as u32;
-        draw(class, self.size, self.key.at(index), into.input.f32());
-        Ok(())
+        let (size, input) = (self.size, into.input.f32());
+        let Some((pipeline, pool)) = &self.augment else {
+            draw(class, size, self.key.at(index), input);
+            return Ok(());
+        };
+        let mut scratch = pool.lend();
+        let mut drawn = std::mem::take(&mut scratch.floats);
+        drawn.resize(input.len(), 0.0);
+        draw(class, size, self.key.at(index), &mut drawn);
+        let picture = Picture { height: size, width: size, pixels: Pixels::Floats(&drawn) };
+        let applied = pipeline.apply(picture, key, &mut scratch, input);
+        scratch.floats = drawn;
+        applied.map_err(|value| DataError::Setting { name: "augment", value, wanted: "it cannot be done" })
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        self.augment.as_ref().map_or(0, |(_, pool)| pool.bytes())
     }
 }
 

@@ -174,7 +174,12 @@ impl Checker<'_> {
     fn value(&mut self, value: &mut Spanned<DeValue>, schema: &Value, path: &str) {
         let span = value.span();
         let names = choices(schema);
-        match (schema["type"].as_str(), value.get_mut()) {
+        // A list, or one value that stands for it: then the list's items say what it must be.
+        let several = schema["type"].is_array();
+        if several && !matches!(value.get_ref(), DeValue::Array(_)) {
+            return self.value(value, &schema["items"], path);
+        }
+        match (if several { Some("array") } else { schema["type"].as_str() }, value.get_mut()) {
             (_, DeValue::Table(table)) if is_table(schema) => self.table(table, span, schema, path),
             (_, DeValue::String(text)) if !names.is_empty() => {
                 if !names.contains(&text.as_ref()) {

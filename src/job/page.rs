@@ -75,10 +75,14 @@ fn keys(page: &mut String, table: &Value) {
     page.push('\n');
 }
 
-/// The lists of tables in a table, each with its own keys.
+/// The tables and lists of tables in a table, each with its own keys.
 fn nested(page: &mut String, name: &str, table: &Value) {
     for (key, schema) in table["properties"].as_object().into_iter().flatten() {
         let items = &schema["items"];
+        if is_table(schema) {
+            line(page, format_args!("#### [{name}.{key}]\n\n{}\n", text(schema)));
+            keys(page, schema);
+        }
         if !items.is_object() || !is_table(items) {
             continue;
         }

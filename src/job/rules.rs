@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check::Found;
 use super::error::{Code, Error};
 use super::source::WHOLE;
-use super::{Job, Jsonl, Length, Optimizer, Source};
+use super::{Augment, Job, Jsonl, Length, Optimizer, Source};
 
 /// Every contradiction in `job`, told at the places of `tree` that state it.
 pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
@@ -57,6 +57,13 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
         if messages.is_some() {
             let hint = "a class is of the text in `data.field`: leave `messages` out";
             report("data.messages", "both `data.messages` and `data.label`".into(), hint.into());
+        }
+    }
+    for (key, [low, high]) in job.data.source.augment().into_iter().flat_map(Augment::ranges) {
+        if low > high {
+            let key = format!("data.augment.{key}");
+            let message = format!("`{key}` goes from {low} to {high}");
+            report(&key, message, "the smaller end comes first".into());
         }
     }
     found

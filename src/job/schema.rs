@@ -146,6 +146,13 @@ pub(super) fn allowed(schema: &Value) -> String {
     if is_table(schema) {
         return "a table".into();
     }
+    if schema["type"].is_array() {
+        let count = match (schema["minItems"].as_u64(), schema["maxItems"].as_u64()) {
+            (Some(min), Some(max)) if min == max => format!("{min} of these"),
+            _ => "these".into(),
+        };
+        return format!("{}, or a list of {count}", allowed(&schema["items"]));
+    }
     match (schema["type"].as_str(), schema["format"].as_str()) {
         (Some("integer"), _) if schema["enum"].is_array() => numbers(schema),
         (Some("integer"), _) => format!("a whole number{}", range(schema)),

@@ -2,6 +2,9 @@
 //!
 //! Only a chunk of scores is ever in memory; it is turned into its own gradient in place and used for
 //! the gradients of the input, the weight and the bias at once.
+//!
+//! A row's target is a class, or two classes and a share: then its loss is the share of the first's and the
+//! rest of the second's.
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
@@ -38,6 +41,13 @@ pub struct Head<'a> {
 impl Head<'_> {
     /// The reference: the summed loss in plain candle ops. `targets` has no [`IGNORE`].
     pub fn reference(&self, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let targets = targets.flatten_all()?;
+        let whole = Tensor::ones(targets.dims(), x.dtype(), x.device())?;
+        self.reference_mixed(x, &[(targets, whole)])
+    }
+
+    /// The reference for rows of several classes, each of (rows) `u32` with its (rows) shares.
+    pub fn reference_mixed(&self, x: &Tensor, goals: &[(Tensor, Tensor)]) -> Result<Tensor> {
         let (classes, width) = self.weight.dims2()?;
         let x = x.reshape((x.elem_count() / width, width))?;
         let scores = x.matmul(&self.weight.t()?)?;
@@ -46,19 +56,22 @@ impl Head<'_> {
             None => scores,
         };
         let log_p = candle_nn::ops::log_softmax(&scores, 1)?;
-        let targets = targets.flatten_all()?;
         let weights = match self.class_weights {
             Some(w) => Tensor::new(w, x.device())?.to_dtype(x.dtype())?,
             None => Tensor::ones(classes, x.dtype(), x.device())?,
         };
-        let of_target = log_p.gather(&targets.unsqueeze(1)?, 1)?.squeeze(1)?;
-        let hard = (of_target * weights.index_select(&targets, 0)?)?.sum_all()?;
         let spread = log_p.broadcast_mul(&weights)?.sum_all()?;
-        (hard * (self.smoothing - 1.0))? - (spread * (self.smoothing / classes as f64))?
+        let mut loss = (spread * (-self.smoothing / classes as f64))?;
+        for (targets, share) in goals {
+            let of_target = log_p.gather(&targets.unsqueeze(1)?, 1)?.squeeze(1)?;
+            let hard = ((of_target * weights.index_select(targets, 0)?)? * share)?.sum_all()?;
+            loss = (loss + (hard * (self.smoothing - 1.0))?)?;
+        }
+        Ok(loss)
     }
 
     /// The sums and the gradient of `scale` times the summed loss with respect to `x`; adds those of the
-    /// weight and the bias to `grads`.
+    /// weight and the bias to `grads`. `targets` has a class a row, or (two classes, bits of the first's share).
     pub fn learn(&self, x: &Tensor, targets: &Tensor, scale: f64, grads: &Grads) -> Result<(Tally, Tensor)> {
         let (sums, dx) = with_elem!(x.dtype(), T => self.cpu::<T>(x, targets, Some((scale, grads)))?);
         match dx {
@@ -87,6 +100,10 @@ impl Head<'_> {
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
         let targets = cpu::view::<u32>(targets)?;
         let rows = values.len() / width;
+        let per_row = targets.len() / rows.max(1);
+        if ![1, 3].contains(&per_row) || per_row * rows != targets.len() {
+            candle_core::bail!("{} target values for {rows} rows", targets.len())
+        }
         let chunk = chunk_rows(rows, classes);
         let mut scores = vec![T::Acc::ZERO; chunk * classes];
         let mut dx = vec![T::default(); if learn.is_some() { rows * width } else { 0 }];
@@ -103,7 +120,8 @@ impl Head<'_> {
             let x = Mat::new(&values[first * width..][..n * width], n, width);
             multiply::<T::Acc>(scores, classes, x, w.t(), false, By::All);
             let scale = learn.map(|(scale, _)| scale);
-            let (part, columns) = self.score_rows(scores, bias.as_deref(), &targets[first..][..n], scale);
+            let targets = &targets[first * per_row..][..n * per_row];
+            let (part, columns) = self.score_rows(scores, bias.as_deref(), targets, n, scale);
             sums += part;
             let Some((_, grads)) = learn else { continue };
             if let Some(into) = grads.bias {
@@ -132,19 +150,20 @@ impl Head<'_> {
         scores: &mut [T::Acc],
         bias: Option<&[T]>,
         targets: &[u32],
+        rows: usize,
         scale: Option<f64>,
     ) -> (Tally, Vec<Vec<T::Acc>>) {
-        let classes = scores.len() / targets.len().max(1);
+        let (classes, per_row) = (scores.len() / rows.max(1), targets.len() / rows.max(1));
         let rows = cpu::rows_per_chunk(classes);
         let parts: Vec<(Tally, Vec<T::Acc>)> = scores
             .par_chunks_mut(rows * classes)
-            .zip(targets.par_chunks(rows))
+            .zip(targets.par_chunks(rows * per_row))
             .map(|(scores, targets)| {
                 let mut sums = Tally::default();
                 let mut columns =
                     vec![T::Acc::ZERO; if bias.is_some() && scale.is_some() { classes } else { 0 }];
                 vectorised!(T::Acc, || {
-                    for (row, &target) in scores.chunks_exact_mut(classes).zip(targets) {
+                    for (row, target) in scores.chunks_exact_mut(classes).zip(targets.chunks_exact(per_row)) {
                         if let Some(bias) = bias {
                             row.iter_mut().zip(bias).for_each(|(s, b)| *s += b.up());
                         }
@@ -166,12 +185,22 @@ impl Head<'_> {
 
     /// One row of scores: adds to `sums`, and turns the row into `scale` times its gradient.
     #[inline(always)]
-    fn row<R: Real>(&self, row: &mut [R], target: u32, scale: Option<f64>, sums: &mut Tally) {
-        if target == IGNORE {
+    fn row<R: Real>(&self, row: &mut [R], target: &[u32], scale: Option<f64>, sums: &mut Tally) {
+        if target[0] == IGNORE {
             row.fill(R::ZERO);
             return;
         }
-        let (classes, target) = (row.len(), target as usize);
+        // Classes and their shares; what is judged is the first, so the larger share comes first.
+        let pair = match *target {
+            [a, b, share] => {
+                let share = f32::from_bits(share) as f64;
+                let (a, b) = ((a as usize, share), (b as usize, 1.0 - share));
+                if share < 0.5 { [b, a] } else { [a, b] }
+            }
+            _ => [(target[0] as usize, 1.0); 2],
+        };
+        let goals = if target.len() == 1 { &pair[..1] } else { &pair[..] };
+        let (classes, target) = (row.len(), pair[0].0);
         let weight = |class: usize| self.class_weights.map_or(1.0, |w| w[class] as f64);
         let of_target = row[target];
         let mut largest = R::NEG_INFINITY;
@@ -188,7 +217,7 @@ impl Head<'_> {
         sums.top1 += (known && rank == 0) as u64;
         sums.top5 += (known && rank < 5) as u64;
 
-        let score_of_target = (of_target - largest).wide();
+        let scores = pair.map(|(class, _)| (row[class] - largest).wide());
         let spread: f64 = match self.smoothing > 0.0 {
             true => row.iter().enumerate().map(|(c, &s)| weight(c) * (s - largest).wide()).sum(),
             false => 0.0,
@@ -205,16 +234,20 @@ impl Head<'_> {
             (true, None) => classes as f64,
             (true, Some(w)) => w.iter().map(|w| *w as f64).sum(),
         };
-        let hard = (1.0 - self.smoothing) * weight(target);
-        sums.loss += hard * (log_total - score_of_target) + share * (all_weights * log_total - spread);
-        sums.weight += weight(target);
+        let hard = |(class, part): (usize, f64)| (1.0 - self.smoothing) * part * weight(class);
+        for (&goal, score) in goals.iter().zip(scores) {
+            sums.loss += hard(goal) * (log_total - score);
+            sums.weight += goal.1 * weight(goal.0);
+        }
+        sums.loss += share * (all_weights * log_total - spread);
         let Some(scale) = scale else { return };
-        let pull = R::of(scale * (hard + share * all_weights)) / total;
+        let all_hard: f64 = goals.iter().map(|goal| hard(*goal)).sum();
+        let pull = R::of(scale * (all_hard + share * all_weights)) / total;
         row.iter_mut().for_each(|s| *s *= pull);
         if self.smoothing > 0.0 {
             row.iter_mut().enumerate().for_each(|(c, s)| *s -= R::of(scale * share * weight(c)));
         }
-        row[target] -= R::of(scale * hard);
+        goals.iter().for_each(|goal| row[goal.0] -= R::of(scale * hard(*goal)));
     }
 }
 

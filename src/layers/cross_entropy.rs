@@ -109,8 +109,58 @@ mod tests {
         Tensor::from_vec((0..rows).map(of).collect::<Vec<u32>>(), rows, &Device::Cpu).unwrap()
     }
 
+    /// Rows of (two classes, bits of the first's share); the classes meet now and then.
+    fn mixed(rows: usize, classes: usize) -> (Tensor, [(Tensor, Tensor); 2]) {
+        let share = |i: usize| [0.3f32, 1.0, 0.5, 0.75, 0.0][i % 5];
+        let class = |i: usize, k: usize| ((i * k + k) % classes) as u32;
+        let row = |i: usize| [class(i, 5), class(i, 3), share(i).to_bits()];
+        let bits: Vec<u32> = (0..rows).flat_map(row).collect();
+        let goal = |k: usize, share: &dyn Fn(usize) -> f64| {
+            let classes: Vec<u32> = (0..rows).map(|i| class(i, k)).collect();
+            let shares: Vec<f64> = (0..rows).map(share).collect();
+            let on = &Device::Cpu;
+            (Tensor::from_vec(classes, rows, on).unwrap(), Tensor::from_vec(shares, rows, on).unwrap())
+        };
+        let goals = [goal(5, &|i| share(i) as f64), goal(3, &|i| 1.0 - share(i) as f64)];
+        (Tensor::from_vec(bits, (rows, 3), &Device::Cpu).unwrap(), goals)
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn gradients_of_mixed_classes_are_right(rows in 1usize..7, width in 1usize..9, classes in 2usize..9, bias: bool, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool) {
+            let x = random(&[rows, width], 1);
+            loss_differences_agree(&|d| Box::new(loss(d, width, classes, bias, smooth, weighted)), &x, &mixed(rows, classes).0);
+        }
+
+        #[test]
+        fn mixed_classes_follow_the_reference(rows in 1usize..300, classes in 2usize..40, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool) {
+            let mut declared = Declared::default();
+            let loss = loss(&mut declared, 16, classes, true, smooth, weighted);
+            let subject = Subject::new(declared, DType::F32, rows);
+            let x = random(&[rows, 16], 1).to_dtype(DType::F32).unwrap();
+            let (targets, goals) = mixed(rows, classes);
+            let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
+            let (tally, dx) = loss.learn(&x, &targets, &pass).unwrap();
+            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())]
+                .map(|t| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap()).into();
+            let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_deref() };
+            let wanted = head.reference_mixed(&vars[0], &goals).unwrap();
+            let value = wanted.to_scalar::<f64>().unwrap();
+            prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0));
+            let weight = |class: u32| loss.class_weights.as_ref().map_or(1.0, |w| w[class as usize] as f64);
+            let weights: f64 = goals.iter().map(|(classes, shares)| {
+                let (classes, shares): (Vec<u32>, Vec<f64>) = (classes.to_vec1().unwrap(), shares.to_vec1().unwrap());
+                classes.into_iter().zip(shares).map(|(class, share)| weight(class) * share).sum::<f64>()
+            }).sum();
+            prop_assert!((tally.weight - weights).abs() < 1e-5 * weights);
+            let grads = (wanted * 0.5).unwrap().backward().unwrap();
+            prop_assert!(distance(&flat(&dx), &flat(grads.get(&vars[0]).unwrap())) < 1e-4);
+            for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
+                prop_assert!(distance(&flat(ours), &flat(grads.get(var).unwrap())) < 1e-4);
+            }
+        }
 
         #[test]
         fn gradients_are_right(rows in 1usize..7, width in 1usize..9, classes in 2usize..9, bias: bool, smooth in prop::sample::select(vec![0.0, 0.1]), weighted: bool, ignore: bool) {
@@ -138,6 +188,27 @@ mod tests {
                 prop_assert!(distance(&flat(ours), &flat(grads.get(var).unwrap())) < 1e-4);
             }
         }
+    }
+
+    #[test]
+    fn of_mixed_classes_the_larger_share_is_judged() {
+        let mut declared = Declared::default();
+        let loss = loss(&mut declared, 3, 3, false, 0.0, false);
+        let subject = Subject::new(declared, DType::F32, 4);
+        let pass = subject.pass(Mode::Eval);
+        let x = random(&[4, 3], 2).to_dtype(DType::F32).unwrap();
+        let scores = x.matmul(&pass.weight(loss.weight).t().unwrap()).unwrap().to_vec2::<f32>().unwrap();
+        let best = |row: &Vec<f32>| (0..3).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap() as u32;
+        let tally = |share: f32| {
+            let row = |s| [best(s), (best(s) + 1) % 3, share.to_bits()];
+            let targets: Vec<u32> = scores.iter().flat_map(row).collect();
+            loss.judge(&x, &Tensor::from_vec(targets, (4, 3), &Device::Cpu).unwrap(), &pass).unwrap()
+        };
+        assert_eq!((tally(0.6).top1, tally(0.5).top1, tally(0.4).top1), (4, 4, 0));
+        let hard = Tensor::from_vec(scores.iter().map(best).collect::<Vec<_>>(), 4, &Device::Cpu).unwrap();
+        assert_eq!(tally(1.0), loss.judge(&x, &hard, &pass).unwrap());
+        let odd = Tensor::zeros((4, 2), DType::U32, &Device::Cpu).unwrap();
+        assert!(loss.judge(&x, &odd, &pass).is_err());
     }
 
     #[test]

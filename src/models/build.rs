@@ -150,7 +150,7 @@ impl Builder {
             None => (1, 1),
         };
         let outputs = match (&self.features.target, &self.features.input) {
-            (Target::Class { names }, _) => names.len(),
+            (Target::Class { names } | Target::Mixed { names }, _) => names.len(),
             (Target::Tokens, Input::Tokens { vocab, .. }) => *vocab,
             (Target::Values { len }, _) if len % positions == 0 => len / positions,
             (other, _) => {

@@ -101,7 +101,7 @@ pub(super) fn next_token(
 /// The scores of the data's classes from a vector a sample; the bias begins at 0.
 pub(super) fn classes(b: &mut Builder, name: &str, kind: &'static str, init: Init) -> Result<(), ModelError> {
     let classes = match &b.features.target {
-        Target::Class { names } => names.len(),
+        Target::Class { names } | Target::Mixed { names } => names.len(),
         other => {
             return Err(ModelError::Data { kind, needs: "classes to tell apart", got: format!("{other:?}") });
         }

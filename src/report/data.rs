@@ -60,7 +60,9 @@ pub fn look(train: &dyn Source, valid: &dyn Source, seed: u64, skip_bad: bool) -
         Input::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
     };
     let target = match &features.target {
-        Target::Class { names } => format!("{} classes: {}", names.len(), names.join(", ")),
+        Target::Class { names } | Target::Mixed { names } => {
+            format!("{} classes: {}", names.len(), names.join(", "))
+        }
         Target::Values { len } => format!("{len} numbers"),
         Target::Tokens => "the next token".into(),
     };
@@ -74,7 +76,7 @@ pub fn look(train: &dyn Source, valid: &dyn Source, seed: u64, skip_bad: bool) -
         }
     }
     let name = |class: usize| match &features.target {
-        Target::Class { names } => names.get(class).cloned(),
+        Target::Class { names } | Target::Mixed { names } => names.get(class).cloned(),
         _ => None,
     };
     let named = |(class, samples)| (name(class).unwrap_or_else(|| class.to_string()), samples);
@@ -137,6 +139,11 @@ fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Re
     let target = match (&features.target, &batch.targets) {
         (Target::Class { names }, Values::U32(class)) => {
             class.first().map_or(Value::Null, |class| json!(names.get(*class as usize)))
+        }
+        (Target::Mixed { names }, Values::U32(mixed)) => {
+            let name = |class: Option<&u32>| class.and_then(|class| names.get(*class as usize));
+            let share = mixed.get(2).map(|share| f32::from_bits(*share));
+            json!([name(mixed.first()), share, name(mixed.get(1))])
         }
         (Target::Tokens, Values::U32(tokens)) => json!(&tokens[..tokens.len().min(VALUES)]),
         (_, Values::F32(values)) => {

@@ -53,7 +53,7 @@ impl<'a> Engine<'a> {
     /// divides by the weight that was really there.
     fn nominal(&self) -> f64 {
         let samples = self.setup.job.train.samples_per_update();
-        (samples * self.setup.features().target_len()) as f64
+        (samples * self.setup.features().targets()) as f64
     }
 
     /// Adds the gradients of a micro-batch, times `scale`.
@@ -118,7 +118,8 @@ impl<'a> Engine<'a> {
             Input::Floats { shape } => [&[rows], shape.as_slice()].concat(),
             Input::Tokens { length, .. } => vec![rows, *length],
         };
-        let target = match features.target_len() {
+        // What is measured on has hard classes even where those trained on are mixed.
+        let target = match batch.targets.len() / rows.max(1) {
             1 => vec![rows],
             n => vec![rows, n],
         };

@@ -3,6 +3,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::augment::Augment;
+
 /// Grey pictures of ten shapes, drawn by the program from the seed: nothing to download.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
@@ -16,11 +18,14 @@ pub struct Shapes {
     /// Width and height, in pixels.
     #[schemars(range(min = 16, max = 256))]
     pub image_size: usize,
+    /// What is drawn anew for each sample of each epoch; never for what is measured on.
+    #[serde(skip_serializing_if = "Augment::is_off")]
+    pub augment: Augment,
 }
 
 impl Default for Shapes {
     fn default() -> Self {
-        Self { train_samples: 12_000, valid_samples: 2_000, image_size: 28 }
+        Self { train_samples: 12_000, valid_samples: 2_000, image_size: 28, augment: Augment::default() }
     }
 }
 

@@ -3,18 +3,22 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+mod augment;
 mod files;
 mod generated;
 mod language;
 mod loading;
+mod one_or;
 mod pictures;
 mod tables;
 
+pub use augment::Augment;
 pub use files::Files;
 pub use generated::{Shapes, TextSynthetic};
 pub use language::{ChatLoss, Jsonl, Text, TokenType, Tokens, TooLong, Windows};
 pub use loading::{Loading, OnBadRecord};
-pub use pictures::Idx;
+pub use one_or::OneOr;
+pub use pictures::{Fit, Idx, Images, Preset};
 pub use tables::{Columns, Csv, Delimiter, OnMissing, OnUnknown, Parquet, Task};
 
 /// Where samples come from. `kind` decides the other keys.
@@ -32,6 +36,7 @@ pub struct Data {
 pub enum Source {
     Shapes(Shapes),
     Idx(Idx),
+    Images(Images),
     Csv(Csv),
     Parquet(Parquet),
     Text(Text),
@@ -47,12 +52,23 @@ impl Source {
         match self {
             Self::Shapes(_) => "shapes",
             Self::Idx(_) => "idx",
+            Self::Images(_) => "images",
             Self::Csv(_) => "csv",
             Self::Parquet(_) => "parquet",
             Self::Text(_) => "text",
             Self::Tokens(_) => "tokens",
             Self::Jsonl(_) => "jsonl",
             Self::TextSynthetic(_) => "text-synthetic",
+        }
+    }
+
+    /// What is drawn for its samples, where they are pictures.
+    pub fn augment(&self) -> Option<&Augment> {
+        match self {
+            Self::Shapes(Shapes { augment, .. })
+            | Self::Idx(Idx { augment, .. })
+            | Self::Images(Images { augment, .. }) => Some(augment),
+            _ => None,
         }
     }
 }

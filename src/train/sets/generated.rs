@@ -1,13 +1,15 @@
 //! Sets that the program draws.
 
+use super::pictures::augment;
 use super::{Failure, Sets};
 use crate::data::shapes::{self, Shapes};
 use crate::data::{Opening, sequences};
 use crate::job;
 
-pub(super) fn shapes(s: &job::Shapes, opening: &Opening) -> Result<Sets, Failure> {
+pub(super) fn shapes(s: &job::Shapes, readers: usize, opening: &Opening) -> Result<Sets, Failure> {
     let part = |samples: usize, part| Shapes::new(s.image_size, samples as u64, opening.seed, part);
-    Ok(Sets::of(part(s.train_samples, shapes::Part::Train)?, part(s.valid_samples, shapes::Part::Valid)?))
+    let train = part(s.train_samples, shapes::Part::Train)?.augmented(augment(&s.augment), readers)?;
+    Sets::of(train, part(s.valid_samples, shapes::Part::Valid)?).mixed(&s.augment, readers)
 }
 
 pub(super) fn sequences(s: &job::TextSynthetic, context: usize, opening: &Opening) -> Sets {

@@ -22,8 +22,9 @@ impl Sets {
     /// Opens the data.
     pub fn open(job: &Job, opening: &Opening) -> Result<Self, Failure> {
         match &job.data.source {
-            job::Source::Shapes(s) => generated::shapes(s, opening),
-            job::Source::Idx(s) => pictures::idx(s, opening),
+            job::Source::Shapes(s) => generated::shapes(s, readers(job), opening),
+            job::Source::Idx(s) => pictures::idx(s, readers(job), opening),
+            job::Source::Images(s) => pictures::images(s, readers(job), opening),
             job::Source::Csv(s) => tables::csv(s, &job.data.loading, opening),
             job::Source::Parquet(s) => tables::parquet(s, &job.data.loading, opening),
             job::Source::Text(s) => language::text(s, context(job)?, opening),
@@ -35,6 +36,14 @@ impl Sets {
 
     fn of(train: impl Source + 'static, valid: impl Source + 'static) -> Self {
         Self { train: Arc::new(train), valid: Arc::new(valid) }
+    }
+}
+
+/// Threads that read samples.
+fn readers(job: &Job) -> usize {
+    match job.data.loading.workers {
+        0 => rayon::current_num_threads(),
+        workers => workers,
     }
 }
 

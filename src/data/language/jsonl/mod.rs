@@ -18,7 +18,7 @@ use std::{
 use super::pieces::{Progress, in_order};
 use super::text::seen;
 use super::tokenizer::{Characters, Separator, Tokenizer, Units};
-use super::windows::{Placement, Reading, Windows, name_of, split as parts};
+use super::windows::{Placement, Reading, Windows, name_of, split_at};
 use super::{DataError, Features, Input, Key, Lengths, Row, Source, Target};
 use crate::data::bad::OnBad;
 use crate::data::cache::Fingerprint;
@@ -157,7 +157,7 @@ fn content(settings: &Settings, tokenizer: Option<&Tokenizer>) -> Result<Content
     let special = |part: &str| tokenizer.map_or_else(String::new, |tokenizer| tokenizer.special(part));
     let template = Template::new(source, special("bos_token"), special("eos_token"))
         .map_err(|problem| wrong(&chat.template, problem))?;
-    Ok(Content::Chat { field: chat.field.clone(), template, loss: chat.loss })
+    Ok(Content::Chat { field: chat.field.clone(), template: Box::new(template), loss: chat.loss })
 }
 
 /// The distinct characters of all records, found once.
@@ -253,19 +253,17 @@ fn packed(
         let wanted = "records to tell apart are samples of their own: leave `pack` or `label` out";
         return Err(DataError::Setting { name: "pack", value: "true".into(), wanted });
     }
-    let windows = |made: &Made, ranges: Vec<std::ops::Range<u64>>, name: &str| {
-        let set = Windows::new(made.ids.clone(), ranges, (settings.context, vocab), Placement::Fixed, name)?;
+    let windows = |made: &Made, range: std::ops::Range<u64>, name: &str| {
+        let set = Windows::new(made.ids.clone(), [range], (settings.context, vocab), Placement::Fixed, name)?;
         let set = set.marked(made.marks.clone()).told(Some(reading.clone()), about(name, made, vocab));
         Ok::<Arc<dyn Source>, DataError>(Arc::new(set))
     };
     let whole = 0..train.ids.len();
     match valid {
-        Some(valid) => {
-            Ok((windows(&train, vec![whole], "train")?, windows(&valid, vec![0..valid.ids.len()], "valid")?))
-        }
+        Some(valid) => Ok((windows(&train, whole, "train")?, windows(&valid, 0..valid.ids.len(), "valid")?)),
         None => {
-            let (before, after) = parts(std::slice::from_ref(&whole), settings.valid_share);
-            Ok((windows(&train, before, "train")?, windows(&train, after, "valid")?))
+            let border = split_at(&whole, settings.valid_share);
+            Ok((windows(&train, 0..border, "train")?, windows(&train, border..whole.end, "valid")?))
         }
     }
 }

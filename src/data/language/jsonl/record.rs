@@ -14,7 +14,7 @@ pub enum Content {
     /// The text in this field.
     Text { field: String },
     /// The messages in this field, as the template puts them together.
-    Chat { field: String, template: Template, loss: Loss },
+    Chat { field: String, template: Box<Template>, loss: Loss },
 }
 
 /// Which tokens of a talk are to be predicted.
@@ -223,7 +223,7 @@ mod tests {
 
     fn chat(loss: Loss) -> Content {
         let plain = NAMED.iter().find(|(name, _)| *name == "plain").unwrap().1;
-        let template = Template::new(plain.into(), String::new(), String::new()).unwrap();
+        let template = Box::new(Template::new(plain.into(), String::new(), String::new()).unwrap());
         Content::Chat { field: "messages".into(), template, loss }
     }
 

@@ -1,0 +1,208 @@
+//! Pixels out of JPEG, PNG and WebP. The format is seen from the content.
+//!
+//! Gives bytes of (height, width, channels), upright: the orientation that a camera noted is applied. Alpha is
+//! left away, colour becomes grey and grey colour as `channels` wants. What a header promises is believed only
+//! up to a number of pixels, before anything is allocated for it. An error is a sentence about the picture.
+
+use std::io::Cursor;
+
+use image_webp::WebPDecoder;
+use zune_core::bytestream::ZCursor;
+use zune_core::colorspace::ColorSpace;
+use zune_core::options::DecoderOptions;
+use zune_jpeg::JpegDecoder;
+
+use super::exif::{self, Turn};
+
+/// A picture whose header was read and found possible.
+pub struct Opened<'a> {
+    pub height: usize,
+    pub width: usize,
+    /// Channels of a sample: 1 or 3.
+    channels: usize,
+    turn: Turn,
+    with: Decoder<'a>,
+}
+
+enum Decoder<'a> {
+    Jpeg(Box<JpegDecoder<ZCursor<&'a [u8]>>>),
+    Png(Box<png::Reader<Cursor<&'a [u8]>>>),
+    Webp(Box<WebPDecoder<Cursor<&'a [u8]>>>),
+}
+
+impl<'a> Opened<'a> {
+    /// Reads the header of `file`, which has at most `max_pixels`.
+    pub fn new(file: &'a [u8], channels: usize, max_pixels: u64) -> Result<Self, String> {
+        let (with, [height, width], turn) = match file {
+            [] => return Err("it is empty".into()),
+            [0xff, 0xd8, 0xff, ..] => jpeg(file, channels)?,
+            [0x89, b'P', b'N', b'G', ..] => png(file, max_pixels)?,
+            [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => webp(file)?,
+            _ => {
+                let shown: Vec<String> = file.iter().take(4).map(|b| format!("{b:02x}")).collect();
+                let text = "it is no JPEG, PNG or WebP: it begins with";
+                return Err(format!("{text} {}", shown.join(" ")));
+            }
+        };
+        let pixels = (height as u64).saturating_mul(width as u64);
+        if pixels == 0 {
+            return Err("it has no pixels".into());
+        }
+        if pixels > max_pixels {
+            return Err(format!(
+                "it says that it has {width} x {height} pixels, more than the {max_pixels} that are allowed"
+            ));
+        }
+        Ok(Self { height, width, channels, turn, with })
+    }
+
+    /// Bytes that decoding takes at most besides the file: pixels, those turned, and the decoder's own.
+    pub fn needs(&self) -> u64 {
+        let pixels = (self.height * self.width) as u64;
+        // What the decoders hold besides rows: see the test that measures them.
+        let own = match &self.with {
+            // Coefficients of all components, padded to blocks, where they come in several scans.
+            Decoder::Jpeg(_) => 10 * pixels + 600 * self.width as u64,
+            Decoder::Png(_) => 5 * pixels,
+            Decoder::Webp(_) => 14 * pixels,
+        };
+        own + 2 * pixels * self.channels as u64 + (1 << 18)
+    }
+
+    /// Decodes into `pixels`, with `spare` for what has to be converted or turned. Gives (height, width).
+    pub fn decode(self, pixels: &mut Vec<u8>, spare: &mut Vec<u8>) -> Result<[usize; 2], String> {
+        let count = self.height * self.width;
+        let from = match self.with {
+            Decoder::Jpeg(mut decoder) => {
+                let space = decoder.output_colorspace().unwrap_or(ColorSpace::RGB);
+                let size = decoder.output_buffer_size().ok_or("it has no size")?;
+                pixels.resize(size, 0);
+                decoder.decode_into(pixels).map_err(|e| broken("JPEG", &e))?;
+                space.num_components()
+            }
+            Decoder::Png(mut reader) => {
+                let size = reader.output_buffer_size().ok_or("it has no size")?;
+                pixels.resize(size, 0);
+                let info = reader.next_frame(pixels).map_err(|e| broken("PNG", &e))?;
+                // The rest of the file, with its checksums: a picture that is cut short is not whole.
+                reader.finish().map_err(|e| broken("PNG", &e))?;
+                pixels.truncate(info.buffer_size());
+                info.color_type.samples()
+            }
+            Decoder::Webp(mut decoder) => {
+                let size = decoder.output_buffer_size().ok_or("it has no size")?;
+                pixels.resize(size, 0);
+                decoder.read_image(pixels).map_err(|e| broken("WebP", &e))?;
+                if decoder.has_alpha() { 4 } else { 3 }
+            }
+        };
+        if pixels.len() != count * from {
+            return Err(format!("it gives {} bytes for {count} pixels", pixels.len()));
+        }
+        if from != self.channels {
+            spare.resize(count * self.channels, 0);
+            convert(pixels, from, spare, self.channels);
+            std::mem::swap(pixels, spare);
+        }
+        let size = [self.height, self.width];
+        if self.turn == Turn::default() {
+            return Ok(size);
+        }
+        spare.resize(pixels.len(), 0);
+        let size = self.turn.apply(pixels, size, self.channels, spare);
+        std::mem::swap(pixels, spare);
+        Ok(size)
+    }
+}
+
+type Header<'a> = (Decoder<'a>, [usize; 2], Turn);
+
+fn broken(format: &str, error: &dyn std::fmt::Debug) -> String {
+    let mut text = format!("it is a damaged {format}: {error:?}");
+    // Some decoders tell whole tables.
+    if let Some((end, _)) = text.char_indices().nth(300) {
+        text.truncate(end);
+    }
+    text
+}
+
+fn jpeg(file: &[u8], channels: usize) -> Result<Header<'_>, String> {
+    // Strict: a file that ends early is an error and not a picture with a grey rest.
+    let options =
+        DecoderOptions::default().set_strict_mode(true).set_max_width(65_535).set_max_height(65_535);
+    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(file), options);
+    decoder.decode_headers().map_err(|e| broken("JPEG", &e))?;
+    let input = decoder.input_colorspace().unwrap_or(ColorSpace::YCbCr);
+    let grey = channels == 1 && matches!(input, ColorSpace::YCbCr | ColorSpace::Luma);
+    let space = if grey || input == ColorSpace::Luma { ColorSpace::Luma } else { ColorSpace::RGB };
+    decoder.set_options(options.jpeg_set_out_colorspace(space));
+    let (width, height) = decoder.dimensions().ok_or("it has no size")?;
+    let turn = decoder.exif().map(|exif| exif::turn(exif)).unwrap_or_default();
+    Ok((Decoder::Jpeg(Box::new(decoder)), [height, width], turn))
+}
+
+fn png(file: &[u8], max_pixels: u64) -> Result<Header<'_>, String> {
+    let bytes = usize::try_from(max_pixels.saturating_mul(8)).unwrap_or(usize::MAX);
+    let mut decoder = png::Decoder::new_with_limits(Cursor::new(file), png::Limits { bytes });
+    decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
+    decoder.set_ignore_text_chunk(true);
+    decoder.set_ignore_iccp_chunk(true);
+    let reader = decoder.read_info().map_err(|e| broken("PNG", &e))?;
+    let info = reader.info();
+    let turn = info.exif_metadata.as_deref().map(exif::turn).unwrap_or_default();
+    let size = [info.height as usize, info.width as usize];
+    Ok((Decoder::Png(Box::new(reader)), size, turn))
+}
+
+fn webp(file: &[u8]) -> Result<Header<'_>, String> {
+    let mut decoder = WebPDecoder::new(Cursor::new(file)).map_err(|e| broken("WebP", &e))?;
+    if decoder.is_animated() {
+        return Err("it is an animation".into());
+    }
+    let (width, height) = decoder.dimensions();
+    // The decoder allocates for the size that the frame itself says, which the container may contradict.
+    if let Some(frame) = lossy_frame(file)
+        && frame != [height, width]
+    {
+        return Err(format!(
+            "its frame has {} x {} pixels and its header {width} x {height}",
+            frame[1], frame[0]
+        ));
+    }
+    decoder.set_memory_limit(file.len());
+    let turn = decoder.exif_metadata().ok().flatten().map(|exif| exif::turn(&exif)).unwrap_or_default();
+    Ok((Decoder::Webp(Box::new(decoder)), [height as usize, width as usize], turn))
+}
+
+/// (height, width) of the lossy frame of a WebP file, where it has one.
+fn lossy_frame(file: &[u8]) -> Option<[u32; 2]> {
+    let mut at = 12;
+    loop {
+        let head = file.get(at..at + 8)?;
+        let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
+        if &head[..4] == b"VP8 " {
+            // A frame tag of three bytes, a start code of three, then width and height in 14 bits each.
+            let size = file.get(at + 14..at + 18)?;
+            let side = |i: usize| (u16::from_le_bytes([size[i], size[i + 1]]) & 0x3fff) as u32;
+            return Some([side(2), side(0)]);
+        }
+        at = at.checked_add(8 + len + len % 2)?;
+    }
+}
+
+/// Grey, grey with alpha, colour or colour with alpha, to grey or colour.
+fn convert(pixels: &[u8], from: usize, into: &mut [u8], to: usize) {
+    // Luma as Pillow rounds it.
+    let luma =
+        |p: &[u8]| ((p[0] as u32 * 19595 + p[1] as u32 * 38470 + p[2] as u32 * 7471 + 0x8000) >> 16) as u8;
+    for (pixel, into) in pixels.chunks_exact(from).zip(into.chunks_exact_mut(to)) {
+        match (pixel, into) {
+            ([grey] | [grey, _], into) => into.fill(*grey),
+            (colour, [grey]) => *grey = luma(colour),
+            (colour, into) => into.copy_from_slice(&colour[..into.len()]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,164 @@
+use png::{BitDepth, ColorType};
+use proptest::prelude::*;
+
+use super::super::fixtures::{GRADIENT_AT, jpeg, lossy_webp, png, progressive_jpeg, webp};
+use super::*;
+
+const MOST: u64 = 1 << 20;
+
+fn decode(file: &[u8], channels: usize) -> Result<([usize; 2], Vec<u8>), String> {
+    let (mut pixels, mut spare) = (Vec::new(), Vec::new());
+    let opened = Opened::new(file, channels, MOST)?;
+    let needs = opened.needs();
+    let size = opened.decode(&mut pixels, &mut spare)?;
+    assert_eq!(pixels.len(), size[0] * size[1] * channels);
+    assert!((pixels.capacity() + spare.capacity()) as u64 <= needs);
+    Ok((size, pixels))
+}
+
+#[test]
+fn jpegs_of_every_colour() {
+    // Two blocks side by side, the second cut by the width.
+    let grey = jpeg([8, 12], 1, |_, column, _| if column == 0 { 40 } else { 200 }, None);
+    let wanted: Vec<u8> = (0..8 * 12).map(|i| if i % 12 < 8 { 40 } else { 200 }).collect();
+    assert_eq!(decode(&grey, 1).unwrap(), ([8, 12], wanted.clone()));
+    let (_, colour) = decode(&grey, 3).unwrap();
+    assert!(colour.chunks(3).zip(&wanted).all(|(pixel, v)| pixel == [*v; 3]));
+
+    // Luma 100 with red chroma 160: red is 100 + 1.402 * 32 = 145, green 100 - 0.714 * 32 = 77, blue 100.
+    let red = jpeg([8, 8], 3, |_, _, c| [100, 128, 160][c], None);
+    let (_, pixels) = decode(&red, 3).unwrap();
+    assert!(
+        pixels.chunks(3).all(|p| p[0].abs_diff(145) < 2 && p[1].abs_diff(77) < 2 && p[2].abs_diff(100) < 2)
+    );
+    assert_eq!(decode(&red, 1).unwrap().1, [100; 64]);
+
+    // Inverted CMYK of Adobe: 255 of all is white, and a colour is its plane times the black one.
+    let cmyk = jpeg([8, 8], 4, |_, _, c| [255, 128, 0, 128][c], None);
+    let (_, pixels) = decode(&cmyk, 3).unwrap();
+    assert!(
+        pixels.chunks(3).all(|p| p[0].abs_diff(128) < 2 && p[1].abs_diff(64) < 2 && p[2] < 2),
+        "{pixels:?}"
+    );
+    assert_eq!(decode(&cmyk, 1).unwrap().1.len(), 64);
+}
+
+#[test]
+fn other_encoders_files_read_as_they_read_them() {
+    for (file, wanted) in [progressive_jpeg(), lossy_webp()] {
+        let (size, pixels) = decode(&file, 3).unwrap();
+        assert_eq!(size, [12, 20]);
+        for ([row, column], wanted) in GRADIENT_AT.into_iter().zip(wanted) {
+            let pixel = &pixels[(row * 20 + column) * 3..][..3];
+            // Decoders may round, and interpolate chroma, each in its way.
+            assert!(pixel.iter().zip(wanted).all(|(a, b)| a.abs_diff(b) <= 3), "{pixel:?} {wanted:?}");
+        }
+    }
+}
+
+#[test]
+fn orientation_is_applied() {
+    let value = |row: usize, column: usize, _: usize| (50 * row + 100 * column) as u8;
+    let turned = jpeg([16, 24], 1, value, Some(6));
+    let (size, pixels) = decode(&turned, 1).unwrap();
+    // Rows go from the left to the right: the last stored row is the first column.
+    assert_eq!(size, [24, 16]);
+    assert_eq!([pixels[0], pixels[15], pixels[23 * 16], pixels[23 * 16 + 15]], [50, 0, 250, 200]);
+}
+
+#[test]
+fn pngs_of_every_colour_and_depth() {
+    let cases: [(ColorType, BitDepth, &[u8], [[u8; 3]; 2]); 6] = [
+        (ColorType::Grayscale, BitDepth::Eight, &[7, 200], [[7; 3], [200; 3]]),
+        (ColorType::Grayscale, BitDepth::One, &[0b0100_0000], [[0; 3], [255; 3]]),
+        (ColorType::GrayscaleAlpha, BitDepth::Eight, &[9, 0, 90, 255], [[9; 3], [90; 3]]),
+        (ColorType::Rgba, BitDepth::Eight, &[1, 2, 3, 0, 4, 5, 6, 255], [[1, 2, 3], [4, 5, 6]]),
+        (ColorType::Indexed, BitDepth::Two, &[0b0111_0000], [[255, 0, 0], [10, 20, 30]]),
+        (
+            ColorType::Rgb,
+            BitDepth::Sixteen,
+            &[1, 255, 2, 0, 3, 0, 254, 1, 255, 255, 0, 0],
+            [[1, 2, 3], [254, 255, 0]],
+        ),
+    ];
+    for (colour, depth, data, wanted) in cases {
+        let file = png([1, 2], colour, depth, data);
+        assert_eq!(decode(&file, 3).unwrap(), ([1, 2], wanted.concat()), "{colour:?} {depth:?}");
+        let grey = decode(&file, 1).unwrap().1;
+        let luma =
+            |p: [u8; 3]| (0.299 * p[0] as f64 + 0.587 * p[1] as f64 + 0.114 * p[2] as f64).round() as u8;
+        assert_eq!(grey, wanted.map(luma), "{colour:?} {depth:?}");
+    }
+}
+
+#[test]
+fn a_webp_without_loss_is_itself() {
+    let pixels: Vec<u8> = (0..5 * 7 * 3).map(|i| (i * 11 % 256) as u8).collect();
+    assert_eq!(decode(&webp([5, 7], &pixels), 3).unwrap(), ([5, 7], pixels));
+}
+
+#[test]
+fn what_is_no_picture_says_why() {
+    let said = |file: &[u8]| decode(file, 3).unwrap_err();
+    assert_eq!(said(b""), "it is empty");
+    assert_eq!(said(b"hello"), "it is no JPEG, PNG or WebP: it begins with 68 65 6c 6c");
+    let grey = jpeg([64, 64], 1, |row, column, _| (row * column) as u8, None);
+    let small = png([20, 20], ColorType::Grayscale, BitDepth::Eight, &[1; 400]);
+    let lossy = lossy_webp().0;
+    for file in [&grey, &small, &lossy, &progressive_jpeg().0] {
+        for keep in [12, 30, file.len() / 2, file.len() * 3 / 4] {
+            assert!(said(&file[..keep]).contains("damaged"), "{keep} of {}", file.len());
+        }
+    }
+}
+
+#[test]
+fn promises_are_believed_up_to_a_number_of_pixels() {
+    let said = |file: &[u8], most| Opened::new(file, 3, most).err().unwrap();
+    let grey = jpeg([64, 64], 1, |_, _, _| 1, None);
+    assert_eq!(said(&grey, 4095), "it says that it has 64 x 64 pixels, more than the 4095 that are allowed");
+    assert!(Opened::new(&grey, 3, 4096).is_ok());
+    // Headers of 50,000 x 50,000 before a few bytes of data.
+    let mut bomb = png([1, 1], ColorType::Grayscale, BitDepth::Eight, &[1]);
+    bomb[16..24].copy_from_slice(&[0, 0, 0xc3, 0x50, 0, 0, 0xc3, 0x50]);
+    let mut crc = flate2::Crc::new();
+    crc.update(&bomb[12..29]);
+    bomb[29..33].copy_from_slice(&crc.sum().to_be_bytes());
+    assert!(said(&bomb, MOST).contains("50000 x 50000"), "{}", said(&bomb, MOST));
+    // A container of 20 x 12 around a frame that says 16383 x 16383.
+    let mut frame = lossy_webp().0;
+    let at = frame.windows(3).position(|w| w == [0x9d, 0x01, 0x2a]).unwrap() + 3;
+    frame[at..at + 4].copy_from_slice(&[0xff, 0x3f, 0xff, 0x3f]);
+    assert!(said(&frame, MOST).contains("16383 x 16383"), "{}", said(&frame, MOST));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1500))]
+
+    /// Mutated files are decoded or refused, without a panic and within the pixels allowed.
+    #[test]
+    fn mutated_files_are_decoded_or_refused(
+        which in 0usize..7, edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+        cut in any::<prop::sample::Index>(), whole: bool, grey: bool,
+    ) {
+        let mut file = match which {
+            0 => jpeg([16, 24], 1, |r, c, _| (r * 40 + c * 30) as u8, Some(6)),
+            1 => jpeg([16, 8], 3, |r, c, p| (r * 40 + c * 30 + p * 50) as u8, None),
+            2 => jpeg([8, 8], 4, |_, _, p| (p * 50) as u8, None),
+            3 => progressive_jpeg().0,
+            4 => png([9, 5], ColorType::Indexed, BitDepth::Eight, &[2; 45]),
+            5 => webp([5, 7], &(0..105).map(|i| i * 2).collect::<Vec<u8>>()),
+            _ => lossy_webp().0,
+        };
+        for (at, byte) in edits {
+            let len = file.len();
+            file[at.index(len)] = byte;
+        }
+        if !whole {
+            file.truncate(cut.index(file.len()));
+        }
+        if let Ok(([height, width], _)) = decode(&file, if grey { 1 } else { 3 }) {
+            prop_assert!((height * width) as u64 <= MOST);
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! The orientation that a camera noted, and a picture turned upright by it.
+
+/// How pixels lie: mirrored in one or both directions, then rows and columns exchanged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Turn {
+    mirror_rows: bool,
+    mirror_columns: bool,
+    exchange: bool,
+}
+
+/// The turn that makes a picture with this EXIF block (TIFF data) upright; none where it does not say.
+pub fn turn(exif: &[u8]) -> Turn {
+    let turn = |mirror_rows, mirror_columns, exchange| Turn { mirror_rows, mirror_columns, exchange };
+    match orientation(exif) {
+        Some(2) => turn(false, true, false),
+        Some(3) => turn(true, true, false),
+        Some(4) => turn(true, false, false),
+        Some(5) => turn(false, false, true),
+        Some(6) => turn(true, false, true),
+        Some(7) => turn(true, true, true),
+        Some(8) => turn(false, true, true),
+        _ => Turn::default(),
+    }
+}
+
+/// Tag 0x0112 of the first directory.
+fn orientation(exif: &[u8]) -> Option<u16> {
+    let exif = exif.strip_prefix(b"Exif\0\0").unwrap_or(exif);
+    let little = match exif.get(..4)? {
+        [b'I', b'I', 42, 0] => true,
+        [b'M', b'M', 0, 42] => false,
+        _ => return None,
+    };
+    let u16_at = |at: usize| {
+        let bytes = exif.get(at..at.checked_add(2)?)?.try_into().ok()?;
+        Some(if little { u16::from_le_bytes(bytes) } else { u16::from_be_bytes(bytes) })
+    };
+    let u32_at = |at: usize| {
+        let bytes = exif.get(at..at.checked_add(4)?)?.try_into().ok()?;
+        Some(if little { u32::from_le_bytes(bytes) } else { u32::from_be_bytes(bytes) })
+    };
+    let first = u32_at(4)? as usize;
+    let entries = u16_at(first)? as usize;
+    // An entry has twelve bytes: tag, type, count, value; a directory is no longer than the block.
+    (0..entries).map_while(|i| Some((first + 2 + 12 * i, u16_at(first + 2 + 12 * i)?))).find_map(
+        |(at, tag)| {
+            let short = tag == 0x0112 && u16_at(at + 2) == Some(3);
+            if short { u16_at(at + 8) } else { None }
+        },
+    )
+}
+
+impl Turn {
+    /// Writes `pixels`, (height, width) `size`, turned over `into`; gives their new size.
+    pub fn apply(
+        self,
+        pixels: &[u8],
+        [height, width]: [usize; 2],
+        channels: usize,
+        into: &mut [u8],
+    ) -> [usize; 2] {
+        let out = if self.exchange { [width, height] } else { [height, width] };
+        for (i, into) in into.chunks_exact_mut(channels).enumerate() {
+            let (row, column) = (i / out[1], i % out[1]);
+            let (row, column) = if self.exchange { (column, row) } else { (row, column) };
+            let row = if self.mirror_rows { height - 1 - row } else { row };
+            let column = if self.mirror_columns { width - 1 - column } else { column };
+            into.copy_from_slice(&pixels[(row * width + column) * channels..][..channels]);
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A block with one directory of one entry before the orientation.
+    pub fn block(orientation: u16, little: bool) -> Vec<u8> {
+        let short = |v: u16| if little { v.to_le_bytes() } else { v.to_be_bytes() };
+        let long = |v: u32| if little { v.to_le_bytes() } else { v.to_be_bytes() };
+        let mut bytes = if little { b"II*\0".to_vec() } else { b"MM\0*".to_vec() };
+        bytes.extend(long(8));
+        bytes.extend(short(2));
+        for (tag, value) in [(0x0100, 640), (0x0112, orientation)] {
+            bytes.extend([short(tag), short(3)].concat());
+            bytes.extend(long(1));
+            bytes.extend([short(value), short(0)].concat());
+        }
+        bytes
+    }
+
+    #[test]
+    fn the_eight_orientations_come_out_upright() {
+        // What a camera stores for the upright picture `1 2 3 / 4 5 6`, as the standard has it.
+        let stored: [(&[u8], [usize; 2]); 8] = [
+            (&[1, 2, 3, 4, 5, 6], [2, 3]),
+            (&[3, 2, 1, 6, 5, 4], [2, 3]),
+            (&[6, 5, 4, 3, 2, 1], [2, 3]),
+            (&[4, 5, 6, 1, 2, 3], [2, 3]),
+            (&[1, 4, 2, 5, 3, 6], [3, 2]),
+            (&[3, 6, 2, 5, 1, 4], [3, 2]),
+            (&[6, 3, 5, 2, 4, 1], [3, 2]),
+            (&[4, 1, 5, 2, 6, 3], [3, 2]),
+        ];
+        for (i, (pixels, size)) in stored.into_iter().enumerate() {
+            for little in [true, false] {
+                let turn = turn(&block(i as u16 + 1, little));
+                let mut out = [0; 6];
+                assert_eq!(turn.apply(pixels, size, 1, &mut out), [2, 3], "orientation {}", i + 1);
+                assert_eq!(out, [1, 2, 3, 4, 5, 6], "orientation {}", i + 1);
+            }
+        }
+        assert_eq!(turn(&block(9, true)), Turn::default());
+    }
+
+    proptest! {
+        #[test]
+        fn any_block_is_read_or_ignored(bytes in prop::collection::vec(any::<u8>(), 0..60), cut in 0usize..40) {
+            turn(&bytes);
+            let whole = block(6, false);
+            turn(&whole[..cut.min(whole.len())]);
+            turn(&[b"MM\0*\0\0\0\x08".to_vec(), bytes].concat());
+        }
+    }
+}

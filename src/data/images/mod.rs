@@ -1,0 +1,372 @@
+//! Pictures in files of their own: a folder a class, a table of paths and labels, or tar files.
+//!
+//! [`Set::open`] finds them, which reads no picture but a few to learn their size; [`Images`] decodes and
+//! transforms one when it is asked for. Packed tar files can only be read forward: [`Packed`] gives their
+//! pictures as shards. A picture that cannot be used is a fault of one record, with its path.
+
+mod decode;
+mod exif;
+mod listing;
+mod names;
+mod packed;
+mod table;
+mod tar;
+
+#[cfg(test)]
+mod fixtures;
+
+pub use names::Names;
+pub use packed::Packed;
+pub use table::Columns;
+
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use self::decode::Opened;
+use self::listing::Listing;
+use super::picture::{Picture, Pipeline, Pixels, Pool, Scratch};
+use super::{DataError, Features, Input, Key, Opening, Row, Source, Target, files};
+
+/// How pictures are read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Of a sample: 1 for grey, 3 for colour.
+    pub channels: usize,
+    /// A picture that says it has more is not decoded.
+    pub max_pixels: u64,
+    pub columns: Columns,
+    /// Threads that read at once.
+    pub readers: usize,
+}
+
+/// The pictures of a training or validation set.
+pub struct Set {
+    listing: Listing,
+    /// Opened tar files, by place; none for folders.
+    archives: Vec<Option<File>>,
+    options: Options,
+    pub packed: bool,
+    /// Sides, in pixels, and the most bytes that decoding one takes, of the few that were looked at.
+    seen: Seen,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    pictures: u64,
+    least: [usize; 2],
+    most: [usize; 2],
+    bytes: u64,
+}
+
+/// Pictures whose headers are read when a set is opened, spread over it.
+const LOOKED_AT: usize = 16;
+/// What a reader may use in any case.
+const LEAST_SCRATCH: u64 = 1 << 20;
+
+impl Set {
+    /// Finds the pictures of `files`: folders of class folders, tables (.csv, .tsv) and tar files. With
+    /// `classes`, those of another set, theirs are the only ones and keep their numbers.
+    pub fn open(
+        files: &[PathBuf],
+        options: Options,
+        classes: Option<&Names>,
+        opening: &Opening,
+    ) -> Result<Self, DataError> {
+        let files = files::find(files)?;
+        let (mut listing, mut packed, mut by_folder) = (Listing::default(), Vec::new(), false);
+        for file in &files {
+            match Kind::of(file)? {
+                Kind::Folders => {
+                    listing.add_folders(file)?;
+                    by_folder = true;
+                    packed.push(false);
+                }
+                Kind::Table => {
+                    listing.add_table(file, &options.columns)?;
+                    packed.push(false);
+                }
+                Kind::Tar => {
+                    // Where some are tar files, the others have no place in one.
+                    listing.spans.resize(listing.len(), Default::default());
+                    let (is_packed, folders) = listing.add_tar(file, opening)?;
+                    by_folder |= folders;
+                    packed.push(is_packed);
+                }
+            }
+        }
+        if packed.contains(&true) && packed.contains(&false) {
+            let value = "both packed archives and others".into();
+            let wanted = "a set is read forward or in any order; unpack the archives or pack all";
+            return Err(DataError::Setting { name: "train", value, wanted });
+        }
+        if !listing.spans.is_empty() {
+            listing.spans.resize(listing.len(), Default::default());
+        }
+        match classes {
+            None => listing.number_classes(!by_folder),
+            Some(names) => listing.number_classes_as(names).map_err(|class| DataError::NoSamples {
+                set: format!("class `{class}` of the validation set"),
+                why: "the training set has no such class".into(),
+            })?,
+        }
+        if listing.bytes() > opening.max_bytes {
+            let (file, bytes, limit) = (files[0].clone(), listing.bytes(), opening.max_bytes);
+            return Err(DataError::TooLarge { file, bytes, limit });
+        }
+        let packed = packed.contains(&true);
+        let open = |place: &PathBuf| match place.is_file() {
+            true if !packed => File::open(place).map(Some).map_err(DataError::io(place)),
+            _ => Ok(None),
+        };
+        let archives = listing.places.iter().map(open).collect::<Result<_, _>>()?;
+        let mut set = Self { listing, archives, options, packed, seen: Seen::default() };
+        set.look()?;
+        Ok(set)
+    }
+
+    pub fn names(&self) -> &Names {
+        &self.listing.names
+    }
+
+    pub fn len(&self) -> u64 {
+        self.listing.len() as u64
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.listing.is_empty()
+    }
+
+    /// Learns from a few pictures what decoding one takes. One that is bad is told when it is read.
+    fn look(&mut self) -> Result<(), DataError> {
+        let (len, mut file) = (self.listing.len(), Vec::new());
+        let mut seen = Seen { least: [usize::MAX; 2], ..Seen::default() };
+        for i in 0..LOOKED_AT.min(if self.packed { 0 } else { len }) {
+            let index = i * len / LOOKED_AT.min(len);
+            let loaded = self.load(index, &mut file, |_| {});
+            let opened = loaded.ok().and_then(|()| self.header(&file).ok());
+            let Some(opened) = opened else { continue };
+            seen.pictures += 1;
+            seen.least = [seen.least[0].min(opened.height), seen.least[1].min(opened.width)];
+            seen.most = [seen.most[0].max(opened.height), seen.most[1].max(opened.width)];
+            seen.bytes = seen.bytes.max(opened.needs() + file.len() as u64);
+        }
+        self.seen = seen;
+        Ok(())
+    }
+
+    fn header<'a>(&self, file: &'a [u8]) -> Result<Opened<'a>, String> {
+        Opened::new(file, self.options.channels, self.options.max_pixels)
+    }
+
+    /// The bytes of picture `index`; `ask` hears how many they are before they are read.
+    fn load(&self, index: usize, into: &mut Vec<u8>, ask: impl FnOnce(u64)) -> Result<(), DataError> {
+        let path = self.path(index);
+        into.clear();
+        // No format takes more than a few bytes a pixel.
+        let most = self.options.max_pixels.saturating_mul(8).saturating_add(1 << 20);
+        let check = |len: u64| match len <= most {
+            true => Ok(()),
+            false => Err(self.wrong(index, format!("it has {len} bytes, too many for a picture"))),
+        };
+        if let Some(archive) = &self.archives[self.listing.place(index)] {
+            let extent = self.listing.spans[index];
+            check(extent.len)?;
+            ask(extent.len);
+            into.resize(extent.len as usize, 0);
+            return read_at(archive, into, extent.start).map_err(DataError::io(&path));
+        }
+        let read = File::open(&path).and_then(|file| {
+            let len = file.metadata()?.len();
+            Ok((file, len))
+        });
+        let (mut file, len) = read.map_err(|error| self.unreadable(index, &path, error))?;
+        check(len)?;
+        ask(len);
+        into.reserve(len as usize);
+        let read = file.by_ref().take(most).read_to_end(into);
+        read.map(drop).map_err(|error| self.unreadable(index, &path, error))
+    }
+
+    /// One picture that is not there is a fault of one record.
+    fn unreadable(&self, index: usize, path: &Path, error: std::io::Error) -> DataError {
+        match error.kind() {
+            ErrorKind::NotFound => self.wrong(index, "there is no such file".into()),
+            ErrorKind::IsADirectory => self.wrong(index, "it is a folder".into()),
+            _ => DataError::io(path)(error),
+        }
+    }
+
+    fn path(&self, index: usize) -> PathBuf {
+        self.listing.places[self.listing.place(index)].join(self.listing.path(index))
+    }
+
+    fn wrong(&self, index: usize, problem: String) -> DataError {
+        if self.listing.spans.get(index).is_some_and(|extent| extent.len > 0) {
+            let place = format!("member {}", self.listing.path(index).display());
+            return DataError::Record {
+                file: self.listing.places[self.listing.place(index)].clone(),
+                place,
+                problem,
+            };
+        }
+        DataError::Record { file: self.path(index), place: String::new(), problem }
+    }
+
+    /// Bytes a reader may use.
+    fn scratch(&self, pipeline: &Pipeline) -> u64 {
+        let [height, width] = self.seen.most;
+        (self.seen.bytes + pipeline.scratch_bytes(height, width, 1)).max(LEAST_SCRATCH)
+    }
+
+    /// Makes a sample of the bytes of picture `index`.
+    fn sample(
+        &self,
+        index: usize,
+        file: &[u8],
+        pipeline: &Pipeline,
+        key: Key,
+        scratch: &mut super::picture::Lent<'_>,
+        into: &mut Row<'_>,
+    ) -> Result<(), DataError> {
+        let sample = |scratch: &mut super::picture::Lent<'_>, values: &mut [f32]| {
+            let opened = self.header(file)?;
+            let own =
+                pipeline.scratch_bytes(opened.height.max(opened.width), opened.height.max(opened.width), 1);
+            scratch.ask(file.len() as u64 + opened.needs() + own);
+            let Scratch { pixels, turned, .. } = &mut **scratch;
+            let [height, width] = opened.decode(pixels, turned)?;
+            let pixels = std::mem::take(pixels);
+            let picture = Picture { height, width, pixels: Pixels::Bytes(&pixels) };
+            let applied = pipeline.apply(picture, key, scratch, values);
+            scratch.pixels = pixels;
+            applied
+        };
+        sample(scratch, into.input.f32()).map_err(|problem| self.wrong(index, problem))?;
+        into.target.u32()[0] = self.listing.class(index);
+        Ok(())
+    }
+
+    fn about(&self) -> Vec<(String, String)> {
+        let mut about = Vec::new();
+        let Seen { pictures, least, most, .. } = self.seen;
+        if pictures > 0 {
+            let side = |[h, w]: [usize; 2]| format!("{w} x {h}");
+            let sizes =
+                if least == most { side(least) } else { format!("{} to {}", side(least), side(most)) };
+            about.push(("picture_size".into(), format!("{sizes} (of {pictures} looked at)")));
+        }
+        if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
+            about.push((
+                "ignored_files".into(),
+                format!("{ignored} that are no pictures, as `{}`", first.display()),
+            ));
+        }
+        about
+    }
+}
+
+enum Kind {
+    Folders,
+    Table,
+    Tar,
+}
+
+impl Kind {
+    /// What a file named in a job is: by its name, since it may be packed.
+    fn of(file: &Path) -> Result<Self, DataError> {
+        if file.is_dir() {
+            return Ok(Kind::Folders);
+        }
+        let name = file.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+        let bare = [".gz", ".zst"].iter().find_map(|packed| name.strip_suffix(packed)).unwrap_or(&name);
+        match bare.rsplit('.').next() {
+            Some("csv" | "tsv") => Ok(Kind::Table),
+            Some("tar" | "tgz" | "tzst") => Ok(Kind::Tar),
+            _ => {
+                // What is not there at all is told as such.
+                std::fs::metadata(file).map_err(DataError::io(file))?;
+                let found = "a name that does not end in .csv, .tsv or .tar".into();
+                Err(DataError::Format {
+                    file: file.to_owned(),
+                    wanted: "a folder, a table or a tar file",
+                    found,
+                })
+            }
+        }
+    }
+}
+
+#[cfg(unix)]
+fn read_at(file: &File, into: &mut [u8], at: u64) -> std::io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, into, at)
+}
+
+/// Elsewhere a handle of its own has a position of its own.
+#[cfg(not(unix))]
+fn read_at(file: &File, into: &mut [u8], at: u64) -> std::io::Result<()> {
+    use std::io::Seek;
+    let mut file = file.try_clone()?;
+    file.seek(std::io::SeekFrom::Start(at))?;
+    file.read_exact(into)
+}
+
+/// The features of samples with these classes.
+fn features(pipeline: &Pipeline, names: &Names) -> Features {
+    let shape = pipeline.shape().to_vec();
+    Features::new(Input::Floats { shape }, Target::Class { names: names.list().to_vec() })
+}
+
+/// A set whose pictures can be read in any order.
+pub struct Images {
+    set: Arc<Set>,
+    pipeline: Pipeline,
+    features: Features,
+    pool: Pool,
+}
+
+impl Images {
+    pub fn new(set: Arc<Set>, pipeline: Pipeline) -> Self {
+        let features = features(&pipeline, set.names());
+        let pool = Pool::new(set.options.readers, set.scratch(&pipeline));
+        Self { set, pipeline, features, pool }
+    }
+}
+
+impl Source for Images {
+    fn len(&self) -> u64 {
+        self.set.len()
+    }
+
+    fn features(&self) -> &Features {
+        &self.features
+    }
+
+    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+        let index = index as usize;
+        let mut scratch = self.pool.lend();
+        let mut file = std::mem::take(&mut scratch.file);
+        self.set.load(index, &mut file, |bytes| scratch.ask(bytes))?;
+        let made = self.set.sample(index, &file, &self.pipeline, key, &mut scratch, into);
+        scratch.file = file;
+        made
+    }
+
+    /// The listing and the readers' buffers. A picture that takes more than those looked at when the set was
+    /// opened is in memory beside no other such: one of `max_pixels` at most comes on top.
+    fn resident_bytes(&self) -> u64 {
+        self.set.listing.bytes() + self.pool.bytes()
+    }
+
+    fn balance(&self) -> Option<Vec<u64>> {
+        Some(self.set.listing.balance())
+    }
+
+    fn about(&self) -> Vec<(String, String)> {
+        self.set.about()
+    }
+}
+
+#[cfg(test)]
+mod tests;

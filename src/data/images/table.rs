@@ -1,0 +1,214 @@
+//! A table of paths and labels: comma or tab separated, a header line, one picture a line.
+
+use std::ffi::OsStr;
+use std::io::Read;
+use std::path::Path;
+
+use csv_core::{ReadRecordResult, Reader, ReaderBuilder};
+
+use super::listing::Listing;
+use crate::data::{DataError, files};
+
+/// Names of the columns that hold a picture's path, relative to the table, and its label.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Columns {
+    pub path: String,
+    pub label: String,
+}
+
+/// Bytes of one line; more is no table.
+const MAX_LINE: usize = 1 << 20;
+
+impl Listing {
+    /// Adds the pictures that the table at `file` names.
+    pub fn add_table(&mut self, file: &Path, columns: &Columns) -> Result<(), DataError> {
+        let mut rows = Rows::open(file)?;
+        let header = match rows.next()? {
+            true => rows.fields().map(|f| f.to_vec()).collect::<Vec<_>>(),
+            false => return Err(DataError::EmptyFile { file: file.to_owned() }),
+        };
+        let column = |name: &str| {
+            let found = header.iter().position(|h| h.trim_ascii().eq_ignore_ascii_case(name.as_bytes()));
+            found.ok_or_else(|| {
+                let shown: Vec<_> =
+                    header.iter().map(|h| format!("`{}`", String::from_utf8_lossy(h))).collect();
+                let problem = format!("no column is called `{name}`; there are {}", shown.join(", "));
+                DataError::Format {
+                    file: file.to_owned(),
+                    wanted: "a table of paths and labels",
+                    found: problem,
+                }
+            })
+        };
+        let (path, label) = (column(&columns.path)?, column(&columns.label)?);
+        self.open_place(file.parent().unwrap_or(Path::new("")));
+        let before = self.len();
+        while rows.next()? {
+            let wrong = |problem: String| DataError::Record {
+                file: file.to_owned(),
+                place: format!("line {}", rows.line),
+                problem,
+            };
+            let field = |column: usize, name: &str| match rows.fields().nth(column) {
+                Some(text) => match str::from_utf8(text) {
+                    Ok(text) if !text.trim().is_empty() => Ok(text.trim()),
+                    Ok(_) => Err(wrong(format!("column `{name}` is blank"))),
+                    Err(_) => Err(wrong(format!("column `{name}` is not UTF-8 text"))),
+                },
+                None => Err(wrong(format!("column `{name}` is missing"))),
+            };
+            let (path, label) = (field(path, &columns.path)?, field(label, &columns.label)?);
+            let class = self.names.number(label);
+            self.add(OsStr::new(path), class);
+        }
+        if self.len() == before {
+            let why = "it has a header and no line after it".into();
+            return Err(DataError::NoSamples { set: format!("`{}`", file.display()), why });
+        }
+        Ok(())
+    }
+}
+
+/// The lines of a table, one at a time.
+struct Rows<'a> {
+    file: &'a Path,
+    input: Box<dyn Read + Send>,
+    reader: Reader,
+    buffer: Vec<u8>,
+    /// What of `buffer` was read and not yet taken.
+    ready: std::ops::Range<usize>,
+    output: Vec<u8>,
+    ends: Vec<usize>,
+    count: usize,
+    /// Of the last row's beginning, from 1.
+    line: u64,
+}
+
+impl<'a> Rows<'a> {
+    fn open(file: &'a Path) -> Result<Self, DataError> {
+        let mut input = files::open(file)?;
+        let mut buffer = vec![0; 1 << 16];
+        let ready = 0..fill(&mut *input, &mut buffer, file)?;
+        let first = buffer[ready.clone()].split(|b| *b == b'\n').next().unwrap_or_default();
+        let delimiter = if first.contains(&b'\t') { b'\t' } else { b',' };
+        let reader = ReaderBuilder::new().delimiter(delimiter).build();
+        // A byte order mark belongs to no name.
+        let start = if buffer[ready.clone()].starts_with(b"\xef\xbb\xbf") { 3 } else { 0 };
+        let (output, ends) = (vec![0; 1 << 10], vec![0; 16]);
+        Ok(Self { file, input, reader, buffer, ready: start..ready.end, output, ends, count: 0, line: 1 })
+    }
+
+    /// Reads the next row; false after the last.
+    fn next(&mut self) -> Result<bool, DataError> {
+        let (mut written, mut ended) = (0, 0);
+        self.line = self.reader.line();
+        loop {
+            if self.ready.is_empty() {
+                self.ready = 0..fill(&mut *self.input, &mut self.buffer, self.file)?;
+            }
+            let (result, taken, wrote, ends) = self.reader.read_record(
+                &self.buffer[self.ready.clone()],
+                &mut self.output[written..],
+                &mut self.ends[ended..],
+            );
+            self.ready.start += taken;
+            written += wrote;
+            ended += ends;
+            match result {
+                ReadRecordResult::InputEmpty => {}
+                ReadRecordResult::OutputFull if self.output.len() < MAX_LINE => {
+                    self.output.resize(2 * self.output.len(), 0);
+                }
+                ReadRecordResult::OutputEndsFull if self.ends.len() < MAX_LINE => {
+                    self.ends.resize(2 * self.ends.len(), 0);
+                }
+                ReadRecordResult::OutputFull | ReadRecordResult::OutputEndsFull => {
+                    let problem = format!("it has more than {MAX_LINE} bytes or columns");
+                    let place = format!("line {}", self.line);
+                    return Err(DataError::Record { file: self.file.to_owned(), place, problem });
+                }
+                ReadRecordResult::Record => {
+                    self.count = ended;
+                    return Ok(true);
+                }
+                ReadRecordResult::End => return Ok(false),
+            }
+        }
+    }
+
+    fn fields(&self) -> impl Iterator<Item = &[u8]> {
+        (0..self.count).map(|i| {
+            let start = i.checked_sub(1).map_or(0, |before| self.ends[before]);
+            &self.output[start..self.ends[i]]
+        })
+    }
+}
+
+fn fill(input: &mut dyn Read, buffer: &mut [u8], file: &Path) -> Result<usize, DataError> {
+    loop {
+        match input.read(buffer) {
+            Ok(read) => return Ok(read),
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(files::fault(file, error)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn listed(text: &[u8]) -> Result<Vec<(String, String)>, DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("labels.csv");
+        std::fs::write(&file, text).unwrap();
+        let mut listing = Listing::default();
+        listing.add_table(&file, &Columns { path: "path".into(), label: "label".into() })?;
+        assert_eq!(listing.places, [folder.path()]);
+        let name = |i| listing.names.list()[listing.class(i) as usize].clone();
+        Ok((0..listing.len()).map(|i| (listing.path(i).to_str().unwrap().to_owned(), name(i))).collect())
+    }
+
+    #[test]
+    fn commas_tabs_quotes_and_other_columns_are_read() {
+        let wanted = [("a b.jpg", "cat"), ("sub/c,d.png", "dog")];
+        let wanted = wanted.map(|(a, b)| (a.to_owned(), b.to_owned()));
+        let comma = "\u{feff}id,Label , path\n1,cat,a b.jpg\n\n2, dog ,\"sub/c,d.png\"\n";
+        assert_eq!(listed(comma.as_bytes()).unwrap(), wanted);
+        assert_eq!(listed(b"path\tlabel\r\na b.jpg\tcat\r\nsub/c,d.png\tdog").unwrap(), wanted);
+        let long: String = (0..9000).map(|i| format!("{i:090}.jpg,{}\n", i % 7)).collect();
+        assert_eq!(listed(format!("path,label\n{long}").as_bytes()).unwrap().len(), 9000);
+    }
+
+    #[test]
+    fn faults_name_the_line_and_the_column() {
+        for (text, wanted) in [
+            ("", "is empty"),
+            ("path,label\n", "no line after it"),
+            ("file,label\na,b\n", "no column is called `path`; there are `file`, `label`"),
+            ("path,label\na.jpg,x\nb.jpg\n", "line 3: column `label` is missing"),
+            ("path,label\n,x\n", "line 2: column `path` is blank"),
+        ] {
+            let error = listed(text.as_bytes()).unwrap_err();
+            assert!(error.to_string().contains(wanted), "{error}");
+        }
+        let error = listed(b"path,label\n\xff\xfe.jpg,x\n").unwrap_err().to_string();
+        assert!(error.contains("line 2: column `path` is not UTF-8"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(edits in prop::collection::vec((0usize..80, any::<u8>()), 0..8), cut in 0usize..80) {
+            let mut text = b"path,label\n\"a\"\"b.jpg\",cat\nsub/c.png,\"do\ng\"\nd.webp,3\n".to_vec();
+            for (at, byte) in edits {
+                if let Some(place) = text.get_mut(at) {
+                    *place = byte;
+                }
+            }
+            text.truncate(cut.max(1));
+            drop(listed(&text));
+        }
+    }
+}

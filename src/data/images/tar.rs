@@ -1,0 +1,316 @@
+//! Pictures in tar files: an index of where each lies, made by going from header to header once and kept.
+//!
+//! A member's class is what the member `NAME.cls` beside it says, as WebDataset writes it, or the folder it lies
+//! in. Positions count in the unpacked bytes: a plain file is read anywhere, a packed one from its beginning.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+
+use tar::{Archive, Entry};
+
+use super::listing::{Extent, Listing, is_hidden, is_picture};
+use crate::data::cache::Fingerprint;
+use crate::data::files::{self, Packing};
+use crate::data::{DataError, Opening};
+
+/// Bytes of a label; more is no label.
+const MAX_LABEL: u64 = 1 << 10;
+
+/// The pictures of one tar file in order.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Index {
+    members: Vec<Member>,
+    ignored: u64,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Member {
+    path: String,
+    label: String,
+    /// Whether the label is the folder's name.
+    by_folder: bool,
+    extent: Extent,
+}
+
+impl Listing {
+    /// Adds the pictures of the tar file `file`. Says whether it is packed, and whether its classes are folders.
+    pub fn add_tar(&mut self, file: &Path, opening: &Opening) -> Result<(bool, bool), DataError> {
+        let (packing, length) = files::packing(file)?;
+        let of = Fingerprint::of(&[file.to_owned()], "tar")?;
+        let make = |out: &mut BufWriter<File>| Index::make(file, packing, length, opening)?.write(out, file);
+        let cached = opening.cache.get("tar-index", of, make)?;
+        let index = match Index::read(&cached) {
+            Some(index) => index,
+            // Somebody changed the entry: it is not needed.
+            None => Index::make(file, packing, length, opening)?,
+        };
+        if index.members.is_empty() {
+            let why = "no member of it is named as a picture is".into();
+            return Err(DataError::NoSamples { set: format!("`{}`", file.display()), why });
+        }
+        self.open_place(file);
+        for member in &index.members {
+            let class = self.names.number(&member.label);
+            self.add(OsStr::new(&member.path), class);
+            self.spans.push(member.extent);
+        }
+        if index.ignored > 0 {
+            self.ignored.0 += index.ignored - 1;
+            self.ignore(file.join("..."));
+        }
+        Ok((packing != Packing::Plain, index.members.iter().any(|member| member.by_folder)))
+    }
+}
+
+impl Index {
+    fn make(file: &Path, packing: Packing, length: u64, opening: &Opening) -> Result<Self, DataError> {
+        let doing = format!("looking for the pictures in {}", file.display());
+        let fault = |error| files::fault(file, error);
+        let mut found = Found::default();
+        if packing == Packing::Plain {
+            // From header to header: what lies between is not read.
+            let mut archive = Archive::new(File::open(file).map_err(DataError::io(file))?);
+            for entry in archive.entries_with_seek().map_err(fault)? {
+                let at = found.add(entry.map_err(fault)?, file)?;
+                if at > length {
+                    return Err(DataError::Truncated { file: file.to_owned(), promised: at, found: length });
+                }
+                opening.watch.pass(&doing, at, length);
+            }
+        } else {
+            let mut archive = Archive::new(files::open(file)?);
+            for entry in archive.entries().map_err(fault)? {
+                let mut entry = entry.map_err(fault)?;
+                // Packed bytes that were read are not known from here: those unpacked stand for them.
+                let at = entry.raw_file_position().saturating_add(entry.size());
+                opening.watch.pass(&doing, at.min(length), length.max(at));
+                if !found.wants(&entry) {
+                    // A packed archive is read through anyhow; what is cut short is found out here.
+                    let read = std::io::copy(&mut entry, &mut std::io::sink()).map_err(fault)?;
+                    if read < entry.size() {
+                        let found = entry.raw_file_position() + read;
+                        return Err(DataError::Truncated { file: file.to_owned(), promised: at, found });
+                    }
+                }
+                found.add(entry, file)?;
+            }
+        }
+        opening.watch.pass(&doing, length, length);
+        found.index(file)
+    }
+
+    fn write(&self, out: &mut BufWriter<File>, file: &Path) -> Result<(), DataError> {
+        let mut write = || -> std::io::Result<()> {
+            let number = |out: &mut BufWriter<File>, n: u64| out.write_all(&n.to_le_bytes());
+            number(out, self.members.len() as u64)?;
+            number(out, self.ignored)?;
+            for member in &self.members {
+                for n in [member.extent.start, member.extent.len, member.by_folder as u64] {
+                    number(out, n)?;
+                }
+                for text in [&member.path, &member.label] {
+                    number(out, text.len() as u64)?;
+                    out.write_all(text.as_bytes())?;
+                }
+            }
+            Ok(())
+        };
+        write().map_err(DataError::writing(file))
+    }
+
+    /// None where it is not what `write` wrote.
+    fn read(path: &Path) -> Option<Self> {
+        let bytes = std::fs::read(path).ok()?;
+        let mut rest = &bytes[..];
+        let number = |rest: &mut &[u8]| {
+            let (head, tail) = rest.split_first_chunk::<8>()?;
+            *rest = tail;
+            Some(u64::from_le_bytes(*head))
+        };
+        let text = |rest: &mut &[u8]| {
+            let len = usize::try_from(number(rest)?).ok()?;
+            let (head, tail) = rest.split_at_checked(len)?;
+            *rest = tail;
+            Some(str::from_utf8(head).ok()?.to_owned())
+        };
+        let (count, ignored) = (number(&mut rest)?, number(&mut rest)?);
+        let mut members = Vec::new();
+        for _ in 0..count {
+            let extent = Extent { start: number(&mut rest)?, len: number(&mut rest)? };
+            let by_folder = number(&mut rest)? == 1;
+            let (path, label) = (text(&mut rest)?, text(&mut rest)?);
+            members.push(Member { path, label, by_folder, extent });
+        }
+        rest.is_empty().then_some(Self { members, ignored })
+    }
+}
+
+/// What was met in an archive so far.
+#[derive(Default)]
+struct Found {
+    pictures: Vec<(PathBuf, Extent)>,
+    /// By the member's path up to the first dot of its name, as WebDataset groups members.
+    labels: HashMap<PathBuf, String>,
+    ignored: u64,
+}
+
+impl Found {
+    /// Whether the content of a member is looked at.
+    fn wants<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
+        entry.path().is_ok_and(|path| path.extension() == Some(OsStr::new("cls")))
+    }
+
+    /// Notes a member; gives the position after it.
+    fn add<R: Read>(&mut self, mut entry: Entry<'_, R>, file: &Path) -> Result<u64, DataError> {
+        let extent = Extent { start: entry.raw_file_position(), len: entry.size() };
+        let path = entry.path().map_err(|error| files::fault(file, error))?.into_owned();
+        let hidden = path.file_name().is_none_or(is_hidden);
+        if entry.header().entry_type().is_file() && !hidden {
+            if is_picture(&path) {
+                self.pictures.push((path, extent));
+            } else if path.extension() == Some(OsStr::new("cls")) {
+                let mut label = String::new();
+                let read = entry.by_ref().take(MAX_LABEL + 1).read_to_string(&mut label);
+                let label = label.trim();
+                if read.is_err() || label.is_empty() || label.len() as u64 > MAX_LABEL {
+                    return Err(wrong(file, &path, "it is no label: a word or a number as text".into()));
+                }
+                self.labels.insert(stem(&path), label.to_owned());
+            } else {
+                self.ignored += 1;
+            }
+        }
+        Ok(extent.start.saturating_add(extent.len))
+    }
+
+    fn index(self, file: &Path) -> Result<Index, DataError> {
+        let member = |(path, extent): (PathBuf, Extent)| {
+            let beside = self.labels.get(&stem(&path)).cloned();
+            let folder =
+                path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+            let by_folder = beside.is_none();
+            let Some(label) = beside.or(folder) else {
+                let problem = "it has no class: it lies in no folder and has no `.cls` member beside it";
+                return Err(wrong(file, &path, problem.into()));
+            };
+            Ok(Member { path: path.to_string_lossy().into_owned(), label, by_folder, extent })
+        };
+        let members = self.pictures.into_iter().map(member).collect::<Result<_, _>>()?;
+        Ok(Index { members, ignored: self.ignored })
+    }
+}
+
+fn wrong(file: &Path, member: &Path, problem: String) -> DataError {
+    DataError::Record { file: file.to_owned(), place: format!("member {}", member.display()), problem }
+}
+
+fn stem(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(name.split('.').next().unwrap_or_default())
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::data::cache::Cache;
+
+    /// A tar file of members with these names and contents.
+    pub fn tar(members: &[(&str, &[u8])]) -> Vec<u8> {
+        let mut builder = tar::Builder::new(Vec::new());
+        for (path, content) in members {
+            let mut header = tar::Header::new_gnu();
+            header.set_size(content.len() as u64);
+            header.set_mode(0o644);
+            builder.append_data(&mut header, path, *content).unwrap();
+        }
+        builder.into_inner().unwrap()
+    }
+
+    fn listed(bytes: &[u8]) -> Result<(Listing, bool), DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a.tar");
+        std::fs::write(&file, bytes).unwrap();
+        let opening = Opening { cache: Cache::at(folder.path().join("cache")), ..Opening::default() };
+        let mut listing = Listing::default();
+        let (packed, _) = listing.add_tar(&file, &opening)?;
+        let mut again = Listing::default();
+        again.add_tar(&file, &opening).unwrap();
+        assert_eq!(
+            (again.len(), &again.spans, &again.names),
+            (listing.len(), &listing.spans, &listing.names)
+        );
+        Ok((listing, packed))
+    }
+
+    fn pack(bytes: &[u8]) -> [Vec<u8>; 3] {
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzip.write_all(bytes).unwrap();
+        [bytes.to_vec(), gzip.finish().unwrap(), zstd::encode_all(bytes, 1).unwrap()]
+    }
+
+    #[test]
+    fn labels_are_sidecars_or_folders_and_positions_are_exact() {
+        let long = format!("train/dog/{}.jpg", "x".repeat(150));
+        let bytes = tar(&[
+            ("train/cat/1.jpg", b"one"),
+            (&long, b"two"),
+            ("0001.cls", b"7\n"),
+            ("0001.seg.png", b"three"),
+            ("0001.json", b"{}"),
+            (".hidden.jpg", b"no"),
+        ]);
+        for (i, packed) in pack(&bytes).into_iter().enumerate() {
+            let (listing, is_packed) = listed(&packed).unwrap();
+            assert_eq!(is_packed, i > 0);
+            let name = |i| listing.names.list()[listing.class(i) as usize].as_str();
+            assert_eq!((listing.len(), name(0), name(1), name(2)), (3, "cat", "dog", "7"));
+            assert_eq!(listing.path(1).to_str(), Some(long.as_str()));
+            let content =
+                |i: usize| &bytes[listing.spans[i].start as usize..][..listing.spans[i].len as usize];
+            assert_eq!((content(0), content(1), content(2)), (&b"one"[..], &b"two"[..], &b"three"[..]));
+            assert_eq!(listing.ignored.0, 1);
+        }
+    }
+
+    #[test]
+    fn faults_are_told() {
+        let text = |members: &[(&str, &[u8])]| listed(&tar(members)).unwrap_err().to_string();
+        assert!(text(&[("a/notes.txt", b"x")]).contains("no member of it"));
+        assert!(text(&[("bare.jpg", b"x")]).contains("member bare.jpg: it has no class"));
+        assert!(text(&[("a.jpg", b"x"), ("a.cls", b" ")]).contains("member a.cls: it is no label"));
+        let whole = tar(&[("a/1.jpg", &[7; 2000]), ("a/2.jpg", &[7; 2000])]);
+        for packed in pack(&whole[..3600]) {
+            let error = listed(&packed).unwrap_err();
+            assert!(matches!(error, DataError::Truncated { .. } | DataError::Damaged { .. }), "{error}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Headers with any numbers are read or refused; what is listed lies within the file.
+        #[test]
+        fn mutated_archives_are_read_or_refused(
+            edits in prop::collection::vec((0usize..4096, any::<u8>()), 0..6), cut in 0usize..4096, which in 0usize..3, inside: bool,
+        ) {
+            let mutate = |mut bytes: Vec<u8>| {
+                for &(at, byte) in &edits {
+                    let len = bytes.len();
+                    bytes[at % len] = byte;
+                }
+                bytes.truncate(bytes.len().saturating_sub(cut.saturating_sub(3000)).max(1));
+                bytes
+            };
+            let whole = tar(&[("a/1.jpg", &[7; 600]), ("b/2.png", &[8; 30]), ("b/2.cls", b"4")]);
+            let bytes = if inside { pack(&mutate(whole))[which].clone() } else { mutate(pack(&whole)[which].clone()) };
+            if let Ok((listing, false)) = listed(&bytes) {
+                prop_assert!(listing.spans.iter().all(|e| e.start + e.len <= bytes.len() as u64));
+            }
+        }
+    }
+}

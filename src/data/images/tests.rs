@@ -1,0 +1,253 @@
+use std::fs;
+
+use png::{BitDepth, ColorType};
+use proptest::prelude::*;
+
+use super::fixtures::{jpeg, png};
+use super::*;
+use crate::data::cache::Cache;
+use crate::data::picture::{Augment, Fit, Normalise};
+use crate::data::stream::Shards;
+use crate::data::{Slice, published};
+
+fn options(channels: usize) -> Options {
+    let columns = Columns { path: "path".into(), label: "label".into() };
+    Options { channels, max_pixels: 1 << 20, columns, readers: 2 }
+}
+
+fn opening(folder: &Path) -> Opening {
+    Opening { cache: Cache::at(folder.join("cache")), ..Opening::default() }
+}
+
+fn plain(shape: [usize; 3]) -> Pipeline {
+    Pipeline::new(shape, Fit::Stretch, Normalise::default()).unwrap()
+}
+
+fn open(files: &[PathBuf], folder: &Path) -> Result<Images, DataError> {
+    Set::open(files, options(1), None, &opening(folder))
+        .map(|set| Images::new(Arc::new(set), plain([8, 8, 1])))
+}
+
+fn sample(set: &dyn Source, index: u64) -> Result<(Vec<f32>, u32), DataError> {
+    let (mut values, mut class) = (vec![f32::NAN; set.features().input_len()], [99]);
+    let mut row = Row { input: Slice::F32(&mut values), target: Slice::U32(&mut class), length: 0 };
+    set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row)?;
+    Ok((values, class[0]))
+}
+
+/// A picture of one value.
+fn flat(value: u8) -> Vec<u8> {
+    jpeg([8, 8], 1, |_, _, _| value, None)
+}
+
+fn write(path: &Path, bytes: &[u8]) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, bytes).unwrap();
+}
+
+/// The same four pictures as folders, as a table and as tar files read the same.
+#[test]
+fn folders_tables_and_archives_give_the_same_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let grey = |value| png([8, 8], ColorType::Grayscale, BitDepth::Eight, &[value; 64]);
+    let members: [(&str, Vec<u8>); 4] = [
+        ("ant/1.JPG", flat(10)),
+        ("ant/2.jpg", grey(20)),
+        ("bee/x/3.png", grey(30)),
+        ("bee/4.png", flat(40)),
+    ];
+    for (path, bytes) in &members {
+        write(&root.join("set").join(path), bytes);
+    }
+    let rows: String = members.iter().map(|(path, _)| format!("set/{path},{}\n", &path[..3])).collect();
+    write(&root.join("labels.csv"), format!("path,label\n{rows}").as_bytes());
+    let with_labels: Vec<(String, Vec<u8>)> = members
+        .iter()
+        .enumerate()
+        .flat_map(|(i, (path, bytes))| {
+            [(format!("{i}.png"), bytes.clone()), (format!("{i}.cls"), path[..3].into())]
+        })
+        .collect();
+    let with_labels: Vec<(&str, &[u8])> = with_labels.iter().map(|(a, b)| (&a[..], &b[..])).collect();
+    write(&root.join("a.tar"), &tar::tests::tar(&with_labels));
+
+    let of = |name: &str| {
+        let set = open(&[root.join(name)], root).unwrap();
+        assert_eq!(set.balance(), Some(vec![2, 2]), "{name}");
+        assert_eq!(set.features().target, Target::Class { names: vec!["ant".into(), "bee".into()] });
+        let mut samples: Vec<(u32, u32)> = (0..set.len())
+            .map(|i| {
+                let (values, class) = sample(&set, i).unwrap();
+                assert!(values.iter().all(|v| *v == values[0]));
+                ((values[0] * 255.0).round() as u32, class)
+            })
+            .collect();
+        samples.sort_unstable();
+        samples
+    };
+    let wanted = [(10, 0), (20, 0), (30, 1), (40, 1)];
+    for name in ["set", "labels.csv", "a.tar"] {
+        assert_eq!(of(name), wanted, "{name}");
+    }
+    let both = open(&[root.join("set"), root.join("a.tar"), root.join("labels.csv")], root).unwrap();
+    assert_eq!((both.len(), both.balance()), (12, Some(vec![6, 6])));
+    assert!((0..12).all(|i| sample(&both, i).is_ok()));
+    assert!(both.resident_bytes() < 4 << 20, "{}", both.resident_bytes());
+}
+
+#[test]
+fn packed_archives_are_read_forward_and_give_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let names: Vec<String> = (0..9).map(|i| format!("{}/{i}.jpg", ["ant", "bee"][i % 2])).collect();
+    let bytes: Vec<Vec<u8>> = (0..9).map(|i| flat(10 * i)).collect();
+    let members = |range: std::ops::Range<usize>| -> Vec<(&str, &[u8])> {
+        range.map(|i| (&names[i][..], &bytes[i][..])).collect()
+    };
+    let archives = [tar::tests::tar(&members(0..5)), tar::tests::tar(&members(5..9))];
+    for (i, archive) in archives.iter().enumerate() {
+        write(&root.join(format!("{i}.tar")), archive);
+        write(&root.join(format!("{i}.tar.zst")), &zstd::encode_all(&archive[..], 1).unwrap());
+    }
+    let plain_set = open(&[root.join("[01].tar")], root).unwrap();
+    let set = Set::open(&[root.join("*.tar.zst")], options(1), None, &opening(root)).unwrap();
+    assert!(set.packed);
+    let packed = Packed::new(Arc::new(set), plain([8, 8, 1]));
+    assert_eq!(packed.blocks().iter().map(|b| (b.shard, b.records)).collect::<Vec<_>>(), [(0, 5), (1, 4)]);
+    let mut index = 0;
+    for shard in 0..2 {
+        let mut records = packed.open(shard).unwrap();
+        let (mut record, mut total) = (Vec::new(), 0);
+        while records.next(&mut record).unwrap() {
+            let (mut values, mut class) = (vec![0.0; 64], [9]);
+            let mut row = Row { input: Slice::F32(&mut values), target: Slice::U32(&mut class), length: 0 };
+            let key = Key { seed: 0, epoch: 0, sample: index };
+            packed.decode(&record, index, key, &mut row).unwrap();
+            assert_eq!((values, class[0]), sample(&plain_set, index).unwrap());
+            index += 1;
+            total += record.len() as u64;
+            record.clear();
+        }
+        assert_eq!(total, packed.blocks()[shard as usize].bytes);
+    }
+    assert_eq!(index, 9);
+    let mixture = Set::open(&[root.join("0.tar"), root.join("1.tar.zst")], options(1), None, &opening(root));
+    assert!(mixture.err().unwrap().to_string().contains("packed"));
+}
+
+#[test]
+fn a_bad_picture_is_one_bad_record_with_its_path() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let whole = jpeg([64, 64], 1, |row, column, _| (row * column) as u8, None);
+    let cases: [(&str, &[u8], &str); 4] = [
+        ("a/cut.jpg", &whole[..whole.len() / 2], "damaged JPEG"),
+        ("a/empty.png", b"", "it is empty"),
+        ("a/text.jpg", b"not a picture", "it is no JPEG"),
+        ("a/good.jpg", &whole, ""),
+    ];
+    for (path, bytes, _) in cases {
+        write(&root.join("set").join(path), bytes);
+    }
+    let set = open(&[root.join("set")], root).unwrap();
+    for (i, name) in ["a/cut.jpg", "a/empty.png", "a/good.jpg", "a/text.jpg"].into_iter().enumerate() {
+        let (_, _, wanted) = cases.iter().find(|case| case.0 == name).unwrap();
+        match sample(&set, i as u64) {
+            Ok(_) => assert_eq!(*wanted, "", "{name}"),
+            Err(error) => {
+                let text = error.to_string();
+                assert!(error.is_record() && text.contains(name) && text.contains(wanted), "{text}");
+            }
+        }
+    }
+    fs::remove_file(root.join("set/a/good.jpg")).unwrap();
+    let gone = sample(&set, 2).unwrap_err();
+    assert!(gone.is_record() && gone.to_string().contains("there is no such file"), "{gone}");
+    write(&root.join("labels.csv"), b"path,label\nmissing.jpg,x\n");
+    let missing = sample(&open(&[root.join("labels.csv")], root).unwrap(), 0).unwrap_err();
+    assert!(missing.is_record() && missing.to_string().contains("missing.jpg"), "{missing}");
+    write(&root.join("bad.tar"), &tar::tests::tar(&[("a/cut.jpg", &whole[..150])]));
+    let cut = sample(&open(&[root.join("bad.tar")], root).unwrap(), 0).unwrap_err();
+    assert!(
+        cut.is_record() && cut.to_string().contains("bad.tar`, member a/cut.jpg: it is a damaged"),
+        "{cut}"
+    );
+}
+
+#[test]
+fn a_set_that_cannot_be_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    write(&root.join("train/cat/1.jpg"), &flat(1));
+    write(&root.join("valid/fox/1.jpg"), &flat(1));
+    let train = Set::open(&[root.join("train")], options(1), None, &opening(root)).unwrap();
+    let valid = Set::open(&[root.join("valid")], options(1), Some(train.names()), &opening(root));
+    assert!(valid.err().unwrap().to_string().contains("class `fox` of the validation set"));
+    write(&root.join("pictures.zip"), b"PK");
+    let text = open(&[root.join("pictures.zip")], root).err().unwrap().to_string();
+    assert!(text.contains("is not a folder, a table or a tar file"), "{text}");
+    assert!(matches!(open(&[root.join("none")], root), Err(DataError::Io { .. })));
+    let small = Opening { max_bytes: 10, ..opening(root) };
+    let large = Set::open(&[root.join("train")], options(1), None, &small).err().unwrap();
+    assert!(large.is_memory(), "{large}");
+}
+
+#[test]
+fn a_large_picture_is_read_alone_and_its_buffers_are_not_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    for i in 0..40 {
+        write(&root.join(format!("set/a/{i:02}.jpg")), &flat(1));
+    }
+    // Not among those looked at.
+    write(&root.join("set/a/01.jpg"), &jpeg([1000, 1000], 1, |_, _, _| 7, None));
+    let set = open(&[root.join("set")], root).unwrap();
+    assert_eq!(set.about()[0].1, "8 x 8 (of 16 looked at)");
+    let before = set.resident_bytes();
+    assert_eq!(sample(&set, 1).unwrap().0, [7.0 / 255.0; 64]);
+    assert_eq!(set.resident_bytes(), before);
+    assert!(sample(&set, 2).is_ok());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    /// What is trained on is augmented by its key; what is measured on never is.
+    #[test]
+    fn only_the_training_part_is_augmented(seed: u64) {
+        let folder = tempfile::tempdir().unwrap();
+        write(&folder.path().join("set/a/1.jpg"), &jpeg([24, 24], 1, |r, c, _| (r * 60 + c * 20) as u8, None));
+        let set = Arc::new(Set::open(&[folder.path().join("set")], options(1), None, &opening(folder.path())).unwrap());
+        let augment = Augment { horizontal_flip: 0.5, padding: 2, ..Augment::default() };
+        let trained = Images::new(set.clone(), plain([8, 8, 1]).augmented(augment).unwrap());
+        let measured = Images::new(set, plain([8, 8, 1]));
+        let read = |set: &Images, epoch| {
+            let (mut values, mut class) = (vec![f32::NAN; 64], [9]);
+            let mut row = Row { input: Slice::F32(&mut values), target: Slice::U32(&mut class), length: 0 };
+            set.read(0, Key { seed, epoch, sample: 0 }, &mut row).unwrap();
+            values
+        };
+        prop_assert_eq!(read(&trained, 1), read(&trained, 1));
+        prop_assert!((2..12).any(|epoch| read(&trained, epoch) != read(&trained, 1)));
+        prop_assert_eq!(read(&measured, 1), read(&measured, 2));
+    }
+}
+
+#[test]
+fn sign_language_digits_as_published() {
+    let Some(folder) = published("sign-language-digits") else { return };
+    let cache = tempfile::tempdir().unwrap();
+    let set = Set::open(&[folder.join("Dataset")], options(3), None, &opening(cache.path())).unwrap();
+    let set = Images::new(Arc::new(set), plain([100, 100, 3]));
+    assert_eq!(set.len(), 800);
+    assert_eq!(set.features().target, Target::Class { names: (0..10).map(|i| i.to_string()).collect() });
+    assert_eq!(set.balance().unwrap().iter().sum::<u64>(), 800);
+    assert_eq!(set.about()[0], ("picture_size".into(), "100 x 100 (of 16 looked at)".into()));
+    for index in (0..800).step_by(40) {
+        let (values, class) = sample(&set, index).unwrap();
+        assert!(class < 10 && values.iter().all(|v| (0.0..=1.0).contains(v)));
+        let mean = values.iter().sum::<f32>() / values.len() as f32;
+        assert!((0.1..0.95).contains(&mean), "{index}: {mean}");
+    }
+}
