@@ -40,7 +40,7 @@ def write_data(folder, job):
     if "gpt" in job:
         letters = "".join(chr(33 + i) for i in range(VOCAB))
         (folder / "text.txt").write_text("".join(rng.choices(letters, k=400_000)))
-        return f'kind = "text"\nfiles = ["{folder}/text.txt"]'
+        return f'kind = "text"\ntrain = ["{folder}/text.txt"]'
     h, w, c = job["picture"]
     dims = (h, w) if c == 1 else (h, w, c)
     lines = ['kind = "idx"']

@@ -36,7 +36,7 @@ def write_text(folder):
     (folder / "text.txt").write_text(text)
     valid = [LETTERS.index(c) for c in text[int(len(text) * 0.9) :]]
     windows = [valid[i : i + CONTEXT] for i in range(0, len(valid) - CONTEXT, CONTEXT)]
-    return f'kind = "text"\nfiles = ["{folder}/text.txt"]', None, torch.tensor(windows)
+    return f'kind = "text"\ntrain = ["{folder}/text.txt"]', None, torch.tensor(windows)
 
 
 def write_pictures(folder):

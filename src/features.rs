@@ -36,6 +36,19 @@ impl Features {
         Self { input, target, buckets: Vec::new() }
     }
 
+    /// The features of padded samples cut to each bucket but the last, the shortest first.
+    pub fn shorter(&self) -> impl Iterator<Item = Self> {
+        let (cut, _) = self.buckets.split_at(self.buckets.len().saturating_sub(1));
+        cut.iter().filter_map(|&length| match self.input {
+            Input::Tokens { vocab, .. } => Some(Self {
+                input: Input::Tokens { length, vocab },
+                target: self.target.clone(),
+                buckets: Vec::new(),
+            }),
+            Input::Floats { .. } => None,
+        })
+    }
+
     /// Values in one sample's input.
     pub fn input_len(&self) -> usize {
         match &self.input {

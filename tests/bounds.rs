@@ -342,6 +342,33 @@ fn the_plan_is_never_below_what_is_measured_and_little_above() {
     }
 }
 
+/// Padded samples are planned as the longest of them, and shorter micro-batches take less; the tokenizer's pass over
+/// the files is no part of it.
+#[cfg(target_os = "linux")]
+#[test]
+fn padded_samples_stay_within_the_plan_of_the_longest() {
+    for (model, data) in [
+        ("kind = 'gpt'\nlayers = 4\nheads = 4\nwidth = 128\ncontext = 256", "buckets = [32, 64, 128, 200]"),
+        ("kind = 'bert'\nlayers = 4\nheads = 4\nwidth = 128\nhidden = 512\ncontext = 256", "label = 'class'"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let record = |i: usize| {
+            let text = "abcdefgh".repeat([2, 7, 12, 25][i % 4]);
+            format!("{}\n", serde_json::json!({ "text": text, "class": i % 2 }))
+        };
+        fs::write(folder.path().join("a.jsonl"), (0..16).map(record).collect::<String>()).unwrap();
+        let job = format!(
+            "[model]\n{model}\n[data]\nkind = 'jsonl'\ntrain = ['a.jsonl']\nvalid = ['a.jsonl']\ntokens = 'bytes'\n{data}\n\
+             prefetch = '1MiB'\n[train]\nbatch_size = 8\nepochs = 2\n[optimizer]\nkind = 'adamw'\nlr = 0.001\n"
+        );
+        fs::write(folder.path().join("job.toml"), job).unwrap();
+        let child = trainer(folder.path(), &["fit", "job.toml", "-q", "--run-dir", "run"]).spawn().unwrap();
+        let seen = seen(folder.path(), child, model);
+        println!("{}", table(&[(model.replace('\n', " "), seen.clone())]));
+        assert_eq!(seen.wrong(), None, "{seen:?}");
+    }
+}
+
 /// The comparison can fail: what is held back from the plan is seen by the allocator's count and by the system.
 #[cfg(target_os = "linux")]
 #[test]

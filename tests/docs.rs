@@ -111,6 +111,9 @@ fn every_command_of_ours_in_the_documents_runs() {
     }
     let mut seen = 0;
     for (place, block) in blocks("sh") {
+        for (name, text) in made_files(&block) {
+            fs::write(folder.path().join(name), text).unwrap();
+        }
         for line in block.lines().map(|line| line.split(" #").next().unwrap_or(line).trim()) {
             let ours = line.strip_prefix("trainer ").or_else(|| line.strip_prefix("cargo run --release -- "));
             let Some(arguments) = ours else { continue };
@@ -132,6 +135,18 @@ fn every_command_of_ours_in_the_documents_runs() {
         }
     }
     assert!(seen >= 5, "only {seen} commands");
+}
+
+/// Files that a block makes by `cat > NAME <<'END'`.
+fn made_files(block: &str) -> Vec<(&str, String)> {
+    let (mut made, mut lines) = (Vec::new(), block.lines());
+    while let Some(line) = lines.next() {
+        if let Some(name) = line.strip_prefix("cat > ").and_then(|rest| rest.strip_suffix(" <<'END'")) {
+            let text = lines.by_ref().take_while(|line| *line != "END").map(|line| format!("{line}\n"));
+            made.push((name, text.collect()));
+        }
+    }
+    made
 }
 
 #[test]

@@ -4,9 +4,10 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::{Common, Exit, JobFile, say};
-use crate::features::{Input, Target};
 use crate::job::{Job, Length};
 use crate::layers::{At, Layer};
+use crate::report::data;
+use crate::train::Failure;
 use crate::train::setup::Setup;
 use crate::units::{Bytes, count};
 
@@ -27,19 +28,22 @@ impl Check {
         let job = common.job(&self.job.path)?;
         // Opening the data and building the network needs no budget: nothing is allocated for them.
         let setup = Setup::open(job, u64::MAX, &common.opening())?;
+        let (sets, skip_bad) = (&setup.sets, setup.reading(1, 0).skip_bad);
+        let seen = data::look(sets.train.as_ref(), sets.valid.as_ref(), setup.job.seed, skip_bad);
+        let seen = seen.map_err(Failure::from)?;
         if common.json {
             let layers: Vec<Value> = rows(&setup).iter().map(Row::json).collect();
             say(json!({
                 "ok": true,
-                "data": data(&setup),
+                "data": seen,
                 "parameters": setup.parameters(),
                 "layers": layers,
                 "job": setup.job.to_json(),
             }))?;
         } else if !common.quiet {
             say(summary(&setup.job))?;
-            for (name, value) in data(&setup).as_object().into_iter().flatten() {
-                say(format_args!("    {:<14} {}", name.replace('_', " "), shown(value)))?;
+            for (name, value) in seen.lines() {
+                say(format_args!("    {name:<14} {value}"))?;
             }
             say(format_args!("    {:<14} {}", "parameters", count(setup.parameters())))?;
             if common.verbose {
@@ -48,36 +52,6 @@ impl Check {
             }
         }
         Ok(Exit::Done)
-    }
-}
-
-/// What was found in the data.
-fn data(setup: &Setup) -> Value {
-    let features = setup.features();
-    let input = match &features.input {
-        Input::Floats { shape } => format!("{shape:?} numbers"),
-        Input::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
-    };
-    let target = match &features.target {
-        Target::Class { names } | Target::Mixed { names } => {
-            format!("{} classes: {}", names.len(), names.join(", "))
-        }
-        Target::Values { len } => format!("{len} numbers"),
-        Target::Tokens => "the next token".into(),
-    };
-    json!({
-        "train_samples": setup.sets.train.len(),
-        "valid_samples": setup.sets.valid.len(),
-        "input": input,
-        "target": target,
-    })
-}
-
-fn shown(value: &Value) -> String {
-    match value {
-        Value::Number(n) => n.as_u64().map_or(n.to_string(), count),
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
     }
 }
 

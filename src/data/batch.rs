@@ -1,6 +1,8 @@
-//! A batch of samples in host memory, and the buffer it lives in.
+//! A batch of samples in host memory, and the buffer it lives in: [`Batch::with_room`] is the one place where its
+//! memory is allocated, and so where it would be pinned for a device.
 
-use super::{DataError, Features, Input, Row, Slice, Target};
+use super::bad::Bad;
+use super::{DataError, Features, Input, Key, Row, Slice, Source, Target};
 
 /// The inputs or the targets of a batch, row after row.
 #[derive(Clone, Debug, PartialEq)]
@@ -15,6 +17,10 @@ pub struct Batch {
     /// The update these samples belong to, from 0.
     pub update: u64,
     pub epoch: u64,
+    /// Samples of the order it stands for: its rows, and those that were left out.
+    pub taken: u64,
+    /// The records left out.
+    pub bad: Vec<Bad>,
     /// Global sample indices.
     pub ids: Vec<u64>,
     /// (rows, input...), as [`Features::input`] says.
@@ -39,6 +45,8 @@ impl Batch {
             Some(Batch {
                 update: 0,
                 epoch: 0,
+                taken: 0,
+                bad: Vec::new(),
                 ids: room(Some(rows))?,
                 inputs: match features.input {
                     Input::Floats { .. } => Values::F32(room(inputs)?),
@@ -57,6 +65,19 @@ impl Batch {
         build().ok_or(DataError::OutOfMemory { bytes })
     }
 
+    /// Sample `index` of `source`, alone.
+    pub fn one(source: &dyn Source, index: u64, key: Key) -> Result<Self, DataError> {
+        let features = source.features();
+        let mut batch = Self::with_room(features, 1)?;
+        batch.resize(features, 1);
+        (batch.epoch, batch.taken, batch.ids[0]) = (key.epoch, 1, index);
+        let mut row = batch.row(features, 0);
+        source.read(index, key, &mut row)?;
+        let length = row.length;
+        batch.lengths.iter_mut().for_each(|slot| *slot = length);
+        Ok(batch)
+    }
+
     /// Bytes of the samples in it.
     pub fn bytes(&self) -> u64 {
         8 * self.ids.len() as u64 + 4 * (self.inputs.len() + self.targets.len() + self.lengths.len()) as u64
@@ -68,7 +89,7 @@ impl Batch {
             + 4 * (self.inputs.room() + self.targets.room() + self.lengths.capacity()) as u64
     }
 
-    /// Makes the batch `rows` long; what the rows hold is left to be written.
+    /// Makes the batch `rows` long; what rows beyond its length hold is left to be written.
     pub(super) fn resize(&mut self, features: &Features, rows: usize) {
         self.ids.resize(rows, 0);
         self.inputs.resize(rows * features.input_len());

@@ -7,7 +7,7 @@ use std::{
     fmt,
     fs::{self, File},
     io::{BufWriter, Write},
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::UNIX_EPOCH,
 };
 
@@ -74,20 +74,32 @@ impl Cache {
         of: Fingerprint,
         make: impl FnOnce(&mut BufWriter<File>) -> Result<(), DataError>,
     ) -> Result<PathBuf, DataError> {
-        if let Some(path) = self.find(name, of) {
-            return Ok(path);
+        self.get_all([name], of, |[out]| make(out)).map(|[path]| path)
+    }
+
+    /// As [`Cache::get`], for entries that are made together.
+    pub fn get_all<const N: usize>(
+        &self,
+        names: [&str; N],
+        of: Fingerprint,
+        make: impl FnOnce([&mut BufWriter<File>; N]) -> Result<(), DataError>,
+    ) -> Result<[PathBuf; N], DataError> {
+        let paths = names.map(|name| self.path(name, of));
+        if paths.iter().all(|path| path.is_file()) {
+            return Ok(paths);
         }
-        let path = self.path(name, of);
         fs::create_dir_all(&self.folder).map_err(DataError::writing(&self.folder))?;
         // Another process may make the same entry at the same time; both are whole, and the last one stays.
-        let part = path.with_extension(format!("{}.part", std::process::id()));
-        let written =
-            write(&part, make).and_then(|()| fs::rename(&part, &path).map_err(DataError::writing(&path)));
+        let parts = paths.each_ref().map(|path| path.with_extension(format!("{}.part", std::process::id())));
+        let written = write(&parts, make).and_then(|()| {
+            let mut both = parts.iter().zip(&paths);
+            both.try_for_each(|(part, path)| fs::rename(part, path).map_err(DataError::writing(path)))
+        });
         if written.is_err() {
             // Best effort: what is left of it is of no use, and the error is what matters.
-            drop(fs::remove_file(&part));
+            parts.iter().for_each(|part| drop(fs::remove_file(part)));
         }
-        written.map(|()| path)
+        written.map(|()| paths)
     }
 
     fn path(&self, name: &str, of: Fingerprint) -> PathBuf {
@@ -95,14 +107,22 @@ impl Cache {
     }
 }
 
-fn write(
-    part: &Path,
-    make: impl FnOnce(&mut BufWriter<File>) -> Result<(), DataError>,
+fn write<const N: usize>(
+    parts: &[PathBuf; N],
+    make: impl FnOnce([&mut BufWriter<File>; N]) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let file = File::create(part).map_err(DataError::writing(part))?;
-    let mut out = BufWriter::with_capacity(1 << 18, file);
-    make(&mut out)?;
-    out.flush().and_then(|()| out.get_ref().sync_all()).map_err(DataError::writing(part))
+    let mut outs = Vec::with_capacity(N);
+    for part in parts {
+        let file = File::create(part).map_err(DataError::writing(part))?;
+        outs.push(BufWriter::with_capacity(1 << 18, file));
+    }
+    // One was made for each of the N parts.
+    let Ok(mut outs) = <[_; N]>::try_from(outs) else { return Ok(()) };
+    make(outs.each_mut())?;
+    let flush = |(out, part): (&mut BufWriter<File>, &PathBuf)| {
+        out.flush().and_then(|()| out.get_ref().sync_all()).map_err(DataError::writing(part))
+    };
+    outs.iter_mut().zip(parts).try_for_each(flush)
 }
 
 #[cfg(test)]

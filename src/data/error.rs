@@ -47,6 +47,18 @@ pub enum DataError {
     #[error("`{}`{}: {problem}", file.display(), at(place))]
     Record { file: PathBuf, place: String, problem: String },
 
+    #[error("{count} bad records, more than the {most} that may be left out; the first: {}", first.join("; "))]
+    TooManyBad { count: u64, most: u64, first: Vec<String> },
+
+    #[error("{what} is not as it was when it was opened: {found}")]
+    Changed { what: String, found: String },
+
+    #[error("`{}` cannot be used as a tokenizer: {problem}", file.display())]
+    Tokenizer { file: PathBuf, problem: String },
+
+    #[error("the chat template `{template}` cannot be used: {problem}")]
+    Template { template: String, problem: String },
+
     #[error("`{}` holds {bytes} bytes of samples, more than the {limit} allowed", file.display())]
     TooLarge { file: PathBuf, bytes: u64, limit: u64 },
 
@@ -79,12 +91,26 @@ impl DataError {
             DataError::Record { .. } => {
                 "correct or remove the record, or set `on_bad_record = \"skip\"` to train without it"
             }
+            DataError::TooManyBad { .. } => {
+                "correct the files, or raise `data.max_bad_records` if so many are expected"
+            }
+            DataError::Changed { .. } => {
+                "files must stay as they are while they are read: start the run again"
+            }
             DataError::NotText { .. } => "convert the file to UTF-8, or take it out of the set",
             DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
             DataError::Format { .. } => "check that `kind` and the path belong together",
             DataError::Trailing { .. } => "the file is damaged or two were joined: copy or download it again",
+            DataError::Tokenizer { .. } => {
+                "give a `tokenizer.json` as Hugging Face's tokenizers saves it, or \"characters\" or \"bytes\""
+            }
+            DataError::Template { .. } => {
+                "name a template such as \"chatml\", or give a Jinja text or the path of a file that holds one"
+            }
             DataError::CountMismatch { .. } => "check that both files belong to the same set",
-            DataError::Value { .. } => "correct the record or the declared shape",
+            DataError::Value { .. } => {
+                "correct the record or the declared shape, or set `on_bad_record = \"skip\"` to train without it"
+            }
             DataError::TooLarge { .. } | DataError::OutOfMemory { .. } => {
                 "raise the host memory budget or use a smaller set"
             }

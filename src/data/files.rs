@@ -4,6 +4,10 @@ use std::{
     fs::File,
     io::{self, BufReader, Read, Seek},
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use flate2::read::MultiGzDecoder;
@@ -53,13 +57,31 @@ pub fn packing(file: &Path) -> Result<(Packing, u64), DataError> {
 
 /// A file's content, unpacked as it is read. What is found wrong on the way is best told by [`fault`].
 pub fn open(file: &Path) -> Result<Box<dyn Read + Send>, DataError> {
+    open_counted(file, Arc::default())
+}
+
+/// As [`open`], adding to `read` the bytes taken from the file as it lies on disk.
+pub fn open_counted(file: &Path, read: Arc<AtomicU64>) -> Result<Box<dyn Read + Send>, DataError> {
     let (raw, packing, _) = open_raw(file)?;
-    let raw = BufReader::with_capacity(1 << 16, raw);
+    let raw = BufReader::with_capacity(1 << 16, Counted { raw, read });
     Ok(match packing {
         Packing::Plain => Box::new(raw),
         Packing::Gzip => Box::new(MultiGzDecoder::new(raw)),
         Packing::Zstd => Box::new(zstd::Decoder::with_buffer(raw).map_err(DataError::io(file))?),
     })
+}
+
+struct Counted {
+    raw: File,
+    read: Arc<AtomicU64>,
+}
+
+impl Read for Counted {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let n = self.raw.read(into)?;
+        self.read.fetch_add(n as u64, Ordering::Relaxed);
+        Ok(n)
+    }
 }
 
 fn open_raw(file: &Path) -> Result<(File, Packing, u64), DataError> {

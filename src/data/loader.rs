@@ -2,13 +2,15 @@
 //!
 //! Every buffer the loader made counts, whether it waits, is being filled or is in the consumer's
 //! hands; [`holds`] says beforehand how much that can be. Workers claim spans of the order one after the
-//! other and only with a buffer in hand, so the span delivered next never lacks one. What is delivered
-//! depends on the source, the order and the cursor alone.
+//! other and only with a buffer in hand, so the span delivered next never lacks one. How many buffers there are is
+//! found by itself ([`depth`](super::depth)). What is delivered
+//! depends on the source, the order and the cursor alone. Where the set is read forward, no worker goes further than
+//! the window after that of the slowest, so that two windows suffice, and the source is told which.
 
 use std::{
     any::Any,
     collections::VecDeque,
-    ops::Deref,
+    ops::{Deref, Range},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -20,8 +22,32 @@ use std::{
 
 use super::{
     Batch, DataError, Features, Key, Source,
+    bad::Bad,
+    depth::Depth,
     order::{Cursor, Order, Span},
+    windows::Window,
 };
+
+/// How a set is read. None of it but `skip_bad` changes what is delivered.
+#[derive(Clone, Copy, Debug)]
+pub struct Reading {
+    /// Samples in a batch, at most.
+    pub micro_batch: usize,
+    /// Bytes that may be held, as far as [`holds`] finds them useful.
+    pub limit: u64,
+    pub workers: usize,
+    /// Leave out records that are bad, rather than fail.
+    pub skip_bad: bool,
+}
+
+/// Where the time went that the consumer waited.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Waits {
+    /// All workers were busy.
+    pub for_workers: Duration,
+    /// A worker had no buffer to fill: those allowed were all ready or in use.
+    pub for_buffers: Duration,
+}
 
 /// The most bytes a loader holds at once: as many batches of `micro_batch` samples as `limit` bytes allow,
 /// but at least one, and no more than keep `workers` busy while a batch each is ready and the consumer
@@ -30,6 +56,12 @@ pub fn holds(features: &Features, micro_batch: usize, limit: u64, workers: usize
     let size = buffer_bytes(features, micro_batch);
     let useful = 2 * workers.max(1) as u64 + 2;
     (limit / size).clamp(1, useful).saturating_mul(size)
+}
+
+/// How many buffers a loader begins with and may have.
+fn buffers(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> Depth {
+    let most = holds(features, micro_batch, limit, workers) / buffer_bytes(features, micro_batch);
+    Depth::new(workers as u64, most)
 }
 
 fn buffer_bytes(features: &Features, micro_batch: usize) -> u64 {
@@ -42,6 +74,7 @@ pub struct Loader {
     threads: Vec<JoinHandle<()>>,
     limit: u64,
     last_wait: Duration,
+    waits: Waits,
 }
 
 /// A batch lent by a [`Loader`]; dropping it gives the buffer back.
@@ -58,11 +91,14 @@ struct Shared {
     order: Order,
     /// The first update that is not read.
     until: u64,
+    skip_bad: bool,
     state: Mutex<State>,
     /// A worker may find something to claim, or has to stop.
     work: Condvar,
     /// The consumer may find what it waits for.
     done: Condvar,
+    /// A worker may find that it can go on to the next window.
+    moved: Condvar,
     /// Equals the generation in force. A worker looks at it between samples to give up early.
     generation: AtomicU64,
 }
@@ -76,6 +112,9 @@ struct State {
     /// Bytes of one buffer, and of all that may exist.
     size: u64,
     cap: u64,
+    /// How many may exist now, and whether a worker lacked one since the consumer last waited.
+    depth: Depth,
+    lacked: bool,
     held: u64,
     peak: u64,
     free: Vec<Batch>,
@@ -84,41 +123,46 @@ struct State {
     /// Spans delivered in this generation: the number of the queue's front.
     delivered: u64,
     filling: usize,
+    /// The window each worker reads in, and the one the source was told of.
+    at: Vec<Option<Window>>,
+    told: Option<Window>,
     /// Nothing is claimed after an error.
     failed: bool,
     stop: bool,
 }
 
 impl Loader {
-    /// Starts to read `source` at `from`, up to the beginning of update `until_update`, in batches of
-    /// at most `micro_batch` samples that never cross an update's end, holding at most
-    /// [`holds`]`(source.features(), micro_batch, limit_bytes, workers)` bytes.
+    /// Starts to read `source` at `from`, up to the beginning of update `until_update`, in batches that never cross
+    /// an update's end, holding at most [`holds`] bytes.
     pub fn start(
         source: Arc<dyn Source>,
         order: Order,
         from: Cursor,
         until_update: u64,
-        micro_batch: usize,
-        limit_bytes: u64,
-        workers: usize,
+        reading: Reading,
     ) -> Result<Self, DataError> {
         if order.samples() > source.len() {
             let value = order.samples().to_string();
             return Err(DataError::Setting { name: "samples", value, wanted: "the set has fewer" });
         }
+        let Reading { micro_batch, limit, workers, skip_bad } = reading;
         let workers = workers.max(1);
         let state = State {
             generation: 0,
             cursor: order.settle(from),
             micro_batch: micro_batch.max(1),
             size: buffer_bytes(source.features(), micro_batch),
-            cap: holds(source.features(), micro_batch, limit_bytes, workers),
+            cap: holds(source.features(), micro_batch, limit, workers),
+            depth: buffers(source.features(), micro_batch, limit, workers),
+            lacked: false,
             held: 0,
             peak: 0,
             free: Vec::new(),
             queue: VecDeque::new(),
             delivered: 0,
             filling: 0,
+            at: vec![None; workers],
+            told: None,
             failed: false,
             stop: false,
         };
@@ -126,16 +170,18 @@ impl Loader {
             source,
             order,
             until: until_update,
+            skip_bad,
             state: Mutex::new(state),
             work: Condvar::new(),
             done: Condvar::new(),
+            moved: Condvar::new(),
             generation: AtomicU64::new(0),
         });
-        let mut loader =
-            Loader { shared, threads: Vec::new(), limit: limit_bytes, last_wait: Duration::ZERO };
+        let (last_wait, waits) = (Duration::ZERO, Waits::default());
+        let mut loader = Loader { shared, threads: Vec::new(), limit, last_wait, waits };
         for i in 0..workers {
             let shared = Arc::clone(&loader.shared);
-            let thread = thread::Builder::new().name(format!("data-{i}")).spawn(move || shared.work());
+            let thread = thread::Builder::new().name(format!("data-{i}")).spawn(move || shared.work(i));
             loader.threads.push(thread.map_err(|e| DataError::Thread { source: Arc::new(e) })?);
         }
         Ok(loader)
@@ -148,30 +194,68 @@ impl Loader {
         let start = Instant::now();
         let shared = &self.shared;
         let mut state = shared.lock();
+        let (mut waited, mut lacked) = (false, false);
         let result = loop {
             match state.queue.front() {
                 Some(Some(Err(error))) => break Err(error.clone()),
                 Some(Some(Ok(_))) => {
                     let batch = state.queue.pop_front().flatten().and_then(Result::ok);
                     state.delivered += 1;
+                    if !waited {
+                        let ready = state.queue.iter().take_while(|done| matches!(done, Some(Ok(_)))).count();
+                        state.depth.taken(ready as u64);
+                    }
                     let (size, generation) = (state.size, state.generation);
                     break Ok(Some(Lent { batch, size, generation, shared: Arc::clone(shared) }));
                 }
                 Some(None) => {}
                 None if state.cursor.update >= shared.until => break Ok(None),
-                None if !state.has_room() => break Err(DataError::AllHeld { bytes: state.cap }),
+                // All there may be now are with the consumer.
+                None if !state.has_room() => {
+                    if !state.depth.waited(true) {
+                        break Err(DataError::AllHeld { bytes: state.cap });
+                    }
+                }
                 None => {}
             }
+            if !waited {
+                (waited, lacked) = (true, std::mem::take(&mut state.lacked));
+                state.depth.waited(lacked);
+            }
+            shared.work.notify_all();
             state = shared.done.wait(state).unwrap_or_else(PoisonError::into_inner);
         };
         drop(state);
         self.last_wait = start.elapsed();
+        match (waited, lacked) {
+            (false, _) => {}
+            (true, false) => self.waits.for_workers += self.last_wait,
+            (true, true) => self.waits.for_buffers += self.last_wait,
+        }
         result
     }
 
     /// How long the last `next` took.
     pub fn last_wait(&self) -> Duration {
         self.last_wait
+    }
+
+    /// What was waited for, since the start.
+    pub fn waits(&self) -> Waits {
+        self.waits
+    }
+
+    /// Holds no more than `limit` bytes allow from here on, and never more again: buffers that are not in use are
+    /// freed at once, the others when they were consumed. Gives the bytes that are still held, or may be.
+    pub fn give_back(&mut self, limit: u64) -> u64 {
+        let shared = &self.shared;
+        self.limit = self.limit.min(limit);
+        let mut state = shared.lock();
+        state.cap = holds(shared.source.features(), state.micro_batch, self.limit, self.threads.len());
+        let most = state.cap / state.size;
+        state.depth.limit(most);
+        state.trim();
+        state.held.max(state.cap)
     }
 
     /// Goes on at `from` with another micro-batch; what was read ahead is thrown away and its memory
@@ -184,6 +268,7 @@ impl Loader {
         shared.generation.store(state.generation, Ordering::Relaxed);
         // Claims wait for the lock meanwhile released: `failed` keeps them from starting.
         state.failed = true;
+        shared.moved.notify_all();
         while state.filling > 0 {
             state = shared.done.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -192,10 +277,12 @@ impl Loader {
         state.free.clear();
         state.queue.clear();
         state.delivered = 0;
+        state.told = None;
         state.cursor = shared.order.settle(from);
         state.micro_batch = micro_batch.max(1);
         state.size = buffer_bytes(features, micro_batch);
         state.cap = holds(features, micro_batch, self.limit, self.threads.len());
+        state.depth = buffers(features, micro_batch, self.limit, self.threads.len());
         state.failed = false;
         shared.work.notify_all();
     }
@@ -211,10 +298,12 @@ impl Drop for Loader {
         self.shared.lock().stop = true;
         self.shared.generation.store(u64::MAX, Ordering::Relaxed);
         self.shared.work.notify_all();
+        self.shared.moved.notify_all();
         for thread in self.threads.drain(..) {
             // A worker catches its source's panics, so there is nothing to learn from a failed join.
             let _ = thread.join();
         }
+        self.shared.source.expect(Vec::new());
     }
 }
 
@@ -233,7 +322,10 @@ impl Drop for Lent {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         match self.batch.take() {
-            Some(batch) if self.generation == state.generation => state.free.push(batch),
+            Some(batch) if self.generation == state.generation => {
+                state.free.push(batch);
+                state.trim();
+            }
             _ => state.held -= self.size,
         }
         drop(state);
@@ -242,12 +334,26 @@ impl Drop for Lent {
 }
 
 impl State {
-    fn has_room(&self) -> bool {
-        !self.free.is_empty() || self.held + self.size <= self.cap
+    /// Bytes there may be now.
+    fn room(&self) -> u64 {
+        self.cap.min(self.depth.now().saturating_mul(self.size))
     }
 
-    fn may_claim(&self, until: u64) -> bool {
-        !self.failed && self.cursor.update < until && self.has_room()
+    fn has_room(&self) -> bool {
+        !self.free.is_empty() || self.held + self.size <= self.room()
+    }
+
+    /// Frees what is not in use and more than there may be.
+    fn trim(&mut self) {
+        while self.held > self.room() && self.free.pop().is_some() {
+            self.held -= self.size;
+        }
+    }
+
+    fn may_claim(&mut self, until: u64) -> bool {
+        let wants = !self.failed && self.cursor.update < until;
+        self.lacked |= wants && !self.has_room();
+        wants && self.has_room()
     }
 }
 
@@ -258,7 +364,7 @@ impl Shared {
     }
 
     /// The life of a worker: claim a span with a buffer, fill it, put it in its place.
-    fn work(&self) {
+    fn work(&self, worker: usize) {
         let mut state = self.lock();
         loop {
             if state.stop {
@@ -279,13 +385,16 @@ impl Shared {
                 state.held += state.size;
                 state.peak = state.peak.max(state.held);
             }
+            let pieces = self.order.pieces(span.epoch, span.positions.clone());
+            self.reach(&mut state, worker, pieces.first().map(|(window, _)| *window));
             drop(state);
 
             let filled = buffer
                 .map_or_else(|| Batch::with_room(self.source.features(), rows), Ok)
-                .and_then(|batch| self.fill(batch, span, generation));
+                .and_then(|batch| self.fill(batch, span, pieces, generation, worker));
 
             state = self.lock();
+            self.reach(&mut state, worker, None);
             state.filling -= 1;
             if filled.is_err() || state.generation != generation {
                 state.held -= state.size;
@@ -299,27 +408,81 @@ impl Shared {
         }
     }
 
+    /// Notes where a worker is, and tells the source what that means for it.
+    fn reach(&self, state: &mut State, worker: usize, window: Option<Window>) {
+        if !self.order.has_windows() {
+            return;
+        }
+        state.at[worker] = window;
+        let oldest = state.at.iter().flatten().min().copied();
+        if oldest.is_some() && oldest != state.told {
+            state.told = oldest;
+            self.source.expect(oldest.map_or_else(Vec::new, |window| self.order.needs(window)));
+            self.moved.notify_all();
+        } else if oldest.is_none() {
+            self.moved.notify_all();
+        }
+    }
+
+    /// Waits until `window` is no further than next to the slowest worker's, or `generation` is over.
+    fn enter(&self, worker: usize, window: Window, generation: u64) {
+        let mut state = self.lock();
+        let may = |state: &State| {
+            let others = state.at.iter().enumerate().filter(|(other, _)| *other != worker);
+            let oldest = others.filter_map(|(_, at)| *at).min();
+            oldest.is_none_or(|oldest| window <= self.order.after(oldest))
+        };
+        while self.generation.load(Ordering::Relaxed) == generation && !may(&state) {
+            state = self.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        self.reach(&mut state, worker, Some(window));
+    }
+
     /// Reads the samples of `span`. Given up early, with any content, once `generation` is over.
-    fn fill(&self, mut batch: Batch, span: Span, generation: u64) -> Result<Batch, DataError> {
+    fn fill(
+        &self,
+        mut batch: Batch,
+        span: Span,
+        pieces: Vec<(Window, Range<u64>)>,
+        generation: u64,
+        worker: usize,
+    ) -> Result<Batch, DataError> {
         let features = self.source.features();
-        let rows = span.len() as usize;
         (batch.update, batch.epoch) = (span.update, span.epoch);
-        batch.resize(features, rows);
-        for (row, id) in self.order.ids(span.epoch, span.positions).enumerate() {
-            if self.generation.load(Ordering::Relaxed) != generation {
-                break;
+        batch.resize(features, span.len() as usize);
+        batch.taken = span.len();
+        batch.bad.clear();
+        let mut row = 0;
+        for (window, positions) in pieces {
+            if self.order.has_windows() {
+                self.enter(worker, window, generation);
             }
-            batch.ids[row] = id;
-            let key = Key { seed: self.order.seed(), epoch: span.epoch, sample: id };
-            let mut into = batch.row(features, row);
-            catch_unwind(AssertUnwindSafe(|| self.source.read(id, key, &mut into))).unwrap_or_else(
-                |cause| Err(DataError::Panicked { sample: id, message: message(cause.as_ref()) }),
-            )?;
-            let length = into.length;
-            if let Some(slot) = batch.lengths.get_mut(row) {
-                *slot = length;
+            for id in self.order.ids(span.epoch, positions) {
+                if self.generation.load(Ordering::Relaxed) != generation {
+                    return Ok(batch);
+                }
+                batch.ids[row] = id;
+                let key = Key { seed: self.order.seed(), epoch: span.epoch, sample: id };
+                let mut into = batch.row(features, row);
+                let read = catch_unwind(AssertUnwindSafe(|| self.source.read(id, key, &mut into)))
+                    .unwrap_or_else(|cause| {
+                        Err(DataError::Panicked { sample: id, message: message(cause.as_ref()) })
+                    });
+                match read {
+                    Err(error) if self.skip_bad && error.is_record() => {
+                        batch.bad.push(Bad { id, why: error.to_string() });
+                        continue;
+                    }
+                    read => read?,
+                }
+                let length = into.length;
+                if let Some(slot) = batch.lengths.get_mut(row) {
+                    *slot = length;
+                }
+                row += 1;
             }
         }
+        batch.resize(features, row);
         Ok(batch)
     }
 }

@@ -6,13 +6,16 @@
 //! Refuses, with a [`DataError`], whatever does not have the declared shape. A sample is addressed by
 //! its global index everywhere, so nothing depends on how a batch was split or who decoded it.
 
+pub mod bad;
 mod batch;
 pub mod cache;
+mod depth;
 pub mod digest;
 mod error;
 pub mod files;
 pub mod idx;
 pub mod images;
+pub mod language;
 pub mod loader;
 mod opening;
 pub mod order;
@@ -21,7 +24,9 @@ pub mod sequences;
 pub mod shapes;
 pub mod split;
 pub mod stream;
-pub mod text;
+pub mod windows;
+
+use std::sync::Arc;
 
 pub use batch::{Batch, Values};
 pub use error::DataError;
@@ -59,6 +64,25 @@ pub trait Source: Send + Sync {
         0
     }
 
+    /// How the set's samples lie in blocks, where it can only be read forward: [`order::Order`] keeps to it. Samples
+    /// are numbered through the blocks; a part of a set may have blocks without samples. A block's bytes are what
+    /// it takes while it is held.
+    fn blocks(&self) -> Option<Vec<stream::Block>> {
+        None
+    }
+
+    /// Samples of these blocks are read from here on, in this order; empty when there are no more. It changes how
+    /// fast they come and nothing else.
+    fn expect(&self, blocks: Vec<u32>) {
+        let _ = blocks;
+    }
+
+    /// Another reader of the same samples, to read them in order while this one is read otherwise; `None` where
+    /// one does for both.
+    fn apart(&self) -> Option<Arc<dyn Source>> {
+        None
+    }
+
     /// Samples of each class, where that is known without reading the samples.
     fn balance(&self) -> Option<Vec<u64>> {
         None
@@ -72,6 +96,16 @@ pub trait Source: Send + Sync {
     /// Tokens as people read them, where they stand for text.
     fn text(&self, tokens: &[u32]) -> Option<String> {
         let _ = tokens;
+        None
+    }
+
+    /// The name of each value of the input, where they have names.
+    fn columns(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// The `tokenizer.json` that gives the tokens their meaning, where there is one.
+    fn tokenizer(&self) -> Option<Vec<u8>> {
         None
     }
 

@@ -11,6 +11,8 @@ pub struct Opening {
     pub max_bytes: u64,
     /// The job's seed.
     pub seed: u64,
+    /// Bytes within which a set that is read forward is mixed; see [`Streamed`](super::stream::Streamed).
+    pub shuffle_buffer: u64,
     /// Where what was found out about files is kept for the next time.
     pub cache: Cache,
     pub watch: Arc<dyn Watch>,
@@ -18,7 +20,13 @@ pub struct Opening {
 
 impl Default for Opening {
     fn default() -> Self {
-        Self { max_bytes: u64::MAX, seed: 0, cache: Cache::default(), watch: Arc::new(Unwatched) }
+        Self {
+            max_bytes: u64::MAX,
+            seed: 0,
+            shuffle_buffer: 64 << 20,
+            cache: Cache::default(),
+            watch: Arc::new(Unwatched),
+        }
     }
 }
 

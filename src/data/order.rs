@@ -1,14 +1,17 @@
 //! Which sample comes when: arithmetic from a seed and a position, no table and no state.
 //!
-//! An epoch is a keyed permutation of all samples; an update takes the next `samples_per_update` of
+//! An epoch is a keyed permutation of all samples, or, where the set is read forward, one of shards and
+//! windows ([`windows`](super::windows)); an update takes the next `samples_per_update` of
 //! them, and the last one of an epoch what is left. A [`Cursor`] is therefore all that has to be kept
 //! to go on at exactly the next sample, at no cost whatever the position.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::DataError;
+use super::windows::{Window, Windows};
+use super::{DataError, Source};
 use crate::random::{Random, stream};
 
 /// A permutation of `0..n` picked by a key, in O(1) memory.
@@ -53,13 +56,17 @@ impl Permutation {
 }
 
 /// The order of a run's samples.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Order {
     samples: u64,
     samples_per_update: u64,
     seed: u64,
     shuffle: bool,
+    /// Where the set is read forward.
+    windows: Option<Arc<Windows>>,
 }
+
+const SHUFFLE: u64 = stream("data.shuffle");
 
 /// Which sample comes next: the first `done` samples of update `update` were consumed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,7 +103,21 @@ impl Order {
         if samples_per_update == 0 {
             return setting("samples_per_update", samples_per_update, "an update needs a sample");
         }
-        Ok(Order { samples, samples_per_update, seed, shuffle })
+        Ok(Order { samples, samples_per_update, seed, shuffle, windows: None })
+    }
+
+    /// The order of all samples of `source`; one that is read forward is mixed within `buffer` bytes.
+    pub fn of(
+        source: &dyn Source,
+        samples_per_update: u64,
+        seed: u64,
+        shuffle: bool,
+        buffer: u64,
+    ) -> Result<Self, DataError> {
+        let order = Self::new(source.len(), samples_per_update, seed, shuffle)?;
+        let key = shuffle.then(|| Random::new(seed, SHUFFLE));
+        let windows = source.blocks().map(|blocks| Arc::new(Windows::new(blocks, buffer, key)));
+        Ok(Order { windows, ..order })
     }
 
     pub fn samples(&self) -> u64 {
@@ -147,11 +168,67 @@ impl Order {
     }
 
     /// The global ids of the samples at `positions` of `epoch`, in order.
-    pub fn ids(&self, epoch: u64, positions: Range<u64>) -> impl Iterator<Item = u64> + use<> {
-        const SHUFFLE: u64 = stream("data.shuffle");
-        let permutation =
-            self.shuffle.then(|| Permutation::new(self.samples, Random::new(self.seed, SHUFFLE).at(epoch)));
-        positions.map(move |i| permutation.map_or(i, |p| p.at(i)))
+    pub fn ids(&self, epoch: u64, positions: Range<u64>) -> Ids {
+        Ids(match &self.windows {
+            Some(windows) => Kind::Listed(windows.ids(epoch, positions).into_iter()),
+            None => {
+                let key = Random::new(self.seed, SHUFFLE).at(epoch);
+                Kind::Drawn(self.shuffle.then(|| Permutation::new(self.samples, key)), positions)
+            }
+        })
+    }
+
+    /// Whether the set is read forward, window by window.
+    pub fn has_windows(&self) -> bool {
+        self.windows.is_some()
+    }
+
+    /// The windows that `positions` lie in, in order, with the positions in each; a set that is read in any
+    /// order is one window.
+    pub fn pieces(&self, epoch: u64, positions: Range<u64>) -> Vec<(Window, Range<u64>)> {
+        match &self.windows {
+            Some(windows) => windows.pieces(epoch, positions),
+            None => vec![(Window { epoch, number: 0 }, positions)],
+        }
+    }
+
+    /// The window that is read after this one.
+    pub fn after(&self, window: Window) -> Window {
+        match &self.windows {
+            Some(windows) => windows.after(window),
+            None => Window { epoch: window.epoch + 1, number: 0 },
+        }
+    }
+
+    /// The blocks of `window` and of the one after it, in the order they are read; none where the set has none.
+    pub fn needs(&self, window: Window) -> Vec<u32> {
+        self.windows.as_ref().map_or_else(Vec::new, |windows| windows.needs(window))
+    }
+
+    /// Bytes it keeps: nothing but for a set that is read forward.
+    pub fn resident_bytes(&self) -> u64 {
+        self.windows.as_ref().map_or(0, |windows| windows.resident_bytes())
+    }
+}
+
+/// Global ids of samples, one after the other.
+pub struct Ids(Kind);
+
+enum Kind {
+    Drawn(Option<Permutation>, Range<u64>),
+    Listed(std::vec::IntoIter<u64>),
+}
+
+impl Iterator for Ids {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        match &mut self.0 {
+            Kind::Drawn(permutation, positions) => {
+                positions.next().map(|i| permutation.map_or(i, |permutation| permutation.at(i)))
+            }
+            Kind::Listed(ids) => ids.next(),
+        }
     }
 }
 

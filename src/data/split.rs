@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use super::stream::Block;
 use super::{DataError, Features, Key, Lengths, Row, Source};
 use crate::random::{Random, stream};
 
@@ -62,6 +63,8 @@ pub struct Part {
     whole: Arc<dyn Source>,
     parting: Parting,
     smaller: bool,
+    /// The other part reads the same `whole`.
+    shared: bool,
 }
 
 /// The samples of `whole` to train on, and `valid_share` of them to measure on; at least one of each.
@@ -75,8 +78,14 @@ pub fn split(whole: Arc<dyn Source>, valid_share: f64, seed: u64) -> Result<(Par
     let valid = ((samples as f64 * valid_share).round() as u64).clamp(1, samples - 1);
     let few = valid.min(samples - valid);
     let parting = Parting { samples, few, key: Random::new(seed, SPLIT) };
-    let part = |smaller| Part { whole: whole.clone(), parting, smaller };
-    Ok((part(valid > few), part(valid == few)))
+    let apart = whole.apart();
+    let part = |whole: &Arc<dyn Source>, smaller| Part {
+        whole: whole.clone(),
+        parting,
+        smaller,
+        shared: apart.is_none(),
+    };
+    Ok((part(&whole, valid > few), part(apart.as_ref().unwrap_or(&whole), valid == few)))
 }
 
 impl Part {
@@ -105,11 +114,29 @@ impl Source for Part {
         self.whole.read(self.index(index), key, into)
     }
 
-    /// This part's share, so that the parts add up to the whole.
+    /// Where the parts share the whole, this one's share, so that they add up to it.
     fn resident_bytes(&self) -> u64 {
         let whole = self.whole.resident_bytes();
+        if !self.shared {
+            return whole;
+        }
         let share = (whole as u128 * self.parting.few as u128 / self.parting.samples as u128) as u64;
         if self.smaller { share } else { whole - share }
+    }
+
+    /// Those of the whole set, by the same numbers, with this part's samples in each.
+    fn blocks(&self) -> Option<Vec<Block>> {
+        let mut index = 0;
+        let own = |block: Block| {
+            let before = self.below(index);
+            index += block.records;
+            Block { records: self.below(index) - before, ..block }
+        };
+        Some(self.whole.blocks()?.into_iter().map(own).collect())
+    }
+
+    fn expect(&self, blocks: Vec<u32>) {
+        self.whole.expect(blocks);
     }
 
     fn lengths(&self) -> Option<Lengths> {
@@ -118,6 +145,14 @@ impl Source for Part {
 
     fn text(&self, tokens: &[u32]) -> Option<String> {
         self.whole.text(tokens)
+    }
+
+    fn columns(&self) -> Vec<String> {
+        self.whole.columns()
+    }
+
+    fn tokenizer(&self) -> Option<Vec<u8>> {
+        self.whole.tokenizer()
     }
 
     fn about(&self) -> Vec<(String, String)> {

@@ -11,7 +11,7 @@ use toml::Spanned;
 use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
 use super::error::{Code, Error, near_miss};
-use super::schema::{allowed, choices, is_table, kind, kinds};
+use super::schema::{allowed, choices, is_table, kind, kinds, words};
 use super::source::WHOLE;
 use crate::units::Size;
 
@@ -256,6 +256,10 @@ impl Checker<'_> {
             Some("bytes") => matches!(text.parse(), Ok(Size::Bytes(_))),
             Some("share") => matches!(text.parse(), Ok(Size::Bytes(_) | Size::Percent(_))),
             Some("name") => is_name(text),
+            // A word that stands for itself, where the key has such.
+            Some("path") if words(schema).any(|word| word == text) => true,
+            // A text that stands for itself, told by what every such text has.
+            Some("path") if schema["x-text"].as_str().is_some_and(|mark| text.contains(mark)) => true,
             Some("path") => {
                 let expanded = expand(text, |name| std::env::var(name).ok())?;
                 return Ok(Some(self.base.join(expanded).to_string_lossy().into_owned()));

@@ -30,8 +30,8 @@ use serde::{Deserialize, Serialize};
 
 pub use change::Change;
 pub use data::{
-    Augment, Data, Files, Fit, Idx, Images, Loading, OnBadRecord, OneOr, Preset, Shapes, Source, Text,
-    TextSynthetic, Windows,
+    Augment, ChatLoss, Data, Files, Fit, Idx, Images, Jsonl, Loading, OnBadRecord, OneOr, Preset, Shapes,
+    Source, Text, TextSynthetic, TokenType, Tokens, TooLong, Windows,
 };
 pub use error::{Code, Error, Errors};
 pub use layers::{AfterSum, Layer, Layers, Part};

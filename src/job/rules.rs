@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check::Found;
 use super::error::{Code, Error};
 use super::source::WHOLE;
-use super::{Augment, Job, Length, Optimizer};
+use super::{Augment, Job, Jsonl, Length, Optimizer, Source};
 
 /// Every contradiction in `job`, told at the places of `tree` that state it.
 pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
@@ -50,6 +50,20 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
             let key = format!("data.augment.{key}");
             let message = format!("`{key}` goes from {low} to {high}");
             report(&key, message, "the smaller end comes first".into());
+        }
+    }
+    if let Source::Jsonl(Jsonl { label: Some(_), messages, pack, .. }) = &job.data.source {
+        if *pack {
+            let hint = "records that have a class are samples of their own: leave `pack` out";
+            report(
+                "data.pack",
+                "`data.pack` joins the records that `data.label` tells apart".into(),
+                hint.into(),
+            );
+        }
+        if messages.is_some() {
+            let hint = "a class is of the text in `data.field`: leave `messages` out";
+            report("data.messages", "both `data.messages` and `data.label`".into(), hint.into());
         }
     }
     found

@@ -132,6 +132,11 @@ pub(super) fn is_table(schema: &Value) -> bool {
     kinds(schema).iter().all(|k| k["properties"].is_object())
 }
 
+/// What a key that holds a path may hold instead.
+pub(super) fn words(schema: &Value) -> impl Iterator<Item = &str> {
+    schema["x-words"].as_array().into_iter().flatten().filter_map(Value::as_str)
+}
+
 /// What `schema` allows, in words: `a whole number, at least 1`.
 pub(super) fn allowed(schema: &Value) -> String {
     let choices = choices(schema);
@@ -165,6 +170,10 @@ pub(super) fn allowed(schema: &Value) -> String {
         (_, Some("bytes")) => "a size such as \"512MiB\"".into(),
         (_, Some("share")) => "a size such as \"512MiB\" or a share such as \"5%\"".into(),
         (_, Some("name")) => "letters, digits, `-`, `_` and `.`, not starting with `.` or `-`".into(),
+        (_, Some("path")) if words(schema).next().is_some() => {
+            let named = words(schema).map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
+            format!("{named}, or a path, relative to the job file")
+        }
         (_, Some("path")) => "a path, relative to the job file; `${NAME}` is an environment variable".into(),
         _ => "a string".into(),
     }

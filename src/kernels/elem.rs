@@ -8,6 +8,7 @@
 use std::borrow::Cow;
 
 use super::cpu::Slices;
+use super::product::{self, Mat};
 use half::{bf16, f16};
 
 /// A number kernels compute with.
@@ -39,6 +40,13 @@ pub trait Real:
 
     /// `self * a + b`, fused where the machine does so.
     fn fma(self, a: Self, b: Self) -> Self;
+
+    /// As [`multiply`](super::product::multiply) by one thread, where there is a faster way for products of this
+    /// size; says whether it was done.
+    fn multiply_small(out: &mut [Self], stride: usize, a: Mat<Self>, b: Mat<Self>, add: bool) -> bool {
+        let _ = (out, stride, a, b, add);
+        false
+    }
 
     #[inline(always)]
     fn larger(self, other: Self) -> Self {
@@ -246,6 +254,10 @@ impl Elem for f16 {
 }
 
 impl Real for f32 {
+    fn multiply_small(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool) -> bool {
+        product::small(out, stride, a, b, add)
+    }
+
     const ZERO: f32 = 0.0;
     const ONE: f32 = 1.0;
     const NEG_INFINITY: f32 = f32::NEG_INFINITY;

@@ -1,9 +1,14 @@
-//! Matrix products on plain slices: the one place that calls `gemm`.
+//! Matrix products on plain slices: the one place that calls `gemm`, and a way of their own for small ones.
+
+#[cfg(target_arch = "x86_64")]
+mod small;
 
 use candle_core::DType;
 use gemm::Parallelism;
 
 use super::cpu::acc_bytes;
+#[cfg(target_arch = "x86_64")]
+use super::elem::{Vectors, vectors};
 use super::{Elem, Real};
 
 /// A matrix over a slice: element (i, j) is at `i * row + j * col`.
@@ -33,6 +38,11 @@ impl<'a, T> Mat<'a, T> {
         Self { data: &data[..len], rows, cols, row, col: 1 }
     }
 
+    /// The same places of other values.
+    fn of<U>(self, data: &[U]) -> Mat<'_, U> {
+        Mat { data, rows: self.rows, cols: self.cols, row: self.row, col: self.col }
+    }
+
     /// The transpose: the same values, read the other way.
     pub fn t(self) -> Self {
         Self { rows: self.cols, cols: self.rows, row: self.col, col: self.row, ..self }
@@ -49,12 +59,16 @@ pub enum By {
 /// `out = a b`, or `out += a b` with `add`; `out` is row-major with rows `stride` apart.
 pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>, add: bool, by: By) {
     let (a_data, b_data) = (T::widened(a.data), T::widened(b.data));
+    let (a, b) = (a.of(&a_data), b.of(&b_data));
     let (m, k, n) = (a.rows, a.cols, b.cols);
     assert_eq!(k, b.rows, "inner sizes of a product");
     if m == 0 || n == 0 {
         return;
     }
     assert!(out.len() >= (m - 1) * stride + n, "a product outside its slice");
+    if by == By::Me && T::Acc::multiply_small(out, stride, a, b, add) {
+        return;
+    }
     let parallelism = if by == By::All { Parallelism::Rayon(0) } else { Parallelism::None };
     // SAFETY: the three asserts above and those of `Mat` keep every access inside its slice.
     unsafe {
@@ -66,10 +80,10 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
             1,
             stride as isize,
             add,
-            a_data.as_ptr(),
+            a.data.as_ptr(),
             a.col as isize,
             a.row as isize,
-            b_data.as_ptr(),
+            b.data.as_ptr(),
             b.col as isize,
             b.row as isize,
             T::Acc::ONE,
@@ -80,6 +94,20 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
             parallelism,
         )
     }
+}
+
+/// Makes a product that one thread works on without `gemm`, where that is faster; says whether it did. Debug
+/// builds never do: there only dependencies are optimised.
+#[inline]
+pub(super) fn small(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if cfg!(not(debug_assertions)) && vectors() == Vectors::V4 && small::takes(a.rows, a.cols, b.cols) {
+        // SAFETY: AVX-512 was found, and `multiply` has checked every size.
+        unsafe { small::multiply(out, stride, a, b, add) };
+        return true;
+    }
+    let _ = (out, stride, a, b, add);
+    false
 }
 
 /// Bytes that [`multiply`] packs operands into while it makes an (m, n) matrix over `k`; `turned` where `a` is a

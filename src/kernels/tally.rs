@@ -5,7 +5,7 @@
 pub struct Tally {
     /// Sum of weighted losses.
     pub loss: f64,
-    /// Sum of weights; their mean loss is `loss / weight`.
+    /// Sum of weights; their mean loss is `loss / weight`, and 0 where nothing was to be judged.
     pub weight: f64,
     /// Targets judged, and of these those the highest score, or one of the five highest, was right for.
     pub count: u64,
@@ -15,7 +15,7 @@ pub struct Tally {
 
 impl Tally {
     pub fn mean_loss(&self) -> f64 {
-        self.loss / self.weight
+        self.loss / self.weight.max(f64::MIN_POSITIVE)
     }
 }
 

@@ -244,6 +244,18 @@ impl Account {
     }
 }
 
+impl Reservation {
+    /// Gives back what is held beyond `bytes`.
+    pub fn keep(&mut self, bytes: u64) {
+        let less = self.bytes.saturating_sub(bytes);
+        let mut account = lock(&self.account);
+        account.total -= less;
+        account.holders[self.holder].bytes -= less;
+        account.note(self.holder, -(less as i64));
+        self.bytes -= less;
+    }
+}
+
 impl Drop for Reservation {
     fn drop(&mut self) {
         let mut account = lock(&self.account);

@@ -127,7 +127,13 @@ pub fn live() -> u64 {
     LIVE.load(Relaxed)
 }
 
-/// The most heap bytes ever in use at once.
+/// Begins all peaks anew: what came before, as a pass over the data's files, was another matter.
+pub fn begin() {
+    PEAK.store(live(), Relaxed);
+    RECENT.store(live(), Relaxed);
+}
+
+/// The most heap bytes in use at once since [`begin`].
 pub fn peak() -> u64 {
     PEAK.load(Relaxed)
 }

@@ -5,6 +5,7 @@
 //! other sinks are views, which may fall silent without harm: what they showed can be rebuilt.
 //! Errors of the run itself are not rendered here; whoever returns them says them.
 
+pub mod data;
 pub mod jsonl;
 mod passes;
 pub mod plan;

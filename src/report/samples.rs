@@ -130,6 +130,7 @@ pub fn finished(t: f64) -> Record {
         elapsed_s: 9.0,
         data_wait_s: 0.08,
         samples_digest: "d6".into(),
+        bad_records: 0,
     };
     Record { t, event }
 }

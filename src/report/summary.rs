@@ -72,6 +72,12 @@ pub struct Summary {
     #[serde(default)]
     pub restarts: u64,
     pub samples_digest: String,
+    /// Records that were left out because they cannot be used.
+    #[serde(default)]
+    pub bad_records: u64,
+    /// What to change, where updates waited too long for data.
+    #[serde(default)]
+    pub slow_data: Option<String>,
     #[serde(skip)]
     fold: Fold,
 }
@@ -176,6 +182,8 @@ impl Summary {
             Event::Grown { .. } => self.grown += 1,
             Event::Restarted { .. } => self.restarts += 1,
             Event::Pressure { .. } | Event::Corrected { .. } => {}
+            Event::BadRecords { count, .. } => self.bad_records = *count,
+            Event::SlowData { cause, advice, .. } => self.slow_data = Some(format!("{cause}: {advice}")),
             Event::Interrupted { step, signal, checkpoint } => {
                 // Steps since the last one that was told.
                 (self.steps, self.samples) = (*step, self.fold.samples(*step));
@@ -201,7 +209,9 @@ impl Summary {
                 elapsed_s,
                 data_wait_s,
                 samples_digest,
+                bad_records,
             } => {
+                self.bad_records = *bad_records;
                 (self.state, self.reason) = (State::Finished, None);
                 (self.steps, self.epochs, self.samples) = (*steps, *epochs, *samples);
                 (self.elapsed_s, self.data_wait_s) = (*elapsed_s, *data_wait_s);
@@ -289,6 +299,13 @@ impl Summary {
                 &format!("  {rate} samples/s  data wait {}", text::percent(self.data_wait_s, self.elapsed_s));
         }
         row("time", time);
+        if let Some(advice) = &self.slow_data {
+            row("data", advice.clone());
+        }
+        if self.bad_records > 0 {
+            let plural = if self.bad_records == 1 { "" } else { "s" };
+            row("bad", format!("{} record{plural} left out", count(self.bad_records)));
+        }
         if !self.metrics.is_empty() {
             row("last", values(&self.metrics));
         }

@@ -174,6 +174,18 @@ impl<W: Write + Send> Terminal<W> {
                     format!("step {}  {change}  now {micro_batch} x {accumulation_steps}", count(*step));
                 line(paint.green(&label("grown")), text)
             }
+            Event::BadRecords { step, records, .. } => {
+                let bad = |why: &String| {
+                    format!("{} step {}  left out {why}", paint.yellow(&label("bad")), count(*step))
+                };
+                records.iter().map(bad).collect()
+            }
+            Event::SlowData { step, share, cause, advice } => {
+                let share = text::percent(*share, 1.0);
+                let text = format!("step {}  {share} of the time is spent waiting: {cause}", count(*step));
+                let advice = format!("       {advice}");
+                line(paint.yellow(&label("data")), text).into_iter().chain([advice]).collect()
+            }
             Event::Finished { .. } | Event::Interrupted { .. } => {
                 [String::new()].into_iter().chain(self.summary.lines(self.look)).collect()
             }

@@ -6,24 +6,25 @@
 //! It is written under another name, synced, renamed, and marked `DONE` last; the marker and the state hold
 //! checksums, so that a torn or damaged one is known for what it is and the one before is used.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Tensor};
-use safetensors::tensor::{Dtype, SafeTensors, View, serialize_to_file};
+use candle_core::Tensor;
+use safetensors::tensor::SafeTensors;
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
 use super::retry::{Descent, Way};
+use super::tensors::{load_buffers, load_named, load_named_if, named, put, put_buffers, sync};
+use crate::data::bad::LeftOut;
 use crate::data::digest::Digest;
 use crate::data::order::Cursor;
 use crate::kernels::cpu;
 use crate::optim::Optimizer;
 use crate::optim::scaling::Scaling;
-use crate::params::{Flat, Lies, Spec, Store};
+use crate::params::Store;
 
 const MODEL: &str = "model.safetensors";
 const AVERAGE: &str = "ema.safetensors";
@@ -50,6 +51,9 @@ pub struct State {
     /// The best value of the job's `checkpoint.best` so far and the step it was reached at.
     pub best: Option<(f64, u64)>,
     pub scaling: Scaling,
+    /// Records that could not be used.
+    #[serde(default)]
+    pub left_out: LeftOut,
     /// Last values of the evaluation.
     pub metrics: BTreeMap<String, f64>,
     pub elapsed_s: f64,
@@ -71,72 +75,6 @@ pub struct Held<'a> {
     pub optimizer: &'a Optimizer,
     /// The moving average of the weights.
     pub average: Option<&'a Tensor>,
-}
-
-/// A tensor as other tools see it.
-struct Named<'a> {
-    shape: &'a [usize],
-    data: Data<'a>,
-    lies: Lies,
-}
-
-#[derive(Clone, Copy)]
-enum Data<'a> {
-    F32(&'a [f32]),
-    U8(&'a [u8]),
-}
-
-impl View for &Named<'_> {
-    fn dtype(&self) -> Dtype {
-        match self.data {
-            Data::F32(_) => Dtype::F32,
-            Data::U8(_) => Dtype::U8,
-        }
-    }
-
-    fn shape(&self) -> &[usize] {
-        self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        match (self.data, self.lies) {
-            (Data::U8(data), _) => Cow::Borrowed(data),
-            (Data::F32(data), Lies::AsNamed) => Cow::Borrowed(bytemuck::cast_slice(data)),
-            (Data::F32(data), Lies::ChannelsLast) => {
-                let mut bytes = vec![[0; 4]; data.len()];
-                turn(data, &mut bytes, self.shape, Turn::Out, f32::to_le_bytes);
-                Cow::Owned(bytes.into_flattened())
-            }
-        }
-    }
-
-    fn data_len(&self) -> usize {
-        match self.data {
-            Data::F32(data) => std::mem::size_of_val(data),
-            Data::U8(data) => data.len(),
-        }
-    }
-}
-
-enum Turn {
-    /// From (out, height, width, in) as kept to (out, in, height, width) as named.
-    Out,
-    In,
-}
-
-/// Copies the values of a filter in the other order. `shape` is as named: (out, in, height, width).
-fn turn<A: Copy, B>(from: &[A], to: &mut [B], shape: &[usize], turn: Turn, cast: impl Fn(A) -> B) {
-    let (rows, cols) = match (shape, turn) {
-        (&[_, inputs, height, width], Turn::Out) => (height * width, inputs),
-        (&[_, inputs, height, width], Turn::In) => (inputs, height * width),
-        _ => (1, from.len()),
-    };
-    let size = (rows * cols).max(1);
-    for (from, to) in from.chunks_exact(size).zip(to.chunks_exact_mut(size)) {
-        for (i, row) in from.chunks_exact(cols).enumerate() {
-            row.iter().enumerate().for_each(|(j, v)| to[j * rows + i] = cast(*v));
-        }
-    }
 }
 
 impl Checkpoints {
@@ -234,45 +172,6 @@ impl Checkpoints {
     }
 }
 
-fn named<'a>(flat: &'a Flat, all: &'a [f32]) -> Vec<(&'a str, Named<'a>)> {
-    let one = |(spec, range): (&'a Spec, std::ops::Range<usize>)| {
-        (spec.name.as_str(), Named { shape: &spec.shape, data: Data::F32(&all[range]), lies: spec.lies })
-    };
-    flat.iter().map(one).collect()
-}
-
-/// Writes flat buffers, which may be of bytes.
-fn put_buffers(path: &Path, buffers: &[(&'static str, Tensor)]) -> Result<(), Failure> {
-    let (mut floats, mut bytes) = (Vec::new(), Vec::new());
-    for (name, tensor) in buffers {
-        match tensor.dtype() {
-            DType::U8 => bytes.push((*name, cpu::view::<u8>(tensor)?, tensor.dims())),
-            _ => floats.push((*name, cpu::view::<f32>(tensor)?, tensor.dims())),
-        }
-    }
-    let lies = Lies::AsNamed;
-    let floats =
-        floats.iter().map(|(name, data, shape)| (*name, Named { shape, data: Data::F32(data), lies }));
-    let bytes = bytes.iter().map(|(name, data, shape)| (*name, Named { shape, data: Data::U8(data), lies }));
-    put(path, &floats.chain(bytes).collect::<Vec<_>>())
-}
-
-fn put(path: &Path, tensors: &[(&str, Named)]) -> Result<(), Failure> {
-    let about = [("format".to_owned(), "pt".to_owned())].into();
-    serialize_to_file(tensors.iter().map(|(name, tensor)| (*name, tensor)), Some(about), path)
-        .map_err(|error| match error {
-            safetensors::SafeTensorError::IoError(source) => source,
-            other => std::io::Error::other(other),
-        })
-        .map_err(Failure::io("write", path))?;
-    sync(path)
-}
-
-/// Waits until what was written to a file, or a folder's entries, are on the disk.
-fn sync(path: &Path) -> Result<(), Failure> {
-    File::open(path).and_then(|file| file.sync_all()).map_err(Failure::io("write", path))
-}
-
 fn remove(path: &Path) -> Result<(), Failure> {
     let marker = path.join(DONE);
     if marker.exists() {
@@ -323,17 +222,7 @@ pub fn load(path: &Path, held: &Held) -> Result<(), Failure> {
         let file = if path.join(AVERAGE).exists() { AVERAGE } else { MODEL };
         load_named(&path.join(file), &store.layout.params, average)?;
     }
-    let file = path.join(OPTIMIZER);
-    let foreign = |reason: String| Failure::ForeignCheckpoint { path: file.clone(), reason };
-    let mapped = Mapped::open(&file)?;
-    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| foreign(e.to_string()))?;
-    for (name, buffer) in held.optimizer.state() {
-        match buffer.dtype() {
-            DType::U8 => cpu::update::<u8, _>(buffer, |all| fill_bytes(&tensors, name, buffer.dims(), all)),
-            _ => cpu::update::<f32, _>(buffer, |all| fill(&tensors, name, buffer.dims(), Lies::AsNamed, all)),
-        }?
-        .map_err(foreign)?;
-    }
+    load_buffers(&path.join(OPTIMIZER), held.optimizer.state())?;
     Ok(store.round()?)
 }
 
@@ -347,85 +236,11 @@ pub fn load_weights(file: &Path, store: &Store) -> Result<(), Failure> {
     Ok(store.round()?)
 }
 
-/// Reads the tensors of a file into a flat buffer, by name; the file may have others too.
-fn load_named(file: &Path, flat: &Flat, buffer: &Tensor) -> Result<(), Failure> {
-    load_named_if(file, flat, buffer, |_| true)
-}
-
-fn load_named_if(
-    file: &Path,
-    flat: &Flat,
-    buffer: &Tensor,
-    wanted: impl FnOnce(&SafeTensors) -> bool,
-) -> Result<(), Failure> {
-    let foreign = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
-    let mapped = Mapped::open(file)?;
-    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| foreign(e.to_string()))?;
-    if !wanted(&tensors) {
-        return Ok(());
-    }
-    let fill_all = |all: &mut [f32]| {
-        flat.iter()
-            .try_for_each(|(spec, range)| fill(&tensors, &spec.name, &spec.shape, spec.lies, &mut all[range]))
-    };
-    cpu::update::<f32, _>(buffer, fill_all)?.map_err(foreign)
-}
-
-/// A file mapped into memory: loading copies each tensor once.
-struct Mapped(memmap2::Mmap);
-
-impl Mapped {
-    fn open(path: &Path) -> Result<Self, Failure> {
-        let file = File::open(path).map_err(Failure::io("open", path))?;
-        // SAFETY: the run owns its folder; a file that another program cuts short while it is read ends
-        // the process, as it would for any reader of mapped files.
-        unsafe { memmap2::Mmap::map(&file) }.map(Self).map_err(Failure::io("map", path))
-    }
-}
-
-fn fill(
-    tensors: &SafeTensors,
-    name: &str,
-    shape: &[usize],
-    lies: Lies,
-    into: &mut [f32],
-) -> Result<(), String> {
-    let bytes = found(tensors, name, Dtype::F32, shape)?;
-    match lies {
-        Lies::AsNamed => bytemuck::cast_slice_mut(into).copy_from_slice(bytes),
-        Lies::ChannelsLast => turn(bytes.as_chunks().0, into, shape, Turn::In, f32::from_le_bytes),
-    }
-    Ok(())
-}
-
-fn fill_bytes(tensors: &SafeTensors, name: &str, shape: &[usize], into: &mut [u8]) -> Result<(), String> {
-    into.copy_from_slice(found(tensors, name, Dtype::U8, shape)?);
-    Ok(())
-}
-
-/// The bytes of a tensor that is what it should be.
-fn found<'a>(
-    tensors: &SafeTensors<'a>,
-    name: &str,
-    dtype: Dtype,
-    shape: &[usize],
-) -> Result<&'a [u8], String> {
-    let tensor = tensors.tensor(name).map_err(|_| format!("it has no `{name}`"))?;
-    if tensor.shape() != shape || tensor.dtype() != dtype {
-        return Err(format!(
-            "`{name}` is {:?} {:?} there and {dtype:?} {shape:?} here",
-            tensor.dtype(),
-            tensor.shape()
-        ));
-    }
-    Ok(tensor.data())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::params::{Declared, Init};
-    use candle_core::Device;
+    use candle_core::{DType, Device};
 
     fn made(seed: u64) -> (Store, Optimizer) {
         let mut declared = Declared::default();
@@ -455,6 +270,7 @@ mod tests {
             descent: Descent::default(),
             best: None,
             scaling: Scaling::fixed(),
+            left_out: LeftOut::default(),
             metrics: BTreeMap::new(),
             elapsed_s: 0.0,
             data_wait_s: 0.0,

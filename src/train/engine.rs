@@ -8,10 +8,10 @@ use candle_core::{DType, Device, Tensor};
 use super::checkpoint::Held;
 use super::setup::Setup;
 use crate::data::{self, Values};
-use crate::features::Input;
+use crate::features::{Features, Input, Target};
 use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
 use crate::layers::loss::Tally;
-use crate::layers::network::{Batch, StepError, Walk};
+use crate::layers::network::{Batch, Network, StepError, Walk};
 use crate::layers::{At, Mode, Pass};
 use crate::memory::estimate::{batch_bytes, permanent};
 use crate::memory::{Ledger, Reservation, Role};
@@ -58,18 +58,18 @@ impl<'a> Engine<'a> {
 
     /// Adds the gradients of a micro-batch, times `scale`.
     pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Train, scale, |walk, batch| self.setup.network.learn(walk, Some(batch)))
+        self.walk(batch, Mode::Train, scale, |network, walk, batch| network.learn(walk, Some(batch)))
     }
 
     /// Judges a micro-batch.
     pub fn judge(&self, batch: &data::Batch) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Eval, 1.0, |walk, batch| self.setup.network.judge(walk, Some(batch)))
+        self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.judge(walk, Some(batch)))
     }
 
     /// What the loss judges of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
     pub fn scores(&self, batch: &data::Batch) -> Result<Tensor, StepError> {
         let scores =
-            self.walk(batch, Mode::Eval, 1.0, |walk, batch| self.setup.network.scores(walk, &batch.inputs))?;
+            self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.scores(walk, &batch.inputs))?;
         Ok(scores.to_dtype(DType::F32)?)
     }
 
@@ -81,20 +81,20 @@ impl<'a> Engine<'a> {
         }
     }
 
+    /// Runs a micro-batch; one of padded samples is cut to the smallest bucket that holds its longest.
     fn walk<R>(
         &self,
         batch: &data::Batch,
         mode: Mode,
         scale: f64,
-        run: impl FnOnce(&Walk, &Batch) -> Result<R, StepError>,
+        run: impl FnOnce(&Network, &Walk, &Batch) -> Result<R, StepError>,
     ) -> Result<R, StepError> {
+        let longest = batch.lengths.iter().max().map_or(usize::MAX, |&longest| longest as usize);
+        let (features, network) = self.setup.fitting(longest);
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
-        let _hold = self.ledger.reserve(
-            Role::Batch,
-            "micro-batch",
-            batch_bytes(self.setup.features(), batch.ids.len()),
-        )?;
-        let tensors = self.tensors(batch)?;
+        let _hold =
+            self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, batch.ids.len()))?;
+        let tensors = self.tensors(batch, features)?;
         let pass = Pass {
             store: &self.store,
             mode,
@@ -105,23 +105,31 @@ impl<'a> Engine<'a> {
             scale: scale / self.nominal(),
         };
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };
-        run(&Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute }, &tensors)
+        run(
+            network,
+            &Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute },
+            &tensors,
+        )
     }
 
-    fn tensors(&self, batch: &data::Batch) -> candle_core::Result<Batch> {
-        let rows = batch.ids.len();
-        let input = match &self.setup.features().input {
+    fn tensors(&self, batch: &data::Batch, features: &Features) -> candle_core::Result<Batch> {
+        let (rows, whole) = (batch.ids.len(), self.setup.features());
+        let input = match &features.input {
             Input::Floats { shape } => [&[rows], shape.as_slice()].concat(),
             Input::Tokens { length, .. } => vec![rows, *length],
         };
-        // What is measured on has hard classes even where those trained on are mixed.
-        let target = match batch.targets.len() / rows.max(1) {
+        let (whole_target, target_len) = match features.target {
+            // What is measured on has hard classes even where those trained on are mixed.
+            Target::Mixed { .. } => [batch.targets.len() / rows.max(1); 2].into(),
+            _ => (whole.target_len(), features.target_len()),
+        };
+        let target = match target_len {
             1 => vec![rows],
             n => vec![rows, n],
         };
-        let inputs = tensor(&batch.inputs, input)?;
+        let inputs = tensor(&batch.inputs, whole.input_len(), input)?;
         let inputs = if inputs.dtype() == DType::F32 { inputs.to_dtype(self.setup.dtype)? } else { inputs };
-        Ok(Batch { inputs, targets: tensor(&batch.targets, target)? })
+        Ok(Batch { inputs, targets: tensor(&batch.targets, whole_target, target)? })
     }
 
     /// Remembers the statistics, so that the update that begins can be begun again.
@@ -142,7 +150,8 @@ impl<'a> Engine<'a> {
 
     /// What turns the gradients of an update of this tally, learned with `scale`, into those of the mean loss.
     pub fn mean_factor(&self, tally: &Tally, scale: f64) -> f64 {
-        self.nominal() / (tally.weight * scale)
+        // Where nothing was to be learned, nothing moves the weights.
+        if tally.weight > 0.0 { self.nominal() / (tally.weight * scale) } else { 0.0 }
     }
 
     /// Moves the weights by the mean gradient, times `clip` over `scale`, and clears the gradients. What it
@@ -177,9 +186,17 @@ impl<'a> Engine<'a> {
     }
 }
 
-fn tensor(values: &Values, shape: Vec<usize>) -> candle_core::Result<Tensor> {
+/// Rows of `row` values each, of which the first are taken that `shape` has room for.
+fn tensor(values: &Values, row: usize, shape: Vec<usize>) -> candle_core::Result<Tensor> {
+    fn firsts<T: Copy>(values: &[T], row: usize, taken: usize) -> Vec<T> {
+        let mut all = Vec::with_capacity(values.len() / row * taken);
+        values.chunks_exact(row).for_each(|row| all.extend_from_slice(&row[..taken]));
+        all
+    }
+    let taken = shape[1..].iter().product::<usize>();
     match values {
         Values::F32(values) => Tensor::from_slice(values, shape, &Device::Cpu),
-        Values::U32(values) => Tensor::from_slice(values, shape, &Device::Cpu),
+        Values::U32(values) if taken == row => Tensor::from_slice(values, shape, &Device::Cpu),
+        Values::U32(values) => Tensor::from_vec(firsts(values, row, taken), shape, &Device::Cpu),
     }
 }

@@ -204,6 +204,26 @@ pub enum Event {
         /// Micro-batches in an update from here on.
         accumulation_steps: usize,
     },
+    /// Records that cannot be used were left out.
+    BadRecords {
+        /// Updates made before it.
+        step: u64,
+        /// Bad records found so far, in the training and the validation set.
+        count: u64,
+        /// The first few, as they appear: where they are and what is wrong with them.
+        records: Vec<String>,
+    },
+    /// Updates wait too long for their data; told once.
+    SlowData {
+        /// Updates made.
+        step: u64,
+        /// Share of the time of updates that was waited, 0 to 1.
+        share: f64,
+        /// What is too slow.
+        cause: String,
+        /// What to change.
+        advice: String,
+    },
     /// A signal stopped the run after its checkpoint was written.
     Interrupted {
         /// Updates made.
@@ -259,6 +279,9 @@ pub enum Event {
         data_wait_s: f64,
         /// That of the last `step`.
         samples_digest: String,
+        /// Records that were left out because they cannot be used.
+        #[serde(default)]
+        bad_records: u64,
     },
 }
 

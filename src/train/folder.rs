@@ -33,6 +33,11 @@ impl Folder {
         self.root.join("plan.json")
     }
 
+    /// What gives tokens their meaning, where the data is text.
+    pub fn tokenizer(&self) -> PathBuf {
+        self.root.join("tokenizer.json")
+    }
+
     pub fn events(&self) -> PathBuf {
         self.root.join("events.jsonl")
     }

@@ -14,7 +14,9 @@ pub mod sets;
 pub mod setup;
 pub mod signals;
 pub mod supervisor;
+mod tensors;
 pub mod trial;
 pub mod verify;
+pub mod waiting;
 
 pub use failure::Failure;

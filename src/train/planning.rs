@@ -81,7 +81,11 @@ impl Setup {
         let flops: Vec<u64> = self.network.blocks.iter().map(|block| flops(block, at)).collect();
         let freed = self.with_subject(|subject| Estimator::new(*subject).freed());
         let ranks = ranks(&flops, &freed);
-        self.network.blocks.iter_mut().zip(ranks).for_each(|(block, rank)| block.rank = rank);
+        for network in
+            std::iter::once(&mut self.network).chain(self.shorter.iter_mut().map(|s| &mut s.network))
+        {
+            network.blocks.iter_mut().zip(&ranks).for_each(|(block, rank)| block.rank = *rank);
+        }
     }
 
     /// Lends `body` the job as the memory estimate sees it, on this machine.
@@ -109,7 +113,7 @@ impl Setup {
             optimizer_state_8bit: rule.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params)),
             update_workspace: optim::workspace_bytes(rule, params),
             average: self.job.train.ema.is_some(),
-            resident_data: self.sets.train.resident_bytes() + self.sets.valid.resident_bytes(),
+            resident_data: self.resident_data(),
             ram: machine.ram,
             pipeline: &pipeline,
             train_samples: self.sets.train.len(),

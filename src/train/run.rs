@@ -24,6 +24,8 @@ use super::retry::{Descent, Way};
 use super::setup::Setup;
 use super::signals::{Signal, Signals};
 use super::supervisor::Restart;
+use super::waiting::Waiting;
+use crate::data::bad::{LeftOut, Set};
 use crate::data::digest::Digest;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
@@ -122,6 +124,9 @@ pub fn follow(
     plan.chosen.micro_batch = way.micro_batch;
     plan.chosen.accumulation_steps = way.accumulation_steps;
     folder.create(&setup.job)?;
+    if let Some(tokenizer) = setup.sets.train.tokenizer() {
+        folder::write(&folder.tokenizer(), &tokenizer)?;
+    }
     let text = serde_json::to_vec_pretty(&plan).map_err(std::io::Error::from);
     folder::write(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)?;
     let mut report = report(&folder, resumed)?;
@@ -191,17 +196,21 @@ struct Run<'a> {
     cursor: Cursor,
     samples: u64,
     digest: Digest,
+    /// Records that could not be used, and how many of them were told.
+    left_out: LeftOut,
+    told_bad: u64,
     metrics: BTreeMap<String, f64>,
     best: Option<(f64, u64)>,
     scaling: Scaling,
     last_checkpoint: Option<(u64, PathBuf)>,
     clock: Clock,
+    waiting: Waiting,
 }
 
 /// A loader of training samples, and the right to what it holds.
 struct Feed {
     loader: Loader,
-    _hold: Reservation,
+    hold: Reservation,
 }
 
 /// Time spent, that before a resume included.
@@ -261,11 +270,14 @@ impl<'a> Run<'a> {
             cursor: Cursor::default(),
             samples: 0,
             digest: Digest::default(),
+            left_out: LeftOut::default(),
+            told_bad: 0,
             metrics: BTreeMap::new(),
             best: None,
             scaling: if setup.dtype == DType::F16 { Scaling::dynamic() } else { Scaling::fixed() },
             last_checkpoint: None,
             clock: Clock { begun: now, before_s: 0.0, data_wait_s: 0.0, last_checkpoint: now },
+            waiting: Waiting::default(),
         })
     }
 
@@ -280,6 +292,7 @@ impl<'a> Run<'a> {
             self.grow()?;
             let begun = Instant::now();
             let done = self.update()?;
+            self.heed_waiting(begun.elapsed().as_secs_f64(), done.wait_s)?;
             let last = self.step == self.until;
             let judged = self.options.observer.is_none();
             let evaluate = judged && (last || self.due(self.setup.job.eval.every()));
@@ -335,15 +348,23 @@ impl<'a> Run<'a> {
         let span = self.setup.order.update(self.cursor.update);
         let (mut tally, mut ids, mut wait_s) =
             (Tally::default(), Vec::with_capacity(span.len() as usize), 0.0);
-        while (ids.len() as u64) < span.len() {
+        let (mut taken, mut bad) = (0, Vec::new());
+        while taken < span.len() {
             let batch = feed.loader.next().map_err(|error| self.lacking(error))?;
             let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
             wait_s += feed.loader.last_wait().as_secs_f64();
+            taken += batch.taken;
             ids.extend_from_slice(&batch.ids);
-            tally += self.engine.learn(&batch, self.scaling.factor)?;
+            bad.extend_from_slice(&batch.bad);
+            if !batch.ids.is_empty() {
+                tally += self.engine.learn(&batch, self.scaling.factor)?;
+            }
         }
-        let norm = self.engine.gradient_norm(&tally, self.scaling.factor)?;
-        if let Some(observer) = &self.options.observer {
+        let (left_out, told) = self.counted(Set::Train, span.epoch, &bad)?;
+        // Where all records were left out there is nothing to learn: the weights stay, and the update counts.
+        let empty = tally.weight == 0.0;
+        let norm = if empty { 0.0 } else { self.engine.gradient_norm(&tally, self.scaling.factor)? };
+        if let Some(observer) = self.options.observer.as_ref().filter(|_| !empty) {
             let (engine, factor) = (&self.engine, self.engine.mean_factor(&tally, self.scaling.factor));
             observer.gradients(
                 self.step + 1,
@@ -360,7 +381,11 @@ impl<'a> Run<'a> {
             self.setup.total_steps,
         );
         let factor = self.scaling.factor;
-        match self.scaling.judge(tally.mean_loss().is_finite() && norm.is_finite()) {
+        let verdict = match empty {
+            true => scaling::Verdict::Skip,
+            false => self.scaling.judge(tally.mean_loss().is_finite() && norm.is_finite()),
+        };
+        match verdict {
             scaling::Verdict::Diverged => return Err(self.diverged(&tally, norm, span.epoch, ids).into()),
             scaling::Verdict::Skip => self.engine.skip()?,
             scaling::Verdict::Apply => {
@@ -371,7 +396,9 @@ impl<'a> Run<'a> {
         }
         self.feed = Some(feed);
         self.step += 1;
-        self.samples += span.len();
+        self.samples += ids.len() as u64;
+        self.left_out = left_out;
+        self.tell_bad(&told)?;
         self.digest.extend(ids);
         self.cursor = Cursor { update: self.cursor.update + 1, done: 0 };
         self.clock.data_wait_s += wait_s;

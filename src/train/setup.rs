@@ -4,11 +4,14 @@ use candle_core::DType;
 
 use super::Failure;
 use super::sets::Sets;
+use crate::data::bad::OnBad;
+use crate::data::loader::Reading;
 use crate::data::order::Order;
-use crate::data::{Opening, loader};
+use crate::data::{Opening, loader, stream};
 use crate::features::Features;
-use crate::job::{Job, Length, Optimizer, Precision};
+use crate::job::{Job, Length, OnBadRecord, Optimizer, Precision};
 use crate::layers::network::Network;
+use crate::models::ModelError;
 use crate::params::Layout;
 use crate::units::{Bytes, Size};
 
@@ -17,8 +20,12 @@ pub struct Setup {
     pub job: Job,
     pub sets: Sets,
     pub network: Network,
+    /// Where samples are padded: the same network for shorter ones, ascending.
+    pub shorter: Vec<Shorter>,
     pub layout: Layout,
     pub order: Order,
+    /// The order in which the validation set is judged: its own.
+    pub valid_order: Order,
     /// Updates of the whole run.
     pub total_steps: u64,
     pub dtype: DType,
@@ -34,19 +41,40 @@ pub struct Setup {
     pub(super) optimizer_is_fixed: bool,
 }
 
+/// A network for padded samples that are shorter than the longest; its parameters are those of the whole one.
+pub struct Shorter {
+    /// Of a sample that is cut to this length.
+    pub features: Features,
+    pub network: Network,
+}
+
 impl Setup {
     /// `ram` is the host budget in bytes.
     pub fn new(job: Job, ram: u64) -> Result<Self, Failure> {
         Self::open(job, ram, &Opening::default())
     }
 
-    /// As [`Setup::new`], with the means to open data of `opening` (its `max_bytes` and `seed` are set here).
+    /// As [`Setup::new`], with the means to open data of `opening` (its `max_bytes`, `seed` and `shuffle_buffer` are set here).
     pub fn open(job: Job, ram: u64, opening: &Opening) -> Result<Self, Failure> {
-        let opening = Opening { max_bytes: ram, seed: job.seed, ..opening.clone() };
-        let sets = Sets::open(&job, &opening)?;
+        let (seed, shuffle_buffer) = (job.seed, shuffle_buffer(&job));
+        let opening = Opening { max_bytes: ram, seed, shuffle_buffer, ..opening.clone() };
+        Self::with(Sets::open(&job, &opening)?, job, ram)
+    }
+
+    /// As [`Setup::new`], with sets that are open already.
+    pub fn with(sets: Sets, job: Job, ram: u64) -> Result<Self, Failure> {
+        let shuffle_buffer = shuffle_buffer(&job);
         let built = crate::models::build(&job.model, sets.train.features())?;
+        let shorter = sets.train.features().shorter().map(|features| {
+            let network = crate::models::build(&job.model, &features)?.network;
+            Ok(Shorter { features, network })
+        });
+        let shorter = shorter.collect::<Result<Vec<_>, ModelError>>()?;
         let samples = job.train.samples_per_update() as u64;
-        let order = Order::new(sets.train.len(), samples, job.seed, job.data.loading.shuffle)?;
+        let shuffle = job.data.loading.shuffle;
+        let order = Order::of(sets.train.as_ref(), samples, job.seed, shuffle, shuffle_buffer)?;
+        let (valid, buffer) = (sets.valid.as_ref(), shuffle_buffer.min(stream::IN_ORDER));
+        let valid_order = Order::of(valid, valid.len(), job.seed, false, buffer)?;
         let total_steps = match job.train.length() {
             Length::Steps(steps) => steps,
             Length::Epochs(epochs) => epochs.saturating_mul(order.updates_per_epoch()),
@@ -64,8 +92,10 @@ impl Setup {
             job,
             sets,
             network: built.network,
+            shorter,
             layout: built.layout,
             order,
+            valid_order,
             total_steps,
             dtype,
             workers,
@@ -80,8 +110,25 @@ impl Setup {
         self.sets.train.features()
     }
 
+    /// What a micro-batch whose longest sample has so many positions is run with.
+    pub fn fitting(&self, longest: usize) -> (&Features, &Network) {
+        let shorter = self.shorter.iter().find(|shorter| longest <= shorter.features.input_len());
+        shorter.map_or((self.features(), &self.network), |shorter| (&shorter.features, &shorter.network))
+    }
+
     pub fn parameters(&self) -> u64 {
         self.layout.params.len as u64
+    }
+
+    /// Bytes that the sets and their orders keep for as long as they live.
+    pub fn resident_data(&self) -> u64 {
+        let sets = self.sets.train.resident_bytes() + self.sets.valid.resident_bytes();
+        sets + self.order.resident_bytes() + self.valid_order.resident_bytes()
+    }
+
+    /// How samples are read in micro-batches of this size, within so many bytes.
+    pub fn reading(&self, micro_batch: usize, limit: u64) -> Reading {
+        Reading { micro_batch, limit, workers: self.workers, skip_bad: on_bad(self).skips() }
     }
 
     /// Bytes the loader holds for micro-batches of this size.
@@ -96,6 +143,21 @@ pub(super) fn prefetch(job: &Job, ram: u64) -> u64 {
         // A tenth of the budget is more than enough for every set whose samples are small.
         Size::Auto => (ram / 10).min(256 << 20),
         size => size.of(Bytes(ram)).0,
+    }
+}
+
+/// Bytes within which sets that are read forward are mixed.
+fn shuffle_buffer(job: &Job) -> u64 {
+    // A job states a size, not a share, so that the order is the same whatever memory there is.
+    job.data.loading.shuffle_buffer.of(Bytes(0)).0
+}
+
+/// What happens to records that cannot be used.
+pub(super) fn on_bad(setup: &Setup) -> OnBad {
+    let loading = &setup.job.data.loading;
+    match loading.on_bad_record {
+        OnBadRecord::Fail => OnBad::Fail,
+        OnBadRecord::Skip => OnBad::Skip { most: loading.max_bad_records },
     }
 }
 

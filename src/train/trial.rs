@@ -118,12 +118,10 @@ fn updates(setup: &Setup, ledger: Ledger, one: Considered) -> Result<f64, Failur
     let source = setup.sets.train.clone();
     let mut loader = Loader::start(
         source,
-        setup.order,
+        setup.order.clone(),
         Cursor::default(),
         UPDATES,
-        micro_batch,
-        setup.prefetch,
-        setup.workers,
+        setup.reading(micro_batch, setup.prefetch),
     )?;
     let (begun, mut fastest) = (Instant::now(), f64::INFINITY);
     for number in 1..=UPDATES {
@@ -131,8 +129,10 @@ fn updates(setup: &Setup, ledger: Ledger, one: Considered) -> Result<f64, Failur
         let (mut tally, mut samples) = (Tally::default(), 0);
         while samples < setup.order.update(number - 1).len() {
             let Some(batch) = loader.next()? else { break };
-            samples += batch.ids.len() as u64;
-            tally += engine.learn(&batch, 1.0)?;
+            samples += batch.taken;
+            if !batch.ids.is_empty() {
+                tally += engine.learn(&batch, 1.0)?;
+            }
         }
         engine.gradient_norm(&tally, 1.0)?;
         // At a rate of 0 the weights stay, and every update does the same work.

@@ -15,11 +15,13 @@ struct Toy {
     reads: AtomicUsize,
     bad: Option<u64>,
     panics: bool,
+    /// Records at fault.
+    skipped: Vec<u64>,
 }
 
 fn toy(samples: u64) -> Toy {
     let features = Features::new(Input::Floats { shape: vec![3] }, Target::Values { len: 2 });
-    Toy { samples, features, reads: AtomicUsize::new(0), bad: None, panics: false }
+    Toy { samples, features, reads: AtomicUsize::new(0), bad: None, panics: false, skipped: vec![] }
 }
 
 impl Source for Toy {
@@ -38,6 +40,10 @@ impl Source for Toy {
             assert!(!self.panics, "the toy broke at {index}");
             return Err(DataError::OutOfMemory { bytes: index });
         }
+        if self.skipped.contains(&index) {
+            let (file, place) = ("toy".into(), format!("record {index}"));
+            return Err(DataError::Record { file, place, problem: "is bad".into() });
+        }
         let random = Random::new(key.seed, key.epoch).at(key.sample);
         into.input.f32().iter_mut().enumerate().for_each(|(i, x)| *x = random.f32(i as u64));
         into.target.f32().fill(index as f32);
@@ -46,7 +52,7 @@ impl Source for Toy {
 }
 
 /// What any loader must deliver from `from` on: ids and, for each, its row.
-fn oracle(source: &Toy, order: Order, from: Cursor, until: u64) -> Vec<(u64, u64, [f32; 5])> {
+fn oracle(source: &Toy, order: &Order, from: Cursor, until: u64) -> Vec<(u64, u64, [f32; 5])> {
     let (mut all, mut cursor) = (Vec::new(), from);
     while cursor.update < until {
         let (span, next) = order.take(cursor, 1);
@@ -73,9 +79,14 @@ fn contents(batch: &Batch) -> Vec<(u64, u64, [f32; 5])> {
     batch.ids.iter().zip(rows(batch)).map(|(&id, row)| (batch.update, id, row)).collect()
 }
 
+fn reading(micro_batch: usize, limit: u64, workers: usize) -> Reading {
+    Reading { micro_batch, limit, workers, skip_bad: true }
+}
+
 fn start(source: Toy, micro_batch: usize, limit: u64, workers: usize) -> Loader {
     let order = Order::new(source.samples, 8, 1, false).unwrap();
-    Loader::start(Arc::new(source), order, Cursor::default(), 10, micro_batch, limit, workers).unwrap()
+    Loader::start(Arc::new(source), order, Cursor::default(), 10, reading(micro_batch, limit, workers))
+        .unwrap()
 }
 
 proptest! {
@@ -92,9 +103,9 @@ proptest! {
         let until = 2 * order.updates_per_epoch() + 2;
         let source = Arc::new(toy(samples));
         let mut cursor = order.settle(Cursor { update: 1, done });
-        let mut expected = oracle(&source, order, cursor, until).into_iter();
+        let mut expected = oracle(&source, &order, cursor, until).into_iter();
         let size = |rows: usize| holds(&source.features, rows, limit, workers);
-        let mut loader = Loader::start(source.clone(), order, cursor, until, splits[0].0, limit, workers).unwrap();
+        let mut loader = Loader::start(source.clone(), order.clone(), cursor, until, reading(splits[0].0, limit, workers)).unwrap();
         let mut bound = size(splits[0].0);
         for (i, &(rows, batches)) in splits.iter().enumerate() {
             if i > 0 {
@@ -126,25 +137,95 @@ proptest! {
     }
 }
 
+/// Bytes of a toy's batch of four.
+const SIZE: u64 = 4 * (5 * 4 + 8);
+
 #[test]
-fn a_slow_consumer_meets_the_prediction_and_buffers_are_used_again() {
+fn a_slow_consumer_lets_few_buffers_be_made_and_they_are_used_again() {
     let source = toy(1000);
-    let predicted = holds(&source.features, 4, 600, 3);
-    assert_eq!(predicted, 5 * 4 * (5 * 4 + 8), "as many batches of 112 bytes as 600 bytes allow");
-    assert_eq!(holds(&source.features, 4, 0, 3), 112, "one is always allowed");
-    assert_eq!(holds(&source.features, 4, u64::MAX, 3), 8 * 112, "no more than is useful");
-    let mut loader = start(source, 4, 600, 3);
+    assert_eq!(
+        holds(&source.features, 4, 600, 3),
+        5 * SIZE,
+        "as many batches of 112 bytes as 600 bytes allow"
+    );
+    assert_eq!(holds(&source.features, 4, 0, 3), SIZE, "one is always allowed");
+    assert_eq!(holds(&source.features, 4, u64::MAX, 3), 8 * SIZE, "no more than is useful");
+    let mut loader = start(source, 4, u64::MAX, 3);
     let mut places = BTreeSet::new();
-    let mut consume = |batch: &Batch| places.insert(batch.ids.as_ptr());
-    consume(&loader.next().unwrap().unwrap());
-    while loader.peak_bytes() < predicted {
+    loop {
+        // All that is allowed is ready before the next is asked for.
+        while !loader.shared.lock().is_idle(10) {
+            thread::yield_now();
+        }
+        let Some(batch) = loader.next().unwrap() else { break };
+        assert_eq!(batch.room_bytes(), SIZE);
+        places.insert(batch.ids.as_ptr());
+    }
+    assert_eq!((loader.peak_bytes(), places.len()), (4 * SIZE, 4), "one for each worker and one to consume");
+    assert_eq!(loader.waits(), Waits::default());
+}
+
+impl State {
+    /// Nobody fills a batch, and nobody could begin to.
+    fn is_idle(&mut self, until: u64) -> bool {
+        self.filling == 0 && !self.may_claim(until)
+    }
+}
+
+/// Batches that the consumer keeps are made up for, up to what is allowed.
+#[test]
+fn more_are_made_where_they_lack_and_no_more_than_allowed() {
+    let mut loader = start(toy(1000), 4, 600, 1);
+    assert_eq!(loader.shared.lock().depth.now(), 2);
+    let mut kept = Vec::new();
+    for _ in 0..4 {
+        kept.push(loader.next().unwrap().unwrap());
+    }
+    assert!(matches!(loader.next(), Err(DataError::AllHeld { bytes }) if bytes == 4 * SIZE));
+    assert_eq!(loader.peak_bytes(), 4 * SIZE);
+}
+
+#[test]
+fn what_is_given_back_is_freed_and_the_order_goes_on() {
+    let mut loader = start(toy(80), 4, u64::MAX, 3);
+    let first = loader.next().unwrap().unwrap();
+    while !loader.shared.lock().is_idle(10) {
         thread::yield_now();
     }
+    let held = loader.shared.lock().held;
+    assert_eq!(loader.give_back(0), held, "ready batches are still to be consumed");
+    drop(first);
+    let mut ids = vec![0, 1, 2, 3];
     while let Some(batch) = loader.next().unwrap() {
-        assert_eq!(batch.room_bytes(), 112);
-        consume(&batch);
+        ids.extend(&batch.ids);
+        assert!(loader.shared.lock().held <= held.max(SIZE));
     }
-    assert_eq!((loader.peak_bytes(), places.len()), (predicted, 5));
+    assert!(ids.into_iter().eq(0..80));
+    assert_eq!(loader.shared.lock().held, SIZE);
+    assert_eq!(loader.give_back(u64::MAX), SIZE, "it is never more again");
+}
+
+/// Bad records are left out, told in their batch, and counted as taken; a batch of none is delivered empty.
+#[test]
+fn bad_records_are_left_out_of_their_batch() {
+    let bad: Vec<u64> = vec![1, 6, 8, 9, 10, 11, 79];
+    let mut loader = start(Toy { skipped: bad.clone(), ..toy(80) }, 4, 600, 3);
+    let (mut told, mut ids, mut taken) = (Vec::new(), Vec::new(), 0);
+    while let Some(batch) = loader.next().unwrap() {
+        assert_eq!(batch.ids.len() as u64 + batch.bad.len() as u64, batch.taken);
+        assert_eq!(batch.bytes(), batch.ids.len() as u64 * SIZE / 4);
+        assert!(rows(&batch).iter().zip(&batch.ids).all(|(row, id)| row[3] == *id as f32));
+        taken += batch.taken;
+        ids.extend_from_slice(&batch.ids);
+        told.extend(batch.bad.iter().map(|bad| bad.id));
+    }
+    assert_eq!((taken, &told), (80, &bad));
+    assert!(ids.into_iter().eq((0..80).filter(|id| !bad.contains(id))));
+    let order = Order::new(80, 8, 1, false).unwrap();
+    let fail = Reading { skip_bad: false, ..reading(4, 600, 3) };
+    let source = Arc::new(Toy { skipped: bad, ..toy(80) });
+    let error = Loader::start(source, order, Cursor::default(), 10, fail).unwrap().next().err().unwrap();
+    assert!(error.is_record(), "{error}");
 }
 
 #[test]
@@ -186,7 +267,8 @@ fn holding_everything_is_an_error_and_not_a_hang() {
 fn dropping_the_loader_stops_it_and_leaves_lent_batches_whole() {
     let source = Arc::new(toy(1 << 40));
     let order = Order::new(1 << 40, 1 << 20, 1, true).unwrap();
-    let mut loader = Loader::start(source.clone(), order, Cursor::default(), 9, 1 << 10, 1 << 30, 2).unwrap();
+    let mut loader =
+        Loader::start(source.clone(), order, Cursor::default(), 9, reading(1 << 10, 1 << 30, 2)).unwrap();
     let batch = loader.next().unwrap().unwrap();
     let ids = batch.ids.clone();
     drop(loader);
@@ -201,6 +283,6 @@ fn dropping_the_loader_stops_it_and_leaves_lent_batches_whole() {
 #[test]
 fn more_samples_than_the_set_has_are_refused() {
     let order = Order::new(11, 4, 0, true).unwrap();
-    let loader = Loader::start(Arc::new(toy(10)), order, Cursor::default(), 1, 4, 0, 1);
+    let loader = Loader::start(Arc::new(toy(10)), order, Cursor::default(), 1, reading(4, 0, 1));
     assert!(loader.err().unwrap().to_string().contains("`samples` cannot be 11"));
 }

@@ -14,7 +14,7 @@ mod pictures;
 pub use augment::Augment;
 pub use files::Files;
 pub use generated::{Shapes, TextSynthetic};
-pub use language::{Text, Windows};
+pub use language::{ChatLoss, Jsonl, Text, TokenType, Tokens, TooLong, Windows};
 pub use loading::{Loading, OnBadRecord};
 pub use one_or::OneOr;
 pub use pictures::{Fit, Idx, Images, Preset};
@@ -36,6 +36,8 @@ pub enum Source {
     Idx(Idx),
     Images(Images),
     Text(Text),
+    Tokens(Tokens),
+    Jsonl(Jsonl),
     #[serde(rename = "text-synthetic")]
     TextSynthetic(TextSynthetic),
 }
@@ -48,6 +50,8 @@ impl Source {
             Self::Idx(_) => "idx",
             Self::Images(_) => "images",
             Self::Text(_) => "text",
+            Self::Tokens(_) => "tokens",
+            Self::Jsonl(_) => "jsonl",
             Self::TextSynthetic(_) => "text-synthetic",
         }
     }

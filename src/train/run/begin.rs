@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use super::{Options, Run};
 use crate::job::Job;
 use crate::kernels::update::round_into;
+use crate::memory::measure;
 use crate::memory::plan::{Plan, Verdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, State};
@@ -23,6 +24,8 @@ pub(super) fn planned(
     let most = options.restart.as_ref().and_then(|restart| restart.most_ram);
     let ram = most.map_or(options.ram, |most| most.min(options.ram));
     let mut setup = Setup::open(job, ram, &options.opening)?;
+    // The plan is of the steps; what a pass over the files took is given back by now.
+    measure::begin();
     let plan = setup.settle(ram, before);
     let least = plan.peak.ram_bytes;
     match plan.verdict {
@@ -86,6 +89,7 @@ impl Run<'_> {
             checkpoint::load(&path, &self.engine.held())?;
             self.scaling = state.scaling;
             (self.step, self.cursor, self.samples) = (state.step, state.cursor, state.samples);
+            (self.told_bad, self.left_out) = (state.left_out.count(), state.left_out);
             (self.digest, self.best, self.metrics) = (state.digest, state.best, state.metrics);
             (self.clock.before_s, self.clock.data_wait_s) = (state.elapsed_s, state.data_wait_s);
             self.last_checkpoint = Some((state.step, path));

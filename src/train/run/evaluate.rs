@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::{Run, Tried, ended_early};
+use crate::data::bad::Set;
 use crate::data::loader::Loader;
-use crate::data::order::{Cursor, Order};
+use crate::data::order::Cursor;
 use crate::job::Metric;
 use crate::layers::loss::Tally;
 use crate::memory::Role;
@@ -17,7 +18,6 @@ impl Run<'_> {
     pub(super) fn evaluate(&mut self) -> Result<bool, Failure> {
         let (setup, begun) = (self.setup, Instant::now());
         let samples = setup.sets.valid.len();
-        let order = Order::new(samples, samples, setup.job.seed, false)?;
         let (mut tally, mut done) = (Tally::default(), 0);
         self.engine.swap_average()?;
         'smaller: loop {
@@ -34,18 +34,25 @@ impl Run<'_> {
             };
             let from = Cursor { update: 0, done };
             let source = setup.sets.valid.clone();
-            let mut loader =
-                Loader::start(source, order, from, 1, micro_batch, self.way.prefetch, setup.workers)?;
+            let reading = setup.reading(micro_batch, self.way.prefetch);
+            let mut loader = Loader::start(source, setup.valid_order.clone(), from, 1, reading)?;
             while done < samples {
                 let batch = loader.next().map_err(|error| self.lacking(error));
                 let judged = batch.and_then(|batch| {
                     let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
-                    Ok((self.engine.judge(&batch)?, batch.ids.len() as u64))
+                    let judged = match batch.ids.is_empty() {
+                        true => Tally::default(),
+                        false => self.engine.judge(&batch)?,
+                    };
+                    Ok((judged, batch.taken, batch.bad.clone()))
                 });
                 match judged {
-                    Ok((part, samples)) => {
+                    Ok((part, samples, bad)) => {
                         tally += part;
                         done += samples;
+                        let (left_out, told) = self.counted(Set::Valid, self.step, &bad)?;
+                        self.left_out = left_out;
+                        self.tell_bad(&told)?;
                     }
                     Err(Tried::Oom(oom)) => {
                         self.shrink_evaluation(oom)?;

@@ -27,9 +27,9 @@ impl Run<'_> {
         let ahead = self.pipeline(self.way, micro_batch);
         let hold = self.engine.ledger.reserve(Role::DataPipeline, "prefetch", ahead).map_err(Tried::Oom)?;
         let (source, cursor, until) = (setup.sets.train.clone(), self.cursor, self.until);
-        let (prefetch, workers) = (self.way.prefetch, setup.workers);
-        let loader = Loader::start(source, setup.order, cursor, until, micro_batch, prefetch, workers);
-        Ok(Feed { loader: loader.map_err(Failure::from)?, _hold: hold })
+        let reading = setup.reading(micro_batch, self.way.prefetch);
+        let loader = Loader::start(source, setup.order.clone(), cursor, until, reading);
+        Ok(Feed { loader: loader.map_err(Failure::from)?, hold })
     }
 
     /// Bytes the loader holds for micro-batches of this size.
@@ -94,9 +94,14 @@ impl Run<'_> {
         Ok(self.report.record(Event::Shrunk { step, change, micro_batch, accumulation_steps })?)
     }
 
-    /// Runs this way from here on.
+    /// Runs this way from here on. Where only less is read ahead, the loader goes on with what it has.
     fn take(&mut self, way: Way) -> (usize, usize) {
-        self.feed = None;
+        let less_ahead =
+            way == Way { prefetch: way.prefetch, ..self.way } && way.prefetch < self.way.prefetch;
+        match &mut self.feed {
+            Some(feed) if less_ahead => feed.hold.keep(feed.loader.give_back(way.prefetch)),
+            feed => *feed = None,
+        }
         self.way = way;
         self.engine.recompute = way.recompute;
         (way.micro_batch, way.accumulation_steps)

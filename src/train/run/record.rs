@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::{Ended, Run, Updated};
+use crate::data::bad::{Bad, LeftOut, Set};
 use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
 use crate::memory::estimate::checkpoint_bytes;
@@ -11,7 +12,9 @@ use crate::memory::{Oom, Role, measure};
 use crate::train::Failure;
 use crate::train::checkpoint::{FORMAT, State};
 use crate::train::event::{Event, Memory};
+use crate::train::setup::on_bad;
 use crate::train::signals::Signal;
+use crate::train::waiting::Feeding;
 
 impl Run<'_> {
     pub(super) fn diverged(&mut self, tally: &Tally, norm: f64, epoch: u64, sample_ids: Vec<u64>) -> Failure {
@@ -48,8 +51,57 @@ impl Run<'_> {
         })?)
     }
 
+    /// The records left out once an update or an evaluation does without `bad`, and what to tell of it; or the
+    /// error that they are too many.
+    pub(super) fn counted(
+        &self,
+        set: Set,
+        pass: u64,
+        bad: &[Bad],
+    ) -> Result<(LeftOut, Vec<String>), Failure> {
+        let mut left_out = self.left_out.clone();
+        let told = left_out.add(set, pass, bad, on_bad(self.setup))?;
+        Ok((left_out, told))
+    }
+
+    /// Tells of records left out, the first few as they appear.
+    pub(super) fn tell_bad(&mut self, records: &[String]) -> Result<(), Failure> {
+        match records.is_empty() {
+            true => Ok(()),
+            false => self.tell_bad_count(records),
+        }
+    }
+
+    /// Tells how many records were left out, if that is news.
+    fn tell_bad_count(&mut self, records: &[String]) -> Result<(), Failure> {
+        let count = self.left_out.count();
+        if count == self.told_bad {
+            return Ok(());
+        }
+        self.told_bad = count;
+        Ok(self.report.record(Event::BadRecords { step: self.step, count, records: records.to_vec() })?)
+    }
+
+    /// Says so, once, when updates wait too long for data.
+    pub(super) fn heed_waiting(&mut self, step_s: f64, wait_s: f64) -> Result<(), Failure> {
+        let Some(share) = self.waiting.add(step_s, wait_s) else { return Ok(()) };
+        let setup = self.setup;
+        let (cause, advice) = Feeding {
+            waits: self.feed.as_ref().map(|feed| feed.loader.waits()).unwrap_or_default(),
+            workers: setup.workers,
+            cores: setup.threads,
+            prefetch: self.way.prefetch,
+            forward: setup.order.has_windows(),
+            features: setup.features(),
+        }
+        .advice();
+        let (step, cause) = (self.step, cause.to_owned());
+        Ok(self.report.record(Event::SlowData { step, share, cause, advice })?)
+    }
+
     pub(super) fn checkpoint(&mut self, best: bool) -> Result<(), Failure> {
         let begun = Instant::now();
+        self.tell_bad_count(&[])?;
         self.engine.ledger.phase("checkpoint");
         let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
         let ledger = self.engine.ledger.clone();
@@ -74,6 +126,7 @@ impl Run<'_> {
             descent: self.descent.clone(),
             best: self.best,
             scaling: self.scaling,
+            left_out: self.left_out.clone(),
             metrics: self.metrics.clone(),
             elapsed_s: self.elapsed_s(),
             data_wait_s: self.clock.data_wait_s,
@@ -127,6 +180,7 @@ impl Run<'_> {
             elapsed_s: self.elapsed_s(),
             data_wait_s: self.clock.data_wait_s,
             samples_digest: self.digest.to_string(),
+            bad_records: self.left_out.count(),
         })?;
         Ok(Ended::Done)
     }

@@ -1,19 +1,116 @@
-//! Sets of text in files.
-
-use std::sync::Arc;
+//! Sets of text and tokens in files.
 
 use super::{Failure, Sets};
-use crate::data::Opening;
-use crate::data::text::{Corpus, Placement, Windows};
+use crate::data::language::tokenizer::{Separator, Units};
+use crate::data::language::tokens::Width;
+use crate::data::language::windows::Placement;
+use crate::data::language::{bins, jsonl, text};
+use crate::data::{DataError, Opening};
 use crate::job;
 
 pub(super) fn text(s: &job::Text, context: usize, opening: &Opening) -> Result<Sets, Failure> {
-    let corpus = Arc::new(Corpus::open(&s.files, opening.max_bytes)?);
-    let (train, valid) = corpus.split(s.valid_share);
-    let placement = match s.windows {
+    let settings = text::Settings {
+        train: s.files.train.clone(),
+        valid: s.files.valid.clone(),
+        valid_share: s.files.valid_share,
+        units: units(&s.tokens),
+        separator: separator(&s.separator),
+        context,
+        placement: placement(s.windows),
+    };
+    let (train, valid) = text::open(&settings, opening)?;
+    Ok(Sets::of(train, valid))
+}
+
+pub(super) fn tokens(s: &job::Tokens, context: usize, opening: &Opening) -> Result<Sets, Failure> {
+    let settings = bins::Settings {
+        train: s.files.train.clone(),
+        valid: s.files.valid.clone(),
+        valid_share: s.files.valid_share,
+        width: match s.dtype {
+            job::TokenType::Auto => None,
+            job::TokenType::U16 => Some(Width::U16),
+            job::TokenType::U32 => Some(Width::U32),
+        },
+        vocab: s.vocab,
+        tokenizer: s.tokenizer.clone(),
+        context,
+        placement: placement(s.windows),
+    };
+    let (train, valid) = bins::open(&settings, opening)?;
+    Ok(Sets::of(train, valid))
+}
+
+pub(super) fn jsonl(
+    s: &job::Jsonl,
+    loading: &job::Loading,
+    context: usize,
+    opening: &Opening,
+) -> Result<Sets, Failure> {
+    let chat = s.messages.as_ref().map(|field| {
+        Ok::<_, DataError>(jsonl::Chat {
+            field: field.clone(),
+            template: template(&s.template)?,
+            loss: match s.loss {
+                job::ChatLoss::Answers => jsonl::Loss::Answers,
+                job::ChatLoss::All => jsonl::Loss::All,
+            },
+        })
+    });
+    let settings = jsonl::Settings {
+        train: s.files.train.clone(),
+        valid: s.files.valid.clone(),
+        valid_share: s.files.valid_share,
+        units: units(&s.tokens),
+        separator: separator(&s.separator),
+        field: s.field.clone(),
+        chat: chat.transpose()?,
+        label: s.label.clone(),
+        pack: s.pack,
+        buckets: s.buckets.clone(),
+        too_long: match s.too_long {
+            job::TooLong::Cut => jsonl::TooLong::Cut,
+            job::TooLong::Split => jsonl::TooLong::Split,
+            job::TooLong::Refuse => jsonl::TooLong::Refuse,
+        },
+        context,
+        bad_records: match loading.on_bad_record {
+            job::OnBadRecord::Fail => 0,
+            job::OnBadRecord::Skip => loading.max_bad_records,
+        },
+    };
+    let (train, valid) = jsonl::open(&settings, opening)?;
+    Ok(Sets { train, valid })
+}
+
+/// A template's name or text; what is neither is a file that holds the text.
+fn template(text: &str) -> Result<String, DataError> {
+    if text == "auto" || text.contains('{') || jsonl::TEMPLATES.iter().any(|(name, _)| *name == text) {
+        return Ok(text.to_owned());
+    }
+    std::fs::read_to_string(text)
+        .map_err(|error| DataError::Template { template: text.to_owned(), problem: error.to_string() })
+}
+
+fn placement(windows: job::Windows) -> Placement {
+    match windows {
         job::Windows::Fixed => Placement::Fixed,
         job::Windows::Random => Placement::Random,
-    };
-    let train = Windows::new(corpus.clone(), train, context, placement)?;
-    Ok(Sets::of(train, Windows::new(corpus, valid, context, Placement::Fixed)?))
+    }
+}
+
+fn units(tokens: &str) -> Units {
+    match tokens {
+        "characters" => Units::Characters,
+        "bytes" => Units::Bytes,
+        file => Units::File(file.into()),
+    }
+}
+
+fn separator(text: &str) -> Separator {
+    match text {
+        "auto" => Separator::Auto,
+        "none" => Separator::None,
+        token => Separator::Token(token.to_owned()),
+    }
 }

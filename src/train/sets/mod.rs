@@ -25,6 +25,8 @@ impl Sets {
             job::Source::Idx(s) => pictures::idx(s, readers(job), opening),
             job::Source::Images(s) => pictures::images(s, readers(job), opening),
             job::Source::Text(s) => language::text(s, context(job)?, opening),
+            job::Source::Tokens(s) => language::tokens(s, context(job)?, opening),
+            job::Source::Jsonl(s) => language::jsonl(s, &job.data.loading, context(job)?, opening),
             job::Source::TextSynthetic(s) => Ok(generated::sequences(s, context(job)?, opening)),
         }
     }

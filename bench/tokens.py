@@ -1,0 +1,88 @@
+"""Text to tokens, ours against Python's `tokenizers`, and windows of tokens read at random.
+
+    cargo build --release --example tokens
+    python bench/tokens.py --tokenizer path/to/tokenizer.json --text path/to/text [--megabytes 50] [--rounds 3]
+
+Needs `pip install tokenizers`. Both tokenise the same file, whole, with the same number of threads, in turns, each in
+a process of its own; printed are medians over the rounds. Python gets the text as a list of its lines, for
+`encode_batch_fast`, which is the fastest it has; reading the file and building that list is not counted for it, while
+ours is from opening the file to tokens on disk. The counts of tokens are compared where lines can be cut so (they
+cannot for a tokenizer that puts something before every text).
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+
+PYTHON = """
+import json, sys, time
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+lines = open(sys.argv[2], encoding="utf-8", newline="").read().splitlines(keepends=True)
+# As many lines in a batch as make some megabytes, so that what Python holds at once does not slow it down.
+batches, batch, size = [], [], 0
+for line in lines:
+    batch.append(line)
+    size += len(line)
+    if size > 4_000_000:
+        batches.append(batch)
+        batch, size = [], 0
+batches.append(batch)
+start = time.perf_counter()
+encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+tokens = sum(len(e.ids) for b in batches for e in encode(b, add_special_tokens=False))
+print(json.dumps(dict(seconds=time.perf_counter() - start, tokens=tokens)))
+"""
+
+
+def run(command, threads):
+    env = dict(os.environ, RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true")
+    return json.loads(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--example", default="target/release/examples/tokens")
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--text", required=True, nargs="+")
+    parser.add_argument("--megabytes", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--bin-gigabytes", type=float, default=1.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        text = "".join(pathlib.Path(file).read_text(encoding="utf-8") for file in args.text)
+        whole = folder / "text.txt"
+        with open(whole, "w", encoding="utf-8", newline="") as out:
+            while out.tell() < args.megabytes * 1_000_000:
+                out.write(text)
+        size = whole.stat().st_size
+        ours, theirs = [], []
+        for _ in range(args.rounds):
+            ours.append(run([args.example, "encode", args.tokenizer, whole], args.threads))
+            theirs.append(run([sys.executable, "-c", PYTHON, args.tokenizer, whole], args.threads))
+        for name, rounds in (("ours", ours), ("python tokenizers", theirs)):
+            seconds = statistics.median(r["seconds"] for r in rounds)
+            print(f"{name:18} {size / seconds / 1e6:8.1f} MB/s  {rounds[0]['tokens']:>12,} tokens  {args.threads} threads")
+        ratio = statistics.median(r["seconds"] for r in theirs) / statistics.median(r["seconds"] for r in ours)
+        print(f"{'ours is faster by':18} {ratio:8.1f}")
+
+        tokens = folder / "tokens.bin"
+        block = random.Random(1).randbytes(16 << 20)
+        with open(tokens, "wb") as out:
+            while out.tell() < args.bin_gigabytes * (1 << 30):
+                out.write(block)
+        read = run([args.example, "windows", tokens, "1024", "10", str(args.threads)], args.threads)
+        rate = 60 * read["windows"] / read["seconds"]
+        print(f"{'windows of 1024':18} {rate / 1e6:8.1f} million a minute, from {tokens.stat().st_size >> 20} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+//! One record: a line of JSON made into token ids.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::super::DataError;
+use super::super::tokenizer::Tokenizer;
+use super::template::{Message, ROLES, Talk, Template};
+
+/// What of a record is learned from.
+pub enum Content {
+    /// The text in this field.
+    Text { field: String },
+    /// The messages in this field, as the template puts them together.
+    Chat { field: String, template: Template, loss: Loss },
+}
+
+/// Which tokens of a talk are to be predicted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Loss {
+    Answers,
+    All,
+}
+
+/// What happens to a record that has more tokens than a sample can hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TooLong {
+    /// Its end is left out.
+    Cut,
+    /// It becomes several samples.
+    Split,
+    /// It is a bad record.
+    Refuse,
+}
+
+/// How records become ids.
+pub struct Reader<'a> {
+    pub content: &'a Content,
+    /// The field that holds the class, where samples are to be told apart.
+    pub label: Option<&'a str>,
+    pub tokenizer: &'a Tokenizer,
+    /// Put at the end of each document.
+    pub separator: Option<u32>,
+    pub too_long: TooLong,
+    /// Ids that a sample can hold with its targets; unbounded where documents are packed.
+    pub room: usize,
+    /// Records, at most, that are left out because they are bad; one more is an error.
+    pub bad_records: u64,
+}
+
+/// A record as ids.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Document {
+    pub ids: Vec<u32>,
+    /// Whether each id is to be learned; empty where all are.
+    pub learned: Vec<bool>,
+    pub label: Option<String>,
+    /// Ids before it was cut.
+    pub whole: u64,
+}
+
+impl Reader<'_> {
+    /// The document of a line.
+    pub fn read(&self, line: &[u8], file: &Path, number: u64) -> Result<Document, DataError> {
+        let bad = |problem: String| record(file, number, problem);
+        let object = parsed(line, file, number)?;
+        let label = self.label.map(|field| class(&object, field)).transpose().map_err(bad)?;
+        let (mut ids, mut learned, mut after) = (Vec::new(), Vec::new(), 0);
+        match (self.content, self.talk(&object).map_err(bad)?) {
+            (Content::Chat { loss: Loss::Answers, .. }, talk) => {
+                let mut places = Vec::new();
+                self.tokenizer.encode_with_places(&talk.text, &mut places).map_err(none).map_err(bad)?;
+                let answered = |at: usize| talk.answers.iter().any(|answer| answer.contains(&at));
+                (ids, learned) = places.into_iter().map(|(id, at)| (id, answered(at))).unzip();
+                if !learned.contains(&true) {
+                    return Err(bad("it has no message of the assistant to learn from".into()));
+                }
+            }
+            (_, talk) if self.label.is_some() => {
+                (ids, after) = self.tokenizer.encode_whole(&talk.text).map_err(none).map_err(bad)?;
+            }
+            (_, talk) => self.tokenizer.encode(&talk.text, &mut ids).map_err(none).map_err(bad)?,
+        }
+        if let (None, Some(separator)) = (self.label, self.separator)
+            && ids.last() != Some(&separator)
+        {
+            ids.push(separator);
+            if !learned.is_empty() {
+                learned.push(false);
+            }
+        }
+        let whole = ids.len() as u64;
+        // Something is predicted from something.
+        let least = if self.label.is_some() { 1 } else { 2 };
+        if ids.len() < least {
+            return Err(bad(format!("it gives {whole} tokens, and a sample needs {least}")));
+        }
+        if ids.len() > self.room {
+            match self.too_long {
+                TooLong::Refuse => {
+                    let problem = format!("it has {whole} tokens, and a sample takes {}", self.room);
+                    return Err(bad(problem));
+                }
+                // What the tokenizer puts at the end of a sample stays there.
+                TooLong::Cut => {
+                    drop(ids.drain(self.room.saturating_sub(after)..ids.len() - after.min(self.room)))
+                }
+                TooLong::Split => {}
+            }
+            learned.truncate(ids.len());
+        }
+        if !learned.is_empty() && !learned.contains(&true) {
+            let problem = format!("its first answer lies beyond the {} tokens of a sample", self.room);
+            return Err(bad(problem));
+        }
+        Ok(Document { ids, learned, label, whole })
+    }
+
+    /// The text of a line, as it will be tokenised.
+    pub fn text(&self, line: &[u8], file: &Path, number: u64) -> Result<String, DataError> {
+        let object = parsed(line, file, number)?;
+        self.talk(&object).map(|talk| talk.text).map_err(|problem| record(file, number, problem))
+    }
+
+    fn talk(&self, object: &Value) -> Result<Talk, String> {
+        let talk = match self.content {
+            Content::Text { field } => {
+                let text = string(object, field)?.to_owned();
+                Talk { text, answers: Vec::new() }
+            }
+            Content::Chat { field, template, loss } => {
+                template.talk(&messages(object, field)?, *loss == Loss::Answers)?
+            }
+        };
+        if talk.text.is_empty() { Err("its text is empty".into()) } else { Ok(talk) }
+    }
+}
+
+fn none(text: String) -> String {
+    format!("`{text}` has no token")
+}
+
+pub fn record(file: &Path, number: u64, problem: String) -> DataError {
+    DataError::Record { file: file.to_owned(), place: format!("line {number}"), problem }
+}
+
+fn parsed(line: &[u8], file: &Path, number: u64) -> Result<Value, DataError> {
+    let bad = |problem: String| record(file, number, problem);
+    let value: Value =
+        serde_json::from_slice(line).map_err(|error| bad(format!("it is no JSON: {error}")))?;
+    match value {
+        Value::Object(_) => Ok(value),
+        other => Err(bad(format!("it is {}, and a record is an object", kind(&other)))),
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn field<'a>(object: &'a Value, name: &str) -> Result<&'a Value, String> {
+    let names = || {
+        let known = object.as_object().into_iter().flatten().map(|(name, _)| format!("`{name}`"));
+        known.take(8).collect::<Vec<_>>().join(", ")
+    };
+    object.get(name).ok_or_else(|| format!("it has no field `{name}`, but {}", names()))
+}
+
+fn string<'a>(object: &'a Value, name: &str) -> Result<&'a str, String> {
+    let value = field(object, name)?;
+    value.as_str().ok_or_else(|| format!("its `{name}` is {}, and must be a string", kind(value)))
+}
+
+fn messages(object: &Value, name: &str) -> Result<Vec<Message>, String> {
+    let value = field(object, name)?;
+    let list =
+        value.as_array().ok_or_else(|| format!("its `{name}` is {}, and must be a list", kind(value)))?;
+    if list.is_empty() {
+        return Err(format!("its `{name}` are none"));
+    }
+    let message = |value: &Value| {
+        let (role, content) = (string(value, "role")?, string(value, "content")?);
+        if !ROLES.contains(&role) {
+            return Err(format!("a message has the role `{role}`, which is none of {}", ROLES.join(", ")));
+        }
+        Ok(Message { role: role.to_owned(), content: content.to_owned() })
+    };
+    list.iter().map(message).collect()
+}
+
+/// A class by its name; whole numbers, true and false are names too.
+fn class(object: &Value, name: &str) -> Result<String, String> {
+    match field(object, name)? {
+        Value::String(text) if !text.is_empty() => Ok(text.clone()),
+        Value::Number(number) if number.is_i64() || number.is_u64() => Ok(number.to_string()),
+        Value::Bool(flag) => Ok(flag.to_string()),
+        other => {
+            let allowed = "a string that is not empty, a whole number, true or false";
+            Err(format!("its `{name}` is {}, and must be {allowed}", kind(other)))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::template::NAMED;
+    use super::*;
+
+    fn text() -> Content {
+        Content::Text { field: "text".into() }
+    }
+
+    fn chat(loss: Loss) -> Content {
+        let plain = NAMED.iter().find(|(name, _)| *name == "plain").unwrap().1;
+        let template = Template::new(plain.into(), String::new(), String::new()).unwrap();
+        Content::Chat { field: "messages".into(), template, loss }
+    }
+
+    fn read(
+        content: &Content,
+        label: Option<&str>,
+        room: usize,
+        too_long: TooLong,
+        line: &str,
+    ) -> Result<Document, String> {
+        let reader = Reader {
+            content,
+            label,
+            tokenizer: &Tokenizer::Bytes,
+            separator: None,
+            too_long,
+            room,
+            bad_records: 0,
+        };
+        reader.read(line.as_bytes(), Path::new("a.jsonl"), 7).map_err(|error| {
+            assert!(error.is_record());
+            error.to_string()
+        })
+    }
+
+    fn shown(ids: &[u32]) -> String {
+        Tokenizer::Bytes.decode(ids)
+    }
+
+    #[test]
+    fn a_text_is_its_ids_and_a_class_its_name() {
+        let document = read(&text(), None, 99, TooLong::Cut, r#"{"text": "héllo"}"#).unwrap();
+        assert_eq!((shown(&document.ids), document.whole), ("héllo".into(), 6));
+        for (label, name) in [(r#""spam""#, "spam"), ("3", "3"), ("true", "true")] {
+            let line = format!(r#"{{"text": "x", "label": {label}}}"#);
+            let document = read(&text(), Some("label"), 99, TooLong::Cut, &line).unwrap();
+            assert_eq!((document.label.as_deref(), document.ids.len()), (Some(name), 1));
+        }
+    }
+
+    #[test]
+    fn only_answers_are_learned() {
+        let line =
+            r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}"#;
+        let document = read(&chat(Loss::Answers), None, 99, TooLong::Cut, line).unwrap();
+        assert_eq!(shown(&document.ids), "user: Hi\nassistant: Yo\n");
+        let learned: Vec<u32> =
+            document.ids.iter().zip(&document.learned).filter(|(_, l)| **l).map(|(id, _)| *id).collect();
+        assert_eq!(shown(&learned), " Yo");
+        assert!(read(&chat(Loss::All), None, 99, TooLong::Cut, line).unwrap().learned.is_empty());
+        let error = read(&chat(Loss::Answers), None, 10, TooLong::Cut, line).unwrap_err();
+        assert!(error.contains("its first answer lies beyond the 10 tokens"), "{error}");
+    }
+
+    #[test]
+    fn what_is_too_long_is_cut_kept_or_refused() {
+        let line = r#"{"text": "abcdefgh"}"#;
+        let cut = read(&text(), None, 5, TooLong::Cut, line).unwrap();
+        assert_eq!((shown(&cut.ids), cut.whole), ("abcde".into(), 8));
+        assert_eq!(read(&text(), None, 5, TooLong::Split, line).unwrap().ids.len(), 8);
+        let refused = read(&text(), None, 5, TooLong::Refuse, line).unwrap_err();
+        assert!(refused.contains("line 7: it has 8 tokens, and a sample takes 5"), "{refused}");
+    }
+
+    #[test]
+    fn bad_records_say_what_is_wrong() {
+        let wrong =
+            |content: &Content, label, line: &str| read(content, label, 99, TooLong::Cut, line).unwrap_err();
+        let cases = [
+            (wrong(&text(), None, "{"), "`a.jsonl`, line 7: it is no JSON: EOF"),
+            (wrong(&text(), None, "[1]"), "it is a list, and a record is an object"),
+            (wrong(&text(), None, r#"{"a": 1, "b": 2}"#), "it has no field `text`, but `a`, `b`"),
+            (wrong(&text(), None, r#"{"text": 3}"#), "its `text` is a number, and must be a string"),
+            (wrong(&text(), None, r#"{"text": ""}"#), "its text is empty"),
+            (wrong(&text(), None, r#"{"text": "x"}"#), "it gives 1 tokens, and a sample needs 2"),
+            (
+                wrong(&text(), Some("y"), r#"{"text": "x", "y": 0.5}"#),
+                "its `y` is a number, and must be a string",
+            ),
+            (wrong(&chat(Loss::All), None, r#"{"messages": []}"#), "its `messages` are none"),
+            (
+                wrong(&chat(Loss::All), None, r#"{"messages": [{"role": "pope", "content": "x"}]}"#),
+                "a message has the role `pope`",
+            ),
+            (
+                wrong(&chat(Loss::Answers), None, r#"{"messages": [{"role": "user", "content": "x"}]}"#),
+                "no message of the assistant",
+            ),
+            (
+                wrong(&chat(Loss::All), None, r#"{"messages": [{"role": "user"}]}"#),
+                "it has no field `content`",
+            ),
+        ];
+        for (found, wanted) in cases {
+            assert!(found.contains(wanted), "{found}");
+        }
+        let reader = Reader {
+            content: &text(),
+            label: None,
+            tokenizer: &Tokenizer::Bytes,
+            separator: None,
+            too_long: TooLong::Cut,
+            room: 9,
+            bad_records: 0,
+        };
+        let error = reader.read(b"{\"text\": \"a\xffb\"}", Path::new("a"), 1).unwrap_err().to_string();
+        assert!(error.contains("line 1: it is no JSON: invalid unicode"), "{error}");
+    }
+
+    proptest! {
+        /// Whatever a line holds, it is read or refused.
+        #[test]
+        fn any_line_is_read_or_refused(at in 0usize..100, bytes in prop::collection::vec(any::<u8>(), 0..4), deep in 0usize..300) {
+            let line = r#"{"text": "ab\u00e9", "label": 1, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}"#;
+            let mut line = line.as_bytes().to_vec();
+            line.splice(at..(at + 2).min(line.len()), bytes);
+            line.extend(std::iter::repeat_n(b'[', deep));
+            for (content, label) in [(text(), None), (text(), Some("label")), (chat(Loss::Answers), None)] {
+                let reader = Reader {
+                    content: &content, label, tokenizer: &Tokenizer::Bytes, separator: Some(10), too_long: TooLong::Cut, room: 30, bad_records: 0,
+                };
+                if let Ok(document) = reader.read(&line, Path::new("a"), 1) {
+                    prop_assert!(document.ids.len() <= 30 && document.whole >= document.ids.len() as u64);
+                    prop_assert!(document.learned.is_empty() || document.learned.len() == document.ids.len());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! Chat messages as one text: a Jinja template, as Hugging Face's tokenizers have it.
+//!
+//! A template sees `messages` (each with `role` and `content`), `bos_token`, `eos_token` and `add_generation_prompt`,
+//! and may call `raise_exception`. Blocks take the end of their line with them.
+
+use std::ops::Range;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Value, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, context};
+
+/// The templates that have names.
+pub const NAMED: [(&str, &str); 5] = [
+    (
+        "chatml",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}\
+         {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    ),
+    (
+        "llama2",
+        "{% set talk = namespace(system='') %}\
+         {% for m in messages %}\
+         {% if m.role == 'system' %}{% set talk.system = '<<SYS>>\\n' + m.content.strip() + '\\n<</SYS>>\\n\\n' %}\
+         {% elif m.role == 'user' %}\
+         {{ bos_token + '[INST] ' + talk.system + m.content.strip() + ' [/INST]' }}{% set talk.system = '' %}\
+         {% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}\
+         {% else %}{{ raise_exception('it knows no role ' + m.role) }}{% endif %}\
+         {% endfor %}",
+    ),
+    (
+        "llama3",
+        "{{ bos_token }}{% for m in messages %}\
+         {{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content.strip() + '<|eot_id|>' }}\
+         {% endfor %}\
+         {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
+    ),
+    (
+        "gemma",
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}\
+         {{ raise_exception('it knows no role system') }}{% endif %}\
+         {{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content.strip() }}\
+         {{ '<end_of_turn>\\n' }}{% endfor %}\
+         {% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}",
+    ),
+    (
+        "plain",
+        "{% for m in messages %}{{ m.role + ': ' + m.content.strip() + '\\n' }}{% endfor %}\
+         {% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}",
+    ),
+];
+
+/// One message of a talk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message {
+    pub role: String,
+    pub content: String,
+}
+
+/// The roles a message can have.
+pub const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
+
+/// A talk as text, and the bytes of it that are answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Talk {
+    pub text: String,
+    pub answers: Vec<Range<usize>>,
+}
+
+pub struct Template {
+    environment: Environment<'static>,
+    bos: String,
+    eos: String,
+}
+
+const NAME: &str = "template";
+
+impl Template {
+    /// A template from its source; the special tokens are what it sees as `bos_token` and `eos_token`.
+    pub fn new(source: String, bos: String, eos: String) -> Result<Self, String> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(told)?;
+        environment.set_syntax(syntax);
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment
+            .set_unknown_method_callback(|_, value, method, arguments| python(value, method, arguments));
+        environment.add_template_owned(NAME, source).map_err(told)?;
+        Ok(Self { environment, bos, eos })
+    }
+
+    fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, String> {
+        let message = |m: &Message| context! { role => m.role.as_str(), content => m.content.as_str() };
+        let messages: Value = messages.iter().map(message).collect::<Vec<Value>>().into();
+        let seen = context! {
+            messages, add_generation_prompt, bos_token => self.bos.as_str(), eos_token => self.eos.as_str(),
+        };
+        self.environment.get_template(NAME).and_then(|template| template.render(seen)).map_err(told)
+    }
+
+    /// The whole talk; an answer is what a message of the assistant adds to the talk before it, which ends as if
+    /// an answer were asked for.
+    pub fn talk(&self, messages: &[Message], with_answers: bool) -> Result<Talk, String> {
+        let text = self.render(messages, false)?;
+        let mut answers = Vec::new();
+        for (i, _) in messages.iter().enumerate().filter(|(_, m)| with_answers && m.role == "assistant") {
+            let before = self.render(&messages[..i], true)?;
+            let after =
+                if i + 1 == messages.len() { text.clone() } else { self.render(&messages[..=i], false)? };
+            if !after.starts_with(&before) || !text.starts_with(after.trim_end()) {
+                let problem = "the template does not put messages one after the other, so that answers cannot be \
+                               told apart; set `loss = \"all\"`";
+                return Err(problem.into());
+            }
+            // White space after the end of an answer is the template's.
+            answers.push(before.len()..after.trim_end().len().max(before.len()));
+        }
+        Ok(Talk { text, answers })
+    }
+}
+
+fn told(error: Error) -> String {
+    match error.line() {
+        Some(line) => format!("{error} (line {line} of the template)"),
+        None => error.to_string(),
+    }
+}
+
+/// The methods of Python's strings and dictionaries that templates use.
+fn python(value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Error> {
+    let unknown = || Error::new(ErrorKind::UnknownMethod, format!("there is no method `{method}` here"));
+    let text = |i: usize| arguments.get(i).and_then(Value::as_str);
+    if let Some(string) = value.as_str() {
+        let cut = |c: char| text(0).map_or(c.is_whitespace(), |these| these.contains(c));
+        return Ok(match (method, text(0), text(1)) {
+            ("strip", ..) => string.trim_matches(cut).into(),
+            ("lstrip", ..) => string.trim_start_matches(cut).into(),
+            ("rstrip", ..) => string.trim_end_matches(cut).into(),
+            ("upper", ..) => string.to_uppercase().into(),
+            ("lower", ..) => string.to_lowercase().into(),
+            ("startswith", Some(start), _) => string.starts_with(start).into(),
+            ("endswith", Some(end), _) => string.ends_with(end).into(),
+            ("replace", Some(from), Some(to)) => string.replace(from, to).into(),
+            ("split", Some(at), _) if !at.is_empty() => {
+                string.split(at).map(Value::from).collect::<Vec<_>>().into()
+            }
+            ("split", None, _) => string.split_whitespace().map(Value::from).collect::<Vec<_>>().into(),
+            _ => return Err(unknown()),
+        });
+    }
+    if value.kind() != ValueKind::Map {
+        return Err(unknown());
+    }
+    match (method, arguments) {
+        ("get", [key]) => value.get_item(key),
+        ("get", [key, other]) => {
+            value.get_item(key).map(|found| if found.is_undefined() { other.clone() } else { found })
+        }
+        ("keys", []) => Ok(value.try_iter()?.collect::<Vec<_>>().into()),
+        ("items", []) => {
+            let pairs = value.try_iter()?.map(|key| Ok(vec![key.clone(), value.get_item(&key)?].into()));
+            Ok(pairs.collect::<Result<Vec<Value>, Error>>()?.into())
+        }
+        _ => Err(unknown()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn talk(name: &str, messages: &[(&str, &str)]) -> Result<(String, Vec<String>), String> {
+        let source = NAMED.iter().find(|(known, _)| *known == name).map_or(name, |(_, source)| source);
+        let template = Template::new(source.into(), "<s>".into(), "</s>".into())?;
+        let messages: Vec<Message> = messages
+            .iter()
+            .map(|&(role, content)| Message { role: role.into(), content: content.into() })
+            .collect();
+        let Talk { text, answers } = template.talk(&messages, true)?;
+        let answers = answers.into_iter().map(|range| text[range].to_owned()).collect();
+        Ok((text, answers))
+    }
+
+    const TALK: [(&str, &str); 5] = [
+        ("system", "Be kind."),
+        ("user", " Hi "),
+        ("assistant", "Hello!"),
+        ("user", "Bye"),
+        ("assistant", "Ciao"),
+    ];
+
+    #[test]
+    fn templates_that_have_names_are_as_published() {
+        let (text, answers) = talk("chatml", &TALK[..3]).unwrap();
+        assert_eq!(
+            text,
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+        );
+        assert_eq!(answers, ["Hello!<|im_end|>"]);
+        let (text, answers) = talk("llama2", &TALK).unwrap();
+        assert_eq!(
+            text,
+            "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] Hello! </s><s>[INST] Bye [/INST] Ciao </s>"
+        );
+        assert_eq!(answers, [" Hello! </s>", " Ciao </s>"]);
+        let (text, answers) = talk("llama3", &TALK[1..3]).unwrap();
+        assert_eq!(
+            text,
+            "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHello!<|eot_id|>"
+        );
+        assert_eq!(answers, ["Hello!<|eot_id|>"]);
+        let (text, answers) = talk("gemma", &TALK[1..3]).unwrap();
+        assert_eq!(
+            text,
+            "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello!<end_of_turn>\n"
+        );
+        assert_eq!(answers, ["Hello!<end_of_turn>"]);
+        assert_eq!(talk("plain", &TALK).unwrap().1, [" Hello!", " Ciao"]);
+        assert_eq!(
+            talk("gemma", &TALK).unwrap_err().split(" (").next().unwrap(),
+            "invalid operation: it knows no role system"
+        );
+    }
+
+    #[test]
+    fn the_dialect_of_published_templates_is_understood() {
+        let source = "{% if messages[0]['role'] == 'system' %}
+    {% set rest = messages[1:] %}
+{% else %}
+    {% set rest = messages %}
+{% endif %}
+{%- for message in rest -%}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('roles must take turns') }}
+    {% endif %}
+    {{- '[' + message.get('role').upper() + ']' + message['content'] | trim }}
+    {%- if message.role == 'assistant' and message.content.startswith('H') %}{{ eos_token }}{% endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '[ASSISTANT]' }}{% endif %}";
+        let (text, answers) = talk(source, &TALK).unwrap();
+        assert_eq!(text, "[USER]Hi[ASSISTANT]Hello!</s>[USER]Bye[ASSISTANT]Ciao");
+        assert_eq!(answers, ["Hello!</s>", "Ciao"]);
+        let wrong = talk(source, &[("user", "a"), ("user", "b")]).unwrap_err();
+        assert!(wrong.contains("roles must take turns"), "{wrong}");
+        assert!(talk("{{ messages[0].content.nonsense() }}", &TALK).unwrap_err().contains("nonsense"));
+        assert!(talk("{% if %}", &TALK).unwrap_err().contains("line 1"));
+        // A template that shows the last message only.
+        assert!(
+            talk("{{ messages[-1].content }}", &TALK).unwrap_err().contains("answers cannot be told apart")
+        );
+    }
+}

@@ -1,0 +1,275 @@
+//! Text to token ids and back: characters, bytes, or what a `tokenizer.json` of Hugging Face says.
+
+mod json;
+mod words;
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::DataError;
+use super::tokens::Width;
+
+pub use json::Json;
+
+/// What a token is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Units {
+    /// Each distinct character of the set.
+    Characters,
+    /// Each byte.
+    Bytes,
+    /// What this `tokenizer.json` says.
+    File(PathBuf),
+}
+
+impl Units {
+    /// Where nothing needs to be known of the text; `None` for characters.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>, DataError> {
+        match self {
+            Units::Characters => Ok(None),
+            Units::Bytes => Ok(Some(Tokenizer::Bytes)),
+            Units::File(file) => Ok(Some(Tokenizer::Json(Box::new(Json::open(file)?)))),
+        }
+    }
+
+    /// As a fingerprint has it.
+    pub fn how(&self) -> String {
+        format!("{self:?}")
+    }
+}
+
+/// Which token stands between documents.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Separator {
+    /// The tokenizer's own, where it has one.
+    Auto,
+    None,
+    Token(String),
+}
+
+/// Turns text into ids.
+pub enum Tokenizer {
+    Characters(Characters),
+    Bytes,
+    Json(Box<Json>),
+}
+
+/// Where a long text may be cut so that its parts give the ids of the whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// Between any two characters.
+    Anywhere,
+    /// Before a single space between two words, or after a single end of line between two.
+    Before,
+    /// At a single space between two words, which the beginning of the second part stands for.
+    At,
+}
+
+impl Tokenizer {
+    /// Ids are below it.
+    pub fn vocab(&self) -> usize {
+        match self {
+            Tokenizer::Characters(characters) => characters.vocabulary.len(),
+            Tokenizer::Bytes => 256,
+            Tokenizer::Json(json) => json.vocab(),
+        }
+    }
+
+    pub fn width(&self) -> Width {
+        Width::of(self.vocab())
+    }
+
+    pub fn cut(&self) -> Cut {
+        match self {
+            Tokenizer::Characters(_) | Tokenizer::Bytes => Cut::Anywhere,
+            Tokenizer::Json(json) => json.cut(),
+        }
+    }
+
+    /// Appends the ids of `text`, or tells what it has no ids for.
+    pub fn encode(&self, text: &str, into: &mut Vec<u32>) -> Result<(), String> {
+        match self {
+            Tokenizer::Characters(characters) => characters.encode(text, into),
+            Tokenizer::Bytes => {
+                into.extend(text.bytes().map(u32::from));
+                Ok(())
+            }
+            Tokenizer::Json(json) => json.encode(text, into),
+        }
+    }
+
+    /// Appends the ids of `text` and the byte each begins at.
+    pub fn encode_with_places(&self, text: &str, into: &mut Vec<(u32, usize)>) -> Result<(), String> {
+        match self {
+            Tokenizer::Json(json) => json.encode_with_places(text, into),
+            Tokenizer::Bytes => {
+                into.extend(text.bytes().enumerate().map(|(at, byte)| (byte.into(), at)));
+                Ok(())
+            }
+            Tokenizer::Characters(characters) => {
+                let mut ids = Vec::new();
+                characters.encode(text, &mut ids)?;
+                into.extend(ids.into_iter().zip(text.char_indices().map(|(at, _)| at)));
+                Ok(())
+            }
+        }
+    }
+
+    /// The ids of `text` between those the tokenizer puts around a whole sample (as `[CLS]` and `[SEP]`), and
+    /// how many of those stand at its end.
+    pub fn encode_whole(&self, text: &str) -> Result<(Vec<u32>, usize), String> {
+        match self {
+            Tokenizer::Json(json) => json.encode_whole(text),
+            _ => {
+                let mut ids = Vec::new();
+                self.encode(text, &mut ids)?;
+                Ok((ids, 0))
+            }
+        }
+    }
+
+    /// Ids as text; those that are not the whole of a character are shown as such.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        match self {
+            Tokenizer::Characters(characters) => characters.decode(ids),
+            Tokenizer::Bytes => {
+                let bytes: Vec<u8> = ids.iter().map(|&id| id as u8).collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+            Tokenizer::Json(json) => json.decode(ids),
+        }
+    }
+
+    /// The id of the token between documents.
+    pub fn separator(&self, wish: &Separator) -> Result<Option<u32>, DataError> {
+        match (wish, self) {
+            (Separator::None, _) | (Separator::Auto, Tokenizer::Characters(_) | Tokenizer::Bytes) => Ok(None),
+            (Separator::Auto, Tokenizer::Json(json)) => Ok(json.end()),
+            (Separator::Token(text), _) => {
+                let mut ids = Vec::new();
+                let id = self.encode(text, &mut ids).ok().and_then(|()| match (self, &ids[..]) {
+                    (Tokenizer::Json(json), _) => json.id(text),
+                    (_, &[id]) => Some(id),
+                    _ => None,
+                });
+                let wrong = || DataError::Setting {
+                    name: "separator",
+                    value: format!("`{text}`"),
+                    wanted: "it must be a token of the vocabulary, \"auto\" or \"none\"",
+                };
+                id.map(Some).ok_or_else(wrong)
+            }
+        }
+    }
+
+    /// A special token's text, by its part in templates: "bos_token" or "eos_token"; empty where there is none.
+    pub fn special(&self, part: &str) -> String {
+        match self {
+            Tokenizer::Json(json) => json.special(part).unwrap_or_default(),
+            _ => String::new(),
+        }
+    }
+}
+
+/// Characters as tokens: an id is a place in the sorted vocabulary.
+#[derive(Clone, Debug)]
+pub struct Characters {
+    vocabulary: Vec<char>,
+    ascii: Box<[u32; 128]>,
+}
+
+impl Characters {
+    pub fn new(vocabulary: impl IntoIterator<Item = char>) -> Self {
+        let mut vocabulary: Vec<char> = vocabulary.into_iter().collect();
+        vocabulary.sort_unstable();
+        vocabulary.dedup();
+        let place = |c: usize| vocabulary.binary_search(&(c as u8 as char)).map_or(u32::MAX, |i| i as u32);
+        Self { ascii: Box::new(std::array::from_fn(place)), vocabulary }
+    }
+
+    pub fn vocabulary(&self) -> &[char] {
+        &self.vocabulary
+    }
+
+    fn id(&self, character: char) -> Option<u32> {
+        match self.ascii.get(character as usize) {
+            Some(&id) => (id != u32::MAX).then_some(id),
+            None => self.vocabulary.binary_search(&character).ok().map(|id| id as u32),
+        }
+    }
+
+    fn encode(&self, text: &str, into: &mut Vec<u32>) -> Result<(), String> {
+        into.reserve(text.len());
+        for character in text.chars() {
+            into.push(self.id(character).ok_or_else(|| character.to_string())?);
+        }
+        Ok(())
+    }
+
+    fn decode(&self, ids: &[u32]) -> String {
+        let character = |&id: &u32| self.vocabulary.get(id as usize).copied().unwrap_or('\u{fffd}');
+        ids.iter().map(character).collect()
+    }
+
+    /// The vocabulary as a `tokenizer.json`, which other tools and a later job can read: pairs are never
+    /// merged, so that each character stays a token.
+    pub fn to_json(&self) -> Vec<u8> {
+        let places = self.vocabulary.iter().enumerate();
+        let vocab: serde_json::Map<_, _> = places.map(|(id, c)| (c.to_string(), json!(id))).collect();
+        let file = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+            "decoder": { "type": "Fuse" },
+            "model": {
+                "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+                "ignore_merges": false, "vocab": vocab, "merges": [],
+            },
+        });
+        file.to_string().into_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn characters_are_their_places_and_other_tools_can_read_them() {
+        let characters = Characters::new("hello wörld".chars());
+        assert_eq!(characters.vocabulary().iter().collect::<String>(), " dehlorwö");
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("tokenizer.json");
+        std::fs::write(&file, characters.to_json()).unwrap();
+        let json = Tokenizer::Json(Box::new(Json::open(&file).unwrap()));
+        let own = Tokenizer::Characters(characters);
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        own.encode("höwrld oe", &mut a).unwrap();
+        json.encode("höwrld oe", &mut b).unwrap();
+        assert_eq!((&a, json.vocab()), (&b, 9));
+        assert_eq!((own.decode(&a), json.decode(&a)), ("höwrld oe".into(), "höwrld oe".into()));
+        assert_eq!(own.encode("x", &mut a).unwrap_err(), "x");
+        assert_eq!(own.separator(&Separator::Token("h".into())).unwrap(), Some(3));
+        assert!(own.separator(&Separator::Token("he".into())).is_err());
+        assert_eq!(Tokenizer::Bytes.separator(&Separator::Auto).unwrap(), None);
+    }
+
+    proptest! {
+        #[test]
+        fn text_comes_back(text in "\\PC{0,40}") {
+            let own = Characters::new(text.chars());
+            for tokenizer in [Tokenizer::Characters(own), Tokenizer::Bytes] {
+                let (mut ids, mut places) = (Vec::new(), Vec::new());
+                tokenizer.encode(&text, &mut ids).unwrap();
+                tokenizer.encode_with_places(&text, &mut places).unwrap();
+                prop_assert_eq!(tokenizer.decode(&ids), &text[..]);
+                prop_assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab()));
+                prop_assert!(places.iter().map(|p| p.0).eq(ids));
+                prop_assert!(places.iter().map(|p| p.1).is_sorted());
+            }
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! A `tokenizer.json`, as Hugging Face's `tokenizers` saves it.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Display,
+    fs,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+};
+
+use serde_json::{Value, json};
+use tokenizers::utils::SysRegex;
+use tokenizers::{Model, Tokenizer};
+
+use super::Cut;
+use super::words::{Memory, Rule, recall};
+use crate::data::DataError;
+
+/// No published tokenizer comes near it: what is larger is something else.
+const LARGEST: u64 = 256 << 20;
+
+/// What ends a document in well-known vocabularies, and what begins one.
+const ENDS: [&str; 6] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]"];
+const BEGINS: [&str; 4] = ["<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"];
+
+pub struct Json {
+    inner: Tokenizer,
+    vocab: usize,
+    cut: Cut,
+    /// Present where texts can be taken word by word.
+    words: Option<(Rule, Memory)>,
+    /// The special tokens as they stand in a text, the longest first, by their first byte.
+    specials: BTreeMap<u8, Vec<(String, u32)>>,
+    /// `tokenizer_config.json` beside it, or nothing.
+    config: Value,
+}
+
+impl Json {
+    pub fn open(file: &Path) -> Result<Self, DataError> {
+        let wrong = |problem: String| DataError::Tokenizer { file: file.to_owned(), problem };
+        let bytes = fs::metadata(file).map_err(DataError::io(file))?.len();
+        if bytes > LARGEST {
+            return Err(wrong(format!("it has {bytes} bytes, and no tokenizer has more than {LARGEST}")));
+        }
+        let text = fs::read(file).map_err(DataError::io(file))?;
+        let mut value: Value = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
+        if !value["model"].is_object() {
+            return Err(wrong("it has no `model`".into()));
+        }
+        // A set is tokenised once and whole: nothing is cut, filled up or left to chance.
+        for key in ["truncation", "padding"] {
+            value[key] = Value::Null;
+        }
+        if value["model"].get("dropout").is_some() {
+            value["model"]["dropout"] = Value::Null;
+        }
+        let rule = rule(&value);
+        let text = serde_json::to_vec(&value).map_err(|error| wrong(error.to_string()))?;
+        drop(value);
+        let inner = guarded(|| Tokenizer::from_bytes(&text)).map_err(wrong)?;
+        let ids = inner.get_vocab(true);
+        let Some(last) = ids.values().max() else { return Err(wrong("its vocabulary is empty".into())) };
+        let apart = || ids.keys().all(|token| begins_words(token));
+        let rule = rule.filter(|rule| !matches!(rule, Rule::Spaces) || apart());
+        let vocab = *last as usize + 1;
+        if vocab > 1 << 24 {
+            return Err(wrong(format!("it has a token with the number {last}")));
+        }
+        let mut json = Self {
+            specials: BTreeMap::new(),
+            config: beside(file),
+            vocab,
+            cut: Cut::Before,
+            words: None,
+            inner,
+        };
+        json.words = json.find_specials().and(rule).map(|rule| (rule, Memory::new()));
+        json.cut = json.find_cut();
+        Ok(json)
+    }
+
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    pub fn cut(&self) -> Cut {
+        self.cut
+    }
+
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// What ends a document: as `tokenizer_config.json` says, or a well-known token.
+    pub fn end(&self) -> Option<u32> {
+        self.special("eos_token").and_then(|token| self.id(&token))
+    }
+
+    /// The text of "bos_token" or "eos_token".
+    pub fn special(&self, part: &str) -> Option<String> {
+        let told = &self.config[part];
+        let told =
+            told.as_str().or_else(|| told["content"].as_str()).filter(|token| self.id(token).is_some());
+        let known: &[&str] = if part == "bos_token" { &BEGINS } else { &ENDS };
+        told.or_else(|| known.iter().copied().find(|token| self.id(token).is_some())).map(str::to_owned)
+    }
+
+    /// The chat template that is published with it.
+    pub fn template(&self) -> Option<String> {
+        self.config["chat_template"].as_str().map(str::to_owned)
+    }
+
+    pub fn encode(&self, text: &str, into: &mut Vec<u32>) -> Result<(), String> {
+        let Some((rule, memory)) = &self.words else {
+            let encoding = guarded(|| self.inner.encode_fast(text, false))?;
+            into.extend_from_slice(encoding.get_ids());
+            return Ok(());
+        };
+        memory.with(|known| {
+            let make = |word: &str| {
+                let tokens = guarded(|| self.inner.get_model().tokenize(&rule.shown(word)))?;
+                Ok::<_, String>(tokens.into_iter().map(|token| token.id).collect())
+            };
+            let mut rest = text;
+            loop {
+                let special = self.next_special(rest);
+                let plain = special.map_or(rest, |(at, ..)| &rest[..at]);
+                rule.words(plain, |word| recall(known, word, into, make))?;
+                let Some((at, len, id)) = special else { return Ok(()) };
+                into.push(id);
+                rest = &rest[at + len..];
+            }
+        })
+    }
+
+    pub fn encode_with_places(&self, text: &str, into: &mut Vec<(u32, usize)>) -> Result<(), String> {
+        let encoding = guarded(|| self.inner.encode(text, false))?;
+        let places = encoding.get_offsets().iter().map(|(start, _)| *start);
+        into.extend(encoding.get_ids().iter().copied().zip(places));
+        Ok(())
+    }
+
+    pub fn encode_whole(&self, text: &str) -> Result<(Vec<u32>, usize), String> {
+        let encoding = guarded(|| self.inner.encode_fast(text, true))?;
+        let mask = encoding.get_special_tokens_mask();
+        let after = mask.iter().rev().take_while(|&&special| special == 1).count();
+        Ok((encoding.get_ids().to_vec(), after))
+    }
+
+    pub fn decode(&self, ids: &[u32]) -> String {
+        guarded(|| self.inner.decode(ids, false)).unwrap_or_default()
+    }
+
+    /// The first special token of `text`: where it is, how long, and its id.
+    fn next_special(&self, text: &str) -> Option<(usize, usize, u32)> {
+        let found = self.specials.iter().filter_map(|(&first, tokens)| {
+            memchr::memchr_iter(first, text.as_bytes()).find_map(|at| {
+                let here =
+                    tokens.iter().find(|(token, _)| text.as_bytes()[at..].starts_with(token.as_bytes()));
+                here.map(|(token, id)| (at, token.len(), *id))
+            })
+        });
+        found.min_by_key(|found| found.0)
+    }
+
+    /// Learns the special tokens; `None` where one is more than the text it stands for.
+    fn find_specials(&mut self) -> Option<()> {
+        for (id, token) in self.inner.get_added_tokens_decoder() {
+            if token.single_word || token.lstrip || token.rstrip || token.normalized {
+                return None;
+            }
+            let first = *token.content.as_bytes().first()?;
+            self.specials.entry(first).or_default().push((token.content, id));
+        }
+        for tokens in self.specials.values_mut() {
+            tokens.sort_by_key(|(token, _)| std::cmp::Reverse(token.len()));
+        }
+        Some(())
+    }
+
+    /// Where texts can be cut, by trying it.
+    fn find_cut(&self) -> Cut {
+        const TRIED: [[&str; 2]; 4] =
+            [["alpha", "beta"], ["One.", "Two"], ["x, y", "(z) 12"], ["über", "3 + \"four\""]];
+        let ids = |text: &str| {
+            let mut ids = Vec::new();
+            // A text without ids differs from every other.
+            self.encode(text, &mut ids).is_ok().then_some(ids)
+        };
+        let agrees = |second: fn(&str) -> String| {
+            TRIED.iter().all(|[a, b]| {
+                let parts = ids(a).zip(ids(&second(b)));
+                parts.map(|(a, b)| [a, b].concat()) == ids(&format!("{a} {b}"))
+            })
+        };
+        match agrees(|b| format!(" {b}")) {
+            true => Cut::Before,
+            false if agrees(str::to_owned) => Cut::At,
+            false => Cut::Before,
+        }
+    }
+}
+
+/// The settings published beside a tokenizer; a file that cannot be read is as good as none.
+fn beside(file: &Path) -> Value {
+    let text = fs::read(file.with_file_name("tokenizer_config.json"));
+    text.ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or(Value::Null)
+}
+
+/// Whether the token, in a vocabulary where words begin with `▁`, does not go on over the beginning of one.
+fn begins_words(token: &str) -> bool {
+    !token.trim_start_matches('\u{2581}').contains('\u{2581}')
+}
+
+/// The rule by which words can be taken one by one, for the tokenizers that are known by heart.
+fn rule(file: &Value) -> Option<Rule> {
+    let (model, before, normal) = (&file["model"], &file["pre_tokenizer"], &file["normalizer"]);
+    let plain = |key: &str| model[key].as_str().unwrap_or("").is_empty();
+    if model["type"] != "BPE" || !plain("continuing_subword_prefix") || !plain("end_of_word_suffix") {
+        return None;
+    }
+    let bytes = |part: &Value, by_pattern: bool| {
+        part["type"] == "ByteLevel"
+            && part["add_prefix_space"] == false
+            && part["use_regex"].as_bool().unwrap_or(true) == by_pattern
+    };
+    if normal.is_null() && bytes(before, true) {
+        return Some(Rule::Gpt2);
+    }
+    if let Some([split, then]) = before["pretokenizers"].as_array().map(Vec::as_slice)
+        && normal.is_null()
+        && bytes(then, false)
+        && split["type"] == "Split"
+        && split["behavior"] == "Isolated"
+        && split["invert"] == false
+    {
+        return split["pattern"]["Regex"]
+            .as_str()
+            .and_then(|regex| SysRegex::new(regex).ok())
+            .map(Rule::Pattern);
+    }
+    let spaces = json!({ "type": "Sequence", "normalizers": [
+        { "type": "Prepend", "prepend": "\u{2581}" },
+        { "type": "Replace", "pattern": { "String": " " }, "content": "\u{2581}" },
+    ] });
+    (before.is_null() && *normal == spaces).then_some(Rule::Spaces)
+}
+
+/// Runs the library on what a file says: an error or a panic in it is the file's fault.
+fn guarded<T, E: Display>(body: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(result) => result.map_err(|error| error.to_string()),
+        Err(_) => Err("it contradicts itself".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::data::published;
+
+    fn open(name: &str) -> Option<Json> {
+        Some(Json::open(&published("tokenizers")?.join(name).join("tokenizer.json")).unwrap())
+    }
+
+    fn ids(json: &Json, text: &str) -> Vec<u32> {
+        let mut ids = Vec::new();
+        json.encode(text, &mut ids).unwrap();
+        ids
+    }
+
+    #[test]
+    fn published_tokenizers_are_read_as_published() {
+        let (Some(gpt2), Some(llama)) = (open("gpt2"), open("llama2")) else { return };
+        assert_eq!((gpt2.vocab(), gpt2.end(), gpt2.cut()), (50_257, Some(50_256), Cut::Before));
+        assert_eq!((llama.vocab(), llama.end(), llama.cut()), (32_000, Some(2), Cut::At));
+        assert!(gpt2.words.is_some() && llama.words.is_some());
+        assert_eq!(ids(&gpt2, "Hello world<|endoftext|>!"), [15496, 995, 50256, 0]);
+        assert_eq!(ids(&llama, "Hello world"), [15043, 3186]);
+        assert_eq!(llama.special("bos_token").as_deref(), Some("<s>"));
+    }
+
+    /// GPT-2's vocabulary, cut as Llama 3 cuts.
+    fn by_a_pattern_of_its_own() -> Option<Json> {
+        let file = published("tokenizers")?.join("gpt2/tokenizer.json");
+        let mut value: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+        let regex = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        value["pre_tokenizer"] = json!({ "type": "Sequence", "pretokenizers": [
+            { "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false },
+            { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
+        ] });
+        Some(opened(value.to_string().as_bytes()).unwrap())
+    }
+
+    #[test]
+    fn words_one_by_one_are_the_text_as_a_whole() {
+        let (Some(gpt2), Some(llama)) = (open("gpt2"), open("llama2")) else { return };
+        let third = by_a_pattern_of_its_own().unwrap();
+        assert!(matches!(&third.words, Some((Rule::Pattern(_), _))));
+        let texts = "[a-zA-Z0-9 \n\t.,'!éßжя中文½\u{300}\u{a0}\u{1f600}]{0,80}";
+        let strategy = (texts, prop_oneof![Just(""), Just("<|endoftext|>"), Just("</s>"), Just("<s")], texts);
+        let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(200));
+        runner
+            .run(&strategy, |(a, special, b)| {
+                let text = format!("{a}{special}{b}");
+                for json in [&gpt2, &llama, &third] {
+                    let whole = json.inner.encode(&*text, false).unwrap();
+                    prop_assert_eq!(ids(json, &text), whole.get_ids(), "{:?}", text);
+                    let (mut places, mut last) = (Vec::new(), 0);
+                    json.encode_with_places(&text, &mut places).unwrap();
+                    prop_assert!(places.iter().map(|p| p.0).eq(ids(json, &text)));
+                    for (_, at) in places {
+                        prop_assert!(at >= last && at <= text.len());
+                        last = at;
+                    }
+                }
+                prop_assert_eq!(gpt2.decode(&ids(&gpt2, &text)), &*text);
+                if special.is_empty() {
+                    prop_assert_eq!(llama.decode(&ids(&llama, &text)), &*text);
+                }
+                Ok(())
+            })
+            .unwrap();
+    }
+
+    fn tiny() -> Value {
+        json!({
+            "version": "1.0", "truncation": null, "padding": { "strategy": { "Fixed": 9 }, "direction": "Right",
+            "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0, "pad_token": "a" },
+            "added_tokens": [{ "id": 3, "content": "<eos>", "single_word": false, "lstrip": false,
+                               "rstrip": false, "normalized": false, "special": true }],
+            "normalizer": null, "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false,
+            "trim_offsets": true, "use_regex": true }, "post_processor": null, "decoder": { "type": "ByteLevel",
+            "add_prefix_space": false, "trim_offsets": true, "use_regex": true },
+            "model": { "type": "BPE", "dropout": 0.5, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+            "vocab": { "a": 0, "b": 1, "ab": 2 }, "merges": [["a", "b"]] },
+        })
+    }
+
+    fn opened(text: &[u8]) -> Result<Json, DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("tokenizer.json");
+        fs::write(&file, text).unwrap();
+        Json::open(&file)
+    }
+
+    #[test]
+    fn nothing_is_left_to_chance_and_what_is_no_tokenizer_is_said() {
+        let json = opened(tiny().to_string().as_bytes()).unwrap();
+        for _ in 0..20 {
+            assert_eq!(ids(&json, "abba<eos>"), [2, 1, 0, 3], "no dropout, no padding");
+        }
+        assert_eq!(json.end(), Some(3));
+        for (text, wanted) in [("[1, 2]", "no `model`"), ("{", "EOF"), ("{\"model\": {}}", "")] {
+            let error = opened(text.as_bytes()).err().unwrap().to_string();
+            assert!(error.contains("cannot be used as a tokenizer") && error.contains(wanted), "{error}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+
+        /// A damaged file is refused or works; it never ends the program.
+        #[test]
+        fn damaged_files_are_refused(at in 0.0..1.0f64, byte: u8, cut in 0.0..1.0f64, how in 0..3) {
+            let mut text = tiny().to_string().into_bytes();
+            let place = (at * text.len() as f64) as usize;
+            match how {
+                0 => text[place] = byte,
+                1 => text.truncate((cut * text.len() as f64) as usize),
+                _ => drop(text.drain(place..(place + 7).min(text.len()))),
+            }
+            if let Ok(json) = opened(&text) {
+                let mut ids = Vec::new();
+                drop(json.encode("ab ba<eos>", &mut ids));
+                json.decode(&[0, 1, 2, 3, 4, u32::MAX]);
+                drop(json.encode_whole("ab"));
+            }
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! Token ids that lie in files and are mapped, never read into memory: `.bin` files as nanoGPT and llm.c write
+//! them, and those that this program makes of text.
+//!
+//! A `.bin` file is nothing but ids, or llm.c's header of 256 32-bit words and then ids; all little endian.
+
+use std::{
+    fs::File,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use memmap2::{Advice, Mmap};
+
+use super::DataError;
+
+/// Bytes of an id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    U8 = 1,
+    U16 = 2,
+    U32 = 4,
+}
+
+impl Width {
+    /// The narrowest for ids below `vocab`.
+    pub fn of(vocab: usize) -> Self {
+        match vocab {
+            0..=0x100 => Width::U8,
+            0x101..=0x1_0000 => Width::U16,
+            _ => Width::U32,
+        }
+    }
+
+    pub fn bytes(self) -> usize {
+        self as usize
+    }
+
+    /// Appends `ids`, which fit.
+    pub fn put(self, ids: &[u32], into: &mut Vec<u8>) {
+        match self {
+            Width::U8 => into.extend(ids.iter().map(|&id| id as u8)),
+            Width::U16 => ids.iter().for_each(|&id| into.extend((id as u16).to_le_bytes())),
+            Width::U32 => ids.iter().for_each(|&id| into.extend(id.to_le_bytes())),
+        }
+    }
+}
+
+/// The ids of one file.
+#[derive(Debug)]
+pub struct Ids {
+    file: PathBuf,
+    map: Mmap,
+    /// Bytes before the first id.
+    start: usize,
+    width: Width,
+    len: u64,
+}
+
+/// llm.c's header: what it begins with, the version of each, and the width of ids after it.
+const HEADERS: [(u32, u32, Width); 2] = [(20_240_520, 1, Width::U16), (20_240_801, 7, Width::U32)];
+const HEADER_BYTES: usize = 1024;
+
+/// Ids at the beginning of a file without a header that are looked at to tell their width.
+const LOOKED_AT: usize = 1 << 14;
+
+impl Ids {
+    /// A `.bin` file whose ids are `width` wide; where that is not told, as its header says, and without one
+    /// 16 bits as nanoGPT writes them, unless every second of the first values is 0: those are 32 bits wide.
+    pub fn open(file: &Path, width: Option<Width>) -> Result<Self, DataError> {
+        let map = map(file)?;
+        let word = |i: usize| {
+            map.get(4 * i..4 * i + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).unwrap_or(0)
+        };
+        let known = HEADERS.iter().find(|(magic, ..)| map.len() >= HEADER_BYTES && word(0) == *magic);
+        let Some(&(_, version, told)) = known else {
+            let width = width.unwrap_or_else(|| guessed(&map));
+            return Self::of(file, map, 0, width);
+        };
+        if word(1) != version {
+            let found = format!("llm.c's header of version {}, which is not known", word(1));
+            return Err(DataError::Format { file: file.to_owned(), wanted: "a file of tokens", found });
+        }
+        if width.is_some_and(|width| width != told) {
+            let (name, value) = ("dtype", format!("u{}", 8 * width.unwrap_or(told).bytes()));
+            let wanted = "the file's header says otherwise; leave it out, or say \"auto\"";
+            return Err(DataError::Setting { name, value, wanted });
+        }
+        let promised = HEADER_BYTES as u64 + u64::from(word(2)) * told.bytes() as u64;
+        let found = map.len() as u64;
+        let file = file.to_owned();
+        match promised.cmp(&found) {
+            std::cmp::Ordering::Greater => Err(DataError::Truncated { file, promised, found }),
+            std::cmp::Ordering::Less => Err(DataError::Trailing { file, promised }),
+            std::cmp::Ordering::Equal => Self::of(&file, map, HEADER_BYTES, told),
+        }
+    }
+
+    /// A file of nothing but ids of this width.
+    pub fn plain(file: &Path, width: Width) -> Result<Self, DataError> {
+        Self::of(file, map(file)?, 0, width)
+    }
+
+    fn of(file: &Path, map: Mmap, start: usize, width: Width) -> Result<Self, DataError> {
+        let bytes = map.len() - start;
+        let file = file.to_owned();
+        if bytes == 0 {
+            return Err(DataError::EmptyFile { file });
+        }
+        if !bytes.is_multiple_of(width.bytes()) {
+            let found = format!("{bytes} bytes, no multiple of the {} of an id", width.bytes());
+            return Err(DataError::Format { file, wanted: "a whole file of tokens", found });
+        }
+        Ok(Self { file, len: (bytes / width.bytes()) as u64, map, start, width })
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn file(&self) -> &Path {
+        &self.file
+    }
+
+    pub fn width(&self) -> Width {
+        self.width
+    }
+
+    /// The file's pages will be wanted here and there, not one after the other.
+    pub fn at_random(&self) {
+        // A hint: where the system does not take it, reading is as right as before.
+        drop(self.map.advise(Advice::Random));
+    }
+
+    /// Writes the ids of `range`, which the file has, to the beginning of `into`.
+    pub fn copy(&self, range: Range<u64>, into: &mut [u32]) {
+        let at = |i: u64| self.start + i as usize * self.width.bytes();
+        let from = &self.map[at(range.start)..at(range.end)];
+        match self.width {
+            Width::U8 => into.iter_mut().zip(from).for_each(|(into, &id)| *into = id.into()),
+            Width::U16 => {
+                let (ids, _) = from.as_chunks::<2>();
+                into.iter_mut().zip(ids).for_each(|(into, id)| *into = u16::from_le_bytes(*id).into());
+            }
+            Width::U32 => {
+                let (ids, _) = from.as_chunks::<4>();
+                into.iter_mut().zip(ids).for_each(|(into, id)| *into = u32::from_le_bytes(*id));
+            }
+        }
+    }
+}
+
+/// The file's bytes, in the page cache and not in this program's memory.
+pub fn map(file: &Path) -> Result<Mmap, DataError> {
+    let open = File::open(file).map_err(DataError::io(file))?;
+    if open.metadata().map_err(DataError::io(file))?.len() == 0 {
+        return Err(DataError::EmptyFile { file: file.to_owned() });
+    }
+    // SAFETY: the bytes are only ever read as numbers, any value of which is valid. A file that is cut short
+    // while it is mapped ends the process with SIGBUS, as with every program that maps files.
+    unsafe { Mmap::map(&open) }.map_err(DataError::io(file))
+}
+
+fn guessed(map: &[u8]) -> Width {
+    let (pairs, _) = map[..map.len().min(4 * LOOKED_AT)].as_chunks::<4>();
+    let high_are_zero = map.len().is_multiple_of(4) && pairs.iter().all(|b| b[2] == 0 && b[3] == 0);
+    let low_are_not = pairs.iter().any(|b| b[0] != 0 || b[1] != 0);
+    // A few ids could be so by chance.
+    if pairs.len() >= 16 && high_are_zero && low_are_not { Width::U32 } else { Width::U16 }
+}
+
+/// The ids of several files, numbered through.
+#[derive(Debug)]
+pub struct Joined {
+    parts: Vec<Ids>,
+    /// Where each part ends.
+    ends: Vec<u64>,
+}
+
+impl Joined {
+    pub fn new(parts: Vec<Ids>) -> Self {
+        let ends = parts.iter().scan(0, |end, part| {
+            *end += part.len();
+            Some(*end)
+        });
+        Self { ends: ends.collect(), parts }
+    }
+
+    pub fn len(&self) -> u64 {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub fn parts(&self) -> &[Ids] {
+        &self.parts
+    }
+
+    /// Where part `part` lies.
+    pub fn range(&self, part: usize) -> Range<u64> {
+        self.ends[part] - self.parts[part].len()..self.ends[part]
+    }
+
+    /// The file that holds id `at`, and its number there.
+    pub fn place(&self, at: u64) -> (&Path, u64) {
+        let part = self.ends.partition_point(|&end| end <= at).min(self.parts.len() - 1);
+        (self.parts[part].file(), at - self.range(part).start)
+    }
+
+    /// Writes the ids of `range`, which are there, to the beginning of `into`.
+    pub fn copy(&self, range: Range<u64>, mut into: &mut [u32]) {
+        let (mut at, end) = (range.start, range.end);
+        let mut part = self.ends.partition_point(|&end| end <= at);
+        while at < end {
+            let whole = self.range(part);
+            let until = end.min(whole.end);
+            let (now, rest) = into.split_at_mut((until - at) as usize);
+            self.parts[part].copy(at - whole.start..until - whole.start, now);
+            (into, at, part) = (rest, until, part + 1);
+        }
+    }
+
+    /// The first id of `range` that is not below `vocab`, as an error that names its file and place.
+    pub fn too_large(&self, range: Range<u64>, ids: &[u32], vocab: usize) -> Option<DataError> {
+        let at = ids.iter().position(|&id| id as usize >= vocab)?;
+        let (file, record) = self.place(range.start + at as u64);
+        Some(DataError::Value {
+            file: file.to_owned(),
+            record,
+            column: None,
+            value: ids[at].to_string(),
+            wanted: format!("a token below {vocab}, the size of the vocabulary"),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn file(folder: &Path, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = folder.join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn headed(magic: u32, version: u32, count: u32, ids: &[u8]) -> Vec<u8> {
+        let mut header = vec![0u32; 256];
+        header[..3].copy_from_slice(&[magic, version, count]);
+        [bytemuck::cast_slice::<u32, u8>(&header), ids].concat()
+    }
+
+    fn all(ids: &Ids) -> Vec<u32> {
+        let mut into = vec![9; ids.len() as usize];
+        ids.copy(0..ids.len(), &mut into);
+        into
+    }
+
+    #[test]
+    fn both_tools_files_are_read_as_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let ids: Vec<u32> = (0..40).map(|i| i * 700).collect();
+        let (mut narrow, mut wide) = (Vec::new(), Vec::new());
+        Width::U16.put(&ids, &mut narrow);
+        Width::U32.put(&ids, &mut wide);
+        let cases = [
+            (narrow.clone(), None, Width::U16),
+            (wide.clone(), None, Width::U32),
+            (wide.clone(), Some(Width::U32), Width::U32),
+            (headed(20_240_520, 1, 40, &narrow), None, Width::U16),
+            (headed(20_240_801, 7, 40, &wide), None, Width::U32),
+        ];
+        for (bytes, told, width) in cases {
+            let read = Ids::open(&file(folder.path(), "a.bin", &bytes), told).unwrap();
+            assert_eq!((read.width(), all(&read)), (width, ids.clone()));
+        }
+    }
+
+    #[test]
+    fn wrong_files_are_named_with_what_is_wrong() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = |bytes: &[u8], width| {
+            Ids::open(&file(folder.path(), "a.bin", bytes), width).unwrap_err().to_string()
+        };
+        let cases = [
+            (open(&[1, 2, 3], None), "is not a whole file of tokens: it begins with 3 bytes"),
+            (open(&[], None), "is empty"),
+            (open(&headed(20_240_520, 3, 1, &[0, 0]), None), "llm.c's header of version 3"),
+            (open(&headed(20_240_520, 1, 9, &[0, 0]), None), "promises 1042 bytes, it has at most 1026"),
+            (open(&headed(20_240_520, 1, 0, &[0, 0]), None), "goes on after the 1024 bytes"),
+            (open(&headed(20_240_520, 1, 1, &[0, 0]), Some(Width::U32)), "`dtype` cannot be u32"),
+            (open(&headed(20_240_520, 1, 0, &[]), None), "is empty"),
+        ];
+        for (found, wanted) in cases {
+            assert!(found.contains(wanted), "{found}");
+        }
+        assert!(matches!(Ids::open(Path::new("/no/such"), None), Err(DataError::Io { .. })));
+    }
+
+    proptest! {
+        /// Any bytes are read or refused; a header promises nothing that is believed.
+        #[test]
+        fn any_file_is_read_or_refused(
+            magic in prop_oneof![Just(20_240_520u32), Just(20_240_801), any::<u32>()],
+            version in 0u32..9, count: u32, ids in prop::collection::vec(any::<u8>(), 0..200), cut in 0usize..1300,
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let mut bytes = headed(magic, version, count, &ids);
+            bytes.truncate(cut.max(1));
+            for width in [None, Some(Width::U16), Some(Width::U32)] {
+                if let Ok(read) = Ids::open(&file(folder.path(), "a.bin", &bytes), width) {
+                    prop_assert!(all(&read).len() <= bytes.len());
+                }
+            }
+        }
+
+        /// A range over several files is what the files hold, end to end.
+        #[test]
+        fn joined_files_are_one(sizes in prop::collection::vec(1usize..20, 1..5), a in 0.0..1.0f64, b in 0.0..1.0f64) {
+            let folder = tempfile::tempdir().unwrap();
+            let total: usize = sizes.iter().sum();
+            let ids: Vec<u32> = (0..total as u32).collect();
+            let (mut parts, mut from) = (Vec::new(), 0);
+            for (i, size) in sizes.iter().enumerate() {
+                let mut bytes = Vec::new();
+                Width::U16.put(&ids[from..from + size], &mut bytes);
+                parts.push(Ids::plain(&file(folder.path(), &i.to_string(), &bytes), Width::U16).unwrap());
+                from += size;
+            }
+            let joined = Joined::new(parts);
+            let (a, b) = ((a * total as f64) as usize, (b * total as f64) as usize);
+            let (start, end) = (a.min(b), a.max(b));
+            let mut into = vec![0; end - start];
+            joined.copy(start as u64..end as u64, &mut into);
+            prop_assert_eq!(&into, &ids[start..end]);
+            prop_assert_eq!(joined.place(total as u64 - 1).1, *sizes.last().unwrap() as u64 - 1);
+            let wrong = joined.too_large(start as u64..end as u64, &into, start + 1);
+            prop_assert_eq!(wrong.is_some(), end > start + 1);
+        }
+    }
+}

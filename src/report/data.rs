@@ -1,0 +1,325 @@
+//! A look at a job's data: what it has, and its first records as the model will see them.
+//!
+//! Reads a few records and asks the set for what it knows of the others; nothing is read through.
+
+use serde::{Serialize, Serializer};
+use serde_json::{Map, Value, json};
+
+use crate::data::{Batch, DataError, Key, Lengths, Source, Values};
+use crate::features::{Features, Input, Target};
+use crate::units::count;
+
+/// Records that are shown.
+const FIRST: u64 = 3;
+/// Values or tokens of a record that are shown, and characters of a text.
+const VALUES: usize = 12;
+const TEXT: usize = 120;
+/// Classes that are shown one by one.
+const CLASSES: usize = 20;
+/// Cells of the longest bar of a histogram.
+const BAR: u64 = 30;
+
+/// What a record may be told by, in this order.
+const FIELDS: [&str; 10] =
+    ["shape", "range", "mean", "row", "values", "tokens", "ids", "text", "target", "bad"];
+
+/// What was seen of a training and a validation set.
+#[derive(Clone, Debug, Serialize)]
+pub struct Seen {
+    pub train_samples: u64,
+    pub valid_samples: u64,
+    pub input: String,
+    pub target: String,
+    /// What the set tells of its files.
+    #[serde(serialize_with = "as_map", skip_serializing_if = "Vec::is_empty")]
+    pub about: Vec<(String, String)>,
+    /// Samples of each class, by name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub balance: Option<Vec<(String, u64)>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lengths: Option<Seeing>,
+    /// The first records of the training set.
+    pub first: Vec<Value>,
+}
+
+/// Lengths of samples, in tokens.
+#[derive(Clone, Debug, Serialize)]
+pub struct Seeing {
+    /// The longest sample before anything was cut, and its index.
+    pub longest: u64,
+    pub longest_sample: u64,
+    /// (up to so many tokens, samples).
+    pub histogram: Vec<(u64, u64)>,
+}
+
+/// Looks at the sets. With `skip_bad`, a bad record is shown as such; otherwise it is the error.
+pub fn look(train: &dyn Source, valid: &dyn Source, seed: u64, skip_bad: bool) -> Result<Seen, DataError> {
+    let features = train.features();
+    let input = match &features.input {
+        Input::Floats { shape } => format!("{shape:?} numbers"),
+        Input::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
+    };
+    let target = match &features.target {
+        Target::Class { names } | Target::Mixed { names } => {
+            format!("{} classes: {}", names.len(), names.join(", "))
+        }
+        Target::Values { len } => format!("{len} numbers"),
+        Target::Tokens => "the next token".into(),
+    };
+    let mut first = Vec::new();
+    for index in 0..train.len().min(FIRST) {
+        match record(train, features, index, seed) {
+            Err(error) if skip_bad && error.is_record() => {
+                first.push(json!({ "sample": index, "bad": error.to_string() }));
+            }
+            record => first.push(record?),
+        }
+    }
+    let name = |class: usize| match &features.target {
+        Target::Class { names } | Target::Mixed { names } => names.get(class).cloned(),
+        _ => None,
+    };
+    let named = |(class, samples)| (name(class).unwrap_or_else(|| class.to_string()), samples);
+    let seeing = |lengths: Lengths| Seeing {
+        longest: lengths.longest.0,
+        longest_sample: lengths.longest.1,
+        histogram: lengths.histogram,
+    };
+    Ok(Seen {
+        train_samples: train.len(),
+        valid_samples: valid.len(),
+        input,
+        target,
+        about: train.about(),
+        balance: train.balance().map(|classes| classes.into_iter().enumerate().map(named).collect()),
+        lengths: train.lengths().map(seeing),
+        first,
+    })
+}
+
+fn as_map<S: Serializer>(lines: &[(String, String)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(lines.iter().map(|(name, value)| (name, value)))
+}
+
+/// A record as the model sees it.
+fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Result<Value, DataError> {
+    let batch = Batch::one(source, index, Key { seed, epoch: 0, sample: index })?;
+    let mut shown = Map::from_iter([("sample".to_owned(), json!(index))]);
+    match &batch.inputs {
+        Values::F32(values) => {
+            let finite = values.iter().map(|x| f64::from(*x));
+            let (low, high) = finite
+                .clone()
+                .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+            let mean = finite.sum::<f64>() / values.len() as f64;
+            if let Input::Floats { shape } = &features.input {
+                shown.insert("shape".into(), json!(shape));
+            }
+            shown.insert("range".into(), json!([rounded(low), rounded(high)]));
+            shown.insert("mean".into(), json!(rounded(mean)));
+            let columns = source.columns();
+            if columns.len() == values.len() {
+                let row = columns.into_iter().zip(values.iter().map(|x| json!(rounded(f64::from(*x)))));
+                shown.insert("row".into(), row.collect());
+            } else if matches!(&features.input, Input::Floats { shape } if shape.len() == 1) {
+                let some = values.iter().take(VALUES).map(|x| rounded(f64::from(*x)));
+                shown.insert("values".into(), json!(some.collect::<Vec<_>>()));
+            }
+        }
+        Values::U32(tokens) => {
+            let whole = batch.lengths.first().map_or(tokens.len(), |length| *length as usize);
+            let tokens = &tokens[..whole.min(tokens.len())];
+            shown.insert("tokens".into(), json!(tokens.len()));
+            shown.insert("ids".into(), json!(&tokens[..tokens.len().min(VALUES)]));
+            if let Some(text) = source.text(tokens) {
+                shown.insert("text".into(), json!(shortened(&text)));
+            }
+        }
+    }
+    let target = match (&features.target, &batch.targets) {
+        (Target::Class { names }, Values::U32(class)) => {
+            class.first().map_or(Value::Null, |class| json!(names.get(*class as usize)))
+        }
+        (Target::Mixed { names }, Values::U32(mixed)) => {
+            let class = |i: usize| mixed.get(i).and_then(|class| names.get(*class as usize));
+            let share = f32::from_bits(mixed.get(2).copied().unwrap_or_default());
+            json!([class(0), class(1), rounded(f64::from(share))])
+        }
+        (Target::Tokens, Values::U32(tokens)) => json!(&tokens[..tokens.len().min(VALUES)]),
+        (_, Values::F32(values)) => {
+            json!(values.iter().take(VALUES).map(|x| rounded(f64::from(*x))).collect::<Vec<_>>())
+        }
+        (_, Values::U32(values)) => json!(&values[..values.len().min(VALUES)]),
+    };
+    shown.insert("target".into(), target);
+    Ok(Value::Object(shown))
+}
+
+impl Seen {
+    /// What is said to people: (name, value) lines; a name may be empty.
+    pub fn lines(&self) -> Vec<(String, String)> {
+        let mut lines = vec![
+            ("train samples".to_owned(), count(self.train_samples)),
+            ("valid samples".into(), count(self.valid_samples)),
+            ("input".into(), self.input.clone()),
+            ("target".into(), self.target.clone()),
+        ];
+        lines.extend(self.about.iter().map(|(name, value)| (name.replace('_', " "), value.clone())));
+        if let Some(classes) = &self.balance {
+            lines.extend(balance(classes));
+        }
+        if let Some(lengths) = &self.lengths {
+            let Seeing { longest, longest_sample, histogram } = lengths;
+            lines.push(("longest".into(), format!("{} tokens, sample {longest_sample}", count(*longest))));
+            let most = histogram.iter().map(|(_, samples)| *samples).max().unwrap_or(0).max(1);
+            for (i, (up_to, samples)) in histogram.iter().enumerate() {
+                let name = if i == 0 { "lengths" } else { "" };
+                let bar = "▇".repeat((samples * BAR).div_ceil(most) as usize);
+                let line = format!("up to {:>7}  {:>9}  {bar}", count(*up_to), count(*samples));
+                lines.push((name.into(), line.trim_end().to_owned()));
+            }
+        }
+        for record in &self.first {
+            let fields = FIELDS.into_iter().filter_map(|name| Some((name, record.get(name)?)));
+            let text: Vec<String> = fields.map(|(name, value)| format!("{name} {}", plain(value))).collect();
+            lines.push((format!("sample {}", record["sample"]), text.join("  ")));
+        }
+        lines
+    }
+}
+
+/// The samples of each class, or where they are many, of the rarest and the most frequent.
+fn balance(classes: &[(String, u64)]) -> Vec<(String, String)> {
+    let all: u64 = classes.iter().map(|(_, samples)| samples).sum();
+    let share = |samples: u64| 100.0 * samples as f64 / all.max(1) as f64;
+    let told =
+        |(name, samples): &(String, u64)| format!("{name} {} ({:.1} %)", count(*samples), share(*samples));
+    if classes.len() <= CLASSES {
+        let lines = classes.iter().map(told).collect::<Vec<_>>();
+        return vec![("balance".into(), lines.join(", "))];
+    }
+    let least = classes.iter().min_by_key(|(_, samples)| *samples);
+    let most = classes.iter().max_by_key(|(_, samples)| *samples);
+    match (least, most) {
+        (Some(least), Some(most)) => {
+            vec![("balance".into(), format!("from {} to {}", told(least), told(most)))]
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Four digits say what is to be seen, and are the same on every machine.
+fn rounded(x: f64) -> f64 {
+    if x == 0.0 || !x.is_finite() {
+        return x;
+    }
+    let scale = 10f64.powi(3 - x.abs().log10().floor() as i32);
+    (x * scale).round() / scale
+}
+
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(TEXT) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.escape_debug().to_string(),
+        Value::Object(row) => {
+            let shown = row.iter().take(VALUES).map(|(name, value)| format!("{name} = {value}"));
+            let more = row.len().saturating_sub(VALUES);
+            let more = (more > 0).then(|| format!("and {more} more"));
+            shown.chain(more).collect::<Vec<_>>().join(", ")
+        }
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::shapes::{Part, Shapes};
+    use crate::data::{Row, sequences};
+
+    #[test]
+    fn pictures_and_tokens_are_shown_as_the_model_sees_them() {
+        let set = |part| Shapes::new(16, 5, 1, part).unwrap();
+        let seen = look(&set(Part::Train), &set(Part::Valid), 1, false).unwrap();
+        assert_eq!((seen.train_samples, seen.first.len()), (5, 3));
+        let first = &seen.first[0];
+        assert_eq!(first["shape"], json!([16, 16, 1]));
+        let range = first["range"].as_array().unwrap();
+        assert!(range[0].as_f64() < range[1].as_f64(), "{first}");
+        assert!(seen.target.contains(first["target"].as_str().unwrap()));
+        let lines = seen.lines();
+        assert_eq!(lines[0], ("train samples".to_owned(), "5".to_owned()));
+        assert!(
+            lines.last().unwrap().0 == "sample 2" && lines.last().unwrap().1.contains("mean "),
+            "{lines:?}"
+        );
+        let set = |part| sequences::Set::new(2, 32, 16, 0, 5, part);
+        let seen = look(&set(sequences::Part::Train), &set(sequences::Part::Valid), 1, false).unwrap();
+        assert_eq!(seen.first.len(), 2);
+        assert_eq!(seen.first[0]["ids"].as_array().unwrap().len(), VALUES);
+        assert_eq!(seen.first[0]["ids"][1], seen.first[0]["target"][0]);
+    }
+
+    /// A table whose second record is bad, and all that a set may tell.
+    struct Telling(Features);
+
+    impl Source for Telling {
+        fn len(&self) -> u64 {
+            2
+        }
+        fn features(&self) -> &Features {
+            &self.0
+        }
+        fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+            if index == 1 {
+                let (file, value) = ("t.csv".into(), "x".into());
+                let column = Some("age".into());
+                return Err(DataError::Value { file, record: 1, column, value, wanted: "a number".into() });
+            }
+            into.input.f32().copy_from_slice(&[1.0 / 3.0, -2e-9]);
+            into.target.u32()[0] = 1;
+            Ok(())
+        }
+        fn columns(&self) -> Vec<String> {
+            vec!["age".into(), "height".into()]
+        }
+        fn balance(&self) -> Option<Vec<u64>> {
+            Some(vec![1, 3])
+        }
+        fn lengths(&self) -> Option<Lengths> {
+            Some(Lengths { longest: (900, 1), histogram: vec![(10, 1), (1000, 60)] })
+        }
+        fn about(&self) -> Vec<(String, String)> {
+            vec![("missing_values".into(), "mean".into())]
+        }
+    }
+
+    #[test]
+    fn a_table_is_shown_by_column_and_a_bad_record_as_such() {
+        let names = vec!["no".into(), "yes".into()];
+        let set = Telling(Features::new(Input::Floats { shape: vec![2] }, Target::Class { names }));
+        assert!(look(&set, &set, 1, false).unwrap_err().is_record());
+        let seen = look(&set, &set, 1, true).unwrap();
+        assert_eq!(seen.first[0]["row"], json!({ "age": 0.3333, "height": -2e-9 }));
+        assert_eq!(seen.first[0]["target"], "yes");
+        let text: String =
+            seen.lines().into_iter().map(|(name, value)| format!("{name}: {value}\n")).collect();
+        for told in [
+            "missing values: mean\n",
+            "balance: no 1 (25.0 %), yes 3 (75.0 %)\n",
+            "longest: 900 tokens, sample 1\n",
+            "lengths: up to      10          1  ▇\n",
+            "age = 0.3333, height = -2e-9",
+            "sample 1: bad `t.csv`, record 1, column `age`: `x` is not a number\n",
+        ] {
+            assert!(text.contains(told), "{told:?} is not in\n{text}");
+        }
+        assert_eq!(serde_json::to_value(&seen).unwrap()["lengths"]["longest_sample"], 1);
+    }
+}

@@ -1,0 +1,232 @@
+//! Text, tokens and records of JSON through the program: padding changes nothing, and what is wrong is told.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::{Value, json};
+use trainer::data::{Batch, Key, Row, Slice, Values};
+use trainer::job::Job;
+use trainer::memory::Ledger;
+use trainer::train::engine::Engine;
+use trainer::train::setup::Setup;
+
+fn trainer(folder: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .args(args)
+        .current_dir(folder)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn done(folder: &Path, args: &[&str]) -> String {
+    let output = trainer(folder, args);
+    let said = text(&output.stdout) + &text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{args:?}: {said}");
+    said
+}
+
+/// A text of so many letters, and its class.
+fn record(length: usize, class: usize) -> Value {
+    let text: String =
+        (0..length).map(|i| (b'a' + ((i * i + 3 * length + 7 * class) % 26) as u8) as char).collect();
+    json!({ "text": text, "class": class })
+}
+
+fn records(folder: &Path, lengths: impl IntoIterator<Item = usize>) {
+    let lines = lengths.into_iter().enumerate().map(|(i, length)| format!("{}\n", record(length, i % 3)));
+    fs::write(folder.join("records.jsonl"), lines.collect::<String>()).unwrap();
+}
+
+const GPT: &str = "kind = 'gpt'\nlayers = 2\nheads = 2\nwidth = 16\ncontext = 64\ndropout = 0.1";
+const LLAMA: &str =
+    "kind = 'llama'\nlayers = 2\nheads = 2\nkv_heads = 1\nwidth = 16\nhidden = 32\ncontext = 64";
+const BERT: &str =
+    "kind = 'bert'\nlayers = 2\nheads = 2\nwidth = 16\nhidden = 32\ncontext = 64\ndropout = 0.1";
+
+fn job(folder: &Path, model: &str, data: &str, train: &str) {
+    let job = format!(
+        "name = 'job'\nseed = 3\n[model]\n{model}\n[data]\nkind = 'jsonl'\ntrain = ['records.jsonl']\n\
+         valid = ['records.jsonl']\ntokens = 'bytes'\n{data}\n[train]\n{train}\n[optimizer]\nkind = 'adamw'\nlr = 0.001\n\
+         [log]\nevery_steps = 1\ntensorboard = false\n"
+    );
+    fs::write(folder.join("job.toml"), job).unwrap();
+}
+
+/// Samples `ids` of the training set, as a loader gives them.
+fn batch(setup: &Setup, ids: &[u64]) -> Batch {
+    let features = setup.features();
+    let (inputs, targets) = (features.input_len(), features.target_len());
+    let mut batch = Batch {
+        update: 0,
+        epoch: 0,
+        ids: ids.to_vec(),
+        inputs: Values::U32(Vec::new()),
+        targets: Values::U32(Vec::new()),
+        lengths: Vec::new(),
+    };
+    for &id in ids {
+        let (mut input, mut target) = (vec![0; inputs], vec![0; targets]);
+        let mut row = Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target), length: 0 };
+        setup.sets.train.read(id, Key { seed: 3, epoch: 0, sample: id }, &mut row).unwrap();
+        batch.lengths.push(row.length);
+        let (Values::U32(inputs), Values::U32(targets)) = (&mut batch.inputs, &mut batch.targets) else {
+            unreachable!()
+        };
+        inputs.extend(input);
+        targets.extend(target);
+    }
+    batch
+}
+
+/// The gradients of some micro-batches, and the loss and the weight of all.
+fn learned(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64) {
+    let engine = Engine::new(setup, Ledger::new(u64::MAX, None), 0).unwrap();
+    let (mut loss, mut weight) = (0.0, 0.0);
+    for ids in parts {
+        let tally = engine.learn(&batch(setup, ids), 1.0).unwrap();
+        loss += tally.loss;
+        weight += tally.weight;
+    }
+    (engine.store.grads.flatten_all().unwrap().to_vec1().unwrap(), loss, weight)
+}
+
+/// A padded micro-batch is its samples, each alone and without padding: buckets are as long as the samples, so that
+/// one that runs alone has none.
+#[test]
+fn padding_changes_no_gradient() {
+    let folder = tempfile::tempdir().unwrap();
+    let lengths = [5, 8, 8, 13, 31];
+    records(folder.path(), lengths);
+    for (model, data) in [
+        (GPT, "field = 'text'\nbuckets = [4, 7, 12, 30]"),
+        (LLAMA, "field = 'text'\nbuckets = [4, 7, 12, 30]"),
+        (BERT, "field = 'text'\nlabel = 'class'\nbuckets = [5, 8, 13, 31]"),
+    ] {
+        job(folder.path(), model, data, "batch_size = 5\nsteps = 1");
+        let job = Job::load(&folder.path().join("job.toml"), &[]).unwrap();
+        let opening = trainer::data::Opening {
+            cache: trainer::data::cache::Cache::at(folder.path().join("cache")),
+            ..Default::default()
+        };
+        let setup = Setup::open(job, 1 << 30, &opening).unwrap();
+        assert_eq!(setup.shorter.len(), 3);
+        let (together, loss, weight) = learned(&setup, &[&[0, 1, 2, 3, 4]]);
+        let targets = if model == BERT { 5 } else { lengths.iter().sum::<usize>() - 5 };
+        assert_eq!(weight, targets as f64, "padding does not count");
+        for parts in
+            [&[&[0][..], &[1], &[2], &[3], &[4]][..], &[&[0, 3], &[1, 2], &[4]], &[&[0, 1, 2, 3], &[4]]]
+        {
+            let (apart, other_loss, other_weight) = learned(&setup, parts);
+            assert_eq!(weight, other_weight);
+            assert!((loss - other_loss).abs() < 1e-4 * loss, "{model}: {loss} and {other_loss}");
+            let largest = together.iter().fold(0f32, |most, g| most.max(g.abs()));
+            let apart = together.iter().zip(&apart).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+            assert!(apart < 1e-5 * largest.max(1e-3), "{model} {parts:?}: {apart} of {largest}");
+        }
+    }
+}
+
+/// The second law, with samples of every length: other splits put a sample into other buckets.
+#[test]
+fn padded_jobs_are_the_same_experiment_however_they_run() {
+    let folder = tempfile::tempdir().unwrap();
+    records(folder.path(), (0..40).map(|i| 2 + (i * 17) % 60));
+    for (model, data) in [(GPT, "field = 'text'\nbuckets = [8, 16, 32]"), (BERT, "label = 'class'")] {
+        job(folder.path(), model, data, "batch_size = 12\nepochs = 2\nclip_norm = 1.0");
+        let output = trainer(folder.path(), &["verify", "job.toml", "--json"]);
+        assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["passed"], true);
+        assert!(report["ways"].as_array().unwrap().len() >= 5, "{report}");
+    }
+}
+
+#[test]
+fn a_chat_is_trained_on_and_its_tokenizer_left_with_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let talk = |i: usize| {
+        json!({ "messages": [
+            { "role": "user", "content": format!("What is {i} + 1?") },
+            { "role": "assistant", "content": format!("It is {}.", i + 1) },
+        ] })
+    };
+    let lines: String = (0..30).map(|i| format!("{}\n", talk(i))).collect();
+    fs::write(folder.path().join("records.jsonl"), lines).unwrap();
+    let model = GPT.replace("context = 64", "context = 128");
+    for pack in [false, true] {
+        job(
+            folder.path(),
+            &model,
+            &format!("messages = 'messages'\ntemplate = 'plain'\npack = {pack}"),
+            "batch_size = 6\nsteps = 4",
+        );
+        let run = format!("run-{pack}");
+        let characters = ["--set", "data.tokens=characters", "--run-dir", &run, "-q"];
+        done(folder.path(), &[&["fit", "job.toml"], &characters[..]].concat());
+        let tokenizer: Value =
+            serde_json::from_slice(&fs::read(folder.path().join(run).join("tokenizer.json")).unwrap())
+                .unwrap();
+        assert_eq!(tokenizer["model"]["vocab"]["\n"], 0);
+    }
+    let said = done(folder.path(), &["check", "job.toml", "--set", "data.pack=false"]);
+    assert!(said.contains("64 tokens of 256"), "{said}");
+}
+
+/// What is wrong with files of every kind ends with exit code 4 and a sentence.
+#[test]
+fn what_is_wrong_with_the_files_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    fs::write(path("odd.bin"), [1, 2, 3]).unwrap();
+    fs::write(path("short.bin"), [1, 0, 2, 0]).unwrap();
+    let mut header = vec![0u8; 1026];
+    header[..8].copy_from_slice(&[0x88, 0xd8, 0x34, 0x01, 9, 0, 0, 0]);
+    fs::write(path("version.bin"), header).unwrap();
+    fs::write(path("bad.txt"), b"fine until \xff here").unwrap();
+    fs::write(path("good.txt"), "some text ".repeat(100)).unwrap();
+    fs::write(path("none.json"), "{}").unwrap();
+    fs::write(path("bad.jsonl"), "{\"text\": \"one\"}\n{\"text\"\n").unwrap();
+    fs::write(path("role.jsonl"), "{\"messages\": [{\"role\": \"king\", \"content\": \"x\"}]}\n").unwrap();
+    let cases = [
+        ("kind = 'tokens'\ntrain = ['odd.bin']", "is not a whole file of tokens"),
+        ("kind = 'tokens'\ntrain = ['short.bin']", "it has 2 tokens and a window takes 65"),
+        ("kind = 'tokens'\ntrain = ['version.bin']", "llm.c's header of version 9"),
+        ("kind = 'tokens'\ntrain = ['*.none']", "no file has such a name"),
+        ("kind = 'text'\ntrain = ['bad.txt']", "byte 11 of"),
+        (
+            "kind = 'text'\ntrain = ['good.txt']\ntokens = 'none.json'",
+            "cannot be used as a tokenizer: it has no `model`",
+        ),
+        ("kind = 'text'\ntrain = ['good.txt']\nseparator = '<|end|>'", "`separator` cannot be `<|end|>`"),
+        ("kind = 'jsonl'\ntrain = ['bad.jsonl']", "line 2: it is no JSON"),
+        (
+            "kind = 'jsonl'\ntrain = ['bad.jsonl']\nfield = 'body'",
+            "line 1: it has no field `body`, but `text`",
+        ),
+        (
+            "kind = 'jsonl'\ntrain = ['role.jsonl']\nmessages = 'messages'",
+            "line 1: a message has the role `king`",
+        ),
+        (
+            "kind = 'jsonl'\ntrain = ['role.jsonl']\nmessages = 'messages'\ntemplate = '{% if %}'",
+            "the chat template `{% if %}` cannot be used",
+        ),
+    ];
+    for (data, wanted) in cases {
+        fs::write(
+            path("job.toml"),
+            format!("[model]\n{GPT}\n[data]\n{data}\n[train]\nbatch_size = 4\nsteps = 2\n"),
+        )
+        .unwrap();
+        let output = trainer(folder.path(), &["check", "job.toml"]);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(4), "{data}: {said}");
+        assert!(said.contains(wanted) && !said.contains("panicked"), "{data}: {said}");
+    }
+}
