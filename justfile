@@ -53,6 +53,11 @@ fuzz SECONDS="60":
 kill-resume TRIALS="50":
     TRAINER_KILL_TRIALS={{ TRIALS }} cargo test --release --test runs kill -- --nocapture
 
+# train over a set 20 times larger than MIB of memory, three epochs (10 GiB of data: just flat 512)
+[group('measure')]
+flat MIB="52":
+    TRAINER_FLAT_MIB={{ MIB }} cargo test --release --test streams memory_stays_flat -- --nocapture
+
 # Measure training steps against PyTorch on this machine's CPU (needs torch and torchvision).
 [group('measure')]
 bench-cpu *ARGS:

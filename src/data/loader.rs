@@ -211,11 +211,10 @@ impl Loader {
                 Some(None) => {}
                 None if state.cursor.update >= shared.until => break Ok(None),
                 // All there may be now are with the consumer.
-                None if !state.has_room() => {
-                    if !state.depth.waited(true) {
-                        break Err(DataError::AllHeld { bytes: state.cap });
-                    }
-                }
+                None if !state.has_room() => match state.depth.waited(true) {
+                    true => {}
+                    false => break Err(DataError::AllHeld { bytes: state.cap }),
+                },
                 None => {}
             }
             if !waited {
@@ -414,17 +413,16 @@ impl Shared {
             return;
         }
         state.at[worker] = window;
-        let oldest = state.at.iter().flatten().min().copied();
-        if oldest.is_some() && oldest != state.told {
-            state.told = oldest;
-            self.source.expect(oldest.map_or_else(Vec::new, |window| self.order.needs(window)));
-            self.moved.notify_all();
-        } else if oldest.is_none() {
+        let Some(oldest) = state.at.iter().flatten().min().copied() else { return };
+        if state.told != Some(oldest) {
+            state.told = Some(oldest);
+            self.source.expect(self.order.needs(oldest));
             self.moved.notify_all();
         }
     }
 
-    /// Waits until `window` is no further than next to the slowest worker's, or `generation` is over.
+    /// Waits until `window` is no further than next to the slowest worker's, or `generation` is over. The windows of
+    /// a span follow one another, so the slowest never waits.
     fn enter(&self, worker: usize, window: Window, generation: u64) {
         let mut state = self.lock();
         let may = |state: &State| {

@@ -7,10 +7,12 @@ use serde::Serialize;
 use super::Job;
 
 /// Keys, or tables, that a resumed run may have otherwise than the run it goes on from.
-const HARMLESS: [&str; 14] = [
+const HARMLESS: [&str; 16] = [
     "name",
     "data.workers",
     "data.prefetch",
+    "data.on_bad_record",
+    "data.max_bad_records",
     "train.epochs",
     "train.steps",
     "train.clip_norm",
@@ -108,5 +110,7 @@ mod tests {
             changed(&["data.workers=3", "data.prefetch=1MiB", "optimizer.lr=1", "eval.every_steps=1"]),
             none
         );
+        assert_eq!(changed(&["data.on_bad_record=skip", "data.max_bad_records=7"]), none);
+        assert_eq!(changed(&["data.shuffle_buffer=1MiB"]).len(), 1);
     }
 }

@@ -169,7 +169,8 @@ impl Source for Streamed {
         if state.expected == blocks {
             return;
         }
-        state.rank = blocks.iter().enumerate().map(|(rank, block)| (*block, rank)).collect();
+        // A block may be expected twice, where an epoch ends: it is needed first when it is first needed.
+        state.rank = blocks.iter().enumerate().rev().map(|(rank, block)| (*block, rank)).collect();
         (state.expected, state.failed) = (blocks, false);
         drop(state);
         self.held.changed.notify_all();

@@ -236,6 +236,8 @@ proptest! {
         drop(source);
         let opens = shards.opens.lock().unwrap().clone();
         prop_assert!(opens.iter().all(|shard| needed.contains(shard)), "{:?} of {:?}", opens, needed);
+        let read: u64 = opens.iter().map(|shard| records[*shard as usize]).sum();
+        prop_assert!(shards.records.load(Ordering::Relaxed) <= read);
         // The window after the epoch's last is the next epoch's first: its shards may be opened once more.
         let next: Vec<u32> = order.needs(window).iter().map(|b| shards.blocks[*b as usize].shard).collect();
         for shard in 0..records.len() as u32 {
