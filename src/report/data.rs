@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::data::{Batch, DataError, Key, Lengths, Source, Values};
 use crate::features::{Features, Input, Target};
+use crate::kernels::cross_entropy::IGNORE;
 use crate::units::count;
 
 /// Records that are shown.
@@ -145,7 +146,10 @@ fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Re
             let share = f32::from_bits(mixed.get(2).copied().unwrap_or_default());
             json!([class(0), class(1), rounded(f64::from(share))])
         }
-        (Target::Tokens, Values::U32(tokens)) => json!(&tokens[..tokens.len().min(VALUES)]),
+        (Target::Tokens, Values::U32(tokens)) => {
+            let learned = tokens.iter().filter(|&&token| token != IGNORE);
+            json!(learned.take(VALUES).collect::<Vec<_>>())
+        }
         (_, Values::F32(values)) => {
             json!(values.iter().take(VALUES).map(|x| rounded(f64::from(*x))).collect::<Vec<_>>())
         }
