@@ -6,7 +6,7 @@ Needs numpy and pandas (`pip install numpy pandas`) and the program that reads a
 (`cargo build --release --example rows`). The file is made in a temporary folder: eleven columns of numbers,
 random, a hundred thousand rows over and over. Each contestant runs in a process of its own on a file that lies in the
 page cache; printed are medians over the rounds: seconds to have every row (ours as batches of f32 samples, pandas'
-as a DataFrame), peak resident memory, and seconds from the start of the process to the first batch.
+as a DataFrame), peak resident memory, CPU time of the process, and seconds from its start to the first batch.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def write(path, mb):
 
 
 def run(command):
-    """What a command prints, as JSON, its seconds and its peak resident megabytes."""
+    """What a command prints, as JSON, its seconds, its peak resident MiB and its seconds of CPU time."""
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     out = process.stdout.read()
@@ -43,7 +43,8 @@ def run(command):
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         sys.exit(f"{command[0]} ended with {process.returncode}")
-    return json.loads(out), time.perf_counter() - begun, usage.ru_maxrss / 1024
+    seconds = time.perf_counter() - begun
+    return json.loads(out), seconds, usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime
 
 
 PANDAS = """
@@ -75,15 +76,16 @@ def main():
             # One row in a million is set apart to be measured on; sums agree to that and to f32.
             assert abs(ours[0]["rows"] - theirs[0]["rows"]) <= 1 + theirs[0]["rows"] // 100_000, (ours, theirs)
             assert abs(ours[0]["sum"] / theirs[0]["sum"] - 1) < 1e-2, (ours, theirs)
-            seen["ours"].append((ours[0]["all_s"], ours[2]))
-            seen["pandas"].append((theirs[0]["all_s"], theirs[2]))
-            seen["first"].append((first[1], first[2]))
+            seen["ours"].append((ours[0]["all_s"], ours[2], ours[3]))
+            seen["pandas"].append((theirs[0]["all_s"], theirs[2], theirs[3]))
+            seen["first"].append((first[1], first[2], first[3]))
     median = {name: [statistics.median(x) for x in zip(*values)] for name, values in seen.items()}
-    (ours_s, ours_mb), (pandas_s, pandas_mb) = median["ours"], median["pandas"]
-    print(f"{'':8} {'all rows':>10} {'peak':>12}")
-    print(f"{'ours':8} {ours_s:>8.2f} s {ours_mb:>9.0f} MiB")
-    print(f"{'pandas':8} {pandas_s:>8.2f} s {pandas_mb:>9.0f} MiB")
-    print(f"{pandas_s / ours_s:.2f} times as fast, {ours_mb / pandas_mb:.3f} of the memory")
+    print(f"{'':8} {'all rows':>10} {'peak':>13} {'cpu':>10}")
+    for name in ("ours", "pandas"):
+        seconds, mib, cpu = median[name]
+        print(f"{name:8} {seconds:>8.2f} s {mib:>9.0f} MiB {cpu:>8.2f} s")
+    faster, memory = median["pandas"][0] / median["ours"][0], median["ours"][1] / median["pandas"][1]
+    print(f"{faster:.2f} times as fast, {memory:.3f} of the memory")
     print(f"process start to first batch, rows found anew: {median['first'][0]:.2f} s")
 
 

@@ -359,7 +359,7 @@ fn padded_samples_stay_within_the_plan_of_the_longest() {
         fs::write(folder.path().join("a.jsonl"), (0..16).map(record).collect::<String>()).unwrap();
         let job = format!(
             "[model]\n{model}\n[data]\nkind = 'jsonl'\ntrain = ['a.jsonl']\nvalid = ['a.jsonl']\ntokens = 'bytes'\n{data}\n\
-             prefetch = '1MiB'\n[train]\nbatch_size = 8\nepochs = 2\n[optimizer]\nkind = 'adamw'\nlr = 0.001\n"
+             prefetch = '1MiB'\n[train]\nbatch_size = 8\nepochs = 1\n[optimizer]\nkind = 'adamw'\nlr = 0.001\n"
         );
         fs::write(folder.path().join("job.toml"), job).unwrap();
         let child = trainer(folder.path(), &["fit", "job.toml", "-q", "--run-dir", "run"]).spawn().unwrap();

@@ -104,7 +104,9 @@ impl Exit {
             Failure::Data(
                 DataError::Thread { .. } | DataError::Panicked { .. } | DataError::AllHeld { .. },
             ) => Exit::Failure,
-            Failure::Data(DataError::Setting { .. }) | Failure::Model(_) => Exit::Usage,
+            Failure::Data(DataError::Setting { .. } | DataError::Template { .. }) | Failure::Model(_) => {
+                Exit::Usage
+            }
             Failure::Data(_) => Exit::Data,
             Failure::Diverged { .. } => Exit::Diverged,
             Failure::FolderTaken(_) | Failure::NotARun(_) | Failure::Changed(_) => Exit::Usage,

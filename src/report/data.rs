@@ -141,9 +141,9 @@ fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Re
             class.first().map_or(Value::Null, |class| json!(names.get(*class as usize)))
         }
         (Target::Mixed { names }, Values::U32(mixed)) => {
-            let name = |class: Option<&u32>| class.and_then(|class| names.get(*class as usize));
-            let share = mixed.get(2).map(|share| f32::from_bits(*share));
-            json!([name(mixed.first()), share, name(mixed.get(1))])
+            let class = |i: usize| mixed.get(i).and_then(|class| names.get(*class as usize));
+            let share = f32::from_bits(mixed.get(2).copied().unwrap_or_default());
+            json!([class(0), class(1), rounded(f64::from(share))])
         }
         (Target::Tokens, Values::U32(tokens)) => json!(&tokens[..tokens.len().min(VALUES)]),
         (_, Values::F32(values)) => {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::checkpoint::Held;
 use super::setup::Setup;
 use crate::data::{self, Values};
-use crate::features::{Features, Input};
+use crate::features::{Features, Input, Target};
 use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
 use crate::layers::loss::Tally;
 use crate::layers::network::{Batch, Network, StepError, Walk};
@@ -119,13 +119,14 @@ impl<'a> Engine<'a> {
             Input::Tokens { length, .. } => vec![rows, *length],
         };
         // What is measured on has hard classes even where those trained on are mixed.
-        let target = match batch.targets.len() / rows.max(1) {
+        let row = batch.targets.len() / rows.max(1);
+        let target = match if features.target == Target::Tokens { features.target_len() } else { row } {
             1 => vec![rows],
             n => vec![rows, n],
         };
         let inputs = tensor(&batch.inputs, whole.input_len(), input)?;
         let inputs = if inputs.dtype() == DType::F32 { inputs.to_dtype(self.setup.dtype)? } else { inputs };
-        Ok(Batch { inputs, targets: tensor(&batch.targets, whole.target_len(), target)? })
+        Ok(Batch { inputs, targets: tensor(&batch.targets, row, target)? })
     }
 
     /// Remembers the statistics, so that the update that begins can be begun again.
@@ -185,8 +186,8 @@ impl<'a> Engine<'a> {
 /// Rows of `row` values each, of which the first are taken that `shape` has room for.
 fn tensor(values: &Values, row: usize, shape: Vec<usize>) -> candle_core::Result<Tensor> {
     fn firsts<T: Copy>(values: &[T], row: usize, taken: usize) -> Vec<T> {
-        let mut all = Vec::with_capacity(values.len() / row * taken);
-        values.chunks_exact(row).for_each(|row| all.extend_from_slice(&row[..taken]));
+        let mut all = Vec::with_capacity(values.len() / row.max(1) * taken);
+        values.chunks_exact(row.max(1)).for_each(|row| all.extend_from_slice(&row[..taken]));
         all
     }
     let taken = shape[1..].iter().product::<usize>();

@@ -9,7 +9,7 @@ use crate::data::loader::Reading;
 use crate::data::order::Order;
 use crate::data::{Opening, loader, stream};
 use crate::features::Features;
-use crate::job::{Job, Length, OnBadRecord, Optimizer, Precision};
+use crate::job::{Job, Length, Loading, OnBadRecord, Optimizer, Precision};
 use crate::layers::network::Network;
 use crate::models::ModelError;
 use crate::params::Layout;
@@ -128,7 +128,12 @@ impl Setup {
 
     /// How samples are read in micro-batches of this size, within so many bytes.
     pub fn reading(&self, micro_batch: usize, limit: u64) -> Reading {
-        Reading { micro_batch, limit, workers: self.workers, skip_bad: on_bad(self).skips() }
+        Reading {
+            micro_batch,
+            limit,
+            workers: self.workers,
+            skip_bad: on_bad(&self.job.data.loading).skips(),
+        }
     }
 
     /// Bytes the loader holds for micro-batches of this size.
@@ -153,8 +158,7 @@ fn shuffle_buffer(job: &Job) -> u64 {
 }
 
 /// What happens to records that cannot be used.
-pub(super) fn on_bad(setup: &Setup) -> OnBad {
-    let loading = &setup.job.data.loading;
+pub(super) fn on_bad(loading: &Loading) -> OnBad {
     match loading.on_bad_record {
         OnBadRecord::Fail => OnBad::Fail,
         OnBadRecord::Skip => OnBad::Skip { most: loading.max_bad_records },

@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use self::decode::Opened;
 use self::listing::Listing;
-use super::picture::{Picture, Pipeline, Pixels, Pool, Scratch};
+use super::picture::{Lent, Picture, Pipeline, Pixels, Pool, Scratch};
 use super::{DataError, Features, Input, Key, Opening, Row, Source, Target, files};
 
 /// How pictures are read.
@@ -122,7 +122,7 @@ impl Set {
         };
         let archives = listing.places.iter().map(open).collect::<Result<_, _>>()?;
         let mut set = Self { listing, archives, options, packed, seen: Seen::default() };
-        set.look()?;
+        set.look();
         Ok(set)
     }
 
@@ -139,7 +139,7 @@ impl Set {
     }
 
     /// Learns from a few pictures what decoding one takes. One that is bad is told when it is read.
-    fn look(&mut self) -> Result<(), DataError> {
+    fn look(&mut self) {
         let (len, mut file) = (self.listing.len(), Vec::new());
         let mut seen = Seen { least: [usize::MAX; 2], ..Seen::default() };
         for i in 0..LOOKED_AT.min(if self.packed { 0 } else { len }) {
@@ -153,7 +153,6 @@ impl Set {
             seen.bytes = seen.bytes.max(opened.needs() + file.len() as u64);
         }
         self.seen = seen;
-        Ok(())
     }
 
     fn header<'a>(&self, file: &'a [u8]) -> Result<Opened<'a>, String> {
@@ -227,10 +226,10 @@ impl Set {
         file: &[u8],
         pipeline: &Pipeline,
         key: Key,
-        scratch: &mut super::picture::Lent<'_>,
+        scratch: &mut Lent<'_>,
         into: &mut Row<'_>,
     ) -> Result<(), DataError> {
-        let sample = |scratch: &mut super::picture::Lent<'_>, values: &mut [f32]| {
+        let sample = |scratch: &mut Lent<'_>, values: &mut [f32]| {
             let opened = self.header(file)?;
             let own =
                 pipeline.scratch_bytes(opened.height.max(opened.width), opened.height.max(opened.width), 1);
@@ -287,12 +286,8 @@ impl Kind {
             _ => {
                 // What is not there at all is told as such.
                 std::fs::metadata(file).map_err(DataError::io(file))?;
-                let found = "a name that does not end in .csv, .tsv or .tar".into();
-                Err(DataError::Format {
-                    file: file.to_owned(),
-                    wanted: "a folder, a table or a tar file",
-                    found,
-                })
+                let why = "it is no folder, and its name ends in none of .csv, .tsv and .tar".into();
+                Err(DataError::NoSamples { set: format!("`{}`", file.display()), why })
             }
         }
     }

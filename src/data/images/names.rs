@@ -64,7 +64,9 @@ mod tests {
     fn sorting_renumbers_and_numbers_sort_by_value_where_wished() {
         let names = |list: &[&str]| {
             let mut names = Names::default();
-            list.iter().for_each(|name| _ = names.number(name));
+            for name in list {
+                names.number(name);
+            }
             names
         };
         let mut words = names(&["dog", "cat", "dog", "ant"]);

@@ -7,11 +7,9 @@ use std::sync::Arc;
 use super::listing::Extent;
 use super::{Set, features};
 use crate::data::picture::{Pipeline, Pool};
-use crate::data::stream::{Block, Records, Shards, cut};
+use crate::data::stream::{BLOCK, Block, Records, Shards, cut};
 use crate::data::{DataError, Features, Key, Row, files};
 
-/// Bytes of pictures that are held together.
-const BLOCK_BYTES: u64 = 4 << 20;
 /// What a reader may use, where no picture could be looked at beforehand.
 const SCRATCH: u64 = 8 << 20;
 
@@ -34,7 +32,7 @@ impl Packed {
             let end =
                 first + (first..set.listing.len()).take_while(|i| set.listing.place(*i) == shard).count();
             let sizes = set.listing.spans[first..end].iter().map(|extent| extent.len);
-            blocks.extend(cut(shard as u32, sizes, BLOCK_BYTES));
+            blocks.extend(cut(shard as u32, sizes, BLOCK));
             firsts.push(end);
         }
         let (features, pool) = (features(&pipeline, set.names()), Pool::new(set.options.readers, SCRATCH));
@@ -62,6 +60,10 @@ impl Shards for Packed {
             end: self.firsts[shard + 1],
             at: 0,
         }))
+    }
+
+    fn name(&self, shard: u32) -> String {
+        format!("`{}`", self.set.listing.places[shard as usize].display())
     }
 
     fn decode(&self, record: &[u8], index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {

@@ -33,11 +33,7 @@ impl Listing {
                 let shown: Vec<_> =
                     header.iter().map(|h| format!("`{}`", String::from_utf8_lossy(h))).collect();
                 let problem = format!("no column is called `{name}`; there are {}", shown.join(", "));
-                DataError::Format {
-                    file: file.to_owned(),
-                    wanted: "a table of paths and labels",
-                    found: problem,
-                }
+                DataError::Record { file: file.to_owned(), place: "line 1".into(), problem }
             })
         };
         let (path, label) = (column(&columns.path)?, column(&columns.label)?);

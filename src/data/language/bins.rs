@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use super::DataError;
 use super::tokenizer::Units;
 use super::tokens::{Ids, Joined, Width};
-use super::windows::{Placement, Reading, Windows, name_of, split};
+use super::windows::{Placement, Reading, Windows, name_of, split_at};
 use crate::data::cache::Fingerprint;
 use crate::data::{Opening, files};
 
@@ -77,7 +77,12 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<(Windows, Windows)
     };
     let files = |ids: &Joined| (0..ids.parts().len()).map(|part| ids.range(part)).collect::<Vec<_>>();
     if valid.is_empty() {
-        let (before, after) = split(&files(&train), settings.valid_share);
+        let border = split_at(&(0..train.len()), settings.valid_share);
+        let cut = |part: fn(Range<u64>, u64) -> Range<u64>| {
+            files(&train).into_iter().map(|file| part(file, border)).filter(|part| !part.is_empty()).collect()
+        };
+        let before = cut(|file, border| file.start..file.end.min(border));
+        let after = cut(|file, border| file.start.max(border)..file.end);
         Ok((windows(&train, before, placement, "train")?, windows(&train, after, Placement::Fixed, "valid")?))
     } else {
         let measured = windows(&valid, files(&valid), Placement::Fixed, "valid")?;

@@ -14,7 +14,7 @@ use super::DataError;
 use super::pieces::each_piece;
 use super::tokenizer::{Characters, Cut, Separator, Tokenizer, Units};
 use super::tokens::{Ids, Joined, Width};
-use super::windows::{Placement, Reading, Windows, name_of, split};
+use super::windows::{Placement, Reading, Windows, name_of, split_at};
 use crate::data::Opening;
 use crate::data::cache::Fingerprint;
 use crate::data::files::{self, Packing};
@@ -70,10 +70,9 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<(Windows, Windows)
             Ok((train, windows(&own, 0..own.len(), Placement::Fixed, "valid")?))
         }
         None => {
-            let (train, valid) = split(std::slice::from_ref(&whole), settings.valid_share);
-            let one = |parts: Vec<std::ops::Range<u64>>| parts.into_iter().next().unwrap_or(0..0);
-            let train = windows(&ids, one(train), settings.placement, "train")?;
-            Ok((train, windows(&ids, one(valid), Placement::Fixed, "valid")?))
+            let border = split_at(&whole, settings.valid_share);
+            let train = windows(&ids, 0..border, settings.placement, "train")?;
+            Ok((train, windows(&ids, border..whole.end, Placement::Fixed, "valid")?))
         }
     }
 }

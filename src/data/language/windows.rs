@@ -228,18 +228,10 @@ impl Windows {
     }
 }
 
-/// The stretches of `ids` before and after the border that leaves `valid_share` of them for the second part.
-pub fn split(stretches: &[Range<u64>], valid_share: f64) -> (Vec<Range<u64>>, Vec<Range<u64>>) {
-    let all: u64 = stretches.iter().map(|s| s.end - s.start).sum();
-    let border = (all as f64 * (1.0 - valid_share.clamp(0.0, 1.0))) as u64;
-    let (mut train, mut valid, mut seen) = (Vec::new(), Vec::new(), 0);
-    for stretch in stretches {
-        let cut = stretch.start + border.saturating_sub(seen).min(stretch.end - stretch.start);
-        seen += stretch.end - stretch.start;
-        train.extend((cut > stretch.start).then_some(stretch.start..cut));
-        valid.extend((stretch.end > cut).then_some(cut..stretch.end));
-    }
-    (train, valid)
+/// The border that leaves `valid_share` of a stretch behind it.
+pub fn split_at(stretch: &Range<u64>, valid_share: f64) -> u64 {
+    let len = stretch.end - stretch.start;
+    stretch.start + (len as f64 * (1.0 - valid_share.clamp(0.0, 1.0))) as u64
 }
 
 /// A file name as people know it.

@@ -56,6 +56,10 @@ impl Mixed {
             return Err(refused());
         };
         let shape = <[usize; 3]>::try_from(&shape[..]).map_err(|_| refused())?;
+        if inner.blocks().is_some() {
+            let wanted = "packed archives are read forward, and the other sample lies anywhere: unpack them";
+            return Err(DataError::Setting { name: "augment.mixup", value: "used".into(), wanted });
+        }
         let target = Target::Mixed { names: names.clone() };
         let features = Features { target, ..inner.features().clone() };
         let pool = Pool::new(readers, 4 * features.input_len() as u64);

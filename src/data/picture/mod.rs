@@ -207,27 +207,20 @@ impl Pipeline {
         if rows.len == 0 || columns.len == 0 {
             return;
         }
-        let unit: [f32; 256];
-        let plain;
-        let tables: &[[f32; 256]] = match normalised {
-            true => &self.tables,
-            false => {
-                unit = std::array::from_fn(|byte| byte as f32 / 255.0);
-                plain = vec![unit; channels];
-                &plain
-            }
-        };
         for i in 0..rows.len {
             let row = if flips[0] { height - 1 - (rows.to + i) } else { rows.to + i };
             let first = if flips[1] { width - columns.to - columns.len } else { columns.to };
             let to = &mut into[(row * width + first) * channels..][..columns.len * channels];
             let start = ((rows.from + i) * picture.width + columns.from) * channels;
             let from = start..start + columns.len * channels;
-            match picture.pixels {
-                Pixels::Bytes(bytes) => {
-                    spread(&bytes[from], to, channels, flips[1], |c, byte| tables[c][byte as usize])
+            match (picture.pixels, normalised) {
+                (Pixels::Bytes(bytes), true) => {
+                    spread(&bytes[from], to, channels, flips[1], |c, byte| self.tables[c][byte as usize])
                 }
-                Pixels::Floats(floats) => spread(&floats[from], to, channels, flips[1], one),
+                (Pixels::Bytes(bytes), false) => {
+                    spread(&bytes[from], to, channels, flips[1], |_, byte| byte as f32 / 255.0)
+                }
+                (Pixels::Floats(floats), _) => spread(&floats[from], to, channels, flips[1], one),
             }
         }
     }

@@ -4,10 +4,11 @@
 //! read is an error and not the end of the process.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::columns::{Column, Look, Reading, SAMPLE_ROWS};
 use super::dialect::{Breaks, Dialect, Fields, MAX_ROW};
@@ -136,6 +137,8 @@ struct TextFile {
     index: Index,
     /// Rows of the files before.
     first: u64,
+    /// The lines of bytes that were asked for: the next one is counted from the nearest before it.
+    lines: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl Text {
@@ -156,7 +159,11 @@ impl Text {
             text.runs.extend(index.runs().into_iter().map(|(block, end)| (i, block, end)));
             let first = text.rows;
             text.rows += index.rows;
-            text.files.push(TextFile { path: path.clone(), file, index, first });
+            let (bytes, limit) = (text.index_bytes() + index.bytes(), opening.max_bytes);
+            if bytes > limit {
+                return Err(DataError::TooLarge { file: path.clone(), bytes, limit });
+            }
+            text.files.push(TextFile { path: path.clone(), file, index, first, lines: Mutex::default() });
         }
         Ok(text)
     }
@@ -182,18 +189,23 @@ impl TextFile {
         Ok(())
     }
 
-    /// The line at a byte; 0 where the file cannot be read any more, which is not what is being told.
+    /// The number, from 1, of the line that begins at a byte. Where the file cannot be read any more it is that of
+    /// an earlier one: that is not the error being told.
     fn line(&self, offset: u64) -> u64 {
-        index::line(&self.path, &self.file, offset).unwrap_or(0)
+        /// Places that are remembered.
+        const MOST: usize = 10_000;
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let (from, before) = lines.range(..=offset).next_back().map_or((0, 1), |(from, line)| (*from, *line));
+        let line = before + index::line_feeds(&self.path, &self.file, from..offset).unwrap_or(0);
+        if lines.len() < MOST {
+            lines.insert(offset, line);
+        }
+        line
     }
 
     fn changed(&self) -> DataError {
-        DataError::Table {
-            file: self.path.clone(),
-            place: String::new(),
-            problem: "it was changed while it was read".into(),
-            hint: "leave the file as it is during a run, and start again",
-        }
+        let found = "its rows lie elsewhere".into();
+        DataError::Changed { what: format!("`{}`", self.path.display()), found }
     }
 }
 

@@ -6,6 +6,7 @@
 //! 1 GB, whatever its rows.
 
 use std::fs::File;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -224,18 +225,23 @@ fn marks(text: &[u8], start: u64, quoted: bool, delimiter: Delimiter) -> Chunk {
     chunk
 }
 
-/// The number, from 1, of the line that begins at byte `offset`. Reads the file up to there: for errors.
-pub fn line(path: &Path, file: &File, offset: u64) -> Result<u64, DataError> {
-    let (mut at, mut lines) = (0, 1);
-    while at < offset {
-        let piece = read(path, file, at, (offset - at).min(CHUNK) as usize)?;
+/// The number, from 1, of the line that begins at byte `offset`.
+fn line(path: &Path, file: &File, offset: u64) -> Result<u64, DataError> {
+    line_feeds(path, file, 0..offset).map(|count| count + 1)
+}
+
+/// Line feeds in a range of bytes, which is read for it: for errors.
+pub fn line_feeds(path: &Path, file: &File, bytes: Range<u64>) -> Result<u64, DataError> {
+    let (mut at, mut count) = (bytes.start, 0);
+    while at < bytes.end {
+        let piece = read(path, file, at, (bytes.end - at).min(CHUNK) as usize)?;
         if piece.is_empty() {
             break;
         }
-        lines += memchr::memchr_iter(b'\n', &piece).count() as u64;
+        count += memchr::memchr_iter(b'\n', &piece).count() as u64;
         at += piece.len() as u64;
     }
-    Ok(lines)
+    Ok(count)
 }
 
 /// Up to `length` bytes from `offset`, fewer only at the end of the file.

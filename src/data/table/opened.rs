@@ -15,8 +15,8 @@ use super::{OnMissing, Raw, Settings};
 use crate::data::cache::Fingerprint;
 use crate::data::files::{self, Packing};
 use crate::data::split::{self, Plan};
-use crate::data::stream::{Block, Shards};
-use crate::data::{DataError, Features, Key, Opening, Row, Source};
+use crate::data::stream::{Shards, Streamed};
+use crate::data::{DataError, Opening, Source};
 
 /// Where the rows lie.
 #[derive(Clone, Debug)]
@@ -78,9 +78,9 @@ pub fn open(
     let encoding = Arc::new(Encoding::new(&paths[0], &columns, reading, settings, statistics.as_ref())?);
     // Classes were counted in the training rows, which are all of these only where others are measured on.
     let balance = encoding.balance.clone().filter(|_| valid.is_some());
-    let train = train.source(&encoding, balance, opening);
+    let train = train.source(&encoding, balance, Some(opening.shuffle_buffer));
     match valid {
-        Some(valid) => Ok((train, valid.source(&encoding, None, opening))),
+        Some(valid) => Ok((train, valid.source(&encoding, None, None))),
         None => {
             let (train, valid) = split::split(train, files.valid_share, opening.seed)?;
             Ok((Arc::new(train), Arc::new(valid)))
@@ -227,61 +227,21 @@ impl Table {
         }
     }
 
-    fn source(self, encoding: &Arc<Encoding>, balance: Option<Vec<u64>>, opening: &Opening) -> Set {
+    /// `buffer` is the memory in which rows are mixed, where they are.
+    fn source(self, encoding: &Arc<Encoding>, balance: Option<Vec<u64>>, buffer: Option<u64>) -> Set {
         let encoding = encoding.clone();
         match self.reader {
             Reader::Text { text, .. } => Arc::new(Csv { text, encoding, balance }),
-            Reader::Packed { packed, .. } => streamed(PackedCsv { packed, encoding, balance }, opening),
-            Reader::Parquet(parquet) => streamed(ParquetTable::new(parquet, encoding, balance), opening),
+            Reader::Packed { packed, .. } => streamed(PackedCsv { packed, encoding, balance }, buffer),
+            Reader::Parquet(parquet) => streamed(ParquetTable::new(parquet, encoding, balance), buffer),
         }
     }
 }
 
-fn streamed(shards: impl Shards + 'static, _: &Opening) -> Set {
-    Arc::new(Forward(shards))
-}
-
-/// Records read from the beginning of their shard each time.
-struct Forward<S>(S);
-
-impl<S: Shards> Source for Forward<S> {
-    fn len(&self) -> u64 {
-        self.0.blocks().iter().map(|block: &Block| block.records).sum()
-    }
-
-    fn features(&self) -> &Features {
-        self.0.features()
-    }
-
-    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        let mut left = index;
-        let mut first_of_shard = (u32::MAX, 0);
-        for block in self.0.blocks() {
-            if first_of_shard.0 != block.shard {
-                first_of_shard = (block.shard, left);
-            }
-            if left < block.records {
-                let mut records = self.0.open(block.shard)?;
-                let mut record = Vec::new();
-                for _ in 0..=first_of_shard.1 {
-                    record.clear();
-                    match records.next(&mut record) {
-                        Err(error) if error.is_record() => record.clear(),
-                        other => drop(other?),
-                    }
-                }
-                return self.0.decode(&record, index, key, into);
-            }
-            left -= block.records;
-        }
-        unreachable!("an index is below the number of records")
-    }
-
-    fn balance(&self) -> Option<Vec<u64>> {
-        self.0.balance()
-    }
-
-    fn about(&self) -> Vec<(String, String)> {
-        self.0.about()
-    }
+fn streamed(shards: impl Shards + 'static, buffer: Option<u64>) -> Set {
+    let shards = Arc::new(shards);
+    Arc::new(match buffer {
+        Some(buffer) => Streamed::new(shards, buffer),
+        None => Streamed::in_order(shards),
+    })
 }

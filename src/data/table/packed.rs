@@ -13,11 +13,9 @@ use super::encoding::Encoding;
 use super::rows::RowReader;
 use super::{Cells, Raw, See};
 use crate::data::cache::Fingerprint;
-use crate::data::stream::{self, Block, Records, Shards};
+use crate::data::stream::{self, BLOCK, Block, Records, Shards};
 use crate::data::{DataError, Features, Key, Opening, Row, files};
 
-/// Bytes of records in a block, at most.
-const BLOCK: u64 = 1 << 20;
 /// Bytes of a record before its row.
 const LINE: usize = 8;
 
@@ -163,6 +161,10 @@ impl Shards for PackedCsv {
         let mut reader = RowReader::open(&self.packed.files[shard as usize].path, self.packed.dialect)?;
         reader.names()?;
         Ok(Box::new(PackedRecords { reader }))
+    }
+
+    fn name(&self, shard: u32) -> String {
+        format!("`{}`", self.packed.files[shard as usize].path.display())
     }
 
     fn decode(&self, record: &[u8], index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {

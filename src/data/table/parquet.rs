@@ -18,13 +18,11 @@ use parquet::schema::types::ColumnDescriptor;
 use super::columns::{Column, Look, Reading, SAMPLE_ROWS};
 use super::encoding::Encoding;
 use super::{Cell, Cells, Raw, See, pages};
-use crate::data::stream::{Block, Records, Shards};
+use crate::data::stream::{BLOCK, Block, Records, Shards};
 use crate::data::{DataError, Features, Key, Row, files};
 
 /// Rows decoded at once.
 const BATCH: usize = 1024;
-/// Bytes of records in a block, at most.
-const BLOCK: u64 = 1 << 20;
 /// Bytes of a code.
 const CODE: usize = 8;
 /// The most rows of a row group; a file that says more is damaged.
@@ -428,6 +426,11 @@ impl Shards for ParquetTable {
         let group = self.table.groups[shard as usize];
         let rows = self.table.rows_of(group, self.encoding.columns.iter().map(|column| column.at))?;
         Ok(Box::new(GroupRecords { rows, encoding: self.encoding.clone(), record: group.first_in_file }))
+    }
+
+    fn name(&self, shard: u32) -> String {
+        let Group { file, group, .. } = self.table.groups[shard as usize];
+        format!("row group {group} of `{}`", self.table.files[file].0.display())
     }
 
     fn decode(&self, record: &[u8], index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {

@@ -186,9 +186,6 @@ fn a_share_is_standardised_by_the_rest() {
         fs::write(&path[0], bytes).unwrap();
         let (train, valid) = place.open(&path, &[], Format::Csv(Dialect::default()), &settings).unwrap();
         assert_eq!((train.len(), valid.len()), (3000, 1000));
-        if path[0].metadata().unwrap().len() < 10_000 {
-            continue;
-        }
         let samples = all(&train);
         for column in [|s: &(Vec<f32>, Vec<f32>)| s.0[0] as f64, |s: &(Vec<f32>, Vec<f32>)| s.1[0] as f64] {
             let mean = samples.iter().map(column).sum::<f64>() / 3000.0;

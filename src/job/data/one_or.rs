@@ -14,11 +14,11 @@ pub enum OneOr<T> {
     Each(Vec<T>),
 }
 
-impl<T: Copy> OneOr<T> {
+impl<T: Clone> OneOr<T> {
     /// The values as they are written.
     pub fn list(&self) -> Vec<T> {
         match self {
-            Self::One(value) => vec![*value],
+            Self::One(value) => vec![value.clone()],
             Self::Each(values) => values.clone(),
         }
     }
@@ -39,6 +39,12 @@ impl<T: JsonSchema> JsonSchema for OneOr<T> {
         let kind = items.get("type").cloned().unwrap_or_default();
         json_schema!({ "type": [kind, "array"], "items": items, "minItems": 1, "maxItems": 4 })
     }
+}
+
+/// As many as one likes, each once.
+pub(super) fn any_number(schema: &mut Schema) {
+    schema.remove("maxItems");
+    schema.insert("uniqueItems".into(), true.into());
 }
 
 pub(super) fn above_zero(schema: &mut Schema) {

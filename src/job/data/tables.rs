@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::Files;
+use super::one_or::{OneOr, any_number};
 
 /// Tables of text: rows of fields, quoted where needed; plain, gzip or zstd.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -36,9 +37,9 @@ pub struct Parquet {
 /// What the columns of a table are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Columns {
-    /// Columns to predict: one of classes, or one or more of numbers.
-    #[schemars(length(min = 1), extend("uniqueItems" = true))]
-    pub target: Vec<String>,
+    /// The column to predict, of classes or of numbers; or a list of several of numbers.
+    #[schemars(transform = any_number)]
+    pub target: OneOr<String>,
     /// What is predicted.
     #[serde(default)]
     pub task: Task,

@@ -7,6 +7,7 @@ use super::{Run, Tried, ended_early};
 use crate::data::bad::Set;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
+use crate::features::Target;
 use crate::job::Metric;
 use crate::layers::loss::Tally;
 use crate::memory::Role;
@@ -65,7 +66,12 @@ impl Run<'_> {
         }
         self.recovered();
         self.engine.swap_average()?;
-        self.metrics = metrics(&tally, &setup.job.eval.metrics);
+        // Values that are predicted have no right class to count.
+        let wanted: &[Metric] = match setup.features().target {
+            Target::Values { .. } => &[],
+            _ => &setup.job.eval.metrics,
+        };
+        self.metrics = metrics(&tally, wanted);
         let epoch = setup.order.update(self.step.saturating_sub(1)).epoch;
         let event = Event::Eval {
             step: self.step,

@@ -60,7 +60,7 @@ impl Run<'_> {
         bad: &[Bad],
     ) -> Result<(LeftOut, Vec<String>), Failure> {
         let mut left_out = self.left_out.clone();
-        let told = left_out.add(set, pass, bad, on_bad(self.setup))?;
+        let told = left_out.add(set, pass, bad, on_bad(&self.setup.job.data.loading))?;
         Ok((left_out, told))
     }
 

@@ -1,5 +1,6 @@
 //! Sets of text and tokens in files.
 
+use super::super::setup::on_bad;
 use super::{Failure, Sets};
 use crate::data::language::tokenizer::{Separator, Units};
 use crate::data::language::tokens::Width;
@@ -74,10 +75,7 @@ pub(super) fn jsonl(
             job::TooLong::Refuse => jsonl::TooLong::Refuse,
         },
         context,
-        bad_records: match loading.on_bad_record {
-            job::OnBadRecord::Fail => 0,
-            job::OnBadRecord::Skip => loading.max_bad_records,
-        },
+        on_bad: on_bad(loading),
     };
     let (train, valid) = jsonl::open(&settings, opening)?;
     Ok(Sets { train, valid })

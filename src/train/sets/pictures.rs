@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use super::{Failure, Sets};
 use crate::data::idx::{self, Idx};
-use crate::data::images::{Columns, Images, Names, Options, Set};
+use crate::data::images::{Columns, Images, Names, Options, Packed, Set};
 use crate::data::picture::mix::{Mixed, Mixing};
 use crate::data::picture::{self, Erasing, Fit, Jitter, Normalise, Pipeline, ResizedCrop};
+use crate::data::stream::{IN_ORDER, Streamed};
 use crate::data::{Opening, Source, split};
 use crate::job::{self, OneOr, Preset};
 
@@ -50,16 +51,20 @@ pub(super) fn images(s: &job::Images, readers: usize, opening: &Opening) -> Resu
         [] => None,
         files => Some(open(files, Some(whole.names()))?),
     };
-    let set = |set: Arc<Set>, pipeline: &Pipeline| -> Arc<dyn Source> {
-        Arc::new(Images::new(set, pipeline.clone()))
+    let set = |set: Arc<Set>, pipeline: &Pipeline, buffer: u64| -> Arc<dyn Source> {
+        match set.packed {
+            true => Arc::new(Streamed::new(Arc::new(Packed::new(set, pipeline.clone())), buffer)),
+            false => Arc::new(Images::new(set, pipeline.clone())),
+        }
     };
-    let train = set(whole.clone(), &trained);
+    let train = set(whole.clone(), &trained, opening.shuffle_buffer);
     let sets = match valid {
-        Some(valid) => Sets { train, valid: set(valid, &measured) },
+        Some(valid) => Sets { train, valid: set(valid, &measured, IN_ORDER) },
         None => {
             // The same parting of the same pictures, augmented for the one part and not for the other.
             let (train, _) = split::split(train, s.files.valid_share, opening.seed)?;
-            let (_, valid) = split::split(set(whole, &measured), s.files.valid_share, opening.seed)?;
+            let (_, valid) =
+                split::split(set(whole, &measured, IN_ORDER), s.files.valid_share, opening.seed)?;
             Sets::of(train, valid)
         }
     };

@@ -31,7 +31,7 @@ fn open(
     let files =
         Files { train: files.train.clone(), valid: files.valid.clone(), valid_share: files.valid_share };
     let settings = Settings {
-        target: columns.target.clone(),
+        target: columns.target.list(),
         columns: columns.columns.clone(),
         ignore: columns.ignore.clone(),
         categorical: columns.categorical.clone(),

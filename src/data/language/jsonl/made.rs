@@ -18,6 +18,7 @@ use super::super::tokens::{Ids, Joined, Width, map};
 use super::super::windows::{Marks, name_of};
 use super::lines::{Chunk, Lines};
 use super::record::{Document, Reader, TooLong, record};
+use crate::data::bad::{Bad, LeftOut, Set};
 use crate::data::cache::Fingerprint;
 use crate::data::{Lengths, Opening};
 
@@ -50,9 +51,6 @@ pub struct Found {
     pub bad: u64,
     pub first_bad: Vec<String>,
 }
-
-/// Bad records that are told one by one.
-const TOLD: usize = 5;
 
 /// Distinct classes, at most: with more, the field is no class.
 const CLASSES: usize = 1 << 16;
@@ -159,6 +157,7 @@ struct Writer<'a, 'o> {
     width: Width,
     out: [&'o mut BufWriter<File>; 4],
     found: Found,
+    left_out: LeftOut,
     classes: HashMap<String, u32>,
     /// Bits of marks that do not make a byte yet.
     bits: (u8, u32),
@@ -173,6 +172,7 @@ impl<'a, 'o> Writer<'a, 'o> {
             width,
             out,
             found: Found::default(),
+            left_out: LeftOut::default(),
             classes: HashMap::new(),
             bits: (0, 0),
             bytes: Vec::new(),
@@ -182,11 +182,10 @@ impl<'a, 'o> Writer<'a, 'o> {
     fn take(&mut self, read: Result<Document, DataError>, file: &Path, line: u64) -> Result<(), DataError> {
         let document = match read {
             Ok(document) => document,
-            Err(error) if error.is_record() && self.found.bad < self.reader.bad_records => {
+            Err(error) if error.is_record() && self.reader.on_bad.skips() => {
+                let bad = Bad { id: self.found.bad, why: error.to_string() };
                 self.found.bad += 1;
-                if self.found.first_bad.len() < TOLD {
-                    self.found.first_bad.push(error.to_string());
-                }
+                self.found.first_bad.extend(self.left_out.add(Set::Train, 0, &[bad], self.reader.on_bad)?);
                 return Ok(());
             }
             Err(error) => return Err(error),

@@ -18,8 +18,9 @@ use std::{
 use super::pieces::{Progress, in_order};
 use super::text::seen;
 use super::tokenizer::{Characters, Separator, Tokenizer, Units};
-use super::windows::{Placement, Reading, Windows, name_of, split as parts};
+use super::windows::{Placement, Reading, Windows, name_of, split_at};
 use super::{DataError, Features, Input, Key, Lengths, Row, Source, Target};
+use crate::data::bad::OnBad;
 use crate::data::cache::Fingerprint;
 use crate::data::{Opening, files, split};
 use crate::kernels::cross_entropy::IGNORE;
@@ -52,8 +53,8 @@ pub struct Settings {
     pub too_long: TooLong,
     /// Tokens of a sample, at most.
     pub context: usize,
-    /// Records of the files of a set, at most, that are left out because they are bad.
-    pub bad_records: u64,
+    /// What happens to bad records, of the files of each set.
+    pub on_bad: OnBad,
 }
 
 /// Messages, and how they become a text.
@@ -88,7 +89,7 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<Both, DataError> {
             (false, None) => context + 1,
             (false, Some(_)) => context,
         },
-        bad_records: settings.bad_records,
+        on_bad: settings.on_bad,
     };
     let mut how = format!("{settings:?}");
     let tokenizer = match known {
@@ -156,7 +157,7 @@ fn content(settings: &Settings, tokenizer: Option<&Tokenizer>) -> Result<Content
     let special = |part: &str| tokenizer.map_or_else(String::new, |tokenizer| tokenizer.special(part));
     let template = Template::new(source, special("bos_token"), special("eos_token"))
         .map_err(|problem| wrong(&chat.template, problem))?;
-    Ok(Content::Chat { field: chat.field.clone(), template, loss: chat.loss })
+    Ok(Content::Chat { field: chat.field.clone(), template: Box::new(template), loss: chat.loss })
 }
 
 /// The distinct characters of all records, found once.
@@ -174,7 +175,7 @@ fn vocabulary(
         let work = |chunk: &Chunk| {
             let texts = chunk.lines().map(|(number, line)| reader.text(line, chunk.file, number));
             // Those left out are counted when the others are tokenised.
-            let texts = texts.filter(|text| text.is_ok() || reader.bad_records == 0);
+            let texts = texts.filter(|text| text.is_ok() || !reader.on_bad.skips());
             texts.map(|text| text.map(|text| seen(&text))).collect::<Result<Vec<_>, _>>()
         };
         in_order(
@@ -234,7 +235,8 @@ fn about(name: &str, made: &Made, vocab: usize) -> Vec<(String, String)> {
     }
     if found.bad > 0 {
         about.push(("bad records left out".into(), found.bad.to_string()));
-        about.extend(found.first_bad.iter().map(|why| ("bad record".into(), why.clone())));
+        let first = found.first_bad.iter().enumerate();
+        about.extend(first.map(|(i, why)| (format!("bad record {}", i + 1), why.clone())));
     }
     about
 }
@@ -251,19 +253,17 @@ fn packed(
         let wanted = "records to tell apart are samples of their own: leave `pack` or `label` out";
         return Err(DataError::Setting { name: "pack", value: "true".into(), wanted });
     }
-    let windows = |made: &Made, ranges: Vec<std::ops::Range<u64>>, name: &str| {
-        let set = Windows::new(made.ids.clone(), ranges, (settings.context, vocab), Placement::Fixed, name)?;
+    let windows = |made: &Made, range: std::ops::Range<u64>, name: &str| {
+        let set = Windows::new(made.ids.clone(), [range], (settings.context, vocab), Placement::Fixed, name)?;
         let set = set.marked(made.marks.clone()).told(Some(reading.clone()), about(name, made, vocab));
         Ok::<Arc<dyn Source>, DataError>(Arc::new(set))
     };
     let whole = 0..train.ids.len();
     match valid {
-        Some(valid) => {
-            Ok((windows(&train, vec![whole], "train")?, windows(&valid, vec![0..valid.ids.len()], "valid")?))
-        }
+        Some(valid) => Ok((windows(&train, whole, "train")?, windows(&valid, 0..valid.ids.len(), "valid")?)),
         None => {
-            let (before, after) = parts(std::slice::from_ref(&whole), settings.valid_share);
-            Ok((windows(&train, before, "train")?, windows(&train, after, "valid")?))
+            let border = split_at(&whole, settings.valid_share);
+            Ok((windows(&train, 0..border, "train")?, windows(&train, border..whole.end, "valid")?))
         }
     }
 }

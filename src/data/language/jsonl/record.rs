@@ -7,13 +7,14 @@ use serde_json::Value;
 use super::super::DataError;
 use super::super::tokenizer::Tokenizer;
 use super::template::{Message, ROLES, Talk, Template};
+use crate::data::bad::OnBad;
 
 /// What of a record is learned from.
 pub enum Content {
     /// The text in this field.
     Text { field: String },
     /// The messages in this field, as the template puts them together.
-    Chat { field: String, template: Template, loss: Loss },
+    Chat { field: String, template: Box<Template>, loss: Loss },
 }
 
 /// Which tokens of a talk are to be predicted.
@@ -45,8 +46,8 @@ pub struct Reader<'a> {
     pub too_long: TooLong,
     /// Ids that a sample can hold with its targets; unbounded where documents are packed.
     pub room: usize,
-    /// Records, at most, that are left out because they are bad; one more is an error.
-    pub bad_records: u64,
+    /// What happens to bad records.
+    pub on_bad: OnBad,
 }
 
 /// A record as ids.
@@ -222,7 +223,7 @@ mod tests {
 
     fn chat(loss: Loss) -> Content {
         let plain = NAMED.iter().find(|(name, _)| *name == "plain").unwrap().1;
-        let template = Template::new(plain.into(), String::new(), String::new()).unwrap();
+        let template = Box::new(Template::new(plain.into(), String::new(), String::new()).unwrap());
         Content::Chat { field: "messages".into(), template, loss }
     }
 
@@ -240,7 +241,7 @@ mod tests {
             separator: None,
             too_long,
             room,
-            bad_records: 0,
+            on_bad: OnBad::Fail,
         };
         reader.read(line.as_bytes(), Path::new("a.jsonl"), 7).map_err(|error| {
             assert!(error.is_record());
@@ -326,7 +327,7 @@ mod tests {
             separator: None,
             too_long: TooLong::Cut,
             room: 9,
-            bad_records: 0,
+            on_bad: OnBad::Fail,
         };
         let error = reader.read(b"{\"text\": \"a\xffb\"}", Path::new("a"), 1).unwrap_err().to_string();
         assert!(error.contains("line 1: it is no JSON: invalid unicode"), "{error}");
@@ -342,7 +343,7 @@ mod tests {
             line.extend(std::iter::repeat_n(b'[', deep));
             for (content, label) in [(text(), None), (text(), Some("label")), (chat(Loss::Answers), None)] {
                 let reader = Reader {
-                    content: &content, label, tokenizer: &Tokenizer::Bytes, separator: Some(10), too_long: TooLong::Cut, room: 30, bad_records: 0,
+                    content: &content, label, tokenizer: &Tokenizer::Bytes, separator: Some(10), too_long: TooLong::Cut, room: 30, on_bad: OnBad::Fail,
                 };
                 if let Ok(document) = reader.read(&line, Path::new("a"), 1) {
                     prop_assert!(document.ids.len() <= 30 && document.whole >= document.ids.len() as u64);

@@ -39,7 +39,7 @@ fn settings(train: PathBuf, context: usize) -> Settings {
         buckets: Vec::new(),
         too_long: TooLong::Cut,
         context,
-        bad_records: 0,
+        on_bad: OnBad::Fail,
     }
 }
 
@@ -195,13 +195,14 @@ fn what_is_wrong_is_told() {
     // Left out and told, up to as many as allowed.
     let two = place.write("two.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n[]\n{\"text\": \"yes\"}\n");
     for units in [Units::Bytes, Units::Characters] {
-        let skip = Settings { bad_records: 2, units, ..settings(two.clone(), 16) };
+        let skip = Settings { on_bad: OnBad::Skip { most: 2 }, units, ..settings(two.clone(), 16) };
         let (set, valid) = place.open(&skip).unwrap();
         assert_eq!(set.len() + valid.len(), 2);
         let about = set.about();
         assert!(about.contains(&("bad records left out".into(), "2".into())), "{about:?}");
         assert!(about.iter().any(|(_, why)| why.contains("two.jsonl`, line 3: it is a list")), "{about:?}");
-        let error = place.open(&Settings { bad_records: 1, ..skip }).err().unwrap().to_string();
+        let error =
+            place.open(&Settings { on_bad: OnBad::Skip { most: 1 }, ..skip }).err().unwrap().to_string();
         assert!(error.contains("line 3"), "{error}");
     }
     let wrong = Chat { template: "nonsense".into(), ..chat(Loss::All).unwrap() };
