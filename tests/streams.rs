@@ -235,6 +235,88 @@ fn bad_records_are_left_out_and_counted_once() {
     assert!(matches!(&fail, Err(Failure::Data(error)) if error.is_record()), "{:?}", fail.err());
 }
 
+const TABLE: &str = "
+name = 'table'
+[model]
+kind = 'mlp'
+hidden = [8]
+[data]
+kind = 'csv'
+train = ['*.csv.gz']
+target = ['class']
+shuffle_buffer = '1KiB'
+[train]
+batch_size = 8
+epochs = 3
+[eval]
+every_steps = 20
+[checkpoint]
+every_steps = 5
+";
+
+/// Two tables of 60 rows, gzip; row 7 of the second one has no number where one should be.
+fn tables(folder: &Path) {
+    for (name, rows) in [("a", 0..60), ("b", 60..120)] {
+        let file = File::create(folder.join(format!("{name}.csv.gz"))).unwrap();
+        let mut out = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
+        writeln!(out, "x,y,class").unwrap();
+        for row in rows {
+            let x = if row == 67 { "three".into() } else { (row * 37 % 101).to_string() };
+            writeln!(out, "{x},{}.5,{}", row * 13 % 17, if row * 37 % 101 > 50 { "high" } else { "low" })
+                .unwrap();
+        }
+        out.finish().unwrap();
+    }
+    fs::write(folder.join("job.toml"), TABLE).unwrap();
+}
+
+fn trainer(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    let output = command.args(args).current_dir(folder).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+/// The same through the program, over packed tables: a bad record ends the run with its place, or is left out; and
+/// a run that was cut ends as the one that was not.
+#[test]
+fn packed_tables_through_the_program() {
+    let home = tempfile::tempdir().unwrap();
+    let folder = home.path();
+    tables(folder);
+    let numbers = ["--set", "data.numeric=['x']"];
+    let fit = |args: &[&str]| trainer(folder, &[&["fit", "job.toml"], &numbers[..], args].concat());
+    let (code, _, said) = fit(&["--run-dir", "fail"]);
+    assert_eq!(code, Some(4), "{said}");
+    assert!(
+        said.contains("b.csv.gz") && said.contains("`three`") && said.contains("on_bad_record"),
+        "{said}"
+    );
+    let skip = ["--set", "data.on_bad_record=skip"];
+    let (code, _, said) = fit(&[&["--run-dir", "whole"], &skip[..]].concat());
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("bad    step") && said.contains("bad      1 record left out"), "{said}");
+    for cut in ["1", "9", "14", "30"] {
+        let run = format!("cut-{cut}");
+        let (code, _, said) =
+            fit(&[&["--run-dir", &run, "--max-steps", cut, "--set", "data.workers=1"], &skip[..]].concat());
+        assert_eq!(code, Some(0), "{said}");
+        let (code, _, said) =
+            fit(&[&["--run-dir", &run, "--resume", "--set", "data.workers=3"], &skip[..]].concat());
+        assert_eq!(code, Some(0), "{said}");
+        let last = |run: &str| events(&folder.join(run), "finished").pop().unwrap();
+        assert_eq!(last(&run)["samples_digest"], last("whole")["samples_digest"]);
+        assert_eq!(last(&run)["bad_records"], 1);
+        assert!(weights(&folder.join(&run)) == weights(&folder.join("whole")), "cut at {cut}");
+    }
+    let check = [&["check", "job.toml", "--json"], &numbers[..], &skip[..]].concat();
+    let (code, said, wrong) = trainer(folder, &check);
+    assert_eq!(code, Some(0), "{wrong}");
+    let seen: Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(seen["data"]["first"].as_array().unwrap().len(), 3, "{said}");
+    assert!(["low", "high"].contains(&seen["data"]["first"][0]["target"].as_str().unwrap()), "{said}");
+}
+
 /// Twenty times as many bytes as the run may use go through it, three times over: `TRAINER_FLAT_MIB` of memory, 12
 /// where that is not set. Run by the test below in a process of its own.
 #[test]
