@@ -253,7 +253,7 @@ fn every_config_loads_and_its_resolved_job_is_the_same_job() {
     assert!(configs.len() >= 2);
     for path in configs {
         // What the environment would say; whether the files are there is not the job's business.
-        let text = ["MNIST", "FASHION_MNIST", "TEXT", "SIGNS"]
+        let text = ["MNIST", "FASHION_MNIST", "TEXT", "SIGNS", "HOUSING"]
             .iter()
             .fold(fs::read_to_string(&path).unwrap(), |text, name| {
                 text.replace(&format!("${{{name}}}"), "/x")

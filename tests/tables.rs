@@ -20,8 +20,15 @@ target = \"y\"
 shuffle = false
 
 [train]
-epochs = 3
+epochs = 8
 batch_size = 16
+
+[optimizer]
+kind = \"adamw\"
+lr = 0.02
+
+[log]
+every_steps = 1
 ";
 
 /// y is a line of x and a step of the colour.

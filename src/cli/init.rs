@@ -17,7 +17,7 @@ macro_rules! template {
 }
 
 /// A template's name, what it is, and the file in `configs/` that it is.
-const TEMPLATES: [(&str, &str, &str); 13] = [
+const TEMPLATES: [(&str, &str, &str); 14] = [
     template!("quickstart", "a small convolutional network on generated pictures"),
     template!("mlp", "a perceptron on generated pictures"),
     template!("layers", "a network declared layer by layer"),
@@ -30,6 +30,7 @@ const TEMPLATES: [(&str, &str, &str); 13] = [
     template!("mnist", "MNIST from its published files"),
     template!("fashion-mnist", "Fashion-MNIST from its published files"),
     template!("signs", "pictures in folders named by class"),
+    template!("housing", "house prices of California from a csv file"),
     template!("shakespeare", "characters of a text file, in nanoGPT's CPU setting"),
 ];
 
