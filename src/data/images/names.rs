@@ -15,6 +15,10 @@ impl Names {
         self.list.len()
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
     pub fn list(&self) -> &[String] {
         &self.list
     }

@@ -137,9 +137,8 @@ mod tests {
             for fit in [Fit::Crop { share }, Fit::Pad, Fit::Stretch] {
                 let placed = fit.place(size, out);
                 prop_assert!(inside(placed.from, size), "{fit:?} {placed:?}");
-                for i in 0..2 {
-                    prop_assert!(placed.at[i] >= 0 && placed.at[i] as usize + placed.to[i] <= out[i]);
-                }
+                let within = |i: usize| placed.at[i] >= 0 && placed.at[i] as usize + placed.to[i] <= out[i];
+                prop_assert!(within(0) && within(1), "{fit:?} {placed:?}");
             }
             // A crop keeps the sample's shape; padding fills one side.
             let cropped = Fit::Crop { share }.place(size, out).from;
