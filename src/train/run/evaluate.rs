@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::{Run, Tried, ended_early};
+use super::{Run, Tried, ended_early, record};
 use crate::data::bad::Set;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
@@ -98,5 +98,5 @@ fn metrics(tally: &Tally, wanted: &[Metric]) -> BTreeMap<String, f64> {
         Metric::Top5 => share(tally.top5),
     };
     let named = wanted.iter().map(|metric| (format!("valid.{}", metric.name()), of(metric)));
-    named.chain([("valid.loss".to_owned(), tally.mean_loss())]).collect()
+    named.chain([("valid.loss".to_owned(), record::loss(tally))]).collect()
 }

@@ -35,7 +35,7 @@ impl Run<'_> {
         Ok(self.report.record(Event::Step {
             step: self.step,
             epoch: done.epoch,
-            loss: done.tally.mean_loss(),
+            loss: loss(&done.tally),
             lr: done.lr,
             grad_norm: done.grad_norm,
             samples: self.samples,
@@ -184,6 +184,11 @@ impl Run<'_> {
         })?;
         Ok(Ended::Done)
     }
+}
+
+/// The mean loss; of nothing there is none.
+pub(super) fn loss(tally: &Tally) -> f64 {
+    if tally.weight == 0.0 { f64::NAN } else { tally.mean_loss() }
 }
 
 pub(super) fn oom(step: u64, oom: &Oom) -> Event {
