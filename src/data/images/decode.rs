@@ -63,7 +63,7 @@ impl<'a> Opened<'a> {
         let own = match &self.with {
             // Coefficients of all components, padded to blocks, where they come in several scans.
             Decoder::Jpeg(_) => 10 * pixels + 600 * self.width as u64,
-            Decoder::Png(_) => 5 * pixels,
+            Decoder::Png(_) => 8 * pixels,
             Decoder::Webp(_) => 14 * pixels,
         };
         own + 2 * pixels * self.channels as u64 + (1 << 18)

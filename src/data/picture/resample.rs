@@ -1,8 +1,9 @@
 //! Resizing by the triangle filter, widened where a picture becomes smaller: bilinear with antialiasing, as
 //! torchvision and Pillow do it.
 
-use fast_image_resize::images::{Image, ImageRef};
-use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions};
+use fast_image_resize::images::{TypedImage, TypedImageRef};
+use fast_image_resize::pixels::{F32, F32x3, U8, U8x3};
+use fast_image_resize::{FilterType, PixelTrait, ResizeAlg, ResizeOptions, Resizer};
 
 use super::geometry::Part;
 use super::{Picture, Pixels, Scratch};
@@ -26,28 +27,47 @@ pub fn cut<'a>(
         .crop(from.left, from.top, from.width, from.height);
     let size = |n: usize| u32::try_from(n).map_err(|_| format!("{n} pixels are too many"));
     let (w, h) = (size(picture.width)?, size(picture.height)?);
-    let len = height * width * channels;
-    let (pixels, bytes, into, kind) = match picture.pixels {
-        Pixels::Bytes(bytes) => {
+    let (len, source, target) = (height * width * channels, [w, h], [size(width)?, size(height)?]);
+    let pixels = match picture.pixels {
+        Pixels::Bytes(from) => {
             scratch.resized.resize(len, 0);
-            (None, bytes, &mut scratch.resized[..len], byte_pixel(channels)?)
+            let into = &mut scratch.resized[..len];
+            match channels {
+                1 => resize::<U8>(&mut scratch.resizer, from, source, into, target, &options)?,
+                3 => resize::<U8x3>(&mut scratch.resizer, from, source, into, target, &options)?,
+                n => return Err(format!("pictures of {n} channels cannot be resized")),
+            }
+            Pixels::Bytes(&scratch.resized[..len])
         }
-        Pixels::Floats(floats) => {
+        Pixels::Floats(from) => {
             scratch.resized_floats.resize(len, 0.0);
-            let into = bytemuck::cast_slice_mut(&mut scratch.resized_floats[..len]);
-            (Some(()), bytemuck::cast_slice(floats), into, float_pixel(channels)?)
+            let (from, into) =
+                (bytemuck::cast_slice(from), bytemuck::cast_slice_mut(&mut scratch.resized_floats[..len]));
+            match channels {
+                1 => resize::<F32>(&mut scratch.resizer, from, source, into, target, &options)?,
+                3 => resize::<F32x3>(&mut scratch.resizer, from, source, into, target, &options)?,
+                n => return Err(format!("pictures of {n} channels cannot be resized")),
+            }
+            Pixels::Floats(&scratch.resized_floats[..len])
         }
-    };
-    let refused = |error: &dyn std::fmt::Display| format!("it cannot be resized: {error}");
-    let source = ImageRef::new(w, h, bytes, kind).map_err(|e| refused(&e))?;
-    let mut target =
-        Image::from_slice_u8(size(width)?, size(height)?, into, kind).map_err(|e| refused(&e))?;
-    scratch.resizer.resize(&source, &mut target, &options).map_err(|e| refused(&e))?;
-    let pixels = match pixels {
-        None => Pixels::Bytes(&scratch.resized[..len]),
-        Some(()) => Pixels::Floats(&scratch.resized_floats[..len]),
     };
     Ok(Picture { height, width, pixels })
+}
+
+/// Resizes (width, height) `source` to `target`. Of one pixel type at a time: a resizer that looks at the type as it
+/// runs is compiled for all there are.
+fn resize<P: PixelTrait>(
+    resizer: &mut Resizer,
+    from: &[u8],
+    source: [u32; 2],
+    into: &mut [u8],
+    target: [u32; 2],
+    options: &ResizeOptions,
+) -> Result<(), String> {
+    let refused = |error: &dyn std::fmt::Display| format!("it cannot be resized: {error}");
+    let from = TypedImageRef::<P>::from_buffer(source[0], source[1], from).map_err(|e| refused(&e))?;
+    let mut into = TypedImage::<P>::from_buffer(target[0], target[1], into).map_err(|e| refused(&e))?;
+    resizer.resize_typed(&from, &mut into, options).map_err(|e| refused(&e))
 }
 
 /// Bytes of scratch for a picture of (height, width) `size`, resized to `to`, of `pixel` bytes a pixel: the
@@ -55,20 +75,6 @@ pub fn cut<'a>(
 pub fn scratch_bytes(size: [usize; 2], to: [usize; 2], pixel: usize) -> u64 {
     let halfway = (size[0] * to[1]).max(to[0] * size[1]);
     ((to[0] * to[1] + halfway) * pixel) as u64
-}
-
-fn byte_pixel(channels: usize) -> Result<PixelType, String> {
-    [PixelType::U8, PixelType::U8x2, PixelType::U8x3, PixelType::U8x4]
-        .get(channels.wrapping_sub(1))
-        .copied()
-        .ok_or_else(|| format!("pictures of {channels} channels cannot be resized"))
-}
-
-fn float_pixel(channels: usize) -> Result<PixelType, String> {
-    [PixelType::F32, PixelType::F32x2, PixelType::F32x3, PixelType::F32x4]
-        .get(channels.wrapping_sub(1))
-        .copied()
-        .ok_or_else(|| format!("pictures of {channels} channels cannot be resized"))
 }
 
 #[cfg(test)]
