@@ -34,7 +34,7 @@ every_steps = 1
 /// y is a line of x and a step of the colour.
 fn rows(from: u32, to: u32) -> String {
     let row = |i: u32| {
-        let (x, red) = (f64::from(i * 37 % 101), i % 3 == 0);
+        let (x, red) = (f64::from(i * 37 % 101), i.is_multiple_of(3));
         let colour = if red { "red" } else { "\"sea, blue\"" };
         format!("{x},{colour},{}\n", 0.5 * x + if red { 10.0 } else { 0.0 })
     };
