@@ -120,4 +120,5 @@ fn what_is_wrong_with_a_picture_or_a_job_is_told() {
         trainer(root, &["check", "job.toml", "--json", "--set", "data.on_bad_record=skip"]);
     assert_eq!(code, 0, "{error}");
     assert!(checked["data"]["target"].as_str().unwrap().contains("3 classes: blue, green, red"), "{checked}");
+    assert!(!checked["data"]["balance"].is_null(), "{checked}");
 }

@@ -89,6 +89,12 @@ pub trait Source: Send + Sync {
         None
     }
 
+    /// The class of a sample, where that is known without reading it.
+    fn class(&self, index: u64) -> Option<u32> {
+        let _ = index;
+        None
+    }
+
     /// How long the samples are in tokens, where they differ and that is known without reading them.
     fn lengths(&self) -> Option<Lengths> {
         None

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use super::stream::Block;
-use super::{DataError, Features, Key, Lengths, Row, Source};
+use super::{DataError, Features, Key, Lengths, Row, Source, Target};
 use crate::random::{Random, stream};
 
 /// Which samples of a set go where.
@@ -158,6 +158,22 @@ impl Source for Part {
 
     fn expect(&self, blocks: Vec<u32>) {
         self.whole.expect(blocks);
+    }
+
+    fn balance(&self) -> Option<Vec<u64>> {
+        let classes = match &self.features().target {
+            Target::Class { names } | Target::Mixed { names } => names.len(),
+            Target::Values { .. } | Target::Tokens => return None,
+        };
+        let mut counts = vec![0; classes];
+        for i in 0..self.len() {
+            *counts.get_mut(self.class(i)? as usize)? += 1;
+        }
+        Some(counts)
+    }
+
+    fn class(&self, index: u64) -> Option<u32> {
+        self.whole.class(self.index(index))
     }
 
     fn lengths(&self) -> Option<Lengths> {

@@ -168,7 +168,7 @@ impl Seen {
             ("input".into(), self.input.clone()),
             ("target".into(), self.target.clone()),
         ];
-        lines.extend(self.about.iter().map(|(name, value)| (name.replace('_', " "), value.clone())));
+        lines.extend(self.about.iter().cloned());
         if let Some(classes) = &self.balance {
             lines.extend(balance(classes));
         }

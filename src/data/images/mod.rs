@@ -358,6 +358,10 @@ impl Source for Images {
         Some(self.set.listing.balance())
     }
 
+    fn class(&self, index: u64) -> Option<u32> {
+        Some(self.set.listing.class(index as usize))
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.set.about()
     }

@@ -347,6 +347,10 @@ impl Source for Csv {
         self.balance.clone()
     }
 
+    fn columns(&self) -> Vec<String> {
+        self.encoding.inputs()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.encoding.about()
     }

@@ -192,6 +192,29 @@ impl Encoding {
         Ok(())
     }
 
+    /// The name of each value of the input: the column's, with the category where there are several.
+    pub fn inputs(&self) -> Vec<String> {
+        let mut names = vec![String::new(); self.features.input_len()];
+        for (column, how) in self.columns.iter().zip(&self.hows).filter(|(column, _)| !column.target) {
+            match how {
+                How::Number { at, flag, .. } => {
+                    names[*at].clone_from(&column.name);
+                    flag.iter().for_each(|flag| names[*flag] = format!("{} is missing", column.name));
+                }
+                How::OneHot { list, at, missing, .. } => {
+                    for (name, place) in &list.places {
+                        names[at + *place as usize] = format!("{} = {name}", column.name);
+                    }
+                    missing
+                        .iter()
+                        .for_each(|place| names[at + place] = format!("{} is missing", column.name));
+                }
+                How::Class { .. } => {}
+            }
+        }
+        names
+    }
+
     /// A line for each column.
     pub fn about(&self) -> Vec<(String, String)> {
         /// More columns than this are told together.

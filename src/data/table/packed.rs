@@ -190,6 +190,10 @@ impl Shards for PackedCsv {
         self.balance.clone()
     }
 
+    fn columns(&self) -> Vec<String> {
+        self.encoding.inputs()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.encoding.about()
     }

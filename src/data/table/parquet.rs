@@ -463,6 +463,10 @@ impl Shards for ParquetTable {
         self.balance.clone()
     }
 
+    fn columns(&self) -> Vec<String> {
+        self.encoding.inputs()
+    }
+
     fn about(&self) -> Vec<(String, String)> {
         self.encoding.about()
     }
