@@ -315,7 +315,7 @@ mod tests {
         let text: String =
             seen.lines().into_iter().map(|(name, value)| format!("{name}: {value}\n")).collect();
         for told in [
-            "missing values: mean\n",
+            "missing_values: mean\n",
             "balance: no 1 (25.0 %), yes 3 (75.0 %)\n",
             "longest: 900 tokens, sample 1\n",
             "lengths: up to      10          1  ▇\n",
