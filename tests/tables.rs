@@ -95,3 +95,13 @@ fn a_bad_value_ends_with_its_file_line_column_and_value() {
     let message = events.last().unwrap()["error"]["message"].as_str().unwrap().to_owned();
     assert!(message.contains("train.csv`, line 3, column `x`: `3.7.1` is not a finite number"), "{message}");
 }
+
+#[test]
+fn a_file_of_another_kind_is_told_as_such() {
+    let folder = folder();
+    let job = JOB.replace("\"csv\"", "\"parquet\"").replace("shuffle = false\n", "");
+    fs::write(folder.path().join("job.toml"), job).unwrap();
+    let (code, events, error) = fit(folder.path(), "run");
+    let told = format!("{events:?} {error}");
+    assert!(code == 4 && told.contains("is not a Parquet file: it begins with `x,co`"), "{code} {told}");
+}

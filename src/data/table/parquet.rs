@@ -2,7 +2,7 @@
 //! of eight bytes a column; see [`encoding`](super::encoding).
 
 use std::fs::File;
-use std::io::BufReader;
+use std::io::{BufReader, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -54,6 +54,12 @@ impl Parquet {
             // An empty file is told as such.
             files::packing(path)?;
             let file = File::open(path).map_err(DataError::io(path))?;
+            let mut start = Vec::new();
+            (&file).take(4).read_to_end(&mut start).map_err(DataError::io(path))?;
+            if start != b"PAR1" {
+                let found = format!("`{}`", start.escape_ascii());
+                return Err(DataError::Format { file: path.clone(), wanted: "a Parquet file", found });
+            }
             let wrong = |error| damaged(path, error);
             let metadata = caught(|| ParquetMetaDataReader::new().parse_and_finish(&file)).map_err(wrong)?;
             let columns = metadata.file_metadata().schema_descr().columns();
