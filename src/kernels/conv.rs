@@ -300,10 +300,10 @@ pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) ->
     }
     let elem = at.dtype.size_in_bytes();
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
-    let blocking = g.blocks(g.cells(), at.batch, at.threads);
+    let blocking = g.blocks(g.cells(), at.batch, at.threads());
     let (rows, k, ng) = (blocking.rows(), g.window(), g.outputs / g.groups);
-    let (cells, runs) = (g.panel(), at.batch.div_ceil(at.batch.div_ceil(at.threads).max(1)));
-    let (panel_rows, panel) = (g.blocks(cells, at.batch, at.threads).rows(), cells * g.depth());
+    let (cells, runs) = (g.panel(), at.batch.div_ceil(at.batch.div_ceil(at.threads()).max(1)));
+    let (panel_rows, panel) = (g.blocks(cells, at.batch, at.threads()).rows(), cells * g.depth());
     // The operands of a product in the type it computes in, where that is another, and what it packs.
     let copies = |values: usize| if elem == acc { 0 } else { values * acc };
     let packed = |m, k, n, turned| packing(at.dtype, m, k, n, turned) as usize;
@@ -317,10 +317,10 @@ pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) ->
     let direct = elem == acc && act.reads() != Reads::Input;
     let outputs = if direct { 0 } else { rows * g.outputs * acc };
     let turned = g.outputs * k * elem + g.groups * size_of::<Vec<f32>>();
-    let forward = at.threads * (gathered + outputs + forward_product) + list + turned;
+    let forward = at.threads() * (gathered + outputs + forward_product) + list + turned;
     let seen = if g.is_product() { 0 } else { panel_rows * panel * elem };
     let weight = runs.saturating_sub(1) * g.outputs * k * acc + runs * (seen + weight_product);
-    let input = at.threads * (rows * k * acc + wide + input_product);
+    let input = at.threads() * (rows * k * acc + wide + input_product);
     (forward as u64, weight.max(input) as u64)
 }
 

@@ -67,7 +67,7 @@ impl Geometry {
         let acc = at.dtype.size_in_bytes().max(4);
         let cells = self.kernel * self.kernel;
         let (c, taps) = (self.inputs, cells * std::mem::size_of::<Tap>());
-        let each = |pixels: usize| cells * c * acc + at.threads * (pixels * c * acc + taps);
+        let each = |pixels: usize| cells * c * acc + at.threads() * (pixels * c * acc + taps);
         let weight = runs(at.batch).1 * cells * c * acc;
         (each(self.output().1) as u64, weight.max(each(1)) as u64)
     }

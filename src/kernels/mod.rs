@@ -17,6 +17,8 @@ pub mod clip;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod depthwise;
 pub mod dropout;
 pub mod elem;

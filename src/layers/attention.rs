@@ -50,7 +50,7 @@ impl Layer for Attention {
 
     fn cost(&self, at: At) -> Cost {
         let s = &self.sizes;
-        let (forward, backward) = s.workspace(at.dtype, at.batch, at.threads);
+        let (forward, backward) = s.workspace(at.dtype, at.batch, at.threads());
         let products = 4 * at.batch * s.width() * s.length * s.length;
         Cost {
             input: at.bytes(s.length * s.packed()),

@@ -35,7 +35,7 @@ impl Layer for AvgPool {
         Cost {
             input: at.bytes(w.height * w.width * w.channels),
             output: at.bytes(output),
-            forward: (at.threads * w.channels * acc) as u64,
+            forward: (at.threads() * w.channels * acc) as u64,
             flops: (at.batch * output * w.size * w.size) as u64,
             ..Cost::default()
         }

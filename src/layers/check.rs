@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Storage, Tensor, Var};
 
 use super::loss::Loss;
-use super::{At, Layer, Mode, Pass};
+use super::{At, Layer, Mode, On, Pass};
 use crate::params::{Declared, Store};
 use crate::random::{Random, stream};
 
@@ -19,7 +19,7 @@ pub fn random(shape: &[usize], key: u64) -> Tensor {
 }
 
 pub fn at(batch: usize, dtype: DType) -> At {
-    At { batch, dtype, threads: crate::kernels::cpu::threads() }
+    At { batch, dtype, on: On::Cpu { threads: crate::kernels::cpu::threads() } }
 }
 
 /// A layer, or a loss, with parameters drawn at random (zeros and ones would hide mistakes).

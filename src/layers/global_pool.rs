@@ -35,7 +35,7 @@ impl Layer for GlobalPool {
         Cost {
             input: at.bytes(h * w * c),
             output: at.bytes(c),
-            forward: (at.threads * c * acc) as u64,
+            forward: (at.threads() * c * acc) as u64,
             flops: (at.batch * h * w * c) as u64,
             ..Cost::default()
         }

@@ -99,11 +99,29 @@ pub struct At {
     pub batch: usize,
     /// The type of activations.
     pub dtype: DType,
-    /// Threads of the CPU bodies, which each have a workspace.
-    pub threads: usize,
+    /// Whose bodies run.
+    pub on: On,
+}
+
+/// Where layers compute: kernels have a body for each, with workspaces of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    /// The CPU; each thread has a workspace.
+    Cpu {
+        threads: usize,
+    },
+    Cuda,
 }
 
 impl At {
+    /// Threads of the CPU bodies; none where a card computes.
+    pub fn threads(&self) -> usize {
+        match self.on {
+            On::Cpu { threads } => threads,
+            On::Cuda => 0,
+        }
+    }
+
     /// Bytes of `per_sample` values of every sample.
     pub fn bytes(&self, per_sample: usize) -> u64 {
         (self.batch * per_sample * self.dtype.size_in_bytes()) as u64

@@ -101,7 +101,7 @@ impl Layer for SqueezeExcite {
     fn cost(&self, at: At) -> Cost {
         let ([h, w, c], s) = (self.shape, self.hidden);
         let pre = if self.act.reads() == Reads::Input { s } else { 0 };
-        let sums = (at.threads * c * at.dtype.size_in_bytes().max(4)) as u64;
+        let sums = (at.threads() * c * at.dtype.size_in_bytes().max(4)) as u64;
         let products = workspace(at.dtype, at.batch, c, s);
         Cost {
             input: at.bytes(h * w * c),

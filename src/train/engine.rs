@@ -104,7 +104,7 @@ impl<'a> Engine<'a> {
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             scale: scale / self.nominal(),
         };
-        let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };
+        let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
         run(
             network,
             &Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute },

@@ -10,6 +10,7 @@ use crate::data::order::Order;
 use crate::data::{Opening, loader, stream};
 use crate::features::Features;
 use crate::job::{Job, Length, Loading, OnBadRecord, Optimizer, Precision};
+use crate::layers::On;
 use crate::layers::network::Network;
 use crate::models::ModelError;
 use crate::params::Layout;
@@ -49,6 +50,11 @@ pub struct Shorter {
 }
 
 impl Setup {
+    /// Where layers compute.
+    pub fn on(&self) -> On {
+        On::Cpu { threads: self.threads }
+    }
+
     /// `ram` is the host budget in bytes.
     pub fn new(job: Job, ram: u64) -> Result<Self, Failure> {
         Self::open(job, ram, &Opening::default())

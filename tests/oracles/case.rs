@@ -8,7 +8,7 @@ use trainer::job::Model;
 use trainer::kernels::cpu;
 use trainer::kernels::update::{AdamW, Common, clear, round_into};
 use trainer::layers::network::{Batch, Walk};
-use trainer::layers::{At, Mode, Pass};
+use trainer::layers::{At, Mode, On, Pass};
 use trainer::memory::Ledger;
 use trainer::models::{Built, build};
 use trainer::params::{Lies, Spec, Store};
@@ -225,7 +225,7 @@ impl Network<'_> {
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
             scale: 1.0 / self.case.targets(),
         };
-        let at = At { batch: rows, dtype: self.dtype, threads: cpu::threads() };
+        let at = At { batch: rows, dtype: self.dtype, on: On::Cpu { threads: cpu::threads() } };
         Walk { pass: Some(pass), at, ledger, recompute }
     }
 
