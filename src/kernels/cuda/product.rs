@@ -8,7 +8,8 @@ use candle_core::{DType, Result, Tensor};
 
 use super::{Stream, checked, code, pointer, pointer_or_null, scratch, stream};
 
-/// Bytes of the workspace that all products of a card share: what cuBLAS advises for Hopper.
+/// Bytes of the workspace that all products of a card share: what cuBLAS advises for Hopper. The plan counts it as
+/// `memory::estimate::PRODUCTS`.
 pub const WORKSPACE: usize = 32 << 20;
 
 /// A row-major matrix in a tensor, or its transpose. `stride` values lie between the starts of rows.
