@@ -163,7 +163,13 @@ impl Conv<'_> {
         (rows, Parts::new(y.dtype(), &Cut { channels, rows, unit: rows }))
     }
 
-    fn weight_gradient_card(&self, device: &CudaDevice, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<()> {
+    fn weight_gradient_card(
+        &self,
+        device: &CudaDevice,
+        x: &Tensor,
+        dy: &Tensor,
+        into: &Tensor,
+    ) -> Result<()> {
         let g = &self.geometry;
         let (k, n, batch) = (g.window(), g.outputs, x.dim(0)?);
         let (of_weight, size) = (card_gradient(g), x.dtype().size_in_bytes());
@@ -448,11 +454,5 @@ unsafe extern "C" {
         parts: c_int,
         stream: Stream,
     ) -> c_int;
-    fn conv_add_to(
-        dtype: c_int,
-        what: *const c_void,
-        into: *mut c_void,
-        len: i64,
-        stream: Stream,
-    ) -> c_int;
+    fn conv_add_to(dtype: c_int, what: *const c_void, into: *mut c_void, len: i64, stream: Stream) -> c_int;
 }

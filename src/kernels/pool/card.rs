@@ -25,9 +25,7 @@ pub(super) fn max_backward(device: &CudaDevice, which: &Tensor, dy: &Tensor, w: 
     let (dtype, raw) = (code(dy.dtype())?, Raw::new(w, batch));
     let (which, dy, to) = (pointer(which)?, pointer(dy)?, pointer(&dx)?);
     // SAFETY: as above.
-    checked("pool_max_backward", unsafe {
-        pool_max_backward(dtype, &raw, which, dy, to, stream(device))
-    })?;
+    checked("pool_max_backward", unsafe { pool_max_backward(dtype, &raw, which, dy, to, stream(device)) })?;
     Ok(dx)
 }
 
