@@ -18,7 +18,7 @@ extern "C" int cudnn_available();
 #include <cudnn_frontend.h>
 #include <mutex>
 
-#include "device.cuh"
+#include "type.h"
 
 namespace cudnn {
 

@@ -1,5 +1,5 @@
 // Loads cuDNN and holds its handle.
-#include "cudnn.cuh"
+#include "with_cudnn.h"
 
 #ifdef TRAINER_CUDNN
 #include <dlfcn.h>
