@@ -232,16 +232,16 @@ impl Adafactor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layers::check::{distance, flat, random};
+    use crate::layers::check::{device, distance, flat, random};
     use crate::params::{Declared, Init, Store};
-    use candle_core::{DType, Device};
+    use candle_core::DType;
 
     fn store(dtype: DType, shapes: &[(&str, &[usize])]) -> Store {
         let mut declared = Declared::default();
         for (name, shape) in shapes {
             declared.param(*name, shape.to_vec(), Init::Normal(0.5));
         }
-        Store::new(declared.layout().unwrap(), 3, dtype, &Device::Cpu).unwrap()
+        Store::new(declared.layout().unwrap(), 3, dtype, &device()).unwrap()
     }
 
     /// ```python
@@ -260,12 +260,12 @@ mod tests {
         for dtype in [DType::F32, DType::F64] {
             let store = store(dtype, &[("w", &[2, 3]), ("x", &[2])]);
             let set = |t: &Tensor, v: Vec<f64>| {
-                super::super::update::round_into(&Tensor::new(v, &Device::Cpu).unwrap(), t).unwrap()
+                super::super::update::round_into(&Tensor::new(v, &device()).unwrap(), t).unwrap()
             };
             set(&store.master, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]);
             let params = &store.layout.params;
             assert_eq!(state_len(params), 2 + 3 + 2);
-            let state = Tensor::zeros(state_len(params), store.master.dtype(), &Device::Cpu).unwrap();
+            let state = Tensor::zeros(state_len(params), store.master.dtype(), &device()).unwrap();
             let c = Common { lr: 0.05, grad_scale: 0.5, weight_decay: 0.1, decayed: params.decayed };
             for step in 1..=10u64 {
                 set(&store.grads, (0..8).map(|i| 2.0 * ((3 * i + step) as f64).sin()).collect());
@@ -285,7 +285,7 @@ mod tests {
         let shapes: &[(&str, &[usize])] = &[("a", &[300, 170]), ("b", &[7, 3, 3, 5]), ("c", &[40_000])];
         let (ours, plain) = (store(DType::F32, shapes), store(DType::F64, shapes));
         let params = &ours.layout.params;
-        let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &Device::Cpu).unwrap();
+        let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &device()).unwrap();
         let (s, t) = (zeros(DType::F32), zeros(DType::F64));
         let c = Common { lr: 0.05, grad_scale: 0.5, weight_decay: 0.1, decayed: params.decayed };
         for step in 1..=4 {

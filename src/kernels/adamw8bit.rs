@@ -226,7 +226,7 @@ impl AdamW {
 mod tests {
     use super::super::update::round_into;
     use super::*;
-    use crate::layers::check::{distance, flat, random};
+    use crate::layers::check::{device, distance, flat, random};
     use crate::params::{Declared, Init};
 
     fn params(len: usize) -> Flat {
@@ -263,7 +263,7 @@ mod tests {
     fn its_bytes_are_what_it_says() {
         for len in [1, 256, 257, 100_000] {
             let params = params(len);
-            let state = State::new(&params, &Device::Cpu).unwrap();
+            let state = State::new(&params, &device()).unwrap();
             let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
             let held: u64 = [&state.m, &state.v, &state.m_scale, &state.v_scale].map(bytes).iter().sum();
             assert_eq!(held, state_bytes(&params), "{len}");
@@ -276,13 +276,13 @@ mod tests {
         let n = CHUNK + 300;
         let (params, aim) = (params(n), flat(&random(&[n], 9)));
         let c = Common { lr: 0.02, grad_scale: 0.5, weight_decay: 0.1, decayed: n / 2 };
-        let zeros = |dtype| Tensor::zeros(n, dtype, &Device::Cpu).unwrap();
+        let zeros = |dtype| Tensor::zeros(n, dtype, &device()).unwrap();
         let (w, g) = (zeros(DType::F32), zeros(DType::F32));
         let (exact, eg, em, ev) =
             (zeros(DType::F64), zeros(DType::F64), zeros(DType::F64), zeros(DType::F64));
         let (by_reference, rg) = (zeros(DType::F32), zeros(DType::F32));
         let (state, copy) =
-            (State::new(&params, &Device::Cpu).unwrap(), State::new(&params, &Device::Cpu).unwrap());
+            (State::new(&params, &device()).unwrap(), State::new(&params, &device()).unwrap());
         for step in 1..=150u64 {
             let noise = flat(&random(&[n], 1000 + step));
             let pull = |at: &Tensor, into: &Tensor| {
@@ -292,7 +292,7 @@ mod tests {
                     .zip(&noise)
                     .map(|((w, a), n)| 2.0 * (w - a) + 0.2 * n)
                     .collect();
-                round_into(&Tensor::new(d, &Device::Cpu).unwrap(), into).unwrap();
+                round_into(&Tensor::new(d, &device()).unwrap(), into).unwrap();
             };
             let rule = AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8, step };
             pull(&w, &g);

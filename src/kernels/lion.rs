@@ -72,8 +72,8 @@ impl Lion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layers::check::{flat, random};
-    use candle_core::{DType, Device};
+    use crate::layers::check::{device, flat, random};
+    use candle_core::DType;
 
     #[test]
     fn updates_equal_the_plain_rule() {
@@ -82,7 +82,7 @@ mod tests {
         let c = Common { lr: 0.01, grad_scale: 0.5, weight_decay: 0.1, decayed };
         for reference in [false, true] {
             let w = random(&[n], 1).to_dtype(DType::F32).unwrap();
-            let g = Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap();
+            let g = Tensor::zeros(n, DType::F32, &device()).unwrap();
             let m = g.copy().unwrap();
             let (mut plain, mut speed) = (flat(&w), vec![0f64; n]);
             for step in 0..6 {

@@ -102,9 +102,9 @@ impl Layer for Embedding {
 #[cfg(test)]
 mod tests {
     use super::super::Mode;
-    use super::super::check::{Subject, autograd_agrees, cost_is_exact, differences_agree};
+    use super::super::check::{Subject, autograd_agrees, cost_is_exact, device, differences_agree};
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::DType;
     use proptest::prelude::*;
 
     const INIT: Init = Init::Normal(1.0);
@@ -112,7 +112,7 @@ mod tests {
     fn ids(batch: usize, length: usize, vocab: usize) -> Tensor {
         let of = |i: usize| (i * i * 7 % 13 % vocab) as u32;
         let ids = (0..batch * length).map(of).collect::<Vec<u32>>();
-        Tensor::from_vec(ids, (batch, length), &Device::Cpu).unwrap()
+        Tensor::from_vec(ids, (batch, length), &device()).unwrap()
     }
 
     proptest! {
@@ -145,7 +145,7 @@ mod tests {
         let mut declared = Declared::default();
         let layer = Embedding::new(&mut declared, "e", "e.weight", (10, 3, 4), INIT);
         let subject = Subject::new(declared, DType::F32, 1);
-        let x = Tensor::new(&[[3u32, 17, 9]], &Device::Cpu).unwrap();
+        let x = Tensor::new(&[[3u32, 17, 9]], &device()).unwrap();
         let error = layer.forward(&x, &subject.pass(Mode::Train)).err().unwrap().to_string();
         assert!(error.contains("token 17 is not in the vocabulary, which has 10"), "{error}");
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::loss::{Loss, Tally};
-use super::{At, Layer, Mode, Pass, Saved};
+use super::{At, Layer, Mode, On, Pass, Saved};
 use crate::kernels::{Activation, Reads, add};
 use crate::memory::{Ledger, Oom, Reservation, Role};
 
@@ -228,7 +228,7 @@ impl Walk<'_> {
         for (i, node) in nodes.iter().enumerate() {
             let (y, trace) = match node {
                 Node::Layer(layer) => {
-                    let remade = made_again(&nodes[..i], &traces);
+                    let remade = made_again(&nodes[..i], &traces, self.at.on);
                     self.layer_forward(layer.as_ref(), x, keep, remade, mode)?
                 }
                 Node::Residual(residual) => self.residual_forward(residual, x, keep, mode)?,
@@ -402,9 +402,9 @@ impl Walk<'_> {
 }
 
 /// Whether the output of the last of these nodes can be made again from what it kept.
-fn made_again(nodes: &[Node], traces: &[Trace]) -> bool {
+fn made_again(nodes: &[Node], traces: &[Trace], on: On) -> bool {
     match (nodes.last(), traces.last()) {
-        (Some(Node::Layer(layer)), Some(Trace::Layer { remade: false, .. })) => layer.remakes(),
+        (Some(Node::Layer(layer)), Some(Trace::Layer { remade: false, .. })) => layer.remakes(on),
         _ => false,
     }
 }

@@ -85,7 +85,7 @@ impl Layer for Norm {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use proptest::prelude::*;
 
@@ -104,6 +104,15 @@ mod tests {
             differences_agree(&build, &x);
             autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], bias: p.get(1), centred, eps: if centred { 1e-5 } else { 1e-6 } }.reference(x));
             cost_is_exact(&build, &|batch| random(&[batch, t, n], 1));
+        }
+    }
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (t, n) in [(5, 33), (7, 64), (3, 768), (2, 1600), (2, 2500)] {
+            let x = random(&[3, t, n], 1);
+            bf16_follows(&|d| Box::new(Norm::layer(d, "n", &[t, n], 1e-5)), &x);
+            bf16_follows(&|d| Box::new(Norm::rms(d, "n", &[t, n], 1e-6)), &x);
         }
     }
 }

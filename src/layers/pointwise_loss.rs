@@ -67,7 +67,7 @@ impl Loss for PointwiseLoss {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{Subject, distance, flat, loss_differences_agree, random};
+    use super::super::check::{Subject, device, distance, flat, leaf, loss_differences_agree, random};
     use super::super::{Mode, Pass};
     use super::*;
     use crate::params::{Declared, Init};
@@ -89,7 +89,7 @@ mod tests {
     fn targets(rows: usize, outputs: usize, kind: Kind) -> Tensor {
         let of = |v: f64| if kind == Kind::Binary { (v > 0.0) as u8 as f64 } else { 2.0 * v };
         let values: Vec<f32> = flat(&random(&[rows, outputs], 3)).into_iter().map(|v| of(v) as f32).collect();
-        Tensor::from_vec(values, (rows, outputs), &Device::Cpu).unwrap()
+        Tensor::from_vec(values, (rows, outputs), &device()).unwrap()
     }
 
     fn kind() -> impl Strategy<Value = Kind> {
@@ -113,9 +113,8 @@ mod tests {
             let (x, t) = (random(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), targets(rows, outputs, kind));
             let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
             let (tally, dx) = loss.learn(&x, &t, &pass).unwrap();
-            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())]
-                .map(|t| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap()).into();
-            let wanted = Head { weight: &vars[1], bias: Some(&vars[2]), kind }.reference(&vars[0], &t).unwrap();
+            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
+            let wanted = Head { weight: &vars[1], bias: Some(&vars[2]), kind }.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0), "{} {value}", tally.loss);
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
@@ -130,9 +129,9 @@ mod tests {
     fn a_binary_answer_is_right_where_all_its_scores_are() {
         let mut declared = Declared::default();
         let loss = loss(&mut declared, Kind::Binary, 1, 1, false);
-        let store =
-            crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &Device::Cpu).unwrap();
-        crate::kernels::cpu::update::<f32, _>(&store.master, |w| w[0] = 1.0).unwrap();
+        let store = crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &device()).unwrap();
+        crate::kernels::update::round_into(&Tensor::ones(1, DType::F32, &device()).unwrap(), &store.master)
+            .unwrap();
         let pass = Pass {
             store: &store,
             mode: Mode::Eval,
@@ -142,7 +141,7 @@ mod tests {
             lengths: None,
             scale: 1.0,
         };
-        let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &Device::Cpu).unwrap();
+        let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &device()).unwrap();
         let tally = loss.judge(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap();
         assert_eq!((tally.count, tally.top1), (3, 2));
         let wanted = (-2f64).exp().ln_1p() + 1f64.exp().ln_1p();
