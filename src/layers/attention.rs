@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
+use super::{At, Cost, Layer, On, Pass, Saved};
 use crate::kernels::attention::{Attention as Kernel, Sizes};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::rotary::Rotary;
@@ -50,7 +50,10 @@ impl Layer for Attention {
 
     fn cost(&self, at: At) -> Cost {
         let s = &self.sizes;
-        let (forward, backward) = s.workspace(at.dtype, at.batch, at.threads());
+        let (forward, backward) = match at.on {
+            On::Cpu { threads } => s.workspace(at.dtype, at.batch, threads),
+            On::Cuda => s.card_workspace(at.dtype, at.batch),
+        };
         let products = 4 * at.batch * s.width() * s.length * s.length;
         Cost {
             input: at.bytes(s.length * s.packed()),

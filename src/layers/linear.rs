@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
-use crate::kernels::linear::{Grads, Lies, Linear as Kernel, workspace};
+use super::{At, Cost, Layer, On, Pass, Saved};
+use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
 use crate::kernels::{Activation, Reads};
 use crate::params::{Declared, Init, ParamId};
 
@@ -120,9 +120,10 @@ impl Layer for Linear {
         let (rows, k, n) = (at.batch * self.rows(), self.inputs, self.outputs);
         let output = at.bytes(self.rows() * n);
         // The weight's gradient is a product with as many rows as the weight has.
-        let work = match self.lies {
-            Lies::OutIn => workspace(at.dtype, rows, k, n),
-            Lies::InOut => workspace(at.dtype, rows, n, k),
+        let (forward, backward) = match (at.on, self.lies) {
+            (On::Cpu { .. }, Lies::OutIn) => [workspace(at.dtype, rows, k, n); 2].into(),
+            (On::Cpu { .. }, Lies::InOut) => [workspace(at.dtype, rows, n, k); 2].into(),
+            (On::Cuda, _) => (0, self.bias.map_or(0, |_| card_workspace(at.dtype, rows, n))),
         };
         let reads = self.act.reads();
         Cost {
@@ -131,8 +132,8 @@ impl Layer for Linear {
             keeps_input: true,
             keeps_output: reads == Reads::Output,
             saved: if reads == Reads::Input { output } else { 0 },
-            forward: work,
-            backward: work,
+            forward,
+            backward,
             flops: 2 * (rows * k * n) as u64,
             ..Cost::default()
         }

@@ -9,12 +9,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <initializer_list>
+
+#include "type.h"
 
 using bf16 = __nv_bfloat16;
 using f16 = __half;
-
-// As `cuda::code` in Rust has them.
-enum Type : int { F32 = 0, F64 = 1, BF16 = 2, F16 = 3 };
 
 // What kernels compute a type's values in.
 template <class T> struct AccOf { using type = float; };
