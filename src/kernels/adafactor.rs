@@ -5,7 +5,7 @@
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-use super::update::{CHUNK, Common};
+use super::update::{CHUNK, Common, follow};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
 use crate::{vectorised, with_elem};
@@ -85,11 +85,13 @@ impl Adafactor {
         weights: &Tensor,
         grads: &Tensor,
         state: &Tensor,
+        copy: Option<&Tensor>,
     ) -> Result<()> {
-        if !reference::has_body(weights) {
-            return self.reference(c, params, weights, grads, state);
+        match reference::has_body(weights) {
+            false => self.reference(c, params, weights, grads, state)?,
+            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, params, weights, grads, state)?),
         }
-        with_elem!(weights.dtype(), T => self.cpu::<T>(c, params, weights, grads, state))
+        follow(weights, copy)
     }
 
     fn cpu<T: Elem>(
@@ -270,7 +272,7 @@ mod tests {
             for step in 1..=10u64 {
                 set(&store.grads, (0..8).map(|i| 2.0 * ((3 * i + step) as f64).sin()).collect());
                 let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
-                rule.apply(&c, params, &store.master, &store.grads, &state).unwrap();
+                rule.apply(&c, params, &store.master, &store.grads, &state, None).unwrap();
             }
             let far = distance(&flat(&store.master), &PYTORCH);
             assert!(far < 2e-6, "{far}: {:?}", flat(&store.master));
@@ -293,7 +295,7 @@ mod tests {
             super::super::update::round_into(&g, &ours.grads).unwrap();
             super::super::update::round_into(&g, &plain.grads).unwrap();
             let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
-            rule.apply(&c, params, &ours.master, &ours.grads, &s).unwrap();
+            rule.apply(&c, params, &ours.master, &ours.grads, &s, None).unwrap();
             rule.reference(&c, params, &plain.master, &plain.grads, &t).unwrap();
         }
         assert!(distance(&flat(&ours.master), &flat(&plain.master)) < 1e-5);

@@ -9,7 +9,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
-use super::update::{AdamW, CHUNK, Common, decay, decay_reference};
+use super::update::{AdamW, CHUNK, Common, decay, decay_reference, follow};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
 use crate::{vectorised, with_elem};
@@ -99,11 +99,19 @@ struct Block {
 
 impl AdamW {
     /// As [`AdamW::apply`], with moments of a byte each.
-    pub fn apply_8bit(&self, c: &Common, weights: &Tensor, grads: &Tensor, state: &State) -> Result<()> {
-        if !reference::has_body(weights) {
-            return self.reference_8bit(c, weights, grads, state);
+    pub fn apply_8bit(
+        &self,
+        c: &Common,
+        weights: &Tensor,
+        grads: &Tensor,
+        state: &State,
+        copy: Option<&Tensor>,
+    ) -> Result<()> {
+        match reference::has_body(weights) {
+            false => self.reference_8bit(c, weights, grads, state)?,
+            true => with_elem!(weights.dtype(), T => self.cpu_8bit::<T>(c, weights, grads, state)?),
         }
-        with_elem!(weights.dtype(), T => self.cpu_8bit::<T>(c, weights, grads, state))
+        follow(weights, copy)
     }
 
     fn cpu_8bit<T: Elem>(&self, c: &Common, weights: &Tensor, grads: &Tensor, s: &State) -> Result<()> {
@@ -296,9 +304,9 @@ mod tests {
             };
             let rule = AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8, step };
             pull(&w, &g);
-            rule.apply_8bit(&c, &w, &g, &state).unwrap();
+            rule.apply_8bit(&c, &w, &g, &state, None).unwrap();
             pull(&exact, &eg);
-            rule.apply(&c, &exact, &eg, &em, &ev).unwrap();
+            rule.apply(&c, &exact, &eg, (&em, &ev), None).unwrap();
             if step <= 3 {
                 pull(&by_reference, &rg);
                 rule.reference_8bit(&c, &by_reference, &rg, &copy).unwrap();

@@ -2,10 +2,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::loss::{Loss, Tally};
-use super::{At, Cost, Pass};
+use super::loss::{Counted, Loss};
+use super::{At, Cost, On, Pass};
 use crate::kernels::Activation;
-use crate::kernels::cross_entropy::{Head, workspace};
+use crate::kernels::cross_entropy::{Head, card_workspace, workspace};
 use crate::kernels::linear::{Grads, Lies, Linear};
 use crate::params::ParamId;
 
@@ -41,12 +41,12 @@ impl Loss for CrossEntropy {
         &self.name
     }
 
-    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Tally, Tensor)> {
+    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Counted, Tensor)> {
         let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
         self.head(pass).learn(x, targets, pass.scale, &grads)
     }
 
-    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Tally> {
+    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Counted> {
         self.head(pass).judge(x, targets)
     }
 
@@ -57,7 +57,11 @@ impl Loss for CrossEntropy {
 
     fn cost(&self, at: At) -> Cost {
         let rows = at.batch * self.positions;
-        let (forward, backward) = workspace(at.dtype, rows, self.classes, self.width, self.bias.is_some());
+        let (bias, weighted) = (self.bias.is_some(), self.class_weights.is_some());
+        let (forward, backward) = match at.on {
+            On::Cpu { .. } => workspace(at.dtype, rows, self.classes, self.width, bias),
+            On::Cuda => card_workspace(at.dtype, rows, self.classes, bias, weighted),
+        };
         Cost {
             input: at.bytes(self.positions * self.width),
             forward,
@@ -149,6 +153,7 @@ mod tests {
             let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_deref() };
             let wanted = head.reference_mixed(&vars[0], &goals).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
+            let tally = tally.read().unwrap();
             prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0));
             let weight = |class: u32| loss.class_weights.as_ref().map_or(1.0, |w| w[class as usize] as f64);
             let weights: f64 = goals.iter().map(|(classes, shares)| {
@@ -181,6 +186,7 @@ mod tests {
             let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_deref() };
             let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
+            let tally = tally.read().unwrap();
             prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0));
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
             prop_assert!(distance(&flat(&dx), &flat(grads.get(&vars[0]).unwrap())) < 1e-4);
@@ -202,11 +208,14 @@ mod tests {
         let tally = |share: f32| {
             let row = |s| [best(s), (best(s) + 1) % 3, share.to_bits()];
             let targets: Vec<u32> = scores.iter().flat_map(row).collect();
-            loss.judge(&x, &Tensor::from_vec(targets, (4, 3), &device()).unwrap(), &pass).unwrap()
+            loss.judge(&x, &Tensor::from_vec(targets, (4, 3), &device()).unwrap(), &pass)
+                .unwrap()
+                .read()
+                .unwrap()
         };
         assert_eq!((tally(0.6).top1, tally(0.5).top1, tally(0.4).top1), (4, 4, 0));
         let hard = Tensor::from_vec(scores.iter().map(best).collect::<Vec<_>>(), 4, &device()).unwrap();
-        assert_eq!(tally(1.0), loss.judge(&x, &hard, &pass).unwrap());
+        assert_eq!(tally(1.0), loss.judge(&x, &hard, &pass).unwrap().read().unwrap());
         let odd = Tensor::zeros((4, 2), DType::U32, &device()).unwrap();
         assert!(loss.judge(&x, &odd, &pass).is_err());
     }
@@ -218,7 +227,7 @@ mod tests {
         let subject = Subject::new(declared, DType::F32, 10);
         let x = Tensor::zeros((10, 4), DType::F32, &device()).unwrap();
         let t = Tensor::from_vec((0..10u32).collect::<Vec<_>>(), 10, &device()).unwrap();
-        let tally = loss.judge(&x, &t, &subject.pass(Mode::Eval)).unwrap();
+        let tally = loss.judge(&x, &t, &subject.pass(Mode::Eval)).unwrap().read().unwrap();
         assert_eq!((tally.count, tally.top1, tally.top5), (10, 1, 5));
         assert!((tally.mean_loss() - 10f64.ln()).abs() < 1e-6);
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::loss::{Loss, Tally};
+use super::loss::{Counted, Loss, Tally};
 use super::{At, Layer, Mode, On, Pass, Saved};
 use crate::kernels::{Activation, Reads, add};
 use crate::memory::{Ledger, Oom, Reservation, Role};
@@ -98,7 +98,7 @@ type Step<T> = Result<T, StepError>;
 
 impl Network {
     /// Adds the gradients of a micro-batch's summed loss (times the pass's scale) to the store.
-    pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
+    pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
         walk.ledger.phase("forward");
         let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
         let mut traces = Vec::with_capacity(self.blocks.len());
@@ -121,7 +121,7 @@ impl Network {
                     let (tally, dx) = self.loss.learn(x, &batch.targets, pass)?;
                     (tally, Act { value: Some(dx), hold })
                 }
-                _ => (Tally::default(), Act { value: None, hold }),
+                _ => (Tally::default().into(), Act { value: None, hold }),
             }
         };
         drop(x);
@@ -139,12 +139,12 @@ impl Network {
     }
 
     /// The summed loss and the counts behind the metrics of a micro-batch.
-    pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
+    pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
         let x = self.features(walk, batch.map(|b| &b.inputs))?;
         let _work = walk.hold(Role::Workspace, self.loss.name(), self.loss.cost(walk.at).forward)?;
         match (&walk.pass, batch, &x.value) {
             (Some(pass), Some(batch), Some(x)) => Ok(self.loss.judge(x, &batch.targets, pass)?),
-            _ => Ok(Tally::default()),
+            _ => Ok(Tally::default().into()),
         }
     }
 

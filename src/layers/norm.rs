@@ -2,10 +2,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
+use super::{At, Cost, Layer, On, Pass, Saved};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::linear::Grads;
-use crate::kernels::norm::{Norm as Kernel, chunk_rows};
+use crate::kernels::norm::{Norm as Kernel, card_workspace, chunk_rows};
 use crate::params::{Declared, Init, ParamId};
 
 pub struct Norm {
@@ -63,6 +63,14 @@ impl Layer for Norm {
         self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &grads, want)
     }
 
+    fn again(&self, saved: &Saved, pass: &Pass) -> Result<Option<Tensor>> {
+        self.kernel(pass).again(&saved.0[0], &saved.0[1])
+    }
+
+    fn remakes(&self, on: On) -> bool {
+        on == On::Cuda
+    }
+
     fn cost(&self, at: At) -> Cost {
         let len: usize = self.shape.iter().product();
         let rows = at.batch * len / self.width;
@@ -72,7 +80,10 @@ impl Layer for Norm {
             output: at.bytes(len),
             keeps_input: true,
             saved: (rows * vectors * acc) as u64,
-            backward: (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64,
+            backward: match at.on {
+                On::Cpu { .. } => (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64,
+                On::Cuda => card_workspace(at.dtype, rows, self.width, vectors),
+            },
             flops: (8 * at.batch * len) as u64,
             ..Cost::default()
         }

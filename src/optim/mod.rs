@@ -90,31 +90,31 @@ impl Optimizer {
         };
         let buffer = |i: usize| self.state[i].1.clone();
         let (weights, grads) = (&store.master, &store.grads);
+        let copy = (store.compute.dtype() != weights.dtype()).then_some(&store.compute);
         match &self.rule {
             Rule::Adamw(rule) => {
-                adam(rule).apply(&common(rule.weight_decay), weights, grads, &buffer(0), &buffer(1))?;
+                adam(rule).apply(&common(rule.weight_decay), weights, grads, (&buffer(0), &buffer(1)), copy)
             }
             Rule::Adamw8bit(rule) => {
                 let state =
                     adamw8bit::State { m: buffer(0), v: buffer(1), m_scale: buffer(2), v_scale: buffer(3) };
-                adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state)?;
+                adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state, copy)
             }
             Rule::Sgd(rule) => {
                 let sgd = Sgd { momentum: rule.momentum, nesterov: rule.nesterov, first: step.number == 1 };
                 let momentum = self.state.first().map(|(_, tensor)| tensor);
-                sgd.apply(&common(rule.weight_decay), weights, grads, momentum)?;
+                sgd.apply(&common(rule.weight_decay), weights, grads, momentum, copy)
             }
             Rule::Lion(rule) => {
                 let [beta1, beta2] = rule.betas;
-                Lion { beta1, beta2 }.apply(&common(rule.weight_decay), weights, grads, &buffer(0))?;
+                Lion { beta1, beta2 }.apply(&common(rule.weight_decay), weights, grads, &buffer(0), copy)
             }
             Rule::Adafactor(rule) => {
                 let factor =
                     Adafactor { decay: rule.decay, eps: rule.eps, clip: rule.clip, step: step.number };
-                factor.apply(&common(rule.weight_decay), params, weights, grads, &buffer(0))?;
+                factor.apply(&common(rule.weight_decay), params, weights, grads, &buffer(0), copy)
             }
         }
-        store.round()
     }
 }
 
