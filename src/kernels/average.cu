@@ -1,5 +1,5 @@
 // Average pooling: over windows, where padding counts as zeros, and over whole pictures.
-#include "cuda/columns.cuh"
+#include "cuda/channels.cuh"
 #include "cuda/pooling.cuh"
 
 namespace {

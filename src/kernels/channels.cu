@@ -3,7 +3,7 @@
 // Statistics belong to a unit of rows and `size` neighbouring channels: one channel in batch norm, a group's in group
 // norm. Sums are made in two stages: every part of a unit writes two sums a channel, and these are put together in
 // order, in f64. Sums are of distances from the unit's first row, so that values far from zero lose nothing.
-#include "cuda/columns.cuh"
+#include "cuda/channels.cuh"
 
 namespace {
 

@@ -81,7 +81,7 @@ pub struct Parts {
 
 impl Parts {
     pub fn new(dtype: DType, cut: &Cut) -> Self {
-        // As `Lanes` in cuda/columns.cuh has it, where rows are moved 16 bytes at once.
+        // As `Lanes` in cuda/channels.cuh has it, where rows are moved 16 bytes at once.
         let packs = (cut.channels * dtype.size_in_bytes()).div_ceil(16).max(1);
         let across = packs.div_ceil(64);
         let tall = 256 / packs.div_ceil(across);

@@ -1,7 +1,7 @@
 // Convolution by gathered windows, and what goes before and after every convolution: bias and activation on the way
 // out; their gradients on the way back.
 #include "cuda/activation.cuh"
-#include "cuda/columns.cuh"
+#include "cuda/channels.cuh"
 #include "cuda/windows.cuh"
 
 namespace {

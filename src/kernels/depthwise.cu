@@ -2,7 +2,7 @@
 //
 // A thread has N neighbouring channels. The weight, (channels, cells), is turned to (cells, channels) in shared memory
 // by every block. The gradient of the weight is summed in two stages.
-#include "cuda/columns.cuh"
+#include "cuda/channels.cuh"
 #include "cuda/windows.cuh"
 
 namespace {
