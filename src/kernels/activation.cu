@@ -24,6 +24,7 @@ template <int A, class T, int N> __global__ void backward(const T *v, const T *d
 } // namespace
 
 extern "C" int activation_forward(int type, int act, const void *x, void *y, int64_t len, cudaStream_t stream) {
+    if (len == 0) return 0;
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
         bool wide = aligned(len * sizeof(T), {x, y});
@@ -38,6 +39,7 @@ extern "C" int activation_forward(int type, int act, const void *x, void *y, int
 
 extern "C" int activation_backward(int type, int act, const void *v, const void *dy, void *dx, int64_t len,
                                    cudaStream_t stream) {
+    if (len == 0) return 0;
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
         bool wide = aligned(len * sizeof(T), {v, dy, dx});

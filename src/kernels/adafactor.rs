@@ -5,7 +5,7 @@
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-use super::update::{CHUNK, Common};
+use super::update::{CHUNK, Common, follow};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
 use crate::{vectorised, with_elem};
@@ -85,11 +85,13 @@ impl Adafactor {
         weights: &Tensor,
         grads: &Tensor,
         state: &Tensor,
+        copy: Option<&Tensor>,
     ) -> Result<()> {
-        if !reference::has_body(weights) {
-            return self.reference(c, params, weights, grads, state);
+        match reference::has_body(weights) {
+            false => self.reference(c, params, weights, grads, state)?,
+            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, params, weights, grads, state)?),
         }
-        with_elem!(weights.dtype(), T => self.cpu::<T>(c, params, weights, grads, state))
+        follow(weights, copy)
     }
 
     fn cpu<T: Elem>(
@@ -232,16 +234,16 @@ impl Adafactor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layers::check::{distance, flat, random};
+    use crate::layers::check::{device, distance, flat, random};
     use crate::params::{Declared, Init, Store};
-    use candle_core::{DType, Device};
+    use candle_core::DType;
 
     fn store(dtype: DType, shapes: &[(&str, &[usize])]) -> Store {
         let mut declared = Declared::default();
         for (name, shape) in shapes {
             declared.param(*name, shape.to_vec(), Init::Normal(0.5));
         }
-        Store::new(declared.layout().unwrap(), 3, dtype, &Device::Cpu).unwrap()
+        Store::new(declared.layout().unwrap(), 3, dtype, &device()).unwrap()
     }
 
     /// ```python
@@ -260,17 +262,17 @@ mod tests {
         for dtype in [DType::F32, DType::F64] {
             let store = store(dtype, &[("w", &[2, 3]), ("x", &[2])]);
             let set = |t: &Tensor, v: Vec<f64>| {
-                super::super::update::round_into(&Tensor::new(v, &Device::Cpu).unwrap(), t).unwrap()
+                super::super::update::round_into(&Tensor::new(v, &device()).unwrap(), t).unwrap()
             };
             set(&store.master, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]);
             let params = &store.layout.params;
             assert_eq!(state_len(params), 2 + 3 + 2);
-            let state = Tensor::zeros(state_len(params), store.master.dtype(), &Device::Cpu).unwrap();
+            let state = Tensor::zeros(state_len(params), store.master.dtype(), &device()).unwrap();
             let c = Common { lr: 0.05, grad_scale: 0.5, weight_decay: 0.1, decayed: params.decayed };
             for step in 1..=10u64 {
                 set(&store.grads, (0..8).map(|i| 2.0 * ((3 * i + step) as f64).sin()).collect());
                 let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
-                rule.apply(&c, params, &store.master, &store.grads, &state).unwrap();
+                rule.apply(&c, params, &store.master, &store.grads, &state, None).unwrap();
             }
             let far = distance(&flat(&store.master), &PYTORCH);
             assert!(far < 2e-6, "{far}: {:?}", flat(&store.master));
@@ -285,7 +287,7 @@ mod tests {
         let shapes: &[(&str, &[usize])] = &[("a", &[300, 170]), ("b", &[7, 3, 3, 5]), ("c", &[40_000])];
         let (ours, plain) = (store(DType::F32, shapes), store(DType::F64, shapes));
         let params = &ours.layout.params;
-        let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &Device::Cpu).unwrap();
+        let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &device()).unwrap();
         let (s, t) = (zeros(DType::F32), zeros(DType::F64));
         let c = Common { lr: 0.05, grad_scale: 0.5, weight_decay: 0.1, decayed: params.decayed };
         for step in 1..=4 {
@@ -293,7 +295,7 @@ mod tests {
             super::super::update::round_into(&g, &ours.grads).unwrap();
             super::super::update::round_into(&g, &plain.grads).unwrap();
             let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
-            rule.apply(&c, params, &ours.master, &ours.grads, &s).unwrap();
+            rule.apply(&c, params, &ours.master, &ours.grads, &s, None).unwrap();
             rule.reference(&c, params, &plain.master, &plain.grads, &t).unwrap();
         }
         assert!(distance(&flat(&ours.master), &flat(&plain.master)) < 1e-5);

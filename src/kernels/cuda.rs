@@ -40,6 +40,11 @@ pub fn code(dtype: DType) -> Result<c_int> {
     }
 }
 
+/// What kernels compute a type's values in, and gradients and statistics are kept in.
+pub fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
 /// Where a contiguous tensor's values lie. All views of its storage see what is written there.
 pub fn pointer(tensor: &Tensor) -> Result<*mut c_void> {
     let (storage, layout) = tensor.storage_and_layout();

@@ -76,7 +76,7 @@ impl Layer for Attention {
 #[cfg(test)]
 mod tests {
     use super::super::check::{
-        Subject, autograd_agrees, cost_is_exact, differences_agree, distance, flat, random,
+        Subject, autograd_agrees, bf16_follows, cost_is_exact, differences_agree, distance, flat, random,
     };
     use super::super::{Mode, Pass};
     use super::*;
@@ -156,5 +156,16 @@ mod tests {
             true,
         );
         assert!(flat(&y).iter().chain(&flat(&dx.unwrap().unwrap())).all(|v| v.is_finite()));
+    }
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (length, causal, rotary) in [(20, true, false), (70, false, true), (130, true, true)] {
+            let sizes = Sizes { length, heads: 4, kv_heads: 2, head: 64 };
+            bf16_follows(
+                &|_| Box::new(layer(sizes, causal, rotary)),
+                &random(&[2, length, sizes.packed()], 1),
+            );
+        }
     }
 }

@@ -146,7 +146,7 @@ impl Layer for Linear {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use proptest::prelude::*;
 
@@ -173,6 +173,19 @@ mod tests {
             }
             autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], lies, bias: p.get(1), act }.reference(x));
             cost_is_exact(&build, &|batch| random(&[batch, t, k], 1));
+        }
+    }
+
+    #[test]
+    fn bf16_follows_f64() {
+        for act in [Activation::Identity, Activation::GeluTanh, Activation::Silu] {
+            for lies in [Lies::OutIn, Lies::InOut] {
+                let options = Options { lies, ..Options::torch(64, act) };
+                let build = |d: &mut Declared| {
+                    Box::new(Linear::new(d, "l", &[9, 64], 128, options)) as Box<dyn Layer>
+                };
+                bf16_follows(&build, &random(&[3, 9, 64], 1));
+            }
         }
     }
 }

@@ -55,8 +55,8 @@ pub trait Layer: Send + Sync {
         Ok(None)
     }
 
-    /// Whether [`again`](Layer::again) gives the output.
-    fn remakes(&self) -> bool {
+    /// Whether [`again`](Layer::again) gives the output there.
+    fn remakes(&self, _on: On) -> bool {
         false
     }
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::loss::{Loss, Tally};
-use super::{At, Layer, Mode, Pass, Saved};
+use super::loss::{Counted, Loss, Tally};
+use super::{At, Layer, Mode, On, Pass, Saved};
 use crate::kernels::{Activation, Reads, add};
 use crate::memory::{Ledger, Oom, Reservation, Role};
 
@@ -98,7 +98,7 @@ type Step<T> = Result<T, StepError>;
 
 impl Network {
     /// Adds the gradients of a micro-batch's summed loss (times the pass's scale) to the store.
-    pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
+    pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
         walk.ledger.phase("forward");
         let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
         let mut traces = Vec::with_capacity(self.blocks.len());
@@ -121,7 +121,7 @@ impl Network {
                     let (tally, dx) = self.loss.learn(x, &batch.targets, pass)?;
                     (tally, Act { value: Some(dx), hold })
                 }
-                _ => (Tally::default(), Act { value: None, hold }),
+                _ => (Tally::default().into(), Act { value: None, hold }),
             }
         };
         drop(x);
@@ -139,12 +139,12 @@ impl Network {
     }
 
     /// The summed loss and the counts behind the metrics of a micro-batch.
-    pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
+    pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
         let x = self.features(walk, batch.map(|b| &b.inputs))?;
         let _work = walk.hold(Role::Workspace, self.loss.name(), self.loss.cost(walk.at).forward)?;
         match (&walk.pass, batch, &x.value) {
             (Some(pass), Some(batch), Some(x)) => Ok(self.loss.judge(x, &batch.targets, pass)?),
-            _ => Ok(Tally::default()),
+            _ => Ok(Tally::default().into()),
         }
     }
 
@@ -228,7 +228,7 @@ impl Walk<'_> {
         for (i, node) in nodes.iter().enumerate() {
             let (y, trace) = match node {
                 Node::Layer(layer) => {
-                    let remade = made_again(&nodes[..i], &traces);
+                    let remade = made_again(&nodes[..i], &traces, self.at.on);
                     self.layer_forward(layer.as_ref(), x, keep, remade, mode)?
                 }
                 Node::Residual(residual) => self.residual_forward(residual, x, keep, mode)?,
@@ -402,9 +402,9 @@ impl Walk<'_> {
 }
 
 /// Whether the output of the last of these nodes can be made again from what it kept.
-fn made_again(nodes: &[Node], traces: &[Trace]) -> bool {
+fn made_again(nodes: &[Node], traces: &[Trace], on: On) -> bool {
     match (nodes.last(), traces.last()) {
-        (Some(Node::Layer(layer)), Some(Trace::Layer { remade: false, .. })) => layer.remakes(),
+        (Some(Node::Layer(layer)), Some(Trace::Layer { remade: false, .. })) => layer.remakes(on),
         _ => false,
     }
 }

@@ -86,12 +86,16 @@ impl<'a> Engine<'a> {
 
     /// Adds the gradients of a micro-batch, times `scale`.
     pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Train, scale, |network, walk, batch| network.learn(walk, Some(batch)))
+        let counted =
+            self.walk(batch, Mode::Train, scale, |network, walk, batch| network.learn(walk, Some(batch)))?;
+        Ok(counted.read()?)
     }
 
     /// Judges a micro-batch.
     pub fn judge(&self, batch: &data::Batch) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.judge(walk, Some(batch)))
+        let counted =
+            self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.judge(walk, Some(batch)))?;
+        Ok(counted.read()?)
     }
 
     /// What the loss judges of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).

@@ -129,6 +129,11 @@ pub fn allow_tf32(allow: bool) {
     products().tf32 = allow;
 }
 
+/// Whether they may.
+pub fn tf32() -> bool {
+    products().tf32
+}
+
 /// The library's handle and its workspace, made with the first product.
 struct Products {
     handle: Option<(*mut c_void, Tensor)>,
