@@ -15,7 +15,7 @@ use super::super::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null,
 use super::super::windows::{Block, Blocking};
 use super::{Activation, Conv, Geometry, Grads, Reads, card_gradient, card_room, depthwise};
 
-/// What cuDNN is asked for: `What` in conv/cudnn.cu.
+/// What cuDNN is asked for: `What` in conv/cudnn.cpp.
 #[derive(Clone, Copy)]
 enum What {
     Output = 0,
@@ -376,7 +376,7 @@ impl Raw {
     }
 }
 
-/// `Asked` in conv/cudnn.cu.
+/// `Asked` in conv/cudnn.cpp.
 #[repr(C)]
 struct Asked {
     dtype: c_int,

@@ -2,7 +2,7 @@
 //
 // Which of its engines makes one is asked once for each shape and remembered, also where there is none: of those that
 // give the same bits every time and need no more room than the caller has.
-#include "cuda/cudnn.cuh"
+#include "cuda/with_cudnn.h"
 
 #include <array>
 #include <map>
