@@ -1,6 +1,7 @@
 //! The buffers themselves.
 
 use candle_core::{DType, Device, Result, Tensor};
+use rayon::prelude::*;
 
 use super::{Flat, Init, Layout};
 use crate::kernels::update::round_into;
@@ -70,7 +71,7 @@ fn initial(flat: &Flat, seed: u64, dtype: DType, device: &Device) -> Result<Tens
             Init::Uniform(bound) => ((2.0 * random.f64(i as u64) - 1.0) * bound) as f32,
             Init::Normal(std) => (random.normal(i as u64) * std) as f32,
         };
-        values[range].iter_mut().enumerate().for_each(|(i, v)| *v = draw(i));
+        values[range].par_iter_mut().enumerate().for_each(|(i, v)| *v = draw(i));
     }
     if values.is_empty() {
         return zeros(0, dtype, device);
