@@ -6,6 +6,9 @@
 //! moment decay, because one update changes it by less than a step. The chance is a function of the
 //! update's number and the value's place, so that updates can be repeated.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
@@ -107,6 +110,10 @@ impl AdamW {
         state: &State,
         copy: Option<&Tensor>,
     ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(weights) {
+            return self.card_8bit(device, c, (weights, grads), state, copy);
+        }
         match reference::has_body(weights) {
             false => self.reference_8bit(c, weights, grads, state)?,
             true => with_elem!(weights.dtype(), T => self.cpu_8bit::<T>(c, weights, grads, state)?),

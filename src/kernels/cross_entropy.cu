@@ -1,6 +1,6 @@
 // Rows of scores: their losses, and the rows turned into gradients in place. A block a row, which is read once
 // for its statistics and once, out of the caches, for the gradient.
-#include "cuda/columns.cuh"
+#include "cuda/device.cuh"
 
 namespace {
 
@@ -152,18 +152,6 @@ extern "C" int cross_entropy_score(const Asked *asked, cudaStream_t stream) {
         int threads = packs > 512 ? 512 : packs > 64 ? 128 : 32;
         if (wide) score<T, N><<<unsigned(q.rows), threads, 0, stream>>>(q);
         else score<T, 1><<<unsigned(q.rows), threads, 0, stream>>>(q);
-    })
-    return cudaGetLastError();
-}
-
-// `into += sums of the columns of d`, which is (rows, stride); `partial` is (parts, classes).
-extern "C" int cross_entropy_columns(int type, const void *d, void *partial, void *into, int64_t rows, int64_t stride,
-                                     int64_t classes, int parts, cudaStream_t stream) {
-    if (rows == 0 || classes == 0) return 0;
-    WITH_TYPE(type, {
-        using R = Acc<T>;
-        launch_parts<R>((R *)partial, rows, classes, parts, Plain<T>{(const T *)d, stride}, stream);
-        launch_add<R>((R *)partial, (R *)into, nullptr, parts, classes, stream);
     })
     return cudaGetLastError();
 }

@@ -3,6 +3,7 @@
 //! Everything runs on the one stream of the tensors' device, so a launcher sees what the one before it wrote
 //! and memory given back is used again in order. Launchers are declared in the file of their kernel.
 
+pub mod columns;
 pub mod cudnn;
 pub mod product;
 

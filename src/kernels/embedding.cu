@@ -3,7 +3,7 @@
 // Backward sorts the places by token: a counting sort whose buckets, filled in any order, are then put in
 // order. The sorted places are cut into pieces; a block sums the runs of a piece, adds those that lie within
 // it to the table, and leaves the ends of those that cross its borders to be joined in order.
-#include "cuda/columns.cuh"
+#include "cuda/device.cuh"
 
 namespace {
 
@@ -231,18 +231,6 @@ extern "C" int embedding_backward_positions(int type, const void *dy, void *tabl
         if (aligned(len * sizeof(T), {dy}))
             over_samples<T, N><<<blocks(len / N, 256), 256, 0, stream>>>((const T *)dy, (Acc<T> *)table, len / N, samples);
         else over_samples<T, 1><<<blocks(len, 256), 256, 0, stream>>>((const T *)dy, (Acc<T> *)table, len, samples);
-    })
-    return cudaGetLastError();
-}
-
-// `into += sums of dy's columns`; `partial` is (parts, n).
-extern "C" int embedding_backward_kinds(int type, const void *dy, void *into, void *partial, int64_t rows, int n,
-                                        int parts, cudaStream_t stream) {
-    if (rows == 0 || n == 0) return 0;
-    WITH_TYPE(type, {
-        using R = Acc<T>;
-        launch_parts<R>((R *)partial, rows, n, parts, Plain<T>{(const T *)dy, n}, stream);
-        launch_add<R>((R *)partial, (R *)into, nullptr, parts, n, stream);
     })
     return cudaGetLastError();
 }

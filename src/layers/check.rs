@@ -68,6 +68,9 @@ impl Subject {
 }
 
 pub fn flat(t: &Tensor) -> Vec<f64> {
+    if t.elem_count() == 0 {
+        return Vec::new(); // a card refuses to copy nothing
+    }
     t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
@@ -201,7 +204,7 @@ fn memory(t: &Tensor) -> (usize, u64) {
         #[cfg(feature = "cuda")]
         Storage::Cuda(cuda) => {
             use candle_core::cuda_backend::CudaStorageSlice;
-            use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceSlice};
+            use candle_core::cuda_backend::cudarc::driver::DevicePtr;
             macro_rules! of {
                 ($($variant:ident),*) => {
                     match &cuda.slice {

@@ -6,9 +6,10 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor, bail};
 
 use super::{Head, card_chunk, card_stride};
+use crate::kernels::cuda::columns::add_sums;
 use crate::kernels::cuda::product::{Mat, Onto, Then, multiply};
-use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream};
-use crate::kernels::linear::{Grads, card_ranges, card_workspace};
+use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, stream};
+use crate::kernels::linear::Grads;
 use crate::kernels::tally::Counted;
 use crate::kernels::tally::card::Rows;
 
@@ -83,21 +84,7 @@ impl Head<'_> {
             let dx = Mat { from: first * width, rows: n, ..Mat::new(dx, rows, width) };
             multiply(&dx, d, w, Onto::Nothing, Then::Nothing)?;
             if let Some(bias) = grads.bias {
-                let partial = scratch(device, card_workspace(scores.dtype(), n, classes) as usize)?;
-                // SAFETY: the partial sums have the room they need.
-                checked("cross_entropy_columns", unsafe {
-                    cross_entropy_columns(
-                        code(scores.dtype())?,
-                        pointer(&scores)?,
-                        pointer(&partial)?,
-                        pointer(bias)?,
-                        n as i64,
-                        stride as i64,
-                        classes as i64,
-                        card_ranges(n, classes) as c_int,
-                        stream(device),
-                    )
-                })?;
+                add_sums(device, bias, d)?;
             }
         }
         counts.add(device)
@@ -127,15 +114,4 @@ struct Asked {
 
 unsafe extern "C" {
     fn cross_entropy_score(asked: *const Asked, stream: Stream) -> c_int;
-    fn cross_entropy_columns(
-        dtype: c_int,
-        d: *const c_void,
-        partial: *mut c_void,
-        into: *mut c_void,
-        rows: i64,
-        stride: i64,
-        classes: i64,
-        parts: c_int,
-        stream: Stream,
-    ) -> c_int;
 }

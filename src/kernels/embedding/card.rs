@@ -7,8 +7,9 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
 use super::{Embedding, Grads, card_ends, card_sorting};
+use crate::kernels::cuda::columns::add_sums;
+use crate::kernels::cuda::product::Mat;
 use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream};
-use crate::kernels::linear::{card_ranges, card_workspace};
 
 impl Embedding<'_> {
     pub(super) fn forward_card(&self, device: &CudaDevice, ids: &Tensor) -> Result<Tensor> {
@@ -68,13 +69,7 @@ impl Embedding<'_> {
             })?;
         }
         if let Some(kinds) = grads.kinds {
-            let partial = scratch(device, card_workspace(dy.dtype(), rows, n) as usize)?;
-            let (rows, parts) = (rows as i64, card_ranges(rows, n) as c_int);
-            // SAFETY: as above; the first row of `kinds` is its beginning.
-            checked("embedding_backward_kinds", unsafe {
-                let (kinds, partial) = (pointer(kinds)?, pointer(&partial)?);
-                embedding_backward_kinds(dtype, d, kinds, partial, rows, n as c_int, parts, stream)
-            })?;
+            add_sums(device, &kinds.narrow(0, 0, 1)?, Mat::new(dy, rows, n))?;
         }
         Ok(())
     }
@@ -113,16 +108,6 @@ unsafe extern "C" {
         samples: c_int,
         length: c_int,
         n: c_int,
-        stream: Stream,
-    ) -> c_int;
-    fn embedding_backward_kinds(
-        dtype: c_int,
-        dy: *const c_void,
-        into: *mut c_void,
-        partial: *mut c_void,
-        rows: i64,
-        n: c_int,
-        parts: c_int,
         stream: Stream,
     ) -> c_int;
 }
