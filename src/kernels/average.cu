@@ -54,12 +54,12 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     whole_forward(const T *__restrict__ x, T *__restrict__ y, Acc<T> share, Cut cut, Lanes lanes) {
     Place at(cut, lanes);
     Acc<T> sums[N] = {};
-#pragma unroll 4
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
-        auto values = Pack<T, N>::load(x + row * cut.channels + at.pack * N);
+    x += at.pack * N;
+    auto load = [&](int64_t row) { return Pack<T, N>::load(x + row * cut.channels); };
+    go_down<4>(at, lanes, load, [&](int64_t, const Pack<T, N> &values) {
 #pragma unroll
         for (int k = 0; k < N; k++) sums[k] += up(values.v[k]);
-    }
+    });
     add_up(sums, at, lanes);
     if (at.y == 0 && at.in) {
         Pack<T, N> made;

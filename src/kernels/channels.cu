@@ -47,7 +47,7 @@ __device__ __forceinline__ int64_t partial(const Cut &cut, int unit, int part, i
 
 // Sums of distances from the unit's first row, and of their squares.
 template <class T, int N>
-__global__ void __launch_bounds__(COLUMN_THREADS) moments(const T *__restrict__ x, Acc<T> *partials, Cut cut, Lanes lanes) {
+__global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS) moments(const T *__restrict__ x, Acc<T> *partials, Cut cut, Lanes lanes) {
     using R = Acc<T>;
     Place at(cut, lanes);
     R sums[2 * N] = {}, from[N];
@@ -56,16 +56,16 @@ __global__ void __launch_bounds__(COLUMN_THREADS) moments(const T *__restrict__ 
 #pragma unroll
         for (int k = 0; k < N; k++) from[k] = up(first.v[k]);
     }
-#pragma unroll 4
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
-        auto values = Pack<T, N>::load(x + row * cut.channels + at.pack * N);
+    x += at.pack * N;
+    auto load = [&](int64_t row) { return Pack<T, N>::load(x + row * cut.channels); };
+    go_down<4>(at, lanes, load, [&](int64_t, const Pack<T, N> &values) {
 #pragma unroll
         for (int k = 0; k < N; k++) {
             R d = up(values.v[k]) - from[k];
             sums[k] += d;
             sums[N + k] += d * d;
         }
-    }
+    });
     add_up(sums, at, lanes);
     if (at.y == 0 && at.in) {
         R *to = partials + partial(cut, at.unit, at.part, at.pack * N);
@@ -198,45 +198,46 @@ template <class T, int N> struct Affine {
 };
 
 template <int C, class T, int N>
-__global__ void __launch_bounds__(COLUMN_THREADS)
+__global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     apply(const T *__restrict__ x, T *__restrict__ y, const Acc<T> *kept, const T *weight, const T *bias, Cut cut,
           Lanes lanes, int size) {
     Place at(cut, lanes);
     Affine<T, N> map(at, kept, weight, bias, cut.channels, size);
-#pragma unroll 4
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
-        int64_t i = row * cut.channels + at.pack * N;
-        auto values = Pack<T, N>::load(x + i);
+    x += at.pack * N, y += at.pack * N;
+    auto load = [&](int64_t row) { return Pack<T, N>::load(x + row * cut.channels); };
+    go_down<4>(at, lanes, load, [&](int64_t row, const Pack<T, N> &values) {
+        Pack<T, N> made;
 #pragma unroll
         for (int k = 0; k < N; k++) {
             auto v = (up(values.v[k]) - map.mean[k]) * map.scale[k] + map.shift[k];
-            values.v[k] = down<T>(clipped<C>(v));
+            made.v[k] = down<T>(clipped<C>(v));
         }
-        values.store(y + i);
-    }
+        made.store(y + row * cut.channels);
+    });
 }
 
 // Sums of `d`, the gradient that comes through the clip, and of `d (x - mean)`.
 template <int C, class T, int N>
-__global__ void __launch_bounds__(COLUMN_THREADS)
+__global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     sums_back(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, const Acc<T> *kept, const T *weight,
               const T *bias, Cut cut, Lanes lanes, int size) {
     using R = Acc<T>;
     Place at(cut, lanes);
     Affine<T, N> map(at, kept, weight, bias, cut.channels, size);
     R sums[2 * N] = {};
-#pragma unroll 4
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
-        int64_t i = row * cut.channels + at.pack * N;
-        auto values = Pack<T, N>::load(x + i), ds = Pack<T, N>::load(dy + i);
+    x += at.pack * N, dy += at.pack * N;
+    auto load = [&](int64_t row) {
+        return Both<T, N>{Pack<T, N>::load(x + row * cut.channels), Pack<T, N>::load(dy + row * cut.channels)};
+    };
+    go_down<2>(at, lanes, load, [&](int64_t, const Both<T, N> &both) {
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            R from = up(values.v[k]) - map.mean[k];
-            R d = through<C>(from * map.scale[k] + map.shift[k], up(ds.v[k]));
+            R from = up(both.x.v[k]) - map.mean[k];
+            R d = through<C>(from * map.scale[k] + map.shift[k], up(both.d.v[k]));
             sums[k] += d;
             sums[N + k] += d * from;
         }
-    }
+    });
     add_up(sums, at, lanes);
     if (at.y == 0 && at.in) {
         R *to = partials + partial(cut, at.unit, at.part, at.pack * N);
@@ -306,7 +307,7 @@ __global__ void pull_groups(const double *totals, const Acc<T> *kept, const T *w
 
 // `dx = scale d - slope (x - mean) - level`
 template <int C, class T, int N>
-__global__ void __launch_bounds__(COLUMN_THREADS)
+__global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     backward(const T *__restrict__ x, const T *__restrict__ dy, T *__restrict__ dx, const Acc<T> *kept,
              const Acc<T> *pull, const T *weight, const T *bias, Cut cut, Lanes lanes, int size) {
     using R = Acc<T>;
@@ -323,18 +324,20 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
             level[k] = levels[group];
         }
     }
-#pragma unroll 2
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
-        int64_t i = row * cut.channels + at.pack * N;
-        auto values = Pack<T, N>::load(x + i), ds = Pack<T, N>::load(dy + i);
+    x += at.pack * N, dy += at.pack * N, dx += at.pack * N;
+    auto load = [&](int64_t row) {
+        return Both<T, N>{Pack<T, N>::load(x + row * cut.channels), Pack<T, N>::load(dy + row * cut.channels)};
+    };
+    go_down<2>(at, lanes, load, [&](int64_t row, const Both<T, N> &both) {
+        Pack<T, N> made;
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            R from = up(values.v[k]) - map.mean[k];
-            R d = through<C>(from * map.scale[k] + map.shift[k], up(ds.v[k]));
-            ds.v[k] = down<T>(map.scale[k] * d - slope[k] * from - level[k]);
+            R from = up(both.x.v[k]) - map.mean[k];
+            R d = through<C>(from * map.scale[k] + map.shift[k], up(both.d.v[k]));
+            made.v[k] = down<T>(map.scale[k] * d - slope[k] * from - level[k]);
         }
-        ds.store(dx + i);
-    }
+        made.store(dx + row * cut.channels);
+    });
 }
 
 // Runs `body` with N, the channels of a thread, and the lanes that follow: 16 bytes where rows allow it.

@@ -69,8 +69,8 @@ impl Cut {
     }
 }
 
-/// Blocks that fill a card, as many as the largest of today's can run at once.
-const BLOCKS: usize = 8 * 132;
+/// Blocks that fill a large card once: `COLUMN_BLOCKS` for each of its multiprocessors.
+const BLOCKS: usize = 3 * 132;
 
 /// How a card cuts units: every block goes down the `chunk` rows of one of a unit's `parts`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -29,6 +29,21 @@ __device__ __forceinline__ void turn(const T *weight, Acc<T> *to, const Lanes &l
     __syncthreads();
 }
 
+template <class T, int N> __device__ __forceinline__ Pack<T, N> nothing() {
+    Pack<T, N> zero;
+#pragma unroll
+    for (int k = 0; k < N; k++) zero.v[k] = down<T>(Acc<T>(0));
+    return zero;
+}
+
+// What lies there, or `zero`: no branch, so that many can be on their way at once.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_if(bool there, const T *from, const Pack<T, N> &zero) {
+    Pack<T, N> values = zero;
+    if (there) values = Pack<T, N>::load(from);
+    return values;
+}
+
 template <class R> __device__ __forceinline__ R *room() {
     extern __shared__ __align__(16) unsigned char bytes[];
     return reinterpret_cast<R *>(bytes);
@@ -36,7 +51,7 @@ template <class R> __device__ __forceinline__ R *room() {
 
 // Windows of K x K that move by S: a thread makes W neighbouring output pixels, whose windows overlap.
 template <class T, int N, int K, int S, int W>
-__global__ void __launch_bounds__(COLUMN_THREADS)
+__global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
     strips(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, Lanes lanes,
            int64_t work) {
     using R = Acc<T>;
@@ -46,6 +61,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx;
     if (pack >= lanes.packs) return;
     const R *w = turned + tx * N;
+    auto zero = nothing<T, N>();
     int across = (g.out_width + W - 1) / W, width = lanes.wide * N;
     int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
     for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
@@ -55,21 +71,24 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
         R sums[W][N] = {};
 #pragma unroll
         for (int ky = 0; ky < K; ky++) {
+            constexpr int SEEN = (W - 1) * S + K;
             int iy = y0 + ky;
-            if (iy < 0 || iy >= g.height) continue;
-            const T *from = x + (picture * g.height + iy) * g.width * g.channels + pack * N;
+            bool in = iy >= 0 && iy < g.height;
+            const T *from = x + ((picture * g.height + iy) * g.width + x0) * g.channels + pack * N;
+            // A line is loaded as a whole before any of it is used.
+            Pack<T, N> seen[SEEN];
 #pragma unroll
-            for (int j = 0; j < (W - 1) * S + K; j++) {
-                int ix = x0 + j;
-                if (ix < 0 || ix >= g.width) continue;
-                auto values = Pack<T, N>::load(from + int64_t(ix) * g.channels);
+            for (int j = 0; j < SEEN; j++)
+                seen[j] = load_if(in && x0 + j >= 0 && x0 + j < g.width, from + int64_t(j) * g.channels, zero);
 #pragma unroll
-                for (int o = 0; o < W; o++) {
-                    int kx = j - o * S;
-                    if (kx < 0 || kx >= K) continue;
+            for (int kx = 0; kx < K; kx++) {
+                R of[N];
 #pragma unroll
-                    for (int k = 0; k < N; k++) sums[o][k] += up(values.v[k]) * w[(ky * K + kx) * width + k];
-                }
+                for (int k = 0; k < N; k++) of[k] = w[(ky * K + kx) * width + k];
+#pragma unroll
+                for (int o = 0; o < W; o++)
+#pragma unroll
+                    for (int k = 0; k < N; k++) sums[o][k] += up(seen[o * S + kx].v[k]) * of[k];
             }
         }
 #pragma unroll
@@ -135,14 +154,21 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
         int64_t line = i / g.width, picture = line / g.height;
         int ix = int(i - line * g.width), iy = int(line - picture * g.height);
         R sums[N] = {};
-        for (int ky = 0; ky < g.kernel; ky++) {
-            int y = iy + g.padding - ky * g.dilation;
-            if (y < 0 || y % g.stride != 0 || y / g.stride >= g.out_height) continue;
-            const T *from = dy + (picture * g.out_height + y / g.stride) * g.out_width * g.channels + pack * N;
-            for (int kx = 0; kx < g.kernel; kx++) {
-                int at = ix + g.padding - kx * g.dilation;
-                if (at < 0 || at % g.stride != 0 || at / g.stride >= g.out_width) continue;
-                auto values = Pack<T, N>::load(from + int64_t(at / g.stride) * g.channels);
+        // In a picture with its padding: windows that begin at most at the pixel and end after it.
+        iy += g.padding, ix += g.padding;
+        int reach = (g.kernel - 1) * g.dilation + 1;
+        int top = iy < reach ? 0 : (iy - reach) / g.stride + 1, left = ix < reach ? 0 : (ix - reach) / g.stride + 1;
+        int bottom = min(iy / g.stride, g.out_height - 1), right = min(ix / g.stride, g.out_width - 1);
+        for (int oy = top; oy <= bottom; oy++) {
+            int ky = iy - oy * g.stride;
+            if (g.dilation > 1 && ky % g.dilation != 0) continue;
+            ky = g.dilation > 1 ? ky / g.dilation : ky;
+            const T *from = dy + (picture * g.out_height + oy) * g.out_width * g.channels + pack * N;
+            for (int ox = left; ox <= right; ox++) {
+                int kx = ix - ox * g.stride;
+                if (g.dilation > 1 && kx % g.dilation != 0) continue;
+                kx = g.dilation > 1 ? kx / g.dilation : kx;
+                auto values = Pack<T, N>::load(from + int64_t(ox) * g.channels);
 #pragma unroll
                 for (int k = 0; k < N; k++) sums[k] += up(values.v[k]) * w[(ky * g.kernel + kx) * width + k];
             }
@@ -161,6 +187,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     using R = Acc<T>;
     Place at(cut, lanes);
     R sums[K * K][N] = {};
+    auto zero = nothing<T, N>();
     unsigned pixels = g.out_height * g.out_width;
     for (int64_t row = at.first; row < at.end; row += lanes.tall) {
         unsigned picture = unsigned(row) / pixels, pixel = unsigned(row) - picture * pixels;
@@ -170,20 +197,22 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
         R d[N];
 #pragma unroll
         for (int k = 0; k < N; k++) d[k] = up(ds.v[k]);
+        Pack<T, N> seen[K][K];
 #pragma unroll
         for (int ky = 0; ky < K; ky++) {
             int iy = y0 + ky * g.dilation;
-            if (iy < 0 || iy >= g.height) continue;
+            bool in = iy >= 0 && iy < g.height;
             const T *from = x + (int64_t(picture) * g.height + iy) * g.width * g.channels + at.pack * N;
 #pragma unroll
             for (int kx = 0; kx < K; kx++) {
                 int ix = x0 + kx * g.dilation;
-                if (ix < 0 || ix >= g.width) continue;
-                auto values = Pack<T, N>::load(from + int64_t(ix) * g.channels);
-#pragma unroll
-                for (int k = 0; k < N; k++) sums[ky * K + kx][k] += up(values.v[k]) * d[k];
+                seen[ky][kx] = load_if(in && ix >= 0 && ix < g.width, from + int64_t(ix) * g.channels, zero);
             }
         }
+#pragma unroll
+        for (int cell = 0; cell < K * K; cell++)
+#pragma unroll
+            for (int k = 0; k < N; k++) sums[cell][k] += up(seen[cell / K][cell % K].v[k]) * d[k];
     }
 #pragma unroll
     for (int cell = 0; cell < K * K; cell++) {
@@ -274,16 +303,16 @@ template <class T, int N> int sum_windows(const Windows &g, const T *x, const T 
     if (lanes.wide == 0) return cudaErrorInvalidValue;
     size_t shared = sizeof(Acc<T>) * N * lanes.wide * g.cells();
     int64_t lines = int64_t(g.batch) * g.out_height;
-    constexpr int W = 4;
     auto run = [&](auto kernel, int64_t work) {
         kernel<<<filling(lanes, work), lanes.threads(), shared, stream>>>(x, w, y, g, lanes, work);
         return int(cudaGetLastError());
     };
-    int64_t work = lines * ((g.out_width + W - 1) / W);
-    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) return run(strips<T, N, 3, 1, W>, work);
-    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 2) return run(strips<T, N, 3, 2, W>, work);
-    if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 1) return run(strips<T, N, 5, 1, W>, work);
-    if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 2) return run(strips<T, N, 5, 2, W>, work);
+    // Fewer where they overlap less.
+    int64_t four = lines * ((g.out_width + 3) / 4), two = lines * ((g.out_width + 1) / 2);
+    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) return run(strips<T, N, 3, 1, 4>, four);
+    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 2) return run(strips<T, N, 3, 2, 2>, two);
+    if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 1) return run(strips<T, N, 5, 1, 4>, four);
+    if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 2) return run(strips<T, N, 5, 2, 2>, two);
     return run(pixels<T, N>, lines * g.out_width);
 }
 

@@ -12,7 +12,8 @@ struct Cut {
     int units() const { return int((rows + unit - 1) / unit); }
 };
 
-constexpr int COLUMN_THREADS = 256;
+// Threads of a block, and blocks that a multiprocessor runs at once.
+constexpr int COLUMN_THREADS = 256, COLUMN_BLOCKS = 3;
 
 // A block of `wide` threads along channels and `tall` along rows, `across` of which lie side by side.
 struct Lanes {
@@ -51,6 +52,25 @@ struct Place {
         first += y;
         if (!in) end = first;
     }
+};
+
+// Goes down a thread's rows, `U` at once: what all of them load is asked for before any of it is used.
+template <int U, class Load, class Use>
+__device__ __forceinline__ void go_down(const Place &at, const Lanes &lanes, Load load, Use use) {
+    int64_t row = at.first, tall = lanes.tall;
+    for (; row + (U - 1) * tall < at.end; row += U * tall) {
+        decltype(load(row)) loaded[U];
+#pragma unroll
+        for (int u = 0; u < U; u++) loaded[u] = load(row + u * tall);
+#pragma unroll
+        for (int u = 0; u < U; u++) use(row + u * tall, loaded[u]);
+    }
+    for (; row < at.end; row += tall) use(row, load(row));
+}
+
+// Values and the gradients beside them.
+template <class T, int N> struct Both {
+    Pack<T, N> x, d;
 };
 
 // Adds up `M` sums of each thread along the rows of a block, in the same order always; those of the threads y = 0

@@ -23,13 +23,10 @@ template <int N> struct Spot {
 
 // Runs `body` for every window that sees the pixel (y, x), with the window's place and the cell that sees it.
 template <class F> __device__ __forceinline__ void for_windows(const Window &w, int y, int x, F body) {
-    for (int ky = 0; ky < w.size; ky++) {
-        int oy = y + w.padding - ky;
-        if (oy < 0 || oy % w.stride != 0 || oy / w.stride >= w.out_height) continue;
-        for (int kx = 0; kx < w.size; kx++) {
-            int ox = x + w.padding - kx;
-            if (ox < 0 || ox % w.stride != 0 || ox / w.stride >= w.out_width) continue;
-            body(oy / w.stride, ox / w.stride, ky * w.size + kx);
-        }
-    }
+    // In a picture with its padding: windows that begin at most at the pixel and end after it.
+    y += w.padding, x += w.padding;
+    int top = y < w.size ? 0 : (y - w.size) / w.stride + 1, left = x < w.size ? 0 : (x - w.size) / w.stride + 1;
+    int bottom = min(y / w.stride, w.out_height - 1), right = min(x / w.stride, w.out_width - 1);
+    for (int oy = top; oy <= bottom; oy++)
+        for (int ox = left; ox <= right; ox++) body(oy, ox, (y - oy * w.stride) * w.size + x - ox * w.stride);
 }
