@@ -248,3 +248,21 @@ impl<R: Real> Affine<R> {
         dx
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// A unit's parts hold all its rows, and none is empty where the unit is whole.
+        #[test]
+        fn parts_hold_every_row(channels in 1usize..3000, unit in 1usize..1_000_000, units in 1usize..300) {
+            let cut = Cut { channels, rows: unit * units, unit };
+            for dtype in [DType::BF16, DType::F32, DType::F64] {
+                let Parts { chunk, parts } = Parts::new(dtype, &cut);
+                prop_assert!(parts * chunk >= unit && (parts - 1) * chunk < unit);
+            }
+        }
+    }
+}

@@ -120,7 +120,7 @@ impl Layer for BatchNorm {
 #[cfg(test)]
 mod tests {
     use super::super::check::{
-        Subject, autograd_agrees, cost_is_exact, device, differences_agree, flat, random,
+        Subject, autograd_agrees, bf16_follows, cost_is_exact, device, differences_agree, flat, random,
     };
     use super::*;
     use proptest::prelude::*;
@@ -143,6 +143,14 @@ mod tests {
             }
             autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], bias: &p[1], act, eps: EPS, group }.reference(x));
             cost_is_exact(&build, &|batch| random(&[batch, h, w, c], 1));
+        }
+    }
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (batch, group, c) in [(6, 6, 64), (6, 2, 40), (5, 2, 3), (2, 2, 1040)] {
+            let x = random(&[batch, 9, 7, c], 1);
+            bf16_follows(&|d| Box::new(BatchNorm::new(d, "n", &[9, 7, c], group, Clip::Nothing)), &x);
         }
     }
 
