@@ -16,7 +16,8 @@ mod cuda {
 
     /// Plain C++ over the headers of cuDNN's front end: graphs are built once a shape, so its own speed is of no
     /// account, and without nvcc they compile in a third of the time.
-    const CALLS_OF_CUDNN: [&str; 2] = ["src/kernels/cuda/cudnn.cpp", "src/kernels/attention/cudnn.cpp"];
+    const CALLS_OF_CUDNN: [&str; 3] =
+        ["src/kernels/cuda/cudnn.cpp", "src/kernels/attention/cudnn.cpp", "src/kernels/conv/cudnn.cpp"];
 
     pub fn build() {
         for name in ["CUDA_COMPUTE_CAP", "CUDA_HOME", "CUDNN_INCLUDE", "CUDNN_FRONTEND_INCLUDE"] {

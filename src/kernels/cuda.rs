@@ -10,10 +10,10 @@ pub mod product;
 use std::ffi::{c_int, c_void};
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DriverError, sys::CUresult};
-use candle_core::cuda_backend::{CudaDevice, CudaError, CudaStorage, CudaStorageSlice};
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DriverError, result, sys::CUresult};
+use candle_core::cuda_backend::{CudaDevice, CudaError, CudaStorage, CudaStorageSlice, WrapErr};
 use candle_core::op::BackpropOp;
-use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, WithDType, bail};
 
 /// The stream of a launch.
 pub type Stream = *mut c_void;
@@ -141,4 +141,29 @@ pub fn is_out_of_memory(error: &Error) -> bool {
         }
         _ => false,
     }
+}
+
+/// The values of a contiguous tensor, once all that was under way is done.
+pub fn to_host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
+    let Some(device) = of(tensor) else { bail!("a tensor that is on no card") };
+    if tensor.dtype() != T::DTYPE {
+        bail!("{:?} were read as {:?}", tensor.dtype(), T::DTYPE)
+    }
+    let (stream, mut values) = (device.cuda_stream(), vec![T::zero(); tensor.elem_count()]);
+    // SAFETY: both sides have as many values of the one type, and are there until the copy is done.
+    unsafe { result::memcpy_dtoh_async(&mut values, pointer(tensor)? as u64, stream.cu_stream()) }.w()?;
+    stream.synchronize().w()?;
+    Ok(values)
+}
+
+/// Overwrites a contiguous tensor, once all that was under way is done.
+pub fn from_host<T: WithDType>(tensor: &Tensor, values: &[T]) -> Result<()> {
+    let Some(device) = of(tensor) else { bail!("a tensor that is on no card") };
+    if tensor.dtype() != T::DTYPE || tensor.elem_count() != values.len() {
+        bail!("{} values of {:?} for {:?} of {:?}", values.len(), T::DTYPE, tensor.shape(), tensor.dtype())
+    }
+    let stream = device.cuda_stream();
+    // SAFETY: as in `to_host`.
+    unsafe { result::memcpy_htod_async(pointer(tensor)? as u64, values, stream.cu_stream()) }.w()?;
+    stream.synchronize().w()
 }

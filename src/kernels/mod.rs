@@ -24,6 +24,7 @@ pub mod dropout;
 pub mod elem;
 pub mod embedding;
 pub mod group_norm;
+pub mod host;
 pub mod lanes;
 pub mod linear;
 pub mod lion;

@@ -94,7 +94,7 @@ impl Layer for BatchNorm {
         let (len, channels) = (self.shape.iter().product::<usize>(), self.channels());
         let pixels = len / channels;
         let cut = Cut { channels, rows: at.batch * pixels, unit: self.group * pixels };
-        let (forward, backward) = workspace(at.dtype, &cut);
+        let (forward, backward) = workspace(at, &cut);
         let acc = if at.dtype == DType::F64 { 8 } else { 4 };
         Cost {
             input: at.bytes(len),

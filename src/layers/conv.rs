@@ -76,7 +76,7 @@ impl Layer for Conv {
     fn cost(&self, at: At) -> Cost {
         let g = &self.geometry;
         let output = at.bytes(self.output().iter().product());
-        let (forward, backward) = workspace(g, self.act, at);
+        let (forward, backward) = workspace(g, self.bias.is_some(), self.act, at);
         let reads = self.act.reads();
         Cost {
             input: at.bytes(g.height * g.width * g.inputs),

@@ -70,7 +70,7 @@ impl Layer for GroupNorm {
         let (len, channels) = (self.shape.iter().product::<usize>(), self.channels());
         let pixels = len / channels;
         let (forward, backward) =
-            workspace(at.dtype, &Cut { channels, rows: at.batch * pixels, unit: pixels });
+            workspace(at, &Cut { channels, rows: at.batch * pixels, unit: pixels }, self.groups);
         let acc = if at.dtype == DType::F64 { 8 } else { 4 };
         Cost {
             input: at.bytes(len),

@@ -101,18 +101,21 @@ impl Layer for SqueezeExcite {
     fn cost(&self, at: At) -> Cost {
         let ([h, w, c], s) = (self.shape, self.hidden);
         let pre = if self.act.reads() == Reads::Input { s } else { 0 };
-        let sums = (at.threads() * c * at.dtype.size_in_bytes().max(4)) as u64;
-        let products = match at.on {
-            On::Cpu { .. } => workspace(at.dtype, at.batch, c, s),
-            On::Cuda => card_workspace(at.dtype, at.batch, c).max(card_workspace(at.dtype, at.batch, s)),
+        let (forward, backward) = match at.on {
+            On::Cpu { threads } => {
+                let sums = (threads * c * at.dtype.size_in_bytes().max(4)) as u64;
+                [sums.max(workspace(at.dtype, at.batch, c, s)); 2].into()
+            }
+            // The sums of the biases' gradients.
+            On::Cuda => (0, card_workspace(at.dtype, at.batch, c).max(card_workspace(at.dtype, at.batch, s))),
         };
         Cost {
             input: at.bytes(h * w * c),
             output: at.bytes(h * w * c),
             keeps_input: true,
             saved: at.bytes(2 * c + s + pre),
-            forward: if at.on == On::Cuda { 0 } else { sums.max(products) },
-            backward: sums.max(products) + at.bytes(2 * c + s),
+            forward,
+            backward: backward + at.bytes(2 * c + s),
             flops: (at.batch * (2 * h * w * c + 4 * s * c)) as u64,
             ..Cost::default()
         }

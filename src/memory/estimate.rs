@@ -30,6 +30,9 @@ pub const PACKING: u64 = 2 << 20;
 /// use and one on its way, each a sixteenth of the state where that is less.
 pub const WINDOW: u64 = 64 << 20;
 
+/// Device bytes that all matrix products of a card share as their workspace.
+pub const PRODUCTS: u64 = 32 << 20;
+
 const MASTER: &str = "master weights";
 const GRADIENTS: &str = "gradients";
 
@@ -146,6 +149,14 @@ fn wide(dtype: DType) -> u64 {
     if dtype == DType::F64 { 8 } else { 4 }
 }
 
+/// Where something of this role is, when nothing is offloaded.
+pub fn place(role: Role, on: On) -> Place {
+    match (role, on) {
+        (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve, _) | (_, On::Cpu { .. }) => Place::Ram,
+        (_, On::Cuda) => Place::Vram,
+    }
+}
+
 /// What a run holds from its start to its end, in the order it asks for it.
 pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
     let (params, stats, wide) = (s.layout.params.len as u64, s.layout.stats.len as u64, wide(s.dtype));
@@ -160,6 +171,7 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
         (Role::Weights, "statistics before an update", stats * wide),
         (Role::Gradients, GRADIENTS, params * wide),
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
+        (Role::Workspace, "matrix products", if s.on_device() { PRODUCTS } else { 0 }),
         (Role::DataPipeline, "data in memory", s.resident_data),
     ]
 }
@@ -289,13 +301,8 @@ impl<'a> Estimator<'a> {
         values
     }
 
-    /// Where something of this role is, when nothing is offloaded.
     fn place(&self, role: Role) -> Place {
-        match role {
-            Role::DataPipeline | Role::CheckpointWriting | Role::Reserve => Place::Ram,
-            _ if self.subject.on_device() => Place::Vram,
-            _ => Place::Ram,
-        }
+        place(role, self.subject.on)
     }
 
     /// What is held from the start to the end.

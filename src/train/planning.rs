@@ -38,10 +38,9 @@ const LINK: f64 = 12e9;
 const EIGHT_BIT: f64 = 2.0;
 
 impl Setup {
-    /// The memory plan on this machine, where the CPU computes, within `ram` bytes. Touches no device and
-    /// allocates no tensor.
+    /// The memory plan on this machine, within `ram` bytes of the host. Allocates no tensor.
     pub fn plan(&self, ram: u64) -> Plan {
-        self.plan_for(&Machine::cpu(ram, probe::host().map_or(u64::MAX, |host| host.usable())))
+        self.plan_for(&self.machine(ram, probe::host().map_or(u64::MAX, |host| host.usable())))
     }
 
     /// The memory plan on a machine that need not be here.
@@ -90,7 +89,7 @@ impl Setup {
 
     /// Lends `body` the job as the memory estimate sees it, on this machine.
     pub fn with_subject<R>(&self, body: impl FnOnce(&Subject) -> R) -> R {
-        self.with_subject_on(&Machine::cpu(self.ram, u64::MAX), body)
+        self.with_subject_on(&self.machine(self.ram, u64::MAX), body)
     }
 
     pub(super) fn with_subject_on<R>(&self, machine: &Machine, body: impl FnOnce(&Subject) -> R) -> R {

@@ -5,18 +5,18 @@
 use std::time::{Duration, Instant};
 
 use super::Failure;
-use super::engine::Engine;
+use super::engine::{Engine, Ledgers};
 use super::setup::Setup;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
 use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
+use crate::memory::Role;
 use crate::memory::budget::Machine;
 use crate::memory::estimate::Estimator;
 use crate::memory::ladder;
 use crate::memory::plan::{Plan, Verdict};
 use crate::memory::search::{Considered, Request, Search};
-use crate::memory::{Ledger, Role};
 
 /// Ways that are run, and updates of each: the first warms up, the fastest of the others counts.
 const WAYS: usize = 4;
@@ -101,7 +101,7 @@ fn run(
 ) -> Result<Option<f64>, Failure> {
     let eight_bit = request.optimizer_8bit.as_ref().filter(|_| one.way.eight_bit);
     setup.take_optimizer(eight_bit.unwrap_or(&request.optimizer));
-    let ran = updates(setup, Ledger::new(machine.ram, None), one);
+    let ran = updates(setup, Ledgers::new(setup, machine.ram, None), one);
     setup.take_optimizer(&request.optimizer);
     match ran {
         Ok(seconds) => Ok(Some(seconds)),
@@ -110,10 +110,10 @@ fn run(
     }
 }
 
-fn updates(setup: &Setup, ledger: Ledger, one: Considered) -> Result<f64, Failure> {
-    let mut engine = Engine::new(setup, ledger.clone(), one.way.recompute)?;
+fn updates(setup: &Setup, ledgers: Ledgers, one: Considered) -> Result<f64, Failure> {
+    let mut engine = Engine::new(setup, ledgers.clone(), one.way.recompute)?;
     let micro_batch = one.split.micro_batch.min(setup.sets.train.len() as usize);
-    let prefetch = ledger.reserve(Role::DataPipeline, "prefetch", setup.pipeline(micro_batch));
+    let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", setup.pipeline(micro_batch));
     let _prefetch = prefetch.map_err(StepError::Oom)?;
     let source = setup.sets.train.clone();
     let mut loader = Loader::start(

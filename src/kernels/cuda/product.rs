@@ -8,7 +8,8 @@ use candle_core::{DType, Result, Tensor};
 
 use super::{Stream, checked, code, pointer, pointer_or_null, scratch, stream};
 
-/// Bytes of the workspace that all products of a card share: what cuBLAS advises for Hopper.
+/// Bytes of the workspace that all products of a card share: what cuBLAS advises for Hopper. The plan counts it as
+/// `memory::estimate::PRODUCTS`.
 pub const WORKSPACE: usize = 32 << 20;
 
 /// A row-major matrix in a tensor, or its transpose. `stride` values lie between the starts of rows.
@@ -126,6 +127,11 @@ pub fn gelu_is_fused(dtype: DType, n: usize) -> bool {
 /// Whether f32 products may round their operands to TF32, as the job says; to be called before the first product.
 pub fn allow_tf32(allow: bool) {
     products().tf32 = allow;
+}
+
+/// Whether they may.
+pub fn tf32() -> bool {
+    products().tf32
 }
 
 /// The library's handle and its workspace, made with the first product.
