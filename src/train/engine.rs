@@ -10,7 +10,7 @@ use super::setup::Setup;
 use crate::data::{self, Values};
 use crate::features::{Features, Input, Target};
 use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
-use crate::layers::loss::Tally;
+use crate::layers::loss::{Counted, Tally};
 use crate::layers::network::{Batch, Network, StepError, Walk};
 use crate::layers::{At, Mode, Pass};
 use crate::memory::estimate::{batch_bytes, permanent, place};
@@ -84,11 +84,18 @@ impl<'a> Engine<'a> {
         (samples * self.setup.features().targets()) as f64
     }
 
-    /// Adds the gradients of a micro-batch, times `scale`.
-    pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Tally, StepError> {
-        let counted =
-            self.walk(batch, Mode::Train, scale, |network, walk, batch| network.learn(walk, Some(batch)))?;
-        Ok(counted.read()?)
+    /// Adds the gradients of a micro-batch, times `scale`. A card is not waited for.
+    pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Counted, StepError> {
+        self.walk(batch, Mode::Train, scale, |network, walk, batch| network.learn(walk, Some(batch)))
+    }
+
+    /// The sum of what was counted; here a card is waited for.
+    pub fn total(&self, counted: &[Counted]) -> Result<Tally, StepError> {
+        let mut total = Tally::default();
+        for part in counted {
+            total += part.read().map_err(|error| self.lacking(error.into()))?;
+        }
+        Ok(total)
     }
 
     /// Judges a micro-batch.

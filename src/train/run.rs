@@ -351,8 +351,7 @@ impl<'a> Run<'a> {
     /// `feed` is kept if the update is made.
     fn try_update(&mut self, mut feed: Feed) -> Result<Updated, Tried> {
         let span = self.setup.order.update(self.cursor.update);
-        let (mut tally, mut ids, mut wait_s) =
-            (Tally::default(), Vec::with_capacity(span.len() as usize), 0.0);
+        let (mut counted, mut ids, mut wait_s) = (Vec::new(), Vec::with_capacity(span.len() as usize), 0.0);
         let (mut taken, mut bad) = (0, Vec::new());
         while taken < span.len() {
             let batch = feed.loader.next().map_err(|error| self.lacking(error))?;
@@ -362,9 +361,10 @@ impl<'a> Run<'a> {
             ids.extend_from_slice(&batch.ids);
             bad.extend_from_slice(&batch.bad);
             if !batch.ids.is_empty() {
-                tally += self.engine.learn(&batch, self.scaling.factor)?;
+                counted.push(self.engine.learn(&batch, self.scaling.factor)?);
             }
         }
+        let tally = self.engine.total(&counted)?;
         let (left_out, told) = self.counted(Set::Train, span.epoch, &bad)?;
         // Where all records were left out there is nothing to learn: the weights stay, and the update counts.
         let empty = tally.weight == 0.0;

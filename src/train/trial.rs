@@ -9,7 +9,6 @@ use super::engine::{Engine, Ledgers};
 use super::setup::Setup;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
-use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
 use crate::memory::Role;
 use crate::memory::budget::Machine;
@@ -126,14 +125,15 @@ fn updates(setup: &Setup, ledgers: Ledgers, one: Considered) -> Result<f64, Fail
     let (begun, mut fastest) = (Instant::now(), f64::INFINITY);
     for number in 1..=UPDATES {
         let update = Instant::now();
-        let (mut tally, mut samples) = (Tally::default(), 0);
+        let (mut counted, mut samples) = (Vec::new(), 0);
         while samples < setup.order.update(number - 1).len() {
             let Some(batch) = loader.next()? else { break };
             samples += batch.taken;
             if !batch.ids.is_empty() {
-                tally += engine.learn(&batch, 1.0)?;
+                counted.push(engine.learn(&batch, 1.0)?);
             }
         }
+        let tally = engine.total(&counted)?;
         engine.gradient_norm(&tally, 1.0)?;
         // At a rate of 0 the weights stay, and every update does the same work.
         engine.update(&tally, 1.0, 1.0, 0.0, number)?;

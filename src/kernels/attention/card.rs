@@ -1,5 +1,6 @@
 //! The body for cards: cuDNN's fused attention where that is there and has it, else tiles of our own.
 
+use std::borrow::Cow;
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDevice;
@@ -38,6 +39,22 @@ impl Attention<'_> {
         let (dtype, batch) = (code(qkv.dtype())?, qkv.dim(0)? as c_int);
         let scale = (self.sizes.head as f64).powf(-0.5) as f32;
         Ok(Shape { dtype, batch, length, heads, kv_heads, head, causal: self.causal as c_int, scale })
+    }
+
+    /// The projections with their rotary positions turned.
+    pub(super) fn turned_card<'a>(&self, device: &CudaDevice, qkv: &'a Tensor) -> Result<Cow<'a, Tensor>> {
+        let Some(rotary) = self.rotary else { return Ok(Cow::Borrowed(qkv)) };
+        let turned = fresh(device, qkv.dtype(), qkv.shape())?;
+        rotary.turn_card(device, qkv, &turned, (self.sizes.heads, self.sizes.kv_heads), false)?;
+        Ok(Cow::Owned(turned))
+    }
+
+    /// A gradient with respect to what [`turned_card`](Self::turned_card) gave, as one with respect to what it was given.
+    pub(super) fn turned_back_card(&self, device: &CudaDevice, dx: Tensor) -> Result<Tensor> {
+        if let Some(rotary) = self.rotary {
+            rotary.turn_card(device, &dx, &dx, (self.sizes.heads, self.sizes.kv_heads), true)?;
+        }
+        Ok(dx)
     }
 
     /// As `forward`, of projections whose rotary positions are turned already.
