@@ -160,7 +160,7 @@ impl Attention<'_> {
         let (y_shape, sums_shape) = ((batch, s.length, s.width()), (batch, s.heads, s.length));
         #[cfg(feature = "cuda")]
         if let Some(device) = super::cuda::of(qkv) {
-            return self.forward_card(device, &*self.turned_card(device, qkv)?);
+            return self.forward_card(device, &self.turned_card(device, qkv)?);
         }
         with_elem!(qkv.dtype(), T => {
             if !reference::has_body(qkv) {
@@ -256,7 +256,7 @@ impl Attention<'_> {
     pub fn backward(&self, qkv: &Tensor, y: &Tensor, sums: &Tensor, dy: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let Some(device) = super::cuda::of(qkv) {
-            let dx = self.backward_card(device, &*self.turned_card(device, qkv)?, y, sums, dy)?;
+            let dx = self.backward_card(device, &self.turned_card(device, qkv)?, y, sums, dy)?;
             return self.turned_back_card(device, dx);
         }
         if !reference::has_body(qkv) {
