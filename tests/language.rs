@@ -82,7 +82,7 @@ fn learned(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64) {
     let engine = Engine::new(setup, Ledgers::new(setup, u64::MAX, None), 0).unwrap();
     let (mut loss, mut weight) = (0.0, 0.0);
     for ids in parts {
-        let tally = engine.learn(&batch(setup, ids), 1.0).unwrap();
+        let tally = engine.learn(&batch(setup, ids), 1.0).unwrap().read().unwrap();
         loss += tally.loss;
         weight += tally.weight;
     }

@@ -2,10 +2,14 @@
 //! column. Steps are in proportion to the size of the weights. As `torch.optim.Adafactor` has it, but
 //! that a filter is the matrix (outputs, all else) and not many small ones.
 
-use candle_core::{Result, Tensor};
+#[cfg(feature = "cuda")]
+mod card;
+
+use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::update::{CHUNK, Common, follow};
+use super::linear::card_workspace;
+use super::update::{CHUNK, Common, clear, follow};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
 use crate::{vectorised, with_elem};
@@ -75,6 +79,22 @@ pub fn workspace_len(params: &Flat) -> usize {
     parts(params).iter().map(|p| p.rows.div_ceil(p.chunk()) * p.cols).max().unwrap_or(0)
 }
 
+/// Blocks of a card that sum over a parameter.
+const CARD_BLOCKS: usize = 528;
+
+/// Bytes of the sums of columns on a card.
+fn card_columns(params: &Flat, dtype: DType) -> u64 {
+    parts(params).iter().map(|p| card_workspace(dtype, p.rows, p.cols)).max().unwrap_or(0)
+}
+
+/// Bytes of the sums of blocks on a card, and of the three numbers that are found.
+const CARD_SUMS: u64 = (CARD_BLOCKS as u64 + 3) * size_of::<f64>() as u64;
+
+/// Bytes an update takes on a card, with weights of this type.
+pub fn card_bytes(params: &Flat, dtype: DType) -> u64 {
+    card_columns(params, dtype) + CARD_SUMS
+}
+
 impl Adafactor {
     /// Decoupled weight decay, then the step, parameter by parameter; clears the gradients. `state` is
     /// flat, [`state_len`] long, zeros at first.
@@ -87,6 +107,11 @@ impl Adafactor {
         state: &Tensor,
         copy: Option<&Tensor>,
     ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(weights) {
+            self.card(device, c, params, (weights, grads, state))?;
+            return follow(weights, copy);
+        }
         match reference::has_body(weights) {
             false => self.reference(c, params, weights, grads, state)?,
             true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, params, weights, grads, state)?),
@@ -205,9 +230,7 @@ impl Adafactor {
     ) -> Result<()> {
         let new = (self.step as f64).powf(self.decay);
         let mix = |old: &Tensor, found: &Tensor| (old * (1.0 - new))? + (found * new)?;
-        let rms = |t: &Tensor| {
-            t.to_dtype(candle_core::DType::F64)?.sqr()?.mean_all()?.to_scalar::<f64>().map(f64::sqrt)
-        };
+        let rms = |t: &Tensor| t.to_dtype(DType::F64)?.sqr()?.mean_all()?.to_scalar::<f64>().map(f64::sqrt);
         for p in parts(params) {
             let w = weights.narrow(0, p.start, p.len())?.reshape((p.rows, p.cols))?;
             let g = (grads.narrow(0, p.start, p.len())?.reshape((p.rows, p.cols))? * c.grad_scale)?;
@@ -219,7 +242,7 @@ impl Adafactor {
             if p.is_matrix() {
                 let columns = mix(&state.narrow(0, p.state + p.rows, p.cols)?, &g.sqr()?.mean(0)?)?;
                 state.slice_set(&columns, 0, p.state + p.rows)?;
-                let mean = rows.to_dtype(candle_core::DType::F64)?.mean_all()?.to_scalar::<f64>()?;
+                let mean = rows.to_dtype(DType::F64)?.mean_all()?.to_scalar::<f64>()?;
                 v = v.broadcast_mul(&(columns.reshape((1, p.cols))? / mean.max(TINY))?)?;
             }
             let u = (g / v.maximum(TINY * TINY)?.sqrt()?)?;
@@ -227,7 +250,7 @@ impl Adafactor {
             let go = rate * size.max(self.eps) / (rms(&u)? / self.clip).max(1.0);
             weights.slice_set(&(w - (u * go)?)?.flatten_all()?, 0, p.start)?;
         }
-        grads.slice_set(&grads.zeros_like()?, 0, 0)
+        clear(grads)
     }
 }
 
@@ -236,7 +259,6 @@ mod tests {
     use super::*;
     use crate::layers::check::{device, distance, flat, random};
     use crate::params::{Declared, Init, Store};
-    use candle_core::DType;
 
     fn store(dtype: DType, shapes: &[(&str, &[usize])]) -> Store {
         let mut declared = Declared::default();

@@ -127,8 +127,8 @@ __device__ __forceinline__ Slope<Acc<T>> slope(const Row<T, N, K> &x, const Row<
 // `partial[block, weight or bias, column]`.
 template <class T, int N, int K>
 __global__ void __launch_bounds__(THREADS)
-    backward(const T *x, const Acc<T> *stats, const T *dy, const T *w, T *dx, Acc<T> *partial, int64_t rows, int n,
-             int64_t rows_each, bool centred, bool bias) {
+    backward(const T *x, const Acc<T> *stats, const T *dy, const T *w, T *dx, const T *onto, Acc<T> *partial,
+             int64_t rows, int n, int64_t rows_each, bool centred, bool bias) {
     using R = Acc<T>;
     __shared__ R sums[WARPS][K * WARP * N];
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, packs = n / N;
@@ -150,9 +150,12 @@ __global__ void __launch_bounds__(THREADS)
             if (!dx) continue;
             auto wide = Pack<T, N>::load(w + p * N);
             Pack<T, N> out;
+            if (onto) out = Pack<T, N>::load(onto + row * n + p * N);
 #pragma unroll
-            for (int i = 0; i < N; i++)
-                out.v[i] = down<T>(s(up(xs.kept[k].v[i]), up(dys.kept[k].v[i]), up(wide.v[i])));
+            for (int i = 0; i < N; i++) {
+                R d = s(up(xs.kept[k].v[i]), up(dys.kept[k].v[i]), up(wide.v[i]));
+                out.v[i] = down<T>(onto ? d + up(out.v[i]) : d);
+            }
             out.store(dx + row * n + p * N);
         }
     }
@@ -178,7 +181,9 @@ __global__ void __launch_bounds__(THREADS)
 // The input's gradient of rows too long for registers.
 template <class T, int N>
 __global__ void __launch_bounds__(THREADS)
-    backward_long(const T *x, const Acc<T> *stats, const T *dy, const T *w, T *dx, int64_t rows, int n, bool centred) {
+    backward_long(const T *x, const Acc<T> *stats, const T *dy, const T *w, T *dx, const T *onto, int64_t rows, int n,
+                  bool centred) {
+    using R = Acc<T>;
     int64_t row = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP;
     if (row >= rows) return;
     Row<T, N, 0> xs(x + row * n, n / N), dys(dy + row * n, n / N);
@@ -187,7 +192,10 @@ __global__ void __launch_bounds__(THREADS)
     xs.each([&](int p, Pack<T, N> v) {
         auto d = Pack<T, N>::load(dys.from + p * N), wide = Pack<T, N>::load(w + p * N);
 #pragma unroll
-        for (int i = 0; i < N; i++) v.v[i] = down<T>(s(up(v.v[i]), up(d.v[i]), up(wide.v[i])));
+        for (int i = 0; i < N; i++) {
+            R g = s(up(v.v[i]), up(d.v[i]), up(wide.v[i]));
+            v.v[i] = down<T>(onto ? g + up(onto[row * n + p * N + i]) : g);
+        }
         v.store(dx + p * N);
     });
 }
@@ -232,23 +240,23 @@ extern "C" int norm_forward(int type, const void *x, const void *w, const void *
     return cudaGetLastError();
 }
 
-// `dx` may be null. `partial` is (parts, weight and bias, n); the sums are added onto `dw` and `db`.
+// `dx` may be null, and so may `onto`, which is added to it. `partial` is (parts, weight and bias, n); the sums are added onto `dw` and `db`.
 extern "C" int norm_backward(int type, const void *x, const void *stats, const void *dy, const void *w, void *dx,
-                             void *partial, void *dw, void *db, int64_t rows, int n, int parts, int centred,
+                             const void *onto, void *partial, void *dw, void *db, int64_t rows, int n, int parts, int centred,
                              cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
 #define BACKWARD(N, K)                                                                                        \
     backward<T, N, K><<<parts, THREADS, 0, stream>>>((const T *)x, (const R *)stats, (const T *)dy,           \
-                                                     (const T *)w, (T *)dx, (R *)partial, rows, n,            \
-                                                     (rows + parts - 1) / parts, centred, db != nullptr)
+                                                     (const T *)w, (T *)dx, (const T *)onto, (R *)partial,    \
+                                                     rows, n, (rows + parts - 1) / parts, centred, db != nullptr)
 #define LONG(N)                                                                                               \
     backward_long<T, N><<<blocks(rows, WARPS), THREADS, 0, stream>>>((const T *)x, (const R *)stats,          \
                                                                      (const T *)dy, (const T *)w, (T *)dx,    \
-                                                                     rows, n, centred)
+                                                                     (const T *)onto, rows, n, centred)
     WITH_TYPE(type, {
         using R = Acc<T>;
         constexpr int N = Pack<T>::size;
-        bool wide = aligned(int64_t(n) * sizeof(T), {x, dy, w, dx});
+        bool wide = aligned(int64_t(n) * sizeof(T), {x, dy, w, dx, onto});
         int k = wide ? held(n / N) : 0;
         if (k == 2) BACKWARD(N, 2);
         else if (k == 4) BACKWARD(N, 4);

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::{Grads, add_all};
-use super::{Elem, Real, cpu, lanes, reference};
+use super::{Activation, Elem, Real, add, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
 /// `y = w (x - mean) / sqrt(mean((x - mean)^2) + eps) + b` over the last dimension.
@@ -133,7 +133,7 @@ impl Norm<'_> {
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::of(x) {
-            return self.backward_card(device, x, stats, dy, grads, want);
+            return self.backward_card(device, (x, stats, dy), grads, want);
         }
         if !reference::has_body(x) {
             let mut inputs = vec![x, self.weight];
@@ -151,6 +151,25 @@ impl Norm<'_> {
             let dx = self.backward_cpu::<T>(x, stats, dy, grads, want)?;
             want.then(|| cpu::tensor(dx, x.shape())).transpose()
         })
+    }
+
+    /// As `backward`, with the input's gradient added to `onto`: one pass less on a card.
+    pub fn backward_onto(
+        &self,
+        x: &Tensor,
+        stats: &Tensor,
+        dy: &Tensor,
+        grads: &Grads,
+        onto: &Tensor,
+    ) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.onto_card(device, (x, stats, dy), grads, onto);
+        }
+        match self.backward(x, stats, dy, grads, true)? {
+            Some(dx) => add::into(&dx, onto, Activation::Identity),
+            None => candle_core::bail!("a wanted gradient was not made"),
+        }
     }
 
     fn backward_cpu<T: Elem>(

@@ -32,7 +32,7 @@ pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::kernels::{Activation, Reads};
+use crate::kernels::{Activation, Reads, add};
 use crate::params::{ParamId, StatId, Store};
 use crate::random::Random;
 
@@ -48,6 +48,12 @@ pub trait Layer: Send + Sync {
 
     /// `dy` is the layer's to overwrite; no input gradient is made unless it is wanted.
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>>;
+
+    /// As `backward`, with `onto`, the gradient that reaches the input by another way, added to it.
+    fn backward_onto(&self, saved: Saved, dy: Tensor, pass: &Pass, onto: &Tensor) -> Result<Option<Tensor>> {
+        let dx = self.backward(saved, dy, pass, true)?;
+        dx.map(|dx| add::into(&dx, onto, Activation::Identity)).transpose()
+    }
 
     /// The output once more, bit for bit, from what the layer saved, where that takes no more than a pass over
     /// it: such an output is not kept for the layer after it, but made again when that one needs it.

@@ -130,7 +130,7 @@ impl Network {
                 BlockTrace::Kept(trace) => trace,
                 BlockTrace::Input(input) => walk.forward(&block.nodes, input, true, Mode::Again)?.1,
             };
-            match walk.backward(&block.nodes, trace, dy, i > 0)? {
+            match walk.backward(&block.nodes, trace, dy, i > 0, None)? {
                 Some(dx) => dy = dx,
                 None => break,
             }
@@ -314,9 +314,18 @@ impl Walk<'_> {
         }
     }
 
-    /// The gradient of the nodes' input, where wanted. Traces are given back as they are used.
-    fn backward(&self, nodes: &[Node], mut traces: Vec<Trace>, mut dy: Act, want: bool) -> Step<Option<Act>> {
+    /// The gradient of the nodes' input, where wanted, and `onto` added to it. Traces are given back as they are
+    /// used.
+    fn backward(
+        &self,
+        nodes: &[Node],
+        mut traces: Vec<Trace>,
+        mut dy: Act,
+        want: bool,
+        onto: Option<&Act>,
+    ) -> Step<Option<Act>> {
         for (i, node) in nodes.iter().enumerate().rev() {
+            let onto = onto.filter(|_| want && i == 0).and_then(|onto| onto.value.as_ref());
             let (want, trace) = (want || i > 0, traces.pop());
             let dx = match (node, trace) {
                 (Node::Layer(layer), Some(Trace::Layer { mut saved, remade, _holds })) => {
@@ -332,13 +341,20 @@ impl Walk<'_> {
                     let _work = self.hold(Role::Workspace, layer.name(), cost.backward)?;
                     let hold = if cost.view { dy.hold.clone() } else { own };
                     let value = match (self.pass(Mode::Train), saved, dy.value.take()) {
-                        (Some(pass), Some(saved), Some(dy)) => layer.backward(saved, dy, &pass, want)?,
+                        (Some(pass), Some(saved), Some(dy)) => match onto {
+                            Some(onto) => layer.backward_onto(saved, dy, &pass, onto)?,
+                            None => layer.backward(saved, dy, &pass, want)?,
+                        },
                         _ => None,
                     };
                     want.then_some(Act { value, hold })
                 }
                 (Node::Residual(residual), Some(Trace::Residual { branch, shortcut, output })) => {
-                    self.residual_backward(residual, branch, shortcut, output, dy, want)?
+                    let dx = self.residual_backward(residual, branch, shortcut, output, dy, want)?;
+                    if let (Some(Act { value: Some(dx), .. }), Some(onto)) = (&dx, onto) {
+                        add::into(dx, onto, Activation::Identity)?;
+                    }
+                    dx
                 }
                 _ => None,
             };
@@ -391,8 +407,11 @@ impl Walk<'_> {
             }
             false => dy.clone(),
         };
-        let through_branch = self.backward(&residual.branch, branch, for_branch, want)?;
-        let through_shortcut = self.backward(&residual.shortcut, shortcut, dy, want)?;
+        if residual.shortcut.is_empty() && !residual.branch.is_empty() {
+            return self.backward(&residual.branch, branch, for_branch, want, Some(&dy));
+        }
+        let through_branch = self.backward(&residual.branch, branch, for_branch, want, None)?;
+        let through_shortcut = self.backward(&residual.shortcut, shortcut, dy, want, None)?;
         let (Some(b), Some(s)) = (through_branch, through_shortcut) else { return Ok(None) };
         if let (Some(b), Some(s)) = (&b.value, &s.value) {
             add::into(b, s, Activation::Identity)?;

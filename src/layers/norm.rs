@@ -42,6 +42,10 @@ impl Norm {
             eps: self.eps,
         }
     }
+
+    fn grads<'a>(&self, pass: &'a Pass) -> Grads<'a> {
+        Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) }
+    }
 }
 
 impl Layer for Norm {
@@ -59,8 +63,12 @@ impl Layer for Norm {
     }
 
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
-        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &grads, want)
+        self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &self.grads(pass), want)
+    }
+
+    fn backward_onto(&self, saved: Saved, dy: Tensor, pass: &Pass, onto: &Tensor) -> Result<Option<Tensor>> {
+        let (grads, [x, stats]) = (self.grads(pass), [&saved.0[0], &saved.0[1]]);
+        self.kernel(pass).backward_onto(x, stats, &dy, &grads, onto).map(Some)
     }
 
     fn again(&self, saved: &Saved, pass: &Pass) -> Result<Option<Tensor>> {

@@ -10,6 +10,7 @@ use crate::kernels::adafactor::{self, Adafactor};
 use crate::kernels::adamw8bit;
 use crate::kernels::lion::Lion;
 use crate::kernels::update::{AdamW, Common, Sgd};
+use crate::layers::On;
 use crate::params::{Flat, Store};
 
 /// An update rule and its state: named flat buffers.
@@ -53,9 +54,10 @@ pub fn state_bytes(rule: &Rule, params: &Flat) -> u64 {
 }
 
 /// Bytes an update takes for as long as it runs.
-pub fn workspace_bytes(rule: &Rule, params: &Flat) -> u64 {
-    match rule {
-        Rule::Adafactor(_) => 4 * adafactor::workspace_len(params) as u64,
+pub fn workspace_bytes(rule: &Rule, params: &Flat, on: On) -> u64 {
+    match (rule, on) {
+        (Rule::Adafactor(_), On::Cpu { .. }) => 4 * adafactor::workspace_len(params) as u64,
+        (Rule::Adafactor(_), On::Cuda) => adafactor::card_bytes(params, DType::F32),
         _ => 0,
     }
 }

@@ -211,7 +211,8 @@ impl<'a> Engine<'a> {
         number: u64,
     ) -> Result<(), StepError> {
         self.ledger.phase("update");
-        let bytes = optim::workspace_bytes(&self.setup.optimizer, &self.setup.layout.params);
+        let setup = self.setup;
+        let bytes = optim::workspace_bytes(&setup.optimizer, &setup.layout.params, setup.on());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;
         let grad_scale = clip * self.mean_factor(tally, scale);
         self.optimizer.update(&self.store, Step { lr, grad_scale, number })?;

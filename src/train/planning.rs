@@ -100,15 +100,16 @@ impl Setup {
         };
         let (rule, params) = (&self.optimizer, &self.layout.params);
         let on_device = machine.on_device();
+        let on = if on_device { On::Cuda } else { self.on() };
         body(&Subject {
             network: &self.network,
             layout: &self.layout,
             features: self.features(),
             dtype: dtype(self.job.train.precision, on_device),
-            on: if on_device { On::Cuda } else { self.on() },
+            on,
             optimizer_state: optim::state_bytes(rule, params),
             optimizer_state_8bit: rule.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params)),
-            update_workspace: optim::workspace_bytes(rule, params),
+            update_workspace: optim::workspace_bytes(rule, params, on),
             average: self.job.train.ema.is_some(),
             resident_data: self.resident_data(),
             ram: machine.ram,

@@ -1,6 +1,5 @@
 //! The body for cards: cuDNN's fused attention where that is there and has it, else tiles of our own.
 
-use std::borrow::Cow;
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDevice;
@@ -42,11 +41,11 @@ impl Attention<'_> {
     }
 
     /// The projections with their rotary positions turned.
-    pub(super) fn turned_card<'a>(&self, device: &CudaDevice, qkv: &'a Tensor) -> Result<Cow<'a, Tensor>> {
-        let Some(rotary) = self.rotary else { return Ok(Cow::Borrowed(qkv)) };
+    pub(super) fn turned_card(&self, device: &CudaDevice, qkv: &Tensor) -> Result<Tensor> {
+        let Some(rotary) = self.rotary else { return Ok(qkv.clone()) };
         let turned = fresh(device, qkv.dtype(), qkv.shape())?;
         rotary.turn_card(device, qkv, &turned, (self.sizes.heads, self.sizes.kv_heads), false)?;
-        Ok(Cow::Owned(turned))
+        Ok(turned)
     }
 
     /// A gradient with respect to what [`turned_card`](Self::turned_card) gave, as one with respect to what it was given.

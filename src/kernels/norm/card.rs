@@ -49,15 +49,40 @@ impl Norm<'_> {
     pub(super) fn backward_card(
         &self,
         device: &CudaDevice,
-        x: &Tensor,
-        stats: &Tensor,
-        dy: &Tensor,
+        (x, stats, dy): (&Tensor, &Tensor, &Tensor),
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
+        let dx = if want { Some(fresh(device, x.dtype(), x.shape())?) } else { None };
+        self.gradients(device, (x, stats, dy), grads, dx.as_ref(), None)?;
+        Ok(dx)
+    }
+
+    pub(super) fn onto_card(
+        &self,
+        device: &CudaDevice,
+        (x, stats, dy): (&Tensor, &Tensor, &Tensor),
+        grads: &Grads,
+        onto: &Tensor,
+    ) -> Result<Tensor> {
+        if onto.elem_count() != x.elem_count() {
+            candle_core::bail!("a gradient of {:?} onto one of {:?}", x.dims(), onto.dims())
+        }
+        let dx = fresh(device, x.dtype(), x.shape())?;
+        self.gradients(device, (x, stats, dy), grads, Some(&dx), Some(onto))?;
+        Ok(dx)
+    }
+
+    fn gradients(
+        &self,
+        device: &CudaDevice,
+        (x, stats, dy): (&Tensor, &Tensor, &Tensor),
+        grads: &Grads,
+        dx: Option<&Tensor>,
+        onto: Option<&Tensor>,
+    ) -> Result<()> {
         let n = self.weight.elem_count();
         let rows = x.elem_count() / n;
-        let dx = if want { Some(fresh(device, x.dtype(), x.shape())?) } else { None };
         let vectors = 1 + grads.bias.is_some() as usize;
         let partial = scratch(device, card_workspace(x.dtype(), rows, n, vectors) as usize)?;
         // SAFETY: gradients have the shapes of their tensors, and the partial sums the room they need.
@@ -68,7 +93,8 @@ impl Norm<'_> {
                 pointer(stats)?,
                 pointer(dy)?,
                 pointer(self.weight)?,
-                pointer_or_null(dx.as_ref())?,
+                pointer_or_null(dx)?,
+                pointer_or_null(onto)?,
                 pointer(&partial)?,
                 pointer(grads.weight)?,
                 pointer_or_null(grads.bias)?,
@@ -78,8 +104,7 @@ impl Norm<'_> {
                 self.centred as c_int,
                 stream(device),
             )
-        })?;
-        Ok(dx)
+        })
     }
 }
 
@@ -105,6 +130,7 @@ unsafe extern "C" {
         dy: *const c_void,
         weight: *const c_void,
         dx: *mut c_void,
+        onto: *const c_void,
         partial: *mut c_void,
         dw: *mut c_void,
         db: *mut c_void,
