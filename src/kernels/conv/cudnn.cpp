@@ -92,8 +92,9 @@ int build(Plan &plan, const Asked &q, cudnnHandle_t handle) {
     TRY_CUDNN(graph.validate());
     TRY_CUDNN(graph.build_operation_graph(handle));
     TRY_CUDNN(graph.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
-    graph.deselect_numeric_notes({fe::NumericalNote_t::NONDETERMINISTIC,
-                                  fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION});
+    graph.deselect_numeric_notes({fe::NumericalNote_t::NONDETERMINISTIC});
+    // A weight's gradient is a long sum.
+    if (q.what == WEIGHT_GRADIENT) graph.deselect_numeric_notes({fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION});
     if (q.type == F32) {
         graph.deselect_numeric_notes({fe::NumericalNote_t::FFT, fe::NumericalNote_t::WINOGRAD,
                                       fe::NumericalNote_t::WINOGRAD_TILE_4x4, fe::NumericalNote_t::WINOGRAD_TILE_6x6,
