@@ -74,18 +74,19 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
 #pragma unroll
         for (int k = 0; k < N; k++) shift[k] = up(bias[at.pack * N + k]);
     }
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
+    auto load = [&](int64_t row) { return Pack<T, N>::load(y + row * cut.channels + at.pack * N); };
+    go_down<4>(at, lanes, load, [&](int64_t row, const Pack<T, N> &values) {
         int64_t i = row * cut.channels + at.pack * N;
-        auto values = Pack<T, N>::load(y + i), before = values;
+        Pack<T, N> before, made;
 #pragma unroll
         for (int k = 0; k < N; k++) {
             Acc<T> v = up(values.v[k]) + shift[k];
             before.v[k] = down<T>(v);
-            values.v[k] = down<T>(value_of<A>(v));
+            made.v[k] = down<T>(value_of<A>(v));
         }
         if (pre) before.store(pre + i);
-        values.store(y + i);
-    }
+        made.store(y + i);
+    });
 }
 
 // `dy = dy act'(v)` in place, where there is a `v`, and sums of the columns of the result, (parts, channels), where
@@ -96,18 +97,23 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     using R = Acc<T>;
     Place at(cut, lanes);
     R sums[N] = {};
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
+    auto load = [&](int64_t row) {
         int64_t i = row * cut.channels + at.pack * N;
-        auto ds = Pack<T, N>::load(dy + i);
+        Both<T, N> both;
+        both.d = Pack<T, N>::load(dy + i);
+        if (A != IDENTITY) both.x = Pack<T, N>::load(v + i);
+        return both;
+    };
+    go_down<4>(at, lanes, load, [&](int64_t row, const Both<T, N> &both) {
+        auto ds = both.d;
         if (A != IDENTITY) {
-            auto values = Pack<T, N>::load(v + i);
 #pragma unroll
-            for (int k = 0; k < N; k++) ds.v[k] = down<T>(up(ds.v[k]) * slope_of<A>(up(values.v[k])));
-            ds.store(dy + i);
+            for (int k = 0; k < N; k++) ds.v[k] = down<T>(up(ds.v[k]) * slope_of<A>(up(both.x.v[k])));
+            ds.store(dy + row * cut.channels + at.pack * N);
         }
 #pragma unroll
         for (int k = 0; k < N; k++) sums[k] += up(ds.v[k]);
-    }
+    });
     if (!partials) return;
     add_up(sums, at, lanes);
     if (at.y == 0 && at.in) {
