@@ -1,6 +1,7 @@
 // What a linear map does beside its products: `d *= act'(v)` in place, and the column sums of `d` onto the
 // gradient of its bias. One pass over `d`; sums are of fixed ranges of rows, added up in order.
 #include "cuda/activation.cuh"
+#include "cuda/columns.cuh"
 
 namespace {
 
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(THREADS) through(const T *v, T *d, Acc<T> *par
         if constexpr (A != IDENTITY) {
             auto at = Pack<T, N>::load(v + row * n + column);
 #pragma unroll
-            for (int k = 0; k < N; k++) values.v[k] = down<T>(up(values.v[k]) * slope_of<A>(up(at.v[k])));
+            for (int k = 0; k < N; k++) values.v[k] = down<T>(up(values.v[k]) * slope_of<A, is_narrow<T>>(up(at.v[k])));
             values.store(d + row * n + column);
         }
 #pragma unroll
@@ -27,14 +28,6 @@ __global__ void __launch_bounds__(THREADS) through(const T *v, T *d, Acc<T> *par
     }
 #pragma unroll
     for (int k = 0; k < N; k++) partial[int64_t(blockIdx.y) * n + column + k] = sums[k];
-}
-
-template <class R> __global__ void add_up(const R *partial, R *into, int n, int ranges) {
-    int column = blockIdx.x * blockDim.x + threadIdx.x;
-    if (column >= n) return;
-    R sum = 0;
-    for (int range = 0; range < ranges; range++) sum += partial[int64_t(range) * n + column];
-    into[column] += sum;
 }
 
 } // namespace
@@ -57,7 +50,7 @@ extern "C" int linear_through(int type, int act, const void *v, void *d, void *p
                 through<A, T, 1><<<grid, THREADS, 0, stream>>>((const T *)v, (T *)d, (R *)partial, rows, n, range);
             }
         })
-        add_up<R><<<blocks(n, 128), 128, 0, stream>>>((const R *)partial, (R *)bias, n, ranges);
+        launch_add<R>((const R *)partial, (R *)bias, nullptr, ranges, n, stream);
     })
     return cudaGetLastError();
 }

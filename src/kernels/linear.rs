@@ -87,6 +87,16 @@ impl Linear<'_> {
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x))
     }
 
+    /// As `forward`, with `onto` added to the output: within the product on a card.
+    pub fn forward_onto(&self, x: &Tensor, onto: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(x).filter(|_| self.act == Activation::Identity) {
+            return self.forward_card(device, x, Some(onto));
+        }
+        let (y, pre) = self.forward(x)?;
+        Ok((super::add::into(&y, onto, Activation::Identity)?, pre))
+    }
+
     fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let ((k, n), shape) = (self.sizes()?, self.output_shape(x)?);
         let (values, w) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
@@ -205,7 +215,7 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
 
 /// Ranges of rows whose column sums a card makes apart: enough blocks for a large one, by the sizes alone.
 pub fn card_ranges(rows: usize, n: usize) -> usize {
-    (512 / n.div_ceil(1024)).clamp(1, rows.div_ceil(32).max(1))
+    (1024 / n.div_ceil(1024)).clamp(1, rows.div_ceil(16).max(1))
 }
 
 /// Bytes of the partial sums of a bias's gradient on a card.

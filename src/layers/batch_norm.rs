@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::{At, Cost, Layer, Mode, On, Pass, Saved};
+use super::{At, Cost, Layer, Mode, On, Pass, Remakes, Saved};
 use crate::kernels::Clip;
 use crate::kernels::batch_norm::{BatchNorm as Kernel, Running, workspace};
 use crate::kernels::channels::Cut;
@@ -86,8 +86,8 @@ impl Layer for BatchNorm {
         self.kernel(pass).again(&saved.0[0], &saved.0[1]).map(Some)
     }
 
-    fn remakes(&self, _: On) -> bool {
-        true
+    fn remakes(&self, _: On) -> Remakes {
+        Remakes::WithInput
     }
 
     fn cost(&self, at: At) -> Cost {

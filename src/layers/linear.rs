@@ -2,9 +2,9 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, On, Pass, Saved};
+use super::{At, Cost, Layer, On, Pass, Remakes, Saved};
 use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
-use crate::kernels::{Activation, Reads};
+use crate::kernels::{Activation, Reads, activation};
 use crate::params::{Declared, Init, ParamId};
 
 pub struct Linear {
@@ -105,6 +105,23 @@ impl Layer for Linear {
         let (y, pre) = self.kernel(pass).forward(x)?;
         let saved = Saved::around(x, &y, pre, self.act);
         Ok((y, saved))
+    }
+
+    fn forward_onto(&self, x: &Tensor, onto: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+        let (y, pre) = self.kernel(pass).forward_onto(x, onto)?;
+        let saved = Saved::around(x, &y, pre, self.act);
+        Ok((y, saved))
+    }
+
+    fn again(&self, saved: &Saved, _: &Pass) -> Result<Option<Tensor>> {
+        saved.0.last().map(|pre| activation::forward(pre, self.act)).transpose()
+    }
+
+    fn remakes(&self, on: On) -> Remakes {
+        match self.act.reads() {
+            Reads::Input if on == On::Cuda => Remakes::Alone,
+            _ => Remakes::Never,
+        }
     }
 
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {

@@ -46,6 +46,12 @@ pub trait Layer: Send + Sync {
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)>;
 
+    /// As `forward`, with `onto` added to the output, which must be nobody's but the caller's.
+    fn forward_onto(&self, x: &Tensor, onto: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+        let (y, saved) = self.forward(x, pass)?;
+        Ok((add::into(&y, onto, Activation::Identity)?, saved))
+    }
+
     /// `dy` is the layer's to overwrite; no input gradient is made unless it is wanted.
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>>;
 
@@ -55,15 +61,16 @@ pub trait Layer: Send + Sync {
         dx.map(|dx| add::into(&dx, onto, Activation::Identity)).transpose()
     }
 
-    /// The output once more, bit for bit, from what the layer saved, where that takes no more than a pass over
-    /// it: such an output is not kept for the layer after it, but made again when that one needs it.
+    /// The output once more from what the layer saved, where that takes no more than a pass over it: such an output
+    /// is not kept for the layer after it, but made again when that one needs it. The same bits, but for a GELU that
+    /// a card makes within the product: it is made again from what was saved, which is rounded.
     fn again(&self, _saved: &Saved, _pass: &Pass) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    /// Whether [`again`](Layer::again) gives the output there.
-    fn remakes(&self, _on: On) -> bool {
-        false
+    /// What [`again`](Layer::again) makes the output from there.
+    fn remakes(&self, _on: On) -> Remakes {
+        Remakes::Never
     }
 
     /// Whether `backward` writes to the `dy` it is given.
@@ -80,6 +87,16 @@ pub trait Layer: Send + Sync {
 
     /// Values of all its parameters.
     fn parameters(&self) -> usize;
+}
+
+/// What a layer can make its output from once more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remakes {
+    Never,
+    /// From its input, which must have been kept, and what else it saved.
+    WithInput,
+    /// From what it saved beside its input.
+    Alone,
 }
 
 /// What a layer keeps between its passes; its input first, where it keeps that.

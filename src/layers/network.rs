@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::loss::{Counted, Loss, Tally};
-use super::{At, Layer, Mode, On, Pass, Saved};
+use super::{At, Layer, Mode, On, Pass, Remakes, Saved};
 use crate::kernels::{Activation, Reads, add};
 use crate::memory::{Ledger, Oom, Reservation, Role};
 
@@ -104,7 +104,7 @@ impl Network {
         let mut traces = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let input = (block.rank < walk.recompute).then(|| x.clone());
-            let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train)?;
+            let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train, None)?;
             x = y;
             traces.push(match input {
                 Some(input) => BlockTrace::Input(input),
@@ -128,7 +128,7 @@ impl Network {
         for (i, (block, trace)) in self.blocks.iter().zip(traces).enumerate().rev() {
             let trace = match trace {
                 BlockTrace::Kept(trace) => trace,
-                BlockTrace::Input(input) => walk.forward(&block.nodes, input, true, Mode::Again)?.1,
+                BlockTrace::Input(input) => walk.forward(&block.nodes, input, true, Mode::Again, None)?.1,
             };
             match walk.backward(&block.nodes, trace, dy, i > 0, None)? {
                 Some(dx) => dy = dx,
@@ -167,7 +167,7 @@ impl Network {
         walk.ledger.phase("eval");
         let mut x = Act { value: inputs.cloned(), hold: None };
         for block in &self.blocks {
-            x = walk.forward(&block.nodes, x, false, Mode::Eval)?.0;
+            x = walk.forward(&block.nodes, x, false, Mode::Eval, None)?.0;
         }
         Ok(x)
     }
@@ -223,15 +223,30 @@ impl Walk<'_> {
         self.pass.as_ref().map(|pass| Pass { mode, ..*pass })
     }
 
-    fn forward(&self, nodes: &[Node], mut x: Act, keep: bool, mode: Mode) -> Step<(Act, Vec<Trace>)> {
+    /// What the nodes make of `x`, and `onto` added to it.
+    fn forward(
+        &self,
+        nodes: &[Node],
+        mut x: Act,
+        keep: bool,
+        mode: Mode,
+        onto: Option<&Act>,
+    ) -> Step<(Act, Vec<Trace>)> {
         let mut traces = Vec::with_capacity(if keep { nodes.len() } else { 0 });
         for (i, node) in nodes.iter().enumerate() {
+            let onto = onto.filter(|_| i + 1 == nodes.len()).and_then(|onto| onto.value.as_ref());
             let (y, trace) = match node {
                 Node::Layer(layer) => {
                     let remade = made_again(&nodes[..i], &traces, self.at.on);
-                    self.layer_forward(layer.as_ref(), x, keep, remade, mode)?
+                    self.layer_forward(layer.as_ref(), x, (keep, remade), mode, onto)?
                 }
-                Node::Residual(residual) => self.residual_forward(residual, x, keep, mode)?,
+                Node::Residual(residual) => {
+                    let (y, trace) = self.residual_forward(residual, x, keep, mode)?;
+                    if let (Some(y), Some(onto)) = (&y.value, onto) {
+                        add::into(y, onto, Activation::Identity)?;
+                    }
+                    (y, trace)
+                }
             };
             traces.extend(trace);
             x = y;
@@ -243,9 +258,9 @@ impl Walk<'_> {
         &self,
         layer: &dyn Layer,
         x: Act,
-        keep: bool,
-        remade: bool,
+        (keep, remade): (bool, bool),
         mode: Mode,
+        onto: Option<&Tensor>,
     ) -> Step<(Act, Option<Trace>)> {
         let cost = layer.cost(self.at);
         let remade = remade && cost.keeps_input;
@@ -254,7 +269,10 @@ impl Walk<'_> {
         let _work = self.hold(Role::Workspace, layer.name(), cost.forward)?;
         let (value, saved) = match (self.pass(mode), &x.value) {
             (Some(pass), Some(x)) => {
-                let (y, mut saved) = layer.forward(x, &pass)?;
+                let (y, mut saved) = match onto {
+                    Some(onto) => layer.forward_onto(x, onto, &pass)?,
+                    None => layer.forward(x, &pass)?,
+                };
                 if remade {
                     saved.0.remove(0);
                 }
@@ -282,10 +300,15 @@ impl Walk<'_> {
         keep: bool,
         mode: Mode,
     ) -> Step<(Act, Option<Trace>)> {
-        let (b, branch) = self.forward(&residual.branch, x.clone(), keep, mode)?;
-        let (s, shortcut) = self.forward(&residual.shortcut, x, keep, mode)?;
         // The branch's output is nobody else's unless its last layer keeps it: the sum goes there.
         let in_place = !self.keeps_output(&residual.branch);
+        if in_place && residual.shortcut.is_empty() && residual.act == Activation::Identity {
+            let (y, branch) = self.forward(&residual.branch, x.clone(), keep, mode, Some(&x))?;
+            let trace = Trace::Residual { branch, shortcut: Vec::new(), output: None };
+            return Ok((y, keep.then_some(trace)));
+        }
+        let (b, branch) = self.forward(&residual.branch, x.clone(), keep, mode, None)?;
+        let (s, shortcut) = self.forward(&residual.shortcut, x, keep, mode, None)?;
         let hold = match in_place {
             true => b.hold.clone(),
             false => {
@@ -423,7 +446,11 @@ impl Walk<'_> {
 /// Whether the output of the last of these nodes can be made again from what it kept.
 fn made_again(nodes: &[Node], traces: &[Trace], on: On) -> bool {
     match (nodes.last(), traces.last()) {
-        (Some(Node::Layer(layer)), Some(Trace::Layer { remade: false, .. })) => layer.remakes(on),
+        (Some(Node::Layer(layer)), Some(Trace::Layer { remade, .. })) => match layer.remakes(on) {
+            Remakes::Never => false,
+            Remakes::WithInput => !remade,
+            Remakes::Alone => true,
+        },
         _ => false,
     }
 }

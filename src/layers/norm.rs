@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, On, Pass, Saved};
+use super::{At, Cost, Layer, On, Pass, Remakes, Saved};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::linear::Grads;
 use crate::kernels::norm::{Norm as Kernel, card_workspace, chunk_rows};
@@ -75,8 +75,8 @@ impl Layer for Norm {
         self.kernel(pass).again(&saved.0[0], &saved.0[1])
     }
 
-    fn remakes(&self, on: On) -> bool {
-        on == On::Cuda
+    fn remakes(&self, on: On) -> Remakes {
+        if on == On::Cuda { Remakes::WithInput } else { Remakes::Never }
     }
 
     fn cost(&self, at: At) -> Cost {
