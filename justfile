@@ -24,6 +24,27 @@ test *FILTER:
 ci:
     .ci/run
 
+# fetch CUDA's compiler and libraries from PyPI into FOLDER, for people without root
+[group('cuda')]
+cuda-toolkit FOLDER="target/cuda-toolkit":
+    scripts/cuda-toolkit.sh {{ FOLDER }}
+
+# type-check and lint the CUDA code; needs no card
+[group('cuda')]
+check-cuda:
+    scripts/with-cuda.sh cargo clippy --all-targets --features cuda,cudnn --target-dir target/cuda -- -D warnings
+
+# the tests of layers, losses and optimizers on a card, or those whose names hold FILTER
+[group('cuda')]
+test-cuda *FILTER:
+    TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: kernels:: optim:: params:: {{ FILTER }}
+
+# Measure training steps against PyTorch on this machine's card (needs torch and torchvision with CUDA).
+[group('cuda')]
+bench-cuda *ARGS:
+    scripts/with-cuda.sh cargo build --release --features cuda,cudnn --target-dir target/cuda
+    python3 bench/cuda.py --trainer target/cuda/release/trainer {{ ARGS }}
+
 # write docs/job.md and docs/events.md anew
 [group('generate')]
 docs:

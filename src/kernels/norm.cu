@@ -214,7 +214,11 @@ template <class T> struct Along {
 };
 
 // Packs a lane holds of a row: the fewest of those compiled that suffice, 0 where none does.
-int held(int packs) { return packs <= 2 * WARP ? 2 : packs <= 4 * WARP ? 4 : packs <= 8 * WARP ? 8 : 0; }
+int held(int packs) {
+    for (int k : {2, 3, 4, 8})
+        if (packs <= k * WARP) return k;
+    return 0;
+}
 
 } // namespace
 
@@ -231,6 +235,7 @@ extern "C" int norm_forward(int type, const void *x, const void *w, const void *
         if (!aligned(int64_t(n) * sizeof(T), {x, w, b, y})) FORWARD(1, 0);
         else switch (held(n / N)) {
             case 2: FORWARD(N, 2); break;
+            case 3: FORWARD(N, 3); break;
             case 4: FORWARD(N, 4); break;
             case 8: FORWARD(N, 8); break;
             default: FORWARD(N, 0);
@@ -259,6 +264,7 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, const v
         bool wide = aligned(int64_t(n) * sizeof(T), {x, dy, w, dx, onto});
         int k = wide ? held(n / N) : 0;
         if (k == 2) BACKWARD(N, 2);
+        else if (k == 3) BACKWARD(N, 3);
         else if (k == 4) BACKWARD(N, 4);
         else if (k == 8) BACKWARD(N, 8);
         if (k) {

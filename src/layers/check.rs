@@ -255,9 +255,16 @@ pub fn cost_is_exact(build: &dyn Fn(&mut Declared) -> Box<dyn Layer>, input: &dy
             assert_eq!(memory(&saved.0[0]).0, x_at, "{name}: the input is the first it saves");
         }
         let again = layer.again(&saved, &subject.pass(Mode::Train)).unwrap();
-        assert_eq!(again.is_some(), layer.remakes(cost_at.on) != Remakes::Never, "{name}: makes its output again");
+        assert_eq!(
+            again.is_some(),
+            layer.remakes(cost_at.on) != Remakes::Never,
+            "{name}: makes its output again"
+        );
         if let Some(again) = again {
-            assert_eq!(flat(&again), flat(&y), "{name}: the output made again");
+            // What a card makes within a product is made again from rounded values.
+            let rounded = layer.remakes(cost_at.on) == Remakes::Alone && dtype.size_in_bytes() == 2;
+            let bound = if rounded { 1e-2 } else { 0.0 };
+            assert!(distance(&flat(&again), &flat(&y)) <= bound, "{name}: the output made again");
         }
         assert_eq!(cost.keeps_output, kept_y, "{name}: keeps its output");
         assert_eq!(cost.view, x_at == y_at, "{name}: output is a view");

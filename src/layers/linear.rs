@@ -114,7 +114,12 @@ impl Layer for Linear {
     }
 
     fn again(&self, saved: &Saved, _: &Pass) -> Result<Option<Tensor>> {
-        saved.0.last().map(|pre| activation::forward(pre, self.act)).transpose()
+        match (self.act.reads(), saved.0.last()) {
+            (Reads::Input, Some(pre)) if !pre.device().is_cpu() => {
+                activation::forward(pre, self.act).map(Some)
+            }
+            _ => Ok(None),
+        }
     }
 
     fn remakes(&self, on: On) -> Remakes {

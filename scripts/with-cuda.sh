@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Runs a command with the toolkit that `just cuda-toolkit` fetched, or with the one that is installed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [ -f target/cuda-toolkit/env ]; then
+  source target/cuda-toolkit/env
+fi
+exec "$@"
