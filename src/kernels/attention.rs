@@ -21,6 +21,10 @@ use crate::{vectorised, with_elem};
 const TILE: usize = 64;
 const KEYS: usize = 256;
 
+/// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length, and its tile.
+const FUSED_BYTES: usize = 128 << 20;
+const FUSED_TILE: usize = 128;
+
 /// The sizes of an attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
@@ -44,17 +48,28 @@ impl Sizes {
         self.heads * self.head
     }
 
-    /// Bytes of temporaries on a card: what cuDNN's backward pass adds the gradients of queries up in, in f32, with two
-    /// values a row; our own kernels need one.
+    /// Bytes of temporaries on a card: those of cuDNN's backward pass, or a value a row for our own kernels.
     pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool) -> (u64, u64) {
         let rows = batch * self.heads * self.length;
         // The projections with their queries and keys turned, made anew in each pass.
         let turned = if rotary { cpu::bytes(dtype, batch * self.length * self.packed()) } else { 0 };
         let backward = match dtype {
-            DType::BF16 | DType::F16 => rows * (4 * self.head + 8),
+            DType::BF16 | DType::F16 => self.samples_at_once(batch) * self.fused_bytes(),
             _ => rows * cpu::acc_bytes(dtype),
         };
         (turned, turned + backward as u64)
+    }
+
+    /// Bytes that cuDNN's deterministic backward pass takes for a sample: the gradients of all scores of its heads, rows
+    /// and columns rounded up to whole tiles, those of its queries in f32, and two values a row.
+    fn fused_bytes(&self) -> usize {
+        let tiles = self.length.next_multiple_of(FUSED_TILE);
+        self.heads * (2 * tiles * tiles + tiles * (4 * self.head + 8))
+    }
+
+    /// Samples that cuDNN is given at once, so that no more scores than [`FUSED_BYTES`] are whole in memory.
+    pub(super) fn samples_at_once(&self, batch: usize) -> usize {
+        (FUSED_BYTES / self.fused_bytes()).clamp(1, batch.max(1))
     }
 
     /// Bytes of temporaries of the forward and of the backward pass.

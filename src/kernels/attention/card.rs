@@ -95,24 +95,15 @@ impl Attention<'_> {
         sums: &Tensor,
         dy: &Tensor,
     ) -> Result<Tensor> {
-        let shape = self.shape(qkv)?;
         let dx = fresh(device, qkv.dtype(), qkv.shape())?;
+        if self.fused(qkv.dtype()) {
+            self.backward_fused(device, [qkv, y, sums, dy, &dx])?;
+            return Ok(dx);
+        }
         let [from, y, rows, dy, to] =
             [pointer(qkv)?, pointer(y)?, pointer(sums)?, pointer(dy)?, pointer(&dx)?];
         let stream = stream(device);
-        let Shape { dtype, batch, length, heads, kv_heads, head, causal, scale } = shape;
-        if self.fused(qkv.dtype()) {
-            let work = scratch(device, self.fused_bytes(device, qkv, true)?)?;
-            // SAFETY: the tensors have the shapes that the sizes say, and the workspace the bytes asked for.
-            checked("attention_cudnn_backward", unsafe {
-                let work = pointer(&work)?;
-                attention_cudnn_backward(
-                    dtype, batch, length, heads, kv_heads, head, causal, scale, from, y, rows, dy, to, work,
-                    stream,
-                )
-            })?;
-            return Ok(dx);
-        }
+        let Shape { dtype, batch, length, heads, kv_heads, head, causal, scale } = self.shape(qkv)?;
         let along = scratch(device, sums.elem_count() * acc_bytes(qkv.dtype()))?;
         let seen = self.seen_lengths(device)?;
         // SAFETY: as above; `along` has a value a row of each head.
@@ -124,6 +115,29 @@ impl Attention<'_> {
             )
         })?;
         Ok(dx)
+    }
+
+    /// A few samples at a time: cuDNN's deterministic backward pass keeps the scores' gradients of all it is given.
+    fn backward_fused(&self, device: &CudaDevice, tensors: [&Tensor; 5]) -> Result<()> {
+        let batch = tensors[0].dim(0)?;
+        let at_once = self.sizes.samples_at_once(batch);
+        for first in (0..batch).step_by(at_once) {
+            let part = |tensor: &Tensor| tensor.narrow(0, first, at_once.min(batch - first));
+            let [qkv, y, sums, dy, dx] = tensors.map(part);
+            let (qkv, y, sums, dy, dx) = (qkv?, y?, sums?, dy?, dx?);
+            let work = scratch(device, self.fused_bytes(device, &qkv, true)?)?;
+            let [from, y, rows, dy] = [pointer(&qkv)?, pointer(&y)?, pointer(&sums)?, pointer(&dy)?];
+            let (to, work, stream) = (pointer(&dx)?, pointer(&work)?, stream(device));
+            let Shape { dtype, batch, length, heads, kv_heads, head, causal, scale } = self.shape(&qkv)?;
+            // SAFETY: the tensors have the shapes that the sizes say, and the workspace the bytes asked for.
+            checked("attention_cudnn_backward", unsafe {
+                attention_cudnn_backward(
+                    dtype, batch, length, heads, kv_heads, head, causal, scale, from, y, rows, dy, to, work,
+                    stream,
+                )
+            })?;
+        }
+        Ok(())
     }
 
     /// Bytes of the workspace cuDNN asks for.
@@ -226,4 +240,29 @@ unsafe extern "C" {
         dx: *mut c_void,
         stream: Stream,
     ) -> c_int;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layers::check::device;
+
+    #[test]
+    fn cudnn_asks_for_no_more_than_the_plan_counts() {
+        let (device, Some(_)) = (device(), cuda::cudnn::version()) else { return };
+        let candle_core::Device::Cuda(card) = &device else { return };
+        for (length, heads, kv_heads, head) in
+            [(1024, 12, 12, 64), (256, 6, 6, 64), (64, 4, 4, 32), (1000, 8, 2, 128), (2048, 16, 16, 64)]
+        {
+            let sizes = Sizes { length, heads, kv_heads, head };
+            let batch = sizes.samples_at_once(16);
+            let qkv = Tensor::zeros((batch, length, sizes.packed()), DType::BF16, &device).unwrap();
+            let attention = Attention { sizes, causal: true, rotary: None, lengths: None };
+            let asked =
+                [false, true].map(|backward| attention.fused_bytes(card, &qkv, backward).unwrap() as u64);
+            let (forward, backward) = sizes.card_workspace(DType::BF16, batch, false);
+            println!("{sizes:?}, {batch} samples: {asked:?} asked for, {:?} counted", (forward, backward));
+            assert!(asked[0] <= forward + 512 && asked[1] <= backward, "{sizes:?}: {asked:?}");
+        }
+    }
 }
