@@ -8,6 +8,7 @@
 
 mod columns;
 mod csv;
+mod decimal;
 mod dialect;
 mod encoding;
 mod index;
