@@ -25,6 +25,7 @@ pub mod group_norm;
 pub mod lanes;
 pub mod linear;
 pub mod lion;
+pub mod lookup;
 pub mod norm;
 pub mod packed;
 pub mod pointwise_loss;
