@@ -153,6 +153,8 @@ fn embedded_categories_are_learned_and_go_on() {
     assert_eq!(code, 0, "{said}");
     assert!(said.contains("1 numbers and 1 categories to embed"), "{said}");
     assert!(said.contains("category of 12 values, embedded"), "{said}");
+    // The second name, n5, is the eighth of n0, n1, n10, n11, n2 and so on.
+    assert!(said.contains("name = 7  target"), "{said}");
     let (code, said) = trainer(folder.path(), &["check", "job.toml", "--json"]);
     assert_eq!(code, 0, "{said}");
     // A table of 12 x 6, 7 inputs to 8 hidden values, and 8 to one.

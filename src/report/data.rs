@@ -124,7 +124,13 @@ fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Re
             }
             let columns = source.columns();
             if columns.len() == values.len() {
-                let row = columns.into_iter().zip(values.iter().map(|x| json!(rounded(f64::from(*x)))));
+                let numbers =
+                    if let Input::Row { numbers, .. } = features.input { numbers } else { values.len() };
+                let value = |(i, x): (usize, &f32)| match i < numbers {
+                    true => json!(rounded(f64::from(*x))),
+                    false => json!(*x as u64),
+                };
+                let row = columns.into_iter().zip(values.iter().enumerate().map(value));
                 shown.insert("row".into(), row.collect());
             } else if matches!(&features.input, Input::Floats { shape } if shape.len() == 1) {
                 let some = values.iter().take(VALUES).map(|x| rounded(f64::from(*x)));
