@@ -143,7 +143,7 @@ def run_peer(name, compiled):
     print(json.dumps(dict(ms=statistics.median(ms[len(ms) // 5 :]), first_at=first_at)))
 
 
-def torch_gpt(torch, nn, F, layers, heads, width, context):
+def torch_gpt(torch, nn, F, layers, heads, width, context, vocab=VOCAB):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -163,13 +163,13 @@ def torch_gpt(torch, nn, F, layers, heads, width, context):
     class Gpt(nn.Module):
         def __init__(self):
             super().__init__()
-            self.wte, self.wpe = nn.Embedding(VOCAB, width), nn.Embedding(context, width)
+            self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(context, width)
             self.blocks, self.ln = nn.ModuleList(Block() for _ in range(layers)), nn.LayerNorm(width)
-            self.head = nn.Linear(width, VOCAB, bias=False)
+            self.head = nn.Linear(width, vocab, bias=False)
             self.head.weight = self.wte.weight
 
         def forward(self, ids):
-            x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+            x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
             for block in self.blocks:
                 x = block(x)
             return self.head(self.ln(x))

@@ -8,9 +8,9 @@ use anyhow::{Context, bail};
 use trainer::data::loader::Loader;
 use trainer::data::order::{Cursor, Order};
 use trainer::job::Job;
-use trainer::memory::{Ledger, budget, probe};
+use trainer::memory::{budget, probe};
 use trainer::train::checkpoint::{Checkpoints, load_weights};
-use trainer::train::engine::Engine;
+use trainer::train::engine::{Engine, Ledgers};
 use trainer::train::folder::Folder;
 use trainer::train::setup::Setup;
 
@@ -21,7 +21,7 @@ fn main() -> anyhow::Result<()> {
     let job = Job::load(&folder.job(), &[])?;
     let ram = budget::host(&job.memory, &probe::host()?);
     let setup = Setup::new(job, ram)?;
-    let engine = Engine::new(&setup, Ledger::new(ram, None), 0)?;
+    let engine = Engine::new(&setup, Ledgers::new(&setup, ram, None), 0)?;
     let (_, checkpoint) =
         Checkpoints::new(folder.checkpoints()).newest().0.context("the run has no checkpoint")?;
     load_weights(&checkpoint.join("model.safetensors"), &engine.store)?;

@@ -38,6 +38,7 @@ pub const fn stream(name: &str) -> u64 {
 
 /// A key from which any number of draws are made, each named by its counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)] // cards are given keys as they lie
 pub struct Random {
     a: u64,
     b: u64,

@@ -7,8 +7,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::{Value, json};
 use trainer::data::{Batch, Key, Row, Slice, Values};
 use trainer::job::Job;
-use trainer::memory::Ledger;
-use trainer::train::engine::Engine;
+use trainer::train::engine::{Engine, Ledgers};
 use trainer::train::setup::Setup;
 
 fn trainer(folder: &Path, args: &[&str]) -> Output {
@@ -80,10 +79,10 @@ fn batch(setup: &Setup, ids: &[u64]) -> Batch {
 
 /// The gradients of some micro-batches, and the loss and the weight of all.
 fn learned(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64) {
-    let engine = Engine::new(setup, Ledger::new(u64::MAX, None), 0).unwrap();
+    let engine = Engine::new(setup, Ledgers::new(setup, u64::MAX, None), 0).unwrap();
     let (mut loss, mut weight) = (0.0, 0.0);
     for ids in parts {
-        let tally = engine.learn(&batch(setup, ids), 1.0).unwrap();
+        let tally = engine.learn(&batch(setup, ids), 1.0).unwrap().read().unwrap();
         loss += tally.loss;
         weight += tally.weight;
     }

@@ -74,7 +74,7 @@ impl Row {
 }
 
 fn rows(setup: &Setup) -> Vec<Row> {
-    let at = At { batch: setup.job.train.batch_size, dtype: setup.dtype, threads: setup.threads };
+    let at = At { batch: setup.job.train.batch_size, dtype: setup.dtype, on: setup.on() };
     let layer = |layer: &dyn Layer| {
         let cost = layer.cost(at);
         let kept =

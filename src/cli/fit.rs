@@ -9,6 +9,7 @@ use clap::Args;
 
 use super::{Common, Exit, JobFile, Stop, plan};
 use crate::memory::pressure::Watch;
+use crate::memory::{budget, probe};
 use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
 use crate::train::folder::{Folder, Wish};
 use crate::train::hooks::{Deaths, Hooks};
@@ -51,10 +52,10 @@ pub struct Fit {
 impl Fit {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
-        let machine = plan::here(&job)?;
         let orders = Orders::received()?;
         // What the lock says was heeded by the process that gave the orders.
         if self.dry_run || self.locking.any() && orders.is_none() {
+            let machine = plan::here(&job, common)?;
             let setup = Setup::open(job.clone(), machine.ram, &common.opening())?;
             let planned = setup.plan_for(&machine);
             self.locking.heed(&self.job.path, &setup, &machine, &planned)?;
@@ -80,7 +81,8 @@ impl Fit {
             runs: PathBuf::from(RUNS),
             stamp: stamp(),
             max_steps: self.max_steps,
-            ram: machine.ram,
+            ram: budget::host(&job.memory, &probe::host()?),
+            card: common.card(&job.memory)?,
             opening: common.opening(),
             fault: hook("TRAINER_FAULT_ASK")?,
             signals: Signals::watch(heard)?,

@@ -23,6 +23,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::data::{Opening, Unwatched, Watch};
 use crate::job::Job;
+use crate::memory::budget;
+use crate::memory::card::{self, Card, CardError, Seen};
 use crate::report::{Look, Passes, Verbosity};
 pub use exit::{Exit, Stop};
 
@@ -84,6 +86,29 @@ impl Common {
         Ok(Job::load(path, &self.set)?)
     }
 
+    /// The card to compute on, opened within the job's budget; none where that is the CPU.
+    pub fn card(&self, memory: &crate::job::Memory) -> anyhow::Result<Option<Arc<Card>>> {
+        let Some(seen) = self.seen()? else { return Ok(None) };
+        let card = Card::open(seen.ordinal, |seen| budget::card(memory, seen));
+        Ok(Some(Arc::new(card.map_err(no_card)?)))
+    }
+
+    /// The card that is meant, as it is now.
+    pub fn seen(&self) -> anyhow::Result<Option<Seen>> {
+        let ordinal = match self.device {
+            Device::Cpu => return Ok(None),
+            Device::Auto => None,
+            Device::Cuda(ordinal) => Some(ordinal),
+        };
+        let mut cards = card::all().into_iter();
+        match (ordinal, cards.find(|seen| ordinal.is_none_or(|n| n == seen.ordinal))) {
+            (Some(ordinal), None) => {
+                Err(no_card(CardError::NoCard { ordinal, why: "the driver does not show it".into() }).into())
+            }
+            (_, found) => Ok(found),
+        }
+    }
+
     /// The means to open data: long passes over files show their progress where people read.
     pub fn opening(&self) -> Opening {
         let watched = !self.quiet && io::stderr().is_terminal();
@@ -140,10 +165,13 @@ impl std::str::FromStr for Device {
         };
         match device {
             Device::Cuda(_) if !cfg!(feature = "cuda") => Err("this build has no CUDA".into()),
-            Device::Cuda(_) => Err("training on CUDA is not there yet; use `--device cpu`".into()),
             device => Ok(device),
         }
     }
+}
+
+fn no_card(error: CardError) -> Stop {
+    Stop::usage(error.to_string(), "`trainer probe` lists the devices there are; `--device cpu` needs none")
 }
 
 /// When to colour.

@@ -62,7 +62,7 @@ impl Plan {
         let mut machine = match self.ram {
             // A size on the command line is of a machine that is not here; all else is of this one.
             Some(Size::Bytes(ram)) => Machine::cpu(ram.0, u64::MAX),
-            _ => here(&job)?,
+            _ => here(&job, common)?,
         };
         if let Some(Bytes(vram)) = self.vram {
             if vram == 0 {
@@ -70,10 +70,14 @@ impl Plan {
             }
             machine = Machine { device: "cuda".into(), vram, ..machine };
         }
+        let job_memory = job.memory.clone();
         let mut setup = Setup::open(job, machine.ram, &common.opening())?;
         let plan = match self.measure {
             // On a thread of the pool, as a run is.
-            true => rayon::scope(|_| trial::plan(&mut setup, &machine))?,
+            true => {
+                setup = setup.on_card(common.card(&job_memory)?);
+                rayon::scope(|_| trial::plan(&mut setup, &machine))?
+            }
             false => setup.plan_for(&machine),
         };
         self.locking.heed(&self.job.path, &setup, &machine, &plan)?;
@@ -81,10 +85,17 @@ impl Plan {
     }
 }
 
-/// This machine, where the CPU computes.
-pub fn here(job: &Job) -> anyhow::Result<Machine> {
+/// This machine, with the card that is meant.
+pub fn here(job: &Job, common: &Common) -> anyhow::Result<Machine> {
     let host = probe::host()?;
-    Ok(Machine::cpu(budget::host(&job.memory, &host), host.usable()))
+    let cpu = Machine::cpu(budget::host(&job.memory, &host), host.usable());
+    Ok(match common.seen()? {
+        Some(seen) => {
+            let (device, vram) = (format!("cuda:{}", seen.ordinal), budget::card(&job.memory, &seen));
+            Machine { device, vram, ..cpu }
+        }
+        None => cpu,
+    })
 }
 
 /// Prints a plan and gives the exit code of its verdict.

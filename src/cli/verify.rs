@@ -37,7 +37,8 @@ impl Verify {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
         let ram = memory::budget::host(&job.memory, &memory::probe::host()?);
-        let setup = Setup::open(job, ram, &common.opening())?;
+        let card = common.card(&job.memory)?;
+        let setup = Setup::open(job, ram, &common.opening())?.on_card(card);
         let proof = Proof {
             updates: self.updates,
             ram,

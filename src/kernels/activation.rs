@@ -1,8 +1,13 @@
 //! Point-wise activations: value and slope, in the kernels that fuse them and on their own.
 
+#[cfg(feature = "cuda")]
+pub(super) mod card;
+
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{Elem, Real, cpu, reference as reference_kernel};
 use crate::{vectorised, with_elem};
 
@@ -155,6 +160,10 @@ pub mod reference {
 
 /// `y = act(x)`, any shape.
 pub fn forward(x: &Tensor, act: Activation) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::forward(device, x, act);
+    }
     if !reference_kernel::has_body(x) {
         return reference::forward(x, act);
     }
@@ -168,6 +177,12 @@ pub fn forward(x: &Tensor, act: Activation) -> Result<Tensor> {
 
 /// `dx = dy act'(v)`, where `v` is what [`Activation::reads`] names.
 pub fn backward(v: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(dy) {
+        let dx = cuda::fresh(device, dy.dtype(), dy.shape())?;
+        card::backward(device, v, dy, &dx, act)?;
+        return Ok(dx);
+    }
     if !reference_kernel::has_body(dy) {
         return reference::backward(v, dy, act);
     }

@@ -2,10 +2,14 @@
 //! column. Steps are in proportion to the size of the weights. As `torch.optim.Adafactor` has it, but
 //! that a filter is the matrix (outputs, all else) and not many small ones.
 
-use candle_core::{Result, Tensor};
+#[cfg(feature = "cuda")]
+mod card;
+
+use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::update::{CHUNK, Common};
+use super::linear::card_workspace;
+use super::update::{CHUNK, Common, clear, follow};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
 use crate::{vectorised, with_elem};
@@ -75,6 +79,22 @@ pub fn workspace_len(params: &Flat) -> usize {
     parts(params).iter().map(|p| p.rows.div_ceil(p.chunk()) * p.cols).max().unwrap_or(0)
 }
 
+/// Blocks of a card that sum over a parameter.
+const CARD_BLOCKS: usize = 528;
+
+/// Bytes of the sums of columns on a card.
+fn card_columns(params: &Flat, dtype: DType) -> u64 {
+    parts(params).iter().map(|p| card_workspace(dtype, p.rows, p.cols)).max().unwrap_or(0)
+}
+
+/// Bytes of the sums of blocks on a card, and of the three numbers that are found.
+const CARD_SUMS: u64 = (CARD_BLOCKS as u64 + 3) * size_of::<f64>() as u64;
+
+/// Bytes an update takes on a card, with weights of this type.
+pub fn card_bytes(params: &Flat, dtype: DType) -> u64 {
+    card_columns(params, dtype) + CARD_SUMS
+}
+
 impl Adafactor {
     /// Decoupled weight decay, then the step, parameter by parameter; clears the gradients. `state` is
     /// flat, [`state_len`] long, zeros at first.
@@ -85,11 +105,18 @@ impl Adafactor {
         weights: &Tensor,
         grads: &Tensor,
         state: &Tensor,
+        copy: Option<&Tensor>,
     ) -> Result<()> {
-        if !reference::has_body(weights) {
-            return self.reference(c, params, weights, grads, state);
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(weights) {
+            self.card(device, c, params, (weights, grads, state))?;
+            return follow(weights, copy);
         }
-        with_elem!(weights.dtype(), T => self.cpu::<T>(c, params, weights, grads, state))
+        match reference::has_body(weights) {
+            false => self.reference(c, params, weights, grads, state)?,
+            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, params, weights, grads, state)?),
+        }
+        follow(weights, copy)
     }
 
     fn cpu<T: Elem>(
@@ -203,9 +230,7 @@ impl Adafactor {
     ) -> Result<()> {
         let new = (self.step as f64).powf(self.decay);
         let mix = |old: &Tensor, found: &Tensor| (old * (1.0 - new))? + (found * new)?;
-        let rms = |t: &Tensor| {
-            t.to_dtype(candle_core::DType::F64)?.sqr()?.mean_all()?.to_scalar::<f64>().map(f64::sqrt)
-        };
+        let rms = |t: &Tensor| t.to_dtype(DType::F64)?.sqr()?.mean_all()?.to_scalar::<f64>().map(f64::sqrt);
         for p in parts(params) {
             let w = weights.narrow(0, p.start, p.len())?.reshape((p.rows, p.cols))?;
             let g = (grads.narrow(0, p.start, p.len())?.reshape((p.rows, p.cols))? * c.grad_scale)?;
@@ -217,7 +242,7 @@ impl Adafactor {
             if p.is_matrix() {
                 let columns = mix(&state.narrow(0, p.state + p.rows, p.cols)?, &g.sqr()?.mean(0)?)?;
                 state.slice_set(&columns, 0, p.state + p.rows)?;
-                let mean = rows.to_dtype(candle_core::DType::F64)?.mean_all()?.to_scalar::<f64>()?;
+                let mean = rows.to_dtype(DType::F64)?.mean_all()?.to_scalar::<f64>()?;
                 v = v.broadcast_mul(&(columns.reshape((1, p.cols))? / mean.max(TINY))?)?;
             }
             let u = (g / v.maximum(TINY * TINY)?.sqrt()?)?;
@@ -225,23 +250,22 @@ impl Adafactor {
             let go = rate * size.max(self.eps) / (rms(&u)? / self.clip).max(1.0);
             weights.slice_set(&(w - (u * go)?)?.flatten_all()?, 0, p.start)?;
         }
-        grads.slice_set(&grads.zeros_like()?, 0, 0)
+        clear(grads)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layers::check::{distance, flat, random};
+    use crate::layers::check::{device, distance, flat, random};
     use crate::params::{Declared, Init, Store};
-    use candle_core::{DType, Device};
 
     fn store(dtype: DType, shapes: &[(&str, &[usize])]) -> Store {
         let mut declared = Declared::default();
         for (name, shape) in shapes {
             declared.param(*name, shape.to_vec(), Init::Normal(0.5));
         }
-        Store::new(declared.layout().unwrap(), 3, dtype, &Device::Cpu).unwrap()
+        Store::new(declared.layout().unwrap(), 3, dtype, &device()).unwrap()
     }
 
     /// ```python
@@ -260,17 +284,17 @@ mod tests {
         for dtype in [DType::F32, DType::F64] {
             let store = store(dtype, &[("w", &[2, 3]), ("x", &[2])]);
             let set = |t: &Tensor, v: Vec<f64>| {
-                super::super::update::round_into(&Tensor::new(v, &Device::Cpu).unwrap(), t).unwrap()
+                super::super::update::round_into(&Tensor::new(v, &device()).unwrap(), t).unwrap()
             };
             set(&store.master, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]);
             let params = &store.layout.params;
             assert_eq!(state_len(params), 2 + 3 + 2);
-            let state = Tensor::zeros(state_len(params), store.master.dtype(), &Device::Cpu).unwrap();
+            let state = Tensor::zeros(state_len(params), store.master.dtype(), &device()).unwrap();
             let c = Common { lr: 0.05, grad_scale: 0.5, weight_decay: 0.1, decayed: params.decayed };
             for step in 1..=10u64 {
                 set(&store.grads, (0..8).map(|i| 2.0 * ((3 * i + step) as f64).sin()).collect());
                 let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
-                rule.apply(&c, params, &store.master, &store.grads, &state).unwrap();
+                rule.apply(&c, params, &store.master, &store.grads, &state, None).unwrap();
             }
             let far = distance(&flat(&store.master), &PYTORCH);
             assert!(far < 2e-6, "{far}: {:?}", flat(&store.master));
@@ -285,7 +309,7 @@ mod tests {
         let shapes: &[(&str, &[usize])] = &[("a", &[300, 170]), ("b", &[7, 3, 3, 5]), ("c", &[40_000])];
         let (ours, plain) = (store(DType::F32, shapes), store(DType::F64, shapes));
         let params = &ours.layout.params;
-        let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &Device::Cpu).unwrap();
+        let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &device()).unwrap();
         let (s, t) = (zeros(DType::F32), zeros(DType::F64));
         let c = Common { lr: 0.05, grad_scale: 0.5, weight_decay: 0.1, decayed: params.decayed };
         for step in 1..=4 {
@@ -293,7 +317,7 @@ mod tests {
             super::super::update::round_into(&g, &ours.grads).unwrap();
             super::super::update::round_into(&g, &plain.grads).unwrap();
             let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
-            rule.apply(&c, params, &ours.master, &ours.grads, &s).unwrap();
+            rule.apply(&c, params, &ours.master, &ours.grads, &s, None).unwrap();
             rule.reference(&c, params, &plain.master, &plain.grads, &t).unwrap();
         }
         assert!(distance(&flat(&ours.master), &flat(&plain.master)) < 1e-5);

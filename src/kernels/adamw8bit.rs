@@ -6,10 +6,13 @@
 //! moment decay, because one update changes it by less than a step. The chance is a function of the
 //! update's number and the value's place, so that updates can be repeated.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
-use super::update::{AdamW, CHUNK, Common, decay, decay_reference};
+use super::update::{AdamW, CHUNK, Common, decay, decay_reference, follow};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
 use crate::{vectorised, with_elem};
@@ -99,11 +102,23 @@ struct Block {
 
 impl AdamW {
     /// As [`AdamW::apply`], with moments of a byte each.
-    pub fn apply_8bit(&self, c: &Common, weights: &Tensor, grads: &Tensor, state: &State) -> Result<()> {
-        if !reference::has_body(weights) {
-            return self.reference_8bit(c, weights, grads, state);
+    pub fn apply_8bit(
+        &self,
+        c: &Common,
+        weights: &Tensor,
+        grads: &Tensor,
+        state: &State,
+        copy: Option<&Tensor>,
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(weights) {
+            return self.card_8bit(device, c, (weights, grads), state, copy);
         }
-        with_elem!(weights.dtype(), T => self.cpu_8bit::<T>(c, weights, grads, state))
+        match reference::has_body(weights) {
+            false => self.reference_8bit(c, weights, grads, state)?,
+            true => with_elem!(weights.dtype(), T => self.cpu_8bit::<T>(c, weights, grads, state)?),
+        }
+        follow(weights, copy)
     }
 
     fn cpu_8bit<T: Elem>(&self, c: &Common, weights: &Tensor, grads: &Tensor, s: &State) -> Result<()> {
@@ -226,7 +241,7 @@ impl AdamW {
 mod tests {
     use super::super::update::round_into;
     use super::*;
-    use crate::layers::check::{distance, flat, random};
+    use crate::layers::check::{device, distance, flat, random};
     use crate::params::{Declared, Init};
 
     fn params(len: usize) -> Flat {
@@ -263,7 +278,7 @@ mod tests {
     fn its_bytes_are_what_it_says() {
         for len in [1, 256, 257, 100_000] {
             let params = params(len);
-            let state = State::new(&params, &Device::Cpu).unwrap();
+            let state = State::new(&params, &device()).unwrap();
             let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
             let held: u64 = [&state.m, &state.v, &state.m_scale, &state.v_scale].map(bytes).iter().sum();
             assert_eq!(held, state_bytes(&params), "{len}");
@@ -276,13 +291,13 @@ mod tests {
         let n = CHUNK + 300;
         let (params, aim) = (params(n), flat(&random(&[n], 9)));
         let c = Common { lr: 0.02, grad_scale: 0.5, weight_decay: 0.1, decayed: n / 2 };
-        let zeros = |dtype| Tensor::zeros(n, dtype, &Device::Cpu).unwrap();
+        let zeros = |dtype| Tensor::zeros(n, dtype, &device()).unwrap();
         let (w, g) = (zeros(DType::F32), zeros(DType::F32));
         let (exact, eg, em, ev) =
             (zeros(DType::F64), zeros(DType::F64), zeros(DType::F64), zeros(DType::F64));
         let (by_reference, rg) = (zeros(DType::F32), zeros(DType::F32));
         let (state, copy) =
-            (State::new(&params, &Device::Cpu).unwrap(), State::new(&params, &Device::Cpu).unwrap());
+            (State::new(&params, &device()).unwrap(), State::new(&params, &device()).unwrap());
         for step in 1..=150u64 {
             let noise = flat(&random(&[n], 1000 + step));
             let pull = |at: &Tensor, into: &Tensor| {
@@ -292,13 +307,13 @@ mod tests {
                     .zip(&noise)
                     .map(|((w, a), n)| 2.0 * (w - a) + 0.2 * n)
                     .collect();
-                round_into(&Tensor::new(d, &Device::Cpu).unwrap(), into).unwrap();
+                round_into(&Tensor::new(d, &device()).unwrap(), into).unwrap();
             };
             let rule = AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8, step };
             pull(&w, &g);
-            rule.apply_8bit(&c, &w, &g, &state).unwrap();
+            rule.apply_8bit(&c, &w, &g, &state, None).unwrap();
             pull(&exact, &eg);
-            rule.apply(&c, &exact, &eg, &em, &ev).unwrap();
+            rule.apply(&c, &exact, &eg, (&em, &ev), None).unwrap();
             if step <= 3 {
                 pull(&by_reference, &rg);
                 rule.reference_8bit(&c, &by_reference, &rg, &copy).unwrap();

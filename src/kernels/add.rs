@@ -1,13 +1,24 @@
 //! `act(a + b)`, fresh or in place: the end of a residual branch.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{Result, Tensor};
 
 use super::activation::{self, each_activation};
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{Activation, Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
 /// `act(a + b)` as a fresh tensor.
 pub fn forward(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(a) {
+        let y = cuda::fresh(device, a.dtype(), a.shape())?;
+        card::sum(device, a, b, &y, act)?;
+        return Ok(y);
+    }
     if !reference::has_body(a) {
         return activation::reference::forward(&(a + b)?, act);
     }
@@ -16,6 +27,11 @@ pub fn forward(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
 
 /// `a = act(a + b)` in place; returns `a`.
 pub fn into(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(a) {
+        card::sum(device, a, b, a, act)?;
+        return Ok(a.clone());
+    }
     if !reference::has_body(a) {
         a.slice_set(&activation::reference::forward(&(a + b)?, act)?, 0, 0)?;
         return Ok(a.clone());
@@ -29,6 +45,10 @@ pub fn into(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
 
 /// `dy = dy act'(y)` in place; `act` is one whose slope follows from its output.
 pub fn through(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(y) {
+        return activation::card::backward(device, y, dy, dy, act);
+    }
     if !reference::has_body(y) {
         return dy.slice_set(&activation::backward(y, dy, act)?, 0, 0);
     }

@@ -5,6 +5,9 @@
 //! `heads / kv_heads` query heads shares one. A thread takes a sample's key head with all its query heads, so
 //! that the gradients of shared keys are summed by one thread in one order.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
@@ -39,6 +42,19 @@ impl Sizes {
     /// Values of a position of the output.
     pub fn width(&self) -> usize {
         self.heads * self.head
+    }
+
+    /// Bytes of temporaries on a card: what cuDNN's backward pass adds the gradients of queries up in, in f32, with two
+    /// values a row; our own kernels need one.
+    pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool) -> (u64, u64) {
+        let rows = batch * self.heads * self.length;
+        // The projections with their queries and keys turned, made anew in each pass.
+        let turned = if rotary { cpu::bytes(dtype, batch * self.length * self.packed()) } else { 0 };
+        let backward = match dtype {
+            DType::BF16 | DType::F16 => rows * (4 * self.head + 8),
+            _ => rows * cpu::acc_bytes(dtype),
+        };
+        (turned, turned + backward as u64)
     }
 
     /// Bytes of temporaries of the forward and of the backward pass.
@@ -142,6 +158,10 @@ impl Attention<'_> {
     pub fn forward(&self, qkv: &Tensor) -> Result<(Tensor, Tensor)> {
         let (batch, s) = (qkv.dim(0)?, &self.sizes);
         let (y_shape, sums_shape) = ((batch, s.length, s.width()), (batch, s.heads, s.length));
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(qkv) {
+            return self.forward_card(device, &self.turned_card(device, qkv)?);
+        }
         with_elem!(qkv.dtype(), T => {
             if !reference::has_body(qkv) {
                 let dtype = <<T as Elem>::Acc as candle_core::WithDType>::DTYPE;
@@ -234,6 +254,11 @@ impl Attention<'_> {
 
     /// The input's gradient, from the input, the output and the sums of the forward pass.
     pub fn backward(&self, qkv: &Tensor, y: &Tensor, sums: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(qkv) {
+            let dx = self.backward_card(device, &self.turned_card(device, qkv)?, y, sums, dy)?;
+            return self.turned_back_card(device, dx);
+        }
         if !reference::has_body(qkv) {
             return Ok(reference::gradients(&[qkv], dy, |t| self.reference(&t[0]))?.remove(0));
         }

@@ -1,8 +1,13 @@
 //! Average pooling, channels last: over windows, and over the whole picture.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::pool::Window;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -17,6 +22,10 @@ pub fn reference_windows(x: &Tensor, w: &Window) -> Result<Tensor> {
 
 /// Means of windows: (batch, height, width, channels) to fewer pixels.
 pub fn windows(x: &Tensor, w: &Window) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::windows(device, x, w);
+    }
     if !reference::has_body(x) {
         return reference_windows(x, w);
     }
@@ -49,6 +58,10 @@ fn windows_cpu<T: Elem>(x: &Tensor, w: &Window) -> Result<Tensor> {
 
 /// Gives each cell of a window its share of the mean's gradient.
 pub fn windows_backward(dy: &Tensor, w: &Window) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(dy) {
+        return card::windows_backward(device, dy, w);
+    }
     if !reference::has_body(dy) {
         let shape = (dy.dim(0)?, w.height, w.width, w.channels);
         let x = Tensor::zeros(shape, dy.dtype(), dy.device())?;
@@ -84,6 +97,10 @@ pub fn reference_whole(x: &Tensor) -> Result<Tensor> {
 
 /// Means of whole pictures: (batch, height, width, channels) to (batch, channels).
 pub fn whole(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::whole(device, x);
+    }
     if !reference::has_body(x) {
         return reference_whole(x);
     }
@@ -112,6 +129,10 @@ fn whole_cpu<T: Elem>(x: &Tensor) -> Result<Tensor> {
 
 /// Spreads the gradient of the means, (batch, channels), over pictures of `pixels` = (height, width).
 pub fn whole_backward(dy: &Tensor, (h, w): (usize, usize)) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(dy) {
+        return card::whole_backward(device, dy, (h, w));
+    }
     let (batch, c) = dy.dims2()?;
     if !reference::has_body(dy) {
         let share = (dy / (h * w) as f64)?.reshape((batch, 1, 1, c))?;

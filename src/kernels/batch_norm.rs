@@ -3,12 +3,18 @@
 //! Only the mean and one over the deviation, of each group and channel, are kept; everything else the
 //! backward pass needs is made again from the input while it is read.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{DType, Result, Tensor};
 
-use super::channels::{Affine, Cut, moments};
+use super::channels::{Affine, Cut, card_workspace, moments};
 use super::clip::Clip;
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::linear::Grads;
 use super::{Elem, Real, cpu, reference};
+use crate::layers::{At, On};
 use crate::with_elem;
 
 /// The operands: `weight` and `bias` are (channels).
@@ -59,6 +65,10 @@ impl BatchNorm<'_> {
     /// The output and (groups, 2, channels) of mean and one over the deviation, in the type computed
     /// with; moves `running` where there is one.
     pub fn forward(&self, x: &Tensor, running: Option<&Running>) -> Result<(Tensor, Tensor)> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.forward_card(device, x, running);
+        }
         if !reference::has_body(x) {
             return self.forward_reference(x, running);
         }
@@ -85,6 +95,10 @@ impl BatchNorm<'_> {
 
     /// The output, from the input and what [`forward`](Self::forward) kept.
     pub fn again(&self, x: &Tensor, kept: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.again_card(device, x, kept);
+        }
         if !reference::has_body(x) {
             return self.reference(x);
         }
@@ -112,6 +126,10 @@ impl BatchNorm<'_> {
 
     /// The output by the running statistics.
     pub fn judge(&self, x: &Tensor, running: &Running) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.judge_card(device, x, running);
+        }
         if !reference::has_body(x) {
             let of = |t: &Tensor| t.to_dtype(x.dtype());
             return self.scaled(x, &of(running.mean)?, &(of(running.var)? + self.eps)?.sqrt()?.recip()?);
@@ -140,6 +158,10 @@ impl BatchNorm<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.backward_card(device, x, kept, dy, grads, want);
+        }
         if !reference::has_body(x) {
             let found = reference::gradients(&[x, self.weight, self.bias], dy, |t| {
                 BatchNorm { weight: &t[1], bias: &t[2], ..*self }.reference(&t[0])
@@ -208,7 +230,12 @@ impl BatchNorm<'_> {
 
 /// Bytes of temporaries of the forward pass and of the backward pass. Of each unit and channel there are
 /// two sums in f64, three numbers of the affine map, and two more on the way back.
-pub fn workspace(dtype: DType, cut: &Cut) -> (u64, u64) {
+pub fn workspace(at: At, cut: &Cut) -> (u64, u64) {
+    let dtype = at.dtype;
+    if at.on == On::Cuda {
+        let (forward, backward) = card_workspace(dtype, cut, cut.channels);
+        return (forward as u64, backward as u64);
+    }
     let acc = if dtype == DType::F64 { 8 } else { 4 };
     let (partials, numbers) = (acc * cut.partials(), cut.units() * cut.channels);
     let forward = 16 * numbers + partials.max(3 * acc * numbers);

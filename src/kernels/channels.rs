@@ -4,6 +4,10 @@
 //! every unit has its own numbers a channel. Sums are made chunk by chunk, each chunk while it is in
 //! the cache, and put together in order, so that they are the same whatever the threads do.
 
+#[cfg(feature = "cuda")]
+pub(super) mod card;
+
+use candle_core::DType;
 use rayon::prelude::*;
 
 use super::clip::{Clip, clip, through};
@@ -63,6 +67,38 @@ impl Cut {
         });
         all
     }
+}
+
+/// Blocks that fill a card, as many as the largest of today's can run at once.
+const BLOCKS: usize = 8 * 132;
+
+/// How a card cuts units: every block goes down the `chunk` rows of one of a unit's `parts`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parts {
+    pub chunk: usize,
+    pub parts: usize,
+}
+
+impl Parts {
+    pub fn new(dtype: DType, cut: &Cut) -> Self {
+        // As `Lanes` in cuda/channels.cuh has it, where rows are moved 16 bytes at once.
+        let packs = (cut.channels * dtype.size_in_bytes()).div_ceil(16).max(1);
+        let across = packs.div_ceil(64);
+        let tall = 256 / packs.div_ceil(across);
+        let wanted = (BLOCKS / (across * cut.units().max(1))).max(1);
+        // Fewer than four rows a thread are not worth a block.
+        let chunk = cut.unit.div_ceil(wanted).max(4 * tall);
+        Self { chunk, parts: cut.unit.div_ceil(chunk).max(1) }
+    }
+}
+
+/// Bytes of a card's temporaries of the forward pass and of the backward pass, where a unit has statistics for each of
+/// `groups` of its channels: sums of parts, their totals in f64, and two numbers a group on the way back.
+pub fn card_workspace(dtype: DType, cut: &Cut, groups: usize) -> (usize, usize) {
+    let acc = if dtype == DType::F64 { 8 } else { 4 };
+    let pairs = 2 * cut.units() * cut.channels;
+    let forward = (8 + Parts::new(dtype, cut).parts * acc) * pairs;
+    (forward, forward + 2 * cut.units() * groups * acc)
 }
 
 /// Mean and sum of squared distances from it, of each unit and channel: (units, 2, channels), in f64
@@ -210,5 +246,23 @@ impl<R: Real> Affine<R> {
             },
         );
         dx
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// A unit's parts hold all its rows, and none is empty where the unit is whole.
+        #[test]
+        fn parts_hold_every_row(channels in 1usize..3000, unit in 1usize..1_000_000, units in 1usize..300) {
+            let cut = Cut { channels, rows: unit * units, unit };
+            for dtype in [DType::BF16, DType::F32, DType::F64] {
+                let Parts { chunk, parts } = Parts::new(dtype, &cut);
+                prop_assert!(parts * chunk >= unit && (parts - 1) * chunk < unit);
+            }
+        }
     }
 }

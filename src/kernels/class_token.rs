@@ -1,8 +1,13 @@
 //! A learned token before each sequence, and learned positions on all of it.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -31,6 +36,10 @@ impl ClassToken<'_> {
 
     /// (batch, length + 1, width)
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.forward_card(device, x);
+        }
         if !reference::has_body(x) {
             return self.reference(x);
         }
@@ -64,6 +73,10 @@ impl ClassToken<'_> {
         grads: &ClassToken,
         shape: Option<&[usize]>,
     ) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(dy) {
+            return self.backward_card(device, dy, grads, shape);
+        }
         let (length, n) = self.sizes();
         if reference::has_body(dy) {
             with_elem!(dy.dtype(), T => sums::<T>(dy, grads, length, n)?);

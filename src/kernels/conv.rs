@@ -3,14 +3,21 @@
 //! The windows of a block of output pixels are gathered into the rows of a small matrix that stays in
 //! the cache and is multiplied at once; the gathered matrix is never whole in memory.
 
+#[cfg(feature = "cuda")]
+pub(super) mod card;
+
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::activation::each_activation;
+use super::channels::{Cut, Parts};
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::linear::{Grads, add_all, through_activation};
 use super::product::{By, Mat, multiply, packing};
 use super::windows::{Block, Geometry};
 use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference, turn};
+use crate::layers::On;
 use crate::{vectorised, with_elem};
 
 /// The operands of a convolution: `weight` is (out, height, width, in / groups).
@@ -59,6 +66,10 @@ impl Conv<'_> {
     /// The output (batch, height, width, out), and what the activation was given where its backward
     /// pass reads that.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.forward_card(device, x);
+        }
         if !reference::has_body(x) {
             let pre = self.before_activation(x)?;
             let y = activation::reference::forward(&pre, self.act)?;
@@ -153,6 +164,10 @@ impl Conv<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.backward_card(device, x, v, &dy, grads, want);
+        }
         if !reference::has_body(x) {
             let mut inputs = vec![x, self.weight];
             inputs.extend(self.bias);
@@ -293,17 +308,20 @@ impl Conv<'_> {
 }
 
 /// Bytes of temporaries of the forward pass and of the backward pass.
-pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) -> (u64, u64) {
+pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::layers::At) -> (u64, u64) {
     let g = geometry;
+    if at.on == On::Cuda {
+        return card_workspace(g, bias, at.batch, at.dtype);
+    }
     if g.is_depthwise() {
         return g.depthwise_workspace(at);
     }
     let elem = at.dtype.size_in_bytes();
     let acc = if at.dtype == DType::F64 { 8 } else { 4 };
-    let blocking = g.blocks(g.cells(), at.batch, at.threads);
+    let blocking = g.blocks(g.cells(), at.batch, at.threads());
     let (rows, k, ng) = (blocking.rows(), g.window(), g.outputs / g.groups);
-    let (cells, runs) = (g.panel(), at.batch.div_ceil(at.batch.div_ceil(at.threads).max(1)));
-    let (panel_rows, panel) = (g.blocks(cells, at.batch, at.threads).rows(), cells * g.depth());
+    let (cells, runs) = (g.panel(), at.batch.div_ceil(at.batch.div_ceil(at.threads()).max(1)));
+    let (panel_rows, panel) = (g.blocks(cells, at.batch, at.threads()).rows(), cells * g.depth());
     // The operands of a product in the type it computes in, where that is another, and what it packs.
     let copies = |values: usize| if elem == acc { 0 } else { values * acc };
     let packed = |m, k, n, turned| packing(at.dtype, m, k, n, turned) as usize;
@@ -317,11 +335,48 @@ pub fn workspace(geometry: &Geometry, act: Activation, at: crate::layers::At) ->
     let direct = elem == acc && act.reads() != Reads::Input;
     let outputs = if direct { 0 } else { rows * g.outputs * acc };
     let turned = g.outputs * k * elem + g.groups * size_of::<Vec<f32>>();
-    let forward = at.threads * (gathered + outputs + forward_product) + list + turned;
+    let forward = at.threads() * (gathered + outputs + forward_product) + list + turned;
     let seen = if g.is_product() { 0 } else { panel_rows * panel * elem };
     let weight = runs.saturating_sub(1) * g.outputs * k * acc + runs * (seen + weight_product);
-    let input = at.threads * (rows * k * acc + wide + input_product);
+    let input = at.threads() * (rows * k * acc + wide + input_product);
     (forward as u64, weight.max(input) as u64)
+}
+
+/// Most bytes of workspace a convolution is given on a card: enough to lay out the pictures of a first layer anew,
+/// which cuDNN does where they have three channels.
+const ROOM: usize = 256 << 20;
+
+/// Bytes of workspace a convolution that is no product is given on a card, whoever makes it: no more than all its
+/// windows would take, than its operands have, and than [`ROOM`]; but one window in any case.
+fn card_room(g: &Geometry, batch: usize, dtype: DType) -> usize {
+    let acc = dtype.size_in_bytes().max(4);
+    let windows = batch * g.pixels() * g.window() * acc;
+    let pictures = batch * (g.height * g.width * g.inputs + g.pixels() * g.outputs) * dtype.size_in_bytes();
+    let room = windows.min(pictures + 8 * g.outputs * g.window()).min(ROOM);
+    room.max(g.window() * acc).next_multiple_of(256)
+}
+
+/// Bytes a weight's gradient takes by itself before it is added.
+fn card_gradient(g: &Geometry) -> usize {
+    (4 * g.outputs * g.window()).next_multiple_of(256)
+}
+
+fn card_workspace(g: &Geometry, bias: bool, batch: usize, dtype: DType) -> (u64, u64) {
+    let rows = batch * g.pixels();
+    let cut = Cut { channels: g.outputs, rows, unit: rows };
+    let sums = match bias {
+        true => Parts::new(dtype, &cut).parts * g.outputs * dtype.size_in_bytes().max(4),
+        false => 0,
+    };
+    let (forward, backward) = match (g.is_depthwise(), g.is_product()) {
+        (true, _) => (0, depthwise::card_workspace(g, batch, dtype)),
+        (_, true) => (0, 0),
+        _ => {
+            let room = card_room(g, batch, dtype);
+            (room, room + card_gradient(g))
+        }
+    };
+    (forward as u64, backward.max(sums) as u64)
 }
 
 /// `y = act(wide + bias)`, keeping what the activation was given where `before` has room for it.

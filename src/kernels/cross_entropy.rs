@@ -6,12 +6,17 @@
 //! A row's target is a class, or two classes and a share: then its loss is the share of the first's and the
 //! rest of the second's.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::linear::{Grads, add_all};
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::linear::{self, Grads, add_all};
 use super::product::{By, Mat, multiply, packing};
-use super::tally::Tally;
+use super::tally::{self, Counted, Tally};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -72,17 +77,31 @@ impl Head<'_> {
 
     /// The sums and the gradient of `scale` times the summed loss with respect to `x`; adds those of the
     /// weight and the bias to `grads`. `targets` has a class a row, or (two classes, bits of the first's share).
-    pub fn learn(&self, x: &Tensor, targets: &Tensor, scale: f64, grads: &Grads) -> Result<(Tally, Tensor)> {
+    pub fn learn(
+        &self,
+        x: &Tensor,
+        targets: &Tensor,
+        scale: f64,
+        grads: &Grads,
+    ) -> Result<(Counted, Tensor)> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.learn_card(device, x, targets, scale, grads);
+        }
         let (sums, dx) = with_elem!(x.dtype(), T => self.cpu::<T>(x, targets, Some((scale, grads)))?);
         match dx {
-            Some(dx) => Ok((sums, dx)),
+            Some(dx) => Ok((sums.into(), dx)),
             None => candle_core::bail!("cross-entropy made no gradient"),
         }
     }
 
     /// The sums alone.
-    pub fn judge(&self, x: &Tensor, targets: &Tensor) -> Result<Tally> {
-        Ok(with_elem!(x.dtype(), T => self.cpu::<T>(x, targets, None)?).0)
+    pub fn judge(&self, x: &Tensor, targets: &Tensor) -> Result<Counted> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.judge_card(device, x, targets);
+        }
+        Ok(with_elem!(x.dtype(), T => self.cpu::<T>(x, targets, None)?).0.into())
     }
 
     fn cpu<T: Elem>(
@@ -263,4 +282,31 @@ pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: 
     let columns = if bias { chunk.div_ceil(cpu::rows_per_chunk(classes)) * classes * acc } else { 0 };
     let rounding = if dtype.size_in_bytes() == acc { 0 } else { chunk * width * acc };
     (judge as u64 + scores, (judge + columns + rounding) as u64 + packed)
+}
+
+/// Score bytes that a card has in hand, and rows that its products like to come in.
+const CARD_BYTES: usize = 224 << 20;
+const CARD_ROWS: usize = 256;
+
+/// Values between rows of scores on a card: products are fast where rows begin at multiples of 128 bytes.
+fn card_stride(classes: usize) -> usize {
+    classes.next_multiple_of(64)
+}
+
+/// Rows of scores on a card at once: chunks of even size, as few as fit.
+fn card_chunk(dtype: DType, rows: usize, classes: usize) -> usize {
+    let most = CARD_BYTES / (card_stride(classes) * dtype.size_in_bytes());
+    let most = (most / CARD_ROWS * CARD_ROWS).max(CARD_ROWS);
+    let chunks = rows.div_ceil(most).max(1);
+    rows.div_ceil(chunks).next_multiple_of(CARD_ROWS).min(rows)
+}
+
+/// As [`workspace`], on a card.
+pub fn card_workspace(dtype: DType, rows: usize, classes: usize, bias: bool, weighted: bool) -> (u64, u64) {
+    let chunk = card_chunk(dtype, rows, classes);
+    let scores = cpu::bytes(dtype, chunk * card_stride(classes));
+    let weights = if weighted { cpu::bytes(DType::F32, classes) } else { 0 };
+    let judge = scores + weights + tally::card_workspace(rows);
+    let columns = if bias { linear::card_workspace(dtype, chunk, classes) } else { 0 };
+    (judge, judge + columns)
 }

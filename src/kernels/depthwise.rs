@@ -3,8 +3,13 @@
 //! A product would be one row wide here. Both the output and the input's gradient are sums of a few
 //! pixels, each multiplied with its cell of the window; only which pixels differs.
 
+#[cfg(feature = "cuda")]
+pub(super) mod card;
+
+use candle_core::DType;
 use rayon::prelude::*;
 
+use super::channels::{Cut, Parts};
 use super::windows::Geometry;
 use super::{Elem, Real, cpu};
 use crate::vectorised;
@@ -67,10 +72,24 @@ impl Geometry {
         let acc = at.dtype.size_in_bytes().max(4);
         let cells = self.kernel * self.kernel;
         let (c, taps) = (self.inputs, cells * std::mem::size_of::<Tap>());
-        let each = |pixels: usize| cells * c * acc + at.threads * (pixels * c * acc + taps);
+        let each = |pixels: usize| cells * c * acc + at.threads() * (pixels * c * acc + taps);
         let weight = runs(at.batch).1 * cells * c * acc;
         (each(self.output().1) as u64, weight.max(each(1)) as u64)
     }
+}
+
+/// How a card's blocks share the output pixels where the weight's gradient is summed: so that the sums of all parts
+/// take an eighth of the bytes that are read for them.
+pub(super) fn card_parts(g: &Geometry, batch: usize, dtype: DType) -> Parts {
+    let rows = batch * g.pixels();
+    let Parts { chunk, .. } = Parts::new(dtype, &Cut { channels: g.inputs, rows, unit: rows });
+    let chunk = chunk.max(32 * g.cells() / dtype.size_in_bytes());
+    Parts { chunk, parts: rows.div_ceil(chunk).max(1) }
+}
+
+/// Bytes of the sums of all parts.
+pub(super) fn card_workspace(g: &Geometry, batch: usize, dtype: DType) -> usize {
+    card_parts(g, batch, dtype).parts * g.cells() * g.inputs * dtype.size_in_bytes().max(4)
 }
 
 /// The weight, (channels, cells), as (cells, channels) of the type computed with.

@@ -1,5 +1,8 @@
 //! Dropout as a function of where it happens: no mask is kept, the backward pass draws it again.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{Result, Tensor};
 
 use super::{Elem, Real, cpu};
@@ -11,6 +14,10 @@ use crate::with_elem;
 pub fn apply(x: &Tensor, p: f64, key: impl Fn(usize) -> Random + Sync) -> Result<Tensor> {
     let threshold = (p * 65536.0).round() as u64;
     let scale = 65536.0 / (65536 - threshold.min(65535)) as f64;
+    #[cfg(feature = "cuda")]
+    if let Some(device) = super::cuda::of(x) {
+        return card::apply(device, x, threshold, scale, key);
+    }
     let x = if x.device().is_cpu() { x.clone() } else { return masked(x, threshold, scale, key) };
     with_elem!(x.dtype(), T => {
         let values = cpu::view::<T>(&x)?;

@@ -1,9 +1,14 @@
 //! Rows of a table by number, and the sums back into them.
 
-use candle_core::{Result, Tensor, bail};
+#[cfg(feature = "cuda")]
+mod card;
+
+use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::linear::{add_all, column_sums};
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::linear::{self, add_all, column_sums};
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -42,6 +47,10 @@ impl Embedding<'_> {
 
     /// (batch, length, width)
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(ids) {
+            return self.forward_card(device, ids);
+        }
         if !reference::has_body(ids) {
             return self.reference(ids);
         }
@@ -76,6 +85,10 @@ impl Embedding<'_> {
 
     /// Adds the gradients of the tables to `grads`.
     pub fn backward(&self, ids: &Tensor, dy: &Tensor, grads: &Grads) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(ids) {
+            return self.backward_card(device, ids, dy, grads);
+        }
         if reference::has_body(ids) {
             return with_elem!(dy.dtype(), T => self.backward_cpu::<T>(ids, dy, grads));
         }
@@ -133,8 +146,27 @@ impl Embedding<'_> {
 }
 
 /// Bytes of temporaries of the backward pass over `rows` tokens.
-pub fn workspace(dtype: candle_core::DType, rows: usize, width: usize, kinds: bool) -> u64 {
+pub fn workspace(dtype: DType, rows: usize, width: usize, kinds: bool) -> u64 {
     let sums =
         if kinds { rows.div_ceil(cpu::rows_per_chunk(width)) * width * cpu::acc_bytes(dtype) } else { 0 };
     (rows * size_of::<u64>() + sums) as u64
+}
+
+/// Sorted places whose runs a block of a card sums: `PIECE` in embedding.cu.
+const PIECE: usize = 32;
+
+/// Bytes a card sorts the places of `rows` tokens in.
+fn card_sorting(rows: usize, vocab: usize) -> u64 {
+    ((2 * vocab + 1 + rows) * size_of::<u32>()) as u64
+}
+
+/// Bytes of the ends of runs that cross from piece to piece.
+fn card_ends(dtype: DType, rows: usize, width: usize) -> u64 {
+    (rows.div_ceil(PIECE) * 2 * width * cpu::acc_bytes(dtype)) as u64
+}
+
+/// Bytes of temporaries of the backward pass over `rows` tokens on a card.
+pub fn card_workspace(dtype: DType, rows: usize, vocab: usize, width: usize, kinds: bool) -> u64 {
+    let tokens = card_sorting(rows, vocab) + card_ends(dtype, rows, width);
+    if kinds { tokens.max(linear::card_workspace(dtype, rows, width)) } else { tokens }
 }

@@ -1,11 +1,17 @@
 //! Group normalisation, channels last, with a clip fused: each sample by itself, over groups of channels.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{DType, Result, Tensor};
 
-use super::channels::{Affine, Cut, moments};
+use super::channels::{Affine, Cut, card_workspace, moments};
 use super::clip::Clip;
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::linear::Grads;
 use super::{Elem, Real, cpu, reference};
+use crate::layers::{At, On};
 use crate::with_elem;
 
 /// The operands: `weight` and `bias` are (channels), `x` is (batch, height, width, channels).
@@ -40,6 +46,10 @@ impl GroupNorm<'_> {
     /// The output and (batch, 2, groups) of mean and one over the deviation, in the type computed with;
     /// nothing but zeros where the reference ran, which does not use them.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.forward_card(device, x);
+        }
         if !reference::has_body(x) {
             let kept = Tensor::zeros((x.dim(0)?, 2, self.groups), DType::F32, x.device())?;
             return Ok((self.reference(x)?, kept));
@@ -93,6 +103,10 @@ impl GroupNorm<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.backward_card(device, x, kept, dy, grads, want);
+        }
         if !reference::has_body(x) {
             let found = reference::gradients(&[x, self.weight, self.bias], dy, |t| {
                 GroupNorm { weight: &t[1], bias: &t[2], ..*self }.reference(&t[0])
@@ -153,7 +167,12 @@ impl GroupNorm<'_> {
 
 /// Bytes of temporaries of the forward pass and of the backward pass, as batch norm's, but that the sums
 /// are gone when the affine map is made, and the parameters' gradients are added up in f64.
-pub fn workspace(dtype: DType, cut: &Cut) -> (u64, u64) {
+pub fn workspace(at: At, cut: &Cut, groups: usize) -> (u64, u64) {
+    let dtype = at.dtype;
+    if at.on == On::Cuda {
+        let (forward, backward) = card_workspace(dtype, cut, groups);
+        return (forward as u64, backward as u64);
+    }
     let acc = if dtype == DType::F64 { 8 } else { 4 };
     let (partials, numbers) = (acc * cut.partials(), cut.units() * cut.channels);
     let forward = (16 * numbers + partials).max(3 * acc * numbers);

@@ -1,5 +1,8 @@
 //! `y = act(x W' + b)`: the matrix product with its bias and activation fused.
 
+#[cfg(feature = "cuda")]
+pub mod card;
+
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
@@ -72,12 +75,26 @@ impl Linear<'_> {
 
     /// The output, and what the activation was given where its backward pass reads that.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(x) {
+            return self.forward_card(device, x, None);
+        }
         if !reference::has_body(x) {
             let pre = self.before_activation(x)?;
             let y = activate(&pre, self.act)?;
             return Ok((y, (self.act.reads() == Reads::Input).then_some(pre)));
         }
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x))
+    }
+
+    /// As `forward`, with `onto` added to the output: within the product on a card.
+    pub fn forward_onto(&self, x: &Tensor, onto: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(x).filter(|_| self.act == Activation::Identity) {
+            return self.forward_card(device, x, Some(onto));
+        }
+        let (y, pre) = self.forward(x)?;
+        Ok((super::add::into(&y, onto, Activation::Identity)?, pre))
     }
 
     fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
@@ -118,6 +135,10 @@ impl Linear<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(x) {
+            return self.backward_card(device, x, v, dy, grads, want);
+        }
         if !reference::has_body(x) {
             return self.backward_reference(x, dy, grads, want);
         }
@@ -190,6 +211,16 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
     let output = packing(dtype, rows, k, n, false).max(packing(dtype, rows, n, k, false));
     let weight = copies(rows * (k + n)) + packing(dtype, n, rows, k, true);
     weight.max(copies(rows * k + k * n + rows * n) + output)
+}
+
+/// Ranges of rows whose column sums a card makes apart: enough blocks for a large one, by the sizes alone.
+pub fn card_ranges(rows: usize, n: usize) -> usize {
+    (1024 / n.div_ceil(1024)).clamp(1, rows.div_ceil(16).max(1))
+}
+
+/// Bytes of the partial sums of a bias's gradient on a card.
+pub fn card_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
+    (card_ranges(rows, n) * n * cpu::acc_bytes(dtype)) as u64
 }
 
 fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {

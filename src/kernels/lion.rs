@@ -4,7 +4,9 @@
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-use super::update::{CHUNK, Common, decay, decay_reference};
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::update::{self, CHUNK, Common, decay, decay_reference};
 use super::{Elem, Real, cpu, reference};
 use crate::params::Flat;
 use crate::{vectorised, with_elem};
@@ -24,11 +26,24 @@ pub fn state_len(params: &Flat) -> usize {
 
 impl Lion {
     /// Decoupled weight decay, then the step; clears the gradients.
-    pub fn apply(&self, c: &Common, weights: &Tensor, grads: &Tensor, momentum: &Tensor) -> Result<()> {
-        if !reference::has_body(weights) {
-            return self.reference(c, weights, grads, momentum);
+    pub fn apply(
+        &self,
+        c: &Common,
+        weights: &Tensor,
+        grads: &Tensor,
+        momentum: &Tensor,
+        copy: Option<&Tensor>,
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(weights) {
+            let buffers = update::card::Buffers::new(c, weights, grads, [Some(momentum), None], copy)?;
+            return update::card::lion(device, self, &buffers);
         }
-        with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, momentum))
+        match reference::has_body(weights) {
+            false => self.reference(c, weights, grads, momentum)?,
+            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, momentum)?),
+        }
+        update::follow(weights, copy)
     }
 
     fn cpu<T: Elem>(&self, c: &Common, weights: &Tensor, grads: &Tensor, momentum: &Tensor) -> Result<()> {
@@ -72,8 +87,8 @@ impl Lion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layers::check::{flat, random};
-    use candle_core::{DType, Device};
+    use crate::layers::check::{device, flat, random};
+    use candle_core::DType;
 
     #[test]
     fn updates_equal_the_plain_rule() {
@@ -82,7 +97,7 @@ mod tests {
         let c = Common { lr: 0.01, grad_scale: 0.5, weight_decay: 0.1, decayed };
         for reference in [false, true] {
             let w = random(&[n], 1).to_dtype(DType::F32).unwrap();
-            let g = Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap();
+            let g = Tensor::zeros(n, DType::F32, &device()).unwrap();
             let m = g.copy().unwrap();
             let (mut plain, mut speed) = (flat(&w), vec![0f64; n]);
             for step in 0..6 {
@@ -91,7 +106,7 @@ mod tests {
                 let d: Vec<f64> = flat(&new).iter().map(|g| 0.5 * g).collect();
                 match reference {
                     true => lion.reference(&c, &w, &g, &m).unwrap(),
-                    false => lion.apply(&c, &w, &g, &m).unwrap(),
+                    false => lion.apply(&c, &w, &g, &m, None).unwrap(),
                 }
                 for i in 0..n {
                     if i < decayed {

@@ -135,3 +135,15 @@ impl Lookup<'_> {
         Ok(())
     }
 }
+
+/// Bytes that the reference takes beside input and output, at most: (forward, backward), for `batch` samples of
+/// `numbers` numbers and tables of so many rows and columns. What a card runs, which has no body of its own.
+pub fn card_workspace(dtype: DType, batch: usize, numbers: usize, tables: &[(usize, usize)]) -> (u64, u64) {
+    let outputs = numbers + tables.iter().map(|(_, width)| width).sum::<usize>();
+    let padded: usize = tables.iter().map(|(rows, width)| (rows + 2) * width).sum();
+    // Parts before they are joined, tables with their row of zeros, and the places in two types.
+    let forward = cpu::bytes(dtype, batch * outputs + padded) + 8 * (batch * (numbers + tables.len())) as u64;
+    // The same again with its output, its gradient and the sum; then each table's gradient, and with it what was there.
+    let backward = forward + cpu::bytes(dtype, 4 * batch * outputs + 3 * padded) + 8 * padded as u64;
+    (forward, backward)
+}

@@ -17,11 +17,14 @@ pub mod clip;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod depthwise;
 pub mod dropout;
 pub mod elem;
 pub mod embedding;
 pub mod group_norm;
+pub mod host;
 pub mod lanes;
 pub mod linear;
 pub mod lion;

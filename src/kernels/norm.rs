@@ -1,10 +1,15 @@
 //! Normalisation of each row to one mean square: layer norm (centred) and RMS norm.
 
-use candle_core::{Result, Tensor};
+#[cfg(feature = "cuda")]
+mod card;
+
+use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::linear::{Grads, add_all};
-use super::{Elem, Real, cpu, lanes, reference};
+use super::{Activation, Elem, Real, add, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
 /// `y = w (x - mean) / sqrt(mean((x - mean)^2) + eps) + b` over the last dimension.
@@ -19,6 +24,16 @@ pub struct Norm<'a> {
 /// Rows whose parameter gradients are summed before they are added to those of others.
 pub fn chunk_rows(width: usize) -> usize {
     cpu::rows_per_chunk(width).max(32)
+}
+
+/// Ranges of rows whose parameter gradients a card sums apart: four blocks for each processor of a large one.
+pub fn card_parts(rows: usize) -> usize {
+    rows.div_ceil(32).clamp(1, 528)
+}
+
+/// Bytes of these sums, of as many `vectors` as there are parameters.
+pub fn card_workspace(dtype: DType, rows: usize, width: usize, vectors: usize) -> u64 {
+    (card_parts(rows) * vectors * width * cpu::acc_bytes(dtype)) as u64
 }
 
 impl Norm<'_> {
@@ -45,6 +60,10 @@ impl Norm<'_> {
 
     /// The output and what is kept of each row.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.forward_card(device, x);
+        }
         with_elem!(x.dtype(), T => {
             let shape = (x.elem_count() / self.weight.elem_count(), self.kept());
             if !reference::has_body(x) {
@@ -92,6 +111,16 @@ impl Norm<'_> {
         Ok((y, stats))
     }
 
+    /// The output once more, bit for bit, where a card made it: there a pass over the input costs less than the
+    /// room for the output.
+    pub fn again(&self, _x: &Tensor, _stats: &Tensor) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(_x) {
+            return self.output_card(device, _x, _stats, true).map(Some);
+        }
+        Ok(None)
+    }
+
     /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted; `stats` is
     /// what `forward` kept.
     pub fn backward(
@@ -102,6 +131,10 @@ impl Norm<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.backward_card(device, (x, stats, dy), grads, want);
+        }
         if !reference::has_body(x) {
             let mut inputs = vec![x, self.weight];
             inputs.extend(self.bias);
@@ -118,6 +151,25 @@ impl Norm<'_> {
             let dx = self.backward_cpu::<T>(x, stats, dy, grads, want)?;
             want.then(|| cpu::tensor(dx, x.shape())).transpose()
         })
+    }
+
+    /// As `backward`, with the input's gradient added to `onto`: one pass less on a card.
+    pub fn backward_onto(
+        &self,
+        x: &Tensor,
+        stats: &Tensor,
+        dy: &Tensor,
+        grads: &Grads,
+        onto: &Tensor,
+    ) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            return self.onto_card(device, (x, stats, dy), grads, onto);
+        }
+        match self.backward(x, stats, dy, grads, true)? {
+            Some(dx) => add::into(&dx, onto, Activation::Identity),
+            None => candle_core::bail!("a wanted gradient was not made"),
+        }
     }
 
     fn backward_cpu<T: Elem>(

@@ -1,7 +1,12 @@
 //! Linear maps of one input, their outputs side by side: `y = [x W1' + b1, x W2' + b2, ...]`.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{Result, Tensor};
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::linear::{add_all, column_sums};
 use super::product::{By, Mat, multiply};
 use super::{Elem, Real, cpu, reference};
@@ -38,6 +43,10 @@ pub fn reference(x: &Tensor, maps: &[Map]) -> Result<Tensor> {
 }
 
 pub fn forward(x: &Tensor, maps: &[Map]) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::forward(device, x, maps);
+    }
     if !reference::has_body(x) {
         return reference(x, maps);
     }
@@ -86,6 +95,10 @@ fn forward_cpu<T: Elem>(x: &Tensor, maps: &[Map]) -> Result<Tensor> {
 /// Adds the gradients of the maps to `grads`, which lie as the maps do, and returns the input's where
 /// it is wanted.
 pub fn backward(x: &Tensor, maps: &[Map], dy: &Tensor, grads: &[Map], want: bool) -> Result<Option<Tensor>> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::backward(device, x, maps, dy, grads, want);
+    }
     if reference::has_body(x) {
         return with_elem!(x.dtype(), T => backward_cpu::<T>(x, maps, dy, grads, want));
     }

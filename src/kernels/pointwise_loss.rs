@@ -1,11 +1,14 @@
 //! Losses of single values, together with the linear map that predicts them: squared, Huber's, and
 //! binary cross-entropy of a score.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::linear::{Grads, Lies, Linear};
-use super::tally::Tally;
+use super::tally::{self, Counted, Tally};
 use super::{Activation, Elem, Real, cpu, reference};
 use crate::with_elem;
 
@@ -82,9 +85,15 @@ impl Head<'_> {
 
     /// The sums and the gradient of `scale` times the summed loss with respect to `x`; adds those of the
     /// weight and the bias to `grads`. `targets` are f32.
-    pub fn learn(&self, x: &Tensor, targets: &Tensor, scale: f64, grads: &Grads) -> Result<(Tally, Tensor)> {
+    pub fn learn(
+        &self,
+        x: &Tensor,
+        targets: &Tensor,
+        scale: f64,
+        grads: &Grads,
+    ) -> Result<(Counted, Tensor)> {
         let (p, _) = self.map().forward(x)?;
-        let sums = with_elem!(x.dtype(), T => self.compare::<T>(&p, targets, Some(scale))?);
+        let sums = self.compare(&p, targets, Some(scale))?;
         match self.map().backward(x, None, p, grads, true)? {
             Some(dx) => Ok((sums, dx)),
             None => candle_core::bail!("a wanted gradient was not made"),
@@ -92,16 +101,24 @@ impl Head<'_> {
     }
 
     /// The sums alone.
-    pub fn judge(&self, x: &Tensor, targets: &Tensor) -> Result<Tally> {
+    pub fn judge(&self, x: &Tensor, targets: &Tensor) -> Result<Counted> {
         let (p, _) = self.map().forward(x)?;
-        with_elem!(x.dtype(), T => self.compare::<T>(&p, targets, None))
+        self.compare(&p, targets, None)
     }
 
     /// Sums over predictions and, when learning, the predictions turned into gradients.
-    fn compare<T: Elem>(&self, p: &Tensor, targets: &Tensor, scale: Option<f64>) -> Result<Tally> {
+    fn compare(&self, p: &Tensor, targets: &Tensor, scale: Option<f64>) -> Result<Counted> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(p) {
+            return card::compare(device, self.kind, p, targets, scale);
+        }
         if !reference::has_body(p) {
             candle_core::bail!("losses of single values have no body for this device yet")
         }
+        Ok(with_elem!(p.dtype(), T => self.cpu::<T>(p, targets, scale)?).into())
+    }
+
+    fn cpu<T: Elem>(&self, p: &Tensor, targets: &Tensor, scale: Option<f64>) -> Result<Tally> {
         let samples = p.dim(0)?;
         let values = p.elem_count() / samples.max(1);
         let targets = cpu::view::<f32>(targets)?;
@@ -144,4 +161,12 @@ impl Head<'_> {
 /// Bytes of temporaries of judging and of learning `rows` rows of predictions.
 pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> u64 {
     cpu::bytes(dtype, rows * outputs) + super::linear::workspace(dtype, rows, width, outputs)
+}
+
+/// As [`workspace`], on a card, for judging and for learning.
+pub fn card_workspace(dtype: DType, samples: usize, rows: usize, outputs: usize, bias: bool) -> (u64, u64) {
+    let judge = cpu::bytes(dtype, rows * outputs) + tally::card_workspace(samples);
+    let sums = if bias { super::linear::card_workspace(dtype, rows, outputs) } else { 0 };
+    // The rows' tallies are added up before the gradients are made.
+    (judge, judge.max(cpu::bytes(dtype, rows * outputs) + sums + 5 * size_of::<f64>() as u64))
 }

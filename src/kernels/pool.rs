@@ -1,7 +1,12 @@
 //! Max pooling, channels last. The place of each maximum is kept in one byte.
 
+#[cfg(feature = "cuda")]
+pub(super) mod card;
+
 use candle_core::{Result, Tensor};
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -49,6 +54,10 @@ pub fn reference_max(x: &Tensor, w: &Window) -> Result<Tensor> {
 
 /// Maxima and, as bytes of the same shape, which cell of the window each came from (the first of equals).
 pub fn max(x: &Tensor, w: &Window) -> Result<(Tensor, Tensor)> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::max(device, x, w);
+    }
     if !reference::has_body(x) {
         let y = reference_max(x, w)?;
         let which = Tensor::zeros(y.shape(), candle_core::DType::U8, y.device())?;
@@ -89,6 +98,10 @@ pub fn max(x: &Tensor, w: &Window) -> Result<(Tensor, Tensor)> {
 
 /// Gives each maximum's gradient to the cell it came from.
 pub fn max_backward(which: &Tensor, dy: &Tensor, w: &Window) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(dy) {
+        return card::max_backward(device, which, dy, w);
+    }
     with_elem!(dy.dtype(), T => {
         let (which, d) = (cpu::view::<u8>(which)?, cpu::view::<T>(dy)?);
         let (picture, batch) = (w.height * w.width * w.channels, dy.dim(0)?);

@@ -2,6 +2,9 @@
 //!
 //! Value `i` is paired with value `i + head / 2`, as Llama's published weights have it.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use std::sync::OnceLock;
 
 use candle_core::{Result, Tensor};

@@ -1,8 +1,13 @@
 //! `y = x s` with one factor a sample and channel: (batch, height, width, channels) by (batch, channels).
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -13,6 +18,10 @@ pub fn reference(x: &Tensor, s: &Tensor) -> Result<Tensor> {
 }
 
 pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::apply(device, x, s, None);
+    }
     if !reference::has_body(x) {
         return reference(x, s);
     }
@@ -33,6 +42,10 @@ pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
 
 /// The gradient of the factors, (batch, channels): the sums over pixels of `x dy`.
 pub fn of_factors(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::of_factors(device, x, dy);
+    }
     if !reference::has_body(x) {
         return (x * dy)?.flatten(1, 2)?.sum(1);
     }
@@ -61,6 +74,10 @@ fn of_factors_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
 
 /// `dx = dy s + m / pixels`: the gradient of the scaled picture and that of its means `m`, (batch, channels).
 pub fn backward_with_means(dy: &Tensor, s: &Tensor, m: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(dy) {
+        return card::apply(device, dy, s, Some(m));
+    }
     let (batch, h, w, c) = dy.dims4()?;
     let share = 1.0 / (h * w) as f64;
     if !reference::has_body(dy) {

@@ -1,8 +1,13 @@
 //! `y = silu(gate) up`, from rows that hold the gate and then what it lets through.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{Activation, Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -16,6 +21,10 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
 }
 
 pub fn forward(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::forward(device, x);
+    }
     if !reference::has_body(x) {
         return reference(x);
     }
@@ -40,6 +49,10 @@ pub fn forward(x: &Tensor) -> Result<Tensor> {
 
 /// The gradient of `x`.
 pub fn backward(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(x) {
+        return card::backward(device, x, dy);
+    }
     if !reference::has_body(x) {
         return Ok(reference::gradients(&[x], dy, |t| reference(&t[0]))?.remove(0));
     }

@@ -1,5 +1,10 @@
 //! What a loss counts.
 
+#[cfg(feature = "cuda")]
+pub(super) mod card;
+
+use candle_core::{Result, Tensor};
+
 /// Sums over samples (tokens): adding tallies is exact however a set was split.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Tally {
@@ -27,4 +32,37 @@ impl std::ops::AddAssign for Tally {
         self.top1 += other.top1;
         self.top5 += other.top5;
     }
+}
+
+/// A tally that is known, or one that a card has yet to count: five f64 in the order of [`Tally`].
+#[derive(Clone, Debug)]
+pub enum Counted {
+    Known(Tally),
+    Later(Tensor),
+}
+
+impl Counted {
+    /// Waits for the card where that is needed.
+    pub fn read(&self) -> Result<Tally> {
+        match self {
+            Counted::Known(tally) => Ok(*tally),
+            Counted::Later(sums) => match sums.to_vec1::<f64>()?[..] {
+                [loss, weight, count, top1, top5] => {
+                    Ok(Tally { loss, weight, count: count as u64, top1: top1 as u64, top5: top5 as u64 })
+                }
+                _ => candle_core::bail!("a tally of {:?} values", sums.dims()),
+            },
+        }
+    }
+}
+
+impl From<Tally> for Counted {
+    fn from(tally: Tally) -> Self {
+        Counted::Known(tally)
+    }
+}
+
+/// Bytes a card has the tally of `rows` rows in, until it is added up, and those of the sums.
+pub fn card_workspace(rows: usize) -> u64 {
+    (rows * (2 * size_of::<f64>() + size_of::<u32>()) + 5 * size_of::<f64>()) as u64
 }

@@ -1,5 +1,8 @@
 //! Rows and columns of a matrix a sample change places.
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
@@ -12,6 +15,10 @@ const SQUARE: usize = 16;
 /// (batch, rows, cols) to (batch, cols, rows).
 pub fn forward(x: &Tensor, rows: usize, cols: usize) -> Result<Tensor> {
     let batch = x.elem_count() / (rows * cols).max(1);
+    #[cfg(feature = "cuda")]
+    if let Some(device) = super::cuda::of(x) {
+        return card::forward(device, x, (batch, rows, cols));
+    }
     if !reference::has_body(x) {
         return x.reshape((batch, rows, cols))?.transpose(1, 2)?.contiguous();
     }

@@ -1,8 +1,14 @@
-//! Optimizer updates over flat buffers: one pass, in place, gradients cleared on the way.
+//! Optimizer updates over flat buffers: one pass, in place, gradients cleared on the way. `copy` is the weights
+//! as kernels compute with them, where that is another type: it follows them.
+
+#[cfg(feature = "cuda")]
+pub(super) mod card;
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -45,11 +51,23 @@ impl AdamW {
     }
 
     /// Decoupled weight decay, then Adam. `m` and `v` are its first and second moments.
-    pub fn apply(&self, c: &Common, weights: &Tensor, grads: &Tensor, m: &Tensor, v: &Tensor) -> Result<()> {
-        if !reference::has_body(weights) {
-            return self.reference(c, weights, grads, m, v);
+    pub fn apply(
+        &self,
+        c: &Common,
+        weights: &Tensor,
+        grads: &Tensor,
+        (m, v): (&Tensor, &Tensor),
+        copy: Option<&Tensor>,
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(weights) {
+            return self.card(device, c, &card::Buffers::new(c, weights, grads, [Some(m), Some(v)], copy)?);
         }
-        with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, m, v))
+        match reference::has_body(weights) {
+            false => self.reference(c, weights, grads, m, v)?,
+            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, m, v)?),
+        }
+        follow(weights, copy)
     }
 
     fn cpu<T: Elem>(
@@ -115,11 +133,17 @@ impl Sgd {
         weights: &Tensor,
         grads: &Tensor,
         momentum: Option<&Tensor>,
+        copy: Option<&Tensor>,
     ) -> Result<()> {
-        if !reference::has_body(weights) {
-            return self.reference(c, weights, grads, momentum);
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(weights) {
+            return self.card(device, &card::Buffers::new(c, weights, grads, [momentum, None], copy)?);
         }
-        with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, momentum))
+        match reference::has_body(weights) {
+            false => self.reference(c, weights, grads, momentum)?,
+            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, momentum)?),
+        }
+        follow(weights, copy)
     }
 
     fn cpu<T: Elem>(
@@ -187,6 +211,11 @@ impl Sgd {
     }
 }
 
+/// Brings the copy of the weights up to them.
+pub(super) fn follow(weights: &Tensor, copy: Option<&Tensor>) -> Result<()> {
+    copy.map_or(Ok(()), |copy| round_into(weights, copy))
+}
+
 /// `w -= lr weight_decay w` for the decayed part of a chunk that begins at `start`.
 pub(super) fn decay<T: Elem>(w: &mut [T], start: usize, c: &Common) {
     let keep = <T::Acc as Real>::of(1.0 - c.lr * c.weight_decay);
@@ -207,6 +236,10 @@ pub(super) fn decay_reference(weights: &Tensor, c: &Common) -> Result<Tensor> {
 
 /// Sum of squares of a flat buffer, added up in f64 in an order that no thread changes.
 pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(values) {
+        return Ok(card::squares(device, values)?.to_vec1::<f64>()?[0]);
+    }
     if !reference::has_body(values) {
         return values.to_dtype(candle_core::DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
     }
@@ -226,6 +259,10 @@ pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
 
 /// `to = from`, rounded to the type of `to`: the copy of the weights that kernels compute with.
 pub fn round_into(from: &Tensor, to: &Tensor) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(from) {
+        return card::round(device, from, to);
+    }
     if !reference::has_body(from) {
         return to.slice_set(&from.to_dtype(to.dtype())?, 0, 0);
     }
@@ -241,6 +278,10 @@ pub fn round_into(from: &Tensor, to: &Tensor) -> Result<()> {
 
 /// `average = keep average + (1 - keep) values`.
 pub fn blend(average: &Tensor, values: &Tensor, keep: f64) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(values) {
+        return card::blend(device, average, values, keep);
+    }
     if !reference::has_body(values) {
         return average.slice_set(&((average * keep)? + (values * (1.0 - keep))?)?, 0, 0);
     }
@@ -257,6 +298,10 @@ pub fn blend(average: &Tensor, values: &Tensor, keep: f64) -> Result<()> {
 
 /// Exchanges the values of two buffers.
 pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(a) {
+        return card::swap(device, a, b);
+    }
     if !reference::has_body(a) {
         let kept = a.copy()?;
         a.slice_set(b, 0, 0)?;
@@ -271,6 +316,10 @@ pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
 
 /// Sets every value to zero.
 pub fn clear(values: &Tensor) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(values) {
+        return card::clear(device, values);
+    }
     if !reference::has_body(values) {
         return values.slice_set(&values.zeros_like()?, 0, 0);
     }

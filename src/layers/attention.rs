@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
+use super::{At, Cost, Layer, On, Pass, Saved};
 use crate::kernels::attention::{Attention as Kernel, Sizes};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::rotary::Rotary;
@@ -50,7 +50,10 @@ impl Layer for Attention {
 
     fn cost(&self, at: At) -> Cost {
         let s = &self.sizes;
-        let (forward, backward) = s.workspace(at.dtype, at.batch, at.threads);
+        let (forward, backward) = match at.on {
+            On::Cpu { threads } => s.workspace(at.dtype, at.batch, threads),
+            On::Cuda => s.card_workspace(at.dtype, at.batch, self.rotary.is_some()),
+        };
         let products = 4 * at.batch * s.width() * s.length * s.length;
         Cost {
             input: at.bytes(s.length * s.packed()),
@@ -73,7 +76,7 @@ impl Layer for Attention {
 #[cfg(test)]
 mod tests {
     use super::super::check::{
-        Subject, autograd_agrees, cost_is_exact, differences_agree, distance, flat, random,
+        Subject, autograd_agrees, bf16_follows, cost_is_exact, differences_agree, distance, flat, random,
     };
     use super::super::{Mode, Pass};
     use super::*;
@@ -153,5 +156,16 @@ mod tests {
             true,
         );
         assert!(flat(&y).iter().chain(&flat(&dx.unwrap().unwrap())).all(|v| v.is_finite()));
+    }
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (length, causal, rotary) in [(20, true, false), (70, false, true), (130, true, true)] {
+            let sizes = Sizes { length, heads: 4, kv_heads: 2, head: 64 };
+            bf16_follows(
+                &|_| Box::new(layer(sizes, causal, rotary)),
+                &random(&[2, length, sizes.packed()], 1),
+            );
+        }
     }
 }

@@ -35,7 +35,7 @@ impl Layer for AvgPool {
         Cost {
             input: at.bytes(w.height * w.width * w.channels),
             output: at.bytes(output),
-            forward: (at.threads * w.channels * acc) as u64,
+            forward: (at.threads() * w.channels * acc) as u64,
             flops: (at.batch * output * w.size * w.size) as u64,
             ..Cost::default()
         }
@@ -48,10 +48,19 @@ impl Layer for AvgPool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use crate::kernels::average::reference_windows;
     use proptest::prelude::*;
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (size, stride, padding) in [(2, 2, 0), (3, 2, 1), (3, 1, 1)] {
+            let window = Window { height: 12, width: 10, channels: 24, size, stride, padding };
+            let x = random(&[3, 12, 10, 24], 1);
+            bf16_follows(&|_| Box::new(AvgPool { name: "p".into(), window }), &x);
+        }
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]

@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::{At, Cost, Layer, Mode, Pass, Saved};
+use super::{At, Cost, Layer, Mode, On, Pass, Remakes, Saved};
 use crate::kernels::Clip;
 use crate::kernels::batch_norm::{BatchNorm as Kernel, Running, workspace};
 use crate::kernels::channels::Cut;
@@ -86,15 +86,15 @@ impl Layer for BatchNorm {
         self.kernel(pass).again(&saved.0[0], &saved.0[1]).map(Some)
     }
 
-    fn remakes(&self) -> bool {
-        true
+    fn remakes(&self, _: On) -> Remakes {
+        Remakes::WithInput
     }
 
     fn cost(&self, at: At) -> Cost {
         let (len, channels) = (self.shape.iter().product::<usize>(), self.channels());
         let pixels = len / channels;
         let cut = Cut { channels, rows: at.batch * pixels, unit: self.group * pixels };
-        let (forward, backward) = workspace(at.dtype, &cut);
+        let (forward, backward) = workspace(at, &cut);
         let acc = if at.dtype == DType::F64 { 8 } else { 4 };
         Cost {
             input: at.bytes(len),
@@ -119,9 +119,10 @@ impl Layer for BatchNorm {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{Subject, autograd_agrees, cost_is_exact, differences_agree, flat, random};
+    use super::super::check::{
+        Subject, autograd_agrees, bf16_follows, cost_is_exact, device, differences_agree, flat, random,
+    };
     use super::*;
-    use candle_core::Device;
     use proptest::prelude::*;
 
     fn clip() -> impl Strategy<Value = Clip> {
@@ -145,14 +146,21 @@ mod tests {
         }
     }
 
+    #[test]
+    fn bf16_follows_f64() {
+        for (batch, group, c) in [(6, 6, 64), (6, 2, 40), (5, 2, 3), (2, 2, 1040)] {
+            let x = random(&[batch, 9, 7, c], 1);
+            bf16_follows(&|d| Box::new(BatchNorm::new(d, "n", &[9, 7, c], group, Clip::Nothing)), &x);
+        }
+    }
+
     /// Statistics of many chunks, put together, of values far from zero.
     #[test]
     fn a_large_group_is_normal() {
         let (batch, pixels, c) = (32, 400, 3);
         let mut declared = Declared::default();
         let layer = BatchNorm::new(&mut declared, "n", &[20, 20, c], 32, Clip::Nothing);
-        let store =
-            crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &Device::Cpu).unwrap();
+        let store = crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &device()).unwrap();
         let ids: Vec<u64> = (0..batch as u64).collect();
         let pass = Pass {
             store: &store,
@@ -179,7 +187,7 @@ mod tests {
         let mut declared = Declared::default();
         let layer = BatchNorm::new(&mut declared, "n", &[1, 1, 1], 2, Clip::Nothing);
         let subject = Subject::new(declared, DType::F64, 4);
-        let x = Tensor::new(&[1f64, 3.0, 10.0, 14.0], &Device::Cpu).unwrap().reshape((4, 1, 1, 1)).unwrap();
+        let x = Tensor::new(&[1f64, 3.0, 10.0, 14.0], &device()).unwrap().reshape((4, 1, 1, 1)).unwrap();
         let stats = || flat(&subject.store.stats);
         for mode in [Mode::Again, Mode::Eval] {
             layer.forward(&x, &subject.pass(mode)).unwrap();

@@ -76,7 +76,7 @@ impl Layer for Conv {
     fn cost(&self, at: At) -> Cost {
         let g = &self.geometry;
         let output = at.bytes(self.output().iter().product());
-        let (forward, backward) = workspace(g, self.act, at);
+        let (forward, backward) = workspace(g, self.bias.is_some(), self.act, at);
         let reads = self.act.reads();
         Cost {
             input: at.bytes(g.height * g.width * g.inputs),
@@ -99,7 +99,7 @@ impl Layer for Conv {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use proptest::prelude::*;
 
@@ -128,6 +128,42 @@ mod tests {
             groups: channels,
             ..g
         })
+    }
+
+    /// Shapes of the models there are: first layers, windows of one pixel, groups, and channels that see
+    /// themselves alone.
+    #[test]
+    fn bf16_follows_f64() {
+        let plain = Geometry {
+            height: 9,
+            width: 8,
+            inputs: 16,
+            outputs: 24,
+            kernel: 3,
+            stride: 1,
+            padding: 1,
+            dilation: 1,
+            groups: 1,
+        };
+        let depthwise = Geometry { inputs: 40, outputs: 40, groups: 40, ..plain };
+        for g in [
+            plain,
+            Geometry { stride: 2, ..plain },
+            Geometry { kernel: 1, padding: 0, ..plain },
+            Geometry { kernel: 1, padding: 0, stride: 2, ..plain },
+            Geometry { inputs: 3, kernel: 7, stride: 2, padding: 3, height: 20, width: 18, ..plain },
+            Geometry { dilation: 2, padding: 2, groups: 2, ..plain },
+            depthwise,
+            Geometry { stride: 2, ..depthwise },
+            Geometry { kernel: 5, padding: 2, ..depthwise },
+            Geometry { kernel: 5, padding: 2, stride: 2, ..depthwise },
+            Geometry { kernel: 7, padding: 3, ..depthwise },
+        ] {
+            let x = random(&[3, g.height, g.width, g.inputs], 1);
+            for act in [Activation::Identity, Activation::Silu] {
+                bf16_follows(&|d| Box::new(Conv::new(d, "c", g, act != Activation::Identity, act)), &x);
+            }
+        }
     }
 
     proptest! {

@@ -2,10 +2,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::loss::{Loss, Tally};
-use super::{At, Cost, Pass};
+use super::loss::{Counted, Loss};
+use super::{At, Cost, On, Pass};
 use crate::kernels::Activation;
-use crate::kernels::cross_entropy::{Head, workspace};
+use crate::kernels::cross_entropy::{Head, card_workspace, workspace};
 use crate::kernels::linear::{Grads, Lies, Linear};
 use crate::params::ParamId;
 
@@ -41,12 +41,12 @@ impl Loss for CrossEntropy {
         &self.name
     }
 
-    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Tally, Tensor)> {
+    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Counted, Tensor)> {
         let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
         self.head(pass).learn(x, targets, pass.scale, &grads)
     }
 
-    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Tally> {
+    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Counted> {
         self.head(pass).judge(x, targets)
     }
 
@@ -57,7 +57,11 @@ impl Loss for CrossEntropy {
 
     fn cost(&self, at: At) -> Cost {
         let rows = at.batch * self.positions;
-        let (forward, backward) = workspace(at.dtype, rows, self.classes, self.width, self.bias.is_some());
+        let (bias, weighted) = (self.bias.is_some(), self.class_weights.is_some());
+        let (forward, backward) = match at.on {
+            On::Cpu { .. } => workspace(at.dtype, rows, self.classes, self.width, bias),
+            On::Cuda => card_workspace(at.dtype, rows, self.classes, bias, weighted),
+        };
         Cost {
             input: at.bytes(self.positions * self.width),
             forward,
@@ -75,7 +79,9 @@ impl Loss for CrossEntropy {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{Subject, distance, flat, loss_differences_agree, random};
+    use super::super::check::{
+        Subject, device, distance, flat, leaf, loss_bf16_follows, loss_differences_agree, random,
+    };
     use super::super::{Mode, Pass};
     use super::*;
     use crate::kernels::cross_entropy::IGNORE;
@@ -106,7 +112,7 @@ mod tests {
 
     fn targets(rows: usize, classes: usize, ignore: bool) -> Tensor {
         let of = |i: usize| if ignore && i % 3 == 1 { IGNORE } else { (i * 5 % classes) as u32 };
-        Tensor::from_vec((0..rows).map(of).collect::<Vec<u32>>(), rows, &Device::Cpu).unwrap()
+        Tensor::from_vec((0..rows).map(of).collect::<Vec<u32>>(), rows, &device()).unwrap()
     }
 
     /// Rows of (two classes, bits of the first's share); the classes meet now and then.
@@ -122,7 +128,7 @@ mod tests {
             (Tensor::from_vec(classes, rows, on).unwrap(), Tensor::from_vec(shares, rows, on).unwrap())
         };
         let goals = [goal(5, &|i| share(i) as f64), goal(3, &|i| 1.0 - share(i) as f64)];
-        (Tensor::from_vec(bits, (rows, 3), &Device::Cpu).unwrap(), goals)
+        (Tensor::from_vec(bits, (rows, 3), &device()).unwrap(), goals)
     }
 
     proptest! {
@@ -143,11 +149,11 @@ mod tests {
             let (targets, goals) = mixed(rows, classes);
             let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
             let (tally, dx) = loss.learn(&x, &targets, &pass).unwrap();
-            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())]
-                .map(|t| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap()).into();
+            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
             let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_deref() };
             let wanted = head.reference_mixed(&vars[0], &goals).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
+            let tally = tally.read().unwrap();
             prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0));
             let weight = |class: u32| loss.class_weights.as_ref().map_or(1.0, |w| w[class as usize] as f64);
             let weights: f64 = goals.iter().map(|(classes, shares)| {
@@ -176,11 +182,11 @@ mod tests {
             let (x, t) = (random(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), targets(rows, classes, false));
             let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
             let (tally, dx) = loss.learn(&x, &t, &pass).unwrap();
-            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())]
-                .map(|t| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap()).into();
+            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
             let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_deref() };
-            let wanted = head.reference(&vars[0], &t).unwrap();
+            let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
+            let tally = tally.read().unwrap();
             prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0));
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
             prop_assert!(distance(&flat(&dx), &flat(grads.get(&vars[0]).unwrap())) < 1e-4);
@@ -202,12 +208,15 @@ mod tests {
         let tally = |share: f32| {
             let row = |s| [best(s), (best(s) + 1) % 3, share.to_bits()];
             let targets: Vec<u32> = scores.iter().flat_map(row).collect();
-            loss.judge(&x, &Tensor::from_vec(targets, (4, 3), &Device::Cpu).unwrap(), &pass).unwrap()
+            loss.judge(&x, &Tensor::from_vec(targets, (4, 3), &device()).unwrap(), &pass)
+                .unwrap()
+                .read()
+                .unwrap()
         };
         assert_eq!((tally(0.6).top1, tally(0.5).top1, tally(0.4).top1), (4, 4, 0));
-        let hard = Tensor::from_vec(scores.iter().map(best).collect::<Vec<_>>(), 4, &Device::Cpu).unwrap();
-        assert_eq!(tally(1.0), loss.judge(&x, &hard, &pass).unwrap());
-        let odd = Tensor::zeros((4, 2), DType::U32, &Device::Cpu).unwrap();
+        let hard = Tensor::from_vec(scores.iter().map(best).collect::<Vec<_>>(), 4, &device()).unwrap();
+        assert_eq!(tally(1.0), loss.judge(&x, &hard, &pass).unwrap().read().unwrap());
+        let odd = Tensor::zeros((4, 2), DType::U32, &device()).unwrap();
         assert!(loss.judge(&x, &odd, &pass).is_err());
     }
 
@@ -216,10 +225,19 @@ mod tests {
         let mut declared = Declared::default();
         let loss = loss(&mut declared, 4, 10, false, 0.0, false);
         let subject = Subject::new(declared, DType::F32, 10);
-        let x = Tensor::zeros((10, 4), DType::F32, &Device::Cpu).unwrap();
-        let t = Tensor::from_vec((0..10u32).collect::<Vec<_>>(), 10, &Device::Cpu).unwrap();
-        let tally = loss.judge(&x, &t, &subject.pass(Mode::Eval)).unwrap();
+        let x = Tensor::zeros((10, 4), DType::F32, &device()).unwrap();
+        let t = Tensor::from_vec((0..10u32).collect::<Vec<_>>(), 10, &device()).unwrap();
+        let tally = loss.judge(&x, &t, &subject.pass(Mode::Eval)).unwrap().read().unwrap();
         assert_eq!((tally.count, tally.top1, tally.top5), (10, 1, 5));
         assert!((tally.mean_loss() - 10f64.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (rows, classes, smoothing) in [(7, 5, 0.0), (40, 65, 0.1), (300, 1000, 0.0)] {
+            let build =
+                |d: &mut Declared| Box::new(loss(d, 32, classes, true, smoothing, true)) as Box<dyn Loss>;
+            loss_bf16_follows(&build, &random(&[rows, 32], 1), &targets(rows, classes, true));
+        }
     }
 }

@@ -56,7 +56,7 @@ impl Layer for Dropout {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{Subject, cost_is_exact, differences_agree, flat, random};
+    use super::super::check::{Subject, cost_is_exact, device, differences_agree, flat, random};
     use super::*;
     use candle_core::DType;
 
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn the_share_dropped_and_the_mean_are_as_stated() {
-        let x = Tensor::ones((64, 5, 7), DType::F64, &candle_core::Device::Cpu).unwrap();
+        let x = Tensor::ones((64, 5, 7), DType::F64, &device()).unwrap();
         let subject = Subject::new(Default::default(), DType::F64, 64);
         let y = flat(&layer(0.25).forward(&x, &subject.pass(Mode::Train)).unwrap().0);
         let share = y.iter().filter(|v| **v == 0.0).count() as f64 / y.len() as f64;

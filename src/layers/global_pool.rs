@@ -35,7 +35,7 @@ impl Layer for GlobalPool {
         Cost {
             input: at.bytes(h * w * c),
             output: at.bytes(c),
-            forward: (at.threads * c * acc) as u64,
+            forward: (at.threads() * c * acc) as u64,
             flops: (at.batch * h * w * c) as u64,
             ..Cost::default()
         }
@@ -48,9 +48,15 @@ impl Layer for GlobalPool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use crate::kernels::average::reference_whole;
+
+    #[test]
+    fn bf16_follows_f64() {
+        let x = random(&[3, 9, 7, 40], 1);
+        bf16_follows(&|_| Box::new(GlobalPool { name: "p".into(), shape: [9, 7, 40] }), &x);
+    }
 
     #[test]
     fn gradients_are_right() {

@@ -70,7 +70,7 @@ impl Layer for GroupNorm {
         let (len, channels) = (self.shape.iter().product::<usize>(), self.channels());
         let pixels = len / channels;
         let (forward, backward) =
-            workspace(at.dtype, &Cut { channels, rows: at.batch * pixels, unit: pixels });
+            workspace(at, &Cut { channels, rows: at.batch * pixels, unit: pixels }, self.groups);
         let acc = if at.dtype == DType::F64 { 8 } else { 4 };
         Cost {
             input: at.bytes(len),
@@ -91,9 +91,17 @@ impl Layer for GroupNorm {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (groups, c) in [(8, 64), (4, 20), (1, 3)] {
+            let x = random(&[5, 9, 7, c], 1);
+            bf16_follows(&|d| Box::new(GroupNorm::new(d, "n", &[9, 7, c], groups, Clip::Nothing)), &x);
+        }
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]

@@ -2,9 +2,9 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
-use crate::kernels::linear::{Grads, Lies, Linear as Kernel, workspace};
-use crate::kernels::{Activation, Reads};
+use super::{At, Cost, Layer, On, Pass, Remakes, Saved};
+use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
+use crate::kernels::{Activation, Reads, activation};
 use crate::params::{Declared, Init, ParamId};
 
 pub struct Linear {
@@ -107,6 +107,23 @@ impl Layer for Linear {
         Ok((y, saved))
     }
 
+    fn forward_onto(&self, x: &Tensor, onto: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+        let (y, pre) = self.kernel(pass).forward_onto(x, onto)?;
+        let saved = Saved::around(x, &y, pre, self.act);
+        Ok((y, saved))
+    }
+
+    fn again(&self, saved: &Saved, _: &Pass) -> Result<Option<Tensor>> {
+        saved.0.last().map(|pre| activation::forward(pre, self.act)).transpose()
+    }
+
+    fn remakes(&self, on: On) -> Remakes {
+        match self.act.reads() {
+            Reads::Input if on == On::Cuda => Remakes::Alone,
+            _ => Remakes::Never,
+        }
+    }
+
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
         let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
         self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, want)
@@ -120,9 +137,10 @@ impl Layer for Linear {
         let (rows, k, n) = (at.batch * self.rows(), self.inputs, self.outputs);
         let output = at.bytes(self.rows() * n);
         // The weight's gradient is a product with as many rows as the weight has.
-        let work = match self.lies {
-            Lies::OutIn => workspace(at.dtype, rows, k, n),
-            Lies::InOut => workspace(at.dtype, rows, n, k),
+        let (forward, backward) = match (at.on, self.lies) {
+            (On::Cpu { .. }, Lies::OutIn) => [workspace(at.dtype, rows, k, n); 2].into(),
+            (On::Cpu { .. }, Lies::InOut) => [workspace(at.dtype, rows, n, k); 2].into(),
+            (On::Cuda, _) => (0, self.bias.map_or(0, |_| card_workspace(at.dtype, rows, n))),
         };
         let reads = self.act.reads();
         Cost {
@@ -131,8 +149,8 @@ impl Layer for Linear {
             keeps_input: true,
             keeps_output: reads == Reads::Output,
             saved: if reads == Reads::Input { output } else { 0 },
-            forward: work,
-            backward: work,
+            forward,
+            backward,
             flops: 2 * (rows * k * n) as u64,
             ..Cost::default()
         }
@@ -145,7 +163,7 @@ impl Layer for Linear {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use proptest::prelude::*;
 
@@ -172,6 +190,19 @@ mod tests {
             }
             autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], lies, bias: p.get(1), act }.reference(x));
             cost_is_exact(&build, &|batch| random(&[batch, t, k], 1));
+        }
+    }
+
+    #[test]
+    fn bf16_follows_f64() {
+        for act in [Activation::Identity, Activation::GeluTanh, Activation::Silu] {
+            for lies in [Lies::OutIn, Lies::InOut] {
+                let options = Options { lies, ..Options::torch(64, act) };
+                let build = |d: &mut Declared| {
+                    Box::new(Linear::new(d, "l", &[9, 64], 128, options)) as Box<dyn Layer>
+                };
+                bf16_follows(&build, &random(&[3, 9, 64], 1));
+            }
         }
     }
 }

@@ -5,17 +5,17 @@ use candle_core::{Result, Tensor};
 
 use super::{At, Cost, Pass};
 use crate::kernels::linear::Linear;
-pub use crate::kernels::tally::Tally;
+pub use crate::kernels::tally::{Counted, Tally};
 
 pub trait Loss: Send + Sync {
     fn name(&self) -> &str;
 
     /// The tally of a micro-batch and the gradient of its summed loss, times `pass.scale`, with respect
-    /// to `x`. Adds the gradients of the loss's own parameters.
-    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Tally, Tensor)>;
+    /// to `x`. Adds the gradients of the loss's own parameters. Waits for nothing.
+    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Counted, Tensor)>;
 
     /// The tally alone.
-    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Tally>;
+    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Counted>;
 
     /// The linear map whose outputs are judged.
     fn map<'a>(&self, pass: &'a Pass) -> Linear<'a>;

@@ -33,7 +33,7 @@ pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::kernels::{Activation, Reads};
+use crate::kernels::{Activation, Reads, add};
 use crate::params::{ParamId, StatId, Store};
 use crate::random::Random;
 
@@ -47,18 +47,31 @@ pub trait Layer: Send + Sync {
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)>;
 
+    /// As `forward`, with `onto` added to the output, which must be nobody's but the caller's.
+    fn forward_onto(&self, x: &Tensor, onto: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+        let (y, saved) = self.forward(x, pass)?;
+        Ok((add::into(&y, onto, Activation::Identity)?, saved))
+    }
+
     /// `dy` is the layer's to overwrite; no input gradient is made unless it is wanted.
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>>;
 
-    /// The output once more, bit for bit, from what the layer saved, where that takes no more than a pass over
-    /// it: such an output is not kept for the layer after it, but made again when that one needs it.
+    /// As `backward`, with `onto`, the gradient that reaches the input by another way, added to it.
+    fn backward_onto(&self, saved: Saved, dy: Tensor, pass: &Pass, onto: &Tensor) -> Result<Option<Tensor>> {
+        let dx = self.backward(saved, dy, pass, true)?;
+        dx.map(|dx| add::into(&dx, onto, Activation::Identity)).transpose()
+    }
+
+    /// The output once more from what the layer saved, where that takes no more than a pass over it: such an output
+    /// is not kept for the layer after it, but made again when that one needs it. The same bits, but for a GELU that
+    /// a card makes within the product: it is made again from what was saved, which is rounded.
     fn again(&self, _saved: &Saved, _pass: &Pass) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    /// Whether [`again`](Layer::again) gives the output.
-    fn remakes(&self) -> bool {
-        false
+    /// What [`again`](Layer::again) makes the output from there.
+    fn remakes(&self, _on: On) -> Remakes {
+        Remakes::Never
     }
 
     /// Whether `backward` writes to the `dy` it is given.
@@ -75,6 +88,16 @@ pub trait Layer: Send + Sync {
 
     /// Values of all its parameters.
     fn parameters(&self) -> usize;
+}
+
+/// What a layer can make its output from once more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remakes {
+    Never,
+    /// From its input, which must have been kept, and what else it saved.
+    WithInput,
+    /// From what it saved beside its input.
+    Alone,
 }
 
 /// What a layer keeps between its passes; its input first, where it keeps that.
@@ -100,11 +123,29 @@ pub struct At {
     pub batch: usize,
     /// The type of activations.
     pub dtype: DType,
-    /// Threads of the CPU bodies, which each have a workspace.
-    pub threads: usize,
+    /// Whose bodies run.
+    pub on: On,
+}
+
+/// Where layers compute: kernels have a body for each, with workspaces of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    /// The CPU; each thread has a workspace.
+    Cpu {
+        threads: usize,
+    },
+    Cuda,
 }
 
 impl At {
+    /// Threads of the CPU bodies; none where a card computes.
+    pub fn threads(&self) -> usize {
+        match self.on {
+            On::Cpu { threads } => threads,
+            On::Cuda => 0,
+        }
+    }
+
     /// Bytes of `per_sample` values of every sample.
     pub fn bytes(&self, per_sample: usize) -> u64 {
         (self.batch * per_sample * self.dtype.size_in_bytes()) as u64

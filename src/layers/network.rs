@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::loss::{Loss, Tally};
-use super::{At, Layer, Mode, Pass, Saved};
+use super::loss::{Counted, Loss, Tally};
+use super::{At, Layer, Mode, On, Pass, Remakes, Saved};
 use crate::kernels::{Activation, Reads, add};
 use crate::memory::{Ledger, Oom, Reservation, Role};
 
@@ -98,13 +98,13 @@ type Step<T> = Result<T, StepError>;
 
 impl Network {
     /// Adds the gradients of a micro-batch's summed loss (times the pass's scale) to the store.
-    pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
+    pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
         walk.ledger.phase("forward");
         let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
         let mut traces = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let input = (block.rank < walk.recompute).then(|| x.clone());
-            let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train)?;
+            let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train, None)?;
             x = y;
             traces.push(match input {
                 Some(input) => BlockTrace::Input(input),
@@ -121,16 +121,16 @@ impl Network {
                     let (tally, dx) = self.loss.learn(x, &batch.targets, pass)?;
                     (tally, Act { value: Some(dx), hold })
                 }
-                _ => (Tally::default(), Act { value: None, hold }),
+                _ => (Tally::default().into(), Act { value: None, hold }),
             }
         };
         drop(x);
         for (i, (block, trace)) in self.blocks.iter().zip(traces).enumerate().rev() {
             let trace = match trace {
                 BlockTrace::Kept(trace) => trace,
-                BlockTrace::Input(input) => walk.forward(&block.nodes, input, true, Mode::Again)?.1,
+                BlockTrace::Input(input) => walk.forward(&block.nodes, input, true, Mode::Again, None)?.1,
             };
-            match walk.backward(&block.nodes, trace, dy, i > 0)? {
+            match walk.backward(&block.nodes, trace, dy, i > 0, None)? {
                 Some(dx) => dy = dx,
                 None => break,
             }
@@ -139,12 +139,12 @@ impl Network {
     }
 
     /// The summed loss and the counts behind the metrics of a micro-batch.
-    pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Tally> {
+    pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
         let x = self.features(walk, batch.map(|b| &b.inputs))?;
         let _work = walk.hold(Role::Workspace, self.loss.name(), self.loss.cost(walk.at).forward)?;
         match (&walk.pass, batch, &x.value) {
             (Some(pass), Some(batch), Some(x)) => Ok(self.loss.judge(x, &batch.targets, pass)?),
-            _ => Ok(Tally::default()),
+            _ => Ok(Tally::default().into()),
         }
     }
 
@@ -167,7 +167,7 @@ impl Network {
         walk.ledger.phase("eval");
         let mut x = Act { value: inputs.cloned(), hold: None };
         for block in &self.blocks {
-            x = walk.forward(&block.nodes, x, false, Mode::Eval)?.0;
+            x = walk.forward(&block.nodes, x, false, Mode::Eval, None)?.0;
         }
         Ok(x)
     }
@@ -223,15 +223,30 @@ impl Walk<'_> {
         self.pass.as_ref().map(|pass| Pass { mode, ..*pass })
     }
 
-    fn forward(&self, nodes: &[Node], mut x: Act, keep: bool, mode: Mode) -> Step<(Act, Vec<Trace>)> {
+    /// What the nodes make of `x`, and `onto` added to it.
+    fn forward(
+        &self,
+        nodes: &[Node],
+        mut x: Act,
+        keep: bool,
+        mode: Mode,
+        onto: Option<&Act>,
+    ) -> Step<(Act, Vec<Trace>)> {
         let mut traces = Vec::with_capacity(if keep { nodes.len() } else { 0 });
         for (i, node) in nodes.iter().enumerate() {
+            let onto = onto.filter(|_| i + 1 == nodes.len()).and_then(|onto| onto.value.as_ref());
             let (y, trace) = match node {
                 Node::Layer(layer) => {
-                    let remade = made_again(&nodes[..i], &traces);
-                    self.layer_forward(layer.as_ref(), x, keep, remade, mode)?
+                    let remade = made_again(&nodes[..i], &traces, self.at.on);
+                    self.layer_forward(layer.as_ref(), x, (keep, remade), mode, onto)?
                 }
-                Node::Residual(residual) => self.residual_forward(residual, x, keep, mode)?,
+                Node::Residual(residual) => {
+                    let (y, trace) = self.residual_forward(residual, x, keep, mode)?;
+                    if let (Some(y), Some(onto)) = (&y.value, onto) {
+                        add::into(y, onto, Activation::Identity)?;
+                    }
+                    (y, trace)
+                }
             };
             traces.extend(trace);
             x = y;
@@ -243,9 +258,9 @@ impl Walk<'_> {
         &self,
         layer: &dyn Layer,
         x: Act,
-        keep: bool,
-        remade: bool,
+        (keep, remade): (bool, bool),
         mode: Mode,
+        onto: Option<&Tensor>,
     ) -> Step<(Act, Option<Trace>)> {
         let cost = layer.cost(self.at);
         let remade = remade && cost.keeps_input;
@@ -254,7 +269,10 @@ impl Walk<'_> {
         let _work = self.hold(Role::Workspace, layer.name(), cost.forward)?;
         let (value, saved) = match (self.pass(mode), &x.value) {
             (Some(pass), Some(x)) => {
-                let (y, mut saved) = layer.forward(x, &pass)?;
+                let (y, mut saved) = match onto {
+                    Some(onto) => layer.forward_onto(x, onto, &pass)?,
+                    None => layer.forward(x, &pass)?,
+                };
                 if remade {
                     saved.0.remove(0);
                 }
@@ -282,10 +300,15 @@ impl Walk<'_> {
         keep: bool,
         mode: Mode,
     ) -> Step<(Act, Option<Trace>)> {
-        let (b, branch) = self.forward(&residual.branch, x.clone(), keep, mode)?;
-        let (s, shortcut) = self.forward(&residual.shortcut, x, keep, mode)?;
         // The branch's output is nobody else's unless its last layer keeps it: the sum goes there.
         let in_place = !self.keeps_output(&residual.branch);
+        if in_place && residual.shortcut.is_empty() && residual.act == Activation::Identity {
+            let (y, branch) = self.forward(&residual.branch, x.clone(), keep, mode, Some(&x))?;
+            let trace = Trace::Residual { branch, shortcut: Vec::new(), output: None };
+            return Ok((y, keep.then_some(trace)));
+        }
+        let (b, branch) = self.forward(&residual.branch, x.clone(), keep, mode, None)?;
+        let (s, shortcut) = self.forward(&residual.shortcut, x, keep, mode, None)?;
         let hold = match in_place {
             true => b.hold.clone(),
             false => {
@@ -314,9 +337,18 @@ impl Walk<'_> {
         }
     }
 
-    /// The gradient of the nodes' input, where wanted. Traces are given back as they are used.
-    fn backward(&self, nodes: &[Node], mut traces: Vec<Trace>, mut dy: Act, want: bool) -> Step<Option<Act>> {
+    /// The gradient of the nodes' input, where wanted, and `onto` added to it. Traces are given back as they are
+    /// used.
+    fn backward(
+        &self,
+        nodes: &[Node],
+        mut traces: Vec<Trace>,
+        mut dy: Act,
+        want: bool,
+        onto: Option<&Act>,
+    ) -> Step<Option<Act>> {
         for (i, node) in nodes.iter().enumerate().rev() {
+            let onto = onto.filter(|_| want && i == 0).and_then(|onto| onto.value.as_ref());
             let (want, trace) = (want || i > 0, traces.pop());
             let dx = match (node, trace) {
                 (Node::Layer(layer), Some(Trace::Layer { mut saved, remade, _holds })) => {
@@ -332,13 +364,20 @@ impl Walk<'_> {
                     let _work = self.hold(Role::Workspace, layer.name(), cost.backward)?;
                     let hold = if cost.view { dy.hold.clone() } else { own };
                     let value = match (self.pass(Mode::Train), saved, dy.value.take()) {
-                        (Some(pass), Some(saved), Some(dy)) => layer.backward(saved, dy, &pass, want)?,
+                        (Some(pass), Some(saved), Some(dy)) => match onto {
+                            Some(onto) => layer.backward_onto(saved, dy, &pass, onto)?,
+                            None => layer.backward(saved, dy, &pass, want)?,
+                        },
                         _ => None,
                     };
                     want.then_some(Act { value, hold })
                 }
                 (Node::Residual(residual), Some(Trace::Residual { branch, shortcut, output })) => {
-                    self.residual_backward(residual, branch, shortcut, output, dy, want)?
+                    let dx = self.residual_backward(residual, branch, shortcut, output, dy, want)?;
+                    if let (Some(Act { value: Some(dx), .. }), Some(onto)) = (&dx, onto) {
+                        add::into(dx, onto, Activation::Identity)?;
+                    }
+                    dx
                 }
                 _ => None,
             };
@@ -391,8 +430,11 @@ impl Walk<'_> {
             }
             false => dy.clone(),
         };
-        let through_branch = self.backward(&residual.branch, branch, for_branch, want)?;
-        let through_shortcut = self.backward(&residual.shortcut, shortcut, dy, want)?;
+        if residual.shortcut.is_empty() && !residual.branch.is_empty() {
+            return self.backward(&residual.branch, branch, for_branch, want, Some(&dy));
+        }
+        let through_branch = self.backward(&residual.branch, branch, for_branch, want, None)?;
+        let through_shortcut = self.backward(&residual.shortcut, shortcut, dy, want, None)?;
         let (Some(b), Some(s)) = (through_branch, through_shortcut) else { return Ok(None) };
         if let (Some(b), Some(s)) = (&b.value, &s.value) {
             add::into(b, s, Activation::Identity)?;
@@ -402,9 +444,13 @@ impl Walk<'_> {
 }
 
 /// Whether the output of the last of these nodes can be made again from what it kept.
-fn made_again(nodes: &[Node], traces: &[Trace]) -> bool {
+fn made_again(nodes: &[Node], traces: &[Trace], on: On) -> bool {
     match (nodes.last(), traces.last()) {
-        (Some(Node::Layer(layer)), Some(Trace::Layer { remade: false, .. })) => layer.remakes(),
+        (Some(Node::Layer(layer)), Some(Trace::Layer { remade, .. })) => match layer.remakes(on) {
+            Remakes::Never => false,
+            Remakes::WithInput => !remade,
+            Remakes::Alone => true,
+        },
         _ => false,
     }
 }

@@ -2,10 +2,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
+use super::{At, Cost, Layer, On, Pass, Remakes, Saved};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::linear::Grads;
-use crate::kernels::norm::{Norm as Kernel, chunk_rows};
+use crate::kernels::norm::{Norm as Kernel, card_workspace, chunk_rows};
 use crate::params::{Declared, Init, ParamId};
 
 pub struct Norm {
@@ -42,6 +42,10 @@ impl Norm {
             eps: self.eps,
         }
     }
+
+    fn grads<'a>(&self, pass: &'a Pass) -> Grads<'a> {
+        Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) }
+    }
 }
 
 impl Layer for Norm {
@@ -59,8 +63,20 @@ impl Layer for Norm {
     }
 
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
-        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &grads, want)
+        self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &self.grads(pass), want)
+    }
+
+    fn backward_onto(&self, saved: Saved, dy: Tensor, pass: &Pass, onto: &Tensor) -> Result<Option<Tensor>> {
+        let (grads, [x, stats]) = (self.grads(pass), [&saved.0[0], &saved.0[1]]);
+        self.kernel(pass).backward_onto(x, stats, &dy, &grads, onto).map(Some)
+    }
+
+    fn again(&self, saved: &Saved, pass: &Pass) -> Result<Option<Tensor>> {
+        self.kernel(pass).again(&saved.0[0], &saved.0[1])
+    }
+
+    fn remakes(&self, on: On) -> Remakes {
+        if on == On::Cuda { Remakes::WithInput } else { Remakes::Never }
     }
 
     fn cost(&self, at: At) -> Cost {
@@ -72,7 +88,10 @@ impl Layer for Norm {
             output: at.bytes(len),
             keeps_input: true,
             saved: (rows * vectors * acc) as u64,
-            backward: (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64,
+            backward: match at.on {
+                On::Cpu { .. } => (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64,
+                On::Cuda => card_workspace(at.dtype, rows, self.width, vectors),
+            },
             flops: (8 * at.batch * len) as u64,
             ..Cost::default()
         }
@@ -85,7 +104,7 @@ impl Layer for Norm {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use proptest::prelude::*;
 
@@ -104,6 +123,15 @@ mod tests {
             differences_agree(&build, &x);
             autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], bias: p.get(1), centred, eps: if centred { 1e-5 } else { 1e-6 } }.reference(x));
             cost_is_exact(&build, &|batch| random(&[batch, t, n], 1));
+        }
+    }
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (t, n) in [(5, 33), (7, 64), (3, 768), (2, 1600), (2, 2500)] {
+            let x = random(&[3, t, n], 1);
+            bf16_follows(&|d| Box::new(Norm::layer(d, "n", &[t, n], 1e-5)), &x);
+            bf16_follows(&|d| Box::new(Norm::rms(d, "n", &[t, n], 1e-6)), &x);
         }
     }
 }

@@ -3,9 +3,9 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
+use super::{At, Cost, Layer, On, Pass, Saved};
 use crate::kernels::cpu::{acc_bytes, rows_per_chunk};
-use crate::kernels::linear::workspace;
+use crate::kernels::linear::{card_workspace, workspace};
 use crate::kernels::packed::{Map, backward, forward};
 use crate::params::{Declared, Init, ParamId};
 
@@ -15,6 +15,8 @@ pub struct Packed {
     /// Shape of a sample without the last dimension.
     leading: Vec<usize>,
     inputs: usize,
+    /// Outputs of each map, and of all.
+    widths: Vec<usize>,
     outputs: usize,
 }
 
@@ -39,8 +41,9 @@ impl Packed {
             (weight, bias)
         };
         let maps = parts.iter().map(&mut map).collect();
-        let outputs = parts.iter().map(|(_, width)| width).sum();
-        Self { name: name.into(), maps, leading, inputs, outputs }
+        let widths: Vec<usize> = parts.iter().map(|(_, width)| *width).collect();
+        let outputs = widths.iter().sum();
+        Self { name: name.into(), maps, leading, inputs, widths, outputs }
     }
 
     fn maps<'a>(&self, of: impl Fn(ParamId) -> &'a Tensor) -> Vec<Map<'a>> {
@@ -73,14 +76,23 @@ impl Layer for Packed {
     fn cost(&self, at: At) -> Cost {
         let per_sample: usize = self.leading.iter().product();
         let (rows, k, n) = (at.batch * per_sample, self.inputs, self.outputs);
-        let sums =
-            if self.has_bias() { rows.div_ceil(rows_per_chunk(n)) * n * acc_bytes(at.dtype) } else { 0 };
+        let (forward, backward) = match at.on {
+            On::Cpu { .. } => {
+                let sums = rows.div_ceil(rows_per_chunk(n)) * n * acc_bytes(at.dtype);
+                let work = workspace(at.dtype, rows, k, n);
+                (work, work + if self.has_bias() { sums as u64 } else { 0 })
+            }
+            On::Cuda => {
+                let sums = self.widths.iter().map(|&n| card_workspace(at.dtype, rows, n)).max().unwrap_or(0);
+                (0, if self.has_bias() { sums } else { 0 })
+            }
+        };
         Cost {
             input: at.bytes(per_sample * k),
             output: at.bytes(per_sample * n),
             keeps_input: true,
-            forward: workspace(at.dtype, rows, k, n),
-            backward: workspace(at.dtype, rows, k, n) + sums as u64,
+            forward,
+            backward,
             flops: 2 * (rows * k * n) as u64,
             ..Cost::default()
         }

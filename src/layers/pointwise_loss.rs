@@ -3,12 +3,12 @@
 
 use candle_core::{Result, Tensor};
 
-use super::loss::{Loss, Tally};
-use super::{At, Cost, Pass};
+use super::loss::{Counted, Loss};
+use super::{At, Cost, On, Pass};
 use crate::kernels::Activation;
 use crate::kernels::linear::{Grads, Lies, Linear};
 pub use crate::kernels::pointwise_loss::Kind;
-use crate::kernels::pointwise_loss::{Head, workspace};
+use crate::kernels::pointwise_loss::{Head, card_workspace, workspace};
 use crate::params::ParamId;
 
 pub struct PointwiseLoss {
@@ -34,12 +34,12 @@ impl Loss for PointwiseLoss {
         &self.name
     }
 
-    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Tally, Tensor)> {
+    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Counted, Tensor)> {
         let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
         self.head(pass).learn(x, targets, pass.scale, &grads)
     }
 
-    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Tally> {
+    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Counted> {
         self.head(pass).judge(x, targets)
     }
 
@@ -50,11 +50,17 @@ impl Loss for PointwiseLoss {
 
     fn cost(&self, at: At) -> Cost {
         let rows = at.batch * self.positions;
-        let work = workspace(at.dtype, rows, self.outputs, self.width);
+        let (forward, backward) = match at.on {
+            On::Cpu { .. } => {
+                let work = workspace(at.dtype, rows, self.outputs, self.width);
+                (work, work)
+            }
+            On::Cuda => card_workspace(at.dtype, at.batch, rows, self.outputs, self.bias.is_some()),
+        };
         Cost {
             input: at.bytes(self.positions * self.width),
-            forward: work,
-            backward: work,
+            forward,
+            backward,
             flops: 2 * (rows * self.width * self.outputs) as u64,
             ..Cost::default()
         }
@@ -67,7 +73,7 @@ impl Loss for PointwiseLoss {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{Subject, distance, flat, loss_differences_agree, random};
+    use super::super::check::{Subject, device, distance, flat, leaf, loss_differences_agree, random};
     use super::super::{Mode, Pass};
     use super::*;
     use crate::params::{Declared, Init};
@@ -89,7 +95,7 @@ mod tests {
     fn targets(rows: usize, outputs: usize, kind: Kind) -> Tensor {
         let of = |v: f64| if kind == Kind::Binary { (v > 0.0) as u8 as f64 } else { 2.0 * v };
         let values: Vec<f32> = flat(&random(&[rows, outputs], 3)).into_iter().map(|v| of(v) as f32).collect();
-        Tensor::from_vec(values, (rows, outputs), &Device::Cpu).unwrap()
+        Tensor::from_vec(values, (rows, outputs), &device()).unwrap()
     }
 
     fn kind() -> impl Strategy<Value = Kind> {
@@ -113,10 +119,10 @@ mod tests {
             let (x, t) = (random(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), targets(rows, outputs, kind));
             let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
             let (tally, dx) = loss.learn(&x, &t, &pass).unwrap();
-            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())]
-                .map(|t| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap()).into();
-            let wanted = Head { weight: &vars[1], bias: Some(&vars[2]), kind }.reference(&vars[0], &t).unwrap();
+            let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
+            let wanted = Head { weight: &vars[1], bias: Some(&vars[2]), kind }.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
+            let tally = tally.read().unwrap();
             prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0), "{} {value}", tally.loss);
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
             prop_assert!(distance(&flat(&dx), &flat(grads.get(&vars[0]).unwrap())) < 1e-4);
@@ -130,9 +136,9 @@ mod tests {
     fn a_binary_answer_is_right_where_all_its_scores_are() {
         let mut declared = Declared::default();
         let loss = loss(&mut declared, Kind::Binary, 1, 1, false);
-        let store =
-            crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &Device::Cpu).unwrap();
-        crate::kernels::cpu::update::<f32, _>(&store.master, |w| w[0] = 1.0).unwrap();
+        let store = crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &device()).unwrap();
+        crate::kernels::update::round_into(&Tensor::ones(1, DType::F32, &device()).unwrap(), &store.master)
+            .unwrap();
         let pass = Pass {
             store: &store,
             mode: Mode::Eval,
@@ -142,8 +148,8 @@ mod tests {
             lengths: None,
             scale: 1.0,
         };
-        let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &Device::Cpu).unwrap();
-        let tally = loss.judge(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap();
+        let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &device()).unwrap();
+        let tally = loss.judge(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap().read().unwrap();
         assert_eq!((tally.count, tally.top1), (3, 2));
         let wanted = (-2f64).exp().ln_1p() + 1f64.exp().ln_1p();
         assert!((tally.loss - wanted).abs() < 1e-5, "{} {wanted}", tally.loss);

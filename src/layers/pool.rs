@@ -47,10 +47,19 @@ impl Layer for MaxPool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
     use crate::kernels::pool::reference_max;
     use proptest::prelude::*;
+
+    #[test]
+    fn bf16_follows_f64() {
+        for (size, stride, padding) in [(2, 2, 0), (3, 2, 1), (3, 1, 1)] {
+            let window = Window { height: 12, width: 10, channels: 24, size, stride, padding };
+            let x = random(&[3, 12, 10, 24], 1);
+            bf16_follows(&|_| Box::new(MaxPool { name: "p".into(), window }), &x);
+        }
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]

@@ -3,8 +3,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Mode, Pass, Saved};
-use crate::kernels::linear::{Grads, Lies, Linear as Kernel, workspace};
+use super::{At, Cost, Layer, Mode, On, Pass, Saved};
+use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
 use crate::kernels::{Activation, Reads, average, scale};
 use crate::params::{Declared, Init, ParamId};
 
@@ -101,15 +101,21 @@ impl Layer for SqueezeExcite {
     fn cost(&self, at: At) -> Cost {
         let ([h, w, c], s) = (self.shape, self.hidden);
         let pre = if self.act.reads() == Reads::Input { s } else { 0 };
-        let sums = (at.threads * c * at.dtype.size_in_bytes().max(4)) as u64;
-        let products = workspace(at.dtype, at.batch, c, s);
+        let (forward, backward) = match at.on {
+            On::Cpu { threads } => {
+                let sums = (threads * c * at.dtype.size_in_bytes().max(4)) as u64;
+                [sums.max(workspace(at.dtype, at.batch, c, s)); 2].into()
+            }
+            // The sums of the biases' gradients.
+            On::Cuda => (0, card_workspace(at.dtype, at.batch, c).max(card_workspace(at.dtype, at.batch, s))),
+        };
         Cost {
             input: at.bytes(h * w * c),
             output: at.bytes(h * w * c),
             keeps_input: true,
             saved: at.bytes(2 * c + s + pre),
-            forward: sums.max(products),
-            backward: sums.max(products) + at.bytes(2 * c + s),
+            forward,
+            backward: backward + at.bytes(2 * c + s),
             flops: (at.batch * (2 * h * w * c + 4 * s * c)) as u64,
             ..Cost::default()
         }

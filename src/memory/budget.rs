@@ -1,5 +1,6 @@
 //! How much memory a run may use.
 
+use super::card::Seen;
 use super::probe::Host;
 use crate::job::Memory;
 use crate::units::{Bytes, Size};
@@ -38,6 +39,16 @@ pub fn host(memory: &Memory, host: &Host) -> u64 {
         share => share.of(Bytes(host.most())),
     };
     stated.min(there).0
+}
+
+/// Bytes of a card that a job's tensors may use: `auto` is what is free less the headroom; a size is taken as stated,
+/// and a share is of the whole card.
+pub fn card(memory: &Memory, seen: &Seen) -> u64 {
+    match memory.vram {
+        Size::Auto => memory.usable(Bytes(seen.free)).0,
+        Size::Bytes(bytes) => bytes.0,
+        share => share.of(Bytes(seen.total)).0,
+    }
 }
 
 #[cfg(test)]

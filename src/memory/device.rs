@@ -5,6 +5,7 @@
 
 use serde::Serialize;
 
+use super::card;
 use super::probe::Host;
 
 /// A device and its memory now, in bytes.
@@ -25,7 +26,18 @@ pub struct Device {
 
 /// Every device of this machine that this build can use, the CPU first.
 pub fn all(host: &Host) -> Vec<Device> {
-    vec![cpu(host)]
+    std::iter::once(cpu(host)).chain(card::all().into_iter().map(cuda)).collect()
+}
+
+fn cuda(seen: card::Seen) -> Device {
+    Device {
+        name: format!("cuda:{}", seen.ordinal),
+        model: seen.model,
+        total_bytes: seen.total,
+        free_bytes: seen.free,
+        others_bytes: Some(seen.total - seen.free),
+        compute_capability: Some(seen.capability),
+    }
 }
 
 fn cpu(host: &Host) -> Device {

@@ -14,8 +14,8 @@ use super::ledger::{Entry, Ledger};
 use super::plan::{Offload, Part, Phase, Place, Role};
 use super::trail::{self, Blocks, High, Whose};
 use crate::features::Features;
-use crate::layers::At;
 use crate::layers::network::{Network, Walk};
+use crate::layers::{At, On};
 use crate::params::{Flat, Layout, Lies};
 
 /// Heap bytes the program holds beside what it asks for: the measured size of argument parsing, the
@@ -30,6 +30,9 @@ pub const PACKING: u64 = 2 << 20;
 /// use and one on its way, each a sixteenth of the state where that is less.
 pub const WINDOW: u64 = 64 << 20;
 
+/// Device bytes that all matrix products of a card share as their workspace.
+pub const PRODUCTS: u64 = 32 << 20;
+
 const MASTER: &str = "master weights";
 const GRADIENTS: &str = "gradients";
 
@@ -40,9 +43,8 @@ pub struct Subject<'a> {
     pub layout: &'a Layout,
     pub features: &'a Features,
     pub dtype: DType,
-    pub threads: usize,
-    /// Tensors are in the memory of a device that is not the host.
-    pub on_device: bool,
+    /// Where layers compute, and tensors are.
+    pub on: On,
     pub optimizer_state: u64,
     /// Optimizer state in bytes instead of floats, where the optimizer has such.
     pub optimizer_state_8bit: u64,
@@ -58,6 +60,13 @@ pub struct Subject<'a> {
     pub pipeline: &'a dyn Fn(usize, u64) -> u64,
     pub train_samples: u64,
     pub valid_samples: u64,
+}
+
+impl Subject<'_> {
+    /// Tensors are in the memory of a device that is not the host.
+    fn on_device(&self) -> bool {
+        self.on == On::Cuda
+    }
 }
 
 /// How a step is run.
@@ -140,12 +149,20 @@ fn wide(dtype: DType) -> u64 {
     if dtype == DType::F64 { 8 } else { 4 }
 }
 
+/// Where something of this role is, when nothing is offloaded.
+pub fn place(role: Role, on: On) -> Place {
+    match (role, on) {
+        (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve, _) | (_, On::Cpu { .. }) => Place::Ram,
+        (_, On::Cuda) => Place::Vram,
+    }
+}
+
 /// What a run holds from its start to its end, in the order it asks for it.
 pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
     let (params, stats, wide) = (s.layout.params.len as u64, s.layout.stats.len as u64, wide(s.dtype));
     let copy =
         if s.dtype.size_in_bytes() as u64 == wide { 0 } else { params * s.dtype.size_in_bytes() as u64 };
-    let packing = if s.on_device { 0 } else { s.threads as u64 * PACKING };
+    let packing = if let On::Cpu { threads } = s.on { threads as u64 * PACKING } else { 0 };
     vec![
         (Role::Reserve, "program", PROGRAM + packing),
         (Role::Weights, MASTER, (params + stats) * wide),
@@ -154,6 +171,7 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
         (Role::Weights, "statistics before an update", stats * wide),
         (Role::Gradients, GRADIENTS, params * wide),
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
+        (Role::Workspace, "matrix products", if s.on_device() { PRODUCTS } else { 0 }),
         (Role::DataPipeline, "data in memory", s.resident_data),
     ]
 }
@@ -238,7 +256,7 @@ impl<'a> Estimator<'a> {
         {
             // A planning ledger has no limit, so no ask fails.
             let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, batch)).ok();
-            let at = At { batch, dtype: s.dtype, threads: s.threads };
+            let at = At { batch, dtype: s.dtype, on: s.on };
             body(s.network, &Walk { pass: None, at, ledger: &ledger, recompute });
         }
         ledger.log()
@@ -283,13 +301,8 @@ impl<'a> Estimator<'a> {
         values
     }
 
-    /// Where something of this role is, when nothing is offloaded.
     fn place(&self, role: Role) -> Place {
-        match role {
-            Role::DataPipeline | Role::CheckpointWriting | Role::Reserve => Place::Ram,
-            _ if self.subject.on_device => Place::Vram,
-            _ => Place::Ram,
-        }
+        place(role, self.subject.on)
     }
 
     /// What is held from the start to the end.
@@ -328,7 +341,7 @@ impl<'a> Estimator<'a> {
             }
             _ => Vec::new(),
         };
-        if phase == "checkpoint" && s.on_device {
+        if phase == "checkpoint" && s.on_device() {
             // Parameter by parameter, through host memory.
             passing.push((Role::CheckpointWriting, "copy", largest(s.layout, |_| true) * wide(s.dtype)));
         }
@@ -337,7 +350,7 @@ impl<'a> Estimator<'a> {
 
     /// Which bytes of a walk are on `place`, if any.
     fn whose(&self, way: Way, place: Place) -> Option<Whose> {
-        match (self.subject.on_device, place, way.offloads(Offload::Activations)) {
+        match (self.subject.on_device(), place, way.offloads(Offload::Activations)) {
             (false, Place::Ram, _) | (true, Place::Vram, false) => Some(Whose::All),
             (true, Place::Vram, true) => Some(Whose::Near),
             (true, Place::Ram, true) => Some(Whose::Away),

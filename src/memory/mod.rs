@@ -2,6 +2,7 @@
 
 pub mod advice;
 pub mod budget;
+pub mod card;
 pub mod correction;
 pub mod device;
 pub mod estimate;

@@ -10,6 +10,7 @@ use crate::kernels::adafactor::{self, Adafactor};
 use crate::kernels::adamw8bit;
 use crate::kernels::lion::Lion;
 use crate::kernels::update::{AdamW, Common, Sgd};
+use crate::layers::On;
 use crate::params::{Flat, Store};
 
 /// An update rule and its state: named flat buffers.
@@ -53,9 +54,10 @@ pub fn state_bytes(rule: &Rule, params: &Flat) -> u64 {
 }
 
 /// Bytes an update takes for as long as it runs.
-pub fn workspace_bytes(rule: &Rule, params: &Flat) -> u64 {
-    match rule {
-        Rule::Adafactor(_) => 4 * adafactor::workspace_len(params) as u64,
+pub fn workspace_bytes(rule: &Rule, params: &Flat, on: On) -> u64 {
+    match (rule, on) {
+        (Rule::Adafactor(_), On::Cpu { .. }) => 4 * adafactor::workspace_len(params) as u64,
+        (Rule::Adafactor(_), On::Cuda) => adafactor::card_bytes(params, DType::F32),
         _ => 0,
     }
 }
@@ -90,31 +92,31 @@ impl Optimizer {
         };
         let buffer = |i: usize| self.state[i].1.clone();
         let (weights, grads) = (&store.master, &store.grads);
+        let copy = (store.compute.dtype() != weights.dtype()).then_some(&store.compute);
         match &self.rule {
             Rule::Adamw(rule) => {
-                adam(rule).apply(&common(rule.weight_decay), weights, grads, &buffer(0), &buffer(1))?;
+                adam(rule).apply(&common(rule.weight_decay), weights, grads, (&buffer(0), &buffer(1)), copy)
             }
             Rule::Adamw8bit(rule) => {
                 let state =
                     adamw8bit::State { m: buffer(0), v: buffer(1), m_scale: buffer(2), v_scale: buffer(3) };
-                adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state)?;
+                adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state, copy)
             }
             Rule::Sgd(rule) => {
                 let sgd = Sgd { momentum: rule.momentum, nesterov: rule.nesterov, first: step.number == 1 };
                 let momentum = self.state.first().map(|(_, tensor)| tensor);
-                sgd.apply(&common(rule.weight_decay), weights, grads, momentum)?;
+                sgd.apply(&common(rule.weight_decay), weights, grads, momentum, copy)
             }
             Rule::Lion(rule) => {
                 let [beta1, beta2] = rule.betas;
-                Lion { beta1, beta2 }.apply(&common(rule.weight_decay), weights, grads, &buffer(0))?;
+                Lion { beta1, beta2 }.apply(&common(rule.weight_decay), weights, grads, &buffer(0), copy)
             }
             Rule::Adafactor(rule) => {
                 let factor =
                     Adafactor { decay: rule.decay, eps: rule.eps, clip: rule.clip, step: step.number };
-                factor.apply(&common(rule.weight_decay), params, weights, grads, &buffer(0))?;
+                factor.apply(&common(rule.weight_decay), params, weights, grads, &buffer(0), copy)
             }
         }
-        store.round()
     }
 }
 
@@ -122,8 +124,8 @@ impl Optimizer {
 mod tests {
     use super::*;
     use crate::kernels::update::round_into;
+    use crate::layers::check::device;
     use crate::params::{Declared, Init};
-    use candle_core::Device;
 
     /// Ten updates of a 2 x 2 matrix and a vector of 2 with gradients `sin(3 i + step)`, against PyTorch:
     ///
@@ -146,9 +148,9 @@ mod tests {
         let mut declared = Declared::default();
         declared.param("w", [2, 2], Init::Constant(0.0));
         declared.param("b", [2], Init::Constant(0.0));
-        let store = Store::new(declared.layout().unwrap(), 0, dtype, &Device::Cpu).unwrap();
+        let store = Store::new(declared.layout().unwrap(), 0, dtype, &device()).unwrap();
         let set = |t: &Tensor, values: Vec<f64>| {
-            let values = Tensor::from_vec(values, 6, &Device::Cpu).unwrap();
+            let values = Tensor::from_vec(values, 6, &device()).unwrap();
             round_into(&values, t).unwrap();
         };
         set(&store.master, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6]);
@@ -185,7 +187,7 @@ mod tests {
             let mut declared = Declared::default();
             declared.param("w", [30, 20], Init::Normal(0.1));
             declared.param("b", [7], Init::Constant(0.0));
-            let store = Store::new(declared.layout().unwrap(), 0, DType::F32, &Device::Cpu).unwrap();
+            let store = Store::new(declared.layout().unwrap(), 0, DType::F32, &device()).unwrap();
             let rule: Rule = toml::from_str(&format!("kind = '{rule}'")).unwrap();
             let mut optimizer = Optimizer::new(&rule, &store).unwrap();
             let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;

@@ -17,11 +17,10 @@ use serde::{Deserialize, Serialize};
 
 use super::Failure;
 use super::retry::{Descent, Way};
-use super::tensors::{load_buffers, load_named, load_named_if, named, put, put_buffers, sync};
+use super::tensors::{Buffer, load_buffers, load_named, load_named_if, named, put, put_buffers, sync};
 use crate::data::bad::LeftOut;
 use crate::data::digest::Digest;
 use crate::data::order::Cursor;
-use crate::kernels::cpu;
 use crate::optim::Optimizer;
 use crate::optim::scaling::Scaling;
 use crate::params::Store;
@@ -131,14 +130,14 @@ impl Checkpoints {
 
     fn write(&self, folder: &Path, state: &mut State, held: &Held) -> Result<u64, Failure> {
         let store = held.store;
-        let (master, stats) = (cpu::view::<f32>(&store.master)?, cpu::view::<f32>(&store.stats)?);
-        let mut model = named(&store.layout.params, &master);
-        model.extend(named(&store.layout.stats, &stats));
+        let (master, stats) = (Buffer::of(&store.master)?, Buffer::of(&store.stats)?);
+        let mut model = named(&store.layout.params, &master)?;
+        model.extend(named(&store.layout.stats, &stats)?);
         let mut files = vec![MODEL, OPTIMIZER];
         put(&folder.join(MODEL), &model)?;
         if let Some(average) = held.average {
             files.push(AVERAGE);
-            put(&folder.join(AVERAGE), &named(&store.layout.params, &cpu::view::<f32>(average)?))?;
+            put(&folder.join(AVERAGE), &named(&store.layout.params, &Buffer::of(average)?)?)?;
         }
         put_buffers(&folder.join(OPTIMIZER), held.optimizer.state())?;
         for file in files {

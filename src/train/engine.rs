@@ -10,19 +10,43 @@ use super::setup::Setup;
 use crate::data::{self, Values};
 use crate::features::{Features, Input, Target};
 use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
-use crate::layers::loss::Tally;
+use crate::layers::loss::{Counted, Tally};
 use crate::layers::network::{Batch, Network, StepError, Walk};
 use crate::layers::{At, Mode, Pass};
-use crate::memory::estimate::{batch_bytes, permanent};
-use crate::memory::{Ledger, Reservation, Role};
+use crate::memory::estimate::{batch_bytes, permanent, place};
+use crate::memory::plan::Place;
+use crate::memory::{Fault, Ledger, Reservation, Role};
 use crate::optim::{self, Optimizer, Step};
 use crate::params::Store;
+
+/// The accounts of a run: of tensors, and of what the host holds beside them.
+#[derive(Clone)]
+pub struct Ledgers {
+    pub tensors: Ledger,
+    pub host: Ledger,
+}
+
+impl Ledgers {
+    /// One account for both where the CPU computes. `fault`: asks for tensors that fail, for tests.
+    pub fn new(setup: &Setup, ram: u64, fault: Option<Fault>) -> Self {
+        match &setup.card {
+            Some(card) => Self { tensors: Ledger::new(card.limit, fault), host: Ledger::new(ram, None) },
+            None => {
+                let ledger = Ledger::new(ram, fault);
+                Self { tensors: ledger.clone(), host: ledger }
+            }
+        }
+    }
+}
 
 pub struct Engine<'a> {
     setup: &'a Setup,
     pub store: Store,
     pub optimizer: Optimizer,
+    /// What tensors take, on the device.
     pub ledger: Ledger,
+    /// What the host holds beside them; the very same account where the CPU computes.
+    pub host: Ledger,
     /// Blocks that keep only their input and run forward again.
     pub recompute: usize,
     /// The moving average of the weights, where the job asks for one.
@@ -33,20 +57,24 @@ pub struct Engine<'a> {
 }
 
 impl<'a> Engine<'a> {
-    pub fn new(setup: &'a Setup, ledger: Ledger, recompute: usize) -> Result<Self, StepError> {
+    pub fn new(setup: &'a Setup, ledgers: Ledgers, recompute: usize) -> Result<Self, StepError> {
+        let Ledgers { tensors: ledger, host } = ledgers;
         let asked = setup.with_subject(|subject| {
             permanent(subject)
                 .into_iter()
-                .map(|(role, name, bytes)| ledger.reserve(role, name, bytes))
+                .map(|(role, name, bytes)| match place(role, setup.on()) {
+                    Place::Ram => host.reserve(role, name, bytes),
+                    Place::Vram => ledger.reserve(role, name, bytes),
+                })
                 .collect()
         });
         let held: Result<Vec<Reservation>, _> = asked;
         let held = held?;
-        let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &Device::Cpu)?;
+        let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &setup.device())?;
         let optimizer = Optimizer::new(&setup.optimizer, &store)?;
         let before = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.master.copy()).transpose()?;
-        Ok(Self { setup, store, optimizer, ledger, recompute, average, before, _held: held })
+        Ok(Self { setup, store, optimizer, ledger, host, recompute, average, before, _held: held })
     }
 
     /// What a sample's gradient is multiplied with, so that their sum is near their mean. The update
@@ -56,14 +84,25 @@ impl<'a> Engine<'a> {
         (samples * self.setup.features().targets()) as f64
     }
 
-    /// Adds the gradients of a micro-batch, times `scale`.
-    pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Tally, StepError> {
+    /// Adds the gradients of a micro-batch, times `scale`. A card is not waited for.
+    pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Counted, StepError> {
         self.walk(batch, Mode::Train, scale, |network, walk, batch| network.learn(walk, Some(batch)))
+    }
+
+    /// The sum of what was counted; here a card is waited for.
+    pub fn total(&self, counted: &[Counted]) -> Result<Tally, StepError> {
+        let mut total = Tally::default();
+        for part in counted {
+            total += part.read().map_err(|error| self.lacking(error.into()))?;
+        }
+        Ok(total)
     }
 
     /// Judges a micro-batch.
     pub fn judge(&self, batch: &data::Batch) -> Result<Tally, StepError> {
-        self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.judge(walk, Some(batch)))
+        let counted =
+            self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.judge(walk, Some(batch)))?;
+        Ok(counted.read()?)
     }
 
     /// What the loss judges of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
@@ -104,12 +143,21 @@ impl<'a> Engine<'a> {
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             scale: scale / self.nominal(),
         };
-        let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, threads: self.setup.threads };
-        run(
-            network,
-            &Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute },
-            &tensors,
-        )
+        let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
+        let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute };
+        run(network, &walk, &tensors).map_err(|error| self.lacking(error))
+    }
+
+    /// An out of memory that the driver found is one like any other, once all that was under way is done: then
+    /// what was dropped can be had again.
+    fn lacking(&self, error: StepError) -> StepError {
+        match error {
+            StepError::Tensor(error) if is_out_of_memory(&error) => {
+                drop(self.setup.device().synchronize());
+                StepError::Oom(self.ledger.refusal(Role::Activations, "the driver", 0))
+            }
+            error => error,
+        }
     }
 
     fn tensors(&self, batch: &data::Batch, features: &Features) -> candle_core::Result<Batch> {
@@ -125,13 +173,14 @@ impl<'a> Engine<'a> {
             1 => vec![rows],
             n => vec![rows, n],
         };
-        let inputs = tensor(&batch.inputs, whole.input_len(), input)?;
+        let device = self.setup.device();
+        let inputs = tensor(&batch.inputs, whole.input_len(), input, &device)?;
         // Places of categories are whole numbers that a shorter type would round.
         let inputs = match &features.input {
             Input::Floats { .. } => inputs.to_dtype(self.setup.dtype)?,
             Input::Row { .. } | Input::Tokens { .. } => inputs,
         };
-        Ok(Batch { inputs, targets: tensor(&batch.targets, row, target)? })
+        Ok(Batch { inputs, targets: tensor(&batch.targets, row, target, &device)? })
     }
 
     /// Remembers the statistics, so that the update that begins can be begun again.
@@ -167,7 +216,8 @@ impl<'a> Engine<'a> {
         number: u64,
     ) -> Result<(), StepError> {
         self.ledger.phase("update");
-        let bytes = optim::workspace_bytes(&self.setup.optimizer, &self.setup.layout.params);
+        let setup = self.setup;
+        let bytes = optim::workspace_bytes(&setup.optimizer, &setup.layout.params, setup.on());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;
         let grad_scale = clip * self.mean_factor(tally, scale);
         self.optimizer.update(&self.store, Step { lr, grad_scale, number })?;
@@ -189,7 +239,7 @@ impl<'a> Engine<'a> {
 }
 
 /// Rows of `row` values each, of which the first are taken that `shape` has room for.
-fn tensor(values: &Values, row: usize, shape: Vec<usize>) -> candle_core::Result<Tensor> {
+fn tensor(values: &Values, row: usize, shape: Vec<usize>, device: &Device) -> candle_core::Result<Tensor> {
     fn firsts<T: Copy>(values: &[T], row: usize, taken: usize) -> Vec<T> {
         let mut all = Vec::with_capacity(values.len() / row.max(1) * taken);
         values.chunks_exact(row.max(1)).for_each(|row| all.extend_from_slice(&row[..taken]));
@@ -197,8 +247,19 @@ fn tensor(values: &Values, row: usize, shape: Vec<usize>) -> candle_core::Result
     }
     let taken = shape[1..].iter().product::<usize>();
     match values {
-        Values::F32(values) => Tensor::from_slice(values, shape, &Device::Cpu),
-        Values::U32(values) if taken == row => Tensor::from_slice(values, shape, &Device::Cpu),
-        Values::U32(values) => Tensor::from_vec(firsts(values, row, taken), shape, &Device::Cpu),
+        Values::F32(values) => Tensor::from_slice(values, shape, device),
+        Values::U32(values) if taken == row => Tensor::from_slice(values, shape, device),
+        Values::U32(values) => Tensor::from_vec(firsts(values, row, taken), shape, device),
+    }
+}
+
+/// Whether an error is a card's: out of memory.
+fn is_out_of_memory(error: &candle_core::Error) -> bool {
+    #[cfg(feature = "cuda")]
+    return crate::kernels::cuda::is_out_of_memory(error);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = error;
+        false
     }
 }

@@ -5,8 +5,8 @@ use std::path::Path;
 use super::setup::{Setup, dtype, prefetch};
 use crate::data::loader;
 use crate::job::Rung;
-use crate::layers::At;
 use crate::layers::network::Block;
+use crate::layers::{At, On};
 use crate::memory::budget::Machine;
 use crate::memory::estimate::{Estimator, Subject, ranks};
 use crate::memory::ladder;
@@ -38,10 +38,9 @@ const LINK: f64 = 12e9;
 const EIGHT_BIT: f64 = 2.0;
 
 impl Setup {
-    /// The memory plan on this machine, where the CPU computes, within `ram` bytes. Touches no device and
-    /// allocates no tensor.
+    /// The memory plan on this machine, within `ram` bytes of the host. Allocates no tensor.
     pub fn plan(&self, ram: u64) -> Plan {
-        self.plan_for(&Machine::cpu(ram, probe::host().map_or(u64::MAX, |host| host.usable())))
+        self.plan_for(&self.machine(ram, probe::host().map_or(u64::MAX, |host| host.usable())))
     }
 
     /// The memory plan on a machine that need not be here.
@@ -77,7 +76,7 @@ impl Setup {
 
     /// Decides in which order blocks are recomputed.
     pub(super) fn rank_blocks(&mut self) {
-        let at = At { batch: 1, dtype: self.dtype, threads: self.threads };
+        let at = At { batch: 1, dtype: self.dtype, on: self.on() };
         let flops: Vec<u64> = self.network.blocks.iter().map(|block| flops(block, at)).collect();
         let freed = self.with_subject(|subject| Estimator::new(*subject).freed());
         let ranks = ranks(&flops, &freed);
@@ -90,7 +89,7 @@ impl Setup {
 
     /// Lends `body` the job as the memory estimate sees it, on this machine.
     pub fn with_subject<R>(&self, body: impl FnOnce(&Subject) -> R) -> R {
-        self.with_subject_on(&Machine::cpu(self.ram, u64::MAX), body)
+        self.with_subject_on(&self.machine(self.ram, u64::MAX), body)
     }
 
     pub(super) fn with_subject_on<R>(&self, machine: &Machine, body: impl FnOnce(&Subject) -> R) -> R {
@@ -101,17 +100,16 @@ impl Setup {
         };
         let (rule, params) = (&self.optimizer, &self.layout.params);
         let on_device = machine.on_device();
+        let on = if on_device { On::Cuda } else { self.on() };
         body(&Subject {
             network: &self.network,
             layout: &self.layout,
             features: self.features(),
             dtype: dtype(self.job.train.precision, on_device),
-            // A device's kernels have no workspace for each of the host's threads.
-            threads: if on_device { 1 } else { self.threads },
-            on_device,
+            on,
             optimizer_state: optim::state_bytes(rule, params),
             optimizer_state_8bit: rule.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params)),
-            update_workspace: optim::workspace_bytes(rule, params),
+            update_workspace: optim::workspace_bytes(rule, params, on),
             average: self.job.train.ema.is_some(),
             resident_data: self.resident_data(),
             ram: machine.ram,
@@ -145,7 +143,8 @@ impl Setup {
     fn times(&self, on_device: bool) -> Times {
         let (speed, cores) = if on_device { (CARD, 1) } else { (CORE, self.threads) };
         let samples = self.job.train.samples_per_update().min(self.sets.train.len() as usize);
-        let at = At { batch: samples, dtype: dtype(self.job.train.precision, on_device), threads: cores };
+        let on = if on_device { On::Cuda } else { self.on() };
+        let at = At { batch: samples, dtype: dtype(self.job.train.precision, on_device), on };
         let seconds = |flops: u64| flops as f64 / (speed.flops * cores as f64);
         let mut blocks: Vec<&Block> = self.network.blocks.iter().collect();
         blocks.sort_by_key(|block| block.rank);

@@ -15,7 +15,7 @@ use candle_core::DType;
 
 use super::Failure;
 use super::checkpoint::Checkpoints;
-use super::engine::Engine;
+use super::engine::{Engine, Ledgers};
 use super::event::Event;
 use super::folder::{self, Folder, Wish};
 use super::hooks::Hooks;
@@ -34,8 +34,9 @@ use crate::job::{Every, Job};
 use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
 use crate::memory::Plan;
+use crate::memory::card::Card;
 use crate::memory::pressure::{Reading, Watch};
-use crate::memory::{Fault, Ledger, Oom, Reservation};
+use crate::memory::{Fault, Oom, Reservation};
 use crate::optim::scaling::{self, Scaling};
 use crate::optim::schedule;
 use crate::params::Store;
@@ -55,6 +56,8 @@ pub struct Options {
     pub max_steps: Option<u64>,
     /// Host bytes the run may use.
     pub ram: u64,
+    /// The card that computes, if it is not the CPU.
+    pub card: Option<Arc<Card>>,
     /// The means to open data.
     pub opening: Opening,
     /// Asks for memory that fail, for tests of recovery.
@@ -137,10 +140,10 @@ pub fn follow(
     }
     report.record(Event::Planned { plan: plan.clone() })?;
 
-    let ledger = Ledger::new(options.ram, options.fault.clone());
+    let ledgers = Ledgers::new(setup, options.ram, options.fault.clone());
     let mut step = 0;
     let result =
-        Run::new(setup, &options, &folder, plan, (way, descent), ledger, &mut report).and_then(|mut run| {
+        Run::new(setup, &options, &folder, plan, (way, descent), ledgers, &mut report).and_then(|mut run| {
             let begun = match resumed {
                 true => run.begin(found.is_none()).and_then(|()| run.resume(found, skipped)),
                 false => run.begin(true),
@@ -187,8 +190,9 @@ struct Run<'a> {
     first_oom: Option<Oom>,
     watch: Watch,
     reading: Option<Reading>,
-    /// The most heap bytes measured, and updates made, by this process.
+    /// The most bytes measured where tensors are, and updates made, by this process.
     measured: u64,
+    vram_peak: u64,
     updates: u64,
     step: u64,
     /// The updates of the run, or as many as were wished for.
@@ -237,14 +241,14 @@ impl<'a> Run<'a> {
         folder: &Folder,
         plan: Plan,
         (way, descent): (Way, Descent),
-        ledger: Ledger,
+        ledgers: Ledgers,
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
-        let engine = match Engine::new(setup, ledger.clone(), way.recompute) {
+        let engine = match Engine::new(setup, ledgers.clone(), way.recompute) {
             // Nothing is smaller than the weights: all there is to do is to ask once more.
             Err(StepError::Oom(oom)) => {
                 report.record(record::oom(0, &oom))?;
-                Engine::new(setup, ledger, way.recompute)?
+                Engine::new(setup, ledgers, way.recompute)?
             }
             other => other?,
         };
@@ -264,6 +268,7 @@ impl<'a> Run<'a> {
             watch: options.watch.clone(),
             reading: None,
             measured: 0,
+            vram_peak: 0,
             updates: 0,
             step: 0,
             until: setup.total_steps.min(options.max_steps.unwrap_or(u64::MAX)),
@@ -346,8 +351,7 @@ impl<'a> Run<'a> {
     /// `feed` is kept if the update is made.
     fn try_update(&mut self, mut feed: Feed) -> Result<Updated, Tried> {
         let span = self.setup.order.update(self.cursor.update);
-        let (mut tally, mut ids, mut wait_s) =
-            (Tally::default(), Vec::with_capacity(span.len() as usize), 0.0);
+        let (mut counted, mut ids, mut wait_s) = (Vec::new(), Vec::with_capacity(span.len() as usize), 0.0);
         let (mut taken, mut bad) = (0, Vec::new());
         while taken < span.len() {
             let batch = feed.loader.next().map_err(|error| self.lacking(error))?;
@@ -357,9 +361,10 @@ impl<'a> Run<'a> {
             ids.extend_from_slice(&batch.ids);
             bad.extend_from_slice(&batch.bad);
             if !batch.ids.is_empty() {
-                tally += self.engine.learn(&batch, self.scaling.factor)?;
+                counted.push(self.engine.learn(&batch, self.scaling.factor)?);
             }
         }
+        let tally = self.engine.total(&counted)?;
         let (left_out, told) = self.counted(Set::Train, span.epoch, &bad)?;
         // Where all records were left out there is nothing to learn: the weights stay, and the update counts.
         let empty = tally.weight == 0.0;

@@ -1,6 +1,8 @@
 //! From a job to everything a run needs but the tensors: data opened, network built, memory planned.
 
-use candle_core::DType;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
 
 use super::Failure;
 use super::sets::Sets;
@@ -10,7 +12,10 @@ use crate::data::order::Order;
 use crate::data::{Opening, loader, stream};
 use crate::features::Features;
 use crate::job::{Job, Length, Loading, OnBadRecord, Optimizer, Precision};
+use crate::layers::On;
 use crate::layers::network::Network;
+use crate::memory::budget::Machine;
+use crate::memory::card::Card;
 use crate::models::ModelError;
 use crate::params::Layout;
 use crate::units::{Bytes, Size};
@@ -35,6 +40,8 @@ pub struct Setup {
     pub threads: usize,
     /// Host bytes the run may use.
     pub ram: u64,
+    /// The card that computes, if it is not the CPU.
+    pub card: Option<Arc<Card>>,
     /// The optimizer in force: the job's, or the same with its state in bytes where the plan took that rung.
     pub optimizer: Optimizer,
     /// A run that goes on keeps the optimizer it has state of.
@@ -49,6 +56,33 @@ pub struct Shorter {
 }
 
 impl Setup {
+    /// Where layers compute.
+    pub fn on(&self) -> On {
+        if self.card.is_some() { On::Cuda } else { On::Cpu { threads: self.threads } }
+    }
+
+    /// Where tensors are.
+    pub fn device(&self) -> Device {
+        self.card.as_ref().map_or(Device::Cpu, |card| card.device.clone())
+    }
+
+    /// The same job where this card computes.
+    pub fn on_card(mut self, card: Option<Arc<Card>>) -> Self {
+        self.dtype = dtype(self.job.train.precision, card.is_some());
+        self.card = card;
+        self.rank_blocks();
+        self
+    }
+
+    /// This machine, with so many host bytes.
+    pub fn machine(&self, ram: u64, most_ram: u64) -> Machine {
+        let cpu = Machine::cpu(ram, most_ram);
+        match &self.card {
+            Some(card) => Machine { device: format!("cuda:{}", card.ordinal), vram: card.limit, ..cpu },
+            None => cpu,
+        }
+    }
+
     /// `ram` is the host budget in bytes.
     pub fn new(job: Job, ram: u64) -> Result<Self, Failure> {
         Self::open(job, ram, &Opening::default())
@@ -89,6 +123,7 @@ impl Setup {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
             ram,
+            card: None,
             job,
             sets,
             network: built.network,

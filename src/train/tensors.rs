@@ -6,10 +6,11 @@ use std::fs::File;
 use std::path::Path;
 
 use candle_core::{DType, Tensor};
-use safetensors::tensor::{Dtype, SafeTensors, View, serialize_to_file};
+use safetensors::tensor::{self, Dtype, SafeTensors, serialize_to_file};
 
 use super::Failure;
-use crate::kernels::cpu;
+use crate::kernels::cpu::{self, View};
+use crate::kernels::host;
 use crate::params::{Flat, Lies, Spec};
 
 /// A tensor as other tools see it.
@@ -19,17 +20,32 @@ pub(super) struct Named<'a> {
     lies: Lies,
 }
 
-#[derive(Clone, Copy)]
 enum Data<'a> {
     F32(&'a [f32]),
     U8(&'a [u8]),
+    /// On a card: copied when it is written, one after the other.
+    There(Tensor),
 }
 
-impl View for &Named<'_> {
+/// The values of a flat buffer: borrowed, or still on a card.
+pub(super) enum Buffer<'a> {
+    Here(View<'a, f32>),
+    There(&'a Tensor),
+}
+
+impl<'a> Buffer<'a> {
+    pub(super) fn of(tensor: &'a Tensor) -> Result<Self, Failure> {
+        Ok(if tensor.device().is_cpu() { Self::Here(cpu::view(tensor)?) } else { Self::There(tensor) })
+    }
+}
+
+impl tensor::View for &Named<'_> {
     fn dtype(&self) -> Dtype {
-        match self.data {
+        match &self.data {
             Data::F32(_) => Dtype::F32,
             Data::U8(_) => Dtype::U8,
+            Data::There(tensor) if tensor.dtype() == DType::U8 => Dtype::U8,
+            Data::There(_) => Dtype::F32,
         }
     }
 
@@ -38,21 +54,37 @@ impl View for &Named<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        match (self.data, self.lies) {
-            (Data::U8(data), _) => Cow::Borrowed(data),
-            (Data::F32(data), Lies::AsNamed) => Cow::Borrowed(bytemuck::cast_slice(data)),
-            (Data::F32(data), Lies::ChannelsLast) => {
-                let mut bytes = vec![[0; 4]; data.len()];
-                turn(data, &mut bytes, self.shape, Turn::Out, f32::to_le_bytes);
-                Cow::Owned(bytes.into_flattened())
+        match &self.data {
+            Data::U8(data) => Cow::Borrowed(data),
+            Data::F32(data) => as_named(data, self.shape, self.lies),
+            // The format has no way to say that a copy failed: a tensor of no bytes is an error of its own.
+            Data::There(tensor) if tensor.dtype() == DType::U8 => {
+                Cow::Owned(host::copy::<u8>(tensor).unwrap_or_default())
+            }
+            Data::There(tensor) => {
+                let values = host::copy::<f32>(tensor).unwrap_or_default();
+                Cow::Owned(as_named(&values, self.shape, self.lies).into_owned())
             }
         }
     }
 
     fn data_len(&self) -> usize {
-        match self.data {
-            Data::F32(data) => std::mem::size_of_val(data),
+        match &self.data {
+            Data::F32(data) => std::mem::size_of_val(*data),
             Data::U8(data) => data.len(),
+            Data::There(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
+        }
+    }
+}
+
+/// The bytes of a parameter in the order other tools have.
+fn as_named<'a>(data: &'a [f32], shape: &[usize], lies: Lies) -> Cow<'a, [u8]> {
+    match lies {
+        Lies::AsNamed => Cow::Borrowed(bytemuck::cast_slice(data)),
+        Lies::ChannelsLast => {
+            let mut bytes = vec![[0; 4]; data.len()];
+            turn(data, &mut bytes, shape, Turn::Out, f32::to_le_bytes);
+            Cow::Owned(bytes.into_flattened())
         }
     }
 }
@@ -79,15 +111,26 @@ fn turn<A: Copy, B>(from: &[A], to: &mut [B], shape: &[usize], turn: Turn, cast:
 }
 
 /// The parameters of a flat buffer, by name.
-pub(super) fn named<'a>(flat: &'a Flat, all: &'a [f32]) -> Vec<(&'a str, Named<'a>)> {
+pub(super) fn named<'a>(flat: &'a Flat, all: &'a Buffer) -> Result<Vec<(&'a str, Named<'a>)>, Failure> {
     let one = |(spec, range): (&'a Spec, std::ops::Range<usize>)| {
-        (spec.name.as_str(), Named { shape: &spec.shape, data: Data::F32(&all[range]), lies: spec.lies })
+        let data = match all {
+            Buffer::Here(all) => Data::F32(&all[range]),
+            Buffer::There(all) => Data::There(all.narrow(0, range.start, range.len())?),
+        };
+        Ok((spec.name.as_str(), Named { shape: &spec.shape, data, lies: spec.lies }))
     };
     flat.iter().map(one).collect()
 }
 
 /// Writes flat buffers, which may be of bytes.
 pub(super) fn put_buffers(path: &Path, buffers: &[(&'static str, Tensor)]) -> Result<(), Failure> {
+    let lies = Lies::AsNamed;
+    if buffers.iter().any(|(_, tensor)| !tensor.device().is_cpu()) {
+        let there = buffers.iter().map(|(name, tensor)| {
+            (*name, Named { shape: tensor.dims(), data: Data::There(tensor.clone()), lies })
+        });
+        return put(path, &there.collect::<Vec<_>>());
+    }
     let (mut floats, mut bytes) = (Vec::new(), Vec::new());
     for (name, tensor) in buffers {
         match tensor.dtype() {
@@ -95,7 +138,6 @@ pub(super) fn put_buffers(path: &Path, buffers: &[(&'static str, Tensor)]) -> Re
             _ => floats.push((*name, cpu::view::<f32>(tensor)?, tensor.dims())),
         }
     }
-    let lies = Lies::AsNamed;
     let floats =
         floats.iter().map(|(name, data, shape)| (*name, Named { shape, data: Data::F32(data), lies }));
     let bytes = bytes.iter().map(|(name, data, shape)| (*name, Named { shape, data: Data::U8(data), lies }));
@@ -137,11 +179,10 @@ pub(super) fn load_named_if(
     if !wanted(&tensors) {
         return Ok(());
     }
-    let fill_all = |all: &mut [f32]| {
-        flat.iter()
-            .try_for_each(|(spec, range)| fill(&tensors, &spec.name, &spec.shape, spec.lies, &mut all[range]))
-    };
-    cpu::update::<f32, _>(buffer, fill_all)?.map_err(foreign)
+    flat.iter().try_for_each(|(spec, range)| {
+        let part = buffer.narrow(0, range.start, range.len())?;
+        host::write(&part, |into| fill(&tensors, &spec.name, &spec.shape, spec.lies, into))?.map_err(foreign)
+    })
 }
 
 /// Reads flat buffers that [`put_buffers`] wrote.
@@ -151,8 +192,8 @@ pub(super) fn load_buffers(file: &Path, buffers: &[(&'static str, Tensor)]) -> R
     let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| foreign(e.to_string()))?;
     for (name, buffer) in buffers {
         match buffer.dtype() {
-            DType::U8 => cpu::update::<u8, _>(buffer, |all| fill_bytes(&tensors, name, buffer.dims(), all)),
-            _ => cpu::update::<f32, _>(buffer, |all| fill(&tensors, name, buffer.dims(), Lies::AsNamed, all)),
+            DType::U8 => host::write::<u8, _>(buffer, |all| fill_bytes(&tensors, name, buffer.dims(), all)),
+            _ => host::write::<f32, _>(buffer, |all| fill(&tensors, name, buffer.dims(), Lies::AsNamed, all)),
         }?
         .map_err(foreign)?;
     }

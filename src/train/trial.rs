@@ -5,18 +5,17 @@
 use std::time::{Duration, Instant};
 
 use super::Failure;
-use super::engine::Engine;
+use super::engine::{Engine, Ledgers};
 use super::setup::Setup;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
-use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
+use crate::memory::Role;
 use crate::memory::budget::Machine;
 use crate::memory::estimate::Estimator;
 use crate::memory::ladder;
 use crate::memory::plan::{Plan, Verdict};
 use crate::memory::search::{Considered, Request, Search};
-use crate::memory::{Ledger, Role};
 
 /// Ways that are run, and updates of each: the first warms up, the fastest of the others counts.
 const WAYS: usize = 4;
@@ -101,7 +100,7 @@ fn run(
 ) -> Result<Option<f64>, Failure> {
     let eight_bit = request.optimizer_8bit.as_ref().filter(|_| one.way.eight_bit);
     setup.take_optimizer(eight_bit.unwrap_or(&request.optimizer));
-    let ran = updates(setup, Ledger::new(machine.ram, None), one);
+    let ran = updates(setup, Ledgers::new(setup, machine.ram, None), one);
     setup.take_optimizer(&request.optimizer);
     match ran {
         Ok(seconds) => Ok(Some(seconds)),
@@ -110,10 +109,10 @@ fn run(
     }
 }
 
-fn updates(setup: &Setup, ledger: Ledger, one: Considered) -> Result<f64, Failure> {
-    let mut engine = Engine::new(setup, ledger.clone(), one.way.recompute)?;
+fn updates(setup: &Setup, ledgers: Ledgers, one: Considered) -> Result<f64, Failure> {
+    let mut engine = Engine::new(setup, ledgers.clone(), one.way.recompute)?;
     let micro_batch = one.split.micro_batch.min(setup.sets.train.len() as usize);
-    let prefetch = ledger.reserve(Role::DataPipeline, "prefetch", setup.pipeline(micro_batch));
+    let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", setup.pipeline(micro_batch));
     let _prefetch = prefetch.map_err(StepError::Oom)?;
     let source = setup.sets.train.clone();
     let mut loader = Loader::start(
@@ -126,14 +125,15 @@ fn updates(setup: &Setup, ledger: Ledger, one: Considered) -> Result<f64, Failur
     let (begun, mut fastest) = (Instant::now(), f64::INFINITY);
     for number in 1..=UPDATES {
         let update = Instant::now();
-        let (mut tally, mut samples) = (Tally::default(), 0);
+        let (mut counted, mut samples) = (Vec::new(), 0);
         while samples < setup.order.update(number - 1).len() {
             let Some(batch) = loader.next()? else { break };
             samples += batch.taken;
             if !batch.ids.is_empty() {
-                tally += engine.learn(&batch, 1.0)?;
+                counted.push(engine.learn(&batch, 1.0)?);
             }
         }
+        let tally = engine.total(&counted)?;
         engine.gradient_norm(&tally, 1.0)?;
         // At a rate of 0 the weights stay, and every update does the same work.
         engine.update(&tally, 1.0, 1.0, 0.0, number)?;

@@ -8,7 +8,7 @@ use trainer::job::Model;
 use trainer::kernels::cpu;
 use trainer::kernels::update::{AdamW, Common, clear, round_into};
 use trainer::layers::network::{Batch, Walk};
-use trainer::layers::{At, Mode, Pass};
+use trainer::layers::{At, Mode, On, Pass};
 use trainer::memory::Ledger;
 use trainer::models::{Built, build};
 use trainer::params::{Lies, Spec, Store};
@@ -225,7 +225,7 @@ impl Network<'_> {
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
             scale: 1.0 / self.case.targets(),
         };
-        let at = At { batch: rows, dtype: self.dtype, threads: cpu::threads() };
+        let at = At { batch: rows, dtype: self.dtype, on: On::Cpu { threads: cpu::threads() } };
         Walk { pass: Some(pass), at, ledger, recompute }
     }
 
@@ -234,7 +234,8 @@ impl Network<'_> {
         let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
         let (ledger, planned) = (Ledger::new(u64::MAX, None), Ledger::planning());
         let walk = self.walk(&ids, Mode::Train, &ledger, recompute);
-        let loss = self.built.network.learn(&walk, Some(&self.part(from, rows))).unwrap().loss;
+        let loss =
+            self.built.network.learn(&walk, Some(&self.part(from, rows))).unwrap().read().unwrap().loss;
         let plan = Walk { pass: None, at: walk.at, ledger: &planned, recompute };
         self.built.network.learn(&plan, None).unwrap();
         assert_eq!(
@@ -260,7 +261,7 @@ impl Network<'_> {
         };
         let loss: f64 =
             flat(&scores.flatten_all().unwrap()).chunks(classes).zip(&targets).map(surprise).sum();
-        let judged = self.built.network.judge(&walk, Some(&batch)).unwrap().loss;
+        let judged = self.built.network.judge(&walk, Some(&batch)).unwrap().read().unwrap().loss;
         assert!((loss - judged).abs() < 1e-5 * judged, "{}: {loss} and {judged}", self.case.name);
         assert_eq!(ledger.held(), 0, "{}", self.case.name);
     }
@@ -363,7 +364,7 @@ impl Network<'_> {
                 self.case.name
             );
             let adam = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, step: step as u64 + 1 };
-            adam.apply(&common, &self.store.master, &self.store.grads, &m, &v).unwrap();
+            adam.apply(&common, &self.store.master, &self.store.grads, (&m, &v), None).unwrap();
         }
     }
 }

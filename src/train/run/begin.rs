@@ -23,7 +23,7 @@ pub(super) fn planned(
 ) -> Result<(Setup, Plan, u64), Failure> {
     let most = options.restart.as_ref().and_then(|restart| restart.most_ram);
     let ram = most.map_or(options.ram, |most| most.min(options.ram));
-    let mut setup = Setup::open(job, ram, &options.opening)?;
+    let mut setup = Setup::open(job, ram, &options.opening)?.on_card(options.card.clone());
     // The plan is of the steps; what a pass over the files took is given back by now.
     measure::begin();
     let plan = setup.settle(ram, before);
@@ -52,7 +52,7 @@ pub(super) fn started(setup: &Setup, folder: &Folder) -> Event {
         run: folder.root.display().to_string(),
         version: env!("CARGO_PKG_VERSION").into(),
         seed: setup.job.seed,
-        device: "cpu".into(),
+        device: setup.machine(0, 0).device,
         threads: setup.threads,
         parameters: setup.parameters(),
         train_samples: setup.sets.train.len(),

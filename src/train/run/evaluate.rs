@@ -25,7 +25,7 @@ impl Run<'_> {
             self.engine.ledger.phase("eval");
             let micro_batch = self.way.eval_micro_batch.min(samples as usize);
             let ahead = self.pipeline(self.way, micro_batch);
-            let hold = self.engine.ledger.reserve(Role::DataPipeline, "evaluation prefetch", ahead);
+            let hold = self.engine.host.reserve(Role::DataPipeline, "evaluation prefetch", ahead);
             let _hold = match hold {
                 Ok(hold) => hold,
                 Err(oom) => {

@@ -23,9 +23,9 @@ impl Run<'_> {
         }
         let setup = self.setup;
         let micro_batch = self.way.micro_batch.min(setup.sets.train.len() as usize);
-        self.engine.ledger.phase("start");
+        self.engine.host.phase("start");
         let ahead = self.pipeline(self.way, micro_batch);
-        let hold = self.engine.ledger.reserve(Role::DataPipeline, "prefetch", ahead).map_err(Tried::Oom)?;
+        let hold = self.engine.host.reserve(Role::DataPipeline, "prefetch", ahead).map_err(Tried::Oom)?;
         let (source, cursor, until) = (setup.sets.train.clone(), self.cursor, self.until);
         let reading = setup.reading(micro_batch, self.way.prefetch);
         let loader = Loader::start(source, setup.order.clone(), cursor, until, reading);
@@ -41,7 +41,7 @@ impl Run<'_> {
     pub(super) fn lacking(&self, error: DataError) -> Tried {
         match error {
             DataError::OutOfMemory { bytes } => {
-                Tried::Oom(self.engine.ledger.refusal(Role::DataPipeline, "prefetch", bytes))
+                Tried::Oom(self.engine.host.refusal(Role::DataPipeline, "prefetch", bytes))
             }
             error => Tried::Failed(error.into()),
         }
@@ -112,7 +112,9 @@ impl Run<'_> {
         let Some(larger) = self.descent.due() else { return Ok(()) };
         let (now, then) = (peak(self.setup, self.way, None), peak(self.setup, larger, None));
         let room = |r: pressure::Reading| r.left >= r.low() + then.saturating_sub(now);
-        if then > self.engine.ledger.budget() || !self.reading.is_none_or(room) {
+        // A card's pool is the run's own; only the host's memory is shared with others.
+        let crowded = self.setup.card.is_none() && !self.reading.is_none_or(room);
+        if then > self.engine.ledger.budget() || crowded {
             self.descent.wait();
             return Ok(());
         }
@@ -131,7 +133,8 @@ impl Run<'_> {
         }
         let less_ahead = Way { prefetch: 0, ..self.way };
         let ahead = |way: Way| self.pipeline(way, way.micro_batch);
-        let smaller = self.smaller(0);
+        // Smaller micro-batches free a card's memory, not the host's.
+        let smaller = self.smaller(0).filter(|_| self.setup.card.is_none());
         let next = match pressure::act(reading, ahead(less_ahead) < ahead(self.way), smaller.is_some()) {
             Action::Nothing => None,
             Action::ShrinkPrefetch => Some(less_ahead),
@@ -145,7 +148,9 @@ impl Run<'_> {
 
     /// Lowers the budget by what is measured and nobody asked for, and goes down if it no longer suffices.
     pub(super) fn correct(&mut self) -> Result<(), Failure> {
-        let (whole, ledger) = (self.plan.budget.ram_bytes, &self.engine.ledger);
+        let budget = &self.plan.budget;
+        let whole = if self.setup.card.is_some() { budget.vram_bytes } else { budget.ram_bytes };
+        let ledger = &self.engine.ledger;
         let (now, asked, measured) = (ledger.budget(), ledger.peak(), self.measured);
         if self.updates < TYPICAL || measured <= asked {
             return Ok(());
@@ -194,7 +199,7 @@ fn peak(setup: &Setup, way: Way, phases: Option<&[&str]>) -> u64 {
     let estimate =
         setup.with_subject(|s| Estimator::new(Subject { pipeline: &pipeline, ..*s }).estimate(way));
     let of = estimate.phases.iter().filter(|(name, _)| phases.is_none_or(|names| names.contains(name)));
-    of.map(|(_, held)| held.ram).max().unwrap_or(0)
+    of.map(|(_, held)| if setup.card.is_some() { held.vram } else { held.ram }).max().unwrap_or(0)
 }
 
 /// The way that needs the least of those the job allows, and its bytes.

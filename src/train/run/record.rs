@@ -31,7 +31,9 @@ impl Run<'_> {
 
     pub(super) fn report_step(&mut self, done: &Updated, step_s: f64) -> Result<(), Failure> {
         let (samples_digest, ram_bytes) = (self.digest.to_string(), measure::take_recent_peak());
-        self.measured = self.measured.max(ram_bytes);
+        let vram_bytes = self.setup.card.as_ref().map_or(0, |card| card.take_recent_peak());
+        self.vram_peak = self.vram_peak.max(vram_bytes);
+        self.measured = self.measured.max(if self.setup.card.is_some() { vram_bytes } else { ram_bytes });
         Ok(self.report.record(Event::Step {
             step: self.step,
             epoch: done.epoch,
@@ -44,7 +46,7 @@ impl Run<'_> {
             step_s,
             data_wait_s: done.wait_s,
             ram_bytes,
-            vram_bytes: 0,
+            vram_bytes,
             samples_digest,
             loss_scale: self.scaling.factor,
             skipped_updates: self.scaling.skipped,
@@ -102,9 +104,9 @@ impl Run<'_> {
     pub(super) fn checkpoint(&mut self, best: bool) -> Result<(), Failure> {
         let begun = Instant::now();
         self.tell_bad_count(&[])?;
-        self.engine.ledger.phase("checkpoint");
+        self.engine.host.phase("checkpoint");
         let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
-        let ledger = self.engine.ledger.clone();
+        let ledger = self.engine.host.clone();
         let ask = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
         let _hold = match ask() {
             Ok(hold) => hold,
@@ -167,6 +169,8 @@ impl Run<'_> {
         if let Some((value, _)) = self.best {
             metrics.insert(format!("best.{}", self.setup.job.checkpoint.best.name()), value);
         }
+        let last = self.setup.card.as_ref().map_or(0, |card| card.take_recent_peak());
+        self.vram_peak = self.vram_peak.max(last);
         let per_epoch = self.setup.order.updates_per_epoch();
         self.report.record(Event::Finished {
             steps: self.step,
@@ -175,8 +179,8 @@ impl Run<'_> {
             metrics,
             best_step: self.best.map(|(_, step)| step),
             planned_peak_bytes: Memory { ram: self.plan.peak.ram_bytes, vram: self.plan.peak.vram_bytes },
-            measured_peak_bytes: Memory { ram: measure::peak(), vram: 0 },
-            budget_bytes: Memory { ram: self.plan.budget.ram_bytes, vram: 0 },
+            measured_peak_bytes: Memory { ram: measure::peak(), vram: self.vram_peak },
+            budget_bytes: Memory { ram: self.plan.budget.ram_bytes, vram: self.plan.budget.vram_bytes },
             elapsed_s: self.elapsed_s(),
             data_wait_s: self.clock.data_wait_s,
             samples_digest: self.digest.to_string(),

@@ -10,7 +10,7 @@ use candle_core::Tensor;
 
 use super::{Apart, Checked, Tolerance, Way};
 use crate::data::digest::Digest;
-use crate::kernels::cpu;
+use crate::kernels::host;
 use crate::params::{Flat, Store};
 use crate::train::Failure;
 use crate::train::run::Observer;
@@ -69,7 +69,7 @@ impl Kept {
     }
 
     fn write(&self, what: &str, step: u64, values: &Tensor) -> Result<(), Failure> {
-        let (path, values) = (self.file(what, step), cpu::view::<f32>(values)?);
+        let (path, values) = (self.file(what, step), host::read::<f32>(values)?);
         fs::write(&path, bytemuck::cast_slice::<f32, u8>(&values)).map_err(Failure::io("write", path))
     }
 }
@@ -227,7 +227,7 @@ fn sums<'a>(
     factor: f64,
     kept_factor: f64,
 ) -> Result<Vec<(&'a str, Sums)>, Failure> {
-    let values = cpu::view::<f32>(values)?;
+    let values = host::read::<f32>(values)?;
     let mut file = BufReader::new(File::open(path).map_err(Failure::io("read", path))?);
     let mut kept = vec![0f32; CHUNK.min(values.len())];
     let mut each = Vec::new();

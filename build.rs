@@ -1,0 +1,80 @@
+//! Compiles the CUDA kernels, and nothing at all without the feature `cuda`.
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    #[cfg(feature = "cuda")]
+    cuda::build();
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use std::env;
+    use std::path::{Path, PathBuf};
+
+    /// Capabilities to compile for where none is asked for and no card is here: Ampere, Ada and Hopper.
+    const EVERYWHERE: [&str; 4] = ["80", "86", "89", "90"];
+
+    /// Plain C++ over the headers of cuDNN's front end: graphs are built once a shape, so its own speed is of no
+    /// account, and without nvcc they compile in a third of the time.
+    const CALLS_OF_CUDNN: [&str; 3] =
+        ["src/kernels/cuda/cudnn.cpp", "src/kernels/attention/cudnn.cpp", "src/kernels/conv/cudnn.cpp"];
+
+    pub fn build() {
+        for name in ["CUDA_COMPUTE_CAP", "CUDA_HOME", "CUDNN_INCLUDE", "CUDNN_FRONTEND_INCLUDE"] {
+            println!("cargo::rerun-if-env-changed={name}");
+        }
+        println!("cargo::rerun-if-changed=src/kernels");
+        let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
+        kernels(&out.join("libtrainer_kernels.a"));
+        calls_of_cudnn();
+        println!("cargo::rustc-link-search=native={}", out.display());
+        for library in
+            ["static=trainer_kernels", "dylib=cublasLt", "dylib=cudart", "dylib=stdc++", "dylib=dl"]
+        {
+            println!("cargo::rustc-link-lib={library}");
+        }
+    }
+
+    fn kernels(archive: &Path) {
+        let mut builder = cudaforge::KernelBuilder::new()
+            .source_glob("src/kernels/**/*.cu")
+            .watch(["src/kernels/cuda"])
+            .include_path("src/kernels")
+            .thread_percentage(1.0)
+            .args(["-std=c++17", "-O3", "--expt-relaxed-constexpr"]);
+        if env::var_os("CUDA_COMPUTE_CAP").is_none() && cudaforge::detect_compute_cap().is_err() {
+            builder = builder.compute_cap_arch(EVERYWHERE[0]);
+            for cap in &EVERYWHERE[1..] {
+                builder = builder.arg(&format!("-gencode=arch=compute_{cap},code=sm_{cap}"));
+            }
+        }
+        if let Err(error) = builder.build_lib(archive) {
+            panic!("the CUDA kernels do not compile: {error}; docs/cuda.md says what a build needs")
+        }
+    }
+
+    fn calls_of_cudnn() {
+        let mut build = cc::Build::new();
+        build.cpp(true).std("c++17").opt_level(1).warnings(false).include("src/kernels");
+        build.include(folder_of("cuda_runtime.h", "CUDA_INCLUDE"));
+        if cfg!(feature = "cudnn") {
+            build.include(folder_of("cudnn.h", "CUDNN_INCLUDE"));
+            build.include(folder_of("cudnn_frontend.h", "CUDNN_FRONTEND_INCLUDE"));
+            build.define("TRAINER_CUDNN", None);
+        }
+        build.files(CALLS_OF_CUDNN).compile("trainer_cudnn");
+    }
+
+    /// Where a header is: in the folder a variable names, or where an installed toolkit has it.
+    fn folder_of(header: &str, variable: &str) -> PathBuf {
+        let home = env::var("CUDA_HOME").unwrap_or_else(|_| "/usr/local/cuda".into());
+        let folders = [env::var(variable).unwrap_or_default(), home + "/include", "/usr/include".into()];
+        match folders.iter().find(|folder| Path::new(folder).join(header).is_file()) {
+            Some(folder) => PathBuf::from(folder),
+            None => panic!(
+                "no `{header}` in ${variable}, {} or /usr/include; docs/cuda.md says what a build needs",
+                folders[1]
+            ),
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! The body for cards.
+
+use std::ffi::{c_int, c_void};
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{Result, Tensor};
+
+use super::Activation;
+use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, stream};
+
+pub(super) fn forward(device: &CudaDevice, x: &Tensor, act: Activation) -> Result<Tensor> {
+    let y = fresh(device, x.dtype(), x.shape())?;
+    // SAFETY: `y` is as large as `x`.
+    checked("activation_forward", unsafe {
+        let len = x.elem_count() as i64;
+        activation_forward(code(x.dtype())?, act as c_int, pointer(x)?, pointer(&y)?, len, stream(device))
+    })?;
+    Ok(y)
+}
+
+/// `dx = dy act'(v)`; `dx` may be `dy`.
+pub fn backward(device: &CudaDevice, v: &Tensor, dy: &Tensor, dx: &Tensor, act: Activation) -> Result<()> {
+    if v.elem_count() != dy.elem_count() {
+        candle_core::bail!("a gradient of {:?} at {:?}", dy.dims(), v.dims())
+    }
+    // SAFETY: all three are as large, and each value is read and written by one thread.
+    checked("activation_backward", unsafe {
+        activation_backward(
+            code(dy.dtype())?,
+            act as c_int,
+            pointer(v)?,
+            pointer(dy)?,
+            pointer(dx)?,
+            dy.elem_count() as i64,
+            stream(device),
+        )
+    })
+}
+
+unsafe extern "C" {
+    fn activation_forward(
+        dtype: c_int,
+        act: c_int,
+        x: *const c_void,
+        y: *mut c_void,
+        len: i64,
+        stream: Stream,
+    ) -> c_int;
+    fn activation_backward(
+        dtype: c_int,
+        act: c_int,
+        v: *const c_void,
+        dy: *const c_void,
+        dx: *mut c_void,
+        len: i64,
+        stream: Stream,
+    ) -> c_int;
+}

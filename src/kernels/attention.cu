@@ -1,0 +1,320 @@
+// Attention tile by tile: the body where cuDNN is absent, for types it does not have, and for samples of their own
+// lengths. Scores of a tile live in shared memory; no (length, length) matrix exists. Every sum is made by one
+// thread in one order.
+//
+// The packed input is (batch, length, (heads + 2 kv_heads) head). A block is a (tile of queries or keys, head,
+// sample); its 256 threads stand in a square of 16, and each makes the (M, M) scores of its rows and columns.
+#include "cuda/device.cuh"
+
+namespace {
+
+constexpr int SIDE = 16;
+constexpr int THREADS = SIDE * SIDE;
+
+struct Sizes {
+    int length, heads, kv_heads, head, causal;
+    float scale;
+    const uint32_t *lengths; // null: all are seen
+
+    __device__ int packed() const { return (heads + 2 * kv_heads) * head; }
+    __device__ int keys(int sample) const {
+        return lengths ? min(int(lengths[sample]), length) : length;
+    }
+    // Keys that the queries before `end` may see.
+    __device__ int seen(int sample, int end) const { return causal ? min(keys(sample), end) : keys(sample); }
+    __device__ bool hidden(int query, int key, int keys) const {
+        return key >= keys || query >= length || (causal && key > query);
+    }
+};
+
+// Rows `first..first + TILE` of a head's values, from column `column` of rows `width` wide; zeros beyond `limit`.
+template <int TILE, class T, class R>
+__device__ void load(R *to, const T *from, int64_t width, int first, int limit, int head, R scale) {
+    for (int i = threadIdx.x; i < TILE * head; i += THREADS) {
+        int row = i / head, c = i % head;
+        to[row * (head + 1) + c] = first + row < limit ? R(up(from[int64_t(first + row) * width + c])) * scale : R(0);
+    }
+}
+
+// s[i][j] = a[row i] . b[row j]; rows of a are ty + 16 i, of b tx + 16 j.
+template <int M, class R> __device__ void dots(R (&s)[M][M], const R *a, const R *b, int head) {
+    int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int j = 0; j < M; j++) s[i][j] = 0;
+    for (int c = 0; c < head; c++) {
+        R x[M], y[M];
+#pragma unroll
+        for (int i = 0; i < M; i++) x[i] = a[(ty + SIDE * i) * (head + 1) + c], y[i] = b[(tx + SIDE * i) * (head + 1) + c];
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < M; j++) s[i][j] += x[i] * y[j];
+    }
+}
+
+// o[i][j] += sum over k of p(row i, k) b[k][column j]; `turned` reads p(k, row i) instead.
+template <int M, int C, int TILE, bool turned, class R>
+__device__ void gather(R (&o)[M][C], const R *p, const R *b, int head) {
+    int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
+    for (int k = 0; k < TILE; k++) {
+        R y[C];
+#pragma unroll
+        for (int j = 0; j < C; j++) y[j] = tx + SIDE * j < head ? b[k * (head + 1) + tx + SIDE * j] : R(0);
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            int row = ty + SIDE * i;
+            R x = turned ? p[k * (TILE + 1) + row] : p[row * (TILE + 1) + k];
+#pragma unroll
+            for (int j = 0; j < C; j++) o[i][j] += x * y[j];
+        }
+    }
+}
+
+template <int M, int C, int TILE, class T, class R>
+__device__ void write(T *to, const R (&o)[M][C], int64_t width, int first, int limit, int head, const R *scale) {
+    int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
+#pragma unroll
+    for (int i = 0; i < M; i++) {
+        int row = first + ty + SIDE * i;
+        if (row >= limit) continue;
+#pragma unroll
+        for (int j = 0; j < C; j++)
+            if (tx + SIDE * j < head) to[int64_t(row) * width + tx + SIDE * j] = down<T>(o[i][j] * scale[i]);
+    }
+}
+
+// Over the 16 threads of a row.
+template <class R> __device__ R row_max(R x) {
+#pragma unroll
+    for (int o = SIDE / 2; o > 0; o /= 2) {
+        R other = __shfl_xor_sync(0xffffffff, x, o);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+template <class R> __device__ R row_sum(R x) {
+#pragma unroll
+    for (int o = SIDE / 2; o > 0; o /= 2) x += __shfl_xor_sync(0xffffffff, x, o);
+    return x;
+}
+__device__ float exp_of(float x) { return expf(x); }
+__device__ double exp_of(double x) { return exp(x); }
+__device__ float log_of(float x) { return logf(x); }
+__device__ double log_of(double x) { return log(x); }
+
+template <class T, int TILE, int HEAD>
+__global__ void __launch_bounds__(THREADS) forward(Sizes s, const T *qkv, T *y, Acc<T> *sums) {
+    using R = Acc<T>;
+    constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
+    extern __shared__ __align__(16) unsigned char bytes[];
+    R *q = (R *)bytes, *kv = q + TILE * (s.head + 1), *p = kv + TILE * (s.head + 1);
+    int first = blockIdx.x * TILE, h = blockIdx.y, sample = blockIdx.z, kv_head = h / (s.heads / s.kv_heads);
+    int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE, width = s.packed();
+    const T *base = qkv + int64_t(sample) * s.length * width;
+    const T *k_at = base + (s.heads + kv_head) * s.head, *v_at = base + (s.heads + s.kv_heads + kv_head) * s.head;
+    load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
+    R o[M][C] = {}, largest[M], total[M];
+#pragma unroll
+    for (int i = 0; i < M; i++) largest[i] = -INFINITY, total[i] = 0;
+    int keys = s.keys(sample), limit = s.seen(sample, min(first + TILE, s.length));
+    for (int from = 0; from < limit; from += TILE) {
+        __syncthreads();
+        load<TILE>(kv, k_at, width, from, limit, s.head, R(1));
+        __syncthreads();
+        R scores[M][M];
+        dots<M>(scores, q, kv, s.head);
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            int query = first + ty + SIDE * i;
+            R now = largest[i];
+#pragma unroll
+            for (int j = 0; j < M; j++) {
+                if (s.hidden(query, from + tx + SIDE * j, keys)) scores[i][j] = -INFINITY;
+                now = scores[i][j] > now ? scores[i][j] : now;
+            }
+            now = row_max(now);
+            // A row that sees nothing yet keeps its zeros.
+            R shift = now == R(-INFINITY) ? R(0) : now, shrink = exp_of(largest[i] - shift), sum = 0;
+#pragma unroll
+            for (int j = 0; j < M; j++) {
+                R e = exp_of(scores[i][j] - shift);
+                p[(ty + SIDE * i) * (TILE + 1) + tx + SIDE * j] = e;
+                sum += e;
+            }
+            total[i] = total[i] * shrink + row_sum(sum);
+            largest[i] = now;
+#pragma unroll
+            for (int j = 0; j < C; j++) o[i][j] *= shrink;
+        }
+        __syncthreads();
+        load<TILE>(kv, v_at, width, from, limit, s.head, R(1));
+        __syncthreads();
+        gather<M, C, TILE, false>(o, p, kv, s.head);
+    }
+    R scale[M];
+#pragma unroll
+    for (int i = 0; i < M; i++) {
+        scale[i] = total[i] > 0 ? R(1) / total[i] : R(0);
+        int query = first + ty + SIDE * i;
+        if (tx == 0 && query < s.length)
+            sums[(int64_t(sample) * s.heads + h) * s.length + query] = largest[i] + log_of(total[i]);
+    }
+    int out = s.heads * s.head;
+    write<M, C, TILE>(y + int64_t(sample) * s.length * out + h * s.head, o, out, first, s.length, s.head, scale);
+}
+
+// along[sample, head, query] = y . dy of a head.
+template <class T> __global__ void along(const T *y, const T *dy, Acc<T> *out, int length, int heads, int head, int64_t rows) {
+    int64_t row = int64_t(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP; // (sample, query, head)
+    if (row >= rows) return;
+    Acc<T> sum = 0;
+    for (int c = threadIdx.x % WARP; c < head; c += WARP) sum += up(y[row * head + c]) * up(dy[row * head + c]);
+    sum = warp_sum(sum);
+    int64_t h = row % heads, query = row / heads % length, sample = row / heads / length;
+    if (threadIdx.x % WARP == 0) out[(sample * heads + h) * length + query] = sum;
+}
+
+// The scores' gradients of a tile of queries and one of keys, and optionally the probabilities, into shared memory.
+template <int M, int TILE, class R>
+__device__ void slopes(const Sizes &s, R *ds, R *p, const R *q, const R *k, const R *v, const R *dy, const R *sums,
+                       const R *along, int first, int from, int keys) {
+    int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
+    R scores[M][M], dp[M][M];
+    dots<M>(scores, q, k, s.head);
+    dots<M>(dp, dy, v, s.head);
+#pragma unroll
+    for (int i = 0; i < M; i++) {
+        int query = first + ty + SIDE * i;
+        R sum = query < s.length ? sums[query] : R(0), a = query < s.length ? along[query] : R(0);
+#pragma unroll
+        for (int j = 0; j < M; j++) {
+            bool hidden = s.hidden(query, from + tx + SIDE * j, keys);
+            R e = hidden ? R(0) : exp_of(scores[i][j] - sum);
+            int at = (ty + SIDE * i) * (TILE + 1) + tx + SIDE * j;
+            if (p) p[at] = e;
+            ds[at] = e * (dp[i][j] - a);
+        }
+    }
+}
+
+template <class T, int TILE, int HEAD>
+__global__ void __launch_bounds__(THREADS)
+    queries(Sizes s, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along, T *dx) {
+    using R = Acc<T>;
+    constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
+    extern __shared__ __align__(16) unsigned char bytes[];
+    int tile = TILE * (s.head + 1);
+    R *q = (R *)bytes, *d = q + tile, *k = d + tile, *v = k + tile, *ds = v + tile;
+    int first = blockIdx.x * TILE, h = blockIdx.y, sample = blockIdx.z, kv_head = h / (s.heads / s.kv_heads);
+    int width = s.packed(), out = s.heads * s.head;
+    int64_t at = int64_t(sample) * s.length;
+    const T *base = qkv + at * width;
+    load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
+    load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
+    const R *row_sums = sums + (int64_t(sample) * s.heads + h) * s.length;
+    const R *row_along = along + (int64_t(sample) * s.heads + h) * s.length;
+    R o[M][C] = {}, scale[M];
+    int keys = s.keys(sample), limit = s.seen(sample, min(first + TILE, s.length));
+    for (int from = 0; from < limit; from += TILE) {
+        __syncthreads();
+        load<TILE>(k, base + (s.heads + kv_head) * s.head, width, from, limit, s.head, R(1));
+        load<TILE>(v, base + (s.heads + s.kv_heads + kv_head) * s.head, width, from, limit, s.head, R(1));
+        __syncthreads();
+        slopes<M, TILE, R>(s, ds, nullptr, q, k, v, d, row_sums, row_along, first, from, keys);
+        __syncthreads();
+        gather<M, C, TILE, false>(o, ds, k, s.head);
+    }
+#pragma unroll
+    for (int i = 0; i < M; i++) scale[i] = R(s.scale);
+    write<M, C, TILE>(dx + at * width + h * s.head, o, width, first, s.length, s.head, scale);
+}
+
+template <class T, int TILE, int HEAD>
+__global__ void __launch_bounds__(THREADS)
+    keys_and_values(Sizes s, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along, T *dx) {
+    using R = Acc<T>;
+    constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
+    extern __shared__ __align__(16) unsigned char bytes[];
+    int tile = TILE * (s.head + 1);
+    R *q = (R *)bytes, *d = q + tile, *k = d + tile, *v = k + tile, *ds = v + tile, *p = ds + TILE * (TILE + 1);
+    int from = blockIdx.x * TILE, kv_head = blockIdx.y, sample = blockIdx.z, group = s.heads / s.kv_heads;
+    int width = s.packed(), out = s.heads * s.head, keys = s.keys(sample);
+    int64_t at = int64_t(sample) * s.length;
+    const T *base = qkv + at * width;
+    int k_column = (s.heads + kv_head) * s.head, v_column = (s.heads + s.kv_heads + kv_head) * s.head;
+    load<TILE>(k, base + k_column, width, from, keys, s.head, R(1));
+    load<TILE>(v, base + v_column, width, from, keys, s.head, R(1));
+    R dk[M][C] = {}, dv[M][C] = {}, one[M];
+    for (int g = 0; g < group && from < keys; g++) {
+        int h = kv_head * group + g;
+        const R *row_sums = sums + (int64_t(sample) * s.heads + h) * s.length;
+        const R *row_along = along + (int64_t(sample) * s.heads + h) * s.length;
+        for (int first = s.causal ? from : 0; first < s.length; first += TILE) {
+            __syncthreads();
+            load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
+            load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
+            __syncthreads();
+            slopes<M, TILE, R>(s, ds, p, q, k, v, d, row_sums, row_along, first, from, keys);
+            __syncthreads();
+            gather<M, C, TILE, true>(dv, p, d, s.head);
+            gather<M, C, TILE, true>(dk, ds, q, s.head); // q is scaled already
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < M; i++) one[i] = R(1);
+    write<M, C, TILE>(dx + at * width + k_column, dk, width, from, s.length, s.head, one);
+    write<M, C, TILE>(dx + at * width + v_column, dv, width, from, s.length, s.head, one);
+}
+
+// Starts a kernel with as much shared memory as it needs, which must be allowed first beyond 48 KiB.
+template <class K, class... Args> int start(K kernel, dim3 grid, size_t shared, cudaStream_t stream, Args... args) {
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)))
+        return error;
+    kernel<<<grid, THREADS, shared, stream>>>(args...);
+    return cudaGetLastError();
+}
+
+// Runs `body` with constants for the largest head and the tile that suits it.
+#define WITH_HEAD(head, ...)                                                                                  \
+    if (head <= 64) { constexpr int HEAD = 64, TILE = 32; __VA_ARGS__; }                                      \
+    else if (head <= 128) { constexpr int HEAD = 128, TILE = 32; __VA_ARGS__; }                               \
+    else if (head <= 256) { constexpr int HEAD = 256, TILE = 16; __VA_ARGS__; }                               \
+    else return cudaErrorInvalidValue;
+
+} // namespace
+
+extern "C" int attention_forward(int type, int batch, int length, int heads, int kv_heads, int head, int causal, float scale,
+                                 const uint32_t *lengths, const void *qkv, void *y, void *sums, cudaStream_t stream) {
+    Sizes s{length, heads, kv_heads, head, causal, scale, lengths};
+    WITH_TYPE(type, {
+        using R = Acc<T>;
+        WITH_HEAD(head, {
+            size_t shared = (2 * TILE * (head + 1) + TILE * (TILE + 1)) * sizeof(R);
+            return start(forward<T, TILE, HEAD>, dim3(blocks(length, TILE), heads, batch), shared, stream, s,
+                         (const T *)qkv, (T *)y, (R *)sums);
+        })
+    })
+}
+
+// `along` has room for a value of the accumulator's type a row of each head.
+extern "C" int attention_backward(int type, int batch, int length, int heads, int kv_heads, int head, int causal, float scale,
+                                  const uint32_t *lengths, const void *qkv, const void *y, const void *sums, const void *dy,
+                                  void *along_rows, void *dx, cudaStream_t stream) {
+    Sizes s{length, heads, kv_heads, head, causal, scale, lengths};
+    int64_t rows = int64_t(batch) * length * heads;
+    WITH_TYPE(type, {
+        using R = Acc<T>;
+        along<T><<<blocks(rows, 8), 8 * WARP, 0, stream>>>((const T *)y, (const T *)dy, (R *)along_rows, length, heads, head, rows);
+        WITH_HEAD(head, {
+            size_t tiles = 4 * TILE * (head + 1), scores = TILE * (TILE + 1);
+            int error = start(queries<T, TILE, HEAD>, dim3(blocks(length, TILE), heads, batch), (tiles + scores) * sizeof(R),
+                              stream, s, (const T *)qkv, (const T *)dy, (const R *)sums, (const R *)along_rows, (T *)dx);
+            if (error) return error;
+            return start(keys_and_values<T, TILE, HEAD>, dim3(blocks(length, TILE), kv_heads, batch),
+                         (tiles + 2 * scores) * sizeof(R), stream, s, (const T *)qkv, (const T *)dy, (const R *)sums,
+                         (const R *)along_rows, (T *)dx);
+        })
+    })
+}

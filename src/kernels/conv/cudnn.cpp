@@ -1,0 +1,164 @@
+// Convolutions by cuDNN: forward, and the gradients of input and weight, channels last.
+//
+// Which of its engines makes one is asked once for each shape and remembered, also where there is none: of those that
+// give the same bits every time and need no more room than the caller has.
+#include "cuda/with_cudnn.h"
+
+#include <array>
+#include <map>
+#include <memory>
+
+namespace {
+
+// What is made: `What` in card.rs.
+enum What : int { OUTPUT = 0, INPUT_GRADIENT = 1, WEIGHT_GRADIENT = 2 };
+
+struct Asked {
+    int type, what, tf32;
+    int batch, height, width, inputs, out_height, out_width, outputs, kernel, stride, padding, dilation, groups;
+    const void *a, *b; // x and weight; dy and weight; dy and x
+    void *out;         // y; dx; dw, of f32 where an engine makes that, else of the operands' type
+    void *workspace;
+    int64_t room; // bytes of the workspace
+};
+
+// No engine makes it here: a kernel of our own has to.
+constexpr int NONE = -1;
+
+} // namespace
+
+#ifdef TRAINER_CUDNN
+namespace {
+
+namespace fe = cudnn_frontend;
+using Numbers = std::vector<int64_t>;
+
+struct Plan {
+    fe::graph::Graph graph;
+    int out_type;
+};
+
+// The largest power of two, at most 16, that an address is a multiple of.
+int alignment(const void *p) {
+    int bytes = 16;
+    while (uintptr_t(p) % bytes) bytes /= 2;
+    return bytes;
+}
+
+// (n, h, w, c) as lies in memory, in the order cuDNN has dimensions.
+std::shared_ptr<fe::graph::Tensor_attributes> &shaped(std::shared_ptr<fe::graph::Tensor_attributes> &t, int64_t n,
+                                                      int64_t h, int64_t w, int64_t c) {
+    t->set_dim({n, c, h, w}).set_stride({h * w * c, 1, w * c, c});
+    return t;
+}
+
+template <class Attributes> Attributes windows(const Asked &q) {
+    int64_t p = q.padding, s = q.stride, d = q.dilation;
+    return Attributes().set_padding({p, p}).set_stride({s, s}).set_dilation({d, d});
+}
+
+int build(Plan &plan, const Asked &q, cudnnHandle_t handle) {
+    auto &graph = plan.graph;
+    graph.set_io_data_type(cudnn::kind(q.type))
+        .set_intermediate_data_type(fe::DataType_t::FLOAT)
+        .set_compute_data_type(fe::DataType_t::FLOAT);
+    auto tensor = [&](int64_t uid, const void *at, int64_t n, int64_t h, int64_t w, int64_t c) {
+        auto t = graph.tensor(fe::graph::Tensor_attributes());
+        t->set_uid(uid).set_alignment(alignment(at)).set_data_type(cudnn::kind(q.type));
+        return shaped(t, n, h, w, c);
+    };
+    int64_t depth = q.inputs / q.groups;
+    auto x = [&](int64_t uid, const void *at) { return tensor(uid, at, q.batch, q.height, q.width, q.inputs); };
+    auto y = [&](int64_t uid, const void *at) {
+        return tensor(uid, at, q.batch, q.out_height, q.out_width, q.outputs);
+    };
+    auto w = [&](int64_t uid, const void *at) { return tensor(uid, at, q.outputs, q.kernel, q.kernel, depth); };
+    std::shared_ptr<fe::graph::Tensor_attributes> out;
+    switch (q.what) {
+    case OUTPUT:
+        out = graph.conv_fprop(x(1, q.a), w(2, q.b), windows<fe::graph::Conv_fprop_attributes>(q));
+        shaped(out, q.batch, q.out_height, q.out_width, q.outputs);
+        break;
+    case INPUT_GRADIENT:
+        out = graph.conv_dgrad(y(1, q.a), w(2, q.b), windows<fe::graph::Conv_dgrad_attributes>(q));
+        shaped(out, q.batch, q.height, q.width, q.inputs);
+        break;
+    default:
+        out = graph.conv_wgrad(y(1, q.a), x(2, q.b), windows<fe::graph::Conv_wgrad_attributes>(q));
+        shaped(out, q.outputs, q.kernel, q.kernel, depth);
+    }
+    out->set_output(true).set_uid(3).set_alignment(alignment(q.out)).set_data_type(cudnn::kind(plan.out_type));
+
+    TRY_CUDNN(graph.validate());
+    TRY_CUDNN(graph.build_operation_graph(handle));
+    TRY_CUDNN(graph.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
+    graph.deselect_numeric_notes({fe::NumericalNote_t::NONDETERMINISTIC,
+                                  fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION});
+    if (q.type == F32) {
+        graph.deselect_numeric_notes({fe::NumericalNote_t::FFT, fe::NumericalNote_t::WINOGRAD,
+                                      fe::NumericalNote_t::WINOGRAD_TILE_4x4, fe::NumericalNote_t::WINOGRAD_TILE_6x6,
+                                      fe::NumericalNote_t::WINOGRAD_TILE_13x13});
+        // Tensor cores round f32 operands to TF32.
+        if (!q.tf32)
+            graph.deselect_numeric_notes({fe::NumericalNote_t::TENSOR_CORE, fe::NumericalNote_t::DOWN_CONVERT_INPUTS});
+    }
+    graph.deselect_workspace_greater_than(q.room);
+    TRY_CUDNN(graph.check_support());
+    TRY_CUDNN(graph.build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE));
+    int64_t bytes = 0;
+    TRY_CUDNN(graph.get_workspace_size(bytes));
+    return bytes <= q.room ? 0 : NONE;
+}
+
+// The gradient of a weight is wanted in f32; where no engine makes that it is rounded, as the operands are.
+std::unique_ptr<Plan> plan_for(const Asked &q, cudnnHandle_t handle) {
+    for (int out_type : {int(F32), q.type}) {
+        if (out_type != q.type && q.what != WEIGHT_GRADIENT) continue;
+        auto plan = std::make_unique<Plan>();
+        plan->out_type = out_type;
+        // The front end throws where a symbol is missing.
+        try {
+            if (build(*plan, q, handle) == 0) return plan;
+        } catch (...) {
+        }
+    }
+    return nullptr;
+}
+
+using Key = std::array<int64_t, 19>;
+
+// Never destroyed: when the process ends the library may be gone first.
+std::map<Key, std::unique_ptr<Plan>> &plans() {
+    static auto *plans = new std::map<Key, std::unique_ptr<Plan>>;
+    return *plans;
+}
+
+int run(const Asked &q, int *out_type, cudaStream_t stream) {
+    std::lock_guard<std::mutex> guard(cudnn::lock());
+    cudnnHandle_t handle = cudnn::handle(stream);
+    if (!handle) return NONE;
+    Key key{q.type,       q.what,      q.tf32,   q.batch,     q.height,  q.width,    q.inputs,
+            q.out_height, q.out_width, q.outputs, q.kernel,    q.stride,  q.padding,  q.dilation,
+            q.groups,     q.room,      alignment(q.a), alignment(q.b), alignment(q.out)};
+    auto known = plans().find(key);
+    if (known == plans().end()) known = plans().emplace(key, plan_for(q, handle)).first;
+    if (!known->second) return NONE;
+    *out_type = known->second->out_type;
+    std::unordered_map<int64_t, void *> tensors{
+        {1, const_cast<void *>(q.a)}, {2, const_cast<void *>(q.b)}, {3, q.out}};
+    TRY_CUDNN(known->second->graph.execute(handle, tensors, q.workspace));
+    return 0;
+}
+
+} // namespace
+
+extern "C" int conv_cudnn(const Asked *asked, int *out_type, cudaStream_t stream) {
+    try {
+        return run(*asked, out_type, stream);
+    } catch (...) {
+        return NONE;
+    }
+}
+#else
+extern "C" int conv_cudnn(const Asked *, int *, cudaStream_t) { return NONE; }
+#endif

@@ -1,0 +1,117 @@
+//! The body for cards: products by cuBLASLt around a kernel that scores rows in place.
+
+use std::ffi::{c_int, c_void};
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{Result, Tensor, bail};
+
+use super::{Head, card_chunk, card_stride};
+use crate::kernels::cuda::columns::add_sums;
+use crate::kernels::cuda::product::{Mat, Onto, Then, multiply};
+use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, stream};
+use crate::kernels::linear::Grads;
+use crate::kernels::tally::Counted;
+use crate::kernels::tally::card::Rows;
+
+impl Head<'_> {
+    pub(super) fn learn_card(
+        &self,
+        device: &CudaDevice,
+        x: &Tensor,
+        targets: &Tensor,
+        scale: f64,
+        grads: &Grads,
+    ) -> Result<(Counted, Tensor)> {
+        let dx = fresh(device, x.dtype(), x.shape())?;
+        let counted = self.chunks(device, x, targets, Some((scale, grads, &dx)))?;
+        Ok((counted, dx))
+    }
+
+    pub(super) fn judge_card(&self, device: &CudaDevice, x: &Tensor, targets: &Tensor) -> Result<Counted> {
+        self.chunks(device, x, targets, None)
+    }
+
+    fn chunks(
+        &self,
+        device: &CudaDevice,
+        x: &Tensor,
+        targets: &Tensor,
+        learn: Option<(f64, &Grads, &Tensor)>,
+    ) -> Result<Counted> {
+        let (classes, width) = self.weight.dims2()?;
+        let rows = x.elem_count() / width;
+        let per_row = targets.elem_count() / rows.max(1);
+        if ![1, 3].contains(&per_row) || per_row * rows != targets.elem_count() {
+            bail!("{} target values for {rows} rows", targets.elem_count())
+        }
+        let (chunk, stride) = (card_chunk(x.dtype(), rows, classes), card_stride(classes));
+        let scores = fresh(device, x.dtype(), chunk * stride)?;
+        let weights = self.class_weights.map(|w| Tensor::new(w, x.device())).transpose()?;
+        let all_weights = match self.class_weights {
+            Some(w) => w.iter().map(|w| *w as f64).sum(),
+            None => classes as f64,
+        };
+        let counts = Rows::new(device, rows)?;
+        let w = Mat::new(self.weight, classes, width);
+        for first in (0..rows).step_by(chunk.max(1)) {
+            let n = chunk.min(rows - first);
+            let x = Mat { from: first * width, rows: n, ..Mat::new(x, rows, width) };
+            let d = Mat { rows: n, cols: classes, ..Mat::new(&scores, chunk, stride) };
+            multiply(&d, x, w.t(), Onto::Nothing, Then::Nothing)?;
+            let (loss, weight, hits) = counts.from(first)?;
+            let asked = Asked {
+                dtype: code(scores.dtype())?,
+                learn: learn.is_some() as c_int,
+                scores: pointer(&scores)?,
+                bias: pointer_or_null(self.bias)?,
+                weights: pointer_or_null(weights.as_ref())?.cast(),
+                targets: pointer(targets)?.cast::<u32>().wrapping_add(first * per_row),
+                loss,
+                weight,
+                hits,
+                rows: n as i64,
+                stride: stride as i64,
+                classes: classes as c_int,
+                per_row: per_row as c_int,
+                smoothing: self.smoothing,
+                all_weights,
+                scale: learn.map_or(0.0, |(scale, ..)| scale),
+            };
+            // SAFETY: every pointer has `n` rows, or a value a class.
+            checked("cross_entropy_score", unsafe { cross_entropy_score(&asked, stream(device)) })?;
+            let Some((_, grads, dx)) = learn else { continue };
+            multiply(&Mat::new(grads.weight, classes, width), d.t(), x, Onto::Itself, Then::Nothing)?;
+            let dx = Mat { from: first * width, rows: n, ..Mat::new(dx, rows, width) };
+            multiply(&dx, d, w, Onto::Nothing, Then::Nothing)?;
+            if let Some(bias) = grads.bias {
+                add_sums(device, bias, d)?;
+            }
+        }
+        counts.add(device)
+    }
+}
+
+/// `Asked` in cross_entropy.cu.
+#[repr(C)]
+struct Asked {
+    dtype: c_int,
+    learn: c_int,
+    scores: *mut c_void,
+    bias: *const c_void,
+    weights: *const f32,
+    targets: *const u32,
+    loss: *mut f64,
+    weight: *mut f64,
+    hits: *mut u32,
+    rows: i64,
+    stride: i64,
+    classes: c_int,
+    per_row: c_int,
+    smoothing: f64,
+    all_weights: f64,
+    scale: f64,
+}
+
+unsafe extern "C" {
+    fn cross_entropy_score(asked: *const Asked, stream: Stream) -> c_int;
+}

@@ -1,0 +1,169 @@
+//! The door between candle tensors and CUDA: pointers for launchers, fresh tensors, and errors with a type.
+//!
+//! Everything runs on the one stream of the tensors' device, so a launcher sees what the one before it wrote
+//! and memory given back is used again in order. Launchers are declared in the file of their kernel.
+
+pub mod columns;
+pub mod cudnn;
+pub mod product;
+
+use std::ffi::{c_int, c_void};
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DriverError, result, sys::CUresult};
+use candle_core::cuda_backend::{CudaDevice, CudaError, CudaStorage, CudaStorageSlice, WrapErr};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, WithDType, bail};
+
+/// The stream of a launch.
+pub type Stream = *mut c_void;
+
+/// The device of a tensor, where that is a card.
+pub fn of(tensor: &Tensor) -> Option<&CudaDevice> {
+    match tensor.device() {
+        Device::Cuda(device) => Some(device),
+        _ => None,
+    }
+}
+
+pub fn stream(device: &CudaDevice) -> Stream {
+    device.cuda_stream().cu_stream().cast()
+}
+
+/// A type as launchers know it: `Type` in `cuda/device.cuh`.
+pub fn code(dtype: DType) -> Result<c_int> {
+    match dtype {
+        DType::F32 => Ok(0),
+        DType::F64 => Ok(1),
+        DType::BF16 => Ok(2),
+        DType::F16 => Ok(3),
+        other => bail!("kernels compute in f32, f64, bf16 or f16, not {other:?}"),
+    }
+}
+
+/// What kernels compute a type's values in, and gradients and statistics are kept in.
+pub fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+/// Where a contiguous tensor's values lie. All views of its storage see what is written there.
+pub fn pointer(tensor: &Tensor) -> Result<*mut c_void> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Some((start, _)) = layout.contiguous_offsets() else {
+        bail!(
+            "a kernel was given a tensor with gaps: shape {:?}, strides {:?}",
+            layout.dims(),
+            layout.stride()
+        )
+    };
+    let Storage::Cuda(cuda) = &*storage else { bail!("a CUDA kernel was given a tensor of another device") };
+    macro_rules! of {
+        ($($variant:ident),*) => {
+            match &cuda.slice {
+                $(CudaStorageSlice::$variant(slice) => slice.device_ptr(slice.stream()).0,)*
+                _ => bail!("a CUDA kernel was given {:?}", cuda.dtype()),
+            }
+        };
+    }
+    let base = of!(F32, F64, BF16, F16, U32, U8, I64);
+    Ok((base as usize + start * tensor.dtype().size_in_bytes()) as *mut c_void)
+}
+
+/// As [`pointer`], null where there is no tensor.
+pub fn pointer_or_null(tensor: Option<&Tensor>) -> Result<*mut c_void> {
+    tensor.map_or(Ok(std::ptr::null_mut()), pointer)
+}
+
+/// A tensor every value of which the caller writes before anyone reads it.
+pub fn fresh(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Result<Tensor> {
+    let shape = shape.into();
+    // The driver refuses to allocate nothing.
+    let len = shape.elem_count().max(1);
+    macro_rules! of {
+        ($($variant:ident: $type:ty),*) => {
+            match dtype {
+                // SAFETY: plain numbers, written before they are read.
+                $(DType::$variant => CudaStorageSlice::$variant(unsafe { device.alloc::<$type>(len)? }),)*
+                other => bail!("no tensor of {other:?} is made on a card"),
+            }
+        };
+    }
+    let slice = of!(F32: f32, F64: f64, BF16: half::bf16, F16: half::f16, U32: u32, U8: u8, I64: i64);
+    let storage = Storage::Cuda(CudaStorage { slice, device: device.clone() });
+    Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
+}
+
+/// Bytes for as long as a launcher works; given back in the order of the stream.
+pub fn scratch(device: &CudaDevice, bytes: usize) -> Result<Tensor> {
+    fresh(device, DType::U8, bytes)
+}
+
+/// What a launcher returned.
+pub fn checked(kernel: &'static str, code: c_int) -> Result<()> {
+    match code {
+        0 => Ok(()),
+        code => Err(Error::Cuda(Box::new(Refused { kernel, code }))),
+    }
+}
+
+/// A kernel that could not be started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the CUDA kernel `{kernel}` was refused with error code {code}")]
+pub struct Refused {
+    pub kernel: &'static str,
+    pub code: c_int,
+}
+
+impl Refused {
+    /// `cudaErrorMemoryAllocation`, which is also the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
+    const OUT_OF_MEMORY: c_int = 2;
+}
+
+/// Whether an error is the driver's: out of memory. candle wraps it in several layers, none of which
+/// `source` goes through.
+pub fn is_out_of_memory(error: &Error) -> bool {
+    match error {
+        Error::Cuda(inner) => {
+            let driver = |error: &DriverError| error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+            if let Some(refused) = inner.downcast_ref::<Refused>() {
+                return refused.code == Refused::OUT_OF_MEMORY;
+            }
+            match inner.downcast_ref::<CudaError>() {
+                Some(CudaError::Cuda(error) | CudaError::Load { cuda: error, .. }) => driver(error),
+                _ => inner.downcast_ref::<DriverError>().is_some_and(driver),
+            }
+        }
+        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
+            is_out_of_memory(inner)
+        }
+        Error::WrappedContext { wrapped, .. } => {
+            wrapped.downcast_ref::<Error>().is_some_and(is_out_of_memory)
+        }
+        _ => false,
+    }
+}
+
+/// The values of a contiguous tensor, once all that was under way is done.
+pub fn to_host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
+    let Some(device) = of(tensor) else { bail!("a tensor that is on no card") };
+    if tensor.dtype() != T::DTYPE {
+        bail!("{:?} were read as {:?}", tensor.dtype(), T::DTYPE)
+    }
+    let (stream, mut values) = (device.cuda_stream(), vec![T::zero(); tensor.elem_count()]);
+    // SAFETY: both sides have as many values of the one type, and are there until the copy is done.
+    unsafe { result::memcpy_dtoh_async(&mut values, pointer(tensor)? as u64, stream.cu_stream()) }.w()?;
+    stream.synchronize().w()?;
+    Ok(values)
+}
+
+/// Overwrites a contiguous tensor, once all that was under way is done.
+pub fn from_host<T: WithDType>(tensor: &Tensor, values: &[T]) -> Result<()> {
+    let Some(device) = of(tensor) else { bail!("a tensor that is on no card") };
+    if tensor.dtype() != T::DTYPE || tensor.elem_count() != values.len() {
+        bail!("{} values of {:?} for {:?} of {:?}", values.len(), T::DTYPE, tensor.shape(), tensor.dtype())
+    }
+    let stream = device.cuda_stream();
+    // SAFETY: as in `to_host`.
+    unsafe { result::memcpy_htod_async(pointer(tensor)? as u64, values, stream.cu_stream()) }.w()?;
+    stream.synchronize().w()
+}

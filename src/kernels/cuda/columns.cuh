@@ -1,0 +1,70 @@
+// Sums over rows, a column each, in two stages and always in the same order: blocks sum ranges of rows, then
+// the sums of all ranges are added onto the gradient. How many ranges there are is `columns::parts` in Rust.
+#pragma once
+
+#include "device.cuh"
+
+namespace {
+
+constexpr int COLUMN_ROWS = 8; // rows a block of `part_columns` has in hand
+
+// `partial[part, column]` is the sum of `value(row, column)` over the part's rows.
+template <class R, class F>
+__global__ void __launch_bounds__(WARP *COLUMN_ROWS)
+    part_columns(R *partial, int64_t rows, int64_t columns, int64_t rows_each, F value) {
+    __shared__ R sums[COLUMN_ROWS][WARP];
+    int64_t column = int64_t(blockIdx.x) * WARP + threadIdx.x;
+    int64_t first = blockIdx.y * rows_each, last = first + rows_each < rows ? first + rows_each : rows;
+    R sum = 0;
+    if (column < columns)
+        for (int64_t row = first + threadIdx.y; row < last; row += COLUMN_ROWS) sum += value(row, column);
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && column < columns) {
+#pragma unroll
+        for (int i = 1; i < COLUMN_ROWS; i++) sum += sums[i][threadIdx.x];
+        partial[blockIdx.y * columns + column] = sum;
+    }
+}
+
+// `into[y][column] += sum over parts of partial[part, y, column]`; a block has 32 columns of one `y`.
+template <class R>
+__global__ void __launch_bounds__(WARP *WARP)
+    add_columns(const R *partial, R *into0, R *into1, int parts, int64_t columns) {
+    __shared__ R sums[WARP][WARP + 1];
+    int64_t column = int64_t(blockIdx.x) * WARP + threadIdx.x;
+    R sum = 0;
+    if (column < columns)
+        for (int part = threadIdx.y; part < parts; part += WARP)
+            sum += partial[(int64_t(part) * gridDim.y + blockIdx.y) * columns + column];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    // Now a warp has one column.
+    sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
+    column = int64_t(blockIdx.x) * WARP + threadIdx.y;
+    R *into = blockIdx.y == 0 ? into0 : into1;
+    if (threadIdx.x == 0 && column < columns) into[column] += sum;
+}
+
+template <class R, class F>
+void launch_parts(R *partial, int64_t rows, int64_t columns, int parts, F value, cudaStream_t stream) {
+    dim3 grid(blocks(columns, WARP), parts), threads(WARP, COLUMN_ROWS);
+    part_columns<R, F><<<grid, threads, 0, stream>>>(partial, rows, columns, (rows + parts - 1) / parts, value);
+}
+
+template <class R>
+void launch_add(const R *partial, R *into0, R *into1, int parts, int64_t columns, cudaStream_t stream) {
+    dim3 grid(blocks(columns, WARP), into1 ? 2 : 1), threads(WARP, WARP);
+    add_columns<R><<<grid, threads, 0, stream>>>(partial, into0, into1, parts, columns);
+}
+
+// A matrix's own values, with `stride` values between the starts of its rows.
+template <class T> struct Plain {
+    const T *of;
+    int64_t stride;
+    __device__ __forceinline__ Acc<T> operator()(int64_t row, int64_t column) const {
+        return up(of[row * stride + column]);
+    }
+};
+
+} // namespace

@@ -1,0 +1,97 @@
+// What every kernel is made of: the types it may be given, values in groups of 16 bytes, and sums over a
+// warp or a block in an order that no timing changes.
+//
+// A launcher is an `extern "C"` function of plain pointers and sizes that returns the launch's error code, 0
+// for none; it allocates nothing and waits for nothing. Its counterpart in Rust stands in the kernel's own file.
+#pragma once
+
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <initializer_list>
+
+#include "type.h"
+
+using bf16 = __nv_bfloat16;
+using f16 = __half;
+
+// What kernels compute a type's values in.
+template <class T> struct AccOf { using type = float; };
+template <> struct AccOf<double> { using type = double; };
+template <class T> using Acc = typename AccOf<T>::type;
+
+template <class T> __device__ __forceinline__ Acc<T> up(T x) { return x; }
+template <> __device__ __forceinline__ float up(bf16 x) { return __bfloat162float(x); }
+template <> __device__ __forceinline__ float up(f16 x) { return __half2float(x); }
+
+template <class T> __device__ __forceinline__ T down(Acc<T> x) { return x; }
+template <> __device__ __forceinline__ bf16 down<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ __forceinline__ f16 down<f16>(float x) { return __float2half_rn(x); }
+
+// Runs `body` with the alias `T` of a type code.
+#define WITH_TYPE(code, ...)                                                                                  \
+    switch (code) {                                                                                           \
+    case F32: { using T = float; __VA_ARGS__; break; }                                                        \
+    case F64: { using T = double; __VA_ARGS__; break; }                                                       \
+    case BF16: { using T = bf16; __VA_ARGS__; break; }                                                        \
+    case F16: { using T = f16; __VA_ARGS__; break; }                                                          \
+    default: return cudaErrorInvalidValue;                                                                    \
+    }
+
+// `N` neighbouring values, moved at once; `Pack<T>` is 16 bytes.
+template <class T, int N = 16 / sizeof(T)> struct alignas(sizeof(T) * N) Pack {
+    T v[N];
+    static constexpr int size = N;
+    __device__ __forceinline__ static Pack load(const T *p) { return *reinterpret_cast<const Pack *>(p); }
+    __device__ __forceinline__ void store(T *p) const { *reinterpret_cast<Pack *>(p) = *this; }
+};
+
+// Whether 16-byte groups of these rows can be moved at once.
+inline bool aligned(int64_t row_bytes, std::initializer_list<const void *> pointers) {
+    uintptr_t bits = uintptr_t(row_bytes);
+    for (const void *p : pointers) bits |= uintptr_t(p);
+    return bits % 16 == 0;
+}
+
+constexpr int WARP = 32;
+
+template <class R> __device__ __forceinline__ R warp_sum(R x) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
+    return x;
+}
+
+template <class R> __device__ __forceinline__ R warp_max(R x) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        R other = __shfl_xor_sync(0xffffffff, x, offset);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+
+// The sum over a block of at most 1024 threads, given to all of them. May be called any number of times.
+template <class R> __device__ __forceinline__ R block_sum(R x) {
+    __shared__ R sums[WARP];
+    x = warp_sum(x);
+    if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = x;
+    __syncthreads();
+    int warps = (blockDim.x + WARP - 1) / WARP;
+    x = warp_sum(threadIdx.x % WARP < warps ? sums[threadIdx.x % WARP] : R(0));
+    __syncthreads();
+    return x;
+}
+
+template <class R> __device__ __forceinline__ R block_max(R x) {
+    __shared__ R tops[WARP];
+    x = warp_max(x);
+    if (threadIdx.x % WARP == 0) tops[threadIdx.x / WARP] = x;
+    __syncthreads();
+    int warps = (blockDim.x + WARP - 1) / WARP;
+    x = warp_max(tops[threadIdx.x % WARP < warps ? threadIdx.x % WARP : 0]);
+    __syncthreads();
+    return x;
+}
+
+inline unsigned blocks(int64_t work, int64_t each) { return unsigned((work + each - 1) / each); }

@@ -1,0 +1,169 @@
+// Matrix products by cuBLASLt: row-major, with what goes before and after them fused.
+//
+// cuBLASLt has its matrices column-major, so `D = A B` is asked for as `D' = B' A'`. Which of its kernels makes
+// a product is asked once for each shape and remembered. The workspace is the caller's.
+#include <cublasLt.h>
+#include <mutex>
+#include <tuple>
+#include <map>
+
+#include "device.cuh"
+
+namespace {
+
+struct Matrix {
+    const void *data;
+    int64_t stride; // values between rows
+    int turned;     // the matrix is the transpose of what lies there
+};
+
+// What is done to a product: `Epilogue` in product.rs.
+enum Epilogue : int { PLAIN = 0, BIAS = 1, GELU_BIAS = 2, RELU_BIAS = 3, GELU_SLOPE = 4, GELU_SLOPE_SUMS = 5 };
+
+struct Asked {
+    int type, out_type, m, n, k, epilogue;
+    Matrix a, b;
+    const void *c; // null, or added to the product: may be `d`
+    void *d;
+    int64_t d_stride;
+    const void *bias; // (n), or where GELU_SLOPE_SUMS writes its column sums, in f32
+    void *aux;        // (m, n): what GELU was given
+    int64_t aux_stride;
+};
+
+using Key = std::tuple<int, int, int, int, int, int, int64_t, int, int64_t, int, int, int64_t, int64_t, int>;
+
+struct Products {
+    cublasLtHandle_t handle;
+    void *workspace;
+    size_t bytes;
+    bool tf32;
+    std::mutex lock;
+    std::map<Key, cublasLtMatmulAlgo_t> chosen;
+};
+
+cudaDataType_t kind(int type) {
+    switch (type) {
+    case F64: return CUDA_R_64F;
+    case BF16: return CUDA_R_16BF;
+    case F16: return CUDA_R_16F;
+    default: return CUDA_R_32F;
+    }
+}
+
+cublasLtEpilogue_t kind_of(int epilogue, bool keeps) {
+    switch (epilogue) {
+    case BIAS: return CUBLASLT_EPILOGUE_BIAS;
+    case GELU_BIAS: return keeps ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_BIAS;
+    case RELU_BIAS: return CUBLASLT_EPILOGUE_RELU_BIAS;
+    case GELU_SLOPE: return CUBLASLT_EPILOGUE_DGELU;
+    case GELU_SLOPE_SUMS: return CUBLASLT_EPILOGUE_DGELU_BGRAD;
+    default: return CUBLASLT_EPILOGUE_DEFAULT;
+    }
+}
+
+// The largest power of two, at most 256, that an address is a multiple of.
+uint32_t alignment(const void *p) {
+    uint32_t bytes = 256;
+    while (uintptr_t(p) % bytes) bytes /= 2;
+    return bytes;
+}
+
+// Frees what it was given when it goes.
+template <class H, cublasStatus_t (*destroy)(H)> struct Held {
+    H h = nullptr;
+    ~Held() {
+        if (h) destroy(h);
+    }
+};
+using Operation = Held<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
+using Layout = Held<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
+using Preference = Held<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
+
+#define TRY(call)                                                                                             \
+    if (cublasStatus_t status = (call); status != CUBLAS_STATUS_SUCCESS) return CUBLAS_ERRORS + status
+
+// Codes from here on are cuBLAS's own.
+constexpr int CUBLAS_ERRORS = 10000;
+
+template <class V> cublasStatus_t set(Operation &op, cublasLtMatmulDescAttributes_t name, const V &value) {
+    return cublasLtMatmulDescSetAttribute(op.h, name, &value, sizeof(V));
+}
+template <class V> cublasStatus_t set(Preference &p, cublasLtMatmulPreferenceAttributes_t name, const V &value) {
+    return cublasLtMatmulPreferenceSetAttribute(p.h, name, &value, sizeof(V));
+}
+
+int multiply(Products &products, const Asked &q, cudaStream_t stream) {
+    bool wide = q.type == F64;
+    auto compute = wide                                   ? CUBLAS_COMPUTE_64F
+                   : q.type == F32 && products.tf32       ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                          : CUBLAS_COMPUTE_32F;
+    Operation op;
+    Layout a, b, c, d;
+    TRY(cublasLtMatmulDescCreate(&op.h, compute, wide ? CUDA_R_64F : CUDA_R_32F));
+    auto turned = [](int t) { return t ? CUBLAS_OP_T : CUBLAS_OP_N; };
+    TRY(set(op, CUBLASLT_MATMUL_DESC_TRANSA, turned(q.b.turned)));
+    TRY(set(op, CUBLASLT_MATMUL_DESC_TRANSB, turned(q.a.turned)));
+    TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE, kind_of(q.epilogue, q.aux != nullptr)));
+    if (q.bias) {
+        TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, q.bias));
+        TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
+                int32_t(q.epilogue == GELU_SLOPE_SUMS ? CUDA_R_32F : kind(q.type))));
+    }
+    if (q.aux) {
+        TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, q.aux));
+        TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, q.aux_stride));
+        TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(kind(q.type))));
+    }
+    auto layout = [&](Layout &l, int type, int64_t rows, int64_t cols, int64_t stride, int t) {
+        return cublasLtMatrixLayoutCreate(&l.h, kind(type), t ? rows : cols, t ? cols : rows, stride);
+    };
+    TRY(layout(a, q.type, q.k, q.n, q.b.stride, q.b.turned));
+    TRY(layout(b, q.type, q.m, q.k, q.a.stride, q.a.turned));
+    TRY(layout(c, q.out_type, q.m, q.n, q.d_stride, 0));
+    TRY(layout(d, q.out_type, q.m, q.n, q.d_stride, 0));
+
+    uint32_t aligns[4] = {alignment(q.b.data), alignment(q.a.data), alignment(q.c ? q.c : q.d), alignment(q.d)};
+    int together = 0;
+    for (uint32_t align : aligns) together = together * 16 + __builtin_ctz(align);
+    Key key{q.type, q.out_type, q.m, q.n, q.k, q.epilogue * 2 + (q.aux != nullptr), q.a.stride, q.a.turned,
+            q.b.stride, q.b.turned, q.c ? (q.c == q.d ? 2 : 1) : 0, q.d_stride, q.aux_stride, together};
+    std::lock_guard<std::mutex> guard(products.lock);
+    auto known = products.chosen.find(key);
+    if (known == products.chosen.end()) {
+        Preference p;
+        TRY(cublasLtMatmulPreferenceCreate(&p.h));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, products.bytes));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligns[0]));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligns[1]));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligns[2]));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligns[3]));
+        cublasLtMatmulHeuristicResult_t found;
+        int count = 0;
+        TRY(cublasLtMatmulAlgoGetHeuristic(products.handle, op.h, a.h, b.h, c.h, d.h, p.h, 1, &found, &count));
+        if (count == 0) return CUBLAS_ERRORS + CUBLAS_STATUS_NOT_SUPPORTED;
+        known = products.chosen.emplace(key, found.algo).first;
+    }
+    float one = 1, beta = q.c ? 1 : 0;
+    double one_wide = 1, beta_wide = beta;
+    const void *alphas = wide ? (const void *)&one_wide : &one, *betas = wide ? (const void *)&beta_wide : &beta;
+    TRY(cublasLtMatmul(products.handle, op.h, alphas, q.b.data, a.h, q.a.data, b.h, betas, q.c ? q.c : q.d, c.h, q.d,
+                       d.h, &known->second, products.workspace, products.bytes, stream));
+    return 0;
+}
+
+} // namespace
+
+extern "C" int products_new(void *workspace, size_t bytes, int tf32, void **out) {
+    auto *products = new Products{nullptr, workspace, bytes, tf32 != 0, {}, {}};
+    if (cublasStatus_t status = cublasLtCreate(&products->handle); status != CUBLAS_STATUS_SUCCESS) {
+        delete products;
+        return CUBLAS_ERRORS + status;
+    }
+    *out = products;
+    return 0;
+}
+
+extern "C" int products_multiply(void *products, const Asked *asked, cudaStream_t stream) {
+    return multiply(*(Products *)products, *asked, stream);
+}

@@ -1,0 +1,355 @@
+// Convolution where every channel sees itself alone: direct sums over the cells of a window.
+//
+// A thread has N neighbouring channels. The weight, (channels, cells), is turned to (cells, channels) in shared memory
+// by every block. The gradient of the weight is summed in two stages.
+#include "cuda/channels.cuh"
+#include "cuda/windows.cuh"
+
+namespace {
+
+// A sum over windows: the output from the input, or, with the window turned around, the other way where it moves by
+// one pixel.
+struct Windows {
+    int batch, height, width, out_height, out_width, channels, kernel, stride, padding, dilation;
+    bool turned;
+    __host__ __device__ int cells() const { return kernel * kernel; }
+};
+
+// The weights of a block's channels as (cells, wide * N).
+template <int N, class T>
+__device__ __forceinline__ void turn(const T *weight, Acc<T> *to, const Lanes &lanes, int channels, int cells,
+                                     bool turned) {
+    int first = int(blockIdx.x % lanes.across) * lanes.wide * N, width = lanes.wide * N;
+    for (int i = threadIdx.x; i < width * cells; i += blockDim.x) {
+        int channel = i / cells, cell = i % cells;
+        Acc<T> w = 0;
+        if (first + channel < channels) w = up(weight[int64_t(first + channel) * cells + cell]);
+        to[(turned ? cells - 1 - cell : cell) * width + channel] = w;
+    }
+    __syncthreads();
+}
+
+template <class R> __device__ __forceinline__ R *room() {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    return reinterpret_cast<R *>(bytes);
+}
+
+// Windows of K x K that move by S: a thread makes W neighbouring output pixels, whose windows overlap.
+template <class T, int N, int K, int S, int W>
+__global__ void __launch_bounds__(COLUMN_THREADS)
+    strips(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, Lanes lanes,
+           int64_t work) {
+    using R = Acc<T>;
+    R *turned = room<R>();
+    turn<N>(weight, turned, lanes, g.channels, K * K, g.turned);
+    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
+    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx;
+    if (pack >= lanes.packs) return;
+    const R *w = turned + tx * N;
+    int across = (g.out_width + W - 1) / W, width = lanes.wide * N;
+    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
+    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
+        int64_t line = i / across, picture = line / g.out_height;
+        int ox = int(i - line * across) * W, oy = int(line - picture * g.out_height);
+        int y0 = oy * S - g.padding, x0 = ox * S - g.padding;
+        R sums[W][N] = {};
+#pragma unroll
+        for (int ky = 0; ky < K; ky++) {
+            int iy = y0 + ky;
+            if (iy < 0 || iy >= g.height) continue;
+            const T *from = x + (picture * g.height + iy) * g.width * g.channels + pack * N;
+#pragma unroll
+            for (int j = 0; j < (W - 1) * S + K; j++) {
+                int ix = x0 + j;
+                if (ix < 0 || ix >= g.width) continue;
+                auto values = Pack<T, N>::load(from + int64_t(ix) * g.channels);
+#pragma unroll
+                for (int o = 0; o < W; o++) {
+                    int kx = j - o * S;
+                    if (kx < 0 || kx >= K) continue;
+#pragma unroll
+                    for (int k = 0; k < N; k++) sums[o][k] += up(values.v[k]) * w[(ky * K + kx) * width + k];
+                }
+            }
+        }
+#pragma unroll
+        for (int o = 0; o < W; o++) {
+            if (ox + o >= g.out_width) break;
+            Pack<T, N> made;
+#pragma unroll
+            for (int k = 0; k < N; k++) made.v[k] = down<T>(sums[o][k]);
+            made.store(y + (line * g.out_width + ox + o) * g.channels + pack * N);
+        }
+    }
+}
+
+// Any windows: a thread makes one output pixel.
+template <class T, int N>
+__global__ void __launch_bounds__(COLUMN_THREADS)
+    pixels(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, Lanes lanes,
+           int64_t work) {
+    using R = Acc<T>;
+    R *turned = room<R>();
+    turn<N>(weight, turned, lanes, g.channels, g.cells(), g.turned);
+    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
+    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
+    if (pack >= lanes.packs) return;
+    const R *w = turned + tx * N;
+    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
+    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
+        int64_t line = i / g.out_width, picture = line / g.out_height;
+        int ox = int(i - line * g.out_width), oy = int(line - picture * g.out_height);
+        R sums[N] = {};
+        for (int ky = 0; ky < g.kernel; ky++) {
+            int iy = oy * g.stride + ky * g.dilation - g.padding;
+            if (iy < 0 || iy >= g.height) continue;
+            for (int kx = 0; kx < g.kernel; kx++) {
+                int ix = ox * g.stride + kx * g.dilation - g.padding;
+                if (ix < 0 || ix >= g.width) continue;
+                auto values = Pack<T, N>::load(x + ((picture * g.height + iy) * g.width + ix) * g.channels + pack * N);
+#pragma unroll
+                for (int k = 0; k < N; k++) sums[k] += up(values.v[k]) * w[(ky * g.kernel + kx) * width + k];
+            }
+        }
+        Pack<T, N> made;
+#pragma unroll
+        for (int k = 0; k < N; k++) made.v[k] = down<T>(sums[k]);
+        made.store(y + i * g.channels + pack * N);
+    }
+}
+
+// The gradient of the input where windows move by more than a pixel: a thread makes one input pixel.
+template <class T, int N>
+__global__ void __launch_bounds__(COLUMN_THREADS)
+    seen_by(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, Lanes lanes,
+            int64_t work) {
+    using R = Acc<T>;
+    R *turned = room<R>();
+    turn<N>(weight, turned, lanes, g.channels, g.cells(), false);
+    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
+    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
+    if (pack >= lanes.packs) return;
+    const R *w = turned + tx * N;
+    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
+    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
+        int64_t line = i / g.width, picture = line / g.height;
+        int ix = int(i - line * g.width), iy = int(line - picture * g.height);
+        R sums[N] = {};
+        for (int ky = 0; ky < g.kernel; ky++) {
+            int y = iy + g.padding - ky * g.dilation;
+            if (y < 0 || y % g.stride != 0 || y / g.stride >= g.out_height) continue;
+            const T *from = dy + (picture * g.out_height + y / g.stride) * g.out_width * g.channels + pack * N;
+            for (int kx = 0; kx < g.kernel; kx++) {
+                int at = ix + g.padding - kx * g.dilation;
+                if (at < 0 || at % g.stride != 0 || at / g.stride >= g.out_width) continue;
+                auto values = Pack<T, N>::load(from + int64_t(at / g.stride) * g.channels);
+#pragma unroll
+                for (int k = 0; k < N; k++) sums[k] += up(values.v[k]) * w[(ky * g.kernel + kx) * width + k];
+            }
+        }
+        Pack<T, N> made;
+#pragma unroll
+        for (int k = 0; k < N; k++) made.v[k] = down<T>(sums[k]);
+        made.store(dx + i * g.channels + pack * N);
+    }
+}
+
+// Sums of a part's output pixels for the cells of windows of K x K: (parts, cells, channels).
+template <class T, int N, int K>
+__global__ void __launch_bounds__(COLUMN_THREADS)
+    weight_sums(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, Cut cut, Lanes lanes) {
+    using R = Acc<T>;
+    Place at(cut, lanes);
+    R sums[K * K][N] = {};
+    unsigned pixels = g.out_height * g.out_width;
+    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
+        unsigned picture = unsigned(row) / pixels, pixel = unsigned(row) - picture * pixels;
+        unsigned oy = pixel / g.out_width, ox = pixel - oy * g.out_width;
+        int y0 = int(oy) * g.stride - g.padding, x0 = int(ox) * g.stride - g.padding;
+        auto ds = Pack<T, N>::load(dy + row * g.channels + at.pack * N);
+        R d[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) d[k] = up(ds.v[k]);
+#pragma unroll
+        for (int ky = 0; ky < K; ky++) {
+            int iy = y0 + ky * g.dilation;
+            if (iy < 0 || iy >= g.height) continue;
+            const T *from = x + (int64_t(picture) * g.height + iy) * g.width * g.channels + at.pack * N;
+#pragma unroll
+            for (int kx = 0; kx < K; kx++) {
+                int ix = x0 + kx * g.dilation;
+                if (ix < 0 || ix >= g.width) continue;
+                auto values = Pack<T, N>::load(from + int64_t(ix) * g.channels);
+#pragma unroll
+                for (int k = 0; k < N; k++) sums[ky * K + kx][k] += up(values.v[k]) * d[k];
+            }
+        }
+    }
+#pragma unroll
+    for (int cell = 0; cell < K * K; cell++) {
+        add_up(sums[cell], at, lanes);
+        if (at.y == 0 && at.in) {
+            R *to = partials + (int64_t(at.part) * (K * K) + cell) * g.channels + at.pack * N;
+#pragma unroll
+            for (int k = 0; k < N; k++) to[k] = sums[cell][k];
+        }
+    }
+}
+
+// The same for any windows: a block has one cell.
+template <class T, int N>
+__global__ void __launch_bounds__(COLUMN_THREADS)
+    cell_sums(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, Cut cut, Lanes lanes) {
+    using R = Acc<T>;
+    Place at(cut, lanes);
+    int cell = blockIdx.y;
+    R sums[N] = {};
+    unsigned pixels = g.out_height * g.out_width;
+    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
+        unsigned picture = unsigned(row) / pixels, pixel = unsigned(row) - picture * pixels;
+        unsigned oy = pixel / g.out_width, ox = pixel - oy * g.out_width;
+        int iy = int(oy) * g.stride + cell / g.kernel * g.dilation - g.padding;
+        int ix = int(ox) * g.stride + cell % g.kernel * g.dilation - g.padding;
+        if (iy < 0 || iy >= g.height || ix < 0 || ix >= g.width) continue;
+        auto ds = Pack<T, N>::load(dy + row * g.channels + at.pack * N);
+        int64_t from = ((int64_t(picture) * g.height + iy) * g.width + ix) * g.channels + at.pack * N;
+        auto values = Pack<T, N>::load(x + from);
+#pragma unroll
+        for (int k = 0; k < N; k++) sums[k] += up(values.v[k]) * up(ds.v[k]);
+    }
+    add_up(sums, at, lanes);
+    if (at.y == 0 && at.in) {
+        R *to = partials + (int64_t(at.part) * g.cells() + cell) * g.channels + at.pack * N;
+#pragma unroll
+        for (int k = 0; k < N; k++) to[k] = sums[k];
+    }
+}
+
+// Adds the sums of parts, (parts, cells, channels), to the gradient, (channels, cells), in order.
+template <class R>
+__global__ void __launch_bounds__(1024) add_parts(const R *partials, R *into, int parts, int cells, int channels) {
+    __shared__ R sums[32][33];
+    int64_t all = int64_t(cells) * channels, column = int64_t(blockIdx.x) * 32 + threadIdx.x;
+    R sum = 0;
+    if (column < all) {
+#pragma unroll 4
+        for (int part = threadIdx.y; part < parts; part += 32) sum += partials[part * all + column];
+    }
+    sums[threadIdx.x][threadIdx.y] = sum;
+    __syncthreads();
+    sum = warp_sum(sums[threadIdx.y][threadIdx.x]);
+    column = int64_t(blockIdx.x) * 32 + threadIdx.y;
+    if (threadIdx.x == 0 && column < all) into[column % channels * cells + column / channels] += sum;
+}
+
+Windows forward_of(const Geometry &g, int batch) {
+    return {batch,    g.height, g.width,   g.out_height, g.out_width, g.inputs,
+            g.kernel, g.stride, g.padding, g.dilation,   false};
+}
+
+// Shared memory a block may have without asking for more.
+constexpr size_t SHARED = 48 * 1024;
+
+// The lanes whose weights fit in shared memory; none where not even one thread's do.
+template <class T, int N> Lanes fitting(const Windows &g) {
+    Lanes lanes(g.channels / N);
+    size_t each = sizeof(Acc<T>) * N * g.cells();
+    if (lanes.wide * each > SHARED) {
+        lanes.wide = int(SHARED / each);
+        if (lanes.wide == 0) return lanes;
+        lanes.across = (lanes.packs + lanes.wide - 1) / lanes.wide;
+        lanes.tall = COLUMN_THREADS / lanes.wide;
+    }
+    return lanes;
+}
+
+// Blocks that fill a card, side by side over the channels; each goes on with more work.
+unsigned filling(const Lanes &lanes, int64_t work) {
+    int64_t wanted = (work + lanes.tall - 1) / lanes.tall, most = (132 * 16 + lanes.across - 1) / lanes.across;
+    return unsigned((wanted < most ? wanted : most) * lanes.across);
+}
+
+template <class T, int N> int sum_windows(const Windows &g, const T *x, const T *w, T *y, cudaStream_t stream) {
+    Lanes lanes = fitting<T, N>(g);
+    if (lanes.wide == 0) return cudaErrorInvalidValue;
+    size_t shared = sizeof(Acc<T>) * N * lanes.wide * g.cells();
+    int64_t lines = int64_t(g.batch) * g.out_height;
+    constexpr int W = 4;
+    auto run = [&](auto kernel, int64_t work) {
+        kernel<<<filling(lanes, work), lanes.threads(), shared, stream>>>(x, w, y, g, lanes, work);
+        return int(cudaGetLastError());
+    };
+    int64_t work = lines * ((g.out_width + W - 1) / W);
+    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) return run(strips<T, N, 3, 1, W>, work);
+    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 2) return run(strips<T, N, 3, 2, W>, work);
+    if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 1) return run(strips<T, N, 5, 1, W>, work);
+    if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 2) return run(strips<T, N, 5, 2, W>, work);
+    return run(pixels<T, N>, lines * g.out_width);
+}
+
+template <class T, int N> int spread_back(const Windows &g, const T *dy, const T *w, T *dx, cudaStream_t stream) {
+    if (g.stride == 1) {
+        Windows back{g.batch,    g.out_height, g.out_width, g.height, g.width, g.channels, g.kernel, 1,
+                     (g.kernel - 1) * g.dilation - g.padding, g.dilation, true};
+        return sum_windows<T, N>(back, dy, w, dx, stream);
+    }
+    Lanes lanes = fitting<T, N>(g);
+    if (lanes.wide == 0) return cudaErrorInvalidValue;
+    size_t shared = sizeof(Acc<T>) * N * lanes.wide * g.cells();
+    int64_t work = int64_t(g.batch) * g.height * g.width;
+    seen_by<T, N><<<filling(lanes, work), lanes.threads(), shared, stream>>>(dy, w, dx, g, lanes, work);
+    return cudaGetLastError();
+}
+
+} // namespace
+
+extern "C" int depthwise_forward(int type, const Geometry *geometry, int batch, const void *x, const void *weight,
+                                 void *y, cudaStream_t stream) {
+    Windows g = forward_of(*geometry, batch);
+    WITH_TYPE(type, {
+        constexpr int N = Pack<T>::size;
+        if (aligned(g.channels * sizeof(T), {x, y}))
+            return sum_windows<T, N>(g, (const T *)x, (const T *)weight, (T *)y, stream);
+        return sum_windows<T, 1>(g, (const T *)x, (const T *)weight, (T *)y, stream);
+    })
+    return 0;
+}
+
+extern "C" int depthwise_input(int type, const Geometry *geometry, int batch, const void *dy, const void *weight,
+                               void *dx, cudaStream_t stream) {
+    Windows g = forward_of(*geometry, batch);
+    WITH_TYPE(type, {
+        constexpr int N = Pack<T>::size;
+        if (aligned(g.channels * sizeof(T), {dy, dx}))
+            return spread_back<T, N>(g, (const T *)dy, (const T *)weight, (T *)dx, stream);
+        return spread_back<T, 1>(g, (const T *)dy, (const T *)weight, (T *)dx, stream);
+    })
+    return 0;
+}
+
+// Adds the gradient of the weight; `partials` is (parts, cells, channels).
+extern "C" int depthwise_weight(int type, const Geometry *geometry, int batch, const void *x, const void *dy,
+                                void *partials, void *dweight, int64_t chunk, int parts, cudaStream_t stream) {
+    Windows g = forward_of(*geometry, batch);
+    int64_t rows = int64_t(batch) * g.out_height * g.out_width;
+    if (rows == 0) return 0;
+    if (rows > INT32_MAX || g.cells() > 65535) return cudaErrorInvalidValue;
+    Cut cut{rows, rows, chunk, parts, g.channels};
+    WITH_TYPE(type, {
+        using R = Acc<T>;
+        // As many channels as leave the sums of all cells in registers.
+        constexpr int N = Pack<T>::size < 4 ? Pack<T>::size : 4;
+        auto run = [&](auto kernel, Lanes lanes, unsigned cells) {
+            kernel<<<dim3(lanes.blocks(cut), cells), lanes.threads(), 0, stream>>>((const T *)x, (const T *)dy,
+                                                                                  (R *)partials, g, cut, lanes);
+        };
+        bool many = aligned(g.channels * sizeof(T), {x, dy});
+        if (many && g.kernel == 3) run(weight_sums<T, N, 3>, Lanes(g.channels / N), 1);
+        else if (many && g.kernel == 5) run(weight_sums<T, N, 5>, Lanes(g.channels / N), 1);
+        else if (many) run(cell_sums<T, N>, Lanes(g.channels / N), g.cells());
+        else run(cell_sums<T, 1>, Lanes(g.channels), g.cells());
+        add_parts<R><<<blocks(int64_t(g.cells()) * g.channels, 32), dim3(32, 32), 0, stream>>>(
+            (const R *)partials, (R *)dweight, parts, g.cells(), g.channels);
+    })
+    return cudaGetLastError();
+}

@@ -1,0 +1,236 @@
+// Rows of a table by number, and the sums back into them without atomics on numbers that round.
+//
+// Backward sorts the places by token: a counting sort whose buckets, filled in any order, are then put in
+// order. The sorted places are cut into pieces; a block sums the runs of a piece, adds those that lie within
+// it to the table, and leaves the ends of those that cross its borders to be joined in order.
+#include "cuda/device.cuh"
+
+namespace {
+
+constexpr int PIECE = 32; // `PIECE` in embedding.rs
+
+// A token outside of the vocabulary gives what is not a number: nobody can be told from here.
+template <class T, int N>
+__global__ void __launch_bounds__(256)
+    forward(const uint32_t *ids, const T *tokens, const T *positions, const T *kinds, T *y, int64_t packs_all, int packs,
+            int length, uint32_t vocab) {
+    using R = Acc<T>;
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= packs_all) return;
+    int64_t row = i / packs, n = int64_t(packs) * N;
+    int p = int(i - row * packs) * N;
+    uint32_t id = ids[row];
+    Pack<T, N> v;
+    if (id < vocab) {
+        v = Pack<T, N>::load(tokens + id * n + p);
+    } else {
+#pragma unroll
+        for (int k = 0; k < N; k++) v.v[k] = down<T>(R(NAN));
+    }
+    auto add = [&](const T *from) {
+        auto other = Pack<T, N>::load(from);
+#pragma unroll
+        for (int k = 0; k < N; k++) v.v[k] = down<T>(up(v.v[k]) + up(other.v[k]));
+    };
+    if (positions) add(positions + (row % length) * n + p);
+    if (kinds) add(kinds + p);
+    v.store(y + row * n + p);
+}
+
+__global__ void count(const uint32_t *ids, uint32_t *counts, int64_t rows, uint32_t vocab) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < rows && ids[i] < vocab) atomicAdd(&counts[ids[i]], 1);
+}
+
+// `starts` (vocab + 1) are the sums of the counts before each; the counts become where the next place goes.
+__global__ void __launch_bounds__(1024) begin(uint32_t *counts, uint32_t *starts, uint32_t vocab) {
+    __shared__ uint32_t sums[WARP];
+    __shared__ uint32_t before;
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    if (threadIdx.x == 0) before = 0;
+    __syncthreads();
+    for (uint32_t base = 0; base < vocab; base += 1024) {
+        uint32_t at = base + threadIdx.x, own = at < vocab ? counts[at] : 0, upto = own;
+#pragma unroll
+        for (int offset = 1; offset < WARP; offset *= 2) {
+            uint32_t other = __shfl_up_sync(0xffffffff, upto, offset);
+            if (lane >= offset) upto += other;
+        }
+        if (lane == WARP - 1) sums[warp] = upto;
+        __syncthreads();
+        uint32_t start = before + upto - own;
+        for (int i = 0; i < warp; i++) start += sums[i];
+        if (at < vocab) counts[at] = starts[at] = start;
+        __syncthreads();
+        if (threadIdx.x == 1023) before = start + own;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) starts[vocab] = before;
+}
+
+__global__ void fill(const uint32_t *ids, uint32_t *next, uint32_t *places, int64_t rows, uint32_t vocab) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < rows && ids[i] < vocab) places[atomicAdd(&next[ids[i]], 1)] = uint32_t(i);
+}
+
+// Puts the places of each token in order; a warp a token. Many places are found again by reading all ids.
+__global__ void __launch_bounds__(256)
+    order(const uint32_t *ids, const uint32_t *starts, uint32_t *places, int64_t rows, uint32_t vocab) {
+    uint32_t token = blockIdx.x * (256 / WARP) + threadIdx.x / WARP;
+    int lane = threadIdx.x % WARP;
+    if (token >= vocab) return;
+    uint32_t start = starts[token], n = starts[token + 1] - start;
+    if (n < 2) return;
+    if (n <= WARP) {
+        uint32_t own = lane < n ? places[start + lane] : UINT32_MAX, rank = 0;
+        for (int i = 0; i < int(n); i++) rank += __shfl_sync(0xffffffff, own, i) < own;
+        __syncwarp();
+        if (lane < n) places[start + rank] = own;
+        return;
+    }
+    uint32_t found = 0;
+    for (int64_t base = 0; base < rows && found < n; base += WARP) {
+        int64_t at = base + lane;
+        bool here = at < rows && ids[at] == token;
+        unsigned all = __ballot_sync(0xffffffff, here);
+        if (here) places[start + found + __popc(all & ((1u << lane) - 1))] = uint32_t(at);
+        found += __popc(all);
+    }
+}
+
+// Sums the runs of one piece. `ends` is (pieces, 2, n): of the run that comes from before the piece, and of the
+// one that begins in it and goes on after.
+template <class T, int N>
+__global__ void __launch_bounds__(256)
+    runs(const uint32_t *ids, const uint32_t *starts, const uint32_t *places, const T *dy, Acc<T> *table, Acc<T> *ends,
+         int packs, uint32_t vocab) {
+    using R = Acc<T>;
+    __shared__ uint32_t place[PIECE], token[PIECE];
+    uint32_t first = blockIdx.x * PIECE, all = starts[vocab];
+    if (first >= all) return;
+    int len = int(min(uint32_t(PIECE), all - first));
+    if (threadIdx.x < len) {
+        place[threadIdx.x] = places[first + threadIdx.x];
+        token[threadIdx.x] = ids[place[threadIdx.x]];
+    }
+    __syncthreads();
+    int64_t n = int64_t(packs) * N;
+    for (int p = threadIdx.x; p < packs; p += blockDim.x) {
+        R sum[N] = {};
+        for (int j = 0; j < len; j++) {
+            auto d = Pack<T, N>::load(dy + place[j] * n + p * N);
+#pragma unroll
+            for (int k = 0; k < N; k++) sum[k] += up(d.v[k]);
+            if (j + 1 < len && token[j + 1] == token[j]) continue;
+            bool before = starts[token[j]] < first, after = starts[token[j] + 1] > first + len;
+            R *into = before ? ends + blockIdx.x * 2 * n : after ? ends + (blockIdx.x * 2 + 1) * n : nullptr;
+            if (into) {
+#pragma unroll
+                for (int k = 0; k < N; k++) into[p * N + k] = sum[k];
+            } else {
+                into = table + token[j] * n;
+#pragma unroll
+                for (int k = 0; k < N; k++) into[p * N + k] += sum[k];
+            }
+#pragma unroll
+            for (int k = 0; k < N; k++) sum[k] = 0;
+        }
+    }
+}
+
+// Joins the run that begins in a piece and goes on after it.
+template <class R>
+__global__ void __launch_bounds__(256)
+    join(const uint32_t *ids, const uint32_t *starts, const uint32_t *places, const R *ends, R *table, int64_t n,
+         uint32_t vocab) {
+    uint32_t first = blockIdx.x * PIECE, all = starts[vocab];
+    if (first + PIECE >= all) return; // the last piece: nothing goes on
+    uint32_t token = ids[places[first + PIECE - 1]];
+    uint32_t from = starts[token], to = starts[token + 1];
+    if (from < first || to <= first + PIECE) return;
+    uint32_t last = (to - 1) / PIECE;
+    for (int64_t c = threadIdx.x; c < n; c += blockDim.x) {
+        R sum = ends[(blockIdx.x * 2 + 1) * n + c];
+#pragma unroll 4
+        for (uint32_t piece = blockIdx.x + 1; piece <= last; piece++) sum += ends[int64_t(piece) * 2 * n + c];
+        table[token * n + c] += sum;
+    }
+}
+
+// `table[t] += sum over samples of dy[sample, t]`.
+template <class T, int N>
+__global__ void __launch_bounds__(256)
+    over_samples(const T *dy, Acc<T> *table, int64_t packs_all, int samples) {
+    using R = Acc<T>;
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= packs_all) return;
+    R sum[N] = {};
+#pragma unroll 4
+    for (int sample = 0; sample < samples; sample++) {
+        auto d = Pack<T, N>::load(dy + (sample * packs_all + i) * N);
+#pragma unroll
+        for (int k = 0; k < N; k++) sum[k] += up(d.v[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) table[i * N + k] += sum[k];
+}
+
+} // namespace
+
+extern "C" int embedding_forward(int type, const void *ids, const void *tokens, const void *positions,
+                                 const void *kinds, void *y, int64_t rows, int length, int n, int64_t vocab,
+                                 cudaStream_t stream) {
+    if (rows == 0 || n == 0) return 0;
+    WITH_TYPE(type, {
+        constexpr int N = Pack<T>::size;
+        bool wide = aligned(int64_t(n) * sizeof(T), {tokens, positions, kinds, y});
+        int packs = wide ? n / N : n;
+        unsigned grid = blocks(rows * packs, 256);
+        auto *i = (const uint32_t *)ids;
+        auto *t = (const T *)tokens, *p = (const T *)positions, *k = (const T *)kinds;
+        if (wide) forward<T, N><<<grid, 256, 0, stream>>>(i, t, p, k, (T *)y, rows * packs, packs, length, vocab);
+        else forward<T, 1><<<grid, 256, 0, stream>>>(i, t, p, k, (T *)y, rows * packs, packs, length, vocab);
+    })
+    return cudaGetLastError();
+}
+
+// `sorting` has 2 vocab + 1 + rows values, `ends` (pieces, 2, n).
+extern "C" int embedding_backward_tokens(int type, const void *ids, const void *dy, void *table, void *sorting,
+                                         void *ends, int64_t rows, int n, int64_t vocab, cudaStream_t stream) {
+    if (rows == 0 || n == 0 || vocab == 0) return 0;
+    auto *counts = (uint32_t *)sorting, *starts = counts + vocab, *places = starts + vocab + 1;
+    auto *i = (const uint32_t *)ids;
+    uint32_t v = uint32_t(vocab);
+    if (cudaError_t error = cudaMemsetAsync(counts, 0, vocab * sizeof(uint32_t), stream)) return error;
+    count<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, rows, v);
+    begin<<<1, 1024, 0, stream>>>(counts, starts, v);
+    fill<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, places, rows, v);
+    order<<<blocks(vocab, 256 / WARP), 256, 0, stream>>>(i, starts, places, rows, v);
+    unsigned pieces = blocks(rows, PIECE);
+    WITH_TYPE(type, {
+        using R = Acc<T>;
+        constexpr int N = Pack<T>::size;
+        auto *d = (const T *)dy;
+        auto *into = (R *)table, *e = (R *)ends;
+        auto threads = [](int packs) { return packs >= 256 ? 256 : (packs + WARP - 1) / WARP * WARP; };
+        if (aligned(int64_t(n) * sizeof(T), {dy}))
+            runs<T, N><<<pieces, threads(n / N), 0, stream>>>(i, starts, places, d, into, e, n / N, v);
+        else runs<T, 1><<<pieces, threads(n), 0, stream>>>(i, starts, places, d, into, e, n, v);
+        join<R><<<pieces, 256, 0, stream>>>(i, starts, places, e, into, n, v);
+    })
+    return cudaGetLastError();
+}
+
+// `dy` is (samples, length, n).
+extern "C" int embedding_backward_positions(int type, const void *dy, void *table, int samples, int length, int n,
+                                            cudaStream_t stream) {
+    if (samples == 0 || length == 0 || n == 0) return 0;
+    WITH_TYPE(type, {
+        constexpr int N = Pack<T>::size;
+        int64_t len = int64_t(length) * n;
+        if (aligned(len * sizeof(T), {dy}))
+            over_samples<T, N><<<blocks(len / N, 256), 256, 0, stream>>>((const T *)dy, (Acc<T> *)table, len / N, samples);
+        else over_samples<T, 1><<<blocks(len, 256), 256, 0, stream>>>((const T *)dy, (Acc<T> *)table, len, samples);
+    })
+    return cudaGetLastError();
+}

@@ -1,0 +1,62 @@
+//! A tensor's values on the host, wherever the tensor is: for checkpoints and comparisons, not for kernels.
+
+use std::borrow::Cow;
+use std::ops::Deref;
+
+use candle_core::{Result, Tensor, WithDType};
+
+use super::cpu::{self, Slices, View};
+
+/// Values that are on the host, borrowed, or were copied there.
+pub enum Values<'a, T> {
+    Here(View<'a, T>),
+    Copied(Vec<T>),
+}
+
+impl<T: WithDType> Deref for Values<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self {
+            Values::Here(view) => view,
+            Values::Copied(values) => values,
+        }
+    }
+}
+
+/// The values of a contiguous tensor.
+pub fn read<T: WithDType>(tensor: &Tensor) -> Result<Values<'_, T>> {
+    match tensor.device().is_cpu() {
+        true => Ok(Values::Here(cpu::view(tensor)?)),
+        false => Ok(Values::Copied(copy(tensor)?)),
+    }
+}
+
+/// A copy of the values of a contiguous tensor, and of nothing else in its storage.
+pub fn copy<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
+    #[cfg(feature = "cuda")]
+    if super::cuda::of(tensor).is_some() {
+        return super::cuda::to_host(tensor);
+    }
+    tensor.flatten_all()?.to_vec1()
+}
+
+/// Lets `body` write all values of a contiguous tensor; it must not read them.
+pub fn write<T: Slices, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+    if tensor.device().is_cpu() {
+        return cpu::update(tensor, body);
+    }
+    let mut values = vec![T::zero(); tensor.elem_count()];
+    let result = body(&mut values);
+    put(tensor, values.into())?;
+    Ok(result)
+}
+
+/// Moves values to a tensor that is not on the host.
+fn put<T: WithDType>(tensor: &Tensor, values: Cow<[T]>) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if super::cuda::of(tensor).is_some() {
+        return super::cuda::from_host(tensor, &values);
+    }
+    tensor.slice_set(&Tensor::from_slice(&values, tensor.shape(), tensor.device())?, 0, 0)
+}

@@ -1,0 +1,170 @@
+//! The body for cards: cuBLASLt's products, with the bias, GELU and accumulation inside them.
+
+use std::ffi::{c_int, c_void};
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{Result, Tensor};
+
+use super::{Grads, Lies, Linear, card_ranges, card_workspace};
+use crate::kernels::cuda::product::{Mat, Onto, Then, gelu_is_fused, multiply};
+use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream};
+use crate::kernels::{Activation, Reads, activation};
+
+impl Linear<'_> {
+    /// `W` as the (in, out) matrix that rows are multiplied with.
+    fn on_card(&self) -> Result<Mat<'_>> {
+        let (a, b) = self.weight.dims2()?;
+        let w = Mat::new(self.weight, a, b);
+        Ok(if self.lies == Lies::OutIn { w.t() } else { w })
+    }
+
+    /// As `forward`; the product is added to `onto` before the activation where there is such.
+    pub(super) fn forward_card(
+        &self,
+        device: &CudaDevice,
+        x: &Tensor,
+        onto: Option<&Tensor>,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let ((k, n), shape) = (self.sizes()?, self.output_shape(x)?);
+        let rows = x.elem_count() / k;
+        let (values, w) = (Mat::new(x, rows, k), self.on_card()?);
+        let onto = onto.map_or(Onto::Nothing, Onto::Other);
+        let y = fresh(device, x.dtype(), shape.clone())?;
+        let out = Mat::new(&y, rows, n);
+        match (self.act, self.bias) {
+            (Activation::GeluTanh, Some(bias)) if gelu_is_fused(x.dtype(), n) => {
+                let pre = fresh(device, x.dtype(), shape)?;
+                multiply(&out, values, w, onto, Then::GeluBias(bias, Some(&pre)))?;
+                Ok((y, Some(pre)))
+            }
+            (Activation::Relu, Some(bias)) => {
+                multiply(&out, values, w, onto, Then::ReluBias(bias))?;
+                Ok((y, None))
+            }
+            (act, bias) => {
+                multiply(&out, values, w, onto, bias.map_or(Then::Nothing, Then::Bias))?;
+                match act.reads() {
+                    Reads::Nothing => Ok((y, None)),
+                    Reads::Input => Ok((activation::forward(&y, act)?, Some(y))),
+                    Reads::Output => {
+                        // SAFETY: each value is read and written by one thread.
+                        checked("activation_forward", unsafe {
+                            let y = pointer(&y)?;
+                            activation_forward(
+                                code(x.dtype())?,
+                                act as c_int,
+                                y,
+                                y,
+                                (rows * n) as i64,
+                                stream(device),
+                            )
+                        })?;
+                        Ok((y, None))
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn backward_card(
+        &self,
+        device: &CudaDevice,
+        x: &Tensor,
+        v: Option<&Tensor>,
+        dy: Tensor,
+        grads: &Grads,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
+        let (k, n) = self.sizes()?;
+        let rows = x.elem_count() / k;
+        through(device, &dy, v, self.act, grads.bias, rows, n)?;
+        let (d, values) = (Mat::new(&dy, rows, n), Mat::new(x, rows, k));
+        match self.lies {
+            Lies::OutIn => {
+                multiply(&Mat::new(grads.weight, n, k), d.t(), values, Onto::Itself, Then::Nothing)?
+            }
+            Lies::InOut => {
+                multiply(&Mat::new(grads.weight, k, n), values.t(), d, Onto::Itself, Then::Nothing)?
+            }
+        }
+        if !want {
+            return Ok(None);
+        }
+        let dx = fresh(device, x.dtype(), x.shape())?;
+        multiply(&Mat::new(&dx, rows, k), d, self.on_card()?.t(), Onto::Nothing, Then::Nothing)?;
+        Ok(Some(dx))
+    }
+}
+
+/// Turns the (rows, n) gradient `d` into the one before the activation, in place, and adds its column sums to that of the bias.
+pub fn through(
+    device: &CudaDevice,
+    d: &Tensor,
+    v: Option<&Tensor>,
+    act: Activation,
+    bias: Option<&Tensor>,
+    rows: usize,
+    n: usize,
+) -> Result<()> {
+    let (dtype, stream) = (code(d.dtype())?, stream(device));
+    let (at, values) = (pointer(d)?, pointer_or_null(v)?);
+    let act = if v.is_some() { act } else { Activation::Identity };
+    // SAFETY: `v` has the shape of `d`, and the partial sums have the room that `card_ranges` says.
+    match bias {
+        Some(bias) => {
+            let partial = scratch(device, card_workspace(d.dtype(), rows, n) as usize)?;
+            let (partial, bias) = (pointer(&partial)?, pointer(bias)?);
+            checked("linear_through", unsafe {
+                let ranges = card_ranges(rows, n) as c_int;
+                linear_through(
+                    dtype,
+                    act as c_int,
+                    values,
+                    at,
+                    partial,
+                    bias,
+                    rows as i64,
+                    n as c_int,
+                    ranges,
+                    stream,
+                )
+            })
+        }
+        None if act == Activation::Identity => Ok(()),
+        None => checked("activation_backward", unsafe {
+            activation_backward(dtype, act as c_int, values, at, at, (rows * n) as i64, stream)
+        }),
+    }
+}
+
+unsafe extern "C" {
+    fn activation_forward(
+        dtype: c_int,
+        act: c_int,
+        x: *const c_void,
+        y: *mut c_void,
+        len: i64,
+        stream: Stream,
+    ) -> c_int;
+    fn activation_backward(
+        dtype: c_int,
+        act: c_int,
+        v: *const c_void,
+        dy: *const c_void,
+        dx: *mut c_void,
+        len: i64,
+        stream: Stream,
+    ) -> c_int;
+    fn linear_through(
+        dtype: c_int,
+        act: c_int,
+        v: *const c_void,
+        d: *mut c_void,
+        partial: *mut c_void,
+        bias: *mut c_void,
+        rows: i64,
+        n: c_int,
+        ranges: c_int,
+        stream: Stream,
+    ) -> c_int;
+}

@@ -1,0 +1,92 @@
+// Max pooling: the maxima and the cell of its window each came from; on the way back every pixel adds up what the
+// windows that see it give to it.
+#include "cuda/device.cuh"
+#include "cuda/pooling.cuh"
+
+namespace {
+
+template <class T, int N>
+__global__ void __launch_bounds__(256) max_forward(const T *__restrict__ x, T *__restrict__ y, uint8_t *__restrict__ which,
+                                                   Window w, int64_t packs) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= packs) return;
+    Spot<N> at(i, w.out_height, w.out_width, w.channels);
+    Pack<T, N> best;
+    Pack<uint8_t, N> from;
+#pragma unroll
+    for (int k = 0; k < N; k++) best.v[k] = down<T>(Acc<T>(0)), from.v[k] = 0;
+    bool first = true;
+    for (int ky = 0; ky < w.size; ky++) {
+        int iy = at.y * w.stride + ky - w.padding;
+        if (iy < 0 || iy >= w.height) continue;
+        for (int kx = 0; kx < w.size; kx++) {
+            int ix = at.x * w.stride + kx - w.padding;
+            if (ix < 0 || ix >= w.width) continue;
+            auto values =
+                Pack<T, N>::load(x + ((at.picture * w.height + iy) * w.width + ix) * w.channels + at.channel);
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                bool larger = first || up(values.v[k]) > up(best.v[k]);
+                best.v[k] = larger ? values.v[k] : best.v[k];
+                from.v[k] = larger ? uint8_t(ky * w.size + kx) : from.v[k];
+            }
+            first = false;
+        }
+    }
+    best.store(y + i * N);
+    from.store(which + i * N);
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(256) max_backward(const uint8_t *__restrict__ which, const T *__restrict__ dy,
+                                                    T *__restrict__ dx, Window w, int64_t packs) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= packs) return;
+    Spot<N> at(i, w.height, w.width, w.channels);
+    Acc<T> sums[N] = {};
+    for_windows(w, at.y, at.x, [&](int oy, int ox, int cell) {
+        int64_t from = ((at.picture * w.out_height + oy) * w.out_width + ox) * w.channels + at.channel;
+        auto cells = Pack<uint8_t, N>::load(which + from);
+        auto ds = Pack<T, N>::load(dy + from);
+#pragma unroll
+        for (int k = 0; k < N; k++) sums[k] += cells.v[k] == uint8_t(cell) ? up(ds.v[k]) : Acc<T>(0);
+    });
+    Pack<T, N> made;
+#pragma unroll
+    for (int k = 0; k < N; k++) made.v[k] = down<T>(sums[k]);
+    made.store(dx + i * N);
+}
+
+} // namespace
+
+extern "C" int pool_max(int type, const Window *window, const void *x, void *y, void *which, cudaStream_t stream) {
+    Window w = *window;
+    int64_t values = int64_t(w.batch) * w.out_height * w.out_width * w.channels;
+    if (values == 0) return 0;
+    WITH_TYPE(type, {
+        constexpr int N = Pack<T>::size;
+        if (aligned(w.channels * sizeof(T), {x, y, which}))
+            max_forward<T, N><<<blocks(values / N, 256), 256, 0, stream>>>((const T *)x, (T *)y, (uint8_t *)which, w,
+                                                                           values / N);
+        else
+            max_forward<T, 1><<<blocks(values, 256), 256, 0, stream>>>((const T *)x, (T *)y, (uint8_t *)which, w, values);
+    })
+    return cudaGetLastError();
+}
+
+extern "C" int pool_max_backward(int type, const Window *window, const void *which, const void *dy, void *dx,
+                                 cudaStream_t stream) {
+    Window w = *window;
+    int64_t values = int64_t(w.batch) * w.height * w.width * w.channels;
+    if (values == 0) return 0;
+    WITH_TYPE(type, {
+        constexpr int N = Pack<T>::size;
+        if (aligned(w.channels * sizeof(T), {which, dy, dx}))
+            max_backward<T, N><<<blocks(values / N, 256), 256, 0, stream>>>((const uint8_t *)which, (const T *)dy,
+                                                                            (T *)dx, w, values / N);
+        else
+            max_backward<T, 1><<<blocks(values, 256), 256, 0, stream>>>((const uint8_t *)which, (const T *)dy, (T *)dx,
+                                                                        w, values);
+    })
+    return cudaGetLastError();
+}

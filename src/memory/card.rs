@@ -1,0 +1,192 @@
+//! A card under a budget: the driver's own memory pool with a limit, which it enforces and measures.
+//!
+//! All tensors of the device come from the pool, because it is made the device's current one before the first of
+//! them. What the context itself takes is outside of it, and measured here.
+
+use candle_core::Device;
+
+use crate::units::Bytes;
+
+/// What may go wrong before there is a card to compute on.
+#[derive(Debug, thiserror::Error)]
+pub enum CardError {
+    #[error("this build has no CUDA")]
+    NoCuda,
+    #[error("there is no card {ordinal}: {why}")]
+    NoCard { ordinal: usize, why: String },
+    #[error("the card {ordinal} has {} free, and {} were asked for", Bytes(*.free), Bytes(*.asked))]
+    TooSmall { ordinal: usize, free: u64, asked: u64 },
+    #[error("the driver refused {what}: {why}")]
+    Driver { what: &'static str, why: String },
+}
+
+/// A card as the driver describes it, and its memory now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    pub ordinal: usize,
+    pub model: String,
+    pub total: u64,
+    pub free: u64,
+    pub capability: (u32, u32),
+}
+
+#[cfg(feature = "cuda")]
+pub use with_cuda::{Card, all};
+#[cfg(not(feature = "cuda"))]
+pub use without_cuda::{Card, all};
+
+#[cfg(feature = "cuda")]
+mod with_cuda {
+    use std::ffi::c_void;
+
+    use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
+
+    use super::*;
+
+    /// A card that is computed on.
+    pub struct Card {
+        pub ordinal: usize,
+        pub device: Device,
+        /// Bytes tensors may take.
+        pub limit: u64,
+        /// Bytes that the context took before the first tensor.
+        pub context: u64,
+        /// Whether the driver enforces the limit; else the ledger alone does.
+        pub enforced: bool,
+        pool: sys::CUmemoryPool,
+    }
+
+    // SAFETY: a pool is the driver's, which may be asked about it from any thread.
+    unsafe impl Send for Card {}
+    unsafe impl Sync for Card {}
+
+    /// Every card that the driver shows; none where there is no driver.
+    pub fn all() -> Vec<Seen> {
+        let count = result::init().and_then(|()| result::device::get_count()).unwrap_or(0);
+        (0..count as usize).filter_map(|ordinal| see(ordinal).ok()).collect()
+    }
+
+    fn see(ordinal: usize) -> Result<Seen, CardError> {
+        let context = CudaContext::new(ordinal).map_err(|e| no_card(ordinal, &e))?;
+        let (free, total) = context.mem_get_info().map_err(refused("to say what is free"))?;
+        let (major, minor) = context.compute_capability().map_err(refused("to say its capability"))?;
+        let model = context.name().map_err(refused("to say its name"))?;
+        let capability = (major as u32, minor as u32);
+        Ok(Seen { ordinal, model, total: total as u64, free: free as u64, capability })
+    }
+
+    fn no_card(ordinal: usize, error: &dyn std::fmt::Display) -> CardError {
+        CardError::NoCard { ordinal, why: error.to_string() }
+    }
+
+    fn refused<E: std::fmt::Display>(what: &'static str) -> impl Fn(E) -> CardError {
+        move |error| CardError::Driver { what, why: error.to_string() }
+    }
+
+    impl Card {
+        /// Opens a card whose tensors may take `limit(free)` bytes of what is free.
+        pub fn open(ordinal: usize, limit: impl FnOnce(&Seen) -> u64) -> Result<Self, CardError> {
+            let before = all().into_iter().find(|seen| seen.ordinal == ordinal);
+            let device = Device::new_cuda_with_stream(ordinal).map_err(|e| no_card(ordinal, &e))?;
+            let seen = see(ordinal)?;
+            let context = before.map_or(0, |before| before.free.saturating_sub(seen.free));
+            if let Device::Cuda(cuda) = &device {
+                // SAFETY: everything runs on the device's one stream, copies included, so that no use of a tensor
+                // needs an event to be ordered.
+                unsafe { cuda.disable_event_tracking() };
+            }
+            let limit = limit(&seen);
+            if limit > seen.free {
+                return Err(CardError::TooSmall { ordinal, free: seen.free, asked: limit });
+            }
+            let (pool, enforced) = pool(ordinal, limit)?;
+            Ok(Self { ordinal, device, limit, context, enforced, pool })
+        }
+
+        /// The most bytes of the pool that tensors had at once since this was last asked.
+        pub fn take_recent_peak(&self) -> u64 {
+            let high = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+            let (mut bytes, mut zero) = (0u64, 0u64);
+            // SAFETY: the pool lives as long as the card, and both values as long as the calls.
+            unsafe {
+                sys::cuMemPoolGetAttribute(self.pool, high, (&raw mut bytes).cast::<c_void>());
+                sys::cuMemPoolSetAttribute(self.pool, high, (&raw mut zero).cast::<c_void>());
+            }
+            bytes
+        }
+
+        /// Takes so many bytes of the card at once, so that nobody else can; they stay the pool's.
+        pub fn claim(&self, bytes: u64) -> candle_core::Result<()> {
+            let Device::Cuda(cuda) = &self.device else { return Ok(()) };
+            drop(crate::kernels::cuda::scratch(cuda, bytes.min(self.limit) as usize)?);
+            self.device.synchronize()
+        }
+    }
+
+    /// A pool of at most `limit` bytes, made the device's current one. A driver before CUDA 12.2 knows no limit: the
+    /// device's own pool serves there.
+    fn pool(ordinal: usize, limit: u64) -> Result<(sys::CUmemoryPool, bool), CardError> {
+        let told = |what: &'static str, code: sys::CUresult| match code.result() {
+            Ok(()) => Ok(()),
+            Err(error) => Err(refused(what)(error)),
+        };
+        let device = result::device::get(ordinal as i32).map_err(refused("to name the card"))?;
+        // SAFETY: plain structures and pointers to locals, as the driver's interface asks for.
+        unsafe {
+            let mut version = 0;
+            told("to say its version", sys::cuDriverGetVersion(&mut version))?;
+            let mut pool: sys::CUmemoryPool = std::ptr::null_mut();
+            let enforced = version >= 12020;
+            if enforced {
+                let mut props: sys::CUmemPoolProps = std::mem::zeroed();
+                props.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+                props.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+                props.location.id = ordinal as i32;
+                props.maxSize = limit as usize;
+                told("a memory pool", sys::cuMemPoolCreate(&mut pool, &props))?;
+                told("the memory pool", sys::cuDeviceSetMemPool(device, pool))?;
+            } else {
+                told("its memory pool", sys::cuDeviceGetMemPool(&mut pool, device))?;
+            }
+            // What was claimed is kept: giving it back to the system would let others have it.
+            let mut keep = u64::MAX;
+            let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            let set = sys::cuMemPoolSetAttribute(pool, threshold, (&raw mut keep).cast::<c_void>());
+            told("to keep its memory", set)?;
+            Ok((pool, enforced))
+        }
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+mod without_cuda {
+    use super::*;
+
+    /// There is none in this build.
+    pub struct Card {
+        pub ordinal: usize,
+        pub device: Device,
+        pub limit: u64,
+        pub context: u64,
+        pub enforced: bool,
+        never: std::convert::Infallible,
+    }
+
+    pub fn all() -> Vec<Seen> {
+        Vec::new()
+    }
+
+    impl Card {
+        pub fn open(_: usize, _: impl FnOnce(&Seen) -> u64) -> Result<Self, CardError> {
+            Err(CardError::NoCuda)
+        }
+
+        pub fn take_recent_peak(&self) -> u64 {
+            match self.never {}
+        }
+
+        pub fn claim(&self, _: u64) -> candle_core::Result<()> {
+            match self.never {}
+        }
+    }
+}
