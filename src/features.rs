@@ -14,6 +14,9 @@ pub struct Features {
 pub enum Input {
     /// f32 values, the last dimension contiguous. Pictures are (height, width, channels).
     Floats { shape: Vec<usize> },
+    /// A row of a table: f32 values, of which the first `numbers` are numbers, and each of the others is the place of a
+    /// category among so many as `categories` says; the place behind the last stands for one that is unknown.
+    Row { numbers: usize, categories: Vec<usize> },
     /// `length` u32 tokens, each below `vocab`.
     Tokens { length: usize, vocab: usize },
 }
@@ -45,7 +48,7 @@ impl Features {
                 target: self.target.clone(),
                 buckets: Vec::new(),
             }),
-            Input::Floats { .. } => None,
+            Input::Floats { .. } | Input::Row { .. } => None,
         })
     }
 
@@ -53,6 +56,7 @@ impl Features {
     pub fn input_len(&self) -> usize {
         match &self.input {
             Input::Floats { shape } => shape.iter().product(),
+            Input::Row { numbers, categories } => numbers + categories.len(),
             Input::Tokens { length, .. } => *length,
         }
     }

@@ -43,8 +43,13 @@ fn rows(from: u32, to: u32) -> String {
 
 /// Exit code, the events, and stderr.
 fn fit(folder: &Path, run: &str) -> (i32, Vec<Value>, String) {
+    fit_with(folder, &["--run-dir", run])
+}
+
+fn fit_with(folder: &Path, arguments: &[&str]) -> (i32, Vec<Value>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
-        .args(["fit", "job.toml", "--json", "--run-dir", run])
+        .args(["fit", "job.toml", "--json"])
+        .args(arguments)
         .current_dir(folder)
         .stdin(Stdio::null())
         .output()
@@ -104,4 +109,79 @@ fn a_file_of_another_kind_is_told_as_such() {
     let (code, events, error) = fit(folder.path(), "run");
     let told = format!("{events:?} {error}");
     assert!(code == 4 && told.contains("is not a Parquet file: it begins with `x,co`"), "{code} {told}");
+}
+
+/// y is a number of its own for each of twelve names, in no order: only a vector of each can learn it.
+fn named_rows(from: u32, to: u32) -> String {
+    let row = |i: u32| {
+        let (name, x) = (i * 5 % 12, f64::from(i * 37 % 101) / 100.0);
+        format!("n{name},{x},{}\n", f64::from(name * name * 7 % 11) + x)
+    };
+    "name,x,y\n".to_owned() + &(from..to).map(row).collect::<String>()
+}
+
+fn embedding_folder() -> tempfile::TempDir {
+    let folder = folder();
+    let job = JOB.replace("shuffle = false", "encode = \"embed\"").replace("epochs = 8", "epochs = 12");
+    fs::write(folder.path().join("job.toml"), job).unwrap();
+    fs::write(folder.path().join("train.csv"), named_rows(0, 300)).unwrap();
+    // A name that no training row has is no error.
+    fs::write(folder.path().join("valid.csv"), named_rows(300, 350) + "n99,0.5,3\n").unwrap();
+    folder
+}
+
+fn trainer(folder: &Path, arguments: &[&str]) -> (i32, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .args(arguments)
+        .current_dir(folder)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.code().unwrap(), String::from_utf8_lossy(&said).into_owned())
+}
+
+/// Embedded categories are shown, counted and learned, in any precision, and a run goes on where it stopped.
+#[test]
+fn embedded_categories_are_learned_and_go_on() {
+    let folder = embedding_folder();
+    let losses = |events: &[Value]| -> Vec<f64> {
+        let steps = events.iter().filter(|event| event["event"] == "step");
+        steps.map(|event| event["loss"].as_f64().unwrap()).collect()
+    };
+    let (code, said) = trainer(folder.path(), &["check", "job.toml"]);
+    assert_eq!(code, 0, "{said}");
+    assert!(said.contains("1 numbers and 1 categories to embed"), "{said}");
+    assert!(said.contains("category of 12 values, embedded"), "{said}");
+    // The second name, n5, is the eighth of n0, n1, n10, n11, n2 and so on.
+    assert!(said.contains("name = 7  target"), "{said}");
+    let (code, said) = trainer(folder.path(), &["check", "job.toml", "--json"]);
+    assert_eq!(code, 0, "{said}");
+    // A table of 12 x 6, 7 inputs to 8 hidden values, and 8 to one.
+    assert!(said.contains(&format!("\"parameters\":{}", 72 + 7 * 8 + 8 + 8 + 1)), "{said}");
+    let (code, whole, stderr) = fit(folder.path(), "whole");
+    assert_eq!(code, 0, "{stderr}");
+    let whole = losses(&whole);
+    assert!(whole[whole.len() - 1] < 0.1 * whole[0], "{whole:?}");
+    let (_, first, _) = fit_with(folder.path(), &["--run-dir", "parts", "--max-steps", "30"]);
+    let (code, second, stderr) = fit_with(folder.path(), &["--run-dir", "parts", "--resume"]);
+    assert_eq!(code, 0, "{stderr}");
+    assert_eq!([losses(&first), losses(&second)].concat(), whole);
+    let arguments = ["--run-dir", "short", "--set", "train.precision=\"bf16\""];
+    let (code, short, stderr) = fit_with(folder.path(), &arguments);
+    assert_eq!(code, 0, "{stderr}");
+    let short = losses(&short);
+    assert!(short[short.len() - 1] < 0.2 * short[0], "{short:?}");
+}
+
+#[test]
+fn a_model_that_cannot_embed_is_told_before_anything_is_read() {
+    let folder = embedding_folder();
+    let job = JOB.replace("shuffle = false", "encode = \"embed\"");
+    let job = job.replace("kind = \"mlp\"\nhidden = [8]", "kind = \"cnn\"");
+    fs::write(folder.path().join("job.toml"), job).unwrap();
+    fs::remove_file(folder.path().join("train.csv")).unwrap();
+    let (code, said) = trainer(folder.path(), &["check", "job.toml"]);
+    assert_eq!(code, 2, "{said}");
+    assert!(said.contains("`data.encode` is \"embed\", and a `cnn` model cannot embed categories"), "{said}");
 }

@@ -49,7 +49,7 @@ impl Batch {
                 bad: Vec::new(),
                 ids: room(Some(rows))?,
                 inputs: match features.input {
-                    Input::Floats { .. } => Values::F32(room(inputs)?),
+                    Input::Floats { .. } | Input::Row { .. } => Values::F32(room(inputs)?),
                     Input::Tokens { .. } => Values::U32(room(inputs)?),
                 },
                 targets: match features.target {

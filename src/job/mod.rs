@@ -30,9 +30,9 @@ use serde::{Deserialize, Serialize};
 
 pub use change::Change;
 pub use data::{
-    Augment, ChatLoss, Columns, Csv, Data, Delimiter, Files, Fit, Idx, Images, Jsonl, Loading, OnBadRecord,
-    OnMissing, OnUnknown, OneOr, Parquet, Preset, Shapes, Source, Task, Text, TextSynthetic, TokenType,
-    Tokens, TooLong, Windows,
+    Augment, ChatLoss, Columns, Csv, Data, Delimiter, Encode, Files, Fit, Idx, Images, Jsonl, Loading,
+    OnBadRecord, OnMissing, OnUnknown, OneOr, Parquet, Preset, Shapes, Source, Task, Text, TextSynthetic,
+    TokenType, Tokens, TooLong, Windows,
 };
 pub use error::{Code, Error, Errors};
 pub use layers::{AfterSum, Layer, Layers, Part};

@@ -33,6 +33,11 @@ impl Model {
         }
     }
 
+    /// Whether it can learn a vector for each category of a table.
+    pub fn embeds(&self) -> bool {
+        matches!(self, Self::Mlp(_) | Self::Layers(_))
+    }
+
     /// The name of its `kind`.
     pub fn kind(&self) -> &'static str {
         match self {

@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check::Found;
 use super::error::{Code, Error};
 use super::source::WHOLE;
-use super::{Augment, Job, Jsonl, Length, Optimizer, Source};
+use super::{Augment, Csv, Encode, Job, Jsonl, Length, Optimizer, Parquet, Source};
 
 /// Every contradiction in `job`, told at the places of `tree` that state it.
 pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
@@ -58,6 +58,17 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
             let hint = "a class is of the text in `data.field`: leave `messages` out";
             report("data.messages", "both `data.messages` and `data.label`".into(), hint.into());
         }
+    }
+    if let Source::Csv(Csv { columns, .. }) | Source::Parquet(Parquet { columns, .. }) = &job.data.source
+        && columns.encode == Encode::Embed
+        && !job.model.embeds()
+    {
+        let kind = job.model.kind();
+        report(
+            "data.encode",
+            format!("`data.encode` is \"embed\", and a `{kind}` model cannot embed categories"),
+            "use a model of kind `mlp` or `layers`, or `encode = \"one_hot\"`".into(),
+        );
     }
     for (key, [low, high]) in job.data.source.augment().into_iter().flat_map(Augment::ranges) {
         if low > high {

@@ -28,6 +28,7 @@ pub mod host;
 pub mod lanes;
 pub mod linear;
 pub mod lion;
+pub mod lookup;
 pub mod norm;
 pub mod packed;
 pub mod pointwise_loss;

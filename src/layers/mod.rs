@@ -21,6 +21,7 @@ pub mod flatten;
 pub mod global_pool;
 pub mod group_norm;
 pub mod linear;
+pub mod lookup;
 pub mod loss;
 pub mod network;
 pub mod norm;

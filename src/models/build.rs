@@ -9,6 +9,7 @@ use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::dropout::Dropout;
 use crate::layers::flatten::Flatten;
 use crate::layers::linear::{Linear, Options};
+use crate::layers::lookup::Lookup;
 use crate::layers::loss::Loss;
 use crate::layers::network::{Block, Network, Node};
 use crate::layers::pointwise_loss::{Kind, PointwiseLoss};
@@ -41,6 +42,7 @@ impl Builder {
     pub fn new(features: &Features) -> Self {
         let shape = match &features.input {
             Input::Floats { shape } => shape.clone(),
+            Input::Row { .. } => vec![features.input_len()],
             Input::Tokens { length, .. } => vec![*length],
         };
         Self {
@@ -83,6 +85,15 @@ impl Builder {
         let result = body(self);
         let nodes = std::mem::replace(&mut self.blocks, before).into_iter().flat_map(|b| b.nodes).collect();
         result.map(|()| nodes)
+    }
+
+    /// A learned vector for each category of a table's row; nothing where it has none to embed.
+    pub fn embed(&mut self) {
+        if let Input::Row { numbers, categories } = &self.features.input {
+            let layer = Lookup::new(&mut self.declared, "embeddings", *numbers, categories);
+            self.block("embeddings");
+            self.layer(layer);
+        }
     }
 
     /// Dense layers `name.first`, `name.first + 1`, ... each followed by its dropout; a block each.

@@ -19,7 +19,7 @@ mod vit;
 
 pub use build::{Builder, ModelError};
 
-use crate::features::Features;
+use crate::features::{Features, Input};
 use crate::job::Model;
 use crate::layers::network::Network;
 use crate::params::Layout;
@@ -33,6 +33,16 @@ pub struct Built {
 /// Builds the network a job declares for samples of these features.
 pub fn build(model: &Model, features: &Features) -> Result<Built, ModelError> {
     let mut builder = Builder::new(features);
+    match (model.embeds(), &features.input) {
+        (false, Input::Row { .. }) => {
+            return Err(ModelError::Data {
+                kind: model.kind(),
+                needs: "pictures or tokens",
+                got: "categories to embed".into(),
+            });
+        }
+        _ => builder.embed(),
+    }
     match model {
         Model::Mlp(mlp) => mlp::build(mlp, &mut builder)?,
         Model::Cnn(cnn) => cnn::build(cnn, &mut builder)?,
@@ -50,7 +60,7 @@ pub fn build(model: &Model, features: &Features) -> Result<Built, ModelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::features::{Input, Target};
+    use crate::features::Target;
     use crate::job::{Mobilenet, Resnet};
 
     fn pictures(shape: [usize; 3], classes: usize) -> Features {

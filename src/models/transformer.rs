@@ -25,6 +25,7 @@ pub(super) fn tokens(b: &Builder, kind: &'static str, context: usize) -> Result<
         Input::Floats { ref shape } => {
             Err(ModelError::Data { kind, needs: "tokens", got: format!("samples of shape {shape:?}") })
         }
+        Input::Row { .. } => Err(ModelError::Data { kind, needs: "tokens", got: "rows of a table".into() }),
     }
 }
 

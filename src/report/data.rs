@@ -58,6 +58,9 @@ pub fn look(train: &dyn Source, valid: &dyn Source, seed: u64, skip_bad: bool) -
     let features = train.features();
     let input = match &features.input {
         Input::Floats { shape } => format!("{shape:?} numbers"),
+        Input::Row { numbers, categories } => {
+            format!("{numbers} numbers and {} categories to embed", categories.len())
+        }
         Input::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
     };
     let target = match &features.target {
@@ -108,19 +111,26 @@ fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Re
     let mut shown = Map::from_iter([("sample".to_owned(), json!(index))]);
     match &batch.inputs {
         Values::F32(values) => {
-            let finite = values.iter().map(|x| f64::from(*x));
-            let (low, high) = finite
-                .clone()
-                .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
-            let mean = finite.sum::<f64>() / values.len() as f64;
+            // Where some are places of categories, what they have in common says nothing.
             if let Input::Floats { shape } = &features.input {
+                let finite = values.iter().map(|x| f64::from(*x));
+                let (low, high) = finite
+                    .clone()
+                    .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+                let mean = finite.sum::<f64>() / values.len() as f64;
                 shown.insert("shape".into(), json!(shape));
+                shown.insert("range".into(), json!([rounded(low), rounded(high)]));
+                shown.insert("mean".into(), json!(rounded(mean)));
             }
-            shown.insert("range".into(), json!([rounded(low), rounded(high)]));
-            shown.insert("mean".into(), json!(rounded(mean)));
             let columns = source.columns();
             if columns.len() == values.len() {
-                let row = columns.into_iter().zip(values.iter().map(|x| json!(rounded(f64::from(*x)))));
+                let numbers =
+                    if let Input::Row { numbers, .. } = features.input { numbers } else { values.len() };
+                let value = |(i, x): (usize, &f32)| match i < numbers {
+                    true => json!(rounded(f64::from(*x))),
+                    false => json!(*x as u64),
+                };
+                let row = columns.into_iter().zip(values.iter().enumerate().map(value));
                 shown.insert("row".into(), row.collect());
             } else if matches!(&features.input, Input::Floats { shape } if shape.len() == 1) {
                 let some = values.iter().take(VALUES).map(|x| rounded(f64::from(*x)));

@@ -164,6 +164,7 @@ impl<'a> Engine<'a> {
         let (rows, whole) = (batch.ids.len(), self.setup.features());
         let input = match &features.input {
             Input::Floats { shape } => [&[rows], shape.as_slice()].concat(),
+            Input::Row { .. } => vec![rows, features.input_len()],
             Input::Tokens { length, .. } => vec![rows, *length],
         };
         // What is measured on has hard classes even where those trained on are mixed.
@@ -174,7 +175,11 @@ impl<'a> Engine<'a> {
         };
         let device = self.setup.device();
         let inputs = tensor(&batch.inputs, whole.input_len(), input, &device)?;
-        let inputs = if inputs.dtype() == DType::F32 { inputs.to_dtype(self.setup.dtype)? } else { inputs };
+        // Places of categories are whole numbers that a shorter type would round.
+        let inputs = match &features.input {
+            Input::Floats { .. } => inputs.to_dtype(self.setup.dtype)?,
+            Input::Row { .. } | Input::Tokens { .. } => inputs,
+        };
         Ok(Batch { inputs, targets: tensor(&batch.targets, row, target, &device)? })
     }
 

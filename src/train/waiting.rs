@@ -70,7 +70,9 @@ impl Feeding<'_> {
             Input::Floats { shape } if shape.len() == 3 => {
                 "store the pictures no larger than they are trained on, or transform them less"
             }
-            Input::Floats { .. } => "keep the files on a faster disk, or train on a machine with more cores",
+            Input::Floats { .. } | Input::Row { .. } => {
+                "keep the files on a faster disk, or train on a machine with more cores"
+            }
         };
         (slow, advice.into())
     }

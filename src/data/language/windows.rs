@@ -223,7 +223,7 @@ impl Windows {
     fn vocab(&self) -> usize {
         match self.features.input {
             Input::Tokens { vocab, .. } => vocab,
-            Input::Floats { .. } => 0,
+            Input::Floats { .. } | Input::Row { .. } => 0,
         }
     }
 }

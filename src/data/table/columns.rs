@@ -6,6 +6,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use super::decimal::decimal;
 use super::{Cell, Settings, Task};
 use crate::data::DataError;
 
@@ -55,6 +56,7 @@ impl Reading {
         }
     }
 
+    #[inline]
     pub fn is_missing(&self, cell: Cell<'_>) -> bool {
         match cell {
             Cell::Missing => true,
@@ -67,13 +69,12 @@ impl Reading {
     }
 
     /// The finite number that a cell is.
+    #[inline]
     pub fn number(&self, cell: Cell<'_>) -> Option<f64> {
         let number = match cell {
             Cell::Missing => None,
             Cell::Number(x) => Some(x),
-            Cell::Text(text) => {
-                decimal(text).or_else(|| str::from_utf8(text).ok().and_then(|text| text.trim().parse().ok()))
-            }
+            Cell::Text(text) => decimal(text).or_else(|| any_number(text)),
         };
         number.filter(|x| x.is_finite())
     }
@@ -92,35 +93,10 @@ impl Reading {
     }
 }
 
-/// The number that a short decimal without exponent writes, exactly as the standard library reads it at several
-/// times the cost: up to 15 digits are a whole number of f64, and so is the power of ten it is divided by.
-fn decimal(text: &[u8]) -> Option<f64> {
-    const POWERS: [f64; 16] =
-        [1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15];
-    let (negative, digits) = match text {
-        [b'-', rest @ ..] => (true, rest),
-        rest => (false, rest),
-    };
-    if digits.len() > 16 {
-        return None;
-    }
-    let (mut whole, mut count, mut behind) = (0u64, 0, None);
-    for &byte in digits {
-        let digit = byte.wrapping_sub(b'0');
-        if digit < 10 {
-            whole = whole * 10 + u64::from(digit);
-            count += 1;
-        } else if byte == b'.' && behind.is_none() {
-            behind = Some(count);
-        } else {
-            return None;
-        }
-    }
-    if count == 0 || count > 15 {
-        return None;
-    }
-    let value = whole as f64 / POWERS[count - behind.unwrap_or(count)];
-    Some(if negative { -value } else { value })
+/// A number in any form, in spaces of any kind.
+#[cold]
+fn any_number(text: &[u8]) -> Option<f64> {
+    str::from_utf8(text).ok()?.trim().parse().ok()
 }
 
 /// What the first rows have in one column of a file.

@@ -6,6 +6,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -127,7 +128,7 @@ pub struct Text {
     rows: u64,
     /// What threads go through: a file, its blocks together, one past the last row.
     runs: Vec<(usize, Block, u64)>,
-    /// Tells the blocks that threads hold apart.
+    /// Tells the blocks that threads hold apart; not 0.
     id: u64,
 }
 
@@ -166,6 +167,19 @@ impl Text {
             text.files.push(TextFile { path: path.clone(), file, index, first, lines: Mutex::default() });
         }
         Ok(text)
+    }
+
+    /// Reads the block that row `index` is in.
+    fn hold(&self, held: &mut Held, index: u64) -> Result<(), DataError> {
+        held.set = 0;
+        held.file = self.files.partition_point(|file| file.first <= index) - 1;
+        let file = &self.files[held.file];
+        let (block, end) = file.index.block(index - file.first);
+        file.block(block, &mut held.text)?;
+        (held.set, held.start, held.at) = (self.id, block.start, 0);
+        held.rows = file.first + block.row..file.first + end;
+        held.row = held.rows.start;
+        Ok(())
     }
 
     pub fn index_bytes(&self) -> u64 {
@@ -271,8 +285,12 @@ impl Raw for Text {
 /// The block that a thread read last: rows that follow each other are found in it.
 #[derive(Default)]
 struct Held {
-    /// Set, file and first byte.
-    of: (u64, usize, u64),
+    /// Of which set, and which of its rows; none until all of the block is read.
+    set: u64,
+    rows: Range<u64>,
+    /// Its file, and its first byte there.
+    file: usize,
+    start: u64,
     text: Vec<u8>,
     /// Where row `row` begins.
     at: usize,
@@ -303,24 +321,17 @@ impl Source for Csv {
 
     fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
         let text = &self.text;
-        let number = text.files.partition_point(|file| file.first <= index) - 1;
-        let file = &text.files[number];
-        let wanted = index - file.first;
-        let block = file.index.block(wanted);
         HELD.with_borrow_mut(|held| {
-            let of = (text.id, number, block.start);
-            if held.of != of || wanted < held.row {
-                if held.of != of {
-                    // Until all of it is read, it is nothing.
-                    held.of = (0, 0, 0);
-                    file.block(block, &mut held.text)?;
-                }
-                (held.of, held.at, held.row) = (of, 0, block.row);
+            if held.set != text.id || !held.rows.contains(&index) {
+                text.hold(held, index)?;
+            } else if index < held.row {
+                (held.at, held.row) = (0, held.rows.start);
             }
+            let file = &text.files[held.file];
             loop {
                 let (at, dialect) = (held.at, text.dialect);
                 if at == held.text.len() {
-                    held.of = (0, 0, 0);
+                    held.set = 0;
                     return Err(file.changed());
                 }
                 held.at = row_end(&held.text, at, dialect);
@@ -329,8 +340,8 @@ impl Source for Csv {
                     continue;
                 }
                 held.row += 1;
-                if held.row > wanted {
-                    let line = || file.line(block.start + at as u64);
+                if held.row > index {
+                    let line = || file.line(held.start + at as u64);
                     let (form, columns) = ((dialect, text.width), &self.encoding.columns);
                     let cells = TextRow::new(row, &mut held.fields, form, columns, &file.path, &line)?;
                     return self.encoding.write(&cells, into);

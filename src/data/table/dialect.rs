@@ -4,7 +4,7 @@
 //! when its first character that is no space is `"`; `""` inside stands for one. Elsewhere `"` is a character
 //! like any other. Spaces around fields do not count unless they are quoted. Lines with nothing on them are no rows.
 
-use memchr::{memchr, memchr_iter, memchr2};
+use memchr::{memchr, memchr2};
 
 /// The most bytes a row may have: more is taken for a quote that never ends.
 pub const MAX_ROW: usize = 16 << 20;
@@ -146,9 +146,14 @@ impl Fields {
         match delimiter {
             Delimiter::Byte(byte) if memchr(b'"', row).is_none() => {
                 let mut start = 0;
-                for end in memchr_iter(byte, row) {
-                    self.push(row, start, end, delimiter);
-                    start = end + 1;
+                for (piece, from) in row.chunks(PIECE).zip((0..).step_by(PIECE)) {
+                    let mut places = places(byte, piece);
+                    while places != 0 {
+                        let end = from + places.trailing_zeros() as usize;
+                        self.push(row, start, end, delimiter);
+                        start = end + 1;
+                        places &= places - 1;
+                    }
                 }
                 self.push(row, start, row.len(), delimiter);
             }
@@ -157,6 +162,7 @@ impl Fields {
     }
 
     /// Adds what lies between `start` and `end`, less the spaces around it.
+    #[inline]
     fn push(&mut self, row: &[u8], mut start: usize, mut end: usize, delimiter: Delimiter) {
         while start < end && delimiter.pads(row[start]) {
             start += 1;
@@ -216,6 +222,35 @@ impl Fields {
             from = quote + 2;
         }
     }
+}
+
+/// Bytes whose places fit one word.
+const PIECE: usize = 64;
+
+/// The places of `byte` in at most [`PIECE`] bytes, one bit each. Fields are a few bytes long, and to search for the
+/// end of each by itself takes longer than to compare all bytes, eight at a time.
+#[inline]
+fn places(byte: u8, piece: &[u8]) -> u64 {
+    const LOW: u64 = u64::from_ne_bytes([0x7f; 8]);
+    // What multiplies the highest bits of eight bytes, moved to the lowest, into the eight highest bits in their order.
+    const GATHER: u64 = 0x0102_0408_1020_4080;
+    let wanted = u64::from_ne_bytes([byte; 8]);
+    let eight = |word: &[u8; 8]| {
+        let word = u64::from_le_bytes(*word) ^ wanted;
+        let found = !((word & LOW).wrapping_add(LOW) | word | LOW);
+        (found >> 7).wrapping_mul(GATHER) >> 56
+    };
+    let (words, rest) = piece.as_chunks::<8>();
+    let mut places = 0;
+    for (i, word) in words.iter().enumerate() {
+        places |= eight(word) << (8 * i);
+    }
+    if !rest.is_empty() {
+        let mut word = [!byte; 8];
+        word[..rest.len()].copy_from_slice(rest);
+        places |= eight(&word) << (8 * words.len());
+    }
+    places
 }
 
 #[cfg(test)]
@@ -300,6 +335,13 @@ mod tests {
             let seen: Vec<_> = rows(&text).into_iter().filter(|row| !COMMA.blank(row.as_bytes()))
                 .map(|row| split(row, COMMA)).collect();
             prop_assert_eq!(seen, expected);
+        }
+
+        /// The places of a byte are where it is.
+        #[test]
+        fn places_are_found(piece in prop::collection::vec(prop_oneof![Just(b','), Just(b'-'), any::<u8>()], 0..=64)) {
+            let expected = piece.iter().enumerate().filter(|(_, byte)| **byte == b',').map(|(i, _)| 1u64 << i).sum::<u64>();
+            prop_assert_eq!(places(b',', &piece), expected);
         }
 
         /// Any bytes are split without a fault, and no field is longer than its row.

@@ -1,4 +1,5 @@
-//! From the cells of a row to a sample: numbers standardised, categories one-hot, classes as their number.
+//! From the cells of a row to a sample: numbers standardised, categories one-hot or as their place behind all numbers,
+//! classes as their number.
 //!
 //! A cell is first understood as one f64, its code: the number, the category's place in its list, or one of two
 //! NaNs for what is missing and what cannot be understood. Text goes through both steps when it is read; columns
@@ -34,6 +35,8 @@ enum How {
     Number { mean: f64, scale: f64, fill: Option<f64>, at: usize, flag: Option<usize> },
     /// 1 at `at` plus the place in the list. Missing has the place `missing`.
     OneHot { list: List, at: usize, missing: Option<usize>, unknown: OnUnknown },
+    /// The place in the list at `at`; the one behind all places is what is unknown.
+    Place { list: List, at: usize, missing: Option<usize>, unknown: OnUnknown },
     /// The place in the list.
     Class { list: List },
 }
@@ -61,6 +64,7 @@ impl Encoding {
             about: Vec::new(),
         };
         let (mut inputs, mut targets, mut classes) = (0, 0, None);
+        let mut categories = Vec::new();
         for (i, column) in columns.iter().enumerate() {
             let seen = statistics.map(|statistics| &statistics.columns[i]);
             if statistics.is_some_and(|statistics| statistics.rows > 0) && seen.is_some_and(Seen::is_empty) {
@@ -90,9 +94,16 @@ impl Encoding {
                     } else {
                         let names = ordered(counts);
                         let missing = (counts.missing > 0).then_some(names.len());
-                        let at = inputs;
-                        inputs += names.len() + usize::from(missing.is_some());
-                        How::OneHot { list: List::of(&names), at, missing, unknown: settings.on_unknown }
+                        let (list, unknown) = (List::of(&names), settings.on_unknown);
+                        let places = names.len() + usize::from(missing.is_some());
+                        if settings.embed {
+                            categories.push(places);
+                            // Behind the numbers, once they are counted.
+                            How::Place { list, at: categories.len() - 1, missing, unknown }
+                        } else {
+                            inputs += places;
+                            How::OneHot { list, at: inputs - places, missing, unknown }
+                        }
                     }
                 }
             };
@@ -114,18 +125,28 @@ impl Encoding {
             Some(names) => Target::Class { names },
             None => Target::Values { len: targets },
         };
-        encoding.features = Features::new(Input::Floats { shape: vec![inputs] }, target);
+        for how in &mut encoding.hows {
+            if let How::Place { at, .. } = how {
+                *at += inputs;
+            }
+        }
+        let input = match &categories[..] {
+            [] => Input::Floats { shape: vec![inputs] },
+            _ => Input::Row { numbers: inputs, categories },
+        };
+        encoding.features = Features::new(input, target);
         Ok(encoding)
     }
 
     /// What a cell of column `i` is understood as.
+    #[inline]
     pub fn code(&self, i: usize, cell: Cell<'_>) -> f64 {
         if self.reading.is_missing(cell) {
             return MISSING;
         }
         match &self.hows[i] {
             How::Number { .. } => self.reading.number(cell).unwrap_or(BAD),
-            How::OneHot { list, .. } | How::Class { list } => {
+            How::OneHot { list, .. } | How::Place { list, .. } | How::Class { list } => {
                 list.places.get(self.reading.category(cell).as_ref()).map_or(BAD, |place| (*place).into())
             }
         }
@@ -153,13 +174,15 @@ impl Encoding {
                 (!value.is_finite()).then(|| super::NUMBER.into())
             }
             How::Class { list } => code.is_nan().then(|| format!("one of the {} classes", list.places.len())),
-            How::OneHot { missing: Some(_), .. } if is_missing => None,
-            How::OneHot { list, unknown, .. } => (code.is_nan() && *unknown == OnUnknown::Error)
+            How::OneHot { missing: Some(_), .. } | How::Place { missing: Some(_), .. } if is_missing => None,
+            How::OneHot { list, unknown, .. } | How::Place { list, unknown, .. } => (code.is_nan()
+                && *unknown == OnUnknown::Error)
                 .then(|| format!("one of the {} categories of the training rows", list.places.len())),
         }
     }
 
     /// Writes one column's part of a sample, whose input was zero before; or says what was wanted instead.
+    #[inline]
     pub fn put(&self, i: usize, code: f64, into: &mut Row<'_>) -> Result<(), String> {
         // Nearly every cell is a number as it should be.
         if let How::Number { mean, scale, at, .. } = &self.hows[i] {
@@ -173,7 +196,6 @@ impl Encoding {
         if let Some(wanted) = self.wrong(i, code) {
             return Err(wanted);
         }
-        let is_missing = code.to_bits() == MISSING.to_bits();
         match &self.hows[i] {
             How::Number { mean, scale, fill, at, flag } => {
                 into.input.f32()[*at] = ((fill.unwrap_or_default() - mean) * scale) as f32;
@@ -182,10 +204,13 @@ impl Encoding {
                 }
             }
             How::OneHot { at, missing, .. } => {
-                let place = if is_missing { *missing } else { (!code.is_nan()).then_some(code as usize) };
-                if let Some(place) = place {
+                if let Some(place) = place(code, *missing) {
                     into.input.f32()[at + place] = 1.0;
                 }
+            }
+            How::Place { list, at, missing, .. } => {
+                let unknown = list.places.len() + usize::from(missing.is_some());
+                into.input.f32()[*at] = place(code, *missing).unwrap_or(unknown) as f32;
             }
             How::Class { .. } => into.target.u32()[0] = code as u32,
         }
@@ -209,6 +234,7 @@ impl Encoding {
                         .iter()
                         .for_each(|place| names[at + place] = format!("{} is missing", column.name));
                 }
+                How::Place { at, .. } => names[*at].clone_from(&column.name),
                 How::Class { .. } => {}
             }
         }
@@ -232,7 +258,7 @@ impl Encoding {
     /// Bytes it keeps, about.
     pub fn bytes(&self) -> u64 {
         let list = |how: &How| match how {
-            How::OneHot { list, .. } | How::Class { list } => {
+            How::OneHot { list, .. } | How::Place { list, .. } | How::Class { list } => {
                 list.places.keys().map(|name| name.len() as u64 + 48).sum()
             }
             How::Number { .. } => 0,
@@ -280,6 +306,11 @@ fn number(column: &Column, moments: Option<&Moments>, settings: &Settings, next:
     How::Number { mean, scale, fill, at, flag }
 }
 
+/// The place of a category by its code, where it has one.
+fn place(code: f64, missing: Option<usize>) -> Option<usize> {
+    if code.to_bits() == MISSING.to_bits() { missing } else { (!code.is_nan()).then_some(code as usize) }
+}
+
 /// The classes as declared; otherwise as found, ordered.
 fn class_names(settings: &Settings, counts: &Counts) -> Vec<String> {
     if settings.classes.is_empty() { ordered(counts) } else { settings.classes.clone() }
@@ -312,9 +343,10 @@ fn about(column: &Column, how: &How, seen: Option<&Seen>, settings: &Settings) -
         }
         (How::Number { .. }, _) => format!("{target}number, as it is"),
         (How::Class { list }, _) => format!("{target}{} classes", list.places.len()),
-        (How::OneHot { list, .. }, seen) => {
+        (How::OneHot { list, .. } | How::Place { list, .. }, seen) => {
             let lacking = if let Some(Seen::Category(counts)) = seen { counts.missing } else { 0 };
-            format!("{target}category of {} values{}", list.places.len(), missing(lacking))
+            let how = if settings.embed { ", embedded" } else { "" };
+            format!("{target}category of {} values{}{how}", list.places.len(), missing(lacking))
         }
     }
 }

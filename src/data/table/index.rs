@@ -111,8 +111,8 @@ impl Index {
         Ok(index)
     }
 
-    /// The block that holds row `row`, below `rows`.
-    pub fn block(&self, row: u64) -> Block {
+    /// The block that holds row `row`, below `rows`, and one past its last row.
+    pub fn block(&self, row: u64) -> (Block, u64) {
         self.at(self.marks.partition_point(|mark| mark.row <= row) - 1)
     }
 
@@ -121,8 +121,7 @@ impl Index {
     pub fn runs(&self) -> Vec<(Block, u64)> {
         let mut runs: Vec<(Block, u64)> = Vec::new();
         for i in 0..self.marks.len() {
-            let block = self.at(i);
-            let end = self.marks.get(i + 1).map_or(self.rows, |mark| mark.row);
+            let (block, end) = self.at(i);
             match runs.last_mut() {
                 Some((run, rows)) if block.end - run.start <= CHUNK => (run.end, *rows) = (block.end, end),
                 _ => runs.push((block, end)),
@@ -131,9 +130,11 @@ impl Index {
         runs
     }
 
-    fn at(&self, i: usize) -> Block {
-        let (mark, next) = (self.marks[i], self.marks.get(i + 1));
-        Block { start: mark.offset, end: next.map_or(self.length, |next| next.offset), row: mark.row }
+    fn at(&self, i: usize) -> (Block, u64) {
+        let mark = self.marks[i];
+        let (end, rows) =
+            self.marks.get(i + 1).map_or((self.length, self.rows), |next| (next.offset, next.row));
+        (Block { start: mark.offset, end, row: mark.row }, rows)
     }
 
     pub fn bytes(&self) -> u64 {
@@ -323,8 +324,8 @@ mod tests {
             if let Ok(found) = found {
                 prop_assert_eq!(found.rows, expected.len() as u64);
                 for (row, start) in expected.iter().enumerate() {
-                    let block = found.block(row as u64);
-                    prop_assert!(block.row <= row as u64 && block.start <= *start && *start < block.end);
+                    let (block, end) = found.block(row as u64);
+                    prop_assert!(block.row <= row as u64 && (row as u64) < end && block.start <= *start && *start < block.end);
                 }
                 prop_assert_eq!(Index::from_bytes(&found.to_bytes()), Some(found));
             }
@@ -340,7 +341,7 @@ mod tests {
         let runs = found.runs();
         assert_eq!((runs[0].0.row, runs.last().unwrap().1), (0, 40_000));
         for row in [0, 1, 777, 39_999] {
-            let block = found.block(row);
+            let (block, _) = found.block(row);
             let text = &text[block.start as usize..block.end as usize];
             let skipped = Breaks::new(text, false, COMMA).nth((row - block.row) as usize).unwrap();
             let before = &text[..skipped];

@@ -8,6 +8,7 @@
 
 mod columns;
 mod csv;
+mod decimal;
 mod dialect;
 mod encoding;
 mod index;
@@ -41,6 +42,8 @@ pub struct Settings {
     pub task: Task,
     /// Classes in order; empty for those found in the training rows.
     pub classes: Vec<String>,
+    /// Categories become places in a list for the model to learn vectors of, instead of an input for each.
+    pub embed: bool,
     /// What stands for a value that is not there.
     pub missing: Vec<String>,
     pub on_missing: OnMissing,
@@ -87,6 +90,7 @@ impl Default for Settings {
             numeric: Vec::new(),
             task: Task::Auto,
             classes: Vec::new(),
+            embed: false,
             missing: ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"].map(String::from).to_vec(),
             on_missing: OnMissing::Error,
             missing_flags: false,

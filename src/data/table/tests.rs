@@ -229,6 +229,33 @@ fn missing_values_follow_the_stated_rule() {
 }
 
 #[test]
+fn embedded_categories_are_places_behind_the_numbers() {
+    let place = Place::new();
+    let train = [place.file("t.csv", "c,x,d,y\nb,1,u,0.5\na,2,v,0.5\n?,3,u,0.5\n")];
+    let valid = [place.file("v.csv", "c,x,d,y\nz,4,?,0.5\na,5,w,0.5\n?,6,v,0.5\n")];
+    let open = |on_unknown| {
+        let settings = Settings { embed: true, on_unknown, on_missing: OnMissing::Mean, ..target(&["y"]) };
+        place.open(&train, &valid, Format::Csv(Dialect::default()), &settings).unwrap()
+    };
+    let inputs = |set: &Set| all(set).into_iter().map(|(input, _)| input).collect::<Vec<_>>();
+    let (set, others) = open(OnUnknown::Zeros);
+    // Of `c`: a, b, missing. Of `d`, which always has a value in the training rows: u, v.
+    assert_eq!(set.features().input, Input::Row { numbers: 1, categories: vec![3, 2] });
+    assert_eq!(set.columns(), ["x", "c", "d"]);
+    assert_eq!(inputs(&set), [[1.0, 1.0, 0.0], [2.0, 0.0, 1.0], [3.0, 2.0, 0.0]]);
+    // What no training row has is the place behind the others, in `d` a missing value too.
+    assert_eq!(inputs(&others), [[4.0, 3.0, 2.0], [5.0, 0.0, 2.0], [6.0, 2.0, 1.0]]);
+    assert_eq!(set.about()[0].1, "category of 2 values, 1 missing, embedded");
+    let (_, others) = open(OnUnknown::Error);
+    let error = read(&others, 0).unwrap_err().to_string();
+    assert!(error.contains("column `c`: `z` is not one of the 2 categories"), "{error}");
+    // Nothing to embed: numbers as ever.
+    let numbers = Settings { embed: true, ..target(&["y"]) };
+    let set = place.csv("x,y\n1,0.5\n2,0.5\n", Dialect::default(), &numbers).unwrap();
+    assert_eq!(set.features().input, Input::Floats { shape: vec![1] });
+}
+
+#[test]
 fn every_fault_is_told_with_its_place() {
     let numbers = || Settings { numeric: vec!["x".into()], ..target(&["y"]) };
     let standard = || Settings { standardise: true, ..target(&["y"]) };
@@ -459,6 +486,17 @@ fn adult_as_published() {
     assert_eq!(over, 3846.0);
     let balance = train.balance().unwrap();
     assert_eq!(balance, [24_720, 7_841]);
+    let embedded = Settings { embed: true, ..settings.clone() };
+    let (train, _) = place
+        .open(
+            &[folder.join("adult.data")],
+            &[folder.join("adult.test")],
+            Format::Csv(Dialect::default()),
+            &embedded,
+        )
+        .unwrap();
+    let categories = vec![9, 16, 7, 15, 6, 5, 2, 42];
+    assert_eq!(train.features().input, Input::Row { numbers: 6, categories });
     let dotted = Settings { trim: String::new(), ..settings };
     let (_, valid) = place
         .open(

@@ -19,7 +19,7 @@ pub use language::{ChatLoss, Jsonl, Text, TokenType, Tokens, TooLong, Windows};
 pub use loading::{Loading, OnBadRecord};
 pub use one_or::OneOr;
 pub use pictures::{Fit, Idx, Images, Preset};
-pub use tables::{Columns, Csv, Delimiter, OnMissing, OnUnknown, Parquet, Task};
+pub use tables::{Columns, Csv, Delimiter, Encode, OnMissing, OnUnknown, Parquet, Task};
 
 /// Where samples come from. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]

@@ -55,11 +55,13 @@ pub struct Columns {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
     pub ignore: Vec<String>,
-    /// Columns of categories, whatever they look like: one input for each different value. Columns in which the first
-    /// rows have text are such by themselves.
+    /// Columns of categories, whatever they look like. Columns in which the first rows have text are such by themselves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
     pub categorical: Vec<String>,
+    /// What a category is to the model.
+    #[serde(default)]
+    pub encode: Encode,
     /// Columns of numbers, whatever they look like; what is no number in them is a bad record.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
@@ -121,6 +123,18 @@ pub enum Task {
     Values,
 }
 
+/// What a category is to the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Encode {
+    /// One input for each different value of the column, 1 for the one it is and 0 for the others.
+    #[default]
+    OneHot,
+    /// Values that are learned, half as many as the column has different ones and at most 50: `embeddings.0.weight` of
+    /// the first such column and so on. For `mlp` and `layers`.
+    Embed,
+}
+
 /// What happens to an input that is missing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -138,7 +152,7 @@ pub enum OnMissing {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnUnknown {
-    /// All inputs of the column are 0.
+    /// All inputs of the column are 0; the vector too, where categories are embedded.
     #[default]
     Zeros,
     /// The row is a bad record.

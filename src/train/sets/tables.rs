@@ -42,6 +42,7 @@ fn open(
             job::Task::Values => Task::Values,
         },
         classes: columns.classes.clone(),
+        embed: columns.encode == job::Encode::Embed,
         missing: columns.missing.clone(),
         on_missing: match columns.on_missing {
             job::OnMissing::Error => OnMissing::Error,
