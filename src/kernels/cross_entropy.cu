@@ -76,9 +76,12 @@ template <class T, int N> __global__ void __launch_bounds__(512) score(Asked q) 
             largest = top;
         }
         R base = largest == R(-INFINITY) ? R(0) : largest;
+        // Of what lies before the target, the equal are better too.
+        bool before = first + n <= judged, after = first > judged;
         for (int k = 0; k < n; k++) {
             total += exp_for<T>(s[k] - base);
-            better += s[k] > of_target || (s[k] == of_target && first + k < judged);
+            better += s[k] > of_target;
+            if (!after) better += s[k] == of_target && (before || first + k < judged);
             if (smooth) spread += double(q.weights ? q.weights[first + k] : 1.0f) * double(s[k]);
         }
     };
@@ -127,17 +130,23 @@ template <class T, int N> __global__ void __launch_bounds__(512) score(Asked q) 
     auto slope = [&](R s, int c) {
         R d = exp_for<T>(s - top) * pull;
         if (smooth) d -= even * R(q.weights ? q.weights[c] : 1.0f);
-        if (c == int(goals[0])) d -= pull0;
-        if (of == 2 && c == int(goals[1])) d -= pull1;
-        return down<T>(d);
+        return d;
     };
     for (int p = threadIdx.x; p < packs; p += blockDim.x) {
         auto v = Pack<T, N>::load(scores + p * N);
 #pragma unroll
-        for (int k = 0; k < N; k++) v.v[k] = slope(value(v.v[k], p * N + k), p * N + k);
+        for (int k = 0; k < N; k++) v.v[k] = down<T>(slope(value(v.v[k], p * N + k), p * N + k));
         v.store(scores + p * N);
     }
-    for (int c = packs * N + threadIdx.x; c < classes; c += blockDim.x) scores[c] = slope(value(scores[c], c), c);
+    for (int c = packs * N + threadIdx.x; c < classes; c += blockDim.x) scores[c] = down<T>(slope(value(scores[c], c), c));
+    // The targets' own, once the others are written: no comparison for each class.
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        bool same = goals[0] == goals[1];
+        R first = slope(of_target, goals[0]) - pull0 - (of == 2 && same ? pull1 : R(0));
+        if (of == 2 && !same) scores[goals[1]] = down<T>(slope(of_other, goals[1]) - pull1);
+        scores[goals[0]] = down<T>(first);
+    }
 }
 
 } // namespace
