@@ -38,7 +38,7 @@ mod cuda {
     fn kernels(archive: &Path) {
         let mut builder = cudaforge::KernelBuilder::new()
             .source_glob("src/kernels/**/*.cu")
-            .watch(["src/kernels/cuda"])
+            .watch(headers())
             .include_path("src/kernels")
             .thread_percentage(1.0)
             .args(["-std=c++17", "-O3", "--expt-relaxed-constexpr"]);
@@ -51,6 +51,15 @@ mod cuda {
         if let Err(error) = builder.build_lib(archive) {
             panic!("the CUDA kernels do not compile: {error}; docs/cuda.md says what a build needs")
         }
+    }
+
+    /// What all kernels are compiled anew for.
+    fn headers() -> Vec<PathBuf> {
+        let entries = std::fs::read_dir("src/kernels/cuda").into_iter().flatten().flatten();
+        let is_header = |path: &PathBuf| path.extension().is_some_and(|end| end == "cuh" || end == "h");
+        let mut headers: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(is_header).collect();
+        headers.sort();
+        headers
     }
 
     fn calls_of_cudnn() {

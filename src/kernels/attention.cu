@@ -268,9 +268,11 @@ __global__ void __launch_bounds__(THREADS)
     write<M, C, TILE>(dx + at * width + v_column, dv, width, from, s.length, s.head, one);
 }
 
-// Starts a kernel with as much shared memory as it needs, which must be allowed first beyond 48 KiB.
-template <class K, class... Args> int start(K kernel, dim3 grid, size_t shared, cudaStream_t stream, Args... args) {
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)))
+// Starts a kernel with as much shared memory as it needs, which must be allowed first beyond 48 KiB: as much as its
+// largest head takes, so that what one thread allows never forbids another's launch.
+template <class K, class... Args>
+int start(K kernel, dim3 grid, size_t shared, size_t most, cudaStream_t stream, Args... args) {
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most)))
         return error;
     kernel<<<grid, THREADS, shared, stream>>>(args...);
     return cudaGetLastError();
@@ -291,8 +293,8 @@ extern "C" int attention_forward(int type, int batch, int length, int heads, int
     WITH_TYPE(type, {
         using R = Acc<T>;
         WITH_HEAD(head, {
-            size_t shared = (2 * TILE * (head + 1) + TILE * (TILE + 1)) * sizeof(R);
-            return start(forward<T, TILE, HEAD>, dim3(blocks(length, TILE), heads, batch), shared, stream, s,
+            auto shared = [](int head) { return (2 * TILE * (head + 1) + TILE * (TILE + 1)) * sizeof(R); };
+            return start(forward<T, TILE, HEAD>, dim3(blocks(length, TILE), heads, batch), shared(head), shared(HEAD), stream, s,
                          (const T *)qkv, (T *)y, (R *)sums);
         })
     })
@@ -308,12 +310,14 @@ extern "C" int attention_backward(int type, int batch, int length, int heads, in
         using R = Acc<T>;
         along<T><<<blocks(rows, 8), 8 * WARP, 0, stream>>>((const T *)y, (const T *)dy, (R *)along_rows, length, heads, head, rows);
         WITH_HEAD(head, {
-            size_t tiles = 4 * TILE * (head + 1), scores = TILE * (TILE + 1);
-            int error = start(queries<T, TILE, HEAD>, dim3(blocks(length, TILE), heads, batch), (tiles + scores) * sizeof(R),
-                              stream, s, (const T *)qkv, (const T *)dy, (const R *)sums, (const R *)along_rows, (T *)dx);
+            auto shared = [](int head, int scores) {
+                return (4 * TILE * (head + 1) + scores * TILE * (TILE + 1)) * sizeof(R);
+            };
+            int error = start(queries<T, TILE, HEAD>, dim3(blocks(length, TILE), heads, batch), shared(head, 1),
+                              shared(HEAD, 1), stream, s, (const T *)qkv, (const T *)dy, (const R *)sums, (const R *)along_rows, (T *)dx);
             if (error) return error;
             return start(keys_and_values<T, TILE, HEAD>, dim3(blocks(length, TILE), kv_heads, batch),
-                         (tiles + 2 * scores) * sizeof(R), stream, s, (const T *)qkv, (const T *)dy, (const R *)sums,
+                         shared(head, 2), shared(HEAD, 2), stream, s, (const T *)qkv, (const T *)dy, (const R *)sums,
                          (const R *)along_rows, (T *)dx);
         })
     })

@@ -22,7 +22,7 @@ const TILE: usize = 64;
 const KEYS: usize = 256;
 
 /// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length, and its tile.
-const FUSED_BYTES: usize = 128 << 20;
+const FUSED_BYTES: usize = 256 << 20;
 const FUSED_TILE: usize = 128;
 
 /// The sizes of an attention.
@@ -69,7 +69,9 @@ impl Sizes {
 
     /// Samples that cuDNN is given at once, so that no more scores than [`FUSED_BYTES`] are whole in memory.
     pub(super) fn samples_at_once(&self, batch: usize) -> usize {
-        (FUSED_BYTES / self.fused_bytes()).clamp(1, batch.max(1))
+        let most = (FUSED_BYTES / self.fused_bytes()).clamp(1, batch.max(1));
+        // As even as can be: a small rest would leave most of the card idle.
+        batch.div_ceil(batch.div_ceil(most).max(1))
     }
 
     /// Bytes of temporaries of the forward and of the backward pass.

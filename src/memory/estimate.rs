@@ -30,6 +30,9 @@ pub const PACKING: u64 = 2 << 20;
 /// use and one on its way, each a sixteenth of the state where that is less.
 pub const WINDOW: u64 = 64 << 20;
 
+/// Device bytes of what is too small to be counted one by one: sums that are read, and the driver's rounding.
+pub const ROUNDING: u64 = 1 << 20;
+
 /// Device bytes that all matrix products of a card share as their workspace.
 pub const PRODUCTS: u64 = 32 << 20;
 
@@ -172,6 +175,7 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
         (Role::Gradients, GRADIENTS, params * wide),
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
         (Role::Workspace, "matrix products", if s.on_device() { PRODUCTS } else { 0 }),
+        (Role::Workspace, "rounding", if s.on_device() { ROUNDING } else { 0 }),
         (Role::DataPipeline, "data in memory", s.resident_data),
     ]
 }
