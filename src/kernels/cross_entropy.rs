@@ -285,7 +285,7 @@ pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: 
 }
 
 /// Score bytes that a card has in hand, and rows that its products like to come in.
-const CARD_BYTES: usize = 224 << 20;
+const CARD_BYTES: usize = 400 << 20;
 const CARD_ROWS: usize = 256;
 
 /// Values between rows of scores on a card: products are fast where rows begin at multiples of 128 bytes.

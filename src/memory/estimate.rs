@@ -166,7 +166,7 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
     let copy =
         if s.dtype.size_in_bytes() as u64 == wide { 0 } else { params * s.dtype.size_in_bytes() as u64 };
     let packing = if let On::Cpu { threads } = s.on { threads as u64 * PACKING } else { 0 };
-    vec![
+    let mut all = vec![
         (Role::Reserve, "program", PROGRAM + packing),
         (Role::Weights, MASTER, (params + stats) * wide),
         (Role::Weights, "computed copy", copy),
@@ -174,10 +174,13 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
         (Role::Weights, "statistics before an update", stats * wide),
         (Role::Gradients, GRADIENTS, params * wide),
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
-        (Role::Workspace, "matrix products", if s.on_device() { PRODUCTS } else { 0 }),
-        (Role::Workspace, "rounding", if s.on_device() { ROUNDING } else { 0 }),
         (Role::DataPipeline, "data in memory", s.resident_data),
-    ]
+    ];
+    if s.on_device() {
+        all.push((Role::Workspace, "matrix products", PRODUCTS));
+        all.push((Role::Workspace, "rounding", ROUNDING));
+    }
+    all
 }
 
 /// Bytes of a micro-batch as tensors.

@@ -220,6 +220,7 @@ pub mod toy {
             optimizer_8bit: Some("adamw8bit".into()),
             eval_micro_batch: None,
             may: vec![job::Rung::Shrink],
+            offloads: true,
             more: false,
             times: Times {
                 blocks: vec![0.1; 4],

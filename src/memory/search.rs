@@ -30,6 +30,8 @@ pub struct Request {
     pub eval_micro_batch: Option<usize>,
     /// What the job allows.
     pub may: Vec<Rung>,
+    /// The device can move what waits to the host.
+    pub offloads: bool,
     /// Look at some ways beside the job as written even if that fits.
     pub more: bool,
     pub times: Times,
@@ -195,7 +197,7 @@ impl<'a> Search<'a> {
         let r = self.request;
         let eight_bit = r.may(Rung::Optimizer8bit) && r.optimizer_8bit.is_some();
         let states = if eight_bit { vec![false, true] } else { vec![false] };
-        let offload = r.on_device() && r.may(Rung::Offload);
+        let offload = r.on_device() && r.offloads && r.may(Rung::Offload);
         let offloads = if offload { &OFFLOADS[..] } else { &OFFLOADS[..1] };
         let mut keeps: Vec<Keep> = states
             .into_iter()

@@ -119,11 +119,6 @@ impl Setup {
         })
     }
 
-    /// Moving to the host is planned for cards that are not here; none of ours can do it yet.
-    fn is_missing(&self, rung: Rung) -> bool {
-        self.card.is_some() && rung == Rung::Offload
-    }
-
     pub(super) fn request(&self, machine: &Machine) -> Request {
         let train = &self.job.train;
         let on_device = machine.on_device();
@@ -139,7 +134,9 @@ impl Setup {
             optimizer: self.optimizer.kind().into(),
             optimizer_8bit: eight_bit.map(|rule| rule.kind().into()),
             eval_micro_batch: self.job.eval.batch_size,
-            may: self.job.memory.on_oom.iter().copied().filter(|rung| !self.is_missing(*rung)).collect(),
+            may: self.job.memory.on_oom.clone(),
+            // Planned for cards that are not here; none of ours does it yet.
+            offloads: self.card.is_none(),
             more: false,
             times: self.times(on_device),
         }
