@@ -26,9 +26,9 @@ pub fn chunk_rows(width: usize) -> usize {
     cpu::rows_per_chunk(width).max(32)
 }
 
-/// Ranges of rows whose parameter gradients a card sums apart: four blocks for each processor of a large one.
+/// Ranges of rows whose parameter gradients a card sums apart: eight blocks for each processor of a large one.
 pub fn card_parts(rows: usize) -> usize {
-    rows.div_ceil(32).clamp(1, 528)
+    rows.div_ceil(16).clamp(1, 1056)
 }
 
 /// Bytes of these sums, of as many `vectors` as there are parameters.

@@ -349,8 +349,9 @@ impl<'a> Estimator<'a> {
             _ => Vec::new(),
         };
         if phase == "checkpoint" && s.on_device() {
-            // Parameter by parameter, through host memory.
-            passing.push((Role::CheckpointWriting, "copy", largest(s.layout, |_| true) * wide(s.dtype)));
+            // Parameter by parameter and state by state, through host memory: as copied, and as written.
+            let copy = 2 * s.layout.params.len as u64 * wide(s.dtype);
+            passing.push((Role::CheckpointWriting, "copy", copy));
         }
         passing.into_iter().map(|(role, name, bytes)| (role, name, bytes, self.place(role))).collect()
     }
