@@ -10,12 +10,20 @@ use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, stream};
 
 pub(super) fn forward(device: &CudaDevice, x: &Tensor, act: Activation) -> Result<Tensor> {
     let y = fresh(device, x.dtype(), x.shape())?;
-    // SAFETY: `y` is as large as `x`.
+    forward_into(device, x, &y, act)?;
+    Ok(y)
+}
+
+/// `y = act(x)`; `y` may be `x`.
+pub fn forward_into(device: &CudaDevice, x: &Tensor, y: &Tensor, act: Activation) -> Result<()> {
+    if x.elem_count() != y.elem_count() {
+        candle_core::bail!("an activation of {:?} into {:?}", x.dims(), y.dims())
+    }
+    // SAFETY: both are as large, and each value is read and written by one thread.
     checked("activation_forward", unsafe {
         let len = x.elem_count() as i64;
-        activation_forward(code(x.dtype())?, act as c_int, pointer(x)?, pointer(&y)?, len, stream(device))
-    })?;
-    Ok(y)
+        activation_forward(code(x.dtype())?, act as c_int, pointer(x)?, pointer(y)?, len, stream(device))
+    })
 }
 
 /// `dx = dy act'(v)`; `dx` may be `dy`.

@@ -190,11 +190,6 @@ fn products() -> std::sync::MutexGuard<'static, Products> {
     PRODUCTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes the handle and its workspace, so that the first product finds them.
-pub fn prepare(device: &CudaDevice) -> Result<()> {
-    with_products(device, |_| Ok(()))
-}
-
 fn with_products(device: &CudaDevice, body: impl FnOnce(*mut c_void) -> Result<()>) -> Result<()> {
     let mut products = products();
     let handle = match &products.handle {

@@ -47,18 +47,7 @@ impl Linear<'_> {
                     Reads::Nothing => Ok((y, None)),
                     Reads::Input => Ok((activation::forward(&y, act)?, Some(y))),
                     Reads::Output => {
-                        // SAFETY: each value is read and written by one thread.
-                        checked("activation_forward", unsafe {
-                            let y = pointer(&y)?;
-                            activation_forward(
-                                code(x.dtype())?,
-                                act as c_int,
-                                y,
-                                y,
-                                (rows * n) as i64,
-                                stream(device),
-                            )
-                        })?;
+                        activation::card::forward_into(device, &y, &y, act)?;
                         Ok((y, None))
                     }
                 }
@@ -130,31 +119,14 @@ pub fn through(
                 )
             })
         }
-        None if act == Activation::Identity => Ok(()),
-        None => checked("activation_backward", unsafe {
-            activation_backward(dtype, act as c_int, values, at, at, (rows * n) as i64, stream)
-        }),
+        None => match v {
+            Some(v) => activation::card::backward(device, v, d, d, act),
+            None => Ok(()),
+        },
     }
 }
 
 unsafe extern "C" {
-    fn activation_forward(
-        dtype: c_int,
-        act: c_int,
-        x: *const c_void,
-        y: *mut c_void,
-        len: i64,
-        stream: Stream,
-    ) -> c_int;
-    fn activation_backward(
-        dtype: c_int,
-        act: c_int,
-        v: *const c_void,
-        dy: *const c_void,
-        dx: *mut c_void,
-        len: i64,
-        stream: Stream,
-    ) -> c_int;
     fn linear_through(
         dtype: c_int,
         act: c_int,
