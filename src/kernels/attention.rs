@@ -22,7 +22,7 @@ const TILE: usize = 64;
 const KEYS: usize = 256;
 
 /// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length, and its tile.
-const FUSED_BYTES: usize = 256 << 20;
+const FUSED_BYTES: usize = 512 << 20;
 const FUSED_TILE: usize = 128;
 
 /// The sizes of an attention.

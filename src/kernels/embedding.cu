@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int PIECE = 32; // `PIECE` in embedding.rs
+constexpr int AHEAD = 8;  // loads on their way at once
 
 // A token outside of the vocabulary gives what is not a number: nobody can be told from here.
 template <class T, int N>
@@ -42,27 +43,50 @@ __global__ void count(const uint32_t *ids, uint32_t *counts, int64_t rows, uint3
     if (i < rows && ids[i] < vocab) atomicAdd(&counts[ids[i]], 1);
 }
 
+// The sum of a warp's values up to each lane's own.
+__device__ __forceinline__ uint32_t upto_lane(uint32_t x) {
+    int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        uint32_t other = __shfl_up_sync(0xffffffff, x, offset);
+        if (lane >= offset) x += other;
+    }
+    return x;
+}
+
 // `starts` (vocab + 1) are the sums of the counts before each; the counts become where the next place goes.
 __global__ void __launch_bounds__(1024) begin(uint32_t *counts, uint32_t *starts, uint32_t vocab) {
-    __shared__ uint32_t sums[WARP];
-    __shared__ uint32_t before;
+    constexpr int EACH = 8; // values a thread has at once, 1024 apart
+    __shared__ uint32_t sums[EACH][WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    if (threadIdx.x == 0) before = 0;
-    __syncthreads();
-    for (uint32_t base = 0; base < vocab; base += 1024) {
-        uint32_t at = base + threadIdx.x, own = at < vocab ? counts[at] : 0, upto = own;
+    uint32_t before = 0; // of the first warp
+    for (uint32_t base = 0; base < vocab; base += 1024 * EACH) {
+        uint32_t own[EACH], upto[EACH];
 #pragma unroll
-        for (int offset = 1; offset < WARP; offset *= 2) {
-            uint32_t other = __shfl_up_sync(0xffffffff, upto, offset);
-            if (lane >= offset) upto += other;
+        for (int k = 0; k < EACH; k++) {
+            uint32_t at = base + k * 1024 + threadIdx.x;
+            own[k] = at < vocab ? counts[at] : 0;
         }
-        if (lane == WARP - 1) sums[warp] = upto;
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            upto[k] = upto_lane(own[k]);
+            if (lane == WARP - 1) sums[k][warp] = upto[k];
+        }
         __syncthreads();
-        uint32_t start = before + upto - own;
-        for (int i = 0; i < warp; i++) start += sums[i];
-        if (at < vocab) counts[at] = starts[at] = start;
+        if (warp == 0) {
+#pragma unroll
+            for (int k = 0; k < EACH; k++) {
+                uint32_t sum = sums[k][lane], all = upto_lane(sum);
+                sums[k][lane] = before + all - sum;
+                before += __shfl_sync(0xffffffff, all, WARP - 1);
+            }
+        }
         __syncthreads();
-        if (threadIdx.x == 1023) before = start + own;
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            uint32_t at = base + k * 1024 + threadIdx.x;
+            if (at < vocab) counts[at] = starts[at] = sums[k][warp] + upto[k] - own[k];
+        }
         __syncthreads();
     }
     if (threadIdx.x == 0) starts[vocab] = before;
@@ -89,12 +113,19 @@ __global__ void __launch_bounds__(256)
         return;
     }
     uint32_t found = 0;
-    for (int64_t base = 0; base < rows && found < n; base += WARP) {
-        int64_t at = base + lane;
-        bool here = at < rows && ids[at] == token;
-        unsigned all = __ballot_sync(0xffffffff, here);
-        if (here) places[start + found + __popc(all & ((1u << lane) - 1))] = uint32_t(at);
-        found += __popc(all);
+    for (int64_t base = 0; base < rows && found < n; base += WARP * AHEAD) {
+        bool here[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            int64_t at = base + k * WARP + lane;
+            here[k] = at < rows && ids[at] == token;
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            unsigned all = __ballot_sync(0xffffffff, here[k]);
+            if (here[k]) places[start + found + __popc(all & ((1u << lane) - 1))] = uint32_t(base + k * WARP + lane);
+            found += __popc(all);
+        }
     }
 }
 
@@ -117,23 +148,31 @@ __global__ void __launch_bounds__(256)
     int64_t n = int64_t(packs) * N;
     for (int p = threadIdx.x; p < packs; p += blockDim.x) {
         R sum[N] = {};
-        for (int j = 0; j < len; j++) {
-            auto d = Pack<T, N>::load(dy + place[j] * n + p * N);
+        for (int base = 0; base < len; base += AHEAD) {
+            Pack<T, N> ahead[AHEAD];
 #pragma unroll
-            for (int k = 0; k < N; k++) sum[k] += up(d.v[k]);
-            if (j + 1 < len && token[j + 1] == token[j]) continue;
-            bool before = starts[token[j]] < first, after = starts[token[j] + 1] > first + len;
-            R *into = before ? ends + blockIdx.x * 2 * n : after ? ends + (blockIdx.x * 2 + 1) * n : nullptr;
-            if (into) {
+            for (int i = 0; i < AHEAD; i++)
+                if (base + i < len) ahead[i] = Pack<T, N>::load(dy + place[base + i] * n + p * N);
 #pragma unroll
-                for (int k = 0; k < N; k++) into[p * N + k] = sum[k];
-            } else {
-                into = table + token[j] * n;
+            for (int i = 0; i < AHEAD; i++) {
+                int j = base + i;
+                if (j >= len) break;
 #pragma unroll
-                for (int k = 0; k < N; k++) into[p * N + k] += sum[k];
+                for (int k = 0; k < N; k++) sum[k] += up(ahead[i].v[k]);
+                if (j + 1 < len && token[j + 1] == token[j]) continue;
+                bool before = starts[token[j]] < first, after = starts[token[j] + 1] > first + len;
+                R *into = before ? ends + blockIdx.x * 2 * n : after ? ends + (blockIdx.x * 2 + 1) * n : nullptr;
+                if (into) {
+#pragma unroll
+                    for (int k = 0; k < N; k++) into[p * N + k] = sum[k];
+                } else {
+                    into = table + token[j] * n;
+#pragma unroll
+                    for (int k = 0; k < N; k++) into[p * N + k] += sum[k];
+                }
+#pragma unroll
+                for (int k = 0; k < N; k++) sum[k] = 0;
             }
-#pragma unroll
-            for (int k = 0; k < N; k++) sum[k] = 0;
         }
     }
 }

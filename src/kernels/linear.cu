@@ -1,33 +1,83 @@
 // What a linear map does beside its products: `d *= act'(v)` in place, and the column sums of `d` onto the
 // gradient of its bias. One pass over `d`; sums are of fixed ranges of rows, added up in order.
 #include "cuda/activation.cuh"
-#include "cuda/columns.cuh"
 
 namespace {
 
-constexpr int THREADS = 128;
+// A block owns a tile of columns of a range of rows: `LANES` threads beside each other, so many rows of them.
+constexpr int THREADS = 256;
+template <int N> constexpr int LANES = N == 1 ? 32 : 8;
+template <int N> constexpr int WIDTH = LANES<N> * N;
 
-// Thread x of block (columns, range) owns N columns of a range of rows.
+// Blocks of a tile that have their sums; all 0 between launches, of which one stream has one at a time.
+constexpr int TILES = 4096;
+__device__ unsigned arrived[TILES];
+
+// `columns` of a matrix whose rows are `n` long. The block of a tile that comes last adds up what all have left.
 template <int A, class T, int N>
-__global__ void __launch_bounds__(THREADS) through(const T *v, T *d, Acc<T> *partial, int64_t rows, int n, int64_t range) {
-    int column = (blockIdx.x * THREADS + threadIdx.x) * N;
-    if (column >= n) return;
+__global__ void __launch_bounds__(THREADS) through(const T *v, T *d, Acc<T> *partial, Acc<T> *bias, int64_t rows, int n,
+                                                   int columns, int64_t range) {
+    using R = Acc<T>;
+    constexpr int DEPTH = THREADS / LANES<N>;
+    __shared__ R sums[DEPTH][WIDTH<N> + 1];
+    __shared__ bool is_last;
+    int lane = threadIdx.x % LANES<N>, deep = threadIdx.x / LANES<N>;
+    int column = blockIdx.x * WIDTH<N> + lane * N;
     int64_t first = blockIdx.y * range, last = first + range < rows ? first + range : rows;
-    Acc<T> sums[N] = {};
+    R sum[N] = {};
+    if (column < columns) {
 #pragma unroll 4
-    for (int64_t row = first; row < last; row++) {
-        auto values = Pack<T, N>::load(d + row * n + column);
-        if constexpr (A != IDENTITY) {
-            auto at = Pack<T, N>::load(v + row * n + column);
+        for (int64_t row = first + deep; row < last; row += DEPTH) {
+            auto values = Pack<T, N>::load(d + row * n + column);
+            if constexpr (A != IDENTITY) {
+                auto at = Pack<T, N>::load(v + row * n + column);
 #pragma unroll
-            for (int k = 0; k < N; k++) values.v[k] = down<T>(up(values.v[k]) * slope_of<A, is_narrow<T>>(up(at.v[k])));
-            values.store(d + row * n + column);
+                for (int k = 0; k < N; k++)
+                    values.v[k] = down<T>(up(values.v[k]) * slope_of<A, is_narrow<T>>(up(at.v[k])));
+                values.store(d + row * n + column);
+            }
+#pragma unroll
+            for (int k = 0; k < N; k++) sum[k] += up(values.v[k]);
         }
-#pragma unroll
-        for (int k = 0; k < N; k++) sums[k] += up(values.v[k]);
     }
 #pragma unroll
-    for (int k = 0; k < N; k++) partial[int64_t(blockIdx.y) * n + column + k] = sums[k];
+    for (int k = 0; k < N; k++) sums[deep][lane * N + k] = sum[k];
+    __syncthreads();
+    // From here on a thread has one column.
+    column = blockIdx.x * WIDTH<N> + threadIdx.x % WIDTH<N>;
+    int share = threadIdx.x / WIDTH<N>, shares = THREADS / WIDTH<N>;
+    if (share == 0 && column < columns) {
+        R all = 0;
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) all += sums[i][threadIdx.x];
+        partial[int64_t(blockIdx.y) * n + column] = all;
+        __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicAdd(&arrived[blockIdx.x], 1) == gridDim.y - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    R all = 0;
+    if (column < columns)
+        for (int part = share; part < gridDim.y; part += shares) all += __ldcg(partial + int64_t(part) * n + column);
+    sums[share][threadIdx.x % WIDTH<N>] = all;
+    __syncthreads();
+    if (share == 0 && column < columns) {
+        for (int i = 1; i < shares; i++) all += sums[i][threadIdx.x];
+        bias[column] += all;
+    }
+    if (threadIdx.x == 0) arrived[blockIdx.x] = 0;
+}
+
+template <int A, class T, int N>
+void launch(const T *v, T *d, Acc<T> *partial, Acc<T> *bias, int64_t rows, int n, int ranges, cudaStream_t stream) {
+    for (int from = 0; from < n; from += TILES * WIDTH<N>) {
+        int columns = n - from < TILES * WIDTH<N> ? n - from : TILES * WIDTH<N>;
+        dim3 grid(blocks(columns, WIDTH<N>), ranges);
+        through<A, T, N><<<grid, THREADS, 0, stream>>>(v ? v + from : v, d + from, partial + from, bias + from, rows, n,
+                                                       columns, (rows + ranges - 1) / ranges);
+    }
 }
 
 } // namespace
@@ -36,21 +86,14 @@ __global__ void __launch_bounds__(THREADS) through(const T *v, T *d, Acc<T> *par
 extern "C" int linear_through(int type, int act, const void *v, void *d, void *partial, void *bias, int64_t rows, int n,
                               int ranges, cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
-    int64_t range = (rows + ranges - 1) / ranges;
     WITH_TYPE(type, {
         using R = Acc<T>;
         constexpr int N = Pack<T>::size;
         bool wide = aligned(int64_t(n) * sizeof(T), {v, d});
         WITH_ACT(act, {
-            if (wide) {
-                dim3 grid(blocks(n, THREADS * N), ranges);
-                through<A, T, N><<<grid, THREADS, 0, stream>>>((const T *)v, (T *)d, (R *)partial, rows, n, range);
-            } else {
-                dim3 grid(blocks(n, THREADS), ranges);
-                through<A, T, 1><<<grid, THREADS, 0, stream>>>((const T *)v, (T *)d, (R *)partial, rows, n, range);
-            }
+            if (wide) launch<A, T, N>((const T *)v, (T *)d, (R *)partial, (R *)bias, rows, n, ranges, stream);
+            else launch<A, T, 1>((const T *)v, (T *)d, (R *)partial, (R *)bias, rows, n, ranges, stream);
         })
-        launch_add<R>((const R *)partial, (R *)bias, nullptr, ranges, n, stream);
     })
     return cudaGetLastError();
 }

@@ -213,9 +213,10 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
     weight.max(copies(rows * k + k * n + rows * n) + output)
 }
 
-/// Ranges of rows whose column sums a card makes apart: enough blocks for a large one, by the sizes alone.
+/// Ranges of rows whose column sums a card makes apart: enough blocks, of 64 columns, for a large one, by the sizes
+/// alone.
 pub fn card_ranges(rows: usize, n: usize) -> usize {
-    (1024 / n.div_ceil(1024)).clamp(1, rows.div_ceil(16).max(1))
+    (600 / n.div_ceil(64)).clamp(1, rows.div_ceil(32).clamp(1, 256))
 }
 
 /// Bytes of the partial sums of a bias's gradient on a card.

@@ -88,93 +88,113 @@ __global__ void __launch_bounds__(THREADS)
     });
 }
 
-// What a row's input gradient is made of.
+// What a row's input gradient is made of: the means of its gradients, and of their products with the normal values.
 template <class R> struct Slope {
     R mean, scale, along, level;
-    __device__ __forceinline__ R operator()(R x, R dy, R w) const {
-        return scale * (dy * w - level - (x - mean) * along);
+    __device__ __forceinline__ R normal(R x) const { return (x - mean) * scale; }
+    __device__ __forceinline__ R operator()(R normal, R g) const { return scale * (g - level - normal * along); }
+};
+
+// A pack that stays together until a value of it is read: apart, each of 16 bits takes a register of 32.
+template <class T, int N> struct Kept {
+    Pack<T, N> values;
+    __device__ __forceinline__ void load(const T *p) { values = Pack<T, N>::load(p); }
+    __device__ __forceinline__ Acc<T> operator[](int i) const { return up(values.v[i]); }
+};
+template <> struct Kept<bf16, 8> {
+    uint4 words;
+    __device__ __forceinline__ void load(const bf16 *p) { words = *reinterpret_cast<const uint4 *>(p); }
+    __device__ __forceinline__ float operator[](int i) const {
+        uint32_t word = i < 2 ? words.x : i < 4 ? words.y : i < 6 ? words.z : words.w;
+        return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
     }
 };
 
-template <class T, int N, int K>
-__device__ __forceinline__ Slope<Acc<T>> slope(const Row<T, N, K> &x, const Row<T, N, K> &dy, const T *w,
-                                               const Acc<T> *stats, bool centred, int n) {
-    using R = Acc<T>;
-    Slope<R> s{centred ? stats[0] : R(0), stats[centred], 0, 0};
-    auto add = [&](int p, const Pack<T, N> &x, const Pack<T, N> &dy) {
-        auto wide = Pack<T, N>::load(w + p * N);
+// Adds what a pack has to a row's sums.
+template <class T, int N, class R>
+__device__ __forceinline__ void add_to(Slope<R> &s, const Kept<T, N> &x, const Kept<T, N> &dy, const Kept<T, N> &w) {
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            R g = up(dy.v[i]) * up(wide.v[i]);
-            s.along += g * (up(x.v[i]) - s.mean);
-            s.level += g;
-        }
-    };
-    if constexpr (K > 0) {
-#pragma unroll
-        for (int k = 0; k < K; k++)
-            if (int p = x.lane + k * WARP; p < x.packs) add(p, x.kept[k], dy.kept[k]);
-    } else {
-        x.each([&](int p, const Pack<T, N> &v) { add(p, v, Pack<T, N>::load(dy.from + p * N)); });
+    for (int i = 0; i < N; i++) {
+        R g = dy[i] * w[i];
+        s.along += g * s.normal(x[i]);
+        s.level += g;
     }
-    R share = R(1) / R(n);
-    s.along = warp_sum(s.along) * s.scale * s.scale * share;
-    s.level = centred ? warp_sum(s.level) * share : R(0);
-    return s;
 }
 
+// What is left to do once the sums are whole.
+template <class R> __device__ __forceinline__ void settle(Slope<R> &s, bool centred, int n) {
+    R share = R(1) / R(n);
+    s.along *= share;
+    s.level = centred ? s.level * share : R(0);
+}
+
+// Rows that a block of so many threads has in hand at once: as many as registers suffice for.
+constexpr int in_hand(int threads) { return threads <= 128 ? 4 : threads <= 512 ? 2 : 1; }
+
 // The input's gradient of a block's rows, and the sums of theirs that the parameters' gradients are made of:
-// `partial[block, weight or bias, column]`.
-template <class T, int N, int K>
-__global__ void __launch_bounds__(THREADS)
+// `partial[block, weight or bias, column]`. A thread has a pack of columns in every row.
+template <class T, int N, int MOST>
+__global__ void __launch_bounds__(MOST, MOST == 128 ? 4 : 1)
     backward(const T *x, const Acc<T> *stats, const T *dy, const T *w, T *dx, const T *onto, Acc<T> *partial,
              int64_t rows, int n, int64_t rows_each, bool centred, bool bias) {
     using R = Acc<T>;
-    __shared__ R sums[WARPS][K * WARP * N];
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, packs = n / N;
+    constexpr int HAND = in_hand(MOST);
+    __shared__ R sums[2][MOST / WARP][HAND][2]; // those of one turn are read while the next are written
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    int column = threadIdx.x * N;
+    bool mine = column < n;
     int64_t first = blockIdx.x * rows_each, last = first + rows_each < rows ? first + rows_each : rows;
-    R dw[K][N] = {}, db[K][N] = {};
-    for (int64_t row = first + warp; row < last; row += WARPS) {
-        Row<T, N, K> xs(x + row * n, packs), dys(dy + row * n, packs);
-        auto s = slope<T, N, K>(xs, dys, w, stats + row * (centred ? 2 : 1), centred, n);
+    R dw[N] = {}, db[N] = {};
+    Kept<T, N> wide = {};
+    if (mine) wide.load(w + column);
+    int turn = 0;
+    for (int64_t row = first; row < last; row += HAND, turn ^= 1) {
+        int here = last - row < HAND ? int(last - row) : HAND;
+        Kept<T, N> xs[HAND], dys[HAND], ontos[HAND];
+        Slope<R> s[HAND];
 #pragma unroll
-        for (int k = 0; k < K; k++) {
-            int p = lane + k * WARP;
-            if (p >= packs) continue;
+        for (int j = 0; j < HAND; j++) {
+            if (j >= here) break;
+            const R *own = stats + (row + j) * (centred ? 2 : 1);
+            s[j] = {centred ? own[0] : R(0), own[centred], 0, 0};
+            if (!mine) continue;
+            xs[j].load(x + (row + j) * n + column);
+            dys[j].load(dy + (row + j) * n + column);
+            if (onto) ontos[j].load(onto + (row + j) * n + column);
+        }
 #pragma unroll
-            for (int i = 0; i < N; i++) {
-                R d = up(dys.kept[k].v[i]);
-                dw[k][i] += d * (up(xs.kept[k].v[i]) - s.mean) * s.scale;
-                db[k][i] += d;
-            }
-            if (!dx) continue;
-            auto wide = Pack<T, N>::load(w + p * N);
+        for (int j = 0; j < HAND; j++) {
+            if (j >= here) break;
+            if (mine) add_to(s[j], xs[j], dys[j], wide);
+            s[j].along = warp_sum(s[j].along);
+            s[j].level = warp_sum(s[j].level);
+            if (lane == 0) sums[turn][warp][j][0] = s[j].along, sums[turn][warp][j][1] = s[j].level;
+        }
+        __syncthreads();
+        if (!mine) continue;
+#pragma unroll
+        for (int j = 0; j < HAND; j++) {
+            if (j >= here) break;
+            s[j].along = s[j].level = 0;
+            for (int i = 0; i < warps; i++) s[j].along += sums[turn][i][j][0], s[j].level += sums[turn][i][j][1];
+            settle(s[j], centred, n);
             Pack<T, N> out;
-            if (onto) out = Pack<T, N>::load(onto + row * n + p * N);
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                R d = s(up(xs.kept[k].v[i]), up(dys.kept[k].v[i]), up(wide.v[i]));
-                out.v[i] = down<T>(onto ? d + up(out.v[i]) : d);
+                R normal = s[j].normal(xs[j][i]), d = dys[j][i], slope = s[j](normal, d * wide[i]);
+                dw[i] += d * normal;
+                db[i] += d;
+                out.v[i] = down<T>(onto ? slope + ontos[j][i] : slope);
             }
-            out.store(dx + row * n + p * N);
+            if (dx) out.store(dx + (row + j) * n + column);
         }
     }
-    int vectors = bias ? 2 : 1;
-    partial += int64_t(blockIdx.x) * vectors * n;
-    for (int vector = 0; vector < vectors; vector++) {
+    if (!mine) return;
+    partial += int64_t(blockIdx.x) * (bias ? 2 : 1) * n + column;
 #pragma unroll
-        for (int k = 0; k < K; k++)
-#pragma unroll
-            for (int i = 0; i < N; i++)
-                sums[warp][(k * WARP + lane) * N + i] = vector == 0 ? dw[k][i] : db[k][i];
-        __syncthreads();
-        for (int c = threadIdx.x; c < n; c += THREADS) {
-            R sum = sums[0][c];
-#pragma unroll
-            for (int i = 1; i < WARPS; i++) sum += sums[i][c];
-            partial[vector * n + c] = sum;
-        }
-        __syncthreads();
+    for (int i = 0; i < N; i++) {
+        partial[i] = dw[i];
+        if (bias) partial[n + i] = db[i];
     }
 }
 
@@ -186,18 +206,28 @@ __global__ void __launch_bounds__(THREADS)
     using R = Acc<T>;
     int64_t row = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP;
     if (row >= rows) return;
-    Row<T, N, 0> xs(x + row * n, n / N), dys(dy + row * n, n / N);
-    auto s = slope<T, N, 0>(xs, dys, w, stats + row * (centred ? 2 : 1), centred, n);
-    dx += row * n;
-    xs.each([&](int p, Pack<T, N> v) {
-        auto d = Pack<T, N>::load(dys.from + p * N), wide = Pack<T, N>::load(w + p * N);
+    stats += row * (centred ? 2 : 1);
+    x += row * n, dy += row * n, dx += row * n;
+    Slope<R> s{centred ? stats[0] : R(0), stats[centred], 0, 0};
+    Kept<T, N> xs, dys, wide;
+    auto load = [&](int p) { xs.load(x + p), dys.load(dy + p), wide.load(w + p); };
+    for (int p = threadIdx.x % WARP * N; p < n; p += WARP * N) {
+        load(p);
+        add_to(s, xs, dys, wide);
+    }
+    s.along = warp_sum(s.along);
+    s.level = warp_sum(s.level);
+    settle(s, centred, n);
+    for (int p = threadIdx.x % WARP * N; p < n; p += WARP * N) {
+        load(p);
+        Pack<T, N> out;
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            R g = s(up(v.v[i]), up(d.v[i]), up(wide.v[i]));
-            v.v[i] = down<T>(onto ? g + up(onto[row * n + p * N + i]) : g);
+            R g = s(s.normal(xs[i]), dys[i] * wide[i]);
+            out.v[i] = down<T>(onto ? g + up(onto[row * n + p + i]) : g);
         }
-        v.store(dx + p * N);
-    });
+        out.store(dx + p);
+    }
 }
 
 // What the weight's gradient sums.
@@ -250,10 +280,10 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, const v
                              const void *onto, void *partial, void *dw, void *db, int64_t rows, int n, int parts, int centred,
                              cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
-#define BACKWARD(N, K)                                                                                        \
-    backward<T, N, K><<<parts, THREADS, 0, stream>>>((const T *)x, (const R *)stats, (const T *)dy,           \
-                                                     (const T *)w, (T *)dx, (const T *)onto, (R *)partial,    \
-                                                     rows, n, (rows + parts - 1) / parts, centred, db != nullptr)
+#define BACKWARD(MOST)                                                                                        \
+    backward<T, N, MOST><<<parts, threads, 0, stream>>>((const T *)x, (const R *)stats, (const T *)dy,        \
+                                                        (const T *)w, (T *)dx, (const T *)onto, (R *)partial, \
+                                                        rows, n, (rows + parts - 1) / parts, centred, db != nullptr)
 #define LONG(N)                                                                                               \
     backward_long<T, N><<<blocks(rows, WARPS), THREADS, 0, stream>>>((const T *)x, (const R *)stats,          \
                                                                      (const T *)dy, (const T *)w, (T *)dx,    \
@@ -262,12 +292,12 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, const v
         using R = Acc<T>;
         constexpr int N = Pack<T>::size;
         bool wide = aligned(int64_t(n) * sizeof(T), {x, dy, w, dx, onto});
-        int k = wide ? held(n / N) : 0;
-        if (k == 2) BACKWARD(N, 2);
-        else if (k == 3) BACKWARD(N, 3);
-        else if (k == 4) BACKWARD(N, 4);
-        else if (k == 8) BACKWARD(N, 8);
-        if (k) {
+        int threads = (n / N + WARP - 1) / WARP * WARP;
+        if (wide && threads <= 1024) {
+            if (threads <= 128) BACKWARD(128);
+            else if (threads <= 256) BACKWARD(256);
+            else if (threads <= 512) BACKWARD(512);
+            else BACKWARD(1024);
             launch_add<R>((R *)partial, (R *)dw, (R *)db, parts, n, stream);
         } else {
             if (dx && wide) LONG(N);

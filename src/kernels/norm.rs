@@ -26,14 +26,16 @@ pub fn chunk_rows(width: usize) -> usize {
     cpu::rows_per_chunk(width).max(32)
 }
 
-/// Ranges of rows whose parameter gradients a card sums apart: eight blocks for each processor of a large one.
-pub fn card_parts(rows: usize) -> usize {
-    rows.div_ceil(16).clamp(1, 1056)
+/// Ranges of rows whose parameter gradients a card sums apart: as many blocks, of a thread for each 16 bytes of a row, as
+/// the 132 processors of a large one have in hand at once.
+pub fn card_parts(dtype: DType, rows: usize, width: usize) -> usize {
+    let threads = (width * dtype.size_in_bytes()).div_ceil(16).next_multiple_of(32);
+    rows.div_ceil(8).clamp(1, 132 * (512 / threads).clamp(1, 8))
 }
 
 /// Bytes of these sums, of as many `vectors` as there are parameters.
 pub fn card_workspace(dtype: DType, rows: usize, width: usize, vectors: usize) -> u64 {
-    (card_parts(rows) * vectors * width * cpu::acc_bytes(dtype)) as u64
+    (card_parts(dtype, rows, width) * vectors * width * cpu::acc_bytes(dtype)) as u64
 }
 
 impl Norm<'_> {

@@ -100,7 +100,7 @@ impl Norm<'_> {
                 pointer_or_null(grads.bias)?,
                 rows as i64,
                 n as c_int,
-                card_parts(rows) as c_int,
+                card_parts(x.dtype(), rows, n) as c_int,
                 self.centred as c_int,
                 stream(device),
             )
