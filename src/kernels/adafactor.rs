@@ -290,7 +290,13 @@ mod tests {
             let params = &store.layout.params;
             assert_eq!(state_len(params), 2 + 3 + 2);
             let state = Tensor::zeros(state_len(params), store.master.dtype(), &device()).unwrap();
-            let c = Common { lr: 0.05, grad_scale: 0.5, weight_decay: 0.1, decayed: params.decayed };
+            let c = Common {
+                lr: 0.05,
+                grad_scale: 0.5,
+                judged: None,
+                weight_decay: 0.1,
+                decayed: params.decayed,
+            };
             for step in 1..=10u64 {
                 set(&store.grads, (0..8).map(|i| 2.0 * ((3 * i + step) as f64).sin()).collect());
                 let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
@@ -311,7 +317,8 @@ mod tests {
         let params = &ours.layout.params;
         let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &device()).unwrap();
         let (s, t) = (zeros(DType::F32), zeros(DType::F64));
-        let c = Common { lr: 0.05, grad_scale: 0.5, weight_decay: 0.1, decayed: params.decayed };
+        let c =
+            Common { lr: 0.05, grad_scale: 0.5, judged: None, weight_decay: 0.1, decayed: params.decayed };
         for step in 1..=4 {
             let g = random(&[params.len], 90 + step);
             super::super::update::round_into(&g, &ours.grads).unwrap();

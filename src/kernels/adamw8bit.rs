@@ -290,7 +290,7 @@ mod tests {
     fn it_follows_adamw() {
         let n = CHUNK + 300;
         let (params, aim) = (params(n), flat(&random(&[n], 9)));
-        let c = Common { lr: 0.02, grad_scale: 0.5, weight_decay: 0.1, decayed: n / 2 };
+        let c = Common { lr: 0.02, grad_scale: 0.5, judged: None, weight_decay: 0.1, decayed: n / 2 };
         let zeros = |dtype| Tensor::zeros(n, dtype, &device()).unwrap();
         let (w, g) = (zeros(DType::F32), zeros(DType::F32));
         let (exact, eg, em, ev) =

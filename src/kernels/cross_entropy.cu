@@ -128,7 +128,7 @@ template <class T, int N, class F> __device__ void score_row(const Asked &q, int
     better = block_sum(better);
     if (smooth) spread = block_sum(spread) - q.all_weights * double(top);
 
-    double share = q.smoothing / classes, hard[2], all_hard = 0;
+    double share = smooth ? q.smoothing / classes : 0, hard[2], all_hard = 0;
     auto class_weight = [&](uint32_t c) { return q.weights ? double(q.weights[c]) : 1.0; };
     int of = q.per_row == 3 ? 2 : 1;
 #pragma unroll
@@ -136,7 +136,8 @@ template <class T, int N, class F> __device__ void score_row(const Asked &q, int
         hard[i] = i < of ? (1 - q.smoothing) * shares[i] * class_weight(goals[i]) : 0;
         all_hard += hard[i];
     }
-    if (threadIdx.x == 0) {
+    // The last thread has the least to do.
+    if (threadIdx.x == blockDim.x - 1) {
         double log_total = log(double(total));
         double loss = hard[0] * (log_total - double(of_target - top));
         double weight = shares[0] * class_weight(goals[0]);
@@ -151,8 +152,8 @@ template <class T, int N, class F> __device__ void score_row(const Asked &q, int
         q.hits[row] = JUDGED | (known && better == 0 ? TOP1 : 0) | (known && better < 5 ? TOP5 : 0);
     }
     if (!q.learn) return;
-    R pull = R(q.scale * (all_hard + (smooth ? share * q.all_weights : 0))) / total;
-    R pull0 = R(q.scale * hard[0]), pull1 = R(q.scale * hard[1]), even = R(q.scale * share);
+    R scale = R(q.scale), pull = scale * R(all_hard + (smooth ? share * q.all_weights : 0)) / total;
+    R pull0 = scale * R(hard[0]), pull1 = scale * R(hard[1]), even = scale * R(share);
     // All have read the target's scores: the sums above waited for every thread.
     auto slope = [&](R s) { return exp_from<T>(s, top) * pull; };
     auto smoothed = [&](int c) { return smooth ? even * R(q.weights ? q.weights[c] : 1.0f) : R(0); };

@@ -94,7 +94,7 @@ mod tests {
     fn updates_equal_the_plain_rule() {
         let (n, decayed) = (CHUNK + 77, CHUNK + 3);
         let lion = Lion { beta1: 0.9, beta2: 0.99 };
-        let c = Common { lr: 0.01, grad_scale: 0.5, weight_decay: 0.1, decayed };
+        let c = Common { lr: 0.01, grad_scale: 0.5, judged: None, weight_decay: 0.1, decayed };
         for reference in [false, true] {
             let w = random(&[n], 1).to_dtype(DType::F32).unwrap();
             let g = Tensor::zeros(n, DType::F32, &device()).unwrap();

@@ -25,6 +25,7 @@ pub mod elem;
 pub mod embedding;
 pub mod group_norm;
 pub mod host;
+pub mod judge;
 pub mod lanes;
 pub mod linear;
 pub mod lion;

@@ -128,8 +128,14 @@ template <class R> __device__ __forceinline__ void settle(Slope<R> &s, bool cent
     s.level = centred ? s.level * share : R(0);
 }
 
+// What a thread has of a row.
+template <class T, int N> struct Taken {
+    Kept<T, N> x, dy, onto;
+    Slope<Acc<T>> s;
+};
+
 // Rows that a block of so many threads has in hand at once: as many as registers suffice for.
-constexpr int in_hand(int threads) { return threads <= 128 ? 4 : threads <= 512 ? 2 : 1; }
+constexpr int in_hand(int threads) { return threads <= 128 ? 2 : 1; }
 
 // The input's gradient of a block's rows, and the sums of theirs that the parameters' gradients are made of:
 // `partial[block, weight or bias, column]`. A thread has a pack of columns in every row.
@@ -147,44 +153,52 @@ __global__ void __launch_bounds__(MOST, MOST == 128 ? 4 : 1)
     R dw[N] = {}, db[N] = {};
     Kept<T, N> wide = {};
     if (mine) wide.load(w + column);
+    // Rows are on their way while those before them are worked on.
+    Taken<T, N> now[HAND], next[HAND];
+    auto take = [&](int64_t row) {
+#pragma unroll
+        for (int j = 0; j < HAND; j++) {
+            if (row + j >= last) break;
+            const R *own = stats + (row + j) * (centred ? 2 : 1);
+            next[j].s = {centred ? own[0] : R(0), own[centred], 0, 0};
+            if (!mine) continue;
+            next[j].x.load(x + (row + j) * n + column);
+            next[j].dy.load(dy + (row + j) * n + column);
+            if (onto) next[j].onto.load(onto + (row + j) * n + column);
+        }
+    };
+    take(first);
     int turn = 0;
     for (int64_t row = first; row < last; row += HAND, turn ^= 1) {
         int here = last - row < HAND ? int(last - row) : HAND;
-        Kept<T, N> xs[HAND], dys[HAND], ontos[HAND];
-        Slope<R> s[HAND];
+#pragma unroll
+        for (int j = 0; j < HAND; j++) now[j] = next[j];
+        take(row + HAND);
 #pragma unroll
         for (int j = 0; j < HAND; j++) {
             if (j >= here) break;
-            const R *own = stats + (row + j) * (centred ? 2 : 1);
-            s[j] = {centred ? own[0] : R(0), own[centred], 0, 0};
-            if (!mine) continue;
-            xs[j].load(x + (row + j) * n + column);
-            dys[j].load(dy + (row + j) * n + column);
-            if (onto) ontos[j].load(onto + (row + j) * n + column);
-        }
-#pragma unroll
-        for (int j = 0; j < HAND; j++) {
-            if (j >= here) break;
-            if (mine) add_to(s[j], xs[j], dys[j], wide);
-            s[j].along = warp_sum(s[j].along);
-            s[j].level = warp_sum(s[j].level);
-            if (lane == 0) sums[turn][warp][j][0] = s[j].along, sums[turn][warp][j][1] = s[j].level;
+            auto &[x, dy, onto, s] = now[j];
+            if (mine) add_to(s, x, dy, wide);
+            s.along = warp_sum(s.along);
+            s.level = warp_sum(s.level);
+            if (lane == 0) sums[turn][warp][j][0] = s.along, sums[turn][warp][j][1] = s.level;
         }
         __syncthreads();
         if (!mine) continue;
 #pragma unroll
         for (int j = 0; j < HAND; j++) {
             if (j >= here) break;
-            s[j].along = s[j].level = 0;
-            for (int i = 0; i < warps; i++) s[j].along += sums[turn][i][j][0], s[j].level += sums[turn][i][j][1];
-            settle(s[j], centred, n);
+            auto &[x, dy, other, s] = now[j];
+            s.along = s.level = 0;
+            for (int i = 0; i < warps; i++) s.along += sums[turn][i][j][0], s.level += sums[turn][i][j][1];
+            settle(s, centred, n);
             Pack<T, N> out;
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                R normal = s[j].normal(xs[j][i]), d = dys[j][i], slope = s[j](normal, d * wide[i]);
+                R normal = s.normal(x[i]), d = dy[i], slope = s(normal, d * wide[i]);
                 dw[i] += d * normal;
                 db[i] += d;
-                out.v[i] = down<T>(onto ? slope + ontos[j][i] : slope);
+                out.v[i] = down<T>(onto ? slope + other[i] : slope);
             }
             if (dx) out.store(dx + (row + j) * n + column);
         }

@@ -30,7 +30,7 @@ pub fn chunk_rows(width: usize) -> usize {
 /// the 132 processors of a large one have in hand at once.
 pub fn card_parts(dtype: DType, rows: usize, width: usize) -> usize {
     let threads = (width * dtype.size_in_bytes()).div_ceil(16).next_multiple_of(32);
-    rows.div_ceil(8).clamp(1, 132 * (512 / threads).clamp(1, 8))
+    rows.div_ceil(8).clamp(1, 132 * (512 / threads).clamp(4, 8))
 }
 
 /// Bytes of these sums, of as many `vectors` as there are parameters.

@@ -9,10 +9,11 @@ constexpr int THREADS = 256;
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
 
-// Numbers of `Common`; `keep` is what is left of a decayed weight.
+// Numbers of `Common`; `keep` is what is left of a decayed weight. `judged` is null, or has the `grad_scale`.
 template <class R> struct Common {
     R lr, grad_scale, weight_decay, keep;
     int64_t decayed;
+    const double *judged;
 };
 
 template <class R> struct AdamW {
@@ -64,6 +65,13 @@ __global__ void __launch_bounds__(THREADS)
     int64_t at = (int64_t(blockIdx.x) * THREADS + threadIdx.x);
     if (at >= packs) return;
     at *= N;
+    if (c.judged) {
+        c.grad_scale = R(*c.judged);
+        if (isnan(c.grad_scale)) {
+            Pack<R, N>{}.store(g + at);
+            return;
+        }
+    }
     auto ws = Pack<R, N>::load(w + at), gs = Pack<R, N>::load(g + at);
     Pack<R, N> states[2];
     if constexpr (Rule::STATES > 0) states[0] = Pack<R, N>::load(s0 + at);
@@ -107,10 +115,11 @@ struct Buffers {
     void *weights, *grads, *first, *second, *copy;
     int64_t len, decayed;
     double lr, grad_scale, weight_decay;
+    const double *judged;
 };
 
 template <class R> Common<R> common(const Buffers &b) {
-    return {R(b.lr), R(b.grad_scale), R(b.weight_decay), R(1 - b.lr * b.weight_decay), b.decayed};
+    return {R(b.lr), R(b.grad_scale), R(b.weight_decay), R(1 - b.lr * b.weight_decay), b.decayed, b.judged};
 }
 
 template <template <class> class Rule> int apply(const Buffers &b, const double *numbers, cudaStream_t stream) {

@@ -17,10 +17,13 @@ pub(super) const CHUNK: usize = 32 * 1024;
 
 /// What every update is given beside its buffers.
 #[derive(Clone, Copy, Debug)]
-pub struct Common {
+pub struct Common<'a> {
     pub lr: f64,
     /// The gradient is multiplied with this first: one over the samples, clipping, loss scale.
     pub grad_scale: f64,
+    /// Where a card has that number instead, as one f64; where it is not a number, gradients are cleared and nothing
+    /// else moves. Only rules that [`judged_there`](crate::optim::judged_there) names read it.
+    pub judged: Option<&'a Tensor>,
     pub weight_decay: f64,
     /// Weight decay touches the first so many values.
     pub decayed: usize,

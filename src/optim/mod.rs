@@ -21,10 +21,12 @@ pub struct Optimizer {
 
 /// What one update is given.
 #[derive(Clone, Copy, Debug)]
-pub struct Step {
+pub struct Step<'a> {
     pub lr: f64,
     /// The gradient is multiplied with this first.
     pub grad_scale: f64,
+    /// Where a card has that number instead; see [`judged_there`].
+    pub judged: Option<&'a Tensor>,
     /// Updates made, this one included.
     pub number: u64,
 }
@@ -46,6 +48,11 @@ fn buffers(rule: &Rule, params: &Flat) -> Vec<Buffer> {
             vec![("m", byte, n), ("v", byte, n), ("m_scale", wide, scales), ("v_scale", wide, scales)]
         }
     }
+}
+
+/// Whether a rule reads what gradients are multiplied with where a card has left it: then nobody waits for it.
+pub fn judged_there(rule: &Rule) -> bool {
+    matches!(rule, Rule::Adamw(_) | Rule::Sgd(_) | Rule::Lion(_))
 }
 
 /// Bytes of the state of a rule over these parameters.
@@ -83,6 +90,7 @@ impl Optimizer {
         let common = |weight_decay| Common {
             lr: step.lr,
             grad_scale: step.grad_scale,
+            judged: step.judged,
             weight_decay,
             decayed: params.decayed,
         };
@@ -158,7 +166,7 @@ mod tests {
         for number in 1..=10u64 {
             // Twice the gradient and half the scale: the scale is part of what is tested.
             set(&store.grads, (0..6).map(|i| 2.0 * ((3 * i + number) as f64).sin()).collect());
-            optimizer.update(&store, Step { lr: 0.01, grad_scale: 0.5, number }).unwrap();
+            optimizer.update(&store, Step { lr: 0.01, grad_scale: 0.5, judged: None, number }).unwrap();
         }
         let grads = store.grads.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
         assert_eq!(grads, [0.0; 6], "gradients are cleared");
@@ -195,7 +203,7 @@ mod tests {
             assert_eq!(held, state_bytes(&rule, &store.layout.params), "{rule:?}");
             let before = store.master.to_vec1::<f32>().unwrap();
             round_into(&store.master, &store.grads).unwrap();
-            optimizer.update(&store, Step { lr: 0.01, grad_scale: 1.0, number: 1 }).unwrap();
+            optimizer.update(&store, Step { lr: 0.01, grad_scale: 1.0, judged: None, number: 1 }).unwrap();
             assert_ne!(before, store.master.to_vec1::<f32>().unwrap(), "{rule:?} moves the weights");
         }
     }

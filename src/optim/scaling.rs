@@ -40,6 +40,11 @@ impl Scaling {
         Self { factor: 65_536.0, quiet: 0, skipped: 0, dynamic: true }
     }
 
+    /// Whether the next factor follows from what becomes of an update.
+    pub fn is_dynamic(&self) -> bool {
+        self.dynamic
+    }
+
     /// Takes in whether an update's loss and gradient were finite.
     pub fn judge(&mut self, finite: bool) -> Verdict {
         match (finite, self.dynamic) {

@@ -9,6 +9,7 @@ use super::checkpoint::Held;
 use super::setup::Setup;
 use crate::data::{self, Values};
 use crate::features::{Features, Input, Target};
+use crate::kernels::judge::{Judged, Terms};
 use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
 use crate::layers::loss::{Counted, Tally};
 use crate::layers::network::{Batch, Network, StepError, Walk};
@@ -53,7 +54,32 @@ pub struct Engine<'a> {
     pub average: Option<Tensor>,
     /// The statistics as they were when the update in hand began.
     before: Tensor,
+    /// Judges updates on a card, where the rule reads its findings there.
+    #[cfg(feature = "cuda")]
+    judge: Option<crate::kernels::judge::card::Judge>,
     _held: Vec<Reservation>,
+}
+
+/// What is known, or will be, of an update's gradients.
+pub enum Finding {
+    Known(Judged),
+    #[cfg(feature = "cuda")]
+    Later(crate::kernels::judge::card::Later),
+}
+
+impl Finding {
+    /// Waits for the card, where it has not come to it yet.
+    pub fn read(&self) -> candle_core::Result<Judged> {
+        match self {
+            Finding::Known(judged) => Ok(*judged),
+            #[cfg(feature = "cuda")]
+            Finding::Later(later) => later.read(),
+        }
+    }
+
+    pub fn is_known(&self) -> bool {
+        matches!(self, Finding::Known(_))
+    }
 }
 
 impl<'a> Engine<'a> {
@@ -74,7 +100,24 @@ impl<'a> Engine<'a> {
         let optimizer = Optimizer::new(&setup.optimizer, &store)?;
         let before = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.master.copy()).transpose()?;
-        Ok(Self { setup, store, optimizer, ledger, host, recompute, average, before, _held: held })
+        Ok(Self {
+            setup,
+            #[cfg(feature = "cuda")]
+            judge: match crate::kernels::cuda::of(&store.master) {
+                Some(card) if optim::judged_there(&setup.optimizer) => {
+                    Some(crate::kernels::judge::card::Judge::new(card)?)
+                }
+                _ => None,
+            },
+            store,
+            optimizer,
+            ledger,
+            host,
+            recompute,
+            average,
+            before,
+            _held: held,
+        })
     }
 
     /// What a sample's gradient is multiplied with, so that their sum is near their mean. The update
@@ -89,13 +132,28 @@ impl<'a> Engine<'a> {
         self.walk(batch, Mode::Train, scale, |network, walk, batch| network.learn(walk, Some(batch)))
     }
 
-    /// The sum of what was counted; here a card is waited for.
-    pub fn total(&self, counted: &[Counted]) -> Result<Tally, StepError> {
+    /// What is to be done with gradients learned with `scale`, by micro-batches that counted this. A card is waited
+    /// for only where its findings are wanted `now`, or the rule of updates cannot do without.
+    pub fn weigh(&mut self, counted: &[Counted], scale: f64, now: bool) -> Result<Finding, StepError> {
+        let terms = self.terms(scale);
+        #[cfg(feature = "cuda")]
+        if let Some(judge) = self.judge.as_mut().filter(|_| !now) {
+            let later = judge.judge(counted, &self.store.grads, &terms);
+            return Ok(Finding::Later(later.map_err(|error| self.lacking(error.into()))?));
+        }
+        let _ = now;
         let mut total = Tally::default();
         for part in counted {
             total += part.read().map_err(|error| self.lacking(error.into()))?;
         }
-        Ok(total)
+        // Where all records were left out there is nothing to measure.
+        let squares = if total.weight == 0.0 { 0.0 } else { sum_of_squares(&self.store.grads)? };
+        Ok(Finding::Known(terms.judge(total, squares)))
+    }
+
+    /// What gradients learned with `scale` are judged by.
+    pub fn terms(&self, scale: f64) -> Terms {
+        Terms { nominal: self.nominal(), scale, clip: self.setup.job.train.clip_norm }
     }
 
     /// Judges a micro-batch.
@@ -194,33 +252,25 @@ impl<'a> Engine<'a> {
         round_into(&self.before, &self.store.stats)
     }
 
-    /// Norm of the mean gradient of an update of this tally, learned with `scale`.
-    pub fn gradient_norm(&self, tally: &Tally, scale: f64) -> candle_core::Result<f64> {
-        Ok(sum_of_squares(&self.store.grads)?.sqrt() * self.mean_factor(tally, scale))
-    }
-
-    /// What turns the gradients of an update of this tally, learned with `scale`, into those of the mean loss.
-    pub fn mean_factor(&self, tally: &Tally, scale: f64) -> f64 {
-        // Where nothing was to be learned, nothing moves the weights.
-        if tally.weight > 0.0 { self.nominal() / (tally.weight * scale) } else { 0.0 }
-    }
-
-    /// Moves the weights by the mean gradient, times `clip` over `scale`, and clears the gradients. What it
-    /// needs is asked for before anything changes.
-    pub fn update(
-        &mut self,
-        tally: &Tally,
-        clip: f64,
-        scale: f64,
-        lr: f64,
-        number: u64,
-    ) -> Result<(), StepError> {
+    /// Moves the weights as was found right, and clears the gradients. What it needs is asked for before anything
+    /// changes.
+    pub fn update(&mut self, finding: &Finding, lr: f64, number: u64) -> Result<(), StepError> {
         self.ledger.phase("update");
         let setup = self.setup;
         let bytes = optim::workspace_bytes(&setup.optimizer, &setup.layout.params, setup.on());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;
-        let grad_scale = clip * self.mean_factor(tally, scale);
-        self.optimizer.update(&self.store, Step { lr, grad_scale, number })?;
+        match finding {
+            Finding::Known(Judged { grad_scale, .. }) => {
+                let step = Step { lr, grad_scale: *grad_scale, judged: None, number };
+                self.optimizer.update(&self.store, step)?;
+            }
+            #[cfg(feature = "cuda")]
+            Finding::Later(later) => {
+                let there = later.grad_scale()?;
+                let step = Step { lr, grad_scale: f64::NAN, judged: Some(&there), number };
+                self.optimizer.update(&self.store, step)?;
+            }
+        }
         if let (Some(average), Some(keep)) = (&self.average, self.setup.job.train.ema) {
             blend(average, &self.store.master, keep)?;
         }

@@ -15,7 +15,7 @@ use candle_core::DType;
 
 use super::Failure;
 use super::checkpoint::Checkpoints;
-use super::engine::{Engine, Ledgers};
+use super::engine::{Engine, Finding, Ledgers};
 use super::event::Event;
 use super::folder::{self, Folder, Wish};
 use super::hooks::Hooks;
@@ -31,7 +31,7 @@ use crate::data::loader::Loader;
 use crate::data::order::Cursor;
 use crate::data::{DataError, Opening};
 use crate::job::{Every, Job};
-use crate::layers::loss::Tally;
+use crate::kernels::judge::Judged;
 use crate::layers::network::StepError;
 use crate::memory::Plan;
 use crate::memory::card::Card;
@@ -209,6 +209,8 @@ struct Run<'a> {
     last_checkpoint: Option<(u64, PathBuf)>,
     clock: Clock,
     waiting: Waiting,
+    /// The update made last, where a card has yet to tell what came of it.
+    made: Option<Made>,
 }
 
 /// A loader of training samples, and the right to what it holds.
@@ -223,14 +225,20 @@ struct Clock {
     before_s: f64,
     data_wait_s: f64,
     last_checkpoint: Instant,
+    /// When the last update was over, or what came between it and the next.
+    settled: Instant,
 }
 
-/// What an update did.
-struct Updated {
-    tally: Tally,
+/// An update that was made, and what the run was right after it.
+struct Made {
+    finding: Finding,
     lr: f64,
-    grad_norm: f64,
     epoch: u64,
+    ids: Vec<u64>,
+    step: u64,
+    samples: u64,
+    digest: Digest,
+    way: Way,
     wait_s: f64,
 }
 
@@ -281,8 +289,9 @@ impl<'a> Run<'a> {
             best: None,
             scaling: if setup.dtype == DType::F16 { Scaling::dynamic() } else { Scaling::fixed() },
             last_checkpoint: None,
-            clock: Clock { begun: now, before_s: 0.0, data_wait_s: 0.0, last_checkpoint: now },
+            clock: Clock { begun: now, before_s: 0.0, data_wait_s: 0.0, last_checkpoint: now, settled: now },
             waiting: Waiting::default(),
+            made: None,
         })
     }
 
@@ -290,24 +299,29 @@ impl<'a> Run<'a> {
         let _unasked = vec![1u8; self.options.hooks.unasked];
         while self.step < self.until {
             if let Some(signal) = self.options.signals.stop() {
+                self.settle()?;
                 return self.stop(signal);
             }
             self.options.hooks.die(self.options.restart.as_ref().map_or(0, |r| r.restarts), self.step);
             self.heed_pressure()?;
             self.grow()?;
-            let begun = Instant::now();
-            let done = self.update()?;
-            self.heed_waiting(begun.elapsed().as_secs_f64(), done.wait_s)?;
+            if self.made.is_none() {
+                self.clock.settled = Instant::now();
+            }
+            let made = self.update()?;
+            // While a card works on this one, what came of the one before is told.
+            self.settle()?;
+            let is_known = made.finding.is_known();
+            self.made = Some(made);
             let last = self.step == self.until;
             let judged = self.options.observer.is_none();
             let evaluate = judged && (last || self.due(self.setup.job.eval.every()));
-            if last || evaluate || self.step == 1 || self.step.is_multiple_of(self.setup.job.log.every_steps)
-            {
-                self.report_step(&done, begun.elapsed().as_secs_f64())?;
-                self.correct()?;
+            let checkpoint = last || self.due(self.setup.job.checkpoint.every());
+            if is_known || evaluate || checkpoint {
+                self.settle()?;
             }
             let better = if evaluate { self.evaluate()? } else { false };
-            if last || better || self.due(self.setup.job.checkpoint.every()) {
+            if checkpoint || better {
                 self.checkpoint(better)?;
             }
         }
@@ -316,18 +330,21 @@ impl<'a> Run<'a> {
 
     /// Whether something that happens every so often happens after the update just made.
     fn due(&self, every: Every) -> bool {
+        self.due_at(every, self.step)
+    }
+
+    /// As [`due`](Self::due), after an earlier one.
+    fn due_at(&self, every: Every, step: u64) -> bool {
         match every {
-            Every::Steps(n) => self.step.is_multiple_of(n),
-            Every::Epochs(n) => {
-                self.step.is_multiple_of(n.saturating_mul(self.setup.order.updates_per_epoch()))
-            }
+            Every::Steps(n) => step.is_multiple_of(n),
+            Every::Epochs(n) => step.is_multiple_of(n.saturating_mul(self.setup.order.updates_per_epoch())),
             Every::Minutes(n) => self.clock.last_checkpoint.elapsed().as_secs() >= 60 * n,
         }
     }
 
     /// Makes one update, in as many tries as memory makes necessary: each runs the same samples from the
     /// same state, in a way that needs less.
-    fn update(&mut self) -> Result<Updated, Failure> {
+    fn update(&mut self) -> Result<Made, Failure> {
         self.engine.begin()?;
         let scaling = self.scaling;
         loop {
@@ -339,17 +356,22 @@ impl<'a> Run<'a> {
                     return Ok(done);
                 }
                 Err(Tried::Oom(oom)) => {
+                    self.settle()?;
                     self.shrink(oom)?;
                     self.engine.rewind()?;
                     self.scaling = scaling;
                 }
-                Err(Tried::Failed(failure)) => return Err(failure),
+                Err(Tried::Failed(failure)) => {
+                    // Best effort: this failure is the one to tell.
+                    drop(self.settle());
+                    return Err(failure);
+                }
             }
         }
     }
 
     /// `feed` is kept if the update is made.
-    fn try_update(&mut self, mut feed: Feed) -> Result<Updated, Tried> {
+    fn try_update(&mut self, mut feed: Feed) -> Result<Made, Tried> {
         let span = self.setup.order.update(self.cursor.update);
         let (mut counted, mut ids, mut wait_s) = (Vec::new(), Vec::with_capacity(span.len() as usize), 0.0);
         let (mut taken, mut bad) = (0, Vec::new());
@@ -364,39 +386,31 @@ impl<'a> Run<'a> {
                 counted.push(self.engine.learn(&batch, self.scaling.factor)?);
             }
         }
-        let tally = self.engine.total(&counted)?;
+        // Who looks at gradients, or lets their scale follow from them, has to see them before the next update.
+        let now = self.options.observer.is_some() || self.scaling.is_dynamic();
+        let finding = self.engine.weigh(&counted, self.scaling.factor, now)?;
         let (left_out, told) = self.counted(Set::Train, span.epoch, &bad)?;
-        // Where all records were left out there is nothing to learn: the weights stay, and the update counts.
-        let empty = tally.weight == 0.0;
-        let norm = if empty { 0.0 } else { self.engine.gradient_norm(&tally, self.scaling.factor)? };
-        if let Some(observer) = self.options.observer.as_ref().filter(|_| !empty) {
-            let (engine, factor) = (&self.engine, self.engine.mean_factor(&tally, self.scaling.factor));
-            observer.gradients(
-                self.step + 1,
-                tally.mean_loss(),
-                &engine.store,
-                factor,
-                engine.ledger.asks(),
-            )?;
-        }
         let lr = schedule::lr(
             &self.setup.job.schedule,
             self.setup.job.optimizer.lr(),
             self.step,
             self.setup.total_steps,
         );
-        let factor = self.scaling.factor;
-        let verdict = match empty {
-            true => scaling::Verdict::Skip,
-            false => self.scaling.judge(tally.mean_loss().is_finite() && norm.is_finite()),
+        let verdict = match &finding {
+            Finding::Known(judged) => self.verdict(judged)?,
+            // A card that finds them not finite leaves the weights as they are.
+            #[cfg(feature = "cuda")]
+            Finding::Later(_) => scaling::Verdict::Apply,
         };
         match verdict {
-            scaling::Verdict::Diverged => return Err(self.diverged(&tally, norm, span.epoch, ids).into()),
+            scaling::Verdict::Diverged => {
+                let step = self.step + 1;
+                return Err(self.diverged(&finding.read()?, step, span.epoch, ids).into());
+            }
             scaling::Verdict::Skip => self.engine.skip()?,
             scaling::Verdict::Apply => {
-                let clip = self.setup.job.train.clip_norm.map_or(1.0, |most| (most / norm).min(1.0));
                 let number = self.step + 1 - self.scaling.skipped;
-                self.engine.update(&tally, clip, factor, lr, number)?;
+                self.engine.update(&finding, lr, number)?;
             }
         }
         self.feed = Some(feed);
@@ -404,13 +418,49 @@ impl<'a> Run<'a> {
         self.samples += ids.len() as u64;
         self.left_out = left_out;
         self.tell_bad(&told)?;
-        self.digest.extend(ids);
+        self.digest.extend(ids.iter().copied());
         self.cursor = Cursor { update: self.cursor.update + 1, done: 0 };
         self.clock.data_wait_s += wait_s;
         if let Some(observer) = &self.options.observer {
             observer.updated(self.step, &self.engine.store, self.digest)?;
         }
-        Ok(Updated { tally, lr, grad_norm: norm, epoch: span.epoch, wait_s })
+        let (epoch, step, samples, digest, way) =
+            (span.epoch, self.step, self.samples, self.digest, self.way);
+        Ok(Made { finding, lr, epoch, ids, step, samples, digest, way, wait_s })
+    }
+
+    /// What is to be done with gradients that are known; whoever observes the run is shown them.
+    fn verdict(&mut self, judged: &Judged) -> Result<scaling::Verdict, Failure> {
+        // Where all records were left out there is nothing to learn: the weights stay, and the update counts.
+        if judged.tally.weight == 0.0 {
+            return Ok(scaling::Verdict::Skip);
+        }
+        if let Some(observer) = &self.options.observer {
+            let (engine, loss) = (&self.engine, judged.tally.mean_loss());
+            let factor = engine.terms(self.scaling.factor).mean_factor(&judged.tally);
+            observer.gradients(self.step + 1, loss, &engine.store, factor, engine.ledger.asks())?;
+        }
+        Ok(self.scaling.judge(judged.is_finite()))
+    }
+
+    /// Waits for what came of the update made last, and tells it.
+    fn settle(&mut self) -> Result<(), Failure> {
+        let Some(made) = self.made.take() else { return Ok(()) };
+        let judged = made.finding.read()?;
+        let step_s = self.clock.settled.elapsed().as_secs_f64();
+        self.clock.settled = Instant::now();
+        if !judged.is_finite() && !self.scaling.is_dynamic() {
+            return Err(self.diverged(&judged, made.step, made.epoch, made.ids));
+        }
+        self.heed_waiting(step_s, made.wait_s)?;
+        let (last, log) = (made.step == self.until, self.setup.job.log.every_steps);
+        let evaluated =
+            self.options.observer.is_none() && self.due_at(self.setup.job.eval.every(), made.step);
+        if last || evaluated || made.step == 1 || made.step.is_multiple_of(log) {
+            self.report_step(&made, &judged, step_s)?;
+            self.correct()?;
+        }
+        Ok(())
     }
 }
 

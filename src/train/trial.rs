@@ -133,10 +133,9 @@ fn updates(setup: &Setup, ledgers: Ledgers, one: Considered) -> Result<f64, Fail
                 counted.push(engine.learn(&batch, 1.0)?);
             }
         }
-        let tally = engine.total(&counted)?;
-        engine.gradient_norm(&tally, 1.0)?;
+        let finding = engine.weigh(&counted, 1.0, true)?;
         // At a rate of 0 the weights stay, and every update does the same work.
-        engine.update(&tally, 1.0, 1.0, 0.0, number)?;
+        engine.update(&finding, 0.0, number)?;
         if number > 1 {
             fastest = fastest.min(update.elapsed().as_secs_f64());
         }

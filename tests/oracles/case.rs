@@ -355,7 +355,7 @@ impl Network<'_> {
         let zeros = || self.store.grads.zeros_like().unwrap();
         let (m, v) = (zeros(), zeros());
         let decayed = self.store.layout.params.decayed;
-        let common = Common { lr: oracle.lr, grad_scale: 1.0, weight_decay: 0.1, decayed };
+        let common = Common { lr: oracle.lr, grad_scale: 1.0, judged: None, weight_decay: 0.1, decayed };
         for (step, wanted) in oracle.losses.iter().enumerate() {
             let loss = self.learn(0, self.case.rows(), 0).0 / self.case.targets();
             assert!(

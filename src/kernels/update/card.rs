@@ -27,6 +27,7 @@ pub(in crate::kernels) struct Buffers {
     lr: f64,
     grad_scale: f64,
     weight_decay: f64,
+    judged: *const c_void,
 }
 
 impl Buffers {
@@ -67,6 +68,7 @@ impl Buffers {
             lr: c.lr,
             grad_scale: c.grad_scale,
             weight_decay: c.weight_decay,
+            judged: pointer_or_null(c.judged)?,
         })
     }
 }
@@ -95,7 +97,7 @@ pub(in crate::kernels) fn lion(device: &CudaDevice, rule: &Lion, buffers: &Buffe
 }
 
 /// The sum of squares, as one f64 on the card.
-pub(super) fn squares(device: &CudaDevice, values: &Tensor) -> Result<Tensor> {
+pub fn squares(device: &CudaDevice, values: &Tensor) -> Result<Tensor> {
     let sums = fresh(device, DType::F64, PARTS + 1)?;
     let len = values.elem_count() as i64;
     // SAFETY: there is room for the blocks' sums and the total.

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::{Ended, Run, Updated};
+use super::{Ended, Made, Run};
 use crate::data::bad::{Bad, LeftOut, Set};
+use crate::kernels::judge::Judged;
 use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
 use crate::memory::estimate::checkpoint_bytes;
@@ -17,10 +18,17 @@ use crate::train::signals::Signal;
 use crate::train::waiting::Feeding;
 
 impl Run<'_> {
-    pub(super) fn diverged(&mut self, tally: &Tally, norm: f64, epoch: u64, sample_ids: Vec<u64>) -> Failure {
-        let value = if tally.mean_loss().is_finite() { norm } else { tally.mean_loss() };
+    pub(super) fn diverged(
+        &mut self,
+        judged: &Judged,
+        step: u64,
+        epoch: u64,
+        sample_ids: Vec<u64>,
+    ) -> Failure {
+        let mean = judged.tally.mean_loss();
+        let value = if mean.is_finite() { judged.norm } else { mean };
         let checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.display().to_string());
-        let (step, loss) = (self.step + 1, value.to_string());
+        let loss = value.to_string();
         let event =
             Event::Diverged { step, epoch, loss: loss.clone(), sample_ids, checkpoint: checkpoint.clone() };
         match self.report.record(event) {
@@ -29,22 +37,22 @@ impl Run<'_> {
         }
     }
 
-    pub(super) fn report_step(&mut self, done: &Updated, step_s: f64) -> Result<(), Failure> {
-        let (samples_digest, ram_bytes) = (self.digest.to_string(), measure::take_recent_peak());
+    pub(super) fn report_step(&mut self, made: &Made, judged: &Judged, step_s: f64) -> Result<(), Failure> {
+        let (samples_digest, ram_bytes) = (made.digest.to_string(), measure::take_recent_peak());
         let vram_bytes = self.setup.card.as_ref().map_or(0, |card| card.take_recent_peak());
         self.vram_peak = self.vram_peak.max(vram_bytes);
         self.measured = self.measured.max(if self.setup.card.is_some() { vram_bytes } else { ram_bytes });
         Ok(self.report.record(Event::Step {
-            step: self.step,
-            epoch: done.epoch,
-            loss: loss(&done.tally),
-            lr: done.lr,
-            grad_norm: done.grad_norm,
-            samples: self.samples,
-            micro_batch: self.way.micro_batch,
-            accumulation_steps: self.way.accumulation_steps,
+            step: made.step,
+            epoch: made.epoch,
+            loss: loss(&judged.tally),
+            lr: made.lr,
+            grad_norm: judged.norm,
+            samples: made.samples,
+            micro_batch: made.way.micro_batch,
+            accumulation_steps: made.way.accumulation_steps,
             step_s,
-            data_wait_s: done.wait_s,
+            data_wait_s: made.wait_s,
             ram_bytes,
             vram_bytes,
             samples_digest,
