@@ -1,8 +1,9 @@
 //! The door between candle tensors and CUDA: pointers for launchers, fresh tensors, and errors with a type.
 //!
-//! Everything runs on the one stream of the tensors' device, so a launcher sees what the one before it wrote
-//! and memory given back is used again in order. Launchers are declared in the file of their kernel.
+//! Everything but the copies of a [`carrier`] runs on the one stream of the tensors' device, so a launcher sees what
+//! the one before it wrote and memory given back is used again in order. Launchers are declared in the file of their kernel.
 
+pub mod carrier;
 pub mod columns;
 pub mod cudnn;
 pub mod product;

@@ -91,8 +91,8 @@ mod with_cuda {
             let seen = see(ordinal)?;
             let context = before.map_or(0, |before| before.free.saturating_sub(seen.free));
             if let Device::Cuda(cuda) = &device {
-                // SAFETY: everything runs on the device's one stream, copies included, so that no use of a tensor
-                // needs an event to be ordered.
+                // SAFETY: everything runs on the device's one stream but the copies of a carrier, which has events of
+                // its own, so that no use of a tensor needs another to be ordered.
                 unsafe { cuda.disable_event_tracking() };
             }
             let limit = limit(&seen);

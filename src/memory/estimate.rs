@@ -13,7 +13,7 @@ use candle_core::DType;
 use super::ledger::{Entry, Ledger};
 use super::plan::{Offload, Part, Phase, Place, Role};
 use super::trail::{self, Blocks, High, Whose};
-use crate::features::Features;
+use crate::features::{Features, Input};
 use crate::layers::network::{Network, Walk};
 use crate::layers::{At, On};
 use crate::params::{Flat, Layout, Lies};
@@ -35,6 +35,9 @@ pub const ROUNDING: u64 = 1 << 20;
 
 /// Device bytes that all matrix products of a card share as their workspace.
 pub const PRODUCTS: u64 = 32 << 20;
+
+/// What batches on their way to a card are held as.
+pub const STAGED: &str = "micro-batch on its way";
 
 const MASTER: &str = "master weights";
 const GRADIENTS: &str = "gradients";
@@ -183,8 +186,17 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
     all
 }
 
-/// Bytes of a micro-batch as tensors.
-pub fn batch_bytes(features: &Features, samples: usize) -> u64 {
+/// Bytes of a micro-batch as tensors. The CPU's floats are f32 before they are rounded.
+pub fn batch_bytes(features: &Features, at: At) -> u64 {
+    let value = match (&features.input, at.on) {
+        (Input::Floats { .. }, On::Cuda) => at.dtype.size_in_bytes(),
+        (Input::Floats { .. } | Input::Row { .. } | Input::Tokens { .. }, _) => 4,
+    };
+    (at.batch * (value * features.input_len() + 4 * features.target_len())) as u64
+}
+
+/// Bytes of a micro-batch on its way to a card: in page-locked host memory, and as many where it arrives.
+pub fn staged_bytes(features: &Features, samples: usize) -> u64 {
     4 * (samples * (features.input_len() + features.target_len())) as u64
 }
 
@@ -261,9 +273,9 @@ impl<'a> Estimator<'a> {
         let ledger = Ledger::planning();
         ledger.phase(phase);
         {
-            // A planning ledger has no limit, so no ask fails.
-            let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, batch)).ok();
             let at = At { batch, dtype: s.dtype, on: s.on };
+            // A planning ledger has no limit, so no ask fails.
+            let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, at)).ok();
             body(s.network, &Walk { pass: None, at, ledger: &ledger, recompute });
         }
         ledger.log()
@@ -321,6 +333,7 @@ impl<'a> Estimator<'a> {
         let mut lasting: Vec<_> = permanent(&s)
             .into_iter()
             .chain([(Role::DataPipeline, "prefetch", (s.pipeline)(way.micro_batch, s.ram))])
+            .chain(self.staged(way))
             .map(|(role, name, bytes)| (role, name, bytes, self.place(role)))
             .collect();
         if way.offloads(Offload::OptimizerState) {
@@ -333,6 +346,14 @@ impl<'a> Estimator<'a> {
             lasting.push((Role::Workspace, "optimizer state on its way", window, Place::Vram));
         }
         lasting
+    }
+
+    /// What the larger of both micro-batches takes on its way to a card, on the card and on the host.
+    fn staged(&self, way: Way) -> Vec<(Role, &'static str, u64)> {
+        let samples = self.train_batch(way).max(self.eval_batch(way).unwrap_or(0));
+        let bytes = staged_bytes(self.subject.features, samples);
+        let both = vec![(Role::Batch, STAGED, bytes), (Role::DataPipeline, STAGED, bytes)];
+        if self.subject.on_device() { both } else { Vec::new() }
     }
 
     /// What is held in a phase beside what lasts and what the walk holds.

@@ -3,12 +3,12 @@
 //! Prints nothing and decides nothing: an out of memory is a value for the caller. Everything that lives
 //! as long as the run is asked of the ledger here, before it is allocated.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 use super::checkpoint::Held;
 use super::setup::Setup;
-use crate::data::{self, Values};
-use crate::features::{Features, Input, Target};
+use super::staging::Staging;
+use crate::data;
 use crate::kernels::judge::{Judged, Terms};
 use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
 use crate::layers::loss::{Counted, Tally};
@@ -52,6 +52,8 @@ pub struct Engine<'a> {
     pub recompute: usize,
     /// The moving average of the weights, where the job asks for one.
     pub average: Option<Tensor>,
+    /// The way of batches to where tensors are.
+    pub staging: Staging,
     /// The statistics as they were when the update in hand began.
     before: Tensor,
     /// Judges updates on a card, where the rule reads its findings there.
@@ -84,6 +86,7 @@ impl Finding {
 
 impl<'a> Engine<'a> {
     pub fn new(setup: &'a Setup, ledgers: Ledgers, recompute: usize) -> Result<Self, StepError> {
+        let staging = Staging::new(setup, &ledgers);
         let Ledgers { tensors: ledger, host } = ledgers;
         let asked = setup.with_subject(|subject| {
             permanent(subject)
@@ -115,6 +118,7 @@ impl<'a> Engine<'a> {
             host,
             recompute,
             average,
+            staging,
             before,
             _held: held,
         })
@@ -188,10 +192,10 @@ impl<'a> Engine<'a> {
     ) -> Result<R, StepError> {
         let longest = batch.lengths.iter().max().map_or(usize::MAX, |&longest| longest as usize);
         let (features, network) = self.setup.fitting(longest);
+        let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
-        let _hold =
-            self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, batch.ids.len()))?;
-        let tensors = self.tensors(batch, features)?;
+        let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, at))?;
+        let tensors = self.staging.tensors(batch, features).map_err(|error| self.lacking(error))?;
         let pass = Pass {
             store: &self.store,
             mode,
@@ -201,7 +205,6 @@ impl<'a> Engine<'a> {
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             scale: scale / self.nominal(),
         };
-        let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
         let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute };
         run(network, &walk, &tensors).map_err(|error| self.lacking(error))
     }
@@ -216,29 +219,6 @@ impl<'a> Engine<'a> {
             }
             error => error,
         }
-    }
-
-    fn tensors(&self, batch: &data::Batch, features: &Features) -> candle_core::Result<Batch> {
-        let (rows, whole) = (batch.ids.len(), self.setup.features());
-        let input = match &features.input {
-            Input::Floats { shape } => [&[rows], shape.as_slice()].concat(),
-            Input::Row { .. } => vec![rows, features.input_len()],
-            Input::Tokens { length, .. } => vec![rows, *length],
-        };
-        // What is measured on has hard classes even where those trained on are mixed.
-        let row = batch.targets.len() / rows.max(1);
-        let target = match if features.target == Target::Tokens { features.target_len() } else { row } {
-            1 => vec![rows],
-            n => vec![rows, n],
-        };
-        let device = self.setup.device();
-        let inputs = tensor(&batch.inputs, whole.input_len(), input, &device)?;
-        // Places of categories are whole numbers that a shorter type would round.
-        let inputs = match &features.input {
-            Input::Floats { .. } => inputs.to_dtype(self.setup.dtype)?,
-            Input::Row { .. } | Input::Tokens { .. } => inputs,
-        };
-        Ok(Batch { inputs, targets: tensor(&batch.targets, row, target, &device)? })
     }
 
     /// Remembers the statistics, so that the update that begins can be begun again.
@@ -285,21 +265,6 @@ impl<'a> Engine<'a> {
     /// Forgets the gradients of an update that is not made.
     pub fn skip(&self) -> candle_core::Result<()> {
         clear(&self.store.grads)
-    }
-}
-
-/// Rows of `row` values each, of which the first are taken that `shape` has room for.
-fn tensor(values: &Values, row: usize, shape: Vec<usize>, device: &Device) -> candle_core::Result<Tensor> {
-    fn firsts<T: Copy>(values: &[T], row: usize, taken: usize) -> Vec<T> {
-        let mut all = Vec::with_capacity(values.len() / row.max(1) * taken);
-        values.chunks_exact(row.max(1)).for_each(|row| all.extend_from_slice(&row[..taken]));
-        all
-    }
-    let taken = shape[1..].iter().product::<usize>();
-    match values {
-        Values::F32(values) => Tensor::from_slice(values, shape, device),
-        Values::U32(values) if taken == row => Tensor::from_slice(values, shape, device),
-        Values::U32(values) => Tensor::from_vec(firsts(values, row, taken), shape, device),
     }
 }
 

@@ -13,6 +13,7 @@ pub mod run;
 pub mod sets;
 pub mod setup;
 pub mod signals;
+mod staging;
 pub mod supervisor;
 mod tensors;
 pub mod trial;

@@ -104,6 +104,7 @@ impl Run<'_> {
         }
         self.way = way;
         self.engine.recompute = way.recompute;
+        self.engine.staging.clear();
         (way.micro_batch, way.accumulation_steps)
     }
 

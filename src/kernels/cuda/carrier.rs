@@ -1,0 +1,158 @@
+//! The way of micro-batches to a card, on which neither the host nor the card waits for the other.
+//!
+//! A batch is put into page-locked host memory, copied from there on a stream of its own while the card still
+//! computes what came before, and taken out of the buffer it arrived in by the computing stream, at whose start the
+//! buffer is free for the next one. Two events keep the order: what was not copied is not taken, and what was not
+//! taken is not overwritten. Where the system refuses to lock the memory, copies are only slower.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result, Tensor};
+use rayon::prelude::*;
+
+use super::{fresh, pointer};
+
+/// Bytes that a thread copies at once.
+const CHUNK: usize = 1 << 20;
+
+/// Values of a batch on the host: rows of `row` bytes, the first `kept` of each of which are wanted.
+pub struct Part<'a> {
+    pub bytes: &'a [u8],
+    pub row: usize,
+    pub kept: usize,
+    /// What they are, and in which shape they arrive.
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+}
+
+impl Part<'_> {
+    fn bytes_kept(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()
+    }
+
+    fn write(&self, into: &mut [u8]) {
+        if self.row == self.kept {
+            return into
+                .par_chunks_mut(CHUNK)
+                .zip(self.bytes.par_chunks(CHUNK))
+                .for_each(|(to, from)| to.copy_from_slice(from));
+        }
+        let rows = into.chunks_exact_mut(self.kept.max(1)).zip(self.bytes.chunks_exact(self.row.max(1)));
+        rows.for_each(|(to, from)| to.copy_from_slice(&from[..self.kept]));
+    }
+}
+
+/// Bytes of a batch on its way.
+pub fn bytes(parts: &[Part; 2]) -> usize {
+    parts.iter().map(Part::bytes_kept).sum()
+}
+
+/// Room for the inputs and the targets of a micro-batch, here and on the card.
+pub struct Carrier {
+    computing: Arc<CudaStream>,
+    copying: Arc<CudaStream>,
+    /// The last batch has left the host's memory.
+    copied: CudaEvent,
+    /// The last batch was taken out of the card's buffers.
+    taken: CudaEvent,
+    /// Bytes of inputs that there is room for; the targets are behind them.
+    inputs: usize,
+    host: Locked,
+    /// Flat.
+    there: [Tensor; 2],
+}
+
+impl Carrier {
+    /// Room for batches no larger than this one.
+    pub fn new(device: &CudaDevice, parts: &[Part; 2]) -> Result<Self> {
+        let there = |part: &Part| fresh(device, part.dtype, part.shape.iter().product::<usize>());
+        let there = [there(&parts[0])?, there(&parts[1])?];
+        let computing = device.cuda_stream();
+        let copying = computing.context().new_stream().w()?;
+        let event = || computing.context().new_event(None).w();
+        let (copied, taken) = (event()?, event()?);
+        // The buffers are there once the computing stream has come to where they were asked for.
+        taken.record(&computing).w()?;
+        let (inputs, host) = (parts[0].bytes_kept(), Locked::new(bytes(parts)));
+        Ok(Self { computing, copying, copied, taken, inputs, host, there })
+    }
+
+    /// Whether there is room for such a batch.
+    pub fn fits(&self, parts: &[Part; 2]) -> bool {
+        let room = |there: &Tensor, part: &Part| {
+            there.dtype() == part.dtype && part.shape.iter().product::<usize>() <= there.elem_count()
+        };
+        self.there.iter().zip(parts).all(|(there, part)| room(there, part))
+    }
+
+    /// Carries a batch that [fits](Self::fits), and lets `take` read the inputs and targets that arrive. What it
+    /// makes of them must not share their memory, which the next batch overwrites.
+    pub fn carry<R>(&mut self, parts: &[Part; 2], take: impl FnOnce([Tensor; 2]) -> Result<R>) -> Result<R> {
+        // Long done, unless the host is two micro-batches ahead of the card.
+        self.copied.synchronize().w()?;
+        let (inputs, targets) = self.host.bytes.split_at_mut(self.inputs);
+        let host = [&mut inputs[..parts[0].bytes_kept()], &mut targets[..parts[1].bytes_kept()]];
+        self.copying.wait(&self.taken).w()?;
+        for ((part, host), there) in parts.iter().zip(host).zip(&self.there) {
+            part.write(host);
+            // SAFETY: the card's buffer is no shorter than the host's, whose bytes stay as they are until `copied`.
+            unsafe { result::memcpy_htod_async(pointer(there)? as u64, host, self.copying.cu_stream()) }
+                .w()?;
+        }
+        self.copied.record(&self.copying).w()?;
+        self.computing.wait(&self.copied).w()?;
+        let arrived = |i: usize| {
+            let shape = parts[i].shape.as_slice();
+            self.there[i].narrow(0, 0, shape.iter().product())?.reshape(shape)
+        };
+        let made = arrived(0).and_then(|inputs| take([inputs, arrived(1)?]));
+        self.taken.record(&self.computing).w()?;
+        made
+    }
+}
+
+impl Drop for Carrier {
+    /// What is on its way arrives before either end is given back. A failure is the stream's, and told by its next use.
+    fn drop(&mut self) {
+        let _ = self.copying.synchronize();
+    }
+}
+
+/// A contiguous tensor's values in memory of their own.
+pub fn copy(device: &CudaDevice, from: &Tensor) -> Result<Tensor> {
+    let to = fresh(device, from.dtype(), from.shape())?;
+    let bytes = from.elem_count() * from.dtype().size_in_bytes();
+    if bytes > 0 {
+        let (from, to, stream) = (pointer(from)? as u64, pointer(&to)? as u64, device.cuda_stream());
+        // SAFETY: both have so many bytes, and the stream orders the copy with what made and frees them.
+        unsafe { result::memcpy_dtod_async(to, from, bytes, stream.cu_stream()) }.w()?;
+    }
+    Ok(to)
+}
+
+/// Host memory that the card reads by itself, where the system allows it to be locked.
+struct Locked {
+    bytes: Vec<u8>,
+    locked: bool,
+}
+
+impl Locked {
+    fn new(len: usize) -> Self {
+        let mut bytes = vec![0; len];
+        // SAFETY: the memory is there until `drop`, and never moves: it is not grown.
+        let code = unsafe { sys::cuMemHostRegister_v2(bytes.as_mut_ptr().cast::<c_void>(), len, 0) };
+        Self { bytes, locked: code == sys::CUresult::CUDA_SUCCESS }
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        if self.locked {
+            // SAFETY: it was locked, and nothing is on its way from it any more. It fails with the context alone.
+            unsafe { sys::cuMemHostUnregister(self.bytes.as_mut_ptr().cast::<c_void>()) };
+        }
+    }
+}

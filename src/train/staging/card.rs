@@ -1,0 +1,65 @@
+//! Batches on their way to a card: what a carrier holds, asked for and given back.
+
+use std::cell::RefCell;
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Device};
+
+use super::Wanted;
+use crate::data::{self, Values};
+use crate::kernels::cuda::carrier::{self, Carrier, Part};
+use crate::layers::network::{Batch, StepError};
+use crate::memory::estimate::STAGED;
+use crate::memory::{Reservation, Role};
+use crate::train::engine::Ledgers;
+
+pub struct Staged {
+    device: CudaDevice,
+    ledgers: Ledgers,
+    /// With the right to its buffers, on the card and here.
+    carrier: RefCell<Option<(Carrier, [Reservation; 2])>>,
+}
+
+impl Staged {
+    /// None where the CPU computes.
+    pub fn new(device: &Device, ledgers: &Ledgers) -> Option<Self> {
+        let Device::Cuda(device) = device else { return None };
+        Some(Self { device: device.clone(), ledgers: ledgers.clone(), carrier: RefCell::default() })
+    }
+
+    pub fn clear(&self) {
+        self.carrier.take();
+    }
+
+    pub fn tensors(&self, batch: &data::Batch, wanted: Wanted) -> Result<Batch, StepError> {
+        let parts = [part(&batch.inputs, wanted.inputs), part(&batch.targets, wanted.targets)];
+        let held = self.carrier.take().filter(|(carrier, _)| carrier.fits(&parts));
+        let (mut carrier, holds) = held.map_or_else(|| self.room(&parts), Ok)?;
+        let made = carrier.carry(&parts, |[inputs, targets]| {
+            let inputs = match inputs.dtype() == wanted.dtype {
+                true => carrier::copy(&self.device, &inputs)?,
+                false => inputs.to_dtype(wanted.dtype)?,
+            };
+            Ok(Batch { inputs, targets: carrier::copy(&self.device, &targets)? })
+        });
+        self.carrier.replace(Some((carrier, holds)));
+        Ok(made?)
+    }
+
+    fn room(&self, parts: &[Part; 2]) -> Result<(Carrier, [Reservation; 2]), StepError> {
+        let bytes = carrier::bytes(parts) as u64;
+        let there = self.ledgers.tensors.reserve(Role::Batch, STAGED, bytes)?;
+        let here = self.ledgers.host.reserve(Role::DataPipeline, STAGED, bytes)?;
+        Ok((Carrier::new(&self.device, parts)?, [there, here]))
+    }
+}
+
+fn part(values: &Values, shape: Vec<usize>) -> Part<'_> {
+    let (bytes, dtype) = match values {
+        Values::F32(values) => (bytemuck::cast_slice(values), DType::F32),
+        Values::U32(values) => (bytemuck::cast_slice(values), DType::U32),
+    };
+    let (rows, size) = (shape[0].max(1), dtype.size_in_bytes());
+    let kept = shape[1..].iter().product::<usize>() * size;
+    Part { bytes, row: bytes.len() / rows, kept, dtype, shape }
+}
