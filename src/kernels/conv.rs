@@ -18,7 +18,7 @@ use super::cuda;
 use super::linear::{Grads, add_all, through_activation};
 use super::product::{By, Mat, multiply, packing};
 use super::windows::{Block, Geometry};
-use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference, turn};
+use super::{Activation, Elem, Reads, Real, activation, add, cpu, depthwise, reference, turn};
 use crate::layers::On;
 use crate::{vectorised, with_elem};
 
@@ -168,7 +168,7 @@ impl Conv<'_> {
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::of(x) {
-            return self.backward_card(device, x, v, &dy, grads, want);
+            return self.backward_card(device, x, v, &dy, grads, want, None);
         }
         if !reference::has_body(x) {
             let mut inputs = vec![x, self.weight];
@@ -184,6 +184,28 @@ impl Conv<'_> {
             return Ok(want.then(|| found[0].clone()));
         }
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
+    }
+
+    /// As `backward`, with `onto` added to the input's gradient: within the product on a card where it is one.
+    pub fn backward_onto(
+        &self,
+        x: &Tensor,
+        v: Option<&Tensor>,
+        dy: Tensor,
+        grads: &Grads,
+        onto: &Tensor,
+    ) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x)
+            && self.geometry.is_product()
+            && let Some(dx) = self.backward_card(device, x, v, &dy, grads, true, Some(onto))?
+        {
+            return Ok(dx);
+        }
+        match self.backward(x, v, dy, grads, true)? {
+            Some(dx) => add::into(&dx, onto, Activation::Identity),
+            None => Ok(onto.clone()),
+        }
     }
 
     fn backward_cpu<T: Elem>(

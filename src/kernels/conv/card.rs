@@ -94,6 +94,8 @@ impl Conv<'_> {
         Ok(())
     }
 
+    /// As `backward`; `onto` is added where the convolution is a product.
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn backward_card(
         &self,
         device: &CudaDevice,
@@ -102,11 +104,15 @@ impl Conv<'_> {
         dy: &Tensor,
         grads: &Grads,
         want: bool,
+        onto: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
         let g = &self.geometry;
         self.through(device, v, dy, grads)?;
         if dy.elem_count() == 0 {
-            return want.then(|| Tensor::zeros(x.shape(), x.dtype(), x.device())).transpose();
+            return match onto {
+                Some(onto) => Ok(Some(onto.clone())),
+                None => want.then(|| Tensor::zeros(x.shape(), x.dtype(), x.device())).transpose(),
+            };
         }
         if g.is_depthwise() {
             depthwise::card::weight_gradient(device, g, x, dy, grads.weight)?;
@@ -127,7 +133,7 @@ impl Conv<'_> {
         }
         let dx = fresh(device, x.dtype(), x.shape())?;
         let w = Mat::new(self.weight, n, k);
-        multiply(&Mat::new(&dx, rows, k), d, w, Onto::Nothing, Then::Nothing)?;
+        multiply(&Mat::new(&dx, rows, k), d, w, onto.map_or(Onto::Nothing, Onto::Other), Then::Nothing)?;
         Ok(Some(dx))
     }
 

@@ -87,7 +87,9 @@ int build(fe::graph::Graph &graph, const Asked &q, bool tensor_cores, cudnnHandl
 
     TRY_CUDNN(graph.validate());
     TRY_CUDNN(graph.build_operation_graph(handle));
-    TRY_CUDNN(graph.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
+    std::vector<fe::HeurMode_t> modes{fe::HeurMode_t::A};
+    if (!tensor_cores) modes.push_back(fe::HeurMode_t::FALLBACK);
+    TRY_CUDNN(graph.create_execution_plans(modes));
     graph.deselect_numeric_notes({fe::NumericalNote_t::NONDETERMINISTIC});
     if (tensor_cores) graph.select_numeric_notes({fe::NumericalNote_t::TENSOR_CORE});
     // A weight's gradient is a long sum.

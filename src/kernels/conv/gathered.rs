@@ -42,7 +42,14 @@ pub(super) fn gather(
 }
 
 /// The (n, k) matrix `of` in so many bytes, zeros after each of its rows up to `row` values.
-pub(super) fn spread(device: &CudaDevice, of: &Tensor, bytes: usize, n: usize, k: usize, row: usize) -> Result<Tensor> {
+pub(super) fn spread(
+    device: &CudaDevice,
+    of: &Tensor,
+    bytes: usize,
+    n: usize,
+    k: usize,
+    row: usize,
+) -> Result<Tensor> {
     let to = fresh(device, of.dtype(), bytes / of.dtype().size_in_bytes())?;
     let (dtype, from, rows) = (code(of.dtype())?, pointer(of)?, n as i64);
     // SAFETY: both have `n` rows of the lengths stated.
