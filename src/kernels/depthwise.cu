@@ -102,6 +102,72 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
     }
 }
 
+// Output lines that a thread goes down at most.
+constexpr int RUN = 28;
+
+// Windows of 3 x 3 that move by a pixel: a thread goes down `RUN` output lines, W neighbouring pixels of each, and has
+// the sums of the three lines that an input line is a part of, so that it reads every input line once.
+template <class T, int N, int W>
+__global__ void __launch_bounds__(COLUMN_THREADS, 2)
+    columns(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, Lanes lanes,
+            int64_t work) {
+    using R = Acc<T>;
+    R *turned = room<R>();
+    turn<N>(weight, turned, lanes, g.channels, 9, g.turned);
+    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
+    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
+    if (pack >= lanes.packs) return;
+    R w[9][N];
+#pragma unroll
+    for (int cell = 0; cell < 9; cell++)
+#pragma unroll
+        for (int k = 0; k < N; k++) w[cell][k] = turned[cell * width + tx * N + k];
+    auto zero = nothing<T, N>();
+    unsigned across = (g.out_width + W - 1) / W, runs = (g.out_height + RUN - 1) / RUN;
+    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
+    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
+        unsigned line = unsigned(i) / across, picture = line / runs;
+        int ox = int(unsigned(i) - line * across) * W, first = int(line - picture * runs) * RUN;
+        int last = min(first + RUN, g.out_height), x0 = ox - g.padding;
+        R sums[3][W][N] = {};
+        // The input line `first + j - padding`, which `sums[(j + 1) % 3]` ends with and `sums[j % 3]` begins with.
+        auto take = [&](int j, auto &ends, auto &goes_on, auto &begins) {
+            int iy = first + j - g.padding;
+            bool in = iy >= 0 && iy < g.height;
+            const T *from = x + ((int64_t(picture) * g.height + iy) * g.width + x0) * g.channels + pack * N;
+            Pack<T, N> seen[W + 2];
+#pragma unroll
+            for (int c = 0; c < W + 2; c++)
+                seen[c] = load_if(in && x0 + c >= 0 && x0 + c < g.width, from + int64_t(c) * g.channels, zero);
+#pragma unroll
+            for (int o = 0; o < W; o++)
+#pragma unroll
+                for (int kx = 0; kx < 3; kx++)
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        R v = up(seen[o + kx].v[k]);
+                        begins[o][k] += v * w[kx][k];
+                        goes_on[o][k] += v * w[3 + kx][k];
+                        ends[o][k] += v * w[6 + kx][k];
+                    }
+            int oy = first + j - 2;
+#pragma unroll
+            for (int o = 0; o < W; o++) {
+                Pack<T, N> made;
+#pragma unroll
+                for (int k = 0; k < N; k++) made.v[k] = down<T>(ends[o][k]), ends[o][k] = 0;
+                if (j >= 2 && ox + o < g.out_width)
+                    made.store(y + ((int64_t(picture) * g.out_height + oy) * g.out_width + ox + o) * g.channels + pack * N);
+            }
+        };
+        for (int j = 0; j < last - first + 2; j += 3) {
+            take(j, sums[1], sums[2], sums[0]);
+            if (j + 1 < last - first + 2) take(j + 1, sums[2], sums[0], sums[1]);
+            if (j + 2 < last - first + 2) take(j + 2, sums[0], sums[1], sums[2]);
+        }
+    }
+}
+
 // Any windows: a thread makes one output pixel.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
@@ -354,6 +420,16 @@ unsigned filling(const Lanes &lanes, int64_t work) {
 }
 
 template <class T, int N> int sum_windows(const Windows &g, const T *x, const T *w, T *y, cudaStream_t stream) {
+    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) {
+        // As many channels as leave three lines of sums in registers.
+        constexpr int M = N < 4 ? N : 4, W = 4;
+        Lanes lanes = fitting<T, M>(g);
+        int64_t work = int64_t(g.batch) * ((g.out_height + RUN - 1) / RUN) * ((g.out_width + W - 1) / W);
+        if (work > INT32_MAX) return cudaErrorInvalidValue;
+        size_t shared = sizeof(Acc<T>) * M * lanes.wide * 9;
+        columns<T, M, W><<<filling(lanes, work), lanes.threads(), shared, stream>>>(x, w, y, g, lanes, work);
+        return cudaGetLastError();
+    }
     Lanes lanes = fitting<T, N>(g);
     if (lanes.wide == 0) return cudaErrorInvalidValue;
     size_t shared = sizeof(Acc<T>) * N * lanes.wide * g.cells();
@@ -364,7 +440,6 @@ template <class T, int N> int sum_windows(const Windows &g, const T *x, const T 
     };
     // Fewer where they overlap less.
     int64_t four = lines * ((g.out_width + 3) / 4), two = lines * ((g.out_width + 1) / 2);
-    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) return run(strips<T, N, 3, 1, 4>, four);
     if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 2) return run(strips<T, N, 3, 2, 2>, two);
     if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 1) return run(strips<T, N, 5, 1, 4>, four);
     if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 2) return run(strips<T, N, 5, 2, 2>, two);

@@ -21,11 +21,11 @@ impl BatchNorm<'_> {
         onto: Option<(&Tensor, Clip)>,
     ) -> Result<(Tensor, Tensor)> {
         let running = running.map(|r| (r.mean, r.var, r.momentum));
-        self.joined(x, onto)?.forward(device, x, running, onto.map(|(onto, _)| onto))
+        self.with_clip(x, onto)?.forward(device, x, running, onto.map(|(onto, _)| onto))
     }
 
     /// With the clip of what is added to the output, where there is such.
-    fn joined(&self, x: &Tensor, with: Option<(&Tensor, Clip)>) -> Result<Norm<'_>> {
+    fn with_clip(&self, x: &Tensor, with: Option<(&Tensor, Clip)>) -> Result<Norm<'_>> {
         Ok(Norm { act: with.map_or(self.act, |(_, act)| act), ..self.norm(x)? })
     }
 
@@ -48,6 +48,6 @@ impl BatchNorm<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
-        self.joined(x, through)?.backward(device, x, kept, (dy, through.map(|(y, _)| y)), grads, want)
+        self.with_clip(x, through)?.backward(device, x, kept, (dy, through.map(|(y, _)| y)), grads, want)
     }
 }
