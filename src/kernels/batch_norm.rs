@@ -13,7 +13,7 @@ use super::clip::Clip;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::Grads;
-use super::{Elem, Real, cpu, reference};
+use super::{Activation, Elem, Real, add, cpu, reference};
 use crate::layers::{At, On};
 use crate::with_elem;
 
@@ -67,12 +67,34 @@ impl BatchNorm<'_> {
     pub fn forward(&self, x: &Tensor, running: Option<&Running>) -> Result<(Tensor, Tensor)> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::of(x) {
-            return self.forward_card(device, x, running);
+            return self.forward_card(device, x, running, None);
         }
         if !reference::has_body(x) {
             return self.forward_reference(x, running);
         }
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, running))
+    }
+
+    /// As [`forward`](Self::forward), with `onto` added to the output, and `act` of the sum: in the same pass on a card.
+    pub fn forward_onto(
+        &self,
+        x: &Tensor,
+        running: Option<&Running>,
+        onto: &Tensor,
+        act: Activation,
+    ) -> Result<(Tensor, Tensor)> {
+        #[cfg(feature = "cuda")]
+        if let (Some(device), Some(act)) = (cuda::of(x), self.joined(act)) {
+            return self.forward_card(device, x, running, Some((onto, act)));
+        }
+        let (y, kept) = self.forward(x, running)?;
+        Ok((add::into(&y, onto, act)?, kept))
+    }
+
+    /// The activation of a sum as a clip, where it can be made in this normalisation's passes.
+    #[cfg(feature = "cuda")]
+    fn joined(&self, act: Activation) -> Option<Clip> {
+        Clip::of(act).filter(|_| self.act == Clip::Nothing)
     }
 
     fn forward_cpu<T: Elem>(&self, x: &Tensor, running: Option<&Running>) -> Result<(Tensor, Tensor)> {
@@ -160,7 +182,7 @@ impl BatchNorm<'_> {
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::of(x) {
-            return self.backward_card(device, x, kept, dy, grads, want);
+            return self.backward_card(device, x, kept, (dy, None), grads, want);
         }
         if !reference::has_body(x) {
             let found = reference::gradients(&[x, self.weight, self.bias], dy, |t| {
@@ -169,6 +191,25 @@ impl BatchNorm<'_> {
             return reference::share_out(found, grads, want);
         }
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, kept, dy, grads, want))
+    }
+
+    /// As [`backward`](Self::backward) where [`forward_onto`](Self::forward_onto) made `y` with `act`: `dy` becomes the
+    /// gradient before that, in the pass that sums it on a card.
+    pub fn backward_through(
+        &self,
+        x: &Tensor,
+        kept: &Tensor,
+        dy: &Tensor,
+        (y, act): (&Tensor, Activation),
+        grads: &Grads,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let (Some(device), Some(act)) = (cuda::of(x), self.joined(act)) {
+            return self.backward_card(device, x, kept, (dy, Some((y, act))), grads, want);
+        }
+        add::through(y, dy, act)?;
+        self.backward(x, kept, dy, grads, want)
     }
 
     fn backward_cpu<T: Elem>(
@@ -186,9 +227,9 @@ impl BatchNorm<'_> {
         let rstd = |unit: usize| kept[(2 * unit + 1) * cut.channels..][..cut.channels].iter();
         for (unit, [sum, cross]) in sums.iter().enumerate() {
             let along = cross.iter().zip(rstd(unit)).map(|(k, r)| k * r.wide());
-            add::<T::Acc>(grads.weight, along)?;
+            add_all::<T::Acc>(grads.weight, along)?;
             if let Some(bias) = grads.bias {
-                add::<T::Acc>(bias, sum.iter().copied())?;
+                add_all::<T::Acc>(bias, sum.iter().copied())?;
             }
         }
         if !want {
@@ -250,7 +291,7 @@ fn mix<R: Real>(into: &Tensor, new: &[f64], share: f64) -> Result<()> {
     })
 }
 
-fn add<R: Real>(into: &Tensor, new: impl Iterator<Item = f64>) -> Result<()> {
+fn add_all<R: Real>(into: &Tensor, new: impl Iterator<Item = f64>) -> Result<()> {
     cpu::update::<R, _>(into, |into| into.iter_mut().zip(new).for_each(|(a, b)| *a += R::of(b)))
 }
 

@@ -81,11 +81,19 @@ __device__ __forceinline__ void put_together(const R *partials, const Cut &cut, 
     __shared__ double as[32][33], bs[32][33];
     a = b = 0;
     if (channel < cut.channels) {
-#pragma unroll 4
-        for (int part = threadIdx.y; part < cut.parts; part += 32) {
-            const R *from = partials + partial(cut, unit, part, channel);
-            a += double(from[0]);
-            b += double(from[cut.channels]);
+        // All of a round is asked for before any of it is used.
+        constexpr int ROUND = 8;
+        for (int part = threadIdx.y; part < cut.parts; part += 32 * ROUND) {
+            R as_read[ROUND], bs_read[ROUND];
+#pragma unroll
+            for (int u = 0; u < ROUND; u++) {
+                bool in = part + 32 * u < cut.parts;
+                const R *from = partials + partial(cut, unit, in ? part + 32 * u : part, channel);
+                as_read[u] = in ? from[0] : R(0);
+                bs_read[u] = in ? from[cut.channels] : R(0);
+            }
+#pragma unroll
+            for (int u = 0; u < ROUND; u++) a += double(as_read[u]), b += double(bs_read[u]);
         }
     }
     as[threadIdx.x][threadIdx.y] = a;
@@ -178,7 +186,8 @@ template <class R> __global__ void judged(const R *mean, const R *var, R *kept, 
     kept[channels + channel] = R(1 / sqrt(double(var[channel]) + eps));
 }
 
-// What is done to the values of a thread's channels: `clip((x - mean) scale + shift)`.
+// What is done to the values of a thread's channels: `clip((x - mean) scale + shift)`, or, with something to add to it
+// first, `clip((x - mean) scale + shift + onto)`.
 template <class T, int N> struct Affine {
     using R = Acc<T>;
     R mean[N], scale[N], shift[N];
@@ -195,6 +204,7 @@ template <class T, int N> struct Affine {
             shift[k] = up(bias[channel]);
         }
     }
+    __device__ __forceinline__ R of(T x, int k) const { return (up(x) - mean[k]) * scale[k] + shift[k]; }
 };
 
 template <int C, class T, int N>
@@ -208,10 +218,25 @@ __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     go_down<4>(at, lanes, load, [&](int64_t row, const Pack<T, N> &values) {
         Pack<T, N> made;
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            auto v = (up(values.v[k]) - map.mean[k]) * map.scale[k] + map.shift[k];
-            made.v[k] = down<T>(clipped<C>(v));
-        }
+        for (int k = 0; k < N; k++) made.v[k] = down<T>(clipped<C>(map.of(values.v[k], k)));
+        made.store(y + row * cut.channels);
+    });
+}
+
+template <int C, class T, int N>
+__global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
+    apply_onto(const T *__restrict__ x, const T *__restrict__ onto, T *__restrict__ y, const Acc<T> *kept,
+               const T *weight, const T *bias, Cut cut, Lanes lanes, int size) {
+    Place at(cut, lanes);
+    Affine<T, N> map(at, kept, weight, bias, cut.channels, size);
+    x += at.pack * N, onto += at.pack * N, y += at.pack * N;
+    auto load = [&](int64_t row) {
+        return Both<T, N>{Pack<T, N>::load(x + row * cut.channels), Pack<T, N>::load(onto + row * cut.channels)};
+    };
+    go_down<4>(at, lanes, load, [&](int64_t row, const Both<T, N> &both) {
+        Pack<T, N> made;
+#pragma unroll
+        for (int k = 0; k < N; k++) made.v[k] = down<T>(clipped<C>(map.of(both.x.v[k], k) + up(both.d.v[k])));
         made.store(y + row * cut.channels);
     });
 }
@@ -237,6 +262,46 @@ __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
             sums[k] += d;
             sums[N + k] += d * from;
         }
+    });
+    add_up(sums, at, lanes);
+    if (at.y == 0 && at.in) {
+        R *to = partials + partial(cut, at.unit, at.part, at.pack * N);
+#pragma unroll
+        for (int k = 0; k < N; k++) to[k] = sums[k], to[cut.channels + k] = sums[N + k];
+    }
+}
+
+// The same sums where something was added before the clip: its output says what it let through, and `dy` becomes that.
+template <int C, class T, int N>
+__global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
+    sums_through(const T *__restrict__ x, const T *__restrict__ y, T *__restrict__ dy, Acc<T> *partials,
+                 const Acc<T> *kept, Cut cut, Lanes lanes, int size) {
+    using R = Acc<T>;
+    Place at(cut, lanes);
+    R sums[2 * N] = {}, mean[N];
+    if (at.in) {
+        const R *means = kept + int64_t(at.unit) * 2 * (cut.channels / size);
+#pragma unroll
+        for (int k = 0; k < N; k++) mean[k] = means[(at.pack * N + k) / size];
+    }
+    x += at.pack * N, y += at.pack * N, dy += at.pack * N;
+    struct Three {
+        Pack<T, N> x, y, d;
+    };
+    auto load = [&](int64_t row) {
+        int64_t i = row * cut.channels;
+        return Three{Pack<T, N>::load(x + i), Pack<T, N>::load(y + i), Pack<T, N>::load(dy + i)};
+    };
+    go_down<2>(at, lanes, load, [&](int64_t row, const Three &three) {
+        Pack<T, N> passed;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            R d = through<C>(up(three.y.v[k]), up(three.d.v[k]));
+            passed.v[k] = down<T>(d);
+            sums[k] += d;
+            sums[N + k] += d * (up(three.x.v[k]) - mean[k]);
+        }
+        passed.store(dy + row * cut.channels);
     });
     add_up(sums, at, lanes);
     if (at.y == 0 && at.in) {
@@ -354,11 +419,16 @@ __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
 
 using Pointers = std::initializer_list<const void *>;
 
-int apply_all(const Norm &n, void *y, cudaStream_t stream) {
+int apply_all(const Norm &n, const void *onto, void *y, cudaStream_t stream) {
     Cut cut = n.cut();
-    Pointers pointers = {n.x, y};
+    Pointers pointers = {n.x, onto, y};
     WITH_TYPE(n.type, WITH_CLIP(n.clip, WITH_LANES(n, pointers, {
-        apply<C, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>(
+        if (onto)
+            apply_onto<C, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>(
+                (const T *)n.x, (const T *)onto, (T *)y, (const Acc<T> *)n.kept, (const T *)n.weight,
+                (const T *)n.bias, cut, lanes, n.size);
+        else
+            apply<C, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>(
             (const T *)n.x, (T *)y, (const Acc<T> *)n.kept, (const T *)n.weight, (const T *)n.bias, cut, lanes, n.size);
     })))
     return cudaGetLastError();
@@ -367,8 +437,8 @@ int apply_all(const Norm &n, void *y, cudaStream_t stream) {
 } // namespace
 
 // `scratch` is of totals (units, 2, channels) in f64, then sums (units, parts, 2, channels) in the type computed
-// with. `running_mean` may be null.
-extern "C" int channels_forward(const Norm *norm, void *y, void *scratch, void *running_mean, void *running_var,
+// with. `running_mean` may be null, and `onto`, which is added before the clip.
+extern "C" int channels_forward(const Norm *norm, const void *onto, void *y, void *scratch, void *running_mean, void *running_var,
                                 double share, cudaStream_t stream) {
     const Norm &n = *norm;
     if (n.rows == 0) return 0;
@@ -396,13 +466,13 @@ extern "C" int channels_forward(const Norm *norm, void *y, void *scratch, void *
                                                                          share, cut, units);
         }
     })
-    return apply_all(n, y, stream);
+    return apply_all(n, onto, y, stream);
 }
 
 // The output from what `kept` has.
 extern "C" int channels_apply(const Norm *norm, void *y, cudaStream_t stream) {
     if (norm->rows == 0) return 0;
-    return apply_all(*norm, y, stream);
+    return apply_all(*norm, nullptr, y, stream);
 }
 
 // The output by running statistics; `kept` is written first, and is of one unit.
@@ -414,13 +484,14 @@ extern "C" int channels_judge(const Norm *norm, const void *mean, const void *va
         judged<R><<<blocks(n.channels, 128), 128, 0, stream>>>((const R *)mean, (const R *)var, (R *)n.kept, n.eps,
                                                                n.channels);
     })
-    return apply_all(n, y, stream);
+    return apply_all(n, nullptr, y, stream);
 }
 
 // Adds the gradients of weight and bias, of which the latter may be null, and makes the input's unless `dx` is null.
-// `scratch` is of totals as above, then (units, 2, channels / size) of the type computed with, then sums as above.
-extern "C" int channels_backward(const Norm *norm, const void *dy, void *dx, void *dweight, void *dbias, void *scratch,
-                                 cudaStream_t stream) {
+// `scratch` is of totals as above, then (units, 2, channels / size) of the type computed with, then sums as above. `y` is
+// null, or the output where something was added before the clip: `dy` then becomes the gradient before that.
+extern "C" int channels_backward(const Norm *norm, void *dy, const void *y, void *dx, void *dweight, void *dbias,
+                                 void *scratch, cudaStream_t stream) {
     const Norm &n = *norm;
     if (n.rows == 0) return 0;
     Cut cut = n.cut();
@@ -429,7 +500,8 @@ extern "C" int channels_backward(const Norm *norm, const void *dy, void *dx, voi
     bool own = n.size == 1, alone = own && units == 1;
     double *totals = (double *)scratch;
     dim3 blocks_of((n.channels + 31) / 32, units);
-    Pointers read = {n.x, dy}, touched = {n.x, dy, dx};
+    Pointers read = {n.x, dy, y}, touched = {n.x, dy, dx};
+    int clip_left = y ? int(NOTHING) : n.clip;
     WITH_TYPE(n.type, {
         using R = Acc<T>;
         R *pull = (R *)(totals + int64_t(units) * 2 * n.channels), *partials = pull + int64_t(units) * 2 * groups;
@@ -438,8 +510,12 @@ extern "C" int channels_backward(const Norm *norm, const void *dy, void *dx, voi
         const T *bias = (const T *)n.bias;
         const R *kept = (const R *)n.kept;
         WITH_CLIP(n.clip, WITH_LANES(n, read, {
-            sums_back<C, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>(x, (const T *)dy, partials, kept,
-                                                                                  weight, bias, cut, lanes, n.size);
+            if (y)
+                sums_through<C, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>(
+                    x, (const T *)y, (T *)dy, partials, kept, cut, lanes, n.size);
+            else
+                sums_back<C, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>(
+                    x, (const T *)dy, partials, kept, weight, bias, cut, lanes, n.size);
         }))
         settle_back<T><<<blocks_of, dim3(32, 32), 0, stream>>>(partials, totals, pull, kept, weight,
                                                                alone ? (R *)dweight : nullptr,
@@ -451,7 +527,7 @@ extern "C" int channels_backward(const Norm *norm, const void *dy, void *dx, voi
             pull_groups<T><<<blocks(int64_t(units) * groups, 128), 128, 0, stream>>>(totals, kept, weight, pull, cut,
                                                                                      n.size, units);
         if (dx)
-            WITH_CLIP(n.clip, WITH_LANES(n, touched, {
+            WITH_CLIP(clip_left, WITH_LANES(n, touched, {
                 backward<C, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>(
                     x, (const T *)dy, (T *)dx, kept, pull, weight, bias, cut, lanes, n.size);
             }))

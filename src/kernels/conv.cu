@@ -6,21 +6,33 @@
 
 namespace {
 
-// The windows of output pixels `first..first + rows`, counted over the batch, of one group, as rows of a matrix.
+// Where a window begins: the first line and column it sees, which may lie in the padding.
+struct Corner {
+    int64_t picture;
+    int y, x;
+    __device__ __forceinline__ Corner(const Geometry &g, int64_t pixel) {
+        int pixels = g.out_height * g.out_width;
+        picture = pixel / pixels;
+        int in = int(pixel - picture * pixels), line = in / g.out_width;
+        y = line * g.stride - g.padding;
+        x = (in - line * g.out_width) * g.stride - g.padding;
+    }
+};
+
+// The windows of output pixels `first, ...`, counted over the batch, of one group, as rows of a matrix: `stride` values
+// each, of which the last may be zeros. A pack of N values lies in one cell.
 template <class T, int N>
 __global__ void __launch_bounds__(256) gather(const T *__restrict__ x, T *__restrict__ to, Geometry g, int group,
-                                              int64_t first, int64_t work) {
-    int packs = g.depth() / N, row_packs = g.cells() * packs, pixels = g.out_height * g.out_width;
+                                              int64_t first, int stride, int64_t work) {
+    int packs = g.depth() / N, row_packs = stride / N;
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < work; i += int64_t(gridDim.x) * blockDim.x) {
         int64_t row = i / row_packs;
         int in_row = int(i - row * row_packs), cell = in_row / packs, pack = in_row % packs;
-        int64_t picture = (first + row) / pixels;
-        int pixel = int(first + row - picture * pixels);
-        int y = pixel / g.out_width * g.stride + cell / g.kernel * g.dilation - g.padding;
-        int at = pixel % g.out_width * g.stride + cell % g.kernel * g.dilation - g.padding;
+        Corner at(g, first + row);
+        int iy = at.y + cell / g.kernel * g.dilation, ix = at.x + cell % g.kernel * g.dilation;
         Pack<T, N> values;
-        if (y >= 0 && y < g.height && at >= 0 && at < g.width) {
-            int64_t from = ((picture * g.height + y) * g.width + at) * g.inputs + group * g.depth() + pack * N;
+        if (cell < g.cells() && iy >= 0 && iy < g.height && ix >= 0 && ix < g.width) {
+            int64_t from = ((at.picture * g.height + iy) * g.width + ix) * g.inputs + group * g.depth() + pack * N;
             values = Pack<T, N>::load(x + from);
         } else {
 #pragma unroll
@@ -28,6 +40,41 @@ __global__ void __launch_bounds__(256) gather(const T *__restrict__ x, T *__rest
         }
         values.store(to + i * N);
     }
+}
+
+// The same where cells are no whole packs: a thread goes from cell to cell and writes a pack at once.
+template <class T>
+__global__ void __launch_bounds__(256) gather_narrow(const T *__restrict__ x, T *__restrict__ to, Geometry g, int group,
+                                                     int64_t first, int stride, unsigned work) {
+    constexpr int N = Pack<T>::size;
+    int depth = g.depth();
+    unsigned row_packs = stride / N;
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < work; i += gridDim.x * blockDim.x) {
+        unsigned row = i / row_packs;
+        int in_row = int(i - row * row_packs) * N, cell = in_row / depth, channel = in_row - cell * depth;
+        int ky = cell / g.kernel, kx = cell - ky * g.kernel;
+        Corner at(g, first + row);
+        const T *picture = x + at.picture * g.height * g.width * g.inputs + group * depth;
+        Pack<T, N> values;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            int iy = at.y + ky * g.dilation, ix = at.x + kx * g.dilation;
+            bool in = ky < g.kernel && iy >= 0 && iy < g.height && ix >= 0 && ix < g.width;
+            values.v[k] = in ? picture[(int64_t(iy) * g.width + ix) * g.inputs + channel] : down<T>(Acc<T>(0));
+            if (++channel == depth) {
+                channel = 0;
+                if (++kx == g.kernel) kx = 0, ky++;
+            }
+        }
+        values.store(to + int64_t(i) * N);
+    }
+}
+
+// The rows of a matrix, zeros after each up to `stride`.
+template <class T> __global__ void spread(const T *from, T *to, int64_t rows, int columns, int stride) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = i / stride;
+    int column = int(i - row * stride);
+    if (row < rows) to[i] = column < columns ? from[row * columns + column] : down<T>(Acc<T>(0));
 }
 
 // The reverse: what the rows of output pixels `first..first + rows` give to the input pixels of the lines
@@ -138,10 +185,12 @@ template <class R> __global__ void __launch_bounds__(1024) add_parts(const R *pa
     if (threadIdx.x == 0 && channel < channels) into[channel] += sum;
 }
 
-// `into += what`
-template <class T, class R> __global__ void add_to(const T *what, R *into, int64_t len) {
+// `into += what`, whose rows are `stride` apart
+template <class T, class R> __global__ void add_to(const T *what, R *into, int64_t len, int columns, int stride) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < len) into[i] += R(up(what[i]));
+    if (i >= len) return;
+    int64_t row = stride == columns ? 0 : i / columns;
+    into[i] += R(up(what[i + row * (stride - columns)]));
 }
 
 // Enough blocks to fill a card, each of which goes on with more work.
@@ -153,15 +202,28 @@ unsigned filling(int64_t work) {
 } // namespace
 
 extern "C" int conv_gather(int type, const Geometry *geometry, const void *x, void *to, int group, int64_t first,
-                           int64_t rows, cudaStream_t stream) {
+                           int64_t rows, int stride, cudaStream_t stream) {
     Geometry g = *geometry;
     if (rows == 0) return 0;
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
-        int64_t values = rows * g.cells() * g.depth();
-        if (aligned(g.depth() * sizeof(T), {x, to}))
-            gather<T, N><<<filling(values / N), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, values / N);
-        else gather<T, 1><<<filling(values), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, values);
+        int64_t packs = rows * stride / N;
+        // Threads count in steps of the grid.
+        if (packs > INT32_MAX) return cudaErrorInvalidValue;
+        if (aligned(g.depth() * sizeof(T), {x}))
+            gather<T, N><<<filling(packs), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, stride, packs);
+        else
+            gather_narrow<T><<<filling(packs), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, stride,
+                                                                 unsigned(packs));
+    })
+    return cudaGetLastError();
+}
+
+extern "C" int conv_spread(int type, const void *from, void *to, int64_t rows, int columns, int stride,
+                           cudaStream_t stream) {
+    if (rows == 0) return 0;
+    WITH_TYPE(type, {
+        spread<<<blocks(rows * stride, 256), 256, 0, stream>>>((const T *)from, (T *)to, rows, columns, stride);
     })
     return cudaGetLastError();
 }
@@ -228,14 +290,13 @@ extern "C" int conv_through(int type, int act, const void *v, void *dy, void *pa
     return cudaGetLastError();
 }
 
-// Adds a gradient of f32, or of a shorter type, to one of f32.
-extern "C" int conv_add_to(int type, const void *what, void *into, int64_t len, cudaStream_t stream) {
+// Adds a gradient, (rows, columns) with `stride` values between rows, to one of the type computed with.
+extern "C" int conv_add_to(int type, const void *what, void *into, int64_t rows, int columns, int stride,
+                           cudaStream_t stream) {
+    int64_t len = rows * columns;
     if (len == 0) return 0;
-    switch (type) {
-    case F32: add_to<<<blocks(len, 256), 256, 0, stream>>>((const float *)what, (float *)into, len); break;
-    case BF16: add_to<<<blocks(len, 256), 256, 0, stream>>>((const bf16 *)what, (float *)into, len); break;
-    case F16: add_to<<<blocks(len, 256), 256, 0, stream>>>((const f16 *)what, (float *)into, len); break;
-    default: return cudaErrorInvalidValue;
-    }
+    WITH_TYPE(type, {
+        add_to<<<blocks(len, 256), 256, 0, stream>>>((const T *)what, (Acc<T> *)into, len, columns, stride);
+    })
     return cudaGetLastError();
 }

@@ -5,6 +5,8 @@
 
 #[cfg(feature = "cuda")]
 pub(super) mod card;
+#[cfg(feature = "cuda")]
+mod gathered;
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
@@ -16,7 +18,7 @@ use super::cuda;
 use super::linear::{Grads, add_all, through_activation};
 use super::product::{By, Mat, multiply, packing};
 use super::windows::{Block, Geometry};
-use super::{Activation, Elem, Reads, Real, activation, cpu, depthwise, reference, turn};
+use super::{Activation, Elem, Reads, Real, activation, add, cpu, depthwise, reference, turn};
 use crate::layers::On;
 use crate::{vectorised, with_elem};
 
@@ -166,7 +168,7 @@ impl Conv<'_> {
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::of(x) {
-            return self.backward_card(device, x, v, &dy, grads, want);
+            return self.backward_card(device, x, v, &dy, grads, want, None);
         }
         if !reference::has_body(x) {
             let mut inputs = vec![x, self.weight];
@@ -182,6 +184,28 @@ impl Conv<'_> {
             return Ok(want.then(|| found[0].clone()));
         }
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
+    }
+
+    /// As `backward`, with `onto` added to the input's gradient: within the product on a card where it is one.
+    pub fn backward_onto(
+        &self,
+        x: &Tensor,
+        v: Option<&Tensor>,
+        dy: Tensor,
+        grads: &Grads,
+        onto: &Tensor,
+    ) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x)
+            && self.geometry.is_product()
+            && let Some(dx) = self.backward_card(device, x, v, &dy, grads, true, Some(onto))?
+        {
+            return Ok(dx);
+        }
+        match self.backward(x, v, dy, grads, true)? {
+            Some(dx) => add::into(&dx, onto, Activation::Identity),
+            None => Ok(onto.clone()),
+        }
     }
 
     fn backward_cpu<T: Elem>(
@@ -342,23 +366,38 @@ pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::la
     (forward as u64, weight.max(input) as u64)
 }
 
-/// Most bytes of workspace a convolution is given on a card: enough to lay out the pictures of a first layer anew,
-/// which cuDNN does where they have three channels.
-const ROOM: usize = 256 << 20;
+/// Most bytes of workspace a convolution is given on a card: what cuDNN's engines want at most for the weight gradients
+/// of large filters, and little enough that windows which are gathered stay in the card's cache in part.
+const ROOM: usize = 64 << 20;
 
 /// Bytes of workspace a convolution that is no product is given on a card, whoever makes it: no more than all its
 /// windows would take, than its operands have, and than [`ROOM`]; but one window in any case.
 fn card_room(g: &Geometry, batch: usize, dtype: DType) -> usize {
     let acc = dtype.size_in_bytes().max(4);
-    let windows = batch * g.pixels() * g.window() * acc;
+    let windows = batch * g.pixels() * card_row(g) * acc;
     let pictures = batch * (g.height * g.width * g.inputs + g.pixels() * g.outputs) * dtype.size_in_bytes();
-    let room = windows.min(pictures + 8 * g.outputs * g.window()).min(ROOM);
-    room.max(g.window() * acc).next_multiple_of(256)
+    let room = windows.min(pictures + 8 * g.outputs * card_row(g)).min(ROOM);
+    room.max(card_row(g) * acc).next_multiple_of(256)
+}
+
+/// Values of a gathered window on a card, zeros at its end: a multiple of what a product loads at once.
+fn card_row(g: &Geometry) -> usize {
+    g.window().next_multiple_of(8)
+}
+
+/// Bytes of a weight of this type, rows as long as gathered windows.
+fn card_weight(g: &Geometry, dtype: DType) -> usize {
+    (g.outputs * card_row(g) * dtype.size_in_bytes()).next_multiple_of(256)
+}
+
+/// Bytes a weight takes by itself where its windows are gathered and its rows are no multiples of what is loaded at once.
+fn card_filter(g: &Geometry, dtype: DType) -> usize {
+    if card_row(g) == g.window() { 0 } else { card_weight(g, dtype) }
 }
 
 /// Bytes a weight's gradient takes by itself before it is added.
-fn card_gradient(g: &Geometry) -> usize {
-    (4 * g.outputs * g.window()).next_multiple_of(256)
+fn card_gradient(g: &Geometry, dtype: DType) -> usize {
+    card_weight(g, if dtype == DType::F64 { DType::F64 } else { DType::F32 })
 }
 
 fn card_workspace(g: &Geometry, bias: bool, batch: usize, dtype: DType) -> (u64, u64) {
@@ -373,7 +412,7 @@ fn card_workspace(g: &Geometry, bias: bool, batch: usize, dtype: DType) -> (u64,
         (_, true) => (0, 0),
         _ => {
             let room = card_room(g, batch, dtype);
-            (room, room + card_gradient(g))
+            (room + card_filter(g, dtype), room + card_gradient(g, dtype))
         }
     };
     (forward as u64, backward.max(sums) as u64)

@@ -102,6 +102,72 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
     }
 }
 
+// Output lines that a thread goes down at most.
+constexpr int RUN = 28;
+
+// Windows of 3 x 3 that move by a pixel: a thread goes down `RUN` output lines, W neighbouring pixels of each, and has
+// the sums of the three lines that an input line is a part of, so that it reads every input line once.
+template <class T, int N, int W>
+__global__ void __launch_bounds__(COLUMN_THREADS, 2)
+    columns(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, Lanes lanes,
+            int64_t work) {
+    using R = Acc<T>;
+    R *turned = room<R>();
+    turn<N>(weight, turned, lanes, g.channels, 9, g.turned);
+    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
+    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
+    if (pack >= lanes.packs) return;
+    R w[9][N];
+#pragma unroll
+    for (int cell = 0; cell < 9; cell++)
+#pragma unroll
+        for (int k = 0; k < N; k++) w[cell][k] = turned[cell * width + tx * N + k];
+    auto zero = nothing<T, N>();
+    unsigned across = (g.out_width + W - 1) / W, runs = (g.out_height + RUN - 1) / RUN;
+    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
+    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
+        unsigned line = unsigned(i) / across, picture = line / runs;
+        int ox = int(unsigned(i) - line * across) * W, first = int(line - picture * runs) * RUN;
+        int last = min(first + RUN, g.out_height), x0 = ox - g.padding;
+        R sums[3][W][N] = {};
+        // The input line `first + j - padding`, which `sums[(j + 1) % 3]` ends with and `sums[j % 3]` begins with.
+        auto take = [&](int j, auto &ends, auto &goes_on, auto &begins) {
+            int iy = first + j - g.padding;
+            bool in = iy >= 0 && iy < g.height;
+            const T *from = x + ((int64_t(picture) * g.height + iy) * g.width + x0) * g.channels + pack * N;
+            Pack<T, N> seen[W + 2];
+#pragma unroll
+            for (int c = 0; c < W + 2; c++)
+                seen[c] = load_if(in && x0 + c >= 0 && x0 + c < g.width, from + int64_t(c) * g.channels, zero);
+#pragma unroll
+            for (int o = 0; o < W; o++)
+#pragma unroll
+                for (int kx = 0; kx < 3; kx++)
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        R v = up(seen[o + kx].v[k]);
+                        begins[o][k] += v * w[kx][k];
+                        goes_on[o][k] += v * w[3 + kx][k];
+                        ends[o][k] += v * w[6 + kx][k];
+                    }
+            int oy = first + j - 2;
+#pragma unroll
+            for (int o = 0; o < W; o++) {
+                Pack<T, N> made;
+#pragma unroll
+                for (int k = 0; k < N; k++) made.v[k] = down<T>(ends[o][k]), ends[o][k] = 0;
+                if (j >= 2 && ox + o < g.out_width)
+                    made.store(y + ((int64_t(picture) * g.out_height + oy) * g.out_width + ox + o) * g.channels + pack * N);
+            }
+        };
+        for (int j = 0; j < last - first + 2; j += 3) {
+            take(j, sums[1], sums[2], sums[0]);
+            if (j + 1 < last - first + 2) take(j + 1, sums[2], sums[0], sums[1]);
+            if (j + 2 < last - first + 2) take(j + 2, sums[0], sums[1], sums[2]);
+        }
+    }
+}
+
 // Any windows: a thread makes one output pixel.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
@@ -134,6 +200,58 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
 #pragma unroll
         for (int k = 0; k < N; k++) made.v[k] = down<T>(sums[k]);
         made.store(y + i * g.channels + pack * N);
+    }
+}
+
+// The gradient of the input where windows of 3 x 3 move by two pixels in a padding of one: a thread makes 2 x 2W input
+// pixels, which 2 x (W + 1) output pixels see.
+template <class T, int N, int W>
+__global__ void __launch_bounds__(COLUMN_THREADS, 2)
+    squares(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, Lanes lanes,
+            int64_t work) {
+    using R = Acc<T>;
+    R *turned = room<R>();
+    turn<N>(weight, turned, lanes, g.channels, 9, false);
+    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
+    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
+    if (pack >= lanes.packs) return;
+    const R *w = turned + tx * N;
+    auto zero = nothing<T, N>();
+    int across = (g.width + 2 * W - 1) / (2 * W), down_by = (g.height + 1) / 2;
+    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
+    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
+        int64_t line = i / across, picture = line / down_by;
+        int ox = int(i - line * across) * W, oy = int(line - picture * down_by);
+        Pack<T, N> ds[2][W + 1];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const T *from = dy + ((picture * g.out_height + oy + r) * g.out_width + ox) * g.channels + pack * N;
+#pragma unroll
+            for (int j = 0; j <= W; j++)
+                ds[r][j] = load_if(oy + r < g.out_height && ox + j < g.out_width, from + int64_t(j) * g.channels, zero);
+        }
+#pragma unroll
+        for (int o = 0; o < W; o++) {
+            Pack<T, N> made[2][2];
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                auto cell = [&](int c) { return w[c * width + k]; };
+                R here = up(ds[0][o].v[k]), right = up(ds[0][o + 1].v[k]);
+                R below = up(ds[1][o].v[k]), corner = up(ds[1][o + 1].v[k]);
+                made[0][0].v[k] = down<T>(here * cell(4));
+                made[0][1].v[k] = down<T>(here * cell(5) + right * cell(3));
+                made[1][0].v[k] = down<T>(here * cell(7) + below * cell(1));
+                made[1][1].v[k] = down<T>(here * cell(8) + right * cell(6) + below * cell(2) + corner * cell(0));
+            }
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    int iy = 2 * oy + r, ix = 2 * (ox + o) + c;
+                    if (iy < g.height && ix < g.width)
+                        made[r][c].store(dx + ((picture * g.height + iy) * g.width + ix) * g.channels + pack * N);
+                }
+        }
     }
 }
 
@@ -180,39 +298,42 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     }
 }
 
-// Sums of a part's output pixels for the cells of windows of K x K: (parts, cells, channels).
-template <class T, int N, int K>
-__global__ void __launch_bounds__(COLUMN_THREADS)
-    weight_sums(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, Cut cut, Lanes lanes) {
+// Sums of a part's strips of W neighbouring output pixels, whose windows of K x K that move by S overlap, for all cells
+// of a window: (parts, cells, channels).
+template <class T, int N, int K, int S, int W>
+__global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
+    strip_sums(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, Cut cut, Lanes lanes) {
     using R = Acc<T>;
     Place at(cut, lanes);
     R sums[K * K][N] = {};
     auto zero = nothing<T, N>();
-    unsigned pixels = g.out_height * g.out_width;
+    unsigned across = (g.out_width + W - 1) / W;
     for (int64_t row = at.first; row < at.end; row += lanes.tall) {
-        unsigned picture = unsigned(row) / pixels, pixel = unsigned(row) - picture * pixels;
-        unsigned oy = pixel / g.out_width, ox = pixel - oy * g.out_width;
-        int y0 = int(oy) * g.stride - g.padding, x0 = int(ox) * g.stride - g.padding;
-        auto ds = Pack<T, N>::load(dy + row * g.channels + at.pack * N);
-        R d[N];
+        unsigned line = unsigned(row) / across, picture = line / g.out_height;
+        int ox = int(unsigned(row) - line * across) * W, oy = int(line - picture * g.out_height);
+        int y0 = oy * S - g.padding, x0 = ox * S - g.padding;
+        Pack<T, N> ds[W];
+        const T *of = dy + (int64_t(line) * g.out_width + ox) * g.channels + at.pack * N;
 #pragma unroll
-        for (int k = 0; k < N; k++) d[k] = up(ds.v[k]);
-        Pack<T, N> seen[K][K];
+        for (int o = 0; o < W; o++) ds[o] = load_if(ox + o < g.out_width, of + int64_t(o) * g.channels, zero);
 #pragma unroll
         for (int ky = 0; ky < K; ky++) {
-            int iy = y0 + ky * g.dilation;
+            constexpr int SEEN = (W - 1) * S + K;
+            int iy = y0 + ky;
             bool in = iy >= 0 && iy < g.height;
-            const T *from = x + (int64_t(picture) * g.height + iy) * g.width * g.channels + at.pack * N;
+            const T *from = x + ((int64_t(picture) * g.height + iy) * g.width + x0) * g.channels + at.pack * N;
+            Pack<T, N> seen[SEEN];
 #pragma unroll
-            for (int kx = 0; kx < K; kx++) {
-                int ix = x0 + kx * g.dilation;
-                seen[ky][kx] = load_if(in && ix >= 0 && ix < g.width, from + int64_t(ix) * g.channels, zero);
-            }
+            for (int j = 0; j < SEEN; j++)
+                seen[j] = load_if(in && x0 + j >= 0 && x0 + j < g.width, from + int64_t(j) * g.channels, zero);
+#pragma unroll
+            for (int kx = 0; kx < K; kx++)
+#pragma unroll
+                for (int o = 0; o < W; o++)
+#pragma unroll
+                    for (int k = 0; k < N; k++)
+                        sums[ky * K + kx][k] += up(seen[o * S + kx].v[k]) * up(ds[o].v[k]);
         }
-#pragma unroll
-        for (int cell = 0; cell < K * K; cell++)
-#pragma unroll
-            for (int k = 0; k < N; k++) sums[cell][k] += up(seen[cell / K][cell % K].v[k]) * d[k];
     }
 #pragma unroll
     for (int cell = 0; cell < K * K; cell++) {
@@ -299,6 +420,16 @@ unsigned filling(const Lanes &lanes, int64_t work) {
 }
 
 template <class T, int N> int sum_windows(const Windows &g, const T *x, const T *w, T *y, cudaStream_t stream) {
+    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) {
+        // As many channels as leave three lines of sums in registers.
+        constexpr int M = N < 4 ? N : 4, W = 4;
+        Lanes lanes = fitting<T, M>(g);
+        int64_t work = int64_t(g.batch) * ((g.out_height + RUN - 1) / RUN) * ((g.out_width + W - 1) / W);
+        if (work > INT32_MAX) return cudaErrorInvalidValue;
+        size_t shared = sizeof(Acc<T>) * M * lanes.wide * 9;
+        columns<T, M, W><<<filling(lanes, work), lanes.threads(), shared, stream>>>(x, w, y, g, lanes, work);
+        return cudaGetLastError();
+    }
     Lanes lanes = fitting<T, N>(g);
     if (lanes.wide == 0) return cudaErrorInvalidValue;
     size_t shared = sizeof(Acc<T>) * N * lanes.wide * g.cells();
@@ -309,7 +440,6 @@ template <class T, int N> int sum_windows(const Windows &g, const T *x, const T 
     };
     // Fewer where they overlap less.
     int64_t four = lines * ((g.out_width + 3) / 4), two = lines * ((g.out_width + 1) / 2);
-    if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) return run(strips<T, N, 3, 1, 4>, four);
     if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 2) return run(strips<T, N, 3, 2, 2>, two);
     if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 1) return run(strips<T, N, 5, 1, 4>, four);
     if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 2) return run(strips<T, N, 5, 2, 2>, two);
@@ -325,6 +455,11 @@ template <class T, int N> int spread_back(const Windows &g, const T *dy, const T
     Lanes lanes = fitting<T, N>(g);
     if (lanes.wide == 0) return cudaErrorInvalidValue;
     size_t shared = sizeof(Acc<T>) * N * lanes.wide * g.cells();
+    if (N > 1 && g.kernel == 3 && g.stride == 2 && g.padding == 1 && g.dilation == 1) {
+        int64_t work = int64_t(g.batch) * ((g.height + 1) / 2) * ((g.width + 3) / 4);
+        squares<T, N, 2><<<filling(lanes, work), lanes.threads(), shared, stream>>>(dy, w, dx, g, lanes, work);
+        return cudaGetLastError();
+    }
     int64_t work = int64_t(g.batch) * g.height * g.width;
     seen_by<T, N><<<filling(lanes, work), lanes.threads(), shared, stream>>>(dy, w, dx, g, lanes, work);
     return cudaGetLastError();
@@ -368,15 +503,23 @@ extern "C" int depthwise_weight(int type, const Geometry *geometry, int batch, c
         using R = Acc<T>;
         // As many channels as leave the sums of all cells in registers.
         constexpr int N = Pack<T>::size < 4 ? Pack<T>::size : 4;
-        auto run = [&](auto kernel, Lanes lanes, unsigned cells) {
+        auto run = [&](auto kernel, const Cut &cut, Lanes lanes, unsigned cells) {
             kernel<<<dim3(lanes.blocks(cut), cells), lanes.threads(), 0, stream>>>((const T *)x, (const T *)dy,
                                                                                   (R *)partials, g, cut, lanes);
         };
-        bool many = aligned(g.channels * sizeof(T), {x, dy});
-        if (many && g.kernel == 3) run(weight_sums<T, N, 3>, Lanes(g.channels / N), 1);
-        else if (many && g.kernel == 5) run(weight_sums<T, N, 5>, Lanes(g.channels / N), 1);
-        else if (many) run(cell_sums<T, N>, Lanes(g.channels / N), g.cells());
-        else run(cell_sums<T, 1>, Lanes(g.channels), g.cells());
+        // As many parts, of strips of so many pixels.
+        auto strips_of = [&](int pixels) {
+            int64_t strips = int64_t(batch) * g.out_height * ((g.out_width + pixels - 1) / pixels);
+            return Cut{strips, strips, (strips + parts - 1) / parts, parts, g.channels};
+        };
+        bool many = aligned(g.channels * sizeof(T), {x, dy}), dense = many && g.dilation == 1;
+        Lanes lanes(many ? g.channels / N : g.channels);
+        if (dense && g.kernel == 3 && g.stride == 1) run(strip_sums<T, N, 3, 1, 4>, strips_of(4), lanes, 1);
+        else if (dense && g.kernel == 3 && g.stride == 2) run(strip_sums<T, N, 3, 2, 2>, strips_of(2), lanes, 1);
+        else if (dense && g.kernel == 5 && g.stride == 1) run(strip_sums<T, N, 5, 1, 4>, strips_of(4), lanes, 1);
+        else if (dense && g.kernel == 5 && g.stride == 2) run(strip_sums<T, N, 5, 2, 2>, strips_of(2), lanes, 1);
+        else if (many) run(cell_sums<T, N>, cut, lanes, g.cells());
+        else run(cell_sums<T, 1>, cut, lanes, g.cells());
         add_parts<R><<<blocks(int64_t(g.cells()) * g.channels, 32), dim3(32, 32), 0, stream>>>(
             (const R *)partials, (R *)dweight, parts, g.cells(), g.channels);
     })

@@ -87,14 +87,22 @@ impl Linear<'_> {
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x))
     }
 
-    /// As `forward`, with `onto` added to the output: within the product on a card.
-    pub fn forward_onto(&self, x: &Tensor, onto: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    /// As `forward`, with `onto` added to the output, and `act` of the sum: within the product on a card where neither
+    /// has an activation.
+    pub fn forward_onto(
+        &self,
+        x: &Tensor,
+        onto: &Tensor,
+        act: Activation,
+    ) -> Result<(Tensor, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(x).filter(|_| self.act == Activation::Identity) {
+        if let Some(device) = super::cuda::of(x)
+            && [self.act, act] == [Activation::Identity; 2]
+        {
             return self.forward_card(device, x, Some(onto));
         }
         let (y, pre) = self.forward(x)?;
-        Ok((super::add::into(&y, onto, Activation::Identity)?, pre))
+        Ok((super::add::into(&y, onto, act)?, pre))
     }
 
     fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {

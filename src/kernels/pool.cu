@@ -57,6 +57,54 @@ __global__ void __launch_bounds__(256) max_backward(const uint8_t *__restrict__ 
     made.store(dx + i * N);
 }
 
+// The same where windows of 3 x 3 move by two pixels in a padding of one: a thread makes 2 x 2 pixels, which 2 x 2
+// windows see.
+template <class T, int N>
+__global__ void __launch_bounds__(256) max_squares(const uint8_t *__restrict__ which, const T *__restrict__ dy,
+                                                   T *__restrict__ dx, Window w, int64_t packs) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= packs) return;
+    Spot<N> at(i, (w.height + 1) / 2, (w.width + 1) / 2, w.channels);
+    Pack<T, N> ds[2][2];
+    Pack<uint8_t, N> cells[2][2];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            bool in = at.y + r < w.out_height && at.x + c < w.out_width;
+            int64_t line = at.picture * w.out_height + (in ? at.y + r : at.y);
+            int64_t from = (line * w.out_width + (in ? at.x + c : at.x)) * w.channels + at.channel;
+            ds[r][c] = Pack<T, N>::load(dy + from);
+            cells[r][c] = Pack<uint8_t, N>::load(which + from);
+            // No cell of a window that is not there.
+#pragma unroll
+            for (int k = 0; k < N; k++) cells[r][c].v[k] = in ? cells[r][c].v[k] : 9;
+        }
+    // The cell of window (a, b) that sees pixel (r, c), where one does.
+    auto given = [&](int r, int c, int a, int b, int k) {
+        int cell = (r + 1 - 2 * a) * 3 + c + 1 - 2 * b;
+        return cells[a][b].v[k] == uint8_t(cell) ? up(ds[a][b].v[k]) : Acc<T>(0);
+    };
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int y = 2 * at.y + r, x = 2 * at.x + c;
+            if (y >= w.height || x >= w.width) continue;
+            Pack<T, N> made;
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                Acc<T> sum = 0;
+#pragma unroll
+                for (int a = 0; a <= r; a++)
+#pragma unroll
+                    for (int b = 0; b <= c; b++) sum += given(r, c, a, b, k);
+                made.v[k] = down<T>(sum);
+            }
+            made.store(dx + ((at.picture * w.height + y) * w.width + x) * w.channels + at.channel);
+        }
+}
+
 } // namespace
 
 extern "C" int pool_max(int type, const Window *window, const void *x, void *y, void *which, cudaStream_t stream) {
@@ -81,7 +129,12 @@ extern "C" int pool_max_backward(int type, const Window *window, const void *whi
     if (values == 0) return 0;
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
-        if (aligned(w.channels * sizeof(T), {which, dy, dx}))
+        bool many = aligned(w.channels * sizeof(T), {which, dy, dx});
+        int64_t squares = int64_t(w.batch) * ((w.height + 1) / 2) * ((w.width + 1) / 2) * (w.channels / N);
+        if (many && w.size == 3 && w.stride == 2 && w.padding == 1)
+            max_squares<T, N><<<blocks(squares, 256), 256, 0, stream>>>((const uint8_t *)which, (const T *)dy, (T *)dx, w,
+                                                                        squares);
+        else if (many)
             max_backward<T, N><<<blocks(values / N, 256), 256, 0, stream>>>((const uint8_t *)which, (const T *)dy,
                                                                             (T *)dx, w, values / N);
         else

@@ -6,10 +6,10 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::{At, Cost, Layer, Mode, On, Pass, Remakes, Saved};
-use crate::kernels::Clip;
 use crate::kernels::batch_norm::{BatchNorm as Kernel, Running, workspace};
 use crate::kernels::channels::Cut;
 use crate::kernels::linear::Grads;
+use crate::kernels::{Activation, Clip, add};
 use crate::params::{Declared, Init, ParamId, StatId};
 
 /// As PyTorch has them.
@@ -82,6 +82,39 @@ impl Layer for BatchNorm {
         self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &grads, want)
     }
 
+    fn forward_onto(
+        &self,
+        x: &Tensor,
+        onto: &Tensor,
+        act: Activation,
+        pass: &Pass,
+    ) -> Result<(Tensor, Saved)> {
+        if pass.mode == Mode::Eval {
+            let y = self.kernel(pass).judge(x, &self.running(pass))?;
+            return Ok((add::into(&y, onto, act)?, Saved::default()));
+        }
+        let running = self.running(pass);
+        let running = (pass.mode == Mode::Train).then_some(&running);
+        let (y, kept) = self.kernel(pass).forward_onto(x, running, onto, act)?;
+        Ok((y, Saved(vec![x.clone(), kept])))
+    }
+
+    fn backward_through(
+        &self,
+        saved: Saved,
+        dy: Tensor,
+        through: (&Tensor, Activation),
+        pass: &Pass,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
+        let grads = Grads { weight: pass.grad(self.weight), bias: Some(pass.grad(self.bias)) };
+        self.kernel(pass).backward_through(&saved.0[0], &saved.0[1], &dy, through, &grads, want)
+    }
+
+    fn joins(&self, act: Activation, on: On) -> bool {
+        on == On::Cuda && self.act == Clip::Nothing && Clip::of(act).is_some()
+    }
+
     fn again(&self, saved: &Saved, pass: &Pass) -> Result<Option<Tensor>> {
         self.kernel(pass).again(&saved.0[0], &saved.0[1]).map(Some)
     }
@@ -120,7 +153,7 @@ impl Layer for BatchNorm {
 #[cfg(test)]
 mod tests {
     use super::super::check::{
-        Subject, autograd_agrees, bf16_follows, cost_is_exact, device, differences_agree, flat, random,
+        Subject, autograd_agrees, bf16_follows, cost_is_exact, device, differences_agree, distance, flat, random,
     };
     use super::*;
     use proptest::prelude::*;
@@ -151,6 +184,37 @@ mod tests {
         for (batch, group, c) in [(6, 6, 64), (6, 2, 40), (5, 2, 3), (2, 2, 1040)] {
             let x = random(&[batch, 9, 7, c], 1);
             bf16_follows(&|d| Box::new(BatchNorm::new(d, "n", &[9, 7, c], group, Clip::Nothing)), &x);
+        }
+    }
+
+    /// The end of a residual branch made in the layer's own passes is that made after it: output, gradients, and the
+    /// gradient left for the shortcut.
+    #[test]
+    fn a_sum_within_is_the_sum_after() {
+        for (act, c) in [(Activation::Identity, 40), (Activation::Relu, 64), (Activation::Relu6, 3)] {
+            let made = |within: bool| {
+                let mut declared = Declared::default();
+                let layer = BatchNorm::new(&mut declared, "n", &[5, 6, c], 2, Clip::Nothing);
+                let subject = Subject::new(declared, DType::F32, 3);
+                let pass = subject.pass(Mode::Train);
+                let [x, onto, dy] =
+                    [1, 2, 3].map(|i| random(&[3, 5, 6, c], i).to_dtype(DType::F32).unwrap());
+                let (y, dx) = if within {
+                    let (y, saved) = layer.forward_onto(&x, &onto, act, &pass).unwrap();
+                    let dx = layer.backward_through(saved, dy.clone(), (&y, act), &pass, true).unwrap();
+                    (y, dx)
+                } else {
+                    let (y, saved) = layer.forward(&x, &pass).unwrap();
+                    let y = add::into(&y, &onto, act).unwrap();
+                    add::through(&y, &dy, act).unwrap();
+                    (y, layer.backward(saved, dy.clone(), &pass, true).unwrap())
+                };
+                [y, dx.unwrap(), dy, subject.store.grads.clone(), subject.store.stats.clone()]
+                    .map(|t| flat(&t))
+            };
+            for (within, after) in made(true).iter().zip(made(false)) {
+                assert!(distance(within, &after) < 1e-5, "{act:?}");
+            }
         }
     }
 

@@ -69,6 +69,11 @@ impl Layer for Conv {
         self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, want)
     }
 
+    fn backward_onto(&self, saved: Saved, dy: Tensor, pass: &Pass, onto: &Tensor) -> Result<Option<Tensor>> {
+        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
+        self.kernel(pass).backward_onto(&saved.0[0], saved.0.get(1), dy, &grads, onto).map(Some)
+    }
+
     fn overwrites(&self) -> bool {
         self.act != Activation::Identity
     }

@@ -107,8 +107,14 @@ impl Layer for Linear {
         Ok((y, saved))
     }
 
-    fn forward_onto(&self, x: &Tensor, onto: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
-        let (y, pre) = self.kernel(pass).forward_onto(x, onto)?;
+    fn forward_onto(
+        &self,
+        x: &Tensor,
+        onto: &Tensor,
+        act: Activation,
+        pass: &Pass,
+    ) -> Result<(Tensor, Saved)> {
+        let (y, pre) = self.kernel(pass).forward_onto(x, onto, act)?;
         let saved = Saved::around(x, &y, pre, self.act);
         Ok((y, saved))
     }

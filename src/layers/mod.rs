@@ -47,10 +47,16 @@ pub trait Layer: Send + Sync {
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)>;
 
-    /// As `forward`, with `onto` added to the output, which must be nobody's but the caller's.
-    fn forward_onto(&self, x: &Tensor, onto: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+    /// As `forward`, with `onto` added to the output, which must be nobody's but the caller's, and `act` of the sum.
+    fn forward_onto(
+        &self,
+        x: &Tensor,
+        onto: &Tensor,
+        act: Activation,
+        pass: &Pass,
+    ) -> Result<(Tensor, Saved)> {
         let (y, saved) = self.forward(x, pass)?;
-        Ok((add::into(&y, onto, Activation::Identity)?, saved))
+        Ok((add::into(&y, onto, act)?, saved))
     }
 
     /// `dy` is the layer's to overwrite; no input gradient is made unless it is wanted.
@@ -60,6 +66,25 @@ pub trait Layer: Send + Sync {
     fn backward_onto(&self, saved: Saved, dy: Tensor, pass: &Pass, onto: &Tensor) -> Result<Option<Tensor>> {
         let dx = self.backward(saved, dy, pass, true)?;
         dx.map(|dx| add::into(&dx, onto, Activation::Identity)).transpose()
+    }
+
+    /// As `backward` where `forward_onto` made `y`: `dy` is first turned into the gradient before `act`, in place.
+    fn backward_through(
+        &self,
+        saved: Saved,
+        dy: Tensor,
+        (y, act): (&Tensor, Activation),
+        pass: &Pass,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
+        add::through(y, &dy, act)?;
+        self.backward(saved, dy, pass, want)
+    }
+
+    /// Whether both of these are made there within the layer's own passes: then what is added is made first, and `y`
+    /// is held for as long as the layer's gradient is made.
+    fn joins(&self, _act: Activation, _on: On) -> bool {
+        false
     }
 
     /// The output once more from what the layer saved, where that takes no more than a pass over it: such an output

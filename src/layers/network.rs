@@ -16,7 +16,7 @@ use crate::memory::{Ledger, Oom, Reservation, Role};
 /// A part of a block.
 pub enum Node {
     Layer(Box<dyn Layer>),
-    /// `act(branch(x) + shortcut(x))`; an empty shortcut is `x` itself.
+    /// `act(branch(x) + shortcut(x))`; an empty shortcut is `x` itself. A branch has a layer at least.
     Residual(Residual),
 }
 
@@ -130,7 +130,7 @@ impl Network {
                 BlockTrace::Kept(trace) => trace,
                 BlockTrace::Input(input) => walk.forward(&block.nodes, input, true, Mode::Again, None)?.1,
             };
-            match walk.backward(&block.nodes, trace, dy, i > 0, None)? {
+            match walk.backward(&block.nodes, trace, dy, i > 0, (None, None))? {
                 Some(dx) => dy = dx,
                 None => break,
             }
@@ -223,18 +223,19 @@ impl Walk<'_> {
         self.pass.as_ref().map(|pass| Pass { mode, ..*pass })
     }
 
-    /// What the nodes make of `x`, and `onto` added to it.
+    /// What the nodes make of `x`; with something `onto` it, an activation of the sum.
     fn forward(
         &self,
         nodes: &[Node],
         mut x: Act,
         keep: bool,
         mode: Mode,
-        onto: Option<&Act>,
+        onto: Option<(&Act, Activation)>,
     ) -> Step<(Act, Vec<Trace>)> {
         let mut traces = Vec::with_capacity(if keep { nodes.len() } else { 0 });
         for (i, node) in nodes.iter().enumerate() {
-            let onto = onto.filter(|_| i + 1 == nodes.len()).and_then(|onto| onto.value.as_ref());
+            let onto = onto.filter(|_| i + 1 == nodes.len());
+            let onto = onto.and_then(|(onto, act)| onto.value.as_ref().map(|onto| (onto, act)));
             let (y, trace) = match node {
                 Node::Layer(layer) => {
                     let remade = made_again(&nodes[..i], &traces, self.at.on);
@@ -242,8 +243,8 @@ impl Walk<'_> {
                 }
                 Node::Residual(residual) => {
                     let (y, trace) = self.residual_forward(residual, x, keep, mode)?;
-                    if let (Some(y), Some(onto)) = (&y.value, onto) {
-                        add::into(y, onto, Activation::Identity)?;
+                    if let (Some(y), Some((onto, act))) = (&y.value, onto) {
+                        add::into(y, onto, act)?;
                     }
                     (y, trace)
                 }
@@ -260,7 +261,7 @@ impl Walk<'_> {
         x: Act,
         (keep, remade): (bool, bool),
         mode: Mode,
-        onto: Option<&Tensor>,
+        onto: Option<(&Tensor, Activation)>,
     ) -> Step<(Act, Option<Trace>)> {
         let cost = layer.cost(self.at);
         let remade = remade && cost.keeps_input;
@@ -270,7 +271,7 @@ impl Walk<'_> {
         let (value, saved) = match (self.pass(mode), &x.value) {
             (Some(pass), Some(x)) => {
                 let (y, mut saved) = match onto {
-                    Some(onto) => layer.forward_onto(x, onto, &pass)?,
+                    Some((onto, act)) => layer.forward_onto(x, onto, act, &pass)?,
                     None => layer.forward(x, &pass)?,
                 };
                 if remade {
@@ -302,10 +303,13 @@ impl Walk<'_> {
     ) -> Step<(Act, Option<Trace>)> {
         // The branch's output is nobody else's unless its last layer keeps it: the sum goes there.
         let in_place = !self.keeps_output(&residual.branch);
-        if in_place && residual.shortcut.is_empty() && residual.act == Activation::Identity {
-            let (y, branch) = self.forward(&residual.branch, x.clone(), keep, mode, Some(&x))?;
-            let trace = Trace::Residual { branch, shortcut: Vec::new(), output: None };
-            return Ok((y, keep.then_some(trace)));
+        let plain = residual.shortcut.is_empty() && residual.act == Activation::Identity;
+        if in_place && (plain || self.joins(residual)) {
+            let (s, shortcut) = self.forward(&residual.shortcut, x.clone(), keep, mode, None)?;
+            let onto = Some((&s, residual.act));
+            let (y, branch) = self.forward(&residual.branch, x, keep, mode, onto)?;
+            let output = (residual.act != Activation::Identity).then(|| y.clone());
+            return Ok((y, keep.then_some(Trace::Residual { branch, shortcut, output })));
         }
         let (b, branch) = self.forward(&residual.branch, x.clone(), keep, mode, None)?;
         let (s, shortcut) = self.forward(&residual.shortcut, x, keep, mode, None)?;
@@ -325,6 +329,14 @@ impl Walk<'_> {
         Ok((y, keep.then_some(Trace::Residual { branch, shortcut, output })))
     }
 
+    /// Whether the branch's last layer makes the sum and its activation in passes of its own.
+    fn joins(&self, residual: &Residual) -> bool {
+        match residual.branch.last() {
+            Some(Node::Layer(layer)) => layer.joins(residual.act, self.at.on),
+            _ => false,
+        }
+    }
+
     /// Whether the output of these nodes is kept by the one that made it, or is their input.
     fn keeps_output(&self, nodes: &[Node]) -> bool {
         match nodes.last() {
@@ -337,17 +349,19 @@ impl Walk<'_> {
         }
     }
 
-    /// The gradient of the nodes' input, where wanted, and `onto` added to it. Traces are given back as they are
-    /// used.
+    /// The gradient of the nodes' input, where wanted, and `onto` added to it; `dy` is first turned into the gradient
+    /// before an activation where one came after them, `through` its output. Traces are given back as they are used.
     fn backward(
         &self,
         nodes: &[Node],
         mut traces: Vec<Trace>,
         mut dy: Act,
         want: bool,
-        onto: Option<&Act>,
+        (onto, mut through): (Option<&Act>, Option<(Act, Activation)>),
     ) -> Step<Option<Act>> {
         for (i, node) in nodes.iter().enumerate().rev() {
+            // The last node alone is given it, and lets it go.
+            let through = through.take();
             let onto = onto.filter(|_| want && i == 0).and_then(|onto| onto.value.as_ref());
             let (want, trace) = (want || i > 0, traces.pop());
             let dx = match (node, trace) {
@@ -364,10 +378,21 @@ impl Walk<'_> {
                     let _work = self.hold(Role::Workspace, layer.name(), cost.backward)?;
                     let hold = if cost.view { dy.hold.clone() } else { own };
                     let value = match (self.pass(Mode::Train), saved, dy.value.take()) {
-                        (Some(pass), Some(saved), Some(dy)) => match onto {
-                            Some(onto) => layer.backward_onto(saved, dy, &pass, onto)?,
-                            None => layer.backward(saved, dy, &pass, want)?,
-                        },
+                        (Some(pass), Some(saved), Some(dy)) => {
+                            let through =
+                                through.as_ref().and_then(|(y, act)| Some((y.value.as_ref()?, *act)));
+                            match (through, onto) {
+                                (Some(through), None) => {
+                                    layer.backward_through(saved, dy, through, &pass, want)?
+                                }
+                                (None, Some(onto)) => layer.backward_onto(saved, dy, &pass, onto)?,
+                                (Some((y, act)), Some(onto)) => {
+                                    add::through(y, &dy, act)?;
+                                    layer.backward_onto(saved, dy, &pass, onto)?
+                                }
+                                (None, None) => layer.backward(saved, dy, &pass, want)?,
+                            }
+                        }
                         _ => None,
                     };
                     want.then_some(Act { value, hold })
@@ -418,11 +443,15 @@ impl Walk<'_> {
         dy: Act,
         want: bool,
     ) -> Step<Option<Act>> {
-        if let (Some(Act { value: Some(y), .. }), Some(dy)) = (&output, &dy.value) {
-            add::through(y, dy, residual.act)?;
+        let overwrites = overwrites(&residual.branch);
+        let mut through = output.map(|y| (y, residual.act));
+        if overwrites || !self.joins(residual) {
+            if let (Some((Act { value: Some(y), .. }, act)), Some(dy)) = (&through, &dy.value) {
+                add::through(y, dy, *act)?;
+            }
+            through = None;
         }
-        drop(output);
-        let for_branch = match overwrites(&residual.branch) {
+        let for_branch = match overwrites {
             true => {
                 let bytes = self.at.bytes(residual.output.iter().product());
                 let hold = self.hold(Role::Activations, &residual.name, bytes)?;
@@ -430,16 +459,11 @@ impl Walk<'_> {
             }
             false => dy.clone(),
         };
-        if residual.shortcut.is_empty() && !residual.branch.is_empty() {
-            return self.backward(&residual.branch, branch, for_branch, want, Some(&dy));
+        if residual.shortcut.is_empty() {
+            return self.backward(&residual.branch, branch, for_branch, want, (Some(&dy), through));
         }
-        let through_branch = self.backward(&residual.branch, branch, for_branch, want, None)?;
-        let through_shortcut = self.backward(&residual.shortcut, shortcut, dy, want, None)?;
-        let (Some(b), Some(s)) = (through_branch, through_shortcut) else { return Ok(None) };
-        if let (Some(b), Some(s)) = (&b.value, &s.value) {
-            add::into(b, s, Activation::Identity)?;
-        }
-        Ok(Some(b))
+        let by_branch = self.backward(&residual.branch, branch, for_branch, want, (None, through))?;
+        self.backward(&residual.shortcut, shortcut, dy, want, (by_branch.as_ref(), None))
     }
 }
 

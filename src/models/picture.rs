@@ -156,6 +156,9 @@ impl Builder {
     ) -> Result<(), ModelError> {
         let before = self.shape.clone();
         let branch = self.branch(branch)?;
+        if branch.is_empty() {
+            return Err(self.refuse(name, "a layer in its branch"));
+        }
         let output = std::mem::replace(&mut self.shape, before);
         let shortcut = self.branch(shortcut)?;
         if self.shape != output {

@@ -4,7 +4,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
 use super::super::channels::card::Norm;
-use super::{BatchNorm, Cut, Grads, Running};
+use super::{BatchNorm, Clip, Cut, Grads, Running};
 
 impl BatchNorm<'_> {
     fn norm(&self, x: &Tensor) -> Result<Norm<'_>> {
@@ -18,8 +18,15 @@ impl BatchNorm<'_> {
         device: &CudaDevice,
         x: &Tensor,
         running: Option<&Running>,
+        onto: Option<(&Tensor, Clip)>,
     ) -> Result<(Tensor, Tensor)> {
-        self.norm(x)?.forward(device, x, running.map(|r| (r.mean, r.var, r.momentum)))
+        let running = running.map(|r| (r.mean, r.var, r.momentum));
+        self.with_clip(x, onto)?.forward(device, x, running, onto.map(|(onto, _)| onto))
+    }
+
+    /// With the clip of what is added to the output, where there is such.
+    fn with_clip(&self, x: &Tensor, with: Option<(&Tensor, Clip)>) -> Result<Norm<'_>> {
+        Ok(Norm { act: with.map_or(self.act, |(_, act)| act), ..self.norm(x)? })
     }
 
     pub(super) fn again_card(&self, device: &CudaDevice, x: &Tensor, kept: &Tensor) -> Result<Tensor> {
@@ -37,10 +44,10 @@ impl BatchNorm<'_> {
         device: &CudaDevice,
         x: &Tensor,
         kept: &Tensor,
-        dy: &Tensor,
+        (dy, through): (&Tensor, Option<(&Tensor, Clip)>),
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
-        self.norm(x)?.backward(device, x, kept, dy, grads, want)
+        self.with_clip(x, through)?.backward(device, x, kept, (dy, through.map(|(y, _)| y)), grads, want)
     }
 }

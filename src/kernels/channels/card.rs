@@ -52,12 +52,13 @@ impl Norm<'_> {
         })
     }
 
-    /// The output and (units, 2, groups) of mean and one over the deviation.
+    /// The output and (units, 2, groups) of mean and one over the deviation; `onto` is added before the clip.
     pub fn forward(
         &self,
         device: &CudaDevice,
         x: &Tensor,
         running: Option<Moving>,
+        onto: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
         let dtype = x.dtype();
         let kept = fresh(device, wide(dtype), (self.cut.units(), 2, self.groups))?;
@@ -67,10 +68,10 @@ impl Norm<'_> {
             Some((mean, var, share)) => (pointer(mean)?, pointer(var)?, share),
             None => (std::ptr::null_mut(), std::ptr::null_mut(), 0.0),
         };
-        let raw = self.raw(x, &kept)?;
+        let (raw, onto) = (self.raw(x, &kept)?, pointer_or_null(onto)?);
         // SAFETY: the tensors have the sizes that `raw` states, and outlive the launches in the stream's order.
         checked("channels_forward", unsafe {
-            channels_forward(&raw, pointer(&y)?, pointer(&room)?, mean, var, share, stream(device))
+            channels_forward(&raw, onto, pointer(&y)?, pointer(&room)?, mean, var, share, stream(device))
         })?;
         Ok((y, kept))
     }
@@ -95,13 +96,14 @@ impl Norm<'_> {
         Ok(y)
     }
 
-    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted.
+    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. Where something was added
+    /// before the clip, its output `y` says what it let through, and `dy` becomes that, in place.
     pub fn backward(
         &self,
         device: &CudaDevice,
         x: &Tensor,
         kept: &Tensor,
-        dy: &Tensor,
+        (dy, y): (&Tensor, Option<&Tensor>),
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
@@ -109,10 +111,10 @@ impl Norm<'_> {
         let room = scratch(device, card_workspace(x.dtype(), &self.cut, self.groups).1)?;
         let raw = self.raw(x, kept)?;
         let (dweight, dbias) = (pointer(grads.weight)?, pointer_or_null(grads.bias)?);
-        let (dy, to) = (pointer(dy)?, pointer_or_null(dx.as_ref())?);
+        let (dy, y, to) = (pointer(dy)?, pointer_or_null(y)?, pointer_or_null(dx.as_ref())?);
         // SAFETY: as above; gradients are of the type computed with.
         checked("channels_backward", unsafe {
-            channels_backward(&raw, dy, to, dweight, dbias, pointer(&room)?, stream(device))
+            channels_backward(&raw, dy, y, to, dweight, dbias, pointer(&room)?, stream(device))
         })?;
         Ok(dx)
     }
@@ -139,6 +141,7 @@ struct Raw {
 unsafe extern "C" {
     fn channels_forward(
         norm: *const Raw,
+        onto: *const c_void,
         y: *mut c_void,
         scratch: *mut c_void,
         mean: *mut c_void,
@@ -156,7 +159,8 @@ unsafe extern "C" {
     ) -> c_int;
     fn channels_backward(
         norm: *const Raw,
-        dy: *const c_void,
+        dy: *mut c_void,
+        y: *const c_void,
         dx: *mut c_void,
         dweight: *mut c_void,
         dbias: *mut c_void,

@@ -1,5 +1,6 @@
-//! Convolution on a card: a plain product where a window is one pixel, else cuDNN where it is there and has an engine
-//! that gives the same bits every time, else windows gathered in runs of rows and multiplied.
+//! Convolution on a card: a plain product where a window is one pixel; windows gathered in runs of rows and multiplied
+//! where it has few channels; else cuDNN where it is there and has an engine that gives the same bits every time, and
+//! gathered windows again where it has not.
 //!
 //! Whoever makes it is given the same room, so that what a convolution takes is known without asking.
 
@@ -12,8 +13,10 @@ use super::super::channels::card::wide;
 use super::super::channels::{Cut, Parts};
 use super::super::cuda::product::{Mat, Onto, Then, multiply, tf32};
 use super::super::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream};
-use super::super::windows::{Block, Blocking};
-use super::{Activation, Conv, Geometry, Grads, Reads, card_gradient, card_room, depthwise};
+use super::gathered::{add_to, gather, part, runs, scatter, spread};
+use super::{
+    Activation, Conv, Geometry, Grads, Reads, card_filter, card_gradient, card_room, card_row, depthwise,
+};
 
 /// What cuDNN is asked for: `What` in conv/cudnn.cpp.
 #[derive(Clone, Copy)]
@@ -70,23 +73,29 @@ impl Conv<'_> {
             let w = Mat::new(self.weight, n, k).t();
             return multiply(&Mat::new(y, rows, n), Mat::new(x, rows, k), w, Onto::Nothing, Then::Nothing);
         }
-        let room = card_room(g, batch, x.dtype());
-        let windows = fresh(device, x.dtype(), room / x.dtype().size_in_bytes())?;
-        if self.cudnn(device, What::Output, [x, self.weight, y], &windows, 0)?.is_some() {
+        let (dtype, row) = (x.dtype(), card_row(g));
+        let room = fresh(device, dtype, card_room(g, batch, dtype) / dtype.size_in_bytes())?;
+        if !gathers(g) && self.cudnn(device, What::Output, [x, self.weight, y], &room)? {
             return Ok(());
         }
-        let ng = n / g.groups;
-        for block in runs(g, batch, windows.elem_count()).all() {
+        let apart = match card_filter(g, dtype) {
+            0 => None,
+            bytes => Some(spread(device, self.weight, bytes, n, k, row)?),
+        };
+        let (ng, weight) = (n / g.groups, apart.as_ref().unwrap_or(self.weight));
+        for block in runs(g, batch, room.elem_count()).all() {
             for group in 0..g.groups {
-                gather(device, g, x, &windows, group, block)?;
+                gather(device, g, x, &room, group, block)?;
                 let out = part(y, block.row(g.pixels()) * n + group * ng, block.rows(), ng, n);
-                let w = part(self.weight, group * ng * k, ng, k, k).t();
-                multiply(&out, Mat::new(&windows, block.rows(), k), w, Onto::Nothing, Then::Nothing)?;
+                let w = part(weight, group * ng * row, ng, row, row).t();
+                multiply(&out, Mat::new(&room, block.rows(), row), w, Onto::Nothing, Then::Nothing)?;
             }
         }
         Ok(())
     }
 
+    /// As `backward`; `onto` is added where the convolution is a product.
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn backward_card(
         &self,
         device: &CudaDevice,
@@ -95,11 +104,15 @@ impl Conv<'_> {
         dy: &Tensor,
         grads: &Grads,
         want: bool,
+        onto: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
         let g = &self.geometry;
         self.through(device, v, dy, grads)?;
         if dy.elem_count() == 0 {
-            return want.then(|| Tensor::zeros(x.shape(), x.dtype(), x.device())).transpose();
+            return match onto {
+                Some(onto) => Ok(Some(onto.clone())),
+                None => want.then(|| Tensor::zeros(x.shape(), x.dtype(), x.device())).transpose(),
+            };
         }
         if g.is_depthwise() {
             depthwise::card::weight_gradient(device, g, x, dy, grads.weight)?;
@@ -120,7 +133,7 @@ impl Conv<'_> {
         }
         let dx = fresh(device, x.dtype(), x.shape())?;
         let w = Mat::new(self.weight, n, k);
-        multiply(&Mat::new(&dx, rows, k), d, w, Onto::Nothing, Then::Nothing)?;
+        multiply(&Mat::new(&dx, rows, k), d, w, onto.map_or(Onto::Nothing, Onto::Other), Then::Nothing)?;
         Ok(Some(dx))
     }
 
@@ -171,25 +184,25 @@ impl Conv<'_> {
         into: &Tensor,
     ) -> Result<()> {
         let g = &self.geometry;
-        let (k, n, batch) = (g.window(), g.outputs, x.dim(0)?);
-        let (of_weight, size) = (card_gradient(g), x.dtype().size_in_bytes());
-        let room = fresh(device, x.dtype(), (of_weight + card_room(g, batch, x.dtype())) / size)?;
-        // cuDNN's goes to the front of the room, and is added from there.
-        if let Some(dtype) = self.cudnn(device, What::WeightGradient, [dy, x, &room], &room, of_weight)? {
-            let (what, into, len) = (pointer(&room)?, pointer(into)?, (n * k) as i64);
-            // SAFETY: both have so many values, of the types stated.
-            return checked("conv_add_to", unsafe { conv_add_to(dtype, what, into, len, stream(device)) });
+        let (k, n, batch, row) = (g.window(), g.outputs, x.dim(0)?, card_row(g));
+        let (dtype, acc) = (x.dtype(), into.dtype());
+        let apart = fresh(device, acc, card_gradient(g, dtype) / acc.size_in_bytes())?;
+        let room = fresh(device, dtype, card_room(g, batch, dtype) / dtype.size_in_bytes())?;
+        if !gathers(g) && self.cudnn(device, What::WeightGradient, [dy, x, &apart], &room)? {
+            return add_to(device, dtype, &apart, into, n, k, k);
         }
-        let ng = n / g.groups;
-        for block in runs(g, batch, room.elem_count()).all() {
+        let (ng, direct) = (n / g.groups, row == k);
+        let sums = if direct { into } else { &apart };
+        for (i, block) in runs(g, batch, room.elem_count()).all().into_iter().enumerate() {
             for group in 0..g.groups {
                 gather(device, g, x, &room, group, block)?;
                 let d = part(dy, block.row(g.pixels()) * n + group * ng, block.rows(), ng, n).t();
-                let out = part(into, group * ng * k, ng, k, k);
-                multiply(&out, d, Mat::new(&room, block.rows(), k), Onto::Itself, Then::Nothing)?;
+                let out = part(sums, group * ng * row, ng, row, row);
+                let onto = if direct || i > 0 { Onto::Itself } else { Onto::Nothing };
+                multiply(&out, d, Mat::new(&room, block.rows(), row), onto, Then::Nothing)?;
             }
         }
-        Ok(())
+        if direct { Ok(()) } else { add_to(device, acc, &apart, into, n, k, row) }
     }
 
     /// The gradient of the input `x`, whose values are not read.
@@ -199,7 +212,7 @@ impl Conv<'_> {
         let (dtype, acc) = (x.dtype(), wide(x.dtype()));
         let windows = fresh(device, acc, card_room(g, batch, dtype) / acc.size_in_bytes())?;
         let dx = fresh(device, dtype, x.shape())?;
-        if self.cudnn(device, What::InputGradient, [dy, self.weight, &dx], &windows, 0)?.is_some() {
+        if self.cudnn(device, What::InputGradient, [dy, self.weight, &dx], &windows)? {
             return Ok(dx);
         }
         let (ng, blocking) = (n / g.groups, runs(g, batch, windows.elem_count()));
@@ -222,21 +235,18 @@ impl Conv<'_> {
         Ok(dx)
     }
 
-    /// Asks cuDNN for the last of three tensors, with what lies in `room` after `from` bytes as workspace; the type
-    /// code of what it made, or nothing where it has no engine for that.
+    /// Asks cuDNN for the last of three tensors, with `room` as workspace; whether it has an engine for that.
     fn cudnn(
         &self,
         device: &CudaDevice,
         what: What,
         [a, b, out]: [&Tensor; 3],
         room: &Tensor,
-        from: usize,
-    ) -> Result<Option<c_int>> {
+    ) -> Result<bool> {
         if a.dtype() == DType::F64 {
-            return Ok(None);
+            return Ok(false);
         }
         let g = Raw::new(&self.geometry);
-        let bytes = room.elem_count() * room.dtype().size_in_bytes();
         let asked = Asked {
             dtype: code(a.dtype())?,
             what: what as c_int,
@@ -256,89 +266,21 @@ impl Conv<'_> {
             a: pointer(a)?,
             b: pointer(b)?,
             out: pointer(out)?,
-            workspace: (pointer(room)? as usize + from) as *mut c_void,
-            room: (bytes - from) as i64,
+            workspace: pointer(room)?,
+            room: (room.elem_count() * room.dtype().size_in_bytes()) as i64,
         };
-        let mut made = asked.dtype;
         // SAFETY: the tensors have the sizes of the geometry, and outlive the launch in the stream's order.
-        match unsafe { conv_cudnn(&asked, &mut made, stream(device)) } {
-            NONE => Ok(None),
-            code => checked("conv_cudnn", code).map(|()| Some(made)),
+        match unsafe { conv_cudnn(&asked, stream(device)) } {
+            NONE => Ok(false),
+            code => checked("conv_cudnn", code).map(|()| true),
         }
     }
 }
 
-/// A matrix inside a tensor.
-fn part(of: &Tensor, from: usize, rows: usize, cols: usize, stride: usize) -> Mat<'_> {
-    Mat { of, from, rows, cols, stride, turned: false }
-}
-
-/// Runs of output pixels whose windows have `room` values at most, but one window at least.
-fn runs(g: &Geometry, batch: usize, room: usize) -> Blocking {
-    let (rows, pixels) = ((room / g.window()).max(1), g.pixels());
-    Blocking { batch, pixels, pictures: (rows / pixels).clamp(1, batch), part: rows.min(pixels) }
-}
-
-fn gather(
-    device: &CudaDevice,
-    g: &Geometry,
-    x: &Tensor,
-    to: &Tensor,
-    group: usize,
-    block: Block,
-) -> Result<()> {
-    let (first, rows) = (block.row(g.pixels()) as i64, block.rows() as i64);
-    let (dtype, raw) = (code(x.dtype())?, Raw::new(g));
-    let (x, to) = (pointer(x)?, pointer(to)?);
-    // SAFETY: the block lies in the batch, and its windows in `to`.
-    checked("conv_gather", unsafe {
-        conv_gather(dtype, &raw, x, to, group as c_int, first, rows, stream(device))
-    })
-}
-
-fn scatter(
-    device: &CudaDevice,
-    g: &Geometry,
-    windows: &Tensor,
-    dx: &Tensor,
-    group: usize,
-    block: Block,
-    add: bool,
-) -> Result<()> {
-    let (line, lines) = lines(g, block);
-    let (first, rows) = (block.row(g.pixels()) as i64, block.rows() as i64);
-    let (dtype, raw) = (code(dx.dtype())?, Raw::new(g));
-    let (from, to) = (pointer(windows)?, pointer(dx)?);
-    // SAFETY: the block lies in the batch, its windows in `windows`, and the lines in `dx`.
-    checked("conv_scatter", unsafe {
-        conv_scatter(
-            dtype,
-            &raw,
-            from,
-            to,
-            group as c_int,
-            first,
-            rows,
-            line as i64,
-            lines as i64,
-            add as c_int,
-            stream(device),
-        )
-    })
-}
-
-/// The lines of the input, counted over the batch, that the windows of a block see: the first, and how many.
-fn lines(g: &Geometry, block: Block) -> (usize, usize) {
-    let start = block.picture * g.height;
-    if block.part == g.pixels() {
-        return (start, block.pictures * g.height);
-    }
-    let width = g.output().1;
-    let (top, bottom) = (block.first / width, (block.first + block.part - 1) / width);
-    let from = (top * g.stride).saturating_sub(g.padding);
-    let until = bottom * g.stride + (g.kernel - 1) * g.dilation + 1;
-    let until = until.saturating_sub(g.padding).min(g.height);
-    (start + from, until.saturating_sub(from))
+/// Whether windows are gathered also where cuDNN is: it would fill up the channels of such pictures with zeros first,
+/// and takes two to five times as long.
+fn gathers(g: &Geometry) -> bool {
+    g.groups == 1 && g.inputs < 8
 }
 
 /// `Geometry` in cuda/windows.cuh.
@@ -405,30 +347,7 @@ struct Asked {
 const NONE: c_int = -1;
 
 unsafe extern "C" {
-    fn conv_cudnn(asked: *const Asked, made: *mut c_int, stream: Stream) -> c_int;
-    fn conv_gather(
-        dtype: c_int,
-        g: *const Raw,
-        x: *const c_void,
-        to: *mut c_void,
-        group: c_int,
-        first: i64,
-        rows: i64,
-        stream: Stream,
-    ) -> c_int;
-    fn conv_scatter(
-        dtype: c_int,
-        g: *const Raw,
-        windows: *const c_void,
-        dx: *mut c_void,
-        group: c_int,
-        first: i64,
-        rows: i64,
-        line: i64,
-        lines: i64,
-        add: c_int,
-        stream: Stream,
-    ) -> c_int;
+    fn conv_cudnn(asked: *const Asked, stream: Stream) -> c_int;
     fn conv_finish(
         dtype: c_int,
         act: c_int,
@@ -454,5 +373,4 @@ unsafe extern "C" {
         parts: c_int,
         stream: Stream,
     ) -> c_int;
-    fn conv_add_to(dtype: c_int, what: *const c_void, into: *mut c_void, len: i64, stream: Stream) -> c_int;
 }

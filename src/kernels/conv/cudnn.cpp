@@ -1,7 +1,9 @@
 // Convolutions by cuDNN: forward, and the gradients of input and weight, channels last.
 //
 // Which of its engines makes one is asked once for each shape and remembered, also where there is none: of those that
-// give the same bits every time and need no more room than the caller has.
+// give the same bits every time and need no more room than the caller has. What it makes is of the operands' type, a
+// weight's gradient too: sums are made in f32 and rounded once, as PyTorch's are. For f32 from shorter operands there
+// is one engine alone, which takes ten times as long and half a second a shape to be compiled.
 #include "cuda/with_cudnn.h"
 
 #include <array>
@@ -17,7 +19,7 @@ struct Asked {
     int type, what, tf32;
     int batch, height, width, inputs, out_height, out_width, outputs, kernel, stride, padding, dilation, groups;
     const void *a, *b; // x and weight; dy and weight; dy and x
-    void *out;         // y; dx; dw, of f32 where an engine makes that, else of the operands' type
+    void *out;         // y; dx; dw
     void *workspace;
     int64_t room; // bytes of the workspace
 };
@@ -32,11 +34,6 @@ namespace {
 
 namespace fe = cudnn_frontend;
 using Numbers = std::vector<int64_t>;
-
-struct Plan {
-    fe::graph::Graph graph;
-    int out_type;
-};
 
 // The largest power of two, at most 16, that an address is a multiple of.
 int alignment(const void *p) {
@@ -57,8 +54,7 @@ template <class Attributes> Attributes windows(const Asked &q) {
     return Attributes().set_padding({p, p}).set_stride({s, s}).set_dilation({d, d});
 }
 
-int build(Plan &plan, const Asked &q, cudnnHandle_t handle) {
-    auto &graph = plan.graph;
+int build(fe::graph::Graph &graph, const Asked &q, bool tensor_cores, cudnnHandle_t handle) {
     graph.set_io_data_type(cudnn::kind(q.type))
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
         .set_compute_data_type(fe::DataType_t::FLOAT);
@@ -87,12 +83,15 @@ int build(Plan &plan, const Asked &q, cudnnHandle_t handle) {
         out = graph.conv_wgrad(y(1, q.a), x(2, q.b), windows<fe::graph::Conv_wgrad_attributes>(q));
         shaped(out, q.outputs, q.kernel, q.kernel, depth);
     }
-    out->set_output(true).set_uid(3).set_alignment(alignment(q.out)).set_data_type(cudnn::kind(plan.out_type));
+    out->set_output(true).set_uid(3).set_alignment(alignment(q.out)).set_data_type(cudnn::kind(q.type));
 
     TRY_CUDNN(graph.validate());
     TRY_CUDNN(graph.build_operation_graph(handle));
-    TRY_CUDNN(graph.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
+    std::vector<fe::HeurMode_t> modes{fe::HeurMode_t::A};
+    if (!tensor_cores) modes.push_back(fe::HeurMode_t::FALLBACK);
+    TRY_CUDNN(graph.create_execution_plans(modes));
     graph.deselect_numeric_notes({fe::NumericalNote_t::NONDETERMINISTIC});
+    if (tensor_cores) graph.select_numeric_notes({fe::NumericalNote_t::TENSOR_CORE});
     // A weight's gradient is a long sum.
     if (q.what == WEIGHT_GRADIENT) graph.deselect_numeric_notes({fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION});
     if (q.type == F32) {
@@ -111,15 +110,15 @@ int build(Plan &plan, const Asked &q, cudnnHandle_t handle) {
     return bytes <= q.room ? 0 : NONE;
 }
 
-// The gradient of a weight is wanted in f32; where no engine makes that it is rounded, as the operands are.
-std::unique_ptr<Plan> plan_for(const Asked &q, cudnnHandle_t handle) {
-    for (int out_type : {int(F32), q.type}) {
-        if (out_type != q.type && q.what != WEIGHT_GRADIENT) continue;
-        auto plan = std::make_unique<Plan>();
-        plan->out_type = out_type;
+// Short operands go to tensor cores, which the first choice does not always use; to what there is where no engine
+// does that.
+std::unique_ptr<fe::graph::Graph> plan_for(const Asked &q, cudnnHandle_t handle) {
+    for (bool tensor_cores : {true, false}) {
+        if (tensor_cores && q.type == F32) continue;
+        auto graph = std::make_unique<fe::graph::Graph>();
         // The front end throws where a symbol is missing.
         try {
-            if (build(*plan, q, handle) == 0) return plan;
+            if (build(*graph, q, tensor_cores, handle) == 0) return graph;
         } catch (...) {
         }
     }
@@ -129,12 +128,12 @@ std::unique_ptr<Plan> plan_for(const Asked &q, cudnnHandle_t handle) {
 using Key = std::array<int64_t, 19>;
 
 // Never destroyed: when the process ends the library may be gone first.
-std::map<Key, std::unique_ptr<Plan>> &plans() {
-    static auto *plans = new std::map<Key, std::unique_ptr<Plan>>;
+std::map<Key, std::unique_ptr<fe::graph::Graph>> &plans() {
+    static auto *plans = new std::map<Key, std::unique_ptr<fe::graph::Graph>>;
     return *plans;
 }
 
-int run(const Asked &q, int *out_type, cudaStream_t stream) {
+int run(const Asked &q, cudaStream_t stream) {
     std::lock_guard<std::mutex> guard(cudnn::lock());
     cudnnHandle_t handle = cudnn::handle(stream);
     if (!handle) return NONE;
@@ -144,22 +143,21 @@ int run(const Asked &q, int *out_type, cudaStream_t stream) {
     auto known = plans().find(key);
     if (known == plans().end()) known = plans().emplace(key, plan_for(q, handle)).first;
     if (!known->second) return NONE;
-    *out_type = known->second->out_type;
     std::unordered_map<int64_t, void *> tensors{
         {1, const_cast<void *>(q.a)}, {2, const_cast<void *>(q.b)}, {3, q.out}};
-    TRY_CUDNN(known->second->graph.execute(handle, tensors, q.workspace));
+    TRY_CUDNN(known->second->execute(handle, tensors, q.workspace));
     return 0;
 }
 
 } // namespace
 
-extern "C" int conv_cudnn(const Asked *asked, int *out_type, cudaStream_t stream) {
+extern "C" int conv_cudnn(const Asked *asked, cudaStream_t stream) {
     try {
-        return run(*asked, out_type, stream);
+        return run(*asked, stream);
     } catch (...) {
         return NONE;
     }
 }
 #else
-extern "C" int conv_cudnn(const Asked *, int *, cudaStream_t) { return NONE; }
+extern "C" int conv_cudnn(const Asked *, cudaStream_t) { return NONE; }
 #endif

@@ -13,7 +13,7 @@ impl GroupNorm<'_> {
     }
 
     pub(super) fn forward_card(&self, device: &CudaDevice, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        self.norm(x)?.forward(device, x, None)
+        self.norm(x)?.forward(device, x, None, None)
     }
 
     pub(super) fn backward_card(
@@ -25,6 +25,6 @@ impl GroupNorm<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
-        self.norm(x)?.backward(device, x, kept, dy, grads, want)
+        self.norm(x)?.backward(device, x, kept, (dy, None), grads, want)
     }
 }
