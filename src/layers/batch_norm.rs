@@ -153,7 +153,8 @@ impl Layer for BatchNorm {
 #[cfg(test)]
 mod tests {
     use super::super::check::{
-        Subject, autograd_agrees, bf16_follows, cost_is_exact, device, differences_agree, distance, flat, random,
+        Subject, autograd_agrees, bf16_follows, cost_is_exact, device, differences_agree, distance, flat,
+        random,
     };
     use super::*;
     use proptest::prelude::*;
@@ -197,8 +198,7 @@ mod tests {
                 let layer = BatchNorm::new(&mut declared, "n", &[5, 6, c], 2, Clip::Nothing);
                 let subject = Subject::new(declared, DType::F32, 3);
                 let pass = subject.pass(Mode::Train);
-                let [x, onto, dy] =
-                    [1, 2, 3].map(|i| random(&[3, 5, 6, c], i).to_dtype(DType::F32).unwrap());
+                let [x, onto, dy] = [1, 2, 3].map(|i| random(&[3, 5, 6, c], i).to_dtype(DType::F32).unwrap());
                 let (y, dx) = if within {
                     let (y, saved) = layer.forward_onto(&x, &onto, act, &pass).unwrap();
                     let dx = layer.backward_through(saved, dy.clone(), (&y, act), &pass, true).unwrap();
