@@ -10,6 +10,13 @@ use crate::kernels::cuda::product::{Mat, Onto, Then, gelu_is_fused, multiply};
 use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream};
 use crate::kernels::{Activation, Reads, activation};
 
+/// The input's gradient, as it is or times the slope of GELU at a tensor of its shape.
+pub enum Wanted<'a> {
+    Not,
+    Plain,
+    Sloped(&'a Tensor),
+}
+
 impl Linear<'_> {
     /// `W` as the (in, out) matrix that rows are multiplied with.
     fn on_card(&self) -> Result<Mat<'_>> {
@@ -58,11 +65,9 @@ impl Linear<'_> {
     pub(super) fn backward_card(
         &self,
         device: &CudaDevice,
-        x: &Tensor,
-        v: Option<&Tensor>,
-        dy: Tensor,
+        (x, v, dy): (&Tensor, Option<&Tensor>, Tensor),
         grads: &Grads,
-        want: bool,
+        want: Wanted,
     ) -> Result<Option<Tensor>> {
         let (k, n) = self.sizes()?;
         let rows = x.elem_count() / k;
@@ -76,11 +81,13 @@ impl Linear<'_> {
                 multiply(&Mat::new(grads.weight, k, n), values.t(), d, Onto::Itself, Then::Nothing)?
             }
         }
-        if !want {
-            return Ok(None);
-        }
+        let then = match want {
+            Wanted::Not => return Ok(None),
+            Wanted::Plain => Then::Nothing,
+            Wanted::Sloped(lent) => Then::GeluSlope(lent),
+        };
         let dx = fresh(device, x.dtype(), x.shape())?;
-        multiply(&Mat::new(&dx, rows, k), d, self.on_card()?.t(), Onto::Nothing, Then::Nothing)?;
+        multiply(&Mat::new(&dx, rows, k), d, self.on_card()?.t(), Onto::Nothing, then)?;
         Ok(Some(dx))
     }
 }
