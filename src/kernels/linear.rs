@@ -145,39 +145,12 @@ impl Linear<'_> {
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = super::cuda::of(x) {
-            let want = if want { card::Wanted::Plain } else { card::Wanted::Not };
-            return self.backward_card(device, (x, v, dy), grads, want);
+            return self.backward_card(device, x, v, dy, grads, want);
         }
         if !reference::has_body(x) {
             return self.backward_reference(x, dy, grads, want);
         }
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
-    }
-
-    /// As `backward`, with the input's gradient multiplied with the slope of GELU (through tanh) at `lent`: within the
-    /// product on a card where [that pays](slope_pays).
-    pub fn backward_sloped(
-        &self,
-        x: &Tensor,
-        v: Option<&Tensor>,
-        dy: Tensor,
-        grads: &Grads,
-        lent: &Tensor,
-    ) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(x) {
-            let (k, n) = self.sizes()?;
-            if slope_pays(x.dtype(), k, n) {
-                return required(self.backward_card(
-                    device,
-                    (x, v, dy),
-                    grads,
-                    card::Wanted::Sloped(lent),
-                )?);
-            }
-        }
-        required(self.backward(x, v, dy, grads, true)?)
-            .and_then(|dx| super::activation::backward(lent, &dx, Activation::GeluTanh))
     }
 
     fn backward_cpu<T: Elem>(
@@ -252,16 +225,6 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
 /// alone.
 pub fn card_ranges(rows: usize, n: usize) -> usize {
     (600 / n.div_ceil(64)).clamp(1, rows.div_ceil(32).clamp(1, 256))
-}
-
-/// Whether cuBLASLt's slope of GELU takes less than a pass over memory, in the gradient of `inputs` values from
-/// `outputs`: of fewer terms than these a product is over before its end is.
-pub fn slope_pays(dtype: DType, inputs: usize, outputs: usize) -> bool {
-    matches!(dtype, DType::BF16 | DType::F16) && inputs.is_multiple_of(8) && outputs >= 512
-}
-
-fn required(dx: Option<Tensor>) -> Result<Tensor> {
-    dx.ok_or_else(|| candle_core::Error::Msg("a gradient that was asked for was not made".into()))
 }
 
 /// Bytes of the partial sums of a bias's gradient on a card.

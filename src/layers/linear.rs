@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use super::{At, Cost, Layer, On, Pass, Remakes, Saved};
-use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, slope_pays, workspace};
+use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
 use crate::kernels::{Activation, Reads, activation};
 use crate::params::{Declared, Init, ParamId};
 
@@ -140,25 +140,6 @@ impl Layer for Linear {
         self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, want)
     }
 
-    fn lends(&self, saved: &mut Saved, at: At) -> Option<Tensor> {
-        (at.on == On::Cuda && self.act == Activation::GeluTanh).then(|| saved.0.pop()).flatten()
-    }
-
-    fn backward_sloped(
-        &self,
-        saved: Saved,
-        dy: Tensor,
-        pass: &Pass,
-        lent: &Tensor,
-    ) -> Result<Option<Tensor>> {
-        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.kernel(pass).backward_sloped(&saved.0[0], saved.0.get(1), dy, &grads, lent).map(Some)
-    }
-
-    fn takes_slope(&self, at: At) -> bool {
-        at.on == On::Cuda && slope_pays(at.dtype, self.inputs, self.outputs)
-    }
-
     fn overwrites(&self) -> bool {
         self.act != Activation::Identity
     }
@@ -193,13 +174,8 @@ impl Layer for Linear {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Mode;
-    use super::super::check::{
-        Subject, autograd_agrees, bf16_follows, cost_is_exact, differences_agree, flat, random,
-    };
+    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
     use super::*;
-    use crate::kernels::activation::reference;
-    use candle_core::DType;
     use proptest::prelude::*;
 
     fn activation() -> impl Strategy<Value = Activation> {
@@ -225,32 +201,6 @@ mod tests {
             }
             autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], lies, bias: p.get(1), act }.reference(x));
             cost_is_exact(&build, &|batch| random(&[batch, t, k], 1));
-        }
-    }
-
-    /// Taken within the product, or after it.
-    #[test]
-    fn the_slope_of_the_layer_before_is_taken() {
-        let (rows, k, n) = (24, 64, 640);
-        for dtype in [DType::F32, DType::BF16] {
-            let mut declared = Declared::default();
-            let layer =
-                Linear::new(&mut declared, "l", &[rows, k], n, Options::torch(k, Activation::Identity));
-            let subject = Subject::new(declared, dtype, 2);
-            let tensor = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
-            let x = tensor(&[2, rows, k], 1);
-            let (dy, lent) = (tensor(&[2, rows, n], 2), (tensor(&[2, rows, k], 3) * 3.0).unwrap());
-            let pass = subject.pass(Mode::Train);
-            let saved = || layer.forward(&x, &pass).unwrap().1;
-            let plain = layer.backward(saved(), dy.copy().unwrap(), &pass, true).unwrap().unwrap();
-            let sloped = layer.backward_sloped(saved(), dy, &pass, &lent).unwrap().unwrap();
-            let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
-            let wanted = reference::backward(&wide(&lent), &wide(&plain), Activation::GeluTanh);
-            let (found, wanted) = (flat(&wide(&sloped)), flat(&wanted.unwrap()));
-            let largest = wanted.iter().fold(0.0f64, |a, b| a.max(b.abs()));
-            let worst = found.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-            let allowed = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
-            assert!(worst < allowed * largest, "{dtype:?}: {worst} of {largest}");
         }
     }
 

@@ -87,29 +87,6 @@ pub trait Layer: Send + Sync {
         false
     }
 
-    /// What GELU within the layer was given, let go of: the layer after it takes the slope there with the gradient it
-    /// makes, and `backward` finds none left to take.
-    fn lends(&self, _saved: &mut Saved, _at: At) -> Option<Tensor> {
-        None
-    }
-
-    /// As `backward`, with the input's gradient multiplied with the slope of GELU at what the layer before it lent.
-    fn backward_sloped(
-        &self,
-        saved: Saved,
-        dy: Tensor,
-        pass: &Pass,
-        lent: &Tensor,
-    ) -> Result<Option<Tensor>> {
-        let dx = self.backward(saved, dy, pass, true)?;
-        dx.map(|dx| crate::kernels::activation::backward(lent, &dx, Activation::GeluTanh)).transpose()
-    }
-
-    /// Whether that is done there within a product that gains by it.
-    fn takes_slope(&self, _at: At) -> bool {
-        false
-    }
-
     /// The output once more from what the layer saved, where that takes no more than a pass over it: such an output
     /// is not kept for the layer after it, but made again when that one needs it. The same bits, but for a GELU that
     /// a card makes within the product: it is made again from what was saved, which is rounded.

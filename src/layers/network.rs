@@ -371,10 +371,6 @@ impl Walk<'_> {
                         true => self.make_again(&nodes[..i], &traces, &mut saved)?,
                         false => None,
                     };
-                    let lent = match want && through.is_none() && onto.is_none() {
-                        true => self.lent(layer.as_ref(), &nodes[..i], &mut traces),
-                        false => None,
-                    };
                     let own = match want && !cost.view {
                         true => self.hold(Role::Activations, layer.name(), cost.input)?,
                         false => None,
@@ -394,10 +390,7 @@ impl Walk<'_> {
                                     add::through(y, &dy, act)?;
                                     layer.backward_onto(saved, dy, &pass, onto)?
                                 }
-                                (None, None) => match &lent {
-                                    Some(lent) => layer.backward_sloped(saved, dy, &pass, lent)?,
-                                    None => layer.backward(saved, dy, &pass, want)?,
-                                },
+                                (None, None) => layer.backward(saved, dy, &pass, want)?,
                             }
                         }
                         _ => None,
@@ -419,18 +412,6 @@ impl Walk<'_> {
             }
         }
         Ok(Some(dy))
-    }
-
-    /// What the last of `nodes` lends the layer after it.
-    fn lent(&self, layer: &dyn Layer, nodes: &[Node], traces: &mut [Trace]) -> Option<Tensor> {
-        match (nodes.last(), traces.last_mut()) {
-            (Some(Node::Layer(before)), Some(Trace::Layer { saved: Some(saved), .. }))
-                if layer.takes_slope(self.at) =>
-            {
-                before.lends(saved, self.at)
-            }
-            _ => None,
-        }
     }
 
     /// Puts the output of the last of `nodes`, made again, in front of what the layer after it saved.

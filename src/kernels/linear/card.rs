@@ -10,13 +10,6 @@ use crate::kernels::cuda::product::{Mat, Onto, Then, gelu_is_fused, multiply};
 use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream};
 use crate::kernels::{Activation, Reads, activation};
 
-/// The input's gradient, as it is or times the slope of GELU at a tensor of its shape.
-pub enum Wanted<'a> {
-    Not,
-    Plain,
-    Sloped(&'a Tensor),
-}
-
 impl Linear<'_> {
     /// `W` as the (in, out) matrix that rows are multiplied with.
     fn on_card(&self) -> Result<Mat<'_>> {
@@ -65,9 +58,11 @@ impl Linear<'_> {
     pub(super) fn backward_card(
         &self,
         device: &CudaDevice,
-        (x, v, dy): (&Tensor, Option<&Tensor>, Tensor),
+        x: &Tensor,
+        v: Option<&Tensor>,
+        dy: Tensor,
         grads: &Grads,
-        want: Wanted,
+        want: bool,
     ) -> Result<Option<Tensor>> {
         let (k, n) = self.sizes()?;
         let rows = x.elem_count() / k;
@@ -81,13 +76,11 @@ impl Linear<'_> {
                 multiply(&Mat::new(grads.weight, k, n), values.t(), d, Onto::Itself, Then::Nothing)?
             }
         }
-        let then = match want {
-            Wanted::Not => return Ok(None),
-            Wanted::Plain => Then::Nothing,
-            Wanted::Sloped(lent) => Then::GeluSlope(lent),
-        };
+        if !want {
+            return Ok(None);
+        }
         let dx = fresh(device, x.dtype(), x.shape())?;
-        multiply(&Mat::new(&dx, rows, k), d, self.on_card()?.t(), Onto::Nothing, then)?;
+        multiply(&Mat::new(&dx, rows, k), d, self.on_card()?.t(), Onto::Nothing, Then::Nothing)?;
         Ok(Some(dx))
     }
 }
