@@ -20,7 +20,7 @@ struct Matrix {
 };
 
 // What is done to a product: `Epilogue` in product.rs.
-enum Epilogue : int { PLAIN = 0, BIAS = 1, GELU_BIAS = 2, RELU_BIAS = 3, GELU_SLOPE = 4, GELU_SLOPE_SUMS = 5 };
+enum Epilogue : int { PLAIN = 0, BIAS = 1, GELU_BIAS = 2, RELU_BIAS = 3 };
 
 struct Asked {
     int type, out_type, m, n, k, epilogue;
@@ -28,7 +28,7 @@ struct Asked {
     const void *c; // null, or added to the product: may be `d`
     void *d;
     int64_t d_stride;
-    const void *bias; // (n), or where GELU_SLOPE_SUMS writes its column sums, in f32
+    const void *bias; // (n)
     void *aux;        // (m, n): what GELU was given
     int64_t aux_stride;
 };
@@ -65,8 +65,6 @@ cublasLtEpilogue_t kind_of(int epilogue, bool keeps) {
     case BIAS: return CUBLASLT_EPILOGUE_BIAS;
     case GELU_BIAS: return keeps ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_BIAS;
     case RELU_BIAS: return CUBLASLT_EPILOGUE_RELU_BIAS;
-    case GELU_SLOPE: return CUBLASLT_EPILOGUE_DGELU;
-    case GELU_SLOPE_SUMS: return CUBLASLT_EPILOGUE_DGELU_BGRAD;
     default: return CUBLASLT_EPILOGUE_DEFAULT;
     }
 }
@@ -164,8 +162,7 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
     TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE, kind_of(q.epilogue, q.aux != nullptr)));
     if (q.bias) {
         TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, q.bias));
-        TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
-                int32_t(q.epilogue == GELU_SLOPE_SUMS ? CUDA_R_32F : kind(q.type))));
+        TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(kind(q.type))));
     }
     if (q.aux) {
         TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, q.aux));

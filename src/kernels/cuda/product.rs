@@ -57,10 +57,6 @@ pub enum Then<'a> {
     GeluBias(&'a Tensor, Option<&'a Tensor>),
     /// A bias, then ReLU.
     ReluBias(&'a Tensor),
-    /// It is multiplied with GELU's slope at what GELU was given.
-    GeluSlope(&'a Tensor),
-    /// The same, and the column sums are written as f32.
-    GeluSlopeSums(&'a Tensor, &'a Tensor),
 }
 
 /// What a product is written over.
@@ -135,8 +131,6 @@ fn product(out: &Mat, a: Mat, b: Mat, onto: Onto, then: Then) -> Result<()> {
         Then::Bias(bias) => (1, Some(bias), None),
         Then::GeluBias(bias, aux) => (2, Some(bias), aux),
         Then::ReluBias(bias) => (3, Some(bias), None),
-        Then::GeluSlope(aux) => (4, None, Some(aux)),
-        Then::GeluSlopeSums(aux, sums) => (5, Some(sums), Some(aux)),
     };
     let asked = Asked {
         dtype: code(a.of.dtype())?,

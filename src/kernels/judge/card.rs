@@ -46,7 +46,7 @@ pub struct Later(Arc<Slot>);
 
 impl Judge {
     pub fn new(device: &CudaDevice) -> Result<Self> {
-        let slot = || {
+        let slot = || -> Result<Arc<Slot>> {
             let told = device.cuda_stream().context().new_event(None).w()?;
             // SAFETY: the bytes are written before they are read, and freed with the slot.
             let here = unsafe { result::malloc_host(NUMBERS * size_of::<f64>(), 0) }.w()?.cast();
