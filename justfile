@@ -39,6 +39,11 @@ check-cuda:
 test-cuda *FILTER:
     TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: kernels:: optim:: params:: {{ FILTER }}
 
+# pack the tests for a machine with a card and without cargo into FOLDER; test-carried.sh in there runs them
+[group('cuda')]
+carry-tests FOLDER="target/carried":
+    scripts/carry-tests.sh {{ FOLDER }}
+
 # Measure training steps against PyTorch on this machine's card (needs torch and torchvision with CUDA).
 [group('cuda')]
 bench-cuda *ARGS:

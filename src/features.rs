@@ -1,5 +1,7 @@
 //! What a sample looks like: the contract between the data that gives it and the model that takes it.
 
+use std::sync::Arc;
+
 /// What every sample of a set looks like.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Features {
@@ -8,7 +10,17 @@ pub struct Features {
     /// Where samples are padded: the lengths, ascending, that a batch may be cut to, the last one being the
     /// input's whole length. Empty where every sample is whole.
     pub buckets: Vec<usize>,
+    /// Where samples come as bytes: what these stand for. The model takes the values.
+    pub palette: Option<Arc<Palette>>,
 }
+
+/// What the bytes of a picture stand for, the last dimension being its channels: 256 values a channel, none a NaN.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Palette {
+    pub tables: Vec<[f32; 256]>,
+}
+
+impl Eq for Palette {}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
@@ -36,7 +48,7 @@ pub enum Target {
 impl Features {
     /// Features of samples that are all whole.
     pub fn new(input: Input, target: Target) -> Self {
-        Self { input, target, buckets: Vec::new() }
+        Self { input, target, buckets: Vec::new(), palette: None }
     }
 
     /// The features of padded samples cut to each bucket but the last, the shortest first.
@@ -47,6 +59,7 @@ impl Features {
                 input: Input::Tokens { length, vocab },
                 target: self.target.clone(),
                 buckets: Vec::new(),
+                palette: None,
             }),
             Input::Floats { .. } | Input::Row { .. } => None,
         })
@@ -76,8 +89,14 @@ impl Features {
         if let Target::Mixed { .. } = self.target { 1 } else { self.target_len() }
     }
 
+    /// Bytes of one sample's input and target in a host batch.
+    pub fn value_bytes(&self) -> usize {
+        let input = if self.palette.is_some() { 1 } else { 4 };
+        input * self.input_len() + 4 * self.target_len()
+    }
+
     /// Bytes one sample takes in a host batch: its input, its target, its id, and its length where it is padded.
     pub fn sample_bytes(&self) -> u64 {
-        4 * (self.input_len() as u64 + self.target_len() as u64 + u64::from(!self.buckets.is_empty())) + 8
+        self.value_bytes() as u64 + if self.buckets.is_empty() { 8 } else { 12 }
     }
 }

@@ -1,12 +1,16 @@
 //! A batch of samples in host memory, and the buffer it lives in: [`Batch::with_room`] is the one place where its
-//! memory is allocated, and so where it would be pinned for a device.
+//! memory is allocated.
+
+use std::sync::Arc;
 
 use super::bad::Bad;
-use super::{DataError, Features, Input, Key, Row, Slice, Source, Target};
+use super::{DataError, Features, Input, Key, Palette, Row, Slice, Source, Target};
 
 /// The inputs or the targets of a batch, row after row.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Values {
+    /// Bytes that stand for f32 values.
+    U8(Vec<u8>, Arc<Palette>),
     F32(Vec<f32>),
     U32(Vec<u32>),
 }
@@ -48,9 +52,10 @@ impl Batch {
                 taken: 0,
                 bad: Vec::new(),
                 ids: room(Some(rows))?,
-                inputs: match features.input {
-                    Input::Floats { .. } | Input::Row { .. } => Values::F32(room(inputs)?),
-                    Input::Tokens { .. } => Values::U32(room(inputs)?),
+                inputs: match (&features.input, &features.palette) {
+                    (Input::Floats { .. }, Some(palette)) => Values::U8(room(inputs)?, palette.clone()),
+                    (Input::Floats { .. } | Input::Row { .. }, _) => Values::F32(room(inputs)?),
+                    (Input::Tokens { .. }, _) => Values::U32(room(inputs)?),
                 },
                 targets: match features.target {
                     Target::Values { .. } => Values::F32(room(targets)?),
@@ -80,13 +85,14 @@ impl Batch {
 
     /// Bytes of the samples in it.
     pub fn bytes(&self) -> u64 {
-        8 * self.ids.len() as u64 + 4 * (self.inputs.len() + self.targets.len() + self.lengths.len()) as u64
+        let values = self.inputs.len() * self.inputs.size() + self.targets.len() * self.targets.size();
+        (8 * self.ids.len() + values + 4 * self.lengths.len()) as u64
     }
 
     /// Bytes of the memory behind it.
     pub fn room_bytes(&self) -> u64 {
-        8 * self.ids.capacity() as u64
-            + 4 * (self.inputs.room() + self.targets.room() + self.lengths.capacity()) as u64
+        let values = self.inputs.room() * self.inputs.size() + self.targets.room() * self.targets.size();
+        (8 * self.ids.capacity() + values + 4 * self.lengths.capacity()) as u64
     }
 
     /// Makes the batch `rows` long; what rows beyond its length hold is left to be written.
@@ -112,6 +118,7 @@ impl Batch {
 impl Values {
     pub fn len(&self) -> usize {
         match self {
+            Values::U8(values, _) => values.len(),
             Values::F32(values) => values.len(),
             Values::U32(values) => values.len(),
         }
@@ -121,8 +128,14 @@ impl Values {
         self.len() == 0
     }
 
+    /// Bytes of one.
+    fn size(&self) -> usize {
+        if let Values::U8(..) = self { 1 } else { 4 }
+    }
+
     fn room(&self) -> usize {
         match self {
+            Values::U8(values, _) => values.capacity(),
             Values::F32(values) => values.capacity(),
             Values::U32(values) => values.capacity(),
         }
@@ -130,6 +143,7 @@ impl Values {
 
     fn resize(&mut self, len: usize) {
         match self {
+            Values::U8(values, _) => values.resize(len, 0),
             Values::F32(values) => values.resize(len, 0.0),
             Values::U32(values) => values.resize(len, 0),
         }
@@ -138,6 +152,7 @@ impl Values {
     fn row(&mut self, row: usize, len: usize) -> Slice<'_> {
         let range = row * len..(row + 1) * len;
         match self {
+            Values::U8(values, _) => Slice::U8(&mut values[range]),
             Values::F32(values) => Slice::F32(&mut values[range]),
             Values::U32(values) => Slice::U32(&mut values[range]),
         }

@@ -1,7 +1,7 @@
 //! Sets in the idx files of MNIST and its family: pictures in one file, labels in another, each plain,
 //! gzip or zstd (seen from the content, not from the name).
 //!
-//! The bytes are kept in memory as they are, one a pixel, and become f32 when read. A file is believed
+//! The bytes are kept in memory as they are, one a value. A file is believed
 //! only as far as its length allows: no header makes the program allocate more than the file can hold.
 
 use std::{
@@ -31,7 +31,7 @@ pub struct Files {
     pub max_bytes: u64,
 }
 
-/// An opened set; its samples are (height, width, channels) f32.
+/// An opened set; its samples are (height, width, channels).
 pub struct Idx {
     pixels: Vec<u8>,
     labels: Vec<u8>,
@@ -79,7 +79,9 @@ impl Idx {
                 wanted: format!("a class below {}", files.classes.len()),
             });
         }
-        let features = Features::new(Input::Floats { shape }, Target::Class { names: files.classes.clone() });
+        let target = Target::Class { names: files.classes.clone() };
+        let palette = pipeline.palette();
+        let features = Features { palette, ..Features::new(Input::Floats { shape }, target) };
         Ok(Idx { pixels: images.read()?, labels, pipeline, pool, features })
     }
 }
@@ -94,8 +96,8 @@ impl Source for Idx {
     }
 
     fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        let (index, input) = (index as usize, into.input.f32());
-        let pixels = &self.pixels[index * input.len()..(index + 1) * input.len()];
+        let (index, len) = (index as usize, into.input.len());
+        let pixels = &self.pixels[index * len..(index + 1) * len];
         let [height, width, _] = self.pipeline.shape();
         let picture = Picture { height, width, pixels: Pixels::Bytes(pixels) };
         let refused = |value| DataError::Setting {
@@ -103,7 +105,7 @@ impl Source for Idx {
             value,
             wanted: "pictures of one to four channels can be resized",
         };
-        self.pipeline.apply(picture, key, &mut self.pool.lend(), input).map_err(refused)?;
+        self.pipeline.apply(picture, key, &mut self.pool.lend(), &mut into.input).map_err(refused)?;
         into.target.u32()[0] = self.labels[index].into();
         Ok(())
     }

@@ -33,7 +33,7 @@ pub use batch::{Batch, Values};
 pub use error::DataError;
 pub use opening::{Opening, Unwatched, Watch};
 
-pub use crate::features::{Features, Input, Target};
+pub use crate::features::{Features, Input, Palette, Target};
 
 /// What a sample's augmentation may depend on; see [`crate::random`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,8 @@ pub trait Source: Send + Sync {
     fn features(&self) -> &Features;
 
     /// Writes sample `index`, below `len()`, over the whole of `into`. The result depends on nothing
-    /// but `index` and `key`.
+    /// but `index` and `key`. A source whose features have a palette writes the bytes, or the f32 values they stand
+    /// for, as `into` has room for.
     fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError>;
 
     /// Bytes of host memory the set keeps for as long as it lives. Mapped files do not count: the kernel
@@ -141,16 +142,32 @@ pub struct Row<'a> {
 }
 
 pub enum Slice<'a> {
+    /// Of what the features' palette says.
+    U8(&'a mut [u8]),
     F32(&'a mut [f32]),
     U32(&'a mut [u32]),
 }
 
 impl Slice<'_> {
+    pub fn len(&self) -> usize {
+        match self {
+            Slice::U8(values) => values.len(),
+            Slice::F32(values) => values.len(),
+            Slice::U32(values) => values.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// The f32 values of a row whose features say that they are f32.
     pub fn f32(&mut self) -> &mut [f32] {
         match self {
             Slice::F32(values) => values,
-            Slice::U32(_) => unreachable!("a row is laid out by the features of the source it is lent to"),
+            Slice::U8(_) | Slice::U32(_) => {
+                unreachable!("a row is laid out by the features of the source it is lent to")
+            }
         }
     }
 
@@ -158,7 +175,9 @@ impl Slice<'_> {
     pub fn u32(&mut self) -> &mut [u32] {
         match self {
             Slice::U32(values) => values,
-            Slice::F32(_) => unreachable!("a row is laid out by the features of the source it is lent to"),
+            Slice::U8(_) | Slice::F32(_) => {
+                unreachable!("a row is laid out by the features of the source it is lent to")
+            }
         }
     }
 }

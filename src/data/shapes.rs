@@ -80,17 +80,17 @@ impl Source for Shapes {
     fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
         let class = index % NAMES.len() as u64;
         into.target.u32()[0] = class as u32;
-        let (size, input) = (self.size, into.input.f32());
+        let size = self.size;
         let Some((pipeline, pool)) = &self.augment else {
-            draw(class, size, self.key.at(index), input);
+            draw(class, size, self.key.at(index), into.input.f32());
             return Ok(());
         };
         let mut scratch = pool.lend();
         let mut drawn = std::mem::take(&mut scratch.floats);
-        drawn.resize(input.len(), 0.0);
+        drawn.resize(into.input.len(), 0.0);
         draw(class, size, self.key.at(index), &mut drawn);
         let picture = Picture { height: size, width: size, pixels: Pixels::Floats(&drawn) };
-        let applied = pipeline.apply(picture, key, &mut scratch, input);
+        let applied = pipeline.apply(picture, key, &mut scratch, &mut into.input);
         scratch.floats = drawn;
         applied.map_err(|value| DataError::Setting { name: "augment", value, wanted: "it cannot be done" })
     }

@@ -32,6 +32,7 @@ pub mod lion;
 pub mod lookup;
 pub mod norm;
 pub mod packed;
+pub mod palette;
 pub mod pointwise_loss;
 pub mod pool;
 pub mod product;

@@ -197,7 +197,7 @@ pub fn batch_bytes(features: &Features, at: At) -> u64 {
 
 /// Bytes of a micro-batch on its way to a card: in page-locked host memory, and as many where it arrives.
 pub fn staged_bytes(features: &Features, samples: usize) -> u64 {
-    4 * (samples * (features.input_len() + features.target_len())) as u64
+    (samples * features.value_bytes()) as u64
 }
 
 /// Bytes a checkpoint is written with: the largest parameter whose order other tools have otherwise, and

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::data::{Batch, DataError, Key, Lengths, Source, Values};
 use crate::features::{Features, Input, Target};
 use crate::kernels::cross_entropy::IGNORE;
+use crate::kernels::palette;
 use crate::units::count;
 
 /// Records that are shown.
@@ -109,8 +110,13 @@ fn as_map<S: Serializer>(lines: &[(String, String)], serializer: S) -> Result<S:
 fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Result<Value, DataError> {
     let batch = Batch::one(source, index, Key { seed, epoch: 0, sample: index })?;
     let mut shown = Map::from_iter([("sample".to_owned(), json!(index))]);
+    let values = match &batch.inputs {
+        Values::U8(bytes, palette) => palette::values(palette, bytes),
+        Values::F32(values) => values.clone(),
+        Values::U32(_) => Vec::new(),
+    };
     match &batch.inputs {
-        Values::F32(values) => {
+        Values::U8(..) | Values::F32(_) => {
             // Where some are places of categories, what they have in common says nothing.
             if let Input::Floats { shape } = &features.input {
                 let finite = values.iter().map(|x| f64::from(*x));
@@ -164,6 +170,7 @@ fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Re
             json!(values.iter().take(VALUES).map(|x| rounded(f64::from(*x))).collect::<Vec<_>>())
         }
         (_, Values::U32(values)) => json!(&values[..values.len().min(VALUES)]),
+        (_, Values::U8(..)) => unreachable!("targets are classes, tokens or floats"),
     };
     shown.insert("target".into(), target);
     Ok(Value::Object(shown))

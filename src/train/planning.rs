@@ -95,7 +95,8 @@ impl Setup {
     pub(super) fn with_subject_on<R>(&self, machine: &Machine, body: impl FnOnce(&Subject) -> R) -> R {
         // What the run will hold, and what it would hold had it been given another budget.
         let pipeline = |micro_batch, ram| {
-            let limit = if ram == machine.ram { self.prefetch } else { prefetch(&self.job, ram) };
+            let limit =
+                if ram == machine.ram { self.prefetch } else { prefetch(&self.job, self.features(), ram) };
             loader::holds(self.features(), micro_batch, limit, self.workers)
         };
         let (rule, params) = (&self.optimizer, &self.layout.params);

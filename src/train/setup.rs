@@ -118,7 +118,8 @@ impl Setup {
             0 => threads,
             workers => workers,
         };
-        let (prefetch, dtype) = (prefetch(&job, ram), dtype(job.train.precision, false));
+        let prefetch = prefetch(&job, sets.train.features(), ram);
+        let dtype = dtype(job.train.precision, false);
         let mut setup = Self {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
@@ -177,11 +178,18 @@ impl Setup {
     }
 }
 
+/// Micro-batches that the loader may hold however large they are: fewer would make those who fill them wait for one
+/// another.
+const AHEAD: u64 = 4;
+
 /// Bytes the loader may hold within so many host bytes.
-pub(super) fn prefetch(job: &Job, ram: u64) -> u64 {
+pub(super) fn prefetch(job: &Job, features: &Features, ram: u64) -> u64 {
     match job.data.loading.prefetch {
         // A tenth of the budget is more than enough for every set whose samples are small.
-        Size::Auto => (ram / 10).min(256 << 20),
+        Size::Auto => {
+            let some = features.sample_bytes().saturating_mul(AHEAD * job.train.batch_size as u64);
+            (ram / 10).min(some.max(256 << 20))
+        }
         size => size.of(Bytes(ram)).0,
     }
 }

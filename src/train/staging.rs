@@ -12,6 +12,7 @@ use super::engine::Ledgers;
 use super::setup::Setup;
 use crate::data::{self, Values};
 use crate::features::{Features, Input, Target};
+use crate::kernels::palette;
 use crate::layers::network::{Batch, StepError};
 
 pub struct Staging {
@@ -77,6 +78,7 @@ impl Staging {
 fn here(values: &Values, shape: Vec<usize>) -> candle_core::Result<Tensor> {
     let (row, taken) = (values.len() / shape[0].max(1), shape[1..].iter().product::<usize>());
     match values {
+        Values::U8(bytes, palette) => Tensor::from_vec(palette::values(palette, bytes), shape, &Device::Cpu),
         Values::F32(values) => Tensor::from_slice(values, shape, &Device::Cpu),
         Values::U32(values) if taken == row => Tensor::from_slice(values, shape, &Device::Cpu),
         Values::U32(values) => {

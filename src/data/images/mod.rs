@@ -27,7 +27,7 @@ use std::sync::Arc;
 use self::decode::Opened;
 use self::listing::Listing;
 use super::picture::{Lent, Picture, Pipeline, Pixels, Pool, Scratch};
-use super::{DataError, Features, Input, Key, Opening, Row, Source, Target, files};
+use super::{DataError, Features, Input, Key, Opening, Row, Slice, Source, Target, files};
 
 /// How pictures are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -229,7 +229,7 @@ impl Set {
         scratch: &mut Lent<'_>,
         into: &mut Row<'_>,
     ) -> Result<(), DataError> {
-        let sample = |scratch: &mut Lent<'_>, values: &mut [f32]| {
+        let sample = |scratch: &mut Lent<'_>, values: &mut Slice<'_>| {
             let opened = self.header(file)?;
             let own =
                 pipeline.scratch_bytes(opened.height.max(opened.width), opened.height.max(opened.width), 1);
@@ -242,7 +242,7 @@ impl Set {
             scratch.pixels = pixels;
             applied
         };
-        sample(scratch, into.input.f32()).map_err(|problem| self.wrong(index, problem))?;
+        sample(scratch, &mut into.input).map_err(|problem| self.wrong(index, problem))?;
         into.target.u32()[0] = self.listing.class(index);
         Ok(())
     }
@@ -309,8 +309,9 @@ fn read_at(file: &File, into: &mut [u8], at: u64) -> std::io::Result<()> {
 
 /// The features of samples with these classes.
 fn features(pipeline: &Pipeline, names: &Names) -> Features {
-    let shape = pipeline.shape().to_vec();
-    Features::new(Input::Floats { shape }, Target::Class { names: names.list().to_vec() })
+    let (shape, names) = (pipeline.shape().to_vec(), names.list().to_vec());
+    let palette = pipeline.palette();
+    Features { palette, ..Features::new(Input::Floats { shape }, Target::Class { names }) }
 }
 
 /// A set whose pictures can be read in any order.

@@ -61,7 +61,8 @@ impl Mixed {
             return Err(DataError::Setting { name: "augment.mixup", value: "used".into(), wanted });
         }
         let target = Target::Mixed { names: names.clone() };
-        let features = Features { target, ..inner.features().clone() };
+        // What is blended is no byte any more.
+        let features = Features { target, palette: None, ..inner.features().clone() };
         let pool = Pool::new(readers, 4 * features.input_len() as u64);
         Ok(Self { inner, mixing, features, shape, pool })
     }

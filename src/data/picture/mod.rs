@@ -1,7 +1,8 @@
 //! A picture on its way to a sample: fitted to the declared size, augmented, normalised.
 //!
 //! [`Pipeline`] is the one way from pixels, of whatever source, to the values of a sample. It takes (height,
-//! width, channels) bytes or floats of 0 to 1 and writes f32 in the same layout. What is drawn for a picture is
+//! width, channels) bytes or floats of 0 to 1 and writes f32 in the same layout, or the bytes themselves where all it
+//! does is to move them ([`Pipeline::palette`]). What is drawn for a picture is
 //! a function of its [`Key`] alone; a pipeline without augmentation, for what is measured on, draws nothing.
 //! [`mix`] blends whole samples and lies above it.
 
@@ -17,7 +18,9 @@ pub use erase::Erasing;
 pub use geometry::{Fit, ResizedCrop};
 pub use scratch::{Lent, Pool, Scratch};
 
-use super::{DataError, Key};
+use std::sync::Arc;
+
+use super::{DataError, Key, Palette, Slice};
 use crate::random::{Draws, Random, stream};
 use geometry::Span;
 
@@ -73,8 +76,8 @@ pub struct Pipeline {
     fit: Fit,
     /// Of every channel.
     normalise: Normalise,
-    /// The normalised value of each byte, a channel each.
-    tables: Vec<[f32; 256]>,
+    /// The normalised values of bytes.
+    palette: Arc<Palette>,
     augment: Option<Augment>,
 }
 
@@ -105,8 +108,8 @@ impl Pipeline {
         let mean = each("mean", normalise.mean, |_| true, "it must be finite")?;
         let std = each("std", normalise.std, |v| v > 0.0, "it must be positive and finite")?;
         let table = |c: usize| std::array::from_fn(|byte| (byte as f32 / 255.0 - mean[c]) / std[c]);
-        let tables = (0..channels).map(table).collect();
-        Ok(Self { height, width, channels, fit, normalise: Normalise { mean, std }, tables, augment: None })
+        let palette = Arc::new(Palette { tables: (0..channels).map(table).collect() });
+        Ok(Self { height, width, channels, fit, normalise: Normalise { mean, std }, palette, augment: None })
     }
 
     /// The same, for training.
@@ -123,6 +126,14 @@ impl Pipeline {
         [self.height, self.width, self.channels]
     }
 
+    /// What bytes stand for, where a picture of bytes can stay bytes: its pixels are moved and resized, their values
+    /// not changed after that, and it has no more channels than colours and opacity.
+    pub fn palette(&self) -> Option<Arc<Palette>> {
+        let moves = |a: &Augment| a.jitter == Jitter::default() && a.erasing.is_none();
+        let stays = self.channels <= 4 && self.augment.as_ref().is_none_or(moves);
+        stays.then(|| self.palette.clone())
+    }
+
     /// Whether a picture that has a sample's size already is only normalised.
     pub fn is_plain(&self) -> bool {
         self.augment.is_none()
@@ -133,45 +144,84 @@ impl Pipeline {
         resample::scratch_bytes([height, width], [self.height, self.width], self.channels * bytes)
     }
 
-    /// Writes the sample that `picture` makes under `key` over `into`. An error says what cannot be done.
+    /// Writes the sample that `picture` makes under `key` over `into`: f32 values, or bytes where there is a
+    /// [palette](Self::palette) and the picture has bytes. An error says what cannot be done.
     pub fn apply(
         &self,
         picture: Picture<'_>,
         key: Key,
         scratch: &mut Scratch,
-        into: &mut [f32],
+        into: &mut Slice<'_>,
     ) -> Result<(), String> {
         let size = [picture.height, picture.width];
         let out = [self.height, self.width];
-        let Some(augment) = &self.augment else {
-            let placed = self.fit.place(size, out);
-            let picture = resample::cut(picture, placed.from, placed.to, self.channels, scratch)?;
-            self.write(picture, placed.at, [false; 2], true, into);
-            return Ok(());
-        };
-
         let draws = |stream| -> Draws { Random::new(key.seed, stream).at(key.epoch).at(key.sample).draws() };
-        let mut crop = draws(CROP);
-        let mut placed = match &augment.resized_crop {
-            Some(resized) => geometry::Placed { from: resized.draw(size, &mut crop), to: out, at: [0, 0] },
-            None => self.fit.place(size, out),
-        };
-        if augment.padding > 0 {
-            let mut shift = || crop.below(2 * augment.padding as u64 + 1) as isize - augment.padding as isize;
-            placed.at = [placed.at[0] + shift(), placed.at[1] + shift()];
+        let (mut placed, mut flips) = (self.fit.place(size, out), [false; 2]);
+        if let Some(augment) = &self.augment {
+            let mut crop = draws(CROP);
+            if let Some(resized) = &augment.resized_crop {
+                placed = geometry::Placed { from: resized.draw(size, &mut crop), to: out, at: [0, 0] };
+            }
+            if augment.padding > 0 {
+                let most = augment.padding as isize;
+                let mut shift = || crop.below(2 * augment.padding as u64 + 1) as isize - most;
+                placed.at = [placed.at[0] + shift(), placed.at[1] + shift()];
+            }
+            let mut flip = draws(FLIP);
+            flips = [augment.vertical_flip, augment.horizontal_flip].map(|chance| hit(&mut flip, chance));
         }
-        let mut flip = draws(FLIP);
-        let flips = [augment.vertical_flip, augment.horizontal_flip].map(|chance| hit(&mut flip, chance));
-
         let picture = resample::cut(picture, placed.from, placed.to, self.channels, scratch)?;
-        let coloured = augment.jitter != Jitter::default();
-        self.write(picture, placed.at, flips, !coloured, into);
-        if coloured {
+        let moved = Moved { size: [picture.height, picture.width], at: placed.at, flips };
+        match (picture.pixels, into) {
+            (Pixels::Bytes(bytes), Slice::U8(into)) => {
+                let mirror = self.each(|_, byte| byte);
+                let line = |from: &[u8], to: &mut [u8], mirrored| match mirrored {
+                    true => mirror(from, to, mirrored),
+                    false => to.copy_from_slice(from),
+                };
+                self.write(bytes, moved, into, |_| 0, line)
+            }
+            (pixels, into) => {
+                let into = into.f32();
+                self.write_floats(pixels, moved, into);
+                if let Some(augment) = &self.augment {
+                    self.colour(augment, draws, into);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the values of a picture, normalised unless they are still to be coloured.
+    fn write_floats(&self, pixels: Pixels<'_>, moved: Moved, into: &mut [f32]) {
+        let coloured = self.augment.as_ref().is_some_and(|augment| augment.jitter != Jitter::default());
+        let one = |c: usize, value: f32| (value - self.normalise.mean[c]) / self.normalise.std[c];
+        let tables = &self.palette.tables;
+        match (pixels, coloured) {
+            (Pixels::Bytes(bytes), false) => {
+                let line = self.each(|c, byte: u8| tables[c][byte as usize]);
+                self.write(bytes, moved, into, |c| one(c, 0.0), line)
+            }
+            (Pixels::Bytes(bytes), true) => {
+                self.write(bytes, moved, into, |_| 0.0, self.each(|_, byte: u8| byte as f32 / 255.0))
+            }
+            (Pixels::Floats(floats), false) => {
+                self.write(floats, moved, into, |c| one(c, 0.0), self.each(one))
+            }
+            (Pixels::Floats(floats), true) => {
+                self.write(floats, moved, into, |_| 0.0, self.each(|_, value| value))
+            }
+        }
+    }
+
+    /// What is drawn for values in their places.
+    fn colour(&self, augment: &Augment, draws: impl Fn(u64) -> Draws, into: &mut [f32]) {
+        if augment.jitter != Jitter::default() {
             augment.jitter.apply(self.channels, &mut draws(COLOUR), into);
             self.normalise(into);
         }
         if let Some(erasing) = &augment.erasing
-            && let Some([rows, columns]) = erasing.draw(out, &mut draws(ERASE))
+            && let Some([rows, columns]) = erasing.draw([self.height, self.width], &mut draws(ERASE))
         {
             for row in rows {
                 let start = row * self.width;
@@ -179,29 +229,31 @@ impl Pipeline {
                     .fill(0.0);
             }
         }
-        Ok(())
     }
 
-    /// Writes `picture` with its first pixel at row and column `at` of the sample, mirrored as a whole where
-    /// `flips` (vertical, horizontal) say so, black around it.
-    fn write(
+    /// Writes a row of pixels, mirrored or not, each value as `of` (its channel, itself).
+    fn each<T: Copy, U>(&self, of: impl Fn(usize, T) -> U + Copy) -> impl Fn(&[T], &mut [U], bool) {
+        let channels = self.channels;
+        move |from, to, mirrored| spread(from, to, channels, mirrored, of)
+    }
+
+    /// Writes a picture to its place in the sample, row by row (mirrored or not) with `line`, and `black` (of a
+    /// channel) around it.
+    fn write<T, U>(
         &self,
-        picture: Picture<'_>,
-        at: [isize; 2],
-        flips: [bool; 2],
-        normalised: bool,
-        into: &mut [f32],
+        from: &[T],
+        moved: Moved,
+        into: &mut [U],
+        black: impl Fn(usize) -> U,
+        line: impl Fn(&[T], &mut [U], bool),
     ) {
         let Self { height, width, channels, .. } = *self;
-        let rows = Span::shared(at[0], picture.height, height);
-        let columns = Span::shared(at[1], picture.width, width);
-        let one = |c: usize, value: f32| match normalised {
-            true => (value - self.normalise.mean[c]) / self.normalise.std[c],
-            false => value,
-        };
+        let Moved { size, at, flips } = moved;
+        let rows = Span::shared(at[0], size[0], height);
+        let columns = Span::shared(at[1], size[1], width);
         if rows.len < height || columns.len < width {
             for pixel in into.chunks_exact_mut(channels) {
-                pixel.iter_mut().enumerate().for_each(|(c, value)| *value = one(c, 0.0));
+                pixel.iter_mut().enumerate().for_each(|(c, value)| *value = black(c));
             }
         }
         if rows.len == 0 || columns.len == 0 {
@@ -211,17 +263,8 @@ impl Pipeline {
             let row = if flips[0] { height - 1 - (rows.to + i) } else { rows.to + i };
             let first = if flips[1] { width - columns.to - columns.len } else { columns.to };
             let to = &mut into[(row * width + first) * channels..][..columns.len * channels];
-            let start = ((rows.from + i) * picture.width + columns.from) * channels;
-            let from = start..start + columns.len * channels;
-            match (picture.pixels, normalised) {
-                (Pixels::Bytes(bytes), true) => {
-                    spread(&bytes[from], to, channels, flips[1], |c, byte| self.tables[c][byte as usize])
-                }
-                (Pixels::Bytes(bytes), false) => {
-                    spread(&bytes[from], to, channels, flips[1], |_, byte| byte as f32 / 255.0)
-                }
-                (Pixels::Floats(floats), _) => spread(&floats[from], to, channels, flips[1], one),
-            }
+            let start = ((rows.from + i) * size[1] + columns.from) * channels;
+            line(&from[start..start + columns.len * channels], to, flips[1]);
         }
     }
 
@@ -234,20 +277,29 @@ impl Pipeline {
     }
 }
 
+/// Where a picture of (height, width) `size` goes: its first pixel to row and column `at` of the sample, which is then
+/// mirrored where `flips` (vertical, horizontal) say so.
+#[derive(Clone, Copy)]
+struct Moved {
+    size: [usize; 2],
+    at: [isize; 2],
+    flips: [bool; 2],
+}
+
 /// Writes a row of pixels, mirrored or not, each value as `of` (its channel, itself).
 #[inline(always)]
-fn spread<T: Copy>(
+fn spread<T: Copy, U>(
     from: &[T],
-    to: &mut [f32],
+    to: &mut [U],
     channels: usize,
     mirrored: bool,
-    of: impl Fn(usize, T) -> f32 + Copy,
+    of: impl Fn(usize, T) -> U + Copy,
 ) {
     #[inline(always)]
-    fn each<'a, T: Copy + 'a, const C: usize>(
+    fn each<'a, T: Copy + 'a, U, const C: usize>(
         from: impl Iterator<Item = &'a [T]>,
-        to: &mut [f32],
-        of: impl Fn(usize, T) -> f32,
+        to: &mut [U],
+        of: impl Fn(usize, T) -> U,
     ) {
         for (to, from) in to.chunks_exact_mut(C).zip(from) {
             for c in 0..C {
@@ -257,10 +309,10 @@ fn spread<T: Copy>(
     }
     // The number of channels as a constant keeps the bounds and the tables out of the loop.
     match (channels, mirrored) {
-        (3, false) => each::<T, 3>(from.chunks_exact(3), to, of),
-        (3, true) => each::<T, 3>(from.chunks_exact(3).rev(), to, of),
-        (1, false) => each::<T, 1>(from.chunks_exact(1), to, of),
-        (1, true) => each::<T, 1>(from.chunks_exact(1).rev(), to, of),
+        (3, false) => each::<T, U, 3>(from.chunks_exact(3), to, of),
+        (3, true) => each::<T, U, 3>(from.chunks_exact(3).rev(), to, of),
+        (1, false) => each::<T, U, 1>(from.chunks_exact(1), to, of),
+        (1, true) => each::<T, U, 1>(from.chunks_exact(1).rev(), to, of),
         _ => {
             let mut pixels = from.chunks_exact(channels);
             for to in to.chunks_exact_mut(channels) {

@@ -9,7 +9,7 @@ fn key(sample: u64) -> Key {
 fn run(pipeline: &Pipeline, size: [usize; 2], bytes: &[u8], key: Key) -> Vec<f32> {
     let mut out = vec![f32::NAN; pipeline.shape().iter().product()];
     let picture = Picture { height: size[0], width: size[1], pixels: Pixels::Bytes(bytes) };
-    pipeline.apply(picture, key, &mut Scratch::default(), &mut out).unwrap();
+    pipeline.apply(picture, key, &mut Scratch::default(), &mut Slice::F32(&mut out)).unwrap();
     out
 }
 
@@ -103,7 +103,7 @@ fn bytes_and_floats_go_the_same_way() {
         let a = run(&pipeline, [6, 5], &bytes, key(sample));
         let mut b = vec![f32::NAN; 48];
         let picture = Picture { height: 6, width: 5, pixels: Pixels::Floats(&floats) };
-        pipeline.apply(picture, key(sample), &mut Scratch::default(), &mut b).unwrap();
+        pipeline.apply(picture, key(sample), &mut Scratch::default(), &mut Slice::F32(&mut b)).unwrap();
         assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 2.0 / 255.0), "{a:?} {b:?}");
     }
 }
@@ -116,6 +116,37 @@ fn grey_pictures_have_no_hue() {
 }
 
 proptest! {
+    /// A picture that stays bytes is, by its palette, the one that is normalised at once; one whose values change
+    /// has no palette.
+    #[test]
+    fn bytes_stand_for_the_same_values(
+        size in [1usize..30, 1usize..30], out in [1usize..20, 1usize..20], grey: bool, crop: bool, padding in 0usize..3, flip in 0.0..1.0f64, sample: u64,
+    ) {
+        let channels = if grey { 1 } else { 3 };
+        let augment = Augment {
+            resized_crop: crop.then_some(ResizedCrop { scale: [0.1, 1.0], ratio: [0.75, 4.0 / 3.0] }),
+            padding,
+            horizontal_flip: flip,
+            vertical_flip: 1.0 - flip,
+            ..Augment::default()
+        };
+        let normalise = Normalise { mean: vec![0.4], std: vec![0.3] };
+        let pipeline = Pipeline::new([out[0], out[1], channels], Fit::Pad, normalise).unwrap();
+        let pipeline = pipeline.augmented(augment.clone()).unwrap();
+        let pixels: Vec<u8> = (0..size[0] * size[1] * channels).map(|i| (i * 31 % 251) as u8).collect();
+        let picture = Picture { height: size[0], width: size[1], pixels: Pixels::Bytes(&pixels) };
+        let mut bytes = vec![99; out[0] * out[1] * channels];
+        pipeline.apply(picture, key(sample), &mut Scratch::default(), &mut Slice::U8(&mut bytes)).unwrap();
+        let palette = pipeline.palette().unwrap();
+        prop_assert_eq!(crate::kernels::palette::values(&palette, &bytes), run(&pipeline, size, &pixels, key(sample)));
+        let jitter = Jitter { brightness: 0.1, ..Jitter::default() };
+        let coloured = pipeline.clone().augmented(Augment { jitter, ..augment.clone() }).unwrap();
+        prop_assert!(coloured.palette().is_none());
+        let erasing = Some(Erasing { chance: 0.5, area: [0.1, 0.3], ratio: [0.5, 2.0] });
+        let erased = pipeline.augmented(Augment { erasing, ..augment }).unwrap();
+        prop_assert!(erased.palette().is_none());
+    }
+
     /// The same sample in the same epoch is the same picture, whatever was read with the buffers before; another
     /// epoch is another one; values stay within what normalisation can give.
     #[test]
@@ -140,8 +171,8 @@ proptest! {
         let mut used = Scratch::default();
         let picture = Picture { height: size[0], width: size[1], pixels: Pixels::Bytes(&bytes) };
         let mut again = vec![f32::NAN; out[0] * out[1] * channels];
-        pipeline.apply(picture, key(9), &mut used, &mut again).unwrap();
-        pipeline.apply(picture, key(1), &mut used, &mut again).unwrap();
+        pipeline.apply(picture, key(9), &mut used, &mut Slice::F32(&mut again)).unwrap();
+        pipeline.apply(picture, key(1), &mut used, &mut Slice::F32(&mut again)).unwrap();
         let first = run(&pipeline, size, &bytes, key(1));
         prop_assert_eq!(&first, &again);
         prop_assert!(first.iter().all(|v| (-2.0..=2.0).contains(v)));

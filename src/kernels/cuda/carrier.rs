@@ -156,3 +156,73 @@ impl Drop for Locked {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::layers::check;
+    use crate::random::{Random, stream};
+
+    /// Batches of all sizes arrive as they were sent while the card is behind by several of them, cut rows too, and
+    /// what was made of one is not touched by the next.
+    #[test]
+    fn batches_arrive_as_they_were_sent() {
+        let Device::Cuda(device) = check::device() else { return };
+        let random = |batch: u64, i: usize| Random::new(batch, stream("carrier")).bits(i as u64) as u32;
+        const WIDTH: usize = 70_000;
+        let busy = check::random(&[2048, 2048], 1).to_dtype(DType::F32).unwrap();
+        let mut carrier = None;
+        let (mut sent, mut made) = (Vec::new(), Vec::new());
+        for batch in 0..40u64 {
+            let rows = [8, 3, 8, 1, 7][batch as usize % 5];
+            let inputs: Vec<u32> = (0..rows * WIDTH).map(|i| random(batch, i)).collect();
+            let targets: Vec<u32> = (0..rows * 5).map(|i| random(batch, i)).collect();
+            let part = |values, row: usize, kept: usize| Part {
+                bytes: bytemuck::cast_slice::<u32, u8>(values),
+                row: 4 * row,
+                kept: 4 * kept,
+                dtype: DType::U32,
+                shape: vec![rows, kept],
+            };
+            let parts = [part(&inputs, WIDTH, WIDTH), part(&targets, 5, 2)];
+            let carrier: &mut Carrier = carrier.get_or_insert_with(|| Carrier::new(&device, &parts).unwrap());
+            assert!(carrier.fits(&parts));
+            let take = |arrived: [Tensor; 2]| Ok([copy(&device, &arrived[0])?, copy(&device, &arrived[1])?]);
+            made.push(carrier.carry(&parts, take).unwrap());
+            (0..4).for_each(|_| drop(busy.matmul(&busy).unwrap()));
+            let cut: Vec<u32> = targets.chunks(5).flat_map(|row| row[..2].to_vec()).collect();
+            sent.push([inputs, cut]);
+        }
+        for (i, (sent, made)) in sent.iter().zip(&made).enumerate() {
+            for (sent, made) in sent.iter().zip(made) {
+                assert!(*sent == made.flatten_all().unwrap().to_vec1::<u32>().unwrap(), "batch {i}");
+            }
+        }
+        let (large, small) = (vec![0; 4 * 9 * WIDTH], [0; 4 * 9]);
+        let part = |bytes, width, dtype| Part {
+            bytes,
+            row: 4 * width,
+            kept: 4 * width,
+            dtype,
+            shape: vec![9, width],
+        };
+        let carrier = carrier.unwrap();
+        assert!(
+            !carrier.fits(&[part(&large, WIDTH, DType::U32), part(&small, 1, DType::U32)]),
+            "too many rows"
+        );
+        let part = |bytes, width, dtype| Part {
+            bytes,
+            row: 4 * width,
+            kept: 4 * width,
+            dtype,
+            shape: vec![1, width],
+        };
+        assert!(
+            !carrier.fits(&[part(&large, WIDTH, DType::F32), part(&small, 1, DType::U32)]),
+            "of another type"
+        );
+    }
+}

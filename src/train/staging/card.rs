@@ -1,13 +1,16 @@
 //! Batches on their way to a card: what a carrier holds, asked for and given back.
 
 use std::cell::RefCell;
+use std::sync::Arc;
 
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 use super::Wanted;
 use crate::data::{self, Values};
+use crate::features::Palette;
 use crate::kernels::cuda::carrier::{self, Carrier, Part};
+use crate::kernels::palette;
 use crate::layers::network::{Batch, StepError};
 use crate::memory::estimate::STAGED;
 use crate::memory::{Reservation, Role};
@@ -18,13 +21,19 @@ pub struct Staged {
     ledgers: Ledgers,
     /// With the right to its buffers, on the card and here.
     carrier: RefCell<Option<(Carrier, [Reservation; 2])>>,
+    tables: RefCell<Option<(Arc<Palette>, Tensor)>>,
 }
 
 impl Staged {
     /// None where the CPU computes.
     pub fn new(device: &Device, ledgers: &Ledgers) -> Option<Self> {
         let Device::Cuda(device) = device else { return None };
-        Some(Self { device: device.clone(), ledgers: ledgers.clone(), carrier: RefCell::default() })
+        Some(Self {
+            device: device.clone(),
+            ledgers: ledgers.clone(),
+            carrier: RefCell::default(),
+            tables: RefCell::default(),
+        })
     }
 
     pub fn clear(&self) {
@@ -36,14 +45,27 @@ impl Staged {
         let held = self.carrier.take().filter(|(carrier, _)| carrier.fits(&parts));
         let (mut carrier, holds) = held.map_or_else(|| self.room(&parts), Ok)?;
         let made = carrier.carry(&parts, |[inputs, targets]| {
-            let inputs = match inputs.dtype() == wanted.dtype {
-                true => carrier::copy(&self.device, &inputs)?,
-                false => inputs.to_dtype(wanted.dtype)?,
+            let inputs = match &batch.inputs {
+                Values::U8(_, palette) => palette::expand(&inputs, &self.tables(palette)?, wanted.dtype)?,
+                Values::F32(_) if wanted.dtype != DType::F32 => inputs.to_dtype(wanted.dtype)?,
+                Values::F32(_) | Values::U32(_) => carrier::copy(&self.device, &inputs)?,
             };
             Ok(Batch { inputs, targets: carrier::copy(&self.device, &targets)? })
         });
         self.carrier.replace(Some((carrier, holds)));
         Ok(made?)
+    }
+
+    /// A palette on the card, (channels, 256), uploaded when it is another than before.
+    fn tables(&self, palette: &Arc<Palette>) -> candle_core::Result<Tensor> {
+        let held = self.tables.take().filter(|(held, _)| held == palette);
+        let upload = || {
+            let tables = palette.tables.as_flattened();
+            Tensor::from_slice(tables, (palette.tables.len(), 256), &Device::Cuda(self.device.clone()))
+        };
+        let tables = held.map_or_else(upload, |(_, tables)| Ok(tables))?;
+        self.tables.replace(Some((palette.clone(), tables.clone())));
+        Ok(tables)
     }
 
     fn room(&self, parts: &[Part; 2]) -> Result<(Carrier, [Reservation; 2]), StepError> {
@@ -56,6 +78,7 @@ impl Staged {
 
 fn part(values: &Values, shape: Vec<usize>) -> Part<'_> {
     let (bytes, dtype) = match values {
+        Values::U8(values, _) => (values.as_slice(), DType::U8),
         Values::F32(values) => (bytemuck::cast_slice(values), DType::F32),
         Values::U32(values) => (bytemuck::cast_slice(values), DType::U32),
     };

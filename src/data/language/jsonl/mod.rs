@@ -127,7 +127,7 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<Both, DataError> {
         Some(_) => Target::Class { names: class_names(&train.found) },
     };
     let length = buckets.last().copied().unwrap_or(context);
-    let features = Features { input: Input::Tokens { length, vocab }, target, buckets };
+    let features = Features { buckets, ..Features::new(Input::Tokens { length, vocab }, target) };
     let documents = |made, name| Documents::new(made, features.clone(), reading.clone(), name);
     let train = Arc::new(documents(train, "train")?);
     match valid {

@@ -1,0 +1,36 @@
+//! The body for cards.
+
+use std::ffi::{c_int, c_void};
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::kernels::cuda::{self, Stream, checked, code, fresh, pointer, stream};
+
+/// The values of bytes (..., channels) by tables (channels, 256) of f32, rounded to `dtype`.
+pub fn expand(bytes: &Tensor, tables: &Tensor, dtype: DType) -> Result<Tensor> {
+    let (Some(device), (channels, 256)) = (cuda::of(bytes), tables.dims2()?) else {
+        bail!("a palette of {:?} for {:?}", tables.dims(), bytes.device())
+    };
+    if bytes.dtype() != DType::U8 || tables.dtype() != DType::F32 || bytes.dims().last() != Some(&channels) {
+        bail!("{:?} of {:?} by {:?} of {:?}", bytes.dims(), bytes.dtype(), tables.dims(), tables.dtype())
+    }
+    let values = fresh(device, dtype, bytes.shape())?;
+    let (from, to, count) = (pointer(bytes)?, pointer(&values)?, bytes.elem_count() as i64);
+    // SAFETY: there is a value for every byte, whose channel has a table.
+    checked("palette_expand", unsafe {
+        palette_expand(code(dtype)?, from, pointer(tables)?, to, count, channels as c_int, stream(device))
+    })?;
+    Ok(values)
+}
+
+unsafe extern "C" {
+    fn palette_expand(
+        dtype: c_int,
+        bytes: *const c_void,
+        tables: *const c_void,
+        values: *mut c_void,
+        count: i64,
+        channels: c_int,
+        stream: Stream,
+    ) -> c_int;
+}
