@@ -5,6 +5,7 @@
 
 pub mod columns;
 pub mod cudnn;
+pub mod link;
 pub mod product;
 
 use std::ffi::{c_int, c_void};

@@ -10,11 +10,12 @@ use super::setup::Setup;
 use crate::data::{self, Values};
 use crate::features::{Features, Input, Target};
 use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
+use crate::layers::aside::Aside;
 use crate::layers::loss::{Counted, Tally};
 use crate::layers::network::{Batch, Network, StepError, Walk};
 use crate::layers::{At, Mode, Pass};
-use crate::memory::estimate::{batch_bytes, permanent, place};
-use crate::memory::plan::Place;
+use crate::memory::estimate::{batch_bytes, permanent};
+use crate::memory::plan::{Offload, Place};
 use crate::memory::{Fault, Ledger, Reservation, Role};
 use crate::optim::{self, Optimizer, Step};
 use crate::params::Store;
@@ -49,6 +50,8 @@ pub struct Engine<'a> {
     pub host: Ledger,
     /// Blocks that keep only their input and run forward again.
     pub recompute: usize,
+    /// Where their inputs wait, if not on the card.
+    aside: Option<Aside>,
     /// The moving average of the weights, where the job asks for one.
     pub average: Option<Tensor>,
     /// The statistics as they were when the update in hand began.
@@ -56,13 +59,22 @@ pub struct Engine<'a> {
     _held: Vec<Reservation>,
 }
 
+/// What lives as long as the run.
+struct Made {
+    store: Store,
+    optimizer: Optimizer,
+    aside: Option<Aside>,
+    before: Tensor,
+    average: Option<Tensor>,
+}
+
 impl<'a> Engine<'a> {
     pub fn new(setup: &'a Setup, ledgers: Ledgers, recompute: usize) -> Result<Self, StepError> {
         let Ledgers { tensors: ledger, host } = ledgers;
         let asked = setup.with_subject(|subject| {
-            permanent(subject)
+            permanent(subject, setup.offload)
                 .into_iter()
-                .map(|(role, name, bytes)| match place(role, setup.on()) {
+                .map(|(role, name, bytes, place)| match place {
                     Place::Ram => host.reserve(role, name, bytes),
                     Place::Vram => ledger.reserve(role, name, bytes),
                 })
@@ -70,11 +82,22 @@ impl<'a> Engine<'a> {
         });
         let held: Result<Vec<Reservation>, _> = asked;
         let held = held?;
+        let made = Self::make(setup, &host);
+        let made = made.map_err(|error| lacking(&setup.device(), &ledger, Role::Weights, error.into()));
+        let Made { store, optimizer, aside, before, average } = made?;
+        Ok(Self { setup, store, optimizer, ledger, host, recompute, aside, average, before, _held: held })
+    }
+
+    /// Allocates what lives as long as the run.
+    fn make(setup: &Setup, host: &Ledger) -> candle_core::Result<Made> {
         let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &setup.device())?;
-        let optimizer = Optimizer::new(&setup.optimizer, &store)?;
+        let moves = |what| setup.offload.contains(&what);
+        let optimizer = Optimizer::new(&setup.optimizer, &store, moves(Offload::OptimizerState))?;
+        let aside = moves(Offload::Activations).then(|| Aside::new(host.clone(), &setup.device()));
+        let aside = aside.transpose()?;
         let before = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.master.copy()).transpose()?;
-        Ok(Self { setup, store, optimizer, ledger, host, recompute, average, before, _held: held })
+        Ok(Made { store, optimizer, aside, before, average })
     }
 
     /// What a sample's gradient is multiplied with, so that their sum is near their mean. The update
@@ -133,7 +156,7 @@ impl<'a> Engine<'a> {
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
         let _hold =
             self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, batch.ids.len()))?;
-        let tensors = self.tensors(batch, features)?;
+        let tensors = self.tensors(batch, features).map_err(|error| self.lacking(error.into()))?;
         let pass = Pass {
             store: &self.store,
             mode,
@@ -144,20 +167,13 @@ impl<'a> Engine<'a> {
             scale: scale / self.nominal(),
         };
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
-        let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute };
+        let (ledger, recompute, aside) = (&self.ledger, self.recompute, self.aside.as_ref());
+        let walk = Walk { pass: Some(pass), at, ledger, recompute, aside };
         run(network, &walk, &tensors).map_err(|error| self.lacking(error))
     }
 
-    /// An out of memory that the driver found is one like any other, once all that was under way is done: then
-    /// what was dropped can be had again.
     fn lacking(&self, error: StepError) -> StepError {
-        match error {
-            StepError::Tensor(error) if is_out_of_memory(&error) => {
-                drop(self.setup.device().synchronize());
-                StepError::Oom(self.ledger.refusal(Role::Activations, "the driver", 0))
-            }
-            error => error,
-        }
+        lacking(&self.setup.device(), &self.ledger, Role::Activations, error)
     }
 
     fn tensors(&self, batch: &data::Batch, features: &Features) -> candle_core::Result<Batch> {
@@ -235,6 +251,18 @@ impl<'a> Engine<'a> {
     /// Forgets the gradients of an update that is not made.
     pub fn skip(&self) -> candle_core::Result<()> {
         clear(&self.store.grads)
+    }
+}
+
+/// An out of memory that the driver found is one like any other, once all that was under way is done: then what was
+/// dropped can be had again.
+fn lacking(device: &Device, ledger: &Ledger, role: Role, error: StepError) -> StepError {
+    match error {
+        StepError::Tensor(error) if is_out_of_memory(&error) => {
+            drop(device.synchronize());
+            StepError::Oom(ledger.refusal(role, "the driver", 0))
+        }
+        error => error,
     }
 }
 
