@@ -39,6 +39,13 @@ check-cuda:
 test-cuda *FILTER:
     TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: kernels:: optim:: params:: {{ FILTER }}
 
+# What must hold on a card, tried on this machine's: all, or the TRIALS that are named
+[group('cuda')]
+trials-cuda *TRIALS:
+    scripts/with-cuda.sh cargo build --release --features cuda,cudnn --target-dir target/cuda
+    TRAINER_JOBS=target/bounds cargo test --test bounds writes_its_jobs
+    python3 scripts/card-trials.py --trainer target/cuda/release/trainer {{ TRIALS }}
+
 # Measure training steps against PyTorch on this machine's card (needs torch and torchvision with CUDA).
 [group('cuda')]
 bench-cuda *ARGS:

@@ -7,6 +7,11 @@ use candle_core::Device;
 
 use crate::units::Bytes;
 
+/// Bytes of a pool beside those of its tensors, at most: the driver adds to it in pieces of 32 MiB and cannot fill them
+/// all. Of the jobs tried with CUDA 13.0 on an H200, from 67 MiB to 24 GiB, none had more than 73 MiB.
+#[cfg(feature = "cuda")]
+const PIECES: u64 = 96 << 20;
+
 /// What may go wrong before there is a card to compute on.
 #[derive(Debug, thiserror::Error)]
 pub enum CardError {
@@ -122,11 +127,11 @@ mod with_cuda {
             bytes
         }
 
-        /// Takes so many bytes of the card, so that nobody else can; they stay the pool's. Where others have them
-        /// already, what is left comes when it is asked for, as without.
+        /// Takes the card's memory for so many bytes of tensors, so that nobody else can; it stays the pool's. Where
+        /// others have it already, what is left comes when it is asked for, as without.
         pub fn claim(&self, bytes: u64) -> candle_core::Result<()> {
             let Device::Cuda(cuda) = &self.device else { return Ok(()) };
-            match crate::kernels::cuda::scratch(cuda, bytes.min(self.limit) as usize) {
+            match crate::kernels::cuda::scratch(cuda, (bytes.min(self.limit) + PIECES) as usize) {
                 Err(error) if !crate::kernels::cuda::is_out_of_memory(&error) => return Err(error),
                 claimed => drop(claimed),
             }
@@ -137,7 +142,7 @@ mod with_cuda {
         }
     }
 
-    /// A pool of at most `limit` bytes, made the device's current one. A driver before CUDA 12.2 knows no limit: the
+    /// A pool for `limit` bytes of tensors, made the device's current one. A driver before CUDA 12.2 knows no limit: the
     /// device's own pool serves there.
     fn pool(ordinal: usize, limit: u64) -> Result<(sys::CUmemoryPool, bool), CardError> {
         let told = |what: &'static str, code: sys::CUresult| match code.result() {
@@ -156,7 +161,7 @@ mod with_cuda {
                 props.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
                 props.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
                 props.location.id = ordinal as i32;
-                props.maxSize = limit as usize;
+                props.maxSize = (limit + PIECES) as usize;
                 told("a memory pool", sys::cuMemPoolCreate(&mut pool, &props))?;
                 told("the memory pool", sys::cuDeviceSetMemPool(device, pool))?;
             } else {
