@@ -44,6 +44,13 @@ test-cuda *FILTER:
 carry-tests FOLDER="target/carried":
     scripts/carry-tests.sh {{ FOLDER }}
 
+# What must hold on a card, tried on this machine's: all, or the TRIALS that are named
+[group('cuda')]
+trials-cuda *TRIALS:
+    scripts/with-cuda.sh cargo build --release --features cuda,cudnn --target-dir target/cuda
+    TRAINER_JOBS=target/bounds cargo test --test bounds writes_its_jobs
+    python3 scripts/card-trials.py --trainer target/cuda/release/trainer {{ TRIALS }}
+
 # Measure training steps against PyTorch on this machine's card (needs torch and torchvision with CUDA).
 [group('cuda')]
 bench-cuda *ARGS:

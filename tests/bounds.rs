@@ -342,6 +342,17 @@ fn the_plan_is_never_below_what_is_measured_and_little_above() {
     }
 }
 
+/// For who has another way to run them: `TRAINER_JOBS` names a folder to which every job is written, by its name.
+#[test]
+fn writes_its_jobs() {
+    let Some(folder) = std::env::var_os("TRAINER_JOBS") else { return };
+    fs::create_dir_all(&folder).unwrap();
+    for job in matrix() {
+        let file = Path::new(&folder).join(job.name().replace(' ', "-") + ".toml");
+        fs::write(file, job.text()).unwrap();
+    }
+}
+
 /// Padded samples are planned as the longest of them, and shorter micro-batches take less; the tokenizer's pass over
 /// the files is no part of it.
 #[cfg(target_os = "linux")]

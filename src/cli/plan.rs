@@ -68,7 +68,7 @@ impl Plan {
             if vram == 0 {
                 return Err(Stop::usage("`--vram` is nothing", "leave it out to plan for the CPU").into());
             }
-            machine = Machine { device: "cuda".into(), vram, ..machine };
+            machine = Machine { device: "cuda".into(), vram, context: 0, ..machine };
         }
         let job_memory = job.memory.clone();
         let mut setup = Setup::open(job, machine.ram, &common.opening())?;
@@ -92,7 +92,7 @@ pub fn here(job: &Job, common: &Common) -> anyhow::Result<Machine> {
     Ok(match common.seen()? {
         Some(seen) => {
             let (device, vram) = (format!("cuda:{}", seen.ordinal), budget::card(&job.memory, &seen));
-            Machine { device, vram, ..cpu }
+            Machine { device, vram, context: seen.context, ..cpu }
         }
         None => cpu,
     })

@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check::Found;
 use super::error::{Code, Error};
 use super::source::WHOLE;
-use super::{Augment, Csv, Encode, Job, Jsonl, Length, Optimizer, Parquet, Source};
+use super::{Augment, Csv, Encode, Job, Jsonl, Length, Optimizer, Parquet, Precision, Source};
 
 /// Every contradiction in `job`, told at the places of `tree` that state it.
 pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
@@ -33,6 +33,13 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
             "optimizer.nesterov",
             "`optimizer.nesterov` needs `optimizer.momentum` above 0".into(),
             "add `momentum = 0.9`".into(),
+        );
+    }
+    if job.train.tf32 && job.train.precision != Precision::F32 {
+        report(
+            "train.tf32",
+            "`train.tf32` is of products in `f32`, which is not the precision".into(),
+            "add `precision = \"f32\"` to [train], or leave `tf32` out".into(),
         );
     }
     if let Some(metric) = job.checkpoint.best.metric()

@@ -6,6 +6,7 @@
 pub mod carrier;
 pub mod columns;
 pub mod cudnn;
+pub mod link;
 pub mod product;
 
 use std::ffi::{c_int, c_void};

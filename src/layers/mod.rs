@@ -6,6 +6,7 @@
 //! in the program knows a layer's insides. [`network`] runs layers and asks the ledger for them.
 
 pub mod activation;
+pub mod aside;
 pub mod attention;
 pub mod avg_pool;
 pub mod batch_norm;

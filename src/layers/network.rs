@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
+use super::aside::{Aside, Gone, Moving};
 use super::loss::{Counted, Loss, Tally};
 use super::{At, Layer, Mode, On, Pass, Remakes, Saved};
 use crate::kernels::{Activation, Reads, add};
@@ -59,6 +60,8 @@ pub struct Walk<'a> {
     pub ledger: &'a Ledger,
     /// How many blocks, those of the lowest ranks, keep only their input and run forward again.
     pub recompute: usize,
+    /// Where such inputs wait, if not where they were made.
+    pub aside: Option<&'a Aside>,
 }
 
 /// A micro-batch on the device.
@@ -89,9 +92,18 @@ enum Trace {
     },
 }
 
-enum BlockTrace {
+/// What is kept of a block between the passes.
+enum BlockTrace<'a> {
+    Near(Near),
+    /// The input alone, of so many bytes, which waits in host memory.
+    Away(&'a Aside, Gone, u64),
+}
+
+/// What the backward pass of a block begins with.
+enum Near {
     Kept(Vec<Trace>),
-    Input(Act),
+    /// The input alone, which may be on its way back.
+    Input(Moving, Act),
 }
 
 type Step<T> = Result<T, StepError>;
@@ -104,11 +116,17 @@ impl Network {
         let mut traces = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let input = (block.rank < walk.recompute).then(|| x.clone());
+            // It leaves while the block computes; both are let go of below, the copy first.
+            let away = input.as_ref().map_or(Ok(None), |input| walk.send(input))?;
             let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train, None)?;
             x = y;
-            traces.push(match input {
-                Some(input) => BlockTrace::Input(input),
-                None => BlockTrace::Kept(trace),
+            traces.push(match (away, input) {
+                (Some((away, moving)), _) => {
+                    moving.end();
+                    away
+                }
+                (None, Some(input)) => BlockTrace::Near(Near::Input(Moving::default(), input)),
+                (None, None) => BlockTrace::Near(Near::Kept(trace)),
             });
         }
         walk.ledger.phase("backward");
@@ -125,10 +143,19 @@ impl Network {
             }
         };
         drop(x);
-        for (i, (block, trace)) in self.blocks.iter().zip(traces).enumerate().rev() {
+        let mut fetch =
+            || traces.pop().map(|trace| walk.fetch(&self.blocks[traces.len()].name, trace)).transpose();
+        let mut next = fetch()?;
+        for (i, block) in self.blocks.iter().enumerate().rev() {
+            let Some(trace) = next else { break };
+            // What the block before needs comes while this one computes.
+            next = fetch()?;
             let trace = match trace {
-                BlockTrace::Kept(trace) => trace,
-                BlockTrace::Input(input) => walk.forward(&block.nodes, input, true, Mode::Again, None)?.1,
+                Near::Kept(trace) => trace,
+                Near::Input(moving, input) => {
+                    moving.end();
+                    walk.forward(&block.nodes, input, true, Mode::Again, None)?.1
+                }
             };
             match walk.backward(&block.nodes, trace, dy, i > 0, (None, None))? {
                 Some(dx) => dy = dx,
@@ -217,6 +244,27 @@ impl Walk<'_> {
             return Ok(None);
         }
         Ok(Some(Arc::new(self.ledger.reserve(role, asker, bytes)?)))
+    }
+
+    /// Begins to move the input of a block to where it waits, if there is such a place. What holds no memory of its
+    /// own, as the micro-batch itself, stays.
+    fn send(&self, input: &Act) -> Step<Option<(BlockTrace<'_>, Moving)>> {
+        let (Some(aside), Some(hold)) = (self.aside, &input.hold) else { return Ok(None) };
+        let bytes = hold.bytes();
+        let (gone, moving) = aside.send(input.value.as_ref(), bytes)?;
+        Ok(Some((BlockTrace::Away(aside, gone, bytes), moving)))
+    }
+
+    /// What the backward pass of the block `name` begins with; from host memory it begins to move.
+    fn fetch(&self, name: &str, trace: BlockTrace) -> Step<Near> {
+        match trace {
+            BlockTrace::Near(near) => Ok(near),
+            BlockTrace::Away(aside, gone, bytes) => {
+                let hold = self.hold(Role::Activations, name, bytes)?;
+                let (value, moving) = aside.fetch(gone)?;
+                Ok(Near::Input(moving, Act { value, hold }))
+            }
+        }
     }
 
     fn pass(&self, mode: Mode) -> Option<Pass<'_>> {

@@ -30,7 +30,7 @@ fn fits(r: &Request, predict: &dyn Predict) -> Option<Considered> {
 /// What the job does not allow but could without another result: the fewest that make it fit.
 fn allowed(r: &Request, predict: &dyn Predict) -> Option<String> {
     let exact = [Rung::Shrink, Rung::Recompute, Rung::Offload];
-    let possible = |rung: &Rung| !r.may(*rung) && (*rung != Rung::Offload || r.offloads);
+    let possible = |rung: &Rung| !r.may(*rung) && (*rung != Rung::Offload || !r.offloads.is_empty());
     let forbidden: Vec<Rung> = exact.into_iter().filter(possible).collect();
     let mut some: Vec<Vec<Rung>> = (1usize..1 << forbidden.len())
         .map(|set| forbidden.iter().enumerate().filter(|(i, _)| set >> i & 1 == 1).map(|(_, r)| *r).collect())

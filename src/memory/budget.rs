@@ -16,12 +16,14 @@ pub struct Machine {
     pub vram: u64,
     /// Host bytes there are: no stated budget can be larger.
     pub most_ram: u64,
+    /// Device bytes that the context takes beside the budget, where that is known.
+    pub context: u64,
 }
 
 impl Machine {
     /// This one, or one that is not here: the CPU with so many bytes and no more.
     pub fn cpu(ram: u64, most_ram: u64) -> Self {
-        Self { device: "cpu".into(), ram, vram: 0, most_ram }
+        Self { device: "cpu".into(), ram, vram: 0, most_ram, context: 0 }
     }
 
     pub fn on_device(&self) -> bool {

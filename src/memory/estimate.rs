@@ -12,8 +12,9 @@ use candle_core::DType;
 
 use super::ledger::{Entry, Ledger};
 use super::plan::{Offload, Part, Phase, Place, Role};
-use super::trail::{self, Blocks, High, Whose};
+use super::trail::{self, Blocks};
 use crate::features::{Features, Input};
+use crate::layers::aside::Aside;
 use crate::layers::network::{Network, Walk};
 use crate::layers::{At, On};
 use crate::params::{Flat, Layout, Lies};
@@ -25,10 +26,6 @@ pub const PROGRAM: u64 = 3 << 19;
 /// Heap bytes a thread of the matrix product keeps for packing: with `gemm` 0.19 as much as the second-level
 /// cache of a core. What a product packs beside it is in the workspaces of kernels.
 pub const PACKING: u64 = 2 << 20;
-
-/// Device bytes, at most, through which optimizer state passes that waits in host memory: two windows, one in
-/// use and one on its way, each a sixteenth of the state where that is less.
-pub const WINDOW: u64 = 64 << 20;
 
 /// Device bytes of what is too small to be counted one by one: sums that are read, and the driver's rounding.
 pub const ROUNDING: u64 = 1 << 20;
@@ -54,6 +51,8 @@ pub struct Subject<'a> {
     pub optimizer_state: u64,
     /// Optimizer state in bytes instead of floats, where the optimizer has such.
     pub optimizer_state_8bit: u64,
+    /// Device bytes through which optimizer state passes that waits in host memory.
+    pub state_window: u64,
     /// Bytes an update takes while it runs.
     pub update_workspace: u64,
     /// A moving average of the weights is kept.
@@ -163,8 +162,8 @@ pub fn place(role: Role, on: On) -> Place {
     }
 }
 
-/// What a run holds from its start to its end, in the order it asks for it.
-pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
+/// What a run holds from its start to its end, in the order it asks for it, and where.
+pub fn permanent(s: &Subject, offload: &[Offload]) -> Vec<(Role, &'static str, u64, Place)> {
     let (params, stats, wide) = (s.layout.params.len as u64, s.layout.stats.len as u64, wide(s.dtype));
     let copy =
         if s.dtype.size_in_bytes() as u64 == wide { 0 } else { params * s.dtype.size_in_bytes() as u64 };
@@ -183,7 +182,15 @@ pub fn permanent(s: &Subject) -> Vec<(Role, &'static str, u64)> {
         all.push((Role::Workspace, "matrix products", PRODUCTS));
         all.push((Role::Workspace, "rounding", ROUNDING));
     }
-    all
+    let away = offload.contains(&Offload::OptimizerState);
+    if away {
+        all.push((Role::Workspace, "optimizer state on its way", s.state_window));
+    }
+    let placed = |role| match role {
+        Role::OptimizerState if away => Place::Ram,
+        role => place(role, s.on),
+    };
+    all.into_iter().map(|(role, name, bytes)| (role, name, bytes, placed(role))).collect()
 }
 
 /// Bytes of a micro-batch as tensors. The CPU's floats are f32 before they are rounded.
@@ -235,11 +242,17 @@ pub fn ranks(flops: &[u64], freed: &[u64]) -> Vec<usize> {
 pub struct Estimator<'a> {
     subject: Subject<'a>,
     blocks: Blocks,
-    trained: RefCell<BTreeMap<(usize, usize), Highs>>,
-    judged: RefCell<BTreeMap<usize, Highs>>,
+    trained: RefCell<BTreeMap<(usize, usize, bool), Rc<Walked>>>,
+    judged: RefCell<BTreeMap<usize, Rc<Walked>>>,
 }
 
-type Highs = Rc<Vec<(&'static str, High)>>;
+/// What a walk over the network holds at the highest moments of its phases, and the inputs of blocks that wait in
+/// host memory meanwhile, in bytes.
+#[derive(Default)]
+struct Walked {
+    highs: Vec<(&'static str, u64)>,
+    away: u64,
+}
 
 impl<'a> Estimator<'a> {
     pub fn new(subject: Subject<'a>) -> Self {
@@ -249,26 +262,26 @@ impl<'a> Estimator<'a> {
 
     /// Bytes that each block would free if it kept only its input, for one sample.
     pub fn freed(&self) -> Vec<u64> {
-        let kept = |recompute| trail::kept(&self.learn(1, recompute), &self.blocks);
+        let kept = |recompute| trail::kept(&self.learn(1, recompute, false).0, &self.blocks);
         let all = self.subject.network.blocks.len();
         kept(0).into_iter().zip(kept(all)).map(|(whole, input)| whole.saturating_sub(input)).collect()
     }
 
-    fn learn(&self, batch: usize, recompute: usize) -> Vec<Entry> {
-        self.walk("forward", batch, |network, walk| drop(network.learn(walk, None)), recompute)
+    /// The changes of a walk that learns, and the most bytes that wait in host memory.
+    fn learn(&self, batch: usize, recompute: usize, aside: bool) -> (Vec<Entry>, u64) {
+        let host = Ledger::planning();
+        let aside = aside.then(|| Aside::planned(host.clone()));
+        let body = |network: &Network, walk: &Walk| {
+            drop(network.learn(&Walk { pass: None, recompute, aside: aside.as_ref(), ..*walk }, None));
+        };
+        (self.walk("forward", batch, body), host.peak())
     }
 
     fn judge(&self, batch: usize) -> Vec<Entry> {
-        self.walk("eval", batch, |network, walk| drop(network.judge(walk, None)), 0)
+        self.walk("eval", batch, |network, walk| drop(network.judge(walk, None)))
     }
 
-    fn walk(
-        &self,
-        phase: &'static str,
-        batch: usize,
-        body: impl Fn(&Network, &Walk),
-        recompute: usize,
-    ) -> Vec<Entry> {
+    fn walk(&self, phase: &'static str, batch: usize, body: impl Fn(&Network, &Walk)) -> Vec<Entry> {
         let s = &self.subject;
         let ledger = Ledger::planning();
         ledger.phase(phase);
@@ -276,20 +289,29 @@ impl<'a> Estimator<'a> {
             let at = At { batch, dtype: s.dtype, on: s.on };
             // A planning ledger has no limit, so no ask fails.
             let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, at)).ok();
-            body(s.network, &Walk { pass: None, at, ledger: &ledger, recompute });
+            body(s.network, &Walk { pass: None, at, ledger: &ledger, recompute: 0, aside: None });
         }
         ledger.log()
     }
 
-    fn trained(&self, way: Way) -> Highs {
+    fn trained(&self, way: Way) -> Rc<Walked> {
         let (batch, recompute) = (self.train_batch(way), way.recompute);
-        let walk = || Rc::new(trail::highs(&self.learn(batch, recompute), &self.blocks));
-        self.trained.borrow_mut().entry((batch, recompute)).or_insert_with(walk).clone()
+        let aside = self.aside(way);
+        let walk = || {
+            let (log, away) = self.learn(batch, recompute, aside);
+            Rc::new(Walked { highs: trail::highs(&log), away })
+        };
+        self.trained.borrow_mut().entry((batch, recompute, aside)).or_insert_with(walk).clone()
     }
 
-    fn judged(&self, batch: usize) -> Highs {
-        let walk = || Rc::new(trail::highs(&self.judge(batch), &self.blocks));
+    fn judged(&self, batch: usize) -> Rc<Walked> {
+        let walk = || Rc::new(Walked { highs: trail::highs(&self.judge(batch)), away: 0 });
         self.judged.borrow_mut().entry(batch).or_insert_with(walk).clone()
+    }
+
+    /// Whether inputs of blocks wait in host memory.
+    fn aside(&self, way: Way) -> bool {
+        self.subject.on_device() && way.offloads(Offload::Activations)
     }
 
     fn train_batch(&self, way: Way) -> usize {
@@ -330,20 +352,12 @@ impl<'a> Estimator<'a> {
         if way.eight_bit {
             s.optimizer_state = s.optimizer_state_8bit;
         }
-        let mut lasting: Vec<_> = permanent(&s)
-            .into_iter()
-            .chain([(Role::DataPipeline, "prefetch", (s.pipeline)(way.micro_batch, s.ram))])
-            .chain(self.staged(way))
-            .map(|(role, name, bytes)| (role, name, bytes, self.place(role)))
-            .collect();
-        if way.offloads(Offload::OptimizerState) {
-            for (role, _, _, place) in &mut lasting {
-                if *role == Role::OptimizerState {
-                    *place = Place::Ram;
-                }
-            }
-            let window = s.optimizer_state.div_ceil(8).min(WINDOW);
-            lasting.push((Role::Workspace, "optimizer state on its way", window, Place::Vram));
+        let mut lasting = permanent(&s, if s.on_device() { way.offload } else { &[] });
+        let prefetch = (s.pipeline)(way.micro_batch, s.ram);
+        let more = [(Role::DataPipeline, "prefetch", prefetch)].into_iter().chain(self.staged(way));
+        lasting.extend(more.map(|(role, name, bytes)| (role, name, bytes, self.place(role))));
+        if self.aside(way) {
+            lasting.push((Role::Activations, "inputs of blocks", self.trained(way).away, Place::Ram));
         }
         lasting
     }
@@ -371,20 +385,19 @@ impl<'a> Estimator<'a> {
         };
         if phase == "checkpoint" && s.on_device() {
             // Parameter by parameter and state by state, through host memory: as copied, and as written.
-            let copy = 2 * s.layout.params.len as u64 * wide(s.dtype);
+            let values = match way.offloads(Offload::OptimizerState) {
+                true => largest(s.layout, |_| true),
+                false => s.layout.params.len as u64,
+            };
+            let copy = 2 * values * wide(s.dtype);
             passing.push((Role::CheckpointWriting, "copy", copy));
         }
         passing.into_iter().map(|(role, name, bytes)| (role, name, bytes, self.place(role))).collect()
     }
 
-    /// Which bytes of a walk are on `place`, if any.
-    fn whose(&self, way: Way, place: Place) -> Option<Whose> {
-        match (self.subject.on_device(), place, way.offloads(Offload::Activations)) {
-            (false, Place::Ram, _) | (true, Place::Vram, false) => Some(Whose::All),
-            (true, Place::Vram, true) => Some(Whose::Near),
-            (true, Place::Ram, true) => Some(Whose::Away),
-            (false, Place::Vram, _) | (true, Place::Ram, false) => None,
-        }
+    /// Where what a walk holds is.
+    fn walks_on(&self) -> Place {
+        if self.subject.on_device() { Place::Vram } else { Place::Ram }
     }
 }
 
@@ -401,24 +414,18 @@ impl Predict for Estimator<'_> {
         let (vram, ram) = (on(Place::Vram, &lasting), on(Place::Ram, &lasting));
         let trained = self.trained(way);
         let judged = self.eval_batch(way).map(|batch| self.judged(batch)).unwrap_or_default();
-        let none = High::default();
-        // An evaluation saves nothing, so nothing of it is ever away.
-        let keeps = Way { offload: &[], ..way };
-        let walked = trained.iter().map(|(phase, high)| (*phase, *high, way));
-        let walked = walked.chain([("update", none, way)]);
-        let walked = walked.chain(judged.iter().map(|(phase, high)| (*phase, *high, keeps)));
-        let phases = walked.chain([("checkpoint", none, way)]).map(|(phase, high, way)| {
+        let walked =
+            trained.highs.iter().chain(&[("update", 0)]).chain(&judged.highs).chain(&[("checkpoint", 0)]);
+        let phases = walked.map(|(phase, high)| {
             let passing = self.passing(way, budget, phase);
-            let walked = |place| self.whose(way, place).map_or(0, |whose| high.of(whose));
+            let walked = |place| if place == self.walks_on() { *high } else { 0 };
             let held = Held {
                 vram: vram + on(Place::Vram, &passing) + walked(Place::Vram),
                 ram: ram + on(Place::Ram, &passing) + walked(Place::Ram),
             };
-            (phase, held)
+            (*phase, held)
         });
-        let away = trained.iter().map(|(_, high)| high.away).max().unwrap_or(0);
-        let moved = if way.offloads(Offload::Activations) { 2 * away } else { 0 };
-        Estimate::new(phases.collect(), moved)
+        Estimate::new(phases.collect(), 2 * trained.away)
     }
 
     fn parts(&self, way: Way) -> Vec<Part> {
@@ -449,16 +456,17 @@ impl Predict for Estimator<'_> {
                     _ => add(name, role, bytes),
                 }
             }
-            let (log, whose) = match (*phase, self.eval_batch(way)) {
+            if place != self.walks_on() {
+                continue;
+            }
+            let log = match (*phase, self.eval_batch(way)) {
                 ("forward" | "backward", _) => {
-                    (self.learn(self.train_batch(way), way.recompute), self.whose(way, place))
+                    self.learn(self.train_batch(way), way.recompute, self.aside(way)).0
                 }
-                ("eval", Some(batch)) => (self.judge(batch), self.whose(Way { offload: &[], ..way }, place)),
+                ("eval", Some(batch)) => self.judge(batch),
                 _ => continue,
             };
-            let Some(whose) = whose else { continue };
-            let live = trail::moment(&log, &self.blocks, phase, whose);
-            live.iter().for_each(|((role, name), bytes)| add(name, *role, *bytes));
+            trail::moment(&log, phase).iter().for_each(|((role, name), bytes)| add(name, *role, *bytes));
         }
         parts.sort_by_key(|part| (part.r#where == Place::Ram, part.role, std::cmp::Reverse(part.bytes)));
         parts

@@ -245,6 +245,10 @@ impl Account {
 }
 
 impl Reservation {
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Gives back what is held beyond `bytes`.
     pub fn keep(&mut self, bytes: u64) {
         let less = self.bytes.saturating_sub(bytes);

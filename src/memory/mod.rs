@@ -10,6 +10,8 @@ pub mod ladder;
 pub mod ledger;
 pub mod lock;
 pub mod measure;
+#[cfg(feature = "cuda")]
+mod nvml;
 #[cfg(target_os = "linux")]
 pub mod pages;
 pub mod plan;

@@ -15,6 +15,9 @@ pub struct Plan {
     pub chosen: Chosen,
     /// Samples in every update but the last of an epoch; no plan changes it.
     pub samples_per_update: usize,
+    /// Device bytes that the CUDA context takes beside the budget and the peak; 0 where no card was looked at.
+    #[serde(default)]
+    pub context_bytes: u64,
     /// What is live at the peak: on the device at its peak, on the host at the host's.
     pub parts: Vec<Part>,
     /// Every way of running considered.
@@ -83,7 +86,7 @@ impl Chosen {
 #[serde(rename_all = "snake_case")]
 pub enum Offload {
     OptimizerState,
-    /// What blocks save for the backward pass.
+    /// The inputs of blocks that run forward again.
     Activations,
 }
 

@@ -19,6 +19,8 @@ pub struct Request {
     pub vram: u64,
     /// Host bytes a larger budget could have at most.
     pub most_ram: u64,
+    /// Device bytes that the context takes beside the budget, where that is known.
+    pub context: u64,
     pub split: Split,
     pub samples_per_update: usize,
     /// A micro-batch is a multiple of this many samples: the model's normalisation group.
@@ -30,8 +32,8 @@ pub struct Request {
     pub eval_micro_batch: Option<usize>,
     /// What the job allows.
     pub may: Vec<Rung>,
-    /// The device can move what waits to the host.
-    pub offloads: bool,
+    /// What the device can move to the host while it waits.
+    pub offloads: Vec<Offload>,
     /// Look at some ways beside the job as written even if that fits.
     pub more: bool,
     pub times: Times,
@@ -104,7 +106,8 @@ struct Keep {
     offload: &'static [Offload],
 }
 
-const OFFLOADS: [&[Offload]; 4] = [
+/// What may wait in host memory together.
+pub const OFFLOADS: [&[Offload]; 4] = [
     &[],
     &[Offload::OptimizerState],
     &[Offload::Activations],
@@ -197,12 +200,16 @@ impl<'a> Search<'a> {
         let r = self.request;
         let eight_bit = r.may(Rung::Optimizer8bit) && r.optimizer_8bit.is_some();
         let states = if eight_bit { vec![false, true] } else { vec![false] };
-        let offload = r.on_device() && r.offloads && r.may(Rung::Offload);
-        let offloads = if offload { &OFFLOADS[..] } else { &OFFLOADS[..1] };
-        let mut keeps: Vec<Keep> = states
-            .into_iter()
-            .flat_map(|eight_bit| offloads.iter().map(move |offload| Keep { eight_bit, offload }))
-            .collect();
+        let offload = r.on_device() && r.may(Rung::Offload);
+        // State in bytes has scales of blocks beside it, and is small: it stays.
+        let moves = |keep: &Keep| {
+            keep.offload.iter().all(|what| {
+                offload && r.offloads.contains(what) && !(keep.eight_bit && *what == Offload::OptimizerState)
+            })
+        };
+        let all =
+            states.into_iter().flat_map(|eight_bit| OFFLOADS.map(|offload| Keep { eight_bit, offload }));
+        let mut keeps: Vec<Keep> = all.filter(moves).collect();
         let floor = |keep: &Keep| r.times.floor(steps, r.way(r.split_into(steps), 0, *keep));
         keeps.sort_by(|a, b| floor(a).total_cmp(&floor(b)).then(a.offload.len().cmp(&b.offload.len())));
         keeps

@@ -17,7 +17,7 @@ pub struct Times {
     /// Moving the weights, with the optimizer's state as stated and in bytes.
     pub update: f64,
     pub update_8bit: f64,
-    /// Moving that state to the host and back.
+    /// Moving that state to the host and back, both at once.
     pub state: f64,
     pub state_8bit: f64,
     /// Bytes a second between the device and the host.

@@ -1,7 +1,10 @@
 //! How weights follow gradients: updates over the flat buffers, and the learning rate over time.
 
+pub mod away;
 pub mod scaling;
 pub mod schedule;
+
+use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor};
 
@@ -17,6 +20,9 @@ use crate::params::{Flat, Store};
 pub struct Optimizer {
     rule: Rule,
     state: Vec<(&'static str, Tensor)>,
+    /// The buffers' memory, where they wait on the host of a card.
+    #[cfg(feature = "cuda")]
+    away: Option<away::Away>,
 }
 
 /// What one update is given.
@@ -69,61 +75,95 @@ pub fn workspace_bytes(rule: &Rule, params: &Flat, on: On) -> u64 {
     }
 }
 
+/// Bytes of a card through which the state of a rule passes that waits in host memory.
+pub fn window_bytes(rule: &Rule, params: &Flat) -> u64 {
+    if away::can(rule) { away::window_bytes(state_bytes(rule, params), params.len) } else { 0 }
+}
+
 impl Optimizer {
-    pub fn new(rule: &Rule, store: &Store) -> Result<Self> {
+    /// `is_away`: the state waits in host memory, where the rule allows it and the weights are on a card.
+    pub fn new(rule: &Rule, store: &Store, is_away: bool) -> Result<Self> {
+        let (buffers, master) = (buffers(rule, &store.layout.params), &store.master);
+        #[cfg(feature = "cuda")]
+        if let (true, Some(device)) = (is_away && away::can(rule), crate::kernels::cuda::of(master)) {
+            let away = away::Away::new(device, master.dtype(), buffers.len(), store.layout.params.len)?;
+            let state = buffers.iter().map(|(name, ..)| *name).zip(away.tensors()).collect();
+            return Ok(Self { rule: rule.clone(), state, away: Some(away) });
+        }
+        let _ = is_away;
         let make = |(name, dtype, len): Buffer| {
-            let dtype = if dtype == DType::F32 { store.master.dtype() } else { dtype };
-            Ok((name, Tensor::zeros(len, dtype, store.master.device())?))
+            let dtype = if dtype == DType::F32 { master.dtype() } else { dtype };
+            Ok((name, Tensor::zeros(len, dtype, master.device())?))
         };
-        let state = buffers(rule, &store.layout.params).into_iter().map(make).collect::<Result<_>>()?;
-        Ok(Self { rule: rule.clone(), state })
+        Ok(Self {
+            rule: rule.clone(),
+            state: buffers.into_iter().map(make).collect::<Result<_>>()?,
+            #[cfg(feature = "cuda")]
+            away: None,
+        })
     }
 
-    /// The buffers by name, for checkpoints.
-    pub fn state(&self) -> &[(&'static str, Tensor)] {
-        &self.state
+    /// The buffers by name, for checkpoints: as the last update left them.
+    pub fn state(&self) -> Result<&[(&'static str, Tensor)]> {
+        #[cfg(feature = "cuda")]
+        self.away.as_ref().map_or(Ok(()), away::Away::settle)?;
+        Ok(&self.state)
     }
 
     /// Moves the weights and clears the gradients, in one pass.
     pub fn update(&mut self, store: &Store, step: Step) -> Result<()> {
-        let params = &store.layout.params;
-        let common = |weight_decay| Common {
-            lr: step.lr,
-            grad_scale: step.grad_scale,
-            judged: step.judged,
-            weight_decay,
-            decayed: params.decayed,
-        };
-        let adam = |rule: &crate::job::Adamw| {
+        #[cfg(feature = "cuda")]
+        if let Some(away) = &mut self.away {
+            return away.each(|range, state| apply(&self.rule, store, step, range, state));
+        }
+        let state: Vec<Tensor> = self.state.iter().map(|(_, tensor)| tensor.clone()).collect();
+        apply(&self.rule, store, step, 0..store.layout.params.len, &state)
+    }
+}
+
+/// Moves the weights of a range, of which this is the state; all of them where the rule is one that must see all.
+fn apply(rule: &Rule, store: &Store, step: Step, range: Range<usize>, state: &[Tensor]) -> Result<()> {
+    let params = &store.layout.params;
+    let common = |weight_decay| Common {
+        lr: step.lr,
+        grad_scale: step.grad_scale,
+        judged: step.judged,
+        weight_decay,
+        decayed: params.decayed.saturating_sub(range.start).min(range.len()),
+    };
+    let adam = |rule: &crate::job::Adamw| {
+        let [beta1, beta2] = rule.betas;
+        AdamW { beta1, beta2, eps: rule.eps, step: step.number }
+    };
+    let part = |all: &Tensor| match range.len() == params.len {
+        true => Ok(all.clone()),
+        false => all.narrow(0, range.start, range.len()),
+    };
+    let (weights, grads) = (&part(&store.master)?, &part(&store.grads)?);
+    let other = store.compute.dtype() != weights.dtype();
+    let copy = other.then(|| part(&store.compute)).transpose()?;
+    let copy = copy.as_ref();
+    match rule {
+        Rule::Adamw(rule) => {
+            adam(rule).apply(&common(rule.weight_decay), weights, grads, (&state[0], &state[1]), copy)
+        }
+        Rule::Adamw8bit(rule) => {
+            let buffer = |i: usize| state[i].clone();
+            let state =
+                adamw8bit::State { m: buffer(0), v: buffer(1), m_scale: buffer(2), v_scale: buffer(3) };
+            adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state, copy)
+        }
+        Rule::Sgd(rule) => {
+            let sgd = Sgd { momentum: rule.momentum, nesterov: rule.nesterov, first: step.number == 1 };
+            sgd.apply(&common(rule.weight_decay), weights, grads, state.first(), copy)
+        }
+        Rule::Lion(rule) => {
             let [beta1, beta2] = rule.betas;
-            AdamW { beta1, beta2, eps: rule.eps, step: step.number }
-        };
-        let buffer = |i: usize| self.state[i].1.clone();
-        let (weights, grads) = (&store.master, &store.grads);
-        let copy = (store.compute.dtype() != weights.dtype()).then_some(&store.compute);
-        match &self.rule {
-            Rule::Adamw(rule) => {
-                adam(rule).apply(&common(rule.weight_decay), weights, grads, (&buffer(0), &buffer(1)), copy)
-            }
-            Rule::Adamw8bit(rule) => {
-                let state =
-                    adamw8bit::State { m: buffer(0), v: buffer(1), m_scale: buffer(2), v_scale: buffer(3) };
-                adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state, copy)
-            }
-            Rule::Sgd(rule) => {
-                let sgd = Sgd { momentum: rule.momentum, nesterov: rule.nesterov, first: step.number == 1 };
-                let momentum = self.state.first().map(|(_, tensor)| tensor);
-                sgd.apply(&common(rule.weight_decay), weights, grads, momentum, copy)
-            }
-            Rule::Lion(rule) => {
-                let [beta1, beta2] = rule.betas;
-                Lion { beta1, beta2 }.apply(&common(rule.weight_decay), weights, grads, &buffer(0), copy)
-            }
-            Rule::Adafactor(rule) => {
-                let factor =
-                    Adafactor { decay: rule.decay, eps: rule.eps, clip: rule.clip, step: step.number };
-                factor.apply(&common(rule.weight_decay), params, weights, grads, &buffer(0), copy)
-            }
+            Lion { beta1, beta2 }.apply(&common(rule.weight_decay), weights, grads, &state[0], copy)
+        }
+        Rule::Adafactor(rule) => {
+            let factor = Adafactor { decay: rule.decay, eps: rule.eps, clip: rule.clip, step: step.number };
+            factor.apply(&common(rule.weight_decay), params, weights, grads, &state[0], copy)
         }
     }
 }
@@ -162,7 +202,7 @@ mod tests {
             round_into(&values, t).unwrap();
         };
         set(&store.master, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6]);
-        let mut optimizer = Optimizer::new(&toml::from_str(rule).unwrap(), &store).unwrap();
+        let mut optimizer = Optimizer::new(&toml::from_str(rule).unwrap(), &store, false).unwrap();
         for number in 1..=10u64 {
             // Twice the gradient and half the scale: the scale is part of what is tested.
             set(&store.grads, (0..6).map(|i| 2.0 * ((3 * i + number) as f64).sin()).collect());
@@ -197,14 +237,52 @@ mod tests {
             declared.param("b", [7], Init::Constant(0.0));
             let store = Store::new(declared.layout().unwrap(), 0, DType::F32, &device()).unwrap();
             let rule: Rule = toml::from_str(&format!("kind = '{rule}'")).unwrap();
-            let mut optimizer = Optimizer::new(&rule, &store).unwrap();
+            let mut optimizer = Optimizer::new(&rule, &store, false).unwrap();
             let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
-            let held: u64 = optimizer.state().iter().map(|(_, tensor)| bytes(tensor)).sum();
+            let held: u64 = optimizer.state().unwrap().iter().map(|(_, tensor)| bytes(tensor)).sum();
             assert_eq!(held, state_bytes(&rule, &store.layout.params), "{rule:?}");
             let before = store.master.to_vec1::<f32>().unwrap();
             round_into(&store.master, &store.grads).unwrap();
             optimizer.update(&store, Step { lr: 0.01, grad_scale: 1.0, judged: None, number: 1 }).unwrap();
             assert_ne!(before, store.master.to_vec1::<f32>().unwrap(), "{rule:?} moves the weights");
+        }
+    }
+
+    /// Weights, their copy and the state after three updates of 50,000 values in bf16: at once, in chunks, and with the
+    /// state away from the card where there is one.
+    #[test]
+    fn chunks_and_state_that_is_away_change_no_bit() {
+        for kind in ["kind = 'adamw'", "kind = 'lion'", "kind = 'sgd'\nmomentum = 0.9\nweight_decay = 0.1"] {
+            let rule: Rule = toml::from_str(kind).unwrap();
+            let run = |update: &dyn Fn(&Store, &mut Optimizer, Step), is_away: bool| {
+                let mut declared = Declared::default();
+                declared.param("w", [300, 161], Init::Normal(0.1));
+                declared.param("b", [1701], Init::Constant(0.5));
+                let store = Store::new(declared.layout().unwrap(), 3, DType::BF16, &device()).unwrap();
+                let mut optimizer = Optimizer::new(&rule, &store, is_away).unwrap();
+                for number in 1..=3 {
+                    let noise: Vec<f64> = (0..50_001u64).map(|i| ((i * number) as f64).sin()).collect();
+                    let noise = Tensor::from_vec(noise, 50_001, &device()).unwrap();
+                    round_into(&noise, &store.grads).unwrap();
+                    update(&store, &mut optimizer, Step { lr: 0.01, grad_scale: 0.5, judged: None, number });
+                }
+                let state = optimizer.state().unwrap().iter().map(|(_, tensor)| tensor);
+                let all = [&store.master, &store.compute, &store.grads].into_iter().chain(state);
+                let bits = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+                all.map(bits).collect::<Vec<_>>()
+            };
+            let whole = run(&|store, optimizer, step| optimizer.update(store, step).unwrap(), false);
+            let chunks = |store: &Store, optimizer: &mut Optimizer, step: Step| {
+                for range in away::chunks(50_001) {
+                    let part = |(_, all): &(_, Tensor)| all.narrow(0, range.start, range.len()).unwrap();
+                    let state: Vec<Tensor> = optimizer.state.iter().map(part).collect();
+                    apply(&rule, store, step, range, &state).unwrap();
+                }
+            };
+            assert!(away::chunks(50_001).count() > 10);
+            assert!(run(&chunks, false) == whole, "{kind} in chunks");
+            let away = run(&|store, optimizer, step| optimizer.update(store, step).unwrap(), true);
+            assert!(away == whole, "{kind} away");
         }
     }
 

@@ -162,6 +162,10 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
             }
         }
         rows.push(vec![paint.bold("total"), paint.bold(&text::bytes(total))]);
+        if *place == Place::Vram && plan.context_bytes > 0 {
+            let (bytes, beside) = (text::bytes(plan.context_bytes), "beside the budget");
+            rows.push(vec!["CUDA context".into(), bytes, String::new(), paint.dim(beside)]);
+        }
     }
     text::table("<>><", 7, &rows)
 }
@@ -327,6 +331,7 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
             fits: false,
         }];
         plan.advice = Some("set `model.hidden = [64]`".into());
+        plan.context_bytes = 512 << 20;
         assert_eq!(
             text(&plan, Look::default()),
             "\
@@ -336,6 +341,7 @@ plan   does not fit on cuda:0: vram 2.00 GiB of 1.00 GiB (200.0 %), ram 212 MiB 
        vram              bytes    share
        weights        2.00 GiB  100.0 %
        total          2.00 GiB
+       CUDA context    512 MiB           beside the budget
 
        ram               bytes    share
        data pipeline  1.00 MiB  100.0 %

@@ -50,6 +50,7 @@ pub fn plan() -> Plan {
             eval_micro_batch: 200,
         },
         samples_per_update: 100,
+        context_bytes: 0,
         parts: vec![
             part("weights", Role::Weights, 20),
             part("gradients", Role::Gradients, 20),

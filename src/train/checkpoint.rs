@@ -139,7 +139,7 @@ impl Checkpoints {
             files.push(AVERAGE);
             put(&folder.join(AVERAGE), &named(&store.layout.params, &Buffer::of(average)?)?)?;
         }
-        put_buffers(&folder.join(OPTIMIZER), held.optimizer.state())?;
+        put_buffers(&folder.join(OPTIMIZER), held.optimizer.state()?)?;
         for file in files {
             let sum = checksum(&folder.join(file)).map_err(Failure::io("read", folder.join(file)))?;
             state.files.insert(file.into(), sum);
@@ -221,7 +221,7 @@ pub fn load(path: &Path, held: &Held) -> Result<(), Failure> {
         let file = if path.join(AVERAGE).exists() { AVERAGE } else { MODEL };
         load_named(&path.join(file), &store.layout.params, average)?;
     }
-    load_buffers(&path.join(OPTIMIZER), held.optimizer.state())?;
+    load_buffers(&path.join(OPTIMIZER), held.optimizer.state()?)?;
     Ok(store.round()?)
 }
 
@@ -247,7 +247,8 @@ mod tests {
         declared.param("bias", [3], Init::Normal(1.0));
         declared.stat("mean", 3, 0.5);
         let store = Store::new(declared.layout().unwrap(), seed, DType::F32, &Device::Cpu).unwrap();
-        let optimizer = Optimizer::new(&toml::from_str("kind = 'adamw8bit'").unwrap(), &store).unwrap();
+        let optimizer =
+            Optimizer::new(&toml::from_str("kind = 'adamw8bit'").unwrap(), &store, false).unwrap();
         (store, optimizer)
     }
 

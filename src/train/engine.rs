@@ -3,19 +3,22 @@
 //! Prints nothing and decides nothing: an out of memory is a value for the caller. Everything that lives
 //! as long as the run is asked of the ledger here, before it is allocated.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::checkpoint::Held;
 use super::setup::Setup;
 use super::staging::Staging;
 use crate::data;
+#[cfg(feature = "cuda")]
+use crate::kernels::judge::card::{Judge, Later};
 use crate::kernels::judge::{Judged, Terms};
 use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
+use crate::layers::aside::Aside;
 use crate::layers::loss::{Counted, Tally};
 use crate::layers::network::{Batch, Network, StepError, Walk};
 use crate::layers::{At, Mode, Pass};
-use crate::memory::estimate::{batch_bytes, permanent, place};
-use crate::memory::plan::Place;
+use crate::memory::estimate::{batch_bytes, permanent};
+use crate::memory::plan::{Offload, Place};
 use crate::memory::{Fault, Ledger, Reservation, Role};
 use crate::optim::{self, Optimizer, Step};
 use crate::params::Store;
@@ -50,6 +53,8 @@ pub struct Engine<'a> {
     pub host: Ledger,
     /// Blocks that keep only their input and run forward again.
     pub recompute: usize,
+    /// Where their inputs wait, if not on the card.
+    aside: Option<Aside>,
     /// The moving average of the weights, where the job asks for one.
     pub average: Option<Tensor>,
     /// The way of batches to where tensors are.
@@ -58,7 +63,7 @@ pub struct Engine<'a> {
     before: Tensor,
     /// Judges updates on a card, where the rule reads its findings there.
     #[cfg(feature = "cuda")]
-    judge: Option<crate::kernels::judge::card::Judge>,
+    judge: Option<Judge>,
     _held: Vec<Reservation>,
 }
 
@@ -66,7 +71,7 @@ pub struct Engine<'a> {
 pub enum Finding {
     Known(Judged),
     #[cfg(feature = "cuda")]
-    Later(crate::kernels::judge::card::Later),
+    Later(Later),
 }
 
 impl Finding {
@@ -84,14 +89,25 @@ impl Finding {
     }
 }
 
+/// What lives as long as the run.
+struct Made {
+    store: Store,
+    optimizer: Optimizer,
+    aside: Option<Aside>,
+    before: Tensor,
+    average: Option<Tensor>,
+    #[cfg(feature = "cuda")]
+    judge: Option<Judge>,
+}
+
 impl<'a> Engine<'a> {
     pub fn new(setup: &'a Setup, ledgers: Ledgers, recompute: usize) -> Result<Self, StepError> {
         let staging = Staging::new(setup, &ledgers);
         let Ledgers { tensors: ledger, host } = ledgers;
         let asked = setup.with_subject(|subject| {
-            permanent(subject)
+            permanent(subject, setup.offload)
                 .into_iter()
-                .map(|(role, name, bytes)| match place(role, setup.on()) {
+                .map(|(role, name, bytes, place)| match place {
                     Place::Ram => host.reserve(role, name, bytes),
                     Place::Vram => ledger.reserve(role, name, bytes),
                 })
@@ -99,28 +115,48 @@ impl<'a> Engine<'a> {
         });
         let held: Result<Vec<Reservation>, _> = asked;
         let held = held?;
-        let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &setup.device())?;
-        let optimizer = Optimizer::new(&setup.optimizer, &store)?;
-        let before = store.stats.copy()?;
-        let average = setup.job.train.ema.map(|_| store.master.copy()).transpose()?;
+        let made = Self::make(setup, &host);
+        let made = made.map_err(|error| lacking(&setup.device(), &ledger, Role::Weights, error.into()));
+        let made = made?;
         Ok(Self {
             setup,
-            #[cfg(feature = "cuda")]
-            judge: match crate::kernels::cuda::of(&store.master) {
-                Some(card) if optim::judged_there(&setup.optimizer) => {
-                    Some(crate::kernels::judge::card::Judge::new(card)?)
-                }
-                _ => None,
-            },
-            store,
-            optimizer,
+            store: made.store,
+            optimizer: made.optimizer,
             ledger,
             host,
             recompute,
-            average,
+            aside: made.aside,
+            average: made.average,
             staging,
-            before,
+            before: made.before,
+            #[cfg(feature = "cuda")]
+            judge: made.judge,
             _held: held,
+        })
+    }
+
+    /// Allocates what lives as long as the run.
+    fn make(setup: &Setup, host: &Ledger) -> candle_core::Result<Made> {
+        let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &setup.device())?;
+        let moves = |what| setup.offload.contains(&what);
+        let optimizer = Optimizer::new(&setup.optimizer, &store, moves(Offload::OptimizerState))?;
+        let aside = moves(Offload::Activations).then(|| Aside::new(host.clone(), &setup.device()));
+        let aside = aside.transpose()?;
+        let before = store.stats.copy()?;
+        let average = setup.job.train.ema.map(|_| store.master.copy()).transpose()?;
+        #[cfg(feature = "cuda")]
+        let judge = match crate::kernels::cuda::of(&store.master) {
+            Some(card) if optim::judged_there(&setup.optimizer) => Some(Judge::new(card)?),
+            _ => None,
+        };
+        Ok(Made {
+            store,
+            optimizer,
+            aside,
+            before,
+            average,
+            #[cfg(feature = "cuda")]
+            judge,
         })
     }
 
@@ -205,20 +241,13 @@ impl<'a> Engine<'a> {
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             scale: scale / self.nominal(),
         };
-        let walk = Walk { pass: Some(pass), at, ledger: &self.ledger, recompute: self.recompute };
+        let (ledger, recompute, aside) = (&self.ledger, self.recompute, self.aside.as_ref());
+        let walk = Walk { pass: Some(pass), at, ledger, recompute, aside };
         run(network, &walk, &tensors).map_err(|error| self.lacking(error))
     }
 
-    /// An out of memory that the driver found is one like any other, once all that was under way is done: then
-    /// what was dropped can be had again.
     fn lacking(&self, error: StepError) -> StepError {
-        match error {
-            StepError::Tensor(error) if is_out_of_memory(&error) => {
-                drop(self.setup.device().synchronize());
-                StepError::Oom(self.ledger.refusal(Role::Activations, "the driver", 0))
-            }
-            error => error,
-        }
+        lacking(&self.setup.device(), &self.ledger, Role::Activations, error)
     }
 
     /// Remembers the statistics, so that the update that begins can be begun again.
@@ -265,6 +294,18 @@ impl<'a> Engine<'a> {
     /// Forgets the gradients of an update that is not made.
     pub fn skip(&self) -> candle_core::Result<()> {
         clear(&self.store.grads)
+    }
+}
+
+/// An out of memory that the driver found is one like any other, once all that was under way is done: then what was
+/// dropped can be had again.
+fn lacking(device: &Device, ledger: &Ledger, role: Role, error: StepError) -> StepError {
+    match error {
+        StepError::Tensor(error) if is_out_of_memory(&error) => {
+            drop(device.synchronize());
+            StepError::Oom(ledger.refusal(role, "the driver", 0))
+        }
+        error => error,
     }
 }
 

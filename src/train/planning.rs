@@ -10,9 +10,9 @@ use crate::layers::{At, On};
 use crate::memory::budget::Machine;
 use crate::memory::estimate::{Estimator, Subject, ranks};
 use crate::memory::ladder;
-use crate::memory::plan::{Plan, Split};
+use crate::memory::plan::{Offload, Plan, Split};
 use crate::memory::probe;
-use crate::memory::search::Request;
+use crate::memory::search::{OFFLOADS, Request};
 use crate::memory::time::Times;
 use crate::optim;
 
@@ -49,7 +49,7 @@ impl Setup {
         self.with_subject_on(machine, |subject| ladder::plan(&request, &Estimator::new(*subject)))
     }
 
-    /// Plans, and takes over the optimizer that was chosen. A run that goes on keeps the one it has state of:
+    /// Plans, and takes over the optimizer and what is offloaded as chosen. A run that goes on keeps the one it has state of:
     /// `before` is the plan it had.
     pub fn settle(&mut self, ram: u64, before: Option<&Path>) -> Plan {
         let chosen = |text: String| {
@@ -62,6 +62,7 @@ impl Setup {
         }
         let plan = self.plan(ram);
         self.take_optimizer(&plan.chosen.optimizer);
+        self.offload = OFFLOADS.into_iter().find(|all| *all == plan.chosen.offload).unwrap_or_default();
         plan
     }
 
@@ -110,6 +111,7 @@ impl Setup {
             on,
             optimizer_state: optim::state_bytes(rule, params),
             optimizer_state_8bit: rule.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params)),
+            state_window: optim::window_bytes(rule, params),
             update_workspace: optim::workspace_bytes(rule, params, on),
             average: self.job.train.ema.is_some(),
             resident_data: self.resident_data(),
@@ -129,6 +131,7 @@ impl Setup {
             ram: machine.ram,
             vram: machine.vram,
             most_ram: machine.most_ram,
+            context: machine.context,
             split: Split { micro_batch: train.batch_size, accumulation_steps: train.accumulation_steps },
             samples_per_update: train.samples_per_update(),
             group: self.network.group(),
@@ -136,8 +139,10 @@ impl Setup {
             optimizer_8bit: eight_bit.map(|rule| rule.kind().into()),
             eval_micro_batch: self.job.eval.batch_size,
             may: self.job.memory.on_oom.clone(),
-            // Planned for cards that are not here; none of ours does it yet.
-            offloads: self.card.is_none(),
+            offloads: match optim::away::can(&self.optimizer) {
+                true => vec![Offload::OptimizerState, Offload::Activations],
+                false => vec![Offload::Activations],
+            },
             more: false,
             times: self.times(on_device),
         }
@@ -154,7 +159,7 @@ impl Setup {
         let params = &self.layout.params;
         let state = optim::state_bytes(&self.optimizer, params);
         let state_8bit = self.optimizer.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params));
-        let moved = |bytes: u64| 2.0 * bytes as f64 / LINK;
+        let moved = |bytes: u64| bytes as f64 / LINK;
         // Weights and gradients are read and written, and so is the state.
         let touched = 2 * (8 * params.len as u64 + state);
         let update = touched as f64 / (speed.memory * cores as f64);

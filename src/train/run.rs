@@ -140,6 +140,9 @@ pub fn follow(
     }
     report.record(Event::Planned { plan: plan.clone() })?;
 
+    if let Some(card) = &setup.card {
+        card.claim(plan.peak.vram_bytes)?;
+    }
     let ledgers = Ledgers::new(setup, options.ram, options.fault.clone());
     let mut step = 0;
     let result =

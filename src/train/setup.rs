@@ -16,6 +16,7 @@ use crate::layers::On;
 use crate::layers::network::Network;
 use crate::memory::budget::Machine;
 use crate::memory::card::Card;
+use crate::memory::plan::Offload;
 use crate::models::ModelError;
 use crate::params::Layout;
 use crate::units::{Bytes, Size};
@@ -46,6 +47,8 @@ pub struct Setup {
     pub optimizer: Optimizer,
     /// A run that goes on keeps the optimizer it has state of.
     pub(super) optimizer_is_fixed: bool,
+    /// What waits in host memory, where the plan took that rung.
+    pub offload: &'static [Offload],
 }
 
 /// A network for padded samples that are shorter than the longest; its parameters are those of the whole one.
@@ -69,6 +72,8 @@ impl Setup {
     /// The same job where this card computes.
     pub fn on_card(mut self, card: Option<Arc<Card>>) -> Self {
         self.dtype = dtype(self.job.train.precision, card.is_some());
+        #[cfg(feature = "cuda")]
+        crate::kernels::cuda::product::allow_tf32(self.job.train.tf32);
         self.card = card;
         self.rank_blocks();
         self
@@ -78,7 +83,10 @@ impl Setup {
     pub fn machine(&self, ram: u64, most_ram: u64) -> Machine {
         let cpu = Machine::cpu(ram, most_ram);
         match &self.card {
-            Some(card) => Machine { device: format!("cuda:{}", card.ordinal), vram: card.limit, ..cpu },
+            Some(card) => {
+                let device = format!("cuda:{}", card.ordinal);
+                Machine { device, vram: card.limit, context: card.context, ..cpu }
+            }
             None => cpu,
         }
     }
@@ -123,6 +131,7 @@ impl Setup {
         let mut setup = Self {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
+            offload: &[],
             ram,
             card: None,
             job,

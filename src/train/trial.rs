@@ -100,8 +100,10 @@ fn run(
 ) -> Result<Option<f64>, Failure> {
     let eight_bit = request.optimizer_8bit.as_ref().filter(|_| one.way.eight_bit);
     setup.take_optimizer(eight_bit.unwrap_or(&request.optimizer));
+    setup.offload = one.way.offload;
     let ran = updates(setup, Ledgers::new(setup, machine.ram, None), one);
     setup.take_optimizer(&request.optimizer);
+    setup.offload = &[];
     match ran {
         Ok(seconds) => Ok(Some(seconds)),
         Err(Failure::OutOfMemory { .. }) => Ok(None),

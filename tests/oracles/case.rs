@@ -7,6 +7,7 @@ use trainer::features::{Features, Input, Target};
 use trainer::job::Model;
 use trainer::kernels::cpu;
 use trainer::kernels::update::{AdamW, Common, clear, round_into};
+use trainer::layers::aside::Aside;
 use trainer::layers::network::{Batch, Walk};
 use trainer::layers::{At, Mode, On, Pass};
 use trainer::memory::Ledger;
@@ -226,17 +227,22 @@ impl Network<'_> {
             scale: 1.0 / self.case.targets(),
         };
         let at = At { batch: rows, dtype: self.dtype, on: On::Cpu { threads: cpu::threads() } };
-        Walk { pass: Some(pass), at, ledger, recompute }
+        Walk { pass: Some(pass), at, ledger, recompute, aside: None }
     }
 
     /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
     fn learn(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
+        self.learn_with(from, rows, recompute, None)
+    }
+
+    /// As [`Self::learn`]; inputs of blocks may wait elsewhere, which the host is asked for.
+    fn learn_with(&self, from: usize, rows: usize, recompute: usize, aside: Option<&Aside>) -> (f64, u64) {
         let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
         let (ledger, planned) = (Ledger::new(u64::MAX, None), Ledger::planning());
-        let walk = self.walk(&ids, Mode::Train, &ledger, recompute);
+        let walk = Walk { aside, ..self.walk(&ids, Mode::Train, &ledger, recompute) };
         let loss =
             self.built.network.learn(&walk, Some(&self.part(from, rows))).unwrap().read().unwrap().loss;
-        let plan = Walk { pass: None, at: walk.at, ledger: &planned, recompute };
+        let plan = Walk { pass: None, at: walk.at, ledger: &planned, recompute, aside };
         self.built.network.learn(&plan, None).unwrap();
         assert_eq!(
             (ledger.peak(), ledger.held()),
@@ -283,6 +289,12 @@ impl Network<'_> {
             assert_eq!(self.gradients(), whole, "{name}: {recompute} blocks run forward twice");
             assert_eq!(flat(&self.store.stats), stats, "{name}: statistics move once");
         }
+        self.reset();
+        let host = Ledger::new(u64::MAX, None);
+        let near = self.learn_with(0, rows, blocks, Some(&Aside::planned(host.clone()))).1;
+        assert_eq!(self.gradients(), whole, "{name}: inputs of blocks wait on the host");
+        assert_eq!((host.peak() > 0, host.held()), (blocks > 1, 0), "{name}: the host is asked");
+        assert!(blocks < 8 || near <= lowest, "{name}: away they take {near} bytes instead of {lowest}");
         // A network of a few blocks may be mostly one, which then is held twice: its gradient, and it again.
         assert!(blocks < 8 || lowest < peak, "{name}: recomputing takes {lowest} bytes instead of {peak}");
         for split in splits {

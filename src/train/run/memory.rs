@@ -195,8 +195,9 @@ fn limits(setup: &Setup) -> Limits {
 fn peak(setup: &Setup, way: Way, phases: Option<&[&str]>) -> u64 {
     let pipeline = |micro_batch, _| loader::holds(setup.features(), micro_batch, way.prefetch, setup.workers);
     let Way { micro_batch, recompute, eval_micro_batch, .. } = way;
-    // The optimizer that was chosen is in force, whatever its state is kept in.
-    let way = estimate::Way { micro_batch, recompute, eval_micro_batch, eight_bit: false, offload: &[] };
+    // The optimizer that was chosen is in force, whatever its state is kept in, and so is what is offloaded.
+    let offload = setup.offload;
+    let way = estimate::Way { micro_batch, recompute, eval_micro_batch, eight_bit: false, offload };
     let estimate =
         setup.with_subject(|s| Estimator::new(Subject { pipeline: &pipeline, ..*s }).estimate(way));
     let of = estimate.phases.iter().filter(|(name, _)| phases.is_none_or(|names| names.contains(name)));

@@ -1,0 +1,369 @@
+"""What must hold on a card, tried on a real one: `python3 scripts/card-trials.py --trainer target/cuda/release/trainer`.
+
+Each trial runs the program as people do and prints `pass` or `FAIL` with what was seen; the exit code is 1 if any
+failed. Names as arguments choose among them. Needs nothing but Python and a card with a few GiB free. `plans` takes
+the jobs of tests/bounds.rs from a folder (--jobs), which `TRAINER_JOBS=FOLDER cargo test --test bounds writes_its_jobs`
+fills.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+
+NAMES = (
+    "limits",
+    "neighbour_before",
+    "neighbour_during",
+    "injected",
+    "precision",
+    "plans",
+    "interrupted",
+    "growing",
+    "offload",
+)
+
+# The farthest that the mean loss of any 20 of 200 updates may be from that of f32, relative to it.
+PRECISION = {"bf16": 0.03, "f16": 0.01}
+
+GPT = """[model]
+kind = "gpt"
+layers = 6
+heads = 4
+width = 256
+context = 128
+dropout = 0.1
+[data]
+kind = "text-synthetic"
+vocab = 2048
+valid_samples = 64
+[train]
+batch_size = 64
+steps = {steps}
+clip_norm = 1.0
+[optimizer]
+kind = "adamw"
+lr = 0.001
+[eval]
+every_steps = 20
+[checkpoint]
+every_steps = 10
+[log]
+every_steps = 1
+tensorboard = false
+[memory]
+{memory}
+"""
+
+
+class Ran:
+    """A run that ended: its exit code, what it told and what it left behind."""
+
+    def __init__(self, code, said, folder):
+        self.code, self.said, self.folder = code, said, folder
+        events = folder / "run" / "events.jsonl"
+        lines = events.read_text().splitlines() if events.exists() else []
+        self.events = [json.loads(line) for line in lines]
+
+    def named(self, *names):
+        return [event for event in self.events if event["event"] in names]
+
+    def digest(self):
+        return self.named("step")[-1]["samples_digest"] if self.named("step") else None
+
+    def losses(self):
+        return [event["loss"] for event in self.named("step")]
+
+    def weights(self):
+        """A digest of the last checkpoint's weights and optimizer state."""
+        newest = sorted((self.folder / "run" / "checkpoints").glob("*/model.safetensors"))[-1].parent
+        files = [newest / "model.safetensors", newest / "optimizer.safetensors"]
+        return [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
+
+
+class Trials:
+    def __init__(self, trainer, jobs, beside):
+        self.trainer, self.jobs, self.beside = str(pathlib.Path(trainer).resolve()), jobs, beside
+        self.root = pathlib.Path(tempfile.mkdtemp(prefix="trials-"))
+        self.count = 0
+
+    def start(self, text, *args, folder=None, env=None):
+        if folder is None:
+            self.count += 1
+            folder = self.root / str(self.count)
+            folder.mkdir()
+            (folder / "job.toml").write_text(text)
+        command = [self.trainer, "fit", "job.toml", "--device", "cuda", "--run-dir", "run", "-q", *args]
+        said = open(folder / "said", "w")
+        env = {**os.environ, **(env or {})}
+        return folder, subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said)
+
+    def end(self, started):
+        folder, process = started
+        code = process.wait(timeout=600)
+        return Ran(code, (folder / "said").read_text(), folder)
+
+    def fit(self, text, *args, **more):
+        return self.end(self.start(text, *args, **more))
+
+    def plan(self, text, *args):
+        folder = pathlib.Path(tempfile.mkdtemp(dir=self.root))
+        (folder / "job.toml").write_text(text)
+        command = [self.trainer, "plan", "job.toml", "--device", "cuda", "--json", *args]
+        return json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout)
+
+    def until_step(self, started, step):
+        """Waits until a run under way has made so many updates."""
+        folder, process = started
+        events = folder / "run" / "events.jsonl"
+        while process.poll() is None:
+            lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+            made = [e["step"] for e in map(json.loads, filter(lambda l: l.endswith("\n"), lines)) if e["event"] == "step"]
+            if made and made[-1] >= step:
+                return
+            time.sleep(0.02)
+
+    # The trials: each gives what it saw, and fails by an assertion.
+
+    def limits(self):
+        """The pool's limit lowered in ten steps from what the job takes until nothing fits."""
+        job = GPT.replace("steps = {steps}", "steps = 4")
+        ample = self.fit(job.format(memory=""))
+        most = self.plan(job.format(memory=""))["peak"]["vram_bytes"]
+        least = self.plan(job.format(memory='vram = "1MiB"'))["peak"]["vram_bytes"]
+        seen, found = [], 0
+        for i in range(10):
+            limit = most - (most - least + 4 * MIB) * i // 9
+            ran = self.fit(job.format(memory=f'vram = "{limit}B"'))
+            found += len(ran.named("oom"))
+            seen.append(ran.code)
+            assert ran.code in (0, 3), f"exit code {ran.code} at {limit}: {ran.said}"
+            if ran.code == 0:
+                assert ran.digest() == ample.digest(), f"other samples at {limit}"
+            else:
+                assert "hint:" in ran.said and "memory." in ran.said, ran.said
+        assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 3, seen
+        return f"{most} to {limit} bytes: exit codes {seen}, {found} out of memory by the driver on the way"
+
+    def neighbour_before(self):
+        """Another process has most of the card when the run begins."""
+        job = GPT.format(steps=4, memory="")
+        ample = self.fit(job)
+        needs = ample.named("planned")[0]["plan"]["peak"]["vram_bytes"]
+        context = ample.named("planned")[0]["plan"]["context_bytes"]
+        with neighbour(context + needs * 3 // 4):
+            ran = self.fit(job)
+        plan = ran.named("planned")[0]["plan"]
+        assert ran.code == 0, ran.said
+        assert plan["verdict"] == "fits_after_shrink", plan["verdict"]
+        assert ran.digest() == ample.digest()
+        return f"{needs} bytes wanted, {plan['budget']['vram_bytes']} left, planned {plan['peak']['vram_bytes']}"
+
+    def neighbour_during(self):
+        """Another process takes all that is free once the run is under way."""
+        job = GPT.format(steps=60, memory="")
+        ample = self.fit(job)
+        started = self.start(job)
+        self.until_step(started, 2)
+        with neighbour(0) as taken:
+            ran = self.end(started)
+        assert ran.code == 0, ran.said
+        assert ran.digest() == ample.digest(), "other samples"
+        lacked = [(event["step"], event["phase"]) for event in ran.named("oom")]
+        assert not lacked, f"{taken} bytes taken; out of memory at {lacked}"
+        assert ran.weights() == ample.weights(), "other weights"
+        return f"{taken} bytes taken after update 2; no out of memory, equal bits"
+
+    def injected(self):
+        """Every phase runs out of memory at some point of a run, and `verify` compares what comes of it."""
+        job = GPT.format(steps=40, memory="max_retries = 50")
+        ample = self.fit(job)
+        ran = self.fit(job, env={"TRAINER_FAULT_ASK": "every:331"})
+        assert ran.code == 0, ran.said
+        phases = sorted({event["phase"] for event in ran.named("oom")})
+        assert {"backward", "eval", "forward"} <= set(phases), phases
+        assert ran.digest() == ample.digest()
+        for name in ("gpt", "resnet", "mlp"):
+            command = [self.trainer, "verify", str(HERE / "configs" / f"{name}.toml"), "--device", "cuda", "-q"]
+            proof = subprocess.run(command, cwd=self.root, capture_output=True, text=True)
+            assert proof.returncode == 0, f"{name}: {proof.stdout}{proof.stderr}"
+        return f"{len(ran.named('oom'))} out of memory in {', '.join(phases)}; verified gpt, resnet, mlp"
+
+    def precision(self):
+        """The losses of 200 updates in bf16 and f16 follow those in f32."""
+        told = []
+        for name in ("gpt", "llama", "resnet", "mlp"):
+            text = (HERE / "configs" / f"{name}.toml").read_text()
+            sets = ["train.steps=200", "log.every_steps=1", "log.tensorboard=false", "eval.every_steps=200"]
+            sets += ["checkpoint.every_steps=200"]
+            text = "\n".join(line for line in text.splitlines() if not line.startswith(("epochs", "steps", "every_")))
+            args = [part for one in sets for part in ("--set", one)]
+
+            def losses(precision):
+                ran = self.fit(text, *args, "--set", f"train.precision={precision}")
+                assert ran.code == 0 and len(ran.losses()) == 200, ran.said
+                return [sum(ran.losses()[i : i + 20]) / 20 for i in range(0, 200, 20)]
+
+            with concurrent.futures.ThreadPoolExecutor(3) as pool:
+                exact, *short = pool.map(losses, ["f32", *PRECISION])
+            for (kind, bound), mine in zip(PRECISION.items(), short):
+                far = max(abs(a - b) / b for a, b in zip(mine, exact))
+                told.append(f"{name} {kind} {100 * far:.2f} %")
+                assert far < bound, f"{name} in {kind} is {far} away from f32, at most {bound}"
+        return ", ".join(told)
+
+    def plans(self):
+        """The plan of every job is at least the pool's high-water mark, and at most 2 % or 2 MiB above it."""
+        jobs = sorted(pathlib.Path(self.jobs).glob("*.toml"))
+        assert jobs, f"no jobs in {self.jobs}"
+
+        def above(path):
+            text, args = path.read_text(), []
+            if "recompute" in path.stem:
+                needs = self.plan(text)["peak"]["vram_bytes"]
+                tight = f"memory.vram={needs - MIB}B"
+                if self.plan(text, "--set", tight)["verdict"] != "does_not_fit":
+                    args = ["--set", tight]
+            ran = self.fit(text, *args)
+            assert ran.code == 0, f"{path.stem}: {ran.said}"
+            end = ran.named("finished")[0]
+            return path.stem, end["planned_peak_bytes"]["vram"], end["measured_peak_bytes"]["vram"], len(ran.named("oom"))
+
+        with concurrent.futures.ThreadPoolExecutor(self.beside) as pool:
+            rows = sorted(pool.map(above, jobs), key=lambda row: row[1] / row[2])
+        for name, planned, measured, ooms in rows:
+            print(f"  {name}: planned {planned}, measured {measured}, {100 * (planned / measured - 1):+.2f} %, {ooms} oom")
+        wrong = [row[0] for row in rows if not row[2] <= row[1] <= max(1.02 * row[2], row[2] + 2 * MIB)]
+        assert not wrong, wrong
+        large = [row for row in rows if row[2] > 64 * MIB]
+        worst = max(row[1] / row[2] - 1 for row in large)
+        return f"{len(rows)} jobs, never below, at most {100 * worst:.2f} % above where that is more than 2 MiB"
+
+    def interrupted(self):
+        """Ctrl-C and kill -9 in the middle, then going on: equal bits."""
+        job = GPT.format(steps=60, memory="")
+        ample = self.fit(job)
+        codes = []
+        for number in (signal.SIGINT, signal.SIGKILL):
+            job_alone = job.replace("[memory]", "[memory]\nsupervise = false")
+            started = self.start(job_alone)
+            self.until_step(started, 25)
+            started[1].send_signal(number)
+            codes.append(self.end(started).code)
+            ran = self.fit(None, "--resume", folder=started[0])
+            assert ran.code == 0, ran.said
+            assert ran.weights() == ample.weights(), f"other weights after {number.name}"
+            assert ran.digest() == ample.digest()
+        return f"exit codes {codes}, then equal weights and state"
+
+    def growing(self):
+        """A run that shrank for one out of memory takes its larger way again."""
+        job = GPT.format(steps=120, memory="")
+        ran = self.fit(job, env={"TRAINER_FAULT_ASK": "700"})
+        assert ran.code == 0, ran.said
+        kinds = [event["event"] for event in ran.named("shrunk", "grown")]
+        assert kinds == ["shrunk", "grown"], kinds
+        first, last = ran.named("step")[0], ran.named("step")[-1]
+        assert first["micro_batch"] == last["micro_batch"], (first, last)
+        at = [event["step"] for event in ran.named("shrunk", "grown")]
+        return f"micro-batch {first['micro_batch']}, shrunk after update {at[0]}, grown after {at[1]}"
+
+    def offload(self):
+        """Optimizer state and inputs of blocks in host memory change no bit, nor does going on with them."""
+        job = GPT.format(steps=6, memory="{memory}")
+        told = []
+        for kind in ("adamw", "lion", "sgd"):
+            text = job.replace('kind = "adamw"', f'kind = "{kind}"' + ("\nmomentum = 0.9" if kind == "sgd" else ""))
+            ample = self.fit(text.format(memory=""))
+            needs = ample.named("planned")[0]["plan"]["peak"]["vram_bytes"]
+            away = self.fit(text.format(memory=f'vram = "{needs - 1}B"\non_oom = ["offload"]'))
+            assert away.code == 0, away.said
+            chosen = away.named("planned")[0]["plan"]["chosen"]
+            assert chosen["offload"] == ["optimizer_state"], chosen
+            assert away.weights() == ample.weights(), f"{kind}: other weights or state"
+            told.append(kind)
+            if kind == "adamw":
+                both = 'on_oom = ["recompute", "offload"]\nvram = "{}B"'
+                least = self.plan(text.format(memory=both.format(MIB)))["peak"]["vram_bytes"]
+                least += least // 8
+                ran = self.fit(text.format(memory=both.format(least)), "--max-steps", "3")
+                ran = self.fit(None, "--resume", folder=ran.folder)
+                assert ran.code == 0, ran.said
+                chosen = ran.named("planned")[-1]["plan"]["chosen"]
+                assert "activations" in chosen["offload"] and chosen["recompute"] > 0, chosen
+                assert ran.weights() == ample.weights(), "inputs of blocks away: other weights or state"
+                told.append(f"with {chosen['recompute']} blocks' inputs away too, across a resume")
+        return "equal bits: " + ", ".join(told)
+
+
+@contextlib.contextmanager
+def neighbour(leave):
+    """A process that holds all of the card but `leave` bytes, for as long as the body runs; gives the bytes it has."""
+    child = subprocess.Popen([sys.executable, __file__, "--hold", str(leave)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield int(child.stdout.readline())
+    finally:
+        child.stdin.close()
+        child.wait()
+
+
+def hold(leave):
+    """The neighbour: takes memory through the driver, says how much, and waits until nobody listens."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    card, context, taken = ctypes.c_int(), ctypes.c_void_p(), 0
+    for code in (
+        cuda.cuInit(0),
+        cuda.cuDeviceGet(ctypes.byref(card), 0),
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), card),
+        cuda.cuCtxSetCurrent(context),
+    ):
+        assert code == 0, f"the driver says {code}"
+    piece = 1 << 30
+    while piece >= 2 * MIB:
+        free, total, at = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_uint64()
+        cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        if free.value < leave + piece or cuda.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(piece)) != 0:
+            piece //= 2
+        else:
+            taken += piece
+    print(taken, flush=True)
+    sys.stdin.read()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trials", nargs="*", metavar="TRIAL", help=f"of {', '.join(NAMES)}; all by default")
+    parser.add_argument("--trainer", default="target/cuda/release/trainer")
+    parser.add_argument("--jobs", default="target/bounds", help="the folder of jobs for `plans`")
+    parser.add_argument("--beside", type=int, default=2, help="jobs of `plans` at the same time")
+    parser.add_argument("--hold", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.hold is not None:
+        return hold(args.hold)
+    trials, failed = Trials(args.trainer, args.jobs, args.beside), 0
+    if unknown := set(args.trials) - set(NAMES):
+        parser.error(f"no trial is called {', '.join(sorted(unknown))}")
+    for name in args.trials or NAMES:
+        begun = time.time()
+        try:
+            word, told = "pass", getattr(trials, name)()
+        except Exception as error:  # whatever goes wrong in one, the others are tried
+            word, told, failed = "FAIL", f"{type(error).__name__}: {error}", failed + 1
+        print(f"{word} {name} ({time.time() - begun:.0f} s): {told}", flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
