@@ -151,19 +151,17 @@ fn taken(r: &Request, predict: &dyn Predict, way: Way) -> String {
     shown.iter().map(text).collect::<Vec<_>>().join(" and ")
 }
 
-/// The largest evaluation micro-batch that costs no memory: its peak stays below that of training.
+/// The largest evaluation micro-batch that costs no memory: the peak is no higher than with that of training.
 fn evaluation(r: &Request, way: Way, predict: &dyn Predict) -> usize {
     if let Some(stated) = r.eval_micro_batch {
         return stated;
     }
     let asked = r.asked().micro_batch;
     let sizes = std::iter::successors(Some(asked * 4), |n| Some(n / 2)).take_while(|n| *n > way.micro_batch);
+    let as_training = predict.estimate(Way { eval_micro_batch: way.micro_batch, ..way });
     let free = |n: &usize| {
         let all = predict.estimate(Way { eval_micro_batch: *n, ..way });
-        let training = || all.phases.iter().filter(|(phase, _)| *phase != "eval").map(|(_, held)| held);
-        let vram = training().map(|held| held.vram).max().unwrap_or(0);
-        let ram = training().map(|held| held.ram).max().unwrap_or(0);
-        all.vram <= vram && all.ram <= ram
+        all.vram <= as_training.vram && all.ram <= as_training.ram
     };
     sizes.into_iter().find(free).unwrap_or(way.micro_batch)
 }
