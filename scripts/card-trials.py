@@ -35,7 +35,7 @@ NAMES = (
     "offload",
 )
 
-# The farthest that the mean loss of any 20 of 200 updates may be from that of f32, relative to it.
+# The farthest that the mean loss of any 20 of 200 updates may be from that of f32, relative to the first 20 of f32.
 PRECISION = {"bf16": 0.03, "f16": 0.01}
 
 GPT = """[model]
@@ -188,9 +188,10 @@ class Trials:
 
     def injected(self):
         """Every phase runs out of memory at some point of a run, and `verify` compares what comes of it."""
-        job = GPT.format(steps=40, memory="max_retries = 50")
+        job = GPT.format(steps=40, memory="").replace("every_steps = 20", "every_steps = 1")
         ample = self.fit(job)
-        ran = self.fit(job, env={"TRAINER_FAULT_ASK": "every:331"})
+        # Asks far enough apart for smaller ways to get through in between.
+        ran = self.fit(job, env={"TRAINER_FAULT_ASK": ",".join(str(499 + 701 * i) for i in range(16))})
         assert ran.code == 0, ran.said
         phases = sorted({event["phase"] for event in ran.named("oom")})
         assert {"backward", "eval", "forward"} <= set(phases), phases
@@ -203,7 +204,7 @@ class Trials:
 
     def precision(self):
         """The losses of 200 updates in bf16 and f16 follow those in f32."""
-        told = []
+        told, wrong = [], []
         for name in ("gpt", "llama", "resnet", "mlp"):
             text = (HERE / "configs" / f"{name}.toml").read_text()
             sets = ["train.steps=200", "log.every_steps=1", "log.tensorboard=false", "eval.every_steps=200"]
@@ -219,9 +220,10 @@ class Trials:
             with concurrent.futures.ThreadPoolExecutor(3) as pool:
                 exact, *short = pool.map(losses, ["f32", *PRECISION])
             for (kind, bound), mine in zip(PRECISION.items(), short):
-                far = max(abs(a - b) / b for a, b in zip(mine, exact))
+                far = max(abs(a - b) for a, b in zip(mine, exact)) / exact[0]
                 told.append(f"{name} {kind} {100 * far:.2f} %")
-                assert far < bound, f"{name} in {kind} is {far} away from f32, at most {bound}"
+                wrong += [told[-1]] if far > bound else []
+        assert not wrong, f"{', '.join(wrong)} of {', '.join(told)}"
         return ", ".join(told)
 
     def plans(self):
@@ -297,7 +299,6 @@ class Trials:
             if kind == "adamw":
                 both = 'on_oom = ["recompute", "offload"]\nvram = "{}B"'
                 least = self.plan(text.format(memory=both.format(MIB)))["peak"]["vram_bytes"]
-                least += least // 8
                 ran = self.fit(text.format(memory=both.format(least)), "--max-steps", "3")
                 ran = self.fit(None, "--resume", folder=ran.folder)
                 assert ran.code == 0, ran.said
