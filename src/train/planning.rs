@@ -139,9 +139,10 @@ impl Setup {
             optimizer_8bit: eight_bit.map(|rule| rule.kind().into()),
             eval_micro_batch: self.job.eval.batch_size,
             may: self.job.memory.on_oom.clone(),
+            // Inputs of blocks stay on the card until it is shown there that they come back to the bit.
             offloads: match optim::away::can(&self.optimizer) {
-                true => vec![Offload::OptimizerState, Offload::Activations],
-                false => vec![Offload::Activations],
+                true => vec![Offload::OptimizerState],
+                false => Vec::new(),
             },
             more: false,
             times: self.times(on_device),
