@@ -50,6 +50,18 @@ pub fn wide(dtype: DType) -> DType {
 
 /// Where a contiguous tensor's values lie. All views of its storage see what is written there.
 pub fn pointer(tensor: &Tensor) -> Result<*mut c_void> {
+    let (base, start, _) = buffer(tensor)?;
+    Ok((base + start * tensor.dtype().size_in_bytes()) as *mut c_void)
+}
+
+/// Values from a tensor's first to the end of the buffer that it is a view of.
+pub fn room(tensor: &Tensor) -> Result<usize> {
+    let (_, start, len) = buffer(tensor)?;
+    Ok(len - start)
+}
+
+/// Where the buffer of a tensor is, at which of its values the tensor begins, and how many it has.
+fn buffer(tensor: &Tensor) -> Result<(usize, usize, usize)> {
     let (storage, layout) = tensor.storage_and_layout();
     let Some((start, _)) = layout.contiguous_offsets() else {
         bail!(
@@ -62,13 +74,13 @@ pub fn pointer(tensor: &Tensor) -> Result<*mut c_void> {
     macro_rules! of {
         ($($variant:ident),*) => {
             match &cuda.slice {
-                $(CudaStorageSlice::$variant(slice) => slice.device_ptr(slice.stream()).0,)*
+                $(CudaStorageSlice::$variant(slice) => (slice.device_ptr(slice.stream()).0, slice.len()),)*
                 _ => bail!("a CUDA kernel was given {:?}", cuda.dtype()),
             }
         };
     }
-    let base = of!(F32, F64, BF16, F16, U32, U8, I64);
-    Ok((base as usize + start * tensor.dtype().size_in_bytes()) as *mut c_void)
+    let (base, len) = of!(F32, F64, BF16, F16, U32, U8, I64);
+    Ok((base as usize, start, len))
 }
 
 /// As [`pointer`], null where there is no tensor.

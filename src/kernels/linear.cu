@@ -1,5 +1,5 @@
-// What a linear map does beside its products: `d *= act'(v)` in place, and the column sums of `d` onto the
-// gradient of its bias. One pass over `d`; sums are of fixed ranges of rows, added up in order.
+// What a linear map does beside its products: `d *= act'(v)` in place, `v = act(v)` where that is wanted again, and the
+// column sums of `d` onto the gradient of its bias. One pass over `d`; sums are of fixed ranges of rows, added up in order.
 #include "cuda/activation.cuh"
 
 namespace {
@@ -15,8 +15,8 @@ __device__ unsigned arrived[TILES];
 
 // `columns` of a matrix whose rows are `n` long. The block of a tile that comes last adds up what all have left.
 template <int A, class T, int N>
-__global__ void __launch_bounds__(THREADS) through(const T *v, T *d, Acc<T> *partial, Acc<T> *bias, int64_t rows, int n,
-                                                   int columns, int64_t range) {
+__global__ void __launch_bounds__(THREADS) through(T *v, T *d, Acc<T> *partial, Acc<T> *bias, int64_t rows, int n,
+                                                   int columns, int64_t range, bool again) {
     using R = Acc<T>;
     constexpr int DEPTH = THREADS / LANES<N>;
     __shared__ R sums[DEPTH][WIDTH<N> + 1];
@@ -35,6 +35,11 @@ __global__ void __launch_bounds__(THREADS) through(const T *v, T *d, Acc<T> *par
                 for (int k = 0; k < N; k++)
                     values.v[k] = down<T>(up(values.v[k]) * slope_of<A, is_narrow<T>>(up(at.v[k])));
                 values.store(d + row * n + column);
+                if (again) {
+#pragma unroll
+                    for (int k = 0; k < N; k++) at.v[k] = down<T>(value_of<A, is_narrow<T>>(up(at.v[k])));
+                    at.store(v + row * n + column);
+                }
             }
 #pragma unroll
             for (int k = 0; k < N; k++) sum[k] += up(values.v[k]);
@@ -71,28 +76,28 @@ __global__ void __launch_bounds__(THREADS) through(const T *v, T *d, Acc<T> *par
 }
 
 template <int A, class T, int N>
-void launch(const T *v, T *d, Acc<T> *partial, Acc<T> *bias, int64_t rows, int n, int ranges, cudaStream_t stream) {
+void launch(T *v, T *d, Acc<T> *partial, Acc<T> *bias, int64_t rows, int n, int ranges, bool again, cudaStream_t stream) {
     for (int from = 0; from < n; from += TILES * WIDTH<N>) {
         int columns = n - from < TILES * WIDTH<N> ? n - from : TILES * WIDTH<N>;
         dim3 grid(blocks(columns, WIDTH<N>), ranges);
         through<A, T, N><<<grid, THREADS, 0, stream>>>(v ? v + from : v, d + from, partial + from, bias + from, rows, n,
-                                                       columns, (rows + ranges - 1) / ranges);
+                                                       columns, (rows + ranges - 1) / ranges, again);
     }
 }
 
 } // namespace
 
 // `partial` has room for `ranges` rows of `n` sums. `v` is null where there is no activation.
-extern "C" int linear_through(int type, int act, const void *v, void *d, void *partial, void *bias, int64_t rows, int n,
-                              int ranges, cudaStream_t stream) {
+extern "C" int linear_through(int type, int act, void *v, void *d, void *partial, void *bias, int64_t rows, int n,
+                              int ranges, int again, cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
     WITH_TYPE(type, {
         using R = Acc<T>;
         constexpr int N = Pack<T>::size;
         bool wide = aligned(int64_t(n) * sizeof(T), {v, d});
         WITH_ACT(act, {
-            if (wide) launch<A, T, N>((const T *)v, (T *)d, (R *)partial, (R *)bias, rows, n, ranges, stream);
-            else launch<A, T, 1>((const T *)v, (T *)d, (R *)partial, (R *)bias, rows, n, ranges, stream);
+            if (wide) launch<A, T, N>((T *)v, (T *)d, (R *)partial, (R *)bias, rows, n, ranges, again, stream);
+            else launch<A, T, 1>((T *)v, (T *)d, (R *)partial, (R *)bias, rows, n, ranges, again, stream);
         })
     })
     return cudaGetLastError();

@@ -153,6 +153,35 @@ impl Linear<'_> {
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
     }
 
+    /// What `backward` does without the input, on a card: turns `dy` into the gradient before the activation, adds the
+    /// bias's, and gives the input's where it is wanted, with `onto` added to it. With `again`, what the activation read
+    /// becomes the output, in the pass that makes its slope.
+    pub fn backward_input(
+        &self,
+        v: Option<&Tensor>,
+        dy: &Tensor,
+        bias: Option<&Tensor>,
+        (want, onto): (bool, Option<&Tensor>),
+        again: bool,
+    ) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = super::cuda::of(dy) {
+            return self.input_card(device, v, dy, bias, (want, onto), again);
+        }
+        let _ = (v, bias, want, onto, again);
+        candle_core::bail!("a gradient on {:?} is made at once", dy.device().location())
+    }
+
+    /// What is left of `backward` after [`backward_input`](Self::backward_input), whose `dy` this is.
+    pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if super::cuda::of(dy).is_some() {
+            return self.weight_card(x, dy, into);
+        }
+        let _ = (x, into);
+        candle_core::bail!("a gradient on {:?} is made at once", dy.device().location())
+    }
+
     fn backward_cpu<T: Elem>(
         &self,
         x: &Tensor,

@@ -138,10 +138,11 @@ template <class T, int N> struct Taken {
 constexpr int in_hand(int threads) { return threads <= 128 ? 2 : 1; }
 
 // The input's gradient of a block's rows, and the sums of theirs that the parameters' gradients are made of:
-// `partial[block, weight or bias, column]`. A thread has a pack of columns in every row.
-template <class T, int N, int MOST>
+// `partial[block, weight or bias, column]`. A thread has a pack of columns in every row. `AGAIN`: what `forward` gave is
+// written over `dy`. `SUMS`: the sums of the input's gradient are the last of the partial ones.
+template <class T, int N, int MOST, bool AGAIN, bool SUMS>
 __global__ void __launch_bounds__(MOST, MOST == 128 ? 4 : 1)
-    backward(const T *x, const Acc<T> *stats, const T *dy, const T *w, T *dx, const T *onto, Acc<T> *partial,
+    backward(const T *x, const Acc<T> *stats, T *dy, const T *w, const T *b, T *dx, const T *onto, Acc<T> *partial,
              int64_t rows, int n, int64_t rows_each, bool centred, bool bias) {
     using R = Acc<T>;
     constexpr int HAND = in_hand(MOST);
@@ -150,9 +151,10 @@ __global__ void __launch_bounds__(MOST, MOST == 128 ? 4 : 1)
     int column = threadIdx.x * N;
     bool mine = column < n;
     int64_t first = blockIdx.x * rows_each, last = first + rows_each < rows ? first + rows_each : rows;
-    R dw[N] = {}, db[N] = {};
-    Kept<T, N> wide = {};
+    R dw[N] = {}, db[N] = {}, sum[N] = {};
+    Kept<T, N> wide = {}, add = {};
     if (mine) wide.load(w + column);
+    if (AGAIN && mine && b) add.load(b + column);
     // Rows are on their way while those before them are worked on.
     Taken<T, N> now[HAND], next[HAND];
     auto take = [&](int64_t row) {
@@ -188,27 +190,35 @@ __global__ void __launch_bounds__(MOST, MOST == 128 ? 4 : 1)
 #pragma unroll
         for (int j = 0; j < HAND; j++) {
             if (j >= here) break;
-            auto &[x, dy, other, s] = now[j];
+            auto &[x, given, other, s] = now[j];
             s.along = s.level = 0;
             for (int i = 0; i < warps; i++) s.along += sums[turn][i][j][0], s.level += sums[turn][i][j][1];
             settle(s, centred, n);
             Pack<T, N> out;
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                R normal = s.normal(x[i]), d = dy[i], slope = s(normal, d * wide[i]);
-                dw[i] += d * normal;
+                R flat = s.normal(x[i]), d = given[i], slope = s(flat, d * wide[i]);
+                dw[i] += d * flat;
                 db[i] += d;
                 out.v[i] = down<T>(onto ? slope + other[i] : slope);
+                if constexpr (SUMS) sum[i] += up(out.v[i]);
             }
             if (dx) out.store(dx + (row + j) * n + column);
+            if constexpr (AGAIN) {
+#pragma unroll
+                for (int i = 0; i < N; i++) out.v[i] = down<T>(normal<R>(x[i], s.mean, s.scale, wide[i], add[i]));
+                out.store(dy + (row + j) * n + column);
+            }
         }
     }
     if (!mine) return;
-    partial += int64_t(blockIdx.x) * (bias ? 2 : 1) * n + column;
+    int vectors = 1 + bias + SUMS;
+    partial += int64_t(blockIdx.x) * vectors * n + column;
 #pragma unroll
     for (int i = 0; i < N; i++) {
         partial[i] = dw[i];
         if (bias) partial[n + i] = db[i];
+        if constexpr (SUMS) partial[(vectors - 1) * n + i] = sum[i];
     }
 }
 
@@ -289,15 +299,22 @@ extern "C" int norm_forward(int type, const void *x, const void *w, const void *
     return cudaGetLastError();
 }
 
-// `dx` may be null, and so may `onto`, which is added to it. `partial` is (parts, weight and bias, n); the sums are added onto `dw` and `db`.
-extern "C" int norm_backward(int type, const void *x, const void *stats, const void *dy, const void *w, void *dx,
-                             const void *onto, void *partial, void *dw, void *db, int64_t rows, int n, int parts, int centred,
-                             cudaStream_t stream) {
+// `dx` may be null, and so may `onto`, which is added to it. `partial` is (parts, weight, bias and sums, n); the sums are
+// added onto `dw` and `db`, and those of `dx` onto `sums`, if these are there. With `again`, `dy` becomes what
+// `norm_forward` gave, for which `b` is there.
+extern "C" int norm_backward(int type, const void *x, const void *stats, void *dy, const void *w, const void *b, void *dx,
+                             const void *onto, void *partial, void *dw, void *db, void *sums, int64_t rows,
+                             int n, int parts, int centred, int again, cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
+#define LAUNCH(MOST, AGAIN, SUMS)                                                                             \
+    backward<T, N, MOST, AGAIN, SUMS><<<parts, threads, 0, stream>>>(                                               \
+        (const T *)x, (const R *)stats, (T *)dy, (const T *)w, (const T *)b, (T *)dx, (const T *)onto,        \
+        (R *)partial, rows, n, (rows + parts - 1) / parts, centred, db != nullptr)
 #define BACKWARD(MOST)                                                                                        \
-    backward<T, N, MOST><<<parts, threads, 0, stream>>>((const T *)x, (const R *)stats, (const T *)dy,        \
-                                                        (const T *)w, (T *)dx, (const T *)onto, (R *)partial, \
-                                                        rows, n, (rows + parts - 1) / parts, centred, db != nullptr)
+    if (again && sums) LAUNCH(MOST, true, true);                                                              \
+    else if (again) LAUNCH(MOST, true, false);                                                                \
+    else if (sums) LAUNCH(MOST, false, true);                                                                 \
+    else LAUNCH(MOST, false, false)
 #define LONG(N)                                                                                               \
     backward_long<T, N><<<blocks(rows, WARPS), THREADS, 0, stream>>>((const T *)x, (const R *)stats,          \
                                                                      (const T *)dy, (const T *)w, (T *)dx,    \
@@ -308,25 +325,33 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, const v
         bool wide = aligned(int64_t(n) * sizeof(T), {x, dy, w, dx, onto});
         int threads = (n / N + WARP - 1) / WARP * WARP;
         if (wide && threads <= 1024) {
-            if (threads <= 128) BACKWARD(128);
-            else if (threads <= 256) BACKWARD(256);
-            else if (threads <= 512) BACKWARD(512);
-            else BACKWARD(1024);
-            launch_add<R>((R *)partial, (R *)dw, (R *)db, parts, n, stream);
+            if (threads <= 128) { BACKWARD(128); }
+            else if (threads <= 256) { BACKWARD(256); }
+            else if (threads <= 512) { BACKWARD(512); }
+            else { BACKWARD(1024); }
+            Into<R> into{{(R *)dw}, 1};
+            for (void *more : {db, sums})
+                if (more) into.gradients[into.count++] = (R *)more;
+            launch_add<R>((R *)partial, into, parts, n, stream);
         } else {
             if (dx && wide) LONG(N);
             else if (dx) LONG(1);
             // One vector after the other, through the same room.
             Along<T> along{(const T *)x, (const T *)dy, (const R *)stats, n, bool(centred)};
             launch_parts<R>((R *)partial, rows, n, parts, along, stream);
-            launch_add<R>((R *)partial, (R *)dw, nullptr, parts, n, stream);
-            if (db) {
-                launch_parts<R>((R *)partial, rows, n, parts, Plain<T>{(const T *)dy, n}, stream);
-                launch_add<R>((R *)partial, (R *)db, nullptr, parts, n, stream);
-            }
+            launch_add<R>((R *)partial, {{(R *)dw}, 1}, parts, n, stream);
+            auto plain = [&](const void *of, void *into) {
+                if (!into) return;
+                launch_parts<R>((R *)partial, rows, n, parts, Plain<T>{(const T *)of, n}, stream);
+                launch_add<R>((R *)partial, {{(R *)into}, 1}, parts, n, stream);
+            };
+            plain(dy, db);
+            plain(dx, sums);
+            if (again) return norm_forward(type, x, w, b, dy, const_cast<void *>(stats), rows, n, 0, centred, 1, stream);
         }
     })
 #undef BACKWARD
+#undef LAUNCH
 #undef LONG
     return cudaGetLastError();
 }

@@ -21,6 +21,17 @@ pub struct Norm<'a> {
     pub eps: f64,
 }
 
+/// What a backward pass does beside the gradients, without another pass over them.
+#[derive(Clone, Copy, Default)]
+pub struct Also<'a> {
+    /// Is added to the input's gradient.
+    pub onto: Option<&'a Tensor>,
+    /// The sums over all rows of the input's gradient are added to it. On a card alone.
+    pub sums: Option<&'a Tensor>,
+    /// The gradient that is given becomes the output, bit for bit. On a card alone.
+    pub again: bool,
+}
+
 /// Rows whose parameter gradients are summed before they are added to those of others.
 pub fn chunk_rows(width: usize) -> usize {
     cpu::rows_per_chunk(width).max(32)
@@ -33,9 +44,9 @@ pub fn card_parts(dtype: DType, rows: usize, width: usize) -> usize {
     rows.div_ceil(8).clamp(1, 132 * (512 / threads).clamp(4, 8))
 }
 
-/// Bytes of these sums, of as many `vectors` as there are parameters.
+/// Bytes of these sums, of as many `vectors` as there are parameters, and of those of the input's gradient.
 pub fn card_workspace(dtype: DType, rows: usize, width: usize, vectors: usize) -> u64 {
-    (card_parts(dtype, rows, width) * vectors * width * cpu::acc_bytes(dtype)) as u64
+    (card_parts(dtype, rows, width) * (vectors + 1) * width * cpu::acc_bytes(dtype)) as u64
 }
 
 impl Norm<'_> {
@@ -132,11 +143,30 @@ impl Norm<'_> {
         dy: &Tensor,
         grads: &Grads,
         want: bool,
+        also: Also,
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::of(x) {
-            return self.backward_card(device, (x, stats, dy), grads, want);
+            return self.backward_card(device, (x, stats, dy), grads, want, also);
         }
+        if also.again || also.sums.is_some() {
+            candle_core::bail!("only a card makes more than gradients in a pass")
+        }
+        let dx = self.backward_alone(x, stats, dy, grads, want)?;
+        match (dx, also.onto) {
+            (Some(dx), Some(onto)) => add::into(&dx, onto, Activation::Identity).map(Some),
+            (dx, _) => Ok(dx),
+        }
+    }
+
+    fn backward_alone(
+        &self,
+        x: &Tensor,
+        stats: &Tensor,
+        dy: &Tensor,
+        grads: &Grads,
+        want: bool,
+    ) -> Result<Option<Tensor>> {
         if !reference::has_body(x) {
             let mut inputs = vec![x, self.weight];
             inputs.extend(self.bias);
@@ -153,25 +183,6 @@ impl Norm<'_> {
             let dx = self.backward_cpu::<T>(x, stats, dy, grads, want)?;
             want.then(|| cpu::tensor(dx, x.shape())).transpose()
         })
-    }
-
-    /// As `backward`, with the input's gradient added to `onto`: one pass less on a card.
-    pub fn backward_onto(
-        &self,
-        x: &Tensor,
-        stats: &Tensor,
-        dy: &Tensor,
-        grads: &Grads,
-        onto: &Tensor,
-    ) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x) {
-            return self.onto_card(device, (x, stats, dy), grads, onto);
-        }
-        match self.backward(x, stats, dy, grads, true)? {
-            Some(dx) => add::into(&dx, onto, Activation::Identity),
-            None => candle_core::bail!("a wanted gradient was not made"),
-        }
     }
 
     fn backward_cpu<T: Elem>(

@@ -63,7 +63,17 @@ impl Subject {
     }
 
     pub fn pass(&self, mode: Mode) -> Pass<'_> {
-        Pass { store: &self.store, mode, seed: 3, epoch: 2, ids: &self.ids, lengths: None, scale: 1.0 }
+        Pass {
+            store: &self.store,
+            mode,
+            seed: 3,
+            epoch: 2,
+            ids: &self.ids,
+            lengths: None,
+            scale: 1.0,
+            sums: None,
+            summed: false,
+        }
     }
 }
 

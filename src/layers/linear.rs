@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, On, Pass, Remakes, Saved};
+use super::{At, Cost, Early, Layer, On, Pass, Remakes, Saved};
 use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
 use crate::kernels::{Activation, Reads, activation};
 use crate::params::{Declared, Init, ParamId};
@@ -87,6 +87,11 @@ impl Linear {
         Kernel { weight: pass.weight(self.weight), lies: self.lies, bias, act: self.act }
     }
 
+    fn grads<'a>(&self, pass: &'a Pass) -> Grads<'a> {
+        let bias = self.bias.filter(|_| !pass.summed);
+        Grads { weight: pass.grad(self.weight), bias: bias.map(|id| pass.grad(id)) }
+    }
+
     fn rows(&self) -> usize {
         self.leading.iter().product()
     }
@@ -136,8 +141,42 @@ impl Layer for Linear {
     }
 
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
-        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, want)
+        self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &self.grads(pass), want)
+    }
+
+    fn remakes_on_the_way(&self, on: On) -> bool {
+        self.remakes(on) == Remakes::Alone
+    }
+
+    fn waits(&self, on: On) -> bool {
+        on == On::Cuda
+    }
+
+    fn adds_rows(&self) -> Option<ParamId> {
+        self.bias.filter(|_| self.act == Activation::Identity)
+    }
+
+    fn backward_early(
+        &self,
+        saved: Saved,
+        dy: &Tensor,
+        pass: &Pass,
+        (want, onto): (bool, Option<&Tensor>),
+        again: bool,
+    ) -> Result<Early> {
+        let (kernel, grads) = (self.kernel(pass), self.grads(pass));
+        // Its input, unless that is waited for, and what the activation reads.
+        let reads = (self.act != Activation::Identity) as usize;
+        let (x, v) = saved.0.split_at(saved.0.len() - reads);
+        let dx = kernel.backward_input(v.first(), dy, grads.bias, (want, onto), again)?;
+        if let [x] = x {
+            kernel.backward_weight(x, dy, grads.weight)?;
+        }
+        Ok(Early { dx, y: v.first().filter(|_| again).cloned() })
+    }
+
+    fn backward_late(&self, x: &Tensor, dy: &Tensor, pass: &Pass) -> Result<()> {
+        self.kernel(pass).backward_weight(x, dy, pass.grad(self.weight))
     }
 
     fn overwrites(&self) -> bool {

@@ -95,6 +95,48 @@ pub trait Layer: Send + Sync {
         Ok(None)
     }
 
+    /// Whether there [`backward_early`](Layer::backward_early) gives the output too, made again within its passes.
+    fn remakes_on_the_way(&self, _on: On) -> bool {
+        false
+    }
+
+    /// Whether there the input's gradient is made without the input: then an input that is made again on the way of the
+    /// layer before is waited for, and [`backward_late`](Layer::backward_late) comes when it is there.
+    fn waits(&self, _on: On) -> bool {
+        false
+    }
+
+    /// As `backward`, or `backward_onto` where there is something `onto` it, and more or less of it: with `again` the
+    /// output as well, in memory that the pass needs no longer; where the layer [`waits`](Layer::waits), and what it saved
+    /// is without its input, all but the gradients that need the input.
+    fn backward_early(
+        &self,
+        saved: Saved,
+        dy: &Tensor,
+        pass: &Pass,
+        (want, onto): (bool, Option<&Tensor>),
+        again: bool,
+    ) -> Result<Early> {
+        let _ = (saved, dy, pass, want, onto, again);
+        candle_core::bail!("{} makes its gradients at once", self.name())
+    }
+
+    /// What [`backward_early`](Layer::backward_early) left to do, once the input is there; `dy` is as that left it.
+    fn backward_late(&self, _x: &Tensor, _dy: &Tensor, _pass: &Pass) -> Result<()> {
+        Ok(())
+    }
+
+    /// The parameter whose gradient is the sum over all rows of the gradient that the layer is given, which whoever makes
+    /// that may add to it on the way.
+    fn adds_rows(&self) -> Option<ParamId> {
+        None
+    }
+
+    /// Whether there the backward pass can sum over the rows of the gradient it makes.
+    fn sums(&self, _on: On) -> bool {
+        false
+    }
+
     /// What [`again`](Layer::again) makes the output from there.
     fn remakes(&self, _on: On) -> Remakes {
         Remakes::Never
@@ -114,6 +156,14 @@ pub trait Layer: Send + Sync {
 
     /// Values of all its parameters.
     fn parameters(&self) -> usize;
+}
+
+/// What the first part of a backward pass gives.
+pub struct Early {
+    /// The input's gradient, where it is wanted.
+    pub dx: Option<Tensor>,
+    /// The output, where it is made again.
+    pub y: Option<Tensor>,
 }
 
 /// What a layer can make its output from once more.
@@ -223,6 +273,11 @@ pub struct Pass<'a> {
     pub lengths: Option<&'a [u32]>,
     /// What a sample's loss gradient is multiplied with.
     pub scale: f64,
+    /// To whose gradient the layer is to add the sums over all rows of the input's gradient, if it
+    /// [`sums`](Layer::sums) them.
+    pub sums: Option<ParamId>,
+    /// Whether those of the gradient that the layer is given were added already.
+    pub summed: bool,
 }
 
 impl Pass<'_> {

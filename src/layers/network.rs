@@ -10,9 +10,10 @@ use candle_core::Tensor;
 
 use super::aside::{Aside, Gone, Moving};
 use super::loss::{Counted, Loss, Tally};
-use super::{At, Layer, Mode, On, Pass, Remakes, Saved};
+use super::{At, Early, Layer, Mode, On, Pass, Remakes, Saved};
 use crate::kernels::{Activation, Reads, add};
 use crate::memory::{Ledger, Oom, Reservation, Role};
+use crate::params::ParamId;
 
 /// A part of a block.
 pub enum Node {
@@ -71,10 +72,29 @@ pub struct Batch {
 }
 
 /// An activation and the right to hold it.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 struct Act {
     value: Option<Tensor>,
     hold: Option<Arc<Reservation>>,
+    /// Of a gradient: its sums over all rows were added to the gradient of who [`adds`](Layer::adds_rows) them.
+    summed: bool,
+}
+
+impl Act {
+    fn new(value: Option<Tensor>, hold: Option<Arc<Reservation>>) -> Self {
+        Self { value, hold, summed: false }
+    }
+}
+
+/// What a gradient meets on its way back through nodes.
+#[derive(Default)]
+struct Way<'a> {
+    /// The gradient of their input by another way, which is added to theirs.
+    onto: Option<&'a Act>,
+    /// An activation that came after them, and its output.
+    through: Option<(Act, Activation)>,
+    /// To whose gradient the sums over all rows of their input's gradient may be added.
+    sums: Option<ParamId>,
 }
 
 /// What is kept of a node between the passes; dropped, it gives everything back.
@@ -106,13 +126,19 @@ enum Near {
     Input(Moving, Act),
 }
 
+/// A layer whose input is made again while the gradient goes through the layer before, and the gradient it was given.
+struct Late<'a> {
+    layer: &'a dyn Layer,
+    dy: Act,
+}
+
 type Step<T> = Result<T, StepError>;
 
 impl Network {
     /// Adds the gradients of a micro-batch's summed loss (times the pass's scale) to the store.
     pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
         walk.ledger.phase("forward");
-        let mut x = Act { value: batch.map(|b| b.inputs.clone()), hold: None };
+        let mut x = Act::new(batch.map(|b| b.inputs.clone()), None);
         let mut traces = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let input = (block.rank < walk.recompute).then(|| x.clone());
@@ -137,9 +163,9 @@ impl Network {
             match (&walk.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
                     let (tally, dx) = self.loss.learn(x, &batch.targets, pass)?;
-                    (tally, Act { value: Some(dx), hold })
+                    (tally, Act::new(Some(dx), hold))
                 }
-                _ => (Tally::default().into(), Act { value: None, hold }),
+                _ => (Tally::default().into(), Act::new(None, hold)),
             }
         };
         drop(x);
@@ -157,7 +183,8 @@ impl Network {
                     walk.forward(&block.nodes, input, true, Mode::Again, None)?.1
                 }
             };
-            match walk.backward(&block.nodes, trace, dy, i > 0, (None, None))? {
+            let sums = i.checked_sub(1).and_then(|i| adds_rows(&self.blocks[i].nodes));
+            match walk.backward(&block.nodes, trace, dy, i > 0, Way { sums, ..Way::default() })? {
                 Some(dx) => dy = dx,
                 None => break,
             }
@@ -192,7 +219,7 @@ impl Network {
     /// What the blocks make of a micro-batch.
     fn features(&self, walk: &Walk, inputs: Option<&Tensor>) -> Step<Act> {
         walk.ledger.phase("eval");
-        let mut x = Act { value: inputs.cloned(), hold: None };
+        let mut x = Act::new(inputs.cloned(), None);
         for block in &self.blocks {
             x = walk.forward(&block.nodes, x, false, Mode::Eval, None)?.0;
         }
@@ -262,7 +289,7 @@ impl Walk<'_> {
             BlockTrace::Away(aside, gone, bytes) => {
                 let hold = self.hold(Role::Activations, name, bytes)?;
                 let (value, moving) = aside.fetch(gone)?;
-                Ok(Near::Input(moving, Act { value, hold }))
+                Ok(Near::Input(moving, Act::new(value, hold)))
             }
         }
     }
@@ -329,7 +356,7 @@ impl Walk<'_> {
             }
             _ => (None, None),
         };
-        let y = Act { value, hold: if cost.view { x.hold.clone() } else { own } };
+        let y = Act::new(value, if cost.view { x.hold.clone() } else { own });
         let trace = keep.then(|| Trace::Layer {
             saved,
             remade,
@@ -372,7 +399,7 @@ impl Walk<'_> {
             (Some(b), Some(s)) => Some(add::forward(b, s, residual.act)?),
             _ => None,
         };
-        let y = Act { value, hold };
+        let y = Act::new(value, hold);
         let output = (residual.act != Activation::Identity).then(|| y.clone());
         Ok((y, keep.then_some(Trace::Residual { branch, shortcut, output })))
     }
@@ -397,25 +424,27 @@ impl Walk<'_> {
         }
     }
 
-    /// The gradient of the nodes' input, where wanted, and `onto` added to it; `dy` is first turned into the gradient
-    /// before an activation where one came after them, `through` its output. Traces are given back as they are used.
+    /// The gradient of the nodes' input, where wanted. Traces are given back as they are used.
     fn backward(
         &self,
         nodes: &[Node],
         mut traces: Vec<Trace>,
         mut dy: Act,
         want: bool,
-        (onto, mut through): (Option<&Act>, Option<(Act, Activation)>),
+        mut way: Way,
     ) -> Step<Option<Act>> {
+        let mut late = None;
         for (i, node) in nodes.iter().enumerate().rev() {
             // The last node alone is given it, and lets it go.
-            let through = through.take();
-            let onto = onto.filter(|_| want && i == 0).and_then(|onto| onto.value.as_ref());
+            let (through, awaited) = (way.through.take(), late.take());
+            let onto = way.onto.filter(|_| want && i == 0).and_then(|onto| onto.value.as_ref());
             let (want, trace) = (want || i > 0, traces.pop());
+            let sums = if i == 0 { way.sums } else { adds_rows(&nodes[..i]) }.filter(|_| want);
             let dx = match (node, trace) {
                 (Node::Layer(layer), Some(Trace::Layer { mut saved, remade, _holds })) => {
-                    let cost = layer.cost(self.at);
-                    let _input = match remade {
+                    let (cost, sums) = (layer.cost(self.at), sums.filter(|_| layer.sums(self.at.on)));
+                    let waits = remade && self.waits(layer.as_ref(), &nodes[..i]);
+                    let _input = match remade && !waits {
                         true => self.make_again(&nodes[..i], &traces, &mut saved)?,
                         false => None,
                     };
@@ -425,10 +454,20 @@ impl Walk<'_> {
                     };
                     let _work = self.hold(Role::Workspace, layer.name(), cost.backward)?;
                     let hold = if cost.view { dy.hold.clone() } else { own };
-                    let value = match (self.pass(Mode::Train), saved, dy.value.take()) {
-                        (Some(pass), Some(saved), Some(dy)) => {
-                            let through =
-                                through.as_ref().and_then(|(y, act)| Some((y.value.as_ref()?, *act)));
+                    let through = through.as_ref().and_then(|(y, act)| Some((y.value.as_ref()?, *act)));
+                    let pass = self.pass(Mode::Train).map(|pass| Pass { sums, summed: dy.summed, ..pass });
+                    let value = match (pass, saved, &mut dy.value) {
+                        (Some(pass), Some(saved), Some(dy)) if waits || awaited.is_some() => {
+                            if let Some((y, act)) = through {
+                                add::through(y, dy, act)?;
+                            }
+                            let made =
+                                layer.backward_early(saved, dy, &pass, (want, onto), awaited.is_some())?;
+                            made_late(awaited, &made, &pass)?;
+                            made.dx
+                        }
+                        (Some(pass), Some(saved), given) => {
+                            let Some(dy) = given.take() else { return Ok(None) };
                             match (through, onto) {
                                 (Some(through), None) => {
                                     layer.backward_through(saved, dy, through, &pass, want)?
@@ -443,10 +482,16 @@ impl Walk<'_> {
                         }
                         _ => None,
                     };
-                    want.then_some(Act { value, hold })
+                    if waits {
+                        late = Some(Late { layer: layer.as_ref(), dy: std::mem::take(&mut dy) });
+                    }
+                    want.then_some(Act { value, hold, summed: sums.is_some() })
                 }
                 (Node::Residual(residual), Some(Trace::Residual { branch, shortcut, output })) => {
-                    let dx = self.residual_backward(residual, branch, shortcut, output, dy, want)?;
+                    // What is added afterwards would not be in the sums.
+                    let sums = sums.filter(|_| onto.is_none());
+                    let kept = (branch, shortcut, output);
+                    let dx = self.residual_backward(residual, kept, dy, want, sums)?;
                     if let (Some(Act { value: Some(dx), .. }), Some(onto)) = (&dx, onto) {
                         add::into(dx, onto, Activation::Identity)?;
                     }
@@ -460,6 +505,12 @@ impl Walk<'_> {
             }
         }
         Ok(Some(dy))
+    }
+
+    /// Whether a layer's input is made again on the way of the last of these nodes, after the layer's own gradient.
+    fn waits(&self, layer: &dyn Layer, before: &[Node]) -> bool {
+        let makes = matches!(before.last(), Some(Node::Layer(l)) if l.remakes_on_the_way(self.at.on));
+        makes && layer.waits(self.at.on)
     }
 
     /// Puts the output of the last of `nodes`, made again, in front of what the layer after it saved.
@@ -485,11 +536,10 @@ impl Walk<'_> {
     fn residual_backward(
         &self,
         residual: &Residual,
-        branch: Vec<Trace>,
-        shortcut: Vec<Trace>,
-        output: Option<Act>,
-        dy: Act,
+        (branch, shortcut, output): (Vec<Trace>, Vec<Trace>, Option<Act>),
+        mut dy: Act,
         want: bool,
+        sums: Option<ParamId>,
     ) -> Step<Option<Act>> {
         let overwrites = overwrites(&residual.branch);
         let mut through = output.map(|y| (y, residual.act));
@@ -503,15 +553,37 @@ impl Walk<'_> {
             true => {
                 let bytes = self.at.bytes(residual.output.iter().product());
                 let hold = self.hold(Role::Activations, &residual.name, bytes)?;
-                Act { value: dy.value.as_ref().map(Tensor::copy).transpose()?, hold }
+                Act { value: dy.value.as_ref().map(Tensor::copy).transpose()?, hold, ..dy }
             }
             false => dy.clone(),
         };
         if residual.shortcut.is_empty() {
-            return self.backward(&residual.branch, branch, for_branch, want, (Some(&dy), through));
+            let way = Way { onto: Some(&dy), through, sums };
+            return self.backward(&residual.branch, branch, for_branch, want, way);
         }
-        let by_branch = self.backward(&residual.branch, branch, for_branch, want, (None, through))?;
-        self.backward(&residual.shortcut, shortcut, dy, want, (by_branch.as_ref(), None))
+        let way = Way { through, ..Way::default() };
+        let by_branch = self.backward(&residual.branch, branch, for_branch, want, way)?;
+        dy.summed = false; // of the branch's alone
+        let way = Way { onto: by_branch.as_ref(), sums, ..Way::default() };
+        self.backward(&residual.shortcut, shortcut, dy, want, way)
+    }
+}
+
+/// The parameter whose gradient is the sum over all rows of the gradient that the last of these nodes is given.
+fn adds_rows(nodes: &[Node]) -> Option<ParamId> {
+    match nodes.last()? {
+        Node::Layer(layer) => layer.adds_rows(),
+        Node::Residual(residual) if residual.act == Activation::Identity => adds_rows(&residual.branch),
+        Node::Residual(_) => None,
+    }
+}
+
+/// The gradients that waited for what was made.
+fn made_late(awaited: Option<Late>, made: &Early, pass: &Pass) -> candle_core::Result<()> {
+    match (awaited, &made.y) {
+        (Some(Late { layer, dy: Act { value: Some(dy), .. } }), Some(x)) => layer.backward_late(x, &dy, pass),
+        (None, _) => Ok(()),
+        (Some(late), _) => candle_core::bail!("the input of {} was not made again", late.layer.name()),
     }
 }
 

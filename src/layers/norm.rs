@@ -2,10 +2,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, On, Pass, Remakes, Saved};
+use super::{At, Cost, Early, Layer, On, Pass, Remakes, Saved};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::linear::Grads;
-use crate::kernels::norm::{Norm as Kernel, card_workspace, chunk_rows};
+use crate::kernels::norm::{Also, Norm as Kernel, card_workspace, chunk_rows};
 use crate::params::{Declared, Init, ParamId};
 
 pub struct Norm {
@@ -43,8 +43,17 @@ impl Norm {
         }
     }
 
-    fn grads<'a>(&self, pass: &'a Pass) -> Grads<'a> {
-        Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) }
+    fn gradients(
+        &self,
+        saved: &Saved,
+        dy: &Tensor,
+        pass: &Pass,
+        want: bool,
+        also: Also,
+    ) -> Result<Option<Tensor>> {
+        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
+        let also = Also { sums: pass.sums.map(|id| pass.grad(id)), ..also };
+        self.kernel(pass).backward(&saved.0[0], &saved.0[1], dy, &grads, want, also)
     }
 }
 
@@ -63,16 +72,35 @@ impl Layer for Norm {
     }
 
     fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
-        self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &self.grads(pass), want)
+        self.gradients(&saved, &dy, pass, want, Also::default())
     }
 
     fn backward_onto(&self, saved: Saved, dy: Tensor, pass: &Pass, onto: &Tensor) -> Result<Option<Tensor>> {
-        let (grads, [x, stats]) = (self.grads(pass), [&saved.0[0], &saved.0[1]]);
-        self.kernel(pass).backward_onto(x, stats, &dy, &grads, onto).map(Some)
+        self.gradients(&saved, &dy, pass, true, Also { onto: Some(onto), ..Also::default() })
     }
 
     fn again(&self, saved: &Saved, pass: &Pass) -> Result<Option<Tensor>> {
         self.kernel(pass).again(&saved.0[0], &saved.0[1])
+    }
+
+    fn sums(&self, on: On) -> bool {
+        on == On::Cuda
+    }
+
+    fn remakes_on_the_way(&self, on: On) -> bool {
+        on == On::Cuda
+    }
+
+    fn backward_early(
+        &self,
+        saved: Saved,
+        dy: &Tensor,
+        pass: &Pass,
+        (want, onto): (bool, Option<&Tensor>),
+        again: bool,
+    ) -> Result<Early> {
+        let dx = self.gradients(&saved, dy, pass, want, Also { onto, again, ..Also::default() })?;
+        Ok(Early { dx, y: again.then(|| dy.clone()) })
     }
 
     fn remakes(&self, on: On) -> Remakes {

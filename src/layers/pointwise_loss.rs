@@ -147,6 +147,8 @@ mod tests {
             ids: &[0, 1, 2],
             lengths: None,
             scale: 1.0,
+            sums: None,
+            summed: false,
         };
         let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &device()).unwrap();
         let tally = loss.judge(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap().read().unwrap();

@@ -240,6 +240,8 @@ impl<'a> Engine<'a> {
             ids: &batch.ids,
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             scale: scale / self.nominal(),
+            sums: None,
+            summed: false,
         };
         let (ledger, recompute, aside) = (&self.ledger, self.recompute, self.aside.as_ref());
         let walk = Walk { pass: Some(pass), at, ledger, recompute, aside };

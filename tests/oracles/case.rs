@@ -225,6 +225,8 @@ impl Network<'_> {
             ids,
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
             scale: 1.0 / self.case.targets(),
+            sums: None,
+            summed: false,
         };
         let at = At { batch: rows, dtype: self.dtype, on: On::Cpu { threads: cpu::threads() } };
         Walk { pass: Some(pass), at, ledger, recompute, aside: None }

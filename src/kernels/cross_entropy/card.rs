@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 use super::{Head, card_chunk, card_stride};
 use crate::kernels::cuda::columns::add_sums;
 use crate::kernels::cuda::product::{Mat, Onto, Then, multiply};
-use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, stream};
+use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, room, stream};
 use crate::kernels::linear::Grads;
 use crate::kernels::tally::Counted;
 use crate::kernels::tally::card::Rows;
@@ -52,11 +52,12 @@ impl Head<'_> {
             None => classes as f64,
         };
         let counts = Rows::new(device, rows)?;
-        let w = Mat::new(self.weight, classes, width);
+        let filled = self.filled(classes, width, learn.map(|(_, grads, _)| grads))?;
+        let w = Mat::new(self.weight, filled, width);
         for first in (0..rows).step_by(chunk.max(1)) {
             let n = chunk.min(rows - first);
             let x = Mat { from: first * width, rows: n, ..Mat::new(x, rows, width) };
-            let d = Mat { rows: n, cols: classes, ..Mat::new(&scores, chunk, stride) };
+            let d = Mat { rows: n, cols: filled, ..Mat::new(&scores, chunk, stride) };
             multiply(&d, x, w.t(), Onto::Nothing, Then::Nothing)?;
             let (loss, weight, hits) = counts.from(first)?;
             let asked = Asked {
@@ -72,6 +73,7 @@ impl Head<'_> {
                 rows: n as i64,
                 stride: stride as i64,
                 classes: classes as c_int,
+                filled: filled as c_int,
                 per_row: per_row as c_int,
                 smoothing: self.smoothing,
                 all_weights,
@@ -80,14 +82,26 @@ impl Head<'_> {
             // SAFETY: every pointer has `n` rows, or a value a class.
             checked("cross_entropy_score", unsafe { cross_entropy_score(&asked, stream(device)) })?;
             let Some((_, grads, dx)) = learn else { continue };
-            multiply(&Mat::new(grads.weight, classes, width), d.t(), x, Onto::Itself, Then::Nothing)?;
+            multiply(&Mat::new(grads.weight, filled, width), d.t(), x, Onto::Itself, Then::Nothing)?;
             let dx = Mat { from: first * width, rows: n, ..Mat::new(dx, rows, width) };
             multiply(&dx, d, w, Onto::Nothing, Then::Nothing)?;
             if let Some(bias) = grads.bias {
-                add_sums(device, bias, d)?;
+                add_sums(device, bias, Mat { cols: classes, ..d })?;
             }
         }
         counts.add(device)
+    }
+
+    /// The classes that products are made with: as many more as tensor cores like to have, where the rows behind the
+    /// weight's are there to be read. They are other parameters' in one buffer of all: the scores they give are looked at
+    /// by nobody, and the gradient they get is zero.
+    fn filled(&self, classes: usize, width: usize, grads: Option<&Grads>) -> Result<usize> {
+        let filled = classes.next_multiple_of(8);
+        let mut least = room(self.weight)?;
+        if let Some(grads) = grads {
+            least = least.min(room(grads.weight)?);
+        }
+        Ok(if filled * width <= least { filled } else { classes })
     }
 }
 
@@ -106,6 +120,7 @@ struct Asked {
     rows: i64,
     stride: i64,
     classes: c_int,
+    filled: c_int,
     per_row: c_int,
     smoothing: f64,
     all_weights: f64,

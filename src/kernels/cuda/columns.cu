@@ -8,7 +8,7 @@ extern "C" int columns_add(int type, const void *d, void *partial, void *into, i
     WITH_TYPE(type, {
         using R = Acc<T>;
         launch_parts<R>((R *)partial, rows, columns, parts, Plain<T>{(const T *)d, stride}, stream);
-        launch_add<R>((R *)partial, (R *)into, nullptr, parts, columns, stream);
+        launch_add<R>((R *)partial, {{(R *)into}, 1}, parts, columns, stream);
     })
     return cudaGetLastError();
 }

@@ -27,10 +27,16 @@ __global__ void __launch_bounds__(WARP *COLUMN_ROWS)
     }
 }
 
+// Gradients that sums are added onto, the first so many of them.
+template <class R> struct Into {
+    R *gradients[3];
+    int count;
+};
+
 // `into[y][column] += sum over parts of partial[part, y, column]`; a block has 32 columns of one `y`.
 template <class R>
 __global__ void __launch_bounds__(WARP *WARP)
-    add_columns(const R *partial, R *into0, R *into1, int parts, int64_t columns) {
+    add_columns(const R *partial, Into<R> into, int parts, int64_t columns) {
     __shared__ R sums[WARP][WARP + 1];
     int64_t column = int64_t(blockIdx.x) * WARP + threadIdx.x;
     R sum = 0;
@@ -42,8 +48,7 @@ __global__ void __launch_bounds__(WARP *WARP)
     // Now a warp has one column.
     sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
     column = int64_t(blockIdx.x) * WARP + threadIdx.y;
-    R *into = blockIdx.y == 0 ? into0 : into1;
-    if (threadIdx.x == 0 && column < columns) into[column] += sum;
+    if (threadIdx.x == 0 && column < columns) into.gradients[blockIdx.y][column] += sum;
 }
 
 template <class R, class F>
@@ -53,9 +58,9 @@ void launch_parts(R *partial, int64_t rows, int64_t columns, int parts, F value,
 }
 
 template <class R>
-void launch_add(const R *partial, R *into0, R *into1, int parts, int64_t columns, cudaStream_t stream) {
-    dim3 grid(blocks(columns, WARP), into1 ? 2 : 1), threads(WARP, WARP);
-    add_columns<R><<<grid, threads, 0, stream>>>(partial, into0, into1, parts, columns);
+void launch_add(const R *partial, Into<R> into, int parts, int64_t columns, cudaStream_t stream) {
+    dim3 grid(blocks(columns, WARP), into.count), threads(WARP, WARP);
+    add_columns<R><<<grid, threads, 0, stream>>>(partial, into, parts, columns);
 }
 
 // A matrix's own values, with `stride` values between the starts of its rows.

@@ -64,33 +64,54 @@ impl Linear<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
+        let dx = self.input_card(device, v, &dy, grads.bias, (want, None), false)?;
+        self.weight_card(x, &dy, grads.weight)?;
+        Ok(dx)
+    }
+
+    pub(super) fn input_card(
+        &self,
+        device: &CudaDevice,
+        v: Option<&Tensor>,
+        dy: &Tensor,
+        bias: Option<&Tensor>,
+        (want, onto): (bool, Option<&Tensor>),
+        again: bool,
+    ) -> Result<Option<Tensor>> {
         let (k, n) = self.sizes()?;
-        let rows = x.elem_count() / k;
-        through(device, &dy, v, self.act, grads.bias, rows, n)?;
-        let (d, values) = (Mat::new(&dy, rows, n), Mat::new(x, rows, k));
-        match self.lies {
-            Lies::OutIn => {
-                multiply(&Mat::new(grads.weight, n, k), d.t(), values, Onto::Itself, Then::Nothing)?
-            }
-            Lies::InOut => {
-                multiply(&Mat::new(grads.weight, k, n), values.t(), d, Onto::Itself, Then::Nothing)?
-            }
-        }
+        let rows = dy.elem_count() / n;
+        through(device, dy, v, (self.act, again), bias, rows, n)?;
         if !want {
             return Ok(None);
         }
-        let dx = fresh(device, x.dtype(), x.shape())?;
-        multiply(&Mat::new(&dx, rows, k), d, self.on_card()?.t(), Onto::Nothing, Then::Nothing)?;
+        let mut shape = dy.dims().to_vec();
+        if let Some(last) = shape.last_mut() {
+            *last = k;
+        }
+        let dx = fresh(device, dy.dtype(), shape)?;
+        let onto = onto.map_or(Onto::Nothing, Onto::Other);
+        multiply(&Mat::new(&dx, rows, k), Mat::new(dy, rows, n), self.on_card()?.t(), onto, Then::Nothing)?;
         Ok(Some(dx))
+    }
+
+    pub(super) fn weight_card(&self, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<()> {
+        let (k, n) = self.sizes()?;
+        let rows = dy.elem_count() / n;
+        let (d, values) = (Mat::new(dy, rows, n), Mat::new(x, rows, k));
+        match self.lies {
+            Lies::OutIn => multiply(&Mat::new(into, n, k), d.t(), values, Onto::Itself, Then::Nothing),
+            Lies::InOut => multiply(&Mat::new(into, k, n), values.t(), d, Onto::Itself, Then::Nothing),
+        }
     }
 }
 
-/// Turns the (rows, n) gradient `d` into the one before the activation, in place, and adds its column sums to that of the bias.
+/// Turns the (rows, n) gradient `d` into the one before the activation, in place, and adds its column sums to that of the
+/// bias. With `again`, `v`, which the activation read, becomes the activation's output.
 pub fn through(
     device: &CudaDevice,
     d: &Tensor,
     v: Option<&Tensor>,
-    act: Activation,
+    (act, again): (Activation, bool),
     bias: Option<&Tensor>,
     rows: usize,
     n: usize,
@@ -115,14 +136,16 @@ pub fn through(
                     rows as i64,
                     n as c_int,
                     ranges,
+                    again as c_int,
                     stream,
                 )
             })
         }
-        None => match v {
-            Some(v) => activation::card::backward(device, v, d, d, act),
-            None => Ok(()),
-        },
+        None => {
+            let Some(v) = v else { return Ok(()) };
+            activation::card::backward(device, v, d, d, act)?;
+            if again { activation::card::forward_into(device, v, v, act) } else { Ok(()) }
+        }
     }
 }
 
@@ -130,13 +153,14 @@ unsafe extern "C" {
     fn linear_through(
         dtype: c_int,
         act: c_int,
-        v: *const c_void,
+        v: *mut c_void,
         d: *mut c_void,
         partial: *mut c_void,
         bias: *mut c_void,
         rows: i64,
         n: c_int,
         ranges: c_int,
+        again: c_int,
         stream: Stream,
     ) -> c_int;
 }

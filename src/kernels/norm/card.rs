@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
-use super::{Norm, card_parts, card_workspace};
+use super::{Also, Norm, card_parts, card_workspace};
 use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream, wide};
 use crate::kernels::linear::Grads;
 
@@ -52,35 +52,12 @@ impl Norm<'_> {
         (x, stats, dy): (&Tensor, &Tensor, &Tensor),
         grads: &Grads,
         want: bool,
+        Also { onto, sums, again }: Also,
     ) -> Result<Option<Tensor>> {
-        let dx = if want { Some(fresh(device, x.dtype(), x.shape())?) } else { None };
-        self.gradients(device, (x, stats, dy), grads, dx.as_ref(), None)?;
-        Ok(dx)
-    }
-
-    pub(super) fn onto_card(
-        &self,
-        device: &CudaDevice,
-        (x, stats, dy): (&Tensor, &Tensor, &Tensor),
-        grads: &Grads,
-        onto: &Tensor,
-    ) -> Result<Tensor> {
-        if onto.elem_count() != x.elem_count() {
-            candle_core::bail!("a gradient of {:?} onto one of {:?}", x.dims(), onto.dims())
+        if onto.is_some_and(|onto| onto.elem_count() != x.elem_count()) {
+            candle_core::bail!("a gradient of {:?} onto another shape", x.dims())
         }
-        let dx = fresh(device, x.dtype(), x.shape())?;
-        self.gradients(device, (x, stats, dy), grads, Some(&dx), Some(onto))?;
-        Ok(dx)
-    }
-
-    fn gradients(
-        &self,
-        device: &CudaDevice,
-        (x, stats, dy): (&Tensor, &Tensor, &Tensor),
-        grads: &Grads,
-        dx: Option<&Tensor>,
-        onto: Option<&Tensor>,
-    ) -> Result<()> {
+        let dx = if want { Some(fresh(device, x.dtype(), x.shape())?) } else { None };
         let n = self.weight.elem_count();
         let rows = x.elem_count() / n;
         let vectors = 1 + grads.bias.is_some() as usize;
@@ -93,18 +70,22 @@ impl Norm<'_> {
                 pointer(stats)?,
                 pointer(dy)?,
                 pointer(self.weight)?,
-                pointer_or_null(dx)?,
+                pointer_or_null(self.bias)?,
+                pointer_or_null(dx.as_ref())?,
                 pointer_or_null(onto)?,
                 pointer(&partial)?,
                 pointer(grads.weight)?,
                 pointer_or_null(grads.bias)?,
+                pointer_or_null(sums)?,
                 rows as i64,
                 n as c_int,
                 card_parts(x.dtype(), rows, n) as c_int,
                 self.centred as c_int,
+                again as c_int,
                 stream(device),
             )
-        })
+        })?;
+        Ok(dx)
     }
 }
 
@@ -127,17 +108,20 @@ unsafe extern "C" {
         dtype: c_int,
         x: *const c_void,
         stats: *const c_void,
-        dy: *const c_void,
+        dy: *mut c_void,
         weight: *const c_void,
+        bias: *const c_void,
         dx: *mut c_void,
         onto: *const c_void,
         partial: *mut c_void,
         dw: *mut c_void,
         db: *mut c_void,
+        sums: *mut c_void,
         rows: i64,
         n: c_int,
         parts: c_int,
         centred: c_int,
+        again: c_int,
         stream: Stream,
     ) -> c_int;
 }
