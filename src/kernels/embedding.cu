@@ -97,36 +97,53 @@ __global__ void fill(const uint32_t *ids, uint32_t *next, uint32_t *places, int6
     if (i < rows && ids[i] < vocab) places[atomicAdd(&next[ids[i]], 1)] = uint32_t(i);
 }
 
-// Puts the places of each token in order; a warp a token. Many places are found again by reading all ids.
-__global__ void __launch_bounds__(256)
+// Puts the places of each token in order; `W` warps a token. Many places are found again by reading all ids, of which
+// each of the warps has a range.
+constexpr int ORDER_WARPS = 8;
+template <int W>
+__global__ void __launch_bounds__(ORDER_WARPS *WARP)
     order(const uint32_t *ids, const uint32_t *starts, uint32_t *places, int64_t rows, uint32_t vocab) {
-    uint32_t token = blockIdx.x * (256 / WARP) + threadIdx.x / WARP;
-    int lane = threadIdx.x % WARP;
+    __shared__ uint32_t founds[ORDER_WARPS];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, part = warp % W;
+    uint32_t token = blockIdx.x * (ORDER_WARPS / W) + warp / W;
     if (token >= vocab) return;
     uint32_t start = starts[token], n = starts[token + 1] - start;
     if (n < 2) return;
     if (n <= WARP) {
+        if (part > 0) return;
         uint32_t own = lane < n ? places[start + lane] : UINT32_MAX, rank = 0;
         for (int i = 0; i < int(n); i++) rank += __shfl_sync(0xffffffff, own, i) < own;
         __syncwarp();
         if (lane < n) places[start + rank] = own;
         return;
     }
+    int64_t first = rows * part / W, last = rows * (part + 1) / W;
     uint32_t found = 0;
-    for (int64_t base = 0; base < rows && found < n; base += WARP * AHEAD) {
-        bool here[AHEAD];
+    // `take(place, how many of the range are before it)` for each that is there.
+    auto find = [&](auto take) {
+        for (int64_t base = first; base < last; base += WARP * AHEAD) {
+            bool here[AHEAD];
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            int64_t at = base + k * WARP + lane;
-            here[k] = at < rows && ids[at] == token;
-        }
+            for (int k = 0; k < AHEAD; k++) {
+                int64_t at = base + k * WARP + lane;
+                here[k] = at < last && ids[at] == token;
+            }
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            unsigned all = __ballot_sync(0xffffffff, here[k]);
-            if (here[k]) places[start + found + __popc(all & ((1u << lane) - 1))] = uint32_t(base + k * WARP + lane);
-            found += __popc(all);
+            for (int k = 0; k < AHEAD; k++) {
+                unsigned all = __ballot_sync(0xffffffff, here[k]);
+                if (here[k]) take(base + k * WARP + lane, found + __popc(all & ((1u << lane) - 1)));
+                found += __popc(all);
+            }
         }
+    };
+    if constexpr (W > 1) {
+        find([](int64_t, uint32_t) {});
+        if (lane == 0) founds[warp] = found;
+        __syncthreads();
+        found = 0;
+        for (int i = warp - part; i < warp; i++) found += founds[i];
     }
+    find([&](int64_t place, uint32_t before) { places[start + before] = uint32_t(place); });
 }
 
 // Sums the runs of one piece. `ends` is (pieces, 2, n): of the run that comes from before the piece, and of the
@@ -198,13 +215,13 @@ __global__ void __launch_bounds__(256)
 
 // `table[t] += sum over samples of dy[sample, t]`.
 template <class T, int N>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(64)
     over_samples(const T *dy, Acc<T> *table, int64_t packs_all, int samples) {
     using R = Acc<T>;
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= packs_all) return;
     R sum[N] = {};
-#pragma unroll 4
+#pragma unroll 16
     for (int sample = 0; sample < samples; sample++) {
         auto d = Pack<T, N>::load(dy + (sample * packs_all + i) * N);
 #pragma unroll
@@ -244,7 +261,9 @@ extern "C" int embedding_backward_tokens(int type, const void *ids, const void *
     count<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, rows, v);
     begin<<<1, 1024, 0, stream>>>(counts, starts, v);
     fill<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, places, rows, v);
-    order<<<blocks(vocab, 256 / WARP), 256, 0, stream>>>(i, starts, places, rows, v);
+    // Where most tokens have many places, a block has one.
+    if (rows > 8 * vocab) order<ORDER_WARPS><<<v, ORDER_WARPS * WARP, 0, stream>>>(i, starts, places, rows, v);
+    else order<1><<<blocks(vocab, ORDER_WARPS), ORDER_WARPS * WARP, 0, stream>>>(i, starts, places, rows, v);
     unsigned pieces = blocks(rows, PIECE);
     WITH_TYPE(type, {
         using R = Acc<T>;
@@ -268,8 +287,8 @@ extern "C" int embedding_backward_positions(int type, const void *dy, void *tabl
         constexpr int N = Pack<T>::size;
         int64_t len = int64_t(length) * n;
         if (aligned(len * sizeof(T), {dy}))
-            over_samples<T, N><<<blocks(len / N, 256), 256, 0, stream>>>((const T *)dy, (Acc<T> *)table, len / N, samples);
-        else over_samples<T, 1><<<blocks(len, 256), 256, 0, stream>>>((const T *)dy, (Acc<T> *)table, len, samples);
+            over_samples<T, N><<<blocks(len / N, 64), 64, 0, stream>>>((const T *)dy, (Acc<T> *)table, len / N, samples);
+        else over_samples<T, 1><<<blocks(len, 64), 64, 0, stream>>>((const T *)dy, (Acc<T> *)table, len, samples);
     })
     return cudaGetLastError();
 }

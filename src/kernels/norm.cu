@@ -19,7 +19,8 @@ template <class T, int N, int K> struct Row {
     int packs, lane;
     Pack<T, N> kept[K ? K : 1];
 
-    __device__ __forceinline__ Row(const T *from, int packs) : from(from), packs(packs), lane(threadIdx.x % WARP) {
+    __device__ __forceinline__ void take(const T *row, int count) {
+        from = row, packs = count, lane = threadIdx.x % WARP;
 #pragma unroll
         for (int k = 0; k < K; k++)
             if (int p = lane + k * WARP; p < packs) kept[k] = Pack<T, N>::load(from + p * N);
@@ -37,55 +38,62 @@ template <class T, int N, int K> struct Row {
     }
 };
 
+// Rows that a warp has in hand: where they are short, the next is on its way while one is worked on.
+constexpr int rows_each(int k) { return k == 2 ? 2 : 1; }
+
 // `known`: the statistics are there, and only the output is made.
 template <class T, int N, int K>
 __global__ void __launch_bounds__(THREADS)
     forward(const T *x, const T *w, const T *b, T *y, Acc<T> *stats, int64_t rows, int n, Acc<T> eps, bool centred,
             bool known) {
     using R = Acc<T>;
-    int64_t row = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP;
-    if (row >= rows) return;
-    Row<T, N, K> values(x + row * n, n / N);
+    constexpr int HAND = rows_each(K);
+    int64_t first = (int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP) * HAND;
+    if (first >= rows) return;
+    Row<T, N, K> all[HAND];
+#pragma unroll
+    for (int j = 0; j < HAND; j++) all[j].take(x + (first + j) * n, first + j < rows ? n / N : 0);
     int kept = centred ? 2 : 1;
-    R share = R(1) / R(n), mean = 0, scale;
-    stats += row * kept;
-    if (known) {
-        if (centred) mean = stats[0];
-        scale = stats[kept - 1];
-    } else {
-        if (centred) {
-            R sum = 0;
+    R share = R(1) / R(n);
+#pragma unroll
+    for (int j = 0; j < HAND; j++) {
+        int64_t row = first + j;
+        if (row >= rows) break;
+        auto &values = all[j];
+        R mean = 0, scale;
+        if (known) {
+            if (centred) mean = stats[row * kept];
+            scale = stats[row * kept + kept - 1];
+        } else {
+            if (centred) {
+                R sum = 0;
+                values.each([&](int, const Pack<T, N> &v) {
+#pragma unroll
+                    for (int i = 0; i < N; i++) sum += up(v.v[i]);
+                });
+                mean = warp_sum(sum) * share;
+            }
+            R square = 0;
             values.each([&](int, const Pack<T, N> &v) {
 #pragma unroll
-                for (int i = 0; i < N; i++) sum += up(v.v[i]);
+                for (int i = 0; i < N; i++) square += (up(v.v[i]) - mean) * (up(v.v[i]) - mean);
             });
-            mean = warp_sum(sum) * share;
+            scale = one_over_root(warp_sum(square) * share + eps);
+            if (threadIdx.x % WARP == 0) {
+                if (centred) stats[row * kept] = mean;
+                stats[row * kept + kept - 1] = scale;
+            }
         }
-        R square = 0;
-        values.each([&](int, const Pack<T, N> &v) {
-#pragma unroll
-            for (int i = 0; i < N; i++) square += (up(v.v[i]) - mean) * (up(v.v[i]) - mean);
-        });
-        scale = one_over_root(warp_sum(square) * share + eps);
-        if (threadIdx.x % WARP == 0) {
-            if (centred) stats[0] = mean;
-            stats[kept - 1] = scale;
-        }
-    }
-    y += row * n;
-    values.each([&](int p, Pack<T, N> v) {
-        auto wide = Pack<T, N>::load(w + p * N);
-        if (b) {
-            auto add = Pack<T, N>::load(b + p * N);
+        values.each([&](int p, Pack<T, N> v) {
+            auto wide = Pack<T, N>::load(w + p * N);
+            Pack<T, N> add = {};
+            if (b) add = Pack<T, N>::load(b + p * N);
 #pragma unroll
             for (int i = 0; i < N; i++)
-                v.v[i] = down<T>(normal<R>(up(v.v[i]), mean, scale, up(wide.v[i]), up(add.v[i])));
-        } else {
-#pragma unroll
-            for (int i = 0; i < N; i++) v.v[i] = down<T>(normal<R>(up(v.v[i]), mean, scale, up(wide.v[i]), R(0)));
-        }
-        v.store(y + p * N);
-    });
+                v.v[i] = down<T>(normal<R>(up(v.v[i]), mean, scale, up(wide.v[i]), b ? up(add.v[i]) : R(0)));
+            v.store(y + row * n + p * N);
+        });
+    }
 }
 
 // What a row's input gradient is made of: the means of its gradients, and of their products with the normal values.
@@ -280,10 +288,9 @@ int held(int packs) {
 extern "C" int norm_forward(int type, const void *x, const void *w, const void *b, void *y, void *stats, int64_t rows,
                             int n, double eps, int centred, int known, cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
-    unsigned grid = blocks(rows, WARPS);
 #define FORWARD(N, K)                                                                                         \
-    forward<T, N, K><<<grid, THREADS, 0, stream>>>((const T *)x, (const T *)w, (const T *)b, (T *)y,          \
-                                                   (Acc<T> *)stats, rows, n, Acc<T>(eps), centred, known)
+    forward<T, N, K><<<blocks(rows, WARPS * rows_each(K)), THREADS, 0, stream>>>(                             \
+        (const T *)x, (const T *)w, (const T *)b, (T *)y, (Acc<T> *)stats, rows, n, Acc<T>(eps), centred, known)
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
         if (!aligned(int64_t(n) * sizeof(T), {x, w, b, y})) FORWARD(1, 0);

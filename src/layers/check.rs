@@ -110,7 +110,8 @@ fn probes(len: usize) -> Vec<usize> {
     (0..n).map(|i| i * len / n + (i * 7) % (len / n)).collect()
 }
 
-fn differences(buffer: &Tensor, f: &dyn Fn() -> f64) -> Vec<(usize, f64)> {
+/// Slopes of `f` along some values of a buffer, by central differences.
+pub fn differences(buffer: &Tensor, f: &dyn Fn() -> f64) -> Vec<(usize, f64)> {
     const H: f64 = 1e-5;
     let slope = |i: usize| {
         nudge(buffer, i, H);
@@ -123,7 +124,8 @@ fn differences(buffer: &Tensor, f: &dyn Fn() -> f64) -> Vec<(usize, f64)> {
     probes(buffer.elem_count()).into_iter().map(slope).collect()
 }
 
-fn assert_slopes(what: &str, found: &Tensor, wanted: Vec<(usize, f64)>) {
+/// Holds gradients against such slopes.
+pub fn assert_slopes(what: &str, found: &Tensor, wanted: Vec<(usize, f64)>) {
     let found = flat(found);
     let scale = found.iter().fold(1e-3f64, |m, v| m.max(v.abs()));
     for (i, slope) in wanted {

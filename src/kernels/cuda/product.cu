@@ -6,8 +6,9 @@
 // what it is. The workspace is the caller's.
 #include <cublasLt.h>
 #include <mutex>
-#include <tuple>
 #include <map>
+#include <tuple>
+#include <vector>
 
 #include "device.cuh"
 
@@ -37,19 +38,21 @@ using Key = std::tuple<int, int, int, int, int, int, int64_t, int, int64_t, int,
 
 struct Products {
     cublasLtHandle_t handle;
-    void *workspace;
-    size_t bytes;
+    char *workspaces; // one a lane
+    size_t bytes;     // of one
     bool tf32;
     std::mutex lock;
     std::map<Key, cublasLtMatmulAlgo_t> chosen;
     cudaEvent_t begun, ended;
-    unsigned long long *digest; // on the card, behind the workspace
+    unsigned long long *digest; // on the card, behind the workspaces
 };
 
 // Kernels that cuBLASLt is asked to name, and runs of each that are timed.
 constexpr int NAMED = 8, RUNS = 3;
 // Operations below which a product is too short to be worth finding the best of them.
 constexpr double SHORT = 1e9;
+// Bytes of a matrix that is added to beyond which keeping it aside meanwhile takes too long.
+constexpr int64_t LARGE = 16 << 20;
 
 cudaDataType_t kind(int type) {
     switch (type) {
@@ -116,6 +119,22 @@ int digest_of(Products &products, const Asked &q, unsigned long long *out, cudaS
     return cudaStreamSynchronize(stream);
 }
 
+// A matrix as it was, on the host, where it is added to what is there: it can be made again any number of times.
+struct Before {
+    const Asked &q;
+    size_t width;
+    std::vector<char> values;
+
+    Before(const Asked &q) : q(q), width(size_t(q.n) * (q.out_type == F32 ? 4 : 2)), values(q.c == q.d ? q.m * width : 0) {}
+    size_t pitch() const { return width / q.n * q.d_stride; }
+    bool keep() {
+        return values.empty() || !cudaMemcpy2D(values.data(), width, q.d, pitch(), width, q.m, cudaMemcpyDeviceToHost);
+    }
+    bool restore() const {
+        return values.empty() || !cudaMemcpy2D(q.d, pitch(), values.data(), width, width, q.m, cudaMemcpyHostToDevice);
+    }
+};
+
 // Which of those named is compared with: the first, unless it cuts the long sum into parts that take a second kernel
 // to add and one of the next two does not.
 int compared_with(const cublasLtMatmulHeuristicResult_t *named, int count) {
@@ -134,8 +153,11 @@ int fastest(Products &products, const Asked &q, const cublasLtMatmulHeuristicRes
     unsigned long long wanted = 0, found = 0;
     int best = base;
     float least = 0;
+    Before before(q);
+    if (cudaStreamSynchronize(stream) || !before.keep()) return base;
     for (int n = 0; n < count; n++) {
         int i = n == 0 ? base : n <= base ? n - 1 : n;
+        if (!before.restore()) break;
         if (run(&named[i].algo) != CUBLAS_STATUS_SUCCESS || digest_of(products, q, n == 0 ? &wanted : &found, stream)) continue;
         if (n > 0 && found != wanted) continue;
         cudaEventRecord(products.begun, stream);
@@ -145,10 +167,11 @@ int fastest(Products &products, const Asked &q, const cublasLtMatmulHeuristicRes
         if (cudaEventSynchronize(products.ended) || cudaEventElapsedTime(&ms, products.begun, products.ended)) continue;
         if (n == 0 || ms < least) best = i, least = ms;
     }
+    before.restore();
     return best;
 }
 
-int multiply(Products &products, const Asked &q, cudaStream_t stream) {
+int multiply(Products &products, const Asked &q, int lane, cudaStream_t stream) {
     bool wide = q.type == F64;
     auto compute = wide                                   ? CUBLAS_COMPUTE_64F
                    : q.type == F32 && products.tf32       ? CUBLAS_COMPUTE_32F_FAST_TF32
@@ -187,7 +210,7 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
     const void *alphas = wide ? (const void *)&one_wide : &one, *betas = wide ? (const void *)&beta_wide : &beta;
     auto run = [&](const cublasLtMatmulAlgo_t *algo) {
         return cublasLtMatmul(products.handle, op.h, alphas, q.b.data, a.h, q.a.data, b.h, betas, q.c ? q.c : q.d, c.h, q.d,
-                              d.h, algo, products.workspace, products.bytes, stream);
+                              d.h, algo, products.workspaces + lane * products.bytes, products.bytes, stream);
     };
     std::lock_guard<std::mutex> guard(products.lock);
     auto known = products.chosen.find(key);
@@ -204,8 +227,8 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
         TRY(cublasLtMatmulAlgoGetHeuristic(products.handle, op.h, a.h, b.h, c.h, d.h, p.h, NAMED, named, &count));
         if (count == 0) return CUBLAS_ERRORS + CUBLAS_STATUS_NOT_SUPPORTED;
         int best = compared_with(named, count);
-        // What is added to itself cannot be made twice.
-        if (q.c != q.d && !wide && 2.0 * q.m * q.n * q.k > SHORT)
+        bool kept = q.c != q.d || int64_t(q.m) * q.n * 4 <= LARGE;
+        if (kept && !wide && 2.0 * q.m * q.n * q.k > SHORT)
             best = fastest(products, q, named, count, best, stream, run);
         known = products.chosen.emplace(key, named[best].algo).first;
     }
@@ -215,10 +238,11 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
 
 } // namespace
 
-extern "C" int products_new(void *workspace, size_t bytes, int tf32, void **out) {
+// `workspace` has `bytes` for each of two lanes: streams that make products at the same time.
+extern "C" int products_new(char *workspace, size_t bytes, int tf32, void **out) {
     constexpr size_t TAIL = 256;
     auto *products = new Products{nullptr, workspace, bytes - TAIL, tf32 != 0, {}, {}, nullptr, nullptr,
-                                  (unsigned long long *)((char *)workspace + bytes - TAIL)};
+                                  (unsigned long long *)(workspace + 2 * (bytes - TAIL))};
     cublasStatus_t status = cublasLtCreate(&products->handle);
     int code = status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + status;
     if (!code) code = cudaEventCreate(&products->begun);
@@ -231,6 +255,6 @@ extern "C" int products_new(void *workspace, size_t bytes, int tf32, void **out)
     return 0;
 }
 
-extern "C" int products_multiply(void *products, const Asked *asked, cudaStream_t stream) {
-    return multiply(*(Products *)products, *asked, stream);
+extern "C" int products_multiply(void *products, const Asked *asked, int lane, cudaStream_t stream) {
+    return multiply(*(Products *)products, *asked, lane, stream);
 }
