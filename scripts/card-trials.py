@@ -285,7 +285,7 @@ class Trials:
         return f"micro-batch {first['micro_batch']}, shrunk after update {at[0]}, grown after {at[1]}"
 
     def offload(self):
-        """Optimizer state in host memory changes no bit."""
+        """Optimizer state and inputs of blocks in host memory change no bit, nor does going on with them."""
         job = GPT.format(steps=6, memory="{memory}")
         told = []
         for kind in ("adamw", "lion", "sgd"):
@@ -298,6 +298,16 @@ class Trials:
             assert chosen["offload"] == ["optimizer_state"], chosen
             assert away.weights() == ample.weights(), f"{kind}: other weights or state"
             told.append(kind)
+            if kind == "adamw":
+                both = 'on_oom = ["recompute", "offload"]\nvram = "{}B"'
+                least = self.plan(text.format(memory=both.format(MIB)))["peak"]["vram_bytes"]
+                ran = self.fit(text.format(memory=both.format(least)), "--max-steps", "3")
+                ran = self.fit(None, "--resume", folder=ran.folder)
+                assert ran.code == 0, ran.said
+                chosen = ran.named("planned")[-1]["plan"]["chosen"]
+                assert "activations" in chosen["offload"] and chosen["recompute"] > 0, chosen
+                assert ran.weights() == ample.weights(), "inputs of blocks away: other weights or state"
+                told.append(f"with {chosen['recompute']} blocks' inputs away too, across a resume")
         return "equal bits: " + ", ".join(told)
 
 

@@ -58,8 +58,8 @@ pub enum Rung {
     /// Blocks of the model keep only their input and run forward again for the backward pass: the same
     /// numbers, in more time.
     Recompute,
-    /// Optimizer state waits in host memory: the same numbers. The CPU computes in host memory, so there it changes
-    /// nothing.
+    /// Optimizer state and the inputs of recomputed blocks wait in host memory: the same numbers. The CPU computes in
+    /// host memory, so there it changes nothing.
     Offload,
     /// `adamw` keeps its two means in a byte a value, as `adamw8bit` does: nearly the same numbers, not the same,
     /// so only a job that names it has it.

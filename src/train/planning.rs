@@ -139,10 +139,9 @@ impl Setup {
             optimizer_8bit: eight_bit.map(|rule| rule.kind().into()),
             eval_micro_batch: self.job.eval.batch_size,
             may: self.job.memory.on_oom.clone(),
-            // Inputs of blocks stay on the card until it is shown there that they come back to the bit.
             offloads: match optim::away::can(&self.optimizer) {
-                true => vec![Offload::OptimizerState],
-                false => Vec::new(),
+                true => vec![Offload::OptimizerState, Offload::Activations],
+                false => vec![Offload::Activations],
             },
             more: false,
             times: self.times(on_device),
