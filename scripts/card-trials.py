@@ -298,16 +298,18 @@ class Trials:
             assert chosen["offload"] == ["optimizer_state"], chosen
             assert away.weights() == ample.weights(), f"{kind}: other weights or state"
             told.append(kind)
-            if kind == "adamw":
-                both = 'on_oom = ["recompute", "offload"]\nvram = "{}B"'
-                least = self.plan(text.format(memory=both.format(MIB)))["peak"]["vram_bytes"]
-                ran = self.fit(text.format(memory=both.format(least)), "--max-steps", "3")
-                ran = self.fit(None, "--resume", folder=ran.folder)
-                assert ran.code == 0, ran.said
-                chosen = ran.named("planned")[-1]["plan"]["chosen"]
-                assert "activations" in chosen["offload"] and chosen["recompute"] > 0, chosen
-                assert ran.weights() == ample.weights(), "inputs of blocks away: other weights or state"
-                told.append(f"with {chosen['recompute']} blocks' inputs away too, across a resume")
+        # Deep enough that the inputs of all blocks are more than all else.
+        deep = job.replace("layers = 6", "layers = 24").replace("vocab = 2048", "vocab = 256")
+        ample = self.fit(deep.format(memory=""))
+        both = 'on_oom = ["recompute", "offload"]\nvram = "{}B"'
+        least = self.plan(deep.format(memory=both.format(MIB)))["peak"]["vram_bytes"]
+        ran = self.fit(deep.format(memory=both.format(least)), "--max-steps", "3")
+        ran = self.fit(None, "--resume", folder=ran.folder)
+        assert ran.code == 0, ran.said
+        chosen = ran.named("planned")[-1]["plan"]["chosen"]
+        assert "activations" in chosen["offload"] and chosen["recompute"] > 0, chosen
+        assert ran.weights() == ample.weights(), "inputs of blocks away: other weights or state"
+        told.append(f"with {chosen['recompute']} blocks' inputs away too, across a resume")
         return "equal bits: " + ", ".join(told)
 
 
