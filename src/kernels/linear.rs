@@ -28,18 +28,6 @@ pub struct Linear<'a> {
     pub act: Activation,
 }
 
-/// Work of a card beside what it computes: dropped, what is computed from then on comes after it.
-#[derive(Default)]
-pub struct Beside {
-    #[cfg(feature = "cuda")]
-    _running: Option<super::cuda::product::Running>,
-}
-
-impl Beside {
-    /// What is computed from here on comes after it.
-    pub fn end(self) {}
-}
-
 /// Where parameter gradients are added.
 pub struct Grads<'a> {
     pub weight: &'a Tensor,
@@ -185,8 +173,7 @@ impl Linear<'_> {
     }
 
     /// What is left of `backward` after [`backward_input`](Self::backward_input), whose `dy` this is.
-    /// Neither may be let go of before what is returned, nor the gradient read.
-    pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<Beside> {
+    pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
         if super::cuda::of(dy).is_some() {
             return self.weight_card(x, dy, into);

@@ -6,6 +6,7 @@ namespace {
 __global__ void __launch_bounds__(1024)
     add(const double *loss, const double *weight, const uint32_t *hits, double *tally, int64_t rows) {
     double sums[5] = {};
+#pragma unroll 8
     for (int64_t i = threadIdx.x; i < rows; i += 1024) {
         uint32_t hit = hits[i];
         sums[0] += loss[i];

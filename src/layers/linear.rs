@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use super::{At, Cost, Early, Layer, On, Pass, Remakes, Saved};
-use crate::kernels::linear::{Beside, Grads, Lies, Linear as Kernel, card_workspace, workspace};
+use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
 use crate::kernels::{Activation, Reads, activation};
 use crate::params::{Declared, Init, ParamId};
 
@@ -170,12 +170,12 @@ impl Layer for Linear {
         let (x, v) = saved.0.split_at(saved.0.len() - reads);
         let dx = kernel.backward_input(v.first(), dy, grads.bias, (want, onto), again)?;
         if let [x] = x {
-            kernel.backward_weight(x, dy, grads.weight)?.end();
+            kernel.backward_weight(x, dy, grads.weight)?;
         }
         Ok(Early { dx, y: v.first().filter(|_| again).cloned() })
     }
 
-    fn backward_late(&self, x: &Tensor, dy: &Tensor, pass: &Pass) -> Result<Beside> {
+    fn backward_late(&self, x: &Tensor, dy: &Tensor, pass: &Pass) -> Result<()> {
         self.kernel(pass).backward_weight(x, dy, pass.grad(self.weight))
     }
 

@@ -34,7 +34,6 @@ pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::kernels::linear::Beside;
 use crate::kernels::{Activation, Reads, add};
 use crate::params::{ParamId, StatId, Store};
 use crate::random::Random;
@@ -122,10 +121,9 @@ pub trait Layer: Send + Sync {
         candle_core::bail!("{} makes its gradients at once", self.name())
     }
 
-    /// What [`backward_early`](Layer::backward_early) left to do, once the input is there; `dy` is as that left it. Neither
-    /// may be let go of before what is returned.
-    fn backward_late(&self, _x: &Tensor, _dy: &Tensor, _pass: &Pass) -> Result<Beside> {
-        Ok(Beside::default())
+    /// What [`backward_early`](Layer::backward_early) left to do, once the input is there; `dy` is as that left it.
+    fn backward_late(&self, _x: &Tensor, _dy: &Tensor, _pass: &Pass) -> Result<()> {
+        Ok(())
     }
 
     /// The parameter whose gradient is the sum over all rows of the gradient that the layer is given, which whoever makes

@@ -9,12 +9,11 @@ mod forward;
 #[cfg(test)]
 mod tests;
 
-use std::rc::Rc;
 use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use self::backward::{Underway, Way, adds_rows};
+use self::backward::{Way, adds_rows};
 use super::aside::{Aside, Gone, Moving};
 use super::loss::{Counted, Loss, Tally};
 use super::{At, Layer, Mode, Pass, Saved};
@@ -84,8 +83,6 @@ struct Act {
     hold: Option<Arc<Reservation>>,
     /// Of a gradient: its sums over all rows were added to the gradient of who [`adds`](Layer::adds_rows) them.
     summed: bool,
-    /// Of a gradient: what goes on beside until it was used.
-    underway: Option<Rc<Underway>>,
 }
 
 impl Act {

@@ -30,8 +30,8 @@ pub const PACKING: u64 = 2 << 20;
 /// Device bytes of what is too small to be counted one by one: sums that are read, and the driver's rounding.
 pub const ROUNDING: u64 = 1 << 20;
 
-/// Device bytes that all matrix products of a card share as their workspaces: one for each of two streams.
-pub const PRODUCTS: u64 = 64 << 20;
+/// Device bytes that all matrix products of a card share as their workspace.
+pub const PRODUCTS: u64 = 32 << 20;
 
 /// What batches on their way to a card are held as.
 pub const STAGED: &str = "micro-batch on its way";

@@ -33,22 +33,32 @@ template <class R> struct Into {
     int count;
 };
 
-// `into[y][column] += sum over parts of partial[part, y, column]`; a block has 32 columns of one `y`.
+// Columns that a block of `add_columns` has, and ranges of parts that it sums beside each other.
+constexpr int ADD_COLUMNS = 8, ADD_DEEP = 128;
+
+// `into[y][column] += sum over parts of partial[part, y, column]`; a block has a few columns of one `y`.
 template <class R>
-__global__ void __launch_bounds__(WARP *WARP)
+__global__ void __launch_bounds__(ADD_COLUMNS *ADD_DEEP)
     add_columns(const R *partial, Into<R> into, int parts, int64_t columns) {
-    __shared__ R sums[WARP][WARP + 1];
-    int64_t column = int64_t(blockIdx.x) * WARP + threadIdx.x;
+    __shared__ R sums[ADD_DEEP][ADD_COLUMNS + 1];
+    int64_t column = int64_t(blockIdx.x) * ADD_COLUMNS + threadIdx.x;
     R sum = 0;
-    if (column < columns)
-        for (int part = threadIdx.y; part < parts; part += WARP)
+    if (column < columns) {
+#pragma unroll 4
+        for (int part = threadIdx.y; part < parts; part += ADD_DEEP)
             sum += partial[(int64_t(part) * gridDim.y + blockIdx.y) * columns + column];
+    }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     // Now a warp has one column.
-    sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
-    column = int64_t(blockIdx.x) * WARP + threadIdx.y;
-    if (threadIdx.x == 0 && column < columns) into.gradients[blockIdx.y][column] += sum;
+    int thread = threadIdx.y * ADD_COLUMNS + threadIdx.x, lane = thread % WARP, mine = thread / WARP;
+    column = int64_t(blockIdx.x) * ADD_COLUMNS + mine;
+    if (mine >= ADD_COLUMNS || column >= columns) return;
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < ADD_DEEP; i += WARP) sum += sums[lane + i][mine];
+    sum = warp_sum(sum);
+    if (lane == 0) into.gradients[blockIdx.y][column] += sum;
 }
 
 template <class R, class F>
@@ -59,7 +69,7 @@ void launch_parts(R *partial, int64_t rows, int64_t columns, int parts, F value,
 
 template <class R>
 void launch_add(const R *partial, Into<R> into, int parts, int64_t columns, cudaStream_t stream) {
-    dim3 grid(blocks(columns, WARP), into.count), threads(WARP, WARP);
+    dim3 grid(blocks(columns, ADD_COLUMNS), into.count), threads(ADD_COLUMNS, ADD_DEEP);
     add_columns<R><<<grid, threads, 0, stream>>>(partial, into, parts, columns);
 }
 

@@ -38,13 +38,13 @@ using Key = std::tuple<int, int, int, int, int, int, int64_t, int, int64_t, int,
 
 struct Products {
     cublasLtHandle_t handle;
-    char *workspaces; // one a lane
-    size_t bytes;     // of one
+    void *workspace;
+    size_t bytes;
     bool tf32;
     std::mutex lock;
     std::map<Key, cublasLtMatmulAlgo_t> chosen;
     cudaEvent_t begun, ended;
-    unsigned long long *digest; // on the card, behind the workspaces
+    unsigned long long *digest; // on the card, behind the workspace
 };
 
 // Kernels that cuBLASLt is asked to name, and runs of each that are timed.
@@ -171,7 +171,7 @@ int fastest(Products &products, const Asked &q, const cublasLtMatmulHeuristicRes
     return best;
 }
 
-int multiply(Products &products, const Asked &q, int lane, cudaStream_t stream) {
+int multiply(Products &products, const Asked &q, cudaStream_t stream) {
     bool wide = q.type == F64;
     auto compute = wide                                   ? CUBLAS_COMPUTE_64F
                    : q.type == F32 && products.tf32       ? CUBLAS_COMPUTE_32F_FAST_TF32
@@ -210,7 +210,7 @@ int multiply(Products &products, const Asked &q, int lane, cudaStream_t stream) 
     const void *alphas = wide ? (const void *)&one_wide : &one, *betas = wide ? (const void *)&beta_wide : &beta;
     auto run = [&](const cublasLtMatmulAlgo_t *algo) {
         return cublasLtMatmul(products.handle, op.h, alphas, q.b.data, a.h, q.a.data, b.h, betas, q.c ? q.c : q.d, c.h, q.d,
-                              d.h, algo, products.workspaces + lane * products.bytes, products.bytes, stream);
+                              d.h, algo, products.workspace, products.bytes, stream);
     };
     std::lock_guard<std::mutex> guard(products.lock);
     auto known = products.chosen.find(key);
@@ -238,11 +238,10 @@ int multiply(Products &products, const Asked &q, int lane, cudaStream_t stream) 
 
 } // namespace
 
-// `workspace` has `bytes` for each of two lanes: streams that make products at the same time.
-extern "C" int products_new(char *workspace, size_t bytes, int tf32, void **out) {
+extern "C" int products_new(void *workspace, size_t bytes, int tf32, void **out) {
     constexpr size_t TAIL = 256;
     auto *products = new Products{nullptr, workspace, bytes - TAIL, tf32 != 0, {}, {}, nullptr, nullptr,
-                                  (unsigned long long *)(workspace + 2 * (bytes - TAIL))};
+                                  (unsigned long long *)((char *)workspace + bytes - TAIL)};
     cublasStatus_t status = cublasLtCreate(&products->handle);
     int code = status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + status;
     if (!code) code = cudaEventCreate(&products->begun);
@@ -255,6 +254,6 @@ extern "C" int products_new(char *workspace, size_t bytes, int tf32, void **out)
     return 0;
 }
 
-extern "C" int products_multiply(void *products, const Asked *asked, int lane, cudaStream_t stream) {
-    return multiply(*(Products *)products, *asked, lane, stream);
+extern "C" int products_multiply(void *products, const Asked *asked, cudaStream_t stream) {
+    return multiply(*(Products *)products, *asked, stream);
 }

@@ -1,21 +1,16 @@
 //! Matrix products on a card: cuBLASLt with bias, GELU and accumulation fused, and one workspace for all.
 
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
-use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
 
 use super::{Stream, checked, code, pointer, pointer_or_null, scratch, stream};
 
-/// Bytes of the workspace that all products of a stream share: what cuBLAS advises for Hopper. The plan counts those of
-/// two streams as `memory::estimate::PRODUCTS`.
-const WORKSPACE: usize = 32 << 20;
-
-/// Operations up to which a product leaves processors idle for long enough to be made beside others: on an H200 the
-/// products of GPT-2 gain by it with 16,384 rows, and lose with 65,536.
-const BESIDE: f64 = 1e11;
+/// Bytes of the workspace that all products of a card share: what cuBLAS advises for Hopper. The plan counts it as
+/// `memory::estimate::PRODUCTS`.
+pub const WORKSPACE: usize = 32 << 20;
 
 /// A row-major matrix in a tensor, or its transpose. `stride` values lie between the starts of rows.
 #[derive(Clone, Copy)]
@@ -86,51 +81,17 @@ fn cut(size: usize) -> Option<usize> {
 
 /// `out = then(a b + onto)`; `out` is row-major with rows `stride` apart, of the operands' type or of f32.
 pub fn multiply(out: &Mat, a: Mat, b: Mat, onto: Onto, then: Then) -> Result<()> {
-    multiply_on(None, out, a, b, onto, then)
-}
-
-/// `out += a b`, beside what is computed from here on if that pays. Nothing of it may be read, written or let go of before
-/// what is returned is.
-pub fn add_beside(out: &Mat, a: Mat, b: Mat) -> Result<Option<Running>> {
-    if 2.0 * out.rows as f64 * out.cols as f64 * a.cols as f64 > BESIDE {
-        return multiply(out, a, b, Onto::Itself, Then::Nothing).map(|()| None);
-    }
-    let Some(device) = super::of(a.of) else {
-        candle_core::bail!("a product of tensors that are on no card")
-    };
-    let (computes, beside) = (device.cuda_stream(), products().made(device)?.beside.clone());
-    beside.wait(&computes.record_event(None).w()?).w()?;
-    multiply_on(Some(&beside), out, a, b, Onto::Itself, Then::Nothing)?;
-    let mark = beside.record_event(None).w()?;
-    Ok(Some(Running { computes, mark }))
-}
-
-/// A product under way beside others: dropped, what is computed from then on comes after it.
-pub struct Running {
-    computes: Arc<CudaStream>,
-    mark: CudaEvent,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        // A card that cannot be told to wait has failed, and says so at the next launch.
-        let _ = self.computes.wait(&self.mark);
-    }
-}
-
-fn multiply_on(beside: Option<&CudaStream>, out: &Mat, a: Mat, b: Mat, onto: Onto, then: Then) -> Result<()> {
-    let product = |out: &Mat, a, b, onto| product(beside, out, a, b, onto, then);
     let plain = matches!(then, Then::Nothing) && !matches!(onto, Onto::Other(_));
     let strided = |mat: &Mat| mat.stride.is_multiple_of(8);
     if plain && let Some(at) = cut(out.cols).filter(|_| strided(out)) {
         for (from, cols) in [(0, at), (at, out.cols - at)] {
-            product(&out.columns(from, cols), a, b.columns(from, cols), onto)?;
+            product(&out.columns(from, cols), a, b.columns(from, cols), onto, then)?;
         }
         return Ok(());
     }
     if plain && let Some(at) = cut(out.rows).filter(|_| a.turned && strided(&a)) {
         for (from, rows) in [(0, at), (at, out.rows - at)] {
-            product(&out.t().columns(from, rows).t(), a.t().columns(from, rows).t(), b, onto)?;
+            product(&out.t().columns(from, rows).t(), a.t().columns(from, rows).t(), b, onto, then)?;
         }
         return Ok(());
     }
@@ -138,13 +99,13 @@ fn multiply_on(beside: Option<&CudaStream>, out: &Mat, a: Mat, b: Mat, onto: Ont
     if plain && let Some(at) = cut(a.cols).filter(|_| strided(&a)) {
         let part = |from, n| (a.columns(from, n), b.t().columns(from, n).t());
         let ((a_rest, b_rest), (a_most, b_most)) = (part(at, a.cols - at), part(0, at));
-        product(out, a_rest, b_rest, onto)?;
-        return product(out, a_most, b_most, Onto::Itself);
+        product(out, a_rest, b_rest, onto, then)?;
+        return product(out, a_most, b_most, Onto::Itself, then);
     }
-    product(out, a, b, onto)
+    product(out, a, b, onto, then)
 }
 
-fn product(beside: Option<&CudaStream>, out: &Mat, a: Mat, b: Mat, onto: Onto, then: Then) -> Result<()> {
+fn product(out: &Mat, a: Mat, b: Mat, onto: Onto, then: Then) -> Result<()> {
     if (a.cols, a.rows, b.cols) != (b.rows, out.rows, out.cols) {
         candle_core::bail!(
             "a product of {:?} and {:?} into {:?}",
@@ -187,14 +148,10 @@ fn product(beside: Option<&CudaStream>, out: &Mat, a: Mat, b: Mat, onto: Onto, t
         aux: pointer_or_null(aux)?,
         aux_stride: out.cols as i64,
     };
-    let (lane, stream) = match beside {
-        Some(beside) => (1, beside.cu_stream() as Stream),
-        None => (0, stream(device)),
-    };
-    let mut products = products();
-    let handle = products.made(device)?.handle;
-    // SAFETY: the sizes were checked above, and every pointer is of a tensor that outlives the launch.
-    checked("product", unsafe { products_multiply(handle, &asked, lane, stream) })
+    with_products(device, |products| {
+        // SAFETY: the sizes were checked above, and every pointer is of a tensor that outlives the launch.
+        checked("product", unsafe { products_multiply(products, &asked, stream(device)) })
+    })
 }
 
 /// Whether the fused GELU takes rows of `n` values of this type: it moves 16 bytes at once.
@@ -212,42 +169,37 @@ pub fn tf32() -> bool {
     products().tf32
 }
 
-/// What products are made with.
+/// The library's handle and its workspace, made with the first product.
 struct Products {
-    made: Option<Made>,
+    handle: Option<(*mut c_void, Tensor)>,
     tf32: bool,
-}
-
-/// The library's handle, its workspaces and the second stream, made with the first product.
-struct Made {
-    handle: *mut c_void,
-    _workspaces: Tensor,
-    beside: Arc<CudaStream>,
 }
 
 // SAFETY: the handle is used under the lock alone.
 unsafe impl Send for Products {}
 
-static PRODUCTS: Mutex<Products> = Mutex::new(Products { made: None, tf32: false });
+static PRODUCTS: Mutex<Products> = Mutex::new(Products { handle: None, tf32: false });
 
 fn products() -> std::sync::MutexGuard<'static, Products> {
     PRODUCTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Products {
-    fn made(&mut self, device: &CudaDevice) -> Result<&Made> {
-        if self.made.is_none() {
-            let workspaces = scratch(device, 2 * WORKSPACE)?;
-            let beside = device.cuda_stream().context().new_stream().w()?;
+fn with_products(device: &CudaDevice, body: impl FnOnce(*mut c_void) -> Result<()>) -> Result<()> {
+    let mut products = products();
+    let handle = match &products.handle {
+        Some((handle, _)) => *handle,
+        None => {
+            let workspace = scratch(device, WORKSPACE)?;
             let mut handle = std::ptr::null_mut();
-            // SAFETY: the workspaces live as long as the handle.
+            // SAFETY: the workspace lives as long as the handle.
             checked("cublasLtCreate", unsafe {
-                products_new(pointer(&workspaces)?, WORKSPACE, self.tf32 as c_int, &mut handle)
+                products_new(pointer(&workspace)?, WORKSPACE, products.tf32 as c_int, &mut handle)
             })?;
-            self.made = Some(Made { handle, _workspaces: workspaces, beside });
+            products.handle = Some((handle, workspace));
+            handle
         }
-        self.made.as_ref().ok_or_else(|| candle_core::Error::Msg("no products".into()))
-    }
+    };
+    body(handle)
 }
 
 /// `Matrix` in product.cu.
@@ -279,5 +231,5 @@ struct Asked {
 
 unsafe extern "C" {
     fn products_new(workspace: *mut c_void, bytes: usize, tf32: c_int, out: *mut *mut c_void) -> c_int;
-    fn products_multiply(products: *mut c_void, asked: *const Asked, lane: c_int, stream: Stream) -> c_int;
+    fn products_multiply(products: *mut c_void, asked: *const Asked, stream: Stream) -> c_int;
 }

@@ -5,8 +5,8 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
-use super::{Beside, Grads, Lies, Linear, card_ranges, card_workspace};
-use crate::kernels::cuda::product::{Mat, Onto, Then, add_beside, gelu_is_fused, multiply};
+use super::{Grads, Lies, Linear, card_ranges, card_workspace};
+use crate::kernels::cuda::product::{Mat, Onto, Then, gelu_is_fused, multiply};
 use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream};
 use crate::kernels::{Activation, Reads, activation};
 
@@ -64,11 +64,8 @@ impl Linear<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
-        let (_, n) = self.sizes()?;
-        through(device, &dy, v, (self.act, false), grads.bias, dy.elem_count() / n, n)?;
-        let weight = self.weight_card(x, &dy, grads.weight)?;
-        let dx = want.then(|| self.input_gradient(device, &dy, None)).transpose()?;
-        weight.end();
+        let dx = self.input_card(device, v, &dy, grads.bias, (want, None), false)?;
+        self.weight_card(x, &dy, grads.weight)?;
         Ok(dx)
     }
 
@@ -81,33 +78,30 @@ impl Linear<'_> {
         (want, onto): (bool, Option<&Tensor>),
         again: bool,
     ) -> Result<Option<Tensor>> {
-        let (_, n) = self.sizes()?;
-        through(device, dy, v, (self.act, again), bias, dy.elem_count() / n, n)?;
-        want.then(|| self.input_gradient(device, dy, onto)).transpose()
-    }
-
-    /// The input's gradient from the one before the activation.
-    fn input_gradient(&self, device: &CudaDevice, d: &Tensor, onto: Option<&Tensor>) -> Result<Tensor> {
         let (k, n) = self.sizes()?;
-        let (rows, mut shape) = (d.elem_count() / n, d.dims().to_vec());
+        let rows = dy.elem_count() / n;
+        through(device, dy, v, (self.act, again), bias, rows, n)?;
+        if !want {
+            return Ok(None);
+        }
+        let mut shape = dy.dims().to_vec();
         if let Some(last) = shape.last_mut() {
             *last = k;
         }
-        let dx = fresh(device, d.dtype(), shape)?;
+        let dx = fresh(device, dy.dtype(), shape)?;
         let onto = onto.map_or(Onto::Nothing, Onto::Other);
-        multiply(&Mat::new(&dx, rows, k), Mat::new(d, rows, n), self.on_card()?.t(), onto, Then::Nothing)?;
-        Ok(dx)
+        multiply(&Mat::new(&dx, rows, k), Mat::new(dy, rows, n), self.on_card()?.t(), onto, Then::Nothing)?;
+        Ok(Some(dx))
     }
 
-    pub(super) fn weight_card(&self, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<Beside> {
+    pub(super) fn weight_card(&self, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<()> {
         let (k, n) = self.sizes()?;
         let rows = dy.elem_count() / n;
         let (d, values) = (Mat::new(dy, rows, n), Mat::new(x, rows, k));
         match self.lies {
-            Lies::OutIn => add_beside(&Mat::new(into, n, k), d.t(), values),
-            Lies::InOut => add_beside(&Mat::new(into, k, n), values.t(), d),
+            Lies::OutIn => multiply(&Mat::new(into, n, k), d.t(), values, Onto::Itself, Then::Nothing),
+            Lies::InOut => multiply(&Mat::new(into, k, n), values.t(), d, Onto::Itself, Then::Nothing),
         }
-        .map(|running| Beside { _running: running })
     }
 }
 

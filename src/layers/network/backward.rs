@@ -1,15 +1,13 @@
 //! The backward pass: gradients from the last node to the first, with what lies on their way done in the same passes.
 //!
-//! An output that was not kept is made again where a pass reads what it is made of anyway. A layer that needs it for its
-//! weights' gradient waits for it; that gradient then goes on beside what comes next.
+//! An output that was not kept is made again where a pass reads what it is made of anyway: the layer that needs it for its
+//! weights' gradient waits for it.
 
-use std::rc::Rc;
 use std::sync::Arc;
 
 use candle_core::Tensor;
 
 use super::{Act, Node, Residual, Step, Trace, Walk};
-use crate::kernels::linear::Beside;
 use crate::kernels::{Activation, add};
 use crate::layers::{Early, Layer, Mode, Pass, Saved};
 use crate::memory::{Reservation, Role};
@@ -32,14 +30,6 @@ struct Late<'a> {
     dy: Act,
 }
 
-/// The gradients of a layer that waited for its input, and what they are made of, which is let go of after them.
-pub(super) struct Underway {
-    _work: Beside,
-    _dy: Act,
-    _x: Option<Tensor>,
-    _x_holds: [Option<Arc<Reservation>>; 2],
-}
-
 impl Walk<'_> {
     /// The gradient of the nodes' input, where wanted. Traces are given back as they are used.
     pub(super) fn backward(
@@ -50,7 +40,7 @@ impl Walk<'_> {
         want: bool,
         mut way: Way,
     ) -> Step<Option<Act>> {
-        let (mut late, mut underway): (Option<Late>, _) = (None, dy.underway.take());
+        let mut late: Option<Late> = None;
         for (i, node) in nodes.iter().enumerate().rev() {
             // The last node alone is given it, and lets it go.
             let (through, awaited) = (way.through.take(), late.take());
@@ -101,25 +91,19 @@ impl Walk<'_> {
                         }
                         _ => None,
                     };
-                    // It was used: what went on beside is waited for before its memory becomes another's.
-                    drop(underway.take());
-                    if let Some(late) = awaited {
-                        // Where it was made again, beside the layer's own or over the gradient.
-                        let holds = [_holds[0].clone(), dy.hold.clone()];
-                        underway = Some(Rc::new(late.make(made, holds, pass.as_ref())?));
+                    if let (Some(late), Some(pass)) = (awaited, &pass) {
+                        late.make(made, pass)?;
                     }
                     if waits {
                         late = Some(Late { layer: layer.as_ref(), dy: std::mem::take(&mut dy) });
                     }
-                    want.then_some(Act { value, hold, summed: sums.is_some(), underway: None })
+                    want.then_some(Act { value, hold, summed: sums.is_some() })
                 }
                 (Node::Residual(residual), Some(Trace::Residual { branch, shortcut, output })) => {
                     // What is added afterwards would not be in the sums.
                     let sums = sums.filter(|_| onto.is_none());
                     let kept = (branch, shortcut, output);
-                    dy.underway = underway.take();
-                    let mut dx = self.residual_backward(residual, kept, dy, want, sums)?;
-                    underway = dx.as_mut().and_then(|dx| dx.underway.take());
+                    let dx = self.residual_backward(residual, kept, dy, want, sums)?;
                     if let (Some(Act { value: Some(dx), .. }), Some(onto)) = (&dx, onto) {
                         add::into(dx, onto, Activation::Identity)?;
                     }
@@ -132,7 +116,6 @@ impl Walk<'_> {
                 None => return Ok(None),
             }
         }
-        dy.underway = underway;
         Ok(Some(dy))
     }
 
@@ -178,16 +161,14 @@ impl Walk<'_> {
             }
             through = None;
         }
-        // The branch alone lets it go, as soon as it can.
-        let underway = dy.underway.take();
         let for_branch = match overwrites {
             true => {
                 let bytes = self.at.bytes(residual.output.iter().product());
                 let hold = self.hold(Role::Activations, &residual.name, bytes)?;
                 let value = dy.value.as_ref().map(Tensor::copy).transpose()?;
-                Act { value, hold, summed: dy.summed, underway }
+                Act { value, hold, summed: dy.summed }
             }
-            false => Act { underway, ..dy.clone() },
+            false => dy.clone(),
         };
         if residual.shortcut.is_empty() {
             let way = Way { onto: Some(&dy), through, sums };
@@ -202,19 +183,12 @@ impl Walk<'_> {
 }
 
 impl Late<'_> {
-    /// The gradients that waited for the input `x`, which such memory is held for.
-    fn make(
-        self,
-        x: Option<Tensor>,
-        holds: [Option<Arc<Reservation>>; 2],
-        pass: Option<&Pass>,
-    ) -> candle_core::Result<Underway> {
-        let work = match (pass, &x, &self.dy.value) {
-            (Some(pass), Some(x), Some(dy)) => self.layer.backward_late(x, dy, pass)?,
-            (None, ..) => Beside::default(),
+    /// The gradients that waited for the input `x`.
+    fn make(self, x: Option<Tensor>, pass: &Pass) -> candle_core::Result<()> {
+        match (x, self.dy.value) {
+            (Some(x), Some(dy)) => self.layer.backward_late(&x, &dy, pass),
             _ => candle_core::bail!("the input of {} was not made again", self.layer.name()),
-        };
-        Ok(Underway { _work: work, _dy: self.dy, _x: x, _x_holds: holds })
+        }
     }
 }
 
