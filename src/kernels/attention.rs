@@ -7,9 +7,12 @@
 
 #[cfg(feature = "cuda")]
 mod card;
+mod mask;
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
+
+pub use mask::Mask;
 
 use super::product::{By, Mat, multiply};
 use super::rotary::Rotary;
@@ -48,13 +51,14 @@ impl Sizes {
         self.heads * self.head
     }
 
-    /// Bytes of temporaries on a card: those of cuDNN's backward pass, or a value a row for our own kernels.
-    pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool) -> (u64, u64) {
+    /// Bytes of temporaries on a card: those of cuDNN's backward pass, or a value a row for our own kernels, which
+    /// make all that is `masked`.
+    pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool, masked: bool) -> (u64, u64) {
         let rows = batch * self.heads * self.length;
         // The projections with their queries and keys turned, made anew in each pass.
         let turned = if rotary { cpu::bytes(dtype, batch * self.length * self.packed()) } else { 0 };
         let backward = match dtype {
-            DType::BF16 | DType::F16 => self.samples_at_once(batch) * self.fused_bytes(),
+            DType::BF16 | DType::F16 if !masked => self.samples_at_once(batch) * self.fused_bytes(),
             _ => rows * cpu::acc_bytes(dtype),
         };
         (turned, turned + backward as u64)
@@ -99,6 +103,8 @@ pub struct Attention<'a> {
     pub rotary: Option<&'a Rotary>,
     /// Positions of each sample that are seen at all, from the first; all where absent.
     pub lengths: Option<&'a [u32]>,
+    /// The weights that are dropped; none where absent.
+    pub mask: Option<Mask>,
 }
 
 /// A sample's key head: what one thread does.
@@ -136,6 +142,10 @@ impl Attention<'_> {
         let mask = Tensor::from_vec(mask.collect::<Vec<f32>>(), (batch, 1, length, length), qkv.device())?;
         let scores = (q.matmul(&k.t()?)? * (head as f64).powf(-0.5))?;
         let p = candle_nn::ops::softmax(&scores.broadcast_add(&mask.to_dtype(qkv.dtype())?)?, 3)?;
+        let p = match &self.mask {
+            Some(mask) => (p * mask.whole(&self.sizes, qkv)?)?,
+            None => p,
+        };
         p.matmul(&v)?.transpose(1, 2)?.contiguous()?.reshape((batch, length, heads * head))
     }
 
@@ -252,6 +262,11 @@ impl Attention<'_> {
                     scores.iter_mut().for_each(|s| *s = (*s - now).exp());
                     hidden.fill(zero);
                     total[i] = total[i] * shrink + lanes::sum([&*scores], |[s]| s);
+                    if let Some(mask) = &self.mask {
+                        let kept = &mut [zero; KEYS][..scores.len()];
+                        mask.row(unit.sample, column / head, first + i, from, kept);
+                        scores.iter_mut().zip(kept).for_each(|(s, kept)| *s *= *kept);
+                    }
                     largest[i] = now;
                     o[i * head..][..head].iter_mut().for_each(|o| *o *= shrink);
                 }
@@ -362,9 +377,20 @@ impl Attention<'_> {
                 let rows = p.chunks_exact_mut(KEYS).zip(dp.chunks_exact_mut(KEYS)).take(n);
                 for (i, (p, dp)) in rows.enumerate() {
                     let seen = c.min(self.seen(limit, first + i, 1).saturating_sub(from));
-                    for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
-                        *p = (*p - sums[i]).exp();
-                        *dp = *p * (*dp - dots[i]);
+                    let both = p[..seen].iter_mut().zip(&mut dp[..seen]);
+                    if let Some(mask) = &self.mask {
+                        let kept = &mut [T::Acc::ZERO; KEYS][..seen];
+                        mask.row(unit.sample, column / head, first + i, from, kept);
+                        for ((p, dp), kept) in both.zip(kept) {
+                            let whole = (*p - sums[i]).exp();
+                            *dp = whole * (*dp * *kept - dots[i]);
+                            *p = whole * *kept;
+                        }
+                    } else {
+                        for (p, dp) in both {
+                            *p = (*p - sums[i]).exp();
+                            *dp = *p * (*dp - dots[i]);
+                        }
                     }
                     p[seen..c].fill(T::Acc::ZERO);
                     dp[seen..c].fill(T::Acc::ZERO);
