@@ -89,9 +89,9 @@ __device__ double exp_of(double x) { return exp(x); }
 __device__ float log_of(float x) { return logf(x); }
 __device__ double log_of(double x) { return log(x); }
 
-template <class T, int TILE, int HEAD>
+template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    forward(Sizes s, const __grid_constant__ Mask mask, const T *qkv, T *y, Acc<T> *sums) {
+    forward(Sizes s, const __grid_constant__ Masked mask, const T *qkv, T *y, Acc<T> *sums) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
     extern __shared__ __align__(16) unsigned char bytes[];
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int j = 0; j < M; j++) {
                 R e = exp_of(scores[i][j] - shift);
-                R kept = mask.kept<R>(sample, h, query, from + tx + SIDE * j);
+                R kept = mask.template kept<R>(sample, h, query, from + tx + SIDE * j);
                 p[(ty + SIDE * i) * (TILE + 1) + tx + SIDE * j] = e * kept;
                 sum += e;
             }
@@ -165,8 +165,8 @@ template <class T> __global__ void along(const T *y, const T *dy, Acc<T> *out, i
 
 // The scores' gradients of a tile of queries and one of keys, and optionally the weights that were not dropped, into
 // shared memory.
-template <int M, int TILE, class R>
-__device__ void slopes(const Sizes &s, const Mask &mask, int sample, int h, R *ds, R *p, const R *q, const R *k,
+template <int M, int TILE, class Masked, class R>
+__device__ void slopes(const Sizes &s, const Masked &mask, int sample, int h, R *ds, R *p, const R *q, const R *k,
                        const R *v, const R *dy, const R *sums, const R *along, int first, int from, int keys) {
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
     R scores[M][M], dp[M][M];
@@ -181,16 +181,16 @@ __device__ void slopes(const Sizes &s, const Mask &mask, int sample, int h, R *d
             bool hidden = s.hidden(query, from + tx + SIDE * j, keys);
             R e = hidden ? R(0) : exp_of(scores[i][j] - sum);
             int at = (ty + SIDE * i) * (TILE + 1) + tx + SIDE * j;
-            R kept = mask.kept<R>(sample, h, query, from + tx + SIDE * j);
+            R kept = mask.template kept<R>(sample, h, query, from + tx + SIDE * j);
             if (p) p[at] = e * kept;
             ds[at] = e * (dp[i][j] * kept - a);
         }
     }
 }
 
-template <class T, int TILE, int HEAD>
+template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    queries(Sizes s, const __grid_constant__ Mask mask, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along,
+    queries(Sizes s, const __grid_constant__ Masked mask, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along,
             T *dx) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(THREADS)
         load<TILE>(k, base + (s.heads + kv_head) * s.head, width, from, limit, s.head, R(1));
         load<TILE>(v, base + (s.heads + s.kv_heads + kv_head) * s.head, width, from, limit, s.head, R(1));
         __syncthreads();
-        slopes<M, TILE, R>(s, mask, sample, h, ds, nullptr, q, k, v, d, row_sums, row_along, first, from, keys);
+        slopes<M, TILE, Masked, R>(s, mask, sample, h, ds, nullptr, q, k, v, d, row_sums, row_along, first, from, keys);
         __syncthreads();
         gather<M, C, TILE, false>(o, ds, k, s.head);
     }
@@ -221,9 +221,9 @@ __global__ void __launch_bounds__(THREADS)
     write<M, C, TILE>(dx + at * width + h * s.head, o, width, first, s.length, s.head, scale);
 }
 
-template <class T, int TILE, int HEAD>
+template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    keys_and_values(Sizes s, const __grid_constant__ Mask mask, const T *qkv, const T *dy, const Acc<T> *sums,
+    keys_and_values(Sizes s, const __grid_constant__ Masked mask, const T *qkv, const T *dy, const Acc<T> *sums,
                     const Acc<T> *along, T *dx) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(THREADS)
             load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
             load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
             __syncthreads();
-            slopes<M, TILE, R>(s, mask, sample, h, ds, p, q, k, v, d, row_sums, row_along, first, from, keys);
+            slopes<M, TILE, Masked, R>(s, mask, sample, h, ds, p, q, k, v, d, row_sums, row_along, first, from, keys);
             __syncthreads();
             gather<M, C, TILE, true>(dv, p, d, s.head);
             gather<M, C, TILE, true>(dk, ds, q, s.head); // q is scaled already
@@ -285,8 +285,11 @@ extern "C" int attention_forward(const Call *call, const void *qkv, void *y, voi
         using R = Acc<T>;
         WITH_HEAD(head, {
             auto shared = [](int head) { return (2 * TILE * (head + 1) + TILE * (TILE + 1)) * sizeof(R); };
-            return start(forward<T, TILE, HEAD>, dim3(blocks(length, TILE), call->heads, batch), shared(head),
-                         shared(HEAD), stream, Sizes(*call), Mask(*call), (const T *)qkv, (T *)y, (R *)sums);
+            auto run = [&](auto mask) {
+                return start(forward<T, decltype(mask), TILE, HEAD>, dim3(blocks(length, TILE), call->heads, batch),
+                             shared(head), shared(HEAD), stream, Sizes(*call), mask, (const T *)qkv, (T *)y, (R *)sums);
+            };
+            return call->keys ? run(Mask(*call)) : run(NoMask());
         })
     })
 }
@@ -312,13 +315,18 @@ extern "C" int attention_backward(const Call *call, const void *qkv, const void 
             auto shared = [](int head, int scores) {
                 return (4 * TILE * (head + 1) + scores * TILE * (TILE + 1)) * sizeof(R);
             };
-            int error = start(queries<T, TILE, HEAD>, dim3(blocks(length, TILE), call->heads, batch), shared(head, 1),
-                              shared(HEAD, 1), stream, Sizes(*call), Mask(*call), (const T *)qkv, (const T *)dy,
-                              (const R *)sums, (const R *)along, (T *)dx);
-            if (error) return error;
-            return start(keys_and_values<T, TILE, HEAD>, dim3(blocks(length, TILE), call->kv_heads, batch),
-                         shared(head, 2), shared(HEAD, 2), stream, Sizes(*call), Mask(*call), (const T *)qkv,
-                         (const T *)dy, (const R *)sums, (const R *)along, (T *)dx);
+            auto run = [&](auto mask) {
+                using Masked = decltype(mask);
+                unsigned tiles = blocks(length, TILE);
+                int error = start(queries<T, Masked, TILE, HEAD>, dim3(tiles, call->heads, batch), shared(head, 1),
+                                  shared(HEAD, 1), stream, Sizes(*call), mask, (const T *)qkv, (const T *)dy,
+                                  (const R *)sums, (const R *)along, (T *)dx);
+                if (error) return error;
+                return start(keys_and_values<T, Masked, TILE, HEAD>, dim3(tiles, call->kv_heads, batch), shared(head, 2),
+                             shared(HEAD, 2), stream, Sizes(*call), mask, (const T *)qkv, (const T *)dy, (const R *)sums,
+                             (const R *)along, (T *)dx);
+            };
+            return call->keys ? run(Mask(*call)) : run(NoMask());
         })
     })
 }

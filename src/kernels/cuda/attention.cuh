@@ -39,12 +39,12 @@ struct Sizes {
 
 // Which weights are dropped, by the draws of attention/mask.rs: one serves a square of two queries and two keys.
 struct Mask {
-    uint32_t threshold; // 0: none is dropped
-    double scale;       // what the others are multiplied with
+    uint32_t threshold;
+    double scale; // what the others are multiplied with
     Random keys[SAMPLES];
 
-    explicit Mask(const Call &c) : threshold(c.keys ? c.threshold : 0), scale(c.kept_scale), keys{} {
-        if (c.keys) std::copy(c.keys, c.keys + c.batch, keys);
+    explicit Mask(const Call &c) : threshold(c.threshold), scale(c.kept_scale), keys{} {
+        std::copy(c.keys, c.keys + c.batch, keys);
     }
     // The 16 bits of (query, key) stand at 32 (query % 2) + 16 (key % 2).
     __device__ __forceinline__ uint64_t square(int sample, int head, int query, int key) const {
@@ -55,7 +55,11 @@ struct Mask {
     }
     // What one weight is multiplied with.
     template <class R> __device__ R kept(int sample, int head, int query, int key) const {
-        if (threshold == 0) return R(1);
         return keeps(square(sample, head, query, key), 2 * (query % 2) + key % 2) ? R(scale) : R(0);
     }
+};
+
+// None is dropped.
+struct NoMask {
+    template <class R> __device__ R kept(int, int, int, int) const { return R(1); }
 };
