@@ -8,11 +8,13 @@
 #[cfg(feature = "cuda")]
 mod card;
 mod mask;
+mod sizes;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
 pub use mask::Mask;
+pub use sizes::Sizes;
 
 use super::product::{By, Mat, multiply};
 use super::rotary::Rotary;
@@ -23,74 +25,6 @@ use crate::{vectorised, with_elem};
 /// second-level cache.
 const TILE: usize = 64;
 const KEYS: usize = 256;
-
-/// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length, and its tile.
-const FUSED_BYTES: usize = 512 << 20;
-const FUSED_TILE: usize = 128;
-
-/// The sizes of an attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sizes {
-    /// Positions of a sample.
-    pub length: usize,
-    pub heads: usize,
-    /// Divides `heads`.
-    pub kv_heads: usize,
-    /// Values of a head.
-    pub head: usize,
-}
-
-impl Sizes {
-    /// Values of a position of the input.
-    pub fn packed(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head
-    }
-
-    /// Values of a position of the output.
-    pub fn width(&self) -> usize {
-        self.heads * self.head
-    }
-
-    /// Bytes of temporaries on a card: those of cuDNN's backward pass, or a value a row for our own kernels, which
-    /// make all that is `masked`.
-    pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool, masked: bool) -> (u64, u64) {
-        let rows = batch * self.heads * self.length;
-        // The projections with their queries and keys turned, made anew in each pass.
-        let turned = if rotary { cpu::bytes(dtype, batch * self.length * self.packed()) } else { 0 };
-        let backward = match dtype {
-            DType::BF16 | DType::F16 if !masked => self.samples_at_once(batch) * self.fused_bytes(),
-            _ => rows * cpu::acc_bytes(dtype),
-        };
-        (turned, turned + backward as u64)
-    }
-
-    /// Bytes that cuDNN's deterministic backward pass takes for a sample: the gradients of all scores of its heads, rows
-    /// and columns rounded up to whole tiles, those of its queries in f32, and two values a row.
-    fn fused_bytes(&self) -> usize {
-        let tiles = self.length.next_multiple_of(FUSED_TILE);
-        self.heads * (2 * tiles * tiles + tiles * (4 * self.head + 8))
-    }
-
-    /// Samples that cuDNN is given at once, so that no more scores than [`FUSED_BYTES`] are whole in memory.
-    pub(super) fn samples_at_once(&self, batch: usize) -> usize {
-        let most = (FUSED_BYTES / self.fused_bytes()).clamp(1, batch.max(1));
-        // As even as can be: a small rest would leave most of the card idle.
-        batch.div_ceil(batch.div_ceil(most).max(1))
-    }
-
-    /// Bytes of temporaries of the forward and of the backward pass.
-    pub fn workspace(&self, dtype: DType, batch: usize, threads: usize) -> (u64, u64) {
-        let workers = threads.min(batch * self.kv_heads) * cpu::acc_bytes(dtype);
-        let of = |(sequences, tiles, scores, rows)| {
-            let values = sequences * self.length * self.head
-                + tiles * TILE * self.head
-                + scores * TILE * KEYS
-                + rows * TILE;
-            (workers * values) as u64
-        };
-        (of(FORWARD), of(BACKWARD))
-    }
-}
 
 /// What a thread works with: buffers of (length, head), (TILE, head), (TILE, KEYS) and (TILE).
 const FORWARD: (usize, usize, usize, usize) = (2, 2, 1, 2);
