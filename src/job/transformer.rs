@@ -19,7 +19,7 @@ pub struct Gpt {
     /// Positions there are weights for; a sample may have fewer tokens.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub context: usize,
-    /// Share of the embedding's and of each branch's outputs dropped while training.
+    /// Share of the embedding's and of each branch's outputs, and of the attention weights, dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
     /// The scores of the next token use the token embedding's weights.
@@ -95,7 +95,8 @@ pub struct Bert {
     /// Positions there are weights for; a sample may have fewer tokens.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub context: usize,
-    /// Share of the embedding's, of each branch's and of the pooled outputs dropped while training.
+    /// Share of the embedding's, of each branch's and of the pooled outputs, and of the attention weights, dropped while
+    /// training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
 }
@@ -125,7 +126,7 @@ pub struct Vit {
     /// Values inside the feed-forward part, as a multiple of `width`.
     #[schemars(range(min = 1, max = 64))]
     pub ratio: usize,
-    /// Share of the embedding's and of each branch's outputs dropped while training.
+    /// Share of the embedding's and of each branch's outputs, and of the attention weights, dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
 }

@@ -1,31 +1,16 @@
-// Attention tile by tile: the body where cuDNN is absent, for types it does not have, and for samples of their own
-// lengths. Scores of a tile live in shared memory; no (length, length) matrix exists. Every sum is made by one
-// thread in one order.
+// Attention tile by tile: the body where cuDNN is absent, for types it does not have, for samples of their own lengths
+// and, but for what attention/tensor_cores.cu makes, where weights are dropped. Scores of a tile live in shared
+// memory; no (length, length) matrix exists. Every sum is made by one thread in one order.
 //
 // The packed input is (batch, length, (heads + 2 kv_heads) head). A block is a (tile of queries or keys, head,
 // sample); its 256 threads stand in a square of 16, and each makes the (M, M) scores of its rows and columns.
+#include "cuda/attention.cuh"
 #include "cuda/device.cuh"
 
 namespace {
 
 constexpr int SIDE = 16;
 constexpr int THREADS = SIDE * SIDE;
-
-struct Sizes {
-    int length, heads, kv_heads, head, causal;
-    float scale;
-    const uint32_t *lengths; // null: all are seen
-
-    __device__ int packed() const { return (heads + 2 * kv_heads) * head; }
-    __device__ int keys(int sample) const {
-        return lengths ? min(int(lengths[sample]), length) : length;
-    }
-    // Keys that the queries before `end` may see.
-    __device__ int seen(int sample, int end) const { return causal ? min(keys(sample), end) : keys(sample); }
-    __device__ bool hidden(int query, int key, int keys) const {
-        return key >= keys || query >= length || (causal && key > query);
-    }
-};
 
 // Rows `first..first + TILE` of a head's values, from column `column` of rows `width` wide; zeros beyond `limit`.
 template <int TILE, class T, class R>
@@ -104,8 +89,9 @@ __device__ double exp_of(double x) { return exp(x); }
 __device__ float log_of(float x) { return logf(x); }
 __device__ double log_of(double x) { return log(x); }
 
-template <class T, int TILE, int HEAD>
-__global__ void __launch_bounds__(THREADS) forward(Sizes s, const T *qkv, T *y, Acc<T> *sums) {
+template <class T, class Masked, int TILE, int HEAD>
+__global__ void __launch_bounds__(THREADS)
+    forward(Sizes s, const __grid_constant__ Masked mask, const T *qkv, T *y, Acc<T> *sums) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
     extern __shared__ __align__(16) unsigned char bytes[];
@@ -140,7 +126,8 @@ __global__ void __launch_bounds__(THREADS) forward(Sizes s, const T *qkv, T *y, 
 #pragma unroll
             for (int j = 0; j < M; j++) {
                 R e = exp_of(scores[i][j] - shift);
-                p[(ty + SIDE * i) * (TILE + 1) + tx + SIDE * j] = e;
+                R kept = mask.template kept<R>(sample, h, query, from + tx + SIDE * j);
+                p[(ty + SIDE * i) * (TILE + 1) + tx + SIDE * j] = e * kept;
                 sum += e;
             }
             total[i] = total[i] * shrink + row_sum(sum);
@@ -176,10 +163,11 @@ template <class T> __global__ void along(const T *y, const T *dy, Acc<T> *out, i
     if (threadIdx.x % WARP == 0) out[(sample * heads + h) * length + query] = sum;
 }
 
-// The scores' gradients of a tile of queries and one of keys, and optionally the probabilities, into shared memory.
-template <int M, int TILE, class R>
-__device__ void slopes(const Sizes &s, R *ds, R *p, const R *q, const R *k, const R *v, const R *dy, const R *sums,
-                       const R *along, int first, int from, int keys) {
+// The scores' gradients of a tile of queries and one of keys, and optionally the weights that were not dropped, into
+// shared memory.
+template <int M, int TILE, class Masked, class R>
+__device__ void slopes(const Sizes &s, const Masked &mask, int sample, int h, R *ds, R *p, const R *q, const R *k,
+                       const R *v, const R *dy, const R *sums, const R *along, int first, int from, int keys) {
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
     R scores[M][M], dp[M][M];
     dots<M>(scores, q, k, s.head);
@@ -193,15 +181,17 @@ __device__ void slopes(const Sizes &s, R *ds, R *p, const R *q, const R *k, cons
             bool hidden = s.hidden(query, from + tx + SIDE * j, keys);
             R e = hidden ? R(0) : exp_of(scores[i][j] - sum);
             int at = (ty + SIDE * i) * (TILE + 1) + tx + SIDE * j;
-            if (p) p[at] = e;
-            ds[at] = e * (dp[i][j] - a);
+            R kept = mask.template kept<R>(sample, h, query, from + tx + SIDE * j);
+            if (p) p[at] = e * kept;
+            ds[at] = e * (dp[i][j] * kept - a);
         }
     }
 }
 
-template <class T, int TILE, int HEAD>
+template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    queries(Sizes s, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along, T *dx) {
+    queries(Sizes s, const __grid_constant__ Masked mask, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along,
+            T *dx) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
     extern __shared__ __align__(16) unsigned char bytes[];
@@ -222,7 +212,7 @@ __global__ void __launch_bounds__(THREADS)
         load<TILE>(k, base + (s.heads + kv_head) * s.head, width, from, limit, s.head, R(1));
         load<TILE>(v, base + (s.heads + s.kv_heads + kv_head) * s.head, width, from, limit, s.head, R(1));
         __syncthreads();
-        slopes<M, TILE, R>(s, ds, nullptr, q, k, v, d, row_sums, row_along, first, from, keys);
+        slopes<M, TILE, Masked, R>(s, mask, sample, h, ds, nullptr, q, k, v, d, row_sums, row_along, first, from, keys);
         __syncthreads();
         gather<M, C, TILE, false>(o, ds, k, s.head);
     }
@@ -231,9 +221,10 @@ __global__ void __launch_bounds__(THREADS)
     write<M, C, TILE>(dx + at * width + h * s.head, o, width, first, s.length, s.head, scale);
 }
 
-template <class T, int TILE, int HEAD>
+template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    keys_and_values(Sizes s, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along, T *dx) {
+    keys_and_values(Sizes s, const __grid_constant__ Masked mask, const T *qkv, const T *dy, const Acc<T> *sums,
+                    const Acc<T> *along, T *dx) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
     extern __shared__ __align__(16) unsigned char bytes[];
@@ -256,7 +247,7 @@ __global__ void __launch_bounds__(THREADS)
             load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
             load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
             __syncthreads();
-            slopes<M, TILE, R>(s, ds, p, q, k, v, d, row_sums, row_along, first, from, keys);
+            slopes<M, TILE, Masked, R>(s, mask, sample, h, ds, p, q, k, v, d, row_sums, row_along, first, from, keys);
             __syncthreads();
             gather<M, C, TILE, true>(dv, p, d, s.head);
             gather<M, C, TILE, true>(dk, ds, q, s.head); // q is scaled already
@@ -287,38 +278,55 @@ int start(K kernel, dim3 grid, size_t shared, size_t most, cudaStream_t stream, 
 
 } // namespace
 
-extern "C" int attention_forward(int type, int batch, int length, int heads, int kv_heads, int head, int causal, float scale,
-                                 const uint32_t *lengths, const void *qkv, void *y, void *sums, cudaStream_t stream) {
-    Sizes s{length, heads, kv_heads, head, causal, scale, lengths};
-    WITH_TYPE(type, {
+extern "C" int attention_forward(const Call *call, const void *qkv, void *y, void *sums, cudaStream_t stream) {
+    int batch = call->batch, length = call->length, head = call->head;
+    if (!call->possible()) return cudaErrorInvalidValue;
+    WITH_TYPE(call->type, {
         using R = Acc<T>;
         WITH_HEAD(head, {
             auto shared = [](int head) { return (2 * TILE * (head + 1) + TILE * (TILE + 1)) * sizeof(R); };
-            return start(forward<T, TILE, HEAD>, dim3(blocks(length, TILE), heads, batch), shared(head), shared(HEAD), stream, s,
-                         (const T *)qkv, (T *)y, (R *)sums);
+            auto run = [&](auto mask) {
+                return start(forward<T, decltype(mask), TILE, HEAD>, dim3(blocks(length, TILE), call->heads, batch),
+                             shared(head), shared(HEAD), stream, Sizes(*call), mask, (const T *)qkv, (T *)y, (R *)sums);
+            };
+            return call->keys ? run(Mask(*call)) : run(NoMask());
         })
     })
 }
 
-// `along` has room for a value of the accumulator's type a row of each head.
-extern "C" int attention_backward(int type, int batch, int length, int heads, int kv_heads, int head, int causal, float scale,
-                                  const uint32_t *lengths, const void *qkv, const void *y, const void *sums, const void *dy,
-                                  void *along_rows, void *dx, cudaStream_t stream) {
-    Sizes s{length, heads, kv_heads, head, causal, scale, lengths};
-    int64_t rows = int64_t(batch) * length * heads;
-    WITH_TYPE(type, {
+// y . dy of every row of each head, into (batch, heads, length) values of the accumulator's type.
+extern "C" int attention_along(const Call *call, const void *y, const void *dy, void *to, cudaStream_t stream) {
+    int64_t rows = int64_t(call->batch) * call->length * call->heads;
+    WITH_TYPE(call->type, {
+        along<T><<<blocks(rows, 8), 8 * WARP, 0, stream>>>((const T *)y, (const T *)dy, (Acc<T> *)to, call->length,
+                                                           call->heads, call->head, rows);
+    })
+    return cudaGetLastError();
+}
+
+// `along` is what `attention_along` made.
+extern "C" int attention_backward(const Call *call, const void *qkv, const void *sums, const void *dy, const void *along,
+                                  void *dx, cudaStream_t stream) {
+    int batch = call->batch, length = call->length, head = call->head;
+    if (!call->possible()) return cudaErrorInvalidValue;
+    WITH_TYPE(call->type, {
         using R = Acc<T>;
-        along<T><<<blocks(rows, 8), 8 * WARP, 0, stream>>>((const T *)y, (const T *)dy, (R *)along_rows, length, heads, head, rows);
         WITH_HEAD(head, {
             auto shared = [](int head, int scores) {
                 return (4 * TILE * (head + 1) + scores * TILE * (TILE + 1)) * sizeof(R);
             };
-            int error = start(queries<T, TILE, HEAD>, dim3(blocks(length, TILE), heads, batch), shared(head, 1),
-                              shared(HEAD, 1), stream, s, (const T *)qkv, (const T *)dy, (const R *)sums, (const R *)along_rows, (T *)dx);
-            if (error) return error;
-            return start(keys_and_values<T, TILE, HEAD>, dim3(blocks(length, TILE), kv_heads, batch),
-                         shared(head, 2), shared(HEAD, 2), stream, s, (const T *)qkv, (const T *)dy, (const R *)sums,
-                         (const R *)along_rows, (T *)dx);
+            auto run = [&](auto mask) {
+                using Masked = decltype(mask);
+                unsigned tiles = blocks(length, TILE);
+                int error = start(queries<T, Masked, TILE, HEAD>, dim3(tiles, call->heads, batch), shared(head, 1),
+                                  shared(HEAD, 1), stream, Sizes(*call), mask, (const T *)qkv, (const T *)dy,
+                                  (const R *)sums, (const R *)along, (T *)dx);
+                if (error) return error;
+                return start(keys_and_values<T, Masked, TILE, HEAD>, dim3(tiles, call->kv_heads, batch), shared(head, 2),
+                             shared(HEAD, 2), stream, Sizes(*call), mask, (const T *)qkv, (const T *)dy, (const R *)sums,
+                             (const R *)along, (T *)dx);
+            };
+            return call->keys ? run(Mask(*call)) : run(NoMask());
         })
     })
 }

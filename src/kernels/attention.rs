@@ -7,9 +7,14 @@
 
 #[cfg(feature = "cuda")]
 mod card;
+mod mask;
+mod sizes;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use rayon::prelude::*;
+
+pub use mask::Mask;
+pub use sizes::Sizes;
 
 use super::product::{By, Mat, multiply};
 use super::rotary::Rotary;
@@ -20,73 +25,6 @@ use crate::{vectorised, with_elem};
 /// second-level cache.
 const TILE: usize = 64;
 const KEYS: usize = 256;
-
-/// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length, and its tile.
-const FUSED_BYTES: usize = 512 << 20;
-const FUSED_TILE: usize = 128;
-
-/// The sizes of an attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sizes {
-    /// Positions of a sample.
-    pub length: usize,
-    pub heads: usize,
-    /// Divides `heads`.
-    pub kv_heads: usize,
-    /// Values of a head.
-    pub head: usize,
-}
-
-impl Sizes {
-    /// Values of a position of the input.
-    pub fn packed(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head
-    }
-
-    /// Values of a position of the output.
-    pub fn width(&self) -> usize {
-        self.heads * self.head
-    }
-
-    /// Bytes of temporaries on a card: those of cuDNN's backward pass, or a value a row for our own kernels.
-    pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool) -> (u64, u64) {
-        let rows = batch * self.heads * self.length;
-        // The projections with their queries and keys turned, made anew in each pass.
-        let turned = if rotary { cpu::bytes(dtype, batch * self.length * self.packed()) } else { 0 };
-        let backward = match dtype {
-            DType::BF16 | DType::F16 => self.samples_at_once(batch) * self.fused_bytes(),
-            _ => rows * cpu::acc_bytes(dtype),
-        };
-        (turned, turned + backward as u64)
-    }
-
-    /// Bytes that cuDNN's deterministic backward pass takes for a sample: the gradients of all scores of its heads, rows
-    /// and columns rounded up to whole tiles, those of its queries in f32, and two values a row.
-    fn fused_bytes(&self) -> usize {
-        let tiles = self.length.next_multiple_of(FUSED_TILE);
-        self.heads * (2 * tiles * tiles + tiles * (4 * self.head + 8))
-    }
-
-    /// Samples that cuDNN is given at once, so that no more scores than [`FUSED_BYTES`] are whole in memory.
-    pub(super) fn samples_at_once(&self, batch: usize) -> usize {
-        let most = (FUSED_BYTES / self.fused_bytes()).clamp(1, batch.max(1));
-        // As even as can be: a small rest would leave most of the card idle.
-        batch.div_ceil(batch.div_ceil(most).max(1))
-    }
-
-    /// Bytes of temporaries of the forward and of the backward pass.
-    pub fn workspace(&self, dtype: DType, batch: usize, threads: usize) -> (u64, u64) {
-        let workers = threads.min(batch * self.kv_heads) * cpu::acc_bytes(dtype);
-        let of = |(sequences, tiles, scores, rows)| {
-            let values = sequences * self.length * self.head
-                + tiles * TILE * self.head
-                + scores * TILE * KEYS
-                + rows * TILE;
-            (workers * values) as u64
-        };
-        (of(FORWARD), of(BACKWARD))
-    }
-}
 
 /// What a thread works with: buffers of (length, head), (TILE, head), (TILE, KEYS) and (TILE).
 const FORWARD: (usize, usize, usize, usize) = (2, 2, 1, 2);
@@ -99,6 +37,8 @@ pub struct Attention<'a> {
     pub rotary: Option<&'a Rotary>,
     /// Positions of each sample that are seen at all, from the first; all where absent.
     pub lengths: Option<&'a [u32]>,
+    /// The weights that are dropped; none where absent.
+    pub mask: Option<Mask>,
 }
 
 /// A sample's key head: what one thread does.
@@ -136,6 +76,10 @@ impl Attention<'_> {
         let mask = Tensor::from_vec(mask.collect::<Vec<f32>>(), (batch, 1, length, length), qkv.device())?;
         let scores = (q.matmul(&k.t()?)? * (head as f64).powf(-0.5))?;
         let p = candle_nn::ops::softmax(&scores.broadcast_add(&mask.to_dtype(qkv.dtype())?)?, 3)?;
+        let p = match &self.mask {
+            Some(mask) => (p * mask.whole(&self.sizes, qkv)?)?,
+            None => p,
+        };
         p.matmul(&v)?.transpose(1, 2)?.contiguous()?.reshape((batch, length, heads * head))
     }
 
@@ -252,6 +196,11 @@ impl Attention<'_> {
                     scores.iter_mut().for_each(|s| *s = (*s - now).exp());
                     hidden.fill(zero);
                     total[i] = total[i] * shrink + lanes::sum([&*scores], |[s]| s);
+                    if let Some(mask) = &self.mask {
+                        let kept = &mut [zero; KEYS][..scores.len()];
+                        mask.row(unit.sample, column / head, first + i, from, kept);
+                        scores.iter_mut().zip(kept).for_each(|(s, kept)| *s *= *kept);
+                    }
                     largest[i] = now;
                     o[i * head..][..head].iter_mut().for_each(|o| *o *= shrink);
                 }
@@ -362,9 +311,20 @@ impl Attention<'_> {
                 let rows = p.chunks_exact_mut(KEYS).zip(dp.chunks_exact_mut(KEYS)).take(n);
                 for (i, (p, dp)) in rows.enumerate() {
                     let seen = c.min(self.seen(limit, first + i, 1).saturating_sub(from));
-                    for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
-                        *p = (*p - sums[i]).exp();
-                        *dp = *p * (*dp - dots[i]);
+                    let both = p[..seen].iter_mut().zip(&mut dp[..seen]);
+                    if let Some(mask) = &self.mask {
+                        let kept = &mut [T::Acc::ZERO; KEYS][..seen];
+                        mask.row(unit.sample, column / head, first + i, from, kept);
+                        for ((p, dp), kept) in both.zip(kept) {
+                            let whole = (*p - sums[i]).exp();
+                            *dp = whole * (*dp * *kept - dots[i]);
+                            *p = whole * *kept;
+                        }
+                    } else {
+                        for (p, dp) in both {
+                            *p = (*p - sums[i]).exp();
+                            *dp = *p * (*dp - dots[i]);
+                        }
                     }
                     p[seen..c].fill(T::Acc::ZERO);
                     dp[seen..c].fill(T::Acc::ZERO);

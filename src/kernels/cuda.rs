@@ -17,6 +17,9 @@ use candle_core::cuda_backend::{CudaDevice, CudaError, CudaStorage, CudaStorageS
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, WithDType, bail};
 
+/// Samples whose keys of randomness fit into the arguments of one launch: `SAMPLES` in `cuda/random.cuh`.
+pub const SAMPLES: usize = 224;
+
 /// The stream of a launch.
 pub type Stream = *mut c_void;
 

@@ -5,8 +5,6 @@
 
 namespace {
 
-constexpr int SAMPLES = 224; // `SAMPLES` in dropout/card.rs: arguments have 4 KiB
-
 struct Keys {
     Random of[SAMPLES];
 };

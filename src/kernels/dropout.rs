@@ -9,11 +9,16 @@ use super::{Elem, Real, cpu};
 use crate::random::Random;
 use crate::with_elem;
 
+/// Below what a draw of 16 bits drops a value, and what the others are multiplied with.
+pub fn chance(p: f64) -> (u64, f64) {
+    let threshold = (p * 65536.0).round() as u64;
+    (threshold, 65536.0 / (65536 - threshold.min(65535)) as f64)
+}
+
 /// Multiplies each value by 0 with chance `p`, else by 1 / (1 - p). `key(row)` is the randomness of
 /// sample `row`. Serves both passes; `p` is a multiple of 2^-16.
 pub fn apply(x: &Tensor, p: f64, key: impl Fn(usize) -> Random + Sync) -> Result<Tensor> {
-    let threshold = (p * 65536.0).round() as u64;
-    let scale = 65536.0 / (65536 - threshold.min(65535)) as f64;
+    let (threshold, scale) = chance(p);
     #[cfg(feature = "cuda")]
     if let Some(device) = super::cuda::of(x) {
         return card::apply(device, x, threshold, scale, key);

@@ -39,7 +39,13 @@ pub(super) fn build(bert: &Bert, b: &mut Builder) -> Result<(), ModelError> {
             let parts = [("query", width), ("key", width), ("value", width)];
             let packed = Packed::new(&mut b.declared, &own, &b.shape, &parts, INIT, true);
             b.layer(packed);
-            b.layer(Attention { name: own, sizes: heads, causal: false, rotary: None });
+            b.layer(Attention {
+                name: own,
+                sizes: heads,
+                causal: false,
+                rotary: None,
+                dropout: bert.dropout,
+            });
             let dense = format!("{attention}.output.dense");
             linear(b, &dense, width, Lies::OutIn, Activation::Identity, INIT);
             b.dropout(&format!("{attention}.output.dropout"), bert.dropout);

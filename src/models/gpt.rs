@@ -34,7 +34,13 @@ pub(super) fn build(gpt: &Gpt, b: &mut Builder) -> Result<(), ModelError> {
         residual(b, &format!("{name}.attn"), |b| {
             norm(b, &format!("{name}.ln_1"));
             linear(b, &format!("{name}.attn.c_attn"), 3 * width, Lies::InOut, Activation::Identity, INIT);
-            b.layer(Attention { name: format!("{name}.attn"), sizes: heads, causal: true, rotary: None });
+            b.layer(Attention {
+                name: format!("{name}.attn"),
+                sizes: heads,
+                causal: true,
+                rotary: None,
+                dropout: gpt.dropout,
+            });
             let proj = format!("{name}.attn.c_proj");
             linear(b, &proj, width, Lies::InOut, Activation::Identity, onto_residual);
             b.dropout(&format!("{name}.attn.resid_dropout"), gpt.dropout);

@@ -41,7 +41,13 @@ pub(super) fn build(vit: &Vit, b: &mut Builder) -> Result<(), ModelError> {
             let options = Options { bias_init: Init::Constant(0.0), ..xavier(width, 3 * width) };
             let packed = Linear::named(&mut b.declared, &name, names, &b.shape, 3 * width, options);
             b.layer(packed);
-            b.layer(Attention { name: attention.clone(), sizes: heads, causal: false, rotary: None });
+            b.layer(Attention {
+                name: attention.clone(),
+                sizes: heads,
+                causal: false,
+                rotary: None,
+                dropout: vit.dropout,
+            });
             let options =
                 Options { bias_init: Init::Constant(0.0), ..Options::torch(width, Activation::Identity) };
             let name = format!("{attention}.out_proj");

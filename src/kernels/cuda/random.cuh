@@ -16,3 +16,7 @@ struct Random {
         return mix(mix(a + counter * 0x9e3779b97f4a7c15ull) + b);
     }
 };
+
+// Samples whose keys travel as an argument of a launch, so that nothing is copied to the card: arguments have 4 KiB.
+// `SAMPLES` in cuda.rs.
+constexpr int SAMPLES = 224;

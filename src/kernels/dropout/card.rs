@@ -5,11 +5,8 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
-use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, stream};
+use crate::kernels::cuda::{SAMPLES, Stream, checked, code, fresh, pointer, stream};
 use crate::random::Random;
-
-/// Samples of one launch: their keys fit into its arguments.
-const SAMPLES: usize = 224;
 
 pub(super) fn apply(
     device: &CudaDevice,

@@ -1,0 +1,119 @@
+//! The sizes of an attention, and the bytes its passes take beside what they are given and give.
+
+use candle_core::DType;
+
+use super::{BACKWARD, FORWARD, KEYS, TILE};
+use crate::kernels::cpu;
+
+/// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length; queries and keys of
+/// its tile; and what each pass takes beside.
+const FUSED_BYTES: usize = 512 << 20;
+const FUSED_TILE: (usize, usize) = (64, 128);
+const FUSED_REST: usize = 256;
+
+/// The sizes of an attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Positions of a sample.
+    pub length: usize,
+    pub heads: usize,
+    /// Divides `heads`.
+    pub kv_heads: usize,
+    /// Values of a head.
+    pub head: usize,
+}
+
+impl Sizes {
+    /// Values of a position of the input.
+    pub fn packed(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head
+    }
+
+    /// Values of a position of the output.
+    pub fn width(&self) -> usize {
+        self.heads * self.head
+    }
+
+    /// Types of 16 bits, and heads that both cuDNN and our own tensor cores take.
+    pub(super) fn narrow(&self, dtype: DType) -> bool {
+        matches!(dtype, DType::BF16 | DType::F16) && self.head.is_multiple_of(8) && self.head <= 128
+    }
+
+    /// Bytes of temporaries on a card: those of cuDNN, or a value a row for the backward pass of our own kernels, which
+    /// make all that is `masked`.
+    pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool, masked: bool) -> (u64, u64) {
+        // The projections with their queries and keys turned, made anew in each pass.
+        let turned = if rotary { cpu::bytes(dtype, batch * self.length * self.packed()) } else { 0 };
+        let (forward, backward) = if self.narrow(dtype) && !masked {
+            (FUSED_REST, self.samples_at_once(batch) * self.fused_bytes() + FUSED_REST)
+        } else {
+            (0, batch * self.heads * self.length * cpu::acc_bytes(dtype))
+        };
+        (turned + forward as u64, turned + backward as u64)
+    }
+
+    /// Bytes that cuDNN's deterministic backward pass takes for a sample: the gradients of all scores of its heads in
+    /// whole tiles, a value a row, and where heads share keys the gradients of these and of the values for each.
+    fn fused_bytes(&self) -> usize {
+        let (rows, columns) =
+            (self.length.next_multiple_of(FUSED_TILE.0), self.length.next_multiple_of(FUSED_TILE.1));
+        let shared = if self.kv_heads < self.heads { 2 * 2 * self.length * self.head } else { 0 };
+        self.heads * (2 * rows * columns + 4 * self.length + shared)
+    }
+
+    /// Samples that cuDNN is given at once, so that no more scores than [`FUSED_BYTES`] are whole in memory.
+    pub(super) fn samples_at_once(&self, batch: usize) -> usize {
+        let most = (FUSED_BYTES / self.fused_bytes()).clamp(1, batch.max(1));
+        // As even as can be: a small rest would leave most of the card idle.
+        batch.div_ceil(batch.div_ceil(most).max(1))
+    }
+
+    /// Bytes of temporaries of the forward and of the backward pass.
+    pub fn workspace(&self, dtype: DType, batch: usize, threads: usize) -> (u64, u64) {
+        let workers = threads.min(batch * self.kv_heads) * cpu::acc_bytes(dtype);
+        let of = |(sequences, tiles, scores, rows)| {
+            let values = sequences * self.length * self.head
+                + tiles * TILE * self.head
+                + scores * TILE * KEYS
+                + rows * TILE;
+            (workers * values) as u64
+        };
+        (of(FORWARD), of(BACKWARD))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// (length, heads, kv_heads, head, samples) and the bytes that the cuDNN of PyTorch 2.11 asked for on an H200.
+    #[test]
+    fn the_workspace_is_what_cudnn_asked_for() {
+        for (length, heads, kv_heads, head, batch, asked) in [
+            (17, 3, 3, 64, 8, 395_104),
+            (50, 12, 12, 64, 8, 1_592_320),
+            (65, 6, 6, 32, 8, 1_585_600),
+            (197, 12, 12, 64, 8, 12_658_816),
+            (257, 3, 3, 32, 1, 740_620),
+            (257, 8, 2, 64, 2, 5_001_536),
+            (1000, 8, 2, 128, 1, 20_905_472),
+            (1024, 12, 12, 64, 16, 403_439_872),
+        ] {
+            let sizes = Sizes { length, heads, kv_heads, head };
+            assert_eq!(sizes.card_workspace(DType::BF16, batch, false, false), (256, asked), "{sizes:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn samples_at_once_fit_and_make_up_the_batch(length in 1usize..5000, heads in 1usize..65, batch in 1usize..2000) {
+            let sizes = Sizes { length, heads, kv_heads: heads, head: 64 };
+            let n = sizes.samples_at_once(batch);
+            prop_assert!((1..=batch).contains(&n));
+            prop_assert!(n == 1 || n * sizes.fused_bytes() <= FUSED_BYTES);
+            let rest = batch - (batch.div_ceil(n) - 1) * n;
+            prop_assert!(n - rest < batch.div_ceil(n), "{n} at once and {} at last", rest);
+        }
+    }
+}

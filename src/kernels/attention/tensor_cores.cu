@@ -1,0 +1,398 @@
+// Attention whose weights are dropped, in types of 16 bits: products on tensor cores, scores in registers.
+//
+// A block is a tile of 64 queries, or keys, of a head of a sample; each of its four warps has 16 of them, as the rows
+// of its products, and meets the others STEP at a time. What it meets waits in shared memory, the next while these are
+// worked on. Rows stand so that a thread holds two neighbouring ones and of each two neighbouring columns: a square
+// of the mask. Every sum is made by one thread, or four in one order: no timing changes a bit.
+#include <type_traits>
+
+#include "cuda/attention.cuh"
+#include "cuda/device.cuh"
+
+namespace {
+
+constexpr int WARPS = 4, THREADS = WARPS * WARP, TILE = WARPS * 16;
+constexpr float LOG2E = 1.4426950408889634f;
+
+// Where a thread stands: its rows are `2 row` and `2 row + 1` of its warp's, its columns `column` and the next of
+// every eight.
+struct Lane {
+    int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    __device__ int first() const { return warp * 16 + row * 2; }
+};
+
+template <class T> __device__ __forceinline__ uint32_t pair(float a, float b) {
+    T both[2] = {down<T>(a), down<T>(b)};
+    return *reinterpret_cast<uint32_t *>(both);
+}
+
+// c += a b, of (16, 16) and (16, 8).
+template <class T> __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<T, bf16>)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// Four (8, 8) matrices, a row's address by each thread; `turned` gives them transposed.
+template <bool turned> __device__ __forceinline__ void fetch(uint32_t (&m)[4], const void *row) {
+    if constexpr (turned)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                     : "r"(shared_address(row)));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                     : "r"(shared_address(row)));
+}
+
+// Rows of shared memory stand 16 bytes further than they are long, so that eight of them share no bank.
+template <int HEAD> constexpr int STRIDE = HEAD + 8;
+
+// Starts to copy ROWS rows from `first` on; zeros from row `limit` and column `head` on.
+template <int ROWS, int HEAD, class T>
+__device__ __forceinline__ void copy(T *to, const T *from, int64_t width, int first, int limit, int head) {
+    constexpr int PACKS = HEAD / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * PACKS; i += THREADS) {
+        int row = i / PACKS, c = i % PACKS * 8;
+        bool there = first + row < limit && c < head;
+        const T *source = there ? from + int64_t(first + row) * width + c : from;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to + row * STRIDE<HEAD> + c)),
+                     "l"(source), "r"(there ? 16 : 0));
+    }
+}
+__device__ __forceinline__ void copies_begun() { asm volatile("cp.async.commit_group;"); }
+// Waits for all but the last `N` groups of copies, and for all threads.
+template <int N> __device__ __forceinline__ void copied() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N));
+    __syncthreads();
+}
+
+// A warp's 16 rows as left operands, from global memory.
+template <int HEAD> using Rows = uint32_t[HEAD / 16][4];
+template <int HEAD, class T>
+__device__ __forceinline__ void rows(Rows<HEAD> &a, const T *from, int64_t width, int first, int limit, int head, Lane lane) {
+#pragma unroll
+    for (int i = 0; i < HEAD / 16; i++)
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            int row = first + lane.first() + part % 2, c = i * 16 + part / 2 * 8 + lane.column;
+            bool there = row < limit && c < head;
+            a[i][part] = there ? *reinterpret_cast<const uint32_t *>(from + int64_t(row) * width + c) : 0;
+        }
+}
+
+// s = a b^T with the STEP rows of b.
+template <class T, int STEP, int HEAD>
+__device__ __forceinline__ void scores(float (&s)[STEP / 8][4], const Rows<HEAD> &a, const T *b) {
+    int lane = threadIdx.x % WARP;
+    const T *at = b + (lane % 8 + lane / 16 * 8) * STRIDE<HEAD> + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int j = 0; j < STEP / 8; j++) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0;
+#pragma unroll
+    for (int i = 0; i < HEAD / 16; i++)
+#pragma unroll
+        for (int j = 0; j < STEP / 16; j++) {
+            uint32_t m[4];
+            fetch<false>(m, at + j * 16 * STRIDE<HEAD> + i * 16);
+            multiply<T>(s[2 * j], a[i], m[0], m[1]);
+            multiply<T>(s[2 * j + 1], a[i], m[2], m[3]);
+        }
+}
+
+// o += p b, with the STEP rows of b.
+template <class T, int STEP, int HEAD>
+__device__ __forceinline__ void gather(float (&o)[HEAD / 8][4], const float (&p)[STEP / 8][4], const T *b) {
+    int lane = threadIdx.x % WARP;
+    const T *at = b + (lane % 8 + lane / 8 % 2 * 8) * STRIDE<HEAD> + lane / 16 * 8;
+#pragma unroll
+    for (int i = 0; i < STEP / 16; i++) {
+        uint32_t a[4] = {pair<T>(p[2 * i][0], p[2 * i][1]), pair<T>(p[2 * i][2], p[2 * i][3]),
+                         pair<T>(p[2 * i + 1][0], p[2 * i + 1][1]), pair<T>(p[2 * i + 1][2], p[2 * i + 1][3])};
+#pragma unroll
+        for (int j = 0; j < HEAD / 16; j++) {
+            uint32_t m[4];
+            fetch<true>(m, at + i * 16 * STRIDE<HEAD> + j * 16);
+            multiply<T>(o[2 * j], a, m[0], m[1]);
+            multiply<T>(o[2 * j + 1], a, m[2], m[3]);
+        }
+    }
+}
+
+template <int HEAD, class T>
+__device__ __forceinline__ void write(T *to, const float (&o)[HEAD / 8][4], int64_t width, int first, int limit, int head,
+                                      float scale0, float scale1, Lane lane) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int row = first + lane.first() + r;
+        float scale = r ? scale1 : scale0;
+        if (row >= limit) continue;
+#pragma unroll
+        for (int j = 0; j < HEAD / 8; j++)
+            if (j * 8 < head)
+                *reinterpret_cast<uint32_t *>(to + int64_t(row) * width + j * 8 + lane.column) =
+                    pair<T>(o[j][2 * r] * scale, o[j][2 * r + 1] * scale);
+    }
+}
+
+// Over the four threads of a row.
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+__device__ __forceinline__ float row_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// Sets what is not seen to -infinity; `first` is the thread's first query.
+template <int STEP> __device__ __forceinline__ void hide(float (&s)[STEP / 8][4], const Sizes &sizes, int first, int from, int keys) {
+#pragma unroll
+    for (int j = 0; j < STEP / 8; j++)
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            if (sizes.hidden(first + c / 2, from + j * 8 + c % 2, keys)) s[j][c] = -INFINITY;
+}
+
+template <class T, int STEP, int HEAD>
+__global__ void __launch_bounds__(THREADS) forward(Sizes s, const __grid_constant__ Mask mask, const T *qkv, T *y, float *sums) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    constexpr int PART = STEP * STRIDE<HEAD>;
+    T *waiting = (T *)bytes; // keys and values, twice
+    // The last tiles of a causal attention see most: they begin first.
+    int first = (gridDim.x - 1 - blockIdx.x) * TILE, h = blockIdx.y, sample = blockIdx.z;
+    int kv_head = h / (s.heads / s.kv_heads), keys = s.keys(sample);
+    int limit = s.seen(sample, first + TILE);
+    Lane lane;
+    int64_t width = s.packed();
+    const T *base = qkv + int64_t(sample) * s.length * width;
+    const T *k_at = base + (s.heads + kv_head) * s.head, *v_at = k_at + s.kv_heads * s.head;
+    auto begin = [&](int from) {
+        T *to = waiting + from / STEP % 2 * 2 * PART;
+        copy<STEP, HEAD>(to, k_at, width, from, limit, s.head);
+        copy<STEP, HEAD>(to + PART, v_at, width, from, limit, s.head);
+        copies_begun();
+    };
+    if (limit > 0) begin(0);
+    Rows<HEAD> q;
+    rows<HEAD>(q, base + h * s.head, width, first, s.length, s.head, lane);
+    float o[HEAD / 8][4] = {}, largest[2] = {-INFINITY, -INFINITY}, total[2] = {}, unit = s.scale * LOG2E, kept_scale = mask.scale;
+    int mine = first + lane.first();
+    for (int from = 0; from < limit; from += STEP) {
+        if (from + STEP < limit) begin(from + STEP), copied<1>();
+        else copied<0>();
+        const T *k = waiting + from / STEP % 2 * 2 * PART, *v = k + PART;
+        float p[STEP / 8][4];
+        scores<T, STEP, HEAD>(p, q, k);
+        int column = from + lane.column;
+        if (from + STEP > limit || (s.causal && from + STEP > first + lane.warp * 16)) hide<STEP>(p, s, mine, column, keys);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float now = largest[r];
+#pragma unroll
+            for (int j = 0; j < STEP / 8; j++) now = fmaxf(now, fmaxf(p[j][2 * r], p[j][2 * r + 1]));
+            now = row_max(now);
+            // A row that sees nothing yet keeps its zeros.
+            float shift = now == -INFINITY ? 0 : now * unit, shrink = exp2f(largest[r] * unit - shift), sum = 0;
+            largest[r] = now;
+#pragma unroll
+            for (int j = 0; j < STEP / 8; j++)
+#pragma unroll
+                for (int c = 2 * r; c < 2 * r + 2; c++) sum += p[j][c] = exp2f(p[j][c] * unit - shift);
+            total[r] = total[r] * shrink + sum;
+#pragma unroll
+            for (int j = 0; j < HEAD / 8; j++) o[j][2 * r] *= shrink, o[j][2 * r + 1] *= shrink;
+        }
+#pragma unroll
+        for (int j = 0; j < STEP / 8; j++) {
+            uint64_t square = mask.square(sample, h, mine, column + j * 8);
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (!mask.keeps(square, c)) p[j][c] = 0;
+        }
+        gather<T, STEP, HEAD>(o, p, v);
+        __syncthreads(); // the copies after the next go where these were
+    }
+    float scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float all = row_sum(total[r]);
+        scale[r] = all > 0 ? kept_scale / all : 0;
+        if (lane.column == 0 && mine + r < s.length)
+            sums[(int64_t(sample) * s.heads + h) * s.length + mine + r] = largest[r] * s.scale + logf(all);
+    }
+    T *out = y + int64_t(sample) * s.length * s.width() + h * s.head;
+    write<HEAD>(out, o, s.width(), first, s.length, s.head, scale[0], scale[1], lane);
+}
+
+template <class T, int STEP, int HEAD>
+__global__ void __launch_bounds__(THREADS) queries(Sizes s, const __grid_constant__ Mask mask, const T *qkv, const T *dy,
+                                                   const float *sums, const float *along, T *dx) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    constexpr int PART = STEP * STRIDE<HEAD>;
+    T *waiting = (T *)bytes;
+    int first = (gridDim.x - 1 - blockIdx.x) * TILE, h = blockIdx.y, sample = blockIdx.z;
+    int kv_head = h / (s.heads / s.kv_heads), keys = s.keys(sample);
+    int limit = s.seen(sample, first + TILE);
+    Lane lane;
+    int64_t width = s.packed(), at = int64_t(sample) * s.length;
+    const T *base = qkv + at * width;
+    const T *k_at = base + (s.heads + kv_head) * s.head, *v_at = k_at + s.kv_heads * s.head;
+    auto begin = [&](int from) {
+        T *to = waiting + from / STEP % 2 * 2 * PART;
+        copy<STEP, HEAD>(to, k_at, width, from, limit, s.head);
+        copy<STEP, HEAD>(to + PART, v_at, width, from, limit, s.head);
+        copies_begun();
+    };
+    if (limit > 0) begin(0);
+    Rows<HEAD> q, d;
+    rows<HEAD>(q, base + h * s.head, width, first, s.length, s.head, lane);
+    rows<HEAD>(d, dy + at * s.width() + h * s.head, s.width(), first, s.length, s.head, lane);
+    float dq[HEAD / 8][4] = {}, unit = s.scale * LOG2E, kept_scale = mask.scale, sum[2], a[2];
+    int mine = first + lane.first();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int64_t row = (int64_t(sample) * s.heads + h) * s.length + mine + r;
+        bool there = mine + r < s.length;
+        sum[r] = there ? sums[row] * LOG2E : 0, a[r] = there ? along[row] : 0;
+    }
+    for (int from = 0; from < limit; from += STEP) {
+        if (from + STEP < limit) begin(from + STEP), copied<1>();
+        else copied<0>();
+        const T *k = waiting + from / STEP % 2 * 2 * PART, *v = k + PART;
+        float p[STEP / 8][4], dp[STEP / 8][4];
+        scores<T, STEP, HEAD>(p, q, k);
+        scores<T, STEP, HEAD>(dp, d, v);
+        int column = from + lane.column;
+        if (from + STEP > limit || (s.causal && from + STEP > first + lane.warp * 16))
+            hide<STEP>(p, s, mine, column, keys);
+#pragma unroll
+        for (int j = 0; j < STEP / 8; j++) {
+            uint64_t square = mask.square(sample, h, mine, column + j * 8);
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                float slope = mask.keeps(square, c) ? dp[j][c] * kept_scale : 0;
+                p[j][c] = exp2f(p[j][c] * unit - sum[c / 2]) * (slope - a[c / 2]);
+            }
+        }
+        gather<T, STEP, HEAD>(dq, p, k);
+        __syncthreads();
+    }
+    write<HEAD>(dx + at * width + h * s.head, dq, width, first, s.length, s.head, s.scale, s.scale, lane);
+}
+
+// The rows are keys here, and what they meet are queries with their gradients, sums and `along`.
+template <class T, int STEP, int HEAD>
+__global__ void __launch_bounds__(THREADS) keys_and_values(Sizes s, const __grid_constant__ Mask mask, const T *qkv, const T *dy,
+                                                           const float *sums, const float *along, T *dx) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    constexpr int PART = STEP * STRIDE<HEAD>;
+    __shared__ float row_sums[2][STEP], row_along[2][STEP];
+    T *waiting = (T *)bytes;
+    int from = blockIdx.x * TILE, kv_head = blockIdx.y, sample = blockIdx.z, group = s.heads / s.kv_heads;
+    int keys = s.keys(sample);
+    Lane lane;
+    int64_t width = s.packed(), at = int64_t(sample) * s.length;
+    const T *base = qkv + at * width;
+    int k_column = (s.heads + kv_head) * s.head, v_column = k_column + s.kv_heads * s.head;
+    // Steps of one head, one after the other through all heads that share these keys.
+    int start = s.causal ? from : 0, each = (s.length - start + STEP - 1) / STEP, steps = from < keys ? each * group : 0;
+    auto begin = [&](int step) {
+        int h = kv_head * group + step / each, first = start + step % each * STEP;
+        T *to = waiting + step % 2 * 2 * PART;
+        copy<STEP, HEAD>(to, base + h * s.head, width, first, s.length, s.head);
+        copy<STEP, HEAD>(to + PART, dy + at * s.width() + h * s.head, s.width(), first, s.length, s.head);
+        if (int i = threadIdx.x; i < STEP) {
+            int64_t row = (int64_t(sample) * s.heads + h) * s.length + first + i;
+            bool there = first + i < s.length;
+            row_sums[step % 2][i] = there ? sums[row] * LOG2E : 0, row_along[step % 2][i] = there ? along[row] : 0;
+        }
+        copies_begun();
+    };
+    if (steps > 0) begin(0);
+    Rows<HEAD> k, v;
+    rows<HEAD>(k, base + k_column, width, from, keys, s.head, lane);
+    rows<HEAD>(v, base + v_column, width, from, keys, s.head, lane);
+    float dk[HEAD / 8][4] = {}, dv[HEAD / 8][4] = {}, unit = s.scale * LOG2E, kept_scale = mask.scale;
+    int mine = from + lane.first();
+    for (int step = 0; step < steps; step++) {
+        if (step + 1 < steps) begin(step + 1), copied<1>();
+        else copied<0>();
+        int h = kv_head * group + step / each, first = start + step % each * STEP;
+        const T *q = waiting + step % 2 * 2 * PART, *d = q + PART;
+        float p[STEP / 8][4], ds[STEP / 8][4];
+        scores<T, STEP, HEAD>(p, k, q);
+        scores<T, STEP, HEAD>(ds, v, d);
+        bool whole = first + STEP <= s.length && from + TILE <= keys && (!s.causal || first >= from + TILE);
+#pragma unroll
+        for (int j = 0; j < STEP / 8; j++) {
+            int column = j * 8 + lane.column;
+            uint64_t square = mask.square(sample, h, first + column, mine);
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                // Odd columns are odd queries: their bits are the later ones.
+                bool kept = mask.keeps(square, c % 2 * 2 + c / 2);
+                bool hidden = !whole && s.hidden(first + column + c % 2, mine + c / 2, keys);
+                float weight = hidden ? 0 : exp2f(p[j][c] * unit - row_sums[step % 2][column + c % 2]);
+                float slope = kept ? ds[j][c] * kept_scale : 0;
+                ds[j][c] = weight * (slope - row_along[step % 2][column + c % 2]);
+                p[j][c] = kept ? weight : 0;
+            }
+        }
+        gather<T, STEP, HEAD>(dv, p, d);
+        gather<T, STEP, HEAD>(dk, ds, q);
+        __syncthreads();
+    }
+    write<HEAD>(dx + at * width + k_column, dk, width, from, s.length, s.head, s.scale, s.scale, lane);
+    write<HEAD>(dx + at * width + v_column, dv, width, from, s.length, s.head, kept_scale, kept_scale, lane);
+}
+
+// Starts a kernel with shared memory for two of what its blocks meet; beyond 48 KiB that must be allowed first.
+template <int STEP, int HEAD, class K, class... Args>
+int start(K kernel, const Call &call, int heads, cudaStream_t stream, Args... args) {
+    constexpr int bytes = 4 * STEP * STRIDE<HEAD> * 2;
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+    dim3 grid(blocks(call.length, TILE), heads, call.batch);
+    kernel<<<grid, THREADS, bytes, stream>>>(Sizes(call), Mask(call), args...);
+    return cudaGetLastError();
+}
+
+// Runs `body` with the alias `T` of a type and a constant for the largest head; heads are of 8, 16, ... 128 values.
+#define WITH_HEAD(call, ...)                                                                                  \
+    if ((call).head % 8 || !(call).possible()) return cudaErrorInvalidValue;                                  \
+    if ((call).type == BF16) { using T = bf16; WITH_LARGEST((call).head, __VA_ARGS__) }                       \
+    if ((call).type == F16) { using T = f16; WITH_LARGEST((call).head, __VA_ARGS__) }                         \
+    return cudaErrorInvalidValue;
+#define WITH_LARGEST(head, ...)                                                                               \
+    if (head <= 32) { constexpr int HEAD = 32; __VA_ARGS__ }                                                  \
+    if (head <= 64) { constexpr int HEAD = 64; __VA_ARGS__ }                                                  \
+    if (head <= 128) { constexpr int HEAD = 128; __VA_ARGS__ }
+
+} // namespace
+
+extern "C" int attention_narrow_forward(const Call *call, const void *qkv, void *y, void *sums, cudaStream_t stream) {
+    WITH_HEAD(*call, {
+        constexpr int STEP = HEAD <= 64 ? 64 : 32; // as many as leave the scores in registers
+        return start<STEP, HEAD>(forward<T, STEP, HEAD>, *call, call->heads, stream, (const T *)qkv, (T *)y, (float *)sums);
+    })
+}
+
+// `along` holds y . dy of every row of each head.
+extern "C" int attention_narrow_backward(const Call *call, const void *qkv, const void *sums, const void *dy,
+                                         const void *along, void *dx, cudaStream_t stream) {
+    WITH_HEAD(*call, {
+        constexpr int STEP = 32;
+        int error = start<STEP, HEAD>(queries<T, STEP, HEAD>, *call, call->heads, stream, (const T *)qkv, (const T *)dy,
+                                      (const float *)sums, (const float *)along, (T *)dx);
+        if (error) return error;
+        return start<STEP, HEAD>(keys_and_values<T, STEP, HEAD>, *call, call->kv_heads, stream, (const T *)qkv,
+                                 (const T *)dy, (const float *)sums, (const float *)along, (T *)dx);
+    })
+}

@@ -1,0 +1,65 @@
+// What our own attention kernels share: the sizes, and which weights are dropped.
+#pragma once
+
+#include <algorithm>
+
+#include "random.cuh"
+
+// What launchers are told; `Call` in attention/card.rs.
+struct Call {
+    int type, batch, length, heads, kv_heads, head, causal;
+    float scale;
+    const uint32_t *lengths; // of each sample, on the card; null: all are seen
+    const Random *keys;      // of each sample, on the host, at most `SAMPLES`; null: none is dropped
+    uint32_t threshold;
+    double kept_scale;
+
+    bool possible() const { return !keys || batch <= SAMPLES; }
+};
+
+struct Sizes {
+    int length, heads, kv_heads, head, causal;
+    float scale;
+    const uint32_t *lengths;
+
+    explicit Sizes(const Call &c)
+        : length(c.length), heads(c.heads), kv_heads(c.kv_heads), head(c.head), causal(c.causal), scale(c.scale),
+          lengths(c.lengths) {}
+    __device__ int packed() const { return (heads + 2 * kv_heads) * head; }
+    __device__ int width() const { return heads * head; }
+    __device__ int keys(int sample) const {
+        return lengths ? min(int(lengths[sample]), length) : length;
+    }
+    // Keys that the queries before `end` may see.
+    __device__ int seen(int sample, int end) const { return causal ? min(keys(sample), end) : keys(sample); }
+    __device__ bool hidden(int query, int key, int keys) const {
+        return key >= keys || query >= length || (causal && key > query);
+    }
+};
+
+// Which weights are dropped, by the draws of attention/mask.rs: one serves a square of two queries and two keys.
+struct Mask {
+    uint32_t threshold;
+    double scale; // what the others are multiplied with
+    Random keys[SAMPLES];
+
+    explicit Mask(const Call &c) : threshold(c.threshold), scale(c.kept_scale), keys{} {
+        std::copy(c.keys, c.keys + c.batch, keys);
+    }
+    // The 16 bits of (query, key) stand at 32 (query % 2) + 16 (key % 2).
+    __device__ __forceinline__ uint64_t square(int sample, int head, int query, int key) const {
+        return keys[sample].bits(uint64_t(head) << 48 | uint64_t(query / 2) << 24 | uint64_t(key / 2));
+    }
+    __device__ __forceinline__ bool keeps(uint64_t square, int lane) const {
+        return ((square >> (16 * lane)) & 0xffff) >= threshold;
+    }
+    // What one weight is multiplied with.
+    template <class R> __device__ R kept(int sample, int head, int query, int key) const {
+        return keeps(square(sample, head, query, key), 2 * (query % 2) + key % 2) ? R(scale) : R(0);
+    }
+};
+
+// None is dropped.
+struct NoMask {
+    template <class R> __device__ R kept(int, int, int, int) const { return R(1); }
+};
