@@ -8,7 +8,7 @@
 use std::borrow::Cow;
 
 use super::cpu::Slices;
-use super::product::{self, Mat};
+use super::product::{self, By, Mat};
 use half::{bf16, f16};
 
 /// A number kernels compute with.
@@ -41,10 +41,17 @@ pub trait Real:
     /// `self * a + b`, fused where the machine does so.
     fn fma(self, a: Self, b: Self) -> Self;
 
-    /// As [`multiply`](super::product::multiply) by one thread, where there is a faster way for products of this
-    /// size; says whether it was done.
-    fn multiply_small(out: &mut [Self], stride: usize, a: Mat<Self>, b: Mat<Self>, add: bool) -> bool {
-        let _ = (out, stride, a, b, add);
+    /// As [`multiply`](super::product::multiply), where there is a faster way for products of this type and size; says
+    /// whether it was done.
+    fn multiply_faster(
+        out: &mut [Self],
+        stride: usize,
+        a: Mat<Self>,
+        b: Mat<Self>,
+        add: bool,
+        by: By,
+    ) -> bool {
+        let _ = (out, stride, a, b, add, by);
         false
     }
 
@@ -254,8 +261,8 @@ impl Elem for f16 {
 }
 
 impl Real for f32 {
-    fn multiply_small(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool) -> bool {
-        product::small(out, stride, a, b, add)
+    fn multiply_faster(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool, by: By) -> bool {
+        product::faster(out, stride, a, b, add, by)
     }
 
     const ZERO: f32 = 0.0;

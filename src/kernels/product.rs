@@ -1,7 +1,14 @@
-//! Matrix products on plain slices: the one place that calls `gemm`, and a way of their own for small ones.
+//! Matrix products on plain slices: the one place that calls `gemm`, and ways of their own for small ones and for
+//! machines with a matrix unit.
 
 #[cfg(target_arch = "x86_64")]
 mod small;
+#[cfg(target_arch = "x86_64")]
+mod split;
+#[cfg(target_arch = "x86_64")]
+mod tiled;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use candle_core::DType;
 use gemm::Parallelism;
@@ -66,7 +73,7 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
         return;
     }
     assert!(out.len() >= (m - 1) * stride + n, "a product outside its slice");
-    if by == By::Me && T::Acc::multiply_small(out, stride, a, b, add) {
+    if T::Acc::multiply_faster(out, stride, a, b, add, by) {
         return;
     }
     let parallelism = if by == By::All { Parallelism::Rayon(0) } else { Parallelism::None };
@@ -96,17 +103,21 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
     }
 }
 
-/// Makes a product that one thread works on without `gemm`, where that is faster; says whether it did. Debug
-/// builds never do: there only dependencies are optimised.
+/// Makes a product without `gemm`, where that is faster; says whether it did.
 #[inline]
-pub(super) fn small(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool) -> bool {
+pub(super) fn faster(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool, by: By) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if cfg!(not(debug_assertions)) && vectors() == Vectors::V4 && small::takes(a.rows, a.cols, b.cols) {
-        // SAFETY: AVX-512 was found, and `multiply` has checked every size.
-        unsafe { small::multiply(out, stride, a, b, add) };
+    if vectors() == Vectors::V4 {
+        let sizes = (a.rows, a.cols, b.cols);
+        // SAFETY: AVX-512 was found, the unit where it is used, and `multiply` has checked every size.
+        match by {
+            By::Me if small::takes(sizes) => unsafe { small::multiply(out, stride, a, b, add) },
+            By::All if tiled::takes(sizes) => unsafe { tiled::multiply(out, stride, a, b, add) },
+            _ => return false,
+        }
         return true;
     }
-    let _ = (out, stride, a, b, add);
+    let _ = (out, stride, a, b, add, by);
     false
 }
 
@@ -115,6 +126,10 @@ pub(super) fn small(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, ad
 pub fn packing(dtype: DType, m: usize, k: usize, n: usize, turned: bool) -> u64 {
     // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs
     // slices of at most so many of the inner sums, `a` where its rows are long strides and `b` where it is narrow.
+    #[cfg(target_arch = "x86_64")]
+    if acc_bytes(dtype) == 4 && vectors() == Vectors::V4 && tiled::takes((m, k, n)) {
+        return tiled::packing(k, n) as u64;
+    }
     const DEPTH: usize = 512;
     const LOW: usize = 24;
     const HIGH: usize = 48;
