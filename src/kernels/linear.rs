@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::activation::each_activation;
-use super::product::{By, Mat, multiply, multiply_rounded, packing};
+use super::product::{By, Finish, Mat, Piece, multiply, multiply_finished, multiply_rounded, packing};
 use super::{Activation, Elem, Reads, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -84,11 +84,11 @@ impl Linear<'_> {
             let y = activate(&pre, self.act)?;
             return Ok((y, (self.act.reads() == Reads::Input).then_some(pre)));
         }
-        with_elem!(x.dtype(), T => self.forward_cpu::<T>(x))
+        with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, None))
     }
 
-    /// As `forward`, with `onto` added to the output, and `act` of the sum: within the product on a card where neither
-    /// has an activation.
+    /// As `forward`, with `onto` added to the output, and `act` of the sum: within the product where neither has an
+    /// activation.
     pub fn forward_onto(
         &self,
         x: &Tensor,
@@ -101,36 +101,35 @@ impl Linear<'_> {
         {
             return self.forward_card(device, x, Some(onto));
         }
+        if reference::has_body(x) && [self.act, act] == [Activation::Identity; 2] {
+            return with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, Some(onto)));
+        }
         let (y, pre) = self.forward(x)?;
         Ok((super::add::into(&y, onto, act)?, pre))
     }
 
-    fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    /// With `onto` added to the output.
+    fn forward_cpu<T: Elem>(&self, x: &Tensor, onto: Option<&Tensor>) -> Result<(Tensor, Option<Tensor>)> {
         let ((k, n), shape) = (self.sizes()?, self.output_shape(x)?);
         let (values, w) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
+        let onto = onto.map(cpu::view::<T>).transpose()?;
         let rows = values.len() / k;
-        let mut y = cpu::fresh::<T>(rows * n);
-        multiply_rounded(&mut y, Mat::new(&values, rows, k), self.matrix(&w)?, By::All);
-        if self.act.reads() == Reads::Input {
-            let mut pre = y;
-            let mut y = cpu::fresh::<T>(rows * n);
-            y.par_chunks_mut(cpu::rows_per_chunk(n) * n)
-                .zip(pre.par_chunks_mut(cpu::rows_per_chunk(n) * n))
-                .for_each(|(y, pre)| {
-                    finish(pre, n, bias.as_deref(), Activation::Identity);
-                    vectorised!(T, || {
-                        each_activation!(self.act, f => {
-                            y.iter_mut().zip(pre).for_each(|(y, pre)| *y = T::down(f.value(pre.up())))
-                        })
-                    });
-                });
-            return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(pre, shape)?)));
+        let (x, w) = (Mat::new(&values, rows, k), self.matrix(&w)?);
+        let mut made = cpu::fresh::<T>(rows * n);
+        let mut kept = (self.act.reads() == Reads::Input).then(|| cpu::fresh::<T>(rows * n));
+        let apart = kept.as_mut().map(|y| cpu::Blocks::new(y));
+        let ends = Ends { n, bias: bias.as_deref(), act: self.act, apart, onto: onto.as_deref() };
+        match bias.is_none() && self.act == Activation::Identity && onto.is_none() {
+            true => multiply_rounded(&mut made, x, w, By::All),
+            false => multiply_finished(&mut made, x, w, &ends),
         }
-        if bias.is_some() || self.act != Activation::Identity {
-            cpu::for_rows(&mut y, n, |_, rows| finish(rows, n, bias.as_deref(), self.act));
-        }
-        Ok((cpu::tensor(y, shape)?, None))
+        let (y, pre) = match kept {
+            Some(y) => (y, Some(made)),
+            None => (made, None),
+        };
+        let pre = pre.map(|pre| cpu::tensor(pre, shape.clone())).transpose()?;
+        Ok((cpu::tensor(y, shape)?, pre))
     }
 
     /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
@@ -234,6 +233,51 @@ pub fn card_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
 
 fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
     super::activation::reference::forward(x, act)
+}
+
+/// What follows the product: `y = act(y + bias) + onto`.
+struct Ends<'a, T> {
+    /// Values of a row.
+    n: usize,
+    bias: Option<&'a [T]>,
+    act: Activation,
+    /// Where the result goes, if what the activation was given is kept.
+    apart: Option<cpu::Blocks<T>>,
+    onto: Option<&'a [T]>,
+}
+
+impl<T: Elem> Finish<T> for Ends<'_, T> {
+    fn finish<R: Elem<Acc = T::Acc>>(&self, piece: Piece<R>) {
+        let columns = piece.columns.clone();
+        let places = |row: usize| row * self.n + columns.start..row * self.n + columns.end;
+        let bias = self.bias.map(|bias| &bias[columns.clone()]);
+        vectorised!(R, || {
+            for (row, values) in piece.rows() {
+                match (&self.apart, bias) {
+                    (Some(apart), bias) => {
+                        if let Some(bias) = bias {
+                            values.iter_mut().zip(bias).for_each(|(v, b)| *v = R::down(v.up() + b.up()));
+                        }
+                        // SAFETY: no other piece has these places.
+                        let y = unsafe { apart.get(places(row).start, columns.len()) };
+                        each_activation!(self.act, f => {
+                            y.iter_mut().zip(&*values).for_each(|(y, v)| *y = T::down(f.value(v.up())))
+                        });
+                    }
+                    (None, Some(bias)) => each_activation!(self.act, f => {
+                        values.iter_mut().zip(bias).for_each(|(v, b)| *v = R::down(f.value(v.up() + b.up())))
+                    }),
+                    (None, None) => each_activation!(self.act, f => {
+                        values.iter_mut().for_each(|v| *v = R::down(f.value(v.up())))
+                    }),
+                }
+                if let Some(onto) = self.onto {
+                    let onto = &onto[places(row)];
+                    values.iter_mut().zip(onto).for_each(|(v, o)| *v = R::down(v.up() + o.up()));
+                }
+            }
+        });
+    }
 }
 
 /// `y = act(y + bias)` over whole rows of `n` values.

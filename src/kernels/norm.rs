@@ -150,12 +150,12 @@ impl Norm<'_> {
             return Ok(want.then(|| found[0].clone()));
         }
         with_elem!(x.dtype(), T => {
-            let dx = self.backward_cpu::<T>(x, stats, dy, grads, want)?;
+            let dx = self.backward_cpu::<T>(x, stats, dy, grads, want, None)?;
             want.then(|| cpu::tensor(dx, x.shape())).transpose()
         })
     }
 
-    /// As `backward`, with the input's gradient added to `onto`: one pass less on a card.
+    /// As `backward`, with the input's gradient added to `onto` in the same pass.
     pub fn backward_onto(
         &self,
         x: &Tensor,
@@ -167,6 +167,11 @@ impl Norm<'_> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::of(x) {
             return self.onto_card(device, (x, stats, dy), grads, onto);
+        }
+        if reference::has_body(x) {
+            return with_elem!(x.dtype(), T => {
+                cpu::tensor(self.backward_cpu::<T>(x, stats, dy, grads, true, Some(onto))?, x.shape())
+            });
         }
         match self.backward(x, stats, dy, grads, true)? {
             Some(dx) => add::into(&dx, onto, Activation::Identity),
@@ -181,7 +186,9 @@ impl Norm<'_> {
         dy: &Tensor,
         grads: &Grads,
         want: bool,
+        onto: Option<&Tensor>,
     ) -> Result<Vec<T>> {
+        let onto = onto.map(cpu::view::<T>).transpose()?;
         let (x, dy, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?, cpu::view::<T>(self.weight)?);
         let stats = cpu::view::<T::Acc>(stats)?;
         let (n, kept) = (weight.len(), self.kept());
@@ -201,7 +208,12 @@ impl Norm<'_> {
                         let mean = if self.centred { stats[0] } else { T::Acc::ZERO };
                         let scale = stats[kept - 1];
                         if want {
-                            self.row_gradient::<T>(x, dy, &weight, mean, scale, &mut dx[r * n..][..n]);
+                            let dx = &mut dx[r * n..][..n];
+                            self.row_gradient::<T>(x, dy, &weight, mean, scale, dx);
+                            if let Some(onto) = &onto {
+                                let onto = &onto[(i * rows + r) * n..][..n];
+                                dx.iter_mut().zip(onto).for_each(|(dx, o)| *dx = T::down(dx.up() + o.up()));
+                            }
                         }
                         dw.iter_mut()
                             .zip(x)

@@ -10,10 +10,13 @@ mod tiled;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
+use std::ops::Range;
+
 use candle_core::DType;
 use gemm::Parallelism;
+use rayon::prelude::*;
 
-use super::cpu::acc_bytes;
+use super::cpu::{Blocks, acc_bytes, rows_per_chunk};
 #[cfg(target_arch = "x86_64")]
 use super::elem::{Vectors, vectors};
 use super::{Elem, Real};
@@ -63,18 +66,54 @@ pub enum By {
     Me,
 }
 
+/// Rows of some columns of a result, which their holder alone may write.
+pub struct Piece<'a, R> {
+    all: &'a Blocks<R>,
+    stride: usize,
+    rows: Range<usize>,
+    /// The columns of the result that these are.
+    pub columns: Range<usize>,
+}
+
+impl<'a, R> Piece<'a, R> {
+    /// Each row with its number.
+    pub fn rows(&self) -> impl Iterator<Item = (usize, &'a mut [R])> {
+        let (all, stride, columns) = (self.all, self.stride, self.columns.clone());
+        self.rows.clone().map(move |row| {
+            // SAFETY: a piece is given to one thread, and no place is in two of them.
+            (row, unsafe { all.get(row * stride + columns.start, columns.len()) })
+        })
+    }
+}
+
+/// What is done with each piece of a result once its sums are whole.
+pub(super) type Then<'a, R> = Option<&'a (dyn Fn(Piece<R>) + Sync)>;
+
 /// `out = a b`, or `out += a b` with `add`; `out` is row-major with rows `stride` apart.
 pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>, add: bool, by: By) {
+    product::<T>(out, stride, a, b, add, by, None);
+}
+
+/// As [`multiply`]; says whether `then` was done too.
+fn product<T: Elem>(
+    out: &mut [T::Acc],
+    stride: usize,
+    a: Mat<T>,
+    b: Mat<T>,
+    add: bool,
+    by: By,
+    then: Then<T::Acc>,
+) -> bool {
     let (a_data, b_data) = (T::widened(a.data), T::widened(b.data));
     let (a, b) = (a.of(&a_data), b.of(&b_data));
     let (m, k, n) = (a.rows, a.cols, b.cols);
     assert_eq!(k, b.rows, "inner sizes of a product");
     if m == 0 || n == 0 {
-        return;
+        return true;
     }
     assert!(out.len() >= (m - 1) * stride + n, "a product outside its slice");
-    if T::Acc::multiply_faster(out, stride, a, b, add, by) {
-        return;
+    if T::Acc::multiply_faster(out, stride, a, b, add, by, then) {
+        return true;
     }
     let parallelism = if by == By::All { Parallelism::Rayon(0) } else { Parallelism::None };
     // SAFETY: the three asserts above and those of `Mat` keep every access inside its slice.
@@ -101,23 +140,34 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
             parallelism,
         )
     }
+    then.is_none()
 }
 
-/// Makes a product without `gemm`, where that is faster; says whether it did.
+/// Makes a product, and what comes then, without `gemm`, where that is faster; says whether it did.
 #[inline]
-pub(super) fn faster(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool, by: By) -> bool {
+pub(super) fn faster(
+    out: &mut [f32],
+    stride: usize,
+    a: Mat<f32>,
+    b: Mat<f32>,
+    add: bool,
+    by: By,
+    then: Then<f32>,
+) -> bool {
     #[cfg(target_arch = "x86_64")]
     if vectors() == Vectors::V4 {
         let sizes = (a.rows, a.cols, b.cols);
         // SAFETY: AVX-512 was found, the unit where it is used, and `multiply` has checked every size.
         match by {
-            By::Me if small::takes(sizes) => unsafe { small::multiply(out, stride, a, b, add) },
-            By::All if tiled::takes(sizes) => unsafe { tiled::multiply(out, stride, a, b, add) },
+            By::Me if then.is_none() && small::takes(sizes) => unsafe {
+                small::multiply(out, stride, a, b, add)
+            },
+            By::All if tiled::takes(sizes) => unsafe { tiled::multiply(out, stride, a, b, add, then) },
             _ => return false,
         }
         return true;
     }
-    let _ = (out, stride, a, b, add, by);
+    let _ = (out, stride, a, b, add, by, then);
     false
 }
 
@@ -150,5 +200,30 @@ pub fn multiply_rounded<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, by: By) {
             multiply(&mut wide, n, a, b, false, by);
             out.iter_mut().zip(wide).for_each(|(o, w)| *o = T::down(w));
         }
+    }
+}
+
+/// What is done with the values of a product, of the stored type or of the one it is computed in.
+pub trait Finish<T: Elem>: Sync {
+    fn finish<R: Elem<Acc = T::Acc>>(&self, piece: Piece<R>);
+}
+
+/// As [`multiply_rounded`] by all threads, and then `finish` with every part of the result once: as it is made, while it
+/// is still near, where the product allows it.
+pub fn multiply_finished<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, finish: &impl Finish<T>) {
+    let (m, n) = (a.rows, b.cols);
+    let done = match T::as_acc_mut(out) {
+        Some(out) => product::<T>(out, n, a, b, false, By::All, Some(&|piece| finish.finish(piece))),
+        None => {
+            multiply_rounded(out, a, b, By::All);
+            false
+        }
+    };
+    if !done {
+        let (all, high) = (&Blocks::new(out), rows_per_chunk(n));
+        (0..m.div_ceil(high)).into_par_iter().for_each(|i| {
+            let rows = i * high..m.min((i + 1) * high);
+            finish.finish(Piece { all, stride: n, rows, columns: 0..n });
+        });
     }
 }

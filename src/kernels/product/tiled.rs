@@ -11,10 +11,10 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::super::cpu::Blocks;
-use super::Mat;
 use super::small::mask;
 use super::split::Lines;
 use super::tiles::{self, DEPTH, SIDE, STEP, Unit, WIDTH};
+use super::{Mat, Piece, Then};
 
 /// Steps of a slice of the inner sums, at most.
 const STEPS: usize = 16;
@@ -59,12 +59,19 @@ pub(super) fn packing(k: usize, n: usize) -> usize {
     slices(k).0 * n.div_ceil(SIDE) * STEP
 }
 
-/// `out = a b`, or `out += a b` with `add`.
+/// `out = a b`, or `out += a b` with `add`, and what comes `then` for each piece as it is done.
 ///
 /// # Safety
 /// [`takes`] these sizes, the operands lie inside their slices, and `out` has room for every (i, j) at
 /// `i * stride + j`.
-pub(super) unsafe fn multiply(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool) {
+pub(super) unsafe fn multiply(
+    out: &mut [f32],
+    stride: usize,
+    a: Mat<f32>,
+    b: Mat<f32>,
+    add: bool,
+    then: Then<f32>,
+) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let (steps, count) = slices(k);
     let (rows, columns) = (m.div_ceil(SIDE), n.div_ceil(SIDE));
@@ -93,6 +100,7 @@ pub(super) unsafe fn multiply(out: &mut [f32], stride: usize, a: Mat<f32>, b: Ma
             stride,
             columns: n,
             add: add || slice > 0,
+            then: then.filter(|_| slice + 1 == count),
         };
         (0..rows.div_ceil(tall) * across).into_par_iter().for_each(|task| {
             let (high, wide) = (task / across, task % across);
@@ -116,6 +124,7 @@ struct Share<'a> {
     /// Columns of the result.
     columns: usize,
     add: bool,
+    then: Then<'a, f32>,
 }
 
 impl Share<'_> {
@@ -142,28 +151,30 @@ impl Share<'_> {
                         unit.sums(a, b, NEAR.min(steps - near), sums.add(i * SIDE * WIDTH), near > 0);
                     }
                 }
-                let width = (self.columns.min(columns.end * SIDE) - column * SIDE).min(WIDTH);
-                let height = self.a.count.min(rows.end * SIDE) - rows.start * SIDE;
-                self.store(sums, rows.start * SIDE, height, column * SIDE, width);
+                let rows = rows.start * SIDE..self.a.count.min(rows.end * SIDE);
+                let until = (column + PAIR).min(columns.end) * SIDE;
+                self.store(sums, rows, column * SIDE..self.columns.min(until));
             }
         }
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn store(&self, sums: *const f32, row: usize, height: usize, column: usize, width: usize) {
-        let masks = [mask(width), mask(width.saturating_sub(SIDE))];
-        // SAFETY: this task alone writes these rows of these columns; masks keep to them.
-        unsafe {
-            let out =
-                self.out.get(row * self.stride + column, (height - 1) * self.stride + width).as_mut_ptr();
-            for i in 0..height {
-                for (v, mask) in masks.into_iter().enumerate() {
-                    let to = out.wrapping_add(i * self.stride + v * SIDE);
+    unsafe fn store(&self, sums: *const f32, rows: Range<usize>, columns: Range<usize>) {
+        let masks = [mask(columns.len()), mask(columns.len().saturating_sub(SIDE))];
+        let piece = Piece { all: self.out, stride: self.stride, rows, columns };
+        for (i, (_, row)) in piece.rows().enumerate() {
+            for (v, mask) in masks.into_iter().enumerate() {
+                let to = row.as_mut_ptr().wrapping_add(v * SIDE);
+                // SAFETY: there are sums for every row, and masks keep to the columns of the piece.
+                unsafe {
                     let sum = _mm512_load_ps(sums.add(i * WIDTH + v * SIDE));
                     let before = _mm512_maskz_loadu_ps(if self.add { mask } else { 0 }, to);
                     _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(before, sum));
                 }
             }
+        }
+        if let Some(then) = self.then {
+            then(piece);
         }
     }
 }
