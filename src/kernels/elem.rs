@@ -50,7 +50,7 @@ pub trait Real:
         b: Mat<Self>,
         add: bool,
         by: By,
-        then: Then<Self>,
+        then: Option<Then<Self>>,
     ) -> bool {
         let _ = (out, stride, a, b, add, by, then);
         false
@@ -269,7 +269,7 @@ impl Real for f32 {
         b: Mat<f32>,
         add: bool,
         by: By,
-        then: Then<f32>,
+        then: Option<Then<f32>>,
     ) -> bool {
         product::faster(out, stride, a, b, add, by, then)
     }

@@ -6,8 +6,9 @@ pub mod card;
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::activation::each_activation;
-use super::product::{By, Finish, Mat, Piece, multiply, multiply_finished, multiply_rounded, packing};
+use super::activation::{apply, each_activation};
+use super::clip::Clip;
+use super::product::{By, Mat, Then, multiply, multiply_rounded, multiply_then, packing};
 use super::{Activation, Elem, Reads, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -116,20 +117,25 @@ impl Linear<'_> {
         let onto = onto.map(cpu::view::<T>).transpose()?;
         let rows = values.len() / k;
         let (x, w) = (Mat::new(&values, rows, k), self.matrix(&w)?);
-        let mut made = cpu::fresh::<T>(rows * n);
-        let mut kept = (self.act.reads() == Reads::Input).then(|| cpu::fresh::<T>(rows * n));
-        let apart = kept.as_mut().map(|y| cpu::Blocks::new(y));
-        let ends = Ends { n, bias: bias.as_deref(), act: self.act, apart, onto: onto.as_deref() };
-        match bias.is_none() && self.act == Activation::Identity && onto.is_none() {
-            true => multiply_rounded(&mut made, x, w, By::All),
-            false => multiply_finished(&mut made, x, w, &ends),
-        }
-        let (y, pre) = match kept {
-            Some(y) => (y, Some(made)),
-            None => (made, None),
+        let then = Then {
+            bias: bias.as_deref(),
+            clip: Clip::of(self.act).unwrap_or(Clip::Nothing),
+            onto: onto.as_deref(),
         };
-        let pre = pre.map(|pre| cpu::tensor(pre, shape.clone())).transpose()?;
-        Ok((cpu::tensor(y, shape)?, pre))
+        let mut made = cpu::fresh::<T>(rows * n);
+        match (then.bias, then.clip, then.onto) {
+            (None, Clip::Nothing, None) => multiply_rounded(&mut made, x, w, By::All),
+            _ => multiply_then(&mut made, x, w, then),
+        }
+        if self.act.reads() == Reads::Input {
+            let mut y = cpu::fresh::<T>(rows * n);
+            cpu::for_rows(&mut y, 1, |start, y| apply(&made[start..][..y.len()], y, self.act));
+            return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(made, shape)?)));
+        }
+        if Clip::of(self.act).is_none() {
+            cpu::for_rows(&mut made, n, |_, rows| finish(rows, n, None, self.act));
+        }
+        Ok((cpu::tensor(made, shape)?, None))
     }
 
     /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
@@ -215,8 +221,9 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
         DType::F32 | DType::F64 => 0,
         _ => cpu::bytes(DType::F32, values),
     };
-    let output = packing(dtype, rows, k, n, false).max(packing(dtype, rows, n, k, false));
-    let weight = copies(rows * (k + n)) + packing(dtype, n, rows, k, true);
+    let packed = |sizes, turned| packing(dtype, sizes, turned, By::All);
+    let output = packed((rows, k, n), false).max(packed((rows, n, k), false));
+    let weight = copies(rows * (k + n)) + packed((n, rows, k), true);
     weight.max(copies(rows * k + k * n + rows * n) + output)
 }
 
@@ -233,51 +240,6 @@ pub fn card_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
 
 fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
     super::activation::reference::forward(x, act)
-}
-
-/// What follows the product: `y = act(y + bias) + onto`.
-struct Ends<'a, T> {
-    /// Values of a row.
-    n: usize,
-    bias: Option<&'a [T]>,
-    act: Activation,
-    /// Where the result goes, if what the activation was given is kept.
-    apart: Option<cpu::Blocks<T>>,
-    onto: Option<&'a [T]>,
-}
-
-impl<T: Elem> Finish<T> for Ends<'_, T> {
-    fn finish<R: Elem<Acc = T::Acc>>(&self, piece: Piece<R>) {
-        let columns = piece.columns.clone();
-        let places = |row: usize| row * self.n + columns.start..row * self.n + columns.end;
-        let bias = self.bias.map(|bias| &bias[columns.clone()]);
-        vectorised!(R, || {
-            for (row, values) in piece.rows() {
-                match (&self.apart, bias) {
-                    (Some(apart), bias) => {
-                        if let Some(bias) = bias {
-                            values.iter_mut().zip(bias).for_each(|(v, b)| *v = R::down(v.up() + b.up()));
-                        }
-                        // SAFETY: no other piece has these places.
-                        let y = unsafe { apart.get(places(row).start, columns.len()) };
-                        each_activation!(self.act, f => {
-                            y.iter_mut().zip(&*values).for_each(|(y, v)| *y = T::down(f.value(v.up())))
-                        });
-                    }
-                    (None, Some(bias)) => each_activation!(self.act, f => {
-                        values.iter_mut().zip(bias).for_each(|(v, b)| *v = R::down(f.value(v.up() + b.up())))
-                    }),
-                    (None, None) => each_activation!(self.act, f => {
-                        values.iter_mut().for_each(|v| *v = R::down(f.value(v.up())))
-                    }),
-                }
-                if let Some(onto) = self.onto {
-                    let onto = &onto[places(row)];
-                    values.iter_mut().zip(onto).for_each(|(v, o)| *v = R::down(v.up() + o.up()));
-                }
-            }
-        });
-    }
 }
 
 /// `y = act(y + bias)` over whole rows of `n` values.

@@ -10,16 +10,15 @@ mod tiled;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
-use std::ops::Range;
-
 use candle_core::DType;
 use gemm::Parallelism;
-use rayon::prelude::*;
 
-use super::cpu::{Blocks, acc_bytes, rows_per_chunk};
+use super::clip::{Clip, clip};
+use super::cpu::{acc_bytes, for_rows};
 #[cfg(target_arch = "x86_64")]
 use super::elem::{Vectors, vectors};
 use super::{Elem, Real};
+use crate::vectorised;
 
 /// A matrix over a slice: element (i, j) is at `i * row + j * col`.
 #[derive(Clone, Copy)]
@@ -66,28 +65,37 @@ pub enum By {
     Me,
 }
 
-/// Rows of some columns of a result, which their holder alone may write.
-pub struct Piece<'a, R> {
-    all: &'a Blocks<R>,
-    stride: usize,
-    rows: Range<usize>,
-    /// The columns of the result that these are.
-    pub columns: Range<usize>,
+/// What follows the sums of a product: `clip(sum + bias) + onto`.
+#[derive(Clone, Copy)]
+pub struct Then<'a, R> {
+    /// A value for each column.
+    pub bias: Option<&'a [R]>,
+    pub clip: Clip,
+    /// Laid out as the result.
+    pub onto: Option<&'a [R]>,
 }
 
-impl<'a, R> Piece<'a, R> {
-    /// Each row with its number.
-    pub fn rows(&self) -> impl Iterator<Item = (usize, &'a mut [R])> {
-        let (all, stride, columns) = (self.all, self.stride, self.columns.clone());
-        self.rows.clone().map(move |row| {
-            // SAFETY: a piece is given to one thread, and no place is in two of them.
-            (row, unsafe { all.get(row * stride + columns.start, columns.len()) })
-        })
+impl<T: Elem> Then<'_, T> {
+    /// Finishes whole rows of `n` sums, of which the first is number `first`.
+    fn finish(&self, rows: &mut [T], first: usize, n: usize) {
+        let bounds = self.clip.bounds();
+        vectorised!(T, || {
+            for (i, row) in rows.chunks_exact_mut(n).enumerate() {
+                match self.bias {
+                    Some(bias) => row
+                        .iter_mut()
+                        .zip(bias)
+                        .for_each(|(v, b)| *v = T::down(clip(v.up() + b.up(), bounds))),
+                    None => row.iter_mut().for_each(|v| *v = T::down(clip(v.up(), bounds))),
+                }
+                if let Some(onto) = self.onto {
+                    let onto = &onto[(first + i) * n..][..n];
+                    row.iter_mut().zip(onto).for_each(|(v, o)| *v = T::down(v.up() + o.up()));
+                }
+            }
+        });
     }
 }
-
-/// What is done with each piece of a result once its sums are whole.
-pub(super) type Then<'a, R> = Option<&'a (dyn Fn(Piece<R>) + Sync)>;
 
 /// `out = a b`, or `out += a b` with `add`; `out` is row-major with rows `stride` apart.
 pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>, add: bool, by: By) {
@@ -102,7 +110,7 @@ fn product<T: Elem>(
     b: Mat<T>,
     add: bool,
     by: By,
-    then: Then<T::Acc>,
+    then: Option<Then<T::Acc>>,
 ) -> bool {
     let (a_data, b_data) = (T::widened(a.data), T::widened(b.data));
     let (a, b) = (a.of(&a_data), b.of(&b_data));
@@ -152,7 +160,7 @@ pub(super) fn faster(
     b: Mat<f32>,
     add: bool,
     by: By,
-    then: Then<f32>,
+    then: Option<Then<f32>>,
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
     if vectors() == Vectors::V4 {
@@ -173,13 +181,14 @@ pub(super) fn faster(
 
 /// Bytes that [`multiply`] packs operands into while it makes an (m, n) matrix over `k`; `turned` where `a` is a
 /// transpose. What each thread keeps for good is not in it: `memory::estimate::PACKING`.
-pub fn packing(dtype: DType, m: usize, k: usize, n: usize, turned: bool) -> u64 {
-    // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs
-    // slices of at most so many of the inner sums, `a` where its rows are long strides and `b` where it is narrow.
+pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by: By) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    if acc_bytes(dtype) == 4 && vectors() == Vectors::V4 && tiled::takes((m, k, n)) {
+    if by == By::All && acc_bytes(dtype) == 4 && vectors() == Vectors::V4 && tiled::takes((m, k, n)) {
         return tiled::packing(k, n) as u64;
     }
+    let _ = by;
+    // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs
+    // slices of at most so many of the inner sums, `a` where its rows are long strides and `b` where it is narrow.
     const DEPTH: usize = 512;
     const LOW: usize = 24;
     const HIGH: usize = 48;
@@ -203,27 +212,22 @@ pub fn multiply_rounded<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, by: By) {
     }
 }
 
-/// What is done with the values of a product, of the stored type or of the one it is computed in.
-pub trait Finish<T: Elem>: Sync {
-    fn finish<R: Elem<Acc = T::Acc>>(&self, piece: Piece<R>);
-}
-
-/// As [`multiply_rounded`] by all threads, and then `finish` with every part of the result once: as it is made, while it
-/// is still near, where the product allows it.
-pub fn multiply_finished<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, finish: &impl Finish<T>) {
-    let (m, n) = (a.rows, b.cols);
+/// As [`multiply_rounded`] by all threads, and what comes `then`: where the product allows it as the sums are made,
+/// while they are near.
+pub fn multiply_then<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, then: Then<T>) {
+    let n = b.cols;
     let done = match T::as_acc_mut(out) {
-        Some(out) => product::<T>(out, n, a, b, false, By::All, Some(&|piece| finish.finish(piece))),
+        Some(out) => {
+            let (bias, onto) = (then.bias.map(T::widened), then.onto.map(T::widened));
+            let then = Then { bias: bias.as_deref(), clip: then.clip, onto: onto.as_deref() };
+            product::<T>(out, n, a, b, false, By::All, Some(then))
+        }
         None => {
             multiply_rounded(out, a, b, By::All);
             false
         }
     };
     if !done {
-        let (all, high) = (&Blocks::new(out), rows_per_chunk(n));
-        (0..m.div_ceil(high)).into_par_iter().for_each(|i| {
-            let rows = i * high..m.min((i + 1) * high);
-            finish.finish(Piece { all, stride: n, rows, columns: 0..n });
-        });
+        for_rows(out, n, |first, rows| then.finish(rows, first, n));
     }
 }

@@ -131,3 +131,35 @@ fn rounded(x: __m512) -> (__m512i, __m512) {
     let near = _mm512_and_si512(half, _mm512_set1_epi32(!0xffff));
     (near, _mm512_sub_ps(x, _mm512_castsi512_ps(near)))
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::kernels::elem::{Vectors, vectors};
+
+    proptest! {
+        /// The parts of a value add up to it exactly, each is a value of bf16, and each is small beside the one before.
+        #[test]
+        fn nothing_of_a_value_is_lost(digits: u32, exponent in 30u32..240, negative: bool) {
+            if vectors() != Vectors::V4 {
+                println!("skipped: this machine has no AVX-512");
+                return Ok(());
+            }
+            let value = f32::from_bits((negative as u32) << 31 | exponent << 23 | digits & 0x7f_ffff);
+            let mut bits = [[0u32; LANES]; 3];
+            // SAFETY: AVX-512 was found, and each array has room for a vector.
+            unsafe {
+                for (part, bits) in split(_mm512_set1_ps(value)).into_iter().zip(&mut bits) {
+                    _mm512_storeu_si512(bits.as_mut_ptr().cast(), part);
+                }
+            }
+            let parts = bits.map(|bits| f32::from_bits(bits[0]) as f64);
+            prop_assert_eq!(parts.iter().sum::<f64>(), value as f64);
+            prop_assert!(bits.iter().all(|bits| bits[0] & 0xffff == 0));
+            prop_assert!(parts[1].abs() <= parts[0].abs() / 256.0);
+            prop_assert!(parts[2].abs() <= parts[0].abs() / 65536.0);
+        }
+    }
+}

@@ -10,11 +10,12 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::super::clip::Clip;
 use super::super::cpu::Blocks;
 use super::small::mask;
 use super::split::Lines;
 use super::tiles::{self, DEPTH, SIDE, STEP, Unit, WIDTH};
-use super::{Mat, Piece, Then};
+use super::{Mat, Then};
 
 /// Steps of a slice of the inner sums, at most.
 const STEPS: usize = 16;
@@ -59,7 +60,7 @@ pub(super) fn packing(k: usize, n: usize) -> usize {
     slices(k).0 * n.div_ceil(SIDE) * STEP
 }
 
-/// `out = a b`, or `out += a b` with `add`, and what comes `then` for each piece as it is done.
+/// `out = a b`, or `out += a b` with `add`, and what comes `then`.
 ///
 /// # Safety
 /// [`takes`] these sizes, the operands lie inside their slices, and `out` has room for every (i, j) at
@@ -70,7 +71,7 @@ pub(super) unsafe fn multiply(
     a: Mat<f32>,
     b: Mat<f32>,
     add: bool,
-    then: Then<f32>,
+    then: Option<Then<f32>>,
 ) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let (steps, count) = slices(k);
@@ -124,7 +125,7 @@ struct Share<'a> {
     /// Columns of the result.
     columns: usize,
     add: bool,
-    then: Then<'a, f32>,
+    then: Option<Then<'a, f32>>,
 }
 
 impl Share<'_> {
@@ -158,23 +159,166 @@ impl Share<'_> {
         }
     }
 
+    /// Writes the sums of these rows and columns, and what follows them.
     #[target_feature(enable = "avx512f")]
     unsafe fn store(&self, sums: *const f32, rows: Range<usize>, columns: Range<usize>) {
         let masks = [mask(columns.len()), mask(columns.len().saturating_sub(SIDE))];
-        let piece = Piece { all: self.out, stride: self.stride, rows, columns };
-        for (i, (_, row)) in piece.rows().enumerate() {
+        let (low, high) = self.then.map_or(Clip::Nothing, |then| then.clip).bounds::<f32>();
+        let (low, high) = (_mm512_set1_ps(low), _mm512_set1_ps(high));
+        let part = |all: &[f32], at: usize| all[at..][..columns.len()].as_ptr();
+        let bias = self.then.and_then(|then| then.bias).map(|bias| part(bias, columns.start));
+        for (i, row) in rows.enumerate() {
+            let at = row * self.stride + columns.start;
+            // SAFETY: this task alone has these columns of the row.
+            let to = unsafe { self.out.get(at, columns.len()) }.as_mut_ptr();
+            let onto = self.then.and_then(|then| then.onto).map(|onto| part(onto, at));
             for (v, mask) in masks.into_iter().enumerate() {
-                let to = row.as_mut_ptr().wrapping_add(v * SIDE);
-                // SAFETY: there are sums for every row, and masks keep to the columns of the piece.
+                // SAFETY: there are sums for every row, and masks keep to these columns in all the others.
                 unsafe {
-                    let sum = _mm512_load_ps(sums.add(i * WIDTH + v * SIDE));
-                    let before = _mm512_maskz_loadu_ps(if self.add { mask } else { 0 }, to);
-                    _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(before, sum));
+                    let load = |from: *const f32| _mm512_maskz_loadu_ps(mask, from.wrapping_add(v * SIDE));
+                    let mut sum = _mm512_load_ps(sums.add(i * WIDTH + v * SIDE));
+                    if self.add {
+                        sum = _mm512_add_ps(load(to), sum);
+                    }
+                    if let Some(bias) = bias {
+                        sum = _mm512_add_ps(sum, load(bias));
+                    }
+                    // In this order what is not a number passes through.
+                    sum = _mm512_min_ps(high, _mm512_max_ps(low, sum));
+                    if let Some(onto) = onto {
+                        sum = _mm512_add_ps(sum, load(onto));
+                    }
+                    _mm512_mask_storeu_ps(to.wrapping_add(v * SIDE), mask, sum);
                 }
             }
         }
-        if let Some(then) = self.then {
-            then(piece);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::random::Random;
+
+    fn values(count: usize, stream: u64) -> Vec<f32> {
+        (0..count).map(|i| Random::new(7, stream).normal(i as u64) as f32).collect()
+    }
+
+    fn laid(data: &[f32], rows: usize, cols: usize, turned: bool) -> Mat<'_, f32> {
+        if turned { Mat::new(data, cols, rows).t() } else { Mat::new(data, rows, cols) }
+    }
+
+    fn at(m: &Mat<f32>, i: usize, j: usize) -> f32 {
+        m.data[i * m.row + j * m.col]
+    }
+
+    /// Where there is no unit the tests say so.
+    fn skipped() -> bool {
+        if !tiles::there() {
+            println!("skipped: this machine has no matrix unit that may be used");
+        }
+        !tiles::there()
+    }
+
+    fn product(x: Mat<f32>, y: Mat<f32>) -> Vec<f32> {
+        let mut out = vec![0.0; x.rows * y.cols];
+        // SAFETY: the unit is there, AVX-512 with it, and `out` has room.
+        unsafe { multiply(&mut out, y.cols, x, y, false, None) };
+        out
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        /// Against sums in f64, over every direction of the operands, odd sizes and strides, several slices; what lies
+        /// between the rows of the result is left alone, and what comes then is done once with every value.
+        #[test]
+        fn products_are_right(m in 1usize..200, k in 1usize..1200, n in 1usize..150, turn_a: bool, turn_b: bool, add: bool, then: bool, gap in 0usize..9) {
+            if skipped() {
+                return Ok(());
+            }
+            let (a, b, stride) = (values(m * k, 1), values(k * n, 2), n + gap);
+            let before = values(m * stride, 3);
+            let mut out = before.clone();
+            let (x, y) = (laid(&a, m, k, turn_a), laid(&b, k, n, turn_b));
+            let (bias, onto) = (values(n, 4), values(m * stride, 5));
+            let follows = Then { bias: Some(&bias), clip: Clip::Relu6, onto: Some(&onto) };
+            // SAFETY: the unit is there and `out` has `m` rows of `stride`.
+            unsafe { multiply(&mut out, stride, x, y, add, then.then_some(follows)) };
+            for i in 0..m {
+                for j in 0..stride {
+                    let (was, is) = (before[i * stride + j], out[i * stride + j]);
+                    if j >= n {
+                        prop_assert_eq!(was, is);
+                        continue;
+                    }
+                    let terms = (0..k).map(|p| at(&x, i, p) as f64 * at(&y, p, j) as f64);
+                    let (sum, size) = terms.fold((0.0, 1.0), |(s, l), t| (s + t, l + t.abs()));
+                    let sum = sum + if add { was as f64 } else { 0.0 };
+                    let wanted = match then {
+                        true => (sum + bias[j] as f64).clamp(0.0, 6.0) + onto[i * stride + j] as f64,
+                        false => sum,
+                    };
+                    prop_assert!((is as f64 - wanted).abs() <= 1e-6 * size, "{} {} at {} {}", is, wanted, i, j);
+                }
+            }
+        }
+    }
+
+    /// The unit multiplies in bf16; the result is as near to the exact one as sums in f32 are.
+    #[test]
+    fn errors_are_those_of_f32() {
+        if skipped() {
+            return;
+        }
+        let (m, k, n) = (64, 700, 64);
+        let (a, b) = (values(m * k, 1), values(k * n, 2));
+        let (x, y) = (Mat::new(&a, m, k), Mat::new(&b, k, n));
+        let out = product(x, y);
+        let (mut ours, mut plain) = (0.0, 0.0);
+        for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+            let exact: f64 = (0..k).map(|p| at(&x, i, p) as f64 * at(&y, p, j) as f64).sum();
+            let f32_sum = (0..k).fold(0f32, |sum, p| at(&x, i, p).mul_add(at(&y, p, j), sum));
+            ours += (out[i * n + j] as f64 - exact).powi(2);
+            plain += (f32_sum as f64 - exact).powi(2);
+        }
+        assert!(ours <= plain, "{ours} {plain}");
+    }
+
+    #[test]
+    fn the_bits_do_not_depend_on_the_threads() {
+        if skipped() {
+            return;
+        }
+        let (a, b) = (values(333 * 600, 1), values(600 * 200, 2));
+        let by = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| product(Mat::new(&a, 333, 600), Mat::new(&b, 600, 200)))
+        };
+        let one = by(1);
+        for threads in [2, 3, 16] {
+            assert!(
+                one.iter().zip(by(threads)).all(|(a, b)| a.to_bits() == b.to_bits()),
+                "{threads} threads"
+            );
+        }
+    }
+
+    /// A loss that grows without bound must be seen: what is not finite makes its row or column not a number.
+    #[test]
+    fn what_is_not_finite_is_not_lost() {
+        if skipped() {
+            return;
+        }
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7fff_ffff)] {
+            let (mut a, b) = (values(64 * 64, 1), values(64 * 64, 2));
+            a[5 * 64 + 17] = bad;
+            let out = product(Mat::new(&a, 64, 64), Mat::new(&b, 64, 64));
+            for (i, row) in out.chunks(64).enumerate() {
+                assert_eq!(row.iter().all(|v| !v.is_finite()), i == 5, "{bad} in row {i}");
+            }
         }
     }
 }
