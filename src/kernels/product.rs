@@ -76,6 +76,8 @@ pub struct Then<'a, R> {
 }
 
 impl<T: Elem> Then<'_, T> {
+    pub const NOTHING: Self = Self { bias: None, clip: Clip::Nothing, onto: None };
+
     /// Finishes whole rows of `n` sums, of which the first is number `first`.
     fn finish(&self, rows: &mut [T], first: usize, n: usize) {
         let bounds = self.clip.bounds();

@@ -10,7 +10,6 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::super::clip::Clip;
 use super::super::cpu::Blocks;
 use super::small::mask;
 use super::split::Lines;
@@ -36,7 +35,18 @@ struct Step([u8; STEP]);
 
 /// The sums of the panels in hand, row after row.
 #[repr(C, align(64))]
-struct Sums([[f32; WIDTH]; PANELS * SIDE]);
+struct Sums([[[f32; WIDTH]; SIDE]; PANELS]);
+
+impl Sums {
+    /// The sums of a panel.
+    ///
+    /// # Safety
+    /// There are [`PANELS`] of them.
+    unsafe fn of(all: *mut Self, panel: usize) -> *mut f32 {
+        // SAFETY: as promised.
+        unsafe { (&raw mut (*all).0).cast::<f32>().add(panel * SIDE * WIDTH) }
+    }
+}
 
 /// Whether an (m, n) matrix over `k` is made here: large enough, and not mostly what tiles are filled up with. Debug
 /// builds never do: there only dependencies are optimised.
@@ -133,45 +143,92 @@ impl Share<'_> {
     unsafe fn make(&self, rows: Range<usize>, columns: Range<usize>) {
         let steps = self.inner.len().div_ceil(DEPTH);
         let mut panels = MaybeUninit::<[Step; PANELS * STEPS]>::uninit();
-        let mut sums = MaybeUninit::<Sums>::uninit();
-        let (panels, sums) = (panels.as_mut_ptr().cast::<Step>(), sums.as_mut_ptr().cast::<f32>());
+        let mut sums = MaybeUninit::<[Sums; 2]>::uninit();
+        let (panels, sums) = (panels.as_mut_ptr().cast::<Step>(), sums.as_mut_ptr().cast::<Sums>());
+        let mut last = sums;
         // SAFETY: as promised to `multiply`; panels and sums have room for this many rows.
         unsafe {
             for (i, row) in rows.clone().enumerate() {
                 self.a.pack(row * SIDE, self.inner.clone(), false, panels.add(i * steps).cast());
             }
             let unit = Unit::new();
-            for column in columns.clone().step_by(PAIR) {
+            let mut waiting = None;
+            for (turn, column) in columns.clone().step_by(PAIR).enumerate() {
+                let (now, before) = (sums.add(turn % 2), sums.add((turn + 1) % 2));
                 // Where a single panel is left it stands for both; what the second makes is not stored.
                 let pair = [column, (column + 1).min(columns.end - 1)]
                     .map(|c| self.packed.as_ptr().add(c * self.panel));
+                let span = column * SIDE..self.columns.min((column + PAIR).min(columns.end) * SIDE);
                 for near in (0..steps).step_by(NEAR) {
-                    for i in 0..rows.len() {
+                    for (i, row) in rows.clone().enumerate() {
                         let a = panels.add(i * steps + near).cast();
                         let b = pair.map(|b| b.add(near).cast());
-                        unit.sums(a, b, NEAR.min(steps - near), sums.add(i * SIDE * WIDTH), near > 0);
+                        unit.sums(a, b, NEAR.min(steps - near), Sums::of(now, i), near > 0);
+                        // The sums before these are stored while the unit works, and these sums' places come near.
+                        if near == 0 {
+                            self.fetch(row, &span);
+                            if let Some(waiting) = &waiting {
+                                self.store(Sums::of(before, i), row, waiting);
+                            }
+                        }
                     }
                 }
-                let rows = rows.start * SIDE..self.a.count.min(rows.end * SIDE);
-                let until = (column + PAIR).min(columns.end) * SIDE;
-                self.store(sums, rows, column * SIDE..self.columns.min(until));
+                (waiting, last) = (Some(span), now);
+            }
+            if let Some(waiting) = &waiting {
+                rows.enumerate().for_each(|(i, row)| self.store(Sums::of(last, i), row, waiting));
             }
         }
     }
 
-    /// Writes the sums of these rows and columns, and what follows them.
+    /// Brings near what [`Share::store`] will read and write, which no prefetcher of the machine foresees.
+    fn fetch(&self, panel: usize, columns: &Range<usize>) {
+        let onto = self.then.and_then(|then| then.onto);
+        for row in panel * SIDE..self.a.count.min((panel + 1) * SIDE) {
+            let at = row * self.stride + columns.start;
+            for line in (at..at + columns.len()).step_by(SIDE) {
+                // SAFETY: nothing is read.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_ET0>(self.out.at(line).cast());
+                    if let Some(onto) = onto {
+                        _mm_prefetch::<_MM_HINT_T0>(onto.as_ptr().wrapping_add(line).cast());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes the sums of a panel of rows in these columns, and what follows them.
     #[target_feature(enable = "avx512f")]
-    unsafe fn store(&self, sums: *const f32, rows: Range<usize>, columns: Range<usize>) {
+    unsafe fn store(&self, sums: *const f32, panel: usize, columns: &Range<usize>) {
+        // SAFETY: the same promises.
+        unsafe {
+            match &self.then {
+                None => self.store_with::<false>(sums, panel, columns, &Then::NOTHING),
+                Some(then) => self.store_with::<true>(sums, panel, columns, then),
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn store_with<const THEN: bool>(
+        &self,
+        sums: *const f32,
+        panel: usize,
+        columns: &Range<usize>,
+        then: &Then<f32>,
+    ) {
         let masks = [mask(columns.len()), mask(columns.len().saturating_sub(SIDE))];
-        let (low, high) = self.then.map_or(Clip::Nothing, |then| then.clip).bounds::<f32>();
+        let (low, high) = then.clip.bounds::<f32>();
         let (low, high) = (_mm512_set1_ps(low), _mm512_set1_ps(high));
         let part = |all: &[f32], at: usize| all[at..][..columns.len()].as_ptr();
-        let bias = self.then.and_then(|then| then.bias).map(|bias| part(bias, columns.start));
-        for (i, row) in rows.enumerate() {
-            let at = row * self.stride + columns.start;
+        let bias = then.bias.map(|bias| part(bias, columns.start));
+        for i in 0..SIDE.min(self.a.count - panel * SIDE) {
+            let at = (panel * SIDE + i) * self.stride + columns.start;
             // SAFETY: this task alone has these columns of the row.
             let to = unsafe { self.out.get(at, columns.len()) }.as_mut_ptr();
-            let onto = self.then.and_then(|then| then.onto).map(|onto| part(onto, at));
+            let onto = then.onto.map(|onto| part(onto, at));
             for (v, mask) in masks.into_iter().enumerate() {
                 // SAFETY: there are sums for every row, and masks keep to these columns in all the others.
                 unsafe {
@@ -180,13 +237,15 @@ impl Share<'_> {
                     if self.add {
                         sum = _mm512_add_ps(load(to), sum);
                     }
-                    if let Some(bias) = bias {
-                        sum = _mm512_add_ps(sum, load(bias));
-                    }
-                    // In this order what is not a number passes through.
-                    sum = _mm512_min_ps(high, _mm512_max_ps(low, sum));
-                    if let Some(onto) = onto {
-                        sum = _mm512_add_ps(sum, load(onto));
+                    if THEN {
+                        if let Some(bias) = bias {
+                            sum = _mm512_add_ps(sum, load(bias));
+                        }
+                        // In this order what is not a number passes through.
+                        sum = _mm512_min_ps(high, _mm512_max_ps(low, sum));
+                        if let Some(onto) = onto {
+                            sum = _mm512_add_ps(sum, load(onto));
+                        }
                     }
                     _mm512_mask_storeu_ps(to.wrapping_add(v * SIDE), mask, sum);
                 }
@@ -200,6 +259,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::kernels::clip::Clip;
     use crate::random::Random;
 
     fn values(count: usize, stream: u64) -> Vec<f32> {
