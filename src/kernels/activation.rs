@@ -218,7 +218,7 @@ macro_rules! each_activation {
 }
 pub(super) use each_activation;
 
-fn apply<T: Elem>(x: &[T], y: &mut [T], act: Activation) {
+pub(super) fn apply<T: Elem>(x: &[T], y: &mut [T], act: Activation) {
     vectorised!(
         T,
         || each_activation!(act, f => x.iter().zip(y).for_each(|(x, y)| *y = T::down(f.value(x.up())))),

@@ -348,7 +348,7 @@ pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::la
     let (panel_rows, panel) = (g.blocks(cells, at.batch, at.threads()).rows(), cells * g.depth());
     // The operands of a product in the type it computes in, where that is another, and what it packs.
     let copies = |values: usize| if elem == acc { 0 } else { values * acc };
-    let packed = |m, k, n, turned| packing(at.dtype, m, k, n, turned) as usize;
+    let packed = |m, k, n, turned| packing(at.dtype, (m, k, n), turned, By::Me) as usize;
     let forward_product = copies(rows * k + ng * k) + packed(rows, k, ng, false);
     let weight_product = copies(panel_rows * (panel + g.outputs)) + packed(ng, panel_rows, panel, true);
     let input_product = copies(rows * g.outputs + ng * k) + packed(rows, ng, k, false);

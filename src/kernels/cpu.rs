@@ -139,6 +139,11 @@ impl<T> Blocks<T> {
         Self(all.as_mut_ptr(), all.len())
     }
 
+    /// Where a value lies.
+    pub(super) fn at(&self, index: usize) -> *const T {
+        self.0.wrapping_add(index)
+    }
+
     /// An empty slice where the whole is empty.
     ///
     /// # Safety

@@ -275,9 +275,9 @@ pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: 
     let acc = if dtype == DType::F64 { 8 } else { 4 };
     let chunk = chunk_rows(rows, classes);
     let widening = if dtype.size_in_bytes() == acc { 0 } else { (rows * width + classes * width) * acc };
-    let scores = packing(dtype, chunk, width, classes, false);
-    let weight = packing(dtype, classes, chunk, width, true);
-    let packed = scores.max(weight).max(packing(dtype, chunk, classes, width, false));
+    let scores = packing(dtype, (chunk, width, classes), false, By::All);
+    let weight = packing(dtype, (classes, chunk, width), true, By::All);
+    let packed = scores.max(weight).max(packing(dtype, (chunk, classes, width), false, By::All));
     let judge = chunk * classes * acc + widening;
     let columns = if bias { chunk.div_ceil(cpu::rows_per_chunk(classes)) * classes * acc } else { 0 };
     let rounding = if dtype.size_in_bytes() == acc { 0 } else { chunk * width * acc };

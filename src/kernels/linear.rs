@@ -6,8 +6,9 @@ pub mod card;
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::activation::each_activation;
-use super::product::{By, Mat, multiply, multiply_rounded, packing};
+use super::activation::{apply, each_activation};
+use super::clip::Clip;
+use super::product::{By, Mat, Then, multiply, multiply_rounded, multiply_then, packing};
 use super::{Activation, Elem, Reads, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -84,11 +85,11 @@ impl Linear<'_> {
             let y = activate(&pre, self.act)?;
             return Ok((y, (self.act.reads() == Reads::Input).then_some(pre)));
         }
-        with_elem!(x.dtype(), T => self.forward_cpu::<T>(x))
+        with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, None))
     }
 
-    /// As `forward`, with `onto` added to the output, and `act` of the sum: within the product on a card where neither
-    /// has an activation.
+    /// As `forward`, with `onto` added to the output, and `act` of the sum: within the product where neither has an
+    /// activation.
     pub fn forward_onto(
         &self,
         x: &Tensor,
@@ -101,36 +102,40 @@ impl Linear<'_> {
         {
             return self.forward_card(device, x, Some(onto));
         }
+        if reference::has_body(x) && [self.act, act] == [Activation::Identity; 2] {
+            return with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, Some(onto)));
+        }
         let (y, pre) = self.forward(x)?;
         Ok((super::add::into(&y, onto, act)?, pre))
     }
 
-    fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    /// With `onto` added to the output.
+    fn forward_cpu<T: Elem>(&self, x: &Tensor, onto: Option<&Tensor>) -> Result<(Tensor, Option<Tensor>)> {
         let ((k, n), shape) = (self.sizes()?, self.output_shape(x)?);
         let (values, w) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
+        let onto = onto.map(cpu::view::<T>).transpose()?;
         let rows = values.len() / k;
-        let mut y = cpu::fresh::<T>(rows * n);
-        multiply_rounded(&mut y, Mat::new(&values, rows, k), self.matrix(&w)?, By::All);
+        let (x, w) = (Mat::new(&values, rows, k), self.matrix(&w)?);
+        let then = Then {
+            bias: bias.as_deref(),
+            clip: Clip::of(self.act).unwrap_or(Clip::Nothing),
+            onto: onto.as_deref(),
+        };
+        let mut made = cpu::fresh::<T>(rows * n);
+        match (then.bias, then.clip, then.onto) {
+            (None, Clip::Nothing, None) => multiply_rounded(&mut made, x, w, By::All),
+            _ => multiply_then(&mut made, x, w, then),
+        }
         if self.act.reads() == Reads::Input {
-            let mut pre = y;
             let mut y = cpu::fresh::<T>(rows * n);
-            y.par_chunks_mut(cpu::rows_per_chunk(n) * n)
-                .zip(pre.par_chunks_mut(cpu::rows_per_chunk(n) * n))
-                .for_each(|(y, pre)| {
-                    finish(pre, n, bias.as_deref(), Activation::Identity);
-                    vectorised!(T, || {
-                        each_activation!(self.act, f => {
-                            y.iter_mut().zip(pre).for_each(|(y, pre)| *y = T::down(f.value(pre.up())))
-                        })
-                    });
-                });
-            return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(pre, shape)?)));
+            cpu::for_rows(&mut y, 1, |start, y| apply(&made[start..][..y.len()], y, self.act));
+            return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(made, shape)?)));
         }
-        if bias.is_some() || self.act != Activation::Identity {
-            cpu::for_rows(&mut y, n, |_, rows| finish(rows, n, bias.as_deref(), self.act));
+        if Clip::of(self.act).is_none() {
+            cpu::for_rows(&mut made, n, |_, rows| finish(rows, n, None, self.act));
         }
-        Ok((cpu::tensor(y, shape)?, None))
+        Ok((cpu::tensor(made, shape)?, None))
     }
 
     /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
@@ -245,8 +250,9 @@ pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
         DType::F32 | DType::F64 => 0,
         _ => cpu::bytes(DType::F32, values),
     };
-    let output = packing(dtype, rows, k, n, false).max(packing(dtype, rows, n, k, false));
-    let weight = copies(rows * (k + n)) + packing(dtype, n, rows, k, true);
+    let packed = |sizes, turned| packing(dtype, sizes, turned, By::All);
+    let output = packed((rows, k, n), false).max(packed((rows, n, k), false));
+    let weight = copies(rows * (k + n)) + packed((n, rows, k), true);
     weight.max(copies(rows * k + k * n + rows * n) + output)
 }
 

@@ -152,21 +152,6 @@ impl Norm<'_> {
         if also.again || also.sums.is_some() {
             candle_core::bail!("only a card makes more than gradients in a pass")
         }
-        let dx = self.backward_alone(x, stats, dy, grads, want)?;
-        match (dx, also.onto) {
-            (Some(dx), Some(onto)) => add::into(&dx, onto, Activation::Identity).map(Some),
-            (dx, _) => Ok(dx),
-        }
-    }
-
-    fn backward_alone(
-        &self,
-        x: &Tensor,
-        stats: &Tensor,
-        dy: &Tensor,
-        grads: &Grads,
-        want: bool,
-    ) -> Result<Option<Tensor>> {
         if !reference::has_body(x) {
             let mut inputs = vec![x, self.weight];
             inputs.extend(self.bias);
@@ -177,10 +162,14 @@ impl Norm<'_> {
             if let (Some(into), Some(bias)) = (grads.bias, found.get(2)) {
                 reference::accumulate(into, bias)?;
             }
-            return Ok(want.then(|| found[0].clone()));
+            let dx = want.then(|| found[0].clone());
+            return match (dx, also.onto) {
+                (Some(dx), Some(onto)) => add::into(&dx, onto, Activation::Identity).map(Some),
+                (dx, _) => Ok(dx),
+            };
         }
         with_elem!(x.dtype(), T => {
-            let dx = self.backward_cpu::<T>(x, stats, dy, grads, want)?;
+            let dx = self.backward_cpu::<T>(x, stats, dy, grads, want, also.onto)?;
             want.then(|| cpu::tensor(dx, x.shape())).transpose()
         })
     }
@@ -192,7 +181,9 @@ impl Norm<'_> {
         dy: &Tensor,
         grads: &Grads,
         want: bool,
+        onto: Option<&Tensor>,
     ) -> Result<Vec<T>> {
+        let onto = onto.map(cpu::view::<T>).transpose()?;
         let (x, dy, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?, cpu::view::<T>(self.weight)?);
         let stats = cpu::view::<T::Acc>(stats)?;
         let (n, kept) = (weight.len(), self.kept());
@@ -212,7 +203,12 @@ impl Norm<'_> {
                         let mean = if self.centred { stats[0] } else { T::Acc::ZERO };
                         let scale = stats[kept - 1];
                         if want {
-                            self.row_gradient::<T>(x, dy, &weight, mean, scale, &mut dx[r * n..][..n]);
+                            let dx = &mut dx[r * n..][..n];
+                            self.row_gradient::<T>(x, dy, &weight, mean, scale, dx);
+                            if let Some(onto) = &onto {
+                                let onto = &onto[(i * rows + r) * n..][..n];
+                                dx.iter_mut().zip(onto).for_each(|(dx, o)| *dx = T::down(dx.up() + o.up()));
+                            }
                         }
                         dw.iter_mut()
                             .zip(x)

@@ -1,15 +1,24 @@
-//! Matrix products on plain slices: the one place that calls `gemm`, and a way of their own for small ones.
+//! Matrix products on plain slices: the one place that calls `gemm`, and ways of their own for small ones and for
+//! machines with a matrix unit.
 
 #[cfg(target_arch = "x86_64")]
 mod small;
+#[cfg(target_arch = "x86_64")]
+mod split;
+#[cfg(target_arch = "x86_64")]
+mod tiled;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use candle_core::DType;
 use gemm::Parallelism;
 
-use super::cpu::acc_bytes;
+use super::clip::{Clip, clip};
+use super::cpu::{acc_bytes, for_rows};
 #[cfg(target_arch = "x86_64")]
 use super::elem::{Vectors, vectors};
 use super::{Elem, Real};
+use crate::vectorised;
 
 /// A matrix over a slice: element (i, j) is at `i * row + j * col`.
 #[derive(Clone, Copy)]
@@ -56,18 +65,65 @@ pub enum By {
     Me,
 }
 
+/// What follows the sums of a product: `clip(sum + bias) + onto`.
+#[derive(Clone, Copy)]
+pub struct Then<'a, R> {
+    /// A value for each column.
+    pub bias: Option<&'a [R]>,
+    pub clip: Clip,
+    /// Laid out as the result.
+    pub onto: Option<&'a [R]>,
+}
+
+impl<T: Elem> Then<'_, T> {
+    pub const NOTHING: Self = Self { bias: None, clip: Clip::Nothing, onto: None };
+
+    /// Finishes whole rows of `n` sums, of which the first is number `first`.
+    fn finish(&self, rows: &mut [T], first: usize, n: usize) {
+        let bounds = self.clip.bounds();
+        vectorised!(T, || {
+            for (i, row) in rows.chunks_exact_mut(n).enumerate() {
+                match self.bias {
+                    Some(bias) => row
+                        .iter_mut()
+                        .zip(bias)
+                        .for_each(|(v, b)| *v = T::down(clip(v.up() + b.up(), bounds))),
+                    None => row.iter_mut().for_each(|v| *v = T::down(clip(v.up(), bounds))),
+                }
+                if let Some(onto) = self.onto {
+                    let onto = &onto[(first + i) * n..][..n];
+                    row.iter_mut().zip(onto).for_each(|(v, o)| *v = T::down(v.up() + o.up()));
+                }
+            }
+        });
+    }
+}
+
 /// `out = a b`, or `out += a b` with `add`; `out` is row-major with rows `stride` apart.
 pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>, add: bool, by: By) {
+    product::<T>(out, stride, a, b, add, by, None);
+}
+
+/// As [`multiply`]; says whether `then` was done too.
+fn product<T: Elem>(
+    out: &mut [T::Acc],
+    stride: usize,
+    a: Mat<T>,
+    b: Mat<T>,
+    add: bool,
+    by: By,
+    then: Option<Then<T::Acc>>,
+) -> bool {
     let (a_data, b_data) = (T::widened(a.data), T::widened(b.data));
     let (a, b) = (a.of(&a_data), b.of(&b_data));
     let (m, k, n) = (a.rows, a.cols, b.cols);
     assert_eq!(k, b.rows, "inner sizes of a product");
     if m == 0 || n == 0 {
-        return;
+        return true;
     }
     assert!(out.len() >= (m - 1) * stride + n, "a product outside its slice");
-    if by == By::Me && T::Acc::multiply_small(out, stride, a, b, add) {
-        return;
+    if T::Acc::multiply_faster(out, stride, a, b, add, by, then) {
+        return true;
     }
     let parallelism = if by == By::All { Parallelism::Rayon(0) } else { Parallelism::None };
     // SAFETY: the three asserts above and those of `Mat` keep every access inside its slice.
@@ -94,25 +150,45 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
             parallelism,
         )
     }
+    then.is_none()
 }
 
-/// Makes a product that one thread works on without `gemm`, where that is faster; says whether it did. Debug
-/// builds never do: there only dependencies are optimised.
+/// Makes a product, and what comes then, without `gemm`, where that is faster; says whether it did.
 #[inline]
-pub(super) fn small(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool) -> bool {
+pub(super) fn faster(
+    out: &mut [f32],
+    stride: usize,
+    a: Mat<f32>,
+    b: Mat<f32>,
+    add: bool,
+    by: By,
+    then: Option<Then<f32>>,
+) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if cfg!(not(debug_assertions)) && vectors() == Vectors::V4 && small::takes(a.rows, a.cols, b.cols) {
-        // SAFETY: AVX-512 was found, and `multiply` has checked every size.
-        unsafe { small::multiply(out, stride, a, b, add) };
+    if vectors() == Vectors::V4 {
+        let sizes = (a.rows, a.cols, b.cols);
+        // SAFETY: AVX-512 was found, the unit where it is used, and `multiply` has checked every size.
+        match by {
+            By::Me if then.is_none() && small::takes(sizes) => unsafe {
+                small::multiply(out, stride, a, b, add)
+            },
+            By::All if tiled::takes(sizes) => unsafe { tiled::multiply(out, stride, a, b, add, then) },
+            _ => return false,
+        }
         return true;
     }
-    let _ = (out, stride, a, b, add);
+    let _ = (out, stride, a, b, add, by, then);
     false
 }
 
 /// Bytes that [`multiply`] packs operands into while it makes an (m, n) matrix over `k`; `turned` where `a` is a
 /// transpose. What each thread keeps for good is not in it: `memory::estimate::PACKING`.
-pub fn packing(dtype: DType, m: usize, k: usize, n: usize, turned: bool) -> u64 {
+pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by: By) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if by == By::All && acc_bytes(dtype) == 4 && vectors() == Vectors::V4 && tiled::takes((m, k, n)) {
+        return tiled::packing(k, n) as u64;
+    }
+    let _ = by;
     // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs
     // slices of at most so many of the inner sums, `a` where its rows are long strides and `b` where it is narrow.
     const DEPTH: usize = 512;
@@ -135,5 +211,25 @@ pub fn multiply_rounded<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, by: By) {
             multiply(&mut wide, n, a, b, false, by);
             out.iter_mut().zip(wide).for_each(|(o, w)| *o = T::down(w));
         }
+    }
+}
+
+/// As [`multiply_rounded`] by all threads, and what comes `then`: where the product allows it as the sums are made,
+/// while they are near.
+pub fn multiply_then<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, then: Then<T>) {
+    let n = b.cols;
+    let done = match T::as_acc_mut(out) {
+        Some(out) => {
+            let (bias, onto) = (then.bias.map(T::widened), then.onto.map(T::widened));
+            let then = Then { bias: bias.as_deref(), clip: then.clip, onto: onto.as_deref() };
+            product::<T>(out, n, a, b, false, By::All, Some(then))
+        }
+        None => {
+            multiply_rounded(out, a, b, By::All);
+            false
+        }
+    };
+    if !done {
+        for_rows(out, n, |first, rows| then.finish(rows, first, n));
     }
 }

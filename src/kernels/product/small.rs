@@ -17,9 +17,9 @@ const DEPTH: usize = 256;
 /// Multiplications above which `gemm` is at least as fast.
 const SMALL: usize = 1 << 26;
 
-/// Whether an (m, n) matrix over `k` is made here.
-pub(super) fn takes(m: usize, k: usize, n: usize) -> bool {
-    k > 0 && m.saturating_mul(k).saturating_mul(n) <= SMALL
+/// Whether an (m, n) matrix over `k` is made here. Debug builds never do: there only dependencies are optimised.
+pub(super) fn takes((m, k, n): (usize, usize, usize)) -> bool {
+    cfg!(not(debug_assertions)) && k > 0 && m.saturating_mul(k).saturating_mul(n) <= SMALL
 }
 
 /// `out = a b`, or `out += a b` with `add`.
@@ -91,7 +91,7 @@ unsafe fn panels(o: Operands, m: usize, k: usize, n: usize, out: *mut f32, strid
 }
 
 /// The first `count` of a vector's values, at most all.
-fn mask(count: usize) -> __mmask16 {
+pub(super) fn mask(count: usize) -> __mmask16 {
     if count >= LANES { !0 } else { (1 << count) - 1 }
 }
 
@@ -128,7 +128,7 @@ unsafe fn pack(b: *const f32, row: usize, col: usize, depth: usize, cols: usize,
 /// The transpose of a square of vectors: pairs, then fours, then quarters are exchanged.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn turned(rows: [__m512; LANES]) -> [__m512; LANES] {
+pub(super) fn turned(rows: [__m512; LANES]) -> [__m512; LANES] {
     let mut pairs = rows;
     for i in (0..LANES).step_by(2) {
         pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);

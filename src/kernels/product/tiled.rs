@@ -1,0 +1,384 @@
+//! Products by the matrix unit, which all threads share, in f32.
+//!
+//! The right operand is split and packed once for all threads, a slice of the inner sums at a time. A thread packs a few
+//! panels of rows to its stack and makes the tiles of these rows, each from the slice's first inner sum to its last: no
+//! value depends on who made it or on how the rows are shared out.
+
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::super::cpu::Blocks;
+use super::small::mask;
+use super::split::Lines;
+use super::tiles::{self, DEPTH, SIDE, STEP, Unit, WIDTH};
+use super::{Mat, Then};
+
+/// Steps of a slice of the inner sums, at most.
+const STEPS: usize = 16;
+/// Steps that are made at once of a tile, so that what is packed for them stays in the first-level cache: 12 KiB of
+/// rows, 24 KiB of columns.
+const NEAR: usize = 4;
+/// Panels of rows that a thread packs at once, at most: 384 KiB, a fifth of a second-level cache.
+const PANELS: usize = 8;
+/// Panels of columns that meet them at once.
+const PAIR: usize = WIDTH / SIDE;
+/// The fewest rows, columns and inner sums that are worth the packing.
+const LEAST: usize = 48;
+
+/// What is packed of a panel for [`DEPTH`] inner sums.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Step([u8; STEP]);
+
+/// The sums of the panels in hand, row after row.
+#[repr(C, align(64))]
+struct Sums([[[f32; WIDTH]; SIDE]; PANELS]);
+
+impl Sums {
+    /// The sums of a panel.
+    ///
+    /// # Safety
+    /// There are [`PANELS`] of them.
+    unsafe fn of(all: *mut Self, panel: usize) -> *mut f32 {
+        // SAFETY: as promised.
+        unsafe { (&raw mut (*all).0).cast::<f32>().add(panel * SIDE * WIDTH) }
+    }
+}
+
+/// Whether an (m, n) matrix over `k` is made here: large enough, and not mostly what tiles are filled up with. Debug
+/// builds never do: there only dependencies are optimised.
+pub(super) fn takes((m, k, n): (usize, usize, usize)) -> bool {
+    let filled = |size: usize, to: usize| size.next_multiple_of(to) as f64 / size as f64;
+    cfg!(not(debug_assertions))
+        && m.min(k).min(n) >= LEAST
+        && filled(m, SIDE) * filled(k, DEPTH) * filled(n, SIDE) < 1.3
+        && tiles::there()
+}
+
+/// Steps of each slice of `k` inner sums, and slices.
+fn slices(k: usize) -> (usize, usize) {
+    let steps = k.div_ceil(DEPTH);
+    let count = steps.div_ceil(STEPS);
+    (steps.div_ceil(count), count)
+}
+
+/// Bytes that are packed for a product with `n` columns over `k` inner sums.
+pub(super) fn packing(k: usize, n: usize) -> usize {
+    slices(k).0 * n.div_ceil(SIDE) * STEP
+}
+
+/// `out = a b`, or `out += a b` with `add`, and what comes `then`.
+///
+/// # Safety
+/// [`takes`] these sizes, the operands lie inside their slices, and `out` has room for every (i, j) at
+/// `i * stride + j`.
+pub(super) unsafe fn multiply(
+    out: &mut [f32],
+    stride: usize,
+    a: Mat<f32>,
+    b: Mat<f32>,
+    add: bool,
+    then: Option<Then<f32>>,
+) {
+    let (m, k, n) = (a.rows, a.cols, b.cols);
+    let (steps, count) = slices(k);
+    let (rows, columns) = (m.div_ceil(SIDE), n.div_ceil(SIDE));
+    let mut room = Vec::<MaybeUninit<Step>>::with_capacity(columns * steps);
+    // SAFETY: the capacity is there, and what is not initialised is a value of this type.
+    unsafe { room.set_len(columns * steps) };
+    // A few tasks for each thread, of rows alone where there are enough of them.
+    let wanted = 4 * rayon::current_num_threads();
+    let tall = rows.div_ceil(wanted).clamp(1, PANELS);
+    let across = (wanted / rows.div_ceil(tall)).clamp(1, columns.div_ceil(8));
+    let out = Blocks::new(out);
+    let b = Lines { data: b.data.as_ptr(), count: n, line: b.col, inner: b.row };
+    for slice in 0..count {
+        let from = slice * steps * DEPTH;
+        let inner = from..k.min(from + steps * DEPTH);
+        room.par_chunks_mut(steps).enumerate().with_min_len(4).for_each(|(panel, to)| {
+            // SAFETY: as promised; a panel has room for the steps of a slice.
+            unsafe { b.pack(panel * SIDE, inner.clone(), true, to.as_mut_ptr().cast()) }
+        });
+        let share = Share {
+            a: Lines { data: a.data.as_ptr(), count: m, line: a.row, inner: a.col },
+            inner: inner.clone(),
+            packed: &room,
+            panel: steps,
+            out: &out,
+            stride,
+            columns: n,
+            add: add || slice > 0,
+            then: then.filter(|_| slice + 1 == count),
+        };
+        (0..rows.div_ceil(tall) * across).into_par_iter().for_each(|task| {
+            let (high, wide) = (task / across, task % across);
+            let rows = high * tall..rows.min((high + 1) * tall);
+            // SAFETY: as promised, and no two tasks have a panel of rows and one of columns in common.
+            unsafe { share.make(rows, columns * wide / across..columns * (wide + 1) / across) }
+        });
+    }
+}
+
+/// What a thread needs to know of a slice of a product.
+struct Share<'a> {
+    a: Lines,
+    /// The slice of the inner sums.
+    inner: Range<usize>,
+    /// The right operand, panel after panel, each of so many steps.
+    packed: &'a [MaybeUninit<Step>],
+    panel: usize,
+    out: &'a Blocks<f32>,
+    stride: usize,
+    /// Columns of the result.
+    columns: usize,
+    add: bool,
+    then: Option<Then<'a, f32>>,
+}
+
+impl Share<'_> {
+    /// Makes the results of panels of rows, at most [`PANELS`], and of columns.
+    unsafe fn make(&self, rows: Range<usize>, columns: Range<usize>) {
+        let steps = self.inner.len().div_ceil(DEPTH);
+        let mut panels = MaybeUninit::<[Step; PANELS * STEPS]>::uninit();
+        let mut sums = MaybeUninit::<[Sums; 2]>::uninit();
+        let (panels, sums) = (panels.as_mut_ptr().cast::<Step>(), sums.as_mut_ptr().cast::<Sums>());
+        let mut last = sums;
+        // SAFETY: as promised to `multiply`; panels and sums have room for this many rows.
+        unsafe {
+            for (i, row) in rows.clone().enumerate() {
+                self.a.pack(row * SIDE, self.inner.clone(), false, panels.add(i * steps).cast());
+            }
+            let unit = Unit::new();
+            let mut waiting = None;
+            for (turn, column) in columns.clone().step_by(PAIR).enumerate() {
+                let (now, before) = (sums.add(turn % 2), sums.add((turn + 1) % 2));
+                // Where a single panel is left it stands for both; what the second makes is not stored.
+                let pair = [column, (column + 1).min(columns.end - 1)]
+                    .map(|c| self.packed.as_ptr().add(c * self.panel));
+                let span = column * SIDE..self.columns.min((column + PAIR).min(columns.end) * SIDE);
+                for near in (0..steps).step_by(NEAR) {
+                    for (i, row) in rows.clone().enumerate() {
+                        let a = panels.add(i * steps + near).cast();
+                        let b = pair.map(|b| b.add(near).cast());
+                        unit.sums(a, b, NEAR.min(steps - near), Sums::of(now, i), near > 0);
+                        // The sums before these are stored while the unit works, and these sums' places come near.
+                        if near == 0 {
+                            self.fetch(row, &span);
+                            if let Some(waiting) = &waiting {
+                                self.store(Sums::of(before, i), row, waiting);
+                            }
+                        }
+                    }
+                }
+                (waiting, last) = (Some(span), now);
+            }
+            if let Some(waiting) = &waiting {
+                rows.enumerate().for_each(|(i, row)| self.store(Sums::of(last, i), row, waiting));
+            }
+        }
+    }
+
+    /// Brings near what [`Share::store`] will read and write, which no prefetcher of the machine foresees.
+    fn fetch(&self, panel: usize, columns: &Range<usize>) {
+        let onto = self.then.and_then(|then| then.onto);
+        for row in panel * SIDE..self.a.count.min((panel + 1) * SIDE) {
+            let at = row * self.stride + columns.start;
+            for line in (at..at + columns.len()).step_by(SIDE) {
+                // SAFETY: nothing is read.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_ET0>(self.out.at(line).cast());
+                    if let Some(onto) = onto {
+                        _mm_prefetch::<_MM_HINT_T0>(onto.as_ptr().wrapping_add(line).cast());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes the sums of a panel of rows in these columns, and what follows them.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store(&self, sums: *const f32, panel: usize, columns: &Range<usize>) {
+        // SAFETY: the same promises.
+        unsafe {
+            match &self.then {
+                None => self.store_with::<false>(sums, panel, columns, &Then::NOTHING),
+                Some(then) => self.store_with::<true>(sums, panel, columns, then),
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn store_with<const THEN: bool>(
+        &self,
+        sums: *const f32,
+        panel: usize,
+        columns: &Range<usize>,
+        then: &Then<f32>,
+    ) {
+        let masks = [mask(columns.len()), mask(columns.len().saturating_sub(SIDE))];
+        let (low, high) = then.clip.bounds::<f32>();
+        let (low, high) = (_mm512_set1_ps(low), _mm512_set1_ps(high));
+        let part = |all: &[f32], at: usize| all[at..][..columns.len()].as_ptr();
+        let bias = then.bias.map(|bias| part(bias, columns.start));
+        for i in 0..SIDE.min(self.a.count - panel * SIDE) {
+            let at = (panel * SIDE + i) * self.stride + columns.start;
+            // SAFETY: this task alone has these columns of the row.
+            let to = unsafe { self.out.get(at, columns.len()) }.as_mut_ptr();
+            let onto = then.onto.map(|onto| part(onto, at));
+            for (v, mask) in masks.into_iter().enumerate() {
+                // SAFETY: there are sums for every row, and masks keep to these columns in all the others.
+                unsafe {
+                    let load = |from: *const f32| _mm512_maskz_loadu_ps(mask, from.wrapping_add(v * SIDE));
+                    let mut sum = _mm512_load_ps(sums.add(i * WIDTH + v * SIDE));
+                    if self.add {
+                        sum = _mm512_add_ps(load(to), sum);
+                    }
+                    if THEN {
+                        if let Some(bias) = bias {
+                            sum = _mm512_add_ps(sum, load(bias));
+                        }
+                        // In this order what is not a number passes through.
+                        sum = _mm512_min_ps(high, _mm512_max_ps(low, sum));
+                        if let Some(onto) = onto {
+                            sum = _mm512_add_ps(sum, load(onto));
+                        }
+                    }
+                    _mm512_mask_storeu_ps(to.wrapping_add(v * SIDE), mask, sum);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::kernels::clip::Clip;
+    use crate::random::Random;
+
+    fn values(count: usize, stream: u64) -> Vec<f32> {
+        (0..count).map(|i| Random::new(7, stream).normal(i as u64) as f32).collect()
+    }
+
+    fn laid(data: &[f32], rows: usize, cols: usize, turned: bool) -> Mat<'_, f32> {
+        if turned { Mat::new(data, cols, rows).t() } else { Mat::new(data, rows, cols) }
+    }
+
+    fn at(m: &Mat<f32>, i: usize, j: usize) -> f32 {
+        m.data[i * m.row + j * m.col]
+    }
+
+    /// Where there is no unit the tests say so.
+    fn skipped() -> bool {
+        if !tiles::there() {
+            println!("skipped: this machine has no matrix unit that may be used");
+        }
+        !tiles::there()
+    }
+
+    fn product(x: Mat<f32>, y: Mat<f32>) -> Vec<f32> {
+        let mut out = vec![0.0; x.rows * y.cols];
+        // SAFETY: the unit is there, AVX-512 with it, and `out` has room.
+        unsafe { multiply(&mut out, y.cols, x, y, false, None) };
+        out
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        /// Against sums in f64, over every direction of the operands, odd sizes and strides, several slices; what lies
+        /// between the rows of the result is left alone, and what comes then is done once with every value.
+        #[test]
+        fn products_are_right(m in 1usize..200, k in 1usize..1200, n in 1usize..150, turn_a: bool, turn_b: bool, add: bool, then: bool, gap in 0usize..9) {
+            if skipped() {
+                return Ok(());
+            }
+            let (a, b, stride) = (values(m * k, 1), values(k * n, 2), n + gap);
+            let before = values(m * stride, 3);
+            let mut out = before.clone();
+            let (x, y) = (laid(&a, m, k, turn_a), laid(&b, k, n, turn_b));
+            let (bias, onto) = (values(n, 4), values(m * stride, 5));
+            let follows = Then { bias: Some(&bias), clip: Clip::Relu6, onto: Some(&onto) };
+            // SAFETY: the unit is there and `out` has `m` rows of `stride`.
+            unsafe { multiply(&mut out, stride, x, y, add, then.then_some(follows)) };
+            for i in 0..m {
+                for j in 0..stride {
+                    let (was, is) = (before[i * stride + j], out[i * stride + j]);
+                    if j >= n {
+                        prop_assert_eq!(was, is);
+                        continue;
+                    }
+                    let terms = (0..k).map(|p| at(&x, i, p) as f64 * at(&y, p, j) as f64);
+                    let (sum, size) = terms.fold((0.0, 1.0), |(s, l), t| (s + t, l + t.abs()));
+                    let sum = sum + if add { was as f64 } else { 0.0 };
+                    let wanted = match then {
+                        true => (sum + bias[j] as f64).clamp(0.0, 6.0) + onto[i * stride + j] as f64,
+                        false => sum,
+                    };
+                    prop_assert!((is as f64 - wanted).abs() <= 1e-6 * size, "{} {} at {} {}", is, wanted, i, j);
+                }
+            }
+        }
+    }
+
+    /// The unit multiplies in bf16; the result is as near to the exact one as sums in f32 are.
+    #[test]
+    fn errors_are_those_of_f32() {
+        if skipped() {
+            return;
+        }
+        let (m, k, n) = (64, 700, 64);
+        let (a, b) = (values(m * k, 1), values(k * n, 2));
+        let (x, y) = (Mat::new(&a, m, k), Mat::new(&b, k, n));
+        let out = product(x, y);
+        let (mut ours, mut plain) = (0.0, 0.0);
+        for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+            let exact: f64 = (0..k).map(|p| at(&x, i, p) as f64 * at(&y, p, j) as f64).sum();
+            let f32_sum = (0..k).fold(0f32, |sum, p| at(&x, i, p).mul_add(at(&y, p, j), sum));
+            ours += (out[i * n + j] as f64 - exact).powi(2);
+            plain += (f32_sum as f64 - exact).powi(2);
+        }
+        assert!(ours <= plain, "{ours} {plain}");
+    }
+
+    #[test]
+    fn the_bits_do_not_depend_on_the_threads() {
+        if skipped() {
+            return;
+        }
+        let (a, b) = (values(333 * 600, 1), values(600 * 200, 2));
+        let by = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| product(Mat::new(&a, 333, 600), Mat::new(&b, 600, 200)))
+        };
+        let one = by(1);
+        for threads in [2, 3, 16] {
+            assert!(
+                one.iter().zip(by(threads)).all(|(a, b)| a.to_bits() == b.to_bits()),
+                "{threads} threads"
+            );
+        }
+    }
+
+    /// A loss that grows without bound must be seen: what is not finite makes its row or column not a number.
+    #[test]
+    fn what_is_not_finite_is_not_lost() {
+        if skipped() {
+            return;
+        }
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7fff_ffff)] {
+            let (mut a, b) = (values(64 * 64, 1), values(64 * 64, 2));
+            a[5 * 64 + 17] = bad;
+            let out = product(Mat::new(&a, 64, 64), Mat::new(&b, 64, 64));
+            for (i, row) in out.chunks(64).enumerate() {
+                assert_eq!(row.iter().all(|v| !v.is_finite()), i == 5, "{bad} in row {i}");
+            }
+        }
+    }
+}

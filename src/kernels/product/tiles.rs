@@ -1,0 +1,159 @@
+//! The matrix unit (AMX) of newer x86 processors: whether it may be used, and a block of a product by it.
+//!
+//! It multiplies tiles of bf16 and adds up in f32. A value of f32 is exactly the sum of three values of bf16 (see
+//! `split`), and of the nine products of two such sums the six largest are made: what is left out is
+//! 2^-23 of a product at most, as much as rounding it to f32 would take. A tile's 32 products are added up apart
+//! before they meet the running sum, so the sums are rounded less often than one by one.
+
+use std::arch::asm;
+use std::sync::OnceLock;
+
+/// Rows and columns of a tile of sums.
+pub(super) const SIDE: usize = 16;
+/// Columns of sums that are made at once.
+pub(super) const WIDTH: usize = 2 * SIDE;
+/// Inner sums of a tile.
+pub(super) const DEPTH: usize = 32;
+/// Bytes of a panel (of [`SIDE`] rows or columns) for [`DEPTH`] inner sums: a tile for each part, the largest first.
+pub(super) const STEP: usize = 3 * 1024;
+
+/// Whether the unit is there and the system lets this process use it; asked once.
+pub(super) fn there() -> bool {
+    static THERE: OnceLock<bool> = OnceLock::new();
+    *THERE.get_or_init(|| has_unit() && allowed())
+}
+
+/// Its tiles and their products of bf16.
+fn has_unit() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    // Bits of products of bf16 and of the tiles themselves.
+    const BOTH: u32 = 1 << 22 | 1 << 24;
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & BOTH == BOTH
+}
+
+/// Linux keeps room for the tiles of a thread only in processes that ask for it; one that knows nothing of them refuses.
+#[cfg(target_os = "linux")]
+fn allowed() -> bool {
+    const ARCH_PRCTL: isize = 158;
+    const REQUEST: usize = 0x1023;
+    const TILE_DATA: usize = 18;
+    let answer: isize;
+    // SAFETY: this call reads its two numbers and no memory; the kernel overwrites rcx and r11.
+    unsafe {
+        asm!("syscall", inlateout("rax") ARCH_PRCTL => answer, in("rdi") REQUEST, in("rsi") TILE_DATA,
+            out("rcx") _, out("r11") _, options(nostack))
+    };
+    answer == 0
+}
+
+#[cfg(not(target_os = "linux"))]
+fn allowed() -> bool {
+    false
+}
+
+/// The unit, ready for use by this thread until dropped.
+pub(super) struct Unit(std::marker::PhantomData<*const ()>);
+
+/// Tiles in use.
+const TILES: usize = 5;
+
+#[repr(C, align(64))]
+struct Shapes {
+    palette: u8,
+    start: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl Unit {
+    /// # Safety
+    /// The unit is [`there`].
+    pub(super) unsafe fn new() -> Self {
+        let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
+        row_bytes[..TILES].fill(64);
+        rows[..TILES].fill(16);
+        let shapes = Shapes { palette: 1, start: 0, reserved: [0; 14], row_bytes, rows };
+        // SAFETY: palette 1 has eight tiles of up to 16 rows of 64 bytes.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &shapes, options(nostack, readonly)) };
+        Self(std::marker::PhantomData)
+    }
+
+    /// Makes, or with `add` adds to, the sums of a panel of rows and two of columns over `steps` times [`DEPTH`] inner
+    /// sums: [`SIDE`] rows of [`WIDTH`].
+    ///
+    /// # Safety
+    /// There is a step at least, the panels have `steps` times [`STEP`] bytes, and `sums` has room, all aligned to 64.
+    #[inline]
+    pub(super) unsafe fn sums(
+        &self,
+        rows: *const u8,
+        columns: [*const u8; 2],
+        steps: usize,
+        sums: *mut f32,
+        add: bool,
+    ) {
+        // Tiles 0 and 1 are sums, 2 rows, 3 and 4 columns. Eight would save a third of the loads; but where another thread
+        // shares the core, few results can wait beside the tiles in use, and with eight in use each product would wait
+        // for the one before. Parts follow each other so that one side changes at a time, the largest product last.
+        // SAFETY: the panels are as long as promised, and `sums` has room for two tiles.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "test {add}, {add}",
+                "jz 2f",
+                "tileloadd tmm0, [{sums} + {stride}]",
+                "tileloadd tmm1, [{sums} + {stride} + 64]",
+                "2:",
+                "tileloadd tmm2, [{a} + {s} + 2048]",
+                "tileloadd tmm3, [{b} + {s}]",
+                "tdpbf16ps tmm0, tmm2, tmm3",
+                "tileloadd tmm4, [{c} + {s}]",
+                "tdpbf16ps tmm1, tmm2, tmm4",
+                "tileloadd tmm2, [{a} + {s} + 1024]",
+                "tdpbf16ps tmm0, tmm2, tmm3",
+                "tdpbf16ps tmm1, tmm2, tmm4",
+                "tileloadd tmm3, [{b} + {s} + 1024]",
+                "tdpbf16ps tmm0, tmm2, tmm3",
+                "tileloadd tmm4, [{c} + {s} + 1024]",
+                "tdpbf16ps tmm1, tmm2, tmm4",
+                "tileloadd tmm2, [{a} + {s}]",
+                "tdpbf16ps tmm0, tmm2, tmm3",
+                "tdpbf16ps tmm1, tmm2, tmm4",
+                "tileloadd tmm3, [{b} + {s} + 2048]",
+                "tdpbf16ps tmm0, tmm2, tmm3",
+                "tileloadd tmm4, [{c} + {s} + 2048]",
+                "tdpbf16ps tmm1, tmm2, tmm4",
+                "tileloadd tmm3, [{b} + {s}]",
+                "tdpbf16ps tmm0, tmm2, tmm3",
+                "tileloadd tmm4, [{c} + {s}]",
+                "tdpbf16ps tmm1, tmm2, tmm4",
+                "add {a}, {step}",
+                "add {b}, {step}",
+                "add {c}, {step}",
+                "dec {n}",
+                "jnz 2b",
+                "tilestored [{sums} + {stride}], tmm0",
+                "tilestored [{sums} + {stride} + 64], tmm1",
+                a = inout(reg) rows => _,
+                b = inout(reg) columns[0] => _,
+                c = inout(reg) columns[1] => _,
+                n = inout(reg) steps => _,
+                s = in(reg) 64usize,
+                sums = in(reg) sums,
+                stride = in(reg) 4 * WIDTH,
+                add = in(reg) add as usize,
+                step = const STEP,
+                options(nostack),
+            )
+        }
+    }
+}
+
+impl Drop for Unit {
+    fn drop(&mut self) {
+        // SAFETY: nothing of the tiles is wanted any more; the next switch of threads need not keep them.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
