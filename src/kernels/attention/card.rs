@@ -131,14 +131,15 @@ impl Attention<'_> {
         let (batch, lengths) = (tensors[0].dim(0)?, self.seen_lengths(device)?);
         let at_once = if self.mask.is_some() { SAMPLES } else { batch.max(1) };
         for first in (0..batch).step_by(at_once) {
-            let part = |tensor: &Tensor| tensor.narrow(0, first, at_once.min(batch - first));
+            let some = at_once.min(batch - first);
+            let part = |tensor: &Tensor| tensor.narrow(0, first, some);
             let mut at = [std::ptr::null_mut(); N];
             for (at, tensor) in at.iter_mut().zip(tensors) {
                 *at = pointer(&part(tensor)?)?;
             }
             let lengths = lengths.as_ref().map(part).transpose()?;
             let (keys, threshold, kept_scale) = match &self.mask {
-                Some(mask) => (mask.keys[first..].as_ptr(), mask.threshold as u32, mask.scale),
+                Some(mask) => (mask.keys[first..first + some].as_ptr(), mask.threshold as u32, mask.scale),
                 None => (std::ptr::null(), 0, 1.0),
             };
             let (shape, lengths) = (self.shape(&part(tensors[0])?)?, pointer_or_null(lengths.as_ref())?);

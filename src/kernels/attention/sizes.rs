@@ -44,10 +44,13 @@ impl Sizes {
     pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool, masked: bool) -> (u64, u64) {
         // The projections with their queries and keys turned, made anew in each pass.
         let turned = if rotary { cpu::bytes(dtype, batch * self.length * self.packed()) } else { 0 };
-        let (forward, backward) = if self.narrow(dtype) && !masked {
-            (FUSED_REST, self.samples_at_once(batch) * self.fused_bytes() + FUSED_REST)
+        let fused = self.narrow(dtype);
+        // An evaluation drops nothing, so that cuDNN makes it for a model with dropout too.
+        let forward = if fused { FUSED_REST } else { 0 };
+        let backward = if fused && !masked {
+            self.samples_at_once(batch) * self.fused_bytes() + FUSED_REST
         } else {
-            (0, batch * self.heads * self.length * cpu::acc_bytes(dtype))
+            batch * self.heads * self.length * cpu::acc_bytes(dtype)
         };
         (turned + forward as u64, turned + backward as u64)
     }
@@ -102,6 +105,8 @@ mod tests {
         ] {
             let sizes = Sizes { length, heads, kv_heads, head };
             assert_eq!(sizes.card_workspace(DType::BF16, batch, false, false), (256, asked), "{sizes:?}");
+            let rows = (batch * heads * length * 4) as u64;
+            assert_eq!(sizes.card_workspace(DType::BF16, batch, false, true), (256, rows), "{sizes:?}");
         }
     }
 
