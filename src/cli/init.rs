@@ -17,7 +17,7 @@ macro_rules! template {
 }
 
 /// A template's name, what it is, and the file in `configs/` that it is.
-const TEMPLATES: [(&str, &str, &str); 14] = [
+const TEMPLATES: [(&str, &str, &str); 15] = [
     template!("quickstart", "a small convolutional network on generated pictures"),
     template!("mlp", "a perceptron on generated pictures"),
     template!("layers", "a network declared layer by layer"),
@@ -32,6 +32,7 @@ const TEMPLATES: [(&str, &str, &str); 14] = [
     template!("signs", "pictures in folders named by class"),
     template!("housing", "house prices of California from a csv file"),
     template!("shakespeare", "characters of a text file, in nanoGPT's CPU setting"),
+    template!("shakespeare-card", "the same, in nanoGPT's GPU setting"),
 ];
 
 /// Write a commented, runnable job to start from
@@ -57,7 +58,7 @@ impl Init {
     pub fn run(&self) -> anyhow::Result<Exit> {
         if self.list {
             for (name, about, _) in TEMPLATES {
-                say(format_args!("{name:<13} {about}"))?;
+                say(format_args!("{name:<16} {about}"))?;
             }
             return Ok(Exit::Done);
         }
