@@ -7,10 +7,13 @@ use candle_core::Device;
 
 use crate::units::Bytes;
 
-/// Bytes of a pool beside those of its tensors, at most: the driver adds to it in pieces of 32 MiB and cannot fill them
-/// all. Of the jobs tried with CUDA 13.0 on an H200, from 34 MiB to 8 GiB, none needed more; one of 24 GiB did, and was retried.
+/// Bytes of a pool beside those of its `tensors`, at most: the driver adds to it in pieces of 32 MiB and cannot fill them
+/// all, and a large tensor may find no room in one piece. With CUDA 13.0 on an H200, 96 MiB were enough for jobs of 34 MiB to
+/// 8 GiB; one of 24 GiB needed more than 305 MiB and no more than 561, where this gives 614.
 #[cfg(feature = "cuda")]
-const PIECES: u64 = 96 << 20;
+fn pieces(tensors: u64) -> u64 {
+    (tensors / 40).max(96 << 20)
+}
 
 /// What may go wrong before there is a card to compute on.
 #[derive(Debug, thiserror::Error)]
@@ -131,7 +134,8 @@ mod with_cuda {
         /// others have it already, what is left comes when it is asked for, as without.
         pub fn claim(&self, bytes: u64) -> candle_core::Result<()> {
             let Device::Cuda(cuda) = &self.device else { return Ok(()) };
-            match crate::kernels::cuda::scratch(cuda, (bytes.min(self.limit) + PIECES) as usize) {
+            let tensors = bytes.min(self.limit);
+            match crate::kernels::cuda::scratch(cuda, (tensors + pieces(tensors)) as usize) {
                 Err(error) if !crate::kernels::cuda::is_out_of_memory(&error) => return Err(error),
                 claimed => drop(claimed),
             }
@@ -161,7 +165,7 @@ mod with_cuda {
                 props.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
                 props.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
                 props.location.id = ordinal as i32;
-                props.maxSize = (limit + PIECES) as usize;
+                props.maxSize = (limit + pieces(limit)) as usize;
                 told("a memory pool", sys::cuMemPoolCreate(&mut pool, &props))?;
                 told("the memory pool", sys::cuDeviceSetMemPool(device, pool))?;
             } else {
