@@ -8,7 +8,6 @@
 #include <mutex>
 #include <map>
 #include <tuple>
-#include <vector>
 
 #include "device.cuh"
 
@@ -51,8 +50,6 @@ struct Products {
 constexpr int NAMED = 8, RUNS = 3;
 // Operations below which a product is too short to be worth finding the best of them.
 constexpr double SHORT = 1e9;
-// Bytes of a matrix that is added to beyond which keeping it aside meanwhile takes too long.
-constexpr int64_t LARGE = 16 << 20;
 
 cudaDataType_t kind(int type) {
     switch (type) {
@@ -119,22 +116,6 @@ int digest_of(Products &products, const Asked &q, unsigned long long *out, cudaS
     return cudaStreamSynchronize(stream);
 }
 
-// A matrix as it was, on the host, where it is added to what is there: it can be made again any number of times.
-struct Before {
-    const Asked &q;
-    size_t width;
-    std::vector<char> values;
-
-    Before(const Asked &q) : q(q), width(size_t(q.n) * (q.out_type == F32 ? 4 : 2)), values(q.c == q.d ? q.m * width : 0) {}
-    size_t pitch() const { return width / q.n * q.d_stride; }
-    bool keep() {
-        return values.empty() || !cudaMemcpy2D(values.data(), width, q.d, pitch(), width, q.m, cudaMemcpyDeviceToHost);
-    }
-    bool restore() const {
-        return values.empty() || !cudaMemcpy2D(q.d, pitch(), values.data(), width, width, q.m, cudaMemcpyHostToDevice);
-    }
-};
-
 // Which of those named is compared with: the first, unless it cuts the long sum into parts that take a second kernel
 // to add and one of the next two does not.
 int compared_with(const cublasLtMatmulHeuristicResult_t *named, int count) {
@@ -153,11 +134,8 @@ int fastest(Products &products, const Asked &q, const cublasLtMatmulHeuristicRes
     unsigned long long wanted = 0, found = 0;
     int best = base;
     float least = 0;
-    Before before(q);
-    if (cudaStreamSynchronize(stream) || !before.keep()) return base;
     for (int n = 0; n < count; n++) {
         int i = n == 0 ? base : n <= base ? n - 1 : n;
-        if (!before.restore()) break;
         if (run(&named[i].algo) != CUBLAS_STATUS_SUCCESS || digest_of(products, q, n == 0 ? &wanted : &found, stream)) {
             cudaGetLastError(); // of a kernel that could not be loaded, which is not used: nobody else's
             continue;
@@ -170,7 +148,6 @@ int fastest(Products &products, const Asked &q, const cublasLtMatmulHeuristicRes
         if (cudaEventSynchronize(products.ended) || cudaEventElapsedTime(&ms, products.begun, products.ended)) continue;
         if (n == 0 || ms < least) best = i, least = ms;
     }
-    before.restore();
     return best;
 }
 
@@ -230,8 +207,8 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
         TRY(cublasLtMatmulAlgoGetHeuristic(products.handle, op.h, a.h, b.h, c.h, d.h, p.h, NAMED, named, &count));
         if (count == 0) return CUBLAS_ERRORS + CUBLAS_STATUS_NOT_SUPPORTED;
         int best = compared_with(named, count);
-        bool kept = q.c != q.d || int64_t(q.m) * q.n * 4 <= LARGE;
-        if (kept && !wide && 2.0 * q.m * q.n * q.k > SHORT)
+        // What is added to itself cannot be made twice.
+        if (q.c != q.d && !wide && 2.0 * q.m * q.n * q.k > SHORT)
             best = fastest(products, q, named, count, best, stream, run);
         known = products.chosen.emplace(key, named[best].algo).first;
     }
