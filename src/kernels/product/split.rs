@@ -41,8 +41,20 @@ impl Lines {
             // SAFETY: `lines` and the depth left keep reads inside.
             unsafe {
                 let data = self.data.add(first * self.line + p * self.inner);
+                self.fetch(data.wrapping_add(DEPTH * self.inner));
                 self.square(data, lines, (inner.end - p).min(DEPTH), columns, to.add(step * STEP));
             }
+        }
+    }
+
+    /// Brings near the next values to be packed: they lie too far from each other for the machine's own prefetchers.
+    #[inline]
+    fn fetch(&self, data: *const f32) {
+        let (rows, apart, vectors) =
+            if self.inner == 1 { (SIDE, self.line, DEPTH / LANES) } else { (DEPTH, self.inner, 1) };
+        for (row, vector) in (0..rows).flat_map(|row| (0..vectors).map(move |vector| (row, vector))) {
+            // SAFETY: nothing is read.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(data.wrapping_add(row * apart + vector * LANES).cast()) }
         }
     }
 

@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use super::super::cpu::Blocks;
 use super::small::mask;
 use super::split::Lines;
-use super::tiles::{self, DEPTH, SIDE, STEP, Unit, WIDTH};
+use super::tiles::{self, DEPTH, SIDE, STEP, Unit};
 use super::{Mat, Then};
 
 /// Steps of a slice of the inner sums, at most.
@@ -23,8 +23,9 @@ const STEPS: usize = 16;
 const NEAR: usize = 4;
 /// Panels of rows that a thread packs at once, at most: 384 KiB, a fifth of a second-level cache.
 const PANELS: usize = 8;
-/// Panels of columns that meet them at once.
-const PAIR: usize = WIDTH / SIDE;
+/// Panels of columns that meet each of them in turn, and the columns of their sums.
+const PAIR: usize = 2;
+const WIDTH: usize = PAIR * SIDE;
 /// The fewest rows, columns and inner sums that are worth the packing.
 const LEAST: usize = 48;
 
@@ -155,15 +156,16 @@ impl Share<'_> {
             let mut waiting = None;
             for (turn, column) in columns.clone().step_by(PAIR).enumerate() {
                 let (now, before) = (sums.add(turn % 2), sums.add((turn + 1) % 2));
-                // Where a single panel is left it stands for both; what the second makes is not stored.
-                let pair = [column, (column + 1).min(columns.end - 1)]
-                    .map(|c| self.packed.as_ptr().add(c * self.panel));
-                let span = column * SIDE..self.columns.min((column + PAIR).min(columns.end) * SIDE);
+                let pair = column..columns.end.min(column + PAIR);
+                let span = pair.start * SIDE..self.columns.min(pair.end * SIDE);
                 for near in (0..steps).step_by(NEAR) {
                     for (i, row) in rows.clone().enumerate() {
                         let a = panels.add(i * steps + near).cast();
-                        let b = pair.map(|b| b.add(near).cast());
-                        unit.sums(a, b, NEAR.min(steps - near), Sums::of(now, i), near > 0);
+                        for (at, column) in pair.clone().enumerate() {
+                            let b = self.packed.as_ptr().add(column * self.panel + near).cast();
+                            let sums = Sums::of(now, i).add(at * SIDE);
+                            unit.sums(a, b, NEAR.min(steps - near), sums, 4 * WIDTH, near > 0);
+                        }
                         // The sums before these are stored while the unit works, and these sums' places come near.
                         if near == 0 {
                             self.fetch(row, &span);

@@ -10,8 +10,6 @@ use std::sync::OnceLock;
 
 /// Rows and columns of a tile of sums.
 pub(super) const SIDE: usize = 16;
-/// Columns of sums that are made at once.
-pub(super) const WIDTH: usize = 2 * SIDE;
 /// Inner sums of a tile.
 pub(super) const DEPTH: usize = 32;
 /// Bytes of a panel (of [`SIDE`] rows or columns) for [`DEPTH`] inner sums: a tile for each part, the largest first.
@@ -55,7 +53,7 @@ fn allowed() -> bool {
 pub(super) struct Unit(std::marker::PhantomData<*const ()>);
 
 /// Tiles in use.
-const TILES: usize = 5;
+const TILES: usize = 3;
 
 #[repr(C, align(64))]
 struct Shapes {
@@ -79,8 +77,8 @@ impl Unit {
         Self(std::marker::PhantomData)
     }
 
-    /// Makes, or with `add` adds to, the sums of a panel of rows and two of columns over `steps` times [`DEPTH`] inner
-    /// sums: [`SIDE`] rows of [`WIDTH`].
+    /// Makes, or with `add` adds to, the sums of a panel of rows and one of columns over `steps` times [`DEPTH`] inner
+    /// sums: [`SIDE`] rows of as many, `stride` bytes apart.
     ///
     /// # Safety
     /// There is a step at least, the panels have `steps` times [`STEP`] bytes, and `sums` has room, all aligned to 64.
@@ -88,61 +86,48 @@ impl Unit {
     pub(super) unsafe fn sums(
         &self,
         rows: *const u8,
-        columns: [*const u8; 2],
+        columns: *const u8,
         steps: usize,
         sums: *mut f32,
+        stride: usize,
         add: bool,
     ) {
-        // Tiles 0 and 1 are sums, 2 rows, 3 and 4 columns. Eight would save a third of the loads; but where another thread
-        // shares the core, few results can wait beside the tiles in use, and with eight in use each product would wait
-        // for the one before. Parts follow each other so that one side changes at a time, the largest product last.
-        // SAFETY: the panels are as long as promised, and `sums` has room for two tiles.
+        // Tile 0 is the sums, 1 rows, 2 columns. More sums at once would save loads; but where another thread shares the
+        // core, few results can wait beside the tiles in use: with five in use a product takes a fifth longer there, with
+        // eight twice as long, and alone none is faster. Parts follow each other so that one side changes at a time,
+        // the largest product last.
+        // SAFETY: the panels are as long as promised, and `sums` has room for a tile.
         unsafe {
             asm!(
                 "tilezero tmm0",
-                "tilezero tmm1",
                 "test {add}, {add}",
                 "jz 2f",
                 "tileloadd tmm0, [{sums} + {stride}]",
-                "tileloadd tmm1, [{sums} + {stride} + 64]",
                 "2:",
-                "tileloadd tmm2, [{a} + {s} + 2048]",
-                "tileloadd tmm3, [{b} + {s}]",
-                "tdpbf16ps tmm0, tmm2, tmm3",
-                "tileloadd tmm4, [{c} + {s}]",
-                "tdpbf16ps tmm1, tmm2, tmm4",
-                "tileloadd tmm2, [{a} + {s} + 1024]",
-                "tdpbf16ps tmm0, tmm2, tmm3",
-                "tdpbf16ps tmm1, tmm2, tmm4",
-                "tileloadd tmm3, [{b} + {s} + 1024]",
-                "tdpbf16ps tmm0, tmm2, tmm3",
-                "tileloadd tmm4, [{c} + {s} + 1024]",
-                "tdpbf16ps tmm1, tmm2, tmm4",
-                "tileloadd tmm2, [{a} + {s}]",
-                "tdpbf16ps tmm0, tmm2, tmm3",
-                "tdpbf16ps tmm1, tmm2, tmm4",
-                "tileloadd tmm3, [{b} + {s} + 2048]",
-                "tdpbf16ps tmm0, tmm2, tmm3",
-                "tileloadd tmm4, [{c} + {s} + 2048]",
-                "tdpbf16ps tmm1, tmm2, tmm4",
-                "tileloadd tmm3, [{b} + {s}]",
-                "tdpbf16ps tmm0, tmm2, tmm3",
-                "tileloadd tmm4, [{c} + {s}]",
-                "tdpbf16ps tmm1, tmm2, tmm4",
+                "tileloadd tmm1, [{a} + {s} + 2048]",
+                "tileloadd tmm2, [{b} + {s}]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "tileloadd tmm1, [{a} + {s} + 1024]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "tileloadd tmm2, [{b} + {s} + 1024]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "tileloadd tmm1, [{a} + {s}]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "tileloadd tmm2, [{b} + {s} + 2048]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "tileloadd tmm2, [{b} + {s}]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
                 "add {a}, {step}",
                 "add {b}, {step}",
-                "add {c}, {step}",
                 "dec {n}",
                 "jnz 2b",
                 "tilestored [{sums} + {stride}], tmm0",
-                "tilestored [{sums} + {stride} + 64], tmm1",
                 a = inout(reg) rows => _,
-                b = inout(reg) columns[0] => _,
-                c = inout(reg) columns[1] => _,
+                b = inout(reg) columns => _,
                 n = inout(reg) steps => _,
                 s = in(reg) 64usize,
                 sums = in(reg) sums,
-                stride = in(reg) 4 * WIDTH,
+                stride = in(reg) stride,
                 add = in(reg) add as usize,
                 step = const STEP,
                 options(nostack),
