@@ -25,6 +25,8 @@ use crate::{vectorised, with_elem};
 /// second-level cache.
 const TILE: usize = 64;
 const KEYS: usize = 256;
+/// A row of scores is worked on in whole lanes, up to the first that holds none that is seen.
+const LANES: usize = lanes::LANES;
 
 /// What a thread works with: buffers of (length, head), (TILE, head), (TILE, KEYS) and (TILE).
 const FORWARD: (usize, usize, usize, usize) = (2, 2, 1, 2);
@@ -189,12 +191,15 @@ impl Attention<'_> {
             multiply::<T::Acc>(scores, KEYS, Mat::new(q, n, head), k.t(), false, By::Me);
             vectorised!(T::Acc, || {
                 for (i, scores) in scores.chunks_exact_mut(KEYS).take(n).enumerate() {
-                    let (scores, hidden) =
-                        scores[..c].split_at_mut(c.min(self.seen(limit, first + i, 1).saturating_sub(from)));
+                    let seen = c.min(self.seen(limit, first + i, 1).saturating_sub(from));
+                    let (scores, hidden) = scores.split_at_mut(seen.next_multiple_of(LANES));
+                    scores[seen..].fill(T::Acc::NEG_INFINITY);
+                    hidden[..c.saturating_sub(scores.len())].fill(zero);
                     let now = lanes::max(scores).larger(largest[i]);
                     let shrink = (largest[i] - now).exp();
-                    scores.iter_mut().for_each(|s| *s = (*s - now).exp());
-                    hidden.fill(zero);
+                    for lanes in scores.as_chunks_mut::<LANES>().0 {
+                        lanes.iter_mut().for_each(|s| *s = (*s - now).exp());
+                    }
                     total[i] = total[i] * shrink + lanes::sum([&*scores], |[s]| s);
                     if let Some(mask) = &self.mask {
                         let kept = &mut [zero; KEYS][..scores.len()];
@@ -308,26 +313,29 @@ impl Attention<'_> {
             multiply::<T::Acc>(p, KEYS, q, k.t(), false, By::Me);
             multiply::<T::Acc>(dp, KEYS, d, v.t(), false, By::Me);
             vectorised!(T::Acc, || {
+                let mut kept = [[T::Acc::ONE; LANES]; KEYS / LANES];
                 let rows = p.chunks_exact_mut(KEYS).zip(dp.chunks_exact_mut(KEYS)).take(n);
                 for (i, (p, dp)) in rows.enumerate() {
                     let seen = c.min(self.seen(limit, first + i, 1).saturating_sub(from));
-                    let both = p[..seen].iter_mut().zip(&mut dp[..seen]);
+                    let (p, hidden) = p.split_at_mut(seen.next_multiple_of(LANES));
+                    let (dp, hidden_too) = dp.split_at_mut(p.len());
+                    p[seen..].fill(T::Acc::NEG_INFINITY);
+                    dp[seen..].fill(T::Acc::ZERO);
+                    let rest = c.saturating_sub(p.len());
+                    hidden[..rest].fill(T::Acc::ZERO);
+                    hidden_too[..rest].fill(T::Acc::ZERO);
                     if let Some(mask) = &self.mask {
-                        let kept = &mut [T::Acc::ZERO; KEYS][..seen];
+                        let kept = &mut kept.as_flattened_mut()[..p.len()];
                         mask.row(unit.sample, column / head, first + i, from, kept);
-                        for ((p, dp), kept) in both.zip(kept) {
+                    }
+                    let (p, dp) = (p.as_chunks_mut::<LANES>().0, dp.as_chunks_mut::<LANES>().0);
+                    for ((p, dp), kept) in p.iter_mut().zip(dp).zip(&kept) {
+                        for ((p, dp), kept) in p.iter_mut().zip(dp).zip(kept) {
                             let whole = (*p - sums[i]).exp();
                             *dp = whole * (*dp * *kept - dots[i]);
                             *p = whole * *kept;
                         }
-                    } else {
-                        for (p, dp) in both {
-                            *p = (*p - sums[i]).exp();
-                            *dp = *p * (*dp - dots[i]);
-                        }
                     }
-                    p[seen..c].fill(T::Acc::ZERO);
-                    dp[seen..c].fill(T::Acc::ZERO);
                 }
             });
             let (p, dp) = (Mat::strided(p, n, c, KEYS), Mat::strided(dp, n, c, KEYS));

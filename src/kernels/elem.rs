@@ -145,8 +145,9 @@ pub unsafe fn with_v4<R>(body: impl FnOnce() -> R) -> R {
 /// `vectorised!(T, || loop)` runs a loop over values of `T` compiled for the widest vectors of the machine.
 ///
 /// A macro and not a function, so that every width has a closure of its own: one that is called from a
-/// single place is always inlined there, and takes on that place's instructions. The arithmetic is the same
-/// in all widths, so debug builds compile the loop once and build faster.
+/// single place is always inlined there, and takes on that place's instructions. A comment for the assembler keeps
+/// apart what the compiler would else find to be the same and make one function of, for no width. The arithmetic is
+/// the same in all widths, so debug builds compile the loop once and build faster.
 #[macro_export]
 macro_rules! vectorised {
     ($T:ty, || $body:expr $(,)?) => {{
@@ -155,11 +156,19 @@ macro_rules! vectorised {
             use $crate::kernels::elem::{Vectors, vectors, with_v3, with_v4};
             // The constant comes first: for a type that is not wide no other body is compiled.
             if <$T as $crate::kernels::Elem>::WIDE && vectors() == Vectors::V4 {
-                let body = || $body;
+                let body = || {
+                    // SAFETY: a comment does nothing.
+                    unsafe { std::arch::asm!("# 4", options(nomem, nostack, preserves_flags)) };
+                    $body
+                };
                 // SAFETY: these vectors were found.
                 unsafe { with_v4(body) }
             } else if <$T as $crate::kernels::Elem>::WIDE && vectors() == Vectors::V3 {
-                let body = || $body;
+                let body = || {
+                    // SAFETY: a comment does nothing.
+                    unsafe { std::arch::asm!("# 3", options(nomem, nostack, preserves_flags)) };
+                    $body
+                };
                 // SAFETY: these vectors were found.
                 unsafe { with_v3(body) }
             } else {

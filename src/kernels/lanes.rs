@@ -3,7 +3,8 @@
 
 use super::{Elem, Real};
 
-const LANES: usize = 16;
+/// Rows of whole lanes leave no rest, which would be done value by value.
+pub const LANES: usize = 16;
 
 /// The sum of `f` over the places of rows of one length.
 #[inline(always)]
