@@ -117,6 +117,14 @@ template <> struct Kept<bf16, 8> {
         return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
     }
 };
+template <> struct Kept<bf16, 4> {
+    uint2 words;
+    __device__ __forceinline__ void load(const bf16 *p) { words = *reinterpret_cast<const uint2 *>(p); }
+    __device__ __forceinline__ float operator[](int i) const {
+        uint32_t word = i < 2 ? words.x : words.y;
+        return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
+    }
+};
 
 // Adds what a pack has to a row's sums.
 template <class T, int N, class R>
@@ -230,6 +238,95 @@ __global__ void __launch_bounds__(MOST, MOST == 128 ? 4 : 1)
     }
 }
 
+// The same for rows so short that a warp has all of one, `K` packs a lane: it waits for no other until the block's sums
+// are made of its warps'. `BLOCKS` are at once on a processor.
+template <class T, int N, int K, int BLOCKS, bool AGAIN, bool SUMS>
+__global__ void __launch_bounds__(THREADS, BLOCKS)
+    backward_short(const T *x, const Acc<T> *stats, T *dy, const T *w, const T *b, T *dx, const T *onto,
+                   Acc<T> *partial, int64_t rows, int n, int64_t rows_each, bool centred, bool bias) {
+    using R = Acc<T>;
+    constexpr int VECTORS = 2 + SUMS;
+    __shared__ R whole[WARPS][K * N * WARP];
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    int64_t first = blockIdx.x * rows_each, last = first + rows_each < rows ? first + rows_each : rows;
+    R sums[VECTORS][K][N] = {};
+    Kept<T, N> wide[K] = {}, add[K] = {};
+    int column[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        column[k] = (k * WARP + lane) * N;
+        if (column[k] >= n) continue;
+        wide[k].load(w + column[k]);
+        if (AGAIN && b) add[k].load(b + column[k]);
+    }
+    struct {
+        Kept<T, N> x[K], dy[K], onto[K];
+        R mean, scale;
+    } now, next = {};
+    auto take = [&](int64_t row) {
+        if (row >= last) return;
+        const R *own = stats + row * (centred ? 2 : 1);
+        next.mean = centred ? own[0] : R(0), next.scale = own[centred];
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            if (column[k] >= n) continue;
+            next.x[k].load(x + row * n + column[k]);
+            next.dy[k].load(dy + row * n + column[k]);
+            if (onto) next.onto[k].load(onto + row * n + column[k]);
+        }
+    };
+    take(first + warp);
+    for (int64_t row = first + warp; row < last; row += WARPS) {
+        now = next;
+        take(row + WARPS);
+        Slope<R> s{now.mean, now.scale, 0, 0};
+#pragma unroll
+        for (int k = 0; k < K; k++) add_to(s, now.x[k], now.dy[k], wide[k]);
+        s.along = warp_sum(s.along);
+        s.level = warp_sum(s.level);
+        settle(s, centred, n);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            if (column[k] >= n) continue;
+            Pack<T, N> out;
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                R flat = s.normal(now.x[k][i]), d = now.dy[k][i], slope = s(flat, d * wide[k][i]);
+                sums[0][k][i] += d * flat;
+                sums[1][k][i] += d;
+                out.v[i] = down<T>(onto ? slope + now.onto[k][i] : slope);
+                if constexpr (SUMS) sums[2][k][i] += up(out.v[i]);
+            }
+            if (dx) out.store(dx + row * n + column[k]);
+            if constexpr (AGAIN) {
+#pragma unroll
+                for (int i = 0; i < N; i++)
+                    out.v[i] = down<T>(normal<R>(now.x[k][i], s.mean, s.scale, wide[k][i], add[k][i]));
+                out.store(dy + row * n + column[k]);
+            }
+        }
+    }
+    int vectors = 1 + bias + SUMS;
+    partial += int64_t(blockIdx.x) * vectors * n;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (v == 1 && !bias) continue;
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < K; k++)
+#pragma unroll
+            for (int i = 0; i < N; i++) whole[warp][column[k] + i] = sums[v][k][i];
+        __syncthreads();
+        R *to = partial + (v == 2 ? vectors - 1 : v) * n;
+        for (int c = threadIdx.x; c < n; c += THREADS) {
+            R sum = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; i++) sum += whole[i][c];
+            to[c] = sum;
+        }
+    }
+}
+
 // The input's gradient of rows too long for registers.
 template <class T, int N>
 __global__ void __launch_bounds__(THREADS)
@@ -275,6 +372,9 @@ template <class T> struct Along {
     }
 };
 
+// Packs a lane has of a short row.
+constexpr int SHORT_PACKS = 3;
+
 // Packs a lane holds of a row: the fewest of those compiled that suffice, 0 where none does.
 int held(int packs) {
     for (int k : {2, 3, 4, 8})
@@ -313,15 +413,17 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, void *d
                              const void *onto, void *partial, void *dw, void *db, void *sums, int64_t rows,
                              int n, int parts, int centred, int again, cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
-#define LAUNCH(MOST, AGAIN, SUMS)                                                                             \
-    backward<T, N, MOST, AGAIN, SUMS><<<parts, threads, 0, stream>>>(                                               \
-        (const T *)x, (const R *)stats, (T *)dy, (const T *)w, (const T *)b, (T *)dx, (const T *)onto,        \
-        (R *)partial, rows, n, (rows + parts - 1) / parts, centred, db != nullptr)
-#define BACKWARD(MOST)                                                                                        \
-    if (again && sums) LAUNCH(MOST, true, true);                                                              \
-    else if (again) LAUNCH(MOST, true, false);                                                                \
-    else if (sums) LAUNCH(MOST, false, true);                                                                 \
-    else LAUNCH(MOST, false, false)
+#define ARGUMENTS                                                                                             \
+    (const T *)x, (const R *)stats, (T *)dy, (const T *)w, (const T *)b, (T *)dx, (const T *)onto, (R *)partial, rows, n, \
+        (rows + parts - 1) / parts, centred, db != nullptr
+#define KINDS(LAUNCH, ...)                                                                                    \
+    if (again && sums) LAUNCH(__VA_ARGS__, true, true);                                                       \
+    else if (again) LAUNCH(__VA_ARGS__, true, false);                                                         \
+    else if (sums) LAUNCH(__VA_ARGS__, false, true);                                                          \
+    else LAUNCH(__VA_ARGS__, false, false)
+#define SHORT(N, BLOCKS, AGAIN, SUMS)                                                                         \
+    backward_short<T, N, SHORT_PACKS, BLOCKS, AGAIN, SUMS><<<parts, THREADS, 0, stream>>>(ARGUMENTS)
+#define MIDDLE(MOST, AGAIN, SUMS) backward<T, N, MOST, AGAIN, SUMS><<<parts, threads, 0, stream>>>(ARGUMENTS)
 #define LONG(N)                                                                                               \
     backward_long<T, N><<<blocks(rows, WARPS), THREADS, 0, stream>>>((const T *)x, (const R *)stats,          \
                                                                      (const T *)dy, (const T *)w, (T *)dx,    \
@@ -332,10 +434,13 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, void *d
         bool wide = aligned(int64_t(n) * sizeof(T), {x, dy, w, dx, onto});
         int threads = (n / N + WARP - 1) / WARP * WARP;
         if (wide && threads <= 1024) {
-            if (threads <= 128) { BACKWARD(128); }
-            else if (threads <= 256) { BACKWARD(256); }
-            else if (threads <= 512) { BACKWARD(512); }
-            else { BACKWARD(1024); }
+            // `card_parts` in Rust has the same sizes.
+            if (n <= SHORT_PACKS * WARP * N / 2) { KINDS(SHORT, N / 2, 4); }
+            else if (n <= SHORT_PACKS * WARP * N) { KINDS(SHORT, N, 2); }
+            else if (threads <= 128) { KINDS(MIDDLE, 128); }
+            else if (threads <= 256) { KINDS(MIDDLE, 256); }
+            else if (threads <= 512) { KINDS(MIDDLE, 512); }
+            else { KINDS(MIDDLE, 1024); }
             Into<R> into{{(R *)dw}, 1};
             for (void *more : {db, sums})
                 if (more) into.gradients[into.count++] = (R *)more;
@@ -357,8 +462,10 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, void *d
             if (again) return norm_forward(type, x, w, b, dy, const_cast<void *>(stats), rows, n, 0, centred, 1, stream);
         }
     })
-#undef BACKWARD
-#undef LAUNCH
+#undef ARGUMENTS
+#undef KINDS
+#undef SHORT
+#undef MIDDLE
 #undef LONG
     return cudaGetLastError();
 }

@@ -37,11 +37,17 @@ pub fn chunk_rows(width: usize) -> usize {
     cpu::rows_per_chunk(width).max(32)
 }
 
-/// Ranges of rows whose parameter gradients a card sums apart: as many blocks, of a thread for each 16 bytes of a row, as
-/// the 132 processors of a large one have in hand at once.
+/// Ranges of rows whose parameter gradients a card sums apart: as many blocks as the 132 processors of a large one have in
+/// hand at once, of four warps where a warp has whole rows, of a thread for each 16 bytes of a row otherwise.
 pub fn card_parts(dtype: DType, rows: usize, width: usize) -> usize {
-    let threads = (width * dtype.size_in_bytes()).div_ceil(16).next_multiple_of(32);
-    rows.div_ceil(8).clamp(1, 132 * (512 / threads).clamp(4, 8))
+    let bytes = width * dtype.size_in_bytes();
+    let threads = bytes.div_ceil(16).next_multiple_of(32);
+    let blocks = match bytes {
+        ..=768 => 4,
+        769..=1536 => 2,
+        _ => (512 / threads).clamp(4, 8),
+    };
+    rows.div_ceil(8).clamp(1, 132 * blocks)
 }
 
 /// Bytes of these sums, of as many `vectors` as there are parameters, and of those of the input's gradient.
