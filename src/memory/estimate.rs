@@ -28,7 +28,7 @@ pub const PROGRAM: u64 = 3 << 19;
 pub const PACKING: u64 = 2 << 20;
 
 /// Device bytes of what is too small to be counted one by one: sums that are read, and the driver's rounding.
-pub const ROUNDING: u64 = 1 << 20;
+pub const ROUNDING: u64 = 256 << 10;
 
 /// Device bytes that all matrix products of a card share as their workspace.
 pub const PRODUCTS: u64 = 32 << 20;
