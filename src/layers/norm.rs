@@ -156,7 +156,10 @@ mod tests {
 
     #[test]
     fn bf16_follows_f64() {
-        for (t, n) in [(5, 33), (7, 64), (3, 768), (2, 1600), (2, 2500)] {
+        // On a card: value by value, short rows of half and whole packs, full or not, and every length of middle ones.
+        for (t, n) in
+            [(5, 33), (7, 64), (40, 384), (11, 520), (3, 768), (5, 1024), (2, 1600), (2, 3200), (2, 2500)]
+        {
             let x = random(&[3, t, n], 1);
             bf16_follows(&|d| Box::new(Norm::layer(d, "n", &[t, n], 1e-5)), &x);
             bf16_follows(&|d| Box::new(Norm::rms(d, "n", &[t, n], 1e-6)), &x);
