@@ -101,6 +101,20 @@ fn open_raw(file: &Path) -> Result<(File, Packing, u64), DataError> {
     Ok((raw, packing, length))
 }
 
+/// Fills `into` from a place of a file, whoever else reads it.
+#[cfg(unix)]
+pub fn read_exact_at(file: &File, into: &mut [u8], at: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, into, at)
+}
+
+/// Elsewhere a handle of its own has a position of its own.
+#[cfg(not(unix))]
+pub fn read_exact_at(file: &File, into: &mut [u8], at: u64) -> io::Result<()> {
+    let mut file = file.try_clone()?;
+    file.seek(io::SeekFrom::Start(at))?;
+    file.read_exact(into)
+}
+
 /// An error met while reading an opened file: what a decompressor finds wrong in a stream comes as invalid
 /// data or input, or as an early end.
 pub fn fault(file: &Path, error: io::Error) -> DataError {

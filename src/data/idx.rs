@@ -1,10 +1,11 @@
 //! Sets in the idx files of MNIST and its family: pictures in one file, labels in another, each plain,
 //! gzip or zstd (seen from the content, not from the name).
 //!
-//! The bytes are kept in memory as they are, one a value. A file is believed
-//! only as far as its length allows: no header makes the program allocate more than the file can hold.
+//! Pictures of a plain file are read as they are asked for; what was packed is kept in memory, a byte a value. A file is
+//! believed only as far as its length allows: no header makes the program allocate more than the file can hold.
 
 use std::{
+    fs::File,
     io::{self, Read},
     path::{Path, PathBuf},
 };
@@ -33,11 +34,32 @@ pub struct Files {
 
 /// An opened set; its samples are (height, width, channels).
 pub struct Idx {
-    pixels: Vec<u8>,
+    pixels: Values,
     labels: Vec<u8>,
     pipeline: Pipeline,
     pool: Pool,
     features: Features,
+}
+
+/// Where the pixels of all pictures are.
+enum Values {
+    Held(Vec<u8>),
+    /// In a plain file, from this byte on.
+    Plain {
+        path: PathBuf,
+        file: File,
+        first: u64,
+    },
+}
+
+impl Values {
+    /// Bytes kept in memory.
+    fn held(&self) -> usize {
+        match self {
+            Values::Held(values) => values.capacity(),
+            Values::Plain { .. } => 0,
+        }
+    }
 }
 
 impl Idx {
@@ -57,7 +79,7 @@ impl Idx {
             let why = format!("its dimensions are {:?}", images.dims);
             return Err(DataError::NoSamples { set: format!("`{}`", files.images.display()), why });
         }
-        let bytes = images.bytes + labels.bytes;
+        let bytes = if images.plain() { 0 } else { images.bytes } + labels.bytes;
         if bytes > files.max_bytes {
             return Err(DataError::TooLarge { file: files.images.clone(), bytes, limit: files.max_bytes });
         }
@@ -67,7 +89,8 @@ impl Idx {
         let pipeline = Pipeline::new([height, width, channels], Fit::Stretch, files.normalise.clone())?
             .augmented(files.augment.clone())?;
         // Pictures are resized only to be augmented.
-        let each = if pipeline.is_plain() { 0 } else { pipeline.scratch_bytes(height, width, 1) };
+        let each = if pipeline.is_plain() { 0 } else { pipeline.scratch_bytes(height, width, 1) }
+            + if images.plain() { (height * width * channels) as u64 } else { 0 };
         let pool = Pool::new(files.readers, each);
         let labels = labels.read()?;
         if let Some(record) = labels.iter().position(|&label| label as usize >= files.classes.len()) {
@@ -82,7 +105,7 @@ impl Idx {
         let target = Target::Class { names: files.classes.clone() };
         let palette = pipeline.palette();
         let features = Features { palette, ..Features::new(Input::Floats { shape }, target) };
-        Ok(Idx { pixels: images.read()?, labels, pipeline, pool, features })
+        Ok(Idx { pixels: images.values()?, labels, pipeline, pool, features })
     }
 }
 
@@ -97,7 +120,18 @@ impl Source for Idx {
 
     fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
         let (index, len) = (index as usize, into.input.len());
-        let pixels = &self.pixels[index * len..(index + 1) * len];
+        let mut scratch = self.pool.lend();
+        let mut read = std::mem::take(&mut scratch.file);
+        let pixels = match &self.pixels {
+            Values::Held(values) => &values[index * len..(index + 1) * len],
+            Values::Plain { path, file, first } => {
+                read.reserve_exact(len);
+                read.resize(len, 0);
+                let at = first + (index * len) as u64;
+                files::read_exact_at(file, &mut read, at).map_err(DataError::io(path))?;
+                &read
+            }
+        };
         let [height, width, _] = self.pipeline.shape();
         let picture = Picture { height, width, pixels: Pixels::Bytes(pixels) };
         let refused = |value| DataError::Setting {
@@ -105,13 +139,14 @@ impl Source for Idx {
             value,
             wanted: "pictures of one to four channels can be resized",
         };
-        self.pipeline.apply(picture, key, &mut self.pool.lend(), &mut into.input).map_err(refused)?;
+        self.pipeline.apply(picture, key, &mut scratch, &mut into.input).map_err(refused)?;
+        scratch.file = read;
         into.target.u32()[0] = self.labels[index].into();
         Ok(())
     }
 
     fn resident_bytes(&self) -> u64 {
-        (self.pixels.capacity() + self.labels.capacity()) as u64 + self.pool.bytes()
+        (self.pixels.held() + self.labels.capacity()) as u64 + self.pool.bytes()
     }
 
     fn balance(&self) -> Option<Vec<u64>> {
@@ -128,6 +163,9 @@ struct Array {
     dims: Vec<usize>,
     /// The product of `dims`.
     bytes: u64,
+    packing: Packing,
+    /// Bytes of the file as it lies on disk.
+    length: u64,
     body: Box<dyn Read + Send>,
 }
 
@@ -162,14 +200,35 @@ impl Array {
         if promised > possible {
             return Err(DataError::Truncated { file: file.to_owned(), promised, found: possible });
         }
-        Ok(Array { file: file.to_owned(), dims, bytes, body })
+        Ok(Array { file: file.to_owned(), dims, bytes, packing, length, body })
+    }
+
+    fn plain(&self) -> bool {
+        self.packing == Packing::Plain
+    }
+
+    fn header(&self) -> u64 {
+        4 + 4 * self.dims.len() as u64
+    }
+
+    /// The values, where they are in a plain file as where they lie.
+    fn values(self) -> Result<Values, DataError> {
+        if !self.plain() {
+            return self.read().map(Values::Held);
+        }
+        let (first, promised) = (self.header(), self.bytes + self.header());
+        if self.length != promised {
+            return Err(DataError::Trailing { file: self.file, promised });
+        }
+        let file = File::open(&self.file).map_err(DataError::io(&self.file))?;
+        Ok(Values::Plain { path: self.file, file, first })
     }
 
     fn read(mut self) -> Result<Vec<u8>, DataError> {
         let mut values = Vec::new();
         let out_of_memory = |_| DataError::OutOfMemory { bytes: self.bytes };
         values.try_reserve_exact(self.bytes as usize).map_err(out_of_memory)?;
-        let header = 4 + 4 * self.dims.len() as u64;
+        let header = self.header();
         let promised = self.bytes + header;
         let read = (&mut self.body).take(self.bytes).read_to_end(&mut values);
         let found = values.len() as u64 + header;
@@ -260,7 +319,9 @@ mod tests {
         for (a, b) in [(images(), labels()), (gzip(&images()), labels()), (gzip(&images()), gzip(&labels()))]
         {
             let set = open(&a, &b).unwrap();
-            assert_eq!((set.len(), set.resident_bytes()), (3, 15));
+            // The labels, and of a plain file room to read a picture, else all of them.
+            let pixels = if a == images() { 4 } else { 12 };
+            assert_eq!((set.len(), set.resident_bytes()), (3, 3 + pixels));
             assert_eq!(set.features().input, Input::Floats { shape: vec![2, 2, 1] });
             assert_eq!(sample(&set, 0), (vec![0.0, 0.2, 0.4, 0.6], 7));
             assert_eq!(sample(&set, 1), (vec![0.8, 1.0, 0.0, 1.0], 0));

@@ -4,9 +4,10 @@
 
 namespace {
 
-// A block owns a tile of columns of a range of rows: `LANES` threads beside each other, so many rows of them.
-constexpr int THREADS = 256;
-template <int N> constexpr int LANES = N == 1 ? 32 : 8;
+// A block owns a tile of columns of a range of rows: `LANES` threads beside each other, so many rows of them. A thread
+// has `HAND` rows on their way at once.
+constexpr int THREADS = 256, HAND = 2;
+template <int N> constexpr int LANES = N == 1 ? 32 : 16;
 template <int N> constexpr int WIDTH = LANES<N> * N;
 
 // Blocks of a tile that have their sums; all 0 between launches, of which one stream has one at a time.
@@ -26,23 +27,32 @@ __global__ void __launch_bounds__(THREADS) through(T *v, T *d, Acc<T> *partial, 
     int64_t first = blockIdx.y * range, last = first + range < rows ? first + range : rows;
     R sum[N] = {};
     if (column < columns) {
-#pragma unroll 4
-        for (int64_t row = first + deep; row < last; row += DEPTH) {
-            auto values = Pack<T, N>::load(d + row * n + column);
-            if constexpr (A != IDENTITY) {
-                auto at = Pack<T, N>::load(v + row * n + column);
+        for (int64_t top = first + deep; top < last; top += HAND * DEPTH) {
+            Pack<T, N> values[HAND], at[HAND];
+            auto each = [&](auto f) {
 #pragma unroll
-                for (int k = 0; k < N; k++)
-                    values.v[k] = down<T>(up(values.v[k]) * slope_of<A, is_narrow<T>>(up(at.v[k])));
-                values.store(d + row * n + column);
-                if (again) {
+                for (int i = 0; i < HAND; i++)
+                    if (int64_t row = top + i * DEPTH; row < last) f(values[i], at[i], row * n + column);
+            };
+            each([&](auto &values, auto &at, int64_t place) {
+                values = Pack<T, N>::load(d + place);
+                if constexpr (A != IDENTITY) at = Pack<T, N>::load(v + place);
+            });
+            each([&](auto &values, auto &at, int64_t place) {
+                if constexpr (A != IDENTITY) {
 #pragma unroll
-                    for (int k = 0; k < N; k++) at.v[k] = down<T>(value_of<A, is_narrow<T>>(up(at.v[k])));
-                    at.store(v + row * n + column);
+                    for (int k = 0; k < N; k++)
+                        values.v[k] = down<T>(up(values.v[k]) * slope_of<A, is_narrow<T>>(up(at.v[k])));
+                    values.store(d + place);
+                    if (again) {
+#pragma unroll
+                        for (int k = 0; k < N; k++) at.v[k] = down<T>(value_of<A, is_narrow<T>>(up(at.v[k])));
+                        at.store(v + place);
+                    }
                 }
-            }
 #pragma unroll
-            for (int k = 0; k < N; k++) sum[k] += up(values.v[k]);
+                for (int k = 0; k < N; k++) sum[k] += up(values.v[k]);
+            });
         }
     }
 #pragma unroll

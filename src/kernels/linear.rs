@@ -198,29 +198,32 @@ impl Linear<'_> {
         let (k, n) = self.sizes()?;
         let values = cpu::view::<T>(x)?;
         let rows = values.len() / k;
-        let v = v.map(cpu::view::<T>).transpose()?;
-        let sums = cpu::update::<T, _>(&dy, |d| {
-            through_activation(d, v.as_deref(), self.act, n, grads.bias.is_some())
-        })?;
-        if let Some(bias) = grads.bias {
-            cpu::update::<T::Acc, _>(bias, |bias| add_all(bias, &sums))?;
-        }
-        let d = cpu::view::<T>(&dy)?;
-        cpu::update::<T::Acc, _>(grads.weight, |dw| match self.lies {
-            Lies::OutIn => {
-                multiply(dw, k, Mat::new(&d, rows, n).t(), Mat::new(&values, rows, k), true, By::All)
+        let through = |v| {
+            let v = cpu::view::<T>(v)?;
+            cpu::update::<T, _>(&dy, |d| through_activation(d, Some(&v), self.act, n, grads.bias.is_some()))
+        };
+        let sums = v.map(through).transpose()?;
+        let (d, w) = (cpu::view::<T>(&dy)?, cpu::view::<T>(self.weight)?);
+        let all: &[T] = &d;
+        let (values, d, w) = (Mat::new(&values, rows, k), Mat::new(all, rows, n), self.matrix(&w)?);
+        let weight = || {
+            if let Some(bias) = grads.bias {
+                let sums = sums.unwrap_or_else(|| column_sums(all, n));
+                cpu::update::<T::Acc, _>(bias, |bias| add_all(bias, &sums))?;
             }
-            Lies::InOut => {
-                multiply(dw, n, Mat::new(&values, rows, k).t(), Mat::new(&d, rows, n), true, By::All)
-            }
-        })?;
-        if !want {
-            return Ok(None);
-        }
-        let w = cpu::view::<T>(self.weight)?;
-        let mut dx = cpu::fresh::<T>(rows * k);
-        multiply_rounded(&mut dx, Mat::new(&d, rows, n), self.matrix(&w)?.t(), By::All);
-        Ok(Some(cpu::tensor(dx, x.shape())?))
+            cpu::update::<T::Acc, _>(grads.weight, |dw| match self.lies {
+                Lies::OutIn => multiply(dw, k, d.t(), values, true, By::All),
+                Lies::InOut => multiply(dw, n, values.t(), d, true, By::All),
+            })
+        };
+        let input = || {
+            let mut dx = cpu::fresh::<T>(rows * k);
+            multiply_rounded(&mut dx, d, w.t(), By::All);
+            dx
+        };
+        let (done, dx) = both(T::DTYPE, weight, || want.then(input));
+        done?;
+        dx.map(|dx| cpu::tensor(dx, x.shape())).transpose()
     }
 
     fn backward_reference(
@@ -243,23 +246,36 @@ impl Linear<'_> {
     }
 }
 
-/// Bytes of temporaries of the products with an (n, k) weight: copies of another type, where it computes in one, and
-/// what is packed.
-pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> u64 {
-    let copies = |values: usize| match dtype {
-        DType::F32 | DType::F64 => 0,
-        _ => cpu::bytes(DType::F32, values),
-    };
-    let packed = |sizes, turned| packing(dtype, sizes, turned, By::All);
-    let output = packed((rows, k, n), false).max(packed((rows, n, k), false));
-    let weight = copies(rows * (k + n)) + packed((n, rows, k), true);
-    weight.max(copies(rows * k + k * n + rows * n) + output)
+/// Whether both products of `backward` run at once, so that threads rarely wait for each other between the parts of one:
+/// not in types that are copied to another first, where it would take twice the room.
+fn at_once(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F64)
 }
 
-/// Ranges of rows whose column sums a card makes apart: enough blocks, of 64 columns, for a large one, by the sizes
-/// alone.
+/// Does both, [`at_once`] or one after the other.
+pub(super) fn both<A: Send, B: Send>(
+    dtype: DType,
+    weight: impl FnOnce() -> A + Send,
+    input: impl FnOnce() -> B + Send,
+) -> (A, B) {
+    if at_once(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
+}
+
+/// Bytes of temporaries of the products with an (n, k) weight, forward and backward: copies of another type, where it
+/// computes in one, and what is packed.
+pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> (u64, u64) {
+    let copies = |values: usize| if at_once(dtype) { 0 } else { cpu::bytes(DType::F32, values) };
+    let packed = |sizes, turned| packing(dtype, sizes, turned, By::All);
+    let whole = copies(rows * k + k * n + rows * n);
+    let (output, input) = (whole + packed((rows, k, n), false), whole + packed((rows, n, k), false));
+    let weight = copies(rows * (k + n)) + packed((n, rows, k), true);
+    (output, if at_once(dtype) { weight + input } else { weight.max(input) })
+}
+
+/// Ranges of rows whose column sums a card makes apart: enough blocks, of 128 columns, for a large one (six for each of
+/// 132 processors), by the sizes alone.
 pub fn card_ranges(rows: usize, n: usize) -> usize {
-    (600 / n.div_ceil(64)).clamp(1, rows.div_ceil(32).clamp(1, 256))
+    (792 / n.div_ceil(128)).clamp(1, rows.div_ceil(32).clamp(1, 256))
 }
 
 /// Bytes of the partial sums of a bias's gradient on a card.
@@ -299,21 +315,16 @@ pub(super) fn through_activation<T: Elem>(
 ) -> Vec<Vec<T::Acc>> {
     let chunk = cpu::rows_per_chunk(n) * n;
     let one = |i: usize, d: &mut [T]| {
-        if let Some(v) = v {
-            let v = &v[i * chunk..][..d.len()];
-            vectorised!(
-                T,
-                || each_activation!(act, f => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * f.slope(v.up())))),
-            );
-        }
         let mut sum = vec![T::Acc::ZERO; if sums { n } else { 0 }];
-        if sums {
-            vectorised!(T, || {
-                for row in d.chunks_exact(n) {
-                    sum.iter_mut().zip(row).for_each(|(s, d)| *s += d.up());
+        vectorised!(T, || {
+            for (row, d) in d.chunks_exact_mut(n).enumerate() {
+                if let Some(v) = v {
+                    let v = &v[i * chunk + row * n..][..n];
+                    each_activation!(act, f => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * f.slope(v.up()))));
                 }
-            });
-        }
+                sum.iter_mut().zip(d).for_each(|(s, d)| *s += d.up());
+            }
+        });
         sum
     };
     if v.is_none() && !sums {

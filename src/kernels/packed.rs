@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::linear::{add_all, column_sums};
+use super::linear::{add_all, both, column_sums};
 use super::product::{By, Mat, multiply};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -130,37 +130,43 @@ fn backward_cpu<T: Elem>(
 ) -> Result<Option<Tensor>> {
     let ((maps, n), k) = (placed(maps)?, x.dim(x.rank() - 1)?);
     let (values, d) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?);
+    let (values, d): (&[T], &[T]) = (&values, &d);
     let rows = values.len() / k;
-    let sums = if grads.iter().any(|g| g.bias.is_some()) { column_sums(&d, n) } else { Vec::new() };
+    let sums = if grads.iter().any(|g| g.bias.is_some()) { column_sums(d, n) } else { Vec::new() };
     let of_map = |first: usize, outputs: usize| Mat::strided(&d[first..], rows, outputs, n);
-    for ((first, map), grad) in maps.iter().zip(grads) {
-        let d = of_map(*first, map.weight.dim(0)?);
-        cpu::update::<T::Acc, _>(grad.weight, |dw| {
-            multiply::<T>(dw, k, d.t(), Mat::new(&values, rows, k), true, By::All)
-        })?;
-        if let Some(bias) = grad.bias {
-            cpu::update::<T::Acc, _>(bias, |into| {
-                for sum in &sums {
-                    add_all(into, &[&sum[*first..]]);
-                }
+    let weights = || -> Result<()> {
+        for ((first, map), grad) in maps.iter().zip(grads) {
+            let d = of_map(*first, map.weight.dim(0)?);
+            cpu::update::<T::Acc, _>(grad.weight, |dw| {
+                multiply::<T>(dw, k, d.t(), Mat::new(values, rows, k), true, By::All)
             })?;
+            if let Some(bias) = grad.bias {
+                cpu::update::<T::Acc, _>(bias, |into| {
+                    for sum in &sums {
+                        add_all(into, &[&sum[*first..]]);
+                    }
+                })?;
+            }
         }
-    }
-    if !want {
-        return Ok(None);
-    }
-    let mut dx = cpu::fresh::<T>(rows * k);
-    let mut wide = vec![T::Acc::ZERO; if T::as_acc_mut(&mut dx).is_none() { rows * k } else { 0 }];
-    let out = T::as_acc_mut(&mut dx).unwrap_or(&mut wide);
-    for (i, (first, map)) in maps.iter().enumerate() {
-        let w = cpu::view::<T>(map.weight)?;
-        let outputs = w.len() / k;
-        multiply::<T>(out, k, of_map(*first, outputs), Mat::new(&w, outputs, k), i > 0, By::All);
-    }
-    if !wide.is_empty() {
-        cpu::for_rows(&mut dx, 1, |start, dx| {
-            dx.iter_mut().zip(&wide[start..]).for_each(|(x, w)| *x = T::down(*w))
-        });
-    }
-    Ok(Some(cpu::tensor(dx, x.shape())?))
+        Ok(())
+    };
+    let input = || -> Result<Vec<T>> {
+        let mut dx = cpu::fresh::<T>(rows * k);
+        let mut wide = vec![T::Acc::ZERO; if T::as_acc_mut(&mut dx).is_none() { rows * k } else { 0 }];
+        let out = T::as_acc_mut(&mut dx).unwrap_or(&mut wide);
+        for (i, (first, map)) in maps.iter().enumerate() {
+            let w = cpu::view::<T>(map.weight)?;
+            let outputs = w.len() / k;
+            multiply::<T>(out, k, of_map(*first, outputs), Mat::new(&w, outputs, k), i > 0, By::All);
+        }
+        if !wide.is_empty() {
+            cpu::for_rows(&mut dx, 1, |start, dx| {
+                dx.iter_mut().zip(&wide[start..]).for_each(|(x, w)| *x = T::down(*w))
+            });
+        }
+        Ok(dx)
+    };
+    let (done, dx) = both(T::DTYPE, weights, || want.then(input).transpose());
+    done?;
+    dx?.map(|dx| cpu::tensor(dx, x.shape())).transpose()
 }

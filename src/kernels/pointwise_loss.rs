@@ -159,8 +159,10 @@ impl Head<'_> {
 }
 
 /// Bytes of temporaries of judging and of learning `rows` rows of predictions.
-pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> u64 {
-    cpu::bytes(dtype, rows * outputs) + super::linear::workspace(dtype, rows, width, outputs)
+pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> (u64, u64) {
+    let (forward, backward) = super::linear::workspace(dtype, rows, width, outputs);
+    let scores = cpu::bytes(dtype, rows * outputs);
+    (scores + forward, scores + backward)
 }
 
 /// As [`workspace`], on a card, for judging and for learning.

@@ -188,8 +188,8 @@ impl Layer for Linear {
         let output = at.bytes(self.rows() * n);
         // The weight's gradient is a product with as many rows as the weight has.
         let (forward, backward) = match (at.on, self.lies) {
-            (On::Cpu { .. }, Lies::OutIn) => [workspace(at.dtype, rows, k, n); 2].into(),
-            (On::Cpu { .. }, Lies::InOut) => [workspace(at.dtype, rows, n, k); 2].into(),
+            (On::Cpu { .. }, Lies::OutIn) => workspace(at.dtype, rows, k, n),
+            (On::Cpu { .. }, Lies::InOut) => workspace(at.dtype, rows, n, k),
             (On::Cuda, _) => (0, self.bias.map_or(0, |_| card_workspace(at.dtype, rows, n))),
         };
         let reads = self.act.reads();

@@ -79,8 +79,8 @@ impl Layer for Packed {
         let (forward, backward) = match at.on {
             On::Cpu { .. } => {
                 let sums = rows.div_ceil(rows_per_chunk(n)) * n * acc_bytes(at.dtype);
-                let work = workspace(at.dtype, rows, k, n);
-                (work, work + if self.has_bias() { sums as u64 } else { 0 })
+                let (forward, backward) = workspace(at.dtype, rows, k, n);
+                (forward, backward + if self.has_bias() { sums as u64 } else { 0 })
             }
             On::Cuda => {
                 let sums = self.widths.iter().map(|&n| card_workspace(at.dtype, rows, n)).max().unwrap_or(0);

@@ -51,10 +51,7 @@ impl Loss for PointwiseLoss {
     fn cost(&self, at: At) -> Cost {
         let rows = at.batch * self.positions;
         let (forward, backward) = match at.on {
-            On::Cpu { .. } => {
-                let work = workspace(at.dtype, rows, self.outputs, self.width);
-                (work, work)
-            }
+            On::Cpu { .. } => workspace(at.dtype, rows, self.outputs, self.width),
             On::Cuda => card_workspace(at.dtype, at.batch, rows, self.outputs, self.bias.is_some()),
         };
         Cost {

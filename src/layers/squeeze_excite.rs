@@ -104,7 +104,8 @@ impl Layer for SqueezeExcite {
         let (forward, backward) = match at.on {
             On::Cpu { threads } => {
                 let sums = (threads * c * at.dtype.size_in_bytes().max(4)) as u64;
-                [sums.max(workspace(at.dtype, at.batch, c, s)); 2].into()
+                let (forward, backward) = workspace(at.dtype, at.batch, c, s);
+                (sums.max(forward), sums.max(backward))
             }
             // The sums of the biases' gradients.
             On::Cuda => (0, card_workspace(at.dtype, at.batch, c).max(card_workspace(at.dtype, at.batch, s))),

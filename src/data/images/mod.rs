@@ -174,7 +174,7 @@ impl Set {
             check(extent.len)?;
             ask(extent.len);
             into.resize(extent.len as usize, 0);
-            return read_at(archive, into, extent.start).map_err(DataError::io(&path));
+            return files::read_exact_at(archive, into, extent.start).map_err(DataError::io(&path));
         }
         let read = File::open(&path).and_then(|file| {
             let len = file.metadata()?.len();
@@ -291,20 +291,6 @@ impl Kind {
             }
         }
     }
-}
-
-#[cfg(unix)]
-fn read_at(file: &File, into: &mut [u8], at: u64) -> std::io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, into, at)
-}
-
-/// Elsewhere a handle of its own has a position of its own.
-#[cfg(not(unix))]
-fn read_at(file: &File, into: &mut [u8], at: u64) -> std::io::Result<()> {
-    use std::io::Seek;
-    let mut file = file.try_clone()?;
-    file.seek(std::io::SeekFrom::Start(at))?;
-    file.read_exact(into)
 }
 
 /// The features of samples with these classes.

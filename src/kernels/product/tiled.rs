@@ -11,17 +11,19 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::super::cpu::Blocks;
-use super::small::mask;
+use super::small::{mask, turned};
 use super::split::Lines;
 use super::tiles::{self, DEPTH, SIDE, STEP, Unit};
 use super::{Mat, Then};
 
-/// Steps of a slice of the inner sums, at most.
+/// Steps of a slice of the inner sums, at most; twice as many where all rows are in so few panels.
 const STEPS: usize = 16;
+const LOW: usize = 32;
 /// Steps that are made at once of a tile, so that what is packed for them stays in the first-level cache: 12 KiB of
 /// rows, 24 KiB of columns.
 const NEAR: usize = 4;
-/// Panels of rows that a thread packs at once, at most: 384 KiB, a fifth of a second-level cache.
+/// Panels of rows that a thread packs at once, at most, half as many of long slices: 384 KiB, a fifth of a second-level
+/// cache.
 const PANELS: usize = 8;
 /// Panels of columns that meet each of them in turn, and the columns of their sums.
 const PAIR: usize = 2;
@@ -59,19 +61,22 @@ pub(super) fn takes((m, k, n): (usize, usize, usize)) -> bool {
         && tiles::there()
 }
 
-/// Steps of each slice of `k` inner sums, and slices.
-fn slices(k: usize) -> (usize, usize) {
+/// Steps of each slice of `k` inner sums, slices, and the panels of `m` rows that a thread packs at most. By the sizes
+/// alone: where a slice ends, its sums are rounded.
+fn slices(m: usize, k: usize) -> (usize, usize, usize) {
+    let longer = if m <= LOW * SIDE { 2 } else { 1 };
     let steps = k.div_ceil(DEPTH);
-    let count = steps.div_ceil(STEPS);
-    (steps.div_ceil(count), count)
+    let count = steps.div_ceil(STEPS * longer);
+    (steps.div_ceil(count), count, PANELS / longer)
 }
 
-/// Bytes that are packed for a product with `n` columns over `k` inner sums.
-pub(super) fn packing(k: usize, n: usize) -> usize {
-    slices(k).0 * n.div_ceil(SIDE) * STEP
+/// Bytes that are packed for all threads, for an (m, n) matrix over `k`: of the shorter side, see [`multiply`].
+pub(super) fn packing((m, k, n): (usize, usize, usize)) -> usize {
+    slices(m.max(n), k).0 * m.min(n).div_ceil(SIDE) * STEP
 }
 
-/// `out = a b`, or `out += a b` with `add`, and what comes `then`.
+/// `out = a b`, or `out += a b` with `add`, and what comes `then`. A result that is wider than high is made as its
+/// transpose: what all threads read is the smaller operand, and each meets several panels of the larger.
 ///
 /// # Safety
 /// [`takes`] these sizes, the operands lie inside their slices, and `out` has room for every (i, j) at
@@ -84,15 +89,17 @@ pub(super) unsafe fn multiply(
     add: bool,
     then: Option<Then<f32>>,
 ) {
+    let wide = b.cols > a.rows;
+    let (a, b) = if wide { (b.t(), a.t()) } else { (a, b) };
     let (m, k, n) = (a.rows, a.cols, b.cols);
-    let (steps, count) = slices(k);
+    let (steps, count, most) = slices(m, k);
     let (rows, columns) = (m.div_ceil(SIDE), n.div_ceil(SIDE));
     let mut room = Vec::<MaybeUninit<Step>>::with_capacity(columns * steps);
     // SAFETY: the capacity is there, and what is not initialised is a value of this type.
     unsafe { room.set_len(columns * steps) };
     // A few tasks for each thread, of rows alone where there are enough of them.
     let wanted = 4 * rayon::current_num_threads();
-    let tall = rows.div_ceil(wanted).clamp(1, PANELS);
+    let tall = rows.div_ceil(wanted).clamp(1, most);
     let across = (wanted / rows.div_ceil(tall)).clamp(1, columns.div_ceil(8));
     let out = Blocks::new(out);
     let b = Lines { data: b.data.as_ptr(), count: n, line: b.col, inner: b.row };
@@ -111,14 +118,15 @@ pub(super) unsafe fn multiply(
             out: &out,
             stride,
             columns: n,
+            wide,
             add: add || slice > 0,
             then: then.filter(|_| slice + 1 == count),
         };
         (0..rows.div_ceil(tall) * across).into_par_iter().for_each(|task| {
-            let (high, wide) = (task / across, task % across);
-            let rows = high * tall..rows.min((high + 1) * tall);
+            let (i, j) = (task / across, task % across);
+            let rows = i * tall..rows.min((i + 1) * tall);
             // SAFETY: as promised, and no two tasks have a panel of rows and one of columns in common.
-            unsafe { share.make(rows, columns * wide / across..columns * (wide + 1) / across) }
+            unsafe { share.make(rows, columns * j / across..columns * (j + 1) / across) }
         });
     }
 }
@@ -133,8 +141,10 @@ struct Share<'a> {
     panel: usize,
     out: &'a Blocks<f32>,
     stride: usize,
-    /// Columns of the result.
+    /// Columns of what is made.
     columns: usize,
+    /// The result is the transpose of what is made.
+    wide: bool,
     add: bool,
     then: Option<Then<'a, f32>>,
 }
@@ -186,7 +196,9 @@ impl Share<'_> {
     /// Brings near what [`Share::store`] will read and write, which no prefetcher of the machine foresees.
     fn fetch(&self, panel: usize, columns: &Range<usize>) {
         let onto = self.then.and_then(|then| then.onto);
-        for row in panel * SIDE..self.a.count.min((panel + 1) * SIDE) {
+        let rows = panel * SIDE..self.a.count.min((panel + 1) * SIDE);
+        let (rows, columns) = if self.wide { (columns, &rows) } else { (&rows, columns) };
+        for row in rows.clone() {
             let at = row * self.stride + columns.start;
             for line in (at..at + columns.len()).step_by(SIDE) {
                 // SAFETY: nothing is read.
@@ -221,37 +233,61 @@ impl Share<'_> {
         columns: &Range<usize>,
         then: &Then<f32>,
     ) {
-        let masks = [mask(columns.len()), mask(columns.len().saturating_sub(SIDE))];
+        let rows = panel * SIDE..self.a.count.min((panel + 1) * SIDE);
+        for (v, first) in columns.clone().step_by(SIDE).enumerate() {
+            let columns = first..columns.end.min(first + SIDE);
+            // SAFETY: there are sums for every row and column of a tile; those that the result has not are left out.
+            unsafe {
+                let line = |i: usize| _mm512_load_ps(sums.add(i * WIDTH + v * SIDE));
+                if self.wide {
+                    let mut lines = [_mm512_setzero_ps(); SIDE];
+                    (0..SIDE).for_each(|i| lines[i] = line(i));
+                    let lines = turned(lines);
+                    self.put::<THEN>(|i| lines[i], columns, &rows, then);
+                } else {
+                    self.put::<THEN>(line, rows.clone(), &columns, then);
+                }
+            }
+        }
+    }
+
+    /// Writes a line of sums to each of these rows of the result, in at most [`SIDE`] columns.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn put<const THEN: bool>(
+        &self,
+        line: impl Fn(usize) -> __m512,
+        rows: Range<usize>,
+        columns: &Range<usize>,
+        then: &Then<f32>,
+    ) {
+        let mask = mask(columns.len());
         let (low, high) = then.clip.bounds::<f32>();
         let (low, high) = (_mm512_set1_ps(low), _mm512_set1_ps(high));
         let part = |all: &[f32], at: usize| all[at..][..columns.len()].as_ptr();
-        let bias = then.bias.map(|bias| part(bias, columns.start));
-        for i in 0..SIDE.min(self.a.count - panel * SIDE) {
-            let at = (panel * SIDE + i) * self.stride + columns.start;
+        // SAFETY: masks keep to these columns.
+        let load = |from: *const f32| unsafe { _mm512_maskz_loadu_ps(mask, from) };
+        let bias = then.bias.map(|bias| load(part(bias, columns.start)));
+        for (i, row) in rows.enumerate() {
+            let at = row * self.stride + columns.start;
             // SAFETY: this task alone has these columns of the row.
             let to = unsafe { self.out.get(at, columns.len()) }.as_mut_ptr();
-            let onto = then.onto.map(|onto| part(onto, at));
-            for (v, mask) in masks.into_iter().enumerate() {
-                // SAFETY: there are sums for every row, and masks keep to these columns in all the others.
-                unsafe {
-                    let load = |from: *const f32| _mm512_maskz_loadu_ps(mask, from.wrapping_add(v * SIDE));
-                    let mut sum = _mm512_load_ps(sums.add(i * WIDTH + v * SIDE));
-                    if self.add {
-                        sum = _mm512_add_ps(load(to), sum);
-                    }
-                    if THEN {
-                        if let Some(bias) = bias {
-                            sum = _mm512_add_ps(sum, load(bias));
-                        }
-                        // In this order what is not a number passes through.
-                        sum = _mm512_min_ps(high, _mm512_max_ps(low, sum));
-                        if let Some(onto) = onto {
-                            sum = _mm512_add_ps(sum, load(onto));
-                        }
-                    }
-                    _mm512_mask_storeu_ps(to.wrapping_add(v * SIDE), mask, sum);
+            let mut sum = line(i);
+            if self.add {
+                sum = _mm512_add_ps(load(to), sum);
+            }
+            if THEN {
+                if let Some(bias) = bias {
+                    sum = _mm512_add_ps(sum, bias);
+                }
+                // In this order what is not a number passes through.
+                sum = _mm512_min_ps(high, _mm512_max_ps(low, sum));
+                if let Some(onto) = then.onto {
+                    sum = _mm512_add_ps(sum, load(part(onto, at)));
                 }
             }
+            // SAFETY: the same.
+            unsafe { _mm512_mask_storeu_ps(to, mask, sum) };
         }
     }
 }
