@@ -186,7 +186,7 @@ pub(super) fn faster(
 pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by: By) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if by == By::All && acc_bytes(dtype) == 4 && vectors() == Vectors::V4 && tiled::takes((m, k, n)) {
-        return tiled::packing((m, k, n)) as u64;
+        return tiled::packing((m, k, n), turned) as u64;
     }
     let _ = by;
     // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs

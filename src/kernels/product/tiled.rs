@@ -70,13 +70,20 @@ fn slices(m: usize, k: usize) -> (usize, usize, usize) {
     (steps.div_ceil(count), count, PANELS / longer)
 }
 
-/// Bytes that are packed for all threads, for an (m, n) matrix over `k`: of the shorter side, see [`multiply`].
-pub(super) fn packing((m, k, n): (usize, usize, usize)) -> usize {
-    slices(m.max(n), k).0 * m.min(n).div_ceil(SIDE) * STEP
+/// Bytes that are packed for all threads, for an (m, n) matrix over `k`, at most; `turned` where the left operand is a
+/// transpose.
+pub(super) fn packing((m, k, n): (usize, usize, usize), turned: bool) -> usize {
+    let packed = |rows: usize, columns: usize| slices(rows, k).0 * columns.div_ceil(SIDE) * STEP;
+    match n > m {
+        true if turned => packed(n, m),
+        true => packed(n, m).max(packed(m, n)),
+        false => packed(m, n),
+    }
 }
 
 /// `out = a b`, or `out += a b` with `add`, and what comes `then`. A result that is wider than high is made as its
-/// transpose: what all threads read is the smaller operand, and each meets several panels of the larger.
+/// transpose: what all threads read is the smaller operand, and each meets several panels of the larger. Not where both
+/// operands lie as tiles want them: they would have to be turned.
 ///
 /// # Safety
 /// [`takes`] these sizes, the operands lie inside their slices, and `out` has room for every (i, j) at
@@ -89,7 +96,7 @@ pub(super) unsafe fn multiply(
     add: bool,
     then: Option<Then<f32>>,
 ) {
-    let wide = b.cols > a.rows;
+    let wide = b.cols > a.rows && (a.col != 1 || b.row == 1);
     let (a, b) = if wide { (b.t(), a.t()) } else { (a, b) };
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let (steps, count, most) = slices(m, k);
