@@ -35,6 +35,7 @@ NAMES = (
     "interrupted",
     "growing",
     "offload",
+    "recorded",
 )
 
 # The farthest that the mean loss of any 20 of 200 updates may be from that of f32, relative to the first 20 of f32. Some
@@ -320,6 +321,36 @@ class Trials:
         assert "activations" in chosen["offload"] and chosen["recompute"] > 0, chosen
         assert ran.weights() == ample.weights(), "inputs of blocks away: other weights or state"
         told.append(f"with {chosen['recompute']} blocks' inputs away too, across a resume")
+        return "equal bits: " + ", ".join(told)
+
+    def recorded(self):
+        """Launches that are repeated change no bit, with short batches and evaluations in between; nor does going on."""
+        told, short = [], ["--set", "data.train_samples=500"]
+        for name, dropped, more in (
+            ("gpt", False, []),
+            ("llama", False, []),
+            ("mlp", False, ["--set", "model.dropout=0.0", *short]),
+            ("mlp", True, short),
+            ("resnet", False, short),
+            ("mobilenet", False, ["--set", "model.dropout=0.0", *short]),
+        ):
+            text = (HERE / "configs" / f"{name}.toml").read_text()
+            text = "\n".join(line for line in text.splitlines() if not line.startswith(("epochs", "steps", "every_")))
+            sets = ["train.steps=60", "train.accumulation_steps=2", "log.every_steps=1", "log.tensorboard=false"]
+            sets += ["eval.every_steps=25", "checkpoint.every_steps=30", "schedule.warmup_steps=10"]
+            args = [part for one in sets for part in ("--set", one)] + more
+            plain = self.fit(text, *args, "--set", "memory.graphs=false")
+            again = self.fit(text, *args)
+            half = self.fit(text, *args, "--max-steps", "30")
+            half = self.fit(None, *args, "--resume", folder=half.folder)
+            for ran in (plain, again, half):
+                assert ran.code == 0, f"{name}: {ran.said}"
+                assert ran.weights() == plain.weights(), f"{name}: other weights or state"
+                assert ran.losses()[-1] == plain.losses()[-1], name
+            assert not plain.named("recorded"), name
+            launches = [event["launches"] for event in again.named("recorded")]
+            assert len(launches) == (0 if dropped else 1), f"{name}: recorded {launches}"
+            told.append(f"{name} {'with dropout launched' if dropped else launches[0]}")
         return "equal bits: " + ", ".join(told)
 
 

@@ -283,11 +283,11 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    fn open(images: &[u8], labels: &[u8]) -> Result<Idx, DataError> {
-        let folder = tempfile::tempdir().unwrap();
+    /// Files in a folder, with a mebibyte for what is kept of them.
+    fn write(folder: &Path, images: &[u8], labels: &[u8]) -> Files {
         let files = Files {
-            images: folder.path().join("images"),
-            labels: folder.path().join("labels"),
+            images: folder.join("images"),
+            labels: folder.join("labels"),
             classes: (0..10).map(|c| c.to_string()).collect(),
             normalise: Normalise::default(),
             augment: Augment::default(),
@@ -296,14 +296,23 @@ mod tests {
         };
         std::fs::write(&files.images, images).unwrap();
         std::fs::write(&files.labels, labels).unwrap();
-        Idx::open(&files)
+        files
+    }
+
+    fn open(images: &[u8], labels: &[u8]) -> Result<Idx, DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        Idx::open(&write(folder.path(), images, labels))
+    }
+
+    fn read(set: &dyn Source, index: u64) -> Result<(Vec<f32>, u32), DataError> {
+        let (mut pixels, mut label) = (vec![f32::NAN; set.features().input_len()], [99]);
+        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label), length: 0 };
+        set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row)?;
+        Ok((pixels, label[0]))
     }
 
     fn sample(set: &dyn Source, index: u64) -> (Vec<f32>, u32) {
-        let (mut pixels, mut label) = (vec![f32::NAN; set.features().input_len()], [99]);
-        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label), length: 0 };
-        set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row).unwrap();
-        (pixels, label[0])
+        read(set, index).unwrap()
     }
 
     fn images() -> Vec<u8> {
@@ -334,18 +343,27 @@ mod tests {
     #[test]
     fn augmentation_is_of_the_sample_and_the_epoch() {
         let folder = tempfile::tempdir().unwrap();
-        let files = Files {
-            images: folder.path().join("images"),
-            labels: folder.path().join("labels"),
-            classes: (0..10).map(|c| c.to_string()).collect(),
-            normalise: Normalise::default(),
-            augment: Augment { horizontal_flip: 1.0, ..Augment::default() },
-            readers: 1,
-            max_bytes: 1 << 20,
-        };
-        std::fs::write(&files.images, images()).unwrap();
-        std::fs::write(&files.labels, labels()).unwrap();
+        let files = write(folder.path(), &images(), &labels());
+        let files = Files { augment: Augment { horizontal_flip: 1.0, ..Augment::default() }, ..files };
         assert_eq!(sample(&Idx::open(&files).unwrap(), 0), (vec![0.2, 0.0, 0.6, 0.4], 7));
+    }
+
+    /// What is not packed is read picture by picture, however much there is of it.
+    #[test]
+    fn a_plain_file_may_be_larger_than_the_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut pixels = vec![0; 3 << 20];
+        pixels[(2 << 20) + 5] = 255;
+        let files = write(folder.path(), &idx(&[3, 1024, 1024], &pixels), &labels());
+        let set = Idx::open(&files).unwrap();
+        assert_eq!(set.resident_bytes(), 3 + (1 << 20), "the labels, and room for a picture");
+        let (last, label) = sample(&set, 2);
+        assert_eq!((last.iter().sum::<f32>(), last[5], label), (1.0, 1.0, 9));
+        // Cut short by somebody else while it is read.
+        std::fs::File::options().write(true).open(&files.images).unwrap().set_len(2 << 20).unwrap();
+        assert_eq!(sample(&set, 0).1, 7);
+        let error = read(&set, 2).unwrap_err().to_string();
+        assert!(error.contains("images"), "{error}");
     }
 
     #[test]

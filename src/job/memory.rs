@@ -24,6 +24,9 @@ pub struct Memory {
     /// code 3; also how often a killed process is started again without a new checkpoint.
     #[schemars(range(max = 1000))]
     pub max_retries: u32,
+    /// On a card, give micro-batches memory of their own where the budget has room for it, record what is launched for one
+    /// and repeat it (CUDA graphs): the same numbers, sooner.
+    pub graphs: bool,
     /// Work in a child process, which is started again from its newest checkpoint, with less memory, when
     /// the kernel kills it or an allocation fails. On Linux; elsewhere there is one process.
     pub supervise: bool,
@@ -37,6 +40,7 @@ impl Default for Memory {
             headroom: Size::Percent(5.0),
             on_oom: vec![Rung::Shrink, Rung::Recompute, Rung::Offload],
             max_retries: 8,
+            graphs: true,
             supervise: true,
         }
     }

@@ -13,10 +13,11 @@ use rayon::prelude::*;
 
 use super::activation::each_activation;
 use super::channels::{Cut, Parts};
+use super::clip::Clip;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::{Grads, add_all, through_activation};
-use super::product::{By, Mat, multiply, packing};
+use super::product::{By, Mat, Then, convolve, convolving, multiply, packing, weigh, weighing};
 use super::windows::{Block, Geometry};
 use super::{Activation, Elem, Reads, Real, activation, add, cpu, depthwise, reference, turn};
 use crate::layers::On;
@@ -92,6 +93,13 @@ impl Conv<'_> {
         let batch = values.len() / picture;
         let mut y = cpu::fresh::<T>(batch * pixels * n);
         let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
+        let (h, w) = g.output();
+        let shape = (batch, h, w, n);
+        if let Some(clip) = Clip::of(self.act).filter(|_| pre.is_empty())
+            && convolve(&mut y, g, &values, &weight, false, Then { bias: bias.as_deref(), clip, onto: None })
+        {
+            return Ok((cpu::tensor(y, shape)?, None));
+        }
         let blocking = g.blocks(g.cells(), batch, cpu::threads());
         let room = if g.is_product() { 0 } else { blocking.rows() * k };
         // Every block packs the weight for its product, which is slow across the rows of what it reads: it is
@@ -126,8 +134,6 @@ impl Conv<'_> {
                 }
             },
         );
-        let (h, w) = g.output();
-        let shape = (batch, h, w, n);
         let pre = if pre.is_empty() { None } else { Some(cpu::tensor(pre, shape)?) };
         Ok((cpu::tensor(y, shape)?, pre))
     }
@@ -254,12 +260,17 @@ impl Conv<'_> {
     fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T], into: &mut [T::Acc]) {
         let g = &self.geometry;
         let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
-        let (ng, cells) = (n / g.groups, g.panel());
-        let batch = values.len() / (g.height * g.width * g.inputs);
+        let (ng, cells, picture) = (n / g.groups, g.panel(), g.height * g.width * g.inputs);
+        let batch = values.len() / picture;
         let run = batch.div_ceil(cpu::threads()).max(1);
         let blocking = g.blocks(cells, batch, cpu::threads());
         let room = if g.is_product() { 0 } else { blocking.rows() * cells * g.depth() };
         let add = |part: usize, sum: &mut [T::Acc]| {
+            let (from, to) = (part * run, batch.min((part + 1) * run));
+            let (seen, made) = (picture * from..picture * to, pixels * n * from..pixels * n * to);
+            if weigh(sum, g, &values[seen], &d[made]) {
+                return;
+            }
             let mut gathered = cpu::fresh::<T>(room);
             for (group, first) in
                 (0..g.groups).flat_map(|group| (0..g.cells()).step_by(cells).map(move |c| (group, c)))
@@ -293,6 +304,11 @@ impl Conv<'_> {
         let batch = d.len() / (pixels * n);
         let blocking = g.blocks(g.cells(), batch, cpu::threads());
         let mut dx = cpu::fresh::<T>(batch * picture);
+        if let Some(back) = g.back()
+            && convolve(&mut dx, &back, d, weight, true, Then::NOTHING)
+        {
+            return dx;
+        }
         let narrow = T::as_acc_mut(&mut dx[..0]).is_none();
         dx.par_chunks_mut(blocking.pictures * picture).enumerate().for_each_init(
             || {
@@ -359,10 +375,22 @@ pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::la
     let direct = elem == acc && act.reads() != Reads::Input;
     let outputs = if direct { 0 } else { rows * g.outputs * acc };
     let turned = g.outputs * k * elem + g.groups * size_of::<Vec<f32>>();
-    let forward = at.threads() * (gathered + outputs + forward_product) + list + turned;
+    let forward = match convolving(at.dtype, g, at.batch).filter(|_| Clip::of(act).is_some()) {
+        Some(packed) => packed as usize,
+        None => at.threads() * (gathered + outputs + forward_product) + list + turned,
+    };
     let seen = if g.is_product() { 0 } else { panel_rows * panel * elem };
-    let weight = runs.saturating_sub(1) * g.outputs * k * acc + runs * (seen + weight_product);
-    let input = at.threads() * (rows * k * acc + wide + input_product);
+    let weighs = |batch: usize| match weighing(at.dtype, g, batch) {
+        Some(packed) => packed as usize,
+        None => seen + weight_product,
+    };
+    let (run, others) = (at.batch.div_ceil(at.threads()).max(1), runs.saturating_sub(1));
+    let weight = others * (g.outputs * k * acc + weighs(run))
+        + weighs(run.min(at.batch - others * run)).max(weighs(run));
+    let input = match g.back().and_then(|back| convolving(at.dtype, &back, at.batch)) {
+        Some(packed) => packed as usize,
+        None => at.threads() * (rows * k * acc + wide + input_product),
+    };
     (forward as u64, weight.max(input) as u64)
 }
 

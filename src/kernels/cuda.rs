@@ -8,6 +8,7 @@ pub mod columns;
 pub mod cudnn;
 pub mod link;
 pub mod product;
+pub mod recording;
 
 use std::ffi::{c_int, c_void};
 
@@ -96,11 +97,16 @@ pub fn fresh(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Resu
     let shape = shape.into();
     // The driver refuses to allocate nothing.
     let len = shape.elem_count().max(1);
+    let stream = recording::memory(device);
     macro_rules! of {
         ($($variant:ident: $type:ty),*) => {
             match dtype {
                 // SAFETY: plain numbers, written before they are read.
-                $(DType::$variant => CudaStorageSlice::$variant(unsafe { device.alloc::<$type>(len)? }),)*
+                $(DType::$variant => {
+                    let slice = unsafe { stream.alloc::<$type>(len) }.w()?;
+                    recording::took(slice.device_ptr(&stream).0, slice.num_bytes());
+                    CudaStorageSlice::$variant(slice)
+                })*
                 other => bail!("no tensor of {other:?} is made on a card"),
             }
         };
@@ -113,6 +119,27 @@ pub fn fresh(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Resu
 /// Bytes for as long as a launcher works; given back in the order of the stream.
 pub fn scratch(device: &CudaDevice, bytes: usize) -> Result<Tensor> {
     fresh(device, DType::U8, bytes)
+}
+
+/// A contiguous tensor's values in memory of their own.
+pub fn copy(device: &CudaDevice, from: &Tensor) -> Result<Tensor> {
+    let to = fresh(device, from.dtype(), from.shape())?;
+    copy_into(device, from, &to)?;
+    Ok(to)
+}
+
+/// Overwrites a contiguous tensor with the values of another of its type and size.
+pub fn copy_into(device: &CudaDevice, from: &Tensor, to: &Tensor) -> Result<()> {
+    if (from.dtype(), from.elem_count()) != (to.dtype(), to.elem_count()) {
+        bail!("{:?} of {:?} into {:?} of {:?}", from.shape(), from.dtype(), to.shape(), to.dtype())
+    }
+    let bytes = from.elem_count() * from.dtype().size_in_bytes();
+    if bytes > 0 {
+        let (from, to, stream) = (pointer(from)? as u64, pointer(to)? as u64, device.cuda_stream());
+        // SAFETY: both have so many bytes, and the stream orders the copy with what made and frees them.
+        unsafe { result::memcpy_dtod_async(to, from, bytes, stream.cu_stream()) }.w()?;
+    }
+    Ok(())
 }
 
 /// What a launcher returned.

@@ -9,6 +9,7 @@ use std::borrow::Cow;
 
 use super::cpu::Slices;
 use super::product::{self, By, Mat, Then};
+use super::windows::Geometry;
 use half::{bf16, f16};
 
 /// A number kernels compute with.
@@ -53,6 +54,25 @@ pub trait Real:
         then: Option<Then<Self>>,
     ) -> bool {
         let _ = (out, stride, a, b, add, by, then);
+        false
+    }
+
+    /// As [`convolve`](super::product::convolve).
+    fn convolve_faster(
+        out: &mut [Self],
+        g: &Geometry,
+        pictures: &[Self],
+        weight: &[Self],
+        back: bool,
+        then: Then<Self>,
+    ) -> bool {
+        let _ = (out, g, pictures, weight, back, then);
+        false
+    }
+
+    /// As [`weigh`](super::product::weigh).
+    fn weigh_faster(into: &mut [Self], g: &Geometry, pictures: &[Self], d: &[Self]) -> bool {
+        let _ = (into, g, pictures, d);
         false
     }
 
@@ -281,6 +301,21 @@ impl Real for f32 {
         then: Option<Then<f32>>,
     ) -> bool {
         product::faster(out, stride, a, b, add, by, then)
+    }
+
+    fn convolve_faster(
+        out: &mut [f32],
+        g: &Geometry,
+        pictures: &[f32],
+        weight: &[f32],
+        back: bool,
+        then: Then<f32>,
+    ) -> bool {
+        product::convolve_faster(out, g, pictures, weight, back, then)
+    }
+
+    fn weigh_faster(into: &mut [f32], g: &Geometry, pictures: &[f32], d: &[f32]) -> bool {
+        product::weigh_faster(into, g, pictures, d)
     }
 
     const ZERO: f32 = 0.0;

@@ -48,3 +48,12 @@ pub mod windows;
 pub use activation::{Activation, Reads};
 pub use clip::Clip;
 pub use elem::{Elem, Real};
+
+/// A contiguous tensor's values in memory of their own.
+pub fn copy(tensor: &candle_core::Tensor) -> candle_core::Result<candle_core::Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::of(tensor) {
+        return cuda::copy(device, tensor);
+    }
+    tensor.copy()
+}

@@ -9,6 +9,8 @@ mod split;
 mod tiled;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
+#[cfg(target_arch = "x86_64")]
+mod windows;
 
 use candle_core::DType;
 use gemm::Parallelism;
@@ -17,6 +19,7 @@ use super::clip::{Clip, clip};
 use super::cpu::{acc_bytes, for_rows};
 #[cfg(target_arch = "x86_64")]
 use super::elem::{Vectors, vectors};
+use super::windows::Geometry;
 use super::{Elem, Real};
 use crate::vectorised;
 
@@ -178,6 +181,99 @@ pub(super) fn faster(
         return true;
     }
     let _ = (out, stride, a, b, add, by, then);
+    false
+}
+
+/// Makes the convolution `g` of `pictures`, and what comes `then`, where there is a faster way than block by block of its
+/// windows; says whether it did. With `back` it is the gradient of the input of a convolution with this weight.
+pub fn convolve<T: Elem>(
+    out: &mut [T],
+    g: &Geometry,
+    pictures: &[T],
+    weight: &[T],
+    back: bool,
+    then: Then<T>,
+) -> bool {
+    let Some(out) = T::as_acc_mut(out) else { return false };
+    let (bias, onto) = (then.bias.map(T::widened), then.onto.map(T::widened));
+    let then = Then { bias: bias.as_deref(), clip: then.clip, onto: onto.as_deref() };
+    let (pictures, weight) = (T::widened(pictures), T::widened(weight));
+    assert_eq!(weight.len(), g.outputs * g.window(), "the weight of a convolution");
+    assert_eq!(
+        out.len() * g.height * g.width * g.inputs,
+        pictures.len() * g.pixels() * g.outputs,
+        "the pictures of a convolution and what is made of them"
+    );
+    T::Acc::convolve_faster(out, g, &pictures, &weight, back, then)
+}
+
+/// Bytes that [`convolve`] packs operands into, where it does it.
+pub fn convolving(dtype: DType, g: &Geometry, batch: usize) -> Option<u64> {
+    #[cfg(target_arch = "x86_64")]
+    if dtype == DType::F32 && vectors() == Vectors::V4 && tiled::convolves(g, batch) {
+        return Some(tiled::convolving(g, batch) as u64);
+    }
+    let _ = (dtype, g, batch);
+    None
+}
+
+/// Adds the gradient of a convolution's weight by the thread that asks, where there is a faster way than block by block of
+/// its windows; says whether it did. `d` is the gradient of the output.
+pub fn weigh<T: Elem>(into: &mut [T::Acc], g: &Geometry, pictures: &[T], d: &[T]) -> bool {
+    assert_eq!(into.len(), g.outputs * g.window(), "the gradient of a convolution's weight");
+    assert_eq!(
+        d.len() * g.height * g.width * g.inputs,
+        pictures.len() * g.pixels() * g.outputs,
+        "the pictures of a convolution and what was made of them"
+    );
+    // Not where copies of a wider type would have to be made.
+    T::as_acc_mut(&mut []).is_some() && T::Acc::weigh_faster(into, g, &T::widened(pictures), &T::widened(d))
+}
+
+/// Bytes that [`weigh`] packs operands into, where it does it.
+pub fn weighing(dtype: DType, g: &Geometry, batch: usize) -> Option<u64> {
+    #[cfg(target_arch = "x86_64")]
+    if dtype == DType::F32 && vectors() == Vectors::V4 && tiled::weighs(g, batch) {
+        return Some(tiled::weighing(g, batch) as u64);
+    }
+    let _ = (dtype, g, batch);
+    None
+}
+
+/// [`weigh`] in f32.
+pub(super) fn weigh_faster(into: &mut [f32], g: &Geometry, pictures: &[f32], d: &[f32]) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let batch = pictures.len() / (g.height * g.width * g.inputs);
+        if vectors() == Vectors::V4 && tiled::weighs(g, batch) {
+            // SAFETY: AVX-512 and the unit were found, and `weigh` has checked every size.
+            unsafe { tiled::weigh(into, g, pictures, d) };
+            return true;
+        }
+    }
+    let _ = (into, g, pictures, d);
+    false
+}
+
+/// [`convolve`] in f32.
+pub(super) fn convolve_faster(
+    out: &mut [f32],
+    g: &Geometry,
+    pictures: &[f32],
+    weight: &[f32],
+    back: bool,
+    then: Then<f32>,
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let batch = pictures.len() / (g.height * g.width * g.inputs);
+        if vectors() == Vectors::V4 && tiled::convolves(g, batch) {
+            // SAFETY: AVX-512 and the unit were found, and `convolve` has checked every size.
+            unsafe { tiled::convolve(out, g, pictures, weight, back, then) };
+            return true;
+        }
+    }
+    let _ = (out, g, pictures, weight, back, then);
     false
 }
 

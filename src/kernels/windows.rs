@@ -47,6 +47,15 @@ impl Geometry {
         self.cells() * self.depth()
     }
 
+    /// The convolution that makes the gradient of the input of this one out of that of its output, with the weight's
+    /// cells in reverse; none where windows move by more than one pixel.
+    pub(super) fn back(&self) -> Option<Self> {
+        let (height, width) = self.output();
+        let padding = (self.dilation * (self.kernel - 1)).checked_sub(self.padding)?;
+        let (inputs, outputs) = (self.outputs, self.inputs);
+        (self.stride == 1).then_some(Self { height, width, inputs, outputs, padding, ..*self })
+    }
+
     /// Cells of a window.
     pub(super) fn cells(&self) -> usize {
         self.kernel * self.kernel

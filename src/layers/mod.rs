@@ -295,6 +295,8 @@ impl Pass<'_> {
 
     /// The randomness of the layer `stream` for the micro-batch's sample `row`.
     pub fn random(&self, stream: u64, row: usize) -> Random {
+        #[cfg(feature = "cuda")]
+        crate::kernels::cuda::recording::varies();
         Random::new(self.seed, stream).at(self.epoch).at(self.ids[row])
     }
 }

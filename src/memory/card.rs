@@ -1,7 +1,9 @@
 //! A card under a budget: the driver's own memory pool with a limit, which it enforces and measures.
 //!
 //! All tensors of the device come from the pool, because it is made the device's current one before the first of
-//! them. What the context itself takes is outside of it, and measured here.
+//! them. What the context itself takes is outside of it, and measured here. Where the budget has room for it, what the
+//! passes of micro-batches take is a pool of its own within the same limit: nothing else moves what is there, so that
+//! launches can be recorded with their addresses.
 
 use candle_core::Device;
 
@@ -41,18 +43,22 @@ pub struct Seen {
 }
 
 #[cfg(feature = "cuda")]
-pub use with_cuda::{Card, all};
+pub use with_cuda::{Card, Passes, all};
 #[cfg(not(feature = "cuda"))]
 pub use without_cuda::{Card, all};
 
 #[cfg(feature = "cuda")]
 mod with_cuda {
     use std::ffi::c_void;
+    use std::ops::Range;
+    use std::sync::{Mutex, MutexGuard, PoisonError};
 
     use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 
     use super::super::nvml;
+    use super::super::plan::Apart;
     use super::*;
+    use crate::kernels::cuda::{self, recording};
 
     /// A card that is computed on.
     pub struct Card {
@@ -64,12 +70,32 @@ mod with_cuda {
         pub context: u64,
         /// Whether the driver enforces the limit; else the ledger alone does.
         pub enforced: bool,
-        pool: sys::CUmemoryPool,
+        pools: Mutex<Pools>,
+    }
+
+    struct Pools {
+        main: sys::CUmemoryPool,
+        passes: Option<sys::CUmemoryPool>,
+        /// Where the memory of passes lies, as long as none of it was moved.
+        piece: Option<Range<u64>>,
+        /// The most bytes tensors had at once, up to the last change between the two.
+        peak: u64,
     }
 
     // SAFETY: a pool is the driver's, which may be asked about it from any thread.
-    unsafe impl Send for Card {}
-    unsafe impl Sync for Card {}
+    unsafe impl Send for Pools {}
+
+    /// As long as this is there, tensors come from the pool of passes.
+    pub struct Passes<'a>(&'a Card);
+
+    impl Drop for Passes<'_> {
+        fn drop(&mut self) {
+            self.0.serve(|pools| Some(pools.main));
+            if !recording::stayed() {
+                self.0.pools().piece = None;
+            }
+        }
+    }
 
     /// Every card that the driver shows; none where there is no driver.
     pub fn all() -> Vec<Seen> {
@@ -105,54 +131,130 @@ mod with_cuda {
             let context = see(ordinal)?.context;
             let device = Device::new_cuda_with_stream(ordinal).map_err(|e| no_card(ordinal, &e))?;
             let seen = see(ordinal)?;
-            if let Device::Cuda(cuda) = &device {
+            if let Device::Cuda(device) = &device {
                 // SAFETY: everything runs on the device's one stream but the copies of a carrier, which has events of
                 // its own, so that no use of a tensor needs another to be ordered.
-                unsafe { cuda.disable_event_tracking() };
+                unsafe { device.disable_event_tracking() };
             }
             let limit = limit(&seen);
             if limit > seen.free {
                 return Err(CardError::TooSmall { ordinal, free: seen.free, asked: limit });
             }
-            let (pool, enforced) = pool(ordinal, limit)?;
-            Ok(Self { ordinal, device, limit, context, enforced, pool })
+            let (main, enforced) = pool(ordinal, limit)?;
+            let pools = Mutex::new(Pools { main, passes: None, piece: None, peak: 0 });
+            Ok(Self { ordinal, device, limit, context, enforced, pools })
         }
 
-        /// The most bytes of the pool that tensors had at once since this was last asked.
+        fn pools(&self) -> MutexGuard<'_, Pools> {
+            self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+
+        /// The most bytes that tensors had at once since this was last asked.
         pub fn take_recent_peak(&self) -> u64 {
-            let high = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
-            let (mut bytes, mut zero) = (0u64, 0u64);
-            // SAFETY: the pool lives as long as the card, and both values as long as the calls.
-            unsafe {
-                sys::cuMemPoolGetAttribute(self.pool, high, (&raw mut bytes).cast::<c_void>());
-                sys::cuMemPoolSetAttribute(self.pool, high, (&raw mut zero).cast::<c_void>());
-            }
-            bytes
+            let mut pools = self.pools();
+            pools.look();
+            std::mem::take(&mut pools.peak)
         }
 
         /// Takes the card's memory for so many bytes of tensors, so that nobody else can; it stays the pool's. Where
-        /// others have it already, what is left comes when it is asked for, as without.
-        pub fn claim(&self, bytes: u64) -> candle_core::Result<()> {
-            let Device::Cuda(cuda) = &self.device else { return Ok(()) };
-            let tensors = bytes.min(self.limit);
-            match crate::kernels::cuda::scratch(cuda, (tensors + pieces(tensors)) as usize) {
-                Err(error) if !crate::kernels::cuda::is_out_of_memory(&error) => return Err(error),
-                claimed => drop(claimed),
+        /// others have it already, what is left comes when it is asked for, as without. With `passes`, micro-batches have
+        /// so many bytes beside those for themselves, within the same limit. To be called before the first tensor.
+        pub fn claim(&self, bytes: u64, passes: Option<u64>) -> candle_core::Result<()> {
+            let passes = passes.filter(|_| self.enforced);
+            self.set_apart(passes).map_err(candle_core::Error::wrap)?;
+            if let (Some(passes), Some(_there)) = (passes, self.passes()) {
+                let piece = self.fill(Apart::most(passes))?;
+                self.pools().piece = piece;
             }
-            self.device.synchronize()?;
+            self.fill(bytes.min(self.limit))?;
             // The peak is of tensors.
             self.take_recent_peak();
             Ok(())
         }
+
+        /// A pool for the passes of micro-batches, where they are to have one, and one for what the limit leaves beside it,
+        /// in the place of those there were.
+        fn set_apart(&self, passes: Option<u64>) -> Result<(), CardError> {
+            let mut pools = self.pools();
+            if passes.is_none() && pools.passes.is_none() {
+                return Ok(());
+            }
+            let most = passes.map_or(0, Apart::most);
+            let apart = passes.map(|_| pool(self.ordinal, most)).transpose()?;
+            let main = pool(self.ordinal, self.limit.saturating_sub(most))?.0;
+            let before = [Some(std::mem::replace(&mut pools.main, main)), pools.passes.take()];
+            pools.passes = apart.map(|(apart, _)| apart);
+            before.into_iter().flatten().try_for_each(|pool| {
+                // SAFETY: no tensor is asked of it any more; what there is of it stays until it is freed.
+                told("to give back a memory pool", unsafe { sys::cuMemPoolDestroy(pool) })
+            })
+        }
+
+        /// Makes the pool that serves large enough for so many bytes of tensors, and says where they will be; none where
+        /// others have the memory.
+        fn fill(&self, tensors: u64) -> candle_core::Result<Option<Range<u64>>> {
+            let Device::Cuda(device) = &self.device else { return Ok(None) };
+            let bytes = (tensors + pieces(tensors)) as usize;
+            let piece = match cuda::scratch(device, bytes) {
+                Err(error) if cuda::is_out_of_memory(&error) => None,
+                claimed => {
+                    let at = cuda::pointer(&claimed?)? as u64;
+                    Some(at..at + bytes as u64)
+                }
+            };
+            self.device.synchronize()?;
+            Ok(piece)
+        }
+
+        /// Tensors come from the pool of passes until this is dropped; none where they have no pool of their own.
+        pub fn passes(&self) -> Option<Passes<'_>> {
+            self.serve(|pools| pools.passes).then(|| {
+                self.pools().piece.clone().into_iter().for_each(recording::watch);
+                Passes(self)
+            })
+        }
+
+        /// Whether what passes have is where it was from the start on.
+        pub fn passes_stay(&self) -> bool {
+            self.pools().piece.is_some()
+        }
+
+        /// Whether there are two pools, the one of which serves from now on.
+        fn serve(&self, which: impl Fn(&Pools) -> Option<sys::CUmemoryPool>) -> bool {
+            let mut pools = self.pools();
+            let (Some(_), Some(pool)) = (pools.passes, which(&pools)) else { return false };
+            let Ok(device) = result::device::get(self.ordinal as i32) else { return false };
+            pools.look();
+            // SAFETY: both are pools of this card. It fails with the context alone.
+            unsafe { sys::cuDeviceSetMemPool(device, pool) };
+            true
+        }
+    }
+
+    impl Pools {
+        /// Takes note of the most bytes since this was last done.
+        fn look(&mut self) {
+            let high = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+            let of = |pool: sys::CUmemoryPool| {
+                let (mut bytes, mut zero) = (0u64, 0u64);
+                // SAFETY: pools live as long as the card, and both values as long as the calls.
+                unsafe {
+                    sys::cuMemPoolGetAttribute(pool, high, (&raw mut bytes).cast::<c_void>());
+                    sys::cuMemPoolSetAttribute(pool, high, (&raw mut zero).cast::<c_void>());
+                }
+                bytes
+            };
+            self.peak = self.peak.max(of(self.main) + self.passes.map_or(0, of));
+        }
+    }
+
+    fn told(what: &'static str, code: sys::CUresult) -> Result<(), CardError> {
+        code.result().map_err(refused(what))
     }
 
     /// A pool for `limit` bytes of tensors, made the device's current one. A driver before CUDA 12.2 knows no limit: the
     /// device's own pool serves there.
     fn pool(ordinal: usize, limit: u64) -> Result<(sys::CUmemoryPool, bool), CardError> {
-        let told = |what: &'static str, code: sys::CUresult| match code.result() {
-            Ok(()) => Ok(()),
-            Err(error) => Err(refused(what)(error)),
-        };
         let device = result::device::get(ordinal as i32).map_err(refused("to name the card"))?;
         // SAFETY: plain structures and pointers to locals, as the driver's interface asks for.
         unsafe {
@@ -208,7 +310,7 @@ mod without_cuda {
             match self.never {}
         }
 
-        pub fn claim(&self, _: u64) -> candle_core::Result<()> {
+        pub fn claim(&self, _: u64, _: Option<u64>) -> candle_core::Result<()> {
             match self.never {}
         }
     }

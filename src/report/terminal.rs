@@ -189,9 +189,15 @@ impl<W: Write + Send> Terminal<W> {
             Event::Finished { .. } | Event::Interrupted { .. } => {
                 [String::new()].into_iter().chain(self.summary.lines(self.look)).collect()
             }
-            Event::Step { .. } | Event::Checkpoint { .. } | Event::Diverged { .. } | Event::Failed { .. } => {
-                vec![]
+            Event::Recorded { step, launches } if self.look.verbosity == Verbosity::Verbose => {
+                let text = format!("step {}  {launches} launches of a micro-batch", count(*step));
+                line(paint.green(&label("recorded")), text)
             }
+            Event::Step { .. }
+            | Event::Checkpoint { .. }
+            | Event::Recorded { .. }
+            | Event::Diverged { .. }
+            | Event::Failed { .. } => vec![],
         }
     }
 }

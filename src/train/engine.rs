@@ -6,6 +6,8 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::checkpoint::Held;
+#[cfg(feature = "cuda")]
+use super::passes::{Kind, Passes};
 use super::setup::Setup;
 use super::staging::Staging;
 use crate::data;
@@ -64,6 +66,9 @@ pub struct Engine<'a> {
     /// Judges updates on a card, where the rule reads its findings there.
     #[cfg(feature = "cuda")]
     judge: Option<Judge>,
+    /// Repeats passes on a card, where these have memory of their own.
+    #[cfg(feature = "cuda")]
+    passes: Option<Passes>,
     _held: Vec<Reservation>,
 }
 
@@ -98,6 +103,8 @@ struct Made {
     average: Option<Tensor>,
     #[cfg(feature = "cuda")]
     judge: Option<Judge>,
+    #[cfg(feature = "cuda")]
+    passes: Option<Passes>,
 }
 
 impl<'a> Engine<'a> {
@@ -131,6 +138,8 @@ impl<'a> Engine<'a> {
             before: made.before,
             #[cfg(feature = "cuda")]
             judge: made.judge,
+            #[cfg(feature = "cuda")]
+            passes: made.passes,
             _held: held,
         })
     }
@@ -157,6 +166,8 @@ impl<'a> Engine<'a> {
             average,
             #[cfg(feature = "cuda")]
             judge,
+            #[cfg(feature = "cuda")]
+            passes: setup.card.as_ref().map(Passes::new).transpose()?.flatten(),
         })
     }
 
@@ -169,7 +180,22 @@ impl<'a> Engine<'a> {
 
     /// Adds the gradients of a micro-batch, times `scale`. A card is not waited for.
     pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Counted, StepError> {
-        self.walk(batch, Mode::Train, scale, |network, walk, batch| network.learn(walk, Some(batch)))
+        self.walk(batch, Mode::Train, scale, |network, walk, batch| {
+            let learn = |batch: &Batch| network.learn(walk, Some(batch));
+            #[cfg(feature = "cuda")]
+            if let Some(passes) = &self.passes {
+                return passes.run(Kind::new(batch, scale, self.recompute), batch, learn);
+            }
+            learn(batch)
+        })
+    }
+
+    /// How many launches were recorded, once, where they are repeated from here on.
+    pub fn recorded(&self) -> Option<usize> {
+        #[cfg(feature = "cuda")]
+        return self.passes.as_ref().and_then(Passes::news);
+        #[cfg(not(feature = "cuda"))]
+        None
     }
 
     /// What is to be done with gradients learned with `scale`, by micro-batches that counted this. A card is waited

@@ -204,6 +204,13 @@ pub enum Event {
         /// Micro-batches in an update from here on.
         accumulation_steps: usize,
     },
+    /// What a card is asked to do for a micro-batch was recorded, and is repeated from here on where it is the same.
+    Recorded {
+        /// Updates made before it.
+        step: u64,
+        /// Launches that one call repeats.
+        launches: usize,
+    },
     /// Records that cannot be used were left out.
     BadRecords {
         /// Updates made before it.

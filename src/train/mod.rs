@@ -6,6 +6,8 @@ pub mod event;
 mod failure;
 pub mod folder;
 pub mod hooks;
+#[cfg(feature = "cuda")]
+mod passes;
 mod planning;
 pub mod postmortem;
 pub mod retry;

@@ -35,6 +35,7 @@ use crate::kernels::judge::Judged;
 use crate::layers::network::StepError;
 use crate::memory::Plan;
 use crate::memory::card::Card;
+use crate::memory::plan::Apart;
 use crate::memory::pressure::{Reading, Watch};
 use crate::memory::{Fault, Oom, Reservation};
 use crate::optim::scaling::{self, Scaling};
@@ -141,7 +142,13 @@ pub fn follow(
     report.record(Event::Planned { plan: plan.clone() })?;
 
     if let Some(card) = &setup.card {
-        card.claim(plan.peak.vram_bytes)?;
+        // Whoever counts what is asked for, or has it refused, sees every pass.
+        let seen = options.observer.is_some() || options.fault.is_some();
+        let repeats = setup.job.memory.graphs && setup.offload.is_empty() && !seen;
+        match plan.apart().filter(|_| repeats) {
+            Some(Apart { passes, rest }) => card.claim(rest, Some(passes))?,
+            None => card.claim(plan.peak.vram_bytes, None)?,
+        }
     }
     let ledgers = Ledgers::new(setup, options.ram, options.fault.clone());
     let mut step = 0;
@@ -356,6 +363,9 @@ impl<'a> Run<'a> {
                     self.recovered();
                     self.descent.made_update();
                     self.updates += 1;
+                    if let Some(launches) = self.engine.recorded() {
+                        self.report.record(Event::Recorded { step: self.step - 1, launches })?;
+                    }
                     return Ok(done);
                 }
                 Err(Tried::Oom(oom)) => {

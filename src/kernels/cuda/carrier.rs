@@ -121,18 +121,6 @@ impl Drop for Carrier {
     }
 }
 
-/// A contiguous tensor's values in memory of their own.
-pub fn copy(device: &CudaDevice, from: &Tensor) -> Result<Tensor> {
-    let to = fresh(device, from.dtype(), from.shape())?;
-    let bytes = from.elem_count() * from.dtype().size_in_bytes();
-    if bytes > 0 {
-        let (from, to, stream) = (pointer(from)? as u64, pointer(&to)? as u64, device.cuda_stream());
-        // SAFETY: both have so many bytes, and the stream orders the copy with what made and frees them.
-        unsafe { result::memcpy_dtod_async(to, from, bytes, stream.cu_stream()) }.w()?;
-    }
-    Ok(to)
-}
-
 /// Host memory that the card reads by itself, where the system allows it to be locked.
 struct Locked {
     bytes: Vec<u8>,
@@ -162,6 +150,7 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
+    use crate::kernels::cuda::copy;
     use crate::layers::check;
     use crate::random::{Random, stream};
 

@@ -169,6 +169,11 @@ pub fn tf32() -> bool {
     products().tf32
 }
 
+/// Makes what all products share, as the first of them would.
+pub fn prepare(device: &CudaDevice) -> Result<()> {
+    with_products(device, |_| Ok(()))
+}
+
 /// The library's handle and its workspace, made with the first product.
 struct Products {
     handle: Option<(*mut c_void, Tensor)>,

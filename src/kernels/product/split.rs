@@ -13,8 +13,18 @@ use super::tiles::{DEPTH, SIDE, STEP};
 const LANES: usize = 16;
 const TILE: usize = 1024;
 
-/// An operand as a list of lines: rows of the left one, columns of the right one. Value `p` of line `i` is at
-/// `i * line + p * inner`, and one of the two is 1.
+/// An operand as a list of lines: rows of the left one, columns of the right one.
+pub(super) trait Operand: Sync {
+    /// Packs values `inner` of lines `first..first + SIDE`, as many as there are; what is beyond them is 0. `columns`
+    /// gives tiles of pairs by lines, as the right operand is read, instead of lines by pairs.
+    ///
+    /// # Safety
+    /// The machine has AVX-512 (F), the values lie inside their slice, and `to` has room for a [`STEP`] for each begun
+    /// [`DEPTH`] of them, aligned to 64.
+    unsafe fn pack(&self, first: usize, inner: Range<usize>, columns: bool, to: *mut u8);
+}
+
+/// Lines of a matrix: value `p` of line `i` is at `i * line + p * inner`, and one of the two is 1.
 #[derive(Clone, Copy)]
 pub(super) struct Lines {
     pub data: *const f32,
@@ -27,15 +37,16 @@ pub(super) struct Lines {
 unsafe impl Send for Lines {}
 unsafe impl Sync for Lines {}
 
+impl Operand for Lines {
+    unsafe fn pack(&self, first: usize, inner: Range<usize>, columns: bool, to: *mut u8) {
+        // SAFETY: the same promises.
+        unsafe { self.pack_lines(first, inner, columns, to) }
+    }
+}
+
 impl Lines {
-    /// Packs values `inner` of lines `first..first + SIDE`, as many as there are; what is beyond them is 0. `columns`
-    /// gives tiles of pairs by lines, as the right operand is read, instead of lines by pairs.
-    ///
-    /// # Safety
-    /// The machine has AVX-512 (F), the values lie inside their slice, and `to` has room for a [`STEP`] for each begun
-    /// [`DEPTH`] of them, aligned to 64.
     #[target_feature(enable = "avx512f")]
-    pub(super) unsafe fn pack(&self, first: usize, inner: Range<usize>, columns: bool, to: *mut u8) {
+    unsafe fn pack_lines(&self, first: usize, inner: Range<usize>, columns: bool, to: *mut u8) {
         let lines = self.count.saturating_sub(first).min(SIDE);
         for (step, p) in inner.clone().step_by(DEPTH).enumerate() {
             // SAFETY: `lines` and the depth left keep reads inside.
@@ -97,7 +108,7 @@ impl Lines {
 /// Writes the parts of two vectors, in pairs, to a row of each part's tile.
 #[target_feature(enable = "avx512f")]
 #[inline]
-unsafe fn store(a: __m512, b: __m512, to: *mut u8) {
+pub(super) unsafe fn store(a: __m512, b: __m512, to: *mut u8) {
     let ([a0, a1, a2], [b0, b1, b2]) = (split(a), split(b));
     // SAFETY: promised by the caller.
     unsafe {

@@ -11,10 +11,12 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::super::cpu::Blocks;
+use super::super::windows::Geometry;
 use super::small::{mask, turned};
-use super::split::Lines;
+use super::split::{Lines, Operand};
 use super::tiles::{self, DEPTH, SIDE, STEP, Unit};
-use super::{Mat, Then};
+use super::windows::{Flipped, Turned, Windows};
+use super::{By, Mat, Then};
 
 /// Steps of a slice of the inner sums, at most; twice as many where all rows are in so few panels.
 const STEPS: usize = 16;
@@ -98,49 +100,148 @@ pub(super) unsafe fn multiply(
 ) {
     let wide = b.cols > a.rows && (a.col != 1 || b.row == 1);
     let (a, b) = if wide { (b.t(), a.t()) } else { (a, b) };
-    let (m, k, n) = (a.rows, a.cols, b.cols);
+    let sizes = (a.rows, a.cols, b.cols);
+    let a = Lines { data: a.data.as_ptr(), count: a.rows, line: a.row, inner: a.col };
+    let b = Lines { data: b.data.as_ptr(), count: b.cols, line: b.col, inner: b.row };
+    let how = How { wide, crossed: wide && a.inner != 1, add, then, by: By::All };
+    // SAFETY: the same promises.
+    unsafe { shared(out, stride, (&a, &b), sizes, how) }
+}
+
+/// Whether a convolution of so many pictures is made here.
+pub(super) fn convolves(g: &Geometry, batch: usize) -> bool {
+    let whole = g.groups == 1 && g.inputs.is_multiple_of(DEPTH);
+    whole && takes((batch * g.pixels(), g.window(), g.outputs))
+}
+
+/// Bytes that are packed for all threads then.
+pub(super) fn convolving(g: &Geometry, batch: usize) -> usize {
+    slices(batch * g.pixels(), g.window()).0 * g.outputs.div_ceil(SIDE) * STEP
+}
+
+/// Whether the gradient of its weight is.
+pub(super) fn weighs(g: &Geometry, batch: usize) -> bool {
+    let whole = g.groups == 1 && g.inputs.is_multiple_of(SIDE);
+    whole && takes((g.window(), batch * g.pixels(), g.outputs))
+}
+
+/// Bytes that a thread packs then.
+pub(super) fn weighing(g: &Geometry, batch: usize) -> usize {
+    slices(g.window(), batch * g.pixels()).0 * g.outputs.div_ceil(SIDE) * STEP
+}
+
+/// Adds the gradient of a convolution's weight, by the thread that asks; `d` is that of its output.
+///
+/// # Safety
+/// It [`weighs`] them, the slices are as long as the sizes say.
+pub(super) unsafe fn weigh(into: &mut [f32], g: &Geometry, pictures: &[f32], d: &[f32]) {
+    let windows = Windows::new(g, pictures);
+    let sizes = (g.window(), windows.count(), g.outputs);
+    let d = Lines { data: d.as_ptr(), count: g.outputs, line: 1, inner: g.outputs };
+    let how = How { wide: true, crossed: true, add: true, then: None, by: By::Me };
+    // SAFETY: the same promises.
+    unsafe { shared(into, g.window(), (&Turned(windows), &d), sizes, how) }
+}
+
+/// `out = pictures * weight`, and what comes `then`; with `back` the weight is that of the convolution whose input's
+/// gradient this is.
+///
+/// # Safety
+/// It [`convolves`] them, the slices are as long as the sizes say.
+pub(super) unsafe fn convolve(
+    out: &mut [f32],
+    g: &Geometry,
+    pictures: &[f32],
+    weight: &[f32],
+    back: bool,
+    then: Then<f32>,
+) {
+    let (windows, n) = (Windows::new(g, pictures), g.outputs);
+    let sizes = (windows.count(), g.window(), n);
+    let how = How { wide: false, crossed: false, add: false, then: Some(then), by: By::All };
+    // SAFETY: the same promises.
+    unsafe {
+        if back {
+            let weight = Flipped { weight, count: n, cells: g.cells(), depth: g.inputs };
+            shared(out, n, (&windows, &weight), sizes, how)
+        } else {
+            let weight = Lines { data: weight.as_ptr(), count: n, line: g.window(), inner: 1 };
+            shared(out, n, (&windows, &weight), sizes, how)
+        }
+    }
+}
+
+/// How a product of rows and columns is made.
+#[derive(Clone, Copy)]
+struct How<'a> {
+    /// The result is the transpose of what is made.
+    wide: bool,
+    /// The unit is given the two operands the other way round, so that its tiles are those of the transpose: where neither
+    /// is dense along the inner sums, only the smaller operand has to be turned then.
+    crossed: bool,
+    add: bool,
+    then: Option<Then<'a, f32>>,
+    by: By,
+}
+
+/// As [`multiply`], of the rows `a` and the columns `b`.
+unsafe fn shared<A: Operand>(
+    out: &mut [f32],
+    stride: usize,
+    (a, b): (&A, &impl Operand),
+    (m, k, n): (usize, usize, usize),
+    how: How,
+) {
     let (steps, count, most) = slices(m, k);
     let (rows, columns) = (m.div_ceil(SIDE), n.div_ceil(SIDE));
     let mut room = Vec::<MaybeUninit<Step>>::with_capacity(columns * steps);
     // SAFETY: the capacity is there, and what is not initialised is a value of this type.
     unsafe { room.set_len(columns * steps) };
     // A few tasks for each thread, of rows alone where there are enough of them.
-    let wanted = 4 * rayon::current_num_threads();
+    let wanted = if how.by == By::All { 4 * rayon::current_num_threads() } else { 1 };
     let tall = rows.div_ceil(wanted).clamp(1, most);
     let across = (wanted / rows.div_ceil(tall)).clamp(1, columns.div_ceil(8));
     let out = Blocks::new(out);
-    let b = Lines { data: b.data.as_ptr(), count: n, line: b.col, inner: b.row };
     for slice in 0..count {
         let from = slice * steps * DEPTH;
         let inner = from..k.min(from + steps * DEPTH);
-        room.par_chunks_mut(steps).enumerate().with_min_len(4).for_each(|(panel, to)| {
+        let pack = |(panel, to): (usize, &mut [MaybeUninit<Step>])| {
             // SAFETY: as promised; a panel has room for the steps of a slice.
-            unsafe { b.pack(panel * SIDE, inner.clone(), true, to.as_mut_ptr().cast()) }
-        });
+            unsafe { b.pack(panel * SIDE, inner.clone(), !how.crossed, to.as_mut_ptr().cast()) }
+        };
+        match how.by {
+            By::All => room.par_chunks_mut(steps).enumerate().with_min_len(4).for_each(pack),
+            By::Me => room.chunks_mut(steps).enumerate().for_each(pack),
+        }
         let share = Share {
-            a: Lines { data: a.data.as_ptr(), count: m, line: a.row, inner: a.col },
+            a,
+            rows: m,
             inner: inner.clone(),
             packed: &room,
             panel: steps,
             out: &out,
             stride,
             columns: n,
-            wide,
-            add: add || slice > 0,
-            then: then.filter(|_| slice + 1 == count),
+            how: How { add: how.add || slice > 0, then: how.then.filter(|_| slice + 1 == count), ..how },
         };
-        (0..rows.div_ceil(tall) * across).into_par_iter().for_each(|task| {
+        let make = |task: usize| {
             let (i, j) = (task / across, task % across);
             let rows = i * tall..rows.min((i + 1) * tall);
             // SAFETY: as promised, and no two tasks have a panel of rows and one of columns in common.
             unsafe { share.make(rows, columns * j / across..columns * (j + 1) / across) }
-        });
+        };
+        let tasks = 0..rows.div_ceil(tall) * across;
+        match how.by {
+            By::All => tasks.into_par_iter().for_each(make),
+            By::Me => tasks.for_each(make),
+        }
     }
 }
 
 /// What a thread needs to know of a slice of a product.
-struct Share<'a> {
-    a: Lines,
+struct Share<'a, A> {
+    a: &'a A,
+    rows: usize,
     /// The slice of the inner sums.
     inner: Range<usize>,
     /// The right operand, panel after panel, each of so many steps.
@@ -150,13 +251,10 @@ struct Share<'a> {
     stride: usize,
     /// Columns of what is made.
     columns: usize,
-    /// The result is the transpose of what is made.
-    wide: bool,
-    add: bool,
-    then: Option<Then<'a, f32>>,
+    how: How<'a>,
 }
 
-impl Share<'_> {
+impl<A: Operand> Share<'_, A> {
     /// Makes the results of panels of rows, at most [`PANELS`], and of columns.
     unsafe fn make(&self, rows: Range<usize>, columns: Range<usize>) {
         let steps = self.inner.len().div_ceil(DEPTH);
@@ -167,7 +265,8 @@ impl Share<'_> {
         // SAFETY: as promised to `multiply`; panels and sums have room for this many rows.
         unsafe {
             for (i, row) in rows.clone().enumerate() {
-                self.a.pack(row * SIDE, self.inner.clone(), false, panels.add(i * steps).cast());
+                let to = panels.add(i * steps).cast();
+                self.a.pack(row * SIDE, self.inner.clone(), self.how.crossed, to);
             }
             let unit = Unit::new();
             let mut waiting = None;
@@ -177,9 +276,10 @@ impl Share<'_> {
                 let span = pair.start * SIDE..self.columns.min(pair.end * SIDE);
                 for near in (0..steps).step_by(NEAR) {
                     for (i, row) in rows.clone().enumerate() {
-                        let a = panels.add(i * steps + near).cast();
+                        let a = panels.add(i * steps + near).cast_const().cast();
                         for (at, column) in pair.clone().enumerate() {
                             let b = self.packed.as_ptr().add(column * self.panel + near).cast();
+                            let (a, b) = if self.how.crossed { (b, a) } else { (a, b) };
                             let sums = Sums::of(now, i).add(at * SIDE);
                             unit.sums(a, b, NEAR.min(steps - near), sums, 4 * WIDTH, near > 0);
                         }
@@ -202,9 +302,9 @@ impl Share<'_> {
 
     /// Brings near what [`Share::store`] will read and write, which no prefetcher of the machine foresees.
     fn fetch(&self, panel: usize, columns: &Range<usize>) {
-        let onto = self.then.and_then(|then| then.onto);
-        let rows = panel * SIDE..self.a.count.min((panel + 1) * SIDE);
-        let (rows, columns) = if self.wide { (columns, &rows) } else { (&rows, columns) };
+        let onto = self.how.then.and_then(|then| then.onto);
+        let rows = panel * SIDE..self.rows.min((panel + 1) * SIDE);
+        let (rows, columns) = if self.how.wide { (columns, &rows) } else { (&rows, columns) };
         for row in rows.clone() {
             let at = row * self.stride + columns.start;
             for line in (at..at + columns.len()).step_by(SIDE) {
@@ -224,7 +324,7 @@ impl Share<'_> {
     unsafe fn store(&self, sums: *const f32, panel: usize, columns: &Range<usize>) {
         // SAFETY: the same promises.
         unsafe {
-            match &self.then {
+            match &self.how.then {
                 None => self.store_with::<false>(sums, panel, columns, &Then::NOTHING),
                 Some(then) => self.store_with::<true>(sums, panel, columns, then),
             }
@@ -240,13 +340,15 @@ impl Share<'_> {
         columns: &Range<usize>,
         then: &Then<f32>,
     ) {
-        let rows = panel * SIDE..self.a.count.min((panel + 1) * SIDE);
+        let rows = panel * SIDE..self.rows.min((panel + 1) * SIDE);
         for (v, first) in columns.clone().step_by(SIDE).enumerate() {
             let columns = first..columns.end.min(first + SIDE);
             // SAFETY: there are sums for every row and column of a tile; those that the result has not are left out.
             unsafe {
                 let line = |i: usize| _mm512_load_ps(sums.add(i * WIDTH + v * SIDE));
-                if self.wide {
+                if self.how.crossed {
+                    self.put::<THEN>(line, columns, &rows, then);
+                } else if self.how.wide {
                     let mut lines = [_mm512_setzero_ps(); SIDE];
                     (0..SIDE).for_each(|i| lines[i] = line(i));
                     let lines = turned(lines);
@@ -280,7 +382,7 @@ impl Share<'_> {
             // SAFETY: this task alone has these columns of the row.
             let to = unsafe { self.out.get(at, columns.len()) }.as_mut_ptr();
             let mut sum = line(i);
-            if self.add {
+            if self.how.add {
                 sum = _mm512_add_ps(load(to), sum);
             }
             if THEN {
@@ -368,6 +470,74 @@ mod tests {
                     };
                     prop_assert!((is as f64 - wanted).abs() <= 1e-6 * size, "{} {} at {} {}", is, wanted, i, j);
                 }
+            }
+        }
+    }
+
+    /// Calls `term` with the places of every product of a convolution in its output, its pictures and its weight.
+    fn terms(g: &Geometry, batch: usize, mut term: impl FnMut(usize, usize, usize)) {
+        let ((h, w), k) = (g.output(), g.kernel);
+        for (pixel, cell) in (0..batch * h * w).flat_map(|p| (0..k * k).map(move |cell| (p, cell))) {
+            let along = |i: usize, cell: usize, size: usize| {
+                (i * g.stride + cell * g.dilation).checked_sub(g.padding).filter(|at| *at < size)
+            };
+            let (picture, at) = (pixel / (h * w), pixel % (h * w));
+            let (y, x) = (along(at / w, cell / k, g.height), along(at % w, cell % k, g.width));
+            let (Some(y), Some(x)) = (y, x) else { continue };
+            for (o, c) in (0..g.outputs).flat_map(|o| (0..g.inputs).map(move |c| (o, c))) {
+                let seen = ((picture * g.height + y) * g.width + x) * g.inputs + c;
+                term(pixel * g.outputs + o, seen, (o * k * k + cell) * g.inputs + c);
+            }
+        }
+    }
+
+    fn near(found: &[f32], wanted: &[(f64, f64)]) -> bool {
+        found.iter().zip(wanted).all(|(is, (sum, size))| (*is as f64 - sum).abs() <= 1e-6 * (1.0 + size))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        /// Against sums in f64: the output, the gradient of the pictures where windows move by one, and that of the weight,
+        /// which is added to what is there.
+        #[test]
+        fn convolutions_are_right(
+            (height, width, batch) in (3usize..11, 3usize..11, 1usize..4),
+            (inputs, outputs) in (1usize..4, 1usize..4),
+            (kernel, stride, dilation) in (1usize..4, 1usize..3, 1usize..3),
+            padding in 0usize..3,
+        ) {
+            let (inputs, outputs) = (32 * inputs, 32 * outputs);
+            let g = Geometry { height, width, inputs, outputs, kernel, stride, padding, dilation, groups: 1 };
+            if skipped() || g.pixels() == 0 || padding > dilation * (kernel - 1) {
+                return Ok(());
+            }
+            let pictures = values(batch * height * width * inputs, 1);
+            let (weight, d) = (values(outputs * g.window(), 2), values(batch * g.pixels() * outputs, 3));
+            let (mut out, mut dx, before) = (d.clone(), pictures.clone(), values(weight.len(), 4));
+            let mut dw = before.clone();
+            let then = Then { bias: Some(&weight[..outputs]), clip: Clip::Relu, onto: None };
+            // SAFETY: the unit is there, AVX-512 with it, and all are as long as the sizes say.
+            unsafe {
+                convolve(&mut out, &g, &pictures, &weight, false, then);
+                weigh(&mut dw, &g, &pictures, &d);
+            }
+            let mut sums = [vec![(0.0, 0.0); out.len()], vec![(0.0, 0.0); dx.len()], vec![(0.0, 0.0); dw.len()]];
+            terms(&g, batch, |y, x, w| {
+                let (of_y, of_x, of_w) = (d[y] as f64, pictures[x] as f64, weight[w] as f64);
+                for (of, at, term) in [(0, y, of_x * of_w), (1, x, of_y * of_w), (2, w, of_y * of_x)] {
+                    let (sum, size): &mut (f64, f64) = &mut sums[of][at];
+                    (*sum, *size) = (*sum + term, *size + term.abs());
+                }
+            });
+            sums[0].iter_mut().enumerate().for_each(|(i, (sum, _))| *sum = (*sum + weight[i % outputs] as f64).max(0.0));
+            sums[2].iter_mut().zip(&before).for_each(|((sum, _), before)| *sum += *before as f64);
+            prop_assert!(near(&out, &sums[0]), "the output of {g:?}");
+            prop_assert!(near(&dw, &sums[2]), "the weight's gradient of {g:?}");
+            if let Some(back) = g.back() {
+                // SAFETY: the same.
+                unsafe { convolve(&mut dx, &back, &d, &weight, true, Then::NOTHING) };
+                prop_assert!(near(&dx, &sums[1]), "the pictures' gradient of {g:?}");
             }
         }
     }

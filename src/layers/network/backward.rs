@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::{Act, Node, Residual, Step, Trace, Walk};
-use crate::kernels::{Activation, add};
+use crate::kernels::{self, Activation, add};
 use crate::layers::{Early, Layer, Mode, Pass, Saved};
 use crate::memory::{Reservation, Role};
 use crate::params::ParamId;
@@ -165,7 +165,7 @@ impl Walk<'_> {
             true => {
                 let bytes = self.at.bytes(residual.output.iter().product());
                 let hold = self.hold(Role::Activations, &residual.name, bytes)?;
-                let value = dy.value.as_ref().map(Tensor::copy).transpose()?;
+                let value = dy.value.as_ref().map(kernels::copy).transpose()?;
                 Act { value, hold, summed: dy.summed }
             }
             false => dy.clone(),

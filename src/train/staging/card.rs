@@ -10,7 +10,7 @@ use super::Wanted;
 use crate::data::{self, Values};
 use crate::features::Palette;
 use crate::kernels::cuda::carrier::{self, Carrier, Part};
-use crate::kernels::palette;
+use crate::kernels::{cuda, palette};
 use crate::layers::network::{Batch, StepError};
 use crate::memory::estimate::STAGED;
 use crate::memory::{Reservation, Role};
@@ -48,9 +48,9 @@ impl Staged {
             let inputs = match &batch.inputs {
                 Values::U8(_, palette) => palette::expand(&inputs, &self.tables(palette)?, wanted.dtype)?,
                 Values::F32(_) if wanted.dtype != DType::F32 => inputs.to_dtype(wanted.dtype)?,
-                Values::F32(_) | Values::U32(_) => carrier::copy(&self.device, &inputs)?,
+                Values::F32(_) | Values::U32(_) => cuda::copy(&self.device, &inputs)?,
             };
-            Ok(Batch { inputs, targets: carrier::copy(&self.device, &targets)? })
+            Ok(Batch { inputs, targets: cuda::copy(&self.device, &targets)? })
         });
         self.carrier.replace(Some((carrier, holds)));
         Ok(made?)

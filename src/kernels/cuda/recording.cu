@@ -1,0 +1,107 @@
+// What was recorded, made of kernels alone: a graph that fills or copies memory asks for that memory to be there when it
+// is made ready, and it is given back by then, to be had again by nobody but the graph.
+#include <algorithm>
+#include <vector>
+
+#include "device.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+
+// Bytes are moved 16 at a time where all of them can be.
+template <class V> __global__ void fill(V *to, V value, size_t count) {
+    for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += size_t(gridDim.x) * THREADS) to[i] = value;
+}
+template <class V> __global__ void copy(V *to, const V *from, size_t count) {
+    for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += size_t(gridDim.x) * THREADS) to[i] = from[i];
+}
+
+#if CUDART_VERSION >= 13000
+#define EDGES nullptr,
+#else
+#define EDGES
+#endif
+
+#define TRY(call)                                                                                             \
+    if (cudaError_t error = (call)) return error
+
+// Puts a kernel into the place of a node.
+cudaError_t replace(cudaGraph_t graph, cudaGraphNode_t node, void *kernel, size_t count, void **arguments) {
+    size_t before = 0, after = 0;
+    TRY(cudaGraphNodeGetDependencies(node, nullptr, EDGES & before));
+    TRY(cudaGraphNodeGetDependentNodes(node, nullptr, EDGES & after));
+    std::vector<cudaGraphNode_t> earlier(before), later(after);
+    TRY(cudaGraphNodeGetDependencies(node, earlier.data(), EDGES & before));
+    TRY(cudaGraphNodeGetDependentNodes(node, later.data(), EDGES & after));
+    cudaKernelNodeParams params{};
+    params.func = kernel;
+    params.gridDim = dim3(unsigned(std::min<size_t>((count + THREADS - 1) / THREADS, 1024)));
+    params.blockDim = dim3(THREADS);
+    params.kernelParams = arguments;
+    cudaGraphNode_t made;
+    TRY(cudaGraphAddKernelNode(&made, graph, earlier.data(), before, &params));
+    std::vector<cudaGraphNode_t> from(after, made);
+    if (after) TRY(cudaGraphAddDependencies(graph, from.data(), later.data(), EDGES after));
+    return cudaGraphDestroyNode(node);
+}
+
+cudaError_t replace_fill(cudaGraph_t graph, cudaGraphNode_t node, bool &can) {
+    cudaMemsetParams p;
+    TRY(cudaGraphMemsetNodeGetParams(node, &p));
+    can = p.height == 1;
+    if (!can) return cudaSuccess;
+    uint32_t word = p.elementSize == 1 ? p.value * 0x01010101u : p.elementSize == 2 ? p.value * 0x00010001u : p.value;
+    size_t bytes = p.width * p.elementSize;
+    if ((uintptr_t(p.dst) | bytes) % 16 == 0) {
+        uint4 value{word, word, word, word};
+        size_t count = bytes / 16;
+        void *arguments[]{&p.dst, &value, &count};
+        return replace(graph, node, (void *)fill<uint4>, count, arguments);
+    }
+    // What is not filled byte by byte begins at a multiple of what it is filled with.
+    size_t count = p.width;
+    void *arguments[]{&p.dst, &word, &count};
+    return replace(graph, node, p.elementSize == 1 ? (void *)fill<uint8_t> : p.elementSize == 2 ? (void *)fill<uint16_t> : (void *)fill<uint32_t>,
+                   count, arguments);
+}
+
+cudaError_t replace_copy(cudaGraph_t graph, cudaGraphNode_t node, bool &can) {
+    cudaMemcpy3DParms p{};
+    TRY(cudaGraphMemcpyNodeGetParams(node, &p));
+    can = p.kind == cudaMemcpyDeviceToDevice && !p.srcArray && !p.dstArray && p.extent.height == 1 && p.extent.depth == 1;
+    if (!can) return cudaSuccess;
+    void *to = (char *)p.dstPtr.ptr + p.dstPos.x, *from = (char *)p.srcPtr.ptr + p.srcPos.x;
+    size_t bytes = p.extent.width;
+    bool wide = (uintptr_t(to) | uintptr_t(from) | bytes) % 16 == 0;
+    size_t count = wide ? bytes / 16 : bytes;
+    void *arguments[]{&to, &from, &count};
+    return replace(graph, node, wide ? (void *)copy<uint4> : (void *)copy<uint8_t>, count, arguments);
+}
+
+cudaError_t make_kernels(cudaGraph_t graph, size_t &kernels) {
+    size_t count = 0;
+    TRY(cudaGraphGetNodes(graph, nullptr, &count));
+    std::vector<cudaGraphNode_t> nodes(count);
+    TRY(cudaGraphGetNodes(graph, nodes.data(), &count));
+    for (cudaGraphNode_t node : nodes) {
+        cudaGraphNodeType type;
+        TRY(cudaGraphNodeGetType(node, &type));
+        bool can = type == cudaGraphNodeTypeKernel || type == cudaGraphNodeTypeEmpty;
+        if (type == cudaGraphNodeTypeMemset) TRY(replace_fill(graph, node, can));
+        if (type == cudaGraphNodeTypeMemcpy) TRY(replace_copy(graph, node, can));
+        if (!can) return cudaErrorNotSupported;
+    }
+    kernels = count;
+    return cudaSuccess;
+}
+
+} // namespace
+
+// Makes a graph of kernels alone, and says of how many; none where it does something else: takes memory, or reads that of
+// the host.
+extern "C" size_t recording_of_kernels(cudaGraph_t graph) {
+    size_t kernels = 0;
+    if (make_kernels(graph, kernels)) cudaGetLastError(); // which is nobody else's
+    return kernels;
+}
