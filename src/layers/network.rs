@@ -71,6 +71,7 @@ pub struct Walk<'a> {
 }
 
 /// A micro-batch on the device.
+#[derive(Clone)]
 pub struct Batch {
     pub inputs: Tensor,
     pub targets: Tensor,

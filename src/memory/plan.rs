@@ -50,16 +50,18 @@ impl Apart {
 
 impl Plan {
     /// The two pools this plan can be run in, where the budget has room for both. One pool for all takes less: passes and
-    /// evaluations have their memory in turns there.
-    pub fn apart(&self) -> Option<Apart> {
+    /// evaluations have their memory in turns there. A micro-batch, of so many bytes, stays while weights are updated.
+    pub fn apart(&self, micro_batch: u64) -> Option<Apart> {
         let of = |names: &[&str]| {
             let named = self.phases.iter().filter(|phase| names.contains(&phase.name.as_str()));
             named.map(|phase| phase.vram_bytes).max()
         };
         // While a checkpoint is written the device holds what lasts, and nothing else.
-        let passes = of(&["forward", "backward"])?.checked_sub(of(&["checkpoint"])?)?;
+        let learning = of(&["forward", "backward"])?;
+        let passes = learning.checked_sub(of(&["checkpoint"])?)?;
         let rest = of(&["update", "eval", "checkpoint"])?;
-        let room = rest.saturating_add(Apart::most(passes)) <= self.budget.vram_bytes;
+        let room = rest.saturating_add(Apart::most(passes)) <= self.budget.vram_bytes
+            && of(&["update", "checkpoint"])?.saturating_add(micro_batch) <= learning;
         room.then_some(Apart { passes, rest })
     }
 }
@@ -245,11 +247,12 @@ mod tests {
         let phases =
             [("forward", 700), ("backward", 900), ("update", 120), ("eval", 300), ("checkpoint", 100)];
         let wanted = Some(Apart { passes: 800, rest: 300 });
-        assert_eq!(plan(1200, &phases).apart(), wanted);
-        assert_eq!(plan(1199, &phases).apart(), None, "it fits in 900, not in two pools");
+        assert_eq!(plan(1200, &phases).apart(50), wanted);
+        assert_eq!(plan(1200, &phases).apart(781), None, "an update has no room for the micro-batch");
+        assert_eq!(plan(1199, &phases).apart(50), None, "it fits in 900, not in two pools");
         // Without an evaluation.
         let phases = &[phases[0], phases[1], phases[2], phases[4]];
-        assert_eq!(plan(1020, phases).apart(), Some(Apart { passes: 800, rest: 120 }));
-        assert_eq!(plan(u64::MAX, &[]).apart(), None);
+        assert_eq!(plan(1020, phases).apart(50), Some(Apart { passes: 800, rest: 120 }));
+        assert_eq!(plan(u64::MAX, &[]).apart(50), None);
     }
 }

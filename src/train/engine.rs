@@ -224,6 +224,8 @@ impl<'a> Engine<'a> {
 
     /// Judges a micro-batch.
     pub fn judge(&self, batch: &data::Batch) -> Result<Tally, StepError> {
+        #[cfg(feature = "cuda")]
+        self.passes.iter().for_each(Passes::forget);
         let counted =
             self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.judge(walk, Some(batch)))?;
         Ok(counted.read()?)
@@ -257,7 +259,8 @@ impl<'a> Engine<'a> {
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
         let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, at))?;
-        let tensors = self.staging.tensors(batch, features).map_err(|error| self.lacking(error))?;
+        let room = if mode == Mode::Train { self.room() } else { None };
+        let tensors = self.staging.tensors(batch, features, room).map_err(|error| self.lacking(error))?;
         let pass = Pass {
             store: &self.store,
             mode,
@@ -272,6 +275,14 @@ impl<'a> Engine<'a> {
         let (ledger, recompute, aside) = (&self.ledger, self.recompute, self.aside.as_ref());
         let walk = Walk { pass: Some(pass), at, ledger, recompute, aside };
         run(network, &walk, &tensors).map_err(|error| self.lacking(error))
+    }
+
+    /// Where a recorded pass reads its micro-batch.
+    fn room(&self) -> Option<Batch> {
+        #[cfg(feature = "cuda")]
+        return self.passes.as_ref().and_then(Passes::reads);
+        #[cfg(not(feature = "cuda"))]
+        None
     }
 
     fn lacking(&self, error: StepError) -> StepError {

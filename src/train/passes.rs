@@ -10,7 +10,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Device, Tensor};
 
 use crate::kernels::cuda::recording::Recording;
-use crate::kernels::cuda::{copy, copy_into, product};
+use crate::kernels::cuda::{copy, copy_into, pointer, product};
 use crate::layers::loss::Counted;
 use crate::layers::network::{Batch, StepError};
 use crate::memory::card::Card;
@@ -46,7 +46,7 @@ enum State {
     /// So many passes of this kind, one after the other.
     Seen(Option<Kind>, u32),
     Recorded(Kind, Recorded),
-    /// They cannot be recorded.
+    /// They cannot be recorded, or not be repeated.
     Unlike,
 }
 
@@ -73,6 +73,22 @@ impl Passes {
         launches.inspect(|_| self.news.set(None))
     }
 
+    /// Where the next micro-batch is read, if it is of the kind that is recorded.
+    pub fn reads(&self) -> Option<Batch> {
+        match &*self.state.borrow() {
+            State::Recorded(_, recorded) => Some(recorded.batch.clone()),
+            _ => None,
+        }
+    }
+
+    /// Lets go of what is recorded, and of the micro-batch it reads, which an evaluation has not planned for.
+    pub fn forget(&self) {
+        let mut state = self.state.borrow_mut();
+        if let State::Recorded(kind, _) = &*state {
+            *state = State::Seen(Some(kind.clone()), 0);
+        }
+    }
+
     /// What `learn` makes of a micro-batch of this kind.
     pub fn run(
         &self,
@@ -81,22 +97,20 @@ impl Passes {
         learn: impl Fn(&Batch) -> Result<Counted, StepError>,
     ) -> Result<Counted, StepError> {
         let mut state = self.state.borrow_mut();
+        if matches!(&*state, State::Seen(Some(seen), BEFORE..) if *seen == kind) {
+            *state = match self.record(batch, &learn)? {
+                Some(recorded) => {
+                    self.news.set(self.news.get().map(|_| recorded.recording.launches));
+                    State::Recorded(kind.clone(), recorded)
+                }
+                None => State::Unlike,
+            };
+        }
         match &mut *state {
             State::Recorded(recorded, passes) if *recorded == kind => {
                 return Ok(Counted::Later(passes.again(&self.device, batch)?));
             }
-            State::Seen(Some(seen), times) if *seen == kind && *times < BEFORE => *times += 1,
-            State::Seen(Some(seen), _) if *seen == kind => {
-                *state = match self.record(batch, &learn)? {
-                    Some(recorded) => {
-                        let counted = recorded.again(&self.device, batch)?;
-                        self.news.set(self.news.get().map(|_| recorded.recording.launches));
-                        *state = State::Recorded(kind, recorded);
-                        return Ok(Counted::Later(counted));
-                    }
-                    None => State::Unlike,
-                };
-            }
+            State::Seen(Some(seen), times) if *seen == kind => *times += 1,
             State::Unlike => {}
             _ => *state = State::Seen(Some(kind), 1),
         }
@@ -109,15 +123,13 @@ impl Passes {
         batch: &Batch,
         learn: impl Fn(&Batch) -> Result<Counted, StepError>,
     ) -> candle_core::Result<Option<Recorded>> {
-        let of = |tensor| copy(&self.device, tensor);
-        let batch = Batch { inputs: of(&batch.inputs)?, targets: of(&batch.targets)? };
         let made = {
             let _memory = self.card.passes();
-            Recording::of(&self.device, || learn(&batch))?
+            Recording::of(&self.device, || learn(batch))?
         };
         Ok(match made {
             Some((recording, Counted::Later(counted))) if self.card.passes_stay() => {
-                Some(Recorded { recording, batch, counted })
+                Some(Recorded { recording, batch: batch.clone(), counted })
             }
             _ => None,
         })
@@ -127,8 +139,11 @@ impl Passes {
 impl Recorded {
     /// What the recorded pass counts of another micro-batch.
     fn again(&self, device: &CudaDevice, batch: &Batch) -> candle_core::Result<Tensor> {
-        copy_into(device, &batch.inputs, &self.batch.inputs)?;
-        copy_into(device, &batch.targets, &self.batch.targets)?;
+        for (from, to) in [(&batch.inputs, &self.batch.inputs), (&batch.targets, &self.batch.targets)] {
+            if pointer(from)? != pointer(to)? {
+                copy_into(device, from, to)?;
+            }
+        }
         self.recording.repeat()?;
         copy(device, &self.counted)
     }

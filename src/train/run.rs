@@ -32,9 +32,11 @@ use crate::data::order::Cursor;
 use crate::data::{DataError, Opening};
 use crate::job::{Every, Job};
 use crate::kernels::judge::Judged;
+use crate::layers::At;
 use crate::layers::network::StepError;
 use crate::memory::Plan;
 use crate::memory::card::Card;
+use crate::memory::estimate::batch_bytes;
 use crate::memory::plan::Apart;
 use crate::memory::pressure::{Reading, Watch};
 use crate::memory::{Fault, Oom, Reservation};
@@ -145,7 +147,9 @@ pub fn follow(
         // Whoever counts what is asked for, or has it refused, sees every pass.
         let seen = options.observer.is_some() || options.fault.is_some();
         let repeats = setup.job.memory.graphs && setup.offload.is_empty() && !seen;
-        match plan.apart().filter(|_| repeats) {
+        let at = At { batch: way.micro_batch, dtype: setup.dtype, on: setup.on() };
+        let micro_batch = batch_bytes(setup.features(), at);
+        match plan.apart(micro_batch).filter(|_| repeats) {
             Some(Apart { passes, rest }) => card.claim(rest, Some(passes))?,
             None => card.claim(plan.peak.vram_bytes, None)?,
         }

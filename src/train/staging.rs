@@ -45,13 +45,19 @@ impl Staging {
         self.card.iter().for_each(card::Staged::clear);
     }
 
-    /// The tensors of a batch whose samples are cut to these features.
-    pub fn tensors(&self, batch: &data::Batch, features: &Features) -> Result<Batch, StepError> {
+    /// The tensors of a batch whose samples are cut to these features; on a card in this room, where they fit in.
+    pub fn tensors(
+        &self,
+        batch: &data::Batch,
+        features: &Features,
+        room: Option<Batch>,
+    ) -> Result<Batch, StepError> {
         let wanted = self.wanted(batch, features);
         #[cfg(feature = "cuda")]
         if let Some(card) = &self.card {
-            return card.tensors(batch, wanted);
+            return card.tensors(batch, wanted, room);
         }
+        let _ = room;
         let inputs = here(&batch.inputs, wanted.inputs)?.to_dtype(wanted.dtype)?;
         Ok(Batch { inputs, targets: here(&batch.targets, wanted.targets)? })
     }

@@ -4,23 +4,23 @@ use std::ffi::{c_int, c_void};
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::kernels::cuda::{self, Stream, checked, code, fresh, pointer, stream};
+use crate::kernels::cuda::{self, Stream, checked, code, pointer, stream};
 
-/// The values of bytes (..., channels) by tables (channels, 256) of f32, rounded to `dtype`.
-pub fn expand(bytes: &Tensor, tables: &Tensor, dtype: DType) -> Result<Tensor> {
+/// Overwrites `values` with those of bytes (..., channels) by tables (channels, 256) of f32, rounded to its type.
+pub fn expand(bytes: &Tensor, tables: &Tensor, values: &Tensor) -> Result<()> {
     let (Some(device), (channels, 256)) = (cuda::of(bytes), tables.dims2()?) else {
         bail!("a palette of {:?} for {:?}", tables.dims(), bytes.device())
     };
-    if bytes.dtype() != DType::U8 || tables.dtype() != DType::F32 || bytes.dims().last() != Some(&channels) {
+    let sizes = bytes.dims().last() == Some(&channels) && bytes.dims() == values.dims();
+    if bytes.dtype() != DType::U8 || tables.dtype() != DType::F32 || !sizes {
         bail!("{:?} of {:?} by {:?} of {:?}", bytes.dims(), bytes.dtype(), tables.dims(), tables.dtype())
     }
-    let values = fresh(device, dtype, bytes.shape())?;
-    let (from, to, count) = (pointer(bytes)?, pointer(&values)?, bytes.elem_count() as i64);
+    let (from, to, count) = (pointer(bytes)?, pointer(values)?, bytes.elem_count() as i64);
     // SAFETY: there is a value for every byte, whose channel has a table.
     checked("palette_expand", unsafe {
-        palette_expand(code(dtype)?, from, pointer(tables)?, to, count, channels as c_int, stream(device))
-    })?;
-    Ok(values)
+        let dtype = code(values.dtype())?;
+        palette_expand(dtype, from, pointer(tables)?, to, count, channels as c_int, stream(device))
+    })
 }
 
 unsafe extern "C" {

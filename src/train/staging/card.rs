@@ -10,6 +10,7 @@ use super::Wanted;
 use crate::data::{self, Values};
 use crate::features::Palette;
 use crate::kernels::cuda::carrier::{self, Carrier, Part};
+use crate::kernels::update::round_into;
 use crate::kernels::{cuda, palette};
 use crate::layers::network::{Batch, StepError};
 use crate::memory::estimate::STAGED;
@@ -40,17 +41,35 @@ impl Staged {
         self.carrier.take();
     }
 
-    pub fn tensors(&self, batch: &data::Batch, wanted: Wanted) -> Result<Batch, StepError> {
+    /// As [`Staging::tensors`](super::Staging::tensors).
+    pub fn tensors(
+        &self,
+        batch: &data::Batch,
+        wanted: Wanted,
+        room: Option<Batch>,
+    ) -> Result<Batch, StepError> {
         let parts = [part(&batch.inputs, wanted.inputs), part(&batch.targets, wanted.targets)];
         let held = self.carrier.take().filter(|(carrier, _)| carrier.fits(&parts));
         let (mut carrier, holds) = held.map_or_else(|| self.room(&parts), Ok)?;
         let made = carrier.carry(&parts, |[inputs, targets]| {
-            let inputs = match &batch.inputs {
-                Values::U8(_, palette) => palette::expand(&inputs, &self.tables(palette)?, wanted.dtype)?,
-                Values::F32(_) if wanted.dtype != DType::F32 => inputs.to_dtype(wanted.dtype)?,
-                Values::F32(_) | Values::U32(_) => cuda::copy(&self.device, &inputs)?,
+            let fits = |room: &Batch| {
+                let like = |a: &Tensor, dtype: DType, b: &Tensor| a.dtype() == dtype && a.dims() == b.dims();
+                like(&room.inputs, wanted.dtype, &inputs) && like(&room.targets, targets.dtype(), &targets)
             };
-            Ok(Batch { inputs, targets: cuda::copy(&self.device, &targets)? })
+            let made = match room.filter(fits) {
+                Some(room) => room,
+                None => Batch {
+                    inputs: cuda::fresh(&self.device, wanted.dtype, inputs.shape())?,
+                    targets: cuda::fresh(&self.device, targets.dtype(), targets.shape())?,
+                },
+            };
+            match &batch.inputs {
+                Values::U8(_, palette) => palette::expand(&inputs, &self.tables(palette)?, &made.inputs)?,
+                Values::F32(_) => round_into(&inputs, &made.inputs)?,
+                Values::U32(_) => cuda::copy_into(&self.device, &inputs, &made.inputs)?,
+            }
+            cuda::copy_into(&self.device, &targets, &made.targets)?;
+            Ok(made)
         });
         self.carrier.replace(Some((carrier, holds)));
         Ok(made?)
