@@ -1,7 +1,8 @@
 //! Two-dimensional convolution, channels last, with bias and activation fused.
 //!
 //! The windows of a block of output pixels are gathered into the rows of a small matrix that stays in
-//! the cache and is multiplied at once; the gathered matrix is never whole in memory.
+//! the cache and is multiplied at once; the gathered matrix is never whole in memory. Where a machine has a matrix unit
+//! and there are channels enough for it, it is gathered as the unit's tiles are packed.
 
 #[cfg(feature = "cuda")]
 pub(super) mod card;
