@@ -87,18 +87,24 @@ impl Recording {
         let varies = MAKING.take().is_none_or(|making| making.varies);
         // SAFETY: it was begun on this stream.
         let graph = unsafe { result::stream::end_capture(stream.cu_stream()) };
-        // What was refused because it cannot be recorded is nobody else's error.
         let refused = stream.context().check_err();
-        let (Ok(graph), Ok(())) = (graph, refused) else { return Ok(None) };
-        let mut recording = Self { graph, ready: std::ptr::null_mut(), stream, launches: 0 };
-        match launched {
-            Ok(made) if !varies && recording.make_ready().is_some() => Ok(Some((recording, made))),
-            _ => Ok(None),
+        let recording = graph.ok().and_then(|graph| {
+            let ready = std::ptr::null_mut();
+            Self { graph, ready, stream: stream.clone(), launches: 0 }.made_ready()
+        });
+        match (launched, recording, refused) {
+            (Ok(made), Some(recording), Ok(())) if !varies => Ok(Some((recording, made))),
+            (launched, ..) => {
+                // What cannot be recorded, or not be given back after it was, is nobody else's error.
+                drop(launched);
+                let _ = stream.context().check_err();
+                Ok(None)
+            }
         }
     }
 
     /// Makes all ready to be repeated, where it can be.
-    fn make_ready(&mut self) -> Option<()> {
+    fn made_ready(mut self) -> Option<Self> {
         if self.graph.is_null() {
             return None;
         }
@@ -109,8 +115,9 @@ impl Recording {
                 return None;
             }
             self.ready = result::graph::instantiate(self.graph, sys::CUgraphInstantiate_flags(0)).ok()?;
-            result::graph::upload(self.ready, self.stream.cu_stream()).ok()
+            result::graph::upload(self.ready, self.stream.cu_stream()).ok()?;
         }
+        Some(self)
     }
 
     /// Launches all of them once more.
