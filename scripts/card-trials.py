@@ -38,6 +38,10 @@ NAMES = (
     "recorded",
 )
 
+# Those that are made twice: with dropout, whose launches are never the same, and without, when they are recorded and
+# repeated.
+TWICE = ("limits", "neighbour_during", "interrupted", "growing")
+
 # The farthest that the mean loss of any 20 of 200 updates may be from that of f32, relative to the first 20 of f32. Some
 # jobs carry the smallest difference far: there it may be as far as f32 is from itself at one of these rates.
 PRECISION = {"bf16": 0.03, "f16": 0.01}
@@ -49,7 +53,7 @@ layers = 6
 heads = 4
 width = 256
 context = 128
-dropout = 0.1
+dropout = {dropout}
 [data]
 kind = "text-synthetic"
 vocab = 2048
@@ -103,6 +107,14 @@ class Trials:
         self.trainer, self.jobs, self.beside = str(pathlib.Path(trainer).resolve()), jobs, beside
         self.root = pathlib.Path(tempfile.mkdtemp(prefix="trials-"))
         self.numbers = itertools.count()
+        self.dropout = 0.1
+
+    def gpt(self, steps, memory=""):
+        return GPT.format(steps=steps, dropout=self.dropout, memory=memory)
+
+    def recorded_unless_dropped(self, *runs):
+        for ran in runs:
+            assert bool(ran.named("recorded")) == (self.dropout == 0), f"recorded: {ran.named('recorded')}"
 
     def start(self, text, *args, folder=None, env=None):
         if folder is None:
@@ -143,14 +155,14 @@ class Trials:
 
     def limits(self):
         """The pool's limit lowered in ten steps from what the job takes until nothing fits."""
-        job = GPT.replace("steps = {steps}", "steps = 4")
-        ample = self.fit(job.format(memory=""))
-        most = self.plan(job.format(memory=""))["peak"]["vram_bytes"]
-        least = self.plan(job.format(memory='vram = "1MiB"'))["peak"]["vram_bytes"]
+        ample = self.fit(self.gpt(4))
+        self.recorded_unless_dropped(ample)
+        most = self.plan(self.gpt(4))["peak"]["vram_bytes"]
+        least = self.plan(self.gpt(4, 'vram = "1MiB"'))["peak"]["vram_bytes"]
         seen, found = [], 0
         for i in range(10):
             limit = most - (most - least + 4 * MIB) * i // 9
-            ran = self.fit(job.format(memory=f'vram = "{limit}B"'))
+            ran = self.fit(self.gpt(4, f'vram = "{limit}B"'))
             found += len(ran.named("oom"))
             seen.append(ran.code)
             assert ran.code in (0, 3), f"exit code {ran.code} at {limit}: {ran.said}"
@@ -163,7 +175,7 @@ class Trials:
 
     def neighbour_before(self):
         """Another process has most of the card when the run begins."""
-        job = GPT.format(steps=4, memory="")
+        job = self.gpt(4)
         ample = self.fit(job)
         needs = ample.named("planned")[0]["plan"]["peak"]["vram_bytes"]
         context = ample.named("planned")[0]["plan"]["context_bytes"]
@@ -177,22 +189,27 @@ class Trials:
 
     def neighbour_during(self):
         """Another process takes all that is free once the run is under way."""
-        job = GPT.format(steps=60, memory="")
+        job = self.gpt(60, "supervise = false")
         ample = self.fit(job)
         started = self.start(job)
-        self.until_step(started, 2)
+        # By then launches are recorded; they are once more, with nothing free, after the evaluation.
+        self.until_step(started, 5)
+        started[1].send_signal(signal.SIGSTOP)
         with neighbour(0) as taken:
+            assert started[1].poll() is None, "it ended before"
+            started[1].send_signal(signal.SIGCONT)
             ran = self.end(started)
         assert ran.code == 0, ran.said
+        self.recorded_unless_dropped(ample, ran)
         assert ran.digest() == ample.digest(), "other samples"
         lacked = [(event["step"], event["phase"]) for event in ran.named("oom")]
         assert not lacked, f"{taken} bytes taken; out of memory at {lacked}"
         assert ran.weights() == ample.weights(), "other weights"
-        return f"{taken} bytes taken after update 2; no out of memory, equal bits"
+        return f"{taken} bytes taken after update 5; no out of memory, equal bits"
 
     def injected(self):
         """Every phase runs out of memory at some point of a run, and `verify` compares what comes of it."""
-        job = GPT.format(steps=3, memory="").replace("every_steps = 20", "every_steps = 1")
+        job = self.gpt(3).replace("every_steps = 20", "every_steps = 1")
         ample, lacked = self.fit(job), []
         # One in each run: an update in the smallest micro-batches takes thousands of asks.
         for ask in range(100, 460, 23):
@@ -268,28 +285,36 @@ class Trials:
 
     def interrupted(self):
         """Ctrl-C and kill -9 in the middle, then going on: equal bits."""
-        job = GPT.format(steps=60, memory="")
+        job = self.gpt(60, "supervise = false")
         ample = self.fit(job)
         codes = []
         for number in (signal.SIGINT, signal.SIGKILL):
-            job_alone = job.replace("[memory]", "[memory]\nsupervise = false")
-            started = self.start(job_alone)
+            started = self.start(job)
             self.until_step(started, 25)
             started[1].send_signal(number)
-            codes.append(self.end(started).code)
+            stopped = self.end(started)
+            codes.append(stopped.code)
+            self.recorded_unless_dropped(ample, stopped)
             ran = self.fit(None, "--resume", folder=started[0])
             assert ran.code == 0, ran.said
             assert ran.weights() == ample.weights(), f"other weights after {number.name}"
             assert ran.digest() == ample.digest()
+        assert codes == [130, -signal.SIGKILL], codes
         return f"exit codes {codes}, then equal weights and state"
 
     def growing(self):
         """A run that shrank for one out of memory takes its larger way again."""
-        job = GPT.format(steps=120, memory="")
-        ran = self.fit(job, env={"TRAINER_FAULT_ASK": "700"})
-        assert ran.code == 0, ran.said
-        kinds = [event["event"] for event in ran.named("shrunk", "grown")]
-        assert kinds == ["shrunk", "grown"], kinds
+        job = self.gpt(120).replace("every_steps = 20", "every_steps = 120")
+        wanted = ["recorded"] * (self.dropout == 0) + ["oom", "shrunk", "grown"]
+        # A micro-batch asks for memory some 200 times as long as its launches are not repeated, and once from then on.
+        for ask in range(400, 4000, 150):
+            ran = self.fit(job, env={"TRAINER_FAULT_ASK": str(ask)})
+            assert ran.code == 0, ran.said
+            told = [event["event"] for event in ran.named("recorded", "oom", "shrunk", "grown")]
+            if told == wanted and ran.named("oom")[0]["step"] > 3:
+                break
+        else:
+            raise AssertionError(f"at no ask: {', '.join(wanted)}; at the last {told}")
         first, last = ran.named("step")[0], ran.named("step")[-1]
         assert first["micro_batch"] == last["micro_batch"], (first, last)
         at = [event["step"] for event in ran.named("shrunk", "grown")]
@@ -297,7 +322,7 @@ class Trials:
 
     def offload(self):
         """Optimizer state and inputs of blocks in host memory change no bit, nor does going on with them."""
-        job = GPT.format(steps=6, memory="{memory}")
+        job = self.gpt(6, "{memory}")
         told = []
         for kind in ("adamw", "lion", "sgd"):
             text = job.replace('kind = "adamw"', f'kind = "{kind}"' + ("\nmomentum = 0.9" if kind == "sgd" else ""))
@@ -402,12 +427,13 @@ def main():
     if unknown := set(args.trials) - set(NAMES):
         parser.error(f"no trial is called {', '.join(sorted(unknown))}")
     for name in args.trials or NAMES:
-        begun = time.time()
-        try:
-            word, told = "pass", getattr(trials, name)()
-        except Exception as error:  # whatever goes wrong in one, the others are tried
-            word, told, failed = "FAIL", f"{type(error).__name__}: {error}", failed + 1
-        print(f"{word} {name} ({time.time() - begun:.0f} s): {told}", flush=True)
+        for trials.dropout in (0.1, 0.0) if name in TWICE else (0.1,):
+            begun, label = time.time(), f"{name}, dropout {trials.dropout}" if name in TWICE else name
+            try:
+                word, told = "pass", getattr(trials, name)()
+            except Exception as error:  # whatever goes wrong in one, the others are tried
+                word, told, failed = "FAIL", f"{type(error).__name__}: {error}", failed + 1
+            print(f"{word} {label} ({time.time() - begun:.0f} s): {told}", flush=True)
     sys.exit(1 if failed else 0)
 
 

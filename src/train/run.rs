@@ -144,9 +144,8 @@ pub fn follow(
     report.record(Event::Planned { plan: plan.clone() })?;
 
     if let Some(card) = &setup.card {
-        // Whoever counts what is asked for, or has it refused, sees every pass.
-        let seen = options.observer.is_some() || options.fault.is_some();
-        let repeats = setup.job.memory.graphs && setup.offload.is_empty() && !seen;
+        // Whoever looks at what is asked for sees every pass.
+        let repeats = setup.job.memory.graphs && setup.offload.is_empty() && options.observer.is_none();
         let at = At { batch: way.micro_batch, dtype: setup.dtype, on: setup.on() };
         let micro_batch = batch_bytes(setup.features(), at);
         match plan.apart(micro_batch).filter(|_| repeats) {
