@@ -43,7 +43,7 @@ pub struct Seen {
 }
 
 #[cfg(feature = "cuda")]
-pub use with_cuda::{Card, Passes, all};
+pub use with_cuda::{Card, PassMemory, all};
 #[cfg(not(feature = "cuda"))]
 pub use without_cuda::{Card, all};
 
@@ -86,9 +86,9 @@ mod with_cuda {
     unsafe impl Send for Pools {}
 
     /// As long as this is there, tensors come from the pool of passes.
-    pub struct Passes<'a>(&'a Card);
+    pub struct PassMemory<'a>(&'a Card);
 
-    impl Drop for Passes<'_> {
+    impl Drop for PassMemory<'_> {
         fn drop(&mut self) {
             self.0.serve(|pools| Some(pools.main));
             if !recording::stayed() {
@@ -207,10 +207,10 @@ mod with_cuda {
         }
 
         /// Tensors come from the pool of passes until this is dropped; none where they have no pool of their own.
-        pub fn passes(&self) -> Option<Passes<'_>> {
+        pub fn passes(&self) -> Option<PassMemory<'_>> {
             self.serve(|pools| pools.passes).then(|| {
                 self.pools().piece.clone().into_iter().for_each(recording::watch);
-                Passes(self)
+                PassMemory(self)
             })
         }
 

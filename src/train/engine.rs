@@ -259,7 +259,7 @@ impl<'a> Engine<'a> {
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
         let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, at))?;
-        let room = if mode == Mode::Train { self.room() } else { None };
+        let room = if mode == Mode::Train { self.room(batch) } else { None };
         let tensors = self.staging.tensors(batch, features, room).map_err(|error| self.lacking(error))?;
         let pass = Pass {
             store: &self.store,
@@ -277,12 +277,15 @@ impl<'a> Engine<'a> {
         run(network, &walk, &tensors).map_err(|error| self.lacking(error))
     }
 
-    /// Where a recorded pass reads its micro-batch.
-    fn room(&self) -> Option<Batch> {
+    /// Where a recorded pass reads this micro-batch.
+    fn room(&self, batch: &data::Batch) -> Option<Batch> {
         #[cfg(feature = "cuda")]
-        return self.passes.as_ref().and_then(Passes::reads);
+        return self.passes.as_ref()?.reads(batch.ids.len());
         #[cfg(not(feature = "cuda"))]
-        None
+        {
+            let _ = batch;
+            None
+        }
     }
 
     fn lacking(&self, error: StepError) -> StepError {

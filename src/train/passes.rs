@@ -7,10 +7,10 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 
 use crate::kernels::cuda::recording::Recording;
-use crate::kernels::cuda::{copy, copy_into, pointer, product};
+use crate::kernels::cuda::{copy, product};
 use crate::layers::loss::Counted;
 use crate::layers::network::{Batch, StepError};
 use crate::memory::card::Card;
@@ -21,16 +21,16 @@ const BEFORE: u32 = 2;
 /// What launches depend on, beside the values of tensors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Kind {
-    inputs: Vec<usize>,
-    targets: Vec<usize>,
+    inputs: (DType, Shape),
+    targets: (DType, Shape),
     scale: f64,
     recompute: usize,
 }
 
 impl Kind {
     pub fn new(batch: &Batch, scale: f64, recompute: usize) -> Self {
-        let (inputs, targets) = (batch.inputs.dims().to_vec(), batch.targets.dims().to_vec());
-        Self { inputs, targets, scale, recompute }
+        let like = |tensor: &Tensor| (tensor.dtype(), tensor.shape().clone());
+        Self { inputs: like(&batch.inputs), targets: like(&batch.targets), scale, recompute }
     }
 }
 
@@ -38,8 +38,16 @@ pub struct Passes {
     card: Arc<Card>,
     device: CudaDevice,
     state: RefCell<State>,
-    /// Launches of the first recording, until they are told.
-    news: Cell<Option<usize>>,
+    news: Cell<News>,
+}
+
+/// Of the first recording, which alone is told.
+#[derive(Clone, Copy)]
+enum News {
+    Awaited,
+    /// It has so many launches.
+    Made(usize),
+    Told,
 }
 
 enum State {
@@ -64,21 +72,27 @@ impl Passes {
         // What lasts is not the passes'.
         product::prepare(device)?;
         let state = RefCell::new(State::Seen(None, 0));
-        Ok(Some(Self { card: card.clone(), device: device.clone(), state, news: Cell::new(Some(0)) }))
+        Ok(Some(Self { card: card.clone(), device: device.clone(), state, news: Cell::new(News::Awaited) }))
     }
 
     /// How many launches were recorded, once.
     pub fn news(&self) -> Option<usize> {
-        let launches = self.news.get().filter(|&launches| launches > 0);
-        launches.inspect(|_| self.news.set(None))
+        let News::Made(launches) = self.news.get() else { return None };
+        self.news.set(News::Told);
+        Some(launches)
     }
 
-    /// Where the next micro-batch is read, if it is of the kind that is recorded.
-    pub fn reads(&self) -> Option<Batch> {
+    /// Where the next micro-batch is to be, if it has the samples of the one that is recorded. That one is let go of if
+    /// not: nothing is planned for two of them.
+    pub fn reads(&self, samples: usize) -> Option<Batch> {
         match &*self.state.borrow() {
-            State::Recorded(_, recorded) => Some(recorded.batch.clone()),
-            _ => None,
+            State::Recorded(_, Recorded { batch, .. }) if batch.inputs.dims()[0] == samples => {
+                return Some(batch.clone());
+            }
+            _ => {}
         }
+        self.forget();
+        None
     }
 
     /// Lets go of what is recorded, and of the micro-batch it reads, which an evaluation has not planned for.
@@ -89,7 +103,8 @@ impl Passes {
         }
     }
 
-    /// What `learn` makes of a micro-batch of this kind.
+    /// What `learn` makes of a micro-batch of this kind. One of the kind that is recorded is where that
+    /// [`reads`](Self::reads) it.
     pub fn run(
         &self,
         kind: Kind,
@@ -100,7 +115,9 @@ impl Passes {
         if matches!(&*state, State::Seen(Some(seen), BEFORE..) if *seen == kind) {
             *state = match self.record(batch, &learn)? {
                 Some(recorded) => {
-                    self.news.set(self.news.get().map(|_| recorded.recording.launches));
+                    if let News::Awaited = self.news.get() {
+                        self.news.set(News::Made(recorded.recording.launches));
+                    }
                     State::Recorded(kind.clone(), recorded)
                 }
                 None => State::Unlike,
@@ -108,7 +125,7 @@ impl Passes {
         }
         match &mut *state {
             State::Recorded(recorded, passes) if *recorded == kind => {
-                return Ok(Counted::Later(passes.again(&self.device, batch)?));
+                return Ok(Counted::Later(passes.again(&self.device)?));
             }
             State::Seen(Some(seen), times) if *seen == kind => *times += 1,
             State::Unlike => {}
@@ -137,13 +154,8 @@ impl Passes {
 }
 
 impl Recorded {
-    /// What the recorded pass counts of another micro-batch.
-    fn again(&self, device: &CudaDevice, batch: &Batch) -> candle_core::Result<Tensor> {
-        for (from, to) in [(&batch.inputs, &self.batch.inputs), (&batch.targets, &self.batch.targets)] {
-            if pointer(from)? != pointer(to)? {
-                copy_into(device, from, to)?;
-            }
-        }
+    /// What the recorded pass counts of the micro-batch that is in its place now.
+    fn again(&self, device: &CudaDevice) -> candle_core::Result<Tensor> {
         self.recording.repeat()?;
         copy(device, &self.counted)
     }

@@ -2,7 +2,7 @@
 //! kernels on the card.
 //!
 //! Kernels are recorded with the addresses they read and write, so all memory that is asked for meanwhile must come from
-//! a pool that nobody else takes from as long as they are repeated (`memory::card::Passes`), and stay where it is: a pool
+//! a pool that nobody else takes from as long as they are repeated (`memory::card::PassMemory`), and stay where it is: a pool
 //! that finds no room in one piece moves what is free to another address. Memory is asked for and given back on an idle
 //! stream of its own: in the order of the launches, and not as a part of them.
 
