@@ -18,7 +18,7 @@ use super::clip::Clip;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::{Grads, add_all, through_activation};
-use super::product::{By, Mat, Then, convolve, convolving, multiply, packing, weigh, weighing};
+use super::product::{By, Convolution, Mat, Then, convolve, convolving, multiply, packing, weigh, weighing};
 use super::windows::{Block, Geometry};
 use super::{Activation, Elem, Reads, Real, activation, add, cpu, depthwise, reference, turn};
 use crate::layers::On;
@@ -96,10 +96,11 @@ impl Conv<'_> {
         let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
         let (h, w) = g.output();
         let shape = (batch, h, w, n);
-        if let Some(clip) = Clip::of(self.act).filter(|_| pre.is_empty())
-            && convolve(&mut y, g, &values, &weight, false, Then { bias: bias.as_deref(), clip, onto: None })
-        {
-            return Ok((cpu::tensor(y, shape)?, None));
+        if let Some(clip) = Clip::of(self.act).filter(|_| pre.is_empty()) {
+            let then = Then { bias: bias.as_deref(), clip, onto: None };
+            if convolve(&mut y, Convolution { g, pictures: &values, weight: &weight, back: false, then }) {
+                return Ok((cpu::tensor(y, shape)?, None));
+            }
         }
         let blocking = g.blocks(g.cells(), batch, cpu::threads());
         let room = if g.is_product() { 0 } else { blocking.rows() * k };
@@ -305,8 +306,8 @@ impl Conv<'_> {
         let batch = d.len() / (pixels * n);
         let blocking = g.blocks(g.cells(), batch, cpu::threads());
         let mut dx = cpu::fresh::<T>(batch * picture);
-        if let Some(back) = g.back()
-            && convolve(&mut dx, &back, d, weight, true, Then::NOTHING)
+        if let Some(g) = &g.back()
+            && convolve(&mut dx, Convolution { g, pictures: d, weight, back: true, then: Then::NOTHING })
         {
             return dx;
         }

@@ -8,7 +8,7 @@
 use std::borrow::Cow;
 
 use super::cpu::Slices;
-use super::product::{self, By, Mat, Then};
+use super::product::{self, By, Convolution, Mat, Then};
 use super::windows::Geometry;
 use half::{bf16, f16};
 
@@ -58,15 +58,8 @@ pub trait Real:
     }
 
     /// As [`convolve`](super::product::convolve).
-    fn convolve_faster(
-        out: &mut [Self],
-        g: &Geometry,
-        pictures: &[Self],
-        weight: &[Self],
-        back: bool,
-        then: Then<Self>,
-    ) -> bool {
-        let _ = (out, g, pictures, weight, back, then);
+    fn convolve_faster(out: &mut [Self], of: Convolution<Self>) -> bool {
+        let _ = (out, of);
         false
     }
 
@@ -303,15 +296,8 @@ impl Real for f32 {
         product::faster(out, stride, a, b, add, by, then)
     }
 
-    fn convolve_faster(
-        out: &mut [f32],
-        g: &Geometry,
-        pictures: &[f32],
-        weight: &[f32],
-        back: bool,
-        then: Then<f32>,
-    ) -> bool {
-        product::convolve_faster(out, g, pictures, weight, back, then)
+    fn convolve_faster(out: &mut [f32], of: Convolution<f32>) -> bool {
+        product::convolve_faster(out, of)
     }
 
     fn weigh_faster(into: &mut [f32], g: &Geometry, pictures: &[f32], d: &[f32]) -> bool {

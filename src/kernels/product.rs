@@ -184,27 +184,31 @@ pub(super) fn faster(
     false
 }
 
-/// Makes the convolution `g` of `pictures`, and what comes `then`, where there is a faster way than block by block of its
-/// windows; says whether it did. With `back` it is the gradient of the input of a convolution with this weight.
-pub fn convolve<T: Elem>(
-    out: &mut [T],
-    g: &Geometry,
-    pictures: &[T],
-    weight: &[T],
-    back: bool,
-    then: Then<T>,
-) -> bool {
+/// The convolution `g` of `pictures`, and what comes `then`.
+#[derive(Clone, Copy)]
+pub struct Convolution<'a, T> {
+    pub g: &'a Geometry,
+    pub pictures: &'a [T],
+    pub weight: &'a [T],
+    /// It is the gradient of the input of a convolution with this weight.
+    pub back: bool,
+    pub then: Then<'a, T>,
+}
+
+/// Makes a convolution where there is a faster way than block by block of its windows; says whether it did.
+pub fn convolve<T: Elem>(out: &mut [T], of: Convolution<T>) -> bool {
     let Some(out) = T::as_acc_mut(out) else { return false };
+    let Convolution { g, back, then, .. } = of;
     let (bias, onto) = (then.bias.map(T::widened), then.onto.map(T::widened));
     let then = Then { bias: bias.as_deref(), clip: then.clip, onto: onto.as_deref() };
-    let (pictures, weight) = (T::widened(pictures), T::widened(weight));
+    let (pictures, weight) = (T::widened(of.pictures), T::widened(of.weight));
     assert_eq!(weight.len(), g.outputs * g.window(), "the weight of a convolution");
     assert_eq!(
         out.len() * g.height * g.width * g.inputs,
         pictures.len() * g.pixels() * g.outputs,
         "the pictures of a convolution and what is made of them"
     );
-    T::Acc::convolve_faster(out, g, &pictures, &weight, back, then)
+    T::Acc::convolve_faster(out, Convolution { g, pictures: &pictures, weight: &weight, back, then })
 }
 
 /// Bytes that [`convolve`] packs operands into, where it does it.
@@ -256,24 +260,17 @@ pub(super) fn weigh_faster(into: &mut [f32], g: &Geometry, pictures: &[f32], d: 
 }
 
 /// [`convolve`] in f32.
-pub(super) fn convolve_faster(
-    out: &mut [f32],
-    g: &Geometry,
-    pictures: &[f32],
-    weight: &[f32],
-    back: bool,
-    then: Then<f32>,
-) -> bool {
+pub(super) fn convolve_faster(out: &mut [f32], of: Convolution<f32>) -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        let batch = pictures.len() / (g.height * g.width * g.inputs);
-        if vectors() == Vectors::V4 && tiled::convolves(g, batch) {
+        let batch = of.pictures.len() / (of.g.height * of.g.width * of.g.inputs);
+        if vectors() == Vectors::V4 && tiled::convolves(of.g, batch) {
             // SAFETY: AVX-512 and the unit were found, and `convolve` has checked every size.
-            unsafe { tiled::convolve(out, g, pictures, weight, back, then) };
+            unsafe { tiled::convolve(out, of) };
             return true;
         }
     }
-    let _ = (out, g, pictures, weight, back, then);
+    let _ = (out, of);
     false
 }
 

@@ -16,7 +16,7 @@ use super::small::{mask, turned};
 use super::split::{Lines, Operand};
 use super::tiles::{self, DEPTH, SIDE, STEP, Unit};
 use super::windows::{Flipped, Turned, Windows};
-use super::{By, Mat, Then};
+use super::{By, Convolution, Mat, Then};
 
 /// Steps of a slice of the inner sums, at most; twice as many where all rows are in so few panels.
 const STEPS: usize = 16;
@@ -143,19 +143,12 @@ pub(super) unsafe fn weigh(into: &mut [f32], g: &Geometry, pictures: &[f32], d: 
     unsafe { shared(into, g.window(), (&Turned(windows), &d), sizes, how) }
 }
 
-/// `out = pictures * weight`, and what comes `then`; with `back` the weight is that of the convolution whose input's
-/// gradient this is.
+/// Makes a convolution.
 ///
 /// # Safety
-/// It [`convolves`] them, the slices are as long as the sizes say.
-pub(super) unsafe fn convolve(
-    out: &mut [f32],
-    g: &Geometry,
-    pictures: &[f32],
-    weight: &[f32],
-    back: bool,
-    then: Then<f32>,
-) {
+/// It [`convolves`] the pictures, the slices are as long as the sizes say.
+pub(super) unsafe fn convolve(out: &mut [f32], of: Convolution<f32>) {
+    let Convolution { g, pictures, weight, back, then } = of;
     let (windows, n) = (Windows::new(g, pictures), g.outputs);
     let sizes = (windows.count(), g.window(), n);
     let how = How { wide: false, crossed: false, add: false, then: Some(then), by: By::All };
@@ -519,7 +512,8 @@ mod tests {
             let then = Then { bias: Some(&weight[..outputs]), clip: Clip::Relu, onto: None };
             // SAFETY: the unit is there, AVX-512 with it, and all are as long as the sizes say.
             unsafe {
-                convolve(&mut out, &g, &pictures, &weight, false, then);
+                let of = Convolution { g: &g, pictures: &pictures, weight: &weight, back: false, then };
+                convolve(&mut out, of);
                 weigh(&mut dw, &g, &pictures, &d);
             }
             let mut sums = [vec![(0.0, 0.0); out.len()], vec![(0.0, 0.0); dx.len()], vec![(0.0, 0.0); dw.len()]];
@@ -535,8 +529,10 @@ mod tests {
             prop_assert!(near(&out, &sums[0]), "the output of {g:?}");
             prop_assert!(near(&dw, &sums[2]), "the weight's gradient of {g:?}");
             if let Some(back) = g.back() {
+                let then = Then::NOTHING;
+                let of = Convolution { g: &back, pictures: &d, weight: &weight, back: true, then };
                 // SAFETY: the same.
-                unsafe { convolve(&mut dx, &back, &d, &weight, true, Then::NOTHING) };
+                unsafe { convolve(&mut dx, of) };
                 prop_assert!(near(&dx, &sums[1]), "the pictures' gradient of {g:?}");
             }
         }
