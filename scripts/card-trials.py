@@ -373,6 +373,7 @@ class Trials:
                 assert ran.weights() == plain.weights(), f"{name}: other weights or state"
                 assert ran.losses()[-1] == plain.losses()[-1], name
             assert not plain.named("recorded"), name
+            assert [event["why"] for event in again.named("launched")] == ["dropout"] * dropped, name
             launches = [event["launches"] for event in again.named("recorded")]
             assert len(launches) == (0 if dropped else 1), f"{name}: recorded {launches}"
             told.append(f"{name} {'with dropout launched' if dropped else launches[0]}")

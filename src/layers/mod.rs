@@ -296,7 +296,7 @@ impl Pass<'_> {
     /// The randomness of the layer `stream` for the micro-batch's sample `row`.
     pub fn random(&self, stream: u64, row: usize) -> Random {
         #[cfg(feature = "cuda")]
-        crate::kernels::cuda::recording::varies();
+        crate::kernels::cuda::recording::varies("dropout");
         Random::new(self.seed, stream).at(self.epoch).at(self.ids[row])
     }
 }

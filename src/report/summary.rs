@@ -181,7 +181,10 @@ impl Summary {
             Event::Shrunk { .. } => self.shrunk += 1,
             Event::Grown { .. } => self.grown += 1,
             Event::Restarted { .. } => self.restarts += 1,
-            Event::Pressure { .. } | Event::Corrected { .. } | Event::Recorded { .. } => {}
+            Event::Pressure { .. }
+            | Event::Corrected { .. }
+            | Event::Recorded { .. }
+            | Event::Launched { .. } => {}
             Event::BadRecords { count, .. } => self.bad_records = *count,
             Event::SlowData { cause, advice, .. } => self.slow_data = Some(format!("{cause}: {advice}")),
             Event::Interrupted { step, signal, checkpoint } => {

@@ -193,9 +193,13 @@ impl<W: Write + Send> Terminal<W> {
                 let text = format!("step {}  {launches} launches of a micro-batch", count(*step));
                 line(paint.green(&label("recorded")), text)
             }
+            Event::Launched { step, why } if self.look.verbosity == Verbosity::Verbose => {
+                line(label("launched"), format!("step {}  nothing is recorded: {why}", count(*step)))
+            }
             Event::Step { .. }
             | Event::Checkpoint { .. }
             | Event::Recorded { .. }
+            | Event::Launched { .. }
             | Event::Diverged { .. }
             | Event::Failed { .. } => vec![],
         }
@@ -345,6 +349,8 @@ folder   runs/shapes/1
                 cause: "aborted (an allocation failed)".into(),
                 budget: 64 << 20,
             }),
+            at(Event::Recorded { step: 2, launches: 120 }),
+            at(Event::Launched { step: 2, why: "dropout".into() }),
             samples::checkpoint(1.0, 4, true),
         ];
         let text = shown(&records, Verbosity::Normal);
@@ -362,7 +368,11 @@ grown  step 9  micro-batch 100  now 100 x 1
 again  the run's process was aborted (an allocation failed); again with 64.0 MiB
 "
         );
-        let saved = "saved  step 4  c/4  1.00 MiB in 0.1 s  best so far\n";
-        assert_eq!(shown(&records, Verbosity::Verbose), text + saved);
+        let more = "\
+recorded step 2  120 launches of a micro-batch
+launched step 2  nothing is recorded: dropout
+saved  step 4  c/4  1.00 MiB in 0.1 s  best so far
+";
+        assert_eq!(shown(&records, Verbosity::Verbose), text + more);
     }
 }

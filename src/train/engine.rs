@@ -190,8 +190,8 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// How many launches were recorded, once, where they are repeated from here on.
-    pub fn recorded(&self) -> Option<usize> {
+    /// How many launches were recorded, which are repeated from here on, or why none; once.
+    pub fn recorded(&self) -> Option<Result<usize, &'static str>> {
         #[cfg(feature = "cuda")]
         return self.passes.as_ref().and_then(Passes::news);
         #[cfg(not(feature = "cuda"))]

@@ -211,6 +211,13 @@ pub enum Event {
         /// Launches that one call repeats.
         launches: usize,
     },
+    /// What a card is asked to do for a micro-batch is not recorded; told once.
+    Launched {
+        /// Updates made before it.
+        step: u64,
+        /// What keeps it from being repeated.
+        why: String,
+    },
     /// Records that cannot be used were left out.
     BadRecords {
         /// Updates made before it.

@@ -45,8 +45,8 @@ pub struct Passes {
 #[derive(Clone, Copy)]
 enum News {
     Awaited,
-    /// It has so many launches.
-    Made(usize),
+    /// So many launches were recorded, or none, and why.
+    Made(Result<usize, &'static str>),
     Told,
 }
 
@@ -75,11 +75,11 @@ impl Passes {
         Ok(Some(Self { card: card.clone(), device: device.clone(), state, news: Cell::new(News::Awaited) }))
     }
 
-    /// How many launches were recorded, once.
-    pub fn news(&self) -> Option<usize> {
-        let News::Made(launches) = self.news.get() else { return None };
+    /// What came of the first recording, once.
+    pub fn news(&self) -> Option<Result<usize, &'static str>> {
+        let News::Made(made) = self.news.get() else { return None };
         self.news.set(News::Told);
-        Some(launches)
+        Some(made)
     }
 
     /// Where the next micro-batch is to be, if it has the samples of the one that is recorded. That one is let go of if
@@ -113,15 +113,12 @@ impl Passes {
     ) -> Result<Counted, StepError> {
         let mut state = self.state.borrow_mut();
         if matches!(&*state, State::Seen(Some(seen), BEFORE..) if *seen == kind) {
-            *state = match self.record(batch, &learn)? {
-                Some(recorded) => {
-                    if let News::Awaited = self.news.get() {
-                        self.news.set(News::Made(recorded.recording.launches));
-                    }
-                    State::Recorded(kind.clone(), recorded)
-                }
-                None => State::Unlike,
-            };
+            let recorded = self.record(batch, &learn)?;
+            if let News::Awaited = self.news.get() {
+                let launches = recorded.as_ref().map(|made| made.recording.launches);
+                self.news.set(News::Made(launches.map_err(|why| *why)));
+            }
+            *state = recorded.map_or(State::Unlike, |recorded| State::Recorded(kind.clone(), recorded));
         }
         match &mut *state {
             State::Recorded(recorded, passes) if *recorded == kind => {
@@ -139,16 +136,18 @@ impl Passes {
         &self,
         batch: &Batch,
         learn: impl Fn(&Batch) -> Result<Counted, StepError>,
-    ) -> candle_core::Result<Option<Recorded>> {
+    ) -> candle_core::Result<Result<Recorded, &'static str>> {
         let made = {
             let _memory = self.card.passes();
             Recording::of(&self.device, || learn(batch))?
         };
         Ok(match made {
-            Some((recording, Counted::Later(counted))) if self.card.passes_stay() => {
-                Some(Recorded { recording, batch: batch.clone(), counted })
+            Ok(_) if !self.card.passes_stay() => Err("its memory does not stay where it is"),
+            Ok((recording, Counted::Later(counted))) => {
+                Ok(Recorded { recording, batch: batch.clone(), counted })
             }
-            _ => None,
+            Ok(_) => Err("the host waits for it"),
+            Err(why) => Err(why),
         })
     }
 }

@@ -144,13 +144,21 @@ pub fn follow(
     report.record(Event::Planned { plan: plan.clone() })?;
 
     if let Some(card) = &setup.card {
-        // Whoever looks at what is asked for sees every pass.
-        let repeats = setup.job.memory.graphs && setup.offload.is_empty() && options.observer.is_none();
         let at = At { batch: way.micro_batch, dtype: setup.dtype, on: setup.on() };
-        let micro_batch = batch_bytes(setup.features(), at);
-        match plan.apart(micro_batch).filter(|_| repeats) {
-            Some(Apart { passes, rest }) => card.claim(rest, Some(passes))?,
-            None => card.claim(plan.peak.vram_bytes, None)?,
+        let apart = match plan.apart(batch_bytes(setup.features(), at)) {
+            // Whoever looks at what is asked for sees every pass.
+            _ if options.observer.is_some() => Err("somebody looks on"),
+            _ if !setup.job.memory.graphs => Err("memory.graphs is false"),
+            _ if !setup.offload.is_empty() => Err("something waits in host memory"),
+            apart => apart.ok_or("the budget has no room for it"),
+        };
+        match apart {
+            Ok(Apart { passes, rest }) => card.claim(rest, Some(passes))?,
+            Err(why) => {
+                card.claim(plan.peak.vram_bytes, None)?;
+                let step = found.as_ref().map_or(0, |(state, _)| state.step);
+                report.record(record::recorded(step, Err(why)))?;
+            }
         }
     }
     let ledgers = Ledgers::new(setup, options.ram, options.fault.clone());
@@ -366,8 +374,8 @@ impl<'a> Run<'a> {
                     self.recovered();
                     self.descent.made_update();
                     self.updates += 1;
-                    if let Some(launches) = self.engine.recorded() {
-                        self.report.record(Event::Recorded { step: self.step - 1, launches })?;
+                    if let Some(recorded) = self.engine.recorded() {
+                        self.report.record(record::recorded(self.step - 1, recorded))?;
                     }
                     return Ok(done);
                 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::{Attention, Sizes};
 use crate::kernels::cuda::{
-    self, SAMPLES, Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream, wide,
+    self, SAMPLES, Stream, checked, code, fresh, pointer, pointer_or_null, recording, scratch, stream, wide,
 };
 use crate::random::Random;
 
@@ -188,7 +188,9 @@ impl Attention<'_> {
     /// The lengths on the card; 4 bytes a sample.
     fn seen_lengths(&self, device: &CudaDevice) -> Result<Option<Tensor>> {
         let device = candle_core::Device::Cuda(device.clone());
-        self.lengths.map(|lengths| Tensor::new(lengths, &device)).transpose()
+        let Some(lengths) = self.lengths else { return Ok(None) };
+        recording::varies("padded samples");
+        Tensor::new(lengths, &device).map(Some)
     }
 }
 

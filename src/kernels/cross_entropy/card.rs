@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 use super::{Head, card_chunk, card_stride};
 use crate::kernels::cuda::columns::add_sums;
 use crate::kernels::cuda::product::{Mat, Onto, Then, multiply};
-use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, room, stream};
+use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, recording, room, stream};
 use crate::kernels::linear::Grads;
 use crate::kernels::tally::Counted;
 use crate::kernels::tally::card::Rows;
@@ -46,7 +46,11 @@ impl Head<'_> {
         }
         let (chunk, stride) = (card_chunk(x.dtype(), rows, classes), card_stride(classes));
         let scores = fresh(device, x.dtype(), chunk * stride)?;
-        let weights = self.class_weights.map(|w| Tensor::new(w, x.device())).transpose()?;
+        let upload = |weights: &[f32]| {
+            recording::varies("class weights");
+            Tensor::new(weights, x.device())
+        };
+        let weights = self.class_weights.map(upload).transpose()?;
         let all_weights = match self.class_weights {
             Some(w) => w.iter().map(|w| *w as f64).sum(),
             None => classes as f64,

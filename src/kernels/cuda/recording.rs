@@ -48,7 +48,8 @@ pub(super) fn took(at: u64, bytes: usize) {
 struct Making {
     /// Where memory is asked for.
     memory: Arc<CudaStream>,
-    varies: bool,
+    /// Why it cannot be repeated.
+    varies: Option<&'static str>,
 }
 
 /// The stream on which tensors of a device are asked for now.
@@ -56,9 +57,10 @@ pub(super) fn memory(device: &CudaDevice) -> Arc<CudaStream> {
     MAKING.with_borrow(|making| making.as_ref().map_or_else(|| device.cuda_stream(), |m| m.memory.clone()))
 }
 
-/// To be called where what is launched depends on more than the values of tensors: it cannot be repeated.
-pub fn varies() {
-    MAKING.with_borrow_mut(|making| making.iter_mut().for_each(|making| making.varies = true));
+/// To be called where what is launched depends on more than the values of tensors, with a word for it: it cannot be
+/// repeated.
+pub fn varies(why: &'static str) {
+    MAKING.with_borrow_mut(|making| making.iter_mut().for_each(|making| making.varies = Some(why)));
 }
 
 /// Launches in their order.
@@ -71,20 +73,21 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Records what `launch` launches, none of which is done, and gives what it gives. None where that fails or could
-    /// not be repeated: launched without being recorded it works, or tells why not.
+    /// Records what `launch` launches, none of which is done, and gives what it gives; or why that fails or could not be
+    /// repeated: launched without being recorded it works, or is an error.
     pub fn of<R, E>(
         device: &CudaDevice,
         launch: impl FnOnce() -> std::result::Result<R, E>,
-    ) -> Result<Option<(Self, R)>> {
+    ) -> Result<std::result::Result<(Self, R), &'static str>> {
         let stream = device.cuda_stream();
         // What was given back on the computing stream can be had on another once that has come so far.
         stream.synchronize().w()?;
-        let memory = stream.context().new_stream().w()?;
+        // Streams take memory of the card beside its pools, which others may have.
+        let Ok(memory) = stream.context().new_stream() else { return Ok(Err("there is no stream for it")) };
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).w()?;
-        MAKING.set(Some(Making { memory, varies: false }));
+        MAKING.set(Some(Making { memory, varies: None }));
         let launched = launch();
-        let varies = MAKING.take().is_none_or(|making| making.varies);
+        let varies = MAKING.take().and_then(|making| making.varies);
         // SAFETY: it was begun on this stream.
         let graph = unsafe { result::stream::end_capture(stream.cu_stream()) };
         let refused = stream.context().check_err();
@@ -93,12 +96,12 @@ impl Recording {
             Self { graph, ready, stream: stream.clone(), launches: 0 }.made_ready()
         });
         match (launched, recording, refused) {
-            (Ok(made), Some(recording), Ok(())) if !varies => Ok(Some((recording, made))),
+            (Ok(made), Some(recording), Ok(())) if varies.is_none() => Ok(Ok((recording, made))),
             (launched, ..) => {
                 // What cannot be recorded, or not be given back after it was, is nobody else's error.
                 drop(launched);
                 let _ = stream.context().check_err();
-                Ok(None)
+                Ok(Err(varies.unwrap_or("the driver does not take it")))
             }
         }
     }
@@ -197,11 +200,11 @@ mod tests {
     fn what_would_be_different_is_not_recorded() {
         let Some(card) = card() else { return };
         let x = numbers(&card).unwrap();
-        let none = |launch: &dyn Fn() -> Result<Tensor>| Recording::of(&card, launch).unwrap().is_none();
+        let none = |launch: &dyn Fn() -> Result<Tensor>| Recording::of(&card, launch).unwrap().is_err();
         let sum = || squares(&card, &x);
         sum().unwrap();
         assert!(!none(&sum));
-        assert!(none(&|| sum().inspect(|_| varies())), "it says so");
+        assert!(none(&|| sum().inspect(|_| varies("luck"))), "it says so");
         assert!(none(&|| numbers(&card)), "values of the host's");
         assert!(none(&|| x.affine(2.0, 0.0)), "memory asked for on the computing stream");
         assert!(none(&|| to_host::<f32>(&x).and(sum())), "the host waits");

@@ -203,6 +203,14 @@ pub(super) fn loss(tally: &Tally) -> f64 {
     if tally.weight == 0.0 { f64::NAN } else { tally.mean_loss() }
 }
 
+/// After `step` updates so many launches were recorded, or none, and why.
+pub(super) fn recorded(step: u64, launches: Result<usize, &str>) -> Event {
+    match launches {
+        Ok(launches) => Event::Recorded { step, launches },
+        Err(why) => Event::Launched { step, why: why.into() },
+    }
+}
+
 pub(super) fn oom(step: u64, oom: &Oom) -> Event {
     let Oom { bytes, left, .. } = *oom;
     Event::Oom { step, phase: oom.phase.into(), asker: oom.asker.clone(), bytes, left }
