@@ -11,8 +11,9 @@ mod cuda {
     use std::env;
     use std::path::{Path, PathBuf};
 
-    /// Capabilities to compile for where none is asked for and no card is here: Ampere, Ada and Hopper.
-    const EVERYWHERE: [&str; 4] = ["80", "86", "89", "90"];
+    /// Several capabilities to compile for, with commas between them; else it is the one of `CUDA_COMPUTE_CAP`, which candle's
+    /// kernels are compiled for, or of the card that is here.
+    const SEVERAL: &str = "TRAINER_CUDA_CAPS";
 
     /// Plain C++ over the headers of cuDNN's front end: graphs are built once a shape, so its own speed is of no
     /// account, and without nvcc they compile in a third of the time.
@@ -20,7 +21,7 @@ mod cuda {
         ["src/kernels/cuda/cudnn.cpp", "src/kernels/attention/cudnn.cpp", "src/kernels/conv/cudnn.cpp"];
 
     pub fn build() {
-        for name in ["CUDA_COMPUTE_CAP", "CUDA_HOME", "CUDNN_INCLUDE", "CUDNN_FRONTEND_INCLUDE"] {
+        for name in ["CUDA_COMPUTE_CAP", SEVERAL, "CUDA_HOME", "CUDNN_INCLUDE", "CUDNN_FRONTEND_INCLUDE"] {
             println!("cargo::rerun-if-env-changed={name}");
         }
         println!("cargo::rerun-if-changed=src/kernels");
@@ -42,11 +43,12 @@ mod cuda {
             .include_path("src/kernels")
             .thread_percentage(1.0)
             .args(["-std=c++17", "-O3", "--expt-relaxed-constexpr"]);
-        if env::var_os("CUDA_COMPUTE_CAP").is_none() && cudaforge::detect_compute_cap().is_err() {
-            builder = builder.compute_cap_arch(EVERYWHERE[0]);
-            for cap in &EVERYWHERE[1..] {
-                builder = builder.arg(&format!("-gencode=arch=compute_{cap},code=sm_{cap}"));
-            }
+        let several = env::var(SEVERAL).unwrap_or_default();
+        for (i, cap) in several.split(',').map(str::trim).filter(|cap| !cap.is_empty()).enumerate() {
+            builder = match i {
+                0 => builder.compute_cap_arch(cap),
+                _ => builder.arg(&format!("-gencode=arch=compute_{cap},code=sm_{cap}")),
+            };
         }
         if let Err(error) = builder.build_lib(archive) {
             panic!("the CUDA kernels do not compile: {error}; docs/cuda.md says what a build needs")

@@ -36,5 +36,9 @@ export CUDA_HOME="$home"
 export CUDNN_INCLUDE="$packages/nvidia/cudnn/include"
 export CUDNN_FRONTEND_INCLUDE="$packages/include"
 export PATH="$home/bin:\$PATH"
+# Without a card to compile for: candle's kernels for Ampere, which later cards take too, ours for each from Ampere to Hopper.
+if [ -z "\${CUDA_COMPUTE_CAP:-}" ] && ! nvidia-smi > /dev/null 2>&1; then
+  export CUDA_COMPUTE_CAP=80 TRAINER_CUDA_CAPS=80,86,89,90a
+fi
 END
 echo "source ${folder#"$PWD/"}/env"

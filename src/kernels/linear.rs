@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cuda")]
 pub mod card;
+#[cfg(feature = "cuda")]
+pub mod hopper;
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
@@ -32,6 +34,16 @@ pub struct Linear<'a> {
 /// Where parameter gradients are added.
 pub struct Grads<'a> {
     pub weight: &'a Tensor,
+    pub bias: Option<&'a Tensor>,
+}
+
+/// What the gradient of a map's input meets first on its way back: the activation whose output the input is.
+#[derive(Clone, Copy)]
+pub struct Before<'a> {
+    pub act: Activation,
+    /// What it was given.
+    pub v: &'a Tensor,
+    /// The gradient of the bias that was added before it.
     pub bias: Option<&'a Tensor>,
 }
 
@@ -160,20 +172,21 @@ impl Linear<'_> {
 
     /// What `backward` does without the input, on a card: turns `dy` into the gradient before the activation, adds the
     /// bias's, and gives the input's where it is wanted, with `onto` added to it. With `again`, what the activation read
-    /// becomes the output, in the pass that makes its slope.
+    /// becomes the output, in the pass that makes its slope. The second value tells whether the input's gradient went through
+    /// what is `before` too: then that one's `v` is its output, and its bias has its gradient.
     pub fn backward_input(
         &self,
         v: Option<&Tensor>,
         dy: &Tensor,
         bias: Option<&Tensor>,
         (want, onto): (bool, Option<&Tensor>),
-        again: bool,
-    ) -> Result<Option<Tensor>> {
+        (again, before): (bool, Option<Before>),
+    ) -> Result<(Option<Tensor>, bool)> {
         #[cfg(feature = "cuda")]
         if let Some(device) = super::cuda::of(dy) {
-            return self.input_card(device, v, dy, bias, (want, onto), again);
+            return self.input_card(device, v, dy, bias, (want, onto), (again, before));
         }
-        let _ = (v, bias, want, onto, again);
+        let _ = (v, bias, want, onto, again, before);
         candle_core::bail!("a gradient on {:?} is made at once", dy.device().location())
     }
 
@@ -281,6 +294,19 @@ pub fn card_ranges(rows: usize, n: usize) -> usize {
 /// Bytes of the partial sums of a bias's gradient on a card.
 pub fn card_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
     (card_ranges(rows, n) * n * cpu::acc_bytes(dtype)) as u64
+}
+
+/// Whether products of (rows, deep) and (deep, columns) are the body for Hopper's, by their sizes: whole tiles of columns,
+/// deep enough that one is finished while the next is made, and two or more for each processor.
+pub fn hopper_fits(dtype: DType, rows: usize, columns: usize, deep: usize) -> bool {
+    let tiles = rows.div_ceil(128) * columns / 256;
+    let whole = columns.is_multiple_of(256) && deep.is_multiple_of(64);
+    dtype == DType::BF16 && whole && deep >= 12 * 64 && tiles >= 2 * 132 && rows <= i32::MAX as usize
+}
+
+/// Bytes of the sums over 64 rows that such a product leaves.
+pub fn hopper_sums(rows: usize, columns: usize) -> usize {
+    rows.div_ceil(64) * columns * size_of::<f32>()
 }
 
 fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {

@@ -234,8 +234,7 @@ mod tests {
             ids: &ids,
             lengths: None,
             scale: 1.0,
-            sums: None,
-            summed: false,
+            along: super::super::Along::default(),
         };
         let x = random(&[batch, 20, 20, c], 5).affine(3.0, 1000.0).unwrap().to_dtype(DType::F32).unwrap();
         let y = flat(&layer.forward(&x, &pass).unwrap().0);

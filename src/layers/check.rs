@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Storage, Tensor, Var};
 
 use super::loss::{Counted, Loss};
-use super::{At, Layer, Mode, On, Pass, Remakes};
+use super::{Along, At, Layer, Mode, On, Pass, Remakes};
 use crate::kernels::update::round_into;
 use crate::params::{Declared, Store};
 use crate::random::{Random, stream};
@@ -71,8 +71,7 @@ impl Subject {
             ids: &self.ids,
             lengths: None,
             scale: 1.0,
-            sums: None,
-            summed: false,
+            along: Along::default(),
         }
     }
 }

@@ -3,7 +3,9 @@
 use candle_core::{Result, Tensor};
 
 use super::{At, Cost, Early, Layer, On, Pass, Remakes, Saved};
-use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
+use crate::kernels::linear::{
+    Before, Grads, Lies, Linear as Kernel, card_workspace, hopper_fits, hopper_sums, workspace,
+};
 use crate::kernels::{Activation, Reads, activation};
 use crate::params::{Declared, Init, ParamId};
 
@@ -88,7 +90,7 @@ impl Linear {
     }
 
     fn grads<'a>(&self, pass: &'a Pass) -> Grads<'a> {
-        let bias = self.bias.filter(|_| !pass.summed);
+        let bias = self.bias.filter(|_| !pass.along.summed);
         Grads { weight: pass.grad(self.weight), bias: bias.map(|id| pass.grad(id)) }
     }
 
@@ -148,6 +150,11 @@ impl Layer for Linear {
         self.remakes(on) == Remakes::Alone
     }
 
+    fn met<'a>(&self, saved: &'a Saved, pass: &'a Pass) -> Option<Before<'a>> {
+        let v = saved.0.last().filter(|_| self.act.reads() == Reads::Input)?;
+        Some(Before { act: self.act, v, bias: self.bias.map(|id| pass.grad(id)) })
+    }
+
     fn waits(&self, on: On) -> bool {
         on == On::Cuda
     }
@@ -168,11 +175,13 @@ impl Layer for Linear {
         // Its input, unless that is waited for, and what the activation reads.
         let reads = (self.act != Activation::Identity) as usize;
         let (x, v) = saved.0.split_at(saved.0.len() - reads);
-        let dx = kernel.backward_input(v.first(), dy, grads.bias, (want, onto), again)?;
+        let met = v.first().filter(|_| !pass.along.through);
+        let (dx, through) =
+            kernel.backward_input(met, dy, grads.bias, (want, onto), (again, pass.along.before))?;
         if let [x] = x {
             kernel.backward_weight(x, dy, grads.weight)?;
         }
-        Ok(Early { dx, y: v.first().filter(|_| again).cloned() })
+        Ok(Early { dx, y: v.first().filter(|_| again).cloned(), through })
     }
 
     fn backward_late(&self, x: &Tensor, dy: &Tensor, pass: &Pass) -> Result<()> {
@@ -190,7 +199,11 @@ impl Layer for Linear {
         let (forward, backward) = match (at.on, self.lies) {
             (On::Cpu { .. }, Lies::OutIn) => workspace(at.dtype, rows, k, n),
             (On::Cpu { .. }, Lies::InOut) => workspace(at.dtype, rows, n, k),
-            (On::Cuda, _) => (0, self.bias.map_or(0, |_| card_workspace(at.dtype, rows, n))),
+            (On::Cuda, _) => {
+                let bias = self.bias.map_or(0, |_| card_workspace(at.dtype, rows, n));
+                let fused = if hopper_fits(at.dtype, rows, k, n) { hopper_sums(rows, k) as u64 } else { 0 };
+                (0, bias.max(fused))
+            }
         };
         let reads = self.act.reads();
         Cost {

@@ -34,6 +34,7 @@ pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
 
+use crate::kernels::linear::Before;
 use crate::kernels::{Activation, Reads, add};
 use crate::params::{ParamId, StatId, Store};
 use crate::random::Random;
@@ -121,6 +122,11 @@ pub trait Layer: Send + Sync {
         candle_core::bail!("{} makes its gradients at once", self.name())
     }
 
+    /// What the gradient of the output meets first in the layer, where the layer after it may take it through that.
+    fn met<'a>(&self, _saved: &'a Saved, _pass: &'a Pass) -> Option<Before<'a>> {
+        None
+    }
+
     /// What [`backward_early`](Layer::backward_early) left to do, once the input is there; `dy` is as that left it.
     fn backward_late(&self, _x: &Tensor, _dy: &Tensor, _pass: &Pass) -> Result<()> {
         Ok(())
@@ -164,6 +170,8 @@ pub struct Early {
     pub dx: Option<Tensor>,
     /// The output, where it is made again.
     pub y: Option<Tensor>,
+    /// Whether the gradient went through what is [`before`](Along::before) as well.
+    pub through: bool,
 }
 
 /// What a layer can make its output from once more.
@@ -273,11 +281,21 @@ pub struct Pass<'a> {
     pub lengths: Option<&'a [u32]>,
     /// What a sample's loss gradient is multiplied with.
     pub scale: f64,
+    pub along: Along<'a>,
+}
+
+/// What the backward passes of neighbouring layers do for each other.
+#[derive(Clone, Copy, Default)]
+pub struct Along<'a> {
     /// To whose gradient the layer is to add the sums over all rows of the input's gradient, if it
     /// [`sums`](Layer::sums) them.
     pub sums: Option<ParamId>,
     /// Whether those of the gradient that the layer is given were added already.
     pub summed: bool,
+    /// What the input's gradient meets next, which the layer may take it through.
+    pub before: Option<Before<'a>>,
+    /// Whether the layer after took the gradient through what this one [`met`](Layer::met).
+    pub through: bool,
 }
 
 impl Pass<'_> {

@@ -84,6 +84,8 @@ struct Act {
     hold: Option<Arc<Reservation>>,
     /// Of a gradient: its sums over all rows were added to the gradient of who [`adds`](Layer::adds_rows) them.
     summed: bool,
+    /// Of a gradient: the layer after went through what this one [`met`](Layer::met).
+    through: bool,
 }
 
 impl Act {

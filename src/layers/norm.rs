@@ -52,7 +52,7 @@ impl Norm {
         also: Also,
     ) -> Result<Option<Tensor>> {
         let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        let also = Also { sums: pass.sums.map(|id| pass.grad(id)), ..also };
+        let also = Also { sums: pass.along.sums.map(|id| pass.grad(id)), ..also };
         self.kernel(pass).backward(&saved.0[0], &saved.0[1], dy, &grads, want, also)
     }
 }
@@ -100,7 +100,7 @@ impl Layer for Norm {
         again: bool,
     ) -> Result<Early> {
         let dx = self.gradients(&saved, dy, pass, want, Also { onto, again, ..Also::default() })?;
-        Ok(Early { dx, y: again.then(|| dy.clone()) })
+        Ok(Early { dx, y: again.then(|| dy.clone()), through: false })
     }
 
     fn remakes(&self, on: On) -> Remakes {

@@ -71,7 +71,7 @@ impl Loss for PointwiseLoss {
 #[cfg(test)]
 mod tests {
     use super::super::check::{Subject, device, distance, flat, leaf, loss_differences_agree, random};
-    use super::super::{Mode, Pass};
+    use super::super::{Along, Mode, Pass};
     use super::*;
     use crate::params::{Declared, Init};
     use candle_core::{DType, Device, Var};
@@ -144,8 +144,7 @@ mod tests {
             ids: &[0, 1, 2],
             lengths: None,
             scale: 1.0,
-            sums: None,
-            summed: false,
+            along: Along::default(),
         };
         let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &device()).unwrap();
         let tally = loss.judge(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap().read().unwrap();

@@ -59,9 +59,9 @@ impl Plan {
         // While a checkpoint is written the device holds what lasts, and nothing else.
         let learning = of(&["forward", "backward"])?;
         let passes = learning.checked_sub(of(&["checkpoint"])?)?;
-        let rest = of(&["update", "eval", "checkpoint"])?;
-        let room = rest.saturating_add(Apart::most(passes)) <= self.budget.vram_bytes
-            && of(&["update", "checkpoint"])?.saturating_add(micro_batch) <= learning;
+        let updating = of(&["update", "checkpoint"])?.saturating_add(micro_batch);
+        let rest = updating.max(of(&["eval"]).unwrap_or(0));
+        let room = rest.saturating_add(Apart::most(passes)) <= self.budget.vram_bytes && updating <= learning;
         room.then_some(Apart { passes, rest })
     }
 }
@@ -252,7 +252,8 @@ mod tests {
         assert_eq!(plan(1199, &phases).apart(50), None, "it fits in 900, not in two pools");
         // Without an evaluation.
         let phases = &[phases[0], phases[1], phases[2], phases[4]];
-        assert_eq!(plan(1020, phases).apart(50), Some(Apart { passes: 800, rest: 120 }));
+        assert_eq!(plan(1070, phases).apart(50), Some(Apart { passes: 800, rest: 170 }));
+        assert_eq!(plan(1069, phases).apart(50), None, "the micro-batch is not in the passes' pool");
         assert_eq!(plan(u64::MAX, &[]).apart(50), None);
     }
 }

@@ -18,7 +18,7 @@ use crate::kernels::update::{blend, clear, round_into, sum_of_squares, swap};
 use crate::layers::aside::Aside;
 use crate::layers::loss::{Counted, Tally};
 use crate::layers::network::{Batch, Network, StepError, Walk};
-use crate::layers::{At, Mode, Pass};
+use crate::layers::{Along, At, Mode, Pass};
 use crate::memory::estimate::{batch_bytes, permanent};
 use crate::memory::plan::{Offload, Place};
 use crate::memory::{Fault, Ledger, Reservation, Role};
@@ -269,8 +269,7 @@ impl<'a> Engine<'a> {
             ids: &batch.ids,
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             scale: scale / self.nominal(),
-            sums: None,
-            summed: false,
+            along: Along::default(),
         };
         let (ledger, recompute, aside) = (&self.ledger, self.recompute, self.aside.as_ref());
         let walk = Walk { pass: Some(pass), at, ledger, recompute, aside };

@@ -9,7 +9,7 @@ use trainer::kernels::cpu;
 use trainer::kernels::update::{AdamW, Common, clear, round_into};
 use trainer::layers::aside::Aside;
 use trainer::layers::network::{Batch, Walk};
-use trainer::layers::{At, Mode, On, Pass};
+use trainer::layers::{Along, At, Mode, On, Pass};
 use trainer::memory::Ledger;
 use trainer::models::{Built, build};
 use trainer::params::{Lies, Spec, Store};
@@ -225,8 +225,7 @@ impl Network<'_> {
             ids,
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
             scale: 1.0 / self.case.targets(),
-            sums: None,
-            summed: false,
+            along: Along::default(),
         };
         let at = At { batch: rows, dtype: self.dtype, on: On::Cpu { threads: cpu::threads() } };
         Walk { pass: Some(pass), at, ledger, recompute, aside: None }

@@ -7,7 +7,7 @@ use crate::kernels::cpu;
 
 /// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length; queries and keys of
 /// its tile; and what each pass takes beside.
-const FUSED_BYTES: usize = 512 << 20;
+const FUSED_BYTES: usize = 1 << 30;
 const FUSED_TILE: (usize, usize) = (64, 128);
 const FUSED_REST: usize = 256;
 

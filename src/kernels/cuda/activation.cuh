@@ -23,19 +23,30 @@ __device__ __forceinline__ float narrow_tanh(float x) {
     return y;
 }
 
-// The tanh inside GPT-2's GELU; `narrow` where the result is rounded to bf16 anyway.
-template <bool narrow = false, class R> __device__ __forceinline__ R gelu_tanh_of(R x) {
-    R inner = R(0.7978845608028654) * x * (R(1) + R(0.044715) * x * x);
-    if constexpr (narrow) return narrow_tanh(inner);
-    else return tanh_of(inner);
-}
+// GPT-2's GELU and its slope, in as few operations as they take: cards that run at the limit of their power are slower by
+// each. `narrow` where the result is rounded to bf16 anyway.
+template <class R> struct GeluTanh {
+    R square, share, value;
+    template <bool narrow> __device__ __forceinline__ static GeluTanh at(R x) {
+        constexpr R ONE = 0.7978845608028654, THREE = 0.7978845608028654 * 0.044715;
+        R square = x * x, inner = x * (ONE + THREE * square), t;
+        if constexpr (narrow) t = narrow_tanh(inner);
+        else t = tanh_of(inner);
+        R share = R(0.5) + R(0.5) * t;
+        return {square, share, x * share};
+    }
+    __device__ __forceinline__ R slope() const {
+        constexpr R ONE = 2 * 0.7978845608028654, THREE = 6 * 0.7978845608028654 * 0.044715;
+        return share + (value - value * share) * (ONE + THREE * square);
+    }
+};
 
 // A NaN compares false and passes through.
 template <int act, bool narrow = false, class R> __device__ __forceinline__ R value_of(R x) {
     if constexpr (act == RELU) return x < R(0) ? R(0) : x;
     else if constexpr (act == RELU6) return x < R(0) ? R(0) : x > R(6) ? R(6) : x;
     else if constexpr (act == GELU) return R(0.5) * x * (R(1) + erf_of(x * R(0.7071067811865476)));
-    else if constexpr (act == GELU_TANH) return R(0.5) * x * (R(1) + gelu_tanh_of<narrow>(x));
+    else if constexpr (act == GELU_TANH) return GeluTanh<R>::template at<narrow>(x).value;
     else if constexpr (act == SILU) return x * sigmoid_of(x);
     else if constexpr (act == SIGMOID) return sigmoid_of(x);
     else if constexpr (act == TANH) return tanh_of(x);
@@ -48,11 +59,8 @@ template <int act, bool narrow = false, class R> __device__ __forceinline__ R sl
     else if constexpr (act == RELU6) return v > R(0) && v < R(6) ? R(1) : R(0);
     else if constexpr (act == GELU)
         return R(0.5) * (R(1) + erf_of(v * R(0.7071067811865476))) + v * exp_of(R(-0.5) * v * v) * R(0.3989422804014327);
-    else if constexpr (act == GELU_TANH) {
-        R t = gelu_tanh_of<narrow>(v);
-        R inner = R(0.7978845608028654) * (R(1) + R(3 * 0.044715) * v * v);
-        return R(0.5) * (R(1) + t) + R(0.5) * v * (R(1) - t * t) * inner;
-    } else if constexpr (act == SILU) {
+    else if constexpr (act == GELU_TANH) return GeluTanh<R>::template at<narrow>(v).slope();
+    else if constexpr (act == SILU) {
         R s = sigmoid_of(v);
         return s * (R(1) + v * (R(1) - s));
     } else if constexpr (act == SIGMOID) return v * (R(1) - v);

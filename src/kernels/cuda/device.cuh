@@ -47,6 +47,29 @@ template <class T, int N = 16 / sizeof(T)> struct alignas(sizeof(T) * N) Pack {
     __device__ __forceinline__ void store(T *p) const { *reinterpret_cast<Pack *>(p) = *this; }
 };
 
+// A pack that stays together until a value of it is read: apart, each of 16 bits takes a register of 32.
+template <class T, int N> struct Kept {
+    Pack<T, N> values;
+    __device__ __forceinline__ void load(const T *p) { values = Pack<T, N>::load(p); }
+    __device__ __forceinline__ Acc<T> operator[](int i) const { return up(values.v[i]); }
+};
+template <> struct Kept<bf16, 8> {
+    uint4 words;
+    __device__ __forceinline__ void load(const bf16 *p) { words = *reinterpret_cast<const uint4 *>(p); }
+    __device__ __forceinline__ float operator[](int i) const {
+        uint32_t word = i < 2 ? words.x : i < 4 ? words.y : i < 6 ? words.z : words.w;
+        return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
+    }
+};
+template <> struct Kept<bf16, 4> {
+    uint2 words;
+    __device__ __forceinline__ void load(const bf16 *p) { words = *reinterpret_cast<const uint2 *>(p); }
+    __device__ __forceinline__ float operator[](int i) const {
+        uint32_t word = i < 2 ? words.x : words.y;
+        return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
+    }
+};
+
 // Whether 16-byte groups of these rows can be moved at once.
 inline bool aligned(int64_t row_bytes, std::initializer_list<const void *> pointers) {
     uintptr_t bits = uintptr_t(row_bytes);

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
-use super::{Grads, Lies, Linear, card_ranges, card_workspace};
+use super::{Before, Grads, Lies, Linear, card_ranges, card_workspace, hopper};
 use crate::kernels::cuda::product::{Mat, Onto, Then, gelu_is_fused, multiply};
 use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream};
 use crate::kernels::{Activation, Reads, activation};
@@ -34,7 +34,10 @@ impl Linear<'_> {
         match (self.act, self.bias) {
             (Activation::GeluTanh, Some(bias)) if gelu_is_fused(x.dtype(), n) => {
                 let pre = fresh(device, x.dtype(), shape)?;
-                multiply(&out, values, w, onto, Then::GeluBias(bias, Some(&pre)))?;
+                match hopper::takes(x, w, rows)? {
+                    true => hopper::gelu(device, (x, w, rows), bias, (&y, &pre))?,
+                    false => multiply(&out, values, w, onto, Then::GeluBias(bias, Some(&pre)))?,
+                }
                 Ok((y, Some(pre)))
             }
             (Activation::Relu, Some(bias)) => {
@@ -64,7 +67,7 @@ impl Linear<'_> {
         grads: &Grads,
         want: bool,
     ) -> Result<Option<Tensor>> {
-        let dx = self.input_card(device, v, &dy, grads.bias, (want, None), false)?;
+        let (dx, _) = self.input_card(device, v, &dy, grads.bias, (want, None), (false, None))?;
         self.weight_card(x, &dy, grads.weight)?;
         Ok(dx)
     }
@@ -76,22 +79,28 @@ impl Linear<'_> {
         dy: &Tensor,
         bias: Option<&Tensor>,
         (want, onto): (bool, Option<&Tensor>),
-        again: bool,
-    ) -> Result<Option<Tensor>> {
+        (again, before): (bool, Option<Before>),
+    ) -> Result<(Option<Tensor>, bool)> {
         let (k, n) = self.sizes()?;
         let rows = dy.elem_count() / n;
         through(device, dy, v, (self.act, again), bias, rows, n)?;
         if !want {
-            return Ok(None);
+            return Ok((None, false));
         }
         let mut shape = dy.dims().to_vec();
         if let Some(last) = shape.last_mut() {
             *last = k;
         }
-        let dx = fresh(device, dy.dtype(), shape)?;
+        let (dx, w) = (fresh(device, dy.dtype(), shape)?, self.on_card()?.t());
+        if let (Some(before), None) = (before.filter(|before| before.act == Activation::GeluTanh), onto)
+            && hopper::takes(dy, w, rows)?
+        {
+            hopper::slope(device, (dy, w, rows), before, &dx)?;
+            return Ok((Some(dx), true));
+        }
         let onto = onto.map_or(Onto::Nothing, Onto::Other);
-        multiply(&Mat::new(&dx, rows, k), Mat::new(dy, rows, n), self.on_card()?.t(), onto, Then::Nothing)?;
-        Ok(Some(dx))
+        multiply(&Mat::new(&dx, rows, k), Mat::new(dy, rows, n), w, onto, Then::Nothing)?;
+        Ok((Some(dx), false))
     }
 
     pub(super) fn weight_card(&self, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<()> {

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 
 use super::{Act, Node, Residual, Step, Trace, Walk};
 use crate::kernels::{self, Activation, add};
-use crate::layers::{Early, Layer, Mode, Pass, Saved};
+use crate::layers::{Along, Early, Layer, Mode, Pass, Saved};
 use crate::memory::{Reservation, Role};
 use crate::params::ParamId;
 
@@ -62,17 +62,25 @@ impl Walk<'_> {
                     let _work = self.hold(Role::Workspace, layer.name(), cost.backward)?;
                     let hold = if cost.view { dy.hold.clone() } else { own };
                     let through = through.as_ref().and_then(|(y, act)| Some((y.value.as_ref()?, *act)));
-                    let pass = self.pass(Mode::Train).map(|pass| Pass { sums, summed: dy.summed, ..pass });
-                    let mut made = None;
+                    let pass = self.pass(Mode::Train);
+                    let before = match (&pass, nodes[..i].last(), traces.last()) {
+                        (Some(pass), Some(Node::Layer(layer)), Some(Trace::Layer { saved, .. })) if waits => {
+                            saved.as_ref().and_then(|saved| layer.met(saved, pass))
+                        }
+                        _ => None,
+                    };
+                    let along = Along { sums, summed: dy.summed, before, through: dy.through };
+                    let pass = pass.as_ref().map(|pass| Pass { along, ..*pass });
+                    let (mut made, mut went) = (None, false);
                     let value = match (&pass, saved, &mut dy.value) {
                         (Some(pass), Some(saved), Some(dy)) if waits || awaited.is_some() => {
                             if let Some((y, act)) = through {
                                 add::through(y, dy, act)?;
                             }
                             let again = awaited.is_some();
-                            let Early { dx, y } =
+                            let Early { dx, y, through } =
                                 layer.backward_early(saved, dy, pass, (want, onto), again)?;
-                            made = y;
+                            (made, went) = (y, through);
                             dx
                         }
                         (Some(pass), Some(saved), given) => {
@@ -97,7 +105,7 @@ impl Walk<'_> {
                     if waits {
                         late = Some(Late { layer: layer.as_ref(), dy: std::mem::take(&mut dy) });
                     }
-                    want.then_some(Act { value, hold, summed: sums.is_some() })
+                    want.then_some(Act { value, hold, summed: went || sums.is_some(), through: went })
                 }
                 (Node::Residual(residual), Some(Trace::Residual { branch, shortcut, output })) => {
                     // What is added afterwards would not be in the sums.
@@ -166,7 +174,7 @@ impl Walk<'_> {
                 let bytes = self.at.bytes(residual.output.iter().product());
                 let hold = self.hold(Role::Activations, &residual.name, bytes)?;
                 let value = dy.value.as_ref().map(kernels::copy).transpose()?;
-                Act { value, hold, summed: dy.summed }
+                Act { value, hold, summed: dy.summed, ..Act::default() }
             }
             false => dy.clone(),
         };

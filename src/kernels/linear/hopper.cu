@@ -1,0 +1,493 @@
+// Linear maps in bf16 with GELU on Hopper: forward, where what GELU was given is kept beside its output, and back, where the
+// gradient meets GELU's slope as it is made and GELU's output is made again. cuBLASLt multiplies as fast, but what comes after
+// a product waits for it there, or takes a pass of its own.
+//
+// A block makes tiles of 128 x 256 of the result. One thread fetches operands ahead; two groups of 128 threads have 64 rows
+// each. Of a tile that is done a group keeps the sums, rounded, and finishes them in small steps while the tensor cores work
+// on its next tile. Two blocks make tiles one above the other: each fetches half of the columns' operand for both. Sums are
+// made in one order, whatever the timing.
+#include <cuda.h>
+#include <utility>
+
+#include "cuda/activation.cuh"
+#include "cuda/columns.cuh"
+
+namespace {
+
+constexpr int ROWS = 128, COLUMNS = 256, DEEP = 64; // of a tile, and of the operands' pieces
+constexpr int STAGES = 4;                           // pieces on their way
+constexpr int PAIR = 2;                             // blocks that share columns
+constexpr int GROUPS = 2, GROUP = 128;              // groups that multiply, and their threads
+constexpr int OWN = ROWS / GROUPS;                  // rows of a group: what one instruction makes
+constexpr int STRIP = 32;                           // columns that are finished together
+
+// KEPT: `out` is GELU of product and bias, `pre` what it was given. SLOPE: `out` is the product times GELU's slope at `pre`,
+// which becomes GELU of itself; its sums over every 64 rows are left in `sums`, if that is somewhere.
+enum Finish { KEPT, SLOPE };
+
+struct Beside {
+    bf16 *out, *pre; // (rows, columns)
+    const bf16 *bias;
+    float *sums;
+};
+
+struct Sizes {
+    int rows, columns, deep;
+};
+
+struct alignas(1024) Stage {
+    bf16 a[ROWS * DEEP], b[COLUMNS * DEEP];
+};
+
+struct Shared {
+    Stage stages[STAGES];
+    bf16 pre[2][ROWS * STRIP];
+    float sums[GROUPS][GROUP / WARP][COLUMNS];
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// A tile is finished in so many steps, while so many pieces of the next are multiplied.
+constexpr int STEPS = COLUMNS / STRIP * 2, PIECES = 12;
+
+__device__ __forceinline__ uint32_t address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// A barrier that opens when so many have told it, and all bytes it expects are there.
+struct Gate {
+    uint64_t state;
+
+    __device__ __forceinline__ void arm(int count) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(this)), "r"(count));
+    }
+    __device__ __forceinline__ void expect(int bytes) {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(this)), "r"(bytes) : "memory");
+    }
+    // The gate at this place in a block of the pair.
+    __device__ __forceinline__ void tell(int block) {
+        asm volatile("{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+                     " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(this)),
+                     "r"(block)
+                     : "memory");
+    }
+    __device__ __forceinline__ void wait(int parity) {
+        asm volatile("{\n .reg .pred open;\n again:\n mbarrier.try_wait.parity.shared::cta.b64 open, [%0], %1;\n"
+                     " @open bra gone;\n bra again;\n gone:\n}" ::"r"(address(this)),
+                     "r"(parity)
+                     : "memory");
+    }
+};
+
+__device__ __forceinline__ void fetch(void *to, const CUtensorMap *map, Gate *gate, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+                 ::"r"(address(to)), "l"(map), "r"(address(gate)), "r"(x), "r"(y)
+                 : "memory");
+}
+
+// For both blocks of the pair.
+__device__ __forceinline__ void fetch_for_both(void *to, const CUtensorMap *map, Gate *gate, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;"
+                 ::"r"(address(to)), "l"(map), "r"(address(gate)), "r"(x), "r"(y), "h"(uint16_t((1 << PAIR) - 1))
+                 : "memory");
+}
+
+// As `fetch_for_both`, of a `mixed` map, from its row `strip * STRIP` on.
+__device__ __forceinline__ void fetch_mixed_for_both(void *to, const CUtensorMap *map, Gate *gate, int x, int strip) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %6, %6, %6, %4}], [%2], %5;"
+                 ::"r"(address(to)), "l"(map), "r"(address(gate)), "r"(x), "r"(strip), "h"(uint16_t((1 << PAIR) - 1)), "r"(0)
+                 : "memory");
+}
+
+// An operand in swizzled rows of 128 bytes; from 64 values along such a row to the next 64 it is `beyond` bytes.
+__device__ __forceinline__ uint64_t operand(const void *at, int beyond) {
+    constexpr uint64_t EIGHT_ROWS = 1024, SWIZZLED = 1ull << 62;
+    return ((address(at) & 0x3ffff) >> 4) | uint64_t(beyond >> 4) << 16 | (EIGHT_ROWS >> 4) << 32 | SWIZZLED;
+}
+
+#define EIGHT(i)                                                                                              \
+    "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
+        "+f"(sums[i + 6]), "+f"(sums[i + 7])
+
+// Starts `sums = a b` of (64, 16) and (16, 256), added to what is there if `add`; `across`: rows of `b` lie in rows, else its
+// columns do.
+template <int across> __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, %130, 0;\n"
+                 " wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+                 "}, %128, %129, add, 1, 1, 0, %131;\n}"
+                 : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64),
+                   EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
+                 : "l"(a), "l"(b), "r"(add), "n"(across));
+}
+
+__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int n> __device__ __forceinline__ void wait_for_all_but() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
+}
+__device__ __forceinline__ void meet_group(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory");
+}
+__device__ __forceinline__ void meet_pair() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Four neighbouring lanes have two columns of each of four groups of eight; afterwards each has one group.
+__device__ __forceinline__ void gather(uint32_t (&v)[4], int quarter) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+        bool high = quarter & bit;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & bit) continue;
+            uint32_t given = __shfl_xor_sync(0xffffffff, high ? v[i] : v[i + bit], bit);
+            if (high) v[i] = given;
+            else v[i + bit] = given;
+        }
+    }
+}
+
+__device__ __forceinline__ void keep(bf16 *at, const Pack<bf16> &values) {
+    __stcs(reinterpret_cast<uint4 *>(at), reinterpret_cast<const uint4 &>(values));
+}
+
+// Calls `f` with the constants `from` to `to`.
+template <int from, int to, class F> __device__ __forceinline__ void each(F f) {
+    if constexpr (from < to) {
+        f(std::integral_constant<int, from>());
+        each<from + 1, to>(f);
+    }
+}
+
+// What a thread has of its group's last tile until it is finished: of two rows, eight apart, eight columns of every strip.
+template <int finish, int across> struct Held {
+    uint32_t values[COLUMNS / 4];
+    float total[8];
+    int64_t at; // of the first value
+    int row, column;
+    bool inside[2];
+
+    // The column of the pair of values `i`, in its tile.
+    __device__ __forceinline__ static int pair_column(int i) {
+        int quarter = threadIdx.x % 4;
+        return across ? i * 8 + quarter * 2 : i / 4 * STRIP + quarter * 8 + i % 4 * 2;
+    }
+
+    // The sums of the tile at `row` and `column`, rounded, with the bias where there is one.
+    __device__ __forceinline__ void take(const float (&sums)[128], const Pack<bf16, 2> (&bias)[32], const Sizes &sizes) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float x = sums[i * 4 + half * 2], y = sums[i * 4 + half * 2 + 1];
+                if constexpr (finish == KEPT) x += up(bias[i].v[0]), y += up(bias[i].v[1]);
+                Pack<bf16, 2> pair{{down<bf16>(x), down<bf16>(y)}};
+                uint32_t &value = values[i / 4 * 8 + half * 4 + i % 4];
+                value = reinterpret_cast<uint32_t &>(pair);
+                // Now, and not where it is read: the sums' registers are multiplied into by then.
+                asm volatile("" : "+r"(value));
+            }
+        }
+        int mine = row + threadIdx.x % GROUP / WARP * 16 + threadIdx.x % WARP / 4;
+        at = int64_t(mine) * sizes.columns + column + threadIdx.x % 4 * 8;
+        inside[0] = mine < sizes.rows, inside[1] = mine + 8 < sizes.rows;
+    }
+
+    // Finishes one row's part of a strip. `read` and `done` are the gates of the strip's half of `shared.pre`.
+    template <int step>
+    __device__ __forceinline__ void finish_step(const Beside &beside, const Sizes &sizes, Shared &shared, Gate *read, Gate *done,
+                                                int group, int &parity) {
+        constexpr int strip = step / 2, half = step % 2, side = strip % 2;
+        int lane = threadIdx.x % WARP, warp = threadIdx.x % GROUP / WARP;
+        uint32_t v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = values[step * 4 + i];
+        if constexpr (across) gather(v, lane % 4);
+        Kept<bf16, 8> sum{{v[0], v[1], v[2], v[3]}}, given;
+        Pack<bf16> out, pre = reinterpret_cast<Pack<bf16> &>(v);
+        if constexpr (finish == KEPT) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) out.v[k] = down<bf16>(GeluTanh<float>::at<true>(sum[k]).value);
+        } else {
+            if constexpr (half == 0) read[side].wait(parity);
+            int row = group * OWN + warp * 16 + lane / 4 + half * 8;
+            given.load(shared.pre[side] + row * STRIP + lane % 4 * 8);
+            if constexpr (half == 1) {
+                __syncwarp();
+                if (lane == 0) done[side].tell(blockIdx.x % PAIR);
+                if (side == 1) parity ^= 1;
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                auto gelu = GeluTanh<float>::at<true>(given[k]);
+                float d = sum[k] * gelu.slope();
+                total[k] = half == 0 ? d : total[k] + d;
+                out.v[k] = down<bf16>(d), pre.v[k] = down<bf16>(gelu.value);
+            }
+        }
+        if (inside[half]) {
+            int64_t place = at + half * 8 * sizes.columns + strip * STRIP;
+            keep(beside.out + place, out);
+            keep(beside.pre + place, pre);
+        }
+        if constexpr (finish == SLOPE && half == 1) {
+            add_rows(shared.sums[group][warp] + strip * STRIP + lane % 4 * 8, lane);
+            if constexpr (step == STEPS - 1) add_warps(beside, sizes, shared.sums[group], group);
+        }
+    }
+
+    // Lanes that have the same eight columns share them out while they add; each leaves one.
+    __device__ __forceinline__ void add_rows(float *into, int lane) {
+        int column = 0;
+#pragma unroll
+        for (int bit = 16, left = 4; left > 0; bit /= 2, left /= 2) {
+            bool high = lane & bit;
+            column += high ? left : 0;
+#pragma unroll
+            for (int k = 0; k < left; k++) {
+                float given = __shfl_xor_sync(0xffffffff, high ? total[k] : total[k + left], bit);
+                total[k] = (high ? total[k + left] : total[k]) + given;
+            }
+        }
+        into[column] = total[0];
+    }
+
+    __device__ __forceinline__ void add_warps(const Beside &beside, const Sizes &sizes, float (*sums)[COLUMNS], int group) {
+        meet_group(group);
+        if (beside.sums && row < sizes.rows) {
+#pragma unroll
+            for (int i = 0; i < COLUMNS / GROUP; i++) {
+                int c = threadIdx.x % GROUP + i * GROUP;
+                float all = 0;
+#pragma unroll
+                for (int warp = 0; warp < GROUP / WARP; warp++) all += sums[warp][c];
+                beside.sums[int64_t(row / OWN) * sizes.columns + column + c] = all;
+            }
+        }
+        meet_group(group);
+    }
+};
+
+#endif
+
+// `a` is (rows, deep) in pieces of 64 x ROWS. `b` is, `across`, (deep, columns) in pieces of 64 x 64, else (columns, deep), its
+// rows mixed, in pieces of 64 x COLUMNS / PAIR. `pre` is that of `beside` in pieces of STRIP x ROWS.
+template <int finish, int across>
+__global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
+    linear_gelu(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                const __grid_constant__ CUtensorMap pre, Beside beside, Sizes sizes) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ uint8_t memory[];
+    Shared &shared = *(Shared *)(memory + (-address(memory) & (alignof(Stage) - 1)));
+    __shared__ Gate full[STAGES], empty[STAGES], read[2], done[2];
+    int block = blockIdx.x % PAIR, group = __shfl_sync(0xffffffff, threadIdx.x / GROUP, 0), thread = threadIdx.x % GROUP;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) full[i].arm(1), empty[i].arm(PAIR * GROUPS);
+        for (int i = 0; i < 2; i++) read[i].arm(1), done[i].arm(GROUPS * GROUP / WARP);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    meet_pair();
+    int pieces = sizes.deep / DEEP, stage = 0, parity = 0;
+    auto next_stage = [&] {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    };
+    // Calls `f` with the row and the column of every tile of the block.
+    auto each_tile = [&](auto f) {
+        int wide = sizes.columns / COLUMNS, pairs = (sizes.rows + PAIR * ROWS - 1) / (PAIR * ROWS) * wide;
+        for (int pair = blockIdx.x / PAIR; pair < pairs; pair += gridDim.x / PAIR)
+            f((pair / wide * PAIR + block) * ROWS, pair % wide * COLUMNS);
+    };
+    if (group == GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (thread == 0) {
+            each_tile([&](int row, int column) {
+                for (int piece = 0; piece < pieces; piece++, next_stage()) {
+                    empty[stage].wait(parity ^ 1);
+                    full[stage].expect(sizeof(Stage));
+                    Stage &into = shared.stages[stage];
+                    fetch(into.a, &a, &full[stage], piece * DEEP, row);
+                    constexpr int HALF = COLUMNS / PAIR;
+                    bf16 *half = into.b + block * HALF * DEEP;
+                    int from = column + block * HALF;
+                    if constexpr (across) {
+                        for (int i = 0; i < HALF; i += DEEP)
+                            fetch_for_both(half + i * DEEP, &b, &full[stage], from + i, piece * DEEP);
+                    } else fetch_mixed_for_both(half, &b, &full[stage], piece * DEEP, from / STRIP);
+                }
+            });
+        } else if (finish == SLOPE && thread == WARP) {
+            each_tile([&](int row, int column) {
+                for (int strip = 0; strip < COLUMNS / STRIP; strip++) {
+                    int side = strip % 2;
+                    done[side].wait(parity ^ 1);
+                    read[side].expect(sizeof shared.pre[side]);
+                    fetch(shared.pre[side], &pre, &read[side], column + strip * STRIP, row);
+                    parity ^= side;
+                }
+            });
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        float sums[128];
+        Held<finish, across> held;
+        bool holds = false;
+        int last = 0, read_parity = 0;
+        auto begin_piece = [&](int piece) {
+            full[stage].wait(parity);
+            Stage &from = shared.stages[stage];
+            begin();
+#pragma unroll
+            for (int k = 0; k < DEEP; k += 16) {
+                uint64_t left = operand(from.a + group * OWN * DEEP + k, 16);
+                uint64_t right = across ? operand(from.b + k * DEEP, DEEP * DEEP * sizeof(bf16)) : operand(from.b + k, 16);
+                multiply<across>(sums, left, right, piece + k);
+            }
+            commit();
+        };
+        auto release = [&] {
+            if (thread < PAIR) empty[last].tell(thread);
+        };
+        auto end_piece = [&](int piece) {
+            wait_for_all_but<1>();
+            if (piece > 0) release();
+            last = stage;
+            next_stage();
+        };
+        auto finish_step = [&](auto step) {
+            held.template finish_step<step>(beside, sizes, shared, read, done, group, read_parity);
+        };
+        each_tile([&](int row, int column) {
+            each<0, PIECES>([&](auto piece) {
+                begin_piece(piece);
+                if (holds) each<piece * STEPS / PIECES, (piece + 1) * STEPS / PIECES>(finish_step);
+                end_piece(piece);
+            });
+            for (int piece = PIECES; piece < pieces; piece++) begin_piece(piece), end_piece(piece);
+            Pack<bf16, 2> bias[32];
+            if constexpr (finish == KEPT) {
+#pragma unroll
+                for (int i = 0; i < 32; i++) bias[i] = Pack<bf16, 2>::load(beside.bias + column + held.pair_column(i));
+            }
+            wait_for_all_but<0>();
+            release();
+            held.row = row + group * OWN, held.column = column, holds = true;
+            held.take(sums, bias, sizes);
+        });
+        if (holds) each<0, STEPS>(finish_step);
+    }
+    meet_pair(); // nobody leaves whom the other still tells
+#endif
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's maker of maps; null where it has none.
+Encode encoder() {
+    static Encode found = [] {
+        void *at = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+        auto code = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &at, 12000, cudaEnableDefault, &result);
+#else
+        auto code = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &at, cudaEnableDefault, &result);
+#endif
+        return code == cudaSuccess && result == cudaDriverEntryPointSuccess ? Encode(at) : nullptr;
+    }();
+    return found;
+}
+
+template <int rank>
+int encode(CUtensorMap *out, const void *data, const cuuint64_t (&sizes)[rank], const cuuint64_t *strides,
+           const cuuint32_t (&piece)[rank]) {
+    cuuint32_t steps[rank];
+    for (cuuint32_t &step : steps) step = 1;
+    bool whole = piece[0] * sizeof(bf16) == 128;
+    return encoder()(out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void *>(data), sizes, strides, piece, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, whole ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+// A row-major matrix in pieces of `wide` x `high`.
+int map(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
+    cuuint64_t strides[] = {columns * sizeof(bf16)};
+    return encode<2>(out, data, {columns, rows}, strides, {wide, high});
+}
+
+// As `map`, with the rows of every strip mixed: a thread that has columns 0, 1, 8, 9, 16, 17, 24 and 25 of a result (and its
+// neighbours 2, 3, 10, 11 and so on) has what eight rows in succession give.
+int mixed(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
+    cuuint64_t row = columns * sizeof(bf16), strides[] = {row, 8 * row, 2 * row, STRIP * row};
+    return encode<5>(out, data, {columns, 2, 4, 4, rows / STRIP}, strides, {wide, 2, 4, 4, high / STRIP});
+}
+
+// Shared memory of a block, with what aligning it takes.
+constexpr int BYTES = sizeof(Shared) + alignof(Stage);
+
+// Blocks to launch, as many as processors, in pairs; 0 where this kernel was not compiled for the card.
+template <int finish, int across> int blocks_of() {
+    static int blocks = [] {
+        cudaFuncAttributes found{};
+        int card = 0, processors = 0;
+        // A kernel that was compiled without its body has no gates.
+        bool compiled = cudaFuncGetAttributes(&found, linear_gelu<finish, across>) == cudaSuccess && found.sharedSizeBytes > 0;
+        bool able = compiled && encoder() &&
+                    cudaFuncSetAttribute(linear_gelu<finish, across>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES) == cudaSuccess &&
+                    cudaGetDevice(&card) == cudaSuccess &&
+                    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, card) == cudaSuccess;
+        cudaGetLastError(); // of a card that lacks something, which is no error
+        return able ? processors / PAIR * PAIR : 0;
+    }();
+    return blocks;
+}
+
+template <int finish, int across>
+int launch(const void *x, const void *w, const Beside &beside, const Sizes &sizes, cudaStream_t stream) {
+    CUtensorMap a, b, pre;
+    int code = map(&a, x, sizes.rows, sizes.deep, DEEP, ROWS);
+    if (!code) code = map(&pre, beside.pre, sizes.rows, sizes.columns, STRIP, ROWS);
+    if (!code && across) code = map(&b, w, sizes.deep, sizes.columns, DEEP, DEEP);
+    if (!code && !across) code = mixed(&b, w, sizes.columns, sizes.deep, DEEP, COLUMNS / PAIR);
+    if (code) return code;
+    cudaLaunchAttribute pair{};
+    pair.id = cudaLaunchAttributeClusterDimension;
+    pair.val.clusterDim = {PAIR, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks_of<finish, across>(), config.blockDim = GROUP * (GROUPS + 1);
+    config.dynamicSmemBytes = BYTES, config.stream = stream, config.attrs = &pair, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, linear_gelu<finish, across>, a, b, pre, beside, sizes);
+}
+
+} // namespace
+
+// Whether this card has the kernels below.
+extern "C" int linear_hopper_able() {
+    return blocks_of<KEPT, 0>() && blocks_of<KEPT, 1>() && blocks_of<SLOPE, 0>() && blocks_of<SLOPE, 1>();
+}
+
+// `pre = x w + bias` and `out = gelu(pre)`; `w` is (deep, columns) if `across`, else (columns, deep).
+extern "C" int linear_hopper_gelu(const void *x, const void *w, int across, const void *bias, void *out, void *pre, int rows,
+                                  int columns, int deep, cudaStream_t stream) {
+    Beside beside{(bf16 *)out, (bf16 *)pre, (const bf16 *)bias, nullptr};
+    Sizes sizes{rows, columns, deep};
+    return across ? launch<KEPT, 1>(x, w, beside, sizes, stream) : launch<KEPT, 0>(x, w, beside, sizes, stream);
+}
+
+// `out = (x w) gelu'(pre)`, `pre = gelu(pre)` and, where there is a `bias`, the sums of `out` over all rows are added to it, by
+// way of `sums`: (rows / 64 up, columns).
+extern "C" int linear_hopper_slope(const void *x, const void *w, int across, void *out, void *pre, void *sums, void *bias,
+                                   int rows, int columns, int deep, cudaStream_t stream) {
+    Beside beside{(bf16 *)out, (bf16 *)pre, nullptr, bias ? (float *)sums : nullptr};
+    Sizes sizes{rows, columns, deep};
+    int code = across ? launch<SLOPE, 1>(x, w, beside, sizes, stream) : launch<SLOPE, 0>(x, w, beside, sizes, stream);
+    if (code || !bias) return code;
+    launch_add<float>((float *)sums, Into<float>{{(float *)bias}, 1}, (rows + OWN - 1) / OWN, columns, stream);
+    return cudaGetLastError();
+}
