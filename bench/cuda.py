@@ -187,7 +187,7 @@ def main():
         for who, m in middle.items():
             line = f"{job['what']:<34} {who:<8} {m['ms']:>9.2f} {1000 * each / m['ms']:>11,.0f} {m['mib']:>7.0f} {m['first']:>8.2f}"
             if who == "ours" and "torch" in middle:
-                line += f" {middle['torch']['ms'] / m['ms']:>6.2f} {m['mib'] / middle['torch']['mib']:>7.2f}  wanted {job['least']},"
+                line += f" {middle['torch']['ms'] / m['ms']:>6.3f} {m['mib'] / middle['torch']['mib']:>7.2f}  wanted {job['least']},"
             if who == "ours":
                 line += f" planned {m['planned']:.0f} MiB, waited {100 * m['wait']:.1f} %, loss {m['loss']:.3f}"
             print(line, flush=True)
