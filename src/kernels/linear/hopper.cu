@@ -12,6 +12,11 @@
 #include "cuda/activation.cuh"
 #include "cuda/columns.cuh"
 
+// What only Hopper has, and a compiler that comes to an end with it: that of CUDA 12.4 was at it for ten minutes.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && __CUDACC_VER_MAJOR__ >= 13
+#define HOPPER
+#endif
+
 namespace {
 
 constexpr int ROWS = 128, COLUMNS = 256, DEEP = 64; // of a tile, and of the operands' pieces
@@ -45,7 +50,7 @@ struct Shared {
     float sums[GROUPS][GROUP / WARP][COLUMNS];
 };
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef HOPPER
 
 // A tile is finished in so many steps, while so many pieces of the next are multiplied.
 constexpr int STEPS = COLUMNS / STRIP * 2, PIECES = 12;
@@ -284,7 +289,7 @@ template <int finish, int across>
 __global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
     linear_gelu(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                 const __grid_constant__ CUtensorMap pre, Beside beside, Sizes sizes) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef HOPPER
     extern __shared__ uint8_t memory[];
     Shared &shared = *(Shared *)(memory + (-address(memory) & (alignof(Stage) - 1)));
     __shared__ Gate full[STAGES], empty[STAGES], read[2], done[2];
