@@ -34,7 +34,7 @@ impl Linear<'_> {
         match (self.act, self.bias) {
             (Activation::GeluTanh, Some(bias)) if gelu_is_fused(x.dtype(), n) => {
                 let pre = fresh(device, x.dtype(), shape)?;
-                match hopper::takes(x, w, rows)? {
+                match hopper::takes(x, w, rows, bias)? {
                     true => hopper::gelu(device, (x, w, rows), bias, (&y, &pre))?,
                     false => multiply(&out, values, w, onto, Then::GeluBias(bias, Some(&pre)))?,
                 }
@@ -93,7 +93,7 @@ impl Linear<'_> {
         }
         let (dx, w) = (fresh(device, dy.dtype(), shape)?, self.on_card()?.t());
         if let (Some(before), None) = (before.filter(|before| before.act == Activation::GeluTanh), onto)
-            && hopper::takes(dy, w, rows)?
+            && hopper::takes(dy, w, rows, before.v)?
         {
             hopper::slope(device, (dy, w, rows), before, &dx)?;
             return Ok((Some(dx), true));

@@ -9,12 +9,13 @@ use super::{Before, hopper_fits, hopper_sums};
 use crate::kernels::cuda::product::Mat;
 use crate::kernels::cuda::{Stream, checked, pointer, pointer_or_null, scratch, stream};
 
-/// Whether `x w` of (rows, deep) and (deep, columns) runs here: what is fetched begins at multiples of 16 bytes.
-pub fn takes(x: &Tensor, w: Mat, rows: usize) -> Result<bool> {
+/// Whether `x w` of (rows, deep) and (deep, columns) runs here: what is read, `beside` them too, begins at multiples of 16
+/// bytes, which parameters in their flat buffer need not do.
+pub fn takes(x: &Tensor, w: Mat, rows: usize, beside: &Tensor) -> Result<bool> {
     let fits = hopper_fits(x.dtype(), rows, w.cols, w.rows);
     let aligned = |t: &Tensor| pointer(t).map(|at| (at as usize).is_multiple_of(16));
     // SAFETY: it asks what the card can do.
-    Ok(fits && aligned(x)? && aligned(w.of)? && unsafe { linear_hopper_able() } != 0)
+    Ok(fits && aligned(x)? && aligned(w.of)? && aligned(beside)? && unsafe { linear_hopper_able() } != 0)
 }
 
 /// `pre = x w + bias` and `out = gelu(pre)`.
@@ -134,6 +135,11 @@ mod tests {
                 gelu(card, (&x, mat, rows), &bias, (&out, &pre)).unwrap();
                 near(&wide(&pre), &given, "before GELU");
                 near(&wide(&out), &gelu_of(&given), "GELU");
+
+                let whole = hopper_fits(DType::BF16, rows, columns, deep);
+                assert_eq!(takes(&x, mat, rows, &bias).unwrap(), whole);
+                let odd = on_card(&[columns + 1], 3, 1.0).narrow(0, 1, columns).unwrap();
+                assert!(!takes(&x, mat, rows, &odd).unwrap(), "a bias between two words");
 
                 let output = gelu_of(&wide(&v));
                 let met = candle_core::Var::from_tensor(&wide(&v)).unwrap();
