@@ -1,7 +1,8 @@
 """What must hold on a card, tried on a real one: `python3 scripts/card-trials.py --trainer target/cuda/release/trainer`.
 
 Each trial runs the program as people do and prints `pass` or `FAIL` with what was seen; the exit code is 1 if any
-failed. Names as arguments choose among them. Needs nothing but Python and a card with a few GiB free. `plans` takes
+failed. Names as arguments choose among them. Needs nothing but Python and a card with a few GiB free; `full_disk` is
+skipped by who may not mount a file system. `plans` takes
 the jobs of tests/bounds.rs from a folder (--jobs), which `TRAINER_JOBS=FOLDER cargo test --test bounds writes_its_jobs`
 fills.
 """
@@ -36,6 +37,7 @@ NAMES = (
     "growing",
     "offload",
     "recorded",
+    "full_disk",
 )
 
 # Those that are made twice: with dropout, whose launches are never the same, and without, when they are recorded and
@@ -379,6 +381,45 @@ class Trials:
             told.append(f"{name} {'with dropout launched' if dropped else launches[0]}")
         return "equal bits: " + ", ".join(told)
 
+    def full_disk(self):
+        """A disk that fills up ends the run by an error, and with more room it goes on from its last checkpoint."""
+        job = self.gpt(40)
+        ample = self.fit(job)
+        last = ample.folder / "run" / "checkpoints" / "step-00000040"
+        checkpoint = sum(file.stat().st_size for file in last.iterdir())
+        folder = self.root / str(next(self.numbers))
+        folder.mkdir()
+        with disk(folder, checkpoint * 5 // 2) as enlarge:
+            (folder / "job.toml").write_text(job)
+            ran = self.fit(None, folder=folder)
+            assert ran.code == 1 and "No space left on device" in ran.said, f"exit code {ran.code}: {ran.said}"
+            enlarge(checkpoint * 6)
+            ran = self.fit(None, "--resume", folder=folder)
+            assert ran.code == 0, ran.said
+            assert ran.weights() == ample.weights() and ran.digest() == ample.digest(), "other weights or samples"
+            began = ran.named("resumed")[0]["step"]
+        return f"exit code 1 with room for two checkpoints and a half, then on from update {began}: equal bits"
+
+
+class Skipped(Exception):
+    """What this machine does not let us try."""
+
+
+@contextlib.contextmanager
+def disk(folder, size):
+    """A file system of so many bytes; what it gives makes it larger."""
+
+    def mount(options):
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+        if made.returncode != 0:
+            raise Skipped(f"no file system can be mounted: {made.stderr.strip()}")
+
+    mount(f"size={size}")
+    try:
+        yield lambda size: mount(f"remount,size={size}")
+    finally:
+        subprocess.run(["umount", "-l", folder], check=False)
+
 
 @contextlib.contextmanager
 def neighbour(leave):
@@ -432,6 +473,8 @@ def main():
             begun, label = time.time(), f"{name}, dropout {trials.dropout}" if name in TWICE else name
             try:
                 word, told = "pass", getattr(trials, name)()
+            except Skipped as error:
+                word, told = "skip", str(error)
             except Exception as error:  # whatever goes wrong in one, the others are tried
                 word, told, failed = "FAIL", f"{type(error).__name__}: {error}", failed + 1
             print(f"{word} {label} ({time.time() - begun:.0f} s): {told}", flush=True)

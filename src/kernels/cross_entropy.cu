@@ -3,20 +3,14 @@
 // written; else it is read once for its statistics and once, out of the caches, for the gradient.
 #include <cuda_pipeline.h>
 
-#include "cuda/device.cuh"
+#include "cuda/scores.cuh"
 
 namespace {
 
-constexpr uint32_t IGNORE = UINT32_MAX;
-
 // `exp(x - base)`. Scores of 16 bits are worth no exact exponential.
 template <class T> __device__ __forceinline__ Acc<T> exp_from(Acc<T> x, Acc<T> base) {
-    if constexpr (sizeof(T) == 2) {
-        constexpr float LOG2_E = 1.4426950408889634f;
-        float y;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, LOG2_E, -base * LOG2_E)));
-        return y;
-    } else if constexpr (sizeof(T) == 4) return expf(x - base);
+    if constexpr (sizeof(T) == 2) return power_of_two(fmaf(x, LOG2_E, -base * LOG2_E));
+    else if constexpr (sizeof(T) == 4) return expf(x - base);
     else return exp(x - base);
 }
 
@@ -34,7 +28,6 @@ struct Asked {
     double smoothing, all_weights, scale;
 };
 
-constexpr uint32_t JUDGED = 1, TOP1 = 2, TOP5 = 4;
 constexpr int THREADS = 512;
 
 // The classes a row is to have, with their shares and scores. What is judged is the first, whose share is the larger.

@@ -8,13 +8,15 @@
 
 #[cfg(feature = "cuda")]
 mod card;
+#[cfg(feature = "cuda")]
+mod fused;
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::linear::{self, Grads, add_all};
+use super::linear::{self, Grads, add_all, hopper_scores};
 use super::product::{By, Mat, multiply, packing};
 use super::tally::{self, Counted, Tally};
 use super::{Elem, Real, cpu, reference};
@@ -44,6 +46,12 @@ pub struct Head<'a> {
 }
 
 impl Head<'_> {
+    /// Whether all that is asked of scores is the logarithm of their share.
+    #[cfg(feature = "cuda")]
+    fn plain(&self) -> bool {
+        self.bias.is_none() && self.smoothing == 0.0 && self.class_weights.is_none()
+    }
+
     /// The reference: the summed loss in plain candle ops. `targets` has no [`IGNORE`].
     pub fn reference(&self, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let targets = targets.flatten_all()?;
@@ -76,7 +84,8 @@ impl Head<'_> {
     }
 
     /// The sums and the gradient of `scale` times the summed loss with respect to `x`; adds those of the
-    /// weight and the bias to `grads`. `targets` has a class a row, or (two classes, bits of the first's share).
+    /// weight and the bias to `grads`. `targets` has a class a row, or (two classes, bits of the first's share). Who was
+    /// right is for [`judge`](Self::judge) to count: some bodies do not here.
     pub fn learn(
         &self,
         x: &Tensor,
@@ -309,4 +318,18 @@ pub fn card_workspace(dtype: DType, rows: usize, classes: usize, bias: bool, wei
     let judge = scores + weights + tally::card_workspace(rows);
     let columns = if bias { linear::card_workspace(dtype, chunk, classes) } else { 0 };
     (judge, judge + columns)
+}
+
+/// Columns of scores whose exponentials the body for Hopper sums up by themselves.
+fn fused_tiles(classes: usize) -> usize {
+    classes.div_ceil(256)
+}
+
+/// Bytes that learning takes beside [`card_workspace`] where that body makes it.
+pub fn fused_workspace(dtype: DType, rows: usize, classes: usize, width: usize) -> u64 {
+    let chunk = card_chunk(dtype, rows, classes);
+    if !hopper_scores(dtype, chunk, classes, width) {
+        return 0;
+    }
+    cpu::bytes(DType::F32, chunk * (fused_tiles(classes) + 1)) + cpu::bytes(dtype, chunk * width)
 }

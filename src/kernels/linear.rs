@@ -300,8 +300,13 @@ pub fn card_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
 /// deep enough that one is finished while the next is made, and two or more for each processor.
 pub fn hopper_fits(dtype: DType, rows: usize, columns: usize, deep: usize) -> bool {
     let tiles = rows.div_ceil(128) * columns / 256;
-    let whole = columns.is_multiple_of(256) && deep.is_multiple_of(64);
+    let whole = deep.is_multiple_of(64) && columns.is_multiple_of(256);
     dtype == DType::BF16 && whole && deep >= 12 * 64 && tiles >= 2 * 132 && rows <= i32::MAX as usize
+}
+
+/// As [`hopper_fits`], of scores: the last tile of many may be a part of one.
+pub fn hopper_scores(dtype: DType, rows: usize, classes: usize, width: usize) -> bool {
+    classes >= 8 * 256 && hopper_fits(dtype, rows, classes.next_multiple_of(256), width)
 }
 
 /// Bytes of the sums over 64 rows that such a product leaves.

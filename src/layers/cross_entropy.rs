@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 use super::loss::{Counted, Loss};
 use super::{At, Cost, On, Pass};
 use crate::kernels::Activation;
-use crate::kernels::cross_entropy::{Head, card_workspace, workspace};
+use crate::kernels::cross_entropy::{Head, card_workspace, fused_workspace, workspace};
 use crate::kernels::linear::{Grads, Lies, Linear};
 use crate::params::ParamId;
 
@@ -60,7 +60,12 @@ impl Loss for CrossEntropy {
         let (bias, weighted) = (self.bias.is_some(), self.class_weights.is_some());
         let (forward, backward) = match at.on {
             On::Cpu { .. } => workspace(at.dtype, rows, self.classes, self.width, bias),
-            On::Cuda => card_workspace(at.dtype, rows, self.classes, bias, weighted),
+            On::Cuda => {
+                let (judge, learn) = card_workspace(at.dtype, rows, self.classes, bias, weighted);
+                let plain = !bias && !weighted && self.smoothing == 0.0;
+                let fused = if plain { fused_workspace(at.dtype, rows, self.classes, self.width) } else { 0 };
+                (judge, learn + fused)
+            }
         };
         Cost {
             input: at.bytes(self.positions * self.width),

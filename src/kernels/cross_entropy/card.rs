@@ -5,6 +5,7 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor, bail};
 
+use super::fused::{Chunk, Fused};
 use super::{Head, card_chunk, card_stride};
 use crate::kernels::cuda::columns::add_sums;
 use crate::kernels::cuda::product::{Mat, Onto, Then, multiply};
@@ -58,19 +59,30 @@ impl Head<'_> {
         let counts = Rows::new(device, rows)?;
         let filled = self.filled(classes, width, learn.map(|(_, grads, _)| grads))?;
         let w = Mat::new(self.weight, filled, width);
+        let fused = match learn {
+            Some(_) if per_row == 1 => Fused::new(self, device, x, chunk)?,
+            _ => None,
+        };
         for first in (0..rows).step_by(chunk.max(1)) {
             let n = chunk.min(rows - first);
-            let x = Mat { from: first * width, rows: n, ..Mat::new(x, rows, width) };
+            let part = |of| Mat { from: first * width, rows: n, ..Mat::new(of, rows, width) };
+            let x = part(x);
             let d = Mat { rows: n, cols: filled, ..Mat::new(&scores, chunk, stride) };
+            let targets = pointer(targets)?.cast::<u32>().wrapping_add(first * per_row);
+            let tally = counts.from(first)?;
+            if let (Some(fused), Some((scale, grads, dx))) = (&fused, learn) {
+                fused.learn(device, Chunk { x, scores: d, dx: part(dx), targets, tally }, scale, grads)?;
+                continue;
+            }
             multiply(&d, x, w.t(), Onto::Nothing, Then::Nothing)?;
-            let (loss, weight, hits) = counts.from(first)?;
+            let (loss, weight, hits) = tally;
             let asked = Asked {
                 dtype: code(scores.dtype())?,
                 learn: learn.is_some() as c_int,
                 scores: pointer(&scores)?,
                 bias: pointer_or_null(self.bias)?,
                 weights: pointer_or_null(weights.as_ref())?.cast(),
-                targets: pointer(targets)?.cast::<u32>().wrapping_add(first * per_row),
+                targets,
                 loss,
                 weight,
                 hits,
@@ -87,8 +99,7 @@ impl Head<'_> {
             checked("cross_entropy_score", unsafe { cross_entropy_score(&asked, stream(device)) })?;
             let Some((_, grads, dx)) = learn else { continue };
             multiply(&Mat::new(grads.weight, filled, width), d.t(), x, Onto::Itself, Then::Nothing)?;
-            let dx = Mat { from: first * width, rows: n, ..Mat::new(dx, rows, width) };
-            multiply(&dx, d, w, Onto::Nothing, Then::Nothing)?;
+            multiply(&part(dx), d, w, Onto::Nothing, Then::Nothing)?;
             if let Some(bias) = grads.bias {
                 add_sums(device, bias, Mat { cols: classes, ..d })?;
             }

@@ -41,9 +41,13 @@ impl<'a> Mat<'a> {
         Self { from: self.from + from * step, cols, ..self }
     }
 
+    /// Where its first value is.
+    pub fn data(&self) -> Result<*mut c_void> {
+        Ok(pointer(self.of)?.wrapping_byte_add(self.from * self.of.dtype().size_in_bytes()))
+    }
+
     fn raw(&self) -> Result<Raw> {
-        let data = pointer(self.of)? as usize + self.from * self.of.dtype().size_in_bytes();
-        Ok(Raw { data: data as *const c_void, stride: self.stride as i64, turned: self.turned as c_int })
+        Ok(Raw { data: self.data()?, stride: self.stride as i64, turned: self.turned as c_int })
     }
 }
 

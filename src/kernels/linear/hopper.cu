@@ -1,16 +1,19 @@
-// Linear maps in bf16 with GELU on Hopper: forward, where what GELU was given is kept beside its output, and back, where the
-// gradient meets GELU's slope as it is made and GELU's output is made again. cuBLASLt multiplies as fast, but what comes after
-// a product waits for it there, or takes a pass of its own.
+// Products in bf16 on Hopper that do more than multiply. Linear maps with GELU: forward, where what GELU was given is kept
+// beside its output, and back, where the gradient meets GELU's slope as it is made and GELU's output is made again. Scores of
+// classes: their exponentials and the sums of these. cuBLASLt multiplies as fast, but what comes after a product waits for
+// it there, or takes a pass of its own.
 //
 // A block makes tiles of 128 x 256 of the result. One thread fetches operands ahead; two groups of 128 threads have 64 rows
 // each. Of a tile that is done a group keeps the sums, rounded, and finishes them in small steps while the tensor cores work
 // on its next tile. Two blocks make tiles one above the other: each fetches half of the columns' operand for both. Sums are
 // made in one order, whatever the timing.
 #include <cuda.h>
+#include <type_traits>
 #include <utility>
 
 #include "cuda/activation.cuh"
 #include "cuda/columns.cuh"
+#include "cuda/scores.cuh"
 
 // What only Hopper has, and a compiler that comes to an end with it: that of CUDA 12.4 was at it for ten minutes.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && __CUDACC_VER_MAJOR__ >= 13
@@ -27,13 +30,17 @@ constexpr int OWN = ROWS / GROUPS;                  // rows of a group: what one
 constexpr int STRIP = 32;                           // columns that are finished together
 
 // KEPT: `out` is GELU of product and bias, `pre` what it was given. SLOPE: `out` is the product times GELU's slope at `pre`,
-// which becomes GELU of itself; its sums over every 64 rows are left in `sums`, if that is somewhere.
-enum Finish { KEPT, SLOPE };
+// which becomes GELU of itself; its sums over every 64 rows are left in `sums`, if that is somewhere. SCORES: `out` is the
+// exponential of the product, from each row's `base` on, and zero from `columns` on; its sums over every tile's columns are
+// left in `sums`, (tiles, rows).
+enum Finish { KEPT, SLOPE, SCORES };
 
 struct Beside {
-    bf16 *out, *pre; // (rows, columns)
+    bf16 *out, *pre; // (rows, stride)
     const bf16 *bias;
     float *sums;
+    int stride;
+    const float *base; // in powers of two
 };
 
 struct Sizes {
@@ -54,6 +61,15 @@ struct Shared {
 
 // A tile is finished in so many steps, while so many pieces of the next are multiplied.
 constexpr int STEPS = COLUMNS / STRIP * 2, PIECES = 12;
+
+// The largest power of two that an exponential becomes, so that sums of them are finite. What is no number stays none.
+constexpr float MOST = 100;
+
+__device__ __forceinline__ float at_most(float x) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(MOST));
+    return y;
+}
 
 __device__ __forceinline__ uint32_t address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
@@ -174,6 +190,8 @@ template <int from, int to, class F> __device__ __forceinline__ void each(F f) {
 
 // What a thread has of its group's last tile until it is finished: of two rows, eight apart, eight columns of every strip.
 template <int finish, int across> struct Held {
+    // Powers of two are no larger than `MOST`, but small changes of them count.
+    using Small = std::conditional_t<finish == SCORES, f16, bf16>;
     uint32_t values[COLUMNS / 4];
     float total[8];
     int64_t at; // of the first value
@@ -186,24 +204,49 @@ template <int finish, int across> struct Held {
         return across ? i * 8 + quarter * 2 : i / 4 * STRIP + quarter * 8 + i % 4 * 2;
     }
 
-    // The sums of the tile at `row` and `column`, rounded, with the bias where there is one.
-    __device__ __forceinline__ void take(const float (&sums)[128], const Pack<bf16, 2> (&bias)[32], const Sizes &sizes) {
+    // The sums of the tile at `row` and `column`, rounded, with the bias where there is one, or as powers of two.
+    __device__ __forceinline__ void take(const float (&sums)[128], const Pack<bf16, 2> (&bias)[32], const Beside &beside,
+                                         const Sizes &sizes) {
+        int mine = first_row();
+        inside[0] = mine < sizes.rows, inside[1] = mine + 8 < sizes.rows;
+        at = int64_t(mine) * beside.stride + column + threadIdx.x % 4 * 8;
+        float base[2];
+        if constexpr (finish == SCORES) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) base[half] = inside[half] ? beside.base[mine + half * 8] : 0;
+        }
 #pragma unroll
         for (int i = 0; i < 32; i++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float x = sums[i * 4 + half * 2], y = sums[i * 4 + half * 2 + 1];
                 if constexpr (finish == KEPT) x += up(bias[i].v[0]), y += up(bias[i].v[1]);
-                Pack<bf16, 2> pair{{down<bf16>(x), down<bf16>(y)}};
+                if constexpr (finish == SCORES) {
+                    x = at_most(fmaf(x, LOG2_E, -base[half])), y = at_most(fmaf(y, LOG2_E, -base[half]));
+                }
+                Pack<Small, 2> pair{{down<Small>(x), down<Small>(y)}};
                 uint32_t &value = values[i / 4 * 8 + half * 4 + i % 4];
                 value = reinterpret_cast<uint32_t &>(pair);
                 // Now, and not where it is read: the sums' registers are multiplied into by then.
                 asm volatile("" : "+r"(value));
             }
         }
-        int mine = row + threadIdx.x % GROUP / WARP * 16 + threadIdx.x % WARP / 4;
-        at = int64_t(mine) * sizes.columns + column + threadIdx.x % 4 * 8;
-        inside[0] = mine < sizes.rows, inside[1] = mine + 8 < sizes.rows;
+        if (finish == SCORES && column + COLUMNS > sizes.columns) end_at(sizes.columns);
+    }
+
+    // Powers of two that become nothing, from a column on.
+    __device__ __forceinline__ void end_at(int columns) {
+        constexpr uint32_t LOW = 0xfc00, HIGH = LOW << 16; // minus infinity in either half
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 4; i++) {
+            int left = columns - column - pair_column(i / 8 * 4 + i % 4);
+            if (left < 1) values[i] = HIGH | LOW;
+            else if (left < 2) values[i] = HIGH | (values[i] & 0xffff);
+        }
+    }
+
+    __device__ __forceinline__ int first_row() const {
+        return row + threadIdx.x % GROUP / WARP * 16 + threadIdx.x % WARP / 4;
     }
 
     // Finishes one row's part of a strip. `read` and `done` are the gates of the strip's half of `shared.pre`.
@@ -221,6 +264,13 @@ template <int finish, int across> struct Held {
         if constexpr (finish == KEPT) {
 #pragma unroll
             for (int k = 0; k < 8; k++) out.v[k] = down<bf16>(GeluTanh<float>::at<true>(sum[k]).value);
+        } else if constexpr (finish == SCORES) {
+            if constexpr (strip == 0) total[half] = 0;
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                float e = power_of_two(up(reinterpret_cast<Pack<f16> &>(v).v[k]));
+                total[half] += e, out.v[k] = down<bf16>(e);
+            }
         } else {
             if constexpr (half == 0) read[side].wait(parity);
             int row = group * OWN + warp * 16 + lane / 4 + half * 8;
@@ -238,10 +288,17 @@ template <int finish, int across> struct Held {
                 out.v[k] = down<bf16>(d), pre.v[k] = down<bf16>(gelu.value);
             }
         }
-        if (inside[half]) {
-            int64_t place = at + half * 8 * sizes.columns + strip * STRIP;
+        if (inside[half] && (finish != SCORES || column + strip * STRIP < beside.stride)) {
+            int64_t place = at + half * 8 * beside.stride + strip * STRIP;
             keep(beside.out + place, out);
-            keep(beside.pre + place, pre);
+            if constexpr (finish != SCORES) keep(beside.pre + place, pre);
+        }
+        if constexpr (finish == SCORES && strip == COLUMNS / STRIP - 1) {
+            float all = total[half];
+            all += __shfl_xor_sync(0xffffffff, all, 1);
+            all += __shfl_xor_sync(0xffffffff, all, 2);
+            if (lane % 4 == 0 && inside[half])
+                beside.sums[int64_t(column / COLUMNS) * sizes.rows + first_row() + half * 8] = all;
         }
         if constexpr (finish == SLOPE && half == 1) {
             add_rows(shared.sums[group][warp] + strip * STRIP + lane % 4 * 8, lane);
@@ -287,7 +344,7 @@ template <int finish, int across> struct Held {
 // rows mixed, in pieces of 64 x COLUMNS / PAIR. `pre` is that of `beside` in pieces of STRIP x ROWS.
 template <int finish, int across>
 __global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
-    linear_gelu(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+    linear_then(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                 const __grid_constant__ CUtensorMap pre, Beside beside, Sizes sizes) {
 #ifdef HOPPER
     extern __shared__ uint8_t memory[];
@@ -304,11 +361,14 @@ __global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
     auto next_stage = [&] {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     };
-    // Calls `f` with the row and the column of every tile of the block.
+    // Calls `f` with the row and the column of every tile of the block. All of the smaller operand are met before the next of
+    // the larger, so that the smaller stays in the cache.
     auto each_tile = [&](auto f) {
-        int wide = sizes.columns / COLUMNS, pairs = (sizes.rows + PAIR * ROWS - 1) / (PAIR * ROWS) * wide;
-        for (int pair = blockIdx.x / PAIR; pair < pairs; pair += gridDim.x / PAIR)
-            f((pair / wide * PAIR + block) * ROWS, pair % wide * COLUMNS);
+        int wide = (sizes.columns + COLUMNS - 1) / COLUMNS, high = (sizes.rows + PAIR * ROWS - 1) / (PAIR * ROWS);
+        for (int pair = blockIdx.x / PAIR; pair < high * wide; pair += gridDim.x / PAIR) {
+            int y = wide < high ? pair / wide : pair % high, x = wide < high ? pair % wide : pair / high;
+            f((y * PAIR + block) * ROWS, x * COLUMNS);
+        }
     };
     if (group == GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
@@ -384,7 +444,7 @@ __global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
             wait_for_all_but<0>();
             release();
             held.row = row + group * OWN, held.column = column, holds = true;
-            held.take(sums, bias, sizes);
+            held.take(sums, bias, beside, sizes);
         });
         if (holds) each<0, STEPS>(finish_step);
     }
@@ -426,11 +486,11 @@ int map(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns,
     return encode<2>(out, data, {columns, rows}, strides, {wide, high});
 }
 
-// As `map`, with the rows of every strip mixed: a thread that has columns 0, 1, 8, 9, 16, 17, 24 and 25 of a result (and its
+// As `map`, with the rows of every strip mixed, up to a whole one: a thread that has columns 0, 1, 8, 9, 16, 17, 24 and 25 of a result (and its
 // neighbours 2, 3, 10, 11 and so on) has what eight rows in succession give.
 int mixed(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
     cuuint64_t row = columns * sizeof(bf16), strides[] = {row, 8 * row, 2 * row, STRIP * row};
-    return encode<5>(out, data, {columns, 2, 4, 4, rows / STRIP}, strides, {wide, 2, 4, 4, high / STRIP});
+    return encode<5>(out, data, {columns, 2, 4, 4, (rows + STRIP - 1) / STRIP}, strides, {wide, 2, 4, 4, high / STRIP});
 }
 
 // Shared memory of a block, with what aligning it takes.
@@ -442,9 +502,9 @@ template <int finish, int across> int blocks_of() {
         cudaFuncAttributes found{};
         int card = 0, processors = 0;
         // A kernel that was compiled without its body has no gates.
-        bool compiled = cudaFuncGetAttributes(&found, linear_gelu<finish, across>) == cudaSuccess && found.sharedSizeBytes > 0;
+        bool compiled = cudaFuncGetAttributes(&found, linear_then<finish, across>) == cudaSuccess && found.sharedSizeBytes > 0;
         bool able = compiled && encoder() &&
-                    cudaFuncSetAttribute(linear_gelu<finish, across>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES) == cudaSuccess &&
+                    cudaFuncSetAttribute(linear_then<finish, across>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES) == cudaSuccess &&
                     cudaGetDevice(&card) == cudaSuccess &&
                     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, card) == cudaSuccess;
         cudaGetLastError(); // of a card that lacks something, which is no error
@@ -455,9 +515,9 @@ template <int finish, int across> int blocks_of() {
 
 template <int finish, int across>
 int launch(const void *x, const void *w, const Beside &beside, const Sizes &sizes, cudaStream_t stream) {
-    CUtensorMap a, b, pre;
+    CUtensorMap a, b, pre{};
     int code = map(&a, x, sizes.rows, sizes.deep, DEEP, ROWS);
-    if (!code) code = map(&pre, beside.pre, sizes.rows, sizes.columns, STRIP, ROWS);
+    if (!code && finish == SLOPE) code = map(&pre, beside.pre, sizes.rows, sizes.columns, STRIP, ROWS);
     if (!code && across) code = map(&b, w, sizes.deep, sizes.columns, DEEP, DEEP);
     if (!code && !across) code = mixed(&b, w, sizes.columns, sizes.deep, DEEP, COLUMNS / PAIR);
     if (code) return code;
@@ -467,20 +527,21 @@ int launch(const void *x, const void *w, const Beside &beside, const Sizes &size
     cudaLaunchConfig_t config{};
     config.gridDim = blocks_of<finish, across>(), config.blockDim = GROUP * (GROUPS + 1);
     config.dynamicSmemBytes = BYTES, config.stream = stream, config.attrs = &pair, config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, linear_gelu<finish, across>, a, b, pre, beside, sizes);
+    return cudaLaunchKernelEx(&config, linear_then<finish, across>, a, b, pre, beside, sizes);
 }
 
 } // namespace
 
 // Whether this card has the kernels below.
 extern "C" int linear_hopper_able() {
-    return blocks_of<KEPT, 0>() && blocks_of<KEPT, 1>() && blocks_of<SLOPE, 0>() && blocks_of<SLOPE, 1>();
+    return blocks_of<KEPT, 0>() && blocks_of<KEPT, 1>() && blocks_of<SLOPE, 0>() && blocks_of<SLOPE, 1>() &&
+           blocks_of<SCORES, 0>();
 }
 
 // `pre = x w + bias` and `out = gelu(pre)`; `w` is (deep, columns) if `across`, else (columns, deep).
 extern "C" int linear_hopper_gelu(const void *x, const void *w, int across, const void *bias, void *out, void *pre, int rows,
                                   int columns, int deep, cudaStream_t stream) {
-    Beside beside{(bf16 *)out, (bf16 *)pre, (const bf16 *)bias, nullptr};
+    Beside beside{(bf16 *)out, (bf16 *)pre, (const bf16 *)bias, nullptr, columns, nullptr};
     Sizes sizes{rows, columns, deep};
     return across ? launch<KEPT, 1>(x, w, beside, sizes, stream) : launch<KEPT, 0>(x, w, beside, sizes, stream);
 }
@@ -489,10 +550,18 @@ extern "C" int linear_hopper_gelu(const void *x, const void *w, int across, cons
 // way of `sums`: (rows / 64 up, columns).
 extern "C" int linear_hopper_slope(const void *x, const void *w, int across, void *out, void *pre, void *sums, void *bias,
                                    int rows, int columns, int deep, cudaStream_t stream) {
-    Beside beside{(bf16 *)out, (bf16 *)pre, nullptr, bias ? (float *)sums : nullptr};
+    Beside beside{(bf16 *)out, (bf16 *)pre, nullptr, bias ? (float *)sums : nullptr, columns, nullptr};
     Sizes sizes{rows, columns, deep};
     int code = across ? launch<SLOPE, 1>(x, w, beside, sizes, stream) : launch<SLOPE, 0>(x, w, beside, sizes, stream);
     if (code || !bias) return code;
     launch_add<float>((float *)sums, Into<float>{{(float *)bias}, 1}, (rows + OWN - 1) / OWN, columns, stream);
     return cudaGetLastError();
+}
+
+// `out = exp(x w')` of (columns, deep) from each row's `base` on, in rows of `stride` values, zero from `columns` on, and its
+// sums over every 256 columns. The rows of `w` are read up to a multiple of 32.
+extern "C" int linear_hopper_scores(const void *x, const void *w, const float *base, void *out, int stride, float *sums, int rows,
+                                    int columns, int deep, cudaStream_t stream) {
+    Beside beside{(bf16 *)out, nullptr, nullptr, sums, stride, base};
+    return launch<SCORES, 0>(x, w, beside, Sizes{rows, columns, deep}, stream);
 }

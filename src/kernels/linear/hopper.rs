@@ -5,17 +5,27 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
-use super::{Before, hopper_fits, hopper_sums};
+use super::{Before, hopper_fits, hopper_scores, hopper_sums};
 use crate::kernels::cuda::product::Mat;
-use crate::kernels::cuda::{Stream, checked, pointer, pointer_or_null, scratch, stream};
+use crate::kernels::cuda::{Stream, checked, pointer, pointer_or_null, room, scratch, stream};
 
 /// Whether `x w` of (rows, deep) and (deep, columns) runs here: what is read, `beside` them too, begins at multiples of 16
 /// bytes, which parameters in their flat buffer need not do.
 pub fn takes(x: &Tensor, w: Mat, rows: usize, beside: &Tensor) -> Result<bool> {
-    let fits = hopper_fits(x.dtype(), rows, w.cols, w.rows);
-    let aligned = |t: &Tensor| pointer(t).map(|at| (at as usize).is_multiple_of(16));
+    Ok(hopper_fits(x.dtype(), rows, w.cols, w.rows) && reads(&[x, w.of, beside])?)
+}
+
+/// Whether scores of so many rows of `x` by a (classes, width) weight run here, whose rows are read up to a multiple of 32.
+pub fn takes_scores(x: &Tensor, w: &Tensor, rows: usize) -> Result<bool> {
+    let (classes, width) = w.dims2()?;
+    let whole = classes.next_multiple_of(32) * width <= room(w)?;
+    Ok(whole && hopper_scores(x.dtype(), rows, classes, width) && reads(&[x, w])?)
+}
+
+fn reads(operands: &[&Tensor]) -> Result<bool> {
+    let addresses = operands.iter().map(|t| pointer(t)).collect::<Result<Vec<_>>>()?;
     // SAFETY: it asks what the card can do.
-    Ok(fits && aligned(x)? && aligned(w.of)? && aligned(beside)? && unsafe { linear_hopper_able() } != 0)
+    Ok(addresses.iter().all(|at| (*at as usize).is_multiple_of(16)) && unsafe { linear_hopper_able() } != 0)
 }
 
 /// `pre = x w + bias` and `out = gelu(pre)`.
@@ -51,8 +61,40 @@ pub fn slope(
     })
 }
 
+/// `out = exp(x w' - base)` in rows of its stride, `base` a value a row in powers of two, zero from the last of `w`'s rows on,
+/// and the sums of every 256 columns of it, (tiles, rows).
+pub fn scores(
+    device: &CudaDevice,
+    x: Mat,
+    w: &Tensor,
+    base: &Tensor,
+    out: Mat,
+    sums: &Tensor,
+) -> Result<()> {
+    let (classes, width) = w.dims2()?;
+    let (base, sums) = (pointer(base)?.cast(), pointer(sums)?.cast());
+    let [rows, stride, classes, width] = [x.rows, out.stride, classes, width].map(|n| n as c_int);
+    // SAFETY: `x` is (rows, width), `w` (classes, width) with rows behind it, `out` has the rows, as has `base`.
+    checked("linear_hopper_scores", unsafe {
+        let (x, w, out) = (x.data()?, pointer(w)?, out.data()?);
+        linear_hopper_scores(x, w, base, out, stride, sums, rows, classes, width, stream(device))
+    })
+}
+
 unsafe extern "C" {
     fn linear_hopper_able() -> c_int;
+    fn linear_hopper_scores(
+        x: *const c_void,
+        w: *const c_void,
+        base: *const f32,
+        out: *mut c_void,
+        stride: c_int,
+        sums: *mut f32,
+        rows: c_int,
+        columns: c_int,
+        deep: c_int,
+        stream: Stream,
+    ) -> c_int;
     fn linear_hopper_gelu(
         x: *const c_void,
         w: *const c_void,
