@@ -1,7 +1,7 @@
 //! Softmax cross-entropy fused with the linear map before it, in chunks of rows.
 //!
-//! Only a chunk of scores is ever in memory; it is turned into its own gradient in place and used for
-//! the gradients of the input, the weight and the bias at once.
+//! Only a chunk of scores is ever in memory; it is turned into its own gradient in place (on Hopper but for a factor a row) and
+//! used for the gradients of the input, the weight and the bias at once.
 //!
 //! A row's target is a class, or two classes and a share: then its loss is the share of the first's and the
 //! rest of the second's.
@@ -302,12 +302,10 @@ fn card_stride(classes: usize) -> usize {
     classes.next_multiple_of(64)
 }
 
-/// Rows of scores on a card at once: chunks of even size, as few as fit.
+/// Rows of scores on a card at once. Chunks are not made even: fewer rows would take more memory than a plan for more has.
 fn card_chunk(dtype: DType, rows: usize, classes: usize) -> usize {
     let most = CARD_BYTES / (card_stride(classes) * dtype.size_in_bytes());
-    let most = (most / CARD_ROWS * CARD_ROWS).max(CARD_ROWS);
-    let chunks = rows.div_ceil(most).max(1);
-    rows.div_ceil(chunks).next_multiple_of(CARD_ROWS).min(rows)
+    (most / CARD_ROWS * CARD_ROWS).max(CARD_ROWS).min(rows)
 }
 
 /// As [`workspace`], on a card.

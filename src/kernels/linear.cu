@@ -5,8 +5,9 @@
 namespace {
 
 // A block owns a tile of columns of a range of rows: `LANES` threads beside each other, so many rows of them. A thread
-// has `HAND` rows on their way at once.
-constexpr int THREADS = 256, HAND = 2;
+// has `HAND` rows on their way at once, more where a row is one load.
+constexpr int THREADS = 256;
+template <int A> constexpr int HAND = A == IDENTITY ? 4 : 2;
 template <int N> constexpr int LANES = N == 1 ? 32 : 16;
 template <int N> constexpr int WIDTH = LANES<N> * N;
 
@@ -27,11 +28,11 @@ __global__ void __launch_bounds__(THREADS) through(T *v, T *d, Acc<T> *partial, 
     int64_t first = blockIdx.y * range, last = first + range < rows ? first + range : rows;
     R sum[N] = {};
     if (column < columns) {
-        for (int64_t top = first + deep; top < last; top += HAND * DEPTH) {
-            Pack<T, N> values[HAND], at[HAND];
+        for (int64_t top = first + deep; top < last; top += HAND<A> * DEPTH) {
+            Pack<T, N> values[HAND<A>], at[HAND<A>];
             auto each = [&](auto f) {
 #pragma unroll
-                for (int i = 0; i < HAND; i++)
+                for (int i = 0; i < HAND<A>; i++)
                     if (int64_t row = top + i * DEPTH; row < last) f(values[i], at[i], row * n + column);
             };
             each([&](auto &values, auto &at, int64_t place) {

@@ -301,7 +301,7 @@ pub fn card_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
 pub fn hopper_fits(dtype: DType, rows: usize, columns: usize, deep: usize) -> bool {
     let tiles = rows.div_ceil(128) * columns / 256;
     let whole = deep.is_multiple_of(64) && columns.is_multiple_of(256);
-    dtype == DType::BF16 && whole && deep >= 12 * 64 && tiles >= 2 * 132 && rows <= i32::MAX as usize
+    dtype == DType::BF16 && whole && deep >= 6 * 64 && tiles >= 2 * 132 && rows <= i32::MAX as usize
 }
 
 /// As [`hopper_fits`], of scores: the last tile of many may be a part of one.

@@ -1,4 +1,4 @@
-//! The body for cards: products by cuBLASLt around a kernel that scores rows in place.
+//! The body for cards: products by cuBLASLt around a kernel that scores rows in place, or those of `fused`.
 
 use std::ffi::{c_int, c_void};
 

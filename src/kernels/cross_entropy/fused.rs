@@ -3,7 +3,8 @@
 //! of the one that makes the input's.
 //!
 //! A row's exponentials are taken from the score of its target on, so that the loss is the logarithm of their sum. None is
-//! more than 2^100: a loss beyond 69 is said to be less than it is.
+//! more than 2^100: a loss beyond 69 is said to be less than it is, and its gradient pulls at all classes that are so far
+//! above the target alike.
 
 use std::ffi::{c_int, c_void};
 
@@ -139,12 +140,15 @@ mod tests {
     use super::*;
     use crate::kernels::cuda::of;
     use crate::kernels::tally::Tally;
+    use crate::kernels::tally::card::Rows;
     use crate::layers::check::{device, distance, flat, random};
 
     const ROWS: usize = 4000;
     /// Nine tiles, of which the last is a third of one, and no multiple of anything.
     const CLASSES: usize = 2129;
     const WIDTH: usize = 768;
+    /// Of few pieces (hopper.cu).
+    const NARROW: usize = 448;
     const SCALE: f64 = 0.5;
 
     fn on_card(shape: &[usize], seed: u64, scale: f64) -> Tensor {
@@ -160,9 +164,9 @@ mod tests {
     }
 
     /// A weight with others' rows behind it, none where there is no card that has the body.
-    fn weight() -> Option<Tensor> {
-        let weight = on_card(&[CLASSES + 40, WIDTH], 2, 0.05).narrow(0, 0, CLASSES).unwrap();
-        let x = on_card(&[ROWS, WIDTH], 1, 1.0);
+    fn weight(width: usize) -> Option<Tensor> {
+        let weight = on_card(&[CLASSES + 40, width], 2, 0.05).narrow(0, 0, CLASSES).unwrap();
+        let x = on_card(&[ROWS, width], 1, 1.0);
         let there = of(&x).is_some_and(|card| Fused::new(&head(&weight), card, &x, ROWS).unwrap().is_some());
         if !there {
             println!("skipped: no Hopper card to compute on (TRAINER_TEST_DEVICE=cuda)");
@@ -172,7 +176,7 @@ mod tests {
 
     /// The tally and the gradients of input and weight.
     fn learn(weight: &Tensor, x: &Tensor, targets: &Tensor) -> (Tally, Tensor, Tensor) {
-        let grad = Tensor::zeros((CLASSES + 40, WIDTH), DType::F32, &device()).unwrap();
+        let grad = Tensor::zeros((CLASSES + 40, x.dims()[1]), DType::F32, &device()).unwrap();
         let grad = grad.narrow(0, 0, CLASSES).unwrap();
         let grads = Grads { weight: &grad, bias: None };
         let (counted, dx) = head(weight).learn(x, targets, SCALE, &grads).unwrap();
@@ -181,8 +185,14 @@ mod tests {
 
     #[test]
     fn gradients_are_those_of_the_reference() {
-        let Some(weight) = weight() else { return };
-        let x = on_card(&[ROWS, WIDTH], 1, 8.0);
+        for width in [WIDTH, NARROW] {
+            follows_the_reference(width);
+        }
+    }
+
+    fn follows_the_reference(width: usize) {
+        let Some(weight) = weight(width) else { return };
+        let x = on_card(&[ROWS, width], 1, 8.0);
         let class = |row: usize| (row * 5 % CLASSES) as u32;
         let given = targets(|row| if row % 3 == 1 { IGNORE } else { class(row) });
         let (tally, dx, grad) = learn(&weight, &x, &given);
@@ -200,7 +210,6 @@ mod tests {
         let grads = (wanted * SCALE).unwrap().backward().unwrap();
         for (what, ours, var) in [("x", &dx.index_select(&rows, 0).unwrap(), &x), ("w", &grad, &w)] {
             let far = distance(&flat(ours), &flat(grads.get(var).unwrap()));
-            println!("{what}: {far}");
             assert!(far < 8e-3, "{what}: {far}");
         }
         let ignored: Vec<u32> = (0..ROWS as u32).filter(|row| row % 3 == 1).collect();
@@ -211,7 +220,7 @@ mod tests {
     /// A weight without rows behind it is another body's, which agrees.
     #[test]
     fn both_bodies_agree() {
-        let Some(weight) = weight() else { return };
+        let Some(weight) = weight(WIDTH) else { return };
         let x = on_card(&[ROWS, WIDTH], 1, 8.0);
         let given = targets(|row| (row * 7 % CLASSES) as u32);
         let alone = weight.affine(1.0, 0.0).unwrap();
@@ -224,9 +233,52 @@ mod tests {
         }
     }
 
+    /// The last of several chunks may be shorter, and what is behind the weight's gradient may not be there.
+    #[test]
+    fn parts_make_the_whole() {
+        let Some(weight) = weight(WIDTH) else { return };
+        let x = on_card(&[ROWS, WIDTH], 1, 8.0);
+        let given = targets(|row| (row * 7 % CLASSES) as u32);
+        let (tally, dx, grad) = learn(&weight, &x, &given);
+
+        let card = of(&x).unwrap();
+        let fused = Fused::new(&head(&weight), card, &x, ROWS).unwrap().unwrap();
+        let counts = Rows::new(card, ROWS).unwrap();
+        let stride = super::super::card_stride(CLASSES);
+        let scores = fresh(card, DType::BF16, ROWS * stride).unwrap();
+        let (into, sums) = (dx.zeros_like().unwrap(), grad.affine(0.0, 0.0).unwrap());
+        for (first, rows) in [(0, 3700), (3700, 300)] {
+            let part = |of| Mat { from: first * WIDTH, rows, ..Mat::new(of, ROWS, WIDTH) };
+            let chunk = Chunk {
+                x: part(&x),
+                scores: Mat { rows, cols: CLASSES, ..Mat::new(&scores, ROWS, stride) },
+                dx: part(&into),
+                targets: pointer(&given).unwrap().cast::<u32>().wrapping_add(first),
+                tally: counts.from(first).unwrap(),
+            };
+            fused.learn(card, chunk, SCALE, &Grads { weight: &sums, bias: None }).unwrap();
+        }
+        let counted = counts.add(card).unwrap().read().unwrap();
+        assert_eq!((counted.loss, counted.count), (tally.loss, tally.count));
+        for (a, b) in [(into, dx), (sums, grad)] {
+            let far = distance(&flat(&a), &flat(&b));
+            assert!(far < 2e-3, "{far}");
+        }
+    }
+
+    #[test]
+    fn a_target_that_is_certain_costs_nothing() {
+        let Some(weight) = weight(WIDTH) else { return };
+        let given = targets(|row| (row * 7 % CLASSES) as u32);
+        let x = weight.index_select(&given, 0).unwrap().affine(50.0, 0.0).unwrap();
+        let (tally, dx, _) = learn(&weight, &x, &given);
+        assert!((0.0..1e-6).contains(&tally.mean_loss()), "{}", tally.mean_loss());
+        assert!(flat(&dx).iter().all(|d| d.abs() < 1e-6));
+    }
+
     #[test]
     fn targets_far_below_others_and_none_at_all() {
-        let Some(weight) = weight() else { return };
+        let Some(weight) = weight(WIDTH) else { return };
         let given = targets(|row| (row * 5 % CLASSES) as u32);
         let (tally, dx, grad) = learn(&weight, &on_card(&[ROWS, WIDTH], 1, 300.0), &given);
         let mean = tally.mean_loss();

@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(WARP *WARPS) find_bases(const bf16 *x, const b
     if (threadIdx.x % WARP == 0) base[row] = sum;
 }
 
+// `Settled` in fused.rs.
 struct Settled {
     const float *sums; // (tiles, rows)
     bf16 *scores;      // (rows, stride)
@@ -61,11 +62,10 @@ __global__ void __launch_bounds__(WARP *WARPS) settle(Settled q) {
         for (int i = 0; i < WARPS; i++) total += parts[i][lane];
         uint32_t target = q.targets[row];
         bool learnt = target < uint32_t(q.classes);
+        // The target's own is 1, but its score was made twice, with the sums in another order.
+        if (total < 1) total = 1;
         float factor = learnt ? float(q.scale) / total : 0;
-        if (learnt) {
-            bf16 &of_target = q.scores[int64_t(row) * q.stride + target];
-            of_target = down<bf16>(up(of_target) - total);
-        }
+        if (learnt) q.scores[int64_t(row) * q.stride + target] = down<bf16>(1 - total);
         factors[lane] = q.factors[row] = factor;
         q.loss[row] = learnt ? log(double(total)) : target == IGNORE ? 0 : double(NAN);
         q.weight[row] = learnt;

@@ -40,7 +40,7 @@ struct Beside {
     const bf16 *bias;
     float *sums;
     int stride;
-    const float *base; // in powers of two
+    const float *base; // as a power of two: what is taken off a score, times the logarithm of e to base 2
 };
 
 struct Sizes {
@@ -57,10 +57,13 @@ struct Shared {
     float sums[GROUPS][GROUP / WARP][COLUMNS];
 };
 
+// The least pieces that an operand has, of those that have many and of others: a tile is finished while these are multiplied.
+constexpr int MANY = 12, FEW = 6;
+
 #ifdef HOPPER
 
-// A tile is finished in so many steps, while so many pieces of the next are multiplied.
-constexpr int STEPS = COLUMNS / STRIP * 2, PIECES = 12;
+// A tile is finished in so many steps, while pieces of the next are multiplied.
+constexpr int STEPS = COLUMNS / STRIP * 2;
 
 // The largest power of two that an exponential becomes, so that sums of them are finite. What is no number stays none.
 constexpr float MOST = 100;
@@ -190,7 +193,8 @@ template <int from, int to, class F> __device__ __forceinline__ void each(F f) {
 
 // What a thread has of its group's last tile until it is finished: of two rows, eight apart, eight columns of every strip.
 template <int finish, int across> struct Held {
-    // Powers of two are no larger than `MOST`, but small changes of them count.
+    // What becomes a power of two is at most `MOST`, so f16 has it, with three bits more than bf16; far below, it is minus
+    // infinity.
     using Small = std::conditional_t<finish == SCORES, f16, bf16>;
     uint32_t values[COLUMNS / 4];
     float total[8];
@@ -342,7 +346,7 @@ template <int finish, int across> struct Held {
 
 // `a` is (rows, deep) in pieces of 64 x ROWS. `b` is, `across`, (deep, columns) in pieces of 64 x 64, else (columns, deep), its
 // rows mixed, in pieces of 64 x COLUMNS / PAIR. `pre` is that of `beside` in pieces of STRIP x ROWS.
-template <int finish, int across>
+template <int finish, int across, int least>
 __global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
     linear_then(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                 const __grid_constant__ CUtensorMap pre, Beside beside, Sizes sizes) {
@@ -430,12 +434,12 @@ __global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
             held.template finish_step<step>(beside, sizes, shared, read, done, group, read_parity);
         };
         each_tile([&](int row, int column) {
-            each<0, PIECES>([&](auto piece) {
+            each<0, least>([&](auto piece) {
                 begin_piece(piece);
-                if (holds) each<piece * STEPS / PIECES, (piece + 1) * STEPS / PIECES>(finish_step);
+                if (holds) each<piece * STEPS / least, (piece + 1) * STEPS / least>(finish_step);
                 end_piece(piece);
             });
-            for (int piece = PIECES; piece < pieces; piece++) begin_piece(piece), end_piece(piece);
+            for (int piece = least; piece < pieces; piece++) begin_piece(piece), end_piece(piece);
             Pack<bf16, 2> bias[32];
             if constexpr (finish == KEPT) {
 #pragma unroll
@@ -486,8 +490,8 @@ int map(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns,
     return encode<2>(out, data, {columns, rows}, strides, {wide, high});
 }
 
-// As `map`, with the rows of every strip mixed, up to a whole one: a thread that has columns 0, 1, 8, 9, 16, 17, 24 and 25 of a result (and its
-// neighbours 2, 3, 10, 11 and so on) has what eight rows in succession give.
+// As `map`, with the rows of every strip mixed: a thread that has columns 0, 1, 8, 9, 16, 17, 24 and 25 of a result (and its
+// neighbours 2, 3, 10, 11 and so on) has what eight rows in succession give. The last strip is read whole.
 int mixed(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
     cuuint64_t row = columns * sizeof(bf16), strides[] = {row, 8 * row, 2 * row, STRIP * row};
     return encode<5>(out, data, {columns, 2, 4, 4, (rows + STRIP - 1) / STRIP}, strides, {wide, 2, 4, 4, high / STRIP});
@@ -497,14 +501,15 @@ int mixed(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t column
 constexpr int BYTES = sizeof(Shared) + alignof(Stage);
 
 // Blocks to launch, as many as processors, in pairs; 0 where this kernel was not compiled for the card.
-template <int finish, int across> int blocks_of() {
+template <int finish, int across, int least> int blocks_of() {
     static int blocks = [] {
         cudaFuncAttributes found{};
         int card = 0, processors = 0;
         // A kernel that was compiled without its body has no gates.
-        bool compiled = cudaFuncGetAttributes(&found, linear_then<finish, across>) == cudaSuccess && found.sharedSizeBytes > 0;
+        auto *kernel = linear_then<finish, across, least>;
+        bool compiled = cudaFuncGetAttributes(&found, kernel) == cudaSuccess && found.sharedSizeBytes > 0;
         bool able = compiled && encoder() &&
-                    cudaFuncSetAttribute(linear_then<finish, across>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES) == cudaSuccess &&
+                    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES) == cudaSuccess &&
                     cudaGetDevice(&card) == cudaSuccess &&
                     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, card) == cudaSuccess;
         cudaGetLastError(); // of a card that lacks something, which is no error
@@ -513,8 +518,11 @@ template <int finish, int across> int blocks_of() {
     return blocks;
 }
 
-template <int finish, int across>
+template <int finish, int across, int least = MANY>
 int launch(const void *x, const void *w, const Beside &beside, const Sizes &sizes, cudaStream_t stream) {
+    if (sizes.deep < FEW * DEEP || sizes.deep % DEEP != 0) return cudaErrorInvalidValue;
+    if constexpr (least == MANY)
+        if (sizes.deep < MANY * DEEP) return launch<finish, across, FEW>(x, w, beside, sizes, stream);
     CUtensorMap a, b, pre{};
     int code = map(&a, x, sizes.rows, sizes.deep, DEEP, ROWS);
     if (!code && finish == SLOPE) code = map(&pre, beside.pre, sizes.rows, sizes.columns, STRIP, ROWS);
@@ -525,17 +533,17 @@ int launch(const void *x, const void *w, const Beside &beside, const Sizes &size
     pair.id = cudaLaunchAttributeClusterDimension;
     pair.val.clusterDim = {PAIR, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = blocks_of<finish, across>(), config.blockDim = GROUP * (GROUPS + 1);
+    config.gridDim = blocks_of<finish, across, least>(); // none, and an error, on a card that is not able
+    config.blockDim = GROUP * (GROUPS + 1);
     config.dynamicSmemBytes = BYTES, config.stream = stream, config.attrs = &pair, config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, linear_then<finish, across>, a, b, pre, beside, sizes);
+    return cudaLaunchKernelEx(&config, linear_then<finish, across, least>, a, b, pre, beside, sizes);
 }
 
 } // namespace
 
 // Whether this card has the kernels below.
 extern "C" int linear_hopper_able() {
-    return blocks_of<KEPT, 0>() && blocks_of<KEPT, 1>() && blocks_of<SLOPE, 0>() && blocks_of<SLOPE, 1>() &&
-           blocks_of<SCORES, 0>();
+    return blocks_of<KEPT, 0, MANY>(); // which needs what all need
 }
 
 // `pre = x w + bias` and `out = gelu(pre)`; `w` is (deep, columns) if `across`, else (columns, deep).
@@ -559,7 +567,8 @@ extern "C" int linear_hopper_slope(const void *x, const void *w, int across, voi
 }
 
 // `out = exp(x w')` of (columns, deep) from each row's `base` on, in rows of `stride` values, zero from `columns` on, and its
-// sums over every 256 columns. The rows of `w` are read up to a multiple of 32.
+// sums over every 256 columns. The rows of `w` are read up to a multiple of 32, of which `stride` is one, and no less than
+// `columns`.
 extern "C" int linear_hopper_scores(const void *x, const void *w, const float *base, void *out, int stride, float *sums, int rows,
                                     int columns, int deep, cudaStream_t stream) {
     Beside beside{(bf16 *)out, nullptr, nullptr, sums, stride, base};

@@ -1,4 +1,4 @@
-//! The body for Hopper: products in bf16 with GELU, or its slope, inside.
+//! The body for Hopper: products in bf16 with GELU, its slope, or exponentials of scores inside.
 
 use std::ffi::{c_int, c_void};
 
@@ -63,14 +63,7 @@ pub fn slope(
 
 /// `out = exp(x w' - base)` in rows of its stride, `base` a value a row in powers of two, zero from the last of `w`'s rows on,
 /// and the sums of every 256 columns of it, (tiles, rows).
-pub fn scores(
-    device: &CudaDevice,
-    x: Mat,
-    w: &Tensor,
-    base: &Tensor,
-    out: Mat,
-    sums: &Tensor,
-) -> Result<()> {
+pub fn scores(device: &CudaDevice, x: Mat, w: &Tensor, base: &Tensor, out: Mat, sums: &Tensor) -> Result<()> {
     let (classes, width) = w.dims2()?;
     let (base, sums) = (pointer(base)?.cast(), pointer(sums)?.cast());
     let [rows, stride, classes, width] = [x.rows, out.stride, classes, width].map(|n| n as c_int);
@@ -159,7 +152,9 @@ mod tests {
             println!("skipped: no Hopper card to compute on (TRAINER_TEST_DEVICE=cuda)");
             return;
         }
-        for (rows, columns, deep) in [(700, 512, 768), (65, 256, 832), (9000, 1024, 1024)] {
+        for (rows, columns, deep) in
+            [(700, 512, 768), (65, 256, 832), (9000, 1024, 1024), (9000, 1024, 448), (300, 512, 384)]
+        {
             for across in [false, true] {
                 let x = on_card(&[rows, deep], 1, 1.0);
                 let stored = if across { [deep, columns] } else { [columns, deep] };
