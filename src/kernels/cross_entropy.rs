@@ -46,10 +46,9 @@ pub struct Head<'a> {
 }
 
 impl Head<'_> {
-    /// Whether all that is asked of scores is the logarithm of their share.
     #[cfg(feature = "cuda")]
     fn plain(&self) -> bool {
-        self.bias.is_none() && self.smoothing == 0.0 && self.class_weights.is_none()
+        is_plain(self.bias.is_some(), self.smoothing, self.class_weights.is_some())
     }
 
     /// The reference: the summed loss in plain candle ops. `targets` has no [`IGNORE`].
@@ -323,6 +322,11 @@ fn fused_tiles(classes: usize) -> usize {
     classes.div_ceil(256)
 }
 
+/// Whether that body makes a head: all that is asked of its scores is the logarithm of their share.
+pub fn is_plain(bias: bool, smoothing: f64, weighted: bool) -> bool {
+    !bias && smoothing == 0.0 && !weighted
+}
+
 /// Bytes that learning takes beside [`card_workspace`] where that body makes it.
 pub fn fused_workspace(dtype: DType, rows: usize, classes: usize, width: usize) -> u64 {
     let chunk = card_chunk(dtype, rows, classes);
@@ -330,4 +334,28 @@ pub fn fused_workspace(dtype: DType, rows: usize, classes: usize, width: usize) 
         return 0;
     }
     cpu::bytes(DType::F32, chunk * (fused_tiles(classes) + 1)) + cpu::bytes(dtype, chunk * width)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// The last batch of an epoch is within the plan of the others.
+        #[test]
+        fn fewer_rows_take_no_more_of_a_card(rows in 1usize..20_000, less in 0usize..20_000, classes in 2usize..60_000, narrow: bool) {
+            let (dtype, fewer) = (if narrow { DType::BF16 } else { DType::F32 }, rows.saturating_sub(less).max(1));
+            let room = |rows| {
+                let (judge, learn) = card_workspace(dtype, rows, classes, false, false);
+                (judge, learn + fused_workspace(dtype, rows, classes, 768))
+            };
+            let (few, many) = (room(fewer), room(rows));
+            prop_assert!(few.0 <= many.0 && few.1 <= many.1, "{few:?} for {fewer} rows, {many:?} for {rows}");
+            // Scores stay within what is said, but for so few rows as products need.
+            let most = (CARD_BYTES as u64).max((CARD_ROWS * card_stride(classes) * dtype.size_in_bytes()) as u64);
+            prop_assert!(cpu::bytes(dtype, card_chunk(dtype, rows, classes) * card_stride(classes)) <= most);
+        }
+    }
 }

@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 use super::loss::{Counted, Loss};
 use super::{At, Cost, On, Pass};
 use crate::kernels::Activation;
-use crate::kernels::cross_entropy::{Head, card_workspace, fused_workspace, workspace};
+use crate::kernels::cross_entropy::{Head, card_workspace, fused_workspace, is_plain, workspace};
 use crate::kernels::linear::{Grads, Lies, Linear};
 use crate::params::ParamId;
 
@@ -62,8 +62,11 @@ impl Loss for CrossEntropy {
             On::Cpu { .. } => workspace(at.dtype, rows, self.classes, self.width, bias),
             On::Cuda => {
                 let (judge, learn) = card_workspace(at.dtype, rows, self.classes, bias, weighted);
-                let plain = !bias && !weighted && self.smoothing == 0.0;
-                let fused = if plain { fused_workspace(at.dtype, rows, self.classes, self.width) } else { 0 };
+                let fused = if is_plain(bias, self.smoothing, weighted) {
+                    fused_workspace(at.dtype, rows, self.classes, self.width)
+                } else {
+                    0
+                };
                 (judge, learn + fused)
             }
         };

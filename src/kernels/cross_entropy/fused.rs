@@ -65,7 +65,7 @@ impl<'a> Fused<'a> {
         hopper::scores(device, x, self.weight, &self.factors, scores, &self.sums)?;
         let settled = Settled {
             sums: pointer(&self.sums)?.cast(),
-            scores: pointer(scores.of)?,
+            scores: scores.data()?,
             targets,
             x: x.data()?,
             scaled: pointer(&self.scaled)?,
@@ -82,7 +82,7 @@ impl<'a> Fused<'a> {
         };
         // SAFETY: as above, and there is a sum for each tile of a row.
         checked("cross_entropy_settle", unsafe { cross_entropy_settle(&settled, stream) })?;
-        let scaled = Mat { rows, ..Mat::new(&self.scaled, rows, width) };
+        let scaled = Mat::new(&self.scaled, rows, width);
         let into = Mat::new(grads.weight, filled, width);
         multiply(&into, scores.t(), scaled, Onto::Itself, Then::Nothing)?;
         multiply(&dx, scores, Mat::new(self.weight, filled, width), Onto::Nothing, Then::Nothing)?;

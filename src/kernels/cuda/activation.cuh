@@ -26,18 +26,18 @@ __device__ __forceinline__ float narrow_tanh(float x) {
 // GPT-2's GELU and its slope, in as few operations as they take: cards that run at the limit of their power are slower by
 // each. `narrow` where the result is rounded to bf16 anyway.
 template <class R> struct GeluTanh {
+    // Inside tanh stands `LINEAR x + CUBIC x^3`.
+    static constexpr double LINEAR = 0.7978845608028654, CUBIC = LINEAR * 0.044715;
     R square, share, value;
     template <bool narrow> __device__ __forceinline__ static GeluTanh at(R x) {
-        constexpr R ONE = 0.7978845608028654, THREE = 0.7978845608028654 * 0.044715;
-        R square = x * x, inner = x * (ONE + THREE * square), t;
+        R square = x * x, inner = x * (R(LINEAR) + R(CUBIC) * square), t;
         if constexpr (narrow) t = narrow_tanh(inner);
         else t = tanh_of(inner);
         R share = R(0.5) + R(0.5) * t;
         return {square, share, x * share};
     }
     __device__ __forceinline__ R slope() const {
-        constexpr R ONE = 2 * 0.7978845608028654, THREE = 6 * 0.7978845608028654 * 0.044715;
-        return share + (value - value * share) * (ONE + THREE * square);
+        return share + (value - value * share) * (R(2 * LINEAR) + R(6 * CUBIC) * square);
     }
 };
 
