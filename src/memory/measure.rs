@@ -142,3 +142,9 @@ pub fn peak() -> u64 {
 pub fn take_recent_peak() -> u64 {
     RECENT.swap(live(), Relaxed).max(live())
 }
+
+/// The peak of this process's resident memory since it started, as the kernel counts it (`VmHWM`): heap, stacks,
+/// code and the pages of mapped files. 0 where the system does not say.
+pub fn resident_peak() -> u64 {
+    super::probe::status("VmHWM:").unwrap_or(0)
+}

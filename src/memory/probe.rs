@@ -122,7 +122,7 @@ pub fn host() -> Result<Host, Unreadable> {
         cgroup: cgroup(),
         address_space: address_space(),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
-        resident: read_to_string("/proc/self/status").ok().and_then(|text| parse_status(&text, "VmRSS:")),
+        resident: status("VmRSS:"),
         processor: processor(),
     })
 }
@@ -218,12 +218,16 @@ fn parse_stat(stat: &str, key: &str) -> Option<u64> {
 #[cfg(unix)]
 fn address_space() -> Option<AddressSpace> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::As).current?;
-    let status = read_to_string("/proc/self/status").unwrap_or_default();
-    let used = parse_status(&status, "VmSize:").unwrap_or(0);
-    Some(AddressSpace { limit, used })
+    Some(AddressSpace { limit, used: status("VmSize:").unwrap_or(0) })
 }
 
-/// The bytes of an entry of `/proc/self/status`: `VmSize:` are the addresses in use, `VmRSS:` the memory.
+/// The bytes of an entry of this process's `/proc/self/status`, where there is such a file.
+pub fn status(key: &str) -> Option<u64> {
+    parse_status(&read_to_string("/proc/self/status").ok()?, key)
+}
+
+/// The bytes of an entry of `/proc/self/status`: `VmSize:` is the address space in use, `VmRSS:` the resident
+/// memory and `VmHWM:` its peak.
 fn parse_status(status: &str, key: &str) -> Option<u64> {
     let kilobytes = status.lines().find_map(|line| line.strip_prefix(key)?.strip_suffix("kB"));
     Some(kilobytes?.trim().parse::<u64>().ok()? * 1024)

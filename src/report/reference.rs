@@ -111,7 +111,7 @@ mod tests {
             assert!(page.contains(title), "{title}");
         }
         assert!(
-            page.contains("| `measured_peak_bytes` | [Memory](#memory) | What was measured. |\n"),
+            page.contains("| `measured_peak_bytes` | [Memory](#memory) | What was measured: the heap on the host, allocated memory on the device. |\n"),
             "{page}"
         );
         assert!(page.contains("| `loss` | number or null | Mean training loss"), "{page}");

@@ -60,7 +60,11 @@ pub struct Summary {
     /// Folder of the newest checkpoint.
     pub checkpoint: Option<String>,
     pub planned_peak_bytes: Memory,
+    /// The heap on the host, allocated memory on the device.
     pub measured_peak_bytes: Memory,
+    /// The peak of the worker process's resident host memory (`VmHWM`), of all sessions the highest.
+    #[serde(default)]
+    pub resident_peak_bytes: u64,
     pub budget_bytes: Memory,
     pub elapsed_s: f64,
     pub data_wait_s: f64,
@@ -155,8 +159,17 @@ impl Summary {
             }
             Event::Resumed { step, .. } => self.rewind(*step),
             Event::Step {
-                step, loss, samples, data_wait_s, ram_bytes, vram_bytes, samples_digest, ..
+                step,
+                loss,
+                samples,
+                data_wait_s,
+                ram_bytes,
+                vram_bytes,
+                resident_bytes,
+                samples_digest,
+                ..
             } => {
+                self.resident_peak_bytes = self.resident_peak_bytes.max(*resident_bytes);
                 (self.steps, self.samples) = (*step, *samples);
                 self.samples_digest.clone_from(samples_digest);
                 self.epochs = self.fold.epochs(*step);
@@ -208,6 +221,7 @@ impl Summary {
                 best_step,
                 planned_peak_bytes,
                 measured_peak_bytes,
+                resident_peak_bytes,
                 budget_bytes,
                 elapsed_s,
                 data_wait_s,
@@ -220,6 +234,7 @@ impl Summary {
                 (self.elapsed_s, self.data_wait_s) = (*elapsed_s, *data_wait_s);
                 self.planned_peak_bytes = *planned_peak_bytes;
                 // Of all the sessions of a run, the highest.
+                self.resident_peak_bytes = self.resident_peak_bytes.max(*resident_peak_bytes);
                 let peak = &mut self.measured_peak_bytes;
                 peak.ram = peak.ram.max(measured_peak_bytes.ram);
                 peak.vram = peak.vram.max(measured_peak_bytes.vram);
@@ -321,18 +336,23 @@ impl Summary {
         }
         let (planned, measured, budget) =
             (self.planned_peak_bytes, self.measured_peak_bytes, self.budget_bytes);
-        for (place, planned, measured, budget) in [
-            ("ram", planned.ram, measured.ram, budget.ram),
-            ("vram", planned.vram, measured.vram, budget.vram),
+        for (place, planned, measured, resident, budget) in [
+            ("ram", planned.ram, measured.ram, self.resident_peak_bytes, budget.ram),
+            ("vram", planned.vram, measured.vram, 0, budget.vram),
         ] {
             if planned.max(measured) > 0 {
+                let measured_text = match resident {
+                    0 => format!("{} measured", text::bytes(measured)),
+                    resident => {
+                        format!("{} heap, {} resident", text::bytes(measured), text::bytes(resident))
+                    }
+                };
                 row(
                     place,
                     format!(
-                        "peak {} measured, {} planned{}, {} budget",
-                        text::bytes(measured),
+                        "peak {measured_text}, {} planned{}, {} budget",
                         text::bytes(planned),
-                        difference(measured, planned),
+                        difference(measured.max(resident), planned),
                         text::bytes(budget)
                     ),
                 );
@@ -418,7 +438,7 @@ run      shapes finished: 6 steps, 3 epochs, 450 samples
 time     9.0 s  50 samples/s  data wait 0.9 %
 last     train.loss 0.1667  valid.accuracy 0.7000  valid.loss 0.3000
 best     valid.loss 0.2500  at step 4
-ram      peak 206 MiB measured, 212 MiB planned (+2.9 %), 256 MiB budget
+ram      peak 206 MiB heap, 209 MiB resident, 212 MiB planned (+1.4 %), 256 MiB budget
 saved    c/6
 folder   runs/shapes/1"
         );

@@ -286,7 +286,7 @@ run      shapes finished: 6 steps, 3 epochs, 450 samples
 time     9.0 s  50 samples/s  data wait 0.9 %
 last     train.loss 0.1667  valid.accuracy 0.7000  valid.loss 0.3000
 best     valid.loss 0.2500  at step 4
-ram      peak 206 MiB measured, 212 MiB planned (+2.9 %), 256 MiB budget
+ram      peak 206 MiB heap, 209 MiB resident, 212 MiB planned (+1.4 %), 256 MiB budget
 saved    c/6
 folder   runs/shapes/1
 "

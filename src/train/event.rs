@@ -99,6 +99,9 @@ pub enum Event {
         ram_bytes: u64,
         /// Device bytes in use by the run, highest since the last `step` event.
         vram_bytes: u64,
+        /// Resident bytes of the worker process, highest since it started (`VmHWM`); 0 where unknown.
+        #[serde(default)]
+        resident_bytes: u64,
         /// Digest of the ids of every sample so far, in order.
         samples_digest: String,
         /// What the loss is multiplied with in f16; 1 in other types.
@@ -283,8 +286,12 @@ pub enum Event {
         best_step: Option<u64>,
         /// What the plan predicted.
         planned_peak_bytes: Memory,
-        /// What was measured.
+        /// What was measured: the heap on the host, allocated memory on the device.
         measured_peak_bytes: Memory,
+        /// The peak of the worker process's resident host memory (`VmHWM`): what the kernel kills by. 0 where
+        /// unknown.
+        #[serde(default)]
+        resident_peak_bytes: u64,
         /// What was allowed.
         budget_bytes: Memory,
         /// Seconds of the run, those before a resume included.
