@@ -8,6 +8,8 @@
 pub(super) mod card;
 #[cfg(feature = "cuda")]
 mod gathered;
+#[cfg(test)]
+mod tests;
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;

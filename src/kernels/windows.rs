@@ -215,10 +215,11 @@ impl Blocking {
         self.pictures * self.part
     }
 
-    /// The blocks of the pictures of a range, in order.
+    /// The blocks of the images of a range, in order. A range that ends behind the batch, as the last of several equal
+    /// ones may, ends with the batch: there are no blocks of images that do not exist.
     pub(super) fn of(self, pictures: std::ops::Range<usize>) -> impl Iterator<Item = Block> {
         let until = pictures.end.min(self.batch);
-        pictures.step_by(self.pictures).flat_map(move |picture| {
+        (pictures.start..until).step_by(self.pictures).flat_map(move |picture| {
             let pictures = self.pictures.min(until - picture);
             (0..self.pixels).step_by(self.part).map(move |first| Block {
                 picture,

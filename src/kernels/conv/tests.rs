@@ -1,0 +1,157 @@
+//! The CPU bodies against candle's autograd on the reference in f64: every type, thread count and shape, also those whose
+//! batch does not divide by the threads and whose images are cut into several blocks.
+
+use candle_core::{DType, Device, Tensor, Var};
+use proptest::prelude::*;
+
+use super::*;
+use crate::random::Random;
+
+/// A convolution to be tried, and with how many threads.
+#[derive(Clone, Copy, Debug)]
+struct Trial {
+    g: Geometry,
+    batch: usize,
+    threads: usize,
+    dtype: DType,
+    bias: bool,
+    act: Activation,
+}
+
+/// How far results may be from f64, relative to the largest value: the bounds of `layers::check` in f32 and bf16; f16
+/// has three bits more than bf16.
+fn bound(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 1e-12,
+        DType::F32 => 2e-5,
+        DType::F16 => 2e-2 / 8.0,
+        _ => 2e-2,
+    }
+}
+
+/// Numbers in [-1, 1) that `dtype` has.
+fn random(shape: &[usize], dtype: DType, stream: u64) -> Tensor {
+    let r = Random::new(5, stream);
+    let values = (0..shape.iter().product::<usize>()).map(|i| 2.0 * r.f64(i as u64) as f32 - 1.0);
+    let values = Tensor::from_vec(values.collect::<Vec<f32>>(), shape, &Device::Cpu).unwrap();
+    values.to_dtype(dtype).unwrap()
+}
+
+fn flat(t: &Tensor) -> Vec<f64> {
+    t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn assert_near(what: &str, trial: &Trial, found: &Tensor, wanted: &Tensor) {
+    let (found, wanted) = (flat(found), flat(wanted));
+    let scale = wanted.iter().fold(1e-9f64, |m, v| m.max(v.abs()));
+    for (i, (a, b)) in found.iter().zip(&wanted).enumerate() {
+        // Written so that a value that is not a number fails.
+        assert!((a - b).abs() <= bound(trial.dtype) * scale, "{what} {i} is {a}, not {b}: {trial:?}");
+    }
+}
+
+fn holds(trial: &Trial) {
+    let Trial { g, batch, threads, dtype, act, .. } = *trial;
+    let x = random(&[batch, g.height, g.width, g.inputs], dtype, 1);
+    let weight = random(&[g.outputs, g.kernel, g.kernel, g.inputs / g.groups], dtype, 2);
+    let bias = trial.bias.then(|| random(&[g.outputs], dtype, 3));
+    let conv = Conv { geometry: g, weight: &weight, bias: bias.as_ref(), act };
+
+    // Gradients are added to what is there.
+    let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let (dw, db) = (random(weight.dims(), sums, 4), random(&[g.outputs], sums, 5));
+    let before = (dw.copy().unwrap(), db.copy().unwrap());
+    let grads = Grads { weight: &dw, bias: bias.is_some().then_some(&db) };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+    let (y, dy, dx) = pool.install(|| {
+        let (y, pre) = conv.forward(&x).unwrap();
+        let dy = random(y.dims(), dtype, 6);
+        let v = if act.reads() == Reads::Input { pre.as_ref() } else { Some(&y) };
+        let v = v.filter(|_| act != Activation::Identity);
+        let dx = conv.backward(&x, v, dy.copy().unwrap(), &grads, true).unwrap().unwrap();
+        (y, dy, dx)
+    });
+
+    let leaf = |t: &Tensor| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap();
+    let (x, weight, bias) = (leaf(&x), leaf(&weight), bias.as_ref().map(leaf));
+    let oracle = Conv { geometry: g, weight: &weight, bias: bias.as_ref().map(|b| b.as_tensor()), act };
+    let wanted = oracle.reference(&x).unwrap();
+    let found = (&wanted * leaf(&dy).as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+    let on = |before: &Tensor, var: &Var| {
+        (before.to_dtype(DType::F64).unwrap() + found.get(var).unwrap()).unwrap()
+    };
+    assert_near("output", trial, &y, &wanted);
+    assert_near("input gradient", trial, &dx, found.get(&x).unwrap());
+    assert_near("weight gradient", trial, &dw, &on(&before.0, &weight));
+    if let Some(bias) = &bias {
+        assert_near("bias gradient", trial, &db, &on(&before.1, bias));
+    }
+}
+
+fn types() -> impl Strategy<Value = DType> {
+    prop::sample::select(vec![DType::F32, DType::F64, DType::BF16, DType::F16])
+}
+
+/// Any sizes: odd channels, groups, strides that leave a rest, images of a window and of several blocks.
+fn small() -> impl Strategy<Value = Trial> {
+    let sizes = (1usize..10, 1usize..10, 1usize..6, 1usize..4, 0usize..3, 1usize..3);
+    let rest = (1usize..4, 0usize..24, 0usize..24, 1usize..8, 1usize..5, types(), any::<bool>());
+    // Not a clip, whose slope at 0 would be a matter of rounding, nor GELU, of which candle's slope has seven digits.
+    let acts = prop::sample::select(vec![Activation::Identity, Activation::Silu]);
+    (sizes, rest, acts).prop_map(|(sizes, rest, act)| {
+        let (inputs, outputs, kernel, stride, padding, dilation) = sizes;
+        let (groups, dh, dw, batch, threads, dtype, bias) = rest;
+        let reach = dilation * (kernel - 1) + 1;
+        let (height, width) = (reach + dh, reach + dw);
+        let (inputs, outputs) = (inputs * groups, outputs * groups);
+        let g = Geometry { height, width, inputs, outputs, kernel, stride, padding, dilation, groups };
+        Trial { g, batch, threads, dtype, bias, act }
+    })
+}
+
+/// Channels that tiles and vectors divide, and neighbours that they do not.
+fn wide() -> impl Strategy<Value = Trial> {
+    let channels = prop::sample::select(vec![16usize, 24, 31, 32, 33, 48, 64]);
+    (small(), channels.clone(), channels, 4usize..9).prop_map(|(trial, inputs, outputs, side)| {
+        let kernel = trial.g.kernel.min(3);
+        let g = Geometry { height: 2 * side, width: side + 4, inputs, outputs, kernel, groups: 1, ..trial.g };
+        Trial { g, ..trial }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn any_convolution_is_right(trial in small()) {
+        holds(&trial);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn wide_convolutions_are_right(trial in wide()) {
+        holds(&trial);
+    }
+}
+
+/// Five images for two threads, each image several blocks: the second thread's share ends behind the batch.
+#[test]
+fn a_batch_that_the_threads_do_not_divide() {
+    let g = Geometry {
+        height: 32,
+        width: 32,
+        inputs: 24,
+        outputs: 48,
+        kernel: 5,
+        stride: 1,
+        padding: 2,
+        dilation: 1,
+        groups: 1,
+    };
+    for (batch, threads, dtype) in [(5, 2, DType::F32), (5, 3, DType::BF16), (10, 4, DType::F16)] {
+        holds(&Trial { g, batch, threads, dtype, bias: true, act: Activation::Identity });
+    }
+}
