@@ -86,6 +86,16 @@ fuzz SECONDS="60":
 kill-resume TRIALS="50":
     TRAINER_KILL_TRIALS={{ TRIALS }} cargo test --release --test runs kill -- --nocapture
 
+# run random jobs of a range of SEEDS and hold every promise against them; what breaks one is left in target/trials
+[group('prove')]
+trials-random SEEDS="0..1000" PARALLEL="2":
+    TRAINER_TRIALS_SEEDS={{ SEEDS }} TRAINER_TRIALS_PARALLEL={{ PARALLEL }} cargo test --test random trials -- --ignored --nocapture --exact
+
+# run the random job of one SEED, and leave its job, data and runs in target/trials/SEED
+[group('prove')]
+trial SEED:
+    TRAINER_TRIALS_SEEDS={{ SEED }} TRAINER_TRIALS_KEEP=1 cargo test --test random trials -- --ignored --nocapture --exact
+
 # train over a set 20 times larger than MIB of memory, three epochs (10 GiB of data: just flat 512)
 [group('measure')]
 flat MIB="52":

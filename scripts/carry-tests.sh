@@ -1,12 +1,23 @@
 #!/usr/bin/env bash
-# Packs the unit tests, built for cards, with the script that runs them on a machine without cargo.
+# Packs the unit tests, built for GPUs, and the random jobs with the program that they drive, and the script that runs
+# both on a machine without cargo.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-target/carried}
 mkdir -p "$folder"
-built=$(scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib --no-run --message-format=json |
-  sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
-strip -o "$folder/trainer-tests" "$built"
-gzip -f "$folder/trainer-tests"
+
+# The one executable that a build of cargo makes.
+executable() {
+  "$@" --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1
+}
+pack() {
+  strip -o "$folder/$2" "$1"
+  gzip -f "$folder/$2"
+}
+cuda=(--features cuda,cudnn --target-dir target/cuda)
+pack "$(executable scripts/with-cuda.sh cargo test "${cuda[@]}" --lib --no-run)" trainer-tests
+pack "$(executable scripts/with-cuda.sh cargo build --release "${cuda[@]}")" trainer
+# The generator needs no GPU: it only starts the program.
+pack "$(executable cargo test --test random --no-run)" random-jobs
 cp scripts/test-carried.sh "$folder/"
-echo "$folder: copy it to the machine with the card, and run test-carried.sh there"
+echo "$folder: copy it to the machine with the GPU, and run test-carried.sh there"

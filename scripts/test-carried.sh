@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
-# Runs the tests that scripts/carry-tests.sh packed, on a machine with a card and without cargo:
+# Runs what scripts/carry-tests.sh packed, on a machine with a GPU and without cargo:
 #
-#   test-carried.sh [FILTER...]     those whose names hold a FILTER; all that have a body for cards otherwise
+#   test-carried.sh [FILTER...]       unit tests whose names hold a FILTER; all that have a body for GPUs otherwise
+#   test-carried.sh random [SEEDS]    random jobs of these seeds, 0..300 by default; what broke a promise and the table
+#                                     are left in TRAINER_TRIALS_FOLDER, ./trials by default. docs/contributing.md has
+#                                     the other variables
 #
 # CUDA's libraries are those of CUDA_HOME, or those that pip installed (PyTorch brings them along).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-gunzip -c "$here/trainer-tests.gz" > "$work/trainer-tests"
-chmod +x "$work/trainer-tests"
+unpack() {
+  gunzip -c "$here/$1.gz" > "$work/$1"
+  chmod +x "$work/$1"
+}
 
 folders=()
 if [ -n "${CUDA_HOME:-}" ]; then
@@ -23,7 +28,12 @@ folders+=(/usr/local/cuda/lib64 /usr/local/nvidia/lib64)
 LD_LIBRARY_PATH=$(IFS=:; echo "${folders[*]}")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export LD_LIBRARY_PATH
 
-missing=$(ldd "$work/trainer-tests" | sed -n 's/^\s*\(\S*\) => not found/\1/p')
+wanted=trainer-tests
+if [ "${1:-}" = random ]; then
+  wanted=trainer
+fi
+unpack "$wanted"
+missing=$(ldd "$work/$wanted" | sed -n 's/^\s*\(\S*\) => not found/\1/p')
 if [ -n "$missing" ]; then
   echo "error: not found: $missing" | tr '\n' ' ' >&2
   echo >&2
@@ -32,7 +42,15 @@ if [ -n "$missing" ]; then
 fi
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null || true
 
+export TRAINER_TEST_DEVICE=cuda
+if [ "$wanted" = trainer ]; then
+  unpack random-jobs
+  export TRAINER_BINARY=$work/trainer TRAINER_TRIALS_SEEDS=${2:-0..300}
+  export TRAINER_TRIALS_FOLDER=${TRAINER_TRIALS_FOLDER:-$PWD/trials} TRAINER_TRIALS_PARALLEL=${TRAINER_TRIALS_PARALLEL:-5}
+  "$work/random-jobs" trials --exact --ignored --nocapture
+  exit
+fi
 if [ $# -eq 0 ]; then
   set -- layers:: kernels:: optim:: params::
 fi
-TRAINER_TEST_DEVICE=cuda "$work/trainer-tests" "$@"
+"$work/trainer-tests" "$@"

@@ -1,13 +1,11 @@
 //! Picture files for tests, made here: no encoder of real ones is a dependency.
 
-use crate::data::images::exif;
-
-/// A baseline JPEG of `components` planes whose 8 x 8 blocks are each of one value. `exif` is noted in it.
+/// A baseline JPEG of `components` planes whose 8 x 8 blocks are each of one value, with this EXIF block.
 pub fn jpeg(
     [height, width]: [usize; 2],
     components: usize,
     value: impl Fn(usize, usize, usize) -> u8,
-    orientation: Option<u16>,
+    exif: Option<Vec<u8>>,
 ) -> Vec<u8> {
     let mut out = vec![0xff, 0xd8];
     let mut segment = |marker: u8, body: &[u8]| {
@@ -15,8 +13,8 @@ pub fn jpeg(
         out.extend((body.len() as u16 + 2).to_be_bytes());
         out.extend(body);
     };
-    if let Some(orientation) = orientation {
-        segment(0xe1, &[b"Exif\0\0".to_vec(), exif::tests::block(orientation, false)].concat());
+    if let Some(exif) = exif {
+        segment(0xe1, &[b"Exif\0\0".to_vec(), exif].concat());
     }
     if components == 4 {
         // Adobe's mark: no transform, so cyan, magenta, yellow and black, stored inverted.

@@ -59,7 +59,7 @@ fn other_encoders_files_read_as_they_read_them() {
 #[test]
 fn orientation_is_applied() {
     let value = |row: usize, column: usize, _: usize| (50 * row + 100 * column) as u8;
-    let turned = jpeg([16, 24], 1, value, Some(6));
+    let turned = jpeg([16, 24], 1, value, Some(exif::tests::block(6, false)));
     let (size, pixels) = decode(&turned, 1).unwrap();
     // Rows go from the left to the right: the last stored row is the first column.
     assert_eq!(size, [24, 16]);
@@ -143,7 +143,7 @@ proptest! {
         cut in any::<prop::sample::Index>(), whole: bool, grey: bool,
     ) {
         let mut file = match which {
-            0 => jpeg([16, 24], 1, |r, c, _| (r * 40 + c * 30) as u8, Some(6)),
+            0 => jpeg([16, 24], 1, |r, c, _| (r * 40 + c * 30) as u8, Some(exif::tests::block(6, false))),
             1 => jpeg([16, 8], 3, |r, c, p| (r * 40 + c * 30 + p * 50) as u8, None),
             2 => jpeg([8, 8], 4, |_, _, p| (p * 50) as u8, None),
             3 => progressive_jpeg().0,

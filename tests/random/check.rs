@@ -1,0 +1,384 @@
+//! The promises, held against what a run said and the system saw.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::generate::{Case, Kill};
+use crate::run::{Ended, How, Job, Machine};
+
+pub const NO_PANIC: &str = "no panic";
+pub const EXIT_CODE: &str = "exit code";
+pub const PLAN_HEAP: &str = "plan at least heap";
+pub const PLAN_RESIDENT: &str = "plan at least resident";
+pub const PLAN_BOUND: &str = "plan within its bound";
+pub const NO_OOM: &str = "no OOM below the plan";
+pub const BUDGET_CODE: &str = "budget: exit code";
+pub const KILL_CODE: &str = "kill: exit code";
+pub const SAME_SAMPLES: &str = "same samples";
+pub const SAME_LOSSES: &str = "same losses";
+pub const SAME_BITS: &str = "same bits";
+
+pub const PROMISES: [&str; 11] = [
+    NO_PANIC,
+    EXIT_CODE,
+    PLAN_HEAP,
+    PLAN_RESIDENT,
+    PLAN_BOUND,
+    NO_OOM,
+    BUDGET_CODE,
+    KILL_CODE,
+    SAME_SAMPLES,
+    SAME_LOSSES,
+    SAME_BITS,
+];
+
+const MIB: u64 = 1 << 20;
+
+/// A plan may be above what was measured by 5 %, or by 16 MiB where that is below 64 MiB.
+const ABOVE: f64 = 0.05;
+const TINY: u64 = 64 * MIB;
+const ABOVE_TINY: u64 = 16 * MIB;
+
+/// A promise that was not kept.
+#[derive(Clone, Debug)]
+pub struct Broken {
+    pub promise: &'static str,
+    pub what: String,
+}
+
+/// What became of a case.
+#[derive(Clone, Debug, Default)]
+pub struct Seen {
+    pub broken: Vec<Broken>,
+    pub runs: usize,
+    pub seconds: f64,
+    /// What the as-written run planned, held on the heap and had resident; on a GPU the first two of device memory.
+    pub planned: u64,
+    pub heap: u64,
+    pub resident: u64,
+    /// How the budget run ended: `fits`, `fits_after_shrink`, `does_not_fit`.
+    pub budget: Option<String>,
+    /// On a GPU: `captured`, or why not.
+    pub graph: Option<String>,
+}
+
+impl Seen {
+    fn broken(&mut self, promise: &'static str, what: impl Into<String>) {
+        self.broken.push(Broken { promise, what: what.into() });
+    }
+}
+
+/// Runs a case, whose job and data lie in `folder`, in every way drawn for it.
+pub fn case(machine: &Machine, case: &Case, folder: &Path) -> Seen {
+    let mut seen = Seen::default();
+    let mut job = Job { folder: folder.to_owned(), sets: Vec::new(), threads: case.threads };
+    if case.begins_with_weights && !weights(machine, &job, &mut seen) {
+        return seen;
+    }
+    if machine.on_gpu() {
+        match machine.plan(&job) {
+            Ok(plan) => job = job.set(format!("memory.vram={}B", room(case.seed, machine, &plan))),
+            Err(said) => seen.broken(EXIT_CODE, format!("plan: {said}")),
+        }
+    }
+    let written = fit(machine, &job, "written", &How::default(), &mut seen);
+    written.expect(Some(0), EXIT_CODE, &mut seen);
+    if written.finished().is_none() {
+        return seen;
+    }
+    peaks(machine, &written, true, &mut seen);
+    written.no_oom(&mut seen);
+    seen.graph = machine.on_gpu().then(|| written.graph());
+    if let Some(trial) = &case.trial {
+        budget(machine, &job, &written, trial.share, &mut seen);
+        let steps = written.finished().and_then(|f| f["steps"].as_u64()).unwrap_or(1);
+        kill(machine, &job, &written, trial.kill, (trial.at * steps as f64) as u64, &mut seen);
+    }
+    seen
+}
+
+/// Leaves the weights that `train.init` names, from a run of the same model that begins with others.
+fn weights(machine: &Machine, job: &Job, seen: &mut Seen) -> bool {
+    let path = job.folder.join("job.toml");
+    let text = fs::read_to_string(&path).unwrap();
+    let without: String =
+        text.lines().filter(|line| !line.starts_with("init =")).map(|l| format!("{l}\n")).collect();
+    fs::write(&path, without).unwrap();
+    let first =
+        fit(machine, &job.set("seed=1".into()).set("train.steps=1".into()), "weights", &How::default(), seen);
+    fs::write(&path, text).unwrap();
+    first.expect(Some(0), EXIT_CODE, seen);
+    let tensors = first.ended.tensors();
+    let Some((_, model)) = tensors.iter().find(|(name, _)| name == "model.safetensors") else {
+        seen.broken(EXIT_CODE, "no weights to begin with");
+        return false;
+    };
+    fs::write(job.folder.join("weights.safetensors"), model).unwrap();
+    true
+}
+
+/// Device bytes for a job: rarely much more than its plan, never more than its part of the GPU.
+fn room(seed: u64, machine: &Machine, plan: &Value) -> u64 {
+    let peak = plan["peak"]["vram_bytes"].as_u64().unwrap_or(0) as f64;
+    // The headroom of 5 % is taken from it.
+    let slack = [1.07, 1.3, 2.0, 4.0][(seed % 4) as usize];
+    ((peak * slack) as u64 + 2 * MIB).min(machine.vram)
+}
+
+/// A run and what it told.
+struct Run {
+    ended: Ended,
+    events: Vec<Value>,
+    name: &'static str,
+}
+
+fn fit(machine: &Machine, job: &Job, name: &'static str, how: &How, seen: &mut Seen) -> Run {
+    let ended = machine.fit(job, name, how);
+    seen.runs += 1;
+    seen.seconds += ended.seconds;
+    let run = Run { events: ended.events(), ended, name };
+    if run.ended.code == Some(101) || run.ended.stderr.contains("panicked") {
+        seen.broken(NO_PANIC, run.said());
+    }
+    if run.ended.hung {
+        seen.broken(EXIT_CODE, format!("{name}: hung"));
+    }
+    run
+}
+
+/// An update as told: the later telling counts.
+#[derive(Clone, Debug, PartialEq)]
+struct Step {
+    step: u64,
+    loss: Option<f64>,
+    digest: String,
+    split: (u64, u64),
+}
+
+impl Run {
+    fn named<'a>(&'a self, name: &'a str) -> impl DoubleEndedIterator<Item = &'a Value> {
+        self.events.iter().filter(move |event| event["event"] == name)
+    }
+
+    fn finished(&self) -> Option<&Value> {
+        self.named("finished").next_back()
+    }
+
+    fn said(&self) -> String {
+        format!("{}: exit code {:?}: {}", self.name, self.ended.code, self.ended.stderr.trim())
+    }
+
+    fn expect(&self, code: Option<i32>, promise: &'static str, seen: &mut Seen) -> bool {
+        if self.ended.code != code {
+            seen.broken(promise, self.said());
+        }
+        self.ended.code == code
+    }
+
+    fn steps(&self) -> Vec<Step> {
+        let mut steps: Vec<Step> = Vec::new();
+        for event in self.named("step") {
+            let number = |key: &str| event[key].as_u64().unwrap_or(0);
+            let step = Step {
+                step: number("step"),
+                loss: event["loss"].as_f64(),
+                digest: event["samples_digest"].as_str().unwrap_or_default().into(),
+                split: (number("micro_batch"), number("accumulation_steps")),
+            };
+            steps.retain(|before| before.step != step.step);
+            steps.push(step);
+        }
+        steps
+    }
+
+    /// No retry and no correction while the plan fits. What others on the machine took is not the job's.
+    fn no_oom(&self, seen: &mut Seen) {
+        if self.named("pressure").next().is_some() {
+            return;
+        }
+        for event in ["oom", "shrunk", "corrected"] {
+            if let Some(event) = self.named(event).next() {
+                seen.broken(NO_OOM, format!("{}: {event}", self.name));
+            }
+        }
+    }
+
+    fn graph(&self) -> String {
+        let captured = self.named("recorded").next().is_some();
+        let why = ["launched", "cuda_graph_disabled"].iter().find_map(|name| self.named(name).next());
+        match (captured, why) {
+            (true, None) => "captured".into(),
+            (true, Some(event)) => format!("captured, then: {}", event["why"].as_str().unwrap_or("?")),
+            (false, Some(event)) => event["why"].as_str().unwrap_or("?").into(),
+            (false, None) => "not, and no reason given".into(),
+        }
+    }
+
+    fn planned(&self) -> Option<&Value> {
+        self.named("planned").next().map(|event| &event["plan"])
+    }
+}
+
+/// The plan against the heap, what was resident and, on a GPU, the pool. `above`: not too high either.
+fn peaks(machine: &Machine, run: &Run, above: bool, seen: &mut Seen) {
+    let Some(finished) = run.finished() else { return };
+    let bytes = |key: &str, of: &str| finished[key][of].as_u64().unwrap_or(0);
+    let place = if machine.on_gpu() { "vram" } else { "ram" };
+    let (planned, heap) = (bytes("planned_peak_bytes", place), bytes("measured_peak_bytes", place));
+    // Told by the run, where it tells; what was seen from outside may lack the last milliseconds.
+    let resident = finished["resident_peak_bytes"].as_u64().unwrap_or(0).max(run.ended.resident);
+    if above {
+        (seen.planned, seen.heap, seen.resident) = (planned, heap, resident);
+    }
+    let name = run.name;
+    if planned < heap {
+        seen.broken(PLAN_HEAP, format!("{name}: {} above the plan of {}", mib(heap - planned), mib(planned)));
+    }
+    let (ram, ram_heap) = (bytes("planned_peak_bytes", "ram"), bytes("measured_peak_bytes", "ram"));
+    if machine.on_gpu() && ram < ram_heap {
+        seen.broken(
+            PLAN_HEAP,
+            format!("{name}: host: {} above the plan of {}", mib(ram_heap - ram), mib(ram)),
+        );
+    }
+    // The CUDA driver's own host memory is not in the plan.
+    if !machine.on_gpu() && planned < resident {
+        seen.broken(
+            PLAN_RESIDENT,
+            format!("{name}: {} above the plan of {}", mib(resident - planned), mib(planned)),
+        );
+    }
+    let measured = if machine.on_gpu() { heap } else { heap.max(resident) };
+    let most = if measured < TINY { measured + ABOVE_TINY } else { (measured as f64 * (1.0 + ABOVE)) as u64 };
+    if above && planned > most {
+        let share = 100.0 * (planned as f64 / measured as f64 - 1.0);
+        let told = format!("{name}: planned {}, measured {} ({share:+.1} %)", mib(planned), mib(measured));
+        seen.broken(PLAN_BOUND, told);
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / MIB as f64)
+}
+
+/// The job again in less memory than it wants: the same experiment, or exit code 3 by a plan that said so.
+fn budget(machine: &Machine, job: &Job, written: &Run, share: f64, seen: &mut Seen) {
+    let (key, place) = if machine.on_gpu() { ("memory.vram", "vram") } else { ("memory.ram", "ram") };
+    let peak = written.finished().and_then(|f| f["planned_peak_bytes"][place].as_u64()).unwrap_or(0);
+    let bytes = (peak as f64 * share) as u64;
+    let tight = job.set(format!("{key}={bytes}B"));
+    let plan = match machine.plan(&tight) {
+        Ok(plan) => plan,
+        Err(said) => return seen.broken(BUDGET_CODE, format!("plan: {said}")),
+    };
+    let verdict = plan["verdict"].as_str().unwrap_or_default().to_owned();
+    seen.budget = Some(verdict.clone());
+    let run = fit(machine, &tight, "budget", &How::default(), seen);
+    let wanted = if verdict == "does_not_fit" { 3 } else { 0 };
+    if !run.expect(Some(wanted), BUDGET_CODE, seen) || wanted == 3 {
+        return;
+    }
+    run.no_oom(seen);
+    peaks(machine, &run, false, seen);
+    let budget = plan["peak"][format!("{place}_bytes")].as_u64().unwrap_or(0);
+    if budget > bytes {
+        seen.broken(BUDGET_CODE, format!("the plan takes {} of {}", mib(budget), mib(bytes)));
+    }
+    same(written, &run, seen);
+}
+
+/// The job again, killed on its way and continued: equal bits.
+fn kill(machine: &Machine, job: &Job, written: &Run, kill: Kill, at: u64, seen: &mut Seen) {
+    let alone = job.set("memory.supervise=false".into());
+    let supervised = job.set("memory.supervise=true".into());
+    let (job, how) = match kill {
+        Kill::Worker => (&supervised, How { die_at: Some(at), ..How::default() }),
+        Kill::Whole => (&alone, How { die_at: Some(at), ..How::default() }),
+        Kill::Signal => (&supervised, How { kill_at: Some(at), ..How::default() }),
+    };
+    let mut run = fit(machine, job, "killed", &how, seen);
+    if kill != Kill::Worker {
+        // Killed from outside, it may have been done before.
+        if run.ended.code != Some(0) {
+            run.expect(None, KILL_CODE, seen);
+        }
+        run = fit(machine, job, "killed", &How { resume: true, ..How::default() }, seen);
+    }
+    if !run.expect(Some(0), KILL_CODE, seen) {
+        return;
+    }
+    run.no_oom(seen);
+    let before = seen.broken.len();
+    same(written, &run, seen);
+    if seen.broken.len() == before && !splits_agree(written, &run) {
+        seen.broken(SAME_BITS, "killed: another split than the run that was not killed");
+    }
+}
+
+fn splits_agree(a: &Run, b: &Run) -> bool {
+    let (a, b) = (a.steps(), b.steps());
+    a.iter().all(|step| {
+        b.iter().find(|other| other.step == step.step).is_none_or(|other| other.split == step.split)
+    })
+}
+
+/// The same samples and losses; where the split is the same throughout, the same bits.
+fn same(written: &Run, other: &Run, seen: &mut Seen) {
+    let name = other.name;
+    let digest = |run: &Run| run.finished().map(|f| f["samples_digest"].clone());
+    if digest(written) != digest(other) {
+        seen.broken(SAME_SAMPLES, format!("{name}: digest {:?} and {:?}", digest(written), digest(other)));
+    }
+    let optimizer = |run: &Run| run.planned().map(|plan| plan["chosen"]["optimizer"].clone());
+    if optimizer(written) != optimizer(other) {
+        // State in 8 bits, which the job allowed: other numbers.
+        return;
+    }
+    let (a, b) = (written.steps(), other.steps());
+    let exact = splits_agree(written, other);
+    let half = written.half();
+    for step in &a {
+        let Some(other) = b.iter().find(|other| other.step == step.step) else {
+            seen.broken(SAME_LOSSES, format!("{name}: step {} was not told", step.step));
+            break;
+        };
+        if step.digest != other.digest {
+            seen.broken(SAME_SAMPLES, format!("{name}: step {}: other samples", step.step));
+        }
+        let agree = match (step.loss, other.loss) {
+            (a, b) if exact => a.map(f64::to_bits) == b.map(f64::to_bits),
+            (Some(a), Some(b)) => (a - b).abs() <= tolerance(half, step.step) * a.abs().max(0.1),
+            (a, b) => a.is_none() == b.is_none(),
+        };
+        if !agree {
+            let how = if exact { "the same split" } else { "another split" };
+            let told = format!("{name}: step {}: {:?} and {:?} by {how}", step.step, step.loss, other.loss);
+            seen.broken(SAME_LOSSES, told);
+            break;
+        }
+    }
+    if exact && written.ended.tensors() != other.ended.tensors() {
+        seen.broken(SAME_BITS, format!("{name}: other tensors by the same split"));
+    }
+}
+
+/// How far losses of another split may be: sums in another order, in the type that computes, and what updates make of
+/// that.
+fn tolerance(half: bool, step: u64) -> f64 {
+    let first = if half { 1e-2 } else { 1e-5 };
+    first * (1.0 + step as f64 * 10.0)
+}
+
+impl Run {
+    /// Whether it computes in 16 bits.
+    fn half(&self) -> bool {
+        let job = fs::read_to_string(self.ended.root.join("job.toml")).unwrap_or_default();
+        let job: toml::Table = job.parse().unwrap_or_default();
+        let precision =
+            job.get("train").and_then(|t| t.get("precision")).and_then(|p| p.as_str()).unwrap_or("auto");
+        let gpu = self.planned().is_some_and(|plan| plan["device"] != "cpu");
+        matches!(precision, "bf16" | "f16") || precision == "auto" && gpu
+    }
+}

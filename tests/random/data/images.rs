@@ -1,0 +1,159 @@
+//! Images: folders, tables and archives of PNG, JPEG and WebP files, and idx files.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use super::Packing;
+use crate::draw::Draw;
+use crate::fixtures;
+
+#[derive(Clone, Debug)]
+pub struct Images {
+    pub layout: Layout,
+    /// The names of a table's columns of paths and labels.
+    pub columns: [&'static str; 2],
+    pub train: usize,
+    /// 0: none of its own.
+    pub valid: usize,
+    pub classes: usize,
+    /// The longest side of the largest image; the others are small.
+    pub largest: usize,
+    /// In an archive, the class is a member of its own and not the folder's name.
+    pub labels_beside: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    Folders,
+    Csv,
+    Tsv,
+    Tar(Packing),
+}
+
+impl Layout {
+    /// What follows the set's name.
+    pub fn ending(self) -> String {
+        match self {
+            Layout::Folders => String::new(),
+            Layout::Csv => ".csv".into(),
+            Layout::Tsv => ".tsv".into(),
+            Layout::Tar(packing) => format!(".tar{}", packing.ending()),
+        }
+    }
+}
+
+impl Images {
+    pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
+        for (set, count) in [("train", self.train), ("valid", self.valid)] {
+            if count > 0 {
+                self.set(folder, set, count, draw)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set(&self, folder: &Path, set: &str, count: usize, draw: &mut Draw) -> io::Result<()> {
+        let path = folder.join(format!("{set}{}", self.layout.ending()));
+        let mut rows = Vec::new();
+        let mut archive = tar::Builder::new(Vec::new());
+        for i in 0..count {
+            // In turn: every class is there.
+            let class = format!("class {}", i % self.classes);
+            let largest = if i == count / 2 { self.largest } else { self.largest.min(60) };
+            let (bytes, ending) = image(draw, largest);
+            match self.layout {
+                Layout::Folders => {
+                    let folder = path.join(&class);
+                    fs::create_dir_all(&folder)?;
+                    fs::write(folder.join(format!("{i:05}.{ending}")), bytes)?;
+                }
+                Layout::Csv | Layout::Tsv => {
+                    let name = format!("{set}-{i:05}.{ending}");
+                    fs::write(folder.join(&name), bytes)?;
+                    rows.push([name, class]);
+                }
+                Layout::Tar(_) => {
+                    let mut member = |name: String, bytes: &[u8]| {
+                        let mut header = tar::Header::new_gnu();
+                        header.set_size(bytes.len() as u64);
+                        header.set_mode(0o644);
+                        archive.append_data(&mut header, name, bytes)
+                    };
+                    if self.labels_beside {
+                        member(format!("{i:05}.{ending}"), &bytes)?;
+                        member(format!("{i:05}.cls"), class.as_bytes())?;
+                    } else {
+                        member(format!("{class}/{i:05}.{ending}"), &bytes)?;
+                    }
+                }
+            }
+        }
+        match self.layout {
+            Layout::Folders => Ok(()),
+            Layout::Tar(packing) => packing.write(&path, &archive.into_inner()?),
+            Layout::Csv | Layout::Tsv => {
+                let between = if self.layout == Layout::Csv { "," } else { "\t" };
+                let [a, b] = self.columns;
+                let mut text = format!("{a}{between}number{between}{b}\n");
+                for (i, [name, class]) in rows.iter().enumerate() {
+                    text += &format!("{name}{between}{i}{between}{class}\n");
+                }
+                fs::write(path, text)
+            }
+        }
+    }
+}
+
+/// An image file of random sides, colours and format, and what its name ends with.
+fn image(draw: &mut Draw, largest: usize) -> (Vec<u8>, &'static str) {
+    let sides = match largest > 60 {
+        true => [largest, largest * 2 / 3],
+        false => [draw.size(1..=60), draw.size(1..=60)],
+    };
+    let [height, width] = sides;
+    let start = draw.bits();
+    let value = |i: usize| (start.wrapping_mul(i as u64 / 7 + 1) >> 29) as u8;
+    let bytes = |channels: usize| (0..height * width * channels).map(value).collect::<Vec<u8>>();
+    match draw.below(6) {
+        0 => {
+            let planes = draw.pick(&[1, 3]);
+            let value = |row: usize, column: usize, plane: usize| value(row * 91 + column * 7 + plane);
+            (fixtures::jpeg(sides, planes, value, None), "jpg")
+        }
+        1 => (fixtures::webp(sides, &bytes(3)), "webp"),
+        2 => (fixtures::png(sides, png::ColorType::Grayscale, png::BitDepth::Eight, &bytes(1)), "png"),
+        3 => (fixtures::png(sides, png::ColorType::Rgba, png::BitDepth::Eight, &bytes(4)), "png"),
+        4 => (fixtures::png(sides, png::ColorType::Rgb, png::BitDepth::Sixteen, &bytes(6)), "png"),
+        _ => (fixtures::png(sides, png::ColorType::Rgb, png::BitDepth::Eight, &bytes(3)), "png"),
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Idx {
+    /// (height, width, channels) of an image.
+    pub shape: [usize; 3],
+    pub train: usize,
+    pub valid: usize,
+    pub classes: usize,
+    pub packing: Packing,
+}
+
+impl Idx {
+    pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
+        for (set, count) in [("train", self.train), ("valid", self.valid)] {
+            let file = |what: &str, dims: &[usize], data: Vec<u8>| {
+                let mut bytes = vec![0, 0, 8, dims.len() as u8];
+                dims.iter().for_each(|&dim| bytes.extend((dim as u32).to_be_bytes()));
+                bytes.extend(data);
+                self.packing.write(&folder.join(format!("{set}-{what}.idx{}", self.packing.ending())), &bytes)
+            };
+            let [height, width, channels] = self.shape;
+            let dims = [count, height, width, channels];
+            let values = (0..dims.iter().product()).map(|_| draw.bits() as u8).collect();
+            file("images", if channels == 1 { &dims[..3] } else { &dims }, values)?;
+            file("labels", &[count], (0..count).map(|_| draw.below(self.classes) as u8).collect())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,245 @@
+//! Text, token ids and records of JSON, with the tokenizers that belong to them.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::Packing;
+use crate::draw::Draw;
+
+/// What a token of a text is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenUnits {
+    Characters,
+    Bytes,
+    /// A `tokenizer.json` of whole words.
+    Words,
+    /// A `tokenizer.json` of byte pairs, as GPT-2 has it.
+    Pairs,
+}
+
+/// Words of every length, some beyond ASCII.
+const WORDS: [&str; 24] = [
+    "a", "to", "sun", "moon", "river", "stones", "lantern", "mountain", "é", "naïve", "über", "漢字", "of",
+    "in", "we", "run", "walk", "slowly", "never", "again", "9", "1024", "x", "zebra",
+];
+
+fn words(draw: &mut Draw, plain: bool, mut enough: impl FnMut(&str) -> bool) -> String {
+    let mut text = String::new();
+    while !enough(&text) {
+        let word = draw.pick(&WORDS);
+        text += if plain && !word.is_ascii() { "plain" } else { word };
+        text.push(draw.pick(&[' ', ' ', ' ', '\n']));
+    }
+    text
+}
+
+impl TokenUnits {
+    /// Whether texts must be ASCII: the vocabularies written here have nothing else.
+    fn plain(self) -> bool {
+        self == TokenUnits::Pairs
+    }
+
+    /// Ids below it are in the vocabulary of byte pairs.
+    pub const PAIRS: usize = 100;
+
+    fn write(self, folder: &Path) -> io::Result<()> {
+        let tokenizer = match self {
+            TokenUnits::Characters | TokenUnits::Bytes => return Ok(()),
+            TokenUnits::Words => {
+                let mut vocab = Map::new();
+                let all = ["[UNK]", "<|endoftext|>", "user", "assistant", "system"].iter().chain(&WORDS);
+                all.for_each(|word| {
+                    let next = vocab.len();
+                    vocab.insert(word.to_string(), json!(next));
+                });
+                json!({
+                    "pre_tokenizer": { "type": "WhitespaceSplit" }, "post_processor": null, "decoder": null,
+                    "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]" },
+                })
+            }
+            TokenUnits::Pairs => {
+                let mut vocab = Map::new();
+                let mut put = |token: &str| {
+                    let next = vocab.len();
+                    vocab.entry(token).or_insert(json!(next));
+                };
+                put("<|endoftext|>");
+                // A space and a line's end as GPT-2 writes them.
+                (33..127u8).map(|byte| (byte as char).to_string()).for_each(|token| put(&token));
+                ["\u{120}", "\u{10a}"].iter().for_each(|token| put(token));
+                let merges = [["t", "o"], ["i", "n"], ["s", "u"], ["\u{120}", "a"], ["su", "n"], ["e", "r"]];
+                merges.iter().for_each(|pair| put(&pair.concat()));
+                json!({
+                    "pre_tokenizer": {
+                        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true
+                    },
+                    "post_processor": null,
+                    "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
+                    "model": {
+                        "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "",
+                        "end_of_word_suffix": "", "fuse_unk": false, "byte_fallback": false, "vocab": vocab,
+                        "merges": merges,
+                    },
+                })
+            }
+        };
+        let mut whole = json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+            "added_tokens": [{
+                "id": tokenizer["model"]["vocab"]["<|endoftext|>"], "content": "<|endoftext|>", "special": true,
+                "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            }],
+        });
+        if let (Value::Object(whole), Value::Object(own)) = (&mut whole, tokenizer) {
+            whole.extend(own);
+        }
+        fs::write(folder.join("tokenizer.json"), whole.to_string())?;
+        fs::write(
+            folder.join("tokenizer_config.json"),
+            json!({ "eos_token": "<|endoftext|>", "chat_template": Chat::JINJA }).to_string(),
+        )
+    }
+}
+
+/// Characters of each file.
+#[derive(Clone, Debug)]
+pub struct Text {
+    pub train: Vec<usize>,
+    pub valid: Vec<usize>,
+    pub units: TokenUnits,
+}
+
+impl Text {
+    pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
+        self.units.write(folder)?;
+        for (set, files) in [("train", &self.train), ("valid", &self.valid)] {
+            for (i, &count) in files.iter().enumerate() {
+                let text = words(draw, self.units.plain(), |text| text.chars().count() >= count);
+                fs::write(folder.join(format!("{set}-{i}.txt")), text)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Ids of each file.
+#[derive(Clone, Debug)]
+pub struct TokenFile {
+    pub train: Vec<usize>,
+    pub valid: Vec<usize>,
+    pub vocab: usize,
+    /// 32 bits an id, otherwise 16.
+    pub wide: bool,
+    /// As llm.c writes it.
+    pub header: bool,
+    /// A `tokenizer.json` of byte pairs lies beside them.
+    pub named: bool,
+}
+
+impl TokenFile {
+    pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
+        if self.named {
+            TokenUnits::Pairs.write(folder)?;
+        }
+        for (set, files) in [("train", &self.train), ("valid", &self.valid)] {
+            for (i, &count) in files.iter().enumerate() {
+                let mut bytes = Vec::new();
+                if self.header {
+                    let mut words = [0u32; 256];
+                    words[..2].copy_from_slice(if self.wide { &[20_240_801, 7] } else { &[20_240_520, 1] });
+                    words[2] = count as u32;
+                    words.iter().for_each(|word| bytes.extend(word.to_le_bytes()));
+                }
+                for _ in 0..count {
+                    let id = draw.below(self.vocab) as u32;
+                    match self.wide {
+                        true => bytes.extend(id.to_le_bytes()),
+                        false => bytes.extend((id as u16).to_le_bytes()),
+                    }
+                }
+                fs::write(folder.join(format!("{set}-{i}.bin")), bytes)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Records of each file.
+#[derive(Clone, Debug)]
+pub struct Jsonl {
+    pub train: Vec<usize>,
+    pub valid: Vec<usize>,
+    /// Characters of the longest text, about.
+    pub longest: usize,
+    pub units: TokenUnits,
+    /// The field of the text.
+    pub field: &'static str,
+    /// Classes of texts; 0: none.
+    pub labels: usize,
+    pub chats: Option<Chat>,
+    pub packing: Packing,
+}
+
+/// Talks instead of texts.
+#[derive(Clone, Debug)]
+pub struct Chat {
+    /// The template is a file.
+    pub file: bool,
+}
+
+impl Chat {
+    pub const JINJA: &str =
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}";
+
+    fn record(draw: &mut Draw, plain: bool, longest: usize) -> Value {
+        let mut messages = Vec::new();
+        let mut say = |draw: &mut Draw, role: &str| {
+            let length = draw.size(1..=longest / 4 + 2);
+            let content = words(draw, plain, |text| text.len() >= length);
+            messages.push(json!({ "role": role, "content": content.trim() }));
+        };
+        for _ in 0..draw.within(1..=2) {
+            say(draw, "user");
+            say(draw, "assistant");
+        }
+        json!({ "talk": messages })
+    }
+}
+
+impl Jsonl {
+    pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
+        self.units.write(folder)?;
+        if self.chats.as_ref().is_some_and(|chats| chats.file) {
+            fs::write(folder.join("template.jinja"), Chat::JINJA)?;
+        }
+        for (set, files) in [("train", &self.train), ("valid", &self.valid)] {
+            for (i, &count) in files.iter().enumerate() {
+                let mut lines = String::new();
+                for record in 0..count {
+                    lines += &format!("{}\n", self.record(draw, record));
+                }
+                let path = folder.join(format!("{set}-{i}.jsonl{}", self.packing.ending()));
+                self.packing.write(&path, lines.as_bytes())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn record(&self, draw: &mut Draw, number: usize) -> Value {
+        let plain = self.units.plain();
+        if self.chats.is_some() {
+            return Chat::record(draw, plain, self.longest);
+        }
+        // Two characters at least: one to see and one to predict.
+        let length = draw.size(3..=self.longest.max(4));
+        let mut record = Map::new();
+        record.insert(self.field.into(), json!(words(draw, plain, |text| text.chars().count() >= length)));
+        if self.labels > 0 {
+            record.insert("mood".into(), json!(format!("mood {}", (number + draw.below(2)) % self.labels)));
+        }
+        Value::Object(record)
+    }
+}

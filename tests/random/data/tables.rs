@@ -1,0 +1,207 @@
+//! Tables: csv in its dialects, and Parquet.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use parquet::basic::{Compression, GzipLevel, ZstdLevel};
+use parquet::data_type::{ByteArray, ByteArrayType, DoubleType, Int32Type};
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+
+use super::Packing;
+use crate::draw::Draw;
+
+#[derive(Clone, Debug)]
+pub struct Tables {
+    pub format: TableFormat,
+    pub columns: Vec<Column>,
+    /// Whether a csv file names its columns.
+    pub header: bool,
+    pub rows: Rows,
+}
+
+/// Rows of each file.
+#[derive(Clone, Debug)]
+pub struct Rows {
+    pub train: Vec<usize>,
+    pub valid: Vec<usize>,
+}
+
+#[derive(Clone, Debug)]
+pub enum TableFormat {
+    Csv { delimiter: &'static str, skip_lines: usize, packing: Packing },
+    Parquet { compression: &'static str, dictionary: bool, group: usize },
+}
+
+impl TableFormat {
+    pub fn ending(&self) -> String {
+        match self {
+            TableFormat::Csv { packing, .. } => format!("csv{}", packing.ending()),
+            TableFormat::Parquet { .. } => "parquet".into(),
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub enum Column {
+    /// Missing with this chance.
+    Number {
+        missing: f64,
+    },
+    Category {
+        values: usize,
+        missing: f64,
+    },
+    /// The target: names or small numbers.
+    Class {
+        classes: usize,
+        text: bool,
+    },
+}
+
+/// A field of a row.
+enum Cell {
+    Number(f64),
+    Text(String),
+    Missing,
+}
+
+impl Column {
+    /// The name of a class.
+    pub fn class(class: usize, text: bool) -> String {
+        if text { format!("class-{class}") } else { class.to_string() }
+    }
+
+    fn cell(&self, draw: &mut Draw, row: usize) -> Cell {
+        let missing = |draw: &mut Draw, chance: f64| row > 3 && draw.chance(chance);
+        match *self {
+            Column::Number { missing: chance } if missing(draw, chance) => Cell::Missing,
+            Column::Number { .. } => Cell::Number(draw.float(-5.0, 5.0)),
+            Column::Category { missing: chance, .. } if missing(draw, chance) => Cell::Missing,
+            // In turn, so that the training rows have all.
+            Column::Category { values, .. } => Cell::Text(format!("of.{}", (row + draw.below(2)) % values)),
+            Column::Class { classes, text } => Cell::Text(Self::class((row + draw.below(2)) % classes, text)),
+        }
+    }
+}
+
+impl Tables {
+    pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
+        for (set, rows) in [("train", &self.rows.train), ("valid", &self.rows.valid)] {
+            for (i, &rows) in rows.iter().enumerate() {
+                let path = folder.join(format!("{set}-{i}.{}", self.format.ending()));
+                let table: Vec<Vec<Cell>> =
+                    (0..rows).map(|row| self.columns.iter().map(|c| c.cell(draw, row)).collect()).collect();
+                match self.format {
+                    TableFormat::Csv { delimiter, skip_lines, packing } => {
+                        packing.write(&path, self.csv(&table, delimiter, skip_lines).as_bytes())?;
+                    }
+                    TableFormat::Parquet { compression, dictionary, group } => {
+                        self.parquet(&path, &table, compression, dictionary, group)
+                            .map_err(io::Error::other)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn csv(&self, table: &[Vec<Cell>], delimiter: &str, skip_lines: usize) -> String {
+        let between = match delimiter {
+            "tab" => "\t",
+            "space" => "  ",
+            other => other,
+        };
+        let mut text = "what comes before the table\n".repeat(skip_lines);
+        if self.header {
+            let names: Vec<String> = (0..self.columns.len()).map(|i| format!("\"column_{i}\"")).collect();
+            text += &(names.join(between) + "\n");
+        }
+        for row in table {
+            let fields: Vec<String> = row
+                .iter()
+                .map(|cell| match cell {
+                    Cell::Number(value) => value.to_string(),
+                    Cell::Text(value) => value.clone(),
+                    Cell::Missing => "NA".into(),
+                })
+                .collect();
+            text += &(fields.join(between) + "\n");
+        }
+        text
+    }
+
+    fn parquet(
+        &self,
+        path: &Path,
+        table: &[Vec<Cell>],
+        compression: &str,
+        dictionary: bool,
+        group: usize,
+    ) -> parquet::errors::Result<()> {
+        let fields: Vec<String> = self
+            .columns
+            .iter()
+            .enumerate()
+            .map(|(i, column)| match column {
+                Column::Number { .. } => format!("optional double column_{i};"),
+                Column::Category { .. } | Column::Class { text: true, .. } => {
+                    format!("optional binary column_{i} (utf8);")
+                }
+                Column::Class { .. } => format!("required int32 column_{i};"),
+            })
+            .collect();
+        let schema = parse_message_type(&format!("message table {{ {} }}", fields.join(" ")))?;
+        let compression = match compression {
+            "snappy" => Compression::SNAPPY,
+            "gzip" => Compression::GZIP(GzipLevel::default()),
+            "lz4" => Compression::LZ4_RAW,
+            "zstd" => Compression::ZSTD(ZstdLevel::default()),
+            _ => Compression::UNCOMPRESSED,
+        };
+        let properties = WriterProperties::builder()
+            .set_compression(compression)
+            .set_dictionary_enabled(dictionary)
+            .set_data_page_row_count_limit(16)
+            .build();
+        let mut writer =
+            SerializedFileWriter::new(File::create(path)?, Arc::new(schema), Arc::new(properties))?;
+        for rows in table.chunks(group) {
+            let mut group = writer.next_row_group()?;
+            for (i, column) in self.columns.iter().enumerate() {
+                let cells = || rows.iter().map(|row| &row[i]);
+                let present: Vec<i16> =
+                    cells().map(|cell| i16::from(!matches!(cell, Cell::Missing))).collect();
+                let texts = cells().filter_map(|cell| match cell {
+                    Cell::Text(text) => Some(text.as_str()),
+                    _ => None,
+                });
+                let Some(mut writer) = group.next_column()? else { break };
+                match column {
+                    Column::Number { .. } => {
+                        let values: Vec<f64> = cells()
+                            .filter_map(
+                                |cell| if let Cell::Number(value) = cell { Some(*value) } else { None },
+                            )
+                            .collect();
+                        writer.typed::<DoubleType>().write_batch(&values, Some(&present), None)?;
+                    }
+                    Column::Class { text: false, .. } => {
+                        let values: Vec<i32> = texts.filter_map(|text| text.parse().ok()).collect();
+                        writer.typed::<Int32Type>().write_batch(&values, None, None)?;
+                    }
+                    _ => {
+                        let values: Vec<ByteArray> = texts.map(ByteArray::from).collect();
+                        writer.typed::<ByteArrayType>().write_batch(&values, Some(&present), None)?;
+                    }
+                }
+                writer.close()?;
+            }
+            group.close()?;
+        }
+        writer.close().map(drop)
+    }
+}

@@ -1,0 +1,135 @@
+//! A seed to a job: TOML over the whole schema, and a description of the data files that it needs. Pure: nothing is
+//! written or run here.
+//!
+//! Jobs are valid by construction. What a job may not be is stated here, once, as a rule with its reason; a case that
+//! failed once is a rule too, which draws it more often than chance would.
+
+mod model;
+mod settings;
+mod source;
+
+use toml::{Table, Value};
+
+use super::data::Files;
+use super::draw::Draw;
+
+/// How large jobs are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scale {
+    /// About a second a run in a development build on a CPU.
+    Small,
+    /// A few seconds a run on a GPU.
+    Large,
+}
+
+impl Scale {
+    pub fn either<T>(self, small: T, large: T) -> T {
+        if self == Scale::Small { small } else { large }
+    }
+}
+
+/// A job, its data, and what is done to it.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub seed: u64,
+    pub job: Table,
+    pub files: Files,
+    /// Threads of the CPU kernels.
+    pub threads: usize,
+    /// `train.init` names weights that a first run of the same model, with another seed, must leave.
+    pub begins_with_weights: bool,
+    pub trial: Option<Trial>,
+}
+
+/// A budget and a kill, for each third job.
+#[derive(Clone, Debug)]
+pub struct Trial {
+    /// The budget as a fraction of the job's planned peak.
+    pub share: f64,
+    pub kill: Kill,
+    /// Where in the run it is killed, as a fraction of its updates.
+    pub at: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kill {
+    /// SIGKILL of the worker: its supervisor starts another.
+    Worker,
+    /// SIGKILL of the whole run at a step, then `--resume`.
+    Whole,
+    /// SIGKILL of the supervisor from outside, wherever the run is, then `--resume`.
+    Signal,
+}
+
+/// What a sample of the data is, as far as a model must know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Sample {
+    /// A row of a table, for dense layers.
+    Row,
+    /// (height, width, channels).
+    Image([usize; 3]),
+    /// At most `context` tokens.
+    Tokens { context: usize },
+}
+
+/// `[model]` and `[data]` with what the other tables must know of them.
+struct Parts {
+    model: Table,
+    data: Table,
+    files: Files,
+    /// Samples of the training set; for text, about as many.
+    train_samples: usize,
+    /// Whether the target is classes; otherwise values or tokens.
+    classes: bool,
+    /// The cost of an update: how many there may be.
+    most_updates: usize,
+    batch_size: usize,
+}
+
+pub const MODELS: [&str; 9] = ["mlp", "cnn", "gpt", "llama", "bert", "vit", "resnet", "mobilenet", "layers"];
+
+/// The job of a seed.
+pub fn case(seed: u64, scale: Scale) -> Case {
+    // Each nine seeds have every model once; the trials go round them.
+    let (block, place) = (seed / 9, (seed % 9) as usize);
+    let mut draw = Draw::new(seed, "job");
+    let parts = source::parts(&mut draw, scale, MODELS[place]);
+    let tried = (block + place as u64).is_multiple_of(3);
+    let trial = tried.then(|| Trial {
+        share: draw.pick(&[0.9, 0.7, 0.5]),
+        kill: draw.pick(&[Kill::Worker, Kill::Whole, Kill::Signal]),
+        at: draw.float(0.0, 1.0),
+    });
+    settings::case(&mut draw, scale, seed, parts, trial)
+}
+
+/// Sets keys of a table by chance, so that defaults are drawn too.
+trait Keys {
+    fn set(&mut self, key: &str, value: impl Into<Value>) -> &mut Self;
+    fn number(&mut self, key: &str, value: usize) -> &mut Self;
+}
+
+impl Keys for Table {
+    fn set(&mut self, key: &str, value: impl Into<Value>) -> &mut Self {
+        self.insert(key.into(), value.into());
+        self
+    }
+
+    fn number(&mut self, key: &str, value: usize) -> &mut Self {
+        self.set(key, value as i64)
+    }
+}
+
+fn numbers(values: &[usize]) -> Value {
+    Value::Array(values.iter().map(|&value| Value::Integer(value as i64)).collect())
+}
+
+fn texts(values: &[String]) -> Value {
+    Value::Array(values.iter().map(|value| Value::String(value.clone())).collect())
+}
+
+fn kind(kind: &str) -> Table {
+    let mut table = Table::new();
+    table.set("kind", kind);
+    table
+}

@@ -1,0 +1,206 @@
+//! `[train]`, `[optimizer]`, `[schedule]`, `[memory]`, `[eval]`, `[checkpoint]` and `[log]`.
+
+use toml::{Table, Value};
+
+use super::{Case, Keys, Parts, Scale, Trial, kind};
+use crate::draw::Draw;
+
+const OPTIMIZERS: [&str; 5] = ["adamw", "sgd", "lion", "adafactor", "adamw8bit"];
+
+pub fn case(draw: &mut Draw, scale: Scale, seed: u64, parts: Parts, trial: Option<Trial>) -> Case {
+    let Parts { model, data, files, train_samples, classes, most_updates, batch_size } = parts;
+    let mut job = Table::new();
+    if draw.chance(0.8) {
+        job.set("name", "random");
+    }
+    job.set("seed", draw.below(1 << 40) as i64);
+    job.set("model", model).set("data", data);
+
+    let accumulation = draw.pick(&[1, 1, 1, 2, 3, 5]);
+    let per_epoch = train_samples.div_ceil(batch_size * accumulation).max(1);
+    // A kill needs an update before it and one after it.
+    let updates = draw.within(2..=most_updates);
+    let mut train = Table::new();
+    train.number("batch_size", batch_size);
+    if accumulation > 1 || draw.chance(0.2) {
+        train.number("accumulation_steps", accumulation);
+    }
+    match draw.chance(0.4) && per_epoch <= most_updates {
+        true => train.number("epochs", (updates / per_epoch).max(1)),
+        false => train.number("steps", updates),
+    };
+    let precision = draw.pick(&["auto", "f32", "f32", "bf16", "f16"]);
+    if precision != "auto" || draw.chance(0.5) {
+        train.set("precision", precision);
+    }
+    if precision == "f32" && draw.chance(0.3) {
+        train.set("tf32", draw.chance(0.5));
+    }
+    if draw.chance(0.5) {
+        train.set("clip_norm", draw.pick(&[0.01, 0.5, 1.0, 10.0]));
+    }
+    if draw.chance(0.3) {
+        train.set("ema", draw.pick(&[0.5, 0.9, 0.999]));
+    }
+    let begins_with_weights = draw.chance(0.05);
+    if begins_with_weights {
+        train.set("init", "weights.safetensors");
+    }
+    let steps = train.contains_key("steps");
+    job.set("train", train);
+
+    job.set("optimizer", optimizer(draw, OPTIMIZERS[((seed / 9 + seed) % 5) as usize]));
+    if draw.chance(0.7) {
+        job.set("schedule", schedule(draw, if steps { updates } else { 1 }));
+    }
+    if draw.chance(0.6) {
+        job.set("memory", memory(draw));
+    }
+    let (eval, measured) = eval(draw, updates, classes);
+    job.set("eval", eval);
+    job.set("checkpoint", checkpoint(draw, updates, &measured));
+    let mut log = Table::new();
+    if draw.chance(0.9) {
+        log.number("every_steps", draw.pick(&[1, 1, 1, 2]));
+    }
+    if draw.chance(0.7) {
+        log.set("tensorboard", draw.chance(0.3));
+    }
+    job.set("log", log);
+    let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);
+    Case { seed, job, files, threads, begins_with_weights, trial }
+}
+
+/// Rates at which no model here diverges within some updates.
+fn optimizer(draw: &mut Draw, name: &str) -> Table {
+    // The default kind need not be named.
+    let mut table = if name == "adamw" && draw.chance(0.2) { Table::new() } else { kind(name) };
+    let rate = match name {
+        "lion" => draw.pick(&[0.00001, 0.0001]),
+        "adafactor" => draw.pick(&[0.001, 0.01]),
+        _ => draw.pick(&[0.00001, 0.0003, 0.001]),
+    };
+    table.set("lr", rate);
+    if draw.chance(0.4) {
+        table.set("weight_decay", draw.pick(&[0.0, 0.01, 0.1]));
+    }
+    match name {
+        "sgd" => {
+            if draw.chance(0.6) {
+                table.set("momentum", draw.pick(&[0.5, 0.9]));
+                if draw.chance(0.5) {
+                    table.set("nesterov", draw.chance(0.5));
+                }
+            }
+        }
+        "adafactor" => {
+            for (key, value) in [("decay", -0.5), ("eps", 0.01), ("clip", 0.5)] {
+                if draw.chance(0.2) {
+                    table.set(key, value);
+                }
+            }
+        }
+        _ => {
+            if draw.chance(0.3) {
+                table.set("betas", vec![draw.pick(&[0.0, 0.5, 0.95]), draw.pick(&[0.9, 0.99])]);
+            }
+            if name != "lion" && draw.chance(0.2) {
+                table.set("eps", 0.000001);
+            }
+        }
+    }
+    table
+}
+
+fn schedule(draw: &mut Draw, updates: usize) -> Table {
+    let name = draw.pick(&["constant", "linear", "cosine", "step", "onecycle"]);
+    let mut table = if name == "constant" && draw.chance(0.3) { Table::new() } else { kind(name) };
+    if name == "onecycle" {
+        for (key, value) in [("warmup_share", 0.5), ("div", 4.0), ("final_div", 100.0)] {
+            if draw.chance(0.4) {
+                table.set(key, value);
+            }
+        }
+        return table;
+    }
+    if draw.chance(0.5) {
+        table.number("warmup_steps", draw.below(updates));
+    }
+    match name {
+        "step" => {
+            table.number("every_steps", draw.within(1..=3));
+            if draw.chance(0.5) {
+                table.set("gamma", 0.5);
+            }
+        }
+        "linear" | "cosine" if draw.chance(0.5) => {
+            table.set("final_lr_ratio", draw.pick(&[0.0, 0.1, 1.0]));
+        }
+        _ => {}
+    }
+    table
+}
+
+fn memory(draw: &mut Draw) -> Table {
+    let mut table = Table::new();
+    if draw.chance(0.3) {
+        table.set("ram", draw.pick(&["auto", "4GiB", "60%"]));
+    }
+    if draw.chance(0.1) {
+        table.set("vram", "auto");
+    }
+    if draw.chance(0.3) {
+        table.set("headroom", draw.pick(&["0%", "2%", "1MiB"]));
+    }
+    if draw.chance(0.4) {
+        let rungs = draw.some(&["shrink", "recompute", "offload", "optimizer-8bit"]);
+        table.set("on_oom", Value::Array(rungs.into_iter().map(Value::from).collect()));
+    }
+    if draw.chance(0.2) {
+        table.number("max_retries", draw.within(0..=4));
+    }
+    if draw.chance(0.2) {
+        table.set("graphs", draw.chance(0.5));
+    }
+    if draw.chance(0.2) {
+        table.set("supervise", draw.chance(0.5));
+    }
+    table
+}
+
+fn eval(draw: &mut Draw, updates: usize, classes: bool) -> (Table, Vec<&'static str>) {
+    let mut table = Table::new();
+    match draw.below(3) {
+        0 => table.number("every_steps", draw.within(1..=updates)),
+        1 => table.number("every_epochs", draw.within(1..=2)),
+        _ => &mut table,
+    };
+    if draw.chance(0.4) {
+        table.number("batch_size", draw.size(1..=64));
+    }
+    let mut measured = vec!["accuracy"];
+    if draw.chance(0.4) {
+        measured = if classes { draw.some(&["accuracy", "top5"]) } else { draw.some(&["accuracy"]) };
+        table.set("metrics", Value::Array(measured.iter().map(|&name| Value::from(name)).collect()));
+    }
+    (table, measured)
+}
+
+fn checkpoint(draw: &mut Draw, updates: usize, measured: &[&str]) -> Table {
+    let mut table = Table::new();
+    match draw.below(6) {
+        0..=2 => table.number("every_steps", draw.within(1..=updates.min(3))),
+        3 => table.number("every_epochs", 1),
+        4 => table.number("every_minutes", 1),
+        _ => &mut table,
+    };
+    if draw.chance(0.5) {
+        table.number("keep", draw.within(1..=3));
+    }
+    if draw.chance(0.4) {
+        let names: Vec<String> =
+            ["loss"].iter().chain(measured).map(|name| format!("valid.{name}")).collect();
+        table.set("best", draw.pick(&names));
+    }
+    table
+}

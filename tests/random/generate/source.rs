@@ -1,0 +1,603 @@
+//! `[data]`: every kind of source with the files it reads, and the batch and set sizes that belong to it.
+
+use toml::Table;
+
+use super::{Keys, Parts, Sample, Scale, kind, model, numbers, texts};
+use crate::data::{
+    Chat, Column, Files, Idx, Images, Jsonl, Layout, Packing, Rows, TableFormat, Tables, Text, TokenFile,
+    TokenUnits,
+};
+use crate::draw::Draw;
+
+/// What models take.
+fn sources(model: &str) -> &'static [&'static str] {
+    match model {
+        "mlp" | "layers" => &["csv", "parquet", "shapes", "idx", "images"],
+        "gpt" | "llama" => &["text", "tokens", "jsonl", "text-synthetic"],
+        // Texts with a class.
+        "bert" => &["jsonl", "text-synthetic"],
+        _ => &["shapes", "idx", "images"],
+    }
+}
+
+/// Draws the data, then a model for it.
+pub fn parts(draw: &mut Draw, scale: Scale, name: &str) -> Parts {
+    let source = draw.pick(sources(name));
+    let deep = matches!(name, "resnet" | "mobilenet");
+    let batch_size = match scale {
+        Scale::Small if deep => draw.size(1..=6),
+        Scale::Small => draw.size(1..=40),
+        Scale::Large => draw.size(4..=256),
+    };
+    let mut source =
+        Source { draw, scale, model: name, batch: batch_size, data: kind(source), classes: true };
+    let (sample, files, train_samples) = source.any();
+    let Source { mut data, classes, .. } = source;
+    // Activations grow with the samples times what each of them is: what is too much at once waits its turn.
+    let batch_size = match (&sample, scale) {
+        (Sample::Tokens { context }, Scale::Small) => batch_size.min((600 / context).max(1)),
+        (Sample::Tokens { context }, Scale::Large) => batch_size.min((32_768 / context).max(2)),
+        (Sample::Image([h, w, _]), Scale::Small) => batch_size.min((20_000 / (h * w)).max(2)),
+        (Sample::Image([h, w, _]), Scale::Large) => batch_size.min((600_000 / (h * w)).max(4)),
+        _ => batch_size,
+    };
+    loading(draw, &mut data);
+    let model = model::model(draw, scale, name, &sample, batch_size);
+    let most_updates = match scale {
+        Scale::Small if deep => 2,
+        Scale::Small => 6,
+        Scale::Large => 16,
+    };
+    Parts { model, data, files, train_samples, classes, most_updates, batch_size }
+}
+
+/// The keys that every kind has.
+fn loading(draw: &mut Draw, data: &mut Table) {
+    if draw.chance(0.3) {
+        data.set("shuffle", draw.chance(0.5));
+    }
+    if draw.chance(0.5) {
+        data.number("workers", draw.within(0..=4));
+    }
+    if draw.chance(0.5) {
+        data.set("prefetch", draw.pick(&["auto", "64KiB", "1MiB", "9MiB", "1%"]));
+    }
+    if draw.chance(0.4) {
+        data.set("shuffle_buffer", draw.pick(&["1KiB", "100KB", "3MiB", "64MiB"]));
+    }
+    if draw.chance(0.2) && !data.contains_key("on_bad_record") {
+        data.set("on_bad_record", draw.pick(&["fail", "skip"]));
+    }
+    if draw.chance(0.1) && !data.contains_key("max_bad_records") {
+        data.number("max_bad_records", 1000);
+    }
+}
+
+struct Source<'a> {
+    draw: &'a mut Draw,
+    scale: Scale,
+    model: &'a str,
+    batch: usize,
+    data: Table,
+    classes: bool,
+}
+
+impl Source<'_> {
+    /// The samples, their files, and how many there are to train on.
+    fn any(&mut self) -> (Sample, Files, usize) {
+        let kind = self.data["kind"].as_str().unwrap_or_default().to_owned();
+        match kind.as_str() {
+            "csv" | "parquet" => self.table(kind == "csv"),
+            "shapes" => self.shapes(),
+            "idx" => self.idx(),
+            "images" => self.images(),
+            "text" => self.text(),
+            "tokens" => self.tokens(),
+            "jsonl" => self.jsonl(),
+            _ => self.text_synthetic(),
+        }
+    }
+
+    /// Samples to train and to measure on: rarely whole batches.
+    fn counts(&mut self) -> (usize, usize) {
+        let train = self.draw.size(self.batch.max(2)..=self.scale.either(4, 6) * self.batch + 9);
+        (train, self.draw.size(1..=train))
+    }
+
+    /// Names `count` files to train on, and own files to measure on or a share of the others. A pattern stands for
+    /// several.
+    fn files(&mut self, ending: &str, train: usize, valid: usize) {
+        let names = |set: &str, count: usize| match count {
+            1 => vec![format!("data/{set}-0.{ending}")],
+            count if count % 2 == 0 => vec![format!("data/{set}-*.{ending}")],
+            count => (0..count).map(|i| format!("data/{set}-{i}.{ending}")).collect(),
+        };
+        self.data.set("train", texts(&names("train", train)));
+        if valid > 0 {
+            self.data.set("valid", texts(&names("valid", valid)));
+        } else if self.draw.chance(0.7) {
+            self.data.set("valid_share", self.draw.pick(&[0.1, 0.15, 0.25, 0.4]));
+        }
+    }
+
+    /// The counts of one to three files.
+    fn cut(&mut self, count: usize, least: usize) -> Vec<usize> {
+        let files = self.draw.within(1..=3).min((count / least).max(1));
+        (0..files).map(|i| count / files + usize::from(i < count % files)).collect()
+    }
+
+    fn table(&mut self, csv: bool) -> (Sample, Files, usize) {
+        // Every class and category is in the training rows, whatever the split.
+        let rows = self.counts().0.max(60);
+        let own = self.draw.chance(0.4);
+        let missing = if self.draw.chance(0.4) { 0.1 } else { 0.0 };
+        // A wide table now and then.
+        let widest = if self.draw.chance(0.1) { 400 } else { 12 };
+        let numbers = self.draw.size(1..=widest);
+        let categories = if self.draw.chance(0.5) { self.draw.within(1..=3) } else { 0 };
+        let mut columns: Vec<Column> = (0..numbers).map(|_| Column::Number { missing }).collect();
+        for _ in 0..categories {
+            let values = self.draw.within(2..=6);
+            let at = self.draw.below(columns.len() + 1);
+            columns.insert(at, Column::Category { values, missing });
+        }
+        self.classes = self.draw.chance(0.6);
+        let targets = if self.classes { 1 } else { self.draw.pick(&[1, 1, 2, 5]) };
+        let target = match self.classes {
+            true => Column::Class { classes: self.draw.within(2..=4), text: self.draw.chance(0.5) },
+            false => Column::Number { missing: 0.0 },
+        };
+        let first = columns.len();
+        columns.extend(vec![target; targets]);
+
+        let header = !csv || self.draw.chance(0.8);
+        let name = |i: usize| if header { format!("column_{i}") } else { i.to_string() };
+        let format = if csv { self.csv(header) } else { self.parquet() };
+        let ending = format.ending();
+        match targets {
+            1 => self.data.set("target", name(first)),
+            _ => {
+                let names: Vec<String> = (first..first + targets).map(name).collect();
+                self.data.set("target", texts(&names))
+            }
+        };
+        // The first rows decide by themselves unless it is said.
+        if self.draw.chance(0.5) {
+            self.data.set("task", if self.classes { "classes" } else { "values" });
+        } else if self.draw.chance(0.3) {
+            self.data.set("task", "auto");
+        }
+        if let Column::Class { classes, text } = columns[first]
+            && self.draw.chance(0.3)
+        {
+            let names: Vec<String> = (0..classes).map(|class| Column::class(class, text)).collect();
+            self.data.set("classes", texts(&names));
+        }
+        if missing > 0.0 {
+            self.data.set("on_missing", self.draw.pick(&["mean", "zero"]));
+            if self.draw.chance(0.5) {
+                self.data.set("missing_flags", self.draw.chance(0.5));
+            }
+        } else if self.draw.chance(0.2) {
+            self.data.set("on_missing", "error");
+        }
+        let is = |wanted: fn(&Column) -> bool| {
+            (0..first).filter(|i| wanted(&columns[*i])).map(name).collect::<Vec<_>>()
+        };
+        let (of_numbers, of_categories) =
+            (is(|c| matches!(c, Column::Number { .. })), is(|c| matches!(c, Column::Category { .. })));
+        if self.draw.chance(0.2) {
+            self.data.set("categorical", texts(&of_categories));
+        }
+        if self.draw.chance(0.2) {
+            self.data.set("numeric", texts(&of_numbers));
+        }
+        if of_numbers.len() > 2 {
+            match self.draw.below(4) {
+                0 => self.data.set("ignore", texts(&of_numbers[..1])),
+                1 => self.data.set("columns", texts(&of_numbers[..2])),
+                _ => &mut self.data,
+            };
+        }
+        if self.draw.chance(0.5) {
+            self.data.set("encode", self.draw.pick(&["one_hot", "embed"]));
+        }
+        for (key, chance) in
+            [("standardise", 0.3), ("max_categories", 0.1), ("trim", 0.1), ("on_unknown", 0.3)]
+        {
+            if self.draw.chance(chance) {
+                match key {
+                    "standardise" => self.data.set(key, self.draw.chance(0.5)),
+                    "max_categories" => self.data.number(key, 50),
+                    "trim" => self.data.set(key, "."),
+                    _ => self.data.set(key, self.draw.pick(&["zeros", "error"])),
+                };
+            }
+        }
+        if self.draw.chance(0.1) {
+            self.data.set("missing", texts(&["".into(), "NA".into()]));
+        }
+        let train = self.cut(rows, 20);
+        let valid = if own { vec![60 + self.draw.below(20)] } else { Vec::new() };
+        self.files(&ending, train.len(), valid.len());
+        let files = Tables { format, columns, header, rows: Rows { train, valid } };
+        (Sample::Row, Files::Table(files), rows)
+    }
+
+    fn csv(&mut self, header: bool) -> TableFormat {
+        let delimiter = self.draw.pick(&[",", ",", ";", "|", "tab", "space"]);
+        if delimiter != "," || self.draw.chance(0.2) {
+            self.data.set("delimiter", delimiter);
+        }
+        if !header || self.draw.chance(0.2) {
+            self.data.set("header", header);
+        }
+        let skip_lines = if self.draw.chance(0.2) { self.draw.within(1..=3) } else { 0 };
+        if skip_lines > 0 {
+            self.data.number("skip_lines", skip_lines);
+        }
+        let packing = self.draw.pick(&[Packing::Plain, Packing::Plain, Packing::Gzip, Packing::Zstd]);
+        TableFormat::Csv { delimiter, skip_lines, packing }
+    }
+
+    fn parquet(&mut self) -> TableFormat {
+        let compression = self.draw.pick(&["none", "snappy", "gzip", "lz4", "zstd"]);
+        TableFormat::Parquet {
+            compression,
+            dictionary: self.draw.chance(0.5),
+            group: self.draw.pick(&[7, 33, 1000]),
+        }
+    }
+
+    /// Height and width of a sample. Vision transformers cut it into patches.
+    fn sides(&mut self, square: bool) -> [usize; 2] {
+        let unit = if self.model == "vit" { self.draw.within(3..=8) } else { 1 };
+        let range = match self.scale {
+            Scale::Small if matches!(self.model, "resnet" | "mobilenet") => 5..=24,
+            Scale::Small => 5..=36,
+            Scale::Large => 24..=128,
+        };
+        let side = |draw: &mut Draw| (draw.within(range.clone()) / unit).max(1) * unit;
+        let height = side(self.draw);
+        let width = if square || self.draw.chance(0.5) { height } else { side(self.draw) };
+        [height, width]
+    }
+
+    fn shapes(&mut self) -> (Sample, Files, usize) {
+        let (train, valid) = self.counts();
+        let side = self.sides(true)[0].max(16);
+        // Sixteen is the least, and a multiple of a patch as well.
+        self.data.number("train_samples", train).number("valid_samples", valid).number("image_size", side);
+        self.augment(1);
+        (Sample::Image([side, side, 1]), Files::None, train)
+    }
+
+    fn idx(&mut self) -> (Sample, Files, usize) {
+        let (train, valid) = self.counts();
+        let [height, width] = self.sides(false);
+        let channels = self.draw.pick(&[1, 1, 3]);
+        let classes = self.draw.within(2..=12);
+        let packing = self.draw.pick(&[Packing::Plain, Packing::Gzip]);
+        let ending = packing.ending();
+        for (key, name) in [
+            ("train_images", "train-images"),
+            ("train_labels", "train-labels"),
+            ("valid_images", "valid-images"),
+            ("valid_labels", "valid-labels"),
+        ] {
+            self.data.set(key, format!("data/{name}.idx{ending}"));
+        }
+        if classes != 10 || self.draw.chance(0.5) {
+            self.data.number("classes", classes);
+        }
+        self.normalise(channels);
+        self.augment(channels);
+        let shape = [height, width, channels];
+        (Sample::Image(shape), Files::Idx(Idx { shape, train, valid, classes, packing }), train)
+    }
+
+    fn normalise(&mut self, channels: usize) {
+        if self.draw.chance(0.3) {
+            match self.draw.chance(0.5) {
+                true => self.data.set("mean", 0.5).set("std", 0.25),
+                false => self.data.set("mean", vec![0.4; channels]).set("std", vec![0.3; channels]),
+            };
+        }
+    }
+
+    fn images(&mut self) -> (Sample, Files, usize) {
+        let (train, valid) = self.counts();
+        let classes = self.draw.within(2..=4);
+        // Every class has images to train on, whatever the split.
+        let train = train.max(12 * classes);
+        let [height, width] = self.sides(false);
+        match height == width && self.draw.chance(0.5) {
+            true => self.data.number("image_size", height),
+            false => self.data.set("image_size", numbers(&[height, width])),
+        };
+        let channels = self.draw.pick(&[1, 3, 3]);
+        if channels == 1 || self.draw.chance(0.5) {
+            self.data.number("channels", channels);
+        }
+        if self.draw.chance(0.5) {
+            self.data.set("fit", self.draw.pick(&["crop", "pad", "stretch"]));
+        }
+        if self.draw.chance(0.2) {
+            self.data.set("crop_share", self.draw.pick(&[0.5, 0.875, 1.0]));
+        }
+        if self.draw.chance(0.5) {
+            self.data.set("normalise", self.draw.pick(&["imagenet", "half", "none"]));
+        }
+        self.normalise(channels);
+        if self.draw.chance(0.1) {
+            self.data.number("max_pixels", 4_000_000);
+        }
+        let layout = self.draw.pick(&[
+            Layout::Folders,
+            Layout::Folders,
+            Layout::Csv,
+            Layout::Tsv,
+            Layout::Tar(Packing::Plain),
+            Layout::Tar(Packing::Gzip),
+            Layout::Tar(Packing::Zstd),
+        ]);
+        let table = matches!(layout, Layout::Csv | Layout::Tsv);
+        let columns = match table && self.draw.chance(0.3) {
+            true => {
+                self.data.set("path_column", "image").set("label_column", "what");
+                ["image", "what"]
+            }
+            false => ["path", "label"],
+        };
+        let own = self.draw.chance(0.5);
+        let name = |set: &str| texts(&[format!("data/{set}{}", layout.ending())]);
+        self.data.set("train", name("train"));
+        if own {
+            self.data.set("valid", name("valid"));
+        } else if self.draw.chance(0.5) {
+            self.data.set("valid_share", 0.2);
+        }
+        // A large one among small ones: what decoding takes is not what a sample takes.
+        let largest = if self.draw.chance(0.2) { self.scale.either(900, 2500) } else { 60 };
+        self.augment(channels);
+        let valid = if own { valid.max(classes) } else { 0 };
+        let files =
+            Images { layout, columns, train, valid, classes, largest, labels_beside: self.draw.chance(0.5) };
+        (Sample::Image([height, width, channels]), Files::Images(files), train)
+    }
+
+    /// Half of the sets are as they are: those that a program need not change.
+    fn augment(&mut self, channels: usize) {
+        if self.draw.chance(0.5) {
+            return;
+        }
+        let mut augment = Table::new();
+        let keys = [
+            "random_resized_crop",
+            "crop_ratio",
+            "crop_padding",
+            "horizontal_flip",
+            "vertical_flip",
+            "brightness",
+            "contrast",
+            "saturation",
+            "hue",
+            "erasing",
+            "erasing_area",
+            "erasing_ratio",
+            "mixup",
+            "cutmix",
+            "mix_chance",
+        ];
+        for key in keys {
+            if !self.draw.chance(0.25) {
+                continue;
+            }
+            match key {
+                // Grey images have no colour: a job that would change it is refused.
+                "saturation" | "hue" if channels == 1 => &mut augment,
+                "random_resized_crop" => augment.set(key, vec![self.draw.float(0.05, 0.5), 1.0]),
+                "crop_ratio" | "erasing_ratio" => augment.set(key, vec![0.5, 2.0]),
+                "erasing_area" => augment.set(key, vec![0.02, 0.4]),
+                "crop_padding" => augment.number(key, self.draw.within(1..=6)),
+                "mixup" | "cutmix" => augment.set(key, self.draw.pick(&[0.2, 1.0])),
+                "hue" => augment.set(key, self.draw.pick(&[0.1, 0.5])),
+                "horizontal_flip" | "vertical_flip" | "erasing" | "mix_chance" => {
+                    augment.set(key, self.draw.pick(&[0.3, 0.5, 1.0]))
+                }
+                _ => augment.set(key, self.draw.float(0.1, 0.8)),
+            };
+        }
+        if !augment.is_empty() {
+            self.data.set("augment", augment);
+        }
+    }
+
+    fn context(&mut self) -> usize {
+        match self.scale {
+            Scale::Small => self.draw.size(1..=70),
+            Scale::Large => self.draw.pick(&[33, 64, 127, 128, 256, 300, 512, 1000, 1024, 2048]),
+        }
+    }
+
+    fn text_synthetic(&mut self) -> (Sample, Files, usize) {
+        let (train, valid) = self.counts();
+        let context = self.context();
+        // A vocabulary that is larger than all else, now and then.
+        let vocab =
+            if self.draw.chance(0.1) { self.scale.either(20_000, 50_257) } else { self.draw.size(2..=300) };
+        self.data.number("train_samples", train).number("valid_samples", valid).number("vocab", vocab);
+        if self.model == "bert" {
+            self.data.number("classes", self.draw.within(2..=5));
+        } else {
+            self.classes = false;
+            if self.draw.chance(0.2) {
+                self.data.number("classes", 0);
+            }
+        }
+        (Sample::Tokens { context }, Files::None, train)
+    }
+
+    /// How text becomes tokens, as a job says it.
+    fn units(&mut self) -> TokenUnits {
+        let units = self.draw.pick(&[
+            TokenUnits::Characters,
+            TokenUnits::Characters,
+            TokenUnits::Bytes,
+            TokenUnits::Words,
+            TokenUnits::Pairs,
+        ]);
+        match units {
+            TokenUnits::Characters if self.draw.chance(0.5) => &mut self.data,
+            TokenUnits::Characters => self.data.set("tokens", "characters"),
+            TokenUnits::Bytes => self.data.set("tokens", "bytes"),
+            _ => self.data.set("tokens", "data/tokenizer.json"),
+        };
+        units
+    }
+
+    fn separator(&mut self, units: TokenUnits) {
+        if self.draw.chance(0.4) {
+            let has_end = matches!(units, TokenUnits::Words | TokenUnits::Pairs);
+            self.data.set(
+                "separator",
+                self.draw.pick(if has_end { &["auto", "none", "<|endoftext|>"] } else { &["auto", "none"] }),
+            );
+        }
+    }
+
+    fn text(&mut self) -> (Sample, Files, usize) {
+        self.classes = false;
+        let (samples, measured) = self.counts();
+        let context = self.context();
+        let units = self.units();
+        self.separator(units);
+        if self.draw.chance(0.6) {
+            self.data.set("windows", self.draw.pick(&["fixed", "random"]));
+        }
+        // A word is up to eight characters and a space; the share that is measured on has a window too.
+        let each = if units == TokenUnits::Words { 12 } else { 2 };
+        let total = each * (context + 1) * (samples + 12);
+        let train = self.cut(total, each * (context + 2) * 6);
+        let own = self.draw.chance(0.4);
+        let valid = if own { vec![each * (context + 1) * (measured + 2)] } else { Vec::new() };
+        self.files("txt", train.len(), valid.len());
+        if !own {
+            self.data.set("valid_share", 0.3);
+        }
+        (Sample::Tokens { context }, Files::Text(Text { train, valid, units }), samples)
+    }
+
+    fn tokens(&mut self) -> (Sample, Files, usize) {
+        self.classes = false;
+        let (samples, measured) = self.counts();
+        let context = self.context();
+        let (wide, header) = (self.draw.chance(0.4), self.draw.chance(0.4));
+        // A tokenizer has the vocabulary where the job does not say it.
+        let named = self.draw.chance(0.2);
+        let most = if named {
+            TokenUnits::PAIRS
+        } else if wide {
+            self.scale.either(300, 70_000)
+        } else {
+            300
+        };
+        let vocab = self.draw.size(2..=most);
+        if self.draw.chance(0.5) {
+            // Without a header, 32 bits are seen from the zeros of small ids.
+            self.data.set("dtype", self.draw.pick(&["auto", if wide { "u32" } else { "u16" }]));
+        }
+        if named {
+            self.data.set("tokenizer", "data/tokenizer.json");
+        } else if self.draw.chance(0.5) {
+            self.data.number("vocab", vocab + self.draw.below(9));
+        }
+        if self.draw.chance(0.6) {
+            self.data.set("windows", self.draw.pick(&["fixed", "random"]));
+        }
+        let train = self.cut((context + 1) * (samples + 9), 4 * (context + 1));
+        let own = self.draw.chance(0.4);
+        let valid = if own { vec![(context + 1) * (measured + 1)] } else { Vec::new() };
+        self.files("bin", train.len(), valid.len());
+        if !own {
+            self.data.set("valid_share", 0.3);
+        }
+        (
+            Sample::Tokens { context },
+            Files::Tokens(TokenFile { train, valid, vocab, wide, header, named }),
+            samples,
+        )
+    }
+
+    fn jsonl(&mut self) -> (Sample, Files, usize) {
+        let (train, valid) = self.counts();
+        // Room for the words of the longest template and an answer.
+        let chat = self.model != "bert" && self.draw.chance(0.4);
+        let context = if chat { self.context().max(170) } else { self.context().max(4) };
+        let units = self.units();
+        self.separator(units);
+        let labels = if self.model == "bert" { self.draw.within(2..=4) } else { 0 };
+        self.classes = labels > 0;
+        let (train, valid) =
+            if labels > 0 { (train.max(15 * labels), valid.max(labels)) } else { (train.max(8), valid) };
+        let mut chats = None;
+        if chat {
+            let mut templates = vec!["chatml", "llama2", "llama3", "gemma", "plain", "jinja", "file"];
+            if matches!(units, TokenUnits::Words | TokenUnits::Pairs) {
+                templates.push("auto");
+            }
+            let template = self.draw.pick(&templates);
+            self.data.set("messages", "talk");
+            match template {
+                "jinja" => self.data.set("template", Chat::JINJA),
+                "file" => self.data.set("template", "data/template.jinja"),
+                name if name != "chatml" || self.draw.chance(0.5) => self.data.set("template", name),
+                _ => &mut self.data,
+            };
+            if self.draw.chance(0.6) {
+                self.data.set("loss", self.draw.pick(&["answers", "all"]));
+            }
+            // An answer may lie behind the last position.
+            self.data.set("on_bad_record", "skip").number("max_bad_records", 1000);
+            chats = Some(Chat { file: template == "file" });
+        } else if self.draw.chance(0.3) {
+            self.data.set("field", "body");
+        }
+        if labels > 0 {
+            self.data.set("label", "mood");
+        }
+        let pack = labels == 0 && self.draw.chance(0.3);
+        if pack || (labels == 0 && self.draw.chance(0.2)) {
+            self.data.set("pack", pack);
+        }
+        if !pack {
+            if self.draw.chance(0.4) {
+                let mut buckets: Vec<usize> =
+                    (0..self.draw.within(1..=3)).map(|_| self.draw.within(1..=context)).collect();
+                buckets.push(context);
+                buckets.sort_unstable();
+                buckets.dedup();
+                self.data.set("buckets", numbers(&buckets));
+            }
+            if self.draw.chance(0.5) {
+                let too_long =
+                    self.draw.pick(if labels > 0 { &["cut", "refuse"] } else { &["cut", "split", "refuse"] });
+                self.data.set("too_long", too_long);
+                if too_long == "refuse" {
+                    self.data.set("on_bad_record", "skip").number("max_bad_records", 1000);
+                }
+            }
+        }
+        let own = self.draw.chance(0.4);
+        let packing = self.draw.pick(&[Packing::Plain, Packing::Plain, Packing::Gzip, Packing::Zstd]);
+        // Packed records fill whole windows.
+        let (train, valid) = if pack { (train * 2 + 40, valid + 40) } else { (train, valid) };
+        let files = self.cut(train, 8);
+        let valid = if own { vec![valid] } else { Vec::new() };
+        self.files(&format!("jsonl{}", packing.ending()), files.len(), valid.len());
+        let field = if self.data.contains_key("field") { "body" } else { "text" };
+        let files =
+            Jsonl { train: files, valid, longest: context * 3 / 2, units, field, labels, chats, packing };
+        (Sample::Tokens { context }, Files::Jsonl(files), train)
+    }
+}

@@ -1,0 +1,194 @@
+//! Drives the program: one run in a process of its own, watched from outside.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::generate::Scale;
+
+/// Where and with what jobs are run.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    pub program: PathBuf,
+    /// `cpu` or `cuda`.
+    pub device: String,
+    pub scale: Scale,
+    /// Device bytes that one job may use; no more than its part where several run side by side.
+    pub vram: u64,
+    /// A disturbance for every run, `(NAME, VALUE)` of its environment: for what proves that a check can fail.
+    pub disturbance: Option<(&'static str, String)>,
+}
+
+/// A run that takes longer hangs: they are made for seconds.
+const LONGEST: Duration = Duration::from_secs(240);
+
+impl Machine {
+    pub fn here() -> Self {
+        let program =
+            std::env::var_os("TRAINER_BINARY").map_or(env!("CARGO_BIN_EXE_trainer").into(), PathBuf::from);
+        let device = std::env::var("TRAINER_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
+        let scale = if device == "cpu" { Scale::Small } else { Scale::Large };
+        Self { program, device, scale, vram: 20 << 30, disturbance: None }
+    }
+
+    pub fn on_gpu(&self) -> bool {
+        self.device != "cpu"
+    }
+
+    fn command(&self, job: &Job, args: &[&str]) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(args).args(["--device", &self.device]).current_dir(&job.folder).stdin(Stdio::null());
+        command.args(job.sets.iter().flat_map(|set| ["--set", set]));
+        command.env("RAYON_NUM_THREADS", job.threads.to_string());
+        command
+    }
+
+    /// `trainer plan --json`, or what it said instead.
+    pub fn plan(&self, job: &Job) -> Result<Value, String> {
+        let output =
+            self.command(job, &["plan", "job.toml", "--json"]).output().map_err(|e| e.to_string())?;
+        serde_json::from_slice(&output.stdout).map_err(|_| {
+            format!("exit code {:?}: {}", output.status.code(), String::from_utf8_lossy(&output.stderr))
+        })
+    }
+
+    /// Trains a job, or goes on with it.
+    pub fn fit(&self, job: &Job, run: &str, how: &How) -> Ended {
+        let root = job.folder.join(run);
+        let said = |kind: &str| job.folder.join(format!("{run}.{kind}"));
+        let mut args = vec!["fit", "job.toml", "-q", "--run-dir", run];
+        args.extend(how.resume.then_some("--resume"));
+        let mut command = self.command(job, &args);
+        command.stdout(File::create(said("stdout")).unwrap()).stderr(File::create(said("stderr")).unwrap());
+        command.envs(self.disturbance.clone());
+        command.envs(how.die_at.map(|step| ("TRAINER_FAULT_DIE", format!("kill:{step}"))));
+        let begun = Instant::now();
+        let mut child = command.spawn().unwrap_or_else(|e| panic!("{}: {e}", self.program.display()));
+        let (mut resident, mut hung) = (0, false);
+        let status = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            let processes = family(&child);
+            resident = processes.iter().map(|pid| high_water(*pid)).fold(resident, u64::max);
+            hung = begun.elapsed() > LONGEST;
+            if hung || how.kill_at.is_some_and(|step| last_step(&root) >= step) {
+                child.kill().unwrap();
+                let status = child.wait().unwrap();
+                // The worker dies with its supervisor, a little later.
+                while processes.iter().any(|pid| alive(*pid)) {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                break status;
+            }
+            std::thread::sleep(Duration::from_millis(4));
+        };
+        let stderr = fs::read(said("stderr")).unwrap_or_default();
+        Ended {
+            root,
+            code: status.code(),
+            hung,
+            stderr: String::from_utf8_lossy(&stderr).into_owned(),
+            resident,
+            seconds: begun.elapsed().as_secs_f64(),
+        }
+    }
+}
+
+/// A job in its folder, with what is set over it.
+#[derive(Clone, Debug)]
+pub struct Job {
+    pub folder: PathBuf,
+    pub sets: Vec<String>,
+    pub threads: usize,
+}
+
+impl Job {
+    pub fn set(&self, set: String) -> Self {
+        Self { sets: self.sets.iter().cloned().chain([set]).collect(), ..self.clone() }
+    }
+}
+
+/// What is done to a run.
+#[derive(Clone, Debug, Default)]
+pub struct How {
+    pub resume: bool,
+    /// The worker kills itself before the update after this step.
+    pub die_at: Option<u64>,
+    /// The process that was started is killed from outside once this step was made.
+    pub kill_at: Option<u64>,
+}
+
+/// A run that ended.
+pub struct Ended {
+    pub root: PathBuf,
+    /// None: by a signal.
+    pub code: Option<i32>,
+    pub hung: bool,
+    pub stderr: String,
+    /// The most bytes of one of its processes that were seen resident; the last milliseconds are not.
+    pub resident: u64,
+    pub seconds: f64,
+}
+
+impl Ended {
+    /// What the run told, in order; a last line without its end is none.
+    pub fn events(&self) -> Vec<Value> {
+        let text = fs::read_to_string(self.root.join("events.jsonl")).unwrap_or_default();
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    /// The files of the newest checkpoint that hold tensors, by name.
+    pub fn tensors(&self) -> Vec<(String, Vec<u8>)> {
+        let folders = fs::read_dir(self.root.join("checkpoints")).into_iter().flatten().flatten();
+        let Some(newest) = folders.map(|f| f.path()).filter(|f| f.join("DONE").exists() || f.is_dir()).max()
+        else {
+            return Vec::new();
+        };
+        let mut files: Vec<(String, Vec<u8>)> = fs::read_dir(newest)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter(|file| file.path().extension().is_some_and(|e| e == "safetensors"))
+            .map(|file| {
+                (file.file_name().to_string_lossy().into_owned(), fs::read(file.path()).unwrap_or_default())
+            })
+            .collect();
+        files.sort();
+        files
+    }
+}
+
+/// A process and its children, where the system says.
+fn family(child: &Child) -> Vec<u32> {
+    let id = child.id();
+    let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+    [id].into_iter().chain(children.split_whitespace().filter_map(|id| id.parse().ok())).collect()
+}
+
+/// The most bytes of a process that were resident so far.
+fn high_water(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok()).unwrap_or(0) * 1024
+}
+
+fn alive(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // After the name in brackets; a zombie holds nothing.
+    stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with('Z'))
+}
+
+/// The last step that a run told.
+fn last_step(root: &Path) -> u64 {
+    let text = fs::read_to_string(root.join("events.jsonl")).unwrap_or_default();
+    let steps = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    steps
+        .filter(|event| event["event"] == "step")
+        .filter_map(|event| event["step"].as_u64())
+        .max()
+        .unwrap_or(0)
+}
