@@ -16,11 +16,12 @@ pub const PLAN_BOUND: &str = "plan within its bound";
 pub const NO_OOM: &str = "no OOM below the plan";
 pub const BUDGET_CODE: &str = "budget: exit code";
 pub const KILL_CODE: &str = "kill: exit code";
+pub const LEFTOVERS: &str = "kill: no leftovers";
 pub const SAME_SAMPLES: &str = "same samples";
 pub const SAME_LOSSES: &str = "same losses";
 pub const SAME_BITS: &str = "same bits";
 
-pub const PROMISES: [&str; 11] = [
+pub const PROMISES: [&str; 12] = [
     NO_PANIC,
     EXIT_CODE,
     PLAN_HEAP,
@@ -29,6 +30,7 @@ pub const PROMISES: [&str; 11] = [
     NO_OOM,
     BUDGET_CODE,
     KILL_CODE,
+    LEFTOVERS,
     SAME_SAMPLES,
     SAME_LOSSES,
     SAME_BITS,
@@ -310,6 +312,10 @@ fn kill(machine: &Machine, job: &Job, written: &Run, kill: Kill, at: u64, seen: 
         return;
     }
     run.no_oom(seen);
+    let leftovers = run.ended.leftovers();
+    if !leftovers.is_empty() {
+        seen.broken(LEFTOVERS, format!("killed: {leftovers:?}"));
+    }
     let before = seen.broken.len();
     same(written, &run, seen);
     if seen.broken.len() == before && !splits_agree(written, &run) {

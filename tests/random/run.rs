@@ -22,8 +22,8 @@ pub struct Machine {
     pub disturbance: Option<(&'static str, String)>,
 }
 
-/// A run that takes longer hangs: they are made for seconds.
-const LONGEST: Duration = Duration::from_secs(240);
+/// A run that takes longer hangs: they are made for seconds, on a machine that may be busy with others.
+const LONGEST: Duration = Duration::from_secs(900);
 
 impl Machine {
     pub fn here() -> Self {
@@ -159,6 +159,13 @@ impl Ended {
             .collect();
         files.sort();
         files
+    }
+
+    /// What lies beside the checkpoints that are whole.
+    pub fn leftovers(&self) -> Vec<String> {
+        let folders = fs::read_dir(self.root.join("checkpoints")).into_iter().flatten().flatten();
+        let halves = folders.filter(|folder| !folder.path().join("DONE").exists());
+        halves.map(|folder| folder.file_name().to_string_lossy().into_owned()).collect()
     }
 }
 

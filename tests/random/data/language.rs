@@ -26,11 +26,14 @@ const WORDS: [&str; 24] = [
     "in", "we", "run", "walk", "slowly", "never", "again", "9", "1024", "x", "zebra",
 ];
 
-fn words(draw: &mut Draw, plain: bool, mut enough: impl FnMut(&str) -> bool) -> String {
-    let mut text = String::new();
-    while !enough(&text) {
+/// A text of so many characters or some more; `plain`: of ASCII.
+fn words(draw: &mut Draw, plain: bool, characters: usize) -> String {
+    let (mut text, mut count) = (String::new(), 0);
+    while count < characters {
         let word = draw.pick(&WORDS);
-        text += if plain && !word.is_ascii() { "plain" } else { word };
+        let word = if plain && !word.is_ascii() { "plain" } else { word };
+        count += word.chars().count() + 1;
+        text += word;
         text.push(draw.pick(&[' ', ' ', ' ', '\n']));
     }
     text
@@ -117,7 +120,7 @@ impl Text {
         self.units.write(folder)?;
         for (set, files) in [("train", &self.train), ("valid", &self.valid)] {
             for (i, &count) in files.iter().enumerate() {
-                let text = words(draw, self.units.plain(), |text| text.chars().count() >= count);
+                let text = words(draw, self.units.plain(), count);
                 fs::write(folder.join(format!("{set}-{i}.txt")), text)?;
             }
         }
@@ -198,7 +201,7 @@ impl Chat {
         let mut messages = Vec::new();
         let mut say = |draw: &mut Draw, role: &str| {
             let length = draw.size(1..=longest / 4 + 2);
-            let content = words(draw, plain, |text| text.len() >= length);
+            let content = words(draw, plain, length);
             messages.push(json!({ "role": role, "content": content.trim() }));
         };
         for _ in 0..draw.within(1..=2) {
@@ -236,7 +239,7 @@ impl Jsonl {
         // Two characters at least: one to see and one to predict.
         let length = draw.size(3..=self.longest.max(4));
         let mut record = Map::new();
-        record.insert(self.field.into(), json!(words(draw, plain, |text| text.chars().count() >= length)));
+        record.insert(self.field.into(), json!(words(draw, plain, length)));
         if self.labels > 0 {
             record.insert("mood".into(), json!(format!("mood {}", (number + draw.below(2)) % self.labels)));
         }

@@ -32,15 +32,7 @@ pub fn parts(draw: &mut Draw, scale: Scale, name: &str) -> Parts {
     let mut source =
         Source { draw, scale, model: name, batch: batch_size, data: kind(source), classes: true };
     let (sample, files, train_samples) = source.any();
-    let Source { mut data, classes, .. } = source;
-    // Activations grow with the samples times what each of them is: what is too much at once waits its turn.
-    let batch_size = match (&sample, scale) {
-        (Sample::Tokens { context }, Scale::Small) => batch_size.min((600 / context).max(1)),
-        (Sample::Tokens { context }, Scale::Large) => batch_size.min((32_768 / context).max(2)),
-        (Sample::Image([h, w, _]), Scale::Small) => batch_size.min((20_000 / (h * w)).max(2)),
-        (Sample::Image([h, w, _]), Scale::Large) => batch_size.min((600_000 / (h * w)).max(4)),
-        _ => batch_size,
-    };
+    let Source { mut data, classes, batch: batch_size, .. } = source;
     loading(draw, &mut data);
     let model = model::model(draw, scale, name, &sample, batch_size);
     let most_updates = match scale {
@@ -77,6 +69,7 @@ struct Source<'a> {
     draw: &'a mut Draw,
     scale: Scale,
     model: &'a str,
+    /// Samples of a micro-batch; fewer where each of them is large.
     batch: usize,
     data: Table,
     classes: bool,
@@ -260,12 +253,13 @@ impl Source<'_> {
         let side = |draw: &mut Draw| (draw.within(range.clone()) / unit).max(1) * unit;
         let height = side(self.draw);
         let width = if square || self.draw.chance(0.5) { height } else { side(self.draw) };
+        self.batch = self.batch.min((self.scale.either(20_000, 600_000) / (height * width)).max(2));
         [height, width]
     }
 
     fn shapes(&mut self) -> (Sample, Files, usize) {
-        let (train, valid) = self.counts();
         let side = self.sides(true)[0].max(16);
+        let (train, valid) = self.counts();
         // Sixteen is the least, and a multiple of a patch as well.
         self.data.number("train_samples", train).number("valid_samples", valid).number("image_size", side);
         self.augment(1);
@@ -273,8 +267,8 @@ impl Source<'_> {
     }
 
     fn idx(&mut self) -> (Sample, Files, usize) {
-        let (train, valid) = self.counts();
         let [height, width] = self.sides(false);
+        let (train, valid) = self.counts();
         let channels = self.draw.pick(&[1, 1, 3]);
         let classes = self.draw.within(2..=12);
         let packing = self.draw.pick(&[Packing::Plain, Packing::Gzip]);
@@ -306,11 +300,11 @@ impl Source<'_> {
     }
 
     fn images(&mut self) -> (Sample, Files, usize) {
+        let [height, width] = self.sides(false);
         let (train, valid) = self.counts();
         let classes = self.draw.within(2..=4);
         // Every class has images to train on, whatever the split.
         let train = train.max(12 * classes);
-        let [height, width] = self.sides(false);
         match height == width && self.draw.chance(0.5) {
             true => self.data.number("image_size", height),
             false => self.data.set("image_size", numbers(&[height, width])),
@@ -413,16 +407,20 @@ impl Source<'_> {
         }
     }
 
-    fn context(&mut self) -> usize {
-        match self.scale {
+    /// Tokens of a sample, at least so many.
+    fn context(&mut self, least: usize) -> usize {
+        let context = match self.scale {
             Scale::Small => self.draw.size(1..=70),
             Scale::Large => self.draw.pick(&[33, 64, 127, 128, 256, 300, 512, 1000, 1024, 2048]),
-        }
+        };
+        let context = context.max(least);
+        self.batch = self.batch.min((self.scale.either(600, 32_768) / context).max(1));
+        context
     }
 
     fn text_synthetic(&mut self) -> (Sample, Files, usize) {
+        let context = self.context(1);
         let (train, valid) = self.counts();
-        let context = self.context();
         // A vocabulary that is larger than all else, now and then.
         let vocab =
             if self.draw.chance(0.1) { self.scale.either(20_000, 50_257) } else { self.draw.size(2..=300) };
@@ -468,8 +466,8 @@ impl Source<'_> {
 
     fn text(&mut self) -> (Sample, Files, usize) {
         self.classes = false;
+        let context = self.context(1);
         let (samples, measured) = self.counts();
-        let context = self.context();
         let units = self.units();
         self.separator(units);
         if self.draw.chance(0.6) {
@@ -490,8 +488,8 @@ impl Source<'_> {
 
     fn tokens(&mut self) -> (Sample, Files, usize) {
         self.classes = false;
+        let context = self.context(1);
         let (samples, measured) = self.counts();
-        let context = self.context();
         let (wide, header) = (self.draw.chance(0.4), self.draw.chance(0.4));
         // A tokenizer has the vocabulary where the job does not say it.
         let named = self.draw.chance(0.2);
@@ -530,10 +528,10 @@ impl Source<'_> {
     }
 
     fn jsonl(&mut self) -> (Sample, Files, usize) {
-        let (train, valid) = self.counts();
         // Room for the words of the longest template and an answer.
         let chat = self.model != "bert" && self.draw.chance(0.4);
-        let context = if chat { self.context().max(170) } else { self.context().max(4) };
+        let context = self.context(if chat { 170 } else { 4 });
+        let (train, valid) = self.counts();
         let units = self.units();
         self.separator(units);
         let labels = if self.model == "bert" { self.draw.within(2..=4) } else { 0 };
