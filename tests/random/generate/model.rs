@@ -33,12 +33,12 @@ pub fn model(draw: &mut Draw, scale: Scale, name: &str, sample: &Sample, batch: 
                 "depth",
                 draw.pick(scale.either(&[18, 18, 18, 18, 18, 18, 18, 18, 34, 50], &[18, 34, 50])),
             );
-            stem(draw, &mut table, sample);
+            stem(draw, scale, &mut table, sample);
             norm_group(draw, &mut table, batch);
         }
         ("mobilenet", _) => {
             table.set("width", scale.either(draw.float(0.1, 0.4), draw.float(0.25, 1.5)));
-            stem(draw, &mut table, sample);
+            stem(draw, scale, &mut table, sample);
             dropout(draw, &mut table, "dropout", 0.6);
             norm_group(draw, &mut table, batch);
         }
@@ -92,10 +92,11 @@ fn group(draw: &mut Draw, batch: usize) -> usize {
     }
 }
 
-fn stem(draw: &mut Draw, table: &mut Table, sample: &Sample) {
+fn stem(draw: &mut Draw, scale: Scale, table: &mut Table, sample: &Sample) {
     let Sample::Image([height, width, _]) = sample else { return };
     // At full resolution throughout, a larger image takes seconds.
-    match draw.chance(0.5) && height * width <= 24 * 24 {
+    let most = scale.either(12 * 12, 48 * 48);
+    match draw.chance(0.5) && height * width <= most {
         true => table.set("stem", "small"),
         false if draw.chance(0.5) => table.set("stem", "imagenet"),
         false => table,
@@ -105,6 +106,17 @@ fn stem(draw: &mut Draw, table: &mut Table, sample: &Sample) {
 fn stages(draw: &mut Draw, scale: Scale, [height, width, _]: [usize; 3]) -> Vec<Table> {
     let (mut height, mut width) = (height, width);
     let mut stages = Vec::new();
+    // Rule: channels in whole vectors and a wide kernel share a weight gradient among threads by samples, which
+    // ended outside a batch that they do not divide; on a GPU, three such stages have the largest single tensors.
+    if draw.chance(0.25) && height.min(width) >= 16 {
+        let (kernel, norm) = (draw.pick(&[3, 5]), draw.pick(&["none", "batch", "batch"]));
+        for channels in scale.either([16, 24, 48], [64, 128, 256]).into_iter().take(draw.within(2..=3)) {
+            let mut stage = Table::new();
+            stage.number("channels", channels).number("kernel", kernel).set("norm", norm);
+            stages.push(stage);
+        }
+        return stages;
+    }
     for _ in 0..draw.within(1..=3) {
         let mut stage = Table::new();
         stage.number("channels", draw.size(1..=scale.either(40, 256)));

@@ -16,7 +16,7 @@ pub fn case(draw: &mut Draw, scale: Scale, seed: u64, parts: Parts, trial: Optio
     job.set("seed", draw.below(1 << 40) as i64);
     job.set("model", model).set("data", data);
 
-    let accumulation = draw.pick(&[1, 1, 1, 2, 3, 5]);
+    let accumulation = draw.pick(if most_updates > 2 { &[1, 1, 1, 2, 3, 5] } else { &[1, 1, 2] });
     let per_epoch = train_samples.div_ceil(batch_size * accumulation).max(1);
     // A kill needs an update before it and one after it.
     let updates = draw.within(2..=most_updates);

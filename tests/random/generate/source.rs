@@ -91,8 +91,16 @@ impl Source<'_> {
         }
     }
 
+    /// Whether an update takes a second by itself.
+    fn deep(&self) -> bool {
+        matches!(self.model, "resnet" | "mobilenet")
+    }
+
     /// Samples to train and to measure on: rarely whole batches.
     fn counts(&mut self) -> (usize, usize) {
+        if self.deep() && self.scale == Scale::Small {
+            return (self.draw.within(2..=2 * self.batch + 3), self.draw.within(1..=5));
+        }
         let train = self.draw.size(self.batch.max(2)..=self.scale.either(4, 6) * self.batch + 9);
         (train, self.draw.size(1..=train))
     }
@@ -246,14 +254,14 @@ impl Source<'_> {
     fn sides(&mut self, square: bool) -> [usize; 2] {
         let unit = if self.model == "vit" { self.draw.within(3..=8) } else { 1 };
         let range = match self.scale {
-            Scale::Small if matches!(self.model, "resnet" | "mobilenet") => 5..=24,
+            Scale::Small if self.deep() => 5..=24,
             Scale::Small => 5..=36,
             Scale::Large => 24..=128,
         };
         let side = |draw: &mut Draw| (draw.within(range.clone()) / unit).max(1) * unit;
         let height = side(self.draw);
         let width = if square || self.draw.chance(0.5) { height } else { side(self.draw) };
-        self.batch = self.batch.min((self.scale.either(20_000, 600_000) / (height * width)).max(2));
+        self.batch = self.batch.min((self.scale.either(20_000, 1_100_000) / (height * width)).max(2));
         [height, width]
     }
 
@@ -411,7 +419,7 @@ impl Source<'_> {
     fn context(&mut self, least: usize) -> usize {
         let context = match self.scale {
             Scale::Small => self.draw.size(1..=70),
-            Scale::Large => self.draw.pick(&[33, 64, 127, 128, 256, 300, 512, 1000, 1024, 2048]),
+            Scale::Large => self.draw.pick(&[33, 64, 127, 128, 256, 300, 512, 1000, 1024, 2048, 4096]),
         };
         let context = context.max(least);
         self.batch = self.batch.min((self.scale.either(600, 32_768) / context).max(1));
