@@ -294,7 +294,8 @@ fn budget(machine: &Machine, job: &Job, written: &Run, share: f64, seen: &mut Se
 /// The job again, killed on its way and continued: equal bits.
 fn kill(machine: &Machine, job: &Job, written: &Run, kill: Kill, at: u64, seen: &mut Seen) {
     let alone = job.set("memory.supervise=false".into());
-    let supervised = job.set("memory.supervise=true".into());
+    // A job may allow no restart at all.
+    let supervised = job.set("memory.supervise=true".into()).set("memory.max_retries=8".into());
     let (job, how) = match kill {
         Kill::Worker => (&supervised, How { die_at: Some(at), ..How::default() }),
         Kill::Whole => (&alone, How { die_at: Some(at), ..How::default() }),

@@ -4,6 +4,7 @@
 //! Jobs are valid by construction. What a job may not be is stated here, once, as a rule with its reason; a case that
 //! failed once is a rule too, which draws it more often than chance would.
 
+mod language;
 mod model;
 mod settings;
 mod source;
@@ -93,8 +94,10 @@ pub fn case(seed: u64, scale: Scale) -> Case {
     // Each nine seeds have every model once; the trials go round them.
     let (block, place) = (seed / 9, (seed % 9) as usize);
     let mut draw = Draw::new(seed, "job");
-    let parts = source::parts(&mut draw, scale, MODELS[place]);
     let tried = (block + place as u64).is_multiple_of(3);
+    // A budget says something where the samples take more than the program does.
+    let heavy = tried && scale == Scale::Small && draw.chance(0.5);
+    let parts = source::parts(&mut draw, scale, MODELS[place], heavy);
     let trial = tried.then(|| Trial {
         share: draw.pick(&[0.9, 0.7, 0.5]),
         kill: draw.pick(&[Kill::Worker, Kill::Whole, Kill::Signal]),

@@ -3,10 +3,7 @@
 use toml::Table;
 
 use super::{Keys, Parts, Sample, Scale, kind, model, numbers, texts};
-use crate::data::{
-    Chat, Column, Files, Idx, Images, Jsonl, Layout, Packing, Rows, TableFormat, Tables, Text, TokenFile,
-    TokenUnits,
-};
+use crate::data::{Column, Files, Idx, Images, Layout, Packing, Rows, TableFormat, Tables};
 use crate::draw::Draw;
 
 /// What models take.
@@ -20,23 +17,25 @@ fn sources(model: &str) -> &'static [&'static str] {
     }
 }
 
-/// Draws the data, then a model for it.
-pub fn parts(draw: &mut Draw, scale: Scale, name: &str) -> Parts {
+/// Draws the data, then a model for it. `heavy`: of larger batches than others.
+pub fn parts(draw: &mut Draw, scale: Scale, name: &str, heavy: bool) -> Parts {
     let source = draw.pick(sources(name));
     let deep = matches!(name, "resnet" | "mobilenet");
     let batch_size = match scale {
         Scale::Small if deep => draw.size(1..=6),
+        Scale::Small if heavy => draw.within(40..=120),
         Scale::Small => draw.size(1..=40),
         Scale::Large => draw.size(4..=256),
     };
     let mut source =
-        Source { draw, scale, model: name, batch: batch_size, data: kind(source), classes: true };
+        Source { heavy, draw, scale, model: name, batch: batch_size, data: kind(source), classes: true };
     let (sample, files, train_samples) = source.any();
     let Source { mut data, classes, batch: batch_size, .. } = source;
     loading(draw, &mut data);
     let model = model::model(draw, scale, name, &sample, batch_size);
     let most_updates = match scale {
         Scale::Small if deep => 2,
+        Scale::Small if heavy => 3,
         Scale::Small => 6,
         Scale::Large => 16,
     };
@@ -65,14 +64,15 @@ fn loading(draw: &mut Draw, data: &mut Table) {
     }
 }
 
-struct Source<'a> {
-    draw: &'a mut Draw,
-    scale: Scale,
-    model: &'a str,
+pub struct Source<'a> {
+    pub draw: &'a mut Draw,
+    pub scale: Scale,
+    pub model: &'a str,
     /// Samples of a micro-batch; fewer where each of them is large.
-    batch: usize,
-    data: Table,
-    classes: bool,
+    pub batch: usize,
+    pub data: Table,
+    pub classes: bool,
+    pub heavy: bool,
 }
 
 impl Source<'_> {
@@ -91,15 +91,23 @@ impl Source<'_> {
         }
     }
 
+    /// Pixels or tokens of a micro-batch.
+    pub fn most(&self, small: usize, large: usize) -> usize {
+        self.scale.either(if self.heavy { 6 * small } else { small }, large)
+    }
+
     /// Whether an update takes a second by itself.
     fn deep(&self) -> bool {
         matches!(self.model, "resnet" | "mobilenet")
     }
 
     /// Samples to train and to measure on: rarely whole batches.
-    fn counts(&mut self) -> (usize, usize) {
+    pub fn counts(&mut self) -> (usize, usize) {
         if self.deep() && self.scale == Scale::Small {
             return (self.draw.within(2..=2 * self.batch + 3), self.draw.within(1..=5));
+        }
+        if self.heavy {
+            return (2 * self.batch + self.draw.below(self.batch), self.draw.size(1..=self.batch));
         }
         let train = self.draw.size(self.batch.max(2)..=self.scale.either(4, 6) * self.batch + 9);
         (train, self.draw.size(1..=train))
@@ -107,7 +115,7 @@ impl Source<'_> {
 
     /// Names `count` files to train on, and own files to measure on or a share of the others. A pattern stands for
     /// several.
-    fn files(&mut self, ending: &str, train: usize, valid: usize) {
+    pub fn files(&mut self, ending: &str, train: usize, valid: usize) {
         let names = |set: &str, count: usize| match count {
             1 => vec![format!("data/{set}-0.{ending}")],
             count if count % 2 == 0 => vec![format!("data/{set}-*.{ending}")],
@@ -122,7 +130,7 @@ impl Source<'_> {
     }
 
     /// The counts of one to three files.
-    fn cut(&mut self, count: usize, least: usize) -> Vec<usize> {
+    pub fn cut(&mut self, count: usize, least: usize) -> Vec<usize> {
         let files = self.draw.within(1..=3).min((count / least).max(1));
         (0..files).map(|i| count / files + usize::from(i < count % files)).collect()
     }
@@ -261,7 +269,7 @@ impl Source<'_> {
         let side = |draw: &mut Draw| (draw.within(range.clone()) / unit).max(1) * unit;
         let height = side(self.draw);
         let width = if square || self.draw.chance(0.5) { height } else { side(self.draw) };
-        self.batch = self.batch.min((self.scale.either(20_000, 1_100_000) / (height * width)).max(2));
+        self.batch = self.batch.min((self.most(20_000, 1_100_000) / (height * width)).max(2));
         [height, width]
     }
 
@@ -362,6 +370,12 @@ impl Source<'_> {
         // A large one among small ones: what decoding takes is not what a sample takes.
         let largest = if self.draw.chance(0.2) { self.scale.either(900, 2500) } else { 60 };
         self.augment(channels);
+        // Packed archives are read forward: the other sample of a blend lies anywhere, and such a job is refused.
+        let packed = matches!(layout, Layout::Tar(packing) if packing != Packing::Plain);
+        if let (true, Some(augment)) = (packed, self.data.get_mut("augment").and_then(|a| a.as_table_mut())) {
+            augment.remove("mixup");
+            augment.remove("cutmix");
+        }
         let valid = if own { valid.max(classes) } else { 0 };
         let files =
             Images { layout, columns, train, valid, classes, largest, labels_beside: self.draw.chance(0.5) };
@@ -413,197 +427,5 @@ impl Source<'_> {
         if !augment.is_empty() {
             self.data.set("augment", augment);
         }
-    }
-
-    /// Tokens of a sample, at least so many.
-    fn context(&mut self, least: usize) -> usize {
-        let context = match self.scale {
-            Scale::Small => self.draw.size(1..=70),
-            Scale::Large => self.draw.pick(&[33, 64, 127, 128, 256, 300, 512, 1000, 1024, 2048, 4096]),
-        };
-        let context = context.max(least);
-        self.batch = self.batch.min((self.scale.either(600, 32_768) / context).max(1));
-        context
-    }
-
-    fn text_synthetic(&mut self) -> (Sample, Files, usize) {
-        let context = self.context(1);
-        let (train, valid) = self.counts();
-        // A vocabulary that is larger than all else, now and then.
-        let vocab =
-            if self.draw.chance(0.1) { self.scale.either(20_000, 50_257) } else { self.draw.size(2..=300) };
-        self.data.number("train_samples", train).number("valid_samples", valid).number("vocab", vocab);
-        if self.model == "bert" {
-            self.data.number("classes", self.draw.within(2..=5));
-        } else {
-            self.classes = false;
-            if self.draw.chance(0.2) {
-                self.data.number("classes", 0);
-            }
-        }
-        (Sample::Tokens { context }, Files::None, train)
-    }
-
-    /// How text becomes tokens, as a job says it.
-    fn units(&mut self) -> TokenUnits {
-        let units = self.draw.pick(&[
-            TokenUnits::Characters,
-            TokenUnits::Characters,
-            TokenUnits::Bytes,
-            TokenUnits::Words,
-            TokenUnits::Pairs,
-        ]);
-        match units {
-            TokenUnits::Characters if self.draw.chance(0.5) => &mut self.data,
-            TokenUnits::Characters => self.data.set("tokens", "characters"),
-            TokenUnits::Bytes => self.data.set("tokens", "bytes"),
-            _ => self.data.set("tokens", "data/tokenizer.json"),
-        };
-        units
-    }
-
-    fn separator(&mut self, units: TokenUnits) {
-        if self.draw.chance(0.4) {
-            let has_end = matches!(units, TokenUnits::Words | TokenUnits::Pairs);
-            self.data.set(
-                "separator",
-                self.draw.pick(if has_end { &["auto", "none", "<|endoftext|>"] } else { &["auto", "none"] }),
-            );
-        }
-    }
-
-    fn text(&mut self) -> (Sample, Files, usize) {
-        self.classes = false;
-        let context = self.context(1);
-        let (samples, measured) = self.counts();
-        let units = self.units();
-        self.separator(units);
-        if self.draw.chance(0.6) {
-            self.data.set("windows", self.draw.pick(&["fixed", "random"]));
-        }
-        // A word is up to eight characters and a space; the share that is measured on has a window too.
-        let each = if units == TokenUnits::Words { 12 } else { 2 };
-        let total = each * (context + 1) * (samples + 12);
-        let train = self.cut(total, each * (context + 2) * 6);
-        let own = self.draw.chance(0.4);
-        let valid = if own { vec![each * (context + 1) * (measured + 2)] } else { Vec::new() };
-        self.files("txt", train.len(), valid.len());
-        if !own {
-            self.data.set("valid_share", 0.3);
-        }
-        (Sample::Tokens { context }, Files::Text(Text { train, valid, units }), samples)
-    }
-
-    fn tokens(&mut self) -> (Sample, Files, usize) {
-        self.classes = false;
-        let context = self.context(1);
-        let (samples, measured) = self.counts();
-        let (wide, header) = (self.draw.chance(0.4), self.draw.chance(0.4));
-        // A tokenizer has the vocabulary where the job does not say it.
-        let named = self.draw.chance(0.2);
-        let most = if named {
-            TokenUnits::PAIRS
-        } else if wide {
-            self.scale.either(300, 70_000)
-        } else {
-            300
-        };
-        let vocab = self.draw.size(2..=most);
-        if self.draw.chance(0.5) {
-            // Without a header, 32 bits are seen from the zeros of small ids.
-            self.data.set("dtype", self.draw.pick(&["auto", if wide { "u32" } else { "u16" }]));
-        }
-        if named {
-            self.data.set("tokenizer", "data/tokenizer.json");
-        } else if self.draw.chance(0.5) {
-            self.data.number("vocab", vocab + self.draw.below(9));
-        }
-        if self.draw.chance(0.6) {
-            self.data.set("windows", self.draw.pick(&["fixed", "random"]));
-        }
-        let train = self.cut((context + 1) * (samples + 9), 4 * (context + 1));
-        let own = self.draw.chance(0.4);
-        let valid = if own { vec![(context + 1) * (measured + 1)] } else { Vec::new() };
-        self.files("bin", train.len(), valid.len());
-        if !own {
-            self.data.set("valid_share", 0.3);
-        }
-        (
-            Sample::Tokens { context },
-            Files::Tokens(TokenFile { train, valid, vocab, wide, header, named }),
-            samples,
-        )
-    }
-
-    fn jsonl(&mut self) -> (Sample, Files, usize) {
-        // Room for the words of the longest template and an answer.
-        let chat = self.model != "bert" && self.draw.chance(0.4);
-        let context = self.context(if chat { 170 } else { 4 });
-        let (train, valid) = self.counts();
-        let units = self.units();
-        self.separator(units);
-        let labels = if self.model == "bert" { self.draw.within(2..=4) } else { 0 };
-        self.classes = labels > 0;
-        let (train, valid) =
-            if labels > 0 { (train.max(15 * labels), valid.max(labels)) } else { (train.max(8), valid) };
-        let mut chats = None;
-        if chat {
-            let mut templates = vec!["chatml", "llama2", "llama3", "gemma", "plain", "jinja", "file"];
-            if matches!(units, TokenUnits::Words | TokenUnits::Pairs) {
-                templates.push("auto");
-            }
-            let template = self.draw.pick(&templates);
-            self.data.set("messages", "talk");
-            match template {
-                "jinja" => self.data.set("template", Chat::JINJA),
-                "file" => self.data.set("template", "data/template.jinja"),
-                name if name != "chatml" || self.draw.chance(0.5) => self.data.set("template", name),
-                _ => &mut self.data,
-            };
-            if self.draw.chance(0.6) {
-                self.data.set("loss", self.draw.pick(&["answers", "all"]));
-            }
-            // An answer may lie behind the last position.
-            self.data.set("on_bad_record", "skip").number("max_bad_records", 1000);
-            chats = Some(Chat { file: template == "file" });
-        } else if self.draw.chance(0.3) {
-            self.data.set("field", "body");
-        }
-        if labels > 0 {
-            self.data.set("label", "mood");
-        }
-        let pack = labels == 0 && self.draw.chance(0.3);
-        if pack || (labels == 0 && self.draw.chance(0.2)) {
-            self.data.set("pack", pack);
-        }
-        if !pack {
-            if self.draw.chance(0.4) {
-                let mut buckets: Vec<usize> =
-                    (0..self.draw.within(1..=3)).map(|_| self.draw.within(1..=context)).collect();
-                buckets.push(context);
-                buckets.sort_unstable();
-                buckets.dedup();
-                self.data.set("buckets", numbers(&buckets));
-            }
-            if self.draw.chance(0.5) {
-                let too_long =
-                    self.draw.pick(if labels > 0 { &["cut", "refuse"] } else { &["cut", "split", "refuse"] });
-                self.data.set("too_long", too_long);
-                if too_long == "refuse" {
-                    self.data.set("on_bad_record", "skip").number("max_bad_records", 1000);
-                }
-            }
-        }
-        let own = self.draw.chance(0.4);
-        let packing = self.draw.pick(&[Packing::Plain, Packing::Plain, Packing::Gzip, Packing::Zstd]);
-        // Packed records fill whole windows.
-        let (train, valid) = if pack { (train * 2 + 40, valid + 40) } else { (train, valid) };
-        let files = self.cut(train, 8);
-        let valid = if own { vec![valid] } else { Vec::new() };
-        self.files(&format!("jsonl{}", packing.ending()), files.len(), valid.len());
-        let field = if self.data.contains_key("field") { "body" } else { "text" };
-        let files =
-            Jsonl { train: files, valid, longest: context * 3 / 2, units, field, labels, chats, packing };
-        (Sample::Tokens { context }, Files::Jsonl(files), train)
     }
 }
