@@ -47,6 +47,7 @@ if [ "$wanted" = trainer ]; then
   unpack random-jobs
   export TRAINER_BINARY=$work/trainer TRAINER_TRIALS_SEEDS=${2:-0..300}
   export TRAINER_TRIALS_FOLDER=${TRAINER_TRIALS_FOLDER:-$PWD/trials} TRAINER_TRIALS_PARALLEL=${TRAINER_TRIALS_PARALLEL:-5}
+  export TRAINER_TRIALS_SECONDS=${TRAINER_TRIALS_SECONDS:-1200} TRAINER_TRIALS_RUN_SECONDS=${TRAINER_TRIALS_RUN_SECONDS:-120}
   "$work/random-jobs" trials --exact --ignored --nocapture
   exit
 fi

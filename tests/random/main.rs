@@ -115,13 +115,17 @@ fn trials() {
     };
     let mut machine = Machine::here();
     machine.vram = number("TRAINER_TRIALS_VRAM").unwrap_or(machine.vram);
+    machine.longest = number("TRAINER_TRIALS_RUN_SECONDS").map_or(machine.longest, Duration::from_secs);
     std::fs::create_dir_all(&trials.folder).unwrap();
     let trials = Trials { folder: std::fs::canonicalize(&trials.folder).unwrap(), ..trials };
     let done = report::run(&machine, &trials);
     let table = report::table(&machine, &trials, &done);
     std::fs::write(trials.folder.join("table.md"), &table).unwrap();
     println!("\n{table}\nwhat broke a promise is in {}", trials.folder.display());
-    assert!(done.iter().all(|(_, seen)| seen.broken.is_empty()), "a promise was broken");
+    if done.iter().any(|(_, seen)| !seen.broken.is_empty()) {
+        // Not a panic: the table is the last that is told.
+        std::process::exit(1);
+    }
 }
 
 /// `17`, `0..250`, or several of these by commas.

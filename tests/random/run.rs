@@ -18,12 +18,11 @@ pub struct Machine {
     pub scale: Scale,
     /// Device bytes that one job may use; no more than its part where several run side by side.
     pub vram: u64,
+    /// A run that takes longer hangs: they are made for seconds, on a machine that may be busy with others.
+    pub longest: Duration,
     /// A disturbance for every run, `(NAME, VALUE)` of its environment: for what proves that a check can fail.
     pub disturbance: Option<(&'static str, String)>,
 }
-
-/// A run that takes longer hangs: they are made for seconds, on a machine that may be busy with others.
-const LONGEST: Duration = Duration::from_secs(900);
 
 impl Machine {
     pub fn here() -> Self {
@@ -31,7 +30,7 @@ impl Machine {
             std::env::var_os("TRAINER_BINARY").map_or(env!("CARGO_BIN_EXE_trainer").into(), PathBuf::from);
         let device = std::env::var("TRAINER_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
         let scale = if device == "cpu" { Scale::Small } else { Scale::Large };
-        Self { program, device, scale, vram: 20 << 30, disturbance: None }
+        Self { program, device, scale, vram: 20 << 30, longest: Duration::from_secs(900), disturbance: None }
     }
 
     pub fn on_gpu(&self) -> bool {
@@ -74,7 +73,7 @@ impl Machine {
             }
             let processes = family(&child);
             resident = processes.iter().map(|pid| high_water(*pid)).fold(resident, u64::max);
-            hung = begun.elapsed() > LONGEST;
+            hung = begun.elapsed() > self.longest;
             if hung || how.kill_at.is_some_and(|step| last_step(&root) >= step) {
                 child.kill().unwrap();
                 let status = child.wait().unwrap();
