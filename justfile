@@ -96,6 +96,11 @@ trials-random SEEDS="0..1000" PARALLEL="2":
 trial SEED:
     TRAINER_TRIALS_SEEDS={{ SEED }} TRAINER_TRIALS_KEEP=1 cargo test --test random trials -- --ignored --nocapture --exact
 
+# kill a run at every call to the file system that touches its folder, and fail each for lack of space and by the disk
+[group('prove')]
+faults:
+    TRAINER_FAULT_SWEEP=all cargo test --test faults -- --nocapture
+
 # train over a set 20 times larger than MIB of memory, three epochs (10 GiB of data: just flat 512)
 [group('measure')]
 flat MIB="52":

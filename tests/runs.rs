@@ -455,33 +455,43 @@ fn checkpoints_that_vanish_end_the_run_with_an_error_and_not_a_new_folder() {
     assert_eq!(named(&events(&folder.path().join("run")), "failed").len(), 1);
 }
 
-/// A file system of two megabytes, where the machine lets us make one.
+/// A file system of two megabytes, where the machine lets us make one, that somebody else fills.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_is_an_error_and_what_was_written_stays_whole() {
     let folder = folder();
-    let disk = folder.path().join("disk");
-    fs::create_dir(&disk).unwrap();
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=300k", "tmpfs"]).arg(&disk).status();
+    let run = folder.path().join("run");
+    fs::create_dir(&run).unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=2m", "tmpfs"]).arg(&run).status();
     if !mounted.is_ok_and(|status| status.success()) {
         eprintln!("skipped: a small file system can be mounted by root only");
         return;
     }
-    let output = fit(
-        folder.path(),
-        &["--run-dir", "disk/run", "--set", "checkpoint.keep=100", "--set", "log.tensorboard=false"],
-    );
+    let sets = ["--set", "train.epochs=2000", "--set", "log.tensorboard=false"];
+    let child = start_and_wait(folder.path(), &[&["--run-dir", "run"], &sets[..]].concat(), 12);
+    let filled = fs::File::create(run.join("theirs")).and_then(|mut file| {
+        let full = (0..).find_map(|_| std::io::Write::write_all(&mut file, &[1; 4096]).err());
+        Ok(full.expect("it fills up").kind())
+    });
+    let output = child.wait_with_output().unwrap();
     let kept: Vec<PathBuf> =
-        fs::read_dir(disk.join("run/checkpoints")).unwrap().map(|e| e.unwrap().path()).collect();
-    let resumable = fit(folder.path(), &["--resume", "disk/run", "--max-steps", "1", "-q"]);
-    Command::new("umount").arg(&disk).status().unwrap();
+        fs::read_dir(run.join("checkpoints")).unwrap().map(|e| e.unwrap().path()).collect();
+    let full = fit(folder.path(), &["--resume", "run", "-q", "--set", "train.epochs=2000"]);
+    fs::remove_file(run.join("theirs")).unwrap();
+    let done = fs::read_dir(run.join("checkpoints")).unwrap().count() as u64;
+    let again =
+        fit(folder.path(), &["--resume", "run", "-q", "--set", "train.epochs=2000", "--max-steps", "1"]);
+    Command::new("umount").arg(&run).status().unwrap();
+    assert_eq!(filled.unwrap(), std::io::ErrorKind::StorageFull);
     assert_exit(&output, 1);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(text.contains("No space left on device"), "{text}");
+    assert!(text.contains("No space left on device") && text.contains("hint: the disk"), "{text}");
     assert!(!kept.is_empty() && kept.iter().all(|path| path.extension().is_none()), "{kept:?}");
-    // Space is still lacking, but the state is whole: it is found and read before anything is written.
-    let text = String::from_utf8_lossy(&resumable.stderr).into_owned();
-    assert!(!text.contains("no whole checkpoint"), "{text}");
+    // Space is still lacking, but the state is whole; and with space it is resumed.
+    assert_exit(&full, 1);
+    assert!(!String::from_utf8_lossy(&full.stderr).contains("no whole checkpoint"));
+    assert!(done > 0);
+    assert_exit(&again, 0);
 }
 
 #[test]

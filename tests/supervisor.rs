@@ -73,13 +73,24 @@ fn undisturbed() -> Value {
     digest(folder.path())
 }
 
+/// The weights and the optimizer's state at the end of a run.
+fn weights(folder: &Path) -> [Vec<u8>; 2] {
+    let last = folder.join("run/checkpoints/step-00000030");
+    ["model.safetensors", "optimizer.safetensors"].map(|name| fs::read(last.join(name)).unwrap())
+}
+
 #[test]
 fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
     let samples = undisturbed();
-    for (how, from, said) in [
-        ("kill:12", 10, "killed (by the kernel's memory killer, or `kill -9`)"),
-        ("abort:22", 20, "aborted (an allocation failed)"),
-        ("kill:3", 0, "killed"),
+    let whole = {
+        let folder = folder(JOB);
+        assert_exit(&command(folder.path(), &["-q"]).output().unwrap(), 0);
+        weights(folder.path())
+    };
+    for (how, from, said, memory) in [
+        ("kill:12", 10, "killed, not by the kernel's memory killer but by `kill -9`", false),
+        ("alloc:22", 20, "aborted (an allocation failed)", true),
+        ("kill:3", 0, "killed", false),
     ] {
         let folder = folder(JOB);
         let output = command(folder.path(), &[]).env("TRAINER_FAULT_DIE", how).output().unwrap();
@@ -90,7 +101,11 @@ fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
         assert_eq!(digest(folder.path()), samples, "{how}: nothing lost, nothing repeated");
         let plans = named(folder.path(), "planned");
         let peak = |i: usize| plans[i]["plan"]["peak"]["ram_bytes"].as_u64().unwrap();
-        assert!(peak(1) < peak(0), "{how}: a smaller plan, {} after {}", peak(1), peak(0));
+        assert_eq!(peak(1) < peak(0), memory, "{how}: {} after {}", peak(1), peak(0));
+        if !memory {
+            assert_eq!(plans[1]["plan"]["chosen"], plans[0]["plan"]["chosen"], "{how}: the same plan");
+            assert_eq!(weights(folder.path()), whole, "{how}: the same to the bit");
+        }
         let text = stderr(&output);
         assert!(text.contains(said) && text.contains("restarted 1 x"), "{text}");
         let kept: Value =
@@ -103,7 +118,7 @@ fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
 fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
     let folder = folder(JOB);
     let output = command(folder.path(), &["--set", "memory.max_retries=2", "--json"])
-        .env("TRAINER_FAULT_DIE", "kill:7,kill:7,abort:6,kill:8")
+        .env("TRAINER_FAULT_DIE", "alloc:7,kill:7,alloc:6,kill:8")
         .output()
         .unwrap();
     assert_exit(&output, 3);
@@ -117,6 +132,34 @@ fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
     // Whoever has more memory goes on from there.
     assert_exit(&command(folder.path(), &["-q", "--resume"]).output().unwrap(), 0);
     assert_eq!(digest(folder.path()), undisturbed());
+}
+
+#[test]
+fn a_worker_that_is_killed_again_and_again_did_not_lack_memory() {
+    let folder = folder(JOB);
+    let output = command(folder.path(), &["--set", "memory.max_retries=1"])
+        .env("TRAINER_FAULT_DIE", "kill:7,kill:7")
+        .output()
+        .unwrap();
+    assert_exit(&output, 137);
+    let text = stderr(&output);
+    assert!(text.contains("ended by SIGKILL, 2 times without progress"), "{text}");
+    assert!(text.contains("no lack of memory") && !folder.path().join("run/oom.json").exists(), "{text}");
+    assert_eq!(named(folder.path(), "failed").len(), 1);
+}
+
+#[test]
+fn an_abort_or_an_overflow_of_the_stack_is_no_lack_of_memory() {
+    for how in ["abort:7", "overflow:7"] {
+        let folder = folder(JOB);
+        let output = command(folder.path(), &[]).env("TRAINER_FAULT_DIE", how).output().unwrap();
+        assert_exit(&output, 134);
+        let text = stderr(&output);
+        assert!(text.contains("ended by SIGABRT") && text.contains("no lack of memory"), "{text}");
+        assert_eq!(named(folder.path(), "restarted").len(), 0, "{how}");
+        assert_eq!(named(folder.path(), "failed").len(), 1, "{how}");
+        assert_exit(&command(folder.path(), &["-q", "--resume"]).output().unwrap(), 0);
+    }
 }
 
 #[test]

@@ -99,18 +99,23 @@ impl Exit {
     fn of_failure(failure: &Failure) -> Exit {
         match failure {
             Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } | Failure::Killed { .. } => Exit::Memory,
-            Failure::Signal(signal) => Exit::Worker((128 + signal) as u8),
+            Failure::Signal { signal, .. } => Exit::Worker((128 + signal) as u8),
             Failure::Data(error) if error.is_memory() => Exit::Memory,
             Failure::Data(
-                DataError::Thread { .. } | DataError::Panicked { .. } | DataError::AllHeld { .. },
+                DataError::Thread { .. }
+                | DataError::Panicked { .. }
+                | DataError::AllHeld { .. }
+                // What cannot be written is no fault of the data.
+                | DataError::Write { .. },
             ) => Exit::Failure,
             Failure::Data(DataError::Setting { .. } | DataError::Template { .. }) | Failure::Model(_) => {
                 Exit::Usage
             }
             Failure::Data(_) => Exit::Data,
-            Failure::Diverged { .. } => Exit::Diverged,
-            Failure::FolderTaken(_) | Failure::NotARun(_) | Failure::Changed(_) => Exit::Usage,
-            Failure::Io { .. } | Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
+            Failure::Diverged { .. } | Failure::NotFinite { .. } => Exit::Diverged,
+            Failure::FolderTaken(_) | Failure::NotARun(_) | Failure::Locked { .. } => Exit::Usage,
+            Failure::Changed(_) | Failure::UnknownExperiment(_) | Failure::DataChanged(_) => Exit::Usage,
+            Failure::Io { .. } | Failure::DiskTooSmall { .. } | Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
             Failure::NoWholeCheckpoint { .. } | Failure::ForeignCheckpoint { .. } => Exit::Failure,
         }
     }

@@ -8,11 +8,13 @@ use std::str::FromStr;
 use clap::Args;
 
 use super::{Common, Exit, JobFile, Stop, plan};
+use crate::job::Job;
 use crate::memory::pressure::Watch;
 use crate::memory::{budget, probe};
 use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
 use crate::train::folder::{Folder, Wish};
 use crate::train::hooks::{Deaths, Hooks};
+use crate::train::owner::Owner;
 use crate::train::run::{Ended, Options};
 use crate::train::setup::Setup;
 use crate::train::signals::{Heard, Signal, Signals};
@@ -27,13 +29,13 @@ Examples:
   trainer fit job.toml
   trainer fit job.toml --set optimizer.lr=3e-4 --set train.steps=1000
   trainer fit job.toml --run-dir runs/first
-  trainer fit job.toml --run-dir runs/first --resume     go on where it stopped, or begin
+  trainer fit job.toml --run-dir runs/first --resume     continue where it stopped, or begin
   trainer fit job.toml --frozen                          only with the plan in job.lock
   trainer fit job.toml --json > events.jsonl")]
 pub struct Fit {
     #[command(flatten)]
     pub job: JobFile,
-    /// Go on with the run in RUN, else in --run-dir, else the newest run of the job's name
+    /// Continue the run in RUN, else in --run-dir, else the one of the job's name that was last active
     #[arg(long, value_name = "RUN", num_args = 0..=1, value_hint = clap::ValueHint::DirPath)]
     pub resume: Option<Option<PathBuf>>,
     /// Stop, with a checkpoint, after this many updates of the run
@@ -45,6 +47,9 @@ pub struct Fit {
     /// Print the memory plan and stop, as `trainer plan` does
     #[arg(long)]
     pub dry_run: bool,
+    /// Resume on data that is not what the run was trained on
+    #[arg(long)]
+    pub allow_changed_data: bool,
     #[command(flatten)]
     pub locking: plan::Locking,
 }
@@ -63,14 +68,22 @@ impl Fit {
                 return plan::show(&planned, false, common);
             }
         }
+        // A worker has its supervisor's lock.
+        let owned = if orders.is_none() { Some(self.own(&job)?) } else { None };
         #[cfg(target_os = "linux")]
-        if job.memory.supervise && orders.is_none() {
-            let (folder, _) = Folder::choose(&self.wish(), &job, Path::new(RUNS), &stamp())?;
-            let code = train::supervisor::supervise(&folder, self.resume.is_some(), job.memory.max_retries)?;
+        if job.memory.supervise
+            && let Some((folder, owner)) = &owned
+        {
+            owner.share()?;
+            let code = train::supervisor::supervise(folder, self.resume.is_some(), job.memory.max_retries)?;
             return Ok(Exit::Worker(code as u8));
         }
+        let run_dir = owned.as_ref().map(|(folder, _)| folder.root.clone());
         let (wish, heard, restart) = match orders {
-            None => (self.wish(), Heard::FromAnyone, None),
+            None => {
+                let resume = self.resume.is_some().then_some(None);
+                (Wish { run_dir, resume }, Heard::FromAnyone, None)
+            }
             Some(orders) => {
                 let resume = orders.resume.then_some(None);
                 (Wish { run_dir: Some(orders.folder), resume }, Heard::FromSupervisor, orders.restart)
@@ -90,6 +103,8 @@ impl Fit {
                 Some(file) => Watch::File(file.into()),
                 None => Watch::System(None),
             },
+            data: None,
+            allow_changed_data: self.allow_changed_data,
             observer: None,
             restart,
             hooks: Hooks {
@@ -129,8 +144,17 @@ impl Fit {
 }
 
 impl Fit {
-    fn wish(&self) -> Wish {
-        Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() }
+    /// The folder of the run, and the sole right to work on it.
+    fn own(&self, job: &Job) -> Result<(Folder, Owner), Failure> {
+        let wish = Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() };
+        loop {
+            let (folder, _) = Folder::choose(&wish, job, Path::new(RUNS), &stamp())?;
+            match Owner::of(&folder) {
+                // Another process began in the same second; the next name is free.
+                Err(Failure::Locked { .. }) if wish.run_dir.is_none() && wish.resume.is_none() => {}
+                owner => return Ok((folder, owner?)),
+            }
+        }
     }
 }
 

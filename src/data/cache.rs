@@ -1,15 +1,20 @@
 //! What was found out about files at some cost, kept for the next time: row offsets, statistics, tokens.
 //!
 //! An entry is a file named by what it is and by a fingerprint of the files and settings it was made from.
-//! It is whole or absent: it is written beside its place and renamed. Deleting any of it costs time only.
+//! It is whole or absent: it is written beside its place and renamed, and a checksum and a version stand beside it
+//! in a file of their own. An entry that does not match them is made again. Deleting any of it costs time only.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     fs::{self, File},
-    io::{BufWriter, Write},
-    path::PathBuf,
+    io::{self, BufWriter, Read, Write},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
     time::UNIX_EPOCH,
 };
+
+use serde::{Deserialize, Serialize};
 
 use super::DataError;
 use crate::random::{mix, stream};
@@ -18,6 +23,8 @@ use crate::random::{mix, stream};
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
+    /// Bytes of the entries that were used, by path.
+    used: Arc<Mutex<BTreeMap<PathBuf, u64>>>,
 }
 
 impl Default for Cache {
@@ -56,15 +63,33 @@ impl fmt::Display for Fingerprint {
     }
 }
 
+/// Version of what entries hold; another one makes all of them again.
+const VERSION: u32 = 1;
+
+/// What stands beside an entry, in a file of its own that ends in `.sum`.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Sum {
+    version: u32,
+    bytes: u64,
+    crc32c: u32,
+}
+
 impl Cache {
     pub fn at(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into() }
+        Self { folder: folder.into(), used: Arc::default() }
     }
 
-    /// The file of the entry `name` (a word such as "csv-index") of `of`, if it was made before.
+    /// Bytes of all entries that were found or made through this cache and its clones.
+    pub fn used_bytes(&self) -> u64 {
+        self.used.lock().map_or(0, |used| used.values().sum())
+    }
+
+    /// The file of the entry `name` (a word such as "csv-index") of `of`, if it was made before and is as it was
+    /// written.
     pub fn find(&self, name: &str, of: Fingerprint) -> Option<PathBuf> {
         let path = self.path(name, of);
-        path.is_file().then_some(path)
+        self.uses(&path, whole(&path)?);
+        Some(path)
     }
 
     /// As [`Cache::find`]; what was not made before is written by `make` now.
@@ -77,6 +102,16 @@ impl Cache {
         self.get_all([name], of, |[out]| make(out)).map(|[path]| path)
     }
 
+    /// Writes an entry, over the one that may be there.
+    pub fn put(
+        &self,
+        name: &str,
+        of: Fingerprint,
+        make: impl FnOnce(&mut BufWriter<File>) -> Result<(), DataError>,
+    ) -> Result<PathBuf, DataError> {
+        self.put_all([name], of, |[out]| make(out)).map(|[path]| path)
+    }
+
     /// As [`Cache::get`], for entries that are made together.
     pub fn get_all<const N: usize>(
         &self,
@@ -84,16 +119,42 @@ impl Cache {
         of: Fingerprint,
         make: impl FnOnce([&mut BufWriter<File>; N]) -> Result<(), DataError>,
     ) -> Result<[PathBuf; N], DataError> {
-        let paths = names.map(|name| self.path(name, of));
-        if paths.iter().all(|path| path.is_file()) {
-            return Ok(paths);
+        if names.iter().all(|name| self.find(name, of).is_some()) {
+            return Ok(names.map(|name| self.path(name, of)));
         }
+        self.put_all(names, of, make)
+    }
+
+    fn put_all<const N: usize>(
+        &self,
+        names: [&str; N],
+        of: Fingerprint,
+        make: impl FnOnce([&mut BufWriter<File>; N]) -> Result<(), DataError>,
+    ) -> Result<[PathBuf; N], DataError> {
+        let paths = names.map(|name| self.path(name, of));
         fs::create_dir_all(&self.folder).map_err(DataError::writing(&self.folder))?;
+        self.clean();
         // Another process may make the same entry at the same time; both are whole, and the last one stays.
         let parts = paths.each_ref().map(|path| path.with_extension(format!("{}.part", std::process::id())));
-        let written = write(&parts, make).and_then(|()| {
-            let mut both = parts.iter().zip(&paths);
-            both.try_for_each(|(part, path)| fs::rename(part, path).map_err(DataError::writing(path)))
+        let written = write(&parts, make).and_then(|_locks| {
+            parts.iter().zip(&paths).try_for_each(|(part, path)| {
+                let sum = sum(part).map_err(DataError::writing(part))?;
+                self.uses(path, sum.bytes);
+                let text = serde_json::to_vec(&sum).map_err(io::Error::from);
+                // An entry without its checksum is no entry: it goes before the entry is replaced, and comes after.
+                let beside = beside(path);
+                let put = text.and_then(|text| {
+                    let removed = fs::remove_file(&beside);
+                    if removed.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::NotFound) {
+                        return removed;
+                    }
+                    fs::rename(part, path)?;
+                    let temporary = beside.with_extension(format!("{}.part", std::process::id()));
+                    fs::write(&temporary, text)?;
+                    fs::rename(&temporary, &beside)
+                });
+                put.map_err(DataError::writing(path))
+            })
         });
         if written.is_err() {
             // Best effort: what is left of it is of no use, and the error is what matters.
@@ -102,27 +163,78 @@ impl Cache {
         written.map(|()| paths)
     }
 
+    fn uses(&self, path: &Path, bytes: u64) {
+        if let Ok(mut used) = self.used.lock() {
+            used.insert(path.to_owned(), bytes);
+        }
+    }
+
+    /// Removes what processes that were killed left half-written: nobody holds a lock on it.
+    fn clean(&self) {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
+        let parts =
+            entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "part"));
+        for part in parts {
+            if File::open(&part).is_ok_and(|file| file.try_lock().is_ok()) {
+                let _ = fs::remove_file(&part);
+            }
+        }
+    }
+
     fn path(&self, name: &str, of: Fingerprint) -> PathBuf {
         self.folder.join(format!("{name}-{of}"))
+    }
+}
+
+/// Where the checksum of an entry is.
+fn beside(path: &Path) -> PathBuf {
+    path.with_extension("sum")
+}
+
+/// The bytes of an entry that is as it was written.
+fn whole(path: &Path) -> Option<u64> {
+    let wanted: Sum = serde_json::from_slice(&fs::read(beside(path)).ok()?).ok()?;
+    // Its length alone tells most of what can happen to a file.
+    if wanted.version != VERSION || fs::metadata(path).ok()?.len() != wanted.bytes {
+        return None;
+    }
+    (sum(path).ok()? == wanted).then_some(wanted.bytes)
+}
+
+fn sum(path: &Path) -> io::Result<Sum> {
+    let (mut file, mut buffer) = (File::open(path)?, vec![0; 1 << 18]);
+    let mut sum = Sum { version: VERSION, bytes: 0, crc32c: 0 };
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(sum),
+            n => {
+                sum.crc32c = crc32c::crc32c_append(sum.crc32c, &buffer[..n]);
+                sum.bytes += n as u64;
+            }
+        }
     }
 }
 
 fn write<const N: usize>(
     parts: &[PathBuf; N],
     make: impl FnOnce([&mut BufWriter<File>; N]) -> Result<(), DataError>,
-) -> Result<(), DataError> {
-    let mut outs = Vec::with_capacity(N);
+) -> Result<Vec<File>, DataError> {
+    let (mut outs, mut locks) = (Vec::with_capacity(N), Vec::with_capacity(N));
     for part in parts {
         let file = File::create(part).map_err(DataError::writing(part))?;
+        // Where files cannot be locked, what is half-written is left alone.
+        let _ = file.try_lock();
+        locks.push(file.try_clone().map_err(DataError::writing(part))?);
         outs.push(BufWriter::with_capacity(1 << 18, file));
     }
     // One was made for each of the N parts.
-    let Ok(mut outs) = <[_; N]>::try_from(outs) else { return Ok(()) };
+    let Ok(mut outs) = <[_; N]>::try_from(outs) else { return Ok(locks) };
     make(outs.each_mut())?;
     let flush = |(out, part): (&mut BufWriter<File>, &PathBuf)| {
         out.flush().and_then(|()| out.get_ref().sync_all()).map_err(DataError::writing(part))
     };
-    outs.iter_mut().zip(parts).try_for_each(flush)
+    outs.iter_mut().zip(parts).try_for_each(flush)?;
+    Ok(locks)
 }
 
 #[cfg(test)]
@@ -146,6 +258,46 @@ mod tests {
         assert_ne!(after, before);
         assert!(cache.find("entry", after).is_none());
         assert!(Fingerprint::of(&["/no/such".into()], "").is_err());
+    }
+
+    #[test]
+    fn an_entry_that_is_damaged_or_of_another_version_is_made_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let (cache, of) = (Cache::at(folder.path()), Fingerprint::of(&[], "x").unwrap());
+        let make =
+            |out: &mut BufWriter<File>| out.write_all(b"content").map_err(DataError::writing("x".as_ref()));
+        let path = cache.get("entry", of, make).unwrap();
+        assert_eq!(cache.used_bytes(), 7);
+        let damages: [&dyn Fn(); 6] = [
+            &|| fs::write(&path, b"cOntent").unwrap(),
+            &|| fs::write(&path, b"conten").unwrap(),
+            &|| fs::write(&path, b"").unwrap(),
+            &|| fs::remove_file(beside(&path)).unwrap(),
+            &|| fs::write(beside(&path), b"{").unwrap(),
+            &|| {
+                let text = fs::read_to_string(beside(&path)).unwrap();
+                fs::write(beside(&path), text.replace("\"version\":1", "\"version\":0")).unwrap();
+            },
+        ];
+        for damage in damages {
+            damage();
+            assert!(cache.find("entry", of).is_none());
+            assert_eq!(cache.get("entry", of, make).unwrap(), path);
+            assert_eq!(fs::read(&path).unwrap(), b"content");
+            assert!(cache.find("entry", of).is_some());
+        }
+        // What a process that was killed left, and what one that works has.
+        let held = File::create(folder.path().join("other.7.part")).unwrap();
+        held.lock().unwrap();
+        fs::write(folder.path().join("entry.8.part"), "half").unwrap();
+        cache.put("entry", of, make).unwrap();
+        let mut left: Vec<_> = fs::read_dir(folder.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        left.sort();
+        assert_eq!(left.len(), 3, "{left:?}");
+        assert!(left[2] == "other.7.part");
     }
 
     #[test]

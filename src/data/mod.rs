@@ -13,6 +13,7 @@ mod depth;
 pub mod digest;
 mod error;
 pub mod files;
+pub mod fingerprint;
 pub mod idx;
 pub mod images;
 pub mod language;

@@ -26,6 +26,23 @@ const HARMLESS: [&str; 16] = [
     "log",
 ];
 
+/// Keys that name files. Where a run's data is known by its content, the files may lie elsewhere.
+const FILES: [&str; 9] = [
+    "data.train",
+    "data.valid",
+    "data.train_images",
+    "data.train_labels",
+    "data.valid_images",
+    "data.valid_labels",
+    "data.tokenizer",
+    "data.tokens",
+    "data.template",
+];
+
+/// Values of such keys that name no file.
+const WORDS: [&str; 9] =
+    ["absent", "characters", "bytes", "auto", "chatml", "llama2", "llama3", "gemma", "plain"];
+
 /// A key that differs between two jobs. A side that lacks the key says `absent`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Change {
@@ -38,8 +55,17 @@ impl Job {
     /// The keys in which `now` is another experiment than `self`, so that it cannot go on from its
     /// checkpoints. The batch may be split otherwise as long as an update sees as many samples.
     pub fn structural_changes(&self, now: &Job) -> Vec<Change> {
-        let (before, after) = (leaves(self), leaves(now));
-        let same_update = self.train.samples_per_update() == now.train.samples_per_update();
+        now.structural_changes_since(&self.to_json())
+    }
+
+    /// As [`structural_changes`](Self::structural_changes), since the job whose resolved JSON was `before`.
+    pub fn structural_changes_since(&self, before: &serde_json::Value) -> Vec<Change> {
+        let (before, after) = (leaves(before), leaves(&self.to_json()));
+        let samples = |job: &BTreeMap<String, String>| {
+            let of = |key: &str| job.get(key).and_then(|value| value.parse::<u64>().ok()).unwrap_or(1);
+            of("train.batch_size") * of("train.accumulation_steps")
+        };
+        let same_update = samples(&before) == samples(&after);
         let harmless = |key: &str| {
             HARMLESS
                 .iter()
@@ -57,8 +83,19 @@ impl Job {
     }
 }
 
-/// Every value of the resolved job by its dotted key.
-fn leaves(job: &Job) -> BTreeMap<String, String> {
+impl Change {
+    /// Whether both values name files, so that the files decide whether anything changed.
+    pub fn is_of_files(&self) -> bool {
+        let is_file = |value: &str| {
+            let value = value.trim_matches('"');
+            !value.contains('{') && !WORDS.contains(&value)
+        };
+        FILES.contains(&self.key.as_str()) && is_file(&self.was) && is_file(&self.now)
+    }
+}
+
+/// Every value of a resolved job by its dotted key.
+fn leaves(job: &serde_json::Value) -> BTreeMap<String, String> {
     fn walk(path: &str, value: &serde_json::Value, out: &mut BTreeMap<String, String>) {
         match value.as_object() {
             Some(table) => {
@@ -70,7 +107,7 @@ fn leaves(job: &Job) -> BTreeMap<String, String> {
         }
     }
     let mut out = BTreeMap::new();
-    walk("", &job.to_json(), &mut out);
+    walk("", job, &mut out);
     out
 }
 
@@ -99,6 +136,18 @@ mod tests {
         let sgd = changed(&["optimizer.kind=sgd"]);
         assert!(sgd.contains(&r#"optimizer.kind "adamw" "sgd""#.into()), "{sgd:?}");
         assert!(sgd.contains(&"optimizer.momentum absent 0.0".into()), "{sgd:?}");
+    }
+
+    #[test]
+    fn files_are_told_from_words() {
+        let change =
+            |key: &str, was: &str, now: &str| Change { key: key.into(), was: was.into(), now: now.into() };
+        assert!(change("data.train", r#"["a.csv"]"#, r#"["b/*.csv"]"#).is_of_files());
+        assert!(change("data.tokens", r#""a.json""#, r#""b.json""#).is_of_files());
+        assert!(!change("data.tokens", r#""characters""#, r#""b.json""#).is_of_files());
+        assert!(!change("data.template", r#""a.jinja""#, r#""{{ x }}""#).is_of_files());
+        assert!(!change("data.valid", "absent", r#"["a.csv"]"#).is_of_files());
+        assert!(!change("data.field", r#""a""#, r#""b""#).is_of_files());
     }
 
     #[test]

@@ -7,7 +7,7 @@
 
 use super::advice;
 use super::estimate::{Predict, Way};
-use super::plan::{Budget, Chosen, Offload, Peak, Plan, Rung, Shrunk, Split, Verdict};
+use super::plan::{Budget, Chosen, Disk, Offload, Peak, Plan, Rung, Shrunk, Split, Verdict};
 use super::search::{Considered, Request, Search};
 use crate::units::Bytes;
 
@@ -65,6 +65,7 @@ pub fn describe(request: &Request, predict: &dyn Predict, search: &Search, picke
         advice: None,
         shrunk: shrunk(r, predict, as_written, picked),
         phases: estimate.phases(),
+        disk: Disk::default(),
     }
 }
 

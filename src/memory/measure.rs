@@ -5,7 +5,7 @@
 //! buffers go to [`super::pages`].
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 
 /// The system's allocator, counted.
 pub struct Counting;
@@ -55,8 +55,29 @@ fn counted(layout: Layout, zeroed: bool, small: unsafe fn(&System, Layout) -> *m
     };
     if pointer.is_null() {
         shrank(layout.size());
+        refused();
     }
     pointer
+}
+
+/// Where a refused allocation is noted, for whoever survives the process: a file descriptor, or none.
+static NOTE: AtomicI32 = AtomicI32::new(-1);
+
+/// Notes refused allocations by a byte written here from now on. It stays open as long as the process.
+#[cfg(unix)]
+pub fn note_refusals_at(descriptor: std::os::fd::OwnedFd) {
+    use std::os::fd::IntoRawFd;
+    NOTE.store(descriptor.into_raw_fd(), Relaxed);
+}
+
+/// Allocates nothing: an allocation just failed.
+fn refused() {
+    #[cfg(unix)]
+    if let descriptor @ 0.. = NOTE.load(Relaxed) {
+        // SAFETY: `note_refusals_at` gave it up for good, so it is open and nobody else's.
+        let descriptor = unsafe { std::os::fd::BorrowedFd::borrow_raw(descriptor) };
+        let _ = rustix::io::write(descriptor, b"!");
+    }
 }
 
 // SAFETY: every call goes to the system's allocator or to `pages`, which of the two the layout alone decides;
@@ -93,7 +114,9 @@ unsafe impl GlobalAlloc for Counting {
             return moved;
         }
         let moved = unsafe { System.realloc(pointer, layout, size) };
-        if !moved.is_null() {
+        if moved.is_null() {
+            refused();
+        } else {
             // While the system copies, both blocks may be there; count them as if they were.
             grew(size);
             shrank(layout.size());

@@ -31,6 +31,22 @@ pub struct Plan {
     /// The highest moment of each phase of the chosen way.
     #[serde(default)]
     pub phases: Vec<Phase>,
+    /// What the run keeps on disk.
+    #[serde(default)]
+    pub disk: Disk,
+}
+
+/// Bytes on disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Disk {
+    /// Of one checkpoint.
+    pub checkpoint_bytes: u64,
+    /// Checkpoints at most at any time: those kept, the best one, and one that is being written.
+    pub checkpoints: u64,
+    /// Of all of them. `fit` compares it with the free space before the first step.
+    pub checkpoints_bytes: u64,
+    /// Of what the data needs in `runs/.data`, which is there once it is planned.
+    pub data_cache_bytes: u64,
 }
 
 /// Device bytes in two pools: of what the passes of micro-batches take, and of all else.
@@ -239,6 +255,7 @@ mod tests {
             advice: None,
             shrunk: Vec::new(),
             phases: phases.iter().map(phase).collect(),
+            disk: Disk::default(),
         }
     }
 

@@ -143,6 +143,29 @@ fn cgroup() -> Option<Cgroup> {
     chains.iter().flat_map(|(version, group, mount)| limits(*version, group, mount)).min_by_key(Cgroup::left)
 }
 
+/// Processes that the kernel has killed for lack of memory so far: in the memory group of this process or, where it
+/// is in none or the group does not say, on the whole machine.
+pub fn oom_kills() -> Option<u64> {
+    let groups = read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let mounts = read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let of_group = |(version, group, mount): &(Version, PathBuf, PathBuf)| {
+        let name = match version {
+            Version::V1 => "memory.oom_control",
+            Version::V2 => "memory.events",
+        };
+        // A group of version 2 counts what happens below it; one without the controller has no such file.
+        let mut folders = group.ancestors().take_while(|folder| folder.starts_with(mount) && folder != mount);
+        folders.find_map(|folder| counter(&read_to_string(folder.join(name)).ok()?, "oom_kill"))
+    };
+    let machine = || counter(&read_to_string("/proc/vmstat").ok()?, "oom_kill");
+    memory_groups(&groups, &mounts).iter().find_map(of_group).or_else(machine)
+}
+
+/// The value of a line `name value`.
+fn counter(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
+}
+
 /// Every group with a limit from `group` up to the mount: whichever leaves the least binds.
 fn limits(version: Version, group: &Path, mount: &Path) -> Vec<Cgroup> {
     let up_to_mount = group.ancestors().take_while(|folder| folder.starts_with(mount));
@@ -256,6 +279,15 @@ mod tests {
             resident: None,
             processor: String::new(),
         }
+    }
+
+    #[test]
+    fn counters_are_read_by_their_whole_name() {
+        let v1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n";
+        let v2 = "low 0\nmax 7\noom 2\noom_kill 2\noom_group_kill 1\n";
+        assert_eq!((counter(v1, "oom_kill"), counter(v2, "oom_kill")), (Some(3), Some(2)));
+        assert_eq!(counter("oom_kill_disable 0\n", "oom_kill"), None);
+        assert!(!cfg!(target_os = "linux") || oom_kills().is_some());
     }
 
     #[test]

@@ -98,7 +98,11 @@ impl Sink for Events {
 
     fn record(&mut self, record: &Record) -> io::Result<()> {
         self.0.append(record)?;
-        if matches!(record.event, Event::Checkpoint { .. }) { self.0.file.sync_data() } else { Ok(()) }
+        if matches!(record.event, Event::Checkpoint { .. } | Event::Best { .. }) {
+            self.0.file.sync_data()
+        } else {
+            Ok(())
+        }
     }
 
     fn finish(&mut self) -> io::Result<()> {
@@ -107,32 +111,36 @@ impl Sink for Events {
 }
 
 /// `metrics.jsonl`: a flat row a logged step and an evaluation, each step once.
-pub struct Metrics(LineFile);
+pub struct Metrics {
+    file: LineFile,
+    /// The step a resumed run began with, if its evaluation is there: it may be told again.
+    evaluated: Option<u64>,
+}
 
 impl Metrics {
     /// Appends to `path`, made if absent; a torn last line is cut off.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let named = |source| Error::Write { name: path.display().to_string(), source };
-        LineFile::open(path).map(Self).map_err(named)
+        LineFile::open(path).map(|file| Self { file, evaluated: None }).map_err(named)
     }
 
     /// Drops the rows of steps that a resumed run is about to repeat.
     fn rewind(&mut self, step: u64) -> io::Result<()> {
-        let kept = |line: &str| {
-            let row: Option<Value> = serde_json::from_str(line).ok();
-            row.and_then(|row| row["step"].as_u64()).is_some_and(|s| s <= step)
-        };
-        let temporary = self.0.path.with_extension("jsonl.tmp");
+        self.evaluated = None;
+        let temporary = self.file.path.with_extension("jsonl.tmp");
         let mut out = io::BufWriter::new(File::create(&temporary)?);
-        for line in whole_lines(&self.0.path)? {
+        for line in whole_lines(&self.file.path)? {
             let line = line?;
-            if kept(&line) {
+            let row: Value = serde_json::from_str(&line).unwrap_or_default();
+            if row["step"].as_u64().is_some_and(|s| s <= step) {
+                let is_last = row["step"] == step && row.get("valid.loss").is_some();
+                self.evaluated = self.evaluated.or(is_last.then_some(step));
                 writeln!(out, "{line}")?;
             }
         }
         out.into_inner()?.sync_data()?;
-        std::fs::rename(&temporary, &self.0.path)?;
-        self.0 = LineFile::open(&self.0.path)?;
+        std::fs::rename(&temporary, &self.file.path)?;
+        self.file = LineFile::open(&self.file.path)?;
         Ok(())
     }
 }
@@ -169,14 +177,16 @@ fn row(record: &Record) -> Option<Map<String, Value>> {
 
 impl Sink for Metrics {
     fn name(&self) -> String {
-        self.0.path.display().to_string()
+        self.file.path.display().to_string()
     }
 
     fn record(&mut self, record: &Record) -> io::Result<()> {
-        if let Event::Resumed { step, .. } = record.event {
-            self.rewind(step)?;
+        match record.event {
+            Event::Resumed { step, .. } => self.rewind(step)?,
+            Event::Eval { step, .. } if self.evaluated == Some(step) => return Ok(()),
+            _ => {}
         }
-        row(record).map_or(Ok(()), |row| self.0.append(&row))
+        row(record).map_or(Ok(()), |row| self.file.append(&row))
     }
 }
 

@@ -77,8 +77,6 @@ pub enum Error {
     Write { name: String, source: io::Error },
     #[error("cannot read `{}`", path.display())]
     Read { path: PathBuf, source: io::Error },
-    #[error("line {line} of `{}` is not an event of a run", path.display())]
-    NotAnEvent { path: PathBuf, line: usize, source: serde_json::Error },
 }
 
 /// Stamps events and hands them to all sinks.

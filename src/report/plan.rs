@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::text::{self, Paint};
 use super::{Look, Verbosity};
-use crate::memory::plan::{Phase, Place, Role, Rung, Verdict};
+use crate::memory::plan::{Disk, Phase, Place, Role, Rung, Verdict};
 use crate::memory::{Plan, ladder};
 use crate::units::count;
 
@@ -18,6 +18,7 @@ pub fn lines(plan: &Plan, look: Look) -> Vec<String> {
     let paint = Paint { color: look.color };
     let verbose = look.verbosity == Verbosity::Verbose;
     let mut out = vec![verdict(plan, paint), way(plan)];
+    out.extend(disk(plan));
     if plan.verdict != Verdict::DoesNotFit {
         out.extend(shrunk(plan));
     }
@@ -84,6 +85,20 @@ fn way(plan: &Plan) -> String {
         way += &format!(", {} in ram", names.join(" and "));
     }
     way
+}
+
+/// `disk 12.3 MiB: 4 checkpoints of 3.08 MiB at most`.
+fn disk(plan: &Plan) -> Option<String> {
+    let Disk { checkpoint_bytes, checkpoints, checkpoints_bytes, data_cache_bytes } = plan.disk;
+    let whole = text::bytes(checkpoints_bytes.saturating_add(data_cache_bytes));
+    let plural = if checkpoints == 1 { "" } else { "s" };
+    let cache = match data_cache_bytes {
+        0 => String::new(),
+        bytes => format!(", {} of prepared data", text::bytes(bytes)),
+    };
+    let each = text::bytes(checkpoint_bytes);
+    (checkpoints > 0)
+        .then(|| format!("       disk {whole}: {checkpoints} checkpoint{plural} of {each} at most{cache}"))
 }
 
 /// From the job as written to what runs, rung by rung, and why.

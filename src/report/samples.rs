@@ -68,6 +68,7 @@ pub fn plan() -> Plan {
             why: "as written it takes 344.00 MiB of 256.00 MiB ram".into(),
         }],
         phases: vec![phase("forward", 180), phase("backward", 212), phase("update", 80)],
+        disk: Disk::default(),
     }
 }
 
@@ -103,9 +104,14 @@ pub fn eval(t: f64, step: u64, loss: f64) -> Record {
     Record { t, event: Event::Eval { step, epoch: step / 2, metrics, samples: 50, eval_s: 0.5 } }
 }
 
-pub fn checkpoint(t: f64, step: u64, best: bool) -> Record {
+pub fn checkpoint(t: f64, step: u64) -> Record {
     let path = format!("c/{step}");
-    Record { t, event: Event::Checkpoint { step, path, bytes: 1 << 20, write_s: 0.1, best } }
+    Record { t, event: Event::Checkpoint { step, path, bytes: 1 << 20, write_s: 0.1 } }
+}
+
+pub fn best(t: f64, step: u64, value: f64) -> Record {
+    let (path, metric) = (format!("c/{step}"), "valid.loss".into());
+    Record { t, event: Event::Best { step, path, metric, value } }
 }
 
 pub fn resumed(t: f64, step: u64) -> Record {
@@ -145,16 +151,18 @@ pub fn run() -> Vec<Record> {
         planned(0.1),
         step(1.0, 1),
         step(2.0, 2),
+        checkpoint(2.1, 2),
         eval(2.5, 2, 0.5),
-        checkpoint(2.6, 2, true),
+        best(2.6, 2, 0.5),
         step(3.6, 3),
         step(4.6, 4),
+        checkpoint(4.7, 4),
         eval(5.1, 4, 0.25),
-        checkpoint(5.2, 4, true),
+        best(5.2, 4, 0.25),
         step(6.2, 5),
         step(7.2, 6),
-        eval(7.7, 6, 0.3),
-        checkpoint(7.8, 6, false),
+        checkpoint(7.3, 6),
+        eval(7.8, 6, 0.3),
         finished(9.0),
     ]
 }

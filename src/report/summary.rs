@@ -79,6 +79,9 @@ pub struct Summary {
     /// Records that were left out because they cannot be used.
     #[serde(default)]
     pub bad_records: u64,
+    /// Lines of `events.jsonl` that are no events and were passed over, counted from 1.
+    #[serde(default)]
+    pub damaged_lines: Vec<usize>,
     /// What to change, where updates waited too long for data.
     #[serde(default)]
     pub slow_data: Option<String>,
@@ -102,18 +105,16 @@ struct Fold {
 }
 
 impl Summary {
-    /// Folds an `events.jsonl`; a torn last line is passed over, any other that is no event is an error.
+    /// Folds an `events.jsonl`. Lines that are no events are passed over and remembered: the events are told to
+    /// people, and no checkpoint depends on them. A torn last line is not even that.
     pub fn from_events(path: &Path) -> Result<Summary, Error> {
         let read = |source| Error::Read { path: path.to_owned(), source };
         let mut summary = Summary::default();
         for (i, line) in whole_lines(path).map_err(read)?.enumerate() {
-            let line = line.map_err(read)?;
-            let record = serde_json::from_str(&line).map_err(|source| Error::NotAnEvent {
-                path: path.to_owned(),
-                line: i + 1,
-                source,
-            })?;
-            summary.add(&record);
+            match serde_json::from_str(&line.map_err(read)?) {
+                Ok(record) => summary.add(&record),
+                Err(_) => summary.damaged_lines.push(i + 1),
+            }
         }
         Ok(summary)
     }
@@ -182,13 +183,13 @@ impl Summary {
                 self.metrics.extend(metrics.clone());
                 self.fold.evals.insert(*step, metrics.clone());
             }
-            Event::Checkpoint { step, path, best, .. } => {
+            Event::Checkpoint { step, path, .. } => {
                 self.checkpoint = Some(path.clone());
                 self.fold.checkpoints.insert(*step, path.clone());
-                if *best {
-                    self.fold.bests.push(*step);
-                    self.best = self.fold.best();
-                }
+            }
+            Event::Best { step, .. } => {
+                self.fold.bests.push(*step);
+                self.best = self.fold.best();
             }
             Event::Oom { .. } => self.ooms += 1,
             Event::Shrunk { .. } => self.shrunk += 1,
@@ -476,13 +477,13 @@ folder   runs/shapes/1"
     }
 
     #[test]
-    fn a_line_that_is_no_event_is_refused_by_number() {
+    fn a_line_that_is_no_event_is_passed_over_and_told_by_number() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         let good = serde_json::to_string(&samples::step(1.0, 1)).unwrap();
         std::fs::write(&path, format!("{good}\nnonsense\n{good}\n")).unwrap();
-        let error = Summary::from_events(&path).unwrap_err().to_string();
-        assert_eq!(error, format!("line 2 of `{}` is not an event of a run", path.display()));
+        let summary = Summary::from_events(&path).unwrap();
+        assert_eq!((summary.steps, summary.damaged_lines), (1, vec![2]));
     }
 
     #[test]

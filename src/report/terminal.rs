@@ -130,15 +130,13 @@ impl<W: Write + Send> Terminal<W> {
                 let epoch = self.progress.epoch(*step);
                 line(paint.green(&label("eval")), format!("epoch {epoch}  {}", summary::values(metrics)))
             }
-            Event::Checkpoint { step, path, bytes, write_s, best }
-                if self.look.verbosity == Verbosity::Verbose =>
-            {
-                let best = if *best { "  best so far" } else { "" };
+            Event::Checkpoint { step, path, bytes, write_s } if self.look.verbosity == Verbosity::Verbose => {
                 let (bytes, time) = (text::bytes(*bytes), text::duration(*write_s));
-                line(
-                    paint.dim(&label("saved")),
-                    format!("step {}  {path}  {bytes} in {time}{best}", count(*step)),
-                )
+                line(paint.dim(&label("saved")), format!("step {}  {path}  {bytes} in {time}", count(*step)))
+            }
+            Event::Best { step, metric, value, .. } if self.look.verbosity == Verbosity::Verbose => {
+                let text = format!("step {}  {metric} {} so far", count(*step), text::number(*value));
+                line(paint.dim(&label("best")), text)
             }
             Event::Oom { step, phase, asker, bytes, left } => {
                 let (bytes, left) = (text::bytes(*bytes), text::bytes(*left));
@@ -198,6 +196,7 @@ impl<W: Write + Send> Terminal<W> {
             }
             Event::Step { .. }
             | Event::Checkpoint { .. }
+            | Event::Best { .. }
             | Event::Recorded { .. }
             | Event::Launched { .. }
             | Event::Diverged { .. }
@@ -351,7 +350,8 @@ folder   runs/shapes/1
             }),
             at(Event::Recorded { step: 2, launches: 120 }),
             at(Event::Launched { step: 2, why: "dropout".into() }),
-            samples::checkpoint(1.0, 4, true),
+            samples::checkpoint(1.0, 4),
+            samples::best(1.0, 4, 0.25),
         ];
         let text = shown(&records, Verbosity::Normal);
         assert_eq!(
@@ -371,7 +371,8 @@ again  the run's process was aborted (an allocation failed); again with 64.0 MiB
         let more = "\
 recorded step 2  120 launches of a micro-batch
 launched step 2  nothing is recorded: dropout
-saved  step 4  c/4  1.00 MiB in 0.1 s  best so far
+saved  step 4  c/4  1.00 MiB in 0.1 s
+best   step 4  valid.loss 0.2500 so far
 ";
         assert_eq!(shown(&records, Verbosity::Verbose), text + more);
     }

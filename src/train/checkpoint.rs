@@ -2,66 +2,44 @@
 //!
 //! A checkpoint is a folder `step-N`: weights and statistics in `model.safetensors` under names and
 //! shapes other tools read, their moving average in `ema.safetensors` where one is kept, the optimizer's
-//! buffers in `optimizer.safetensors`, the rest in `state.json`.
-//! It is written under another name, synced, renamed, and marked `DONE` last; the marker and the state hold
-//! checksums, so that a torn or damaged one is known for what it is and the one before is used.
+//! buffers in `optimizer.safetensors`, the tokenizer where the data is text, the rest in `state.json`.
+//!
+//! The folder is written under a hidden name, synced with its marker `DONE`, and renamed: the rename is the
+//! moment at which it exists. It is renamed to a hidden name before it is removed, for the same reason. So a
+//! `step-N` without a marker was damaged by somebody else, and hidden folders are what an interrupted process
+//! left: [`Checkpoints::clean`] removes them. The marker holds the checksum of the state and the state those of
+//! the files, so that damage is seen and the checkpoint before is used.
+//!
+//! A checkpoint comes before the evaluation of its step, whose result is added to it afterwards, as a state
+//! that replaces the first.
 
-use std::collections::BTreeMap;
+mod state;
+
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 use safetensors::tensor::SafeTensors;
-use serde::{Deserialize, Serialize};
 
 use super::Failure;
-use super::retry::{Descent, Way};
+use super::folder;
 use super::tensors::{Buffer, load_buffers, load_named, load_named_if, named, put, put_buffers, sync};
-use crate::data::bad::LeftOut;
-use crate::data::digest::Digest;
-use crate::data::order::Cursor;
 use crate::optim::Optimizer;
-use crate::optim::scaling::Scaling;
 use crate::params::Store;
+
+pub use state::{FORMAT, State};
 
 const MODEL: &str = "model.safetensors";
 const AVERAGE: &str = "ema.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+const TOKENIZER: &str = "tokenizer.json";
 const STATE: &str = "state.json";
+/// The state after the evaluation of this step: a line with its checksum, then the state.
+const EVALUATED: &str = "evaluated.json";
 const DONE: &str = "DONE";
-
-/// What a run needs to go on, beside tensors.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct State {
-    /// Of this layout of a checkpoint.
-    pub format: u32,
-    /// Updates made.
-    pub step: u64,
-    pub cursor: Cursor,
-    /// Samples seen, and the digest of their ids in order.
-    pub samples: u64,
-    pub digest: Digest,
-    /// All randomness follows from this and the cursor.
-    pub seed: u64,
-    /// The way of running in force, and the larger ones given up.
-    pub way: Way,
-    pub descent: Descent,
-    /// The best value of the job's `checkpoint.best` so far and the step it was reached at.
-    pub best: Option<(f64, u64)>,
-    pub scaling: Scaling,
-    /// Records that could not be used.
-    #[serde(default)]
-    pub left_out: LeftOut,
-    /// Last values of the evaluation.
-    pub metrics: BTreeMap<String, f64>,
-    pub elapsed_s: f64,
-    pub data_wait_s: f64,
-    /// Checksum and length of each file.
-    pub files: BTreeMap<String, (u32, u64)>,
-}
-
-pub const FORMAT: u32 = 2;
+/// Marks weights whose next update was not finite.
+const DIVERGED: &str = "DIVERGED";
 
 /// The checkpoints of a run.
 pub struct Checkpoints {
@@ -76,6 +54,14 @@ pub struct Held<'a> {
     pub average: Option<&'a Tensor>,
 }
 
+/// What [`Checkpoints::newest`] finds.
+#[derive(Default)]
+pub struct Newest {
+    pub found: Option<(State, PathBuf)>,
+    /// Newer checkpoints, each with the reason why it was passed over.
+    pub skipped: Vec<String>,
+}
+
 impl Checkpoints {
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
@@ -85,98 +71,227 @@ impl Checkpoints {
         self.root.join(format!("step-{step:08}"))
     }
 
-    /// Steps of all that carry the marker, newest first.
+    /// Where a checkpoint is while it is written (`tmp`), replaced (`old`) or removed (`gone`).
+    fn hidden(&self, step: u64, what: &str) -> PathBuf {
+        self.root.join(format!(".step-{step:08}.{what}"))
+    }
+
+    /// Steps of all, newest first, damaged ones included.
     pub fn steps(&self) -> Vec<u64> {
-        let Ok(entries) = fs::read_dir(&self.root) else { return Vec::new() };
-        let names = entries.filter_map(Result::ok).filter(|e| e.path().join(DONE).exists());
+        let names = names(&self.root).unwrap_or_default();
         let mut steps: Vec<u64> =
-            names.filter_map(|e| e.file_name().to_str()?.strip_prefix("step-")?.parse().ok()).collect();
+            names.iter().filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
         steps.sort_unstable_by(|a, b| b.cmp(a));
         steps
     }
 
+    /// Removes what a process that was killed left half-written or half-removed. Only the owner of the run may.
+    pub fn clean(&self) -> Result<(), Failure> {
+        for name in names(&self.root).map_err(Failure::io("read", &self.root))? {
+            let path = self.root.join(&name);
+            if let Some(old) = name.strip_prefix(".").and_then(|name| name.strip_suffix(".old"))
+                && !self.root.join(old).exists()
+            {
+                // Killed between the two renames of a replacement.
+                rename(&path, &self.root.join(old))?;
+            } else if name.starts_with(".step-") {
+                fs::remove_dir_all(&path).map_err(Failure::io("remove", &path))?;
+            } else if name.starts_with("step-") {
+                let left = path.join(EVALUATED).with_extension("tmp");
+                if left.exists() {
+                    fs::remove_file(&left).map_err(Failure::io("remove", &left))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Writes a checkpoint and gives its folder and its bytes. What was there before stays whole, and a
-    /// failure leaves nothing behind.
-    pub fn save(&self, mut state: State, held: &Held) -> Result<(PathBuf, u64), Failure> {
-        let (path, temporary) =
-            (self.path(state.step), self.root.join(format!(".step-{:08}.tmp", state.step)));
+    /// failure leaves nothing behind. `tokenizer` is a file to keep with it.
+    pub fn save(
+        &self,
+        mut state: State,
+        held: &Held,
+        tokenizer: Option<&Path>,
+    ) -> Result<(PathBuf, u64), Failure> {
+        let (path, temporary) = (self.path(state.step), self.hidden(state.step, "tmp"));
         let _ = fs::remove_dir_all(&temporary);
         fs::create_dir(&temporary).map_err(Failure::io("create the checkpoint", &temporary))?;
-        let written = self.write(&temporary, &mut state, held).and_then(|bytes| {
-            if path.exists() {
-                // The same step again, as after a resume: the marker goes first, so that no half is taken
-                // for a whole.
-                remove(&path)?;
-            }
-            fs::rename(&temporary, &path).map_err(Failure::io("rename the checkpoint to", &path))?;
-            sync(&self.root)?;
-            Ok(bytes)
+        let step = state.step;
+        let written = self.write(&temporary, &mut state, held, tokenizer).and_then(|bytes| {
+            self.commit(step)?;
+            Ok((path, bytes))
         });
-        match written {
-            Ok(bytes) => {
-                let state = fs::read(path.join(STATE)).map_err(Failure::io("read", path.join(STATE)))?;
-                let marker = crc32c::crc32c(&state).to_string();
-                fs::write(path.join(DONE), marker).map_err(Failure::io("write", path.join(DONE)))?;
-                sync(&path.join(DONE))?;
-                sync(&path)?;
-                Ok((path, bytes))
+        if written.is_err() {
+            let _ = fs::remove_dir_all(&temporary);
+        }
+        written
+    }
+
+    /// Gives a checkpoint that is written its name. One that has it already, as when steps are repeated after a
+    /// resume, stays until then.
+    fn commit(&self, step: u64) -> Result<(), Failure> {
+        let (temporary, path, old) = (self.hidden(step, "tmp"), self.path(step), self.hidden(step, "old"));
+        let replaces = path.exists();
+        if replaces {
+            rename(&path, &old)?;
+        }
+        if let Err(failure) = rename(&temporary, &path) {
+            if replaces {
+                // Best effort: if this fails too, the next start does it.
+                let _ = fs::rename(&old, &path);
             }
-            Err(failure) => {
-                let _ = fs::remove_dir_all(&temporary);
-                Err(failure)
-            }
+            return Err(failure);
+        }
+        sync(&self.root)?;
+        match replaces {
+            true => fs::remove_dir_all(&old).map_err(Failure::io("remove", old)),
+            false => Ok(()),
         }
     }
 
-    fn write(&self, folder: &Path, state: &mut State, held: &Held) -> Result<u64, Failure> {
+    fn write(
+        &self,
+        folder: &Path,
+        state: &mut State,
+        held: &Held,
+        tokenizer: Option<&Path>,
+    ) -> Result<u64, Failure> {
         let store = held.store;
         let (master, stats) = (Buffer::of(&store.master)?, Buffer::of(&store.stats)?);
         let mut model = named(&store.layout.params, &master)?;
         model.extend(named(&store.layout.stats, &stats)?);
         let mut files = vec![MODEL, OPTIMIZER];
-        put(&folder.join(MODEL), &model)?;
+        let mut not_finite = put(&folder.join(MODEL), &model)?;
         if let Some(average) = held.average {
             files.push(AVERAGE);
-            put(&folder.join(AVERAGE), &named(&store.layout.params, &Buffer::of(average)?)?)?;
+            let average = put(&folder.join(AVERAGE), &named(&store.layout.params, &Buffer::of(average)?)?)?;
+            not_finite = not_finite.or(average);
         }
-        put_buffers(&folder.join(OPTIMIZER), held.optimizer.state()?)?;
+        not_finite = not_finite.or(put_buffers(&folder.join(OPTIMIZER), held.optimizer.state()?)?);
+        if let Some(tensor) = not_finite {
+            return Err(Failure::NotFinite { step: state.step, tensor, checkpoint: None });
+        }
+        if let Some(from) = tokenizer {
+            files.push(TOKENIZER);
+            let to = folder.join(TOKENIZER);
+            fs::copy(from, &to).map_err(Failure::io("write", &to))?;
+            sync(&to)?;
+        }
         for file in files {
             let sum = checksum(&folder.join(file)).map_err(Failure::io("read", folder.join(file)))?;
             state.files.insert(file.into(), sum);
         }
-        let text = serde_json::to_vec_pretty(&state).map_err(std::io::Error::from);
-        let path = folder.join(STATE);
-        text.and_then(|text| fs::write(&path, text)).map_err(Failure::io("write", &path))?;
-        sync(&path)?;
+        let text = json(state, &folder.join(STATE))?;
+        put_bytes(&folder.join(STATE), &text)?;
+        put_bytes(&folder.join(DONE), crc32c::crc32c(&text).to_string().as_bytes())?;
         sync(folder)?;
         Ok(state.files.values().map(|(_, bytes)| bytes).sum())
     }
 
-    /// Removes all but the newest `keep` and the one of step `best`.
-    pub fn prune(&self, keep: usize, best: Option<u64>) -> Result<(), Failure> {
-        let old = self.steps().into_iter().skip(keep).filter(|step| Some(*step) != best);
-        old.map(|step| self.path(step)).try_for_each(|path| remove(&path))
+    /// Adds the result of the evaluation to the checkpoint of its step: `state` takes the place of the first.
+    pub fn evaluated(&self, state: &State) -> Result<(), Failure> {
+        let path = self.path(state.step).join(EVALUATED);
+        let text = json(state, &path)?;
+        let line = format!("{}\n", crc32c::crc32c(&text));
+        folder::write(&path, &[line.as_bytes(), &text].concat())?;
+        sync(&self.path(state.step))
     }
 
-    /// The newest whole checkpoint, its folder, and why newer ones were passed over.
-    pub fn newest(&self) -> (Option<(State, PathBuf)>, Vec<String>) {
-        let mut skipped = Vec::new();
+    /// Marks the checkpoints of `step` and later ones: the next update from them was not finite, so that a resumed
+    /// run begins with one before.
+    pub fn diverged(&self, step: u64) -> Result<(), Failure> {
+        let suspect = self.steps().into_iter().filter(|s| *s >= step);
+        suspect.map(|step| self.path(step).join(DIVERGED)).try_for_each(|path| put_bytes(&path, b""))
+    }
+
+    /// The newest checkpoint that nothing is known against; else the newest.
+    pub fn last_good(&self) -> Option<PathBuf> {
+        let paths: Vec<PathBuf> = self.done().map(|step| self.path(step)).collect();
+        paths.iter().find(|path| !path.join(DIVERGED).exists()).or(paths.first()).cloned()
+    }
+
+    /// Steps of those that carry the marker, newest first.
+    pub fn done(&self) -> impl Iterator<Item = u64> {
+        self.steps().into_iter().filter(|step| self.path(*step).join(DONE).exists())
+    }
+
+    /// Removes all but the newest `keep` good ones and the one of step `best`; what is newer than these stays.
+    pub fn prune(&self, keep: usize, best: Option<u64>) -> Result<(), Failure> {
+        let good = self.done().filter(|step| !self.path(*step).join(DIVERGED).exists());
+        let good: Vec<u64> = good.collect();
+        let Some(newest) = good.first() else { return Ok(()) };
+        let kept = |step: &u64| good.iter().take(keep).any(|s| s == step) || Some(*step) == best;
+        let old = self.steps().into_iter().filter(|step| step <= newest && !kept(step));
+        old.into_iter().try_for_each(|step| {
+            let gone = self.hidden(step, "gone");
+            rename(&self.path(step), &gone)?;
+            sync(&self.root)?;
+            fs::remove_dir_all(&gone).map_err(Failure::io("remove", gone))
+        })
+    }
+
+    /// The newest whole checkpoint whose next update was not known to be not finite; where there is no other, one
+    /// of those.
+    pub fn newest(&self) -> Newest {
+        let (mut newest, mut suspect) = (Newest::default(), None);
         for path in self.steps().into_iter().map(|step| self.path(step)) {
+            let diverged = path.join(DIVERGED).exists();
             match verify(&path) {
-                Ok(state) => return (Some((state, path)), skipped),
-                Err(reason) => skipped.push(format!("{}: {reason}", path.display())),
+                Ok(state) if !diverged => {
+                    newest.found = Some((state, path));
+                    return newest;
+                }
+                Ok(state) => {
+                    newest.skipped.push(format!("{}: the next update was not finite", path.display()));
+                    suspect.get_or_insert((state, path));
+                }
+                Err(reason) => newest.skipped.push(format!("{}: {reason}", path.display())),
             }
         }
-        (None, skipped)
+        newest.found = suspect;
+        newest
+    }
+
+    /// The state of the newest checkpoint that has a readable one; its tensors are not looked at.
+    pub fn newest_state(&self) -> Option<State> {
+        self.steps().into_iter().find_map(|step| read_state(&self.path(step)).ok())
+    }
+
+    /// Bytes of all that is there.
+    pub fn bytes(&self) -> u64 {
+        let folder = |path: PathBuf| fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
+        let files = folder(self.root.clone()).flat_map(|entry| folder(entry.path()));
+        files.filter_map(|file| file.metadata().ok()).map(|about| about.len()).sum()
     }
 }
 
-fn remove(path: &Path) -> Result<(), Failure> {
-    let marker = path.join(DONE);
-    if marker.exists() {
-        fs::remove_file(&marker).map_err(Failure::io("remove", &marker))?;
+/// What is in a folder; nothing where it is not there.
+fn names(folder: &Path) -> std::io::Result<Vec<String>> {
+    match fs::read_dir(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error),
+        Ok(entries) => {
+            entries.map(|entry| entry.map(|e| e.file_name().to_string_lossy().into_owned())).collect()
+        }
     }
-    fs::remove_dir_all(path).map_err(Failure::io("remove", path))
+}
+
+fn rename(from: &Path, to: &Path) -> Result<(), Failure> {
+    fs::rename(from, to).map_err(Failure::io("rename the checkpoint to", to))
+}
+
+fn json(state: &State, path: &Path) -> Result<Vec<u8>, Failure> {
+    serde_json::to_vec_pretty(state).map_err(std::io::Error::from).map_err(Failure::io("write", path))
+}
+
+fn put_bytes(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let put = || {
+        let mut file = File::create(path)?;
+        std::io::Write::write_all(&mut file, bytes)?;
+        file.sync_all()
+    };
+    put().map_err(Failure::io("write", path))
 }
 
 /// CRC-32C and length of a file.
@@ -191,17 +306,40 @@ fn checksum(path: &Path) -> std::io::Result<(u32, u64)> {
     }
 }
 
-/// The state of a checkpoint all of whose files are as they were written, or why not.
-fn verify(path: &Path) -> Result<State, String> {
+/// The state of a checkpoint, after its evaluation where that is there and whole, or why there is none.
+fn read_state(path: &Path) -> Result<State, String> {
     let read = |name: &str| fs::read(path.join(name)).map_err(|e| format!("cannot read {name}: {e}"));
-    let (marker, text) = (read(DONE)?, read(STATE)?);
+    let marker = match path.join(DONE).exists() {
+        true => read(DONE)?,
+        false => return Err(format!("it has no {DONE} marker")),
+    };
+    let text = read(STATE)?;
     if String::from_utf8_lossy(&marker).trim() != crc32c::crc32c(&text).to_string() {
         return Err(format!("{STATE} does not match its checksum"));
     }
-    let state: State = serde_json::from_slice(&text).map_err(|e| format!("{STATE} cannot be read: {e}"))?;
-    if state.format != FORMAT {
-        return Err(format!("it has format {} and this program reads {FORMAT}", state.format));
+    // Of another format little else can be read.
+    let about: serde_json::Value =
+        serde_json::from_slice(&text).map_err(|e| format!("{STATE} cannot be read: {e}"))?;
+    if about["format"] != FORMAT {
+        return Err(format!("it has format {} and this program reads {FORMAT}", about["format"]));
     }
+    let state: State = serde_json::from_value(about).map_err(|e| format!("{STATE} cannot be read: {e}"))?;
+    let evaluated = read(EVALUATED).ok().and_then(|bytes| {
+        let end = bytes.iter().position(|b| *b == b'\n')?;
+        let (sum, text) = (String::from_utf8_lossy(&bytes[..end]).into_owned(), &bytes[end + 1..]);
+        let evaluated: State = serde_json::from_slice(text).ok()?;
+        (sum == crc32c::crc32c(text).to_string() && evaluated.step == state.step).then_some(evaluated)
+    });
+    // One that is damaged costs another evaluation.
+    Ok(match evaluated {
+        Some(evaluated) => State { files: state.files, ..evaluated },
+        None => state,
+    })
+}
+
+/// The state of a checkpoint all of whose files are as they were written, or why not.
+fn verify(path: &Path) -> Result<State, String> {
+    let state = read_state(path)?;
     for (name, wanted) in &state.files {
         let found = checksum(&path.join(name)).map_err(|e| format!("cannot read {name}: {e}"))?;
         if found != *wanted {
@@ -236,155 +374,4 @@ pub fn load_weights(file: &Path, store: &Store) -> Result<(), Failure> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::params::{Declared, Init};
-    use candle_core::{DType, Device};
-
-    fn made(seed: u64) -> (Store, Optimizer) {
-        let mut declared = Declared::default();
-        declared.filter("conv.weight", [3, 2, 2, 2], Init::Normal(1.0));
-        declared.param("bias", [3], Init::Normal(1.0));
-        declared.stat("mean", 3, 0.5);
-        let store = Store::new(declared.layout().unwrap(), seed, DType::F32, &Device::Cpu).unwrap();
-        let optimizer =
-            Optimizer::new(&toml::from_str("kind = 'adamw8bit'").unwrap(), &store, false).unwrap();
-        (store, optimizer)
-    }
-
-    fn state(step: u64) -> State {
-        State {
-            format: FORMAT,
-            step,
-            cursor: Cursor { update: step, done: 0 },
-            samples: step * 4,
-            digest: Digest::default(),
-            seed: 1,
-            way: Way {
-                micro_batch: 4,
-                accumulation_steps: 1,
-                recompute: 0,
-                eval_micro_batch: 4,
-                prefetch: 1,
-            },
-            descent: Descent::default(),
-            best: None,
-            scaling: Scaling::fixed(),
-            left_out: LeftOut::default(),
-            metrics: BTreeMap::new(),
-            elapsed_s: 0.0,
-            data_wait_s: 0.0,
-            files: BTreeMap::new(),
-        }
-    }
-
-    fn held<'a>(store: &'a Store, optimizer: &'a Optimizer) -> Held<'a> {
-        Held { store, optimizer, average: None }
-    }
-
-    fn values(store: &Store) -> Vec<f32> {
-        store.master.to_vec1().unwrap()
-    }
-
-    #[test]
-    fn what_is_saved_is_what_is_loaded() {
-        let folder = tempfile::tempdir().unwrap();
-        let checkpoints = Checkpoints::new(folder.path());
-        let (store, optimizer) = made(1);
-        let (path, _) = checkpoints.save(state(7), &held(&store, &optimizer)).unwrap();
-        let (Some((found, at)), skipped) = checkpoints.newest() else { panic!("not found") };
-        assert_eq!((found.step, at, skipped), (7, path.clone(), vec![]));
-        let (other, other_optimizer) = made(2);
-        assert_ne!(values(&store), values(&other));
-        load(&path, &held(&other, &other_optimizer)).unwrap();
-        assert_eq!(values(&store), values(&other));
-    }
-
-    #[test]
-    fn filters_are_named_channels_first() {
-        let folder = tempfile::tempdir().unwrap();
-        let (store, optimizer) = made(1);
-        let (path, _) = Checkpoints::new(folder.path()).save(state(1), &held(&store, &optimizer)).unwrap();
-        let tensors = candle_core::safetensors::load(path.join(MODEL), &Device::Cpu).unwrap();
-        let kept = store.weights()[0]
-            .permute((0, 3, 1, 2))
-            .unwrap()
-            .flatten_all()
-            .unwrap()
-            .to_vec1::<f32>()
-            .unwrap();
-        let named = tensors["conv.weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(tensors["conv.weight"].dims(), [3, 2, 2, 2]);
-        assert_eq!(named, kept);
-    }
-
-    #[test]
-    fn a_damaged_checkpoint_is_passed_over_with_the_reason() {
-        let folder = tempfile::tempdir().unwrap();
-        let checkpoints = Checkpoints::new(folder.path());
-        let (store, optimizer) = made(1);
-        for step in [1, 2, 3, 4] {
-            checkpoints.save(state(step), &held(&store, &optimizer)).unwrap();
-        }
-        let damage = |step: u64, file: &str, at: usize| {
-            let path = checkpoints.path(step).join(file);
-            let mut bytes = fs::read(&path).unwrap();
-            bytes[at] ^= 1;
-            fs::write(path, bytes).unwrap();
-        };
-        fs::remove_file(checkpoints.path(4).join(DONE)).unwrap();
-        damage(3, STATE, 3);
-        damage(2, MODEL, 200);
-        let (Some((found, _)), skipped) = checkpoints.newest() else { panic!("not found") };
-        assert_eq!(found.step, 1);
-        assert_eq!(skipped.len(), 2);
-        assert!(skipped[0].contains("state.json does not match"), "{skipped:?}");
-        assert!(skipped[1].contains("model.safetensors does not match"), "{skipped:?}");
-    }
-
-    /// As other tools save: names in another order, some we have no use for, perhaps no statistics.
-    #[test]
-    fn weights_of_another_tool_are_taken_by_name() {
-        let (folder, one) =
-            (tempfile::tempdir().unwrap(), |n: f32| Tensor::full(n, 3, &Device::Cpu).unwrap());
-        let filter = Tensor::ones((3, 2, 2, 2), DType::F32, &Device::Cpu).unwrap();
-        let load = |names: &[(&str, Tensor)]| {
-            let file = folder.path().join("theirs.safetensors");
-            let tensors = names.iter().cloned().collect::<std::collections::HashMap<_, _>>();
-            candle_core::safetensors::save(&tensors, &file).unwrap();
-            let store = made(1).0;
-            load_weights(&file, &store).map_err(|failure| failure.to_string()).map(|()| store)
-        };
-        let bare = [("conv.weight", filter.clone()), ("bias", one(2.0))];
-        let batches = ("num_batches_tracked", Tensor::new(7i64, &Device::Cpu).unwrap());
-        let whole = [&bare[..], &[("mean", one(3.0)), batches]].concat();
-        let store = load(&whole).unwrap();
-        assert_eq!(values(&store).iter().sum::<f32>(), 24.0 + 6.0);
-        assert_eq!(store.stats.to_vec1::<f32>().unwrap(), [3.0; 3]);
-        assert_eq!(load(&bare).unwrap().stats.to_vec1::<f32>().unwrap(), [0.5; 3]);
-        let lacking = load(&bare[..1]).err().unwrap();
-        assert!(lacking.ends_with("does not belong to this model: it has no `bias`"), "{lacking}");
-        let odd = load(&[&bare[..], &[("mean", filter)]].concat()).err().unwrap();
-        assert!(odd.contains("`mean` is F32 [3, 2, 2, 2] there and F32 [3] here"), "{odd}");
-    }
-
-    #[test]
-    fn the_newest_and_the_best_are_kept() {
-        let folder = tempfile::tempdir().unwrap();
-        let checkpoints = Checkpoints::new(folder.path());
-        let (store, optimizer) = made(1);
-        (1..=5).for_each(|step| drop(checkpoints.save(state(step), &held(&store, &optimizer)).unwrap()));
-        checkpoints.prune(2, Some(2)).unwrap();
-        assert_eq!(checkpoints.steps(), [5, 4, 2]);
-    }
-
-    #[test]
-    fn a_folder_that_vanished_is_an_error_and_not_a_new_folder() {
-        let folder = tempfile::tempdir().unwrap();
-        let (store, optimizer) = made(1);
-        let gone = folder.path().join("gone");
-        let failure = Checkpoints::new(&gone).save(state(1), &held(&store, &optimizer)).unwrap_err();
-        assert!(failure.to_string().contains("cannot create the checkpoint"), "{failure}");
-        assert!(!gone.exists());
-    }
-}
+mod tests;

@@ -66,7 +66,8 @@ pub enum Event {
         step: u64,
         /// The checkpoint's folder; `null` when there was none.
         checkpoint: Option<String>,
-        /// Checkpoints passed over, each with the reason.
+        /// What was passed over, each with the reason: checkpoints, lines of `events.jsonl`, a run to resume that
+        /// was not there.
         skipped: Vec<String>,
     },
     /// One update.
@@ -136,8 +137,17 @@ pub enum Event {
         bytes: u64,
         /// Seconds from its beginning until it was whole.
         write_s: f64,
-        /// The best by the job's `checkpoint.best` so far.
-        best: bool,
+    },
+    /// The evaluation found the checkpoint of its step to be the best so far.
+    Best {
+        /// Updates it holds.
+        step: u64,
+        /// Its folder.
+        path: String,
+        /// The job's `checkpoint.best`.
+        metric: String,
+        /// Its value.
+        value: f64,
     },
     /// An allocation did not fit.
     Oom {
@@ -175,8 +185,8 @@ pub enum Event {
         /// Bytes that may be asked for from here on.
         budget: u64,
     },
-    /// The process that worked on the run was ended by the kernel or by a failed allocation, and its
-    /// supervisor started another one; a `resumed` follows.
+    /// The process that worked on the run was killed, or ended by a failed allocation, and its supervisor started
+    /// another one; a `resumed` follows.
     Restarted {
         /// Processes lost since `trainer fit` was typed.
         restarts: u32,
@@ -256,7 +266,7 @@ pub enum Event {
         step: u64,
         /// Epochs finished before it.
         epoch: u64,
-        /// `NaN`, `inf` or `-inf`.
+        /// `NaN`, `inf` or `-inf`; where the update was applied and made weights that are not finite, their name.
         loss: String,
         /// Ids of the update's samples.
         sample_ids: Vec<u64>,

@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 
 use super::postmortem::Attempt;
+use super::signals;
 use crate::data::DataError;
 use crate::job::Change;
 use crate::layers::network::StepError;
 use crate::memory::{Oom, Plan};
 use crate::models::ModelError;
+use crate::units::Bytes;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
@@ -29,10 +31,16 @@ pub enum Failure {
         /// What happened each time.
         deaths: Vec<String>,
     },
-    #[error("the run's process was ended by signal {0}")]
-    Signal(i32),
+    #[error("the run's process was ended by {}{}", signals::name(*signal), times(*deaths))]
+    Signal {
+        signal: i32,
+        /// How often, without progress.
+        deaths: usize,
+    },
     #[error("the loss is not finite at step {step}: {loss}")]
     Diverged { step: u64, loss: String, checkpoint: Option<String> },
+    #[error("`{tensor}` is not finite after step {step}")]
+    NotFinite { step: u64, tensor: String, checkpoint: Option<String> },
     #[error("cannot {what} `{}`", path.display())]
     Io {
         what: &'static str,
@@ -46,14 +54,30 @@ pub enum Failure {
     Tensor(#[from] candle_core::Error),
     #[error("`{}` holds a run already", .0.display())]
     FolderTaken(PathBuf),
-    #[error("`{}` is not a run: it has no job.toml", .0.display())]
+    #[error("`{}` is in use by {}", folder.display(), process(*pid))]
+    Locked { folder: PathBuf, pid: Option<u32> },
+    #[error("`{}` is not a run: it has neither a job.toml nor checkpoints", .0.display())]
     NotARun(PathBuf),
+    #[error("what experiment the run in `{}` is cannot be known: it has no checkpoint, and its job.toml cannot be read", .0.display())]
+    UnknownExperiment(PathBuf),
+    #[error("the data is not what the run was trained on: {}", .0.join("; "))]
+    DataChanged(Vec<String>),
+    #[error("{} of `{}` are free, and its checkpoints need {}", Bytes(*free), folder.display(), Bytes(*needed))]
+    DiskTooSmall { folder: PathBuf, free: u64, needed: u64 },
     #[error("the job is another experiment than the run it would go on from: {}", changes(.0))]
     Changed(Vec<Change>),
     #[error("no whole checkpoint is left in `{}`: {}", folder.display(), skipped.join("; "))]
     NoWholeCheckpoint { folder: PathBuf, skipped: Vec<String> },
     #[error("`{}` does not belong to this model: {reason}", path.display())]
     ForeignCheckpoint { path: PathBuf, reason: String },
+}
+
+fn times(deaths: usize) -> String {
+    if deaths > 1 { format!(", {deaths} times without progress") } else { String::new() }
+}
+
+fn process(pid: Option<u32>) -> String {
+    pid.map_or("another process".into(), |pid| format!("process {pid}"))
 }
 
 fn after(tried: &[Attempt]) -> String {
@@ -69,6 +93,15 @@ fn changes(changes: &[Change]) -> String {
     let each: Vec<String> =
         changes.iter().map(|c| format!("`{}` was {} and is {}", c.key, c.was, c.now)).collect();
     each.join(", ")
+}
+
+const FULL: &str =
+    "the disk, a quota or the limit on the size of files is exhausted: free some space, then add `--resume`";
+
+/// Whether there is no room for what was to be written.
+fn is_full(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind;
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
 }
 
 impl Failure {
@@ -87,7 +120,7 @@ impl Failure {
                 "give the run more memory, or make the model smaller; `oom.json` in its folder has the details"
                     .into(),
             ),
-            Failure::Diverged { checkpoint, .. } => Some(match checkpoint {
+            Failure::Diverged { checkpoint, .. } | Failure::NotFinite { checkpoint, .. } => Some(match checkpoint {
                 Some(path) => format!(
                     "try a lower `optimizer.lr` or `train.clip_norm`; the last finite checkpoint is `{path}`"
                 ),
@@ -99,6 +132,26 @@ impl Failure {
                 Some("add `--resume` to go on with it, or choose another `--run-dir`".into())
             }
             Failure::Changed(_) => Some("start a new run, or set these keys back".into()),
+            Failure::Locked { pid: Some(pid), .. } => {
+                Some(format!("wait until it ends or stop it with `kill {pid}`, or choose another `--run-dir`"))
+            }
+            Failure::UnknownExperiment(_) => Some("start a new run in another folder".into()),
+            Failure::DataChanged(_) => {
+                Some("start a new run, put the data back, or add `--allow-changed-data` to train on with it".into())
+            }
+            Failure::NoWholeCheckpoint { .. } => {
+                Some("put one back from a copy, or start a new run in another folder".into())
+            }
+            Failure::DiskTooSmall { .. } => Some(
+                "free some space, lower `checkpoint.keep`, or choose another `--run-dir`".into(),
+            ),
+            Failure::Signal { .. } => {
+                Some("that is no lack of memory; `--resume` continues from the last checkpoint".into())
+            }
+            Failure::Io { source, .. } if is_full(source) => Some(FULL.into()),
+            Failure::Report(crate::report::Error::Write { source, .. }) if is_full(source) => {
+                Some(FULL.into())
+            }
             _ => None,
         }
     }

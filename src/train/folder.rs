@@ -1,9 +1,11 @@
 //! The folder of a run: where it is, what is in it, and that it is nobody else's.
 
 use std::fs;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use super::Failure;
+use super::checkpoint::Checkpoints;
 use crate::job::Job;
 
 /// Paths of a run.
@@ -64,7 +66,29 @@ impl Folder {
     }
 
     fn holds_a_run(&self) -> bool {
-        self.job().exists() || self.events().exists()
+        let has_checkpoints = || !Checkpoints::new(self.checkpoints()).steps().is_empty();
+        self.job().exists() || self.events().exists() || has_checkpoints()
+    }
+
+    /// When the run last did something, in seconds since the Unix epoch, as its events and checkpoints say.
+    fn last_active(&self) -> f64 {
+        let event = last_line(&self.events()).and_then(|line| {
+            let event: serde_json::Value = serde_json::from_str(&line).ok()?;
+            event["t"].as_f64()
+        });
+        let written = Checkpoints::new(self.checkpoints()).newest_state().map(|state| state.written);
+        event.unwrap_or(0.0).max(written.unwrap_or(0.0))
+    }
+
+    /// Removes files that a process that was killed left half-written. Only the owner of the run may.
+    pub fn clean(&self) -> Result<(), Failure> {
+        for path in [self.job(), self.plan(), self.tokenizer(), self.summary(), self.oom(), self.metrics()] {
+            let full = path.with_added_extension("tmp");
+            for left in [path.with_extension("tmp"), full].into_iter().filter(|left| left.exists()) {
+                fs::remove_file(&left).map_err(Failure::io("remove", left))?;
+            }
+        }
+        Checkpoints::new(self.checkpoints()).clean()
     }
 
     /// The folder a wish leads to, and whether a run there is to be gone on with. Creates nothing.
@@ -95,6 +119,17 @@ impl Folder {
         Ok((Folder::new(root), false))
     }
 
+    /// Bytes that are free on its disk, where the system says.
+    pub fn free_bytes(&self) -> Option<u64> {
+        #[cfg(unix)]
+        {
+            let about = rustix::fs::statvfs(&self.root).ok()?;
+            Some(about.f_bavail.saturating_mul(about.f_frsize))
+        }
+        #[cfg(not(unix))]
+        None
+    }
+
     /// Makes the folder and writes the resolved job into it.
     pub fn create(&self, job: &Job) -> Result<(), Failure> {
         fs::create_dir_all(self.checkpoints())
@@ -115,11 +150,25 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     put().map_err(Failure::io("write", path))
 }
 
-/// The newest run under a job's name: folders are named by time.
+/// The run under a job's name that was last active, whatever its folder is called.
 fn newest(home: &Path) -> Result<Option<Folder>, Failure> {
     let Ok(entries) = fs::read_dir(home) else { return Ok(None) };
-    let paths = entries.filter_map(Result::ok).map(|entry| Folder::new(entry.path()));
-    Ok(paths.filter(Folder::holds_a_run).max_by(|a, b| a.root.cmp(&b.root)))
+    let folders = entries.filter_map(Result::ok).map(|entry| Folder::new(entry.path()));
+    let runs = folders.filter(Folder::holds_a_run).map(|folder| (folder.last_active(), folder));
+    let newest = runs.max_by(|(a, one), (b, other)| a.total_cmp(b).then(one.root.cmp(&other.root)));
+    Ok(newest.map(|(_, folder)| folder))
+}
+
+/// The last whole line of a file.
+fn last_line(path: &Path) -> Option<String> {
+    let mut file = fs::File::open(path).ok()?;
+    let start = file.metadata().ok()?.len().saturating_sub(1 << 16);
+    file.seek(SeekFrom::Start(start)).ok()?;
+    let mut text = Vec::new();
+    file.take(1 << 16).read_to_end(&mut text).ok()?;
+    let end = text.iter().rposition(|b| *b == b'\n')?;
+    let begin = text[..end].iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1);
+    Some(String::from_utf8_lossy(&text[begin..end]).into_owned())
 }
 
 #[cfg(test)]
@@ -158,8 +207,17 @@ mod tests {
         for stamp in ["20260101-000000", "20260301-000000", "20260201-000000"] {
             Folder::new(home.path().join("j").join(stamp)).create(&job).unwrap();
         }
+        // All are of one age: the last by name.
         let (folder, resumed) = Folder::choose(&resume, &job, home.path(), "a").unwrap();
         assert!(resumed && folder.root.ends_with("20260301-000000"));
+        // One that was copied or renamed is as old as what is in it.
+        for (stamp, t) in [("20260101-000000", 30), ("20260301-000000", 20), ("zz-copy", 10)] {
+            let folder = Folder::new(home.path().join("j").join(stamp));
+            folder.create(&job).unwrap();
+            fs::write(folder.events(), format!("{{\"t\":1}}\n{{\"t\":{t}}}\n{{\"t\":99")).unwrap();
+        }
+        let (folder, _) = Folder::choose(&resume, &job, home.path(), "a").unwrap();
+        assert!(folder.root.ends_with("20260101-000000"), "{folder:?}");
         let named = Wish { run_dir: None, resume: Some(Some(home.path().join("nowhere"))) };
         assert!(matches!(Folder::choose(&named, &job, home.path(), "a"), Err(Failure::NotARun(_))));
     }

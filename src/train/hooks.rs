@@ -16,7 +16,18 @@ pub struct Hooks {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Death {
     pub step: u64,
-    pub by_kill: bool,
+    pub by: By,
+}
+
+/// How a process ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    Kill,
+    Abort,
+    /// An allocation that the system refuses.
+    Allocation,
+    /// Of the stack.
+    Overflow,
 }
 
 impl Hooks {
@@ -31,28 +42,43 @@ impl Hooks {
 
 impl Death {
     fn now(self) {
-        #[cfg(unix)]
-        if self.by_kill {
-            use rustix::process::{Signal, getpid, kill_process};
-            // Does not return where it works, and an abort is next best.
-            let _ = kill_process(getpid(), Signal::KILL);
+        match self.by {
+            #[cfg(unix)]
+            By::Kill => {
+                use rustix::process::{Signal, getpid, kill_process};
+                // Does not return where it works, and an abort is next best.
+                let _ = kill_process(getpid(), Signal::KILL);
+            }
+            By::Allocation => drop(std::hint::black_box(Vec::<u8>::with_capacity(isize::MAX as usize))),
+            By::Overflow => println!("{}", overflow(0)),
+            _ => {}
         }
         std::process::abort()
     }
+}
+
+/// Goes deeper than any stack.
+fn overflow(depth: u64) -> u64 {
+    let frame = std::hint::black_box([depth; 512]);
+    if depth == u64::MAX { 0 } else { overflow(depth + 1) + frame[(depth % 512) as usize] }
 }
 
 impl FromStr for Death {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let allowed = || format!("`{text}` is neither `kill:STEP` nor `abort:STEP`");
+        let allowed =
+            || format!("`{text}` is none of `kill:STEP`, `abort:STEP`, `alloc:STEP` and `overflow:STEP`");
         let (how, step) = text.split_once(':').ok_or_else(allowed)?;
         let step = step.parse().map_err(|_| allowed())?;
-        match how {
-            "kill" => Ok(Self { step, by_kill: true }),
-            "abort" => Ok(Self { step, by_kill: false }),
-            _ => Err(allowed()),
-        }
+        let by = match how {
+            "kill" => By::Kill,
+            "abort" => By::Abort,
+            "alloc" => By::Allocation,
+            "overflow" => By::Overflow,
+            _ => return Err(allowed()),
+        };
+        Ok(Self { step, by })
     }
 }
 
@@ -73,8 +99,8 @@ mod tests {
 
     #[test]
     fn deaths_parse() {
-        assert_eq!("kill:3".parse(), Ok(Death { step: 3, by_kill: true }));
-        assert_eq!("abort:0".parse(), Ok(Death { step: 0, by_kill: false }));
+        assert_eq!("kill:3".parse(), Ok(Death { step: 3, by: By::Kill }));
+        assert_eq!("abort:0".parse(), Ok(Death { step: 0, by: By::Abort }));
         assert!(["", "kill", "kill:", "stab:3"].iter().all(|text| text.parse::<Death>().is_err()));
     }
 }

@@ -6,6 +6,7 @@ pub mod event;
 mod failure;
 pub mod folder;
 pub mod hooks;
+pub mod owner;
 #[cfg(feature = "cuda")]
 mod passes;
 mod planning;

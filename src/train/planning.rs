@@ -1,16 +1,14 @@
 //! The memory plan of a job made ready: what the ladder is given, and what a run takes over from it.
 
-use std::path::Path;
-
 use super::setup::{Setup, dtype, prefetch};
 use crate::data::loader;
-use crate::job::Rung;
+use crate::job::{Every, Rung};
 use crate::layers::network::Block;
 use crate::layers::{At, On};
 use crate::memory::budget::Machine;
 use crate::memory::estimate::{Estimator, Subject, ranks};
 use crate::memory::ladder;
-use crate::memory::plan::{Offload, Plan, Split};
+use crate::memory::plan::{Disk, Offload, Plan, Split};
 use crate::memory::probe;
 use crate::memory::search::{OFFLOADS, Request};
 use crate::memory::time::Times;
@@ -34,6 +32,9 @@ const CARD: Speed = Speed { flops: 1e14, layer: 1e-5, memory: 1e12 };
 /// Bytes a second between a card and its host: what PCI Express 3.0 with 16 lanes reaches.
 const LINK: f64 = 12e9;
 
+/// Bytes of a checkpoint that are not tensors, at most: its state and the headers of its files.
+const BESIDE_TENSORS: u64 = 128 << 10;
+
 /// How much longer an update takes whose state is in bytes.
 const EIGHT_BIT: f64 = 2.0;
 
@@ -46,18 +47,39 @@ impl Setup {
     /// The memory plan on a machine that need not be here.
     pub fn plan_for(&self, machine: &Machine) -> Plan {
         let request = self.request(machine);
-        self.with_subject_on(machine, |subject| ladder::plan(&request, &Estimator::new(*subject)))
+        let plan = self.with_subject_on(machine, |subject| ladder::plan(&request, &Estimator::new(*subject)));
+        Plan { disk: self.disk(&plan.chosen.optimizer), ..plan }
+    }
+
+    /// What the run keeps on disk, with an optimizer of this kind.
+    fn disk(&self, optimizer: &str) -> Disk {
+        let (job, params) = (&self.job, &self.layout.params);
+        let eight_bit = job.optimizer.eight_bit().filter(|rule| rule.kind() == optimizer);
+        let state = optim::state_bytes(eight_bit.as_ref().unwrap_or(&job.optimizer), params);
+        let averages = if job.train.ema.is_some() { 2 } else { 1 };
+        let values = (averages * params.len + self.layout.stats.len) as u64 * 4;
+        let checkpoint_bytes = values + state + self.tokenizer_bytes + BESIDE_TENSORS;
+        let times = |every: Every| match every {
+            Every::Steps(n) => self.total_steps / n,
+            Every::Epochs(n) => self.total_steps / n.saturating_mul(self.order.updates_per_epoch()).max(1),
+            Every::Minutes(_) => u64::MAX,
+        };
+        // A short run makes fewer than may be kept.
+        let made = times(job.checkpoint.every()).saturating_add(times(job.eval.every())).saturating_add(1);
+        let checkpoints = (job.checkpoint.keep as u64 + 2).min(made);
+        Disk {
+            checkpoint_bytes,
+            checkpoints,
+            checkpoints_bytes: checkpoint_bytes.saturating_mul(checkpoints),
+            data_cache_bytes: self.data_cache_bytes,
+        }
     }
 
     /// Plans, and takes over the optimizer and what is offloaded as chosen. A run that goes on keeps the one it has state of:
-    /// `before` is the plan it had.
-    pub fn settle(&mut self, ram: u64, before: Option<&Path>) -> Plan {
-        let chosen = |text: String| {
-            let plan: serde_json::Value = serde_json::from_str(&text).ok()?;
-            Some(plan["chosen"]["optimizer"].as_str()?.to_owned())
-        };
-        if let Some(kind) = before.and_then(|path| std::fs::read_to_string(path).ok()).and_then(chosen) {
-            self.take_optimizer(&kind);
+    /// `before` is the optimizer's kind.
+    pub fn settle(&mut self, ram: u64, before: Option<&str>) -> Plan {
+        if let Some(kind) = before {
+            self.take_optimizer(kind);
             self.optimizer_is_fixed = true;
         }
         let plan = self.plan(ram);

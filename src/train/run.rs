@@ -14,7 +14,7 @@ use std::time::Instant;
 use candle_core::DType;
 
 use super::Failure;
-use super::checkpoint::Checkpoints;
+use super::checkpoint::{Checkpoints, Newest};
 use super::engine::{Engine, Finding, Ledgers};
 use super::event::Event;
 use super::folder::{self, Folder, Wish};
@@ -27,6 +27,7 @@ use super::supervisor::Restart;
 use super::waiting::Waiting;
 use crate::data::bad::{LeftOut, Set};
 use crate::data::digest::Digest;
+use crate::data::fingerprint::DataFingerprint;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
 use crate::data::{DataError, Opening};
@@ -71,6 +72,10 @@ pub struct Options {
     /// Another process worked on this run and was lost.
     pub restart: Option<Restart>,
     pub hooks: Hooks,
+    /// The data, where it was looked at.
+    pub data: Option<DataFingerprint>,
+    /// Resume on other data than the run was trained on.
+    pub allow_changed_data: bool,
     /// Looks at the run from inside; a run that is observed judges no validation set.
     pub observer: Option<Arc<dyn Observer>>,
 }
@@ -100,9 +105,13 @@ pub fn fit(
     report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
 ) -> Result<Ended, Failure> {
     let (folder, resumed) = Folder::choose(&options.wish, &job, &options.runs, &options.stamp)?;
-    let before = resumed.then(|| folder.plan());
-    let (setup, plan, ram) = begin::planned(job, &options, before.as_deref())?;
-    follow(&setup, plan, Options { ram, ..options }, report)
+    if resumed {
+        // What a killed process left half-replaced is whole again before anyone looks for the newest.
+        folder.clean()?;
+    }
+    let before = resumed.then(|| Checkpoints::new(folder.checkpoints()).newest_state()).flatten();
+    let begin::Planned { setup, plan, ram, data } = begin::planned(job, &options, before.as_ref())?;
+    follow(&setup, plan, Options { ram, data: Some(data), ..options }, report)
 }
 
 /// As [`fit`], in the way the plan says.
@@ -114,21 +123,28 @@ pub fn follow(
 ) -> Result<Ended, Failure> {
     let (folder, resumed) = Folder::choose(&options.wish, &setup.job, &options.runs, &options.stamp)?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
-    let (found, skipped) = if resumed { checkpoints.newest() } else { (None, Vec::new()) };
+    let mut newest = if resumed { checkpoints.newest() } else { Newest::default() };
     if resumed {
-        begin::refuse_another_experiment(&folder, &setup.job)?;
-        if found.is_none() && !skipped.is_empty() {
+        if newest.found.is_none() && !newest.skipped.is_empty() {
+            let skipped = newest.skipped;
             return Err(Failure::NoWholeCheckpoint { folder: folder.checkpoints(), skipped });
         }
+        let found = newest.found.as_ref().map(|(state, _)| state);
+        begin::refuse_another_experiment(&folder, found, &setup.job, &options)?;
+        newest.skipped.extend(begin::damaged_events(&folder));
+    } else if options.wish.resume.is_some() {
+        newest.skipped.push(format!("{}: there is no run to resume", folder.root.display()));
     }
+    let found = &newest.found;
     // A resumed run keeps the split it had where that fits, so that it equals the undisturbed one to the bit.
     let chosen = Way::chosen(&plan, setup.prefetch);
-    let (way, descent) = match &found {
+    let (way, descent) = match found {
         Some((state, _)) => state.descent.clone().resumed(state.way, chosen),
         None => (chosen, Descent::default()),
     };
     plan.chosen.micro_batch = way.micro_batch;
     plan.chosen.accumulation_steps = way.accumulation_steps;
+    begin::refuse_a_full_disk(&folder, &plan, &checkpoints)?;
     folder.create(&setup.job)?;
     if let Some(tokenizer) = setup.sets.train.tokenizer() {
         folder::write(&folder.tokenizer(), &tokenizer)?;
@@ -165,8 +181,8 @@ pub fn follow(
     let mut step = 0;
     let result =
         Run::new(setup, &options, &folder, plan, (way, descent), ledgers, &mut report).and_then(|mut run| {
-            let begun = match resumed {
-                true => run.begin(found.is_none()).and_then(|()| run.resume(found, skipped)),
+            let begun = match options.wish.resume.is_some() {
+                true => run.begin(newest.found.is_none()).and_then(|()| run.resume(newest)),
                 false => run.begin(true),
             };
             let ended = begun.and_then(|()| run.train());
@@ -174,7 +190,7 @@ pub fn follow(
             ended
         });
     match &result {
-        Ok(_) | Err(Failure::Diverged { .. }) => {}
+        Ok(_) | Err(Failure::Diverged { .. } | Failure::NotFinite { .. }) => {}
         // The failure itself is the caller's to tell; that it is in the folder is best effort.
         Err(failure) => {
             drop(report.record(Event::Failed { step, error: describe(failure) }));
@@ -228,6 +244,18 @@ struct Run<'a> {
     best: Option<(f64, u64)>,
     scaling: Scaling,
     last_checkpoint: Option<(u64, PathBuf)>,
+    /// The file that gives tokens their meaning, where the data is text.
+    tokenizer: Option<PathBuf>,
+    /// The weights are at a step whose evaluation is due.
+    evaluation_due: bool,
+    /// What waits for an update that does not overflow.
+    owed: Owed,
+    /// The update made last overflowed in f16 and was skipped.
+    overflowed: bool,
+    /// The last update whose loss and gradient were finite; the weights before it are good.
+    last_finite: u64,
+    /// The step of a checkpoint whose next update is not yet known to be finite: until then older ones stay.
+    unproven: Option<u64>,
     clock: Clock,
     waiting: Waiting,
     /// The update made last, where a card has yet to tell what came of it.
@@ -238,6 +266,14 @@ struct Run<'a> {
 struct Feed {
     loader: Loader,
     hold: Reservation,
+}
+
+/// What is done after the next update that does not overflow: one that does leaves the weights as they are, and
+/// a checkpoint of them would push a good one out.
+#[derive(Clone, Copy, Debug, Default)]
+struct Owed {
+    evaluation: bool,
+    checkpoint: bool,
 }
 
 /// Time spent, that before a resume included.
@@ -310,6 +346,12 @@ impl<'a> Run<'a> {
             best: None,
             scaling: if setup.dtype == DType::F16 { Scaling::dynamic() } else { Scaling::fixed() },
             last_checkpoint: None,
+            tokenizer: (setup.tokenizer_bytes > 0).then(|| folder.tokenizer()),
+            evaluation_due: false,
+            owed: Owed::default(),
+            overflowed: false,
+            last_finite: 0,
+            unproven: None,
             clock: Clock { begun: now, before_s: 0.0, data_wait_s: 0.0, last_checkpoint: now, settled: now },
             waiting: Waiting::default(),
             made: None,
@@ -318,6 +360,9 @@ impl<'a> Run<'a> {
 
     fn train(&mut self) -> Result<Ended, Failure> {
         let _unasked = vec![1u8; self.options.hooks.unasked];
+        if self.evaluation_due {
+            self.evaluate()?;
+        }
         while self.step < self.until {
             if let Some(signal) = self.options.signals.stop() {
                 self.settle()?;
@@ -336,14 +381,20 @@ impl<'a> Run<'a> {
             self.made = Some(made);
             let last = self.step == self.until;
             let judged = self.options.observer.is_none();
-            let evaluate = judged && (last || self.due(self.setup.job.eval.every()));
-            let checkpoint = last || self.due(self.setup.job.checkpoint.every());
-            if is_known || evaluate || checkpoint {
+            self.owed.evaluation |= judged && (last || self.due(self.setup.job.eval.every()));
+            self.owed.checkpoint |= last || self.due(self.setup.job.checkpoint.every());
+            let due = self.owed.evaluation || self.owed.checkpoint;
+            if is_known || due {
                 self.settle()?;
             }
-            let better = if evaluate { self.evaluate()? } else { false };
-            if checkpoint || better {
-                self.checkpoint(better)?;
+            if due && (last || !self.overflowed) {
+                let owed = std::mem::take(&mut self.owed);
+                // Before the evaluation, so that one that fails costs nothing.
+                self.evaluation_due = owed.evaluation;
+                self.checkpoint()?;
+                if owed.evaluation {
+                    self.evaluate()?;
+                }
             }
         }
         self.finish()
@@ -457,6 +508,7 @@ impl<'a> Run<'a> {
     fn verdict(&mut self, judged: &Judged) -> Result<scaling::Verdict, Failure> {
         // Where all records were left out there is nothing to learn: the weights stay, and the update counts.
         if judged.tally.weight == 0.0 {
+            self.overflowed = false;
             return Ok(scaling::Verdict::Skip);
         }
         if let Some(observer) = &self.options.observer {
@@ -464,7 +516,10 @@ impl<'a> Run<'a> {
             let factor = engine.terms(self.scaling.factor).mean_factor(&judged.tally);
             observer.gradients(self.step + 1, loss, &engine.store, factor, engine.ledger.asks())?;
         }
-        Ok(self.scaling.judge(judged.is_finite()))
+        let skipped = self.scaling.skipped;
+        let verdict = self.scaling.judge(judged.is_finite());
+        self.overflowed = self.scaling.skipped > skipped;
+        Ok(verdict)
     }
 
     /// Waits for what came of the update made last, and tells it.
@@ -475,6 +530,12 @@ impl<'a> Run<'a> {
         self.clock.settled = Instant::now();
         if !judged.is_finite() && !self.scaling.is_dynamic() {
             return Err(self.diverged(&judged, made.step, made.epoch, made.ids));
+        }
+        if judged.is_finite() {
+            self.last_finite = made.step;
+            if self.unproven.is_some_and(|step| step < made.step) {
+                self.prune()?;
+            }
         }
         self.heed_waiting(step_s, made.wait_s)?;
         let (last, log) = (made.step == self.until, self.setup.job.log.every_steps);

@@ -47,6 +47,9 @@ pub struct Setup {
     pub optimizer: Optimizer,
     /// A run that goes on keeps the optimizer it has state of.
     pub(super) optimizer_is_fixed: bool,
+    /// Bytes of the tokenizer that checkpoints keep, and of what the data has in the cache.
+    pub(super) tokenizer_bytes: u64,
+    pub(super) data_cache_bytes: u64,
     /// What waits in host memory, where the plan took that rung.
     pub offload: &'static [Offload],
 }
@@ -100,7 +103,8 @@ impl Setup {
     pub fn open(job: Job, ram: u64, opening: &Opening) -> Result<Self, Failure> {
         let (seed, shuffle_buffer) = (job.seed, shuffle_buffer(&job));
         let opening = Opening { max_bytes: ram, seed, shuffle_buffer, ..opening.clone() };
-        Self::with(Sets::open(&job, &opening)?, job, ram)
+        let setup = Self::with(Sets::open(&job, &opening)?, job, ram)?;
+        Ok(Self { data_cache_bytes: opening.cache.used_bytes(), ..setup })
     }
 
     /// As [`Setup::new`], with sets that are open already.
@@ -132,6 +136,8 @@ impl Setup {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
             offload: &[],
+            tokenizer_bytes: sets.train.tokenizer().map_or(0, |text| text.len() as u64),
+            data_cache_bytes: 0,
             ram,
             card: None,
             job,

@@ -105,6 +105,29 @@ impl Signals {
     }
 }
 
+/// The name of a signal that can end a process.
+pub fn name(number: i32) -> String {
+    let names = [
+        (3, "SIGQUIT"),
+        (4, "SIGILL"),
+        (6, "SIGABRT, an abort"),
+        (7, "SIGBUS, as when a mapped file is cut short"),
+        (8, "SIGFPE"),
+        (9, "SIGKILL"),
+        (11, "SIGSEGV, a fault in memory"),
+        (31, "SIGSYS"),
+    ];
+    let known = names.iter().find(|(n, _)| cfg!(target_os = "linux") && *n == number);
+    known.map_or_else(|| format!("signal {number}"), |(_, name)| (*name).to_owned())
+}
+
+/// A file that grows beyond `RLIMIT_FSIZE` ends the process unless somebody listens; then the write fails, as on a
+/// full disk.
+pub fn survive_file_limits() {
+    #[cfg(unix)]
+    drop(signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false))));
+}
+
 /// The signals that ask a run to stop. `nohup` ignores SIGHUP for the programs it starts, and it stays so.
 pub fn stopping() -> Vec<i32> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

@@ -1,9 +1,11 @@
-//! The process above the one that works: it waits, passes signals on, and starts another when the kernel
-//! killed the worker or an allocation aborted it.
+//! The process above the one that works: it waits, passes signals on, and starts another when the worker was
+//! killed or an allocation aborted it.
 //!
-//! Neither can be caught from inside. The supervisor opens no data and holds no tensors, so it is not what
-//! the kernel looks for. It takes the folder of the run, gives the exit code of the last worker, and refuses
-//! to go on after `memory.max_retries` deaths in a row that brought no new checkpoint.
+//! Neither can be caught from inside. Where the kernel's own counters say that it killed for lack of memory, or an
+//! allocation was refused, the next worker has less; after a `kill -9` it has the same plan. Any other end, as by a
+//! fault in memory or an overflow of the stack, would come again: it is told. The supervisor opens no data and holds
+//! no tensors, so it is not what the kernel looks for. It takes the folder of the run, gives the exit code of the
+//! last worker, and refuses to go on after `memory.max_retries` deaths in a row that brought no new checkpoint.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,6 +25,8 @@ pub struct Orders {
     /// Go on with the run there, if there is one.
     pub resume: bool,
     pub restart: Option<Restart>,
+    /// Where to note that the system refused an allocation: a file descriptor.
+    refusals: i32,
 }
 
 /// Why there is another worker.
@@ -57,15 +61,36 @@ pub enum Next {
 const SIGABRT: i32 = 6;
 const SIGKILL: i32 = 9;
 
-/// Decides. `asked`: the exit code that a signal passed on to the worker stands for; `deaths`: those in a row
-/// before this one, without a new checkpoint.
-pub fn next(end: End, asked: Option<i32>, deaths: u32, max_retries: u32) -> Next {
+/// Decides. `asked`: the exit code that a signal passed on to the worker stands for; `seen`: what else is known of
+/// this death; `deaths`: those in a row before this one, without a new checkpoint.
+pub fn next(end: End, asked: Option<i32>, seen: Seen, deaths: u32, max_retries: u32) -> Next {
+    let comes_again = match end {
+        End::Signal(SIGKILL) => false,
+        End::Signal(SIGABRT) => !seen.refused,
+        _ => true,
+    };
     match (end, asked) {
         (End::Code(code), _) => Next::Leave(code),
         (End::Signal(_), Some(code)) => Next::Leave(code),
-        (End::Signal(SIGKILL | SIGABRT), None) if deaths < max_retries => Next::Restart,
-        (End::Signal(SIGKILL | SIGABRT), None) => Next::GiveUp,
-        (End::Signal(signal), None) => Next::Tell(signal),
+        (End::Signal(signal), None) if comes_again => Next::Tell(signal),
+        (End::Signal(_), None) if deaths < max_retries => Next::Restart,
+        (End::Signal(_), None) => Next::GiveUp,
+    }
+}
+
+/// What is known of a worker's death beside its signal.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// Processes that the kernel killed for lack of memory meanwhile, where it says.
+    pub oom_kills: Option<u64>,
+    /// The system refused the worker an allocation.
+    pub refused: bool,
+}
+
+impl Seen {
+    /// Whether a worker that this signal ended lacked memory. Where nobody knows, it may have.
+    pub fn is_memory(self, signal: i32) -> bool {
+        signal == SIGABRT || self.oom_kills != Some(0)
     }
 }
 
@@ -83,12 +108,13 @@ pub fn pause(deaths: u32) -> Duration {
     }
 }
 
-/// What happened, in people's words. `oom_kills`: processes the kernel killed for memory meanwhile, where known.
-fn cause(signal: i32, oom_kills: Option<u64>) -> &'static str {
-    match (signal, oom_kills) {
+/// What happened, in people's words.
+fn cause(signal: i32, seen: Seen) -> &'static str {
+    match (signal, seen.oom_kills) {
         (SIGABRT, _) => "aborted (an allocation failed)",
-        (_, Some(1..)) => "killed by the kernel, which ran out of memory",
-        _ => "killed (by the kernel's memory killer, or `kill -9`)",
+        (_, Some(0)) => "killed, not by the kernel's memory killer but by `kill -9`",
+        (_, Some(_)) => "killed by the kernel, which ran out of memory",
+        (_, None) => "killed (by the kernel's memory killer, or `kill -9`)",
     }
 }
 
@@ -97,17 +123,21 @@ pub use linux::supervise;
 
 #[cfg(target_os = "linux")]
 mod linux {
-    use std::io;
+    use std::io::{self, Read};
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, Command};
     use std::time::Instant;
 
+    use rustix::io::{FdFlags, fcntl_setfd, ioctl_fionbio};
     use rustix::process::{Pid, Signal as Number, getppid, kill_process, set_parent_process_death_signal};
     use signal_hook::consts::SIGCHLD;
 
     use super::*;
     use crate::memory::Plan;
     use crate::memory::ledger::Holder;
+    use crate::memory::measure::note_refusals_at;
+    use crate::memory::probe::oom_kills;
     use crate::report::{Events, Reporter, Summary};
     use crate::train::Failure;
     use crate::train::checkpoint::Checkpoints;
@@ -122,6 +152,10 @@ mod linux {
         pub fn received() -> io::Result<Option<Self>> {
             let Ok(text) = std::env::var(ORDERS) else { return Ok(None) };
             let orders: Orders = serde_json::from_str(&text)?;
+            // SAFETY: the supervisor left it open for this process alone, which takes it here, once.
+            let refusals = unsafe { OwnedFd::from_raw_fd(orders.refusals) };
+            fcntl_setfd(&refusals, FdFlags::CLOEXEC)?;
+            note_refusals_at(refusals);
             set_parent_process_death_signal(Some(Number::KILL))?;
             // The supervisor may have died before that took effect.
             match getppid().map(|pid| pid.as_raw_nonzero().get() as u32) == Some(orders.supervisor) {
@@ -135,41 +169,61 @@ mod linux {
     pub fn supervise(folder: &Folder, resume: bool, max_retries: u32) -> Result<i32, Failure> {
         let program = std::env::current_exe().map_err(Failure::io("find", "this program"))?;
         let start = |restart: Option<Restart>| {
-            let resume = resume || restart.is_some();
-            let orders =
-                Orders { supervisor: std::process::id(), folder: folder.root.clone(), resume, restart };
-            let text = serde_json::to_string(&orders).map_err(io::Error::from);
-            let mut command = Command::new(&program);
-            text.and_then(|text| command.args(std::env::args_os().skip(1)).env(ORDERS, text).spawn())
-                .map_err(Failure::io("start", &program))
+            let (resume, supervisor) = (resume || restart.is_some(), std::process::id());
+            let started = || {
+                let (read, write) = io::pipe()?;
+                fcntl_setfd(&write, FdFlags::empty())?;
+                // Whoever lacks memory must not wait, and neither must who looks for the note.
+                ioctl_fionbio(&read, true)?;
+                ioctl_fionbio(&write, true)?;
+                let (folder, refusals) = (folder.root.clone(), write.as_raw_fd());
+                let orders = Orders { supervisor, folder, resume, restart, refusals };
+                let mut command = Command::new(&program);
+                command.args(std::env::args_os().skip(1)).env(ORDERS, serde_json::to_string(&orders)?);
+                Ok((command.spawn()?, read))
+            };
+            started().map_err(Failure::io("start", &program))
         };
-        let newest = || Checkpoints::new(folder.checkpoints()).steps().first().copied();
+        let newest = || Checkpoints::new(folder.checkpoints()).done().next();
         let mut signals = signal_hook::iterator::Signals::new(stopping().into_iter().chain([SIGCHLD]))
             .map_err(Failure::io("watch the signals of", &program))?;
         let (mut restart, mut restarts, mut deaths, mut checkpoint) = (None, 0, Vec::new(), newest());
+        let mut lacked_memory = false;
         loop {
             let before = oom_kills();
-            let mut child = start(restart.take())?;
+            let (mut child, mut refusals) = start(restart.take())?;
             let (end, asked) = wait(&mut child, &mut signals).map_err(Failure::io("wait for", &program))?;
+            let killed = oom_kills().zip(before).map(|(now, before)| now.saturating_sub(before));
+            let refused = refusals.read(&mut [0]).is_ok_and(|bytes| bytes > 0);
+            let seen = Seen { oom_kills: killed, refused };
             if newest() > checkpoint {
                 (checkpoint, deaths) = (newest(), Vec::new());
             }
-            let (signal, next) = match (end, next(end, asked, deaths.len() as u32, max_retries)) {
+            let (signal, next) = match (end, next(end, asked, seen, deaths.len() as u32, max_retries)) {
                 (_, Next::Leave(code)) => return Ok(code),
-                (_, Next::Tell(signal)) => return Err(Failure::Signal(signal)),
-                (End::Signal(signal), next) => (signal, next),
                 (End::Code(code), _) => return Ok(code),
+                (End::Signal(signal), next) => (signal, next),
             };
-            let killed = oom_kills().zip(before).map(|(now, before)| now.saturating_sub(before));
-            let cause = cause(signal, killed).to_owned();
-            deaths.push(cause.clone());
             let plan = plan(folder);
-            if next == Next::GiveUp {
-                let failure = Failure::Killed { deaths };
-                bury(folder, &failure, plan, checkpoint.unwrap_or(0));
+            let step = checkpoint.unwrap_or(0);
+            if let Next::Tell(signal) = next {
+                let failure = Failure::Signal { signal, deaths: 1 };
+                bury(folder, &failure, plan, step);
                 return Err(failure);
             }
-            let most_ram = plan.map(|plan| less(plan.peak.ram_bytes));
+            let memory = seen.is_memory(signal);
+            lacked_memory = memory || lacked_memory && !deaths.is_empty();
+            let cause = cause(signal, seen).to_owned();
+            deaths.push(cause.clone());
+            if next == Next::GiveUp {
+                let failure = match lacked_memory {
+                    true => Failure::Killed { deaths },
+                    false => Failure::Signal { signal, deaths: deaths.len() },
+                };
+                bury(folder, &failure, plan, step);
+                return Err(failure);
+            }
+            let most_ram = plan.filter(|_| memory).map(|plan| less(plan.peak.ram_bytes));
             if let Some(signal) = rest(pause(deaths.len() as u32), &mut signals) {
                 return Ok(signal.code());
             }
@@ -216,12 +270,6 @@ mod linux {
         }
     }
 
-    /// Processes the kernel has killed for lack of memory since the machine started, in any group.
-    fn oom_kills() -> Option<u64> {
-        let text = std::fs::read_to_string("/proc/vmstat").ok()?;
-        text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
-    }
-
     /// The plan of the worker that died, where it got so far.
     fn plan(folder: &Folder) -> Option<Plan> {
         serde_json::from_slice(&std::fs::read(folder.plan()).ok()?).ok()
@@ -230,18 +278,22 @@ mod linux {
     /// Leaves in the folder what can be said of a run that is given up. Best effort: the failure itself is
     /// the caller's to tell.
     fn bury(folder: &Folder, failure: &Failure, plan: Option<Plan>, step: u64) {
-        let Failure::Killed { deaths } = failure else { return };
         let error = describe(failure);
-        let live = plan.iter().flat_map(|plan| &plan.parts);
-        let live = live.map(|p| Holder { role: p.role, name: p.name.as_str().into(), bytes: p.bytes });
-        let post = PostMortem {
-            error: error.clone(),
-            budget_bytes: plan.as_ref().map_or(0, |plan| plan.budget.ram_bytes),
-            live: live.collect(),
-            deaths: deaths.clone(),
-            ..PostMortem::default()
-        };
-        let _ = post.write(folder);
+        if let Failure::Killed { deaths } = failure {
+            let live = plan.iter().flat_map(|plan| &plan.parts);
+            let live = live.map(|p| Holder { role: p.role, name: p.name.as_str().into(), bytes: p.bytes });
+            let post = PostMortem {
+                error: error.clone(),
+                budget_bytes: plan.as_ref().map_or(0, |plan| plan.budget.ram_bytes),
+                live: live.collect(),
+                deaths: deaths.clone(),
+                ..PostMortem::default()
+            };
+            let _ = post.write(folder);
+        }
+        if !folder.root.exists() {
+            return;
+        }
         if let Ok(events) = Events::open(&folder.events()) {
             let mut reporter = Reporter::default().truth(events);
             let _ = reporter.record(Event::Failed { step, error }).and_then(|()| reporter.finish());
@@ -263,16 +315,29 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    const REFUSED: Seen = Seen { oom_kills: Some(0), refused: true };
+    const UNKNOWN: Seen = Seen { oom_kills: None, refused: false };
+
     #[test]
-    fn only_deaths_by_memory_that_nobody_asked_for_bring_another_worker() {
-        assert_eq!(next(End::Code(5), None, 0, 8), Next::Leave(5));
-        assert_eq!(next(End::Signal(9), None, 7, 8), Next::Restart);
-        assert_eq!(next(End::Signal(6), None, 8, 8), Next::GiveUp);
-        assert_eq!(next(End::Signal(9), None, 0, 0), Next::GiveUp);
-        assert_eq!(next(End::Signal(11), None, 0, 8), Next::Tell(11));
+    fn only_deaths_that_need_not_come_again_bring_another_worker() {
+        assert_eq!(next(End::Code(5), None, UNKNOWN, 0, 8), Next::Leave(5));
+        assert_eq!(next(End::Signal(9), None, UNKNOWN, 7, 8), Next::Restart);
+        assert_eq!(next(End::Signal(6), None, REFUSED, 7, 8), Next::Restart);
+        assert_eq!(next(End::Signal(6), None, REFUSED, 8, 8), Next::GiveUp);
+        assert_eq!(next(End::Signal(9), None, UNKNOWN, 0, 0), Next::GiveUp);
+        // An abort, as after an overflow of the stack, and a fault in memory.
+        assert_eq!(next(End::Signal(6), None, UNKNOWN, 0, 8), Next::Tell(6));
+        assert_eq!(next(End::Signal(11), None, REFUSED, 0, 8), Next::Tell(11));
         // Stopped before it could listen.
-        assert_eq!(next(End::Signal(10), Some(130), 0, 8), Next::Leave(130));
-        assert_eq!(next(End::Signal(9), Some(143), 0, 8), Next::Leave(143));
+        assert_eq!(next(End::Signal(10), Some(130), UNKNOWN, 0, 8), Next::Leave(130));
+        assert_eq!(next(End::Signal(9), Some(143), UNKNOWN, 0, 8), Next::Leave(143));
+    }
+
+    #[test]
+    fn only_a_lack_of_memory_makes_the_next_worker_smaller() {
+        let killed = |oom_kills| Seen { oom_kills, refused: false }.is_memory(SIGKILL);
+        assert_eq!([killed(Some(1)), killed(None), killed(Some(0))], [true, true, false]);
+        assert!(REFUSED.is_memory(SIGABRT));
     }
 
     proptest! {
@@ -290,8 +355,9 @@ mod tests {
 
     #[test]
     fn the_message_says_what_is_known() {
-        assert!(cause(9, Some(1)).contains("by the kernel,"));
-        assert!(cause(9, Some(0)).contains("or `kill -9`") && cause(9, None).contains("or `kill -9`"));
-        assert!(cause(6, Some(1)).contains("allocation"));
+        let killed = |oom_kills| cause(9, Seen { oom_kills, refused: false });
+        assert!(killed(Some(1)).contains("by the kernel,"));
+        assert!(killed(Some(0)).contains("but by `kill -9`") && killed(None).contains("or `kill -9`"));
+        assert!(cause(6, REFUSED).contains("allocation"));
     }
 }

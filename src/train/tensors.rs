@@ -4,6 +4,7 @@
 use std::borrow::Cow;
 use std::fs::File;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Tensor};
 use safetensors::tensor::{self, Dtype, SafeTensors, serialize_to_file};
@@ -18,6 +19,8 @@ pub(super) struct Named<'a> {
     shape: &'a [usize],
     data: Data<'a>,
     lies: Lies,
+    /// Whether all values written so far are neither infinite nor `NaN`.
+    finite: AtomicBool,
 }
 
 enum Data<'a> {
@@ -56,13 +59,17 @@ impl tensor::View for &Named<'_> {
     fn data(&self) -> Cow<'_, [u8]> {
         match &self.data {
             Data::U8(data) => Cow::Borrowed(data),
-            Data::F32(data) => as_named(data, self.shape, self.lies),
+            Data::F32(data) => {
+                self.look(data);
+                as_named(data, self.shape, self.lies)
+            }
             // The format has no way to say that a copy failed: a tensor of no bytes is an error of its own.
             Data::There(tensor) if tensor.dtype() == DType::U8 => {
                 Cow::Owned(host::copy::<u8>(tensor).unwrap_or_default())
             }
             Data::There(tensor) => {
                 let values = host::copy::<f32>(tensor).unwrap_or_default();
+                self.look(&values);
                 Cow::Owned(as_named(&values, self.shape, self.lies).into_owned())
             }
         }
@@ -73,6 +80,20 @@ impl tensor::View for &Named<'_> {
             Data::F32(data) => std::mem::size_of_val(*data),
             Data::U8(data) => data.len(),
             Data::There(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
+        }
+    }
+}
+
+impl<'a> Named<'a> {
+    fn new(shape: &'a [usize], data: Data<'a>, lies: Lies) -> Self {
+        Self { shape, data, lies, finite: AtomicBool::new(true) }
+    }
+
+    /// Looks for values that are not finite, as they are written: wherever the tensor is, they are here by then.
+    fn look(&self, values: &[f32]) {
+        // In parts, each without a branch.
+        if values.chunks(4096).any(|part| part.iter().fold(false, |found, v| found | !v.is_finite())) {
+            self.finite.store(false, Ordering::Relaxed);
         }
     }
 }
@@ -117,18 +138,21 @@ pub(super) fn named<'a>(flat: &'a Flat, all: &'a Buffer) -> Result<Vec<(&'a str,
             Buffer::Here(all) => Data::F32(&all[range]),
             Buffer::There(all) => Data::There(all.narrow(0, range.start, range.len())?),
         };
-        Ok((spec.name.as_str(), Named { shape: &spec.shape, data, lies: spec.lies }))
+        Ok((spec.name.as_str(), Named::new(&spec.shape, data, spec.lies)))
     };
     flat.iter().map(one).collect()
 }
 
-/// Writes flat buffers, which may be of bytes.
-pub(super) fn put_buffers(path: &Path, buffers: &[(&'static str, Tensor)]) -> Result<(), Failure> {
+/// Writes flat buffers, which may be of bytes; gives what [`put`] does.
+pub(super) fn put_buffers(
+    path: &Path,
+    buffers: &[(&'static str, Tensor)],
+) -> Result<Option<String>, Failure> {
     let lies = Lies::AsNamed;
     if buffers.iter().any(|(_, tensor)| !tensor.device().is_cpu()) {
-        let there = buffers.iter().map(|(name, tensor)| {
-            (*name, Named { shape: tensor.dims(), data: Data::There(tensor.clone()), lies })
-        });
+        let there = buffers
+            .iter()
+            .map(|(name, tensor)| (*name, Named::new(tensor.dims(), Data::There(tensor.clone()), lies)));
         return put(path, &there.collect::<Vec<_>>());
     }
     let (mut floats, mut bytes) = (Vec::new(), Vec::new());
@@ -138,14 +162,14 @@ pub(super) fn put_buffers(path: &Path, buffers: &[(&'static str, Tensor)]) -> Re
             _ => floats.push((*name, cpu::view::<f32>(tensor)?, tensor.dims())),
         }
     }
-    let floats =
-        floats.iter().map(|(name, data, shape)| (*name, Named { shape, data: Data::F32(data), lies }));
-    let bytes = bytes.iter().map(|(name, data, shape)| (*name, Named { shape, data: Data::U8(data), lies }));
+    let floats = floats.iter().map(|(name, data, shape)| (*name, Named::new(shape, Data::F32(data), lies)));
+    let bytes = bytes.iter().map(|(name, data, shape)| (*name, Named::new(shape, Data::U8(data), lies)));
     put(path, &floats.chain(bytes).collect::<Vec<_>>())
 }
 
-/// Writes named tensors and waits until they are on the disk.
-pub(super) fn put(path: &Path, tensors: &[(&str, Named)]) -> Result<(), Failure> {
+/// Writes named tensors and waits until they are on the disk. Gives the name of one that has a value that is not
+/// finite, if there is one.
+pub(super) fn put(path: &Path, tensors: &[(&str, Named)]) -> Result<Option<String>, Failure> {
     let about = [("format".to_owned(), "pt".to_owned())].into();
     serialize_to_file(tensors.iter().map(|(name, tensor)| (*name, tensor)), Some(about), path)
         .map_err(|error| match error {
@@ -153,7 +177,9 @@ pub(super) fn put(path: &Path, tensors: &[(&str, Named)]) -> Result<(), Failure>
             other => std::io::Error::other(other),
         })
         .map_err(Failure::io("write", path))?;
-    sync(path)
+    sync(path)?;
+    let found = tensors.iter().find(|(_, tensor)| !tensor.finite.load(Ordering::Relaxed));
+    Ok(found.map(|(name, _)| (*name).to_owned()))
 }
 
 /// Waits until what was written to a file, or a folder's entries, are on the disk.

@@ -167,6 +167,36 @@ impl Listing {
     }
 }
 
+/// Calls `visit` with the path below `root` of every image that [`Listing::add_folders`] adds, in the same order.
+/// Holds the names of one folder at a time.
+pub fn each_in_folder(
+    root: &Path,
+    visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    for entry in sorted(root)?.into_iter().filter(|entry| entry.folder) {
+        each_below(root, Path::new(&entry.name), 0, visit)?;
+    }
+    Ok(())
+}
+
+fn each_below(
+    root: &Path,
+    below: &Path,
+    depth: usize,
+    visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    // Deeper ones were refused when the set was opened.
+    for entry in sorted(&root.join(below))?.into_iter().filter(|_| depth <= MAX_DEPTH) {
+        let path = below.join(&entry.name);
+        match entry.folder {
+            true => each_below(root, &path, depth + 1, visit)?,
+            false if is_picture(&path) => visit(&path)?,
+            false => {}
+        }
+    }
+    Ok(())
+}
+
 /// Whether a file is named as a picture is.
 pub fn is_picture(path: &Path) -> bool {
     let ending = path.extension().and_then(OsStr::to_str);

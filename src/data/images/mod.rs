@@ -15,9 +15,10 @@ mod tar;
 #[cfg(test)]
 mod fixtures;
 
+pub use listing::each_in_folder;
 pub use names::Names;
 pub use packed::Packed;
-pub use table::Columns;
+pub use table::{Columns, each_in_table};
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -27,7 +28,7 @@ use std::sync::Arc;
 use self::decode::Opened;
 use self::listing::Listing;
 use super::picture::{Lent, Picture, Pipeline, Pixels, Pool, Scratch};
-use super::{DataError, Features, Input, Key, Opening, Row, Slice, Source, Target, files};
+use super::{DataError, Features, Input, Key, Opening, Row, Slice, Source, Target, files, fingerprint};
 
 /// How pictures are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -264,6 +265,24 @@ impl Set {
         }
         about
     }
+}
+
+/// What the files that a job names are made of, for a fingerprint.
+pub fn inputs(
+    key: &'static str,
+    files: &[PathBuf],
+    columns: &Columns,
+) -> Result<Vec<fingerprint::Input>, DataError> {
+    let kind = |file: PathBuf| {
+        Ok(match Kind::of(&file)? {
+            Kind::Folders => fingerprint::Kind::Folder(file),
+            Kind::Table => fingerprint::Kind::Table(file, columns.clone()),
+            Kind::Tar => fingerprint::Kind::Files(vec![file]),
+        })
+    };
+    let inputs =
+        files::find(files)?.into_iter().map(|file| Ok(fingerprint::Input { key, kind: kind(file)? }));
+    inputs.collect()
 }
 
 enum Kind {

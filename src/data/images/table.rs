@@ -22,47 +22,69 @@ const MAX_LINE: usize = 1 << 20;
 impl Listing {
     /// Adds the pictures that the table at `file` names.
     pub fn add_table(&mut self, file: &Path, columns: &Columns) -> Result<(), DataError> {
-        let mut rows = Rows::open(file)?;
-        let header = match rows.next()? {
-            true => rows.fields().map(|f| f.to_vec()).collect::<Vec<_>>(),
-            false => return Err(DataError::EmptyFile { file: file.to_owned() }),
-        };
-        let column = |name: &str| {
-            let found = header.iter().position(|h| h.trim_ascii().eq_ignore_ascii_case(name.as_bytes()));
-            found.ok_or_else(|| {
-                let shown: Vec<_> =
-                    header.iter().map(|h| format!("`{}`", String::from_utf8_lossy(h))).collect();
-                let problem = format!("no column is called `{name}`; there are {}", shown.join(", "));
-                DataError::Record { file: file.to_owned(), place: "line 1".into(), problem }
-            })
-        };
-        let (path, label) = (column(&columns.path)?, column(&columns.label)?);
-        self.open_place(file.parent().unwrap_or(Path::new("")));
-        let before = self.len();
-        while rows.next()? {
-            let wrong = |problem: String| DataError::Record {
-                file: file.to_owned(),
-                place: format!("line {}", rows.line),
-                problem,
-            };
-            let field = |column: usize, name: &str| match rows.fields().nth(column) {
-                Some(text) => match str::from_utf8(text) {
-                    Ok(text) if !text.trim().is_empty() => Ok(text.trim()),
-                    Ok(_) => Err(wrong(format!("column `{name}` is blank"))),
-                    Err(_) => Err(wrong(format!("column `{name}` is not UTF-8 text"))),
-                },
-                None => Err(wrong(format!("column `{name}` is missing"))),
-            };
-            let (path, label) = (field(path, &columns.path)?, field(label, &columns.label)?);
+        let (before, mut opened) = (self.len(), false);
+        each_row(file, columns, &mut |path, label| {
+            if !std::mem::replace(&mut opened, true) {
+                self.open_place(file.parent().unwrap_or(Path::new("")));
+            }
             let class = self.names.number(label);
             self.add(OsStr::new(path), class);
-        }
+            Ok(())
+        })?;
         if self.len() == before {
             let why = "it has a header and no line after it".into();
             return Err(DataError::NoSamples { set: format!("`{}`", file.display()), why });
         }
         Ok(())
     }
+}
+
+/// Calls `visit` with the path of every image that a table names.
+pub fn each_in_table(
+    file: &Path,
+    columns: &Columns,
+    visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    each_row(file, columns, &mut |path, _| visit(Path::new(path)))
+}
+
+/// Calls `visit` with the path and the label of every row.
+fn each_row(
+    file: &Path,
+    columns: &Columns,
+    visit: &mut dyn FnMut(&str, &str) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let mut rows = Rows::open(file)?;
+    let header = match rows.next()? {
+        true => rows.fields().map(|f| f.to_vec()).collect::<Vec<_>>(),
+        false => return Err(DataError::EmptyFile { file: file.to_owned() }),
+    };
+    let column = |name: &str| {
+        let found = header.iter().position(|h| h.trim_ascii().eq_ignore_ascii_case(name.as_bytes()));
+        found.ok_or_else(|| {
+            let shown: Vec<_> = header.iter().map(|h| format!("`{}`", String::from_utf8_lossy(h))).collect();
+            let problem = format!("no column is called `{name}`; there are {}", shown.join(", "));
+            DataError::Record { file: file.to_owned(), place: "line 1".into(), problem }
+        })
+    };
+    let (path, label) = (column(&columns.path)?, column(&columns.label)?);
+    while rows.next()? {
+        let wrong = |problem: String| DataError::Record {
+            file: file.to_owned(),
+            place: format!("line {}", rows.line),
+            problem,
+        };
+        let field = |column: usize, name: &str| match rows.fields().nth(column) {
+            Some(text) => match str::from_utf8(text) {
+                Ok(text) if !text.trim().is_empty() => Ok(text.trim()),
+                Ok(_) => Err(wrong(format!("column `{name}` is blank"))),
+                Err(_) => Err(wrong(format!("column `{name}` is not UTF-8 text"))),
+            },
+            None => Err(wrong(format!("column `{name}` is missing"))),
+        };
+        visit(field(path, &columns.path)?, field(label, &columns.label)?)?;
+    }
+    Ok(())
 }
 
 /// The lines of a table, one at a time.

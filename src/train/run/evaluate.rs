@@ -15,8 +15,8 @@ use crate::train::Failure;
 use crate::train::event::Event;
 
 impl Run<'_> {
-    /// Judges the validation set; says whether it is the best so far.
-    pub(super) fn evaluate(&mut self) -> Result<bool, Failure> {
+    /// Evaluates the validation set, and adds the result to the checkpoint of this step.
+    pub(super) fn evaluate(&mut self) -> Result<(), Failure> {
         let (setup, begun) = (self.setup, Instant::now());
         let samples = setup.sets.valid.len();
         let (mut tally, mut done) = (Tally::default(), 0);
@@ -87,7 +87,16 @@ impl Run<'_> {
         if better {
             self.best = Some((value, self.step));
         }
-        Ok(better)
+        self.keep_evaluation()?;
+        match &self.last_checkpoint {
+            Some((step, path)) if better => Ok(self.report.record(Event::Best {
+                step: *step,
+                path: path.display().to_string(),
+                metric: rank.name().into(),
+                value,
+            })?),
+            _ => Ok(()),
+        }
     }
 }
 

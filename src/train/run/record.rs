@@ -1,7 +1,7 @@
 //! What a run tells and leaves behind: steps, checkpoints, its end.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use super::{Ended, Made, Run};
 use crate::data::bad::{Bad, LeftOut, Set};
@@ -26,15 +26,27 @@ impl Run<'_> {
         sample_ids: Vec<u64>,
     ) -> Failure {
         let mean = judged.tally.mean_loss();
-        let value = if mean.is_finite() { judged.norm } else { mean };
-        let checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.display().to_string());
-        let loss = value.to_string();
-        let event =
-            Event::Diverged { step, epoch, loss: loss.clone(), sample_ids, checkpoint: checkpoint.clone() };
-        match self.report.record(event) {
-            Ok(()) => Failure::Diverged { step, loss, checkpoint },
-            Err(error) => error.into(),
+        let loss = if mean.is_finite() { judged.norm } else { mean }.to_string();
+        match self.report_diverged(step, epoch, loss.clone(), sample_ids) {
+            Ok(checkpoint) => Failure::Diverged { step, loss, checkpoint },
+            Err(error) => error,
         }
+    }
+
+    /// Tells of values that are not finite, and gives the checkpoint to resume from. Weights that no finite update
+    /// followed are suspect: it is an earlier one, where there is one.
+    fn report_diverged(
+        &mut self,
+        step: u64,
+        epoch: u64,
+        loss: String,
+        sample_ids: Vec<u64>,
+    ) -> Result<Option<String>, Failure> {
+        self.checkpoints.diverged(self.last_finite)?;
+        let checkpoint = self.checkpoints.last_good().map(|path| path.display().to_string());
+        let told = checkpoint.clone();
+        self.report.record(Event::Diverged { step, epoch, loss, sample_ids, checkpoint: told })?;
+        Ok(checkpoint)
     }
 
     pub(super) fn report_step(&mut self, made: &Made, judged: &Judged, step_s: f64) -> Result<(), Failure> {
@@ -110,7 +122,8 @@ impl Run<'_> {
         Ok(self.report.record(Event::SlowData { step, share, cause, advice })?)
     }
 
-    pub(super) fn checkpoint(&mut self, best: bool) -> Result<(), Failure> {
+    /// Writes a checkpoint. Older ones go when it is known to be good.
+    pub(super) fn checkpoint(&mut self) -> Result<(), Failure> {
         let begun = Instant::now();
         self.tell_bad_count(&[])?;
         self.engine.host.phase("checkpoint");
@@ -126,34 +139,65 @@ impl Run<'_> {
                 ask().map_err(StepError::Oom)?
             }
         };
-        let state = State {
+        let saved = self.checkpoints.save(self.state(), &self.engine.held(), self.tokenizer.as_deref());
+        let (path, bytes) = match saved {
+            Err(Failure::NotFinite { step, tensor, .. }) => {
+                let epoch = self.setup.order.update(step.saturating_sub(1)).epoch;
+                let checkpoint =
+                    self.report_diverged(step, epoch, format!("`{tensor}` is not finite"), Vec::new())?;
+                return Err(Failure::NotFinite { step, tensor, checkpoint });
+            }
+            saved => saved?,
+        };
+        self.report.record(Event::Checkpoint {
+            step: self.step,
+            path: path.display().to_string(),
+            bytes,
+            write_s: begun.elapsed().as_secs_f64(),
+        })?;
+        self.last_checkpoint = Some((self.step, path));
+        self.unproven = Some(self.step);
+        self.clock.last_checkpoint = Instant::now();
+        Ok(())
+    }
+
+    /// Adds the result of an evaluation to the checkpoint of its step.
+    pub(super) fn keep_evaluation(&mut self) -> Result<(), Failure> {
+        self.evaluation_due = false;
+        self.checkpoints.evaluated(&self.state())
+    }
+
+    /// Removes the checkpoints that are not to be kept.
+    pub(super) fn prune(&mut self) -> Result<(), Failure> {
+        self.unproven = None;
+        self.checkpoints.prune(self.setup.job.checkpoint.keep, self.best.map(|(_, step)| step))
+    }
+
+    fn state(&self) -> State {
+        let written = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
+        State {
             format: FORMAT,
             step: self.step,
             cursor: self.cursor,
             samples: self.samples,
             digest: self.digest,
             seed: self.setup.job.seed,
+            job: self.setup.job.to_json(),
+            data: self.options.data.clone(),
+            optimizer: self.setup.optimizer.kind().into(),
             way: self.way,
             descent: self.descent.clone(),
             best: self.best,
+            evaluation_due: self.evaluation_due,
+            evaluation_owed: self.owed.evaluation,
             scaling: self.scaling,
             left_out: self.left_out.clone(),
             metrics: self.metrics.clone(),
             elapsed_s: self.elapsed_s(),
             data_wait_s: self.clock.data_wait_s,
+            written,
             files: BTreeMap::new(),
-        };
-        let (path, bytes) = self.checkpoints.save(state, &self.engine.held())?;
-        self.report.record(Event::Checkpoint {
-            step: self.step,
-            path: path.display().to_string(),
-            bytes,
-            write_s: begun.elapsed().as_secs_f64(),
-            best,
-        })?;
-        self.last_checkpoint = Some((self.step, path));
-        self.clock.last_checkpoint = Instant::now();
-        self.checkpoints.prune(self.setup.job.checkpoint.keep, self.best.map(|(_, step)| step))
+        }
     }
 
     fn elapsed_s(&self) -> f64 {
@@ -162,7 +206,7 @@ impl Run<'_> {
 
     pub(super) fn stop(&mut self, signal: Signal) -> Result<Ended, Failure> {
         if self.last_checkpoint.as_ref().is_none_or(|(step, _)| *step != self.step) {
-            self.checkpoint(false)?;
+            self.checkpoint()?;
         }
         let checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.display().to_string());
         self.report.record(Event::Interrupted {
@@ -174,6 +218,9 @@ impl Run<'_> {
     }
 
     pub(super) fn finish(&mut self) -> Result<Ended, Failure> {
+        if !self.overflowed {
+            self.prune()?;
+        }
         let mut metrics = self.metrics.clone();
         if let Some((value, _)) = self.best {
             metrics.insert(format!("best.{}", self.setup.job.checkpoint.best.name()), value);

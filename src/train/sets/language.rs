@@ -1,7 +1,10 @@
 //! Sets of text and tokens in files.
 
+use std::path::Path;
+
 use super::super::setup::on_bad;
 use super::{Failure, Sets};
+use crate::data::fingerprint::Input;
 use crate::data::language::tokenizer::{Separator, Units};
 use crate::data::language::tokens::Width;
 use crate::data::language::windows::Placement;
@@ -81,9 +84,34 @@ pub(super) fn jsonl(
     Ok(Sets { train, valid })
 }
 
+/// What says what a token is, where that is a file.
+pub(super) fn tokens_inputs(tokens: &str) -> Vec<Input> {
+    match units(tokens) {
+        Units::File(file) => tokenizer_inputs("data.tokens", &file),
+        Units::Characters | Units::Bytes => Vec::new(),
+    }
+}
+
+/// A `tokenizer.json`, and the settings published beside it.
+pub(super) fn tokenizer_inputs(key: &'static str, file: &Path) -> Vec<Input> {
+    let beside = file.with_file_name("tokenizer_config.json");
+    let beside = beside.exists().then_some(beside);
+    std::iter::once(file.to_owned()).chain(beside).map(|file| Input::file(key, file)).collect()
+}
+
+pub(super) fn template_inputs(template: &str) -> Vec<Input> {
+    let file = (!is_template(template)).then(|| Input::file("data.template", template));
+    file.into_iter().collect()
+}
+
+/// Whether this is a template's name or text, and not a file that holds one.
+fn is_template(text: &str) -> bool {
+    text == "auto" || text.contains('{') || jsonl::TEMPLATES.iter().any(|(name, _)| *name == text)
+}
+
 /// A template's name or text; what is neither is a file that holds the text.
 fn template(text: &str) -> Result<String, DataError> {
-    if text == "auto" || text.contains('{') || jsonl::TEMPLATES.iter().any(|(name, _)| *name == text) {
+    if is_template(text) {
         return Ok(text.to_owned());
     }
     std::fs::read_to_string(text)

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::{Failure, Sets};
+use crate::data::fingerprint::Input;
 use crate::data::idx::{self, Idx};
-use crate::data::images::{Columns, Images, Names, Options, Packed, Set};
+use crate::data::images::{self, Columns, Images, Names, Options, Packed, Set};
 use crate::data::picture::mix::{Mixed, Mixing};
 use crate::data::picture::{self, Erasing, Fit, Jitter, Normalise, Pipeline, ResizedCrop};
 use crate::data::stream::{IN_ORDER, Streamed};
@@ -29,6 +30,25 @@ pub(super) fn idx(s: &job::Idx, readers: usize, opening: &Opening) -> Result<Set
     Sets::of(train, valid).mixed(&s.augment, readers)
 }
 
+pub(super) fn idx_inputs(s: &job::Idx) -> Vec<Input> {
+    vec![
+        Input::file("data.train_images", &s.train_images),
+        Input::file("data.train_labels", &s.train_labels),
+        Input::file("data.valid_images", &s.valid_images),
+        Input::file("data.valid_labels", &s.valid_labels),
+    ]
+}
+
+pub(super) fn inputs(s: &job::Images) -> Result<Vec<Input>, Failure> {
+    let columns = columns(s);
+    let train = images::inputs(super::TRAIN, &s.files.train, &columns)?;
+    Ok([train, images::inputs(super::VALID, &s.files.valid, &columns)?].concat())
+}
+
+fn columns(s: &job::Images) -> Columns {
+    Columns { path: s.path_column.clone(), label: s.label_column.clone() }
+}
+
 pub(super) fn images(s: &job::Images, readers: usize, opening: &Opening) -> Result<Sets, Failure> {
     let [height, width] = match s.image_size.list()[..] {
         [height, width, ..] => [height, width],
@@ -42,8 +62,8 @@ pub(super) fn images(s: &job::Images, readers: usize, opening: &Opening) -> Resu
     let measured = Pipeline::new([height, width, s.channels], fit, normalise(s))?;
     let trained = measured.clone().augmented(augment(&s.augment))?;
     let open = |files: &[PathBuf], classes: Option<&Names>| {
-        let columns = Columns { path: s.path_column.clone(), label: s.label_column.clone() };
-        let options = Options { channels: s.channels, max_pixels: s.max_pixels, columns, readers };
+        let (channels, max_pixels, columns) = (s.channels, s.max_pixels, columns(s));
+        let options = Options { channels, max_pixels, columns, readers };
         Set::open(files, options, classes, opening).map(Arc::new)
     };
     let whole = open(&s.files.train, None)?;

@@ -1,0 +1,401 @@
+//! What data a run was trained on: a hash of the content of every file that samples are made from.
+//!
+//! A file is read once. What was found is kept in the cache with the file's size and time of change, and is
+//! trusted while these are as before; else the content is hashed again. So data that was copied is known to be the
+//! same, and data that changed is known by name. Files are hashed with XXH3 of 128 bits, which sees any accidental
+//! change and is faster than any disk. Memory is bounded: a folder of images is walked, not listed.
+
+mod walk;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::UNIX_EPOCH;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_128;
+
+use super::cache::{Cache, Fingerprint};
+use super::{DataError, Watch};
+pub use walk::{Input, Kind};
+
+/// The data of a run, as its checkpoints know it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataFingerprint {
+    pub sources: Vec<SourceFingerprint>,
+    /// Names of the classes, in the order of their numbers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub classes: Vec<String>,
+    /// Different tokens, where the data is text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vocabulary: Option<usize>,
+    /// Hash of what gives tokens their meaning.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<String>,
+}
+
+/// A file, a folder or a table of images, many files of one key, or the settings that samples are drawn by.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceFingerprint {
+    /// The job's key that names it.
+    pub key: String,
+    pub path: String,
+    pub files: u64,
+    pub bytes: u64,
+    /// Hash of the path, size and time of change of every file: the content is trusted while it is the same.
+    pub stat: String,
+    /// Hash of the content of every file, and of its name where that decides its class.
+    pub content: String,
+    /// Files that are not as they were when they were last hashed; the first few.
+    #[serde(skip)]
+    changed: Vec<String>,
+}
+
+/// Files of one key that are told apart; where there are more, they are hashed as one.
+const NAMED: usize = 100;
+/// Files that are hashed at once.
+const BATCH: usize = 256;
+/// Bytes between two tellings of progress.
+const TELL_EVERY: u64 = 16 << 20;
+/// Changed files that are told.
+const TOLD: usize = 3;
+
+/// Hashes the data. `known`: what a checkpoint says of it, which is trusted where size and time are as before, even
+/// if the cache is gone.
+pub fn of(
+    inputs: Vec<Input>,
+    known: Option<&DataFingerprint>,
+    cache: &Cache,
+    watch: &dyn Watch,
+) -> Result<Vec<SourceFingerprint>, DataError> {
+    let mut groups: Vec<Input> = Vec::new();
+    let many = |key: &str| inputs.iter().filter(|input| input.key == key).count() > NAMED;
+    let joined: BTreeSet<&str> = inputs.iter().map(|input| input.key).filter(|key| many(key)).collect();
+    for input in inputs.clone() {
+        match (groups.iter_mut().find(|group| group.key == input.key), &input.kind) {
+            (Some(group), Kind::Files(files)) if joined.contains(input.key) => match &mut group.kind {
+                Kind::Files(all) => all.extend(files.iter().cloned()),
+                _ => groups.push(input),
+            },
+            _ => groups.push(input),
+        }
+    }
+    let mut found = Vec::with_capacity(groups.len());
+    for group in &groups {
+        found.push(one(group, known, cache, watch)?);
+    }
+    Ok(found)
+}
+
+fn one(
+    input: &Input,
+    known: Option<&DataFingerprint>,
+    cache: &Cache,
+    watch: &dyn Watch,
+) -> Result<SourceFingerprint, DataError> {
+    let (key, path) = (input.key.to_owned(), input.name());
+    if let Kind::Settings(text) = &input.kind {
+        let content = hex(XxHash3_128::oneshot(text.as_bytes()));
+        return Ok(SourceFingerprint { key, path, content, ..SourceFingerprint::default() });
+    }
+    // First what the file system says of every file; it is all there is to do where nothing changed.
+    let (mut stat, mut files, mut bytes) = (XxHash3_128::new(), 0, 0);
+    input.walk(&mut |_, path| {
+        let about = Stat::of(path)?;
+        let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        for part in [whole.as_os_str().as_encoded_bytes(), &[0]] {
+            stat.write(part);
+        }
+        stat.write(&about.size.to_le_bytes());
+        stat.write(&about.modified.to_le_bytes());
+        files += 1;
+        bytes += if about.is_there() { about.size } else { 0 };
+        Ok(())
+    })?;
+    let stat = hex(stat.finish_128());
+    let source = SourceFingerprint { key, path, files, bytes, stat, ..SourceFingerprint::default() };
+    let as_before = |s: &&SourceFingerprint| s.key == source.key && s.stat == source.stat;
+    if let Some(before) = known.and_then(|known| known.sources.iter().find(as_before)) {
+        return Ok(SourceFingerprint { content: before.content.clone(), ..source });
+    }
+    // Then what an earlier run found with the same sizes and times.
+    let of = Fingerprint::of(&[], &format!("content {} {}", source.key, source.stat))?;
+    let kept = cache.find("content", of).and_then(|path| fs::read_to_string(path).ok());
+    if let Some(content) = kept {
+        return Ok(SourceFingerprint { content, ..source });
+    }
+    let (content, changed) = contents(input, bytes, cache, watch)?;
+    // What cannot be kept is found out again the next time.
+    drop(cache.put("content", of, |out| {
+        out.write_all(content.as_bytes()).map_err(DataError::writing(input.path()))
+    }));
+    Ok(SourceFingerprint { content, changed, ..source })
+}
+
+/// The hash of all content, and the files that are not as the cache knew them.
+fn contents(
+    input: &Input,
+    bytes: u64,
+    cache: &Cache,
+    watch: &dyn Watch,
+) -> Result<(String, Vec<String>), DataError> {
+    let whole = std::path::absolute(input.path()).unwrap_or_else(|_| input.path().to_owned());
+    let of = Fingerprint::of(&[], &format!("files {} {}", input.key, whole.display()))?;
+    let before = || cache.find("files", of).and_then(|path| Records::open(&path).ok());
+    let mut found = None;
+    let kept = cache.put("files", of, |out| {
+        found = Some(hash_all(input, bytes, before(), out, watch)?);
+        Ok(())
+    });
+    match (found, kept) {
+        (Some(found), _) => Ok(found),
+        // There is no room for a cache.
+        (None, Err(DataError::Write { .. })) => hash_all(input, bytes, before(), &mut std::io::sink(), watch),
+        (None, kept) => Err(kept.err().unwrap_or(DataError::OutOfMemory { bytes })),
+    }
+}
+
+/// As [`contents`]; writes a line for every file to `out`.
+fn hash_all(
+    input: &Input,
+    bytes: u64,
+    mut before: Option<Records>,
+    out: &mut dyn Write,
+    watch: &dyn Watch,
+) -> Result<(String, Vec<String>), DataError> {
+    let knew_some = before.is_some();
+    let (mut all, mut changed, done) = (XxHash3_128::new(), Vec::new(), AtomicU64::new(0));
+    let doing = format!("hashing {}", input.name());
+    let read = |more: u64| {
+        let before = done.fetch_add(more, Ordering::Relaxed);
+        if (before + more) / TELL_EVERY > before / TELL_EVERY {
+            watch.pass(&doing, (before + more).min(bytes), bytes);
+        }
+    };
+    let mut batch: Vec<Record> = Vec::new();
+    let mut flush = |batch: &mut Vec<Record>| -> Result<(), DataError> {
+        batch.par_iter_mut().filter(|record| record.hash.is_none()).try_for_each(|record| {
+            record.hash = Some(if record.stat.is_there() { hash(&record.path, &read)? } else { 0 });
+            Ok::<_, DataError>(())
+        })?;
+        for record in batch.drain(..) {
+            let (hash, name) = (record.hash.unwrap_or(0), record.identity());
+            all.write(name);
+            all.write(&[0]);
+            all.write(&record.stat.size.to_le_bytes());
+            all.write(&hash.to_le_bytes());
+            let Stat { size, modified } = record.stat;
+            writeln!(out, "{size} {modified} {hash:032x} {}", record.name.display())
+                .map_err(DataError::writing(input.path()))?;
+            if knew_some && record.was != Some(hash) && changed.len() < TOLD {
+                changed.push(record.name.display().to_string());
+            }
+        }
+        Ok(())
+    };
+    input.walk(&mut |name, path| {
+        let stat = Stat::of(path)?;
+        let known = before.as_mut().and_then(|records| records.of(name, input.is_sorted()));
+        let hash = known.and_then(|(then, hash)| (then == stat).then_some(hash));
+        if hash.is_some() && stat.is_there() {
+            read(stat.size);
+        }
+        let was = known.map(|(_, hash)| hash);
+        let named = input.names_decide();
+        batch.push(Record { name: name.to_owned(), path: path.to_owned(), named, stat, hash, was });
+        if batch.len() < BATCH {
+            return Ok(());
+        }
+        flush(&mut batch)
+    })?;
+    flush(&mut batch)?;
+    watch.pass(&doing, bytes, bytes);
+    Ok((hex(all.finish_128()), changed))
+}
+
+/// A file and what is known of it.
+struct Record {
+    name: PathBuf,
+    path: PathBuf,
+    /// Whether its name is part of what it is.
+    named: bool,
+    stat: Stat,
+    hash: Option<u128>,
+    /// Its hash when it was last looked at.
+    was: Option<u128>,
+}
+
+impl Record {
+    fn identity(&self) -> &[u8] {
+        if self.named { self.name.as_os_str().as_encoded_bytes() } else { &[] }
+    }
+}
+
+/// Size and time of change of a file, in bytes and nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stat {
+    size: u64,
+    modified: u64,
+}
+
+impl Stat {
+    /// Of what is not there, or is no file: one bad record of a set.
+    const NONE: Stat = Stat { size: u64::MAX, modified: 0 };
+
+    fn of(path: &Path) -> Result<Self, DataError> {
+        match fs::metadata(path) {
+            Ok(about) if about.is_file() => {
+                let modified = about.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+                let modified = modified.map_or(0, |time| time.as_nanos() as u64);
+                Ok(Self { size: about.len(), modified })
+            }
+            Ok(_) => Ok(Self::NONE),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Self::NONE),
+            Err(error) => Err(DataError::io(path)(error)),
+        }
+    }
+
+    fn is_there(self) -> bool {
+        self != Self::NONE
+    }
+}
+
+/// What the cache says of files, in the order they were walked in.
+struct Records {
+    lines: std::io::Lines<BufReader<File>>,
+    next: Option<(PathBuf, Stat, u128)>,
+}
+
+impl Records {
+    fn open(path: &Path) -> std::io::Result<Self> {
+        let mut records = Self { lines: BufReader::new(File::open(path)?).lines(), next: None };
+        records.advance();
+        Ok(records)
+    }
+
+    fn advance(&mut self) {
+        let line = self.lines.next().and_then(Result::ok);
+        self.next = line.and_then(|line| {
+            let mut fields = line.splitn(4, ' ');
+            let (size, modified) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+            let hash = u128::from_str_radix(fields.next()?, 16).ok()?;
+            Some((fields.next()?.into(), Stat { size, modified }, hash))
+        });
+    }
+
+    /// What is known of the file of this name, which comes after all that were asked for before.
+    fn of(&mut self, name: &Path, sorted: bool) -> Option<(Stat, u128)> {
+        while sorted && self.next.as_ref().is_some_and(|(then, ..)| then.as_path() < name) {
+            self.advance();
+        }
+        let (_, stat, hash) = self.next.as_ref().filter(|(then, ..)| then == name)?;
+        let found = (*stat, *hash);
+        self.advance();
+        Some(found)
+    }
+}
+
+/// `seen` hears of every part that was read.
+fn hash(path: &Path, seen: &(dyn Fn(u64) + Sync)) -> Result<u128, DataError> {
+    let read = || {
+        let (mut file, mut buffer, mut hasher) = (File::open(path)?, vec![0; 1 << 18], XxHash3_128::new());
+        loop {
+            match file.read(&mut buffer) {
+                Ok(0) => return Ok(hasher.finish_128()),
+                Ok(n) => {
+                    hasher.write(&buffer[..n]);
+                    seen(n as u64);
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    };
+    read().map_err(DataError::io(path))
+}
+
+fn hex(hash: u128) -> String {
+    format!("{hash:032x}")
+}
+
+/// The hash of bytes, as fingerprints have it.
+pub fn hash_bytes(bytes: &[u8]) -> String {
+    hex(XxHash3_128::oneshot(bytes))
+}
+
+impl DataFingerprint {
+    /// What `now` has otherwise, each named; nothing where it is the same data, wherever it lies.
+    pub fn changes(&self, now: &DataFingerprint) -> Vec<String> {
+        let (was, is) = (by_key(&self.sources), by_key(&now.sources));
+        let keys: BTreeSet<&str> = was.keys().chain(is.keys()).copied().collect();
+        let none = Vec::new();
+        let mut changes = Vec::new();
+        for key in keys {
+            let (was, is) = (was.get(key).unwrap_or(&none), is.get(key).unwrap_or(&none));
+            if was.len() != is.len() {
+                changes.push(format!("`{key}` was {} and is {}", paths(was), paths(is)));
+                continue;
+            }
+            changes.extend(was.iter().zip(is).filter_map(|(was, is)| change(was, is)));
+        }
+        if self.classes != now.classes {
+            changes.push(format!("the classes were {} and are {}", list(&self.classes), list(&now.classes)));
+        }
+        if self.vocabulary != now.vocabulary {
+            let size = |n: &Option<usize>| n.map_or("none".into(), |n| n.to_string());
+            let (was, is) = (size(&self.vocabulary), size(&now.vocabulary));
+            changes.push(format!("the tokens in the vocabulary were {was} and are {is}"));
+        } else if self.tokenizer != now.tokenizer {
+            changes.push("the vocabulary is another".into());
+        }
+        changes
+    }
+}
+
+fn change(was: &SourceFingerprint, is: &SourceFingerprint) -> Option<String> {
+    if was.content == is.content {
+        return None;
+    }
+    let SourceFingerprint { key, path, .. } = is;
+    let size = |s: &SourceFingerprint| match s.files {
+        0 | 1 => format!("{} bytes", s.bytes),
+        n => format!("{n} files of {} bytes", s.bytes),
+    };
+    let files = match is.files {
+        0 | 1 => String::new(),
+        _ if is.changed.is_empty() => String::new(),
+        _ => format!(", such as `{}`", is.changed.join("`, `")),
+    };
+    let sizes = match size(was) == size(is) {
+        true => format!("{} with another content", size(is)),
+        false => format!("{} were {}", size(is), size(was)),
+    };
+    Some(format!("`{path}` of `{key}` changed: {sizes}{files}"))
+}
+
+fn by_key(sources: &[SourceFingerprint]) -> BTreeMap<&str, Vec<&SourceFingerprint>> {
+    let mut keys = BTreeMap::<&str, Vec<_>>::new();
+    sources.iter().for_each(|source| keys.entry(&source.key).or_default().push(source));
+    keys
+}
+
+fn paths(sources: &[&SourceFingerprint]) -> String {
+    match sources {
+        [] => "absent".into(),
+        [one] => format!("`{}`", one.path),
+        [first, ..] => format!("{} files from `{}` on", sources.len(), first.path),
+    }
+}
+
+fn list(names: &[String]) -> String {
+    match names.len() {
+        0..=8 => format!("[{}]", names.join(", ")),
+        n => format!("{n} names from `{}` on", names[0]),
+    }
+}
+
+#[cfg(test)]
+mod tests;

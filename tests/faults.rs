@@ -1,0 +1,180 @@
+//! Faults at every call to the file system that a checkpoint is written, evaluated and removed with: the process is
+//! killed there, the disk is full, the disk fails. Each leaves a run that resumes to the same bits and a folder
+//! without leftovers.
+//!
+//! A shim before the C library counts the calls of an undisturbed run and makes one of them fail. `cargo test` takes
+//! one of each kind of call for each fault; `TRAINER_FAULT_SWEEP=all` takes every call of the run.
+#![cfg(all(target_os = "linux", target_env = "gnu"))]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde_json::Value;
+
+/// Three checkpoints, two evaluations, a best one that is kept and one that is removed.
+const JOB: &str = "
+seed = 5
+[model]
+kind = 'mlp'
+hidden = [4]
+[data]
+kind = 'shapes'
+train_samples = 16
+valid_samples = 4
+image_size = 16
+workers = 1
+[train]
+batch_size = 8
+steps = 3
+ema = 0.5
+[checkpoint]
+every_steps = 1
+keep = 1
+[eval]
+every_steps = 2
+[memory]
+supervise = false
+[log]
+every_steps = 1
+tensorboard = false
+";
+
+const FAULTS: [(&str, &str); 3] = [("killed", "kill"), ("the disk is full", "28"), ("the disk fails", "5")];
+
+fn fit(folder: &Path, shim: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(["fit", "job.toml", "--run-dir", "run", "--resume", "-q"]).current_dir(folder);
+    command.envs(shim.iter().copied()).env("RAYON_NUM_THREADS", "1");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).output().unwrap()
+}
+
+fn job() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("job.toml"), JOB).unwrap();
+    folder
+}
+
+/// Every file and folder below a folder.
+fn listing(folder: &Path) -> BTreeSet<PathBuf> {
+    let mut found = BTreeSet::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            let below = listing(&path);
+            found.extend(below.into_iter().map(|p| Path::new(path.file_name().unwrap()).join(p)));
+        }
+        found.insert(path.file_name().unwrap().into());
+    }
+    found
+}
+
+/// What must be the same to the bit, and the names of all that is there.
+fn outcome(folder: &Path) -> (Vec<Vec<u8>>, Value, BTreeSet<PathBuf>) {
+    let run = folder.join("run");
+    let last = run.join("checkpoints/step-00000003");
+    let files = ["model.safetensors", "ema.safetensors", "optimizer.safetensors"];
+    let files = files.map(|name| fs::read(last.join(name)).unwrap()).to_vec();
+    let text = fs::read_to_string(run.join("events.jsonl")).unwrap();
+    let finished = text.lines().rev().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let finished = finished.into_iter().find(|event| event["event"] == "finished").expect("it finished");
+    let ends = ["metrics", "best_step", "samples_digest"].map(|key| finished[key].clone());
+    (files, Value::from(ends.to_vec()), listing(&run))
+}
+
+fn shim(folder: &Path) -> Option<PathBuf> {
+    let library = folder.join("shim.so");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/faults/shim.c");
+    let mut build = Command::new("cc");
+    build.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source).arg("-ldl");
+    match build.output() {
+        Ok(output) => {
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            Some(library)
+        }
+        Err(error) => {
+            eprintln!("skipped: no C compiler `cc`: {error}");
+            None
+        }
+    }
+}
+
+/// A call as it is told apart from others: without the numbers of steps and of the call.
+fn kind(line: &str) -> String {
+    let call = line.split_once(' ').unwrap().1;
+    let place = call.split_once("run/").map_or(call, |(_, place)| place);
+    let name = call.split(' ').next().unwrap();
+    format!("{name} {}", place.replace(|c: char| c.is_ascii_digit(), ""))
+}
+
+#[test]
+fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
+    let whole = job();
+    let Some(library) = shim(whole.path()) else { return };
+    let library = library.to_str().unwrap();
+    let all = std::env::var("TRAINER_FAULT_SWEEP").is_ok_and(|value| value == "all");
+    // Of the whole folder of the run where all are tried; else of its checkpoints.
+    let place = if all { "run/" } else { "run/checkpoints" };
+    let log = whole.path().join("log");
+    let counting = [("LD_PRELOAD", library), ("SHIM_FOLDER", place), ("SHIM_LOG", log.to_str().unwrap())];
+    let output = fit(whole.path(), &counting);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let wanted = outcome(whole.path());
+    let calls: Vec<String> = fs::read_to_string(log).unwrap().lines().map(String::from).collect();
+    let names: BTreeSet<&str> = calls.iter().map(|call| call.split(' ').nth(1).unwrap()).collect();
+    for name in ["open", "write", "fsync", "rename", "mkdir", "unlinkat", "read"] {
+        assert!(names.contains(name), "the shim sees `{name}`: {names:?}");
+    }
+    // The last of each kind, which comes after the most that could be spoiled.
+    let kinds: BTreeMap<String, usize> =
+        calls.iter().enumerate().map(|(i, call)| (kind(call), i + 1)).collect();
+    let chosen: BTreeSet<usize> =
+        if all { (1..=calls.len()).collect() } else { kinds.into_values().collect() };
+    let cases: Vec<(usize, (&str, &str))> =
+        chosen.iter().flat_map(|at| FAULTS.map(|fault| (*at, fault))).collect();
+    let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        while let Some((at, (name, how))) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let folder = job();
+            let at_text = at.to_string();
+            let faulty =
+                [("LD_PRELOAD", library), ("SHIM_FOLDER", place), ("SHIM_AT", &at_text), ("SHIM_HOW", *how)];
+            let disturbed = fit(folder.path(), &faulty);
+            let resumed = fit(folder.path(), &[]);
+            let text = String::from_utf8_lossy(&disturbed.stderr).into_owned();
+            let code = disturbed.status.code();
+            let complain = |what: String| {
+                wrong.lock().unwrap().push(format!("{name} at {}: {what}", calls[at - 1]));
+            };
+            // Killed, told, or of no consequence: never a panic.
+            if !matches!((code, *how), (None, "kill") | (Some(0 | 1), "28" | "5"))
+                || text.contains("panicked")
+            {
+                complain(format!("ended with {:?}: {text}", disturbed.status));
+            }
+            if !resumed.status.success() {
+                complain(format!("is not resumed: {}", String::from_utf8_lossy(&resumed.stderr)));
+                continue;
+            }
+            let found = outcome(folder.path());
+            if found.0 != wanted.0 || found.1 != wanted.1 {
+                complain(format!("ends otherwise: {} and {}", found.1, wanted.1));
+            }
+            if found.2 != wanted.2 {
+                let left: Vec<_> = found.2.symmetric_difference(&wanted.2).collect();
+                complain(format!("leaves {left:?}"));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(work);
+        }
+    });
+    let wrong = wrong.into_inner().unwrap();
+    println!("{} calls, {} cases, {} wrong", calls.len(), cases.len(), wrong.len());
+    assert!(wrong.is_empty(), "{}\n{}", wrong.len(), wrong.join("\n"));
+}
