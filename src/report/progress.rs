@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn the_line_says_all_and_gives_way_by_rank() {
-        let progress = after(&samples::run()[..8]); // 2 updates of 1 s and half an evaluation are left
+        let progress = after(&samples::run()[..9]); // 2 updates of 1 s and half an evaluation are left
         let line = |width, bar| progress.line(width, bar, Paint::default());
         assert_eq!(
             line(None, false),

@@ -450,7 +450,7 @@ folder   runs/shapes/1"
     #[test]
     fn steps_repeated_after_a_resume_count_once() {
         let run = samples::run();
-        let mut records = run[..11].to_vec();
+        let mut records = run[..13].to_vec();
         records.extend([samples::started(100.0), samples::planned(100.1), samples::resumed(100.2, 2)]);
         let at_resume = folded(&records);
         assert_eq!((at_resume.steps, at_resume.epochs, at_resume.samples), (2, 1, 150));
