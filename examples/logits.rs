@@ -23,7 +23,7 @@ fn main() -> anyhow::Result<()> {
     let setup = Setup::new(job, ram)?;
     let engine = Engine::new(&setup, Ledgers::new(&setup, ram, None), 0)?;
     let (_, checkpoint) =
-        Checkpoints::new(folder.checkpoints()).newest().0.context("the run has no checkpoint")?;
+        Checkpoints::new(folder.checkpoints()).newest().found.context("the run has no checkpoint")?;
     load_weights(&checkpoint.join("model.safetensors"), &engine.store)?;
 
     let (valid, first) = (setup.sets.valid.clone(), Cursor::default());

@@ -7,6 +7,7 @@
 //!             typed   network   plan      stream  steps    what people see
 //! ```
 
+pub mod caught;
 pub mod cli;
 pub mod data;
 pub mod features;
@@ -18,6 +19,7 @@ pub mod models;
 pub mod optim;
 pub mod params;
 pub mod random;
+pub mod regular;
 pub mod report;
 pub mod train;
 pub mod units;

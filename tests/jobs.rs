@@ -348,3 +348,59 @@ proptest! {
         }
     }
 }
+
+/// Whatever path a job or a command line names, what is no regular file is refused at once: opened plainly, a FIFO
+/// would block and `/dev/zero` never end.
+#[cfg(unix)]
+#[test]
+fn what_is_no_regular_file_is_refused_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        path("fifo"),
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+        0,
+    )
+    .unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(path("socket")).unwrap();
+    fs::write(path("a.txt"), "some text ".repeat(100)).unwrap();
+    fs::write(path("a.jsonl"), r#"{"messages": [{"role": "user", "content": "Hi"}]}"#).unwrap();
+    let gpt = "[model]\nkind = \"gpt\"\nlayers = 1\nwidth = 8\nheads = 1\ncontext = 8\n";
+    let mlp = "[model]\nkind = \"mlp\"\nhidden = [4]\n";
+    let image = "image_size = 8\n[model]\nkind = \"mlp\"\nhidden = [4]\n";
+    for (special, kind) in [("fifo", "a pipe"), ("socket", "a socket"), ("/dev/zero", "a device")] {
+        let special = if special.starts_with('/') { special.into() } else { path(special) };
+        let special = special.display().to_string();
+        let tar = path("images.tar");
+        drop(fs::remove_file(&tar));
+        std::os::unix::fs::symlink(&special, &tar).unwrap();
+        let tar = tar.display();
+        let sources = [
+            format!("kind = \"csv\"\ntrain = [\"{special}\"]\ntarget = \"y\"\n{mlp}"),
+            format!("kind = \"parquet\"\ntrain = [\"{special}\"]\ntarget = \"y\"\n{mlp}"),
+            format!("kind = \"text\"\ntrain = [\"{special}\"]\n{gpt}"),
+            format!("kind = \"text\"\ntrain = [\"a.txt\"]\ntokens = \"{special}\"\n{gpt}"),
+            format!("kind = \"tokens\"\ntrain = [\"{special}\"]\nvocab = 9\n{gpt}"),
+            format!("kind = \"jsonl\"\ntrain = [\"{special}\"]\ntokens = \"bytes\"\n{gpt}"),
+            format!(
+                "kind = \"jsonl\"\ntrain = [\"a.jsonl\"]\ntokens = \"bytes\"\nmessages = \"messages\"\ntemplate = \"{special}\"\n{gpt}"
+            ),
+            format!("kind = \"images\"\ntrain = [\"{tar}\"]\n{image}"),
+            format!(
+                "kind = \"idx\"\ntrain_images = \"{special}\"\ntrain_labels = \"{special}\"\nvalid_images = \"{special}\"\nvalid_labels = \"{special}\"\nclasses = 2\n{mlp}"
+            ),
+        ];
+        for source in sources {
+            fs::write(path("job.toml"), format!("[train]\nsteps = 1\nbatch_size = 1\n[data]\n{source}"))
+                .unwrap();
+            let done = trainer(folder.path(), &["check", "job.toml"]);
+            let said = String::from_utf8_lossy(&done.stderr);
+            assert!(!done.status.success() && said.contains(kind), "{source}\n{said}");
+        }
+        let done = trainer(folder.path(), &["check", &special]);
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert!(done.status.code() == Some(2) && said.contains(kind), "{said}");
+    }
+}

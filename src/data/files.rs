@@ -13,6 +13,7 @@ use std::{
 use flate2::read::MultiGzDecoder;
 
 use super::DataError;
+use crate::regular;
 
 /// How a file's bytes are packed, seen from its first bytes and not from its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +40,8 @@ pub fn find(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
                 let file = error.path().to_owned();
                 DataError::io(&file)(error.into())
             })?;
-            if found.is_file() {
+            // What is neither is refused by its name when it is opened.
+            if !found.is_dir() {
                 files.push(found);
             }
         }
@@ -85,7 +87,7 @@ impl Read for Counted {
 }
 
 fn open_raw(file: &Path) -> Result<(File, Packing, u64), DataError> {
-    let mut raw = File::open(file).map_err(DataError::io(file))?;
+    let mut raw = regular::open(file).map_err(DataError::io(file))?;
     let length = raw.metadata().map_err(DataError::io(file))?.len();
     if length == 0 {
         return Err(DataError::EmptyFile { file: file.to_owned() });

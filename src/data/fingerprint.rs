@@ -301,7 +301,8 @@ impl Records {
 /// `seen` hears of every part that was read.
 fn hash(path: &Path, seen: &(dyn Fn(u64) + Sync)) -> Result<u128, DataError> {
     let read = || {
-        let (mut file, mut buffer, mut hasher) = (File::open(path)?, vec![0; 1 << 18], XxHash3_128::new());
+        let (mut file, mut buffer, mut hasher) =
+            (crate::regular::open(path)?, vec![0; 1 << 18], XxHash3_128::new());
         loop {
             match file.read(&mut buffer) {
                 Ok(0) => return Ok(hasher.finish_128()),

@@ -13,6 +13,7 @@ use std::{
 use super::files::{self, Packing, fault};
 use super::picture::{Augment, Fit, Normalise, Picture, Pipeline, Pixels, Pool};
 use super::{DataError, Features, Input, Key, Row, Source, Target};
+use crate::regular;
 
 /// What to open and how to read it.
 #[derive(Clone, Debug)]
@@ -220,7 +221,7 @@ impl Array {
         if self.length != promised {
             return Err(DataError::Trailing { file: self.file, promised });
         }
-        let file = File::open(&self.file).map_err(DataError::io(&self.file))?;
+        let file = regular::open(&self.file).map_err(DataError::io(&self.file))?;
         Ok(Values::Plain { path: self.file, file, first })
     }
 

@@ -8,10 +8,8 @@
 //! the window after that of the slowest, so that two windows suffice, and the source is told which.
 
 use std::{
-    any::Any,
     collections::VecDeque,
     ops::{Deref, Range},
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -27,6 +25,7 @@ use super::{
     order::{Cursor, Order, Span},
     windows::Window,
 };
+use crate::caught::caught;
 
 /// How a set is read. None of it but `skip_bad` changes what is delivered.
 #[derive(Clone, Copy, Debug)]
@@ -462,10 +461,8 @@ impl Shared {
                 batch.ids[row] = id;
                 let key = Key { seed: self.order.seed(), epoch: span.epoch, sample: id };
                 let mut into = batch.row(features, row);
-                let read = catch_unwind(AssertUnwindSafe(|| self.source.read(id, key, &mut into)))
-                    .unwrap_or_else(|cause| {
-                        Err(DataError::Panicked { sample: id, message: message(cause.as_ref()) })
-                    });
+                let read = caught(|| self.source.read(id, key, &mut into))
+                    .unwrap_or_else(|message| Err(DataError::Panicked { sample: id, message }));
                 match read {
                     Err(error) if self.skip_bad && error.is_record() => {
                         batch.bad.push(Bad { id, why: error.to_string() });
@@ -483,11 +480,6 @@ impl Shared {
         batch.resize(features, row);
         Ok(batch)
     }
-}
-
-fn message(cause: &(dyn Any + Send)) -> String {
-    let text = cause.downcast_ref::<&str>().map(|s| s.to_string());
-    text.or_else(|| cause.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
 
 #[cfg(test)]

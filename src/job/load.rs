@@ -1,7 +1,6 @@
 //! From a file and `--set` texts to a resolved job, or to everything wrong with them.
 
-use std::fs::File;
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -11,6 +10,7 @@ use super::check::{self, Found};
 use super::error::{Code, Error, Errors};
 use super::source::{Place, Sources, WHOLE};
 use super::{Job, rules, schema, set};
+use crate::regular;
 
 /// A job file larger than this is no job file.
 const MAX_BYTES: u64 = 1 << 20;
@@ -26,18 +26,18 @@ impl Job {
             place: Some(Place { file: file.clone(), spot: None }),
             ..Error::new(Code::Unreadable, format!("cannot read the job: {why}"))
         };
-        let mut bytes = Vec::new();
-        let read = File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes));
-        read.map_err(|error| match error.kind() {
+        let bytes = regular::read(path, MAX_BYTES).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 unreadable("no such file").hint("`trainer init -o job.toml` writes one".to_owned())
             }
             ErrorKind::IsADirectory => unreadable("it is a folder"),
+            ErrorKind::FileTooLarge => unreadable("it is over 1 MiB, too large for a job"),
+            // It is read again by the process that does the work, and its relative paths start at its folder.
+            ErrorKind::InvalidInput => {
+                unreadable(&error.to_string()).hint("write the job to a file".to_owned())
+            }
             _ => unreadable(&error.to_string()),
         })?;
-        if bytes.len() as u64 > MAX_BYTES {
-            return Err(unreadable("it is over 1 MiB, too large for a job").into());
-        }
         match str::from_utf8(&bytes) {
             Ok(text) => Job::parse(text, path, sets),
             Err(error) => {

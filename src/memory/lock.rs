@@ -120,7 +120,9 @@ impl Lock {
     }
 
     pub fn read(path: &Path) -> Result<Self, LockError> {
-        let text = std::fs::read_to_string(path)
+        /// What is larger is no lock.
+        const MOST_BYTES: u64 = 1 << 20;
+        let text = crate::regular::read_to_string(path, MOST_BYTES)
             .map_err(|source| LockError::Read { path: path.to_owned(), source })?;
         toml::from_str(&text)
             .map_err(|source| LockError::NoLock { path: path.to_owned(), source: Box::new(source) })

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::{Error, Sink};
+use crate::regular;
 use crate::train::event::{Event, Record};
 
 /// A file of whole lines that is only appended to.
@@ -68,7 +69,7 @@ fn whole_len(file: &mut File) -> io::Result<u64> {
 
 /// The whole lines of a file, a torn last one left out. Holds one line at a time.
 pub(super) fn whole_lines(path: &Path) -> io::Result<impl Iterator<Item = io::Result<String>> + use<>> {
-    let mut reader = BufReader::new(File::open(path)?);
+    let mut reader = BufReader::new(regular::open(path)?);
     Ok(std::iter::from_fn(move || {
         let mut line = Vec::new();
         match reader.read_until(b'\n', &mut line) {

@@ -27,6 +27,7 @@ use super::folder;
 use super::tensors::{Buffer, load_buffers, load_named, load_named_if, named, put, put_buffers, sync};
 use crate::optim::Optimizer;
 use crate::params::Store;
+use crate::regular;
 
 pub use state::{FORMAT, State};
 
@@ -296,7 +297,7 @@ fn put_bytes(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
 
 /// CRC-32C and length of a file.
 fn checksum(path: &Path) -> std::io::Result<(u32, u64)> {
-    let (mut file, mut buffer) = (File::open(path)?, vec![0; 1 << 20]);
+    let (mut file, mut buffer) = (regular::open(path)?, vec![0; 1 << 20]);
     let (mut sum, mut length) = (0, 0);
     loop {
         match file.read(&mut buffer)? {
@@ -306,9 +307,14 @@ fn checksum(path: &Path) -> std::io::Result<(u32, u64)> {
     }
 }
 
+/// A state larger than this is none of ours.
+const MOST_STATE: u64 = 256 << 20;
+
 /// The state of a checkpoint, after its evaluation where that is there and whole, or why there is none.
 fn read_state(path: &Path) -> Result<State, String> {
-    let read = |name: &str| fs::read(path.join(name)).map_err(|e| format!("cannot read {name}: {e}"));
+    let read = |name: &str| {
+        regular::read(&path.join(name), MOST_STATE).map_err(|e| format!("cannot read {name}: {e}"))
+    };
     let marker = match path.join(DONE).exists() {
         true => read(DONE)?,
         false => return Err(format!("it has no {DONE} marker")),

@@ -13,6 +13,7 @@ use super::Failure;
 use crate::kernels::cpu::{self, View};
 use crate::kernels::host;
 use crate::params::{Flat, Lies, Spec};
+use crate::regular;
 
 /// A tensor as other tools see it.
 pub(super) struct Named<'a> {
@@ -231,7 +232,7 @@ struct Mapped(memmap2::Mmap);
 
 impl Mapped {
     fn open(path: &Path) -> Result<Self, Failure> {
-        let file = File::open(path).map_err(Failure::io("open", path))?;
+        let file = regular::open(path).map_err(Failure::io("open", path))?;
         // SAFETY: the run owns its folder; a file that another program cuts short while it is read ends
         // the process, as it would for any reader of mapped files.
         unsafe { memmap2::Mmap::map(&file) }.map(Self).map_err(Failure::io("map", path))

@@ -29,6 +29,7 @@ use self::decode::Opened;
 use self::listing::Listing;
 use super::picture::{Lent, Picture, Pipeline, Pixels, Pool, Scratch};
 use super::{DataError, Features, Input, Key, Opening, Row, Slice, Source, Target, files, fingerprint};
+use crate::regular;
 
 /// How pictures are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -118,7 +119,7 @@ impl Set {
         }
         let packed = packed.contains(&true);
         let open = |place: &PathBuf| match place.is_file() {
-            true if !packed => File::open(place).map(Some).map_err(DataError::io(place)),
+            true if !packed => regular::open(place).map(Some).map_err(DataError::io(place)),
             _ => Ok(None),
         };
         let archives = listing.places.iter().map(open).collect::<Result<_, _>>()?;
@@ -177,7 +178,7 @@ impl Set {
             into.resize(extent.len as usize, 0);
             return files::read_exact_at(archive, into, extent.start).map_err(DataError::io(&path));
         }
-        let read = File::open(&path).and_then(|file| {
+        let read = regular::open(&path).and_then(|file| {
             let len = file.metadata()?.len();
             Ok((file, len))
         });
@@ -193,7 +194,7 @@ impl Set {
     fn unreadable(&self, index: usize, path: &Path, error: std::io::Error) -> DataError {
         match error.kind() {
             ErrorKind::NotFound => self.wrong(index, "there is no such file".into()),
-            ErrorKind::IsADirectory => self.wrong(index, "it is a folder".into()),
+            ErrorKind::IsADirectory | ErrorKind::InvalidInput => self.wrong(index, error.to_string()),
             _ => DataError::io(path)(error),
         }
     }

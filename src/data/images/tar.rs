@@ -15,6 +15,7 @@ use super::listing::{Extent, Listing, is_hidden, is_picture};
 use crate::data::cache::Fingerprint;
 use crate::data::files::{self, Packing};
 use crate::data::{DataError, Opening};
+use crate::regular;
 
 /// Bytes of a label; more is no label.
 const MAX_LABEL: u64 = 1 << 10;
@@ -72,7 +73,7 @@ impl Index {
         let mut found = Found::default();
         if packing == Packing::Plain {
             // From header to header: what lies between is not read.
-            let mut archive = Archive::new(File::open(file).map_err(DataError::io(file))?);
+            let mut archive = Archive::new(regular::open(file).map_err(DataError::io(file))?);
             for entry in archive.entries_with_seek().map_err(fault)? {
                 let at = found.add(entry.map_err(fault)?, file)?;
                 if at > length {

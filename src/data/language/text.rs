@@ -169,7 +169,6 @@ impl Text<'_> {
                     put(out, &bytes)?;
                 }
                 Some(Err(problem)) => {
-                    let problem = format!("`{problem}` has no token");
                     return Err(DataError::Record { file: file.to_owned(), place: String::new(), problem });
                 }
             }

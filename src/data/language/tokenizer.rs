@@ -1,5 +1,6 @@
 //! Text to token ids and back: characters, bytes, or what a `tokenizer.json` of Hugging Face says.
 
+mod bounds;
 mod json;
 mod words;
 
@@ -10,7 +11,7 @@ use serde_json::json;
 use super::DataError;
 use super::tokens::Width;
 
-pub use json::Json;
+pub use json::{Json, MOST_BYTES};
 
 /// What a token is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -202,7 +203,7 @@ impl Characters {
     fn encode(&self, text: &str, into: &mut Vec<u32>) -> Result<(), String> {
         into.reserve(text.len());
         for character in text.chars() {
-            into.push(self.id(character).ok_or_else(|| character.to_string())?);
+            into.push(self.id(character).ok_or_else(|| format!("`{character}` has no token"))?);
         }
         Ok(())
     }
@@ -251,7 +252,7 @@ mod tests {
         json.encode("höwrld oe", &mut b).unwrap();
         assert_eq!((&a, json.vocab()), (&b, 9));
         assert_eq!((own.decode(&a), json.decode(&a)), ("höwrld oe".into(), "höwrld oe".into()));
-        assert_eq!(own.encode("x", &mut a).unwrap_err(), "x");
+        assert_eq!(own.encode("x", &mut a).unwrap_err(), "`x` has no token");
         assert_eq!(own.separator(&Separator::Token("h".into())).unwrap(), Some(3));
         assert!(own.separator(&Separator::Token("he".into())).is_err());
         assert_eq!(Tokenizer::Bytes.separator(&Separator::Auto).unwrap(), None);

@@ -4,7 +4,6 @@
 //! A `.bin` file is nothing but ids, or llm.c's header of 256 32-bit words and then ids; all little endian.
 
 use std::{
-    fs::File,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -12,6 +11,7 @@ use std::{
 use memmap2::{Advice, Mmap};
 
 use super::DataError;
+use crate::regular;
 
 /// Bytes of an id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,7 +155,7 @@ impl Ids {
 
 /// The file's bytes, in the page cache and not in this program's memory.
 pub fn map(file: &Path) -> Result<Mmap, DataError> {
-    let open = File::open(file).map_err(DataError::io(file))?;
+    let open = regular::open(file).map_err(DataError::io(file))?;
     if open.metadata().map_err(DataError::io(file))?.len() == 0 {
         return Err(DataError::EmptyFile { file: file.to_owned() });
     }

@@ -6,11 +6,12 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use super::tokenizer::{Tokenizer, Units};
+use super::tokenizer::{MOST_BYTES, Tokenizer, Units};
 use super::tokens::Joined;
 use super::{DataError, Features, Input, Key, Row, Source, Target};
 use crate::kernels::cross_entropy::IGNORE;
 use crate::random::{Random, stream};
+use crate::regular;
 
 /// Where the windows of a set lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +73,7 @@ impl Reading {
         match self {
             Reading::Small(Tokenizer::Characters(characters)) => Some(characters.to_json()),
             Reading::Small(_) => None,
-            Reading::File { file, .. } => std::fs::read(file).ok(),
+            Reading::File { file, .. } => regular::read(file, MOST_BYTES).ok(),
         }
     }
 }

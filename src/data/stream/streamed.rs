@@ -9,12 +9,12 @@
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use super::{Block, IN_ORDER, Records, Shards};
+use crate::caught::caught;
 use crate::data::{DataError, Features, Key, Lengths, Row, Source};
 
 /// Records in shards, readable in any order.
@@ -346,7 +346,7 @@ impl Held {
                 state = self.wait(state);
                 continue;
             };
-            let read = catch_unwind(AssertUnwindSafe(|| self.fetch(state, block, false).map(drop)));
+            let read = caught(|| self.fetch(state, block, false).map(drop));
             state = self.lock();
             state.failed |= !matches!(read, Ok(Ok(())));
         }

@@ -3,7 +3,7 @@
 //! What is not declared is inferred from the first rows: a column is of numbers when every value there is one.
 
 use std::borrow::Cow;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 
 use super::decimal::decimal;
@@ -106,6 +106,9 @@ pub struct Look {
     text: bool,
     fraction: bool,
     values: usize,
+    /// Whether different values are counted: only a target is told apart by them, and a table may have a great many
+    /// columns.
+    counted: bool,
     different: BTreeSet<String>,
     /// Why values of it cannot be used at all.
     unusable: Option<&'static str>,
@@ -115,6 +118,11 @@ impl Look {
     /// Of a column whose type a file declares.
     pub fn declared(text: bool, unusable: Option<&'static str>) -> Self {
         Self { text, unusable, ..Self::default() }
+    }
+
+    /// Counts different values too.
+    pub fn counted(&mut self) {
+        self.counted = true;
     }
 
     pub fn see(&mut self, cell: Cell<'_>, reading: &Reading) {
@@ -129,7 +137,7 @@ impl Look {
             }
             (Some(x), _) => self.fraction |= x.fract() != 0.0,
         }
-        if self.different.len() <= FEW {
+        if self.counted && self.different.len() <= FEW {
             self.different.insert(reading.category(cell).into_owned());
         }
     }
@@ -154,8 +162,11 @@ pub fn choose(
         problem,
         hint,
     };
+    // Only looked up, never gone through: no result depends on the order of a hash map. Looking through the names for
+    // each of them would take hours for 200,000 columns.
+    let mut places: HashMap<&str, usize> = HashMap::with_capacity(names.len());
     for (i, name) in names.iter().enumerate() {
-        if names[..i].contains(name) {
+        if places.insert(name, i).is_some() {
             return Err(wrong(
                 format!("two columns are called `{name}`"),
                 "rename one, or set `header = false` and `skip_lines = 1` and name columns by number, from 0",
@@ -171,7 +182,7 @@ pub fn choose(
     ];
     for (key, list) in lists {
         for name in list {
-            if !names.contains(name) {
+            if !places.contains_key(name.as_str()) {
                 return Err(wrong(
                     format!("`{key}` names `{name}`, and there is no such column{}", nearest(name, names)),
                     "name a column of the table; without a header they are called 0, 1, 2 and so on",
@@ -179,22 +190,23 @@ pub fn choose(
             }
         }
     }
-    if let Some(name) = settings.categorical.iter().find(|name| settings.numeric.contains(name)) {
+    let [target, chosen, ignored, categorical, numeric] =
+        lists.map(|(_, list)| list.iter().map(String::as_str).collect::<HashSet<&str>>());
+    if let Some(name) = settings.categorical.iter().find(|name| numeric.contains(name.as_str())) {
         return Err(wrong(
             format!("column `{name}` is both in `categorical` and in `numeric`"),
             "take it out of one of them",
         ));
     }
-    let kind = |i: usize| match &names[i] {
-        name if settings.categorical.contains(name) => Kind::Category,
-        name if settings.numeric.contains(name) => Kind::Number,
+    let kind = |i: usize| match names[i].as_str() {
+        name if categorical.contains(name) => Kind::Category,
+        name if numeric.contains(name) => Kind::Number,
         _ if looks[i].text => Kind::Category,
         _ => Kind::Number,
     };
     let used = |i: &usize| {
-        let name = &names[*i];
-        let chosen = settings.columns.is_empty() || settings.columns.contains(name);
-        chosen && !settings.ignore.contains(name) && !settings.target.contains(name)
+        let name = names[*i].as_str();
+        (chosen.is_empty() || chosen.contains(name)) && !ignored.contains(name) && !target.contains(name)
     };
     let column = |at: usize, kind, target| Column { name: names[at].clone(), at, kind, target };
     let mut columns: Vec<Column> =
@@ -206,8 +218,8 @@ pub fn choose(
         ));
     }
     for name in &settings.target {
-        let Some(at) = names.iter().position(|other| other == name) else { continue };
-        let declared = settings.categorical.contains(name) || settings.numeric.contains(name);
+        let Some(&at) = places.get(name.as_str()) else { continue };
+        let declared = categorical.contains(name.as_str()) || numeric.contains(name.as_str());
         let kind = match settings.task {
             Task::Classes => Kind::Category,
             Task::Values => Kind::Number,
@@ -268,6 +280,7 @@ mod tests {
         let reading = Reading::new(&["".into(), "?".into()], "");
         let look = |cells: &&[&str]| {
             let mut look = Look::default();
+            look.counted();
             cells.iter().for_each(|text| look.see(Cell::Text(text.as_bytes()), &reading));
             look
         };
@@ -303,6 +316,23 @@ mod tests {
             ..target(&["price"])
         };
         assert_eq!(chosen(declared).unwrap(), ["ageNumber", "fewCategory", "priceNumber target"]);
+    }
+
+    /// Looking through all names for each name would take 20 billion comparisons here, and the test many minutes.
+    #[test]
+    fn many_columns_are_chosen_as_few_are() {
+        let names: Vec<String> = (0..200_000).map(|i| format!("column {i}")).collect();
+        let every = |n: usize| names.iter().skip(1).step_by(n).cloned().collect::<Vec<_>>();
+        let settings = Settings {
+            columns: names.clone(),
+            ignore: every(3),
+            categorical: every(7),
+            ..target(&["column 0"])
+        };
+        let looks = vec![Look::default(); names.len()];
+        let columns = choose("a.csv".as_ref(), &names, &looks, &settings).unwrap();
+        assert_eq!(columns.len(), names.len() - settings.ignore.len());
+        assert!(columns.last().unwrap().target && columns[0].name == "column 2");
     }
 
     #[test]

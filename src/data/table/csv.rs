@@ -19,6 +19,7 @@ use super::rows::RowReader;
 use super::{Cell, Cells, Raw, See};
 use crate::data::cache::Fingerprint;
 use crate::data::{DataError, Features, Key, Opening, Row, Source};
+use crate::regular;
 
 /// The beginning of a file of text.
 pub struct Head {
@@ -51,9 +52,17 @@ impl Head {
     }
 
     /// What the first rows of `file` have in each column.
-    pub fn looks(&self, file: &Path, dialect: Dialect, reading: &Reading) -> Result<Vec<Look>, DataError> {
+    pub fn looks(
+        &self,
+        file: &Path,
+        dialect: Dialect,
+        reading: &Reading,
+        targets: &[String],
+    ) -> Result<Vec<Look>, DataError> {
         let mut reader = RowReader::open(file, dialect)?;
         let mut looks = vec![Look::default(); self.names.len()];
+        let of_targets = looks.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
+        of_targets.for_each(|(look, _)| look.counted());
         reader.names()?;
         let mut fields = Fields::default();
         for _ in 0..SAMPLE_ROWS {
@@ -155,7 +164,7 @@ impl Text {
         let id = IDS.fetch_add(1, Ordering::Relaxed);
         let mut text = Self { files: Vec::new(), dialect, width, rows: 0, runs: Vec::new(), id };
         for (i, (path, head)) in paths.iter().zip(heads).enumerate() {
-            let file = File::open(path).map_err(DataError::io(path))?;
+            let file = regular::open(path).map_err(DataError::io(path))?;
             let index = find_rows(path, &file, head.body, dialect, opening)?;
             text.runs.extend(index.runs().into_iter().map(|(block, end)| (i, block, end)));
             let first = text.rows;

@@ -18,6 +18,9 @@ pub const MISSING: f64 = f64::from_bits(0x7ff8_0000_0000_0001);
 /// The code of a cell whose value is not one that the column can have.
 pub const BAD: f64 = f64::from_bits(0x7ff8_0000_0000_0002);
 
+/// Columns that are told one by one; more are told together.
+const SHOWN: usize = 40;
+
 /// How every row of a table becomes a sample.
 pub struct Encoding {
     /// Inputs before targets.
@@ -107,7 +110,9 @@ impl Encoding {
                     }
                 }
             };
-            encoding.about.push((column.name.clone(), about(column, &how, seen, settings)));
+            if column.target || encoding.about.len() < SHOWN {
+                encoding.about.push((column.name.clone(), about(column, &how, seen, settings)));
+            }
             encoding.hows.push(how);
         }
         if let Some(left_out) = statistics.map(|statistics| statistics.left_out).filter(|n| *n > 0) {
@@ -243,14 +248,13 @@ impl Encoding {
 
     /// A line for each column.
     pub fn about(&self) -> Vec<(String, String)> {
-        /// More columns than this are told together.
-        const SHOWN: usize = 40;
         let mut about = self.about.clone();
-        if about.len() > SHOWN {
-            let more = about.len() - SHOWN;
+        let more = self.columns.len().saturating_sub(SHOWN);
+        if more > 0 {
             // The targets come last and are always told.
-            about.drain(SHOWN - 1..SHOWN - 1 + more);
-            about.insert(SHOWN - 1, ("...".into(), format!("{more} more columns")));
+            let inputs = SHOWN - 1;
+            about.drain(inputs..SHOWN);
+            about.insert(inputs, ("...".into(), format!("{more} more columns")));
         }
         about
     }

@@ -47,8 +47,12 @@ pub fn open(
     let paths = files::find(&files.train)?;
     let train = Table::open(&paths, format, opening)?;
     let reading = Reading::new(&settings.missing, &settings.trim);
-    let columns =
-        columns::choose(&paths[0], &train.names, &train.looks(&paths[0], format, &reading)?, settings)?;
+    let columns = columns::choose(
+        &paths[0],
+        &train.names,
+        &train.looks(&paths[0], format, &reading, settings)?,
+        settings,
+    )?;
     let valid = match &files.valid[..] {
         [] => None,
         patterns => {
@@ -217,12 +221,18 @@ impl Table {
         }
     }
 
-    fn looks(&self, first: &Path, format: Format, reading: &Reading) -> Result<Vec<Look>, DataError> {
+    fn looks(
+        &self,
+        first: &Path,
+        format: Format,
+        reading: &Reading,
+        settings: &Settings,
+    ) -> Result<Vec<Look>, DataError> {
         match (&self.reader, format) {
             (Reader::Text { head, .. } | Reader::Packed { head, .. }, Format::Csv(dialect)) => {
-                head.looks(first, dialect, reading)
+                head.looks(first, dialect, reading, &settings.target)
             }
-            (Reader::Parquet(parquet), _) => parquet.looks(reading),
+            (Reader::Parquet(parquet), _) => parquet.looks(reading, &settings.target),
             (_, Format::Parquet) => unreachable!("a reader is made by its format"),
         }
     }

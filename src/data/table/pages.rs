@@ -11,6 +11,8 @@ const MOST: i64 = 128 << 20;
 const HEADER: u64 = 1 << 20;
 /// Structs within structs; Parquet has three.
 const DEEPEST: u32 = 8;
+/// Columns within columns, at most.
+const MOST_NESTED: usize = 64;
 /// Delta encodings of text, whose own counts the library believes.
 const DELTA_TEXT: [i64; 2] = [6, 7];
 
@@ -38,6 +40,23 @@ pub fn check(file: &mut (impl Read + Seek), start: u64, length: u64) -> Result<(
         at += header.from.read + page.packed as u64;
     }
     if at == end { Ok(()) } else { Err(damaged("a page goes on behind the end of its column")) }
+}
+
+/// Looks at how deep the columns of a file lie in one another: the library that reads the schema goes as deep, and a stack
+/// that overflows ends the process. What else is wrong with the file is told by that library.
+pub fn check_schema(file: &mut (impl Read + Seek)) -> Result<()> {
+    let length = file.seek(SeekFrom::End(0))?;
+    let mut end = [0; 8];
+    if length < 12 {
+        return Ok(());
+    }
+    file.seek(SeekFrom::Start(length - 8))?;
+    file.read_exact(&mut end)?;
+    let [size @ .., b'P', b'A', b'R', b'1'] = end else { return Ok(()) };
+    let size = u64::from(u32::from_le_bytes(size));
+    let Some(start) = (length - 8).checked_sub(size) else { return Ok(()) };
+    file.seek(SeekFrom::Start(start))?;
+    Header { from: Counted { from: file, read: 0, most: size } }.schema()
 }
 
 fn damaged(what: &str) -> Error {
@@ -89,6 +108,51 @@ impl<R: Read> Header<'_, R> {
         Ok(page)
     }
 
+    /// The schema of a file, which is the second field of its footer: a list that names each column before those in it.
+    fn schema(&mut self) -> Result<()> {
+        let mut field = 0i64;
+        loop {
+            let byte = self.byte()?;
+            if byte == 0 {
+                return Ok(());
+            }
+            field = match byte >> 4 {
+                0 => self.varint()?,
+                more => field.wrapping_add(more.into()),
+            };
+            if (field, byte & 15) == (2, 9) {
+                break;
+            }
+            self.skip(byte & 15, 1)?;
+        }
+        let head = self.byte()?;
+        let count = if head >> 4 == 15 { self.unsigned()? } else { (head >> 4).into() };
+        // Columns that are still to come in each of those around the next one.
+        let mut open: Vec<i64> = Vec::new();
+        for _ in 0..count {
+            let mut inside = 0;
+            self.fields(1, &mut |header, field, kind| match field {
+                5 => header.int(kind).map(|children| inside = children),
+                _ => header.skip(kind, 2),
+            })?;
+            while open.last() == Some(&0) {
+                open.pop();
+            }
+            if let Some(left) = open.last_mut() {
+                *left -= 1;
+            }
+            if inside > 0 {
+                open.push(inside);
+            }
+            if open.len() > MOST_NESTED {
+                return Err(damaged(&format!(
+                    "columns that lie more than {MOST_NESTED} deep in one another"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// Shows each field of a struct: its number and its kind.
     fn fields(&mut self, depth: u32, see: &mut dyn FnMut(&mut Self, i64, u8) -> Result<()>) -> Result<()> {
         if depth > DEEPEST {
@@ -109,6 +173,9 @@ impl<R: Read> Header<'_, R> {
     }
 
     fn skip(&mut self, kind: u8, depth: u32) -> Result<()> {
+        if depth > DEEPEST {
+            return Err(damaged("a page header with lists too deep"));
+        }
         match kind {
             1 | 2 => Ok(()),
             3 => self.byte().map(drop),

@@ -1,9 +1,7 @@
 //! Tables in Parquet files: a row group is a shard, and only the columns used are decoded. A record is one code
 //! of eight bytes a column; see [`encoding`](super::encoding).
 
-use std::fs::File;
 use std::io::{BufReader, Read};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -20,7 +18,10 @@ use super::encoding::Encoding;
 use super::{Cell, Cells, Raw, See, pages};
 use crate::data::stream::{BLOCK, Block, Records, Shards};
 use crate::data::{DataError, Features, Key, Row, files};
+use crate::regular;
 
+/// Cells decoded at once at most, so that many columns take few rows at a time: 16 MB.
+const MOST_CELLS: usize = 1 << 20;
 /// Rows decoded at once.
 const BATCH: usize = 1024;
 /// Bytes of a code.
@@ -53,7 +54,7 @@ impl Parquet {
         for (number, path) in paths.iter().enumerate() {
             // An empty file is told as such.
             files::packing(path)?;
-            let file = File::open(path).map_err(DataError::io(path))?;
+            let file = regular::open(path).map_err(DataError::io(path))?;
             let mut start = Vec::new();
             (&file).take(4).read_to_end(&mut start).map_err(DataError::io(path))?;
             if start != b"PAR1" {
@@ -61,6 +62,8 @@ impl Parquet {
                 return Err(DataError::Format { file: path.clone(), wanted: "a Parquet file", found });
             }
             let wrong = |error| damaged(path, error);
+            let mut footer = BufReader::with_capacity(1 << 12, &file);
+            pages::check_schema(&mut footer).map_err(|error| wrong(error.into()))?;
             let metadata = caught(|| ParquetMetaDataReader::new().parse_and_finish(&file)).map_err(wrong)?;
             let columns = metadata.file_metadata().schema_descr().columns();
             let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
@@ -96,19 +99,25 @@ impl Parquet {
     }
 
     /// What the first rows have in each column.
-    pub fn looks(&self, reading: &Reading) -> Result<Vec<Look>, DataError> {
+    pub fn looks(&self, reading: &Reading, targets: &[String]) -> Result<Vec<Look>, DataError> {
         let descriptors = self.files[0].1.file_metadata().schema_descr().columns();
         let look = |column: &Arc<ColumnDescriptor>| {
             Look::declared(column.physical_type() == Type::BYTE_ARRAY, unusable(column))
         };
         let mut looks: Vec<Look> = descriptors.iter().map(look).collect();
+        let of_targets = looks.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
+        of_targets.for_each(|(look, _)| look.counted());
         if let Some(&group) = self.groups.first() {
             let usable: Vec<usize> =
                 (0..looks.len()).filter(|i| unusable(&descriptors[*i]).is_none()).collect();
             let mut rows = self.rows_of(group, usable.iter().copied())?;
-            rows.fill(SAMPLE_ROWS)?;
-            for row in 0..rows.count {
-                usable.iter().enumerate().for_each(|(i, &at)| looks[at].see(rows.cell(row, i), reading));
+            let mut left = SAMPLE_ROWS;
+            while left > 0 && rows.left > 0 {
+                rows.fill(left)?;
+                for row in 0..rows.count {
+                    usable.iter().enumerate().for_each(|(i, &at)| looks[at].see(rows.cell(row, i), reading));
+                }
+                left -= rows.count;
             }
         }
         Ok(looks)
@@ -120,8 +129,8 @@ impl Parquet {
         let about = metadata.row_group(group.group);
         let open = || {
             // A file of its own for each reader: the library moves its place before every read.
-            let file = Arc::new(File::open(path)?);
-            let mut headers = BufReader::with_capacity(1 << 12, File::open(path)?);
+            let file = Arc::new(regular::open(path)?);
+            let mut headers = BufReader::with_capacity(1 << 12, regular::open(path)?);
             let column = |at: usize| {
                 let chunk = about.column(at);
                 let (start, length) = chunk.byte_range();
@@ -154,8 +163,8 @@ fn unusable(column: &ColumnDescriptor) -> Option<&'static str> {
 
 /// Runs the library, which panics on some damaged files, and makes that an error like any other.
 fn caught<T>(run: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
-    let ran = catch_unwind(AssertUnwindSafe(run));
-    ran.unwrap_or_else(|_| Err(ParquetError::General("its bytes make no sense to the decoder".into())))
+    crate::caught::caught(run)
+        .unwrap_or_else(|_| Err(ParquetError::General("its bytes make no sense to the decoder".into())))
 }
 
 fn damaged(path: &std::path::Path, error: ParquetError) -> DataError {
@@ -271,6 +280,7 @@ impl GroupRows {
     /// Decodes the next rows, at most `most`; none where there are no more, or after a failure.
     fn fill(&mut self, most: usize) -> Result<(), DataError> {
         let left = std::mem::take(&mut self.left);
+        let most = most.min(MOST_CELLS / self.chunks.len().max(1)).max(1);
         let count = left.min(most as u64) as usize;
         (self.count, self.at) = (0, 0);
         for chunk in &mut self.chunks {

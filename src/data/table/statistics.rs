@@ -17,6 +17,9 @@ use super::{Cells, Raw, Settings};
 use crate::data::split::Plan;
 use crate::data::{DataError, Watch};
 
+/// Columns of all parts that are gone through at a time, at most: 56 bytes each.
+const MOST_SEEN: usize = 1 << 19;
+
 /// The longest name of a category, in bytes.
 const LONGEST: usize = 256;
 
@@ -99,8 +102,10 @@ impl Pass<'_> {
         let (parts, all) = (raw.parts(), raw.bytes());
         let (done, doing) = (AtomicU64::new(0), format!("statistics of {}", self.file.display()));
         let mut total = self.nothing();
-        // A batch of parts at a time, so that what threads found does not pile up.
-        for batch in (0..parts).collect::<Vec<_>>().chunks(16 * rayon::current_num_threads()) {
+        // A batch of parts at a time, so that what threads found does not pile up; of many columns fewer parts.
+        let threads = rayon::current_num_threads();
+        let most = (MOST_SEEN / self.columns.len().max(1)).clamp(threads, 16 * threads);
+        for batch in (0..parts).collect::<Vec<_>>().chunks(most) {
             let found: Vec<_> = batch
                 .par_iter()
                 .map(|&part| {
@@ -129,7 +134,10 @@ impl Pass<'_> {
 
     fn part(&self, raw: &dyn Raw, part: usize) -> Result<Statistics, DataError> {
         let mut found = self.nothing();
-        let mut counts: Vec<HashMap<String, u64>> = vec![HashMap::new(); self.columns.len()];
+        // Numbers need no map, and there may be a great many of them.
+        let categories = self.columns.iter().rposition(|column| column.kind == Kind::Category);
+        let mut counts: Vec<HashMap<String, u64>> =
+            vec![HashMap::new(); categories.map_or(0, |last| last + 1)];
         let mut numbers = vec![0.0; self.columns.len()];
         raw.pass(part, self.columns, &mut |row, cells| {
             if self.plan.is_some_and(|plan| !plan.trained(row)) {

@@ -11,6 +11,7 @@ use crate::data::language::windows::Placement;
 use crate::data::language::{bins, jsonl, text};
 use crate::data::{DataError, Opening};
 use crate::job;
+use crate::regular;
 
 pub(super) fn text(s: &job::Text, context: usize, opening: &Opening) -> Result<Sets, Failure> {
     let settings = text::Settings {
@@ -114,7 +115,7 @@ fn template(text: &str) -> Result<String, DataError> {
     if is_template(text) {
         return Ok(text.to_owned());
     }
-    std::fs::read_to_string(text)
+    regular::read_to_string(Path::new(text), jsonl::TEMPLATE_BYTES)
         .map_err(|error| DataError::Template { template: text.to_owned(), problem: error.to_string() })
 }
 

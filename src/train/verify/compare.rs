@@ -1,7 +1,7 @@
 //! What a run computed, kept in files, and another run held against it as it goes.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,6 +12,7 @@ use super::{Apart, Checked, Tolerance, Way};
 use crate::data::digest::Digest;
 use crate::kernels::host;
 use crate::params::{Flat, Store};
+use crate::regular;
 use crate::train::Failure;
 use crate::train::run::Observer;
 
@@ -228,7 +229,7 @@ fn sums<'a>(
     kept_factor: f64,
 ) -> Result<Vec<(&'a str, Sums)>, Failure> {
     let values = host::read::<f32>(values)?;
-    let mut file = BufReader::new(File::open(path).map_err(Failure::io("read", path))?);
+    let mut file = BufReader::new(regular::open(path).map_err(Failure::io("read", path))?);
     let mut kept = vec![0f32; CHUNK.min(values.len())];
     let mut each = Vec::new();
     for (spec, range) in flat.iter() {

@@ -3,13 +3,14 @@
 //! Records are tokenised once into the cache. A sample is a record, padded; or, packed, a window of all records one
 //! after the other.
 
+mod jinja;
 mod lines;
 mod made;
 mod record;
 mod template;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap},
     io::Write,
     path::{Path, PathBuf},
     sync::Arc,
@@ -29,6 +30,7 @@ use made::Made;
 use record::{Content, Reader};
 use template::Template;
 
+pub use jinja::MOST_BYTES as TEMPLATE_BYTES;
 pub use record::{Loss, TooLong};
 pub use template::NAMED as TEMPLATES;
 
@@ -155,7 +157,7 @@ fn content(settings: &Settings, tokenizer: Option<&Tokenizer>) -> Result<Content
         || wrong(&chat.template, "there is none of this name, and the tokenizer has none of its own".into());
     let source = source.ok_or_else(none)?;
     let special = |part: &str| tokenizer.map_or_else(String::new, |tokenizer| tokenizer.special(part));
-    let template = Template::new(source, special("bos_token"), special("eos_token"))
+    let template = Template::new(&source, special("bos_token"), special("eos_token"))
         .map_err(|problem| wrong(&chat.template, problem))?;
     Ok(Content::Chat { field: chat.field.clone(), template: Box::new(template), loss: chat.loss })
 }
@@ -282,9 +284,9 @@ impl Documents {
     fn new(made: Made, features: Features, reading: Arc<Reading>, name: &str) -> Result<Self, DataError> {
         let classes = match &features.target {
             Target::Class { names } => {
+                let places: HashMap<&str, u32> = names.iter().map(String::as_str).zip(0..).collect();
                 let place = |(class, _): &(String, u64)| {
-                    let found = names.iter().position(|name| name == class);
-                    found.map(|place| place as u32).ok_or_else(|| DataError::NoSamples {
+                    places.get(class.as_str()).copied().ok_or_else(|| DataError::NoSamples {
                         set: format!("the class `{class}` of the validation files"),
                         why: "it is not in the training files".into(),
                     })

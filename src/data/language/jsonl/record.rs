@@ -71,17 +71,21 @@ impl Reader<'_> {
         match (self.content, self.talk(&object).map_err(bad)?) {
             (Content::Chat { loss: Loss::Answers, .. }, talk) => {
                 let mut places = Vec::new();
-                self.tokenizer.encode_with_places(&talk.text, &mut places).map_err(none).map_err(bad)?;
-                let answered = |at: usize| talk.answers.iter().any(|answer| answer.contains(&at));
+                self.tokenizer.encode_with_places(&talk.text, &mut places).map_err(bad)?;
+                // Answers come in order and do not overlap.
+                let answered = |at: usize| {
+                    let next = talk.answers.partition_point(|answer| answer.end <= at);
+                    talk.answers.get(next).is_some_and(|answer| answer.contains(&at))
+                };
                 (ids, learned) = places.into_iter().map(|(id, at)| (id, answered(at))).unzip();
                 if !learned.contains(&true) {
                     return Err(bad("it has no message of the assistant to learn from".into()));
                 }
             }
             (_, talk) if self.label.is_some() => {
-                (ids, after) = self.tokenizer.encode_whole(&talk.text).map_err(none).map_err(bad)?;
+                (ids, after) = self.tokenizer.encode_whole(&talk.text).map_err(bad)?;
             }
-            (_, talk) => self.tokenizer.encode(&talk.text, &mut ids).map_err(none).map_err(bad)?,
+            (_, talk) => self.tokenizer.encode(&talk.text, &mut ids).map_err(bad)?,
         }
         if let (None, Some(separator)) = (self.label, self.separator)
             && ids.last() != Some(&separator)
@@ -136,10 +140,6 @@ impl Reader<'_> {
         };
         if talk.text.is_empty() { Err("its text is empty".into()) } else { Ok(talk) }
     }
-}
-
-fn none(text: String) -> String {
-    format!("`{text}` has no token")
 }
 
 pub fn record(file: &Path, number: u64, problem: String) -> DataError {
@@ -223,7 +223,7 @@ mod tests {
 
     fn chat(loss: Loss) -> Content {
         let plain = NAMED.iter().find(|(name, _)| *name == "plain").unwrap().1;
-        let template = Box::new(Template::new(plain.into(), String::new(), String::new()).unwrap());
+        let template = Box::new(Template::new(plain, String::new(), String::new()).unwrap());
         Content::Chat { field: "messages".into(), template, loss }
     }
 

@@ -1,30 +1,28 @@
 //! A `tokenizer.json`, as Hugging Face's `tokenizers` saves it.
 
-use std::{
-    collections::BTreeMap,
-    fmt::Display,
-    fs,
-    panic::{AssertUnwindSafe, catch_unwind},
-    path::Path,
-};
+use std::{collections::BTreeMap, fmt::Display, path::Path, sync::Arc};
 
 use serde_json::{Value, json};
 use tokenizers::utils::SysRegex;
 use tokenizers::{Model, Tokenizer};
 
 use super::Cut;
+use super::bounds::Bounds;
 use super::words::{Memory, Rule, recall};
+use crate::caught::caught;
 use crate::data::DataError;
+use crate::regular;
 
 /// No published tokenizer comes near it: what is larger is something else.
-const LARGEST: u64 = 256 << 20;
+pub const MOST_BYTES: u64 = 256 << 20;
 
 /// What ends a document in well-known vocabularies, and what begins one.
 const ENDS: [&str; 6] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]"];
 const BEGINS: [&str; 4] = ["<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"];
 
 pub struct Json {
-    inner: Tokenizer,
+    inner: Arc<Tokenizer>,
+    bounds: Bounds,
     vocab: usize,
     cut: Cut,
     /// Present where texts can be taken word by word.
@@ -38,11 +36,12 @@ pub struct Json {
 impl Json {
     pub fn open(file: &Path) -> Result<Self, DataError> {
         let wrong = |problem: String| DataError::Tokenizer { file: file.to_owned(), problem };
-        let bytes = fs::metadata(file).map_err(DataError::io(file))?.len();
-        if bytes > LARGEST {
-            return Err(wrong(format!("it has {bytes} bytes, and no tokenizer has more than {LARGEST}")));
-        }
-        let text = fs::read(file).map_err(DataError::io(file))?;
+        let text = regular::read(file, MOST_BYTES).map_err(|error| match error.kind() {
+            std::io::ErrorKind::FileTooLarge => {
+                wrong(format!("it has over {MOST_BYTES} bytes, and no tokenizer has as many"))
+            }
+            _ => DataError::io(file)(error),
+        })?;
         let mut value: Value = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
         if !value["model"].is_object() {
             return Err(wrong("it has no `model`".into()));
@@ -54,6 +53,7 @@ impl Json {
         if value["model"].get("dropout").is_some() {
             value["model"]["dropout"] = Value::Null;
         }
+        let bounds = Bounds::of(&value).map_err(wrong)?;
         let rule = rule(&value);
         let text = serde_json::to_vec(&value).map_err(|error| wrong(error.to_string()))?;
         drop(value);
@@ -72,7 +72,8 @@ impl Json {
             vocab,
             cut: Cut::Before,
             words: None,
-            inner,
+            inner: Arc::new(inner),
+            bounds,
         };
         json.words = json.find_specials().and(rule).map(|rule| (rule, Memory::new()));
         json.cut = json.find_cut();
@@ -112,12 +113,14 @@ impl Json {
 
     pub fn encode(&self, text: &str, into: &mut Vec<u32>) -> Result<(), String> {
         let Some((rule, memory)) = &self.words else {
-            let encoding = guarded(|| self.inner.encode_fast(text, false))?;
-            into.extend_from_slice(encoding.get_ids());
+            let encode = |inner: &Tokenizer, text: &str| guarded(|| inner.encode_fast(text, false));
+            into.extend_from_slice(self.bounds.timed(&self.inner, text, encode)?.get_ids());
             return Ok(());
         };
+        let watch = self.bounds.watch();
         memory.with(|known| {
             let make = |word: &str| {
+                watch.check()?;
                 let tokens = guarded(|| self.inner.get_model().tokenize(&rule.shown(word)))?;
                 Ok::<_, String>(tokens.into_iter().map(|token| token.id).collect())
             };
@@ -134,14 +137,16 @@ impl Json {
     }
 
     pub fn encode_with_places(&self, text: &str, into: &mut Vec<(u32, usize)>) -> Result<(), String> {
-        let encoding = guarded(|| self.inner.encode(text, false))?;
+        let encode = |inner: &Tokenizer, text: &str| guarded(|| inner.encode(text, false));
+        let encoding = self.bounds.timed(&self.inner, text, encode)?;
         let places = encoding.get_offsets().iter().map(|(start, _)| *start);
         into.extend(encoding.get_ids().iter().copied().zip(places));
         Ok(())
     }
 
     pub fn encode_whole(&self, text: &str) -> Result<(Vec<u32>, usize), String> {
-        let encoding = guarded(|| self.inner.encode_fast(text, true))?;
+        let encode = |inner: &Tokenizer, text: &str| guarded(|| inner.encode_fast(text, true));
+        let encoding = self.bounds.timed(&self.inner, text, encode)?;
         let mask = encoding.get_special_tokens_mask();
         let after = mask.iter().rev().take_while(|&&special| special == 1).count();
         Ok((encoding.get_ids().to_vec(), after))
@@ -153,19 +158,32 @@ impl Json {
 
     /// The first special token of `text`: where it is, how long, and its id.
     fn next_special(&self, text: &str) -> Option<(usize, usize, u32)> {
-        let found = self.specials.iter().filter_map(|(&first, tokens)| {
-            memchr::memchr_iter(first, text.as_bytes()).find_map(|at| {
-                let here =
-                    tokens.iter().find(|(token, _)| text.as_bytes()[at..].starts_with(token.as_bytes()));
-                here.map(|(token, id)| (at, token.len(), *id))
-            })
-        });
-        found.min_by_key(|found| found.0)
+        let bytes = text.as_bytes();
+        let here = |at: usize| {
+            let tokens = self.specials.get(&bytes[at])?;
+            let found = tokens.iter().find(|(token, _)| bytes[at..].starts_with(token.as_bytes()))?;
+            Some((at, found.0.len(), found.1))
+        };
+        // No further than to the first: a text may be full of them.
+        let firsts: Vec<u8> = self.specials.keys().copied().collect();
+        match firsts[..] {
+            [] => None,
+            [a] => memchr::memchr_iter(a, bytes).find_map(here),
+            [a, b] => memchr::memchr2_iter(a, b, bytes).find_map(here),
+            [a, b, c] => memchr::memchr3_iter(a, b, c, bytes).find_map(here),
+            _ => (0..bytes.len()).find_map(here),
+        }
     }
 
     /// Learns the special tokens; `None` where one is more than the text it stands for.
     fn find_specials(&mut self) -> Option<()> {
-        for (id, token) in self.inner.get_added_tokens_decoder() {
+        /// More are looked for by the library, all at once.
+        const MOST: usize = 4096;
+        let added = self.inner.get_added_tokens_decoder();
+        if added.len() > MOST {
+            return None;
+        }
+        for (id, token) in added {
             if token.single_word || token.lstrip || token.rstrip || token.normalized {
                 return None;
             }
@@ -203,7 +221,7 @@ impl Json {
 
 /// The settings published beside a tokenizer; a file that cannot be read is as good as none.
 fn beside(file: &Path) -> Value {
-    let text = fs::read(file.with_file_name("tokenizer_config.json"));
+    let text = regular::read(&file.with_file_name("tokenizer_config.json"), 16 << 20);
     text.ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or(Value::Null)
 }
 
@@ -248,7 +266,7 @@ fn rule(file: &Value) -> Option<Rule> {
 
 /// Runs the library on what a file says: an error or a panic in it is the file's fault.
 fn guarded<T, E: Display>(body: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(body)) {
+    match caught(body) {
         Ok(result) => result.map_err(|error| error.to_string()),
         Err(_) => Err("it contradicts itself".into()),
     }
@@ -256,6 +274,8 @@ fn guarded<T, E: Display>(body: impl FnOnce() -> Result<T, E>) -> Result<T, Stri
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -358,6 +378,52 @@ mod tests {
             let error = opened(text.as_bytes()).err().unwrap().to_string();
             assert!(error.contains("cannot be used as a tokenizer") && error.contains(wanted), "{error}");
         }
+    }
+
+    #[test]
+    fn files_that_ask_for_too_much_are_refused() {
+        let with = |key: &str, part: Value| {
+            let mut file = tiny();
+            file[key] = part;
+            opened(file.to_string().as_bytes())
+        };
+        let replace = |by: &str| json!({ "type": "Replace", "pattern": { "String": "a" }, "content": by });
+        let doubling = |n: usize| json!({ "type": "Sequence", "normalizers": vec![replace("aa"); n] });
+        for (key, part, wanted) in [
+            ("normalizer", doubling(40), "1024 times as long"),
+            ("normalizer", replace(&"a".repeat(10_000)), "10000 bytes in the place of others"),
+            ("decoder", json!({ "type": "Sequence", "decoders": vec![replace("aa"); 40] }), "1024 times"),
+            (
+                "post_processor",
+                json!({ "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+                        "single": vec![json!({ "Sequence": { "id": "A", "type_id": 0 } }); 1000] }),
+                "around a sample",
+            ),
+            (
+                "model",
+                json!({ "type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##",
+                        "max_input_chars_per_word": 1_000_000_000, "vocab": { "a": 0 } }),
+                "`max_input_chars_per_word` is above 1000",
+            ),
+        ] {
+            let error = with(key, part).err().unwrap().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
+        // What could become 256 times as long is tried before it is done, and one that does not is fine.
+        let grows = with("normalizer", doubling(8)).unwrap();
+        let error = grows.encode_whole(&"a".repeat(100_000)).unwrap_err();
+        assert!(error.contains("more than 4 times as long"), "{error}");
+        assert_eq!(grows.encode_whole(&"b".repeat(100_000)).unwrap().0.len(), 100_000);
+        assert_eq!(grows.encode_whole("ab").unwrap().0.len(), 256);
+    }
+
+    #[test]
+    fn patterns_that_may_take_long_run_on_a_thread_that_can_be_left() {
+        let mut file = tiny();
+        file["normalizer"] =
+            json!({ "type": "Replace", "pattern": { "Regex": "(a+)+(?=c)" }, "content": "b" });
+        let json = opened(file.to_string().as_bytes()).unwrap();
+        assert_eq!(ids(&json, &"b".repeat(5000)), vec![1; 5000]);
     }
 
     proptest! {

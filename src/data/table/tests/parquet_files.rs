@@ -179,6 +179,30 @@ fn several_files_are_one_table_and_a_share_is_split() {
     assert!(mean.abs() < 1e-6, "{mean}");
 }
 
+/// The library goes as deep as the schema does: this one would overflow its stack and end the process.
+#[test]
+fn columns_too_deep_in_one_another_are_refused() {
+    let deep = |levels: u32| {
+        let mut footer = vec![0x15, 2, 0x19, 0xfc];
+        let mut count = levels + 1;
+        while count >= 128 {
+            footer.push(count as u8 | 128);
+            count >>= 7;
+        }
+        footer.push(count as u8);
+        // A group called `a` with one column in it, and at last a column of numbers.
+        (0..levels).for_each(|_| footer.extend([0x48, 1, b'a', 0x15, 2, 0]));
+        footer.extend([0x15, 2, 0x25, 0, 0x18, 1, b'a', 0, 0]);
+        let size = (footer.len() as u32).to_le_bytes();
+        [&b"PAR1"[..], &footer, &size, b"PAR1"].concat()
+    };
+    let error = opened(&deep(200_000), &settings()).err().unwrap();
+    let cause = std::error::Error::source(&error).unwrap().to_string();
+    assert!(cause.contains("more than 64 deep"), "{error}: {cause}");
+    // Less deep, the library says what is wrong.
+    assert!(opened(&deep(20), &settings()).is_err());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Writes small files of a kind into fuzz/corpus/KIND, for a fuzzer to begin with."""
+
+import io
+import json
+import os
+import pathlib
+import struct
+import sys
+import tarfile
+import zlib
+
+ROOT = pathlib.Path(__file__).resolve().parent
+DATA = pathlib.Path(os.environ.get("TRAINER_DATA", ROOT.parent.parent / "shared/data"))
+
+
+def png(side=4):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + bytes(range(3 * side)) for _ in range(side))
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def tar():
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in [("cat/1.png", png()), ("dog/2.png", png()), ("dog/3.cls", b"dog")]:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def idx(count=4, side=3):
+    images = struct.pack(">BBBBIII", 0, 0, 8, 3, count, side, side) + bytes(count * side * side)
+    labels = struct.pack(">BBBBI", 0, 0, 8, 1, count) + bytes([0, 1, 2])
+    # The last byte is the last label and says how long the labels are.
+    return images + labels + bytes([len(labels) + 1])
+
+
+def safetensors():
+    tensors = {"conv.weight": [3, 2, 2, 2], "bias": [3], "mean": [3]}
+    head, at = {}, 0
+    for name, shape in tensors.items():
+        size = 4
+        for side in shape:
+            size *= side
+        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(at)
+
+
+def tokenizer(**parts):
+    return json.dumps({
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": 3, "content": "<eos>", "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True}],
+        "normalizer": None, "post_processor": None, "decoder": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "dropout": None, "unk_token": "a", "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                  "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+    } | parts).encode()
+
+
+def state():
+    return json.dumps({
+        "format": 2, "step": 1, "cursor": {"update": 1, "done": 0}, "samples": 64, "digest": "ab5cefa74c4ddc2e", "seed": 42,
+        "way": {"micro_batch": 64, "accumulation_steps": 1, "recompute": 0, "eval_micro_batch": 64, "prefetch": 9},
+        "descent": {"larger": [], "failures": 0, "quiet": 1}, "best": [0.1, 1],
+        "scaling": {"factor": 1.0, "quiet": 0, "skipped": 0, "dynamic": False},
+        "left_out": {"train": {"pass": 0, "now": 0, "most": 0}, "valid": {"pass": 1, "now": 0, "most": 0}, "told": []},
+        "metrics": {"valid.loss": 2.3}, "elapsed_s": 5.7, "data_wait_s": 0.001, "files": {},
+    }).encode()
+
+
+def chat(*turns):
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}).encode() + b"\n"
+
+
+SEEDS = {
+    "job": lambda: [path.read_bytes() + b"\ntrain.batch_size=3" for path in (ROOT.parent / "configs").glob("*.toml")],
+    "csv": lambda: [b"a,b,y\n" + b"1,x,0\n2.5,\"q,\"\"r\",1\n" * 5, b"a\ty\r\n1\t2\r\n\r\n3\tNA\r\n" * 3],
+    # The fuzzer itself writes more of them.
+    "parquet": lambda: [path.read_bytes() for path in DATA.rglob("*.parquet") if path.stat().st_size < 100_000],
+    "idx": lambda: [idx(), idx(2, 5)],
+    "tar": lambda: [tar(), zlib.compress(tar(), wbits=31)],
+    "images": lambda: [png(), png(9)] + [path.read_bytes() for path in sorted(DATA.rglob("*.[jJ][pP][gG]"))[:20]],
+    "jsonl": lambda: [chat(("user", "Hi"), ("assistant", "Yo")) * 3, b'{"text": "a\\u00e9"}\n[1]\n'],
+    "text": lambda: ["some text, Über 12\n".encode() * 9],
+    "template": lambda: [
+        b"{% for m in messages %}{{ '<|' + m.role + '|>' + m.content | trim }}{% endfor %}{% if add_generation_prompt %}x{% endif %}",
+        b"{% set ns = namespace(n=0) %}{%- for m in messages[1:] -%}{% set ns.n = ns.n + loop.index %}{{ m['content'].strip()[::-1] }}{%- endfor %}{{ ns.n }}",
+        b"{% macro f(a, b='x') %}{{ a ~ b }}{% endmacro %}{{ f('1') | upper | replace('X', 'y') }}{{ [1, 2] | sort | join(',') | tojson }}",
+        b"{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | length is odd and {'a': [none]} }}",
+    ],
+    "tokenizer": lambda: [
+        tokenizer(),
+        tokenizer(pre_tokenizer={"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True},
+                  model={"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["b", -1.0], ["_ab", -2.0]]}),
+        tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]},
+                  pre_tokenizer={"type": "BertPreTokenizer"},
+                  model={"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##",
+                         "max_input_chars_per_word": 100, "vocab": {"a": 0, "##b": 1, "ab": 2}},
+                  post_processor={"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+                                  "pair": [], "special_tokens": {}}),
+    ],
+    "tokens": lambda: [struct.pack("<40H", *range(40)), struct.pack("<40I", *range(40))],
+    "safetensors": lambda: [safetensors()],
+    "state": lambda: [state()] + [path.read_bytes() for path in (ROOT.parent / "runs").rglob("state.json")][:5],
+}
+
+kind = sys.argv[1]
+folder = ROOT / "corpus" / kind
+folder.mkdir(parents=True, exist_ok=True)
+for number, seed in enumerate(SEEDS[kind]()):
+    (folder / f"seed-{number}").write_bytes(seed)
