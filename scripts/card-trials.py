@@ -16,8 +16,10 @@ import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -36,12 +38,12 @@ NAMES = (
     "interrupted",
     "growing",
     "offload",
-    "recorded",
+    "graphs",
+    "shapes",
     "full_disk",
 )
 
-# Those that are made twice: with dropout, whose launches are never the same, and without, when they are recorded and
-# repeated.
+# Those that are made twice: with dropout, whose masks a CUDA graph draws from staged sample ids, and without.
 TWICE = ("limits", "neighbour_during", "interrupted", "growing")
 
 # The farthest that the mean loss of any 20 of 200 updates may be from that of f32, relative to the first 20 of f32. Some
@@ -79,6 +81,56 @@ tensorboard = false
 """
 
 
+def job(model, data, batch, steps=24, samples=120):
+    """A job whose last batch is short, with evaluations in between."""
+    return f"""[model]
+{model}
+[data]
+{data}
+[train]
+batch_size = {batch}
+steps = {steps}
+[optimizer]
+kind = "adamw"
+lr = 0.0005
+[eval]
+every_steps = 9
+[checkpoint]
+every_steps = {steps}
+[log]
+every_steps = 1
+tensorboard = false
+"""
+
+
+def transformer(kind, layers, width, heads, context, vocab, batch, dropout=None):
+    dropped = "" if dropout is None else f"\ndropout = {dropout}"
+    model = f'kind = "{kind}"\nlayers = {layers}\nwidth = {width}\nheads = {heads}\ncontext = {context}{dropped}'
+    samples = batch * 7 + 1
+    return job(model, f'kind = "text-synthetic"\nvocab = {vocab}\ntrain_samples = {samples}\nvalid_samples = {batch + 1}', batch)
+
+
+def images(kind, batch, size, norm_group=None):
+    """Random RGB images in idx files, which `Trials.start` writes beside the job."""
+    stages = ", ".join(f'{{ channels = {n}, norm = "batch" }}' for n in (64, 128, 256))
+    model = f'kind = "{kind}"\n' + (f"stages = [{stages}]" if kind == "cnn" else "layers = 4\nwidth = 192\nheads = 3\npatch = 8")
+    if norm_group:
+        model += f"\nnorm_group = {norm_group}"
+    lines = ['kind = "idx"'] + [f'{name} = "{name}-{size}.idx"' for name in ("train_images", "train_labels", "valid_images", "valid_labels")]
+    text = job(model, "\n".join(lines), batch)
+    return text + f"# idx: {size} {batch * 5 + 3} {batch // 2 + 1}\n"
+
+
+def write_idx(folder, size, train, valid):
+    """Images (samples, height, width, 3) and labels below ten, as idx files."""
+    draw = random.Random(7)
+    for name, count in (("train", train), ("valid", valid)):
+        head = struct.pack(">BBBBIIII", 0, 0, 8, 4, count, size, size, 3)
+        (folder / f"{name}_images-{size}.idx").write_bytes(head + draw.randbytes(count * size * size * 3))
+        labels = bytes(draw.randrange(10) for _ in range(count))
+        (folder / f"{name}_labels-{size}.idx").write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, count) + labels)
+
+
 class Ran:
     """A run that ended: its exit code, what it told and what it left behind."""
 
@@ -114,19 +166,24 @@ class Trials:
     def gpt(self, steps, memory=""):
         return GPT.format(steps=steps, dropout=self.dropout, memory=memory)
 
-    def recorded_unless_dropped(self, *runs):
+    def captured(self, *runs):
         for ran in runs:
-            assert bool(ran.named("recorded")) == (self.dropout == 0), f"recorded: {ran.named('recorded')}"
+            assert ran.named("cuda_graph_captured"), f"no graph: {ran.named('cuda_graph_disabled')}"
 
     def start(self, text, *args, folder=None, env=None):
         if folder is None:
             folder = self.root / str(next(self.numbers))
             folder.mkdir()
-            (folder / "job.toml").write_text(text)
+            self.write(folder, text)
         command = [self.trainer, "fit", "job.toml", "--device", "cuda", "--run-dir", "run", "-q", *args]
         said = open(folder / "said", "w")
         env = {**os.environ, **(env or {})}
         return folder, subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said)
+
+    def write(self, folder, text):
+        (folder / "job.toml").write_text(text)
+        if wanted := re.search(r"^# idx: (\d+) (\d+) (\d+)$", text, re.MULTILINE):
+            write_idx(folder, *map(int, wanted.groups()))
 
     def end(self, started):
         folder, process = started
@@ -138,7 +195,7 @@ class Trials:
 
     def plan(self, text, *args):
         folder = pathlib.Path(tempfile.mkdtemp(dir=self.root))
-        (folder / "job.toml").write_text(text)
+        self.write(folder, text)
         command = [self.trainer, "plan", "job.toml", "--device", "cuda", "--json", *args]
         return json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout)
 
@@ -158,7 +215,7 @@ class Trials:
     def limits(self):
         """The pool's limit lowered in ten steps from what the job takes until nothing fits."""
         ample = self.fit(self.gpt(4))
-        self.recorded_unless_dropped(ample)
+        self.captured(ample)
         most = self.plan(self.gpt(4))["peak"]["vram_bytes"]
         least = self.plan(self.gpt(4, 'vram = "1MiB"'))["peak"]["vram_bytes"]
         seen, found = [], 0
@@ -194,7 +251,7 @@ class Trials:
         job = self.gpt(60, "supervise = false")
         ample = self.fit(job)
         started = self.start(job)
-        # By then launches are recorded; they are once more, with nothing free, after the evaluation.
+        # By then there is a graph; others are captured, with nothing free, for the evaluation's end and a short batch.
         self.until_step(started, 5)
         started[1].send_signal(signal.SIGSTOP)
         with neighbour(0) as taken:
@@ -202,7 +259,7 @@ class Trials:
             started[1].send_signal(signal.SIGCONT)
             ran = self.end(started)
         assert ran.code == 0, ran.said
-        self.recorded_unless_dropped(ample, ran)
+        self.captured(ample, ran)
         assert ran.digest() == ample.digest(), "other samples"
         lacked = [(event["step"], event["phase"]) for event in ran.named("oom")]
         assert not lacked, f"{taken} bytes taken; out of memory at {lacked}"
@@ -296,7 +353,7 @@ class Trials:
             started[1].send_signal(number)
             stopped = self.end(started)
             codes.append(stopped.code)
-            self.recorded_unless_dropped(ample, stopped)
+            self.captured(ample, stopped)
             ran = self.fit(None, "--resume", folder=started[0])
             assert ran.code == 0, ran.said
             assert ran.weights() == ample.weights(), f"other weights after {number.name}"
@@ -307,12 +364,12 @@ class Trials:
     def growing(self):
         """A run that shrank for one out of memory takes its larger way again."""
         job = self.gpt(120).replace("every_steps = 20", "every_steps = 120")
-        wanted = ["recorded"] * (self.dropout == 0) + ["oom", "shrunk", "grown"]
-        # A micro-batch asks for memory some 200 times as long as its launches are not repeated, and once from then on.
+        wanted = ["cuda_graph_captured", "oom", "shrunk", "grown"]
+        # A micro-batch makes some 200 reservations before its graph is captured, and one from then on.
         for ask in range(400, 4000, 150):
             ran = self.fit(job, env={"TRAINER_FAULT_ASK": str(ask)})
             assert ran.code == 0, ran.said
-            told = [event["event"] for event in ran.named("recorded", "oom", "shrunk", "grown")]
+            told = [event["event"] for event in ran.named(*wanted)]
             if told == wanted and ran.named("oom")[0]["step"] > 3:
                 break
         else:
@@ -350,16 +407,18 @@ class Trials:
         told.append(f"with {chosen['recompute']} blocks' inputs away too, across a resume")
         return "equal bits: " + ", ".join(told)
 
-    def recorded(self):
-        """Launches that are repeated change no bit, with short batches and evaluations in between; nor does going on."""
+    def graphs(self):
+        """CUDA graphs change no bit, with short batches and evaluations in between; nor does a resume."""
         told, short = [], ["--set", "data.train_samples=500"]
-        for name, dropped, more in (
-            ("gpt", False, []),
-            ("llama", False, []),
-            ("mlp", False, ["--set", "model.dropout=0.0", *short]),
-            ("mlp", True, short),
-            ("resnet", False, short),
-            ("mobilenet", False, ["--set", "model.dropout=0.0", *short]),
+        for name, more in (
+            ("gpt", []),
+            ("llama", []),
+            ("bert", []),
+            ("vit", short),
+            ("mlp", ["--set", "model.dropout=0.0", *short]),
+            ("mlp", ["--set", "model.dropout=0.2", *short]),
+            ("resnet", short),
+            ("mobilenet", ["--set", "model.dropout=0.2", *short]),
         ):
             text = (HERE / "configs" / f"{name}.toml").read_text()
             text = "\n".join(line for line in text.splitlines() if not line.startswith(("epochs", "steps", "every_")))
@@ -374,12 +433,57 @@ class Trials:
                 assert ran.code == 0, f"{name}: {ran.said}"
                 assert ran.weights() == plain.weights(), f"{name}: other weights or state"
                 assert ran.losses()[-1] == plain.losses()[-1], name
-            assert not plain.named("recorded"), name
-            assert [event["why"] for event in again.named("launched")] == ["dropout"] * dropped, name
-            launches = [event["launches"] for event in again.named("recorded")]
-            assert len(launches) == (0 if dropped else 1), f"{name}: recorded {launches}"
-            told.append(f"{name} {'with dropout launched' if dropped else launches[0]}")
+                assert not ran.named("oom"), f"{name}: {ran.named('oom')}"
+            assert not plain.named("cuda_graph_captured"), name
+            self.captured(again)
+            told.append(f"{name} {again.named('cuda_graph_captured')[0]['launches']}")
         return "equal bits: " + ", ".join(told)
+
+    def shapes(self):
+        """Jobs with large single tensors, odd shapes and tight budgets: no OOM while the plan fits, and equal runs."""
+        jobs = {
+            "gpt 4096": transformer("gpt", layers=6, width=512, heads=8, context=4096, vocab=8192, batch=2),
+            "gpt 3000": transformer("gpt", layers=3, width=384, heads=6, context=3000, vocab=5001, batch=3),
+            "gpt dropout": transformer("gpt", layers=4, width=256, heads=4, context=512, vocab=4096, batch=16, dropout=0.1),
+            "llama 2048": transformer("llama", layers=4, width=512, heads=8, context=2048, vocab=8192, batch=4),
+            "cnn 64 px": images("cnn", batch=256, size=64, norm_group=256),
+            "cnn 48 px": images("cnn", batch=200, size=48, norm_group=100),
+            "cnn 96 px": images("cnn", batch=64, size=96, norm_group=64),
+            "vit 64 px": images("vit", batch=64, size=64),
+        }
+        told, wrong = [], []
+
+        def one(item):
+            name, text = item
+            found = []
+            ample = self.fit(text)
+            runs = [("ample", ample)]
+            if ample.code == 0:
+                peak = ample.named("planned")[0]["plan"]["peak"]["vram_bytes"]
+                for part in (1.0, 0.7, 0.5):
+                    more = ["--set", f"memory.vram={int(peak * part)}B"]
+                    if self.plan(text, *more)["verdict"] != "does_not_fit":
+                        runs += [(f"{part} of the peak", self.fit(text, *more)) for _ in range(2)]
+            for label, ran in runs:
+                if ran.code != 0 or ran.named("oom", "shrunk"):
+                    found.append(f"{name}, {label}: exit code {ran.code}, {ran.named('oom', 'shrunk')} {ran.said[-200:]}")
+                elif ran.digest() != ample.digest():
+                    found.append(f"{name}, {label}: other samples")
+            for (label, first), (_, second) in zip(runs[1::2], runs[2::2]):
+                if first.code == second.code == 0 and first.weights() != second.weights():
+                    found.append(f"{name}, {label}: two equal runs differ")
+            heaps = [ran.named("device_heap")[0] for _, ran in runs if ran.named("device_heap")]
+            graphs = sum(bool(ran.named("cuda_graph_captured")) for _, ran in runs)
+            waste = max((h["arena_waste_bytes"] / max(h["arena_bytes"], 1) for h in heaps), default=0)
+            synchronizes = sum(h["synchronizes"] for h in heaps)
+            return found, f"{name}: {len(runs)} runs, {graphs} graphs, {100 * waste:.1f} % waste, {synchronizes} synchronizes"
+
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            for found, line in pool.map(one, jobs.items()):
+                wrong += found
+                told.append(line)
+        assert not wrong, "\n  ".join(wrong + told)
+        return "\n  ".join(["no OOM", *told])
 
     def full_disk(self):
         """A disk that fills up ends the run by an error, and with more room it goes on from its last checkpoint."""

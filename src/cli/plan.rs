@@ -7,6 +7,7 @@ use clap::Args;
 
 use super::{Common, Exit, JobFile, Stop, say};
 use crate::job::Job;
+use crate::layers::{Capability, HOPPER};
 use crate::memory::budget::Machine;
 use crate::memory::lock::{self, Lock};
 use crate::memory::plan::Verdict;
@@ -22,7 +23,8 @@ use crate::units::{Bytes, Size};
 Examples:
   trainer plan job.toml
   trainer plan job.toml --ram 8GiB                 would it fit on a machine with 8 GiB?
-  trainer plan job.toml --vram 24GiB --ram 64GiB   and on a card with 24 GiB?
+  trainer plan job.toml --vram 24GiB --ram 64GiB   and on a GPU with 24 GiB?
+  trainer plan job.toml --vram 24GiB --gpu 8.9     and on one of compute capability 8.9?
   trainer plan job.toml --strict                   exit code 3 unless it fits as written
   trainer plan job.toml --measure                  run the best ways for some updates; the clock decides")]
 pub struct Plan {
@@ -31,9 +33,12 @@ pub struct Plan {
     /// Plan for this much host memory instead of the job's `memory.ram`
     #[arg(long, value_name = "SIZE")]
     pub ram: Option<Size>,
-    /// Plan for a card with this much memory, which need not be here
+    /// Plan for a GPU with this much memory, which need not be here
     #[arg(long, value_name = "SIZE")]
     pub vram: Option<Bytes>,
+    /// Plan for a GPU of this compute capability, whose kernels decide what is taken; without it, the one that takes the most
+    #[arg(long, value_name = "CAPABILITY", requires = "vram")]
+    pub gpu: Option<Gpu>,
     /// Exit with code 3 unless the job fits as written
     #[arg(long)]
     pub strict: bool,
@@ -43,6 +48,28 @@ pub struct Plan {
     #[command(flatten)]
     pub locking: Locking,
 }
+
+/// A compute capability as typed: `8.9`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gpu(pub Capability);
+
+impl std::str::FromStr for Gpu {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+        match parts {
+            Some((major, minor)) if major >= OLDEST && minor < 10 => Ok(Self((major, minor))),
+            Some((major, minor)) if minor < 10 => {
+                Err(format!("compute capability {major}.{minor} has no bf16: the kernels are for 8.0 or newer"))
+            }
+            _ => Err("expected a compute capability such as 8.0, 8.6, 8.9 or 9.0".into()),
+        }
+    }
+}
+
+/// The oldest major compute capability that the kernels are compiled for.
+const OLDEST: u32 = 8;
 
 /// The lock beside a job.
 #[derive(Clone, Copy, Debug, Default, Args)]
@@ -68,7 +95,8 @@ impl Plan {
             if vram == 0 {
                 return Err(Stop::usage("`--vram` is nothing", "leave it out to plan for the CPU").into());
             }
-            machine = Machine { device: "cuda".into(), vram, context: 0, ..machine };
+            let capability = self.gpu.map_or(HOPPER, |gpu| gpu.0);
+            machine = Machine { device: "cuda".into(), vram, context: 0, capability, ..machine };
         }
         let job_memory = job.memory.clone();
         let mut setup = Setup::open(job, machine.ram, &common.opening())?;
@@ -92,7 +120,7 @@ pub fn here(job: &Job, common: &Common) -> anyhow::Result<Machine> {
     Ok(match common.seen()? {
         Some(seen) => {
             let (device, vram) = (format!("cuda:{}", seen.ordinal), budget::card(&job.memory, &seen));
-            Machine { device, vram, context: seen.context, ..cpu }
+            Machine { device, vram, context: seen.context, capability: seen.capability, ..cpu }
         }
         None => cpu,
     })

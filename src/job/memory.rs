@@ -24,8 +24,7 @@ pub struct Memory {
     /// code 3; also how often a killed process is started again without a new checkpoint.
     #[schemars(range(max = 1000))]
     pub max_retries: u32,
-    /// On a card, give micro-batches memory of their own where the budget has room for it, record what is launched for one
-    /// and repeat it (CUDA graphs): the same numbers, sooner.
+    /// On a GPU, capture what is launched for a micro-batch as a CUDA graph and replay it: the same numbers, sooner.
     pub graphs: bool,
     /// Work in a child process, which is started again from its newest checkpoint, with less memory, when
     /// the kernel kills it or an allocation fails. On Linux; elsewhere there is one process.

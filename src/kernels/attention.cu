@@ -91,13 +91,14 @@ __device__ double log_of(double x) { return log(x); }
 
 template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    forward(Sizes s, const __grid_constant__ Masked mask, const T *qkv, T *y, Acc<T> *sums) {
+    forward(Sizes s, Masked masks, const T *qkv, T *y, Acc<T> *sums) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
     extern __shared__ __align__(16) unsigned char bytes[];
     R *q = (R *)bytes, *kv = q + TILE * (s.head + 1), *p = kv + TILE * (s.head + 1);
     int first = blockIdx.x * TILE, h = blockIdx.y, sample = blockIdx.z, kv_head = h / (s.heads / s.kv_heads);
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE, width = s.packed();
+    const auto mask = masks.of(sample);
     const T *base = qkv + int64_t(sample) * s.length * width;
     const T *k_at = base + (s.heads + kv_head) * s.head, *v_at = base + (s.heads + s.kv_heads + kv_head) * s.head;
     load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int j = 0; j < M; j++) {
                 R e = exp_of(scores[i][j] - shift);
-                R kept = mask.template kept<R>(sample, h, query, from + tx + SIDE * j);
+                R kept = mask.template kept<R>(h, query, from + tx + SIDE * j);
                 p[(ty + SIDE * i) * (TILE + 1) + tx + SIDE * j] = e * kept;
                 sum += e;
             }
@@ -166,7 +167,7 @@ template <class T> __global__ void along(const T *y, const T *dy, Acc<T> *out, i
 // The scores' gradients of a tile of queries and one of keys, and optionally the weights that were not dropped, into
 // shared memory.
 template <int M, int TILE, class Masked, class R>
-__device__ void slopes(const Sizes &s, const Masked &mask, int sample, int h, R *ds, R *p, const R *q, const R *k,
+__device__ void slopes(const Sizes &s, const Masked &mask, int h, R *ds, R *p, const R *q, const R *k,
                        const R *v, const R *dy, const R *sums, const R *along, int first, int from, int keys) {
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
     R scores[M][M], dp[M][M];
@@ -181,7 +182,7 @@ __device__ void slopes(const Sizes &s, const Masked &mask, int sample, int h, R 
             bool hidden = s.hidden(query, from + tx + SIDE * j, keys);
             R e = hidden ? R(0) : exp_of(scores[i][j] - sum);
             int at = (ty + SIDE * i) * (TILE + 1) + tx + SIDE * j;
-            R kept = mask.template kept<R>(sample, h, query, from + tx + SIDE * j);
+            R kept = mask.template kept<R>(h, query, from + tx + SIDE * j);
             if (p) p[at] = e * kept;
             ds[at] = e * (dp[i][j] * kept - a);
         }
@@ -190,7 +191,7 @@ __device__ void slopes(const Sizes &s, const Masked &mask, int sample, int h, R 
 
 template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    queries(Sizes s, const __grid_constant__ Masked mask, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along,
+    queries(Sizes s, Masked masks, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along,
             T *dx) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
@@ -199,6 +200,7 @@ __global__ void __launch_bounds__(THREADS)
     R *q = (R *)bytes, *d = q + tile, *k = d + tile, *v = k + tile, *ds = v + tile;
     int first = blockIdx.x * TILE, h = blockIdx.y, sample = blockIdx.z, kv_head = h / (s.heads / s.kv_heads);
     int width = s.packed(), out = s.heads * s.head;
+    const auto mask = masks.of(sample);
     int64_t at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
     load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(THREADS)
         load<TILE>(k, base + (s.heads + kv_head) * s.head, width, from, limit, s.head, R(1));
         load<TILE>(v, base + (s.heads + s.kv_heads + kv_head) * s.head, width, from, limit, s.head, R(1));
         __syncthreads();
-        slopes<M, TILE, Masked, R>(s, mask, sample, h, ds, nullptr, q, k, v, d, row_sums, row_along, first, from, keys);
+        slopes<M, TILE>(s, mask, h, ds, (R *)nullptr, q, k, v, d, row_sums, row_along, first, from, keys);
         __syncthreads();
         gather<M, C, TILE, false>(o, ds, k, s.head);
     }
@@ -223,7 +225,7 @@ __global__ void __launch_bounds__(THREADS)
 
 template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    keys_and_values(Sizes s, const __grid_constant__ Masked mask, const T *qkv, const T *dy, const Acc<T> *sums,
+    keys_and_values(Sizes s, Masked masks, const T *qkv, const T *dy, const Acc<T> *sums,
                     const Acc<T> *along, T *dx) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
@@ -232,6 +234,7 @@ __global__ void __launch_bounds__(THREADS)
     R *q = (R *)bytes, *d = q + tile, *k = d + tile, *v = k + tile, *ds = v + tile, *p = ds + TILE * (TILE + 1);
     int from = blockIdx.x * TILE, kv_head = blockIdx.y, sample = blockIdx.z, group = s.heads / s.kv_heads;
     int width = s.packed(), out = s.heads * s.head, keys = s.keys(sample);
+    const auto mask = masks.of(sample);
     int64_t at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
     int k_column = (s.heads + kv_head) * s.head, v_column = (s.heads + s.kv_heads + kv_head) * s.head;
@@ -247,7 +250,7 @@ __global__ void __launch_bounds__(THREADS)
             load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
             load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
             __syncthreads();
-            slopes<M, TILE, Masked, R>(s, mask, sample, h, ds, p, q, k, v, d, row_sums, row_along, first, from, keys);
+            slopes<M, TILE>(s, mask, h, ds, p, q, k, v, d, row_sums, row_along, first, from, keys);
             __syncthreads();
             gather<M, C, TILE, true>(dv, p, d, s.head);
             gather<M, C, TILE, true>(dk, ds, q, s.head); // q is scaled already
@@ -280,7 +283,6 @@ int start(K kernel, dim3 grid, size_t shared, size_t most, cudaStream_t stream, 
 
 extern "C" int attention_forward(const Call *call, const void *qkv, void *y, void *sums, cudaStream_t stream) {
     int batch = call->batch, length = call->length, head = call->head;
-    if (!call->possible()) return cudaErrorInvalidValue;
     WITH_TYPE(call->type, {
         using R = Acc<T>;
         WITH_HEAD(head, {
@@ -308,7 +310,6 @@ extern "C" int attention_along(const Call *call, const void *y, const void *dy, 
 extern "C" int attention_backward(const Call *call, const void *qkv, const void *sums, const void *dy, const void *along,
                                   void *dx, cudaStream_t stream) {
     int batch = call->batch, length = call->length, head = call->head;
-    if (!call->possible()) return cudaErrorInvalidValue;
     WITH_TYPE(call->type, {
         using R = Acc<T>;
         WITH_HEAD(head, {

@@ -39,8 +39,10 @@ pub struct Attention<'a> {
     pub rotary: Option<&'a Rotary>,
     /// Positions of each sample that are seen at all, from the first; all where absent.
     pub lengths: Option<&'a [u32]>,
+    /// What was staged of the samples with their lengths, as [`keys::staged`](super::keys::staged) lays it out.
+    pub staged: Option<&'a Tensor>,
     /// The weights that are dropped; none where absent.
-    pub mask: Option<Mask>,
+    pub mask: Option<Mask<'a>>,
 }
 
 /// A sample's key head: what one thread does.

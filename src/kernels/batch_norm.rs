@@ -273,7 +273,7 @@ impl BatchNorm<'_> {
 /// two sums in f64, three numbers of the affine map, and two more on the way back.
 pub fn workspace(at: At, cut: &Cut) -> (u64, u64) {
     let dtype = at.dtype;
-    if at.on == On::Cuda {
+    if at.on.is_cuda() {
         let (forward, backward) = card_workspace(dtype, cut, cut.channels);
         return (forward as u64, backward as u64);
     }

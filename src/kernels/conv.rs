@@ -354,7 +354,7 @@ impl Conv<'_> {
 /// Bytes of temporaries of the forward pass and of the backward pass.
 pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::layers::At) -> (u64, u64) {
     let g = geometry;
-    if at.on == On::Cuda {
+    if at.on.is_cuda() {
         return card_workspace(g, bias, at.batch, at.dtype);
     }
     if g.is_depthwise() {

@@ -41,8 +41,30 @@ pub struct Head<'a> {
     pub bias: Option<&'a Tensor>,
     /// Share of the target spread over all classes.
     pub smoothing: f64,
-    /// A weight a class; the mean loss is over the sum of the targets' weights.
-    pub class_weights: Option<&'a [f32]>,
+    /// A weight per class; the mean loss is over the sum of the targets' weights.
+    pub class_weights: Option<&'a ClassWeights>,
+}
+
+/// A weight per class, and the same on a GPU once a pass needed them there.
+#[derive(Clone, Debug, Default)]
+pub struct ClassWeights {
+    values: Vec<f32>,
+    #[cfg(feature = "cuda")]
+    uploaded: std::sync::OnceLock<Tensor>,
+}
+
+impl From<Vec<f32>> for ClassWeights {
+    fn from(values: Vec<f32>) -> Self {
+        Self { values, ..Self::default() }
+    }
+}
+
+impl std::ops::Deref for ClassWeights {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        &self.values
+    }
 }
 
 impl Head<'_> {

@@ -6,20 +6,17 @@
 pub mod carrier;
 pub mod columns;
 pub mod cudnn;
+pub mod graph;
 pub mod link;
 pub mod product;
-pub mod recording;
 
 use std::ffi::{c_int, c_void};
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DriverError, result, sys::CUresult};
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DriverError, result, sys, sys::CUresult};
 use candle_core::cuda_backend::{CudaDevice, CudaError, CudaStorage, CudaStorageSlice, WrapErr};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, WithDType, bail};
-
-/// Samples whose keys of randomness fit into the arguments of one launch: `SAMPLES` in `cuda/random.cuh`.
-pub const SAMPLES: usize = 224;
 
 /// The stream of a launch.
 pub type Stream = *mut c_void;
@@ -97,16 +94,12 @@ pub fn fresh(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Resu
     let shape = shape.into();
     // The driver refuses to allocate nothing.
     let len = shape.elem_count().max(1);
-    let stream = recording::memory(device);
+    let stream = device.cuda_stream();
     macro_rules! of {
         ($($variant:ident: $type:ty),*) => {
             match dtype {
                 // SAFETY: plain numbers, written before they are read.
-                $(DType::$variant => {
-                    let slice = unsafe { stream.alloc::<$type>(len) }.w()?;
-                    recording::took(slice.device_ptr(&stream).0, slice.num_bytes());
-                    CudaStorageSlice::$variant(slice)
-                })*
+                $(DType::$variant => CudaStorageSlice::$variant(unsafe { stream.alloc::<$type>(len) }.w()?),)*
                 other => bail!("no tensor of {other:?} is made on a card"),
             }
         };
@@ -140,6 +133,35 @@ pub fn copy_into(device: &CudaDevice, from: &Tensor, to: &Tensor) -> Result<()> 
         unsafe { result::memcpy_dtod_async(to, from, bytes, stream.cu_stream()) }.w()?;
     }
     Ok(())
+}
+
+/// Copies the first `width` values of each row: rows of `from` are `from_pitch` values apart, those of `to` `to_pitch`. There
+/// are as many as `to` has.
+pub fn copy_rows(
+    device: &CudaDevice,
+    from: &Tensor,
+    from_pitch: usize,
+    to: &Tensor,
+    to_pitch: usize,
+    width: usize,
+) -> Result<()> {
+    let rows = to.elem_count() / to_pitch.max(1);
+    if rows == 0 || width == 0 {
+        return Ok(());
+    }
+    if from.dtype() != to.dtype() || width > from_pitch.min(to_pitch) || from.elem_count() < rows * from_pitch {
+        bail!("{width} values of each row of {:?} into {:?}", from.shape(), to.shape())
+    }
+    let size = from.dtype().size_in_bytes();
+    // SAFETY: plain numbers.
+    let mut copy: sys::CUDA_MEMCPY2D = unsafe { std::mem::zeroed() };
+    copy.srcMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
+    copy.dstMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
+    (copy.srcDevice, copy.dstDevice) = (pointer(from)? as u64, pointer(to)? as u64);
+    (copy.srcPitch, copy.dstPitch) = (from_pitch * size, to_pitch * size);
+    (copy.WidthInBytes, copy.Height) = (width * size, rows);
+    // SAFETY: both have so many rows, and the stream orders the copy with what made and frees them.
+    unsafe { sys::cuMemcpy2DAsync_v2(&copy, device.cuda_stream().cu_stream()) }.result().w()
 }
 
 /// What a launcher returned.

@@ -1,22 +1,19 @@
-// Dropout by the draws of dropout.rs: four values a draw. The keys of some samples travel as an argument of
-// the launch, so that nothing is copied to the card.
+// Dropout by the draws of dropout.rs: four values a draw.
 #include "cuda/device.cuh"
 #include "cuda/random.cuh"
 
 namespace {
 
-struct Keys {
-    Random of[SAMPLES];
-};
-
 // `N` is 4, or 1 where values cannot be moved in fours.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
-    apply(const T *x, T *y, int64_t width, uint32_t threshold, Acc<T> scale, const __grid_constant__ Keys keys) {
+    apply(const T *x, T *y, int64_t width, uint32_t threshold, Acc<T> scale, const Random *keys, int samples) {
     int64_t group = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, first = group * 4;
     if (first >= width) return;
-    uint64_t bits = keys.of[blockIdx.y].bits(group);
-    int64_t at = blockIdx.y * width + first;
+    // A grid has at most 65,535 blocks along y.
+    for (int sample = blockIdx.y; sample < samples; sample += gridDim.y) {
+    uint64_t bits = keys[sample].bits(group);
+    int64_t at = sample * width + first;
     auto value = [&](T v, int lane) {
         bool kept = ((bits >> (16 * lane)) & 0xffff) >= threshold;
         return down<T>(kept ? up(v) * scale : Acc<T>(0));
@@ -29,23 +26,22 @@ __global__ void __launch_bounds__(256)
     } else {
         for (int lane = 0; lane < 4 && first + lane < width; lane++) y[at + lane] = value(x[at + lane], lane);
     }
+    }
 }
 
 } // namespace
 
-// `samples` rows of `width` values, at most `SAMPLES` of them. `y` may be `x`.
+// `samples` rows of `width` values, and a key for each. `y` may be `x`.
 extern "C" int dropout_apply(int type, const void *x, void *y, const void *keys, int samples, int64_t width,
                              uint32_t threshold, double scale, cudaStream_t stream) {
     if (samples == 0 || width == 0) return 0;
-    if (samples > SAMPLES) return cudaErrorInvalidValue;
-    Keys all = {};
-    for (int i = 0; i < samples; i++) all.of[i] = ((const Random *)keys)[i];
-    dim3 grid(blocks((width + 3) / 4, 256), samples);
+    auto *all = (const Random *)keys;
+    dim3 grid(blocks((width + 3) / 4, 256), samples < 65535 ? samples : 65535);
     WITH_TYPE(type, {
         uintptr_t bits = uintptr_t(x) | uintptr_t(y) | uintptr_t(width * sizeof(T));
         if (bits % (4 * sizeof(T)) == 0)
-            apply<T, 4><<<grid, 256, 0, stream>>>((const T *)x, (T *)y, width, threshold, Acc<T>(scale), all);
-        else apply<T, 1><<<grid, 256, 0, stream>>>((const T *)x, (T *)y, width, threshold, Acc<T>(scale), all);
+            apply<T, 4><<<grid, 256, 0, stream>>>((const T *)x, (T *)y, width, threshold, Acc<T>(scale), all, samples);
+        else apply<T, 1><<<grid, 256, 0, stream>>>((const T *)x, (T *)y, width, threshold, Acc<T>(scale), all, samples);
     })
     return cudaGetLastError();
 }

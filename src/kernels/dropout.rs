@@ -5,8 +5,8 @@ mod card;
 
 use candle_core::{Result, Tensor};
 
+use super::keys::Keys;
 use super::{Elem, Real, cpu};
-use crate::random::Random;
 use crate::with_elem;
 
 /// Below what a draw of 16 bits drops a value, and what the others are multiplied with.
@@ -15,15 +15,14 @@ pub fn chance(p: f64) -> (u64, f64) {
     (threshold, 65536.0 / (65536 - threshold.min(65535)) as f64)
 }
 
-/// Multiplies each value by 0 with chance `p`, else by 1 / (1 - p). `key(row)` is the randomness of
-/// sample `row`. Serves both passes; `p` is a multiple of 2^-16.
-pub fn apply(x: &Tensor, p: f64, key: impl Fn(usize) -> Random + Sync) -> Result<Tensor> {
+/// Multiplies each value by 0 with chance `p`, else by 1 / (1 - p). Serves both passes; `p` is a multiple of 2^-16.
+pub fn apply(x: &Tensor, p: f64, keys: &Keys) -> Result<Tensor> {
     let (threshold, scale) = chance(p);
     #[cfg(feature = "cuda")]
     if let Some(device) = super::cuda::of(x) {
-        return card::apply(device, x, threshold, scale, key);
+        return card::apply(device, x, threshold, scale, keys);
     }
-    let x = if x.device().is_cpu() { x.clone() } else { return masked(x, threshold, scale, key) };
+    let x = if x.device().is_cpu() { x.clone() } else { return masked(x, threshold, scale, keys) };
     with_elem!(x.dtype(), T => {
         let values = cpu::view::<T>(&x)?;
         let width = values.len() / x.dim(0)?.max(1);
@@ -31,7 +30,7 @@ pub fn apply(x: &Tensor, p: f64, key: impl Fn(usize) -> Random + Sync) -> Result
         let scale = <T as Elem>::Acc::of(scale);
         use rayon::prelude::*;
         y.par_chunks_mut(width.max(1)).enumerate().for_each(|(row, y)| {
-            let key = key(row);
+            let key = keys.of(row);
             let x = &values[row * width..][..width];
             for (i, (y, x)) in y.chunks_mut(4).zip(x.chunks(4)).enumerate() {
                 let bits = key.bits(i as u64);
@@ -46,13 +45,13 @@ pub fn apply(x: &Tensor, p: f64, key: impl Fn(usize) -> Random + Sync) -> Result
 }
 
 /// The reference: the same mask, made on the host.
-fn masked(x: &Tensor, threshold: u64, scale: f64, key: impl Fn(usize) -> Random) -> Result<Tensor> {
+fn masked(x: &Tensor, threshold: u64, scale: f64, keys: &Keys) -> Result<Tensor> {
     let (rows, len) = (x.dim(0)?, x.elem_count());
     let width = len / rows.max(1);
     let mask: Vec<f32> = (0..len)
         .map(|at| {
             let (row, i) = (at / width, at % width);
-            let kept = (key(row).bits(i as u64 / 4) >> (16 * (i % 4))) & 0xffff >= threshold;
+            let kept = (keys.of(row).bits(i as u64 / 4) >> (16 * (i % 4))) & 0xffff >= threshold;
             if kept { scale as f32 } else { 0.0 }
         })
         .collect();

@@ -169,7 +169,7 @@ impl GroupNorm<'_> {
 /// are gone when the affine map is made, and the parameters' gradients are added up in f64.
 pub fn workspace(at: At, cut: &Cut, groups: usize) -> (u64, u64) {
     let dtype = at.dtype;
-    if at.on == On::Cuda {
+    if at.on.is_cuda() {
         let (forward, backward) = card_workspace(dtype, cut, groups);
         return (forward as u64, backward as u64);
     }

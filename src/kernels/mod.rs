@@ -26,6 +26,7 @@ pub mod embedding;
 pub mod group_norm;
 pub mod host;
 pub mod judge;
+pub mod keys;
 pub mod lanes;
 pub mod linear;
 pub mod lion;

@@ -28,13 +28,13 @@ impl Attention {
             causal: self.causal,
             rotary: self.rotary.as_deref(),
             lengths: pass.lengths,
+            staged: pass.staged,
             mask: (self.dropout > 0.0 && pass.mode != Mode::Eval).then(|| self.mask(pass)),
         }
     }
 
-    fn mask(&self, pass: &Pass) -> Mask {
-        let layer = stream(&self.name);
-        Mask::new(self.dropout, (0..pass.ids.len()).map(|row| pass.random(layer, row)).collect())
+    fn mask<'a>(&self, pass: &Pass<'a>) -> Mask<'a> {
+        Mask::new(self.dropout, pass.keys(stream(&self.name)))
     }
 }
 
@@ -61,7 +61,7 @@ impl Layer for Attention {
         let s = &self.sizes;
         let (forward, backward) = match at.on {
             On::Cpu { threads } => s.workspace(at.dtype, at.batch, threads),
-            On::Cuda => s.card_workspace(at.dtype, at.batch, self.rotary.is_some(), self.dropout > 0.0),
+            On::Cuda { .. } => s.card_workspace(at.dtype, at.batch, self.rotary.is_some(), self.dropout > 0.0),
         };
         let products = 4 * at.batch * s.width() * s.length * s.length;
         Cost {

@@ -112,7 +112,7 @@ impl Layer for BatchNorm {
     }
 
     fn joins(&self, act: Activation, on: On) -> bool {
-        on == On::Cuda && self.act == Clip::Nothing && Clip::of(act).is_some()
+        on.is_cuda() && self.act == Clip::Nothing && Clip::of(act).is_some()
     }
 
     fn again(&self, saved: &Saved, pass: &Pass) -> Result<Option<Tensor>> {
@@ -233,6 +233,7 @@ mod tests {
             epoch: 0,
             ids: &ids,
             lengths: None,
+            staged: None,
             scale: 1.0,
             along: super::super::Along::default(),
         };

@@ -40,7 +40,7 @@ pub fn random(shape: &[usize], key: u64) -> Tensor {
 pub fn at(batch: usize, dtype: DType) -> At {
     let on = match device() {
         Device::Cpu => On::Cpu { threads: crate::kernels::cpu::threads() },
-        _ => On::Cuda,
+        _ => On::Cuda { capability: super::HOPPER },
     };
     At { batch, dtype, on }
 }
@@ -70,6 +70,7 @@ impl Subject {
             epoch: 2,
             ids: &self.ids,
             lengths: None,
+            staged: None,
             scale: 1.0,
             along: Along::default(),
         }

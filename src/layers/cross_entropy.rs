@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 use super::loss::{Counted, Loss};
 use super::{At, Cost, On, Pass};
 use crate::kernels::Activation;
-use crate::kernels::cross_entropy::{Head, card_workspace, fused_workspace, is_plain, workspace};
+use crate::kernels::cross_entropy::{ClassWeights, Head, card_workspace, fused_workspace, is_plain, workspace};
 use crate::kernels::linear::{Grads, Lies, Linear};
 use crate::params::ParamId;
 
@@ -22,7 +22,7 @@ pub struct CrossEntropy {
     pub classes: usize,
     /// Share of each target that is spread over all classes.
     pub smoothing: f64,
-    pub class_weights: Option<Vec<f32>>,
+    pub class_weights: Option<ClassWeights>,
 }
 
 impl CrossEntropy {
@@ -31,7 +31,7 @@ impl CrossEntropy {
             weight: pass.weight(self.weight),
             bias: self.bias.map(|id| pass.weight(id)),
             smoothing: self.smoothing,
-            class_weights: self.class_weights.as_deref(),
+            class_weights: self.class_weights.as_ref(),
         }
     }
 }
@@ -60,9 +60,9 @@ impl Loss for CrossEntropy {
         let (bias, weighted) = (self.bias.is_some(), self.class_weights.is_some());
         let (forward, backward) = match at.on {
             On::Cpu { .. } => workspace(at.dtype, rows, self.classes, self.width, bias),
-            On::Cuda => {
+            On::Cuda { .. } => {
                 let (judge, learn) = card_workspace(at.dtype, rows, self.classes, bias, weighted);
-                let fused = if is_plain(bias, self.smoothing, weighted) {
+                let fused = if at.on.is_hopper() && is_plain(bias, self.smoothing, weighted) {
                     fused_workspace(at.dtype, rows, self.classes, self.width)
                 } else {
                     0
@@ -114,7 +114,7 @@ mod tests {
             width,
             classes,
             smoothing,
-            class_weights: weighted.then(|| (0..classes).map(|c| 0.5 + c as f32 * 0.25).collect()),
+            class_weights: weighted.then(|| (0..classes).map(|c| 0.5 + c as f32 * 0.25).collect::<Vec<_>>().into()),
         }
     }
 
@@ -158,7 +158,7 @@ mod tests {
             let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
             let (tally, dx) = loss.learn(&x, &targets, &pass).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_deref() };
+            let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_ref() };
             let wanted = head.reference_mixed(&vars[0], &goals).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let tally = tally.read().unwrap();
@@ -191,7 +191,7 @@ mod tests {
             let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
             let (tally, dx) = loss.learn(&x, &t, &pass).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_deref() };
+            let head = Head { weight: &vars[1], bias: Some(&vars[2]), smoothing: smooth, class_weights: loss.class_weights.as_ref() };
             let wanted = head.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
             let tally = tally.read().unwrap();

@@ -2,8 +2,9 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Mode, Pass, Saved};
+use super::{At, Cost, Layer, Mode, On, Pass, Saved};
 use crate::kernels::dropout::apply;
+use crate::kernels::keys::Keys;
 use crate::random::stream;
 
 pub struct Dropout {
@@ -16,8 +17,7 @@ pub struct Dropout {
 
 impl Dropout {
     fn apply(&self, x: &Tensor, pass: &Pass) -> Result<Tensor> {
-        let layer = stream(&self.name);
-        apply(x, self.p, |row| pass.random(layer, row))
+        apply(x, self.p, &pass.keys(stream(&self.name)))
     }
 }
 
@@ -41,9 +41,12 @@ impl Layer for Dropout {
 
     fn cost(&self, at: At) -> Cost {
         let len: usize = self.shape.iter().product();
+        let keys = if at.on.is_cuda() { Keys::bytes(at.batch) } else { 0 };
         Cost {
             input: at.bytes(len),
             output: at.bytes(len),
+            forward: keys,
+            backward: keys,
             flops: (at.batch * len) as u64,
             ..Cost::default()
         }

@@ -93,7 +93,7 @@ impl Layer for Embedding {
             keeps_input: true,
             backward: match at.on {
                 On::Cpu { .. } => workspace(at.dtype, rows, self.width, kinds),
-                On::Cuda => card_workspace(at.dtype, rows, self.vocab, self.width, kinds),
+                On::Cuda { .. } => card_workspace(at.dtype, rows, self.vocab, self.width, kinds),
             },
             ..Cost::default()
         }

@@ -2,7 +2,9 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
+use super::{At, Cost, Layer, On, Pass, Saved};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda;
 
 pub struct First {
     pub name: String,
@@ -22,6 +24,12 @@ impl Layer for First {
 
     fn forward(&self, x: &Tensor, _: &Pass) -> Result<(Tensor, Saved)> {
         // A copy even where the sequence is one long: a view would keep the whole of it alive.
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(x) {
+            let y = cuda::fresh(device, x.dtype(), (x.dim(0)?, self.width))?;
+            cuda::copy_rows(device, x, self.length * self.width, &y, self.width, self.width)?;
+            return Ok((y, Saved::default()));
+        }
         let y = Tensor::zeros((x.dim(0)?, self.width), x.dtype(), x.device())?;
         y.slice_set(&x.narrow(1, 0, 1)?.contiguous()?.squeeze(1)?, 0, 0)?;
         Ok((y, Saved::default()))
@@ -32,6 +40,11 @@ impl Layer for First {
             return Ok(None);
         }
         let dx = Tensor::zeros((dy.dim(0)?, self.length, self.width), dy.dtype(), dy.device())?;
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::of(&dy) {
+            cuda::copy_rows(device, &dy, self.width, &dx, self.length * self.width, self.width)?;
+            return Ok(Some(dx));
+        }
         dx.slice_set(&dy.unsqueeze(1)?, 1, 0)?;
         Ok(Some(dx))
     }
@@ -39,7 +52,8 @@ impl Layer for First {
     fn cost(&self, at: At) -> Cost {
         let output = at.bytes(self.width);
         // The first positions, gathered, before they are written.
-        let forward = if self.length > 1 { output } else { 0 };
+        let gathered = self.length > 1 && !at.on.is_cuda();
+        let forward = if gathered { output } else { 0 };
         Cost { input: at.bytes(self.length * self.width), output, forward, ..Cost::default() }
     }
 

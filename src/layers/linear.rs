@@ -137,7 +137,7 @@ impl Layer for Linear {
 
     fn remakes(&self, on: On) -> Remakes {
         match self.act.reads() {
-            Reads::Input if on == On::Cuda => Remakes::Alone,
+            Reads::Input if on.is_cuda() => Remakes::Alone,
             _ => Remakes::Never,
         }
     }
@@ -156,7 +156,7 @@ impl Layer for Linear {
     }
 
     fn waits(&self, on: On) -> bool {
-        on == On::Cuda
+        on.is_cuda()
     }
 
     fn adds_rows(&self) -> Option<ParamId> {
@@ -199,9 +199,10 @@ impl Layer for Linear {
         let (forward, backward) = match (at.on, self.lies) {
             (On::Cpu { .. }, Lies::OutIn) => workspace(at.dtype, rows, k, n),
             (On::Cpu { .. }, Lies::InOut) => workspace(at.dtype, rows, n, k),
-            (On::Cuda, _) => {
+            (On::Cuda { .. }, _) => {
                 let bias = self.bias.map_or(0, |_| card_workspace(at.dtype, rows, n));
-                let fused = if hopper_fits(at.dtype, rows, k, n) { hopper_sums(rows, k) as u64 } else { 0 };
+                let fused = at.on.is_hopper() && hopper_fits(at.dtype, rows, k, n);
+                let fused = if fused { hopper_sums(rows, k) as u64 } else { 0 };
                 (0, bias.max(fused))
             }
         };

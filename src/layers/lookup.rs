@@ -68,7 +68,7 @@ impl Layer for Lookup {
     fn cost(&self, at: At) -> Cost {
         let (forward, backward) = match at.on {
             On::Cpu { .. } => (0, 0),
-            On::Cuda => card_workspace(at.dtype, at.batch, self.numbers, &self.sizes),
+            On::Cuda { .. } => card_workspace(at.dtype, at.batch, self.numbers, &self.sizes),
         };
         Cost { output: at.bytes(self.outputs), keeps_input: true, forward, backward, ..Cost::default() }
     }

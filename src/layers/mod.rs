@@ -34,6 +34,7 @@ pub mod swiglu;
 
 use candle_core::{DType, Result, Tensor};
 
+use crate::kernels::keys::Keys;
 use crate::kernels::linear::Before;
 use crate::kernels::{Activation, Reads, add};
 use crate::params::{ParamId, StatId, Store};
@@ -218,7 +219,27 @@ pub enum On {
     Cpu {
         threads: usize,
     },
-    Cuda,
+    /// A GPU of this compute capability, which decides which kernels run.
+    Cuda {
+        capability: Capability,
+    },
+}
+
+/// Compute capability of a GPU: major, minor.
+pub type Capability = (u32, u32);
+
+/// The one whose kernels take the most memory: for a GPU that nobody named.
+pub const HOPPER: Capability = (9, 0);
+
+impl On {
+    pub fn is_cuda(self) -> bool {
+        matches!(self, On::Cuda { .. })
+    }
+
+    /// Whether the kernels for Hopper run, whose instructions no other GPU has.
+    pub fn is_hopper(self) -> bool {
+        matches!(self, On::Cuda { capability: HOPPER })
+    }
 }
 
 impl At {
@@ -226,7 +247,7 @@ impl At {
     pub fn threads(&self) -> usize {
         match self.on {
             On::Cpu { threads } => threads,
-            On::Cuda => 0,
+            On::Cuda { .. } => 0,
         }
     }
 
@@ -279,6 +300,8 @@ pub struct Pass<'a> {
     pub ids: &'a [u64],
     /// Positions of each sample that are not padding, from the first; all where absent.
     pub lengths: Option<&'a [u32]>,
+    /// The epoch, the ids and the lengths where a GPU reads them, as [`keys::staged`](crate::kernels::keys::staged) lays them out.
+    pub staged: Option<&'a Tensor>,
     /// What a sample's loss gradient is multiplied with.
     pub scale: f64,
     pub along: Along<'a>,
@@ -298,7 +321,7 @@ pub struct Along<'a> {
     pub through: bool,
 }
 
-impl Pass<'_> {
+impl<'a> Pass<'a> {
     pub fn weight(&self, id: ParamId) -> &Tensor {
         &self.store.weights()[id.0]
     }
@@ -311,10 +334,8 @@ impl Pass<'_> {
         &self.store.stat_views()[id.0]
     }
 
-    /// The randomness of the layer `stream` for the micro-batch's sample `row`.
-    pub fn random(&self, stream: u64, row: usize) -> Random {
-        #[cfg(feature = "cuda")]
-        crate::kernels::cuda::recording::varies("dropout");
-        Random::new(self.seed, stream).at(self.epoch).at(self.ids[row])
+    /// The randomness of the layer `stream` for each sample of the micro-batch.
+    pub fn keys(&self, stream: u64) -> Keys<'a> {
+        Keys { layer: Random::new(self.seed, stream), epoch: self.epoch, ids: self.ids, on_device: self.staged }
     }
 }

@@ -75,6 +75,8 @@ pub struct Walk<'a> {
 pub struct Batch {
     pub inputs: Tensor,
     pub targets: Tensor,
+    /// The epoch, sample ids and lengths, where a GPU reads them.
+    pub staged: Option<Tensor>,
 }
 
 /// An activation and the right to hold it.

@@ -84,11 +84,11 @@ impl Layer for Norm {
     }
 
     fn sums(&self, on: On) -> bool {
-        on == On::Cuda
+        on.is_cuda()
     }
 
     fn remakes_on_the_way(&self, on: On) -> bool {
-        on == On::Cuda
+        on.is_cuda()
     }
 
     fn backward_early(
@@ -104,7 +104,7 @@ impl Layer for Norm {
     }
 
     fn remakes(&self, on: On) -> Remakes {
-        if on == On::Cuda { Remakes::WithInput } else { Remakes::Never }
+        if on.is_cuda() { Remakes::WithInput } else { Remakes::Never }
     }
 
     fn cost(&self, at: At) -> Cost {
@@ -118,7 +118,7 @@ impl Layer for Norm {
             saved: (rows * vectors * acc) as u64,
             backward: match at.on {
                 On::Cpu { .. } => (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64,
-                On::Cuda => card_workspace(at.dtype, rows, self.width, vectors),
+                On::Cuda { .. } => card_workspace(at.dtype, rows, self.width, vectors),
             },
             flops: (8 * at.batch * len) as u64,
             ..Cost::default()

@@ -82,7 +82,7 @@ impl Layer for Packed {
                 let (forward, backward) = workspace(at.dtype, rows, k, n);
                 (forward, backward + if self.has_bias() { sums as u64 } else { 0 })
             }
-            On::Cuda => {
+            On::Cuda { .. } => {
                 let sums = self.widths.iter().map(|&n| card_workspace(at.dtype, rows, n)).max().unwrap_or(0);
                 (0, if self.has_bias() { sums } else { 0 })
             }

@@ -52,7 +52,7 @@ impl Loss for PointwiseLoss {
         let rows = at.batch * self.positions;
         let (forward, backward) = match at.on {
             On::Cpu { .. } => workspace(at.dtype, rows, self.outputs, self.width),
-            On::Cuda => card_workspace(at.dtype, at.batch, rows, self.outputs, self.bias.is_some()),
+            On::Cuda { .. } => card_workspace(at.dtype, at.batch, rows, self.outputs, self.bias.is_some()),
         };
         Cost {
             input: at.bytes(self.positions * self.width),
@@ -143,6 +143,7 @@ mod tests {
             epoch: 0,
             ids: &[0, 1, 2],
             lengths: None,
+            staged: None,
             scale: 1.0,
             along: Along::default(),
         };

@@ -3,6 +3,7 @@
 use super::card::Seen;
 use super::probe::Host;
 use crate::job::Memory;
+use crate::layers::{Capability, HOPPER};
 use crate::units::{Bytes, Size};
 
 /// What a plan is for.
@@ -18,12 +19,14 @@ pub struct Machine {
     pub most_ram: u64,
     /// Device bytes that the context takes beside the budget, where that is known.
     pub context: u64,
+    /// Compute capability of the device.
+    pub capability: Capability,
 }
 
 impl Machine {
     /// This one, or one that is not here: the CPU with so many bytes and no more.
     pub fn cpu(ram: u64, most_ram: u64) -> Self {
-        Self { device: "cpu".into(), ram, vram: 0, most_ram, context: 0 }
+        Self { device: "cpu".into(), ram, vram: 0, most_ram, context: 0, capability: HOPPER }
     }
 
     pub fn on_device(&self) -> bool {

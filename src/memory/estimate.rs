@@ -14,6 +14,7 @@ use super::ledger::{Entry, Ledger};
 use super::plan::{Offload, Part, Phase, Place, Role};
 use super::trail::{self, Blocks};
 use crate::features::{Features, Input};
+use crate::kernels::keys;
 use crate::layers::aside::Aside;
 use crate::layers::network::{Network, Walk};
 use crate::layers::{At, On};
@@ -70,7 +71,7 @@ pub struct Subject<'a> {
 impl Subject<'_> {
     /// Tensors are in the memory of a device that is not the host.
     fn on_device(&self) -> bool {
-        self.on == On::Cuda
+        self.on.is_cuda()
     }
 }
 
@@ -158,7 +159,7 @@ fn wide(dtype: DType) -> u64 {
 pub fn place(role: Role, on: On) -> Place {
     match (role, on) {
         (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve, _) | (_, On::Cpu { .. }) => Place::Ram,
-        (_, On::Cuda) => Place::Vram,
+        (_, On::Cuda { .. }) => Place::Vram,
     }
 }
 
@@ -196,15 +197,16 @@ pub fn permanent(s: &Subject, offload: &[Offload]) -> Vec<(Role, &'static str, u
 /// Bytes of a micro-batch as tensors. The CPU's floats are f32 before they are rounded.
 pub fn batch_bytes(features: &Features, at: At) -> u64 {
     let value = match (&features.input, at.on) {
-        (Input::Floats { .. }, On::Cuda) => at.dtype.size_in_bytes(),
+        (Input::Floats { .. }, On::Cuda { .. }) => at.dtype.size_in_bytes(),
         (Input::Floats { .. } | Input::Row { .. } | Input::Tokens { .. }, _) => 4,
     };
-    (at.batch * (value * features.input_len() + 4 * features.target_len())) as u64
+    let known = if at.on.is_cuda() { keys::staged_bytes(at.batch) } else { 0 };
+    (at.batch * (value * features.input_len() + 4 * features.target_len()) + known) as u64
 }
 
 /// Bytes of a micro-batch on its way to a card: in page-locked host memory, and as many where it arrives.
 pub fn staged_bytes(features: &Features, samples: usize) -> u64 {
-    (samples * features.value_bytes()) as u64
+    (samples * features.value_bytes() + keys::staged_bytes(samples)) as u64
 }
 
 /// Bytes a checkpoint is written with: the largest parameter whose order other tools have otherwise, and

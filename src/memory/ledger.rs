@@ -70,6 +70,8 @@ pub struct Oom {
     pub budget: u64,
     /// All that was held, the largest first.
     pub live: Vec<Holder>,
+    /// The ledger had granted it, so that the plan has room for it: the device refused it.
+    pub by_device: bool,
 }
 
 impl Oom {
@@ -190,6 +192,11 @@ impl Ledger {
         lock(&self.account).refusal(role, asker, bytes)
     }
 
+    /// What to say of an allocation that the ledger had granted and the device refused, with `left` bytes of its heap free.
+    pub fn refused_by_device(&self, role: Role, bytes: u64, left: u64) -> Oom {
+        Oom { left, by_device: true, ..self.refusal(role, "the device heap", bytes) }
+    }
+
     /// Bytes that may be held.
     pub fn budget(&self) -> u64 {
         lock(&self.account).budget
@@ -233,7 +240,7 @@ impl Account {
         live.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
         let (phase, budget) = (self.phase, self.budget);
         let left = budget.saturating_sub(self.total);
-        Oom { phase, asker: asker.to_owned(), role, bytes, left, budget, live }
+        Oom { phase, asker: asker.to_owned(), role, bytes, left, budget, live, by_device: false }
     }
 
     fn note(&mut self, holder: usize, change: i64) {

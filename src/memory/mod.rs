@@ -6,6 +6,7 @@ pub mod card;
 pub mod correction;
 pub mod device;
 pub mod estimate;
+pub mod heap;
 pub mod ladder;
 pub mod ledger;
 pub mod lock;
@@ -14,6 +15,7 @@ pub mod measure;
 mod nvml;
 #[cfg(target_os = "linux")]
 pub mod pages;
+pub mod placement;
 pub mod plan;
 pub mod pressure;
 pub mod probe;

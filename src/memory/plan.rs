@@ -49,39 +49,6 @@ pub struct Disk {
     pub data_cache_bytes: u64,
 }
 
-/// Device bytes in two pools: of what the passes of micro-batches take, and of all else.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Apart {
-    pub passes: u64,
-    pub rest: u64,
-}
-
-impl Apart {
-    /// Bytes that the pool of passes has: theirs come and go in all sizes and leave gaps. With an eighth more, those of GPT-2
-    /// (3.7 GB, and 13 for 64 x 1024) and of ResNet-50 (8 GB) all find room in one piece, with a fortieth they do not.
-    pub fn most(passes: u64) -> u64 {
-        passes.saturating_add(passes / 8)
-    }
-}
-
-impl Plan {
-    /// The two pools this plan can be run in, where the budget has room for both. One pool for all takes less: passes and
-    /// evaluations have their memory in turns there. A micro-batch, of so many bytes, stays while weights are updated.
-    pub fn apart(&self, micro_batch: u64) -> Option<Apart> {
-        let of = |names: &[&str]| {
-            let named = self.phases.iter().filter(|phase| names.contains(&phase.name.as_str()));
-            named.map(|phase| phase.vram_bytes).max()
-        };
-        // While a checkpoint is written the device holds what lasts, and nothing else.
-        let learning = of(&["forward", "backward"])?;
-        let passes = learning.checked_sub(of(&["checkpoint"])?)?;
-        let updating = of(&["update", "checkpoint"])?.saturating_add(micro_batch);
-        let rest = updating.max(of(&["eval"]).unwrap_or(0));
-        let room = rest.saturating_add(Apart::most(passes)) <= self.budget.vram_bytes && updating <= learning;
-        room.then_some(Apart { passes, rest })
-    }
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
@@ -225,52 +192,4 @@ pub struct Rung {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_time: Option<f64>,
     pub fits: bool,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn plan(budget: u64, phases: &[(&str, u64)]) -> Plan {
-        let split = Split { micro_batch: 1, accumulation_steps: 1 };
-        let phase = |&(name, vram_bytes): &(&str, u64)| Phase { name: name.into(), vram_bytes, ram_bytes: 0 };
-        Plan {
-            verdict: Verdict::Fits,
-            device: "cuda:0".into(),
-            budget: Budget { vram_bytes: budget, ram_bytes: 0 },
-            peak: Peak { vram_bytes: 900, ram_bytes: 0, phase: "backward".into() },
-            requested: split,
-            chosen: Chosen {
-                micro_batch: 1,
-                accumulation_steps: 1,
-                recompute: 0,
-                offload: Vec::new(),
-                optimizer: "adamw".into(),
-                eval_micro_batch: 1,
-            },
-            samples_per_update: 1,
-            context_bytes: 0,
-            parts: Vec::new(),
-            rungs: Vec::new(),
-            advice: None,
-            shrunk: Vec::new(),
-            phases: phases.iter().map(phase).collect(),
-            disk: Disk::default(),
-        }
-    }
-
-    #[test]
-    fn passes_have_a_pool_of_their_own_where_there_is_room_for_both() {
-        let phases =
-            [("forward", 700), ("backward", 900), ("update", 120), ("eval", 300), ("checkpoint", 100)];
-        let wanted = Some(Apart { passes: 800, rest: 300 });
-        assert_eq!(plan(1200, &phases).apart(50), wanted);
-        assert_eq!(plan(1200, &phases).apart(781), None, "an update has no room for the micro-batch");
-        assert_eq!(plan(1199, &phases).apart(50), None, "it fits in 900, not in two pools");
-        // Without an evaluation.
-        let phases = &[phases[0], phases[1], phases[2], phases[4]];
-        assert_eq!(plan(1070, phases).apart(50), Some(Apart { passes: 800, rest: 170 }));
-        assert_eq!(plan(1069, phases).apart(50), None, "the micro-batch is not in the passes' pool");
-        assert_eq!(plan(u64::MAX, &[]).apart(50), None);
-    }
 }

@@ -70,7 +70,7 @@ pub fn state_bytes(rule: &Rule, params: &Flat) -> u64 {
 pub fn workspace_bytes(rule: &Rule, params: &Flat, on: On) -> u64 {
     match (rule, on) {
         (Rule::Adafactor(_), On::Cpu { .. }) => 4 * adafactor::workspace_len(params) as u64,
-        (Rule::Adafactor(_), On::Cuda) => adafactor::card_bytes(params, DType::F32),
+        (Rule::Adafactor(_), On::Cuda { .. }) => adafactor::card_bytes(params, DType::F32),
         _ => 0,
     }
 }

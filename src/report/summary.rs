@@ -197,8 +197,9 @@ impl Summary {
             Event::Restarted { .. } => self.restarts += 1,
             Event::Pressure { .. }
             | Event::Corrected { .. }
-            | Event::Recorded { .. }
-            | Event::Launched { .. } => {}
+            | Event::CudaGraphCaptured { .. }
+            | Event::CudaGraphDisabled { .. }
+            | Event::DeviceHeap { .. } => {}
             Event::BadRecords { count, .. } => self.bad_records = *count,
             Event::SlowData { cause, advice, .. } => self.slow_data = Some(format!("{cause}: {advice}")),
             Event::Interrupted { step, signal, checkpoint } => {

@@ -12,7 +12,7 @@ use super::summary::{self, Summary};
 use super::text::{self, Paint};
 use super::{Look, Sink, Verbosity, plan};
 use crate::train::event::{Event, Record};
-use crate::units::count;
+use crate::units::{Bytes, count};
 
 /// Seconds between plain progress lines, at least.
 const PLAIN_EVERY_S: f64 = 5.0;
@@ -187,18 +187,26 @@ impl<W: Write + Send> Terminal<W> {
             Event::Finished { .. } | Event::Interrupted { .. } => {
                 [String::new()].into_iter().chain(self.summary.lines(self.look)).collect()
             }
-            Event::Recorded { step, launches } if self.look.verbosity == Verbosity::Verbose => {
-                let text = format!("step {}  {launches} launches of a micro-batch", count(*step));
-                line(paint.green(&label("recorded")), text)
+            Event::CudaGraphCaptured { step, launches, arena_bytes, arena_waste_bytes }
+                if self.look.verbosity == Verbosity::Verbose =>
+            {
+                let (arena, waste) = (Bytes(*arena_bytes), Bytes(*arena_waste_bytes));
+                let text = format!("step {}  {launches} launches captured, arena {arena}, {waste} of it unused", count(*step));
+                line(paint.green(&label("graph")), text)
             }
-            Event::Launched { step, why } if self.look.verbosity == Verbosity::Verbose => {
-                line(label("launched"), format!("step {}  nothing is recorded: {why}", count(*step)))
+            Event::CudaGraphDisabled { step, reason } if self.look.verbosity == Verbosity::Verbose => {
+                line(label("graph"), format!("step {}  no CUDA graph: {reason}", count(*step)))
+            }
+            Event::DeviceHeap { synchronizes, arena_passes, .. } if self.look.verbosity == Verbosity::Verbose => {
+                let text = format!("{} passes from an arena, {synchronizes} synchronizes to move memory", count(*arena_passes));
+                line(label("heap"), text)
             }
             Event::Step { .. }
             | Event::Checkpoint { .. }
             | Event::Best { .. }
-            | Event::Recorded { .. }
-            | Event::Launched { .. }
+            | Event::CudaGraphCaptured { .. }
+            | Event::CudaGraphDisabled { .. }
+            | Event::DeviceHeap { .. }
             | Event::Diverged { .. }
             | Event::Failed { .. } => vec![],
         }
@@ -348,8 +356,8 @@ folder   runs/shapes/1
                 cause: "aborted (an allocation failed)".into(),
                 budget: 64 << 20,
             }),
-            at(Event::Recorded { step: 2, launches: 120 }),
-            at(Event::Launched { step: 2, why: "dropout".into() }),
+            at(Event::CudaGraphCaptured { step: 2, launches: 120, arena_bytes: 1 << 20, arena_waste_bytes: 1 << 10 }),
+            at(Event::CudaGraphDisabled { step: 2, reason: "memory.graphs is false".into() }),
             samples::checkpoint(1.0, 4),
             samples::best(1.0, 4, 0.25),
         ];
@@ -369,8 +377,8 @@ again  the run's process was aborted (an allocation failed); again with 64.0 MiB
 "
         );
         let more = "\
-recorded step 2  120 launches of a micro-batch
-launched step 2  nothing is recorded: dropout
+graph  step 2  120 launches captured, arena 1.00 MiB, 1.00 KiB of it unused
+graph  step 2  no CUDA graph: memory.graphs is false
 saved  step 4  c/4  1.00 MiB in 0.1 s
 best   step 4  valid.loss 0.2500 so far
 ";

@@ -3,14 +3,16 @@
 //! Prints nothing and decides nothing: an out of memory is a value for the caller. Everything that lives
 //! as long as the run is asked of the ledger here, before it is allocated.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 use super::checkpoint::Held;
+use super::event::Event;
 #[cfg(feature = "cuda")]
-use super::passes::{Kind, Passes};
+use super::passes::{self, Captured, Kind, Passes};
 use super::setup::Setup;
 use super::staging::Staging;
 use crate::data;
+use crate::features::Features;
 #[cfg(feature = "cuda")]
 use crate::kernels::judge::card::{Judge, Later};
 use crate::kernels::judge::{Judged, Terms};
@@ -108,7 +110,13 @@ struct Made {
 }
 
 impl<'a> Engine<'a> {
-    pub fn new(setup: &'a Setup, ledgers: Ledgers, recompute: usize) -> Result<Self, StepError> {
+    /// `graphs`: passes on a GPU may be captured as CUDA graphs.
+    pub fn new(
+        setup: &'a Setup,
+        ledgers: Ledgers,
+        recompute: usize,
+        graphs: bool,
+    ) -> Result<Self, StepError> {
         let staging = Staging::new(setup, &ledgers);
         let Ledgers { tensors: ledger, host } = ledgers;
         let asked = setup.with_subject(|subject| {
@@ -122,8 +130,8 @@ impl<'a> Engine<'a> {
         });
         let held: Result<Vec<Reservation>, _> = asked;
         let held = held?;
-        let made = Self::make(setup, &host);
-        let made = made.map_err(|error| lacking(&setup.device(), &ledger, Role::Weights, error.into()));
+        let made = Self::make(setup, &host, graphs);
+        let made = made.map_err(|error| lacking(setup, &ledger, Role::Weights, error.into()));
         let made = made?;
         Ok(Self {
             setup,
@@ -145,7 +153,8 @@ impl<'a> Engine<'a> {
     }
 
     /// Allocates what lives as long as the run.
-    fn make(setup: &Setup, host: &Ledger) -> candle_core::Result<Made> {
+    fn make(setup: &Setup, host: &Ledger, graphs: bool) -> candle_core::Result<Made> {
+        let _ = graphs;
         let store = Store::new(setup.layout.clone(), setup.job.seed, setup.dtype, &setup.device())?;
         let moves = |what| setup.offload.contains(&what);
         let optimizer = Optimizer::new(&setup.optimizer, &store, moves(Offload::OptimizerState))?;
@@ -167,7 +176,7 @@ impl<'a> Engine<'a> {
             #[cfg(feature = "cuda")]
             judge,
             #[cfg(feature = "cuda")]
-            passes: setup.card.as_ref().map(Passes::new).transpose()?.flatten(),
+            passes: setup.card.as_ref().map(|card| Passes::new(card, graphs)).transpose()?.flatten(),
         })
     }
 
@@ -180,22 +189,32 @@ impl<'a> Engine<'a> {
 
     /// Adds the gradients of a micro-batch, times `scale`. A card is not waited for.
     pub fn learn(&self, batch: &data::Batch, scale: f64) -> Result<Counted, StepError> {
-        self.walk(batch, Mode::Train, scale, |network, walk, batch| {
-            let learn = |batch: &Batch| network.learn(walk, Some(batch));
-            #[cfg(feature = "cuda")]
-            if let Some(passes) = &self.passes {
-                return passes.run(Kind::new(batch, scale, self.recompute), batch, learn);
-            }
-            learn(batch)
+        self.walk(batch, Mode::Train, scale, |network, walk, batch, scope| {
+            scope.run(batch, |batch| network.learn(walk, Some(batch)))
         })
     }
 
-    /// How many launches were recorded, which are repeated from here on, or why none; once.
-    pub fn recorded(&self) -> Option<Result<usize, &'static str>> {
+    /// What came of the first capture of a CUDA graph, once; `step` updates were made before it.
+    pub fn captured(&self, step: u64) -> Option<Event> {
         #[cfg(feature = "cuda")]
-        return self.passes.as_ref().and_then(Passes::news);
+        return self.passes.as_ref().and_then(Passes::news).map(|captured| match captured {
+            Captured::Graph { launches, arena: arena_bytes, bound } => {
+                let arena_waste_bytes = arena_bytes - bound;
+                Event::CudaGraphCaptured { step, launches, arena_bytes, arena_waste_bytes }
+            }
+            Captured::Not { reason } => Event::CudaGraphDisabled { step, reason },
+        });
         #[cfg(not(feature = "cuda"))]
-        None
+        {
+            let _ = step;
+            None
+        }
+    }
+
+    /// Lets go of what makes passes faster and takes memory.
+    pub fn release(&self) {
+        #[cfg(feature = "cuda")]
+        self.passes.iter().for_each(Passes::clear);
     }
 
     /// What is to be done with gradients learned with `scale`, by micro-batches that counted this. A card is waited
@@ -224,17 +243,15 @@ impl<'a> Engine<'a> {
 
     /// Judges a micro-batch.
     pub fn judge(&self, batch: &data::Batch) -> Result<Tally, StepError> {
-        #[cfg(feature = "cuda")]
-        self.passes.iter().for_each(Passes::forget);
         let counted =
-            self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.judge(walk, Some(batch)))?;
+            self.walk(batch, Mode::Eval, 1.0, |network, walk, batch, _| network.judge(walk, Some(batch)))?;
         Ok(counted.read()?)
     }
 
     /// What the loss judges of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
     pub fn scores(&self, batch: &data::Batch) -> Result<Tensor, StepError> {
         let scores =
-            self.walk(batch, Mode::Eval, 1.0, |network, walk, batch| network.scores(walk, &batch.inputs))?;
+            self.walk(batch, Mode::Eval, 1.0, |network, walk, batch, _| network.scores(walk, &batch.inputs))?;
         Ok(scores.to_dtype(DType::F32)?)
     }
 
@@ -252,15 +269,17 @@ impl<'a> Engine<'a> {
         batch: &data::Batch,
         mode: Mode,
         scale: f64,
-        run: impl FnOnce(&Network, &Walk, &Batch) -> Result<R, StepError>,
+        run: impl FnOnce(&Network, &Walk, &Batch, &Scope) -> Result<R, StepError>,
     ) -> Result<R, StepError> {
         let longest = batch.lengths.iter().max().map_or(usize::MAX, |&longest| longest as usize);
         let (features, network) = self.setup.fitting(longest);
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
         self.ledger.phase(if mode == Mode::Eval { "eval" } else { "forward" });
         let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, at))?;
-        let room = if mode == Mode::Train { self.room(batch) } else { None };
-        let tensors = self.staging.tensors(batch, features, room).map_err(|error| self.lacking(error))?;
+        self.staging.prepare(batch, features).map_err(|error| self.lacking(error))?;
+        // The scope ends after everything of the pass is freed: it is dropped last.
+        let scope = self.scope(batch, features, mode, scale);
+        let tensors = self.staging.tensors(batch, features).map_err(|error| self.lacking(error))?;
         let pass = Pass {
             store: &self.store,
             mode,
@@ -268,27 +287,40 @@ impl<'a> Engine<'a> {
             epoch: batch.epoch,
             ids: &batch.ids,
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
+            staged: tensors.staged.as_ref(),
             scale: scale / self.nominal(),
             along: Along::default(),
         };
         let (ledger, recompute, aside) = (&self.ledger, self.recompute, self.aside.as_ref());
         let walk = Walk { pass: Some(pass), at, ledger, recompute, aside };
-        run(network, &walk, &tensors).map_err(|error| self.lacking(error))
+        let result = run(network, &walk, &tensors, &scope).map_err(|error| self.lacking(error))?;
+        scope.finish();
+        Ok(result)
     }
 
-    /// Where a recorded pass reads this micro-batch.
-    fn room(&self, batch: &data::Batch) -> Option<Batch> {
+    /// What serves the allocations of a pass on a GPU, and may run it as a CUDA graph.
+    fn scope(&self, batch: &data::Batch, features: &Features, mode: Mode, scale: f64) -> Scope<'_> {
         #[cfg(feature = "cuda")]
-        return self.passes.as_ref()?.reads(batch.ids.len());
+        return Scope(self.passes.as_ref().map(|passes| {
+            passes.begin(Kind {
+                mode,
+                samples: batch.ids.len(),
+                input: features.input_len(),
+                targets: batch.targets.len(),
+                padded: !batch.lengths.is_empty(),
+                scale,
+                recompute: self.recompute,
+            })
+        }));
         #[cfg(not(feature = "cuda"))]
         {
-            let _ = batch;
-            None
+            let _ = (batch, features, mode, scale);
+            Scope(std::marker::PhantomData)
         }
     }
 
     fn lacking(&self, error: StepError) -> StepError {
-        lacking(&self.setup.device(), &self.ledger, Role::Activations, error)
+        lacking(self.setup, &self.ledger, Role::Activations, error)
     }
 
     /// Remembers the statistics, so that the update that begins can be begun again.
@@ -338,13 +370,37 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// An out of memory that the driver found is one like any other, once all that was under way is done: then what was
-/// dropped can be had again.
-fn lacking(device: &Device, ledger: &Ledger, role: Role, error: StepError) -> StepError {
+/// The pass in hand; on the CPU there is nothing to it.
+struct Scope<'a>(
+    #[cfg(feature = "cuda")] Option<passes::Scope<'a>>,
+    #[cfg(not(feature = "cuda"))] std::marker::PhantomData<&'a ()>,
+);
+
+impl Scope<'_> {
+    fn run(
+        &self,
+        batch: &Batch,
+        learn: impl Fn(&Batch) -> Result<Counted, StepError>,
+    ) -> Result<Counted, StepError> {
+        #[cfg(feature = "cuda")]
+        if let Some(scope) = &self.0 {
+            return scope.run(batch, learn);
+        }
+        learn(batch)
+    }
+
+    fn finish(&self) {
+        #[cfg(feature = "cuda")]
+        self.0.iter().for_each(passes::Scope::finish);
+    }
+}
+
+/// A refused allocation of a GPU is an OOM like any other, with the heap's own figures.
+fn lacking(setup: &Setup, ledger: &Ledger, role: Role, error: StepError) -> StepError {
     match error {
         StepError::Tensor(error) if is_out_of_memory(&error) => {
-            drop(device.synchronize());
-            StepError::Oom(ledger.refusal(role, "the driver", 0))
+            let (bytes, left) = setup.card.as_ref().and_then(|card| card.refusal()).unwrap_or_default();
+            StepError::Oom(ledger.refused_by_device(role, bytes, left))
         }
         error => error,
     }

@@ -217,19 +217,39 @@ pub enum Event {
         /// Micro-batches in an update from here on.
         accumulation_steps: usize,
     },
-    /// What a card is asked to do for a micro-batch was recorded, and is repeated from here on where it is the same.
-    Recorded {
+    /// The launches of a micro-batch were captured as a CUDA graph, which is replayed from here on where the micro-batch is
+    /// of the same kind; reported once.
+    CudaGraphCaptured {
         /// Updates made before it.
         step: u64,
-        /// Launches that one call repeats.
+        /// Launches of the graph.
         launches: usize,
+        /// Bytes of the arena that its tensors are placed in.
+        arena_bytes: u64,
+        /// Bytes of it beyond the most that its tensors have at once.
+        arena_waste_bytes: u64,
     },
-    /// What a card is asked to do for a micro-batch is not recorded; told once.
-    Launched {
+    /// The launches of a micro-batch are not captured as a CUDA graph; reported once.
+    CudaGraphDisabled {
         /// Updates made before it.
         step: u64,
-        /// What keeps it from being repeated.
-        why: String,
+        /// What keeps it from being captured.
+        reason: String,
+    },
+    /// What it took to serve the allocations of a GPU, at the end of a run.
+    DeviceHeap {
+        /// Updates made.
+        step: u64,
+        /// How often the device was waited for to move free memory together.
+        synchronizes: u64,
+        /// Passes over a micro-batch whose tensors were placed in an arena.
+        arena_passes: u64,
+        /// Those whose allocations were not as expected.
+        diverged_passes: u64,
+        /// Bytes of the largest arena.
+        arena_bytes: u64,
+        /// Bytes of it beyond the most that its tensors have at once.
+        arena_waste_bytes: u64,
     },
     /// Records that cannot be used were left out.
     BadRecords {

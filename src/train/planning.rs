@@ -124,7 +124,7 @@ impl Setup {
         };
         let (rule, params) = (&self.optimizer, &self.layout.params);
         let on_device = machine.on_device();
-        let on = if on_device { On::Cuda } else { self.on() };
+        let on = if on_device { On::Cuda { capability: machine.capability } } else { self.on() };
         body(&Subject {
             network: &self.network,
             layout: &self.layout,
@@ -166,14 +166,15 @@ impl Setup {
                 false => vec![Offload::Activations],
             },
             more: false,
-            times: self.times(on_device),
+            times: self.times(machine),
         }
     }
 
-    fn times(&self, on_device: bool) -> Times {
+    fn times(&self, machine: &Machine) -> Times {
+        let on_device = machine.on_device();
         let (speed, cores) = if on_device { (CARD, 1) } else { (CORE, self.threads) };
         let samples = self.job.train.samples_per_update().min(self.sets.train.len() as usize);
-        let on = if on_device { On::Cuda } else { self.on() };
+        let on = if on_device { On::Cuda { capability: machine.capability } } else { self.on() };
         let at = At { batch: samples, dtype: dtype(self.job.train.precision, on_device), on };
         let seconds = |flops: u64| flops as f64 / (speed.flops * cores as f64);
         let mut blocks: Vec<&Block> = self.network.blocks.iter().collect();

@@ -38,7 +38,6 @@ use crate::layers::network::StepError;
 use crate::memory::Plan;
 use crate::memory::card::Card;
 use crate::memory::estimate::batch_bytes;
-use crate::memory::plan::Apart;
 use crate::memory::pressure::{Reading, Watch};
 use crate::memory::{Fault, Oom, Reservation};
 use crate::optim::scaling::{self, Scaling};
@@ -159,28 +158,28 @@ pub fn follow(
     }
     report.record(Event::Planned { plan: plan.clone() })?;
 
-    if let Some(card) = &setup.card {
-        let at = At { batch: way.micro_batch, dtype: setup.dtype, on: setup.on() };
-        let apart = match plan.apart(batch_bytes(setup.features(), at)) {
-            // Whoever looks at what is asked for sees every pass.
-            _ if options.observer.is_some() => Err("somebody looks on"),
-            _ if !setup.job.memory.graphs => Err("memory.graphs is false"),
-            _ if !setup.offload.is_empty() => Err("something waits in host memory"),
-            apart => apart.ok_or("the budget has no room for it"),
-        };
-        match apart {
-            Ok(Apart { passes, rest }) => card.claim(rest, Some(passes))?,
-            Err(why) => {
-                card.claim(plan.peak.vram_bytes, None)?;
-                let step = found.as_ref().map_or(0, |(state, _)| state.step);
-                report.record(record::recorded(step, Err(why)))?;
+    let graphs = match &setup.card {
+        Some(card) => {
+            card.claim(plan.peak.vram_bytes);
+            let reason = match () {
+                // Whoever observes the run sees every reservation of every pass.
+                () if options.observer.is_some() => Some("the run is observed"),
+                () if !setup.job.memory.graphs => Some("memory.graphs is false"),
+                () if !setup.offload.is_empty() => Some("offloaded memory is copied by streams of its own"),
+                () => None,
+            };
+            if let Some(reason) = reason {
+                let step = newest.found.as_ref().map_or(0, |(state, _)| state.step);
+                report.record(Event::CudaGraphDisabled { step, reason: reason.into() })?;
             }
+            reason.is_none()
         }
-    }
+        None => false,
+    };
     let ledgers = Ledgers::new(setup, options.ram, options.fault.clone());
     let mut step = 0;
     let result =
-        Run::new(setup, &options, &folder, plan, (way, descent), ledgers, &mut report).and_then(|mut run| {
+        Run::new(setup, &options, &folder, plan, (way, descent), (ledgers, graphs), &mut report).and_then(|mut run| {
             let begun = match options.wish.resume.is_some() {
                 true => run.begin(newest.found.is_none()).and_then(|()| run.resume(newest)),
                 false => run.begin(true),
@@ -225,6 +224,8 @@ struct Run<'a> {
     /// What failed since the last update or evaluation that did not, and the first of it.
     tried: Vec<Attempt>,
     first_oom: Option<Oom>,
+    /// Graphs and arenas were let go of for what the device refused.
+    released: bool,
     watch: Watch,
     reading: Option<Reading>,
     /// The most bytes measured where tensors are, and updates made, by this process.
@@ -306,14 +307,14 @@ impl<'a> Run<'a> {
         folder: &Folder,
         plan: Plan,
         (way, descent): (Way, Descent),
-        ledgers: Ledgers,
+        (ledgers, graphs): (Ledgers, bool),
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
-        let engine = match Engine::new(setup, ledgers.clone(), way.recompute) {
+        let engine = match Engine::new(setup, ledgers.clone(), way.recompute, graphs) {
             // Nothing is smaller than the weights: all there is to do is to ask once more.
             Err(StepError::Oom(oom)) => {
                 report.record(record::oom(0, &oom))?;
-                Engine::new(setup, ledgers, way.recompute)?
+                Engine::new(setup, ledgers, way.recompute, graphs)?
             }
             other => other?,
         };
@@ -330,6 +331,7 @@ impl<'a> Run<'a> {
             feed: None,
             tried: Vec::new(),
             first_oom: None,
+            released: false,
             watch: options.watch.clone(),
             reading: None,
             measured: 0,
@@ -425,8 +427,8 @@ impl<'a> Run<'a> {
                     self.recovered();
                     self.descent.made_update();
                     self.updates += 1;
-                    if let Some(recorded) = self.engine.recorded() {
-                        self.report.record(record::recorded(self.step - 1, recorded))?;
+                    if let Some(event) = self.engine.captured(self.step - 1) {
+                        self.report.record(event)?;
                     }
                     return Ok(done);
                 }

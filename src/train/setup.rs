@@ -64,7 +64,10 @@ pub struct Shorter {
 impl Setup {
     /// Where layers compute.
     pub fn on(&self) -> On {
-        if self.card.is_some() { On::Cuda } else { On::Cpu { threads: self.threads } }
+        match &self.card {
+            Some(card) => On::Cuda { capability: card.capability },
+            None => On::Cpu { threads: self.threads },
+        }
     }
 
     /// Where tensors are.
@@ -88,7 +91,7 @@ impl Setup {
         match &self.card {
             Some(card) => {
                 let device = format!("cuda:{}", card.ordinal);
-                Machine { device, vram: card.limit, context: card.context, ..cpu }
+                Machine { device, vram: card.limit, context: card.context, capability: card.capability, ..cpu }
             }
             None => cpu,
         }

@@ -45,21 +45,23 @@ impl Staging {
         self.card.iter().for_each(card::Staged::clear);
     }
 
-    /// The tensors of a batch whose samples are cut to these features; on a card in this room, where they fit in.
-    pub fn tensors(
-        &self,
-        batch: &data::Batch,
-        features: &Features,
-        room: Option<Batch>,
-    ) -> Result<Batch, StepError> {
+    /// Sees to it that there are buffers for a batch on its way, which are asked for when the first comes, or a larger one.
+    pub fn prepare(&self, batch: &data::Batch, features: &Features) -> Result<(), StepError> {
+        let _ = (batch, features);
+        #[cfg(feature = "cuda")]
+        self.card.iter().try_for_each(|card| card.prepare(batch, self.wanted(batch, features)))?;
+        Ok(())
+    }
+
+    /// The tensors of a batch whose samples are cut to these features.
+    pub fn tensors(&self, batch: &data::Batch, features: &Features) -> Result<Batch, StepError> {
         let wanted = self.wanted(batch, features);
         #[cfg(feature = "cuda")]
         if let Some(card) = &self.card {
-            return card.tensors(batch, wanted, room);
+            return card.tensors(batch, wanted);
         }
-        let _ = room;
         let inputs = here(&batch.inputs, wanted.inputs)?.to_dtype(wanted.dtype)?;
-        Ok(Batch { inputs, targets: here(&batch.targets, wanted.targets)? })
+        Ok(Batch { inputs, targets: here(&batch.targets, wanted.targets)?, staged: None })
     }
 
     fn wanted(&self, batch: &data::Batch, features: &Features) -> Wanted {

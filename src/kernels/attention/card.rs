@@ -8,9 +8,12 @@ use candle_core::{DType, Result, Tensor};
 
 use super::{Attention, Sizes};
 use crate::kernels::cuda::{
-    self, SAMPLES, Stream, checked, code, fresh, pointer, pointer_or_null, recording, scratch, stream, wide,
+    self, Stream, checked, code, fresh, pointer, pointer_or_null, scratch, stream, wide,
 };
-use crate::random::Random;
+use crate::kernels::keys::{self, Keys};
+
+/// Samples of a launch: a grid has no more blocks along its third side.
+const AT_ONCE: usize = 65_535;
 
 /// The sizes as launchers take them.
 #[repr(C)]
@@ -30,7 +33,7 @@ struct Shape {
 struct Call {
     shape: Shape,
     lengths: *const c_void,
-    keys: *const Random,
+    keys: *const c_void,
     threshold: u32,
     kept_scale: f64,
 }
@@ -120,28 +123,28 @@ impl Attention<'_> {
         Ok(dx)
     }
 
-    /// Calls `launch` with where the samples of each tensor lie: with all at once, or with as many as a launch has
-    /// room for the masks' keys of.
+    /// Calls `launch` with where the samples of each tensor lie, with as many as a launch takes.
     fn in_parts<const N: usize>(
         &self,
         device: &CudaDevice,
         tensors: [&Tensor; N],
         launch: impl Fn(&Call, [*mut c_void; N]) -> Result<()>,
     ) -> Result<()> {
-        let (batch, lengths) = (tensors[0].dim(0)?, self.seen_lengths(device)?);
-        let at_once = if self.mask.is_some() { SAMPLES } else { batch.max(1) };
-        for first in (0..batch).step_by(at_once) {
-            let some = at_once.min(batch - first);
+        let (batch, lengths) = (tensors[0].dim(0)?, self.seen_lengths(device, tensors[0].dim(0)?)?);
+        let keys = self.mask.as_ref().map(|mask| mask.keys.derive(device)).transpose()?;
+        for first in (0..batch).step_by(AT_ONCE) {
+            let some = AT_ONCE.min(batch - first);
             let part = |tensor: &Tensor| tensor.narrow(0, first, some);
             let mut at = [std::ptr::null_mut(); N];
             for (at, tensor) in at.iter_mut().zip(tensors) {
                 *at = pointer(&part(tensor)?)?;
             }
             let lengths = lengths.as_ref().map(part).transpose()?;
-            let (keys, threshold, kept_scale) = match &self.mask {
-                Some(mask) => (mask.keys[first..first + some].as_ptr(), mask.threshold as u32, mask.scale),
-                None => (std::ptr::null(), 0, 1.0),
+            let (threshold, kept_scale) = match &self.mask {
+                Some(mask) => (mask.threshold as u32, mask.scale),
+                None => (0, 1.0),
             };
+            let keys = pointer_or_null(keys.as_ref())?.wrapping_byte_add(Keys::bytes(first) as usize);
             let (shape, lengths) = (self.shape(&part(tensors[0])?)?, pointer_or_null(lengths.as_ref())?);
             launch(&Call { shape, lengths, keys, threshold, kept_scale }, at)?;
         }
@@ -185,12 +188,13 @@ impl Attention<'_> {
         Ok(bytes.max(1) as usize)
     }
 
-    /// The lengths on the card; 4 bytes a sample.
-    fn seen_lengths(&self, device: &CudaDevice) -> Result<Option<Tensor>> {
-        let device = candle_core::Device::Cuda(device.clone());
+    /// The lengths on the device: those that were staged with the samples, or uploaded now.
+    fn seen_lengths(&self, device: &CudaDevice, samples: usize) -> Result<Option<Tensor>> {
         let Some(lengths) = self.lengths else { return Ok(None) };
-        recording::varies("padded samples");
-        Tensor::new(lengths, &device).map(Some)
+        match self.staged {
+            Some(staged) => staged.narrow(0, 2 + 2 * samples, samples).map(Some),
+            None => keys::upload(device, lengths).map(Some),
+        }
     }
 }
 
@@ -299,7 +303,7 @@ mod tests {
             let batch = sizes.samples_at_once(16);
             let qkv = Tensor::zeros((batch, length, sizes.packed()), DType::BF16, &device).unwrap();
             let causal = i % 2 == 0;
-            let attention = Attention { sizes, causal, rotary: None, lengths: None, mask: None };
+            let attention = Attention { sizes, causal, rotary: None, lengths: None, staged: None, mask: None };
             let asked =
                 [false, true].map(|backward| attention.fused_bytes(card, &qkv, backward).unwrap() as u64);
             let (forward, backward) = sizes.card_workspace(DType::BF16, batch, false, false);

@@ -7,22 +7,22 @@
 use candle_core::{Result, Tensor};
 
 use super::Sizes;
+use crate::kernels::keys::Keys;
 use crate::kernels::{Real, dropout};
-use crate::random::Random;
 
 /// Weights that are dropped with one chance.
-pub struct Mask {
+pub struct Mask<'a> {
     /// A draw of 16 bits below it drops a weight.
     pub(super) threshold: u64,
     /// What the others are multiplied with.
     pub(super) scale: f64,
     /// The randomness of each sample.
-    pub(super) keys: Vec<Random>,
+    pub(super) keys: Keys<'a>,
 }
 
-impl Mask {
+impl<'a> Mask<'a> {
     /// Drops with chance `p`, rounded to a multiple of 2^-16.
-    pub fn new(p: f64, keys: Vec<Random>) -> Self {
+    pub fn new(p: f64, keys: Keys<'a>) -> Self {
         let (threshold, scale) = dropout::chance(p);
         Self { threshold, scale, keys }
     }
@@ -30,7 +30,7 @@ impl Mask {
     /// What the weights of a query and the keys from `from` on, which is even, are multiplied with.
     #[inline(always)]
     pub fn row<R: Real>(&self, sample: usize, head: usize, query: usize, from: usize, into: &mut [R]) {
-        let (key, scale) = (self.keys[sample], R::of(self.scale));
+        let (key, scale) = (self.keys.of(sample), R::of(self.scale));
         // Heads are below 2^16 and positions below 2^25: nothing overlaps, and the length does not matter.
         let first = ((head as u64) << 48) | ((query as u64 / 2) << 24) | (from as u64 / 2);
         for (i, pair) in into.chunks_mut(2).enumerate() {

@@ -4,6 +4,7 @@ use candle_core::DType;
 
 use super::{BACKWARD, FORWARD, KEYS, TILE};
 use crate::kernels::cpu;
+use crate::kernels::keys::Keys;
 
 /// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length; queries and keys of
 /// its tile; and what each pass takes beside.
@@ -52,7 +53,8 @@ impl Sizes {
         } else {
             batch * self.heads * self.length * cpu::acc_bytes(dtype)
         };
-        (turned + forward as u64, turned + backward as u64)
+        let keys = if masked { Keys::bytes(batch) } else { 0 };
+        (turned + forward as u64 + keys, turned + backward as u64 + keys)
     }
 
     /// Bytes that cuDNN's deterministic backward pass takes for a sample: the gradients of all scores of its heads in
@@ -105,8 +107,9 @@ mod tests {
         ] {
             let sizes = Sizes { length, heads, kv_heads, head };
             assert_eq!(sizes.card_workspace(DType::BF16, batch, false, false), (256, asked), "{sizes:?}");
-            let rows = (batch * heads * length * 4) as u64;
-            assert_eq!(sizes.card_workspace(DType::BF16, batch, false, true), (256, rows), "{sizes:?}");
+            let (rows, keys) = ((batch * heads * length * 4) as u64, Keys::bytes(batch));
+            let masked = sizes.card_workspace(DType::BF16, batch, false, true);
+            assert_eq!(masked, (256 + keys, rows + keys), "{sizes:?}");
         }
     }
 

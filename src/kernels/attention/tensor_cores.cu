@@ -162,7 +162,7 @@ template <int STEP> __device__ __forceinline__ void hide(float (&s)[STEP / 8][4]
 }
 
 template <class T, int STEP, int HEAD>
-__global__ void __launch_bounds__(THREADS) forward(Sizes s, const __grid_constant__ Mask mask, const T *qkv, T *y, float *sums) {
+__global__ void __launch_bounds__(THREADS) forward(Sizes s, Mask masks, const T *qkv, T *y, float *sums) {
     extern __shared__ __align__(16) unsigned char bytes[];
     constexpr int PART = STEP * STRIDE<HEAD>;
     T *waiting = (T *)bytes; // keys and values, twice
@@ -170,6 +170,7 @@ __global__ void __launch_bounds__(THREADS) forward(Sizes s, const __grid_constan
     int first = (gridDim.x - 1 - blockIdx.x) * TILE, h = blockIdx.y, sample = blockIdx.z;
     int kv_head = h / (s.heads / s.kv_heads), keys = s.keys(sample);
     int limit = s.seen(sample, first + TILE);
+    const SampleMask mask = masks.of(sample);
     Lane lane;
     int64_t width = s.packed();
     const T *base = qkv + int64_t(sample) * s.length * width;
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(THREADS) forward(Sizes s, const __grid_constan
         }
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
-            uint64_t square = mask.square(sample, h, mine, column + j * 8);
+            uint64_t square = mask.square(h, mine, column + j * 8);
 #pragma unroll
             for (int c = 0; c < 4; c++)
                 if (!mask.keeps(square, c)) p[j][c] = 0;
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(THREADS) forward(Sizes s, const __grid_constan
 }
 
 template <class T, int STEP, int HEAD>
-__global__ void __launch_bounds__(THREADS) queries(Sizes s, const __grid_constant__ Mask mask, const T *qkv, const T *dy,
+__global__ void __launch_bounds__(THREADS) queries(Sizes s, Mask masks, const T *qkv, const T *dy,
                                                    const float *sums, const float *along, T *dx) {
     extern __shared__ __align__(16) unsigned char bytes[];
     constexpr int PART = STEP * STRIDE<HEAD>;
@@ -241,6 +242,7 @@ __global__ void __launch_bounds__(THREADS) queries(Sizes s, const __grid_constan
     int first = (gridDim.x - 1 - blockIdx.x) * TILE, h = blockIdx.y, sample = blockIdx.z;
     int kv_head = h / (s.heads / s.kv_heads), keys = s.keys(sample);
     int limit = s.seen(sample, first + TILE);
+    const SampleMask mask = masks.of(sample);
     Lane lane;
     int64_t width = s.packed(), at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
@@ -275,7 +277,7 @@ __global__ void __launch_bounds__(THREADS) queries(Sizes s, const __grid_constan
             hide<STEP>(p, s, mine, column, keys);
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
-            uint64_t square = mask.square(sample, h, mine, column + j * 8);
+            uint64_t square = mask.square(h, mine, column + j * 8);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 float slope = mask.keeps(square, c) ? dp[j][c] * kept_scale : 0;
@@ -290,7 +292,7 @@ __global__ void __launch_bounds__(THREADS) queries(Sizes s, const __grid_constan
 
 // The rows are keys here, and what they meet are queries with their gradients, sums and `along`.
 template <class T, int STEP, int HEAD>
-__global__ void __launch_bounds__(THREADS) keys_and_values(Sizes s, const __grid_constant__ Mask mask, const T *qkv, const T *dy,
+__global__ void __launch_bounds__(THREADS) keys_and_values(Sizes s, Mask masks, const T *qkv, const T *dy,
                                                            const float *sums, const float *along, T *dx) {
     extern __shared__ __align__(16) unsigned char bytes[];
     constexpr int PART = STEP * STRIDE<HEAD>;
@@ -298,6 +300,7 @@ __global__ void __launch_bounds__(THREADS) keys_and_values(Sizes s, const __grid
     T *waiting = (T *)bytes;
     int from = blockIdx.x * TILE, kv_head = blockIdx.y, sample = blockIdx.z, group = s.heads / s.kv_heads;
     int keys = s.keys(sample);
+    const SampleMask mask = masks.of(sample);
     Lane lane;
     int64_t width = s.packed(), at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
@@ -334,7 +337,7 @@ __global__ void __launch_bounds__(THREADS) keys_and_values(Sizes s, const __grid
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
             int column = j * 8 + lane.column;
-            uint64_t square = mask.square(sample, h, first + column, mine);
+            uint64_t square = mask.square(h, first + column, mine);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 // Odd columns are odd queries: their bits are the later ones.
@@ -366,7 +369,7 @@ int start(K kernel, const Call &call, int heads, cudaStream_t stream, Args... ar
 
 // Runs `body` with the alias `T` of a type and a constant for the largest head; heads are of 8, 16, ... 128 values.
 #define WITH_HEAD(call, ...)                                                                                  \
-    if ((call).head % 8 || !(call).possible()) return cudaErrorInvalidValue;                                  \
+    if ((call).head % 8) return cudaErrorInvalidValue;                                                        \
     if ((call).type == BF16) { using T = bf16; WITH_LARGEST((call).head, __VA_ARGS__) }                       \
     if ((call).type == F16) { using T = f16; WITH_LARGEST((call).head, __VA_ARGS__) }                         \
     return cudaErrorInvalidValue;

@@ -3,13 +3,13 @@
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 use super::fused::{Chunk, Fused};
-use super::{Head, card_chunk, card_stride};
+use super::{ClassWeights, Head, card_chunk, card_stride};
 use crate::kernels::cuda::columns::add_sums;
 use crate::kernels::cuda::product::{Mat, Onto, Then, multiply};
-use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, pointer_or_null, recording, room, stream};
+use crate::kernels::cuda::{Stream, checked, code, fresh, graph, pointer, pointer_or_null, room, stream};
 use crate::kernels::linear::Grads;
 use crate::kernels::tally::Counted;
 use crate::kernels::tally::card::Rows;
@@ -47,11 +47,7 @@ impl Head<'_> {
         }
         let (chunk, stride) = (card_chunk(x.dtype(), rows, classes), card_stride(classes));
         let scores = fresh(device, x.dtype(), chunk * stride)?;
-        let upload = |weights: &[f32]| {
-            recording::varies("class weights");
-            Tensor::new(weights, x.device())
-        };
-        let weights = self.class_weights.map(upload).transpose()?;
+        let weights = self.class_weights.map(|weights| weights.on(x.device())).transpose()?;
         let all_weights = match self.class_weights {
             Some(w) => w.iter().map(|w| *w as f64).sum(),
             None => classes as f64,
@@ -117,6 +113,18 @@ impl Head<'_> {
             least = least.min(room(grads.weight)?);
         }
         Ok(if filled * width <= least { filled } else { classes })
+    }
+}
+
+impl ClassWeights {
+    /// Uploaded by the first pass that needs them, which is not captured, and kept.
+    fn on(&self, device: &Device) -> Result<Tensor> {
+        if let Some(there) = self.uploaded.get() {
+            return Ok(there.clone());
+        }
+        graph::not_capturable("class weights are not on the device yet");
+        let there = Tensor::new(&**self, device)?;
+        Ok(self.uploaded.get_or_init(|| there).clone())
     }
 }
 

@@ -1,8 +1,6 @@
 // What our own attention kernels share: the sizes, and which weights are dropped.
 #pragma once
 
-#include <algorithm>
-
 #include "random.cuh"
 
 // What launchers are told; `Call` in attention/card.rs.
@@ -10,11 +8,9 @@ struct Call {
     int type, batch, length, heads, kv_heads, head, causal;
     float scale;
     const uint32_t *lengths; // of each sample, on the card; null: all are seen
-    const Random *keys;      // of each sample, on the host, at most `SAMPLES`; null: none is dropped
+    const Random *keys;      // of each sample, on the device; null: none is dropped
     uint32_t threshold;
     double kept_scale;
-
-    bool possible() const { return !keys || batch <= SAMPLES; }
 };
 
 struct Sizes {
@@ -37,29 +33,36 @@ struct Sizes {
     }
 };
 
-// Which weights are dropped, by the draws of attention/mask.rs: one serves a square of two queries and two keys.
-struct Mask {
+// Which weights of a sample are dropped, by the draws of attention/mask.rs: one serves a square of two queries and two keys.
+struct SampleMask {
     uint32_t threshold;
     double scale; // what the others are multiplied with
-    Random keys[SAMPLES];
+    Random drawn;
 
-    explicit Mask(const Call &c) : threshold(c.threshold), scale(c.kept_scale), keys{} {
-        std::copy(c.keys, c.keys + c.batch, keys);
-    }
     // The 16 bits of (query, key) stand at 32 (query % 2) + 16 (key % 2).
-    __device__ __forceinline__ uint64_t square(int sample, int head, int query, int key) const {
-        return keys[sample].bits(uint64_t(head) << 48 | uint64_t(query / 2) << 24 | uint64_t(key / 2));
+    __device__ __forceinline__ uint64_t square(int head, int query, int key) const {
+        return drawn.bits(uint64_t(head) << 48 | uint64_t(query / 2) << 24 | uint64_t(key / 2));
     }
     __device__ __forceinline__ bool keeps(uint64_t square, int lane) const {
         return ((square >> (16 * lane)) & 0xffff) >= threshold;
     }
     // What one weight is multiplied with.
-    template <class R> __device__ R kept(int sample, int head, int query, int key) const {
-        return keeps(square(sample, head, query, key), 2 * (query % 2) + key % 2) ? R(scale) : R(0);
+    template <class R> __device__ R kept(int head, int query, int key) const {
+        return keeps(square(head, query, key), 2 * (query % 2) + key % 2) ? R(scale) : R(0);
     }
+};
+
+struct Mask {
+    uint32_t threshold;
+    double scale;
+    const Random *keys;
+
+    explicit Mask(const Call &c) : threshold(c.threshold), scale(c.kept_scale), keys(c.keys) {}
+    __device__ __forceinline__ SampleMask of(int sample) const { return {threshold, scale, keys[sample]}; }
 };
 
 // None is dropped.
 struct NoMask {
-    template <class R> __device__ R kept(int, int, int, int) const { return R(1); }
+    __device__ __forceinline__ NoMask of(int) const { return {}; }
+    template <class R> __device__ R kept(int, int, int) const { return R(1); }
 };

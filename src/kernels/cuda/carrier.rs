@@ -45,12 +45,15 @@ impl Part<'_> {
     }
 }
 
+/// Inputs, targets, and what is known of the samples.
+pub const PARTS: usize = 3;
+
 /// Bytes of a batch on its way.
-pub fn bytes(parts: &[Part; 2]) -> usize {
+pub fn bytes(parts: &[Part; PARTS]) -> usize {
     parts.iter().map(Part::bytes_kept).sum()
 }
 
-/// Room for the inputs and the targets of a micro-batch, here and on the card.
+/// Room for the parts of a micro-batch, here and on the device.
 pub struct Carrier {
     computing: Arc<CudaStream>,
     copying: Arc<CudaStream>,
@@ -58,57 +61,59 @@ pub struct Carrier {
     copied: CudaEvent,
     /// The last batch was taken out of the card's buffers.
     taken: CudaEvent,
-    /// Bytes of inputs that there is room for; the targets are behind them.
-    inputs: usize,
+    /// Bytes that there is room for of each part: one is behind the other.
+    room: [usize; PARTS],
     host: Locked,
     /// Flat.
-    there: [Tensor; 2],
+    there: Vec<Tensor>,
 }
 
 impl Carrier {
     /// Room for batches no larger than this one.
-    pub fn new(device: &CudaDevice, parts: &[Part; 2]) -> Result<Self> {
+    pub fn new(device: &CudaDevice, parts: &[Part; PARTS]) -> Result<Self> {
         let there = |part: &Part| fresh(device, part.dtype, part.shape.iter().product::<usize>());
-        let there = [there(&parts[0])?, there(&parts[1])?];
+        let there = parts.iter().map(there).collect::<Result<Vec<_>>>()?;
         let computing = device.cuda_stream();
         let copying = computing.context().new_stream().w()?;
         let event = || computing.context().new_event(None).w();
         let (copied, taken) = (event()?, event()?);
         // The buffers are there once the computing stream has come to where they were asked for.
         taken.record(&computing).w()?;
-        let (inputs, host) = (parts[0].bytes_kept(), Locked::new(bytes(parts)));
-        Ok(Self { computing, copying, copied, taken, inputs, host, there })
+        let (room, host) = (parts.each_ref().map(Part::bytes_kept), Locked::new(bytes(parts)));
+        Ok(Self { computing, copying, copied, taken, room, host, there })
     }
 
     /// Whether there is room for such a batch.
-    pub fn fits(&self, parts: &[Part; 2]) -> bool {
+    pub fn fits(&self, parts: &[Part; PARTS]) -> bool {
         let room = |there: &Tensor, part: &Part| {
             there.dtype() == part.dtype && part.shape.iter().product::<usize>() <= there.elem_count()
         };
         self.there.iter().zip(parts).all(|(there, part)| room(there, part))
     }
 
-    /// Carries a batch that [fits](Self::fits), and lets `take` read the inputs and targets that arrive. What it
-    /// makes of them must not share their memory, which the next batch overwrites.
-    pub fn carry<R>(&mut self, parts: &[Part; 2], take: impl FnOnce([Tensor; 2]) -> Result<R>) -> Result<R> {
+    /// Carries a batch that [fits](Self::fits), and lets `take` read the parts that arrive. What it makes of them must not
+    /// share their memory, which the next batch overwrites.
+    pub fn carry<R>(&mut self, parts: &[Part; PARTS], take: impl FnOnce(&[Tensor]) -> Result<R>) -> Result<R> {
         // Long done, unless the host is two micro-batches ahead of the card.
         self.copied.synchronize().w()?;
-        let (inputs, targets) = self.host.bytes.split_at_mut(self.inputs);
-        let host = [&mut inputs[..parts[0].bytes_kept()], &mut targets[..parts[1].bytes_kept()]];
         self.copying.wait(&self.taken).w()?;
-        for ((part, host), there) in parts.iter().zip(host).zip(&self.there) {
-            part.write(host);
+        let mut host = self.host.bytes.as_mut_slice();
+        for ((part, room), there) in parts.iter().zip(self.room).zip(&self.there) {
+            let (own, rest) = host.split_at_mut(room);
+            host = rest;
+            let own = &mut own[..part.bytes_kept()];
+            part.write(own);
             // SAFETY: the card's buffer is no shorter than the host's, whose bytes stay as they are until `copied`.
-            unsafe { result::memcpy_htod_async(pointer(there)? as u64, host, self.copying.cu_stream()) }
+            unsafe { result::memcpy_htod_async(pointer(there)? as u64, own, self.copying.cu_stream()) }
                 .w()?;
         }
         self.copied.record(&self.copying).w()?;
         self.computing.wait(&self.copied).w()?;
-        let arrived = |i: usize| {
-            let shape = parts[i].shape.as_slice();
-            self.there[i].narrow(0, 0, shape.iter().product())?.reshape(shape)
-        };
-        let made = arrived(0).and_then(|inputs| take([inputs, arrived(1)?]));
+        let arrived = parts.iter().zip(&self.there).map(|(part, there)| {
+            let shape = part.shape.as_slice();
+            there.narrow(0, 0, shape.iter().product())?.reshape(shape)
+        });
+        let made = arrived.collect::<Result<Vec<_>>>().and_then(|arrived| take(&arrived));
         self.taken.record(&self.computing).w()?;
         made
     }
@@ -177,14 +182,15 @@ mod tests {
                 dtype: DType::U32,
                 shape: vec![rows, kept],
             };
-            let parts = [part(&inputs, WIDTH, WIDTH), part(&targets, 5, 2)];
+            let ids: Vec<u32> = (0..rows as u32).collect();
+            let parts = [part(&inputs, WIDTH, WIDTH), part(&targets, 5, 2), part(&ids, 1, 1)];
             let carrier: &mut Carrier = carrier.get_or_insert_with(|| Carrier::new(&device, &parts).unwrap());
             assert!(carrier.fits(&parts));
-            let take = |arrived: [Tensor; 2]| Ok([copy(&device, &arrived[0])?, copy(&device, &arrived[1])?]);
+            let take = |arrived: &[Tensor]| arrived.iter().map(|part| copy(&device, part)).collect::<Result<Vec<_>>>();
             made.push(carrier.carry(&parts, take).unwrap());
             (0..4).for_each(|_| drop(busy.matmul(&busy).unwrap()));
             let cut: Vec<u32> = targets.chunks(5).flat_map(|row| row[..2].to_vec()).collect();
-            sent.push([inputs, cut]);
+            sent.push([inputs, cut, ids]);
         }
         for (i, (sent, made)) in sent.iter().zip(&made).enumerate() {
             for (sent, made) in sent.iter().zip(made) {
@@ -201,7 +207,7 @@ mod tests {
                 dtype,
                 shape: vec![rows, width],
             };
-            carrier.fits(&[part(&large, WIDTH, dtype), part(&small, 1, DType::U32)])
+            carrier.fits(&[part(&large, WIDTH, dtype), part(&small, 1, DType::U32), part(&small, 1, DType::U32)])
         };
         assert!(!fits(9, DType::U32), "too many rows");
         assert!(!fits(1, DType::F32), "of another type");

@@ -1,4 +1,4 @@
-// `Random::bits` of random.rs, bit for bit.
+// `Random::at` and `Random::bits` of random.rs, bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,13 @@ struct Random {
         return x ^ (x >> 32);
     }
 
+    // The key of one coordinate below this one.
+    __device__ __forceinline__ Random at(uint64_t coordinate) const {
+        uint64_t first = mix((a + coordinate * 0x9e3779b97f4a7c15ull) ^ (b << 32 | b >> 32));
+        return {first, mix((b + coordinate) ^ first)};
+    }
+
     __device__ __forceinline__ uint64_t bits(uint64_t counter) const {
         return mix(mix(a + counter * 0x9e3779b97f4a7c15ull) + b);
     }
 };
-
-// Samples whose keys travel as an argument of a launch, so that nothing is copied to the card: arguments have 4 KiB.
-// `SAMPLES` in cuda.rs.
-constexpr int SAMPLES = 224;

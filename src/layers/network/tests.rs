@@ -80,7 +80,7 @@ fn network(d: &mut Declared, sizes: Sizes) -> Network {
 fn batch(dtype: DType, Sizes { batch, length, .. }: Sizes) -> Batch {
     let inputs = random(&[batch, length, 7], 1).to_dtype(dtype).unwrap();
     let targets: Vec<u32> = (0..batch * length).map(|i| (i * 5 % CLASSES) as u32).collect();
-    Batch { inputs, targets: Tensor::from_vec(targets, (batch, length), &device()).unwrap() }
+    Batch { inputs, targets: Tensor::from_vec(targets, (batch, length), &device()).unwrap(), staged: None }
 }
 
 fn subject(dtype: DType, sizes: Sizes) -> (Network, Subject) {
@@ -150,7 +150,7 @@ fn large_products_and_their_halves_give_the_same_gradients() {
         let (all, each) = (batch(DType::BF16, LARGE), LARGE.batch / parts);
         for part in 0..parts {
             let of = |t: &Tensor| t.narrow(0, part * each, each).unwrap().contiguous().unwrap();
-            let batch = Batch { inputs: of(&all.inputs), targets: of(&all.targets) };
+            let batch = Batch { inputs: of(&all.inputs), targets: of(&all.targets), staged: None };
             let (pass, at) = (Some(subject.pass(Mode::Train)), at(each, DType::BF16));
             let walk = Walk { pass, at, ledger: &ledger, recompute: 0, aside: None };
             network.learn(&walk, Some(&batch)).unwrap();

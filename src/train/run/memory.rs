@@ -67,6 +67,12 @@ impl Run<'_> {
 
     fn give_way(&mut self, oom: Oom, next: Option<Way>) -> Result<(), Failure> {
         self.report.record(record::oom(self.step, &oom))?;
+        // The plan has room for what the device refused: no reason for a smaller one before the same was tried again
+        // without graphs and arenas.
+        if oom.by_device && !std::mem::replace(&mut self.released, true) {
+            self.engine.release();
+            return Ok(());
+        }
         let next = next.filter(|_| self.tried.len() < self.setup.job.memory.max_retries as usize);
         self.tried.push(Attempt::new(self.step, &oom, next.map(|next| change(self.way, next))));
         let first = self.first_oom.get_or_insert(oom);
@@ -83,6 +89,7 @@ impl Run<'_> {
     pub(super) fn recovered(&mut self) {
         self.tried.clear();
         self.first_oom = None;
+        self.released = false;
     }
 
     fn go_down(&mut self, next: Way) -> Result<(), Failure> {

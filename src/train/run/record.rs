@@ -9,6 +9,7 @@ use crate::kernels::judge::Judged;
 use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
 use crate::memory::estimate::checkpoint_bytes;
+use crate::memory::heap::Stats;
 use crate::memory::{Oom, Role, measure};
 use crate::train::Failure;
 use crate::train::checkpoint::{FORMAT, State};
@@ -225,8 +226,18 @@ impl Run<'_> {
         if let Some((value, _)) = self.best {
             metrics.insert(format!("best.{}", self.setup.job.checkpoint.best.name()), value);
         }
-        let last = self.setup.card.as_ref().map_or(0, |card| card.take_recent_peak());
-        self.vram_peak = self.vram_peak.max(last);
+        if let Some(card) = &self.setup.card {
+            self.vram_peak = self.vram_peak.max(card.take_recent_peak());
+            let Stats { synchronizes, arena_passes, diverged, arena, arena_bound } = card.stats();
+            self.report.record(Event::DeviceHeap {
+                step: self.step,
+                synchronizes,
+                arena_passes,
+                diverged_passes: diverged,
+                arena_bytes: arena,
+                arena_waste_bytes: arena - arena_bound,
+            })?;
+        }
         let per_epoch = self.setup.order.updates_per_epoch();
         self.report.record(Event::Finished {
             steps: self.step,
@@ -250,14 +261,6 @@ impl Run<'_> {
 /// The mean loss; of nothing there is none.
 pub(super) fn loss(tally: &Tally) -> f64 {
     if tally.weight == 0.0 { f64::NAN } else { tally.mean_loss() }
-}
-
-/// After `step` updates so many launches were recorded, or none, and why.
-pub(super) fn recorded(step: u64, launches: Result<usize, &str>) -> Event {
-    match launches {
-        Ok(launches) => Event::Recorded { step, launches },
-        Err(why) => Event::Launched { step, why: why.into() },
-    }
 }
 
 pub(super) fn oom(step: u64, oom: &Oom) -> Event {

@@ -9,9 +9,9 @@ use candle_core::{DType, Device, Tensor};
 use super::Wanted;
 use crate::data::{self, Values};
 use crate::features::Palette;
-use crate::kernels::cuda::carrier::{self, Carrier, Part};
+use crate::kernels::cuda::carrier::{self, Carrier, PARTS, Part};
 use crate::kernels::update::round_into;
-use crate::kernels::{cuda, palette};
+use crate::kernels::{cuda, keys, palette};
 use crate::layers::network::{Batch, StepError};
 use crate::memory::estimate::STAGED;
 use crate::memory::{Reservation, Role};
@@ -41,38 +41,52 @@ impl Staged {
         self.carrier.take();
     }
 
+    /// As [`Staging::prepare`](super::Staging::prepare).
+    pub fn prepare(&self, batch: &data::Batch, wanted: Wanted) -> Result<(), StepError> {
+        self.with_parts(batch, &wanted, |parts| {
+            let held = self.carrier.take().filter(|(carrier, _)| carrier.fits(parts));
+            self.carrier.replace(Some(held.map_or_else(|| self.room(parts), Ok)?));
+            Ok(())
+        })
+    }
+
     /// As [`Staging::tensors`](super::Staging::tensors).
-    pub fn tensors(
-        &self,
-        batch: &data::Batch,
-        wanted: Wanted,
-        room: Option<Batch>,
-    ) -> Result<Batch, StepError> {
-        let parts = [part(&batch.inputs, wanted.inputs), part(&batch.targets, wanted.targets)];
-        let held = self.carrier.take().filter(|(carrier, _)| carrier.fits(&parts));
-        let (mut carrier, holds) = held.map_or_else(|| self.room(&parts), Ok)?;
-        let made = carrier.carry(&parts, |[inputs, targets]| {
-            let fits = |room: &Batch| {
-                let like = |a: &Tensor, dtype: DType, b: &Tensor| a.dtype() == dtype && a.dims() == b.dims();
-                like(&room.inputs, wanted.dtype, &inputs) && like(&room.targets, targets.dtype(), &targets)
-            };
-            let made = match room.filter(fits) {
-                Some(room) => room,
-                None => Batch {
-                    inputs: cuda::fresh(&self.device, wanted.dtype, inputs.shape())?,
-                    targets: cuda::fresh(&self.device, targets.dtype(), targets.shape())?,
-                },
-            };
-            match &batch.inputs {
-                Values::U8(_, palette) => palette::expand(&inputs, &self.tables(palette)?, &made.inputs)?,
-                Values::F32(_) => round_into(&inputs, &made.inputs)?,
-                Values::U32(_) => cuda::copy_into(&self.device, &inputs, &made.inputs)?,
-            }
-            cuda::copy_into(&self.device, &targets, &made.targets)?;
-            Ok(made)
-        });
-        self.carrier.replace(Some((carrier, holds)));
-        Ok(made?)
+    pub fn tensors(&self, batch: &data::Batch, wanted: Wanted) -> Result<Batch, StepError> {
+        self.with_parts(batch, &wanted, |parts| {
+            let held = self.carrier.take().filter(|(carrier, _)| carrier.fits(parts));
+            let (mut carrier, holds) = held.map_or_else(|| self.room(parts), Ok)?;
+            let made = carrier.carry(parts, |arrived| {
+                let fresh = |dtype, like: &Tensor| cuda::fresh(&self.device, dtype, like.shape());
+                let [inputs, targets, staged] = arrived else { candle_core::bail!("three parts arrive") };
+                let made = Batch {
+                    inputs: fresh(wanted.dtype, inputs)?,
+                    targets: fresh(targets.dtype(), targets)?,
+                    staged: Some(fresh(DType::U32, staged)?),
+                };
+                match &batch.inputs {
+                    Values::U8(_, palette) => palette::expand(inputs, &self.tables(palette)?, &made.inputs)?,
+                    Values::F32(_) => round_into(inputs, &made.inputs)?,
+                    Values::U32(_) => cuda::copy_into(&self.device, inputs, &made.inputs)?,
+                }
+                cuda::copy_into(&self.device, targets, &made.targets)?;
+                made.staged.iter().try_for_each(|to| cuda::copy_into(&self.device, staged, to))?;
+                Ok(made)
+            });
+            self.carrier.replace(Some((carrier, holds)));
+            Ok(made?)
+        })
+    }
+
+    fn with_parts<R>(&self, batch: &data::Batch, wanted: &Wanted, body: impl FnOnce(&[Part; PARTS]) -> R) -> R {
+        let known = keys::staged(batch.epoch, &batch.ids, &batch.lengths);
+        let words = Part {
+            bytes: bytemuck::cast_slice(&known),
+            row: 4 * known.len(),
+            kept: 4 * known.len(),
+            dtype: DType::U32,
+            shape: vec![known.len()],
+        };
+        body(&[part(&batch.inputs, wanted.inputs.clone()), part(&batch.targets, wanted.targets.clone()), words])
     }
 
     /// A palette on the card, (channels, 256), uploaded when it is another than before.
@@ -87,7 +101,7 @@ impl Staged {
         Ok(tables)
     }
 
-    fn room(&self, parts: &[Part; 2]) -> Result<(Carrier, [Reservation; 2]), StepError> {
+    fn room(&self, parts: &[Part; PARTS]) -> Result<(Carrier, [Reservation; 2]), StepError> {
         let bytes = carrier::bytes(parts) as u64;
         let there = self.ledgers.tensors.reserve(Role::Batch, STAGED, bytes)?;
         let here = self.ledgers.host.reserve(Role::DataPipeline, STAGED, bytes)?;

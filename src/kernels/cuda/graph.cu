@@ -1,5 +1,4 @@
-// What was recorded, made of kernels alone: a graph that fills or copies memory asks for that memory to be there when it
-// is made ready, and it is given back by then, to be had again by nobody but the graph.
+// A captured graph, made of kernels alone: fills and copies as nodes of their own start later than kernels do.
 #include <algorithm>
 #include <vector>
 
@@ -13,8 +12,12 @@ constexpr int THREADS = 256;
 template <class V> __global__ void fill(V *to, V value, size_t count) {
     for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += size_t(gridDim.x) * THREADS) to[i] = value;
 }
-template <class V> __global__ void copy(V *to, const V *from, size_t count) {
-    for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += size_t(gridDim.x) * THREADS) to[i] = from[i];
+// Rows of `width` values, `to_pitch` and `from_pitch` apart.
+template <class V> __global__ void copy(V *to, const V *from, size_t count, size_t width, size_t to_pitch, size_t from_pitch) {
+    for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += size_t(gridDim.x) * THREADS) {
+        size_t row = i / width, column = i - row * width;
+        to[row * to_pitch + column] = from[row * from_pitch + column];
+    }
 }
 
 #if CUDART_VERSION >= 13000
@@ -69,13 +72,17 @@ cudaError_t replace_fill(cudaGraph_t graph, cudaGraphNode_t node, bool &can) {
 cudaError_t replace_copy(cudaGraph_t graph, cudaGraphNode_t node, bool &can) {
     cudaMemcpy3DParms p{};
     TRY(cudaGraphMemcpyNodeGetParams(node, &p));
-    can = p.kind == cudaMemcpyDeviceToDevice && !p.srcArray && !p.dstArray && p.extent.height == 1 && p.extent.depth == 1;
+    bool plain = !p.srcArray && !p.dstArray && p.extent.depth == 1;
+    plain &= p.dstPos.y == 0 && p.srcPos.y == 0 && p.dstPos.z == 0 && p.srcPos.z == 0;
+    can = p.kind == cudaMemcpyDeviceToDevice && plain;
     if (!can) return cudaSuccess;
     void *to = (char *)p.dstPtr.ptr + p.dstPos.x, *from = (char *)p.srcPtr.ptr + p.srcPos.x;
-    size_t bytes = p.extent.width;
-    bool wide = (uintptr_t(to) | uintptr_t(from) | bytes) % 16 == 0;
-    size_t count = wide ? bytes / 16 : bytes;
-    void *arguments[]{&to, &from, &count};
+    size_t bytes = p.extent.width, rows = p.extent.height;
+    size_t to_pitch = rows > 1 ? p.dstPtr.pitch : bytes, from_pitch = rows > 1 ? p.srcPtr.pitch : bytes;
+    bool wide = (uintptr_t(to) | uintptr_t(from) | bytes | to_pitch | from_pitch) % 16 == 0;
+    size_t unit = wide ? 16 : 1, width = bytes / unit, count = width * rows;
+    to_pitch /= unit, from_pitch /= unit;
+    void *arguments[]{&to, &from, &count, &width, &to_pitch, &from_pitch};
     return replace(graph, node, wide ? (void *)copy<uint4> : (void *)copy<uint8_t>, count, arguments);
 }
 
@@ -98,9 +105,8 @@ cudaError_t make_kernels(cudaGraph_t graph, size_t &kernels) {
 
 } // namespace
 
-// Makes a graph of kernels alone, and says of how many; none where it does something else: takes memory, or reads that of
-// the host.
-extern "C" size_t recording_of_kernels(cudaGraph_t graph) {
+// Makes a graph of kernels alone, and says of how many; none where it does something else, such as to read host memory.
+extern "C" size_t graph_of_kernels(cudaGraph_t graph) {
     size_t kernels = 0;
     if (make_kernels(graph, kernels)) cudaGetLastError(); // which is nobody else's
     return kernels;
