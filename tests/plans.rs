@@ -203,3 +203,26 @@ fn what_is_measured_is_chosen_and_leaves_nothing_behind() {
     let left: Vec<_> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["job.toml"]);
 }
+
+/// A plan for another GPU counts the workspaces of the kernels that run there; one that no kernel runs on is refused.
+#[test]
+fn a_plan_is_for_the_gpu_that_is_named() {
+    // Large enough for the kernels that only Hopper has: a GELU within the GEMM, and a head that keeps sums.
+    let model = "[model]\nkind = \"gpt\"\nlayers = 2\nheads = 6\nwidth = 768\ncontext = 1024\n";
+    let data = "[data]\nkind = \"text-synthetic\"\nvocab = 8192\ntrain_samples = 64\nvalid_samples = 4\n";
+    let folder = folder(&format!("{model}{data}[train]\nbatch_size = 16\nsteps = 2\nprecision = \"bf16\"\n"));
+    let peak = |args: &[&str]| {
+        let (plan, code) = plan(folder.path(), &[&["--vram", "80GiB", "--ram", "8GiB"], args].concat());
+        assert_eq!(code, 0, "{plan}");
+        bytes(&plan, "/peak/vram_bytes")
+    };
+    let hopper = peak(&["--gpu", "9.0"]);
+    assert_eq!(hopper, peak(&[]), "without a name it is the GPU that takes the most");
+    for other in ["8.0", "8.6", "8.9", "12.0"] {
+        assert!(peak(&["--gpu", other]) < hopper, "{other} has no workspaces of Hopper's kernels");
+    }
+    for wrong in [&["--vram", "8GiB", "--gpu", "7.5"][..], &["--vram", "8GiB", "--gpu", "ada"], &["--gpu", "8.9"]] {
+        let output = trainer(folder.path(), &[&["plan", "job.toml"], wrong].concat());
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}: {output:?}");
+    }
+}

@@ -115,7 +115,7 @@ mod with_cuda {
                 return Err(CardError::TooSmall { ordinal, free: seen.free, asked: limit });
             }
             let stream = cuda.cuda_stream();
-            let heap = Arc::new(Mutex::new(Chunks::heap(stream.context(), ordinal, limit + slack(limit))?));
+            let heap = Arc::new(Mutex::new(Chunks::heap(&stream, ordinal, limit + slack(limit))?));
             intercept::register(&stream, &heap);
             Ok(Self { ordinal, device, limit, context, capability: seen.capability, heap })
         }

@@ -87,6 +87,8 @@ enum Pass {
         alive: BTreeMap<u64, u64>,
         /// An allocation was not the one expected: the rest is served as without a placement.
         diverged: bool,
+        /// A CUDA graph has the arena: what is allocated now is not of the pass.
+        replayed: bool,
     },
 }
 
@@ -197,7 +199,7 @@ impl<B: Backing> Heap<B> {
             }
         };
         let placement = placement.clone();
-        self.pass = Pass::Placed { placement, base, next: 0, alive: BTreeMap::new(), diverged: false };
+        self.pass = Pass::Placed { placement, base, next: 0, alive: BTreeMap::new(), diverged: false, replayed: false };
         Some(base)
     }
 
@@ -243,9 +245,12 @@ impl<B: Backing> Heap<B> {
         matches!(&self.pass, Pass::Placed { diverged: false, .. })
     }
 
-    /// Counts the tensors of a placed pass that a CUDA graph runs, and nobody allocates.
-    pub fn replayed(&mut self, placement: &Placement) {
-        self.peak = self.peak.max(self.used + placement.bound);
+    /// A CUDA graph runs the placed pass in hand: its tensors count, and nobody allocates them.
+    pub fn replay(&mut self) {
+        if let Pass::Placed { placement, replayed, .. } = &mut self.pass {
+            *replayed = true;
+            self.peak = self.peak.max(self.used + placement.bound);
+        }
     }
 
     /// Arenas that CUDA graphs expect where they are.
@@ -254,7 +259,9 @@ impl<B: Backing> Heap<B> {
     }
 
     fn from_arena(&mut self, bytes: u64) -> Option<u64> {
-        let Pass::Placed { placement, base, next, alive, diverged } = &mut self.pass else { return None };
+        let Pass::Placed { placement, base, next, alive, diverged, replayed: false } = &mut self.pass else {
+            return None;
+        };
         let expected = placement.tensors.get(*next).copied();
         *next += 1;
         *diverged |= expected.is_none_or(|(size, _)| size != bytes);
@@ -512,6 +519,14 @@ mod tests {
             prop_assert_eq!(heap.used(), lasting.len() as u64 * ALIGNMENT);
             prop_assert_eq!(heap.stats.diverged, 0);
             prop_assert_eq!(heap.stats.synchronizes, 0);
+            // A graph that replays the pass allocates nothing of it, and what is allocated meanwhile is elsewhere.
+            let base = heap.enter(&placement, base).unwrap();
+            heap.take_peak();
+            heap.replay();
+            let sums = heap.allocate(24).unwrap();
+            prop_assert!(!(base..base + placement.arena).contains(&sums) || placement.arena == 0);
+            prop_assert!(heap.take_peak() >= placement.bound);
+            prop_assert!(heap.leave());
         }
     }
 

@@ -247,14 +247,14 @@ impl Scope<'_> {
     /// The sums of a replay; none where the micro-batch is not where the graph reads it.
     fn replay(&self, batch: &Batch) -> candle_core::Result<Option<candle_core::Tensor>> {
         let kinds = self.passes.kinds.borrow();
-        let Some(Known { state: State::Captured { placement, graph, .. }, .. }) = kinds.last() else {
+        let Some(Known { state: State::Captured { graph, .. }, .. }) = kinds.last() else {
             return Ok(None);
         };
         if graph.reads != addresses(batch)? {
             return Ok(None);
         }
         graph.graph.replay()?;
-        self.passes.card.heap().replayed(placement);
+        self.passes.card.heap().replay();
         copy(&self.passes.device, &graph.sums).map(Some)
     }
 

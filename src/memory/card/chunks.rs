@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::mem::zeroed;
 use std::sync::Arc;
 
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
 
 use super::CardError;
 use super::with_cuda::refused;
@@ -15,20 +15,18 @@ const ADDRESSES: u64 = 32;
 
 /// Handles of mapped chunks, by address.
 pub struct Chunks {
-    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
     ordinal: usize,
     chunk: u64,
     addresses: (u64, u64),
     handles: BTreeMap<u64, sys::CUmemGenericAllocationHandle>,
-    /// While launches are captured the device cannot be waited for.
-    pub capturing: bool,
 }
 
 impl Chunks {
     /// A heap of at most `capacity` bytes, none of which are taken yet.
-    pub fn heap(context: &Arc<CudaContext>, ordinal: usize, capacity: u64) -> Result<Heap<Self>, CardError> {
+    pub fn heap(stream: &Arc<CudaStream>, ordinal: usize, capacity: u64) -> Result<Heap<Self>, CardError> {
         use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED as SUPPORTED;
-        if context.attribute(SUPPORTED).unwrap_or(0) == 0 {
+        if stream.context().attribute(SUPPORTED).unwrap_or(0) == 0 {
             let why = "it does not support virtual memory management".into();
             return Err(CardError::Driver { what: "a memory heap", why });
         }
@@ -39,8 +37,8 @@ impl Chunks {
         // SAFETY: a plain call with a pointer to a local.
         let code = unsafe { sys::cuMemAddressReserve(&mut at, bytes as usize, chunk as usize, 0, 0) };
         code.result().map_err(refused("to reserve addresses"))?;
-        let (context, handles) = (context.clone(), BTreeMap::new());
-        let chunks = Self { context, ordinal, chunk, addresses: (at, bytes), handles, capturing: false };
+        let (stream, handles) = (stream.clone(), BTreeMap::new());
+        let chunks = Self { stream, ordinal, chunk, addresses: (at, bytes), handles };
         Ok(Heap::new(chunks, chunk, at..at + bytes, capacity))
     }
 
@@ -101,7 +99,7 @@ impl Chunks {
 
 impl Backing for Chunks {
     fn map(&mut self, at: u64, chunks: u64) -> u64 {
-        if self.context.bind_to_thread().is_err() {
+        if self.stream.context().bind_to_thread().is_err() {
             return 0;
         }
         let mut mapped = 0;
@@ -122,8 +120,14 @@ impl Backing for Chunks {
     }
 
     fn remap(&mut self, from: &[u64], to: u64) -> bool {
+        // While launches are captured the device cannot be waited for.
+        let none = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let context = self.stream.context();
         // Copies have streams of their own: all of them are waited for.
-        if self.capturing || self.context.bind_to_thread().is_err() || self.context.synchronize().is_err() {
+        if self.stream.capture_status() != Ok(none)
+            || context.bind_to_thread().is_err()
+            || context.synchronize().is_err()
+        {
             return false;
         }
         let mut target = to;
@@ -141,7 +145,7 @@ impl Backing for Chunks {
 impl Drop for Chunks {
     /// Nothing uses it any more. A failure is the context's, which is gone then.
     fn drop(&mut self) {
-        let _ = self.context.bind_to_thread();
+        let _ = self.stream.context().bind_to_thread();
         let mapped: Vec<u64> = self.handles.keys().copied().collect();
         mapped.into_iter().for_each(|at| self.discard(at, 1));
         // SAFETY: reserved here, with nothing mapped to it.
