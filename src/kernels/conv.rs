@@ -23,7 +23,6 @@ use super::linear::{Grads, add_all, through_activation};
 use super::product::{By, Convolution, Mat, Then, convolve, convolving, multiply, packing, weigh, weighing};
 use super::windows::{Block, Geometry};
 use super::{Activation, Elem, Reads, Real, activation, add, cpu, depthwise, reference, turn};
-use crate::layers::On;
 use crate::{vectorised, with_elem};
 
 /// The operands of a convolution: `weight` is (out, height, width, in / groups).

@@ -91,7 +91,7 @@ impl Head<'_> {
         };
         let log_p = candle_nn::ops::log_softmax(&scores, 1)?;
         let weights = match self.class_weights {
-            Some(w) => Tensor::new(w, x.device())?.to_dtype(x.dtype())?,
+            Some(w) => Tensor::new(&**w, x.device())?.to_dtype(x.dtype())?,
             None => Tensor::ones(classes, x.dtype(), x.device())?,
         };
         let spread = log_p.broadcast_mul(&weights)?.sum_all()?;

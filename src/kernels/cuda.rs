@@ -153,13 +153,25 @@ pub fn copy_rows(
         bail!("{width} values of each row of {:?} into {:?}", from.shape(), to.shape())
     }
     let size = from.dtype().size_in_bytes();
-    // SAFETY: plain numbers.
-    let mut copy: sys::CUDA_MEMCPY2D = unsafe { std::mem::zeroed() };
-    copy.srcMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
-    copy.dstMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
-    (copy.srcDevice, copy.dstDevice) = (pointer(from)? as u64, pointer(to)? as u64);
-    (copy.srcPitch, copy.dstPitch) = (from_pitch * size, to_pitch * size);
-    (copy.WidthInBytes, copy.Height) = (width * size, rows);
+    let device_memory = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
+    let copy = sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: device_memory,
+        srcHost: std::ptr::null(),
+        srcDevice: pointer(from)? as u64,
+        srcArray: std::ptr::null_mut(),
+        srcPitch: from_pitch * size,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: device_memory,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: pointer(to)? as u64,
+        dstArray: std::ptr::null_mut(),
+        dstPitch: to_pitch * size,
+        WidthInBytes: width * size,
+        Height: rows,
+    };
     // SAFETY: both have so many rows, and the stream orders the copy with what made and frees them.
     unsafe { sys::cuMemcpy2DAsync_v2(&copy, device.cuda_stream().cu_stream()) }.result().w()
 }

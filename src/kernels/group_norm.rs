@@ -11,7 +11,7 @@ use super::clip::Clip;
 use super::cuda;
 use super::linear::Grads;
 use super::{Elem, Real, cpu, reference};
-use crate::layers::{At, On};
+use crate::layers::At;
 use crate::with_elem;
 
 /// The operands: `weight` and `bias` are (channels), `x` is (batch, height, width, channels).

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Mode, On, Pass, Saved};
+use super::{At, Cost, Layer, Mode, Pass, Saved};
 use crate::kernels::dropout::apply;
 use crate::kernels::keys::Keys;
 use crate::random::stream;

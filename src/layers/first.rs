@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, On, Pass, Saved};
+use super::{At, Cost, Layer, Pass, Saved};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
 

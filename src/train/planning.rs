@@ -146,7 +146,6 @@ impl Setup {
 
     pub(super) fn request(&self, machine: &Machine) -> Request {
         let train = &self.job.train;
-        let on_device = machine.on_device();
         let eight_bit = self.optimizer.eight_bit().filter(|_| !self.optimizer_is_fixed);
         Request {
             device: machine.device.clone(),
