@@ -37,7 +37,7 @@ check-cuda:
 # the tests of layers, losses and optimizers on a card, or those whose names hold FILTER
 [group('cuda')]
 test-cuda *FILTER:
-    TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: kernels:: optim:: params:: {{ FILTER }}
+    TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: kernels:: optim:: params:: memory::card {{ FILTER }}
 
 # pack the tests for a machine with a card and without cargo into FOLDER; test-carried.sh in there runs them
 [group('cuda')]

@@ -52,6 +52,6 @@ if [ "$wanted" = trainer ]; then
   exit
 fi
 if [ $# -eq 0 ]; then
-  set -- layers:: kernels:: optim:: params::
+  set -- layers:: kernels:: optim:: params:: memory::card
 fi
 "$work/trainer-tests" "$@"

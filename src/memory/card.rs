@@ -7,6 +7,8 @@
 mod chunks;
 #[cfg(feature = "cuda")]
 mod intercept;
+#[cfg(all(test, feature = "cuda"))]
+mod tests;
 
 use candle_core::Device;
 

@@ -143,9 +143,10 @@ impl Backing for Chunks {
 }
 
 impl Drop for Chunks {
-    /// Nothing uses it any more. A failure is the context's, which is gone then.
+    /// The last tensor is gone, and what was launched with it ends first. A failure is the context's, which is gone then.
     fn drop(&mut self) {
         let _ = self.stream.context().bind_to_thread();
+        let _ = self.stream.context().synchronize();
         let mapped: Vec<u64> = self.handles.keys().copied().collect();
         mapped.into_iter().for_each(|at| self.discard(at, 1));
         // SAFETY: reserved here, with nothing mapped to it.
