@@ -208,12 +208,12 @@ impl Run {
     }
 
     fn graph(&self) -> String {
-        let captured = self.named("recorded").next().is_some();
-        let why = ["launched", "cuda_graph_disabled"].iter().find_map(|name| self.named(name).next());
-        match (captured, why) {
+        let captured = self.named("cuda_graph_captured").next().is_some();
+        let reason = |event: &Value| event["reason"].as_str().unwrap_or("?").to_owned();
+        match (captured, self.named("cuda_graph_disabled").next()) {
             (true, None) => "captured".into(),
-            (true, Some(event)) => format!("captured, then: {}", event["why"].as_str().unwrap_or("?")),
-            (false, Some(event)) => event["why"].as_str().unwrap_or("?").into(),
+            (true, Some(event)) => format!("captured, then: {}", reason(event)),
+            (false, Some(event)) => reason(event),
             (false, None) => "not, and no reason given".into(),
         }
     }
