@@ -35,19 +35,28 @@ struct Asked {
 
 using Key = std::tuple<int, int, int, int, int, int, int64_t, int, int64_t, int, int, int64_t, int64_t, int>;
 
+// A kernel for a shape, and how often faster ones may still be looked for.
+struct Choice {
+    cublasLtMatmulAlgo_t algo;
+    int tries;
+};
+
 struct Products {
     cublasLtHandle_t handle;
     void *workspace;
     size_t bytes;
     bool tf32;
     std::mutex lock;
-    std::map<Key, cublasLtMatmulAlgo_t> chosen;
+    std::map<Key, Choice> chosen;
     cudaEvent_t begun, ended;
     unsigned long long *digest; // on the card, behind the workspace
 };
 
 // Kernels that cuBLASLt is asked to name, and runs of each that are timed.
 constexpr int NAMED = 8, RUNS = 3;
+// Times that the kernels for a shape are compared before the first named is kept, where the result was zero: of zeros all
+// kernels make the same bits (the gradients below a head that begins with zeros, in the first update).
+constexpr int TRIES = 4;
 // Operations below which a product is too short to be worth finding the best of them.
 constexpr double SHORT = 1e9;
 
@@ -127,10 +136,11 @@ int compared_with(const cublasLtMatmulHeuristicResult_t *named, int count) {
     return 0;
 }
 
-// The fastest of those named that gives the bits of `named[base]`. `run(algo)` may be called any number of times.
+// The fastest of those named that gives the bits of `named[base]`. `run(algo)` may be called any number of times. `decided`
+// is false where the result was zero, so that nothing could be compared.
 template <class F>
 int fastest(Products &products, const Asked &q, const cublasLtMatmulHeuristicResult_t *named, int count, int base,
-            cudaStream_t stream, F run) {
+            cudaStream_t stream, F run, bool &decided) {
     unsigned long long wanted = 0, found = 0;
     int best = base;
     float least = 0;
@@ -141,6 +151,8 @@ int fastest(Products &products, const Asked &q, const cublasLtMatmulHeuristicRes
             continue;
         }
         if (n > 0 && found != wanted) continue;
+        decided = wanted != 0;
+        if (!decided) return base;
         cudaEventRecord(products.begun, stream);
         for (int k = 0; k < RUNS; k++) run(&named[i].algo);
         cudaEventRecord(products.ended, stream);
@@ -192,27 +204,49 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
         return cublasLtMatmul(products.handle, op.h, alphas, q.b.data, a.h, q.a.data, b.h, betas, q.c ? q.c : q.d, c.h, q.d,
                               d.h, algo, products.workspace, products.bytes, stream);
     };
-    std::lock_guard<std::mutex> guard(products.lock);
-    auto known = products.chosen.find(key);
-    if (known == products.chosen.end()) {
+    cublasLtMatmulHeuristicResult_t named[NAMED];
+    int count = 0;
+    // The kernels that cuBLASLt names for operands at multiples of `most` bytes, or of what they are at.
+    auto name = [&](uint32_t most) -> int {
         Preference p;
+        auto aligned = [&](int i) { return aligns[i] < most ? aligns[i] : most; };
         TRY(cublasLtMatmulPreferenceCreate(&p.h));
         TRY(set(p, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, products.bytes));
-        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligns[0]));
-        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligns[1]));
-        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligns[2]));
-        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligns[3]));
-        cublasLtMatmulHeuristicResult_t named[NAMED];
-        int count = 0;
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(0)));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(1)));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(2)));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned(3)));
         TRY(cublasLtMatmulAlgoGetHeuristic(products.handle, op.h, a.h, b.h, c.h, d.h, p.h, NAMED, named, &count));
-        if (count == 0) return CUBLAS_ERRORS + CUBLAS_STATUS_NOT_SUPPORTED;
-        int best = compared_with(named, count);
+        return count == 0 ? CUBLAS_ERRORS + CUBLAS_STATUS_NOT_SUPPORTED : 0;
+    };
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cudaStreamIsCapturing(stream, &capture);
+    bool waits = capture == cudaStreamCaptureStatusNone; // nothing may wait for what is captured
+    std::lock_guard<std::mutex> guard(products.lock);
+    auto known = products.chosen.find(key);
+    if (known == products.chosen.end() || (known->second.tries > 0 && waits)) {
+        if (int error = name(256)) return error;
+        int best = compared_with(named, count), tries = 0;
         // What is added to itself cannot be made twice.
-        if (q.c != q.d && !wide && 2.0 * q.m * q.n * q.k > SHORT)
-            best = fastest(products, q, named, count, best, stream, run);
-        known = products.chosen.emplace(key, named[best].algo).first;
+        if (q.c != q.d && !wide && 2.0 * q.m * q.n * q.k > SHORT) {
+            bool decided = false;
+            if (waits) best = fastest(products, q, named, count, best, stream, run, decided);
+            tries = decided ? 0 : known == products.chosen.end() ? TRIES - 1 : known->second.tries - 1;
+        }
+        known = products.chosen.insert_or_assign(key, Choice{named[best].algo, tries}).first;
     }
-    TRY(run(&known->second));
+    cublasStatus_t status = run(&known->second.algo);
+    // cuBLASLt names kernels that it then refuses to start, for odd sizes and a bias between two words: another one does it.
+    for (uint32_t most : {256u, 16u, 2u}) {
+        if (status == CUBLAS_STATUS_SUCCESS) return 0;
+        if (!waits || name(most)) break;
+        for (int i = 0; i < count && status != CUBLAS_STATUS_SUCCESS; i++) {
+            cudaGetLastError(); // of the kernel that was refused
+            status = run(&named[i].algo);
+            if (status == CUBLAS_STATUS_SUCCESS) known->second = Choice{named[i].algo, 0};
+        }
+    }
+    TRY(status);
     return 0;
 }
 
