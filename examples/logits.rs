@@ -21,7 +21,7 @@ fn main() -> anyhow::Result<()> {
     let job = Job::load(&folder.job(), &[])?;
     let ram = budget::host(&job.memory, &probe::host()?);
     let setup = Setup::new(job, ram)?;
-    let engine = Engine::new(&setup, Ledgers::new(&setup, ram, None), 0)?;
+    let engine = Engine::new(&setup, Ledgers::new(&setup, ram, None), 0, false)?;
     let (_, checkpoint) =
         Checkpoints::new(folder.checkpoints()).newest().found.context("the run has no checkpoint")?;
     load_weights(&checkpoint.join("model.safetensors"), &engine.store)?;

@@ -79,7 +79,7 @@ fn batch(setup: &Setup, ids: &[u64]) -> Batch {
 
 /// The gradients of some micro-batches, and the loss and the weight of all.
 fn learned(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64) {
-    let engine = Engine::new(setup, Ledgers::new(setup, u64::MAX, None), 0).unwrap();
+    let engine = Engine::new(setup, Ledgers::new(setup, u64::MAX, None), 0, false).unwrap();
     let (mut loss, mut weight) = (0.0, 0.0);
     for ids in parts {
         let tally = engine.learn(&batch(setup, ids), 1.0).unwrap().read().unwrap();

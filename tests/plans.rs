@@ -221,7 +221,9 @@ fn a_plan_is_for_the_gpu_that_is_named() {
     for other in ["8.0", "8.6", "8.9", "12.0"] {
         assert!(peak(&["--gpu", other]) < hopper, "{other} has no workspaces of Hopper's kernels");
     }
-    for wrong in [&["--vram", "8GiB", "--gpu", "7.5"][..], &["--vram", "8GiB", "--gpu", "ada"], &["--gpu", "8.9"]] {
+    for wrong in
+        [&["--vram", "8GiB", "--gpu", "7.5"][..], &["--vram", "8GiB", "--gpu", "ada"], &["--gpu", "8.9"]]
+    {
         let output = trainer(folder.path(), &[&["plan", "job.toml"], wrong].concat());
         assert_eq!(output.status.code(), Some(2), "{wrong:?}: {output:?}");
     }

@@ -57,12 +57,13 @@ impl std::str::FromStr for Gpu {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let parts = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+        let parts =
+            text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
         match parts {
             Some((major, minor)) if major >= OLDEST && minor < 10 => Ok(Self((major, minor))),
-            Some((major, minor)) if minor < 10 => {
-                Err(format!("compute capability {major}.{minor} has no bf16: the kernels are for 8.0 or newer"))
-            }
+            Some((major, minor)) if minor < 10 => Err(format!(
+                "compute capability {major}.{minor} has no bf16: the kernels are for 8.0 or newer"
+            )),
             _ => Err("expected a compute capability such as 8.0, 8.6, 8.9 or 9.0".into()),
         }
     }

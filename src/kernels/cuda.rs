@@ -149,7 +149,8 @@ pub fn copy_rows(
     if rows == 0 || width == 0 {
         return Ok(());
     }
-    if from.dtype() != to.dtype() || width > from_pitch.min(to_pitch) || from.elem_count() < rows * from_pitch {
+    if from.dtype() != to.dtype() || width > from_pitch.min(to_pitch) || from.elem_count() < rows * from_pitch
+    {
         bail!("{width} values of each row of {:?} into {:?}", from.shape(), to.shape())
     }
     let size = from.dtype().size_in_bytes();

@@ -61,7 +61,9 @@ impl Layer for Attention {
         let s = &self.sizes;
         let (forward, backward) = match at.on {
             On::Cpu { threads } => s.workspace(at.dtype, at.batch, threads),
-            On::Cuda { .. } => s.card_workspace(at.dtype, at.batch, self.rotary.is_some(), self.dropout > 0.0),
+            On::Cuda { .. } => {
+                s.card_workspace(at.dtype, at.batch, self.rotary.is_some(), self.dropout > 0.0)
+            }
         };
         let products = 4 * at.batch * s.width() * s.length * s.length;
         Cost {

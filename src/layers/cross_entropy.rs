@@ -5,7 +5,9 @@ use candle_core::{Result, Tensor};
 use super::loss::{Counted, Loss};
 use super::{At, Cost, On, Pass};
 use crate::kernels::Activation;
-use crate::kernels::cross_entropy::{ClassWeights, Head, card_workspace, fused_workspace, is_plain, workspace};
+use crate::kernels::cross_entropy::{
+    ClassWeights, Head, card_workspace, fused_workspace, is_plain, workspace,
+};
 use crate::kernels::linear::{Grads, Lies, Linear};
 use crate::params::ParamId;
 
@@ -114,7 +116,8 @@ mod tests {
             width,
             classes,
             smoothing,
-            class_weights: weighted.then(|| (0..classes).map(|c| 0.5 + c as f32 * 0.25).collect::<Vec<_>>().into()),
+            class_weights: weighted
+                .then(|| (0..classes).map(|c| 0.5 + c as f32 * 0.25).collect::<Vec<_>>().into()),
         }
     }
 

@@ -216,13 +216,9 @@ pub struct At {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On {
     /// The CPU; each thread has a workspace.
-    Cpu {
-        threads: usize,
-    },
+    Cpu { threads: usize },
     /// A GPU of this compute capability, which decides which kernels run.
-    Cuda {
-        capability: Capability,
-    },
+    Cuda { capability: Capability },
 }
 
 /// Compute capability of a GPU: major, minor.
@@ -336,6 +332,11 @@ impl<'a> Pass<'a> {
 
     /// The randomness of the layer `stream` for each sample of the micro-batch.
     pub fn keys(&self, stream: u64) -> Keys<'a> {
-        Keys { layer: Random::new(self.seed, stream), epoch: self.epoch, ids: self.ids, on_device: self.staged }
+        Keys {
+            layer: Random::new(self.seed, stream),
+            epoch: self.epoch,
+            ids: self.ids,
+            on_device: self.staged,
+        }
     }
 }

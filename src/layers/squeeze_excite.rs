@@ -108,7 +108,9 @@ impl Layer for SqueezeExcite {
                 (sums.max(forward), sums.max(backward))
             }
             // The sums of the biases' gradients.
-            On::Cuda { .. } => (0, card_workspace(at.dtype, at.batch, c).max(card_workspace(at.dtype, at.batch, s))),
+            On::Cuda { .. } => {
+                (0, card_workspace(at.dtype, at.batch, c).max(card_workspace(at.dtype, at.batch, s)))
+            }
         };
         Cost {
             input: at.bytes(h * w * c),

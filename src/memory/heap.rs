@@ -188,7 +188,8 @@ impl<B: Backing> Heap<B> {
         let base = match base {
             Some(base) => self.take_at(base, bytes).then_some(base)?,
             None => {
-                let more = bytes.saturating_sub(self.last_free()).min(self.capacity.saturating_sub(self.mapped));
+                let more =
+                    bytes.saturating_sub(self.last_free()).min(self.capacity.saturating_sub(self.mapped));
                 match self.best_fit(bytes) {
                     Some(base) => base,
                     None => {
@@ -199,7 +200,14 @@ impl<B: Backing> Heap<B> {
             }
         };
         let placement = placement.clone();
-        self.pass = Pass::Placed { placement, base, next: 0, alive: BTreeMap::new(), diverged: false, replayed: false };
+        self.pass = Pass::Placed {
+            placement,
+            base,
+            next: 0,
+            alive: BTreeMap::new(),
+            diverged: false,
+            replayed: false,
+        };
         Some(base)
     }
 
@@ -304,7 +312,9 @@ impl<B: Backing> Heap<B> {
 
     /// Takes these addresses, where all of them are free.
     fn take_at(&mut self, at: u64, bytes: u64) -> bool {
-        let Some((start, length)) = self.free.range(..=at).next_back().map(|(start, length)| (*start, *length)) else {
+        let Some((start, length)) =
+            self.free.range(..=at).next_back().map(|(start, length)| (*start, *length))
+        else {
             return false;
         };
         if start + length < at + bytes {
@@ -323,7 +333,11 @@ impl<B: Backing> Heap<B> {
 
     /// Bytes of the free range that mapped addresses end with.
     fn last_free(&self) -> u64 {
-        self.free.iter().next_back().filter(|(at, length)| *at + *length == self.end).map_or(0, |(_, length)| *length)
+        self.free
+            .iter()
+            .next_back()
+            .filter(|(at, length)| *at + *length == self.end)
+            .map_or(0, |(_, length)| *length)
     }
 
     /// Maps so many chunks more at the end; says how many there were to be had.
@@ -449,10 +463,17 @@ mod tests {
             assert!(*at >= end, "tensors overlap");
             end = at + bytes;
             let first = at / CHUNK * CHUNK;
-            assert!((first..end).step_by(CHUNK as usize).all(|chunk| heap.backing.mapped.contains(&chunk)), "unmapped");
+            assert!(
+                (first..end).step_by(CHUNK as usize).all(|chunk| heap.backing.mapped.contains(&chunk)),
+                "unmapped"
+            );
         }
         let free: u64 = heap.free.values().sum();
-        assert_eq!(free + tensors.values().sum::<u64>(), heap.mapped, "every mapped byte is free or a tensor's");
+        assert_eq!(
+            free + tensors.values().sum::<u64>(),
+            heap.mapped,
+            "every mapped byte is free or a tensor's"
+        );
         assert_eq!(heap.free.len(), heap.lengths.len());
         assert_eq!(heap.backing.mapped.len() as u64 * CHUNK, heap.mapped);
     }

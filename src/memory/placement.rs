@@ -109,7 +109,9 @@ fn place<K: Ord>(lives: &[(usize, Life)], order: impl Fn(&(usize, Life)) -> K) -
 }
 
 fn most_alive(lives: &[(usize, Life)]) -> u64 {
-    let moments = lives.iter().flat_map(|(_, life)| [(life.begin, life.bytes as i64), (life.end, -(life.bytes as i64))]);
+    let moments = lives
+        .iter()
+        .flat_map(|(_, life)| [(life.begin, life.bytes as i64), (life.end, -(life.bytes as i64))]);
     let mut moments: Vec<(u64, i64)> = moments.collect();
     moments.sort();
     let (mut alive, mut most) = (0, 0);

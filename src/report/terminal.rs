@@ -191,14 +191,22 @@ impl<W: Write + Send> Terminal<W> {
                 if self.look.verbosity == Verbosity::Verbose =>
             {
                 let (arena, waste) = (Bytes(*arena_bytes), Bytes(*arena_waste_bytes));
-                let text = format!("step {}  {launches} launches captured, arena {arena}, {waste} of it unused", count(*step));
+                let text = format!(
+                    "step {}  {launches} launches captured, arena {arena}, {waste} of it unused",
+                    count(*step)
+                );
                 line(paint.green(&label("graph")), text)
             }
             Event::CudaGraphDisabled { step, reason } if self.look.verbosity == Verbosity::Verbose => {
                 line(label("graph"), format!("step {}  no CUDA graph: {reason}", count(*step)))
             }
-            Event::DeviceHeap { synchronizes, arena_passes, .. } if self.look.verbosity == Verbosity::Verbose => {
-                let text = format!("{} passes from an arena, {synchronizes} synchronizes to move memory", count(*arena_passes));
+            Event::DeviceHeap { synchronizes, arena_passes, .. }
+                if self.look.verbosity == Verbosity::Verbose =>
+            {
+                let text = format!(
+                    "{} passes from an arena, {synchronizes} synchronizes to move memory",
+                    count(*arena_passes)
+                );
                 line(label("heap"), text)
             }
             Event::Step { .. }
@@ -356,7 +364,12 @@ folder   runs/shapes/1
                 cause: "aborted (an allocation failed)".into(),
                 budget: 64 << 20,
             }),
-            at(Event::CudaGraphCaptured { step: 2, launches: 120, arena_bytes: 1 << 20, arena_waste_bytes: 1 << 10 }),
+            at(Event::CudaGraphCaptured {
+                step: 2,
+                launches: 120,
+                arena_bytes: 1 << 20,
+                arena_waste_bytes: 1 << 10,
+            }),
             at(Event::CudaGraphDisabled { step: 2, reason: "memory.graphs is false".into() }),
             samples::checkpoint(1.0, 4),
             samples::best(1.0, 4, 0.25),

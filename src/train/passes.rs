@@ -43,8 +43,14 @@ pub struct Kind {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Captured {
     /// So many launches, in an arena of so many bytes that could have been no smaller than `bound`.
-    Graph { launches: usize, arena: u64, bound: u64 },
-    Not { reason: String },
+    Graph {
+        launches: usize,
+        arena: u64,
+        bound: u64,
+    },
+    Not {
+        reason: String,
+    },
 }
 
 pub struct Passes {

@@ -176,8 +176,8 @@ pub fn follow(
     };
     let ledgers = Ledgers::new(setup, options.ram, options.fault.clone());
     let mut step = 0;
-    let result =
-        Run::new(setup, &options, &folder, plan, (way, descent), (ledgers, graphs), &mut report).and_then(|mut run| {
+    let result = Run::new(setup, &options, &folder, plan, (way, descent), (ledgers, graphs), &mut report)
+        .and_then(|mut run| {
             let begun = match options.wish.resume.is_some() {
                 true => run.begin(newest.found.is_none()).and_then(|()| run.resume(newest)),
                 false => run.begin(true),

@@ -91,7 +91,13 @@ impl Setup {
         match &self.card {
             Some(card) => {
                 let device = format!("cuda:{}", card.ordinal);
-                Machine { device, vram: card.limit, context: card.context, capability: card.capability, ..cpu }
+                Machine {
+                    device,
+                    vram: card.limit,
+                    context: card.context,
+                    capability: card.capability,
+                    ..cpu
+                }
             }
             None => cpu,
         }

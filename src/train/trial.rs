@@ -112,7 +112,12 @@ fn run(
 }
 
 fn updates(setup: &Setup, ledgers: Ledgers, one: Considered) -> Result<f64, Failure> {
-    let mut engine = Engine::new(setup, ledgers.clone(), one.way.recompute, setup.job.memory.graphs && setup.offload.is_empty())?;
+    let mut engine = Engine::new(
+        setup,
+        ledgers.clone(),
+        one.way.recompute,
+        setup.job.memory.graphs && setup.offload.is_empty(),
+    )?;
     let micro_batch = one.split.micro_batch.min(setup.sets.train.len() as usize);
     let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", setup.pipeline(micro_batch));
     let _prefetch = prefetch.map_err(StepError::Oom)?;

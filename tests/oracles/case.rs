@@ -103,7 +103,7 @@ fn targets(batch: usize, classes: usize) -> Tensor {
 
 impl Case {
     fn new(name: &'static str, model: Model, features: Features, inputs: Tensor, targets: Tensor) -> Self {
-        let (batch, lengths) = (Batch { inputs, targets }, None);
+        let (batch, lengths) = (Batch { inputs, targets, staged: None }, None);
         Self { name, model, features, batch, lengths, wide: false }
     }
 
@@ -208,7 +208,11 @@ impl Network<'_> {
     /// A micro-batch of rows of the batch, as the network takes it.
     fn part(&self, from: usize, rows: usize) -> Batch {
         let part = |t: &Tensor| t.narrow(0, from, rows).unwrap();
-        let batch = Batch { inputs: part(&self.case.batch.inputs), targets: part(&self.case.batch.targets) };
+        let batch = Batch {
+            inputs: part(&self.case.batch.inputs),
+            targets: part(&self.case.batch.targets),
+            staged: None,
+        };
         match batch.inputs.dtype() {
             DType::F32 => Batch { inputs: batch.inputs.to_dtype(self.dtype).unwrap(), ..batch },
             _ => batch,
@@ -224,6 +228,7 @@ impl Network<'_> {
             epoch: 0,
             ids,
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
+            staged: None,
             scale: 1.0 / self.case.targets(),
             along: Along::default(),
         };

@@ -303,7 +303,8 @@ mod tests {
             let batch = sizes.samples_at_once(16);
             let qkv = Tensor::zeros((batch, length, sizes.packed()), DType::BF16, &device).unwrap();
             let causal = i % 2 == 0;
-            let attention = Attention { sizes, causal, rotary: None, lengths: None, staged: None, mask: None };
+            let attention =
+                Attention { sizes, causal, rotary: None, lengths: None, staged: None, mask: None };
             let asked =
                 [false, true].map(|backward| attention.fused_bytes(card, &qkv, backward).unwrap() as u64);
             let (forward, backward) = sizes.card_workspace(DType::BF16, batch, false, false);

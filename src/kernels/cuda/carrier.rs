@@ -93,7 +93,11 @@ impl Carrier {
 
     /// Carries a batch that [fits](Self::fits), and lets `take` read the parts that arrive. What it makes of them must not
     /// share their memory, which the next batch overwrites.
-    pub fn carry<R>(&mut self, parts: &[Part; PARTS], take: impl FnOnce(&[Tensor]) -> Result<R>) -> Result<R> {
+    pub fn carry<R>(
+        &mut self,
+        parts: &[Part; PARTS],
+        take: impl FnOnce(&[Tensor]) -> Result<R>,
+    ) -> Result<R> {
         // Long done, unless the host is two micro-batches ahead of the card.
         self.copied.synchronize().w()?;
         self.copying.wait(&self.taken).w()?;
@@ -186,7 +190,9 @@ mod tests {
             let parts = [part(&inputs, WIDTH, WIDTH), part(&targets, 5, 2), part(&ids, 1, 1)];
             let carrier: &mut Carrier = carrier.get_or_insert_with(|| Carrier::new(&device, &parts).unwrap());
             assert!(carrier.fits(&parts));
-            let take = |arrived: &[Tensor]| arrived.iter().map(|part| copy(&device, part)).collect::<Result<Vec<_>>>();
+            let take = |arrived: &[Tensor]| {
+                arrived.iter().map(|part| copy(&device, part)).collect::<Result<Vec<_>>>()
+            };
             made.push(carrier.carry(&parts, take).unwrap());
             (0..4).for_each(|_| drop(busy.matmul(&busy).unwrap()));
             let cut: Vec<u32> = targets.chunks(5).flat_map(|row| row[..2].to_vec()).collect();
@@ -207,7 +213,11 @@ mod tests {
                 dtype,
                 shape: vec![rows, width],
             };
-            carrier.fits(&[part(&large, WIDTH, dtype), part(&small, 1, DType::U32), part(&small, 1, DType::U32)])
+            carrier.fits(&[
+                part(&large, WIDTH, dtype),
+                part(&small, 1, DType::U32),
+                part(&small, 1, DType::U32),
+            ])
         };
         assert!(!fits(9, DType::U32), "too many rows");
         assert!(!fits(1, DType::F32), "of another type");

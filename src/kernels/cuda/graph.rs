@@ -58,7 +58,9 @@ impl Graph {
                 format!("the driver refused the capture: {error}")
             }
             (None, Ok(_), Ok(()), Ok(graph)) => match Self::new(graph, &stream).made_ready() {
-                Ok(graph) => return Ok(launched.map(|made| (graph, made)).map_err(|error| error.to_string())),
+                Ok(graph) => {
+                    return Ok(launched.map(|made| (graph, made)).map_err(|error| error.to_string()));
+                }
                 Err(reason) => reason,
             },
         };
@@ -84,7 +86,8 @@ impl Graph {
                 return Err("it copies between the host and the device".into());
             }
             let refused = |error| format!("the driver refused the graph: {error}");
-            self.ready = result::graph::instantiate(self.graph, sys::CUgraphInstantiate_flags(0)).map_err(refused)?;
+            self.ready =
+                result::graph::instantiate(self.graph, sys::CUgraphInstantiate_flags(0)).map_err(refused)?;
             result::graph::upload(self.ready, self.stream.cu_stream()).map_err(refused)?;
         }
         Ok(self)

@@ -8,7 +8,13 @@ use candle_core::{Result, Tensor};
 use crate::kernels::cuda::{Stream, checked, code, fresh, pointer, stream};
 use crate::kernels::keys::Keys;
 
-pub(super) fn apply(device: &CudaDevice, x: &Tensor, threshold: u64, scale: f64, keys: &Keys) -> Result<Tensor> {
+pub(super) fn apply(
+    device: &CudaDevice,
+    x: &Tensor,
+    threshold: u64,
+    scale: f64,
+    keys: &Keys,
+) -> Result<Tensor> {
     let y = fresh(device, x.dtype(), x.shape())?;
     let samples = x.dim(0)?;
     let width = x.elem_count() / samples.max(1);

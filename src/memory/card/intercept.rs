@@ -100,6 +100,7 @@ pub unsafe extern "C" fn cuMemFreeAsync(pointer: sys::CUdeviceptr, stream: sys::
 fn drivers(name: &CStr) -> Option<usize> {
     let mut function: *mut c_void = std::ptr::null_mut();
     // SAFETY: the name is a C string, and the result is written to a local.
-    let code = unsafe { sys::cuGetProcAddress_v2(name.as_ptr(), &mut function, 11020, 0, std::ptr::null_mut()) };
+    let code =
+        unsafe { sys::cuGetProcAddress_v2(name.as_ptr(), &mut function, 11020, 0, std::ptr::null_mut()) };
     (code == sys::CUresult::CUDA_SUCCESS && !function.is_null()).then_some(function as usize)
 }

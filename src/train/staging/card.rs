@@ -77,7 +77,12 @@ impl Staged {
         })
     }
 
-    fn with_parts<R>(&self, batch: &data::Batch, wanted: &Wanted, body: impl FnOnce(&[Part; PARTS]) -> R) -> R {
+    fn with_parts<R>(
+        &self,
+        batch: &data::Batch,
+        wanted: &Wanted,
+        body: impl FnOnce(&[Part; PARTS]) -> R,
+    ) -> R {
         let known = keys::staged(batch.epoch, &batch.ids, &batch.lengths);
         let words = Part {
             bytes: bytemuck::cast_slice(&known),
@@ -86,7 +91,11 @@ impl Staged {
             dtype: DType::U32,
             shape: vec![known.len()],
         };
-        body(&[part(&batch.inputs, wanted.inputs.clone()), part(&batch.targets, wanted.targets.clone()), words])
+        body(&[
+            part(&batch.inputs, wanted.inputs.clone()),
+            part(&batch.targets, wanted.targets.clone()),
+            words,
+        ])
     }
 
     /// A palette on the card, (channels, 256), uploaded when it is another than before.
