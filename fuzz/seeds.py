@@ -40,19 +40,6 @@ def idx(count=4, side=3):
     return images + labels + bytes([len(labels) + 1])
 
 
-def safetensors():
-    tensors = {"conv.weight": [3, 2, 2, 2], "bias": [3], "mean": [3]}
-    head, at = {}, 0
-    for name, shape in tensors.items():
-        size = 4
-        for side in shape:
-            size *= side
-        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(head).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(at)
-
-
 def tokenizer(**parts):
     return json.dumps({
         "version": "1.0", "truncation": None, "padding": None,
@@ -64,17 +51,6 @@ def tokenizer(**parts):
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
                   "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
     } | parts).encode()
-
-
-def state():
-    return json.dumps({
-        "format": 2, "step": 1, "cursor": {"update": 1, "done": 0}, "samples": 64, "digest": "ab5cefa74c4ddc2e", "seed": 42,
-        "way": {"micro_batch": 64, "accumulation_steps": 1, "recompute": 0, "eval_micro_batch": 64, "prefetch": 9},
-        "descent": {"larger": [], "failures": 0, "quiet": 1}, "best": [0.1, 1],
-        "scaling": {"factor": 1.0, "quiet": 0, "skipped": 0, "dynamic": False},
-        "left_out": {"train": {"pass": 0, "now": 0, "most": 0}, "valid": {"pass": 1, "now": 0, "most": 0}, "told": []},
-        "metrics": {"valid.loss": 2.3}, "elapsed_s": 5.7, "data_wait_s": 0.001, "files": {},
-    }).encode()
 
 
 def chat(*turns):
@@ -109,8 +85,6 @@ SEEDS = {
                                   "pair": [], "special_tokens": {}}),
     ],
     "tokens": lambda: [struct.pack("<40H", *range(40)), struct.pack("<40I", *range(40))],
-    "safetensors": lambda: [safetensors()],
-    "state": lambda: [state()] + [path.read_bytes() for path in (ROOT.parent / "runs").rglob("state.json")][:5],
 }
 
 kind = sys.argv[1]

@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::path::Path;
+use std::sync::LazyLock;
 
 use serde::Deserialize;
 use toml::de::DeTable;
@@ -73,17 +74,19 @@ impl Job {
 }
 
 fn resolve(text: &str, path: &Path, sets: &[String], sources: &mut Sources) -> Result<Job, Vec<Found>> {
-    let schema = schema();
+    // It is the same for every job, and takes longer to make than a job to read.
+    static SCHEMA: LazyLock<serde_json::Value> = LazyLock::new(schema);
+    let schema = &*SCHEMA;
     let (mut tree, broken) = DeTable::parse_recoverable(text);
     let mut found: Vec<Found> = broken.iter().map(syntax).collect();
     for set in sets {
         let start = sources.add("--set", &format!("--set {set}")) + "--set ".len();
-        found.extend(set::apply(set, start, &mut tree, &schema).err());
+        found.extend(set::apply(set, start, &mut tree, schema).err());
     }
     nothing(found)?;
 
     let file = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    nothing(check::check(&mut tree, &schema, file.parent().unwrap_or(&file)))?;
+    nothing(check::check(&mut tree, schema, file.parent().unwrap_or(&file)))?;
 
     let job = Job::deserialize(toml::de::Deserializer::from(tree.clone()));
     let mut job = job.map_err(|error| vec![syntax(&error)])?;
