@@ -31,7 +31,8 @@ fn main() -> anyhow::Result<()> {
     let (size, seconds, workers): (usize, f64, usize) = (size.parse()?, seconds.parse()?, workers.parse()?);
     let begun = Instant::now();
     let columns = Columns { path: "path".into(), label: "label".into() };
-    let options = Options { channels: 3, max_pixels: 64_000_000, columns, readers: workers };
+    let options =
+        Options { channels: 3, size: [size, size], max_pixels: 64_000_000, columns, readers: workers };
     let set = Set::open(&[folder.into()], options, None, &Opening::default())?;
     let normalise = Normalise { mean: vec![0.485, 0.456, 0.406], std: vec![0.229, 0.224, 0.225] };
     let crop = ResizedCrop { scale: [0.08, 1.0], ratio: [0.75, 4.0 / 3.0] };

@@ -7,5 +7,6 @@ static ALLOCATOR: trainer::memory::measure::Counting = trainer::memory::measure:
 fn main() -> std::process::ExitCode {
     trainer::memory::measure::steady_heap();
     trainer::train::signals::survive_file_limits();
+    trainer::memory::process::small_code_pages();
     trainer::cli::run(std::env::args_os()).into()
 }

@@ -1,8 +1,9 @@
 //! The published bound of the memory plan: over jobs of every model, size, optimizer, precision, split and
-//! with recomputation, the planned peak is never below the measured one and little above it.
+//! with recomputation, the planned peak is never below the measured ones, of the heap and of resident memory, and
+//! little above the larger of both.
 //!
 //! What measures is not what plans. A run in a process of its own tells the peak of its counting allocator,
-//! and the system tells how much of it was resident. `cargo test --test bounds -- --nocapture` prints all.
+//! and the system tells how much of the process was resident. `cargo test --test bounds -- --nocapture` prints all.
 
 use std::fs;
 use std::path::Path;
@@ -19,15 +20,10 @@ static ALLOCATOR: Counting = Counting;
 
 const MIB: u64 = 1 << 20;
 
-/// A plan may be above the measured peak by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
+/// A plan may be above the larger of the measured peaks by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
 const ABOVE: f64 = 0.05;
 const TINY: u64 = 64 * MIB;
 const ABOVE_TINY: u64 = 16 * MIB;
-
-/// Resident bytes that the plan does not count: the program's code and data, stacks, and what the allocator keeps of
-/// what was freed, which grows with the job.
-const BESIDE: u64 = 40 * MIB;
-const BESIDE_SHARE: f64 = 0.1;
 
 /// What a run said and the system saw, in bytes.
 #[derive(Clone, Debug)]
@@ -40,26 +36,31 @@ struct Seen {
 }
 
 impl Seen {
+    /// The larger of the heap's peak and that of resident memory.
+    fn larger(&self) -> u64 {
+        self.measured.max(self.resident)
+    }
+
     /// The plan over what was measured.
     fn above(&self) -> f64 {
-        self.planned as f64 / self.measured as f64 - 1.0
+        self.planned as f64 / self.larger() as f64 - 1.0
     }
 
     /// The most that may be planned.
     fn most(&self) -> u64 {
-        let measured = self.measured;
-        if measured < TINY { measured + ABOVE_TINY } else { (measured as f64 * (1.0 + ABOVE)) as u64 }
+        let larger = self.larger();
+        if larger < TINY { larger + ABOVE_TINY } else { (larger as f64 * (1.0 + ABOVE)) as u64 }
     }
 
     /// What is wrong with the plan, if anything.
     fn wrong(&self) -> Option<String> {
         let Self { planned, measured, resident, .. } = *self;
         if planned < measured {
-            Some(format!("the plan is {} below the measured peak", measured - planned))
+            Some(format!("the plan is {} below the heap's peak", measured - planned))
+        } else if planned < resident {
+            Some(format!("the plan is {} below what was resident", resident - planned))
         } else if planned > self.most() {
-            Some(format!("the plan is {} above the measured peak", planned - measured))
-        } else if resident > planned + BESIDE + (planned as f64 * BESIDE_SHARE) as u64 {
-            Some(format!("{} are resident beside the plan", resident - planned))
+            Some(format!("the plan is {} above the measured peak", planned - self.larger()))
         } else {
             None
         }
@@ -253,7 +254,7 @@ fn highest(job: &Job) -> Seen {
     for _ in 0..2 {
         if highest.planned > highest.most() {
             let again = run(job);
-            highest = if again.measured > highest.measured { again } else { highest };
+            highest = if again.larger() > highest.larger() { again } else { highest };
         }
     }
     highest
@@ -266,9 +267,10 @@ fn run(job: &Job) -> Seen {
     let mut args = vec!["fit", "job.toml", "-q", "--run-dir", "run"];
     let ram;
     if job.recompute {
-        // A byte less than the job as written takes forces it, unless the peak is not in the blocks at all.
+        // Less than the job as written takes forces it, unless the peak is not in the blocks at all. The process is
+        // measured anew in each process, which differs a little.
         let needs = plan(folder.path(), &[])["peak"]["ram_bytes"].as_u64().unwrap();
-        ram = format!("memory.ram={}B", needs - 1);
+        ram = format!("memory.ram={}B", needs - MIB / 2);
         if plan(folder.path(), &["--set", &ram])["verdict"] != "does_not_fit" {
             args.extend(["--set", &ram]);
         }
@@ -313,13 +315,11 @@ fn resident(mut child: Child, code: i32, name: &str) -> u64 {
 
 fn table(rows: &[(String, Seen)]) -> String {
     let mib = |bytes: u64| format!("{:.1}", bytes as f64 / MIB as f64);
-    let mut text =
-        String::from("| job | planned | measured | above | resident | beside |\n|---|---|---|---|---|---|\n");
+    let mut text = String::from("| job | planned | heap | resident | above |\n|---|---|---|---|---|\n");
     for (name, seen) in rows {
         let above = 100.0 * seen.above();
-        let beside = (seen.resident as f64 - seen.planned as f64) / MIB as f64;
         text += &format!(
-            "| {name} | {} | {} | {above:+.1} % | {} | {beside:+.1} |\n",
+            "| {name} | {} | {} | {} | {above:+.1} % |\n",
             mib(seen.planned),
             mib(seen.measured),
             mib(seen.resident)
@@ -354,7 +354,7 @@ fn the_plan_is_never_below_what_is_measured_and_little_above() {
         assert!(rows.len() >= 40);
         let recomputed = rows.iter().filter(|(_, seen)| seen.recomputed > 0).count();
         assert!(recomputed >= 15, "only {recomputed} jobs recompute");
-        let large = rows.iter().filter(|(_, seen)| seen.measured >= TINY).count();
+        let large = rows.iter().filter(|(_, seen)| seen.larger() >= TINY).count();
         assert!(large >= 15, "only {large} jobs are large enough for a share");
     }
 }
@@ -395,6 +395,94 @@ fn padded_samples_stay_within_the_plan_of_the_longest() {
         println!("{}", table(&[(model.replace('\n', " "), seen.clone())]));
         assert_eq!(seen.wrong(), None, "{seen:?}");
     }
+}
+
+/// A PNG of one colour, of (height, width).
+fn png([height, width]: [usize; 2], value: u8) -> Vec<u8> {
+    let mut file = Vec::new();
+    let mut encoder = png::Encoder::new(&mut file, width as u32, height as u32);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_compression(png::Compression::Fast);
+    encoder.write_header().unwrap().write_image_data(&vec![value; 3 * height * width]).unwrap();
+    file
+}
+
+/// Pictures in folders and packed archives, a table and texts that are tokenized: the plan bounds the preparation too,
+/// the first time and once it is done.
+#[cfg(target_os = "linux")]
+#[test]
+fn data_that_is_prepared_stays_within_the_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let mut archive = tar::Builder::new(flate2::write::GzEncoder::new(
+        fs::File::create(path.join("a.tar.gz")).unwrap(),
+        flate2::Compression::fast(),
+    ));
+    for i in 0..24 {
+        // One is much larger than the others.
+        let picture = png(if i == 5 { [1500, 1500] } else { [40 + i, 50] }, i as u8 * 9);
+        let name = format!("{}/{i}.png", ["ant", "bee"][i % 2]);
+        fs::create_dir_all(path.join("pictures").join(&name).parent().unwrap()).unwrap();
+        fs::write(path.join("pictures").join(&name), &picture).unwrap();
+        let mut header = tar::Header::new_gnu();
+        header.set_size(picture.len() as u64);
+        archive.append_data(&mut header, &name, &picture[..]).unwrap();
+    }
+    archive.into_inner().unwrap().finish().unwrap();
+    let row = |i: usize| format!("{},{},{}\n", i % 7, (i * 37 % 100) as f64 / 7.0, ["no", "yes"][i % 2]);
+    fs::write(path.join("a.csv"), "a,b,class\n".to_owned() + &(0..5000).map(row).collect::<String>())
+        .unwrap();
+    fs::write(path.join("a.txt"), "some words and others, again and again. ".repeat(20_000)).unwrap();
+    let cnn = "kind = 'cnn'\nstages = [{ channels = 8 }]\nhidden = [16]";
+    let gpt = "kind = 'gpt'\nlayers = 2\nheads = 2\nwidth = 32\ncontext = 64";
+    let mlp = "kind = 'mlp'\nhidden = [32]";
+    for (name, model, data) in [
+        ("folder", cnn, "kind = 'images'\ntrain = ['pictures']\nimage_size = 32\nvalid_share = 0.3"),
+        ("archive", cnn, "kind = 'images'\ntrain = ['a.tar.gz']\nimage_size = 32\nvalid_share = 0.3"),
+        ("table", mlp, "kind = 'csv'\ntrain = ['a.csv']\ntarget = 'class'"),
+        ("characters", gpt, "kind = 'text'\ntrain = ['a.txt']\ntokens = 'characters'\nvalid_share = 0.01"),
+    ] {
+        let job = format!(
+            "[model]\n{model}\n[data]\n{data}\nprefetch = '1MiB'\n[train]\nbatch_size = 4\nsteps = 4\n[optimizer]\n\
+             kind = 'adamw'\nlr = 0.001\n"
+        );
+        fs::write(path.join("job.toml"), job).unwrap();
+        for time in ["first", "second"] {
+            let child = trainer(path, &["fit", "job.toml", "-q", "--run-dir", "run"]).spawn().unwrap();
+            let seen = seen(path, child, name);
+            println!("{}", table(&[(format!("{name}, {time}"), seen.clone())]));
+            assert_eq!(seen.wrong(), None, "{name}, {time}: {seen:?}");
+            fs::remove_dir_all(path.join("run")).unwrap();
+        }
+    }
+}
+
+/// An image that does not fit ends the run before it begins, by name and with what to do; with either it runs.
+#[cfg(target_os = "linux")]
+#[test]
+fn an_image_that_does_not_fit_is_named_with_its_remedies() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    for i in 0..20 {
+        let name = path.join(format!("pictures/{}/{i}.png", ["ant", "bee"][i % 2]));
+        fs::create_dir_all(name.parent().unwrap()).unwrap();
+        fs::write(name, png(if i == 7 { [5000, 5000] } else { [32, 32] }, i as u8)).unwrap();
+    }
+    let job = "[model]\nkind = 'mlp'\nhidden = [8]\n[data]\nkind = 'images'\ntrain = ['pictures']\nimage_size = 8\n\
+               valid_share = 0.2\non_bad_record = 'skip'\n[train]\nbatch_size = 4\nepochs = 1\n";
+    fs::write(path.join("job.toml"), job).unwrap();
+    let with = |sets: &[&str]| {
+        let args =
+            [&["fit", "job.toml", "-q", "--run-dir", "run", "--set", "memory.ram=64MiB"], sets].concat();
+        let output = trainer(path, &args).output().unwrap();
+        drop(fs::remove_dir_all(path.join("run")));
+        (output.status.code().unwrap(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, said) = with(&[]);
+    assert_eq!(code, 3, "{said}");
+    assert!(said.contains("7.png") && said.contains("memory.ram") && said.contains("max_pixels"), "{said}");
+    assert_eq!(with(&["--set", "memory.ram=256MiB"]).0, 0);
+    assert_eq!(with(&["--set", "data.max_pixels=24999999"]).0, 0);
 }
 
 /// The comparison can fail: what is held back from the plan is seen by the allocator's count and by the system.

@@ -38,7 +38,7 @@ fn decoding_takes_no_more_than_is_counted() {
         fs::create_dir_all(root.join("a")).unwrap();
         fs::write(root.join("a").join(format!("x.{ending}")), bytes).unwrap();
         let columns = Columns { path: "path".into(), label: "label".into() };
-        let options = Options { channels: 3, max_pixels: 1 << 20, columns, readers: 1 };
+        let options = Options { channels: 3, size: [224, 224], max_pixels: 1 << 20, columns, readers: 1 };
         let opening = Opening { cache: Cache::at(folder.path().join("cache")), ..Opening::default() };
         let set = Arc::new(Set::open(&[root], options, None, &opening).unwrap());
         let resized_crop = Some(ResizedCrop { scale: [0.5, 1.0], ratio: [0.75, 1.33] });

@@ -53,6 +53,7 @@ fn published() -> PathBuf {
 
 fn trainer(folder: &Path, args: &[&str]) -> (i32, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .env("TRAINER_PROCESS_BYTES", "0")
         .args(args)
         .envs(SETS.map(|(name, path)| (name, published().join(path))))
         .current_dir(folder)

@@ -29,6 +29,7 @@ fn root() -> &'static Path {
 
 fn trainer(folder: &Path, args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.env("TRAINER_PROCESS_BYTES", "0");
     command.args(args).current_dir(folder).env_remove("NO_COLOR").env("COLUMNS", "100");
     // What a plan takes depends on the threads.
     command.env("RAYON_NUM_THREADS", "2");
@@ -235,6 +236,7 @@ fn a_reader_that_goes_away_is_no_error() {
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
         let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+            .env("TRAINER_PROCESS_BYTES", "0")
             .args(args)
             .stdout(OwnedFd::from(writer))
             .stderr(Stdio::piped())

@@ -12,6 +12,7 @@ use trainer::train::setup::Setup;
 
 fn trainer(folder: &Path, args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .env("TRAINER_PROCESS_BYTES", "0")
         .args(args)
         .current_dir(folder)
         .stdin(Stdio::null())

@@ -108,6 +108,7 @@ struct Left {
 
 fn run(folder: &Path, name: &str, fault: Option<u64>, sets: &[String]) -> Left {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.env("TRAINER_PROCESS_BYTES", "0");
     command.args(["fit", "job.toml", "-q", "--run-dir", name]).current_dir(folder).stdin(Stdio::null());
     command.args(sets.iter().flat_map(|set| ["--set", set]));
     command.envs(fault.map(|ask| (FAULT, ask.to_string())));

@@ -44,7 +44,12 @@ fn job(train: &str, more: &str) -> String {
 
 /// The exit code, the document or the last line of stdout, and stderr.
 fn trainer(folder: &Path, args: &[&str]) -> (i32, Value, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_trainer")).args(args).current_dir(folder).output().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .env("TRAINER_PROCESS_BYTES", "0")
+        .args(args)
+        .current_dir(folder)
+        .output()
+        .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     let last =
         serde_json::from_str(&text).or_else(|_| serde_json::from_str(text.lines().last().unwrap_or("null")));

@@ -24,6 +24,7 @@ steps = 3
 
 fn trainer(folder: &Path, args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.env("TRAINER_PROCESS_BYTES", "0");
     command.args(args).current_dir(folder).env("RAYON_NUM_THREADS", "2").stdin(Stdio::null());
     command.output().unwrap()
 }

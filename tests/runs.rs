@@ -51,6 +51,7 @@ fn folder() -> tempfile::TempDir {
 
 fn command(folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.env("TRAINER_PROCESS_BYTES", "0");
     command.args(args).current_dir(folder).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

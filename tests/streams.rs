@@ -272,6 +272,7 @@ fn tables(folder: &Path) {
 
 fn trainer(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.env("TRAINER_PROCESS_BYTES", "0");
     let output = command.args(args).current_dir(folder).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (output.status.code(), text(&output.stdout), text(&output.stderr))

@@ -42,6 +42,7 @@ fn folder(job: &str) -> tempfile::TempDir {
 
 fn command(folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.env("TRAINER_PROCESS_BYTES", "0");
     command.args(["fit", "job.toml", "--run-dir", "run"]).args(args).current_dir(folder);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -258,6 +259,7 @@ fn a_budget_learns_from_what_nobody_asked_for() {
     let folder = folder(JOB);
     let needs = {
         let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+            .env("TRAINER_PROCESS_BYTES", "0")
             .args(["plan", "job.toml", "--ram", "1GiB", "--json"])
             .current_dir(folder.path())
             .output()

@@ -48,6 +48,7 @@ fn fit(folder: &Path, run: &str) -> (i32, Vec<Value>, String) {
 
 fn fit_with(folder: &Path, arguments: &[&str]) -> (i32, Vec<Value>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .env("TRAINER_PROCESS_BYTES", "0")
         .args(["fit", "job.toml", "--json"])
         .args(arguments)
         .current_dir(folder)
@@ -132,6 +133,7 @@ fn embedding_folder() -> tempfile::TempDir {
 
 fn trainer(folder: &Path, arguments: &[&str]) -> (i32, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .env("TRAINER_PROCESS_BYTES", "0")
         .args(arguments)
         .current_dir(folder)
         .stdin(Stdio::null())

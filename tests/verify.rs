@@ -9,6 +9,7 @@ use serde_json::Value;
 fn verify(folder: &Path, job: &str, args: &[&str]) -> Output {
     fs::write(folder.join("job.toml"), job).unwrap();
     Command::new(env!("CARGO_BIN_EXE_trainer"))
+        .env("TRAINER_PROCESS_BYTES", "0")
         .args([&["verify", "job.toml"], args].concat())
         .current_dir(folder)
         .stdin(Stdio::null())

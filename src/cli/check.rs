@@ -3,7 +3,7 @@
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::{Common, Exit, JobFile, say};
+use super::{Common, Exit, JobFile, say, start_threads};
 use crate::job::{Job, Length};
 use crate::layers::{At, Layer};
 use crate::report::data;
@@ -26,6 +26,7 @@ pub struct Check {
 impl Check {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
+        start_threads()?;
         // Opening the data and building the network needs no budget: nothing is allocated for them.
         let setup = Setup::open(job, u64::MAX, &common.opening())?;
         let (sets, skip_bad) = (&setup.sets, setup.reading(1, 0).skip_bad);

@@ -7,10 +7,10 @@ use std::str::FromStr;
 
 use clap::Args;
 
-use super::{Common, Exit, JobFile, Stop, plan};
+use super::{Common, Exit, JobFile, Stop, plan, start_threads};
 use crate::job::Job;
 use crate::memory::pressure::Watch;
-use crate::memory::{budget, probe};
+use crate::memory::{budget, probe, refusal};
 use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
 use crate::train::folder::{Folder, Wish};
 use crate::train::hooks::{Deaths, Hooks};
@@ -58,10 +58,15 @@ impl Fit {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
         let orders = Orders::received()?;
+        if orders.is_none() {
+            // A worker's abort tells its supervisor to start another with less memory.
+            refusal::end_with(Exit::Memory.code().into())?;
+        }
         // What the lock says was heeded by the process that gave the orders.
         if self.dry_run || self.locking.any() && orders.is_none() {
+            start_threads()?;
             let machine = plan::here(&job, common)?;
-            let setup = Setup::open(job.clone(), machine.ram, &common.opening())?;
+            let setup = Setup::open(job.clone(), machine.ram, &common.opening())?.measured();
             let planned = setup.plan_for(&machine);
             self.locking.heed(&self.job.path, &setup, &machine, &planned)?;
             if self.dry_run {
@@ -79,6 +84,7 @@ impl Fit {
             return Ok(Exit::Worker(code as u8));
         }
         let run_dir = owned.as_ref().map(|(folder, _)| folder.root.clone());
+        start_threads()?;
         let (wish, heard, restart) = match orders {
             None => {
                 let resume = self.resume.is_some().then_some(None);
@@ -96,6 +102,7 @@ impl Fit {
             max_steps: self.max_steps,
             ram: budget::host(&job.memory, &probe::host()?),
             card: common.card(&job.memory)?,
+            own_process: true,
             opening: common.opening(),
             fault: hook("TRAINER_FAULT_ASK")?,
             signals: Signals::watch(heard)?,

@@ -210,6 +210,12 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Err(error) => return usage(&error, args.iter().any(|arg| arg == "--json")),
     };
     let common = &cli.common;
+    // `fit` decides for itself: its worker has a supervisor.
+    if !matches!(cli.command, Command::Fit(_))
+        && let Err(error) = crate::memory::refusal::end_with(Exit::Memory.code().into())
+    {
+        return exit::tell(&error.into(), common.json, common.color);
+    }
     let done = match &cli.command {
         Command::Fit(fit) => fit.run(common),
         Command::Plan(plan) => plan.run(common),
@@ -221,6 +227,25 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Completions(completions) => completions.run(),
     };
     done.unwrap_or_else(|error| exit::tell(&error, common.json, common.color))
+}
+
+/// Starts the threads that compute, before anything needs them: a system that refuses one is an error then.
+pub fn start_threads() -> Result<(), Stop> {
+    match rayon::ThreadPoolBuilder::new().build_global() {
+        // Without a cause they run already.
+        Err(error) => match std::error::Error::source(&error) {
+            Some(cause) => Err(Stop {
+                exit: Exit::Failure,
+                message: format!("cannot start the threads that compute: {cause}"),
+                hint: Some(
+                    "raise the limits on processes (`ulimit -u`) and addresses (`ulimit -v`), or set RAYON_NUM_THREADS"
+                        .into(),
+                ),
+            }),
+            None => Ok(()),
+        },
+        Ok(()) => Ok(()),
+    }
 }
 
 /// Help and version are data; what clap refuses is bad usage.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::Args;
 
-use super::{Common, Exit, JobFile, Stop, say};
+use super::{Common, Exit, JobFile, Stop, say, start_threads};
 use crate::job::Job;
 use crate::layers::{Capability, HOPPER};
 use crate::memory::budget::Machine;
@@ -86,6 +86,7 @@ pub struct Locking {
 impl Plan {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let mut job = common.job(&self.job.path)?;
+        start_threads()?;
         job.memory.ram = self.ram.unwrap_or(job.memory.ram);
         let mut machine = match self.ram {
             // A size on the command line is of a machine that is not here; all else is of this one.
@@ -100,7 +101,7 @@ impl Plan {
             machine = Machine { device: "cuda".into(), vram, context: 0, capability, ..machine };
         }
         let job_memory = job.memory.clone();
-        let mut setup = Setup::open(job, machine.ram, &common.opening())?;
+        let mut setup = Setup::open(job, machine.ram, &common.opening())?.measured();
         let plan = match self.measure {
             // On a thread of the pool, as a run is.
             true => {
@@ -117,7 +118,7 @@ impl Plan {
 /// This machine, with the card that is meant.
 pub fn here(job: &Job, common: &Common) -> anyhow::Result<Machine> {
     let host = probe::host()?;
-    let cpu = Machine::cpu(budget::host(&job.memory, &host), host.usable());
+    let cpu = Machine::cpu(budget::host(&job.memory, &host), host.for_process());
     Ok(match common.seen()? {
         Some(seen) => {
             let (device, vram) = (format!("cuda:{}", seen.ordinal), budget::card(&job.memory, &seen));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{Common, Exit, JobFile, Stop, plan, say};
+use super::{Common, Exit, JobFile, Stop, plan, say, start_threads};
 use crate::memory;
 use crate::report::{self, Verbosity};
 use crate::train::Failure;
@@ -36,9 +36,10 @@ pub struct Verify {
 impl Verify {
     pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
         let job = common.job(&self.job.path)?;
+        start_threads()?;
         let ram = memory::budget::host(&job.memory, &memory::probe::host()?);
         let card = common.card(&job.memory)?;
-        let setup = Setup::open(job, ram, &common.opening())?.on_card(card);
+        let setup = Setup::open(job, ram, &common.opening())?.on_card(card).measured();
         let proof = Proof {
             updates: self.updates,
             ram,

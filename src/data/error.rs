@@ -2,6 +2,8 @@
 
 use std::{io, path::PathBuf, sync::Arc};
 
+use crate::units::Bytes;
+
 /// A fault of the data or of reading it. The message says what was found; [`DataError::hint`] what to
 /// do. It can be cloned because a loader that failed keeps failing with the same error.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -70,6 +72,12 @@ pub enum DataError {
     #[error("`{}` holds {bytes} bytes of samples, more than the {limit} allowed", file.display())]
     TooLarge { file: PathBuf, bytes: u64, limit: u64 },
 
+    #[error("decoding `{}` takes {}, and {} were planned for a picture", picture.display(), Bytes(*bytes), Bytes(*limit))]
+    Decode { picture: PathBuf, bytes: u64, limit: u64 },
+
+    #[error("preparing the data with `{}` takes {}, and {} are left for it", what.display(), Bytes(*bytes), Bytes(*limit))]
+    Prepare { what: PathBuf, bytes: u64, limit: u64 },
+
     #[error("no host memory for {bytes} bytes of samples")]
     OutOfMemory { bytes: u64 },
 
@@ -126,6 +134,12 @@ impl DataError {
             DataError::TooLarge { .. } | DataError::OutOfMemory { .. } => {
                 "raise the host memory budget or use a smaller set"
             }
+            DataError::Prepare { .. } => {
+                "raise `memory.ram`, or prepare the data where there is more memory: it is kept in `runs/.data`"
+            }
+            DataError::Decode { .. } => {
+                "raise `memory.ram`, or set `data.max_pixels` below its size, which makes it a bad record"
+            }
             DataError::Setting { .. }
             | DataError::Thread { .. }
             | DataError::Panicked { .. }
@@ -135,7 +149,13 @@ impl DataError {
 
     /// Whether the cause is a lack of host memory rather than the data.
     pub fn is_memory(&self) -> bool {
-        matches!(self, DataError::TooLarge { .. } | DataError::OutOfMemory { .. })
+        matches!(
+            self,
+            DataError::TooLarge { .. }
+                | DataError::OutOfMemory { .. }
+                | DataError::Decode { .. }
+                | DataError::Prepare { .. }
+        )
     }
 
     /// Whether one record is at fault, so that the set could be read without it.

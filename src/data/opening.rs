@@ -1,8 +1,12 @@
 //! What opening a set may use, and whom it tells of work that takes long.
 
+use std::path::Path;
 use std::sync::Arc;
 
+use super::DataError;
 use super::cache::Cache;
+use super::picture::Large;
+use crate::memory::probe;
 
 /// The means at hand when a set is opened.
 #[derive(Clone)]
@@ -16,6 +20,8 @@ pub struct Opening {
     /// Where what was found out about files is kept for the next time.
     pub cache: Cache,
     pub watch: Arc<dyn Watch>,
+    /// Pictures that are decoded one at a time because of their size.
+    pub large: Arc<Large>,
 }
 
 impl Default for Opening {
@@ -26,6 +32,18 @@ impl Default for Opening {
             shuffle_buffer: 64 << 20,
             cache: Cache::default(),
             watch: Arc::new(Unwatched),
+            large: Arc::default(),
+        }
+    }
+}
+
+impl Opening {
+    /// Before `what` is prepared, which takes so many bytes: refuses what does not fit in the memory there is for it.
+    pub fn prepare(&self, what: &Path, bytes: u64) -> Result<(), DataError> {
+        let limit = self.max_bytes.saturating_sub(probe::status("VmRSS:").unwrap_or(0));
+        match bytes <= limit {
+            true => Ok(()),
+            false => Err(DataError::Prepare { what: what.to_owned(), bytes, limit }),
         }
     }
 }

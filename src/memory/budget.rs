@@ -34,10 +34,10 @@ impl Machine {
     }
 }
 
-/// Host bytes a job may use on this machine now. `auto` is what is available less the headroom; a size or
-/// a share is taken as stated, but never more than what is available.
+/// Host bytes a job may use on this machine now, this process included. `auto` is what is available less the headroom;
+/// a size or a share is taken as stated, but never more than what is available.
 pub fn host(memory: &Memory, host: &Host) -> u64 {
-    let there = Bytes(host.usable());
+    let there = Bytes(host.for_process());
     let stated = match memory.ram {
         Size::Auto => memory.usable(there),
         Size::Bytes(bytes) => bytes,

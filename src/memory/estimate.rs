@@ -12,6 +12,7 @@ use candle_core::DType;
 
 use super::ledger::{Entry, Ledger};
 use super::plan::{Offload, Part, Phase, Place, Role};
+use super::process::Process;
 use super::trail::{self, Blocks};
 use crate::features::{Features, Input};
 use crate::kernels::keys;
@@ -37,6 +38,9 @@ pub const PRODUCTS: u64 = 32 << 20;
 /// What batches on their way to a card are held as.
 pub const STAGED: &str = "micro-batch on its way";
 
+/// The phase before the first step: data is found, counted, tokenized.
+pub const PREPARATION: &str = "preparation";
+
 const MASTER: &str = "master weights";
 const GRADIENTS: &str = "gradients";
 
@@ -60,6 +64,8 @@ pub struct Subject<'a> {
     pub average: bool,
     /// Bytes the data holds whatever the batch.
     pub resident_data: u64,
+    /// What the process takes beside its heap, and took to prepare the data.
+    pub process: Process,
     /// Host bytes the run may use.
     pub ram: u64,
     /// Bytes the loader holds for a micro-batch of this size, within so many host bytes.
@@ -158,7 +164,8 @@ fn wide(dtype: DType) -> u64 {
 /// Where something of this role is, when nothing is offloaded.
 pub fn place(role: Role, on: On) -> Place {
     match (role, on) {
-        (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve, _) | (_, On::Cpu { .. }) => Place::Ram,
+        (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve | Role::Process, _)
+        | (_, On::Cpu { .. }) => Place::Ram,
         (_, On::Cuda { .. }) => Place::Vram,
     }
 }
@@ -179,6 +186,12 @@ pub fn permanent(s: &Subject, offload: &[Offload]) -> Vec<(Role, &'static str, u
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
         (Role::DataPipeline, "data in memory", s.resident_data),
     ];
+    // Asks are counted: what was not measured is not asked for.
+    let measured = [
+        (Role::Process, "process", s.process.beside_heap),
+        (Role::DataPipeline, "left by preparation", s.process.left_behind),
+    ];
+    all.extend(measured.into_iter().filter(|(_, _, bytes)| *bytes > 0));
     if s.on_device() {
         all.push((Role::Workspace, "matrix products", PRODUCTS));
         all.push((Role::Workspace, "rounding", ROUNDING));
@@ -427,7 +440,10 @@ impl Predict for Estimator<'_> {
             };
             (*phase, held)
         });
-        Estimate::new(phases.collect(), 2 * trained.away)
+        // Measured: it is over when the plan is made, and nothing a plan changes makes it smaller.
+        let preparation = Held { vram: 0, ram: self.subject.process.prepared };
+        let all = std::iter::once((PREPARATION, preparation)).filter(|(_, held)| held.ram > 0).chain(phases);
+        Estimate::new(all.collect(), 2 * trained.away)
     }
 
     fn parts(&self, way: Way) -> Vec<Part> {
@@ -445,6 +461,10 @@ impl Predict for Estimator<'_> {
                     parts.push(Part { name: name.into(), role, bytes, r#where: place });
                 }
             };
+            if *phase == PREPARATION {
+                add(PREPARATION, Role::DataPipeline, peak);
+                continue;
+            }
             let budget = self.subject.ram;
             let stated = self.lasting(way, budget).into_iter().chain(self.passing(way, budget, phase));
             for (role, name, bytes, _) in stated.filter(|part| part.3 == place) {

@@ -4,6 +4,7 @@
 //! an allocation; the peak is exact for the heap and says nothing of code, stacks or mapped files. Large
 //! buffers go to [`super::pages`].
 
+use super::refusal;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 
@@ -56,6 +57,7 @@ fn counted(layout: Layout, zeroed: bool, small: unsafe fn(&System, Layout) -> *m
     if pointer.is_null() {
         shrank(layout.size());
         refused();
+        refusal::note(layout.size());
     }
     pointer
 }
@@ -116,6 +118,7 @@ unsafe impl GlobalAlloc for Counting {
         let moved = unsafe { System.realloc(pointer, layout, size) };
         if moved.is_null() {
             refused();
+            refusal::note(size);
         } else {
             // While the system copies, both blocks may be there; count them as if they were.
             grew(size);
@@ -139,10 +142,18 @@ pub fn steady_heap() {
         // SAFETY: all set plain numbers of the allocator. One that refuses them goes on as it was.
         unsafe {
             mallopt(MMAP_THRESHOLD, pages::LARGE as i32);
-            mallopt(TRIM_THRESHOLD, 16 * pages::LARGE as i32);
+            mallopt(TRIM_THRESHOLD, 4 * pages::LARGE as i32);
             mallopt(ARENA_MAX, 1);
         }
     }
+}
+
+/// States the planned peak of the heap in bytes: freed buffers are kept for later up to it, and no further.
+pub fn set_planned(bytes: u64) {
+    #[cfg(target_os = "linux")]
+    pages::set_planned(bytes);
+    #[cfg(not(target_os = "linux"))]
+    let _ = bytes;
 }
 
 /// Heap bytes in use now; 0 where [`Counting`] is not installed.

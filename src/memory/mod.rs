@@ -19,6 +19,8 @@ pub mod placement;
 pub mod plan;
 pub mod pressure;
 pub mod probe;
+pub mod process;
+pub mod refusal;
 pub mod search;
 pub mod time;
 pub mod trail;

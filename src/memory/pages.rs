@@ -3,9 +3,9 @@
 //! A step asks for the same large buffers again and again. Given back to the system each time, every page
 //! of them is zeroed again by the kernel; left on the heap, the holes between them stay resident. Here the
 //! pages of a freed buffer wait for the next ask, neighbours become one, an ask takes the beginning of the
-//! smallest run that is long enough; and what waits plus what is in use is never more than
-//! [`SLACK`] above the most that was in use at once: keeping buffers costs next to no memory the run did not
-//! already need.
+//! smallest run that is long enough. What waits plus what is in use is never more than the planned peak of the heap
+//! ([`set_planned`]), so that keeping buffers takes no memory that the plan did not count; without a plan it is never
+//! more than [`SLACK`] above the most that was in use at once.
 
 use std::alloc::Layout;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 pub const LARGE: usize = 256 << 10;
 const PAGE: usize = 4096;
 const HUGE_PAGE: usize = 2 << 20;
-/// Bytes that may wait even at the peak, so that the few buffers not in use there are not mapped anew each step.
+/// Bytes that may wait even at the peak where nothing was planned, so that the few buffers not in use there are not
+/// mapped anew each step.
 const SLACK: u64 = 4 << 20;
 /// Runs that may wait at once. A network that leaves more than this loses only some time.
 const SLOTS: usize = 1024;
@@ -40,10 +41,17 @@ struct Waiting {
     bytes: u64,
     /// The most bytes in use at once since the last [`give_back`].
     highest: u64,
+    /// The planned peak of the heap; 0 where there is no plan.
+    planned: u64,
 }
 
-static WAITING: Mutex<Waiting> =
-    Mutex::new(Waiting { kept: [Kept { address: 0, len: 0 }; SLOTS], count: 0, bytes: 0, highest: 0 });
+static WAITING: Mutex<Waiting> = Mutex::new(Waiting {
+    kept: [Kept { address: 0, len: 0 }; SLOTS],
+    count: 0,
+    bytes: 0,
+    highest: 0,
+    planned: 0,
+});
 
 /// Numbers only, whole after every statement; a panic elsewhere cannot spoil them.
 fn waiting() -> MutexGuard<'static, Waiting> {
@@ -97,12 +105,13 @@ impl Waiting {
         kept
     }
 
-    /// Unmaps so much of the oldest runs that, with `live` bytes in use, no more is held than ever was in use
-    /// and the slack.
+    /// Unmaps so much of the oldest runs that, with `live` bytes in use, no more is held than was planned, or ever
+    /// was in use.
     fn trim(&mut self, live: u64) {
         self.highest = self.highest.max(live);
-        while self.count > 0 && live + self.bytes > self.highest + SLACK {
-            let over = (live + self.bytes - self.highest - SLACK) as usize;
+        let most = if self.planned == 0 { self.highest + SLACK } else { self.highest.max(self.planned) };
+        while self.count > 0 && live + self.bytes > most {
+            let over = (live + self.bytes - most) as usize;
             let oldest = self.kept[0];
             let len = over.next_multiple_of(PAGE).min(oldest.len);
             if len == oldest.len {
@@ -190,6 +199,11 @@ pub fn give_back() {
     waiting.highest = 0;
 }
 
+/// States the planned peak of the whole heap in bytes, up to which freed buffers are kept; 0 for none.
+pub fn set_planned(bytes: u64) {
+    waiting().planned = bytes;
+}
+
 /// Bytes that wait to be used again.
 pub fn kept() -> u64 {
     waiting().bytes
@@ -258,8 +272,13 @@ mod tests {
 
     #[test]
     fn pages_of_a_freed_buffer_serve_the_next_and_neighbours_are_joined() {
-        let mut waiting =
-            Box::new(Waiting { kept: [Kept { address: 0, len: 0 }; SLOTS], count: 0, bytes: 0, highest: 0 });
+        let mut waiting = Box::new(Waiting {
+            kept: [Kept { address: 0, len: 0 }; SLOTS],
+            count: 0,
+            bytes: 0,
+            highest: 0,
+            planned: 0,
+        });
         let at = |page: usize, pages: usize| Kept { address: page * PAGE, len: pages * PAGE };
         for run in [at(10, 5), at(20, 8), at(15, 5)] {
             waiting.put(run);

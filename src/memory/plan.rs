@@ -67,7 +67,7 @@ pub struct Budget {
 pub struct Peak {
     pub vram_bytes: u64,
     pub ram_bytes: u64,
-    /// The phase the peak falls in: `forward`, `backward`, `update`, `eval`, `checkpoint`.
+    /// The phase the peak falls in: `preparation`, `forward`, `backward`, `update`, `eval`, `checkpoint`.
     pub phase: String,
 }
 
@@ -129,7 +129,7 @@ pub struct Shrunk {
 /// The highest moment of a phase.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Phase {
-    /// `forward`, `backward`, `update`, `eval` or `checkpoint`.
+    /// `preparation` (of the data), `forward`, `backward`, `update`, `eval` or `checkpoint`.
     pub name: String,
     pub vram_bytes: u64,
     pub ram_bytes: u64,
@@ -155,6 +155,8 @@ pub enum Role {
     DataPipeline,
     CheckpointWriting,
     Reserve,
+    // Resident memory beside the heap: code, stacks, what the allocator and libraries keep.
+    Process,
 }
 
 impl std::fmt::Display for Role {
@@ -169,6 +171,7 @@ impl std::fmt::Display for Role {
             Role::DataPipeline => "data pipeline",
             Role::CheckpointWriting => "checkpoint writing",
             Role::Reserve => "reserve",
+            Role::Process => "process",
         })
     }
 }

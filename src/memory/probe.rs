@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use sysinfo::{MemoryRefreshKind, RefreshKind, System};
 
+const MIB: u64 = 1 << 20;
+
 /// The host's memory now, and the limits this process lives under. All in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Host {
@@ -88,6 +90,19 @@ impl Host {
     /// Bytes a run can have now.
     pub fn usable(&self) -> u64 {
         self.binding().0
+    }
+
+    /// Bytes this process can have in all: what is left and what it holds already, since a plan counts the whole
+    /// process, less what a limit counts and a plan does not. A cgroup counts page tables, a five-hundredth of the memory
+    /// they are for, and the kernel's own of each thread; `RLIMIT_AS` counts stacks whole, of 2 MiB each.
+    pub fn for_process(&self) -> u64 {
+        let (left, limit) = self.binding();
+        let beside = match limit {
+            Limit::Available => 0,
+            Limit::Cgroup => MIB + self.most() / 256,
+            Limit::AddressSpace => 8 * MIB + 4 * MIB * self.cores as u64,
+        };
+        left.saturating_add(self.resident.unwrap_or(0)).saturating_sub(beside).min(self.most())
     }
 
     /// What decides [`Self::usable`].

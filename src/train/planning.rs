@@ -8,11 +8,12 @@ use crate::layers::{At, On};
 use crate::memory::budget::Machine;
 use crate::memory::estimate::{Estimator, Subject, ranks};
 use crate::memory::ladder;
-use crate::memory::plan::{Disk, Offload, Plan, Split};
+use crate::memory::plan::{Disk, Offload, Plan, Split, Verdict};
 use crate::memory::probe;
 use crate::memory::search::{OFFLOADS, Request};
 use crate::memory::time::Times;
 use crate::optim;
+use crate::units::Bytes;
 
 /// What the ladder compares ways of running with. The ratios matter, not their truth: a layer's fixed cost
 /// against its operations, recomputation against micro-batches, moving against computing.
@@ -41,14 +42,34 @@ const EIGHT_BIT: f64 = 2.0;
 impl Setup {
     /// The memory plan on this machine, within `ram` bytes of the host. Allocates no tensor.
     pub fn plan(&self, ram: u64) -> Plan {
-        self.plan_for(&self.machine(ram, probe::host().map_or(u64::MAX, |host| host.usable())))
+        self.plan_for(&self.machine(ram, probe::host().map_or(u64::MAX, |host| host.for_process())))
     }
 
     /// The memory plan on a machine that need not be here.
     pub fn plan_for(&self, machine: &Machine) -> Plan {
         let request = self.request(machine);
-        let plan = self.with_subject_on(machine, |subject| ladder::plan(&request, &Estimator::new(*subject)));
+        let mut plan =
+            self.with_subject_on(machine, |subject| ladder::plan(&request, &Estimator::new(*subject)));
+        if let Some(image) = self.image_too_large(&plan) {
+            plan.advice = Some(image);
+        }
         Plan { disk: self.disk(&plan.chosen.optimizer), ..plan }
+    }
+
+    /// What to do where it is one image that does not fit.
+    fn image_too_large(&self, plan: &Plan) -> Option<String> {
+        let largest = self.large.largest().filter(|_| plan.verdict == Verdict::DoesNotFit)?;
+        let (needs, beyond) = (plan.peak.ram_bytes, largest.beyond);
+        (needs.saturating_sub(beyond) <= plan.budget.ram_bytes).then(|| {
+            format!(
+                "decoding `{}` takes {}: give the job `memory.ram = \"{}MiB\"`, or make the image a bad record with \
+                 `data.max_pixels = {}`",
+                largest.picture.display(),
+                Bytes(largest.bytes),
+                needs.div_ceil(1 << 20),
+                largest.pixels.saturating_sub(1)
+            )
+        })
     }
 
     /// What the run keeps on disk, with an optimizer of this kind.
@@ -137,6 +158,7 @@ impl Setup {
             update_workspace: optim::workspace_bytes(rule, params, on),
             average: self.job.train.ema.is_some(),
             resident_data: self.resident_data(),
+            process: self.process,
             ram: machine.ram,
             pipeline: &pipeline,
             train_samples: self.sets.train.len(),

@@ -36,6 +36,7 @@ use crate::kernels::judge::Judged;
 use crate::layers::network::StepError;
 use crate::memory::Plan;
 use crate::memory::card::Card;
+use crate::memory::measure;
 use crate::memory::pressure::{Reading, Watch};
 use crate::memory::{Fault, Oom, Reservation};
 use crate::optim::scaling::{self, Scaling};
@@ -59,6 +60,8 @@ pub struct Options {
     pub ram: u64,
     /// The card that computes, if it is not the CPU.
     pub card: Option<Arc<Card>>,
+    /// The process is the run's alone: what it takes beside its heap is measured and planned.
+    pub own_process: bool,
     /// The means to open data.
     pub opening: Opening,
     /// Asks for memory that fail, for tests of recovery.
@@ -174,6 +177,7 @@ pub fn follow(
         }
         None => false,
     };
+    measure::set_planned(plan.peak.ram_bytes.saturating_sub(setup.process.beside_heap));
     let ledgers = Ledgers::new(setup, options.ram, options.fault.clone());
     let mut step = 0;
     let result = Run::new(setup, &options, &folder, plan, (way, descent), (ledgers, graphs), &mut report)

@@ -9,6 +9,7 @@ use super::sets::Sets;
 use crate::data::bad::OnBad;
 use crate::data::loader::Reading;
 use crate::data::order::Order;
+use crate::data::picture::Large;
 use crate::data::{Opening, loader, stream};
 use crate::features::Features;
 use crate::job::{Job, Length, Loading, OnBadRecord, Optimizer, Precision};
@@ -16,7 +17,9 @@ use crate::layers::On;
 use crate::layers::network::Network;
 use crate::memory::budget::Machine;
 use crate::memory::card::Card;
+use crate::memory::measure;
 use crate::memory::plan::Offload;
+use crate::memory::process::Process;
 use crate::models::ModelError;
 use crate::params::Layout;
 use crate::units::{Bytes, Size};
@@ -52,6 +55,12 @@ pub struct Setup {
     pub(super) data_cache_bytes: u64,
     /// What waits in host memory, where the plan took that rung.
     pub offload: &'static [Offload],
+    /// Pictures that are decoded one at a time because of their size.
+    pub large: Arc<Large>,
+    /// Heap bytes that opening the data took and did not give back.
+    pub(super) opened: u64,
+    /// What this process takes beside its heap; nothing until it is measured.
+    pub process: Process,
 }
 
 /// A network for padded samples that are shorter than the longest; its parameters are those of the whole one.
@@ -112,8 +121,12 @@ impl Setup {
     pub fn open(job: Job, ram: u64, opening: &Opening) -> Result<Self, Failure> {
         let (seed, shuffle_buffer) = (job.seed, shuffle_buffer(&job));
         let opening = Opening { max_bytes: ram, seed, shuffle_buffer, ..opening.clone() };
-        let setup = Self::with(Sets::open(&job, &opening)?, job, ram)?;
-        Ok(Self { data_cache_bytes: opening.cache.used_bytes(), ..setup })
+        let before = measure::live();
+        let sets = Sets::open(&job, &opening)?;
+        let opened = measure::live().saturating_sub(before);
+        let setup = Self::with(sets, job, ram)?;
+        let data_cache_bytes = opening.cache.used_bytes();
+        Ok(Self { opened, data_cache_bytes, large: opening.large, ..setup })
     }
 
     /// As [`Setup::new`], with sets that are open already.
@@ -147,6 +160,9 @@ impl Setup {
             offload: &[],
             tokenizer_bytes: sets.train.tokenizer().map_or(0, |text| text.len() as u64),
             data_cache_bytes: 0,
+            large: Arc::default(),
+            opened: 0,
+            process: Process::default(),
             ram,
             card: None,
             job,
@@ -166,6 +182,13 @@ impl Setup {
         Ok(setup)
     }
 
+    /// Gives back what preparing the data left behind, and measures what this process takes beside its heap.
+    pub fn measured(mut self) -> Self {
+        let left_behind = self.opened.saturating_sub(self.resident_data());
+        self.process = Process::measure(self.threads, self.workers, left_behind);
+        self
+    }
+
     pub fn features(&self) -> &Features {
         self.sets.train.features()
     }
@@ -183,7 +206,7 @@ impl Setup {
     /// Bytes that the sets and their orders keep for as long as they live.
     pub fn resident_data(&self) -> u64 {
         let sets = self.sets.train.resident_bytes() + self.sets.valid.resident_bytes();
-        sets + self.order.resident_bytes() + self.valid_order.resident_bytes()
+        sets + self.large.bytes() + self.order.resident_bytes() + self.valid_order.resident_bytes()
     }
 
     /// How samples are read in micro-batches of this size, within so many bytes.

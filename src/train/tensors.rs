@@ -208,7 +208,12 @@ pub(super) fn load_named_if(
     }
     flat.iter().try_for_each(|(spec, range)| {
         let part = buffer.narrow(0, range.start, range.len())?;
-        host::write(&part, |into| fill(&tensors, &spec.name, &spec.shape, spec.lies, into))?.map_err(foreign)
+        host::write(&part, |into| {
+            let bytes = found(&tensors, &spec.name, Dtype::F32, &spec.shape)?;
+            mapped.fill(bytes, &spec.shape, spec.lies, into);
+            Ok(())
+        })?
+        .map_err(foreign)
     })
 }
 
@@ -218,16 +223,23 @@ pub(super) fn load_buffers(file: &Path, buffers: &[(&'static str, Tensor)]) -> R
     let mapped = Mapped::open(file)?;
     let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| foreign(e.to_string()))?;
     for (name, buffer) in buffers {
+        let bytes = |dtype| found(&tensors, name, dtype, buffer.dims()).map_err(foreign);
         match buffer.dtype() {
-            DType::U8 => host::write::<u8, _>(buffer, |all| fill_bytes(&tensors, name, buffer.dims(), all)),
-            _ => host::write::<f32, _>(buffer, |all| fill(&tensors, name, buffer.dims(), Lies::AsNamed, all)),
-        }?
-        .map_err(foreign)?;
+            DType::U8 => {
+                let bytes = bytes(Dtype::U8)?;
+                host::write::<u8, _>(buffer, |all| mapped.copy(bytes, all))?;
+            }
+            _ => {
+                let bytes = bytes(Dtype::F32)?;
+                host::write::<f32, _>(buffer, |all| mapped.copy(bytes, bytemuck::cast_slice_mut(all)))?;
+            }
+        }
     }
     Ok(())
 }
 
-/// A file mapped into memory: loading copies each tensor once.
+/// A file mapped into memory: loading copies each tensor once. Its pages are resident memory of the process, so those
+/// that were copied are given back on the way.
 struct Mapped(memmap2::Mmap);
 
 impl Mapped {
@@ -237,27 +249,43 @@ impl Mapped {
         // the process, as it would for any reader of mapped files.
         unsafe { memmap2::Mmap::map(&file) }.map(Self).map_err(Failure::io("map", path))
     }
-}
 
-fn fill(
-    tensors: &SafeTensors,
-    name: &str,
-    shape: &[usize],
-    lies: Lies,
-    into: &mut [f32],
-) -> Result<(), String> {
-    let bytes = found(tensors, name, Dtype::F32, shape)?;
-    match lies {
-        Lies::AsNamed => bytemuck::cast_slice_mut(into).copy_from_slice(bytes),
-        Lies::ChannelsLast => turn(bytes.as_chunks().0, into, shape, Turn::In, f32::from_le_bytes),
+    /// Copies a parameter whose bytes in the file are `from`.
+    fn fill(&self, from: &[u8], shape: &[usize], lies: Lies, into: &mut [f32]) {
+        match lies {
+            Lies::AsNamed => self.copy(from, bytemuck::cast_slice_mut(into)),
+            Lies::ChannelsLast => {
+                turn(from.as_chunks().0, into, shape, Turn::In, f32::from_le_bytes);
+                self.give_back(from);
+            }
+        }
     }
-    Ok(())
+
+    /// Copies bytes of the file, `from`, piece by piece.
+    fn copy(&self, from: &[u8], into: &mut [u8]) {
+        for (from, into) in from.chunks(PIECE).zip(into.chunks_mut(PIECE)) {
+            into.copy_from_slice(from);
+            self.give_back(from);
+        }
+    }
+
+    /// The pages of `bytes`, a part of the file, are not needed any more.
+    fn give_back(&self, bytes: &[u8]) {
+        #[cfg(unix)]
+        {
+            let start = bytes.as_ptr() as usize - self.0.as_ptr() as usize;
+            let advice = memmap2::UncheckedAdvice::DontNeed;
+            // SAFETY: pages of a file that were not written to are read again if they are touched again. Where the
+            // system does not take the advice they stay resident, as before.
+            let _ = unsafe { self.0.unchecked_advise_range(advice, start, bytes.len()) };
+        }
+        #[cfg(not(unix))]
+        let _ = bytes;
+    }
 }
 
-fn fill_bytes(tensors: &SafeTensors, name: &str, shape: &[usize], into: &mut [u8]) -> Result<(), String> {
-    into.copy_from_slice(found(tensors, name, Dtype::U8, shape)?);
-    Ok(())
-}
+/// Bytes of a file that are resident at once while it is copied.
+const PIECE: usize = 1 << 20;
 
 /// The bytes of a tensor that is what it should be.
 fn found<'a>(

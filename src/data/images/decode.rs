@@ -13,11 +13,13 @@ use zune_core::options::DecoderOptions;
 use zune_jpeg::JpegDecoder;
 
 use super::exif::{self, Turn};
+use super::header::Header;
 
 /// A picture whose header was read and found possible.
 pub struct Opened<'a> {
-    pub height: usize,
-    pub width: usize,
+    pub header: Header,
+    height: usize,
+    width: usize,
     /// Channels of a sample: 1 or 3.
     channels: usize,
     turn: Turn,
@@ -53,20 +55,15 @@ impl<'a> Opened<'a> {
                 "it says that it has {width} x {height} pixels, more than the {max_pixels} that are allowed"
             ));
         }
-        Ok(Self { height, width, channels, turn, with })
-    }
-
-    /// Bytes that decoding takes at most besides the file: pixels, those turned, and the decoder's own.
-    pub fn needs(&self) -> u64 {
-        let pixels = (self.height * self.width) as u64;
-        // What the decoders hold besides rows: see the test that measures them.
-        let own = match &self.with {
-            // Coefficients of all components, padded to blocks, where they come in several scans.
-            Decoder::Jpeg(_) => 10 * pixels + 600 * self.width as u64,
-            Decoder::Png(_) => 8 * pixels,
-            Decoder::Webp(_) => 14 * pixels,
-        };
-        own + 2 * pixels * self.channels as u64 + (1 << 18)
+        // What decoding takes is counted by the same header everywhere.
+        let header = Header::of(file, channels).ok_or("its header is damaged")?;
+        if [header.height, header.width] != [height, width] {
+            return Err(format!(
+                "its headers contradict each other: {} x {} pixels and {width} x {height}",
+                header.width, header.height
+            ));
+        }
+        Ok(Self { header, height, width, channels, turn, with })
     }
 
     /// Decodes into `pixels`, with `spare` for what has to be converted or turned. Gives (height, width).
@@ -76,12 +73,16 @@ impl<'a> Opened<'a> {
             Decoder::Jpeg(mut decoder) => {
                 let space = decoder.output_colorspace().unwrap_or(ColorSpace::RGB);
                 let size = decoder.output_buffer_size().ok_or("it has no size")?;
+                pixels.clear();
+                pixels.reserve_exact(size);
                 pixels.resize(size, 0);
                 decoder.decode_into(pixels).map_err(|e| broken("JPEG", &e))?;
                 space.num_components()
             }
             Decoder::Png(mut reader) => {
                 let size = reader.output_buffer_size().ok_or("it has no size")?;
+                pixels.clear();
+                pixels.reserve_exact(size);
                 pixels.resize(size, 0);
                 let info = reader.next_frame(pixels).map_err(|e| broken("PNG", &e))?;
                 // The rest of the file, with its checksums: a picture that is cut short is not whole.
@@ -91,6 +92,8 @@ impl<'a> Opened<'a> {
             }
             Decoder::Webp(mut decoder) => {
                 let size = decoder.output_buffer_size().ok_or("it has no size")?;
+                pixels.clear();
+                pixels.reserve_exact(size);
                 pixels.resize(size, 0);
                 decoder.read_image(pixels).map_err(|e| broken("WebP", &e))?;
                 if decoder.has_alpha() { 4 } else { 3 }
@@ -115,7 +118,7 @@ impl<'a> Opened<'a> {
     }
 }
 
-type Header<'a> = (Decoder<'a>, [usize; 2], Turn);
+type Begun<'a> = (Decoder<'a>, [usize; 2], Turn);
 
 fn broken(format: &str, error: &dyn std::fmt::Debug) -> String {
     let mut text = format!("it is a damaged {format}: {error:?}");
@@ -126,7 +129,7 @@ fn broken(format: &str, error: &dyn std::fmt::Debug) -> String {
     text
 }
 
-fn jpeg(file: &[u8], channels: usize) -> Result<Header<'_>, String> {
+fn jpeg(file: &[u8], channels: usize) -> Result<Begun<'_>, String> {
     // Strict: a file that ends early is an error and not a picture with a grey rest.
     let options =
         DecoderOptions::default().set_strict_mode(true).set_max_width(65_535).set_max_height(65_535);
@@ -141,7 +144,7 @@ fn jpeg(file: &[u8], channels: usize) -> Result<Header<'_>, String> {
     Ok((Decoder::Jpeg(Box::new(decoder)), [height, width], turn))
 }
 
-fn png(file: &[u8], max_pixels: u64) -> Result<Header<'_>, String> {
+fn png(file: &[u8], max_pixels: u64) -> Result<Begun<'_>, String> {
     let bytes = usize::try_from(max_pixels.saturating_mul(8)).unwrap_or(usize::MAX);
     let mut decoder = png::Decoder::new_with_limits(Cursor::new(file), png::Limits { bytes });
     decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
@@ -154,7 +157,7 @@ fn png(file: &[u8], max_pixels: u64) -> Result<Header<'_>, String> {
     Ok((Decoder::Png(Box::new(reader)), size, turn))
 }
 
-fn webp(file: &[u8]) -> Result<Header<'_>, String> {
+fn webp(file: &[u8]) -> Result<Begun<'_>, String> {
     let mut decoder = WebPDecoder::new(Cursor::new(file)).map_err(|e| broken("WebP", &e))?;
     if decoder.is_animated() {
         return Err("it is an animation".into());

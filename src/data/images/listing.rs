@@ -7,6 +7,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::header::Header;
 use super::names::Names;
 use crate::data::DataError;
 
@@ -20,6 +21,8 @@ pub struct Listing {
     pictures: Vec<Entry>,
     /// Where each picture lies in its tar file; empty where no place is a tar file.
     pub spans: Vec<Extent>,
+    /// The headers of pictures in packed tar files, until they were looked at; empty where no place is packed.
+    pub heads: Vec<Option<Header>>,
     pub names: Names,
     /// Files that are no pictures: how many, and the first.
     pub ignored: (u64, Option<PathBuf>),

@@ -1,11 +1,12 @@
 //! Pictures in files of their own: a folder a class, a table of paths and labels, or tar files.
 //!
-//! [`Set::open`] finds them, which reads no picture but a few to learn their size; [`Images`] decodes and
-//! transforms one when it is asked for. Packed tar files can only be read forward: [`Packed`] gives their
+//! [`Set::open`] finds them and reads their headers, which say how much memory decoding takes; [`Images`] decodes
+//! and transforms one when it is asked for. Packed tar files can only be read forward: [`Packed`] gives their
 //! pictures as shards. A picture that cannot be used is a fault of one record, with its path.
 
 mod decode;
 mod exif;
+mod header;
 mod listing;
 mod names;
 mod packed;
@@ -25,9 +26,12 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rayon::prelude::*;
+
 use self::decode::Opened;
+use self::header::Header;
 use self::listing::Listing;
-use super::picture::{Lent, Picture, Pipeline, Pixels, Pool, Scratch};
+use super::picture::{Large, Largest, Lent, Picture, Pipeline, Pixels, Pool, Scratch, scratch_bytes};
 use super::{DataError, Features, Input, Key, Opening, Row, Slice, Source, Target, files, fingerprint};
 use crate::regular;
 
@@ -36,6 +40,8 @@ use crate::regular;
 pub struct Options {
     /// Of a sample: 1 for grey, 3 for colour.
     pub channels: usize,
+    /// (height, width) of a sample.
+    pub size: [usize; 2],
     /// A picture that says it has more is not decoded.
     pub max_pixels: u64,
     pub columns: Columns,
@@ -50,22 +56,34 @@ pub struct Set {
     archives: Vec<Option<File>>,
     options: Options,
     pub packed: bool,
-    /// Sides, in pixels, and the most bytes that decoding one takes, of the few that were looked at.
     seen: Seen,
+    large: Arc<Large>,
 }
 
+/// What the headers say.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     pictures: u64,
+    /// The smallest and the largest sides, in pixels.
     least: [usize; 2],
     most: [usize; 2],
+    /// Bytes that a reader takes for all but the largest pictures.
+    each: u64,
+}
+
+/// What a header says of a picture, by the memory it takes.
+#[derive(Clone, Copy, Debug)]
+struct Looked {
+    index: usize,
+    header: Option<Header>,
     bytes: u64,
 }
 
-/// Pictures whose headers are read when a set is opened, spread over it.
-const LOOKED_AT: usize = 16;
-/// What a reader may use in any case.
-const LEAST_SCRATCH: u64 = 1 << 20;
+/// Of so many pictures one may be read alone because it takes more memory than the others do.
+const ALONE: usize = 16;
+
+/// Pictures whose headers are read between two reports.
+const STEP: usize = 4096;
 
 impl Set {
     /// Finds the pictures of `files`: folders of class folders, tables (.csv, .tsv) and tar files. With
@@ -92,7 +110,7 @@ impl Set {
                 Kind::Tar => {
                     // Where some are tar files, the others have no place in one.
                     listing.spans.resize(listing.len(), Default::default());
-                    let (is_packed, folders) = listing.add_tar(file, opening)?;
+                    let (is_packed, folders) = listing.add_tar(file, options.channels, opening)?;
                     by_folder |= folders;
                     packed.push(is_packed);
                 }
@@ -123,8 +141,9 @@ impl Set {
             _ => Ok(None),
         };
         let archives = listing.places.iter().map(open).collect::<Result<_, _>>()?;
-        let mut set = Self { listing, archives, options, packed, seen: Seen::default() };
-        set.look();
+        let large = opening.large.clone();
+        let mut set = Self { listing, archives, options, packed, seen: Seen::default(), large };
+        set.look(opening);
         Ok(set)
     }
 
@@ -140,21 +159,96 @@ impl Set {
         self.listing.is_empty()
     }
 
-    /// Learns from a few pictures what decoding one takes. One that is bad is told when it is read.
-    fn look(&mut self) {
-        let (len, mut file) = (self.listing.len(), Vec::new());
+    /// Learns from the headers what decoding takes. A picture that is bad is told when it is read.
+    fn look(&mut self, opening: &Opening) {
+        let heads = std::mem::take(&mut self.listing.heads);
+        let doing = format!("reading the headers of {} pictures", self.len());
+        let mut looked: Vec<Looked> = Vec::with_capacity(self.listing.len());
+        for first in (0..self.listing.len()).step_by(STEP) {
+            opening.watch.pass(&doing, first as u64, self.len());
+            let end = self.listing.len().min(first + STEP);
+            looked.par_extend((first..end).into_par_iter().map(|index| match self.packed {
+                true => {
+                    self.looked(index, heads.get(index).copied().flatten(), self.listing.spans[index].len)
+                }
+                false => {
+                    let (header, len) = self.read_header(index).unwrap_or_default();
+                    self.looked(index, header, len)
+                }
+            }));
+        }
+        opening.watch.pass(&doing, self.len(), self.len());
         let mut seen = Seen { least: [usize::MAX; 2], ..Seen::default() };
-        for i in 0..LOOKED_AT.min(if self.packed { 0 } else { len }) {
-            let index = i * len / LOOKED_AT.min(len);
-            let loaded = self.load(index, &mut file, |_| {});
-            let opened = loaded.ok().and_then(|()| self.header(&file).ok());
-            let Some(opened) = opened else { continue };
+        for header in looked.iter().filter_map(|looked| looked.header) {
             seen.pictures += 1;
-            seen.least = [seen.least[0].min(opened.height), seen.least[1].min(opened.width)];
-            seen.most = [seen.most[0].max(opened.height), seen.most[1].max(opened.width)];
-            seen.bytes = seen.bytes.max(opened.needs() + file.len() as u64);
+            seen.least = [seen.least[0].min(header.height), seen.least[1].min(header.width)];
+            seen.most = [seen.most[0].max(header.height), seen.most[1].max(header.width)];
+        }
+        looked.sort_by_key(|looked| (std::cmp::Reverse(looked.bytes), looked.index));
+        if let Some(&largest) = looked.first() {
+            let usual = looked[looked.len() / ALONE].bytes;
+            // Pictures that are hardly larger than the others need not wait for one another.
+            seen.each = if largest.bytes <= 2 * usual { largest.bytes } else { usual };
+            let Looked { index, header, bytes } = largest;
+            let pixels = header.map_or(0, |header| header.height as u64 * header.width as u64);
+            if bytes > seen.each {
+                let beyond = bytes - seen.each;
+                self.large.expect(Largest { picture: self.path(index), bytes, beyond, pixels });
+            }
         }
         self.seen = seen;
+    }
+
+    /// What a picture of `len` bytes with this header takes. One that is too large to be decoded takes its file.
+    fn looked(&self, index: usize, header: Option<Header>, len: u64) -> Looked {
+        let fits = |h: &Header| (h.height as u64).saturating_mul(h.width as u64) <= self.options.max_pixels;
+        let header = header.filter(fits);
+        // What is too long to be a picture is not read.
+        let len = if len <= self.longest() { len } else { 0 };
+        Looked { index, header, bytes: self.takes(header, len) }
+    }
+
+    /// Bytes that reading a picture takes: the file, the decoder and what is resized.
+    fn takes(&self, header: Option<Header>, len: u64) -> u64 {
+        let Options { channels, size, .. } = self.options;
+        let decoding = header.map_or(0, |header| {
+            let turned = [[header.height, header.width], [header.width, header.height]];
+            let resized = turned.map(|from| scratch_bytes(from, size, channels));
+            header.needs(channels) + resized[0].max(resized[1])
+        });
+        len + decoding
+    }
+
+    /// Bytes of a picture's file at most: no format takes more than a few a pixel.
+    fn longest(&self) -> u64 {
+        self.options.max_pixels.saturating_mul(8).saturating_add(1 << 20)
+    }
+
+    /// The header of picture `index` and its length, where they can be read.
+    fn read_header(&self, index: usize) -> std::io::Result<(Option<Header>, u64)> {
+        let opened;
+        let (file, start, len) = match &self.archives[self.listing.place(index)] {
+            Some(archive) => {
+                let extent = self.listing.spans[index];
+                (archive, extent.start, extent.len)
+            }
+            None => {
+                let path = self.path(index);
+                let about = std::fs::metadata(&path)?;
+                // Opening a pipe would wait for somebody to write to it.
+                if !about.is_file() {
+                    return Ok((None, 0));
+                }
+                opened = File::open(path)?;
+                (&opened, 0, about.len())
+            }
+        };
+        let header = Header::read(self.options.channels, |at, into| {
+            let there = into.len().min(len.saturating_sub(at) as usize);
+            files::read_exact_at(file, &mut into[..there], start + at)?;
+            Ok(there)
+        })?;
+        Ok((header, len))
     }
 
     fn header<'a>(&self, file: &'a [u8]) -> Result<Opened<'a>, String> {
@@ -162,11 +256,15 @@ impl Set {
     }
 
     /// The bytes of picture `index`; `ask` hears how many they are before they are read.
-    fn load(&self, index: usize, into: &mut Vec<u8>, ask: impl FnOnce(u64)) -> Result<(), DataError> {
+    fn load(
+        &self,
+        index: usize,
+        into: &mut Vec<u8>,
+        ask: impl FnOnce(u64) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
         let path = self.path(index);
         into.clear();
-        // No format takes more than a few bytes a pixel.
-        let most = self.options.max_pixels.saturating_mul(8).saturating_add(1 << 20);
+        let most = self.longest();
         let check = |len: u64| match len <= most {
             true => Ok(()),
             false => Err(self.wrong(index, format!("it has {len} bytes, too many for a picture"))),
@@ -174,7 +272,7 @@ impl Set {
         if let Some(archive) = &self.archives[self.listing.place(index)] {
             let extent = self.listing.spans[index];
             check(extent.len)?;
-            ask(extent.len);
+            ask(extent.len)?;
             into.resize(extent.len as usize, 0);
             return files::read_exact_at(archive, into, extent.start).map_err(DataError::io(&path));
         }
@@ -184,8 +282,8 @@ impl Set {
         });
         let (mut file, len) = read.map_err(|error| self.unreadable(index, &path, error))?;
         check(len)?;
-        ask(len);
-        into.reserve(len as usize);
+        ask(len)?;
+        into.reserve_exact(len as usize);
         let read = file.by_ref().take(most).read_to_end(into);
         read.map(drop).map_err(|error| self.unreadable(index, &path, error))
     }
@@ -215,12 +313,6 @@ impl Set {
         DataError::Record { file: self.path(index), place: String::new(), problem }
     }
 
-    /// Bytes a reader may use.
-    fn scratch(&self, pipeline: &Pipeline) -> u64 {
-        let [height, width] = self.seen.most;
-        (self.seen.bytes + pipeline.scratch_bytes(height, width, 1)).max(LEAST_SCRATCH)
-    }
-
     /// Makes a sample of the bytes of picture `index`.
     fn sample(
         &self,
@@ -231,11 +323,9 @@ impl Set {
         scratch: &mut Lent<'_>,
         into: &mut Row<'_>,
     ) -> Result<(), DataError> {
+        let opened = self.header(file).map_err(|problem| self.wrong(index, problem))?;
+        scratch.ask(|| self.path(index), self.takes(Some(opened.header), file.len() as u64))?;
         let sample = |scratch: &mut Lent<'_>, values: &mut Slice<'_>| {
-            let opened = self.header(file)?;
-            let own =
-                pipeline.scratch_bytes(opened.height.max(opened.width), opened.height.max(opened.width), 1);
-            scratch.ask(file.len() as u64 + opened.needs() + own);
             let Scratch { pixels, turned, .. } = &mut **scratch;
             let [height, width] = opened.decode(pixels, turned)?;
             let pixels = std::mem::take(pixels);
@@ -331,7 +421,7 @@ pub struct Images {
 impl Images {
     pub fn new(set: Arc<Set>, pipeline: Pipeline) -> Self {
         let features = features(&pipeline, set.names());
-        let pool = Pool::new(set.options.readers, set.scratch(&pipeline));
+        let pool = Pool::with_large(set.options.readers, set.seen.each, set.large.clone());
         Self { set, pipeline, features, pool }
     }
 }
@@ -349,14 +439,13 @@ impl Source for Images {
         let index = index as usize;
         let mut scratch = self.pool.lend();
         let mut file = std::mem::take(&mut scratch.file);
-        self.set.load(index, &mut file, |bytes| scratch.ask(bytes))?;
+        self.set.load(index, &mut file, |bytes| scratch.ask(|| self.set.path(index), bytes))?;
         let made = self.set.sample(index, &file, &self.pipeline, key, &mut scratch, into);
         scratch.file = file;
         made
     }
 
-    /// The listing and the readers' buffers. A picture that takes more than those looked at when the set was
-    /// opened is in memory beside no other such: one of `max_pixels` at most comes on top.
+    /// The listing and the readers' buffers. What the largest picture takes beyond them is counted once for all sets.
     fn resident_bytes(&self) -> u64 {
         self.set.listing.bytes() + self.pool.bytes()
     }

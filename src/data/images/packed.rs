@@ -10,9 +10,6 @@ use crate::data::picture::{Pipeline, Pool};
 use crate::data::stream::{BLOCK, Block, Records, Shards, cut};
 use crate::data::{DataError, Features, Key, Row, files};
 
-/// What a reader may use, where no picture could be looked at beforehand.
-const SCRATCH: u64 = 8 << 20;
-
 /// The pictures of a set whose archives are packed.
 pub struct Packed {
     set: Arc<Set>,
@@ -35,7 +32,8 @@ impl Packed {
             blocks.extend(cut(shard as u32, sizes, BLOCK));
             firsts.push(end);
         }
-        let (features, pool) = (features(&pipeline, set.names()), Pool::new(set.options.readers, SCRATCH));
+        let features = features(&pipeline, set.names());
+        let pool = Pool::with_large(set.options.readers, set.seen.each, set.large.clone());
         Self { set, pipeline, features, blocks, firsts, pool }
     }
 }

@@ -11,11 +11,15 @@ use std::path::{Path, PathBuf};
 
 use tar::{Archive, Entry};
 
+use super::header::Header;
 use super::listing::{Extent, Listing, is_hidden, is_picture};
 use crate::data::cache::Fingerprint;
 use crate::data::files::{self, Packing};
 use crate::data::{DataError, Opening};
 use crate::regular;
+
+/// Bytes of a picture in a packed archive that are looked through for its header.
+const HEADER: u64 = 1 << 20;
 
 /// Bytes of a label; more is no label.
 const MAX_LABEL: u64 = 1 << 10;
@@ -34,19 +38,27 @@ struct Member {
     /// Whether the label is the folder's name.
     by_folder: bool,
     extent: Extent,
+    /// Read on the way through a packed archive.
+    header: Option<Header>,
 }
 
 impl Listing {
     /// Adds the pictures of the tar file `file`. Says whether it is packed, and whether its classes are folders.
-    pub fn add_tar(&mut self, file: &Path, opening: &Opening) -> Result<(bool, bool), DataError> {
+    pub fn add_tar(
+        &mut self,
+        file: &Path,
+        channels: usize,
+        opening: &Opening,
+    ) -> Result<(bool, bool), DataError> {
         let (packing, length) = files::packing(file)?;
-        let of = Fingerprint::of(&[file.to_owned()], "tar")?;
-        let make = |out: &mut BufWriter<File>| Index::make(file, packing, length, opening)?.write(out, file);
+        let of = Fingerprint::of(&[file.to_owned()], &format!("tar, headers for {channels}"))?;
+        let index = || Index::make(file, (packing, length), channels, opening);
+        let make = |out: &mut BufWriter<File>| index()?.write(out, file);
         let cached = opening.cache.get("tar-index", of, make)?;
         let index = match Index::read(&cached) {
             Some(index) => index,
             // Somebody changed the entry: it is not needed.
-            None => Index::make(file, packing, length, opening)?,
+            None => index()?,
         };
         if index.members.is_empty() {
             let why = "no member of it is named as a picture is".into();
@@ -57,6 +69,10 @@ impl Listing {
             let class = self.names.number(&member.label);
             self.add(OsStr::new(&member.path), class);
             self.spans.push(member.extent);
+            if packing != Packing::Plain {
+                // Where some archives are packed all are: any other set is refused.
+                self.heads.push(member.header);
+            }
         }
         if index.ignored > 0 {
             self.ignored.0 += index.ignored - 1;
@@ -67,7 +83,12 @@ impl Listing {
 }
 
 impl Index {
-    fn make(file: &Path, packing: Packing, length: u64, opening: &Opening) -> Result<Self, DataError> {
+    fn make(
+        file: &Path,
+        (packing, length): (Packing, u64),
+        channels: usize,
+        opening: &Opening,
+    ) -> Result<Self, DataError> {
         let doing = format!("looking for the pictures in {}", file.display());
         let fault = |error| files::fault(file, error);
         let mut found = Found::default();
@@ -75,7 +96,7 @@ impl Index {
             // From header to header: what lies between is not read.
             let mut archive = Archive::new(regular::open(file).map_err(DataError::io(file))?);
             for entry in archive.entries_with_seek().map_err(fault)? {
-                let at = found.add(entry.map_err(fault)?, file)?;
+                let at = found.add(entry.map_err(fault)?, None, file)?;
                 if at > length {
                     return Err(DataError::Truncated { file: file.to_owned(), promised: at, found: length });
                 }
@@ -88,15 +109,22 @@ impl Index {
                 // Packed bytes that were read are not known from here: those unpacked stand for them.
                 let at = entry.raw_file_position().saturating_add(entry.size());
                 opening.watch.pass(&doing, at.min(length), length.max(at));
+                let mut header = None;
                 if !found.wants(&entry) {
+                    let mut beginning = Vec::new();
+                    if found.is_picture(&entry) {
+                        entry.by_ref().take(HEADER).read_to_end(&mut beginning).map_err(fault)?;
+                        header = Header::of(&beginning, channels);
+                    }
                     // A packed archive is read through anyhow; what is cut short is found out here.
-                    let read = std::io::copy(&mut entry, &mut std::io::sink()).map_err(fault)?;
+                    let rest = std::io::copy(&mut entry, &mut std::io::sink()).map_err(fault)?;
+                    let read = beginning.len() as u64 + rest;
                     if read < entry.size() {
                         let found = entry.raw_file_position() + read;
                         return Err(DataError::Truncated { file: file.to_owned(), promised: at, found });
                     }
                 }
-                found.add(entry, file)?;
+                found.add(entry, header, file)?;
             }
         }
         opening.watch.pass(&doing, length, length);
@@ -110,6 +138,9 @@ impl Index {
             number(out, self.ignored)?;
             for member in &self.members {
                 for n in [member.extent.start, member.extent.len, member.by_folder as u64] {
+                    number(out, n)?;
+                }
+                for n in member.header.map_or([0; 5], Header::numbers) {
                     number(out, n)?;
                 }
                 for text in [&member.path, &member.label] {
@@ -142,8 +173,13 @@ impl Index {
         for _ in 0..count {
             let extent = Extent { start: number(&mut rest)?, len: number(&mut rest)? };
             let by_folder = number(&mut rest)? == 1;
+            let mut header = [0; 5];
+            for n in &mut header {
+                *n = number(&mut rest)?;
+            }
+            let header = Header::of_numbers(header);
             let (path, label) = (text(&mut rest)?, text(&mut rest)?);
-            members.push(Member { path, label, by_folder, extent });
+            members.push(Member { path, label, by_folder, extent, header });
         }
         rest.is_empty().then_some(Self { members, ignored })
     }
@@ -152,7 +188,7 @@ impl Index {
 /// What was met in an archive so far.
 #[derive(Default)]
 struct Found {
-    pictures: Vec<(PathBuf, Extent)>,
+    pictures: Vec<(PathBuf, Extent, Option<Header>)>,
     /// By the member's path up to the first dot of its name, as WebDataset groups members.
     labels: HashMap<PathBuf, String>,
     ignored: u64,
@@ -164,14 +200,23 @@ impl Found {
         entry.path().is_ok_and(|path| path.extension() == Some(OsStr::new("cls")))
     }
 
-    /// Notes a member; gives the position after it.
-    fn add<R: Read>(&mut self, mut entry: Entry<'_, R>, file: &Path) -> Result<u64, DataError> {
+    fn is_picture<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
+        entry.header().entry_type().is_file() && entry.path().is_ok_and(|path| is_picture(&path))
+    }
+
+    /// Notes a member, with its header where that was read; gives the position after it.
+    fn add<R: Read>(
+        &mut self,
+        mut entry: Entry<'_, R>,
+        header: Option<Header>,
+        file: &Path,
+    ) -> Result<u64, DataError> {
         let extent = Extent { start: entry.raw_file_position(), len: entry.size() };
         let path = entry.path().map_err(|error| files::fault(file, error))?.into_owned();
         let hidden = path.file_name().is_none_or(is_hidden);
         if entry.header().entry_type().is_file() && !hidden {
             if is_picture(&path) {
-                self.pictures.push((path, extent));
+                self.pictures.push((path, extent, header));
             } else if path.extension() == Some(OsStr::new("cls")) {
                 let mut label = String::new();
                 let read = entry.by_ref().take(MAX_LABEL + 1).read_to_string(&mut label);
@@ -188,7 +233,7 @@ impl Found {
     }
 
     fn index(self, file: &Path) -> Result<Index, DataError> {
-        let member = |(path, extent): (PathBuf, Extent)| {
+        let member = |(path, extent, header): (PathBuf, Extent, Option<Header>)| {
             let beside = self.labels.get(&stem(&path)).cloned();
             let folder =
                 path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
@@ -197,7 +242,7 @@ impl Found {
                 let problem = "it has no class: it lies in no folder and has no `.cls` member beside it";
                 return Err(wrong(file, &path, problem.into()));
             };
-            Ok(Member { path: path.to_string_lossy().into_owned(), label, by_folder, extent })
+            Ok(Member { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })
         };
         let members = self.pictures.into_iter().map(member).collect::<Result<_, _>>()?;
         Ok(Index { members, ignored: self.ignored })
@@ -238,9 +283,9 @@ pub(super) mod tests {
         std::fs::write(&file, bytes).unwrap();
         let opening = Opening { cache: Cache::at(folder.path().join("cache")), ..Opening::default() };
         let mut listing = Listing::default();
-        let (packed, _) = listing.add_tar(&file, &opening)?;
+        let (packed, _) = listing.add_tar(&file, 3, &opening)?;
         let mut again = Listing::default();
-        again.add_tar(&file, &opening).unwrap();
+        again.add_tar(&file, 3, &opening).unwrap();
         assert_eq!(
             (again.len(), &again.spans, &again.names),
             (listing.len(), &listing.spans, &listing.names)

@@ -12,7 +12,7 @@ use crate::data::{Slice, published};
 
 fn options(channels: usize) -> Options {
     let columns = Columns { path: "path".into(), label: "label".into() };
-    Options { channels, max_pixels: 1 << 20, columns, readers: 2 }
+    Options { channels, size: [8, 8], max_pixels: 1 << 20, columns, readers: 2 }
 }
 
 fn opening(folder: &Path) -> Opening {
@@ -200,10 +200,9 @@ fn a_large_picture_is_read_alone_and_its_buffers_are_not_kept() {
     for i in 0..40 {
         write(&root.join(format!("set/a/{i:02}.jpg")), &flat(1));
     }
-    // Not among those looked at.
     write(&root.join("set/a/01.jpg"), &jpeg([1000, 1000], 1, |_, _, _| 7, None));
     let set = open(&[root.join("set")], root).unwrap();
-    assert_eq!(set.about()[0].1, "8 x 8 (of 16 looked at)");
+    assert_eq!(set.about()[0].1, "8 x 8 to 1000 x 1000 (of 40 looked at)");
     let before = set.resident_bytes();
     assert_eq!(sample(&set, 1).unwrap().0, [7.0 / 255.0; 64]);
     assert_eq!(set.resident_bytes(), before);
@@ -243,7 +242,7 @@ fn sign_language_digits_as_published() {
     assert_eq!(set.len(), 800);
     assert_eq!(set.features().target, Target::Class { names: (0..10).map(|i| i.to_string()).collect() });
     assert_eq!(set.balance().unwrap().iter().sum::<u64>(), 800);
-    assert_eq!(set.about()[0], ("picture_size".into(), "100 x 100 (of 16 looked at)".into()));
+    assert_eq!(set.about()[0], ("picture_size".into(), "100 x 100 (of 800 looked at)".into()));
     for index in (0..800).step_by(40) {
         let (values, class) = sample(&set, index).unwrap();
         assert!(class < 10 && values.iter().all(|v| (0.0..=1.0).contains(v)));

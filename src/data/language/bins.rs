@@ -48,7 +48,9 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<(Windows, Windows)
     };
     let (train, valid) = (open(&settings.train)?, open(&settings.valid)?);
     let told = match (settings.vocab, &settings.tokenizer) {
-        (None, Some(file)) => Units::File(file.clone()).tokenizer()?.map(|tokenizer| tokenizer.vocab()),
+        (None, Some(file)) => {
+            Units::File(file.clone()).tokenizer_within(opening)?.map(|tokenizer| tokenizer.vocab())
+        }
         (vocab, _) => vocab,
     };
     let vocab = match told {
@@ -60,9 +62,6 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<(Windows, Windows)
         }
     };
     let placement = settings.placement;
-    if placement == Placement::Random {
-        train.parts().iter().for_each(Ids::at_random);
-    }
     let reading = settings.tokenizer.as_ref().map(|file| Arc::new(Reading::file(file.clone())));
     let windows = |ids: &Arc<Joined>, stretches: Vec<Range<u64>>, placement, name: &str| {
         let tokens: u64 = stretches.iter().map(|s| s.end - s.start).sum();
@@ -111,10 +110,10 @@ fn largest(ids: &Joined, width: Option<Width>, opening: &Opening) -> Result<u32,
             let pieces: Vec<u64> = (start..end).step_by(PIECE).collect();
             let found = pieces.into_par_iter().map(|start| {
                 let mut piece = vec![0; PIECE.min((end - start) as usize)];
-                ids.copy(start..start + piece.len() as u64, &mut piece);
-                piece.into_iter().max().unwrap_or(0)
+                ids.copy(start..start + piece.len() as u64, &mut piece)?;
+                Ok::<u32, DataError>(piece.into_iter().max().unwrap_or(0))
             });
-            largest = largest.max(found.max().unwrap_or(0));
+            largest = largest.max(found.try_reduce(|| 0, |a, b| Ok(a.max(b)))?);
         }
         opening.watch.pass(&doing, all * bytes, all * bytes);
         write!(out, "{largest}").map_err(DataError::writing(Path::new("the largest token")))

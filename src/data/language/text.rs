@@ -37,7 +37,7 @@ pub struct Settings {
 /// The windows to train on and those to measure on.
 pub fn open(settings: &Settings, opening: &Opening) -> Result<(Windows, Windows), DataError> {
     let (train, valid) = (files::find(&settings.train)?, files::find(&settings.valid)?);
-    let tokenizer = match settings.units.tokenizer()? {
+    let tokenizer = match settings.units.tokenizer_within(opening)? {
         Some(tokenizer) => tokenizer,
         None => Tokenizer::Characters(vocabulary(&[&train[..], &valid].concat(), opening)?),
     };

@@ -1,16 +1,17 @@
-//! Token ids that lie in files and are mapped, never read into memory: `.bin` files as nanoGPT and llm.c write
-//! them, and those that this program makes of text.
+//! Token ids that stay in files and are read where they are wanted: `.bin` files as nanoGPT and llm.c write them,
+//! and those that this program makes of text. Files are not mapped: the pages of a mapped file are resident memory of
+//! the process, as many as the file has, and one that is cut short ends the process.
 //!
 //! A `.bin` file is nothing but ids, or llm.c's header of 256 32-bit words and then ids; all little endian.
 
 use std::{
+    fs::File,
     ops::Range,
     path::{Path, PathBuf},
 };
 
-use memmap2::{Advice, Mmap};
-
 use super::DataError;
+use crate::data::files;
 use crate::regular;
 
 /// Bytes of an id.
@@ -45,20 +46,67 @@ impl Width {
     }
 }
 
+/// An open file that is read at any place, from several threads at once.
+#[derive(Debug)]
+pub struct Stored {
+    path: PathBuf,
+    file: File,
+    /// In bytes.
+    len: u64,
+}
+
+impl Stored {
+    pub fn open(path: &Path) -> Result<Self, DataError> {
+        let file = regular::open(path).map_err(DataError::io(path))?;
+        let len = file.metadata().map_err(DataError::io(path))?.len();
+        match len {
+            0 => Err(DataError::EmptyFile { file: path.to_owned() }),
+            len => Ok(Self { path: path.to_owned(), file, len }),
+        }
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Fills `into` with the bytes from `at` on.
+    pub fn read(&self, at: u64, into: &mut [u8]) -> Result<(), DataError> {
+        files::read_exact_at(&self.file, into, at).map_err(|error| match error.kind() {
+            // It was cut short since it was opened.
+            std::io::ErrorKind::UnexpectedEof => DataError::Truncated {
+                file: self.path.clone(),
+                promised: at + into.len() as u64,
+                found: self.file.metadata().map_or(0, |about| about.len()),
+            },
+            _ => DataError::io(&self.path)(error),
+        })
+    }
+
+    /// The first bytes of the file, at most `most`.
+    fn beginning(&self, most: usize) -> Result<Vec<u8>, DataError> {
+        let mut bytes = vec![0; self.len.min(most as u64) as usize];
+        self.read(0, &mut bytes)?;
+        Ok(bytes)
+    }
+}
+
 /// The ids of one file.
 #[derive(Debug)]
 pub struct Ids {
-    file: PathBuf,
-    map: Mmap,
+    stored: Stored,
     /// Bytes before the first id.
-    start: usize,
+    start: u64,
     width: Width,
     len: u64,
 }
 
 /// llm.c's header: what it begins with, the version of each, and the width of ids after it.
 const HEADERS: [(u32, u32, Width); 2] = [(20_240_520, 1, Width::U16), (20_240_801, 7, Width::U32)];
-const HEADER_BYTES: usize = 1024;
+const HEADER_BYTES: u64 = 1024;
 
 /// Ids at the beginning of a file without a header that are looked at to tell their width.
 const LOOKED_AT: usize = 1 << 14;
@@ -67,14 +115,15 @@ impl Ids {
     /// A `.bin` file whose ids are `width` wide; where that is not told, as its header says, and without one
     /// 16 bits as nanoGPT writes them, unless every second of the first values is 0: those are 32 bits wide.
     pub fn open(file: &Path, width: Option<Width>) -> Result<Self, DataError> {
-        let map = map(file)?;
+        let stored = Stored::open(file)?;
+        let beginning = stored.beginning(4 * LOOKED_AT)?;
         let word = |i: usize| {
-            map.get(4 * i..4 * i + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).unwrap_or(0)
+            beginning.get(4 * i..4 * i + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).unwrap_or(0)
         };
-        let known = HEADERS.iter().find(|(magic, ..)| map.len() >= HEADER_BYTES && word(0) == *magic);
+        let known = HEADERS.iter().find(|(magic, ..)| stored.len >= HEADER_BYTES && word(0) == *magic);
         let Some(&(_, version, told)) = known else {
-            let width = width.unwrap_or_else(|| guessed(&map));
-            return Self::of(file, map, 0, width);
+            let width = width.unwrap_or_else(|| guessed(&beginning, stored.len));
+            return Self::of(stored, 0, width);
         };
         if word(1) != version {
             let found = format!("llm.c's header of version {}, which is not known", word(1));
@@ -85,32 +134,32 @@ impl Ids {
             let wanted = "the file's header says otherwise; leave it out, or say \"auto\"";
             return Err(DataError::Setting { name, value, wanted });
         }
-        let promised = HEADER_BYTES as u64 + u64::from(word(2)) * told.bytes() as u64;
-        let found = map.len() as u64;
+        let promised = HEADER_BYTES + u64::from(word(2)) * told.bytes() as u64;
+        let found = stored.len;
         let file = file.to_owned();
         match promised.cmp(&found) {
             std::cmp::Ordering::Greater => Err(DataError::Truncated { file, promised, found }),
             std::cmp::Ordering::Less => Err(DataError::Trailing { file, promised }),
-            std::cmp::Ordering::Equal => Self::of(&file, map, HEADER_BYTES, told),
+            std::cmp::Ordering::Equal => Self::of(stored, HEADER_BYTES, told),
         }
     }
 
     /// A file of nothing but ids of this width.
     pub fn plain(file: &Path, width: Width) -> Result<Self, DataError> {
-        Self::of(file, map(file)?, 0, width)
+        Self::of(Stored::open(file)?, 0, width)
     }
 
-    fn of(file: &Path, map: Mmap, start: usize, width: Width) -> Result<Self, DataError> {
-        let bytes = map.len() - start;
-        let file = file.to_owned();
+    fn of(stored: Stored, start: u64, width: Width) -> Result<Self, DataError> {
+        let (bytes, one) = (stored.len - start, width.bytes() as u64);
+        let file = || stored.path.clone();
         if bytes == 0 {
-            return Err(DataError::EmptyFile { file });
+            return Err(DataError::EmptyFile { file: file() });
         }
-        if !bytes.is_multiple_of(width.bytes()) {
-            let found = format!("{bytes} bytes, no multiple of the {} of an id", width.bytes());
-            return Err(DataError::Format { file, wanted: "a whole file of tokens", found });
+        if !bytes.is_multiple_of(one) {
+            let found = format!("{bytes} bytes, no multiple of the {one} of an id");
+            return Err(DataError::Format { file: file(), wanted: "a whole file of tokens", found });
         }
-        Ok(Self { file, len: (bytes / width.bytes()) as u64, map, start, width })
+        Ok(Self { stored, len: bytes / one, start, width })
     }
 
     pub fn len(&self) -> u64 {
@@ -122,51 +171,40 @@ impl Ids {
     }
 
     pub fn file(&self) -> &Path {
-        &self.file
+        &self.stored.path
     }
 
     pub fn width(&self) -> Width {
         self.width
     }
 
-    /// The file's pages will be wanted here and there, not one after the other.
-    pub fn at_random(&self) {
-        // A hint: where the system does not take it, reading is as right as before.
-        drop(self.map.advise(Advice::Random));
-    }
-
-    /// Writes the ids of `range`, which the file has, to the beginning of `into`.
-    pub fn copy(&self, range: Range<u64>, into: &mut [u32]) {
-        let at = |i: u64| self.start + i as usize * self.width.bytes();
-        let from = &self.map[at(range.start)..at(range.end)];
-        match self.width {
-            Width::U8 => into.iter_mut().zip(from).for_each(|(into, &id)| *into = id.into()),
-            Width::U16 => {
-                let (ids, _) = from.as_chunks::<2>();
-                into.iter_mut().zip(ids).for_each(|(into, id)| *into = u16::from_le_bytes(*id).into());
-            }
-            Width::U32 => {
-                let (ids, _) = from.as_chunks::<4>();
-                into.iter_mut().zip(ids).for_each(|(into, id)| *into = u32::from_le_bytes(*id));
-            }
+    /// Reads the ids of `range`, which the file has, into `into`, which has as many.
+    pub fn copy(&self, range: Range<u64>, into: &mut [u32]) -> Result<(), DataError> {
+        let (count, one) = (into.len(), self.width.bytes());
+        // Narrow ids are read to the end of the slice and widened from its beginning: an id's place in the slice never
+        // lies behind the bytes it is made of.
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(into);
+        let first = (4 - one) * count;
+        self.stored.read(self.start + range.start * one as u64, &mut bytes[first..])?;
+        for i in 0..count {
+            let from = first + i * one;
+            let id = match self.width {
+                Width::U8 => bytes[from].into(),
+                Width::U16 => u16::from_le_bytes([bytes[from], bytes[from + 1]]).into(),
+                Width::U32 => {
+                    u32::from_le_bytes([bytes[from], bytes[from + 1], bytes[from + 2], bytes[from + 3]])
+                }
+            };
+            bytes[4 * i..4 * i + 4].copy_from_slice(&u32::to_ne_bytes(id));
         }
+        Ok(())
     }
 }
 
-/// The file's bytes, in the page cache and not in this program's memory.
-pub fn map(file: &Path) -> Result<Mmap, DataError> {
-    let open = regular::open(file).map_err(DataError::io(file))?;
-    if open.metadata().map_err(DataError::io(file))?.len() == 0 {
-        return Err(DataError::EmptyFile { file: file.to_owned() });
-    }
-    // SAFETY: the bytes are only ever read as numbers, any value of which is valid. A file that is cut short
-    // while it is mapped ends the process with SIGBUS, as with every program that maps files.
-    unsafe { Mmap::map(&open) }.map_err(DataError::io(file))
-}
-
-fn guessed(map: &[u8]) -> Width {
-    let (pairs, _) = map[..map.len().min(4 * LOOKED_AT)].as_chunks::<4>();
-    let high_are_zero = map.len().is_multiple_of(4) && pairs.iter().all(|b| b[2] == 0 && b[3] == 0);
+/// From the beginning of a file of `len` bytes.
+fn guessed(beginning: &[u8], len: u64) -> Width {
+    let (pairs, _) = beginning.as_chunks::<4>();
+    let high_are_zero = len.is_multiple_of(4) && pairs.iter().all(|b| b[2] == 0 && b[3] == 0);
     let low_are_not = pairs.iter().any(|b| b[0] != 0 || b[1] != 0);
     // A few ids could be so by chance.
     if pairs.len() >= 16 && high_are_zero && low_are_not { Width::U32 } else { Width::U16 }
@@ -212,17 +250,18 @@ impl Joined {
         (self.parts[part].file(), at - self.range(part).start)
     }
 
-    /// Writes the ids of `range`, which are there, to the beginning of `into`.
-    pub fn copy(&self, range: Range<u64>, mut into: &mut [u32]) {
+    /// Reads the ids of `range`, which are there, to the beginning of `into`.
+    pub fn copy(&self, range: Range<u64>, mut into: &mut [u32]) -> Result<(), DataError> {
         let (mut at, end) = (range.start, range.end);
         let mut part = self.ends.partition_point(|&end| end <= at);
         while at < end {
             let whole = self.range(part);
             let until = end.min(whole.end);
             let (now, rest) = into.split_at_mut((until - at) as usize);
-            self.parts[part].copy(at - whole.start..until - whole.start, now);
+            self.parts[part].copy(at - whole.start..until - whole.start, now)?;
             (into, at, part) = (rest, until, part + 1);
         }
+        Ok(())
     }
 
     /// The first id of `range` that is not below `vocab`, as an error that names its file and place.
@@ -259,7 +298,7 @@ mod tests {
 
     fn all(ids: &Ids) -> Vec<u32> {
         let mut into = vec![9; ids.len() as usize];
-        ids.copy(0..ids.len(), &mut into);
+        ids.copy(0..ids.len(), &mut into).unwrap();
         into
     }
 
@@ -281,6 +320,17 @@ mod tests {
             let read = Ids::open(&file(folder.path(), "a.bin", &bytes), told).unwrap();
             assert_eq!((read.width(), all(&read)), (width, ids.clone()));
         }
+    }
+
+    #[test]
+    fn a_file_cut_short_while_it_is_open_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file(folder.path(), "a.bin", &[1; 64]);
+        let ids = Ids::plain(&path, Width::U16).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(10).unwrap();
+        let error = ids.copy(0..32, &mut [0; 32]).unwrap_err();
+        assert!(matches!(error, DataError::Truncated { promised: 64, found: 10, .. }), "{error}");
+        assert!(ids.copy(0..5, &mut [0; 5]).is_ok());
     }
 
     #[test]
@@ -338,7 +388,7 @@ mod tests {
             let (a, b) = ((a * total as f64) as usize, (b * total as f64) as usize);
             let (start, end) = (a.min(b), a.max(b));
             let mut into = vec![0; end - start];
-            joined.copy(start as u64..end as u64, &mut into);
+            joined.copy(start as u64..end as u64, &mut into).unwrap();
             prop_assert_eq!(&into, &ids[start..end]);
             prop_assert_eq!(joined.place(total as u64 - 1).1, *sizes.last().unwrap() as u64 - 1);
             let wrong = joined.too_large(start as u64..end as u64, &into, start + 1);

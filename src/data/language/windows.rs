@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::tokenizer::{MOST_BYTES, Tokenizer, Units};
-use super::tokens::Joined;
+use super::tokens::{Joined, Stored};
 use super::{DataError, Features, Input, Key, Row, Source, Target};
 use crate::kernels::cross_entropy::IGNORE;
 use crate::random::{Random, stream};
@@ -24,11 +24,28 @@ pub enum Placement {
 }
 
 /// A bit for each id: whether it is to be learned.
-pub struct Marks(pub memmap2::Mmap);
+pub struct Marks(pub Stored);
 
 impl Marks {
-    pub fn learned(&self, at: u64) -> bool {
-        self.0.get((at / 8) as usize).is_some_and(|byte| byte >> (at % 8) & 1 == 1)
+    /// Puts [`IGNORE`] in the place of the ids from `start` on that are not to be learned.
+    pub fn ignore(&self, start: u64, ids: &mut [u32]) -> Result<(), DataError> {
+        let mut bytes = [0; 256];
+        let mut done = 0;
+        while done < ids.len() {
+            let at = start + done as u64;
+            // Up to the end of a whole number of bytes.
+            let count = (ids.len() - done).min(8 * bytes.len() - (at % 8) as usize);
+            let read = &mut bytes[..((at % 8) as usize + count).div_ceil(8)];
+            self.0.read(at / 8, read)?;
+            for (i, id) in ids[done..done + count].iter_mut().enumerate() {
+                let bit = (at % 8) as usize + i;
+                if read[bit / 8] >> (bit % 8) & 1 == 0 {
+                    *id = IGNORE;
+                }
+            }
+            done += count;
+        }
+        Ok(())
     }
 }
 
@@ -187,9 +204,9 @@ impl Source for Windows {
         let start = self.start(index, key);
         let (end, vocab) = (start + self.context as u64, self.vocab());
         let (input, target) = (into.input.u32(), into.target.u32());
-        self.ids.copy(start..end, input);
+        self.ids.copy(start..end, input)?;
         target[..self.context - 1].copy_from_slice(&input[1..]);
-        self.ids.copy(end..end + 1, &mut target[self.context - 1..]);
+        self.ids.copy(end..end + 1, &mut target[self.context - 1..])?;
         let wrong = self.ids.too_large(start..end, input, vocab);
         if let Some(error) =
             wrong.or_else(|| self.ids.too_large(end..end + 1, &target[self.context - 1..], vocab))
@@ -197,11 +214,7 @@ impl Source for Windows {
             return Err(error);
         }
         if let Some(marks) = &self.marks {
-            for (i, target) in target.iter_mut().enumerate() {
-                if !marks.learned(start + 1 + i as u64) {
-                    *target = IGNORE;
-                }
-            }
+            marks.ignore(start + 1, target)?;
         }
         into.length = self.context as u32;
         Ok(())

@@ -16,7 +16,8 @@ mod scratch;
 pub use colour::Jitter;
 pub use erase::Erasing;
 pub use geometry::{Fit, ResizedCrop};
-pub use scratch::{Lent, Pool, Scratch};
+pub use resample::scratch_bytes;
+pub use scratch::{Large, Largest, Lent, Pool, Scratch};
 
 use std::sync::Arc;
 

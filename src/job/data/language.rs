@@ -26,7 +26,7 @@ pub struct Text {
     pub windows: Windows,
 }
 
-/// Files of token ids, as nanoGPT's and llm.c's scripts write them, mapped and never read as a whole; a sample is a
+/// Files of token ids, as nanoGPT's and llm.c's scripts write them, read where they are wanted and never as a whole; a sample is a
 /// window of the model's `context` that stays within a file. The share measured on is the end of the last files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Tokens {

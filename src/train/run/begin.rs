@@ -26,7 +26,10 @@ pub(super) fn planned(job: Job, options: &Options, before: Option<&State>) -> Re
     let known = before.and_then(|state| state.data.as_ref());
     let data = fingerprint(&setup, known, &options.opening)?;
     let before = before.map(|state| state.optimizer.as_str());
-    // The plan is of the steps; what a pass over the files took is given back by now.
+    if options.own_process {
+        setup = setup.measured();
+    }
+    // The heap of the steps is compared with the plan; what preparing the data took is a phase of its own.
     measure::begin();
     let plan = setup.settle(ram, before);
     let least = plan.peak.ram_bytes;

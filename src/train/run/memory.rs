@@ -7,7 +7,7 @@ use crate::data::loader::{self, Loader};
 use crate::job::Rung;
 use crate::memory::estimate::{self, Estimator, Predict, Subject};
 use crate::memory::pressure::{self, Action};
-use crate::memory::{Oom, Role, correction, ladder, search};
+use crate::memory::{Oom, Role, correction, ladder, measure, search};
 use crate::train::event::Event;
 use crate::train::postmortem::{Attempt, Leanest, PostMortem};
 use crate::train::retry::{self, Limits, Way};
@@ -109,6 +109,10 @@ impl Run<'_> {
             Some(feed) if less_ahead => feed.hold.keep(feed.loader.give_back(way.prefetch)),
             feed => *feed = None,
         }
+        if self.setup.card.is_none() {
+            let beside = self.setup.process.beside_heap;
+            measure::set_planned(peak(self.setup, way, None).saturating_sub(beside));
+        }
         self.way = way;
         self.engine.recompute = way.recompute;
         self.engine.staging.clear();
@@ -207,7 +211,9 @@ fn peak(setup: &Setup, way: Way, phases: Option<&[&str]>) -> u64 {
     let way = estimate::Way { micro_batch, recompute, eval_micro_batch, eight_bit: false, offload };
     let estimate =
         setup.with_subject(|s| Estimator::new(Subject { pipeline: &pipeline, ..*s }).estimate(way));
-    let of = estimate.phases.iter().filter(|(name, _)| phases.is_none_or(|names| names.contains(name)));
+    // The preparation of the data is over.
+    let named = |name: &str| phases.map_or(name != estimate::PREPARATION, |names| names.contains(&name));
+    let of = estimate.phases.iter().filter(|(name, _)| named(name));
     of.map(|(_, held)| if setup.card.is_some() { held.vram } else { held.ram }).max().unwrap_or(0)
 }
 

@@ -10,7 +10,7 @@ use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
 use crate::memory::estimate::checkpoint_bytes;
 use crate::memory::heap::Stats;
-use crate::memory::{Oom, Role, measure};
+use crate::memory::{Oom, Role, measure, probe};
 use crate::train::Failure;
 use crate::train::checkpoint::{FORMAT, State};
 use crate::train::event::{Event, Memory};
@@ -54,7 +54,11 @@ impl Run<'_> {
         let (samples_digest, ram_bytes) = (made.digest.to_string(), measure::take_recent_peak());
         let vram_bytes = self.setup.card.as_ref().map_or(0, |card| card.take_recent_peak());
         self.vram_peak = self.vram_peak.max(vram_bytes);
-        self.measured = self.measured.max(if self.setup.card.is_some() { vram_bytes } else { ram_bytes });
+        let measured = match self.setup.card.is_some() {
+            true => vram_bytes,
+            false => self.host_bytes(ram_bytes),
+        };
+        self.measured = self.measured.max(measured);
         Ok(self.report.record(Event::Step {
             step: made.step,
             epoch: made.epoch,
@@ -73,6 +77,16 @@ impl Run<'_> {
             loss_scale: self.scaling.factor,
             skipped_updates: self.scaling.skipped,
         })?)
+    }
+
+    /// What the host's ledger is compared with where the heap had a peak of so many bytes. What is resident beyond
+    /// the plan counts too; up to the plan it may be freed buffers that are kept, which nobody asks for.
+    fn host_bytes(&self, heap: u64) -> u64 {
+        let beside = self.setup.process.beside_heap;
+        // Where the process is not planned, what is resident says nothing about the plan.
+        let resident = probe::status("VmRSS:").filter(|_| beside > 0).unwrap_or(0);
+        let unplanned = if resident > self.plan.peak.ram_bytes { resident } else { 0 };
+        (heap + beside).max(unplanned)
     }
 
     /// The records left out once an update or an evaluation does without `bad`, and what to tell of it; or the
@@ -128,6 +142,7 @@ impl Run<'_> {
         let begun = Instant::now();
         self.tell_bad_count(&[])?;
         self.engine.host.phase("checkpoint");
+        self.setup.process.keep_code();
         let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
         let ledger = self.engine.host.clone();
         let ask = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);

@@ -63,7 +63,7 @@ pub(super) fn images(s: &job::Images, readers: usize, opening: &Opening) -> Resu
     let trained = measured.clone().augmented(augment(&s.augment))?;
     let open = |files: &[PathBuf], classes: Option<&Names>| {
         let (channels, max_pixels, columns) = (s.channels, s.max_pixels, columns(s));
-        let options = Options { channels, max_pixels, columns, readers };
+        let options = Options { channels, size: [height, width], max_pixels, columns, readers };
         Set::open(files, options, classes, opening).map(Arc::new)
     };
     let whole = open(&s.files.train, None)?;

@@ -9,7 +9,7 @@ const MOST: u64 = 1 << 20;
 fn decode(file: &[u8], channels: usize) -> Result<([usize; 2], Vec<u8>), String> {
     let (mut pixels, mut spare) = (Vec::new(), Vec::new());
     let opened = Opened::new(file, channels, MOST)?;
-    let needs = opened.needs();
+    let needs = opened.header.needs(channels);
     let size = opened.decode(&mut pixels, &mut spare)?;
     assert_eq!(pixels.len(), size[0] * size[1] * channels);
     assert!((pixels.capacity() + spare.capacity()) as u64 <= needs);

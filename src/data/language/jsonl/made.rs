@@ -9,12 +9,11 @@ use std::{
     sync::Arc,
 };
 
-use memmap2::Mmap;
 use serde::{Deserialize, Serialize};
 
 use super::super::DataError;
 use super::super::pieces::{Progress, in_order};
-use super::super::tokens::{Ids, Joined, Width, map};
+use super::super::tokens::{Ids, Joined, Stored, Width};
 use super::super::windows::{Marks, name_of};
 use super::lines::{Chunk, Lines};
 use super::record::{Document, Reader, TooLong, record};
@@ -26,8 +25,8 @@ use crate::data::{Lengths, Opening};
 pub struct Made {
     pub ids: Arc<Joined>,
     pub marks: Option<Arc<Marks>>,
-    ends: Mmap,
-    labels: Option<Mmap>,
+    ends: Stored,
+    labels: Option<Stored>,
     pub found: Found,
 }
 
@@ -112,10 +111,10 @@ impl Made {
         let ids = Ids::plain(&tokens, reader.tokenizer.width())?;
         let there = |path: &Path| match std::fs::metadata(path).map_err(DataError::io(path))?.len() {
             0 => Ok(None),
-            _ => map(path).map(Some),
+            _ => Stored::open(path).map(Some),
         };
-        let (marks, labels, ends) = (there(&marks)?, there(&labels)?, map(&ends)?);
-        if ids.len() != found.tokens || ends.len() as u64 != 8 * found.samples {
+        let (marks, labels, ends) = (there(&marks)?, there(&labels)?, Stored::open(&ends)?);
+        if ids.len() != found.tokens || ends.len() != 8 * found.samples {
             return Err(damaged("other numbers than the files beside it".into()));
         }
         Ok(Self {
@@ -128,23 +127,23 @@ impl Made {
     }
 
     /// Where the ids of a sample lie.
-    pub fn sample(&self, index: u64) -> std::ops::Range<u64> {
-        let end = |i: u64| number(&self.ends, i);
-        index.checked_sub(1).map_or(0, end)..end(index)
+    pub fn sample(&self, index: u64) -> Result<std::ops::Range<u64>, DataError> {
+        // Where the sample before it ends, and where it ends itself; the first begins at 0.
+        let mut ends = [[0; 8]; 2];
+        let before = usize::from(index == 0);
+        self.ends.read(8 * index.saturating_sub(1), ends[before..].as_flattened_mut())?;
+        let [start, end] = ends.map(u64::from_le_bytes);
+        Ok(start..end)
     }
 
     /// The class of a sample, as a place in [`Found::classes`].
-    pub fn class(&self, index: u64) -> usize {
-        let at = 4 * index as usize;
-        let bytes = self.labels.as_ref().and_then(|labels| labels.get(at..at + 4));
-        bytes.map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) as usize)
+    pub fn class(&self, index: u64) -> Result<usize, DataError> {
+        let mut bytes = [0; 4];
+        if let Some(labels) = &self.labels {
+            labels.read(4 * index, &mut bytes)?;
+        }
+        Ok(u32::from_le_bytes(bytes) as usize)
     }
-}
-
-fn number(map: &Mmap, i: u64) -> u64 {
-    let mut bytes = [0; 8];
-    bytes.copy_from_slice(&map[8 * i as usize..][..8]);
-    u64::from_le_bytes(bytes)
 }
 
 fn writing(error: std::io::Error) -> DataError {

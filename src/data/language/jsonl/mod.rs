@@ -77,7 +77,7 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<Both, DataError> {
     let (train, valid) = (files::find(&settings.train)?, files::find(&settings.valid)?);
     // Buckets bound a sample as the model does.
     let context = settings.buckets.iter().max().map_or(settings.context, |&most| most.min(settings.context));
-    let known = settings.units.tokenizer()?;
+    let known = settings.units.tokenizer_within(opening)?;
     let content = content(settings, known.as_ref())?;
     let unbound = |tokenizer| Reader {
         content: &content,
@@ -310,28 +310,24 @@ impl Source for Documents {
     }
 
     fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        let range = self.made.sample(index);
+        let range = self.made.sample(index)?;
         let (input, target) = (into.input.u32(), into.target.u32());
         let targets = u64::from(self.classes.is_empty());
         let inputs = range.start..range.end - targets;
         let length = ((inputs.end - inputs.start) as usize).min(input.len());
-        self.made.ids.copy(inputs.start..inputs.start + length as u64, input);
+        self.made.ids.copy(inputs.start..inputs.start + length as u64, &mut input[..length])?;
         input[length..].fill(0);
         into.length = length as u32;
         if targets == 0 {
-            target[0] = self.classes[self.made.class(index)];
+            target[0] = self.classes[self.made.class(index)?];
             return Ok(());
         }
-        self.made.ids.copy(inputs.start + 1..inputs.start + 1 + length as u64, target);
+        self.made.ids.copy(inputs.start + 1..inputs.start + 1 + length as u64, &mut target[..length])?;
         target[length..].fill(IGNORE);
-        if let Some(marks) = &self.made.marks {
-            for (i, target) in target[..length].iter_mut().enumerate() {
-                if !marks.learned(inputs.start + 1 + i as u64) {
-                    *target = IGNORE;
-                }
-            }
+        match &self.made.marks {
+            Some(marks) => marks.ignore(inputs.start + 1, &mut target[..length]),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn balance(&self) -> Option<Vec<u64>> {

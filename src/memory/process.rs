@@ -1,0 +1,141 @@
+//! The process part of a plan: resident memory that is not on the counted heap.
+//!
+//! Code, thread stacks, allocator overhead and what libraries keep are resident too, and the kernel kills by the
+//! sum. They are measured when the plan is made, after freed memory was given back, and what is known to come
+//! later is added: the code and the stacks of training have not been touched by then.
+
+#[cfg(target_os = "linux")]
+use rustix::mm::{Advice, madvise};
+
+use super::{measure, pressure, probe};
+
+/// File-backed pages that training may add to those resident when the plan is made: kernels, evaluation, checkpoints.
+/// Training touches 2 to 8 MiB of code for the first time; what is more than this is dropped again, see
+/// [`Process::keep_code`].
+const CODE: u64 = 9 << 19;
+
+/// Code is dropped when so little of its part is left: a micro-batch may touch as much before the next look.
+const CODE_LEFT: u64 = 3 << 19;
+
+/// Stack and thread-local memory that a thread touches while it computes or loads data.
+const THREAD: u64 = 96 << 10;
+
+/// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap.
+const FRAGMENTS: u64 = 2 << 20;
+
+/// Fixes the process part, for tests that compare plans byte by byte.
+const FIXED: &str = "TRAINER_PROCESS_BYTES";
+
+/// What a process takes beside its heap, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Process {
+    /// Resident during training and not on the heap.
+    pub beside_heap: u64,
+    /// The peak of resident memory until the data was ready.
+    pub prepared: u64,
+    /// Heap that preparing the data left behind, in caches of libraries and threads.
+    pub left_behind: u64,
+    /// The most file-backed memory that may be resident; 0 where that was not measured.
+    code: u64,
+}
+
+impl Process {
+    /// Gives freed memory back and measures this process, which has so many threads that compute and will start so many
+    /// that load data. `left_behind`: heap that is in use and that nobody counts. Nothing where the system does not say.
+    pub fn measure(threads: usize, workers: usize, left_behind: u64) -> Self {
+        if let Some(fixed) = std::env::var(FIXED).ok().and_then(|text| text.parse().ok()) {
+            return Self { beside_heap: fixed, ..Self::default() };
+        }
+        pressure::give_back();
+        let prepared = measure::resident_peak();
+        let Some(resident) = probe::status("VmRSS:") else { return Self::default() };
+        let code = probe::status("RssFile:").map_or(0, |code| code + CODE);
+        let later = CODE + FRAGMENTS + THREAD * (threads + workers) as u64;
+        Self { beside_heap: resident.saturating_sub(measure::live()) + later, prepared, left_behind, code }
+    }
+
+    /// Keeps the code that is resident within its part: what was run at the start and is not needed any more goes first
+    /// to last, and what is needed is read again from the page cache. Costs some microseconds where nothing is dropped.
+    pub fn keep_code(&self) {
+        #[cfg(target_os = "linux")]
+        {
+            use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+            static NEXT: AtomicUsize = AtomicUsize::new(0);
+            const PIECE: usize = 1 << 20;
+            let most = self.code.saturating_sub(CODE_LEFT);
+            let resident = || {
+                let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+                let pages = text.split(' ').nth(2).and_then(|pages| pages.parse::<u64>().ok());
+                pages.unwrap_or(0) * 4096
+            };
+            if self.code == 0 || resident() <= most {
+                return;
+            }
+            let code: Vec<(usize, usize)> = executable()
+                .flat_map(|(start, end)| (start..end).step_by(PIECE).map(move |at| (at, end.min(at + PIECE))))
+                .collect();
+            for _ in 0..code.len() {
+                let (start, end) = code[NEXT.fetch_add(1, Relaxed) % code.len()];
+                // SAFETY: as in `small_code_pages`.
+                let _ = unsafe { madvise(start as *mut _, end - start, Advice::LinuxDontNeed) };
+                if resident() <= most {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// The executable mappings of files: from the first address to behind the last.
+#[cfg(target_os = "linux")]
+fn executable() -> impl Iterator<Item = (usize, usize)> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let code: Vec<_> = maps.lines().filter_map(code).filter(|(.., executable)| *executable).collect();
+    code.into_iter().map(|(start, end, _)| (start, end))
+}
+
+/// Has the kernel map this program's code in small pieces as it is run: where its file lies in huge pages of the page cache
+/// it would map 2 MiB for a first touch.
+pub fn small_code_pages() {
+    #[cfg(target_os = "linux")]
+    for line in std::fs::read_to_string("/proc/self/maps").unwrap_or_default().lines() {
+        let Some((start, end, executable)) = code(line) else { continue };
+        // SAFETY: the advice changes no content. Pages that are only executed are those of the file, and are read again
+        // when they are touched; those that were written to, as relocations, are in other mappings.
+        unsafe {
+            let _ = madvise(start as *mut _, end - start, Advice::LinuxNoHugepage);
+            if executable {
+                let _ = madvise(start as *mut _, end - start, Advice::LinuxDontNeed);
+            }
+        }
+    }
+}
+
+/// The first address of a mapping of a file that is not written to, the one after its last, and whether it is code: from a
+/// line of `/proc/self/maps`.
+#[cfg(target_os = "linux")]
+fn code(line: &str) -> Option<(usize, usize, bool)> {
+    let mut fields = line.split_whitespace();
+    let (range, rights) = (fields.next()?, fields.next()?);
+    let file = fields.nth(3)?;
+    let (start, end) = range.split_once('-')?;
+    let address = |text| usize::from_str_radix(text, 16).ok();
+    let wanted = file.starts_with('/') && matches!(rights, "r--p" | "r-xp");
+    wanted.then_some((address(start)?, address(end)?, rights == "r-xp"))
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_is_told_from_data_and_the_stack() {
+        let line = |rights: &str, file: &str| format!("55d0-55e0 {rights} 0001000 08:01 1234   {file}");
+        assert_eq!(code(&line("r-xp", "/bin/x")), Some((0x55d0, 0x55e0, true)));
+        assert_eq!(code(&line("r--p", "/bin/x")), Some((0x55d0, 0x55e0, false)));
+        assert_eq!(code(&line("rw-p", "/bin/x")), None);
+        assert_eq!(code(&line("rw-p", "[heap]")), None);
+        assert_eq!(code("7f00-7f01 r-xp 0000 00:00 0"), None);
+        small_code_pages();
+    }
+}
