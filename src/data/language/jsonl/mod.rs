@@ -145,7 +145,12 @@ fn content(settings: &Settings, tokenizer: Option<&Tokenizer>) -> Result<Content
     let Some(chat) = &settings.chat else {
         return Ok(Content::Text { field: settings.field.clone() });
     };
-    let wrong = |value: &str, problem: String| DataError::Template { template: value.to_owned(), problem };
+    let wrong = |value: &str, problem: String| {
+        // A template's text may be long; its beginning tells which one it is.
+        let end = value.floor_char_boundary(value.len().min(60));
+        let template = value[..end].to_owned() + if end < value.len() { "..." } else { "" };
+        DataError::Template { template, problem }
+    };
     let source = match (&*chat.template, tokenizer) {
         ("auto", Some(Tokenizer::Json(json))) => json.template(),
         (name, _) => {
