@@ -6,6 +6,10 @@ Needs torch and torchvision (`pip install torch torchvision`). Each job runs in 
 all the threads of the machine, f32, AdamW, data in memory; a round runs every contestant once. Printed are
 medians over the rounds: milliseconds a step (the median step of a run), peak resident memory, and seconds
 from the start of the process to the end of the first step.
+
+    python bench/cpu.py --types [--dispatch amx,avx512,avx2,portable] [--only gpt-5000,cnn]
+
+needs no PyTorch and measures the trainer alone, in f32, bf16 and f16 under each CPU dispatch.
 """
 
 import argparse
@@ -26,6 +30,16 @@ JOBS = {
     "gpt-small": dict(what="GPT 4 x 128, 12 x 64 tokens", steps=80, batch=12, gpt=(4, 4, 128, 64), least=1.4),
     "gpt-medium": dict(what="GPT 6 x 384, 4 x 256 tokens", steps=15, batch=4, gpt=(6, 6, 384, 256), least=1.2),
 }
+# Jobs for --types: more of what differs between types, and neighbours of the same shapes.
+TYPED = {
+    "gpt-5000": dict(what="GPT 6 x 384, 4 x 256 tokens, 5000 words", steps=12, batch=4, gpt=(6, 6, 384, 256), vocab=5000),
+    "gpt-5001": dict(what="GPT 5 x 320, 3 x 200 tokens, 5001 words", steps=12, batch=3, gpt=(5, 5, 320, 200), vocab=5001),
+    "mlp": dict(what="MLP 784-2048-2048-10, batch 256", steps=40, batch=256, picture=(28, 28, 1), model='kind = "mlp"\nhidden = [2048, 2048]'),
+    "cnn": dict(what="CNN 28x28, 32 and 64 channels, batch 64", steps=30, batch=64, picture=(28, 28, 1)),
+    "cnn-odd": dict(what="CNN 32x32, 24 and 48 channels of 5x5, batch 33", steps=12, batch=33, picture=(32, 32, 3),
+                    model='kind = "cnn"\nhidden = [100]\nstages = [{ channels = 24, kernel = 5 }, { channels = 48, kernel = 5 }]'),
+    "resnet18": dict(what="ResNet-18 on 32x32, batch 32", steps=6, batch=32, picture=(32, 32, 3), model='kind = "resnet"\ndepth = 18\nstem = "small"\nnorm_group = 32'),
+}
 MODELS = {
     "mlp": 'kind = "mlp"\nhidden = [512, 256]',
     "cnn": 'kind = "cnn"\nhidden = [128]\nstages = [{ channels = 32 }, { channels = 64 }]',
@@ -37,6 +51,8 @@ VOCAB = 65
 def write_data(folder, job):
     """Random pictures in idx files, or random text."""
     rng = __import__("random").Random(1)
+    if "vocab" in job:
+        return f'kind = "text-synthetic"\nvocab = {job["vocab"]}\ntrain_samples = 512\nvalid_samples = 4'
     if "gpt" in job:
         letters = "".join(chr(33 + i) for i in range(VOCAB))
         (folder / "text.txt").write_text("".join(rng.choices(letters, k=400_000)))
@@ -54,21 +70,22 @@ def write_data(folder, job):
     return "\n".join(lines)
 
 
-def ours(args, name, job):
+def ours(args, name, job, precision="f32", environment=None):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         data = write_data(folder, job)
-        model = MODELS.get(name)
+        model = job.get("model") or MODELS.get(name)
         if model is None:
             layers, heads, width, context = job["gpt"]
             model = f'kind = "gpt"\nlayers = {layers}\nheads = {heads}\nwidth = {width}\ncontext = {context}'
         (folder / "job.toml").write_text(
             f"[model]\n{model}\n[data]\n{data}\n[train]\nbatch_size = {job['batch']}\nsteps = {job['steps']}\n"
+            f'precision = "{precision}"\n'
             f"[eval]\nevery_steps = 1000000000\nbatch_size = {job['batch']}\n"
             "[checkpoint]\nevery_steps = 1000000000\n[log]\nevery_steps = 1\ntensorboard = false\n"
         )
         begun = time.time()
-        process = subprocess.Popen([args.trainer, "fit", "job.toml", "--run-dir", "run", "-q"], cwd=folder)
+        process = subprocess.Popen([args.trainer, "fit", "job.toml", "--run-dir", "run", "-q"], cwd=folder, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
         if status != 0:
             sys.exit(f"trainer failed on {name}")
@@ -177,20 +194,42 @@ def torch_gpt(torch, nn, F, layers, heads, width, context, vocab=VOCAB):
     return Gpt()
 
 
+def types(args):
+    """Milliseconds a step of each type under each dispatch, the median of the rounds."""
+    print(f"{'job':<46} {'dispatch':<9} {'f32':>8} {'bf16':>8} {'f16':>8}  bf16/f32  f16/f32")
+    for name in args.only.split(",") if args.only else TYPED:
+        job = TYPED[name]
+        for dispatch in args.dispatch.split(","):
+            environment = dict(os.environ, TRAINER_CPU_DISPATCH=dispatch)
+            seen = {precision: [] for precision in ("f32", "bf16", "f16")}
+            for _ in range(args.rounds):
+                for precision, found in seen.items():
+                    found.append(ours(args, name, job, precision, environment)["ms"])
+            f32, bf16, f16 = (statistics.median(found) for found in seen.values())
+            print(
+                f"{job['what']:<46} {dispatch:<9} {f32:>8.1f} {bf16:>8.1f} {f16:>8.1f} {bf16 / f32:>9.2f} {f16 / f32:>8.2f}",
+                flush=True,
+            )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", default="target/release/trainer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default=",".join(JOBS))
+    parser.add_argument("--only", default="", help="names of jobs, by commas")
+    parser.add_argument("--types", action="store_true", help="f32, bf16 and f16 under each dispatch, without PyTorch")
+    parser.add_argument("--dispatch", default="amx,avx512,avx2", help="with --types")
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         return run_peer(args.peer, args.compile)
     args.trainer = str(pathlib.Path(args.trainer).resolve())
+    if args.types:
+        return types(args)
     head = f"{'job':<42} {'who':<14} {'ms/step':>9} {'MiB':>7} {'first s':>8} {'ratio':>6} {'memory':>7}"
     print(head)
-    for name in args.only.split(","):
+    for name in args.only.split(",") if args.only else JOBS:
         job = JOBS[name]
         contestants = {"ours": lambda: ours(args, name, job), "torch eager": lambda: peer(args, name, False)}
         if args.compile:

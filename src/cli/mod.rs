@@ -23,6 +23,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::data::{Opening, Unwatched, Watch};
 use crate::job::Job;
+use crate::kernels::dispatch::{self, Dispatch};
 use crate::memory::budget;
 use crate::memory::card::{self, Card, CardError, Seen};
 use crate::report::{Look, Passes, Verbosity};
@@ -215,6 +216,14 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         && let Err(error) = crate::memory::refusal::end_with(Exit::Memory.code().into())
     {
         return exit::tell(&error.into(), common.json, common.color);
+    }
+    if let Err(error) = dispatch::requested() {
+        let hint = format!(
+            "unset `{}` for the best that there is: `{}`",
+            dispatch::VARIABLE,
+            Dispatch::best().name()
+        );
+        return exit::tell(&Stop::usage(error.to_string(), hint).into(), common.json, common.color);
     }
     let done = match &cli.command {
         Command::Fit(fit) => fit.run(common),

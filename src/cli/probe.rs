@@ -4,6 +4,7 @@ use clap::Args;
 use serde_json::json;
 
 use super::{Common, Exit, say};
+use crate::kernels::dispatch::{VARIABLE, dispatch};
 use crate::memory::device::{self, Device};
 use crate::memory::probe::{Host, host};
 use crate::report::text;
@@ -27,6 +28,7 @@ impl Probe {
                 "host": host,
                 "usable_bytes": host.usable(),
                 "limited_by": host.limited_by(),
+                "cpu_dispatch": dispatch().name(),
             }))?;
         } else {
             lines(&devices, &host).iter().try_for_each(say)?;
@@ -72,6 +74,7 @@ fn lines(devices: &[Device], host: &Host) -> Vec<String> {
             format!("of {}; not counted on", Bytes(host.swap_total)),
         ),
         ("cores", host.cores.to_string(), String::new()),
+        ("CPU dispatch", dispatch().name().to_owned(), format!("{VARIABLE} chooses another")),
         ("for a run", Bytes(host.usable()).to_string(), format!("limited by {}", host.limited_by())),
     ];
     let rows: Vec<Vec<String>> = rows.into_iter().map(|(a, b, c)| vec![a.to_owned(), b, c]).collect();

@@ -42,6 +42,19 @@ pub trait Real:
     /// `self * a + b`, fused where the machine does so.
     fn fma(self, a: Self, b: Self) -> Self;
 
+    /// As [`multiply`](super::product::multiply), by the `gemm` crate.
+    ///
+    /// # Safety
+    /// The operands lie inside their slices, and `out` has room for every (i, j) at `i * stride + j`.
+    unsafe fn multiply_blocked(
+        out: &mut [Self],
+        stride: usize,
+        a: Mat<Self>,
+        b: Mat<Self>,
+        add: bool,
+        by: By,
+    );
+
     /// As [`multiply`](super::product::multiply), and what comes `then`, where there is a faster way for products of this
     /// type and size; says whether it was done.
     fn multiply_faster(
@@ -92,51 +105,10 @@ pub trait Elem: Slices + Default {
     const WIDE: bool = false;
 }
 
-/// The vectors of this machine.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Vectors {
-    /// What every machine of this kind has.
-    Base,
-    /// 32 bytes: AVX2.
-    V3,
-    /// 64 bytes: AVX-512.
-    V4,
-}
-
-/// Found once.
-#[inline]
-pub fn vectors() -> Vectors {
-    #[cfg(target_arch = "x86_64")]
-    {
-        static FOUND: std::sync::OnceLock<Vectors> = std::sync::OnceLock::new();
-        *FOUND.get_or_init(|| {
-            let all = |yes: &[bool]| yes.iter().all(|yes| *yes);
-            let v3 = [
-                is_x86_feature_detected!("avx2"),
-                is_x86_feature_detected!("fma"),
-                is_x86_feature_detected!("bmi2"),
-            ];
-            let v4 = [
-                is_x86_feature_detected!("avx512f"),
-                is_x86_feature_detected!("avx512bw"),
-                is_x86_feature_detected!("avx512dq"),
-                is_x86_feature_detected!("avx512vl"),
-            ];
-            match (all(&v3), all(&v4)) {
-                (true, true) => Vectors::V4,
-                (true, false) => Vectors::V3,
-                _ => Vectors::Base,
-            }
-        })
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    Vectors::Base
-}
-
 /// Runs `body` compiled for 32-byte vectors.
 ///
 /// # Safety
-/// [`vectors`] is `V3` or `V4`.
+/// The processor has AVX2, FMA and BMI2: [`Dispatch::Avx2`](super::dispatch::Dispatch) or better.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,bmi2")]
 #[inline]
@@ -147,7 +119,7 @@ pub unsafe fn with_v3<R>(body: impl FnOnce() -> R) -> R {
 /// Runs `body` compiled for 64-byte vectors.
 ///
 /// # Safety
-/// [`vectors`] is `V4`.
+/// The processor has AVX-512: [`Dispatch::Avx512`](super::dispatch::Dispatch) or better.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
 #[inline]
@@ -155,40 +127,41 @@ pub unsafe fn with_v4<R>(body: impl FnOnce() -> R) -> R {
     body()
 }
 
-/// `vectorised!(T, || loop)` runs a loop over values of `T` compiled for the widest vectors of the machine.
+/// `vectorised!(T, || loop)` runs a loop over values of `T` compiled for the vectors of the [dispatch](super::dispatch).
 ///
 /// A macro and not a function, so that every width has a closure of its own: one that is called from a
 /// single place is always inlined there, and takes on that place's instructions. A comment for the assembler keeps
 /// apart what the compiler would else find to be the same and make one function of, for no width. The arithmetic is
-/// the same in all widths, so debug builds compile the loop once and build faster.
+/// the same in all widths.
 #[macro_export]
 macro_rules! vectorised {
     ($T:ty, || $body:expr $(,)?) => {{
-        #[cfg(all(target_arch = "x86_64", not(debug_assertions)))]
+        #[cfg(target_arch = "x86_64")]
         {
-            use $crate::kernels::elem::{Vectors, vectors, with_v3, with_v4};
+            use $crate::kernels::dispatch::{Dispatch, dispatch};
+            use $crate::kernels::elem::{with_v3, with_v4};
             // The constant comes first: for a type that is not wide no other body is compiled.
-            if <$T as $crate::kernels::Elem>::WIDE && vectors() == Vectors::V4 {
+            if <$T as $crate::kernels::Elem>::WIDE && dispatch() >= Dispatch::Avx512 {
                 let body = || {
                     // SAFETY: a comment does nothing.
                     unsafe { std::arch::asm!("# 4", options(nomem, nostack, preserves_flags)) };
                     $body
                 };
-                // SAFETY: these vectors were found.
+                // SAFETY: the dispatch has these vectors.
                 unsafe { with_v4(body) }
-            } else if <$T as $crate::kernels::Elem>::WIDE && vectors() == Vectors::V3 {
+            } else if <$T as $crate::kernels::Elem>::WIDE && dispatch() == Dispatch::Avx2 {
                 let body = || {
                     // SAFETY: a comment does nothing.
                     unsafe { std::arch::asm!("# 3", options(nomem, nostack, preserves_flags)) };
                     $body
                 };
-                // SAFETY: these vectors were found.
+                // SAFETY: the dispatch has these vectors.
                 unsafe { with_v3(body) }
             } else {
                 $body
             }
         }
-        #[cfg(not(all(target_arch = "x86_64", not(debug_assertions))))]
+        #[cfg(not(target_arch = "x86_64"))]
         $body
     }};
 }
@@ -284,6 +257,11 @@ impl Elem for f16 {
 }
 
 impl Real for f32 {
+    unsafe fn multiply_blocked(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool, by: By) {
+        // SAFETY: the same promises.
+        unsafe { product::blocked::f32(out, stride, a, b, add, by) }
+    }
+
     fn multiply_faster(
         out: &mut [f32],
         stride: usize,
@@ -403,15 +381,22 @@ trait MulOrFuse {
 }
 
 impl MulOrFuse for f32 {
-    /// One rounding, by one instruction in the loops of every width that has it; on x86 without it, processors of before
-    /// 2013, a library call. Debug builds have one width, for which it is not known to be there, and round twice.
+    /// One rounding, by one instruction in the loops of every width that has it; in those of [`Dispatch::Portable`] on
+    /// x86 a library call, which costs time and no digits.
+    ///
+    /// [`Dispatch::Portable`]: super::dispatch::Dispatch::Portable
     #[inline(always)]
     fn mul_or_fuse(self, a: f32, b: f32) -> f32 {
-        if cfg!(debug_assertions) { self * a + b } else { self.mul_add(a, b) }
+        self.mul_add(a, b)
     }
 }
 
 impl Real for f64 {
+    unsafe fn multiply_blocked(out: &mut [f64], stride: usize, a: Mat<f64>, b: Mat<f64>, add: bool, by: By) {
+        // SAFETY: the same promises.
+        unsafe { product::blocked::f64(out, stride, a, b, add, by) }
+    }
+
     const ZERO: f64 = 0.0;
     const ONE: f64 = 1.0;
     const NEG_INFINITY: f64 = f64::NEG_INFINITY;

@@ -20,6 +20,7 @@ pub mod cross_entropy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod depthwise;
+pub mod dispatch;
 pub mod dropout;
 pub mod elem;
 pub mod embedding;

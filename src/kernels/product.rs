@@ -1,6 +1,7 @@
-//! Matrix products on plain slices: the one place that calls `gemm`, and ways of their own for small ones and for
-//! machines with a matrix unit.
+//! Matrix products on plain slices: by the `gemm` crate (`blocked`), and by kernels of their own for small ones and for
+//! processors with AMX.
 
+pub(super) mod blocked;
 #[cfg(target_arch = "x86_64")]
 mod small;
 #[cfg(target_arch = "x86_64")]
@@ -13,12 +14,11 @@ mod tiles;
 mod windows;
 
 use candle_core::DType;
-use gemm::Parallelism;
 
 use super::clip::{Clip, clip};
 use super::cpu::{acc_bytes, for_rows};
 #[cfg(target_arch = "x86_64")]
-use super::elem::{Vectors, vectors};
+use super::dispatch::{Dispatch, dispatch};
 use super::windows::Geometry;
 use super::{Elem, Real};
 use crate::vectorised;
@@ -128,31 +128,8 @@ fn product<T: Elem>(
     if T::Acc::multiply_faster(out, stride, a, b, add, by, then) {
         return true;
     }
-    let parallelism = if by == By::All { Parallelism::Rayon(0) } else { Parallelism::None };
     // SAFETY: the three asserts above and those of `Mat` keep every access inside its slice.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out.as_mut_ptr(),
-            1,
-            stride as isize,
-            add,
-            a.data.as_ptr(),
-            a.col as isize,
-            a.row as isize,
-            b.data.as_ptr(),
-            b.col as isize,
-            b.row as isize,
-            T::Acc::ONE,
-            T::Acc::ONE,
-            false,
-            false,
-            false,
-            parallelism,
-        )
-    }
+    unsafe { T::Acc::multiply_blocked(out, stride, a, b, add, by) };
     then.is_none()
 }
 
@@ -168,7 +145,7 @@ pub(super) fn faster(
     then: Option<Then<f32>>,
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if vectors() == Vectors::V4 {
+    if dispatch() >= Dispatch::Avx512 {
         let sizes = (a.rows, a.cols, b.cols);
         // SAFETY: AVX-512 was found, the unit where it is used, and `multiply` has checked every size.
         match by {
@@ -214,7 +191,7 @@ pub fn convolve<T: Elem>(out: &mut [T], of: Convolution<T>) -> bool {
 /// Bytes that [`convolve`] packs operands into, where it does it.
 pub fn convolving(dtype: DType, g: &Geometry, batch: usize) -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
-    if dtype == DType::F32 && vectors() == Vectors::V4 && tiled::convolves(g, batch) {
+    if dtype == DType::F32 && tiled::convolves(g, batch) {
         return Some(tiled::convolving(g, batch) as u64);
     }
     let _ = (dtype, g, batch);
@@ -237,7 +214,7 @@ pub fn weigh<T: Elem>(into: &mut [T::Acc], g: &Geometry, pictures: &[T], d: &[T]
 /// Bytes that [`weigh`] packs operands into, where it does it.
 pub fn weighing(dtype: DType, g: &Geometry, batch: usize) -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
-    if dtype == DType::F32 && vectors() == Vectors::V4 && tiled::weighs(g, batch) {
+    if dtype == DType::F32 && tiled::weighs(g, batch) {
         return Some(tiled::weighing(g, batch) as u64);
     }
     let _ = (dtype, g, batch);
@@ -249,7 +226,7 @@ pub(super) fn weigh_faster(into: &mut [f32], g: &Geometry, pictures: &[f32], d: 
     #[cfg(target_arch = "x86_64")]
     {
         let batch = pictures.len() / (g.height * g.width * g.inputs);
-        if vectors() == Vectors::V4 && tiled::weighs(g, batch) {
+        if tiled::weighs(g, batch) {
             // SAFETY: AVX-512 and the unit were found, and `weigh` has checked every size.
             unsafe { tiled::weigh(into, g, pictures, d) };
             return true;
@@ -264,7 +241,7 @@ pub(super) fn convolve_faster(out: &mut [f32], of: Convolution<f32>) -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         let batch = of.pictures.len() / (of.g.height * of.g.width * of.g.inputs);
-        if vectors() == Vectors::V4 && tiled::convolves(of.g, batch) {
+        if tiled::convolves(of.g, batch) {
             // SAFETY: AVX-512 and the unit were found, and `convolve` has checked every size.
             unsafe { tiled::convolve(out, of) };
             return true;
@@ -278,7 +255,7 @@ pub(super) fn convolve_faster(out: &mut [f32], of: Convolution<f32>) -> bool {
 /// transpose. What each thread keeps for good is not in it: `memory::estimate::PACKING`.
 pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by: By) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    if by == By::All && acc_bytes(dtype) == 4 && vectors() == Vectors::V4 && tiled::takes((m, k, n)) {
+    if by == By::All && acc_bytes(dtype) == 4 && tiled::takes((m, k, n)) {
         return tiled::packing((m, k, n), turned) as u64;
     }
     let _ = by;

@@ -17,9 +17,9 @@ const DEPTH: usize = 256;
 /// Multiplications above which `gemm` is at least as fast.
 const SMALL: usize = 1 << 26;
 
-/// Whether an (m, n) matrix over `k` is made here. Debug builds never do: there only dependencies are optimised.
+/// Whether an (m, n) matrix over `k` is made here.
 pub(super) fn takes((m, k, n): (usize, usize, usize)) -> bool {
-    cfg!(not(debug_assertions)) && k > 0 && m.saturating_mul(k).saturating_mul(n) <= SMALL
+    k > 0 && m.saturating_mul(k).saturating_mul(n) <= SMALL
 }
 
 /// `out = a b`, or `out += a b` with `add`.
@@ -246,7 +246,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::kernels::elem::{Vectors, vectors};
+    use crate::kernels::dispatch::{Dispatch, dispatch};
     use crate::random::Random;
 
     fn values(count: usize, stream: u64) -> Vec<f32> {
@@ -264,8 +264,8 @@ mod tests {
         /// rows of the result is left alone.
         #[test]
         fn products_are_right(m in 1usize..80, k in 1usize..600, n in 1usize..150, turn_a: bool, turn_b: bool, add: bool, gap in 0usize..9) {
-            if vectors() != Vectors::V4 {
-                println!("skipped: this machine has no AVX-512");
+            if dispatch() < Dispatch::Avx512 {
+                println!("skipped: the dispatch is {:?}", dispatch());
                 return Ok(());
             }
             let (a, b, stride) = (values(m * k, 1), values(k * n, 2), n + gap);

@@ -160,14 +160,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::kernels::elem::{Vectors, vectors};
+    use crate::kernels::dispatch::{Dispatch, dispatch};
 
     proptest! {
         /// The parts of a value add up to it exactly, each is a value of bf16, and each is small beside the one before.
         #[test]
         fn nothing_of_a_value_is_lost(digits: u32, exponent in 30u32..240, negative: bool) {
-            if vectors() != Vectors::V4 {
-                println!("skipped: this machine has no AVX-512");
+            if dispatch() < Dispatch::Avx512 {
+                println!("skipped: the dispatch is {:?}", dispatch());
                 return Ok(());
             }
             let value = f32::from_bits((negative as u32) << 31 | exponent << 23 | digits & 0x7f_ffff);

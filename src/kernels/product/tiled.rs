@@ -11,10 +11,11 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::super::cpu::Blocks;
+use super::super::dispatch::{Dispatch, dispatch};
 use super::super::windows::Geometry;
 use super::small::{mask, turned};
 use super::split::{Lines, Operand};
-use super::tiles::{self, DEPTH, SIDE, STEP, Unit};
+use super::tiles::{DEPTH, SIDE, STEP, Unit};
 use super::windows::{Flipped, Turned, Windows};
 use super::{By, Convolution, Mat, Then};
 
@@ -53,14 +54,12 @@ impl Sums {
     }
 }
 
-/// Whether an (m, n) matrix over `k` is made here: large enough, and not mostly what tiles are filled up with. Debug
-/// builds never do: there only dependencies are optimised.
+/// Whether an (m, n) matrix over `k` is made here: large enough, and not mostly what tiles are filled up with.
 pub(super) fn takes((m, k, n): (usize, usize, usize)) -> bool {
     let filled = |size: usize, to: usize| size.next_multiple_of(to) as f64 / size as f64;
-    cfg!(not(debug_assertions))
+    dispatch() == Dispatch::Amx
         && m.min(k).min(n) >= LEAST
         && filled(m, SIDE) * filled(k, DEPTH) * filled(n, SIDE) < 1.3
-        && tiles::there()
 }
 
 /// Steps of each slice of `k` inner sums, slices, and the panels of `m` rows that a thread packs at most. By the sizes
@@ -414,12 +413,12 @@ mod tests {
         m.data[i * m.row + j * m.col]
     }
 
-    /// Where there is no unit the tests say so.
+    /// In other dispatches the tests say so.
     fn skipped() -> bool {
-        if !tiles::there() {
-            println!("skipped: this machine has no matrix unit that may be used");
+        if dispatch() != Dispatch::Amx {
+            println!("skipped: the dispatch is {:?}", dispatch());
         }
-        !tiles::there()
+        dispatch() != Dispatch::Amx
     }
 
     fn product(x: Mat<f32>, y: Mat<f32>) -> Vec<f32> {

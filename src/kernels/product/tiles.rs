@@ -1,4 +1,4 @@
-//! The matrix unit (AMX) of newer x86 processors: whether it may be used, and a block of a product by it.
+//! AMX, the matrix unit of newer x86 processors: a block of a product by it.
 //!
 //! It multiplies tiles of bf16 and adds up in f32. A value of f32 is exactly the sum of three values of bf16 (see
 //! `split`), and of the nine products of two such sums the six largest are made: what is left out is
@@ -6,7 +6,6 @@
 //! before they meet the running sum, so the sums are rounded less often than one by one.
 
 use std::arch::asm;
-use std::sync::OnceLock;
 
 /// Rows and columns of a tile of sums.
 pub(super) const SIDE: usize = 16;
@@ -14,40 +13,6 @@ pub(super) const SIDE: usize = 16;
 pub(super) const DEPTH: usize = 32;
 /// Bytes of a panel (of [`SIDE`] rows or columns) for [`DEPTH`] inner sums: a tile for each part, the largest first.
 pub(super) const STEP: usize = 3 * 1024;
-
-/// Whether the unit is there and the system lets this process use it; asked once.
-pub(super) fn there() -> bool {
-    static THERE: OnceLock<bool> = OnceLock::new();
-    *THERE.get_or_init(|| has_unit() && allowed())
-}
-
-/// Its tiles and their products of bf16.
-fn has_unit() -> bool {
-    use std::arch::x86_64::{__cpuid, __cpuid_count};
-    // Bits of products of bf16 and of the tiles themselves.
-    const BOTH: u32 = 1 << 22 | 1 << 24;
-    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & BOTH == BOTH
-}
-
-/// Linux keeps room for the tiles of a thread only in processes that ask for it; one that knows nothing of them refuses.
-#[cfg(target_os = "linux")]
-fn allowed() -> bool {
-    const ARCH_PRCTL: isize = 158;
-    const REQUEST: usize = 0x1023;
-    const TILE_DATA: usize = 18;
-    let answer: isize;
-    // SAFETY: this call reads its two numbers and no memory; the kernel overwrites rcx and r11.
-    unsafe {
-        asm!("syscall", inlateout("rax") ARCH_PRCTL => answer, in("rdi") REQUEST, in("rsi") TILE_DATA,
-            out("rcx") _, out("r11") _, options(nostack))
-    };
-    answer == 0
-}
-
-#[cfg(not(target_os = "linux"))]
-fn allowed() -> bool {
-    false
-}
 
 /// The unit, ready for use by this thread until dropped.
 pub(super) struct Unit(std::marker::PhantomData<*const ()>);
@@ -66,7 +31,7 @@ struct Shapes {
 
 impl Unit {
     /// # Safety
-    /// The unit is [`there`].
+    /// The dispatch is AMX.
     pub(super) unsafe fn new() -> Self {
         let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
         row_bytes[..TILES].fill(64);

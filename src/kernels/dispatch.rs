@@ -1,0 +1,170 @@
+//! Which instructions the CPU kernels use: the best that the processor has, detected once, or those that
+//! `TRAINER_CPU_DISPATCH` names.
+//!
+//! One choice for the whole process, the same in debug and in release builds: costs, packing and bits depend on it, so it
+//! cannot change while a run works. Dispatches differ in how sums are grouped, and so in the last digits of products;
+//! none depends on the timing of threads.
+
+use std::sync::OnceLock;
+
+/// The environment variable that overrides what is detected.
+pub const VARIABLE: &str = "TRAINER_CPU_DISPATCH";
+
+/// Sets of instructions, each containing those before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Dispatch {
+    /// What every processor of this architecture has.
+    Portable,
+    /// Vectors of 32 bytes: AVX2, FMA, BMI2 and F16C.
+    Avx2,
+    /// Vectors of 64 bytes: AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// Tiles of bf16: AMX, where the operating system lets a process use it.
+    Amx,
+}
+
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DispatchError {
+    #[error("`{VARIABLE}={0}` names no dispatch; allowed: {names}", names = Dispatch::ALL.map(Dispatch::name).join(", "))]
+    Unknown(String),
+    #[error("`{VARIABLE}={name}` asks for instructions that this processor or system does not have", name = .0.name())]
+    Unavailable(Dispatch),
+}
+
+impl Dispatch {
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Amx => "amx",
+        }
+    }
+
+    /// The best that this process may use.
+    pub fn best() -> Self {
+        static BEST: OnceLock<Dispatch> = OnceLock::new();
+        *BEST.get_or_init(detect)
+    }
+
+    pub fn is_available(self) -> bool {
+        self <= Self::best()
+    }
+
+    /// What a value of [`VARIABLE`] asks for; the best where it is absent or empty.
+    fn asked(value: Option<&str>) -> Result<Self, DispatchError> {
+        let Some(name) = value.filter(|name| !name.is_empty()) else { return Ok(Self::best()) };
+        let known = Self::ALL.into_iter().find(|dispatch| dispatch.name() == name);
+        match known.ok_or_else(|| DispatchError::Unknown(name.to_owned()))? {
+            dispatch if dispatch.is_available() => Ok(dispatch),
+            dispatch => Err(DispatchError::Unavailable(dispatch)),
+        }
+    }
+}
+
+/// The dispatch that the environment asks for. Commands call it first and end with its error; below them
+/// [`dispatch`] cannot fail.
+pub fn requested() -> Result<Dispatch, DispatchError> {
+    Dispatch::asked(std::env::var_os(VARIABLE).as_ref().map(|value| value.to_string_lossy()).as_deref())
+}
+
+/// The dispatch of this process.
+#[inline]
+pub fn dispatch() -> Dispatch {
+    static CHOSEN: OnceLock<Dispatch> = OnceLock::new();
+    *CHOSEN.get_or_init(|| requested().unwrap_or_else(|_| Dispatch::best()))
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> Dispatch {
+    Dispatch::Portable
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> Dispatch {
+    let avx2 = is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("bmi2")
+        && is_x86_feature_detected!("f16c");
+    let avx512 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    match (avx2, avx512) {
+        (false, _) => Dispatch::Portable,
+        (true, false) => Dispatch::Avx2,
+        (true, true) if has_amx() && amx_is_permitted() => Dispatch::Amx,
+        (true, true) => Dispatch::Avx512,
+    }
+}
+
+/// Tiles and their products of bf16.
+#[cfg(target_arch = "x86_64")]
+fn has_amx() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    const BF16: u32 = 1 << 22;
+    const TILE: u32 = 1 << 24;
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & (BF16 | TILE) == BF16 | TILE
+}
+
+/// Linux saves the tiles of a thread only for processes that ask for it; kernels older than AMX refuse.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn amx_is_permitted() -> bool {
+    const ARCH_PRCTL: isize = 158;
+    const REQUEST: usize = 0x1023;
+    const TILE_DATA: usize = 18;
+    let answer: isize;
+    // SAFETY: this call reads its two numbers and no memory; the kernel overwrites rcx and r11.
+    unsafe {
+        std::arch::asm!("syscall", inlateout("rax") ARCH_PRCTL => answer, in("rdi") REQUEST, in("rsi") TILE_DATA,
+            out("rcx") _, out("r11") _, options(nostack))
+    };
+    answer == 0
+}
+
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn amx_is_permitted() -> bool {
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_parsed_and_refused() {
+        assert_eq!(Dispatch::asked(None), Ok(Dispatch::best()));
+        assert_eq!(Dispatch::asked(Some("")), Ok(Dispatch::best()));
+        assert_eq!(Dispatch::asked(Some("portable")), Ok(Dispatch::Portable));
+        assert_eq!(Dispatch::asked(Some("AVX2")), Err(DispatchError::Unknown("AVX2".into())));
+        for dispatch in Dispatch::ALL {
+            let asked = Dispatch::asked(Some(dispatch.name()));
+            assert_eq!(asked.is_ok(), dispatch.is_available(), "{dispatch:?}");
+        }
+    }
+
+    /// The tests of all that computes, again in processes of their own under each dispatch that this one does not use.
+    #[test]
+    fn every_dispatch_passes_the_tests_of_kernels() {
+        if std::env::var_os(VARIABLE).is_some() {
+            return println!("skipped: {VARIABLE} chose {:?} for this process", dispatch());
+        }
+        for other in Dispatch::ALL.into_iter().filter(|other| *other != dispatch()) {
+            if !other.is_available() {
+                println!("skipped: this machine has no {}", other.name());
+                continue;
+            }
+            let tests = std::env::current_exe().unwrap();
+            let run = std::process::Command::new(tests)
+                .args(["kernels::", "layers::", "optim::"])
+                .env(VARIABLE, other.name())
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&run.stdout);
+            assert!(run.status.success(), "{}:\n{said}", other.name());
+            println!("{}: {}", other.name(), said.lines().rfind(|l| !l.is_empty()).unwrap_or_default());
+        }
+    }
+}
