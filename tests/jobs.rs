@@ -31,8 +31,8 @@ fn trainer(folder: &Path, args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
     command.env("TRAINER_PROCESS_BYTES", "0");
     command.args(args).current_dir(folder).env_remove("NO_COLOR").env("COLUMNS", "100");
-    // What a plan takes depends on the threads.
-    command.env("RAYON_NUM_THREADS", "2");
+    // What a plan takes depends on the threads, and on what products pack under a CPU dispatch.
+    command.env("RAYON_NUM_THREADS", "2").env("TRAINER_CPU_DISPATCH", "portable");
     command.stdin(Stdio::null()).output().unwrap()
 }
 

@@ -20,7 +20,9 @@ use super::clip::Clip;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::{Grads, add_all, through_activation};
-use super::product::{By, Convolution, Mat, Then, convolve, convolving, multiply, packing, weigh, weighing};
+use super::product::{
+    By, Convolution, Mat, Then, convolve, convolving, multiply, packing, round, weigh, weighing,
+};
 use super::windows::{Block, Geometry};
 use super::{Activation, Elem, Reads, Real, activation, add, cpu, depthwise, reference, turn};
 use crate::{vectorised, with_elem};
@@ -104,16 +106,17 @@ impl Conv<'_> {
             }
         }
         let blocking = g.blocks(g.cells(), batch, cpu::threads());
-        let room = if g.is_product() { 0 } else { blocking.rows() * k };
+        let room = g.gathered(T::DTYPE, blocking.rows(), g.cells()) / size_of::<T::Acc>();
         // Every block packs the weight for its product, which is slow across the rows of what it reads: it is
         // turned once.
-        let weight: Vec<Vec<T>> = weight.chunks_exact(ng * k).map(|w| turn::matrix(w, ng, k)).collect();
+        let weight = T::widened(&weight, By::All);
+        let weight: Vec<Vec<T::Acc>> = weight.chunks_exact(ng * k).map(|w| turn::matrix(w, ng, k)).collect();
         // Straight into the output, where it is of the type that is computed in and needs no copy.
         let direct = pre.is_empty() && T::as_acc_mut(&mut y[..0]).is_some();
-        let wide_bias = bias.as_deref().map(T::widened);
+        let wide_bias = bias.as_deref().map(|bias| T::widened(bias, By::Me));
         let (outputs, befores) = (cpu::Blocks::new(&mut y), cpu::Blocks::new(&mut pre));
         blocking.all().into_par_iter().for_each_init(
-            || (cpu::fresh::<T>(room), vec![T::Acc::ZERO; if direct { 0 } else { blocking.rows() * n }]),
+            || (cpu::fresh::<T::Acc>(room), vec![T::Acc::ZERO; if direct { 0 } else { blocking.rows() * n }]),
             |(gathered, wide), block| {
                 let (at, len) = (block.row(pixels) * n, block.rows() * n);
                 // SAFETY: this block alone writes its rows.
@@ -122,7 +125,7 @@ impl Conv<'_> {
                     for (group, w) in weight.iter().enumerate() {
                         let a = g.windows(&values, block, group, 0..g.cells(), gathered);
                         let a = Mat::new(a, block.rows(), k);
-                        multiply(&mut to[group * ng..], n, a, Mat::new(w, k, ng), false, By::Me);
+                        multiply::<T::Acc>(&mut to[group * ng..], n, a, Mat::new(w, k, ng), false, By::Me);
                     }
                 };
                 match T::as_acc_mut(out) {
@@ -267,14 +270,14 @@ impl Conv<'_> {
         let batch = values.len() / picture;
         let run = batch.div_ceil(cpu::threads()).max(1);
         let blocking = g.blocks(cells, batch, cpu::threads());
-        let room = if g.is_product() { 0 } else { blocking.rows() * cells * g.depth() };
+        let room = g.gathered(T::DTYPE, blocking.rows(), cells) / size_of::<T::Acc>();
         let add = |part: usize, sum: &mut [T::Acc]| {
             let (from, to) = (part * run, batch.min((part + 1) * run));
             let (seen, made) = (picture * from..picture * to, pixels * n * from..pixels * n * to);
             if weigh(sum, g, &values[seen], &d[made]) {
                 return;
             }
-            let mut gathered = cpu::fresh::<T>(room);
+            let mut gathered = cpu::fresh::<T::Acc>(room);
             for (group, first) in
                 (0..g.groups).flat_map(|group| (0..g.cells()).step_by(cells).map(move |c| (group, c)))
             {
@@ -283,8 +286,9 @@ impl Conv<'_> {
                 for block in blocking.of(part * run..(part + 1) * run) {
                     let a = g.windows(values, block, group, seen.clone(), &mut gathered);
                     let a = Mat::new(a, block.rows(), seen.len() * g.depth());
-                    let d = Mat::strided(&d[block.row(pixels) * n + group * ng..], block.rows(), ng, n).t();
-                    multiply(sum, k, d, a, true, By::Me);
+                    let d = T::widened(&d[block.row(pixels) * n..][..block.rows() * n], By::Me);
+                    let d = Mat::strided(&d[group * ng..], block.rows(), ng, n).t();
+                    multiply::<T::Acc>(sum, k, d, a, true, By::Me);
                 }
             }
         };
@@ -312,7 +316,7 @@ impl Conv<'_> {
         {
             return dx;
         }
-        let narrow = T::as_acc_mut(&mut dx[..0]).is_none();
+        let (narrow, weight) = (T::as_acc_mut(&mut dx[..0]).is_none(), T::widened(weight, By::All));
         dx.par_chunks_mut(blocking.pictures * picture).enumerate().for_each_init(
             || {
                 let wide = if narrow { blocking.pictures * picture } else { 0 };
@@ -327,11 +331,11 @@ impl Conv<'_> {
                     };
                     sums.fill(T::Acc::ZERO);
                     for block in blocking.of(from..from + blocking.pictures) {
+                        let d = T::widened(&d[block.row(pixels) * n..][..block.rows() * n], By::Me);
                         for group in 0..g.groups {
-                            let at = block.row(pixels) * n + group * ng;
-                            let d = Mat::strided(&d[at..], block.rows(), ng, n);
+                            let d = Mat::strided(&d[group * ng..], block.rows(), ng, n);
                             let w = Mat::new(&weight[group * ng * k..][..ng * k], ng, k);
-                            multiply(&mut gathered[..block.rows() * k], k, d, w, false, By::Me);
+                            multiply::<T::Acc>(&mut gathered[..block.rows() * k], k, d, w, false, By::Me);
                             let pictures = sums.chunks_exact_mut(picture);
                             for (rows, sums) in
                                 gathered.chunks_exact(block.part * k).zip(pictures).take(block.pictures)
@@ -342,7 +346,7 @@ impl Conv<'_> {
                     }
                 }
                 if narrow {
-                    dx.iter_mut().zip(&*wide).for_each(|(dx, w)| *dx = T::down(*w));
+                    round(wide, dx, By::Me);
                 }
             },
         );
@@ -359,40 +363,45 @@ pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::la
     if g.is_depthwise() {
         return g.depthwise_workspace(at);
     }
-    let elem = at.dtype.size_in_bytes();
-    let acc = if at.dtype == DType::F64 { 8 } else { 4 };
-    let blocking = g.blocks(g.cells(), at.batch, at.threads());
-    let (rows, k, ng) = (blocking.rows(), g.window(), g.outputs / g.groups);
-    let (cells, runs) = (g.panel(), at.batch.div_ceil(at.batch.div_ceil(at.threads()).max(1)));
-    let (panel_rows, panel) = (g.blocks(cells, at.batch, at.threads()).rows(), cells * g.depth());
-    // The operands of a product in the type it computes in, where that is another, and what it packs.
+    let (elem, acc) = (at.dtype.size_in_bytes(), cpu::acc_bytes(at.dtype));
+    // The type that is computed in, and copies of operands in it where they are of another.
+    let computed = if acc == 8 { DType::F64 } else { DType::F32 };
     let copies = |values: usize| if elem == acc { 0 } else { values * acc };
-    let packed = |m, k, n, turned| packing(at.dtype, (m, k, n), turned, By::Me) as usize;
-    let forward_product = copies(rows * k + ng * k) + packed(rows, k, ng, false);
-    let weight_product = copies(panel_rows * (panel + g.outputs)) + packed(ng, panel_rows, panel, true);
-    let input_product = copies(rows * g.outputs + ng * k) + packed(rows, ng, k, false);
-    let gathered = if g.is_product() { 0 } else { rows * k * elem };
-    let wide = if elem == acc { 0 } else { blocking.pictures * g.height * g.width * g.inputs * acc };
+    let packed = |m, k, n, turned| packing(computed, (m, k, n), turned, By::Me) as usize;
+    let blocking = g.blocks(g.cells(), at.batch, at.threads());
+    let (rows, k, n, ng) = (blocking.rows(), g.window(), g.outputs, g.outputs / g.groups);
     let list =
         at.batch.div_ceil(blocking.pictures) * blocking.pixels.div_ceil(blocking.part) * size_of::<Block>();
     let direct = elem == acc && act.reads() != Reads::Input;
-    let outputs = if direct { 0 } else { rows * g.outputs * acc };
-    let turned = g.outputs * k * elem + g.groups * size_of::<Vec<f32>>();
     let forward = match convolving(at.dtype, g, at.batch).filter(|_| Clip::of(act).is_some()) {
         Some(packed) => packed as usize,
-        None => at.threads() * (gathered + outputs + forward_product) + list + turned,
+        None => {
+            let outputs = if direct { 0 } else { rows * n * acc };
+            let turned = n * k * acc + g.groups * size_of::<Vec<f32>>();
+            let of_thread = g.gathered(at.dtype, rows, g.cells()) + outputs + packed(rows, k, ng, false);
+            at.threads() * of_thread + list + turned + copies(n * k)
+        }
     };
-    let seen = if g.is_product() { 0 } else { panel_rows * panel * elem };
+    let cells = g.panel();
+    let panel_rows = g.blocks(cells, at.batch, at.threads()).rows();
     let weighs = |batch: usize| match weighing(at.dtype, g, batch) {
         Some(packed) => packed as usize,
-        None => seen + weight_product,
+        None => {
+            let product = copies(panel_rows * n) + packed(ng, panel_rows, cells * g.depth(), true);
+            g.gathered(at.dtype, panel_rows, cells) + product
+        }
     };
-    let (run, others) = (at.batch.div_ceil(at.threads()).max(1), runs.saturating_sub(1));
-    let weight = others * (g.outputs * k * acc + weighs(run))
-        + weighs(run.min(at.batch - others * run)).max(weighs(run));
+    let run = at.batch.div_ceil(at.threads()).max(1);
+    let others = at.batch.div_ceil(run).saturating_sub(1);
+    let weight =
+        others * (n * k * acc + weighs(run)) + weighs(run.min(at.batch - others * run)).max(weighs(run));
     let input = match g.back().and_then(|back| convolving(at.dtype, &back, at.batch)) {
         Some(packed) => packed as usize,
-        None => at.threads() * (rows * k * acc + wide + input_product),
+        None => {
+            let wide = copies(blocking.pictures * g.height * g.width * g.inputs);
+            let product = copies(rows * n) + packed(rows, ng, k, false);
+            at.threads() * (rows * k * acc + wide + product) + copies(n * k)
+        }
     };
     (forward as u64, weight.max(input) as u64)
 }

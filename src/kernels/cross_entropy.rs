@@ -11,13 +11,15 @@ mod card;
 #[cfg(feature = "cuda")]
 mod fused;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, WithDType};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::{self, Grads, add_all, hopper_scores};
-use super::product::{By, Mat, multiply, packing};
+use super::product::{
+    By, Mat, copies_nothing, multiply, multiply_rounded, packing, packing_rounded, round, same, same_mut,
+};
 use super::tally::{self, Counted, Tally};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -143,9 +145,25 @@ impl Head<'_> {
         if !reference::has_body(x) {
             candle_core::bail!("cross-entropy has no body for this device yet")
         }
-        let (classes, width) = self.weight.dims2()?;
         let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
-        let (values, weight) = (T::widened(&values), T::widened(&weight));
+        if copies_nothing(T::DTYPE) {
+            return self.chunks::<T, T>(x, &values, &weight, targets, learn);
+        }
+        // Widened once, not for each of the products of each chunk.
+        let (values, weight) = (T::widened(&values, By::All), T::widened(&weight, By::All));
+        self.chunks::<T, T::Acc>(x, &values, &weight, targets, learn)
+    }
+
+    /// Chunk by chunk of the rows, with products of values of `V`: the logits' gradients are rounded to it.
+    fn chunks<T: Elem, V: Elem<Acc = T::Acc>>(
+        &self,
+        x: &Tensor,
+        values: &[V],
+        weight: &[V],
+        targets: &Tensor,
+        learn: Option<(f64, &Grads)>,
+    ) -> Result<(Tally, Option<Tensor>)> {
+        let (classes, width) = self.weight.dims2()?;
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
         let targets = cpu::view::<u32>(targets)?;
         let rows = values.len() / width;
@@ -154,20 +172,18 @@ impl Head<'_> {
             candle_core::bail!("{} target values for {rows} rows", targets.len())
         }
         let chunk = chunk_rows(rows, classes);
-        let mut scores = vec![T::Acc::ZERO; chunk * classes];
-        let mut dx = vec![T::default(); if learn.is_some() { rows * width } else { 0 }];
-        let mut wide =
-            vec![
-                T::Acc::ZERO;
-                if learn.is_some() && T::as_acc_mut(&mut dx).is_none() { chunk * width } else { 0 }
-            ];
+        let mut scores = cpu::fresh::<T::Acc>(chunk * classes);
+        let mut dx = cpu::fresh::<T>(if learn.is_some() { rows * width } else { 0 });
+        let when = |needed: bool, values: usize| if needed && learn.is_some() { values } else { 0 };
+        let mut rounded = cpu::fresh::<V>(when(V::DTYPE != <T::Acc as WithDType>::DTYPE, scores.len()));
+        let mut wide = cpu::fresh::<T::Acc>(when(V::DTYPE != T::DTYPE, chunk * width));
         let mut sums = Tally::default();
-        let w = Mat::new(&weight, classes, width);
+        let w = Mat::new(weight, classes, width);
         for first in (0..rows).step_by(chunk.max(1)) {
             let n = chunk.min(rows - first);
             let scores = &mut scores[..n * classes];
             let x = Mat::new(&values[first * width..][..n * width], n, width);
-            multiply::<T::Acc>(scores, classes, x, w.t(), false, By::All);
+            multiply(scores, classes, x, w.t(), false, By::All);
             let scale = learn.map(|(scale, _)| scale);
             let targets = &targets[first * per_row..][..n * per_row];
             let (part, columns) = self.score_rows(scores, bias.as_deref(), targets, n, scale);
@@ -176,16 +192,21 @@ impl Head<'_> {
             if let Some(into) = grads.bias {
                 cpu::update::<T::Acc, _>(into, |into| add_all(into, &columns))?;
             }
-            let d = Mat::new(&*scores, n, classes);
-            cpu::update::<T::Acc, _>(grads.weight, |into| {
-                multiply::<T::Acc>(into, width, d.t(), x, true, By::All)
-            })?;
-            let dx = &mut dx[first * width..][..n * width];
-            match T::as_acc_mut(dx) {
-                Some(dx) => multiply::<T::Acc>(dx, width, d, w, false, By::All),
+            let d = match same(scores) {
+                Some(d) => d,
                 None => {
-                    multiply::<T::Acc>(&mut wide, width, d, w, false, By::All);
-                    dx.iter_mut().zip(&wide).for_each(|(dx, w)| *dx = T::down(*w));
+                    round(scores, &mut rounded[..n * classes], By::All);
+                    &rounded[..n * classes]
+                }
+            };
+            let d = Mat::new(d, n, classes);
+            cpu::update::<T::Acc, _>(grads.weight, |into| multiply(into, width, d.t(), x, true, By::All))?;
+            let dx = &mut dx[first * width..][..n * width];
+            match same_mut(dx) {
+                Some(dx) => multiply_rounded::<V>(dx, d, w, By::All),
+                None => {
+                    multiply(&mut wide, width, d, w, false, By::All);
+                    round(&wide[..n * width], dx, By::All);
                 }
             }
         }
@@ -302,16 +323,23 @@ impl Head<'_> {
 
 /// Bytes of temporaries of judging and of learning `rows` rows.
 pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: bool) -> (u64, u64) {
-    let acc = if dtype == DType::F64 { 8 } else { 4 };
-    let chunk = chunk_rows(rows, classes);
-    let widening = if dtype.size_in_bytes() == acc { 0 } else { (rows * width + classes * width) * acc };
-    let scores = packing(dtype, (chunk, width, classes), false, By::All);
-    let weight = packing(dtype, (classes, chunk, width), true, By::All);
-    let packed = scores.max(weight).max(packing(dtype, (chunk, classes, width), false, By::All));
-    let judge = chunk * classes * acc + widening;
+    let (acc, chunk) = (cpu::acc_bytes(dtype), chunk_rows(rows, classes));
+    let is_narrow = dtype.size_in_bytes() != acc;
+    // The type of the products' operands, which are copied to it once where it is another.
+    let copied = !copies_nothing(dtype);
+    let operands = if copied { DType::F32 } else { dtype };
+    let copies = if copied { (rows + classes) * width * acc } else { 0 };
+    let scores = packing(operands, (chunk, width, classes), false, By::All);
+    let weight = packing(operands, (classes, chunk, width), true, By::All);
+    let input = packing_rounded(operands, (chunk, classes, width), false, By::All);
+    let judge = chunk * classes * acc + copies;
     let columns = if bias { chunk.div_ceil(cpu::rows_per_chunk(classes)) * classes * acc } else { 0 };
-    let rounding = if dtype.size_in_bytes() == acc { 0 } else { chunk * width * acc };
-    (judge as u64 + scores, (judge + columns + rounding) as u64 + packed)
+    let rounding = match (is_narrow, copied) {
+        (false, _) => 0,
+        (true, true) => chunk * width * acc,
+        (true, false) => chunk * classes * dtype.size_in_bytes(),
+    };
+    (judge as u64 + scores, (judge + columns + rounding) as u64 + scores.max(weight).max(input))
 }
 
 /// Score bytes that a card has in hand, and rows that its products like to come in.

@@ -7,9 +7,8 @@
 
 use std::borrow::Cow;
 
-use super::cpu::Slices;
-use super::product::{self, By, Convolution, Mat, Then};
-use super::windows::Geometry;
+use super::cpu::{self, Slices};
+use super::product::By;
 use half::{bf16, f16};
 
 /// A number kernels compute with.
@@ -42,46 +41,6 @@ pub trait Real:
     /// `self * a + b`, fused where the machine does so.
     fn fma(self, a: Self, b: Self) -> Self;
 
-    /// As [`multiply`](super::product::multiply), by the `gemm` crate.
-    ///
-    /// # Safety
-    /// The operands lie inside their slices, and `out` has room for every (i, j) at `i * stride + j`.
-    unsafe fn multiply_blocked(
-        out: &mut [Self],
-        stride: usize,
-        a: Mat<Self>,
-        b: Mat<Self>,
-        add: bool,
-        by: By,
-    );
-
-    /// As [`multiply`](super::product::multiply), and what comes `then`, where there is a faster way for products of this
-    /// type and size; says whether it was done.
-    fn multiply_faster(
-        out: &mut [Self],
-        stride: usize,
-        a: Mat<Self>,
-        b: Mat<Self>,
-        add: bool,
-        by: By,
-        then: Option<Then<Self>>,
-    ) -> bool {
-        let _ = (out, stride, a, b, add, by, then);
-        false
-    }
-
-    /// As [`convolve`](super::product::convolve).
-    fn convolve_faster(out: &mut [Self], of: Convolution<Self>) -> bool {
-        let _ = (out, of);
-        false
-    }
-
-    /// As [`weigh`](super::product::weigh).
-    fn weigh_faster(into: &mut [Self], g: &Geometry, pictures: &[Self], d: &[Self]) -> bool {
-        let _ = (into, g, pictures, d);
-        false
-    }
-
     #[inline(always)]
     fn larger(self, other: Self) -> Self {
         if self > other { self } else { other }
@@ -96,7 +55,10 @@ pub trait Elem: Slices + Default {
     fn down(value: Self::Acc) -> Self;
 
     /// The values as they are computed with; free where the two types are one.
-    fn widened(values: &[Self]) -> Cow<'_, [Self::Acc]>;
+    fn widened(values: &[Self], by: By) -> Cow<'_, [Self::Acc]>;
+
+    /// The values to be computed with, where the two types are one.
+    fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
 
     /// The values to be computed into, where the two types are one.
     fn as_acc_mut(values: &mut [Self]) -> Option<&mut [Self::Acc]>;
@@ -181,8 +143,13 @@ impl Elem for f32 {
 
     const WIDE: bool = true;
 
-    fn widened(values: &[f32]) -> Cow<'_, [f32]> {
+    fn widened(values: &[f32], _: By) -> Cow<'_, [f32]> {
         Cow::Borrowed(values)
+    }
+
+    #[inline(always)]
+    fn as_acc(values: &[f32]) -> Option<&[f32]> {
+        Some(values)
     }
 
     fn as_acc_mut(values: &mut [f32]) -> Option<&mut [f32]> {
@@ -203,8 +170,13 @@ impl Elem for f64 {
         value
     }
 
-    fn widened(values: &[f64]) -> Cow<'_, [f64]> {
+    fn widened(values: &[f64], _: By) -> Cow<'_, [f64]> {
         Cow::Borrowed(values)
+    }
+
+    #[inline(always)]
+    fn as_acc(values: &[f64]) -> Option<&[f64]> {
+        Some(values)
     }
 
     fn as_acc_mut(values: &mut [f64]) -> Option<&mut [f64]> {
@@ -217,16 +189,28 @@ impl Elem for bf16 {
 
     #[inline(always)]
     fn up(self) -> f32 {
-        self.to_f32()
+        f32::from_bits((self.to_bits() as u32) << 16)
+    }
+
+    /// To the nearest, ties to even. Without branches, so that loops vectorise; `half` has some.
+    #[inline(always)]
+    fn down(value: f32) -> bf16 {
+        let bits = value.to_bits();
+        let near = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+        // What is not a number stays so when its lower half is cut off.
+        let whole = if value.is_nan() { bits | 0x40_0000 } else { near };
+        bf16::from_bits((whole >> 16) as u16)
+    }
+
+    const WIDE: bool = true;
+
+    fn widened(values: &[bf16], by: By) -> Cow<'_, [f32]> {
+        Cow::Owned(widen(values, by))
     }
 
     #[inline(always)]
-    fn down(value: f32) -> bf16 {
-        bf16::from_f32(value)
-    }
-
-    fn widened(values: &[bf16]) -> Cow<'_, [f32]> {
-        values.iter().map(|v| v.to_f32()).collect()
+    fn as_acc(_: &[bf16]) -> Option<&[f32]> {
+        None
     }
 
     fn as_acc_mut(_: &mut [bf16]) -> Option<&mut [f32]> {
@@ -237,18 +221,46 @@ impl Elem for bf16 {
 impl Elem for f16 {
     type Acc = f32;
 
+    /// In whole numbers and without branches: the conversion of `half` is a call for each value.
     #[inline(always)]
     fn up(self) -> f32 {
-        self.to_f32()
+        // The smallest normal number, 2^-14, and how much larger exponents are in f32.
+        const NORMAL: u32 = 113 << 23;
+        const HIGHER: u32 = 112 << 23;
+        let bits = self.to_bits() as u32;
+        let size = (bits & 0x7fff) << 13;
+        let normal = size + HIGHER;
+        // Digits without the 1 before them: it is put there, and taken off again.
+        let below = (f32::from_bits(size | NORMAL) - f32::from_bits(NORMAL)).to_bits();
+        let whole = if size < 1 << 23 { below } else { normal };
+        let whole = if size >= 31 << 23 { normal + HIGHER } else { whole };
+        f32::from_bits(whole | (bits & 0x8000) << 16)
+    }
+
+    /// To the nearest, ties to even; infinite from 65520 on.
+    #[inline(always)]
+    fn down(value: f32) -> f16 {
+        const HIGHER: u32 = 112 << 23;
+        let bits = value.to_bits();
+        let size = bits & 0x7fff_ffff;
+        let normal = size.wrapping_sub(HIGHER).wrapping_add(0xfff + (size >> 13 & 1)) >> 13;
+        // Added to 1/2, a number below 2^-14 leaves the digits that f16 has of it, rounded.
+        let below = (f32::from_bits(size) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+        let whole = if size < 113 << 23 { below } else { normal };
+        let whole = if size >= 143 << 23 { 0x7c00 } else { whole };
+        let whole = if size > 255 << 23 { 0x7e00 | size >> 13 & 0x3ff } else { whole };
+        f16::from_bits((whole | bits >> 16 & 0x8000) as u16)
+    }
+
+    const WIDE: bool = true;
+
+    fn widened(values: &[f16], by: By) -> Cow<'_, [f32]> {
+        Cow::Owned(widen(values, by))
     }
 
     #[inline(always)]
-    fn down(value: f32) -> f16 {
-        f16::from_f32(value)
-    }
-
-    fn widened(values: &[f16]) -> Cow<'_, [f32]> {
-        values.iter().map(|v| v.to_f32()).collect()
+    fn as_acc(_: &[f16]) -> Option<&[f32]> {
+        None
     }
 
     fn as_acc_mut(_: &mut [f16]) -> Option<&mut [f32]> {
@@ -256,32 +268,19 @@ impl Elem for f16 {
     }
 }
 
+fn widen<T: Elem<Acc = f32>>(values: &[T], by: By) -> Vec<f32> {
+    let mut wide = cpu::fresh::<f32>(values.len());
+    let some = |first: usize, wide: &mut [f32]| {
+        vectorised!(T, || wide.iter_mut().zip(&values[first..]).for_each(|(w, v)| *w = v.up()))
+    };
+    match by {
+        By::All => cpu::for_rows(&mut wide, 1, some),
+        By::Me => some(0, &mut wide),
+    }
+    wide
+}
+
 impl Real for f32 {
-    unsafe fn multiply_blocked(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool, by: By) {
-        // SAFETY: the same promises.
-        unsafe { product::blocked::f32(out, stride, a, b, add, by) }
-    }
-
-    fn multiply_faster(
-        out: &mut [f32],
-        stride: usize,
-        a: Mat<f32>,
-        b: Mat<f32>,
-        add: bool,
-        by: By,
-        then: Option<Then<f32>>,
-    ) -> bool {
-        product::faster(out, stride, a, b, add, by, then)
-    }
-
-    fn convolve_faster(out: &mut [f32], of: Convolution<f32>) -> bool {
-        product::convolve_faster(out, of)
-    }
-
-    fn weigh_faster(into: &mut [f32], g: &Geometry, pictures: &[f32], d: &[f32]) -> bool {
-        product::weigh_faster(into, g, pictures, d)
-    }
-
     const ZERO: f32 = 0.0;
     const ONE: f32 = 1.0;
     const NEG_INFINITY: f32 = f32::NEG_INFINITY;
@@ -392,11 +391,6 @@ impl MulOrFuse for f32 {
 }
 
 impl Real for f64 {
-    unsafe fn multiply_blocked(out: &mut [f64], stride: usize, a: Mat<f64>, b: Mat<f64>, add: bool, by: By) {
-        // SAFETY: the same promises.
-        unsafe { product::blocked::f64(out, stride, a, b, add, by) }
-    }
-
     const ZERO: f64 = 0.0;
     const ONE: f64 = 1.0;
     const NEG_INFINITY: f64 = f64::NEG_INFINITY;
@@ -466,6 +460,36 @@ mod tests {
             assert!(worst(1_000..2_100, 1e-3, relative) < 2.5e-7, "{magnitude}");
         }
         assert!(inverse(f32::NAN).is_nan());
+    }
+
+    /// As the `half` crate converts, which is tested elsewhere: every value up, and down again whatever is between.
+    #[test]
+    fn narrow_types_are_converted_as_half_does_it() {
+        for bits in 0..=u16::MAX {
+            let (narrow, half) = (bf16::from_bits(bits), f16::from_bits(bits));
+            assert!(
+                narrow.up().to_bits() == narrow.to_f32().to_bits() || narrow.is_nan() && narrow.up().is_nan()
+            );
+            assert!(
+                half.up().to_bits() == half.to_f32().to_bits() || half.is_nan() && half.up().is_nan(),
+                "{half}"
+            );
+        }
+        let down = |value: f32| {
+            let (narrow, half) = (<bf16 as Elem>::down(value), <f16 as Elem>::down(value));
+            assert_eq!(narrow.to_bits(), bf16::from_f32(value).to_bits(), "{value:e}");
+            let wanted = f16::from_f32(value);
+            assert!(
+                half.to_bits() == wanted.to_bits() || value.is_nan() && half.is_nan(),
+                "{value:e}: {half} {wanted}"
+            );
+        };
+        // Every exponent and sign, with digits around each place where rounding turns.
+        for high in 0..1u32 << 16 {
+            for low in [0, 1, 0xfff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                down(f32::from_bits(high << 16 | low));
+            }
+        }
     }
 
     #[test]

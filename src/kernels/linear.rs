@@ -10,7 +10,9 @@ use rayon::prelude::*;
 
 use super::activation::{apply, each_activation};
 use super::clip::Clip;
-use super::product::{By, Mat, Then, multiply, multiply_rounded, multiply_then, packing};
+use super::product::{
+    By, Mat, Then, copies_nothing, multiply, multiply_rounded, multiply_then, packing, packing_rounded,
+};
 use super::{Activation, Elem, Reads, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -260,9 +262,9 @@ impl Linear<'_> {
 }
 
 /// Whether both products of `backward` run at once, so that threads rarely wait for each other between the parts of one:
-/// not in types that are copied to another first, where it would take twice the room.
+/// not where they are of copies in another type, which would take twice the room.
 fn at_once(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::F64)
+    copies_nothing(dtype)
 }
 
 /// Does both, [`at_once`] or one after the other.
@@ -274,14 +276,14 @@ pub(super) fn both<A: Send, B: Send>(
     if at_once(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
 }
 
-/// Bytes of temporaries of the products with an (n, k) weight, forward and backward: copies of another type, where it
-/// computes in one, and what is packed.
-pub fn workspace(dtype: DType, rows: usize, k: usize, n: usize) -> (u64, u64) {
-    let copies = |values: usize| if at_once(dtype) { 0 } else { cpu::bytes(DType::F32, values) };
-    let packed = |sizes, turned| packing(dtype, sizes, turned, By::All);
-    let whole = copies(rows * k + k * n + rows * n);
-    let (output, input) = (whole + packed((rows, k, n), false), whole + packed((rows, n, k), false));
-    let weight = copies(rows * (k + n)) + packed((n, rows, k), true);
+/// Bytes of temporaries of the products with a weight of `k` inputs and `n` outputs, forward and backward.
+pub fn workspace(dtype: DType, lies: Lies, rows: usize, k: usize, n: usize) -> (u64, u64) {
+    let output = packing_rounded(dtype, (rows, k, n), false, By::All);
+    let input = packing_rounded(dtype, (rows, n, k), false, By::All);
+    let weight = match lies {
+        Lies::OutIn => packing(dtype, (n, rows, k), true, By::All),
+        Lies::InOut => packing(dtype, (k, rows, n), true, By::All),
+    };
     (output, if at_once(dtype) { weight + input } else { weight.max(input) })
 }
 

@@ -3,12 +3,12 @@
 #[cfg(feature = "cuda")]
 mod card;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::linear::{add_all, both, column_sums};
-use super::product::{By, Mat, multiply};
+use super::product::{By, Mat, copies_nothing, multiply, packing, round};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -66,9 +66,7 @@ fn forward_cpu<T: Elem>(x: &Tensor, maps: &[Map]) -> Result<Tensor> {
         multiply::<T>(&mut out[*first..], n, Mat::new(&values, rows, k), w, false, By::All);
     }
     if !wide.is_empty() {
-        cpu::for_rows(&mut y, 1, |start, y| {
-            y.iter_mut().zip(&wide[start..]).for_each(|(y, w)| *y = T::down(*w))
-        });
+        round(&wide, &mut y, By::All);
     }
     let mut biases = Vec::with_capacity(maps.len());
     for (first, map) in &maps {
@@ -160,13 +158,27 @@ fn backward_cpu<T: Elem>(
             multiply::<T>(out, k, of_map(*first, outputs), Mat::new(&w, outputs, k), i > 0, By::All);
         }
         if !wide.is_empty() {
-            cpu::for_rows(&mut dx, 1, |start, dx| {
-                dx.iter_mut().zip(&wide[start..]).for_each(|(x, w)| *x = T::down(*w))
-            });
+            round(&wide, &mut dx, By::All);
         }
         Ok(dx)
     };
     let (done, dx) = both(T::DTYPE, weights, || want.then(input).transpose());
     done?;
     dx?.map(|dx| cpu::tensor(dx, x.shape())).transpose()
+}
+
+/// Bytes of temporaries of the forward and of the backward pass of maps from `k` values to these.
+pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize]) -> (u64, u64) {
+    let acc = cpu::acc_bytes(dtype);
+    // Results in the type that is computed in, where it is another.
+    let wide = |values: usize| if dtype.size_in_bytes() == acc { 0 } else { (values * acc) as u64 };
+    // Columns of one map's gradient are copied with those that lie between them.
+    let columns: usize = widths.iter().sum();
+    let gaps = if copies_nothing(dtype) { 0 } else { wide(rows * columns) };
+    let largest = |packed: &dyn Fn(usize) -> u64| widths.iter().map(|n| packed(*n)).max().unwrap_or(0);
+    let output = largest(&|n| packing(dtype, (rows, k, n), false, By::All));
+    let input = largest(&|n| packing(dtype, (rows, n, k), false, By::All)) + wide(rows * k) + gaps;
+    let weight = largest(&|n| packing(dtype, (n, rows, k), true, By::All)) + gaps;
+    let backward = if copies_nothing(dtype) { weight + input } else { weight.max(input) };
+    (output + wide(rows * columns), backward)
 }

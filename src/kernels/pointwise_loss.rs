@@ -160,7 +160,8 @@ impl Head<'_> {
 
 /// Bytes of temporaries of judging and of learning `rows` rows of predictions.
 pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> (u64, u64) {
-    let (forward, backward) = super::linear::workspace(dtype, rows, width, outputs);
+    let (forward, backward) =
+        super::linear::workspace(dtype, super::linear::Lies::OutIn, rows, width, outputs);
     let scores = cpu::bytes(dtype, rows * outputs);
     (scores + forward, scores + backward)
 }

@@ -16,7 +16,7 @@ mod windows;
 use candle_core::DType;
 
 use super::clip::{Clip, clip};
-use super::cpu::{acc_bytes, for_rows};
+use super::cpu::{acc_bytes, for_rows, fresh};
 #[cfg(target_arch = "x86_64")]
 use super::dispatch::{Dispatch, dispatch};
 use super::windows::Geometry;
@@ -102,62 +102,135 @@ impl<T: Elem> Then<'_, T> {
     }
 }
 
-/// `out = a b`, or `out += a b` with `add`; `out` is row-major with rows `stride` apart.
-pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>, add: bool, by: By) {
-    product::<T>(out, stride, a, b, add, by, None);
+/// The same slice, where both types are one.
+pub(super) fn same<T: Elem, U: Elem>(values: &[T]) -> Option<&[U]> {
+    // SAFETY: every type of number has a `DTYPE` of its own, so the two are one type.
+    (T::DTYPE == U::DTYPE)
+        .then(|| unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), values.len()) })
 }
 
-/// As [`multiply`]; says whether `then` was done too.
-fn product<T: Elem>(
-    out: &mut [T::Acc],
+/// As [`same`], to be written to.
+pub(super) fn same_mut<T: Elem, U: Elem>(values: &mut [T]) -> Option<&mut [U]> {
+    // SAFETY: as above.
+    (T::DTYPE == U::DTYPE)
+        .then(|| unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), values.len()) })
+}
+
+impl<'a, T: Elem> Mat<'a, T> {
+    fn same<U: Elem>(self) -> Option<Mat<'a, U>> {
+        same::<T, U>(self.data).map(|data| self.of(data))
+    }
+}
+
+impl<'a, T: Elem> Then<'a, T> {
+    fn same<U: Elem>(self) -> Option<Then<'a, U>> {
+        let (bias, onto) = (self.bias.map(same::<T, U>), self.onto.map(same::<T, U>));
+        (T::DTYPE == U::DTYPE).then_some(Then { bias: bias.flatten(), clip: self.clip, onto: onto.flatten() })
+    }
+}
+
+/// Runs `$body` with `$E` bound to the type of `$dtype`, if AMX multiplies it.
+#[cfg(target_arch = "x86_64")]
+macro_rules! with_split {
+    ($dtype:expr, $E:ident => $body:expr) => {
+        match $dtype {
+            DType::F32 => {
+                type $E = f32;
+                $body
+            }
+            DType::BF16 => {
+                type $E = half::bf16;
+                $body
+            }
+            DType::F16 => {
+                type $E = half::f16;
+                $body
+            }
+            _ => None,
+        }
+    };
+}
+
+/// Whether products of this type by all threads are made without copies of their operands in another type.
+pub fn copies_nothing(dtype: DType) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if dispatch() == Dispatch::Amx {
+        return true;
+    }
+    matches!(dtype, DType::F32 | DType::F64)
+}
+
+/// `out = a b`, or `out += a b` with `add`; `out` is row-major with rows `stride` apart.
+pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>, add: bool, by: By) {
+    let (m, k, n) = (a.rows, a.cols, b.cols);
+    assert_eq!(k, b.rows, "inner sizes of a product");
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(out.len() >= (m - 1) * stride + n, "a product outside its slice");
+    if by == By::All && tiled::<T, T::Acc>(out, stride, a, b, add, None) {
+        return;
+    }
+    let (a_data, b_data) = (T::widened(a.data, by), T::widened(b.data, by));
+    let (a, b) = (a.of(&*a_data), b.of(&*b_data));
+    if by == By::Me && small(out, stride, a, b, add) {
+        return;
+    }
+    // SAFETY: the asserts above and those of `Mat` keep every access inside its slice.
+    unsafe {
+        if let (Some(out), Some(a), Some(b)) = (same_mut(out), a.same(), b.same()) {
+            blocked::f32(out, stride, a, b, add, by)
+        } else if let (Some(out), Some(a), Some(b)) = (same_mut(out), a.same(), b.same()) {
+            blocked::f64(out, stride, a, b, add, by)
+        }
+    }
+}
+
+/// Makes a product by AMX, and what comes `then`, where that is faster; says whether it did. The caller has checked the
+/// sizes, and adds to nothing that is narrow.
+fn tiled<T: Elem, O: Elem>(
+    out: &mut [O],
     stride: usize,
     a: Mat<T>,
     b: Mat<T>,
     add: bool,
-    by: By,
-    then: Option<Then<T::Acc>>,
-) -> bool {
-    let (a_data, b_data) = (T::widened(a.data), T::widened(b.data));
-    let (a, b) = (a.of(&a_data), b.of(&b_data));
-    let (m, k, n) = (a.rows, a.cols, b.cols);
-    assert_eq!(k, b.rows, "inner sizes of a product");
-    if m == 0 || n == 0 {
-        return true;
-    }
-    assert!(out.len() >= (m - 1) * stride + n, "a product outside its slice");
-    if T::Acc::multiply_faster(out, stride, a, b, add, by, then) {
-        return true;
-    }
-    // SAFETY: the three asserts above and those of `Mat` keep every access inside its slice.
-    unsafe { T::Acc::multiply_blocked(out, stride, a, b, add, by) };
-    then.is_none()
-}
-
-/// Makes a product, and what comes then, without `gemm`, where that is faster; says whether it did.
-#[inline]
-pub(super) fn faster(
-    out: &mut [f32],
-    stride: usize,
-    a: Mat<f32>,
-    b: Mat<f32>,
-    add: bool,
-    by: By,
-    then: Option<Then<f32>>,
+    then: Option<Then<O>>,
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if dispatch() >= Dispatch::Avx512 {
+    if dispatch() == Dispatch::Amx {
         let sizes = (a.rows, a.cols, b.cols);
-        // SAFETY: AVX-512 was found, the unit where it is used, and `multiply` has checked every size.
-        match by {
-            By::Me if then.is_none() && small::takes(sizes) => unsafe {
-                small::multiply(out, stride, a, b, add)
-            },
-            By::All if tiled::takes(sizes) => unsafe { tiled::multiply(out, stride, a, b, add, then) },
-            _ => return false,
-        }
+        let made = with_split!(T::DTYPE, E => match (a.same::<E>(), b.same::<E>()) {
+            (Some(a), Some(b)) if tiled::takes::<E>(sizes) => {
+                // SAFETY: the dispatch is AMX, and the caller has checked every size.
+                unsafe {
+                    if let Some(out) = same_mut::<O, E>(out) {
+                        tiled::multiply(out, stride, a, b, add, then.and_then(Then::same::<E>))
+                    } else if let Some(out) = same_mut::<O, f32>(out) {
+                        tiled::multiply(out, stride, a, b, add, then.and_then(Then::same::<f32>))
+                    }
+                }
+                Some(())
+            }
+            _ => None,
+        });
+        return made.is_some();
+    }
+    let _ = (out, stride, a, b, add, then);
+    false
+}
+
+/// Makes a product that is small for `gemm` by the thread that asks; says whether it did.
+fn small<R: Real>(out: &mut [R], stride: usize, a: Mat<R>, b: Mat<R>, add: bool) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if dispatch() >= Dispatch::Avx512
+        && small::takes((a.rows, a.cols, b.cols))
+        && let (Some(out), Some(a), Some(b)) = (same_mut(out), a.same(), b.same())
+    {
+        // SAFETY: the dispatch has AVX-512, and `multiply` has checked every size.
+        unsafe { small::multiply(out, stride, a, b, add) };
         return true;
     }
-    let _ = (out, stride, a, b, add, by, then);
+    let _ = (out, stride, a, b, add);
     false
 }
 
@@ -172,33 +245,46 @@ pub struct Convolution<'a, T> {
     pub then: Then<'a, T>,
 }
 
-/// Makes a convolution where there is a faster way than block by block of its windows; says whether it did.
+/// Makes a convolution by AMX, where that is faster than block by block of its windows; says whether it did.
 pub fn convolve<T: Elem>(out: &mut [T], of: Convolution<T>) -> bool {
-    let Some(out) = T::as_acc_mut(out) else { return false };
-    let Convolution { g, back, then, .. } = of;
-    let (bias, onto) = (then.bias.map(T::widened), then.onto.map(T::widened));
-    let then = Then { bias: bias.as_deref(), clip: then.clip, onto: onto.as_deref() };
-    let (pictures, weight) = (T::widened(of.pictures), T::widened(of.weight));
+    let Convolution { g, pictures, weight, back, then } = of;
     assert_eq!(weight.len(), g.outputs * g.window(), "the weight of a convolution");
     assert_eq!(
         out.len() * g.height * g.width * g.inputs,
         pictures.len() * g.pixels() * g.outputs,
         "the pictures of a convolution and what is made of them"
     );
-    T::Acc::convolve_faster(out, Convolution { g, pictures: &pictures, weight: &weight, back, then })
+    #[cfg(target_arch = "x86_64")]
+    if dispatch() == Dispatch::Amx {
+        let batch = pictures.len() / (g.height * g.width * g.inputs);
+        let made = with_split!(T::DTYPE, E => {
+            match (same_mut::<T, E>(out), same::<T, E>(pictures), same(weight), then.same()) {
+                (Some(out), Some(pictures), Some(weight), Some(then)) if tiled::convolves::<E>(g, batch) => {
+                    // SAFETY: the dispatch is AMX, and every size was checked.
+                    unsafe { tiled::convolve(out, Convolution { g, pictures, weight, back, then }) };
+                    Some(())
+                }
+                _ => None,
+            }
+        });
+        return made.is_some();
+    }
+    let _ = (back, then);
+    false
 }
 
-/// Bytes that [`convolve`] packs operands into, where it does it.
+/// Bytes that [`convolve`] takes for temporaries, where it does it.
 pub fn convolving(dtype: DType, g: &Geometry, batch: usize) -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
-    if dtype == DType::F32 && tiled::convolves(g, batch) {
-        return Some(tiled::convolving(g, batch) as u64);
+    if dispatch() == Dispatch::Amx {
+        let bytes = with_split!(dtype, E => tiled::convolves::<E>(g, batch).then(|| tiled::convolving::<E>(g, batch)));
+        return bytes.map(|bytes| bytes as u64);
     }
     let _ = (dtype, g, batch);
     None
 }
 
-/// Adds the gradient of a convolution's weight by the thread that asks, where there is a faster way than block by block of
+/// Adds the gradient of a convolution's weight by the thread that asks, by AMX where that is faster than block by block of
 /// its windows; says whether it did. `d` is the gradient of the output.
 pub fn weigh<T: Elem>(into: &mut [T::Acc], g: &Geometry, pictures: &[T], d: &[T]) -> bool {
     assert_eq!(into.len(), g.outputs * g.window(), "the gradient of a convolution's weight");
@@ -207,56 +293,46 @@ pub fn weigh<T: Elem>(into: &mut [T::Acc], g: &Geometry, pictures: &[T], d: &[T]
         pictures.len() * g.pixels() * g.outputs,
         "the pictures of a convolution and what was made of them"
     );
-    // Not where copies of a wider type would have to be made.
-    T::as_acc_mut(&mut []).is_some() && T::Acc::weigh_faster(into, g, &T::widened(pictures), &T::widened(d))
+    #[cfg(target_arch = "x86_64")]
+    if dispatch() == Dispatch::Amx {
+        let batch = pictures.len() / (g.height * g.width * g.inputs);
+        let made = with_split!(T::DTYPE, E => match (same_mut(into), same::<T, E>(pictures), same(d)) {
+            (Some(into), Some(pictures), Some(d)) if tiled::weighs::<E>(g, batch) => {
+                // SAFETY: the dispatch is AMX, and every size was checked.
+                unsafe { tiled::weigh(into, g, pictures, d) };
+                Some(())
+            }
+            _ => None,
+        });
+        return made.is_some();
+    }
+    false
 }
 
 /// Bytes that [`weigh`] packs operands into, where it does it.
 pub fn weighing(dtype: DType, g: &Geometry, batch: usize) -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
-    if dtype == DType::F32 && tiled::weighs(g, batch) {
-        return Some(tiled::weighing(g, batch) as u64);
+    if dispatch() == Dispatch::Amx {
+        let bytes =
+            with_split!(dtype, E => tiled::weighs::<E>(g, batch).then(|| tiled::weighing::<E>(g, batch)));
+        return bytes.map(|bytes| bytes as u64);
     }
     let _ = (dtype, g, batch);
     None
 }
 
-/// [`weigh`] in f32.
-pub(super) fn weigh_faster(into: &mut [f32], g: &Geometry, pictures: &[f32], d: &[f32]) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let batch = pictures.len() / (g.height * g.width * g.inputs);
-        if tiled::weighs(g, batch) {
-            // SAFETY: AVX-512 and the unit were found, and `weigh` has checked every size.
-            unsafe { tiled::weigh(into, g, pictures, d) };
-            return true;
-        }
-    }
-    let _ = (into, g, pictures, d);
-    false
-}
-
-/// [`convolve`] in f32.
-pub(super) fn convolve_faster(out: &mut [f32], of: Convolution<f32>) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let batch = of.pictures.len() / (of.g.height * of.g.width * of.g.inputs);
-        if tiled::convolves(of.g, batch) {
-            // SAFETY: AVX-512 and the unit were found, and `convolve` has checked every size.
-            unsafe { tiled::convolve(out, of) };
-            return true;
-        }
-    }
-    let _ = (out, of);
-    false
-}
-
-/// Bytes that [`multiply`] packs operands into while it makes an (m, n) matrix over `k`; `turned` where `a` is a
-/// transpose. What each thread keeps for good is not in it: `memory::estimate::PACKING`.
+/// Bytes of temporaries of [`multiply`] while it makes an (m, n) matrix over `k`: copies of operands in the type that is
+/// computed in, where it is another, and what is packed; `turned` where `a` is a transpose. What each thread keeps for good
+/// is not in it: `memory::estimate::PACKING`.
 pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by: By) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    if by == By::All && acc_bytes(dtype) == 4 && tiled::takes((m, k, n)) {
-        return tiled::packing((m, k, n), turned) as u64;
+    if by == By::All && dispatch() == Dispatch::Amx {
+        let bytes = with_split!(dtype, E => {
+            tiled::takes::<E>((m, k, n)).then(|| tiled::packing::<E, f32>((m, k, n), turned) as u64)
+        });
+        if let Some(bytes) = bytes {
+            return bytes;
+        }
     }
     let _ = by;
     // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs
@@ -268,38 +344,68 @@ pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by:
     let a = n > LOW * if turned { 2 } else { gemm::get_rhs_packing_threshold() };
     let b = n <= 16 * HIGH;
     let values = if a { m.next_multiple_of(8) } else { 0 } + if b { n.next_multiple_of(HIGH) } else { 0 };
-    (acc_bytes(dtype) * depth * values) as u64
+    (acc_bytes(dtype) * (depth * values + copied(dtype, m * k + k * n))) as u64
+}
+
+/// Values of so many that a product copies to another type.
+fn copied(dtype: DType, values: usize) -> usize {
+    if acc_bytes(dtype) == dtype.size_in_bytes() { 0 } else { values }
+}
+
+/// As [`packing`], of [`multiply_rounded`] and [`multiply_then`].
+pub fn packing_rounded(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by: By) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if by == By::All && dispatch() == Dispatch::Amx {
+        let bytes = with_split!(dtype, E => {
+            tiled::takes::<E>((m, k, n)).then(|| tiled::packing::<E, E>((m, k, n), turned) as u64)
+        });
+        if let Some(bytes) = bytes {
+            return bytes;
+        }
+    }
+    packing(dtype, (m, k, n), turned, by) + (acc_bytes(dtype) * copied(dtype, m * n)) as u64
 }
 
 /// As [`multiply`], rounding the result to the stored type; `out` is a whole row-major (m, n) matrix.
 pub fn multiply_rounded<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, by: By) {
-    let n = b.cols;
-    match T::as_acc_mut(out) {
-        Some(out) => multiply(out, n, a, b, false, by),
-        None => {
-            let mut wide = vec![T::Acc::ZERO; a.rows * n];
-            multiply(&mut wide, n, a, b, false, by);
-            out.iter_mut().zip(wide).for_each(|(o, w)| *o = T::down(w));
-        }
-    }
+    rounded(out, a, b, by, None);
 }
 
 /// As [`multiply_rounded`] by all threads, and what comes `then`: where the product allows it as the sums are made,
 /// while they are near.
 pub fn multiply_then<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, then: Then<T>) {
     let n = b.cols;
-    let done = match T::as_acc_mut(out) {
-        Some(out) => {
-            let (bias, onto) = (then.bias.map(T::widened), then.onto.map(T::widened));
-            let then = Then { bias: bias.as_deref(), clip: then.clip, onto: onto.as_deref() };
-            product::<T>(out, n, a, b, false, By::All, Some(then))
-        }
-        None => {
-            multiply_rounded(out, a, b, By::All);
-            false
-        }
-    };
-    if !done {
+    if !rounded(out, a, b, By::All, Some(then)) {
         for_rows(out, n, |first, rows| then.finish(rows, first, n));
+    }
+}
+
+/// As [`multiply_rounded`]; says whether `then` was done too.
+fn rounded<T: Elem>(out: &mut [T], a: Mat<T>, b: Mat<T>, by: By, then: Option<Then<T>>) -> bool {
+    let n = b.cols;
+    assert_eq!(a.cols, b.rows, "inner sizes of a product");
+    assert!(out.len() >= a.rows * n, "a product outside its slice");
+    if by == By::All && !out.is_empty() && tiled::<T, T>(out, n, a, b, false, then) {
+        return true;
+    }
+    match T::as_acc_mut(out) {
+        Some(out) => multiply(out, n, a, b, false, by),
+        None => {
+            let mut wide = fresh::<T::Acc>(a.rows * n);
+            multiply(&mut wide, n, a, b, false, by);
+            round(&wide, out, by);
+        }
+    }
+    then.is_none()
+}
+
+/// `out = values`, rounded to the stored type.
+pub fn round<T: Elem>(values: &[T::Acc], out: &mut [T], by: By) {
+    let some = |first: usize, out: &mut [T]| {
+        vectorised!(T, || out.iter_mut().zip(&values[first..]).for_each(|(o, v)| *o = T::down(*v)))
+    };
+    match by {
+        By::All => for_rows(out, 1, some),
+        By::Me => some(0, out),
     }
 }

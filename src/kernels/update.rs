@@ -272,9 +272,9 @@ pub fn round_into(from: &Tensor, to: &Tensor) -> Result<()> {
     with_elem!(from.dtype(), F => {
         let from = cpu::view::<F>(from)?;
         with_elem!(to.dtype(), T => cpu::update::<T, _>(to, |to| {
-            to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| {
+            to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| vectorised!(T, || {
                 to.iter_mut().zip(from).for_each(|(to, from)| *to = T::down(<T as Elem>::Acc::of(from.up().wide())))
-            })
+            }))
         }))
     })
 }

@@ -3,7 +3,11 @@
 
 use std::ops::Range;
 
+use candle_core::DType;
+
+use super::cpu::acc_bytes;
 use super::{Elem, Real};
+use crate::vectorised;
 
 /// Gathered values a block holds where windows are small: half a megabyte of f32, which leaves room in the
 /// second-level cache.
@@ -94,29 +98,48 @@ impl Geometry {
         self.kernel == 1 && self.stride == 1 && self.padding == 0 && self.groups == 1
     }
 
-    /// Some cells of the windows of a block, group `g`, as rows: gathered into `room`, or where they lie already.
+    /// Bytes of `rows` gathered windows of so many cells, in the type that is computed in: none where they lie already.
+    pub(super) fn gathered(&self, dtype: DType, rows: usize, cells: usize) -> usize {
+        let acc = acc_bytes(dtype);
+        if self.is_product() && dtype.size_in_bytes() == acc { 0 } else { rows * cells * self.depth() * acc }
+    }
+
+    /// Some cells of the windows of a block, group `g`, as rows of the type that is computed in: gathered into `room`, or
+    /// where they lie already.
     pub(super) fn windows<'a, T: Elem>(
         &self,
         values: &'a [T],
         block: Block,
         g: usize,
         cells: Range<usize>,
-        room: &'a mut [T],
-    ) -> &'a [T] {
+        room: &'a mut [T::Acc],
+    ) -> &'a [T::Acc] {
         let (picture, k) = (self.height * self.width * self.inputs, cells.len() * self.depth());
-        if self.is_product() {
+        if self.is_product()
+            && let Some(values) = T::as_acc(values)
+        {
             return &values[block.row(self.pixels()) * k..][..block.rows() * k];
         }
         let pictures = values[block.picture * picture..].chunks_exact(picture);
         let room = &mut room[..block.rows() * k];
-        for (rows, picture) in room.chunks_exact_mut(block.part * k).zip(pictures) {
-            self.gather(picture, block.first, g, &cells, rows);
-        }
+        vectorised!(T, || {
+            for (rows, picture) in room.chunks_exact_mut(block.part * k).zip(pictures) {
+                self.gather(picture, block.first, g, &cells, rows);
+            }
+        });
         room
     }
 
     /// Gathers these cells of the windows of output pixels `first..` of one picture, group `g`, into rows.
-    fn gather<T: Elem>(&self, picture: &[T], first: usize, g: usize, cells: &Range<usize>, rows: &mut [T]) {
+    #[inline(always)]
+    fn gather<T: Elem>(
+        &self,
+        picture: &[T],
+        first: usize,
+        g: usize,
+        cells: &Range<usize>,
+        rows: &mut [T::Acc],
+    ) {
         let (_, out_w) = self.output();
         let (c, cg, k) = (self.inputs, self.depth(), self.kernel);
         for (i, mut row) in rows.chunks_exact_mut(cells.len() * cg).enumerate() {
@@ -128,7 +151,7 @@ impl Geometry {
                 row = rest;
                 let y = (oy * self.stride + ky * self.dilation) as isize - self.padding as isize;
                 if y < 0 || y >= self.height as isize {
-                    line.fill(T::default());
+                    line.fill(T::Acc::ZERO);
                     continue;
                 }
                 let start = y as usize * self.width;
@@ -140,7 +163,7 @@ impl Geometry {
                 for (kx, cell) in (from..to).zip(line.chunks_exact_mut(cg)) {
                     let x = x0 + (kx * self.dilation) as isize;
                     if x < 0 || x >= self.width as isize {
-                        cell.fill(T::default());
+                        cell.fill(T::Acc::ZERO);
                     } else {
                         copy(&picture[(start + x as usize) * c + g * cg..][..cg], cell);
                     }
@@ -180,12 +203,12 @@ impl Geometry {
     }
 }
 
-/// A copy that is not worth a call where there are a few values only, as in a picture of one channel.
+/// A copy in the type that is computed in; not a call where there are a few values only, as in an image of one channel.
 #[inline(always)]
-fn copy<T: Elem>(from: &[T], to: &mut [T]) {
-    match from.len() {
-        0..=16 => to.iter_mut().zip(from).for_each(|(to, from)| *to = *from),
-        _ => to.copy_from_slice(from),
+fn copy<T: Elem>(from: &[T], to: &mut [T::Acc]) {
+    match T::as_acc(from) {
+        Some(from) if from.len() > 16 => to.copy_from_slice(from),
+        _ => to.iter_mut().zip(from).for_each(|(to, from)| *to = from.up()),
     }
 }
 

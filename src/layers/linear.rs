@@ -195,11 +195,9 @@ impl Layer for Linear {
     fn cost(&self, at: At) -> Cost {
         let (rows, k, n) = (at.batch * self.rows(), self.inputs, self.outputs);
         let output = at.bytes(self.rows() * n);
-        // The weight's gradient is a product with as many rows as the weight has.
-        let (forward, backward) = match (at.on, self.lies) {
-            (On::Cpu { .. }, Lies::OutIn) => workspace(at.dtype, rows, k, n),
-            (On::Cpu { .. }, Lies::InOut) => workspace(at.dtype, rows, n, k),
-            (On::Cuda { .. }, _) => {
+        let (forward, backward) = match at.on {
+            On::Cpu { .. } => workspace(at.dtype, self.lies, rows, k, n),
+            On::Cuda { .. } => {
                 let bias = self.bias.map_or(0, |_| card_workspace(at.dtype, rows, n));
                 let fused = at.on.is_hopper() && hopper_fits(at.dtype, rows, k, n);
                 let fused = if fused { hopper_sums(rows, k) as u64 } else { 0 };

@@ -5,8 +5,8 @@ use candle_core::{Result, Tensor};
 
 use super::{At, Cost, Layer, On, Pass, Saved};
 use crate::kernels::cpu::{acc_bytes, rows_per_chunk};
-use crate::kernels::linear::{card_workspace, workspace};
-use crate::kernels::packed::{Map, backward, forward};
+use crate::kernels::linear::card_workspace;
+use crate::kernels::packed::{Map, backward, forward, workspace};
 use crate::params::{Declared, Init, ParamId};
 
 pub struct Packed {
@@ -79,7 +79,7 @@ impl Layer for Packed {
         let (forward, backward) = match at.on {
             On::Cpu { .. } => {
                 let sums = rows.div_ceil(rows_per_chunk(n)) * n * acc_bytes(at.dtype);
-                let (forward, backward) = workspace(at.dtype, rows, k, n);
+                let (forward, backward) = workspace(at.dtype, rows, k, &self.widths);
                 (forward, backward + if self.has_bias() { sums as u64 } else { 0 })
             }
             On::Cuda { .. } => {

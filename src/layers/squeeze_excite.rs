@@ -104,8 +104,9 @@ impl Layer for SqueezeExcite {
         let (forward, backward) = match at.on {
             On::Cpu { threads } => {
                 let sums = (threads * c * at.dtype.size_in_bytes().max(4)) as u64;
-                let (forward, backward) = workspace(at.dtype, at.batch, c, s);
-                (sums.max(forward), sums.max(backward))
+                let down = workspace(at.dtype, Lies::OutIn, at.batch, c, s);
+                let up = workspace(at.dtype, Lies::OutIn, at.batch, s, c);
+                (sums.max(down.0).max(up.0), sums.max(down.1).max(up.1))
             }
             // The sums of the biases' gradients.
             On::Cuda { .. } => {

@@ -1,9 +1,11 @@
 //! AMX, the matrix unit of newer x86 processors: a block of a product by it.
 //!
-//! It multiplies tiles of bf16 and adds up in f32. A value of f32 is exactly the sum of three values of bf16 (see
-//! `split`), and of the nine products of two such sums the six largest are made: what is left out is
-//! 2^-23 of a product at most, as much as rounding it to f32 would take. A tile's 32 products are added up apart
-//! before they meet the running sum, so the sums are rounded less often than one by one.
+//! It multiplies tiles of bf16 and adds up in f32. Values of bf16 are multiplied as they are. An f16 is exactly the sum
+//! of two values of bf16 (see `split`), and of the four products of two such sums the three largest are made: what is left
+//! out is 2^-16 of a product at most, a thirty-second of what rounding one factor to f16 took. An f32 is exactly the sum of
+//! three, and of the nine products the six largest are made: what is left out is 2^-23 of a product at most, as much as
+//! rounding it to f32 would take. A tile's 32 products are added up apart before they meet the running sum, so the sums are
+//! rounded less often than one by one.
 
 use std::arch::asm;
 
@@ -11,8 +13,9 @@ use std::arch::asm;
 pub(super) const SIDE: usize = 16;
 /// Inner sums of a tile.
 pub(super) const DEPTH: usize = 32;
-/// Bytes of a panel (of [`SIDE`] rows or columns) for [`DEPTH`] inner sums: a tile for each part, the largest first.
-pub(super) const STEP: usize = 3 * 1024;
+/// Bytes of a tile. A panel (of [`SIDE`] rows or columns) has one for each part of its values for [`DEPTH`] inner sums, the
+/// largest part first.
+pub(super) const TILE: usize = 1024;
 
 /// The unit, ready for use by this thread until dropped.
 pub(super) struct Unit(std::marker::PhantomData<*const ()>);
@@ -46,9 +49,9 @@ impl Unit {
     /// sums: [`SIDE`] rows of as many, `stride` bytes apart.
     ///
     /// # Safety
-    /// There is a step at least, the panels have `steps` times [`STEP`] bytes, and `sums` has room, all aligned to 64.
+    /// There is a step at least, the panels have `steps` times `PARTS` tiles, and `sums` has room, all aligned to 64.
     #[inline]
-    pub(super) unsafe fn sums(
+    pub(super) unsafe fn sums<const PARTS: usize>(
         &self,
         rows: *const u8,
         columns: *const u8,
@@ -61,42 +64,65 @@ impl Unit {
         // core, few results can wait beside the tiles in use: with five in use a product takes a fifth longer there, with
         // eight twice as long, and alone none is faster. Parts follow each other so that one side changes at a time,
         // the largest product last.
+        macro_rules! run {
+            ($($products:literal,)*) => {
+                asm!(
+                    "tilezero tmm0",
+                    "test {add}, {add}",
+                    "jz 2f",
+                    "tileloadd tmm0, [{sums} + {stride}]",
+                    "2:",
+                    $($products,)*
+                    "add {a}, {step}",
+                    "add {b}, {step}",
+                    "dec {n}",
+                    "jnz 2b",
+                    "tilestored [{sums} + {stride}], tmm0",
+                    a = inout(reg) rows => _,
+                    b = inout(reg) columns => _,
+                    n = inout(reg) steps => _,
+                    s = in(reg) 64usize,
+                    sums = in(reg) sums,
+                    stride = in(reg) stride,
+                    add = in(reg) add as usize,
+                    step = const PARTS * TILE,
+                    options(nostack),
+                )
+            };
+        }
         // SAFETY: the panels are as long as promised, and `sums` has room for a tile.
         unsafe {
-            asm!(
-                "tilezero tmm0",
-                "test {add}, {add}",
-                "jz 2f",
-                "tileloadd tmm0, [{sums} + {stride}]",
-                "2:",
-                "tileloadd tmm1, [{a} + {s} + 2048]",
-                "tileloadd tmm2, [{b} + {s}]",
-                "tdpbf16ps tmm0, tmm1, tmm2",
-                "tileloadd tmm1, [{a} + {s} + 1024]",
-                "tdpbf16ps tmm0, tmm1, tmm2",
-                "tileloadd tmm2, [{b} + {s} + 1024]",
-                "tdpbf16ps tmm0, tmm1, tmm2",
-                "tileloadd tmm1, [{a} + {s}]",
-                "tdpbf16ps tmm0, tmm1, tmm2",
-                "tileloadd tmm2, [{b} + {s} + 2048]",
-                "tdpbf16ps tmm0, tmm1, tmm2",
-                "tileloadd tmm2, [{b} + {s}]",
-                "tdpbf16ps tmm0, tmm1, tmm2",
-                "add {a}, {step}",
-                "add {b}, {step}",
-                "dec {n}",
-                "jnz 2b",
-                "tilestored [{sums} + {stride}], tmm0",
-                a = inout(reg) rows => _,
-                b = inout(reg) columns => _,
-                n = inout(reg) steps => _,
-                s = in(reg) 64usize,
-                sums = in(reg) sums,
-                stride = in(reg) stride,
-                add = in(reg) add as usize,
-                step = const STEP,
-                options(nostack),
-            )
+            match PARTS {
+                1 => run!(
+                    "tileloadd tmm1, [{a} + {s}]",
+                    "tileloadd tmm2, [{b} + {s}]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                ),
+                2 => run!(
+                    "tileloadd tmm1, [{a} + {s} + 1024]",
+                    "tileloadd tmm2, [{b} + {s}]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                    "tileloadd tmm1, [{a} + {s}]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                    "tileloadd tmm2, [{b} + {s} + 1024]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                ),
+                _ => run!(
+                    "tileloadd tmm1, [{a} + {s} + 2048]",
+                    "tileloadd tmm2, [{b} + {s}]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                    "tileloadd tmm1, [{a} + {s} + 1024]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                    "tileloadd tmm2, [{b} + {s} + 1024]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                    "tileloadd tmm1, [{a} + {s}]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                    "tileloadd tmm2, [{b} + {s} + 2048]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                    "tileloadd tmm2, [{b} + {s}]",
+                    "tdpbf16ps tmm0, tmm1, tmm2",
+                ),
+            }
         }
     }
 }
