@@ -24,15 +24,15 @@ impl Head<'_> {
         grads: &Grads,
     ) -> Result<(Counted, Tensor)> {
         let dx = fresh(device, x.dtype(), x.shape())?;
-        let counted = self.chunks(device, x, targets, Some((scale, grads, &dx)))?;
+        let counted = self.chunks_card(device, x, targets, Some((scale, grads, &dx)))?;
         Ok((counted, dx))
     }
 
     pub(super) fn judge_card(&self, device: &CudaDevice, x: &Tensor, targets: &Tensor) -> Result<Counted> {
-        self.chunks(device, x, targets, None)
+        self.chunks_card(device, x, targets, None)
     }
 
-    fn chunks(
+    fn chunks_card(
         &self,
         device: &CudaDevice,
         x: &Tensor,
