@@ -189,6 +189,14 @@ impl Setup {
         self
     }
 
+    /// Keeps resident code within its part of the plan. With a GPU most of it is the driver's and its libraries', which run in
+    /// every step: to drop it would cost milliseconds each time.
+    pub fn keep_code(&self) {
+        if self.card.is_none() {
+            self.process.keep_code();
+        }
+    }
+
     pub fn features(&self) -> &Features {
         self.sets.train.features()
     }
