@@ -280,7 +280,8 @@ fn run(job: &Job) -> Seen {
 
 /// Waits for the run of a child in `folder`, and reads what it said.
 fn seen(folder: &Path, child: Child, name: &str) -> Seen {
-    let resident = resident(child, 0, name);
+    // What the system says of a child holds this process's own memory too, of which it is a copy until it runs.
+    resident(child, 0, name);
     let events = fs::read_to_string(folder.join("run/events.jsonl")).unwrap();
     let events: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let named = |name: &str| events.iter().find(|event| event["event"] == name).unwrap();
@@ -289,7 +290,7 @@ fn seen(folder: &Path, child: Child, name: &str) -> Seen {
     Seen {
         planned: bytes("planned_peak_bytes"),
         measured: bytes("measured_peak_bytes"),
-        resident,
+        resident: named("finished")["resident_peak_bytes"].as_u64().unwrap(),
         recomputed,
     }
 }

@@ -20,8 +20,9 @@ const CODE_LEFT: u64 = 3 << 19;
 /// Stack and thread-local memory that a thread touches while it computes or loads data.
 const THREAD: u64 = 96 << 10;
 
-/// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap.
-const FRAGMENTS: u64 = 2 << 20;
+/// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap: up to
+/// 4.1 MiB measured, in a MobileNet.
+const FRAGMENTS: u64 = 9 << 19;
 
 /// Fixes the process part, for tests that compare plans byte by byte.
 const FIXED: &str = "TRAINER_PROCESS_BYTES";
