@@ -156,6 +156,14 @@ pub fn set_planned(bytes: u64) {
     let _ = bytes;
 }
 
+/// What [`set_planned`] stated last; as much as there can be where nothing was planned.
+pub fn planned() -> u64 {
+    #[cfg(target_os = "linux")]
+    return pages::planned();
+    #[cfg(not(target_os = "linux"))]
+    return u64::MAX >> 1;
+}
+
 /// Heap bytes in use now; 0 where [`Counting`] is not installed.
 pub fn live() -> u64 {
     LIVE.load(Relaxed)

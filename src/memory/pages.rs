@@ -204,6 +204,14 @@ pub fn set_planned(bytes: u64) {
     waiting().planned = bytes;
 }
 
+/// The planned peak of the whole heap; as much as there can be where there is none.
+pub fn planned() -> u64 {
+    match waiting().planned {
+        0 => u64::MAX >> 1,
+        planned => planned,
+    }
+}
+
 /// Bytes that wait to be used again.
 pub fn kept() -> u64 {
     waiting().bytes

@@ -109,6 +109,11 @@ fn parse_stalls(text: &str) -> Option<f64> {
 pub fn give_back() {
     #[cfg(target_os = "linux")]
     super::pages::give_back();
+    trim();
+}
+
+/// Gives back what the C library keeps of freed small blocks, in whole pages.
+pub fn trim() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         unsafe extern "C" {

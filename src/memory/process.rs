@@ -11,7 +11,7 @@ use super::{measure, pressure, probe};
 
 /// File-backed pages that training may add to those resident when the plan is made: kernels, evaluation, checkpoints.
 /// Training touches 2 to 8 MiB of code for the first time; what is more than this is dropped again, see
-/// [`Process::keep_code`].
+/// [`Process::keep_within`].
 const CODE: u64 = 9 << 19;
 
 /// Code is dropped when so little of its part is left: a micro-batch may touch as much before the next look.
@@ -20,9 +20,12 @@ const CODE_LEFT: u64 = 3 << 19;
 /// Stack and thread-local memory that a thread touches while it computes or loads data.
 const THREAD: u64 = 96 << 10;
 
-/// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap: up to
-/// 4.1 MiB measured, in a MobileNet.
+/// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap. Up to
+/// 4.1 MiB were measured, in a MobileNet; it is told to give back what is more, see [`Process::keep_within`].
 const FRAGMENTS: u64 = 9 << 19;
+
+/// Fragments are given back when so little of the plan is left.
+const FRAGMENTS_LEFT: u64 = 2 << 20;
 
 /// Fixes the process part, for tests that compare plans byte by byte.
 const FIXED: &str = "TRAINER_PROCESS_BYTES";
@@ -55,21 +58,29 @@ impl Process {
         Self { beside_heap: resident.saturating_sub(measure::live()) + later, prepared, left_behind, code }
     }
 
-    /// Keeps the code that is resident within its part: what was run at the start and is not needed any more goes first
-    /// to last, and what is needed is read again from the page cache. Costs some microseconds where nothing is dropped.
-    pub fn keep_code(&self) {
+    /// Keeps what is resident beside the heap within its part: fragments go back to the system where `planned` bytes in
+    /// all are nearly reached, and code that was run at the start and is not needed any more is dropped; what is needed is
+    /// mapped again from the page cache. Costs some microseconds where there is nothing to do.
+    pub fn keep_within(&self, planned: u64) {
         #[cfg(target_os = "linux")]
         {
             use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
             static NEXT: AtomicUsize = AtomicUsize::new(0);
             const PIECE: usize = 1 << 20;
-            let most = self.code.saturating_sub(CODE_LEFT);
-            let resident = || {
+            if self.code == 0 {
+                return;
+            }
+            // Pages that are resident in all, and those of files.
+            let pages = |field: usize| {
                 let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-                let pages = text.split(' ').nth(2).and_then(|pages| pages.parse::<u64>().ok());
+                let pages = text.split(' ').nth(field).and_then(|pages| pages.parse::<u64>().ok());
                 pages.unwrap_or(0) * 4096
             };
-            if self.code == 0 || resident() <= most {
+            if pages(1) + FRAGMENTS_LEFT > planned {
+                pressure::trim();
+            }
+            let (most, resident) = (self.code.saturating_sub(CODE_LEFT), || pages(2));
+            if resident() <= most {
                 return;
             }
             let code: Vec<(usize, usize)> = executable()
@@ -84,6 +95,8 @@ impl Process {
                 }
             }
         }
+        #[cfg(not(target_os = "linux"))]
+        let _ = planned;
     }
 }
 

@@ -271,7 +271,7 @@ impl<'a> Engine<'a> {
         scale: f64,
         run: impl FnOnce(&Network, &Walk, &Batch, &Scope) -> Result<R, StepError>,
     ) -> Result<R, StepError> {
-        self.setup.keep_code();
+        self.setup.keep_within_plan();
         let longest = batch.lengths.iter().max().map_or(usize::MAX, |&longest| longest as usize);
         let (features, network) = self.setup.fitting(longest);
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
@@ -339,7 +339,7 @@ impl<'a> Engine<'a> {
     /// changes.
     pub fn update(&mut self, finding: &Finding, lr: f64, number: u64) -> Result<(), StepError> {
         self.ledger.phase("update");
-        self.setup.keep_code();
+        self.setup.keep_within_plan();
         let setup = self.setup;
         let bytes = optim::workspace_bytes(&setup.optimizer, &setup.layout.params, setup.on());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;

@@ -189,11 +189,11 @@ impl Setup {
         self
     }
 
-    /// Keeps resident code within its part of the plan. With a GPU most of it is the driver's and its libraries', which run in
-    /// every step: to drop it would cost milliseconds each time.
-    pub fn keep_code(&self) {
+    /// Between two pieces of work: keeps resident memory within the plan. With a GPU most of what is resident is the driver's
+    /// and its libraries' code, which runs in every step: to drop it would cost milliseconds each time.
+    pub(super) fn keep_within_plan(&self) {
         if self.card.is_none() {
-            self.process.keep_code();
+            self.process.keep_within(measure::planned() + self.process.beside_heap);
         }
     }
 

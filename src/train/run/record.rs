@@ -142,7 +142,7 @@ impl Run<'_> {
         let begun = Instant::now();
         self.tell_bad_count(&[])?;
         self.engine.host.phase("checkpoint");
-        self.setup.keep_code();
+        self.setup.keep_within_plan();
         let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
         let ledger = self.engine.host.clone();
         let ask = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
