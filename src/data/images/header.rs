@@ -161,8 +161,9 @@ fn png(at: At) -> io::Result<Option<Header>> {
         6 => (4, 4),
         _ => return Ok(None),
     };
-    // Rows as stored, filtered and expanded.
-    let own = 8 * (width * stored * depth.div_ceil(8)) as u64;
+    // Rows as stored, filtered and expanded, and all that was inflated and not yet taken.
+    let row = (width * stored * depth.div_ceil(8)) as u64;
+    let own = row.saturating_mul(8 + height as u64);
     Ok(Some(Header { height, width, samples, turned, own }))
 }
 
