@@ -57,7 +57,11 @@ pub struct ClassWeights {
 
 impl From<Vec<f32>> for ClassWeights {
     fn from(values: Vec<f32>) -> Self {
-        Self { values, ..Self::default() }
+        Self {
+            values,
+            #[cfg(feature = "cuda")]
+            uploaded: std::sync::OnceLock::new(),
+        }
     }
 }
 

@@ -172,7 +172,7 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
         return;
     }
     let (a_data, b_data) = (T::widened(a.data, by), T::widened(b.data, by));
-    let (a, b) = (a.of(&*a_data), b.of(&*b_data));
+    let (a, b) = (a.of(&a_data), b.of(&b_data));
     if by == By::Me && small(out, stride, a, b, add) {
         return;
     }

@@ -121,7 +121,7 @@ impl<B: Backing> Heap<B> {
 
     pub fn allocate(&mut self, bytes: u64) -> Result<u64, Refusal> {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
-        let at = match self.from_arena(bytes) {
+        let at = match self.take_from_arena(bytes) {
             Some(at) => at,
             None => {
                 let at = self.find(bytes)?;
@@ -268,7 +268,7 @@ impl<B: Backing> Heap<B> {
         self.kept = arenas;
     }
 
-    fn from_arena(&mut self, bytes: u64) -> Option<u64> {
+    fn take_from_arena(&mut self, bytes: u64) -> Option<u64> {
         let Pass::Placed { placement, base, next, alive, diverged, replayed: false } = &mut self.pass else {
             return None;
         };
