@@ -470,9 +470,9 @@ fn a_full_disk_is_an_error_and_what_was_written_stays_whole() {
     }
     let sets = ["--set", "train.epochs=2000", "--set", "log.tensorboard=false"];
     let child = start_and_wait(folder.path(), &[&["--run-dir", "run"], &sets[..]].concat(), 12);
-    let filled = fs::File::create(run.join("theirs")).and_then(|mut file| {
+    let filled = fs::File::create(run.join("theirs")).map(|mut file| {
         let full = (0..).find_map(|_| std::io::Write::write_all(&mut file, &[1; 4096]).err());
-        Ok(full.expect("it fills up").kind())
+        full.expect("it fills up").kind()
     });
     let output = child.wait_with_output().unwrap();
     let kept: Vec<PathBuf> =

@@ -606,7 +606,8 @@ mod tests {
     fn arenas_of_graphs_are_moved_last() {
         let mut heap = heap(6);
         let tensors: Vec<u64> = (0..6).map(|_| heap.allocate(CHUNK).unwrap()).collect();
-        heap.keep(vec![tensors[0]..tensors[0] + CHUNK]);
+        let arena = tensors[0]..tensors[0] + CHUNK;
+        heap.keep(std::iter::once(arena).collect());
         [0, 2, 4].iter().for_each(|i| assert!(heap.free(tensors[*i])));
         let two = heap.allocate(2 * CHUNK).unwrap();
         assert_eq!(heap.stats.synchronizes, 1);
