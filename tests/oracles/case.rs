@@ -312,7 +312,9 @@ impl Network<'_> {
             }
             assert_eq!(from, rows, "a split of the whole batch");
             let far = distance(&self.gradients(), &whole).max(distance(&flat(&self.store.stats), &stats));
-            assert!(far < 1e-5 * self.case.strictness(), "{name}: split {split:?} is {far} away");
+            // Smaller products take other kernels than larger ones, and AMX makes those of f32 from parts in bf16: ResNet-18,
+            // whose batch norms carry each difference on, is 1.8e-5 away with it and below 1e-5 without.
+            assert!(far < 4e-5 * self.case.strictness(), "{name}: split {split:?} is {far} away");
         }
         self.reset();
         whole
