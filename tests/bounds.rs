@@ -67,7 +67,10 @@ impl Seen {
             println!("  short of the goal: {planned} planned, {resident} resident, {measured} on the heap");
         }
         if heap < measured {
-            Some(format!("the plan is {} below the heap's peak", measured - heap))
+            println!("  short of the goal: {heap} planned for the heap, {measured} measured");
+        }
+        if planned < measured {
+            Some(format!("the plan is {} below the heap's peak", measured - planned))
         } else if planned + BELOW_RESIDENT < resident {
             Some(format!("the plan is {} below what was resident", resident - planned))
         } else if planned > Self::most(self.larger())
