@@ -173,7 +173,7 @@ pub fn multiply<T: Elem>(out: &mut [T::Acc], stride: usize, a: Mat<T>, b: Mat<T>
     }
     let (a_data, b_data) = (T::widened(a.data, by), T::widened(b.data, by));
     let (a, b) = (a.of(&a_data), b.of(&b_data));
-    if by == By::Me && small(out, stride, a, b, add) {
+    if small(out, stride, a, b, add, by) {
         return;
     }
     // SAFETY: the asserts above and those of `Mat` keep every access inside its slice.
@@ -219,18 +219,38 @@ fn tiled<T: Elem, O: Elem>(
     false
 }
 
-/// Makes a product that is small for `gemm` by the thread that asks; says whether it did.
-fn small<R: Real>(out: &mut [R], stride: usize, a: Mat<R>, b: Mat<R>, add: bool) -> bool {
+/// Whether f32 products of these sizes are made without packing: small ones by the thread that asks, and with AMX all that
+/// its tiles do not take, so that `gemm` and what it keeps for each thread are not needed there at all.
+fn is_small(sizes: (usize, usize, usize), by: By) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if dispatch() >= Dispatch::Avx512
-        && small::takes((a.rows, a.cols, b.cols))
+    return match dispatch() {
+        Dispatch::Amx => true,
+        Dispatch::Avx512 => by == By::Me && small::takes(sizes),
+        _ => false,
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (sizes, by);
+        false
+    }
+}
+
+/// Makes a product without packing where it [`is_small`]; says whether it did.
+fn small<R: Real>(out: &mut [R], stride: usize, a: Mat<R>, b: Mat<R>, add: bool, by: By) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if is_small((a.rows, a.cols, b.cols), by)
         && let (Some(out), Some(a), Some(b)) = (same_mut(out), a.same(), b.same())
     {
         // SAFETY: the dispatch has AVX-512, and `multiply` has checked every size.
-        unsafe { small::multiply(out, stride, a, b, add) };
+        unsafe {
+            match by {
+                By::Me => small::multiply(out, stride, a, b, add),
+                By::All => small::spread(out, stride, a, b, add),
+            }
+        }
         return true;
     }
-    let _ = (out, stride, a, b, add);
+    let _ = (out, stride, a, b, add, by);
     false
 }
 
@@ -323,7 +343,7 @@ pub fn weighing(dtype: DType, g: &Geometry, batch: usize) -> Option<u64> {
 
 /// Bytes of temporaries of [`multiply`] while it makes an (m, n) matrix over `k`: copies of operands in the type that is
 /// computed in, where it is another, and what is packed; `turned` where `a` is a transpose. What each thread keeps for good
-/// is not in it: `memory::estimate::PACKING`.
+/// is not in it: [`kept_by_thread`].
 pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by: By) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if by == By::All && dispatch() == Dispatch::Amx {
@@ -334,17 +354,30 @@ pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by:
             return bytes;
         }
     }
-    let _ = by;
     // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs
     // slices of at most so many of the inner sums, `a` where its rows are long strides and `b` where it is narrow.
     const DEPTH: usize = 512;
     const LOW: usize = 24;
     const HIGH: usize = 48;
-    let depth = k.div_ceil(k.div_ceil(DEPTH).max(1));
-    let a = n > LOW * if turned { 2 } else { gemm::get_rhs_packing_threshold() };
-    let b = n <= 16 * HIGH;
-    let values = if a { m.next_multiple_of(8) } else { 0 } + if b { n.next_multiple_of(HIGH) } else { 0 };
-    (acc_bytes(dtype) * (depth * values + copied(dtype, m * k + k * n))) as u64
+    let packed = || {
+        let depth = k.div_ceil(k.div_ceil(DEPTH).max(1));
+        let a = n > LOW * if turned { 2 } else { gemm::get_rhs_packing_threshold() };
+        let b = n <= 16 * HIGH;
+        let values = if a { m.next_multiple_of(8) } else { 0 } + if b { n.next_multiple_of(HIGH) } else { 0 };
+        depth * values
+    };
+    let packed = if dtype != DType::F64 && is_small((m, k, n), by) { 0 } else { packed() };
+    (acc_bytes(dtype) * (packed + copied(dtype, m * k + k * n))) as u64
+}
+
+/// Bytes that each thread keeps after its first product of this type: `gemm` packs into a buffer of its own as large as
+/// the second-level cache. With AMX it makes no products but those of f64.
+pub fn kept_by_thread(dtype: DType) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if dispatch() == Dispatch::Amx && dtype != DType::F64 {
+        return 0;
+    }
+    gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
 }
 
 /// Values of so many that a product copies to another type.

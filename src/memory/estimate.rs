@@ -15,7 +15,7 @@ use super::plan::{Offload, Part, Phase, Place, Role};
 use super::process::Process;
 use super::trail::{self, Blocks};
 use crate::features::{Features, Input};
-use crate::kernels::keys;
+use crate::kernels::{keys, product};
 use crate::layers::aside::Aside;
 use crate::layers::network::{Network, Walk};
 use crate::layers::{At, On};
@@ -24,10 +24,6 @@ use crate::params::{Flat, Layout, Lies};
 /// Heap bytes the program holds beside what it asks for: the measured size of argument parsing, the
 /// job, the network's description, thread pools and the reports, with room to spare.
 pub const PROGRAM: u64 = 3 << 19;
-
-/// Heap bytes a thread of the matrix product keeps for packing: with `gemm` 0.19 as much as the second-level
-/// cache of a core. What a product packs beside it is in the workspaces of kernels.
-pub const PACKING: u64 = 2 << 20;
 
 /// Device bytes of what is too small to be counted one by one: sums that are read, and the driver's rounding.
 pub const ROUNDING: u64 = 256 << 10;
@@ -175,7 +171,8 @@ pub fn permanent(s: &Subject, offload: &[Offload]) -> Vec<(Role, &'static str, u
     let (params, stats, wide) = (s.layout.params.len as u64, s.layout.stats.len as u64, wide(s.dtype));
     let copy =
         if s.dtype.size_in_bytes() as u64 == wide { 0 } else { params * s.dtype.size_in_bytes() as u64 };
-    let packing = if let On::Cpu { threads } = s.on { threads as u64 * PACKING } else { 0 };
+    let packing =
+        if let On::Cpu { threads } = s.on { threads as u64 * product::kept_by_thread(s.dtype) } else { 0 };
     let mut all = vec![
         (Role::Reserve, "program", PROGRAM + packing),
         (Role::Weights, MASTER, (params + stats) * wide),

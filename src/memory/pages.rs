@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Allocations from this size on lie in pages of their own.
-pub const LARGE: usize = 256 << 10;
+pub const LARGE: usize = 64 << 10;
 const PAGE: usize = 4096;
 const HUGE_PAGE: usize = 2 << 20;
 /// Bytes that may wait even at the peak where nothing was planned, so that the few buffers not in use there are not

@@ -2,30 +2,35 @@
 //!
 //! Code, thread stacks, allocator overhead and what libraries keep are resident too, and the kernel kills by the
 //! sum. They are measured when the plan is made, after freed memory was given back, and what is known to come
-//! later is added: the code and the stacks of training have not been touched by then.
+//! later is added: the stacks of training have not been touched by then, and its code is dropped first, since how much of
+//! it is mapped depends on what ran before and on how its file lies in the page cache.
 
 #[cfg(target_os = "linux")]
 use rustix::mm::{Advice, madvise};
 
 use super::{measure, pressure, probe};
 
-/// File-backed pages that training may add to those resident when the plan is made: kernels, evaluation, checkpoints.
-/// Training touches 2 to 8 MiB of code for the first time; what is more than this is dropped again, see
-/// [`Process::keep_within`].
-const CODE: u64 = 9 << 19;
+/// The share of the program's code, in 64ths, that may be resident: what training runs, with evaluation and checkpoints. What
+/// exceeds it is dropped, see [`Process::keep_within`].
+const CODE: u64 = 32;
 
-/// Code is dropped when so little of its part is left: a micro-batch may touch as much before the next look.
-const CODE_LEFT: u64 = 3 << 19;
+/// Code is dropped once so little of its share is left, in 64ths of all code: a micro-batch may touch as much before the
+/// next look.
+const CODE_LEFT: u64 = 5;
 
 /// Stack and thread-local memory that a thread touches while it computes or loads data.
 const THREAD: u64 = 96 << 10;
 
-/// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap. Up to
-/// 4.1 MiB were measured, in a MobileNet; it is told to give back what is more, see [`Process::keep_within`].
-const FRAGMENTS: u64 = 9 << 19;
+/// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap, and what large
+/// ones take to the end of their pages. It is told to give back what is more, see [`Process::keep_within`].
+const FRAGMENTS: u64 = 2 << 20;
 
 /// Fragments are given back when so little of the plan is left.
-const FRAGMENTS_LEFT: u64 = 2 << 20;
+const FRAGMENTS_LEFT: u64 = 1 << 20;
+
+/// The process part is a multiple of this, so that it is mostly the same in `trainer plan` and in the run, which measures it
+/// again.
+const UNIT: u64 = 1 << 19;
 
 /// Fixes the process part, for tests that compare plans byte by byte.
 const FIXED: &str = "TRAINER_PROCESS_BYTES";
@@ -39,7 +44,7 @@ pub struct Process {
     pub prepared: u64,
     /// Heap that preparing the data left behind, in caches of libraries and threads.
     pub left_behind: u64,
-    /// The most file-backed memory that may be resident; 0 where that was not measured.
+    /// File-backed memory above which code is dropped; 0 where it was not measured.
     code: u64,
 }
 
@@ -52,60 +57,67 @@ impl Process {
         }
         pressure::give_back();
         let prepared = measure::resident_peak();
+        let code = drop_code(|| false);
         let Some(resident) = probe::status("VmRSS:") else { return Self::default() };
-        let code = probe::status("RssFile:").map_or(0, |code| code + CODE);
-        let later = CODE + FRAGMENTS + THREAD * (threads + workers) as u64;
-        Self { beside_heap: resident.saturating_sub(measure::live()) + later, prepared, left_behind, code }
+        let later = code * CODE / 64 + FRAGMENTS + THREAD * (threads + workers) as u64;
+        let beside_heap = (resident.saturating_sub(measure::live()) + later).next_multiple_of(UNIT);
+        let code = probe::status("RssFile:").map_or(0, |file| file + code * (CODE - CODE_LEFT) / 64);
+        Self { beside_heap, prepared, left_behind, code }
     }
 
     /// Keeps what is resident beside the heap within its part: fragments go back to the system where `planned` bytes in
     /// all are nearly reached, and code that was run at the start and is not needed any more is dropped; what is needed is
     /// mapped again from the page cache. Costs some microseconds where there is nothing to do.
     pub fn keep_within(&self, planned: u64) {
-        #[cfg(target_os = "linux")]
-        {
-            use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-            static NEXT: AtomicUsize = AtomicUsize::new(0);
-            const PIECE: usize = 1 << 20;
-            if self.code == 0 {
-                return;
-            }
-            // Pages that are resident in all, and those of files.
-            let pages = |field: usize| {
-                let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-                let pages = text.split(' ').nth(field).and_then(|pages| pages.parse::<u64>().ok());
-                pages.unwrap_or(0) * 4096
-            };
-            if pages(1) + FRAGMENTS_LEFT > planned {
-                pressure::trim();
-            }
-            let (most, resident) = (self.code.saturating_sub(CODE_LEFT), || pages(2));
-            if resident() <= most {
-                return;
-            }
-            let code: Vec<(usize, usize)> = executable()
-                .flat_map(|(start, end)| (start..end).step_by(PIECE).map(move |at| (at, end.min(at + PIECE))))
-                .collect();
-            for _ in 0..code.len() {
-                let (start, end) = code[NEXT.fetch_add(1, Relaxed) % code.len()];
-                // SAFETY: as in `small_code_pages`.
-                let _ = unsafe { madvise(start as *mut _, end - start, Advice::LinuxDontNeed) };
-                if resident() <= most {
-                    return;
-                }
-            }
+        if self.code == 0 {
+            return;
         }
-        #[cfg(not(target_os = "linux"))]
-        let _ = planned;
+        // Pages that are resident in all, and those of files.
+        let pages = |field: usize| {
+            let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+            let pages = text.split(' ').nth(field).and_then(|pages| pages.parse::<u64>().ok());
+            pages.unwrap_or(0) * 4096
+        };
+        if pages(1) + FRAGMENTS_LEFT > planned {
+            pressure::trim();
+        }
+        let is_enough = || pages(2) <= self.code;
+        if !is_enough() {
+            drop_code(is_enough);
+        }
     }
 }
 
-/// The executable mappings of files: from the first address to behind the last.
-#[cfg(target_os = "linux")]
-fn executable() -> impl Iterator<Item = (usize, usize)> {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let code: Vec<_> = maps.lines().filter_map(code).filter(|(.., executable)| *executable).collect();
-    code.into_iter().map(|(start, end, _)| (start, end))
+/// Drops resident code of this program, piece after piece until it `is_enough`, beginning behind the piece dropped last. Gives
+/// the bytes of all of it, resident or not; 0 where the system does not say.
+fn drop_code(is_enough: impl Fn() -> bool) -> u64 {
+    #[cfg(target_os = "linux")]
+    {
+        use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        const PIECE: usize = 1 << 20;
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let own = std::fs::read_link("/proc/self/exe").unwrap_or_default();
+        let own = maps.lines().filter(|line| line.ends_with(&*own.to_string_lossy()));
+        let code = own.filter_map(code).filter(|(.., executable)| *executable);
+        let pieces: Vec<(usize, usize)> = code
+            .flat_map(|(start, end, _)| (start..end).step_by(PIECE).map(move |at| (at, end.min(at + PIECE))))
+            .collect();
+        for _ in 0..pieces.len() {
+            let (start, end) = pieces[NEXT.fetch_add(1, Relaxed) % pieces.len()];
+            // SAFETY: as in `small_code_pages`.
+            let _ = unsafe { madvise(start as *mut _, end - start, Advice::LinuxDontNeed) };
+            if is_enough() {
+                break;
+            }
+        }
+        pieces.iter().map(|(start, end)| (end - start) as u64).sum()
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = is_enough;
+        0
+    }
 }
 
 /// Has the kernel map this program's code in small pieces as it is run: where its file lies in huge pages of the page cache

@@ -279,9 +279,10 @@ impl Summary {
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         let write = || -> io::Result<()> {
             let temporary = path.with_extension("json.tmp");
+            let mut text = serde_json::to_vec_pretty(self)?;
+            text.push(b'\n');
             let mut file = File::create(&temporary)?;
-            serde_json::to_writer_pretty(&mut file, self)?;
-            file.write_all(b"\n")?;
+            file.write_all(&text)?;
             file.sync_all()?;
             std::fs::rename(&temporary, path)
         };

@@ -23,11 +23,6 @@ use generate::Scale;
 use report::Trials;
 use run::Machine;
 
-/// Promises that are not yet kept by every job: what breaks them is printed, and fails nothing. The plan was 8.1 % above
-/// resident memory in seed 15; in seeds 11, 30 and 38 a tokenizer that does not fit into the budget is refused, with exit code
-/// 3, before there is a plan that says so.
-const OPEN: [&str; 3] = [check::PLAN_RESIDENT, check::PLAN_BOUND, check::BUDGET_CODE];
-
 /// What no job here says, and why.
 const NOT_DRAWN: [(&str, &str); 2] = [
     ("data.shapes.augment.saturation", "the images are grey: refused"),
@@ -80,7 +75,6 @@ fn forty_random_jobs_keep_every_promise() {
     let broken: Vec<String> = done
         .iter()
         .flat_map(|(case, seen)| seen.broken.iter().map(move |b| (case.seed, b)))
-        .filter(|(_, broken)| !OPEN.contains(&broken.promise))
         .map(|(seed, broken)| format!("seed {seed}: {}: {}", broken.promise, broken.what))
         .collect();
     assert!(broken.is_empty(), "{}", broken.join("\n"));

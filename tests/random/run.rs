@@ -45,13 +45,12 @@ impl Machine {
         command
     }
 
-    /// `trainer plan --json`, or what it said instead.
-    pub fn plan(&self, job: &Job) -> Result<Value, String> {
+    /// `trainer plan --json`, or the exit code and what it said instead.
+    pub fn plan(&self, job: &Job) -> Result<Value, (Option<i32>, String)> {
         let output =
-            self.command(job, &["plan", "job.toml", "--json"]).output().map_err(|e| e.to_string())?;
-        serde_json::from_slice(&output.stdout).map_err(|_| {
-            format!("exit code {:?}: {}", output.status.code(), String::from_utf8_lossy(&output.stderr))
-        })
+            self.command(job, &["plan", "job.toml", "--json"]).output().map_err(|e| (None, e.to_string()))?;
+        serde_json::from_slice(&output.stdout)
+            .map_err(|_| (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
     }
 
     /// Trains a job, or goes on with it.

@@ -50,7 +50,11 @@ struct Products {
     std::map<Key, Choice> chosen;
     cudaEvent_t begun, ended;
     unsigned long long *digest; // on the card, behind the workspace
+    void *bias;                 // BIAS_ROOM bytes behind it
 };
+
+// Bytes of the workspace's tail: the digest, and a bias that must be copied.
+constexpr size_t DIGEST_ROOM = 256, BIAS_ROOM = 256 << 10;
 
 // Kernels that cuBLASLt is asked to name, and runs of each that are timed.
 constexpr int NAMED = 8, RUNS = 3;
@@ -176,7 +180,15 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
     TRY(set(op, CUBLASLT_MATMUL_DESC_TRANSB, turned(q.a.turned)));
     TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE, kind_of(q.epilogue, q.aux != nullptr)));
     if (q.bias) {
-        TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, q.bias));
+        // cuBLASLt cannot be told how a bias is aligned and names kernels that read it in vectors: one that begins between
+        // two of them is copied.
+        const void *bias = q.bias;
+        size_t bytes = size_t(q.n) * (wide ? 8 : q.type == F32 ? 4 : 2);
+        if (alignment(bias) < 16 && bytes <= BIAS_ROOM) {
+            if (int error = cudaMemcpyAsync(products.bias, bias, bytes, cudaMemcpyDeviceToDevice, stream)) return error;
+            bias = products.bias;
+        }
+        TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
         TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(kind(q.type))));
     }
     if (q.aux) {
@@ -253,9 +265,10 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
 } // namespace
 
 extern "C" int products_new(void *workspace, size_t bytes, int tf32, void **out) {
-    constexpr size_t TAIL = 256;
-    auto *products = new Products{nullptr, workspace, bytes - TAIL, tf32 != 0, {}, {}, nullptr, nullptr,
-                                  (unsigned long long *)((char *)workspace + bytes - TAIL)};
+    size_t left = bytes - DIGEST_ROOM - BIAS_ROOM;
+    char *tail = (char *)workspace + left;
+    auto *products = new Products{nullptr, workspace, left, tf32 != 0, {}, {}, nullptr, nullptr,
+                                  (unsigned long long *)tail, tail + DIGEST_ROOM};
     cublasStatus_t status = cublasLtCreate(&products->handle);
     int code = status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + status;
     if (!code) code = cudaEventCreate(&products->begun);

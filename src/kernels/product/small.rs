@@ -1,10 +1,12 @@
-//! Products too small for the packing of `gemm` to pay, by the thread that asks, in f32 on AVX-512.
+//! Products too small or too thin for packing to pay, in f32 on AVX-512.
 //!
 //! A panel of up to 64 columns of `b` is copied to the stack, in the order it is used; rows of `a` are read where
 //! they lie, a value at a time for all columns of the panel. A sum runs over the inner size in order, so a row of
 //! the result does not depend on the rows beside it.
 
 use std::arch::x86_64::*;
+
+use rayon::prelude::*;
 
 use super::Mat;
 
@@ -28,16 +30,49 @@ pub(super) fn takes((m, k, n): (usize, usize, usize)) -> bool {
 /// The machine has AVX-512 (F), the operands lie inside their slices, and `out` has room for every (i, j) at
 /// `i * stride + j`.
 pub(super) unsafe fn multiply(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool) {
-    let operands = Operands {
-        a: a.data.as_ptr(),
-        a_row: a.row,
-        a_col: a.col,
-        b: b.data.as_ptr(),
-        b_row: b.row,
-        b_col: b.col,
-    };
     // SAFETY: what the caller promises.
-    unsafe { panels(operands, a.rows, a.cols, b.cols, out.as_mut_ptr(), stride, add) }
+    unsafe { panels(Operands::of(&a, &b), a.rows, a.cols, b.cols, out.as_mut_ptr(), stride, add) }
+}
+
+/// As [`multiply`], by all threads: each makes some rows, or some columns where there are more of these.
+///
+/// # Safety
+/// As of [`multiply`].
+pub(super) unsafe fn spread(out: &mut [f32], stride: usize, a: Mat<f32>, b: Mat<f32>, add: bool) {
+    /// Multiplications that are worth another thread's time.
+    const LEAST: usize = 1 << 17;
+    let (m, k, n) = (a.rows, a.cols, b.cols);
+    let rows = m >= n;
+    // Whole tiles and whole panels, of which no thread's share ends in the middle.
+    let (size, unit) = if rows { (m, 48) } else { (n, WIDE * LANES) };
+    let worth = (m * k * n / LEAST).clamp(1, rayon::current_num_threads());
+    let share = size.div_ceil(worth).next_multiple_of(unit);
+    if share >= size {
+        // SAFETY: what the caller promises.
+        return unsafe { multiply(out, stride, a, b, add) };
+    }
+    struct Parts {
+        o: Operands,
+        out: *mut f32,
+    }
+    // SAFETY: operands are only read, and every thread writes to rows or columns of its own.
+    unsafe impl Sync for Parts {}
+    let parts = &Parts { o: Operands::of(&a, &b), out: out.as_mut_ptr() };
+    (0..size.div_ceil(share)).into_par_iter().for_each(|part| {
+        let (first, count) = (part * share, share.min(size - part * share));
+        let Parts { mut o, mut out } = *parts;
+        // SAFETY: what the caller promises of all rows and columns holds for `count` of them from `first` on.
+        unsafe {
+            let (m, n) = if rows {
+                (o.a, out) = (o.a.add(first * o.a_row), out.add(first * stride));
+                (count, n)
+            } else {
+                (o.b, out) = (o.b.add(first * o.b_col), out.add(first));
+                (m, count)
+            };
+            panels(o, m, k, n, out, stride, add)
+        }
+    });
 }
 
 /// Element (i, p) of `a` is at `i * a_row + p * a_col`, (p, j) of `b` at `p * b_row + j * b_col`.
@@ -49,6 +84,19 @@ struct Operands {
     b: *const f32,
     b_row: usize,
     b_col: usize,
+}
+
+impl Operands {
+    fn of(a: &Mat<f32>, b: &Mat<f32>) -> Self {
+        Self {
+            a: a.data.as_ptr(),
+            a_row: a.row,
+            a_col: a.col,
+            b: b.data.as_ptr(),
+            b_row: b.row,
+            b_col: b.col,
+        }
+    }
 }
 
 /// A panel of `b`, row after row of its columns.
@@ -263,7 +311,7 @@ mod tests {
         /// Against sums in f64, over every direction of the operands, odd sizes and strides; what lies between the
         /// rows of the result is left alone.
         #[test]
-        fn products_are_right(m in 1usize..80, k in 1usize..600, n in 1usize..150, turn_a: bool, turn_b: bool, add: bool, gap in 0usize..9) {
+        fn products_are_right(m in 1usize..150, k in 1usize..600, n in 1usize..150, turn_a: bool, turn_b: bool, add: bool, gap in 0usize..9, threads in 1usize..5) {
             if dispatch() < Dispatch::Avx512 {
                 println!("skipped: the dispatch is {:?}", dispatch());
                 return Ok(());
@@ -274,6 +322,11 @@ mod tests {
             let (x, y) = (laid(&a, m, k, turn_a), laid(&b, k, n, turn_b));
             // SAFETY: AVX-512 was found and `out` has `m` rows of `stride`.
             unsafe { multiply(&mut out, stride, x, y, add) };
+            let mut together = before.clone();
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            // SAFETY: as above.
+            pool.install(|| unsafe { spread(&mut together, stride, x, y, add) });
+            prop_assert!(out.iter().zip(&together).all(|(a, b)| a.to_bits() == b.to_bits()), "bits of {} threads", threads);
             let at = |m: &Mat<f32>, i: usize, j: usize| m.data[i * m.row + j * m.col] as f64;
             for i in 0..m {
                 for j in 0..stride {
