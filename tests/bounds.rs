@@ -273,8 +273,8 @@ fn run(job: &Job) -> Seen {
         // measured anew in each process, so what fits by less than that may differ is not tried.
         let needs = plan(folder.path(), &[])["peak"]["ram_bytes"].as_u64().unwrap();
         let with = |ram: u64| format!("memory.ram={ram}B");
-        ram = with(needs - MIB);
-        if plan(folder.path(), &["--set", &with(needs - 2 * MIB)])["verdict"] != "does_not_fit" {
+        ram = with(needs - MIB / 2);
+        if plan(folder.path(), &["--set", &with(needs - MIB)])["verdict"] != "does_not_fit" {
             args.extend(["--set", &ram]);
         }
     }

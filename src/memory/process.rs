@@ -32,6 +32,9 @@ const FRAGMENTS_LEFT: u64 = 1 << 20;
 /// again.
 const UNIT: u64 = 1 << 19;
 
+/// How far behind the kernel's counters of resident memory may be: it adds up the pages of threads now and then.
+const COUNTERS: u64 = 1 << 18;
+
 /// Fixes the process part, for tests that compare plans byte by byte.
 const FIXED: &str = "TRAINER_PROCESS_BYTES";
 
@@ -56,7 +59,7 @@ impl Process {
             return Self { beside_heap: fixed, ..Self::default() };
         }
         pressure::give_back();
-        let prepared = measure::resident_peak();
+        let prepared = (measure::resident_peak() + COUNTERS).next_multiple_of(UNIT);
         let code = drop_code(|| false);
         let Some(resident) = probe::status("VmRSS:") else { return Self::default() };
         let later = code * CODE / 64 + FRAGMENTS + THREAD * (threads + workers) as u64;

@@ -49,8 +49,10 @@ impl Machine {
     pub fn plan(&self, job: &Job) -> Result<Value, (Option<i32>, String)> {
         let output =
             self.command(job, &["plan", "job.toml", "--json"]).output().map_err(|e| (None, e.to_string()))?;
-        serde_json::from_slice(&output.stdout)
-            .map_err(|_| (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
+        let plan =
+            serde_json::from_slice(&output.stdout).ok().filter(|plan: &Value| plan["verdict"].is_string());
+        let said = || String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        plan.ok_or_else(|| (output.status.code(), said()))
     }
 
     /// Trains a job, or goes on with it.
