@@ -32,7 +32,7 @@ cuda-toolkit FOLDER="target/cuda-toolkit":
 # type-check and lint the CUDA code; needs no card
 [group('cuda')]
 check-cuda:
-    scripts/with-cuda.sh cargo clippy --all-targets --features cuda,cudnn --target-dir target/cuda -- -D warnings
+    NVCC_APPEND_FLAGS="-Werror all-warnings" scripts/with-cuda.sh cargo clippy --all-targets --features cuda,cudnn --target-dir target/cuda -- -D warnings
 
 # the tests of layers, losses and optimizers on a card, or those whose names hold FILTER
 [group('cuda')]

@@ -101,7 +101,7 @@ using Layout = Held<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Preference = Held<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 
 #define TRY(call)                                                                                             \
-    if (cublasStatus_t status = (call); status != CUBLAS_STATUS_SUCCESS) return CUBLAS_ERRORS + status
+    if (cublasStatus_t tried = (call); tried != CUBLAS_STATUS_SUCCESS) return CUBLAS_ERRORS + tried
 
 // Codes from here on are cuBLAS's own.
 constexpr int CUBLAS_ERRORS = 10000;
@@ -258,8 +258,7 @@ int multiply(Products &products, const Asked &q, cudaStream_t stream) {
             if (status == CUBLAS_STATUS_SUCCESS) known->second = Choice{named[i].algo, 0};
         }
     }
-    TRY(status);
-    return 0;
+    return status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + status;
 }
 
 } // namespace
