@@ -57,7 +57,36 @@ def chat(*turns):
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}).encode() + b"\n"
 
 
+def safetensors(**tensors):
+    """Zeros of a type and shape under each name, as `a__weight=("F32", [3, 4])`."""
+    head, end = {}, 0
+    for name, (kind, shape) in tensors.items():
+        size = {"F32": 4, "F64": 8}.get(kind, 2)
+        for side in shape:
+            size *= side
+        head[name.replace("__", ".")] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)
+
+
+def state(**parts):
+    return json.dumps({
+        "format": 3, "step": 1, "cursor": {"update": 1, "done": 0}, "samples": 4, "digest": "0" * 32, "seed": 1, "job": None,
+        "data": None, "optimizer": "adamw",
+        "way": {"micro_batch": 4, "accumulation_steps": 1, "recompute": 0, "eval_micro_batch": 4, "prefetch": 1},
+        "descent": {}, "best": [0.5, 1], "evaluation_due": False, "evaluation_owed": False, "scaling": {"scale": 1.0},
+        "metrics": {"valid.loss": None, "train.loss": 1.0}, "elapsed_s": 1.0, "data_wait_s": 0.0, "written": 0.0,
+        "files": {"model.safetensors": [1, 2]},
+    } | parts).encode()
+
+
 SEEDS = {
+    "state": lambda: [path.read_bytes() for path in sorted((ROOT.parent / "runs").rglob("state.json"))[:9]] + [state()],
+    "safetensors": lambda: [
+        safetensors(a__weight=(kind, [3, 4]), b__weight=(kind, [2, 3, 2, 2]), b__mean=(kind, [2]))
+        for kind in ["F32", "BF16", "F16", "F64"]
+    ],
     "job": lambda: [path.read_bytes() + b"\ntrain.batch_size=3" for path in (ROOT.parent / "configs").glob("*.toml")],
     "csv": lambda: [b"a,b,y\n" + b"1,x,0\n2.5,\"q,\"\"r\",1\n" * 5, b"a\ty\r\n1\t2\r\n\r\n3\tNA\r\n" * 3],
     # The fuzzer itself writes more of them.
