@@ -16,14 +16,14 @@ const CODE: u64 = 32;
 
 /// Code is dropped once so little of its share is left, in 64ths of all code: a micro-batch may touch as much before the
 /// next look.
-const CODE_LEFT: u64 = 5;
+const CODE_LEFT: u64 = 8;
 
 /// Stack and thread-local memory that a thread touches while it computes or loads data.
 const THREAD: u64 = 96 << 10;
 
 /// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap, and what large
 /// ones take to the end of their pages. It is told to give back what is more, see [`Process::keep_within`].
-const FRAGMENTS: u64 = 2 << 20;
+const FRAGMENTS: u64 = 11 << 18;
 
 /// Fragments are given back when so little of the plan is left.
 const FRAGMENTS_LEFT: u64 = 1 << 20;

@@ -90,7 +90,7 @@ pub fn case(machine: &Machine, case: &Case, folder: &Path) -> Seen {
     if written.finished().is_none() {
         return seen;
     }
-    peaks(machine, &written, true, &mut seen);
+    peaks(machine, &written, job.threads, true, &mut seen);
     written.no_oom(&mut seen);
     seen.graph = machine.on_gpu().then(|| written.graph());
     if let Some(trial) = &case.trial {
@@ -224,7 +224,7 @@ impl Run {
 }
 
 /// The plan against the heap, what was resident and, on a GPU, the pool. `above`: not too high either.
-fn peaks(machine: &Machine, run: &Run, above: bool, seen: &mut Seen) {
+fn peaks(machine: &Machine, run: &Run, threads: usize, above: bool, seen: &mut Seen) {
     let Some(finished) = run.finished() else { return };
     let bytes = |key: &str, of: &str| finished[key][of].as_u64().unwrap_or(0);
     let place = if machine.on_gpu() { "vram" } else { "ram" };
@@ -252,6 +252,8 @@ fn peaks(machine: &Machine, run: &Run, above: bool, seen: &mut Seen) {
             format!("{name}: {} above the plan of {}", mib(resident - planned), mib(planned)),
         );
     }
+    // Threads that share a layer's work have their memory at the same time only where each has a processor.
+    let above = above && (machine.on_gpu() || threads <= machine.processors());
     let measured = if machine.on_gpu() { heap } else { heap.max(resident) };
     let most = if measured < TINY { measured + ABOVE_TINY } else { (measured as f64 * (1.0 + ABOVE)) as u64 };
     if above && planned > most {
@@ -290,7 +292,7 @@ fn budget(machine: &Machine, job: &Job, written: &Run, share: f64, seen: &mut Se
         return;
     }
     run.no_oom(seen);
-    peaks(machine, &run, false, seen);
+    peaks(machine, &run, job.threads, false, seen);
     if takes > bytes {
         seen.broken(BUDGET_CODE, format!("the plan takes {} of {}", mib(takes), mib(bytes)));
     }

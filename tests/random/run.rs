@@ -45,6 +45,10 @@ impl Machine {
         command
     }
 
+    pub fn processors(&self) -> usize {
+        std::thread::available_parallelism().map_or(1, usize::from)
+    }
+
     /// `trainer plan --json`, or the exit code and what it said instead.
     pub fn plan(&self, job: &Job) -> Result<Value, (Option<i32>, String)> {
         let output =

@@ -186,7 +186,7 @@ impl Set {
         }
         looked.sort_by_key(|looked| (std::cmp::Reverse(looked.bytes), looked.index));
         if let Some(&largest) = looked.first() {
-            let usual = looked[looked.len() / ALONE].bytes;
+            let usual = looked[(looked.len() / ALONE).max(1).min(looked.len() - 1)].bytes;
             // Pictures that are hardly larger than the others need not wait for one another.
             seen.each = if largest.bytes <= 2 * usual { largest.bytes } else { usual };
             let Looked { index, header, bytes } = largest;

@@ -165,6 +165,7 @@ impl Run<'_> {
             }
             saved => saved?,
         };
+        self.setup.keep_within_plan();
         self.report.record(Event::Checkpoint {
             step: self.step,
             path: path.display().to_string(),
@@ -234,6 +235,7 @@ impl Run<'_> {
     }
 
     pub(super) fn finish(&mut self) -> Result<Ended, Failure> {
+        self.setup.keep_within_plan();
         if !self.overflowed {
             self.prune()?;
         }

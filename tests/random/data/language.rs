@@ -29,7 +29,8 @@ const WORDS: [&str; 24] = [
 /// A text of so many characters or some more; `plain`: of ASCII.
 fn words(draw: &mut Draw, plain: bool, characters: usize) -> String {
     let (mut text, mut count) = (String::new(), 0);
-    while count < characters {
+    // Two words at least: a sample has two tokens.
+    while count < characters || text.split_whitespace().nth(1).is_none() {
         let word = draw.pick(&WORDS);
         let word = if plain && !word.is_ascii() { "plain" } else { word };
         count += word.chars().count() + 1;
