@@ -5,6 +5,8 @@
 //! later is added: the stacks of training have not been touched by then, and its code is dropped first, since how much of
 //! it is mapped depends on what ran before and on how its file lies in the page cache.
 
+use std::sync::{Mutex, PoisonError};
+
 #[cfg(target_os = "linux")]
 use rustix::mm::{Advice, madvise};
 
@@ -14,8 +16,8 @@ use super::{measure, pressure, probe};
 /// exceeds it is dropped, see [`Process::keep_within`].
 const CODE: u64 = 32;
 
-/// Code is dropped once so little of its share is left, in 64ths of all code: a micro-batch may touch as much before the
-/// next look.
+/// Code is dropped once so little of its share is left, in 64ths of all code, when other work begins, which may touch as much
+/// before the next look.
 const CODE_LEFT: u64 = 8;
 
 /// Stack and thread-local memory that a thread touches while it computes or loads data.
@@ -47,8 +49,19 @@ pub struct Process {
     pub prepared: u64,
     /// Heap that preparing the data left behind, in caches of libraries and threads.
     pub left_behind: u64,
-    /// File-backed memory above which code is dropped; 0 where it was not measured.
+    /// The most file-backed memory that may be resident; 0 where it was not measured.
     code: u64,
+    /// Of it, what is left for code that has not run yet when other work begins.
+    code_left: u64,
+}
+
+/// What is done between two looks at the process: each runs code of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    Training,
+    Evaluation,
+    Checkpoint,
+    Reporting,
 }
 
 impl Process {
@@ -64,14 +77,15 @@ impl Process {
         let Some(resident) = probe::status("VmRSS:") else { return Self::default() };
         let later = code * CODE / 64 + FRAGMENTS + THREAD * (threads + workers) as u64;
         let beside_heap = (resident.saturating_sub(measure::live()) + later).next_multiple_of(UNIT);
-        let code = probe::status("RssFile:").map_or(0, |file| file + code * (CODE - CODE_LEFT) / 64);
-        Self { beside_heap, prepared, left_behind, code }
+        let file = probe::status("RssFile:").map_or(0, |file| file + code * CODE / 64);
+        Self { beside_heap, prepared, left_behind, code: file, code_left: code * CODE_LEFT / 64 }
     }
 
-    /// Keeps what is resident beside the heap within its part: fragments go back to the system where `planned` bytes in
-    /// all are nearly reached, and code that was run at the start and is not needed any more is dropped; what is needed is
+    /// Keeps what is resident beside the heap within its part before more `work` is done: fragments go back to the system
+    /// where `planned` bytes in all are nearly reached, and code that is not needed any more is dropped; what is needed is
     /// mapped again from the page cache. Costs some microseconds where there is nothing to do.
-    pub fn keep_within(&self, planned: u64) {
+    pub fn keep_within(&self, planned: u64, work: Work) {
+        static LAST: Mutex<Option<Work>> = Mutex::new(None);
         if self.code == 0 {
             return;
         }
@@ -84,9 +98,10 @@ impl Process {
         if pages(1) + FRAGMENTS_LEFT > planned {
             pressure::trim();
         }
-        let is_enough = || pages(2) <= self.code;
-        if !is_enough() {
-            drop_code(is_enough);
+        let before = LAST.lock().unwrap_or_else(PoisonError::into_inner).replace(work);
+        let most = self.code - if before == Some(work) { 0 } else { self.code_left };
+        if pages(2) > most {
+            drop_code(|| pages(2) <= self.code - self.code_left);
         }
     }
 }

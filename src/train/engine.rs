@@ -23,6 +23,7 @@ use crate::layers::network::{Batch, Network, StepError, Walk};
 use crate::layers::{Along, At, Mode, Pass};
 use crate::memory::estimate::{batch_bytes, permanent};
 use crate::memory::plan::{Offload, Place};
+use crate::memory::process::Work;
 use crate::memory::{Fault, Ledger, Reservation, Role};
 use crate::optim::{self, Optimizer, Step};
 use crate::params::Store;
@@ -271,7 +272,7 @@ impl<'a> Engine<'a> {
         scale: f64,
         run: impl FnOnce(&Network, &Walk, &Batch, &Scope) -> Result<R, StepError>,
     ) -> Result<R, StepError> {
-        self.setup.keep_within_plan();
+        self.setup.keep_within_plan(if mode == Mode::Eval { Work::Evaluation } else { Work::Training });
         let longest = batch.lengths.iter().max().map_or(usize::MAX, |&longest| longest as usize);
         let (features, network) = self.setup.fitting(longest);
         let at = At { batch: batch.ids.len(), dtype: self.setup.dtype, on: self.setup.on() };
@@ -339,7 +340,7 @@ impl<'a> Engine<'a> {
     /// changes.
     pub fn update(&mut self, finding: &Finding, lr: f64, number: u64) -> Result<(), StepError> {
         self.ledger.phase("update");
-        self.setup.keep_within_plan();
+        self.setup.keep_within_plan(Work::Training);
         let setup = self.setup;
         let bytes = optim::workspace_bytes(&setup.optimizer, &setup.layout.params, setup.on());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;

@@ -19,7 +19,7 @@ use crate::memory::budget::Machine;
 use crate::memory::card::Card;
 use crate::memory::measure;
 use crate::memory::plan::Offload;
-use crate::memory::process::Process;
+use crate::memory::process::{Process, Work};
 use crate::models::ModelError;
 use crate::params::Layout;
 use crate::units::{Bytes, Size};
@@ -189,11 +189,11 @@ impl Setup {
         self
     }
 
-    /// Between two pieces of work: keeps resident memory within the plan. With a GPU most of what is resident is the driver's
+    /// Before a piece of work: keeps resident memory within the plan. With a GPU most of what is resident is the driver's
     /// and its libraries' code, which runs in every step: to drop it would cost milliseconds each time.
-    pub(super) fn keep_within_plan(&self) {
+    pub(super) fn keep_within_plan(&self, work: Work) {
         if self.card.is_none() {
-            self.process.keep_within(measure::planned() + self.process.beside_heap);
+            self.process.keep_within(measure::planned() + self.process.beside_heap, work);
         }
     }
 

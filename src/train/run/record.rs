@@ -10,6 +10,7 @@ use crate::layers::loss::Tally;
 use crate::layers::network::StepError;
 use crate::memory::estimate::checkpoint_bytes;
 use crate::memory::heap::Stats;
+use crate::memory::process::Work;
 use crate::memory::{Oom, Role, measure, probe};
 use crate::train::Failure;
 use crate::train::checkpoint::{FORMAT, State};
@@ -142,7 +143,7 @@ impl Run<'_> {
         let begun = Instant::now();
         self.tell_bad_count(&[])?;
         self.engine.host.phase("checkpoint");
-        self.setup.keep_within_plan();
+        self.setup.keep_within_plan(Work::Checkpoint);
         let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
         let ledger = self.engine.host.clone();
         let ask = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
@@ -165,7 +166,7 @@ impl Run<'_> {
             }
             saved => saved?,
         };
-        self.setup.keep_within_plan();
+        self.setup.keep_within_plan(Work::Reporting);
         self.report.record(Event::Checkpoint {
             step: self.step,
             path: path.display().to_string(),
@@ -235,7 +236,7 @@ impl Run<'_> {
     }
 
     pub(super) fn finish(&mut self) -> Result<Ended, Failure> {
-        self.setup.keep_within_plan();
+        self.setup.keep_within_plan(Work::Reporting);
         if !self.overflowed {
             self.prune()?;
         }
