@@ -11,6 +11,8 @@ mod gathered;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
@@ -261,20 +263,20 @@ impl Conv<'_> {
         Ok(Some(cpu::tensor(self.input_gradient::<T>(&weight, &d), x.shape())?))
     }
 
-    /// Adds the weight's gradient: the pictures are cut into as many runs as there are threads, of which the
-    /// first adds in place and the others to sums of their own.
+    /// Adds the weight gradient. The images are split into one part per thread: the first part adds in place, the others
+    /// to sums of their own.
     fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T], into: &mut [T::Acc]) {
         let g = &self.geometry;
         let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
         let (ng, cells, picture) = (n / g.groups, g.panel(), g.height * g.width * g.inputs);
         let batch = values.len() / picture;
-        let run = batch.div_ceil(cpu::threads()).max(1);
+        let parts = parts(batch, cpu::threads());
         let blocking = g.blocks(cells, batch, cpu::threads());
         let room = g.gathered(T::DTYPE, blocking.rows(), cells) / size_of::<T::Acc>();
         let add = |part: usize, sum: &mut [T::Acc]| {
-            let (from, to) = (part * run, batch.min((part + 1) * run));
-            let (seen, made) = (picture * from..picture * to, pixels * n * from..pixels * n * to);
-            if weigh(sum, g, &values[seen], &d[made]) {
+            let Range { start, end } = images_of(part, parts, batch);
+            let (inputs, outputs) = (picture * start..picture * end, pixels * n * start..pixels * n * end);
+            if weigh(sum, g, &values[inputs], &d[outputs]) {
                 return;
             }
             let mut gathered = cpu::fresh::<T::Acc>(room);
@@ -283,7 +285,7 @@ impl Conv<'_> {
             {
                 let seen = first..(first + cells).min(g.cells());
                 let sum = &mut sum[group * ng * k + first * g.depth()..];
-                for block in blocking.of(part * run..(part + 1) * run) {
+                for block in blocking.of(start..end) {
                     let a = g.windows(values, block, group, seen.clone(), &mut gathered);
                     let a = Mat::new(a, block.rows(), seen.len() * g.depth());
                     let d = T::widened(&d[block.row(pixels) * n..][..block.rows() * n], By::Me);
@@ -298,7 +300,7 @@ impl Conv<'_> {
                 add(part, &mut sum);
                 sum
             };
-            (1..batch.div_ceil(run)).into_par_iter().map(one).collect::<Vec<_>>()
+            (1..parts).into_par_iter().map(one).collect::<Vec<_>>()
         };
         let ((), partials) = rayon::join(|| add(0, into), others);
         add_all(into, &partials);
@@ -354,6 +356,18 @@ impl Conv<'_> {
     }
 }
 
+/// Parts in which threads sum the weight gradient. A smaller batch has no more of them, and so no more sums.
+fn parts(batch: usize, threads: usize) -> usize {
+    batch.min(threads).max(1)
+}
+
+/// The images of one of these parts; the first parts are one image larger where the batch does not divide.
+fn images_of(part: usize, parts: usize, batch: usize) -> Range<usize> {
+    let (each, larger) = (batch / parts, batch % parts);
+    let start = part * each + part.min(larger);
+    start..start + each + usize::from(part < larger)
+}
+
 /// Bytes of temporaries of the forward pass and of the backward pass.
 pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::layers::At) -> (u64, u64) {
     let g = geometry;
@@ -391,10 +405,9 @@ pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::la
             g.gathered(at.dtype, panel_rows, cells) + product
         }
     };
-    let run = at.batch.div_ceil(at.threads()).max(1);
-    let others = at.batch.div_ceil(run).saturating_sub(1);
-    let weight =
-        others * (n * k * acc + weighs(run)) + weighs(run.min(at.batch - others * run)).max(weighs(run));
+    let parts = parts(at.batch, at.threads());
+    let weight = (0..parts).map(|part| weighs(images_of(part, parts, at.batch).len())).sum::<usize>()
+        + (parts - 1) * n * k * acc;
     let input = match g.back().and_then(|back| convolving(at.dtype, &back, at.batch)) {
         Some(packed) => packed as usize,
         None => {

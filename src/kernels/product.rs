@@ -360,7 +360,8 @@ pub fn packing(dtype: DType, (m, k, n): (usize, usize, usize), turned: bool, by:
     const LOW: usize = 24;
     const HIGH: usize = 48;
     let packed = || {
-        let depth = k.div_ceil(k.div_ceil(DEPTH).max(1));
+        // Where `a` is a transpose the inner sums are over the samples, and a smaller batch may be cut into deeper slices.
+        let depth = if turned { k.min(DEPTH) } else { k.div_ceil(k.div_ceil(DEPTH).max(1)) };
         let a = n > LOW * if turned { 2 } else { gemm::get_rhs_packing_threshold() };
         let b = n <= 16 * HIGH;
         let values = if a { m.next_multiple_of(8) } else { 0 } + if b { n.next_multiple_of(HIGH) } else { 0 };

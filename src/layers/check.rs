@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Storage, Tensor, Var};
 
 use super::loss::{Counted, Loss};
-use super::{Along, At, Layer, Mode, On, Pass, Remakes};
+use super::{Along, At, HOPPER, Layer, Mode, On, Pass, Remakes};
 use crate::kernels::update::round_into;
 use crate::params::{Declared, Store};
 use crate::random::{Random, stream};
@@ -289,6 +289,33 @@ pub fn cost_is_exact(build: &dyn Fn(&mut Declared) -> Box<dyn Layer>, input: &dy
         assert_eq!(cost.output, if cost.view { 0 } else { y_bytes }, "{name}: output bytes");
         if smooth && !cost.view {
             assert_eq!(cost.input, x_bytes, "{name}: bytes of the input's gradient");
+        }
+        cost_grows_with_the_batch(&*layer, dtype);
+    }
+}
+
+/// The plan counts whole micro-batches, and the last one of an epoch is shorter: it must not take more.
+fn cost_grows_with_the_batch(layer: &dyn Layer, dtype: DType) {
+    // Lists of what threads share may be longer where a batch divides worse.
+    const LISTS: u64 = 4096;
+    let cpu = [1, 2, 3, 4, 7, 16].map(|threads| On::Cpu { threads });
+    let gpu = [(8, 0), HOPPER].map(|capability| On::Cuda { capability });
+    for on in cpu.into_iter().chain(gpu) {
+        let mut most = [0, 0];
+        for batch in 1..=40 {
+            let cost = layer.cost(At { batch, dtype, on });
+            let held = cost.output + cost.saved;
+            for (most, (phase, bytes)) in most
+                .iter_mut()
+                .zip([("forward", held + cost.forward), ("backward", held + cost.input + cost.backward)])
+            {
+                let name = layer.name();
+                assert!(
+                    bytes + LISTS >= *most,
+                    "{name}: {phase}: {bytes} bytes for {batch} samples, {most} for fewer; {dtype:?}, {on:?}"
+                );
+                *most = bytes.max(*most);
+            }
         }
     }
 }

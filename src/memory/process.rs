@@ -25,7 +25,7 @@ const THREAD: u64 = 96 << 10;
 
 /// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap, and what large
 /// ones take to the end of their pages. It is told to give back what is more, see [`Process::keep_within`].
-const FRAGMENTS: u64 = 3 << 19;
+const FRAGMENTS: u64 = 5 << 19;
 
 /// Fragments are given back when so little of the plan is left.
 const FRAGMENTS_LEFT: u64 = 1 << 20;

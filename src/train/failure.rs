@@ -37,8 +37,14 @@ pub enum Failure {
         /// How often, without progress.
         deaths: usize,
     },
-    #[error("the loss is not finite at step {step}: {loss}")]
-    Diverged { step: u64, loss: String, checkpoint: Option<String> },
+    #[error("the {what} is not finite at step {step}: {value}")]
+    Diverged {
+        step: u64,
+        /// The loss or the gradient norm.
+        what: &'static str,
+        value: f64,
+        checkpoint: Option<String>,
+    },
     #[error("`{tensor}` is not finite after step {step}")]
     NotFinite { step: u64, tensor: String, checkpoint: Option<String> },
     #[error("cannot {what} `{}`", path.display())]

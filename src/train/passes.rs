@@ -154,6 +154,8 @@ impl Passes {
         kinds.push(known);
         let homes: Vec<u64> = kinds.iter().filter_map(|known| known.state.base()).collect();
         let known = kinds.last_mut().expect("just pushed");
+        // A graph frees its sums: after the heap, which is locked once, is let go of.
+        let mut ended = None;
         let mut heap = self.card.heap();
         let served = match &mut known.state {
             State::Seen(BEFORE) => {
@@ -176,14 +178,15 @@ impl Passes {
                     known.misses += 1;
                     if known.misses == MISSES {
                         known.misses = 0;
-                        let placement = placement.clone();
-                        known.state = State::Placed { placement, base: None, capture: true };
+                        let again = State::Placed { placement: placement.clone(), base: None, capture: true };
+                        ended = Some(std::mem::replace(&mut known.state, again));
                     }
                     Served::Plain
                 }
             },
         };
         drop(heap);
+        drop(ended);
         Scope { passes: self, kind, served, finished: Cell::new(false) }
     }
 
@@ -314,6 +317,8 @@ fn addresses(batch: &Batch) -> candle_core::Result<[u64; 3]> {
 impl Drop for Scope<'_> {
     fn drop(&mut self) {
         let mut kinds = self.passes.kinds.borrow_mut();
+        // Declared before the heap, and so dropped after it: a graph frees its sums, and the heap is locked once.
+        let _ended;
         let mut heap = self.passes.card.heap();
         // Of a pass that failed nothing is learned.
         let finished = self.finished.get();
@@ -342,7 +347,8 @@ impl Drop for Scope<'_> {
                     return;
                 }
                 known.misses += 1;
-                known.state = if known.misses < MISSES { State::Seen(BEFORE) } else { State::Unplaced };
+                let next = if known.misses < MISSES { State::Seen(BEFORE) } else { State::Unplaced };
+                _ended = std::mem::replace(&mut known.state, next);
             }
         }
     }

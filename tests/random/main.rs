@@ -23,10 +23,6 @@ use generate::Scale;
 use report::Trials;
 use run::Machine;
 
-/// A promise that is not yet kept by every job: what breaks it is printed, and fails nothing. Resident memory was up to
-/// 1.1 MiB above the plan in 4 of the first 130 seeds (24, 52, 69, 122), by code that one pass maps at once.
-const OPEN: &str = check::PLAN_RESIDENT;
-
 /// What no job here says, and why.
 const NOT_DRAWN: [(&str, &str); 2] = [
     ("data.shapes.augment.saturation", "the images are grey: refused"),
@@ -79,7 +75,6 @@ fn forty_random_jobs_keep_every_promise() {
     let broken: Vec<String> = done
         .iter()
         .flat_map(|(case, seen)| seen.broken.iter().map(move |b| (case.seed, b)))
-        .filter(|(_, broken)| broken.promise != OPEN)
         .map(|(seed, broken)| format!("seed {seed}: {}: {}", broken.promise, broken.what))
         .collect();
     assert!(broken.is_empty(), "{}", broken.join("\n"));

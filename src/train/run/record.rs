@@ -27,10 +27,10 @@ impl Run<'_> {
         epoch: u64,
         sample_ids: Vec<u64>,
     ) -> Failure {
-        let mean = judged.tally.mean_loss();
-        let loss = if mean.is_finite() { judged.norm } else { mean }.to_string();
-        match self.report_diverged(step, epoch, loss.clone(), sample_ids) {
-            Ok(checkpoint) => Failure::Diverged { step, loss, checkpoint },
+        let loss = judged.tally.mean_loss();
+        let (what, value) = if loss.is_finite() { ("gradient norm", judged.norm) } else { ("loss", loss) };
+        match self.report_diverged(step, epoch, value.to_string(), sample_ids) {
+            Ok(checkpoint) => Failure::Diverged { step, what, value, checkpoint },
             Err(error) => error,
         }
     }

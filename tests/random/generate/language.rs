@@ -194,7 +194,7 @@ impl Source<'_> {
         let own = self.draw.chance(0.4);
         let packing = self.draw.pick(&[Packing::Plain, Packing::Plain, Packing::Gzip, Packing::Zstd]);
         // Packed records fill whole windows.
-        let (train, valid) = if pack { (train * 2 + 40, valid + 40) } else { (train, valid) };
+        let (train, valid) = if pack { (train * 2 + 120, valid + 40) } else { (train, valid) };
         let files = self.cut(train, 8);
         // Of few records all may be too long, and a set without any is refused.
         let valid = if own { vec![valid.max(16)] } else { Vec::new() };
