@@ -51,6 +51,10 @@ impl Features {
         Self { input, target, buckets: Vec::new(), palette: None }
     }
 
+    pub fn is_padded(&self) -> bool {
+        !self.buckets.is_empty()
+    }
+
     /// The features of padded samples cut to each bucket but the last, the shortest first.
     pub fn shorter(&self) -> impl Iterator<Item = Self> {
         let (cut, _) = self.buckets.split_at(self.buckets.len().saturating_sub(1));
@@ -58,7 +62,7 @@ impl Features {
             Input::Tokens { vocab, .. } => Some(Self {
                 input: Input::Tokens { length, vocab },
                 target: self.target.clone(),
-                buckets: Vec::new(),
+                buckets: vec![length],
                 palette: None,
             }),
             Input::Floats { .. } | Input::Row { .. } => None,

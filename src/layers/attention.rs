@@ -19,6 +19,8 @@ pub struct Attention {
     pub rotary: Option<Arc<Rotary>>,
     /// Chance that a weight, what a query takes of a value, is dropped while training.
     pub dropout: f64,
+    /// Samples come with their lengths, and what is behind these is left out.
+    pub padded: bool,
 }
 
 impl Attention {
@@ -62,7 +64,7 @@ impl Layer for Attention {
         let (forward, backward) = match at.on {
             On::Cpu { threads } => s.workspace(at.dtype, at.batch, threads),
             On::Cuda { .. } => {
-                s.card_workspace(at.dtype, at.batch, self.rotary.is_some(), self.dropout > 0.0)
+                s.card_workspace(at.dtype, at.batch, self.rotary.is_some(), self.dropout > 0.0, self.padded)
             }
         };
         let products = 4 * at.batch * s.width() * s.length * s.length;
@@ -97,7 +99,7 @@ mod tests {
 
     fn layer(sizes: Sizes, causal: bool, rotary: bool, dropout: f64) -> Attention {
         let rotary = rotary.then(|| Arc::new(Rotary::new(sizes.length, sizes.head, 10_000.0)));
-        Attention { name: "a".into(), sizes, causal, rotary, dropout }
+        Attention { name: "a".into(), sizes, causal, rotary, dropout, padded: false }
     }
 
     fn proven(batch: usize, sizes: Sizes, causal: bool, rotary: bool, dropout: f64) {

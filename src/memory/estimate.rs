@@ -66,7 +66,8 @@ pub struct Subject<'a> {
     pub ram: u64,
     /// Bytes the loader holds for a micro-batch of this size, within so many host bytes.
     pub pipeline: &'a dyn Fn(usize, u64) -> u64,
-    pub train_samples: u64,
+    /// The most samples of an update: a micro-batch of whole normalization groups may be larger.
+    pub update_samples: u64,
     pub valid_samples: u64,
 }
 
@@ -327,7 +328,7 @@ impl<'a> Estimator<'a> {
     }
 
     fn train_batch(&self, way: Way) -> usize {
-        way.micro_batch.min(self.subject.train_samples as usize)
+        way.micro_batch.min(self.subject.update_samples as usize)
     }
 
     /// Samples of an evaluation batch; none where there is nothing to judge.

@@ -45,6 +45,7 @@ pub(super) fn build(bert: &Bert, b: &mut Builder) -> Result<(), ModelError> {
                 causal: false,
                 rotary: None,
                 dropout: bert.dropout,
+                padded: b.features.is_padded(),
             });
             let dense = format!("{attention}.output.dense");
             linear(b, &dense, width, Lies::OutIn, Activation::Identity, INIT);

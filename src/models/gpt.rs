@@ -40,6 +40,7 @@ pub(super) fn build(gpt: &Gpt, b: &mut Builder) -> Result<(), ModelError> {
                 causal: true,
                 rotary: None,
                 dropout: gpt.dropout,
+                padded: b.features.is_padded(),
             });
             let proj = format!("{name}.attn.c_proj");
             linear(b, &proj, width, Lies::InOut, Activation::Identity, onto_residual);

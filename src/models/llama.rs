@@ -49,7 +49,15 @@ pub(super) fn build(llama: &Llama, b: &mut Builder) -> Result<(), ModelError> {
                 &[("q_proj", heads.width()), ("k_proj", kv), ("v_proj", kv)],
             );
             let (name, rotary) = (format!("{name}.self_attn"), Some(rotary.clone()));
-            b.layer(Attention { name: name.clone(), sizes: heads, causal: true, rotary, dropout: 0.0 });
+            let padded = b.features.is_padded();
+            b.layer(Attention {
+                name: name.clone(),
+                sizes: heads,
+                causal: true,
+                rotary,
+                dropout: 0.0,
+                padded,
+            });
             plain(b, &format!("{name}.o_proj"), llama.width);
             Ok(())
         })?;

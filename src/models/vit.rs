@@ -47,6 +47,7 @@ pub(super) fn build(vit: &Vit, b: &mut Builder) -> Result<(), ModelError> {
                 causal: false,
                 rotary: None,
                 dropout: vit.dropout,
+                padded: false,
             });
             let options =
                 Options { bias_init: Init::Constant(0.0), ..Options::torch(width, Activation::Identity) };

@@ -161,7 +161,7 @@ impl Setup {
             process: self.process,
             ram: machine.ram,
             pipeline: &pipeline,
-            train_samples: self.sets.train.len(),
+            update_samples: self.sets.train.len().min(self.job.train.samples_per_update() as u64),
             valid_samples: self.sets.valid.len(),
         })
     }

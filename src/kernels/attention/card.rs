@@ -307,7 +307,7 @@ mod tests {
                 Attention { sizes, causal, rotary: None, lengths: None, staged: None, mask: None };
             let asked =
                 [false, true].map(|backward| attention.fused_bytes(card, &qkv, backward).unwrap() as u64);
-            let (forward, backward) = sizes.card_workspace(DType::BF16, batch, false, false);
+            let (forward, backward) = sizes.card_workspace(DType::BF16, batch, false, false, false);
             println!("{sizes:?}, {batch} samples: {asked:?} asked for, {:?} counted", (forward, backward));
             assert!(asked[0] <= forward && asked[1] <= backward, "{sizes:?}: {asked:?}");
             assert!(backward <= asked[1] + asked[1] / 50, "{sizes:?}: {asked:?}, and {backward} counted");

@@ -42,10 +42,18 @@ impl Sizes {
 
     /// Bytes of temporaries on a card: those of cuDNN, or a value a row for the backward pass of our own kernels, which
     /// make all that is `masked`.
-    pub fn card_workspace(&self, dtype: DType, batch: usize, rotary: bool, masked: bool) -> (u64, u64) {
+    pub fn card_workspace(
+        &self,
+        dtype: DType,
+        batch: usize,
+        rotary: bool,
+        masked: bool,
+        padded: bool,
+    ) -> (u64, u64) {
         // The projections with their queries and keys turned, made anew in each pass.
         let turned = if rotary { cpu::bytes(dtype, batch * self.length * self.packed()) } else { 0 };
-        let fused = self.narrow(dtype);
+        // cuDNN's kernels know no lengths.
+        let fused = self.narrow(dtype) && !padded;
         // An evaluation drops nothing, so that cuDNN makes it for a model with dropout too.
         let forward = if fused { FUSED_REST } else { 0 };
         let backward = if fused && !masked {
@@ -106,10 +114,16 @@ mod tests {
             (1024, 12, 12, 64, 16, 403_439_872),
         ] {
             let sizes = Sizes { length, heads, kv_heads, head };
-            assert_eq!(sizes.card_workspace(DType::BF16, batch, false, false), (256, asked), "{sizes:?}");
+            assert_eq!(
+                sizes.card_workspace(DType::BF16, batch, false, false, false),
+                (256, asked),
+                "{sizes:?}"
+            );
             let (rows, keys) = ((batch * heads * length * 4) as u64, Keys::bytes(batch));
-            let masked = sizes.card_workspace(DType::BF16, batch, false, true);
+            let masked = sizes.card_workspace(DType::BF16, batch, false, true, false);
             assert_eq!(masked, (256 + keys, rows + keys), "{sizes:?}");
+            let padded = sizes.card_workspace(DType::BF16, batch, false, false, true);
+            assert_eq!(padded, (0, rows), "{sizes:?}");
         }
     }
 
