@@ -13,21 +13,23 @@ mod cuda {
 
     /// Several capabilities to compile for, with commas between them; else it is the one of `CUDA_COMPUTE_CAP`, which candle's
     /// kernels are compiled for, or of the card that is here.
-    const SEVERAL: &str = "TRAINER_CUDA_CAPS";
+    const COMPUTE_CAPS_ENV: &str = "TRAINER_CUDA_CAPS";
 
     /// Plain C++ over the headers of cuDNN's front end: graphs are built once a shape, so its own speed is of no
     /// account, and without nvcc they compile in a third of the time.
-    const CALLS_OF_CUDNN: [&str; 3] =
+    const CUDNN_SOURCES: [&str; 3] =
         ["src/kernels/cuda/cudnn.cpp", "src/kernels/attention/cudnn.cpp", "src/kernels/conv/cudnn.cpp"];
 
     pub fn build() {
-        for name in ["CUDA_COMPUTE_CAP", SEVERAL, "CUDA_HOME", "CUDNN_INCLUDE", "CUDNN_FRONTEND_INCLUDE"] {
+        for name in
+            ["CUDA_COMPUTE_CAP", COMPUTE_CAPS_ENV, "CUDA_HOME", "CUDNN_INCLUDE", "CUDNN_FRONTEND_INCLUDE"]
+        {
             println!("cargo::rerun-if-env-changed={name}");
         }
         println!("cargo::rerun-if-changed=src/kernels");
         let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
-        kernels(&out.join("libtrainer_kernels.a"));
-        calls_of_cudnn();
+        build_kernels(&out.join("libtrainer_kernels.a"));
+        build_cudnn_sources();
         println!("cargo::rustc-link-search=native={}", out.display());
         for library in
             ["static=trainer_kernels", "dylib=cublasLt", "dylib=cudart", "dylib=stdc++", "dylib=dl"]
@@ -36,15 +38,15 @@ mod cuda {
         }
     }
 
-    fn kernels(archive: &Path) {
+    fn build_kernels(archive: &Path) {
         let mut builder = cudaforge::KernelBuilder::new()
             .source_glob("src/kernels/**/*.cu")
             .watch(headers())
             .include_path("src/kernels")
             .thread_percentage(1.0)
             .args(["-std=c++17", "-O3", "--expt-relaxed-constexpr"]);
-        let several = env::var(SEVERAL).unwrap_or_default();
-        for (i, cap) in several.split(',').map(str::trim).filter(|cap| !cap.is_empty()).enumerate() {
+        let compute_caps = env::var(COMPUTE_CAPS_ENV).unwrap_or_default();
+        for (i, cap) in compute_caps.split(',').map(str::trim).filter(|cap| !cap.is_empty()).enumerate() {
             builder = match i {
                 0 => builder.compute_cap_arch(cap),
                 _ => builder.arg(&format!("-gencode=arch=compute_{cap},code=sm_{cap}")),
@@ -64,20 +66,20 @@ mod cuda {
         headers
     }
 
-    fn calls_of_cudnn() {
+    fn build_cudnn_sources() {
         let mut build = cc::Build::new();
         build.cpp(true).std("c++17").opt_level(1).warnings(false).include("src/kernels");
-        build.include(folder_of("cuda_runtime.h", "CUDA_INCLUDE"));
+        build.include(find_include_dir("cuda_runtime.h", "CUDA_INCLUDE"));
         if cfg!(feature = "cudnn") {
-            build.include(folder_of("cudnn.h", "CUDNN_INCLUDE"));
-            build.include(folder_of("cudnn_frontend.h", "CUDNN_FRONTEND_INCLUDE"));
+            build.include(find_include_dir("cudnn.h", "CUDNN_INCLUDE"));
+            build.include(find_include_dir("cudnn_frontend.h", "CUDNN_FRONTEND_INCLUDE"));
             build.define("TRAINER_CUDNN", None);
         }
-        build.files(CALLS_OF_CUDNN).compile("trainer_cudnn");
+        build.files(CUDNN_SOURCES).compile("trainer_cudnn");
     }
 
     /// Where a header is: in the folder a variable names, or where an installed toolkit has it.
-    fn folder_of(header: &str, variable: &str) -> PathBuf {
+    fn find_include_dir(header: &str, variable: &str) -> PathBuf {
         let home = env::var("CUDA_HOME").unwrap_or_else(|_| "/usr/local/cuda".into());
         let folders = [env::var(variable).unwrap_or_default(), home + "/include", "/usr/include".into()];
         match folders.iter().find(|folder| Path::new(folder).join(header).is_file()) {

@@ -11,13 +11,13 @@ use trainer::job::Job;
 use trainer::memory::{budget, probe};
 use trainer::train::checkpoint::{Checkpoints, load_weights};
 use trainer::train::engine::{Engine, Ledgers};
-use trainer::train::folder::Folder;
+use trainer::train::run_dir::RunDir;
 use trainer::train::setup::Setup;
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [run, out] = arguments.as_slice() else { bail!("usage: logits RUN OUT.safetensors") };
-    let folder = Folder::new(run);
+    let folder = RunDir::new(run);
     let job = Job::load(&folder.job(), &[])?;
     let ram = budget::host(&job.memory, &probe::host()?);
     let setup = Setup::new(job, ram)?;
@@ -26,10 +26,11 @@ fn main() -> anyhow::Result<()> {
         Checkpoints::new(folder.checkpoints()).newest().found.context("the run has no checkpoint")?;
     load_weights(&checkpoint.join("model.safetensors"), &engine.store)?;
 
-    let (valid, first) = (setup.sets.valid.clone(), Cursor::default());
+    let (valid, first) = (setup.datasets.valid.clone(), Cursor::default());
     let samples = valid.len().min(setup.job.train.batch_size as u64);
     let order = Order::new(samples, samples, setup.job.seed, false)?;
-    let mut loader = Loader::start(valid, order, first, 1, setup.reading(samples as usize, setup.prefetch))?;
+    let mut loader =
+        Loader::start(valid, order, first, 1, setup.loader_options(samples as usize, setup.prefetch))?;
     let batch = loader.next()?.context("the validation set is empty")?;
-    Ok(engine.scores(&batch)?.save_safetensors("logits", out)?)
+    Ok(engine.logits(&batch)?.save_safetensors("logits", out)?)
 }

@@ -6,19 +6,19 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use trainer::data::images::{Columns, Images, Options, Set};
-use trainer::data::loader::{Loader, Reading};
+use trainer::data::images::{ImageDataset, ImageFiles, ImageOptions, LabelColumns};
+use trainer::data::loader::{Loader, LoaderOptions};
 use trainer::data::order::{Cursor, Order};
-use trainer::data::picture::{Augment, Fit, Normalise, Pipeline, ResizedCrop};
-use trainer::data::{Batch, Opening, Source, Values};
-use trainer::kernels::palette;
+use trainer::data::transforms::{Augmentation, Normalise, Pipeline, RandomResizedCrop, ResizeMode};
+use trainer::data::{BatchValues, Dataset, DatasetContext, HostBatch};
+use trainer::kernels::pixel_lut;
 
 const BATCH: usize = 32;
 
 /// Pictures of a batch, once their bytes are the normalised values that a model is given.
-fn normalised(batch: &Batch) -> usize {
-    if let Values::U8(bytes, tables) = &batch.inputs {
-        std::hint::black_box(palette::values(tables, bytes));
+fn normalised(batch: &HostBatch) -> usize {
+    if let BatchValues::U8(bytes, tables) = &batch.inputs {
+        std::hint::black_box(pixel_lut::expand_bytes(tables, bytes));
     }
     batch.ids.len()
 }
@@ -30,19 +30,22 @@ fn main() -> anyhow::Result<()> {
     };
     let (size, seconds, workers): (usize, f64, usize) = (size.parse()?, seconds.parse()?, workers.parse()?);
     let begun = Instant::now();
-    let columns = Columns { path: "path".into(), label: "label".into() };
+    let columns = LabelColumns { path: "path".into(), label: "label".into() };
     let options =
-        Options { channels: 3, size: [size, size], max_pixels: 64_000_000, columns, readers: workers };
-    let set = Set::open(&[folder.into()], options, None, &Opening::default())?;
+        ImageOptions { channels: 3, size: [size, size], max_pixels: 64_000_000, columns, readers: workers };
+    let set = ImageFiles::open(&[folder.into()], options, None, &DatasetContext::default())?;
     let normalise = Normalise { mean: vec![0.485, 0.456, 0.406], std: vec![0.229, 0.224, 0.225] };
-    let crop = ResizedCrop { scale: [0.08, 1.0], ratio: [0.75, 4.0 / 3.0] };
-    let augment =
-        Augment { horizontal_flip: 0.5, resized_crop: rest.first().map(|_| crop), ..Augment::default() };
-    let pipeline = Pipeline::new([size, size, 3], Fit::Stretch, normalise)?.augmented(augment)?;
-    let source = Arc::new(Images::new(Arc::new(set), pipeline));
+    let crop = RandomResizedCrop { scale: [0.08, 1.0], ratio: [0.75, 4.0 / 3.0] };
+    let augment = Augmentation {
+        horizontal_flip: 0.5,
+        resized_crop: rest.first().map(|_| crop),
+        ..Augmentation::default()
+    };
+    let pipeline = Pipeline::new([size, size, 3], ResizeMode::Stretch, normalise)?.augmented(augment)?;
+    let source = Arc::new(ImageDataset::new(Arc::new(set), pipeline));
     let order = Order::new(source.len(), BATCH as u64, 1, true)?;
     let start = Cursor { update: 0, done: 0 };
-    let reading = Reading { micro_batch: BATCH, limit: 256 << 20, workers, skip_bad: false };
+    let reading = LoaderOptions { micro_batch: BATCH, max_bytes: 256 << 20, workers, skip_bad: false };
     let mut loader = Loader::start(source.clone(), order, start, u64::MAX, reading)?;
     let first = loader.next()?.map_or(0, |batch| normalised(&batch));
     let to_first = begun.elapsed().as_secs_f64();

@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use rayon::prelude::*;
 use trainer::data::cache::Cache;
-use trainer::data::table::{self, Dialect, Files, Format, Settings, Task};
-use trainer::data::{Key, Opening, Row, Slice, Source};
+use trainer::data::table::{self, Dialect, TableFileFormat, TableFiles, TableSettings, TableTask};
+use trainer::data::{BatchRow, Dataset, DatasetContext, SampleKey, SliceMut};
 
 const BATCH: u64 = 256;
 
@@ -20,11 +20,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (file, target) = (arguments.next().ok_or(usage)?, arguments.next().ok_or(usage)?);
     let first_only = arguments.next().as_deref() == Some("first");
     let cache = std::env::temp_dir().join(format!("rows-{}", std::process::id()));
-    let files = Files { train: vec![file.into()], valid: Vec::new(), valid_share: 1e-6 };
-    let settings =
-        Settings { target: vec![target], task: Task::Values, standardise: false, ..Settings::default() };
-    let opening = Opening { cache: Cache::at(&cache), ..Opening::default() };
-    let (set, _) = table::open(&files, Format::Csv(Dialect::default()), &settings, &opening)?;
+    let files = TableFiles { train: vec![file.into()], valid: Vec::new(), valid_fraction: 1e-6 };
+    let settings = TableSettings {
+        target: vec![target],
+        task: TableTask::Regression,
+        standardise: false,
+        ..TableSettings::default()
+    };
+    let opening = DatasetContext { cache: Cache::at(&cache), ..DatasetContext::default() };
+    let (set, _) = table::open(&files, TableFileFormat::Csv(Dialect::default()), &settings, &opening)?;
     let rows = set.len();
     batch(&*set, 0)?;
     let first = begun.elapsed().as_secs_f64();
@@ -41,15 +45,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 /// The sum of the inputs of one batch.
-fn batch(set: &dyn Source, start: u64) -> Result<f64, trainer::data::DataError> {
+fn batch(set: &dyn Dataset, start: u64) -> Result<f64, trainer::data::DataError> {
     let features = set.features();
     let rows = BATCH.min(set.len() - start);
     let mut inputs = vec![0f32; features.input_len() * rows as usize];
     let mut targets = vec![0f32; features.target_len() * rows as usize];
     let places = inputs.chunks_mut(features.input_len()).zip(targets.chunks_mut(features.target_len()));
     for (index, (input, target)) in (start..).zip(places) {
-        let key = Key { seed: 0, epoch: 0, sample: index };
-        let mut row = Row { input: Slice::F32(input), target: Slice::F32(target), length: 0 };
+        let key = SampleKey { seed: 0, epoch: 0, sample: index };
+        let mut row = BatchRow { input: SliceMut::F32(input), target: SliceMut::F32(target), length: 0 };
         set.read(index, key, &mut row)?;
     }
     Ok(inputs.iter().map(|x| f64::from(*x)).sum())

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use serde_json::json;
 use trainer::data::cache::Cache;
-use trainer::data::language::tokenizer::{Separator, Units};
-use trainer::data::language::windows::Placement;
-use trainer::data::language::{bins, text};
-use trainer::data::{Key, Opening, Row, Slice, Source};
+use trainer::data::language::token_windows::WindowPlacement;
+use trainer::data::language::tokenizer::{Separator, TokenizerSpec};
+use trainer::data::language::{text, token_files};
+use trainer::data::{BatchRow, Dataset, DatasetContext, SampleKey, SliceMut};
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -28,20 +28,20 @@ fn main() -> anyhow::Result<()> {
 
 fn encode(tokenizer: &str, file: &str) -> anyhow::Result<()> {
     let folder = std::env::temp_dir().join(format!("trainer-tokens-{}", std::process::id()));
-    let settings = text::Settings {
+    let settings = text::TextSettings {
         train: vec![file.into()],
         valid: vec![],
-        valid_share: 0.5,
-        units: Units::File(tokenizer.into()),
+        valid_fraction: 0.5,
+        tokenizer: TokenizerSpec::File(tokenizer.into()),
         separator: Separator::Auto,
         context: 64,
-        placement: Placement::Fixed,
+        placement: WindowPlacement::Fixed,
     };
-    let opening = Opening { cache: Cache::at(&folder), ..Opening::default() };
+    let opening = DatasetContext { cache: Cache::at(&folder), ..DatasetContext::default() };
     let start = Instant::now();
     let (train, valid) = text::open(&settings, &opening)?;
     let seconds = start.elapsed().as_secs_f64();
-    let tokens = [&train, &valid].map(|set| set.about()[0].1.parse::<u64>().unwrap_or(0));
+    let tokens = [&train, &valid].map(|set| set.describe()[0].1.parse::<u64>().unwrap_or(0));
     drop((train, valid));
     std::fs::remove_dir_all(&folder)?;
     let bytes = std::fs::metadata(file)?.len();
@@ -50,17 +50,17 @@ fn encode(tokenizer: &str, file: &str) -> anyhow::Result<()> {
 }
 
 fn windows(file: &str, context: usize, seconds: f64, threads: u64) -> anyhow::Result<()> {
-    let settings = bins::Settings {
+    let settings = token_files::TokenFileSettings {
         train: vec![file.into()],
         valid: vec![],
-        valid_share: 0.01,
+        valid_fraction: 0.01,
         width: None,
         vocab: Some(1 << 20),
         tokenizer: None,
         context,
-        placement: Placement::Random,
+        placement: WindowPlacement::Random,
     };
-    let (set, _) = bins::open(&settings, &Opening::default())?;
+    let (set, _) = token_files::open(&settings, &DatasetContext::default())?;
     let (read, start, limit) = (AtomicU64::new(0), Instant::now(), Duration::from_secs_f64(seconds));
     std::thread::scope(|scope| {
         for thread in 0..threads {
@@ -71,9 +71,12 @@ fn windows(file: &str, context: usize, seconds: f64, threads: u64) -> anyhow::Re
                     if start.elapsed() > limit {
                         break;
                     }
-                    let mut row =
-                        Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target), length: 0 };
-                    let key = Key { seed: 1, epoch: sample / set.len(), sample: sample % set.len() };
+                    let mut row = BatchRow {
+                        input: SliceMut::U32(&mut input),
+                        target: SliceMut::U32(&mut target),
+                        length: 0,
+                    };
+                    let key = SampleKey { seed: 1, epoch: sample / set.len(), sample: sample % set.len() };
                     if set.read(sample % set.len(), key, &mut row).is_err() {
                         break;
                     }

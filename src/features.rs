@@ -5,40 +5,40 @@ use std::sync::Arc;
 /// What every sample of a set looks like.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Features {
-    pub input: Input,
-    pub target: Target,
+    pub input: InputSpec,
+    pub target: TargetSpec,
     /// Where samples are padded: the lengths, ascending, that a batch may be cut to, the last one being the
     /// input's whole length. Empty where every sample is whole.
     pub buckets: Vec<usize>,
     /// Where samples come as bytes: what these stand for. The model takes the values.
-    pub palette: Option<Arc<Palette>>,
+    pub pixel_lut: Option<Arc<PixelLut>>,
 }
 
 /// What the bytes of a picture stand for, the last dimension being its channels: 256 values a channel, none a NaN.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Palette {
+pub struct PixelLut {
     pub tables: Vec<[f32; 256]>,
 }
 
-impl Eq for Palette {}
+impl Eq for PixelLut {}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Input {
+pub enum InputSpec {
     /// f32 values, the last dimension contiguous. Pictures are (height, width, channels).
     Floats { shape: Vec<usize> },
-    /// A row of a table: f32 values, of which the first `numbers` are numbers, and each of the others is the place of a
-    /// category among so many as `categories` says; the place behind the last stands for one that is unknown.
-    Row { numbers: usize, categories: Vec<usize> },
+    /// A row of a table: f32 values, of which the first `num_numeric` are numbers, and each of the others is the place of a
+    /// category among so many as `cardinalities` says; the place behind the last stands for one that is unknown.
+    Tabular { num_numeric: usize, cardinalities: Vec<usize> },
     /// `length` u32 tokens, each below `vocab`.
     Tokens { length: usize, vocab: usize },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
+pub enum TargetSpec {
     /// One u32 below `names.len()`.
     Class { names: Vec<String> },
     /// Two classes below `names.len()` and the share of the first, the bits of an f32 of 0 to 1: three u32.
-    Mixed { names: Vec<String> },
+    MixedClass { names: Vec<String> },
     /// `len` f32 values.
     Values { len: usize },
     /// The next token, a u32 for each input position.
@@ -47,8 +47,8 @@ pub enum Target {
 
 impl Features {
     /// Features of samples that are all whole.
-    pub fn new(input: Input, target: Target) -> Self {
-        Self { input, target, buckets: Vec::new(), palette: None }
+    pub fn new(input: InputSpec, target: TargetSpec) -> Self {
+        Self { input, target, buckets: Vec::new(), pixel_lut: None }
     }
 
     pub fn is_padded(&self) -> bool {
@@ -56,46 +56,46 @@ impl Features {
     }
 
     /// The features of padded samples cut to each bucket but the last, the shortest first.
-    pub fn shorter(&self) -> impl Iterator<Item = Self> {
+    pub fn shorter_buckets(&self) -> impl Iterator<Item = Self> {
         let (cut, _) = self.buckets.split_at(self.buckets.len().saturating_sub(1));
         cut.iter().filter_map(|&length| match self.input {
-            Input::Tokens { vocab, .. } => Some(Self {
-                input: Input::Tokens { length, vocab },
+            InputSpec::Tokens { vocab, .. } => Some(Self {
+                input: InputSpec::Tokens { length, vocab },
                 target: self.target.clone(),
                 buckets: vec![length],
-                palette: None,
+                pixel_lut: None,
             }),
-            Input::Floats { .. } | Input::Row { .. } => None,
+            InputSpec::Floats { .. } | InputSpec::Tabular { .. } => None,
         })
     }
 
     /// Values in one sample's input.
     pub fn input_len(&self) -> usize {
         match &self.input {
-            Input::Floats { shape } => shape.iter().product(),
-            Input::Row { numbers, categories } => numbers + categories.len(),
-            Input::Tokens { length, .. } => *length,
+            InputSpec::Floats { shape } => shape.iter().product(),
+            InputSpec::Tabular { num_numeric, cardinalities } => num_numeric + cardinalities.len(),
+            InputSpec::Tokens { length, .. } => *length,
         }
     }
 
     /// Values in one sample's target.
     pub fn target_len(&self) -> usize {
         match &self.target {
-            Target::Class { .. } => 1,
-            Target::Mixed { .. } => 3,
-            Target::Values { len } => *len,
-            Target::Tokens => self.input_len(),
+            TargetSpec::Class { .. } => 1,
+            TargetSpec::MixedClass { .. } => 3,
+            TargetSpec::Values { len } => *len,
+            TargetSpec::Tokens => self.input_len(),
         }
     }
 
     /// Targets of one sample that count in a mean: its class, its values, or its positions.
-    pub fn targets(&self) -> usize {
-        if let Target::Mixed { .. } = self.target { 1 } else { self.target_len() }
+    pub fn targets_per_sample(&self) -> usize {
+        if let TargetSpec::MixedClass { .. } = self.target { 1 } else { self.target_len() }
     }
 
     /// Bytes of one sample's input and target in a host batch.
     pub fn value_bytes(&self) -> usize {
-        let input = if self.palette.is_some() { 1 } else { 4 };
+        let input = if self.pixel_lut.is_some() { 1 } else { 4 };
         input * self.input_len() + 4 * self.target_len()
     }
 

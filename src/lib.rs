@@ -7,7 +7,6 @@
 //!             typed   network   plan      stream  steps    what people see
 //! ```
 
-pub mod caught;
 pub mod cli;
 pub mod data;
 pub mod features;
@@ -17,9 +16,10 @@ pub mod layers;
 pub mod memory;
 pub mod models;
 pub mod optim;
+pub mod panics;
 pub mod params;
 pub mod random;
-pub mod regular;
+pub mod regular_file;
 pub mod report;
 pub mod train;
 pub mod units;

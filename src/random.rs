@@ -26,7 +26,7 @@ pub const fn mix(mut x: u64) -> u64 {
 }
 
 /// The number of a named stream, so that uses of one seed do not share draws. Meant for constants.
-pub const fn stream(name: &str) -> u64 {
+pub const fn stream_id(name: &str) -> u64 {
     let bytes = name.as_bytes();
     let (mut state, mut i) = (bytes.len() as u64, 0);
     while i < bytes.len() {
@@ -39,24 +39,24 @@ pub const fn stream(name: &str) -> u64 {
 /// A key from which any number of draws are made, each named by its counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)] // cards are given keys as they lie
-pub struct Random {
+pub struct RngKey {
     a: u64,
     b: u64,
 }
 
-impl Random {
-    /// The key of a use, `stream`, of the job's seed.
+impl RngKey {
+    /// The key of a use, `stream_id`, of the job's seed.
     pub const fn new(seed: u64, stream: u64) -> Self {
-        Random { a: seed, b: WEYL }.at(stream)
+        RngKey { a: seed, b: WEYL }.fold_in(stream)
     }
 
     /// The key of one coordinate below this one: an epoch, a sample, a layer. The order of coordinates
-    /// matters: `at(1).at(2)` is not `at(2).at(1)`.
-    pub const fn at(self, coordinate: u64) -> Self {
+    /// matters: `fold_in(1).fold_in(2)` is not `fold_in(2).fold_in(1)`.
+    pub const fn fold_in(self, coordinate: u64) -> Self {
         // An odd multiple of `coordinate` is added to each half, then the halves are crossed.
         let a = mix(self.a.wrapping_add(coordinate.wrapping_mul(WEYL)) ^ self.b.rotate_left(32));
         let b = mix(self.b.wrapping_add(coordinate) ^ a);
-        Random { a, b }
+        RngKey { a, b }
     }
 
     /// 64 random bits.
@@ -93,38 +93,38 @@ impl Random {
     }
 
     /// The draws one after the other, for code that needs many different ones.
-    pub const fn draws(self) -> Draws {
-        Draws { key: self, counter: 0 }
+    pub const fn rng(self) -> CounterRng {
+        CounterRng { key: self, counter: 0 }
     }
 }
 
-/// A [`Random`] and the counter of its next draw.
+/// A [`RngKey`] and the counter of its next draw.
 #[derive(Clone, Debug)]
-pub struct Draws {
-    key: Random,
+pub struct CounterRng {
+    key: RngKey,
     counter: u64,
 }
 
-impl Draws {
-    fn next(&mut self) -> u64 {
+impl CounterRng {
+    fn next_counter(&mut self) -> u64 {
         self.counter += 1;
         self.counter - 1
     }
 
     pub fn bits(&mut self) -> u64 {
-        let counter = self.next();
+        let counter = self.next_counter();
         self.key.bits(counter)
     }
 
     /// Uniform in [low, high).
-    pub fn between(&mut self, low: f32, high: f32) -> f32 {
-        let counter = self.next();
+    pub fn uniform(&mut self, low: f32, high: f32) -> f32 {
+        let counter = self.next_counter();
         low + (high - low) * self.key.f32(counter)
     }
 
     /// Uniform in 0..n.
     pub fn below(&mut self, n: u64) -> u64 {
-        let counter = self.next();
+        let counter = self.next_counter();
         self.key.below(counter, n)
     }
 }
@@ -133,7 +133,7 @@ impl Draws {
 mod tests {
     use super::*;
 
-    const KEY: Random = Random::new(1, stream("test"));
+    const KEY: RngKey = RngKey::new(1, stream_id("test"));
     const N: u64 = 200_000;
 
     /// Pearson's statistic of counts that should be equal.
@@ -143,50 +143,51 @@ mod tests {
     }
 
     /// For `bins` counts of fair draws the statistic has mean `bins - 1` and variance twice that.
-    fn assert_fair(counts: &[u64], what: &str) {
-        let free = counts.len() as f64 - 1.0;
-        let x = (chi_square(counts) - free) / (2.0 * free).sqrt();
+    fn assert_uniform(counts: &[u64], what: &str) {
+        let dof = counts.len() as f64 - 1.0;
+        let x = (chi_square(counts) - dof) / (2.0 * dof).sqrt();
         assert!(x.abs() < 4.0, "{what}: {x} standard deviations off");
     }
 
-    type Walk = (&'static str, fn(u64) -> u64);
+    type NamedDraw = (&'static str, fn(u64) -> u64);
 
     /// The ways a program walks through draws: by counter, and by each coordinate of the key.
-    fn walks() -> [Walk; 5] {
+    fn draw_functions() -> [NamedDraw; 5] {
         [
             ("counter", |i| KEY.bits(i)),
-            ("last coordinate", |i| KEY.at(i).bits(0)),
-            ("first coordinate", |i| KEY.at(i).at(0).bits(0)),
-            ("seed", |i| Random::new(i, 0).bits(0)),
-            ("stream", |i| Random::new(0, i).bits(0)),
+            ("last coordinate", |i| KEY.fold_in(i).bits(0)),
+            ("first coordinate", |i| KEY.fold_in(i).fold_in(0).bits(0)),
+            ("seed", |i| RngKey::new(i, 0).bits(0)),
+            ("stream", |i| RngKey::new(0, i).bits(0)),
         ]
     }
 
     #[test]
-    fn every_byte_of_every_walk_is_uniform() {
-        for (name, draw) in walks() {
+    fn every_byte_of_every_draw_is_uniform() {
+        for (name, draw) in draw_functions() {
             for shift in [0, 8, 24, 40, 56] {
                 let mut counts = [0; 256];
                 (0..N).for_each(|i| counts[(draw(i) >> shift) as usize & 255] += 1);
-                assert_fair(&counts, &format!("{name}, byte at bit {shift}"));
+                assert_uniform(&counts, &format!("{name}, byte at bit {shift}"));
             }
         }
     }
 
     #[test]
     fn neighbours_are_independent() {
-        for (name, draw) in walks() {
+        for (name, draw) in draw_functions() {
             let mut counts = [0; 256];
             (0..N).for_each(|i| counts[((draw(i) >> 60) << 4 | draw(i + 1) >> 60) as usize] += 1);
-            assert_fair(&counts, name);
+            assert_uniform(&counts, name);
         }
     }
 
     #[test]
     fn each_input_bit_flips_half_of_the_output() {
         type Hash = fn([u64; 5]) -> u64;
-        let hash: Hash =
-            |[seed, stream, epoch, sample, n]| Random::new(seed, stream).at(epoch).at(sample).bits(n);
+        let hash: Hash = |[seed, stream, epoch, sample, n]| {
+            RngKey::new(seed, stream).fold_in(epoch).fold_in(sample).bits(n)
+        };
         for field in 0..5 {
             for bit in 0..64 {
                 let mut flips = [0u32; 64];
@@ -221,11 +222,11 @@ mod tests {
         assert!((0..N).all(|i| KEY.normal(i).abs() < 6.8));
     }
 
-    impl Random {
+    impl RngKey {
         fn draws_f32(self, i: u64) -> f64 {
-            let mut draws = self.at(i).draws();
-            draws.between(-1.0, 1.0);
-            (draws.between(-1.0, 1.0) as f64 + 1.0) / 2.0
+            let mut draws = self.fold_in(i).rng();
+            draws.uniform(-1.0, 1.0);
+            (draws.uniform(-1.0, 1.0) as f64 + 1.0) / 2.0
         }
     }
 
@@ -233,20 +234,20 @@ mod tests {
     fn below_is_uniform_and_in_range() {
         let mut counts = [0; 10];
         (0..N).for_each(|i| counts[KEY.below(i, 10) as usize] += 1);
-        assert_fair(&counts, "below 10");
+        assert_uniform(&counts, "below 10");
         assert_eq!((KEY.below(3, 1), KEY.below(3, 0)), (0, 0));
     }
 
     #[test]
     fn the_numbers_never_change() {
         // A change here changes every run: old checkpoints would not resume exactly.
-        assert_eq!([KEY.bits(0), KEY.at(1).bits(2)], [2301246976881751613, 9837983499698444775]);
+        assert_eq!([KEY.bits(0), KEY.fold_in(1).bits(2)], [2301246976881751613, 9837983499698444775]);
     }
 
     #[test]
     fn order_of_coordinates_matters() {
-        assert_ne!(KEY.at(1).at(2), KEY.at(2).at(1));
-        assert_ne!(KEY.at(0), KEY);
-        assert_ne!(stream("ab"), stream("ba"));
+        assert_ne!(KEY.fold_in(1).fold_in(2), KEY.fold_in(2).fold_in(1));
+        assert_ne!(KEY.fold_in(0), KEY);
+        assert_ne!(stream_id("ab"), stream_id("ba"));
     }
 }

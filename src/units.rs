@@ -1,4 +1,4 @@
-//! Quantities people read and write: [`Bytes`], [`Size`] (bytes, a percentage or `auto`) and counts.
+//! Quantities people read and write: [`Bytes`], [`MemorySize`] (bytes, a percentage or `auto`) and counts.
 //!
 //! Owns their parsing and printing. A byte count prints in the largest binary unit that leaves at
 //! least one digit before the point (`1.50 GiB`); both decimal (`MB`) and binary (`MiB`) units parse.
@@ -47,18 +47,19 @@ impl FromStr for Bytes {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, ParseError> {
-        let refuse = || ParseError { text: text.to_owned(), wanted: "a size such as \"8GiB\" or \"500MB\"" };
+        let parse_error =
+            || ParseError { text: text.to_owned(), wanted: "a size such as \"8GiB\" or \"500MB\"" };
         let text = text.trim();
         let (name, unit) = UNITS
             .iter()
             .find(|(name, _)| {
                 text.len() > name.len() && text.to_ascii_lowercase().ends_with(&name.to_ascii_lowercase())
             })
-            .ok_or_else(refuse)?;
-        let number: f64 = text[..text.len() - name.len()].trim().parse().map_err(|_| refuse())?;
+            .ok_or_else(parse_error)?;
+        let number: f64 = text[..text.len() - name.len()].trim().parse().map_err(|_| parse_error())?;
         let bytes = number * *unit as f64;
         if !(bytes.is_finite() && (0.0..9.0e18).contains(&bytes)) {
-            return Err(refuse());
+            return Err(parse_error());
         }
         Ok(Bytes(bytes.round() as u64))
     }
@@ -79,29 +80,29 @@ impl std::iter::Sum for Bytes {
 
 /// A share of memory as a job states it: `"auto"`, `"8GiB"` or `"80%"`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Size {
+pub enum MemorySize {
     Auto,
     Bytes(Bytes),
     Percent(f64),
 }
 
-impl Size {
-    /// What this size is of `whole`; `Auto` is all of it.
-    pub fn of(self, whole: Bytes) -> Bytes {
+impl MemorySize {
+    /// What this size is of `total`; `Auto` is all of it.
+    pub fn resolve(self, total: Bytes) -> Bytes {
         match self {
-            Size::Auto => whole,
-            Size::Bytes(bytes) => bytes,
-            Size::Percent(percent) => Bytes((whole.0 as f64 * percent / 100.0) as u64),
+            MemorySize::Auto => total,
+            MemorySize::Bytes(bytes) => bytes,
+            MemorySize::Percent(percent) => Bytes((total.0 as f64 * percent / 100.0) as u64),
         }
     }
 }
 
-impl fmt::Display for Size {
+impl fmt::Display for MemorySize {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Size::Auto => f.pad("auto"),
-            Size::Percent(percent) => f.pad(&format!("{percent}%")),
-            Size::Bytes(Bytes(n)) => {
+            MemorySize::Auto => f.pad("auto"),
+            MemorySize::Percent(percent) => f.pad(&format!("{percent}%")),
+            MemorySize::Bytes(Bytes(n)) => {
                 let (name, unit) =
                     UNITS.iter().find(|(_, unit)| *n >= *unit && n % unit == 0).unwrap_or(&("B", 1));
                 f.pad(&format!("{}{name}", n / unit))
@@ -110,39 +111,43 @@ impl fmt::Display for Size {
     }
 }
 
-impl FromStr for Size {
+impl FromStr for MemorySize {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, ParseError> {
-        let refuse = || ParseError {
+        let parse_error = || ParseError {
             text: text.to_owned(),
             wanted: "\"auto\", a size such as \"8GiB\" or a share such as \"80%\"",
         };
         match text.trim() {
-            "auto" => Ok(Size::Auto),
+            "auto" => Ok(MemorySize::Auto),
             t if t.ends_with('%') => {
-                let percent: f64 = t[..t.len() - 1].trim().parse().map_err(|_| refuse())?;
-                if (0.0..=100.0).contains(&percent) { Ok(Size::Percent(percent)) } else { Err(refuse()) }
+                let percent: f64 = t[..t.len() - 1].trim().parse().map_err(|_| parse_error())?;
+                if (0.0..=100.0).contains(&percent) {
+                    Ok(MemorySize::Percent(percent))
+                } else {
+                    Err(parse_error())
+                }
             }
-            t => t.parse().map(Size::Bytes).map_err(|_| refuse()),
+            t => t.parse().map(MemorySize::Bytes).map_err(|_| parse_error()),
         }
     }
 }
 
-impl Serialize for Size {
+impl Serialize for MemorySize {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Size {
+impl<'de> Deserialize<'de> for MemorySize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }
 
 /// A count with thousands apart: `1,234,567`.
-pub fn count(n: u64) -> String {
+pub fn format_count(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
     for (i, c) in digits.chars().enumerate() {
@@ -161,30 +166,30 @@ mod tests {
 
     #[test]
     fn sizes_parse_in_binary_and_decimal_units() {
-        assert_eq!("8GiB".parse(), Ok(Size::Bytes(Bytes(8 << 30))));
-        assert_eq!("500 MB".parse(), Ok(Size::Bytes(Bytes(500_000_000))));
-        assert_eq!("1.5kib".parse(), Ok(Size::Bytes(Bytes(1536))));
-        assert_eq!("80%".parse(), Ok(Size::Percent(80.0)));
-        assert_eq!("auto".parse(), Ok(Size::Auto));
+        assert_eq!("8GiB".parse(), Ok(MemorySize::Bytes(Bytes(8 << 30))));
+        assert_eq!("500 MB".parse(), Ok(MemorySize::Bytes(Bytes(500_000_000))));
+        assert_eq!("1.5kib".parse(), Ok(MemorySize::Bytes(Bytes(1536))));
+        assert_eq!("80%".parse(), Ok(MemorySize::Percent(80.0)));
+        assert_eq!("auto".parse(), Ok(MemorySize::Auto));
     }
 
     #[test]
     fn what_is_not_a_size_is_refused() {
         for text in ["", "8", "GiB", "-1GiB", "101%", "8GiBs", "1e30TiB", "nanMB", "%"] {
-            assert!(text.parse::<Size>().is_err(), "{text}");
+            assert!(text.parse::<MemorySize>().is_err(), "{text}");
         }
     }
 
     proptest! {
         #[test]
         fn a_printed_size_reads_back_as_itself(n in 0u64..(1 << 50)) {
-            let size = Size::Bytes(Bytes(n));
+            let size = MemorySize::Bytes(Bytes(n));
             prop_assert_eq!(size.to_string().parse(), Ok(size));
         }
 
         #[test]
         fn parsing_never_panics(text in "\\PC*") {
-            let _ = text.parse::<Size>();
+            let _ = text.parse::<MemorySize>();
         }
     }
 
@@ -192,7 +197,7 @@ mod tests {
     fn people_read_round_numbers() {
         assert_eq!(Bytes(1536 << 20).to_string(), "1.50 GiB");
         assert_eq!(Bytes(17).to_string(), "17 B");
-        assert_eq!(count(1_234_567), "1,234,567");
-        assert_eq!(count(0), "0");
+        assert_eq!(format_count(1_234_567), "1,234,567");
+        assert_eq!(format_count(0), "0");
     }
 }

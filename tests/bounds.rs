@@ -12,22 +12,22 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
-use trainer::memory::measure::Counting;
+use trainer::memory::measure::CountingAllocator;
 
 /// The test that allocates behind the plan's back runs in this program.
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const MIB: u64 = 1 << 20;
 
 /// A plan may be above the larger of the measured peaks by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
-const ABOVE: f64 = 0.05;
-const TINY: u64 = 64 * MIB;
-const ABOVE_TINY: u64 = 16 * MIB;
+const MAX_OVERESTIMATE: f64 = 0.05;
+const SMALL_JOB_BYTES: u64 = 64 * MIB;
+const MAX_OVERESTIMATE_SMALL: u64 = 16 * MIB;
 
 /// What a run said and the system saw, in bytes.
 #[derive(Clone, Debug)]
-struct Seen {
+struct MemoryPeaks {
     planned: u64,
     /// Of it, what is not heap: code, stacks, allocator overhead.
     process: u64,
@@ -37,26 +37,30 @@ struct Seen {
     recomputed: u64,
 }
 
-impl Seen {
+impl MemoryPeaks {
     /// The larger of the heap's peak and that of resident memory.
-    fn larger(&self) -> u64 {
+    fn measured_peak(&self) -> u64 {
         self.measured.max(self.resident)
     }
 
     /// The plan over what was measured.
-    fn above(&self) -> f64 {
-        self.planned as f64 / self.larger() as f64 - 1.0
+    fn overestimate(&self) -> f64 {
+        self.planned as f64 / self.measured_peak() as f64 - 1.0
     }
 
     /// The most that may be planned where so much was measured.
-    fn most(measured: u64) -> u64 {
-        if measured < TINY { measured + ABOVE_TINY } else { (measured as f64 * (1.0 + ABOVE)) as u64 }
+    fn max_planned(measured: u64) -> u64 {
+        if measured < SMALL_JOB_BYTES {
+            measured + MAX_OVERESTIMATE_SMALL
+        } else {
+            (measured as f64 * (1.0 + MAX_OVERESTIMATE)) as u64
+        }
     }
 
     /// What is wrong with the plan, if anything.
-    fn wrong(&self) -> Option<String> {
+    fn violation(&self) -> Option<String> {
         let Self { planned, process, measured, resident, .. } = *self;
-        let (heap, most) = (planned - process, Self::most(self.larger()));
+        let (heap, most) = (planned - process, Self::max_planned(self.measured_peak()));
         if heap < measured {
             Some(format!("the plan of the heap is {} below its peak", measured - heap))
         } else if planned < resident {
@@ -70,97 +74,97 @@ impl Seen {
 }
 
 /// A model in three sizes: its tables, its data, and samples in a micro-batch.
-struct Kind {
+struct ModelSizes {
     name: &'static str,
     sizes: [(&'static str, &'static str, usize); 3],
 }
 
-const PICTURES: &str = "kind = 'shapes'\nimage_size = 28";
+const IMAGES: &str = "kind = 'shapes'\nimage_size = 28";
 const TOKENS: &str = "kind = 'text-synthetic'\nvocab = 64";
-const MANY_TOKENS: &str = "kind = 'text-synthetic'\nvocab = 2048";
-const TEXTS: &str = "kind = 'text-synthetic'\nvocab = 64\nclasses = 4";
+const LARGE_VOCAB: &str = "kind = 'text-synthetic'\nvocab = 2048";
+const LABELED_TOKENS: &str = "kind = 'text-synthetic'\nvocab = 64\nclasses = 4";
 
-const KINDS: [Kind; 9] = [
-    Kind {
+const MODELS: [ModelSizes; 9] = [
+    ModelSizes {
         name: "mlp",
         sizes: [
-            ("hidden = [128]", PICTURES, 32),
-            ("hidden = [1024, 1024]\ndropout = 0.1", PICTURES, 64),
-            ("hidden = [3072, 2048]\nactivation = 'gelu'", PICTURES, 256),
+            ("hidden = [128]", IMAGES, 32),
+            ("hidden = [1024, 1024]\ndropout = 0.1", IMAGES, 64),
+            ("hidden = [3072, 2048]\nactivation = 'gelu'", IMAGES, 256),
         ],
     },
-    Kind {
+    ModelSizes {
         name: "cnn",
         sizes: [
-            ("stages = [{ channels = 8 }]\nhidden = [16]", PICTURES, 16),
-            ("stages = [{ channels = 16 }, { channels = 32 }]\nhidden = [128]", PICTURES, 64),
-            ("stages = [{ channels = 32 }, { channels = 64 }]\nhidden = [256]\ndropout = 0.3", PICTURES, 256),
+            ("stages = [{ channels = 8 }]\nhidden = [16]", IMAGES, 16),
+            ("stages = [{ channels = 16 }, { channels = 32 }]\nhidden = [128]", IMAGES, 64),
+            ("stages = [{ channels = 32 }, { channels = 64 }]\nhidden = [256]\ndropout = 0.3", IMAGES, 256),
         ],
     },
-    Kind {
+    ModelSizes {
         name: "gpt",
         sizes: [
             ("layers = 2\nheads = 2\nwidth = 32\ncontext = 16", TOKENS, 96),
             ("layers = 4\nheads = 4\nwidth = 128\ncontext = 64\ndropout = 0.1", TOKENS, 12),
-            ("layers = 4\nheads = 4\nwidth = 256\ncontext = 128\ntie = false", MANY_TOKENS, 12),
+            ("layers = 4\nheads = 4\nwidth = 256\ncontext = 128\ntie = false", LARGE_VOCAB, 12),
         ],
     },
-    Kind {
+    ModelSizes {
         name: "llama",
         sizes: [
             ("layers = 2\nheads = 2\nkv_heads = 1\nwidth = 32\nhidden = 64\ncontext = 16", TOKENS, 96),
             ("layers = 4\nheads = 4\nkv_heads = 2\nwidth = 128\nhidden = 384\ncontext = 64", TOKENS, 12),
             (
                 "layers = 4\nheads = 4\nkv_heads = 4\nwidth = 256\nhidden = 704\ncontext = 128",
-                MANY_TOKENS,
+                LARGE_VOCAB,
                 12,
             ),
         ],
     },
-    Kind {
+    ModelSizes {
         name: "bert",
         sizes: [
-            ("layers = 2\nheads = 2\nwidth = 32\nhidden = 64\ncontext = 16", TEXTS, 96),
-            ("layers = 4\nheads = 4\nwidth = 128\nhidden = 512\ncontext = 64", TEXTS, 12),
-            ("layers = 4\nheads = 4\nwidth = 256\nhidden = 1024\ncontext = 128", TEXTS, 12),
+            ("layers = 2\nheads = 2\nwidth = 32\nhidden = 64\ncontext = 16", LABELED_TOKENS, 96),
+            ("layers = 4\nheads = 4\nwidth = 128\nhidden = 512\ncontext = 64", LABELED_TOKENS, 12),
+            ("layers = 4\nheads = 4\nwidth = 256\nhidden = 1024\ncontext = 128", LABELED_TOKENS, 12),
         ],
     },
-    Kind {
+    ModelSizes {
         name: "vit",
         sizes: [
-            ("patch = 7\nlayers = 2\nheads = 2\nwidth = 32", PICTURES, 96),
-            ("patch = 4\nlayers = 4\nheads = 4\nwidth = 64", PICTURES, 32),
-            ("patch = 4\nlayers = 4\nheads = 4\nwidth = 192\ndropout = 0.1", PICTURES, 32),
+            ("patch = 7\nlayers = 2\nheads = 2\nwidth = 32", IMAGES, 96),
+            ("patch = 4\nlayers = 4\nheads = 4\nwidth = 64", IMAGES, 32),
+            ("patch = 4\nlayers = 4\nheads = 4\nwidth = 192\ndropout = 0.1", IMAGES, 32),
         ],
     },
-    Kind {
+    ModelSizes {
         name: "resnet",
         sizes: [
-            ("depth = 18\nstem = 'imagenet'\nnorm_group = 4", PICTURES, 4),
-            ("depth = 34\nstem = 'imagenet'\nnorm_group = 8", PICTURES, 8),
-            ("depth = 50\nstem = 'imagenet'\nnorm_group = 8", PICTURES, 16),
+            ("depth = 18\nstem = 'imagenet'\nnorm_group = 4", IMAGES, 4),
+            ("depth = 34\nstem = 'imagenet'\nnorm_group = 8", IMAGES, 8),
+            ("depth = 50\nstem = 'imagenet'\nnorm_group = 8", IMAGES, 16),
         ],
     },
-    Kind {
+    ModelSizes {
         name: "mobilenet",
         sizes: [
-            ("width = 0.25\nstem = 'imagenet'\nnorm_group = 4", PICTURES, 4),
-            ("width = 0.5\nstem = 'small'\nnorm_group = 8", PICTURES, 16),
-            ("width = 1.0\nstem = 'small'\nnorm_group = 8", PICTURES, 24),
+            ("width = 0.25\nstem = 'imagenet'\nnorm_group = 4", IMAGES, 4),
+            ("width = 0.5\nstem = 'small'\nnorm_group = 8", IMAGES, 16),
+            ("width = 1.0\nstem = 'small'\nnorm_group = 8", IMAGES, 24),
         ],
     },
-    Kind {
+    ModelSizes {
         name: "layers",
         sizes: [
             (
                 "layers = [{ kind = 'flatten' }, { kind = 'linear', outputs = 32 }, { kind = 'relu' }]",
-                PICTURES,
+                IMAGES,
                 16,
             ),
             (
                 "layers = [{ kind = 'conv', channels = 16, padding = 1 }, { kind = 'group_norm', groups = 4 }, { kind = 'gelu' }, \
                  { kind = 'squeeze_excite', ratio = 4 }, { kind = 'avg_pool' }, { kind = 'flatten' }, { kind = 'linear', outputs = 64 }]",
-                PICTURES,
+                IMAGES,
                 48,
             ),
             (
@@ -168,7 +172,7 @@ const KINDS: [Kind; 9] = [
                  { kind = 'residual', activation = 'relu', layers = [{ kind = 'conv', channels = 32, padding = 1, groups = 32 }, \
                  { kind = 'silu' }, { kind = 'conv', channels = 32, kernel = 1 }] }, \
                  { kind = 'max_pool' }, { kind = 'dropout', p = 0.2 }, { kind = 'global_pool' }]",
-                PICTURES,
+                IMAGES,
                 96,
             ),
         ],
@@ -179,7 +183,7 @@ const OPTIMIZERS: [&str; 6] = ["adamw", "sgd", "lion", "sgd_momentum", "adafacto
 
 /// One job of the matrix.
 #[derive(Clone)]
-struct Job {
+struct MatrixJob {
     kind: usize,
     size: usize,
     optimizer: &'static str,
@@ -188,16 +192,16 @@ struct Job {
     recompute: bool,
 }
 
-impl Job {
+impl MatrixJob {
     fn name(&self) -> String {
         let Self { kind, size, optimizer, precision, accumulation, recompute } = self;
-        let again = if *recompute { " recompute" } else { "" };
+        let recompute_suffix = if *recompute { " recompute" } else { "" };
         let size = ["small", "medium", "large"][*size];
-        format!("{} {size} {optimizer} {precision} x{accumulation}{again}", KINDS[*kind].name)
+        format!("{} {size} {optimizer} {precision} x{accumulation}{recompute_suffix}", MODELS[*kind].name)
     }
 
     fn text(&self) -> String {
-        let (model, data, batch) = KINDS[self.kind].sizes[self.size];
+        let (model, data, batch) = MODELS[self.kind].sizes[self.size];
         let optimizer = match self.optimizer {
             "sgd" => "kind = 'sgd'\nlr = 0.001\nmomentum = 0.0",
             "sgd_momentum" => "kind = 'sgd'\nlr = 0.001\nmomentum = 0.9",
@@ -208,7 +212,7 @@ impl Job {
             "name = 'bound'\n[model]\nkind = '{}'\n{model}\n[data]\n{data}\ntrain_samples = {}\nvalid_samples = {batch}\n\
              prefetch = '1MiB'\n[train]\nbatch_size = {batch}\naccumulation_steps = {}\nsteps = 2\nprecision = '{}'\n\
              clip_norm = 1.0\n[optimizer]\n{optimizer}\n[memory]\non_oom = ['recompute']\n",
-            KINDS[self.kind].name,
+            MODELS[self.kind].name,
             2 * samples,
             self.accumulation,
             self.precision,
@@ -217,9 +221,9 @@ impl Job {
 }
 
 /// Every model in every size twice, as written and recomputed; the rest takes turns so that all meet.
-fn matrix() -> Vec<Job> {
+fn matrix() -> Vec<MatrixJob> {
     let mut jobs = Vec::new();
-    for kind in 0..KINDS.len() {
+    for kind in 0..MODELS.len() {
         for size in 0..3 {
             for recompute in [false, true] {
                 let turn = kind + size + usize::from(recompute);
@@ -230,7 +234,7 @@ fn matrix() -> Vec<Job> {
                 };
                 let precision = ["f32", "bf16", "f16"][turn % 3];
                 let accumulation = [1, 3][(kind + usize::from(recompute)) % 2];
-                jobs.push(Job { kind, size, optimizer, precision, accumulation, recompute });
+                jobs.push(MatrixJob { kind, size, optimizer, precision, accumulation, recompute });
             }
         }
     }
@@ -251,19 +255,19 @@ fn plan(folder: &Path, args: &[&str]) -> Value {
 
 /// Runs a job, again where its plan seems too high, and gives the highest peak: where others keep the processors busy, threads
 /// that share a layer's work do not always have their memory at the same time.
-fn highest(job: &Job) -> Seen {
+fn run_until_tight(job: &MatrixJob) -> MemoryPeaks {
     let mut highest = run(job);
     for _ in 0..2 {
-        if highest.planned > Seen::most(highest.larger()) {
-            let again = run(job);
-            highest = if again.larger() > highest.larger() { again } else { highest };
+        if highest.planned > MemoryPeaks::max_planned(highest.measured_peak()) {
+            let rerun = run(job);
+            highest = if rerun.measured_peak() > highest.measured_peak() { rerun } else { highest };
         }
     }
     highest
 }
 
 /// Runs a job and looks at it.
-fn run(job: &Job) -> Seen {
+fn run(job: &MatrixJob) -> MemoryPeaks {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("job.toml"), job.text()).unwrap();
     let mut args = vec!["fit", "job.toml", "-q", "--run-dir", "run"];
@@ -278,13 +282,13 @@ fn run(job: &Job) -> Seen {
             args.extend(["--set", &ram]);
         }
     }
-    seen(folder.path(), trainer(folder.path(), &args).spawn().unwrap(), &job.name())
+    finish_run(folder.path(), trainer(folder.path(), &args).spawn().unwrap(), &job.name())
 }
 
 /// Waits for the run of a child in `folder`, and reads what it said.
-fn seen(folder: &Path, child: Child, name: &str) -> Seen {
+fn finish_run(folder: &Path, child: Child, name: &str) -> MemoryPeaks {
     // What the system says of a child holds this process's own memory too, of which it is a copy until it runs.
-    resident(child, 0, name);
+    wait_for_resident_peak(child, 0, name);
     let events = fs::read_to_string(folder.join("run/events.jsonl")).unwrap();
     let events: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let named = |name: &str| events.iter().find(|event| event["event"] == name).unwrap();
@@ -292,7 +296,7 @@ fn seen(folder: &Path, child: Child, name: &str) -> Seen {
     let bytes = |key: &str| named("finished")[key]["ram"].as_u64().unwrap();
     let parts = named("planned")["plan"]["parts"].as_array().unwrap().iter();
     let process = parts.filter(|part| part["role"] == "process").map(|part| part["bytes"].as_u64().unwrap());
-    Seen {
+    MemoryPeaks {
         planned: bytes("planned_peak_bytes"),
         process: process.sum(),
         measured: bytes("measured_peak_bytes"),
@@ -302,7 +306,7 @@ fn seen(folder: &Path, child: Child, name: &str) -> Seen {
 }
 
 /// Waits for a child that must end with `code` and gives the most bytes of it that were resident at once.
-fn resident(mut child: Child, code: i32, name: &str) -> u64 {
+fn wait_for_resident_peak(mut child: Child, code: i32, name: &str) -> u64 {
     use std::io::Read;
     let mut said = String::new();
     child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
@@ -320,11 +324,11 @@ fn resident(mut child: Child, code: i32, name: &str) -> u64 {
     usage[4] as u64 * 1024
 }
 
-fn table(rows: &[(String, Seen)]) -> String {
+fn table(rows: &[(String, MemoryPeaks)]) -> String {
     let mib = |bytes: u64| format!("{:.1}", bytes as f64 / MIB as f64);
     let mut text = String::from("| job | planned | heap | resident | above |\n|---|---|---|---|---|\n");
     for (name, seen) in rows {
-        let above = 100.0 * seen.above();
+        let above = 100.0 * seen.overestimate();
         text += &format!(
             "| {name} | {} | {} | {} | {above:+.1} % |\n",
             mib(seen.planned),
@@ -339,29 +343,29 @@ fn table(rows: &[(String, Seen)]) -> String {
 #[test]
 fn the_plan_is_never_below_what_is_measured_and_little_above() {
     let only = std::env::var("TRAINER_BOUNDS_ONLY").unwrap_or_default();
-    let jobs: Vec<Job> = matrix().into_iter().filter(|job| job.name().contains(&only)).collect();
+    let jobs: Vec<MatrixJob> = matrix().into_iter().filter(|job| job.name().contains(&only)).collect();
     let (next, rows) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
                 while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let seen = highest(job);
+                    let seen = run_until_tight(job);
                     rows.lock().unwrap().push((job.name(), seen));
                 }
             });
         }
     });
     let mut rows = rows.into_inner().unwrap();
-    rows.sort_by(|a, b| a.1.above().total_cmp(&b.1.above()));
+    rows.sort_by(|a, b| a.1.overestimate().total_cmp(&b.1.overestimate()));
     println!("{}", table(&rows));
     let wrong: Vec<String> =
-        rows.iter().filter_map(|(name, seen)| Some(format!("{name}: {}", seen.wrong()?))).collect();
+        rows.iter().filter_map(|(name, seen)| Some(format!("{name}: {}", seen.violation()?))).collect();
     assert!(wrong.is_empty(), "of {} jobs:\n{}", rows.len(), wrong.join("\n"));
     if only.is_empty() {
         assert!(rows.len() >= 40);
         let recomputed = rows.iter().filter(|(_, seen)| seen.recomputed > 0).count();
         assert!(recomputed >= 15, "only {recomputed} jobs recompute");
-        let large = rows.iter().filter(|(_, seen)| seen.larger() >= TINY).count();
+        let large = rows.iter().filter(|(_, seen)| seen.measured_peak() >= SMALL_JOB_BYTES).count();
         assert!(large >= 15, "only {large} jobs are large enough for a share");
     }
 }
@@ -398,9 +402,9 @@ fn padded_samples_stay_within_the_plan_of_the_longest() {
         );
         fs::write(folder.path().join("job.toml"), job).unwrap();
         let child = trainer(folder.path(), &["fit", "job.toml", "-q", "--run-dir", "run"]).spawn().unwrap();
-        let seen = seen(folder.path(), child, model);
+        let seen = finish_run(folder.path(), child, model);
         println!("{}", table(&[(model.replace('\n', " "), seen.clone())]));
-        assert_eq!(seen.wrong(), None, "{seen:?}");
+        assert_eq!(seen.violation(), None, "{seen:?}");
     }
 }
 
@@ -427,13 +431,13 @@ fn data_that_is_prepared_stays_within_the_plan() {
     ));
     for i in 0..24 {
         // One is much larger than the others.
-        let picture = png(if i == 5 { [1500, 1500] } else { [40 + i, 50] }, i as u8 * 9);
+        let image = png(if i == 5 { [1500, 1500] } else { [40 + i, 50] }, i as u8 * 9);
         let name = format!("{}/{i}.png", ["ant", "bee"][i % 2]);
         fs::create_dir_all(path.join("pictures").join(&name).parent().unwrap()).unwrap();
-        fs::write(path.join("pictures").join(&name), &picture).unwrap();
+        fs::write(path.join("pictures").join(&name), &image).unwrap();
         let mut header = tar::Header::new_gnu();
-        header.set_size(picture.len() as u64);
-        archive.append_data(&mut header, &name, &picture[..]).unwrap();
+        header.set_size(image.len() as u64);
+        archive.append_data(&mut header, &name, &image[..]).unwrap();
     }
     archive.into_inner().unwrap().finish().unwrap();
     let row = |i: usize| format!("{},{},{}\n", i % 7, (i * 37 % 100) as f64 / 7.0, ["no", "yes"][i % 2]);
@@ -456,9 +460,9 @@ fn data_that_is_prepared_stays_within_the_plan() {
         fs::write(path.join("job.toml"), job).unwrap();
         for time in ["first", "second"] {
             let child = trainer(path, &["fit", "job.toml", "-q", "--run-dir", "run"]).spawn().unwrap();
-            let seen = seen(path, child, name);
+            let seen = finish_run(path, child, name);
             println!("{}", table(&[(format!("{name}, {time}"), seen.clone())]));
-            assert_eq!(seen.wrong(), None, "{name}, {time}: {seen:?}");
+            assert_eq!(seen.violation(), None, "{name}, {time}: {seen:?}");
             fs::remove_dir_all(path.join("run")).unwrap();
         }
     }
@@ -497,8 +501,14 @@ fn an_image_that_does_not_fit_is_named_with_its_remedies() {
 #[test]
 fn an_allocation_behind_the_plans_back_is_found() {
     let folder = tempfile::tempdir().unwrap();
-    let job =
-        Job { kind: 0, size: 1, optimizer: "adamw", precision: "f32", accumulation: 1, recompute: false };
+    let job = MatrixJob {
+        kind: 0,
+        size: 1,
+        optimizer: "adamw",
+        precision: "f32",
+        accumulation: 1,
+        recompute: false,
+    };
     fs::write(folder.path().join("job.toml"), job.text()).unwrap();
     let with = |hidden: u64| {
         // This very program, which runs the job after it took some memory for itself.
@@ -511,19 +521,19 @@ fn an_allocation_behind_the_plans_back_is_found() {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let seen = seen(folder.path(), child, "hidden");
+        let seen = finish_run(folder.path(), child, "hidden");
         fs::remove_dir_all(folder.path().join("run")).unwrap();
         seen
     };
     let (honest, hiding) = (with(0), with(80 * MIB));
-    assert_eq!(honest.wrong(), None, "{honest:?}");
-    assert!(hiding.wrong().unwrap().contains("below"), "{hiding:?}");
+    assert_eq!(honest.violation(), None, "{honest:?}");
+    assert!(hiding.violation().unwrap().contains("below"), "{hiding:?}");
     assert!(hiding.measured >= honest.measured + 79 * MIB && hiding.resident >= honest.resident + 70 * MIB);
     // The system's count finds it alone, and a plan that is too careful is found as well.
-    let quiet = Seen { measured: honest.measured, ..hiding };
-    assert!(quiet.wrong().unwrap().contains("resident"), "{quiet:?}");
-    let careful = Seen { planned: honest.planned + ABOVE_TINY, ..honest };
-    assert!(careful.wrong().unwrap().contains("above"), "{careful:?}");
+    let quiet = MemoryPeaks { measured: honest.measured, ..hiding };
+    assert!(quiet.violation().unwrap().contains("resident"), "{quiet:?}");
+    let careful = MemoryPeaks { planned: honest.planned + MAX_OVERESTIMATE_SMALL, ..honest };
+    assert!(careful.violation().unwrap().contains("above"), "{careful:?}");
 }
 
 /// Not a test: the child of the one above.
@@ -561,6 +571,7 @@ fn seven_billion_parameters_are_planned_in_little_memory() {
     assert!(plan["peak"]["ram_bytes"].as_u64().unwrap() > 18 * parameters);
     let child = trainer(folder.path(), &["plan", "job.toml", "--ram", "64GiB", "-q"]).spawn().unwrap();
     // The system's count of a child begins with that of the process it was made from.
-    let (resident, own) = (resident(child, 3, "does not fit"), trainer::memory::measure::resident_peak());
+    let (resident, own) =
+        (wait_for_resident_peak(child, 3, "does not fit"), trainer::memory::measure::resident_peak());
     assert!(resident < own.max(50 * MIB), "{resident} bytes to plan, {own} of this process");
 }

@@ -5,13 +5,13 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use trainer::data::images::{Columns, Images, Options, Set};
-use trainer::data::picture::{Augment, Fit, Normalise, Pipeline, ResizedCrop};
-use trainer::data::{Key, Opening, Row, Slice, Source, cache::Cache};
-use trainer::memory::measure::{self, Counting};
+use trainer::data::images::{ImageDataset, ImageFiles, ImageOptions, LabelColumns};
+use trainer::data::transforms::{Augmentation, Normalise, Pipeline, RandomResizedCrop, ResizeMode};
+use trainer::data::{BatchRow, Dataset, DatasetContext, SampleKey, SliceMut, cache::Cache};
+use trainer::memory::measure::{self, CountingAllocator};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// Buffers, decoders and the resizer together stay within what a set says it keeps.
 #[test]
@@ -37,20 +37,23 @@ fn decoding_takes_no_more_than_is_counted() {
         let root = folder.path().join(ending);
         fs::create_dir_all(root.join("a")).unwrap();
         fs::write(root.join("a").join(format!("x.{ending}")), bytes).unwrap();
-        let columns = Columns { path: "path".into(), label: "label".into() };
-        let options = Options { channels: 3, size: [224, 224], max_pixels: 1 << 20, columns, readers: 1 };
-        let opening = Opening { cache: Cache::at(folder.path().join("cache")), ..Opening::default() };
-        let set = Arc::new(Set::open(&[root], options, None, &opening).unwrap());
-        let resized_crop = Some(ResizedCrop { scale: [0.5, 1.0], ratio: [0.75, 1.33] });
-        let augment = Augment { resized_crop, horizontal_flip: 0.5, ..Augment::default() };
-        let pipeline = Pipeline::new([224, 224, 3], Fit::Stretch, Normalise::default()).unwrap();
-        let set = Images::new(set, pipeline.augmented(augment).unwrap());
+        let columns = LabelColumns { path: "path".into(), label: "label".into() };
+        let options =
+            ImageOptions { channels: 3, size: [224, 224], max_pixels: 1 << 20, columns, readers: 1 };
+        let opening =
+            DatasetContext { cache: Cache::at(folder.path().join("cache")), ..DatasetContext::default() };
+        let set = Arc::new(ImageFiles::open(&[root], options, None, &opening).unwrap());
+        let resized_crop = Some(RandomResizedCrop { scale: [0.5, 1.0], ratio: [0.75, 1.33] });
+        let augment = Augmentation { resized_crop, horizontal_flip: 0.5, ..Augmentation::default() };
+        let pipeline = Pipeline::new([224, 224, 3], ResizeMode::Stretch, Normalise::default()).unwrap();
+        let set = ImageDataset::new(set, pipeline.augmented(augment).unwrap());
         let (mut values, mut class) = (vec![0.0; 224 * 224 * 3], [0]);
-        let before = measure::live();
+        let before = measure::live_bytes();
         measure::take_recent_peak();
         for epoch in 0..3 {
-            let mut row = Row { input: Slice::F32(&mut values), target: Slice::U32(&mut class), length: 0 };
-            set.read(0, Key { seed: 1, epoch, sample: 0 }, &mut row).unwrap();
+            let mut row =
+                BatchRow { input: SliceMut::F32(&mut values), target: SliceMut::U32(&mut class), length: 0 };
+            set.read(0, SampleKey { seed: 1, epoch, sample: 0 }, &mut row).unwrap();
         }
         let took = measure::take_recent_peak() - before;
         println!("{ending}: {took} bytes of {}", set.resident_bytes());

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
-use trainer::kernels::dispatch::{Dispatch, VARIABLE};
+use trainer::kernels::dispatch::{Dispatch, ENV_VAR};
 
 const TOKENS: &str = "kind = 'text-synthetic'\nvocab = 61\ntrain_samples = 29\nvalid_samples = 4";
 const IMAGES: &str = "kind = 'shapes'\nimage_size = 20\ntrain_samples = 37\nvalid_samples = 4";
@@ -29,17 +29,17 @@ const STEPS: usize = 9;
 
 fn trainer(folder: &Path, dispatch: &str, args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.args(args).current_dir(folder).env(VARIABLE, dispatch).output().unwrap()
+    command.args(args).current_dir(folder).env(ENV_VAR, dispatch).output().unwrap()
 }
 
 /// What a run left: its losses, weights, and the planned and the measured peak.
-struct Left {
+struct RunResult {
     losses: Vec<f64>,
     weights: Vec<u8>,
     peaks: (u64, u64),
 }
 
-fn run(folder: &Path, dispatch: Dispatch, name: &str) -> Left {
+fn run(folder: &Path, dispatch: Dispatch, name: &str) -> RunResult {
     let output = trainer(folder, dispatch.name(), &["fit", "job.toml", "-q", "--run-dir", name]);
     assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     let run = folder.join(name);
@@ -49,7 +49,7 @@ fn run(folder: &Path, dispatch: Dispatch, name: &str) -> Left {
     let finished = named("finished").next().unwrap();
     let bytes = |key: &str| finished[key]["ram"].as_u64().unwrap();
     let newest = run.join(format!("checkpoints/step-{STEPS:08}/model.safetensors"));
-    Left {
+    RunResult {
         losses: named("step").map(|step| step["loss"].as_f64().unwrap()).collect(),
         weights: fs::read(newest).unwrap(),
         peaks: (bytes("planned_peak_bytes"), bytes("measured_peak_bytes")),
@@ -63,7 +63,7 @@ fn all_dispatches_make_the_same_experiment() {
     }
     let dispatches: Vec<Dispatch> = Dispatch::ALL.into_iter().filter(|d| d.is_available()).collect();
     for (model, sizes, data, batch) in JOBS {
-        for (precision, far) in TYPES {
+        for (precision, tolerance) in TYPES {
             let folder = tempfile::tempdir().unwrap();
             let job = format!(
                 "name = 'dispatch'\nseed = 3\n[model]\nkind = '{model}'\n{sizes}\n[data]\n{data}\n\
@@ -71,7 +71,7 @@ fn all_dispatches_make_the_same_experiment() {
                  lr = 0.001\n[log]\nevery_steps = 1\ntensorboard = false\n",
             );
             fs::write(folder.path().join("job.toml"), job).unwrap();
-            let mut first: Option<Left> = None;
+            let mut first: Option<RunResult> = None;
             for dispatch in &dispatches {
                 let what = format!("{model} in {precision} by {}", dispatch.name());
                 let left = run(folder.path(), *dispatch, dispatch.name());
@@ -83,7 +83,10 @@ fn all_dispatches_make_the_same_experiment() {
                 assert_eq!(left.losses.len(), STEPS, "{what}");
                 if let Some(first) = &first {
                     for (a, b) in first.losses.iter().zip(&left.losses) {
-                        assert!((a - b).abs() <= far * a.abs(), "{what}: a loss of {b}, of {a} elsewhere");
+                        assert!(
+                            (a - b).abs() <= tolerance * a.abs(),
+                            "{what}: a loss of {b}, of {a} elsewhere"
+                        );
                     }
                 }
                 first.get_or_insert(left);

@@ -17,7 +17,7 @@ fn pages() -> Vec<PathBuf> {
 }
 
 /// Fenced blocks of a language, each with the page and the line it begins at.
-fn blocks(language: &str) -> Vec<(String, String)> {
+fn code_blocks(language: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for page in pages() {
         let text = fs::read_to_string(&page).unwrap();
@@ -38,7 +38,7 @@ fn blocks(language: &str) -> Vec<(String, String)> {
 }
 
 /// What a job calls a published data set, and where that lies in the folder of them.
-const SETS: [(&str, &str); 5] = [
+const DATASETS: [(&str, &str); 5] = [
     ("MNIST", "mnist"),
     ("FASHION_MNIST", "fashion-mnist"),
     ("TEXT", "tinyshakespeare/input.txt"),
@@ -47,7 +47,7 @@ const SETS: [(&str, &str); 5] = [
 ];
 
 /// The folder of published data sets, which may be missing or lack some.
-fn published() -> PathBuf {
+fn dataset_root() -> PathBuf {
     std::env::var_os("TRAINER_DATA").map_or(root().join("../shared/data"), PathBuf::from)
 }
 
@@ -55,7 +55,7 @@ fn trainer(folder: &Path, args: &[&str]) -> (i32, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
         .env("TRAINER_PROCESS_BYTES", "0")
         .args(args)
-        .envs(SETS.map(|(name, path)| (name, published().join(path))))
+        .envs(DATASETS.map(|(name, path)| (name, dataset_root().join(path))))
         .current_dir(folder)
         .stdin(Stdio::null())
         .output()
@@ -72,9 +72,9 @@ fn every_config_is_planned() {
     for config in configs.filter(|path| path.extension().is_some_and(|end| end == "toml")) {
         let text = fs::read_to_string(&config).unwrap();
         let lacks = |(name, path): &(&str, &str)| {
-            text.contains(&format!("${{{name}}}")) && !published().join(path).exists()
+            text.contains(&format!("${{{name}}}")) && !dataset_root().join(path).exists()
         };
-        if let Some((_, path)) = SETS.iter().find(|set| lacks(set)) {
+        if let Some((_, path)) = DATASETS.iter().find(|set| lacks(set)) {
             eprintln!("skipped: {} needs `{path}` in the folder TRAINER_DATA names", config.display());
             continue;
         }
@@ -88,7 +88,7 @@ fn every_config_is_planned() {
 #[test]
 fn every_job_in_the_documents_is_planned() {
     let folder = tempfile::tempdir().unwrap();
-    let jobs = blocks("toml");
+    let jobs = code_blocks("toml");
     assert!(!jobs.is_empty());
     for (place, job) in jobs {
         fs::write(folder.path().join("job.toml"), job).unwrap();
@@ -112,8 +112,8 @@ fn every_command_of_ours_in_the_documents_runs() {
         }
     }
     let mut seen = 0;
-    for (place, block) in blocks("sh") {
-        for (name, text) in made_files(&block) {
+    for (place, block) in code_blocks("sh") {
+        for (name, text) in heredoc_files(&block) {
             fs::write(folder.path().join(name), text).unwrap();
         }
         for line in block.lines().map(|line| line.split(" #").next().unwrap_or(line).trim()) {
@@ -140,7 +140,7 @@ fn every_command_of_ours_in_the_documents_runs() {
 }
 
 /// Files that a block makes by `cat > NAME <<'END'`.
-fn made_files(block: &str) -> Vec<(&str, String)> {
+fn heredoc_files(block: &str) -> Vec<(&str, String)> {
     let (mut made, mut lines) = (Vec::new(), block.lines());
     while let Some(line) = lines.next() {
         if let Some(name) = line.strip_prefix("cat > ").and_then(|rest| rest.strip_suffix(" <<'END'")) {

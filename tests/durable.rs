@@ -33,21 +33,21 @@ every_steps = 1
 tensorboard = false
 ";
 
-struct Bench {
+struct RunFixture {
     folder: tempfile::TempDir,
 }
 
-impl Bench {
+impl RunFixture {
     fn new(job: &str) -> Self {
         let bench = Self { folder: tempfile::tempdir().unwrap() };
         for (file, rows) in [("a", 40), ("b", 24), ("valid", 16)] {
             let row = |i: usize| format!("{}.{},{},{}\n", i % 7, i, (i * 37 + file.len()) % 11, i % 3);
-            bench.put(
+            bench.write(
                 &format!("data/{file}.csv"),
                 &("p,q,y\n".to_owned() + &(0..rows).map(row).collect::<String>()),
             );
         }
-        bench.put("job.toml", job);
+        bench.write("job.toml", job);
         bench
     }
 
@@ -55,7 +55,7 @@ impl Bench {
         self.folder.path().join(name)
     }
 
-    fn put(&self, name: &str, text: &str) {
+    fn write(&self, name: &str, text: &str) {
         fs::create_dir_all(self.path(name).parent().unwrap()).unwrap();
         fs::write(self.path(name), text).unwrap();
     }
@@ -79,11 +79,11 @@ impl Bench {
 
     #[track_caller]
     fn fit(&self, args: &[&str], code: i32) -> String {
-        exits(&self.command(args).output().unwrap(), code)
+        assert_exit(&self.command(args).output().unwrap(), code)
     }
 
     /// A run of the first steps in `run`.
-    fn begun(job: &str) -> Self {
+    fn with_partial_run(job: &str) -> Self {
         let bench = Self::new(job);
         bench.fit(&["--run-dir", "run", "--max-steps", "8", "-q"], 0);
         bench
@@ -113,7 +113,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[track_caller]
-fn exits(output: &Output, code: i32) -> String {
+fn assert_exit(output: &Output, code: i32) -> String {
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(code), "{:?}\n{text}", output.status);
     assert!(!text.contains("panicked"), "{text}");
@@ -132,7 +132,7 @@ fn outcome(run: &Path) -> (Vec<u8>, Vec<u8>, Value) {
 
 #[test]
 fn data_that_changed_is_refused_by_name_and_a_copy_is_not() {
-    let bench = Bench::begun(JOB);
+    let bench = RunFixture::with_partial_run(JOB);
     // The same bytes with another time, and at another place.
     bench.touch("data/a.csv");
     bench.resume(&["--max-steps", "9", "-q"], 0);
@@ -145,21 +145,21 @@ fn data_that_changed_is_refused_by_name_and_a_copy_is_not() {
     for (file, key) in [("b", "data.train"), ("valid", "data.valid")] {
         let name = format!("data/{file}.csv");
         let before = bench.read(&name);
-        bench.put(&name, &before.replacen("1.1,", "2.1,", 1));
+        bench.write(&name, &before.replacen("1.1,", "2.1,", 1));
         let text = bench.resume(&[], 2);
         assert!(text.contains(&format!("{file}.csv` of `{key}` changed")), "{text}");
         assert!(!text.contains("a.csv") && text.contains("--allow-changed-data"), "{text}");
         // Without the cache too: the checkpoint knows.
         fs::remove_dir_all(bench.path("runs/.data")).unwrap();
         bench.resume(&[], 2);
-        bench.put(&name, &before);
+        bench.write(&name, &before);
     }
     let text = bench.resume(&["--set", "data.train=['data/a.csv']"], 2);
     assert!(text.contains("`data.train` was 2 files"), "{text}");
     // A job that differs is told before its data is.
     let text = bench.resume(&["--set", "model.hidden=[4]"], 2);
     assert!(text.contains("model.hidden"), "{text}");
-    bench.put("data/b.csv", &bench.read("data/b.csv").replacen("1.1,", "2.1,", 1));
+    bench.write("data/b.csv", &bench.read("data/b.csv").replacen("1.1,", "2.1,", 1));
     bench.resume(&["--allow-changed-data", "--max-steps", "11", "-q"], 0);
     // From here on it is the data of the run.
     bench.resume(&["-q"], 0);
@@ -170,16 +170,16 @@ fn classes_and_vocabularies_belong_to_a_checkpoint() {
     let job = "
         [model]\nkind = 'gpt'\nlayers = 1\nwidth = 8\nheads = 1\ncontext = 8\n
         [data]\nkind = 'text'\ntrain = ['t.txt']\n[train]\nbatch_size = 4\nsteps = 8\n[checkpoint]\nevery_steps = 4\n";
-    let bench = Bench::new(job);
-    bench.put("t.txt", &"the quick brown fox ".repeat(30));
+    let bench = RunFixture::new(job);
+    bench.write("t.txt", &"the quick brown fox ".repeat(30));
     bench.fit(&["--run-dir", "run", "--max-steps", "4", "-q"], 0);
     let state: Value = serde_json::from_str(&bench.read("run/checkpoints/step-00000004/state.json")).unwrap();
     assert!(bench.path("run/checkpoints/step-00000004/tokenizer.json").exists());
     assert!(state["data"]["vocabulary"].as_u64().unwrap() > 10 && state["data"]["tokenizer"].is_string());
-    bench.put("t.txt", &"the quick brown fOx ".repeat(30));
+    bench.write("t.txt", &"the quick brown fOx ".repeat(30));
     let text = bench.resume(&[], 2);
     assert!(text.contains("t.txt` of `data.train` changed") && text.contains("vocabulary"), "{text}");
-    let classes = Bench::begun(JOB);
+    let classes = RunFixture::with_partial_run(JOB);
     let state: Value =
         serde_json::from_str(&classes.read("run/checkpoints/step-00000008/state.json")).unwrap();
     assert_eq!(state["data"]["classes"], serde_json::json!(["0", "1", "2"]));
@@ -188,7 +188,7 @@ fn classes_and_vocabularies_belong_to_a_checkpoint() {
 
 #[test]
 fn a_folder_in_use_is_refused_with_the_process() {
-    let bench = Bench::new(JOB);
+    let bench = RunFixture::new(JOB);
     for supervise in ["true", "false"] {
         let set = format!("memory.supervise={supervise}");
         let mut first = bench
@@ -207,7 +207,7 @@ fn a_folder_in_use_is_refused_with_the_process() {
             let output = bench.command(&["--resume", "run", "--max-steps", "1", "-q"]).output().unwrap();
             match output.status.code() {
                 Some(0) => break,
-                _ => assert!(exits(&output, 2).contains("in use")),
+                _ => assert!(assert_exit(&output, 2).contains("in use")),
             }
         }
         assert!(!bench.path("run/lock").exists());
@@ -218,13 +218,12 @@ fn a_folder_in_use_is_refused_with_the_process() {
 #[test]
 fn the_experiment_is_known_without_job_toml() {
     for damage in ["missing", "damaged", "other"] {
-        let bench = Bench::begun(JOB);
+        let bench = RunFixture::with_partial_run(JOB);
         match damage {
             "missing" => fs::remove_file(bench.path("run/job.toml")).unwrap(),
-            "damaged" => bench.put("run/job.toml", "[model"),
-            _ => {
-                bench.put("run/job.toml", &bench.read("run/job.toml").replace("hidden = [8]", "hidden = [4]"))
-            }
+            "damaged" => bench.write("run/job.toml", "[model"),
+            _ => bench
+                .write("run/job.toml", &bench.read("run/job.toml").replace("hidden = [8]", "hidden = [4]")),
         }
         let text = bench.resume(&["--set", "model.hidden=[4]"], 2);
         assert!(text.contains("`model.hidden` was [8] and is [4]"), "{damage}: {text}");
@@ -233,7 +232,7 @@ fn the_experiment_is_known_without_job_toml() {
         bench.resume(&["-q"], 0);
     }
     // All but the checkpoints is gone: it is a run all the same.
-    let bench = Bench::begun(JOB);
+    let bench = RunFixture::with_partial_run(JOB);
     for name in ["job.toml", "events.jsonl", "plan.json", "metrics.jsonl"] {
         fs::remove_file(bench.path("run").join(name)).unwrap();
     }
@@ -241,16 +240,16 @@ fn the_experiment_is_known_without_job_toml() {
     bench.resume(&["--set", "seed=4"], 2);
     bench.resume(&["-q"], 0);
     // Without a checkpoint the job of the folder is all there is.
-    let bench = Bench::begun(JOB);
+    let bench = RunFixture::with_partial_run(JOB);
     fs::remove_dir_all(bench.path("run/checkpoints")).unwrap();
-    bench.put("run/job.toml", "[model");
+    bench.write("run/job.toml", "[model");
     let text = bench.resume(&[], 2);
     assert!(text.contains("cannot be known"), "{text}");
 }
 
 #[test]
-fn damaged_events_block_no_resume_and_are_told() {
-    let bench = Bench::begun(JOB);
+fn damaged_events_block_no_resume_and_are_reported() {
+    let bench = RunFixture::with_partial_run(JOB);
     let mut lines: Vec<Vec<u8>> = fs::read(bench.path("run/events.jsonl"))
         .unwrap()
         .split(|b| *b == b'\n')
@@ -267,7 +266,7 @@ fn damaged_events_block_no_resume_and_are_told() {
 
 #[test]
 fn missing_markers_are_an_error_and_no_new_beginning() {
-    let bench = Bench::begun(JOB);
+    let bench = RunFixture::with_partial_run(JOB);
     for step in bench.checkpoints() {
         fs::remove_file(bench.path("run/checkpoints").join(step).join("DONE")).unwrap();
     }
@@ -276,7 +275,7 @@ fn missing_markers_are_an_error_and_no_new_beginning() {
     assert!(text.contains("no whole checkpoint is left") && text.contains("it has no DONE marker"), "{text}");
     assert_eq!(bench.checkpoints(), before, "nothing is removed");
     // One that is whole is enough, and the others are told.
-    let bench = Bench::begun(JOB);
+    let bench = RunFixture::with_partial_run(JOB);
     fs::remove_file(bench.path("run/checkpoints/step-00000008/DONE")).unwrap();
     let text = bench.resume(&[], 0);
     assert!(text.contains("at step 6") && text.contains("step-00000008: it has no DONE marker"), "{text}");
@@ -284,7 +283,7 @@ fn missing_markers_are_an_error_and_no_new_beginning() {
 
 #[test]
 fn a_resume_that_finds_nothing_says_so_and_the_newest_is_what_was_last_active() {
-    let bench = Bench::new(JOB);
+    let bench = RunFixture::new(JOB);
     let text = bench.fit(&["--resume", "--max-steps", "4"], 0);
     assert!(text.contains("there is no run to resume"), "{text}");
     let home = bench.path("runs/small");
@@ -306,16 +305,16 @@ fn a_resume_that_finds_nothing_says_so_and_the_newest_is_what_was_last_active() 
 fn an_evaluation_that_fails_costs_nothing() {
     let job =
         JOB.replace("every_steps = 4", "every_steps = 100").replace("steps = 12", "steps = 12\nema = 0.9");
-    let whole = Bench::new(&job);
+    let whole = RunFixture::new(&job);
     whole.fit(&["--run-dir", "run", "-q"], 0);
     // The process dies right after the checkpoint, before and while the validation set is read.
-    let bench = Bench::new(&job);
+    let bench = RunFixture::new(&job);
     let bad = bench.read("data/valid.csv");
-    bench.put("data/valid.csv", &bad.replace("\n1.1,", "\nx.1,"));
+    bench.write("data/valid.csv", &bad.replace("\n1.1,", "\nx.1,"));
     let text = bench.fit(&["--run-dir", "run"], 4);
     assert!(text.contains("valid.csv"), "{text}");
     assert_eq!(bench.checkpoints(), ["step-00000006"]);
-    bench.put("data/valid.csv", &bad);
+    bench.write("data/valid.csv", &bad);
     let text = bench.resume(&["--allow-changed-data"], 0);
     assert!(text.contains("at step 6"), "{text}");
     assert_eq!(outcome(&bench.path("run")), outcome(&whole.path("run")));
@@ -327,16 +326,16 @@ fn an_evaluation_that_fails_costs_nothing() {
 
 #[test]
 fn an_evaluation_that_was_not_kept_is_made_again() {
-    let whole = Bench::new(JOB);
+    let whole = RunFixture::new(JOB);
     whole.fit(&["--run-dir", "run", "-q"], 0);
-    let bench = Bench::new(JOB);
+    let bench = RunFixture::new(JOB);
     bench.fit(&["--run-dir", "run", "--max-steps", "6", "-q"], 0);
     fs::remove_file(bench.path("run/checkpoints/step-00000006/evaluated.json")).unwrap();
     bench.resume(&["-q"], 0);
     assert_eq!(outcome(&bench.path("run")), outcome(&whole.path("run")));
     let rows = bench.read("run/metrics.jsonl");
     assert_eq!(rows.lines().filter(|row| row.contains("valid.loss")).count(), 2, "each once: {rows}");
-    let best = |bench: &Bench| bench.events("finished").last().unwrap()["best_step"].clone();
+    let best = |bench: &RunFixture| bench.events("finished").last().unwrap()["best_step"].clone();
     assert_eq!(best(&bench), best(&whole));
 }
 
@@ -373,7 +372,7 @@ fn weights_that_are_not_finite_end_the_run_with_5_also_at_its_end() {
         &["train.steps=1", "train.precision=bf16", "checkpoint.every_steps=100"],
         &["train.steps=2", "optimizer.kind=adamw"],
     ] {
-        let bench = Bench::new(SHAPES);
+        let bench = RunFixture::new(SHAPES);
         let mut args =
             vec!["--run-dir", "run", "--set", "optimizer.lr=3e38", "--set", "optimizer.weight_decay=10"];
         sets.iter().for_each(|set| args.extend(["--set", set]));
@@ -394,7 +393,7 @@ fn weights_that_are_not_finite_end_the_run_with_5_also_at_its_end() {
 /// checkpoints out, and a resume begins with one of these.
 #[test]
 fn a_loss_that_explodes_in_f16_leaves_a_checkpoint_to_resume_from() {
-    let bench = Bench::new(SHAPES);
+    let bench = RunFixture::new(SHAPES);
     let sets = ["--set", "train.precision=f16", "-q"];
     bench.fit(&[&["--run-dir", "run", "--max-steps", "10"], &sets[..]].concat(), 0);
     let good = bench.checkpoints();
@@ -415,7 +414,7 @@ fn a_loss_that_explodes_in_f16_leaves_a_checkpoint_to_resume_from() {
 
 #[test]
 fn a_damaged_cache_is_made_again_and_nobody_is_blamed() {
-    let bench = Bench::new(JOB);
+    let bench = RunFixture::new(JOB);
     bench.fit(&["--run-dir", "whole", "-q"], 0);
     let cache = bench.path("runs/.data");
     let entries = names(&cache);
@@ -440,13 +439,13 @@ fn a_damaged_cache_is_made_again_and_nobody_is_blamed() {
 
 #[test]
 fn a_limit_on_file_sizes_is_a_full_disk() {
-    let bench = Bench::new(&SHAPES.replace("hidden = [16]", "hidden = [256]"));
+    let bench = RunFixture::new(&SHAPES.replace("hidden = [16]", "hidden = [256]"));
     let fit = bench.command(&["--run-dir", "run"]);
     let mut limited = Command::new("sh");
     // 64 KiB: enough for the first events, not for a checkpoint.
     limited.args(["-c", "ulimit -f 64 && exec \"$@\"", "sh"]).arg(fit.get_program()).args(fit.get_args());
     let output = limited.current_dir(bench.folder.path()).stdin(Stdio::null()).output().unwrap();
-    let text = exits(&output, 1);
+    let text = assert_exit(&output, 1);
     assert!(text.contains("File too large") && text.contains("hint: the disk"), "{text}");
     assert_eq!(bench.checkpoints(), [""; 0]);
     bench.resume(&["-q"], 0);
@@ -455,8 +454,8 @@ fn a_limit_on_file_sizes_is_a_full_disk() {
 /// A file system of 300 KiB, where the machine lets us make one.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_disk_without_room_for_the_checkpoints_is_told_before_the_first_step() {
-    let bench = Bench::new(&SHAPES.replace("hidden = [16]", "hidden = [128]"));
+fn a_disk_too_small_for_the_checkpoints_is_reported_before_the_first_step() {
+    let bench = RunFixture::new(&SHAPES.replace("hidden = [16]", "hidden = [128]"));
     let disk = bench.path("disk");
     fs::create_dir(&disk).unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=300k", "tmpfs"]).arg(&disk).status();
@@ -467,7 +466,7 @@ fn a_disk_without_room_for_the_checkpoints_is_told_before_the_first_step() {
     let output = bench.command(&["--run-dir", "disk/run"]).output().unwrap();
     let kept = disk.join("run/checkpoints").exists() && !names(&disk.join("run/checkpoints")).is_empty();
     Command::new("umount").arg(&disk).status().unwrap();
-    let text = exits(&output, 1);
+    let text = assert_exit(&output, 1);
     assert!(
         text.contains("are free, and its checkpoints need") && text.contains("checkpoint.keep"),
         "{text}"
@@ -477,7 +476,7 @@ fn a_disk_without_room_for_the_checkpoints_is_told_before_the_first_step() {
 
 #[test]
 fn the_plan_says_what_the_disk_will_hold() {
-    let bench = Bench::new(SHAPES);
+    let bench = RunFixture::new(SHAPES);
     let mut plan = Command::new(env!("CARGO_BIN_EXE_trainer"));
     plan.args(["plan", "job.toml", "--json"]).current_dir(bench.folder.path());
     let plan: Value = serde_json::from_slice(&plan.output().unwrap().stdout).unwrap();

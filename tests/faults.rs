@@ -73,7 +73,7 @@ fn listing(folder: &Path) -> BTreeSet<PathBuf> {
 }
 
 /// What must be the same to the bit, and the names of all that is there.
-fn outcome(folder: &Path) -> (Vec<Vec<u8>>, Value, BTreeSet<PathBuf>) {
+fn final_state(folder: &Path) -> (Vec<Vec<u8>>, Value, BTreeSet<PathBuf>) {
     let run = folder.join("run");
     let last = run.join("checkpoints/step-00000003");
     let files = ["model.safetensors", "ema.safetensors", "optimizer.safetensors"];
@@ -85,7 +85,7 @@ fn outcome(folder: &Path) -> (Vec<Vec<u8>>, Value, BTreeSet<PathBuf>) {
     (files, Value::from(ends.to_vec()), listing(&run))
 }
 
-fn shim(folder: &Path) -> Option<PathBuf> {
+fn build_shim(folder: &Path) -> Option<PathBuf> {
     let library = folder.join("shim.so");
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/faults/shim.c");
     let mut build = Command::new("cc");
@@ -103,7 +103,7 @@ fn shim(folder: &Path) -> Option<PathBuf> {
 }
 
 /// A call as it is told apart from others: without the numbers of steps and of the call.
-fn kind(line: &str) -> String {
+fn call_kind(line: &str) -> String {
     let call = line.split_once(' ').unwrap().1;
     let place = call.split_once("run/").map_or(call, |(_, place)| place);
     let name = call.split(' ').next().unwrap();
@@ -113,7 +113,7 @@ fn kind(line: &str) -> String {
 #[test]
 fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
     let whole = job();
-    let Some(library) = shim(whole.path()) else { return };
+    let Some(library) = build_shim(whole.path()) else { return };
     let library = library.to_str().unwrap();
     let all = std::env::var("TRAINER_FAULT_SWEEP").is_ok_and(|value| value == "all");
     // Of the whole folder of the run where all are tried; else of its checkpoints.
@@ -122,7 +122,7 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
     let counting = [("LD_PRELOAD", library), ("SHIM_FOLDER", place), ("SHIM_LOG", log.to_str().unwrap())];
     let output = fit(whole.path(), &counting);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let wanted = outcome(whole.path());
+    let wanted = final_state(whole.path());
     let calls: Vec<String> = fs::read_to_string(log).unwrap().lines().map(String::from).collect();
     let names: BTreeSet<&str> = calls.iter().map(|call| call.split(' ').nth(1).unwrap()).collect();
     for name in ["open", "write", "fsync", "rename", "mkdir", "unlinkat", "read"] {
@@ -130,7 +130,7 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
     }
     // The last of each kind, which comes after the most that could be spoiled.
     let kinds: BTreeMap<String, usize> =
-        calls.iter().enumerate().map(|(i, call)| (kind(call), i + 1)).collect();
+        calls.iter().enumerate().map(|(i, call)| (call_kind(call), i + 1)).collect();
     let chosen: BTreeSet<usize> =
         if all { (1..=calls.len()).collect() } else { kinds.into_values().collect() };
     let cases: Vec<(usize, (&str, &str))> =
@@ -146,26 +146,26 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
             let resumed = fit(folder.path(), &[]);
             let text = String::from_utf8_lossy(&disturbed.stderr).into_owned();
             let code = disturbed.status.code();
-            let complain = |what: String| {
+            let add_failure = |what: String| {
                 wrong.lock().unwrap().push(format!("{name} at {}: {what}", calls[at - 1]));
             };
             // Killed, told, or of no consequence: never a panic.
             if !matches!((code, *how), (None, "kill") | (Some(0 | 1), "28" | "5"))
                 || text.contains("panicked")
             {
-                complain(format!("ended with {:?}: {text}", disturbed.status));
+                add_failure(format!("ended with {:?}: {text}", disturbed.status));
             }
             if !resumed.status.success() {
-                complain(format!("is not resumed: {}", String::from_utf8_lossy(&resumed.stderr)));
+                add_failure(format!("is not resumed: {}", String::from_utf8_lossy(&resumed.stderr)));
                 continue;
             }
-            let found = outcome(folder.path());
+            let found = final_state(folder.path());
             if found.0 != wanted.0 || found.1 != wanted.1 {
-                complain(format!("ends otherwise: {} and {}", found.1, wanted.1));
+                add_failure(format!("ends otherwise: {} and {}", found.1, wanted.1));
             }
             if found.2 != wanted.2 {
                 let left: Vec<_> = found.2.symmetric_difference(&wanted.2).collect();
-                complain(format!("leaves {left:?}"));
+                add_failure(format!("leaves {left:?}"));
             }
         }
     };

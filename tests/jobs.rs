@@ -86,7 +86,7 @@ fn a_plan_is_a_verdict_with_reasons() {
 }
 
 #[test]
-fn every_independent_mistake_is_told_at_once() {
+fn every_independent_mistake_is_reported_at_once() {
     let job = "nam = \"x\"\nseed = -1\n\n[model]\nkind = \"mlp\"\nhiden = [512, 256]\nactivation = \"rleu\"\n\
                dropout = 1.0\n\n[data]\nkind = \"shapes\"\nimage_size = \"28\"\nprefetch = \"8 gigs\"\n\n\
                [train]\nbatch_size = 0\nlr = 0.1\n\n[chekpoint]\nkeep = 3\n";
@@ -270,10 +270,10 @@ fn every_config_loads_and_its_resolved_job_is_the_same_job() {
 fn the_reference_page_is_fresh() {
     let path = root().join("docs/job.md");
     if std::env::var_os("TRAINER_UPDATE_SNAPSHOTS").is_some() {
-        fs::write(&path, job::page()).unwrap();
+        fs::write(&path, job::job_markdown()).unwrap();
     }
     let page = fs::read_to_string(&path).unwrap_or_default();
-    assert!(page == job::page(), "docs/job.md is stale: `trainer schema --markdown > docs/job.md`");
+    assert!(page == job::job_markdown(), "docs/job.md is stale: `trainer schema --markdown > docs/job.md`");
 }
 
 /// A change to a job's text.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::{Value, json};
-use trainer::data::{Batch, Key, Row, Slice, Values};
+use trainer::data::{BatchRow, BatchValues, HostBatch, SampleKey, SliceMut};
 use trainer::job::Job;
 use trainer::train::engine::{Engine, Ledgers};
 use trainer::train::setup::Setup;
@@ -24,7 +24,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-fn done(folder: &Path, args: &[&str]) -> String {
+fn run_ok(folder: &Path, args: &[&str]) -> String {
     let output = trainer(folder, args);
     let said = text(&output.stdout) + &text(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{args:?}: {said}");
@@ -59,17 +59,19 @@ fn job(folder: &Path, model: &str, data: &str, train: &str) {
 }
 
 /// Samples `ids` of the training set, as a loader gives them.
-fn batch(setup: &Setup, ids: &[u64]) -> Batch {
+fn batch(setup: &Setup, ids: &[u64]) -> HostBatch {
     let features = setup.features();
     let (inputs, targets) = (features.input_len(), features.target_len());
-    let mut batch = Batch::with_room(features, ids.len()).unwrap();
+    let mut batch = HostBatch::with_capacity(features, ids.len()).unwrap();
     batch.ids.extend(ids);
     for &id in ids {
         let (mut input, mut target) = (vec![0; inputs], vec![0; targets]);
-        let mut row = Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target), length: 0 };
-        setup.sets.train.read(id, Key { seed: 3, epoch: 0, sample: id }, &mut row).unwrap();
+        let mut row =
+            BatchRow { input: SliceMut::U32(&mut input), target: SliceMut::U32(&mut target), length: 0 };
+        setup.datasets.train.read(id, SampleKey { seed: 3, epoch: 0, sample: id }, &mut row).unwrap();
         batch.lengths.push(row.length);
-        let (Values::U32(inputs), Values::U32(targets)) = (&mut batch.inputs, &mut batch.targets) else {
+        let (BatchValues::U32(inputs), BatchValues::U32(targets)) = (&mut batch.inputs, &mut batch.targets)
+        else {
             unreachable!()
         };
         inputs.extend(input);
@@ -79,13 +81,13 @@ fn batch(setup: &Setup, ids: &[u64]) -> Batch {
 }
 
 /// The gradients of some micro-batches, and the loss and the weight of all.
-fn learned(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64) {
+fn accumulated_gradients(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64) {
     let engine = Engine::new(setup, Ledgers::new(setup, u64::MAX, None), 0, false).unwrap();
     let (mut loss, mut weight) = (0.0, 0.0);
     for ids in parts {
-        let tally = engine.learn(&batch(setup, ids), 1.0).unwrap().read().unwrap();
-        loss += tally.loss;
-        weight += tally.weight;
+        let metrics = engine.forward_backward(&batch(setup, ids), 1.0).unwrap().read().unwrap();
+        loss += metrics.loss;
+        weight += metrics.weight;
     }
     (engine.store.grads.flatten_all().unwrap().to_vec1().unwrap(), loss, weight)
 }
@@ -104,24 +106,28 @@ fn padding_changes_no_gradient() {
     ] {
         job(folder.path(), model, data, "batch_size = 5\nsteps = 1");
         let job = Job::load(&folder.path().join("job.toml"), &[]).unwrap();
-        let opening = trainer::data::Opening {
+        let opening = trainer::data::DatasetContext {
             cache: trainer::data::cache::Cache::at(folder.path().join("cache")),
             ..Default::default()
         };
         let setup = Setup::open(job, 1 << 30, &opening).unwrap();
-        assert_eq!(setup.shorter.len(), 3);
-        let (together, loss, weight) = learned(&setup, &[&[0, 1, 2, 3, 4]]);
+        assert_eq!(setup.bucket_networks.len(), 3);
+        let (together, loss, weight) = accumulated_gradients(&setup, &[&[0, 1, 2, 3, 4]]);
         let targets = if model == BERT { 5 } else { lengths.iter().sum::<usize>() - 5 };
         assert_eq!(weight, targets as f64, "padding does not count");
         for parts in
             [&[&[0][..], &[1], &[2], &[3], &[4]][..], &[&[0, 3], &[1, 2], &[4]], &[&[0, 1, 2, 3], &[4]]]
         {
-            let (apart, other_loss, other_weight) = learned(&setup, parts);
+            let (apart, other_loss, other_weight) = accumulated_gradients(&setup, parts);
             assert_eq!(weight, other_weight);
             assert!((loss - other_loss).abs() < 1e-4 * loss, "{model}: {loss} and {other_loss}");
-            let largest = together.iter().fold(0f32, |most, g| most.max(g.abs()));
-            let apart = together.iter().zip(&apart).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-            assert!(apart < 1e-5 * largest.max(1e-3), "{model} {parts:?}: {apart} of {largest}");
+            let max_gradient = together.iter().fold(0f32, |most, g| most.max(g.abs()));
+            let max_difference =
+                together.iter().zip(&apart).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+            assert!(
+                max_difference < 1e-5 * max_gradient.max(1e-3),
+                "{model} {parts:?}: {max_difference} of {max_gradient}"
+            );
         }
     }
 }
@@ -162,19 +168,19 @@ fn a_chat_is_trained_on_and_its_tokenizer_left_with_the_run() {
         );
         let run = format!("run-{pack}");
         let characters = ["--set", "data.tokens=characters", "--run-dir", &run, "-q"];
-        done(folder.path(), &[&["fit", "job.toml"], &characters[..]].concat());
+        run_ok(folder.path(), &[&["fit", "job.toml"], &characters[..]].concat());
         let tokenizer: Value =
             serde_json::from_slice(&fs::read(folder.path().join(run).join("tokenizer.json")).unwrap())
                 .unwrap();
         assert_eq!(tokenizer["model"]["vocab"]["\n"], 0);
     }
-    let said = done(folder.path(), &["check", "job.toml", "--set", "data.pack=false"]);
+    let said = run_ok(folder.path(), &["check", "job.toml", "--set", "data.pack=false"]);
     assert!(said.contains("64 tokens of 256"), "{said}");
 }
 
 /// What is wrong with files of every kind ends with exit code 4 and a sentence, and what the job says of them with 2.
 #[test]
-fn what_is_wrong_with_the_files_is_said() {
+fn errors_in_data_files_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     fs::write(path("odd.bin"), [1, 2, 3]).unwrap();

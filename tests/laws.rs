@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
-use trainer::job::{Job, Rung};
-use trainer::memory::plan::Verdict;
+use trainer::job::{Job, OomAction};
+use trainer::memory::plan::PlanVerdict;
 use trainer::train::setup::Setup;
 
 const UPDATES: usize = 50;
@@ -18,7 +18,7 @@ const UPDATES: usize = 50;
 const TOLERANCE: f64 = 1e-5;
 
 /// The ask for memory that is refused, some updates after the first.
-const FAULT: &str = "TRAINER_FAULT_ASK";
+const FAULT_ENV: &str = "TRAINER_FAULT_ASK";
 
 /// Models small enough for fifty updates in seconds, with activations that are worth saving: name, `[model]`,
 /// `[data]`, samples in an update, the ask that is refused.
@@ -27,39 +27,39 @@ const FAULT: &str = "TRAINER_FAULT_ASK";
 /// many, and eighteen and more normalisations of a few values each, with a kink after every one, make of the last bit
 /// another gradient within some updates at a usual learning rate. What is proved of them is that nothing but that bit
 /// differs; that bits are equal where the split is, is proved all the same.
-const KINDS: [(&str, &str, &str, usize, u64); 9] = [
-    ("mlp", "hidden = [128, 128, 128, 128]\nactivation = 'gelu'\ndropout = 0.1", PICTURES, 1024, 900),
-    (
-        "cnn",
-        "stages = [{ channels = 8 }, { channels = 16 }]\nhidden = [16]\ndropout = 0.1",
-        PICTURES,
-        256,
-        900,
-    ),
+const MODELS: [(&str, &str, &str, usize, u64); 9] = [
+    ("mlp", "hidden = [128, 128, 128, 128]\nactivation = 'gelu'\ndropout = 0.1", IMAGES, 1024, 900),
+    ("cnn", "stages = [{ channels = 8 }, { channels = 16 }]\nhidden = [16]\ndropout = 0.1", IMAGES, 256, 900),
     ("gpt", "layers = 3\nheads = 2\nwidth = 32\ncontext = 32\ndropout = 0.1", TOKENS, 24, 1500),
     ("llama", "layers = 3\nheads = 2\nkv_heads = 1\nwidth = 32\nhidden = 64\ncontext = 32", TOKENS, 24, 1500),
-    ("bert", "layers = 3\nheads = 2\nwidth = 32\nhidden = 64\ncontext = 32\ndropout = 0.1", TEXTS, 24, 1500),
-    ("vit", "patch = 4\nlayers = 3\nheads = 2\nwidth = 32\ndropout = 0.1", PICTURES, 48, 1500),
-    ("resnet", "depth = 18\nstem = 'imagenet'\nnorm_group = 8", LARGE_PICTURES, 16, 1500),
-    ("mobilenet", "width = 0.1\nstem = 'small'\nnorm_group = 8", LARGE_PICTURES, 16, 1500),
+    (
+        "bert",
+        "layers = 3\nheads = 2\nwidth = 32\nhidden = 64\ncontext = 32\ndropout = 0.1",
+        LABELED_TOKENS,
+        24,
+        1500,
+    ),
+    ("vit", "patch = 4\nlayers = 3\nheads = 2\nwidth = 32\ndropout = 0.1", IMAGES, 48, 1500),
+    ("resnet", "depth = 18\nstem = 'imagenet'\nnorm_group = 8", LARGE_IMAGES, 16, 1500),
+    ("mobilenet", "width = 0.1\nstem = 'small'\nnorm_group = 8", LARGE_IMAGES, 16, 1500),
     (
         "layers",
         "layers = [{ kind = 'conv', channels = 8, padding = 1 }, { kind = 'batch_norm', group = 16 }, { kind = 'relu' }, \
          { kind = 'residual', layers = [{ kind = 'conv', channels = 8, padding = 1 }, { kind = 'gelu' }] }, \
          { kind = 'max_pool' }, { kind = 'dropout', p = 0.1 }, { kind = 'flatten' }]",
-        PICTURES,
+        IMAGES,
         128,
         900,
     ),
 ];
 
-const PICTURES: &str = "kind = 'shapes'\nimage_size = 16";
-const LARGE_PICTURES: &str = "kind = 'shapes'\nimage_size = 32";
+const IMAGES: &str = "kind = 'shapes'\nimage_size = 16";
+const LARGE_IMAGES: &str = "kind = 'shapes'\nimage_size = 32";
 const TOKENS: &str = "kind = 'text-synthetic'\nvocab = 32";
-const TEXTS: &str = "kind = 'text-synthetic'\nvocab = 32\nclasses = 4";
+const LABELED_TOKENS: &str = "kind = 'text-synthetic'\nvocab = 32\nclasses = 4";
 
 fn job(kind: usize) -> String {
-    let (name, model, data, samples, _) = KINDS[kind];
+    let (name, model, data, samples, _) = MODELS[kind];
     let tiny_steps = ["resnet", "mobilenet"].contains(&name);
     format!(
         "name = '{name}'\nseed = 3\n[model]\nkind = '{name}'\n{model}\n[data]\n{data}\ntrain_samples = {}\n\
@@ -72,7 +72,7 @@ fn job(kind: usize) -> String {
 
 /// Settings under which the plan both splits and recomputes; where one of them is always faster alone, settings that
 /// force the one, and settings that force the other.
-fn tight(path: &Path) -> Vec<Vec<String>> {
+fn tight_settings(path: &Path) -> Vec<Vec<String>> {
     let job = Job::load(path, &[]).unwrap();
     let plan = |ram| Setup::new(job.clone(), ram).unwrap().plan(ram);
     let (most, least) = (plan(1 << 40).peak.ram_bytes, plan(1).peak.ram_bytes);
@@ -80,7 +80,7 @@ fn tight(path: &Path) -> Vec<Vec<String>> {
     let both = (1..steps).map(|i| most - (most - least) * i / steps).find(|&ram| {
         let plan = plan(ram);
         let chosen = &plan.chosen;
-        plan.verdict == Verdict::FitsAfterShrink && chosen.accumulation_steps > 1 && chosen.recompute > 0
+        plan.verdict == PlanVerdict::FitsAfterShrink && chosen.accumulation_steps > 1 && chosen.recompute > 0
     });
     let ram = |bytes: u64| format!("memory.ram={bytes}B");
     let only = |rung: &str| format!("memory.on_oom=[\"{rung}\"]");
@@ -89,16 +89,16 @@ fn tight(path: &Path) -> Vec<Vec<String>> {
     }
     let mut settings = vec![vec![ram((most + least) / 2), only("shrink")]];
     let mut job = job.clone();
-    job.memory.on_oom = vec![Rung::Recompute];
+    job.memory.on_oom = vec![OomAction::Recompute];
     // Where the peak is not in what blocks keep, no budget forces it; an out of memory does, below.
-    if Setup::new(job, most - 1).unwrap().plan(most - 1).verdict != Verdict::DoesNotFit {
+    if Setup::new(job, most - 1).unwrap().plan(most - 1).verdict != PlanVerdict::DoesNotFit {
         settings.push(vec![ram(most - 1), only("recompute")]);
     }
     settings
 }
 
 /// What a run leaves: losses, samples, weights and optimizer state, and its out of memories.
-struct Left {
+struct RunArtifacts {
     losses: Vec<f64>,
     digest: String,
     tensors: [Vec<u8>; 2],
@@ -106,12 +106,12 @@ struct Left {
     planned: (u64, u64),
 }
 
-fn run(folder: &Path, name: &str, fault: Option<u64>, sets: &[String]) -> Left {
+fn run(folder: &Path, name: &str, fault: Option<u64>, sets: &[String]) -> RunArtifacts {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
     command.env("TRAINER_PROCESS_BYTES", "0");
     command.args(["fit", "job.toml", "-q", "--run-dir", name]).current_dir(folder).stdin(Stdio::null());
     command.args(sets.iter().flat_map(|set| ["--set", set]));
-    command.envs(fault.map(|ask| (FAULT, ask.to_string())));
+    command.envs(fault.map(|ask| (FAULT_ENV, ask.to_string())));
     let output = command.output().unwrap();
     assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     let run = folder.join(name);
@@ -120,7 +120,7 @@ fn run(folder: &Path, name: &str, fault: Option<u64>, sets: &[String]) -> Left {
     let named = |name: &'static str| events.iter().filter(move |event| event["event"] == name);
     let chosen = &named("planned").next().unwrap()["plan"]["chosen"];
     let newest = run.join(format!("checkpoints/step-{UPDATES:08}"));
-    Left {
+    RunArtifacts {
         losses: named("step").map(|step| step["loss"].as_f64().unwrap()).collect(),
         digest: named("finished").next().unwrap()["samples_digest"].as_str().unwrap().to_owned(),
         tensors: ["model", "optimizer"]
@@ -130,28 +130,29 @@ fn run(folder: &Path, name: &str, fault: Option<u64>, sets: &[String]) -> Left {
     }
 }
 
-fn furthest(a: &Left, b: &Left) -> f64 {
+fn max_loss_difference(a: &RunArtifacts, b: &RunArtifacts) -> f64 {
     assert_eq!((a.losses.len(), b.losses.len()), (UPDATES, UPDATES));
     a.losses.iter().zip(&b.losses).map(|(a, b)| (a - b).abs() / a.abs()).fold(0.0, f64::max)
 }
 
 /// Runs a model in three ways and gives how far the losses of the tight one were from those of the ample one.
-fn prove(kind: usize) -> f64 {
-    let (name, _, _, _, fault) = KINDS[kind];
+fn compare_under_tight_memory(kind: usize) -> f64 {
+    let (name, _, _, _, fault) = MODELS[kind];
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("job.toml");
     fs::write(&path, job(kind)).unwrap();
     let ample = run(folder.path(), "ample", None, &[]);
     assert!(ample.ooms.is_empty() && ample.planned == (1, 0), "{name}: ample is ample");
-    let on_the_way =
-        |left: &Left| !left.ooms.is_empty() && left.ooms.iter().all(|&s| 0 < s && s < UPDATES as u64 - 1);
+    let on_the_way = |left: &RunArtifacts| {
+        !left.ooms.is_empty() && left.ooms.iter().all(|&s| 0 < s && s < UPDATES as u64 - 1)
+    };
     let (mut split, mut apart) = (false, 0.0f64);
-    for (i, sets) in tight(&path).iter().enumerate() {
+    for (i, sets) in tight_settings(&path).iter().enumerate() {
         let tight = run(folder.path(), &format!("tight-{i}"), (i == 0).then_some(fault), sets);
         split |= tight.planned.0 > 1;
         assert!(i > 0 || on_the_way(&tight), "{name}: an out of memory on the way, {:?}", tight.ooms);
         assert_eq!(tight.digest, ample.digest, "{name}: the same samples in the same order");
-        apart = apart.max(furthest(&ample, &tight));
+        apart = apart.max(max_loss_difference(&ample, &tight));
     }
     assert!(split, "{name}: the budget splits updates");
 
@@ -170,12 +171,12 @@ fn fifty_updates_are_the_same_experiment_in_any_memory() {
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                while let Some((name, ..)) = KINDS.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some((name, ..)) = MODELS.get(next.fetch_add(1, Ordering::Relaxed)) {
                     if !name.contains(&only) {
                         continue;
                     }
-                    let kind = KINDS.iter().position(|(other, ..)| other == name).unwrap();
-                    let apart = prove(kind);
+                    let kind = MODELS.iter().position(|(other, ..)| other == name).unwrap();
+                    let apart = compare_under_tight_memory(kind);
                     println!("{name}: losses differ by {apart:.1e} at most");
                     found.lock().unwrap().push((name, apart));
                 }

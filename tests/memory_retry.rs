@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use trainer::job::Job;
-use trainer::memory::Fault;
-use trainer::memory::pressure::Watch;
-use trainer::report::{Events, Reporter, Sink};
+use trainer::memory::InjectedOom;
+use trainer::memory::pressure::PressureMonitor;
+use trainer::report::{EventLog, Reporter, Sink};
 use trainer::train::Failure;
-use trainer::train::event::Record;
-use trainer::train::folder::{Folder, Wish};
-use trainer::train::run::{self, Ended, Options};
+use trainer::train::event::EventRecord;
+use trainer::train::run::{self, RunOptions, RunOutcome};
+use trainer::train::run_dir::{RequestedRun, RunDir};
 
 /// Two updates of four samples, in both a dropout that a retry must not draw anew and an average it must not
 /// move twice.
@@ -61,54 +61,65 @@ steps = 2
 every_steps = 1
 ";
 
-struct Run {
+struct FinishedRun {
     folder: PathBuf,
-    result: Result<Ended, Failure>,
+    result: Result<RunOutcome, Failure>,
 }
 
-fn train(text: &str, sets: &[&str], folder: &Path, options: Options) -> Run {
-    train_seen(text, sets, folder, options, None)
+fn train(text: &str, sets: &[&str], folder: &Path, options: RunOptions) -> FinishedRun {
+    train_observed(text, sets, folder, options, None)
 }
 
 /// `seen` hears every event as it happens.
-fn train_seen(text: &str, sets: &[&str], folder: &Path, options: Options, seen: Option<Hear>) -> Run {
+fn train_observed(
+    text: &str,
+    sets: &[&str],
+    folder: &Path,
+    options: RunOptions,
+    seen: Option<RecordCallback>,
+) -> FinishedRun {
     let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
     let job = Job::parse(text, "job.toml".as_ref(), &sets).unwrap_or_else(|e| panic!("{e}"));
-    let wish = Wish { run_dir: Some(folder.to_owned()), resume: Some(None) };
+    let wish = RequestedRun { run_dir: Some(folder.to_owned()), resume: Some(None) };
     let ram = 1 << 30;
-    let report = |folder: &Folder, _| {
-        let reporter = Reporter::default().truth(Events::open(&folder.events())?);
+    let report = |folder: &RunDir, _| {
+        let reporter = Reporter::default().with_required(EventLog::open(&folder.events())?);
         Ok(match seen {
-            Some(seen) => reporter.view(Seen(seen)),
+            Some(seen) => reporter.with_optional(CallbackSink(seen)),
             None => reporter,
         })
     };
-    let result = run::fit(job, Options { wish, ram, ..options }, report);
-    Run { folder: folder.to_owned(), result }
+    let result = run::fit(job, RunOptions { requested: wish, ram, ..options }, report);
+    FinishedRun { folder: folder.to_owned(), result }
 }
 
-type Hear = Box<dyn FnMut(&Record) + Send>;
+type RecordCallback = Box<dyn FnMut(&EventRecord) + Send>;
 
-struct Seen(Hear);
+struct CallbackSink(RecordCallback);
 
-impl Sink for Seen {
+impl Sink for CallbackSink {
     fn name(&self) -> String {
         "seen".into()
     }
-    fn record(&mut self, record: &Record) -> io::Result<()> {
+    fn record(&mut self, record: &EventRecord) -> io::Result<()> {
         (self.0)(record);
         Ok(())
     }
 }
 
-fn faults(asks: &[u64]) -> Options {
-    Options { fault: Some(Fault::At(asks.to_vec())), ..Options::default() }
+fn fail_requests(requests: &[u64]) -> RunOptions {
+    RunOptions { injected_oom: Some(InjectedOom::At(requests.to_vec())), ..RunOptions::default() }
 }
 
-impl Run {
+impl FinishedRun {
     #[track_caller]
     fn done(self) -> Self {
-        assert!(matches!(self.result, Ok(Ended::Done)), "{}: {:?}", self.folder.display(), self.result.err());
+        assert!(
+            matches!(self.result, Ok(RunOutcome::Done)),
+            "{}: {:?}",
+            self.folder.display(),
+            self.result.err()
+        );
         self
     }
 
@@ -154,7 +165,7 @@ impl Run {
 /// Sums in another order differ in the last bits; AdamW divides a first gradient by its own size, so those
 /// bits can weigh as much as its learning rate of 1e-3 allows where a gradient is nearly zero.
 #[track_caller]
-fn assert_near(a: &Run, b: &Run) {
+fn assert_near(a: &FinishedRun, b: &FinishedRun) {
     for ((name, a), (_, b)) in a.weights().iter().zip(&b.weights()) {
         let far = a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(far <= 2e-5, "{name} differs by {far}");
@@ -163,52 +174,53 @@ fn assert_near(a: &Run, b: &Run) {
 
 /// Fails every ask of a run in turn. The run ends with the same samples and the same weights: to the bit
 /// where the updates were split alike, and to rounding otherwise.
-fn every_ask(text: &str, whole: u64) {
+fn fail_every_request(text: &str, whole: u64) {
     let home = tempfile::tempdir().unwrap();
     let with = |split: u64| {
         let sets =
             [format!("train.batch_size={split}"), format!("train.accumulation_steps={}", whole / split)];
         let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
-        train(text, &sets, &home.path().join(format!("split-{split}")), Options::default()).done()
+        train(text, &sets, &home.path().join(format!("split-{split}")), RunOptions::default()).done()
     };
     let reference = with(whole);
     let halves = with(whole / 2);
     let mut phases: BTreeMap<String, u64> = BTreeMap::new();
-    let (mut exact, mut ask) = (0, 0);
+    let (mut exact, mut request) = (0, 0);
     loop {
-        ask += 1;
-        let run = train(text, &[], &home.path().join(format!("ask-{ask}")), faults(&[ask])).done();
+        request += 1;
+        let run =
+            train(text, &[], &home.path().join(format!("ask-{request}")), fail_requests(&[request])).done();
         let ooms = run.named("oom");
         let Some(oom) = ooms.first() else { break };
-        assert_eq!(ooms.len(), 1, "ask {ask}");
+        assert_eq!(ooms.len(), 1, "ask {request}");
         *phases.entry(oom["phase"].as_str().unwrap().to_owned()).or_default() += 1;
-        assert_eq!(run.digest(), reference.digest(), "ask {ask}: the same samples");
+        assert_eq!(run.digest(), reference.digest(), "ask {request}: the same samples");
         let splits = run.splits();
         let same = [&reference, &halves].into_iter().find(|r| r.splits() == splits);
         match same {
             Some(same) => {
-                assert!(same.bytes() == run.bytes(), "ask {ask}: the same to the bit as {splits:?}");
+                assert!(same.bytes() == run.bytes(), "ask {request}: the same to the bit as {splits:?}");
                 exact += 1;
             }
             None => assert_near(&run, &reference),
         }
         fs::remove_dir_all(&run.folder).unwrap();
     }
-    println!("{} asks failed in turn, {exact} ended the same to the bit: {phases:?}", ask - 1);
+    println!("{} asks failed in turn, {exact} ended the same to the bit: {phases:?}", request - 1);
     for phase in ["start", "forward", "backward", "update", "eval", "checkpoint"] {
         assert!(phases.contains_key(phase), "{phase} asked for nothing: {phases:?}");
     }
-    assert!(exact > 0 && exact < ask - 1);
+    assert!(exact > 0 && exact < request - 1);
 }
 
 #[test]
-fn an_out_of_memory_at_every_single_ask_ends_with_the_same_weights() {
-    every_ask(MLP, 4);
+fn an_oom_at_any_reservation_ends_with_the_same_weights() {
+    fail_every_request(MLP, 4);
 }
 
 #[test]
-fn an_out_of_memory_at_every_single_ask_leaves_statistics_as_they_would_be() {
-    every_ask(CNN, 8);
+fn an_oom_at_any_reservation_leaves_running_statistics_unchanged() {
+    fail_every_request(CNN, 8);
 }
 
 /// A long run that lost memory once: it goes back to the plan's micro-batch after sixteen quiet updates.
@@ -217,11 +229,11 @@ const LONG: [&str; 3] = ["train.steps=40", "eval.every_steps=100", "checkpoint.e
 #[test]
 fn memory_that_comes_back_is_used_again_also_after_a_resume() {
     let home = tempfile::tempdir().unwrap();
-    let run = |name: &str, sets: &[&str], options: Options| {
+    let run = |name: &str, sets: &[&str], options: RunOptions| {
         train(MLP, &[&LONG, sets].concat(), &home.path().join(name), options).done()
     };
-    let reference = run("reference", &[], Options::default());
-    let disturbed = run("disturbed", &[], faults(&[40]));
+    let reference = run("reference", &[], RunOptions::default());
+    let disturbed = run("disturbed", &[], fail_requests(&[40]));
     let (shrunk, grown) = (disturbed.named("shrunk"), disturbed.named("grown"));
     assert_eq!((shrunk.len(), grown.len()), (1, 1));
     let (down, up) = (shrunk[0]["step"].as_u64().unwrap(), grown[0]["step"].as_u64().unwrap());
@@ -233,9 +245,9 @@ fn memory_that_comes_back_is_used_again_also_after_a_resume() {
     assert_eq!(disturbed.digest(), reference.digest());
     assert_near(&disturbed, &reference);
     // Stopped while it is small, the run goes on as it would have: up at the same update, to the bit.
-    let stop = Options { max_steps: Some(down + 7), ..faults(&[40]) };
+    let stop = RunOptions { max_steps: Some(down + 7), ..fail_requests(&[40]) };
     run("resumed", &[], stop);
-    let resumed = run("resumed", &[], Options::default());
+    let resumed = run("resumed", &[], RunOptions::default());
     assert_eq!(resumed.named("grown")[0]["step"], up);
     assert!(resumed.bytes() == disturbed.bytes(), "a resumed run equals the undisturbed one");
     assert_eq!(resumed.named("finished")[1]["samples_digest"], disturbed.digest());
@@ -244,12 +256,13 @@ fn memory_that_comes_back_is_used_again_also_after_a_resume() {
 #[test]
 fn a_larger_plan_tried_in_vain_costs_an_update_and_longer_patience() {
     let home = tempfile::tempdir().unwrap();
-    let reference = train(MLP, &LONG, &home.path().join("reference"), Options::default()).done();
+    let reference = train(MLP, &LONG, &home.path().join("reference"), RunOptions::default()).done();
     // The update at which an ask is made rises with its number: find one in the update after the growth.
     let (mut low, mut high, mut tries) = (40, 4000, 0);
     let found = loop {
         let middle = (low + high) / 2;
-        let run = train(MLP, &LONG, &home.path().join(format!("{middle}")), faults(&[40, middle])).done();
+        let run =
+            train(MLP, &LONG, &home.path().join(format!("{middle}")), fail_requests(&[40, middle])).done();
         let (grown, ooms) = (run.named("grown"), run.named("oom"));
         let up = grown.first().map_or(u64::MAX, |grown| grown["step"].as_u64().unwrap());
         let late = ooms.get(1).map_or(u64::MAX, |oom| oom["step"].as_u64().unwrap());
@@ -279,18 +292,18 @@ fn a_larger_plan_tried_in_vain_costs_an_update_and_longer_patience() {
 fn pressure_takes_what_is_read_ahead_then_micro_batches_and_lets_go() {
     let home = tempfile::tempdir().unwrap();
     let sets = ["train.steps=90", "eval.every_steps=100", "data.workers=2"];
-    let reference = train(MLP, &sets, &home.path().join("reference"), Options::default()).done();
+    let reference = train(MLP, &sets, &home.path().join("reference"), RunOptions::default()).done();
     let file = home.path().join("reading");
     fs::write(&file, "1000 1000000").unwrap();
     let calm = file.clone();
-    let seen = move |record: &Record| {
+    let seen = move |record: &EventRecord| {
         if matches!(record.event, trainer::train::event::Event::Step { step: 5, .. }) {
             fs::write(&calm, "900000 1000000000000").unwrap();
         }
     };
-    let options = Options { watch: Watch::File(file), ..Options::default() };
+    let options = RunOptions { pressure_monitor: PressureMonitor::File(file), ..RunOptions::default() };
     // Calm is not enough: the larger plan needs room.
-    let run = train_seen(MLP, &sets, &home.path().join("tight"), options, Some(Box::new(seen))).done();
+    let run = train_observed(MLP, &sets, &home.path().join("tight"), options, Some(Box::new(seen))).done();
     assert_eq!(run.named("grown").len(), 0);
     let changes: Vec<String> =
         run.named("shrunk").iter().map(|event| event["change"].as_str().unwrap().to_owned()).collect();
@@ -309,42 +322,47 @@ fn pressure_takes_what_is_read_ahead_then_micro_batches_and_lets_go() {
     let file = home.path().join("reading");
     fs::write(&file, "1000 1000000").unwrap();
     let free = file.clone();
-    let seen = move |record: &Record| {
+    let seen = move |record: &EventRecord| {
         if matches!(record.event, trainer::train::event::Event::Step { step: 1, .. }) {
             fs::write(&free, "900000000000 1000000000000").unwrap();
         }
     };
-    let options = Options { watch: Watch::File(file), ..Options::default() };
-    let run = train_seen(MLP, &sets, &home.path().join("free"), options, Some(Box::new(seen))).done();
+    let options = RunOptions { pressure_monitor: PressureMonitor::File(file), ..RunOptions::default() };
+    let run = train_observed(MLP, &sets, &home.path().join("free"), options, Some(Box::new(seen))).done();
     assert_eq!(run.named("shrunk").len(), 1);
     assert_eq!(run.named("grown")[0]["change"], "read ahead as planned");
     assert!(run.bytes() == reference.bytes(), "what is read ahead changes nothing");
 }
 
 #[test]
-fn when_nothing_is_left_the_first_failure_and_all_attempts_are_told() {
+fn when_nothing_is_left_the_first_failure_and_all_attempts_are_reported() {
     let home = tempfile::tempdir().unwrap();
     // Every ask after the permanent ones fails.
-    let fault = Some(Fault::At((10..2000).collect()));
-    let run = train(MLP, &[], &home.path().join("run"), Options { fault, ..Options::default() });
+    let fault = Some(InjectedOom::At((10..2000).collect()));
+    let run = train(
+        MLP,
+        &[],
+        &home.path().join("run"),
+        RunOptions { injected_oom: fault, ..RunOptions::default() },
+    );
     let Err(Failure::OutOfMemory { first, tried }) = &run.result else { panic!("{:?}", run.result) };
     assert!(tried.len() > 1 && tried.last().unwrap().then.is_none());
     assert!(tried[..tried.len() - 1].iter().all(|attempt| attempt.then.is_some()));
-    assert_eq!((&first.asker, first.bytes), (&tried[0].asker, tried[0].bytes));
+    assert_eq!((&first.requester, first.bytes), (&tried[0].asker, tried[0].bytes));
     let text = fs::read(run.folder.join("oom.json")).unwrap();
     let post: Value = serde_json::from_slice(&text).unwrap();
     assert_eq!(post["tried"].as_array().unwrap().len(), tried.len());
-    assert_eq!(post["first"]["asker"], *first.asker);
+    assert_eq!(post["first"]["asker"], *first.requester);
     let live = post["live"].as_array().unwrap();
     assert!(live.iter().any(|held| held["role"] == "weights" && held["name"] == "master weights"), "{post}");
     let held: u64 = live.iter().map(|held| held["bytes"].as_u64().unwrap()).sum();
-    assert_eq!(held + first.left, first.budget, "what is live is all that is held");
+    assert_eq!(held + first.available, first.budget, "what is live is all that is held");
     let needs = post["would_fit"]["ram_bytes"].as_u64().unwrap();
     assert!(needs > 0 && needs < first.budget && post["budget_bytes"] == first.budget);
     assert_eq!(run.named("failed").len(), 1);
     // Retries are bounded by the job, too.
-    let fault = Some(Fault::At((10..2000).collect()));
-    let options = Options { fault, ..Options::default() };
+    let fault = Some(InjectedOom::At((10..2000).collect()));
+    let options = RunOptions { injected_oom: fault, ..RunOptions::default() };
     let run = train(MLP, &["memory.max_retries=1"], &home.path().join("once"), options);
     let Err(Failure::OutOfMemory { tried, .. }) = &run.result else { panic!("{:?}", run.result) };
     assert_eq!(tried.len(), 2);

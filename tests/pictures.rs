@@ -17,7 +17,7 @@ fn png(height: usize, width: usize, pixel: impl Fn(usize) -> [u8; 4]) -> Vec<u8>
 }
 
 /// 60 pictures of three classes that differ in their colour.
-fn members() -> Vec<(String, Vec<u8>)> {
+fn image_files() -> Vec<(String, Vec<u8>)> {
     let colour = |i: usize| {
         let mut colour = [(i * 7 % 60) as u8; 4];
         colour[i % 3] = 200;
@@ -29,7 +29,7 @@ fn members() -> Vec<(String, Vec<u8>)> {
 }
 
 fn write_folder(root: &Path) {
-    for (path, bytes) in members() {
+    for (path, bytes) in image_files() {
         fs::create_dir_all(root.join(&path).parent().unwrap()).unwrap();
         fs::write(root.join(path), bytes).unwrap();
     }
@@ -71,7 +71,7 @@ fn folders_and_archives_are_learned_augmented_and_mixed() {
     let root = folder.path();
     write_folder(&root.join("set"));
     let mut archive = tar::Builder::new(Vec::new());
-    for (path, bytes) in members() {
+    for (path, bytes) in image_files() {
         let mut header = tar::Header::new_gnu();
         header.set_size(bytes.len() as u64);
         archive.append_data(&mut header, path, &bytes[..]).unwrap();
@@ -96,7 +96,7 @@ fn folders_and_archives_are_learned_augmented_and_mixed() {
 }
 
 #[test]
-fn what_is_wrong_with_a_picture_or_a_job_is_told() {
+fn errors_in_images_and_jobs_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     write_folder(&root.join("set"));

@@ -90,7 +90,7 @@ fn what_is_advised_fits_when_it_is_applied() {
 
 /// A card that is not here: device and host apart, both checked, and the host takes what does not fit.
 #[test]
-fn a_card_that_is_not_here_is_planned_for() {
+fn a_gpu_that_is_not_here_is_planned_for() {
     let folder = folder(JOB);
     let path = folder.path();
     let (whole, code) = plan(path, &["--vram", "1GiB", "--ram", "1GiB"]);
@@ -151,8 +151,8 @@ fn optimizer_state_in_bytes_is_really_used() {
     fit("bytes", &["--resume"]);
     assert!(state("bytes", 4) * 3 < state("floats", 2));
     let (less, _) = plan(path, &["--ram", "1MiB", "--set", "memory.on_oom=[\"shrink\"]"]);
-    let room = format!("memory.ram={}B", bytes(&less, "/peak/ram_bytes") + (1 << 20));
-    fit("floats", &["--resume", "--set", &room, "--set", "memory.on_oom=[\"shrink\", \"optimizer-8bit\"]"]);
+    let budget = format!("memory.ram={}B", bytes(&less, "/peak/ram_bytes") + (1 << 20));
+    fit("floats", &["--resume", "--set", &budget, "--set", "memory.on_oom=[\"shrink\", \"optimizer-8bit\"]"]);
     assert_eq!(state("floats", 4), state("floats", 2));
 }
 

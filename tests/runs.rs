@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
-use trainer::random::{Random, stream};
+use trainer::random::{RngKey, stream_id};
 
 /// Small enough for a second, long enough to be disturbed: 64 updates of 16 samples.
 const JOB: &str = "\
@@ -76,7 +76,7 @@ fn named<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
 }
 
 /// What must not depend on any disturbance: the last checkpoint's tensors, the metrics, the samples seen.
-fn outcome(run: &Path) -> (Vec<u8>, Vec<u8>, Value, Value) {
+fn final_state(run: &Path) -> (Vec<u8>, Vec<u8>, Value, Value) {
     let checkpoints: BTreeSet<PathBuf> =
         fs::read_dir(run.join("checkpoints")).unwrap().map(|entry| entry.unwrap().path()).collect();
     let newest = checkpoints.last().unwrap();
@@ -89,9 +89,9 @@ fn outcome(run: &Path) -> (Vec<u8>, Vec<u8>, Value, Value) {
 }
 
 /// The outcome of the job undisturbed.
-fn undisturbed(folder: &Path) -> (Vec<u8>, Vec<u8>, Value, Value) {
+fn reference_run(folder: &Path) -> (Vec<u8>, Vec<u8>, Value, Value) {
     assert_exit(&fit(folder, &["--run-dir", "undisturbed", "-q"]), 0);
-    outcome(&folder.join("undisturbed"))
+    final_state(&folder.join("undisturbed"))
 }
 
 #[track_caller]
@@ -165,7 +165,7 @@ fn a_run_leaves_everything_behind() {
 #[test]
 fn two_runs_of_one_seed_are_equal_to_the_bit() {
     let folder = folder();
-    let first = undisturbed(folder.path());
+    let first = reference_run(folder.path());
     assert_exit(
         &fit(
             folder.path(),
@@ -173,9 +173,9 @@ fn two_runs_of_one_seed_are_equal_to_the_bit() {
         ),
         0,
     );
-    assert_same(&first, &outcome(&folder.path().join("again")));
+    assert_same(&first, &final_state(&folder.path().join("again")));
     assert_exit(&fit(folder.path(), &["--run-dir", "other", "-q", "--set", "seed=8"]), 0);
-    assert!(first.0 != outcome(&folder.path().join("other")).0, "another seed is another run");
+    assert!(first.0 != final_state(&folder.path().join("other")).0, "another seed is another run");
 }
 
 #[test]
@@ -195,12 +195,12 @@ fn a_folder_is_refused_without_resume_and_another_experiment_with_it() {
 #[test]
 fn max_steps_and_then_the_rest_is_the_whole() {
     let folder = folder();
-    let whole = undisturbed(folder.path());
+    let whole = reference_run(folder.path());
     assert_exit(&fit(folder.path(), &["--run-dir", "run", "-q", "--max-steps", "13"]), 0);
     let events_so_far = events(&folder.path().join("run"));
     assert_eq!(named(&events_so_far, "finished")[0]["steps"], 13);
     assert_exit(&fit(folder.path(), &["--run-dir", "run", "-q", "--resume"]), 0);
-    assert_same(&whole, &outcome(&folder.path().join("run")));
+    assert_same(&whole, &final_state(&folder.path().join("run")));
 }
 
 #[test]
@@ -236,10 +236,10 @@ fn start_and_wait(folder: &Path, args: &[&str], lines: usize) -> Child {
 fn killed_at_any_point_and_resumed_ends_the_same() {
     let trials: u64 = std::env::var("TRAINER_KILL_TRIALS").map_or(5, |n| n.parse().unwrap());
     let folder = folder();
-    let whole = undisturbed(folder.path());
+    let whole = reference_run(folder.path());
     let run = folder.path().join("run");
     for trial in 0..trials {
-        let random = Random::new(trial, stream("kill"));
+        let random = RngKey::new(trial, stream_id("kill"));
         let _ = fs::remove_dir_all(&run);
         let mut kills = 0;
         // Kills it a few times at events chosen at random, a random moment after them, then lets it end.
@@ -258,7 +258,7 @@ fn killed_at_any_point_and_resumed_ends_the_same() {
         if named(&events_or_none(&run), "finished").is_empty() {
             assert_exit(&fit(folder.path(), &["--run-dir", "run", "--resume", "-q"]), 0);
         }
-        assert_same(&whole, &outcome(&run));
+        assert_same(&whole, &final_state(&run));
         println!("trial {trial}: killed {kills} times, same weights, metrics and samples");
     }
 }
@@ -274,7 +274,7 @@ fn events_or_none(run: &Path) -> Vec<Value> {
 fn signals_finish_the_update_and_write_a_checkpoint() {
     use rustix::process::{Pid, Signal, kill_process};
     let folder = folder();
-    let whole = undisturbed(folder.path());
+    let whole = reference_run(folder.path());
     for (signal, code, name) in [(Signal::INT, 130, "SIGINT"), (Signal::TERM, 143, "SIGTERM")] {
         let run = folder.path().join("run");
         let _ = fs::remove_dir_all(&run);
@@ -288,14 +288,14 @@ fn signals_finish_the_update_and_write_a_checkpoint() {
         let step = stopped["step"].as_u64().unwrap();
         assert!(run.join(format!("checkpoints/step-{step:08}/DONE")).exists());
         assert_exit(&fit(folder.path(), &["--run-dir", "run", "--resume", "-q"]), 0);
-        assert_same(&whole, &outcome(&run));
+        assert_same(&whole, &final_state(&run));
     }
 }
 
 #[test]
-fn a_damaged_checkpoint_is_told_and_the_one_before_is_used() {
+fn a_damaged_checkpoint_is_reported_and_the_one_before_is_used() {
     let folder = folder();
-    let whole = undisturbed(folder.path());
+    let whole = reference_run(folder.path());
     assert_exit(&fit(folder.path(), &["--run-dir", "run", "-q", "--max-steps", "12"]), 0);
     let run = folder.path().join("run");
     let newest = run.join("checkpoints/step-00000012/model.safetensors");
@@ -314,7 +314,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_is_used() {
         resumed["skipped"][0].as_str().unwrap().contains("model.safetensors does not match its checksum")
     );
     assert!(String::from_utf8_lossy(&output.stderr).contains("does not match its checksum"));
-    assert_same(&whole, &outcome(&run));
+    assert_same(&whole, &final_state(&run));
     // With none left whole, nothing is begun over what is there.
     for entry in fs::read_dir(run.join("checkpoints")).unwrap() {
         fs::write(entry.unwrap().path().join("state.json"), "{}").unwrap();
@@ -379,7 +379,7 @@ fn assert_near(a: &[f64], b: &[f64]) {
 #[test]
 fn a_smaller_budget_gives_the_same_experiment() {
     let folder = folder();
-    let whole = undisturbed(folder.path());
+    let whole = reference_run(folder.path());
     let plan = |ram: &str| -> Value {
         let output = command(folder.path(), &["plan", "job.toml", "--json", "--ram", ram]).output().unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
@@ -396,7 +396,7 @@ fn a_smaller_budget_gives_the_same_experiment() {
     let all = events(&run);
     let steps = named(&all, "step");
     assert!(steps[0]["micro_batch"].as_u64().unwrap() < 8);
-    assert_eq!(outcome(&run).3, whole.3, "the same samples in the same order");
+    assert_eq!(final_state(&run).3, whole.3, "the same samples in the same order");
     assert_near(&losses(&run), &losses(&folder.path().join("undisturbed")));
     let forbidden = fit(
         folder.path(),
@@ -406,22 +406,22 @@ fn a_smaller_budget_gives_the_same_experiment() {
 }
 
 #[test]
-fn an_out_of_memory_anywhere_is_survived_with_the_same_samples() {
+fn an_oom_anywhere_is_survived_with_the_same_samples() {
     let folder = folder();
-    let whole = undisturbed(folder.path());
+    let whole = reference_run(folder.path());
     let reference = losses(&folder.path().join("undisturbed"));
     let mut shrunk = 0;
-    for ask in [9, 17, 26, 40, 71, 333, 1500, 2900] {
-        let run = folder.path().join(format!("ask-{ask}"));
+    for request in [9, 17, 26, 40, 71, 333, 1500, 2900] {
+        let run = folder.path().join(format!("ask-{request}"));
         let output = command(folder.path(), &["fit", "job.toml", "-q", "--run-dir", run.to_str().unwrap()])
-            .env("TRAINER_FAULT_ASK", ask.to_string())
+            .env("TRAINER_FAULT_ASK", request.to_string())
             .output()
             .unwrap();
         assert_exit(&output, 0);
         let all = events(&run);
-        assert_eq!(named(&all, "oom").len(), 1, "ask {ask} failed once");
+        assert_eq!(named(&all, "oom").len(), 1, "ask {request} failed once");
         shrunk += named(&all, "shrunk").len();
-        assert_eq!(outcome(&run).3, whole.3, "ask {ask}: the same samples in the same order");
+        assert_eq!(final_state(&run).3, whole.3, "ask {request}: the same samples in the same order");
         assert_near(&losses(&run), &reference);
     }
     assert_eq!(shrunk, 8);
@@ -507,7 +507,7 @@ fn a_reader_that_goes_away_is_no_error() {
 }
 
 #[test]
-fn bad_data_is_told_with_the_file_before_anything_is_done() {
+fn bad_data_is_reported_with_the_file_before_anything_is_done() {
     let folder = folder();
     fs::write(folder.path().join("empty"), "").unwrap();
     // A header that promises five pictures, and three bytes of them.

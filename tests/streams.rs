@@ -8,34 +8,36 @@ use std::process::Command;
 use std::sync::Arc;
 
 use serde_json::Value;
-use trainer::data::split::split;
-use trainer::data::stream::{BLOCK, Block, Records, Shards, Streamed, cut};
-use trainer::data::{DataError, Features, Input, Key, Row, Target};
+use trainer::data::split::random_split;
+use trainer::data::streaming::{
+    BLOCK_BYTES, RecordBlock, ShardReader, ShardedDataset, StreamingDataset, cut_into_blocks,
+};
+use trainer::data::{BatchRow, DataError, Features, InputSpec, SampleKey, TargetSpec};
 use trainer::job::Job;
-use trainer::memory::measure::Counting;
-use trainer::random::Random;
-use trainer::report::{Events, Reporter};
+use trainer::memory::measure::CountingAllocator;
+use trainer::random::RngKey;
+use trainer::report::{EventLog, Reporter};
 use trainer::train::Failure;
-use trainer::train::folder::{Folder, Wish};
-use trainer::train::run::{self, Ended, Options};
-use trainer::train::sets::Sets;
+use trainer::train::datasets::Datasets;
+use trainer::train::run::{self, RunOptions, RunOutcome};
+use trainer::train::run_dir::{RequestedRun, RunDir};
 use trainer::train::setup::Setup;
 
 /// The run that is to stay within its memory is measured in a process of this program.
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// Files of rows of bytes, each with a class in its first byte.
-struct Rows {
+struct ByteRowShards {
     features: Features,
     files: Vec<PathBuf>,
-    blocks: Vec<Block>,
+    blocks: Vec<RecordBlock>,
     width: usize,
     /// Records that cannot be used.
     bad: Vec<u64>,
 }
 
-impl Rows {
+impl ByteRowShards {
     /// Writes `files` files of `rows` rows.
     fn new(folder: &Path, files: usize, rows: usize, width: usize, block: u64) -> Self {
         let names: Vec<PathBuf> = (0..files).map(|i| folder.join(format!("{i}.rows"))).collect();
@@ -43,7 +45,7 @@ impl Rows {
         for (i, name) in names.iter().enumerate() {
             let mut out = BufWriter::new(File::create(name).unwrap());
             for r in 0..rows {
-                let random = Random::new((i * rows + r) as u64, 0);
+                let random = RngKey::new((i * rows + r) as u64, 0);
                 row.chunks_mut(8).enumerate().for_each(|(i, some)| {
                     some.copy_from_slice(&random.bits(i as u64).to_le_bytes()[..some.len()]);
                 });
@@ -52,20 +54,21 @@ impl Rows {
             }
             out.flush().unwrap();
         }
-        let blocks =
-            (0..files as u32).flat_map(|shard| cut(shard, vec![width as u64; rows], block)).collect();
+        let blocks = (0..files as u32)
+            .flat_map(|shard| cut_into_blocks(shard, vec![width as u64; rows], block))
+            .collect();
         let names_of_classes = vec!["low".into(), "high".into()];
         let features = Features::new(
-            Input::Floats { shape: vec![width - 1] },
-            Target::Class { names: names_of_classes },
+            InputSpec::Floats { shape: vec![width - 1] },
+            TargetSpec::Class { names: names_of_classes },
         );
         Self { features, files: names, blocks, width, bad: Vec::new() }
     }
 }
 
-struct Open(BufReader<File>, usize);
+struct ByteRowReader(BufReader<File>, usize);
 
-impl Records for Open {
+impl ShardReader for ByteRowReader {
     fn next(&mut self, into: &mut Vec<u8>) -> Result<bool, DataError> {
         let before = into.len();
         into.resize(before + self.1, 0);
@@ -77,28 +80,34 @@ impl Records for Open {
     }
 }
 
-impl Shards for Rows {
+impl ShardedDataset for ByteRowShards {
     fn features(&self) -> &Features {
         &self.features
     }
 
-    fn blocks(&self) -> &[Block] {
+    fn blocks(&self) -> &[RecordBlock] {
         &self.blocks
     }
 
-    fn open(&self, shard: u32) -> Result<Box<dyn Records>, DataError> {
+    fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
         let file = File::open(&self.files[shard as usize]).unwrap();
-        Ok(Box::new(Open(BufReader::new(file), self.width)))
+        Ok(Box::new(ByteRowReader(BufReader::new(file), self.width)))
     }
 
-    fn decode(&self, record: &[u8], index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+    fn decode(
+        &self,
+        record: &[u8],
+        index: u64,
+        _: SampleKey,
+        into: &mut BatchRow<'_>,
+    ) -> Result<(), DataError> {
         if self.bad.contains(&index) {
             let (file, place) = (self.files[0].clone(), format!("record {index}"));
             return Err(DataError::Record { file, place, problem: "it is torn".into() });
         }
-        let values = into.input.f32().iter_mut().zip(&record[1..]);
+        let values = into.input.as_f32_mut().iter_mut().zip(&record[1..]);
         values.for_each(|(value, byte)| *value = f32::from(*byte) / 128.0 - 1.0);
-        into.target.u32()[0] = u32::from(record[0]);
+        into.target.as_u32_mut()[0] = u32::from(record[0]);
         Ok(())
     }
 }
@@ -132,20 +141,33 @@ fn job(sets: &[&str]) -> Job {
     Job::parse(JOB, "job.toml".as_ref(), &sets).unwrap_or_else(|e| panic!("{e}"))
 }
 
-fn buffer(job: &Job) -> u64 {
-    job.data.loading.shuffle_buffer.of(trainer::units::Bytes(0)).0
+fn shuffle_buffer_bytes(job: &Job) -> u64 {
+    job.data.loader.shuffle_buffer.resolve(trainer::units::Bytes(0)).0
 }
 
 /// Trains on nine tenths of the rows, in `folder`; goes on there if something is there.
-fn train(rows: Rows, job: Job, folder: &Path, ram: u64, max_steps: Option<u64>) -> Result<Ended, Failure> {
-    let whole = Arc::new(Streamed::new(Arc::new(rows), buffer(&job)));
-    let (train, valid) = split(whole, 0.1, job.seed)?;
-    let mut setup = Setup::with(Sets { train: Arc::new(train), valid: Arc::new(valid) }, job, ram)?;
-    let plan = setup.settle(ram, None);
+fn train(
+    rows: ByteRowShards,
+    job: Job,
+    folder: &Path,
+    ram: u64,
+    max_steps: Option<u64>,
+) -> Result<RunOutcome, Failure> {
+    let whole = Arc::new(StreamingDataset::new(Arc::new(rows), shuffle_buffer_bytes(&job)));
+    let (train, valid) = random_split(whole, 0.1, job.seed)?;
+    let mut setup =
+        Setup::from_datasets(Datasets { train: Arc::new(train), valid: Arc::new(valid) }, job, ram)?;
+    let plan = setup.plan_and_apply(ram, None);
     assert!(plan.peak.ram_bytes <= ram, "{plan:?}");
-    let wish = Wish { run_dir: Some(folder.to_owned()), resume: Some(None) };
-    let report = |folder: &Folder, _| Ok(Reporter::default().truth(Events::open(&folder.events())?));
-    run::follow(&setup, plan, Options { wish, ram, max_steps, ..Options::default() }, report)
+    let wish = RequestedRun { run_dir: Some(folder.to_owned()), resume: Some(None) };
+    let report =
+        |folder: &RunDir, _| Ok(Reporter::default().with_required(EventLog::open(&folder.events())?));
+    run::run_plan(
+        &setup,
+        plan,
+        RunOptions { requested: wish, ram, max_steps, ..RunOptions::default() },
+        report,
+    )
 }
 
 fn events(folder: &Path, name: &str) -> Vec<Value> {
@@ -163,23 +185,23 @@ fn weights(folder: &Path) -> Vec<Vec<u8>> {
     ["model.safetensors", "optimizer.safetensors"].map(|name| fs::read(newest.join(name)).unwrap()).to_vec()
 }
 
-fn small(folder: &Path) -> Rows {
-    Rows::new(folder, 5, 40, 24, 200)
+fn small_shards(folder: &Path) -> ByteRowShards {
+    ByteRowShards::new(folder, 5, 40, 24, 200)
 }
 
 /// A run cut at any update, with other workers and another depth after that, is the undisturbed one to the bit.
 #[test]
-fn a_run_that_goes_on_is_the_same() {
+fn a_resumed_run_is_the_same() {
     let home = tempfile::tempdir().unwrap();
     let path = |name: &str| home.path().join(name);
-    train(small(home.path()), job(&[]), &path("whole"), 1 << 30, None).unwrap();
+    train(small_shards(home.path()), job(&[]), &path("whole"), 1 << 30, None).unwrap();
     let finished = events(&path("whole"), "finished").remove(0);
     assert_eq!(finished["steps"], 36, "180 samples, 16 an update, 3 epochs");
     for cut in [1, 11, 12, 13, 29] {
         let name = path(&format!("cut-{cut}"));
-        train(small(home.path()), job(&["data.workers=1"]), &name, 1 << 30, Some(cut)).unwrap();
+        train(small_shards(home.path()), job(&["data.workers=1"]), &name, 1 << 30, Some(cut)).unwrap();
         let other = job(&["data.workers=3", "data.prefetch=1KiB"]);
-        train(small(home.path()), other, &name, 1 << 30, None).unwrap();
+        train(small_shards(home.path()), other, &name, 1 << 30, None).unwrap();
         let last = events(&name, "finished").pop().unwrap();
         assert_eq!(
             (&last["samples_digest"], &last["metrics"]),
@@ -189,7 +211,7 @@ fn a_run_that_goes_on_is_the_same() {
     }
     let mut unlike = job(&["data.shuffle_buffer=1KiB"]);
     unlike.name = "unlike".into();
-    train(small(home.path()), unlike, &path("unlike"), 1 << 30, None).unwrap();
+    train(small_shards(home.path()), unlike, &path("unlike"), 1 << 30, None).unwrap();
     assert_ne!(events(&path("unlike"), "finished")[0]["samples_digest"], finished["samples_digest"]);
 }
 
@@ -201,7 +223,7 @@ fn bad_records_are_left_out_and_counted_once() {
     let path = |name: &str| home.path().join(name);
     // In the files' own order an update has these and nothing else.
     let sets = ["data.shuffle=false", "data.on_bad_record=skip", "data.max_bad_records=30"];
-    let bad = || Rows { bad: (16..42).collect(), ..small(home.path()) };
+    let bad = || ByteRowShards { bad: (16..42).collect(), ..small_shards(home.path()) };
     train(bad(), job(&sets), &path("whole"), 1 << 30, None).unwrap();
     let finished = events(&path("whole"), "finished").remove(0);
     assert_eq!((&finished["bad_records"], &finished["steps"]), (&26.into(), &36.into()));
@@ -209,13 +231,13 @@ fn bad_records_are_left_out_and_counted_once() {
     let steps = events(&path("whole"), "step");
     assert!(steps[1]["loss"].is_null(), "the second update has nothing to learn from: {}", steps[1]);
     assert_eq!(steps[1]["samples"], steps[0]["samples"]);
-    let told: Vec<String> = events(&path("whole"), "bad_records")
+    let reported: Vec<String> = events(&path("whole"), "bad_records")
         .iter()
         .flat_map(|event| event["records"].as_array().unwrap().clone())
         .map(|text| text.as_str().unwrap().to_owned())
         .collect();
-    assert_eq!(told.len(), 5, "{told:?}");
-    assert!(told[0].contains("0.rows`, record 1") && told[0].ends_with("it is torn"), "{told:?}");
+    assert_eq!(reported.len(), 5, "{reported:?}");
+    assert!(reported[0].contains("0.rows`, record 1") && reported[0].ends_with("it is torn"), "{reported:?}");
     for cut in [1, 2, 14] {
         let name = path(&format!("cut-{cut}"));
         train(bad(), job(&sets), &name, 1 << 30, Some(cut)).unwrap();
@@ -232,7 +254,7 @@ fn bad_records_are_left_out_and_counted_once() {
     let text = error.to_string();
     assert!(text.contains("more than the 7 that may be left out") && text.contains("it is torn"), "{text}");
     let fail = train(bad(), job(&[]), &path("fail"), 1 << 30, None);
-    assert!(matches!(&fail, Err(Failure::Data(error)) if error.is_record()), "{:?}", fail.err());
+    assert!(matches!(&fail, Err(Failure::Data(error)) if error.is_bad_record()), "{:?}", fail.err());
 }
 
 const TABLE: &str = "
@@ -326,7 +348,7 @@ fn flat() {
     let Some(folder) = std::env::var_os("TRAINER_FLAT").map(PathBuf::from) else { return };
     let mib: u64 = std::env::var("TRAINER_FLAT_MIB").map_or(12, |mib| mib.parse().unwrap());
     let (ram, width) = (mib << 20, 8192);
-    let rows = Rows::new(&folder, 8, (20 * ram) as usize / width / 8, width, BLOCK / 8);
+    let rows = ByteRowShards::new(&folder, 8, (20 * ram) as usize / width / 8, width, BLOCK_BYTES / 8);
     let sets = [
         "data.shuffle_buffer=512KiB",
         "train.epochs=3",

@@ -58,17 +58,17 @@ fn assert_exit(output: &Output, code: i32) {
 }
 
 /// The events of a run that may be under way: its last line may be torn.
-fn named(folder: &Path, name: &str) -> Vec<Value> {
+fn events_named(folder: &Path, name: &str) -> Vec<Value> {
     let text = fs::read_to_string(folder.join("run/events.jsonl")).unwrap_or_default();
     let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     events.filter(|event| event["event"] == name).collect()
 }
 
 fn digest(folder: &Path) -> Value {
-    named(folder, "finished").last().expect("the run finished")["samples_digest"].clone()
+    events_named(folder, "finished").last().expect("the run finished")["samples_digest"].clone()
 }
 
-fn undisturbed() -> Value {
+fn reference_digest() -> Value {
     let folder = folder(JOB);
     assert_exit(&command(folder.path(), &["-q"]).output().unwrap(), 0);
     digest(folder.path())
@@ -82,7 +82,7 @@ fn weights(folder: &Path) -> [Vec<u8>; 2] {
 
 #[test]
 fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
-    let samples = undisturbed();
+    let samples = reference_digest();
     let whole = {
         let folder = folder(JOB);
         assert_exit(&command(folder.path(), &["-q"]).output().unwrap(), 0);
@@ -96,11 +96,11 @@ fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
         let folder = folder(JOB);
         let output = command(folder.path(), &[]).env("TRAINER_FAULT_DIE", how).output().unwrap();
         assert_exit(&output, 0);
-        let restarted = named(folder.path(), "restarted");
+        let restarted = events_named(folder.path(), "restarted");
         assert_eq!((restarted.len(), &restarted[0]["restarts"]), (1, &1.into()), "{how}");
-        assert_eq!(named(folder.path(), "resumed")[0]["step"], from, "{how}");
+        assert_eq!(events_named(folder.path(), "resumed")[0]["step"], from, "{how}");
         assert_eq!(digest(folder.path()), samples, "{how}: nothing lost, nothing repeated");
-        let plans = named(folder.path(), "planned");
+        let plans = events_named(folder.path(), "planned");
         let peak = |i: usize| plans[i]["plan"]["peak"]["ram_bytes"].as_u64().unwrap();
         assert_eq!(peak(1) < peak(0), memory, "{how}: {} after {}", peak(1), peak(0));
         if !memory {
@@ -129,10 +129,10 @@ fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
     let post: Value = serde_json::from_slice(&fs::read(folder.path().join("run/oom.json")).unwrap()).unwrap();
     assert_eq!(post["deaths"].as_array().unwrap().len(), 3);
     assert!(!post["live"].as_array().unwrap().is_empty());
-    assert_eq!(named(folder.path(), "failed").len(), 1);
+    assert_eq!(events_named(folder.path(), "failed").len(), 1);
     // Whoever has more memory goes on from there.
     assert_exit(&command(folder.path(), &["-q", "--resume"]).output().unwrap(), 0);
-    assert_eq!(digest(folder.path()), undisturbed());
+    assert_eq!(digest(folder.path()), reference_digest());
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn a_worker_that_is_killed_again_and_again_did_not_lack_memory() {
     let text = stderr(&output);
     assert!(text.contains("ended by SIGKILL, 2 times without progress"), "{text}");
     assert!(text.contains("no lack of memory") && !folder.path().join("run/oom.json").exists(), "{text}");
-    assert_eq!(named(folder.path(), "failed").len(), 1);
+    assert_eq!(events_named(folder.path(), "failed").len(), 1);
 }
 
 #[test]
@@ -157,8 +157,8 @@ fn an_abort_or_an_overflow_of_the_stack_is_no_lack_of_memory() {
         assert_exit(&output, 134);
         let text = stderr(&output);
         assert!(text.contains("ended by SIGABRT") && text.contains("no lack of memory"), "{text}");
-        assert_eq!(named(folder.path(), "restarted").len(), 0, "{how}");
-        assert_eq!(named(folder.path(), "failed").len(), 1, "{how}");
+        assert_eq!(events_named(folder.path(), "restarted").len(), 0, "{how}");
+        assert_eq!(events_named(folder.path(), "failed").len(), 1, "{how}");
         assert_exit(&command(folder.path(), &["-q", "--resume"]).output().unwrap(), 0);
     }
 }
@@ -171,7 +171,7 @@ fn progress_renews_the_retries() {
         .output()
         .unwrap();
     assert_exit(&output, 0);
-    assert_eq!(named(folder.path(), "restarted").len(), 3);
+    assert_eq!(events_named(folder.path(), "restarted").len(), 3);
 }
 
 #[test]
@@ -194,14 +194,14 @@ fn exit_codes_pass_through() {
 }
 
 /// A run that would not end by itself, seen to have made some updates.
-fn endless(folder: &Path) -> Child {
+fn start_endless_run(folder: &Path) -> Child {
     // Tests started by `nohup` ignore SIGHUP and their children would too; a signal that is handled here is not
     // ignored there.
     static HEARD: AtomicBool = AtomicBool::new(false);
     signal_hook::flag::register(signal_hook::consts::SIGHUP, &HEARD).unwrap();
     let mut command = command(folder, &["-q", "--set", "train.steps=1000000"]);
     let child = command.process_group(0).spawn().unwrap();
-    while named(folder, "step").len() < 3 {
+    while events_named(folder, "step").len() < 3 {
         std::thread::sleep(Duration::from_millis(5));
     }
     child
@@ -221,18 +221,18 @@ fn a_signal_to_the_supervisor_or_to_all_stops_the_run_once() {
     {
         for all in [false, true] {
             let folder = folder(JOB);
-            let child = endless(folder.path());
+            let child = start_endless_run(folder.path());
             match all {
                 true => kill_process_group(Pid::from_child(&child), signal).unwrap(),
                 false => kill_process(Pid::from_child(&child), signal).unwrap(),
             }
             let output = child.wait_with_output().unwrap();
             assert_exit(&output, code);
-            let stopped = named(folder.path(), "interrupted");
+            let stopped = events_named(folder.path(), "interrupted");
             assert_eq!((stopped.len(), &stopped[0]["signal"]), (1, &name.into()));
             let step = stopped[0]["step"].as_u64().unwrap();
             assert!(folder.path().join(format!("run/checkpoints/step-{step:08}/DONE")).exists());
-            assert_eq!(named(folder.path(), "restarted").len(), 0);
+            assert_eq!(events_named(folder.path(), "restarted").len(), 0);
         }
     }
 }
@@ -240,7 +240,7 @@ fn a_signal_to_the_supervisor_or_to_all_stops_the_run_once() {
 #[test]
 fn a_killed_supervisor_takes_its_worker_along() {
     let folder = folder(JOB);
-    let mut child = endless(folder.path());
+    let mut child = start_endless_run(folder.path());
     let worker = worker(&child);
     child.kill().unwrap();
     child.wait().unwrap();
@@ -255,7 +255,7 @@ fn a_killed_supervisor_takes_its_worker_along() {
 }
 
 #[test]
-fn a_budget_learns_from_what_nobody_asked_for() {
+fn a_budget_is_lowered_by_memory_that_was_not_reserved() {
     let folder = folder(JOB);
     let needs = {
         let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
@@ -272,24 +272,24 @@ fn a_budget_learns_from_what_nobody_asked_for() {
         .output()
         .unwrap();
     assert_exit(&output, 0);
-    let corrected = named(folder.path(), "corrected");
+    let corrected = events_named(folder.path(), "corrected");
     let of = |key: &str| corrected[0][key].as_u64().unwrap();
     assert!(of("measured") > of("asked") + (16 << 20), "{corrected:?}");
     assert!(of("budget") < needs, "{corrected:?}");
-    assert!(!named(folder.path(), "shrunk").is_empty(), "the plan in force shrinks");
-    assert_eq!(digest(folder.path()), undisturbed());
+    assert!(!events_named(folder.path(), "shrunk").is_empty(), "the plan in force shrinks");
+    assert_eq!(digest(folder.path()), reference_digest());
     assert!(stderr(&output).contains("the budget is"));
 }
 
 /// A memory cgroup of this test's own, version 1 or 2, removed when dropped.
-struct Group(PathBuf);
+struct MemoryCgroup(PathBuf);
 
-impl Group {
+impl MemoryCgroup {
     fn new(name: &str, limit: u64) -> Option<Self> {
         let name = format!("trainer-{name}-{}", std::process::id());
         let parents = [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")];
         for (parent, file) in parents {
-            let group = Group(Path::new(parent).join(&name));
+            let group = MemoryCgroup(Path::new(parent).join(&name));
             if Path::new(parent).join("cgroup.procs").exists() && fs::create_dir(&group.0).is_ok() {
                 // Swap would put the limit off; a version that does not count it has no such file.
                 let _ = fs::write(group.0.join("memory.swap.max"), "0");
@@ -312,7 +312,7 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for MemoryCgroup {
     fn drop(&mut self) {
         // The kernel lets go of the last process a moment after it was waited for.
         for _ in 0..200 {
@@ -344,22 +344,22 @@ every_steps = 1
 
 #[test]
 fn a_run_finishes_in_a_group_smaller_than_it_would_like() {
-    let Some(group) = Group::new("small", 96 << 20) else {
+    let Some(group) = MemoryCgroup::new("small", 96 << 20) else {
         eprintln!("skipped: a memory cgroup can be made by root only, and where there is one");
         return;
     };
     let folder = folder(LARGE);
     let output = group.run(command(folder.path(), &[]));
     assert_exit(&output, 0);
-    let plan = &named(folder.path(), "planned")[0]["plan"];
+    let plan = &events_named(folder.path(), "planned")[0]["plan"];
     assert_eq!(plan["verdict"], "fits_after_shrink", "{plan}");
     assert!(plan["budget"]["ram_bytes"].as_u64().unwrap() < 96 << 20);
-    assert_eq!(named(folder.path(), "finished")[0]["samples"], 4 * 16384);
+    assert_eq!(events_named(folder.path(), "finished")[0]["samples"], 4 * 16384);
 }
 
 #[test]
 fn the_kernels_kill_is_survived() {
-    let Some(group) = Group::new("kill", 96 << 20) else {
+    let Some(group) = MemoryCgroup::new("kill", 96 << 20) else {
         eprintln!("skipped: a memory cgroup can be made by root only, and where there is one");
         return;
     };
@@ -370,10 +370,10 @@ fn the_kernels_kill_is_survived() {
     fit.env("TRAINER_FAULT_UNASKED", "40MiB");
     let output = group.run(fit);
     assert_exit(&output, 0);
-    let restarted = named(folder.path(), "restarted");
+    let restarted = events_named(folder.path(), "restarted");
     assert!(!restarted.is_empty());
     assert!(restarted[0]["cause"].as_str().unwrap().starts_with("killed"), "{restarted:?}");
-    assert_eq!(named(folder.path(), "finished")[0]["samples"], 4 * 16384);
+    assert_eq!(events_named(folder.path(), "finished")[0]["samples"], 4 * 16384);
     println!("restarted {} times: {}", restarted.len(), restarted[0]["cause"]);
 }
 
@@ -388,8 +388,8 @@ fn a_failed_allocation_is_survived() {
     limited.env("RAYON_NUM_THREADS", "1").env("TRAINER_FAULT_UNASKED", "400MiB");
     let output = limited.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
     assert_exit(&output, 0);
-    let restarted = named(folder.path(), "restarted");
+    let restarted = events_named(folder.path(), "restarted");
     assert!(!restarted.is_empty());
     assert_eq!(restarted[0]["cause"], "aborted (an allocation failed)");
-    assert_eq!(named(folder.path(), "finished")[0]["samples"], 4 * 16384);
+    assert_eq!(events_named(folder.path(), "finished")[0]["samples"], 4 * 16384);
 }

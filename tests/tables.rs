@@ -103,13 +103,13 @@ fn a_bad_value_ends_with_its_file_line_column_and_value() {
 }
 
 #[test]
-fn a_file_of_another_kind_is_told_as_such() {
+fn a_file_of_another_format_is_reported_as_such() {
     let folder = folder();
     let job = JOB.replace("\"csv\"", "\"parquet\"").replace("shuffle = false\n", "");
     fs::write(folder.path().join("job.toml"), job).unwrap();
     let (code, events, error) = fit(folder.path(), "run");
-    let told = format!("{events:?} {error}");
-    assert!(code == 4 && told.contains("is not a Parquet file: it begins with `x,co`"), "{code} {told}");
+    let output = format!("{events:?} {error}");
+    assert!(code == 4 && output.contains("is not a Parquet file: it begins with `x,co`"), "{code} {output}");
 }
 
 /// y is a number of its own for each of twelve names, in no order: only a vector of each can learn it.
@@ -145,7 +145,7 @@ fn trainer(folder: &Path, arguments: &[&str]) -> (i32, String) {
 
 /// Embedded categories are shown, counted and learned, in any precision, and a run goes on where it stopped.
 #[test]
-fn embedded_categories_are_learned_and_go_on() {
+fn embedded_categories_are_learned_and_resumed() {
     let folder = embedding_folder();
     let losses = |events: &[Value]| -> Vec<f64> {
         let steps = events.iter().filter(|event| event["event"] == "step");
@@ -177,7 +177,7 @@ fn embedded_categories_are_learned_and_go_on() {
 }
 
 #[test]
-fn a_model_that_cannot_embed_is_told_before_anything_is_read() {
+fn a_model_that_cannot_embed_is_reported_before_anything_is_read() {
     let folder = embedding_folder();
     let job = JOB.replace("shuffle = false", "encode = \"embed\"");
     let job = job.replace("kind = \"mlp\"\nhidden = [8]", "kind = \"cnn\"");

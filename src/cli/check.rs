@@ -3,13 +3,13 @@
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::{Common, Exit, JobFile, say, start_threads};
-use crate::job::{Job, Length};
-use crate::layers::{At, Layer};
+use super::{CommonArgs, Exit, JobFile, print_line, start_threads};
+use crate::job::{Job, RunLength};
+use crate::layers::{Layer, MicroBatchSpec};
 use crate::report::data;
 use crate::train::Failure;
 use crate::train::setup::Setup;
-use crate::units::{Bytes, count};
+use crate::units::{Bytes, format_count};
 
 /// Find every mistake in a job and open its data, without training
 #[derive(Clone, Debug, Args)]
@@ -18,38 +18,38 @@ Examples:
   trainer check job.toml
   trainer check job.toml -v                  also the layers, and the job with every default filled in
   trainer check job.toml --json              the mistakes, or the resolved job, for a program")]
-pub struct Check {
+pub struct CheckArgs {
     #[command(flatten)]
     pub job: JobFile,
 }
 
-impl Check {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
-        let job = common.job(&self.job.path)?;
+impl CheckArgs {
+    pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
+        let job = common.load_job(&self.job.path)?;
         start_threads()?;
         // Opening the data and building the network needs no budget: nothing is allocated for them.
-        let setup = Setup::open(job, u64::MAX, &common.opening())?;
-        let (sets, skip_bad) = (&setup.sets, setup.reading(1, 0).skip_bad);
-        let seen = data::look(sets.train.as_ref(), sets.valid.as_ref(), setup.job.seed, skip_bad);
-        let seen = seen.map_err(Failure::from)?;
+        let setup = Setup::open(job, u64::MAX, &common.open_options())?;
+        let (sets, skip_bad) = (&setup.datasets, setup.loader_options(1, 0).skip_bad);
+        let preview = data::preview(sets.train.as_ref(), sets.valid.as_ref(), setup.job.seed, skip_bad);
+        let preview = preview.map_err(Failure::from)?;
         if common.json {
-            let layers: Vec<Value> = rows(&setup).iter().map(Row::json).collect();
-            say(json!({
+            let layers: Vec<Value> = layer_rows(&setup).iter().map(LayerRow::json).collect();
+            print_line(json!({
                 "ok": true,
-                "data": seen,
-                "parameters": setup.parameters(),
+                "data": preview,
+                "parameters": setup.num_parameters(),
                 "layers": layers,
                 "job": setup.job.to_json(),
             }))?;
         } else if !common.quiet {
-            say(summary(&setup.job))?;
-            for (name, value) in seen.lines() {
-                say(format_args!("    {name:<14} {value}"))?;
+            print_line(summary(&setup.job))?;
+            for (name, value) in preview.lines() {
+                print_line(format_args!("    {name:<14} {value}"))?;
             }
-            say(format_args!("    {:<14} {}", "parameters", count(setup.parameters())))?;
+            print_line(format_args!("    {:<14} {}", "parameters", format_count(setup.num_parameters())))?;
             if common.verbose {
-                say(format_args!("\n{}", table(&rows(&setup))))?;
-                say(format_args!("\n{}", setup.job.to_toml().trim_end()))?;
+                print_line(format_args!("\n{}", layer_table(&layer_rows(&setup))))?;
+                print_line(format_args!("\n{}", setup.job.to_toml().trim_end()))?;
             }
         }
         Ok(Exit::Done)
@@ -57,58 +57,59 @@ impl Check {
 }
 
 /// A line of the layer table; operations and bytes are of one micro-batch as the job wishes it.
-struct Row {
+struct LayerRow {
     name: String,
     output: Vec<usize>,
     parameters: usize,
     flops: u64,
-    saved: u64,
+    saved_bytes: u64,
 }
 
-impl Row {
+impl LayerRow {
     fn json(&self) -> Value {
         json!({
             "name": self.name, "output": self.output, "parameters": self.parameters,
-            "flops": self.flops, "saved_bytes": self.saved,
+            "flops": self.flops, "saved_bytes": self.saved_bytes,
         })
     }
 }
 
-fn rows(setup: &Setup) -> Vec<Row> {
-    let at = At { batch: setup.job.train.batch_size, dtype: setup.dtype, on: setup.on() };
+fn layer_rows(setup: &Setup) -> Vec<LayerRow> {
+    let at =
+        MicroBatchSpec { batch: setup.job.train.batch_size, dtype: setup.dtype, backend: setup.backend() };
     let layer = |layer: &dyn Layer| {
         let cost = layer.cost(at);
-        let kept =
-            if cost.keeps_output { cost.output } else { 0 } + if cost.keeps_input { cost.input } else { 0 };
-        Row {
+        let kept_bytes = if cost.saves_output { cost.output } else { 0 }
+            + if cost.saves_input { cost.input_grad } else { 0 };
+        LayerRow {
             name: layer.name().to_owned(),
-            output: layer.output(),
-            parameters: layer.parameters(),
+            output: layer.output_shape(),
+            parameters: layer.num_parameters(),
             flops: cost.flops,
-            saved: cost.saved + kept,
+            saved_bytes: cost.saved + kept_bytes,
         }
     };
-    let mut rows: Vec<Row> = setup.network.layers().into_iter().map(layer).collect();
+    let mut rows: Vec<LayerRow> = setup.network.layers().into_iter().map(layer).collect();
     let loss = &setup.network.loss;
-    rows.push(Row {
+    rows.push(LayerRow {
         name: loss.name().to_owned(),
         output: vec![],
-        parameters: loss.parameters(),
+        parameters: loss.num_parameters(),
         flops: loss.cost(at).flops,
-        saved: 0,
+        saved_bytes: 0,
     });
     rows
 }
 
-fn table(rows: &[Row]) -> String {
-    let cells = |row: &Row| {
+fn layer_table(rows: &[LayerRow]) -> String {
+    let cells = |row: &LayerRow| {
         let output = if row.output.is_empty() { "loss".into() } else { format!("{:?}", row.output) };
         [
             row.name.clone(),
             output,
-            count(row.parameters as u64),
-            count(row.flops),
-            Bytes(row.saved).to_string(),
+            format_count(row.parameters as u64),
+            format_count(row.flops),
+            Bytes(row.saved_bytes).to_string(),
         ]
     };
     let head = ["layer", "output", "parameters", "operations", "saved"].map(str::to_owned);
@@ -125,9 +126,9 @@ fn table(rows: &[Row]) -> String {
 /// What the job would do, in a line or two.
 fn summary(job: &Job) -> String {
     let length = match job.train.length() {
-        Length::Epochs(1) => "1 epoch".to_owned(),
-        Length::Epochs(n) => format!("{n} epochs"),
-        Length::Steps(n) => format!("{n} steps"),
+        RunLength::Epochs(1) => "1 epoch".to_owned(),
+        RunLength::Epochs(n) => format!("{n} epochs"),
+        RunLength::Steps(n) => format!("{n} steps"),
     };
     format!(
         "ok: {} trains {} on {} for {length}, {} samples an update",

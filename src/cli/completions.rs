@@ -14,11 +14,11 @@ Examples:
   trainer completions bash > ~/.local/share/bash-completion/completions/trainer
   trainer completions zsh > ~/.zfunc/_trainer
   trainer completions fish > ~/.config/fish/completions/trainer.fish")]
-pub struct Completions {
+pub struct CompletionsArgs {
     pub shell: Shell,
 }
 
-impl Completions {
+impl CompletionsArgs {
     pub fn run(&self) -> anyhow::Result<Exit> {
         // Made in memory first: the generator panics when its writer fails.
         let mut script = Vec::new();

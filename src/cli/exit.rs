@@ -56,39 +56,39 @@ impl From<Exit> for std::process::ExitCode {
 
 /// An error that knows its exit code and what to do about it. Its causes are its sources.
 #[derive(Debug)]
-pub struct Stop {
+pub struct CliError {
     pub exit: Exit,
     /// One lowercase sentence.
     pub message: String,
     pub hint: Option<String>,
 }
 
-impl Stop {
+impl CliError {
     /// A mistake of usage.
     pub fn usage(message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self { exit: Exit::Usage, message: message.into(), hint: Some(hint.into()) }
     }
 }
 
-impl fmt::Display for Stop {
+impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(&self.message)
     }
 }
 
-impl std::error::Error for Stop {}
+impl std::error::Error for CliError {}
 
 impl Exit {
     /// The exit code an error ends with.
-    pub fn of(error: &anyhow::Error) -> Exit {
+    pub fn from_error(error: &anyhow::Error) -> Exit {
         if is_broken_pipe(error) {
             Exit::Done
-        } else if let Some(stop) = error.downcast_ref::<Stop>() {
-            stop.exit
-        } else if error.is::<job::Errors>() {
+        } else if let Some(cli_error) = error.downcast_ref::<CliError>() {
+            cli_error.exit
+        } else if error.is::<job::JobErrors>() {
             Exit::Usage
         } else if let Some(failure) = error.downcast_ref::<Failure>() {
-            Exit::of_failure(failure)
+            Exit::from_failure(failure)
         } else {
             Exit::Failure
         }
@@ -96,25 +96,25 @@ impl Exit {
 }
 
 impl Exit {
-    fn of_failure(failure: &Failure) -> Exit {
+    fn from_failure(failure: &Failure) -> Exit {
         match failure {
             Failure::DoesNotFit(_) | Failure::OutOfMemory { .. } | Failure::Killed { .. } => Exit::Memory,
             Failure::Signal { signal, .. } => Exit::Worker((128 + signal) as u8),
-            Failure::Data(error) if error.is_memory() => Exit::Memory,
+            Failure::Data(error) if error.is_out_of_memory() => Exit::Memory,
             Failure::Data(
-                DataError::Thread { .. }
+                DataError::ThreadSpawn { .. }
                 | DataError::Panicked { .. }
-                | DataError::AllHeld { .. }
+                | DataError::BuffersExhausted { .. }
                 // What cannot be written is no fault of the data.
                 | DataError::Write { .. },
             ) => Exit::Failure,
-            Failure::Data(DataError::Setting { .. } | DataError::Template { .. }) | Failure::Model(_) => {
+            Failure::Data(DataError::InvalidSetting { .. } | DataError::Template { .. }) | Failure::Model(_) => {
                 Exit::Usage
             }
             Failure::Data(_) => Exit::Data,
             Failure::Diverged { .. } | Failure::NotFinite { .. } => Exit::Diverged,
             Failure::FolderTaken(_) | Failure::NotARun(_) | Failure::Locked { .. } => Exit::Usage,
-            Failure::Changed(_) | Failure::UnknownExperiment(_) | Failure::DataChanged(_) => Exit::Usage,
+            Failure::JobChanged(_) | Failure::UnknownExperiment(_) | Failure::DataChanged(_) => Exit::Usage,
             Failure::Io { .. } | Failure::DiskTooSmall { .. } | Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
             Failure::NoWholeCheckpoint { .. } | Failure::ForeignCheckpoint { .. } => Exit::Failure,
         }
@@ -129,14 +129,14 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 }
 
 /// Tells `error` to people on stderr and, with `json`, to programs on stdout, and gives its exit code.
-pub fn tell(error: &anyhow::Error, json: bool, color: super::Color) -> Exit {
-    let exit = Exit::of(error);
+pub fn report_error(error: &anyhow::Error, json: bool, color: super::ColorChoice) -> Exit {
+    let exit = Exit::from_error(error);
     if exit != Exit::Done {
-        let text = painted(&text(error), color.on(io::stderr().is_terminal()));
+        let text = colorize(&error_text(error), color.enabled(io::stderr().is_terminal()));
         // With stdout and stderr both gone, the exit code is all that can be told.
         let _ = writeln!(io::stderr().lock(), "{text}");
         if json {
-            let _ = writeln!(io::stdout().lock(), "{}", document(error, exit));
+            let _ = writeln!(io::stdout().lock(), "{}", error_json(error, exit));
         }
     }
     exit
@@ -145,12 +145,12 @@ pub fn tell(error: &anyhow::Error, json: bool, color: super::Color) -> Exit {
 fn hint(error: &anyhow::Error) -> Option<String> {
     match error.downcast_ref::<Failure>() {
         Some(failure) => failure.hint(),
-        None => error.downcast_ref::<Stop>()?.hint.clone(),
+        None => error.downcast_ref::<CliError>()?.hint.clone(),
     }
 }
 
-fn text(error: &anyhow::Error) -> String {
-    if let Some(errors) = error.downcast_ref::<job::Errors>() {
+fn error_text(error: &anyhow::Error) -> String {
+    if let Some(errors) = error.downcast_ref::<job::JobErrors>() {
         return errors.to_string();
     }
     let mut text = format!("error: {error}");
@@ -160,9 +160,9 @@ fn text(error: &anyhow::Error) -> String {
 }
 
 /// The error as one JSON document; a job's mistakes are its `problems`.
-fn document(error: &anyhow::Error, exit: Exit) -> Value {
+fn error_json(error: &anyhow::Error, exit: Exit) -> Value {
     let causes: Vec<String> = error.chain().skip(1).map(|cause| cause.to_string()).collect();
-    match error.downcast_ref::<job::Errors>() {
+    match error.downcast_ref::<job::JobErrors>() {
         Some(errors) => {
             json!({ "error": { "exit_code": exit.code(), "message": "the job is not valid", "problems": errors } })
         }
@@ -173,7 +173,7 @@ fn document(error: &anyhow::Error, exit: Exit) -> Value {
 }
 
 /// Colours the words people look for first.
-fn painted(text: &str, color: bool) -> String {
+fn colorize(text: &str, color: bool) -> String {
     if !color {
         return text.to_owned();
     }
@@ -198,11 +198,11 @@ mod tests {
 
     #[test]
     fn an_error_keeps_its_exit_code_under_context() {
-        let stop = Stop { exit: Exit::Data, message: "no rows".into(), hint: None };
-        let error = Err::<(), _>(stop).context("cannot open the data").unwrap_err();
-        assert_eq!(Exit::of(&error), Exit::Data);
-        assert_eq!(text(&error), "error: cannot open the data\n  caused by: no rows");
-        assert_eq!(Exit::of(&anyhow::anyhow!("disk")), Exit::Failure);
-        assert_eq!(Exit::of(&io::Error::from(io::ErrorKind::BrokenPipe).into()), Exit::Done);
+        let cli_error = CliError { exit: Exit::Data, message: "no rows".into(), hint: None };
+        let error = Err::<(), _>(cli_error).context("cannot open the data").unwrap_err();
+        assert_eq!(Exit::from_error(&error), Exit::Data);
+        assert_eq!(error_text(&error), "error: cannot open the data\n  caused by: no rows");
+        assert_eq!(Exit::from_error(&anyhow::anyhow!("disk")), Exit::Failure);
+        assert_eq!(Exit::from_error(&io::Error::from(io::ErrorKind::BrokenPipe).into()), Exit::Done);
     }
 }

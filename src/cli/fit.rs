@@ -7,18 +7,18 @@ use std::str::FromStr;
 
 use clap::Args;
 
-use super::{Common, Exit, JobFile, Stop, plan, start_threads};
+use super::{CliError, CommonArgs, Exit, JobFile, plan, start_threads};
 use crate::job::Job;
-use crate::memory::pressure::Watch;
-use crate::memory::{budget, probe, refusal};
-use crate::report::{Events, Metrics, Reporter, Stream, Summary, TensorBoard, Terminal};
-use crate::train::folder::{Folder, Wish};
-use crate::train::hooks::{Deaths, Hooks};
-use crate::train::owner::Owner;
-use crate::train::run::{Ended, Options};
+use crate::memory::pressure::PressureMonitor;
+use crate::memory::{alloc_failure, budget, probe};
+use crate::report::{EventLog, JsonStream, MetricsLog, Reporter, Summary, TensorBoard, Terminal};
+use crate::train::fault_injection::{FaultHooks, InjectedCrashes};
+use crate::train::run::{RunOptions, RunOutcome};
+use crate::train::run_dir::{RequestedRun, RunDir};
+use crate::train::run_lock::RunLock;
 use crate::train::setup::Setup;
-use crate::train::signals::{Heard, Signal, Signals};
-use crate::train::supervisor::Orders;
+use crate::train::signals::{Signal, SignalSource, Signals};
+use crate::train::supervisor::WorkerOrders;
 use crate::train::{self, Failure};
 use crate::units::Bytes;
 
@@ -32,7 +32,7 @@ Examples:
   trainer fit job.toml --run-dir runs/first --resume     continue where it stopped, or begin
   trainer fit job.toml --frozen                          only with the plan in job.lock
   trainer fit job.toml --json > events.jsonl")]
-pub struct Fit {
+pub struct FitArgs {
     #[command(flatten)]
     pub job: JobFile,
     /// Continue the run in RUN, else in --run-dir, else the one of the job's name that was last active
@@ -51,98 +51,105 @@ pub struct Fit {
     #[arg(long)]
     pub allow_changed_data: bool,
     #[command(flatten)]
-    pub locking: plan::Locking,
+    pub locking: plan::LockArgs,
 }
 
-impl Fit {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
-        let job = common.job(&self.job.path)?;
-        let orders = Orders::received()?;
+impl FitArgs {
+    pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
+        let job = common.load_job(&self.job.path)?;
+        let orders = WorkerOrders::from_env()?;
         if orders.is_none() {
             // A worker's abort tells its supervisor to start another with less memory.
-            refusal::end_with(Exit::Memory.code().into())?;
+            alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())?;
         }
         // What the lock says was heeded by the process that gave the orders.
-        if self.dry_run || self.locking.any() && orders.is_none() {
+        if self.dry_run || self.locking.is_requested() && orders.is_none() {
             start_threads()?;
-            let machine = plan::here(&job, common)?;
-            let setup = Setup::open(job.clone(), machine.ram, &common.opening())?.measured();
+            let machine = plan::local_machine(&job, common)?;
+            let setup =
+                Setup::open(job.clone(), machine.ram, &common.open_options())?.with_process_measured();
             let planned = setup.plan_for(&machine);
-            self.locking.heed(&self.job.path, &setup, &machine, &planned)?;
+            self.locking.apply(&self.job.path, &setup, &machine, &planned)?;
             if self.dry_run {
-                return plan::show(&planned, false, common);
+                return plan::print_plan(&planned, false, common);
             }
         }
         // A worker has its supervisor's lock.
-        let owned = if orders.is_none() { Some(self.own(&job)?) } else { None };
+        let run_lock = if orders.is_none() { Some(self.acquire_run_dir(&job)?) } else { None };
         #[cfg(target_os = "linux")]
         if job.memory.supervise
-            && let Some((folder, owner)) = &owned
+            && let Some((folder, owner)) = &run_lock
         {
-            owner.share()?;
+            owner.share_with_children()?;
             let code = train::supervisor::supervise(folder, self.resume.is_some(), job.memory.max_retries)?;
             return Ok(Exit::Worker(code as u8));
         }
-        let run_dir = owned.as_ref().map(|(folder, _)| folder.root.clone());
+        let run_dir = run_lock.as_ref().map(|(folder, _)| folder.root.clone());
         start_threads()?;
         let (wish, heard, restart) = match orders {
             None => {
                 let resume = self.resume.is_some().then_some(None);
-                (Wish { run_dir, resume }, Heard::FromAnyone, None)
+                (RequestedRun { run_dir, resume }, SignalSource::Anyone, None)
             }
             Some(orders) => {
                 let resume = orders.resume.then_some(None);
-                (Wish { run_dir: Some(orders.folder), resume }, Heard::FromSupervisor, orders.restart)
+                (
+                    RequestedRun { run_dir: Some(orders.folder), resume },
+                    SignalSource::Supervisor,
+                    orders.restart,
+                )
             }
         };
-        let options = Options {
-            wish,
-            runs: PathBuf::from(RUNS),
-            stamp: stamp(),
+        let options = RunOptions {
+            requested: wish,
+            runs: PathBuf::from(RUNS_DIR),
+            stamp: timestamp(),
             max_steps: self.max_steps,
             ram: budget::host(&job.memory, &probe::host()?),
-            card: common.card(&job.memory)?,
+            gpu: common.open_gpu(&job.memory)?,
             own_process: true,
-            opening: common.opening(),
-            fault: hook("TRAINER_FAULT_ASK")?,
+            opening: common.open_options(),
+            injected_oom: fault_from_env("TRAINER_FAULT_ASK")?,
             signals: Signals::watch(heard)?,
-            watch: match std::env::var_os("TRAINER_FAULT_PRESSURE") {
-                Some(file) => Watch::File(file.into()),
-                None => Watch::System(None),
+            pressure_monitor: match std::env::var_os("TRAINER_FAULT_PRESSURE") {
+                Some(file) => PressureMonitor::File(file.into()),
+                None => PressureMonitor::System(None),
             },
             data: None,
             allow_changed_data: self.allow_changed_data,
             observer: None,
             restart,
-            hooks: Hooks {
-                deaths: hook("TRAINER_FAULT_DIE")?.map_or_else(Vec::new, |Deaths(deaths)| deaths),
-                unasked: hook("TRAINER_FAULT_UNASKED")?.map_or(0, |Bytes(bytes)| bytes as usize),
+            fault_hooks: FaultHooks {
+                crashes: fault_from_env("TRAINER_FAULT_DIE")?
+                    .map_or_else(Vec::new, |InjectedCrashes(deaths)| deaths),
+                unreserved_bytes: fault_from_env("TRAINER_FAULT_UNASKED")?
+                    .map_or(0, |Bytes(bytes)| bytes as usize),
             },
         };
         let tensorboard = job.log.tensorboard;
-        let look = common.look(io::stderr().is_terminal());
+        let look = common.display_options(io::stderr().is_terminal());
         let json = common.json;
-        let report = |folder: &Folder, resumed: bool| {
+        let make_reporter = |folder: &RunDir, resumed: bool| {
             let history = match resumed && folder.events().exists() {
                 true => Summary::from_events(&folder.events())?,
                 false => Summary::default(),
             };
-            let mut reporter = Reporter::default().truth(Events::open(&folder.events())?);
-            reporter = reporter.view(Metrics::open(&folder.metrics())?);
+            let mut reporter = Reporter::default().with_required(EventLog::open(&folder.events())?);
+            reporter = reporter.with_optional(MetricsLog::open(&folder.metrics())?);
             if tensorboard {
-                reporter = reporter.view(TensorBoard::new(&folder.tensorboard()));
+                reporter = reporter.with_optional(TensorBoard::new(&folder.tensorboard()));
             }
-            reporter = reporter.view(Terminal::new(io::stderr(), look, history));
-            Ok(if json { reporter.view(Stream(io::stdout())) } else { reporter })
+            reporter = reporter.with_optional(Terminal::new(io::stderr(), look, history));
+            Ok(if json { reporter.with_optional(JsonStream(io::stdout())) } else { reporter })
         };
         // On a thread of the pool, so that a kernel hands work to its neighbours instead of waking a pool.
-        let ended = rayon::scope(|_| train::run::fit(job, options, report));
+        let ended = rayon::scope(|_| train::run::fit(job, options, make_reporter));
         match ended {
-            Ok(Ended::Done) => Ok(Exit::Done),
-            Ok(Ended::Stopped(Signal::Interrupt)) => Ok(Exit::Sigint),
-            Ok(Ended::Stopped(Signal::Terminate)) => Ok(Exit::Sigterm),
+            Ok(RunOutcome::Done) => Ok(Exit::Done),
+            Ok(RunOutcome::Stopped(Signal::Interrupt)) => Ok(Exit::Sigint),
+            Ok(RunOutcome::Stopped(Signal::Terminate)) => Ok(Exit::Sigterm),
             Err(Failure::DoesNotFit(plan)) => {
-                plan::print(&plan, common)?;
+                plan::eprint_plan(&plan, common)?;
                 Err(Failure::DoesNotFit(plan).into())
             }
             Err(failure) => Err(failure.into()),
@@ -150,13 +157,13 @@ impl Fit {
     }
 }
 
-impl Fit {
+impl FitArgs {
     /// The folder of the run, and the sole right to work on it.
-    fn own(&self, job: &Job) -> Result<(Folder, Owner), Failure> {
-        let wish = Wish { run_dir: self.run_dir.clone(), resume: self.resume.clone() };
+    fn acquire_run_dir(&self, job: &Job) -> Result<(RunDir, RunLock), Failure> {
+        let wish = RequestedRun { run_dir: self.run_dir.clone(), resume: self.resume.clone() };
         loop {
-            let (folder, _) = Folder::choose(&wish, job, Path::new(RUNS), &stamp())?;
-            match Owner::of(&folder) {
+            let (folder, _) = RunDir::resolve(&wish, job, Path::new(RUNS_DIR), &timestamp())?;
+            match RunLock::acquire(&folder) {
                 // Another process began in the same second; the next name is free.
                 Err(Failure::Locked { .. }) if wish.run_dir.is_none() && wish.resume.is_none() => {}
                 owner => return Ok((folder, owner?)),
@@ -166,16 +173,16 @@ impl Fit {
 }
 
 /// Where runs go that are not given a folder.
-const RUNS: &str = "runs";
+const RUNS_DIR: &str = "runs";
 
 /// Names a new run by the time it begins.
-fn stamp() -> String {
+fn timestamp() -> String {
     jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string()
 }
 
 /// A disturbance on purpose that an environment variable asks for, for tests of recovery.
-fn hook<T: FromStr<Err: Display>>(name: &str) -> anyhow::Result<Option<T>> {
+fn fault_from_env<T: FromStr<Err: Display>>(name: &str) -> anyhow::Result<Option<T>> {
     let Ok(text) = std::env::var(name) else { return Ok(None) };
-    let wrong = |error| Stop::usage(format!("`{name}` is wrong: {error}"), "unset it: it is for tests");
+    let wrong = |error| CliError::usage(format!("`{name}` is wrong: {error}"), "unset it: it is for tests");
     Ok(Some(text.parse().map_err(wrong)?))
 }

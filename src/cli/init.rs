@@ -8,7 +8,7 @@ use anyhow::Context;
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 
-use super::{Exit, Stop, say};
+use super::{CliError, Exit, print_line};
 
 macro_rules! template {
     ($name:literal, $about:literal) => {
@@ -42,7 +42,7 @@ Examples:
   trainer init --list
   trainer init                               print the quickstart job
   trainer init mlp -o job.toml")]
-pub struct Init {
+pub struct InitArgs {
     /// Which job
     #[arg(default_value = "quickstart", value_parser = PossibleValuesParser::new(TEMPLATES.map(|t| t.0)))]
     pub template: String,
@@ -54,11 +54,11 @@ pub struct Init {
     pub list: bool,
 }
 
-impl Init {
+impl InitArgs {
     pub fn run(&self) -> anyhow::Result<Exit> {
         if self.list {
             for (name, about, _) in TEMPLATES {
-                say(format_args!("{name:<16} {about}"))?;
+                print_line(format_args!("{name:<16} {about}"))?;
             }
             return Ok(Exit::Done);
         }
@@ -67,18 +67,18 @@ impl Init {
             .find(|(name, ..)| *name == self.template)
             .with_context(|| format!("no template `{}`", self.template))?;
         let Some(path) = &self.output else {
-            say(text.trim_end())?;
+            print_line(text.trim_end())?;
             return Ok(Exit::Done);
         };
         let shown = path.display();
         let file = OpenOptions::new().write(true).create_new(true).open(path);
         if file.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists) {
-            let stop = Stop::usage(format!("`{shown}` exists already"), "choose another name with `-o`");
-            return Err(stop.into());
+            let error = CliError::usage(format!("`{shown}` exists already"), "choose another name with `-o`");
+            return Err(error.into());
         }
         file.and_then(|mut file| file.write_all(text.as_bytes()))
             .with_context(|| format!("cannot write `{shown}`"))?;
-        say(format_args!("wrote {shown}; train it with `trainer fit {shown}`"))?;
+        print_line(format_args!("wrote {shown}; train it with `trainer fit {shown}`"))?;
         Ok(Exit::Done)
     }
 }

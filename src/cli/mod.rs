@@ -21,13 +21,13 @@ use std::sync::Arc;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::data::{Opening, Unwatched, Watch};
+use crate::data::{DatasetContext, NoProgress, ProgressObserver};
 use crate::job::Job;
 use crate::kernels::dispatch::{self, Dispatch};
 use crate::memory::budget;
-use crate::memory::card::{self, Card, CardError, Seen};
-use crate::report::{Look, Passes, Verbosity};
-pub use exit::{Exit, Stop};
+use crate::memory::gpu::{self, GpuDevice, GpuError, GpuInfo};
+use crate::report::{DisplayOptions, ScanProgress, Verbosity};
+pub use exit::{CliError, Exit};
 
 /// Trains a declared model within a memory budget.
 ///
@@ -52,7 +52,7 @@ Exit codes:
 )]
 pub struct Cli {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonArgs,
     #[command(subcommand)]
     pub command: Command,
 }
@@ -60,13 +60,13 @@ pub struct Cli {
 /// Flags of every command.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Common options")]
-pub struct Common {
+pub struct CommonArgs {
     /// Set a key of the job, such as `train.batch_size=32`; may be repeated
     #[arg(long, global = true, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
-    pub device: Device,
+    pub device: DeviceArg,
     /// Print for programs: one JSON document, or one a line, on stdout
     #[arg(long, global = true)]
     pub json: bool,
@@ -78,71 +78,73 @@ pub struct Common {
     pub verbose: bool,
     /// When to colour what people read
     #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
-    pub color: Color,
+    pub color: ColorChoice,
 }
 
-impl Common {
+impl CommonArgs {
     /// Loads the job at `path` with this command line's `--set`s over it.
-    pub fn job(&self, path: &Path) -> anyhow::Result<Job> {
+    pub fn load_job(&self, path: &Path) -> anyhow::Result<Job> {
         Ok(Job::load(path, &self.set)?)
     }
 
     /// The card to compute on, opened within the job's budget; none where that is the CPU.
-    pub fn card(&self, memory: &crate::job::Memory) -> anyhow::Result<Option<Arc<Card>>> {
-        let Some(seen) = self.seen()? else { return Ok(None) };
-        let card = Card::open(seen.ordinal, |seen| budget::card(memory, seen));
-        Ok(Some(Arc::new(card.map_err(no_card)?)))
+    pub fn open_gpu(&self, memory: &crate::job::MemoryConfig) -> anyhow::Result<Option<Arc<GpuDevice>>> {
+        let Some(seen) = self.gpu_info()? else { return Ok(None) };
+        let card = GpuDevice::open(seen.ordinal, |seen| budget::gpu(memory, seen));
+        Ok(Some(Arc::new(card.map_err(gpu_error)?)))
     }
 
     /// The card that is meant, as it is now.
-    pub fn seen(&self) -> anyhow::Result<Option<Seen>> {
+    pub fn gpu_info(&self) -> anyhow::Result<Option<GpuInfo>> {
         let ordinal = match self.device {
-            Device::Cpu => return Ok(None),
-            Device::Auto => None,
-            Device::Cuda(ordinal) => Some(ordinal),
+            DeviceArg::Cpu => return Ok(None),
+            DeviceArg::Auto => None,
+            DeviceArg::Cuda(ordinal) => Some(ordinal),
         };
-        let mut cards = card::all().into_iter();
-        match (ordinal, cards.find(|seen| ordinal.is_none_or(|n| n == seen.ordinal))) {
+        let mut gpus = gpu::all().into_iter();
+        match (ordinal, gpus.find(|seen| ordinal.is_none_or(|n| n == seen.ordinal))) {
             (Some(ordinal), None) => {
-                Err(no_card(CardError::NoCard { ordinal, why: "the driver does not show it".into() }).into())
+                Err(gpu_error(GpuError::NoDevice { ordinal, why: "the driver does not show it".into() })
+                    .into())
             }
             (_, found) => Ok(found),
         }
     }
 
     /// The means to open data: long passes over files show their progress where people read.
-    pub fn opening(&self) -> Opening {
-        let watched = !self.quiet && io::stderr().is_terminal();
-        let watch: Arc<dyn Watch> = if watched { Arc::new(Passes::default()) } else { Arc::new(Unwatched) };
-        Opening { watch, ..Opening::default() }
+    pub fn open_options(&self) -> DatasetContext {
+        let show_progress = !self.quiet && io::stderr().is_terminal();
+        let watch: Arc<dyn ProgressObserver> =
+            if show_progress { Arc::new(ScanProgress::default()) } else { Arc::new(NoProgress) };
+        DatasetContext { observer: watch, ..DatasetContext::default() }
     }
 
     /// How to show things where people read, which is a terminal or is not.
-    pub fn look(&self, terminal: bool) -> Look {
+    pub fn display_options(&self, terminal: bool) -> DisplayOptions {
         let verbosity = match (self.quiet, self.verbose) {
             (true, _) => Verbosity::Quiet,
             (_, true) => Verbosity::Verbose,
             _ => Verbosity::Normal,
         };
-        Look { verbosity, color: self.color.on(terminal), live: terminal }
+        DisplayOptions { verbosity, color: self.color.enabled(terminal), interactive: terminal }
     }
 }
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    Fit(fit::Fit),
-    Plan(plan::Plan),
-    Check(check::Check),
-    Verify(verify::Verify),
-    Probe(probe::Probe),
-    Schema(schema::Schema),
-    Init(init::Init),
-    Completions(completions::Completions),
+    Fit(fit::FitArgs),
+    Plan(plan::PlanArgs),
+    Check(check::CheckArgs),
+    Verify(verify::VerifyArgs),
+    Probe(probe::ProbeArgs),
+    Schema(schema::SchemaArgs),
+    Init(init::InitArgs),
+    Completions(completions::CompletionsArgs),
 }
 
 /// Where to compute, as typed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Device {
+pub enum DeviceArg {
     /// The fastest this build and this machine have.
     Auto,
     Cpu,
@@ -150,47 +152,50 @@ pub enum Device {
     Cuda(usize),
 }
 
-impl std::str::FromStr for Device {
+impl std::str::FromStr for DeviceArg {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let device = match text {
-            "auto" => Device::Auto,
-            "cpu" => Device::Cpu,
-            "cuda" => Device::Cuda(0),
+            "auto" => DeviceArg::Auto,
+            "cpu" => DeviceArg::Cpu,
+            "cuda" => DeviceArg::Cuda(0),
             _ => text
                 .strip_prefix("cuda:")
                 .and_then(|n| n.parse().ok())
-                .map(Device::Cuda)
+                .map(DeviceArg::Cuda)
                 .ok_or("allowed: auto, cpu, cuda, cuda:N")?,
         };
         match device {
-            Device::Cuda(_) if !cfg!(feature = "cuda") => Err("this build has no CUDA".into()),
+            DeviceArg::Cuda(_) if !cfg!(feature = "cuda") => Err("this build has no CUDA".into()),
             device => Ok(device),
         }
     }
 }
 
-fn no_card(error: CardError) -> Stop {
-    Stop::usage(error.to_string(), "`trainer probe` lists the devices there are; `--device cpu` needs none")
+fn gpu_error(error: GpuError) -> CliError {
+    CliError::usage(
+        error.to_string(),
+        "`trainer probe` lists the devices there are; `--device cpu` needs none",
+    )
 }
 
 /// When to colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Color {
+pub enum ColorChoice {
     /// On a terminal, unless `NO_COLOR` is set
     Auto,
     Always,
     Never,
 }
 
-impl Color {
+impl ColorChoice {
     /// Whether to colour what goes to a terminal, or not to one.
-    pub fn on(self, terminal: bool) -> bool {
+    pub fn enabled(self, terminal: bool) -> bool {
         match self {
-            Color::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()),
-            Color::Always => true,
-            Color::Never => false,
+            ColorChoice::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()),
+            ColorChoice::Always => true,
+            ColorChoice::Never => false,
         }
     }
 }
@@ -208,22 +213,26 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     let args: Vec<OsString> = args.into_iter().collect();
     let cli = match Cli::try_parse_from(&args) {
         Ok(cli) => cli,
-        Err(error) => return usage(&error, args.iter().any(|arg| arg == "--json")),
+        Err(error) => return handle_clap_error(&error, args.iter().any(|arg| arg == "--json")),
     };
     let common = &cli.common;
     // `fit` decides for itself: its worker has a supervisor.
     if !matches!(cli.command, Command::Fit(_))
-        && let Err(error) = crate::memory::refusal::end_with(Exit::Memory.code().into())
+        && let Err(error) = crate::memory::alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())
     {
-        return exit::tell(&error.into(), common.json, common.color);
+        return exit::report_error(&error.into(), common.json, common.color);
     }
     if let Err(error) = dispatch::requested() {
         let hint = format!(
             "unset `{}` for the best that there is: `{}`",
-            dispatch::VARIABLE,
+            dispatch::ENV_VAR,
             Dispatch::best().name()
         );
-        return exit::tell(&Stop::usage(error.to_string(), hint).into(), common.json, common.color);
+        return exit::report_error(
+            &CliError::usage(error.to_string(), hint).into(),
+            common.json,
+            common.color,
+        );
     }
     let done = match &cli.command {
         Command::Fit(fit) => fit.run(common),
@@ -235,15 +244,15 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Init(init) => init.run(),
         Command::Completions(completions) => completions.run(),
     };
-    done.unwrap_or_else(|error| exit::tell(&error, common.json, common.color))
+    done.unwrap_or_else(|error| exit::report_error(&error, common.json, common.color))
 }
 
 /// Starts the threads that compute, before anything needs them: a system that refuses one is an error then.
-pub fn start_threads() -> Result<(), Stop> {
+pub fn start_threads() -> Result<(), CliError> {
     match rayon::ThreadPoolBuilder::new().build_global() {
         // Without a cause they run already.
         Err(error) => match std::error::Error::source(&error) {
-            Some(cause) => Err(Stop {
+            Some(cause) => Err(CliError {
                 exit: Exit::Failure,
                 message: format!("cannot start the threads that compute: {cause}"),
                 hint: Some(
@@ -258,7 +267,7 @@ pub fn start_threads() -> Result<(), Stop> {
 }
 
 /// Help and version are data; what clap refuses is bad usage.
-fn usage(error: &clap::Error, json: bool) -> Exit {
+fn handle_clap_error(error: &clap::Error, json: bool) -> Exit {
     // A reader that went away is not an error.
     let _ = error.print();
     match error.kind() {
@@ -276,7 +285,7 @@ fn usage(error: &clap::Error, json: bool) -> Exit {
 }
 
 /// Writes a line to stdout; a reader that went away ends the program quietly.
-pub fn say(text: impl std::fmt::Display) -> io::Result<()> {
+pub fn print_line(text: impl std::fmt::Display) -> io::Result<()> {
     writeln!(io::stdout().lock(), "{text}")
 }
 
@@ -291,10 +300,10 @@ mod tests {
 
     #[test]
     fn devices_parse() {
-        assert_eq!("auto".parse(), Ok(Device::Auto));
-        assert_eq!("cpu".parse(), Ok(Device::Cpu));
-        assert!("cuda:".parse::<Device>().is_err());
-        assert!("gpu".parse::<Device>().is_err());
-        assert_eq!("cuda:1".parse::<Device>().is_ok(), cfg!(feature = "cuda"));
+        assert_eq!("auto".parse(), Ok(DeviceArg::Auto));
+        assert_eq!("cpu".parse(), Ok(DeviceArg::Cpu));
+        assert!("cuda:".parse::<DeviceArg>().is_err());
+        assert!("gpu".parse::<DeviceArg>().is_err());
+        assert_eq!("cuda:1".parse::<DeviceArg>().is_ok(), cfg!(feature = "cuda"));
     }
 }

@@ -5,17 +5,17 @@ use std::path::Path;
 
 use clap::Args;
 
-use super::{Common, Exit, JobFile, Stop, say, start_threads};
+use super::{CliError, CommonArgs, Exit, JobFile, print_line, start_threads};
 use crate::job::Job;
-use crate::layers::{Capability, HOPPER};
-use crate::memory::budget::Machine;
-use crate::memory::lock::{self, Lock};
-use crate::memory::plan::Verdict;
+use crate::layers::{ComputeCapability, HOPPER};
+use crate::memory::budget::TargetMachine;
+use crate::memory::plan::PlanVerdict;
+use crate::memory::plan_lock::{self, PlanLock};
 use crate::memory::{self, budget, probe};
 use crate::report;
 use crate::train::setup::Setup;
-use crate::train::{Failure, trial};
-use crate::units::{Bytes, Size};
+use crate::train::{Failure, autotune};
+use crate::units::{Bytes, MemorySize};
 
 /// Say what memory a job will take and whether it fits
 #[derive(Clone, Debug, Args)]
@@ -27,18 +27,18 @@ Examples:
   trainer plan job.toml --vram 24GiB --gpu 8.9     and on one of compute capability 8.9?
   trainer plan job.toml --strict                   exit code 3 unless it fits as written
   trainer plan job.toml --measure                  run the best ways for some updates; the clock decides")]
-pub struct Plan {
+pub struct PlanArgs {
     #[command(flatten)]
     pub job: JobFile,
     /// Plan for this much host memory instead of the job's `memory.ram`
     #[arg(long, value_name = "SIZE")]
-    pub ram: Option<Size>,
+    pub ram: Option<MemorySize>,
     /// Plan for a GPU with this much memory, which need not be here
     #[arg(long, value_name = "SIZE")]
     pub vram: Option<Bytes>,
     /// Plan for a GPU of this compute capability, whose kernels decide what is taken; without it, the one that takes the most
     #[arg(long, value_name = "CAPABILITY", requires = "vram")]
-    pub gpu: Option<Gpu>,
+    pub gpu: Option<CapabilityArg>,
     /// Exit with code 3 unless the job fits as written
     #[arg(long)]
     pub strict: bool,
@@ -46,21 +46,21 @@ pub struct Plan {
     #[arg(long, conflicts_with = "vram")]
     pub measure: bool,
     #[command(flatten)]
-    pub locking: Locking,
+    pub locking: LockArgs,
 }
 
 /// A compute capability as typed: `8.9`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gpu(pub Capability);
+pub struct CapabilityArg(pub ComputeCapability);
 
-impl std::str::FromStr for Gpu {
+impl std::str::FromStr for CapabilityArg {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let parts =
             text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
         match parts {
-            Some((major, minor)) if major >= OLDEST && minor < 10 => Ok(Self((major, minor))),
+            Some((major, minor)) if major >= MIN_CAPABILITY_MAJOR && minor < 10 => Ok(Self((major, minor))),
             Some((major, minor)) if minor < 10 => Err(format!(
                 "compute capability {major}.{minor} has no bf16: the kernels are for 8.0 or newer"
             )),
@@ -70,11 +70,11 @@ impl std::str::FromStr for Gpu {
 }
 
 /// The oldest major compute capability that the kernels are compiled for.
-const OLDEST: u32 = 8;
+const MIN_CAPABILITY_MAJOR: u32 = 8;
 
 /// The lock beside a job.
 #[derive(Clone, Copy, Debug, Default, Args)]
-pub struct Locking {
+pub struct LockArgs {
     /// Write the plan to JOB.lock beside the job, for review
     #[arg(long, conflicts_with = "frozen")]
     pub lock: bool,
@@ -83,110 +83,121 @@ pub struct Locking {
     pub frozen: bool,
 }
 
-impl Plan {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
-        let mut job = common.job(&self.job.path)?;
+impl PlanArgs {
+    pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
+        let mut job = common.load_job(&self.job.path)?;
         start_threads()?;
         job.memory.ram = self.ram.unwrap_or(job.memory.ram);
         let mut machine = match self.ram {
             // A size on the command line is of a machine that is not here; all else is of this one.
-            Some(Size::Bytes(ram)) => Machine::cpu(ram.0, u64::MAX),
-            _ => here(&job, common)?,
+            Some(MemorySize::Bytes(ram)) => TargetMachine::cpu(ram.0, u64::MAX),
+            _ => local_machine(&job, common)?,
         };
         if let Some(Bytes(vram)) = self.vram {
             if vram == 0 {
-                return Err(Stop::usage("`--vram` is nothing", "leave it out to plan for the CPU").into());
+                return Err(CliError::usage("`--vram` is nothing", "leave it out to plan for the CPU").into());
             }
             let capability = self.gpu.map_or(HOPPER, |gpu| gpu.0);
-            machine = Machine { device: "cuda".into(), vram, context: 0, capability, ..machine };
+            machine = TargetMachine { device: "cuda".into(), vram, context_bytes: 0, capability, ..machine };
         }
         let job_memory = job.memory.clone();
-        let mut setup = Setup::open(job, machine.ram, &common.opening())?.measured();
+        let mut setup = Setup::open(job, machine.ram, &common.open_options())?.with_process_measured();
         let plan = match self.measure {
             // On a thread of the pool, as a run is.
             true => {
-                setup = setup.on_card(common.card(&job_memory)?);
-                rayon::scope(|_| trial::plan(&mut setup, &machine))?
+                setup = setup.on_gpu(common.open_gpu(&job_memory)?);
+                rayon::scope(|_| autotune::plan(&mut setup, &machine))?
             }
             false => setup.plan_for(&machine),
         };
-        self.locking.heed(&self.job.path, &setup, &machine, &plan)?;
-        show(&plan, self.strict, common)
+        self.locking.apply(&self.job.path, &setup, &machine, &plan)?;
+        print_plan(&plan, self.strict, common)
     }
 }
 
 /// This machine, with the card that is meant.
-pub fn here(job: &Job, common: &Common) -> anyhow::Result<Machine> {
+pub fn local_machine(job: &Job, common: &CommonArgs) -> anyhow::Result<TargetMachine> {
     let host = probe::host()?;
-    let cpu = Machine::cpu(budget::host(&job.memory, &host), host.for_process());
-    Ok(match common.seen()? {
+    let cpu = TargetMachine::cpu(budget::host(&job.memory, &host), host.process_budget());
+    Ok(match common.gpu_info()? {
         Some(seen) => {
-            let (device, vram) = (format!("cuda:{}", seen.ordinal), budget::card(&job.memory, &seen));
-            Machine { device, vram, context: seen.context, capability: seen.capability, ..cpu }
+            let (device, vram) = (format!("cuda:{}", seen.ordinal), budget::gpu(&job.memory, &seen));
+            TargetMachine {
+                device,
+                vram,
+                context_bytes: seen.context_bytes,
+                capability: seen.capability,
+                ..cpu
+            }
         }
         None => cpu,
     })
 }
 
 /// Prints a plan and gives the exit code of its verdict.
-pub fn show(plan: &memory::Plan, strict: bool, common: &Common) -> anyhow::Result<Exit> {
+pub fn print_plan(plan: &memory::MemoryPlan, strict: bool, common: &CommonArgs) -> anyhow::Result<Exit> {
     if common.json {
-        say(serde_json::to_string_pretty(plan)?)?;
+        print_line(serde_json::to_string_pretty(plan)?)?;
     } else if !common.quiet {
-        let look = common.look(io::stdout().is_terminal());
-        report::plan::lines(plan, look).iter().try_for_each(say)?;
+        let look = common.display_options(io::stdout().is_terminal());
+        report::plan::lines(plan, look).iter().try_for_each(print_line)?;
     }
     Ok(match plan.verdict {
-        Verdict::Fits => Exit::Done,
-        Verdict::FitsAfterShrink if !strict => Exit::Done,
-        Verdict::FitsAfterShrink | Verdict::DoesNotFit => Exit::Memory,
+        PlanVerdict::Fits => Exit::Done,
+        PlanVerdict::FitsAfterShrink if !strict => Exit::Done,
+        PlanVerdict::FitsAfterShrink | PlanVerdict::DoesNotFit => Exit::Memory,
     })
 }
 
 /// The plan of a run that will not be, on stderr.
-pub fn print(plan: &memory::Plan, common: &Common) -> io::Result<()> {
+pub fn eprint_plan(plan: &memory::MemoryPlan, common: &CommonArgs) -> io::Result<()> {
     if common.quiet {
         return Ok(());
     }
-    let look = common.look(io::stderr().is_terminal());
+    let look = common.display_options(io::stderr().is_terminal());
     report::plan::lines(plan, look).iter().try_for_each(|line| writeln!(io::stderr().lock(), "{line}"))
 }
 
-impl Locking {
-    pub fn any(self) -> bool {
+impl LockArgs {
+    pub fn is_requested(self) -> bool {
         self.lock || self.frozen
     }
 
     /// Writes the lock, or refuses a plan that is not the locked one. A plan that does not fit is neither.
-    pub fn heed(
+    pub fn apply(
         self,
         job: &Path,
         setup: &Setup,
-        machine: &Machine,
-        plan: &memory::Plan,
+        machine: &TargetMachine,
+        plan: &memory::MemoryPlan,
     ) -> anyhow::Result<()> {
-        if plan.verdict == Verdict::DoesNotFit {
+        if plan.verdict == PlanVerdict::DoesNotFit {
             return Ok(());
         }
-        let path = lock::path(job);
+        let path = plan_lock::path(job);
         if self.lock {
-            let lock = Lock::new(plan, seen(setup, machine), setup.job.memory.headroom);
-            std::fs::write(&path, lock.text()?).map_err(Failure::io("write", &path))?;
+            let lock = PlanLock::new(plan, lock_machine(setup, machine), setup.job.memory.headroom);
+            std::fs::write(&path, lock.to_toml()?).map_err(Failure::io("write", &path))?;
         }
         if self.frozen {
             let name = path.display();
             let hint = format!("write it with `trainer plan {} --lock`", job.display());
-            let locked = Lock::read(&path).map_err(|error| {
+            let locked = PlanLock::read(&path).map_err(|error| {
                 let cause = std::error::Error::source(&error).map(|e| format!(": {e}")).unwrap_or_default();
-                Stop::usage(format!("{error}{}", cause.trim_end()), hint)
+                CliError::usage(format!("{error}{}", cause.trim_end()), hint)
             })?;
-            let found: Vec<String> = lock::compare(&locked, plan).iter().map(ToString::to_string).collect();
-            if !found.is_empty() {
-                let (was, now) = (locked.machine, seen(setup, machine));
-                let machines = if was == now { String::new() } else { format!("; {}", moved(&was, &now)) };
-                return Err(Stop {
+            let differences: Vec<String> =
+                plan_lock::compare(&locked, plan).iter().map(ToString::to_string).collect();
+            if !differences.is_empty() {
+                let (was, now) = (locked.machine, lock_machine(setup, machine));
+                let machines = if was == now {
+                    String::new()
+                } else {
+                    format!("; {}", describe_machine_change(&was, &now))
+                };
+                return Err(CliError {
                     exit: Exit::Memory,
-                    message: format!("the plan is not the one in `{name}`: {}", found.join(", ")),
+                    message: format!("the plan is not the one in `{name}`: {}", differences.join(", ")),
                     hint: Some(format!("`--lock` instead of `--frozen` accepts it{machines}")),
                 }
                 .into());
@@ -197,21 +208,21 @@ impl Locking {
 }
 
 /// The machine as a lock states it: not what is free now, which is never twice the same.
-fn seen(setup: &Setup, machine: &Machine) -> lock::Machine {
-    let most = probe::host().map_or(machine.ram, |host| host.most());
-    let not_here = machine.most_ram == u64::MAX;
-    lock::Machine {
+fn lock_machine(setup: &Setup, machine: &TargetMachine) -> plan_lock::LockedMachine {
+    let most = probe::host().map_or(machine.ram, |host| host.process_limit());
+    let not_here = machine.max_ram == u64::MAX;
+    plan_lock::LockedMachine {
         threads: setup.threads,
         ram_bytes: if not_here { machine.ram } else { most },
         vram_bytes: machine.vram,
     }
 }
 
-fn moved(was: &lock::Machine, now: &lock::Machine) -> String {
-    let shown = |m: &lock::Machine| {
-        let card =
+fn describe_machine_change(was: &plan_lock::LockedMachine, now: &plan_lock::LockedMachine) -> String {
+    let shown = |m: &plan_lock::LockedMachine| {
+        let vram =
             if m.vram_bytes > 0 { format!(" and {} of vram", Bytes(m.vram_bytes)) } else { String::new() };
-        format!("{} threads, {} of ram{card}", m.threads, Bytes(m.ram_bytes))
+        format!("{} threads, {} of ram{vram}", m.threads, Bytes(m.ram_bytes))
     };
     format!("it was made with {} and this is {}", shown(was), shown(now))
 }

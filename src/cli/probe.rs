@@ -3,10 +3,10 @@
 use clap::Args;
 use serde_json::json;
 
-use super::{Common, Exit, say};
-use crate::kernels::dispatch::{VARIABLE, dispatch};
-use crate::memory::device::{self, Device};
-use crate::memory::probe::{Host, host};
+use super::{CommonArgs, Exit, print_line};
+use crate::kernels::dispatch::{ENV_VAR, dispatch};
+use crate::memory::device::{self, DeviceInfo};
+use crate::memory::probe::{HostInfo, host};
 use crate::report::text;
 use crate::units::Bytes;
 
@@ -16,14 +16,14 @@ use crate::units::Bytes;
 Examples:
   trainer probe
   trainer probe --json")]
-pub struct Probe {}
+pub struct ProbeArgs {}
 
-impl Probe {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
+impl ProbeArgs {
+    pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
         let host = host()?;
         let devices = device::all(&host);
         if common.json {
-            say(json!({
+            print_line(json!({
                 "devices": devices,
                 "host": host,
                 "usable_bytes": host.usable(),
@@ -31,17 +31,17 @@ impl Probe {
                 "cpu_dispatch": dispatch().name(),
             }))?;
         } else {
-            lines(&devices, &host).iter().try_for_each(say)?;
+            lines(&devices, &host).iter().try_for_each(print_line)?;
         }
         Ok(Exit::Done)
     }
 }
 
-fn lines(devices: &[Device], host: &Host) -> Vec<String> {
+fn lines(devices: &[DeviceInfo], host: &HostInfo) -> Vec<String> {
     let some = |b: Option<u64>| b.map_or("none".to_owned(), |b| Bytes(b).to_string());
     let known = |b: Option<u64>| b.map_or("unknown".to_owned(), |b| Bytes(b).to_string());
     let head = ["device", "memory", "free", "held by others", "capability", ""].map(str::to_owned);
-    let row = |device: &Device| {
+    let row = |device: &DeviceInfo| {
         let capability =
             device.compute_capability.map_or("-".into(), |(major, minor)| format!("{major}.{minor}"));
         vec![
@@ -65,16 +65,16 @@ fn lines(devices: &[Device], host: &Host) -> Vec<String> {
             some(group.map(|c| c.limit)),
             group.map_or_else(String::new, |c| c.path.display().to_string()),
         ),
-        ("cgroup left", some(group.map(|c| c.left())), String::new()),
+        ("cgroup left", some(group.map(|c| c.remaining())), String::new()),
         ("RLIMIT_AS", some(host.address_space.map(|a| a.limit)), String::new()),
-        ("RLIMIT_AS left", some(host.address_space.map(|a| a.left())), String::new()),
+        ("RLIMIT_AS left", some(host.address_space.map(|a| a.remaining())), String::new()),
         (
             "swap free",
             Bytes(host.swap_free).to_string(),
             format!("of {}; not counted on", Bytes(host.swap_total)),
         ),
         ("cores", host.cores.to_string(), String::new()),
-        ("CPU dispatch", dispatch().name().to_owned(), format!("{VARIABLE} chooses another")),
+        ("CPU dispatch", dispatch().name().to_owned(), format!("{ENV_VAR} chooses another")),
         ("for a run", Bytes(host.usable()).to_string(), format!("limited by {}", host.limited_by())),
     ];
     let rows: Vec<Vec<String>> = rows.into_iter().map(|(a, b, c)| vec![a.to_owned(), b, c]).collect();

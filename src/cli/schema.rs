@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{Exit, say};
+use super::{Exit, print_line};
 use crate::job;
 
 /// Print the JSON Schema of a job, for editors to complete and check
@@ -12,18 +12,18 @@ Examples:
   trainer schema > job.schema.json
   # first line of a job, for taplo and Even Better TOML:
   #:schema ./job.schema.json")]
-pub struct Schema {
+pub struct SchemaArgs {
     /// Print the reference page instead, in Markdown
     #[arg(long)]
     pub markdown: bool,
 }
 
-impl Schema {
+impl SchemaArgs {
     pub fn run(&self) -> anyhow::Result<Exit> {
         if self.markdown {
-            say(job::page().trim_end())?;
+            print_line(job::job_markdown().trim_end())?;
         } else {
-            say(format_args!("{:#}", job::schema()))?;
+            print_line(format_args!("{:#}", job::schema()))?;
         }
         Ok(Exit::Done)
     }

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{Common, Exit, JobFile, Stop, plan, say, start_threads};
+use super::{CliError, CommonArgs, Exit, JobFile, plan, print_line, start_threads};
 use crate::memory;
 use crate::report::{self, Verbosity};
 use crate::train::Failure;
 use crate::train::setup::Setup;
-use crate::train::signals::{Heard, Signal, Signals};
-use crate::train::verify::{Proof, Report, Told, verify};
+use crate::train::signals::{Signal, SignalSource, Signals};
+use crate::train::verify::{VerifyEvent, VerifyOptions, VerifyReport, verify};
 
 /// Prove that a job's result does not depend on splits, recomputation, retries and resumes
 #[derive(Clone, Debug, Args)]
@@ -25,7 +25,7 @@ Examples:
   trainer verify job.toml
   trainer verify job.toml --updates 20
   trainer verify job.toml --json")]
-pub struct Verify {
+pub struct VerifyArgs {
     #[command(flatten)]
     pub job: JobFile,
     /// Updates to make in every way
@@ -33,22 +33,22 @@ pub struct Verify {
     pub updates: u64,
 }
 
-impl Verify {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Exit> {
-        let job = common.job(&self.job.path)?;
+impl VerifyArgs {
+    pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
+        let job = common.load_job(&self.job.path)?;
         start_threads()?;
         let ram = memory::budget::host(&job.memory, &memory::probe::host()?);
-        let card = common.card(&job.memory)?;
-        let setup = Setup::open(job, ram, &common.opening())?.on_card(card).measured();
-        let proof = Proof {
+        let gpu = common.open_gpu(&job.memory)?;
+        let setup = Setup::open(job, ram, &common.open_options())?.on_gpu(gpu).with_process_measured();
+        let proof = VerifyOptions {
             updates: self.updates,
             ram,
             folder: PathBuf::from("runs").join(format!("verify-{}", std::process::id())),
-            signals: Signals::watch(Heard::FromAnyone)?,
+            signals: Signals::watch(SignalSource::Anyone)?,
         };
-        let look = common.look(io::stderr().is_terminal());
+        let look = common.display_options(io::stderr().is_terminal());
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
-        if look.live && look.verbosity > Verbosity::Quiet {
+        if look.interactive && look.verbosity > Verbosity::Quiet {
             bar.set_draw_target(ProgressDrawTarget::stderr());
         }
         if let Ok(style) =
@@ -56,50 +56,52 @@ impl Verify {
         {
             bar.set_style(style);
         }
-        let shown = bar.clone();
-        let tell = move |told: Told| match told {
-            Told::Begun { plan, notes, updates } => {
-                shown.set_length(updates);
+        let progress_bar = bar.clone();
+        let on_progress = move |progress: VerifyEvent| match progress {
+            VerifyEvent::Started { plan, notes, updates } => {
+                progress_bar.set_length(updates);
                 if look.verbosity > Verbosity::Quiet {
-                    report::verify::before(plan, notes, look).iter().for_each(|line| eprintln!("{line}"));
+                    report::verify::header_lines(plan, notes, look)
+                        .iter()
+                        .for_each(|line| eprintln!("{line}"));
                 }
             }
-            Told::Updated { way } => {
-                shown.set_message(way.to_owned());
-                shown.inc(1);
+            VerifyEvent::Updated { variant: way } => {
+                progress_bar.set_message(way.to_owned());
+                progress_bar.inc(1);
             }
-            Told::Checked(_) => {}
+            VerifyEvent::VariantDone(_) => {}
         };
         let signals = proof.signals.clone();
-        let proved = rayon::scope(|_| verify(setup, &proof, Arc::new(tell)));
+        let outcome = rayon::scope(|_| verify(setup, &proof, Arc::new(on_progress)));
         bar.finish_and_clear();
-        match proved {
-            Ok(Some(report)) => self.end(&report, common),
-            Ok(None) => Ok(match signals.stop() {
+        match outcome {
+            Ok(Some(report)) => self.finish(&report, common),
+            Ok(None) => Ok(match signals.stop_requested() {
                 Some(Signal::Terminate) => Exit::Sigterm,
                 _ => Exit::Sigint,
             }),
             Err(Failure::DoesNotFit(plan)) => {
-                plan::print(&plan, common)?;
+                plan::eprint_plan(&plan, common)?;
                 Err(Failure::DoesNotFit(plan).into())
             }
             Err(failure) => Err(failure.into()),
         }
     }
 
-    fn end(&self, report: &Report, common: &Common) -> anyhow::Result<Exit> {
+    fn finish(&self, report: &VerifyReport, common: &CommonArgs) -> anyhow::Result<Exit> {
         if common.json {
-            say(serde_json::to_string_pretty(report)?)?;
+            print_line(serde_json::to_string_pretty(report)?)?;
         } else if !common.quiet {
-            report::verify::lines(report, common.look(io::stdout().is_terminal()))
+            report::verify::lines(report, common.display_options(io::stdout().is_terminal()))
                 .iter()
-                .try_for_each(say)?;
+                .try_for_each(print_line)?;
         }
-        match report::verify::complaint(report) {
+        match report::verify::failure_message(report) {
             None => Ok(Exit::Done),
             // The document on stdout has said it already.
             Some(_) if common.json => Ok(Exit::Failure),
-            Some(message) => Err(Stop { exit: Exit::Failure, message, hint: None }.into()),
+            Some(message) => Err(CliError { exit: Exit::Failure, message, hint: None }.into()),
         }
     }
 }

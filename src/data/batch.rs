@@ -1,44 +1,44 @@
-//! A batch of samples in host memory, and the buffer it lives in: [`Batch::with_room`] is the one place where its
+//! A batch of samples in host memory, and the buffer it lives in: [`HostBatch::with_capacity`] is the one place where its
 //! memory is allocated.
 
 use std::sync::Arc;
 
-use super::bad::Bad;
-use super::{DataError, Features, Input, Key, Palette, Row, Slice, Source, Target};
+use super::bad_records::BadRecord;
+use super::{BatchRow, DataError, Dataset, Features, InputSpec, PixelLut, SampleKey, SliceMut, TargetSpec};
 
 /// The inputs or the targets of a batch, row after row.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Values {
+pub enum BatchValues {
     /// Bytes that stand for f32 values.
-    U8(Vec<u8>, Arc<Palette>),
+    U8(Vec<u8>, Arc<PixelLut>),
     F32(Vec<f32>),
     U32(Vec<u32>),
 }
 
 /// Samples of one update, in order. Row i of `inputs` and `targets` belongs to `ids[i]`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Batch {
+pub struct HostBatch {
     /// The update these samples belong to, from 0.
     pub update: u64,
     pub epoch: u64,
     /// Samples of the order it stands for: its rows, and those that were left out.
-    pub taken: u64,
+    pub consumed: u64,
     /// The records left out.
-    pub bad: Vec<Bad>,
+    pub bad_records: Vec<BadRecord>,
     /// Global sample indices.
     pub ids: Vec<u64>,
     /// (rows, input...), as [`Features::input`] says.
-    pub inputs: Values,
+    pub inputs: BatchValues,
     /// (rows, target...), as [`Features::target`] says.
-    pub targets: Values,
+    pub targets: BatchValues,
     /// Positions of each row that are not padding; empty where every row is whole.
     pub lengths: Vec<u32>,
 }
 
-impl Batch {
+impl HostBatch {
     /// An empty batch with room for `rows` samples, or [`DataError::OutOfMemory`].
-    pub fn with_room(features: &Features, rows: usize) -> Result<Self, DataError> {
-        fn room<T>(len: Option<usize>) -> Option<Vec<T>> {
+    pub fn with_capacity(features: &Features, rows: usize) -> Result<Self, DataError> {
+        fn reserve<T>(len: Option<usize>) -> Option<Vec<T>> {
             let mut values = Vec::new();
             values.try_reserve_exact(len?).ok()?;
             Some(values)
@@ -46,24 +46,28 @@ impl Batch {
         let build = || {
             let inputs = rows.checked_mul(features.input_len());
             let targets = rows.checked_mul(features.target_len());
-            Some(Batch {
+            Some(HostBatch {
                 update: 0,
                 epoch: 0,
-                taken: 0,
-                bad: Vec::new(),
-                ids: room(Some(rows))?,
-                inputs: match (&features.input, &features.palette) {
-                    (Input::Floats { .. }, Some(palette)) => Values::U8(room(inputs)?, palette.clone()),
-                    (Input::Floats { .. } | Input::Row { .. }, _) => Values::F32(room(inputs)?),
-                    (Input::Tokens { .. }, _) => Values::U32(room(inputs)?),
+                consumed: 0,
+                bad_records: Vec::new(),
+                ids: reserve(Some(rows))?,
+                inputs: match (&features.input, &features.pixel_lut) {
+                    (InputSpec::Floats { .. }, Some(palette)) => {
+                        BatchValues::U8(reserve(inputs)?, palette.clone())
+                    }
+                    (InputSpec::Floats { .. } | InputSpec::Tabular { .. }, _) => {
+                        BatchValues::F32(reserve(inputs)?)
+                    }
+                    (InputSpec::Tokens { .. }, _) => BatchValues::U32(reserve(inputs)?),
                 },
                 targets: match features.target {
-                    Target::Values { .. } => Values::F32(room(targets)?),
-                    Target::Class { .. } | Target::Mixed { .. } | Target::Tokens => {
-                        Values::U32(room(targets)?)
+                    TargetSpec::Values { .. } => BatchValues::F32(reserve(targets)?),
+                    TargetSpec::Class { .. } | TargetSpec::MixedClass { .. } | TargetSpec::Tokens => {
+                        BatchValues::U32(reserve(targets)?)
                     }
                 },
-                lengths: room(Some(if features.buckets.is_empty() { 0 } else { rows }))?,
+                lengths: reserve(Some(if features.buckets.is_empty() { 0 } else { rows }))?,
             })
         };
         let bytes = features.sample_bytes().saturating_mul(rows as u64);
@@ -71,11 +75,11 @@ impl Batch {
     }
 
     /// Sample `index` of `source`, alone.
-    pub fn one(source: &dyn Source, index: u64, key: Key) -> Result<Self, DataError> {
+    pub fn single(source: &dyn Dataset, index: u64, key: SampleKey) -> Result<Self, DataError> {
         let features = source.features();
-        let mut batch = Self::with_room(features, 1)?;
+        let mut batch = Self::with_capacity(features, 1)?;
         batch.resize(features, 1);
-        (batch.epoch, batch.taken, batch.ids[0]) = (key.epoch, 1, index);
+        (batch.epoch, batch.consumed, batch.ids[0]) = (key.epoch, 1, index);
         let mut row = batch.row(features, 0);
         source.read(index, key, &mut row)?;
         let length = row.length;
@@ -85,13 +89,15 @@ impl Batch {
 
     /// Bytes of the samples in it.
     pub fn bytes(&self) -> u64 {
-        let values = self.inputs.len() * self.inputs.size() + self.targets.len() * self.targets.size();
+        let values = self.inputs.len() * self.inputs.element_bytes()
+            + self.targets.len() * self.targets.element_bytes();
         (8 * self.ids.len() + values + 4 * self.lengths.len()) as u64
     }
 
     /// Bytes of the memory behind it.
-    pub fn room_bytes(&self) -> u64 {
-        let values = self.inputs.room() * self.inputs.size() + self.targets.room() * self.targets.size();
+    pub fn capacity_bytes(&self) -> u64 {
+        let values = self.inputs.capacity() * self.inputs.element_bytes()
+            + self.targets.capacity() * self.targets.element_bytes();
         (8 * self.ids.capacity() + values + 4 * self.lengths.capacity()) as u64
     }
 
@@ -106,8 +112,8 @@ impl Batch {
     }
 
     /// Row `row`, to be written.
-    pub(super) fn row(&mut self, features: &Features, row: usize) -> Row<'_> {
-        Row {
+    pub(super) fn row(&mut self, features: &Features, row: usize) -> BatchRow<'_> {
+        BatchRow {
             input: self.inputs.row(row, features.input_len()),
             target: self.targets.row(row, features.target_len()),
             length: features.input_len() as u32,
@@ -115,12 +121,12 @@ impl Batch {
     }
 }
 
-impl Values {
+impl BatchValues {
     pub fn len(&self) -> usize {
         match self {
-            Values::U8(values, _) => values.len(),
-            Values::F32(values) => values.len(),
-            Values::U32(values) => values.len(),
+            BatchValues::U8(values, _) => values.len(),
+            BatchValues::F32(values) => values.len(),
+            BatchValues::U32(values) => values.len(),
         }
     }
 
@@ -129,32 +135,32 @@ impl Values {
     }
 
     /// Bytes of one.
-    fn size(&self) -> usize {
-        if let Values::U8(..) = self { 1 } else { 4 }
+    fn element_bytes(&self) -> usize {
+        if let BatchValues::U8(..) = self { 1 } else { 4 }
     }
 
-    fn room(&self) -> usize {
+    fn capacity(&self) -> usize {
         match self {
-            Values::U8(values, _) => values.capacity(),
-            Values::F32(values) => values.capacity(),
-            Values::U32(values) => values.capacity(),
+            BatchValues::U8(values, _) => values.capacity(),
+            BatchValues::F32(values) => values.capacity(),
+            BatchValues::U32(values) => values.capacity(),
         }
     }
 
     fn resize(&mut self, len: usize) {
         match self {
-            Values::U8(values, _) => values.resize(len, 0),
-            Values::F32(values) => values.resize(len, 0.0),
-            Values::U32(values) => values.resize(len, 0),
+            BatchValues::U8(values, _) => values.resize(len, 0),
+            BatchValues::F32(values) => values.resize(len, 0.0),
+            BatchValues::U32(values) => values.resize(len, 0),
         }
     }
 
-    fn row(&mut self, row: usize, len: usize) -> Slice<'_> {
+    fn row(&mut self, row: usize, len: usize) -> SliceMut<'_> {
         let range = row * len..(row + 1) * len;
         match self {
-            Values::U8(values, _) => Slice::U8(&mut values[range]),
-            Values::F32(values) => Slice::F32(&mut values[range]),
-            Values::U32(values) => Slice::U32(&mut values[range]),
+            BatchValues::U8(values, _) => SliceMut::U8(&mut values[range]),
+            BatchValues::F32(values) => SliceMut::F32(&mut values[range]),
+            BatchValues::U32(values) => SliceMut::U32(&mut values[range]),
         }
     }
 }

@@ -17,14 +17,14 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
-use crate::random::{mix, stream};
+use crate::random::{mix, stream_id};
 
 /// A folder of entries.
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
     /// Bytes of the entries that were used, by path.
-    used: Arc<Mutex<BTreeMap<PathBuf, u64>>>,
+    used_entries: Arc<Mutex<BTreeMap<PathBuf, u64>>>,
 }
 
 impl Default for Cache {
@@ -37,27 +37,27 @@ impl Default for Cache {
 /// What an entry was made from: any change of a file's path, size or time of change, or of the settings
 /// that shaped the entry, gives another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fingerprint(u64);
+pub struct CacheKey(u64);
 
-impl Fingerprint {
-    /// Of `files` as they are now and of `how`, which states every setting the entry depends on.
-    pub fn of(files: &[PathBuf], how: &str) -> Result<Self, DataError> {
-        let mut state = stream(concat!("data.cache ", env!("CARGO_PKG_VERSION")));
+impl CacheKey {
+    /// Of `files` as they are now and of `settings`, which states every setting the entry depends on.
+    pub fn new(files: &[PathBuf], settings: &str) -> Result<Self, DataError> {
+        let mut state = stream_id(concat!("data.cache ", env!("CARGO_PKG_VERSION")));
         let mut add = |x: u64| state = mix(state.rotate_left(17) ^ mix(x.wrapping_add(1)));
-        add(stream(how));
+        add(stream_id(settings));
         for file in files {
-            let about = fs::metadata(file).map_err(DataError::io(file))?;
+            let metadata = fs::metadata(file).map_err(DataError::io(file))?;
             let path = std::path::absolute(file).unwrap_or_else(|_| file.clone());
-            let changed = about.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
-            add(stream(&path.to_string_lossy()));
-            add(about.len());
+            let changed = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+            add(stream_id(&path.to_string_lossy()));
+            add(metadata.len());
             add(changed.map_or(0, |time| time.as_nanos() as u64));
         }
         Ok(Self(state))
     }
 }
 
-impl fmt::Display for Fingerprint {
+impl fmt::Display for CacheKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
     }
@@ -68,7 +68,7 @@ const VERSION: u32 = 1;
 
 /// What stands beside an entry, in a file of its own that ends in `.sum`.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Sum {
+struct EntryChecksum {
     version: u32,
     bytes: u64,
     crc32c: u32,
@@ -76,84 +76,84 @@ struct Sum {
 
 impl Cache {
     pub fn at(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), used: Arc::default() }
+        Self { folder: folder.into(), used_entries: Arc::default() }
     }
 
     /// Bytes of all entries that were found or made through this cache and its clones.
     pub fn used_bytes(&self) -> u64 {
-        self.used.lock().map_or(0, |used| used.values().sum())
+        self.used_entries.lock().map_or(0, |used| used.values().sum())
     }
 
     /// The file of the entry `name` (a word such as "csv-index") of `of`, if it was made before and is as it was
     /// written.
-    pub fn find(&self, name: &str, of: Fingerprint) -> Option<PathBuf> {
-        let path = self.path(name, of);
-        self.uses(&path, whole(&path)?);
+    pub fn find(&self, name: &str, key: CacheKey) -> Option<PathBuf> {
+        let path = self.path(name, key);
+        self.record_use(&path, verified_len(&path)?);
         Some(path)
     }
 
     /// As [`Cache::find`]; what was not made before is written by `make` now.
-    pub fn get(
+    pub fn get_or_create(
         &self,
         name: &str,
-        of: Fingerprint,
+        key: CacheKey,
         make: impl FnOnce(&mut BufWriter<File>) -> Result<(), DataError>,
     ) -> Result<PathBuf, DataError> {
-        self.get_all([name], of, |[out]| make(out)).map(|[path]| path)
+        self.get_or_create_all([name], key, |[out]| make(out)).map(|[path]| path)
     }
 
     /// Writes an entry, over the one that may be there.
     pub fn put(
         &self,
         name: &str,
-        of: Fingerprint,
+        key: CacheKey,
         make: impl FnOnce(&mut BufWriter<File>) -> Result<(), DataError>,
     ) -> Result<PathBuf, DataError> {
-        self.put_all([name], of, |[out]| make(out)).map(|[path]| path)
+        self.put_all([name], key, |[out]| make(out)).map(|[path]| path)
     }
 
-    /// As [`Cache::get`], for entries that are made together.
-    pub fn get_all<const N: usize>(
+    /// As [`Cache::get_or_create`], for entries that are made together.
+    pub fn get_or_create_all<const N: usize>(
         &self,
         names: [&str; N],
-        of: Fingerprint,
+        key: CacheKey,
         make: impl FnOnce([&mut BufWriter<File>; N]) -> Result<(), DataError>,
     ) -> Result<[PathBuf; N], DataError> {
-        if names.iter().all(|name| self.find(name, of).is_some()) {
-            return Ok(names.map(|name| self.path(name, of)));
+        if names.iter().all(|name| self.find(name, key).is_some()) {
+            return Ok(names.map(|name| self.path(name, key)));
         }
-        self.put_all(names, of, make)
+        self.put_all(names, key, make)
     }
 
     fn put_all<const N: usize>(
         &self,
         names: [&str; N],
-        of: Fingerprint,
+        key: CacheKey,
         make: impl FnOnce([&mut BufWriter<File>; N]) -> Result<(), DataError>,
     ) -> Result<[PathBuf; N], DataError> {
-        let paths = names.map(|name| self.path(name, of));
-        fs::create_dir_all(&self.folder).map_err(DataError::writing(&self.folder))?;
-        self.clean();
+        let paths = names.map(|name| self.path(name, key));
+        fs::create_dir_all(&self.folder).map_err(DataError::write(&self.folder))?;
+        self.remove_stale_parts();
         // Another process may make the same entry at the same time; both are whole, and the last one stays.
         let parts = paths.each_ref().map(|path| path.with_extension(format!("{}.part", std::process::id())));
         let written = write(&parts, make).and_then(|_locks| {
             parts.iter().zip(&paths).try_for_each(|(part, path)| {
-                let sum = sum(part).map_err(DataError::writing(part))?;
-                self.uses(path, sum.bytes);
+                let sum = checksum(part).map_err(DataError::write(part))?;
+                self.record_use(path, sum.bytes);
                 let text = serde_json::to_vec(&sum).map_err(io::Error::from);
                 // An entry without its checksum is no entry: it goes before the entry is replaced, and comes after.
-                let beside = beside(path);
+                let checksum_file = checksum_path(path);
                 let put = text.and_then(|text| {
-                    let removed = fs::remove_file(&beside);
+                    let removed = fs::remove_file(&checksum_file);
                     if removed.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::NotFound) {
                         return removed;
                     }
                     fs::rename(part, path)?;
-                    let temporary = beside.with_extension(format!("{}.part", std::process::id()));
+                    let temporary = checksum_file.with_extension(format!("{}.part", std::process::id()));
                     fs::write(&temporary, text)?;
-                    fs::rename(&temporary, &beside)
+                    fs::rename(&temporary, &checksum_file)
                 });
-                put.map_err(DataError::writing(path))
+                put.map_err(DataError::write(path))
             })
         });
         if written.is_err() {
@@ -163,14 +163,14 @@ impl Cache {
         written.map(|()| paths)
     }
 
-    fn uses(&self, path: &Path, bytes: u64) {
-        if let Ok(mut used) = self.used.lock() {
+    fn record_use(&self, path: &Path, bytes: u64) {
+        if let Ok(mut used) = self.used_entries.lock() {
             used.insert(path.to_owned(), bytes);
         }
     }
 
     /// Removes what processes that were killed left half-written: nobody holds a lock on it.
-    fn clean(&self) {
+    fn remove_stale_parts(&self) {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
         let parts =
             entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "part"));
@@ -181,29 +181,29 @@ impl Cache {
         }
     }
 
-    fn path(&self, name: &str, of: Fingerprint) -> PathBuf {
-        self.folder.join(format!("{name}-{of}"))
+    fn path(&self, name: &str, key: CacheKey) -> PathBuf {
+        self.folder.join(format!("{name}-{key}"))
     }
 }
 
 /// Where the checksum of an entry is.
-fn beside(path: &Path) -> PathBuf {
+fn checksum_path(path: &Path) -> PathBuf {
     path.with_extension("sum")
 }
 
 /// The bytes of an entry that is as it was written.
-fn whole(path: &Path) -> Option<u64> {
-    let wanted: Sum = serde_json::from_slice(&fs::read(beside(path)).ok()?).ok()?;
+fn verified_len(path: &Path) -> Option<u64> {
+    let wanted: EntryChecksum = serde_json::from_slice(&fs::read(checksum_path(path)).ok()?).ok()?;
     // Its length alone tells most of what can happen to a file.
     if wanted.version != VERSION || fs::metadata(path).ok()?.len() != wanted.bytes {
         return None;
     }
-    (sum(path).ok()? == wanted).then_some(wanted.bytes)
+    (checksum(path).ok()? == wanted).then_some(wanted.bytes)
 }
 
-fn sum(path: &Path) -> io::Result<Sum> {
+fn checksum(path: &Path) -> io::Result<EntryChecksum> {
     let (mut file, mut buffer) = (File::open(path)?, vec![0; 1 << 18]);
-    let mut sum = Sum { version: VERSION, bytes: 0, crc32c: 0 };
+    let mut sum = EntryChecksum { version: VERSION, bytes: 0, crc32c: 0 };
     loop {
         match file.read(&mut buffer)? {
             0 => return Ok(sum),
@@ -221,17 +221,17 @@ fn write<const N: usize>(
 ) -> Result<Vec<File>, DataError> {
     let (mut outs, mut locks) = (Vec::with_capacity(N), Vec::with_capacity(N));
     for part in parts {
-        let file = File::create(part).map_err(DataError::writing(part))?;
+        let file = File::create(part).map_err(DataError::write(part))?;
         // Where files cannot be locked, what is half-written is left alone.
         let _ = file.try_lock();
-        locks.push(file.try_clone().map_err(DataError::writing(part))?);
+        locks.push(file.try_clone().map_err(DataError::write(part))?);
         outs.push(BufWriter::with_capacity(1 << 18, file));
     }
     // One was made for each of the N parts.
     let Ok(mut outs) = <[_; N]>::try_from(outs) else { return Ok(locks) };
     make(outs.each_mut())?;
     let flush = |(out, part): (&mut BufWriter<File>, &PathBuf)| {
-        out.flush().and_then(|()| out.get_ref().sync_all()).map_err(DataError::writing(part))
+        out.flush().and_then(|()| out.get_ref().sync_all()).map_err(DataError::write(part))
     };
     outs.iter_mut().zip(parts).try_for_each(flush)?;
     Ok(locks)
@@ -242,55 +242,55 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entry_is_made_once_and_again_when_a_file_changes() {
+    fn an_entry_is_created_once_and_recreated_when_a_file_changes() {
         let folder = tempfile::tempdir().unwrap();
         let (cache, file) = (Cache::at(folder.path().join("cache")), folder.path().join("data"));
         fs::write(&file, "one").unwrap();
         let files = [file.clone()];
-        let before = Fingerprint::of(&files, "plain").unwrap();
-        let make = |out: &mut BufWriter<File>| out.write_all(b"made").map_err(DataError::writing(&file));
-        let path = cache.get("entry", before, make).unwrap();
+        let before = CacheKey::new(&files, "plain").unwrap();
+        let make = |out: &mut BufWriter<File>| out.write_all(b"made").map_err(DataError::write(&file));
+        let path = cache.get_or_create("entry", before, make).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"made");
-        assert_eq!(cache.get("entry", before, |_| panic!("made twice")).unwrap(), path);
-        assert_ne!(Fingerprint::of(&files, "otherwise").unwrap(), before);
+        assert_eq!(cache.get_or_create("entry", before, |_| panic!("made twice")).unwrap(), path);
+        assert_ne!(CacheKey::new(&files, "otherwise").unwrap(), before);
         fs::write(&file, "four").unwrap();
-        let after = Fingerprint::of(&files, "plain").unwrap();
+        let after = CacheKey::new(&files, "plain").unwrap();
         assert_ne!(after, before);
         assert!(cache.find("entry", after).is_none());
-        assert!(Fingerprint::of(&["/no/such".into()], "").is_err());
+        assert!(CacheKey::new(&["/no/such".into()], "").is_err());
     }
 
     #[test]
-    fn an_entry_that_is_damaged_or_of_another_version_is_made_again() {
+    fn an_entry_that_is_corrupt_or_of_another_version_is_recreated() {
         let folder = tempfile::tempdir().unwrap();
-        let (cache, of) = (Cache::at(folder.path()), Fingerprint::of(&[], "x").unwrap());
+        let (cache, key) = (Cache::at(folder.path()), CacheKey::new(&[], "x").unwrap());
         let make =
-            |out: &mut BufWriter<File>| out.write_all(b"content").map_err(DataError::writing("x".as_ref()));
-        let path = cache.get("entry", of, make).unwrap();
+            |out: &mut BufWriter<File>| out.write_all(b"content").map_err(DataError::write("x".as_ref()));
+        let path = cache.get_or_create("entry", key, make).unwrap();
         assert_eq!(cache.used_bytes(), 7);
         let damages: [&dyn Fn(); 6] = [
             &|| fs::write(&path, b"cOntent").unwrap(),
             &|| fs::write(&path, b"conten").unwrap(),
             &|| fs::write(&path, b"").unwrap(),
-            &|| fs::remove_file(beside(&path)).unwrap(),
-            &|| fs::write(beside(&path), b"{").unwrap(),
+            &|| fs::remove_file(checksum_path(&path)).unwrap(),
+            &|| fs::write(checksum_path(&path), b"{").unwrap(),
             &|| {
-                let text = fs::read_to_string(beside(&path)).unwrap();
-                fs::write(beside(&path), text.replace("\"version\":1", "\"version\":0")).unwrap();
+                let text = fs::read_to_string(checksum_path(&path)).unwrap();
+                fs::write(checksum_path(&path), text.replace("\"version\":1", "\"version\":0")).unwrap();
             },
         ];
         for damage in damages {
             damage();
-            assert!(cache.find("entry", of).is_none());
-            assert_eq!(cache.get("entry", of, make).unwrap(), path);
+            assert!(cache.find("entry", key).is_none());
+            assert_eq!(cache.get_or_create("entry", key, make).unwrap(), path);
             assert_eq!(fs::read(&path).unwrap(), b"content");
-            assert!(cache.find("entry", of).is_some());
+            assert!(cache.find("entry", key).is_some());
         }
         // What a process that was killed left, and what one that works has.
         let held = File::create(folder.path().join("other.7.part")).unwrap();
         held.lock().unwrap();
         fs::write(folder.path().join("entry.8.part"), "half").unwrap();
-        cache.put("entry", of, make).unwrap();
+        cache.put("entry", key, make).unwrap();
         let mut left: Vec<_> = fs::read_dir(folder.path())
             .unwrap()
             .map(|e| e.unwrap().file_name().into_string().unwrap())
@@ -304,12 +304,12 @@ mod tests {
     fn an_entry_that_fails_leaves_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path());
-        let of = Fingerprint::of(&[], "").unwrap();
-        let failed = cache.get("entry", of, |out| {
+        let key = CacheKey::new(&[], "").unwrap();
+        let failed = cache.get_or_create("entry", key, |out| {
             out.write_all(b"half").unwrap();
             Err(DataError::OutOfMemory { bytes: 1 })
         });
-        assert!(failed.is_err() && cache.find("entry", of).is_none());
+        assert!(failed.is_err() && cache.find("entry", key).is_none());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

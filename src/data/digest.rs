@@ -35,13 +35,13 @@ impl fmt::Display for Digest {
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a digest of 16 hexadecimal digits")]
-pub struct NotADigest(String);
+pub struct ParseDigestError(String);
 
 impl FromStr for Digest {
-    type Err = NotADigest;
+    type Err = ParseDigestError;
 
-    fn from_str(text: &str) -> Result<Self, NotADigest> {
-        let wrong = || NotADigest(text.to_owned());
+    fn from_str(text: &str) -> Result<Self, ParseDigestError> {
+        let wrong = || ParseDigestError(text.to_owned());
         if text.len() != 16 || !text.bytes().all(|b| b.is_ascii_hexdigit()) {
             return Err(wrong());
         }
@@ -56,9 +56,9 @@ impl From<Digest> for String {
 }
 
 impl TryFrom<String> for Digest {
-    type Error = NotADigest;
+    type Error = ParseDigestError;
 
-    fn try_from(text: String) -> Result<Self, NotADigest> {
+    fn try_from(text: String) -> Result<Self, ParseDigestError> {
         text.parse()
     }
 }
@@ -67,7 +67,7 @@ impl TryFrom<String> for Digest {
 mod tests {
     use super::*;
 
-    fn of(ids: &[u64]) -> Digest {
+    fn digest_of(ids: &[u64]) -> Digest {
         let mut digest = Digest::default();
         digest.extend(ids.iter().copied());
         digest
@@ -75,21 +75,21 @@ mod tests {
 
     #[test]
     fn sees_order_loss_and_repetition_but_not_the_split() {
-        let whole = of(&[0, 1, 2, 3]);
-        let mut parts = of(&[0, 1]);
+        let whole = digest_of(&[0, 1, 2, 3]);
+        let mut parts = digest_of(&[0, 1]);
         parts.extend([2]);
         parts.extend([3]);
         assert_eq!(parts, whole);
         for other in [&[1, 0, 2, 3][..], &[0, 1, 2], &[0, 0, 1, 2, 3], &[0, 1, 2, 3, 3], &[], &[0]] {
-            assert_ne!(of(other), whole, "{other:?}");
+            assert_ne!(digest_of(other), whole, "{other:?}");
         }
-        assert_ne!(of(&[0]), of(&[]));
-        assert_ne!(of(&[0, 0]), of(&[0]));
+        assert_ne!(digest_of(&[0]), digest_of(&[]));
+        assert_ne!(digest_of(&[0, 0]), digest_of(&[0]));
     }
 
     #[test]
     fn survives_serialisation_and_refuses_other_text() {
-        let digest = of(&[7, 9]);
+        let digest = digest_of(&[7, 9]);
         let text = serde_json::to_string(&digest).unwrap();
         assert_eq!(text, format!("\"{digest}\""));
         assert_eq!(serde_json::from_str::<Digest>(&text).unwrap(), digest);

@@ -15,7 +15,7 @@ pub enum DataError {
     Write { file: PathBuf, source: Arc<io::Error> },
 
     #[error("`{pattern}` names no file: {why}")]
-    Pattern { pattern: String, why: String },
+    NoMatchingFile { pattern: String, why: String },
 
     #[error("`{}` is empty", file.display())]
     EmptyFile { file: PathBuf },
@@ -24,19 +24,19 @@ pub enum DataError {
     NoSamples { set: String, why: String },
 
     #[error("cannot decompress `{}`", file.display())]
-    Damaged { file: PathBuf, source: Arc<io::Error> },
+    Corrupt { file: PathBuf, source: Arc<io::Error> },
 
     #[error("byte {offset} of `{}`, {byte:#04x}, is not UTF-8 text", file.display())]
-    NotText { file: PathBuf, offset: u64, byte: u8 },
+    InvalidUtf8 { file: PathBuf, offset: u64, byte: u8 },
 
     #[error("`{}` is not {wanted}: it begins with {found}", file.display())]
-    Format { file: PathBuf, wanted: &'static str, found: String },
+    WrongFormat { file: PathBuf, wanted: &'static str, found: String },
 
     #[error("`{}` ends too early: its header promises {promised} bytes, it has at most {found}", file.display())]
     Truncated { file: PathBuf, promised: u64, found: u64 },
 
     #[error("`{}` goes on after the {promised} bytes its header promises", file.display())]
-    Trailing { file: PathBuf, promised: u64 },
+    TrailingBytes { file: PathBuf, promised: u64 },
 
     #[error("`{}` has {images} pictures, but `{}` has {labels} labels", images_file.display(), labels_file.display())]
     CountMismatch { images_file: PathBuf, images: u64, labels_file: PathBuf, labels: u64 },
@@ -61,7 +61,7 @@ pub enum DataError {
     TooManyBad { count: u64, most: u64, first: Vec<String> },
 
     #[error("{what} is not as it was when it was opened: {found}")]
-    Changed { what: String, found: String },
+    ChangedSinceOpen { what: String, found: String },
 
     #[error("`{}` cannot be used as a tokenizer: {problem}", file.display())]
     Tokenizer { file: PathBuf, problem: String },
@@ -72,26 +72,26 @@ pub enum DataError {
     #[error("`{}` holds {bytes} bytes of samples, more than the {limit} allowed", file.display())]
     TooLarge { file: PathBuf, bytes: u64, limit: u64 },
 
-    #[error("decoding `{}` takes {}, and {} were planned for a picture", picture.display(), Bytes(*bytes), Bytes(*limit))]
-    Decode { picture: PathBuf, bytes: u64, limit: u64 },
+    #[error("decoding `{}` takes {}, and {} were planned for a picture", image.display(), Bytes(*bytes), Bytes(*limit))]
+    DecodeMemory { image: PathBuf, bytes: u64, limit: u64 },
 
     #[error("preparing the data with `{}` takes {}, and {} are left for it", what.display(), Bytes(*bytes), Bytes(*limit))]
-    Prepare { what: PathBuf, bytes: u64, limit: u64 },
+    PrepareMemory { what: PathBuf, bytes: u64, limit: u64 },
 
     #[error("no host memory for {bytes} bytes of samples")]
     OutOfMemory { bytes: u64 },
 
     #[error("`{name}` cannot be {value}: {wanted}")]
-    Setting { name: &'static str, value: String, wanted: &'static str },
+    InvalidSetting { name: &'static str, value: String, wanted: &'static str },
 
     #[error("cannot start a loader thread")]
-    Thread { source: Arc<io::Error> },
+    ThreadSpawn { source: Arc<io::Error> },
 
     #[error("reading sample {sample} panicked: {message}")]
     Panicked { sample: u64, message: String },
 
     #[error("all {bytes} bytes the loader may hold are in batches that were not dropped")]
-    AllHeld { bytes: u64 },
+    BuffersExhausted { bytes: u64 },
 }
 
 impl DataError {
@@ -99,11 +99,11 @@ impl DataError {
     pub fn hint(&self) -> Option<&'static str> {
         Some(match self {
             DataError::Io { .. } => "check that the path is right and the file may be read",
-            DataError::EmptyFile { .. } | DataError::Truncated { .. } | DataError::Damaged { .. } => {
+            DataError::EmptyFile { .. } | DataError::Truncated { .. } | DataError::Corrupt { .. } => {
                 "copy or download the file again"
             }
             DataError::Write { .. } => "check that the folder may be written to and the disk is not full",
-            DataError::Pattern { .. } => "check the pattern; it starts at the job's folder",
+            DataError::NoMatchingFile { .. } => "check the pattern; it starts at the job's folder",
             DataError::Table { hint, .. } => hint,
             DataError::Cell { .. } => {
                 "correct the value or declare the column otherwise, or set `on_bad_record = \"skip\"` to train without the row"
@@ -114,13 +114,15 @@ impl DataError {
             DataError::TooManyBad { .. } => {
                 "correct the files, or raise `data.max_bad_records` if so many are expected"
             }
-            DataError::Changed { .. } => {
+            DataError::ChangedSinceOpen { .. } => {
                 "files must stay as they are while they are read: start the run again"
             }
-            DataError::NotText { .. } => "convert the file to UTF-8, or take it out of the set",
+            DataError::InvalidUtf8 { .. } => "convert the file to UTF-8, or take it out of the set",
             DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
-            DataError::Format { .. } => "check that `kind` and the path belong together",
-            DataError::Trailing { .. } => "the file is damaged or two were joined: copy or download it again",
+            DataError::WrongFormat { .. } => "check that `kind` and the path belong together",
+            DataError::TrailingBytes { .. } => {
+                "the file is damaged or two were joined: copy or download it again"
+            }
             DataError::Tokenizer { .. } => {
                 "give a `tokenizer.json` as Hugging Face's tokenizers saves it, or \"characters\" or \"bytes\""
             }
@@ -134,36 +136,36 @@ impl DataError {
             DataError::TooLarge { .. } | DataError::OutOfMemory { .. } => {
                 "raise the host memory budget or use a smaller set"
             }
-            DataError::Prepare { .. } => {
+            DataError::PrepareMemory { .. } => {
                 "raise `memory.ram`, or prepare the data where there is more memory: it is kept in `runs/.data`"
             }
-            DataError::Decode { .. } => {
+            DataError::DecodeMemory { .. } => {
                 "raise `memory.ram`, or set `data.max_pixels` below its size, which makes it a bad record"
             }
-            DataError::Setting { .. }
-            | DataError::Thread { .. }
+            DataError::InvalidSetting { .. }
+            | DataError::ThreadSpawn { .. }
             | DataError::Panicked { .. }
-            | DataError::AllHeld { .. } => return None,
+            | DataError::BuffersExhausted { .. } => return None,
         })
     }
 
     /// Whether the cause is a lack of host memory rather than the data.
-    pub fn is_memory(&self) -> bool {
+    pub fn is_out_of_memory(&self) -> bool {
         matches!(
             self,
             DataError::TooLarge { .. }
                 | DataError::OutOfMemory { .. }
-                | DataError::Decode { .. }
-                | DataError::Prepare { .. }
+                | DataError::DecodeMemory { .. }
+                | DataError::PrepareMemory { .. }
         )
     }
 
     /// Whether one record is at fault, so that the set could be read without it.
-    pub fn is_record(&self) -> bool {
+    pub fn is_bad_record(&self) -> bool {
         matches!(self, DataError::Value { .. } | DataError::Cell { .. } | DataError::Record { .. })
     }
 
-    pub(super) fn writing(file: &std::path::Path) -> impl FnOnce(io::Error) -> DataError + '_ {
+    pub(super) fn write(file: &std::path::Path) -> impl FnOnce(io::Error) -> DataError + '_ {
         move |source| DataError::Write { file: file.to_owned(), source: Arc::new(source) }
     }
 

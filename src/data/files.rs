@@ -13,19 +13,19 @@ use std::{
 use flate2::read::MultiGzDecoder;
 
 use super::DataError;
-use crate::regular;
+use crate::regular_file;
 
 /// How a file's bytes are packed, seen from its first bytes and not from its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Packing {
-    Plain,
+pub enum FileCompression {
+    Uncompressed,
     Gzip,
     Zstd,
 }
 
 /// The files named by `patterns`, in the order of the patterns; those of a pattern such as `data/*.csv` in the
 /// order of their names. A name that exists is itself, whatever characters it has.
-pub fn find(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
+pub fn resolve_patterns(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
     let mut files = Vec::new();
     for pattern in patterns {
         let text = pattern.to_string_lossy();
@@ -33,7 +33,7 @@ pub fn find(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
             files.push(pattern.clone());
             continue;
         }
-        let wrong = |why: String| DataError::Pattern { pattern: text.to_string(), why };
+        let wrong = |why: String| DataError::NoMatchingFile { pattern: text.to_string(), why };
         let before = files.len();
         for found in glob::glob(&text).map_err(|error| wrong(error.msg.into()))? {
             let found = found.map_err(|error| {
@@ -53,41 +53,41 @@ pub fn find(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
 }
 
 /// A file's packing and its length in bytes as it lies on disk. An empty file is refused.
-pub fn packing(file: &Path) -> Result<(Packing, u64), DataError> {
-    open_raw(file).map(|(_, packing, length)| (packing, length))
+pub fn compression(file: &Path) -> Result<(FileCompression, u64), DataError> {
+    open_raw(file).map(|(_, compression, length)| (compression, length))
 }
 
-/// A file's content, unpacked as it is read. What is found wrong on the way is best told by [`fault`].
+/// A file's content, unpacked as it is read. What is found wrong on the way is best told by [`read_error`].
 pub fn open(file: &Path) -> Result<Box<dyn Read + Send>, DataError> {
-    open_counted(file, Arc::default())
+    open_counting(file, Arc::default())
 }
 
-/// As [`open`], adding to `read` the bytes taken from the file as it lies on disk.
-pub fn open_counted(file: &Path, read: Arc<AtomicU64>) -> Result<Box<dyn Read + Send>, DataError> {
-    let (raw, packing, _) = open_raw(file)?;
-    let raw = BufReader::with_capacity(1 << 16, Counted { raw, read });
-    Ok(match packing {
-        Packing::Plain => Box::new(raw),
-        Packing::Gzip => Box::new(MultiGzDecoder::new(raw)),
-        Packing::Zstd => Box::new(zstd::Decoder::with_buffer(raw).map_err(DataError::io(file))?),
+/// As [`open`], adding to `bytes_read` the bytes taken from the file as it lies on disk.
+pub fn open_counting(file: &Path, bytes_read: Arc<AtomicU64>) -> Result<Box<dyn Read + Send>, DataError> {
+    let (raw, compression, _) = open_raw(file)?;
+    let raw = BufReader::with_capacity(1 << 16, CountingReader { raw, bytes_read });
+    Ok(match compression {
+        FileCompression::Uncompressed => Box::new(raw),
+        FileCompression::Gzip => Box::new(MultiGzDecoder::new(raw)),
+        FileCompression::Zstd => Box::new(zstd::Decoder::with_buffer(raw).map_err(DataError::io(file))?),
     })
 }
 
-struct Counted {
+struct CountingReader {
     raw: File,
-    read: Arc<AtomicU64>,
+    bytes_read: Arc<AtomicU64>,
 }
 
-impl Read for Counted {
+impl Read for CountingReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let n = self.raw.read(into)?;
-        self.read.fetch_add(n as u64, Ordering::Relaxed);
+        self.bytes_read.fetch_add(n as u64, Ordering::Relaxed);
         Ok(n)
     }
 }
 
-fn open_raw(file: &Path) -> Result<(File, Packing, u64), DataError> {
-    let mut raw = regular::open(file).map_err(DataError::io(file))?;
+fn open_raw(file: &Path) -> Result<(File, FileCompression, u64), DataError> {
+    let mut raw = regular_file::open(file).map_err(DataError::io(file))?;
     let length = raw.metadata().map_err(DataError::io(file))?.len();
     if length == 0 {
         return Err(DataError::EmptyFile { file: file.to_owned() });
@@ -95,12 +95,12 @@ fn open_raw(file: &Path) -> Result<(File, Packing, u64), DataError> {
     let mut start = Vec::new();
     raw.by_ref().take(4).read_to_end(&mut start).map_err(DataError::io(file))?;
     raw.rewind().map_err(DataError::io(file))?;
-    let packing = match start[..] {
-        [0x1f, 0x8b, ..] => Packing::Gzip,
-        [0x28, 0xb5, 0x2f, 0xfd] => Packing::Zstd,
-        _ => Packing::Plain,
+    let compression = match start[..] {
+        [0x1f, 0x8b, ..] => FileCompression::Gzip,
+        [0x28, 0xb5, 0x2f, 0xfd] => FileCompression::Zstd,
+        _ => FileCompression::Uncompressed,
     };
-    Ok((raw, packing, length))
+    Ok((raw, compression, length))
 }
 
 /// Fills `into` from a place of a file, whoever else reads it.
@@ -119,12 +119,12 @@ pub fn read_exact_at(file: &File, into: &mut [u8], at: u64) -> io::Result<()> {
 
 /// An error met while reading an opened file: what a decompressor finds wrong in a stream comes as invalid
 /// data or input, or as an early end.
-pub fn fault(file: &Path, error: io::Error) -> DataError {
+pub fn read_error(file: &Path, error: io::Error) -> DataError {
     match error.kind() {
         io::ErrorKind::InvalidData
         | io::ErrorKind::InvalidInput
         | io::ErrorKind::UnexpectedEof
-        | io::ErrorKind::Other => DataError::Damaged { file: file.to_owned(), source: error.into() },
+        | io::ErrorKind::Other => DataError::Corrupt { file: file.to_owned(), source: error.into() },
         _ => DataError::io(file)(error),
     }
 }
@@ -143,39 +143,39 @@ mod tests {
             std::fs::write(path(name), "x").unwrap();
         }
         let names = |patterns: &[PathBuf]| -> Vec<String> {
-            let found = find(patterns).unwrap();
+            let found = resolve_patterns(patterns).unwrap();
             found.iter().map(|f| f.file_name().unwrap().to_string_lossy().into_owned()).collect()
         };
         assert_eq!(names(&[path("c.txt"), path("[ab].csv")]), ["c.txt", "a.csv", "b.csv"]);
         assert_eq!(names(&[path("odd[1].csv")]), ["odd[1].csv"]);
-        let none = find(&[path("*.json")]).unwrap_err().to_string();
+        let none = resolve_patterns(&[path("*.json")]).unwrap_err().to_string();
         assert!(none.contains("*.json") && none.contains("no file has such a name"), "{none}");
-        assert!(find(&[path("a***b")]).is_err());
+        assert!(resolve_patterns(&[path("a***b")]).is_err());
     }
 
     #[test]
-    fn every_packing_reads_the_same_and_damage_is_told() {
+    fn every_compression_reads_the_same_and_corruption_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("data");
         let text = b"hello ".repeat(1000);
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         gzip.write_all(&text).unwrap();
         let packed = [
-            (Packing::Plain, text.clone()),
-            (Packing::Gzip, gzip.finish().unwrap()),
-            (Packing::Zstd, zstd::encode_all(&text[..], 1).unwrap()),
+            (FileCompression::Uncompressed, text.clone()),
+            (FileCompression::Gzip, gzip.finish().unwrap()),
+            (FileCompression::Zstd, zstd::encode_all(&text[..], 1).unwrap()),
         ];
         for (kind, bytes) in packed {
             std::fs::write(&file, &bytes).unwrap();
-            assert_eq!(packing(&file).unwrap(), (kind, bytes.len() as u64));
+            assert_eq!(compression(&file).unwrap(), (kind, bytes.len() as u64));
             let mut read = Vec::new();
             open(&file).unwrap().read_to_end(&mut read).unwrap();
             assert_eq!(read, text, "{kind:?}");
             std::fs::write(&file, &bytes[..bytes.len() - 5]).unwrap();
             let cut = open(&file).unwrap().read_to_end(&mut Vec::new());
             match kind {
-                Packing::Plain => assert!(cut.is_ok()),
-                _ => assert!(matches!(fault(&file, cut.unwrap_err()), DataError::Damaged { .. })),
+                FileCompression::Uncompressed => assert!(cut.is_ok()),
+                _ => assert!(matches!(read_error(&file, cut.unwrap_err()), DataError::Corrupt { .. })),
             }
         }
         std::fs::write(&file, "").unwrap();

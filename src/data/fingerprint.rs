@@ -5,7 +5,7 @@
 //! same, and data that changed is known by name. Files are hashed with XXH3 of 128 bits, which sees any accidental
 //! change and is faster than any disk. Memory is bounded: a folder of images is walked, not listed.
 
-mod walk;
+mod inputs;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -18,9 +18,9 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
-use super::cache::{Cache, Fingerprint};
-use super::{DataError, Watch};
-pub use walk::{Input, Kind};
+use super::cache::{Cache, CacheKey};
+use super::{DataError, ProgressObserver};
+pub use inputs::{FingerprintInput, InputKind};
 
 /// The data of a run, as its checkpoints know it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,29 +55,29 @@ pub struct SourceFingerprint {
 }
 
 /// Files of one key that are told apart; where there are more, they are hashed as one.
-const NAMED: usize = 100;
+const MAX_SEPARATE_FILES: usize = 100;
 /// Files that are hashed at once.
-const BATCH: usize = 256;
+const HASH_BATCH_FILES: usize = 256;
 /// Bytes between two tellings of progress.
-const TELL_EVERY: u64 = 16 << 20;
+const PROGRESS_STEP_BYTES: u64 = 16 << 20;
 /// Changed files that are told.
-const TOLD: usize = 3;
+const MAX_REPORTED_CHANGES: usize = 3;
 
 /// Hashes the data. `known`: what a checkpoint says of it, which is trusted where size and time are as before, even
 /// if the cache is gone.
-pub fn of(
-    inputs: Vec<Input>,
+pub fn fingerprint_sources(
+    inputs: Vec<FingerprintInput>,
     known: Option<&DataFingerprint>,
     cache: &Cache,
-    watch: &dyn Watch,
+    observer: &dyn ProgressObserver,
 ) -> Result<Vec<SourceFingerprint>, DataError> {
-    let mut groups: Vec<Input> = Vec::new();
-    let many = |key: &str| inputs.iter().filter(|input| input.key == key).count() > NAMED;
+    let mut groups: Vec<FingerprintInput> = Vec::new();
+    let many = |key: &str| inputs.iter().filter(|input| input.key == key).count() > MAX_SEPARATE_FILES;
     let joined: BTreeSet<&str> = inputs.iter().map(|input| input.key).filter(|key| many(key)).collect();
     for input in inputs.clone() {
         match (groups.iter_mut().find(|group| group.key == input.key), &input.kind) {
-            (Some(group), Kind::Files(files)) if joined.contains(input.key) => match &mut group.kind {
-                Kind::Files(all) => all.extend(files.iter().cloned()),
+            (Some(group), InputKind::Files(files)) if joined.contains(input.key) => match &mut group.kind {
+                InputKind::Files(all) => all.extend(files.iter().cloned()),
                 _ => groups.push(input),
             },
             _ => groups.push(input),
@@ -85,34 +85,34 @@ pub fn of(
     }
     let mut found = Vec::with_capacity(groups.len());
     for group in &groups {
-        found.push(one(group, known, cache, watch)?);
+        found.push(fingerprint_source(group, known, cache, observer)?);
     }
     Ok(found)
 }
 
-fn one(
-    input: &Input,
+fn fingerprint_source(
+    input: &FingerprintInput,
     known: Option<&DataFingerprint>,
     cache: &Cache,
-    watch: &dyn Watch,
+    observer: &dyn ProgressObserver,
 ) -> Result<SourceFingerprint, DataError> {
     let (key, path) = (input.key.to_owned(), input.name());
-    if let Kind::Settings(text) = &input.kind {
+    if let InputKind::Settings(text) = &input.kind {
         let content = hex(XxHash3_128::oneshot(text.as_bytes()));
         return Ok(SourceFingerprint { key, path, content, ..SourceFingerprint::default() });
     }
     // First what the file system says of every file; it is all there is to do where nothing changed.
     let (mut stat, mut files, mut bytes) = (XxHash3_128::new(), 0, 0);
     input.walk(&mut |_, path| {
-        let about = Stat::of(path)?;
+        let file_stat = FileStat::of(path)?;
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         for part in [whole.as_os_str().as_encoded_bytes(), &[0]] {
             stat.write(part);
         }
-        stat.write(&about.size.to_le_bytes());
-        stat.write(&about.modified.to_le_bytes());
+        stat.write(&file_stat.size.to_le_bytes());
+        stat.write(&file_stat.modified.to_le_bytes());
         files += 1;
-        bytes += if about.is_there() { about.size } else { 0 };
+        bytes += if file_stat.exists() { file_stat.size } else { 0 };
         Ok(())
     })?;
     let stat = hex(stat.finish_128());
@@ -122,154 +122,163 @@ fn one(
         return Ok(SourceFingerprint { content: before.content.clone(), ..source });
     }
     // Then what an earlier run found with the same sizes and times.
-    let of = Fingerprint::of(&[], &format!("content {} {}", source.key, source.stat))?;
-    let kept = cache.find("content", of).and_then(|path| fs::read_to_string(path).ok());
+    let cache_key = CacheKey::new(&[], &format!("content {} {}", source.key, source.stat))?;
+    let kept = cache.find("content", cache_key).and_then(|path| fs::read_to_string(path).ok());
     if let Some(content) = kept {
         return Ok(SourceFingerprint { content, ..source });
     }
-    let (content, changed) = contents(input, bytes, cache, watch)?;
+    let (content, changed) = hash_contents(input, bytes, cache, observer)?;
     // What cannot be kept is found out again the next time.
-    drop(cache.put("content", of, |out| {
-        out.write_all(content.as_bytes()).map_err(DataError::writing(input.path()))
+    drop(cache.put("content", cache_key, |out| {
+        out.write_all(content.as_bytes()).map_err(DataError::write(input.path()))
     }));
     Ok(SourceFingerprint { content, changed, ..source })
 }
 
 /// The hash of all content, and the files that are not as the cache knew them.
-fn contents(
-    input: &Input,
+fn hash_contents(
+    input: &FingerprintInput,
     bytes: u64,
     cache: &Cache,
-    watch: &dyn Watch,
+    observer: &dyn ProgressObserver,
 ) -> Result<(String, Vec<String>), DataError> {
     let whole = std::path::absolute(input.path()).unwrap_or_else(|_| input.path().to_owned());
-    let of = Fingerprint::of(&[], &format!("files {} {}", input.key, whole.display()))?;
-    let before = || cache.find("files", of).and_then(|path| Records::open(&path).ok());
+    let cache_key = CacheKey::new(&[], &format!("files {} {}", input.key, whole.display()))?;
+    let before = || cache.find("files", cache_key).and_then(|path| CachedRecords::open(&path).ok());
     let mut found = None;
-    let kept = cache.put("files", of, |out| {
-        found = Some(hash_all(input, bytes, before(), out, watch)?);
+    let kept = cache.put("files", cache_key, |out| {
+        found = Some(hash_all(input, bytes, before(), out, observer)?);
         Ok(())
     });
     match (found, kept) {
         (Some(found), _) => Ok(found),
         // There is no room for a cache.
-        (None, Err(DataError::Write { .. })) => hash_all(input, bytes, before(), &mut std::io::sink(), watch),
+        (None, Err(DataError::Write { .. })) => {
+            hash_all(input, bytes, before(), &mut std::io::sink(), observer)
+        }
         (None, kept) => Err(kept.err().unwrap_or(DataError::OutOfMemory { bytes })),
     }
 }
 
-/// As [`contents`]; writes a line for every file to `out`.
+/// As [`hash_contents`]; writes a line for every file to `out`.
 fn hash_all(
-    input: &Input,
+    input: &FingerprintInput,
     bytes: u64,
-    mut before: Option<Records>,
+    mut previous_records: Option<CachedRecords>,
     out: &mut dyn Write,
-    watch: &dyn Watch,
+    observer: &dyn ProgressObserver,
 ) -> Result<(String, Vec<String>), DataError> {
-    let knew_some = before.is_some();
+    let has_previous = previous_records.is_some();
     let (mut all, mut changed, done) = (XxHash3_128::new(), Vec::new(), AtomicU64::new(0));
-    let doing = format!("hashing {}", input.name());
+    let activity = format!("hashing {}", input.name());
     let read = |more: u64| {
         let before = done.fetch_add(more, Ordering::Relaxed);
-        if (before + more) / TELL_EVERY > before / TELL_EVERY {
-            watch.pass(&doing, (before + more).min(bytes), bytes);
+        if (before + more) / PROGRESS_STEP_BYTES > before / PROGRESS_STEP_BYTES {
+            observer.report(&activity, (before + more).min(bytes), bytes);
         }
     };
-    let mut batch: Vec<Record> = Vec::new();
-    let mut flush = |batch: &mut Vec<Record>| -> Result<(), DataError> {
+    let mut batch: Vec<FileRecord> = Vec::new();
+    let mut flush = |batch: &mut Vec<FileRecord>| -> Result<(), DataError> {
         batch.par_iter_mut().filter(|record| record.hash.is_none()).try_for_each(|record| {
-            record.hash = Some(if record.stat.is_there() { hash(&record.path, &read)? } else { 0 });
+            record.hash = Some(if record.stat.exists() { hash_file(&record.path, &read)? } else { 0 });
             Ok::<_, DataError>(())
         })?;
         for record in batch.drain(..) {
-            let (hash, name) = (record.hash.unwrap_or(0), record.identity());
+            let (hash, name) = (record.hash.unwrap_or(0), record.hashed_name());
             all.write(name);
             all.write(&[0]);
             all.write(&record.stat.size.to_le_bytes());
             all.write(&hash.to_le_bytes());
-            let Stat { size, modified } = record.stat;
+            let FileStat { size, modified } = record.stat;
             writeln!(out, "{size} {modified} {hash:032x} {}", record.name.display())
-                .map_err(DataError::writing(input.path()))?;
-            if knew_some && record.was != Some(hash) && changed.len() < TOLD {
+                .map_err(DataError::write(input.path()))?;
+            if has_previous && record.previous_hash != Some(hash) && changed.len() < MAX_REPORTED_CHANGES {
                 changed.push(record.name.display().to_string());
             }
         }
         Ok(())
     };
     input.walk(&mut |name, path| {
-        let stat = Stat::of(path)?;
-        let known = before.as_mut().and_then(|records| records.of(name, input.is_sorted()));
+        let stat = FileStat::of(path)?;
+        let known = previous_records.as_mut().and_then(|records| records.lookup(name, input.is_sorted()));
         let hash = known.and_then(|(then, hash)| (then == stat).then_some(hash));
-        if hash.is_some() && stat.is_there() {
+        if hash.is_some() && stat.exists() {
             read(stat.size);
         }
-        let was = known.map(|(_, hash)| hash);
-        let named = input.names_decide();
-        batch.push(Record { name: name.to_owned(), path: path.to_owned(), named, stat, hash, was });
-        if batch.len() < BATCH {
+        let previous_hash = known.map(|(_, hash)| hash);
+        let hash_name = input.hashes_names();
+        batch.push(FileRecord {
+            name: name.to_owned(),
+            path: path.to_owned(),
+            hash_name,
+            stat,
+            hash,
+            previous_hash,
+        });
+        if batch.len() < HASH_BATCH_FILES {
             return Ok(());
         }
         flush(&mut batch)
     })?;
     flush(&mut batch)?;
-    watch.pass(&doing, bytes, bytes);
+    observer.report(&activity, bytes, bytes);
     Ok((hex(all.finish_128()), changed))
 }
 
 /// A file and what is known of it.
-struct Record {
+struct FileRecord {
     name: PathBuf,
     path: PathBuf,
     /// Whether its name is part of what it is.
-    named: bool,
-    stat: Stat,
+    hash_name: bool,
+    stat: FileStat,
     hash: Option<u128>,
     /// Its hash when it was last looked at.
-    was: Option<u128>,
+    previous_hash: Option<u128>,
 }
 
-impl Record {
-    fn identity(&self) -> &[u8] {
-        if self.named { self.name.as_os_str().as_encoded_bytes() } else { &[] }
+impl FileRecord {
+    fn hashed_name(&self) -> &[u8] {
+        if self.hash_name { self.name.as_os_str().as_encoded_bytes() } else { &[] }
     }
 }
 
 /// Size and time of change of a file, in bytes and nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stat {
+struct FileStat {
     size: u64,
     modified: u64,
 }
 
-impl Stat {
+impl FileStat {
     /// Of what is not there, or is no file: one bad record of a set.
-    const NONE: Stat = Stat { size: u64::MAX, modified: 0 };
+    const MISSING: FileStat = FileStat { size: u64::MAX, modified: 0 };
 
     fn of(path: &Path) -> Result<Self, DataError> {
         match fs::metadata(path) {
-            Ok(about) if about.is_file() => {
-                let modified = about.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+            Ok(metadata) if metadata.is_file() => {
+                let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
                 let modified = modified.map_or(0, |time| time.as_nanos() as u64);
-                Ok(Self { size: about.len(), modified })
+                Ok(Self { size: metadata.len(), modified })
             }
-            Ok(_) => Ok(Self::NONE),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Self::NONE),
+            Ok(_) => Ok(Self::MISSING),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Self::MISSING),
             Err(error) => Err(DataError::io(path)(error)),
         }
     }
 
-    fn is_there(self) -> bool {
-        self != Self::NONE
+    fn exists(self) -> bool {
+        self != Self::MISSING
     }
 }
 
 /// What the cache says of files, in the order they were walked in.
-struct Records {
+struct CachedRecords {
     lines: std::io::Lines<BufReader<File>>,
-    next: Option<(PathBuf, Stat, u128)>,
+    next: Option<(PathBuf, FileStat, u128)>,
 }
 
-impl Records {
+impl CachedRecords {
     fn open(path: &Path) -> std::io::Result<Self> {
         let mut records = Self { lines: BufReader::new(File::open(path)?).lines(), next: None };
         records.advance();
@@ -282,12 +291,12 @@ impl Records {
             let mut fields = line.splitn(4, ' ');
             let (size, modified) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
             let hash = u128::from_str_radix(fields.next()?, 16).ok()?;
-            Some((fields.next()?.into(), Stat { size, modified }, hash))
+            Some((fields.next()?.into(), FileStat { size, modified }, hash))
         });
     }
 
     /// What is known of the file of this name, which comes after all that were asked for before.
-    fn of(&mut self, name: &Path, sorted: bool) -> Option<(Stat, u128)> {
+    fn lookup(&mut self, name: &Path, sorted: bool) -> Option<(FileStat, u128)> {
         while sorted && self.next.as_ref().is_some_and(|(then, ..)| then.as_path() < name) {
             self.advance();
         }
@@ -298,17 +307,17 @@ impl Records {
     }
 }
 
-/// `seen` hears of every part that was read.
-fn hash(path: &Path, seen: &(dyn Fn(u64) + Sync)) -> Result<u128, DataError> {
+/// `on_read` hears of every part that was read.
+fn hash_file(path: &Path, on_read: &(dyn Fn(u64) + Sync)) -> Result<u128, DataError> {
     let read = || {
         let (mut file, mut buffer, mut hasher) =
-            (crate::regular::open(path)?, vec![0; 1 << 18], XxHash3_128::new());
+            (crate::regular_file::open(path)?, vec![0; 1 << 18], XxHash3_128::new());
         loop {
             match file.read(&mut buffer) {
                 Ok(0) => return Ok(hasher.finish_128()),
                 Ok(n) => {
                     hasher.write(&buffer[..n]);
-                    seen(n as u64);
+                    on_read(n as u64);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
@@ -337,13 +346,17 @@ impl DataFingerprint {
         for key in keys {
             let (was, is) = (was.get(key).unwrap_or(&none), is.get(key).unwrap_or(&none));
             if was.len() != is.len() {
-                changes.push(format!("`{key}` was {} and is {}", paths(was), paths(is)));
+                changes.push(format!("`{key}` was {} and is {}", format_paths(was), format_paths(is)));
                 continue;
             }
-            changes.extend(was.iter().zip(is).filter_map(|(was, is)| change(was, is)));
+            changes.extend(was.iter().zip(is).filter_map(|(was, is)| describe_change(was, is)));
         }
         if self.classes != now.classes {
-            changes.push(format!("the classes were {} and are {}", list(&self.classes), list(&now.classes)));
+            changes.push(format!(
+                "the classes were {} and are {}",
+                format_names(&self.classes),
+                format_names(&now.classes)
+            ));
         }
         if self.vocabulary != now.vocabulary {
             let size = |n: &Option<usize>| n.map_or("none".into(), |n| n.to_string());
@@ -356,7 +369,7 @@ impl DataFingerprint {
     }
 }
 
-fn change(was: &SourceFingerprint, is: &SourceFingerprint) -> Option<String> {
+fn describe_change(was: &SourceFingerprint, is: &SourceFingerprint) -> Option<String> {
     if was.content == is.content {
         return None;
     }
@@ -383,7 +396,7 @@ fn by_key(sources: &[SourceFingerprint]) -> BTreeMap<&str, Vec<&SourceFingerprin
     keys
 }
 
-fn paths(sources: &[&SourceFingerprint]) -> String {
+fn format_paths(sources: &[&SourceFingerprint]) -> String {
     match sources {
         [] => "absent".into(),
         [one] => format!("`{}`", one.path),
@@ -391,7 +404,7 @@ fn paths(sources: &[&SourceFingerprint]) -> String {
     }
 }
 
-fn list(names: &[String]) -> String {
+fn format_names(names: &[String]) -> String {
     match names.len() {
         0..=8 => format!("[{}]", names.join(", ")),
         n => format!("{n} names from `{}` on", names[0]),

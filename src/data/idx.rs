@@ -10,14 +10,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::files::{self, Packing, fault};
-use super::picture::{Augment, Fit, Normalise, Picture, Pipeline, Pixels, Pool};
-use super::{DataError, Features, Input, Key, Row, Source, Target};
-use crate::regular;
+use super::files::{self, FileCompression, read_error};
+use super::transforms::{Augmentation, Image, Normalise, Pipeline, Pixels, ResizeMode, ScratchPool};
+use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
+use crate::regular_file;
 
 /// What to open and how to read it.
 #[derive(Clone, Debug)]
-pub struct Files {
+pub struct IdxFiles {
     /// Pictures, (n, height, width) or (n, height, width, channels), a byte a value.
     pub images: PathBuf,
     /// Labels, (n), a byte each.
@@ -26,7 +26,7 @@ pub struct Files {
     pub classes: Vec<String>,
     pub normalise: Normalise,
     /// What is drawn for its samples; nothing for what is measured on.
-    pub augment: Augment,
+    pub augmentation: Augmentation,
     /// Threads that read at once.
     pub readers: usize,
     /// The most bytes the set may keep in memory.
@@ -34,40 +34,40 @@ pub struct Files {
 }
 
 /// An opened set; its samples are (height, width, channels).
-pub struct Idx {
-    pixels: Values,
+pub struct IdxDataset {
+    pixel_storage: PixelStorage,
     labels: Vec<u8>,
     pipeline: Pipeline,
-    pool: Pool,
+    pool: ScratchPool,
     features: Features,
 }
 
 /// Where the pixels of all pictures are.
-enum Values {
-    Held(Vec<u8>),
+enum PixelStorage {
+    InMemory(Vec<u8>),
     /// In a plain file, from this byte on.
-    Plain {
+    OnDisk {
         path: PathBuf,
         file: File,
         first: u64,
     },
 }
 
-impl Values {
+impl PixelStorage {
     /// Bytes kept in memory.
-    fn held(&self) -> usize {
+    fn resident_bytes(&self) -> usize {
         match self {
-            Values::Held(values) => values.capacity(),
-            Values::Plain { .. } => 0,
+            PixelStorage::InMemory(values) => values.capacity(),
+            PixelStorage::OnDisk { .. } => 0,
         }
     }
 }
 
-impl Idx {
-    pub fn open(files: &Files) -> Result<Self, DataError> {
+impl IdxDataset {
+    pub fn open(files: &IdxFiles) -> Result<Self, DataError> {
         let images =
-            Array::open(&files.images, "an idx file of pictures (3 or 4 dimensions of bytes)", 3..=4)?;
-        let labels = Array::open(&files.labels, "an idx file of labels (1 dimension of bytes)", 1..=1)?;
+            IdxArray::open(&files.images, "an idx file of pictures (3 or 4 dimensions of bytes)", 3..=4)?;
+        let labels = IdxArray::open(&files.labels, "an idx file of labels (1 dimension of bytes)", 1..=1)?;
         if images.dims[0] != labels.dims[0] {
             return Err(DataError::CountMismatch {
                 images_file: files.images.clone(),
@@ -80,20 +80,21 @@ impl Idx {
             let why = format!("its dimensions are {:?}", images.dims);
             return Err(DataError::NoSamples { set: format!("`{}`", files.images.display()), why });
         }
-        let bytes = if images.plain() { 0 } else { images.bytes } + labels.bytes;
+        let bytes = if images.is_uncompressed() { 0 } else { images.bytes } + labels.bytes;
         if bytes > files.max_bytes {
             return Err(DataError::TooLarge { file: files.images.clone(), bytes, limit: files.max_bytes });
         }
         let mut shape = images.dims[1..].to_vec();
         shape.resize(3, 1);
         let [height, width, channels] = [shape[0], shape[1], shape[2]];
-        let pipeline = Pipeline::new([height, width, channels], Fit::Stretch, files.normalise.clone())?
-            .augmented(files.augment.clone())?;
+        let pipeline =
+            Pipeline::new([height, width, channels], ResizeMode::Stretch, files.normalise.clone())?
+                .augmented(files.augmentation.clone())?;
         // Pictures are resized only to be augmented.
-        let each = if pipeline.is_plain() { 0 } else { pipeline.scratch_bytes(height, width, 1) }
-            + if images.plain() { (height * width * channels) as u64 } else { 0 };
-        let pool = Pool::new(files.readers, each);
-        let labels = labels.read()?;
+        let each = if pipeline.is_normalize_only() { 0 } else { pipeline.scratch_bytes(height, width, 1) }
+            + if images.is_uncompressed() { (height * width * channels) as u64 } else { 0 };
+        let pool = ScratchPool::new(files.readers, each);
+        let labels = labels.read_all()?;
         if let Some(record) = labels.iter().position(|&label| label as usize >= files.classes.len()) {
             return Err(DataError::Value {
                 file: files.labels.clone(),
@@ -103,14 +104,14 @@ impl Idx {
                 wanted: format!("a class below {}", files.classes.len()),
             });
         }
-        let target = Target::Class { names: files.classes.clone() };
+        let target = TargetSpec::Class { names: files.classes.clone() };
         let palette = pipeline.palette();
-        let features = Features { palette, ..Features::new(Input::Floats { shape }, target) };
-        Ok(Idx { pixels: images.values()?, labels, pipeline, pool, features })
+        let features = Features { pixel_lut: palette, ..Features::new(InputSpec::Floats { shape }, target) };
+        Ok(IdxDataset { pixel_storage: images.into_storage()?, labels, pipeline, pool, features })
     }
 }
 
-impl Source for Idx {
+impl Dataset for IdxDataset {
     fn len(&self) -> u64 {
         self.labels.len() as u64
     }
@@ -119,13 +120,13 @@ impl Source for Idx {
         &self.features
     }
 
-    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+    fn read(&self, index: u64, key: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
         let (index, len) = (index as usize, into.input.len());
-        let mut scratch = self.pool.lend();
+        let mut scratch = self.pool.acquire();
         let mut read = std::mem::take(&mut scratch.file);
-        let pixels = match &self.pixels {
-            Values::Held(values) => &values[index * len..(index + 1) * len],
-            Values::Plain { path, file, first } => {
+        let pixels = match &self.pixel_storage {
+            PixelStorage::InMemory(values) => &values[index * len..(index + 1) * len],
+            PixelStorage::OnDisk { path, file, first } => {
                 read.reserve_exact(len);
                 read.resize(len, 0);
                 let at = first + (index * len) as u64;
@@ -134,24 +135,24 @@ impl Source for Idx {
             }
         };
         let [height, width, _] = self.pipeline.shape();
-        let picture = Picture { height, width, pixels: Pixels::Bytes(pixels) };
-        let refused = |value| DataError::Setting {
+        let image = Image { height, width, pixels: Pixels::Bytes(pixels) };
+        let refused = |value| DataError::InvalidSetting {
             name: "augment",
             value,
             wanted: "pictures of one to four channels can be resized",
         };
-        self.pipeline.apply(picture, key, &mut scratch, &mut into.input).map_err(refused)?;
+        self.pipeline.apply(image, key, &mut scratch, &mut into.input).map_err(refused)?;
         scratch.file = read;
-        into.target.u32()[0] = self.labels[index].into();
+        into.target.as_u32_mut()[0] = self.labels[index].into();
         Ok(())
     }
 
     fn resident_bytes(&self) -> u64 {
-        (self.pixels.held() + self.labels.capacity()) as u64 + self.pool.bytes()
+        (self.pixel_storage.resident_bytes() + self.labels.capacity()) as u64 + self.pool.bytes()
     }
 
-    fn balance(&self) -> Option<Vec<u64>> {
-        let Target::Class { names } = &self.features.target else { return None };
+    fn class_counts(&self) -> Option<Vec<u64>> {
+        let TargetSpec::Class { names } = &self.features.target else { return None };
         let mut counts = vec![0; names.len()];
         self.labels.iter().for_each(|&label| counts[label as usize] += 1);
         Some(counts)
@@ -159,100 +160,100 @@ impl Source for Idx {
 }
 
 /// A file whose header was read and found possible; its values come next.
-struct Array {
+struct IdxArray {
     file: PathBuf,
     dims: Vec<usize>,
     /// The product of `dims`.
     bytes: u64,
-    packing: Packing,
+    compression: FileCompression,
     /// Bytes of the file as it lies on disk.
-    length: u64,
+    file_bytes: u64,
     body: Box<dyn Read + Send>,
 }
 
-impl Array {
+impl IdxArray {
     fn open(
         file: &Path,
         wanted: &'static str,
         rank: std::ops::RangeInclusive<u8>,
     ) -> Result<Self, DataError> {
-        let (packing, length) = files::packing(file)?;
+        let (compression, file_bytes) = files::compression(file)?;
         let mut body = files::open(file)?;
 
-        let magic = header(&mut *body, file, 0, 4)?;
+        let magic = read_header(&mut *body, file, 0, 4)?;
         // Two zeros, 8 for unsigned bytes, the number of dimensions.
         if magic[..3] != [0, 0, 8] || !rank.contains(&magic[3]) {
             let found = format!("{:02x} {:02x} {:02x} {:02x}", magic[0], magic[1], magic[2], magic[3]);
-            return Err(DataError::Format { file: file.to_owned(), wanted, found });
+            return Err(DataError::WrongFormat { file: file.to_owned(), wanted, found });
         }
-        let dims = header(&mut *body, file, 4, 4 * magic[3] as usize)?;
+        let dims = read_header(&mut *body, file, 4, 4 * magic[3] as usize)?;
         let dims: Vec<usize> =
             dims.chunks_exact(4).map(|dim| dim.iter().fold(0, |n, &byte| n << 8 | byte as usize)).collect();
         let bytes = dims.iter().fold(1u64, |product, &dim| product.saturating_mul(dim as u64));
 
-        let possible = match packing {
-            Packing::Plain => length,
+        let possible = match compression {
+            FileCompression::Uncompressed => file_bytes,
             // Deflate makes at most 1032 bytes of one.
-            Packing::Gzip => length.saturating_mul(1032),
+            FileCompression::Gzip => file_bytes.saturating_mul(1032),
             // A block of at most 128 KiB takes at least four bytes.
-            Packing::Zstd => length.saturating_mul(1 << 15),
+            FileCompression::Zstd => file_bytes.saturating_mul(1 << 15),
         };
         let promised = bytes.saturating_add(4 + 4 * dims.len() as u64);
         if promised > possible {
             return Err(DataError::Truncated { file: file.to_owned(), promised, found: possible });
         }
-        Ok(Array { file: file.to_owned(), dims, bytes, packing, length, body })
+        Ok(IdxArray { file: file.to_owned(), dims, bytes, compression, file_bytes, body })
     }
 
-    fn plain(&self) -> bool {
-        self.packing == Packing::Plain
+    fn is_uncompressed(&self) -> bool {
+        self.compression == FileCompression::Uncompressed
     }
 
-    fn header(&self) -> u64 {
+    fn header_len(&self) -> u64 {
         4 + 4 * self.dims.len() as u64
     }
 
     /// The values, where they are in a plain file as where they lie.
-    fn values(self) -> Result<Values, DataError> {
-        if !self.plain() {
-            return self.read().map(Values::Held);
+    fn into_storage(self) -> Result<PixelStorage, DataError> {
+        if !self.is_uncompressed() {
+            return self.read_all().map(PixelStorage::InMemory);
         }
-        let (first, promised) = (self.header(), self.bytes + self.header());
-        if self.length != promised {
-            return Err(DataError::Trailing { file: self.file, promised });
+        let (first, promised) = (self.header_len(), self.bytes + self.header_len());
+        if self.file_bytes != promised {
+            return Err(DataError::TrailingBytes { file: self.file, promised });
         }
-        let file = regular::open(&self.file).map_err(DataError::io(&self.file))?;
-        Ok(Values::Plain { path: self.file, file, first })
+        let file = regular_file::open(&self.file).map_err(DataError::io(&self.file))?;
+        Ok(PixelStorage::OnDisk { path: self.file, file, first })
     }
 
-    fn read(mut self) -> Result<Vec<u8>, DataError> {
+    fn read_all(mut self) -> Result<Vec<u8>, DataError> {
         let mut values = Vec::new();
         let out_of_memory = |_| DataError::OutOfMemory { bytes: self.bytes };
         values.try_reserve_exact(self.bytes as usize).map_err(out_of_memory)?;
-        let header = self.header();
+        let header = self.header_len();
         let promised = self.bytes + header;
         let read = (&mut self.body).take(self.bytes).read_to_end(&mut values);
         let found = values.len() as u64 + header;
         match read {
             Ok(_) if found == promised => {}
             Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
-                return Err(fault(&self.file, error));
+                return Err(read_error(&self.file, error));
             }
             _ => return Err(DataError::Truncated { file: self.file, promised, found }),
         }
         match self.body.read(&mut [0]) {
             Ok(0) => Ok(values),
-            Ok(_) => Err(DataError::Trailing { file: self.file, promised }),
-            Err(error) => Err(fault(&self.file, error)),
+            Ok(_) => Err(DataError::TrailingBytes { file: self.file, promised }),
+            Err(error) => Err(read_error(&self.file, error)),
         }
     }
 }
 
 /// The `count` bytes of a file's header that come after its first `at`.
-fn header(body: &mut dyn Read, file: &Path, at: usize, count: usize) -> Result<Vec<u8>, DataError> {
+fn read_header(body: &mut dyn Read, file: &Path, at: usize, count: usize) -> Result<Vec<u8>, DataError> {
     let mut bytes = Vec::with_capacity(count);
     match body.take(count as u64).read_to_end(&mut bytes) {
-        Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => Err(fault(file, error)),
+        Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => Err(read_error(file, error)),
         _ if bytes.len() == count => Ok(bytes),
         _ => {
             let (promised, found) = ((at + count) as u64, (at + bytes.len()) as u64);
@@ -269,7 +270,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::data::{Slice, published};
+    use crate::data::{SliceMut, published_dataset};
 
     fn idx(dims: &[u32], values: &[u8]) -> Vec<u8> {
         let mut bytes = vec![0, 0, 8, dims.len() as u8];
@@ -285,13 +286,13 @@ mod tests {
     }
 
     /// Files in a folder, with a mebibyte for what is kept of them.
-    fn write(folder: &Path, images: &[u8], labels: &[u8]) -> Files {
-        let files = Files {
+    fn write(folder: &Path, images: &[u8], labels: &[u8]) -> IdxFiles {
+        let files = IdxFiles {
             images: folder.join("images"),
             labels: folder.join("labels"),
             classes: (0..10).map(|c| c.to_string()).collect(),
             normalise: Normalise::default(),
-            augment: Augment::default(),
+            augmentation: Augmentation::default(),
             readers: 1,
             max_bytes: 1 << 20,
         };
@@ -300,19 +301,20 @@ mod tests {
         files
     }
 
-    fn open(images: &[u8], labels: &[u8]) -> Result<Idx, DataError> {
+    fn open(images: &[u8], labels: &[u8]) -> Result<IdxDataset, DataError> {
         let folder = tempfile::tempdir().unwrap();
-        Idx::open(&write(folder.path(), images, labels))
+        IdxDataset::open(&write(folder.path(), images, labels))
     }
 
-    fn read(set: &dyn Source, index: u64) -> Result<(Vec<f32>, u32), DataError> {
+    fn read(set: &dyn Dataset, index: u64) -> Result<(Vec<f32>, u32), DataError> {
         let (mut pixels, mut label) = (vec![f32::NAN; set.features().input_len()], [99]);
-        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label), length: 0 };
-        set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row)?;
+        let mut row =
+            BatchRow { input: SliceMut::F32(&mut pixels), target: SliceMut::U32(&mut label), length: 0 };
+        set.read(index, SampleKey { seed: 0, epoch: 0, sample: index }, &mut row)?;
         Ok((pixels, label[0]))
     }
 
-    fn sample(set: &dyn Source, index: u64) -> (Vec<f32>, u32) {
+    fn sample(set: &dyn Dataset, index: u64) -> (Vec<f32>, u32) {
         read(set, index).unwrap()
     }
 
@@ -332,21 +334,24 @@ mod tests {
             // The labels, and of a plain file room to read a picture, else all of them.
             let pixels = if a == images() { 4 } else { 12 };
             assert_eq!((set.len(), set.resident_bytes()), (3, 3 + pixels));
-            assert_eq!(set.features().input, Input::Floats { shape: vec![2, 2, 1] });
+            assert_eq!(set.features().input, InputSpec::Floats { shape: vec![2, 2, 1] });
             assert_eq!(sample(&set, 0), (vec![0.0, 0.2, 0.4, 0.6], 7));
             assert_eq!(sample(&set, 1), (vec![0.8, 1.0, 0.0, 1.0], 0));
             assert_eq!(sample(&set, 2).1, 9);
         }
         let colour = open(&idx(&[1, 1, 2, 3], &[1, 2, 3, 4, 5, 6]), &idx(&[1], &[0])).unwrap();
-        assert_eq!(colour.features().input, Input::Floats { shape: vec![1, 2, 3] });
+        assert_eq!(colour.features().input, InputSpec::Floats { shape: vec![1, 2, 3] });
     }
 
     #[test]
     fn augmentation_is_of_the_sample_and_the_epoch() {
         let folder = tempfile::tempdir().unwrap();
         let files = write(folder.path(), &images(), &labels());
-        let files = Files { augment: Augment { horizontal_flip: 1.0, ..Augment::default() }, ..files };
-        assert_eq!(sample(&Idx::open(&files).unwrap(), 0), (vec![0.2, 0.0, 0.6, 0.4], 7));
+        let files = IdxFiles {
+            augmentation: Augmentation { horizontal_flip: 1.0, ..Augmentation::default() },
+            ..files
+        };
+        assert_eq!(sample(&IdxDataset::open(&files).unwrap(), 0), (vec![0.2, 0.0, 0.6, 0.4], 7));
     }
 
     /// What is not packed is read picture by picture, however much there is of it.
@@ -356,7 +361,7 @@ mod tests {
         let mut pixels = vec![0; 3 << 20];
         pixels[(2 << 20) + 5] = 255;
         let files = write(folder.path(), &idx(&[3, 1024, 1024], &pixels), &labels());
-        let set = Idx::open(&files).unwrap();
+        let set = IdxDataset::open(&files).unwrap();
         assert_eq!(set.resident_bytes(), 3 + (1 << 20), "the labels, and room for a picture");
         let (last, label) = sample(&set, 2);
         assert_eq!((last.iter().sum::<f32>(), last[5], label), (1.0, 1.0, 9));
@@ -368,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn every_fault_is_named_with_its_values() {
+    fn every_error_is_named_with_its_values() {
         let cases: [(&str, Vec<u8>, Vec<u8>, &str); 12] = [
             ("empty", vec![], labels(), "images` is empty"),
             ("cut header", images()[..9].to_vec(), labels(), "promises 16 bytes, it has at most 9"),
@@ -390,7 +395,7 @@ mod tests {
         }
         let error = open(&gzip(&idx(&[3, 1024, 1024], &vec![0; 3 << 20])), &labels()).err().unwrap();
         assert!(matches!(error, DataError::TooLarge { bytes: 3145731, limit: 1048576, .. }), "{error}");
-        assert!(error.is_memory());
+        assert!(error.is_out_of_memory());
     }
 
     proptest! {
@@ -422,19 +427,19 @@ mod tests {
 
     #[test]
     fn mnist_as_published() {
-        let Some(folder) = published("mnist") else { return };
-        let set = Idx::open(&Files {
+        let Some(folder) = published_dataset("mnist") else { return };
+        let set = IdxDataset::open(&IdxFiles {
             images: folder.join("t10k-images-idx3-ubyte.gz"),
             labels: folder.join("t10k-labels-idx1-ubyte.gz"),
             classes: (0..10).map(|c| c.to_string()).collect(),
             normalise: Normalise { mean: vec![0.1307], std: vec![0.3081] },
-            augment: Augment::default(),
+            augmentation: Augmentation::default(),
             readers: 1,
             max_bytes: 8 << 20,
         })
         .unwrap();
         assert_eq!((set.len(), set.resident_bytes()), (10_000, 10_000 * 785));
-        assert_eq!(set.features().input, Input::Floats { shape: vec![28, 28, 1] });
+        assert_eq!(set.features().input, InputSpec::Floats { shape: vec![28, 28, 1] });
         let first: Vec<u32> = (0..10).map(|i| sample(&set, i).1).collect();
         assert_eq!(first, [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]);
         // The published mean and deviation, over the training set, leave the test set about standard.

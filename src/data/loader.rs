@@ -1,7 +1,7 @@
 //! Batches decoded ahead of the step by worker threads, in order, within a bound in bytes.
 //!
 //! Every buffer the loader made counts, whether it waits, is being filled or is in the consumer's
-//! hands; [`holds`] says beforehand how much that can be. Workers claim spans of the order one after the
+//! hands; [`max_held_bytes`] says beforehand how much that can be. Workers claim spans of the order one after the
 //! other and only with a buffer in hand, so the span delivered next never lacks one. How many buffers there are is
 //! found by itself ([`depth`](super::depth)). What is delivered
 //! depends on the source, the order and the cursor alone. Where the set is read forward, no worker goes further than
@@ -19,21 +19,21 @@ use std::{
 };
 
 use super::{
-    Batch, DataError, Features, Key, Source,
-    bad::Bad,
-    depth::Depth,
-    order::{Cursor, Order, Span},
-    windows::Window,
+    DataError, Dataset, Features, HostBatch, SampleKey,
+    bad_records::BadRecord,
+    order::{Cursor, Order, SampleSpan},
+    prefetch_depth::PrefetchDepth,
+    shuffle_windows::ShuffleWindow,
 };
-use crate::caught::caught;
+use crate::panics::catch_panic;
 
 /// How a set is read. None of it but `skip_bad` changes what is delivered.
 #[derive(Clone, Copy, Debug)]
-pub struct Reading {
+pub struct LoaderOptions {
     /// Samples in a batch, at most.
     pub micro_batch: usize,
-    /// Bytes that may be held, as far as [`holds`] finds them useful.
-    pub limit: u64,
+    /// Bytes that may be held, as far as [`max_held_bytes`] finds them useful.
+    pub max_bytes: u64,
     pub workers: usize,
     /// Leave out records that are bad, rather than fail.
     pub skip_bad: bool,
@@ -41,26 +41,27 @@ pub struct Reading {
 
 /// Where the time went that the consumer waited.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Waits {
+pub struct WaitTimes {
     /// All workers were busy.
     pub for_workers: Duration,
     /// A worker had no buffer to fill: those allowed were all ready or in use.
     pub for_buffers: Duration,
 }
 
-/// The most bytes a loader holds at once: as many batches of `micro_batch` samples as `limit` bytes allow,
+/// The most bytes a loader holds at once: as many batches of `micro_batch` samples as `max_bytes` bytes allow,
 /// but at least one, and no more than keep `workers` busy while a batch each is ready and the consumer
 /// has two.
-pub fn holds(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> u64 {
+pub fn max_held_bytes(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> u64 {
     let size = buffer_bytes(features, micro_batch);
     let useful = 2 * workers.max(1) as u64 + 2;
     (limit / size).clamp(1, useful).saturating_mul(size)
 }
 
 /// How many buffers a loader begins with and may have.
-fn buffers(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> Depth {
-    let most = holds(features, micro_batch, limit, workers) / buffer_bytes(features, micro_batch);
-    Depth::new(workers as u64, most)
+fn initial_depth(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> PrefetchDepth {
+    let max_depth =
+        max_held_bytes(features, micro_batch, limit, workers) / buffer_bytes(features, micro_batch);
+    PrefetchDepth::new(workers as u64, max_depth)
 }
 
 fn buffer_bytes(features: &Features, micro_batch: usize) -> u64 {
@@ -69,119 +70,119 @@ fn buffer_bytes(features: &Features, micro_batch: usize) -> u64 {
 
 /// Reads a set in order, ahead of its consumer. Dropping it stops and joins its threads.
 pub struct Loader {
-    shared: Arc<Shared>,
+    shared: Arc<LoaderShared>,
     threads: Vec<JoinHandle<()>>,
-    limit: u64,
+    max_bytes: u64,
     last_wait: Duration,
-    waits: Waits,
+    waits: WaitTimes,
 }
 
 /// A batch lent by a [`Loader`]; dropping it gives the buffer back.
-pub struct Lent {
+pub struct BatchGuard {
     /// Present until dropped.
-    batch: Option<Batch>,
-    size: u64,
+    batch: Option<HostBatch>,
+    batch_bytes: u64,
     generation: u64,
-    shared: Arc<Shared>,
+    shared: Arc<LoaderShared>,
 }
 
-struct Shared {
-    source: Arc<dyn Source>,
+struct LoaderShared {
+    dataset: Arc<dyn Dataset>,
     order: Order,
     /// The first update that is not read.
-    until: u64,
+    end_update: u64,
     skip_bad: bool,
-    state: Mutex<State>,
+    state: Mutex<LoaderState>,
     /// A worker may find something to claim, or has to stop.
-    work: Condvar,
+    work_available: Condvar,
     /// The consumer may find what it waits for.
-    done: Condvar,
+    batch_ready: Condvar,
     /// A worker may find that it can go on to the next window.
-    moved: Condvar,
+    window_advanced: Condvar,
     /// Equals the generation in force. A worker looks at it between samples to give up early.
     generation: AtomicU64,
 }
 
-struct State {
+struct LoaderState {
     /// Changes at every restart: results of an older generation are thrown away.
     generation: u64,
     /// The next sample to claim.
     cursor: Cursor,
     micro_batch: usize,
     /// Bytes of one buffer, and of all that may exist.
-    size: u64,
-    cap: u64,
+    batch_bytes: u64,
+    max_bytes: u64,
     /// How many may exist now, and whether a worker lacked one since the consumer last waited.
-    depth: Depth,
-    lacked: bool,
-    held: u64,
-    peak: u64,
-    free: Vec<Batch>,
+    depth: PrefetchDepth,
+    buffer_starved: bool,
+    held_bytes: u64,
+    peak_bytes: u64,
+    free_buffers: Vec<HostBatch>,
     /// The spans claimed and not delivered, oldest first; `None` is being filled.
-    queue: VecDeque<Option<Result<Batch, DataError>>>,
+    queue: VecDeque<Option<Result<HostBatch, DataError>>>,
     /// Spans delivered in this generation: the number of the queue's front.
     delivered: u64,
-    filling: usize,
+    in_flight: usize,
     /// The window each worker reads in, and the one the source was told of.
-    at: Vec<Option<Window>>,
-    told: Option<Window>,
+    worker_windows: Vec<Option<ShuffleWindow>>,
+    announced_window: Option<ShuffleWindow>,
     /// Nothing is claimed after an error.
     failed: bool,
     stop: bool,
 }
 
 impl Loader {
-    /// Starts to read `source` at `from`, up to the beginning of update `until_update`, in batches that never cross
-    /// an update's end, holding at most [`holds`] bytes.
+    /// Starts to read `dataset` at `from`, up to the beginning of update `end_update`, in batches that never cross
+    /// an update's end, holding at most [`max_held_bytes`] bytes.
     pub fn start(
-        source: Arc<dyn Source>,
+        dataset: Arc<dyn Dataset>,
         order: Order,
         from: Cursor,
-        until_update: u64,
-        reading: Reading,
+        end_update: u64,
+        options: LoaderOptions,
     ) -> Result<Self, DataError> {
-        if order.samples() > source.len() {
+        if order.samples() > dataset.len() {
             let value = order.samples().to_string();
-            return Err(DataError::Setting { name: "samples", value, wanted: "the set has fewer" });
+            return Err(DataError::InvalidSetting { name: "samples", value, wanted: "the set has fewer" });
         }
-        let Reading { micro_batch, limit, workers, skip_bad } = reading;
+        let LoaderOptions { micro_batch, max_bytes: limit, workers, skip_bad } = options;
         let workers = workers.max(1);
-        let state = State {
+        let state = LoaderState {
             generation: 0,
-            cursor: order.settle(from),
+            cursor: order.canonicalize(from),
             micro_batch: micro_batch.max(1),
-            size: buffer_bytes(source.features(), micro_batch),
-            cap: holds(source.features(), micro_batch, limit, workers),
-            depth: buffers(source.features(), micro_batch, limit, workers),
-            lacked: false,
-            held: 0,
-            peak: 0,
-            free: Vec::new(),
+            batch_bytes: buffer_bytes(dataset.features(), micro_batch),
+            max_bytes: max_held_bytes(dataset.features(), micro_batch, limit, workers),
+            depth: initial_depth(dataset.features(), micro_batch, limit, workers),
+            buffer_starved: false,
+            held_bytes: 0,
+            peak_bytes: 0,
+            free_buffers: Vec::new(),
             queue: VecDeque::new(),
             delivered: 0,
-            filling: 0,
-            at: vec![None; workers],
-            told: None,
+            in_flight: 0,
+            worker_windows: vec![None; workers],
+            announced_window: None,
             failed: false,
             stop: false,
         };
-        let shared = Arc::new(Shared {
-            source,
+        let shared = Arc::new(LoaderShared {
+            dataset,
             order,
-            until: until_update,
+            end_update,
             skip_bad,
             state: Mutex::new(state),
-            work: Condvar::new(),
-            done: Condvar::new(),
-            moved: Condvar::new(),
+            work_available: Condvar::new(),
+            batch_ready: Condvar::new(),
+            window_advanced: Condvar::new(),
             generation: AtomicU64::new(0),
         });
-        let (last_wait, waits) = (Duration::ZERO, Waits::default());
-        let mut loader = Loader { shared, threads: Vec::new(), limit, last_wait, waits };
+        let (last_wait, waits) = (Duration::ZERO, WaitTimes::default());
+        let mut loader = Loader { shared, threads: Vec::new(), max_bytes: limit, last_wait, waits };
         for i in 0..workers {
             let shared = Arc::clone(&loader.shared);
-            let thread = thread::Builder::new().name(format!("data-{i}")).spawn(move || shared.work(i));
-            loader.threads.push(thread.map_err(|e| DataError::Thread { source: Arc::new(e) })?);
+            let thread = thread::Builder::new().name(format!("data-{i}")).spawn(move || shared.run_worker(i));
+            loader.threads.push(thread.map_err(|e| DataError::ThreadSpawn { source: Arc::new(e) })?);
         }
         Ok(loader)
     }
@@ -189,11 +190,11 @@ impl Loader {
     /// The next batch, or `None` after the last one; waits for it where necessary. An error comes in its
     /// place in the order and again at every later call, until a restart.
     #[allow(clippy::should_implement_trait)] // it can fail, and goes on after a restart
-    pub fn next(&mut self) -> Result<Option<Lent>, DataError> {
+    pub fn next(&mut self) -> Result<Option<BatchGuard>, DataError> {
         let start = Instant::now();
         let shared = &self.shared;
         let mut state = shared.lock();
-        let (mut waited, mut lacked) = (false, false);
+        let (mut waited, mut buffer_starved) = (false, false);
         let result = loop {
             match state.queue.front() {
                 Some(Some(Err(error))) => break Err(error.clone()),
@@ -202,30 +203,35 @@ impl Loader {
                     state.delivered += 1;
                     if !waited {
                         let ready = state.queue.iter().take_while(|done| matches!(done, Some(Ok(_)))).count();
-                        state.depth.taken(ready as u64);
+                        state.depth.on_ready_delivery(ready as u64);
                     }
-                    let (size, generation) = (state.size, state.generation);
-                    break Ok(Some(Lent { batch, size, generation, shared: Arc::clone(shared) }));
+                    let (size, generation) = (state.batch_bytes, state.generation);
+                    break Ok(Some(BatchGuard {
+                        batch,
+                        batch_bytes: size,
+                        generation,
+                        shared: Arc::clone(shared),
+                    }));
                 }
                 Some(None) => {}
-                None if state.cursor.update >= shared.until => break Ok(None),
+                None if state.cursor.update >= shared.end_update => break Ok(None),
                 // All there may be now are with the consumer.
-                None if !state.has_room() => match state.depth.waited(true) {
+                None if !state.has_free_buffer() => match state.depth.on_wait(true) {
                     true => {}
-                    false => break Err(DataError::AllHeld { bytes: state.cap }),
+                    false => break Err(DataError::BuffersExhausted { bytes: state.max_bytes }),
                 },
                 None => {}
             }
             if !waited {
-                (waited, lacked) = (true, std::mem::take(&mut state.lacked));
-                state.depth.waited(lacked);
+                (waited, buffer_starved) = (true, std::mem::take(&mut state.buffer_starved));
+                state.depth.on_wait(buffer_starved);
             }
-            shared.work.notify_all();
-            state = shared.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+            shared.work_available.notify_all();
+            state = shared.batch_ready.wait(state).unwrap_or_else(PoisonError::into_inner);
         };
         drop(state);
         self.last_wait = start.elapsed();
-        match (waited, lacked) {
+        match (waited, buffer_starved) {
             (false, _) => {}
             (true, false) => self.waits.for_workers += self.last_wait,
             (true, true) => self.waits.for_buffers += self.last_wait,
@@ -239,55 +245,57 @@ impl Loader {
     }
 
     /// What was waited for, since the start.
-    pub fn waits(&self) -> Waits {
+    pub fn waits(&self) -> WaitTimes {
         self.waits
     }
 
-    /// Holds no more than `limit` bytes allow from here on, and never more again: buffers that are not in use are
+    /// Holds no more than `max_bytes` bytes allow from here on, and never more again: buffers that are not in use are
     /// freed at once, the others when they were consumed. Gives the bytes that are still held, or may be.
-    pub fn give_back(&mut self, limit: u64) -> u64 {
+    pub fn shrink(&mut self, limit: u64) -> u64 {
         let shared = &self.shared;
-        self.limit = self.limit.min(limit);
+        self.max_bytes = self.max_bytes.min(limit);
         let mut state = shared.lock();
-        state.cap = holds(shared.source.features(), state.micro_batch, self.limit, self.threads.len());
-        let most = state.cap / state.size;
-        state.depth.limit(most);
+        state.max_bytes =
+            max_held_bytes(shared.dataset.features(), state.micro_batch, self.max_bytes, self.threads.len());
+        let depth_limit = state.max_bytes / state.batch_bytes;
+        state.depth.lower_max(depth_limit);
         state.trim();
-        state.held.max(state.cap)
+        state.held_bytes.max(state.max_bytes)
     }
 
     /// Goes on at `from` with another micro-batch; what was read ahead is thrown away and its memory
     /// freed before anything new is made. Batches still lent count until they are dropped.
     pub fn restart(&mut self, from: Cursor, micro_batch: usize) {
         let shared = &self.shared;
-        let features = shared.source.features();
+        let features = shared.dataset.features();
         let mut state = shared.lock();
         state.generation += 1;
         shared.generation.store(state.generation, Ordering::Relaxed);
         // Claims wait for the lock meanwhile released: `failed` keeps them from starting.
         state.failed = true;
-        shared.moved.notify_all();
-        while state.filling > 0 {
-            state = shared.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+        shared.window_advanced.notify_all();
+        while state.in_flight > 0 {
+            state = shared.batch_ready.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        let unused = state.free.len() + state.queue.iter().filter(|done| matches!(done, Some(Ok(_)))).count();
-        state.held -= unused as u64 * state.size;
-        state.free.clear();
+        let unused =
+            state.free_buffers.len() + state.queue.iter().filter(|done| matches!(done, Some(Ok(_)))).count();
+        state.held_bytes -= unused as u64 * state.batch_bytes;
+        state.free_buffers.clear();
         state.queue.clear();
         state.delivered = 0;
-        state.told = None;
-        state.cursor = shared.order.settle(from);
+        state.announced_window = None;
+        state.cursor = shared.order.canonicalize(from);
         state.micro_batch = micro_batch.max(1);
-        state.size = buffer_bytes(features, micro_batch);
-        state.cap = holds(features, micro_batch, self.limit, self.threads.len());
-        state.depth = buffers(features, micro_batch, self.limit, self.threads.len());
+        state.batch_bytes = buffer_bytes(features, micro_batch);
+        state.max_bytes = max_held_bytes(features, micro_batch, self.max_bytes, self.threads.len());
+        state.depth = initial_depth(features, micro_batch, self.max_bytes, self.threads.len());
         state.failed = false;
-        shared.work.notify_all();
+        shared.work_available.notify_all();
     }
 
     /// The most bytes held at once so far.
     pub fn peak_bytes(&self) -> u64 {
-        self.shared.lock().peak
+        self.shared.lock().peak_bytes
     }
 }
 
@@ -295,20 +303,20 @@ impl Drop for Loader {
     fn drop(&mut self) {
         self.shared.lock().stop = true;
         self.shared.generation.store(u64::MAX, Ordering::Relaxed);
-        self.shared.work.notify_all();
-        self.shared.moved.notify_all();
+        self.shared.work_available.notify_all();
+        self.shared.window_advanced.notify_all();
         for thread in self.threads.drain(..) {
             // A worker catches its source's panics, so there is nothing to learn from a failed join.
             let _ = thread.join();
         }
-        self.shared.source.expect(Vec::new());
+        self.shared.dataset.prefetch(Vec::new());
     }
 }
 
-impl Deref for Lent {
-    type Target = Batch;
+impl Deref for BatchGuard {
+    type Target = HostBatch;
 
-    fn deref(&self) -> &Batch {
+    fn deref(&self) -> &HostBatch {
         match &self.batch {
             Some(batch) => batch,
             None => unreachable!("the batch leaves only when it is dropped"),
@@ -316,156 +324,156 @@ impl Deref for Lent {
     }
 }
 
-impl Drop for Lent {
+impl Drop for BatchGuard {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         match self.batch.take() {
             Some(batch) if self.generation == state.generation => {
-                state.free.push(batch);
+                state.free_buffers.push(batch);
                 state.trim();
             }
-            _ => state.held -= self.size,
+            _ => state.held_bytes -= self.batch_bytes,
         }
         drop(state);
-        self.shared.work.notify_one();
+        self.shared.work_available.notify_one();
     }
 }
 
-impl State {
+impl LoaderState {
     /// Bytes there may be now.
-    fn room(&self) -> u64 {
-        self.cap.min(self.depth.now().saturating_mul(self.size))
+    fn allowed_bytes(&self) -> u64 {
+        self.max_bytes.min(self.depth.current().saturating_mul(self.batch_bytes))
     }
 
-    fn has_room(&self) -> bool {
-        !self.free.is_empty() || self.held + self.size <= self.room()
+    fn has_free_buffer(&self) -> bool {
+        !self.free_buffers.is_empty() || self.held_bytes + self.batch_bytes <= self.allowed_bytes()
     }
 
     /// Frees what is not in use and more than there may be.
     fn trim(&mut self) {
-        while self.held > self.room() && self.free.pop().is_some() {
-            self.held -= self.size;
+        while self.held_bytes > self.allowed_bytes() && self.free_buffers.pop().is_some() {
+            self.held_bytes -= self.batch_bytes;
         }
     }
 
-    fn may_claim(&mut self, until: u64) -> bool {
-        let wants = !self.failed && self.cursor.update < until;
-        self.lacked |= wants && !self.has_room();
-        wants && self.has_room()
+    fn may_claim(&mut self, end_update: u64) -> bool {
+        let wants = !self.failed && self.cursor.update < end_update;
+        self.buffer_starved |= wants && !self.has_free_buffer();
+        wants && self.has_free_buffer()
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl LoaderShared {
+    fn lock(&self) -> MutexGuard<'_, LoaderState> {
         // Nothing panics while it holds the lock, so a poisoned state is still whole.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The life of a worker: claim a span with a buffer, fill it, put it in its place.
-    fn work(&self, worker: usize) {
+    fn run_worker(&self, worker: usize) {
         let mut state = self.lock();
         loop {
             if state.stop {
                 return;
             }
-            if !state.may_claim(self.until) {
-                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+            if !state.may_claim(self.end_update) {
+                state = self.work_available.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
             let (generation, rows) = (state.generation, state.micro_batch);
             let (span, next) = self.order.take(state.cursor, rows as u64);
             state.cursor = next;
-            let place = state.delivered + state.queue.len() as u64;
+            let sequence = state.delivered + state.queue.len() as u64;
             state.queue.push_back(None);
-            state.filling += 1;
-            let buffer = state.free.pop();
+            state.in_flight += 1;
+            let buffer = state.free_buffers.pop();
             if buffer.is_none() {
-                state.held += state.size;
-                state.peak = state.peak.max(state.held);
+                state.held_bytes += state.batch_bytes;
+                state.peak_bytes = state.peak_bytes.max(state.held_bytes);
             }
-            let pieces = self.order.pieces(span.epoch, span.positions.clone());
-            self.reach(&mut state, worker, pieces.first().map(|(window, _)| *window));
+            let window_ranges = self.order.window_ranges(span.epoch, span.positions.clone());
+            self.set_worker_window(&mut state, worker, window_ranges.first().map(|(window, _)| *window));
             drop(state);
 
             let filled = buffer
-                .map_or_else(|| Batch::with_room(self.source.features(), rows), Ok)
-                .and_then(|batch| self.fill(batch, span, pieces, generation, worker));
+                .map_or_else(|| HostBatch::with_capacity(self.dataset.features(), rows), Ok)
+                .and_then(|batch| self.fill(batch, span, window_ranges, generation, worker));
 
             state = self.lock();
-            self.reach(&mut state, worker, None);
-            state.filling -= 1;
+            self.set_worker_window(&mut state, worker, None);
+            state.in_flight -= 1;
             if filled.is_err() || state.generation != generation {
-                state.held -= state.size;
+                state.held_bytes -= state.batch_bytes;
             }
             if state.generation == generation {
                 state.failed |= filled.is_err();
-                let index = (place - state.delivered) as usize;
+                let index = (sequence - state.delivered) as usize;
                 state.queue[index] = Some(filled);
             }
-            self.done.notify_one();
+            self.batch_ready.notify_one();
         }
     }
 
     /// Notes where a worker is, and tells the source what that means for it.
-    fn reach(&self, state: &mut State, worker: usize, window: Option<Window>) {
+    fn set_worker_window(&self, state: &mut LoaderState, worker: usize, window: Option<ShuffleWindow>) {
         if !self.order.has_windows() {
             return;
         }
-        state.at[worker] = window;
-        let Some(oldest) = state.at.iter().flatten().min().copied() else { return };
-        if state.told != Some(oldest) {
-            state.told = Some(oldest);
-            self.source.expect(self.order.needs(oldest));
-            self.moved.notify_all();
+        state.worker_windows[worker] = window;
+        let Some(oldest) = state.worker_windows.iter().flatten().min().copied() else { return };
+        if state.announced_window != Some(oldest) {
+            state.announced_window = Some(oldest);
+            self.dataset.prefetch(self.order.prefetch_blocks(oldest));
+            self.window_advanced.notify_all();
         }
     }
 
     /// Waits until `window` is no further than next to the slowest worker's, or `generation` is over. The windows of
     /// a span follow one another, so the slowest never waits.
-    fn enter(&self, worker: usize, window: Window, generation: u64) {
+    fn wait_for_window(&self, worker: usize, window: ShuffleWindow, generation: u64) {
         let mut state = self.lock();
-        let may = |state: &State| {
-            let others = state.at.iter().enumerate().filter(|(other, _)| *other != worker);
+        let may = |state: &LoaderState| {
+            let others = state.worker_windows.iter().enumerate().filter(|(other, _)| *other != worker);
             let oldest = others.filter_map(|(_, at)| *at).min();
-            oldest.is_none_or(|oldest| window <= self.order.after(oldest))
+            oldest.is_none_or(|oldest| window <= self.order.next_window(oldest))
         };
         while self.generation.load(Ordering::Relaxed) == generation && !may(&state) {
-            state = self.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.window_advanced.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        self.reach(&mut state, worker, Some(window));
+        self.set_worker_window(&mut state, worker, Some(window));
     }
 
     /// Reads the samples of `span`. Given up early, with any content, once `generation` is over.
     fn fill(
         &self,
-        mut batch: Batch,
-        span: Span,
-        pieces: Vec<(Window, Range<u64>)>,
+        mut batch: HostBatch,
+        span: SampleSpan,
+        window_ranges: Vec<(ShuffleWindow, Range<u64>)>,
         generation: u64,
         worker: usize,
-    ) -> Result<Batch, DataError> {
-        let features = self.source.features();
+    ) -> Result<HostBatch, DataError> {
+        let features = self.dataset.features();
         (batch.update, batch.epoch) = (span.update, span.epoch);
         batch.resize(features, span.len() as usize);
-        batch.taken = span.len();
-        batch.bad.clear();
+        batch.consumed = span.len();
+        batch.bad_records.clear();
         let mut row = 0;
-        for (window, positions) in pieces {
+        for (window, positions) in window_ranges {
             if self.order.has_windows() {
-                self.enter(worker, window, generation);
+                self.wait_for_window(worker, window, generation);
             }
             for id in self.order.ids(span.epoch, positions) {
                 if self.generation.load(Ordering::Relaxed) != generation {
                     return Ok(batch);
                 }
                 batch.ids[row] = id;
-                let key = Key { seed: self.order.seed(), epoch: span.epoch, sample: id };
+                let key = SampleKey { seed: self.order.seed(), epoch: span.epoch, sample: id };
                 let mut into = batch.row(features, row);
-                let read = caught(|| self.source.read(id, key, &mut into))
+                let read = catch_panic(|| self.dataset.read(id, key, &mut into))
                     .unwrap_or_else(|message| Err(DataError::Panicked { sample: id, message }));
                 match read {
-                    Err(error) if self.skip_bad && error.is_record() => {
-                        batch.bad.push(Bad { id, why: error.to_string() });
+                    Err(error) if self.skip_bad && error.is_bad_record() => {
+                        batch.bad_records.push(BadRecord { id, why: error.to_string() });
                         continue;
                     }
                     read => read?,

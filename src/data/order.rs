@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::windows::{Window, Windows};
-use super::{DataError, Source};
-use crate::random::{Random, stream};
+use super::shuffle_windows::{ShuffleWindow, ShuffleWindows};
+use super::{DataError, Dataset};
+use crate::random::{RngKey, stream_id};
 
 /// A permutation of `0..n` picked by a key, in O(1) memory.
 ///
@@ -23,14 +23,14 @@ use crate::random::{Random, stream};
 pub struct Permutation {
     n: u64,
     base: u64,
-    key: Random,
+    key: RngKey,
 }
 
 /// With fewer rounds the orders of very small sets are visibly uneven.
 const ROUNDS: u64 = 8;
 
 impl Permutation {
-    pub fn new(n: u64, key: Random) -> Self {
+    pub fn new(n: u64, key: RngKey) -> Self {
         let root = n.isqrt();
         let base = root + u64::from(root * root < n);
         // With an odd base every round is an even permutation, and half of a small set's orders are rare.
@@ -63,10 +63,10 @@ pub struct Order {
     seed: u64,
     shuffle: bool,
     /// Where the set is read forward.
-    windows: Option<Arc<Windows>>,
+    windows: Option<Arc<ShuffleWindows>>,
 }
 
-const SHUFFLE: u64 = stream("data.shuffle");
+const SHUFFLE: u64 = stream_id("data.shuffle");
 
 /// Which sample comes next: the first `done` samples of update `update` were consumed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,13 +78,13 @@ pub struct Cursor {
 
 /// A run of positions inside one update. Positions count from 0 in each epoch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct SampleSpan {
     pub update: u64,
     pub epoch: u64,
     pub positions: Range<u64>,
 }
 
-impl Span {
+impl SampleSpan {
     /// Samples in it.
     #[allow(clippy::len_without_is_empty)] // a span is never empty
     pub fn len(&self) -> u64 {
@@ -95,8 +95,9 @@ impl Span {
 impl Order {
     /// An order of `samples` samples, at most 2^62 of them; both counts must be positive.
     pub fn new(samples: u64, samples_per_update: u64, seed: u64, shuffle: bool) -> Result<Self, DataError> {
-        let setting =
-            |name, value: u64, wanted| Err(DataError::Setting { name, value: value.to_string(), wanted });
+        let setting = |name, value: u64, wanted| {
+            Err(DataError::InvalidSetting { name, value: value.to_string(), wanted })
+        };
         if samples == 0 || samples > 1 << 62 {
             return setting("samples", samples, "a set has from 1 to 2^62 samples");
         }
@@ -106,17 +107,17 @@ impl Order {
         Ok(Order { samples, samples_per_update, seed, shuffle, windows: None })
     }
 
-    /// The order of all samples of `source`; one that is read forward is mixed within `buffer` bytes.
-    pub fn of(
-        source: &dyn Source,
+    /// The order of all samples of `dataset`; one that is read forward is mixed within `buffer_bytes` bytes.
+    pub fn for_dataset(
+        dataset: &dyn Dataset,
         samples_per_update: u64,
         seed: u64,
         shuffle: bool,
-        buffer: u64,
+        buffer_bytes: u64,
     ) -> Result<Self, DataError> {
-        let order = Self::new(source.len(), samples_per_update, seed, shuffle)?;
-        let key = shuffle.then(|| Random::new(seed, SHUFFLE));
-        let windows = source.blocks().map(|blocks| Arc::new(Windows::new(blocks, buffer, key)));
+        let order = Self::new(dataset.len(), samples_per_update, seed, shuffle)?;
+        let key = shuffle.then(|| RngKey::new(seed, SHUFFLE));
+        let windows = dataset.blocks().map(|blocks| Arc::new(ShuffleWindows::new(blocks, buffer_bytes, key)));
         Ok(Order { windows, ..order })
     }
 
@@ -137,14 +138,14 @@ impl Order {
     }
 
     /// The samples of update `k`, counted from 0 over the whole run.
-    pub fn update(&self, k: u64) -> Span {
+    pub fn update(&self, k: u64) -> SampleSpan {
         let start = k % self.updates_per_epoch() * self.samples_per_update;
         let end = start.saturating_add(self.samples_per_update).min(self.samples);
-        Span { update: k, epoch: k / self.updates_per_epoch(), positions: start..end }
+        SampleSpan { update: k, epoch: k / self.updates_per_epoch(), positions: start..end }
     }
 
     /// The same place in one spelling: a cursor at an update's end is the next update's beginning.
-    pub fn settle(&self, cursor: Cursor) -> Cursor {
+    pub fn canonicalize(&self, cursor: Cursor) -> Cursor {
         match cursor.done < self.update(cursor.update).len() {
             true => cursor,
             false => Cursor { update: cursor.update + 1, done: 0 },
@@ -153,12 +154,12 @@ impl Order {
 
     /// The next samples at `cursor`, at most `count` and never beyond the update's end, and the settled
     /// cursor after them. A `count` of 0 counts as 1.
-    pub fn take(&self, cursor: Cursor, count: u64) -> (Span, Cursor) {
-        let Cursor { update, done: from } = self.settle(cursor);
+    pub fn take(&self, cursor: Cursor, count: u64) -> (SampleSpan, Cursor) {
+        let Cursor { update, done: from } = self.canonicalize(cursor);
         let mut span = self.update(update);
         let done = from.saturating_add(count.max(1)).min(span.len());
         span.positions = span.positions.start + from..span.positions.start + done;
-        (span, self.settle(Cursor { update, done }))
+        (span, self.canonicalize(Cursor { update, done }))
     }
 
     /// Samples consumed from the run's beginning to `cursor`.
@@ -168,12 +169,12 @@ impl Order {
     }
 
     /// The global ids of the samples at `positions` of `epoch`, in order.
-    pub fn ids(&self, epoch: u64, positions: Range<u64>) -> Ids {
-        Ids(match &self.windows {
-            Some(windows) => Kind::Listed(windows.ids(epoch, positions).into_iter()),
+    pub fn ids(&self, epoch: u64, positions: Range<u64>) -> SampleIds {
+        SampleIds(match &self.windows {
+            Some(windows) => SampleIdsKind::Windowed(windows.ids(epoch, positions).into_iter()),
             None => {
-                let key = Random::new(self.seed, SHUFFLE).at(epoch);
-                Kind::Drawn(self.shuffle.then(|| Permutation::new(self.samples, key)), positions)
+                let key = RngKey::new(self.seed, SHUFFLE).fold_in(epoch);
+                SampleIdsKind::Permuted(self.shuffle.then(|| Permutation::new(self.samples, key)), positions)
             }
         })
     }
@@ -185,24 +186,24 @@ impl Order {
 
     /// The windows that `positions` lie in, in order, with the positions in each; a set that is read in any
     /// order is one window.
-    pub fn pieces(&self, epoch: u64, positions: Range<u64>) -> Vec<(Window, Range<u64>)> {
+    pub fn window_ranges(&self, epoch: u64, positions: Range<u64>) -> Vec<(ShuffleWindow, Range<u64>)> {
         match &self.windows {
-            Some(windows) => windows.pieces(epoch, positions),
-            None => vec![(Window { epoch, number: 0 }, positions)],
+            Some(windows) => windows.window_ranges(epoch, positions),
+            None => vec![(ShuffleWindow { epoch, index: 0 }, positions)],
         }
     }
 
     /// The window that is read after this one.
-    pub fn after(&self, window: Window) -> Window {
+    pub fn next_window(&self, window: ShuffleWindow) -> ShuffleWindow {
         match &self.windows {
-            Some(windows) => windows.after(window),
-            None => Window { epoch: window.epoch + 1, number: 0 },
+            Some(windows) => windows.next_window(window),
+            None => ShuffleWindow { epoch: window.epoch + 1, index: 0 },
         }
     }
 
     /// The blocks of `window` and of the one after it, in the order they are read; none where the set has none.
-    pub fn needs(&self, window: Window) -> Vec<u32> {
-        self.windows.as_ref().map_or_else(Vec::new, |windows| windows.needs(window))
+    pub fn prefetch_blocks(&self, window: ShuffleWindow) -> Vec<u32> {
+        self.windows.as_ref().map_or_else(Vec::new, |windows| windows.prefetch_blocks(window))
     }
 
     /// Bytes it keeps: nothing but for a set that is read forward.
@@ -212,22 +213,22 @@ impl Order {
 }
 
 /// Global ids of samples, one after the other.
-pub struct Ids(Kind);
+pub struct SampleIds(SampleIdsKind);
 
-enum Kind {
-    Drawn(Option<Permutation>, Range<u64>),
-    Listed(std::vec::IntoIter<u64>),
+enum SampleIdsKind {
+    Permuted(Option<Permutation>, Range<u64>),
+    Windowed(std::vec::IntoIter<u64>),
 }
 
-impl Iterator for Ids {
+impl Iterator for SampleIds {
     type Item = u64;
 
     fn next(&mut self) -> Option<u64> {
         match &mut self.0 {
-            Kind::Drawn(permutation, positions) => {
+            SampleIdsKind::Permuted(permutation, positions) => {
                 positions.next().map(|i| permutation.map_or(i, |permutation| permutation.at(i)))
             }
-            Kind::Listed(ids) => ids.next(),
+            SampleIdsKind::Windowed(ids) => ids.next(),
         }
     }
 }
@@ -239,7 +240,7 @@ mod tests {
     use super::*;
 
     fn permuted(n: u64, seed: u64) -> Vec<u64> {
-        let permutation = Permutation::new(n, Random::new(seed, 0));
+        let permutation = Permutation::new(n, RngKey::new(seed, 0));
         (0..n).map(|i| permutation.at(i)).collect()
     }
 

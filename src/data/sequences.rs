@@ -3,66 +3,73 @@
 //! Nothing to download for a language model (predict the next token) or for a classifier of sequences
 //! (tell which of several rules made one). Everything is a function of the seed and the sample's index.
 
-use super::{DataError, Features, Input, Key, Row, Source, Target};
-use crate::random::{Random, stream};
+use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
+use crate::random::{RngKey, stream_id};
 
 /// Share of tokens that do not follow the rule.
 const NOISE: f32 = 0.1;
 
 /// What is generated.
 #[derive(Clone, Copy, Debug)]
-pub struct Sequences {
+pub struct SequenceGenerator {
     samples: u64,
     length: usize,
     vocab: u64,
     /// 0 where the target is the next token.
     classes: u64,
-    rule: Random,
-    draws: Random,
+    rule: RngKey,
+    draws: RngKey,
 }
 
-/// A set of [`Sequences`] and what its samples look like.
-pub struct Set {
-    sequences: Sequences,
+/// A set of [`SequenceGenerator`] and what its samples look like.
+pub struct SequenceDataset {
+    generator: SequenceGenerator,
     features: Features,
 }
 
 /// Which of two sets that share a rule and no sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum SequencesSplit {
     Train,
     Valid,
 }
 
-impl Set {
+impl SequenceDataset {
     /// Sequences of `length` tokens below `vocab`; with `classes` the target is the rule that made one, and
     /// without, at each position, the next token.
-    pub fn new(samples: u64, length: usize, vocab: usize, classes: usize, seed: u64, part: Part) -> Self {
+    pub fn new(
+        samples: u64,
+        length: usize,
+        vocab: usize,
+        classes: usize,
+        seed: u64,
+        part: SequencesSplit,
+    ) -> Self {
         let set = match part {
-            Part::Train => const { stream("sequences.train") },
-            Part::Valid => const { stream("sequences.valid") },
+            SequencesSplit::Train => const { stream_id("sequences.train") },
+            SequencesSplit::Valid => const { stream_id("sequences.valid") },
         };
         let target = match classes {
-            0 => Target::Tokens,
-            n => Target::Class { names: (0..n).map(|i| format!("rule {i}")).collect() },
+            0 => TargetSpec::Tokens,
+            n => TargetSpec::Class { names: (0..n).map(|i| format!("rule {i}")).collect() },
         };
-        let sequences = Sequences {
+        let sequences = SequenceGenerator {
             samples,
             length,
             vocab: vocab as u64,
             classes: classes as u64,
-            rule: Random::new(seed, const { stream("sequences.rule") }),
-            draws: Random::new(seed, set),
+            rule: RngKey::new(seed, const { stream_id("sequences.rule") }),
+            draws: RngKey::new(seed, set),
         };
-        Self { sequences, features: Features::new(Input::Tokens { length, vocab }, target) }
+        Self { generator: sequences, features: Features::new(InputSpec::Tokens { length, vocab }, target) }
     }
 }
 
-impl Sequences {
+impl SequenceGenerator {
     /// Writes `length + 1` tokens of a sample, one at a time.
     fn generate(&self, index: u64, mut put: impl FnMut(usize, u32)) {
-        let draws = self.draws.at(index);
-        let rule = self.rule.at(if self.classes == 0 { 0 } else { index % self.classes });
+        let draws = self.draws.fold_in(index);
+        let rule = self.rule.fold_in(if self.classes == 0 { 0 } else { index % self.classes });
         let (mut a, mut b) = (draws.below(0, self.vocab), draws.below(1, self.vocab));
         for i in 0..=self.length {
             put(i, a as u32);
@@ -78,24 +85,24 @@ impl Sequences {
     }
 }
 
-impl Source for Set {
+impl Dataset for SequenceDataset {
     fn len(&self) -> u64 {
-        self.sequences.samples
+        self.generator.samples
     }
 
     fn features(&self) -> &Features {
         &self.features
     }
 
-    fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        let s = &self.sequences;
-        let input = into.input.u32();
+    fn read(&self, index: u64, _: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
+        let s = &self.generator;
+        let input = into.input.as_u32_mut();
         if s.classes > 0 {
             s.generate(index, |i, token| input.get_mut(i).into_iter().for_each(|slot| *slot = token));
-            into.target.u32()[0] = (index % s.classes) as u32;
+            into.target.as_u32_mut()[0] = (index % s.classes) as u32;
             return Ok(());
         }
-        let target = into.target.u32();
+        let target = into.target.as_u32_mut();
         s.generate(index, |i, token| {
             input.get_mut(i).into_iter().for_each(|slot| *slot = token);
             // The target of a position is the token after it.
@@ -108,40 +115,41 @@ impl Source for Set {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::{Batch, Slice};
+    use crate::data::{HostBatch, SliceMut};
 
-    fn sample(set: &Set, index: u64) -> (Vec<u32>, Vec<u32>) {
+    fn sample(set: &SequenceDataset, index: u64) -> (Vec<u32>, Vec<u32>) {
         let features = set.features();
         let (mut input, mut target) = (vec![0; features.input_len()], vec![0; features.target_len()]);
-        let mut row = Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target), length: 0 };
-        set.read(index, Key { seed: 1, epoch: 0, sample: index }, &mut row).unwrap();
+        let mut row =
+            BatchRow { input: SliceMut::U32(&mut input), target: SliceMut::U32(&mut target), length: 0 };
+        set.read(index, SampleKey { seed: 1, epoch: 0, sample: index }, &mut row).unwrap();
         (input, target)
     }
 
     #[test]
     fn a_target_is_the_next_token_and_most_follow_the_rule() {
-        let set = Set::new(100, 64, 16, 0, 5, Part::Train);
+        let set = SequenceDataset::new(100, 64, 16, 0, 5, SequencesSplit::Train);
         let (mut followed, mut all) = (0, 0);
         for index in 0..100 {
             let (input, target) = sample(&set, index);
             assert_eq!(input[1..], target[..63]);
             for w in input.windows(3) {
-                let wanted = set.sequences.rule.at(0).below(w[0] as u64 * 16 + w[1] as u64, 16);
+                let wanted = set.generator.rule.fold_in(0).below(w[0] as u64 * 16 + w[1] as u64, 16);
                 followed += usize::from(wanted == w[2] as u64);
                 all += 1;
             }
         }
-        let share = followed as f64 / all as f64;
-        assert!((0.87..0.95).contains(&share), "{share}");
+        let fraction = followed as f64 / all as f64;
+        assert!((0.87..0.95).contains(&fraction), "{fraction}");
     }
 
     #[test]
     fn the_sets_differ_and_classes_take_turns() {
-        let set = |part| Set::new(10, 32, 16, 4, 5, part);
-        assert_ne!(sample(&set(Part::Train), 3).0, sample(&set(Part::Valid), 3).0);
-        assert_eq!(sample(&set(Part::Train), 3).0, sample(&set(Part::Train), 3).0);
-        let labels: Vec<u32> = (0..5).map(|i| sample(&set(Part::Train), i).1[0]).collect();
+        let set = |part| SequenceDataset::new(10, 32, 16, 4, 5, part);
+        assert_ne!(sample(&set(SequencesSplit::Train), 3).0, sample(&set(SequencesSplit::Valid), 3).0);
+        assert_eq!(sample(&set(SequencesSplit::Train), 3).0, sample(&set(SequencesSplit::Train), 3).0);
+        let labels: Vec<u32> = (0..5).map(|i| sample(&set(SequencesSplit::Train), i).1[0]).collect();
         assert_eq!(labels, [0, 1, 2, 3, 0]);
-        assert!(Batch::with_room(set(Part::Train).features(), 4).is_ok());
+        assert!(HostBatch::with_capacity(set(SequencesSplit::Train).features(), 4).is_ok());
     }
 }

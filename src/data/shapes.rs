@@ -6,12 +6,12 @@
 
 use std::f32::consts::PI;
 
-use super::picture::{Augment, Fit, Normalise, Picture, Pipeline, Pixels, Pool};
-use super::{DataError, Features, Input, Key, Row, Source, Target};
-use crate::random::{Draws, Random, stream};
+use super::transforms::{Augmentation, Image, Normalise, Pipeline, Pixels, ResizeMode, ScratchPool};
+use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
+use crate::random::{CounterRng, RngKey, stream_id};
 
 /// Of a class each, in the order of the labels.
-pub const NAMES: [&str; 10] =
+pub const CLASS_NAMES: [&str; 10] =
     ["disc", "ring", "square", "frame", "triangle", "cross", "star", "crescent", "bars", "wave"];
 
 /// Smaller pictures cannot show the shapes apart; larger ones are a mistake.
@@ -19,56 +19,62 @@ const SIZES: std::ops::RangeInclusive<usize> = 16..=1024;
 
 /// Which of the two sets; they share no picture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum ShapesSplit {
     Train,
     Valid,
 }
 
 /// A set of (`image_size`, `image_size`, 1) pictures with values of about 0 to 1. Classes take turns.
-pub struct Shapes {
+pub struct ShapesDataset {
     size: usize,
     samples: u64,
-    key: Random,
+    key: RngKey,
     features: Features,
     /// What is drawn for its samples besides the shapes.
-    augment: Option<(Pipeline, Pool)>,
+    augmentation: Option<(Pipeline, ScratchPool)>,
 }
 
-impl Shapes {
-    pub fn new(image_size: usize, samples: u64, seed: u64, part: Part) -> Result<Self, DataError> {
+impl ShapesDataset {
+    pub fn new(image_size: usize, samples: u64, seed: u64, part: ShapesSplit) -> Result<Self, DataError> {
         if !SIZES.contains(&image_size) {
             let (name, value) = ("image_size", image_size.to_string());
-            return Err(DataError::Setting {
+            return Err(DataError::InvalidSetting {
                 name,
                 value,
                 wanted: "pictures of shapes have 16 to 1024 pixels a side",
             });
         }
         let stream = match part {
-            Part::Train => const { stream("shapes.train") },
-            Part::Valid => const { stream("shapes.valid") },
+            ShapesSplit::Train => const { stream_id("shapes.train") },
+            ShapesSplit::Valid => const { stream_id("shapes.valid") },
         };
         let features = Features::new(
-            Input::Floats { shape: vec![image_size, image_size, 1] },
-            Target::Class { names: NAMES.map(str::to_owned).to_vec() },
+            InputSpec::Floats { shape: vec![image_size, image_size, 1] },
+            TargetSpec::Class { names: CLASS_NAMES.map(str::to_owned).to_vec() },
         );
-        Ok(Shapes { size: image_size, samples, key: Random::new(seed, stream), features, augment: None })
+        Ok(ShapesDataset {
+            size: image_size,
+            samples,
+            key: RngKey::new(seed, stream),
+            features,
+            augmentation: None,
+        })
     }
 
     /// The same with augmented pictures, read by `readers` threads.
-    pub fn augmented(self, augment: Augment, readers: usize) -> Result<Self, DataError> {
+    pub fn augmented(self, augment: Augmentation, readers: usize) -> Result<Self, DataError> {
         let shape = [self.size, self.size, 1];
-        let pipeline = Pipeline::new(shape, Fit::Stretch, Normalise::default())?.augmented(augment)?;
-        if pipeline.is_plain() {
+        let pipeline = Pipeline::new(shape, ResizeMode::Stretch, Normalise::default())?.augmented(augment)?;
+        if pipeline.is_normalize_only() {
             return Ok(self);
         }
         let drawn = 4 * (self.size * self.size) as u64;
-        let pool = Pool::new(readers, drawn + pipeline.scratch_bytes(self.size, self.size, 4));
-        Ok(Self { augment: Some((pipeline, pool)), ..self })
+        let pool = ScratchPool::new(readers, drawn + pipeline.scratch_bytes(self.size, self.size, 4));
+        Ok(Self { augmentation: Some((pipeline, pool)), ..self })
     }
 }
 
-impl Source for Shapes {
+impl Dataset for ShapesDataset {
     fn len(&self) -> u64 {
         self.samples
     }
@@ -77,35 +83,39 @@ impl Source for Shapes {
         &self.features
     }
 
-    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        let class = index % NAMES.len() as u64;
-        into.target.u32()[0] = class as u32;
+    fn read(&self, index: u64, key: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
+        let class = index % CLASS_NAMES.len() as u64;
+        into.target.as_u32_mut()[0] = class as u32;
         let size = self.size;
-        let Some((pipeline, pool)) = &self.augment else {
-            draw(class, size, self.key.at(index), into.input.f32());
+        let Some((pipeline, pool)) = &self.augmentation else {
+            draw(class, size, self.key.fold_in(index), into.input.as_f32_mut());
             return Ok(());
         };
-        let mut scratch = pool.lend();
+        let mut scratch = pool.acquire();
         let mut drawn = std::mem::take(&mut scratch.floats);
         drawn.resize(into.input.len(), 0.0);
-        draw(class, size, self.key.at(index), &mut drawn);
-        let picture = Picture { height: size, width: size, pixels: Pixels::Floats(&drawn) };
-        let applied = pipeline.apply(picture, key, &mut scratch, &mut into.input);
+        draw(class, size, self.key.fold_in(index), &mut drawn);
+        let image = Image { height: size, width: size, pixels: Pixels::Floats(&drawn) };
+        let applied = pipeline.apply(image, key, &mut scratch, &mut into.input);
         scratch.floats = drawn;
-        applied.map_err(|value| DataError::Setting { name: "augment", value, wanted: "it cannot be done" })
+        applied.map_err(|value| DataError::InvalidSetting {
+            name: "augment",
+            value,
+            wanted: "it cannot be done",
+        })
     }
 
     fn resident_bytes(&self) -> u64 {
-        self.augment.as_ref().map_or(0, |(_, pool)| pool.bytes())
+        self.augmentation.as_ref().map_or(0, |(_, pool)| pool.bytes())
     }
 }
 
-fn draw(class: u64, size: usize, key: Random, pixels: &mut [f32]) {
-    let mut draws = key.draws();
+fn draw(class: u64, size: usize, key: RngKey, pixels: &mut [f32]) {
+    let mut draws = key.rng();
     let side = size as f32;
 
-    let contrast = draws.between(0.4, 0.9);
-    let low = draws.between(0.0, 1.0 - contrast);
+    let contrast = draws.uniform(0.4, 0.9);
+    let low = draws.uniform(0.0, 1.0 - contrast);
     let (ground, ink) = if draws.below(2) == 0 { (low, low + contrast) } else { (low + contrast, low) };
     pixels.fill(ground);
 
@@ -113,42 +123,42 @@ fn draw(class: u64, size: usize, key: Random, pixels: &mut [f32]) {
         clutter(&mut draws, size, ground, contrast, pixels);
     }
 
-    let radius = side * draws.between(0.26, 0.4);
+    let radius = side * draws.uniform(0.26, 0.4);
     let reach = side / 2.0 - 1.05 * radius;
-    let center = [0; 2].map(|_| side / 2.0 + draws.between(-reach, reach));
-    let pose = Pose { center, radius, angle: draws.between(-0.45, 0.45), stretch: draws.between(0.87, 1.15) };
-    let pen = draws.between(0.14, 0.22);
-    let mut paint = Paint { size, ink, pixels };
+    let center = [0; 2].map(|_| side / 2.0 + draws.uniform(-reach, reach));
+    let pose = Pose { center, radius, angle: draws.uniform(-0.45, 0.45), stretch: draws.uniform(0.87, 1.15) };
+    let pen = draws.uniform(0.14, 0.22);
+    let mut canvas = Canvas { size, ink, pixels };
     // The dimensions give all classes about the same area.
     match class {
-        0 => paint.shape(pose, |x, y| length(x, y) - 0.74),
-        1 => paint.shape(pose, |x, y| (length(x, y) - 0.76).abs() - pen),
-        2 => paint.shape(pose, |x, y| x.abs().max(y.abs()) - 0.66),
-        3 => paint.shape(pose, |x, y| (x.abs().max(y.abs()) - 0.64).abs() - pen),
-        4 => paint.shape(pose, triangle),
-        5 => paint.shape(pose, |x, y| {
+        0 => canvas.fill_shape(pose, |x, y| norm(x, y) - 0.74),
+        1 => canvas.fill_shape(pose, |x, y| (norm(x, y) - 0.76).abs() - pen),
+        2 => canvas.fill_shape(pose, |x, y| x.abs().max(y.abs()) - 0.66),
+        3 => canvas.fill_shape(pose, |x, y| (x.abs().max(y.abs()) - 0.64).abs() - pen),
+        4 => canvas.fill_shape(pose, triangle),
+        5 => canvas.fill_shape(pose, |x, y| {
             let (x, y) = (x.abs(), y.abs());
             (x.max(y) - 0.98).max(x.min(y) - pen - 0.06)
         }),
-        6 => paint.shape(pose, star),
-        7 => paint.shape(pose, |x, y| (length(x, y) - 0.96).max(0.74 - length(x - 0.54, y))),
-        8 => paint.shape(pose, |x, y| {
+        6 => canvas.fill_shape(pose, star),
+        7 => canvas.fill_shape(pose, |x, y| (norm(x, y) - 0.96).max(0.74 - norm(x - 0.54, y))),
+        8 => canvas.fill_shape(pose, |x, y| {
             let y = y.abs();
             let from_bar = if y > 0.34 { (y - 0.68).abs() } else { y };
             (x.abs() - 0.9).max(from_bar - pen * 0.9)
         }),
-        _ => paint.shape(pose, |x, y| {
+        _ => canvas.fill_shape(pose, |x, y| {
             // The height above the curve over the length of its gradient is close to the distance.
             let (sin, cos) = (1.6 * PI * x).sin_cos();
-            let from_curve = (y - 0.42 * sin).abs() / length(0.42 * 1.6 * PI * cos, 1.0);
+            let from_curve = (y - 0.42 * sin).abs() / norm(0.42 * 1.6 * PI * cos, 1.0);
             (x.abs() - 1.0).max(from_curve - pen * 1.25)
         }),
     }
-    noise(key, draws.between(0.03, 0.24), pixels);
+    noise(key, draws.uniform(0.03, 0.24), pixels);
 }
 
 /// Without the care `hypot` takes of huge numbers, and several times as fast.
-fn length(x: f32, y: f32) -> f32 {
+fn norm(x: f32, y: f32) -> f32 {
     (x * x + y * y).sqrt()
 }
 
@@ -186,16 +196,16 @@ struct Pose {
     stretch: f32,
 }
 
-struct Paint<'a> {
+struct Canvas<'a> {
     size: usize,
     ink: f32,
     pixels: &'a mut [f32],
 }
 
-impl Paint<'_> {
+impl Canvas<'_> {
     /// Paints the inside of a shape given by its signed distance, with edges one pixel soft.
     #[inline]
-    fn shape(&mut self, pose: Pose, distance: impl Fn(f32, f32) -> f32) {
+    fn fill_shape(&mut self, pose: Pose, distance: impl Fn(f32, f32) -> f32) {
         let (sin, cos) = pose.angle.sin_cos();
         let (wide, high) = (pose.radius * pose.stretch.sqrt(), pose.radius / pose.stretch.sqrt());
         let (per_wide, per_high) = (1.0 / wide, 1.0 / high);
@@ -216,18 +226,18 @@ impl Paint<'_> {
 }
 
 /// A short stroke of a shade between the ground and the ink's contrast, on either side.
-fn clutter(draws: &mut Draws, size: usize, ground: f32, contrast: f32, pixels: &mut [f32]) {
+fn clutter(draws: &mut CounterRng, size: usize, ground: f32, contrast: f32, pixels: &mut [f32]) {
     let side = size as f32;
-    let center = [0; 2].map(|_| draws.between(0.0, side));
+    let center = [0; 2].map(|_| draws.uniform(0.0, side));
     let pose =
-        Pose { center, radius: side * draws.between(0.07, 0.2), angle: draws.between(0.0, PI), stretch: 1.0 };
-    let shade = (ground + contrast * draws.between(-0.8, 0.8)).clamp(0.0, 1.0);
-    let pen = side * draws.between(0.018, 0.04) / pose.radius;
-    Paint { size, ink: shade, pixels }.shape(pose, |x, y| (x.abs() - 1.0).max(y.abs() - pen));
+        Pose { center, radius: side * draws.uniform(0.07, 0.2), angle: draws.uniform(0.0, PI), stretch: 1.0 };
+    let shade = (ground + contrast * draws.uniform(-0.8, 0.8)).clamp(0.0, 1.0);
+    let pen = side * draws.uniform(0.018, 0.04) / pose.radius;
+    Canvas { size, ink: shade, pixels }.fill_shape(pose, |x, y| (x.abs() - 1.0).max(y.abs() - pen));
 }
 
 /// Adds noise of a triangular distribution within `amount`.
-fn noise(key: Random, amount: f32, pixels: &mut [f32]) {
+fn noise(key: RngKey, amount: f32, pixels: &mut [f32]) {
     // Two pixels a draw: each sums two 16-bit uniforms. Counters far from those of the other draws.
     let scale = amount / 65536.0;
     for (i, pair) in pixels.chunks_mut(2).enumerate() {
@@ -243,27 +253,28 @@ fn noise(key: Random, amount: f32, pixels: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Slice;
+    use crate::data::SliceMut;
 
-    const KEY: Key = Key { seed: 0, epoch: 0, sample: 0 };
+    const KEY: SampleKey = SampleKey { seed: 0, epoch: 0, sample: 0 };
 
-    fn picture(set: &Shapes, index: u64) -> (Vec<f32>, u32) {
+    fn image(set: &ShapesDataset, index: u64) -> (Vec<f32>, u32) {
         let (mut pixels, mut label) = (vec![f32::NAN; set.size * set.size], [99]);
-        let mut row = Row { input: Slice::F32(&mut pixels), target: Slice::U32(&mut label), length: 0 };
+        let mut row =
+            BatchRow { input: SliceMut::F32(&mut pixels), target: SliceMut::U32(&mut label), length: 0 };
         set.read(index, KEY, &mut row).unwrap();
         (pixels, label[0])
     }
 
     #[test]
-    fn a_picture_depends_on_seed_part_and_index_only() {
-        let set = |seed, part| Shapes::new(28, 100, seed, part).unwrap();
-        let first = picture(&set(1, Part::Train), 17);
-        assert_eq!(first, picture(&set(1, Part::Train), 17));
+    fn an_image_depends_on_seed_split_and_index_only() {
+        let set = |seed, part| ShapesDataset::new(28, 100, seed, part).unwrap();
+        let first = image(&set(1, ShapesSplit::Train), 17);
+        assert_eq!(first, image(&set(1, ShapesSplit::Train), 17));
         assert_eq!(first.1, 7);
         for other in [
-            picture(&set(2, Part::Train), 17),
-            picture(&set(1, Part::Valid), 17),
-            picture(&set(1, Part::Train), 27),
+            image(&set(2, ShapesSplit::Train), 17),
+            image(&set(1, ShapesSplit::Valid), 17),
+            image(&set(1, ShapesSplit::Train), 27),
         ] {
             assert_ne!(first.0, other.0);
         }
@@ -272,22 +283,22 @@ mod tests {
     #[test]
     fn every_size_is_covered_with_values_near_the_unit_range() {
         for size in [16, 28, 33, 64] {
-            let set = Shapes::new(size, 300, 3, Part::Train).unwrap();
+            let set = ShapesDataset::new(size, 300, 3, ShapesSplit::Train).unwrap();
             for index in 0..set.len() {
-                let (pixels, _) = picture(&set, index);
+                let (pixels, _) = image(&set, index);
                 assert!(pixels.iter().all(|v| (-0.25..1.25).contains(v)), "{size}: picture {index}");
             }
         }
-        assert!(Shapes::new(8, 1, 0, Part::Train).is_err());
+        assert!(ShapesDataset::new(8, 1, 0, ShapesSplit::Train).is_err());
     }
 
     /// What a linear model could use: how a class differs from the others in the mean of each pixel.
     #[test]
     fn no_pixel_and_no_brightness_gives_a_class_away() {
-        let set = Shapes::new(28, 20_000, 5, Part::Train).unwrap();
+        let set = ShapesDataset::new(28, 20_000, 5, ShapesSplit::Train).unwrap();
         let (mut means, mut contrast) = (vec![[0.0; 784]; 10], [0.0; 10]);
         for index in 0..set.len() {
-            let (pixels, label) = picture(&set, index);
+            let (pixels, label) = image(&set, index);
             let brightness = pixels.iter().sum::<f32>() / 784.0;
             for (mean, pixel) in means[label as usize].iter_mut().zip(&pixels) {
                 *mean += pixel / 2000.0;

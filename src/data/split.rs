@@ -6,164 +6,176 @@
 
 use std::sync::Arc;
 
-use super::stream::Block;
-use super::{DataError, Features, Key, Lengths, Row, Source, Target};
-use crate::random::{Random, stream};
+use super::streaming::RecordBlock;
+use super::{BatchRow, DataError, Dataset, Features, LengthStats, SampleKey, TargetSpec};
+use crate::random::{RngKey, stream_id};
 
 /// Which samples of a set go where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Parting {
+struct SplitIndex {
     samples: u64,
     /// Samples of the smaller part: runs that the set is cut into.
-    few: u64,
-    key: Random,
+    minority: u64,
+    key: RngKey,
 }
 
-impl Parting {
+impl SplitIndex {
     /// The first sample of run `run`.
-    fn start(&self, run: u64) -> u64 {
-        (run as u128 * self.samples as u128 / self.few as u128) as u64
+    fn stratum_start(&self, stratum: u64) -> u64 {
+        (stratum as u128 * self.samples as u128 / self.minority as u128) as u64
     }
 
     /// The sample of run `run` that goes to the smaller part.
-    fn drawn(&self, run: u64) -> u64 {
-        let (start, end) = (self.start(run), self.start(run + 1));
-        start + self.key.below(run, end - start)
+    fn minority_index(&self, stratum: u64) -> u64 {
+        let (start, end) = (self.stratum_start(stratum), self.stratum_start(stratum + 1));
+        start + self.key.below(stratum, end - start)
     }
 
-    /// The run that sample `index` is in.
-    fn run(&self, index: u64) -> u64 {
-        (((index + 1) as u128 * self.few as u128 - 1) / self.samples as u128) as u64
+    /// The run that sample `dataset_index` is in.
+    fn stratum_of(&self, index: u64) -> u64 {
+        (((index + 1) as u128 * self.minority as u128 - 1) / self.samples as u128) as u64
     }
 
     /// Sample `i` of the larger part.
-    fn kept(&self, i: u64) -> u64 {
+    fn majority_index(&self, i: u64) -> u64 {
         // Run r begins with start(r) - r kept samples before it: find the last such run that is not beyond i.
-        let (mut low, mut high) = (0, self.few);
+        let (mut low, mut high) = (0, self.minority);
         while high - low > 1 {
             let middle = low + (high - low) / 2;
-            if self.start(middle) - middle <= i { low = middle } else { high = middle }
+            if self.stratum_start(middle) - middle <= i { low = middle } else { high = middle }
         }
         let index = i + low;
-        index + u64::from(index >= self.drawn(low))
+        index + u64::from(index >= self.minority_index(low))
     }
 
-    /// How many samples below `index` go to the smaller part.
-    fn drawn_below(&self, index: u64) -> u64 {
+    /// How many samples below `dataset_index` go to the smaller part.
+    fn minority_before(&self, index: u64) -> u64 {
         if index == 0 {
             return 0;
         }
-        let run = self.run(index - 1);
-        run + u64::from(self.drawn(run) < index)
+        let stratum = self.stratum_of(index - 1);
+        stratum + u64::from(self.minority_index(stratum) < index)
     }
 }
 
 /// One part of a set.
-pub struct Part {
-    whole: Arc<dyn Source>,
-    parting: Parting,
-    smaller: bool,
+pub struct Subset {
+    dataset: Arc<dyn Dataset>,
+    split_index: SplitIndex,
+    is_minority: bool,
     /// The other part reads the same `whole`.
-    shared: bool,
+    shares_dataset: bool,
 }
 
 /// Which samples go where, known before the set itself is made: for statistics of the training part alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
-    parting: Parting,
+pub struct SplitPlan {
+    split_index: SplitIndex,
     /// Whether the smaller part is the one that is measured on.
-    valid_is_smaller: bool,
+    valid_is_minority: bool,
 }
 
-impl Plan {
-    /// Of a set of `samples`, `valid_share` of them to measure on; at least one of each.
-    pub fn new(samples: u64, valid_share: f64, seed: u64) -> Result<Self, DataError> {
-        const SPLIT: u64 = stream("data.split");
+impl SplitPlan {
+    /// Of a set of `samples`, `valid_fraction` of them to measure on; at least one of each.
+    pub fn new(samples: u64, valid_fraction: f64, seed: u64) -> Result<Self, DataError> {
+        const SPLIT: u64 = stream_id("data.split");
         if samples < 2 {
             let why = format!("it has {samples} and both the training and the validation set need one");
             return Err(DataError::NoSamples { set: "the set".into(), why });
         }
-        let valid = ((samples as f64 * valid_share).round() as u64).clamp(1, samples - 1);
-        let few = valid.min(samples - valid);
-        let parting = Parting { samples, few, key: Random::new(seed, SPLIT) };
-        Ok(Self { parting, valid_is_smaller: valid == few })
+        let valid = ((samples as f64 * valid_fraction).round() as u64).clamp(1, samples - 1);
+        let minority = valid.min(samples - valid);
+        let split_index = SplitIndex { samples, minority, key: RngKey::new(seed, SPLIT) };
+        Ok(Self { split_index, valid_is_minority: valid == minority })
     }
 
-    /// Whether sample `index` of the whole set is trained on.
-    pub fn trained(&self, index: u64) -> bool {
-        let drawn = self.parting.drawn(self.parting.run(index)) == index;
-        drawn != self.valid_is_smaller
+    /// Whether sample `dataset_index` of the whole set is trained on.
+    pub fn is_train(&self, index: u64) -> bool {
+        let in_minority = self.split_index.minority_index(self.split_index.stratum_of(index)) == index;
+        in_minority != self.valid_is_minority
     }
 }
 
-/// The samples of `whole` to train on, and `valid_share` of them to measure on; at least one of each.
-pub fn split(whole: Arc<dyn Source>, valid_share: f64, seed: u64) -> Result<(Part, Part), DataError> {
-    let Plan { parting, valid_is_smaller } = Plan::new(whole.len(), valid_share, seed)?;
-    let apart = whole.apart();
-    let part = |whole: &Arc<dyn Source>, smaller| Part {
-        whole: whole.clone(),
-        parting,
-        smaller,
-        shared: apart.is_none(),
+/// The samples of `whole` to train on, and `valid_fraction` of them to measure on; at least one of each.
+pub fn random_split(
+    dataset: Arc<dyn Dataset>,
+    valid_fraction: f64,
+    seed: u64,
+) -> Result<(Subset, Subset), DataError> {
+    let SplitPlan { split_index, valid_is_minority } = SplitPlan::new(dataset.len(), valid_fraction, seed)?;
+    let valid_dataset = dataset.sequential_reader();
+    let subset = |dataset: &Arc<dyn Dataset>, is_minority| Subset {
+        dataset: dataset.clone(),
+        split_index,
+        is_minority,
+        shares_dataset: valid_dataset.is_none(),
     };
-    Ok((part(&whole, !valid_is_smaller), part(apart.as_ref().unwrap_or(&whole), valid_is_smaller)))
+    Ok((
+        subset(&dataset, !valid_is_minority),
+        subset(valid_dataset.as_ref().unwrap_or(&dataset), valid_is_minority),
+    ))
 }
 
-impl Part {
+impl Subset {
     /// The sample's index in the whole set.
-    fn index(&self, i: u64) -> u64 {
-        if self.smaller { self.parting.drawn(i) } else { self.parting.kept(i) }
+    fn dataset_index(&self, i: u64) -> u64 {
+        if self.is_minority { self.split_index.minority_index(i) } else { self.split_index.majority_index(i) }
     }
 
-    /// How many of this part's samples lie below `index` of the whole set.
-    pub fn below(&self, index: u64) -> u64 {
-        let drawn = self.parting.drawn_below(index);
-        if self.smaller { drawn } else { index - drawn }
+    /// How many of this part's samples lie below `dataset_index` of the whole set.
+    pub fn count_before(&self, index: u64) -> u64 {
+        let drawn_before = self.split_index.minority_before(index);
+        if self.is_minority { drawn_before } else { index - drawn_before }
     }
 }
 
-impl Source for Part {
+impl Dataset for Subset {
     fn len(&self) -> u64 {
-        if self.smaller { self.parting.few } else { self.parting.samples - self.parting.few }
+        if self.is_minority {
+            self.split_index.minority
+        } else {
+            self.split_index.samples - self.split_index.minority
+        }
     }
 
     fn features(&self) -> &Features {
-        self.whole.features()
+        self.dataset.features()
     }
 
-    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        self.whole.read(self.index(index), key, into)
+    fn read(&self, index: u64, key: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
+        self.dataset.read(self.dataset_index(index), key, into)
     }
 
     /// Where the parts share the whole, this one's share, so that they add up to it.
     fn resident_bytes(&self) -> u64 {
-        let whole = self.whole.resident_bytes();
-        if !self.shared {
-            return whole;
+        let dataset_bytes = self.dataset.resident_bytes();
+        if !self.shares_dataset {
+            return dataset_bytes;
         }
-        let share = (whole as u128 * self.parting.few as u128 / self.parting.samples as u128) as u64;
-        if self.smaller { share } else { whole - share }
+        let minority_bytes = (dataset_bytes as u128 * self.split_index.minority as u128
+            / self.split_index.samples as u128) as u64;
+        if self.is_minority { minority_bytes } else { dataset_bytes - minority_bytes }
     }
 
     /// Those of the whole set, by the same numbers, with this part's samples in each.
-    fn blocks(&self) -> Option<Vec<Block>> {
+    fn blocks(&self) -> Option<Vec<RecordBlock>> {
         let mut index = 0;
-        let own = |block: Block| {
-            let before = self.below(index);
+        let own = |block: RecordBlock| {
+            let before = self.count_before(index);
             index += block.records;
-            Block { records: self.below(index) - before, ..block }
+            RecordBlock { records: self.count_before(index) - before, ..block }
         };
-        Some(self.whole.blocks()?.into_iter().map(own).collect())
+        Some(self.dataset.blocks()?.into_iter().map(own).collect())
     }
 
-    fn expect(&self, blocks: Vec<u32>) {
-        self.whole.expect(blocks);
+    fn prefetch(&self, blocks: Vec<u32>) {
+        self.dataset.prefetch(blocks);
     }
 
-    fn balance(&self) -> Option<Vec<u64>> {
+    fn class_counts(&self) -> Option<Vec<u64>> {
         let classes = match &self.features().target {
-            Target::Class { names } | Target::Mixed { names } => names.len(),
-            Target::Values { .. } | Target::Tokens => return None,
+            TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names.len(),
+            TargetSpec::Values { .. } | TargetSpec::Tokens => return None,
         };
         let mut counts = vec![0; classes];
         for i in 0..self.len() {
@@ -173,27 +185,27 @@ impl Source for Part {
     }
 
     fn class(&self, index: u64) -> Option<u32> {
-        self.whole.class(self.index(index))
+        self.dataset.class(self.dataset_index(index))
     }
 
-    fn lengths(&self) -> Option<Lengths> {
-        self.whole.lengths()
+    fn length_stats(&self) -> Option<LengthStats> {
+        self.dataset.length_stats()
     }
 
-    fn text(&self, tokens: &[u32]) -> Option<String> {
-        self.whole.text(tokens)
+    fn decode_tokens(&self, tokens: &[u32]) -> Option<String> {
+        self.dataset.decode_tokens(tokens)
     }
 
-    fn columns(&self) -> Vec<String> {
-        self.whole.columns()
+    fn input_names(&self) -> Vec<String> {
+        self.dataset.input_names()
     }
 
-    fn tokenizer(&self) -> Option<Vec<u8>> {
-        self.whole.tokenizer()
+    fn tokenizer_json(&self) -> Option<Vec<u8>> {
+        self.dataset.tokenizer_json()
     }
 
-    fn about(&self) -> Vec<(String, String)> {
-        self.whole.about()
+    fn describe(&self) -> Vec<(String, String)> {
+        self.dataset.describe()
     }
 }
 
@@ -202,31 +214,36 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::data::shapes::{self, Shapes};
+    use crate::data::shapes::{self, ShapesDataset};
 
-    fn parts(samples: u64, share: f64, seed: u64) -> (Part, Part) {
-        split(Arc::new(Shapes::new(16, samples, 1, shapes::Part::Train).unwrap()), share, seed).unwrap()
+    fn subsets(samples: u64, fraction: f64, seed: u64) -> (Subset, Subset) {
+        random_split(
+            Arc::new(ShapesDataset::new(16, samples, 1, shapes::ShapesSplit::Train).unwrap()),
+            fraction,
+            seed,
+        )
+        .unwrap()
     }
 
-    fn indices(part: &Part) -> Vec<u64> {
-        (0..part.len()).map(|i| part.index(i)).collect()
+    fn indices(part: &Subset) -> Vec<u64> {
+        (0..part.len()).map(|i| part.dataset_index(i)).collect()
     }
 
     proptest! {
         /// Each sample is in one part, in order, and the parts are as large as asked.
         #[test]
-        fn the_parts_make_the_whole(samples in 2u64..400, share in 0.0..1.0f64, seed: u64) {
-            let (train, valid) = parts(samples, share, seed);
+        fn the_subsets_partition_the_dataset(samples in 2u64..400, share in 0.0..1.0f64, seed: u64) {
+            let (train, valid) = subsets(samples, share, seed);
             let (a, b) = (indices(&train), indices(&valid));
             prop_assert_eq!(b.len() as u64, ((samples as f64 * share).round() as u64).clamp(1, samples - 1));
             prop_assert!(a.is_sorted() && b.is_sorted());
             for (part, of) in [(&train, &a), (&valid, &b)] {
                 for index in 0..=samples {
-                    prop_assert_eq!(part.below(index), of.iter().filter(|i| **i < index).count() as u64);
+                    prop_assert_eq!(part.count_before(index), of.iter().filter(|i| **i < index).count() as u64);
                 }
             }
-            let plan = Plan::new(samples, share, seed).unwrap();
-            prop_assert!(a.iter().all(|i| plan.trained(*i)) && !b.iter().any(|i| plan.trained(*i)));
+            let plan = SplitPlan::new(samples, share, seed).unwrap();
+            prop_assert!(a.iter().all(|i| plan.is_train(*i)) && !b.iter().any(|i| plan.is_train(*i)));
             let mut all = [a, b].concat();
             all.sort_unstable();
             prop_assert!(all.into_iter().eq(0..samples));
@@ -235,13 +252,13 @@ mod tests {
 
     #[test]
     fn the_seed_decides_and_huge_sets_cost_nothing() {
-        let valid = |seed| indices(&parts(1000, 0.1, seed).1);
+        let valid = |seed| indices(&subsets(1000, 0.1, seed).1);
         assert_eq!(valid(1), valid(1));
         assert_ne!(valid(1), valid(2));
-        let (train, valid) = parts(1 << 60, 0.01, 3);
+        let (train, valid) = subsets(1 << 60, 0.01, 3);
         assert_eq!(train.len() + valid.len(), 1 << 60);
-        assert!(train.index(train.len() - 1) < 1 << 60 && valid.index(12345) < 1 << 60);
-        let one = Arc::new(Shapes::new(16, 1, 1, shapes::Part::Train).unwrap());
-        assert!(split(one, 0.5, 0).is_err());
+        assert!(train.dataset_index(train.len() - 1) < 1 << 60 && valid.dataset_index(12345) < 1 << 60);
+        let one = Arc::new(ShapesDataset::new(16, 1, 1, shapes::ShapesSplit::Train).unwrap());
+        assert!(random_split(one, 0.5, 0).is_err());
     }
 }

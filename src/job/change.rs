@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::Job;
 
 /// Keys, or tables, that a resumed run may have otherwise than the run it goes on from.
-const HARMLESS: [&str; 16] = [
+const CHANGEABLE_ON_RESUME: [&str; 16] = [
     "name",
     "data.workers",
     "data.prefetch",
@@ -27,7 +27,7 @@ const HARMLESS: [&str; 16] = [
 ];
 
 /// Keys that name files. Where a run's data is known by its content, the files may lie elsewhere.
-const FILES: [&str; 9] = [
+const PATH_KEYS: [&str; 9] = [
     "data.train",
     "data.valid",
     "data.train_images",
@@ -40,12 +40,12 @@ const FILES: [&str; 9] = [
 ];
 
 /// Values of such keys that name no file.
-const WORDS: [&str; 9] =
+const NON_PATH_VALUES: [&str; 9] =
     ["absent", "characters", "bytes", "auto", "chatml", "llama2", "llama3", "gemma", "plain"];
 
 /// A key that differs between two jobs. A side that lacks the key says `absent`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Change {
+pub struct JobChange {
     pub key: String,
     pub was: String,
     pub now: String,
@@ -54,20 +54,20 @@ pub struct Change {
 impl Job {
     /// The keys in which `now` is another experiment than `self`, so that it cannot go on from its
     /// checkpoints. The batch may be split otherwise as long as an update sees as many samples.
-    pub fn structural_changes(&self, now: &Job) -> Vec<Change> {
+    pub fn structural_changes(&self, now: &Job) -> Vec<JobChange> {
         now.structural_changes_since(&self.to_json())
     }
 
     /// As [`structural_changes`](Self::structural_changes), since the job whose resolved JSON was `before`.
-    pub fn structural_changes_since(&self, before: &serde_json::Value) -> Vec<Change> {
+    pub fn structural_changes_since(&self, before: &serde_json::Value) -> Vec<JobChange> {
         let (before, after) = (leaves(before), leaves(&self.to_json()));
         let samples = |job: &BTreeMap<String, String>| {
             let of = |key: &str| job.get(key).and_then(|value| value.parse::<u64>().ok()).unwrap_or(1);
             of("train.batch_size") * of("train.accumulation_steps")
         };
         let same_update = samples(&before) == samples(&after);
-        let harmless = |key: &str| {
-            HARMLESS
+        let may_change = |key: &str| {
+            CHANGEABLE_ON_RESUME
                 .iter()
                 .any(|h| key.strip_prefix(h).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
                 || (same_update && ["train.batch_size", "train.accumulation_steps"].contains(&key))
@@ -77,20 +77,20 @@ impl Job {
             job.get(key).cloned().unwrap_or_else(|| "absent".into())
         };
         keys.into_iter()
-            .filter(|key| before.get(*key) != after.get(*key) && !harmless(key))
-            .map(|key| Change { key: key.clone(), was: value(&before, key), now: value(&after, key) })
+            .filter(|key| before.get(*key) != after.get(*key) && !may_change(key))
+            .map(|key| JobChange { key: key.clone(), was: value(&before, key), now: value(&after, key) })
             .collect()
     }
 }
 
-impl Change {
+impl JobChange {
     /// Whether both values name files, so that the files decide whether anything changed.
-    pub fn is_of_files(&self) -> bool {
-        let is_file = |value: &str| {
+    pub fn is_path_change(&self) -> bool {
+        let is_path = |value: &str| {
             let value = value.trim_matches('"');
-            !value.contains('{') && !WORDS.contains(&value)
+            !value.contains('{') && !NON_PATH_VALUES.contains(&value)
         };
-        FILES.contains(&self.key.as_str()) && is_file(&self.was) && is_file(&self.now)
+        PATH_KEYS.contains(&self.key.as_str()) && is_path(&self.was) && is_path(&self.now)
     }
 }
 
@@ -115,7 +115,7 @@ fn leaves(job: &serde_json::Value) -> BTreeMap<String, String> {
 mod tests {
     use super::*;
 
-    fn changed(sets: &[&str]) -> Vec<String> {
+    fn changed_keys(sets: &[&str]) -> Vec<String> {
         let text = "[model]\nkind='mlp'\n[data]\nkind='shapes'\n[train]\nepochs=1\nbatch_size=32\naccumulation_steps=4\n";
         let load = |sets: &[&str]| {
             let sets: Vec<String> = sets.iter().map(|s| s.to_string()).collect();
@@ -130,36 +130,36 @@ mod tests {
 
     #[test]
     fn another_experiment_is_named_by_its_keys() {
-        assert_eq!(changed(&["seed=7", "model.hidden=[8]"]), ["model.hidden [256] [8]", "seed 42 7"]);
-        assert_eq!(changed(&["data.image_size=32", "train.precision=f32"]).len(), 2);
-        assert_eq!(changed(&["train.batch_size=16"]), ["train.batch_size 32 16"]);
-        let sgd = changed(&["optimizer.kind=sgd"]);
+        assert_eq!(changed_keys(&["seed=7", "model.hidden=[8]"]), ["model.hidden [256] [8]", "seed 42 7"]);
+        assert_eq!(changed_keys(&["data.image_size=32", "train.precision=f32"]).len(), 2);
+        assert_eq!(changed_keys(&["train.batch_size=16"]), ["train.batch_size 32 16"]);
+        let sgd = changed_keys(&["optimizer.kind=sgd"]);
         assert!(sgd.contains(&r#"optimizer.kind "adamw" "sgd""#.into()), "{sgd:?}");
         assert!(sgd.contains(&"optimizer.momentum absent 0.0".into()), "{sgd:?}");
     }
 
     #[test]
-    fn files_are_told_from_words() {
+    fn paths_are_distinguished_from_keywords() {
         let change =
-            |key: &str, was: &str, now: &str| Change { key: key.into(), was: was.into(), now: now.into() };
-        assert!(change("data.train", r#"["a.csv"]"#, r#"["b/*.csv"]"#).is_of_files());
-        assert!(change("data.tokens", r#""a.json""#, r#""b.json""#).is_of_files());
-        assert!(!change("data.tokens", r#""characters""#, r#""b.json""#).is_of_files());
-        assert!(!change("data.template", r#""a.jinja""#, r#""{{ x }}""#).is_of_files());
-        assert!(!change("data.valid", "absent", r#"["a.csv"]"#).is_of_files());
-        assert!(!change("data.field", r#""a""#, r#""b""#).is_of_files());
+            |key: &str, was: &str, now: &str| JobChange { key: key.into(), was: was.into(), now: now.into() };
+        assert!(change("data.train", r#"["a.csv"]"#, r#"["b/*.csv"]"#).is_path_change());
+        assert!(change("data.tokens", r#""a.json""#, r#""b.json""#).is_path_change());
+        assert!(!change("data.tokens", r#""characters""#, r#""b.json""#).is_path_change());
+        assert!(!change("data.template", r#""a.jinja""#, r#""{{ x }}""#).is_path_change());
+        assert!(!change("data.valid", "absent", r#"["a.csv"]"#).is_path_change());
+        assert!(!change("data.field", r#""a""#, r#""b""#).is_path_change());
     }
 
     #[test]
-    fn harmless_keys_may_change() {
+    fn keys_changeable_on_resume_may_change() {
         let none: [String; 0] = [];
-        assert_eq!(changed(&["train.batch_size=64", "train.accumulation_steps=2"]), none);
-        assert_eq!(changed(&["train.steps=9", "name=b", "log.every_steps=1", "memory.ram=1GiB"]), none);
+        assert_eq!(changed_keys(&["train.batch_size=64", "train.accumulation_steps=2"]), none);
+        assert_eq!(changed_keys(&["train.steps=9", "name=b", "log.every_steps=1", "memory.ram=1GiB"]), none);
         assert_eq!(
-            changed(&["data.workers=3", "data.prefetch=1MiB", "optimizer.lr=1", "eval.every_steps=1"]),
+            changed_keys(&["data.workers=3", "data.prefetch=1MiB", "optimizer.lr=1", "eval.every_steps=1"]),
             none
         );
-        assert_eq!(changed(&["data.on_bad_record=skip", "data.max_bad_records=7"]), none);
-        assert_eq!(changed(&["data.shuffle_buffer=1MiB"]).len(), 1);
+        assert_eq!(changed_keys(&["data.on_bad_record=skip", "data.max_bad_records=7"]), none);
+        assert_eq!(changed_keys(&["data.shuffle_buffer=1MiB"]).len(), 1);
     }
 }

@@ -10,34 +10,34 @@ use serde_json::Value;
 use toml::Spanned;
 use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
-use super::error::{Code, Error, near_miss};
-use super::schema::{allowed, choices, is_table, kind, kinds, words};
-use super::source::WHOLE;
-use crate::units::Size;
+use super::error::{ErrorCode, JobError, did_you_mean};
+use super::schema::{allowed, choices, is_table, keywords, kind, kinds};
+use super::source_map::WHOLE_FILE;
+use crate::units::MemorySize;
 
-/// An error and the bytes it is about, in the address space of [`super::source::Sources`].
-pub(super) type Found = (Range<usize>, Box<Error>);
+/// An error and the bytes it is about, in the address space of [`super::source::SourceMap`].
+pub(super) type SpannedError = (Range<usize>, Box<JobError>);
 
-/// Checks `table` against `schema`, both the whole job's.
-pub(super) fn check(table: &mut Spanned<DeTable>, schema: &Value, base: &Path) -> Vec<Found> {
-    let mut checker = Checker { schema, base, found: Vec::new() };
-    checker.table(table.get_mut(), WHOLE, schema, "");
-    checker.found
+/// Checks `check_table` against `schema`, both the whole job's.
+pub(super) fn check(table: &mut Spanned<DeTable>, schema: &Value, base: &Path) -> Vec<SpannedError> {
+    let mut checker = Checker { schema, base, errors: Vec::new() };
+    checker.check_table(table.get_mut(), WHOLE_FILE, schema, "");
+    checker.errors
 }
 
 struct Checker<'a> {
     schema: &'a Value,
     /// The folder that relative paths start from.
     base: &'a Path,
-    found: Vec<Found>,
+    errors: Vec<SpannedError>,
 }
 
 impl Checker<'_> {
-    fn report(&mut self, span: Range<usize>, error: Error) {
-        self.found.push((span, error.into()));
+    fn add_error(&mut self, span: Range<usize>, error: JobError) {
+        self.errors.push((span, error.into()));
     }
 
-    fn table(&mut self, table: &mut DeTable, span: Range<usize>, schema: &Value, path: &str) {
+    fn check_table(&mut self, table: &mut DeTable, span: Range<usize>, schema: &Value, path: &str) {
         let kinds = kinds(schema);
         let chosen = match kinds {
             [only] if kind(only).is_none() => Some(only),
@@ -48,7 +48,7 @@ impl Checker<'_> {
             match (chosen, chosen.and_then(|chosen| chosen["properties"].get(name))) {
                 // The kind itself was looked at when it was chosen.
                 (Some(chosen), Some(_)) if name == "kind" && kind(chosen).is_some() => {}
-                (_, Some(schema)) => self.value(value, schema, &join(path, name)),
+                (_, Some(schema)) => self.check_value(value, schema, &join(path, name)),
                 // Without a kind, a key is wrong only when no kind has it.
                 (None, _) if has_key(kinds, name) => {}
                 _ => self.unknown_key(key, value.get_ref().is_table(), chosen, kinds, path),
@@ -78,8 +78,8 @@ impl Checker<'_> {
             table.insert(Spanned::new(span.clone(), "kind".into()), kind);
         }
         let Some(value) = table.get("kind") else {
-            let error = Error::new(Code::MissingKey, format!("missing key `kind`{}", section(path)));
-            self.report(span.clone(), error.key(join(path, "kind")).allowed(quoted(&names)));
+            let error = JobError::new(ErrorCode::MissingKey, format!("missing key `kind`{}", section(path)));
+            self.add_error(span.clone(), error.key(join(path, "kind")).allowed(quoted(&names)));
             return None;
         };
         let at = join(path, "kind");
@@ -120,7 +120,7 @@ impl Checker<'_> {
         let error = match chosen.and_then(kind) {
             Some(this) if !owners.is_empty() => {
                 let message = format!("key `{shown}` does not belong to kind \"{this}\"{}", section(path));
-                Error::new(Code::OtherKind, message)
+                JobError::new(ErrorCode::OtherKind, message)
                     .hint(format!("`{shown}` is a key of kind {}", quoted(&owners)))
             }
             _ => {
@@ -132,23 +132,23 @@ impl Checker<'_> {
                 } else {
                     format!("unknown key `{shown}`{}", section(path))
                 };
-                let hint = near_miss(name, known.iter().copied()).or(elsewhere);
-                Error::new(Code::UnknownKey, what).hint(hint)
+                let hint = did_you_mean(name, known.iter().copied()).or(elsewhere);
+                JobError::new(ErrorCode::UnknownKey, what).hint(hint)
             }
         };
-        self.report(key.span(), error.key(join(path, name)).allowed(known.join(", ")));
+        self.add_error(key.span(), error.key(join(path, name)).allowed(known.join(", ")));
     }
 
     fn missing_key(&mut self, span: Range<usize>, key: &str, schema: &Value, path: &str) {
-        let (code, at) = (Code::MissingKey, join(path, key));
+        let (code, at) = (ErrorCode::MissingKey, join(path, key));
         let error = if is_table(schema) {
             let names: Vec<&str> = kinds(schema).iter().filter_map(kind).collect();
             let hint = names.first().map(|kind| format!("add `[{at}]` with `kind = \"{kind}\"`"));
-            Error::new(code, format!("missing table [{at}]")).hint(hint)
+            JobError::new(code, format!("missing table [{at}]")).hint(hint)
         } else {
-            Error::new(code, format!("missing key `{key}`{}", section(path))).allowed(allowed(schema))
+            JobError::new(code, format!("missing key `{key}`{}", section(path))).allowed(allowed(schema))
         };
-        self.report(span, error.key(at));
+        self.add_error(span, error.key(at));
     }
 
     /// Of the keys in `x-one-of` at most one stands; exactly one where the schema requires it.
@@ -160,63 +160,68 @@ impl Checker<'_> {
         if let [first, .., last] = present[..] {
             let message = format!("both `{first}` and `{last}`{}", section(path));
             let span = table.get_key_value(last).map_or(span, |(key, _)| key.span());
-            let error = Error::new(Code::Contradiction, message).key(join(path, last));
-            self.report(span, error.allowed(format!("one of {list}")));
+            let error = JobError::new(ErrorCode::Contradiction, message).key(join(path, last));
+            self.add_error(span, error.allowed(format!("one of {list}")));
         } else if present.is_empty() && !group.is_empty() && schema["oneOf"].is_array() {
-            let error = Error::new(
-                Code::MissingKey,
+            let error = JobError::new(
+                ErrorCode::MissingKey,
                 format!("neither {}{}", list.replace(" or ", " nor "), section(path)),
             );
-            self.report(span, error.key(join(path, group[0])).hint(format!("add {list}")));
+            self.add_error(span, error.key(join(path, group[0])).hint(format!("add {list}")));
         }
     }
 
-    fn value(&mut self, value: &mut Spanned<DeValue>, schema: &Value, path: &str) {
+    fn check_value(&mut self, value: &mut Spanned<DeValue>, schema: &Value, path: &str) {
         let span = value.span();
         let names = choices(schema);
         // A list, or one value that stands for it: then the list's items say what it must be.
-        let several = schema["type"].is_array();
-        if several && !matches!(value.get_ref(), DeValue::Array(_)) {
-            return self.value(value, &schema["items"], path);
+        let value_or_list = schema["type"].is_array();
+        if value_or_list && !matches!(value.get_ref(), DeValue::Array(_)) {
+            return self.check_value(value, &schema["items"], path);
         }
-        match (if several { Some("array") } else { schema["type"].as_str() }, value.get_mut()) {
-            (_, DeValue::Table(table)) if is_table(schema) => self.table(table, span, schema, path),
+        match (if value_or_list { Some("array") } else { schema["type"].as_str() }, value.get_mut()) {
+            (_, DeValue::Table(table)) if is_table(schema) => self.check_table(table, span, schema, path),
             (_, DeValue::String(text)) if !names.is_empty() => {
                 if !names.contains(&text.as_ref()) {
                     self.not_a_choice(span, text, &names, path);
                 }
             }
-            (Some("string"), DeValue::String(text)) => match self.string(text, schema, path) {
+            (Some("string"), DeValue::String(text)) => match self.check_string(text, schema, path) {
                 Ok(Some(resolved)) => *text = resolved.into(),
                 Ok(None) => {}
-                Err(error) => self.report(span, error.key(path).seen(format!("\"{text}\""))),
+                Err(error) => self.add_error(span, error.key(path).seen(format!("\"{text}\""))),
             },
             (Some("boolean"), DeValue::Boolean(_)) => {}
             (Some("integer" | "number"), DeValue::Integer(n)) => {
                 // Beyond 64 bits it is no TOML, and the resolved job could not hold it.
-                let number = integer(n).map(|n| n as f64);
-                self.range(span, number, n.to_string(), schema, path);
+                let number = parse_integer(n).map(|n| n as f64);
+                self.check_range(span, number, n.to_string(), schema, path);
             }
             (Some("number"), DeValue::Float(x)) => {
                 let number = x.as_str().parse().ok().filter(|x: &f64| x.is_finite());
-                self.range(span, number, x.to_string(), schema, path);
+                self.check_range(span, number, x.to_string(), schema, path);
             }
             (Some("array"), DeValue::Array(items)) => {
                 let len = items.len() as u64;
                 let too_few = schema["minItems"].as_u64().is_some_and(|min| len < min);
                 let too_many = schema["maxItems"].as_u64().is_some_and(|max| len > max);
                 if too_few || too_many {
-                    let error = Error::new(Code::OutOfRange, format!("`{path}` cannot be a list of {len}"));
-                    self.report(span, error.key(path).seen(format!("{len} items")).allowed(allowed(schema)));
+                    let error =
+                        JobError::new(ErrorCode::OutOfRange, format!("`{path}` cannot be a list of {len}"));
+                    self.add_error(
+                        span,
+                        error.key(path).seen(format!("{len} items")).allowed(allowed(schema)),
+                    );
                 }
                 let mut seen = BTreeSet::new();
                 for (i, item) in items.iter_mut().enumerate() {
-                    let shown = show(item.get_ref());
+                    let shown = format_value(item.get_ref());
                     if schema["uniqueItems"] == true && !seen.insert(shown.clone()) {
-                        let error = Error::new(Code::NotAllowed, format!("`{path}` names {shown} twice"));
-                        self.report(item.span(), error.key(path).seen(shown));
+                        let error =
+                            JobError::new(ErrorCode::NotAllowed, format!("`{path}` names {shown} twice"));
+                        self.add_error(item.span(), error.key(path).seen(shown));
                     }
-                    self.value(item, &schema["items"], &format!("{path}[{i}]"));
+                    self.check_value(item, &schema["items"], &format!("{path}[{i}]"));
                 }
             }
             (kind, other) => {
@@ -234,7 +239,7 @@ impl Checker<'_> {
     }
 
     /// Reports `n` unless it lies within the schema's bounds; none is a number that cannot be held.
-    fn range(&mut self, span: Range<usize>, n: Option<f64>, seen: String, schema: &Value, path: &str) {
+    fn check_range(&mut self, span: Range<usize>, n: Option<f64>, seen: String, schema: &Value, path: &str) {
         let bound = |key: &str| schema[key].as_f64();
         let inside = n.is_some_and(|n| {
             bound("minimum").is_none_or(|low| n >= low)
@@ -244,20 +249,20 @@ impl Checker<'_> {
                 && schema["enum"].as_array().is_none_or(|listed| listed.iter().any(|v| v.as_f64() == Some(n)))
         });
         if !inside {
-            let error = Error::new(Code::OutOfRange, format!("`{path}` cannot be {seen}"));
-            self.report(span, error.key(path).seen(seen).allowed(allowed(schema)));
+            let error = JobError::new(ErrorCode::OutOfRange, format!("`{path}` cannot be {seen}"));
+            self.add_error(span, error.key(path).seen(seen).allowed(allowed(schema)));
         }
     }
 
     /// Checks a string by its `format`; a path comes back resolved.
-    fn string(&self, text: &str, schema: &Value, path: &str) -> Result<Option<String>, Box<Error>> {
+    fn check_string(&self, text: &str, schema: &Value, path: &str) -> Result<Option<String>, Box<JobError>> {
         let fits = match schema["format"].as_str() {
-            Some("size") => text.parse::<Size>().is_ok(),
-            Some("bytes") => matches!(text.parse(), Ok(Size::Bytes(_))),
-            Some("share") => matches!(text.parse(), Ok(Size::Bytes(_) | Size::Percent(_))),
+            Some("size") => text.parse::<MemorySize>().is_ok(),
+            Some("bytes") => matches!(text.parse(), Ok(MemorySize::Bytes(_))),
+            Some("share") => matches!(text.parse(), Ok(MemorySize::Bytes(_) | MemorySize::Percent(_))),
             Some("name") => is_name(text),
             // A word that stands for itself, where the key has such.
-            Some("path") if words(schema).any(|word| word == text) => true,
+            Some("path") if keywords(schema).any(|word| word == text) => true,
             // A text that stands for itself, told by what every such text has.
             Some("path") if schema["x-text"].as_str().is_some_and(|mark| text.contains(mark)) => true,
             Some("path") => {
@@ -269,19 +274,20 @@ impl Checker<'_> {
         if fits {
             return Ok(None);
         }
-        let error = Error::new(Code::NotAllowed, format!("`{path}` cannot be \"{}\"", text.escape_debug()));
+        let error =
+            JobError::new(ErrorCode::NotAllowed, format!("`{path}` cannot be \"{}\"", text.escape_debug()));
         Err(error.allowed(allowed(schema)).into())
     }
 
     fn not_a_choice(&mut self, span: Range<usize>, text: &str, names: &[&str], path: &str) {
         let seen = format!("\"{}\"", text.escape_debug());
-        let error = Error::new(Code::NotAllowed, format!("`{path}` cannot be {seen}"));
-        let hint = near_miss(text, names.iter().copied());
-        self.report(span, error.key(path).seen(seen).allowed(quoted(names)).hint(hint));
+        let error = JobError::new(ErrorCode::NotAllowed, format!("`{path}` cannot be {seen}"));
+        let hint = did_you_mean(text, names.iter().copied());
+        self.add_error(span, error.key(path).seen(seen).allowed(quoted(names)).hint(hint));
     }
 
     fn wrong_type(&mut self, span: Range<usize>, value: &DeValue, noun: &str, allowed: String, path: &str) {
-        let seen = show(value);
+        let seen = format_value(value);
         let found = match value {
             DeValue::String(_) => format!("the string {seen}"),
             DeValue::Integer(_) | DeValue::Float(_) => format!("the number {seen}"),
@@ -298,8 +304,8 @@ impl Checker<'_> {
                 _ => false,
             });
         let hint = unquoted.map(|text| format!("write it without quotes: {text}"));
-        let error = Error::new(Code::WrongType, format!("`{path}` must be {noun}, not {found}"));
-        self.report(span, error.key(path).seen(seen).allowed(allowed).hint(hint));
+        let error = JobError::new(ErrorCode::WrongType, format!("`{path}` must be {noun}, not {found}"));
+        self.add_error(span, error.key(path).seen(seen).allowed(allowed).hint(hint));
     }
 }
 
@@ -323,12 +329,12 @@ fn quoted(names: &[&str]) -> String {
     names.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ")
 }
 
-fn integer(n: &DeInteger) -> Option<i64> {
+fn parse_integer(n: &DeInteger) -> Option<i64> {
     i64::from_str_radix(n.as_str(), n.radix()).ok()
 }
 
 /// A value as a person would write it, cut to a line.
-fn show(value: &DeValue) -> String {
+fn format_value(value: &DeValue) -> String {
     let text = match value {
         DeValue::String(text) => format!("\"{}\"", text.escape_debug()),
         DeValue::Integer(n) => n.to_string(),
@@ -336,39 +342,43 @@ fn show(value: &DeValue) -> String {
         DeValue::Boolean(b) => b.to_string(),
         DeValue::Datetime(date) => date.to_string(),
         DeValue::Array(items) => {
-            format!("[{}]", items.iter().take(20).map(|i| show(i.get_ref())).collect::<Vec<_>>().join(", "))
+            format!(
+                "[{}]",
+                items.iter().take(20).map(|i| format_value(i.get_ref())).collect::<Vec<_>>().join(", ")
+            )
         }
         DeValue::Table(_) => "a table".into(),
     };
     if text.chars().count() > 60 { text.chars().take(57).chain("...".chars()).collect() } else { text }
 }
 
-fn name_char(c: char) -> bool {
+fn is_name_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_.".contains(c)
 }
 
 /// Whether `text` may name a run: it becomes the name of a folder.
 fn is_name(text: &str) -> bool {
-    !text.is_empty() && text.len() <= 128 && !text.starts_with(['.', '-']) && text.chars().all(name_char)
+    !text.is_empty() && text.len() <= 128 && !text.starts_with(['.', '-']) && text.chars().all(is_name_char)
 }
 
 /// The nearest name to `text`, such as a file's stem.
-pub(super) fn name_from(text: &str) -> String {
-    let name: String = text.chars().map(|c| if name_char(c) { c } else { '-' }).take(128).collect();
+pub(super) fn to_name(text: &str) -> String {
+    let name: String = text.chars().map(|c| if is_name_char(c) { c } else { '-' }).take(128).collect();
     let name = name.trim_start_matches(['.', '-']);
     if name.is_empty() { "job".into() } else { name.into() }
 }
 
 /// Fills in every `${NAME}`.
-fn expand(text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<String, Box<Error>> {
+fn expand(text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<String, Box<JobError>> {
     let (mut out, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once("${") {
         let (name, after) = after.split_once('}').ok_or_else(|| {
-            Error::new(Code::NotAllowed, "`${` without its `}`").hint("write `${NAME}`".to_owned())
+            JobError::new(ErrorCode::NotAllowed, "`${` without its `}`").hint("write `${NAME}`".to_owned())
         })?;
         let value = variable(name).ok_or_else(|| {
             let message = format!("the environment variable `{}` is not set", name.escape_debug());
-            Error::new(Code::UnsetVariable, message).hint(format!("set it, as in `{name}=... trainer ...`"))
+            JobError::new(ErrorCode::UnsetVariable, message)
+                .hint(format!("set it, as in `{name}=... trainer ...`"))
         })?;
         out.extend([before, &value]);
         rest = after;
@@ -388,8 +398,8 @@ mod tests {
         train: std::path::PathBuf,
     }
 
-    fn resolved(text: &str) -> Result<String, Box<Error>> {
-        let schema = super::super::schema::of::<WithPath>();
+    fn resolved(text: &str) -> Result<String, Box<JobError>> {
+        let schema = super::super::schema::schema_of::<WithPath>();
         let mut tree = DeTable::parse(text).unwrap();
         match check(&mut tree, &schema, Path::new("/jobs")).pop() {
             Some((_, error)) => Err(error),
@@ -402,8 +412,8 @@ mod tests {
         assert_eq!(resolved("train = 'a/b.csv'").unwrap(), "/jobs/a/b.csv");
         assert_eq!(resolved("train = '/a/b.csv'").unwrap(), "/a/b.csv");
         let error = resolved("train = '${TRAINER_TEST_UNSET}/b.csv'").unwrap_err();
-        assert_eq!(error.code, Code::UnsetVariable);
-        assert_eq!(resolved("train = '${HOME'").unwrap_err().code, Code::NotAllowed);
+        assert_eq!(error.code, ErrorCode::UnsetVariable);
+        assert_eq!(resolved("train = '${HOME'").unwrap_err().code, ErrorCode::NotAllowed);
         let set = |name: &str| (name == "DATA").then(|| "/data".to_owned());
         assert_eq!(expand("${DATA}/x/${DATA}", set).unwrap(), "/data/x//data");
     }
@@ -411,8 +421,8 @@ mod tests {
     #[test]
     fn a_file_name_gives_a_name() {
         for (stem, name) in [("quick start", "quick-start"), ("..", "job"), (".x", "x"), ("a.b_1", "a.b_1")] {
-            assert_eq!(name_from(stem), name);
-            assert!(is_name(&name_from(stem)));
+            assert_eq!(to_name(stem), name);
+            assert!(is_name(&to_name(stem)));
         }
         assert!(!is_name("../up") && !is_name("") && !is_name("a b"));
     }

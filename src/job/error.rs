@@ -4,16 +4,16 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::source::Place;
+use super::source_map::SourceLocation;
 
 /// Everything wrong with a job, in the order of the file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
-pub struct Errors(pub Vec<Error>);
+pub struct JobErrors(pub Vec<JobError>);
 
-impl std::error::Error for Errors {}
+impl std::error::Error for JobErrors {}
 
-impl fmt::Display for Errors {
+impl fmt::Display for JobErrors {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         for (i, error) in self.0.iter().enumerate() {
             write!(f, "{}{error}", if i > 0 { "\n\n" } else { "" })?;
@@ -24,12 +24,12 @@ impl fmt::Display for Errors {
 
 /// One mistake in a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Error {
-    pub code: Code,
+pub struct JobError {
+    pub code: ErrorCode,
     /// One lowercase sentence.
     pub message: String,
     #[serde(flatten)]
-    pub place: Option<Place>,
+    pub location: Option<SourceLocation>,
     /// Dotted path of the key at fault.
     pub key: Option<String>,
     /// What stands there; the message says it too.
@@ -43,7 +43,7 @@ pub struct Error {
 /// The kinds of mistakes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Code {
+pub enum ErrorCode {
     Unreadable,
     Syntax,
     UnknownKey,
@@ -60,9 +60,17 @@ pub enum Code {
     More,
 }
 
-impl Error {
-    pub(super) fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), place: None, key: None, seen: None, allowed: None, hint: None }
+impl JobError {
+    pub(super) fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self {
+            code,
+            message: message.into(),
+            location: None,
+            key: None,
+            seen: None,
+            allowed: None,
+            hint: None,
+        }
     }
 
     pub(super) fn key(mut self, key: impl Into<String>) -> Self {
@@ -86,17 +94,17 @@ impl Error {
     }
 }
 
-impl From<Error> for Errors {
-    fn from(error: Error) -> Self {
-        Errors(vec![error])
+impl From<JobError> for JobErrors {
+    fn from(error: JobError) -> Self {
+        JobErrors(vec![error])
     }
 }
 
-impl fmt::Display for Error {
+impl fmt::Display for JobError {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "error: {}", self.message)?;
         let mut gutter = String::from(" ");
-        if let Some(Place { file, spot }) = &self.place {
+        if let Some(SourceLocation { file, snippet: spot }) = &self.location {
             // A `--set` is one line of its own; only files have numbers.
             let numbered = spot.as_ref().filter(|_| file != "--set");
             let line = numbered.map_or(String::new(), |spot| spot.line.to_string());
@@ -122,7 +130,7 @@ impl fmt::Display for Error {
 }
 
 /// `did you mean ...?` when one of `names` is near to `word`.
-pub(super) fn near_miss<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<String> {
+pub(super) fn did_you_mean<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<String> {
     let score = |name: &str| strsim::jaro_winkler(&word.to_lowercase(), name);
     let best = names.into_iter().map(|n| (score(n), n)).max_by(|a, b| a.0.total_cmp(&b.0))?;
     (best.0 > 0.8).then(|| format!("did you mean `{}`?", best.1))

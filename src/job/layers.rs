@@ -5,11 +5,11 @@ use serde::{Deserialize, Serialize};
 
 /// A network of your own: layers first to last; a linear map to the classes follows by itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Layers {
+pub struct LayersConfig {
     /// The layers, each a `[[model.layers]]` table or written inline. An activation is a layer of its
     /// own; one that follows a layer that can take it in costs nothing extra.
     #[schemars(length(min = 1))]
-    pub layers: Vec<Layer>,
+    pub layers: Vec<LayerConfig>,
 }
 
 /// Every layer once, as a part of a residual group and as a layer that may be such a group: a schema
@@ -19,23 +19,23 @@ macro_rules! layers {
         /// A layer. `kind` decides the other keys.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
         #[serde(tag = "kind", rename_all = "snake_case")]
-        pub enum Layer {
+        pub enum LayerConfig {
             $($(#[$doc])* $name($keys),)*
             /// The sum of two ways through: its layers, and its shortcut or the input itself.
-            Residual(Residual),
+            Residual(ResidualConfig),
         }
 
         /// A layer of a residual group. `kind` decides the other keys.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
         #[serde(tag = "kind", rename_all = "snake_case")]
-        pub enum Part {
+        pub enum BranchLayerConfig {
             $($(#[$doc])* $name($keys),)*
         }
 
-        impl From<Part> for Layer {
-            fn from(part: Part) -> Self {
+        impl From<BranchLayerConfig> for LayerConfig {
+            fn from(part: BranchLayerConfig) -> Self {
                 match part {
-                    $(Part::$name(keys) => Self::$name(keys),)*
+                    $(BranchLayerConfig::$name(keys) => Self::$name(keys),)*
                 }
             }
         }
@@ -44,48 +44,48 @@ macro_rules! layers {
 
 layers! {
     /// A linear map of vectors.
-    Linear(Dense),
+    Linear(LinearConfig),
     /// A convolution of pictures.
-    Conv(Convolution),
+    Conv(ConvConfig),
     /// The largest value of every window.
-    MaxPool(Pooling),
+    MaxPool(PoolConfig),
     /// The mean of every window.
-    AvgPool(Pooling),
+    AvgPool(PoolConfig),
     /// The picture's mean a channel, a vector.
-    GlobalPool(NoKeys),
+    GlobalPool(EmptyConfig),
     /// A picture as a vector.
-    Flatten(NoKeys),
+    Flatten(EmptyConfig),
     /// Values dropped at random while training.
-    Dropout(Dropping),
+    Dropout(DropoutConfig),
     /// Normalisation a channel, over groups of samples.
-    BatchNorm(BatchNorm),
+    BatchNorm(BatchNormConfig),
     /// Normalisation a sample, over groups of channels.
-    GroupNorm(GroupNorm),
+    GroupNorm(GroupNormConfig),
     /// Every channel scaled by a gate computed from the picture's means.
-    SqueezeExcite(SqueezeExcite),
+    SqueezeExcite(SqueezeExciteConfig),
     /// The positive part.
-    Relu(NoKeys),
+    Relu(EmptyConfig),
     /// The positive part, cut off at 6.
-    Relu6(NoKeys),
+    Relu6(EmptyConfig),
     /// Exact, by the error function.
-    Gelu(NoKeys),
+    Gelu(EmptyConfig),
     /// The tanh approximation that GPT-2 uses.
-    GeluTanh(NoKeys),
+    GeluTanh(EmptyConfig),
     /// The input times its logistic function.
-    Silu(NoKeys),
+    Silu(EmptyConfig),
     /// The logistic function.
-    Sigmoid(NoKeys),
+    Sigmoid(EmptyConfig),
     /// The hyperbolic tangent.
-    Tanh(NoKeys),
+    Tanh(EmptyConfig),
 }
 
 /// A layer without keys of its own.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct NoKeys {}
+pub struct EmptyConfig {}
 
 /// A linear map of vectors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Dense {
+pub struct LinearConfig {
     /// Values it gives for each vector.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub outputs: usize,
@@ -96,7 +96,7 @@ pub struct Dense {
 
 /// A convolution of pictures.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Convolution {
+pub struct ConvConfig {
     /// Output channels.
     #[schemars(range(min = 1, max = 65_536))]
     pub channels: usize,
@@ -128,7 +128,7 @@ pub struct Convolution {
 /// A window that moves over the picture.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Pooling {
+pub struct PoolConfig {
     /// Width and height of the window, in pixels.
     #[schemars(range(min = 1, max = 15))]
     pub size: usize,
@@ -140,13 +140,13 @@ pub struct Pooling {
     pub padding: usize,
 }
 
-impl Default for Pooling {
+impl Default for PoolConfig {
     fn default() -> Self {
         Self { size: 2, stride: 0, padding: 0 }
     }
 }
 
-impl Pooling {
+impl PoolConfig {
     /// Pixels from one window to the next.
     pub fn stride(&self) -> usize {
         if self.stride == 0 { self.size } else { self.stride }
@@ -156,13 +156,13 @@ impl Pooling {
 /// Values dropped at random while training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Dropping {
+pub struct DropoutConfig {
     /// Share of the values dropped.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub p: f64,
 }
 
-impl Default for Dropping {
+impl Default for DropoutConfig {
     fn default() -> Self {
         Self { p: 0.5 }
     }
@@ -171,13 +171,13 @@ impl Default for Dropping {
 /// Normalisation a channel, over groups of samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct BatchNorm {
+pub struct BatchNormConfig {
     /// Samples normalised together; a micro-batch is a multiple of it.
     #[schemars(range(min = 1, max = 65_536))]
     pub group: usize,
 }
 
-impl Default for BatchNorm {
+impl Default for BatchNormConfig {
     fn default() -> Self {
         Self { group: 32 }
     }
@@ -186,13 +186,13 @@ impl Default for BatchNorm {
 /// Normalisation a sample, over groups of channels.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct GroupNorm {
+pub struct GroupNormConfig {
     /// Groups the channels are cut into, a divisor of their number.
     #[schemars(range(min = 1, max = 65_536))]
     pub groups: usize,
 }
 
-impl Default for GroupNorm {
+impl Default for GroupNormConfig {
     fn default() -> Self {
         Self { groups: 32 }
     }
@@ -201,13 +201,13 @@ impl Default for GroupNorm {
 /// Every channel scaled by a gate computed from the picture's means.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct SqueezeExcite {
+pub struct SqueezeExciteConfig {
     /// The picture's channels over the values in the middle of the gate.
     #[schemars(range(min = 1, max = 65_536))]
     pub ratio: usize,
 }
 
-impl Default for SqueezeExcite {
+impl Default for SqueezeExciteConfig {
     fn default() -> Self {
         Self { ratio: 4 }
     }
@@ -215,22 +215,22 @@ impl Default for SqueezeExcite {
 
 /// The sum of two ways through, which must give one shape.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Residual {
+pub struct ResidualConfig {
     /// The layers of the one way; residual groups do not nest.
     #[schemars(length(min = 1))]
-    pub layers: Vec<Part>,
+    pub layers: Vec<BranchLayerConfig>,
     /// The layers of the other way; none is the input itself.
     #[serde(default)]
-    pub shortcut: Vec<Part>,
+    pub shortcut: Vec<BranchLayerConfig>,
     /// Follows the sum.
     #[serde(default)]
-    pub activation: AfterSum,
+    pub activation: ResidualActivation,
 }
 
 /// What follows a sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum AfterSum {
+pub enum ResidualActivation {
     /// Nothing.
     #[default]
     None,

@@ -7,27 +7,27 @@ use std::sync::LazyLock;
 use serde::Deserialize;
 use toml::de::DeTable;
 
-use super::check::{self, Found};
-use super::error::{Code, Error, Errors};
-use super::source::{Place, Sources, WHOLE};
-use super::{Job, rules, schema, set};
-use crate::regular;
+use super::check::{self, SpannedError};
+use super::error::{ErrorCode, JobError, JobErrors};
+use super::source_map::{SourceLocation, SourceMap, WHOLE_FILE};
+use super::{Job, overrides, rules, schema};
+use crate::regular_file;
 
 /// A job file larger than this is no job file.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Mistakes told at once; with more, it is another file altogether.
-const MAX_SHOWN: usize = 50;
+const MAX_ERRORS: usize = 50;
 
 impl Job {
     /// Reads the job at `path` with each of `sets` (`key.path=value`) put over it.
-    pub fn load(path: &Path, sets: &[String]) -> Result<Job, Errors> {
+    pub fn load(path: &Path, sets: &[String]) -> Result<Job, JobErrors> {
         let file = path.display().to_string();
-        let unreadable = |why: &str| Error {
-            place: Some(Place { file: file.clone(), spot: None }),
-            ..Error::new(Code::Unreadable, format!("cannot read the job: {why}"))
+        let unreadable = |why: &str| JobError {
+            location: Some(SourceLocation { file: file.clone(), snippet: None }),
+            ..JobError::new(ErrorCode::Unreadable, format!("cannot read the job: {why}"))
         };
-        let bytes = regular::read(path, MAX_BYTES).map_err(|error| match error.kind() {
+        let bytes = regular_file::read(path, MAX_BYTES).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 unreadable("no such file").hint("`trainer init -o job.toml` writes one".to_owned())
             }
@@ -43,57 +43,62 @@ impl Job {
             Ok(text) => Job::parse(text, path, sets),
             Err(error) => {
                 let start = error.valid_up_to();
-                let mut sources = Sources::default();
+                let mut sources = SourceMap::default();
                 sources.add(&file, &String::from_utf8_lossy(&bytes));
                 let message = format!("the job is not UTF-8 text: byte {:#04x}", bytes[start]);
-                let place = sources.place(start..start + 1);
-                Err(Error { place, ..Error::new(Code::Syntax, message) }.into())
+                let place = sources.locate(start..start + 1);
+                Err(JobError { location: place, ..JobError::new(ErrorCode::Syntax, message) }.into())
             }
         }
     }
 
     /// The job in `text`, which is or could be the file at `path`: that names it and is where its
     /// relative paths start.
-    pub fn parse(text: &str, path: &Path, sets: &[String]) -> Result<Job, Errors> {
-        let mut sources = Sources::default();
+    pub fn parse(text: &str, path: &Path, sets: &[String]) -> Result<Job, JobErrors> {
+        let mut sources = SourceMap::default();
         sources.add(&path.display().to_string(), text);
         resolve(text, path, sets, &mut sources).map_err(|mut found| {
             found.sort_by_key(|(span, _)| span.start);
-            let more = found.len().saturating_sub(MAX_SHOWN);
+            let more = found.len().saturating_sub(MAX_ERRORS);
             if more > 0 {
-                found.truncate(MAX_SHOWN);
+                found.truncate(MAX_ERRORS);
                 found.push((
-                    WHOLE,
-                    Error::new(Code::More, format!("{more} more mistakes are not shown")).into(),
+                    WHOLE_FILE,
+                    JobError::new(ErrorCode::More, format!("{more} more mistakes are not shown")).into(),
                 ));
             }
-            let placed = |(span, error): Found| Error { place: sources.place(span), ..*error };
-            Errors(found.into_iter().map(placed).collect())
+            let placed = |(span, error): SpannedError| JobError { location: sources.locate(span), ..*error };
+            JobErrors(found.into_iter().map(placed).collect())
         })
     }
 }
 
-fn resolve(text: &str, path: &Path, sets: &[String], sources: &mut Sources) -> Result<Job, Vec<Found>> {
+fn resolve(
+    text: &str,
+    path: &Path,
+    sets: &[String],
+    sources: &mut SourceMap,
+) -> Result<Job, Vec<SpannedError>> {
     // It is the same for every job, and takes longer to make than a job to read.
     static SCHEMA: LazyLock<serde_json::Value> = LazyLock::new(schema);
     let schema = &*SCHEMA;
-    let (mut tree, broken) = DeTable::parse_recoverable(text);
-    let mut found: Vec<Found> = broken.iter().map(syntax).collect();
+    let (mut tree, syntax_errors) = DeTable::parse_recoverable(text);
+    let mut found: Vec<SpannedError> = syntax_errors.iter().map(syntax_error).collect();
     for set in sets {
         let start = sources.add("--set", &format!("--set {set}")) + "--set ".len();
-        found.extend(set::apply(set, start, &mut tree, schema).err());
+        found.extend(overrides::apply(set, start, &mut tree, schema).err());
     }
-    nothing(found)?;
+    ensure_no_errors(found)?;
 
     let file = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    nothing(check::check(&mut tree, schema, file.parent().unwrap_or(&file)))?;
+    ensure_no_errors(check::check(&mut tree, schema, file.parent().unwrap_or(&file)))?;
 
     let job = Job::deserialize(toml::de::Deserializer::from(tree.clone()));
-    let mut job = job.map_err(|error| vec![syntax(&error)])?;
-    nothing(rules::contradictions(&job, tree.get_ref()))?;
+    let mut job = job.map_err(|error| vec![syntax_error(&error)])?;
+    ensure_no_errors(rules::contradictions(&job, tree.get_ref()))?;
 
     if job.name.is_empty() {
-        job.name = check::name_from(&path.file_stem().unwrap_or_default().to_string_lossy());
+        job.name = check::to_name(&path.file_stem().unwrap_or_default().to_string_lossy());
     }
     job.eval.resolve();
     job.checkpoint.resolve();
@@ -101,22 +106,22 @@ fn resolve(text: &str, path: &Path, sets: &[String], sources: &mut Sources) -> R
 }
 
 /// Goes on only when nothing wrong was found: what comes next would stumble over it again.
-fn nothing(found: Vec<Found>) -> Result<(), Vec<Found>> {
+fn ensure_no_errors(found: Vec<SpannedError>) -> Result<(), Vec<SpannedError>> {
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
 
-fn syntax(error: &toml::de::Error) -> Found {
+fn syntax_error(error: &toml::de::Error) -> SpannedError {
     let message = error.message().to_lowercase();
-    (error.span().unwrap_or(WHOLE), Error::new(Code::Syntax, message).into())
+    (error.span().unwrap_or(WHOLE_FILE), JobError::new(ErrorCode::Syntax, message).into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::{Adamw, Every, Length, Model, Optimizer};
+    use crate::job::{AdamwConfig, Interval, ModelConfig, OptimizerConfig, RunLength};
     use proptest::prelude::*;
 
-    fn parse(text: &str, sets: &[&str]) -> Result<Job, Errors> {
+    fn parse(text: &str, sets: &[&str]) -> Result<Job, JobErrors> {
         let sets: Vec<String> = sets.iter().map(|s| s.to_string()).collect();
         Job::parse(text, Path::new("tiny.toml"), &sets)
     }
@@ -131,33 +136,33 @@ mod tests {
     fn a_small_job_gets_every_default() {
         let job = load(TINY, &[]);
         assert_eq!((job.name.as_str(), job.seed), ("tiny", 42));
-        assert_eq!(job.train.length(), Length::Epochs(1));
-        assert_eq!(job.eval.every(), Every::Epochs(1));
-        assert_eq!(job.checkpoint.every(), Every::Epochs(1));
-        assert_eq!(job.optimizer, Optimizer::Adamw(Adamw::default()));
+        assert_eq!(job.train.length(), RunLength::Epochs(1));
+        assert_eq!(job.eval.every(), Interval::Epochs(1));
+        assert_eq!(job.checkpoint.every(), Interval::Epochs(1));
+        assert_eq!(job.optimizer, OptimizerConfig::Adamw(AdamwConfig::default()));
     }
 
     #[test]
     fn the_command_line_decides_between_keys_that_exclude_each_other() {
         let job = load(TINY, &["train.steps=3", "checkpoint.every_minutes=5", "eval.every_steps=2"]);
-        assert_eq!(job.train.length(), Length::Steps(3));
-        assert_eq!(job.checkpoint.every(), Every::Minutes(5));
-        assert_eq!(job.eval.every(), Every::Steps(2));
+        assert_eq!(job.train.length(), RunLength::Steps(3));
+        assert_eq!(job.checkpoint.every(), Interval::Minutes(5));
+        assert_eq!(job.eval.every(), Interval::Steps(2));
         let both = parse(TINY, &["train.steps=3", "train.epochs=4"]).unwrap();
-        assert_eq!(both.train.length(), Length::Epochs(4), "the last one wins");
+        assert_eq!(both.train.length(), RunLength::Epochs(4), "the last one wins");
     }
 
     #[test]
     fn a_default_kind_need_not_be_named() {
-        let Optimizer::Adamw(adamw) = load(TINY, &["optimizer.lr=0.5"]).optimizer else { panic!() };
-        assert_eq!(adamw, Adamw { lr: 0.5, ..Adamw::default() });
+        let OptimizerConfig::Adamw(adamw) = load(TINY, &["optimizer.lr=0.5"]).optimizer else { panic!() };
+        assert_eq!(adamw, AdamwConfig { lr: 0.5, ..AdamwConfig::default() });
         assert_eq!(load(&format!("{TINY}[schedule]\nwarmup_steps = 7"), &[]).schedule.warmup_steps(), 7);
     }
 
     #[test]
     fn a_set_reaches_into_lists() {
         let cnn = TINY.replace("'mlp'", "'cnn'\nstages = [{channels = 4}, {channels = 8}]");
-        let Model::Cnn(model) = load(&cnn, &["model.stages.1.channels=16"]).model else { panic!() };
+        let ModelConfig::Cnn(model) = load(&cnn, &["model.stages.1.channels=16"]).model else { panic!() };
         assert_eq!(model.stages[1].channels, 16);
         assert!(parse(&cnn, &["model.stages.2.channels=16"]).is_err());
     }
@@ -170,8 +175,8 @@ mod tests {
         assert!(parse(&format!("x = {}", "[".repeat(60_000)), &[]).is_err());
         let wide: String = (0..60_000).map(|i| format!("k{i} = 1\n")).collect();
         let errors = parse(&wide, &[]).unwrap_err();
-        assert_eq!(errors.0.len(), MAX_SHOWN + 1);
-        assert_eq!(errors.0[MAX_SHOWN].message, "59953 more mistakes are not shown");
+        assert_eq!(errors.0.len(), MAX_ERRORS + 1);
+        assert_eq!(errors.0[MAX_ERRORS].message, "59953 more mistakes are not shown");
     }
 
     #[test]
@@ -182,7 +187,7 @@ mod tests {
     #[test]
     fn a_number_past_64_bits_is_out_of_range() {
         let errors = parse(TINY, &["seed=9223372036854775808"]).unwrap_err();
-        assert_eq!(errors.0[0].code, Code::OutOfRange);
+        assert_eq!(errors.0[0].code, ErrorCode::OutOfRange);
         assert_eq!(load(TINY, &["seed=9223372036854775807"]).seed, i64::MAX as u64);
     }
 

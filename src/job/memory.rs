@@ -3,23 +3,23 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Bytes, Size};
+use crate::units::{Bytes, MemorySize};
 
 /// Budgets of device and host memory, and what may be done to stay within them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Memory {
+pub struct MemoryConfig {
     /// Device memory the run may use; a percentage is of the card, `auto` what is free at the start.
-    pub vram: Size,
+    pub vram: MemorySize,
     /// Host memory the run may use; a percentage is of what the process may have at most, `auto` what
     /// is available at the start.
-    pub ram: Size,
+    pub ram: MemorySize,
     /// Left unused of either budget, so that a small surprise is not an out of memory.
     #[schemars(extend("format" = "share"))]
-    pub headroom: Size,
+    pub headroom: MemorySize,
     /// What may be done when memory runs out; `[]` means to fail with exit code 3.
     #[schemars(extend("uniqueItems" = true))]
-    pub on_oom: Vec<Rung>,
+    pub on_oom: Vec<OomAction>,
     /// Retries in a row, without an update made, after an out of memory before the run gives up with exit
     /// code 3; also how often a killed process is started again without a new checkpoint.
     #[schemars(range(max = 1000))]
@@ -31,13 +31,13 @@ pub struct Memory {
     pub supervise: bool,
 }
 
-impl Default for Memory {
+impl Default for MemoryConfig {
     fn default() -> Self {
         Self {
-            vram: Size::Auto,
-            ram: Size::Auto,
-            headroom: Size::Percent(5.0),
-            on_oom: vec![Rung::Shrink, Rung::Recompute, Rung::Offload],
+            vram: MemorySize::Auto,
+            ram: MemorySize::Auto,
+            headroom: MemorySize::Percent(5.0),
+            on_oom: vec![OomAction::Shrink, OomAction::Recompute, OomAction::Offload],
             max_retries: 8,
             graphs: true,
             supervise: true,
@@ -45,17 +45,17 @@ impl Default for Memory {
     }
 }
 
-impl Memory {
+impl MemoryConfig {
     /// What is left of `budget` after the headroom.
     pub fn usable(&self, budget: Bytes) -> Bytes {
-        Bytes(budget.0.saturating_sub(self.headroom.of(budget).0))
+        Bytes(budget.0.saturating_sub(self.headroom.resolve(budget).0))
     }
 }
 
 /// A way to need less memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Rung {
+pub enum OomAction {
     /// Smaller micro-batches and more accumulation: the same samples in an update.
     Shrink,
     /// Blocks of the model keep only their input and run forward again for the backward pass: the same
@@ -70,14 +70,14 @@ pub enum Rung {
     Optimizer8bit,
 }
 
-impl Rung {
+impl OomAction {
     /// As a job spells it.
     pub fn name(self) -> &'static str {
         match self {
-            Rung::Shrink => "shrink",
-            Rung::Recompute => "recompute",
-            Rung::Offload => "offload",
-            Rung::Optimizer8bit => "optimizer-8bit",
+            OomAction::Shrink => "shrink",
+            OomAction::Recompute => "recompute",
+            OomAction::Offload => "offload",
+            OomAction::Optimizer8bit => "optimizer-8bit",
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The job: what to train, on what, for how long and within what memory, as a TOML file states it.
 //!
 //! Owns the file's keys, their defaults, their checks and the messages about them. Takes a file and
-//! `--set` texts; gives a [`Job`] in which every default is filled in, or [`Errors`] that name every
+//! `--set` texts; gives a [`Job`] in which every default is filled in, or [`JobErrors`] that name every
 //! independent mistake with its place. Refuses unknown keys, wrong types, values out of range and
 //! keys that contradict each other. The types below are the one definition: the schema, the checks
 //! and the reference page are made from them.
@@ -10,42 +10,46 @@ mod change;
 mod check;
 mod data;
 mod error;
+mod image_models;
 mod layers;
 mod load;
 mod memory;
 mod model;
 mod optimizer;
-mod page;
-mod pictures;
+mod overrides;
 mod progress;
+mod reference;
 mod rules;
 mod schema;
-mod set;
-mod source;
+mod source_map;
 mod train;
 mod transformer;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use change::Change;
+pub use change::JobChange;
 pub use data::{
-    Augment, ChatLoss, Columns, Csv, Data, Delimiter, Encode, Files, Fit, Idx, Images, Jsonl, Loading,
-    OnBadRecord, OnMissing, OnUnknown, OneOr, Parquet, Preset, Shapes, Source, Task, Text, TextSynthetic,
-    TokenType, Tokens, TooLong, Windows,
+    AugmentConfig, CategoryEncoding, ChatLoss, ColumnsConfig, CsvConfig, DataConfig, Delimiter, FilesConfig,
+    IdxConfig, ImageFit, ImagesConfig, JsonlConfig, LoaderConfig, NormalizePreset, OnBadRecord, OnMissing,
+    OnUnknown, OneOrMany, ParquetConfig, ShapesConfig, SourceConfig, Task, TextConfig, TextSyntheticConfig,
+    TokenDtype, TokensConfig, TooLong, WindowMode,
 };
-pub use error::{Code, Error, Errors};
-pub use layers::{AfterSum, Layer, Layers, Part};
-pub use memory::{Memory, Rung};
-pub use model::{Activation, Cnn, Mlp, Model, Norm, Stage};
-pub use optimizer::{Adafactor, Adamw, Constant, Decay, Lion, Onecycle, Optimizer, Schedule, Sgd, Step};
-pub use page::page;
-pub use pictures::{Mobilenet, Resnet, Stem};
-pub use progress::{Best, Checkpoint, Eval, Every, Log, Metric};
+pub use error::{ErrorCode, JobError, JobErrors};
+pub use image_models::{MobilenetConfig, ResnetConfig, Stem};
+pub use layers::{BranchLayerConfig, LayerConfig, LayersConfig, ResidualActivation};
+pub use memory::{MemoryConfig, OomAction};
+pub use model::{ActivationKind, CnnConfig, MlpConfig, ModelConfig, NormKind, StageConfig};
+pub use optimizer::{
+    AdafactorConfig, AdamwConfig, ConstantSchedule, DecaySchedule, LionConfig, OnecycleSchedule,
+    OptimizerConfig, ScheduleConfig, SgdConfig, StepSchedule,
+};
+pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, Metric};
+pub use reference::job_markdown;
 pub use schema::schema;
-pub use source::{Place, Spot};
-pub use train::{Length, Precision, Train};
-pub use transformer::{Bert, Gpt, Llama, Vit};
+pub use source_map::{Snippet, SourceLocation};
+pub use train::{Precision, RunLength, TrainConfig};
+pub use transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
 
 /// A resolved job: every default is filled in, every path absolute.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -58,21 +62,21 @@ pub struct Job {
     #[serde(default = "seed")]
     #[schemars(range(max = 9_223_372_036_854_775_807u64))]
     pub seed: u64,
-    pub model: Model,
-    pub data: Data,
-    pub train: Train,
+    pub model: ModelConfig,
+    pub data: DataConfig,
+    pub train: TrainConfig,
     #[serde(default)]
-    pub optimizer: Optimizer,
+    pub optimizer: OptimizerConfig,
     #[serde(default)]
-    pub schedule: Schedule,
+    pub schedule: ScheduleConfig,
     #[serde(default)]
-    pub memory: Memory,
+    pub memory: MemoryConfig,
     #[serde(default)]
-    pub eval: Eval,
+    pub eval: EvalConfig,
     #[serde(default)]
-    pub checkpoint: Checkpoint,
+    pub checkpoint: CheckpointConfig,
     #[serde(default)]
-    pub log: Log,
+    pub log: LogConfig,
 }
 
 fn seed() -> u64 {

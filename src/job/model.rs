@@ -3,26 +3,26 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::layers::Layers;
-use super::pictures::{Mobilenet, Resnet};
-use super::transformer::{Bert, Gpt, Llama, Vit};
+use super::image_models::{MobilenetConfig, ResnetConfig};
+use super::layers::LayersConfig;
+use super::transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
 
 /// The network. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Model {
-    Mlp(Mlp),
-    Cnn(Cnn),
-    Gpt(Gpt),
-    Llama(Llama),
-    Bert(Bert),
-    Vit(Vit),
-    Resnet(Resnet),
-    Mobilenet(Mobilenet),
-    Layers(Layers),
+pub enum ModelConfig {
+    Mlp(MlpConfig),
+    Cnn(CnnConfig),
+    Gpt(GptConfig),
+    Llama(LlamaConfig),
+    Bert(BertConfig),
+    Vit(VitConfig),
+    Resnet(ResnetConfig),
+    Mobilenet(MobilenetConfig),
+    Layers(LayersConfig),
 }
 
-impl Model {
+impl ModelConfig {
     /// Tokens in a sample, for models of sequences.
     pub fn context(&self) -> Option<usize> {
         match self {
@@ -34,7 +34,7 @@ impl Model {
     }
 
     /// Whether it can learn a vector for each category of a table.
-    pub fn embeds(&self) -> bool {
+    pub fn supports_embedding(&self) -> bool {
         matches!(self, Self::Mlp(_) | Self::Layers(_))
     }
 
@@ -57,32 +57,32 @@ impl Model {
 /// A perceptron: the sample flattened, dense layers, then one output a class.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Mlp {
+pub struct MlpConfig {
     /// Widths of the hidden layers, first to last; `[]` is a linear model.
     #[schemars(inner(range(min = 1, max = 1_048_576)))]
     pub hidden: Vec<usize>,
     /// Follows every hidden layer.
-    pub activation: Activation,
+    pub activation: ActivationKind,
     /// Share of each hidden layer's outputs dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
 }
 
-impl Default for Mlp {
+impl Default for MlpConfig {
     fn default() -> Self {
-        Self { hidden: vec![256], activation: Activation::Relu, dropout: 0.0 }
+        Self { hidden: vec![256], activation: ActivationKind::Relu, dropout: 0.0 }
     }
 }
 
 /// A convolutional network: stages over the picture, flattened, then dense layers as in `mlp`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Cnn {
+pub struct CnnConfig {
     /// Widths of the hidden dense layers after the stages; `[]` goes straight to the classes.
     #[schemars(inner(range(min = 1, max = 1_048_576)))]
     pub hidden: Vec<usize>,
     /// Follows every convolution and every hidden layer.
-    pub activation: Activation,
+    pub activation: ActivationKind,
     /// Share of each hidden layer's outputs dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
@@ -91,15 +91,15 @@ pub struct Cnn {
     pub norm_group: usize,
     /// The convolutions, first to last; each a `[[model.stages]]` table or written inline.
     #[schemars(length(min = 1))]
-    pub stages: Vec<Stage>,
+    pub stages: Vec<StageConfig>,
 }
 
-impl Default for Cnn {
+impl Default for CnnConfig {
     fn default() -> Self {
-        let stage = |channels| Stage { channels, kernel: 3, stride: 1, norm: Norm::None, pool: 2 };
+        let stage = |channels| StageConfig { channels, kernel: 3, stride: 1, norm: NormKind::None, pool: 2 };
         Self {
             hidden: vec![128],
-            activation: Activation::Relu,
+            activation: ActivationKind::Relu,
             dropout: 0.0,
             norm_group: 32,
             stages: vec![stage(32), stage(64)],
@@ -110,7 +110,7 @@ impl Default for Cnn {
 /// A convolution padded by `kernel / 2` (rounded down) on every side, its normalisation, the activation,
 /// then max pooling.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Stage {
+pub struct StageConfig {
     /// Output channels.
     #[schemars(range(min = 1, max = 65_536))]
     pub channels: usize,
@@ -124,7 +124,7 @@ pub struct Stage {
     pub stride: usize,
     /// Normalisation between the convolution, which then has no bias, and the activation.
     #[serde(default)]
-    pub norm: Norm,
+    pub norm: NormKind,
     /// Factor of the max pooling after the activation; 1 means none.
     #[serde(default = "two")]
     #[schemars(range(min = 1, max = 31))]
@@ -146,7 +146,7 @@ fn three() -> usize {
 /// How a stage's channels are normalised.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Norm {
+pub enum NormKind {
     /// Not at all.
     #[default]
     None,
@@ -159,7 +159,7 @@ pub enum Norm {
 /// The non-linearity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Activation {
+pub enum ActivationKind {
     /// The positive part.
     Relu,
     /// Exact, by the error function.

@@ -6,30 +6,30 @@ use serde::{Deserialize, Serialize};
 /// How weights follow gradients. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Optimizer {
-    Adamw(Adamw),
-    Sgd(Sgd),
-    Lion(Lion),
-    Adafactor(Adafactor),
+pub enum OptimizerConfig {
+    Adamw(AdamwConfig),
+    Sgd(SgdConfig),
+    Lion(LionConfig),
+    Adafactor(AdafactorConfig),
     /// AdamW whose two means take a byte a value each instead of four.
     #[serde(rename = "adamw8bit")]
-    Adamw8bit(Adamw),
+    Adamw8bit(AdamwConfig),
 }
 
-impl Default for Optimizer {
+impl Default for OptimizerConfig {
     fn default() -> Self {
-        Self::Adamw(Adamw::default())
+        Self::Adamw(AdamwConfig::default())
     }
 }
 
-impl Optimizer {
+impl OptimizerConfig {
     /// The peak learning rate, before the schedule.
     pub fn lr(&self) -> f64 {
         match self {
-            Self::Adamw(Adamw { lr, .. }) | Self::Adamw8bit(Adamw { lr, .. }) => *lr,
-            Self::Sgd(Sgd { lr, .. })
-            | Self::Lion(Lion { lr, .. })
-            | Self::Adafactor(Adafactor { lr, .. }) => *lr,
+            Self::Adamw(AdamwConfig { lr, .. }) | Self::Adamw8bit(AdamwConfig { lr, .. }) => *lr,
+            Self::Sgd(SgdConfig { lr, .. })
+            | Self::Lion(LionConfig { lr, .. })
+            | Self::Adafactor(AdafactorConfig { lr, .. }) => *lr,
         }
     }
 
@@ -56,7 +56,7 @@ impl Optimizer {
 /// Adam with decoupled weight decay.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Adamw {
+pub struct AdamwConfig {
     /// Learning rate at its highest; `[schedule]` scales it.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
@@ -77,7 +77,7 @@ fn each_below_one(schema: &mut schemars::Schema) {
     }
 }
 
-impl Default for Adamw {
+impl Default for AdamwConfig {
     fn default() -> Self {
         Self { lr: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 }
     }
@@ -86,7 +86,7 @@ impl Default for Adamw {
 /// Stochastic gradient descent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Sgd {
+pub struct SgdConfig {
     /// Learning rate at its highest; `[schedule]` scales it.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
@@ -100,7 +100,7 @@ pub struct Sgd {
     pub weight_decay: f64,
 }
 
-impl Default for Sgd {
+impl Default for SgdConfig {
     fn default() -> Self {
         Self { lr: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 }
     }
@@ -109,7 +109,7 @@ impl Default for Sgd {
 /// Steps of one size along the sign of a mixture of momentum and gradient: half the state of AdamW.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Lion {
+pub struct LionConfig {
     /// Learning rate at its highest; a third to a tenth of what AdamW wants.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
@@ -121,7 +121,7 @@ pub struct Lion {
     pub weight_decay: f64,
 }
 
-impl Default for Lion {
+impl Default for LionConfig {
     fn default() -> Self {
         Self { lr: 1e-4, betas: [0.9, 0.99], weight_decay: 0.1 }
     }
@@ -130,7 +130,7 @@ impl Default for Lion {
 /// The second mean of a matrix kept as one number a row and one a column: almost no state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Adafactor {
+pub struct AdafactorConfig {
     /// Step at its highest, in proportion to the size of the weights.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
@@ -148,7 +148,7 @@ pub struct Adafactor {
     pub weight_decay: f64,
 }
 
-impl Default for Adafactor {
+impl Default for AdafactorConfig {
     fn default() -> Self {
         Self { lr: 1e-2, decay: -0.8, eps: 1e-3, clip: 1.0, weight_decay: 0.0 }
     }
@@ -157,27 +157,27 @@ impl Default for Adafactor {
 /// The learning rate over the run, as a share of `optimizer.lr`. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Schedule {
-    Constant(Constant),
+pub enum ScheduleConfig {
+    Constant(ConstantSchedule),
     /// A straight line down to the end of the run.
-    Linear(Decay),
+    Linear(DecaySchedule),
     /// Half a cosine wave down to the end of the run.
-    Cosine(Decay),
-    Step(Step),
-    Onecycle(Onecycle),
+    Cosine(DecaySchedule),
+    Step(StepSchedule),
+    Onecycle(OnecycleSchedule),
 }
 
-impl Default for Schedule {
+impl Default for ScheduleConfig {
     fn default() -> Self {
-        Self::Constant(Constant::default())
+        Self::Constant(ConstantSchedule::default())
     }
 }
 
-impl Schedule {
+impl ScheduleConfig {
     /// Updates over which the rate climbs from 0; `onecycle` states a share of the run instead.
     pub fn warmup_steps(&self) -> u64 {
         match self {
-            Self::Constant(Constant { warmup_steps }) => *warmup_steps,
+            Self::Constant(ConstantSchedule { warmup_steps }) => *warmup_steps,
             Self::Linear(decay) | Self::Cosine(decay) => decay.warmup_steps,
             Self::Step(step) => step.warmup_steps,
             Self::Onecycle(_) => 0,
@@ -188,7 +188,7 @@ impl Schedule {
 /// The same rate from the warm-up to the end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Constant {
+pub struct ConstantSchedule {
     /// Updates over which the rate climbs from 0 in a straight line.
     #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
@@ -197,7 +197,7 @@ pub struct Constant {
 /// Down to the end of the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Decay {
+pub struct DecaySchedule {
     /// Updates over which the rate climbs from 0 in a straight line.
     #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
@@ -208,7 +208,7 @@ pub struct Decay {
 
 /// A fall by a factor every so many updates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Step {
+pub struct StepSchedule {
     /// Updates over which the rate climbs from 0 in a straight line.
     #[serde(default)]
     #[schemars(range(max = 1_000_000_000))]
@@ -229,7 +229,7 @@ fn gamma() -> f64 {
 /// One climb from a low rate to `optimizer.lr` and one fall far below, both half cosine waves.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Onecycle {
+pub struct OnecycleSchedule {
     /// Share of the run spent climbing.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub warmup_share: f64,
@@ -241,7 +241,7 @@ pub struct Onecycle {
     pub final_div: f64,
 }
 
-impl Default for Onecycle {
+impl Default for OnecycleSchedule {
     fn default() -> Self {
         Self { warmup_share: 0.3, div: 25.0, final_div: 1e4 }
     }

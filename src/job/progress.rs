@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// How often something happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Every {
+pub enum Interval {
     /// Updates.
     Steps(u64),
     /// Passes over the training set.
@@ -18,7 +18,7 @@ pub enum Every {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-one-of" = ["every_epochs", "every_steps"]))]
-pub struct Eval {
+pub struct EvalConfig {
     /// Passes over the training set between evaluations; 1 when neither this nor `every_steps` is given.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -36,18 +36,18 @@ pub struct Eval {
     pub batch_size: Option<usize>,
 }
 
-impl Default for Eval {
+impl Default for EvalConfig {
     fn default() -> Self {
         Self { every_epochs: None, every_steps: None, metrics: vec![Metric::Accuracy], batch_size: None }
     }
 }
 
-impl Eval {
+impl EvalConfig {
     /// How often to evaluate.
-    pub fn every(&self) -> Every {
+    pub fn every(&self) -> Interval {
         match (self.every_steps, self.every_epochs) {
-            (Some(steps), _) => Every::Steps(steps),
-            (None, epochs) => Every::Epochs(epochs.unwrap_or(1)),
+            (Some(steps), _) => Interval::Steps(steps),
+            (None, epochs) => Interval::Epochs(epochs.unwrap_or(1)),
         }
     }
 
@@ -83,7 +83,7 @@ impl Metric {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-one-of" = ["every_epochs", "every_steps", "every_minutes"]))]
-pub struct Checkpoint {
+pub struct CheckpointConfig {
     /// Passes over the training set between checkpoints; 1 when no `every_` key is given.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -100,22 +100,22 @@ pub struct Checkpoint {
     #[schemars(range(min = 1, max = 1_000_000))]
     pub keep: usize,
     /// What makes a checkpoint the best: the lowest loss or the highest metric.
-    pub best: Best,
+    pub best: BestMetric,
 }
 
-impl Default for Checkpoint {
+impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every_epochs: None, every_steps: None, every_minutes: None, keep: 3, best: Best::Loss }
+        Self { every_epochs: None, every_steps: None, every_minutes: None, keep: 3, best: BestMetric::Loss }
     }
 }
 
-impl Checkpoint {
+impl CheckpointConfig {
     /// How often to write one.
-    pub fn every(&self) -> Every {
+    pub fn every(&self) -> Interval {
         match (self.every_steps, self.every_minutes, self.every_epochs) {
-            (Some(steps), ..) => Every::Steps(steps),
-            (None, Some(minutes), _) => Every::Minutes(minutes),
-            (None, None, epochs) => Every::Epochs(epochs.unwrap_or(1)),
+            (Some(steps), ..) => Interval::Steps(steps),
+            (None, Some(minutes), _) => Interval::Minutes(minutes),
+            (None, None, epochs) => Interval::Epochs(epochs.unwrap_or(1)),
         }
     }
 
@@ -129,7 +129,7 @@ impl Checkpoint {
 
 /// The value that ranks checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum Best {
+pub enum BestMetric {
     #[serde(rename = "valid.loss")]
     Loss,
     #[serde(rename = "valid.accuracy")]
@@ -138,7 +138,7 @@ pub enum Best {
     Top5,
 }
 
-impl Best {
+impl BestMetric {
     /// Its name in events and metrics: `valid.loss`, ...
     pub fn name(self) -> &'static str {
         match self {
@@ -166,7 +166,7 @@ impl Best {
 /// What a run tells while it trains.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Log {
+pub struct LogConfig {
     /// Updates between two `step` events.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub every_steps: u64,
@@ -174,7 +174,7 @@ pub struct Log {
     pub tensorboard: bool,
 }
 
-impl Default for Log {
+impl Default for LogConfig {
     fn default() -> Self {
         Self { every_steps: 10, tensorboard: true }
     }

@@ -5,18 +5,24 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::check::Found;
-use super::error::{Code, Error};
-use super::source::WHOLE;
-use super::{Augment, Csv, Encode, Job, Jsonl, Length, Optimizer, Parquet, Precision, Source};
+use super::check::SpannedError;
+use super::error::{ErrorCode, JobError};
+use super::source_map::WHOLE_FILE;
+use super::{
+    AugmentConfig, CategoryEncoding, CsvConfig, Job, JsonlConfig, OptimizerConfig, ParquetConfig, Precision,
+    RunLength, SourceConfig,
+};
 
 /// Every contradiction in `job`, told at the places of `tree` that state it.
-pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
+pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     let mut found = Vec::new();
     let mut report = |key: &str, message: String, hint: String| {
-        found.push((span(tree, key), Error::new(Code::Contradiction, message).key(key).hint(hint).into()));
+        found.push((
+            span(tree, key),
+            JobError::new(ErrorCode::Contradiction, message).key(key).hint(hint).into(),
+        ));
     };
-    if let (Length::Steps(steps), warmup) = (job.train.length(), job.schedule.warmup_steps())
+    if let (RunLength::Steps(steps), warmup) = (job.train.length(), job.schedule.warmup_steps())
         && warmup > steps
     {
         report(
@@ -25,7 +31,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
             "the warm-up must end within the run".into(),
         );
     }
-    if let Optimizer::Sgd(sgd) = &job.optimizer
+    if let OptimizerConfig::Sgd(sgd) = &job.optimizer
         && sgd.nesterov
         && sgd.momentum == 0.0
     {
@@ -52,7 +58,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
             format!("add \"{name}\" to `eval.metrics`"),
         );
     }
-    if let Source::Jsonl(Jsonl { label: Some(_), messages, pack, .. }) = &job.data.source {
+    if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, pack, .. }) = &job.data.source {
         if *pack {
             let hint = "records that have a class are samples of their own: leave `pack` out";
             report(
@@ -66,9 +72,10 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
             report("data.messages", "both `data.messages` and `data.label`".into(), hint.into());
         }
     }
-    if let Source::Csv(Csv { columns, .. }) | Source::Parquet(Parquet { columns, .. }) = &job.data.source
-        && columns.encode == Encode::Embed
-        && !job.model.embeds()
+    if let SourceConfig::Csv(CsvConfig { columns, .. }) | SourceConfig::Parquet(ParquetConfig { columns, .. }) =
+        &job.data.source
+        && columns.encode == CategoryEncoding::Embed
+        && !job.model.supports_embedding()
     {
         let kind = job.model.kind();
         report(
@@ -77,7 +84,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
             "use a model of kind `mlp` or `layers`, or `encode = \"one_hot\"`".into(),
         );
     }
-    for (key, [low, high]) in job.data.source.augment().into_iter().flat_map(Augment::ranges) {
+    for (key, [low, high]) in job.data.source.augment().into_iter().flat_map(AugmentConfig::ranges) {
         if low > high {
             let key = format!("data.augment.{key}");
             let message = format!("`{key}` goes from {low} to {high}");
@@ -89,7 +96,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<Found> {
 
 /// The bytes of the value at a dotted `key`, or of the nearest table above it.
 fn span(tree: &DeTable, key: &str) -> Range<usize> {
-    let mut span = WHOLE;
+    let mut span = WHOLE_FILE;
     let mut table = Some(tree);
     for part in key.split('.') {
         let Some(value) = table.and_then(|t| t.get(part)) else { break };

@@ -12,32 +12,33 @@ use schemars::transform::{Transform, transform_subschemas};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 
-use crate::units::Size;
+use crate::units::MemorySize;
 
 /// The schema of a job.
 pub fn schema() -> Value {
-    let mut schema = of::<super::Job>();
+    let mut schema = schema_of::<super::Job>();
     schema["title"] = json!("A trainer job");
     schema["description"] = json!("What `trainer fit` trains, on what, for how long and within what memory.");
     schema
 }
 
 /// The schema of `T` in the form described above. Draft 7, which TOML editors know.
-pub(super) fn of<T: JsonSchema>() -> Value {
-    let settings = SchemaSettings::draft07().with(|s| s.inline_subschemas = true).with_transform(Plain);
+pub(super) fn schema_of<T: JsonSchema>() -> Value {
+    let settings =
+        SchemaSettings::draft07().with(|s| s.inline_subschemas = true).with_transform(SimplifySchema);
     settings.into_generator().into_root_schema_for::<T>().to_value()
 }
 
 #[derive(Clone)]
-struct Plain;
+struct SimplifySchema;
 
-impl Transform for Plain {
+impl Transform for SimplifySchema {
     fn transform(&mut self, schema: &mut Schema) {
         if let Some(object) = schema.as_object_mut() {
-            without_null(object);
+            remove_null(object);
             spread_common_keys(object);
-            forbid_pairs(object);
-            free_default_kind(object);
+            forbid_exclusive_keys(object);
+            make_default_kind_optional(object);
             if object.contains_key("properties") {
                 object.insert("additionalProperties".into(), json!(false));
             }
@@ -47,7 +48,7 @@ impl Transform for Plain {
 }
 
 /// TOML has no null: an optional key is one that may be absent.
-fn without_null(object: &mut Map<String, Value>) {
+fn remove_null(object: &mut Map<String, Value>) {
     if let Some(Value::Array(types)) = object.get_mut("type") {
         types.retain(|t| t != "null");
         if let [only] = &types[..] {
@@ -75,7 +76,7 @@ fn spread_common_keys(object: &mut Map<String, Value>) {
 }
 
 /// Says in the schema's own words that no two keys of `x-one-of` stand together.
-fn forbid_pairs(object: &mut Map<String, Value>) {
+fn forbid_exclusive_keys(object: &mut Map<String, Value>) {
     let Some(group) = object.get("x-one-of").and_then(Value::as_array) else { return };
     let pairs = group.iter().enumerate().flat_map(|(i, a)| group[i + 1..].iter().map(move |b| (a, b)));
     let pairs: Vec<Value> = pairs.map(|(a, b)| json!({ "required": [a, b] })).collect();
@@ -83,7 +84,7 @@ fn forbid_pairs(object: &mut Map<String, Value>) {
 }
 
 /// The default kind need not be named.
-fn free_default_kind(object: &mut Map<String, Value>) {
+fn make_default_kind_optional(object: &mut Map<String, Value>) {
     let Some(default) = object.get("default").and_then(|table| table.get("kind")).cloned() else { return };
     for table in object.get_mut("oneOf").and_then(Value::as_array_mut).into_iter().flatten() {
         if table["properties"]["kind"]["const"] == default
@@ -94,7 +95,7 @@ fn free_default_kind(object: &mut Map<String, Value>) {
     }
 }
 
-impl JsonSchema for Size {
+impl JsonSchema for MemorySize {
     fn schema_name() -> Cow<'static, str> {
         "Size".into()
     }
@@ -133,7 +134,7 @@ pub(super) fn is_table(schema: &Value) -> bool {
 }
 
 /// What a key that holds a path may hold instead.
-pub(super) fn words(schema: &Value) -> impl Iterator<Item = &str> {
+pub(super) fn keywords(schema: &Value) -> impl Iterator<Item = &str> {
     schema["x-words"].as_array().into_iter().flatten().filter_map(Value::as_str)
 }
 
@@ -154,7 +155,7 @@ pub(super) fn allowed(schema: &Value) -> String {
         return format!("{}, or a list of {count}", allowed(&schema["items"]));
     }
     match (schema["type"].as_str(), schema["format"].as_str()) {
-        (Some("integer"), _) if schema["enum"].is_array() => numbers(schema),
+        (Some("integer"), _) if schema["enum"].is_array() => number_choices(schema),
         (Some("integer"), _) => format!("a whole number{}", range(schema)),
         (Some("number"), _) => format!("a number{}", range(schema)),
         (Some("boolean"), _) => "true or false".into(),
@@ -170,8 +171,8 @@ pub(super) fn allowed(schema: &Value) -> String {
         (_, Some("bytes")) => "a size such as \"512MiB\"".into(),
         (_, Some("share")) => "a size such as \"512MiB\" or a share such as \"5%\"".into(),
         (_, Some("name")) => "letters, digits, `-`, `_` and `.`, not starting with `.` or `-`".into(),
-        (_, Some("path")) if words(schema).next().is_some() => {
-            let named = words(schema).map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
+        (_, Some("path")) if keywords(schema).next().is_some() => {
+            let named = keywords(schema).map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
             format!("{named}, or a path, relative to the job file")
         }
         (_, Some("path")) => "a path, relative to the job file; `${NAME}` is an environment variable".into(),
@@ -180,7 +181,7 @@ pub(super) fn allowed(schema: &Value) -> String {
 }
 
 /// Numbers listed one by one.
-fn numbers(schema: &Value) -> String {
+fn number_choices(schema: &Value) -> String {
     let listed = schema["enum"].as_array().into_iter().flatten();
     listed.map(Value::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
     "x-one-of" = ["epochs", "steps"],
     "oneOf" = [{ "required": ["epochs"] }, { "required": ["steps"] }],
 ))]
-pub struct Train {
+pub struct TrainConfig {
     /// Samples in a micro-batch, as wished: the memory plan may take fewer, with more accumulation.
     #[serde(default = "batch_size")]
     #[schemars(range(min = 1, max = 1_048_576))]
@@ -59,12 +59,12 @@ fn accumulation_steps() -> usize {
     1
 }
 
-impl Train {
+impl TrainConfig {
     /// How long to train. A loaded job states exactly one of the two.
-    pub fn length(&self) -> Length {
+    pub fn length(&self) -> RunLength {
         match (self.steps, self.epochs) {
-            (Some(steps), _) => Length::Steps(steps),
-            (None, epochs) => Length::Epochs(epochs.unwrap_or(1)),
+            (Some(steps), _) => RunLength::Steps(steps),
+            (None, epochs) => RunLength::Epochs(epochs.unwrap_or(1)),
         }
     }
 
@@ -76,7 +76,7 @@ impl Train {
 
 /// The length of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Length {
+pub enum RunLength {
     /// Passes over the training set.
     Epochs(u64),
     /// Updates.

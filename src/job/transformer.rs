@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// A language model of GPT-2's shape: learned positions, layer norm before each part, GELU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Gpt {
+pub struct GptConfig {
     /// Transformer layers.
     #[schemars(range(min = 1, max = 1024))]
     pub layers: usize,
@@ -26,7 +26,7 @@ pub struct Gpt {
     pub tie: bool,
 }
 
-impl Default for Gpt {
+impl Default for GptConfig {
     fn default() -> Self {
         Self { layers: 4, heads: 4, width: 128, context: 64, dropout: 0.0, tie: true }
     }
@@ -35,7 +35,7 @@ impl Default for Gpt {
 /// A language model of Llama's shape: rotary positions, RMS norm, SwiGLU, shared key heads.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Llama {
+pub struct LlamaConfig {
     /// Transformer layers.
     #[schemars(range(min = 1, max = 1024))]
     pub layers: usize,
@@ -61,7 +61,7 @@ pub struct Llama {
     pub tie: bool,
 }
 
-impl Default for Llama {
+impl Default for LlamaConfig {
     fn default() -> Self {
         Self {
             layers: 4,
@@ -79,7 +79,7 @@ impl Default for Llama {
 /// An encoder of BERT's shape that tells texts apart: every token sees all others.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Bert {
+pub struct BertConfig {
     /// Transformer layers.
     #[schemars(range(min = 1, max = 1024))]
     pub layers: usize,
@@ -101,7 +101,7 @@ pub struct Bert {
     pub dropout: f64,
 }
 
-impl Default for Bert {
+impl Default for BertConfig {
     fn default() -> Self {
         Self { layers: 4, heads: 4, width: 128, hidden: 512, context: 128, dropout: 0.1 }
     }
@@ -110,7 +110,7 @@ impl Default for Bert {
 /// A vision transformer: patches of a picture as a sequence, with a class token before them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Vit {
+pub struct VitConfig {
     /// Width and height of a patch, in pixels; those of the picture are multiples of it.
     #[schemars(range(min = 1, max = 256))]
     pub patch: usize,
@@ -131,7 +131,7 @@ pub struct Vit {
     pub dropout: f64,
 }
 
-impl Default for Vit {
+impl Default for VitConfig {
     fn default() -> Self {
         Self { patch: 4, layers: 6, heads: 4, width: 128, ratio: 4, dropout: 0.0 }
     }

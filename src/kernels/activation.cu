@@ -8,7 +8,7 @@ template <int A, class T, int N> __global__ void forward(const T *x, T *y, int64
     if (i >= packs) return;
     auto values = Pack<T, N>::load(x + i * N);
 #pragma unroll
-    for (int k = 0; k < N; k++) values.v[k] = down<T>(value_of<A, is_narrow<T>>(up(values.v[k])));
+    for (int k = 0; k < N; k++) values.v[k] = from_acc<T>(value_of<A, is_low_precision<T>>(to_acc(values.v[k])));
     values.store(y + i * N);
 }
 
@@ -17,7 +17,7 @@ template <int A, class T, int N> __global__ void backward(const T *v, const T *d
     if (i >= packs) return;
     auto at = Pack<T, N>::load(v + i * N), d = Pack<T, N>::load(dy + i * N);
 #pragma unroll
-    for (int k = 0; k < N; k++) d.v[k] = down<T>(up(d.v[k]) * slope_of<A, is_narrow<T>>(up(at.v[k])));
+    for (int k = 0; k < N; k++) d.v[k] = from_acc<T>(to_acc(d.v[k]) * slope_of<A, is_low_precision<T>>(to_acc(at.v[k])));
     d.store(dx + i * N);
 }
 

@@ -1,7 +1,7 @@
 //! Point-wise activations: value and slope, in the kernels that fuse them and on their own.
 
 #[cfg(feature = "cuda")]
-pub(super) mod card;
+pub(super) mod gpu;
 
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -34,24 +34,26 @@ pub enum Activation {
 
 /// What an activation's backward pass reads: the input it was given or the output it made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reads {
+pub enum SavedForBackward {
     Nothing,
     Input,
     Output,
 }
 
 impl Activation {
-    pub fn reads(self) -> Reads {
+    pub fn saved_for_backward(self) -> SavedForBackward {
         match self {
-            Activation::Identity => Reads::Nothing,
-            Activation::Relu | Activation::Relu6 | Activation::Sigmoid | Activation::Tanh => Reads::Output,
-            Activation::Gelu | Activation::GeluTanh | Activation::Silu => Reads::Input,
+            Activation::Identity => SavedForBackward::Nothing,
+            Activation::Relu | Activation::Relu6 | Activation::Sigmoid | Activation::Tanh => {
+                SavedForBackward::Output
+            }
+            Activation::Gelu | Activation::GeluTanh | Activation::Silu => SavedForBackward::Input,
         }
     }
 
     #[inline(always)]
     pub fn value<R: Real>(self, x: R) -> R {
-        let half = R::of(0.5);
+        let half = R::of_f64(0.5);
         match self {
             Activation::Identity => x,
             // A NaN compares false and must pass through.
@@ -65,24 +67,24 @@ impl Activation {
             Activation::Relu6 => {
                 if x < R::ZERO {
                     R::ZERO
-                } else if x > R::of(6.0) {
-                    R::of(6.0)
+                } else if x > R::of_f64(6.0) {
+                    R::of_f64(6.0)
                 } else {
                     x
                 }
             }
-            Activation::Gelu => half * x * (R::ONE + (x * R::of(std::f64::consts::FRAC_1_SQRT_2)).erf()),
-            Activation::GeluTanh => half * x * (R::ONE + inner(x).tanh()),
+            Activation::Gelu => half * x * (R::ONE + (x * R::of_f64(std::f64::consts::FRAC_1_SQRT_2)).erf()),
+            Activation::GeluTanh => half * x * (R::ONE + gelu_tanh_argument(x).tanh()),
             Activation::Silu => x * sigmoid(x),
             Activation::Sigmoid => sigmoid(x),
             Activation::Tanh => x.tanh(),
         }
     }
 
-    /// The derivative; `v` is the input or the output, as [`Activation::reads`] says.
+    /// The derivative; `v` is the input or the output, as [`Activation::saved_for_backward`] says.
     #[inline(always)]
-    pub fn slope<R: Real>(self, v: R) -> R {
-        let half = R::of(0.5);
+    pub fn derivative<R: Real>(self, v: R) -> R {
+        let half = R::of_f64(0.5);
         match self {
             Activation::Identity => R::ONE,
             Activation::Relu => {
@@ -93,19 +95,19 @@ impl Activation {
                 }
             }
             Activation::Relu6 => {
-                if v > R::ZERO && v < R::of(6.0) {
+                if v > R::ZERO && v < R::of_f64(6.0) {
                     R::ONE
                 } else {
                     R::ZERO
                 }
             }
             Activation::Gelu => {
-                let phi = (-half * v * v).exp() * R::of(0.398_942_280_401_432_7);
-                half * (R::ONE + (v * R::of(std::f64::consts::FRAC_1_SQRT_2)).erf()) + v * phi
+                let phi = (-half * v * v).exp() * R::of_f64(0.398_942_280_401_432_7);
+                half * (R::ONE + (v * R::of_f64(std::f64::consts::FRAC_1_SQRT_2)).erf()) + v * phi
             }
             Activation::GeluTanh => {
-                let t = inner(v).tanh();
-                let di = R::of(SQRT_2_OVER_PI) * (R::ONE + R::of(3.0 * CUBIC) * v * v);
+                let t = gelu_tanh_argument(v).tanh();
+                let di = R::of_f64(SQRT_2_OVER_PI) * (R::ONE + R::of_f64(3.0 * CUBIC) * v * v);
                 half * (R::ONE + t) + half * v * (R::ONE - t * t) * di
             }
             Activation::Silu => {
@@ -122,8 +124,8 @@ const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
 const CUBIC: f64 = 0.044715;
 
 #[inline(always)]
-fn inner<R: Real>(x: R) -> R {
-    R::of(SQRT_2_OVER_PI) * x * (R::ONE + R::of(CUBIC) * x * x)
+fn gelu_tanh_argument<R: Real>(x: R) -> R {
+    R::of_f64(SQRT_2_OVER_PI) * x * (R::ONE + R::of_f64(CUBIC) * x * x)
 }
 
 #[inline(always)]
@@ -161,36 +163,36 @@ pub mod reference {
 /// `y = act(x)`, any shape.
 pub fn forward(x: &Tensor, act: Activation) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(x) {
-        return card::forward(device, x, act);
+    if let Some(device) = cuda::device_of(x) {
+        return gpu::forward(device, x, act);
     }
-    if !reference_kernel::has_body(x) {
+    if !reference_kernel::has_cpu_kernel(x) {
         return reference::forward(x, act);
     }
     with_elem!(x.dtype(), T => {
         let values = cpu::view::<T>(x)?;
-        let mut out = cpu::fresh::<T>(values.len());
-        cpu::for_rows(&mut out, 1, |start, chunk| apply(&values[start..][..chunk.len()], chunk, act));
+        let mut out = cpu::uninit::<T>(values.len());
+        cpu::parallel_for_rows(&mut out, 1, |start, chunk| apply(&values[start..][..chunk.len()], chunk, act));
         cpu::tensor(out, x.shape())
     })
 }
 
-/// `dx = dy act'(v)`, where `v` is what [`Activation::reads`] names.
+/// `dx = dy act'(v)`, where `v` is what [`Activation::saved_for_backward`] names.
 pub fn backward(v: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(dy) {
-        let dx = cuda::fresh(device, dy.dtype(), dy.shape())?;
-        card::backward(device, v, dy, &dx, act)?;
+    if let Some(device) = cuda::device_of(dy) {
+        let dx = cuda::uninit(device, dy.dtype(), dy.shape())?;
+        gpu::backward(device, v, dy, &dx, act)?;
         return Ok(dx);
     }
-    if !reference_kernel::has_body(dy) {
+    if !reference_kernel::has_cpu_kernel(dy) {
         return reference::backward(v, dy, act);
     }
     with_elem!(dy.dtype(), T => {
         let (v, g) = (cpu::view::<T>(v)?, cpu::view::<T>(dy)?);
-        let mut out = cpu::fresh::<T>(g.len());
-        cpu::for_rows(&mut out, 1, |start, chunk| {
-            scale_by_slope(&v[start..][..chunk.len()], &g[start..][..chunk.len()], chunk, act)
+        let mut out = cpu::uninit::<T>(g.len());
+        cpu::parallel_for_rows(&mut out, 1, |start, chunk| {
+            multiply_by_derivative(&v[start..][..chunk.len()], &g[start..][..chunk.len()], chunk, act)
         });
         cpu::tensor(out, dy.shape())
     })
@@ -221,15 +223,15 @@ pub(super) use each_activation;
 pub(super) fn apply<T: Elem>(x: &[T], y: &mut [T], act: Activation) {
     vectorised!(
         T,
-        || each_activation!(act, f => x.iter().zip(y).for_each(|(x, y)| *y = T::down(f.value(x.up())))),
+        || each_activation!(act, f => x.iter().zip(y).for_each(|(x, y)| *y = T::from_acc(f.value(x.to_acc())))),
     )
 }
 
-fn scale_by_slope<T: Elem>(v: &[T], dy: &[T], dx: &mut [T], act: Activation) {
+fn multiply_by_derivative<T: Elem>(v: &[T], dy: &[T], dx: &mut [T], act: Activation) {
     vectorised!(T, || {
         each_activation!(act, f => {
             for ((dx, v), dy) in dx.iter_mut().zip(v).zip(dy) {
-                *dx = T::down(dy.up() * f.slope(v.up()));
+                *dx = T::from_acc(dy.to_acc() * f.derivative(v.to_acc()));
             }
         })
     })

@@ -3,19 +3,19 @@
 //! that a filter is the matrix (outputs, all else) and not many small ones.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::linear::card_workspace;
-use super::update::{CHUNK, Common, clear, follow};
+use super::linear::bias_gradient_workspace;
+use super::update::{CHUNK, UpdateArgs, clear, sync_compute_weights};
 use super::{Elem, Real, cpu, reference};
-use crate::params::Flat;
+use crate::params::FlatLayout;
 use crate::{vectorised, with_elem};
 
 #[derive(Clone, Copy, Debug)]
-pub struct Adafactor {
+pub struct AdafactorKernel {
     /// The second moment forgets at the rate `step^decay`; negative.
     pub decay: f64,
     /// A step is at least so large in proportion to the root mean square of the weights.
@@ -27,19 +27,19 @@ pub struct Adafactor {
 }
 
 /// The smallest second moment, as `torch.finfo(torch.float32).eps`.
-const TINY: f64 = 1.192_092_895_507_812_5e-7;
+const MIN_SECOND_MOMENT: f64 = 1.192_092_895_507_812_5e-7;
 
 /// A parameter in the flat buffer and its state in the state's. A vector has one column and its state is
 /// its second moment; a matrix's is a number a row, then a number a column.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct FactoredParam {
     start: usize,
     rows: usize,
     cols: usize,
-    state: usize,
+    state_offset: usize,
 }
 
-impl Part {
+impl FactoredParam {
     fn len(&self) -> usize {
         self.rows * self.cols
     }
@@ -58,82 +58,82 @@ impl Part {
     }
 }
 
-fn parts(params: &Flat) -> Vec<Part> {
-    let mut state = 0;
-    let part = |(spec, range): (&crate::params::Spec, std::ops::Range<usize>)| {
+fn factored_params(params: &FlatLayout) -> Vec<FactoredParam> {
+    let mut state_offset = 0;
+    let part = |(spec, range): (&crate::params::TensorSpec, std::ops::Range<usize>)| {
         let rows = if spec.shape.len() < 2 { range.len() } else { spec.shape[0] };
-        let part = Part { start: range.start, rows, cols: range.len() / rows.max(1), state };
-        state += part.state_len();
+        let part = FactoredParam { start: range.start, rows, cols: range.len() / rows.max(1), state_offset };
+        state_offset += part.state_len();
         part
     };
     params.iter().map(part).collect()
 }
 
 /// Values of its state, of the master's type.
-pub fn state_len(params: &Flat) -> usize {
-    parts(params).iter().map(Part::state_len).sum()
+pub fn state_len(params: &FlatLayout) -> usize {
+    factored_params(params).iter().map(FactoredParam::state_len).sum()
 }
 
 /// Values of the largest workspace an update needs: the sums of columns by chunks of rows.
-pub fn workspace_len(params: &Flat) -> usize {
-    parts(params).iter().map(|p| p.rows.div_ceil(p.chunk()) * p.cols).max().unwrap_or(0)
+pub fn workspace_len(params: &FlatLayout) -> usize {
+    factored_params(params).iter().map(|p| p.rows.div_ceil(p.chunk()) * p.cols).max().unwrap_or(0)
 }
 
 /// Blocks of a card that sum over a parameter.
-const CARD_BLOCKS: usize = 528;
+const CUDA_BLOCKS: usize = 528;
 
 /// Bytes of the sums of columns on a card.
-fn card_columns(params: &Flat, dtype: DType) -> u64 {
-    parts(params).iter().map(|p| card_workspace(dtype, p.rows, p.cols)).max().unwrap_or(0)
+fn cuda_column_bytes(params: &FlatLayout, dtype: DType) -> u64 {
+    factored_params(params).iter().map(|p| bias_gradient_workspace(dtype, p.rows, p.cols)).max().unwrap_or(0)
 }
 
 /// Bytes of the sums of blocks on a card, and of the three numbers that are found.
-const CARD_SUMS: u64 = (CARD_BLOCKS as u64 + 3) * size_of::<f64>() as u64;
+const CUDA_SUMS_BYTES: u64 = (CUDA_BLOCKS as u64 + 3) * size_of::<f64>() as u64;
 
 /// Bytes an update takes on a card, with weights of this type.
-pub fn card_bytes(params: &Flat, dtype: DType) -> u64 {
-    card_columns(params, dtype) + CARD_SUMS
+pub fn cuda_workspace(params: &FlatLayout, dtype: DType) -> u64 {
+    cuda_column_bytes(params, dtype) + CUDA_SUMS_BYTES
 }
 
-impl Adafactor {
-    /// Decoupled weight decay, then the step, parameter by parameter; clears the gradients. `state` is
+impl AdafactorKernel {
+    /// Decoupled weight decay, then the step, parameter by parameter; clears the gradients. `state_offset` is
     /// flat, [`state_len`] long, zeros at first.
     pub fn apply(
         &self,
-        c: &Common,
-        params: &Flat,
+        c: &UpdateArgs,
+        params: &FlatLayout,
         weights: &Tensor,
         grads: &Tensor,
         state: &Tensor,
-        copy: Option<&Tensor>,
+        compute_weights: Option<&Tensor>,
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(weights) {
-            self.card(device, c, params, (weights, grads, state))?;
-            return follow(weights, copy);
+        if let Some(device) = super::cuda::device_of(weights) {
+            self.apply_cuda(device, c, params, (weights, grads, state))?;
+            return sync_compute_weights(weights, compute_weights);
         }
-        match reference::has_body(weights) {
+        match reference::has_cpu_kernel(weights) {
             false => self.reference(c, params, weights, grads, state)?,
-            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, params, weights, grads, state)?),
+            true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, params, weights, grads, state)?),
         }
-        follow(weights, copy)
+        sync_compute_weights(weights, compute_weights)
     }
 
-    fn cpu<T: Elem>(
+    fn apply_cpu<T: Elem>(
         &self,
-        c: &Common,
-        params: &Flat,
+        c: &UpdateArgs,
+        params: &FlatLayout,
         weights: &Tensor,
         grads: &Tensor,
         state: &Tensor,
     ) -> Result<()> {
-        cpu::update::<T, _>(weights, |w| {
-            cpu::update::<T, _>(grads, |g| {
-                cpu::update::<T, _>(state, |s| {
-                    for part in parts(params) {
+        cpu::with_slice_mut::<T, _>(weights, |w| {
+            cpu::with_slice_mut::<T, _>(grads, |g| {
+                cpu::with_slice_mut::<T, _>(state, |s| {
+                    for part in factored_params(params) {
                         let range = part.start..part.start + part.len();
-                        let state = &mut s[part.state..][..part.state_len()];
-                        self.part(c, &part, &mut w[range.clone()], &mut g[range], state);
+                        let state = &mut s[part.state_offset..][..part.state_len()];
+                        self.step_param(c, &part, &mut w[range.clone()], &mut g[range], state);
                     }
                 })
             })
@@ -141,53 +141,63 @@ impl Adafactor {
         Ok(())
     }
 
-    fn part<T: Elem>(&self, c: &Common, p: &Part, w: &mut [T], g: &mut [T], state: &mut [T]) {
-        let new = (self.step as f64).powf(self.decay);
+    fn step_param<T: Elem>(
+        &self,
+        c: &UpdateArgs,
+        p: &FactoredParam,
+        w: &mut [T],
+        g: &mut [T],
+        state: &mut [T],
+    ) {
+        let one_minus_beta2 = (self.step as f64).powf(self.decay);
         let size = (p.chunk() * p.cols).max(1);
         let squares = |values: &[T]| -> f64 {
-            let sum = |v: &[T]| vectorised!(T, || v.iter().map(|v| v.up() * v.up()).sum::<T::Acc>().wide());
+            let sum = |v: &[T]| {
+                vectorised!(T, || v.iter().map(|v| v.to_acc() * v.to_acc()).sum::<T::Acc>().as_f64())
+            };
             values.par_chunks(size).map(sum).collect::<Vec<f64>>().into_iter().sum()
         };
-        let keep = if p.start < c.decayed { 1.0 - c.lr * c.weight_decay } else { 1.0 };
+        let decay_factor = if p.start < c.decayed_len { 1.0 - c.lr * c.weight_decay } else { 1.0 };
         let rms = (squares(w) / p.len() as f64).sqrt();
-        self.remember(c, p, g, state, new);
+        self.update_second_moment(c, p, g, state, one_minus_beta2);
 
         // What divides the gradient: a factor a row and one a column, or the moment itself.
         let (rows, columns) = state.split_at(p.rows);
-        let mean = rows.iter().map(|r| r.up().wide()).sum::<f64>() / p.rows as f64;
-        let over = 1.0 / mean.max(TINY);
+        let mean = rows.iter().map(|r| r.to_acc().as_f64()).sum::<f64>() / p.rows as f64;
+        let inv_mean = 1.0 / mean.max(MIN_SECOND_MOMENT);
         let root = |row: T, column: T::Acc| {
-            let v = row.up() * column;
-            let least = T::Acc::of(TINY * TINY);
+            let v = row.to_acc() * column;
+            let least = T::Acc::of_f64(MIN_SECOND_MOMENT * MIN_SECOND_MOMENT);
             T::Acc::ONE / v.larger(least).sqrt()
         };
-        let column = |j: usize| columns.get(j).map_or(T::Acc::ONE, |v| T::Acc::of(v.up().wide() * over));
+        let column =
+            |j: usize| columns.get(j).map_or(T::Acc::ONE, |v| T::Acc::of_f64(v.to_acc().as_f64() * inv_mean));
         let columns: Vec<T::Acc> = (0..p.cols).map(column).collect();
-        let gs = T::Acc::of(c.grad_scale);
+        let gs = T::Acc::of_f64(c.grad_scale);
         let sum_of = |(g, rows): (&[T], &[T])| {
             vectorised!(T, || {
                 let mut sum = T::Acc::ZERO;
                 for (g, row) in g.chunks_exact(p.cols).zip(rows) {
                     for (g, column) in g.iter().zip(&columns) {
-                        let u = g.up() * gs * root(*row, *column);
+                        let u = g.to_acc() * gs * root(*row, *column);
                         sum += u * u;
                     }
                 }
-                sum.wide()
+                sum.as_f64()
             })
         };
         let sums: Vec<f64> = g.par_chunks(size).zip(rows.par_chunks(p.chunk())).map(sum_of).collect();
-        let length = (sums.iter().sum::<f64>() / p.len() as f64).sqrt();
-        let rate = c.lr.min(1.0 / (self.step as f64).sqrt());
-        let go = T::Acc::of(rate * rms.max(self.eps) / (length / self.clip).max(1.0));
-        let keep = T::Acc::of(keep);
+        let update_rms = (sums.iter().sum::<f64>() / p.len() as f64).sqrt();
+        let rho = c.lr.min(1.0 / (self.step as f64).sqrt());
+        let alpha = T::Acc::of_f64(rho * rms.max(self.eps) / (update_rms / self.clip).max(1.0));
+        let decay_factor = T::Acc::of_f64(decay_factor);
         let chunks = w.par_chunks_mut(size).zip(g.par_chunks_mut(size)).zip(rows.par_chunks(p.chunk()));
         chunks.for_each(|((w, g), rows)| {
             vectorised!(T, || {
                 for ((w, g), row) in w.chunks_exact_mut(p.cols).zip(g.chunks_exact_mut(p.cols)).zip(rows) {
                     for ((w, g), column) in w.iter_mut().zip(g).zip(&columns) {
-                        let u = g.up() * gs * root(*row, *column);
-                        *w = T::down(w.up() * keep - go * u);
+                        let u = g.to_acc() * gs * root(*row, *column);
+                        *w = T::from_acc(w.to_acc() * decay_factor - alpha * u);
                         *g = T::default();
                     }
                 }
@@ -195,20 +205,31 @@ impl Adafactor {
         });
     }
 
-    /// Moves the second moment towards that of the gradient by the share `new`.
-    fn remember<T: Elem>(&self, c: &Common, p: &Part, g: &[T], state: &mut [T], new: f64) {
-        let gs = T::Acc::of(c.grad_scale);
-        let mix = |s: &mut T, found: f64| *s = T::down(T::Acc::of((1.0 - new) * s.up().wide() + new * found));
+    /// Moves the second moment towards that of the gradient by the share `one_minus_beta2`.
+    fn update_second_moment<T: Elem>(
+        &self,
+        c: &UpdateArgs,
+        p: &FactoredParam,
+        g: &[T],
+        state: &mut [T],
+        one_minus_beta2: f64,
+    ) {
+        let gs = T::Acc::of_f64(c.grad_scale);
+        let mix = |s: &mut T, found: f64| {
+            *s = T::from_acc(T::Acc::of_f64(
+                (1.0 - one_minus_beta2) * s.to_acc().as_f64() + one_minus_beta2 * found,
+            ))
+        };
         let (rows, columns) = state.split_at_mut(p.rows);
         let size = (p.chunk() * p.cols).max(1);
         let one = |(g, rows): (&[T], &mut [T])| {
             let mut sums = vec![T::Acc::ZERO; columns.len()];
             vectorised!(T, || {
                 for (g, row) in g.chunks_exact(p.cols).zip(rows) {
-                    let squares = |g: &T| (g.up() * gs) * (g.up() * gs);
+                    let squares = |g: &T| (g.to_acc() * gs) * (g.to_acc() * gs);
                     sums.iter_mut().zip(g).for_each(|(s, g)| *s += squares(g));
                     let sum = g.iter().map(squares).sum::<T::Acc>();
-                    mix(row, sum.wide() / p.cols as f64);
+                    mix(row, sum.as_f64() / p.cols as f64);
                 }
             });
             sums
@@ -216,39 +237,40 @@ impl Adafactor {
         let sums: Vec<Vec<T::Acc>> =
             g.par_chunks(size).zip(rows.par_chunks_mut(p.chunk())).map(one).collect();
         for (j, column) in columns.iter_mut().enumerate() {
-            mix(column, sums.iter().map(|s| s[j].wide()).sum::<f64>() / p.rows as f64);
+            mix(column, sums.iter().map(|s| s[j].as_f64()).sum::<f64>() / p.rows as f64);
         }
     }
 
     fn reference(
         &self,
-        c: &Common,
-        params: &Flat,
+        c: &UpdateArgs,
+        params: &FlatLayout,
         weights: &Tensor,
         grads: &Tensor,
         state: &Tensor,
     ) -> Result<()> {
-        let new = (self.step as f64).powf(self.decay);
-        let mix = |old: &Tensor, found: &Tensor| (old * (1.0 - new))? + (found * new)?;
+        let one_minus_beta2 = (self.step as f64).powf(self.decay);
+        let mix =
+            |old: &Tensor, found: &Tensor| (old * (1.0 - one_minus_beta2))? + (found * one_minus_beta2)?;
         let rms = |t: &Tensor| t.to_dtype(DType::F64)?.sqr()?.mean_all()?.to_scalar::<f64>().map(f64::sqrt);
-        for p in parts(params) {
+        for p in factored_params(params) {
             let w = weights.narrow(0, p.start, p.len())?.reshape((p.rows, p.cols))?;
             let g = (grads.narrow(0, p.start, p.len())?.reshape((p.rows, p.cols))? * c.grad_scale)?;
-            let size = rms(&w)?;
-            let w = if p.start < c.decayed { (w * (1.0 - c.lr * c.weight_decay))? } else { w };
-            let rows = mix(&state.narrow(0, p.state, p.rows)?, &g.sqr()?.mean(1)?)?;
-            state.slice_set(&rows, 0, p.state)?;
+            let param_rms = rms(&w)?;
+            let w = if p.start < c.decayed_len { (w * (1.0 - c.lr * c.weight_decay))? } else { w };
+            let rows = mix(&state.narrow(0, p.state_offset, p.rows)?, &g.sqr()?.mean(1)?)?;
+            state.slice_set(&rows, 0, p.state_offset)?;
             let mut v = rows.reshape((p.rows, 1))?;
             if p.is_matrix() {
-                let columns = mix(&state.narrow(0, p.state + p.rows, p.cols)?, &g.sqr()?.mean(0)?)?;
-                state.slice_set(&columns, 0, p.state + p.rows)?;
+                let columns = mix(&state.narrow(0, p.state_offset + p.rows, p.cols)?, &g.sqr()?.mean(0)?)?;
+                state.slice_set(&columns, 0, p.state_offset + p.rows)?;
                 let mean = rows.to_dtype(DType::F64)?.mean_all()?.to_scalar::<f64>()?;
-                v = v.broadcast_mul(&(columns.reshape((1, p.cols))? / mean.max(TINY))?)?;
+                v = v.broadcast_mul(&(columns.reshape((1, p.cols))? / mean.max(MIN_SECOND_MOMENT))?)?;
             }
-            let u = (g / v.maximum(TINY * TINY)?.sqrt()?)?;
-            let rate = c.lr.min(1.0 / (self.step as f64).sqrt());
-            let go = rate * size.max(self.eps) / (rms(&u)? / self.clip).max(1.0);
-            weights.slice_set(&(w - (u * go)?)?.flatten_all()?, 0, p.start)?;
+            let u = (g / v.maximum(MIN_SECOND_MOMENT * MIN_SECOND_MOMENT)?.sqrt()?)?;
+            let rho = c.lr.min(1.0 / (self.step as f64).sqrt());
+            let alpha = rho * param_rms.max(self.eps) / (rms(&u)? / self.clip).max(1.0);
+            weights.slice_set(&(w - (u * alpha)?)?.flatten_all()?, 0, p.start)?;
         }
         clear(grads)
     }
@@ -257,15 +279,15 @@ impl Adafactor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layers::check::{device, distance, flat, random};
-    use crate::params::{Declared, Init, Store};
+    use crate::layers::gradcheck::{random_tensor, relative_error, test_device, to_f64_vec};
+    use crate::params::{ParamInit, ParamRegistry, ParamStore};
 
-    fn store(dtype: DType, shapes: &[(&str, &[usize])]) -> Store {
-        let mut declared = Declared::default();
+    fn store(dtype: DType, shapes: &[(&str, &[usize])]) -> ParamStore {
+        let mut declared = ParamRegistry::default();
         for (name, shape) in shapes {
-            declared.param(*name, shape.to_vec(), Init::Normal(0.5));
+            declared.param(*name, shape.to_vec(), ParamInit::Normal(0.5));
         }
-        Store::new(declared.layout().unwrap(), 3, dtype, &device()).unwrap()
+        ParamStore::new(declared.into_layout().unwrap(), 3, dtype, &test_device()).unwrap()
     }
 
     /// ```python
@@ -284,26 +306,27 @@ mod tests {
         for dtype in [DType::F32, DType::F64] {
             let store = store(dtype, &[("w", &[2, 3]), ("x", &[2])]);
             let set = |t: &Tensor, v: Vec<f64>| {
-                super::super::update::round_into(&Tensor::new(v, &device()).unwrap(), t).unwrap()
+                super::super::update::cast_into(&Tensor::new(v, &test_device()).unwrap(), t).unwrap()
             };
-            set(&store.master, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]);
+            set(&store.master_weights, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]);
             let params = &store.layout.params;
             assert_eq!(state_len(params), 2 + 3 + 2);
-            let state = Tensor::zeros(state_len(params), store.master.dtype(), &device()).unwrap();
-            let c = Common {
+            let state =
+                Tensor::zeros(state_len(params), store.master_weights.dtype(), &test_device()).unwrap();
+            let c = UpdateArgs {
                 lr: 0.05,
                 grad_scale: 0.5,
-                judged: None,
+                device_grad_scale: None,
                 weight_decay: 0.1,
-                decayed: params.decayed,
+                decayed_len: params.decayed_len,
             };
             for step in 1..=10u64 {
                 set(&store.grads, (0..8).map(|i| 2.0 * ((3 * i + step) as f64).sin()).collect());
-                let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
-                rule.apply(&c, params, &store.master, &store.grads, &state, None).unwrap();
+                let rule = AdafactorKernel { decay: -0.8, eps: 1e-3, clip: 1.0, step };
+                rule.apply(&c, params, &store.master_weights, &store.grads, &state, None).unwrap();
             }
-            let far = distance(&flat(&store.master), &PYTORCH);
-            assert!(far < 2e-6, "{far}: {:?}", flat(&store.master));
+            let far = relative_error(&to_f64_vec(&store.master_weights), &PYTORCH);
+            assert!(far < 2e-6, "{far}: {:?}", to_f64_vec(&store.master_weights));
         }
     }
 
@@ -315,19 +338,24 @@ mod tests {
         let shapes: &[(&str, &[usize])] = &[("a", &[300, 170]), ("b", &[7, 3, 3, 5]), ("c", &[40_000])];
         let (ours, plain) = (store(DType::F32, shapes), store(DType::F64, shapes));
         let params = &ours.layout.params;
-        let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &device()).unwrap();
+        let zeros = |dtype| Tensor::zeros(state_len(params), dtype, &test_device()).unwrap();
         let (s, t) = (zeros(DType::F32), zeros(DType::F64));
-        let c =
-            Common { lr: 0.05, grad_scale: 0.5, judged: None, weight_decay: 0.1, decayed: params.decayed };
+        let c = UpdateArgs {
+            lr: 0.05,
+            grad_scale: 0.5,
+            device_grad_scale: None,
+            weight_decay: 0.1,
+            decayed_len: params.decayed_len,
+        };
         for step in 1..=4 {
-            let g = random(&[params.len], 90 + step);
-            super::super::update::round_into(&g, &ours.grads).unwrap();
-            super::super::update::round_into(&g, &plain.grads).unwrap();
-            let rule = Adafactor { decay: -0.8, eps: 1e-3, clip: 1.0, step };
-            rule.apply(&c, params, &ours.master, &ours.grads, &s, None).unwrap();
-            rule.reference(&c, params, &plain.master, &plain.grads, &t).unwrap();
+            let g = random_tensor(&[params.len], 90 + step);
+            super::super::update::cast_into(&g, &ours.grads).unwrap();
+            super::super::update::cast_into(&g, &plain.grads).unwrap();
+            let rule = AdafactorKernel { decay: -0.8, eps: 1e-3, clip: 1.0, step };
+            rule.apply(&c, params, &ours.master_weights, &ours.grads, &s, None).unwrap();
+            rule.reference(&c, params, &plain.master_weights, &plain.grads, &t).unwrap();
         }
-        assert!(distance(&flat(&ours.master), &flat(&plain.master)) < 1e-5);
-        assert!(flat(&ours.grads).iter().all(|g| *g == 0.0), "gradients are cleared");
+        assert!(relative_error(&to_f64_vec(&ours.master_weights), &to_f64_vec(&plain.master_weights)) < 1e-5);
+        assert!(to_f64_vec(&ours.grads).iter().all(|g| *g == 0.0), "gradients are cleared");
     }
 }

@@ -9,7 +9,7 @@ __global__ void __launch_bounds__(256) sum(const T *a, const T *b, T *y, int64_t
     if (i >= packs) return;
     auto left = Pack<T, N>::load(a + i * N), right = Pack<T, N>::load(b + i * N);
 #pragma unroll
-    for (int k = 0; k < N; k++) left.v[k] = down<T>(value_of<A>(up(left.v[k]) + up(right.v[k])));
+    for (int k = 0; k < N; k++) left.v[k] = from_acc<T>(value_of<A>(to_acc(left.v[k]) + to_acc(right.v[k])));
     left.store(y + i * N);
 }
 

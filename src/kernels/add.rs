@@ -1,7 +1,7 @@
 //! `act(a + b)`, fresh or in place: the end of a residual branch.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{Result, Tensor};
 
@@ -14,58 +14,58 @@ use crate::{vectorised, with_elem};
 /// `act(a + b)` as a fresh tensor.
 pub fn forward(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(a) {
-        let y = cuda::fresh(device, a.dtype(), a.shape())?;
-        card::sum(device, a, b, &y, act)?;
+    if let Some(device) = cuda::device_of(a) {
+        let y = cuda::uninit(device, a.dtype(), a.shape())?;
+        gpu::add_activation(device, a, b, &y, act)?;
         return Ok(y);
     }
-    if !reference::has_body(a) {
+    if !reference::has_cpu_kernel(a) {
         return activation::reference::forward(&(a + b)?, act);
     }
-    into(&a.copy()?, b, act)
+    inplace(&a.copy()?, b, act)
 }
 
 /// `a = act(a + b)` in place; returns `a`.
-pub fn into(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
+pub fn inplace(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(a) {
-        card::sum(device, a, b, a, act)?;
+    if let Some(device) = cuda::device_of(a) {
+        gpu::add_activation(device, a, b, a, act)?;
         return Ok(a.clone());
     }
-    if !reference::has_body(a) {
+    if !reference::has_cpu_kernel(a) {
         a.slice_set(&activation::reference::forward(&(a + b)?, act)?, 0, 0)?;
         return Ok(a.clone());
     }
     with_elem!(a.dtype(), T => {
         let b = cpu::view::<T>(b)?;
-        cpu::update::<T, _>(a, |a| cpu::for_rows(a, 1, |start, a| sum(a, &b[start..][..a.len()], act)))?;
+        cpu::with_slice_mut::<T, _>(a, |a| cpu::parallel_for_rows(a, 1, |start, a| add_activation(a, &b[start..][..a.len()], act)))?;
     });
     Ok(a.clone())
 }
 
 /// `dy = dy act'(y)` in place; `act` is one whose slope follows from its output.
-pub fn through(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
+pub fn activation_backward_inplace(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(y) {
-        return activation::card::backward(device, y, dy, dy, act);
+    if let Some(device) = cuda::device_of(y) {
+        return activation::gpu::backward(device, y, dy, dy, act);
     }
-    if !reference::has_body(y) {
+    if !reference::has_cpu_kernel(y) {
         return dy.slice_set(&activation::backward(y, dy, act)?, 0, 0);
     }
     with_elem!(y.dtype(), T => {
         let y = cpu::view::<T>(y)?;
-        cpu::update::<T, _>(dy, |dy| cpu::for_rows(dy, 1, |start, dy| {
+        cpu::with_slice_mut::<T, _>(dy, |dy| cpu::parallel_for_rows(dy, 1, |start, dy| {
             let y = &y[start..][..dy.len()];
             vectorised!(T, || {
-                each_activation!(act, f => dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = T::down(dy.up() * f.slope(y.up()))))
+                each_activation!(act, f => dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = T::from_acc(dy.to_acc() * f.derivative(y.to_acc()))))
             })
         }))
     })
 }
 
-fn sum<T: Elem>(a: &mut [T], b: &[T], act: Activation) {
+fn add_activation<T: Elem>(a: &mut [T], b: &[T], act: Activation) {
     vectorised!(
         T,
-        || each_activation!(act, f => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::down(f.value(a.up() + b.up())))),
+        || each_activation!(act, f => a.iter_mut().zip(b).for_each(|(a, b)| *a = T::from_acc(f.value(a.to_acc() + b.to_acc())))),
     )
 }

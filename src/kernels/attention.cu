@@ -17,12 +17,12 @@ template <int TILE, class T, class R>
 __device__ void load(R *to, const T *from, int64_t width, int first, int limit, int head, R scale) {
     for (int i = threadIdx.x; i < TILE * head; i += THREADS) {
         int row = i / head, c = i % head;
-        to[row * (head + 1) + c] = first + row < limit ? R(up(from[int64_t(first + row) * width + c])) * scale : R(0);
+        to[row * (head + 1) + c] = first + row < limit ? R(to_acc(from[int64_t(first + row) * width + c])) * scale : R(0);
     }
 }
 
 // s[i][j] = a[row i] . b[row j]; rows of a are ty + 16 i, of b tx + 16 j.
-template <int M, class R> __device__ void dots(R (&s)[M][M], const R *a, const R *b, int head) {
+template <int M, class R> __device__ void row_dots(R (&s)[M][M], const R *a, const R *b, int head) {
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
 #pragma unroll
     for (int i = 0; i < M; i++)
@@ -40,8 +40,8 @@ template <int M, class R> __device__ void dots(R (&s)[M][M], const R *a, const R
 }
 
 // o[i][j] += sum over k of p(row i, k) b[k][column j]; `turned` reads p(k, row i) instead.
-template <int M, int C, int TILE, bool turned, class R>
-__device__ void gather(R (&o)[M][C], const R *p, const R *b, int head) {
+template <int M, int C, int TILE, bool transposed, class R>
+__device__ void accumulate_product(R (&o)[M][C], const R *p, const R *b, int head) {
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
     for (int k = 0; k < TILE; k++) {
         R y[C];
@@ -50,7 +50,7 @@ __device__ void gather(R (&o)[M][C], const R *p, const R *b, int head) {
 #pragma unroll
         for (int i = 0; i < M; i++) {
             int row = ty + SIDE * i;
-            R x = turned ? p[k * (TILE + 1) + row] : p[row * (TILE + 1) + k];
+            R x = transposed ? p[k * (TILE + 1) + row] : p[row * (TILE + 1) + k];
 #pragma unroll
             for (int j = 0; j < C; j++) o[i][j] += x * y[j];
         }
@@ -66,7 +66,7 @@ __device__ void write(T *to, const R (&o)[M][C], int64_t width, int first, int l
         if (row >= limit) continue;
 #pragma unroll
         for (int j = 0; j < C; j++)
-            if (tx + SIDE * j < head) to[int64_t(row) * width + tx + SIDE * j] = down<T>(o[i][j] * scale[i]);
+            if (tx + SIDE * j < head) to[int64_t(row) * width + tx + SIDE * j] = from_acc<T>(o[i][j] * scale[i]);
     }
 }
 
@@ -91,39 +91,39 @@ __device__ double log_of(double x) { return log(x); }
 
 template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    forward(Sizes s, Masked masks, const T *qkv, T *y, Acc<T> *sums) {
+    forward(AttentionDims s, Masked masks, const T *qkv, T *y, Acc<T> *logsumexp) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
     extern __shared__ __align__(16) unsigned char bytes[];
     R *q = (R *)bytes, *kv = q + TILE * (s.head + 1), *p = kv + TILE * (s.head + 1);
     int first = blockIdx.x * TILE, h = blockIdx.y, sample = blockIdx.z, kv_head = h / (s.heads / s.kv_heads);
-    int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE, width = s.packed();
+    int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE, width = s.qkv_width();
     const auto mask = masks.of(sample);
     const T *base = qkv + int64_t(sample) * s.length * width;
     const T *k_at = base + (s.heads + kv_head) * s.head, *v_at = base + (s.heads + s.kv_heads + kv_head) * s.head;
     load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
-    R o[M][C] = {}, largest[M], total[M];
+    R o[M][C] = {}, max_score[M], exp_sum[M];
 #pragma unroll
-    for (int i = 0; i < M; i++) largest[i] = -INFINITY, total[i] = 0;
-    int keys = s.keys(sample), limit = s.seen(sample, min(first + TILE, s.length));
+    for (int i = 0; i < M; i++) max_score[i] = -INFINITY, exp_sum[i] = 0;
+    int keys = s.keys(sample), limit = s.visible_keys(sample, min(first + TILE, s.length));
     for (int from = 0; from < limit; from += TILE) {
         __syncthreads();
         load<TILE>(kv, k_at, width, from, limit, s.head, R(1));
         __syncthreads();
         R scores[M][M];
-        dots<M>(scores, q, kv, s.head);
+        row_dots<M>(scores, q, kv, s.head);
 #pragma unroll
         for (int i = 0; i < M; i++) {
             int query = first + ty + SIDE * i;
-            R now = largest[i];
+            R new_max = max_score[i];
 #pragma unroll
             for (int j = 0; j < M; j++) {
-                if (s.hidden(query, from + tx + SIDE * j, keys)) scores[i][j] = -INFINITY;
-                now = scores[i][j] > now ? scores[i][j] : now;
+                if (s.is_masked(query, from + tx + SIDE * j, keys)) scores[i][j] = -INFINITY;
+                new_max = scores[i][j] > new_max ? scores[i][j] : new_max;
             }
-            now = row_max(now);
+            new_max = row_max(new_max);
             // A row that sees nothing yet keeps its zeros.
-            R shift = now == R(-INFINITY) ? R(0) : now, shrink = exp_of(largest[i] - shift), sum = 0;
+            R shift = new_max == R(-INFINITY) ? R(0) : new_max, rescale = exp_of(max_score[i] - shift), sum = 0;
 #pragma unroll
             for (int j = 0; j < M; j++) {
                 R e = exp_of(scores[i][j] - shift);
@@ -131,34 +131,34 @@ __global__ void __launch_bounds__(THREADS)
                 p[(ty + SIDE * i) * (TILE + 1) + tx + SIDE * j] = e * kept;
                 sum += e;
             }
-            total[i] = total[i] * shrink + row_sum(sum);
-            largest[i] = now;
+            exp_sum[i] = exp_sum[i] * rescale + row_sum(sum);
+            max_score[i] = new_max;
 #pragma unroll
-            for (int j = 0; j < C; j++) o[i][j] *= shrink;
+            for (int j = 0; j < C; j++) o[i][j] *= rescale;
         }
         __syncthreads();
         load<TILE>(kv, v_at, width, from, limit, s.head, R(1));
         __syncthreads();
-        gather<M, C, TILE, false>(o, p, kv, s.head);
+        accumulate_product<M, C, TILE, false>(o, p, kv, s.head);
     }
     R scale[M];
 #pragma unroll
     for (int i = 0; i < M; i++) {
-        scale[i] = total[i] > 0 ? R(1) / total[i] : R(0);
+        scale[i] = exp_sum[i] > 0 ? R(1) / exp_sum[i] : R(0);
         int query = first + ty + SIDE * i;
         if (tx == 0 && query < s.length)
-            sums[(int64_t(sample) * s.heads + h) * s.length + query] = largest[i] + log_of(total[i]);
+            logsumexp[(int64_t(sample) * s.heads + h) * s.length + query] = max_score[i] + log_of(exp_sum[i]);
     }
     int out = s.heads * s.head;
     write<M, C, TILE>(y + int64_t(sample) * s.length * out + h * s.head, o, out, first, s.length, s.head, scale);
 }
 
 // along[sample, head, query] = y . dy of a head.
-template <class T> __global__ void along(const T *y, const T *dy, Acc<T> *out, int length, int heads, int head, int64_t rows) {
+template <class T> __global__ void delta(const T *y, const T *dy, Acc<T> *out, int length, int heads, int head, int64_t rows) {
     int64_t row = int64_t(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP; // (sample, query, head)
     if (row >= rows) return;
     Acc<T> sum = 0;
-    for (int c = threadIdx.x % WARP; c < head; c += WARP) sum += up(y[row * head + c]) * up(dy[row * head + c]);
+    for (int c = threadIdx.x % WARP; c < head; c += WARP) sum += to_acc(y[row * head + c]) * to_acc(dy[row * head + c]);
     sum = warp_sum(sum);
     int64_t h = row % heads, query = row / heads % length, sample = row / heads / length;
     if (threadIdx.x % WARP == 0) out[(sample * heads + h) * length + query] = sum;
@@ -167,20 +167,20 @@ template <class T> __global__ void along(const T *y, const T *dy, Acc<T> *out, i
 // The scores' gradients of a tile of queries and one of keys, and optionally the weights that were not dropped, into
 // shared memory.
 template <int M, int TILE, class Masked, class R>
-__device__ void slopes(const Sizes &s, const Masked &mask, int h, R *ds, R *p, const R *q, const R *k,
-                       const R *v, const R *dy, const R *sums, const R *along, int first, int from, int keys) {
+__device__ void score_grads(const AttentionDims &s, const Masked &mask, int h, R *ds, R *p, const R *q, const R *k,
+                       const R *v, const R *dy, const R *logsumexp, const R *delta, int first, int from, int keys) {
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
     R scores[M][M], dp[M][M];
-    dots<M>(scores, q, k, s.head);
-    dots<M>(dp, dy, v, s.head);
+    row_dots<M>(scores, q, k, s.head);
+    row_dots<M>(dp, dy, v, s.head);
 #pragma unroll
     for (int i = 0; i < M; i++) {
         int query = first + ty + SIDE * i;
-        R sum = query < s.length ? sums[query] : R(0), a = query < s.length ? along[query] : R(0);
+        R sum = query < s.length ? logsumexp[query] : R(0), a = query < s.length ? delta[query] : R(0);
 #pragma unroll
         for (int j = 0; j < M; j++) {
-            bool hidden = s.hidden(query, from + tx + SIDE * j, keys);
-            R e = hidden ? R(0) : exp_of(scores[i][j] - sum);
+            bool is_masked = s.is_masked(query, from + tx + SIDE * j, keys);
+            R e = is_masked ? R(0) : exp_of(scores[i][j] - sum);
             int at = (ty + SIDE * i) * (TILE + 1) + tx + SIDE * j;
             R kept = mask.template kept<R>(h, query, from + tx + SIDE * j);
             if (p) p[at] = e * kept;
@@ -191,7 +191,7 @@ __device__ void slopes(const Sizes &s, const Masked &mask, int h, R *ds, R *p, c
 
 template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    queries(Sizes s, Masked masks, const T *qkv, const T *dy, const Acc<T> *sums, const Acc<T> *along,
+    backward_dq(AttentionDims s, Masked masks, const T *qkv, const T *dy, const Acc<T> *logsumexp, const Acc<T> *delta,
             T *dx) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
@@ -199,24 +199,24 @@ __global__ void __launch_bounds__(THREADS)
     int tile = TILE * (s.head + 1);
     R *q = (R *)bytes, *d = q + tile, *k = d + tile, *v = k + tile, *ds = v + tile;
     int first = blockIdx.x * TILE, h = blockIdx.y, sample = blockIdx.z, kv_head = h / (s.heads / s.kv_heads);
-    int width = s.packed(), out = s.heads * s.head;
+    int width = s.qkv_width(), out = s.heads * s.head;
     const auto mask = masks.of(sample);
     int64_t at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
     load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
     load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
-    const R *row_sums = sums + (int64_t(sample) * s.heads + h) * s.length;
-    const R *row_along = along + (int64_t(sample) * s.heads + h) * s.length;
+    const R *row_logsumexp = logsumexp + (int64_t(sample) * s.heads + h) * s.length;
+    const R *row_delta = delta + (int64_t(sample) * s.heads + h) * s.length;
     R o[M][C] = {}, scale[M];
-    int keys = s.keys(sample), limit = s.seen(sample, min(first + TILE, s.length));
+    int keys = s.keys(sample), limit = s.visible_keys(sample, min(first + TILE, s.length));
     for (int from = 0; from < limit; from += TILE) {
         __syncthreads();
         load<TILE>(k, base + (s.heads + kv_head) * s.head, width, from, limit, s.head, R(1));
         load<TILE>(v, base + (s.heads + s.kv_heads + kv_head) * s.head, width, from, limit, s.head, R(1));
         __syncthreads();
-        slopes<M, TILE>(s, mask, h, ds, (R *)nullptr, q, k, v, d, row_sums, row_along, first, from, keys);
+        score_grads<M, TILE>(s, mask, h, ds, (R *)nullptr, q, k, v, d, row_logsumexp, row_delta, first, from, keys);
         __syncthreads();
-        gather<M, C, TILE, false>(o, ds, k, s.head);
+        accumulate_product<M, C, TILE, false>(o, ds, k, s.head);
     }
 #pragma unroll
     for (int i = 0; i < M; i++) scale[i] = R(s.scale);
@@ -225,15 +225,15 @@ __global__ void __launch_bounds__(THREADS)
 
 template <class T, class Masked, int TILE, int HEAD>
 __global__ void __launch_bounds__(THREADS)
-    keys_and_values(Sizes s, Masked masks, const T *qkv, const T *dy, const Acc<T> *sums,
-                    const Acc<T> *along, T *dx) {
+    backward_dkv(AttentionDims s, Masked masks, const T *qkv, const T *dy, const Acc<T> *logsumexp,
+                    const Acc<T> *delta, T *dx) {
     using R = Acc<T>;
     constexpr int M = TILE / SIDE, C = (HEAD + SIDE - 1) / SIDE;
     extern __shared__ __align__(16) unsigned char bytes[];
     int tile = TILE * (s.head + 1);
     R *q = (R *)bytes, *d = q + tile, *k = d + tile, *v = k + tile, *ds = v + tile, *p = ds + TILE * (TILE + 1);
     int from = blockIdx.x * TILE, kv_head = blockIdx.y, sample = blockIdx.z, group = s.heads / s.kv_heads;
-    int width = s.packed(), out = s.heads * s.head, keys = s.keys(sample);
+    int width = s.qkv_width(), out = s.heads * s.head, keys = s.keys(sample);
     const auto mask = masks.of(sample);
     int64_t at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
@@ -243,17 +243,17 @@ __global__ void __launch_bounds__(THREADS)
     R dk[M][C] = {}, dv[M][C] = {}, one[M];
     for (int g = 0; g < group && from < keys; g++) {
         int h = kv_head * group + g;
-        const R *row_sums = sums + (int64_t(sample) * s.heads + h) * s.length;
-        const R *row_along = along + (int64_t(sample) * s.heads + h) * s.length;
+        const R *row_logsumexp = logsumexp + (int64_t(sample) * s.heads + h) * s.length;
+        const R *row_delta = delta + (int64_t(sample) * s.heads + h) * s.length;
         for (int first = s.causal ? from : 0; first < s.length; first += TILE) {
             __syncthreads();
             load<TILE>(q, base + h * s.head, width, first, s.length, s.head, R(s.scale));
             load<TILE>(d, dy + at * out + h * s.head, out, first, s.length, s.head, R(1));
             __syncthreads();
-            slopes<M, TILE>(s, mask, h, ds, p, q, k, v, d, row_sums, row_along, first, from, keys);
+            score_grads<M, TILE>(s, mask, h, ds, p, q, k, v, d, row_logsumexp, row_delta, first, from, keys);
             __syncthreads();
-            gather<M, C, TILE, true>(dv, p, d, s.head);
-            gather<M, C, TILE, true>(dk, ds, q, s.head); // q is scaled already
+            accumulate_product<M, C, TILE, true>(dv, p, d, s.head);
+            accumulate_product<M, C, TILE, true>(dk, ds, q, s.head); // q is scaled already
         }
     }
 #pragma unroll
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(THREADS)
 // Starts a kernel with as much shared memory as it needs, which must be allowed first beyond 48 KiB: as much as its
 // largest head takes, so that what one thread allows never forbids another's launch.
 template <class K, class... Args>
-int start(K kernel, dim3 grid, size_t shared, size_t most, cudaStream_t stream, Args... args) {
+int launch(K kernel, dim3 grid, size_t shared, size_t most, cudaStream_t stream, Args... args) {
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most)))
         return error;
     kernel<<<grid, THREADS, shared, stream>>>(args...);
@@ -281,36 +281,36 @@ int start(K kernel, dim3 grid, size_t shared, size_t most, cudaStream_t stream, 
 
 } // namespace
 
-extern "C" int attention_forward(const Call *call, const void *qkv, void *y, void *sums, cudaStream_t stream) {
-    int batch = call->batch, length = call->length, head = call->head;
-    WITH_TYPE(call->type, {
+extern "C" int attention_forward(const AttentionArgs *attn_args, const void *qkv, void *y, void *logsumexp, cudaStream_t stream) {
+    int batch = attn_args->batch, length = attn_args->length, head = attn_args->head;
+    WITH_TYPE(attn_args->type, {
         using R = Acc<T>;
         WITH_HEAD(head, {
             auto shared = [](int head) { return (2 * TILE * (head + 1) + TILE * (TILE + 1)) * sizeof(R); };
             auto run = [&](auto mask) {
-                return start(forward<T, decltype(mask), TILE, HEAD>, dim3(blocks(length, TILE), call->heads, batch),
-                             shared(head), shared(HEAD), stream, Sizes(*call), mask, (const T *)qkv, (T *)y, (R *)sums);
+                return launch(forward<T, decltype(mask), TILE, HEAD>, dim3(blocks(length, TILE), attn_args->heads, batch),
+                             shared(head), shared(HEAD), stream, AttentionDims(*attn_args), mask, (const T *)qkv, (T *)y, (R *)logsumexp);
             };
-            return call->keys ? run(Mask(*call)) : run(NoMask());
+            return attn_args->keys ? run(DropoutMask(*attn_args)) : run(NoDropout());
         })
     })
 }
 
 // y . dy of every row of each head, into (batch, heads, length) values of the accumulator's type.
-extern "C" int attention_along(const Call *call, const void *y, const void *dy, void *to, cudaStream_t stream) {
-    int64_t rows = int64_t(call->batch) * call->length * call->heads;
-    WITH_TYPE(call->type, {
-        along<T><<<blocks(rows, 8), 8 * WARP, 0, stream>>>((const T *)y, (const T *)dy, (Acc<T> *)to, call->length,
-                                                           call->heads, call->head, rows);
+extern "C" int attention_delta(const AttentionArgs *attn_args, const void *y, const void *dy, void *to, cudaStream_t stream) {
+    int64_t rows = int64_t(attn_args->batch) * attn_args->length * attn_args->heads;
+    WITH_TYPE(attn_args->type, {
+        delta<T><<<blocks(rows, 8), 8 * WARP, 0, stream>>>((const T *)y, (const T *)dy, (Acc<T> *)to, attn_args->length,
+                                                           attn_args->heads, attn_args->head, rows);
     })
     return cudaGetLastError();
 }
 
-// `along` is what `attention_along` made.
-extern "C" int attention_backward(const Call *call, const void *qkv, const void *sums, const void *dy, const void *along,
+// `along` is what `attention_delta` made.
+extern "C" int attention_backward(const AttentionArgs *attn_args, const void *qkv, const void *logsumexp, const void *dy, const void *delta,
                                   void *dx, cudaStream_t stream) {
-    int batch = call->batch, length = call->length, head = call->head;
-    WITH_TYPE(call->type, {
+    int batch = attn_args->batch, length = attn_args->length, head = attn_args->head;
+    WITH_TYPE(attn_args->type, {
         using R = Acc<T>;
         WITH_HEAD(head, {
             auto shared = [](int head, int scores) {
@@ -319,15 +319,15 @@ extern "C" int attention_backward(const Call *call, const void *qkv, const void 
             auto run = [&](auto mask) {
                 using Masked = decltype(mask);
                 unsigned tiles = blocks(length, TILE);
-                int error = start(queries<T, Masked, TILE, HEAD>, dim3(tiles, call->heads, batch), shared(head, 1),
-                                  shared(HEAD, 1), stream, Sizes(*call), mask, (const T *)qkv, (const T *)dy,
-                                  (const R *)sums, (const R *)along, (T *)dx);
+                int error = launch(backward_dq<T, Masked, TILE, HEAD>, dim3(tiles, attn_args->heads, batch), shared(head, 1),
+                                  shared(HEAD, 1), stream, AttentionDims(*attn_args), mask, (const T *)qkv, (const T *)dy,
+                                  (const R *)logsumexp, (const R *)delta, (T *)dx);
                 if (error) return error;
-                return start(keys_and_values<T, Masked, TILE, HEAD>, dim3(tiles, call->kv_heads, batch), shared(head, 2),
-                             shared(HEAD, 2), stream, Sizes(*call), mask, (const T *)qkv, (const T *)dy, (const R *)sums,
-                             (const R *)along, (T *)dx);
+                return launch(backward_dkv<T, Masked, TILE, HEAD>, dim3(tiles, attn_args->kv_heads, batch), shared(head, 2),
+                             shared(HEAD, 2), stream, AttentionDims(*attn_args), mask, (const T *)qkv, (const T *)dy, (const R *)logsumexp,
+                             (const R *)delta, (T *)dx);
             };
-            return call->keys ? run(Mask(*call)) : run(NoMask());
+            return attn_args->keys ? run(DropoutMask(*attn_args)) : run(NoDropout());
         })
     })
 }

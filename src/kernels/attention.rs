@@ -5,320 +5,329 @@
 //! `heads / kv_heads` query heads shares one. A thread takes a sample's key head with all its query heads, so
 //! that the gradients of shared keys are summed by one thread in one order.
 
+mod dims;
+mod dropout_mask;
 #[cfg(feature = "cuda")]
-mod card;
-mod mask;
-mod sizes;
+mod gpu;
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-pub use mask::Mask;
-pub use sizes::Sizes;
+pub use dims::AttentionDims;
+pub use dropout_mask::DropoutMask;
 
-use super::product::{By, Mat, multiply};
+use super::matmul::{MatView, Threading, gemm};
 use super::rotary::Rotary;
 use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
 /// Queries of a tile, and keys they meet at once: long products of few calls, whose scores stay in the
 /// second-level cache.
-const TILE: usize = 64;
-const KEYS: usize = 256;
+const QUERY_TILE: usize = 64;
+const KEY_TILE: usize = 256;
 /// A row of scores is worked on in whole lanes, up to the first that holds none that is seen.
 const LANES: usize = lanes::LANES;
 
 /// What a thread works with: buffers of (length, head), (TILE, head), (TILE, KEYS) and (TILE).
-const FORWARD: (usize, usize, usize, usize) = (2, 2, 1, 2);
-const BACKWARD: (usize, usize, usize, usize) = (4, 3, 2, 1);
+const FORWARD_BUFFERS: (usize, usize, usize, usize) = (2, 2, 1, 2);
+const BACKWARD_BUFFERS: (usize, usize, usize, usize) = (4, 3, 2, 1);
 
-pub struct Attention<'a> {
-    pub sizes: Sizes,
+pub struct AttentionKernel<'a> {
+    pub dims: AttentionDims,
     /// A position sees itself and those before it.
     pub causal: bool,
     pub rotary: Option<&'a Rotary>,
     /// Positions of each sample that are seen at all, from the first; all where absent.
     pub lengths: Option<&'a [u32]>,
-    /// What was staged of the samples with their lengths, as [`keys::staged`](super::keys::staged) lays it out.
-    pub staged: Option<&'a Tensor>,
+    /// What was staged of the samples with their lengths, as [`sample_keys::pack_sample_info`](super::sample_keys::pack_sample_info) lays it out.
+    pub sample_info: Option<&'a Tensor>,
     /// The weights that are dropped; none where absent.
-    pub mask: Option<Mask<'a>>,
+    pub dropout: Option<DropoutMask<'a>>,
 }
 
 /// A sample's key head: what one thread does.
-struct Unit<'a, T> {
+struct KvHeadTask<'a, T> {
     /// (length, packed)
-    packed: &'a [T],
+    qkv: &'a [T],
     sample: usize,
-    kv: usize,
+    kv_head: usize,
     /// Keys that are seen.
-    keys: usize,
+    key_count: usize,
 }
 
-impl Attention<'_> {
+impl AttentionKernel<'_> {
     /// The reference.
     pub fn reference(&self, qkv: &Tensor) -> Result<Tensor> {
-        let Sizes { length, heads, kv_heads, head } = self.sizes;
+        let AttentionDims { length, heads, kv_heads, head_dim } = self.dims;
         let batch = qkv.dim(0)?;
-        let part = |first: usize, heads: usize| {
-            let part = qkv.narrow(2, first * head, heads * head)?.reshape((batch, length, heads, head))?;
+        let split_heads = |first: usize, heads: usize| {
+            let part = qkv
+                .narrow(2, first * head_dim, heads * head_dim)?
+                .reshape((batch, length, heads, head_dim))?;
             part.transpose(1, 2)?.contiguous()
         };
-        let turned = |x: Tensor| self.rotary.map_or(Ok(x.clone()), |rotary| rotary.reference(&x));
-        let shared = |x: Tensor| {
-            let shape = (batch, kv_heads, heads / kv_heads, length, head);
-            x.unsqueeze(2)?.broadcast_as(shape)?.contiguous()?.reshape((batch, heads, length, head))
+        let rotate = |x: Tensor| self.rotary.map_or(Ok(x.clone()), |rotary| rotary.reference(&x));
+        let repeat_kv = |x: Tensor| {
+            let shape = (batch, kv_heads, heads / kv_heads, length, head_dim);
+            x.unsqueeze(2)?.broadcast_as(shape)?.contiguous()?.reshape((batch, heads, length, head_dim))
         };
-        let q = turned(part(0, heads)?)?;
-        let k = shared(turned(part(heads, kv_heads)?)?)?;
-        let v = shared(part(heads + kv_heads, kv_heads)?)?;
+        let q = rotate(split_heads(0, heads)?)?;
+        let k = repeat_kv(rotate(split_heads(heads, kv_heads)?)?)?;
+        let v = repeat_kv(split_heads(heads + kv_heads, kv_heads)?)?;
         let mask = (0..batch * length * length).map(|i| {
             let (sample, query, key) = (i / length / length, i / length % length, i % length);
-            let seen = key < self.keys(sample) && (!self.causal || key <= query);
-            if seen { 0.0 } else { f32::NEG_INFINITY }
+            let visible = key < self.key_count(sample) && (!self.causal || key <= query);
+            if visible { 0.0 } else { f32::NEG_INFINITY }
         });
         let mask = Tensor::from_vec(mask.collect::<Vec<f32>>(), (batch, 1, length, length), qkv.device())?;
-        let scores = (q.matmul(&k.t()?)? * (head as f64).powf(-0.5))?;
+        let scores = (q.matmul(&k.t()?)? * (head_dim as f64).powf(-0.5))?;
         let p = candle_nn::ops::softmax(&scores.broadcast_add(&mask.to_dtype(qkv.dtype())?)?, 3)?;
-        let p = match &self.mask {
-            Some(mask) => (p * mask.whole(&self.sizes, qkv)?)?,
+        let p = match &self.dropout {
+            Some(mask) => (p * mask.to_tensor(&self.dims, qkv)?)?,
             None => p,
         };
-        p.matmul(&v)?.transpose(1, 2)?.contiguous()?.reshape((batch, length, heads * head))
+        p.matmul(&v)?.transpose(1, 2)?.contiguous()?.reshape((batch, length, heads * head_dim))
     }
 
     /// Keys of a sample that are seen.
-    fn keys(&self, sample: usize) -> usize {
-        self.lengths.map_or(self.sizes.length, |l| (l[sample] as usize).min(self.sizes.length))
+    fn key_count(&self, sample: usize) -> usize {
+        self.lengths.map_or(self.dims.length, |l| (l[sample] as usize).min(self.dims.length))
     }
 
     /// Keys that the queries `first..first + rows` may see.
-    fn seen(&self, keys: usize, first: usize, rows: usize) -> usize {
+    fn visible_keys(&self, keys: usize, first: usize, rows: usize) -> usize {
         if self.causal { keys.min(first + rows) } else { keys }
     }
 
     fn scale<R: Real>(&self) -> R {
-        R::of((self.sizes.head as f64).powf(-0.5))
+        R::of_f64((self.dims.head_dim as f64).powf(-0.5))
     }
 
-    fn unit<'a, T>(&self, qkv: &'a [T], unit: usize) -> Unit<'a, T> {
-        let (sample, kv) = (unit / self.sizes.kv_heads, unit % self.sizes.kv_heads);
-        let len = self.sizes.length * self.sizes.packed();
-        Unit { packed: &qkv[sample * len..][..len], sample, kv, keys: self.keys(sample) }
+    fn task<'a, T>(&self, qkv: &'a [T], index: usize) -> KvHeadTask<'a, T> {
+        let (sample, kv_head) = (index / self.dims.kv_heads, index % self.dims.kv_heads);
+        let len = self.dims.length * self.dims.qkv_width();
+        KvHeadTask { qkv: &qkv[sample * len..][..len], sample, kv_head, key_count: self.key_count(sample) }
     }
 
     /// Query heads that share a key head.
-    fn group(&self) -> usize {
-        self.sizes.heads / self.sizes.kv_heads
+    fn group_size(&self) -> usize {
+        self.dims.heads / self.dims.kv_heads
     }
 
     /// First packed columns of a key head and of its values.
-    fn columns(&self, kv: usize) -> (usize, usize) {
-        let Sizes { heads, kv_heads, head, .. } = self.sizes;
-        ((heads + kv) * head, (heads + kv_heads + kv) * head)
+    fn kv_columns(&self, kv: usize) -> (usize, usize) {
+        let AttentionDims { heads, kv_heads, head_dim, .. } = self.dims;
+        ((heads + kv) * head_dim, (heads + kv_heads + kv) * head_dim)
     }
 
     /// The output (batch, length, heads head), and the logarithm of each row's sum of exponentials
     /// (batch, heads, length).
     pub fn forward(&self, qkv: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (batch, s) = (qkv.dim(0)?, &self.sizes);
-        let (y_shape, sums_shape) = ((batch, s.length, s.width()), (batch, s.heads, s.length));
+        let (batch, s) = (qkv.dim(0)?, &self.dims);
+        let (y_shape, logsumexp_shape) = ((batch, s.length, s.width()), (batch, s.heads, s.length));
         #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(qkv) {
-            return self.forward_card(device, &self.turned_card(device, qkv)?);
+        if let Some(device) = super::cuda::device_of(qkv) {
+            return self.forward_cuda(device, &self.apply_rotary_cuda(device, qkv)?);
         }
         with_elem!(qkv.dtype(), T => {
-            if !reference::has_body(qkv) {
+            if !reference::has_cpu_kernel(qkv) {
                 let dtype = <<T as Elem>::Acc as candle_core::WithDType>::DTYPE;
-                return Ok((self.reference(qkv)?, Tensor::zeros(sums_shape, dtype, qkv.device())?));
+                return Ok((self.reference(qkv)?, Tensor::zeros(logsumexp_shape, dtype, qkv.device())?));
             }
             let (y, sums) = self.forward_cpu::<T>(&cpu::view::<T>(qkv)?, batch);
-            Ok((cpu::tensor(y, y_shape)?, cpu::tensor(sums, sums_shape)?))
+            Ok((cpu::tensor(y, y_shape)?, cpu::tensor(sums, logsumexp_shape)?))
         })
     }
 
     fn forward_cpu<T: Elem>(&self, qkv: &[T], batch: usize) -> (Vec<T>, Vec<T::Acc>) {
-        let Sizes { length, heads, head, .. } = self.sizes;
-        let mut y = cpu::fresh::<T>(batch * length * heads * head);
-        let mut sums = vec![T::Acc::ZERO; batch * heads * length];
-        let out = cpu::Blocks::new(&mut y);
-        let units = sums.par_chunks_mut(self.group() * length).enumerate();
-        units.for_each_init(
-            || Buffers::<T::Acc>::new(FORWARD, &self.sizes),
-            |work, (unit, sums)| {
-                let unit = self.unit(qkv, unit);
-                let (k_column, v_column) = self.columns(unit.kv);
+        let AttentionDims { length, heads, head_dim, .. } = self.dims;
+        let mut y = cpu::uninit::<T>(batch * length * heads * head_dim);
+        let mut logsumexp = vec![T::Acc::ZERO; batch * heads * length];
+        let out = cpu::DisjointSliceMut::new(&mut y);
+        let tasks = logsumexp.par_chunks_mut(self.group_size() * length).enumerate();
+        tasks.for_each_init(
+            || AttentionBuffers::<T::Acc>::new(FORWARD_BUFFERS, &self.dims),
+            |work, (index, logsumexp)| {
+                let task = self.task(qkv, index);
+                let (k_column, v_column) = self.kv_columns(task.kv_head);
                 let [k, v] = work.sequences.each_mut_first();
-                self.load(unit.packed, k_column, 0, T::Acc::ONE, true, k);
-                self.load(unit.packed, v_column, 0, T::Acc::ONE, false, v);
-                for (g, sums) in sums.chunks_exact_mut(length).enumerate() {
-                    let column = (unit.kv * self.group() + g) * head;
-                    for (first, sums) in (0..).step_by(TILE).zip(sums.chunks_mut(TILE)) {
-                        self.forward_tile(&unit, column, first, work, sums);
+                self.load(task.qkv, k_column, 0, T::Acc::ONE, true, k);
+                self.load(task.qkv, v_column, 0, T::Acc::ONE, false, v);
+                for (g, logsumexp) in logsumexp.chunks_exact_mut(length).enumerate() {
+                    let column = (task.kv_head * self.group_size() + g) * head_dim;
+                    for (first, logsumexp) in (0..).step_by(QUERY_TILE).zip(logsumexp.chunks_mut(QUERY_TILE))
+                    {
+                        self.forward_tile(&task, column, first, work, logsumexp);
                         let o = &work.tiles[1];
-                        for (row, o) in o.chunks_exact(head).take(sums.len()).enumerate() {
-                            let at = (unit.sample * length + first + row) * heads * head + column;
+                        for (row, o) in o.chunks_exact(head_dim).take(logsumexp.len()).enumerate() {
+                            let at = (task.sample * length + first + row) * heads * head_dim + column;
                             // SAFETY: this unit alone writes the columns of its heads.
-                            let out = unsafe { out.get(at, head) };
-                            out.iter_mut().zip(o).for_each(|(y, o)| *y = T::down(*o));
+                            let out = unsafe { out.range_mut(at, head_dim) };
+                            out.iter_mut().zip(o).for_each(|(y, o)| *y = T::from_acc(*o));
                         }
                     }
                 }
             },
         );
-        (y, sums)
+        (y, logsumexp)
     }
 
-    /// The outputs of `sums.len()` queries from `first` into the second tile.
+    /// The outputs of `logsumexp.len()` queries from `first` into the second tile.
     fn forward_tile<T: Elem>(
         &self,
-        unit: &Unit<T>,
+        task: &KvHeadTask<T>,
         column: usize,
         first: usize,
-        work: &mut Buffers<T::Acc>,
-        sums: &mut [T::Acc],
+        work: &mut AttentionBuffers<T::Acc>,
+        logsumexp: &mut [T::Acc],
     ) {
-        let (head, n) = (self.sizes.head, sums.len());
-        let (limit, zero) = (self.seen(unit.keys, first, n), T::Acc::ZERO);
-        let Buffers { sequences, tiles, scores, rows } = work;
+        let (head_dim, n) = (self.dims.head_dim, logsumexp.len());
+        let (limit, zero) = (self.visible_keys(task.key_count, first, n), T::Acc::ZERO);
+        let AttentionBuffers { sequences, tiles, scores, rows } = work;
         let ([k, v], [q, o]) = (sequences.each_mut_first(), tiles.each_mut_first());
-        let ([scores], [largest, total]) = (scores.each_mut_first(), rows.each_mut_first());
-        self.load(unit.packed, column, first, self.scale(), true, &mut q[..n * head]);
-        largest.fill(T::Acc::NEG_INFINITY);
-        total.fill(zero);
+        let ([scores], [row_max, row_sum]) = (scores.each_mut_first(), rows.each_mut_first());
+        self.load(task.qkv, column, first, self.scale(), true, &mut q[..n * head_dim]);
+        row_max.fill(T::Acc::NEG_INFINITY);
+        row_sum.fill(zero);
         o.fill(zero);
-        for from in (0..limit).step_by(KEYS) {
-            let c = KEYS.min(limit - from);
-            let (k, v) = (Mat::new(&k[from * head..], c, head), Mat::new(&v[from * head..], c, head));
-            multiply::<T::Acc>(scores, KEYS, Mat::new(q, n, head), k.t(), false, By::Me);
+        for from in (0..limit).step_by(KEY_TILE) {
+            let c = KEY_TILE.min(limit - from);
+            let (k, v) = (
+                MatView::new(&k[from * head_dim..], c, head_dim),
+                MatView::new(&v[from * head_dim..], c, head_dim),
+            );
+            gemm::<T::Acc>(scores, KEY_TILE, MatView::new(q, n, head_dim), k.t(), false, Threading::Serial);
             vectorised!(T::Acc, || {
-                for (i, scores) in scores.chunks_exact_mut(KEYS).take(n).enumerate() {
-                    let seen = c.min(self.seen(limit, first + i, 1).saturating_sub(from));
+                for (i, scores) in scores.chunks_exact_mut(KEY_TILE).take(n).enumerate() {
+                    let seen = c.min(self.visible_keys(limit, first + i, 1).saturating_sub(from));
                     let (scores, hidden) = scores.split_at_mut(seen.next_multiple_of(LANES));
                     scores[seen..].fill(T::Acc::NEG_INFINITY);
                     hidden[..c.saturating_sub(scores.len())].fill(zero);
-                    let now = lanes::max(scores).larger(largest[i]);
-                    let shrink = (largest[i] - now).exp();
+                    let new_max = lanes::max(scores).larger(row_max[i]);
+                    let rescale = (row_max[i] - new_max).exp();
                     for lanes in scores.as_chunks_mut::<LANES>().0 {
-                        lanes.iter_mut().for_each(|s| *s = (*s - now).exp());
+                        lanes.iter_mut().for_each(|s| *s = (*s - new_max).exp());
                     }
-                    total[i] = total[i] * shrink + lanes::sum([&*scores], |[s]| s);
-                    if let Some(mask) = &self.mask {
-                        let kept = &mut [zero; KEYS][..scores.len()];
-                        mask.row(unit.sample, column / head, first + i, from, kept);
+                    row_sum[i] = row_sum[i] * rescale + lanes::sum([&*scores], |[s]| s);
+                    if let Some(mask) = &self.dropout {
+                        let kept = &mut [zero; KEY_TILE][..scores.len()];
+                        mask.fill_row(task.sample, column / head_dim, first + i, from, kept);
                         scores.iter_mut().zip(kept).for_each(|(s, kept)| *s *= *kept);
                     }
-                    largest[i] = now;
-                    o[i * head..][..head].iter_mut().for_each(|o| *o *= shrink);
+                    row_max[i] = new_max;
+                    o[i * head_dim..][..head_dim].iter_mut().for_each(|o| *o *= rescale);
                 }
             });
-            multiply::<T::Acc>(o, head, Mat::strided(scores, n, c, KEYS), v, true, By::Me);
+            gemm::<T::Acc>(o, head_dim, MatView::strided(scores, n, c, KEY_TILE), v, true, Threading::Serial);
         }
         vectorised!(T::Acc, || {
-            for (i, sum) in sums.iter_mut().enumerate() {
+            for (i, sum) in logsumexp.iter_mut().enumerate() {
                 // A sample without a single key gives zeros.
-                let total = if limit == 0 { T::Acc::ONE } else { total[i] };
-                *sum = if limit == 0 { zero } else { largest[i] + total.ln() };
-                let share = T::Acc::ONE / total;
-                o[i * head..][..head].iter_mut().for_each(|o| *o *= share);
+                let total = if limit == 0 { T::Acc::ONE } else { row_sum[i] };
+                *sum = if limit == 0 { zero } else { row_max[i] + total.ln() };
+                let inv_sum = T::Acc::ONE / total;
+                o[i * head_dim..][..head_dim].iter_mut().for_each(|o| *o *= inv_sum);
             }
         });
     }
 
     /// The input's gradient, from the input, the output and the sums of the forward pass.
-    pub fn backward(&self, qkv: &Tensor, y: &Tensor, sums: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    pub fn backward(&self, qkv: &Tensor, y: &Tensor, logsumexp: &Tensor, dy: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(qkv) {
-            let dx = self.backward_card(device, &self.turned_card(device, qkv)?, y, sums, dy)?;
-            return self.turned_back_card(device, dx);
+        if let Some(device) = super::cuda::device_of(qkv) {
+            let dx = self.backward_cuda(device, &self.apply_rotary_cuda(device, qkv)?, y, logsumexp, dy)?;
+            return self.rotary_backward_cuda(device, dx);
         }
-        if !reference::has_body(qkv) {
+        if !reference::has_cpu_kernel(qkv) {
             return Ok(reference::gradients(&[qkv], dy, |t| self.reference(&t[0]))?.remove(0));
         }
         with_elem!(qkv.dtype(), T => {
-            let (x, sums) = (cpu::view::<T>(qkv)?, cpu::view::<<T as Elem>::Acc>(sums)?);
+            let (x, sums) = (cpu::view::<T>(qkv)?, cpu::view::<<T as Elem>::Acc>(logsumexp)?);
             let dx = self.backward_cpu::<T>(&x, &cpu::view::<T>(y)?, &sums, &cpu::view::<T>(dy)?);
             cpu::tensor(dx, qkv.shape())
         })
     }
 
-    fn backward_cpu<T: Elem>(&self, qkv: &[T], y: &[T], sums: &[T::Acc], dy: &[T]) -> Vec<T> {
-        let Sizes { length, heads, head, .. } = self.sizes;
-        let width = heads * head;
-        let mut dx = cpu::fresh::<T>(qkv.len());
-        let out = cpu::Blocks::new(&mut dx);
-        let units = sums.par_chunks(self.group() * length).enumerate();
-        units.for_each_init(
-            || Buffers::<T::Acc>::new(BACKWARD, &self.sizes),
-            |work, (unit, sums)| {
-                let unit = self.unit(qkv, unit);
-                let (k_column, v_column) = self.columns(unit.kv);
+    fn backward_cpu<T: Elem>(&self, qkv: &[T], y: &[T], logsumexp: &[T::Acc], dy: &[T]) -> Vec<T> {
+        let AttentionDims { length, heads, head_dim, .. } = self.dims;
+        let width = heads * head_dim;
+        let mut dx = cpu::uninit::<T>(qkv.len());
+        let out = cpu::DisjointSliceMut::new(&mut dx);
+        let tasks = logsumexp.par_chunks(self.group_size() * length).enumerate();
+        tasks.for_each_init(
+            || AttentionBuffers::<T::Acc>::new(BACKWARD_BUFFERS, &self.dims),
+            |work, (index, logsumexp)| {
+                let task = self.task(qkv, index);
+                let (k_column, v_column) = self.kv_columns(task.kv_head);
                 let [k, v, dk, dv] = work.sequences.each_mut_first();
-                self.load(unit.packed, k_column, 0, T::Acc::ONE, true, k);
-                self.load(unit.packed, v_column, 0, T::Acc::ONE, false, v);
+                self.load(task.qkv, k_column, 0, T::Acc::ONE, true, k);
+                self.load(task.qkv, v_column, 0, T::Acc::ONE, false, v);
                 dk.fill(T::Acc::ZERO);
                 dv.fill(T::Acc::ZERO);
-                let of_sample = unit.sample * length * width..(unit.sample + 1) * length * width;
+                let of_sample = task.sample * length * width..(task.sample + 1) * length * width;
                 let (y, dy) = (&y[of_sample.clone()], &dy[of_sample]);
-                for (g, sums) in sums.chunks_exact(length).enumerate() {
-                    let column = (unit.kv * self.group() + g) * head;
-                    for (first, sums) in (0..).step_by(TILE).zip(sums.chunks(TILE)) {
-                        self.backward_tile(&unit, column, first, y, dy, work, sums);
-                        let dq = &work.tiles[2][..sums.len() * head];
+                for (g, logsumexp) in logsumexp.chunks_exact(length).enumerate() {
+                    let column = (task.kv_head * self.group_size() + g) * head_dim;
+                    for (first, logsumexp) in (0..).step_by(QUERY_TILE).zip(logsumexp.chunks(QUERY_TILE)) {
+                        self.backward_tile(&task, column, first, y, dy, work, logsumexp);
+                        let dq = &work.tiles[2][..logsumexp.len() * head_dim];
                         // SAFETY: this unit alone writes the columns of its heads.
-                        unsafe { self.store(&out, dq, unit.sample, column, first, self.scale(), true) };
+                        unsafe { self.store(&out, dq, task.sample, column, first, self.scale(), true) };
                     }
                 }
                 let [_, _, dk, dv] = work.sequences.each_mut_first();
                 // SAFETY: this unit alone writes the columns of its key head.
                 unsafe {
-                    self.store(&out, dk, unit.sample, k_column, 0, T::Acc::ONE, true);
-                    self.store(&out, dv, unit.sample, v_column, 0, T::Acc::ONE, false);
+                    self.store(&out, dk, task.sample, k_column, 0, T::Acc::ONE, true);
+                    self.store(&out, dv, task.sample, v_column, 0, T::Acc::ONE, false);
                 }
             },
         );
         dx
     }
 
-    /// Adds what `sums.len()` queries from `first` give to the gradients of keys and values, and leaves
+    /// Adds what `logsumexp.len()` queries from `first` give to the gradients of keys and values, and leaves
     /// their own in the third tile.
     #[allow(clippy::too_many_arguments)]
     fn backward_tile<T: Elem>(
         &self,
-        unit: &Unit<T>,
+        task: &KvHeadTask<T>,
         column: usize,
         first: usize,
         y: &[T],
         dy: &[T],
-        work: &mut Buffers<T::Acc>,
-        sums: &[T::Acc],
+        work: &mut AttentionBuffers<T::Acc>,
+        logsumexp: &[T::Acc],
     ) {
-        let (head, width, n) = (self.sizes.head, self.sizes.width(), sums.len());
-        let limit = self.seen(unit.keys, first, n);
-        let Buffers { sequences, tiles, scores, rows } = work;
+        let (head_dim, width, n) = (self.dims.head_dim, self.dims.width(), logsumexp.len());
+        let limit = self.visible_keys(task.key_count, first, n);
+        let AttentionBuffers { sequences, tiles, scores, rows } = work;
         let ([k, v, dk, dv], [q, d, dq]) = (sequences.each_mut_first(), tiles.each_mut_first());
-        let ([p, dp], [dots]) = (scores.each_mut_first(), rows.each_mut_first());
-        self.load(unit.packed, column, first, self.scale(), true, &mut q[..n * head]);
+        let ([p, dp], [delta]) = (scores.each_mut_first(), rows.each_mut_first());
+        self.load(task.qkv, column, first, self.scale(), true, &mut q[..n * head_dim]);
         dq.fill(T::Acc::ZERO);
         vectorised!(T, || {
-            for (i, d) in d.chunks_exact_mut(head).take(n).enumerate() {
+            for (i, d) in d.chunks_exact_mut(head_dim).take(n).enumerate() {
                 let at = (first + i) * width + column;
-                let (y, dy) = (&y[at..][..head], &dy[at..][..head]);
-                dots[i] = lanes::sum([y, dy], |[y, dy]| y * dy);
-                d.iter_mut().zip(dy).for_each(|(d, dy)| *d = dy.up());
+                let (y, dy) = (&y[at..][..head_dim], &dy[at..][..head_dim]);
+                delta[i] = lanes::sum([y, dy], |[y, dy]| y * dy);
+                d.iter_mut().zip(dy).for_each(|(d, dy)| *d = dy.to_acc());
             }
         });
-        let (q, d) = (Mat::new(q, n, head), Mat::new(d, n, head));
-        for from in (0..limit).step_by(KEYS) {
-            let c = KEYS.min(limit - from);
-            let (k, v) = (Mat::new(&k[from * head..], c, head), Mat::new(&v[from * head..], c, head));
-            multiply::<T::Acc>(p, KEYS, q, k.t(), false, By::Me);
-            multiply::<T::Acc>(dp, KEYS, d, v.t(), false, By::Me);
+        let (q, d) = (MatView::new(q, n, head_dim), MatView::new(d, n, head_dim));
+        for from in (0..limit).step_by(KEY_TILE) {
+            let c = KEY_TILE.min(limit - from);
+            let (k, v) = (
+                MatView::new(&k[from * head_dim..], c, head_dim),
+                MatView::new(&v[from * head_dim..], c, head_dim),
+            );
+            gemm::<T::Acc>(p, KEY_TILE, q, k.t(), false, Threading::Serial);
+            gemm::<T::Acc>(dp, KEY_TILE, d, v.t(), false, Threading::Serial);
             vectorised!(T::Acc, || {
-                let mut kept = [[T::Acc::ONE; LANES]; KEYS / LANES];
-                let rows = p.chunks_exact_mut(KEYS).zip(dp.chunks_exact_mut(KEYS)).take(n);
+                let mut kept = [[T::Acc::ONE; LANES]; KEY_TILE / LANES];
+                let rows = p.chunks_exact_mut(KEY_TILE).zip(dp.chunks_exact_mut(KEY_TILE)).take(n);
                 for (i, (p, dp)) in rows.enumerate() {
-                    let seen = c.min(self.seen(limit, first + i, 1).saturating_sub(from));
+                    let seen = c.min(self.visible_keys(limit, first + i, 1).saturating_sub(from));
                     let (p, hidden) = p.split_at_mut(seen.next_multiple_of(LANES));
                     let (dp, hidden_too) = dp.split_at_mut(p.len());
                     p[seen..].fill(T::Acc::NEG_INFINITY);
@@ -326,24 +335,24 @@ impl Attention<'_> {
                     let rest = c.saturating_sub(p.len());
                     hidden[..rest].fill(T::Acc::ZERO);
                     hidden_too[..rest].fill(T::Acc::ZERO);
-                    if let Some(mask) = &self.mask {
+                    if let Some(mask) = &self.dropout {
                         let kept = &mut kept.as_flattened_mut()[..p.len()];
-                        mask.row(unit.sample, column / head, first + i, from, kept);
+                        mask.fill_row(task.sample, column / head_dim, first + i, from, kept);
                     }
                     let (p, dp) = (p.as_chunks_mut::<LANES>().0, dp.as_chunks_mut::<LANES>().0);
                     for ((p, dp), kept) in p.iter_mut().zip(dp).zip(&kept) {
                         for ((p, dp), kept) in p.iter_mut().zip(dp).zip(kept) {
-                            let whole = (*p - sums[i]).exp();
-                            *dp = whole * (*dp * *kept - dots[i]);
-                            *p = whole * *kept;
+                            let prob = (*p - logsumexp[i]).exp();
+                            *dp = prob * (*dp * *kept - delta[i]);
+                            *p = prob * *kept;
                         }
                     }
                 }
             });
-            let (p, dp) = (Mat::strided(p, n, c, KEYS), Mat::strided(dp, n, c, KEYS));
-            multiply::<T::Acc>(&mut dv[from * head..], head, p.t(), d, true, By::Me);
-            multiply::<T::Acc>(&mut dk[from * head..], head, dp.t(), q, true, By::Me);
-            multiply::<T::Acc>(dq, head, dp, k, true, By::Me);
+            let (p, dp) = (MatView::strided(p, n, c, KEY_TILE), MatView::strided(dp, n, c, KEY_TILE));
+            gemm::<T::Acc>(&mut dv[from * head_dim..], head_dim, p.t(), d, true, Threading::Serial);
+            gemm::<T::Acc>(&mut dk[from * head_dim..], head_dim, dp.t(), q, true, Threading::Serial);
+            gemm::<T::Acc>(dq, head_dim, dp, k, true, Threading::Serial);
         }
     }
 
@@ -354,67 +363,67 @@ impl Attention<'_> {
         column: usize,
         first: usize,
         scale: T::Acc,
-        turn: bool,
+        rotate: bool,
         into: &mut [T::Acc],
     ) {
-        let rotary = self.rotary.filter(|_| turn);
+        let rotary = self.rotary.filter(|_| rotate);
         vectorised!(T, || {
-            for (i, into) in into.chunks_exact_mut(self.sizes.head).enumerate() {
-                let from = &packed[(first + i) * self.sizes.packed() + column..][..into.len()];
+            for (i, into) in into.chunks_exact_mut(self.dims.head_dim).enumerate() {
+                let from = &packed[(first + i) * self.dims.qkv_width() + column..][..into.len()];
                 match rotary {
-                    Some(rotary) => rotary.turn::<T, T::Acc>(from, into, first + i, scale, false),
-                    None => into.iter_mut().zip(from).for_each(|(a, b)| *a = b.up() * scale),
+                    Some(rotary) => rotary.rotate::<T, T::Acc>(from, into, first + i, scale, false),
+                    None => into.iter_mut().zip(from).for_each(|(a, b)| *a = b.to_acc() * scale),
                 }
             }
         })
     }
 
-    /// The way back of [`Attention::load`], for gradients.
+    /// The way back of [`AttentionKernel::load`], for gradients.
     ///
     /// # Safety
     /// Nobody else writes these columns of the sample.
     #[allow(clippy::too_many_arguments)]
     unsafe fn store<T: Elem>(
         &self,
-        out: &cpu::Blocks<T>,
+        out: &cpu::DisjointSliceMut<T>,
         rows: &[T::Acc],
         sample: usize,
         column: usize,
         first: usize,
         scale: T::Acc,
-        turn: bool,
+        rotate: bool,
     ) {
-        let (head, rotary) = (self.sizes.head, self.rotary.filter(|_| turn));
+        let (head_dim, rotary) = (self.dims.head_dim, self.rotary.filter(|_| rotate));
         vectorised!(T, || {
-            for (i, row) in rows.chunks_exact(head).enumerate() {
-                let position = sample * self.sizes.length + first + i;
+            for (i, row) in rows.chunks_exact(head_dim).enumerate() {
+                let position = sample * self.dims.length + first + i;
                 // SAFETY: promised by the caller.
-                let out = unsafe { out.get(position * self.sizes.packed() + column, head) };
+                let out = unsafe { out.range_mut(position * self.dims.qkv_width() + column, head_dim) };
                 match rotary {
-                    Some(rotary) => rotary.turn::<T::Acc, T>(row, out, first + i, scale, true),
-                    None => out.iter_mut().zip(row).for_each(|(a, b)| *a = T::down(*b * scale)),
+                    Some(rotary) => rotary.rotate::<T::Acc, T>(row, out, first + i, scale, true),
+                    None => out.iter_mut().zip(row).for_each(|(a, b)| *a = T::from_acc(*b * scale)),
                 }
             }
         })
     }
 }
 
-/// What a thread works with; see [`FORWARD`].
-struct Buffers<R> {
+/// What a thread works with; see [`FORWARD_BUFFERS`].
+struct AttentionBuffers<R> {
     sequences: Vec<Vec<R>>,
     tiles: Vec<Vec<R>>,
     scores: Vec<Vec<R>>,
     rows: Vec<Vec<R>>,
 }
 
-impl<R: Real> Buffers<R> {
-    fn new(counts: (usize, usize, usize, usize), sizes: &Sizes) -> Self {
+impl<R: Real> AttentionBuffers<R> {
+    fn new(counts: (usize, usize, usize, usize), sizes: &AttentionDims) -> Self {
         let of = |count: usize, len: usize| vec![vec![R::ZERO; len]; count];
         Self {
-            sequences: of(counts.0, sizes.length * sizes.head),
-            tiles: of(counts.1, TILE * sizes.head),
-            scores: of(counts.2, TILE * KEYS),
-            rows: of(counts.3, TILE),
+            sequences: of(counts.0, sizes.length * sizes.head_dim),
+            tiles: of(counts.1, QUERY_TILE * sizes.head_dim),
+            scores: of(counts.2, QUERY_TILE * KEY_TILE),
+            rows: of(counts.3, QUERY_TILE),
         }
     }
 }

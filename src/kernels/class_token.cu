@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(256)
     auto v = Pack<T, N>::load(t == 0 ? cls + p : x + (row - sample - 1) * n + p);
     auto position = Pack<T, N>::load(positions + int64_t(t) * n + p);
 #pragma unroll
-    for (int k = 0; k < N; k++) v.v[k] = down<T>(up(v.v[k]) + up(position.v[k]));
+    for (int k = 0; k < N; k++) v.v[k] = from_acc<T>(to_acc(v.v[k]) + to_acc(position.v[k]));
     v.store(y + i * N);
 }
 
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256)
     for (int sample = 0; sample < samples; sample++) {
         auto d = Pack<T, N>::load(dy + (sample * packs_all + i) * N);
 #pragma unroll
-        for (int k = 0; k < N; k++) sum[k] += up(d.v[k]);
+        for (int k = 0; k < N; k++) sum[k] += to_acc(d.v[k]);
         if (dx && i >= packs) d.store(dx + (sample * (packs_all - packs) + i - packs) * N);
     }
 #pragma unroll

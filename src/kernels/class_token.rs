@@ -1,7 +1,7 @@
 //! A learned token before each sequence, and learned positions on all of it.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
@@ -12,14 +12,14 @@ use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
 /// `y[b] = [class, x[b]...] + positions`
-pub struct ClassToken<'a> {
+pub struct ClassTokenKernel<'a> {
     /// `width` values, whatever their shape.
     pub class: &'a Tensor,
     /// (length + 1, width) values, whatever their shape.
     pub positions: &'a Tensor,
 }
 
-impl ClassToken<'_> {
+impl ClassTokenKernel<'_> {
     /// (length + 1, width)
     fn sizes(&self) -> (usize, usize) {
         let width = self.class.elem_count();
@@ -37,18 +37,18 @@ impl ClassToken<'_> {
     /// (batch, length + 1, width)
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x) {
-            return self.forward_card(device, x);
+        if let Some(device) = cuda::device_of(x) {
+            return self.forward_cuda(device, x);
         }
-        if !reference::has_body(x) {
+        if !reference::has_cpu_kernel(x) {
             return self.reference(x);
         }
         let ((length, n), batch) = (self.sizes(), x.dim(0)?);
         with_elem!(x.dtype(), T => {
             let (x, class) = (cpu::view::<T>(x)?, cpu::view::<T>(self.class)?);
             let positions = cpu::view::<T>(self.positions)?;
-            let mut y = cpu::fresh::<T>(batch * length * n);
-            cpu::for_rows(&mut y, n, |first, y| {
+            let mut y = cpu::uninit::<T>(batch * length * n);
+            cpu::parallel_for_rows(&mut y, n, |first, y| {
                 for (i, y) in y.chunks_exact_mut(n).enumerate() {
                     let (sample, t) = ((first + i) / length, (first + i) % length);
                     let from = match t {
@@ -58,7 +58,7 @@ impl ClassToken<'_> {
                     let position = &positions[t * n..][..n];
                     vectorised!(T, || {
                         let values = y.iter_mut().zip(from).zip(position);
-                        values.for_each(|((y, x), p)| *y = T::down(x.up() + p.up()))
+                        values.for_each(|((y, x), p)| *y = T::from_acc(x.to_acc() + p.to_acc()))
                     });
                 }
             });
@@ -70,16 +70,16 @@ impl ClassToken<'_> {
     pub fn backward(
         &self,
         dy: &Tensor,
-        grads: &ClassToken,
+        grads: &ClassTokenKernel,
         shape: Option<&[usize]>,
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(dy) {
-            return self.backward_card(device, dy, grads, shape);
+        if let Some(device) = cuda::device_of(dy) {
+            return self.backward_cuda(device, dy, grads, shape);
         }
         let (length, n) = self.sizes();
-        if reference::has_body(dy) {
-            with_elem!(dy.dtype(), T => sums::<T>(dy, grads, length, n)?);
+        if reference::has_cpu_kernel(dy) {
+            with_elem!(dy.dtype(), T => accumulate_grads::<T>(dy, grads, length, n)?);
         } else {
             let sum = dy.sum(0)?;
             reference::accumulate(grads.positions, &sum.reshape(grads.positions.shape())?)?;
@@ -90,16 +90,16 @@ impl ClassToken<'_> {
 }
 
 /// Each position by one thread, which adds the samples in order.
-fn sums<T: Elem>(dy: &Tensor, grads: &ClassToken, length: usize, n: usize) -> Result<()> {
+fn accumulate_grads<T: Elem>(dy: &Tensor, grads: &ClassTokenKernel, length: usize, n: usize) -> Result<()> {
     let dy = cpu::view::<T>(dy)?;
     let add = |t: usize, into: &mut [T::Acc]| {
         for sample in dy.chunks_exact(length * n) {
             let row = &sample[t * n..][..n];
-            vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.up()));
+            vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.to_acc()));
         }
     };
-    cpu::update::<T::Acc, _>(grads.positions, |table| {
+    cpu::with_slice_mut::<T::Acc, _>(grads.positions, |table| {
         table.par_chunks_mut(n).enumerate().for_each(|(t, into)| add(t, into))
     })?;
-    cpu::update::<T::Acc, _>(grads.class, |class| add(0, class))
+    cpu::with_slice_mut::<T::Acc, _>(grads.class, |class| add(0, class))
 }

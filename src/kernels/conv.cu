@@ -7,13 +7,13 @@
 namespace {
 
 // Where a window begins: the first line and column it sees, which may lie in the padding.
-struct Corner {
-    int64_t picture;
+struct PatchOrigin {
+    int64_t image;
     int y, x;
-    __device__ __forceinline__ Corner(const Geometry &g, int64_t pixel) {
+    __device__ __forceinline__ PatchOrigin(const ConvGeometry &g, int64_t pixel) {
         int pixels = g.out_height * g.out_width;
-        picture = pixel / pixels;
-        int in = int(pixel - picture * pixels), line = in / g.out_width;
+        image = pixel / pixels;
+        int in = int(pixel - image * pixels), line = in / g.out_width;
         y = line * g.stride - g.padding;
         x = (in - line * g.out_width) * g.stride - g.padding;
     }
@@ -22,21 +22,21 @@ struct Corner {
 // The windows of output pixels `first, ...`, counted over the batch, of one group, as rows of a matrix: `stride` values
 // each, of which the last may be zeros. A pack of N values lies in one cell.
 template <class T, int N>
-__global__ void __launch_bounds__(256) gather(const T *__restrict__ x, T *__restrict__ to, Geometry g, int group,
+__global__ void __launch_bounds__(256) im2col(const T *__restrict__ x, T *__restrict__ to, ConvGeometry g, int group,
                                               int64_t first, int stride, int64_t work) {
     int packs = g.depth() / N, row_packs = stride / N;
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < work; i += int64_t(gridDim.x) * blockDim.x) {
         int64_t row = i / row_packs;
         int in_row = int(i - row * row_packs), cell = in_row / packs, pack = in_row % packs;
-        Corner at(g, first + row);
+        PatchOrigin at(g, first + row);
         int iy = at.y + cell / g.kernel * g.dilation, ix = at.x + cell % g.kernel * g.dilation;
         Pack<T, N> values;
         if (cell < g.cells() && iy >= 0 && iy < g.height && ix >= 0 && ix < g.width) {
-            int64_t from = ((at.picture * g.height + iy) * g.width + ix) * g.inputs + group * g.depth() + pack * N;
+            int64_t from = ((at.image * g.height + iy) * g.width + ix) * g.inputs + group * g.depth() + pack * N;
             values = Pack<T, N>::load(x + from);
         } else {
 #pragma unroll
-            for (int k = 0; k < N; k++) values.v[k] = down<T>(Acc<T>(0));
+            for (int k = 0; k < N; k++) values.v[k] = from_acc<T>(Acc<T>(0));
         }
         values.store(to + i * N);
     }
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(256) gather(const T *__restrict__ x, T *__rest
 
 // The same where cells are no whole packs: a thread goes from cell to cell and writes a pack at once.
 template <class T>
-__global__ void __launch_bounds__(256) gather_narrow(const T *__restrict__ x, T *__restrict__ to, Geometry g, int group,
+__global__ void __launch_bounds__(256) im2col_narrow(const T *__restrict__ x, T *__restrict__ to, ConvGeometry g, int group,
                                                      int64_t first, int stride, unsigned work) {
     constexpr int N = Pack<T>::size;
     int depth = g.depth();
@@ -53,14 +53,14 @@ __global__ void __launch_bounds__(256) gather_narrow(const T *__restrict__ x, T 
         unsigned row = i / row_packs;
         int in_row = int(i - row * row_packs) * N, cell = in_row / depth, channel = in_row - cell * depth;
         int ky = cell / g.kernel, kx = cell - ky * g.kernel;
-        Corner at(g, first + row);
-        const T *picture = x + at.picture * g.height * g.width * g.inputs + group * depth;
+        PatchOrigin at(g, first + row);
+        const T *image = x + at.image * g.height * g.width * g.inputs + group * depth;
         Pack<T, N> values;
 #pragma unroll
         for (int k = 0; k < N; k++) {
             int iy = at.y + ky * g.dilation, ix = at.x + kx * g.dilation;
             bool in = ky < g.kernel && iy >= 0 && iy < g.height && ix >= 0 && ix < g.width;
-            values.v[k] = in ? picture[(int64_t(iy) * g.width + ix) * g.inputs + channel] : down<T>(Acc<T>(0));
+            values.v[k] = in ? image[(int64_t(iy) * g.width + ix) * g.inputs + channel] : from_acc<T>(Acc<T>(0));
             if (++channel == depth) {
                 channel = 0;
                 if (++kx == g.kernel) kx = 0, ky++;
@@ -71,23 +71,23 @@ __global__ void __launch_bounds__(256) gather_narrow(const T *__restrict__ x, T 
 }
 
 // The rows of a matrix, zeros after each up to `stride`.
-template <class T> __global__ void spread(const T *from, T *to, int64_t rows, int columns, int stride) {
+template <class T> __global__ void pad_rows(const T *from, T *to, int64_t rows, int columns, int stride) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = i / stride;
     int column = int(i - row * stride);
-    if (row < rows) to[i] = column < columns ? from[row * columns + column] : down<T>(Acc<T>(0));
+    if (row < rows) to[i] = column < columns ? from[row * columns + column] : from_acc<T>(Acc<T>(0));
 }
 
 // The reverse: what the rows of output pixels `first..first + rows` give to the input pixels of the lines
 // `line..line + lines`, counted over the batch, either alone or added to what is there. Every thread adds up its own.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
-    scatter(const Acc<T> *__restrict__ rows_of, T *__restrict__ dx, Geometry g, int group, int64_t first, int64_t rows,
+    col2im(const Acc<T> *__restrict__ rows_of, T *__restrict__ dx, ConvGeometry g, int group, int64_t first, int64_t rows,
             int64_t line, int64_t work, bool add) {
     using R = Acc<T>;
     int packs = g.depth() / N, pixels = g.out_height * g.out_width;
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < work; i += int64_t(gridDim.x) * blockDim.x) {
-        int64_t place = i / packs, lines = place / g.width + line, picture = lines / g.height;
-        int pack = int(i - place * packs), ix = int(place % g.width), iy = int(lines - picture * g.height);
+        int64_t place = i / packs, lines = place / g.width + line, image = lines / g.height;
+        int pack = int(i - place * packs), ix = int(place % g.width), iy = int(lines - image * g.height);
         R sums[N] = {};
         for (int ky = 0; ky < g.kernel; ky++) {
             int y = iy + g.padding - ky * g.dilation;
@@ -95,18 +95,18 @@ __global__ void __launch_bounds__(256)
             for (int kx = 0; kx < g.kernel; kx++) {
                 int at = ix + g.padding - kx * g.dilation;
                 if (at < 0 || at % g.stride != 0 || at / g.stride >= g.out_width) continue;
-                int64_t row = picture * pixels + y / g.stride * g.out_width + at / g.stride - first;
+                int64_t row = image * pixels + y / g.stride * g.out_width + at / g.stride - first;
                 if (row < 0 || row >= rows) continue;
                 const R *from = rows_of + (row * g.cells() + ky * g.kernel + kx) * g.depth() + pack * N;
 #pragma unroll
                 for (int k = 0; k < N; k++) sums[k] += from[k];
             }
         }
-        T *to = dx + ((picture * g.height + iy) * g.width + ix) * g.inputs + group * g.depth() + pack * N;
+        T *to = dx + ((image * g.height + iy) * g.width + ix) * g.inputs + group * g.depth() + pack * N;
         Pack<T, N> values;
         if (add) values = Pack<T, N>::load(to);
 #pragma unroll
-        for (int k = 0; k < N; k++) values.v[k] = down<T>(add ? up(values.v[k]) + sums[k] : sums[k]);
+        for (int k = 0; k < N; k++) values.v[k] = from_acc<T>(add ? to_acc(values.v[k]) + sums[k] : sums[k]);
         values.store(to);
     }
 }
@@ -114,25 +114,25 @@ __global__ void __launch_bounds__(256)
 // `y = act(y + bias)` in place; what the activation was given goes to `pre` where there is one.
 template <int A, class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
-    finish(T *y, T *pre, const T *__restrict__ bias, Cut cut, Lanes lanes) {
-    Place at(cut, lanes);
+    bias_activation(T *y, T *pre, const T *__restrict__ bias, RowPartition partition, BlockLayout layout) {
+    ThreadPosition at(partition, layout);
     Acc<T> shift[N] = {};
     if (at.in && bias) {
 #pragma unroll
-        for (int k = 0; k < N; k++) shift[k] = up(bias[at.pack * N + k]);
+        for (int k = 0; k < N; k++) shift[k] = to_acc(bias[at.pack * N + k]);
     }
-    auto load = [&](int64_t row) { return Pack<T, N>::load(y + row * cut.channels + at.pack * N); };
-    go_down<4>(at, lanes, load, [&](int64_t row, const Pack<T, N> &values) {
-        int64_t i = row * cut.channels + at.pack * N;
-        Pack<T, N> before, made;
+    auto load = [&](int64_t row) { return Pack<T, N>::load(y + row * partition.channels + at.pack * N); };
+    for_each_row<4>(at, layout, load, [&](int64_t row, const Pack<T, N> &values) {
+        int64_t i = row * partition.channels + at.pack * N;
+        Pack<T, N> preact, result;
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            Acc<T> v = up(values.v[k]) + shift[k];
-            before.v[k] = down<T>(v);
-            made.v[k] = down<T>(value_of<A>(v));
+            Acc<T> v = to_acc(values.v[k]) + shift[k];
+            preact.v[k] = from_acc<T>(v);
+            result.v[k] = from_acc<T>(value_of<A>(v));
         }
-        if (pre) before.store(pre + i);
-        made.store(y + i);
+        if (pre) preact.store(pre + i);
+        result.store(y + i);
     });
 }
 
@@ -140,37 +140,37 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
 // there is room for them.
 template <int A, class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
-    through(const T *__restrict__ v, T *dy, Acc<T> *partials, Cut cut, Lanes lanes) {
+    activation_backward(const T *__restrict__ v, T *dy, Acc<T> *partials, RowPartition partition, BlockLayout layout) {
     using R = Acc<T>;
-    Place at(cut, lanes);
+    ThreadPosition at(partition, layout);
     R sums[N] = {};
     auto load = [&](int64_t row) {
-        int64_t i = row * cut.channels + at.pack * N;
-        Both<T, N> both;
+        int64_t i = row * partition.channels + at.pack * N;
+        ValueAndGrad<T, N> both;
         both.d = Pack<T, N>::load(dy + i);
         if (A != IDENTITY) both.x = Pack<T, N>::load(v + i);
         return both;
     };
-    go_down<4>(at, lanes, load, [&](int64_t row, const Both<T, N> &both) {
+    for_each_row<4>(at, layout, load, [&](int64_t row, const ValueAndGrad<T, N> &both) {
         auto ds = both.d;
         if (A != IDENTITY) {
 #pragma unroll
-            for (int k = 0; k < N; k++) ds.v[k] = down<T>(up(ds.v[k]) * slope_of<A>(up(both.x.v[k])));
-            ds.store(dy + row * cut.channels + at.pack * N);
+            for (int k = 0; k < N; k++) ds.v[k] = from_acc<T>(to_acc(ds.v[k]) * slope_of<A>(to_acc(both.x.v[k])));
+            ds.store(dy + row * partition.channels + at.pack * N);
         }
 #pragma unroll
-        for (int k = 0; k < N; k++) sums[k] += up(ds.v[k]);
+        for (int k = 0; k < N; k++) sums[k] += to_acc(ds.v[k]);
     });
     if (!partials) return;
-    add_up(sums, at, lanes);
+    block_row_sum(sums, at, layout);
     if (at.y == 0 && at.in) {
 #pragma unroll
-        for (int k = 0; k < N; k++) partials[int64_t(at.part) * cut.channels + at.pack * N + k] = sums[k];
+        for (int k = 0; k < N; k++) partials[int64_t(at.part) * partition.channels + at.pack * N + k] = sums[k];
     }
 }
 
 // Adds the sums of parts to what is there, in order: 32 columns and 32 rows of threads a block.
-template <class R> __global__ void __launch_bounds__(1024) add_parts(const R *partials, R *into, int parts, int channels) {
+template <class R> __global__ void __launch_bounds__(1024) add_partials(const R *partials, R *into, int parts, int channels) {
     __shared__ R sums[32][33];
     int channel = blockIdx.x * 32 + threadIdx.x;
     R sum = 0;
@@ -186,24 +186,24 @@ template <class R> __global__ void __launch_bounds__(1024) add_parts(const R *pa
 }
 
 // `into += what`, whose rows are `stride` apart
-template <class T, class R> __global__ void add_to(const T *what, R *into, int64_t len, int columns, int stride) {
+template <class T, class R> __global__ void accumulate_gradient(const T *what, R *into, int64_t len, int columns, int stride) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= len) return;
     int64_t row = stride == columns ? 0 : i / columns;
-    into[i] += R(up(what[i + row * (stride - columns)]));
+    into[i] += R(to_acc(what[i + row * (stride - columns)]));
 }
 
 // Enough blocks to fill a card, each of which goes on with more work.
-unsigned filling(int64_t work) {
+unsigned grid_blocks(int64_t work) {
     int64_t wanted = (work + 255) / 256;
     return unsigned(wanted < 132 * 64 ? wanted : 132 * 64);
 }
 
 } // namespace
 
-extern "C" int conv_gather(int type, const Geometry *geometry, const void *x, void *to, int group, int64_t first,
+extern "C" int conv_im2col(int type, const ConvGeometry *geometry, const void *x, void *to, int group, int64_t first,
                            int64_t rows, int stride, cudaStream_t stream) {
-    Geometry g = *geometry;
+    ConvGeometry g = *geometry;
     if (rows == 0) return 0;
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
@@ -211,92 +211,92 @@ extern "C" int conv_gather(int type, const Geometry *geometry, const void *x, vo
         // Threads count in steps of the grid.
         if (packs > INT32_MAX) return cudaErrorInvalidValue;
         if (aligned(g.depth() * sizeof(T), {x}))
-            gather<T, N><<<filling(packs), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, stride, packs);
+            im2col<T, N><<<grid_blocks(packs), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, stride, packs);
         else
-            gather_narrow<T><<<filling(packs), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, stride,
+            im2col_narrow<T><<<grid_blocks(packs), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, stride,
                                                                  unsigned(packs));
     })
     return cudaGetLastError();
 }
 
-extern "C" int conv_spread(int type, const void *from, void *to, int64_t rows, int columns, int stride,
+extern "C" int conv_pad_rows(int type, const void *from, void *to, int64_t rows, int columns, int stride,
                            cudaStream_t stream) {
     if (rows == 0) return 0;
     WITH_TYPE(type, {
-        spread<<<blocks(rows * stride, 256), 256, 0, stream>>>((const T *)from, (T *)to, rows, columns, stride);
+        pad_rows<<<blocks(rows * stride, 256), 256, 0, stream>>>((const T *)from, (T *)to, rows, columns, stride);
     })
     return cudaGetLastError();
 }
 
-extern "C" int conv_scatter(int type, const Geometry *geometry, const void *rows_of, void *dx, int group, int64_t first,
+extern "C" int conv_col2im(int type, const ConvGeometry *geometry, const void *rows_of, void *dx, int group, int64_t first,
                             int64_t rows, int64_t line, int64_t lines, int add, cudaStream_t stream) {
-    Geometry g = *geometry;
+    ConvGeometry g = *geometry;
     if (lines == 0) return 0;
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
         int64_t values = lines * g.width * g.depth();
         if (aligned(g.depth() * sizeof(T), {dx}))
-            scatter<T, N><<<filling(values / N), 256, 0, stream>>>((const Acc<T> *)rows_of, (T *)dx, g, group, first,
+            col2im<T, N><<<grid_blocks(values / N), 256, 0, stream>>>((const Acc<T> *)rows_of, (T *)dx, g, group, first,
                                                                    rows, line, values / N, add != 0);
         else
-            scatter<T, 1><<<filling(values), 256, 0, stream>>>((const Acc<T> *)rows_of, (T *)dx, g, group, first, rows,
+            col2im<T, 1><<<grid_blocks(values), 256, 0, stream>>>((const Acc<T> *)rows_of, (T *)dx, g, group, first, rows,
                                                                line, values, add != 0);
     })
     return cudaGetLastError();
 }
 
-extern "C" int conv_finish(int type, int act, void *y, void *pre, const void *bias, int64_t rows, int channels,
+extern "C" int conv_bias_activation(int type, int act, void *y, void *pre, const void *bias, int64_t rows, int channels,
                            int64_t chunk, int parts, cudaStream_t stream) {
-    Cut cut{rows, rows, chunk, parts, channels};
+    RowPartition partition{rows, rows, chunk, parts, channels};
     if (rows == 0) return 0;
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
-        bool many = aligned(channels * sizeof(T), {y, pre});
-        Lanes lanes(many ? channels / N : channels);
+        bool vectorized = aligned(channels * sizeof(T), {y, pre});
+        BlockLayout layout(vectorized ? channels / N : channels);
         WITH_ACT(act, {
-            if (many)
-                finish<A, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>((T *)y, (T *)pre, (const T *)bias,
-                                                                                   cut, lanes);
+            if (vectorized)
+                bias_activation<A, T, N><<<layout.blocks(partition), layout.threads(), 0, stream>>>((T *)y, (T *)pre, (const T *)bias,
+                                                                                   partition, layout);
             else
-                finish<A, T, 1><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>((T *)y, (T *)pre, (const T *)bias,
-                                                                                   cut, lanes);
+                bias_activation<A, T, 1><<<layout.blocks(partition), layout.threads(), 0, stream>>>((T *)y, (T *)pre, (const T *)bias,
+                                                                                   partition, layout);
         })
     })
     return cudaGetLastError();
 }
 
 // `partials` (parts, channels) and `dbias` are null where no sums are wanted.
-extern "C" int conv_through(int type, int act, const void *v, void *dy, void *partials, void *dbias, int64_t rows,
+extern "C" int conv_activation_backward(int type, int act, const void *v, void *dy, void *partials, void *dbias, int64_t rows,
                             int channels, int64_t chunk, int parts, cudaStream_t stream) {
-    Cut cut{rows, rows, chunk, parts, channels};
+    RowPartition partition{rows, rows, chunk, parts, channels};
     if (rows == 0) return 0;
     WITH_TYPE(type, {
         using R = Acc<T>;
         constexpr int N = Pack<T>::size;
-        bool many = aligned(channels * sizeof(T), {v, dy});
-        Lanes lanes(many ? channels / N : channels);
+        bool vectorized = aligned(channels * sizeof(T), {v, dy});
+        BlockLayout layout(vectorized ? channels / N : channels);
         WITH_ACT(act, {
-            if (many)
-                through<A, T, N><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>((const T *)v, (T *)dy, (R *)partials,
-                                                                                    cut, lanes);
+            if (vectorized)
+                activation_backward<A, T, N><<<layout.blocks(partition), layout.threads(), 0, stream>>>((const T *)v, (T *)dy, (R *)partials,
+                                                                                    partition, layout);
             else
-                through<A, T, 1><<<lanes.blocks(cut), lanes.threads(), 0, stream>>>((const T *)v, (T *)dy, (R *)partials,
-                                                                                    cut, lanes);
+                activation_backward<A, T, 1><<<layout.blocks(partition), layout.threads(), 0, stream>>>((const T *)v, (T *)dy, (R *)partials,
+                                                                                    partition, layout);
         })
         if (dbias)
-            add_parts<R><<<blocks(channels, 32), dim3(32, 32), 0, stream>>>((const R *)partials, (R *)dbias, parts,
+            add_partials<R><<<blocks(channels, 32), dim3(32, 32), 0, stream>>>((const R *)partials, (R *)dbias, parts,
                                                                             channels);
     })
     return cudaGetLastError();
 }
 
 // Adds a gradient, (rows, columns) with `stride` values between rows, to one of the type computed with.
-extern "C" int conv_add_to(int type, const void *what, void *into, int64_t rows, int columns, int stride,
+extern "C" int conv_accumulate_gradient(int type, const void *what, void *into, int64_t rows, int columns, int stride,
                            cudaStream_t stream) {
     int64_t len = rows * columns;
     if (len == 0) return 0;
     WITH_TYPE(type, {
-        add_to<<<blocks(len, 256), 256, 0, stream>>>((const T *)what, (Acc<T> *)into, len, columns, stride);
+        accumulate_gradient<<<blocks(len, 256), 256, 0, stream>>>((const T *)what, (Acc<T> *)into, len, columns, stride);
     })
     return cudaGetLastError();
 }

@@ -5,9 +5,9 @@
 //! and there are channels enough for it, it is gathered as the unit's tiles are packed.
 
 #[cfg(feature = "cuda")]
-pub(super) mod card;
+pub(super) mod gpu;
 #[cfg(feature = "cuda")]
-mod gathered;
+mod im2col_cuda;
 #[cfg(test)]
 mod tests;
 
@@ -17,37 +17,40 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::activation::each_activation;
-use super::channels::{Cut, Parts};
-use super::clip::Clip;
+use super::channels::{ChannelLayout, GridPartition};
+use super::clamp::ClampActivation;
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::linear::{Grads, add_all, through_activation};
-use super::product::{
-    By, Convolution, Mat, Then, convolve, convolving, multiply, packing, round, weigh, weighing,
+use super::im2col::{ConvGeometry, PixelBlock};
+use super::linear::{WeightBiasGrads, activation_backward, add_partials};
+use super::matmul::{
+    ConvArgs, CpuEpilogue, MatView, Threading, conv_weight_gradient_workspace, conv_workspace, gemm,
+    gemm_workspace, round, try_conv, try_conv_weight_gradient,
 };
-use super::windows::{Block, Geometry};
-use super::{Activation, Elem, Reads, Real, activation, add, cpu, depthwise, reference, turn};
+use super::{
+    Activation, Elem, Real, SavedForBackward, activation, add, cpu, depthwise, reference, transpose,
+};
 use crate::{vectorised, with_elem};
 
 /// The operands of a convolution: `weight` is (out, height, width, in / groups).
-pub struct Conv<'a> {
-    pub geometry: Geometry,
+pub struct ConvKernel<'a> {
+    pub geometry: ConvGeometry,
     pub weight: &'a Tensor,
     pub bias: Option<&'a Tensor>,
     pub act: Activation,
 }
 
-impl Conv<'_> {
+impl ConvKernel<'_> {
     /// The reference: one product for each cell of the window. (candle's own convolution cannot be
     /// differentiated where the stride leaves a rest.)
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
-        activation::reference::forward(&self.before_activation(x)?, self.act)
+        activation::reference::forward(&self.preactivation(x)?, self.act)
     }
 
-    fn before_activation(&self, x: &Tensor) -> Result<Tensor> {
+    fn preactivation(&self, x: &Tensor) -> Result<Tensor> {
         let g = &self.geometry;
         let ((h, w), batch) = (g.output(), x.dim(0)?);
-        let (cg, ng) = (g.inputs / g.groups, g.outputs / g.groups);
+        let (cg, ng) = (g.in_channels / g.groups, g.out_channels / g.groups);
         let x = x.pad_with_zeros(1, g.padding, g.padding)?.pad_with_zeros(2, g.padding, g.padding)?;
         let mut groups = Vec::with_capacity(g.groups);
         for group in 0..g.groups {
@@ -55,17 +58,19 @@ impl Conv<'_> {
             let weight = self.weight.narrow(0, group * ng, ng)?;
             let mut sum = None;
             for (ky, kx) in (0..g.kernel * g.kernel).map(|i| (i / g.kernel, i % g.kernel)) {
-                let seen = reference::seen_by_cell(&x, (ky * g.dilation, kx * g.dilation), g.stride, (h, w))?;
-                let cell = weight.narrow(1, ky, 1)?.narrow(2, kx, 1)?.contiguous()?.reshape((ng, cg))?;
-                let part = seen.reshape((batch * h * w, cg))?.matmul(&cell.t()?)?;
+                let tap_input =
+                    reference::inputs_at_tap(&x, (ky * g.dilation, kx * g.dilation), g.stride, (h, w))?;
+                let tap_weight =
+                    weight.narrow(1, ky, 1)?.narrow(2, kx, 1)?.contiguous()?.reshape((ng, cg))?;
+                let tap_product = tap_input.reshape((batch * h * w, cg))?.matmul(&tap_weight.t()?)?;
                 sum = Some(match sum {
-                    Some(sum) => (sum + part)?,
-                    None => part,
+                    Some(sum) => (sum + tap_product)?,
+                    None => tap_product,
                 });
             }
             groups.extend(sum);
         }
-        let y = Tensor::cat(&groups, 1)?.reshape((batch, h, w, g.outputs))?;
+        let y = Tensor::cat(&groups, 1)?.reshape((batch, h, w, g.out_channels))?;
         match self.bias {
             Some(bias) => y.broadcast_add(bias),
             None => Ok(y),
@@ -76,13 +81,13 @@ impl Conv<'_> {
     /// pass reads that.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x) {
-            return self.forward_card(device, x);
+        if let Some(device) = cuda::device_of(x) {
+            return self.forward_cuda(device, x);
         }
-        if !reference::has_body(x) {
-            let pre = self.before_activation(x)?;
+        if !reference::has_cpu_kernel(x) {
+            let pre = self.preactivation(x)?;
             let y = activation::reference::forward(&pre, self.act)?;
-            return Ok((y, (self.act.reads() == Reads::Input).then_some(pre)));
+            return Ok((y, (self.act.saved_for_backward() == SavedForBackward::Input).then_some(pre)));
         }
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x))
     }
@@ -92,52 +97,73 @@ impl Conv<'_> {
         if g.is_depthwise() {
             return self.forward_depthwise::<T>(x);
         }
-        let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
-        let (picture, ng) = (g.height * g.width * g.inputs, n / g.groups);
+        let (pixels, k, n) = (g.output_pixels(), g.patch_len(), g.out_channels);
+        let (image_len, ng) = (g.height * g.width * g.in_channels, n / g.groups);
         let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
-        let batch = values.len() / picture;
-        let mut y = cpu::fresh::<T>(batch * pixels * n);
-        let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
+        let batch = values.len() / image_len;
+        let mut y = cpu::uninit::<T>(batch * pixels * n);
+        let mut pre = if self.act.saved_for_backward() == SavedForBackward::Input {
+            cpu::uninit::<T>(y.len())
+        } else {
+            Vec::new()
+        };
         let (h, w) = g.output();
         let shape = (batch, h, w, n);
-        if let Some(clip) = Clip::of(self.act).filter(|_| pre.is_empty()) {
-            let then = Then { bias: bias.as_deref(), clip, onto: None };
-            if convolve(&mut y, Convolution { g, pictures: &values, weight: &weight, back: false, then }) {
+        if let Some(clamp) = ClampActivation::from_activation(self.act).filter(|_| pre.is_empty()) {
+            let epilogue = CpuEpilogue { bias: bias.as_deref(), clamp, residual: None };
+            if try_conv(
+                &mut y,
+                ConvArgs { g, images: &values, weight: &weight, input_gradient: false, epilogue },
+            ) {
                 return Ok((cpu::tensor(y, shape)?, None));
             }
         }
-        let blocking = g.blocks(g.cells(), batch, cpu::threads());
-        let room = g.gathered(T::DTYPE, blocking.rows(), g.cells()) / size_of::<T::Acc>();
+        let blocking = g.blocking(g.kernel_area(), batch, cpu::threads());
+        let patch_capacity =
+            g.im2col_bytes(T::DTYPE, blocking.max_rows(), g.kernel_area()) / size_of::<T::Acc>();
         // Every block packs the weight for its product, which is slow across the rows of what it reads: it is
         // turned once.
-        let weight = T::widened(&weight, By::All);
-        let weight: Vec<Vec<T::Acc>> = weight.chunks_exact(ng * k).map(|w| turn::matrix(w, ng, k)).collect();
+        let weight = T::to_acc_slice(&weight, Threading::Parallel);
+        let weight: Vec<Vec<T::Acc>> =
+            weight.chunks_exact(ng * k).map(|w| transpose::matrix(w, ng, k)).collect();
         // Straight into the output, where it is of the type that is computed in and needs no copy.
         let direct = pre.is_empty() && T::as_acc_mut(&mut y[..0]).is_some();
-        let wide_bias = bias.as_deref().map(|bias| T::widened(bias, By::Me));
-        let (outputs, befores) = (cpu::Blocks::new(&mut y), cpu::Blocks::new(&mut pre));
-        blocking.all().into_par_iter().for_each_init(
-            || (cpu::fresh::<T::Acc>(room), vec![T::Acc::ZERO; if direct { 0 } else { blocking.rows() * n }]),
-            |(gathered, wide), block| {
-                let (at, len) = (block.row(pixels) * n, block.rows() * n);
+        let acc_bias = bias.as_deref().map(|bias| T::to_acc_slice(bias, Threading::Serial));
+        let (outputs, preacts) = (cpu::DisjointSliceMut::new(&mut y), cpu::DisjointSliceMut::new(&mut pre));
+        blocking.blocks().into_par_iter().for_each_init(
+            || {
+                (
+                    cpu::uninit::<T::Acc>(patch_capacity),
+                    vec![T::Acc::ZERO; if direct { 0 } else { blocking.max_rows() * n }],
+                )
+            },
+            |(patches, acc), block| {
+                let (at, len) = (block.first_row(pixels) * n, block.rows() * n);
                 // SAFETY: this block alone writes its rows.
-                let (out, before) = unsafe { (outputs.get(at, len), befores.get(at, len)) };
-                let mut product = |to: &mut [T::Acc]| {
+                let (out, preact) = unsafe { (outputs.range_mut(at, len), preacts.range_mut(at, len)) };
+                let mut gemm_block = |to: &mut [T::Acc]| {
                     for (group, w) in weight.iter().enumerate() {
-                        let a = g.windows(&values, block, group, 0..g.cells(), gathered);
-                        let a = Mat::new(a, block.rows(), k);
-                        multiply::<T::Acc>(&mut to[group * ng..], n, a, Mat::new(w, k, ng), false, By::Me);
+                        let a = g.im2col_block(&values, block, group, 0..g.kernel_area(), patches);
+                        let a = MatView::new(a, block.rows(), k);
+                        gemm::<T::Acc>(
+                            &mut to[group * ng..],
+                            n,
+                            a,
+                            MatView::new(w, k, ng),
+                            false,
+                            Threading::Serial,
+                        );
                     }
                 };
                 match T::as_acc_mut(out) {
                     Some(out) if direct => {
-                        product(out);
-                        super::linear::finish(out, n, wide_bias.as_deref(), self.act);
+                        gemm_block(out);
+                        super::linear::bias_activation(out, n, acc_bias.as_deref(), self.act);
                     }
                     _ => {
-                        product(wide);
-                        finish(&wide[..len], bias.as_deref(), out, before, self.act, n);
+                        gemm_block(acc);
+                        apply_bias_activation(&acc[..len], bias.as_deref(), out, preact, self.act, n);
                     }
                 }
             },
@@ -148,21 +174,25 @@ impl Conv<'_> {
 
     fn forward_depthwise<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let g = &self.geometry;
-        let ((h, w), c, picture) = (g.output(), g.outputs, g.height * g.width * g.inputs);
+        let ((h, w), c, image_len) = (g.output(), g.out_channels, g.height * g.width * g.in_channels);
         let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
-        let weight = depthwise::turned(&weight, c);
-        let batch = values.len() / picture;
-        let mut y = cpu::fresh::<T>(batch * h * w * c);
-        let mut pre = if self.act.reads() == Reads::Input { cpu::fresh::<T>(y.len()) } else { Vec::new() };
-        let befores = cpu::Blocks::new(&mut pre);
+        let weight = depthwise::transposed_weight(&weight, c);
+        let batch = values.len() / image_len;
+        let mut y = cpu::uninit::<T>(batch * h * w * c);
+        let mut pre = if self.act.saved_for_backward() == SavedForBackward::Input {
+            cpu::uninit::<T>(y.len())
+        } else {
+            Vec::new()
+        };
+        let preacts = cpu::DisjointSliceMut::new(&mut pre);
         y.par_chunks_mut((w * c).max(1)).enumerate().for_each_init(
             || vec![T::Acc::ZERO; w * c],
-            |wide, (i, y)| {
-                depthwise::line(g, &values[i / h * picture..][..picture], &weight, i % h, wide);
+            |acc, (i, y)| {
+                depthwise::forward_row(g, &values[i / h * image_len..][..image_len], &weight, i % h, acc);
                 // SAFETY: line i is the only one that writes these values.
-                let before = unsafe { befores.get(i * w * c, w * c) };
-                finish(wide, bias.as_deref(), y, before, self.act, c);
+                let preact = unsafe { preacts.range_mut(i * w * c, w * c) };
+                apply_bias_activation(acc, bias.as_deref(), y, preact, self.act, c);
             },
         );
         let shape = (batch, h, w, c);
@@ -177,48 +207,48 @@ impl Conv<'_> {
         x: &Tensor,
         v: Option<&Tensor>,
         dy: Tensor,
-        grads: &Grads,
-        want: bool,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x) {
-            return self.backward_card(device, x, v, &dy, grads, want, None);
+        if let Some(device) = cuda::device_of(x) {
+            return self.backward_cuda(device, x, v, &dy, grads, needs_input_grad, None);
         }
-        if !reference::has_body(x) {
+        if !reference::has_cpu_kernel(x) {
             let mut inputs = vec![x, self.weight];
             inputs.extend(self.bias);
-            let found = reference::gradients(&inputs, &dy, |t| {
-                Conv { geometry: self.geometry, weight: &t[1], bias: t.get(2), act: self.act }
+            let computed = reference::gradients(&inputs, &dy, |t| {
+                ConvKernel { geometry: self.geometry, weight: &t[1], bias: t.get(2), act: self.act }
                     .reference(&t[0])
             })?;
-            reference::accumulate(grads.weight, &found[1])?;
-            if let (Some(into), Some(bias)) = (grads.bias, found.get(2)) {
+            reference::accumulate(grads.weight, &computed[1])?;
+            if let (Some(into), Some(bias)) = (grads.bias, computed.get(2)) {
                 reference::accumulate(into, bias)?;
             }
-            return Ok(want.then(|| found[0].clone()));
+            return Ok(needs_input_grad.then(|| computed[0].clone()));
         }
-        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
+        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
     }
 
-    /// As `backward`, with `onto` added to the input's gradient: within the product on a card where it is one.
-    pub fn backward_onto(
+    /// As `backward`, with `residual_grad` added to the input's gradient: within the product on a card where it is one.
+    pub fn backward_accumulate(
         &self,
         x: &Tensor,
         v: Option<&Tensor>,
         dy: Tensor,
-        grads: &Grads,
-        onto: &Tensor,
+        grads: &WeightBiasGrads,
+        residual_grad: &Tensor,
     ) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x)
-            && self.geometry.is_product()
-            && let Some(dx) = self.backward_card(device, x, v, &dy, grads, true, Some(onto))?
+        if let Some(device) = cuda::device_of(x)
+            && self.geometry.is_pointwise()
+            && let Some(dx) = self.backward_cuda(device, x, v, &dy, grads, true, Some(residual_grad))?
         {
             return Ok(dx);
         }
         match self.backward(x, v, dy, grads, true)? {
-            Some(dx) => add::into(&dx, onto, Activation::Identity),
-            None => Ok(onto.clone()),
+            Some(dx) => add::inplace(&dx, residual_grad, Activation::Identity),
+            None => Ok(residual_grad.clone()),
         }
     }
 
@@ -227,36 +257,36 @@ impl Conv<'_> {
         x: &Tensor,
         v: Option<&Tensor>,
         dy: Tensor,
-        grads: &Grads,
-        want: bool,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let n = self.geometry.outputs;
+        let n = self.geometry.out_channels;
         let v = v.map(cpu::view::<T>).transpose()?;
-        let sums = cpu::update::<T, _>(&dy, |d| {
-            through_activation(d, v.as_deref(), self.act, n, grads.bias.is_some())
+        let sums = cpu::with_slice_mut::<T, _>(&dy, |d| {
+            activation_backward(d, v.as_deref(), self.act, n, grads.bias.is_some())
         })?;
         if let Some(bias) = grads.bias {
-            cpu::update::<T::Acc, _>(bias, |bias| add_all(bias, &sums))?;
+            cpu::with_slice_mut::<T::Acc, _>(bias, |bias| add_partials(bias, &sums))?;
         }
         let (values, d) = (cpu::view::<T>(x)?, cpu::view::<T>(&dy)?);
         if self.geometry.is_depthwise() {
             let partials = depthwise::weight_gradient::<T>(&self.geometry, &values, &d);
-            cpu::update::<T::Acc, _>(grads.weight, |into| {
+            cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| {
                 let cells = into.len() / n;
                 for partial in &partials {
                     into.iter_mut().enumerate().for_each(|(i, a)| *a += partial[i % cells * n + i / cells]);
                 }
             })?;
             drop(partials);
-            if !want {
+            if !needs_input_grad {
                 return Ok(None);
             }
             let weight = cpu::view::<T>(self.weight)?;
             let dx = depthwise::input_gradient(&self.geometry, &weight, &d);
             return Ok(Some(cpu::tensor(dx, x.shape())?));
         }
-        cpu::update::<T::Acc, _>(grads.weight, |into| self.weight_gradient::<T>(&values, &d, into))?;
-        if !want {
+        cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| self.weight_gradient::<T>(&values, &d, into))?;
+        if !needs_input_grad {
             return Ok(None);
         }
         let weight = cpu::view::<T>(self.weight)?;
@@ -265,90 +295,108 @@ impl Conv<'_> {
 
     /// Adds the weight gradient. The images are split into one part per thread: the first part adds in place, the others
     /// to sums of their own.
-    fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T], into: &mut [T::Acc]) {
+    fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T], dweight: &mut [T::Acc]) {
         let g = &self.geometry;
-        let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
-        let (ng, cells, picture) = (n / g.groups, g.panel(), g.height * g.width * g.inputs);
-        let batch = values.len() / picture;
-        let parts = parts(batch, cpu::threads());
-        let blocking = g.blocks(cells, batch, cpu::threads());
-        let room = g.gathered(T::DTYPE, blocking.rows(), cells) / size_of::<T::Acc>();
-        let add = |part: usize, sum: &mut [T::Acc]| {
-            let Range { start, end } = images_of(part, parts, batch);
-            let (inputs, outputs) = (picture * start..picture * end, pixels * n * start..pixels * n * end);
-            if weigh(sum, g, &values[inputs], &d[outputs]) {
+        let (pixels, k, n) = (g.output_pixels(), g.patch_len(), g.out_channels);
+        let (ng, cells, image_len) = (n / g.groups, g.taps_per_panel(), g.height * g.width * g.in_channels);
+        let batch = values.len() / image_len;
+        let chunks = weight_gradient_chunks(batch, cpu::threads());
+        let blocking = g.blocking(cells, batch, cpu::threads());
+        let patch_capacity = g.im2col_bytes(T::DTYPE, blocking.max_rows(), cells) / size_of::<T::Acc>();
+        let accumulate_chunk = |chunk: usize, sum: &mut [T::Acc]| {
+            let Range { start, end } = chunk_images(chunk, chunks, batch);
+            let (inputs, outputs) =
+                (image_len * start..image_len * end, pixels * n * start..pixels * n * end);
+            if try_conv_weight_gradient(sum, g, &values[inputs], &d[outputs]) {
                 return;
             }
-            let mut gathered = cpu::fresh::<T::Acc>(room);
+            let mut patches = cpu::uninit::<T::Acc>(patch_capacity);
             for (group, first) in
-                (0..g.groups).flat_map(|group| (0..g.cells()).step_by(cells).map(move |c| (group, c)))
+                (0..g.groups).flat_map(|group| (0..g.kernel_area()).step_by(cells).map(move |c| (group, c)))
             {
-                let seen = first..(first + cells).min(g.cells());
-                let sum = &mut sum[group * ng * k + first * g.depth()..];
-                for block in blocking.of(start..end) {
-                    let a = g.windows(values, block, group, seen.clone(), &mut gathered);
-                    let a = Mat::new(a, block.rows(), seen.len() * g.depth());
-                    let d = T::widened(&d[block.row(pixels) * n..][..block.rows() * n], By::Me);
-                    let d = Mat::strided(&d[group * ng..], block.rows(), ng, n).t();
-                    multiply::<T::Acc>(sum, k, d, a, true, By::Me);
+                let taps = first..(first + cells).min(g.kernel_area());
+                let sum = &mut sum[group * ng * k + first * g.group_channels()..];
+                for block in blocking.blocks_of_images(start..end) {
+                    let a = g.im2col_block(values, block, group, taps.clone(), &mut patches);
+                    let a = MatView::new(a, block.rows(), taps.len() * g.group_channels());
+                    let d = T::to_acc_slice(
+                        &d[block.first_row(pixels) * n..][..block.rows() * n],
+                        Threading::Serial,
+                    );
+                    let d = MatView::strided(&d[group * ng..], block.rows(), ng, n).t();
+                    gemm::<T::Acc>(sum, k, d, a, true, Threading::Serial);
                 }
             }
         };
-        let others = || {
-            let one = |part: usize| {
+        let other_chunks = || {
+            let chunk_sum = |chunk: usize| {
                 let mut sum = vec![T::Acc::ZERO; n * k];
-                add(part, &mut sum);
+                accumulate_chunk(chunk, &mut sum);
                 sum
             };
-            (1..parts).into_par_iter().map(one).collect::<Vec<_>>()
+            (1..chunks).into_par_iter().map(chunk_sum).collect::<Vec<_>>()
         };
-        let ((), partials) = rayon::join(|| add(0, into), others);
-        add_all(into, &partials);
+        let ((), partials) = rayon::join(|| accumulate_chunk(0, dweight), other_chunks);
+        add_partials(dweight, &partials);
     }
 
     fn input_gradient<T: Elem>(&self, weight: &[T], d: &[T]) -> Vec<T> {
         let g = &self.geometry;
-        let (pixels, k, n) = (g.pixels(), g.window(), g.outputs);
-        let (picture, ng) = (g.height * g.width * g.inputs, n / g.groups);
+        let (pixels, k, n) = (g.output_pixels(), g.patch_len(), g.out_channels);
+        let (image_len, ng) = (g.height * g.width * g.in_channels, n / g.groups);
         let batch = d.len() / (pixels * n);
-        let blocking = g.blocks(g.cells(), batch, cpu::threads());
-        let mut dx = cpu::fresh::<T>(batch * picture);
-        if let Some(g) = &g.back()
-            && convolve(&mut dx, Convolution { g, pictures: d, weight, back: true, then: Then::NOTHING })
+        let blocking = g.blocking(g.kernel_area(), batch, cpu::threads());
+        let mut dx = cpu::uninit::<T>(batch * image_len);
+        if let Some(g) = &g.input_gradient_geometry()
+            && try_conv(
+                &mut dx,
+                ConvArgs { g, images: d, weight, input_gradient: true, epilogue: CpuEpilogue::NONE },
+            )
         {
             return dx;
         }
-        let (narrow, weight) = (T::as_acc_mut(&mut dx[..0]).is_none(), T::widened(weight, By::All));
-        dx.par_chunks_mut(blocking.pictures * picture).enumerate().for_each_init(
+        let (is_half, weight) =
+            (T::as_acc_mut(&mut dx[..0]).is_none(), T::to_acc_slice(weight, Threading::Parallel));
+        dx.par_chunks_mut(blocking.block_images * image_len).enumerate().for_each_init(
             || {
-                let wide = if narrow { blocking.pictures * picture } else { 0 };
-                (vec![T::Acc::ZERO; blocking.rows() * k], vec![T::Acc::ZERO; wide])
+                let acc_len = if is_half { blocking.block_images * image_len } else { 0 };
+                (vec![T::Acc::ZERO; blocking.max_rows() * k], vec![T::Acc::ZERO; acc_len])
             },
-            |(gathered, wide), (i, dx)| {
-                let from = i * blocking.pictures;
+            |(patches, acc), (i, dx)| {
+                let from = i * blocking.block_images;
                 {
                     let sums = match T::as_acc_mut(dx) {
                         Some(dx) => dx,
-                        None => wide.as_mut_slice(),
+                        None => acc.as_mut_slice(),
                     };
                     sums.fill(T::Acc::ZERO);
-                    for block in blocking.of(from..from + blocking.pictures) {
-                        let d = T::widened(&d[block.row(pixels) * n..][..block.rows() * n], By::Me);
+                    for block in blocking.blocks_of_images(from..from + blocking.block_images) {
+                        let d = T::to_acc_slice(
+                            &d[block.first_row(pixels) * n..][..block.rows() * n],
+                            Threading::Serial,
+                        );
                         for group in 0..g.groups {
-                            let d = Mat::strided(&d[group * ng..], block.rows(), ng, n);
-                            let w = Mat::new(&weight[group * ng * k..][..ng * k], ng, k);
-                            multiply::<T::Acc>(&mut gathered[..block.rows() * k], k, d, w, false, By::Me);
-                            let pictures = sums.chunks_exact_mut(picture);
+                            let d = MatView::strided(&d[group * ng..], block.rows(), ng, n);
+                            let w = MatView::new(&weight[group * ng * k..][..ng * k], ng, k);
+                            gemm::<T::Acc>(
+                                &mut patches[..block.rows() * k],
+                                k,
+                                d,
+                                w,
+                                false,
+                                Threading::Serial,
+                            );
+                            let images = sums.chunks_exact_mut(image_len);
                             for (rows, sums) in
-                                gathered.chunks_exact(block.part * k).zip(pictures).take(block.pictures)
+                                patches.chunks_exact(block.pixels * k).zip(images).take(block.images)
                             {
-                                vectorised!(T, || g.scatter(rows, block.first, group, sums));
+                                vectorised!(T, || g.col2im(rows, block.first_pixel, group, sums));
                             }
                         }
                     }
                 }
-                if narrow {
-                    round(wide, dx, By::Me);
+                if is_half {
+                    round(acc, dx, Threading::Serial);
                 }
             },
         );
@@ -357,63 +405,76 @@ impl Conv<'_> {
 }
 
 /// Parts in which threads sum the weight gradient. A smaller batch has no more of them, and so no more sums.
-fn parts(batch: usize, threads: usize) -> usize {
+fn weight_gradient_chunks(batch: usize, threads: usize) -> usize {
     batch.min(threads).max(1)
 }
 
 /// The images of one of these parts; the first parts are one image larger where the batch does not divide.
-fn images_of(part: usize, parts: usize, batch: usize) -> Range<usize> {
-    let (each, larger) = (batch / parts, batch % parts);
-    let start = part * each + part.min(larger);
-    start..start + each + usize::from(part < larger)
+fn chunk_images(chunk: usize, chunks: usize, batch: usize) -> Range<usize> {
+    let (each, larger) = (batch / chunks, batch % chunks);
+    let start = chunk * each + chunk.min(larger);
+    start..start + each + usize::from(chunk < larger)
 }
 
 /// Bytes of temporaries of the forward pass and of the backward pass.
-pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::layers::At) -> (u64, u64) {
+pub fn workspace(
+    geometry: &ConvGeometry,
+    bias: bool,
+    act: Activation,
+    at: crate::layers::MicroBatchSpec,
+) -> (u64, u64) {
     let g = geometry;
-    if at.on.is_cuda() {
-        return card_workspace(g, bias, at.batch, at.dtype);
+    if at.backend.is_cuda() {
+        return cuda_workspace(g, bias, at.batch, at.dtype);
     }
     if g.is_depthwise() {
         return g.depthwise_workspace(at);
     }
     let (elem, acc) = (at.dtype.size_in_bytes(), cpu::acc_bytes(at.dtype));
     // The type that is computed in, and copies of operands in it where they are of another.
-    let computed = if acc == 8 { DType::F64 } else { DType::F32 };
+    let acc_dtype = if acc == 8 { DType::F64 } else { DType::F32 };
     let copies = |values: usize| if elem == acc { 0 } else { values * acc };
-    let packed = |m, k, n, turned| packing(computed, (m, k, n), turned, By::Me) as usize;
-    let blocking = g.blocks(g.cells(), at.batch, at.threads());
-    let (rows, k, n, ng) = (blocking.rows(), g.window(), g.outputs, g.outputs / g.groups);
-    let list =
-        at.batch.div_ceil(blocking.pictures) * blocking.pixels.div_ceil(blocking.part) * size_of::<Block>();
-    let direct = elem == acc && act.reads() != Reads::Input;
-    let forward = match convolving(at.dtype, g, at.batch).filter(|_| Clip::of(act).is_some()) {
+    let packed = |m, k, n, transposed_a| {
+        gemm_workspace(acc_dtype, (m, k, n), transposed_a, Threading::Serial) as usize
+    };
+    let blocking = g.blocking(g.kernel_area(), at.batch, at.threads());
+    let (rows, k, n, ng) = (blocking.max_rows(), g.patch_len(), g.out_channels, g.out_channels / g.groups);
+    let block_list = at.batch.div_ceil(blocking.block_images)
+        * blocking.image_pixels.div_ceil(blocking.block_pixels)
+        * size_of::<PixelBlock>();
+    let direct = elem == acc && act.saved_for_backward() != SavedForBackward::Input;
+    let forward = match conv_workspace(at.dtype, g, at.batch)
+        .filter(|_| ClampActivation::from_activation(act).is_some())
+    {
         Some(packed) => packed as usize,
         None => {
             let outputs = if direct { 0 } else { rows * n * acc };
-            let turned = n * k * acc + g.groups * size_of::<Vec<f32>>();
-            let of_thread = g.gathered(at.dtype, rows, g.cells()) + outputs + packed(rows, k, ng, false);
-            at.threads() * of_thread + list + turned + copies(n * k)
+            let transposed_weight = n * k * acc + g.groups * size_of::<Vec<f32>>();
+            let per_thread =
+                g.im2col_bytes(at.dtype, rows, g.kernel_area()) + outputs + packed(rows, k, ng, false);
+            at.threads() * per_thread + block_list + transposed_weight + copies(n * k)
         }
     };
-    let cells = g.panel();
-    let panel_rows = g.blocks(cells, at.batch, at.threads()).rows();
-    let weighs = |batch: usize| match weighing(at.dtype, g, batch) {
+    let cells = g.taps_per_panel();
+    let panel_rows = g.blocking(cells, at.batch, at.threads()).max_rows();
+    let chunk_workspace = |batch: usize| match conv_weight_gradient_workspace(at.dtype, g, batch) {
         Some(packed) => packed as usize,
         None => {
-            let product = copies(panel_rows * n) + packed(ng, panel_rows, cells * g.depth(), true);
-            g.gathered(at.dtype, panel_rows, cells) + product
+            let gemm_bytes =
+                copies(panel_rows * n) + packed(ng, panel_rows, cells * g.group_channels(), true);
+            g.im2col_bytes(at.dtype, panel_rows, cells) + gemm_bytes
         }
     };
-    let parts = parts(at.batch, at.threads());
-    let weight = (0..parts).map(|part| weighs(images_of(part, parts, at.batch).len())).sum::<usize>()
-        + (parts - 1) * n * k * acc;
-    let input = match g.back().and_then(|back| convolving(at.dtype, &back, at.batch)) {
+    let chunks = weight_gradient_chunks(at.batch, at.threads());
+    let weight =
+        (0..chunks).map(|chunk| chunk_workspace(chunk_images(chunk, chunks, at.batch).len())).sum::<usize>()
+            + (chunks - 1) * n * k * acc;
+    let input = match g.input_gradient_geometry().and_then(|back| conv_workspace(at.dtype, &back, at.batch)) {
         Some(packed) => packed as usize,
         None => {
-            let wide = copies(blocking.pictures * g.height * g.width * g.inputs);
-            let product = copies(rows * n) + packed(rows, ng, k, false);
-            at.threads() * (rows * k * acc + wide + product) + copies(n * k)
+            let acc_bytes = copies(blocking.block_images * g.height * g.width * g.in_channels);
+            let gemm_bytes = copies(rows * n) + packed(rows, ng, k, false);
+            at.threads() * (rows * k * acc + acc_bytes + gemm_bytes) + copies(n * k)
         }
     };
     (forward as u64, weight.max(input) as u64)
@@ -421,76 +482,78 @@ pub fn workspace(geometry: &Geometry, bias: bool, act: Activation, at: crate::la
 
 /// Most bytes of workspace a convolution is given on a card: what cuDNN's engines want at most for the weight gradients
 /// of large filters, and little enough that windows which are gathered stay in the card's cache in part.
-const ROOM: usize = 64 << 20;
+const MAX_WORKSPACE: usize = 64 << 20;
 
 /// Bytes of workspace a convolution that is no product is given on a card, whoever makes it: no more than all its
-/// windows would take, than its operands have, and than [`ROOM`]; but one window in any case.
-fn card_room(g: &Geometry, batch: usize, dtype: DType) -> usize {
+/// windows would take, than its operands have, and than [`MAX_WORKSPACE`]; but one window in any case.
+fn cuda_patch_workspace(g: &ConvGeometry, batch: usize, dtype: DType) -> usize {
     let acc = dtype.size_in_bytes().max(4);
-    let windows = batch * g.pixels() * card_row(g) * acc;
-    let pictures = batch * (g.height * g.width * g.inputs + g.pixels() * g.outputs) * dtype.size_in_bytes();
-    let room = windows.min(pictures + 8 * g.outputs * card_row(g)).min(ROOM);
-    room.max(card_row(g) * acc).next_multiple_of(256)
+    let all_patches = batch * g.output_pixels() * padded_patch_len(g) * acc;
+    let activations = batch
+        * (g.height * g.width * g.in_channels + g.output_pixels() * g.out_channels)
+        * dtype.size_in_bytes();
+    let bytes = all_patches.min(activations + 8 * g.out_channels * padded_patch_len(g)).min(MAX_WORKSPACE);
+    bytes.max(padded_patch_len(g) * acc).next_multiple_of(256)
 }
 
 /// Values of a gathered window on a card, zeros at its end: a multiple of what a product loads at once.
-fn card_row(g: &Geometry) -> usize {
-    g.window().next_multiple_of(8)
+fn padded_patch_len(g: &ConvGeometry) -> usize {
+    g.patch_len().next_multiple_of(8)
 }
 
 /// Bytes of a weight of this type, rows as long as gathered windows.
-fn card_weight(g: &Geometry, dtype: DType) -> usize {
-    (g.outputs * card_row(g) * dtype.size_in_bytes()).next_multiple_of(256)
+fn padded_weight_bytes(g: &ConvGeometry, dtype: DType) -> usize {
+    (g.out_channels * padded_patch_len(g) * dtype.size_in_bytes()).next_multiple_of(256)
 }
 
 /// Bytes a weight takes by itself where its windows are gathered and its rows are no multiples of what is loaded at once.
-fn card_filter(g: &Geometry, dtype: DType) -> usize {
-    if card_row(g) == g.window() { 0 } else { card_weight(g, dtype) }
+fn weight_copy_bytes(g: &ConvGeometry, dtype: DType) -> usize {
+    if padded_patch_len(g) == g.patch_len() { 0 } else { padded_weight_bytes(g, dtype) }
 }
 
 /// Bytes a weight's gradient takes by itself before it is added.
-fn card_gradient(g: &Geometry, dtype: DType) -> usize {
-    card_weight(g, if dtype == DType::F64 { DType::F64 } else { DType::F32 })
+fn weight_gradient_bytes(g: &ConvGeometry, dtype: DType) -> usize {
+    padded_weight_bytes(g, if dtype == DType::F64 { DType::F64 } else { DType::F32 })
 }
 
-fn card_workspace(g: &Geometry, bias: bool, batch: usize, dtype: DType) -> (u64, u64) {
-    let rows = batch * g.pixels();
-    let cut = Cut { channels: g.outputs, rows, unit: rows };
+fn cuda_workspace(g: &ConvGeometry, bias: bool, batch: usize, dtype: DType) -> (u64, u64) {
+    let rows = batch * g.output_pixels();
+    let layout = ChannelLayout { channels: g.out_channels, rows, rows_per_unit: rows };
     let sums = match bias {
-        true => Parts::new(dtype, &cut).parts * g.outputs * dtype.size_in_bytes().max(4),
+        true => GridPartition::new(dtype, &layout).parts * g.out_channels * dtype.size_in_bytes().max(4),
         false => 0,
     };
-    let (forward, backward) = match (g.is_depthwise(), g.is_product()) {
-        (true, _) => (0, depthwise::card_workspace(g, batch, dtype)),
+    let (forward, backward) = match (g.is_depthwise(), g.is_pointwise()) {
+        (true, _) => (0, depthwise::cuda_workspace(g, batch, dtype)),
         (_, true) => (0, 0),
         _ => {
-            let room = card_room(g, batch, dtype);
-            (room + card_filter(g, dtype), room + card_gradient(g, dtype))
+            let bytes = cuda_patch_workspace(g, batch, dtype);
+            (bytes + weight_copy_bytes(g, dtype), bytes + weight_gradient_bytes(g, dtype))
         }
     };
     (forward as u64, backward.max(sums) as u64)
 }
 
-/// `y = act(wide + bias)`, keeping what the activation was given where `before` has room for it.
-fn finish<T: Elem>(
-    wide: &[T::Acc],
+/// `y = act(wide + bias)`, keeping what the activation was given where `preact` has room for it.
+fn apply_bias_activation<T: Elem>(
+    acc: &[T::Acc],
     bias: Option<&[T]>,
     y: &mut [T],
-    before: &mut [T],
+    preact: &mut [T],
     act: Activation,
     n: usize,
 ) {
     vectorised!(T, || {
         each_activation!(act, f => {
-            for (i, (wide, y)) in wide.chunks_exact(n).zip(y.chunks_exact_mut(n)).enumerate() {
+            for (i, (acc, y)) in acc.chunks_exact(n).zip(y.chunks_exact_mut(n)).enumerate() {
                 match bias {
-                    Some(bias) => y.iter_mut().zip(wide).zip(bias).for_each(|((y, w), b)| *y = T::down(f.value(*w + b.up()))),
-                    None => y.iter_mut().zip(wide).for_each(|(y, w)| *y = T::down(f.value(*w))),
+                    Some(bias) => y.iter_mut().zip(acc).zip(bias).for_each(|((y, w), b)| *y = T::from_acc(f.value(*w + b.to_acc()))),
+                    None => y.iter_mut().zip(acc).for_each(|(y, w)| *y = T::from_acc(f.value(*w))),
                 }
-                if let Some(before) = before.get_mut(i * n..(i + 1) * n) {
+                if let Some(preact) = preact.get_mut(i * n..(i + 1) * n) {
                     match bias {
-                        Some(bias) => before.iter_mut().zip(wide).zip(bias).for_each(|((p, w), b)| *p = T::down(*w + b.up())),
-                        None => before.iter_mut().zip(wide).for_each(|(p, w)| *p = T::down(*w)),
+                        Some(bias) => preact.iter_mut().zip(acc).zip(bias).for_each(|((p, w), b)| *p = T::from_acc(*w + b.to_acc())),
+                        None => preact.iter_mut().zip(acc).for_each(|(p, w)| *p = T::from_acc(*w)),
                     }
                 }
             }

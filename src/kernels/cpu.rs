@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use super::{Elem, Real};
 
 /// Elements below which a loop is not worth handing to another thread.
-const GRAIN: usize = 16 * 1024;
+const GRAIN_SIZE: usize = 16 * 1024;
 
 /// A contiguous tensor's values, borrowed.
 pub struct View<'a, T> {
@@ -53,10 +53,10 @@ impl<T: WithDType> Deref for View<'_, T> {
 }
 
 /// Lends a contiguous tensor's values to `body` for writing. All views of its storage see the change.
-pub fn update<T: Slices, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+pub fn with_slice_mut<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     struct Op<F, T, R>(Cell<Option<F>>, Cell<Option<R>>, std::marker::PhantomData<T>);
 
-    impl<F: FnOnce(&mut [T]) -> R, T: Slices, R> InplaceOp1 for Op<F, T, R> {
+    impl<F: FnOnce(&mut [T]) -> R, T: WithDTypeMut, R> InplaceOp1 for Op<F, T, R> {
         fn name(&self) -> &'static str {
             "update"
         }
@@ -84,13 +84,13 @@ pub fn update<T: Slices, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -
 }
 
 /// Types whose storage can be written in place.
-pub trait Slices: WithDType {
+pub trait WithDTypeMut: WithDType {
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
 macro_rules! slices {
     ($($type:ty => $variant:ident),*) => {$(
-        impl Slices for $type {
+        impl WithDTypeMut for $type {
             fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {
                     CpuStorage::$variant(values) => Some(values),
@@ -104,9 +104,9 @@ slices!(f32 => F32, f64 => F64, half::bf16 => BF16, half::f16 => F16, u8 => U8, 
 
 /// Room for `len` values, every one of which the caller writes before anyone reads it. Debug builds fill it
 /// with what is not a number, so that the tests find a kernel that does not keep to this.
-pub fn fresh<T: Elem>(len: usize) -> Vec<T> {
+pub fn uninit<T: Elem>(len: usize) -> Vec<T> {
     if cfg!(debug_assertions) {
-        return vec![T::down(<T::Acc as Real>::of(f64::NAN)); len];
+        return vec![T::from_acc(<T::Acc as Real>::of_f64(f64::NAN)); len];
     }
     let mut values = Vec::with_capacity(len);
     // SAFETY: the values are plain numbers without a destructor, the capacity is there, and they are
@@ -129,18 +129,18 @@ pub fn tensor<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>) -> Result<T
 }
 
 /// A slice that parallel workers write disjoint ranges of.
-pub(super) struct Blocks<T>(*mut T, usize);
+pub(super) struct DisjointSliceMut<T>(*mut T, usize);
 
-// SAFETY: `get` promises that no two workers hold one range.
-unsafe impl<T: Send> Sync for Blocks<T> {}
+// SAFETY: `range_mut` promises that no two workers hold one range.
+unsafe impl<T: Send> Sync for DisjointSliceMut<T> {}
 
-impl<T> Blocks<T> {
+impl<T> DisjointSliceMut<T> {
     pub(super) fn new(all: &mut [T]) -> Self {
         Self(all.as_mut_ptr(), all.len())
     }
 
     /// Where a value lies.
-    pub(super) fn at(&self, index: usize) -> *const T {
+    pub(super) fn ptr_at(&self, index: usize) -> *const T {
         self.0.wrapping_add(index)
     }
 
@@ -149,7 +149,7 @@ impl<T> Blocks<T> {
     /// # Safety
     /// No two calls whose results live at once may overlap.
     #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn get(&self, start: usize, len: usize) -> &mut [T] {
+    pub(super) unsafe fn range_mut(&self, start: usize, len: usize) -> &mut [T] {
         if self.1 == 0 {
             return &mut [];
         }
@@ -159,7 +159,7 @@ impl<T> Blocks<T> {
 }
 
 /// Bytes of `elements` values of a type.
-pub fn bytes(dtype: DType, elements: usize) -> u64 {
+pub fn size_in_bytes(dtype: DType, elements: usize) -> u64 {
     (dtype.size_in_bytes() * elements) as u64
 }
 
@@ -175,11 +175,11 @@ pub fn threads() -> usize {
 
 /// Rows a chunk of a row-wise loop holds: as many as make it worth a thread's while.
 pub fn rows_per_chunk(width: usize) -> usize {
-    (GRAIN / width.max(1)).max(1)
+    (GRAIN_SIZE / width.max(1)).max(1)
 }
 
 /// Calls `body(first_row, rows)` for chunks of rows of `out`, in parallel.
-pub fn for_rows<T: Send>(out: &mut [T], width: usize, body: impl Fn(usize, &mut [T]) + Sync) {
+pub fn parallel_for_rows<T: Send>(out: &mut [T], width: usize, body: impl Fn(usize, &mut [T]) + Sync) {
     let rows = rows_per_chunk(width);
     if out.len() <= rows * width {
         return body(0, out);

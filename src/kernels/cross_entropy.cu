@@ -3,184 +3,184 @@
 // written; else it is read once for its statistics and once, out of the caches, for the gradient.
 #include <cuda_pipeline.h>
 
-#include "cuda/scores.cuh"
+#include "cuda/cross_entropy.cuh"
 
 namespace {
 
 // `exp(x - base)`. Scores of 16 bits are worth no exact exponential.
 template <class T> __device__ __forceinline__ Acc<T> exp_from(Acc<T> x, Acc<T> base) {
-    if constexpr (sizeof(T) == 2) return power_of_two(fmaf(x, LOG2_E, -base * LOG2_E));
+    if constexpr (sizeof(T) == 2) return exp2_approx(fmaf(x, LOG2_E, -base * LOG2_E));
     else if constexpr (sizeof(T) == 4) return expf(x - base);
     else return exp(x - base);
 }
 
 // `Asked` in cross_entropy/card.rs.
-struct Asked {
-    int type, learn;
-    void *scores;            // (rows, stride)
+struct CrossEntropyArgs {
+    int type, backward;
+    void *logits;            // (rows, stride)
     const void *bias;        // (classes) or null
-    const float *weights;    // (classes) or null
+    const float *class_weights;    // (classes) or null
     const uint32_t *targets; // (rows, 1 or 3)
     double *loss, *weight;   // (rows)
     uint32_t *hits;          // (rows): judged, right, among the first five
     int64_t rows, stride;
-    int classes, filled, per_row; // columns from `classes` to `filled` get no gradient
-    double smoothing, all_weights, scale;
+    int classes, padded_classes, per_row; // columns from `classes` to `filled` get no gradient
+    double smoothing, class_weight_sum, scale;
 };
 
 constexpr int THREADS = 512;
 
 // The classes a row is to have, with their shares and scores. What is judged is the first, whose share is the larger.
-template <class R> struct Goal {
+template <class R> struct SoftTarget {
     uint32_t classes[2];
-    double shares[2];
-    R scores[2];
+    double fractions[2];
+    R logits[2];
     bool ignored, wrong;
 };
 
-template <class T> __device__ __forceinline__ Goal<Acc<T>> goal_of(const Asked &q, int64_t row) {
+template <class T> __device__ __forceinline__ SoftTarget<Acc<T>> soft_target_of(const CrossEntropyArgs &q, int64_t row) {
     const uint32_t *target = q.targets + row * q.per_row;
-    Goal<Acc<T>> goal = {{target[0], target[0]}, {1, 0}, {0, 0}, target[0] == IGNORE, false};
-    if (goal.ignored) return goal;
+    SoftTarget<Acc<T>> soft_target = {{target[0], target[0]}, {1, 0}, {0, 0}, target[0] == IGNORE_INDEX, false};
+    if (soft_target.ignored) return soft_target;
     if (q.per_row == 3) {
         double share = double(__uint_as_float(target[2]));
         bool turn = share < 0.5;
-        goal.classes[0] = target[turn], goal.classes[1] = target[!turn];
-        goal.shares[0] = turn ? 1 - share : share, goal.shares[1] = turn ? share : 1 - share;
+        soft_target.classes[0] = target[turn], soft_target.classes[1] = target[!turn];
+        soft_target.fractions[0] = turn ? 1 - share : share, soft_target.fractions[1] = turn ? share : 1 - share;
     }
     // A class that is not there would be read outside of the row: the loss is not a number.
-    goal.wrong = goal.classes[0] >= uint32_t(q.classes) || goal.classes[1] >= uint32_t(q.classes);
-    if (goal.wrong) return goal;
-    const T *scores = (const T *)q.scores + row * q.stride, *bias = (const T *)q.bias;
+    soft_target.wrong = soft_target.classes[0] >= uint32_t(q.classes) || soft_target.classes[1] >= uint32_t(q.classes);
+    if (soft_target.wrong) return soft_target;
+    const T *logits = (const T *)q.logits + row * q.stride, *bias = (const T *)q.bias;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        uint32_t c = goal.classes[i];
-        goal.scores[i] = bias ? up(scores[c]) + up(bias[c]) : up(scores[c]);
+        uint32_t c = soft_target.classes[i];
+        soft_target.logits[i] = bias ? to_acc(logits[c]) + to_acc(bias[c]) : to_acc(logits[c]);
     }
-    return goal;
+    return soft_target;
 }
 
 // What is known of a row once its scores were met.
-template <class T> struct Met {
+template <class T> struct RowStats {
     using R = Acc<T>;
-    R largest = -INFINITY, total = 0; // the sum of exponentials, from the largest
-    double spread = 0;                // the weighted sum of scores, where labels are smooth
-    unsigned better = 0;              // higher than the target, or as high and before it
+    R max_logit = -INFINITY, total = 0; // the sum of exponentials, from the largest
+    double weighted_sum = 0;                // the weighted sum of scores, where labels are smooth
+    unsigned higher_count = 0;              // higher than the target, or as high and before it
 
     __device__ __forceinline__ void from(R top) {
         // Nothing was added yet where the largest is still infinitely low.
-        if (largest != R(-INFINITY)) total *= exp_from<T>(largest, top);
-        largest = top;
+        if (max_logit != R(-INFINITY)) total *= exp_from<T>(max_logit, top);
+        max_logit = top;
     }
 
     __device__ __forceinline__ void join_warp(bool smooth) {
-        from(warp_max(largest));
+        from(warp_max(max_logit));
         total = warp_sum(total);
-        better = warp_sum(better);
-        if (smooth) spread = warp_sum(spread);
+        higher_count = warp_sum(higher_count);
+        if (smooth) weighted_sum = warp_sum(weighted_sum);
     }
 
     // Of all threads of a block, given to each. `room` is not touched again before all have passed the next such sum.
-    __device__ __forceinline__ void join_block(Met *room, bool smooth) {
+    __device__ __forceinline__ void join_block(RowStats *smem, bool smooth) {
         int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = (blockDim.x + WARP - 1) / WARP;
         join_warp(smooth);
         if (warps == 1) return;
-        if (lane == 0) room[warp] = *this;
+        if (lane == 0) smem[warp] = *this;
         __syncthreads();
-        *this = lane < warps ? room[lane] : Met{};
+        *this = lane < warps ? smem[lane] : RowStats{};
         join_warp(smooth);
     }
 };
 
 // Rows that all blocks have in hand.
-__device__ __forceinline__ int64_t rows_at_once() { return int64_t(gridDim.x) * blockDim.y; }
+__device__ __forceinline__ int64_t grid_rows() { return int64_t(gridDim.x) * blockDim.y; }
 
 // Row `row`. `packed(p)` gives its packs, in one thread the same each time; `done(p)` says that it was for the last time.
 template <class T, int N, class F, class D>
-__device__ __forceinline__ Goal<Acc<T>> score_row(const Asked &q, const Goal<Acc<T>> &goal, int64_t row, Met<T> *room,
+__device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyArgs &q, const SoftTarget<Acc<T>> &soft_target, int64_t row, RowStats<T> *smem,
                                                   F packed, D done) {
     using R = Acc<T>;
-    T *scores = (T *)q.scores + row * q.stride;
+    T *logits = (T *)q.logits + row * q.stride;
     const T *bias = (const T *)q.bias;
     int classes = q.classes, packs = classes / N; // what is left over is read value by value
-    auto next = [&] { return row + rows_at_once() < q.rows ? goal_of<T>(q, row + rows_at_once()) : goal; };
-    for (int c = classes + threadIdx.x; q.learn && c < q.filled; c += blockDim.x) scores[c] = down<T>(R(0));
-    if (goal.ignored || goal.wrong) {
+    auto next = [&] { return row + grid_rows() < q.rows ? soft_target_of<T>(q, row + grid_rows()) : soft_target; };
+    for (int c = classes + threadIdx.x; q.backward && c < q.padded_classes; c += blockDim.x) logits[c] = from_acc<T>(R(0));
+    if (soft_target.ignored || soft_target.wrong) {
         Pack<T, N> none;
 #pragma unroll
-        for (int k = 0; k < N; k++) none.v[k] = down<T>(R(0));
+        for (int k = 0; k < N; k++) none.v[k] = from_acc<T>(R(0));
         for (int p = threadIdx.x; p < packs; p += blockDim.x) {
-            if (q.learn) none.store(scores + p * N);
+            if (q.backward) none.store(logits + p * N);
             done(p);
         }
-        for (int c = packs * N + threadIdx.x; q.learn && c < classes; c += blockDim.x) scores[c] = down<T>(R(0));
+        for (int c = packs * N + threadIdx.x; q.backward && c < classes; c += blockDim.x) logits[c] = from_acc<T>(R(0));
         if (threadIdx.x == 0) {
-            q.loss[row] = goal.wrong ? double(NAN) : 0;
+            q.loss[row] = soft_target.wrong ? double(NAN) : 0;
             q.weight[row] = 0;
-            q.hits[row] = goal.wrong ? JUDGED : 0;
+            q.hits[row] = soft_target.wrong ? COUNTED : 0;
         }
         return next();
     }
     auto values = [&](R (&s)[N], int p) {
         auto v = packed(p);
 #pragma unroll
-        for (int k = 0; k < N; k++) s[k] = up(v.v[k]);
+        for (int k = 0; k < N; k++) s[k] = to_acc(v.v[k]);
         if (bias) {
 #pragma unroll
-            for (int k = 0; k < N; k++) s[k] += up(bias[p * N + k]);
+            for (int k = 0; k < N; k++) s[k] += to_acc(bias[p * N + k]);
         }
     };
-    auto value = [&](int c) { return bias ? up(scores[c]) + up(bias[c]) : up(scores[c]); };
-    int judged = int(goal.classes[0]);
-    R of_target = goal.scores[0];
+    auto value = [&](int c) { return bias ? to_acc(logits[c]) + to_acc(bias[c]) : to_acc(logits[c]); };
+    int main_class = int(soft_target.classes[0]);
+    R target_logit = soft_target.logits[0];
     bool smooth = q.smoothing > 0;
 
-    Met<T> met;
-    auto meet = [&](const auto &s, int first) {
+    RowStats<T> stats;
+    auto accumulate = [&](const auto &s, int first) {
         constexpr int n = sizeof s / sizeof(R); // known, so that `s` stays in registers
         R top = s[0];
 #pragma unroll
         for (int k = 1; k < n; k++) top = s[k] > top ? s[k] : top;
-        if (top > met.largest) met.from(top);
-        R base = met.largest == R(-INFINITY) ? R(0) : met.largest;
+        if (top > stats.max_logit) stats.from(top);
+        R base = stats.max_logit == R(-INFINITY) ? R(0) : stats.max_logit;
 #pragma unroll
-        for (int k = 0; k < n; k++) met.total += exp_from<T>(s[k], base);
+        for (int k = 0; k < n; k++) stats.total += exp_from<T>(s[k], base);
         // Of what lies before the target, the equal are better too.
-        if (first > judged) {
+        if (first > main_class) {
 #pragma unroll
-            for (int k = 0; k < n; k++) met.better += s[k] > of_target;
-        } else if (first + n <= judged) {
+            for (int k = 0; k < n; k++) stats.higher_count += s[k] > target_logit;
+        } else if (first + n <= main_class) {
 #pragma unroll
-            for (int k = 0; k < n; k++) met.better += s[k] >= of_target;
+            for (int k = 0; k < n; k++) stats.higher_count += s[k] >= target_logit;
         } else {
 #pragma unroll
-            for (int k = 0; k < n; k++) met.better += s[k] > of_target || (s[k] == of_target && first + k < judged);
+            for (int k = 0; k < n; k++) stats.higher_count += s[k] > target_logit || (s[k] == target_logit && first + k < main_class);
         }
         if (smooth) {
 #pragma unroll
-            for (int k = 0; k < n; k++) met.spread += double(q.weights ? q.weights[first + k] : 1.0f) * double(s[k]);
+            for (int k = 0; k < n; k++) stats.weighted_sum += double(q.class_weights ? q.class_weights[first + k] : 1.0f) * double(s[k]);
         }
     };
     for (int p = threadIdx.x; p < packs; p += blockDim.x) {
         R s[N];
         values(s, p);
-        meet(s, p * N);
+        accumulate(s, p * N);
     }
     for (int c = packs * N + threadIdx.x; c < classes; c += blockDim.x) {
         R s[1] = {value(c)};
-        meet(s, c);
+        accumulate(s, c);
     }
-    met.join_block(room, smooth);
-    R top = met.largest, total = met.total;
+    stats.join_block(smem, smooth);
+    R top = stats.max_logit, total = stats.total;
     auto after = next(); // on its way while this row's gradients are made
 
-    double share = smooth ? q.smoothing / classes : 0, hard[2], all_hard = 0;
-    auto class_weight = [&](uint32_t c) { return q.weights ? double(q.weights[c]) : 1.0; };
+    double share = smooth ? q.smoothing / classes : 0, hard_weights[2], hard_weight_sum = 0;
+    auto class_weight = [&](uint32_t c) { return q.class_weights ? double(q.class_weights[c]) : 1.0; };
     int of = q.per_row == 3 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        hard[i] = i < of ? (1 - q.smoothing) * goal.shares[i] * class_weight(goal.classes[i]) : 0;
-        all_hard += hard[i];
+        hard_weights[i] = i < of ? (1 - q.smoothing) * soft_target.fractions[i] * class_weight(soft_target.classes[i]) : 0;
+        hard_weight_sum += hard_weights[i];
     }
     // The last thread has the least to do.
     if (threadIdx.x == blockDim.x - 1) {
@@ -188,26 +188,26 @@ __device__ __forceinline__ Goal<Acc<T>> score_row(const Asked &q, const Goal<Acc
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (i >= of) break;
-            loss += hard[i] * (log_total - double(goal.scores[i] - top));
-            weight += goal.shares[i] * class_weight(goal.classes[i]);
+            loss += hard_weights[i] * (log_total - double(soft_target.logits[i] - top));
+            weight += soft_target.fractions[i] * class_weight(soft_target.classes[i]);
         }
-        if (smooth) loss += share * (q.all_weights * log_total - (met.spread - q.all_weights * double(top)));
-        bool known = of_target == of_target;
+        if (smooth) loss += share * (q.class_weight_sum * log_total - (stats.weighted_sum - q.class_weight_sum * double(top)));
+        bool known = target_logit == target_logit;
         q.loss[row] = loss;
         q.weight[row] = weight;
-        q.hits[row] = JUDGED | (known && met.better == 0 ? TOP1 : 0) | (known && met.better < 5 ? TOP5 : 0);
+        q.hits[row] = COUNTED | (known && stats.higher_count == 0 ? TOP1 : 0) | (known && stats.higher_count < 5 ? TOP5 : 0);
     }
-    if (!q.learn) {
+    if (!q.backward) {
         for (int p = threadIdx.x; p < packs; p += blockDim.x) done(p);
         return after;
     }
-    R scale = R(q.scale), pull = scale * R(all_hard + (smooth ? share * q.all_weights : 0)) / total;
-    R pulls[2] = {scale * R(hard[0]), scale * R(hard[1])}, even = scale * R(share);
-    auto slope = [&](R s) { return exp_from<T>(s, top) * pull; };
-    auto smoothed = [&](int c) { return smooth ? even * R(q.weights ? q.weights[c] : 1.0f) : R(0); };
+    R scale = R(q.scale), softmax_scale = scale * R(hard_weight_sum + (smooth ? share * q.class_weight_sum : 0)) / total;
+    R target_scales[2] = {scale * R(hard_weights[0]), scale * R(hard_weights[1])}, smoothing_scale = scale * R(share);
+    auto slope = [&](R s) { return exp_from<T>(s, top) * softmax_scale; };
+    auto smoothing_term = [&](int c) { return smooth ? smoothing_scale * R(q.class_weights ? q.class_weights[c] : 1.0f) : R(0); };
     // What the goals take off a class.
-    auto pulled = [&](int c) {
-        return (c == goal.classes[0] ? pulls[0] : R(0)) + (of == 2 && c == goal.classes[1] ? pulls[1] : R(0));
+    auto target_term = [&](int c) {
+        return (c == soft_target.classes[0] ? target_scales[0] : R(0)) + (of == 2 && c == soft_target.classes[1] ? target_scales[1] : R(0));
     };
     for (int p = threadIdx.x; p < packs; p += blockDim.x) {
         R s[N];
@@ -216,58 +216,58 @@ __device__ __forceinline__ Goal<Acc<T>> score_row(const Asked &q, const Goal<Acc
         for (int k = 0; k < N; k++) s[k] = slope(s[k]);
         if (smooth) {
 #pragma unroll
-            for (int k = 0; k < N; k++) s[k] -= smoothed(p * N + k);
+            for (int k = 0; k < N; k++) s[k] -= smoothing_term(p * N + k);
         }
-        if (p == goal.classes[0] / N || p == goal.classes[1] / N) {
+        if (p == soft_target.classes[0] / N || p == soft_target.classes[1] / N) {
 #pragma unroll
-            for (int k = 0; k < N; k++) s[k] -= pulled(p * N + k);
+            for (int k = 0; k < N; k++) s[k] -= target_term(p * N + k);
         }
         Pack<T, N> d;
 #pragma unroll
-        for (int k = 0; k < N; k++) d.v[k] = down<T>(s[k]);
+        for (int k = 0; k < N; k++) d.v[k] = from_acc<T>(s[k]);
         // Said outright: left to itself the compiler writes value by value.
-        if constexpr (sizeof d == 16) __stwb((uint4 *)(scores + p * N), *(uint4 *)&d);
-        else d.store(scores + p * N);
+        if constexpr (sizeof d == 16) __stwb((uint4 *)(logits + p * N), *(uint4 *)&d);
+        else d.store(logits + p * N);
         done(p);
     }
     for (int c = packs * N + threadIdx.x; c < classes; c += blockDim.x)
-        scores[c] = down<T>(slope(value(c)) - smoothed(c) - pulled(c));
+        logits[c] = from_acc<T>(slope(value(c)) - smoothing_term(c) - target_term(c));
     return after;
 }
 
-template <class T, int N, bool HELD> __global__ void __launch_bounds__(THREADS, HELD ? 2 : 1) score(Asked q) {
+template <class T, int N, bool IN_SMEM> __global__ void __launch_bounds__(THREADS, IN_SMEM ? 2 : 1) loss_grad(CrossEntropyArgs q) {
     extern __shared__ char shared[];
-    __shared__ __align__(16) char sums[2][sizeof(Met<T>) * THREADS / WARP];
+    __shared__ __align__(16) char sums[2][sizeof(RowStats<T>) * THREADS / WARP];
     // A thread reads what it fetched itself, so none waits for another.
-    auto *held = (Pack<T, N> *)shared;
+    auto *smem_row = (Pack<T, N> *)shared;
     int packs = q.classes / N, turn = 0;
-    auto from = [&](int64_t row, int p) { return (const T *)q.scores + row * q.stride + p * N; };
-    if constexpr (HELD)
+    auto from = [&](int64_t row, int p) { return (const T *)q.logits + row * q.stride + p * N; };
+    if constexpr (IN_SMEM)
         for (int p = threadIdx.x; p < packs; p += blockDim.x)
-            __pipeline_memcpy_async(held + p, from(blockIdx.x, p), sizeof(Pack<T, N>));
+            __pipeline_memcpy_async(smem_row + p, from(blockIdx.x, p), sizeof(Pack<T, N>));
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= q.rows) return;
-    auto goal = goal_of<T>(q, row);
-    for (; row < q.rows; row += rows_at_once(), turn ^= 1) {
+    auto soft_target = soft_target_of<T>(q, row);
+    for (; row < q.rows; row += grid_rows(), turn ^= 1) {
         auto packed = [&](int p) {
-            if constexpr (HELD) return held[p];
+            if constexpr (IN_SMEM) return smem_row[p];
             else return Pack<T, N>::load(from(row, p));
         };
         auto done = [&](int p) {
-            if constexpr (HELD)
-                if (row + rows_at_once() < q.rows)
-                    __pipeline_memcpy_async(held + p, from(row + rows_at_once(), p), sizeof(Pack<T, N>));
+            if constexpr (IN_SMEM)
+                if (row + grid_rows() < q.rows)
+                    __pipeline_memcpy_async(smem_row + p, from(row + grid_rows(), p), sizeof(Pack<T, N>));
         };
-        if constexpr (HELD) {
+        if constexpr (IN_SMEM) {
             __pipeline_commit();
             __pipeline_wait_prior(0);
         }
-        goal = score_row<T, N>(q, goal, row, (Met<T> *)sums[turn], packed, done);
+        soft_target = loss_grad_row<T, N>(q, soft_target, row, (RowStats<T> *)sums[turn], packed, done);
     }
 }
 
 // What the card in use has of something.
-int card_has(cudaDeviceAttr what) {
+int device_attribute(cudaDeviceAttr what) {
     int device = 0, found = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&found, what, device);
@@ -276,21 +276,21 @@ int card_has(cudaDeviceAttr what) {
 
 } // namespace
 
-extern "C" int cross_entropy_score(const Asked *asked, cudaStream_t stream) {
-    const Asked &q = *asked;
+extern "C" int cross_entropy_loss_grad(const CrossEntropyArgs *args, cudaStream_t stream) {
+    const CrossEntropyArgs &q = *args;
     if (q.rows == 0 || q.classes == 0) return 0;
     WITH_TYPE(q.type, {
         constexpr int N = Pack<T>::size;
-        bool wide = aligned(q.stride * sizeof(T), {q.scores});
+        bool wide = aligned(q.stride * sizeof(T), {q.logits});
         int packs = wide ? q.classes / N : q.classes;
         // Less what the sums over a block take.
-        static const int room = card_has(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
-        static const int processors = card_has(cudaDevAttrMultiProcessorCount);
+        static const int smem = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
+        static const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
         int64_t bytes = int64_t(packs) * sizeof(Pack<T, N>);
-        if (wide && packs > 1024 && bytes <= room) {
-            auto *kernel = score<T, N, true>;
+        if (wide && packs > 1024 && bytes <= smem) {
+            auto *kernel = loss_grad<T, N, true>;
             static const auto allowed =
-                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
             if (allowed) return allowed;
             int each = 1;
             cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, THREADS, bytes);
@@ -300,8 +300,8 @@ extern "C" int cross_entropy_score(const Asked *asked, cudaStream_t stream) {
         }
         // Warps that need none other have rows of their own.
         dim3 threads = packs > 512 ? dim3(512) : packs > 64 ? dim3(128) : dim3(WARP, 4);
-        if (wide) score<T, N, false><<<blocks(q.rows, threads.y), threads, 0, stream>>>(q);
-        else score<T, 1, false><<<blocks(q.rows, threads.y), threads, 0, stream>>>(q);
+        if (wide) loss_grad<T, N, false><<<blocks(q.rows, threads.y), threads, 0, stream>>>(q);
+        else loss_grad<T, 1, false><<<blocks(q.rows, threads.y), threads, 0, stream>>>(q);
     })
     return cudaGetLastError();
 }

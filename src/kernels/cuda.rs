@@ -1,14 +1,14 @@
 //! The door between candle tensors and CUDA: pointers for launchers, fresh tensors, and errors with a type.
 //!
-//! Everything but the copies of a [`carrier`] runs on the one stream of the tensors' device, so a launcher sees what
+//! Everything but the copies of a [`staging_buffer`] runs on the one stream of the tensors' device, so a launcher sees what
 //! the one before it wrote and memory given back is used again in order. Launchers are declared in the file of their kernel.
 
-pub mod carrier;
-pub mod columns;
+pub mod column_sums;
+pub mod copy_streams;
+pub mod cublaslt;
 pub mod cudnn;
 pub mod graph;
-pub mod link;
-pub mod product;
+pub mod staging_buffer;
 
 use std::ffi::{c_int, c_void};
 
@@ -19,22 +19,22 @@ use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, WithDType, bail};
 
 /// The stream of a launch.
-pub type Stream = *mut c_void;
+pub type RawStream = *mut c_void;
 
 /// The device of a tensor, where that is a card.
-pub fn of(tensor: &Tensor) -> Option<&CudaDevice> {
+pub fn device_of(tensor: &Tensor) -> Option<&CudaDevice> {
     match tensor.device() {
         Device::Cuda(device) => Some(device),
         _ => None,
     }
 }
 
-pub fn stream(device: &CudaDevice) -> Stream {
+pub fn stream(device: &CudaDevice) -> RawStream {
     device.cuda_stream().cu_stream().cast()
 }
 
 /// A type as launchers know it: `Type` in `cuda/device.cuh`.
-pub fn code(dtype: DType) -> Result<c_int> {
+pub fn dtype_code(dtype: DType) -> Result<c_int> {
     match dtype {
         DType::F32 => Ok(0),
         DType::F64 => Ok(1),
@@ -45,7 +45,7 @@ pub fn code(dtype: DType) -> Result<c_int> {
 }
 
 /// What kernels compute a type's values in, and gradients and statistics are kept in.
-pub fn wide(dtype: DType) -> DType {
+pub fn acc_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
@@ -56,7 +56,7 @@ pub fn pointer(tensor: &Tensor) -> Result<*mut c_void> {
 }
 
 /// Values from a tensor's first to the end of the buffer that it is a view of.
-pub fn room(tensor: &Tensor) -> Result<usize> {
+pub fn capacity(tensor: &Tensor) -> Result<usize> {
     let (_, start, len) = buffer(tensor)?;
     Ok(len - start)
 }
@@ -72,7 +72,7 @@ fn buffer(tensor: &Tensor) -> Result<(usize, usize, usize)> {
         )
     };
     let Storage::Cuda(cuda) = &*storage else { bail!("a CUDA kernel was given a tensor of another device") };
-    macro_rules! of {
+    macro_rules! by_dtype {
         ($($variant:ident),*) => {
             match &cuda.slice {
                 $(CudaStorageSlice::$variant(slice) => (slice.device_ptr(slice.stream()).0, slice.len()),)*
@@ -80,7 +80,7 @@ fn buffer(tensor: &Tensor) -> Result<(usize, usize, usize)> {
             }
         };
     }
-    let (base, len) = of!(F32, F64, BF16, F16, U32, U8, I64);
+    let (base, len) = by_dtype!(F32, F64, BF16, F16, U32, U8, I64);
     Ok((base as usize, start, len))
 }
 
@@ -90,12 +90,12 @@ pub fn pointer_or_null(tensor: Option<&Tensor>) -> Result<*mut c_void> {
 }
 
 /// A tensor every value of which the caller writes before anyone reads it.
-pub fn fresh(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Result<Tensor> {
+pub fn uninit(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Result<Tensor> {
     let shape = shape.into();
     // The driver refuses to allocate nothing.
     let len = shape.elem_count().max(1);
     let stream = device.cuda_stream();
-    macro_rules! of {
+    macro_rules! by_dtype {
         ($($variant:ident: $type:ty),*) => {
             match dtype {
                 // SAFETY: plain numbers, written before they are read.
@@ -104,19 +104,19 @@ pub fn fresh(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Resu
             }
         };
     }
-    let slice = of!(F32: f32, F64: f64, BF16: half::bf16, F16: half::f16, U32: u32, U8: u8, I64: i64);
+    let slice = by_dtype!(F32: f32, F64: f64, BF16: half::bf16, F16: half::f16, U32: u32, U8: u8, I64: i64);
     let storage = Storage::Cuda(CudaStorage { slice, device: device.clone() });
     Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
 }
 
 /// Bytes for as long as a launcher works; given back in the order of the stream.
 pub fn scratch(device: &CudaDevice, bytes: usize) -> Result<Tensor> {
-    fresh(device, DType::U8, bytes)
+    uninit(device, DType::U8, bytes)
 }
 
 /// A contiguous tensor's values in memory of their own.
 pub fn copy(device: &CudaDevice, from: &Tensor) -> Result<Tensor> {
-    let to = fresh(device, from.dtype(), from.shape())?;
+    let to = uninit(device, from.dtype(), from.shape())?;
     copy_into(device, from, &to)?;
     Ok(to)
 }
@@ -178,22 +178,22 @@ pub fn copy_rows(
 }
 
 /// What a launcher returned.
-pub fn checked(kernel: &'static str, code: c_int) -> Result<()> {
+pub fn check_status(kernel: &'static str, code: c_int) -> Result<()> {
     match code {
         0 => Ok(()),
-        code => Err(Error::Cuda(Box::new(Refused { kernel, code }))),
+        code => Err(Error::Cuda(Box::new(LaunchError { kernel, code }))),
     }
 }
 
 /// A kernel that could not be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the CUDA kernel `{kernel}` was refused with error code {code}")]
-pub struct Refused {
+pub struct LaunchError {
     pub kernel: &'static str,
     pub code: c_int,
 }
 
-impl Refused {
+impl LaunchError {
     /// `cudaErrorMemoryAllocation`, which is also the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
     const OUT_OF_MEMORY: c_int = 2;
 }
@@ -203,13 +203,13 @@ impl Refused {
 pub fn is_out_of_memory(error: &Error) -> bool {
     match error {
         Error::Cuda(inner) => {
-            let driver = |error: &DriverError| error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-            if let Some(refused) = inner.downcast_ref::<Refused>() {
-                return refused.code == Refused::OUT_OF_MEMORY;
+            let is_oom = |error: &DriverError| error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+            if let Some(launch_error) = inner.downcast_ref::<LaunchError>() {
+                return launch_error.code == LaunchError::OUT_OF_MEMORY;
             }
             match inner.downcast_ref::<CudaError>() {
-                Some(CudaError::Cuda(error) | CudaError::Load { cuda: error, .. }) => driver(error),
-                _ => inner.downcast_ref::<DriverError>().is_some_and(driver),
+                Some(CudaError::Cuda(error) | CudaError::Load { cuda: error, .. }) => is_oom(error),
+                _ => inner.downcast_ref::<DriverError>().is_some_and(is_oom),
             }
         }
         Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
@@ -224,7 +224,7 @@ pub fn is_out_of_memory(error: &Error) -> bool {
 
 /// The values of a contiguous tensor, once all that was under way is done.
 pub fn to_host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
-    let Some(device) = of(tensor) else { bail!("a tensor that is on no card") };
+    let Some(device) = device_of(tensor) else { bail!("a tensor that is on no card") };
     if tensor.dtype() != T::DTYPE {
         bail!("{:?} were read as {:?}", tensor.dtype(), T::DTYPE)
     }
@@ -237,7 +237,7 @@ pub fn to_host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
 
 /// Overwrites a contiguous tensor, once all that was under way is done.
 pub fn from_host<T: WithDType>(tensor: &Tensor, values: &[T]) -> Result<()> {
-    let Some(device) = of(tensor) else { bail!("a tensor that is on no card") };
+    let Some(device) = device_of(tensor) else { bail!("a tensor that is on no card") };
     if tensor.dtype() != T::DTYPE || tensor.elem_count() != values.len() {
         bail!("{} values of {:?} for {:?} of {:?}", values.len(), T::DTYPE, tensor.shape(), tensor.dtype())
     }

@@ -17,22 +17,22 @@ struct Windows {
 
 // The weights of a block's channels as (cells, wide * N).
 template <int N, class T>
-__device__ __forceinline__ void turn(const T *weight, Acc<T> *to, const Lanes &lanes, int channels, int cells,
+__device__ __forceinline__ void load_weights(const T *weight, Acc<T> *to, const BlockLayout &layout, int channels, int cells,
                                      bool turned) {
-    int first = int(blockIdx.x % lanes.across) * lanes.wide * N, width = lanes.wide * N;
+    int first = int(blockIdx.x % layout.tiles_x) * layout.block_cols * N, width = layout.block_cols * N;
     for (int i = threadIdx.x; i < width * cells; i += blockDim.x) {
         int channel = i / cells, cell = i % cells;
         Acc<T> w = 0;
-        if (first + channel < channels) w = up(weight[int64_t(first + channel) * cells + cell]);
+        if (first + channel < channels) w = to_acc(weight[int64_t(first + channel) * cells + cell]);
         to[(turned ? cells - 1 - cell : cell) * width + channel] = w;
     }
     __syncthreads();
 }
 
-template <class T, int N> __device__ __forceinline__ Pack<T, N> nothing() {
+template <class T, int N> __device__ __forceinline__ Pack<T, N> zero_pack() {
     Pack<T, N> zero;
 #pragma unroll
-    for (int k = 0; k < N; k++) zero.v[k] = down<T>(Acc<T>(0));
+    for (int k = 0; k < N; k++) zero.v[k] = from_acc<T>(Acc<T>(0));
     return zero;
 }
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ Pack<T, N> load_if(bool there, const T *from, const P
     return values;
 }
 
-template <class R> __device__ __forceinline__ R *room() {
+template <class R> __device__ __forceinline__ R *dynamic_smem() {
     extern __shared__ __align__(16) unsigned char bytes[];
     return reinterpret_cast<R *>(bytes);
 }
@@ -52,34 +52,34 @@ template <class R> __device__ __forceinline__ R *room() {
 // Windows of K x K that move by S: a thread makes W neighbouring output pixels, whose windows overlap.
 template <class T, int N, int K, int S, int W>
 __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
-    strips(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, Lanes lanes,
+    strips(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
            int64_t work) {
     using R = Acc<T>;
-    R *turned = room<R>();
-    turn<N>(weight, turned, lanes, g.channels, K * K, g.turned);
-    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
-    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx;
-    if (pack >= lanes.packs) return;
+    R *turned = dynamic_smem<R>();
+    load_weights<N>(weight, turned, layout, g.channels, K * K, g.turned);
+    int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
+    int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx;
+    if (pack >= layout.packs) return;
     const R *w = turned + tx * N;
-    auto zero = nothing<T, N>();
-    int across = (g.out_width + W - 1) / W, width = lanes.wide * N;
-    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
-    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
-        int64_t line = i / across, picture = line / g.out_height;
-        int ox = int(i - line * across) * W, oy = int(line - picture * g.out_height);
+    auto zero = zero_pack<T, N>();
+    int tiles_x = (g.out_width + W - 1) / W, width = layout.block_cols * N;
+    int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
+    for (int64_t i = int64_t(blockIdx.x / layout.tiles_x) * layout.block_rows + ty; i < work; i += step) {
+        int64_t line = i / tiles_x, image = line / g.out_height;
+        int ox = int(i - line * tiles_x) * W, oy = int(line - image * g.out_height);
         int y0 = oy * S - g.padding, x0 = ox * S - g.padding;
         R sums[W][N] = {};
 #pragma unroll
         for (int ky = 0; ky < K; ky++) {
-            constexpr int SEEN = (W - 1) * S + K;
+            constexpr int INPUT_TAPS = (W - 1) * S + K;
             int iy = y0 + ky;
             bool in = iy >= 0 && iy < g.height;
-            const T *from = x + ((picture * g.height + iy) * g.width + x0) * g.channels + pack * N;
+            const T *from = x + ((image * g.height + iy) * g.width + x0) * g.channels + pack * N;
             // A line is loaded as a whole before any of it is used.
-            Pack<T, N> seen[SEEN];
+            Pack<T, N> input_taps[INPUT_TAPS];
 #pragma unroll
-            for (int j = 0; j < SEEN; j++)
-                seen[j] = load_if(in && x0 + j >= 0 && x0 + j < g.width, from + int64_t(j) * g.channels, zero);
+            for (int j = 0; j < INPUT_TAPS; j++)
+                input_taps[j] = load_if(in && x0 + j >= 0 && x0 + j < g.width, from + int64_t(j) * g.channels, zero);
 #pragma unroll
             for (int kx = 0; kx < K; kx++) {
                 R of[N];
@@ -88,16 +88,16 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
 #pragma unroll
                 for (int o = 0; o < W; o++)
 #pragma unroll
-                    for (int k = 0; k < N; k++) sums[o][k] += up(seen[o * S + kx].v[k]) * of[k];
+                    for (int k = 0; k < N; k++) sums[o][k] += to_acc(input_taps[o * S + kx].v[k]) * of[k];
             }
         }
 #pragma unroll
         for (int o = 0; o < W; o++) {
             if (ox + o >= g.out_width) break;
-            Pack<T, N> made;
+            Pack<T, N> result;
 #pragma unroll
-            for (int k = 0; k < N; k++) made.v[k] = down<T>(sums[o][k]);
-            made.store(y + (line * g.out_width + ox + o) * g.channels + pack * N);
+            for (int k = 0; k < N; k++) result.v[k] = from_acc<T>(sums[o][k]);
+            result.store(y + (line * g.out_width + ox + o) * g.channels + pack * N);
         }
     }
 }
@@ -109,43 +109,43 @@ constexpr int RUN = 28;
 // the sums of the three lines that an input line is a part of, so that it reads every input line once.
 template <class T, int N, int W>
 __global__ void __launch_bounds__(COLUMN_THREADS, 2)
-    columns(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, Lanes lanes,
+    forward_columns(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
             int64_t work) {
     using R = Acc<T>;
-    R *turned = room<R>();
-    turn<N>(weight, turned, lanes, g.channels, 9, g.turned);
-    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
-    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
-    if (pack >= lanes.packs) return;
+    R *turned = dynamic_smem<R>();
+    load_weights<N>(weight, turned, layout, g.channels, 9, g.turned);
+    int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
+    int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx, width = layout.block_cols * N;
+    if (pack >= layout.packs) return;
     R w[9][N];
 #pragma unroll
     for (int cell = 0; cell < 9; cell++)
 #pragma unroll
         for (int k = 0; k < N; k++) w[cell][k] = turned[cell * width + tx * N + k];
-    auto zero = nothing<T, N>();
-    unsigned across = (g.out_width + W - 1) / W, runs = (g.out_height + RUN - 1) / RUN;
-    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
-    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
-        unsigned line = unsigned(i) / across, picture = line / runs;
-        int ox = int(unsigned(i) - line * across) * W, first = int(line - picture * runs) * RUN;
+    auto zero = zero_pack<T, N>();
+    unsigned tiles_x = (g.out_width + W - 1) / W, runs = (g.out_height + RUN - 1) / RUN;
+    int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
+    for (int64_t i = int64_t(blockIdx.x / layout.tiles_x) * layout.block_rows + ty; i < work; i += step) {
+        unsigned line = unsigned(i) / tiles_x, image = line / runs;
+        int ox = int(unsigned(i) - line * tiles_x) * W, first = int(line - image * runs) * RUN;
         int last = min(first + RUN, g.out_height), x0 = ox - g.padding;
         R sums[3][W][N] = {};
         // The input line `first + j - padding`, which `sums[(j + 1) % 3]` ends with and `sums[j % 3]` begins with.
         auto take = [&](int j, auto &ends, auto &goes_on, auto &begins) {
             int iy = first + j - g.padding;
             bool in = iy >= 0 && iy < g.height;
-            const T *from = x + ((int64_t(picture) * g.height + iy) * g.width + x0) * g.channels + pack * N;
-            Pack<T, N> seen[W + 2];
+            const T *from = x + ((int64_t(image) * g.height + iy) * g.width + x0) * g.channels + pack * N;
+            Pack<T, N> input_taps[W + 2];
 #pragma unroll
             for (int c = 0; c < W + 2; c++)
-                seen[c] = load_if(in && x0 + c >= 0 && x0 + c < g.width, from + int64_t(c) * g.channels, zero);
+                input_taps[c] = load_if(in && x0 + c >= 0 && x0 + c < g.width, from + int64_t(c) * g.channels, zero);
 #pragma unroll
             for (int o = 0; o < W; o++)
 #pragma unroll
                 for (int kx = 0; kx < 3; kx++)
 #pragma unroll
                     for (int k = 0; k < N; k++) {
-                        R v = up(seen[o + kx].v[k]);
+                        R v = to_acc(input_taps[o + kx].v[k]);
                         begins[o][k] += v * w[kx][k];
                         goes_on[o][k] += v * w[3 + kx][k];
                         ends[o][k] += v * w[6 + kx][k];
@@ -153,11 +153,11 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
             int oy = first + j - 2;
 #pragma unroll
             for (int o = 0; o < W; o++) {
-                Pack<T, N> made;
+                Pack<T, N> result;
 #pragma unroll
-                for (int k = 0; k < N; k++) made.v[k] = down<T>(ends[o][k]), ends[o][k] = 0;
+                for (int k = 0; k < N; k++) result.v[k] = from_acc<T>(ends[o][k]), ends[o][k] = 0;
                 if (j >= 2 && ox + o < g.out_width)
-                    made.store(y + ((int64_t(picture) * g.out_height + oy) * g.out_width + ox + o) * g.channels + pack * N);
+                    result.store(y + ((int64_t(image) * g.out_height + oy) * g.out_width + ox + o) * g.channels + pack * N);
             }
         };
         for (int j = 0; j < last - first + 2; j += 3) {
@@ -171,19 +171,19 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
 // Any windows: a thread makes one output pixel.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
-    pixels(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, Lanes lanes,
+    pixels(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
            int64_t work) {
     using R = Acc<T>;
-    R *turned = room<R>();
-    turn<N>(weight, turned, lanes, g.channels, g.cells(), g.turned);
-    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
-    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
-    if (pack >= lanes.packs) return;
+    R *turned = dynamic_smem<R>();
+    load_weights<N>(weight, turned, layout, g.channels, g.cells(), g.turned);
+    int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
+    int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx, width = layout.block_cols * N;
+    if (pack >= layout.packs) return;
     const R *w = turned + tx * N;
-    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
-    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
-        int64_t line = i / g.out_width, picture = line / g.out_height;
-        int ox = int(i - line * g.out_width), oy = int(line - picture * g.out_height);
+    int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
+    for (int64_t i = int64_t(blockIdx.x / layout.tiles_x) * layout.block_rows + ty; i < work; i += step) {
+        int64_t line = i / g.out_width, image = line / g.out_height;
+        int ox = int(i - line * g.out_width), oy = int(line - image * g.out_height);
         R sums[N] = {};
         for (int ky = 0; ky < g.kernel; ky++) {
             int iy = oy * g.stride + ky * g.dilation - g.padding;
@@ -191,15 +191,15 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
             for (int kx = 0; kx < g.kernel; kx++) {
                 int ix = ox * g.stride + kx * g.dilation - g.padding;
                 if (ix < 0 || ix >= g.width) continue;
-                auto values = Pack<T, N>::load(x + ((picture * g.height + iy) * g.width + ix) * g.channels + pack * N);
+                auto values = Pack<T, N>::load(x + ((image * g.height + iy) * g.width + ix) * g.channels + pack * N);
 #pragma unroll
-                for (int k = 0; k < N; k++) sums[k] += up(values.v[k]) * w[(ky * g.kernel + kx) * width + k];
+                for (int k = 0; k < N; k++) sums[k] += to_acc(values.v[k]) * w[(ky * g.kernel + kx) * width + k];
             }
         }
-        Pack<T, N> made;
+        Pack<T, N> result;
 #pragma unroll
-        for (int k = 0; k < N; k++) made.v[k] = down<T>(sums[k]);
-        made.store(y + i * g.channels + pack * N);
+        for (int k = 0; k < N; k++) result.v[k] = from_acc<T>(sums[k]);
+        result.store(y + i * g.channels + pack * N);
     }
 }
 
@@ -207,41 +207,41 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
 // pixels, which 2 x (W + 1) output pixels see.
 template <class T, int N, int W>
 __global__ void __launch_bounds__(COLUMN_THREADS, 2)
-    squares(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, Lanes lanes,
+    input_gradient_3x3s2(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, BlockLayout layout,
             int64_t work) {
     using R = Acc<T>;
-    R *turned = room<R>();
-    turn<N>(weight, turned, lanes, g.channels, 9, false);
-    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
-    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
-    if (pack >= lanes.packs) return;
+    R *turned = dynamic_smem<R>();
+    load_weights<N>(weight, turned, layout, g.channels, 9, false);
+    int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
+    int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx, width = layout.block_cols * N;
+    if (pack >= layout.packs) return;
     const R *w = turned + tx * N;
-    auto zero = nothing<T, N>();
-    int across = (g.width + 2 * W - 1) / (2 * W), down_by = (g.height + 1) / 2;
-    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
-    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
-        int64_t line = i / across, picture = line / down_by;
-        int ox = int(i - line * across) * W, oy = int(line - picture * down_by);
+    auto zero = zero_pack<T, N>();
+    int tiles_x = (g.width + 2 * W - 1) / (2 * W), down_by = (g.height + 1) / 2;
+    int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
+    for (int64_t i = int64_t(blockIdx.x / layout.tiles_x) * layout.block_rows + ty; i < work; i += step) {
+        int64_t line = i / tiles_x, image = line / down_by;
+        int ox = int(i - line * tiles_x) * W, oy = int(line - image * down_by);
         Pack<T, N> ds[2][W + 1];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const T *from = dy + ((picture * g.out_height + oy + r) * g.out_width + ox) * g.channels + pack * N;
+            const T *from = dy + ((image * g.out_height + oy + r) * g.out_width + ox) * g.channels + pack * N;
 #pragma unroll
             for (int j = 0; j <= W; j++)
                 ds[r][j] = load_if(oy + r < g.out_height && ox + j < g.out_width, from + int64_t(j) * g.channels, zero);
         }
 #pragma unroll
         for (int o = 0; o < W; o++) {
-            Pack<T, N> made[2][2];
+            Pack<T, N> result[2][2];
 #pragma unroll
             for (int k = 0; k < N; k++) {
                 auto cell = [&](int c) { return w[c * width + k]; };
-                R here = up(ds[0][o].v[k]), right = up(ds[0][o + 1].v[k]);
-                R below = up(ds[1][o].v[k]), corner = up(ds[1][o + 1].v[k]);
-                made[0][0].v[k] = down<T>(here * cell(4));
-                made[0][1].v[k] = down<T>(here * cell(5) + right * cell(3));
-                made[1][0].v[k] = down<T>(here * cell(7) + below * cell(1));
-                made[1][1].v[k] = down<T>(here * cell(8) + right * cell(6) + below * cell(2) + corner * cell(0));
+                R here = to_acc(ds[0][o].v[k]), right = to_acc(ds[0][o + 1].v[k]);
+                R below = to_acc(ds[1][o].v[k]), corner = to_acc(ds[1][o + 1].v[k]);
+                result[0][0].v[k] = from_acc<T>(here * cell(4));
+                result[0][1].v[k] = from_acc<T>(here * cell(5) + right * cell(3));
+                result[1][0].v[k] = from_acc<T>(here * cell(7) + below * cell(1));
+                result[1][1].v[k] = from_acc<T>(here * cell(8) + right * cell(6) + below * cell(2) + corner * cell(0));
             }
 #pragma unroll
             for (int r = 0; r < 2; r++)
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
                 for (int c = 0; c < 2; c++) {
                     int iy = 2 * oy + r, ix = 2 * (ox + o) + c;
                     if (iy < g.height && ix < g.width)
-                        made[r][c].store(dx + ((picture * g.height + iy) * g.width + ix) * g.channels + pack * N);
+                        result[r][c].store(dx + ((image * g.height + iy) * g.width + ix) * g.channels + pack * N);
                 }
         }
     }
@@ -258,19 +258,19 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
 // The gradient of the input where windows move by more than a pixel: a thread makes one input pixel.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
-    seen_by(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, Lanes lanes,
+    input_gradient(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, BlockLayout layout,
             int64_t work) {
     using R = Acc<T>;
-    R *turned = room<R>();
-    turn<N>(weight, turned, lanes, g.channels, g.cells(), false);
-    int tx = threadIdx.x % lanes.wide, ty = threadIdx.x / lanes.wide;
-    int pack = int(blockIdx.x % lanes.across) * lanes.wide + tx, width = lanes.wide * N;
-    if (pack >= lanes.packs) return;
+    R *turned = dynamic_smem<R>();
+    load_weights<N>(weight, turned, layout, g.channels, g.cells(), false);
+    int tx = threadIdx.x % layout.block_cols, ty = threadIdx.x / layout.block_cols;
+    int pack = int(blockIdx.x % layout.tiles_x) * layout.block_cols + tx, width = layout.block_cols * N;
+    if (pack >= layout.packs) return;
     const R *w = turned + tx * N;
-    int64_t step = int64_t(gridDim.x / lanes.across) * lanes.tall;
-    for (int64_t i = int64_t(blockIdx.x / lanes.across) * lanes.tall + ty; i < work; i += step) {
-        int64_t line = i / g.width, picture = line / g.height;
-        int ix = int(i - line * g.width), iy = int(line - picture * g.height);
+    int64_t step = int64_t(gridDim.x / layout.tiles_x) * layout.block_rows;
+    for (int64_t i = int64_t(blockIdx.x / layout.tiles_x) * layout.block_rows + ty; i < work; i += step) {
+        int64_t line = i / g.width, image = line / g.height;
+        int ix = int(i - line * g.width), iy = int(line - image * g.height);
         R sums[N] = {};
         // In a picture with its padding: windows that begin at most at the pixel and end after it.
         iy += g.padding, ix += g.padding;
@@ -281,20 +281,20 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
             int ky = iy - oy * g.stride;
             if (g.dilation > 1 && ky % g.dilation != 0) continue;
             ky = g.dilation > 1 ? ky / g.dilation : ky;
-            const T *from = dy + (picture * g.out_height + oy) * g.out_width * g.channels + pack * N;
+            const T *from = dy + (image * g.out_height + oy) * g.out_width * g.channels + pack * N;
             for (int ox = left; ox <= right; ox++) {
                 int kx = ix - ox * g.stride;
                 if (g.dilation > 1 && kx % g.dilation != 0) continue;
                 kx = g.dilation > 1 ? kx / g.dilation : kx;
                 auto values = Pack<T, N>::load(from + int64_t(ox) * g.channels);
 #pragma unroll
-                for (int k = 0; k < N; k++) sums[k] += up(values.v[k]) * w[(ky * g.kernel + kx) * width + k];
+                for (int k = 0; k < N; k++) sums[k] += to_acc(values.v[k]) * w[(ky * g.kernel + kx) * width + k];
             }
         }
-        Pack<T, N> made;
+        Pack<T, N> result;
 #pragma unroll
-        for (int k = 0; k < N; k++) made.v[k] = down<T>(sums[k]);
-        made.store(dx + i * g.channels + pack * N);
+        for (int k = 0; k < N; k++) result.v[k] = from_acc<T>(sums[k]);
+        result.store(dx + i * g.channels + pack * N);
     }
 }
 
@@ -302,15 +302,15 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
 // of a window: (parts, cells, channels).
 template <class T, int N, int K, int S, int W>
 __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
-    strip_sums(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, Cut cut, Lanes lanes) {
+    weight_gradient_strips(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, RowPartition partition, BlockLayout layout) {
     using R = Acc<T>;
-    Place at(cut, lanes);
+    ThreadPosition at(partition, layout);
     R sums[K * K][N] = {};
-    auto zero = nothing<T, N>();
-    unsigned across = (g.out_width + W - 1) / W;
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
-        unsigned line = unsigned(row) / across, picture = line / g.out_height;
-        int ox = int(unsigned(row) - line * across) * W, oy = int(line - picture * g.out_height);
+    auto zero = zero_pack<T, N>();
+    unsigned tiles_x = (g.out_width + W - 1) / W;
+    for (int64_t row = at.first; row < at.end; row += layout.block_rows) {
+        unsigned line = unsigned(row) / tiles_x, image = line / g.out_height;
+        int ox = int(unsigned(row) - line * tiles_x) * W, oy = int(line - image * g.out_height);
         int y0 = oy * S - g.padding, x0 = ox * S - g.padding;
         Pack<T, N> ds[W];
         const T *of = dy + (int64_t(line) * g.out_width + ox) * g.channels + at.pack * N;
@@ -318,26 +318,26 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
         for (int o = 0; o < W; o++) ds[o] = load_if(ox + o < g.out_width, of + int64_t(o) * g.channels, zero);
 #pragma unroll
         for (int ky = 0; ky < K; ky++) {
-            constexpr int SEEN = (W - 1) * S + K;
+            constexpr int INPUT_TAPS = (W - 1) * S + K;
             int iy = y0 + ky;
             bool in = iy >= 0 && iy < g.height;
-            const T *from = x + ((int64_t(picture) * g.height + iy) * g.width + x0) * g.channels + at.pack * N;
-            Pack<T, N> seen[SEEN];
+            const T *from = x + ((int64_t(image) * g.height + iy) * g.width + x0) * g.channels + at.pack * N;
+            Pack<T, N> input_taps[INPUT_TAPS];
 #pragma unroll
-            for (int j = 0; j < SEEN; j++)
-                seen[j] = load_if(in && x0 + j >= 0 && x0 + j < g.width, from + int64_t(j) * g.channels, zero);
+            for (int j = 0; j < INPUT_TAPS; j++)
+                input_taps[j] = load_if(in && x0 + j >= 0 && x0 + j < g.width, from + int64_t(j) * g.channels, zero);
 #pragma unroll
             for (int kx = 0; kx < K; kx++)
 #pragma unroll
                 for (int o = 0; o < W; o++)
 #pragma unroll
                     for (int k = 0; k < N; k++)
-                        sums[ky * K + kx][k] += up(seen[o * S + kx].v[k]) * up(ds[o].v[k]);
+                        sums[ky * K + kx][k] += to_acc(input_taps[o * S + kx].v[k]) * to_acc(ds[o].v[k]);
         }
     }
 #pragma unroll
     for (int cell = 0; cell < K * K; cell++) {
-        add_up(sums[cell], at, lanes);
+        block_row_sum(sums[cell], at, layout);
         if (at.y == 0 && at.in) {
             R *to = partials + (int64_t(at.part) * (K * K) + cell) * g.channels + at.pack * N;
 #pragma unroll
@@ -349,25 +349,25 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
 // The same for any windows: a block has one cell.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
-    cell_sums(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, Cut cut, Lanes lanes) {
+    weight_gradient_taps(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, RowPartition partition, BlockLayout layout) {
     using R = Acc<T>;
-    Place at(cut, lanes);
+    ThreadPosition at(partition, layout);
     int cell = blockIdx.y;
     R sums[N] = {};
     unsigned pixels = g.out_height * g.out_width;
-    for (int64_t row = at.first; row < at.end; row += lanes.tall) {
-        unsigned picture = unsigned(row) / pixels, pixel = unsigned(row) - picture * pixels;
+    for (int64_t row = at.first; row < at.end; row += layout.block_rows) {
+        unsigned image = unsigned(row) / pixels, pixel = unsigned(row) - image * pixels;
         unsigned oy = pixel / g.out_width, ox = pixel - oy * g.out_width;
         int iy = int(oy) * g.stride + cell / g.kernel * g.dilation - g.padding;
         int ix = int(ox) * g.stride + cell % g.kernel * g.dilation - g.padding;
         if (iy < 0 || iy >= g.height || ix < 0 || ix >= g.width) continue;
         auto ds = Pack<T, N>::load(dy + row * g.channels + at.pack * N);
-        int64_t from = ((int64_t(picture) * g.height + iy) * g.width + ix) * g.channels + at.pack * N;
+        int64_t from = ((int64_t(image) * g.height + iy) * g.width + ix) * g.channels + at.pack * N;
         auto values = Pack<T, N>::load(x + from);
 #pragma unroll
-        for (int k = 0; k < N; k++) sums[k] += up(values.v[k]) * up(ds.v[k]);
+        for (int k = 0; k < N; k++) sums[k] += to_acc(values.v[k]) * to_acc(ds.v[k]);
     }
-    add_up(sums, at, lanes);
+    block_row_sum(sums, at, layout);
     if (at.y == 0 && at.in) {
         R *to = partials + (int64_t(at.part) * g.cells() + cell) * g.channels + at.pack * N;
 #pragma unroll
@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
 
 // Adds the sums of parts, (parts, cells, channels), to the gradient, (channels, cells), in order.
 template <class R>
-__global__ void __launch_bounds__(1024) add_parts(const R *partials, R *into, int parts, int cells, int channels) {
+__global__ void __launch_bounds__(1024) add_partials(const R *partials, R *into, int parts, int cells, int channels) {
     __shared__ R sums[32][33];
     int64_t all = int64_t(cells) * channels, column = int64_t(blockIdx.x) * 32 + threadIdx.x;
     R sum = 0;
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(1024) add_parts(const R *partials, R *into, in
     if (threadIdx.x == 0 && column < all) into[column % channels * cells + column / channels] += sum;
 }
 
-Windows forward_of(const Geometry &g, int batch) {
+Windows forward_of(const ConvGeometry &g, int batch) {
     return {batch,    g.height, g.width,   g.out_height, g.out_width, g.inputs,
             g.kernel, g.stride, g.padding, g.dilation,   false};
 }
@@ -401,41 +401,41 @@ Windows forward_of(const Geometry &g, int batch) {
 constexpr size_t SHARED = 48 * 1024;
 
 // The lanes whose weights fit in shared memory; none where not even one thread's do.
-template <class T, int N> Lanes fitting(const Windows &g) {
-    Lanes lanes(g.channels / N);
+template <class T, int N> BlockLayout layout_in_smem(const Windows &g) {
+    BlockLayout layout(g.channels / N);
     size_t each = sizeof(Acc<T>) * N * g.cells();
-    if (lanes.wide * each > SHARED) {
-        lanes.wide = int(SHARED / each);
-        if (lanes.wide == 0) return lanes;
-        lanes.across = (lanes.packs + lanes.wide - 1) / lanes.wide;
-        lanes.tall = COLUMN_THREADS / lanes.wide;
+    if (layout.block_cols * each > SHARED) {
+        layout.block_cols = int(SHARED / each);
+        if (layout.block_cols == 0) return layout;
+        layout.tiles_x = (layout.packs + layout.block_cols - 1) / layout.block_cols;
+        layout.block_rows = COLUMN_THREADS / layout.block_cols;
     }
-    return lanes;
+    return layout;
 }
 
 // Blocks that fill a card, side by side over the channels; each goes on with more work.
-unsigned filling(const Lanes &lanes, int64_t work) {
-    int64_t wanted = (work + lanes.tall - 1) / lanes.tall, most = (132 * 16 + lanes.across - 1) / lanes.across;
-    return unsigned((wanted < most ? wanted : most) * lanes.across);
+unsigned grid_blocks(const BlockLayout &layout, int64_t work) {
+    int64_t wanted = (work + layout.block_rows - 1) / layout.block_rows, most = (132 * 16 + layout.tiles_x - 1) / layout.tiles_x;
+    return unsigned((wanted < most ? wanted : most) * layout.tiles_x);
 }
 
-template <class T, int N> int sum_windows(const Windows &g, const T *x, const T *w, T *y, cudaStream_t stream) {
+template <class T, int N> int launch_windows(const Windows &g, const T *x, const T *w, T *y, cudaStream_t stream) {
     if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) {
         // As many channels as leave three lines of sums in registers.
         constexpr int M = N < 4 ? N : 4, W = 4;
-        Lanes lanes = fitting<T, M>(g);
+        BlockLayout layout = layout_in_smem<T, M>(g);
         int64_t work = int64_t(g.batch) * ((g.out_height + RUN - 1) / RUN) * ((g.out_width + W - 1) / W);
         if (work > INT32_MAX) return cudaErrorInvalidValue;
-        size_t shared = sizeof(Acc<T>) * M * lanes.wide * 9;
-        columns<T, M, W><<<filling(lanes, work), lanes.threads(), shared, stream>>>(x, w, y, g, lanes, work);
+        size_t shared = sizeof(Acc<T>) * M * layout.block_cols * 9;
+        forward_columns<T, M, W><<<grid_blocks(layout, work), layout.threads(), shared, stream>>>(x, w, y, g, layout, work);
         return cudaGetLastError();
     }
-    Lanes lanes = fitting<T, N>(g);
-    if (lanes.wide == 0) return cudaErrorInvalidValue;
-    size_t shared = sizeof(Acc<T>) * N * lanes.wide * g.cells();
+    BlockLayout layout = layout_in_smem<T, N>(g);
+    if (layout.block_cols == 0) return cudaErrorInvalidValue;
+    size_t shared = sizeof(Acc<T>) * N * layout.block_cols * g.cells();
     int64_t lines = int64_t(g.batch) * g.out_height;
     auto run = [&](auto kernel, int64_t work) {
-        kernel<<<filling(lanes, work), lanes.threads(), shared, stream>>>(x, w, y, g, lanes, work);
+        kernel<<<grid_blocks(layout, work), layout.threads(), shared, stream>>>(x, w, y, g, layout, work);
         return int(cudaGetLastError());
     };
     // Fewer where they overlap less.
@@ -446,81 +446,81 @@ template <class T, int N> int sum_windows(const Windows &g, const T *x, const T 
     return run(pixels<T, N>, lines * g.out_width);
 }
 
-template <class T, int N> int spread_back(const Windows &g, const T *dy, const T *w, T *dx, cudaStream_t stream) {
+template <class T, int N> int launch_input_gradient(const Windows &g, const T *dy, const T *w, T *dx, cudaStream_t stream) {
     if (g.stride == 1) {
         Windows back{g.batch,    g.out_height, g.out_width, g.height, g.width, g.channels, g.kernel, 1,
                      (g.kernel - 1) * g.dilation - g.padding, g.dilation, true};
-        return sum_windows<T, N>(back, dy, w, dx, stream);
+        return launch_windows<T, N>(back, dy, w, dx, stream);
     }
-    Lanes lanes = fitting<T, N>(g);
-    if (lanes.wide == 0) return cudaErrorInvalidValue;
-    size_t shared = sizeof(Acc<T>) * N * lanes.wide * g.cells();
+    BlockLayout layout = layout_in_smem<T, N>(g);
+    if (layout.block_cols == 0) return cudaErrorInvalidValue;
+    size_t shared = sizeof(Acc<T>) * N * layout.block_cols * g.cells();
     if (N > 1 && g.kernel == 3 && g.stride == 2 && g.padding == 1 && g.dilation == 1) {
         int64_t work = int64_t(g.batch) * ((g.height + 1) / 2) * ((g.width + 3) / 4);
-        squares<T, N, 2><<<filling(lanes, work), lanes.threads(), shared, stream>>>(dy, w, dx, g, lanes, work);
+        input_gradient_3x3s2<T, N, 2><<<grid_blocks(layout, work), layout.threads(), shared, stream>>>(dy, w, dx, g, layout, work);
         return cudaGetLastError();
     }
     int64_t work = int64_t(g.batch) * g.height * g.width;
-    seen_by<T, N><<<filling(lanes, work), lanes.threads(), shared, stream>>>(dy, w, dx, g, lanes, work);
+    input_gradient<T, N><<<grid_blocks(layout, work), layout.threads(), shared, stream>>>(dy, w, dx, g, layout, work);
     return cudaGetLastError();
 }
 
 } // namespace
 
-extern "C" int depthwise_forward(int type, const Geometry *geometry, int batch, const void *x, const void *weight,
+extern "C" int depthwise_forward(int type, const ConvGeometry *geometry, int batch, const void *x, const void *weight,
                                  void *y, cudaStream_t stream) {
     Windows g = forward_of(*geometry, batch);
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
         if (aligned(g.channels * sizeof(T), {x, y}))
-            return sum_windows<T, N>(g, (const T *)x, (const T *)weight, (T *)y, stream);
-        return sum_windows<T, 1>(g, (const T *)x, (const T *)weight, (T *)y, stream);
+            return launch_windows<T, N>(g, (const T *)x, (const T *)weight, (T *)y, stream);
+        return launch_windows<T, 1>(g, (const T *)x, (const T *)weight, (T *)y, stream);
     })
     return 0;
 }
 
-extern "C" int depthwise_input(int type, const Geometry *geometry, int batch, const void *dy, const void *weight,
+extern "C" int depthwise_input_gradient(int type, const ConvGeometry *geometry, int batch, const void *dy, const void *weight,
                                void *dx, cudaStream_t stream) {
     Windows g = forward_of(*geometry, batch);
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
         if (aligned(g.channels * sizeof(T), {dy, dx}))
-            return spread_back<T, N>(g, (const T *)dy, (const T *)weight, (T *)dx, stream);
-        return spread_back<T, 1>(g, (const T *)dy, (const T *)weight, (T *)dx, stream);
+            return launch_input_gradient<T, N>(g, (const T *)dy, (const T *)weight, (T *)dx, stream);
+        return launch_input_gradient<T, 1>(g, (const T *)dy, (const T *)weight, (T *)dx, stream);
     })
     return 0;
 }
 
 // Adds the gradient of the weight; `partials` is (parts, cells, channels).
-extern "C" int depthwise_weight(int type, const Geometry *geometry, int batch, const void *x, const void *dy,
+extern "C" int depthwise_weight_gradient(int type, const ConvGeometry *geometry, int batch, const void *x, const void *dy,
                                 void *partials, void *dweight, int64_t chunk, int parts, cudaStream_t stream) {
     Windows g = forward_of(*geometry, batch);
     int64_t rows = int64_t(batch) * g.out_height * g.out_width;
     if (rows == 0) return 0;
     if (rows > INT32_MAX || g.cells() > 65535) return cudaErrorInvalidValue;
-    Cut cut{rows, rows, chunk, parts, g.channels};
+    RowPartition partition{rows, rows, chunk, parts, g.channels};
     WITH_TYPE(type, {
         using R = Acc<T>;
         // As many channels as leave the sums of all cells in registers.
         constexpr int N = Pack<T>::size < 4 ? Pack<T>::size : 4;
-        auto run = [&](auto kernel, const Cut &cut, Lanes lanes, unsigned cells) {
-            kernel<<<dim3(lanes.blocks(cut), cells), lanes.threads(), 0, stream>>>((const T *)x, (const T *)dy,
-                                                                                  (R *)partials, g, cut, lanes);
+        auto run = [&](auto kernel, const RowPartition &partition, BlockLayout layout, unsigned cells) {
+            kernel<<<dim3(layout.blocks(partition), cells), layout.threads(), 0, stream>>>((const T *)x, (const T *)dy,
+                                                                                  (R *)partials, g, partition, layout);
         };
         // As many parts, of strips of so many pixels.
-        auto strips_of = [&](int pixels) {
+        auto strip_partition = [&](int pixels) {
             int64_t strips = int64_t(batch) * g.out_height * ((g.out_width + pixels - 1) / pixels);
-            return Cut{strips, strips, (strips + parts - 1) / parts, parts, g.channels};
+            return RowPartition{strips, strips, (strips + parts - 1) / parts, parts, g.channels};
         };
-        bool many = aligned(g.channels * sizeof(T), {x, dy}), dense = many && g.dilation == 1;
-        Lanes lanes(many ? g.channels / N : g.channels);
-        if (dense && g.kernel == 3 && g.stride == 1) run(strip_sums<T, N, 3, 1, 4>, strips_of(4), lanes, 1);
-        else if (dense && g.kernel == 3 && g.stride == 2) run(strip_sums<T, N, 3, 2, 2>, strips_of(2), lanes, 1);
-        else if (dense && g.kernel == 5 && g.stride == 1) run(strip_sums<T, N, 5, 1, 4>, strips_of(4), lanes, 1);
-        else if (dense && g.kernel == 5 && g.stride == 2) run(strip_sums<T, N, 5, 2, 2>, strips_of(2), lanes, 1);
-        else if (many) run(cell_sums<T, N>, cut, lanes, g.cells());
-        else run(cell_sums<T, 1>, cut, lanes, g.cells());
-        add_parts<R><<<blocks(int64_t(g.cells()) * g.channels, 32), dim3(32, 32), 0, stream>>>(
+        bool vectorized = aligned(g.channels * sizeof(T), {x, dy}), dense = vectorized && g.dilation == 1;
+        BlockLayout layout(vectorized ? g.channels / N : g.channels);
+        if (dense && g.kernel == 3 && g.stride == 1) run(weight_gradient_strips<T, N, 3, 1, 4>, strip_partition(4), layout, 1);
+        else if (dense && g.kernel == 3 && g.stride == 2) run(weight_gradient_strips<T, N, 3, 2, 2>, strip_partition(2), layout, 1);
+        else if (dense && g.kernel == 5 && g.stride == 1) run(weight_gradient_strips<T, N, 5, 1, 4>, strip_partition(4), layout, 1);
+        else if (dense && g.kernel == 5 && g.stride == 2) run(weight_gradient_strips<T, N, 5, 2, 2>, strip_partition(2), layout, 1);
+        else if (vectorized) run(weight_gradient_taps<T, N>, partition, layout, g.cells());
+        else run(weight_gradient_taps<T, 1>, partition, layout, g.cells());
+        add_partials<R><<<blocks(int64_t(g.cells()) * g.channels, 32), dim3(32, 32), 0, stream>>>(
             (const R *)partials, (R *)dweight, parts, g.cells(), g.channels);
     })
     return cudaGetLastError();

@@ -4,39 +4,39 @@
 //! pixels, each multiplied with its cell of the window; only which pixels differs.
 
 #[cfg(feature = "cuda")]
-pub(super) mod card;
+pub(super) mod gpu;
 
 use candle_core::DType;
 use rayon::prelude::*;
 
-use super::channels::{Cut, Parts};
-use super::windows::Geometry;
+use super::channels::{ChannelLayout, GridPartition};
+use super::im2col::ConvGeometry;
 use super::{Elem, Real, cpu};
 use crate::vectorised;
 
 /// Channels summed at once: few enough to stay in vector registers.
-const TILE: usize = 32;
+const CHANNEL_TILE: usize = 32;
 
 /// Runs of pictures whose sums make the weight's gradient; a constant, so that it is the same sum on
 /// any machine.
-const RUNS: usize = 16;
+const MAX_RUNS: usize = 16;
 
 /// Pictures of a run, and runs.
-fn runs(batch: usize) -> (usize, usize) {
-    let run = batch.div_ceil(RUNS).max(1);
+fn image_runs(batch: usize) -> (usize, usize) {
+    let run = batch.div_ceil(MAX_RUNS).max(1);
     (run, batch.div_ceil(run))
 }
 
 /// A cell of the window and the pixel it meets.
 type Tap = (usize, usize);
 
-impl Geometry {
+impl ConvGeometry {
     pub(super) fn is_depthwise(&self) -> bool {
-        self.groups > 1 && self.groups == self.inputs && self.groups == self.outputs
+        self.groups > 1 && self.groups == self.in_channels && self.groups == self.out_channels
     }
 
     /// The pixels of the input that an output pixel sees.
-    fn seen(&self, oy: usize, ox: usize, taps: &mut Vec<Tap>) {
+    fn input_taps(&self, oy: usize, ox: usize, taps: &mut Vec<Tap>) {
         taps.clear();
         for ky in 0..self.kernel {
             let Some(y) = (oy * self.stride + ky * self.dilation).checked_sub(self.padding) else { continue };
@@ -50,17 +50,17 @@ impl Geometry {
     }
 
     /// The pixels of the output that an input pixel is seen by.
-    fn seen_by(&self, iy: usize, ix: usize, taps: &mut Vec<Tap>) {
+    fn output_taps(&self, iy: usize, ix: usize, taps: &mut Vec<Tap>) {
         let (h, w) = self.output();
-        let along = |i: usize, k: usize, size: usize| {
+        let output_index = |i: usize, k: usize, size: usize| {
             let from = (i + self.padding).checked_sub(k * self.dilation)?;
             (from % self.stride == 0 && from / self.stride < size).then_some(from / self.stride)
         };
         taps.clear();
         for ky in 0..self.kernel {
-            let Some(y) = along(iy, ky, h) else { continue };
+            let Some(y) = output_index(iy, ky, h) else { continue };
             for kx in 0..self.kernel {
-                if let Some(x) = along(ix, kx, w) {
+                if let Some(x) = output_index(ix, kx, w) {
                     taps.push((ky * self.kernel + kx, y * w + x));
                 }
             }
@@ -68,90 +68,91 @@ impl Geometry {
     }
 
     /// Bytes of temporaries of the forward pass and of the backward pass.
-    pub(super) fn depthwise_workspace(&self, at: crate::layers::At) -> (u64, u64) {
+    pub(super) fn depthwise_workspace(&self, at: crate::layers::MicroBatchSpec) -> (u64, u64) {
         let acc = at.dtype.size_in_bytes().max(4);
         let cells = self.kernel * self.kernel;
-        let (c, taps) = (self.inputs, cells * std::mem::size_of::<Tap>());
+        let (c, taps) = (self.in_channels, cells * std::mem::size_of::<Tap>());
         let each = |pixels: usize| cells * c * acc + at.threads() * (pixels * c * acc + taps);
-        let weight = runs(at.batch).1 * cells * c * acc;
+        let weight = image_runs(at.batch).1 * cells * c * acc;
         (each(self.output().1) as u64, weight.max(each(1)) as u64)
     }
 }
 
 /// How a card's blocks share the output pixels where the weight's gradient is summed: so that the sums of all parts
 /// take an eighth of the bytes that are read for them.
-pub(super) fn card_parts(g: &Geometry, batch: usize, dtype: DType) -> Parts {
-    let rows = batch * g.pixels();
-    let Parts { chunk, .. } = Parts::new(dtype, &Cut { channels: g.inputs, rows, unit: rows });
-    let chunk = chunk.max(32 * g.cells() / dtype.size_in_bytes());
-    Parts { chunk, parts: rows.div_ceil(chunk).max(1) }
+pub(super) fn cuda_partition(g: &ConvGeometry, batch: usize, dtype: DType) -> GridPartition {
+    let rows = batch * g.output_pixels();
+    let GridPartition { chunk, .. } =
+        GridPartition::new(dtype, &ChannelLayout { channels: g.in_channels, rows, rows_per_unit: rows });
+    let chunk = chunk.max(32 * g.kernel_area() / dtype.size_in_bytes());
+    GridPartition { chunk, parts: rows.div_ceil(chunk).max(1) }
 }
 
 /// Bytes of the sums of all parts.
-pub(super) fn card_workspace(g: &Geometry, batch: usize, dtype: DType) -> usize {
-    card_parts(g, batch, dtype).parts * g.cells() * g.inputs * dtype.size_in_bytes().max(4)
+pub(super) fn cuda_workspace(g: &ConvGeometry, batch: usize, dtype: DType) -> usize {
+    cuda_partition(g, batch, dtype).parts * g.kernel_area() * g.in_channels * dtype.size_in_bytes().max(4)
 }
 
 /// The weight, (channels, cells), as (cells, channels) of the type computed with.
-pub fn turned<T: Elem>(weight: &[T], channels: usize) -> Vec<T::Acc> {
+pub fn transposed_weight<T: Elem>(weight: &[T], channels: usize) -> Vec<T::Acc> {
     let cells = weight.len() / channels;
-    (0..weight.len()).map(|i| weight[i % channels * cells + i / channels].up()).collect()
+    (0..weight.len()).map(|i| weight[i % channels * cells + i / channels].to_acc()).collect()
 }
 
 /// `to = sum over taps of pixel * cell`, over channels.
 #[inline(always)]
 fn sum_taps<T: Elem>(pixels: &[T], weight: &[T::Acc], taps: &[Tap], to: &mut [T::Acc]) {
     let c = to.len();
-    let mut tiles = to.chunks_exact_mut(TILE);
+    let mut tiles = to.chunks_exact_mut(CHANNEL_TILE);
     let mut start = 0;
     for to in &mut tiles {
-        let mut sum = [T::Acc::ZERO; TILE];
+        let mut sum = [T::Acc::ZERO; CHANNEL_TILE];
         for &(cell, pixel) in taps {
-            let x: &[T] = &pixels[pixel * c + start..][..TILE];
-            let w: &[T::Acc] = &weight[cell * c + start..][..TILE];
-            sum.iter_mut().zip(x).zip(w).for_each(|((s, x), w)| *s += x.up() * *w);
+            let x: &[T] = &pixels[pixel * c + start..][..CHANNEL_TILE];
+            let w: &[T::Acc] = &weight[cell * c + start..][..CHANNEL_TILE];
+            sum.iter_mut().zip(x).zip(w).for_each(|((s, x), w)| *s += x.to_acc() * *w);
         }
         to.copy_from_slice(&sum);
-        start += TILE;
+        start += CHANNEL_TILE;
     }
     let to = tiles.into_remainder();
     to.fill(T::Acc::ZERO);
     for &(cell, pixel) in taps {
         let (x, w) = (&pixels[pixel * c + start..], &weight[cell * c + start..]);
-        to.iter_mut().zip(x).zip(w).for_each(|((s, x), w)| *s += x.up() * *w);
+        to.iter_mut().zip(x).zip(w).for_each(|((s, x), w)| *s += x.to_acc() * *w);
     }
 }
 
 /// One line of output pixels of a picture, before bias and activation, into `to` (width, channels).
-pub fn line<T: Elem>(g: &Geometry, picture: &[T], weight: &[T::Acc], oy: usize, to: &mut [T::Acc]) {
+pub fn forward_row<T: Elem>(g: &ConvGeometry, image: &[T], weight: &[T::Acc], oy: usize, to: &mut [T::Acc]) {
     let mut taps = Vec::with_capacity(g.kernel * g.kernel);
     vectorised!(T, || {
-        for (ox, to) in to.chunks_exact_mut(g.outputs).enumerate() {
-            g.seen(oy, ox, &mut taps);
-            sum_taps(picture, weight, &taps, to);
+        for (ox, to) in to.chunks_exact_mut(g.out_channels).enumerate() {
+            g.input_taps(oy, ox, &mut taps);
+            sum_taps(image, weight, &taps, to);
         }
     })
 }
 
 /// The gradient of the input from that of the output, `d`.
-pub fn input_gradient<T: Elem>(g: &Geometry, weight: &[T], d: &[T]) -> Vec<T> {
-    let (c, weight) = (g.inputs, turned(weight, g.inputs));
+pub fn input_gradient<T: Elem>(g: &ConvGeometry, weight: &[T], d: &[T]) -> Vec<T> {
+    let (c, weight) = (g.in_channels, transposed_weight(weight, g.in_channels));
     let (h, w) = g.output();
     let batch = d.len() / (h * w * c);
-    let mut dx = cpu::fresh::<T>(batch * g.height * g.width * c);
+    let mut dx = cpu::uninit::<T>(batch * g.height * g.width * c);
     dx.par_chunks_mut(g.width * c).enumerate().for_each_init(
         || (vec![T::Acc::ZERO; c], Vec::with_capacity(g.kernel * g.kernel)),
-        |(wide, taps), (i, line)| {
+        |(acc, taps), (i, line)| {
             let (b, iy) = (i / g.height, i % g.height);
             let d = &d[b * h * w * c..][..h * w * c];
             vectorised!(T, || {
                 for (ix, to) in line.chunks_exact_mut(c).enumerate() {
-                    g.seen_by(iy, ix, taps);
+                    g.output_taps(iy, ix, taps);
                     match T::as_acc_mut(to) {
                         Some(to) => sum_taps(d, &weight, taps, to),
                         None => {
-                            sum_taps(d, &weight, taps, wide);
-                            to.iter_mut().zip(&*wide).for_each(|(to, w)| *to = T::down(*w));
+                            sum_taps(d, &weight, taps, acc);
+                            to.iter_mut().zip(&*acc).for_each(|(to, w)| *to = T::from_acc(*w));
                         }
                     }
                 }
@@ -162,25 +163,25 @@ pub fn input_gradient<T: Elem>(g: &Geometry, weight: &[T], d: &[T]) -> Vec<T> {
 }
 
 /// The gradient of the weight, (cells, channels), as sums over runs of pictures.
-pub fn weight_gradient<T: Elem>(g: &Geometry, values: &[T], d: &[T]) -> Vec<Vec<T::Acc>> {
-    let ((h, w), c, cells) = (g.output(), g.inputs, g.kernel * g.kernel);
-    let picture = g.height * g.width * c;
-    let batch = values.len() / picture;
-    let (run, parts) = runs(batch);
-    let of_run = |part: usize| {
+pub fn weight_gradient<T: Elem>(g: &ConvGeometry, values: &[T], d: &[T]) -> Vec<Vec<T::Acc>> {
+    let ((h, w), c, cells) = (g.output(), g.in_channels, g.kernel * g.kernel);
+    let image_len = g.height * g.width * c;
+    let batch = values.len() / image_len;
+    let (run, parts) = image_runs(batch);
+    let run_sum = |part: usize| {
         let mut sums = vec![T::Acc::ZERO; cells * c];
         for b in part * run..((part + 1) * run).min(batch) {
-            let (x, d) = (&values[b * picture..][..picture], &d[b * h * w * c..][..h * w * c]);
-            vectorised!(T, || add_picture(g, x, d, &mut sums));
+            let (x, d) = (&values[b * image_len..][..image_len], &d[b * h * w * c..][..h * w * c]);
+            vectorised!(T, || accumulate_image(g, x, d, &mut sums));
         }
         sums
     };
-    (0..parts).into_par_iter().map(of_run).collect()
+    (0..parts).into_par_iter().map(run_sum).collect()
 }
 
 #[inline(always)]
-fn add_picture<T: Elem>(g: &Geometry, x: &[T], d: &[T], sums: &mut [T::Acc]) {
-    let ((h, w), c) = (g.output(), g.inputs);
+fn accumulate_image<T: Elem>(g: &ConvGeometry, x: &[T], d: &[T], sums: &mut [T::Acc]) {
+    let ((h, w), c) = (g.output(), g.in_channels);
     for oy in 0..h {
         for (cell, sums) in sums.chunks_exact_mut(c).enumerate() {
             let (ky, kx) = (cell / g.kernel * g.dilation, cell % g.kernel * g.dilation);
@@ -190,23 +191,23 @@ fn add_picture<T: Elem>(g: &Geometry, x: &[T], d: &[T], sums: &mut [T::Acc]) {
             // The output pixels whose cell lies inside the line.
             let first = g.padding.saturating_sub(kx).div_ceil(g.stride);
             let end = (g.width + g.padding).saturating_sub(kx).div_ceil(g.stride).min(w);
-            let meets = |ox: usize| y * g.width + ox * g.stride + kx - g.padding;
-            let mut tiles = sums.chunks_exact_mut(TILE);
+            let input_pixel = |ox: usize| y * g.width + ox * g.stride + kx - g.padding;
+            let mut tiles = sums.chunks_exact_mut(CHANNEL_TILE);
             let mut start = 0;
             for to in &mut tiles {
-                let mut sum = [T::Acc::ZERO; TILE];
+                let mut sum = [T::Acc::ZERO; CHANNEL_TILE];
                 for ox in first..end {
-                    let x: &[T] = &x[meets(ox) * c + start..][..TILE];
-                    let d: &[T] = &d[(oy * w + ox) * c + start..][..TILE];
-                    sum.iter_mut().zip(x).zip(d).for_each(|((s, x), d)| *s += x.up() * d.up());
+                    let x: &[T] = &x[input_pixel(ox) * c + start..][..CHANNEL_TILE];
+                    let d: &[T] = &d[(oy * w + ox) * c + start..][..CHANNEL_TILE];
+                    sum.iter_mut().zip(x).zip(d).for_each(|((s, x), d)| *s += x.to_acc() * d.to_acc());
                 }
                 to.iter_mut().zip(&sum).for_each(|(to, s)| *to += *s);
-                start += TILE;
+                start += CHANNEL_TILE;
             }
             let to = tiles.into_remainder();
             for ox in first..end {
-                let (x, d) = (&x[meets(ox) * c + start..], &d[(oy * w + ox) * c + start..]);
-                to.iter_mut().zip(x).zip(d).for_each(|((s, x), d)| *s += x.up() * d.up());
+                let (x, d) = (&x[input_pixel(ox) * c + start..], &d[(oy * w + ox) * c + start..]);
+                to.iter_mut().zip(x).zip(d).for_each(|((s, x), d)| *s += x.to_acc() * d.to_acc());
             }
         }
     }

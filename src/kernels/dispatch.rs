@@ -8,7 +8,7 @@
 use std::sync::OnceLock;
 
 /// The environment variable that overrides what is detected.
-pub const VARIABLE: &str = "TRAINER_CPU_DISPATCH";
+pub const ENV_VAR: &str = "TRAINER_CPU_DISPATCH";
 
 /// Sets of instructions, each containing those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,9 +25,9 @@ pub enum Dispatch {
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DispatchError {
-    #[error("`{VARIABLE}={0}` names no dispatch; allowed: {names}", names = Dispatch::ALL.map(Dispatch::name).join(", "))]
+    #[error("`{ENV_VAR}={0}` names no dispatch; allowed: {names}", names = Dispatch::ALL.map(Dispatch::name).join(", "))]
     Unknown(String),
-    #[error("`{VARIABLE}={name}` asks for instructions that this processor or system does not have", name = .0.name())]
+    #[error("`{ENV_VAR}={name}` asks for instructions that this processor or system does not have", name = .0.name())]
     Unavailable(Dispatch),
 }
 
@@ -53,8 +53,8 @@ impl Dispatch {
         self <= Self::best()
     }
 
-    /// What a value of [`VARIABLE`] asks for; the best where it is absent or empty.
-    fn asked(value: Option<&str>) -> Result<Self, DispatchError> {
+    /// What a value of [`ENV_VAR`] asks for; the best where it is absent or empty.
+    fn from_env_value(value: Option<&str>) -> Result<Self, DispatchError> {
         let Some(name) = value.filter(|name| !name.is_empty()) else { return Ok(Self::best()) };
         let known = Self::ALL.into_iter().find(|dispatch| dispatch.name() == name);
         match known.ok_or_else(|| DispatchError::Unknown(name.to_owned()))? {
@@ -67,7 +67,9 @@ impl Dispatch {
 /// The dispatch that the environment asks for. Commands call it first and end with its error; below them
 /// [`dispatch`] cannot fail.
 pub fn requested() -> Result<Dispatch, DispatchError> {
-    Dispatch::asked(std::env::var_os(VARIABLE).as_ref().map(|value| value.to_string_lossy()).as_deref())
+    Dispatch::from_env_value(
+        std::env::var_os(ENV_VAR).as_ref().map(|value| value.to_string_lossy()).as_deref(),
+    )
 }
 
 /// The dispatch of this process.
@@ -104,24 +106,24 @@ fn detect() -> Dispatch {
 #[cfg(target_arch = "x86_64")]
 fn has_amx() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
-    const BF16: u32 = 1 << 22;
-    const TILE: u32 = 1 << 24;
-    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & (BF16 | TILE) == BF16 | TILE
+    const AMX_BF16: u32 = 1 << 22;
+    const AMX_TILE: u32 = 1 << 24;
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
 }
 
 /// Linux saves the tiles of a thread only for processes that ask for it; kernels older than AMX refuse.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn amx_is_permitted() -> bool {
-    const ARCH_PRCTL: isize = 158;
-    const REQUEST: usize = 0x1023;
-    const TILE_DATA: usize = 18;
-    let answer: isize;
+    const SYS_ARCH_PRCTL: isize = 158;
+    const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
+    const XFEATURE_XTILEDATA: usize = 18;
+    let status: isize;
     // SAFETY: this call reads its two numbers and no memory; the kernel overwrites rcx and r11.
     unsafe {
-        std::arch::asm!("syscall", inlateout("rax") ARCH_PRCTL => answer, in("rdi") REQUEST, in("rsi") TILE_DATA,
+        std::arch::asm!("syscall", inlateout("rax") SYS_ARCH_PRCTL => status, in("rdi") ARCH_REQ_XCOMP_PERM, in("rsi") XFEATURE_XTILEDATA,
             out("rcx") _, out("r11") _, options(nostack))
     };
-    answer == 0
+    status == 0
 }
 
 #[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
@@ -135,21 +137,21 @@ mod tests {
 
     #[test]
     fn names_are_parsed_and_refused() {
-        assert_eq!(Dispatch::asked(None), Ok(Dispatch::best()));
-        assert_eq!(Dispatch::asked(Some("")), Ok(Dispatch::best()));
-        assert_eq!(Dispatch::asked(Some("portable")), Ok(Dispatch::Portable));
-        assert_eq!(Dispatch::asked(Some("AVX2")), Err(DispatchError::Unknown("AVX2".into())));
+        assert_eq!(Dispatch::from_env_value(None), Ok(Dispatch::best()));
+        assert_eq!(Dispatch::from_env_value(Some("")), Ok(Dispatch::best()));
+        assert_eq!(Dispatch::from_env_value(Some("portable")), Ok(Dispatch::Portable));
+        assert_eq!(Dispatch::from_env_value(Some("AVX2")), Err(DispatchError::Unknown("AVX2".into())));
         for dispatch in Dispatch::ALL {
-            let asked = Dispatch::asked(Some(dispatch.name()));
-            assert_eq!(asked.is_ok(), dispatch.is_available(), "{dispatch:?}");
+            let parsed = Dispatch::from_env_value(Some(dispatch.name()));
+            assert_eq!(parsed.is_ok(), dispatch.is_available(), "{dispatch:?}");
         }
     }
 
     /// The tests of all that computes, again in processes of their own under each dispatch that this one does not use.
     #[test]
     fn every_dispatch_passes_the_tests_of_kernels() {
-        if std::env::var_os(VARIABLE).is_some() {
-            return println!("skipped: {VARIABLE} chose {:?} for this process", dispatch());
+        if std::env::var_os(ENV_VAR).is_some() {
+            return println!("skipped: {ENV_VAR} chose {:?} for this process", dispatch());
         }
         for other in Dispatch::ALL.into_iter().filter(|other| *other != dispatch()) {
             if !other.is_available() {
@@ -159,13 +161,13 @@ mod tests {
             let tests = std::env::current_exe().unwrap();
             let run = std::process::Command::new(tests)
                 .args(["kernels::", "layers::", "optim::"])
-                .env(VARIABLE, other.name())
+                .env(ENV_VAR, other.name())
                 .env_remove("TRAINER_TEST_DEVICE")
                 .output()
                 .unwrap();
-            let said = String::from_utf8_lossy(&run.stdout);
-            assert!(run.status.success(), "{}:\n{said}", other.name());
-            println!("{}: {}", other.name(), said.lines().rfind(|l| !l.is_empty()).unwrap_or_default());
+            let stdout = String::from_utf8_lossy(&run.stdout);
+            assert!(run.status.success(), "{}:\n{stdout}", other.name());
+            println!("{}: {}", other.name(), stdout.lines().rfind(|l| !l.is_empty()).unwrap_or_default());
         }
     }
 }

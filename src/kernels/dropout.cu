@@ -7,7 +7,7 @@ namespace {
 // `N` is 4, or 1 where values cannot be moved in fours.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
-    apply(const T *x, T *y, int64_t width, uint32_t threshold, Acc<T> scale, const Random *keys, int samples) {
+    apply(const T *x, T *y, int64_t width, uint32_t threshold, Acc<T> scale, const RngKey *keys, int samples) {
     int64_t group = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, first = group * 4;
     if (first >= width) return;
     // A grid has at most 65,535 blocks along y.
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(256)
     int64_t at = sample * width + first;
     auto value = [&](T v, int lane) {
         bool kept = ((bits >> (16 * lane)) & 0xffff) >= threshold;
-        return down<T>(kept ? up(v) * scale : Acc<T>(0));
+        return from_acc<T>(kept ? to_acc(v) * scale : Acc<T>(0));
     };
     if constexpr (N == 4) {
         auto v = Pack<T, 4>::load(x + at);
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(256)
 extern "C" int dropout_apply(int type, const void *x, void *y, const void *keys, int samples, int64_t width,
                              uint32_t threshold, double scale, cudaStream_t stream) {
     if (samples == 0 || width == 0) return 0;
-    auto *all = (const Random *)keys;
+    auto *all = (const RngKey *)keys;
     dim3 grid(blocks((width + 3) / 4, 256), samples < 65535 ? samples : 65535);
     WITH_TYPE(type, {
         uintptr_t bits = uintptr_t(x) | uintptr_t(y) | uintptr_t(width * sizeof(T));

@@ -1,42 +1,42 @@
 //! Dropout as a function of where it happens: no mask is kept, the backward pass draws it again.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{Result, Tensor};
 
-use super::keys::Keys;
+use super::sample_keys::SampleKeys;
 use super::{Elem, Real, cpu};
 use crate::with_elem;
 
 /// Below what a draw of 16 bits drops a value, and what the others are multiplied with.
-pub fn chance(p: f64) -> (u64, f64) {
+pub fn threshold_and_scale(p: f64) -> (u64, f64) {
     let threshold = (p * 65536.0).round() as u64;
     (threshold, 65536.0 / (65536 - threshold.min(65535)) as f64)
 }
 
 /// Multiplies each value by 0 with chance `p`, else by 1 / (1 - p). Serves both passes; `p` is a multiple of 2^-16.
-pub fn apply(x: &Tensor, p: f64, keys: &Keys) -> Result<Tensor> {
-    let (threshold, scale) = chance(p);
+pub fn apply(x: &Tensor, p: f64, keys: &SampleKeys) -> Result<Tensor> {
+    let (threshold, scale) = threshold_and_scale(p);
     #[cfg(feature = "cuda")]
-    if let Some(device) = super::cuda::of(x) {
-        return card::apply(device, x, threshold, scale, keys);
+    if let Some(device) = super::cuda::device_of(x) {
+        return gpu::apply(device, x, threshold, scale, keys);
     }
-    let x = if x.device().is_cpu() { x.clone() } else { return masked(x, threshold, scale, keys) };
+    let x = if x.device().is_cpu() { x.clone() } else { return apply_reference(x, threshold, scale, keys) };
     with_elem!(x.dtype(), T => {
         let values = cpu::view::<T>(&x)?;
         let width = values.len() / x.dim(0)?.max(1);
-        let mut y = cpu::fresh::<T>(values.len());
-        let scale = <T as Elem>::Acc::of(scale);
+        let mut y = cpu::uninit::<T>(values.len());
+        let scale = <T as Elem>::Acc::of_f64(scale);
         use rayon::prelude::*;
         y.par_chunks_mut(width.max(1)).enumerate().for_each(|(row, y)| {
-            let key = keys.of(row);
+            let key = keys.for_row(row);
             let x = &values[row * width..][..width];
             for (i, (y, x)) in y.chunks_mut(4).zip(x.chunks(4)).enumerate() {
                 let bits = key.bits(i as u64);
                 for (lane, (y, x)) in y.iter_mut().zip(x).enumerate() {
                     let kept = (bits >> (16 * lane)) & 0xffff >= threshold;
-                    *y = T::down(if kept { x.up() * scale } else { Real::ZERO });
+                    *y = T::from_acc(if kept { x.to_acc() * scale } else { Real::ZERO });
                 }
             }
         });
@@ -45,13 +45,13 @@ pub fn apply(x: &Tensor, p: f64, keys: &Keys) -> Result<Tensor> {
 }
 
 /// The reference: the same mask, made on the host.
-fn masked(x: &Tensor, threshold: u64, scale: f64, keys: &Keys) -> Result<Tensor> {
+fn apply_reference(x: &Tensor, threshold: u64, scale: f64, keys: &SampleKeys) -> Result<Tensor> {
     let (rows, len) = (x.dim(0)?, x.elem_count());
     let width = len / rows.max(1);
     let mask: Vec<f32> = (0..len)
         .map(|at| {
             let (row, i) = (at / width, at % width);
-            let kept = (keys.of(row).bits(i as u64 / 4) >> (16 * (i % 4))) & 0xffff >= threshold;
+            let kept = (keys.for_row(row).bits(i as u64 / 4) >> (16 * (i % 4))) & 0xffff >= threshold;
             if kept { scale as f32 } else { 0.0 }
         })
         .collect();

@@ -7,13 +7,13 @@
 
 namespace {
 
-constexpr int PIECE = 32; // `PIECE` in embedding.rs
-constexpr int AHEAD = 8;  // loads on their way at once
+constexpr int SEGMENT_LEN = 32; // `PIECE` in embedding.rs
+constexpr int PREFETCH = 8;  // loads on their way at once
 
 // A token outside of the vocabulary gives what is not a number: nobody can be told from here.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
-    forward(const uint32_t *ids, const T *tokens, const T *positions, const T *kinds, T *y, int64_t packs_all, int packs,
+    forward(const uint32_t *ids, const T *tokens, const T *positions, const T *token_types, T *y, int64_t packs_all, int packs,
             int length, uint32_t vocab) {
     using R = Acc<T>;
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -26,15 +26,15 @@ __global__ void __launch_bounds__(256)
         v = Pack<T, N>::load(tokens + id * n + p);
     } else {
 #pragma unroll
-        for (int k = 0; k < N; k++) v.v[k] = down<T>(R(NAN));
+        for (int k = 0; k < N; k++) v.v[k] = from_acc<T>(R(NAN));
     }
     auto add = [&](const T *from) {
         auto other = Pack<T, N>::load(from);
 #pragma unroll
-        for (int k = 0; k < N; k++) v.v[k] = down<T>(up(v.v[k]) + up(other.v[k]));
+        for (int k = 0; k < N; k++) v.v[k] = from_acc<T>(to_acc(v.v[k]) + to_acc(other.v[k]));
     };
     if (positions) add(positions + (row % length) * n + p);
-    if (kinds) add(kinds + p);
+    if (token_types) add(token_types + p);
     v.store(y + row * n + p);
 }
 
@@ -44,7 +44,7 @@ __global__ void count(const uint32_t *ids, uint32_t *counts, int64_t rows, uint3
 }
 
 // The sum of a warp's values up to each lane's own.
-__device__ __forceinline__ uint32_t upto_lane(uint32_t x) {
+__device__ __forceinline__ uint32_t warp_inclusive_scan(uint32_t x) {
     int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int offset = 1; offset < WARP; offset *= 2) {
@@ -55,13 +55,13 @@ __device__ __forceinline__ uint32_t upto_lane(uint32_t x) {
 }
 
 // `starts` (vocab + 1) are the sums of the counts before each; the counts become where the next place goes.
-__global__ void __launch_bounds__(1024) begin(uint32_t *counts, uint32_t *starts, uint32_t vocab) {
+__global__ void __launch_bounds__(1024) exclusive_scan(uint32_t *counts, uint32_t *starts, uint32_t vocab) {
     constexpr int EACH = 8; // values a thread has at once, 1024 apart
     __shared__ uint32_t sums[EACH][WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     uint32_t before = 0; // of the first warp
     for (uint32_t base = 0; base < vocab; base += 1024 * EACH) {
-        uint32_t own[EACH], upto[EACH];
+        uint32_t own[EACH], inclusive[EACH];
 #pragma unroll
         for (int k = 0; k < EACH; k++) {
             uint32_t at = base + k * 1024 + threadIdx.x;
@@ -69,14 +69,14 @@ __global__ void __launch_bounds__(1024) begin(uint32_t *counts, uint32_t *starts
         }
 #pragma unroll
         for (int k = 0; k < EACH; k++) {
-            upto[k] = upto_lane(own[k]);
-            if (lane == WARP - 1) sums[k][warp] = upto[k];
+            inclusive[k] = warp_inclusive_scan(own[k]);
+            if (lane == WARP - 1) sums[k][warp] = inclusive[k];
         }
         __syncthreads();
         if (warp == 0) {
 #pragma unroll
             for (int k = 0; k < EACH; k++) {
-                uint32_t sum = sums[k][lane], all = upto_lane(sum);
+                uint32_t sum = sums[k][lane], all = warp_inclusive_scan(sum);
                 sums[k][lane] = before + all - sum;
                 before += __shfl_sync(0xffffffff, all, WARP - 1);
             }
@@ -85,16 +85,16 @@ __global__ void __launch_bounds__(1024) begin(uint32_t *counts, uint32_t *starts
 #pragma unroll
         for (int k = 0; k < EACH; k++) {
             uint32_t at = base + k * 1024 + threadIdx.x;
-            if (at < vocab) counts[at] = starts[at] = sums[k][warp] + upto[k] - own[k];
+            if (at < vocab) counts[at] = starts[at] = sums[k][warp] + inclusive[k] - own[k];
         }
         __syncthreads();
     }
     if (threadIdx.x == 0) starts[vocab] = before;
 }
 
-__global__ void fill(const uint32_t *ids, uint32_t *next, uint32_t *places, int64_t rows, uint32_t vocab) {
+__global__ void scatter_rows(const uint32_t *ids, uint32_t *next, uint32_t *sorted_rows, int64_t rows, uint32_t vocab) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < rows && ids[i] < vocab) places[atomicAdd(&next[ids[i]], 1)] = uint32_t(i);
+    if (i < rows && ids[i] < vocab) sorted_rows[atomicAdd(&next[ids[i]], 1)] = uint32_t(i);
 }
 
 // Puts the places of each token in order; `W` warps a token. Many places are found again by reading all ids, of which
@@ -102,7 +102,7 @@ __global__ void fill(const uint32_t *ids, uint32_t *next, uint32_t *places, int6
 constexpr int ORDER_WARPS = 8;
 template <int W>
 __global__ void __launch_bounds__(ORDER_WARPS *WARP)
-    order(const uint32_t *ids, const uint32_t *starts, uint32_t *places, int64_t rows, uint32_t vocab) {
+    sort_segments(const uint32_t *ids, const uint32_t *starts, uint32_t *sorted_rows, int64_t rows, uint32_t vocab) {
     __shared__ uint32_t founds[ORDER_WARPS];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, part = warp % W;
     uint32_t token = blockIdx.x * (ORDER_WARPS / W) + warp / W;
@@ -111,25 +111,25 @@ __global__ void __launch_bounds__(ORDER_WARPS *WARP)
     if (n < 2) return;
     if (n <= WARP) {
         if (part > 0) return;
-        uint32_t own = lane < n ? places[start + lane] : UINT32_MAX, rank = 0;
+        uint32_t own = lane < n ? sorted_rows[start + lane] : UINT32_MAX, rank = 0;
         for (int i = 0; i < int(n); i++) rank += __shfl_sync(0xffffffff, own, i) < own;
         __syncwarp();
-        if (lane < n) places[start + rank] = own;
+        if (lane < n) sorted_rows[start + rank] = own;
         return;
     }
     int64_t first = rows * part / W, last = rows * (part + 1) / W;
     uint32_t found = 0;
     // `take(place, how many of the range are before it)` for each that is there.
     auto find = [&](auto take) {
-        for (int64_t base = first; base < last; base += WARP * AHEAD) {
-            bool here[AHEAD];
+        for (int64_t base = first; base < last; base += WARP * PREFETCH) {
+            bool here[PREFETCH];
 #pragma unroll
-            for (int k = 0; k < AHEAD; k++) {
+            for (int k = 0; k < PREFETCH; k++) {
                 int64_t at = base + k * WARP + lane;
                 here[k] = at < last && ids[at] == token;
             }
 #pragma unroll
-            for (int k = 0; k < AHEAD; k++) {
+            for (int k = 0; k < PREFETCH; k++) {
                 unsigned all = __ballot_sync(0xffffffff, here[k]);
                 if (here[k]) take(base + k * WARP + lane, found + __popc(all & ((1u << lane) - 1)));
                 found += __popc(all);
@@ -143,42 +143,42 @@ __global__ void __launch_bounds__(ORDER_WARPS *WARP)
         found = 0;
         for (int i = warp - part; i < warp; i++) found += founds[i];
     }
-    find([&](int64_t place, uint32_t before) { places[start + before] = uint32_t(place); });
+    find([&](int64_t place, uint32_t before) { sorted_rows[start + before] = uint32_t(place); });
 }
 
 // Sums the runs of one piece. `ends` is (pieces, 2, n): of the run that comes from before the piece, and of the
 // one that begins in it and goes on after.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
-    runs(const uint32_t *ids, const uint32_t *starts, const uint32_t *places, const T *dy, Acc<T> *table, Acc<T> *ends,
+    sum_runs(const uint32_t *ids, const uint32_t *starts, const uint32_t *sorted_rows, const T *dy, Acc<T> *table, Acc<T> *boundaries,
          int packs, uint32_t vocab) {
     using R = Acc<T>;
-    __shared__ uint32_t place[PIECE], token[PIECE];
-    uint32_t first = blockIdx.x * PIECE, all = starts[vocab];
+    __shared__ uint32_t place[SEGMENT_LEN], token[SEGMENT_LEN];
+    uint32_t first = blockIdx.x * SEGMENT_LEN, all = starts[vocab];
     if (first >= all) return;
-    int len = int(min(uint32_t(PIECE), all - first));
+    int len = int(min(uint32_t(SEGMENT_LEN), all - first));
     if (threadIdx.x < len) {
-        place[threadIdx.x] = places[first + threadIdx.x];
+        place[threadIdx.x] = sorted_rows[first + threadIdx.x];
         token[threadIdx.x] = ids[place[threadIdx.x]];
     }
     __syncthreads();
     int64_t n = int64_t(packs) * N;
     for (int p = threadIdx.x; p < packs; p += blockDim.x) {
         R sum[N] = {};
-        for (int base = 0; base < len; base += AHEAD) {
-            Pack<T, N> ahead[AHEAD];
+        for (int base = 0; base < len; base += PREFETCH) {
+            Pack<T, N> ahead[PREFETCH];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++)
+            for (int i = 0; i < PREFETCH; i++)
                 if (base + i < len) ahead[i] = Pack<T, N>::load(dy + place[base + i] * n + p * N);
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
+            for (int i = 0; i < PREFETCH; i++) {
                 int j = base + i;
                 if (j >= len) break;
 #pragma unroll
-                for (int k = 0; k < N; k++) sum[k] += up(ahead[i].v[k]);
+                for (int k = 0; k < N; k++) sum[k] += to_acc(ahead[i].v[k]);
                 if (j + 1 < len && token[j + 1] == token[j]) continue;
                 bool before = starts[token[j]] < first, after = starts[token[j] + 1] > first + len;
-                R *into = before ? ends + blockIdx.x * 2 * n : after ? ends + (blockIdx.x * 2 + 1) * n : nullptr;
+                R *into = before ? boundaries + blockIdx.x * 2 * n : after ? boundaries + (blockIdx.x * 2 + 1) * n : nullptr;
                 if (into) {
 #pragma unroll
                     for (int k = 0; k < N; k++) into[p * N + k] = sum[k];
@@ -197,18 +197,18 @@ __global__ void __launch_bounds__(256)
 // Joins the run that begins in a piece and goes on after it.
 template <class R>
 __global__ void __launch_bounds__(256)
-    join(const uint32_t *ids, const uint32_t *starts, const uint32_t *places, const R *ends, R *table, int64_t n,
+    join_boundaries(const uint32_t *ids, const uint32_t *starts, const uint32_t *sorted_rows, const R *boundaries, R *table, int64_t n,
          uint32_t vocab) {
-    uint32_t first = blockIdx.x * PIECE, all = starts[vocab];
-    if (first + PIECE >= all) return; // the last piece: nothing goes on
-    uint32_t token = ids[places[first + PIECE - 1]];
+    uint32_t first = blockIdx.x * SEGMENT_LEN, all = starts[vocab];
+    if (first + SEGMENT_LEN >= all) return; // the last piece: nothing goes on
+    uint32_t token = ids[sorted_rows[first + SEGMENT_LEN - 1]];
     uint32_t from = starts[token], to = starts[token + 1];
-    if (from < first || to <= first + PIECE) return;
-    uint32_t last = (to - 1) / PIECE;
+    if (from < first || to <= first + SEGMENT_LEN) return;
+    uint32_t last = (to - 1) / SEGMENT_LEN;
     for (int64_t c = threadIdx.x; c < n; c += blockDim.x) {
-        R sum = ends[(blockIdx.x * 2 + 1) * n + c];
+        R sum = boundaries[(blockIdx.x * 2 + 1) * n + c];
 #pragma unroll 4
-        for (uint32_t piece = blockIdx.x + 1; piece <= last; piece++) sum += ends[int64_t(piece) * 2 * n + c];
+        for (uint32_t segment = blockIdx.x + 1; segment <= last; segment++) sum += boundaries[int64_t(segment) * 2 * n + c];
         table[token * n + c] += sum;
     }
 }
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(256)
 // `table[t] += sum over samples of dy[sample, t]`.
 template <class T, int N>
 __global__ void __launch_bounds__(64)
-    over_samples(const T *dy, Acc<T> *table, int64_t packs_all, int samples) {
+    sum_over_samples(const T *dy, Acc<T> *table, int64_t packs_all, int samples) {
     using R = Acc<T>;
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= packs_all) return;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(64)
     for (int sample = 0; sample < samples; sample++) {
         auto d = Pack<T, N>::load(dy + (sample * packs_all + i) * N);
 #pragma unroll
-        for (int k = 0; k < N; k++) sum[k] += up(d.v[k]);
+        for (int k = 0; k < N; k++) sum[k] += to_acc(d.v[k]);
     }
 #pragma unroll
     for (int k = 0; k < N; k++) table[i * N + k] += sum[k];
@@ -234,16 +234,16 @@ __global__ void __launch_bounds__(64)
 } // namespace
 
 extern "C" int embedding_forward(int type, const void *ids, const void *tokens, const void *positions,
-                                 const void *kinds, void *y, int64_t rows, int length, int n, int64_t vocab,
+                                 const void *token_types, void *y, int64_t rows, int length, int n, int64_t vocab,
                                  cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
-        bool wide = aligned(int64_t(n) * sizeof(T), {tokens, positions, kinds, y});
+        bool wide = aligned(int64_t(n) * sizeof(T), {tokens, positions, token_types, y});
         int packs = wide ? n / N : n;
         unsigned grid = blocks(rows * packs, 256);
         auto *i = (const uint32_t *)ids;
-        auto *t = (const T *)tokens, *p = (const T *)positions, *k = (const T *)kinds;
+        auto *t = (const T *)tokens, *p = (const T *)positions, *k = (const T *)token_types;
         if (wide) forward<T, N><<<grid, 256, 0, stream>>>(i, t, p, k, (T *)y, rows * packs, packs, length, vocab);
         else forward<T, 1><<<grid, 256, 0, stream>>>(i, t, p, k, (T *)y, rows * packs, packs, length, vocab);
     })
@@ -251,30 +251,30 @@ extern "C" int embedding_forward(int type, const void *ids, const void *tokens, 
 }
 
 // `sorting` has 2 vocab + 1 + rows values, `ends` (pieces, 2, n).
-extern "C" int embedding_backward_tokens(int type, const void *ids, const void *dy, void *table, void *sorting,
-                                         void *ends, int64_t rows, int n, int64_t vocab, cudaStream_t stream) {
+extern "C" int embedding_backward_tokens(int type, const void *ids, const void *dy, void *table, void *sort_buffer,
+                                         void *boundaries, int64_t rows, int n, int64_t vocab, cudaStream_t stream) {
     if (rows == 0 || n == 0 || vocab == 0) return 0;
-    auto *counts = (uint32_t *)sorting, *starts = counts + vocab, *places = starts + vocab + 1;
+    auto *counts = (uint32_t *)sort_buffer, *starts = counts + vocab, *sorted_rows = starts + vocab + 1;
     auto *i = (const uint32_t *)ids;
     uint32_t v = uint32_t(vocab);
     if (cudaError_t error = cudaMemsetAsync(counts, 0, vocab * sizeof(uint32_t), stream)) return error;
     count<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, rows, v);
-    begin<<<1, 1024, 0, stream>>>(counts, starts, v);
-    fill<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, places, rows, v);
+    exclusive_scan<<<1, 1024, 0, stream>>>(counts, starts, v);
+    scatter_rows<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, sorted_rows, rows, v);
     // Where most tokens have many places, a block has one.
-    if (rows > 8 * vocab) order<ORDER_WARPS><<<v, ORDER_WARPS * WARP, 0, stream>>>(i, starts, places, rows, v);
-    else order<1><<<blocks(vocab, ORDER_WARPS), ORDER_WARPS * WARP, 0, stream>>>(i, starts, places, rows, v);
-    unsigned pieces = blocks(rows, PIECE);
+    if (rows > 8 * vocab) sort_segments<ORDER_WARPS><<<v, ORDER_WARPS * WARP, 0, stream>>>(i, starts, sorted_rows, rows, v);
+    else sort_segments<1><<<blocks(vocab, ORDER_WARPS), ORDER_WARPS * WARP, 0, stream>>>(i, starts, sorted_rows, rows, v);
+    unsigned segments = blocks(rows, SEGMENT_LEN);
     WITH_TYPE(type, {
         using R = Acc<T>;
         constexpr int N = Pack<T>::size;
         auto *d = (const T *)dy;
-        auto *into = (R *)table, *e = (R *)ends;
+        auto *into = (R *)table, *e = (R *)boundaries;
         auto threads = [](int packs) { return packs >= 256 ? 256 : (packs + WARP - 1) / WARP * WARP; };
         if (aligned(int64_t(n) * sizeof(T), {dy}))
-            runs<T, N><<<pieces, threads(n / N), 0, stream>>>(i, starts, places, d, into, e, n / N, v);
-        else runs<T, 1><<<pieces, threads(n), 0, stream>>>(i, starts, places, d, into, e, n, v);
-        join<R><<<pieces, 256, 0, stream>>>(i, starts, places, e, into, n, v);
+            sum_runs<T, N><<<segments, threads(n / N), 0, stream>>>(i, starts, sorted_rows, d, into, e, n / N, v);
+        else sum_runs<T, 1><<<segments, threads(n), 0, stream>>>(i, starts, sorted_rows, d, into, e, n, v);
+        join_boundaries<R><<<segments, 256, 0, stream>>>(i, starts, sorted_rows, e, into, n, v);
     })
     return cudaGetLastError();
 }
@@ -287,8 +287,8 @@ extern "C" int embedding_backward_positions(int type, const void *dy, void *tabl
         constexpr int N = Pack<T>::size;
         int64_t len = int64_t(length) * n;
         if (aligned(len * sizeof(T), {dy}))
-            over_samples<T, N><<<blocks(len / N, 64), 64, 0, stream>>>((const T *)dy, (Acc<T> *)table, len / N, samples);
-        else over_samples<T, 1><<<blocks(len, 64), 64, 0, stream>>>((const T *)dy, (Acc<T> *)table, len, samples);
+            sum_over_samples<T, N><<<blocks(len / N, 64), 64, 0, stream>>>((const T *)dy, (Acc<T> *)table, len / N, samples);
+        else sum_over_samples<T, 1><<<blocks(len, 64), 64, 0, stream>>>((const T *)dy, (Acc<T> *)table, len, samples);
     })
     return cudaGetLastError();
 }

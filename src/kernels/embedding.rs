@@ -1,35 +1,35 @@
 //! Rows of a table by number, and the sums back into them.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::linear::{self, add_all, column_sums};
+use super::linear::{self, add_partials, column_sums};
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
 /// `y[b, t] = tokens[ids[b, t]] + positions[t] + kinds[0]`
-pub struct Embedding<'a> {
+pub struct EmbeddingKernel<'a> {
     /// (vocabulary, width)
     pub tokens: &'a Tensor,
     /// (context, width), at least as long as the sequences.
     pub positions: Option<&'a Tensor>,
     /// (kinds, width): every token is of the first kind.
-    pub kinds: Option<&'a Tensor>,
+    pub token_types: Option<&'a Tensor>,
 }
 
-/// Where gradients are added, as in [`Embedding`].
-pub struct Grads<'a> {
+/// Where gradients are added, as in [`EmbeddingKernel`].
+pub struct EmbeddingGrads<'a> {
     pub tokens: &'a Tensor,
     pub positions: Option<&'a Tensor>,
-    pub kinds: Option<&'a Tensor>,
+    pub token_types: Option<&'a Tensor>,
 }
 
-impl Embedding<'_> {
+impl EmbeddingKernel<'_> {
     /// The reference; `ids` is (batch, length).
     pub fn reference(&self, ids: &Tensor) -> Result<Tensor> {
         let (batch, length) = ids.dims2()?;
@@ -39,8 +39,8 @@ impl Embedding<'_> {
             Some(positions) => y.broadcast_add(&positions.narrow(0, 0, length)?)?,
             None => y,
         };
-        match self.kinds {
-            Some(kinds) => y.broadcast_add(&kinds.narrow(0, 0, 1)?),
+        match self.token_types {
+            Some(token_types) => y.broadcast_add(&token_types.narrow(0, 0, 1)?),
             None => Ok(y),
         }
     }
@@ -48,10 +48,10 @@ impl Embedding<'_> {
     /// (batch, length, width)
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(ids) {
-            return self.forward_card(device, ids);
+        if let Some(device) = cuda::device_of(ids) {
+            return self.forward_cuda(device, ids);
         }
-        if !reference::has_body(ids) {
+        if !reference::has_cpu_kernel(ids) {
             return self.reference(ids);
         }
         with_elem!(self.tokens.dtype(), T => self.forward_cpu::<T>(ids))
@@ -64,19 +64,22 @@ impl Embedding<'_> {
             bail!("token {id} is not in the vocabulary, which has {vocab}")
         }
         let positions = self.positions.map(cpu::view::<T>).transpose()?;
-        let kinds = self.kinds.map(cpu::view::<T>).transpose()?;
-        let mut y = cpu::fresh::<T>(ids.len() * n);
+        let token_types = self.token_types.map(cpu::view::<T>).transpose()?;
+        let mut y = cpu::uninit::<T>(ids.len() * n);
         let add = |y: &mut [T], row: &[T]| {
-            vectorised!(T, || y.iter_mut().zip(row).for_each(|(y, r)| *y = T::down(y.up() + r.up())))
+            vectorised!(T, || y
+                .iter_mut()
+                .zip(row)
+                .for_each(|(y, r)| *y = T::from_acc(y.to_acc() + r.to_acc())))
         };
-        cpu::for_rows(&mut y, n, |first, y| {
+        cpu::parallel_for_rows(&mut y, n, |first, y| {
             for (i, y) in y.chunks_exact_mut(n).enumerate().map(|(i, y)| (first + i, y)) {
                 y.copy_from_slice(&tokens[ids[i] as usize * n..][..n]);
                 if let Some(positions) = &positions {
                     add(y, &positions[i % length * n..][..n]);
                 }
-                if let Some(kinds) = &kinds {
-                    add(y, &kinds[..n]);
+                if let Some(token_types) = &token_types {
+                    add(y, &token_types[..n]);
                 }
             }
         });
@@ -84,89 +87,95 @@ impl Embedding<'_> {
     }
 
     /// Adds the gradients of the tables to `grads`.
-    pub fn backward(&self, ids: &Tensor, dy: &Tensor, grads: &Grads) -> Result<()> {
+    pub fn backward(&self, ids: &Tensor, dy: &Tensor, grads: &EmbeddingGrads) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(ids) {
-            return self.backward_card(device, ids, dy, grads);
+        if let Some(device) = cuda::device_of(ids) {
+            return self.backward_cuda(device, ids, dy, grads);
         }
-        if reference::has_body(ids) {
+        if reference::has_cpu_kernel(ids) {
             return with_elem!(dy.dtype(), T => self.backward_cpu::<T>(ids, dy, grads));
         }
         let mut inputs = vec![self.tokens];
         inputs.extend(self.positions);
-        inputs.extend(self.kinds);
+        inputs.extend(self.token_types);
         let found = reference::gradients(&inputs, dy, |t| {
             let positions = self.positions.map(|_| &t[1]);
-            let kinds = self.kinds.and(t.last());
-            Embedding { tokens: &t[0], positions, kinds }.reference(ids)
+            let token_types = self.token_types.and(t.last());
+            EmbeddingKernel { tokens: &t[0], positions, token_types }.reference(ids)
         })?;
-        let into = [Some(grads.tokens), grads.positions, grads.kinds];
+        let into = [Some(grads.tokens), grads.positions, grads.token_types];
         into.into_iter()
             .flatten()
             .zip(&found)
             .try_for_each(|(into, found)| reference::accumulate(into, found))
     }
 
-    fn backward_cpu<T: Elem>(&self, ids: &Tensor, dy: &Tensor, grads: &Grads) -> Result<()> {
+    fn backward_cpu<T: Elem>(&self, ids: &Tensor, dy: &Tensor, grads: &EmbeddingGrads) -> Result<()> {
         let ((_, length), (vocab, n)) = (ids.dims2()?, self.tokens.dims2()?);
         let (ids, dy) = (cpu::view::<u32>(ids)?, cpu::view::<T>(dy)?);
         let row_of = |i: usize| &dy[i * n..][..n];
         let add = |into: &mut [T::Acc], row: &[T]| {
-            vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.up()))
+            vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.to_acc()))
         };
         // Sorted by token and then by place: whoever owns a range of the table finds its rows together,
         // and adds them in the same order however the table is shared out.
-        let mut places: Vec<u64> =
+        let mut sort_keys: Vec<u64> =
             ids.iter().enumerate().map(|(i, &id)| (id as u64) << 32 | i as u64).collect();
-        places.par_sort_unstable();
+        sort_keys.par_sort_unstable();
         let rows = vocab.div_ceil(64).max(1);
-        cpu::update::<T::Acc, _>(grads.tokens, |table| {
+        cpu::with_slice_mut::<T::Acc, _>(grads.tokens, |table| {
             table.par_chunks_mut(rows * n).enumerate().for_each(|(chunk, table)| {
                 let first = chunk * rows;
-                let from = places.partition_point(|p| ((p >> 32) as usize) < first);
-                for place in places[from..].iter().take_while(|p| ((*p >> 32) as usize) < first + rows) {
-                    let row = (place >> 32) as usize - first;
-                    add(&mut table[row * n..][..n], row_of(*place as u32 as usize));
+                let from = sort_keys.partition_point(|p| ((p >> 32) as usize) < first);
+                for sort_key in sort_keys[from..].iter().take_while(|p| ((*p >> 32) as usize) < first + rows)
+                {
+                    let row = (sort_key >> 32) as usize - first;
+                    add(&mut table[row * n..][..n], row_of(*sort_key as u32 as usize));
                 }
             })
         })?;
         if let Some(positions) = grads.positions {
-            cpu::update::<T::Acc, _>(positions, |table| {
+            cpu::with_slice_mut::<T::Acc, _>(positions, |table| {
                 table[..length * n].par_chunks_mut(n).enumerate().for_each(|(t, into)| {
                     (t..ids.len()).step_by(length).for_each(|i| add(into, row_of(i)));
                 })
             })?;
         }
-        if let Some(kinds) = grads.kinds {
+        if let Some(token_types) = grads.token_types {
             let sums = column_sums(&dy, n);
-            cpu::update::<T::Acc, _>(kinds, |kinds| add_all(&mut kinds[..n], &sums))?;
+            cpu::with_slice_mut::<T::Acc, _>(token_types, |token_types| {
+                add_partials(&mut token_types[..n], &sums)
+            })?;
         }
         Ok(())
     }
 }
 
 /// Bytes of temporaries of the backward pass over `rows` tokens.
-pub fn workspace(dtype: DType, rows: usize, width: usize, kinds: bool) -> u64 {
-    let sums =
-        if kinds { rows.div_ceil(cpu::rows_per_chunk(width)) * width * cpu::acc_bytes(dtype) } else { 0 };
+pub fn workspace(dtype: DType, rows: usize, width: usize, has_token_types: bool) -> u64 {
+    let sums = if has_token_types {
+        rows.div_ceil(cpu::rows_per_chunk(width)) * width * cpu::acc_bytes(dtype)
+    } else {
+        0
+    };
     (rows * size_of::<u64>() + sums) as u64
 }
 
-/// Sorted places whose runs a block of a card sums: `PIECE` in embedding.cu.
-const PIECE: usize = 32;
+/// Sorted places whose runs a block of a card sums: `SEGMENT_LEN` in embedding.cu.
+const SEGMENT_LEN: usize = 32;
 
 /// Bytes a card sorts the places of `rows` tokens in.
-fn card_sorting(rows: usize, vocab: usize) -> u64 {
+fn cuda_sort_bytes(rows: usize, vocab: usize) -> u64 {
     ((2 * vocab + 1 + rows) * size_of::<u32>()) as u64
 }
 
 /// Bytes of the ends of runs that cross from piece to piece.
-fn card_ends(dtype: DType, rows: usize, width: usize) -> u64 {
-    (rows.div_ceil(PIECE) * 2 * width * cpu::acc_bytes(dtype)) as u64
+fn cuda_boundary_bytes(dtype: DType, rows: usize, width: usize) -> u64 {
+    (rows.div_ceil(SEGMENT_LEN) * 2 * width * cpu::acc_bytes(dtype)) as u64
 }
 
 /// Bytes of temporaries of the backward pass over `rows` tokens on a card.
-pub fn card_workspace(dtype: DType, rows: usize, vocab: usize, width: usize, kinds: bool) -> u64 {
-    let tokens = card_sorting(rows, vocab) + card_ends(dtype, rows, width);
-    if kinds { tokens.max(linear::card_workspace(dtype, rows, width)) } else { tokens }
+pub fn cuda_workspace(dtype: DType, rows: usize, vocab: usize, width: usize, has_token_types: bool) -> u64 {
+    let tokens = cuda_sort_bytes(rows, vocab) + cuda_boundary_bytes(dtype, rows, width);
+    if has_token_types { tokens.max(linear::bias_gradient_workspace(dtype, rows, width)) } else { tokens }
 }

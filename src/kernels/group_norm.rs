@@ -1,34 +1,34 @@
 //! Group normalisation, channels last, with a clip fused: each sample by itself, over groups of channels.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::channels::{Affine, Cut, card_workspace, moments};
-use super::clip::Clip;
+use super::channels::{Affine, ChannelLayout, cuda_workspace, moments};
+use super::clamp::ClampActivation;
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::linear::Grads;
+use super::linear::WeightBiasGrads;
 use super::{Elem, Real, cpu, reference};
-use crate::layers::At;
+use crate::layers::MicroBatchSpec;
 use crate::with_elem;
 
 /// The operands: `weight` and `bias` are (channels), `x` is (batch, height, width, channels).
-pub struct GroupNorm<'a> {
+pub struct GroupNormKernel<'a> {
     pub weight: &'a Tensor,
     pub bias: &'a Tensor,
-    pub act: Clip,
+    pub act: ClampActivation,
     pub eps: f64,
     /// Groups the channels are cut into.
     pub groups: usize,
 }
 
-impl GroupNorm<'_> {
-    fn cut(&self, x: &Tensor) -> Result<Cut> {
+impl GroupNormKernel<'_> {
+    fn layout(&self, x: &Tensor) -> Result<ChannelLayout> {
         let channels = self.weight.elem_count();
         let rows = x.elem_count() / channels;
-        Ok(Cut { channels, rows, unit: rows / x.dim(0)?.max(1) })
+        Ok(ChannelLayout { channels, rows, rows_per_unit: rows / x.dim(0)?.max(1) })
     }
 
     /// The reference.
@@ -37,9 +37,9 @@ impl GroupNorm<'_> {
         let rows =
             x.reshape((batch, x.elem_count() / batch / channels, self.groups, channels / self.groups))?;
         let mean = rows.mean_keepdim(3)?.mean_keepdim(1)?;
-        let from = rows.broadcast_sub(&mean)?;
-        let var = from.sqr()?.mean_keepdim(3)?.mean_keepdim(1)?;
-        let y = from.broadcast_mul(&(var + self.eps)?.sqrt()?.recip()?)?.reshape(x.shape())?;
+        let centered = rows.broadcast_sub(&mean)?;
+        let var = centered.sqr()?.mean_keepdim(3)?.mean_keepdim(1)?;
+        let y = centered.broadcast_mul(&(var + self.eps)?.sqrt()?.recip()?)?.reshape(x.shape())?;
         self.act.reference(&y.broadcast_mul(self.weight)?.broadcast_add(self.bias)?)
     }
 
@@ -47,135 +47,142 @@ impl GroupNorm<'_> {
     /// nothing but zeros where the reference ran, which does not use them.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x) {
-            return self.forward_card(device, x);
+        if let Some(device) = cuda::device_of(x) {
+            return self.forward_cuda(device, x);
         }
-        if !reference::has_body(x) {
-            let kept = Tensor::zeros((x.dim(0)?, 2, self.groups), DType::F32, x.device())?;
-            return Ok((self.reference(x)?, kept));
+        if !reference::has_cpu_kernel(x) {
+            let saved_stats = Tensor::zeros((x.dim(0)?, 2, self.groups), DType::F32, x.device())?;
+            return Ok((self.reference(x)?, saved_stats));
         }
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x))
     }
 
     fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (cut, values) = (self.cut(x)?, cpu::view::<T>(x)?);
-        let size = cut.channels / self.groups;
-        let mut kept = Vec::with_capacity(cut.units() * 2 * self.groups);
-        for [means, m2s] in moments(&values, &cut) {
-            let mean_of = |means: &[f64]| means.iter().sum::<f64>() / size as f64;
+        let (layout, values) = (self.layout(x)?, cpu::view::<T>(x)?);
+        let group_channels = layout.channels / self.groups;
+        let mut saved_stats = Vec::with_capacity(layout.units() * 2 * self.groups);
+        for [means, m2s] in moments(&values, &layout) {
+            let mean_of = |means: &[f64]| means.iter().sum::<f64>() / group_channels as f64;
             let mut rstds = Vec::with_capacity(self.groups);
-            for (means, m2s) in means.chunks_exact(size).zip(m2s.chunks_exact(size)) {
+            for (means, m2s) in means.chunks_exact(group_channels).zip(m2s.chunks_exact(group_channels)) {
                 let mean = mean_of(means);
-                let apart: f64 = means.iter().map(|m| (m - mean) * (m - mean)).sum();
-                let var = (mean_of(m2s) / cut.unit as f64) + apart / size as f64;
-                kept.push(T::Acc::of(mean));
-                rstds.push(T::Acc::of(1.0 / (var + self.eps).sqrt()));
+                let mean_spread: f64 = means.iter().map(|m| (m - mean) * (m - mean)).sum();
+                let var = (mean_of(m2s) / layout.rows_per_unit as f64) + mean_spread / group_channels as f64;
+                saved_stats.push(T::Acc::of_f64(mean));
+                rstds.push(T::Acc::of_f64(1.0 / (var + self.eps).sqrt()));
             }
-            kept.extend(rstds);
+            saved_stats.extend(rstds);
         }
-        let mut y = cpu::fresh::<T>(values.len());
-        self.affine::<T>(&kept)?.apply(&values, &mut y, &cut, self.act);
-        Ok((cpu::tensor(y, x.shape())?, cpu::tensor(kept, (cut.units(), 2, self.groups))?))
+        let mut y = cpu::uninit::<T>(values.len());
+        self.affine::<T>(&saved_stats)?.apply(&values, &mut y, &layout, self.act);
+        Ok((cpu::tensor(y, x.shape())?, cpu::tensor(saved_stats, (layout.units(), 2, self.groups))?))
     }
 
     /// What is done to each value, from (batch, 2, groups).
-    fn affine<T: Elem>(&self, kept: &[T::Acc]) -> Result<Affine<T::Acc>> {
+    fn affine<T: Elem>(&self, saved_stats: &[T::Acc]) -> Result<Affine<T::Acc>> {
         let (weight, bias) = (cpu::view::<T>(self.weight)?, cpu::view::<T>(self.bias)?);
-        let size = weight.len() / self.groups;
-        let numbers = |kept: &[T::Acc]| {
-            let (mean, rstd) = kept.split_at(self.groups);
+        let group_channels = weight.len() / self.groups;
+        let coefficients = |saved_stats: &[T::Acc]| {
+            let (mean, rstd) = saved_stats.split_at(self.groups);
             [
-                (0..weight.len()).map(|c| mean[c / size]).collect(),
-                weight.iter().enumerate().map(|(c, w)| rstd[c / size] * w.up()).collect(),
-                bias.iter().map(|b| b.up()).collect(),
+                (0..weight.len()).map(|c| mean[c / group_channels]).collect(),
+                weight.iter().enumerate().map(|(c, w)| rstd[c / group_channels] * w.to_acc()).collect(),
+                bias.iter().map(|b| b.to_acc()).collect(),
             ]
         };
-        Ok(Affine(kept.chunks_exact(2 * self.groups).map(numbers).collect()))
+        Ok(Affine(saved_stats.chunks_exact(2 * self.groups).map(coefficients).collect()))
     }
 
-    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `kept` is
+    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `saved_stats` is
     /// what [`forward`](Self::forward) gave.
     pub fn backward(
         &self,
         x: &Tensor,
-        kept: &Tensor,
+        saved_stats: &Tensor,
         dy: &Tensor,
-        grads: &Grads,
-        want: bool,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x) {
-            return self.backward_card(device, x, kept, dy, grads, want);
+        if let Some(device) = cuda::device_of(x) {
+            return self.backward_cuda(device, x, saved_stats, dy, grads, needs_input_grad);
         }
-        if !reference::has_body(x) {
-            let found = reference::gradients(&[x, self.weight, self.bias], dy, |t| {
-                GroupNorm { weight: &t[1], bias: &t[2], ..*self }.reference(&t[0])
+        if !reference::has_cpu_kernel(x) {
+            let computed = reference::gradients(&[x, self.weight, self.bias], dy, |t| {
+                GroupNormKernel { weight: &t[1], bias: &t[2], ..*self }.reference(&t[0])
             })?;
-            return reference::share_out(found, grads, want);
+            return reference::accumulate_weight_bias(computed, grads, needs_input_grad);
         }
-        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, kept, dy, grads, want))
+        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, saved_stats, dy, grads, needs_input_grad))
     }
 
     fn backward_cpu<T: Elem>(
         &self,
         x: &Tensor,
-        kept: &Tensor,
+        saved_stats: &Tensor,
         dy: &Tensor,
-        grads: &Grads,
-        want: bool,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let (cut, values, d) = (self.cut(x)?, cpu::view::<T>(x)?, cpu::view::<T>(dy)?);
-        let (kept, weight) = (cpu::view::<T::Acc>(kept)?, cpu::view::<T>(self.weight)?);
-        let affine = self.affine::<T>(&kept)?;
-        let sums = affine.sums(&values, &d, &cut, self.act);
-        let (size, groups) = (cut.channels / self.groups, self.groups);
-        let rstd = |unit: usize, c: usize| kept[(2 * unit + 1) * groups + c / size].wide();
-        let (mut dw, mut db) = (vec![0f64; cut.channels], vec![0f64; cut.channels]);
+        let (layout, values, d) = (self.layout(x)?, cpu::view::<T>(x)?, cpu::view::<T>(dy)?);
+        let (saved_stats, weight) = (cpu::view::<T::Acc>(saved_stats)?, cpu::view::<T>(self.weight)?);
+        let affine = self.affine::<T>(&saved_stats)?;
+        let sums = affine.gradient_sums(&values, &d, &layout, self.act);
+        let (group_channels, groups) = (layout.channels / self.groups, self.groups);
+        let rstd = |unit: usize, c: usize| saved_stats[(2 * unit + 1) * groups + c / group_channels].as_f64();
+        let (mut dw, mut db) = (vec![0f64; layout.channels], vec![0f64; layout.channels]);
         for (unit, [sum, cross]) in sums.iter().enumerate() {
             db.iter_mut().zip(sum).for_each(|(b, s)| *b += s);
             dw.iter_mut().zip(cross).enumerate().for_each(|(c, (w, k))| *w += k * rstd(unit, c));
         }
-        cpu::update::<T::Acc, _>(grads.weight, |into| {
-            into.iter_mut().zip(&dw).for_each(|(a, b)| *a += T::Acc::of(*b))
+        cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| {
+            into.iter_mut().zip(&dw).for_each(|(a, b)| *a += T::Acc::of_f64(*b))
         })?;
         if let Some(bias) = grads.bias {
-            cpu::update::<T::Acc, _>(bias, |into| {
-                into.iter_mut().zip(&db).for_each(|(a, b)| *a += T::Acc::of(*b))
+            cpu::with_slice_mut::<T::Acc, _>(bias, |into| {
+                into.iter_mut().zip(&db).for_each(|(a, b)| *a += T::Acc::of_f64(*b))
             })?;
         }
-        if !want {
+        if !needs_input_grad {
             return Ok(None);
         }
-        let n = (cut.unit * size) as f64;
-        let weighed = |sums: &[f64], group: usize| -> f64 {
-            let of = group * size..(group + 1) * size;
-            sums[of.clone()].iter().zip(&weight[of]).map(|(s, w)| s * w.up().wide()).sum::<f64>() / n
+        let n = (layout.rows_per_unit * group_channels) as f64;
+        let weighted_mean = |sums: &[f64], group: usize| -> f64 {
+            let of = group * group_channels..(group + 1) * group_channels;
+            sums[of.clone()].iter().zip(&weight[of]).map(|(s, w)| s * w.to_acc().as_f64()).sum::<f64>() / n
         };
-        let pull = |(unit, [sum, cross]): (usize, &[Vec<f64>; 2])| {
-            let (mut slope, mut level) = (Vec::with_capacity(cut.channels), Vec::with_capacity(cut.channels));
+        let correction = |(unit, [sum, cross]): (usize, &[Vec<f64>; 2])| {
+            let (mut slope, mut level) =
+                (Vec::with_capacity(layout.channels), Vec::with_capacity(layout.channels));
             for group in 0..groups {
-                let r = rstd(unit, group * size);
-                slope.extend(std::iter::repeat_n(T::Acc::of(weighed(cross, group) * r * r * r), size));
-                level.extend(std::iter::repeat_n(T::Acc::of(weighed(sum, group) * r), size));
+                let r = rstd(unit, group * group_channels);
+                slope.extend(std::iter::repeat_n(
+                    T::Acc::of_f64(weighted_mean(cross, group) * r * r * r),
+                    group_channels,
+                ));
+                level.extend(std::iter::repeat_n(
+                    T::Acc::of_f64(weighted_mean(sum, group) * r),
+                    group_channels,
+                ));
             }
             [slope, level]
         };
-        let pull: Vec<[Vec<T::Acc>; 2]> = sums.iter().enumerate().map(pull).collect();
-        Ok(Some(cpu::tensor(affine.backward(&values, &d, &cut, self.act, &pull), x.shape())?))
+        let corrections: Vec<[Vec<T::Acc>; 2]> = sums.iter().enumerate().map(correction).collect();
+        Ok(Some(cpu::tensor(affine.backward(&values, &d, &layout, self.act, &corrections), x.shape())?))
     }
 }
 
 /// Bytes of temporaries of the forward pass and of the backward pass, as batch norm's, but that the sums
 /// are gone when the affine map is made, and the parameters' gradients are added up in f64.
-pub fn workspace(at: At, cut: &Cut, groups: usize) -> (u64, u64) {
+pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout, groups: usize) -> (u64, u64) {
     let dtype = at.dtype;
-    if at.on.is_cuda() {
-        let (forward, backward) = card_workspace(dtype, cut, groups);
+    if at.backend.is_cuda() {
+        let (forward, backward) = cuda_workspace(dtype, layout, groups);
         return (forward as u64, backward as u64);
     }
     let acc = if dtype == DType::F64 { 8 } else { 4 };
-    let (partials, numbers) = (acc * cut.partials(), cut.units() * cut.channels);
+    let (partials, numbers) = (acc * layout.num_partials(), layout.units() * layout.channels);
     let forward = (16 * numbers + partials).max(3 * acc * numbers);
-    let backward = (16 + 3 * acc) * numbers + partials.max(16 * cut.channels + 2 * acc * numbers);
+    let backward = (16 + 3 * acc) * numbers + partials.max(16 * layout.channels + 2 * acc * numbers);
     (forward as u64, backward as u64)
 }

@@ -5,57 +5,57 @@ use std::ops::Deref;
 
 use candle_core::{Result, Tensor, WithDType};
 
-use super::cpu::{self, Slices, View};
+use super::cpu::{self, View, WithDTypeMut};
 
 /// Values that are on the host, borrowed, or were copied there.
-pub enum Values<'a, T> {
-    Here(View<'a, T>),
-    Copied(Vec<T>),
+pub enum HostSlice<'a, T> {
+    Borrowed(View<'a, T>),
+    Owned(Vec<T>),
 }
 
-impl<T: WithDType> Deref for Values<'_, T> {
+impl<T: WithDType> Deref for HostSlice<'_, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
         match self {
-            Values::Here(view) => view,
-            Values::Copied(values) => values,
+            HostSlice::Borrowed(view) => view,
+            HostSlice::Owned(values) => values,
         }
     }
 }
 
 /// The values of a contiguous tensor.
-pub fn read<T: WithDType>(tensor: &Tensor) -> Result<Values<'_, T>> {
+pub fn read<T: WithDType>(tensor: &Tensor) -> Result<HostSlice<'_, T>> {
     match tensor.device().is_cpu() {
-        true => Ok(Values::Here(cpu::view(tensor)?)),
-        false => Ok(Values::Copied(copy(tensor)?)),
+        true => Ok(HostSlice::Borrowed(cpu::view(tensor)?)),
+        false => Ok(HostSlice::Owned(to_vec(tensor)?)),
     }
 }
 
 /// A copy of the values of a contiguous tensor, and of nothing else in its storage.
-pub fn copy<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
+pub fn to_vec<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     #[cfg(feature = "cuda")]
-    if super::cuda::of(tensor).is_some() {
+    if super::cuda::device_of(tensor).is_some() {
         return super::cuda::to_host(tensor);
     }
     tensor.flatten_all()?.to_vec1()
 }
 
 /// Lets `body` write all values of a contiguous tensor; it must not read them.
-pub fn write<T: Slices, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+pub fn write<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     if tensor.device().is_cpu() {
-        return cpu::update(tensor, body);
+        return cpu::with_slice_mut(tensor, body);
     }
     let mut values = vec![T::zero(); tensor.elem_count()];
     let result = body(&mut values);
-    put(tensor, values.into())?;
+    upload(tensor, values.into())?;
     Ok(result)
 }
 
 /// Moves values to a tensor that is not on the host.
-fn put<T: WithDType>(tensor: &Tensor, values: Cow<[T]>) -> Result<()> {
+fn upload<T: WithDType>(tensor: &Tensor, values: Cow<[T]>) -> Result<()> {
     #[cfg(feature = "cuda")]
-    if super::cuda::of(tensor).is_some() {
+    if super::cuda::device_of(tensor).is_some() {
         return super::cuda::from_host(tensor, &values);
     }
     tensor.slice_set(&Tensor::from_slice(&values, tensor.shape(), tensor.device())?, 0, 0)

@@ -23,24 +23,24 @@ fn fold<T: Elem, const N: usize>(
     rows: [&[T]; N],
     start: T::Acc,
     add: impl Fn(T::Acc, [T::Acc; N]) -> T::Acc,
-    join: impl Fn(T::Acc, T::Acc) -> T::Acc,
+    combine: impl Fn(T::Acc, T::Acc) -> T::Acc,
 ) -> T::Acc {
     let mut lanes = [start; LANES];
     let (chunks, rests) = (rows.map(|r| r.as_chunks::<LANES>().0), rows.map(|r| r.as_chunks::<LANES>().1));
     for i in 0..chunks[0].len() {
         let chunk = chunks.map(|c| &c[i]);
         for (lane, sum) in lanes.iter_mut().enumerate() {
-            *sum = add(*sum, chunk.map(|c| c[lane].up()));
+            *sum = add(*sum, chunk.map(|c| c[lane].to_acc()));
         }
     }
     for (i, sum) in lanes.iter_mut().enumerate().take(rests[0].len()) {
-        *sum = add(*sum, rests.map(|r| r[i].up()));
+        *sum = add(*sum, rests.map(|r| r[i].to_acc()));
     }
     let mut width = LANES;
     while width > 1 {
         width /= 2;
         for i in 0..width {
-            lanes[i] = join(lanes[i], lanes[i + width]);
+            lanes[i] = combine(lanes[i], lanes[i + width]);
         }
     }
     lanes[0]
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_place_counts_once() {
+    fn every_element_counts_once() {
         for n in [0usize, 1, 15, 16, 17, 100] {
             let a: Vec<f64> = (0..n).map(|i| i as f64 - 40.0).collect();
             let b: Vec<f64> = (0..n).map(|i| (i * i % 7) as f64).collect();

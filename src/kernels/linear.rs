@@ -1,7 +1,7 @@
 //! `y = act(x W' + b)`: the matrix product with its bias and activation fused.
 
 #[cfg(feature = "cuda")]
-pub mod card;
+pub mod gpu;
 #[cfg(feature = "cuda")]
 pub mod hopper;
 
@@ -9,16 +9,17 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::activation::{apply, each_activation};
-use super::clip::Clip;
-use super::product::{
-    By, Mat, Then, copies_nothing, multiply, multiply_rounded, multiply_then, packing, packing_rounded,
+use super::clamp::ClampActivation;
+use super::matmul::{
+    CpuEpilogue, MatView, Threading, gemm, gemm_workspace, is_native_dtype, matmul, matmul_epilogue,
+    matmul_workspace,
 };
-use super::{Activation, Elem, Reads, Real, cpu, reference};
+use super::{Activation, Elem, Real, SavedForBackward, cpu, reference};
 use crate::{vectorised, with_elem};
 
 /// How a weight lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lies {
+pub enum WeightLayout {
     /// (out, in), as `torch.nn.Linear` keeps it.
     OutIn,
     /// (in, out), as GPT-2's `Conv1D` keeps it.
@@ -26,22 +27,22 @@ pub enum Lies {
 }
 
 /// The operands of a linear map; `x` is (rows, in) however many dimensions its rows have.
-pub struct Linear<'a> {
+pub struct LinearKernel<'a> {
     pub weight: &'a Tensor,
-    pub lies: Lies,
+    pub weight_layout: WeightLayout,
     pub bias: Option<&'a Tensor>,
     pub act: Activation,
 }
 
 /// Where parameter gradients are added.
-pub struct Grads<'a> {
+pub struct WeightBiasGrads<'a> {
     pub weight: &'a Tensor,
     pub bias: Option<&'a Tensor>,
 }
 
 /// What the gradient of a map's input meets first on its way back: the activation whose output the input is.
 #[derive(Clone, Copy)]
-pub struct Before<'a> {
+pub struct ActBackward<'a> {
     pub act: Activation,
     /// What it was given.
     pub v: &'a Tensor,
@@ -49,37 +50,38 @@ pub struct Before<'a> {
     pub bias: Option<&'a Tensor>,
 }
 
-impl Linear<'_> {
+impl LinearKernel<'_> {
     /// (in, out)
-    fn sizes(&self) -> Result<(usize, usize)> {
+    fn in_out_features(&self) -> Result<(usize, usize)> {
         let (a, b) = self.weight.dims2()?;
-        Ok(if self.lies == Lies::OutIn { (b, a) } else { (a, b) })
+        Ok(if self.weight_layout == WeightLayout::OutIn { (b, a) } else { (a, b) })
     }
 
     /// `W` as the (in, out) matrix that rows are multiplied with.
-    fn matrix<'a, T>(&self, w: &'a [T]) -> Result<Mat<'a, T>> {
+    fn weight_matrix<'a, T>(&self, w: &'a [T]) -> Result<MatView<'a, T>> {
         let (a, b) = self.weight.dims2()?;
-        let w = Mat::new(w, a, b);
-        Ok(if self.lies == Lies::OutIn { w.t() } else { w })
+        let w = MatView::new(w, a, b);
+        Ok(if self.weight_layout == WeightLayout::OutIn { w.t() } else { w })
     }
 
     fn output_shape(&self, x: &Tensor) -> Result<Vec<usize>> {
         let mut shape = x.dims().to_vec();
         if let Some(last) = shape.last_mut() {
-            *last = self.sizes()?.1;
+            *last = self.in_out_features()?.1;
         }
         Ok(shape)
     }
 
     /// The reference.
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
-        activate(&self.before_activation(x)?, self.act)
+        activate(&self.preactivation(x)?, self.act)
     }
 
-    fn before_activation(&self, x: &Tensor) -> Result<Tensor> {
-        let (k, _) = self.sizes()?;
+    fn preactivation(&self, x: &Tensor) -> Result<Tensor> {
+        let (k, _) = self.in_out_features()?;
         let rows = x.elem_count() / k;
-        let w = if self.lies == Lies::OutIn { self.weight.t()? } else { self.weight.clone() };
+        let w =
+            if self.weight_layout == WeightLayout::OutIn { self.weight.t()? } else { self.weight.clone() };
         let y = x.reshape((rows, k))?.matmul(&w)?;
         let y = match self.bias {
             Some(b) => y.broadcast_add(b)?,
@@ -91,65 +93,69 @@ impl Linear<'_> {
     /// The output, and what the activation was given where its backward pass reads that.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(x) {
-            return self.forward_card(device, x, None);
+        if let Some(device) = super::cuda::device_of(x) {
+            return self.forward_cuda(device, x, None);
         }
-        if !reference::has_body(x) {
-            let pre = self.before_activation(x)?;
+        if !reference::has_cpu_kernel(x) {
+            let pre = self.preactivation(x)?;
             let y = activate(&pre, self.act)?;
-            return Ok((y, (self.act.reads() == Reads::Input).then_some(pre)));
+            return Ok((y, (self.act.saved_for_backward() == SavedForBackward::Input).then_some(pre)));
         }
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, None))
     }
 
     /// As `forward`, with `onto` added to the output, and `act` of the sum: within the product where neither has an
     /// activation.
-    pub fn forward_onto(
+    pub fn forward_add_act(
         &self,
         x: &Tensor,
-        onto: &Tensor,
+        residual: &Tensor,
         act: Activation,
     ) -> Result<(Tensor, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(x)
+        if let Some(device) = super::cuda::device_of(x)
             && [self.act, act] == [Activation::Identity; 2]
         {
-            return self.forward_card(device, x, Some(onto));
+            return self.forward_cuda(device, x, Some(residual));
         }
-        if reference::has_body(x) && [self.act, act] == [Activation::Identity; 2] {
-            return with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, Some(onto)));
+        if reference::has_cpu_kernel(x) && [self.act, act] == [Activation::Identity; 2] {
+            return with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, Some(residual)));
         }
         let (y, pre) = self.forward(x)?;
-        Ok((super::add::into(&y, onto, act)?, pre))
+        Ok((super::add::inplace(&y, residual, act)?, pre))
     }
 
     /// With `onto` added to the output.
-    fn forward_cpu<T: Elem>(&self, x: &Tensor, onto: Option<&Tensor>) -> Result<(Tensor, Option<Tensor>)> {
-        let ((k, n), shape) = (self.sizes()?, self.output_shape(x)?);
+    fn forward_cpu<T: Elem>(
+        &self,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let ((k, n), shape) = (self.in_out_features()?, self.output_shape(x)?);
         let (values, w) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
-        let onto = onto.map(cpu::view::<T>).transpose()?;
+        let residual = residual.map(cpu::view::<T>).transpose()?;
         let rows = values.len() / k;
-        let (x, w) = (Mat::new(&values, rows, k), self.matrix(&w)?);
-        let then = Then {
+        let (x, w) = (MatView::new(&values, rows, k), self.weight_matrix(&w)?);
+        let epilogue = CpuEpilogue {
             bias: bias.as_deref(),
-            clip: Clip::of(self.act).unwrap_or(Clip::Nothing),
-            onto: onto.as_deref(),
+            clamp: ClampActivation::from_activation(self.act).unwrap_or(ClampActivation::Identity),
+            residual: residual.as_deref(),
         };
-        let mut made = cpu::fresh::<T>(rows * n);
-        match (then.bias, then.clip, then.onto) {
-            (None, Clip::Nothing, None) => multiply_rounded(&mut made, x, w, By::All),
-            _ => multiply_then(&mut made, x, w, then),
+        let mut out = cpu::uninit::<T>(rows * n);
+        match (epilogue.bias, epilogue.clamp, epilogue.residual) {
+            (None, ClampActivation::Identity, None) => matmul(&mut out, x, w, Threading::Parallel),
+            _ => matmul_epilogue(&mut out, x, w, epilogue),
         }
-        if self.act.reads() == Reads::Input {
-            let mut y = cpu::fresh::<T>(rows * n);
-            cpu::for_rows(&mut y, 1, |start, y| apply(&made[start..][..y.len()], y, self.act));
-            return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(made, shape)?)));
+        if self.act.saved_for_backward() == SavedForBackward::Input {
+            let mut y = cpu::uninit::<T>(rows * n);
+            cpu::parallel_for_rows(&mut y, 1, |start, y| apply(&out[start..][..y.len()], y, self.act));
+            return Ok((cpu::tensor(y, shape.clone())?, Some(cpu::tensor(out, shape)?)));
         }
-        if Clip::of(self.act).is_none() {
-            cpu::for_rows(&mut made, n, |_, rows| finish(rows, n, None, self.act));
+        if ClampActivation::from_activation(self.act).is_none() {
+            cpu::parallel_for_rows(&mut out, n, |_, rows| bias_activation(rows, n, None, self.act));
         }
-        Ok((cpu::tensor(made, shape)?, None))
+        Ok((cpu::tensor(out, shape)?, None))
     }
 
     /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
@@ -159,46 +165,53 @@ impl Linear<'_> {
         x: &Tensor,
         v: Option<&Tensor>,
         dy: Tensor,
-        grads: &Grads,
-        want: bool,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(x) {
-            return self.backward_card(device, x, v, dy, grads, want);
+        if let Some(device) = super::cuda::device_of(x) {
+            return self.backward_cuda(device, x, v, dy, grads, needs_input_grad);
         }
-        if !reference::has_body(x) {
-            return self.backward_reference(x, dy, grads, want);
+        if !reference::has_cpu_kernel(x) {
+            return self.backward_reference(x, dy, grads, needs_input_grad);
         }
-        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, want))
+        with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
     }
 
     /// What `backward` does without the input, on a card: turns `dy` into the gradient before the activation, adds the
-    /// bias's, and gives the input's where it is wanted, with `onto` added to it. With `again`, what the activation read
+    /// bias's, and gives the input's where it is wanted, with `onto` added to it. With `recompute`, what the activation read
     /// becomes the output, in the pass that makes its slope. The second value tells whether the input's gradient went through
-    /// what is `before` too: then that one's `v` is its output, and its bias has its gradient.
+    /// what is `act_backward` too: then that one's `v` is its output, and its bias has its gradient.
     pub fn backward_input(
         &self,
         v: Option<&Tensor>,
         dy: &Tensor,
         bias: Option<&Tensor>,
-        (want, onto): (bool, Option<&Tensor>),
-        (again, before): (bool, Option<Before>),
+        (needs_input_grad, residual_grad): (bool, Option<&Tensor>),
+        (recompute, act_backward): (bool, Option<ActBackward>),
     ) -> Result<(Option<Tensor>, bool)> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::of(dy) {
-            return self.input_card(device, v, dy, bias, (want, onto), (again, before));
+        if let Some(device) = super::cuda::device_of(dy) {
+            return self.backward_input_cuda(
+                device,
+                v,
+                dy,
+                bias,
+                (needs_input_grad, residual_grad),
+                (recompute, act_backward),
+            );
         }
-        let _ = (v, bias, want, onto, again, before);
+        let _ = (v, bias, needs_input_grad, residual_grad, recompute, act_backward);
         candle_core::bail!("a gradient on {:?} is made at once", dy.device().location())
     }
 
     /// What is left of `backward` after [`backward_input`](Self::backward_input), whose `dy` this is.
-    pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, into: &Tensor) -> Result<()> {
+    pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, dweight: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if super::cuda::of(dy).is_some() {
-            return self.weight_card(x, dy, into);
+        if super::cuda::device_of(dy).is_some() {
+            return self.backward_weight_cuda(x, dy, dweight);
         }
-        let _ = (x, into);
+        let _ = (x, dweight);
         candle_core::bail!("a gradient on {:?} is made at once", dy.device().location())
     }
 
@@ -207,36 +220,39 @@ impl Linear<'_> {
         x: &Tensor,
         v: Option<&Tensor>,
         dy: Tensor,
-        grads: &Grads,
-        want: bool,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        let (k, n) = self.sizes()?;
+        let (k, n) = self.in_out_features()?;
         let values = cpu::view::<T>(x)?;
         let rows = values.len() / k;
-        let through = |v| {
+        let preactivation_grad = |v| {
             let v = cpu::view::<T>(v)?;
-            cpu::update::<T, _>(&dy, |d| through_activation(d, Some(&v), self.act, n, grads.bias.is_some()))
+            cpu::with_slice_mut::<T, _>(&dy, |d| {
+                activation_backward(d, Some(&v), self.act, n, grads.bias.is_some())
+            })
         };
-        let sums = v.map(through).transpose()?;
+        let sums = v.map(preactivation_grad).transpose()?;
         let (d, w) = (cpu::view::<T>(&dy)?, cpu::view::<T>(self.weight)?);
         let all: &[T] = &d;
-        let (values, d, w) = (Mat::new(&values, rows, k), Mat::new(all, rows, n), self.matrix(&w)?);
+        let (values, d, w) =
+            (MatView::new(&values, rows, k), MatView::new(all, rows, n), self.weight_matrix(&w)?);
         let weight = || {
             if let Some(bias) = grads.bias {
                 let sums = sums.unwrap_or_else(|| column_sums(all, n));
-                cpu::update::<T::Acc, _>(bias, |bias| add_all(bias, &sums))?;
+                cpu::with_slice_mut::<T::Acc, _>(bias, |bias| add_partials(bias, &sums))?;
             }
-            cpu::update::<T::Acc, _>(grads.weight, |dw| match self.lies {
-                Lies::OutIn => multiply(dw, k, d.t(), values, true, By::All),
-                Lies::InOut => multiply(dw, n, values.t(), d, true, By::All),
+            cpu::with_slice_mut::<T::Acc, _>(grads.weight, |dw| match self.weight_layout {
+                WeightLayout::OutIn => gemm(dw, k, d.t(), values, true, Threading::Parallel),
+                WeightLayout::InOut => gemm(dw, n, values.t(), d, true, Threading::Parallel),
             })
         };
         let input = || {
-            let mut dx = cpu::fresh::<T>(rows * k);
-            multiply_rounded(&mut dx, d, w.t(), By::All);
+            let mut dx = cpu::uninit::<T>(rows * k);
+            matmul(&mut dx, d, w.t(), Threading::Parallel);
             dx
         };
-        let (done, dx) = both(T::DTYPE, weight, || want.then(input));
+        let (done, dx) = join_backward(T::DTYPE, weight, || needs_input_grad.then(input));
         done?;
         dx.map(|dx| cpu::tensor(dx, x.shape())).transpose()
     }
@@ -245,74 +261,75 @@ impl Linear<'_> {
         &self,
         x: &Tensor,
         dy: Tensor,
-        grads: &Grads,
-        want: bool,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
         let mut inputs = vec![x, self.weight];
         inputs.extend(self.bias);
-        let found = reference::gradients(&inputs, &dy, |t| {
-            Linear { weight: &t[1], lies: self.lies, bias: t.get(2), act: self.act }.reference(&t[0])
+        let computed = reference::gradients(&inputs, &dy, |t| {
+            LinearKernel { weight: &t[1], weight_layout: self.weight_layout, bias: t.get(2), act: self.act }
+                .reference(&t[0])
         })?;
-        reference::accumulate(grads.weight, &found[1])?;
-        if let (Some(into), Some(g)) = (grads.bias, found.get(2)) {
+        reference::accumulate(grads.weight, &computed[1])?;
+        if let (Some(into), Some(g)) = (grads.bias, computed.get(2)) {
             reference::accumulate(into, g)?;
         }
-        Ok(want.then(|| found[0].clone()))
+        Ok(needs_input_grad.then(|| computed[0].clone()))
     }
 }
 
 /// Whether both products of `backward` run at once, so that threads rarely wait for each other between the parts of one:
 /// not where they are of copies in another type, which would take twice the room.
-fn at_once(dtype: DType) -> bool {
-    copies_nothing(dtype)
+fn runs_concurrently(dtype: DType) -> bool {
+    is_native_dtype(dtype)
 }
 
-/// Does both, [`at_once`] or one after the other.
-pub(super) fn both<A: Send, B: Send>(
+/// Does both, [`runs_concurrently`] or one after the other.
+pub(super) fn join_backward<A: Send, B: Send>(
     dtype: DType,
     weight: impl FnOnce() -> A + Send,
     input: impl FnOnce() -> B + Send,
 ) -> (A, B) {
-    if at_once(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
+    if runs_concurrently(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
 }
 
 /// Bytes of temporaries of the products with a weight of `k` inputs and `n` outputs, forward and backward.
-pub fn workspace(dtype: DType, lies: Lies, rows: usize, k: usize, n: usize) -> (u64, u64) {
-    let output = packing_rounded(dtype, (rows, k, n), false, By::All);
-    let input = packing_rounded(dtype, (rows, n, k), false, By::All);
-    let weight = match lies {
-        Lies::OutIn => packing(dtype, (n, rows, k), true, By::All),
-        Lies::InOut => packing(dtype, (k, rows, n), true, By::All),
+pub fn workspace(dtype: DType, weight_layout: WeightLayout, rows: usize, k: usize, n: usize) -> (u64, u64) {
+    let output = matmul_workspace(dtype, (rows, k, n), false, Threading::Parallel);
+    let input = matmul_workspace(dtype, (rows, n, k), false, Threading::Parallel);
+    let weight = match weight_layout {
+        WeightLayout::OutIn => gemm_workspace(dtype, (n, rows, k), true, Threading::Parallel),
+        WeightLayout::InOut => gemm_workspace(dtype, (k, rows, n), true, Threading::Parallel),
     };
-    (output, if at_once(dtype) { weight + input } else { weight.max(input) })
+    (output, if runs_concurrently(dtype) { weight + input } else { weight.max(input) })
 }
 
 /// Ranges of rows whose column sums a card makes apart: enough blocks, of 128 columns, for a large one (six for each of
 /// 132 processors), by the sizes alone.
-pub fn card_ranges(rows: usize, n: usize) -> usize {
+pub fn cuda_row_ranges(rows: usize, n: usize) -> usize {
     (792 / n.div_ceil(128)).clamp(1, rows.div_ceil(32).clamp(1, 256))
 }
 
 /// Bytes of the partial sums of a bias's gradient on a card.
-pub fn card_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
-    (card_ranges(rows, n) * n * cpu::acc_bytes(dtype)) as u64
+pub fn bias_gradient_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
+    (cuda_row_ranges(rows, n) * n * cpu::acc_bytes(dtype)) as u64
 }
 
 /// Whether products of (rows, deep) and (deep, columns) are the body for Hopper's, by their sizes: whole tiles of columns,
 /// deep enough that one is finished while the next is made, and two or more for each processor.
-pub fn hopper_fits(dtype: DType, rows: usize, columns: usize, deep: usize) -> bool {
+pub fn hopper_supports(dtype: DType, rows: usize, columns: usize, k: usize) -> bool {
     let tiles = rows.div_ceil(128) * columns / 256;
-    let whole = deep.is_multiple_of(64) && columns.is_multiple_of(256);
-    dtype == DType::BF16 && whole && deep >= 6 * 64 && tiles >= 2 * 132 && rows <= i32::MAX as usize
+    let whole = k.is_multiple_of(64) && columns.is_multiple_of(256);
+    dtype == DType::BF16 && whole && k >= 6 * 64 && tiles >= 2 * 132 && rows <= i32::MAX as usize
 }
 
-/// As [`hopper_fits`], of scores: the last tile of many may be a part of one.
-pub fn hopper_scores(dtype: DType, rows: usize, classes: usize, width: usize) -> bool {
-    classes >= 8 * 256 && hopper_fits(dtype, rows, classes.next_multiple_of(256), width)
+/// As [`hopper_supports`], of scores: the last tile of many may be a part of one.
+pub fn hopper_supports_logits(dtype: DType, rows: usize, classes: usize, width: usize) -> bool {
+    classes >= 8 * 256 && hopper_supports(dtype, rows, classes.next_multiple_of(256), width)
 }
 
 /// Bytes of the sums over 64 rows that such a product leaves.
-pub fn hopper_sums(rows: usize, columns: usize) -> usize {
+pub fn hopper_column_sums_bytes(rows: usize, columns: usize) -> usize {
     rows.div_ceil(64) * columns * size_of::<f32>()
 }
 
@@ -321,16 +338,16 @@ fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
 }
 
 /// `y = act(y + bias)` over whole rows of `n` values.
-pub(super) fn finish<T: Elem>(rows: &mut [T], n: usize, bias: Option<&[T]>, act: Activation) {
+pub(super) fn bias_activation<T: Elem>(rows: &mut [T], n: usize, bias: Option<&[T]>, act: Activation) {
     match bias {
         None if act == Activation::Identity => {}
         None => vectorised!(T, || {
-            each_activation!(act, f => rows.iter_mut().for_each(|y| *y = T::down(f.value(y.up()))))
+            each_activation!(act, f => rows.iter_mut().for_each(|y| *y = T::from_acc(f.value(y.to_acc()))))
         }),
         Some(bias) => vectorised!(T, || {
             each_activation!(act, f => {
                 for row in rows.chunks_exact_mut(n) {
-                    row.iter_mut().zip(bias).for_each(|(y, b)| *y = T::down(f.value(y.up() + b.up())));
+                    row.iter_mut().zip(bias).for_each(|(y, b)| *y = T::from_acc(f.value(y.to_acc() + b.to_acc())));
                 }
             })
         }),
@@ -339,50 +356,50 @@ pub(super) fn finish<T: Elem>(rows: &mut [T], n: usize, bias: Option<&[T]>, act:
 
 /// Turns `dy` into the gradient before the activation, in place, and gives the column sums of the
 /// result by chunks of rows (none unless asked for).
-pub(super) fn through_activation<T: Elem>(
+pub(super) fn activation_backward<T: Elem>(
     d: &mut [T],
     v: Option<&[T]>,
     act: Activation,
     n: usize,
-    sums: bool,
+    with_sums: bool,
 ) -> Vec<Vec<T::Acc>> {
     let chunk = cpu::rows_per_chunk(n) * n;
-    let one = |i: usize, d: &mut [T]| {
-        let mut sum = vec![T::Acc::ZERO; if sums { n } else { 0 }];
+    let chunk_backward = |i: usize, d: &mut [T]| {
+        let mut sum = vec![T::Acc::ZERO; if with_sums { n } else { 0 }];
         vectorised!(T, || {
             for (row, d) in d.chunks_exact_mut(n).enumerate() {
                 if let Some(v) = v {
                     let v = &v[i * chunk + row * n..][..n];
-                    each_activation!(act, f => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::down(d.up() * f.slope(v.up()))));
+                    each_activation!(act, f => d.iter_mut().zip(v).for_each(|(d, v)| *d = T::from_acc(d.to_acc() * f.derivative(v.to_acc()))));
                 }
-                sum.iter_mut().zip(d).for_each(|(s, d)| *s += d.up());
+                sum.iter_mut().zip(d).for_each(|(s, d)| *s += d.to_acc());
             }
         });
         sum
     };
-    if v.is_none() && !sums {
+    if v.is_none() && !with_sums {
         return Vec::new();
     }
-    d.par_chunks_mut(chunk).enumerate().map(|(i, d)| one(i, d)).collect()
+    d.par_chunks_mut(chunk).enumerate().map(|(i, d)| chunk_backward(i, d)).collect()
 }
 
 /// Column sums of rows of `n` values, by chunks of rows.
 pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> Vec<Vec<T::Acc>> {
-    let one = |d: &[T]| {
+    let chunk_sums = |d: &[T]| {
         let mut sum = vec![T::Acc::ZERO; n];
         vectorised!(T, || {
             for row in d.chunks_exact(n) {
-                sum.iter_mut().zip(row).for_each(|(s, d)| *s += d.up());
+                sum.iter_mut().zip(row).for_each(|(s, d)| *s += d.to_acc());
             }
         });
         sum
     };
-    d.par_chunks(cpu::rows_per_chunk(n) * n).map(one).collect()
+    d.par_chunks(cpu::rows_per_chunk(n) * n).map(chunk_sums).collect()
 }
 
 /// Adds partial sums in order.
-pub(super) fn add_all<R: Real>(into: &mut [R], partials: &[impl AsRef<[R]> + Sync]) {
-    cpu::for_rows(into, 1, |first, into| {
+pub(super) fn add_partials<R: Real>(into: &mut [R], partials: &[impl AsRef<[R]> + Sync]) {
+    cpu::parallel_for_rows(into, 1, |first, into| {
         for partial in partials {
             into.iter_mut().zip(&partial.as_ref()[first..]).for_each(|(a, b)| *a += *b);
         }

@@ -9,11 +9,12 @@ pub mod adafactor;
 pub mod adamw8bit;
 pub mod add;
 pub mod attention;
-pub mod average;
+pub mod avg_pool;
 pub mod batch_norm;
+pub mod categorical_embedding;
 pub mod channels;
+pub mod clamp;
 pub mod class_token;
-pub mod clip;
 pub mod conv;
 pub mod cpu;
 pub mod cross_entropy;
@@ -24,37 +25,36 @@ pub mod dispatch;
 pub mod dropout;
 pub mod elem;
 pub mod embedding;
+pub mod grad_stats;
 pub mod group_norm;
 pub mod host;
-pub mod judge;
-pub mod keys;
+pub mod im2col;
 pub mod lanes;
 pub mod linear;
 pub mod lion;
-pub mod lookup;
+pub mod matmul;
+pub mod metric_sums;
 pub mod norm;
-pub mod packed;
-pub mod palette;
+pub mod packed_linear;
+pub mod pixel_lut;
 pub mod pointwise_loss;
 pub mod pool;
-pub mod product;
 pub mod reference;
 pub mod rotary;
+pub mod sample_keys;
 pub mod scale;
 pub mod swiglu;
-pub mod tally;
-pub mod turn;
+pub mod transpose;
 pub mod update;
-pub mod windows;
 
-pub use activation::{Activation, Reads};
-pub use clip::Clip;
+pub use activation::{Activation, SavedForBackward};
+pub use clamp::ClampActivation;
 pub use elem::{Elem, Real};
 
 /// A contiguous tensor's values in memory of their own.
 pub fn copy(tensor: &candle_core::Tensor) -> candle_core::Result<candle_core::Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(tensor) {
+    if let Some(device) = cuda::device_of(tensor) {
         return cuda::copy(device, tensor);
     }
     tensor.copy()

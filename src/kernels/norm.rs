@@ -1,19 +1,19 @@
 //! Normalisation of each row to one mean square: layer norm (centred) and RMS norm.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::linear::{Grads, add_all};
+use super::linear::{WeightBiasGrads, add_partials};
 use super::{Activation, Elem, Real, add, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
 /// `y = w (x - mean) / sqrt(mean((x - mean)^2) + eps) + b` over the last dimension.
-pub struct Norm<'a> {
+pub struct NormKernel<'a> {
     pub weight: &'a Tensor,
     pub bias: Option<&'a Tensor>,
     /// Layer norm; without it the mean counts as 0, which is RMS norm.
@@ -23,13 +23,13 @@ pub struct Norm<'a> {
 
 /// What a backward pass does beside the gradients, without another pass over them.
 #[derive(Clone, Copy, Default)]
-pub struct Also<'a> {
+pub struct NormBackwardFusion<'a> {
     /// Is added to the input's gradient.
-    pub onto: Option<&'a Tensor>,
+    pub residual_grad: Option<&'a Tensor>,
     /// The sums over all rows of the input's gradient are added to it. On a card alone.
-    pub sums: Option<&'a Tensor>,
+    pub dx_column_sums: Option<&'a Tensor>,
     /// The gradient that is given becomes the output, bit for bit. On a card alone.
-    pub again: bool,
+    pub recompute_output: bool,
 }
 
 /// Rows whose parameter gradients are summed before they are added to those of others.
@@ -39,7 +39,7 @@ pub fn chunk_rows(width: usize) -> usize {
 
 /// Ranges of rows whose parameter gradients a card sums apart: as many blocks as the 132 processors of a large one have in
 /// hand at once, of four warps where a warp has whole rows, of a thread for each 16 bytes of a row otherwise.
-pub fn card_parts(dtype: DType, rows: usize, width: usize) -> usize {
+pub fn cuda_row_ranges(dtype: DType, rows: usize, width: usize) -> usize {
     let bytes = width * dtype.size_in_bytes();
     let threads = bytes.div_ceil(16).next_multiple_of(32);
     let blocks = match bytes {
@@ -51,11 +51,11 @@ pub fn card_parts(dtype: DType, rows: usize, width: usize) -> usize {
 }
 
 /// Bytes of these sums, of as many `vectors` as there are parameters, and of those of the input's gradient.
-pub fn card_workspace(dtype: DType, rows: usize, width: usize, vectors: usize) -> u64 {
-    (card_parts(dtype, rows, width) * (vectors + 1) * width * cpu::acc_bytes(dtype)) as u64
+pub fn cuda_workspace(dtype: DType, rows: usize, width: usize, vectors: usize) -> u64 {
+    (cuda_row_ranges(dtype, rows, width) * (vectors + 1) * width * cpu::acc_bytes(dtype)) as u64
 }
 
-impl Norm<'_> {
+impl NormKernel<'_> {
     /// The reference.
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         let n = self.weight.elem_count() as f64;
@@ -73,19 +73,19 @@ impl Norm<'_> {
     }
 
     /// Values kept of each row: one over its root mean square, and its mean before that where centred.
-    fn kept(&self) -> usize {
+    fn stats_per_row(&self) -> usize {
         1 + self.centred as usize
     }
 
     /// The output and what is kept of each row.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x) {
-            return self.forward_card(device, x);
+        if let Some(device) = cuda::device_of(x) {
+            return self.forward_cuda(device, x);
         }
         with_elem!(x.dtype(), T => {
-            let shape = (x.elem_count() / self.weight.elem_count(), self.kept());
-            if !reference::has_body(x) {
+            let shape = (x.elem_count() / self.weight.elem_count(), self.stats_per_row());
+            if !reference::has_cpu_kernel(x) {
                 let stats = Tensor::zeros(shape, <<T as Elem>::Acc as candle_core::WithDType>::DTYPE, x.device())?;
                 return Ok((self.reference(x)?, stats));
             }
@@ -97,32 +97,30 @@ impl Norm<'_> {
     fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<(Vec<T>, Vec<T::Acc>)> {
         let (x, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         let bias = self.bias.map(cpu::view::<T>).transpose()?;
-        let (n, kept) = (weight.len(), self.kept());
-        let (share, eps) = (T::Acc::of(1.0 / n as f64), T::Acc::of(self.eps));
-        let mut y = cpu::fresh::<T>(x.len());
-        let mut stats = vec![T::Acc::ZERO; x.len() / n * kept];
+        let (n, stats_per_row) = (weight.len(), self.stats_per_row());
+        let (inv_n, eps) = (T::Acc::of_f64(1.0 / n as f64), T::Acc::of_f64(self.eps));
+        let mut y = cpu::uninit::<T>(x.len());
+        let mut stats = vec![T::Acc::ZERO; x.len() / n * stats_per_row];
         let rows = cpu::rows_per_chunk(n);
         let chunks = x.par_chunks(rows * n).zip(y.par_chunks_mut(rows * n));
-        chunks.zip(stats.par_chunks_mut(rows * kept)).for_each(|((x, y), stats)| {
+        chunks.zip(stats.par_chunks_mut(rows * stats_per_row)).for_each(|((x, y), stats)| {
             vectorised!(T, || {
                 for ((x, y), stats) in
-                    x.chunks_exact(n).zip(y.chunks_exact_mut(n)).zip(stats.chunks_exact_mut(kept))
+                    x.chunks_exact(n).zip(y.chunks_exact_mut(n)).zip(stats.chunks_exact_mut(stats_per_row))
                 {
-                    let mean = if self.centred { lanes::sum([x], |[x]| x) * share } else { T::Acc::ZERO };
-                    let square = lanes::sum([x], |[x]| (x - mean) * (x - mean)) * share;
+                    let mean = if self.centred { lanes::sum([x], |[x]| x) * inv_n } else { T::Acc::ZERO };
+                    let square = lanes::sum([x], |[x]| (x - mean) * (x - mean)) * inv_n;
                     let scale = T::Acc::ONE / (square + eps).sqrt();
-                    (stats[0], stats[kept - 1]) = (mean, scale);
+                    (stats[0], stats[stats_per_row - 1]) = (mean, scale);
                     match &bias {
                         Some(bias) => {
                             y.iter_mut().zip(x).zip(&*weight).zip(&**bias).for_each(|(((y, x), w), b)| {
-                                *y = T::down((x.up() - mean) * scale * w.up() + b.up())
+                                *y = T::from_acc((x.to_acc() - mean) * scale * w.to_acc() + b.to_acc())
                             })
                         }
-                        None => y
-                            .iter_mut()
-                            .zip(x)
-                            .zip(&*weight)
-                            .for_each(|((y, x), w)| *y = T::down((x.up() - mean) * scale * w.up())),
+                        None => y.iter_mut().zip(x).zip(&*weight).for_each(|((y, x), w)| {
+                            *y = T::from_acc((x.to_acc() - mean) * scale * w.to_acc())
+                        }),
                     }
                 }
             })
@@ -132,10 +130,10 @@ impl Norm<'_> {
 
     /// The output once more, bit for bit, where a card made it: there a pass over the input costs less than the
     /// room for the output.
-    pub fn again(&self, _x: &Tensor, _stats: &Tensor) -> Result<Option<Tensor>> {
+    pub fn recompute_output(&self, _x: &Tensor, _stats: &Tensor) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(_x) {
-            return self.output_card(device, _x, _stats, true).map(Some);
+        if let Some(device) = cuda::device_of(_x) {
+            return self.output_cuda(device, _x, _stats, true).map(Some);
         }
         Ok(None)
     }
@@ -147,36 +145,36 @@ impl Norm<'_> {
         x: &Tensor,
         stats: &Tensor,
         dy: &Tensor,
-        grads: &Grads,
-        want: bool,
-        also: Also,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
+        fusion: NormBackwardFusion,
     ) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(x) {
-            return self.backward_card(device, (x, stats, dy), grads, want, also);
+        if let Some(device) = cuda::device_of(x) {
+            return self.backward_cuda(device, (x, stats, dy), grads, needs_input_grad, fusion);
         }
-        if also.again || also.sums.is_some() {
+        if fusion.recompute_output || fusion.dx_column_sums.is_some() {
             candle_core::bail!("only a card makes more than gradients in a pass")
         }
-        if !reference::has_body(x) {
+        if !reference::has_cpu_kernel(x) {
             let mut inputs = vec![x, self.weight];
             inputs.extend(self.bias);
             let found = reference::gradients(&inputs, dy, |t| {
-                Norm { weight: &t[1], bias: t.get(2), ..*self }.reference(&t[0])
+                NormKernel { weight: &t[1], bias: t.get(2), ..*self }.reference(&t[0])
             })?;
             reference::accumulate(grads.weight, &found[1])?;
             if let (Some(into), Some(bias)) = (grads.bias, found.get(2)) {
                 reference::accumulate(into, bias)?;
             }
-            let dx = want.then(|| found[0].clone());
-            return match (dx, also.onto) {
-                (Some(dx), Some(onto)) => add::into(&dx, onto, Activation::Identity).map(Some),
+            let dx = needs_input_grad.then(|| found[0].clone());
+            return match (dx, fusion.residual_grad) {
+                (Some(dx), Some(onto)) => add::inplace(&dx, onto, Activation::Identity).map(Some),
                 (dx, _) => Ok(dx),
             };
         }
         with_elem!(x.dtype(), T => {
-            let dx = self.backward_cpu::<T>(x, stats, dy, grads, want, also.onto)?;
-            want.then(|| cpu::tensor(dx, x.shape())).transpose()
+            let dx = self.backward_cpu::<T>(x, stats, dy, grads, needs_input_grad, fusion.residual_grad)?;
+            needs_input_grad.then(|| cpu::tensor(dx, x.shape())).transpose()
         })
     }
 
@@ -185,64 +183,68 @@ impl Norm<'_> {
         x: &Tensor,
         stats: &Tensor,
         dy: &Tensor,
-        grads: &Grads,
-        want: bool,
-        onto: Option<&Tensor>,
+        grads: &WeightBiasGrads,
+        needs_input_grad: bool,
+        residual_grad: Option<&Tensor>,
     ) -> Result<Vec<T>> {
-        let onto = onto.map(cpu::view::<T>).transpose()?;
+        let residual_grad = residual_grad.map(cpu::view::<T>).transpose()?;
         let (x, dy, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?, cpu::view::<T>(self.weight)?);
         let stats = cpu::view::<T::Acc>(stats)?;
-        let (n, kept) = (weight.len(), self.kept());
-        let mut dx = cpu::fresh::<T>(if want { x.len() } else { 0 });
-        let (all, rows) = (cpu::Blocks::new(&mut dx), chunk_rows(n));
-        let chunks = x.par_chunks(rows * n).zip(dy.par_chunks(rows * n)).zip(stats.par_chunks(rows * kept));
+        let (n, stats_per_row) = (weight.len(), self.stats_per_row());
+        let mut dx = cpu::uninit::<T>(if needs_input_grad { x.len() } else { 0 });
+        let (all, rows) = (cpu::DisjointSliceMut::new(&mut dx), chunk_rows(n));
+        let chunks =
+            x.par_chunks(rows * n).zip(dy.par_chunks(rows * n)).zip(stats.par_chunks(rows * stats_per_row));
         let (weights, biases): (Vec<_>, Vec<_>) = chunks
             .enumerate()
             .map(|(i, ((x, dy), stats))| {
                 // SAFETY: chunk i is the only one that writes these rows.
-                let dx = unsafe { all.get(i * rows * n, x.len()) };
+                let dx = unsafe { all.range_mut(i * rows * n, x.len()) };
                 let mut dw = vec![T::Acc::ZERO; n];
                 let mut db = vec![T::Acc::ZERO; if self.bias.is_some() { n } else { 0 }];
                 vectorised!(T, || {
-                    let row = x.chunks_exact(n).zip(dy.chunks_exact(n)).zip(stats.chunks_exact(kept));
+                    let row =
+                        x.chunks_exact(n).zip(dy.chunks_exact(n)).zip(stats.chunks_exact(stats_per_row));
                     for (r, ((x, dy), stats)) in row.enumerate() {
                         let mean = if self.centred { stats[0] } else { T::Acc::ZERO };
-                        let scale = stats[kept - 1];
-                        if want {
+                        let scale = stats[stats_per_row - 1];
+                        if needs_input_grad {
                             let dx = &mut dx[r * n..][..n];
                             self.row_gradient::<T>(x, dy, &weight, mean, scale, dx);
-                            if let Some(onto) = &onto {
-                                let onto = &onto[(i * rows + r) * n..][..n];
-                                dx.iter_mut().zip(onto).for_each(|(dx, o)| *dx = T::down(dx.up() + o.up()));
+                            if let Some(residual_grad) = &residual_grad {
+                                let residual_grad = &residual_grad[(i * rows + r) * n..][..n];
+                                dx.iter_mut()
+                                    .zip(residual_grad)
+                                    .for_each(|(dx, r)| *dx = T::from_acc(dx.to_acc() + r.to_acc()));
                             }
                         }
                         dw.iter_mut()
                             .zip(x)
                             .zip(dy)
-                            .for_each(|((dw, x), dy)| *dw += dy.up() * (x.up() - mean) * scale);
-                        db.iter_mut().zip(dy).for_each(|(db, dy)| *db += dy.up());
+                            .for_each(|((dw, x), dy)| *dw += dy.to_acc() * (x.to_acc() - mean) * scale);
+                        db.iter_mut().zip(dy).for_each(|(db, dy)| *db += dy.to_acc());
                     }
                 });
                 (dw, db)
             })
             .unzip();
-        cpu::update::<T::Acc, _>(grads.weight, |into| add_all(into, &weights))?;
+        cpu::with_slice_mut::<T::Acc, _>(grads.weight, |into| add_partials(into, &weights))?;
         if let Some(into) = grads.bias {
-            cpu::update::<T::Acc, _>(into, |into| add_all(into, &biases))?;
+            cpu::with_slice_mut::<T::Acc, _>(into, |into| add_partials(into, &biases))?;
         }
         Ok(dx)
     }
 
     #[inline(always)]
     fn row_gradient<T: Elem>(&self, x: &[T], dy: &[T], w: &[T], mean: T::Acc, scale: T::Acc, dx: &mut [T]) {
-        let share = T::Acc::of(1.0 / x.len() as f64);
-        let along = lanes::sum([x, dy, w], |[x, dy, w]| dy * w * (x - mean)) * scale * scale * share;
-        let level = match self.centred {
-            true => lanes::sum([dy, w], |[dy, w]| dy * w) * share,
+        let inv_n = T::Acc::of_f64(1.0 / x.len() as f64);
+        let dot_xhat = lanes::sum([x, dy, w], |[x, dy, w]| dy * w * (x - mean)) * scale * scale * inv_n;
+        let mean_dy = match self.centred {
+            true => lanes::sum([dy, w], |[dy, w]| dy * w) * inv_n,
             false => T::Acc::ZERO,
         };
         for (((dx, x), dy), w) in dx.iter_mut().zip(x).zip(dy).zip(w) {
-            *dx = T::down(scale * (dy.up() * w.up() - level - (x.up() - mean) * along));
+            *dx = T::from_acc(scale * (dy.to_acc() * w.to_acc() - mean_dy - (x.to_acc() - mean) * dot_xhat));
         }
     }
 }

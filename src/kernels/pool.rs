@@ -1,7 +1,7 @@
 //! Max pooling, channels last. The place of each maximum is kept in one byte.
 
 #[cfg(feature = "cuda")]
-pub(super) mod card;
+pub(super) mod gpu;
 
 use candle_core::{Result, Tensor};
 
@@ -12,7 +12,7 @@ use crate::{vectorised, with_elem};
 
 /// Sizes of a pooling window over (height, width, channels) pictures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Window {
+pub struct PoolGeometry {
     pub height: usize,
     pub width: usize,
     pub channels: usize,
@@ -21,17 +21,17 @@ pub struct Window {
     pub padding: usize,
 }
 
-impl Window {
-    fn along(&self, size: usize) -> usize {
-        (size + 2 * self.padding).checked_sub(self.size).map_or(0, |room| room / self.stride + 1)
+impl PoolGeometry {
+    fn output_dim(&self, size: usize) -> usize {
+        (size + 2 * self.padding).checked_sub(self.size).map_or(0, |slack| slack / self.stride + 1)
     }
 
     pub fn output(&self) -> (usize, usize) {
-        (self.along(self.height), self.along(self.width))
+        (self.output_dim(self.height), self.output_dim(self.width))
     }
 
     /// The input positions (within a picture, in pixels) of an output pixel's window, with their number.
-    pub(super) fn cells(&self, oy: usize, ox: usize) -> impl Iterator<Item = (usize, usize)> {
+    pub(super) fn taps(&self, oy: usize, ox: usize) -> impl Iterator<Item = (usize, usize)> {
         let (size, stride, padding, width, height) =
             (self.size, self.stride, self.padding, self.width, self.height);
         (0..size * size).filter_map(move |i| {
@@ -43,99 +43,99 @@ impl Window {
 }
 
 /// The reference: the largest of what the cells of the window see.
-pub fn reference_max(x: &Tensor, w: &Window) -> Result<Tensor> {
+pub fn reference_max(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     // Padding must lose against every value: the picture is lifted above zero and let down again.
-    let lift = 1e4;
-    let x = (x + lift)?.pad_with_zeros(1, w.padding, w.padding)?.pad_with_zeros(2, w.padding, w.padding)?;
-    let cells = (0..w.size * w.size)
-        .map(|i| reference::seen_by_cell(&x, (i / w.size, i % w.size), w.stride, w.output()));
-    Tensor::stack(&cells.collect::<Result<Vec<_>>>()?, 0)?.max(0)? - lift
+    let offset = 1e4;
+    let x = (x + offset)?.pad_with_zeros(1, w.padding, w.padding)?.pad_with_zeros(2, w.padding, w.padding)?;
+    let tap_inputs = (0..w.size * w.size)
+        .map(|i| reference::inputs_at_tap(&x, (i / w.size, i % w.size), w.stride, w.output()));
+    Tensor::stack(&tap_inputs.collect::<Result<Vec<_>>>()?, 0)?.max(0)? - offset
 }
 
 /// Maxima and, as bytes of the same shape, which cell of the window each came from (the first of equals).
-pub fn max(x: &Tensor, w: &Window) -> Result<(Tensor, Tensor)> {
+pub fn max(x: &Tensor, w: &PoolGeometry) -> Result<(Tensor, Tensor)> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(x) {
-        return card::max(device, x, w);
+    if let Some(device) = cuda::device_of(x) {
+        return gpu::max(device, x, w);
     }
-    if !reference::has_body(x) {
+    if !reference::has_cpu_kernel(x) {
         let y = reference_max(x, w)?;
-        let which = Tensor::zeros(y.shape(), candle_core::DType::U8, y.device())?;
-        return Ok((y, which));
+        let indices = Tensor::zeros(y.shape(), candle_core::DType::U8, y.device())?;
+        return Ok((y, indices));
     }
     with_elem!(x.dtype(), T => {
         let values = cpu::view::<T>(x)?;
         let ((h, width), c) = (w.output(), w.channels);
-        let (picture, batch) = (w.height * w.width * c, x.dim(0)?);
-        let mut y = cpu::fresh::<T>(batch * h * width * c);
-        let mut which = vec![0u8; y.len()];
+        let (image_len, batch) = (w.height * w.width * c, x.dim(0)?);
+        let mut y = cpu::uninit::<T>(batch * h * width * c);
+        let mut indices = vec![0u8; y.len()];
         use rayon::prelude::*;
-        y.par_chunks_mut(width * c).zip(which.par_chunks_mut(width * c)).enumerate().with_min_len(8).for_each(|(line, (y, which))| {
-            let values = &values[line / h * picture..][..picture];
+        y.par_chunks_mut(width * c).zip(indices.par_chunks_mut(width * c)).enumerate().with_min_len(8).for_each(|(line, (y, which))| {
+            let values = &values[line / h * image_len..][..image_len];
             vectorised!(T, || {
-                for (ox, (y, which)) in y.chunks_exact_mut(c).zip(which.chunks_exact_mut(c)).enumerate() {
+                for (ox, (y, indices)) in y.chunks_exact_mut(c).zip(which.chunks_exact_mut(c)).enumerate() {
                     let mut first = true;
-                    for (i, cell) in w.cells(line % h, ox) {
-                        let from = &values[cell * c..][..c];
+                    for (i, pixel) in w.taps(line % h, ox) {
+                        let from = &values[pixel * c..][..c];
                         if std::mem::take(&mut first) {
                             y.copy_from_slice(from);
-                            which.fill(i as u8);
+                            indices.fill(i as u8);
                             continue;
                         }
-                        for ((y, which), v) in y.iter_mut().zip(which.iter_mut()).zip(from) {
-                            let larger = v.up() > y.up();
+                        for ((y, index), v) in y.iter_mut().zip(indices.iter_mut()).zip(from) {
+                            let larger = v.to_acc() > y.to_acc();
                             *y = if larger { *v } else { *y };
-                            *which = if larger { i as u8 } else { *which };
+                            *index = if larger { i as u8 } else { *index };
                         }
                     }
                 }
             })
         });
         let shape = (batch, h, width, c);
-        Ok((cpu::tensor(y, shape)?, cpu::tensor(which, shape)?))
+        Ok((cpu::tensor(y, shape)?, cpu::tensor(indices, shape)?))
     })
 }
 
 /// Gives each maximum's gradient to the cell it came from.
-pub fn max_backward(which: &Tensor, dy: &Tensor, w: &Window) -> Result<Tensor> {
+pub fn max_backward(indices: &Tensor, dy: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(dy) {
-        return card::max_backward(device, which, dy, w);
+    if let Some(device) = cuda::device_of(dy) {
+        return gpu::max_backward(device, indices, dy, w);
     }
     with_elem!(dy.dtype(), T => {
-        let (which, d) = (cpu::view::<u8>(which)?, cpu::view::<T>(dy)?);
-        let (picture, batch) = (w.height * w.width * w.channels, dy.dim(0)?);
+        let (indices, d) = (cpu::view::<u8>(indices)?, cpu::view::<T>(dy)?);
+        let (image_len, batch) = (w.height * w.width * w.channels, dy.dim(0)?);
         // Windows that lie side by side and fill the picture write each cell once.
-        let once = w.stride == w.size && w.padding == 0 && w.height.is_multiple_of(w.size) && w.width.is_multiple_of(w.size);
-        let mut dx = if once { cpu::fresh::<T>(batch * picture) } else { cpu::zeros::<T>(batch * picture) };
+        let disjoint = w.stride == w.size && w.padding == 0 && w.height.is_multiple_of(w.size) && w.width.is_multiple_of(w.size);
+        let mut dx = if disjoint { cpu::uninit::<T>(batch * image_len) } else { cpu::zeros::<T>(batch * image_len) };
         use rayon::prelude::*;
-        dx.par_chunks_mut(picture).enumerate().for_each(|(b, dx)| match once {
-            true => share_out(&which, &d, w, b, dx, |_, share| share),
-            false => share_out(&which, &d, w, b, dx, |there: T, share: T| T::down(there.up() + share.up())),
+        dx.par_chunks_mut(image_len).enumerate().for_each(|(b, dx)| match disjoint {
+            true => scatter_gradient(&indices, &d, w, b, dx, |_, share| share),
+            false => scatter_gradient(&indices, &d, w, b, dx, |there: T, share: T| T::from_acc(there.to_acc() + share.to_acc())),
         });
         cpu::tensor(dx, (batch, w.height, w.width, w.channels))
     })
 }
 
-/// One picture: `put` makes a cell's new value of what is there and its share.
+/// One picture: `combine` makes a cell's new value of what is there and its share.
 #[inline(always)]
-fn share_out<T: Elem>(
-    which: &[u8],
+fn scatter_gradient<T: Elem>(
+    indices: &[u8],
     d: &[T],
-    w: &Window,
-    picture: usize,
+    w: &PoolGeometry,
+    image: usize,
     dx: &mut [T],
-    put: impl Fn(T, T) -> T,
+    combine: impl Fn(T, T) -> T,
 ) {
     let ((h, width), c) = (w.output(), w.channels);
     vectorised!(T, || {
         for (oy, ox) in (0..h * width).map(|i| (i / width, i % width)) {
-            let at = ((picture * h + oy) * width + ox) * c;
-            let (which, d) = (&which[at..][..c], &d[at..][..c]);
-            for (i, cell) in w.cells(oy, ox) {
-                let to = &mut dx[cell * c..][..c];
-                for ((to, which), d) in to.iter_mut().zip(which).zip(d) {
-                    *to = put(*to, if *which == i as u8 { *d } else { T::default() });
+            let at = ((image * h + oy) * width + ox) * c;
+            let (indices, d) = (&indices[at..][..c], &d[at..][..c]);
+            for (i, pixel) in w.taps(oy, ox) {
+                let to = &mut dx[pixel * c..][..c];
+                for ((to, index), d) in to.iter_mut().zip(indices).zip(d) {
+                    *to = combine(*to, if *index == i as u8 { *d } else { T::default() });
                 }
             }
         }

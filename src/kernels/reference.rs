@@ -5,7 +5,7 @@
 use candle_core::{Device, Result, Tensor, Var, bail};
 
 /// Whether the CPU bodies apply.
-pub fn has_body(tensor: &Tensor) -> bool {
+pub fn has_cpu_kernel(tensor: &Tensor) -> bool {
     matches!(tensor.device(), Device::Cpu)
 }
 
@@ -27,38 +27,42 @@ pub fn gradients(
         .collect()
 }
 
-/// `into += what`, in place, on any device.
-pub fn accumulate(into: &Tensor, what: &Tensor) -> Result<()> {
-    let sum = (into + what.to_dtype(into.dtype())?)?;
-    if has_body(into) {
+/// `into += grad`, in place, on any device.
+pub fn accumulate(into: &Tensor, grad: &Tensor) -> Result<()> {
+    let sum = (into + grad.to_dtype(into.dtype())?)?;
+    if has_cpu_kernel(into) {
         return crate::with_elem!(into.dtype(), T => {
             let sum = super::cpu::view::<T>(&sum)?;
-            super::cpu::update::<T, _>(into, |into| into.copy_from_slice(&sum))
+            super::cpu::with_slice_mut::<T, _>(into, |into| into.copy_from_slice(&sum))
         });
     }
     into.slice_set(&sum, 0, 0)
 }
 
-/// Adds the gradients of a weight and a bias, which follow the input's in `found`, and gives the input's.
-pub fn share_out(found: Vec<Tensor>, grads: &super::linear::Grads, want: bool) -> Result<Option<Tensor>> {
-    let mut found = found.into_iter();
-    let dx = found.next();
-    for (into, g) in std::iter::once(grads.weight).chain(grads.bias).zip(found) {
+/// Adds the gradients of a weight and a bias, which follow the input's in `computed`, and gives the input's.
+pub fn accumulate_weight_bias(
+    computed: Vec<Tensor>,
+    grads: &super::linear::WeightBiasGrads,
+    needs_input_grad: bool,
+) -> Result<Option<Tensor>> {
+    let mut computed = computed.into_iter();
+    let dx = computed.next();
+    for (into, g) in std::iter::once(grads.weight).chain(grads.bias).zip(computed) {
         accumulate(into, &g)?;
     }
-    Ok(dx.filter(|_| want))
+    Ok(dx.filter(|_| needs_input_grad))
 }
 
 /// The pixels `first + i * stride` along both sides of (batch, height, width, channels) pictures: what
 /// one cell of a moving window sees.
-pub fn seen_by_cell(
+pub fn inputs_at_tap(
     x: &Tensor,
     first: (usize, usize),
     stride: usize,
     output: (usize, usize),
 ) -> Result<Tensor> {
-    let along = |first: usize, n: usize| {
+    let indices = |first: usize, n: usize| {
         Tensor::from_vec((0..n).map(|i| (first + i * stride) as u32).collect(), n, x.device())
     };
-    x.index_select(&along(first.0, output.0)?, 1)?.index_select(&along(first.1, output.1)?, 2)
+    x.index_select(&indices(first.0, output.0)?, 1)?.index_select(&indices(first.1, output.1)?, 2)
 }

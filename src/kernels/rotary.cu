@@ -4,16 +4,16 @@
 
 namespace {
 
-struct Turn {
+struct RotaryArgs {
     int length, heads, kv_heads, half;
     double theta;
-    bool back;
+    bool inverse;
 };
 
 // A thread has `N` neighbouring pairs of one position of one sample, in every head. `to` may be `from`; where it is
 // not, the values are copied too.
 template <class T, int N>
-__global__ void __launch_bounds__(128) turn(const T *from, T *to, Turn q) {
+__global__ void __launch_bounds__(128) rotate(const T *from, T *to, RotaryArgs q) {
     using R = Acc<T>;
     int groups = q.half / N;
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -25,23 +25,23 @@ __global__ void __launch_bounds__(128) turn(const T *from, T *to, Turn q) {
         double angle = position * pow(q.theta, -2.0 * (pair + k) / (2 * q.half)), s, c;
         sincos(angle, &s, &c);
         cosines[k] = R(float(c));
-        sines[k] = q.back ? -R(float(s)) : R(float(s));
+        sines[k] = q.inverse ? -R(float(s)) : R(float(s));
     }
-    int head = 2 * q.half, turned = q.heads + q.kv_heads, all = turned + q.kv_heads;
+    int head = 2 * q.half, rotated_heads = q.heads + q.kv_heads, all = rotated_heads + q.kv_heads;
     int64_t row = (int64_t(blockIdx.y) * q.length + position) * all * head + pair;
-    for (int h = 0; h < turned; h++, row += head) {
+    for (int h = 0; h < rotated_heads; h++, row += head) {
         auto a = Pack<T, N>::load(from + row), b = Pack<T, N>::load(from + row + q.half);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            R x = up(a.v[k]), y = up(b.v[k]);
-            a.v[k] = down<T>(x * cosines[k] - y * sines[k]);
-            b.v[k] = down<T>(y * cosines[k] + x * sines[k]);
+            R x = to_acc(a.v[k]), y = to_acc(b.v[k]);
+            a.v[k] = from_acc<T>(x * cosines[k] - y * sines[k]);
+            b.v[k] = from_acc<T>(y * cosines[k] + x * sines[k]);
         }
         a.store(to + row);
         b.store(to + row + q.half);
     }
     if (from == to) return;
-    for (int h = turned; h < all; h++, row += head) {
+    for (int h = rotated_heads; h < all; h++, row += head) {
         Pack<T, N>::load(from + row).store(to + row);
         Pack<T, N>::load(from + row + q.half).store(to + row + q.half);
     }
@@ -50,18 +50,18 @@ __global__ void __launch_bounds__(128) turn(const T *from, T *to, Turn q) {
 } // namespace
 
 // (batch, length, (heads + 2 kv_heads) 2 half); `back` turns the other way.
-extern "C" int rotary_turn(int type, const void *from, void *to, int batch, int length, int heads, int kv_heads,
-                           int half, double theta, int back, cudaStream_t stream) {
+extern "C" int rotary_apply(int type, const void *from, void *to, int batch, int length, int heads, int kv_heads,
+                           int half, double theta, int inverse, cudaStream_t stream) {
     if (batch == 0 || length == 0 || half == 0) return 0;
-    Turn q{length, heads, kv_heads, half, theta, back != 0};
+    RotaryArgs q{length, heads, kv_heads, half, theta, inverse != 0};
     WITH_TYPE(type, {
         uintptr_t bits = uintptr_t(from) | uintptr_t(to) | uintptr_t(half * sizeof(T));
         if (bits % (4 * sizeof(T)) == 0) {
             dim3 grid(blocks(int64_t(length) * (half / 4), 128), batch);
-            turn<T, 4><<<grid, 128, 0, stream>>>((const T *)from, (T *)to, q);
+            rotate<T, 4><<<grid, 128, 0, stream>>>((const T *)from, (T *)to, q);
         } else {
             dim3 grid(blocks(int64_t(length) * half, 128), batch);
-            turn<T, 1><<<grid, 128, 0, stream>>>((const T *)from, (T *)to, q);
+            rotate<T, 1><<<grid, 128, 0, stream>>>((const T *)from, (T *)to, q);
         }
     })
     return cudaGetLastError();

@@ -3,7 +3,7 @@
 //! Value `i` is paired with value `i + head / 2`, as Llama's published weights have it.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use std::sync::OnceLock;
 
@@ -18,10 +18,10 @@ pub struct Rotary {
     half: usize,
     theta: f64,
     /// (length, head / 2)
-    tables: OnceLock<Tables>,
+    tables: OnceLock<CosSinTables>,
 }
 
-struct Tables {
+struct CosSinTables {
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
@@ -32,7 +32,7 @@ impl Rotary {
         Self { length, half: head / 2, theta, tables: OnceLock::new() }
     }
 
-    fn tables(&self) -> &Tables {
+    fn tables(&self) -> &CosSinTables {
         self.tables.get_or_init(|| {
             let half = self.half;
             let angle = |at: usize| {
@@ -40,7 +40,7 @@ impl Rotary {
                 position as f64 * self.theta.powf(-2.0 * pair as f64 / (2 * half) as f64)
             };
             let table = |f: fn(f64) -> f64| (0..self.length * half).map(|at| f(angle(at)) as f32).collect();
-            Tables { cos: table(f64::cos), sin: table(f64::sin) }
+            CosSinTables { cos: table(f64::cos), sin: table(f64::sin) }
         })
     }
 
@@ -52,7 +52,7 @@ impl Rotary {
                 .reshape((length, self.half))?
                 .to_dtype(x.dtype())
         };
-        let Tables { cos, sin } = self.tables();
+        let CosSinTables { cos, sin } = self.tables();
         let (cos, sin) = (table(cos)?, table(sin)?);
         let (a, b) = (x.narrow(3, 0, self.half)?, x.narrow(3, self.half, self.half)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
@@ -60,25 +60,25 @@ impl Rotary {
         Tensor::cat(&[first, second], 3)
     }
 
-    /// `to = scale turn(from)` for a head at `position`; turned back, which is the gradient, where `back`.
+    /// `to = scale rotate(from)` for a head at `position`; turned back, which is the gradient, where `inverse`.
     #[inline(always)]
-    pub fn turn<A: Elem, B: Elem<Acc = A::Acc>>(
+    pub fn rotate<A: Elem, B: Elem<Acc = A::Acc>>(
         &self,
         from: &[A],
         to: &mut [B],
         position: usize,
         scale: A::Acc,
-        back: bool,
+        inverse: bool,
     ) {
         let table = position * self.half..(position + 1) * self.half;
-        let sign = if back { -scale } else { scale };
+        let sign = if inverse { -scale } else { scale };
         let ((a, b), (to_a, to_b)) = (from.split_at(self.half), to.split_at_mut(self.half));
-        let Tables { cos, sin } = self.tables();
+        let CosSinTables { cos, sin } = self.tables();
         let angles = cos[table.clone()].iter().zip(&sin[table]);
         for ((((a, b), to_a), to_b), (cos, sin)) in a.iter().zip(b).zip(to_a).zip(to_b).zip(angles) {
-            let (cos, sin) = (A::Acc::of(*cos as f64) * scale, A::Acc::of(*sin as f64) * sign);
-            *to_a = B::down(a.up() * cos - b.up() * sin);
-            *to_b = B::down(b.up() * cos + a.up() * sin);
+            let (cos, sin) = (A::Acc::of_f64(*cos as f64) * scale, A::Acc::of_f64(*sin as f64) * sign);
+            *to_a = B::from_acc(a.to_acc() * cos - b.to_acc() * sin);
+            *to_b = B::from_acc(b.to_acc() * cos + a.to_acc() * sin);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! `y = x s` with one factor a sample and channel: (batch, height, width, channels) by (batch, channels).
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
@@ -19,20 +19,20 @@ pub fn reference(x: &Tensor, s: &Tensor) -> Result<Tensor> {
 
 pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(x) {
-        return card::apply(device, x, s, None);
+    if let Some(device) = cuda::device_of(x) {
+        return gpu::apply(device, x, s, None);
     }
-    if !reference::has_body(x) {
+    if !reference::has_cpu_kernel(x) {
         return reference(x, s);
     }
     with_elem!(x.dtype(), T => {
         let (values, s) = (cpu::view::<T>(x)?, cpu::view::<T>(s)?);
         let (sample, c) = (values.len() / x.dim(0)?.max(1), x.dim(3)?);
-        let mut y = cpu::fresh::<T>(values.len());
+        let mut y = cpu::uninit::<T>(values.len());
         y.par_chunks_mut(sample).zip(values.par_chunks(sample)).zip(s.par_chunks(c)).for_each(|((y, x), s)| {
             vectorised!(T, || {
                 for (y, x) in y.chunks_exact_mut(c).zip(x.chunks_exact(c)) {
-                    y.iter_mut().zip(x).zip(s).for_each(|((y, x), s)| *y = T::down(x.up() * s.up()));
+                    y.iter_mut().zip(x).zip(s).for_each(|((y, x), s)| *y = T::from_acc(x.to_acc() * s.to_acc()));
                 }
             })
         });
@@ -41,21 +41,21 @@ pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
 }
 
 /// The gradient of the factors, (batch, channels): the sums over pixels of `x dy`.
-pub fn of_factors(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+pub fn factor_gradient(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(x) {
-        return card::of_factors(device, x, dy);
+    if let Some(device) = cuda::device_of(x) {
+        return gpu::factor_gradient(device, x, dy);
     }
-    if !reference::has_body(x) {
+    if !reference::has_cpu_kernel(x) {
         return (x * dy)?.flatten(1, 2)?.sum(1);
     }
-    with_elem!(x.dtype(), T => of_factors_cpu::<T>(x, dy))
+    with_elem!(x.dtype(), T => factor_gradient_cpu::<T>(x, dy))
 }
 
-fn of_factors_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+fn factor_gradient_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let (batch, h, w, c) = x.dims4()?;
     let (values, d) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?);
-    let mut ds = cpu::fresh::<T>(batch * c);
+    let mut ds = cpu::uninit::<T>(batch * c);
     let sample = h * w * c;
     ds.par_chunks_mut(c).zip(values.par_chunks(sample)).zip(d.par_chunks(sample)).for_each_init(
         || vec![T::Acc::ZERO; c],
@@ -63,9 +63,9 @@ fn of_factors_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
             vectorised!(T, || {
                 sum.fill(T::Acc::ZERO);
                 for (x, d) in x.chunks_exact(c).zip(d.chunks_exact(c)) {
-                    sum.iter_mut().zip(x).zip(d).for_each(|((s, x), d)| *s += x.up() * d.up());
+                    sum.iter_mut().zip(x).zip(d).for_each(|((s, x), d)| *s += x.to_acc() * d.to_acc());
                 }
-                ds.iter_mut().zip(&*sum).for_each(|(ds, s)| *ds = T::down(*s));
+                ds.iter_mut().zip(&*sum).for_each(|(ds, s)| *ds = T::from_acc(*s));
             })
         },
     );
@@ -73,26 +73,26 @@ fn of_factors_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
 }
 
 /// `dx = dy s + m / pixels`: the gradient of the scaled picture and that of its means `m`, (batch, channels).
-pub fn backward_with_means(dy: &Tensor, s: &Tensor, m: &Tensor) -> Result<Tensor> {
+pub fn backward_with_mean_gradient(dy: &Tensor, s: &Tensor, m: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(dy) {
-        return card::apply(device, dy, s, Some(m));
+    if let Some(device) = cuda::device_of(dy) {
+        return gpu::apply(device, dy, s, Some(m));
     }
     let (batch, h, w, c) = dy.dims4()?;
-    let share = 1.0 / (h * w) as f64;
-    if !reference::has_body(dy) {
-        return reference(dy, s)?.broadcast_add(&(m * share)?.reshape((batch, 1, 1, c))?);
+    let inv_pixels = 1.0 / (h * w) as f64;
+    if !reference::has_cpu_kernel(dy) {
+        return reference(dy, s)?.broadcast_add(&(m * inv_pixels)?.reshape((batch, 1, 1, c))?);
     }
     with_elem!(dy.dtype(), T => {
         let (d, s, m) = (cpu::view::<T>(dy)?, cpu::view::<T>(s)?, cpu::view::<T>(m)?);
-        let share = <T as Elem>::Acc::of(share);
-        let mut dx = cpu::fresh::<T>(d.len());
+        let inv_pixels = <T as Elem>::Acc::of_f64(inv_pixels);
+        let mut dx = cpu::uninit::<T>(d.len());
         let factors = s.par_chunks(c).zip(m.par_chunks(c));
         dx.par_chunks_mut(h * w * c).zip(d.par_chunks(h * w * c)).zip(factors).for_each(|((dx, d), (s, m))| {
             vectorised!(T, || {
                 for (dx, d) in dx.chunks_exact_mut(c).zip(d.chunks_exact(c)) {
                     for (((dx, d), s), m) in dx.iter_mut().zip(d).zip(s).zip(m) {
-                        *dx = T::down(d.up() * s.up() + m.up() * share);
+                        *dx = T::from_acc(d.to_acc() * s.to_acc() + m.to_acc() * inv_pixels);
                     }
                 }
             })

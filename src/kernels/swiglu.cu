@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(256) forward(const T *x, T *y, int64_t packs_a
     const T *gate = x + (i / packs * packs + i) * N, *up_at = gate + int64_t(packs) * N;
     auto g = Pack<T, N>::load(gate), u = Pack<T, N>::load(up_at);
 #pragma unroll
-    for (int k = 0; k < N; k++) g.v[k] = down<T>(value_of<SILU>(up(g.v[k])) * up(u.v[k]));
+    for (int k = 0; k < N; k++) g.v[k] = from_acc<T>(value_of<SILU>(to_acc(g.v[k])) * to_acc(u.v[k]));
     g.store(y + i * N);
 }
 
@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(256) backward(const T *x, const T *dy, T *dx, 
     auto g = Pack<T, N>::load(x + at), u = Pack<T, N>::load(x + other), d = Pack<T, N>::load(dy + i * N);
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        R gate = up(g.v[k]), slope = up(d.v[k]), s = sigmoid_of(gate);
-        g.v[k] = down<T>(slope * up(u.v[k]) * s * (R(1) + gate * (R(1) - s)));
-        u.v[k] = down<T>(slope * gate * s);
+        R gate = to_acc(g.v[k]), slope = to_acc(d.v[k]), s = sigmoid_of(gate);
+        g.v[k] = from_acc<T>(slope * to_acc(u.v[k]) * s * (R(1) + gate * (R(1) - s)));
+        u.v[k] = from_acc<T>(slope * gate * s);
     }
     g.store(dx + at);
     u.store(dx + other);

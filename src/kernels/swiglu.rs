@@ -1,7 +1,7 @@
 //! `y = silu(gate) up`, from rows that hold the gate and then what it lets through.
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
@@ -22,23 +22,23 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
 
 pub fn forward(x: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(x) {
-        return card::forward(device, x);
+    if let Some(device) = cuda::device_of(x) {
+        return gpu::forward(device, x);
     }
-    if !reference::has_body(x) {
+    if !reference::has_cpu_kernel(x) {
         return reference(x);
     }
     let n = x.dim(x.rank() - 1)? / 2;
     with_elem!(x.dtype(), T => {
         let values = cpu::view::<T>(x)?;
-        let mut y = cpu::fresh::<T>(values.len() / 2);
-        cpu::for_rows(&mut y, n, |first, y| {
+        let mut y = cpu::uninit::<T>(values.len() / 2);
+        cpu::parallel_for_rows(&mut y, n, |first, y| {
             let x = &values[2 * first * n..][..2 * y.len()];
             vectorised!(T, || {
                 for (x, y) in x.chunks_exact(2 * n).zip(y.chunks_exact_mut(n)) {
                     let (gate, up) = x.split_at(n);
                     for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
-                        *y = T::down(ACT.value(gate.up()) * up.up());
+                        *y = T::from_acc(ACT.value(gate.to_acc()) * up.to_acc());
                     }
                 }
             })
@@ -50,16 +50,16 @@ pub fn forward(x: &Tensor) -> Result<Tensor> {
 /// The gradient of `x`.
 pub fn backward(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(x) {
-        return card::backward(device, x, dy);
+    if let Some(device) = cuda::device_of(x) {
+        return gpu::backward(device, x, dy);
     }
-    if !reference::has_body(x) {
+    if !reference::has_cpu_kernel(x) {
         return Ok(reference::gradients(&[x], dy, |t| reference(&t[0]))?.remove(0));
     }
     let n = x.dim(x.rank() - 1)? / 2;
     with_elem!(x.dtype(), T => {
         let (values, dy) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?);
-        let mut dx = cpu::fresh::<T>(values.len());
+        let mut dx = cpu::uninit::<T>(values.len());
         let rows = cpu::rows_per_chunk(n);
         let chunks = dx.par_chunks_mut(2 * rows * n).zip(values.par_chunks(2 * rows * n));
         chunks.zip(dy.par_chunks(rows * n)).for_each(|((dx, x), dy)| {
@@ -68,11 +68,11 @@ pub fn backward(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
                 for ((dx, x), dy) in rows {
                     let ((gate, up), (d_gate, d_up)) = (x.split_at(n), dx.split_at_mut(n));
                     for ((((dg, du), gate), up), dy) in d_gate.iter_mut().zip(d_up).zip(gate).zip(up).zip(dy) {
-                        let (g, d) = (gate.up(), dy.up());
+                        let (g, d) = (gate.to_acc(), dy.to_acc());
                         let one = <T as Elem>::Acc::ONE;
                         let s = one / (one + (-g).exp());
-                        *dg = T::down(d * up.up() * s * (one + g * (one - s)));
-                        *du = T::down(d * g * s);
+                        *dg = T::from_acc(d * up.to_acc() * s * (one + g * (one - s)));
+                        *du = T::from_acc(d * g * s);
                     }
                 }
             })

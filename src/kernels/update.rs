@@ -1,8 +1,8 @@
-//! Optimizer updates over flat buffers: one pass, in place, gradients cleared on the way. `copy` is the weights
+//! Optimizer updates over flat buffers: one pass, in place, gradients cleared on the way. `compute_weights` is the weights
 //! as kernels compute with them, where that is another type: it follows them.
 
 #[cfg(feature = "cuda")]
-pub(super) mod card;
+pub(super) mod gpu;
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
@@ -17,20 +17,20 @@ pub(super) const CHUNK: usize = 32 * 1024;
 
 /// What every update is given beside its buffers.
 #[derive(Clone, Copy, Debug)]
-pub struct Common<'a> {
+pub struct UpdateArgs<'a> {
     pub lr: f64,
     /// The gradient is multiplied with this first: one over the samples, clipping, loss scale.
     pub grad_scale: f64,
     /// Where a card has that number instead, as one f64; where it is not a number, gradients are cleared and nothing
-    /// else moves. Only rules that [`judged_there`](crate::optim::judged_there) names read it.
-    pub judged: Option<&'a Tensor>,
+    /// else moves. Only rules that [`reads_device_grad_scale`](crate::optim::judged_there) names read it.
+    pub device_grad_scale: Option<&'a Tensor>,
     pub weight_decay: f64,
     /// Weight decay touches the first so many values.
-    pub decayed: usize,
+    pub decayed_len: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct AdamW {
+pub struct AdamWKernel {
     pub beta1: f64,
     pub beta2: f64,
     pub eps: f64,
@@ -39,16 +39,16 @@ pub struct AdamW {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Sgd {
+pub struct SgdKernel {
     pub momentum: f64,
     pub nesterov: bool,
     /// The first update, on which the momentum begins as the gradient itself.
     pub first: bool,
 }
 
-impl AdamW {
+impl AdamWKernel {
     /// How far to go, and what the root of the second moment is divided by.
-    pub(super) fn corrections(&self, lr: f64) -> (f64, f64) {
+    pub(super) fn bias_corrections(&self, lr: f64) -> (f64, f64) {
         let t = self.step as i32;
         (lr / (1.0 - self.beta1.powi(t)), (1.0 - self.beta2.powi(t)).sqrt())
     }
@@ -56,54 +56,60 @@ impl AdamW {
     /// Decoupled weight decay, then Adam. `m` and `v` are its first and second moments.
     pub fn apply(
         &self,
-        c: &Common,
+        c: &UpdateArgs,
         weights: &Tensor,
         grads: &Tensor,
         (m, v): (&Tensor, &Tensor),
-        copy: Option<&Tensor>,
+        compute_weights: Option<&Tensor>,
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(weights) {
-            return self.card(device, c, &card::Buffers::new(c, weights, grads, [Some(m), Some(v)], copy)?);
+        if let Some(device) = cuda::device_of(weights) {
+            return self.apply_cuda(
+                device,
+                c,
+                &gpu::UpdateBuffers::new(c, weights, grads, [Some(m), Some(v)], compute_weights)?,
+            );
         }
-        match reference::has_body(weights) {
+        match reference::has_cpu_kernel(weights) {
             false => self.reference(c, weights, grads, m, v)?,
-            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, m, v)?),
+            true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, weights, grads, m, v)?),
         }
-        follow(weights, copy)
+        sync_compute_weights(weights, compute_weights)
     }
 
-    fn cpu<T: Elem>(
+    fn apply_cpu<T: Elem>(
         &self,
-        c: &Common,
+        c: &UpdateArgs,
         weights: &Tensor,
         grads: &Tensor,
         m: &Tensor,
         v: &Tensor,
     ) -> Result<()> {
-        let (step, root) = self.corrections(c.lr);
-        let of = |x: f64| <T::Acc as Real>::of(x);
+        let (step, root) = self.bias_corrections(c.lr);
+        let of = |x: f64| <T::Acc as Real>::of_f64(x);
         let (b1, b2, eps, step, inv_root, gs) =
             (of(self.beta1), of(self.beta2), of(self.eps), of(step), of(1.0 / root), of(c.grad_scale));
         let (a1, a2) = (of(1.0 - self.beta1), of(1.0 - self.beta2));
-        cpu::update::<T, _>(weights, |w| {
-            cpu::update::<T, _>(grads, |g| {
-                cpu::update::<T, _>(m, |m| {
-                    cpu::update::<T, _>(v, |v| {
+        cpu::with_slice_mut::<T, _>(weights, |w| {
+            cpu::with_slice_mut::<T, _>(grads, |g| {
+                cpu::with_slice_mut::<T, _>(m, |m| {
+                    cpu::with_slice_mut::<T, _>(v, |v| {
                         let chunks = w
                             .par_chunks_mut(CHUNK)
                             .zip(g.par_chunks_mut(CHUNK))
                             .zip(m.par_chunks_mut(CHUNK))
                             .zip(v.par_chunks_mut(CHUNK));
                         chunks.enumerate().for_each(|(i, (((w, g), m), v))| {
-                            decay(w, i * CHUNK, c);
+                            apply_weight_decay(w, i * CHUNK, c);
                             vectorised!(T, || {
                                 for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
-                                    let d = g.up() * gs;
-                                    let first = b1 * m.up() + a1 * d;
-                                    let second = b2 * v.up() + a2 * d * d;
-                                    *w = T::down(w.up() - step * first / (second.sqrt() * inv_root + eps));
-                                    (*m, *v, *g) = (T::down(first), T::down(second), T::default());
+                                    let d = g.to_acc() * gs;
+                                    let first = b1 * m.to_acc() + a1 * d;
+                                    let second = b2 * v.to_acc() + a2 * d * d;
+                                    *w = T::from_acc(
+                                        w.to_acc() - step * first / (second.sqrt() * inv_root + eps),
+                                    );
+                                    (*m, *v, *g) = (T::from_acc(first), T::from_acc(second), T::default());
                                 }
                             })
                         })
@@ -114,60 +120,70 @@ impl AdamW {
         Ok(())
     }
 
-    fn reference(&self, c: &Common, weights: &Tensor, grads: &Tensor, m: &Tensor, v: &Tensor) -> Result<()> {
-        let (step, root) = self.corrections(c.lr);
+    fn reference(
+        &self,
+        c: &UpdateArgs,
+        weights: &Tensor,
+        grads: &Tensor,
+        m: &Tensor,
+        v: &Tensor,
+    ) -> Result<()> {
+        let (step, root) = self.bias_corrections(c.lr);
         let g = (grads * c.grad_scale)?;
         let first = ((m * self.beta1)? + (&g * (1.0 - self.beta1))?)?;
         let second = ((v * self.beta2)? + (g.sqr()? * (1.0 - self.beta2))?)?;
         let direction = (&first / ((second.sqrt()? / root)? + self.eps)?)?;
-        let moved = (decay_reference(weights, c)? - (direction * step)?)?;
-        for (into, value) in [(weights, &moved), (m, &first), (v, &second), (grads, &grads.zeros_like()?)] {
+        let updated = (weight_decay_reference(weights, c)? - (direction * step)?)?;
+        for (into, value) in [(weights, &updated), (m, &first), (v, &second), (grads, &grads.zeros_like()?)] {
             into.slice_set(value, 0, 0)?;
         }
         Ok(())
     }
 }
 
-impl Sgd {
+impl SgdKernel {
     /// Weight decay as part of the gradient, as PyTorch has it. `momentum` is absent where it is 0.
     pub fn apply(
         &self,
-        c: &Common,
+        c: &UpdateArgs,
         weights: &Tensor,
         grads: &Tensor,
         momentum: Option<&Tensor>,
-        copy: Option<&Tensor>,
+        compute_weights: Option<&Tensor>,
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::of(weights) {
-            return self.card(device, &card::Buffers::new(c, weights, grads, [momentum, None], copy)?);
+        if let Some(device) = cuda::device_of(weights) {
+            return self.apply_cuda(
+                device,
+                &gpu::UpdateBuffers::new(c, weights, grads, [momentum, None], compute_weights)?,
+            );
         }
-        match reference::has_body(weights) {
+        match reference::has_cpu_kernel(weights) {
             false => self.reference(c, weights, grads, momentum)?,
-            true => with_elem!(weights.dtype(), T => self.cpu::<T>(c, weights, grads, momentum)?),
+            true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, weights, grads, momentum)?),
         }
-        follow(weights, copy)
+        sync_compute_weights(weights, compute_weights)
     }
 
-    fn cpu<T: Elem>(
+    fn apply_cpu<T: Elem>(
         &self,
-        c: &Common,
+        c: &UpdateArgs,
         weights: &Tensor,
         grads: &Tensor,
         momentum: Option<&Tensor>,
     ) -> Result<()> {
-        let of = |x: f64| <T::Acc as Real>::of(x);
+        let of = |x: f64| <T::Acc as Real>::of_f64(x);
         let (lr, gs, mu) = (of(c.lr), of(c.grad_scale), of(self.momentum));
-        let wd = |at: usize| if at < c.decayed { of(c.weight_decay) } else { T::Acc::ZERO };
-        cpu::update::<T, _>(weights, |w| {
-            cpu::update::<T, _>(grads, |g| match momentum {
+        let wd = |at: usize| if at < c.decayed_len { of(c.weight_decay) } else { T::Acc::ZERO };
+        cpu::with_slice_mut::<T, _>(weights, |w| {
+            cpu::with_slice_mut::<T, _>(grads, |g| match momentum {
                 None => {
                     w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).enumerate().for_each(
                         |(i, (w, g))| {
                             vectorised!(T, || {
                                 for (j, (w, g)) in w.iter_mut().zip(g).enumerate() {
-                                    let d = g.up() * gs + wd(i * CHUNK + j) * w.up();
-                                    *w = T::down(w.up() - lr * d);
+                                    let d = g.to_acc() * gs + wd(i * CHUNK + j) * w.to_acc();
+                                    *w = T::from_acc(w.to_acc() - lr * d);
                                     *g = T::default();
                                 }
                             })
@@ -175,17 +191,17 @@ impl Sgd {
                     );
                     Ok(())
                 }
-                Some(momentum) => cpu::update::<T, _>(momentum, |m| {
+                Some(momentum) => cpu::with_slice_mut::<T, _>(momentum, |m| {
                     let chunks =
                         w.par_chunks_mut(CHUNK).zip(g.par_chunks_mut(CHUNK)).zip(m.par_chunks_mut(CHUNK));
                     chunks.enumerate().for_each(|(i, ((w, g), m))| {
                         vectorised!(T, || {
                             for (j, ((w, g), m)) in w.iter_mut().zip(g).zip(m).enumerate() {
-                                let d = g.up() * gs + wd(i * CHUNK + j) * w.up();
-                                let speed = if self.first { d } else { mu * m.up() + d };
-                                let go = if self.nesterov { d + mu * speed } else { speed };
-                                *w = T::down(w.up() - lr * go);
-                                (*m, *g) = (T::down(speed), T::default());
+                                let d = g.to_acc() * gs + wd(i * CHUNK + j) * w.to_acc();
+                                let velocity = if self.first { d } else { mu * m.to_acc() + d };
+                                let direction = if self.nesterov { d + mu * velocity } else { velocity };
+                                *w = T::from_acc(w.to_acc() - lr * direction);
+                                (*m, *g) = (T::from_acc(velocity), T::default());
                             }
                         })
                     })
@@ -196,54 +212,54 @@ impl Sgd {
 
     fn reference(
         &self,
-        c: &Common,
+        c: &UpdateArgs,
         weights: &Tensor,
         grads: &Tensor,
         momentum: Option<&Tensor>,
     ) -> Result<()> {
-        let shrink = (weights - decay_reference(weights, &Common { lr: 1.0, ..*c })?)?;
-        let d = ((grads * c.grad_scale)? + shrink)?;
-        let mut go = d.clone();
+        let decay_term = (weights - weight_decay_reference(weights, &UpdateArgs { lr: 1.0, ..*c })?)?;
+        let d = ((grads * c.grad_scale)? + decay_term)?;
+        let mut direction = d.clone();
         if let Some(momentum) = momentum {
-            let speed = if self.first { d.clone() } else { ((momentum * self.momentum)? + &d)? };
-            go = if self.nesterov { (&d + (&speed * self.momentum)?)? } else { speed.clone() };
-            momentum.slice_set(&speed, 0, 0)?;
+            let velocity = if self.first { d.clone() } else { ((momentum * self.momentum)? + &d)? };
+            direction = if self.nesterov { (&d + (&velocity * self.momentum)?)? } else { velocity.clone() };
+            momentum.slice_set(&velocity, 0, 0)?;
         }
-        weights.slice_set(&(weights - (go * c.lr)?)?, 0, 0)?;
+        weights.slice_set(&(weights - (direction * c.lr)?)?, 0, 0)?;
         grads.slice_set(&grads.zeros_like()?, 0, 0)
     }
 }
 
 /// Brings the copy of the weights up to them.
-pub(super) fn follow(weights: &Tensor, copy: Option<&Tensor>) -> Result<()> {
-    copy.map_or(Ok(()), |copy| round_into(weights, copy))
+pub(super) fn sync_compute_weights(weights: &Tensor, compute_weights: Option<&Tensor>) -> Result<()> {
+    compute_weights.map_or(Ok(()), |copy| cast_into(weights, copy))
 }
 
 /// `w -= lr weight_decay w` for the decayed part of a chunk that begins at `start`.
-pub(super) fn decay<T: Elem>(w: &mut [T], start: usize, c: &Common) {
-    let keep = <T::Acc as Real>::of(1.0 - c.lr * c.weight_decay);
-    let until = c.decayed.saturating_sub(start).min(w.len());
+pub(super) fn apply_weight_decay<T: Elem>(w: &mut [T], start: usize, c: &UpdateArgs) {
+    let decay_factor = <T::Acc as Real>::of_f64(1.0 - c.lr * c.weight_decay);
+    let end = c.decayed_len.saturating_sub(start).min(w.len());
     if c.weight_decay != 0.0 {
-        vectorised!(T, || w[..until].iter_mut().for_each(|w| *w = T::down(w.up() * keep)));
+        vectorised!(T, || w[..end].iter_mut().for_each(|w| *w = T::from_acc(w.to_acc() * decay_factor)));
     }
 }
 
-pub(super) fn decay_reference(weights: &Tensor, c: &Common) -> Result<Tensor> {
+pub(super) fn weight_decay_reference(weights: &Tensor, c: &UpdateArgs) -> Result<Tensor> {
     let n = weights.elem_count();
-    if c.decayed == 0 || c.weight_decay == 0.0 {
+    if c.decayed_len == 0 || c.weight_decay == 0.0 {
         return Ok(weights.clone());
     }
-    let shrunk = (weights.narrow(0, 0, c.decayed)? * (1.0 - c.lr * c.weight_decay))?;
-    Tensor::cat(&[shrunk, weights.narrow(0, c.decayed, n - c.decayed)?], 0)
+    let decayed = (weights.narrow(0, 0, c.decayed_len)? * (1.0 - c.lr * c.weight_decay))?;
+    Tensor::cat(&[decayed, weights.narrow(0, c.decayed_len, n - c.decayed_len)?], 0)
 }
 
 /// Sum of squares of a flat buffer, added up in f64 in an order that no thread changes.
 pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(values) {
-        return Ok(card::squares(device, values)?.to_vec1::<f64>()?[0]);
+    if let Some(device) = cuda::device_of(values) {
+        return Ok(gpu::sum_of_squares(device, values)?.to_vec1::<f64>()?[0]);
     }
-    if !reference::has_body(values) {
+    if !reference::has_cpu_kernel(values) {
         return values.to_dtype(candle_core::DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
     }
     with_elem!(values.dtype(), T => {
@@ -252,48 +268,48 @@ pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
             // Sixteen running sums, so that the loop vectorises.
             let mut sums = [<T as Elem>::Acc::ZERO; 16];
             for group in chunk.chunks(16) {
-                group.iter().zip(&mut sums).for_each(|(v, s)| *s += v.up() * v.up());
+                group.iter().zip(&mut sums).for_each(|(v, s)| *s += v.to_acc() * v.to_acc());
             }
-            sums.iter().map(|s| s.wide()).sum::<f64>()
+            sums.iter().map(|s| s.as_f64()).sum::<f64>()
         });
         Ok(values.par_chunks(CHUNK).map(sum).collect::<Vec<_>>().into_iter().sum())
     })
 }
 
 /// `to = from`, rounded to the type of `to`: the copy of the weights that kernels compute with.
-pub fn round_into(from: &Tensor, to: &Tensor) -> Result<()> {
+pub fn cast_into(from: &Tensor, to: &Tensor) -> Result<()> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(from) {
-        return card::round(device, from, to);
+    if let Some(device) = cuda::device_of(from) {
+        return gpu::cast(device, from, to);
     }
-    if !reference::has_body(from) {
+    if !reference::has_cpu_kernel(from) {
         return to.slice_set(&from.to_dtype(to.dtype())?, 0, 0);
     }
     with_elem!(from.dtype(), F => {
         let from = cpu::view::<F>(from)?;
-        with_elem!(to.dtype(), T => cpu::update::<T, _>(to, |to| {
+        with_elem!(to.dtype(), T => cpu::with_slice_mut::<T, _>(to, |to| {
             to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| vectorised!(T, || {
-                to.iter_mut().zip(from).for_each(|(to, from)| *to = T::down(<T as Elem>::Acc::of(from.up().wide())))
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_acc(<T as Elem>::Acc::of_f64(from.to_acc().as_f64())))
             }))
         }))
     })
 }
 
 /// `average = keep average + (1 - keep) values`.
-pub fn blend(average: &Tensor, values: &Tensor, keep: f64) -> Result<()> {
+pub fn ema_update(average: &Tensor, values: &Tensor, decay: f64) -> Result<()> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(values) {
-        return card::blend(device, average, values, keep);
+    if let Some(device) = cuda::device_of(values) {
+        return gpu::ema_update(device, average, values, decay);
     }
-    if !reference::has_body(values) {
-        return average.slice_set(&((average * keep)? + (values * (1.0 - keep))?)?, 0, 0);
+    if !reference::has_cpu_kernel(values) {
+        return average.slice_set(&((average * decay)? + (values * (1.0 - decay))?)?, 0, 0);
     }
     with_elem!(values.dtype(), T => {
         let values = cpu::view::<T>(values)?;
-        let (keep, rest) = (<T as Elem>::Acc::of(keep), <T as Elem>::Acc::of(1.0 - keep));
-        cpu::update::<T, _>(average, |average| {
+        let (keep, rest) = (<T as Elem>::Acc::of_f64(decay), <T as Elem>::Acc::of_f64(1.0 - decay));
+        cpu::with_slice_mut::<T, _>(average, |average| {
             average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| vectorised!(T, || {
-                average.iter_mut().zip(values).for_each(|(a, v)| *a = T::down(keep * a.up() + rest * v.up()))
+                average.iter_mut().zip(values).for_each(|(a, v)| *a = T::from_acc(keep * a.to_acc() + rest * v.to_acc()))
             }))
         })
     })
@@ -302,16 +318,16 @@ pub fn blend(average: &Tensor, values: &Tensor, keep: f64) -> Result<()> {
 /// Exchanges the values of two buffers.
 pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(a) {
-        return card::swap(device, a, b);
+    if let Some(device) = cuda::device_of(a) {
+        return gpu::swap(device, a, b);
     }
-    if !reference::has_body(a) {
+    if !reference::has_cpu_kernel(a) {
         let kept = a.copy()?;
         a.slice_set(b, 0, 0)?;
         return b.slice_set(&kept, 0, 0);
     }
-    with_elem!(a.dtype(), T => cpu::update::<T, _>(a, |a| {
-        cpu::update::<T, _>(b, |b| {
+    with_elem!(a.dtype(), T => cpu::with_slice_mut::<T, _>(a, |a| {
+        cpu::with_slice_mut::<T, _>(b, |b| {
             a.par_chunks_mut(CHUNK).zip(b.par_chunks_mut(CHUNK)).for_each(|(a, b)| a.swap_with_slice(b))
         })
     })?)
@@ -320,11 +336,11 @@ pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
 /// Sets every value to zero.
 pub fn clear(values: &Tensor) -> Result<()> {
     #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::of(values) {
-        return card::clear(device, values);
+    if let Some(device) = cuda::device_of(values) {
+        return gpu::clear(device, values);
     }
-    if !reference::has_body(values) {
+    if !reference::has_cpu_kernel(values) {
         return values.slice_set(&values.zeros_like()?, 0, 0);
     }
-    with_elem!(values.dtype(), T => cpu::update::<T, _>(values, |v| v.par_chunks_mut(CHUNK).for_each(|v| v.fill(T::default()))))
+    with_elem!(values.dtype(), T => cpu::with_slice_mut::<T, _>(values, |v| v.par_chunks_mut(CHUNK).for_each(|v| v.fill(T::default()))))
 }

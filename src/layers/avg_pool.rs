@@ -2,13 +2,13 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
-use crate::kernels::average::{windows, windows_backward};
-use crate::kernels::pool::Window;
+use super::{Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use crate::kernels::avg_pool::{avg_pool2d, avg_pool2d_backward};
+use crate::kernels::pool::PoolGeometry;
 
 pub struct AvgPool {
     pub name: String,
-    pub window: Window,
+    pub window: PoolGeometry,
 }
 
 impl Layer for AvgPool {
@@ -16,49 +16,57 @@ impl Layer for AvgPool {
         &self.name
     }
 
-    fn output(&self) -> Vec<usize> {
+    fn output_shape(&self) -> Vec<usize> {
         let (h, w) = self.window.output();
         vec![h, w, self.window.channels]
     }
 
-    fn forward(&self, x: &Tensor, _: &Pass) -> Result<(Tensor, Saved)> {
-        Ok((windows(x, &self.window)?, Saved::default()))
+    fn forward(&self, x: &Tensor, _: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        Ok((avg_pool2d(x, &self.window)?, SavedTensors::default()))
     }
 
-    fn backward(&self, _: Saved, dy: Tensor, _: &Pass, want: bool) -> Result<Option<Tensor>> {
-        want.then(|| windows_backward(&dy, &self.window)).transpose()
+    fn backward(
+        &self,
+        _: SavedTensors,
+        dy: Tensor,
+        _: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        needs_input_grad.then(|| avg_pool2d_backward(&dy, &self.window)).transpose()
     }
 
-    fn cost(&self, at: At) -> Cost {
-        let (w, output) = (&self.window, self.output().iter().product::<usize>());
-        let acc = at.dtype.size_in_bytes().max(4);
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
+        let (w, output) = (&self.window, self.output_shape().iter().product::<usize>());
+        let acc = spec.dtype.size_in_bytes().max(4);
         Cost {
-            input: at.bytes(w.height * w.width * w.channels),
-            output: at.bytes(output),
-            forward: (at.threads() * w.channels * acc) as u64,
-            flops: (at.batch * output * w.size * w.size) as u64,
+            input_grad: spec.bytes(w.height * w.width * w.channels),
+            output: spec.bytes(output),
+            forward_workspace: (spec.threads() * w.channels * acc) as u64,
+            flops: (spec.batch * output * w.size * w.size) as u64,
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
+    fn num_parameters(&self) -> usize {
         0
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
+    use super::super::gradcheck::{
+        check_against_autograd, check_bf16, check_cost, check_finite_differences, random_tensor,
+    };
     use super::*;
-    use crate::kernels::average::reference_windows;
+    use crate::kernels::avg_pool::avg_pool2d_reference;
     use proptest::prelude::*;
 
     #[test]
     fn bf16_follows_f64() {
         for (size, stride, padding) in [(2, 2, 0), (3, 2, 1), (3, 1, 1)] {
-            let window = Window { height: 12, width: 10, channels: 24, size, stride, padding };
-            let x = random(&[3, 12, 10, 24], 1);
-            bf16_follows(&|_| Box::new(AvgPool { name: "p".into(), window }), &x);
+            let window = PoolGeometry { height: 12, width: 10, channels: 24, size, stride, padding };
+            let x = random_tensor(&[3, 12, 10, 24], 1);
+            check_bf16(&|_| Box::new(AvgPool { name: "p".into(), window }), &x);
         }
     }
 
@@ -67,12 +75,12 @@ mod tests {
 
         #[test]
         fn gradients_are_right(size in 1usize..4, stride in 1usize..4, padding in 0usize..2, channels in 1usize..4, dh in 0usize..5, dw in 0usize..5) {
-            let window = Window { height: size + dh, width: size + dw, channels, size, stride, padding: padding.min(size / 2) };
-            let build = |_: &mut crate::params::Declared| Box::new(AvgPool { name: "p".into(), window }) as Box<dyn Layer>;
-            let input = |batch: usize| random(&[batch, window.height, window.width, channels], 1);
-            differences_agree(&build, &input(2));
-            cost_is_exact(&build, &input);
-            autograd_agrees(&build, &input(2), &|x, _| reference_windows(x, &window));
+            let window = PoolGeometry { height: size + dh, width: size + dw, channels, size, stride, padding: padding.min(size / 2) };
+            let build = |_: &mut crate::params::ParamRegistry| Box::new(AvgPool { name: "p".into(), window }) as Box<dyn Layer>;
+            let input = |batch: usize| random_tensor(&[batch, window.height, window.width, channels], 1);
+            check_finite_differences(&build, &input(2));
+            check_cost(&build, &input);
+            check_against_autograd(&build, &input(2), &|x, _| avg_pool2d_reference(x, &window));
         }
     }
 }

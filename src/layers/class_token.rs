@@ -2,16 +2,16 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
-use crate::kernels::class_token::ClassToken as Kernel;
-use crate::params::{Declared, Init, ParamId};
+use super::{Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use crate::kernels::class_token::ClassTokenKernel as Kernel;
+use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct ClassToken {
     name: String,
     class: ParamId,
     positions: ParamId,
     /// Shape of a sample before it: (rows, columns, width), or (length, width).
-    shape: Vec<usize>,
+    input_shape: Vec<usize>,
     width: usize,
     /// Positions after it.
     length: usize,
@@ -20,25 +20,25 @@ pub struct ClassToken {
 impl ClassToken {
     /// `class` and `positions` are the parameters' names; their shapes have leading ones, as torchvision's.
     pub fn new(
-        declared: &mut Declared,
+        registry: &mut ParamRegistry,
         name: &str,
         (class, positions): (&str, &str),
-        shape: &[usize],
+        input_shape: &[usize],
     ) -> Self {
-        let width = shape.last().copied().unwrap_or(1);
-        let length = shape.iter().product::<usize>() / width + 1;
+        let width = input_shape.last().copied().unwrap_or(1);
+        let length = input_shape.iter().product::<usize>() / width + 1;
         Self {
             name: name.into(),
-            class: declared.param(class, [1, 1, width], Init::Constant(0.0)),
-            positions: declared.param(positions, [1, length, width], Init::Normal(0.02)),
-            shape: shape.to_vec(),
+            class: registry.param(class, [1, 1, width], ParamInit::Constant(0.0)),
+            positions: registry.param(positions, [1, length, width], ParamInit::Normal(0.02)),
+            input_shape: input_shape.to_vec(),
             width,
             length,
         }
     }
 
-    fn kernel<'a>(&self, of: impl Fn(ParamId) -> &'a Tensor) -> Kernel<'a> {
-        Kernel { class: of(self.class), positions: of(self.positions) }
+    fn kernel<'a>(&self, view_of: impl Fn(ParamId) -> &'a Tensor) -> Kernel<'a> {
+        Kernel { class: view_of(self.class), positions: view_of(self.positions) }
     }
 }
 
@@ -47,38 +47,46 @@ impl Layer for ClassToken {
         &self.name
     }
 
-    fn output(&self) -> Vec<usize> {
+    fn output_shape(&self) -> Vec<usize> {
         vec![self.length, self.width]
     }
 
-    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
-        Ok((self.kernel(|id| pass.weight(id)).forward(x)?, Saved::default()))
+    fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        Ok((self.kernel(|id| pass.weight(id)).forward(x)?, SavedTensors::default()))
     }
 
-    fn backward(&self, _: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
-        let shape = [&[dy.dim(0)?], self.shape.as_slice()].concat();
+    fn backward(
+        &self,
+        _: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        let shape = [&[dy.dim(0)?], self.input_shape.as_slice()].concat();
         let grads = self.kernel(|id| pass.grad(id));
-        self.kernel(|id| pass.weight(id)).backward(&dy, &grads, want.then_some(&shape))
+        self.kernel(|id| pass.weight(id)).backward(&dy, &grads, needs_input_grad.then_some(&shape))
     }
 
-    fn cost(&self, at: At) -> Cost {
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let len = self.length * self.width;
         Cost {
-            input: at.bytes(len - self.width),
-            output: at.bytes(len),
-            flops: (at.batch * len) as u64,
+            input_grad: spec.bytes(len - self.width),
+            output: spec.bytes(len),
+            flops: (spec.batch * len) as u64,
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
+    fn num_parameters(&self) -> usize {
         (self.length + 1) * self.width
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::gradcheck::{
+        check_against_autograd, check_cost, check_finite_differences, random_tensor,
+    };
     use super::*;
     use proptest::prelude::*;
 
@@ -87,11 +95,11 @@ mod tests {
 
         #[test]
         fn gradients_are_right(batch in 1usize..5, h in 1usize..4, w in 1usize..4, n in 1usize..20) {
-            let build = |d: &mut Declared| Box::new(ClassToken::new(d, "c", ("class_token", "positions"), &[h, w, n])) as Box<dyn Layer>;
-            let input = |batch: usize| random(&[batch, h, w, n], 1);
-            differences_agree(&build, &input(batch));
-            autograd_agrees(&build, &input(batch), &|x, p| Kernel { class: &p[0], positions: &p[1] }.reference(x));
-            cost_is_exact(&build, &input);
+            let build = |d: &mut ParamRegistry| Box::new(ClassToken::new(d, "c", ("class_token", "positions"), &[h, w, n])) as Box<dyn Layer>;
+            let input = |batch: usize| random_tensor(&[batch, h, w, n], 1);
+            check_finite_differences(&build, &input(batch));
+            check_against_autograd(&build, &input(batch), &|x, p| Kernel { class: &p[0], positions: &p[1] }.reference(x));
+            check_cost(&build, &input);
         }
     }
 }

@@ -2,10 +2,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Mode, Pass, Saved};
+use super::{Cost, Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
 use crate::kernels::dropout::apply;
-use crate::kernels::keys::Keys;
-use crate::random::stream;
+use crate::kernels::sample_keys::SampleKeys;
+use crate::random::stream_id;
 
 pub struct Dropout {
     pub name: String,
@@ -16,8 +16,8 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    fn apply(&self, x: &Tensor, pass: &Pass) -> Result<Tensor> {
-        apply(x, self.p, &pass.keys(stream(&self.name)))
+    fn apply(&self, x: &Tensor, pass: &PassContext) -> Result<Tensor> {
+        apply(x, self.p, &pass.sample_keys(stream_id(&self.name)))
     }
 }
 
@@ -26,40 +26,48 @@ impl Layer for Dropout {
         &self.name
     }
 
-    fn output(&self) -> Vec<usize> {
+    fn output_shape(&self) -> Vec<usize> {
         self.shape.clone()
     }
 
-    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+    fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
         let y = if pass.mode == Mode::Eval { x.copy()? } else { self.apply(x, pass)? };
-        Ok((y, Saved::default()))
+        Ok((y, SavedTensors::default()))
     }
 
-    fn backward(&self, _: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
-        want.then(|| self.apply(&dy, pass)).transpose()
+    fn backward(
+        &self,
+        _: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        needs_input_grad.then(|| self.apply(&dy, pass)).transpose()
     }
 
-    fn cost(&self, at: At) -> Cost {
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let len: usize = self.shape.iter().product();
-        let keys = if at.on.is_cuda() { Keys::bytes(at.batch) } else { 0 };
+        let keys = if spec.backend.is_cuda() { SampleKeys::bytes(spec.batch) } else { 0 };
         Cost {
-            input: at.bytes(len),
-            output: at.bytes(len),
-            forward: keys,
-            backward: keys,
-            flops: (at.batch * len) as u64,
+            input_grad: spec.bytes(len),
+            output: spec.bytes(len),
+            forward_workspace: keys,
+            backward_workspace: keys,
+            flops: (spec.batch * len) as u64,
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
+    fn num_parameters(&self) -> usize {
         0
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{Subject, cost_is_exact, device, differences_agree, flat, random};
+    use super::super::gradcheck::{
+        TestContext, check_cost, check_finite_differences, random_tensor, test_device, to_f64_vec,
+    };
     use super::*;
     use candle_core::DType;
 
@@ -69,30 +77,30 @@ mod tests {
 
     #[test]
     fn gradients_are_right() {
-        differences_agree(&|_| Box::new(layer(0.4)), &random(&[3, 5, 7], 1));
-        cost_is_exact(&|_| Box::new(layer(0.4)), &|batch| random(&[batch, 5, 7], 1));
+        check_finite_differences(&|_| Box::new(layer(0.4)), &random_tensor(&[3, 5, 7], 1));
+        check_cost(&|_| Box::new(layer(0.4)), &|batch| random_tensor(&[batch, 5, 7], 1));
     }
 
     #[test]
-    fn a_sample_is_dropped_alike_in_any_company() {
-        let x = random(&[4, 5, 7], 1);
-        let subject = Subject::new(Default::default(), DType::F64, 4);
+    fn mask_of_a_sample_is_independent_of_the_batch() {
+        let x = random_tensor(&[4, 5, 7], 1);
+        let subject = TestContext::new(Default::default(), DType::F64, 4);
         let all = subject.pass(Mode::Train);
-        let last = Pass { ids: &subject.ids[3..], ..all };
+        let last = PassContext { sample_ids: &subject.sample_ids[3..], ..all };
         let whole = layer(0.4).forward(&x, &all).unwrap().0;
         let alone = layer(0.4).forward(&x.narrow(0, 3, 1).unwrap().copy().unwrap(), &last).unwrap().0;
-        assert_eq!(flat(&whole.narrow(0, 3, 1).unwrap()), flat(&alone));
-        let next_epoch = layer(0.4).forward(&x, &Pass { epoch: 9, ..all }).unwrap().0;
-        assert_ne!(flat(&whole), flat(&next_epoch));
+        assert_eq!(to_f64_vec(&whole.narrow(0, 3, 1).unwrap()), to_f64_vec(&alone));
+        let next_epoch = layer(0.4).forward(&x, &PassContext { epoch: 9, ..all }).unwrap().0;
+        assert_ne!(to_f64_vec(&whole), to_f64_vec(&next_epoch));
     }
 
     #[test]
-    fn the_share_dropped_and_the_mean_are_as_stated() {
-        let x = Tensor::ones((64, 5, 7), DType::F64, &device()).unwrap();
-        let subject = Subject::new(Default::default(), DType::F64, 64);
-        let y = flat(&layer(0.25).forward(&x, &subject.pass(Mode::Train)).unwrap().0);
-        let share = y.iter().filter(|v| **v == 0.0).count() as f64 / y.len() as f64;
-        assert!((share - 0.25).abs() < 0.03, "{share}");
+    fn dropped_fraction_and_mean_match_p() {
+        let x = Tensor::ones((64, 5, 7), DType::F64, &test_device()).unwrap();
+        let subject = TestContext::new(Default::default(), DType::F64, 64);
+        let y = to_f64_vec(&layer(0.25).forward(&x, &subject.pass(Mode::Train)).unwrap().0);
+        let dropped = y.iter().filter(|v| **v == 0.0).count() as f64 / y.len() as f64;
+        assert!((dropped - 0.25).abs() < 0.03, "{dropped}");
         assert!((y.iter().sum::<f64>() / y.len() as f64 - 1.0).abs() < 0.04);
     }
 }

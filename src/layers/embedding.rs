@@ -3,61 +3,82 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, On, Pass, Saved};
-use crate::kernels::embedding::{Embedding as Kernel, Grads, card_workspace, workspace};
-use crate::params::{Declared, Init, ParamId};
+use super::{Backend, Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use crate::kernels::embedding::{EmbeddingGrads, EmbeddingKernel as Kernel, cuda_workspace, workspace};
+use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct Embedding {
     name: String,
-    tokens: ParamId,
-    positions: Option<ParamId>,
-    kinds: Option<ParamId>,
+    token_table: ParamId,
+    position_table: Option<ParamId>,
+    token_type_table: Option<ParamId>,
     /// Tokens of a sample.
     length: usize,
     vocab: usize,
     width: usize,
-    parameters: usize,
+    num_parameters: usize,
 }
 
 impl Embedding {
-    /// A table of `vocab` rows called `weight`, for samples of `length` tokens.
+    /// A table of `vocab` rows called `token_weight`, for samples of `length` tokens.
     pub fn new(
-        declared: &mut Declared,
+        registry: &mut ParamRegistry,
         name: &str,
         weight: &str,
         (vocab, length, width): (usize, usize, usize),
-        init: Init,
+        init: ParamInit,
     ) -> Self {
-        let tokens = declared.param(weight, [vocab, width], init);
-        let parameters = vocab * width;
-        Self { name: name.into(), tokens, positions: None, kinds: None, length, vocab, width, parameters }
+        let token_table = registry.param(weight, [vocab, width], init);
+        let num_parameters = vocab * width;
+        Self {
+            name: name.into(),
+            token_table,
+            position_table: None,
+            token_type_table: None,
+            length,
+            vocab,
+            width,
+            num_parameters,
+        }
     }
 
     /// Adds a learned row for each of `context` positions, which are at least as many as the tokens.
-    pub fn positions(mut self, declared: &mut Declared, weight: &str, context: usize, init: Init) -> Self {
-        self.positions = Some(declared.param(weight, [context, self.width], init));
-        self.parameters += context * self.width;
+    pub fn with_positions(
+        mut self,
+        registry: &mut ParamRegistry,
+        weight: &str,
+        context: usize,
+        init: ParamInit,
+    ) -> Self {
+        self.position_table = Some(registry.param(weight, [context, self.width], init));
+        self.num_parameters += context * self.width;
         self
     }
 
     /// Adds the first of `kinds` rows to every token.
-    pub fn kinds(mut self, declared: &mut Declared, weight: &str, kinds: usize, init: Init) -> Self {
-        self.kinds = Some(declared.param(weight, [kinds, self.width], init));
-        self.parameters += kinds * self.width;
+    pub fn with_token_types(
+        mut self,
+        registry: &mut ParamRegistry,
+        weight: &str,
+        token_types: usize,
+        init: ParamInit,
+    ) -> Self {
+        self.token_type_table = Some(registry.param(weight, [token_types, self.width], init));
+        self.num_parameters += token_types * self.width;
         self
     }
 
     /// The token table, for a head that shares it.
-    pub fn weight(&self) -> ParamId {
-        self.tokens
+    pub fn token_weight(&self) -> ParamId {
+        self.token_table
     }
 
-    fn kernel<'a>(&self, pass: &'a Pass) -> Kernel<'a> {
+    fn kernel<'a>(&self, pass: &'a PassContext) -> Kernel<'a> {
         let weight = |id: Option<ParamId>| id.map(|id| pass.weight(id));
         Kernel {
-            tokens: pass.weight(self.tokens),
-            positions: weight(self.positions),
-            kinds: weight(self.kinds),
+            tokens: pass.weight(self.token_table),
+            positions: weight(self.position_table),
+            token_types: weight(self.token_type_table),
         }
     }
 }
@@ -67,57 +88,67 @@ impl Layer for Embedding {
         &self.name
     }
 
-    fn output(&self) -> Vec<usize> {
+    fn output_shape(&self) -> Vec<usize> {
         vec![self.length, self.width]
     }
 
-    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
-        Ok((self.kernel(pass).forward(x)?, Saved(vec![x.clone()])))
+    fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        Ok((self.kernel(pass).forward(x)?, SavedTensors(vec![x.clone()])))
     }
 
-    fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, _: bool) -> Result<Option<Tensor>> {
+    fn backward(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        _: bool,
+    ) -> Result<Option<Tensor>> {
         let grad = |id: Option<ParamId>| id.map(|id| pass.grad(id));
-        let grads = Grads {
-            tokens: pass.grad(self.tokens),
-            positions: grad(self.positions),
-            kinds: grad(self.kinds),
+        let grads = EmbeddingGrads {
+            tokens: pass.grad(self.token_table),
+            positions: grad(self.position_table),
+            token_types: grad(self.token_type_table),
         };
         self.kernel(pass).backward(&saved.0[0], &dy, &grads)?;
         Ok(None)
     }
 
-    fn cost(&self, at: At) -> Cost {
-        let (rows, kinds) = (at.batch * self.length, self.kinds.is_some());
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
+        let (rows, has_token_types) = (spec.batch * self.length, self.token_type_table.is_some());
         Cost {
-            output: at.bytes(self.length * self.width),
-            keeps_input: true,
-            backward: match at.on {
-                On::Cpu { .. } => workspace(at.dtype, rows, self.width, kinds),
-                On::Cuda { .. } => card_workspace(at.dtype, rows, self.vocab, self.width, kinds),
+            output: spec.bytes(self.length * self.width),
+            saves_input: true,
+            backward_workspace: match spec.backend {
+                Backend::Cpu { .. } => workspace(spec.dtype, rows, self.width, has_token_types),
+                Backend::Cuda { .. } => {
+                    cuda_workspace(spec.dtype, rows, self.vocab, self.width, has_token_types)
+                }
             },
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
-        self.parameters
+    fn num_parameters(&self) -> usize {
+        self.num_parameters
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::Mode;
-    use super::super::check::{Subject, autograd_agrees, cost_is_exact, device, differences_agree, flat};
+    use super::super::gradcheck::{
+        TestContext, check_against_autograd, check_cost, check_finite_differences, test_device, to_f64_vec,
+    };
     use super::*;
     use candle_core::DType;
     use proptest::prelude::*;
 
-    const INIT: Init = Init::Normal(1.0);
+    const INIT: ParamInit = ParamInit::Normal(1.0);
 
     fn ids(batch: usize, length: usize, vocab: usize) -> Tensor {
         let of = |i: usize| (i * i * 7 % 13 % vocab) as u32;
         let ids = (0..batch * length).map(of).collect::<Vec<u32>>();
-        Tensor::from_vec(ids, (batch, length), &device()).unwrap()
+        Tensor::from_vec(ids, (batch, length), &test_device()).unwrap()
     }
 
     proptest! {
@@ -125,36 +156,36 @@ mod tests {
 
         #[test]
         fn gradients_are_right(batch in 1usize..5, length in 1usize..9, vocab in 1usize..150, width in 1usize..20, positions: bool, kinds: bool) {
-            let build = |d: &mut Declared| {
+            let build = |d: &mut ParamRegistry| {
                 let mut layer = Embedding::new(d, "e", "e.weight", (vocab, length, width), INIT);
                 if positions {
-                    layer = layer.positions(d, "p.weight", length + 2, INIT);
+                    layer = layer.with_positions(d, "p.weight", length + 2, INIT);
                 }
                 if kinds {
-                    layer = layer.kinds(d, "k.weight", 2, INIT);
+                    layer = layer.with_token_types(d, "k.weight", 2, INIT);
                 }
                 Box::new(layer) as Box<dyn Layer>
             };
             let x = ids(batch, length, vocab);
-            differences_agree(&build, &x);
-            autograd_agrees(&build, &x, &|x, p| {
+            check_finite_differences(&build, &x);
+            check_against_autograd(&build, &x, &|x, p| {
                 let kinds = if kinds { p.last() } else { None };
-                Kernel { tokens: &p[0], positions: positions.then(|| &p[1]), kinds }.reference(x)
+                Kernel { tokens: &p[0], positions: positions.then(|| &p[1]), token_types: kinds }.reference(x)
             });
-            cost_is_exact(&build, &|batch| ids(batch, length, vocab));
+            check_cost(&build, &|batch| ids(batch, length, vocab));
         }
     }
 
     #[test]
     fn a_token_outside_the_vocabulary_is_named() {
-        let mut declared = Declared::default();
-        let layer = Embedding::new(&mut declared, "e", "e.weight", (10, 3, 4), INIT);
-        let subject = Subject::new(declared, DType::F32, 1);
-        let x = Tensor::new(&[[3u32, 17, 9]], &device()).unwrap();
+        let mut registry = ParamRegistry::default();
+        let layer = Embedding::new(&mut registry, "e", "e.weight", (10, 3, 4), INIT);
+        let subject = TestContext::new(registry, DType::F32, 1);
+        let x = Tensor::new(&[[3u32, 17, 9]], &test_device()).unwrap();
         let made = layer.forward(&x, &subject.pass(Mode::Train));
         // A card does not stop for it: what it makes of such a token is not a number.
-        if !device().is_cpu() {
-            let values = flat(&made.unwrap().0);
+        if !test_device().is_cpu() {
+            let values = to_f64_vec(&made.unwrap().0);
             return (0..12).for_each(|i| assert_eq!(values[i].is_nan(), i / 4 == 1));
         }
         let error = made.err().unwrap().to_string();

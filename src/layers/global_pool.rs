@@ -2,72 +2,80 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
-use crate::kernels::average::{whole, whole_backward};
+use super::{Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use crate::kernels::avg_pool::{global_avg_pool, global_avg_pool_backward};
 
-pub struct GlobalPool {
+pub struct GlobalAvgPool {
     pub name: String,
     /// (height, width, channels)
     pub shape: [usize; 3],
 }
 
-impl Layer for GlobalPool {
+impl Layer for GlobalAvgPool {
     fn name(&self) -> &str {
         &self.name
     }
 
-    fn output(&self) -> Vec<usize> {
+    fn output_shape(&self) -> Vec<usize> {
         vec![self.shape[2]]
     }
 
-    fn forward(&self, x: &Tensor, _: &Pass) -> Result<(Tensor, Saved)> {
-        Ok((whole(x)?, Saved::default()))
+    fn forward(&self, x: &Tensor, _: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        Ok((global_avg_pool(x)?, SavedTensors::default()))
     }
 
-    fn backward(&self, _: Saved, dy: Tensor, _: &Pass, want: bool) -> Result<Option<Tensor>> {
+    fn backward(
+        &self,
+        _: SavedTensors,
+        dy: Tensor,
+        _: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
         let [h, w, _] = self.shape;
-        want.then(|| whole_backward(&dy, (h, w))).transpose()
+        needs_input_grad.then(|| global_avg_pool_backward(&dy, (h, w))).transpose()
     }
 
-    fn cost(&self, at: At) -> Cost {
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let [h, w, c] = self.shape;
-        let acc = at.dtype.size_in_bytes().max(4);
+        let acc = spec.dtype.size_in_bytes().max(4);
         Cost {
-            input: at.bytes(h * w * c),
-            output: at.bytes(c),
-            forward: (at.threads() * c * acc) as u64,
-            flops: (at.batch * h * w * c) as u64,
+            input_grad: spec.bytes(h * w * c),
+            output: spec.bytes(c),
+            forward_workspace: (spec.threads() * c * acc) as u64,
+            flops: (spec.batch * h * w * c) as u64,
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
+    fn num_parameters(&self) -> usize {
         0
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
+    use super::super::gradcheck::{
+        check_against_autograd, check_bf16, check_cost, check_finite_differences, random_tensor,
+    };
     use super::*;
-    use crate::kernels::average::reference_whole;
+    use crate::kernels::avg_pool::global_avg_pool_reference;
 
     #[test]
     fn bf16_follows_f64() {
-        let x = random(&[3, 9, 7, 40], 1);
-        bf16_follows(&|_| Box::new(GlobalPool { name: "p".into(), shape: [9, 7, 40] }), &x);
+        let x = random_tensor(&[3, 9, 7, 40], 1);
+        check_bf16(&|_| Box::new(GlobalAvgPool { name: "p".into(), shape: [9, 7, 40] }), &x);
     }
 
     #[test]
     fn gradients_are_right() {
         for shape in [[1, 1, 5], [3, 2, 4], [7, 7, 33]] {
-            let build = |_: &mut crate::params::Declared| {
-                Box::new(GlobalPool { name: "p".into(), shape }) as Box<dyn Layer>
+            let build = |_: &mut crate::params::ParamRegistry| {
+                Box::new(GlobalAvgPool { name: "p".into(), shape }) as Box<dyn Layer>
             };
-            let input = |batch: usize| random(&[batch, shape[0], shape[1], shape[2]], 1);
-            differences_agree(&build, &input(2));
-            cost_is_exact(&build, &input);
-            autograd_agrees(&build, &input(2), &|x, _| reference_whole(x));
+            let input = |batch: usize| random_tensor(&[batch, shape[0], shape[1], shape[2]], 1);
+            check_finite_differences(&build, &input(2));
+            check_cost(&build, &input);
+            check_against_autograd(&build, &input(2), &|x, _| global_avg_pool_reference(x));
         }
     }
 }

@@ -3,26 +3,31 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Pass};
-use crate::kernels::linear::Linear;
-pub use crate::kernels::tally::{Counted, Tally};
+use super::{Cost, MicroBatchSpec, PassContext};
+use crate::kernels::linear::LinearKernel;
+pub use crate::kernels::metric_sums::{MetricSums, PendingMetricSums};
 
 pub trait Loss: Send + Sync {
     fn name(&self) -> &str;
 
     /// The tally of a micro-batch and the gradient of its summed loss, times `pass.scale`, with respect
     /// to `x`. Adds the gradients of the loss's own parameters. Waits for nothing.
-    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Counted, Tensor)>;
+    fn forward_backward(
+        &self,
+        x: &Tensor,
+        targets: &Tensor,
+        pass: &PassContext,
+    ) -> Result<(PendingMetricSums, Tensor)>;
 
     /// The tally alone.
-    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Counted>;
+    fn evaluate(&self, x: &Tensor, targets: &Tensor, pass: &PassContext) -> Result<PendingMetricSums>;
 
     /// The linear map whose outputs are judged.
-    fn map<'a>(&self, pass: &'a Pass) -> Linear<'a>;
+    fn output_layer<'a>(&self, pass: &'a PassContext) -> LinearKernel<'a>;
 
-    /// `input` is the gradient's bytes, `backward` the temporaries of `learn`, `forward` those of `judge`.
-    fn cost(&self, at: At) -> Cost;
+    /// `input` is the gradient's bytes, `backward` the temporaries of `forward_backward`, `forward` those of `evaluate`.
+    fn cost(&self, spec: MicroBatchSpec) -> Cost;
 
     /// Values of its own parameters.
-    fn parameters(&self) -> usize;
+    fn num_parameters(&self) -> usize;
 }

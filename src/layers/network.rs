@@ -13,10 +13,10 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use self::backward::{Way, adds_rows};
-use super::aside::{Aside, Gone, Moving};
-use super::loss::{Counted, Loss, Tally};
-use super::{At, Layer, Mode, Pass, Saved};
+use self::backward::{BackwardContext, fusible_bias_grad};
+use super::loss::{Loss, MetricSums, PendingMetricSums};
+use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
+use super::{Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
 use crate::kernels::Activation;
 use crate::memory::{Ledger, Oom, Reservation, Role};
 
@@ -24,28 +24,28 @@ use crate::memory::{Ledger, Oom, Reservation, Role};
 pub enum Node {
     Layer(Box<dyn Layer>),
     /// `act(branch(x) + shortcut(x))`; an empty shortcut is `x` itself. A branch has a layer at least.
-    Residual(Residual),
+    Residual(ResidualNode),
 }
 
-pub struct Residual {
+pub struct ResidualNode {
     pub name: String,
     pub branch: Vec<Node>,
     pub shortcut: Vec<Node>,
     pub act: Activation,
     /// Shape of a sample's output.
-    pub output: Vec<usize>,
+    pub output_shape: Vec<usize>,
 }
 
 /// The unit of recomputation: it keeps what its layers saved, or its input alone.
-pub struct Block {
+pub struct LayerBlock {
     pub name: String,
     pub nodes: Vec<Node>,
     /// Its place among the blocks when some are to run forward again: the lowest first.
-    pub rank: usize,
+    pub recompute_rank: usize,
 }
 
 pub struct Network {
-    pub blocks: Vec<Block>,
+    pub blocks: Vec<LayerBlock>,
     pub loss: Box<dyn Loss>,
 }
 
@@ -59,185 +59,202 @@ pub enum StepError {
 }
 
 /// What a walk over the network is given.
-pub struct Walk<'a> {
+pub struct Executor<'a> {
     /// Absent where the walk only plans.
-    pub pass: Option<Pass<'a>>,
-    pub at: At,
+    pub pass: Option<PassContext<'a>>,
+    pub spec: MicroBatchSpec,
     pub ledger: &'a Ledger,
     /// How many blocks, those of the lowest ranks, keep only their input and run forward again.
-    pub recompute: usize,
+    pub recompute_blocks: usize,
     /// Where such inputs wait, if not where they were made.
-    pub aside: Option<&'a Aside>,
+    pub offload: Option<&'a ActivationOffload>,
 }
 
 /// A micro-batch on the device.
 #[derive(Clone)]
-pub struct Batch {
+pub struct DeviceBatch {
     pub inputs: Tensor,
     pub targets: Tensor,
     /// The epoch, sample ids and lengths, where a GPU reads them.
-    pub staged: Option<Tensor>,
+    pub sample_info: Option<Tensor>,
 }
 
 /// An activation and the right to hold it.
 #[derive(Clone, Default)]
-struct Act {
+struct ReservedTensor {
     value: Option<Tensor>,
-    hold: Option<Arc<Reservation>>,
+    reservation: Option<Arc<Reservation>>,
     /// Of a gradient: its sums over all rows were added to the gradient of who [`adds`](Layer::adds_rows) them.
-    summed: bool,
+    bias_grad_done: bool,
     /// Of a gradient: the layer after went through what this one [`met`](Layer::met).
-    through: bool,
+    act_backward_done: bool,
 }
 
-impl Act {
-    fn new(value: Option<Tensor>, hold: Option<Arc<Reservation>>) -> Self {
-        Self { value, hold, ..Self::default() }
+impl ReservedTensor {
+    fn new(value: Option<Tensor>, reservation: Option<Arc<Reservation>>) -> Self {
+        Self { value, reservation, ..Self::default() }
     }
 }
 
 /// What is kept of a node between the passes; dropped, it gives everything back.
-enum Trace {
+enum SavedNode {
     Layer {
-        saved: Option<Saved>,
+        saved: Option<SavedTensors>,
         /// The layer's input was not kept: the layer before makes it again.
-        remade: bool,
-        _holds: [Option<Arc<Reservation>>; 3],
+        input_recomputed: bool,
+        _reservations: [Option<Arc<Reservation>>; 3],
     },
     Residual {
-        branch: Vec<Trace>,
-        shortcut: Vec<Trace>,
-        output: Option<Act>,
+        branch: Vec<SavedNode>,
+        shortcut: Vec<SavedNode>,
+        output: Option<ReservedTensor>,
     },
 }
 
 /// What is kept of a block between the passes.
-enum BlockTrace<'a> {
-    Near(Near),
+enum SavedBlock<'a> {
+    Resident(ResidentBlock),
     /// The input alone, of so many bytes, which waits in host memory.
-    Away(&'a Aside, Gone, u64),
+    Offloaded(&'a ActivationOffload, OffloadedTensor, u64),
 }
 
 /// What the backward pass of a block begins with.
-enum Near {
-    Kept(Vec<Trace>),
+enum ResidentBlock {
+    Saved(Vec<SavedNode>),
     /// The input alone, which may be on its way back.
-    Input(Moving, Act),
+    InputOnly(PendingCopy, ReservedTensor),
 }
 
-type Step<T> = Result<T, StepError>;
+type StepResult<T> = Result<T, StepError>;
 
 impl Network {
     /// Adds the gradients of a micro-batch's summed loss (times the pass's scale) to the store.
-    pub fn learn(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
-        walk.ledger.phase("forward");
-        let mut x = Act::new(batch.map(|b| b.inputs.clone()), None);
-        let mut traces = Vec::with_capacity(self.blocks.len());
+    pub fn forward_backward(
+        &self,
+        exec: &Executor,
+        batch: Option<&DeviceBatch>,
+    ) -> StepResult<PendingMetricSums> {
+        exec.ledger.set_phase("forward");
+        let mut x = ReservedTensor::new(batch.map(|b| b.inputs.clone()), None);
+        let mut saved_blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
-            let input = (block.rank < walk.recompute).then(|| x.clone());
+            let input = (block.recompute_rank < exec.recompute_blocks).then(|| x.clone());
             // It leaves while the block computes; both are let go of below, the copy first.
-            let away = input.as_ref().map_or(Ok(None), |input| walk.send(input))?;
-            let (y, trace) = walk.forward(&block.nodes, x, input.is_none(), Mode::Train, None)?;
+            let offloaded = input.as_ref().map_or(Ok(None), |input| exec.offload_input(input))?;
+            let (y, saved_nodes) = exec.forward(&block.nodes, x, input.is_none(), Mode::Train, None)?;
             x = y;
-            traces.push(match (away, input) {
-                (Some((away, moving)), _) => {
-                    moving.end();
-                    away
+            saved_blocks.push(match (offloaded, input) {
+                (Some((offloaded, copy)), _) => {
+                    copy.wait();
+                    offloaded
                 }
-                (None, Some(input)) => BlockTrace::Near(Near::Input(Moving::default(), input)),
-                (None, None) => BlockTrace::Near(Near::Kept(trace)),
+                (None, Some(input)) => {
+                    SavedBlock::Resident(ResidentBlock::InputOnly(PendingCopy::default(), input))
+                }
+                (None, None) => SavedBlock::Resident(ResidentBlock::Saved(saved_nodes)),
             });
         }
-        walk.ledger.phase("backward");
-        let cost = self.loss.cost(walk.at);
-        let (tally, mut dy) = {
-            let hold = walk.hold(Role::Activations, self.loss.name(), cost.input)?;
-            let _work = walk.hold(Role::Workspace, self.loss.name(), cost.backward)?;
-            match (&walk.pass, batch, &x.value) {
+        exec.ledger.set_phase("backward");
+        let cost = self.loss.cost(exec.spec);
+        let (metrics, mut dy) = {
+            let reservation = exec.reserve(Role::Activations, self.loss.name(), cost.input_grad)?;
+            let _work = exec.reserve(Role::Workspace, self.loss.name(), cost.backward_workspace)?;
+            match (&exec.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
-                    let (tally, dx) = self.loss.learn(x, &batch.targets, pass)?;
-                    (tally, Act::new(Some(dx), hold))
+                    let (metrics, dx) = self.loss.forward_backward(x, &batch.targets, pass)?;
+                    (metrics, ReservedTensor::new(Some(dx), reservation))
                 }
-                _ => (Tally::default().into(), Act::new(None, hold)),
+                _ => (MetricSums::default().into(), ReservedTensor::new(None, reservation)),
             }
         };
         drop(x);
-        let mut fetch =
-            || traces.pop().map(|trace| walk.fetch(&self.blocks[traces.len()].name, trace)).transpose();
-        let mut next = fetch()?;
+        let mut prefetch = || {
+            saved_blocks
+                .pop()
+                .map(|saved| exec.prefetch_block(&self.blocks[saved_blocks.len()].name, saved))
+                .transpose()
+        };
+        let mut next = prefetch()?;
         for (i, block) in self.blocks.iter().enumerate().rev() {
-            let Some(trace) = next else { break };
+            let Some(saved) = next else { break };
             // What the block before needs comes while this one computes.
-            next = fetch()?;
-            let trace = match trace {
-                Near::Kept(trace) => trace,
-                Near::Input(moving, input) => {
-                    moving.end();
-                    walk.forward(&block.nodes, input, true, Mode::Again, None)?.1
+            next = prefetch()?;
+            let saved_nodes = match saved {
+                ResidentBlock::Saved(saved_nodes) => saved_nodes,
+                ResidentBlock::InputOnly(copy, input) => {
+                    copy.wait();
+                    exec.forward(&block.nodes, input, true, Mode::Recompute, None)?.1
                 }
             };
-            let sums = i.checked_sub(1).and_then(|i| adds_rows(&self.blocks[i].nodes));
-            match walk.backward(&block.nodes, trace, dy, i > 0, Way { sums, ..Way::default() })? {
+            let input_bias_grad = i.checked_sub(1).and_then(|i| fusible_bias_grad(&self.blocks[i].nodes));
+            match exec.backward(
+                &block.nodes,
+                saved_nodes,
+                dy,
+                i > 0,
+                BackwardContext { input_bias_grad, ..BackwardContext::default() },
+            )? {
                 Some(dx) => dy = dx,
                 None => break,
             }
         }
-        Ok(tally)
+        Ok(metrics)
     }
 
     /// The summed loss and the counts behind the metrics of a micro-batch.
-    pub fn judge(&self, walk: &Walk, batch: Option<&Batch>) -> Step<Counted> {
-        let x = self.features(walk, batch.map(|b| &b.inputs))?;
-        let _work = walk.hold(Role::Workspace, self.loss.name(), self.loss.cost(walk.at).forward)?;
-        match (&walk.pass, batch, &x.value) {
-            (Some(pass), Some(batch), Some(x)) => Ok(self.loss.judge(x, &batch.targets, pass)?),
-            _ => Ok(Tally::default().into()),
+    pub fn evaluate(&self, exec: &Executor, batch: Option<&DeviceBatch>) -> StepResult<PendingMetricSums> {
+        let x = self.forward_blocks(exec, batch.map(|b| &b.inputs))?;
+        let _work =
+            exec.reserve(Role::Workspace, self.loss.name(), self.loss.cost(exec.spec).forward_workspace)?;
+        match (&exec.pass, batch, &x.value) {
+            (Some(pass), Some(batch), Some(x)) => Ok(self.loss.evaluate(x, &batch.targets, pass)?),
+            _ => Ok(MetricSums::default().into()),
         }
     }
 
     /// What the loss judges of a micro-batch: the outputs of the last linear map, (samples, outputs) or
     /// (samples, positions, outputs). Whole in memory, which learning and judging never need.
-    pub fn scores(&self, walk: &Walk, inputs: &Tensor) -> Step<Tensor> {
-        let x = self.features(walk, Some(inputs))?;
-        let (Some(pass), Some(x)) = (&walk.pass, &x.value) else {
+    pub fn logits(&self, exec: &Executor, inputs: &Tensor) -> StepResult<Tensor> {
+        let x = self.forward_blocks(exec, Some(inputs))?;
+        let (Some(pass), Some(x)) = (&exec.pass, &x.value) else {
             return Err(candle_core::Error::Msg("a walk that only plans has no scores".into()).into());
         };
-        let map = self.loss.map(pass);
-        let (outputs, width) = map.weight.dims2()?;
+        let output_layer = self.loss.output_layer(pass);
+        let (outputs, width) = output_layer.weight.dims2()?;
         let bytes = x.elem_count() / width * outputs * x.dtype().size_in_bytes();
-        let _hold = walk.hold(Role::Activations, self.loss.name(), bytes as u64)?;
-        Ok(map.forward(x)?.0)
+        let _hold = exec.reserve(Role::Activations, self.loss.name(), bytes as u64)?;
+        Ok(output_layer.forward(x)?.0)
     }
 
     /// What the blocks make of a micro-batch.
-    fn features(&self, walk: &Walk, inputs: Option<&Tensor>) -> Step<Act> {
-        walk.ledger.phase("eval");
-        let mut x = Act::new(inputs.cloned(), None);
+    fn forward_blocks(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<ReservedTensor> {
+        exec.ledger.set_phase("eval");
+        let mut x = ReservedTensor::new(inputs.cloned(), None);
         for block in &self.blocks {
-            x = walk.forward(&block.nodes, x, false, Mode::Eval, None)?.0;
+            x = exec.forward(&block.nodes, x, false, Mode::Eval, None)?.0;
         }
         Ok(x)
     }
 
     /// A micro-batch is a multiple of so many samples, but for the last: the least common multiple of
     /// the layers' own.
-    pub fn group(&self) -> usize {
-        fn divisor(a: usize, b: usize) -> usize {
-            if b == 0 { a } else { divisor(b, a % b) }
+    pub fn micro_batch_multiple(&self) -> usize {
+        fn gcd(a: usize, b: usize) -> usize {
+            if b == 0 { a } else { gcd(b, a % b) }
         }
         self.layers()
             .iter()
-            .map(|layer| layer.group().max(1))
-            .fold(1, |all, one| all / divisor(all, one) * one)
+            .map(|layer| layer.micro_batch_multiple().max(1))
+            .fold(1, |all, one| all / gcd(all, one) * one)
     }
 
     /// Every layer, in order.
     pub fn layers(&self) -> Vec<&dyn Layer> {
-        self.blocks.iter().flat_map(Block::layers).collect()
+        self.blocks.iter().flat_map(LayerBlock::layers).collect()
     }
 }
 
-impl Block {
+impl LayerBlock {
     /// Every layer, in order.
     pub fn layers(&self) -> Vec<&dyn Layer> {
         fn collect<'a>(nodes: &'a [Node], into: &mut Vec<&'a dyn Layer>) {
@@ -257,37 +274,37 @@ impl Block {
     }
 }
 
-impl Walk<'_> {
+impl Executor<'_> {
     /// Nothing is asked for nothing.
-    fn hold(&self, role: Role, asker: &str, bytes: u64) -> Result<Option<Arc<Reservation>>, Oom> {
+    fn reserve(&self, role: Role, requester: &str, bytes: u64) -> Result<Option<Arc<Reservation>>, Oom> {
         if bytes == 0 {
             return Ok(None);
         }
-        Ok(Some(Arc::new(self.ledger.reserve(role, asker, bytes)?)))
+        Ok(Some(Arc::new(self.ledger.reserve(role, requester, bytes)?)))
     }
 
     /// Begins to move the input of a block to where it waits, if there is such a place. What holds no memory of its
     /// own, as the micro-batch itself, stays.
-    fn send(&self, input: &Act) -> Step<Option<(BlockTrace<'_>, Moving)>> {
-        let (Some(aside), Some(hold)) = (self.aside, &input.hold) else { return Ok(None) };
-        let bytes = hold.bytes();
-        let (gone, moving) = aside.send(input.value.as_ref(), bytes)?;
-        Ok(Some((BlockTrace::Away(aside, gone, bytes), moving)))
+    fn offload_input(&self, input: &ReservedTensor) -> StepResult<Option<(SavedBlock<'_>, PendingCopy)>> {
+        let (Some(offload), Some(reservation)) = (self.offload, &input.reservation) else { return Ok(None) };
+        let bytes = reservation.bytes();
+        let (offloaded, copy) = offload.copy_to_host(input.value.as_ref(), bytes)?;
+        Ok(Some((SavedBlock::Offloaded(offload, offloaded, bytes), copy)))
     }
 
     /// What the backward pass of the block `name` begins with; from host memory it begins to move.
-    fn fetch(&self, name: &str, trace: BlockTrace) -> Step<Near> {
-        match trace {
-            BlockTrace::Near(near) => Ok(near),
-            BlockTrace::Away(aside, gone, bytes) => {
-                let hold = self.hold(Role::Activations, name, bytes)?;
-                let (value, moving) = aside.fetch(gone)?;
-                Ok(Near::Input(moving, Act::new(value, hold)))
+    fn prefetch_block(&self, name: &str, saved: SavedBlock) -> StepResult<ResidentBlock> {
+        match saved {
+            SavedBlock::Resident(resident) => Ok(resident),
+            SavedBlock::Offloaded(offload, offloaded, bytes) => {
+                let reservation = self.reserve(Role::Activations, name, bytes)?;
+                let (value, copy) = offload.copy_to_device(offloaded)?;
+                Ok(ResidentBlock::InputOnly(copy, ReservedTensor::new(value, reservation)))
             }
         }
     }
 
-    fn pass(&self, mode: Mode) -> Option<Pass<'_>> {
-        self.pass.as_ref().map(|pass| Pass { mode, ..*pass })
+    fn pass_in_mode(&self, mode: Mode) -> Option<PassContext<'_>> {
+        self.pass.as_ref().map(|pass| PassContext { mode, ..*pass })
     }
 }

@@ -2,13 +2,13 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Early, Layer, On, Pass, Remakes, Saved};
+use super::{Backend, Cost, InputGrad, Layer, MicroBatchSpec, PassContext, RecomputeSource, SavedTensors};
 use crate::kernels::cpu::acc_bytes;
-use crate::kernels::linear::Grads;
-use crate::kernels::norm::{Also, Norm as Kernel, card_workspace, chunk_rows};
-use crate::params::{Declared, Init, ParamId};
+use crate::kernels::linear::WeightBiasGrads;
+use crate::kernels::norm::{NormBackwardFusion, NormKernel as Kernel, chunk_rows, cuda_workspace};
+use crate::params::{ParamId, ParamInit, ParamRegistry};
 
-pub struct Norm {
+pub struct NormLayer {
     name: String,
     weight: ParamId,
     /// Layer norm has one, RMS norm has none.
@@ -19,22 +19,22 @@ pub struct Norm {
     width: usize,
 }
 
-impl Norm {
+impl NormLayer {
     /// Layer norm of samples of `shape`; `eps` is 1e-5 in PyTorch and GPT-2, 1e-12 in BERT.
-    pub fn layer(declared: &mut Declared, name: &str, shape: &[usize], eps: f64) -> Self {
-        let mut norm = Self::rms(declared, name, shape, eps);
-        norm.bias = Some(declared.param(format!("{name}.bias"), [norm.width], Init::Constant(0.0)));
+    pub fn layer_norm(registry: &mut ParamRegistry, name: &str, shape: &[usize], eps: f64) -> Self {
+        let mut norm = Self::rms_norm(registry, name, shape, eps);
+        norm.bias = Some(registry.param(format!("{name}.bias"), [norm.width], ParamInit::Constant(0.0)));
         norm
     }
 
     /// RMS norm of samples of `shape`; `eps` is 1e-6 in Llama.
-    pub fn rms(declared: &mut Declared, name: &str, shape: &[usize], eps: f64) -> Self {
+    pub fn rms_norm(registry: &mut ParamRegistry, name: &str, shape: &[usize], eps: f64) -> Self {
         let width = shape.last().copied().unwrap_or(1);
-        let weight = declared.param(format!("{name}.weight"), [width], Init::Constant(1.0));
+        let weight = registry.param(format!("{name}.weight"), [width], ParamInit::Constant(1.0));
         Self { name: name.into(), weight, bias: None, eps, shape: shape.to_vec(), width }
     }
 
-    fn kernel<'a>(&self, pass: &'a Pass) -> Kernel<'a> {
+    fn kernel<'a>(&self, pass: &'a PassContext) -> Kernel<'a> {
         Kernel {
             weight: pass.weight(self.weight),
             bias: self.bias.map(|id| pass.weight(id)),
@@ -43,96 +43,132 @@ impl Norm {
         }
     }
 
-    fn gradients(
+    fn backward_fused(
         &self,
-        saved: &Saved,
+        saved: &SavedTensors,
         dy: &Tensor,
-        pass: &Pass,
-        want: bool,
-        also: Also,
+        pass: &PassContext,
+        needs_input_grad: bool,
+        fused: NormBackwardFusion,
     ) -> Result<Option<Tensor>> {
-        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        let also = Also { sums: pass.along.sums.map(|id| pass.grad(id)), ..also };
-        self.kernel(pass).backward(&saved.0[0], &saved.0[1], dy, &grads, want, also)
+        let grads =
+            WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
+        let fused = NormBackwardFusion {
+            dx_column_sums: pass.fusion.input_bias_grad.map(|id| pass.grad(id)),
+            ..fused
+        };
+        self.kernel(pass).backward(&saved.0[0], &saved.0[1], dy, &grads, needs_input_grad, fused)
     }
 }
 
-impl Layer for Norm {
+impl Layer for NormLayer {
     fn name(&self) -> &str {
         &self.name
     }
 
-    fn output(&self) -> Vec<usize> {
+    fn output_shape(&self) -> Vec<usize> {
         self.shape.clone()
     }
 
-    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+    fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
         let (y, stats) = self.kernel(pass).forward(x)?;
-        Ok((y, Saved(vec![x.clone(), stats])))
+        Ok((y, SavedTensors(vec![x.clone(), stats])))
     }
 
-    fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
-        self.gradients(&saved, &dy, pass, want, Also::default())
-    }
-
-    fn backward_onto(&self, saved: Saved, dy: Tensor, pass: &Pass, onto: &Tensor) -> Result<Option<Tensor>> {
-        self.gradients(&saved, &dy, pass, true, Also { onto: Some(onto), ..Also::default() })
-    }
-
-    fn again(&self, saved: &Saved, pass: &Pass) -> Result<Option<Tensor>> {
-        self.kernel(pass).again(&saved.0[0], &saved.0[1])
-    }
-
-    fn sums(&self, on: On) -> bool {
-        on.is_cuda()
-    }
-
-    fn remakes_on_the_way(&self, on: On) -> bool {
-        on.is_cuda()
-    }
-
-    fn backward_early(
+    fn backward(
         &self,
-        saved: Saved,
+        saved: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        self.backward_fused(&saved, &dy, pass, needs_input_grad, NormBackwardFusion::default())
+    }
+
+    fn backward_accumulate(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        residual_grad: &Tensor,
+    ) -> Result<Option<Tensor>> {
+        self.backward_fused(
+            &saved,
+            &dy,
+            pass,
+            true,
+            NormBackwardFusion { residual_grad: Some(residual_grad), ..NormBackwardFusion::default() },
+        )
+    }
+
+    fn recompute_output(&self, saved: &SavedTensors, pass: &PassContext) -> Result<Option<Tensor>> {
+        self.kernel(pass).recompute_output(&saved.0[0], &saved.0[1])
+    }
+
+    fn fuses_bias_grad(&self, backend: Backend) -> bool {
+        backend.is_cuda()
+    }
+
+    fn recomputes_in_backward(&self, backend: Backend) -> bool {
+        backend.is_cuda()
+    }
+
+    fn backward_input(
+        &self,
+        saved: SavedTensors,
         dy: &Tensor,
-        pass: &Pass,
-        (want, onto): (bool, Option<&Tensor>),
-        again: bool,
-    ) -> Result<Early> {
-        let dx = self.gradients(&saved, dy, pass, want, Also { onto, again, ..Also::default() })?;
-        Ok(Early { dx, y: again.then(|| dy.clone()), through: false })
-    }
-
-    fn remakes(&self, on: On) -> Remakes {
-        if on.is_cuda() { Remakes::WithInput } else { Remakes::Never }
-    }
-
-    fn cost(&self, at: At) -> Cost {
-        let len: usize = self.shape.iter().product();
-        let rows = at.batch * len / self.width;
-        let (acc, vectors) = (acc_bytes(at.dtype), 1 + self.bias.is_some() as usize);
-        Cost {
-            input: at.bytes(len),
-            output: at.bytes(len),
-            keeps_input: true,
-            saved: (rows * vectors * acc) as u64,
-            backward: match at.on {
-                On::Cpu { .. } => (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64,
-                On::Cuda { .. } => card_workspace(at.dtype, rows, self.width, vectors),
+        pass: &PassContext,
+        (needs_input_grad, residual_grad): (bool, Option<&Tensor>),
+        recompute: bool,
+    ) -> Result<InputGrad> {
+        let dx = self.backward_fused(
+            &saved,
+            dy,
+            pass,
+            needs_input_grad,
+            NormBackwardFusion {
+                residual_grad,
+                recompute_output: recompute,
+                ..NormBackwardFusion::default()
             },
-            flops: (8 * at.batch * len) as u64,
+        )?;
+        Ok(InputGrad { dx, recomputed_output: recompute.then(|| dy.clone()), input_act_backward_done: false })
+    }
+
+    fn recompute_source(&self, backend: Backend) -> RecomputeSource {
+        if backend.is_cuda() { RecomputeSource::InputAndSaved } else { RecomputeSource::Unsupported }
+    }
+
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
+        let len: usize = self.shape.iter().product();
+        let rows = spec.batch * len / self.width;
+        let (acc, vectors) = (acc_bytes(spec.dtype), 1 + self.bias.is_some() as usize);
+        Cost {
+            input_grad: spec.bytes(len),
+            output: spec.bytes(len),
+            saves_input: true,
+            saved: (rows * vectors * acc) as u64,
+            backward_workspace: match spec.backend {
+                Backend::Cpu { .. } => {
+                    (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64
+                }
+                Backend::Cuda { .. } => cuda_workspace(spec.dtype, rows, self.width, vectors),
+            },
+            flops: (8 * spec.batch * len) as u64,
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
+    fn num_parameters(&self) -> usize {
         self.width * (1 + self.bias.is_some() as usize)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, bf16_follows, cost_is_exact, differences_agree, random};
+    use super::super::gradcheck::{
+        check_against_autograd, check_bf16, check_cost, check_finite_differences, random_tensor,
+    };
     use super::*;
     use proptest::prelude::*;
 
@@ -141,16 +177,16 @@ mod tests {
 
         #[test]
         fn gradients_are_right(batch in 1usize..5, t in 1usize..50, n in 3usize..40, centred: bool) {
-            let build = |d: &mut Declared| -> Box<dyn Layer> {
+            let build = |d: &mut ParamRegistry| -> Box<dyn Layer> {
                 match centred {
-                    true => Box::new(Norm::layer(d, "n", &[t, n], 1e-5)),
-                    false => Box::new(Norm::rms(d, "n", &[t, n], 1e-6)),
+                    true => Box::new(NormLayer::layer_norm(d, "n", &[t, n], 1e-5)),
+                    false => Box::new(NormLayer::rms_norm(d, "n", &[t, n], 1e-6)),
                 }
             };
-            let x = random(&[batch, t, n], 1);
-            differences_agree(&build, &x);
-            autograd_agrees(&build, &x, &|x, p| Kernel { weight: &p[0], bias: p.get(1), centred, eps: if centred { 1e-5 } else { 1e-6 } }.reference(x));
-            cost_is_exact(&build, &|batch| random(&[batch, t, n], 1));
+            let x = random_tensor(&[batch, t, n], 1);
+            check_finite_differences(&build, &x);
+            check_against_autograd(&build, &x, &|x, p| Kernel { weight: &p[0], bias: p.get(1), centred, eps: if centred { 1e-5 } else { 1e-6 } }.reference(x));
+            check_cost(&build, &|batch| random_tensor(&[batch, t, n], 1));
         }
     }
 
@@ -160,9 +196,9 @@ mod tests {
         for (t, n) in
             [(5, 33), (7, 64), (40, 384), (11, 520), (3, 768), (5, 1024), (2, 1600), (2, 3200), (2, 2500)]
         {
-            let x = random(&[3, t, n], 1);
-            bf16_follows(&|d| Box::new(Norm::layer(d, "n", &[t, n], 1e-5)), &x);
-            bf16_follows(&|d| Box::new(Norm::rms(d, "n", &[t, n], 1e-6)), &x);
+            let x = random_tensor(&[3, t, n], 1);
+            check_bf16(&|d| Box::new(NormLayer::layer_norm(d, "n", &[t, n], 1e-5)), &x);
+            check_bf16(&|d| Box::new(NormLayer::rms_norm(d, "n", &[t, n], 1e-6)), &x);
         }
     }
 }

@@ -3,17 +3,17 @@
 
 use candle_core::{Result, Tensor};
 
-use super::loss::{Counted, Loss};
-use super::{At, Cost, On, Pass};
+use super::loss::{Loss, PendingMetricSums};
+use super::{Backend, Cost, MicroBatchSpec, PassContext};
 use crate::kernels::Activation;
-use crate::kernels::linear::{Grads, Lies, Linear};
-pub use crate::kernels::pointwise_loss::Kind;
-use crate::kernels::pointwise_loss::{Head, card_workspace, workspace};
+use crate::kernels::linear::{LinearKernel, WeightBiasGrads, WeightLayout};
+pub use crate::kernels::pointwise_loss::PointwiseLossFn;
+use crate::kernels::pointwise_loss::{LinearPointwiseLoss, cuda_workspace, workspace};
 use crate::params::ParamId;
 
 pub struct PointwiseLoss {
     pub name: String,
-    pub kind: Kind,
+    pub kind: PointwiseLossFn,
     /// (outputs, width)
     pub weight: ParamId,
     pub bias: Option<ParamId>,
@@ -24,8 +24,12 @@ pub struct PointwiseLoss {
 }
 
 impl PointwiseLoss {
-    fn head<'a>(&self, pass: &'a Pass) -> Head<'a> {
-        Head { weight: pass.weight(self.weight), bias: self.bias.map(|id| pass.weight(id)), kind: self.kind }
+    fn head<'a>(&self, pass: &'a PassContext) -> LinearPointwiseLoss<'a> {
+        LinearPointwiseLoss {
+            weight: pass.weight(self.weight),
+            bias: self.bias.map(|id| pass.weight(id)),
+            loss_fn: self.kind,
+        }
     }
 }
 
@@ -34,69 +38,97 @@ impl Loss for PointwiseLoss {
         &self.name
     }
 
-    fn learn(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<(Counted, Tensor)> {
-        let grads = Grads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.head(pass).learn(x, targets, pass.scale, &grads)
+    fn forward_backward(
+        &self,
+        x: &Tensor,
+        targets: &Tensor,
+        pass: &PassContext,
+    ) -> Result<(PendingMetricSums, Tensor)> {
+        let grads =
+            WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
+        self.head(pass).forward_backward(x, targets, pass.loss_scale, &grads)
     }
 
-    fn judge(&self, x: &Tensor, targets: &Tensor, pass: &Pass) -> Result<Counted> {
-        self.head(pass).judge(x, targets)
+    fn evaluate(&self, x: &Tensor, targets: &Tensor, pass: &PassContext) -> Result<PendingMetricSums> {
+        self.head(pass).evaluate(x, targets)
     }
 
-    fn map<'a>(&self, pass: &'a Pass) -> Linear<'a> {
+    fn output_layer<'a>(&self, pass: &'a PassContext) -> LinearKernel<'a> {
         let bias = self.bias.map(|id| pass.weight(id));
-        Linear { weight: pass.weight(self.weight), lies: Lies::OutIn, bias, act: Activation::Identity }
+        LinearKernel {
+            weight: pass.weight(self.weight),
+            weight_layout: WeightLayout::OutIn,
+            bias,
+            act: Activation::Identity,
+        }
     }
 
-    fn cost(&self, at: At) -> Cost {
-        let rows = at.batch * self.positions;
-        let (forward, backward) = match at.on {
-            On::Cpu { .. } => workspace(at.dtype, rows, self.outputs, self.width),
-            On::Cuda { .. } => card_workspace(at.dtype, at.batch, rows, self.outputs, self.bias.is_some()),
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
+        let rows = spec.batch * self.positions;
+        let (forward, backward) = match spec.backend {
+            Backend::Cpu { .. } => workspace(spec.dtype, rows, self.outputs, self.width),
+            Backend::Cuda { .. } => {
+                cuda_workspace(spec.dtype, spec.batch, rows, self.outputs, self.bias.is_some())
+            }
         };
         Cost {
-            input: at.bytes(self.positions * self.width),
-            forward,
-            backward,
+            input_grad: spec.bytes(self.positions * self.width),
+            forward_workspace: forward,
+            backward_workspace: backward,
             flops: 2 * (rows * self.width * self.outputs) as u64,
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
+    fn num_parameters(&self) -> usize {
         self.outputs * self.width + self.bias.map_or(0, |_| self.outputs)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{Subject, device, distance, flat, leaf, loss_differences_agree, random};
-    use super::super::{Along, Mode, Pass};
+    use super::super::gradcheck::{
+        TestContext, check_loss_finite_differences, leaf, random_tensor, relative_error, test_device,
+        to_f64_vec,
+    };
+    use super::super::{FusionContext, Mode, PassContext};
     use super::*;
-    use crate::params::{Declared, Init};
+    use crate::params::{ParamInit, ParamRegistry};
     use candle_core::{DType, Device, Var};
     use proptest::prelude::*;
 
-    fn loss(d: &mut Declared, kind: Kind, width: usize, outputs: usize, bias: bool) -> PointwiseLoss {
+    fn loss(
+        d: &mut ParamRegistry,
+        kind: PointwiseLossFn,
+        width: usize,
+        outputs: usize,
+        bias: bool,
+    ) -> PointwiseLoss {
         PointwiseLoss {
             name: "head".into(),
             kind,
-            weight: d.param("head.weight", [outputs, width], Init::Normal(1.0)),
-            bias: bias.then(|| d.param("head.bias", [outputs], Init::Normal(1.0))),
+            weight: d.param("head.weight", [outputs, width], ParamInit::Normal(1.0)),
+            bias: bias.then(|| d.param("head.bias", [outputs], ParamInit::Normal(1.0))),
             positions: 1,
             width,
             outputs,
         }
     }
 
-    fn targets(rows: usize, outputs: usize, kind: Kind) -> Tensor {
-        let of = |v: f64| if kind == Kind::Binary { (v > 0.0) as u8 as f64 } else { 2.0 * v };
-        let values: Vec<f32> = flat(&random(&[rows, outputs], 3)).into_iter().map(|v| of(v) as f32).collect();
-        Tensor::from_vec(values, (rows, outputs), &device()).unwrap()
+    fn targets(rows: usize, outputs: usize, kind: PointwiseLossFn) -> Tensor {
+        let of =
+            |v: f64| if kind == PointwiseLossFn::BceWithLogits { (v > 0.0) as u8 as f64 } else { 2.0 * v };
+        let values: Vec<f32> =
+            to_f64_vec(&random_tensor(&[rows, outputs], 3)).into_iter().map(|v| of(v) as f32).collect();
+        Tensor::from_vec(values, (rows, outputs), &test_device()).unwrap()
     }
 
-    fn kind() -> impl Strategy<Value = Kind> {
-        prop::sample::select(vec![Kind::Squared, Kind::Huber { delta: 0.7 }, Kind::Binary])
+    fn kind() -> impl Strategy<Value = PointwiseLossFn> {
+        prop::sample::select(vec![
+            PointwiseLossFn::SquaredError,
+            PointwiseLossFn::Huber { delta: 0.7 },
+            PointwiseLossFn::BceWithLogits,
+        ])
     }
 
     proptest! {
@@ -104,53 +136,59 @@ mod tests {
 
         #[test]
         fn gradients_are_right(rows in 1usize..7, width in 1usize..9, outputs in 1usize..6, bias: bool, kind in kind()) {
-            let x = random(&[rows, width], 1);
-            loss_differences_agree(&|d| Box::new(loss(d, kind, width, outputs, bias)), &x, &targets(rows, outputs, kind));
+            let x = random_tensor(&[rows, width], 1);
+            check_loss_finite_differences(&|d| Box::new(loss(d, kind, width, outputs, bias)), &x, &targets(rows, outputs, kind));
         }
 
         #[test]
         fn the_f32_body_follows_the_reference(rows in 1usize..300, outputs in 1usize..9, kind in kind()) {
-            let mut declared = Declared::default();
-            let loss = loss(&mut declared, kind, 16, outputs, true);
-            let subject = Subject::new(declared, DType::F32, rows);
-            let (x, t) = (random(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), targets(rows, outputs, kind));
-            let pass = Pass { scale: 0.5, ..subject.pass(Mode::Train) };
-            let (tally, dx) = loss.learn(&x, &t, &pass).unwrap();
+            let mut registry = ParamRegistry::default();
+            let loss = loss(&mut registry, kind, 16, outputs, true);
+            let subject = TestContext::new(registry, DType::F32, rows);
+            let (x, t) = (random_tensor(&[rows, 16], 1).to_dtype(DType::F32).unwrap(), targets(rows, outputs, kind));
+            let pass = PassContext { loss_scale: 0.5, ..subject.pass(Mode::Train) };
+            let (metrics, dx) = loss.forward_backward(&x, &t, &pass).unwrap();
             let vars: Vec<Var> = [&x, pass.weight(loss.weight), pass.weight(loss.bias.unwrap())] .map(leaf).into();
-            let wanted = Head { weight: &vars[1], bias: Some(&vars[2]), kind }.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
+            let wanted = LinearPointwiseLoss { weight: &vars[1], bias: Some(&vars[2]), loss_fn: kind }.reference(&vars[0], &t.to_device(&Device::Cpu).unwrap()).unwrap();
             let value = wanted.to_scalar::<f64>().unwrap();
-            let tally = tally.read().unwrap();
-            prop_assert!((tally.loss - value).abs() < 1e-4 * value.abs().max(1.0), "{} {value}", tally.loss);
+            let metrics = metrics.read().unwrap();
+            prop_assert!((metrics.loss - value).abs() < 1e-4 * value.abs().max(1.0), "{} {value}", metrics.loss);
             let grads = (wanted * 0.5).unwrap().backward().unwrap();
-            prop_assert!(distance(&flat(&dx), &flat(grads.get(&vars[0]).unwrap())) < 1e-4);
+            prop_assert!(relative_error(&to_f64_vec(&dx), &to_f64_vec(grads.get(&vars[0]).unwrap())) < 1e-4);
             for (ours, var) in subject.store.grad_views().iter().zip(&vars[1..]) {
-                prop_assert!(distance(&flat(ours), &flat(grads.get(var).unwrap())) < 1e-4);
+                prop_assert!(relative_error(&to_f64_vec(ours), &to_f64_vec(grads.get(var).unwrap())) < 1e-4);
             }
         }
     }
 
     #[test]
-    fn a_binary_answer_is_right_where_all_its_scores_are() {
-        let mut declared = Declared::default();
-        let loss = loss(&mut declared, Kind::Binary, 1, 1, false);
-        let store = crate::params::Store::new(declared.layout().unwrap(), 1, DType::F32, &device()).unwrap();
-        crate::kernels::update::round_into(&Tensor::ones(1, DType::F32, &device()).unwrap(), &store.master)
-            .unwrap();
-        let pass = Pass {
+    fn binary_prediction_is_correct_when_all_logits_are() {
+        let mut registry = ParamRegistry::default();
+        let loss = loss(&mut registry, PointwiseLossFn::BceWithLogits, 1, 1, false);
+        let store =
+            crate::params::ParamStore::new(registry.into_layout().unwrap(), 1, DType::F32, &test_device())
+                .unwrap();
+        crate::kernels::update::cast_into(
+            &Tensor::ones(1, DType::F32, &test_device()).unwrap(),
+            &store.master_weights,
+        )
+        .unwrap();
+        let pass = PassContext {
             store: &store,
             mode: Mode::Eval,
             seed: 0,
             epoch: 0,
-            ids: &[0, 1, 2],
+            sample_ids: &[0, 1, 2],
             lengths: None,
-            staged: None,
-            scale: 1.0,
-            along: Along::default(),
+            sample_info: None,
+            loss_scale: 1.0,
+            fusion: FusionContext::default(),
         };
-        let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &device()).unwrap();
-        let tally = loss.judge(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap().read().unwrap();
-        assert_eq!((tally.count, tally.top1), (3, 2));
+        let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &test_device()).unwrap();
+        let metrics =
+            loss.evaluate(&of([2.0, -1.0, 60.0]), &of([1.0, 1.0, 1.0]), &pass).unwrap().read().unwrap();
+        assert_eq!((metrics.count, metrics.top1), (3, 2));
         let wanted = (-2f64).exp().ln_1p() + 1f64.exp().ln_1p();
-        assert!((tally.loss - wanted).abs() < 1e-5, "{} {wanted}", tally.loss);
+        assert!((metrics.loss - wanted).abs() < 1e-5, "{} {wanted}", metrics.loss);
     }
 }

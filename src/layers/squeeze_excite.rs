@@ -3,10 +3,12 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Mode, On, Pass, Saved};
-use crate::kernels::linear::{Grads, Lies, Linear as Kernel, card_workspace, workspace};
-use crate::kernels::{Activation, Reads, average, scale};
-use crate::params::{Declared, Init, ParamId};
+use super::{Backend, Cost, Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
+use crate::kernels::linear::{
+    LinearKernel as Kernel, WeightBiasGrads, WeightLayout, bias_gradient_workspace, workspace,
+};
+use crate::kernels::{Activation, SavedForBackward, avg_pool, scale};
+use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct SqueezeExcite {
     name: String,
@@ -14,36 +16,46 @@ pub struct SqueezeExcite {
     shape: [usize; 3],
     hidden: usize,
     act: Activation,
-    down: [ParamId; 2],
-    up: [ParamId; 2],
+    fc1: [ParamId; 2],
+    fc2: [ParamId; 2],
 }
 
 impl SqueezeExcite {
     /// The two maps are named `fc1` and `fc2` and shaped as windows of one pixel, as torchvision has them.
     pub fn new(
-        declared: &mut Declared,
+        registry: &mut ParamRegistry,
         name: &str,
         shape: [usize; 3],
         hidden: usize,
         act: Activation,
     ) -> Self {
         let mut map = |layer: &str, inputs: usize, outputs: usize| {
-            let init = Init::Uniform(1.0 / (inputs as f64).sqrt());
-            let weight = declared.filter(format!("{name}.{layer}.weight"), [outputs, inputs, 1, 1], init);
-            [weight, declared.param(format!("{name}.{layer}.bias"), [outputs], init)]
+            let init = ParamInit::Uniform(1.0 / (inputs as f64).sqrt());
+            let weight =
+                registry.conv_weight(format!("{name}.{layer}.weight"), [outputs, inputs, 1, 1], init);
+            [weight, registry.param(format!("{name}.{layer}.bias"), [outputs], init)]
         };
-        let (down, up) = (map("fc1", shape[2], hidden), map("fc2", hidden, shape[2]));
-        Self { name: name.into(), shape, hidden, act, down, up }
+        let (fc1, fc2) = (map("fc1", shape[2], hidden), map("fc2", hidden, shape[2]));
+        Self { name: name.into(), shape, hidden, act, fc1, fc2 }
     }
 
-    fn maps<R>(&self, pass: &Pass, body: impl FnOnce(&Kernel, &Kernel) -> Result<R>) -> Result<R> {
+    fn with_linears<R>(
+        &self,
+        pass: &PassContext,
+        body: impl FnOnce(&Kernel, &Kernel) -> Result<R>,
+    ) -> Result<R> {
         let (c, s) = (self.shape[2], self.hidden);
-        let down = pass.weight(self.down[0]).reshape((s, c))?;
-        let up = pass.weight(self.up[0]).reshape((c, s))?;
-        let (a, b) = (pass.weight(self.down[1]), pass.weight(self.up[1]));
+        let fc1_weight = pass.weight(self.fc1[0]).reshape((s, c))?;
+        let fc2_weight = pass.weight(self.fc2[0]).reshape((c, s))?;
+        let (a, b) = (pass.weight(self.fc1[1]), pass.weight(self.fc2[1]));
         body(
-            &Kernel { weight: &down, lies: Lies::OutIn, bias: Some(a), act: self.act },
-            &Kernel { weight: &up, lies: Lies::OutIn, bias: Some(b), act: Activation::Sigmoid },
+            &Kernel { weight: &fc1_weight, weight_layout: WeightLayout::OutIn, bias: Some(a), act: self.act },
+            &Kernel {
+                weight: &fc2_weight,
+                weight_layout: WeightLayout::OutIn,
+                bias: Some(b),
+                act: Activation::Sigmoid,
+            },
         )
     }
 }
@@ -53,86 +65,96 @@ impl Layer for SqueezeExcite {
         &self.name
     }
 
-    fn output(&self) -> Vec<usize> {
+    fn output_shape(&self) -> Vec<usize> {
         self.shape.to_vec()
     }
 
-    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
-        let means = average::whole(x)?;
-        let (hidden, pre, gate) = self.maps(pass, |down, up| {
-            let (hidden, pre) = down.forward(&means)?;
-            let gate = up.forward(&hidden)?.0;
+    fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        let means = avg_pool::global_avg_pool(x)?;
+        let (hidden, pre, gate) = self.with_linears(pass, |fc1, fc2| {
+            let (hidden, pre) = fc1.forward(&means)?;
+            let gate = fc2.forward(&hidden)?.0;
             Ok((hidden, pre, gate))
         })?;
         let y = scale::forward(x, &gate)?;
         if pass.mode == Mode::Eval {
-            return Ok((y, Saved::default()));
+            return Ok((y, SavedTensors::default()));
         }
         let mut saved = vec![x.clone(), means, hidden, gate];
-        saved.extend(pre.filter(|_| self.act.reads() == Reads::Input));
-        Ok((y, Saved(saved)))
+        saved.extend(pre.filter(|_| self.act.saved_for_backward() == SavedForBackward::Input));
+        Ok((y, SavedTensors(saved)))
     }
 
-    fn backward(&self, saved: Saved, dy: Tensor, pass: &Pass, want: bool) -> Result<Option<Tensor>> {
+    fn backward(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
         let [x, means, hidden, gate] = &saved.0[..4] else {
             candle_core::bail!("squeeze-excite `{}` was given what another layer saved", self.name)
         };
-        let before = match self.act.reads() {
-            Reads::Nothing => None,
-            Reads::Output => Some(hidden),
-            Reads::Input => saved.0.get(4),
+        let act_saved = match self.act.saved_for_backward() {
+            SavedForBackward::Nothing => None,
+            SavedForBackward::Output => Some(hidden),
+            SavedForBackward::Input => saved.0.get(4),
         };
         let (c, s) = (self.shape[2], self.hidden);
-        let (down_grad, up_grad) =
-            (pass.grad(self.down[0]).reshape((s, c))?, pass.grad(self.up[0]).reshape((c, s))?);
-        let of_gate = scale::of_factors(x, &dy)?;
-        let of_means = self.maps(pass, |down, up| {
-            let grads = Grads { weight: &up_grad, bias: Some(pass.grad(self.up[1])) };
-            let of_hidden = match up.backward(hidden, Some(gate), of_gate, &grads, true)? {
+        let (fc1_grad, fc2_grad) =
+            (pass.grad(self.fc1[0]).reshape((s, c))?, pass.grad(self.fc2[0]).reshape((c, s))?);
+        let d_gate = scale::factor_gradient(x, &dy)?;
+        let d_means = self.with_linears(pass, |fc1, fc2| {
+            let grads = WeightBiasGrads { weight: &fc2_grad, bias: Some(pass.grad(self.fc2[1])) };
+            let d_hidden = match fc2.backward(hidden, Some(gate), d_gate, &grads, true)? {
                 Some(d) => d,
                 None => candle_core::bail!("a wanted gradient was not made"),
             };
-            let grads = Grads { weight: &down_grad, bias: Some(pass.grad(self.down[1])) };
-            down.backward(means, before, of_hidden, &grads, want)
+            let grads = WeightBiasGrads { weight: &fc1_grad, bias: Some(pass.grad(self.fc1[1])) };
+            fc1.backward(means, act_saved, d_hidden, &grads, needs_input_grad)
         })?;
-        of_means.map(|m| scale::backward_with_means(&dy, gate, &m)).transpose()
+        d_means.map(|m| scale::backward_with_mean_gradient(&dy, gate, &m)).transpose()
     }
 
-    fn cost(&self, at: At) -> Cost {
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let ([h, w, c], s) = (self.shape, self.hidden);
-        let pre = if self.act.reads() == Reads::Input { s } else { 0 };
-        let (forward, backward) = match at.on {
-            On::Cpu { threads } => {
-                let sums = (threads * c * at.dtype.size_in_bytes().max(4)) as u64;
-                let down = workspace(at.dtype, Lies::OutIn, at.batch, c, s);
-                let up = workspace(at.dtype, Lies::OutIn, at.batch, s, c);
-                (sums.max(down.0).max(up.0), sums.max(down.1).max(up.1))
+        let pre = if self.act.saved_for_backward() == SavedForBackward::Input { s } else { 0 };
+        let (forward, backward) = match spec.backend {
+            Backend::Cpu { threads } => {
+                let sums = (threads * c * spec.dtype.size_in_bytes().max(4)) as u64;
+                let fc1 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, c, s);
+                let fc2 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, s, c);
+                (sums.max(fc1.0).max(fc2.0), sums.max(fc1.1).max(fc2.1))
             }
             // The sums of the biases' gradients.
-            On::Cuda { .. } => {
-                (0, card_workspace(at.dtype, at.batch, c).max(card_workspace(at.dtype, at.batch, s)))
-            }
+            Backend::Cuda { .. } => (
+                0,
+                bias_gradient_workspace(spec.dtype, spec.batch, c)
+                    .max(bias_gradient_workspace(spec.dtype, spec.batch, s)),
+            ),
         };
         Cost {
-            input: at.bytes(h * w * c),
-            output: at.bytes(h * w * c),
-            keeps_input: true,
-            saved: at.bytes(2 * c + s + pre),
-            forward,
-            backward: backward + at.bytes(2 * c + s),
-            flops: (at.batch * (2 * h * w * c + 4 * s * c)) as u64,
+            input_grad: spec.bytes(h * w * c),
+            output: spec.bytes(h * w * c),
+            saves_input: true,
+            saved: spec.bytes(2 * c + s + pre),
+            forward_workspace: forward,
+            backward_workspace: backward + spec.bytes(2 * c + s),
+            flops: (spec.batch * (2 * h * w * c + 4 * s * c)) as u64,
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
+    fn num_parameters(&self) -> usize {
         2 * self.shape[2] * self.hidden + self.shape[2] + self.hidden
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::gradcheck::{
+        check_against_autograd, check_cost, check_finite_differences, random_tensor,
+    };
     use super::*;
     use proptest::prelude::*;
 
@@ -141,19 +163,19 @@ mod tests {
 
         #[test]
         fn gradients_are_right(h in 1usize..5, w in 1usize..5, c in 2usize..9, s in 3usize..6, act in prop::sample::select(vec![Activation::Relu, Activation::Silu])) {
-            let build = |d: &mut Declared| Box::new(SqueezeExcite::new(d, "se", [h, w, c], s, act)) as Box<dyn Layer>;
-            let input = |batch: usize| random(&[batch, h, w, c], 1);
+            let build = |d: &mut ParamRegistry| Box::new(SqueezeExcite::new(d, "se", [h, w, c], s, act)) as Box<dyn Layer>;
+            let input = |batch: usize| random_tensor(&[batch, h, w, c], 1);
             // A difference across the corner of a clip is no slope: autograd judges that one.
             if act != Activation::Relu {
-                differences_agree(&build, &input(3));
+                check_finite_differences(&build, &input(3));
             }
-            cost_is_exact(&build, &input);
-            autograd_agrees(&build, &input(3), &|x, p| {
+            check_cost(&build, &input);
+            check_against_autograd(&build, &input(3), &|x, p| {
                 let map = |x: &Tensor, i: usize, act| {
                     let weight = p[i].flatten_from(1)?;
-                    Kernel { weight: &weight, lies: Lies::OutIn, bias: Some(&p[i + 1]), act }.reference(x)
+                    Kernel { weight: &weight, weight_layout: WeightLayout::OutIn, bias: Some(&p[i + 1]), act }.reference(x)
                 };
-                let gate = map(&map(&average::reference_whole(x)?, 0, act)?, 2, Activation::Sigmoid)?;
+                let gate = map(&map(&avg_pool::global_avg_pool_reference(x)?, 0, act)?, 2, Activation::Sigmoid)?;
                 scale::reference(x, &gate)
             });
         }

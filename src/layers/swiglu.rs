@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{At, Cost, Layer, Pass, Saved};
+use super::{Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
 use crate::kernels::swiglu::{backward, forward};
 
 pub struct Swiglu {
@@ -16,37 +16,45 @@ impl Layer for Swiglu {
         &self.name
     }
 
-    fn output(&self) -> Vec<usize> {
+    fn output_shape(&self) -> Vec<usize> {
         self.shape.clone()
     }
 
-    fn forward(&self, x: &Tensor, _: &Pass) -> Result<(Tensor, Saved)> {
-        Ok((forward(x)?, Saved(vec![x.clone()])))
+    fn forward(&self, x: &Tensor, _: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        Ok((forward(x)?, SavedTensors(vec![x.clone()])))
     }
 
-    fn backward(&self, saved: Saved, dy: Tensor, _: &Pass, want: bool) -> Result<Option<Tensor>> {
-        want.then(|| backward(&saved.0[0], &dy)).transpose()
+    fn backward(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        _: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        needs_input_grad.then(|| backward(&saved.0[0], &dy)).transpose()
     }
 
-    fn cost(&self, at: At) -> Cost {
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let len: usize = self.shape.iter().product();
         Cost {
-            input: at.bytes(2 * len),
-            output: at.bytes(len),
-            keeps_input: true,
-            flops: (6 * at.batch * len) as u64,
+            input_grad: spec.bytes(2 * len),
+            output: spec.bytes(len),
+            saves_input: true,
+            flops: (6 * spec.batch * len) as u64,
             ..Cost::default()
         }
     }
 
-    fn parameters(&self) -> usize {
+    fn num_parameters(&self) -> usize {
         0
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::{autograd_agrees, cost_is_exact, differences_agree, random};
+    use super::super::gradcheck::{
+        check_against_autograd, check_cost, check_finite_differences, random_tensor,
+    };
     use super::*;
     use crate::kernels::swiglu::reference;
     use proptest::prelude::*;
@@ -56,11 +64,11 @@ mod tests {
 
         #[test]
         fn gradients_are_right(batch in 1usize..5, t in 1usize..6, n in 1usize..40) {
-            let build = |_: &mut crate::params::Declared| Box::new(Swiglu { name: "s".into(), shape: vec![t, n] }) as Box<dyn Layer>;
-            let input = |batch: usize| random(&[batch, t, 2 * n], 1);
-            differences_agree(&build, &input(batch));
-            autograd_agrees(&build, &input(batch), &|x, _| reference(x));
-            cost_is_exact(&build, &input);
+            let build = |_: &mut crate::params::ParamRegistry| Box::new(Swiglu { name: "s".into(), shape: vec![t, n] }) as Box<dyn Layer>;
+            let input = |batch: usize| random_tensor(&[batch, t, 2 * n], 1);
+            check_finite_differences(&build, &input(batch));
+            check_against_autograd(&build, &input(batch), &|x, _| reference(x));
+            check_cost(&build, &input);
         }
     }
 }

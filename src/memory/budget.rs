@@ -1,14 +1,14 @@
 //! How much memory a run may use.
 
-use super::card::Seen;
-use super::probe::Host;
-use crate::job::Memory;
-use crate::layers::{Capability, HOPPER};
-use crate::units::{Bytes, Size};
+use super::gpu::GpuInfo;
+use super::probe::HostInfo;
+use crate::job::MemoryConfig;
+use crate::layers::{ComputeCapability, HOPPER};
+use crate::units::{Bytes, MemorySize};
 
 /// What a plan is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Machine {
+pub struct TargetMachine {
     /// `cpu`, or `cuda` for a card that need not be here.
     pub device: String,
     /// Host bytes the run may use.
@@ -16,17 +16,17 @@ pub struct Machine {
     /// Device bytes the run may use; 0 where the CPU computes.
     pub vram: u64,
     /// Host bytes there are: no stated budget can be larger.
-    pub most_ram: u64,
+    pub max_ram: u64,
     /// Device bytes that the context takes beside the budget, where that is known.
-    pub context: u64,
+    pub context_bytes: u64,
     /// Compute capability of the device.
-    pub capability: Capability,
+    pub capability: ComputeCapability,
 }
 
-impl Machine {
+impl TargetMachine {
     /// This one, or one that is not here: the CPU with so many bytes and no more.
-    pub fn cpu(ram: u64, most_ram: u64) -> Self {
-        Self { device: "cpu".into(), ram, vram: 0, most_ram, context: 0, capability: HOPPER }
+    pub fn cpu(ram: u64, max_ram: u64) -> Self {
+        Self { device: "cpu".into(), ram, vram: 0, max_ram, context_bytes: 0, capability: HOPPER }
     }
 
     pub fn on_device(&self) -> bool {
@@ -36,23 +36,23 @@ impl Machine {
 
 /// Host bytes a job may use on this machine now, this process included. `auto` is what is available less the headroom;
 /// a size or a share is taken as stated, but never more than what is available.
-pub fn host(memory: &Memory, host: &Host) -> u64 {
-    let there = Bytes(host.for_process());
+pub fn host(memory: &MemoryConfig, host: &HostInfo) -> u64 {
+    let available = Bytes(host.process_budget());
     let stated = match memory.ram {
-        Size::Auto => memory.usable(there),
-        Size::Bytes(bytes) => bytes,
-        share => share.of(Bytes(host.most())),
+        MemorySize::Auto => memory.usable(available),
+        MemorySize::Bytes(bytes) => bytes,
+        percent => percent.resolve(Bytes(host.process_limit())),
     };
-    stated.min(there).0
+    stated.min(available).0
 }
 
 /// Bytes of a card that a job's tensors may use: `auto` is what is free less the headroom; a size is taken as stated,
 /// and a share is of the whole card.
-pub fn card(memory: &Memory, seen: &Seen) -> u64 {
+pub fn gpu(memory: &MemoryConfig, info: &GpuInfo) -> u64 {
     match memory.vram {
-        Size::Auto => memory.usable(Bytes(seen.free)).0,
-        Size::Bytes(bytes) => bytes.0,
-        share => share.of(Bytes(seen.total)).0,
+        MemorySize::Auto => memory.usable(Bytes(info.free)).0,
+        MemorySize::Bytes(bytes) => bytes.0,
+        percent => percent.resolve(Bytes(info.total)).0,
     }
 }
 
@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn a_budget_is_never_more_than_there_is() {
-        let there = Host {
+        let there = HostInfo {
             total: 1000,
             available: 800,
             swap_total: 0,
@@ -73,7 +73,8 @@ mod tests {
             resident: None,
             processor: String::new(),
         };
-        let with = |ram: &str| host(&Memory { ram: ram.parse().unwrap(), ..Memory::default() }, &there);
+        let with =
+            |ram: &str| host(&MemoryConfig { ram: ram.parse().unwrap(), ..MemoryConfig::default() }, &there);
         assert_eq!(with("auto"), 760);
         assert_eq!(with("500B"), 500);
         assert_eq!(with("50%"), 500);

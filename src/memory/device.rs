@@ -5,12 +5,12 @@
 
 use serde::Serialize;
 
-use super::card;
-use super::probe::Host;
+use super::gpu;
+use super::probe::HostInfo;
 
 /// A device and its memory now, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Device {
+pub struct DeviceInfo {
     /// As `--device` takes it: `cpu`, `cuda:0`, ...
     pub name: String,
     /// The processor or the card.
@@ -25,23 +25,23 @@ pub struct Device {
 }
 
 /// Every device of this machine that this build can use, the CPU first.
-pub fn all(host: &Host) -> Vec<Device> {
-    std::iter::once(cpu(host)).chain(card::all().into_iter().map(cuda)).collect()
+pub fn all(host: &HostInfo) -> Vec<DeviceInfo> {
+    std::iter::once(cpu(host)).chain(gpu::all().into_iter().map(cuda)).collect()
 }
 
-fn cuda(seen: card::Seen) -> Device {
-    Device {
-        name: format!("cuda:{}", seen.ordinal),
-        model: seen.model,
-        total_bytes: seen.total,
-        free_bytes: seen.free,
-        others_bytes: Some(seen.total - seen.free),
-        compute_capability: Some(seen.capability),
+fn cuda(info: gpu::GpuInfo) -> DeviceInfo {
+    DeviceInfo {
+        name: format!("cuda:{}", info.ordinal),
+        model: info.model,
+        total_bytes: info.total,
+        free_bytes: info.free,
+        others_bytes: Some(info.total - info.free),
+        compute_capability: Some(info.capability),
     }
 }
 
-fn cpu(host: &Host) -> Device {
-    Device {
+fn cpu(host: &HostInfo) -> DeviceInfo {
+    DeviceInfo {
         name: "cpu".into(),
         model: host.processor.clone(),
         total_bytes: host.total,

@@ -10,87 +10,87 @@ use std::rc::Rc;
 
 use candle_core::DType;
 
-use super::ledger::{Entry, Ledger};
-use super::plan::{Offload, Part, Phase, Place, Role};
-use super::process::Process;
-use super::trail::{self, Blocks};
-use crate::features::{Features, Input};
-use crate::kernels::{keys, product};
-use crate::layers::aside::Aside;
-use crate::layers::network::{Network, Walk};
-use crate::layers::{At, On};
-use crate::params::{Flat, Layout, Lies};
+use super::ledger::{Ledger, LedgerEntry};
+use super::ledger_trace::{self, BlockIndex};
+use super::plan::{MemoryPart, MemorySpace, Offload, PhasePeak, Role};
+use super::process::ProcessMemory;
+use crate::features::{Features, InputSpec};
+use crate::kernels::{matmul, sample_keys};
+use crate::layers::network::{Executor, Network};
+use crate::layers::offload::ActivationOffload;
+use crate::layers::{Backend, MicroBatchSpec};
+use crate::params::{FlatLayout, MemoryFormat, ParamLayout};
 
 /// Heap bytes the program holds beside what it asks for: the measured size of argument parsing, the
 /// job, the network's description, thread pools and the reports, with room to spare.
-pub const PROGRAM: u64 = 3 << 19;
+pub const PROGRAM_HEAP_BYTES: u64 = 3 << 19;
 
 /// Device bytes of what is too small to be counted one by one: sums that are read, and the driver's rounding.
-pub const ROUNDING: u64 = 256 << 10;
+pub const SMALL_ALLOCATION_BYTES: u64 = 256 << 10;
 
 /// Device bytes that all matrix products of a card share as their workspace.
-pub const PRODUCTS: u64 = 32 << 20;
+pub const GEMM_WORKSPACE_BYTES: u64 = 32 << 20;
 
 /// What batches on their way to a card are held as.
-pub const STAGED: &str = "micro-batch on its way";
+pub const STAGED_BATCH: &str = "micro-batch on its way";
 
 /// The phase before the first step: data is found, counted, tokenized.
-pub const PREPARATION: &str = "preparation";
+pub const PREPARATION_PHASE: &str = "preparation";
 
-const MASTER: &str = "master weights";
+const MASTER_WEIGHTS: &str = "master weights";
 const GRADIENTS: &str = "gradients";
 
 /// A job, as far as its memory is concerned.
 #[derive(Clone, Copy)]
-pub struct Subject<'a> {
+pub struct EstimatorInputs<'a> {
     pub network: &'a Network,
-    pub layout: &'a Layout,
+    pub layout: &'a ParamLayout,
     pub features: &'a Features,
     pub dtype: DType,
     /// Where layers compute, and tensors are.
-    pub on: On,
+    pub backend: Backend,
     pub optimizer_state: u64,
     /// Optimizer state in bytes instead of floats, where the optimizer has such.
     pub optimizer_state_8bit: u64,
     /// Device bytes through which optimizer state passes that waits in host memory.
-    pub state_window: u64,
+    pub state_staging_bytes: u64,
     /// Bytes an update takes while it runs.
     pub update_workspace: u64,
     /// A moving average of the weights is kept.
-    pub average: bool,
+    pub keeps_ema: bool,
     /// Bytes the data holds whatever the batch.
     pub resident_data: u64,
     /// What the process takes beside its heap, and took to prepare the data.
-    pub process: Process,
+    pub process: ProcessMemory,
     /// Host bytes the run may use.
     pub ram: u64,
     /// Bytes the loader holds for a micro-batch of this size, within so many host bytes.
-    pub pipeline: &'a dyn Fn(usize, u64) -> u64,
+    pub loader_bytes: &'a dyn Fn(usize, u64) -> u64,
     /// The most samples of an update: a micro-batch of whole normalization groups may be larger.
     pub update_samples: u64,
     pub valid_samples: u64,
 }
 
-impl Subject<'_> {
+impl EstimatorInputs<'_> {
     /// Tensors are in the memory of a device that is not the host.
     fn on_device(&self) -> bool {
-        self.on.is_cuda()
+        self.backend.is_cuda()
     }
 }
 
 /// How a step is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct ExecutionPlan {
     pub micro_batch: usize,
     /// Blocks that run forward again.
     pub recompute: usize,
     pub eval_micro_batch: usize,
     /// Optimizer state in bytes.
-    pub eight_bit: bool,
+    pub state_8bit: bool,
     pub offload: &'static [Offload],
 }
 
-impl Way {
+impl ExecutionPlan {
     pub fn offloads(&self, what: Offload) -> bool {
         self.offload.contains(&what)
     }
@@ -103,36 +103,36 @@ pub struct Estimate {
     pub ram: u64,
     /// The phase of the device's peak, or of the host's where that is the device.
     pub phase: &'static str,
-    pub phases: Vec<(&'static str, Held)>,
+    pub phases: Vec<(&'static str, MemoryUsage)>,
     /// Bytes of activations that a micro-batch moves to the host and back.
-    pub moved: u64,
+    pub transfer_bytes: u64,
 }
 
 /// Bytes held at a moment, on the device and on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct MemoryUsage {
     pub vram: u64,
     pub ram: u64,
 }
 
 /// Foretells memory.
-pub trait Predict {
-    fn estimate(&self, way: Way) -> Estimate;
+pub trait MemoryPredictor {
+    fn estimate(&self, exec_plan: ExecutionPlan) -> Estimate;
 
     /// The same with so many host bytes, which some buffers follow.
-    fn within(&self, way: Way, ram: u64) -> Estimate {
+    fn estimate_within(&self, exec_plan: ExecutionPlan, ram: u64) -> Estimate {
         let _ = ram;
-        self.estimate(way)
+        self.estimate(exec_plan)
     }
 
     /// What is live at the peak, by role, largest first.
-    fn parts(&self, way: Way) -> Vec<Part>;
+    fn peak_breakdown(&self, exec_plan: ExecutionPlan) -> Vec<MemoryPart>;
 }
 
 impl Estimate {
-    pub fn new(phases: Vec<(&'static str, Held)>, moved: u64) -> Self {
+    pub fn new(phases: Vec<(&'static str, MemoryUsage)>, transfer_bytes: u64) -> Self {
         let highest =
-            |of: fn(&Held) -> u64| {
+            |of: fn(&MemoryUsage) -> u64| {
                 let first = phases.iter().fold(("start", 0), |best, (phase, held)| {
                     if of(held) > best.1 { (*phase, of(held)) } else { best }
                 });
@@ -140,11 +140,11 @@ impl Estimate {
             };
         let (vram, ram) = (highest(|held| held.vram), highest(|held| held.ram));
         let phase = if vram.1 > 0 { vram.0 } else { ram.0 };
-        Self { vram: vram.1, ram: ram.1, phase, phases, moved }
+        Self { vram: vram.1, ram: ram.1, phase, phases, transfer_bytes }
     }
 
-    pub fn phases(&self) -> Vec<Phase> {
-        let one = |(name, held): &(&str, Held)| Phase {
+    pub fn phases(&self) -> Vec<PhasePeak> {
+        let one = |(name, held): &(&str, MemoryUsage)| PhasePeak {
             name: (*name).into(),
             vram_bytes: held.vram,
             ram_bytes: held.ram,
@@ -154,87 +154,104 @@ impl Estimate {
 }
 
 /// Bytes of the type parameters are kept in.
-fn wide(dtype: DType) -> u64 {
+fn master_dtype_bytes(dtype: DType) -> u64 {
     if dtype == DType::F64 { 8 } else { 4 }
 }
 
 /// Where something of this role is, when nothing is offloaded.
-pub fn place(role: Role, on: On) -> Place {
-    match (role, on) {
+pub fn memory_space(role: Role, backend: Backend) -> MemorySpace {
+    match (role, backend) {
         (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve | Role::Process, _)
-        | (_, On::Cpu { .. }) => Place::Ram,
-        (_, On::Cuda { .. }) => Place::Vram,
+        | (_, Backend::Cpu { .. }) => MemorySpace::Ram,
+        (_, Backend::Cuda { .. }) => MemorySpace::Vram,
     }
 }
 
 /// What a run holds from its start to its end, in the order it asks for it, and where.
-pub fn permanent(s: &Subject, offload: &[Offload]) -> Vec<(Role, &'static str, u64, Place)> {
-    let (params, stats, wide) = (s.layout.params.len as u64, s.layout.stats.len as u64, wide(s.dtype));
-    let copy =
-        if s.dtype.size_in_bytes() as u64 == wide { 0 } else { params * s.dtype.size_in_bytes() as u64 };
-    let packing =
-        if let On::Cpu { threads } = s.on { threads as u64 * product::kept_by_thread(s.dtype) } else { 0 };
+pub fn persistent_allocations(
+    s: &EstimatorInputs,
+    offload: &[Offload],
+) -> Vec<(Role, &'static str, u64, MemorySpace)> {
+    let (params, stats, master_bytes) =
+        (s.layout.params.len as u64, s.layout.stats.len as u64, master_dtype_bytes(s.dtype));
+    let compute_copy_bytes = if s.dtype.size_in_bytes() as u64 == master_bytes {
+        0
+    } else {
+        params * s.dtype.size_in_bytes() as u64
+    };
+    let packing = if let Backend::Cpu { threads } = s.backend {
+        threads as u64 * matmul::thread_buffer_bytes(s.dtype)
+    } else {
+        0
+    };
     let mut all = vec![
-        (Role::Reserve, "program", PROGRAM + packing),
-        (Role::Weights, MASTER, (params + stats) * wide),
-        (Role::Weights, "computed copy", copy),
-        (Role::Weights, "moving average", if s.average { params * wide } else { 0 }),
-        (Role::Weights, "statistics before an update", stats * wide),
-        (Role::Gradients, GRADIENTS, params * wide),
+        (Role::Reserve, "program", PROGRAM_HEAP_BYTES + packing),
+        (Role::Weights, MASTER_WEIGHTS, (params + stats) * master_bytes),
+        (Role::Weights, "computed copy", compute_copy_bytes),
+        (Role::Weights, "moving average", if s.keeps_ema { params * master_bytes } else { 0 }),
+        (Role::Weights, "statistics before an update", stats * master_bytes),
+        (Role::Gradients, GRADIENTS, params * master_bytes),
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
         (Role::DataPipeline, "data in memory", s.resident_data),
     ];
     // Asks are counted: what was not measured is not asked for.
     let measured = [
-        (Role::Process, "process", s.process.beside_heap),
-        (Role::DataPipeline, "left by preparation", s.process.left_behind),
+        (Role::Process, "process", s.process.non_heap),
+        (Role::DataPipeline, "left by preparation", s.process.leftover_heap),
     ];
     all.extend(measured.into_iter().filter(|(_, _, bytes)| *bytes > 0));
     if s.on_device() {
-        all.push((Role::Workspace, "matrix products", PRODUCTS));
-        all.push((Role::Workspace, "rounding", ROUNDING));
+        all.push((Role::Workspace, "matrix products", GEMM_WORKSPACE_BYTES));
+        all.push((Role::Workspace, "rounding", SMALL_ALLOCATION_BYTES));
     }
-    let away = offload.contains(&Offload::OptimizerState);
-    if away {
-        all.push((Role::Workspace, "optimizer state on its way", s.state_window));
+    let state_offloaded = offload.contains(&Offload::OptimizerState);
+    if state_offloaded {
+        all.push((Role::Workspace, "optimizer state on its way", s.state_staging_bytes));
     }
     let placed = |role| match role {
-        Role::OptimizerState if away => Place::Ram,
-        role => place(role, s.on),
+        Role::OptimizerState if state_offloaded => MemorySpace::Ram,
+        role => memory_space(role, s.backend),
     };
     all.into_iter().map(|(role, name, bytes)| (role, name, bytes, placed(role))).collect()
 }
 
 /// Bytes of a micro-batch as tensors. The CPU's floats are f32 before they are rounded.
-pub fn batch_bytes(features: &Features, at: At) -> u64 {
-    let value = match (&features.input, at.on) {
-        (Input::Floats { .. }, On::Cuda { .. }) => at.dtype.size_in_bytes(),
-        (Input::Floats { .. } | Input::Row { .. } | Input::Tokens { .. }, _) => 4,
+pub fn batch_bytes(features: &Features, spec: MicroBatchSpec) -> u64 {
+    let value = match (&features.input, spec.backend) {
+        (InputSpec::Floats { .. }, Backend::Cuda { .. }) => spec.dtype.size_in_bytes(),
+        (InputSpec::Floats { .. } | InputSpec::Tabular { .. } | InputSpec::Tokens { .. }, _) => 4,
     };
-    let known = if at.on.is_cuda() { keys::staged_bytes(at.batch) } else { 0 };
-    (at.batch * (value * features.input_len() + 4 * features.target_len()) + known) as u64
+    let sample_key_bytes =
+        if spec.backend.is_cuda() { sample_keys::sample_info_bytes(spec.batch) } else { 0 };
+    (spec.batch * (value * features.input_len() + 4 * features.target_len()) + sample_key_bytes) as u64
 }
 
 /// Bytes of a micro-batch on its way to a card: in page-locked host memory, and as many where it arrives.
-pub fn staged_bytes(features: &Features, samples: usize) -> u64 {
-    (samples * features.value_bytes() + keys::staged_bytes(samples)) as u64
+pub fn staging_bytes(features: &Features, samples: usize) -> u64 {
+    (samples * features.value_bytes() + sample_keys::sample_info_bytes(samples)) as u64
 }
 
 /// Bytes a checkpoint is written with: the largest parameter whose order other tools have otherwise, and
 /// the file's buffer.
-pub fn checkpoint_bytes(layout: &Layout, dtype: DType) -> u64 {
-    largest(layout, |lies| lies == Lies::ChannelsLast) * wide(dtype) + (1 << 20)
+pub fn checkpoint_write_bytes(layout: &ParamLayout, dtype: DType) -> u64 {
+    largest_param_len(layout, |memory_format| memory_format == MemoryFormat::ChannelsLast)
+        * master_dtype_bytes(dtype)
+        + (1 << 20)
 }
 
 /// Values of the largest parameter that lies so.
-fn largest(layout: &Layout, lies: impl Fn(Lies) -> bool) -> u64 {
-    let sizes = layout.params.iter().filter(|(spec, _)| lies(spec.lies)).map(|(spec, _)| spec.len() as u64);
+fn largest_param_len(layout: &ParamLayout, matches: impl Fn(MemoryFormat) -> bool) -> u64 {
+    let sizes = layout
+        .params
+        .iter()
+        .filter(|(spec, _)| matches(spec.memory_format))
+        .map(|(spec, _)| spec.len() as u64);
     sizes.max().unwrap_or(0)
 }
 
 /// The order in which blocks are recomputed: the least time for the bytes it frees first; among equals the
 /// earlier, whose activations wait longest; last those that free nothing. Gives the rank of each block.
-pub fn ranks(flops: &[u64], freed: &[u64]) -> Vec<usize> {
+pub fn recompute_ranks(flops: &[u64], freed: &[u64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..flops.len()).collect();
     // flops / freed, compared without division; a block that frees nothing costs infinitely much a byte.
     order.sort_by(|&a, &b| {
@@ -253,100 +270,121 @@ pub fn ranks(flops: &[u64], freed: &[u64]) -> Vec<usize> {
 
 /// Foretells the memory of a job.
 pub struct Estimator<'a> {
-    subject: Subject<'a>,
-    blocks: Blocks,
-    trained: RefCell<BTreeMap<(usize, usize, bool), Rc<Walked>>>,
-    judged: RefCell<BTreeMap<usize, Rc<Walked>>>,
+    inputs: EstimatorInputs<'a>,
+    blocks: BlockIndex,
+    train_cache: RefCell<BTreeMap<(usize, usize, bool), Rc<PassPeaks>>>,
+    eval_cache: RefCell<BTreeMap<usize, Rc<PassPeaks>>>,
 }
 
 /// What a walk over the network holds at the highest moments of its phases, and the inputs of blocks that wait in
 /// host memory meanwhile, in bytes.
 #[derive(Default)]
-struct Walked {
-    highs: Vec<(&'static str, u64)>,
-    away: u64,
+struct PassPeaks {
+    phase_peaks: Vec<(&'static str, u64)>,
+    offloaded_bytes: u64,
 }
 
 impl<'a> Estimator<'a> {
-    pub fn new(subject: Subject<'a>) -> Self {
-        let blocks = Blocks::new(subject.network);
-        Self { subject, blocks, trained: RefCell::default(), judged: RefCell::default() }
+    pub fn new(inputs: EstimatorInputs<'a>) -> Self {
+        let blocks = BlockIndex::new(inputs.network);
+        Self { inputs, blocks, train_cache: RefCell::default(), eval_cache: RefCell::default() }
     }
 
     /// Bytes that each block would free if it kept only its input, for one sample.
-    pub fn freed(&self) -> Vec<u64> {
-        let kept = |recompute| trail::kept(&self.learn(1, recompute, false).0, &self.blocks);
-        let all = self.subject.network.blocks.len();
+    pub fn freed_by_recompute(&self) -> Vec<u64> {
+        let kept = |recompute| {
+            ledger_trace::saved_bytes_per_block(
+                &self.log_forward_backward(1, recompute, false).0,
+                &self.blocks,
+            )
+        };
+        let all = self.inputs.network.blocks.len();
         kept(0).into_iter().zip(kept(all)).map(|(whole, input)| whole.saturating_sub(input)).collect()
     }
 
     /// The changes of a walk that learns, and the most bytes that wait in host memory.
-    fn learn(&self, batch: usize, recompute: usize, aside: bool) -> (Vec<Entry>, u64) {
+    fn log_forward_backward(&self, batch: usize, recompute: usize, offload: bool) -> (Vec<LedgerEntry>, u64) {
         let host = Ledger::planning();
-        let aside = aside.then(|| Aside::planned(host.clone()));
-        let body = |network: &Network, walk: &Walk| {
-            drop(network.learn(&Walk { pass: None, recompute, aside: aside.as_ref(), ..*walk }, None));
+        let offload = offload.then(|| ActivationOffload::accounting_only(host.clone()));
+        let body = |network: &Network, exec: &Executor| {
+            drop(network.forward_backward(
+                &Executor { pass: None, recompute_blocks: recompute, offload: offload.as_ref(), ..*exec },
+                None,
+            ));
         };
-        (self.walk("forward", batch, body), host.peak())
+        (self.log_pass("forward", batch, body), host.peak())
     }
 
-    fn judge(&self, batch: usize) -> Vec<Entry> {
-        self.walk("eval", batch, |network, walk| drop(network.judge(walk, None)))
+    fn log_evaluate(&self, batch: usize) -> Vec<LedgerEntry> {
+        self.log_pass("eval", batch, |network, exec| drop(network.evaluate(exec, None)))
     }
 
-    fn walk(&self, phase: &'static str, batch: usize, body: impl Fn(&Network, &Walk)) -> Vec<Entry> {
-        let s = &self.subject;
+    fn log_pass(
+        &self,
+        phase: &'static str,
+        batch: usize,
+        body: impl Fn(&Network, &Executor),
+    ) -> Vec<LedgerEntry> {
+        let s = &self.inputs;
         let ledger = Ledger::planning();
-        ledger.phase(phase);
+        ledger.set_phase(phase);
         {
-            let at = At { batch, dtype: s.dtype, on: s.on };
+            let spec = MicroBatchSpec { batch, dtype: s.dtype, backend: s.backend };
             // A planning ledger has no limit, so no ask fails.
-            let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, at)).ok();
-            body(s.network, &Walk { pass: None, at, ledger: &ledger, recompute: 0, aside: None });
+            let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, spec)).ok();
+            body(
+                s.network,
+                &Executor { pass: None, spec, ledger: &ledger, recompute_blocks: 0, offload: None },
+            );
         }
         ledger.log()
     }
 
-    fn trained(&self, way: Way) -> Rc<Walked> {
-        let (batch, recompute) = (self.train_batch(way), way.recompute);
-        let aside = self.aside(way);
+    fn train_peaks(&self, exec_plan: ExecutionPlan) -> Rc<PassPeaks> {
+        let (batch, recompute) = (self.train_batch(exec_plan), exec_plan.recompute);
+        let offload = self.offloads_activations(exec_plan);
         let walk = || {
-            let (log, away) = self.learn(batch, recompute, aside);
-            Rc::new(Walked { highs: trail::highs(&log), away })
+            let (log, offloaded_bytes) = self.log_forward_backward(batch, recompute, offload);
+            Rc::new(PassPeaks { phase_peaks: ledger_trace::phase_peaks(&log), offloaded_bytes })
         };
-        self.trained.borrow_mut().entry((batch, recompute, aside)).or_insert_with(walk).clone()
+        self.train_cache.borrow_mut().entry((batch, recompute, offload)).or_insert_with(walk).clone()
     }
 
-    fn judged(&self, batch: usize) -> Rc<Walked> {
-        let walk = || Rc::new(Walked { highs: trail::highs(&self.judge(batch)), away: 0 });
-        self.judged.borrow_mut().entry(batch).or_insert_with(walk).clone()
+    fn eval_peaks(&self, batch: usize) -> Rc<PassPeaks> {
+        let walk = || {
+            Rc::new(PassPeaks {
+                phase_peaks: ledger_trace::phase_peaks(&self.log_evaluate(batch)),
+                offloaded_bytes: 0,
+            })
+        };
+        self.eval_cache.borrow_mut().entry(batch).or_insert_with(walk).clone()
     }
 
     /// Whether inputs of blocks wait in host memory.
-    fn aside(&self, way: Way) -> bool {
-        self.subject.on_device() && way.offloads(Offload::Activations)
+    fn offloads_activations(&self, exec_plan: ExecutionPlan) -> bool {
+        self.inputs.on_device() && exec_plan.offloads(Offload::Activations)
     }
 
-    fn train_batch(&self, way: Way) -> usize {
-        way.micro_batch.min(self.subject.update_samples as usize)
+    fn train_batch(&self, exec_plan: ExecutionPlan) -> usize {
+        exec_plan.micro_batch.min(self.inputs.update_samples as usize)
     }
 
     /// Samples of an evaluation batch; none where there is nothing to judge.
-    fn eval_batch(&self, way: Way) -> Option<usize> {
-        let samples = self.subject.valid_samples as usize;
-        (samples > 0).then(|| way.eval_micro_batch.min(samples))
+    fn eval_batch(&self, exec_plan: ExecutionPlan) -> Option<usize> {
+        let samples = self.inputs.valid_samples as usize;
+        (samples > 0).then(|| exec_plan.eval_micro_batch.min(samples))
     }
 
     /// Values of the parameters, and of these statistics, by the layer that has them.
-    fn by_layer(&self, stats: Option<&'a Flat>) -> BTreeMap<&'a str, u64> {
+    fn by_layer(&self, stats: Option<&'a FlatLayout>) -> BTreeMap<&'a str, u64> {
         let mut values = BTreeMap::new();
-        let flats = [Some(&self.subject.layout.params), stats];
-        for (spec, range) in flats.into_iter().flatten().flat_map(Flat::iter) {
+        let flats = [Some(&self.inputs.layout.params), stats];
+        for (spec, range) in flats.into_iter().flatten().flat_map(FlatLayout::iter) {
             // A layer's name is the beginning of its parameters' names.
             let mut owner = spec.name.as_str();
             while let Some((above, _)) = owner.rsplit_once('.') {
                 owner = above;
-                if self.blocks.has(owner) {
+                if self.blocks.contains(owner) {
                     break;
                 }
             }
@@ -355,100 +393,118 @@ impl<'a> Estimator<'a> {
         values
     }
 
-    fn place(&self, role: Role) -> Place {
-        place(role, self.subject.on)
+    fn memory_space(&self, role: Role) -> MemorySpace {
+        memory_space(role, self.inputs.backend)
     }
 
     /// What is held from the start to the end.
-    fn lasting(&self, way: Way, ram: u64) -> Vec<(Role, &'static str, u64, Place)> {
-        let mut s = Subject { ram, ..self.subject };
-        if way.eight_bit {
+    fn persistent(&self, exec_plan: ExecutionPlan, ram: u64) -> Vec<(Role, &'static str, u64, MemorySpace)> {
+        let mut s = EstimatorInputs { ram, ..self.inputs };
+        if exec_plan.state_8bit {
             s.optimizer_state = s.optimizer_state_8bit;
         }
-        let mut lasting = permanent(&s, if s.on_device() { way.offload } else { &[] });
-        let prefetch = (s.pipeline)(way.micro_batch, s.ram);
-        let more = [(Role::DataPipeline, "prefetch", prefetch)].into_iter().chain(self.staged(way));
-        lasting.extend(more.map(|(role, name, bytes)| (role, name, bytes, self.place(role))));
-        if self.aside(way) {
-            lasting.push((Role::Activations, "inputs of blocks", self.trained(way).away, Place::Ram));
+        let mut persistent = persistent_allocations(&s, if s.on_device() { exec_plan.offload } else { &[] });
+        let prefetch = (s.loader_bytes)(exec_plan.micro_batch, s.ram);
+        let more = [(Role::DataPipeline, "prefetch", prefetch)].into_iter().chain(self.staging(exec_plan));
+        persistent.extend(more.map(|(role, name, bytes)| (role, name, bytes, self.memory_space(role))));
+        if self.offloads_activations(exec_plan) {
+            persistent.push((
+                Role::Activations,
+                "inputs of blocks",
+                self.train_peaks(exec_plan).offloaded_bytes,
+                MemorySpace::Ram,
+            ));
         }
-        lasting
+        persistent
     }
 
     /// What the larger of both micro-batches takes on its way to a card, on the card and on the host.
-    fn staged(&self, way: Way) -> Vec<(Role, &'static str, u64)> {
-        let samples = self.train_batch(way).max(self.eval_batch(way).unwrap_or(0));
-        let bytes = staged_bytes(self.subject.features, samples);
-        let both = vec![(Role::Batch, STAGED, bytes), (Role::DataPipeline, STAGED, bytes)];
-        if self.subject.on_device() { both } else { Vec::new() }
+    fn staging(&self, exec_plan: ExecutionPlan) -> Vec<(Role, &'static str, u64)> {
+        let samples = self.train_batch(exec_plan).max(self.eval_batch(exec_plan).unwrap_or(0));
+        let bytes = staging_bytes(self.inputs.features, samples);
+        let both = vec![(Role::Batch, STAGED_BATCH, bytes), (Role::DataPipeline, STAGED_BATCH, bytes)];
+        if self.inputs.on_device() { both } else { Vec::new() }
     }
 
     /// What is held in a phase beside what lasts and what the walk holds.
-    fn passing(&self, way: Way, ram: u64, phase: &str) -> Vec<(Role, &'static str, u64, Place)> {
-        let s = &Subject { ram, ..self.subject };
-        let mut passing = match (phase, self.eval_batch(way)) {
+    fn transient(
+        &self,
+        exec_plan: ExecutionPlan,
+        ram: u64,
+        phase: &str,
+    ) -> Vec<(Role, &'static str, u64, MemorySpace)> {
+        let s = &EstimatorInputs { ram, ..self.inputs };
+        let mut transient = match (phase, self.eval_batch(exec_plan)) {
             ("update", _) => vec![(Role::Workspace, "optimizer", s.update_workspace)],
             ("eval", Some(batch)) => {
-                vec![(Role::DataPipeline, "evaluation prefetch", (s.pipeline)(batch, s.ram))]
+                vec![(Role::DataPipeline, "evaluation prefetch", (s.loader_bytes)(batch, s.ram))]
             }
             ("checkpoint", _) => {
-                vec![(Role::CheckpointWriting, "checkpoint", checkpoint_bytes(s.layout, s.dtype))]
+                vec![(Role::CheckpointWriting, "checkpoint", checkpoint_write_bytes(s.layout, s.dtype))]
             }
             _ => Vec::new(),
         };
         if phase == "checkpoint" && s.on_device() {
             // Parameter by parameter and state by state, through host memory: as copied, and as written.
-            let values = match way.offloads(Offload::OptimizerState) {
-                true => largest(s.layout, |_| true),
+            let values = match exec_plan.offloads(Offload::OptimizerState) {
+                true => largest_param_len(s.layout, |_| true),
                 false => s.layout.params.len as u64,
             };
-            let copy = 2 * values * wide(s.dtype);
-            passing.push((Role::CheckpointWriting, "copy", copy));
+            let copy = 2 * values * master_dtype_bytes(s.dtype);
+            transient.push((Role::CheckpointWriting, "copy", copy));
         }
-        passing.into_iter().map(|(role, name, bytes)| (role, name, bytes, self.place(role))).collect()
+        transient
+            .into_iter()
+            .map(|(role, name, bytes)| (role, name, bytes, self.memory_space(role)))
+            .collect()
     }
 
     /// Where what a walk holds is.
-    fn walks_on(&self) -> Place {
-        if self.subject.on_device() { Place::Vram } else { Place::Ram }
+    fn activation_space(&self) -> MemorySpace {
+        if self.inputs.on_device() { MemorySpace::Vram } else { MemorySpace::Ram }
     }
 }
 
-impl Predict for Estimator<'_> {
-    fn estimate(&self, way: Way) -> Estimate {
-        self.within(way, self.subject.ram)
+impl MemoryPredictor for Estimator<'_> {
+    fn estimate(&self, exec_plan: ExecutionPlan) -> Estimate {
+        self.estimate_within(exec_plan, self.inputs.ram)
     }
 
-    fn within(&self, way: Way, budget: u64) -> Estimate {
-        let on = |place: Place, parts: &[(Role, &str, u64, Place)]| {
+    fn estimate_within(&self, exec_plan: ExecutionPlan, budget: u64) -> Estimate {
+        let bytes_in = |place: MemorySpace, parts: &[(Role, &str, u64, MemorySpace)]| {
             parts.iter().filter(|part| part.3 == place).map(|part| part.2).sum::<u64>()
         };
-        let lasting = self.lasting(way, budget);
-        let (vram, ram) = (on(Place::Vram, &lasting), on(Place::Ram, &lasting));
-        let trained = self.trained(way);
-        let judged = self.eval_batch(way).map(|batch| self.judged(batch)).unwrap_or_default();
-        let walked =
-            trained.highs.iter().chain(&[("update", 0)]).chain(&judged.highs).chain(&[("checkpoint", 0)]);
-        let phases = walked.map(|(phase, high)| {
-            let passing = self.passing(way, budget, phase);
-            let walked = |place| if place == self.walks_on() { *high } else { 0 };
-            let held = Held {
-                vram: vram + on(Place::Vram, &passing) + walked(Place::Vram),
-                ram: ram + on(Place::Ram, &passing) + walked(Place::Ram),
+        let persistent = self.persistent(exec_plan, budget);
+        let (vram, ram) = (bytes_in(MemorySpace::Vram, &persistent), bytes_in(MemorySpace::Ram, &persistent));
+        let train = self.train_peaks(exec_plan);
+        let eval = self.eval_batch(exec_plan).map(|batch| self.eval_peaks(batch)).unwrap_or_default();
+        let pass_peaks = train
+            .phase_peaks
+            .iter()
+            .chain(&[("update", 0)])
+            .chain(&eval.phase_peaks)
+            .chain(&[("checkpoint", 0)]);
+        let phases = pass_peaks.map(|(phase, high)| {
+            let transient = self.transient(exec_plan, budget, phase);
+            let pass_bytes = |place| if place == self.activation_space() { *high } else { 0 };
+            let held = MemoryUsage {
+                vram: vram + bytes_in(MemorySpace::Vram, &transient) + pass_bytes(MemorySpace::Vram),
+                ram: ram + bytes_in(MemorySpace::Ram, &transient) + pass_bytes(MemorySpace::Ram),
             };
             (*phase, held)
         });
         // Measured: it is over when the plan is made, and nothing a plan changes makes it smaller.
-        let preparation = Held { vram: 0, ram: self.subject.process.prepared };
-        let all = std::iter::once((PREPARATION, preparation)).filter(|(_, held)| held.ram > 0).chain(phases);
-        Estimate::new(all.collect(), 2 * trained.away)
+        let preparation = MemoryUsage { vram: 0, ram: self.inputs.process.preparation_peak };
+        let all =
+            std::iter::once((PREPARATION_PHASE, preparation)).filter(|(_, held)| held.ram > 0).chain(phases);
+        Estimate::new(all.collect(), 2 * train.offloaded_bytes)
     }
 
-    fn parts(&self, way: Way) -> Vec<Part> {
-        let estimate = self.estimate(way);
+    fn peak_breakdown(&self, exec_plan: ExecutionPlan) -> Vec<MemoryPart> {
+        let estimate = self.estimate(exec_plan);
         let mut parts = Vec::new();
-        for place in [Place::Vram, Place::Ram] {
-            let of = |held: &Held| if place == Place::Vram { held.vram } else { held.ram };
+        for place in [MemorySpace::Vram, MemorySpace::Ram] {
+            let of = |held: &MemoryUsage| if place == MemorySpace::Vram { held.vram } else { held.ram };
             // The first of the highest, as the peak's phase is.
             let peak = estimate.phases.iter().map(|(_, held)| of(held)).max().unwrap_or(0);
             let Some((phase, _)) = estimate.phases.iter().find(|(_, held)| of(held) == peak) else {
@@ -456,39 +512,50 @@ impl Predict for Estimator<'_> {
             };
             let mut add = |name: &str, role, bytes| {
                 if bytes > 0 {
-                    parts.push(Part { name: name.into(), role, bytes, r#where: place });
+                    parts.push(MemoryPart { name: name.into(), role, bytes, r#where: place });
                 }
             };
-            if *phase == PREPARATION {
-                add(PREPARATION, Role::DataPipeline, peak);
+            if *phase == PREPARATION_PHASE {
+                add(PREPARATION_PHASE, Role::DataPipeline, peak);
                 continue;
             }
-            let budget = self.subject.ram;
-            let stated = self.lasting(way, budget).into_iter().chain(self.passing(way, budget, phase));
-            for (role, name, bytes, _) in stated.filter(|part| part.3 == place) {
+            let budget = self.inputs.ram;
+            let allocations = self
+                .persistent(exec_plan, budget)
+                .into_iter()
+                .chain(self.transient(exec_plan, budget, phase));
+            for (role, name, bytes, _) in allocations.filter(|part| part.3 == place) {
                 match name {
-                    MASTER | GRADIENTS => {
-                        let stats = (name == MASTER).then_some(&self.subject.layout.stats);
+                    MASTER_WEIGHTS | GRADIENTS => {
+                        let stats = (name == MASTER_WEIGHTS).then_some(&self.inputs.layout.stats);
                         for (layer, values) in self.by_layer(stats) {
-                            add(layer, role, values * wide(self.subject.dtype));
+                            add(layer, role, values * master_dtype_bytes(self.inputs.dtype));
                         }
                     }
                     _ => add(name, role, bytes),
                 }
             }
-            if place != self.walks_on() {
+            if place != self.activation_space() {
                 continue;
             }
-            let log = match (*phase, self.eval_batch(way)) {
+            let log = match (*phase, self.eval_batch(exec_plan)) {
                 ("forward" | "backward", _) => {
-                    self.learn(self.train_batch(way), way.recompute, self.aside(way)).0
+                    self.log_forward_backward(
+                        self.train_batch(exec_plan),
+                        exec_plan.recompute,
+                        self.offloads_activations(exec_plan),
+                    )
+                    .0
                 }
-                ("eval", Some(batch)) => self.judge(batch),
+                ("eval", Some(batch)) => self.log_evaluate(batch),
                 _ => continue,
             };
-            trail::moment(&log, phase).iter().for_each(|((role, name), bytes)| add(name, *role, *bytes));
+            ledger_trace::live_at_peak(&log, phase)
+                .iter()
+                .for_each(|((role, name), bytes)| add(name, *role, *bytes));
         }
-        parts.sort_by_key(|part| (part.r#where == Place::Ram, part.role, std::cmp::Reverse(part.bytes)));
+        parts
+            .sort_by_key(|part| (part.r#where == MemorySpace::Ram, part.role, std::cmp::Reverse(part.bytes)));
         parts
     }
 }

@@ -24,14 +24,14 @@ struct Account {
     budget: u64,
     total: u64,
     peak: u64,
-    asks: u64,
+    requests: u64,
     phase: &'static str,
     /// Everyone who ever asked, and where each is in the list.
     holders: Vec<Holder>,
     index: BTreeMap<Role, BTreeMap<Arc<str>, usize>>,
-    fault: Option<Fault>,
+    injected_oom: Option<InjectedOom>,
     /// Every change in order, where the account is kept for planning.
-    log: Option<Vec<Entry>>,
+    log: Option<Vec<LedgerEntry>>,
 }
 
 /// Who holds how many bytes for what.
@@ -49,24 +49,24 @@ fn as_text<S: serde::Serializer>(name: &Arc<str>, serializer: S) -> Result<S::Ok
 
 /// One change of a planning ledger: bytes taken (or given back) by `name`.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct LedgerEntry {
     pub role: Role,
     pub name: Arc<str>,
     pub change: i64,
-    /// What was going on, see [`Ledger::phase`].
+    /// What was going on, see [`Ledger::set_phase`].
     pub phase: &'static str,
 }
 
 /// An ask that did not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("out of memory: {asker} asked for {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*left), Bytes(*budget), holders(&self.largest()))]
+#[error("out of memory: {requester} requested {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*available), Bytes(*budget), holders(&self.largest()))]
 pub struct Oom {
-    /// What was going on, see [`Ledger::phase`].
+    /// What was going on, see [`Ledger::set_phase`].
     pub phase: &'static str,
-    pub asker: String,
+    pub requester: String,
     pub role: Role,
     pub bytes: u64,
-    pub left: u64,
+    pub available: u64,
     pub budget: u64,
     /// All that was held, the largest first.
     pub live: Vec<Holder>,
@@ -86,8 +86,8 @@ impl Oom {
     }
 
     /// Bytes that were lacking; 0 where the ask failed whatever was left.
-    pub fn short(&self) -> u64 {
-        self.bytes.saturating_sub(self.left)
+    pub fn shortfall(&self) -> u64 {
+        self.bytes.saturating_sub(self.available)
     }
 }
 
@@ -100,21 +100,21 @@ fn holders(largest: &[(Role, u64)]) -> String {
 /// Asks that are refused whatever is left, for tests of recovery: the numbers `3,9`, counted from 1, or
 /// `every:50`, each fiftieth.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub enum InjectedOom {
     At(Vec<u64>),
     Every(u64),
 }
 
-impl Fault {
-    fn hits(&self, ask: u64) -> bool {
+impl InjectedOom {
+    fn fails(&self, request: u64) -> bool {
         match self {
-            Fault::At(asks) => asks.contains(&ask),
-            Fault::Every(n) => ask.is_multiple_of(*n),
+            InjectedOom::At(requests) => requests.contains(&request),
+            InjectedOom::Every(n) => request.is_multiple_of(*n),
         }
     }
 }
 
-impl FromStr for Fault {
+impl FromStr for InjectedOom {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -123,8 +123,8 @@ impl FromStr for Fault {
             _ => Err(format!("`{text}` is no number from 1 on")),
         };
         match text.strip_prefix("every:") {
-            Some(n) => number(n).map(Fault::Every),
-            None => text.split(',').map(number).collect::<Result<_, _>>().map(Fault::At),
+            Some(n) => number(n).map(InjectedOom::Every),
+            None => text.split(',').map(number).collect::<Result<_, _>>().map(InjectedOom::At),
         }
     }
 }
@@ -138,17 +138,17 @@ pub struct Reservation {
 }
 
 impl Ledger {
-    /// `fault`: asks that fail, for tests.
-    pub fn new(budget: u64, fault: Option<Fault>) -> Self {
+    /// `injected_oom`: asks that fail, for tests.
+    pub fn new(budget: u64, injected_oom: Option<InjectedOom>) -> Self {
         let account = Account {
             budget,
             total: 0,
             peak: 0,
-            asks: 0,
+            requests: 0,
             phase: "start",
             holders: Vec::new(),
             index: BTreeMap::new(),
-            fault,
+            injected_oom,
             log: None,
         };
         Self { account: Arc::new(Mutex::new(account)) }
@@ -162,39 +162,41 @@ impl Ledger {
     }
 
     /// Names what is going on from here on: `forward`, `backward`, ...
-    pub fn phase(&self, phase: &'static str) {
+    pub fn set_phase(&self, phase: &'static str) {
         lock(&self.account).phase = phase;
     }
 
     /// Every change so far; empty unless made by [`Ledger::planning`].
-    pub fn log(&self) -> Vec<Entry> {
+    pub fn log(&self) -> Vec<LedgerEntry> {
         lock(&self.account).log.clone().unwrap_or_default()
     }
 
-    /// Holds `bytes` for `role`, or changes nothing and says why not. `asker` names who wants them.
-    pub fn reserve(&self, role: Role, asker: &str, bytes: u64) -> Result<Reservation, Oom> {
+    /// Holds `bytes` for `role`, or changes nothing and says why not. `requester` names who wants them.
+    pub fn reserve(&self, role: Role, requester: &str, bytes: u64) -> Result<Reservation, Oom> {
         let mut account = lock(&self.account);
-        account.asks += 1;
-        let left = account.budget.saturating_sub(account.total);
-        if bytes > left || account.fault.as_ref().is_some_and(|fault| fault.hits(account.asks)) {
-            return Err(account.refusal(role, asker, bytes));
+        account.requests += 1;
+        let available = account.budget.saturating_sub(account.total);
+        if bytes > available
+            || account.injected_oom.as_ref().is_some_and(|fault| fault.fails(account.requests))
+        {
+            return Err(account.oom_error(role, requester, bytes));
         }
-        let holder = account.holder(role, asker);
+        let holder = account.holder_index(role, requester);
         account.total += bytes;
         account.peak = account.peak.max(account.total);
         account.holders[holder].bytes += bytes;
-        account.note(holder, bytes as i64);
+        account.log_change(holder, bytes as i64);
         Ok(Reservation { account: self.account.clone(), holder, bytes })
     }
 
     /// What to say of bytes that the system refused although they had been asked for here.
-    pub fn refusal(&self, role: Role, asker: &str, bytes: u64) -> Oom {
-        lock(&self.account).refusal(role, asker, bytes)
+    pub fn oom_error(&self, role: Role, requester: &str, bytes: u64) -> Oom {
+        lock(&self.account).oom_error(role, requester, bytes)
     }
 
-    /// What to say of an allocation that the ledger had granted and the device refused, with `left` bytes of its heap free.
-    pub fn refused_by_device(&self, role: Role, bytes: u64, left: u64) -> Oom {
-        Oom { left, by_device: true, ..self.refusal(role, "the device heap", bytes) }
+    /// What to say of an allocation that the ledger had granted and the device refused, with `available` bytes of its heap free.
+    pub fn device_oom(&self, role: Role, bytes: u64, available: u64) -> Oom {
+        Oom { available, by_device: true, ..self.oom_error(role, "the device heap", bytes) }
     }
 
     /// Bytes that may be held.
@@ -207,7 +209,7 @@ impl Ledger {
         lock(&self.account).budget = budget;
     }
 
-    pub fn held(&self) -> u64 {
+    pub fn reserved(&self) -> u64 {
         lock(&self.account).total
     }
 
@@ -217,14 +219,14 @@ impl Ledger {
     }
 
     /// Asks made so far.
-    pub fn asks(&self) -> u64 {
-        lock(&self.account).asks
+    pub fn request_count(&self) -> u64 {
+        lock(&self.account).requests
     }
 }
 
 impl Account {
     /// Where this asker is in the list. A run has as many as layers, times roles: none is ever removed.
-    fn holder(&mut self, role: Role, name: &str) -> usize {
+    fn holder_index(&mut self, role: Role, name: &str) -> usize {
         let names = self.index.entry(role).or_default();
         if let Some(at) = names.get(name) {
             return *at;
@@ -235,18 +237,18 @@ impl Account {
         at
     }
 
-    fn refusal(&self, role: Role, asker: &str, bytes: u64) -> Oom {
+    fn oom_error(&self, role: Role, requester: &str, bytes: u64) -> Oom {
         let mut live: Vec<Holder> = self.holders.iter().filter(|holder| holder.bytes > 0).cloned().collect();
         live.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
         let (phase, budget) = (self.phase, self.budget);
-        let left = budget.saturating_sub(self.total);
-        Oom { phase, asker: asker.to_owned(), role, bytes, left, budget, live, by_device: false }
+        let available = budget.saturating_sub(self.total);
+        Oom { phase, requester: requester.to_owned(), role, bytes, available, budget, live, by_device: false }
     }
 
-    fn note(&mut self, holder: usize, change: i64) {
+    fn log_change(&mut self, holder: usize, change: i64) {
         if let Some(log) = &mut self.log {
             let Holder { role, name, .. } = &self.holders[holder];
-            log.push(Entry { role: *role, name: name.clone(), change, phase: self.phase });
+            log.push(LedgerEntry { role: *role, name: name.clone(), change, phase: self.phase });
         }
     }
 }
@@ -257,13 +259,13 @@ impl Reservation {
     }
 
     /// Gives back what is held beyond `bytes`.
-    pub fn keep(&mut self, bytes: u64) {
-        let less = self.bytes.saturating_sub(bytes);
+    pub fn shrink_to(&mut self, bytes: u64) {
+        let freed = self.bytes.saturating_sub(bytes);
         let mut account = lock(&self.account);
-        account.total -= less;
-        account.holders[self.holder].bytes -= less;
-        account.note(self.holder, -(less as i64));
-        self.bytes -= less;
+        account.total -= freed;
+        account.holders[self.holder].bytes -= freed;
+        account.log_change(self.holder, -(freed as i64));
+        self.bytes -= freed;
     }
 }
 
@@ -272,7 +274,7 @@ impl Drop for Reservation {
         let mut account = lock(&self.account);
         account.total -= self.bytes;
         account.holders[self.holder].bytes -= self.bytes;
-        account.note(self.holder, -(self.bytes as i64));
+        account.log_change(self.holder, -(self.bytes as i64));
     }
 }
 
@@ -286,16 +288,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_ask_changes_nothing_and_names_the_holders() {
+    fn a_failed_reservation_changes_nothing_and_names_the_holders() {
         let ledger = Ledger::new(100, None);
         let weights = ledger.reserve(Role::Weights, "weights", 60).unwrap();
         let _saved = ledger.reserve(Role::Activations, "conv1", 30).unwrap();
         let oom = ledger.reserve(Role::Workspace, "conv2", 11).unwrap_err();
-        assert_eq!((oom.bytes, oom.left, oom.budget), (11, 10, 100));
+        assert_eq!((oom.bytes, oom.available, oom.budget), (11, 10, 100));
         assert_eq!(oom.largest(), [(Role::Weights, 60), (Role::Activations, 30)]);
-        assert_eq!(ledger.held(), 90);
+        assert_eq!(ledger.reserved(), 90);
         drop(weights);
-        assert_eq!(ledger.held(), 30);
+        assert_eq!(ledger.reserved(), 30);
         assert!(ledger.reserve(Role::Workspace, "conv2", 70).is_ok());
         assert_eq!(ledger.peak(), 100);
     }
@@ -307,12 +309,12 @@ mod tests {
         let _a = ledger.reserve(Role::Activations, "conv1", 20).unwrap();
         let b = ledger.reserve(Role::Activations, "conv1", 30).unwrap();
         drop(ledger.reserve(Role::Workspace, "conv1", 5).unwrap());
-        ledger.phase("forward");
+        ledger.set_phase("forward");
         let live = |oom: Oom| -> Vec<(Role, String, u64)> {
             oom.live.into_iter().map(|h| (h.role, h.name.to_string(), h.bytes)).collect()
         };
         let oom = ledger.reserve(Role::Batch, "batch", 50).unwrap_err();
-        assert_eq!((oom.phase, oom.short()), ("forward", 10));
+        assert_eq!((oom.phase, oom.shortfall()), ("forward", 10));
         assert_eq!(
             live(oom),
             [(Role::Activations, "conv1".into(), 50), (Role::Weights, "weights".into(), 10)]
@@ -320,11 +322,11 @@ mod tests {
         drop(b);
         ledger.set_budget(30);
         let oom = ledger.reserve(Role::Batch, "batch", 1).unwrap_err();
-        assert_eq!((oom.left, oom.budget), (0, 30), "a lowered budget binds the next ask");
+        assert_eq!((oom.available, oom.budget), (0, 30), "a lowered budget binds the next ask");
     }
 
     #[test]
-    fn a_fault_fails_the_asks_it_names_and_no_other() {
+    fn an_injected_oom_fails_only_the_requests_it_names() {
         let fails = |fault: &str| -> Vec<u64> {
             let ledger = Ledger::new(100, Some(fault.parse().unwrap()));
             (1..=9).filter(|_| ledger.reserve(Role::Batch, "batch", 1).is_err()).collect()
@@ -332,6 +334,8 @@ mod tests {
         assert_eq!(fails("2"), [2]);
         assert_eq!(fails("3,4,8"), [3, 4, 8]);
         assert_eq!(fails("every:4"), [4, 8]);
-        assert!(["", "0", "x", "3,", "every:0", "every:"].iter().all(|text| text.parse::<Fault>().is_err()));
+        assert!(
+            ["", "0", "x", "3,", "every:0", "every:"].iter().all(|text| text.parse::<InjectedOom>().is_err())
+        );
     }
 }

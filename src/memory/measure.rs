@@ -1,36 +1,36 @@
 //! What memory really was used: a counting allocator, other code than what predicts.
 //!
-//! The binary and the tests install [`Counting`] as the global allocator. Two relaxed atomic additions
+//! The binary and the tests install [`CountingAllocator`] as the global allocator. Two relaxed atomic additions
 //! an allocation; the peak is exact for the heap and says nothing of code, stacks or mapped files. Large
 //! buffers go to [`super::pages`].
 
-use super::refusal;
+use super::alloc_failure;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 
 /// The system's allocator, counted.
-pub struct Counting;
+pub struct CountingAllocator;
 
 static LIVE: AtomicU64 = AtomicU64::new(0);
 static PEAK: AtomicU64 = AtomicU64::new(0);
 /// The peak since [`take_recent_peak`] was last called.
-static RECENT: AtomicU64 = AtomicU64::new(0);
+static RECENT_PEAK: AtomicU64 = AtomicU64::new(0);
 
-fn grew(bytes: usize) -> u64 {
+fn add_live(bytes: usize) -> u64 {
     let live = LIVE.fetch_add(bytes as u64, Relaxed) + bytes as u64;
-    if live > RECENT.load(Relaxed) {
-        RECENT.fetch_max(live, Relaxed);
+    if live > RECENT_PEAK.load(Relaxed) {
+        RECENT_PEAK.fetch_max(live, Relaxed);
         PEAK.fetch_max(live, Relaxed);
     }
     live
 }
 
-fn shrank(bytes: usize) -> u64 {
+fn sub_live(bytes: usize) -> u64 {
     LIVE.fetch_sub(bytes as u64, Relaxed) - bytes as u64
 }
 
 #[cfg(target_os = "linux")]
-use super::pages;
+use super::page_pool;
 
 /// Elsewhere the system's allocator gives large buffers too.
 #[cfg(not(target_os = "linux"))]
@@ -47,36 +47,36 @@ mod pages {
 }
 
 /// Counts `layout` and gives it to `small` or to the pages; takes the count back when there is nothing.
-fn counted(layout: Layout, zeroed: bool, small: unsafe fn(&System, Layout) -> *mut u8) -> *mut u8 {
-    let live = grew(layout.size());
-    let pointer = match pages::is_large(layout) {
-        true => pages::take(layout, zeroed, live),
+fn allocate_counted(layout: Layout, zeroed: bool, small: unsafe fn(&System, Layout) -> *mut u8) -> *mut u8 {
+    let live = add_live(layout.size());
+    let pointer = match page_pool::is_large(layout) {
+        true => page_pool::allocate(layout, zeroed, live),
         // SAFETY: the caller of the allocator keeps to its contract, which is passed on unchanged.
         false => unsafe { small(&System, layout) },
     };
     if pointer.is_null() {
-        shrank(layout.size());
-        refused();
-        refusal::note(layout.size());
+        sub_live(layout.size());
+        notify_alloc_failure();
+        alloc_failure::record(layout.size());
     }
     pointer
 }
 
 /// Where a refused allocation is noted, for whoever survives the process: a file descriptor, or none.
-static NOTE: AtomicI32 = AtomicI32::new(-1);
+static FAILURE_FD: AtomicI32 = AtomicI32::new(-1);
 
 /// Notes refused allocations by a byte written here from now on. It stays open as long as the process.
 #[cfg(unix)]
-pub fn note_refusals_at(descriptor: std::os::fd::OwnedFd) {
+pub fn set_alloc_failure_fd(descriptor: std::os::fd::OwnedFd) {
     use std::os::fd::IntoRawFd;
-    NOTE.store(descriptor.into_raw_fd(), Relaxed);
+    FAILURE_FD.store(descriptor.into_raw_fd(), Relaxed);
 }
 
 /// Allocates nothing: an allocation just failed.
-fn refused() {
+fn notify_alloc_failure() {
     #[cfg(unix)]
-    if let descriptor @ 0.. = NOTE.load(Relaxed) {
-        // SAFETY: `note_refusals_at` gave it up for good, so it is open and nobody else's.
+    if let descriptor @ 0.. = FAILURE_FD.load(Relaxed) {
+        // SAFETY: `set_alloc_failure_fd` gave it up for good, so it is open and nobody else's.
         let descriptor = unsafe { std::os::fd::BorrowedFd::borrow_raw(descriptor) };
         let _ = rustix::io::write(descriptor, b"!");
     }
@@ -84,19 +84,19 @@ fn refused() {
 
 // SAFETY: every call goes to the system's allocator or to `pages`, which of the two the layout alone decides;
 // counting touches atomics only.
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        counted(layout, false, System::alloc)
+        allocate_counted(layout, false, System::alloc)
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        counted(layout, true, System::alloc_zeroed)
+        allocate_counted(layout, true, System::alloc_zeroed)
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        let live = shrank(layout.size());
-        match pages::is_large(layout) {
-            true => unsafe { pages::put(pointer, layout, live) },
+        let live = sub_live(layout.size());
+        match page_pool::is_large(layout) {
+            true => unsafe { page_pool::deallocate(pointer, layout, live) },
             false => unsafe { System.dealloc(pointer, layout) },
         }
     }
@@ -104,7 +104,7 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: the caller gives a size that is valid with this alignment.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
-        if pages::is_large(layout) || pages::is_large(new) {
+        if page_pool::is_large(layout) || page_pool::is_large(new) {
             // SAFETY: both blocks are at least as long as the shorter, and they are not the same.
             let moved = unsafe { self.alloc(new) };
             if !moved.is_null() {
@@ -117,12 +117,12 @@ unsafe impl GlobalAlloc for Counting {
         }
         let moved = unsafe { System.realloc(pointer, layout, size) };
         if moved.is_null() {
-            refused();
-            refusal::note(size);
+            notify_alloc_failure();
+            alloc_failure::record(size);
         } else {
             // While the system copies, both blocks may be there; count them as if they were.
-            grew(size);
-            shrank(layout.size());
+            add_live(size);
+            sub_live(layout.size());
         }
         moved
     }
@@ -130,7 +130,7 @@ unsafe impl GlobalAlloc for Counting {
 
 /// Sets the system's allocator up for a few threads that ask for the same sizes again and again: one heap for
 /// all, whose end is not given back and taken again between two steps.
-pub fn steady_heap() {
+pub fn tune_malloc() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         unsafe extern "C" {
@@ -141,52 +141,52 @@ pub fn steady_heap() {
         const ARENA_MAX: i32 = -8;
         // SAFETY: all set plain numbers of the allocator. One that refuses them goes on as it was.
         unsafe {
-            mallopt(MMAP_THRESHOLD, pages::LARGE as i32);
-            mallopt(TRIM_THRESHOLD, 4 * pages::LARGE as i32);
+            mallopt(MMAP_THRESHOLD, page_pool::LARGE_BYTES as i32);
+            mallopt(TRIM_THRESHOLD, 4 * page_pool::LARGE_BYTES as i32);
             mallopt(ARENA_MAX, 1);
         }
     }
 }
 
 /// States the planned peak of the heap in bytes: freed buffers are kept for later up to it, and no further.
-pub fn set_planned(bytes: u64) {
+pub fn set_planned_peak(bytes: u64) {
     #[cfg(target_os = "linux")]
-    pages::set_planned(bytes);
+    page_pool::set_planned_peak(bytes);
     #[cfg(not(target_os = "linux"))]
     let _ = bytes;
 }
 
-/// What [`set_planned`] stated last; as much as there can be where nothing was planned.
-pub fn planned() -> u64 {
+/// What [`set_planned_peak`] stated last; as much as there can be where nothing was planned.
+pub fn planned_peak() -> u64 {
     #[cfg(target_os = "linux")]
-    return pages::planned();
+    return page_pool::planned_peak();
     #[cfg(not(target_os = "linux"))]
     return u64::MAX >> 1;
 }
 
-/// Heap bytes in use now; 0 where [`Counting`] is not installed.
-pub fn live() -> u64 {
+/// Heap bytes in use now; 0 where [`CountingAllocator`] is not installed.
+pub fn live_bytes() -> u64 {
     LIVE.load(Relaxed)
 }
 
 /// Begins all peaks anew: what came before, as a pass over the data's files, was another matter.
-pub fn begin() {
-    PEAK.store(live(), Relaxed);
-    RECENT.store(live(), Relaxed);
+pub fn reset_peaks() {
+    PEAK.store(live_bytes(), Relaxed);
+    RECENT_PEAK.store(live_bytes(), Relaxed);
 }
 
-/// The most heap bytes in use at once since [`begin`].
-pub fn peak() -> u64 {
+/// The most heap bytes in use at once since [`reset_peaks`].
+pub fn peak_bytes() -> u64 {
     PEAK.load(Relaxed)
 }
 
 /// The most heap bytes in use at once since the last call.
 pub fn take_recent_peak() -> u64 {
-    RECENT.swap(live(), Relaxed).max(live())
+    RECENT_PEAK.swap(live_bytes(), Relaxed).max(live_bytes())
 }
 
 /// The peak of this process's resident memory since it started, as the kernel counts it (`VmHWM`): heap, stacks,
 /// code and the pages of mapped files. 0 where the system does not say.
 pub fn resident_peak() -> u64 {
-    super::probe::status("VmHWM:").unwrap_or(0)
+    super::probe::proc_status("VmHWM:").unwrap_or(0)
 }

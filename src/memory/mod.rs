@@ -1,29 +1,29 @@
 //! Memory, before and during: what is there, what a step needs, what is chosen, what is held.
 
 pub mod advice;
+pub mod alloc_failure;
 pub mod budget;
-pub mod card;
 pub mod correction;
+pub mod cost_model;
 pub mod device;
+pub mod device_heap;
 pub mod estimate;
-pub mod heap;
-pub mod ladder;
+pub mod gpu;
 pub mod ledger;
-pub mod lock;
+pub mod ledger_trace;
 pub mod measure;
 #[cfg(feature = "cuda")]
 mod nvml;
 #[cfg(target_os = "linux")]
-pub mod pages;
+pub mod page_pool;
 pub mod placement;
 pub mod plan;
+pub mod plan_lock;
+pub mod planner;
 pub mod pressure;
 pub mod probe;
 pub mod process;
-pub mod refusal;
 pub mod search;
-pub mod time;
-pub mod trail;
 
-pub use ledger::{Fault, Ledger, Oom, Reservation};
-pub use plan::{Plan, Role};
+pub use ledger::{InjectedOom, Ledger, Oom, Reservation};
+pub use plan::{MemoryPlan, Role};

@@ -6,26 +6,26 @@
 
 /// What a pass allocated, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Trace {
-    pub tensors: Vec<Lifetime>,
+pub struct AllocTrace {
+    pub tensors: Vec<TensorLifetime>,
     /// Allocations and frees so far: the clock of the lifetimes.
     clock: u64,
 }
 
 /// Bytes from one moment of a pass to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lifetime {
+pub struct TensorLifetime {
     pub bytes: u64,
     begin: u64,
     /// None while it is alive; a tensor that outlives the pass has no place in its arena.
     end: Option<u64>,
 }
 
-impl Trace {
+impl AllocTrace {
     /// Notes an allocation, and gives the index that [`free`](Self::free) takes.
     pub fn allocate(&mut self, bytes: u64) -> usize {
         self.clock += 1;
-        self.tensors.push(Lifetime { bytes, begin: self.clock, end: None });
+        self.tensors.push(TensorLifetime { bytes, begin: self.clock, end: None });
         self.tensors.len() - 1
     }
 
@@ -37,64 +37,68 @@ impl Trace {
 
 /// A trace with an offset for every tensor that does not outlive its pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placement {
+pub struct ArenaPlacement {
     /// (bytes, offset) of each allocation, in the order of the trace.
     pub tensors: Vec<(u64, Option<u64>)>,
     /// Bytes of the arena.
-    pub arena: u64,
+    pub arena_bytes: u64,
     /// The most bytes of placed tensors alive at once: no arena can be smaller.
-    pub bound: u64,
+    pub lower_bound: u64,
 }
 
-impl Placement {
-    pub fn new(trace: &Trace) -> Self {
-        let lives: Vec<(usize, Life)> = trace.tensors.iter().enumerate().filter_map(Life::of).collect();
-        let by_size = |(at, life): &(usize, Life)| (std::cmp::Reverse(life.bytes), *at);
-        let by_span = |(at, life): &(usize, Life)| (std::cmp::Reverse(life.end - life.begin), *at);
-        let placed = [place(&lives, by_size), place(&lives, by_span)];
-        let (arena, offsets) = placed.into_iter().min_by_key(|(arena, _)| *arena).unwrap_or_default();
+impl ArenaPlacement {
+    pub fn new(trace: &AllocTrace) -> Self {
+        let ranges: Vec<(usize, LiveRange)> =
+            trace.tensors.iter().enumerate().filter_map(LiveRange::from_lifetime).collect();
+        let by_size = |(at, life): &(usize, LiveRange)| (std::cmp::Reverse(life.bytes), *at);
+        let by_span = |(at, life): &(usize, LiveRange)| (std::cmp::Reverse(life.end - life.begin), *at);
+        let placed = [place_first_fit(&ranges, by_size), place_first_fit(&ranges, by_span)];
+        let (arena_bytes, offsets) = placed.into_iter().min_by_key(|(arena, _)| *arena).unwrap_or_default();
         let mut tensors: Vec<_> = trace.tensors.iter().map(|tensor| (tensor.bytes, None)).collect();
         offsets.into_iter().for_each(|(at, offset)| tensors[at].1 = Some(offset));
-        Self { tensors, arena, bound: most_alive(&lives) }
+        Self { tensors, arena_bytes, lower_bound: peak_live_bytes(&ranges) }
     }
 }
 
-impl Placement {
+impl ArenaPlacement {
     /// How many tensors outlive the pass.
-    pub fn outliving(&self) -> usize {
+    pub fn outliving_count(&self) -> usize {
         self.tensors.iter().filter(|(_, offset)| offset.is_none()).count()
     }
 }
 
 #[derive(Clone, Copy)]
-struct Life {
+struct LiveRange {
     bytes: u64,
     begin: u64,
     end: u64,
 }
 
-impl Life {
-    fn of((at, tensor): (usize, &Lifetime)) -> Option<(usize, Self)> {
-        let Lifetime { bytes, begin, end } = *tensor;
+impl LiveRange {
+    fn from_lifetime((at, tensor): (usize, &TensorLifetime)) -> Option<(usize, Self)> {
+        let TensorLifetime { bytes, begin, end } = *tensor;
         Some((at, Self { bytes, begin, end: end? }))
     }
 
-    fn meets(&self, other: &Life) -> bool {
+    fn overlaps(&self, other: &LiveRange) -> bool {
         self.begin < other.end && other.begin < self.end
     }
 }
 
 /// Puts one tensor after the other, in this order, at the lowest offset that is free for as long as it lives.
-fn place<K: Ord>(lives: &[(usize, Life)], order: impl Fn(&(usize, Life)) -> K) -> (u64, Vec<(usize, u64)>) {
-    let mut ordered: Vec<&(usize, Life)> = lives.iter().collect();
+fn place_first_fit<K: Ord>(
+    ranges: &[(usize, LiveRange)],
+    order: impl Fn(&(usize, LiveRange)) -> K,
+) -> (u64, Vec<(usize, u64)>) {
+    let mut ordered: Vec<&(usize, LiveRange)> = ranges.iter().collect();
     ordered.sort_by_key(|life| order(life));
     // By offset, so that gaps are met from below.
-    let mut placed: Vec<(u64, Life, usize)> = Vec::with_capacity(ordered.len());
+    let mut placed: Vec<(u64, LiveRange, usize)> = Vec::with_capacity(ordered.len());
     let mut arena = 0;
     for (at, life) in ordered {
         let mut offset = 0;
         for (other, placed, _) in &placed {
-            if placed.meets(life) {
+            if placed.overlaps(life) {
                 if *other >= offset + life.bytes {
                     break;
                 }
@@ -108,8 +112,8 @@ fn place<K: Ord>(lives: &[(usize, Life)], order: impl Fn(&(usize, Life)) -> K) -
     (arena, placed.into_iter().map(|(offset, _, at)| (at, offset)).collect())
 }
 
-fn most_alive(lives: &[(usize, Life)]) -> u64 {
-    let moments = lives
+fn peak_live_bytes(ranges: &[(usize, LiveRange)]) -> u64 {
+    let moments = ranges
         .iter()
         .flat_map(|(_, life)| [(life.begin, life.bytes as i64), (life.end, -(life.bytes as i64))]);
     let mut moments: Vec<(u64, i64)> = moments.collect();
@@ -128,8 +132,8 @@ mod tests {
     use proptest::prelude::*;
 
     /// A trace of a pass: forward keeps some of what it makes, backward gives it back in reverse.
-    fn pass(sizes: &[(u64, u64)]) -> Trace {
-        let mut trace = Trace::default();
+    fn pass(sizes: &[(u64, u64)]) -> AllocTrace {
+        let mut trace = AllocTrace::default();
         let mut kept = Vec::new();
         for (saved, workspace) in sizes {
             let saved = trace.allocate(*saved);
@@ -150,7 +154,7 @@ mod tests {
         trace
     }
 
-    fn overlap(placement: &Placement, trace: &Trace) -> bool {
+    fn overlap(placement: &ArenaPlacement, trace: &AllocTrace) -> bool {
         let each: Vec<_> = placement.tensors.iter().zip(&trace.tensors).collect();
         each.iter().enumerate().any(|(i, ((a, at), x))| {
             each[i + 1..].iter().any(|((b, bt), y)| match (at, bt, x.end, y.end) {
@@ -172,9 +176,9 @@ mod tests {
             let mut trace = pass(&sizes);
             let extra: Vec<_> = more.iter().map(|(bytes, freed)| (trace.allocate(*bytes), *freed)).collect();
             extra.into_iter().filter(|(_, freed)| *freed).for_each(|(tensor, _)| trace.free(tensor));
-            let placement = Placement::new(&trace);
+            let placement = ArenaPlacement::new(&trace);
             prop_assert!(!overlap(&placement, &trace));
-            prop_assert!(placement.bound <= placement.arena);
+            prop_assert!(placement.lower_bound <= placement.arena_bytes);
             prop_assert_eq!(placement.tensors.len(), trace.tensors.len());
             for ((_, offset), tensor) in placement.tensors.iter().zip(&trace.tensors) {
                 prop_assert_eq!(offset.is_some(), tensor.end.is_some(), "what outlives the pass has no place");
@@ -187,14 +191,14 @@ mod tests {
             let sizes: Vec<_> = (0..blocks * 4)
                 .map(|i| (width * [512, 2048, 512, 1536][i % 4], if i % 4 == 2 { wide * 4096 } else { 512 }))
                 .collect();
-            let placement = Placement::new(&pass(&sizes));
-            prop_assert!(placement.arena <= placement.bound + placement.bound / 8, "{} for {}", placement.arena, placement.bound);
+            let placement = ArenaPlacement::new(&pass(&sizes));
+            prop_assert!(placement.arena_bytes <= placement.lower_bound + placement.lower_bound / 8, "{} for {}", placement.arena_bytes, placement.lower_bound);
         }
     }
 
     #[test]
     fn nothing_takes_nothing() {
-        let placement = Placement::new(&Trace::default());
-        assert_eq!((placement.arena, placement.bound), (0, 0));
+        let placement = ArenaPlacement::new(&AllocTrace::default());
+        assert_eq!((placement.arena_bytes, placement.lower_bound), (0, 0));
     }
 }

@@ -5,32 +5,32 @@ use serde::{Deserialize, Serialize};
 
 /// A memory plan as `trainer plan --json` prints it and `plan.json` keeps it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Plan {
-    pub verdict: Verdict,
+pub struct MemoryPlan {
+    pub verdict: PlanVerdict,
     /// `cpu`, `cuda:0`, ... On the CPU, tensors count as host memory.
     pub device: String,
     pub budget: Budget,
     pub peak: Peak,
-    pub requested: Split,
-    pub chosen: Chosen,
+    pub requested: BatchSplit,
+    pub chosen: PlanChoice,
     /// Samples in every update but the last of an epoch; no plan changes it.
     pub samples_per_update: usize,
     /// Device bytes that the CUDA context takes beside the budget and the peak; 0 where no card was looked at.
     #[serde(default)]
     pub context_bytes: u64,
     /// What is live at the peak: on the device at its peak, on the host at the host's.
-    pub parts: Vec<Part>,
+    pub parts: Vec<MemoryPart>,
     /// Every way of running considered.
-    pub rungs: Vec<Rung>,
+    pub rungs: Vec<CandidateSummary>,
     /// What to change in the job: a key and a value that make it fit where it does not, or that make it
     /// faster where ways were measured.
     pub advice: Option<String>,
     /// What differs from the job as written, rung by rung; empty when it fits as it is.
     #[serde(default)]
-    pub shrunk: Vec<Shrunk>,
+    pub shrunk: Vec<PlanAdjustment>,
     /// The highest moment of each phase of the chosen way.
     #[serde(default)]
-    pub phases: Vec<Phase>,
+    pub phases: Vec<PhasePeak>,
     /// What the run keeps on disk.
     #[serde(default)]
     pub disk: Disk,
@@ -51,7 +51,7 @@ pub struct Disk {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Verdict {
+pub enum PlanVerdict {
     Fits,
     FitsAfterShrink,
     DoesNotFit,
@@ -72,13 +72,13 @@ pub struct Peak {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Split {
+pub struct BatchSplit {
     pub micro_batch: usize,
     pub accumulation_steps: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Chosen {
+pub struct PlanChoice {
     pub micro_batch: usize,
     pub accumulation_steps: usize,
     /// Blocks whose activations are recomputed in the backward pass.
@@ -91,9 +91,9 @@ pub struct Chosen {
     pub eval_micro_batch: usize,
 }
 
-impl Chosen {
-    pub fn split(&self) -> Split {
-        Split { micro_batch: self.micro_batch, accumulation_steps: self.accumulation_steps }
+impl PlanChoice {
+    pub fn split(&self) -> BatchSplit {
+        BatchSplit { micro_batch: self.micro_batch, accumulation_steps: self.accumulation_steps }
     }
 }
 
@@ -117,7 +117,7 @@ impl std::fmt::Display for Offload {
 
 /// A rung taken.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Shrunk {
+pub struct PlanAdjustment {
     /// The key of `chosen` that changed: `micro_batch`, `recompute`, `optimizer`, `offload`.
     pub rung: String,
     pub from: String,
@@ -128,7 +128,7 @@ pub struct Shrunk {
 
 /// The highest moment of a phase.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Phase {
+pub struct PhasePeak {
     /// `preparation` (of the data), `forward`, `backward`, `update`, `eval` or `checkpoint`.
     pub name: String,
     pub vram_bytes: u64,
@@ -136,11 +136,11 @@ pub struct Phase {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Part {
+pub struct MemoryPart {
     pub name: String,
     pub role: Role,
     pub bytes: u64,
-    pub r#where: Place,
+    pub r#where: MemorySpace,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
@@ -178,13 +178,13 @@ impl std::fmt::Display for Role {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Place {
+pub enum MemorySpace {
     Ram,
     Vram,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Rung {
+pub struct CandidateSummary {
     /// What differs from the job as written; empty for the job as written.
     pub change: String,
     pub vram_bytes: u64,

@@ -11,22 +11,22 @@ use std::time::{Duration, Instant};
 use super::probe;
 
 /// How often the system is asked at most: a reading costs some tenths of a millisecond.
-const EVERY: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// What is left of the host's memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Reading {
+pub struct PressureReading {
     /// Bytes that can still be taken by this process.
-    pub left: u64,
+    pub available: u64,
     /// Bytes it could have at the very most.
-    pub most: u64,
+    pub limit: u64,
     /// Share of the last ten seconds in which all work waited for memory, where the kernel says.
     pub stalled: Option<f64>,
 }
 
 /// What to do about a reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum PressureAction {
     Nothing,
     /// Read less ahead.
     ShrinkPrefetch,
@@ -34,31 +34,36 @@ pub enum Action {
     ShrinkMicroBatch,
 }
 
-impl Reading {
+impl PressureReading {
     /// Fewer bytes left than this are too few: a fiftieth of all, but never more than 512 MiB.
-    pub fn low(&self) -> u64 {
-        (self.most / 50).min(512 << 20)
+    pub fn low_watermark(&self) -> u64 {
+        (self.limit / 50).min(512 << 20)
     }
 
     /// The kernel is about to kill, or has all wait while it looks for memory.
     pub fn is_low(&self) -> bool {
-        let thrashing = self.stalled.is_some_and(|share| share >= 0.2) && self.left < self.most / 10;
-        self.left < self.low() || thrashing
+        let thrashing =
+            self.stalled.is_some_and(|fraction| fraction >= 0.2) && self.available < self.limit / 10;
+        self.available < self.low_watermark() || thrashing
     }
 }
 
 /// Prefetch goes first, since it costs waiting at most; then the micro-batch, one rung a reading.
-pub fn act(reading: Reading, prefetch_can_shrink: bool, micro_batch_can_shrink: bool) -> Action {
+pub fn choose_action(
+    reading: PressureReading,
+    prefetch_can_shrink: bool,
+    micro_batch_can_shrink: bool,
+) -> PressureAction {
     match (reading.is_low(), prefetch_can_shrink, micro_batch_can_shrink) {
-        (true, true, _) => Action::ShrinkPrefetch,
-        (true, false, true) => Action::ShrinkMicroBatch,
-        _ => Action::Nothing,
+        (true, true, _) => PressureAction::ShrinkPrefetch,
+        (true, false, true) => PressureAction::ShrinkMicroBatch,
+        _ => PressureAction::Nothing,
     }
 }
 
 /// Where readings come from.
 #[derive(Clone, Debug, Default)]
-pub enum Watch {
+pub enum PressureMonitor {
     /// There are none.
     #[default]
     Off,
@@ -68,52 +73,52 @@ pub enum Watch {
     File(PathBuf),
 }
 
-impl Watch {
+impl PressureMonitor {
     /// A reading, where one is due and can be had.
-    pub fn look(&mut self) -> Option<Reading> {
+    pub fn poll(&mut self) -> Option<PressureReading> {
         match self {
-            Watch::Off => None,
-            Watch::File(path) => parse(&read_to_string(path).ok()?),
-            Watch::System(last) if last.is_some_and(|last| last.elapsed() < EVERY) => None,
-            Watch::System(last) => {
+            PressureMonitor::Off => None,
+            PressureMonitor::File(path) => parse_reading(&read_to_string(path).ok()?),
+            PressureMonitor::System(last) if last.is_some_and(|last| last.elapsed() < POLL_INTERVAL) => None,
+            PressureMonitor::System(last) => {
                 *last = Some(Instant::now());
-                system()
+                read_system()
             }
         }
     }
 }
 
-fn system() -> Option<Reading> {
+fn read_system() -> Option<PressureReading> {
     let host = probe::host().ok()?;
     let group = host.cgroup.as_ref().and_then(|g| read_to_string(g.path.join("memory.pressure")).ok());
     let stalls = group.or_else(|| read_to_string("/proc/pressure/memory").ok());
-    let stalled = stalls.and_then(|text| parse_stalls(&text));
-    Some(Reading { left: host.usable(), most: host.most(), stalled })
+    let stalled = stalls.and_then(|text| parse_psi(&text));
+    Some(PressureReading { available: host.usable(), limit: host.process_limit(), stalled })
 }
 
-fn parse(text: &str) -> Option<Reading> {
+fn parse_reading(text: &str) -> Option<PressureReading> {
     let mut words = text.split_whitespace();
     let mut number = || words.next()?.parse::<u64>().ok();
-    let (left, most) = (number()?, number()?);
-    Some(Reading { left, most, stalled: words.next().and_then(|word| word.parse().ok()) })
+    let (available, limit) = (number()?, number()?);
+    Some(PressureReading { available, limit, stalled: words.next().and_then(|word| word.parse().ok()) })
 }
 
 /// The share of the last ten seconds in which everything waited, from the text of a pressure file.
-fn parse_stalls(text: &str) -> Option<f64> {
+fn parse_psi(text: &str) -> Option<f64> {
     let full = text.lines().find_map(|line| line.strip_prefix("full "))?;
     let percent = full.split(' ').find_map(|field| field.strip_prefix("avg10="))?;
     Some(percent.parse::<f64>().ok()? / 100.0)
 }
 
 /// Gives freed memory that is kept for later back to the system, as far as it can be told to.
-pub fn give_back() {
+pub fn release_to_os() {
     #[cfg(target_os = "linux")]
-    super::pages::give_back();
-    trim();
+    super::page_pool::release_all();
+    trim_malloc();
 }
 
 /// Gives back what the C library keeps of freed small blocks, in whole pages.
-pub fn trim() {
+pub fn trim_malloc() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         unsafe extern "C" {
@@ -133,10 +138,13 @@ mod tests {
 
     #[test]
     fn a_fiftieth_left_is_too_little_and_so_is_thrashing() {
-        let with = |left, stalled| Reading { left, most: 10 * GIB, stalled }.is_low();
+        let with = |left, stalled| PressureReading { available: left, limit: 10 * GIB, stalled }.is_low();
         assert!(!with(GIB, None) && !with(GIB, Some(0.9)), "stalls of others with a tenth left are theirs");
         assert!(with(GIB / 6, None) && with(GIB - 1, Some(0.2)));
-        assert_eq!(Reading { left: 0, most: 1000 * GIB, stalled: None }.low(), 512 << 20);
+        assert_eq!(
+            PressureReading { available: 0, limit: 1000 * GIB, stalled: None }.low_watermark(),
+            512 << 20
+        );
     }
 
     proptest! {
@@ -144,13 +152,13 @@ mod tests {
         /// cannot shrink is left alone.
         #[test]
         fn prefetch_goes_first(left in 0u64..4000, most in 1u64..4000, stalled in prop::option::of(0f64..1.0), prefetch: bool, batch: bool) {
-            let reading = Reading { left, most, stalled };
-            let action = act(reading, prefetch, batch);
-            prop_assert!(reading.is_low() || action == Action::Nothing);
+            let reading = PressureReading { available: left, limit: most, stalled };
+            let action = choose_action(reading, prefetch, batch);
+            prop_assert!(reading.is_low() || action == PressureAction::Nothing);
             match action {
-                Action::ShrinkPrefetch => prop_assert!(prefetch),
-                Action::ShrinkMicroBatch => prop_assert!(batch && !prefetch),
-                Action::Nothing => prop_assert!(!reading.is_low() || !(prefetch || batch)),
+                PressureAction::ShrinkPrefetch => prop_assert!(prefetch),
+                PressureAction::ShrinkMicroBatch => prop_assert!(batch && !prefetch),
+                PressureAction::Nothing => prop_assert!(!reading.is_low() || !(prefetch || batch)),
             }
         }
     }
@@ -158,15 +166,20 @@ mod tests {
     #[test]
     fn pressure_files_and_readings_are_parsed() {
         let text = "some avg10=12.50 avg60=3.00 avg300=0.00 total=1\nfull avg10=7.25 avg60=1.00 avg300=0.00 total=1\n";
-        assert_eq!(parse_stalls(text), Some(0.0725));
-        assert_eq!(parse_stalls("some avg10=1.0\n"), None);
-        assert_eq!(parse("5 9\n"), Some(Reading { left: 5, most: 9, stalled: None }));
-        assert_eq!(parse("5 9 0.5"), Some(Reading { left: 5, most: 9, stalled: Some(0.5) }));
-        assert_eq!(parse("5"), None);
+        assert_eq!(parse_psi(text), Some(0.0725));
+        assert_eq!(parse_psi("some avg10=1.0\n"), None);
+        assert_eq!(parse_reading("5 9\n"), Some(PressureReading { available: 5, limit: 9, stalled: None }));
+        assert_eq!(
+            parse_reading("5 9 0.5"),
+            Some(PressureReading { available: 5, limit: 9, stalled: Some(0.5) })
+        );
+        assert_eq!(parse_reading("5"), None);
     }
 
     #[test]
     fn this_machine_can_be_read() {
-        assert!(Watch::System(None).look().is_some_and(|reading| reading.left <= reading.most));
+        assert!(
+            PressureMonitor::System(None).poll().is_some_and(|reading| reading.available <= reading.limit)
+        );
     }
 }

@@ -1,6 +1,6 @@
 //! What memory there is on the host: read, not guessed.
 //!
-//! Takes nothing, gives a [`Host`]. A limit that cannot be read is one that is not there. The texts of
+//! Takes nothing, gives a [`HostInfo`]. A limit that cannot be read is one that is not there. The texts of
 //! the kernel's files are parsed by pure functions, so that any machine can be tested on any other.
 
 use std::fs::read_to_string;
@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 
 /// The host's memory now, and the limits this process lives under. All in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Host {
+pub struct HostInfo {
     pub total: u64,
     /// What can be taken without swapping.
     pub available: u64,
@@ -50,68 +50,68 @@ pub struct AddressSpace {
 /// What decides how much a run can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Limit {
+pub enum MemoryLimit {
     Available,
     Cgroup,
     AddressSpace,
 }
 
-impl std::fmt::Display for Limit {
+impl std::fmt::Display for MemoryLimit {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.write_str(match self {
-            Limit::Available => "available memory",
-            Limit::Cgroup => "the cgroup limit",
-            Limit::AddressSpace => "RLIMIT_AS",
+            MemoryLimit::Available => "available memory",
+            MemoryLimit::Cgroup => "the cgroup limit",
+            MemoryLimit::AddressSpace => "RLIMIT_AS",
         })
     }
 }
 
 impl Cgroup {
-    pub fn left(&self) -> u64 {
+    pub fn remaining(&self) -> u64 {
         self.limit.saturating_sub(self.used)
     }
 }
 
 impl AddressSpace {
-    pub fn left(&self) -> u64 {
+    pub fn remaining(&self) -> u64 {
         self.limit.saturating_sub(self.used)
     }
 }
 
-impl Host {
+impl HostInfo {
     /// What binds now, and the bytes it leaves.
-    fn binding(&self) -> (u64, Limit) {
-        let cgroup = self.cgroup.as_ref().map(|c| (c.left(), Limit::Cgroup));
-        let space = self.address_space.map(|a| (a.left(), Limit::AddressSpace));
-        let available = (self.available, Limit::Available);
+    fn binding_limit(&self) -> (u64, MemoryLimit) {
+        let cgroup = self.cgroup.as_ref().map(|c| (c.remaining(), MemoryLimit::Cgroup));
+        let space = self.address_space.map(|a| (a.remaining(), MemoryLimit::AddressSpace));
+        let available = (self.available, MemoryLimit::Available);
         [cgroup, space].into_iter().flatten().fold(available, |a, b| if b.0 < a.0 { b } else { a })
     }
 
     /// Bytes a run can have now.
     pub fn usable(&self) -> u64 {
-        self.binding().0
+        self.binding_limit().0
     }
 
     /// Bytes this process can have in all: what is left and what it holds already, since a plan counts the whole
     /// process, less what a limit counts and a plan does not. A cgroup counts page tables, a five-hundredth of the memory
     /// they are for, and the kernel's own of each thread; `RLIMIT_AS` counts stacks whole, of 2 MiB each.
-    pub fn for_process(&self) -> u64 {
-        let (left, limit) = self.binding();
-        let beside = match limit {
-            Limit::Available => 0,
-            Limit::Cgroup => MIB + self.most() / 256,
-            Limit::AddressSpace => 8 * MIB + 4 * MIB * self.cores as u64,
+    pub fn process_budget(&self) -> u64 {
+        let (left, limit) = self.binding_limit();
+        let uncounted = match limit {
+            MemoryLimit::Available => 0,
+            MemoryLimit::Cgroup => MIB + self.process_limit() / 256,
+            MemoryLimit::AddressSpace => 8 * MIB + 4 * MIB * self.cores as u64,
         };
-        left.saturating_add(self.resident.unwrap_or(0)).saturating_sub(beside).min(self.most())
+        left.saturating_add(self.resident.unwrap_or(0)).saturating_sub(uncounted).min(self.process_limit())
     }
 
     /// What decides [`Self::usable`].
-    pub fn limited_by(&self) -> Limit {
-        self.binding().1
+    pub fn limited_by(&self) -> MemoryLimit {
+        self.binding_limit().1
     }
 
     /// Bytes a process here can have at the very most: a percentage of `memory.ram` is of this.
-    pub fn most(&self) -> u64 {
+    pub fn process_limit(&self) -> u64 {
         let limits = [self.cgroup.as_ref().map(|c| c.limit), self.address_space.map(|a| a.limit)];
         limits.into_iter().flatten().fold(self.total, u64::min)
     }
@@ -120,16 +120,16 @@ impl Host {
 /// The system does not say how much memory it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cannot read how much memory this machine has")]
-pub struct Unreadable;
+pub struct ProbeError;
 
 /// Reads the host.
-pub fn host() -> Result<Host, Unreadable> {
+pub fn host() -> Result<HostInfo, ProbeError> {
     let kind = RefreshKind::nothing().with_memory(MemoryRefreshKind::everything());
-    let system = System::new_with_specifics(kind).map_err(|_| Unreadable)?;
+    let system = System::new_with_specifics(kind).map_err(|_| ProbeError)?;
     if system.total_memory() == 0 {
-        return Err(Unreadable);
+        return Err(ProbeError);
     }
-    Ok(Host {
+    Ok(HostInfo {
         total: system.total_memory(),
         available: system.available_memory(),
         swap_total: system.total_swap(),
@@ -137,7 +137,7 @@ pub fn host() -> Result<Host, Unreadable> {
         cgroup: cgroup(),
         address_space: address_space(),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
-        resident: status("VmRSS:"),
+        resident: proc_status("VmRSS:"),
         processor: processor(),
     })
 }
@@ -155,7 +155,10 @@ fn cgroup() -> Option<Cgroup> {
     let groups = read_to_string("/proc/self/cgroup").ok()?;
     let mounts = read_to_string("/proc/self/mountinfo").ok()?;
     let chains = memory_groups(&groups, &mounts);
-    chains.iter().flat_map(|(version, group, mount)| limits(*version, group, mount)).min_by_key(Cgroup::left)
+    chains
+        .iter()
+        .flat_map(|(version, group, mount)| cgroup_limits(*version, group, mount))
+        .min_by_key(Cgroup::remaining)
 }
 
 /// Processes that the kernel has killed for lack of memory so far: in the memory group of this process or, where it
@@ -163,39 +166,39 @@ fn cgroup() -> Option<Cgroup> {
 pub fn oom_kills() -> Option<u64> {
     let groups = read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mounts = read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let of_group = |(version, group, mount): &(Version, PathBuf, PathBuf)| {
+    let of_group = |(version, group, mount): &(CgroupVersion, PathBuf, PathBuf)| {
         let name = match version {
-            Version::V1 => "memory.oom_control",
-            Version::V2 => "memory.events",
+            CgroupVersion::V1 => "memory.oom_control",
+            CgroupVersion::V2 => "memory.events",
         };
         // A group of version 2 counts what happens below it; one without the controller has no such file.
         let mut folders = group.ancestors().take_while(|folder| folder.starts_with(mount) && folder != mount);
-        folders.find_map(|folder| counter(&read_to_string(folder.join(name)).ok()?, "oom_kill"))
+        folders.find_map(|folder| parse_counter(&read_to_string(folder.join(name)).ok()?, "oom_kill"))
     };
-    let machine = || counter(&read_to_string("/proc/vmstat").ok()?, "oom_kill");
+    let machine = || parse_counter(&read_to_string("/proc/vmstat").ok()?, "oom_kill");
     memory_groups(&groups, &mounts).iter().find_map(of_group).or_else(machine)
 }
 
 /// The value of a line `name value`.
-fn counter(text: &str, name: &str) -> Option<u64> {
+fn parse_counter(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
 /// Every group with a limit from `group` up to the mount: whichever leaves the least binds.
-fn limits(version: Version, group: &Path, mount: &Path) -> Vec<Cgroup> {
+fn cgroup_limits(version: CgroupVersion, group: &Path, mount: &Path) -> Vec<Cgroup> {
     let up_to_mount = group.ancestors().take_while(|folder| folder.starts_with(mount));
     up_to_mount.filter_map(|folder| read_group(version, folder)).collect()
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Version {
+enum CgroupVersion {
     V1,
     V2,
 }
 
 /// The folders of this process's memory groups, each with the mount it stands under, from the texts
 /// of `/proc/self/cgroup` and `/proc/self/mountinfo`.
-fn memory_groups(groups: &str, mounts: &str) -> Vec<(Version, PathBuf, PathBuf)> {
+fn memory_groups(groups: &str, mounts: &str) -> Vec<(CgroupVersion, PathBuf, PathBuf)> {
     let mut found = Vec::new();
     for line in groups.lines() {
         let mut fields = line.splitn(3, ':');
@@ -203,8 +206,8 @@ fn memory_groups(groups: &str, mounts: &str) -> Vec<(Version, PathBuf, PathBuf)>
             continue;
         };
         let version = match controllers {
-            "" => Version::V2,
-            list if list.split(',').any(|c| c == "memory") => Version::V1,
+            "" => CgroupVersion::V2,
+            list if list.split(',').any(|c| c == "memory") => CgroupVersion::V1,
             _ => continue,
         };
         if let Some((root, mount)) = mounts.lines().find_map(|line| memory_mount(version, line)) {
@@ -218,25 +221,25 @@ fn memory_groups(groups: &str, mounts: &str) -> Vec<(Version, PathBuf, PathBuf)>
 }
 
 /// The root and the mount point in a line of `mountinfo` that mounts the memory controller.
-fn memory_mount(version: Version, line: &str) -> Option<(&str, PathBuf)> {
+fn memory_mount(version: CgroupVersion, line: &str) -> Option<(&str, PathBuf)> {
     let (left, right) = line.split_once(" - ")?;
     let mut left = left.split(' ').skip(3);
     let (root, mount) = (left.next()?, left.next()?);
     let mut right = right.split(' ');
-    let (kind, options) = (right.next()?, right.nth(1).unwrap_or_default());
+    let (fs_type, options) = (right.next()?, right.nth(1).unwrap_or_default());
     let ours = match version {
-        Version::V1 => kind == "cgroup" && options.split(',').any(|option| option == "memory"),
-        Version::V2 => kind == "cgroup2",
+        CgroupVersion::V1 => fs_type == "cgroup" && options.split(',').any(|option| option == "memory"),
+        CgroupVersion::V2 => fs_type == "cgroup2",
     };
     ours.then(|| (root, PathBuf::from(mount)))
 }
 
 /// The limit and the use of the group at `folder`; none when it has no limit.
-fn read_group(version: Version, folder: &Path) -> Option<Cgroup> {
+fn read_group(version: CgroupVersion, folder: &Path) -> Option<Cgroup> {
     let read = |name: &str| read_to_string(folder.join(name)).ok();
     let (limit, usage, cache) = match version {
-        Version::V1 => ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        Version::V2 => ("memory.max", "memory.current", "inactive_file"),
+        CgroupVersion::V1 => ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        CgroupVersion::V2 => ("memory.max", "memory.current", "inactive_file"),
     };
     let limit = parse_limit(&read(limit)?)?;
     let usage = read(usage)?.trim().parse::<u64>().ok()?;
@@ -256,11 +259,11 @@ fn parse_stat(stat: &str, key: &str) -> Option<u64> {
 #[cfg(unix)]
 fn address_space() -> Option<AddressSpace> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::As).current?;
-    Some(AddressSpace { limit, used: status("VmSize:").unwrap_or(0) })
+    Some(AddressSpace { limit, used: proc_status("VmSize:").unwrap_or(0) })
 }
 
 /// The bytes of an entry of this process's `/proc/self/status`, where there is such a file.
-pub fn status(key: &str) -> Option<u64> {
+pub fn proc_status(key: &str) -> Option<u64> {
     parse_status(&read_to_string("/proc/self/status").ok()?, key)
 }
 
@@ -282,8 +285,8 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn a_host() -> Host {
-        Host {
+    fn sample_host() -> HostInfo {
+        HostInfo {
             total: 16 * GIB,
             available: 10 * GIB,
             swap_total: 0,
@@ -300,19 +303,28 @@ mod tests {
     fn counters_are_read_by_their_whole_name() {
         let v1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n";
         let v2 = "low 0\nmax 7\noom 2\noom_kill 2\noom_group_kill 1\n";
-        assert_eq!((counter(v1, "oom_kill"), counter(v2, "oom_kill")), (Some(3), Some(2)));
-        assert_eq!(counter("oom_kill_disable 0\n", "oom_kill"), None);
+        assert_eq!((parse_counter(v1, "oom_kill"), parse_counter(v2, "oom_kill")), (Some(3), Some(2)));
+        assert_eq!(parse_counter("oom_kill_disable 0\n", "oom_kill"), None);
         assert!(!cfg!(target_os = "linux") || oom_kills().is_some());
     }
 
     #[test]
     fn the_smallest_of_three_binds() {
-        let mut host = a_host();
-        assert_eq!((host.usable(), host.limited_by(), host.most()), (10 * GIB, Limit::Available, 16 * GIB));
+        let mut host = sample_host();
+        assert_eq!(
+            (host.usable(), host.limited_by(), host.process_limit()),
+            (10 * GIB, MemoryLimit::Available, 16 * GIB)
+        );
         host.cgroup = Some(Cgroup { path: "/g".into(), limit: 8 * GIB, used: GIB });
-        assert_eq!((host.usable(), host.limited_by(), host.most()), (7 * GIB, Limit::Cgroup, 8 * GIB));
+        assert_eq!(
+            (host.usable(), host.limited_by(), host.process_limit()),
+            (7 * GIB, MemoryLimit::Cgroup, 8 * GIB)
+        );
         host.address_space = Some(AddressSpace { limit: 4 * GIB, used: 5 * GIB });
-        assert_eq!((host.usable(), host.limited_by(), host.most()), (0, Limit::AddressSpace, 4 * GIB));
+        assert_eq!(
+            (host.usable(), host.limited_by(), host.process_limit()),
+            (0, MemoryLimit::AddressSpace, 4 * GIB)
+        );
     }
 
     #[test]
@@ -321,7 +333,7 @@ mod tests {
                       29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
         let found = memory_groups("0::/user.slice/app.service\n", mounts);
         let mount = PathBuf::from("/sys/fs/cgroup");
-        assert_eq!(found, [(Version::V2, mount.join("user.slice/app.service"), mount)]);
+        assert_eq!(found, [(CgroupVersion::V2, mount.join("user.slice/app.service"), mount)]);
     }
 
     #[test]
@@ -330,7 +342,7 @@ mod tests {
         let mounts = "31 25 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n\
                       32 25 0:28 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n";
         let mount = PathBuf::from("/sys/fs/cgroup/memory");
-        assert_eq!(memory_groups(groups, mounts), [(Version::V1, mount.join("box/run"), mount)]);
+        assert_eq!(memory_groups(groups, mounts), [(CgroupVersion::V1, mount.join("box/run"), mount)]);
     }
 
     #[test]
@@ -338,9 +350,9 @@ mod tests {
         let mounts = "32 25 0:28 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
         let mount = PathBuf::from("/sys/fs/cgroup/memory");
         let found = memory_groups("4:memory:/docker/abc\n", mounts);
-        assert_eq!(found, [(Version::V1, mount.join(""), mount.clone())]);
+        assert_eq!(found, [(CgroupVersion::V1, mount.join(""), mount.clone())]);
         let found = memory_groups("4:memory:/elsewhere\n", mounts);
-        assert_eq!(found, [(Version::V1, mount.join(""), mount)]);
+        assert_eq!(found, [(CgroupVersion::V1, mount.join(""), mount)]);
     }
 
     #[test]
@@ -358,10 +370,10 @@ mod tests {
         write("memory.max", "1000\n");
         write("memory.current", "700\n");
         write("memory.stat", "anon 400\ninactive_file_x 9\ninactive_file 300\n");
-        let group = read_group(Version::V2, folder.path()).unwrap();
-        assert_eq!((group.limit, group.used, group.left()), (1000, 400, 600));
+        let group = read_group(CgroupVersion::V2, folder.path()).unwrap();
+        assert_eq!((group.limit, group.used, group.remaining()), (1000, 400, 600));
         write("memory.max", "max\n");
-        assert_eq!(read_group(Version::V2, folder.path()), None);
+        assert_eq!(read_group(CgroupVersion::V2, folder.path()), None);
     }
 
     #[test]
@@ -376,8 +388,8 @@ mod tests {
             write(folder, "memory.limit_in_bytes", limit);
             write(folder, "memory.usage_in_bytes", usage);
         }
-        let found = limits(Version::V1, &inner, mount.path());
-        assert_eq!(found.iter().map(Cgroup::left).collect::<Vec<_>>(), [800, 50]);
+        let found = cgroup_limits(CgroupVersion::V1, &inner, mount.path());
+        assert_eq!(found.iter().map(Cgroup::remaining).collect::<Vec<_>>(), [800, 50]);
     }
 
     #[test]
@@ -391,7 +403,7 @@ mod tests {
     #[test]
     fn this_machine_has_memory() {
         let host = host().unwrap();
-        assert!(host.total > 0 && host.most() > 0 && host.cores > 0, "{host:?}");
+        assert!(host.total > 0 && host.process_limit() > 0 && host.cores > 0, "{host:?}");
         assert!(host.usable() <= host.available, "{host:?}");
     }
 }

@@ -13,80 +13,88 @@ use rustix::mm::{Advice, madvise};
 use super::{measure, pressure, probe};
 
 /// The share of the program's code, in 64ths, that may be resident: what training runs, with evaluation and checkpoints. What
-/// exceeds it is dropped, see [`Process::keep_within`].
-const CODE: u64 = 32;
+/// exceeds it is dropped, see [`ProcessMemory::enforce_limit`].
+const RESIDENT_CODE_64THS: u64 = 32;
 
 /// Code is dropped once so little of its share is left, in 64ths of all code, when other work begins, which may touch as much
 /// before the next look.
-const CODE_LEFT: u64 = 8;
+const CODE_HEADROOM_64THS: u64 = 8;
 
 /// Stack and thread-local memory that a thread touches while it computes or loads data.
-const THREAD: u64 = 96 << 10;
+const THREAD_STACK_BYTES: u64 = 96 << 10;
 
 /// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap, and what large
-/// ones take to the end of their pages. It is told to give back what is more, see [`Process::keep_within`].
-const FRAGMENTS: u64 = 5 << 19;
+/// ones take to the end of their pages. It is told to give back what is more, see [`ProcessMemory::enforce_limit`].
+const FRAGMENTATION_BYTES: u64 = 5 << 19;
 
 /// Fragments are given back when so little of the plan is left.
-const FRAGMENTS_LEFT: u64 = 1 << 20;
+const TRIM_MARGIN_BYTES: u64 = 1 << 20;
 
 /// The process part is a multiple of this, so that it is mostly the same in `trainer plan` and in the run, which measures it
 /// again.
-const UNIT: u64 = 1 << 19;
+const GRANULARITY: u64 = 1 << 19;
 
 /// How far behind the kernel's counters of resident memory may be: it adds up the pages of threads now and then.
-const COUNTERS: u64 = 1 << 18;
+const RSS_COUNTER_LAG: u64 = 1 << 18;
 
 /// Fixes the process part, for tests that compare plans byte by byte.
-const FIXED: &str = "TRAINER_PROCESS_BYTES";
+const FIXED_BYTES_VAR: &str = "TRAINER_PROCESS_BYTES";
 
 /// What a process takes beside its heap, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Process {
+pub struct ProcessMemory {
     /// Resident during training and not on the heap.
-    pub beside_heap: u64,
+    pub non_heap: u64,
     /// The peak of resident memory until the data was ready.
-    pub prepared: u64,
+    pub preparation_peak: u64,
     /// Heap that preparing the data left behind, in caches of libraries and threads.
-    pub left_behind: u64,
+    pub leftover_heap: u64,
     /// The most file-backed memory that may be resident; 0 where it was not measured.
-    code: u64,
+    max_file_rss: u64,
     /// Of it, what is left for code that has not run yet when other work begins.
-    code_left: u64,
+    code_headroom: u64,
 }
 
 /// What is done between two looks at the process: each runs code of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
+pub enum WorkPhase {
     Training,
     Evaluation,
     Checkpoint,
     Reporting,
 }
 
-impl Process {
+impl ProcessMemory {
     /// Gives freed memory back and measures this process, which has so many threads that compute and will start so many
-    /// that load data. `left_behind`: heap that is in use and that nobody counts. Nothing where the system does not say.
-    pub fn measure(threads: usize, workers: usize, left_behind: u64) -> Self {
-        if let Some(fixed) = std::env::var(FIXED).ok().and_then(|text| text.parse().ok()) {
-            return Self { beside_heap: fixed, ..Self::default() };
+    /// that load data. `leftover_heap`: heap that is in use and that nobody counts. Nothing where the system does not say.
+    pub fn measure(threads: usize, workers: usize, leftover_heap: u64) -> Self {
+        if let Some(fixed) = std::env::var(FIXED_BYTES_VAR).ok().and_then(|text| text.parse().ok()) {
+            return Self { non_heap: fixed, ..Self::default() };
         }
-        pressure::give_back();
-        let prepared = (measure::resident_peak() + COUNTERS).next_multiple_of(UNIT);
-        let code = drop_code(|| false);
-        let Some(resident) = probe::status("VmRSS:") else { return Self::default() };
-        let later = code * CODE / 64 + FRAGMENTS + THREAD * (threads + workers) as u64;
-        let beside_heap = (resident.saturating_sub(measure::live()) + later).next_multiple_of(UNIT);
-        let file = probe::status("RssFile:").map_or(0, |file| file + code * CODE / 64);
-        Self { beside_heap, prepared, left_behind, code: file, code_left: code * CODE_LEFT / 64 }
+        pressure::release_to_os();
+        let preparation_peak = (measure::resident_peak() + RSS_COUNTER_LAG).next_multiple_of(GRANULARITY);
+        let code = drop_code_pages(|| false);
+        let Some(resident) = probe::proc_status("VmRSS:") else { return Self::default() };
+        let later = code * RESIDENT_CODE_64THS / 64
+            + FRAGMENTATION_BYTES
+            + THREAD_STACK_BYTES * (threads + workers) as u64;
+        let non_heap = (resident.saturating_sub(measure::live_bytes()) + later).next_multiple_of(GRANULARITY);
+        let file = probe::proc_status("RssFile:").map_or(0, |file| file + code * RESIDENT_CODE_64THS / 64);
+        Self {
+            non_heap,
+            preparation_peak,
+            leftover_heap,
+            max_file_rss: file,
+            code_headroom: code * CODE_HEADROOM_64THS / 64,
+        }
     }
 
     /// Keeps what is resident beside the heap within its part before more `work` is done: fragments go back to the system
     /// where `planned` bytes in all are nearly reached, and code that is not needed any more is dropped; what is needed is
     /// mapped again from the page cache. Costs some microseconds where there is nothing to do.
-    pub fn keep_within(&self, planned: u64, work: Work) {
-        static LAST: Mutex<Option<Work>> = Mutex::new(None);
-        if self.code == 0 {
+    pub fn enforce_limit(&self, planned: u64, work: WorkPhase) {
+        static LAST_WORK: Mutex<Option<WorkPhase>> = Mutex::new(None);
+        if self.max_file_rss == 0 {
             return;
         }
         // Pages that are resident in all, and those of files.
@@ -95,41 +103,43 @@ impl Process {
             let pages = text.split(' ').nth(field).and_then(|pages| pages.parse::<u64>().ok());
             pages.unwrap_or(0) * 4096
         };
-        if pages(1) + FRAGMENTS_LEFT > planned {
-            pressure::trim();
+        if pages(1) + TRIM_MARGIN_BYTES > planned {
+            pressure::trim_malloc();
         }
-        let before = LAST.lock().unwrap_or_else(PoisonError::into_inner).replace(work);
-        let most = self.code - if before == Some(work) { 0 } else { self.code_left };
-        if pages(2) > most {
-            drop_code(|| pages(2) <= self.code - self.code_left);
+        let before = LAST_WORK.lock().unwrap_or_else(PoisonError::into_inner).replace(work);
+        let limit = self.max_file_rss - if before == Some(work) { 0 } else { self.code_headroom };
+        if pages(2) > limit {
+            drop_code_pages(|| pages(2) <= self.max_file_rss - self.code_headroom);
         }
     }
 }
 
 /// Drops resident code of this program, piece after piece until it `is_enough`, beginning behind the piece dropped last. Gives
 /// the bytes of all of it, resident or not; 0 where the system does not say.
-fn drop_code(is_enough: impl Fn() -> bool) -> u64 {
+fn drop_code_pages(is_enough: impl Fn() -> bool) -> u64 {
     #[cfg(target_os = "linux")]
     {
         use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        const PIECE: usize = 1 << 20;
+        static NEXT_CHUNK: AtomicUsize = AtomicUsize::new(0);
+        const CHUNK_BYTES: usize = 1 << 20;
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
         let own = std::fs::read_link("/proc/self/exe").unwrap_or_default();
         let own = maps.lines().filter(|line| line.ends_with(&*own.to_string_lossy()));
-        let code = own.filter_map(code).filter(|(.., executable)| *executable);
-        let pieces: Vec<(usize, usize)> = code
-            .flat_map(|(start, end, _)| (start..end).step_by(PIECE).map(move |at| (at, end.min(at + PIECE))))
+        let mappings = own.filter_map(parse_code_mapping).filter(|(.., executable)| *executable);
+        let chunks: Vec<(usize, usize)> = mappings
+            .flat_map(|(start, end, _)| {
+                (start..end).step_by(CHUNK_BYTES).map(move |at| (at, end.min(at + CHUNK_BYTES)))
+            })
             .collect();
-        for _ in 0..pieces.len() {
-            let (start, end) = pieces[NEXT.fetch_add(1, Relaxed) % pieces.len()];
-            // SAFETY: as in `small_code_pages`.
+        for _ in 0..chunks.len() {
+            let (start, end) = chunks[NEXT_CHUNK.fetch_add(1, Relaxed) % chunks.len()];
+            // SAFETY: as in `disable_huge_code_pages`.
             let _ = unsafe { madvise(start as *mut _, end - start, Advice::LinuxDontNeed) };
             if is_enough() {
                 break;
             }
         }
-        pieces.iter().map(|(start, end)| (end - start) as u64).sum()
+        chunks.iter().map(|(start, end)| (end - start) as u64).sum()
     }
     #[cfg(not(target_os = "linux"))]
     {
@@ -140,10 +150,10 @@ fn drop_code(is_enough: impl Fn() -> bool) -> u64 {
 
 /// Has the kernel map this program's code in small pieces as it is run: where its file lies in huge pages of the page cache
 /// it would map 2 MiB for a first touch.
-pub fn small_code_pages() {
+pub fn disable_huge_code_pages() {
     #[cfg(target_os = "linux")]
     for line in std::fs::read_to_string("/proc/self/maps").unwrap_or_default().lines() {
-        let Some((start, end, executable)) = code(line) else { continue };
+        let Some((start, end, executable)) = parse_code_mapping(line) else { continue };
         // SAFETY: the advice changes no content. Pages that are only executed are those of the file, and are read again
         // when they are touched; those that were written to, as relocations, are in other mappings.
         unsafe {
@@ -158,7 +168,7 @@ pub fn small_code_pages() {
 /// The first address of a mapping of a file that is not written to, the one after its last, and whether it is code: from a
 /// line of `/proc/self/maps`.
 #[cfg(target_os = "linux")]
-fn code(line: &str) -> Option<(usize, usize, bool)> {
+fn parse_code_mapping(line: &str) -> Option<(usize, usize, bool)> {
     let mut fields = line.split_whitespace();
     let (range, rights) = (fields.next()?, fields.next()?);
     let file = fields.nth(3)?;
@@ -173,13 +183,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn code_is_told_from_data_and_the_stack() {
+    fn code_mappings_are_distinguished_from_data_and_stack() {
         let line = |rights: &str, file: &str| format!("55d0-55e0 {rights} 0001000 08:01 1234   {file}");
-        assert_eq!(code(&line("r-xp", "/bin/x")), Some((0x55d0, 0x55e0, true)));
-        assert_eq!(code(&line("r--p", "/bin/x")), Some((0x55d0, 0x55e0, false)));
-        assert_eq!(code(&line("rw-p", "/bin/x")), None);
-        assert_eq!(code(&line("rw-p", "[heap]")), None);
-        assert_eq!(code("7f00-7f01 r-xp 0000 00:00 0"), None);
-        small_code_pages();
+        assert_eq!(parse_code_mapping(&line("r-xp", "/bin/x")), Some((0x55d0, 0x55e0, true)));
+        assert_eq!(parse_code_mapping(&line("r--p", "/bin/x")), Some((0x55d0, 0x55e0, false)));
+        assert_eq!(parse_code_mapping(&line("rw-p", "/bin/x")), None);
+        assert_eq!(parse_code_mapping(&line("rw-p", "[heap]")), None);
+        assert_eq!(parse_code_mapping("7f00-7f01 r-xp 0000 00:00 0"), None);
+        disable_huge_code_pages();
     }
 }

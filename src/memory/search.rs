@@ -4,44 +4,44 @@
 //! known to be slower than something found is not looked at, and along one axis the first that fits is found
 //! by halves, because less of anything never needs more memory. What is chosen was always looked at.
 
-use super::estimate::{Predict, Way};
-use super::plan::{Offload, Split};
-use super::time::Times;
-use crate::job::Rung;
+use super::cost_model::CostModel;
+use super::estimate::{ExecutionPlan, MemoryPredictor};
+use super::plan::{BatchSplit, Offload};
+use crate::job::OomAction;
 
 /// What the job asks for, and of which machine.
 #[derive(Clone, Debug)]
-pub struct Request {
+pub struct PlanRequest {
     pub device: String,
     /// Host bytes, which on the CPU hold the tensors.
     pub ram: u64,
     /// Device bytes; 0 on the CPU.
     pub vram: u64,
     /// Host bytes a larger budget could have at most.
-    pub most_ram: u64,
+    pub max_ram: u64,
     /// Device bytes that the context takes beside the budget, where that is known.
-    pub context: u64,
-    pub split: Split,
+    pub context_bytes: u64,
+    pub split: BatchSplit,
     pub samples_per_update: usize,
     /// A micro-batch is a multiple of this many samples: the model's normalisation group.
-    pub group: usize,
+    pub micro_batch_multiple: usize,
     /// The optimizer's kind, and the one that keeps the same state in bytes where there is one.
     pub optimizer: String,
     pub optimizer_8bit: Option<String>,
     /// The evaluation micro-batch, where the job states it.
     pub eval_micro_batch: Option<usize>,
     /// What the job allows.
-    pub may: Vec<Rung>,
+    pub allowed: Vec<OomAction>,
     /// What the device can move to the host while it waits.
     pub offloads: Vec<Offload>,
     /// Look at some ways beside the job as written even if that fits.
-    pub more: bool,
-    pub times: Times,
+    pub include_alternatives: bool,
+    pub cost: CostModel,
 }
 
-impl Request {
-    pub fn may(&self, rung: Rung) -> bool {
-        self.may.contains(&rung)
+impl PlanRequest {
+    pub fn allows(&self, rung: OomAction) -> bool {
+        self.allowed.contains(&rung)
     }
 
     /// Tensors are in the memory of a device that is not the host.
@@ -50,64 +50,68 @@ impl Request {
     }
 
     /// The job's own split, in whole groups.
-    pub fn asked(&self) -> Split {
-        let most = self.samples_per_update.next_multiple_of(self.group);
-        Split {
-            micro_batch: self.split.micro_batch.next_multiple_of(self.group).min(most),
-            ..split(self.samples_per_update, self.split.accumulation_steps, self.group)
+    pub fn requested_split(&self) -> BatchSplit {
+        let max = self.samples_per_update.next_multiple_of(self.micro_batch_multiple);
+        BatchSplit {
+            micro_batch: self.split.micro_batch.next_multiple_of(self.micro_batch_multiple).min(max),
+            ..split(self.samples_per_update, self.split.accumulation_steps, self.micro_batch_multiple)
         }
     }
 
     /// Bytes missing for something that takes this much.
-    pub fn missing(&self, vram: u64, ram: u64) -> u64 {
+    pub fn shortfall(&self, vram: u64, ram: u64) -> u64 {
         let vram = if self.on_device() { vram.saturating_sub(self.vram) } else { 0 };
         vram + ram.saturating_sub(self.ram)
     }
 
-    fn way(&self, split: Split, recompute: usize, keep: Keep) -> Way {
-        Way {
+    fn execution_plan(&self, split: BatchSplit, recompute: usize, state: StateOptions) -> ExecutionPlan {
+        ExecutionPlan {
             micro_batch: split.micro_batch,
             recompute,
             eval_micro_batch: self.eval_micro_batch.unwrap_or(split.micro_batch),
-            eight_bit: keep.eight_bit,
-            offload: keep.offload,
+            state_8bit: state.state_8bit,
+            offload: state.offload,
         }
     }
 
-    fn split_into(&self, accumulation_steps: usize) -> Split {
-        match self.asked() {
+    fn split_into(&self, accumulation_steps: usize) -> BatchSplit {
+        match self.requested_split() {
             asked if asked.accumulation_steps == accumulation_steps => asked,
-            _ => split(self.samples_per_update, accumulation_steps, self.group),
+            _ => split(self.samples_per_update, accumulation_steps, self.micro_batch_multiple),
         }
     }
 }
 
 /// The split of an update into `accumulation_steps` micro-batches or fewer, as even as the group allows.
-pub fn split(samples_per_update: usize, accumulation_steps: usize, group: usize) -> Split {
-    let micro_batch = samples_per_update.div_ceil(accumulation_steps).next_multiple_of(group);
-    Split { micro_batch, accumulation_steps: samples_per_update.div_ceil(micro_batch) }
+pub fn split(
+    samples_per_update: usize,
+    accumulation_steps: usize,
+    micro_batch_multiple: usize,
+) -> BatchSplit {
+    let micro_batch = samples_per_update.div_ceil(accumulation_steps).next_multiple_of(micro_batch_multiple);
+    BatchSplit { micro_batch, accumulation_steps: samples_per_update.div_ceil(micro_batch) }
 }
 
 /// A way of running that was looked at.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Considered {
-    pub split: Split,
-    pub way: Way,
+pub struct Candidate {
+    pub split: BatchSplit,
+    pub exec_plan: ExecutionPlan,
     pub vram: u64,
     pub ram: u64,
     /// Predicted seconds of an update.
-    pub time: f64,
+    pub update_seconds: f64,
 }
 
 /// What is decided beside the split and the blocks recomputed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Keep {
-    eight_bit: bool,
+struct StateOptions {
+    state_8bit: bool,
     offload: &'static [Offload],
 }
 
 /// What may wait in host memory together.
-pub const OFFLOADS: [&[Offload]; 4] = [
+pub const OFFLOAD_SETS: [&[Offload]; 4] = [
     &[],
     &[Offload::OptimizerState],
     &[Offload::Activations],
@@ -115,79 +119,87 @@ pub const OFFLOADS: [&[Offload]; 4] = [
 ];
 
 pub struct Search<'a> {
-    request: &'a Request,
-    predict: &'a dyn Predict,
+    request: &'a PlanRequest,
+    predictor: &'a dyn MemoryPredictor,
     /// Everything looked at, the job as written first.
-    pub seen: Vec<Considered>,
+    pub candidates: Vec<Candidate>,
 }
 
 impl<'a> Search<'a> {
     /// Looks at the job as written.
-    pub fn new(request: &'a Request, predict: &'a dyn Predict) -> Self {
-        let mut search = Self { request, predict, seen: Vec::new() };
-        let steps = request.asked().accumulation_steps;
-        search.look(steps, 0, Keep { eight_bit: false, offload: OFFLOADS[0] });
+    pub fn new(request: &'a PlanRequest, predictor: &'a dyn MemoryPredictor) -> Self {
+        let mut search = Self { request, predictor, candidates: Vec::new() };
+        let steps = request.requested_split().accumulation_steps;
+        search.consider(steps, 0, StateOptions { state_8bit: false, offload: OFFLOAD_SETS[0] });
         search
     }
 
-    pub fn as_written(&self) -> Considered {
-        self.seen[0]
+    pub fn as_written(&self) -> Candidate {
+        self.candidates[0]
     }
 
-    pub fn fits(&self, one: &Considered) -> bool {
-        self.request.missing(one.vram, one.ram) == 0
+    pub fn fits(&self, candidate: &Candidate) -> bool {
+        self.request.shortfall(candidate.vram, candidate.ram) == 0
     }
 
     /// The way that comes nearest to fitting.
-    pub fn leanest(&self) -> Considered {
-        let missing = |one: &&Considered| self.request.missing(one.vram, one.ram);
-        *self.seen.iter().min_by_key(missing).unwrap_or(&self.seen[0])
+    pub fn leanest(&self) -> Candidate {
+        let missing = |candidate: &&Candidate| self.request.shortfall(candidate.vram, candidate.ram);
+        *self.candidates.iter().min_by_key(missing).unwrap_or(&self.candidates[0])
     }
 
     /// The fastest way that fits.
-    pub fn fastest(&mut self) -> Option<Considered> {
+    pub fn fastest(&mut self) -> Option<Candidate> {
         let r = self.request;
-        let first = r.asked().accumulation_steps;
-        let last = match r.may(Rung::Shrink) {
-            true => split(r.samples_per_update, r.samples_per_update, r.group).accumulation_steps.max(first),
+        let first = r.requested_split().accumulation_steps;
+        let last = match r.allows(OomAction::Shrink) {
+            true => split(r.samples_per_update, r.samples_per_update, r.micro_batch_multiple)
+                .accumulation_steps
+                .max(first),
             false => first,
         };
-        let blocks = if r.may(Rung::Recompute) { r.times.blocks.len() } else { 0 };
+        let blocks = if r.allows(OomAction::Recompute) { r.cost.block_forward.len() } else { 0 };
         if self.fits(&self.as_written()) {
-            if r.more {
-                let plain = Keep { eight_bit: false, offload: OFFLOADS[0] };
+            if r.include_alternatives {
+                let plain = StateOptions { state_8bit: false, offload: OFFLOAD_SETS[0] };
                 [2, 4].map(|n| n * first).iter().filter(|n| **n <= last).for_each(|n| {
-                    self.look(*n, 0, plain);
+                    self.consider(*n, 0, plain);
                 });
             }
             return Some(self.as_written());
         }
-        let mut best: Option<Considered> = None;
-        for keep in self.keeps(first) {
-            let beaten = |steps: usize, k: usize, best: Option<Considered>| {
-                let floor = r.times.floor(steps, r.way(r.split_into(steps), k, keep));
-                best.is_some_and(|best| floor >= best.time)
+        let mut best: Option<Candidate> = None;
+        for state in self.state_options(first) {
+            let beaten = |steps: usize, k: usize, best: Option<Candidate>| {
+                let floor = r.cost.lower_bound(steps, r.execution_plan(r.split_into(steps), k, state));
+                best.is_some_and(|best| floor >= best.update_seconds)
             };
             if beaten(first, 0, best) {
                 continue;
             }
-            let Some(fewest_blocks) = least(0, blocks, |k| self.tries(last, k, keep)) else { continue };
-            let mut most = last;
+            let Some(fewest_blocks) = first_passing(0, blocks, |k| self.candidate_fits(last, k, state))
+            else {
+                continue;
+            };
+            let mut max_steps = last;
             for k in fewest_blocks..=blocks {
                 if beaten(first, k, best) {
                     break;
                 }
                 // The most micro-batches that could still be faster than what was found.
-                let bound =
-                    least(first, most, |steps| beaten(steps, k, best)).map_or(most, |steps| steps - 1);
-                let Some(steps) = least(first, bound, |steps| self.tries(steps, k, keep)) else { continue };
-                let found = self.look(steps, k, keep);
-                if best.is_none_or(|best| found.time < best.time) {
+                let bound = first_passing(first, max_steps, |steps| beaten(steps, k, best))
+                    .map_or(max_steps, |steps| steps - 1);
+                let Some(steps) = first_passing(first, bound, |steps| self.candidate_fits(steps, k, state))
+                else {
+                    continue;
+                };
+                let found = self.consider(steps, k, state);
+                if best.is_none_or(|best| found.update_seconds < best.update_seconds) {
                     best = Some(found);
                 }
-                most = steps;
+                max_steps = steps;
                 // More blocks only take longer, unless they spare the moving of what they save.
-                if steps == first && !keep.offload.contains(&Offload::Activations) {
+                if steps == first && !state.offload.contains(&Offload::Activations) {
                     break;
                 }
             }
@@ -196,46 +208,52 @@ impl<'a> Search<'a> {
     }
 
     /// What may be kept where and how, the fastest at best first.
-    fn keeps(&self, steps: usize) -> Vec<Keep> {
+    fn state_options(&self, steps: usize) -> Vec<StateOptions> {
         let r = self.request;
-        let eight_bit = r.may(Rung::Optimizer8bit) && r.optimizer_8bit.is_some();
+        let eight_bit = r.allows(OomAction::Optimizer8bit) && r.optimizer_8bit.is_some();
         let states = if eight_bit { vec![false, true] } else { vec![false] };
-        let offload = r.on_device() && r.may(Rung::Offload);
+        let offload = r.on_device() && r.allows(OomAction::Offload);
         // State in bytes has scales of blocks beside it, and is small: it stays.
-        let moves = |keep: &Keep| {
-            keep.offload.iter().all(|what| {
-                offload && r.offloads.contains(what) && !(keep.eight_bit && *what == Offload::OptimizerState)
+        let possible = |state: &StateOptions| {
+            state.offload.iter().all(|what| {
+                offload
+                    && r.offloads.contains(what)
+                    && !(state.state_8bit && *what == Offload::OptimizerState)
             })
         };
-        let all =
-            states.into_iter().flat_map(|eight_bit| OFFLOADS.map(|offload| Keep { eight_bit, offload }));
-        let mut keeps: Vec<Keep> = all.filter(moves).collect();
-        let floor = |keep: &Keep| r.times.floor(steps, r.way(r.split_into(steps), 0, *keep));
-        keeps.sort_by(|a, b| floor(a).total_cmp(&floor(b)).then(a.offload.len().cmp(&b.offload.len())));
-        keeps
+        let all = states.into_iter().flat_map(|eight_bit| {
+            OFFLOAD_SETS.map(|offload| StateOptions { state_8bit: eight_bit, offload })
+        });
+        let mut options: Vec<StateOptions> = all.filter(possible).collect();
+        let floor = |state: &StateOptions| {
+            r.cost.lower_bound(steps, r.execution_plan(r.split_into(steps), 0, *state))
+        };
+        options.sort_by(|a, b| floor(a).total_cmp(&floor(b)).then(a.offload.len().cmp(&b.offload.len())));
+        options
     }
 
-    fn tries(&mut self, accumulation_steps: usize, recompute: usize, keep: Keep) -> bool {
-        let one = self.look(accumulation_steps, recompute, keep);
-        self.fits(&one)
+    fn candidate_fits(&mut self, accumulation_steps: usize, recompute: usize, state: StateOptions) -> bool {
+        let candidate = self.consider(accumulation_steps, recompute, state);
+        self.fits(&candidate)
     }
 
-    fn look(&mut self, accumulation_steps: usize, recompute: usize, keep: Keep) -> Considered {
+    fn consider(&mut self, accumulation_steps: usize, recompute: usize, state: StateOptions) -> Candidate {
         let split = self.request.split_into(accumulation_steps);
-        let way = self.request.way(split, recompute, keep);
-        if let Some(seen) = self.seen.iter().find(|one| one.way == way) {
-            return *seen;
+        let exec_plan = self.request.execution_plan(split, recompute, state);
+        if let Some(known) = self.candidates.iter().find(|candidate| candidate.exec_plan == exec_plan) {
+            return *known;
         }
-        let estimate = self.predict.estimate(way);
-        let time = self.request.times.of(split.accumulation_steps, way, &estimate);
-        let one = Considered { split, way, vram: estimate.vram, ram: estimate.ram, time };
-        self.seen.push(one);
-        one
+        let estimate = self.predictor.estimate(exec_plan);
+        let update_seconds = self.request.cost.update_seconds(split.accumulation_steps, exec_plan, &estimate);
+        let candidate =
+            Candidate { split, exec_plan, vram: estimate.vram, ram: estimate.ram, update_seconds };
+        self.candidates.push(candidate);
+        candidate
     }
 }
 
 /// The least of `low..=high` that passes a test which all above it pass too, if any does.
-fn least(low: usize, high: usize, mut passes: impl FnMut(usize) -> bool) -> Option<usize> {
+fn first_passing(low: usize, high: usize, mut passes: impl FnMut(usize) -> bool) -> Option<usize> {
     if high < low {
         return None;
     }
@@ -256,7 +274,7 @@ fn least(low: usize, high: usize, mut passes: impl FnMut(usize) -> bool) -> Opti
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::ladder::toy::{Toy, request};
+    use crate::memory::planner::toy::{ToyPredictor, request};
     use proptest::prelude::*;
 
     proptest! {
@@ -266,33 +284,33 @@ mod tests {
             batch in 1usize..40, accumulation in 1usize..4, group in 1usize..5,
             ram in 100u64..600, vram in prop_oneof![Just(0u64), 60u64..500],
             overhead in 0.0f64..0.2, may in proptest::sample::subsequence(
-                vec![Rung::Shrink, Rung::Recompute, Rung::Offload, Rung::Optimizer8bit], 0..=4),
+                vec![OomAction::Shrink, OomAction::Recompute, OomAction::Offload, OomAction::Optimizer8bit], 0..=4),
         ) {
-            let mut r = Request { group, vram, may, ..request(batch, accumulation, ram) };
-            r.times.micro_batch = overhead;
-            let toy = Toy { on_device: vram > 0 };
+            let mut r = PlanRequest { micro_batch_multiple: group, vram, allowed: may, ..request(batch, accumulation, ram) };
+            r.cost.micro_batch_overhead = overhead;
+            let toy = ToyPredictor { on_device: vram > 0 };
             let found = Search::new(&r, &toy).fastest();
             let mut all = Search::new(&r, &toy);
             if !all.fits(&all.as_written()) {
-                let first = r.asked().accumulation_steps;
-                let last = if r.may(Rung::Shrink) { r.samples_per_update } else { first };
-                let blocks = if r.may(Rung::Recompute) { 4 } else { 0 };
-                for keep in all.keeps(first) {
+                let first = r.requested_split().accumulation_steps;
+                let last = if r.allows(OomAction::Shrink) { r.samples_per_update } else { first };
+                let blocks = if r.allows(OomAction::Recompute) { 4 } else { 0 };
+                for keep in all.state_options(first) {
                     for steps in first..=last.max(first) {
                         for k in 0..=blocks {
-                            all.look(steps, k, keep);
+                            all.consider(steps, k, keep);
                         }
                     }
                 }
             }
-            let fitting = all.seen.iter().filter(|one| all.fits(one)).map(|one| one.time);
+            let fitting = all.candidates.iter().filter(|one| all.fits(one)).map(|one| one.update_seconds);
             let fastest = fitting.min_by(f64::total_cmp);
-            prop_assert_eq!(found.map(|one| one.time), fastest);
+            prop_assert_eq!(found.map(|one| one.update_seconds), fastest);
         }
 
         #[test]
         fn the_least_is_found_and_nothing_below_it(low in 0usize..50, more in 0usize..50, from in 0usize..120) {
-            let found = least(low, low + more, |x| x >= from);
+            let found = first_passing(low, low + more, |x| x >= from);
             let wanted = (low..=low + more).find(|x| *x >= from);
             prop_assert_eq!(found, wanted);
         }

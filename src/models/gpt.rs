@@ -1,40 +1,47 @@
 //! `kind = "gpt"`: GPT-2's shape, its parameters named as `GPT2LMHeadModel` of transformers names them.
 
-use super::transformer::{INIT, linear, next_token, residual, sizes, tokens};
-use super::{Builder, ModelError};
-use crate::job::Gpt;
+use super::transformer::{WEIGHT_INIT, add_linear, add_residual, attention_sizes, lm_head, token_dims};
+use super::{ModelError, NetworkBuilder};
+use crate::job::GptConfig;
 use crate::kernels::Activation;
-use crate::kernels::linear::Lies;
+use crate::kernels::linear::WeightLayout;
 use crate::layers::attention::Attention;
 use crate::layers::embedding::Embedding;
-use crate::layers::norm::Norm;
-use crate::params::Init;
+use crate::layers::norm::NormLayer;
+use crate::params::ParamInit;
 
 const EPS: f64 = 1e-5;
 
-pub(super) fn build(gpt: &Gpt, b: &mut Builder) -> Result<(), ModelError> {
-    let (length, vocab) = tokens(b, "gpt", gpt.context)?;
+pub(super) fn build(gpt: &GptConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
+    let (length, vocab) = token_dims(b, "gpt", gpt.context)?;
     let width = gpt.width;
-    let heads = sizes("transformer.h.0.attn", length, width, (gpt.heads, gpt.heads))?;
+    let heads = attention_sizes("transformer.h.0.attn", length, width, (gpt.heads, gpt.heads))?;
     // Each of the sums along the residual path begins with the variance of one.
-    let onto_residual = Init::Normal(0.02 / (2.0 * gpt.layers as f64).sqrt());
+    let residual_init = ParamInit::Normal(0.02 / (2.0 * gpt.layers as f64).sqrt());
 
-    b.block("transformer.wte");
-    let d = &mut b.declared;
+    b.begin_block("transformer.wte");
+    let d = &mut b.registry;
     let embedding =
-        Embedding::new(d, "transformer.wte", "transformer.wte.weight", (vocab, length, width), INIT)
-            .positions(d, "transformer.wpe.weight", gpt.context, INIT);
-    let table = embedding.weight();
-    b.layer(embedding);
+        Embedding::new(d, "transformer.wte", "transformer.wte.weight", (vocab, length, width), WEIGHT_INIT)
+            .with_positions(d, "transformer.wpe.weight", gpt.context, WEIGHT_INIT);
+    let table = embedding.token_weight();
+    b.push_layer(embedding);
     b.dropout("transformer.drop", gpt.dropout);
 
     for n in 0..gpt.layers {
         let name = format!("transformer.h.{n}");
-        b.block(&name);
-        residual(b, &format!("{name}.attn"), |b| {
-            norm(b, &format!("{name}.ln_1"));
-            linear(b, &format!("{name}.attn.c_attn"), 3 * width, Lies::InOut, Activation::Identity, INIT);
-            b.layer(Attention {
+        b.begin_block(&name);
+        add_residual(b, &format!("{name}.attn"), |b| {
+            add_norm(b, &format!("{name}.ln_1"));
+            add_linear(
+                b,
+                &format!("{name}.attn.c_attn"),
+                3 * width,
+                WeightLayout::InOut,
+                Activation::Identity,
+                WEIGHT_INIT,
+            );
+            b.push_layer(Attention {
                 name: format!("{name}.attn"),
                 sizes: heads,
                 causal: true,
@@ -43,25 +50,32 @@ pub(super) fn build(gpt: &Gpt, b: &mut Builder) -> Result<(), ModelError> {
                 padded: b.features.is_padded(),
             });
             let proj = format!("{name}.attn.c_proj");
-            linear(b, &proj, width, Lies::InOut, Activation::Identity, onto_residual);
+            add_linear(b, &proj, width, WeightLayout::InOut, Activation::Identity, residual_init);
             b.dropout(&format!("{name}.attn.resid_dropout"), gpt.dropout);
             Ok(())
         })?;
-        residual(b, &format!("{name}.mlp"), |b| {
-            norm(b, &format!("{name}.ln_2"));
-            linear(b, &format!("{name}.mlp.c_fc"), 4 * width, Lies::InOut, Activation::GeluTanh, INIT);
+        add_residual(b, &format!("{name}.mlp"), |b| {
+            add_norm(b, &format!("{name}.ln_2"));
+            add_linear(
+                b,
+                &format!("{name}.mlp.c_fc"),
+                4 * width,
+                WeightLayout::InOut,
+                Activation::GeluTanh,
+                WEIGHT_INIT,
+            );
             let proj = format!("{name}.mlp.c_proj");
-            linear(b, &proj, width, Lies::InOut, Activation::Identity, onto_residual);
+            add_linear(b, &proj, width, WeightLayout::InOut, Activation::Identity, residual_init);
             b.dropout(&format!("{name}.mlp.dropout"), gpt.dropout);
             Ok(())
         })?;
     }
-    b.block("transformer.ln_f");
-    norm(b, "transformer.ln_f");
-    next_token(b, "gpt", vocab, gpt.tie.then_some(table))
+    b.begin_block("transformer.ln_f");
+    add_norm(b, "transformer.ln_f");
+    lm_head(b, "gpt", vocab, gpt.tie.then_some(table))
 }
 
-fn norm(b: &mut Builder, name: &str) {
-    let layer = Norm::layer(&mut b.declared, name, &b.shape, EPS);
-    b.layer(layer);
+fn add_norm(b: &mut NetworkBuilder, name: &str) {
+    let layer = NormLayer::layer_norm(&mut b.registry, name, &b.shape, EPS);
+    b.push_layer(layer);
 }

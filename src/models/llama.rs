@@ -2,55 +2,55 @@
 
 use std::sync::Arc;
 
-use super::transformer::{INIT, next_token, residual, sizes, tokens};
-use super::{Builder, ModelError};
-use crate::job::Llama;
+use super::transformer::{WEIGHT_INIT, add_residual, attention_sizes, lm_head, token_dims};
+use super::{ModelError, NetworkBuilder};
+use crate::job::LlamaConfig;
 use crate::kernels::Activation;
-use crate::kernels::linear::Lies;
+use crate::kernels::linear::WeightLayout;
 use crate::kernels::rotary::Rotary;
 use crate::layers::attention::Attention;
 use crate::layers::embedding::Embedding;
-use crate::layers::linear::{Linear, Options};
-use crate::layers::norm::Norm;
-use crate::layers::packed::Packed;
+use crate::layers::linear::{Linear, LinearOptions};
+use crate::layers::norm::NormLayer;
+use crate::layers::packed_linear::PackedLinear;
 use crate::layers::swiglu::Swiglu;
 
 const EPS: f64 = 1e-6;
 
-pub(super) fn build(llama: &Llama, b: &mut Builder) -> Result<(), ModelError> {
-    let (length, vocab) = tokens(b, "llama", llama.context)?;
+pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
+    let (length, vocab) = token_dims(b, "llama", llama.context)?;
     let attn = "model.layers.0.self_attn";
-    let heads = sizes(attn, length, llama.width, (llama.heads, llama.kv_heads))?;
-    if !heads.head.is_multiple_of(2) {
+    let heads = attention_sizes(attn, length, llama.width, (llama.heads, llama.kv_heads))?;
+    if !heads.head_dim.is_multiple_of(2) {
         return Err(ModelError::Shape {
             layer: attn.into(),
             got: vec![length, llama.width],
-            needs: format!("an even number of values a head, now {}, to turn in pairs", heads.head),
+            needs: format!("an even number of values a head, now {}, to turn in pairs", heads.head_dim),
         });
     }
-    let rotary = Arc::new(Rotary::new(length, heads.head, llama.rope_theta));
+    let rotary = Arc::new(Rotary::new(length, heads.head_dim, llama.rope_theta));
 
     let table = "model.embed_tokens";
-    b.block(table);
+    b.begin_block(table);
     let sizes = (vocab, length, llama.width);
-    let embedding = Embedding::new(&mut b.declared, table, &format!("{table}.weight"), sizes, INIT);
-    let table = embedding.weight();
-    b.layer(embedding);
+    let embedding = Embedding::new(&mut b.registry, table, &format!("{table}.weight"), sizes, WEIGHT_INIT);
+    let table = embedding.token_weight();
+    b.push_layer(embedding);
 
     for n in 0..llama.layers {
         let name = format!("model.layers.{n}");
-        b.block(&name);
-        residual(b, &format!("{name}.self_attn"), |b| {
-            norm(b, &format!("{name}.input_layernorm"));
-            let kv = heads.kv_heads * heads.head;
-            packed(
+        b.begin_block(&name);
+        add_residual(b, &format!("{name}.self_attn"), |b| {
+            add_norm(b, &format!("{name}.input_layernorm"));
+            let kv = heads.kv_heads * heads.head_dim;
+            add_packed_linear(
                 b,
                 &format!("{name}.self_attn"),
                 &[("q_proj", heads.width()), ("k_proj", kv), ("v_proj", kv)],
             );
             let (name, rotary) = (format!("{name}.self_attn"), Some(rotary.clone()));
             let padded = b.features.is_padded();
-            b.layer(Attention {
+            b.push_layer(Attention {
                 name: name.clone(),
                 sizes: heads,
                 causal: true,
@@ -58,35 +58,44 @@ pub(super) fn build(llama: &Llama, b: &mut Builder) -> Result<(), ModelError> {
                 dropout: 0.0,
                 padded,
             });
-            plain(b, &format!("{name}.o_proj"), llama.width);
+            add_linear_no_bias(b, &format!("{name}.o_proj"), llama.width);
             Ok(())
         })?;
-        residual(b, &format!("{name}.mlp"), |b| {
-            norm(b, &format!("{name}.post_attention_layernorm"));
-            packed(b, &format!("{name}.mlp"), &[("gate_proj", llama.hidden), ("up_proj", llama.hidden)]);
-            b.layer(Swiglu { name: format!("{name}.mlp.act_fn"), shape: vec![length, llama.hidden] });
-            plain(b, &format!("{name}.mlp.down_proj"), llama.width);
+        add_residual(b, &format!("{name}.mlp"), |b| {
+            add_norm(b, &format!("{name}.post_attention_layernorm"));
+            add_packed_linear(
+                b,
+                &format!("{name}.mlp"),
+                &[("gate_proj", llama.hidden), ("up_proj", llama.hidden)],
+            );
+            b.push_layer(Swiglu { name: format!("{name}.mlp.act_fn"), shape: vec![length, llama.hidden] });
+            add_linear_no_bias(b, &format!("{name}.mlp.down_proj"), llama.width);
             Ok(())
         })?;
     }
-    b.block("model.norm");
-    norm(b, "model.norm");
-    next_token(b, "llama", vocab, llama.tie.then_some(table))
+    b.begin_block("model.norm");
+    add_norm(b, "model.norm");
+    lm_head(b, "llama", vocab, llama.tie.then_some(table))
 }
 
-fn norm(b: &mut Builder, name: &str) {
-    let layer = Norm::rms(&mut b.declared, name, &b.shape, EPS);
-    b.layer(layer);
+fn add_norm(b: &mut NetworkBuilder, name: &str) {
+    let layer = NormLayer::rms_norm(&mut b.registry, name, &b.shape, EPS);
+    b.push_layer(layer);
 }
 
-fn packed(b: &mut Builder, name: &str, parts: &[(&str, usize)]) {
-    let layer = Packed::new(&mut b.declared, name, &b.shape, parts, INIT, false);
-    b.layer(layer);
+fn add_packed_linear(b: &mut NetworkBuilder, name: &str, parts: &[(&str, usize)]) {
+    let layer = PackedLinear::new(&mut b.registry, name, &b.shape, parts, WEIGHT_INIT, false);
+    b.push_layer(layer);
 }
 
-fn plain(b: &mut Builder, name: &str, width: usize) {
-    let options =
-        Options { bias: false, act: Activation::Identity, lies: Lies::OutIn, init: INIT, bias_init: INIT };
-    let layer = Linear::new(&mut b.declared, name, &b.shape, width, options);
-    b.layer(layer);
+fn add_linear_no_bias(b: &mut NetworkBuilder, name: &str, width: usize) {
+    let options = LinearOptions {
+        bias: false,
+        act: Activation::Identity,
+        weight_layout: WeightLayout::OutIn,
+        init: WEIGHT_INIT,
+        bias_init: WEIGHT_INIT,
+    };
+    let layer = Linear::new(&mut b.registry, name, &b.shape, width, options);
+    b.push_layer(layer);
 }

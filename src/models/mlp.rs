@@ -1,16 +1,16 @@
 //! `kind = "mlp"`: the sample flattened, dense layers, one score a class. Parameters are named by their place in
 //! a list: `layers.0.weight`, `layers.0.bias`, `layers.1.weight`, ...
 
-use super::{Builder, ModelError};
-use crate::features::Input;
-use crate::job::Mlp;
+use super::{ModelError, NetworkBuilder};
+use crate::features::InputSpec;
+use crate::job::MlpConfig;
 
-pub(super) fn build(mlp: &Mlp, b: &mut Builder) -> Result<(), ModelError> {
-    if let Input::Tokens { .. } = b.features.input {
+pub(super) fn build(mlp: &MlpConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
+    if let InputSpec::Tokens { .. } = b.features.input {
         return Err(ModelError::Data { kind: "mlp", needs: "numbers or pictures", got: "tokens".into() });
     }
-    b.block("input");
+    b.begin_block("input");
     b.flatten("flatten");
-    let next = b.dense("layers", 0, &mlp.hidden, mlp.activation.into(), mlp.dropout);
-    b.classify(&format!("layers.{next}"), "mlp")
+    let next = b.dense_layers("layers", 0, &mlp.hidden, mlp.activation.into(), mlp.dropout);
+    b.add_head(&format!("layers.{next}"), "mlp")
 }

@@ -1,11 +1,11 @@
 //! `kind = "mobilenet"`: MobileNet v2 of Sandler et al., 2018, as torchvision builds and names it
 //! (`features.0.0.weight`, `features.2.conv.1.0.weight`, `classifier.1.weight`).
 
-use super::picture::Filter;
-use super::{Builder, ModelError};
-use crate::job::Mobilenet;
-use crate::kernels::{Activation, Clip};
-use crate::params::Init;
+use super::vision::ConvSpec;
+use super::{ModelError, NetworkBuilder};
+use crate::job::MobilenetConfig;
+use crate::kernels::{Activation, ClampActivation};
+use crate::params::ParamInit;
 
 /// How much wider a block is inside, its outputs, how often it stands, its first stride.
 const STAGES: [(usize, usize, usize, usize); 7] = [
@@ -19,62 +19,74 @@ const STAGES: [(usize, usize, usize, usize); 7] = [
 ];
 
 /// `channels` times the multiplier, to the nearest multiple of 8, never more than a tenth below.
-fn scaled(channels: usize, multiplier: f64) -> usize {
-    let wanted = channels as f64 * multiplier;
-    let near = (((wanted + 4.0) as usize) / 8 * 8).max(8);
-    if (near as f64) < 0.9 * wanted { near + 8 } else { near }
+fn scaled_channels(channels: usize, multiplier: f64) -> usize {
+    let target = channels as f64 * multiplier;
+    let rounded = (((target + 4.0) as usize) / 8 * 8).max(8);
+    if (rounded as f64) < 0.9 * target { rounded + 8 } else { rounded }
 }
 
-pub(super) fn build(net: &Mobilenet, b: &mut Builder) -> Result<(), ModelError> {
+pub(super) fn build(net: &MobilenetConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
     let (group, width) = (net.norm_group, net.width);
-    b.block("features.0");
+    b.begin_block("features.0");
     let stride = net.stem.stride();
-    unit(b, "features.0", Filter::same(scaled(32, width), 3, stride), group)?;
+    conv_bn_relu6(b, "features.0", ConvSpec::same(scaled_channels(32, width), 3, stride), group)?;
     let mut index = 1;
-    for (wider, outputs, count, stride) in STAGES {
+    for (expand_ratio, outputs, count, stride) in STAGES {
         for i in 0..count {
             let name = format!("features.{index}");
-            b.block(&name);
-            inverted(b, &name, wider, scaled(outputs, width), if i == 0 { stride } else { 1 }, group)?;
+            b.begin_block(&name);
+            inverted_residual(
+                b,
+                &name,
+                expand_ratio,
+                scaled_channels(outputs, width),
+                if i == 0 { stride } else { 1 },
+                group,
+            )?;
             index += 1;
         }
     }
     let name = format!("features.{index}");
-    b.block(&name);
-    unit(b, &name, Filter::same(scaled(1280, width.max(1.0)), 1, 1), group)?;
+    b.begin_block(&name);
+    conv_bn_relu6(b, &name, ConvSpec::same(scaled_channels(1280, width.max(1.0)), 1, 1), group)?;
     b.global_pool("pool")?;
     b.dropout("classifier.0", net.dropout);
-    b.classify_from("classifier.1", "mobilenet", Init::Normal(0.01), Init::Constant(0.0))
+    b.add_head_with_init("classifier.1", "mobilenet", ParamInit::Normal(0.01), ParamInit::Constant(0.0))
 }
 
 /// Convolution, batch norm, ReLU6.
-fn unit(b: &mut Builder, name: &str, filter: Filter, group: usize) -> Result<(), ModelError> {
-    b.filter(&format!("{name}.0"), filter)?;
-    b.batch_norm(&format!("{name}.1"), group, Clip::Relu6);
+fn conv_bn_relu6(
+    b: &mut NetworkBuilder,
+    name: &str,
+    spec: ConvSpec,
+    group_size: usize,
+) -> Result<(), ModelError> {
+    b.conv_no_bias(&format!("{name}.0"), spec)?;
+    b.batch_norm(&format!("{name}.1"), group_size, ClampActivation::Relu6);
     Ok(())
 }
 
 /// Widen, filter each channel by itself, narrow; added to its input where the two are of one shape.
-fn inverted(
-    b: &mut Builder,
+fn inverted_residual(
+    b: &mut NetworkBuilder,
     name: &str,
-    wider: usize,
+    expand_ratio: usize,
     outputs: usize,
     stride: usize,
-    group: usize,
+    group_size: usize,
 ) -> Result<(), ModelError> {
-    let inputs = b.picture(name)?[2];
-    let inside = inputs * wider;
-    let branch = |b: &mut Builder| {
+    let inputs = b.image_shape(name)?[2];
+    let hidden = inputs * expand_ratio;
+    let branch = |b: &mut NetworkBuilder| {
         let mut next = 0;
-        if wider > 1 {
-            unit(b, &format!("{name}.conv.{next}"), Filter::same(inside, 1, 1), group)?;
+        if expand_ratio > 1 {
+            conv_bn_relu6(b, &format!("{name}.conv.{next}"), ConvSpec::same(hidden, 1, 1), group_size)?;
             next += 1;
         }
-        let each = Filter { groups: inside, ..Filter::same(inside, 3, stride) };
-        unit(b, &format!("{name}.conv.{next}"), each, group)?;
-        b.filter(&format!("{name}.conv.{}", next + 1), Filter::same(outputs, 1, 1))?;
-        b.batch_norm(&format!("{name}.conv.{}", next + 2), group, Clip::Nothing);
+        let depthwise = ConvSpec { groups: hidden, ..ConvSpec::same(hidden, 3, stride) };
+        conv_bn_relu6(b, &format!("{name}.conv.{next}"), depthwise, group_size)?;
+        b.conv_no_bias(&format!("{name}.conv.{}", next + 1), ConvSpec::same(outputs, 1, 1))?;
+        b.batch_norm(&format!("{name}.conv.{}", next + 2), group_size, ClampActivation::Identity);
         Ok(())
     };
     match stride == 1 && inputs == outputs {

@@ -1,24 +1,24 @@
 //! `kind = "resnet"`: residual networks of He et al., 2015, as torchvision builds and names them
 //! (`conv1.weight`, `layer2.0.downsample.0.weight`, `fc.weight`); the deep one strides in its 3 x 3.
 
-use super::picture::Filter;
-use super::{Builder, ModelError};
-use crate::job::{Resnet, Stem};
-use crate::kernels::{Activation, Clip};
+use super::vision::ConvSpec;
+use super::{ModelError, NetworkBuilder};
+use crate::job::{ResnetConfig, Stem};
+use crate::kernels::{Activation, ClampActivation};
 
-pub(super) fn build(resnet: &Resnet, b: &mut Builder) -> Result<(), ModelError> {
+pub(super) fn build(resnet: &ResnetConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
     let (counts, bottleneck) = match resnet.depth {
         18 => ([2, 2, 2, 2], false),
         34 => ([3, 4, 6, 3], false),
         _ => ([3, 4, 6, 3], true),
     };
     let group = resnet.norm_group;
-    b.block("conv1");
-    b.filter(
+    b.begin_block("conv1");
+    b.conv_no_bias(
         "conv1",
-        Filter::same(64, if resnet.stem == Stem::Small { 3 } else { 7 }, resnet.stem.stride()),
+        ConvSpec::same(64, if resnet.stem == Stem::Small { 3 } else { 7 }, resnet.stem.stride()),
     )?;
-    b.batch_norm("bn1", group, Clip::Relu);
+    b.batch_norm("bn1", group, ClampActivation::Relu);
     if resnet.stem == Stem::Imagenet {
         b.max_pool("maxpool", 3, 2, 1)?;
     }
@@ -26,42 +26,48 @@ pub(super) fn build(resnet: &Resnet, b: &mut Builder) -> Result<(), ModelError> 
         for i in 0..count {
             let name = format!("layer{}.{i}", stage + 1);
             let stride = if i == 0 && stage > 0 { 2 } else { 1 };
-            b.block(&name);
-            block(b, &name, 64 << stage, stride, bottleneck, group)?;
+            b.begin_block(&name);
+            residual_block(b, &name, 64 << stage, stride, bottleneck, group)?;
         }
     }
-    b.block("avgpool");
+    b.begin_block("avgpool");
     b.global_pool("avgpool")?;
-    b.classify("fc", "resnet")
+    b.add_head("fc", "resnet")
 }
 
-fn block(
-    b: &mut Builder,
+fn residual_block(
+    b: &mut NetworkBuilder,
     name: &str,
     width: usize,
     stride: usize,
     bottleneck: bool,
-    group: usize,
+    group_size: usize,
 ) -> Result<(), ModelError> {
-    let at = |layer: &str| format!("{name}.{layer}");
+    let path = |layer: &str| format!("{name}.{layer}");
     let outputs = if bottleneck { 4 * width } else { width };
-    let inputs = b.picture(name)?[2];
-    let filters = match bottleneck {
-        false => vec![Filter::same(width, 3, stride), Filter::same(width, 3, 1)],
-        true => vec![Filter::same(width, 1, 1), Filter::same(width, 3, stride), Filter::same(outputs, 1, 1)],
+    let inputs = b.image_shape(name)?[2];
+    let convs = match bottleneck {
+        false => vec![ConvSpec::same(width, 3, stride), ConvSpec::same(width, 3, 1)],
+        true => {
+            vec![ConvSpec::same(width, 1, 1), ConvSpec::same(width, 3, stride), ConvSpec::same(outputs, 1, 1)]
+        }
     };
-    let last = filters.len();
-    let branch = |b: &mut Builder| {
-        for (i, filter) in filters.into_iter().enumerate().map(|(i, f)| (i + 1, f)) {
-            b.filter(&at(&format!("conv{i}")), filter)?;
-            b.batch_norm(&at(&format!("bn{i}")), group, if i == last { Clip::Nothing } else { Clip::Relu });
+    let last = convs.len();
+    let branch = |b: &mut NetworkBuilder| {
+        for (i, spec) in convs.into_iter().enumerate().map(|(i, f)| (i + 1, f)) {
+            b.conv_no_bias(&path(&format!("conv{i}")), spec)?;
+            b.batch_norm(
+                &path(&format!("bn{i}")),
+                group_size,
+                if i == last { ClampActivation::Identity } else { ClampActivation::Relu },
+            );
         }
         Ok(())
     };
-    let shortcut = |b: &mut Builder| {
+    let shortcut = |b: &mut NetworkBuilder| {
         if stride > 1 || inputs != outputs {
-            b.filter(&at("downsample.0"), Filter::same(outputs, 1, stride))?;
-            b.batch_norm(&at("downsample.1"), group, Clip::Nothing);
+            b.conv_no_bias(&path("downsample.0"), ConvSpec::same(outputs, 1, stride))?;
+            b.batch_norm(&path("downsample.1"), group_size, ClampActivation::Identity);
         }
         Ok(())
     };

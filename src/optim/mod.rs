@@ -1,20 +1,20 @@
 //! How weights follow gradients: updates over the flat buffers, and the learning rate over time.
 
-pub mod away;
-pub mod scaling;
+pub mod grad_scaler;
+pub mod offload;
 pub mod schedule;
 
 use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::job::Optimizer as Rule;
-use crate::kernels::adafactor::{self, Adafactor};
+use crate::job::OptimizerConfig as Rule;
+use crate::kernels::adafactor::{self, AdafactorKernel};
 use crate::kernels::adamw8bit;
-use crate::kernels::lion::Lion;
-use crate::kernels::update::{AdamW, Common, Sgd};
-use crate::layers::On;
-use crate::params::{Flat, Store};
+use crate::kernels::lion::LionKernel;
+use crate::kernels::update::{AdamWKernel, SgdKernel, UpdateArgs};
+use crate::layers::Backend;
+use crate::params::{FlatLayout, ParamStore};
 
 /// An update rule and its state: named flat buffers.
 pub struct Optimizer {
@@ -22,76 +22,88 @@ pub struct Optimizer {
     state: Vec<(&'static str, Tensor)>,
     /// The buffers' memory, where they wait on the host of a card.
     #[cfg(feature = "cuda")]
-    away: Option<away::Away>,
+    offloaded: Option<offload::OffloadedState>,
 }
 
 /// What one update is given.
 #[derive(Clone, Copy, Debug)]
-pub struct Step<'a> {
+pub struct OptimizerStep<'a> {
     pub lr: f64,
     /// The gradient is multiplied with this first.
     pub grad_scale: f64,
-    /// Where a card has that number instead; see [`judged_there`].
-    pub judged: Option<&'a Tensor>,
+    /// Where a card has that number instead; see [`reads_device_grad_scale`].
+    pub device_grad_scale: Option<&'a Tensor>,
     /// Updates made, this one included.
-    pub number: u64,
+    pub step_count: u64,
 }
 
 /// A buffer of state: its name, the bytes of a value (4 stands for the master's type) and its length.
-type Buffer = (&'static str, DType, usize);
+type StateBuffer = (&'static str, DType, usize);
 
-fn buffers(rule: &Rule, params: &Flat) -> Vec<Buffer> {
-    let (n, wide) = (params.len, DType::F32);
+fn state_buffers(rule: &Rule, params: &FlatLayout) -> Vec<StateBuffer> {
+    let (n, master_dtype) = (params.len, DType::F32);
     match rule {
-        Rule::Adamw(_) => vec![("m", wide, n), ("v", wide, n)],
-        Rule::Sgd(sgd) if sgd.momentum > 0.0 => vec![("momentum", wide, n)],
+        Rule::Adamw(_) => vec![("m", master_dtype, n), ("v", master_dtype, n)],
+        Rule::Sgd(sgd) if sgd.momentum > 0.0 => vec![("momentum", master_dtype, n)],
         Rule::Sgd(_) => Vec::new(),
-        Rule::Lion(_) => vec![("momentum", wide, n)],
-        Rule::Adafactor(_) => vec![("factors", wide, adafactor::state_len(params))],
+        Rule::Lion(_) => vec![("momentum", master_dtype, n)],
+        Rule::Adafactor(_) => vec![("factors", master_dtype, adafactor::state_len(params))],
         Rule::Adamw8bit(_) => {
             let scales = n.div_ceil(adamw8bit::BLOCK);
             let byte = DType::U8;
-            vec![("m", byte, n), ("v", byte, n), ("m_scale", wide, scales), ("v_scale", wide, scales)]
+            vec![
+                ("m", byte, n),
+                ("v", byte, n),
+                ("m_scale", master_dtype, scales),
+                ("v_scale", master_dtype, scales),
+            ]
         }
     }
 }
 
 /// Whether a rule reads what gradients are multiplied with where a card has left it: then nobody waits for it.
-pub fn judged_there(rule: &Rule) -> bool {
+pub fn reads_device_grad_scale(rule: &Rule) -> bool {
     matches!(rule, Rule::Adamw(_) | Rule::Sgd(_) | Rule::Lion(_))
 }
 
 /// Bytes of the state of a rule over these parameters.
-pub fn state_bytes(rule: &Rule, params: &Flat) -> u64 {
-    buffers(rule, params).iter().map(|(_, dtype, len)| (dtype.size_in_bytes() * len) as u64).sum()
+pub fn state_bytes(rule: &Rule, params: &FlatLayout) -> u64 {
+    state_buffers(rule, params).iter().map(|(_, dtype, len)| (dtype.size_in_bytes() * len) as u64).sum()
 }
 
 /// Bytes an update takes for as long as it runs.
-pub fn workspace_bytes(rule: &Rule, params: &Flat, on: On) -> u64 {
-    match (rule, on) {
-        (Rule::Adafactor(_), On::Cpu { .. }) => 4 * adafactor::workspace_len(params) as u64,
-        (Rule::Adafactor(_), On::Cuda { .. }) => adafactor::card_bytes(params, DType::F32),
+pub fn workspace_bytes(rule: &Rule, params: &FlatLayout, backend: Backend) -> u64 {
+    match (rule, backend) {
+        (Rule::Adafactor(_), Backend::Cpu { .. }) => 4 * adafactor::workspace_len(params) as u64,
+        (Rule::Adafactor(_), Backend::Cuda { .. }) => adafactor::cuda_workspace(params, DType::F32),
         _ => 0,
     }
 }
 
 /// Bytes of a card through which the state of a rule passes that waits in host memory.
-pub fn window_bytes(rule: &Rule, params: &Flat) -> u64 {
-    if away::can(rule) { away::window_bytes(state_bytes(rule, params), params.len) } else { 0 }
+pub fn staging_bytes(rule: &Rule, params: &FlatLayout) -> u64 {
+    if offload::is_supported(rule) {
+        offload::staging_bytes(state_bytes(rule, params), params.len)
+    } else {
+        0
+    }
 }
 
 impl Optimizer {
-    /// `is_away`: the state waits in host memory, where the rule allows it and the weights are on a card.
-    pub fn new(rule: &Rule, store: &Store, is_away: bool) -> Result<Self> {
-        let (buffers, master) = (buffers(rule, &store.layout.params), &store.master);
+    /// `offload_state`: the state waits in host memory, where the rule allows it and the weights are on a card.
+    pub fn new(rule: &Rule, store: &ParamStore, offload_state: bool) -> Result<Self> {
+        let (buffers, master) = (state_buffers(rule, &store.layout.params), &store.master_weights);
         #[cfg(feature = "cuda")]
-        if let (true, Some(device)) = (is_away && away::can(rule), crate::kernels::cuda::of(master)) {
-            let away = away::Away::new(device, master.dtype(), buffers.len(), store.layout.params.len)?;
-            let state = buffers.iter().map(|(name, ..)| *name).zip(away.tensors()).collect();
-            return Ok(Self { rule: rule.clone(), state, away: Some(away) });
+        if let (true, Some(device)) =
+            (offload_state && offload::is_supported(rule), crate::kernels::cuda::device_of(master))
+        {
+            let offloaded =
+                offload::OffloadedState::new(device, master.dtype(), buffers.len(), store.layout.params.len)?;
+            let state = buffers.iter().map(|(name, ..)| *name).zip(offloaded.host_tensors()).collect();
+            return Ok(Self { rule: rule.clone(), state, offloaded: Some(offloaded) });
         }
-        let _ = is_away;
-        let make = |(name, dtype, len): Buffer| {
+        let _ = offload_state;
+        let make = |(name, dtype, len): StateBuffer| {
             let dtype = if dtype == DType::F32 { master.dtype() } else { dtype };
             Ok((name, Tensor::zeros(len, dtype, master.device())?))
         };
@@ -99,22 +111,22 @@ impl Optimizer {
             rule: rule.clone(),
             state: buffers.into_iter().map(make).collect::<Result<_>>()?,
             #[cfg(feature = "cuda")]
-            away: None,
+            offloaded: None,
         })
     }
 
     /// The buffers by name, for checkpoints: as the last update left them.
     pub fn state(&self) -> Result<&[(&'static str, Tensor)]> {
         #[cfg(feature = "cuda")]
-        self.away.as_ref().map_or(Ok(()), away::Away::settle)?;
+        self.offloaded.as_ref().map_or(Ok(()), offload::OffloadedState::synchronize)?;
         Ok(&self.state)
     }
 
     /// Moves the weights and clears the gradients, in one pass.
-    pub fn update(&mut self, store: &Store, step: Step) -> Result<()> {
+    pub fn update(&mut self, store: &ParamStore, step: OptimizerStep) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let Some(away) = &mut self.away {
-            return away.each(|range, state| apply(&self.rule, store, step, range, state));
+        if let Some(offloaded) = &mut self.offloaded {
+            return offloaded.update_chunks(|range, state| apply(&self.rule, store, step, range, state));
         }
         let state: Vec<Tensor> = self.state.iter().map(|(_, tensor)| tensor.clone()).collect();
         apply(&self.rule, store, step, 0..store.layout.params.len, &state)
@@ -122,48 +134,70 @@ impl Optimizer {
 }
 
 /// Moves the weights of a range, of which this is the state; all of them where the rule is one that must see all.
-fn apply(rule: &Rule, store: &Store, step: Step, range: Range<usize>, state: &[Tensor]) -> Result<()> {
+fn apply(
+    rule: &Rule,
+    store: &ParamStore,
+    step: OptimizerStep,
+    range: Range<usize>,
+    state: &[Tensor],
+) -> Result<()> {
     let params = &store.layout.params;
-    let common = |weight_decay| Common {
+    let common = |weight_decay| UpdateArgs {
         lr: step.lr,
         grad_scale: step.grad_scale,
-        judged: step.judged,
+        device_grad_scale: step.device_grad_scale,
         weight_decay,
-        decayed: params.decayed.saturating_sub(range.start).min(range.len()),
+        decayed_len: params.decayed_len.saturating_sub(range.start).min(range.len()),
     };
-    let adam = |rule: &crate::job::Adamw| {
+    let adam = |rule: &crate::job::AdamwConfig| {
         let [beta1, beta2] = rule.betas;
-        AdamW { beta1, beta2, eps: rule.eps, step: step.number }
+        AdamWKernel { beta1, beta2, eps: rule.eps, step: step.step_count }
     };
-    let part = |all: &Tensor| match range.len() == params.len {
+    let slice = |all: &Tensor| match range.len() == params.len {
         true => Ok(all.clone()),
         false => all.narrow(0, range.start, range.len()),
     };
-    let (weights, grads) = (&part(&store.master)?, &part(&store.grads)?);
-    let other = store.compute.dtype() != weights.dtype();
-    let copy = other.then(|| part(&store.compute)).transpose()?;
-    let copy = copy.as_ref();
+    let (weights, grads) = (&slice(&store.master_weights)?, &slice(&store.grads)?);
+    let has_compute_copy = store.compute_weights.dtype() != weights.dtype();
+    let compute_weights = has_compute_copy.then(|| slice(&store.compute_weights)).transpose()?;
+    let compute_weights = compute_weights.as_ref();
     match rule {
-        Rule::Adamw(rule) => {
-            adam(rule).apply(&common(rule.weight_decay), weights, grads, (&state[0], &state[1]), copy)
-        }
+        Rule::Adamw(rule) => adam(rule).apply(
+            &common(rule.weight_decay),
+            weights,
+            grads,
+            (&state[0], &state[1]),
+            compute_weights,
+        ),
         Rule::Adamw8bit(rule) => {
             let buffer = |i: usize| state[i].clone();
-            let state =
-                adamw8bit::State { m: buffer(0), v: buffer(1), m_scale: buffer(2), v_scale: buffer(3) };
-            adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state, copy)
+            let state = adamw8bit::AdamW8bitState {
+                m: buffer(0),
+                v: buffer(1),
+                m_scale: buffer(2),
+                v_scale: buffer(3),
+            };
+            adam(rule).apply_8bit(&common(rule.weight_decay), weights, grads, &state, compute_weights)
         }
         Rule::Sgd(rule) => {
-            let sgd = Sgd { momentum: rule.momentum, nesterov: rule.nesterov, first: step.number == 1 };
-            sgd.apply(&common(rule.weight_decay), weights, grads, state.first(), copy)
+            let sgd =
+                SgdKernel { momentum: rule.momentum, nesterov: rule.nesterov, first: step.step_count == 1 };
+            sgd.apply(&common(rule.weight_decay), weights, grads, state.first(), compute_weights)
         }
         Rule::Lion(rule) => {
             let [beta1, beta2] = rule.betas;
-            Lion { beta1, beta2 }.apply(&common(rule.weight_decay), weights, grads, &state[0], copy)
+            LionKernel { beta1, beta2 }.apply(
+                &common(rule.weight_decay),
+                weights,
+                grads,
+                &state[0],
+                compute_weights,
+            )
         }
         Rule::Adafactor(rule) => {
-            let factor = Adafactor { decay: rule.decay, eps: rule.eps, clip: rule.clip, step: step.number };
-            factor.apply(&common(rule.weight_decay), params, weights, grads, &state[0], copy)
+            let factor =
+                AdafactorKernel { decay: rule.decay, eps: rule.eps, clip: rule.clip, step: step.step_count };
+            factor.apply(&common(rule.weight_decay), params, weights, grads, &state[0], compute_weights)
         }
     }
 }
@@ -171,9 +205,9 @@ fn apply(rule: &Rule, store: &Store, step: Step, range: Range<usize>, state: &[T
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::update::round_into;
-    use crate::layers::check::device;
-    use crate::params::{Declared, Init};
+    use crate::kernels::update::cast_into;
+    use crate::layers::gradcheck::test_device;
+    use crate::params::{ParamInit, ParamRegistry};
 
     /// Ten updates of a 2 x 2 matrix and a vector of 2 with gradients `sin(3 i + step)`, against PyTorch:
     ///
@@ -193,24 +227,29 @@ mod tests {
     /// run(lambda p: torch.optim.SGD(p, lr=.01, weight_decay=.1))
     /// ```
     fn ten_updates(rule: &str, dtype: DType) -> Vec<f64> {
-        let mut declared = Declared::default();
-        declared.param("w", [2, 2], Init::Constant(0.0));
-        declared.param("b", [2], Init::Constant(0.0));
-        let store = Store::new(declared.layout().unwrap(), 0, dtype, &device()).unwrap();
+        let mut registry = ParamRegistry::default();
+        registry.param("w", [2, 2], ParamInit::Constant(0.0));
+        registry.param("b", [2], ParamInit::Constant(0.0));
+        let store = ParamStore::new(registry.into_layout().unwrap(), 0, dtype, &test_device()).unwrap();
         let set = |t: &Tensor, values: Vec<f64>| {
-            let values = Tensor::from_vec(values, 6, &device()).unwrap();
-            round_into(&values, t).unwrap();
+            let values = Tensor::from_vec(values, 6, &test_device()).unwrap();
+            cast_into(&values, t).unwrap();
         };
-        set(&store.master, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6]);
+        set(&store.master_weights, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6]);
         let mut optimizer = Optimizer::new(&toml::from_str(rule).unwrap(), &store, false).unwrap();
-        for number in 1..=10u64 {
+        for step_count in 1..=10u64 {
             // Twice the gradient and half the scale: the scale is part of what is tested.
-            set(&store.grads, (0..6).map(|i| 2.0 * ((3 * i + number) as f64).sin()).collect());
-            optimizer.update(&store, Step { lr: 0.01, grad_scale: 0.5, judged: None, number }).unwrap();
+            set(&store.grads, (0..6).map(|i| 2.0 * ((3 * i + step_count) as f64).sin()).collect());
+            optimizer
+                .update(
+                    &store,
+                    OptimizerStep { lr: 0.01, grad_scale: 0.5, device_grad_scale: None, step_count },
+                )
+                .unwrap();
         }
         let grads = store.grads.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
         assert_eq!(grads, [0.0; 6], "gradients are cleared");
-        store.master.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+        store.master_weights.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
     }
 
     fn assert_near(found: &[f64], wanted: &[f64]) {
@@ -232,57 +271,69 @@ mod tests {
     #[test]
     fn the_state_is_as_large_as_it_says() {
         for rule in ["adamw", "sgd", "lion", "adafactor", "adamw8bit"] {
-            let mut declared = Declared::default();
-            declared.param("w", [30, 20], Init::Normal(0.1));
-            declared.param("b", [7], Init::Constant(0.0));
-            let store = Store::new(declared.layout().unwrap(), 0, DType::F32, &device()).unwrap();
+            let mut registry = ParamRegistry::default();
+            registry.param("w", [30, 20], ParamInit::Normal(0.1));
+            registry.param("b", [7], ParamInit::Constant(0.0));
+            let store =
+                ParamStore::new(registry.into_layout().unwrap(), 0, DType::F32, &test_device()).unwrap();
             let rule: Rule = toml::from_str(&format!("kind = '{rule}'")).unwrap();
             let mut optimizer = Optimizer::new(&rule, &store, false).unwrap();
             let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
             let held: u64 = optimizer.state().unwrap().iter().map(|(_, tensor)| bytes(tensor)).sum();
             assert_eq!(held, state_bytes(&rule, &store.layout.params), "{rule:?}");
-            let before = store.master.to_vec1::<f32>().unwrap();
-            round_into(&store.master, &store.grads).unwrap();
-            optimizer.update(&store, Step { lr: 0.01, grad_scale: 1.0, judged: None, number: 1 }).unwrap();
-            assert_ne!(before, store.master.to_vec1::<f32>().unwrap(), "{rule:?} moves the weights");
+            let before = store.master_weights.to_vec1::<f32>().unwrap();
+            cast_into(&store.master_weights, &store.grads).unwrap();
+            optimizer
+                .update(
+                    &store,
+                    OptimizerStep { lr: 0.01, grad_scale: 1.0, device_grad_scale: None, step_count: 1 },
+                )
+                .unwrap();
+            assert_ne!(before, store.master_weights.to_vec1::<f32>().unwrap(), "{rule:?} moves the weights");
         }
     }
 
     /// Weights, their copy and the state after three updates of 50,000 values in bf16: at once, in chunks, and with the
     /// state away from the card where there is one.
     #[test]
-    fn chunks_and_state_that_is_away_change_no_bit() {
+    fn chunked_and_offloaded_updates_are_bit_exact() {
         for kind in ["kind = 'adamw'", "kind = 'lion'", "kind = 'sgd'\nmomentum = 0.9\nweight_decay = 0.1"] {
             let rule: Rule = toml::from_str(kind).unwrap();
-            let run = |update: &dyn Fn(&Store, &mut Optimizer, Step), is_away: bool| {
-                let mut declared = Declared::default();
-                declared.param("w", [300, 161], Init::Normal(0.1));
-                declared.param("b", [1701], Init::Constant(0.5));
-                let store = Store::new(declared.layout().unwrap(), 3, DType::BF16, &device()).unwrap();
-                let mut optimizer = Optimizer::new(&rule, &store, is_away).unwrap();
-                for number in 1..=3 {
-                    let noise: Vec<f64> = (0..50_001u64).map(|i| ((i * number) as f64).sin()).collect();
-                    let noise = Tensor::from_vec(noise, 50_001, &device()).unwrap();
-                    round_into(&noise, &store.grads).unwrap();
-                    update(&store, &mut optimizer, Step { lr: 0.01, grad_scale: 0.5, judged: None, number });
+            let run = |update: &dyn Fn(&ParamStore, &mut Optimizer, OptimizerStep), offload_state: bool| {
+                let mut registry = ParamRegistry::default();
+                registry.param("w", [300, 161], ParamInit::Normal(0.1));
+                registry.param("b", [1701], ParamInit::Constant(0.5));
+                let store =
+                    ParamStore::new(registry.into_layout().unwrap(), 3, DType::BF16, &test_device()).unwrap();
+                let mut optimizer = Optimizer::new(&rule, &store, offload_state).unwrap();
+                for step_count in 1..=3 {
+                    let noise: Vec<f64> = (0..50_001u64).map(|i| ((i * step_count) as f64).sin()).collect();
+                    let noise = Tensor::from_vec(noise, 50_001, &test_device()).unwrap();
+                    cast_into(&noise, &store.grads).unwrap();
+                    update(
+                        &store,
+                        &mut optimizer,
+                        OptimizerStep { lr: 0.01, grad_scale: 0.5, device_grad_scale: None, step_count },
+                    );
                 }
                 let state = optimizer.state().unwrap().iter().map(|(_, tensor)| tensor);
-                let all = [&store.master, &store.compute, &store.grads].into_iter().chain(state);
+                let all =
+                    [&store.master_weights, &store.compute_weights, &store.grads].into_iter().chain(state);
                 let bits = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
                 all.map(bits).collect::<Vec<_>>()
             };
             let whole = run(&|store, optimizer, step| optimizer.update(store, step).unwrap(), false);
-            let chunks = |store: &Store, optimizer: &mut Optimizer, step: Step| {
-                for range in away::chunks(50_001) {
+            let chunks = |store: &ParamStore, optimizer: &mut Optimizer, step: OptimizerStep| {
+                for range in offload::chunk_ranges(50_001) {
                     let part = |(_, all): &(_, Tensor)| all.narrow(0, range.start, range.len()).unwrap();
                     let state: Vec<Tensor> = optimizer.state.iter().map(part).collect();
                     apply(&rule, store, step, range, &state).unwrap();
                 }
             };
-            assert!(away::chunks(50_001).count() > 10);
+            assert!(offload::chunk_ranges(50_001).count() > 10);
             assert!(run(&chunks, false) == whole, "{kind} in chunks");
-            let away = run(&|store, optimizer, step| optimizer.update(store, step).unwrap(), true);
-            assert!(away == whole, "{kind} away");
+            let offloaded = run(&|store, optimizer, step| optimizer.update(store, step).unwrap(), true);
+            assert!(offloaded == whole, "{kind} away");
         }
     }
 

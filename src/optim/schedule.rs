@@ -2,29 +2,29 @@
 
 use std::f64::consts::PI;
 
-use crate::job::Schedule;
+use crate::job::ScheduleConfig;
 
 /// The rate of update `step` (the first is 0) of `total`, where `peak` is the optimizer's `lr`.
-pub fn lr(schedule: &Schedule, peak: f64, step: u64, total: u64) -> f64 {
+pub fn lr(schedule: &ScheduleConfig, peak: f64, step: u64, total: u64) -> f64 {
     let ratio = match schedule {
-        Schedule::Constant(s) => warmup(s.warmup_steps, step).unwrap_or(1.0),
-        Schedule::Linear(s) => {
-            let fall = |t: f64| 1.0 - (1.0 - s.final_lr_ratio) * t;
-            warmup(s.warmup_steps, step).unwrap_or_else(|| fall(after(s.warmup_steps, step, total)))
+        ScheduleConfig::Constant(s) => warmup(s.warmup_steps, step).unwrap_or(1.0),
+        ScheduleConfig::Linear(s) => {
+            let decay = |t: f64| 1.0 - (1.0 - s.final_lr_ratio) * t;
+            warmup(s.warmup_steps, step).unwrap_or_else(|| decay(progress(s.warmup_steps, step, total)))
         }
-        Schedule::Cosine(s) => {
-            let fall = |t: f64| between(s.final_lr_ratio, 1.0, wave(t));
-            warmup(s.warmup_steps, step).unwrap_or_else(|| fall(after(s.warmup_steps, step, total)))
+        ScheduleConfig::Cosine(s) => {
+            let decay = |t: f64| lerp(s.final_lr_ratio, 1.0, cosine(t));
+            warmup(s.warmup_steps, step).unwrap_or_else(|| decay(progress(s.warmup_steps, step, total)))
         }
-        Schedule::Step(s) => warmup(s.warmup_steps, step)
+        ScheduleConfig::Step(s) => warmup(s.warmup_steps, step)
             .unwrap_or_else(|| s.gamma.powf(((step - s.warmup_steps) / s.every_steps) as f64)),
-        Schedule::Onecycle(s) => {
+        ScheduleConfig::Onecycle(s) => {
             let (start, end) = (1.0 / s.div, 1.0 / (s.div * s.final_div));
-            let t = after(0, step, total);
+            let t = progress(0, step, total);
             if t < s.warmup_share {
-                between(1.0, start, wave(t / s.warmup_share))
+                lerp(1.0, start, cosine(t / s.warmup_share))
             } else {
-                between(end, 1.0, wave((t - s.warmup_share) / (1.0 - s.warmup_share)))
+                lerp(end, 1.0, cosine((t - s.warmup_share) / (1.0 - s.warmup_share)))
             }
         }
     };
@@ -37,19 +37,19 @@ fn warmup(steps: u64, step: u64) -> Option<f64> {
 }
 
 /// How far the rest of the run has come, from 0 at its first update to 1 at its last.
-fn after(begin: u64, step: u64, total: u64) -> f64 {
+fn progress(begin: u64, step: u64, total: u64) -> f64 {
     let last = total.saturating_sub(begin + 1);
     if last == 0 { 0.0 } else { ((step - begin) as f64 / last as f64).min(1.0) }
 }
 
 /// Half a cosine wave, from 1 at 0 to 0 at 1.
-fn wave(t: f64) -> f64 {
+fn cosine(t: f64) -> f64 {
     0.5 * (1.0 + (PI * t).cos())
 }
 
 /// `low` at 0, `high` at 1.
-fn between(low: f64, high: f64, share: f64) -> f64 {
-    low + (high - low) * share
+fn lerp(low: f64, high: f64, t: f64) -> f64 {
+    low + (high - low) * t
 }
 
 #[cfg(test)]
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn schedule(text: &str) -> Schedule {
+    fn schedule(text: &str) -> ScheduleConfig {
         toml::from_str(text).unwrap()
     }
 

@@ -1,14 +1,14 @@
 //! Parameters, gradients and running statistics, each one flat buffer of named views.
 //!
-//! A model declares what it needs ([`Declared`]); that alone says where everything lies, so a plan
-//! allocates nothing. [`Store`] holds the buffers. Matrix-shaped parameters come first, each group in
+//! A model declares what it needs ([`ParamRegistry`]); that alone says where everything lies, so a plan
+//! allocates nothing. [`ParamStore`] holds the buffers. Matrix-shaped parameters come first, each group in
 //! the order of the names, so that weight decay is a range and an update is one pass.
 
 mod store;
 
 use std::collections::BTreeMap;
 
-pub use store::Store;
+pub use store::ParamStore;
 
 /// A parameter by the order of its declaration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,7 +20,7 @@ pub struct StatId(pub(crate) usize);
 
 /// How a parameter begins; every value is a function of the seed, the name and the position.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Init {
+pub enum ParamInit {
     Constant(f64),
     /// Uniform in [-bound, bound].
     Uniform(f64),
@@ -30,24 +30,24 @@ pub enum Init {
 
 /// How the values of a parameter lie in the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lies {
+pub enum MemoryFormat {
     /// As the named shape says.
-    AsNamed,
+    Contiguous,
     /// A convolution's weight, named (out, in, height, width) as other tools have it, kept as
     /// (out, height, width, in) because pictures are kept channels last.
     ChannelsLast,
 }
 
 #[derive(Clone, Debug)]
-pub struct Spec {
+pub struct TensorSpec {
     pub name: String,
     /// The shape other tools know it by.
     pub shape: Vec<usize>,
-    pub init: Init,
-    pub lies: Lies,
+    pub init: ParamInit,
+    pub memory_format: MemoryFormat,
 }
 
-impl Spec {
+impl TensorSpec {
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
@@ -58,8 +58,8 @@ impl Spec {
 
     /// The shape of the view.
     pub fn stored_shape(&self) -> Vec<usize> {
-        match (self.lies, self.shape.as_slice()) {
-            (Lies::ChannelsLast, &[o, i, h, w]) => vec![o, h, w, i],
+        match (self.memory_format, self.shape.as_slice()) {
+            (MemoryFormat::ChannelsLast, &[o, i, h, w]) => vec![o, h, w, i],
             _ => self.shape.clone(),
         }
     }
@@ -68,102 +68,119 @@ impl Spec {
 /// A name declared twice.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("two parameters are named `{0}`")]
-pub struct SameName(pub String);
+pub struct DuplicateName(pub String);
 
 /// What a model declares, before anything is allocated.
 #[derive(Clone, Debug, Default)]
-pub struct Declared {
-    params: Vec<Spec>,
-    stats: Vec<Spec>,
+pub struct ParamRegistry {
+    params: Vec<TensorSpec>,
+    stats: Vec<TensorSpec>,
 }
 
-impl Declared {
-    pub fn param(&mut self, name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> ParamId {
-        self.params.push(Spec { name: name.into(), shape: shape.into(), init, lies: Lies::AsNamed });
+impl ParamRegistry {
+    pub fn param(
+        &mut self,
+        name: impl Into<String>,
+        shape: impl Into<Vec<usize>>,
+        init: ParamInit,
+    ) -> ParamId {
+        self.params.push(TensorSpec {
+            name: name.into(),
+            shape: shape.into(),
+            init,
+            memory_format: MemoryFormat::Contiguous,
+        });
         ParamId(self.params.len() - 1)
     }
 
     /// The weight of a convolution: (out, in, height, width) to other tools.
-    pub fn filter(&mut self, name: impl Into<String>, shape: [usize; 4], init: Init) -> ParamId {
-        self.params.push(Spec { name: name.into(), shape: shape.into(), init, lies: Lies::ChannelsLast });
+    pub fn conv_weight(&mut self, name: impl Into<String>, shape: [usize; 4], init: ParamInit) -> ParamId {
+        self.params.push(TensorSpec {
+            name: name.into(),
+            shape: shape.into(),
+            init,
+            memory_format: MemoryFormat::ChannelsLast,
+        });
         ParamId(self.params.len() - 1)
     }
 
     /// A statistic that training updates but no gradient does.
-    pub fn stat(&mut self, name: impl Into<String>, len: usize, initial: f64) -> StatId {
-        self.stats.push(Spec {
+    pub fn running_stat(&mut self, name: impl Into<String>, len: usize, initial: f64) -> StatId {
+        self.stats.push(TensorSpec {
             name: name.into(),
             shape: vec![len],
-            init: Init::Constant(initial),
-            lies: Lies::AsNamed,
+            init: ParamInit::Constant(initial),
+            memory_format: MemoryFormat::Contiguous,
         });
         StatId(self.stats.len() - 1)
     }
 
     /// Where everything lies.
-    pub fn layout(self) -> Result<Layout, SameName> {
-        let mut seen = BTreeMap::new();
+    pub fn into_layout(self) -> Result<ParamLayout, DuplicateName> {
+        let mut names = BTreeMap::new();
         for spec in self.params.iter().chain(&self.stats) {
-            if seen.insert(spec.name.clone(), ()).is_some() {
-                return Err(SameName(spec.name.clone()));
+            if names.insert(spec.name.clone(), ()).is_some() {
+                return Err(DuplicateName(spec.name.clone()));
             }
         }
-        let params = Flat::new(self.params);
-        let stats = Flat::new(self.stats);
-        Ok(Layout { params, stats })
+        let params = FlatLayout::new(self.params);
+        let stats = FlatLayout::new(self.stats);
+        Ok(ParamLayout { params, stats })
     }
 }
 
 /// Where a model's parameters and statistics lie.
 #[derive(Clone, Debug)]
-pub struct Layout {
-    pub params: Flat,
-    pub stats: Flat,
+pub struct ParamLayout {
+    pub params: FlatLayout,
+    pub stats: FlatLayout,
 }
 
 /// Named ranges of one buffer.
 #[derive(Clone, Debug)]
-pub struct Flat {
+pub struct FlatLayout {
     /// In the order of declaration.
-    specs: Vec<Spec>,
+    specs: Vec<TensorSpec>,
     /// Where each begins, in the order of declaration.
     offsets: Vec<usize>,
     /// Indices in the order of the buffer.
-    order: Vec<usize>,
+    buffer_order: Vec<usize>,
     /// Values in the buffer.
     pub len: usize,
     /// Of these, the first so many belong to matrices: the range that weight decay touches.
-    pub decayed: usize,
+    pub decayed_len: usize,
 }
 
-impl Flat {
-    fn new(specs: Vec<Spec>) -> Self {
-        let mut order: Vec<usize> = (0..specs.len()).collect();
-        order.sort_by_key(|&i| (specs[i].shape.len() < 2, &specs[i].name));
-        let (mut len, mut decayed) = (0, 0);
+impl FlatLayout {
+    fn new(specs: Vec<TensorSpec>) -> Self {
+        let mut buffer_order: Vec<usize> = (0..specs.len()).collect();
+        buffer_order.sort_by_key(|&i| (specs[i].shape.len() < 2, &specs[i].name));
+        let (mut len, mut decayed_len) = (0, 0);
         let mut offsets = vec![0; specs.len()];
-        for &i in &order {
+        for &i in &buffer_order {
             offsets[i] = len;
             len += specs[i].len();
             if specs[i].shape.len() >= 2 {
-                decayed = len;
+                decayed_len = len;
             }
         }
-        Self { specs, offsets, order, len, decayed }
+        Self { specs, offsets, buffer_order, len, decayed_len }
     }
 
     /// Names and ranges in the order of the buffer.
-    pub fn iter(&self) -> impl Iterator<Item = (&Spec, std::ops::Range<usize>)> {
-        self.order.iter().map(|&i| (&self.specs[i], self.offsets[i]..self.offsets[i] + self.specs[i].len()))
+    pub fn iter(&self) -> impl Iterator<Item = (&TensorSpec, std::ops::Range<usize>)> {
+        self.buffer_order
+            .iter()
+            .map(|&i| (&self.specs[i], self.offsets[i]..self.offsets[i] + self.specs[i].len()))
     }
 
     /// Names and offsets in the order of declaration.
-    fn declared(&self) -> impl Iterator<Item = (&Spec, usize)> {
+    fn in_declaration_order(&self) -> impl Iterator<Item = (&TensorSpec, usize)> {
         self.specs.iter().zip(self.offsets.iter().copied())
     }
 
     /// The spec of the parameter declared `index`-th.
-    pub fn spec(&self, index: usize) -> &Spec {
+    pub fn spec(&self, index: usize) -> &TensorSpec {
         &self.specs[index]
     }
 }
@@ -174,21 +191,21 @@ mod tests {
 
     #[test]
     fn matrices_come_first_and_names_are_in_order() {
-        let mut declared = Declared::default();
-        declared.param("b.bias", [3], Init::Constant(0.0));
-        declared.param("b.weight", [3, 2], Init::Normal(1.0));
-        declared.param("a.weight", [2, 2], Init::Normal(1.0));
-        let flat = declared.layout().unwrap().params;
+        let mut registry = ParamRegistry::default();
+        registry.param("b.bias", [3], ParamInit::Constant(0.0));
+        registry.param("b.weight", [3, 2], ParamInit::Normal(1.0));
+        registry.param("a.weight", [2, 2], ParamInit::Normal(1.0));
+        let flat = registry.into_layout().unwrap().params;
         let names: Vec<_> = flat.iter().map(|(spec, range)| (spec.name.as_str(), range)).collect();
         assert_eq!(names, [("a.weight", 0..4), ("b.weight", 4..10), ("b.bias", 10..13)]);
-        assert_eq!((flat.len, flat.decayed), (13, 10));
+        assert_eq!((flat.len, flat.decayed_len), (13, 10));
     }
 
     #[test]
     fn a_name_is_declared_once() {
-        let mut declared = Declared::default();
-        declared.param("a", [1], Init::Constant(0.0));
-        declared.stat("a", 1, 0.0);
-        assert_eq!(declared.layout().unwrap_err(), SameName("a".into()));
+        let mut registry = ParamRegistry::default();
+        registry.param("a", [1], ParamInit::Constant(0.0));
+        registry.running_stat("a", 1, 0.0);
+        assert_eq!(registry.into_layout().unwrap_err(), DuplicateName("a".into()));
     }
 }

@@ -3,54 +3,67 @@
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
-use super::{Flat, Init, Layout};
-use crate::kernels::update::round_into;
-use crate::random::{Random, stream};
+use super::{FlatLayout, ParamInit, ParamLayout};
+use crate::kernels::update::cast_into;
+use crate::random::{RngKey, stream_id};
 
-const INIT: u64 = stream("init");
+const INIT_STREAM: u64 = stream_id("init");
 
 /// Master weights, the copy kernels compute with, gradients and statistics, with a view a name.
-pub struct Store {
-    pub layout: Layout,
+pub struct ParamStore {
+    pub layout: ParamLayout,
     /// Master weights, flat: f32 (f64 in tests that want differences).
-    pub master: Tensor,
+    pub master_weights: Tensor,
     /// The same values in the type of computation; the very same buffer where that is the master's.
-    pub compute: Tensor,
+    pub compute_weights: Tensor,
     /// Gradients, flat, of the master's type.
     pub grads: Tensor,
     /// Running statistics, flat, of the master's type.
     pub stats: Tensor,
-    weights: Vec<Tensor>,
+    weight_views: Vec<Tensor>,
     grad_views: Vec<Tensor>,
     stat_views: Vec<Tensor>,
 }
 
-impl Store {
+impl ParamStore {
     /// Allocates and initialises everything from the seed alone.
-    pub fn new(layout: Layout, seed: u64, compute: DType, device: &Device) -> Result<Self> {
-        let wide = if compute == DType::F64 { DType::F64 } else { DType::F32 };
-        let buffer = |flat: &Flat| initial(flat, seed, wide, device);
-        let (master, stats) = (buffer(&layout.params)?, buffer(&layout.stats)?);
-        let copy = if compute == wide { master.clone() } else { zeros(layout.params.len, compute, device)? };
-        let grads = zeros(layout.params.len, wide, device)?;
-        let weights = views(&layout.params, &copy)?;
+    pub fn new(layout: ParamLayout, seed: u64, compute_dtype: DType, device: &Device) -> Result<Self> {
+        let master_dtype = if compute_dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let buffer = |flat: &FlatLayout| init_values(flat, seed, master_dtype, device);
+        let (master_weights, stats) = (buffer(&layout.params)?, buffer(&layout.stats)?);
+        let compute_weights = if compute_dtype == master_dtype {
+            master_weights.clone()
+        } else {
+            zeros(layout.params.len, compute_dtype, device)?
+        };
+        let grads = zeros(layout.params.len, master_dtype, device)?;
+        let weight_views = views(&layout.params, &compute_weights)?;
         let grad_views = views(&layout.params, &grads)?;
         let stat_views = views(&layout.stats, &stats)?;
-        let store = Self { layout, master, compute: copy, grads, stats, weights, grad_views, stat_views };
-        store.round()?;
+        let store = Self {
+            layout,
+            master_weights,
+            compute_weights,
+            grads,
+            stats,
+            weight_views,
+            grad_views,
+            stat_views,
+        };
+        store.sync_compute_weights()?;
         Ok(store)
     }
 
     /// Brings the copy kernels compute with up to the master weights.
-    pub fn round(&self) -> Result<()> {
-        match self.compute.dtype() == self.master.dtype() {
+    pub fn sync_compute_weights(&self) -> Result<()> {
+        match self.compute_weights.dtype() == self.master_weights.dtype() {
             true => Ok(()),
-            false => round_into(&self.master, &self.compute),
+            false => cast_into(&self.master_weights, &self.compute_weights),
         }
     }
 
-    pub fn weights(&self) -> &[Tensor] {
-        &self.weights
+    pub fn weight_views(&self) -> &[Tensor] {
+        &self.weight_views
     }
 
     pub fn grad_views(&self) -> &[Tensor] {
@@ -62,14 +75,14 @@ impl Store {
     }
 }
 
-fn initial(flat: &Flat, seed: u64, dtype: DType, device: &Device) -> Result<Tensor> {
+fn init_values(flat: &FlatLayout, seed: u64, dtype: DType, device: &Device) -> Result<Tensor> {
     let mut values = vec![0f32; flat.len];
     for (spec, range) in flat.iter() {
-        let random = Random::new(seed, INIT).at(stream(&spec.name));
+        let random = RngKey::new(seed, INIT_STREAM).fold_in(stream_id(&spec.name));
         let draw = |i: usize| match spec.init {
-            Init::Constant(value) => value as f32,
-            Init::Uniform(bound) => ((2.0 * random.f64(i as u64) - 1.0) * bound) as f32,
-            Init::Normal(std) => (random.normal(i as u64) * std) as f32,
+            ParamInit::Constant(value) => value as f32,
+            ParamInit::Uniform(bound) => ((2.0 * random.f64(i as u64) - 1.0) * bound) as f32,
+            ParamInit::Normal(std) => (random.normal(i as u64) * std) as f32,
         };
         values[range].par_iter_mut().enumerate().for_each(|(i, v)| *v = draw(i));
     }
@@ -81,12 +94,12 @@ fn initial(flat: &Flat, seed: u64, dtype: DType, device: &Device) -> Result<Tens
 
 /// A card has no memory of no bytes: there, nothing is the beginning of something.
 fn zeros(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-    let room = if device.is_cpu() { len } else { len.max(1) };
-    Tensor::zeros(room, dtype, device)?.narrow(0, 0, len)
+    let capacity = if device.is_cpu() { len } else { len.max(1) };
+    Tensor::zeros(capacity, dtype, device)?.narrow(0, 0, len)
 }
 
-fn views(flat: &Flat, buffer: &Tensor) -> Result<Vec<Tensor>> {
-    flat.declared()
+fn views(flat: &FlatLayout, buffer: &Tensor) -> Result<Vec<Tensor>> {
+    flat.in_declaration_order()
         .map(|(spec, offset)| buffer.narrow(0, offset, spec.len())?.reshape(spec.stored_shape()))
         .collect()
 }
@@ -94,31 +107,31 @@ fn views(flat: &Flat, buffer: &Tensor) -> Result<Vec<Tensor>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layers::check::device;
-    use crate::params::Declared;
+    use crate::layers::gradcheck::test_device;
+    use crate::params::ParamRegistry;
 
-    fn store(names: &[&str], seed: u64) -> Store {
-        let mut declared = Declared::default();
+    fn store(names: &[&str], seed: u64) -> ParamStore {
+        let mut registry = ParamRegistry::default();
         for name in names {
-            declared.param(*name, [64, 64], Init::Normal(0.02));
+            registry.param(*name, [64, 64], ParamInit::Normal(0.02));
         }
-        Store::new(declared.layout().unwrap(), seed, DType::F32, &device()).unwrap()
+        ParamStore::new(registry.into_layout().unwrap(), seed, DType::F32, &test_device()).unwrap()
     }
 
     #[test]
     fn a_parameter_begins_the_same_whatever_stands_around_it() {
         let (one, two) = (store(&["b"], 1), store(&["c", "b", "a"], 1));
         let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(values(&one.weights()[0]), values(&two.weights()[1]));
-        assert_ne!(values(&one.weights()[0]), values(&two.weights()[0]));
-        assert_ne!(values(&one.weights()[0]), values(&store(&["b"], 2).weights()[0]));
+        assert_eq!(values(&one.weight_views()[0]), values(&two.weight_views()[1]));
+        assert_ne!(values(&one.weight_views()[0]), values(&two.weight_views()[0]));
+        assert_ne!(values(&one.weight_views()[0]), values(&store(&["b"], 2).weight_views()[0]));
     }
 
     #[test]
     fn views_share_the_flat_buffer() {
         let store = store(&["a", "b"], 1);
-        let seven = Tensor::new(&[7f32], &device()).unwrap();
-        round_into(&seven, &store.master.narrow(0, 64 * 64, 1).unwrap()).unwrap();
-        assert_eq!(store.weights()[1].get(0).unwrap().get(0).unwrap().to_scalar::<f32>().unwrap(), 7.0);
+        let seven = Tensor::new(&[7f32], &test_device()).unwrap();
+        cast_into(&seven, &store.master_weights.narrow(0, 64 * 64, 1).unwrap()).unwrap();
+        assert_eq!(store.weight_views()[1].get(0).unwrap().get(0).unwrap().to_scalar::<f32>().unwrap(), 7.0);
     }
 }

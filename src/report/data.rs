@@ -5,29 +5,29 @@
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
-use crate::data::{Batch, DataError, Key, Lengths, Source, Values};
-use crate::features::{Features, Input, Target};
-use crate::kernels::cross_entropy::IGNORE;
-use crate::kernels::palette;
-use crate::units::count;
+use crate::data::{BatchValues, DataError, Dataset, HostBatch, LengthStats, SampleKey};
+use crate::features::{Features, InputSpec, TargetSpec};
+use crate::kernels::cross_entropy::IGNORE_INDEX;
+use crate::kernels::pixel_lut;
+use crate::units::format_count;
 
 /// Records that are shown.
-const FIRST: u64 = 3;
+const MAX_RECORDS: u64 = 3;
 /// Values or tokens of a record that are shown, and characters of a text.
-const VALUES: usize = 12;
-const TEXT: usize = 120;
+const MAX_VALUES: usize = 12;
+const MAX_CHARS: usize = 120;
 /// Classes that are shown one by one.
-const CLASSES: usize = 20;
+const MAX_CLASSES: usize = 20;
 /// Cells of the longest bar of a histogram.
-const BAR: u64 = 30;
+const BAR_CELLS: u64 = 30;
 
 /// What a record may be told by, in this order.
-const FIELDS: [&str; 10] =
+const RECORD_FIELDS: [&str; 10] =
     ["shape", "range", "mean", "row", "values", "tokens", "ids", "text", "target", "bad"];
 
 /// What was seen of a training and a validation set.
 #[derive(Clone, Debug, Serialize)]
-pub struct Seen {
+pub struct DataPreview {
     pub train_samples: u64,
     pub valid_samples: u64,
     pub input: String,
@@ -39,14 +39,14 @@ pub struct Seen {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub balance: Option<Vec<(String, u64)>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub lengths: Option<Seeing>,
+    pub lengths: Option<LengthSummary>,
     /// The first records of the training set.
     pub first: Vec<Value>,
 }
 
 /// Lengths of samples, in tokens.
 #[derive(Clone, Debug, Serialize)]
-pub struct Seeing {
+pub struct LengthSummary {
     /// The longest sample before anything was cut, and its index.
     pub longest: u64,
     pub longest_sample: u64,
@@ -55,49 +55,54 @@ pub struct Seeing {
 }
 
 /// Looks at the sets. With `skip_bad`, a bad record is shown as such; otherwise it is the error.
-pub fn look(train: &dyn Source, valid: &dyn Source, seed: u64, skip_bad: bool) -> Result<Seen, DataError> {
+pub fn preview(
+    train: &dyn Dataset,
+    valid: &dyn Dataset,
+    seed: u64,
+    skip_bad: bool,
+) -> Result<DataPreview, DataError> {
     let features = train.features();
     let input = match &features.input {
-        Input::Floats { shape } => format!("{shape:?} numbers"),
-        Input::Row { numbers, categories } => {
+        InputSpec::Floats { shape } => format!("{shape:?} numbers"),
+        InputSpec::Tabular { num_numeric: numbers, cardinalities: categories } => {
             format!("{numbers} numbers and {} categories to embed", categories.len())
         }
-        Input::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
+        InputSpec::Tokens { length, vocab } => format!("{length} tokens of {vocab}"),
     };
     let target = match &features.target {
-        Target::Class { names } | Target::Mixed { names } => {
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => {
             format!("{} classes: {}", names.len(), names.join(", "))
         }
-        Target::Values { len } => format!("{len} numbers"),
-        Target::Tokens => "the next token".into(),
+        TargetSpec::Values { len } => format!("{len} numbers"),
+        TargetSpec::Tokens => "the next token".into(),
     };
     let mut first = Vec::new();
-    for index in 0..train.len().min(FIRST) {
+    for index in 0..train.len().min(MAX_RECORDS) {
         match record(train, features, index, seed) {
-            Err(error) if skip_bad && error.is_record() => {
+            Err(error) if skip_bad && error.is_bad_record() => {
                 first.push(json!({ "sample": index, "bad": error.to_string() }));
             }
             record => first.push(record?),
         }
     }
     let name = |class: usize| match &features.target {
-        Target::Class { names } | Target::Mixed { names } => names.get(class).cloned(),
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names.get(class).cloned(),
         _ => None,
     };
     let named = |(class, samples)| (name(class).unwrap_or_else(|| class.to_string()), samples);
-    let seeing = |lengths: Lengths| Seeing {
+    let length_summary = |lengths: LengthStats| LengthSummary {
         longest: lengths.longest.0,
         longest_sample: lengths.longest.1,
         histogram: lengths.histogram,
     };
-    Ok(Seen {
+    Ok(DataPreview {
         train_samples: train.len(),
         valid_samples: valid.len(),
         input,
         target,
-        about: train.about(),
-        balance: train.balance().map(|classes| classes.into_iter().enumerate().map(named).collect()),
-        lengths: train.lengths().map(seeing),
+        about: train.describe(),
+        balance: train.class_counts().map(|classes| classes.into_iter().enumerate().map(named).collect()),
+        lengths: train.length_stats().map(length_summary),
         first,
     })
 }
@@ -107,102 +112,115 @@ fn as_map<S: Serializer>(lines: &[(String, String)], serializer: S) -> Result<S:
 }
 
 /// A record as the model sees it.
-fn record(source: &dyn Source, features: &Features, index: u64, seed: u64) -> Result<Value, DataError> {
-    let batch = Batch::one(source, index, Key { seed, epoch: 0, sample: index })?;
-    let mut shown = Map::from_iter([("sample".to_owned(), json!(index))]);
+fn record(source: &dyn Dataset, features: &Features, index: u64, seed: u64) -> Result<Value, DataError> {
+    let batch = HostBatch::single(source, index, SampleKey { seed, epoch: 0, sample: index })?;
+    let mut fields = Map::from_iter([("sample".to_owned(), json!(index))]);
     let values = match &batch.inputs {
-        Values::U8(bytes, palette) => palette::values(palette, bytes),
-        Values::F32(values) => values.clone(),
-        Values::U32(_) => Vec::new(),
+        BatchValues::U8(bytes, palette) => pixel_lut::expand_bytes(palette, bytes),
+        BatchValues::F32(values) => values.clone(),
+        BatchValues::U32(_) => Vec::new(),
     };
     match &batch.inputs {
-        Values::U8(..) | Values::F32(_) => {
+        BatchValues::U8(..) | BatchValues::F32(_) => {
             // Where some are places of categories, what they have in common says nothing.
-            if let Input::Floats { shape } = &features.input {
+            if let InputSpec::Floats { shape } = &features.input {
                 let finite = values.iter().map(|x| f64::from(*x));
                 let (low, high) = finite
                     .clone()
                     .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
                 let mean = finite.sum::<f64>() / values.len() as f64;
-                shown.insert("shape".into(), json!(shape));
-                shown.insert("range".into(), json!([rounded(low), rounded(high)]));
-                shown.insert("mean".into(), json!(rounded(mean)));
+                fields.insert("shape".into(), json!(shape));
+                fields.insert("range".into(), json!([round_to_four_digits(low), round_to_four_digits(high)]));
+                fields.insert("mean".into(), json!(round_to_four_digits(mean)));
             }
-            let columns = source.columns();
+            let columns = source.input_names();
             if columns.len() == values.len() {
-                let numbers =
-                    if let Input::Row { numbers, .. } = features.input { numbers } else { values.len() };
+                let numbers = if let InputSpec::Tabular { num_numeric: numbers, .. } = features.input {
+                    numbers
+                } else {
+                    values.len()
+                };
                 let value = |(i, x): (usize, &f32)| match i < numbers {
-                    true => json!(rounded(f64::from(*x))),
+                    true => json!(round_to_four_digits(f64::from(*x))),
                     false => json!(*x as u64),
                 };
                 let row = columns.into_iter().zip(values.iter().enumerate().map(value));
-                shown.insert("row".into(), row.collect());
-            } else if matches!(&features.input, Input::Floats { shape } if shape.len() == 1) {
-                let some = values.iter().take(VALUES).map(|x| rounded(f64::from(*x)));
-                shown.insert("values".into(), json!(some.collect::<Vec<_>>()));
+                fields.insert("row".into(), row.collect());
+            } else if matches!(&features.input, InputSpec::Floats { shape } if shape.len() == 1) {
+                let some = values.iter().take(MAX_VALUES).map(|x| round_to_four_digits(f64::from(*x)));
+                fields.insert("values".into(), json!(some.collect::<Vec<_>>()));
             }
         }
-        Values::U32(tokens) => {
+        BatchValues::U32(tokens) => {
             let whole = batch.lengths.first().map_or(tokens.len(), |length| *length as usize);
             let tokens = &tokens[..whole.min(tokens.len())];
-            shown.insert("tokens".into(), json!(tokens.len()));
-            shown.insert("ids".into(), json!(&tokens[..tokens.len().min(VALUES)]));
-            if let Some(text) = source.text(tokens) {
-                shown.insert("text".into(), json!(shortened(&text)));
+            fields.insert("tokens".into(), json!(tokens.len()));
+            fields.insert("ids".into(), json!(&tokens[..tokens.len().min(MAX_VALUES)]));
+            if let Some(text) = source.decode_tokens(tokens) {
+                fields.insert("text".into(), json!(truncate_text(&text)));
             }
         }
     }
     let target = match (&features.target, &batch.targets) {
-        (Target::Class { names }, Values::U32(class)) => {
+        (TargetSpec::Class { names }, BatchValues::U32(class)) => {
             class.first().map_or(Value::Null, |class| json!(names.get(*class as usize)))
         }
-        (Target::Mixed { names }, Values::U32(mixed)) => {
+        (TargetSpec::MixedClass { names }, BatchValues::U32(mixed)) => {
             let class = |i: usize| mixed.get(i).and_then(|class| names.get(*class as usize));
-            let share = f32::from_bits(mixed.get(2).copied().unwrap_or_default());
-            json!([class(0), class(1), rounded(f64::from(share))])
+            let fraction = f32::from_bits(mixed.get(2).copied().unwrap_or_default());
+            json!([class(0), class(1), round_to_four_digits(f64::from(fraction))])
         }
-        (Target::Tokens, Values::U32(tokens)) => {
-            let learned = tokens.iter().filter(|&&token| token != IGNORE);
-            json!(learned.take(VALUES).collect::<Vec<_>>())
+        (TargetSpec::Tokens, BatchValues::U32(tokens)) => {
+            let learned = tokens.iter().filter(|&&token| token != IGNORE_INDEX);
+            json!(learned.take(MAX_VALUES).collect::<Vec<_>>())
         }
-        (_, Values::F32(values)) => {
-            json!(values.iter().take(VALUES).map(|x| rounded(f64::from(*x))).collect::<Vec<_>>())
+        (_, BatchValues::F32(values)) => {
+            json!(
+                values
+                    .iter()
+                    .take(MAX_VALUES)
+                    .map(|x| round_to_four_digits(f64::from(*x)))
+                    .collect::<Vec<_>>()
+            )
         }
-        (_, Values::U32(values)) => json!(&values[..values.len().min(VALUES)]),
-        (_, Values::U8(..)) => unreachable!("targets are classes, tokens or floats"),
+        (_, BatchValues::U32(values)) => json!(&values[..values.len().min(MAX_VALUES)]),
+        (_, BatchValues::U8(..)) => unreachable!("targets are classes, tokens or floats"),
     };
-    shown.insert("target".into(), target);
-    Ok(Value::Object(shown))
+    fields.insert("target".into(), target);
+    Ok(Value::Object(fields))
 }
 
-impl Seen {
+impl DataPreview {
     /// What is said to people: (name, value) lines; a name may be empty.
     pub fn lines(&self) -> Vec<(String, String)> {
         let mut lines = vec![
-            ("train samples".to_owned(), count(self.train_samples)),
-            ("valid samples".into(), count(self.valid_samples)),
+            ("train samples".to_owned(), format_count(self.train_samples)),
+            ("valid samples".into(), format_count(self.valid_samples)),
             ("input".into(), self.input.clone()),
             ("target".into(), self.target.clone()),
         ];
         lines.extend(self.about.iter().cloned());
         if let Some(classes) = &self.balance {
-            lines.extend(balance(classes));
+            lines.extend(balance_lines(classes));
         }
         if let Some(lengths) = &self.lengths {
-            let Seeing { longest, longest_sample, histogram } = lengths;
-            lines.push(("longest".into(), format!("{} tokens, sample {longest_sample}", count(*longest))));
+            let LengthSummary { longest, longest_sample, histogram } = lengths;
+            lines.push((
+                "longest".into(),
+                format!("{} tokens, sample {longest_sample}", format_count(*longest)),
+            ));
             let most = histogram.iter().map(|(_, samples)| *samples).max().unwrap_or(0).max(1);
             for (i, (up_to, samples)) in histogram.iter().enumerate() {
                 let name = if i == 0 { "lengths" } else { "" };
-                let bar = "▇".repeat((samples * BAR).div_ceil(most) as usize);
-                let line = format!("up to {:>7}  {:>9}  {bar}", count(*up_to), count(*samples));
+                let bar = "▇".repeat((samples * BAR_CELLS).div_ceil(most) as usize);
+                let line = format!("up to {:>7}  {:>9}  {bar}", format_count(*up_to), format_count(*samples));
                 lines.push((name.into(), line.trim_end().to_owned()));
             }
         }
         for record in &self.first {
-            let fields = FIELDS.into_iter().filter_map(|name| Some((name, record.get(name)?)));
-            let text: Vec<String> = fields.map(|(name, value)| format!("{name} {}", plain(value))).collect();
+            let fields = RECORD_FIELDS.into_iter().filter_map(|name| Some((name, record.get(name)?)));
+            let text: Vec<String> =
+                fields.map(|(name, value)| format!("{name} {}", format_value(value))).collect();
             lines.push((format!("sample {}", record["sample"]), text.join("  ")));
         }
         lines
@@ -210,27 +228,28 @@ impl Seen {
 }
 
 /// The samples of each class, or where they are many, of the rarest and the most frequent.
-fn balance(classes: &[(String, u64)]) -> Vec<(String, String)> {
+fn balance_lines(classes: &[(String, u64)]) -> Vec<(String, String)> {
     let all: u64 = classes.iter().map(|(_, samples)| samples).sum();
-    let share = |samples: u64| 100.0 * samples as f64 / all.max(1) as f64;
-    let told =
-        |(name, samples): &(String, u64)| format!("{name} {} ({:.1} %)", count(*samples), share(*samples));
-    if classes.len() <= CLASSES {
-        let lines = classes.iter().map(told).collect::<Vec<_>>();
+    let percent = |samples: u64| 100.0 * samples as f64 / all.max(1) as f64;
+    let format_class = |(name, samples): &(String, u64)| {
+        format!("{name} {} ({:.1} %)", format_count(*samples), percent(*samples))
+    };
+    if classes.len() <= MAX_CLASSES {
+        let lines = classes.iter().map(format_class).collect::<Vec<_>>();
         return vec![("balance".into(), lines.join(", "))];
     }
     let least = classes.iter().min_by_key(|(_, samples)| *samples);
     let most = classes.iter().max_by_key(|(_, samples)| *samples);
     match (least, most) {
         (Some(least), Some(most)) => {
-            vec![("balance".into(), format!("from {} to {}", told(least), told(most)))]
+            vec![("balance".into(), format!("from {} to {}", format_class(least), format_class(most)))]
         }
         _ => Vec::new(),
     }
 }
 
 /// Four digits say what is to be seen, and are the same on every machine.
-fn rounded(x: f64) -> f64 {
+fn round_to_four_digits(x: f64) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;
     }
@@ -238,19 +257,19 @@ fn rounded(x: f64) -> f64 {
     (x * scale).round() / scale
 }
 
-fn shortened(text: &str) -> String {
-    match text.char_indices().nth(TEXT) {
+fn truncate_text(text: &str) -> String {
+    match text.char_indices().nth(MAX_CHARS) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text.to_owned(),
     }
 }
 
-fn plain(value: &Value) -> String {
+fn format_value(value: &Value) -> String {
     match value {
         Value::String(text) => text.escape_debug().to_string(),
         Value::Object(row) => {
-            let shown = row.iter().take(VALUES).map(|(name, value)| format!("{name} = {value}"));
-            let more = row.len().saturating_sub(VALUES);
+            let shown = row.iter().take(MAX_VALUES).map(|(name, value)| format!("{name} = {value}"));
+            let more = row.len().saturating_sub(MAX_VALUES);
             let more = (more > 0).then(|| format!("and {more} more"));
             shown.chain(more).collect::<Vec<_>>().join(", ")
         }
@@ -261,13 +280,13 @@ fn plain(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::shapes::{Part, Shapes};
-    use crate::data::{Row, sequences};
+    use crate::data::shapes::{ShapesDataset, ShapesSplit};
+    use crate::data::{BatchRow, sequences};
 
     #[test]
-    fn pictures_and_tokens_are_shown_as_the_model_sees_them() {
-        let set = |part| Shapes::new(16, 5, 1, part).unwrap();
-        let seen = look(&set(Part::Train), &set(Part::Valid), 1, false).unwrap();
+    fn images_and_tokens_are_previewed_as_the_model_sees_them() {
+        let set = |part| ShapesDataset::new(16, 5, 1, part).unwrap();
+        let seen = preview(&set(ShapesSplit::Train), &set(ShapesSplit::Valid), 1, false).unwrap();
         assert_eq!((seen.train_samples, seen.first.len()), (5, 3));
         let first = &seen.first[0];
         assert_eq!(first["shape"], json!([16, 16, 1]));
@@ -280,43 +299,45 @@ mod tests {
             lines.last().unwrap().0 == "sample 2" && lines.last().unwrap().1.contains("mean "),
             "{lines:?}"
         );
-        let set = |part| sequences::Set::new(2, 32, 16, 0, 5, part);
-        let seen = look(&set(sequences::Part::Train), &set(sequences::Part::Valid), 1, false).unwrap();
+        let set = |part| sequences::SequenceDataset::new(2, 32, 16, 0, 5, part);
+        let seen =
+            preview(&set(sequences::SequencesSplit::Train), &set(sequences::SequencesSplit::Valid), 1, false)
+                .unwrap();
         assert_eq!(seen.first.len(), 2);
-        assert_eq!(seen.first[0]["ids"].as_array().unwrap().len(), VALUES);
+        assert_eq!(seen.first[0]["ids"].as_array().unwrap().len(), MAX_VALUES);
         assert_eq!(seen.first[0]["ids"][1], seen.first[0]["target"][0]);
     }
 
     /// A table whose second record is bad, and all that a set may tell.
-    struct Telling(Features);
+    struct TableWithBadRecord(Features);
 
-    impl Source for Telling {
+    impl Dataset for TableWithBadRecord {
         fn len(&self) -> u64 {
             2
         }
         fn features(&self) -> &Features {
             &self.0
         }
-        fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+        fn read(&self, index: u64, _: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
             if index == 1 {
                 let (file, value) = ("t.csv".into(), "x".into());
                 let column = Some("age".into());
                 return Err(DataError::Value { file, record: 1, column, value, wanted: "a number".into() });
             }
-            into.input.f32().copy_from_slice(&[1.0 / 3.0, -2e-9]);
-            into.target.u32()[0] = 1;
+            into.input.as_f32_mut().copy_from_slice(&[1.0 / 3.0, -2e-9]);
+            into.target.as_u32_mut()[0] = 1;
             Ok(())
         }
-        fn columns(&self) -> Vec<String> {
+        fn input_names(&self) -> Vec<String> {
             vec!["age".into(), "height".into()]
         }
-        fn balance(&self) -> Option<Vec<u64>> {
+        fn class_counts(&self) -> Option<Vec<u64>> {
             Some(vec![1, 3])
         }
-        fn lengths(&self) -> Option<Lengths> {
-            Some(Lengths { longest: (900, 1), histogram: vec![(10, 1), (1000, 60)] })
+        fn length_stats(&self) -> Option<LengthStats> {
+            Some(LengthStats { longest: (900, 1), histogram: vec![(10, 1), (1000, 60)] })
         }
-        fn about(&self) -> Vec<(String, String)> {
+        fn describe(&self) -> Vec<(String, String)> {
             vec![("missing_values".into(), "mean".into())]
         }
     }
@@ -324,14 +345,17 @@ mod tests {
     #[test]
     fn a_table_is_shown_by_column_and_a_bad_record_as_such() {
         let names = vec!["no".into(), "yes".into()];
-        let set = Telling(Features::new(Input::Floats { shape: vec![2] }, Target::Class { names }));
-        assert!(look(&set, &set, 1, false).unwrap_err().is_record());
-        let seen = look(&set, &set, 1, true).unwrap();
+        let set = TableWithBadRecord(Features::new(
+            InputSpec::Floats { shape: vec![2] },
+            TargetSpec::Class { names },
+        ));
+        assert!(preview(&set, &set, 1, false).unwrap_err().is_bad_record());
+        let seen = preview(&set, &set, 1, true).unwrap();
         assert_eq!(seen.first[0]["row"], json!({ "age": 0.3333, "height": -2e-9 }));
         assert_eq!(seen.first[0]["target"], "yes");
         let text: String =
             seen.lines().into_iter().map(|(name, value)| format!("{name}: {value}\n")).collect();
-        for told in [
+        for expected in [
             "missing_values: mean\n",
             "balance: no 1 (25.0 %), yes 3 (75.0 %)\n",
             "longest: 900 tokens, sample 1\n",
@@ -339,7 +363,7 @@ mod tests {
             "age = 0.3333, height = -2e-9",
             "sample 1: bad `t.csv`, record 1, column `age`: `x` is not a number\n",
         ] {
-            assert!(text.contains(told), "{told:?} is not in\n{text}");
+            assert!(text.contains(expected), "{expected:?} is not in\n{text}");
         }
         assert_eq!(serde_json::to_value(&seen).unwrap()["lengths"]["longest_sample"], 1);
     }

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
-use super::{Error, Sink};
-use crate::regular;
-use crate::train::event::{Event, Record};
+use super::{ReportError, Sink};
+use crate::regular_file;
+use crate::train::event::{Event, EventRecord};
 
 /// A file of whole lines that is only appended to.
 struct LineFile {
@@ -25,7 +25,7 @@ struct LineFile {
 impl LineFile {
     fn open(path: &Path) -> io::Result<Self> {
         let mut file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
-        let len = whole_len(&mut file)?;
+        let len = complete_lines_len(&mut file)?;
         if file.metadata()?.len() > len {
             file.set_len(len)?;
         }
@@ -51,7 +51,7 @@ impl LineFile {
 }
 
 /// Length up to and including the last newline.
-fn whole_len(file: &mut File) -> io::Result<u64> {
+fn complete_lines_len(file: &mut File) -> io::Result<u64> {
     const CHUNK: u64 = 1 << 16;
     let mut end = file.metadata()?.len();
     while end > 0 {
@@ -68,8 +68,8 @@ fn whole_len(file: &mut File) -> io::Result<u64> {
 }
 
 /// The whole lines of a file, a torn last one left out. Holds one line at a time.
-pub(super) fn whole_lines(path: &Path) -> io::Result<impl Iterator<Item = io::Result<String>> + use<>> {
-    let mut reader = BufReader::new(regular::open(path)?);
+pub(super) fn complete_lines(path: &Path) -> io::Result<impl Iterator<Item = io::Result<String>> + use<>> {
+    let mut reader = BufReader::new(regular_file::open(path)?);
     Ok(std::iter::from_fn(move || {
         let mut line = Vec::new();
         match reader.read_until(b'\n', &mut line) {
@@ -82,22 +82,22 @@ pub(super) fn whole_lines(path: &Path) -> io::Result<impl Iterator<Item = io::Re
 }
 
 /// `events.jsonl`: every record, in the kernel's hands when told and on the disk when a checkpoint is.
-pub struct Events(LineFile);
+pub struct EventLog(LineFile);
 
-impl Events {
+impl EventLog {
     /// Appends to `path`, made if absent; a torn last line is cut off.
-    pub fn open(path: &Path) -> Result<Self, Error> {
-        let named = |source| Error::Write { name: path.display().to_string(), source };
+    pub fn open(path: &Path) -> Result<Self, ReportError> {
+        let named = |source| ReportError::Write { name: path.display().to_string(), source };
         LineFile::open(path).map(Self).map_err(named)
     }
 }
 
-impl Sink for Events {
+impl Sink for EventLog {
     fn name(&self) -> String {
         self.0.path.display().to_string()
     }
 
-    fn record(&mut self, record: &Record) -> io::Result<()> {
+    fn record(&mut self, record: &EventRecord) -> io::Result<()> {
         self.0.append(record)?;
         if matches!(record.event, Event::Checkpoint { .. } | Event::Best { .. }) {
             self.0.file.sync_data()
@@ -112,30 +112,30 @@ impl Sink for Events {
 }
 
 /// `metrics.jsonl`: a flat row a logged step and an evaluation, each step once.
-pub struct Metrics {
+pub struct MetricsLog {
     file: LineFile,
     /// The step a resumed run began with, if its evaluation is there: it may be told again.
-    evaluated: Option<u64>,
+    resumed_eval_step: Option<u64>,
 }
 
-impl Metrics {
+impl MetricsLog {
     /// Appends to `path`, made if absent; a torn last line is cut off.
-    pub fn open(path: &Path) -> Result<Self, Error> {
-        let named = |source| Error::Write { name: path.display().to_string(), source };
-        LineFile::open(path).map(|file| Self { file, evaluated: None }).map_err(named)
+    pub fn open(path: &Path) -> Result<Self, ReportError> {
+        let named = |source| ReportError::Write { name: path.display().to_string(), source };
+        LineFile::open(path).map(|file| Self { file, resumed_eval_step: None }).map_err(named)
     }
 
     /// Drops the rows of steps that a resumed run is about to repeat.
     fn rewind(&mut self, step: u64) -> io::Result<()> {
-        self.evaluated = None;
+        self.resumed_eval_step = None;
         let temporary = self.file.path.with_extension("jsonl.tmp");
         let mut out = io::BufWriter::new(File::create(&temporary)?);
-        for line in whole_lines(&self.file.path)? {
+        for line in complete_lines(&self.file.path)? {
             let line = line?;
             let row: Value = serde_json::from_str(&line).unwrap_or_default();
             if row["step"].as_u64().is_some_and(|s| s <= step) {
                 let is_last = row["step"] == step && row.get("valid.loss").is_some();
-                self.evaluated = self.evaluated.or(is_last.then_some(step));
+                self.resumed_eval_step = self.resumed_eval_step.or(is_last.then_some(step));
                 writeln!(out, "{line}")?;
             }
         }
@@ -147,7 +147,7 @@ impl Metrics {
 }
 
 /// The row of `metrics.jsonl` for a record, if it has one.
-fn row(record: &Record) -> Option<Map<String, Value>> {
+fn metrics_row(record: &EventRecord) -> Option<Map<String, Value>> {
     let row = match &record.event {
         Event::Step {
             step,
@@ -176,30 +176,30 @@ fn row(record: &Record) -> Option<Map<String, Value>> {
     row.as_object().cloned()
 }
 
-impl Sink for Metrics {
+impl Sink for MetricsLog {
     fn name(&self) -> String {
         self.file.path.display().to_string()
     }
 
-    fn record(&mut self, record: &Record) -> io::Result<()> {
+    fn record(&mut self, record: &EventRecord) -> io::Result<()> {
         match record.event {
             Event::Resumed { step, .. } => self.rewind(step)?,
-            Event::Eval { step, .. } if self.evaluated == Some(step) => return Ok(()),
+            Event::Eval { step, .. } if self.resumed_eval_step == Some(step) => return Ok(()),
             _ => {}
         }
-        row(record).map_or(Ok(()), |row| self.file.append(&row))
+        metrics_row(record).map_or(Ok(()), |row| self.file.append(&row))
     }
 }
 
 /// Records as JSON lines to a pipe, one flush each: `--json` on stdout.
-pub struct Stream<W>(pub W);
+pub struct JsonStream<W>(pub W);
 
-impl<W: Write + Send> Sink for Stream<W> {
+impl<W: Write + Send> Sink for JsonStream<W> {
     fn name(&self) -> String {
         "stdout".into()
     }
 
-    fn record(&mut self, record: &Record) -> io::Result<()> {
+    fn record(&mut self, record: &EventRecord) -> io::Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');
         self.0.write_all(&line)?;
@@ -210,7 +210,7 @@ impl<W: Write + Send> Sink for Stream<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::samples;
+    use crate::report::fixtures;
 
     #[test]
     fn a_torn_last_line_is_cut_before_the_next_is_written() {
@@ -219,8 +219,8 @@ mod tests {
         let whole = "{\"a\":1}\n".repeat(20_000);
         for torn in ["", "{\"t\":1,\"ev", "\0\0\0\0", &"x".repeat(200_000)] {
             std::fs::write(&path, format!("{whole}{torn}")).unwrap();
-            let mut events = Events::open(&path).unwrap();
-            events.record(&samples::resumed(9.0, 3)).unwrap();
+            let mut events = EventLog::open(&path).unwrap();
+            events.record(&fixtures::resumed(9.0, 3)).unwrap();
             let text = std::fs::read_to_string(&path).unwrap();
             let added = text.strip_prefix(&whole).unwrap();
             assert_eq!(
@@ -234,8 +234,8 @@ mod tests {
     #[test]
     fn a_full_disk_is_an_error_that_names_the_file() {
         let mut reporter = crate::report::Reporter::with_clock(|| 0.0);
-        reporter = reporter.truth(Events::open(Path::new("/dev/full")).unwrap());
-        let error = reporter.record(samples::step(0.0, 1).event).unwrap_err();
+        reporter = reporter.with_required(EventLog::open(Path::new("/dev/full")).unwrap());
+        let error = reporter.record(fixtures::step(0.0, 1).event).unwrap_err();
         assert_eq!(error.to_string(), "cannot write `/dev/full`");
         let cause = std::error::Error::source(&error).unwrap().to_string();
         assert!(cause.starts_with("No space left on device"), "{cause}");
@@ -246,22 +246,23 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let steps = || -> Vec<(u64, bool)> {
-            let lines = whole_lines(&path).unwrap().map(|line| serde_json::from_str(&line.unwrap()).unwrap());
+            let lines =
+                complete_lines(&path).unwrap().map(|line| serde_json::from_str(&line.unwrap()).unwrap());
             lines.map(|row: Value| (row["step"].as_u64().unwrap(), row["valid.loss"].is_number())).collect()
         };
-        let mut metrics = Metrics::open(&path).unwrap();
-        for record in [samples::step(1.0, 1), samples::step(2.0, 2), samples::eval(3.0, 2, 0.5)] {
+        let mut metrics = MetricsLog::open(&path).unwrap();
+        for record in [fixtures::step(1.0, 1), fixtures::step(2.0, 2), fixtures::eval(3.0, 2, 0.5)] {
             metrics.record(&record).unwrap();
         }
-        let first = whole_lines(&path).unwrap().next().unwrap().unwrap();
+        let first = complete_lines(&path).unwrap().next().unwrap().unwrap();
         assert_eq!(
             first,
             r#"{"step":1,"epoch":0,"t":1.0,"train.loss":1.0,"lr":0.001,"grad_norm":0.5,"samples":100,"step_s":1.0,"data_wait_s":0.01,"ram_bytes":216006656,"vram_bytes":0}"#
         );
         assert_eq!(steps(), [(1, false), (2, false), (2, true)]);
 
-        let mut metrics = Metrics::open(&path).unwrap();
-        for record in [samples::resumed(5.0, 1), samples::step(6.0, 2), samples::step(7.0, 3)] {
+        let mut metrics = MetricsLog::open(&path).unwrap();
+        for record in [fixtures::resumed(5.0, 1), fixtures::step(6.0, 2), fixtures::step(7.0, 3)] {
             metrics.record(&record).unwrap();
         }
         assert_eq!(steps(), [(1, false), (2, false), (3, false)]);
@@ -270,8 +271,8 @@ mod tests {
     #[test]
     fn the_stream_reads_back_as_records() {
         let mut out = Vec::new();
-        Stream(&mut out).record(&samples::step(1.0, 4)).unwrap();
-        let record: Record = serde_json::from_slice(&out).unwrap();
+        JsonStream(&mut out).record(&fixtures::step(1.0, 4)).unwrap();
+        let record: EventRecord = serde_json::from_slice(&out).unwrap();
         assert!(matches!(record.event, Event::Step { step: 4, .. }));
     }
 }

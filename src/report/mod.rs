@@ -6,13 +6,13 @@
 //! Errors of the run itself are not rendered here; whoever returns them says them.
 
 pub mod data;
+#[cfg(test)]
+pub(crate) mod fixtures;
 pub mod jsonl;
-mod passes;
 pub mod plan;
 mod progress;
 mod reference;
-#[cfg(test)]
-pub(crate) mod samples;
+mod scan_progress;
 pub mod summary;
 pub mod tensorboard;
 pub mod terminal;
@@ -23,21 +23,21 @@ use std::io;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-pub use jsonl::{Events, Metrics, Stream};
-pub use passes::Passes;
+pub use jsonl::{EventLog, JsonStream, MetricsLog};
 pub use reference::events_markdown;
+pub use scan_progress::ScanProgress;
 pub use summary::Summary;
 pub use tensorboard::TensorBoard;
 pub use terminal::Terminal;
 
-use crate::train::event::{Event, Record};
+use crate::train::event::{Event, EventRecord};
 
 /// Something that renders the records of a run, in their order.
 pub trait Sink: Send {
     /// What is written to, as an error message names it: a path, `stderr`.
     fn name(&self) -> String;
 
-    fn record(&mut self, record: &Record) -> io::Result<()>;
+    fn record(&mut self, record: &EventRecord) -> io::Result<()>;
 
     /// A word to people that is no event: another view fell silent.
     fn warn(&mut self, _text: &str) -> io::Result<()> {
@@ -63,16 +63,16 @@ pub enum Verbosity {
 
 /// How things look to people; the caller knows the terminal, the flags and `NO_COLOR`.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Look {
+pub struct DisplayOptions {
     pub verbosity: Verbosity,
     /// ANSI colours.
     pub color: bool,
     /// A terminal: a progress bar that redraws itself and block characters in tables.
-    pub live: bool,
+    pub interactive: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum ReportError {
     #[error("cannot write `{name}`")]
     Write { name: String, source: io::Error },
     #[error("cannot read `{}`", path.display())]
@@ -82,8 +82,8 @@ pub enum Error {
 /// Stamps events and hands them to all sinks.
 pub struct Reporter {
     clock: Box<dyn FnMut() -> f64 + Send>,
-    truths: Vec<Box<dyn Sink>>,
-    views: Vec<Box<dyn Sink>>,
+    required: Vec<Box<dyn Sink>>,
+    optional: Vec<Box<dyn Sink>>,
 }
 
 impl Default for Reporter {
@@ -95,44 +95,47 @@ impl Default for Reporter {
 impl Reporter {
     /// `clock` gives seconds since the Unix epoch.
     pub fn with_clock(clock: impl FnMut() -> f64 + Send + 'static) -> Self {
-        Self { clock: Box::new(clock), truths: Vec::new(), views: Vec::new() }
+        Self { clock: Box::new(clock), required: Vec::new(), optional: Vec::new() }
     }
 
     /// Adds a sink whose failure is an error of the run.
-    pub fn truth(mut self, sink: impl Sink + 'static) -> Self {
-        self.truths.push(Box::new(sink));
+    pub fn with_required(mut self, sink: impl Sink + 'static) -> Self {
+        self.required.push(Box::new(sink));
         self
     }
 
     /// Adds a sink that falls silent when it fails: with a warning, or without one when its reader
     /// has gone (a broken pipe).
-    pub fn view(mut self, sink: impl Sink + 'static) -> Self {
-        self.views.push(Box::new(sink));
+    pub fn with_optional(mut self, sink: impl Sink + 'static) -> Self {
+        self.optional.push(Box::new(sink));
         self
     }
 
     /// Tells every sink. Views are told even when a truth failed, so that people see the last event.
-    pub fn record(&mut self, event: Event) -> Result<(), Error> {
-        let record = Record { t: (self.clock)(), event };
-        self.tell(|sink| sink.record(&record))
+    pub fn record(&mut self, event: Event) -> Result<(), ReportError> {
+        let record = EventRecord { t: (self.clock)(), event };
+        self.for_each_sink(|sink| sink.record(&record))
     }
 
     /// Ends every sink: progress bars go, files are synced.
-    pub fn finish(&mut self) -> Result<(), Error> {
-        self.tell(|sink| sink.finish())
+    pub fn finish(&mut self) -> Result<(), ReportError> {
+        self.for_each_sink(|sink| sink.finish())
     }
 
-    fn tell(&mut self, mut say: impl FnMut(&mut dyn Sink) -> io::Result<()>) -> Result<(), Error> {
+    fn for_each_sink(
+        &mut self,
+        mut say: impl FnMut(&mut dyn Sink) -> io::Result<()>,
+    ) -> Result<(), ReportError> {
         let mut outcome = Ok(());
-        for sink in &mut self.truths {
+        for sink in &mut self.required {
             if let Err(source) = say(sink.as_mut())
                 && outcome.is_ok()
             {
-                outcome = Err(Error::Write { name: sink.name(), source });
+                outcome = Err(ReportError::Write { name: sink.name(), source });
             }
         }
         let mut warnings = Vec::new();
-        self.views.retain_mut(|sink| match say(sink.as_mut()) {
+        self.optional.retain_mut(|sink| match say(sink.as_mut()) {
             Ok(()) => true,
             Err(error) => {
                 if error.kind() != io::ErrorKind::BrokenPipe {
@@ -142,7 +145,7 @@ impl Reporter {
             }
         });
         for warning in warnings {
-            self.views.retain_mut(|sink| sink.warn(&warning).is_ok());
+            self.optional.retain_mut(|sink| sink.warn(&warning).is_ok());
         }
         outcome
     }
@@ -153,38 +156,38 @@ mod tests {
     use super::*;
     use std::sync::{Arc, Mutex};
 
-    type Heard = Arc<Mutex<Vec<String>>>;
+    type RecordedLines = Arc<Mutex<Vec<String>>>;
 
-    struct Probe {
-        heard: Heard,
+    struct RecordingSink {
+        lines: RecordedLines,
         /// Record number that fails, and how.
-        fails: Option<(usize, io::ErrorKind)>,
-        seen: usize,
+        fails_at: Option<(usize, io::ErrorKind)>,
+        records: usize,
     }
 
-    impl Sink for Probe {
+    impl Sink for RecordingSink {
         fn name(&self) -> String {
             "probe".into()
         }
-        fn record(&mut self, record: &Record) -> io::Result<()> {
-            self.seen += 1;
-            match self.fails {
-                Some((n, kind)) if n == self.seen => Err(kind.into()),
+        fn record(&mut self, record: &EventRecord) -> io::Result<()> {
+            self.records += 1;
+            match self.fails_at {
+                Some((n, kind)) if n == self.records => Err(kind.into()),
                 _ => {
-                    self.heard.lock().unwrap().push(format!("{}", record.t));
+                    self.lines.lock().unwrap().push(format!("{}", record.t));
                     Ok(())
                 }
             }
         }
         fn warn(&mut self, text: &str) -> io::Result<()> {
-            self.heard.lock().unwrap().push(text.into());
+            self.lines.lock().unwrap().push(text.into());
             Ok(())
         }
     }
 
-    fn probe(fails: Option<(usize, io::ErrorKind)>) -> (Probe, Heard) {
-        let heard = Heard::default();
-        (Probe { heard: heard.clone(), fails, seen: 0 }, heard)
+    fn recording_sink(fails: Option<(usize, io::ErrorKind)>) -> (RecordingSink, RecordedLines) {
+        let heard = RecordedLines::default();
+        (RecordingSink { lines: heard.clone(), fails_at: fails, records: 0 }, heard)
     }
 
     fn reporter() -> Reporter {
@@ -200,11 +203,13 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_view_falls_silent_and_the_others_hear_of_it() {
-        let ((truth, told), (bad, bad_heard)) = (probe(None), probe(Some((2, io::ErrorKind::StorageFull))));
+    fn a_failing_optional_sink_is_dropped_and_the_others_are_warned() {
+        let ((truth, told), (bad, bad_heard)) =
+            (recording_sink(None), recording_sink(Some((2, io::ErrorKind::StorageFull))));
         let ((gone, gone_heard), (good, good_heard)) =
-            (probe(Some((1, io::ErrorKind::BrokenPipe))), probe(None));
-        let mut reporter = reporter().truth(truth).view(bad).view(gone).view(good);
+            (recording_sink(Some((1, io::ErrorKind::BrokenPipe))), recording_sink(None));
+        let mut reporter =
+            reporter().with_required(truth).with_optional(bad).with_optional(gone).with_optional(good);
         for _ in 0..3 {
             reporter.record(event()).unwrap();
         }
@@ -216,9 +221,10 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_truth_is_an_error_and_views_still_hear_the_event() {
-        let ((truth, _), (view, heard)) = (probe(Some((1, io::ErrorKind::StorageFull))), probe(None));
-        let mut reporter = reporter().truth(truth).view(view);
+    fn a_failing_required_sink_is_an_error_and_optional_ones_get_the_event() {
+        let ((truth, _), (view, heard)) =
+            (recording_sink(Some((1, io::ErrorKind::StorageFull))), recording_sink(None));
+        let mut reporter = reporter().with_required(truth).with_optional(view);
         let error = reporter.record(event()).unwrap_err();
         assert_eq!(error.to_string(), "cannot write `probe`");
         assert_eq!(*heard.lock().unwrap(), ["1"]);

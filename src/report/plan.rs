@@ -2,36 +2,36 @@
 
 use std::collections::BTreeMap;
 
-use super::text::{self, Paint};
-use super::{Look, Verbosity};
-use crate::memory::plan::{Disk, Phase, Place, Role, Rung, Verdict};
-use crate::memory::{Plan, ladder};
-use crate::units::count;
+use super::text::{self, AnsiStyle};
+use super::{DisplayOptions, Verbosity};
+use crate::memory::plan::{CandidateSummary, Disk, MemorySpace, PhasePeak, PlanVerdict, Role};
+use crate::memory::{MemoryPlan, planner};
+use crate::units::format_count;
 
-const BAR: usize = 24;
+const BAR_CELLS: usize = 24;
 
 /// Ways considered that are shown unless all are asked for.
-const RUNGS: usize = 12;
+const MAX_CANDIDATES: usize = 12;
 
 /// The plan, ready to print; `verbose` adds every part by name and every way considered.
-pub fn lines(plan: &Plan, look: Look) -> Vec<String> {
-    let paint = Paint { color: look.color };
+pub fn lines(plan: &MemoryPlan, look: DisplayOptions) -> Vec<String> {
+    let paint = AnsiStyle { color: look.color };
     let verbose = look.verbosity == Verbosity::Verbose;
-    let mut out = vec![verdict(plan, paint), way(plan)];
-    out.extend(disk(plan));
-    if plan.verdict != Verdict::DoesNotFit {
-        out.extend(shrunk(plan));
+    let mut out = vec![verdict_line(plan, paint), execution_line(plan)];
+    out.extend(disk_line(plan));
+    if plan.verdict != PlanVerdict::DoesNotFit {
+        out.extend(adjustment_table(plan));
     }
     out.push(String::new());
-    out.extend(parts(plan, look, verbose));
-    if look.live && !plan.phases.is_empty() {
+    out.extend(memory_table(plan, look, verbose));
+    if look.interactive && !plan.phases.is_empty() {
         out.push(String::new());
-        out.extend(phases(plan, paint));
+        out.extend(phase_table(plan, paint));
     }
     let measured = plan.rungs.iter().any(|rung| rung.measured_time.is_some());
-    if !plan.rungs.is_empty() && (verbose || measured || plan.verdict != Verdict::Fits) {
+    if !plan.rungs.is_empty() && (verbose || measured || plan.verdict != PlanVerdict::Fits) {
         out.push(String::new());
-        out.extend(rungs(plan, paint, if verbose { usize::MAX } else { RUNGS }));
+        out.extend(candidate_table(plan, paint, if verbose { usize::MAX } else { MAX_CANDIDATES }));
     }
     if let Some(advice) = &plan.advice {
         out.push(String::new());
@@ -41,18 +41,18 @@ pub fn lines(plan: &Plan, look: Look) -> Vec<String> {
 }
 
 /// `plan   fits: 212 MiB of 22.1 GiB ram at the peak, in backward`.
-fn verdict(plan: &Plan, paint: Paint) -> String {
+fn verdict_line(plan: &MemoryPlan, paint: AnsiStyle) -> String {
     let word = match plan.verdict {
-        Verdict::Fits => paint.green("fits"),
-        Verdict::FitsAfterShrink => paint.yellow("fits after shrinking"),
-        Verdict::DoesNotFit => paint.red("does not fit"),
+        PlanVerdict::Fits => paint.green("fits"),
+        PlanVerdict::FitsAfterShrink => paint.yellow("fits after shrinking"),
+        PlanVerdict::DoesNotFit => paint.red("does not fit"),
     };
-    let peaks: Vec<String> = places(plan)
+    let peaks: Vec<String> = memory_places(plan)
         .into_iter()
         .map(|place| {
             let (peak, budget, name) = match place {
-                Place::Vram => (plan.peak.vram_bytes, plan.budget.vram_bytes, "vram"),
-                Place::Ram => (plan.peak.ram_bytes, plan.budget.ram_bytes, "ram"),
+                MemorySpace::Vram => (plan.peak.vram_bytes, plan.budget.vram_bytes, "vram"),
+                MemorySpace::Ram => (plan.peak.ram_bytes, plan.budget.ram_bytes, "ram"),
             };
             let share = text::percent(peak as f64, budget as f64);
             format!("{name} {} of {} ({share})", text::bytes(peak), text::bytes(budget))
@@ -63,32 +63,34 @@ fn verdict(plan: &Plan, paint: Paint) -> String {
 }
 
 /// What runs: `micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), ...`.
-fn way(plan: &Plan) -> String {
-    let (asked, chosen) = (plan.requested, &plan.chosen);
-    let mut way = format!(
+fn execution_line(plan: &MemoryPlan) -> String {
+    let (requested, chosen) = (plan.requested, &plan.chosen);
+    let mut line = format!(
         "       micro-batch {} x {} = {} samples an update",
         chosen.micro_batch,
         chosen.accumulation_steps,
-        count(plan.samples_per_update as u64)
+        format_count(plan.samples_per_update as u64)
     );
-    if (asked.micro_batch, asked.accumulation_steps) != (chosen.micro_batch, chosen.accumulation_steps) {
-        way += &format!(" (asked: {} x {})", asked.micro_batch, asked.accumulation_steps);
+    if (requested.micro_batch, requested.accumulation_steps)
+        != (chosen.micro_batch, chosen.accumulation_steps)
+    {
+        line += &format!(" (asked: {} x {})", requested.micro_batch, requested.accumulation_steps);
     }
-    way += &format!(", {}, evaluation by {}", chosen.optimizer, chosen.eval_micro_batch);
+    line += &format!(", {}, evaluation by {}", chosen.optimizer, chosen.eval_micro_batch);
     match chosen.recompute {
         0 => {}
-        1 => way += ", 1 block recomputed",
-        n => way += &format!(", {n} blocks recomputed"),
+        1 => line += ", 1 block recomputed",
+        n => line += &format!(", {n} blocks recomputed"),
     }
     if !chosen.offload.is_empty() {
         let names: Vec<String> = chosen.offload.iter().map(ToString::to_string).collect();
-        way += &format!(", {} in ram", names.join(" and "));
+        line += &format!(", {} in ram", names.join(" and "));
     }
-    way
+    line
 }
 
 /// `disk 12.3 MiB: 4 checkpoints of 3.08 MiB at most`.
-fn disk(plan: &Plan) -> Option<String> {
+fn disk_line(plan: &MemoryPlan) -> Option<String> {
     let Disk { checkpoint_bytes, checkpoints, checkpoints_bytes, data_cache_bytes } = plan.disk;
     let whole = text::bytes(checkpoints_bytes.saturating_add(data_cache_bytes));
     let plural = if checkpoints == 1 { "" } else { "s" };
@@ -102,8 +104,8 @@ fn disk(plan: &Plan) -> Option<String> {
 }
 
 /// From the job as written to what runs, rung by rung, and why.
-fn shrunk(plan: &Plan) -> Vec<String> {
-    let row = |rung: &crate::memory::plan::Shrunk| {
+fn adjustment_table(plan: &MemoryPlan) -> Vec<String> {
+    let row = |rung: &crate::memory::plan::PlanAdjustment| {
         vec![
             rung.rung.replace("micro_batch", "micro-batch"),
             format!("{} -> {}", rung.from, rung.to),
@@ -114,42 +116,43 @@ fn shrunk(plan: &Plan) -> Vec<String> {
 }
 
 /// The highest moment of each phase, as bars.
-fn phases(plan: &Plan, paint: Paint) -> Vec<String> {
-    let places = places(plan);
-    let of =
-        |phase: &Phase, place: &Place| if *place == Place::Vram { phase.vram_bytes } else { phase.ram_bytes };
+fn phase_table(plan: &MemoryPlan, paint: AnsiStyle) -> Vec<String> {
+    let places = memory_places(plan);
+    let of = |phase: &PhasePeak, place: &MemorySpace| {
+        if *place == MemorySpace::Vram { phase.vram_bytes } else { phase.ram_bytes }
+    };
     let highest = plan.phases.iter().map(|phase| of(phase, &places[0])).max().unwrap_or(1).max(1);
     let mut head = vec![paint.dim("phase")];
-    head.extend(places.iter().map(|place| paint.dim(name(*place))));
-    let row = |phase: &Phase| {
+    head.extend(places.iter().map(|place| paint.dim(memory_name(*place))));
+    let row = |phase: &PhasePeak| {
         let mut row = vec![phase.name.clone()];
         row.extend(places.iter().map(|place| text::bytes(of(phase, place))));
-        row.push(paint.cyan(&text::bar(of(phase, &places[0]) as f64 / highest as f64, BAR)));
+        row.push(paint.cyan(&text::bar(of(phase, &places[0]) as f64 / highest as f64, BAR_CELLS)));
         row
     };
     let rows: Vec<Vec<String>> = std::iter::once(head).chain(plan.phases.iter().map(row)).collect();
     text::table(&("<".to_owned() + &">".repeat(places.len()) + "<"), 7, &rows)
 }
 
-fn name(place: Place) -> &'static str {
-    if place == Place::Vram { "vram" } else { "ram" }
+fn memory_name(place: MemorySpace) -> &'static str {
+    if place == MemorySpace::Vram { "vram" } else { "ram" }
 }
 
 /// The places the plan has anything in, the device's first.
-fn places(plan: &Plan) -> Vec<Place> {
+fn memory_places(plan: &MemoryPlan) -> Vec<MemorySpace> {
     let has = |place| plan.parts.iter().any(|part| part.r#where == place);
     let mut places = Vec::new();
-    if plan.budget.vram_bytes > 0 || plan.peak.vram_bytes > 0 || has(Place::Vram) {
-        places.push(Place::Vram);
+    if plan.budget.vram_bytes > 0 || plan.peak.vram_bytes > 0 || has(MemorySpace::Vram) {
+        places.push(MemorySpace::Vram);
     }
-    places.push(Place::Ram);
+    places.push(MemorySpace::Ram);
     places
 }
 
 /// Bytes by role, one table a place; the share is of that place's parts.
-fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
-    let paint = Paint { color: look.color };
-    let places = places(plan);
+fn memory_table(plan: &MemoryPlan, look: DisplayOptions, verbose: bool) -> Vec<String> {
+    let paint = AnsiStyle { color: look.color };
+    let places = memory_places(plan);
     let mut rows = Vec::new();
     for place in &places {
         let here = || plan.parts.iter().filter(|part| part.r#where == *place);
@@ -163,11 +166,14 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
         if !rows.is_empty() {
             rows.push(vec![]);
         }
-        rows.push([name(*place), "bytes", "share", ""].map(|head| paint.dim(head)).to_vec());
+        rows.push([memory_name(*place), "bytes", "share", ""].map(|head| paint.dim(head)).to_vec());
         for (role, bytes) in roles {
             let share = text::percent(bytes as f64, total as f64);
-            let mut bar =
-                if look.live { text::bar(bytes as f64 / largest as f64, BAR) } else { String::new() };
+            let mut bar = if look.interactive {
+                text::bar(bytes as f64 / largest as f64, BAR_CELLS)
+            } else {
+                String::new()
+            };
             bar = paint.cyan(&bar);
             rows.push(vec![role.to_string(), text::bytes(bytes), share, bar]);
             if verbose {
@@ -177,7 +183,7 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
             }
         }
         rows.push(vec![paint.bold("total"), paint.bold(&text::bytes(total))]);
-        if *place == Place::Vram && plan.context_bytes > 0 {
+        if *place == MemorySpace::Vram && plan.context_bytes > 0 {
             let (bytes, beside) = (text::bytes(plan.context_bytes), "beside the budget");
             rows.push(vec!["CUDA context".into(), bytes, String::new(), paint.dim(beside)]);
         }
@@ -186,21 +192,22 @@ fn parts(plan: &Plan, look: Look, verbose: bool) -> Vec<String> {
 }
 
 /// Ways of running considered, at most so many: those nearest in time to the chosen one.
-fn rungs(plan: &Plan, paint: Paint, most: usize) -> Vec<String> {
-    let places = places(plan);
+fn candidate_table(plan: &MemoryPlan, paint: AnsiStyle, most: usize) -> Vec<String> {
+    let places = memory_places(plan);
     let chosen = match plan.verdict {
-        Verdict::DoesNotFit => None,
-        _ => plan.rungs.iter().find(|rung| rung.change == ladder::chosen(plan)),
+        PlanVerdict::DoesNotFit => None,
+        _ => plan.rungs.iter().find(|rung| rung.change == planner::describe_chosen(plan)),
     };
     let measured = plan.rungs.iter().any(|rung| rung.measured_time.is_some());
     let mut head = vec!["considered"];
-    head.extend(places.iter().map(|place| name(*place)));
+    head.extend(places.iter().map(|place| memory_name(*place)));
     head.push(if measured { "predicted" } else { "time" });
     head.extend(measured.then_some("measured"));
     let mut rows = vec![head.into_iter().map(|head| paint.dim(head)).collect::<Vec<_>>()];
-    for rung in shown(&plan.rungs, chosen, most) {
+    for rung in nearest_candidates(&plan.rungs, chosen, most) {
         let mut row = vec![if rung.change.is_empty() { "as written".into() } else { rung.change.clone() }];
-        let bytes = |place: &Place| if *place == Place::Vram { rung.vram_bytes } else { rung.ram_bytes };
+        let bytes =
+            |place: &MemorySpace| if *place == MemorySpace::Vram { rung.vram_bytes } else { rung.ram_bytes };
         row.extend(places.iter().map(|place| text::bytes(bytes(place))));
         row.push(format!("x {:.2}", rung.relative_time));
         if measured {
@@ -223,16 +230,20 @@ fn rungs(plan: &Plan, paint: Paint, most: usize) -> Vec<String> {
 }
 
 /// The job as written, and of the others those nearest in time to the chosen one, in the order given.
-fn shown<'a>(rungs: &'a [Rung], chosen: Option<&Rung>, most: usize) -> Vec<&'a Rung> {
+fn nearest_candidates<'a>(
+    rungs: &'a [CandidateSummary],
+    chosen: Option<&CandidateSummary>,
+    most: usize,
+) -> Vec<&'a CandidateSummary> {
     let time = chosen.map_or(f64::INFINITY, |rung| rung.relative_time);
-    let far = |rung: &Rung| match rung {
+    let distance = |rung: &CandidateSummary| match rung {
         rung if rung.change.is_empty() || Some(rung) == chosen => -1.0,
         rung if time.is_finite() => (rung.relative_time - time).abs(),
         // Nothing fits: what comes nearest is the smallest.
         rung => (rung.vram_bytes + rung.ram_bytes) as f64,
     };
     let mut nearest: Vec<usize> = (0..rungs.len()).collect();
-    nearest.sort_by(|a, b| far(&rungs[*a]).total_cmp(&far(&rungs[*b])));
+    nearest.sort_by(|a, b| distance(&rungs[*a]).total_cmp(&distance(&rungs[*b])));
     nearest.truncate(most);
     nearest.sort_unstable();
     nearest.into_iter().map(|i| &rungs[i]).collect()
@@ -241,17 +252,17 @@ fn shown<'a>(rungs: &'a [Rung], chosen: Option<&Rung>, most: usize) -> Vec<&'a R
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::plan::{Part, Rung};
-    use crate::report::samples;
+    use crate::memory::plan::{CandidateSummary, MemoryPart};
+    use crate::report::fixtures;
 
-    fn text(plan: &Plan, look: Look) -> String {
+    fn text(plan: &MemoryPlan, look: DisplayOptions) -> String {
         lines(plan, look).join("\n")
     }
 
     #[test]
     fn a_shrunk_plan_shows_what_was_considered() {
         assert_eq!(
-            text(&samples::plan(), Look::default()),
+            text(&fixtures::plan(), DisplayOptions::default()),
             "\
 plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
        micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
@@ -272,8 +283,8 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
 
     #[test]
     fn a_terminal_gets_bars_and_the_verbose_every_part() {
-        let look = Look { verbosity: Verbosity::Verbose, color: false, live: true };
-        let shown = text(&Plan { verdict: Verdict::Fits, ..samples::plan() }, look);
+        let look = DisplayOptions { verbosity: Verbosity::Verbose, color: false, interactive: true };
+        let shown = text(&MemoryPlan { verdict: PlanVerdict::Fits, ..fixtures::plan() }, look);
         assert_eq!(
             shown,
             "\
@@ -306,38 +317,44 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
     }
 
     #[test]
-    fn what_was_measured_stands_beside_what_was_predicted_and_the_many_are_few() {
-        let mut plan = samples::plan();
+    fn measured_times_are_shown_beside_predicted_ones_and_long_lists_are_cut() {
+        let mut plan = fixtures::plan();
         plan.rungs[1].measured_time = Some(0.98);
-        let more = (2..30).map(|n| Rung {
+        let more = (2..30).map(|n| CandidateSummary {
             change: format!("micro-batch {n}, {n} accumulation steps"),
             relative_time: n as f64,
             ..plan.rungs[1].clone()
         });
-        let more: Vec<Rung> = more.map(|rung| Rung { measured_time: None, ..rung }).collect();
+        let more: Vec<CandidateSummary> =
+            more.map(|rung| CandidateSummary { measured_time: None, ..rung }).collect();
         plan.rungs.extend(more);
-        let shown = text(&plan, Look::default());
+        let shown = text(&plan, DisplayOptions::default());
         let tail: Vec<&str> = shown.lines().skip_while(|line| !line.contains("considered")).collect();
         assert_eq!(tail[0], "       considered                                 ram  predicted  measured");
         assert_eq!(
             tail[2],
             "       micro-batch 50, 2 accumulation steps   212 MiB     x 1.04    x 0.98  chosen"
         );
-        assert_eq!((tail.len(), *tail.last().unwrap()), (RUNGS + 2, "       and 18 more (-v)"));
+        assert_eq!((tail.len(), *tail.last().unwrap()), (MAX_CANDIDATES + 2, "       and 18 more (-v)"));
     }
 
     #[test]
-    fn a_card_has_its_own_table_and_advice_comes_last() {
-        let mut plan = samples::plan();
-        plan.verdict = Verdict::DoesNotFit;
+    fn a_gpu_has_its_own_table_and_advice_comes_last() {
+        let mut plan = fixtures::plan();
+        plan.verdict = PlanVerdict::DoesNotFit;
         plan.device = "cuda:0".into();
         plan.budget.vram_bytes = 1 << 30;
         plan.peak.vram_bytes = 2 << 30;
         plan.parts = vec![
-            Part { name: "w".into(), role: Role::Weights, bytes: 2 << 30, r#where: Place::Vram },
-            Part { name: "d".into(), role: Role::DataPipeline, bytes: 1 << 20, r#where: Place::Ram },
+            MemoryPart { name: "w".into(), role: Role::Weights, bytes: 2 << 30, r#where: MemorySpace::Vram },
+            MemoryPart {
+                name: "d".into(),
+                role: Role::DataPipeline,
+                bytes: 1 << 20,
+                r#where: MemorySpace::Ram,
+            },
         ];
-        plan.rungs = vec![Rung {
+        plan.rungs = vec![CandidateSummary {
             change: String::new(),
             vram_bytes: 2 << 30,
             ram_bytes: 1 << 20,
@@ -348,7 +365,7 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
         plan.advice = Some("set `model.hidden = [64]`".into());
         plan.context_bytes = 512 << 20;
         assert_eq!(
-            text(&plan, Look::default()),
+            text(&plan, DisplayOptions::default()),
             "\
 plan   does not fit on cuda:0: vram 2.00 GiB of 1.00 GiB (200.0 %), ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
        micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200

@@ -4,16 +4,16 @@
 
 use std::collections::VecDeque;
 
-use super::text::{self, Paint};
-use crate::train::event::{Event, Memory, Record};
-use crate::units::count;
+use super::text::{self, AnsiStyle};
+use crate::train::event::{Event, EventRecord, MemoryBytes};
+use crate::units::format_count;
 
 /// Rates are those of the last `WINDOW_S` seconds, and of at most `WINDOW_STEPS` updates.
 const WINDOW_S: f64 = 10.0;
 const WINDOW_STEPS: usize = 512;
 
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct StepSample {
     t: f64,
     step: u64,
     samples: u64,
@@ -21,38 +21,38 @@ struct Seen {
     wait_s: f64,
     loss: f64,
     lr: f64,
-    used: Memory,
+    used: MemoryBytes,
 }
 
 /// What the progress line is made of.
 #[derive(Debug, Default)]
-pub struct Progress {
+pub struct RunProgress {
     total_steps: u64,
     steps_per_epoch: u64,
-    budget: Memory,
+    budget: MemoryBytes,
     /// Updates made before this session.
-    before: u64,
+    start_step: u64,
     /// Newest last; not every update need be logged.
-    recent: VecDeque<Seen>,
+    recent: VecDeque<StepSample>,
     evals: u64,
     eval_s: f64,
 }
 
-impl Progress {
-    pub fn add(&mut self, record: &Record) {
+impl RunProgress {
+    pub fn add(&mut self, record: &EventRecord) {
         match &record.event {
             Event::Started { total_steps, steps_per_epoch, .. } => {
                 (self.total_steps, self.steps_per_epoch) = (*total_steps, *steps_per_epoch);
             }
             Event::Planned { plan } => {
-                self.budget = Memory { ram: plan.budget.ram_bytes, vram: plan.budget.vram_bytes };
+                self.budget = MemoryBytes { ram: plan.budget.ram_bytes, vram: plan.budget.vram_bytes };
             }
             Event::Resumed { step, .. } => {
-                self.before = *step;
+                self.start_step = *step;
                 self.recent.clear();
             }
             Event::Step { step, loss, lr, samples, step_s, data_wait_s, ram_bytes, vram_bytes, .. } => {
-                self.recent.push_back(Seen {
+                self.recent.push_back(StepSample {
                     t: record.t,
                     step: *step,
                     samples: *samples,
@@ -60,7 +60,7 @@ impl Progress {
                     wait_s: *data_wait_s,
                     loss: *loss,
                     lr: *lr,
-                    used: Memory { ram: *ram_bytes, vram: *vram_bytes },
+                    used: MemoryBytes { ram: *ram_bytes, vram: *vram_bytes },
                 });
                 // Two must stay: one alone does not tell the samples of an update.
                 while self.recent.len() > 2
@@ -79,7 +79,7 @@ impl Progress {
 
     /// Updates made.
     pub fn step(&self) -> u64 {
-        self.recent.back().map_or(self.before, |seen| seen.step)
+        self.recent.back().map_or(self.start_step, |seen| seen.step)
     }
 
     /// The epoch, from 1, that update `step` belongs to.
@@ -98,11 +98,11 @@ impl Progress {
     }
 
     /// Samples a second while training; evaluations and checkpoints do not slow it.
-    pub fn rate(&self) -> Option<f64> {
+    pub fn samples_per_second(&self) -> Option<f64> {
         let (first, last) = (self.recent.front()?, self.recent.back()?);
         let samples = if last.step > first.step {
             (last.samples - first.samples) as f64 / (last.step - first.step) as f64
-        } else if self.before == 0 {
+        } else if self.start_step == 0 {
             last.samples as f64 / last.step as f64
         } else {
             return None;
@@ -111,7 +111,7 @@ impl Progress {
     }
 
     /// Share of recent time spent waiting for data, 0 to 1.
-    pub fn wait(&self) -> Option<f64> {
+    pub fn data_wait(&self) -> Option<f64> {
         let wait: f64 = self.recent.iter().map(|seen| seen.wait_s).sum();
         Some(wait / self.recent.len() as f64 / self.step_s()?)
     }
@@ -119,15 +119,15 @@ impl Progress {
     /// Seconds to the end: the updates left, and evaluations as often as so far.
     pub fn eta(&self) -> Option<f64> {
         let left = self.total_steps.saturating_sub(self.step()) as f64;
-        let done = self.step().saturating_sub(self.before) as f64;
+        let done = self.step().saturating_sub(self.start_step) as f64;
         let evals = if done > 0.0 { left * self.evals as f64 / done } else { 0.0 };
         Some(left * self.step_s()? + evals * self.eval_s)
     }
 
     /// The progress line; with a width, the least telling fields give way until it fits.
-    pub fn line(&self, width: Option<usize>, bar: bool, paint: Paint) -> String {
+    pub fn line(&self, width: Option<usize>, bar: bool, paint: AnsiStyle) -> String {
         let Some(last) = self.recent.back() else { return "starting".into() };
-        let (total, epochs) = (count(self.total_steps), self.epochs().to_string());
+        let (total, epochs) = (format_count(self.total_steps), self.epochs().to_string());
         let (of_total, of_epochs) = (total.len(), epochs.len());
         let (place, used, budget) = match self.budget.vram {
             0 => ("ram", last.used.ram, self.budget.ram),
@@ -136,7 +136,7 @@ impl Progress {
         // (what gives way first has the lowest rank, text)
         let mut fields = vec![
             (5, format!("epoch {:>of_epochs$}/{epochs}", self.epoch(last.step))),
-            (8, format!("step {:>of_total$}/{total}", count(last.step))),
+            (8, format!("step {:>of_total$}/{total}", format_count(last.step))),
         ];
         if bar {
             let cells = if width.is_some_and(|width| width < 100) { 10 } else { 20 };
@@ -145,20 +145,20 @@ impl Progress {
         }
         fields.push((9, format!("loss {}", text::number(last.loss))));
         fields.push((1, format!("lr {:.1e}", last.lr)));
-        if let Some(rate) = self.rate() {
-            fields.push((6, format!("{} samples/s", count(rate.round() as u64))));
+        if let Some(rate) = self.samples_per_second() {
+            fields.push((6, format!("{} samples/s", format_count(rate.round() as u64))));
         }
         fields.push((3, format!("{place} {} of {}", text::bytes(used), text::bytes(budget))));
-        if let Some(wait) = self.wait() {
+        if let Some(wait) = self.data_wait() {
             fields.push((2, format!("wait {}", text::percent(wait, 1.0))));
         }
         if let Some(eta) = self.eta() {
             fields.push((7, format!("eta {}", text::duration(eta))));
         }
-        let long = |fields: &[(u8, String)]| {
+        let line_width = |fields: &[(u8, String)]| {
             fields.iter().map(|(_, text)| text.chars().count() + 2).sum::<usize>().saturating_sub(2)
         };
-        while width.is_some_and(|width| long(&fields) > width) && fields.len() > 1 {
+        while width.is_some_and(|width| line_width(&fields) > width) && fields.len() > 1 {
             let Some(least) = fields.iter().map(|(rank, _)| *rank).min() else { break };
             fields.retain(|(rank, _)| *rank != least);
         }
@@ -179,18 +179,18 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::samples;
+    use crate::report::fixtures;
 
-    fn after(records: &[Record]) -> Progress {
-        let mut progress = Progress::default();
+    fn after(records: &[EventRecord]) -> RunProgress {
+        let mut progress = RunProgress::default();
         records.iter().for_each(|record| progress.add(record));
         progress
     }
 
     #[test]
     fn the_line_says_all_and_gives_way_by_rank() {
-        let progress = after(&samples::run()[..9]); // 2 updates of 1 s and half an evaluation are left
-        let line = |width, bar| progress.line(width, bar, Paint::default());
+        let progress = after(&fixtures::run()[..9]); // 2 updates of 1 s and half an evaluation are left
+        let line = |width, bar| progress.line(width, bar, AnsiStyle::default());
         assert_eq!(
             line(None, false),
             "epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 2.2 s"
@@ -201,37 +201,37 @@ mod tests {
         );
         assert_eq!(line(Some(40), true), "step 4/6  loss 0.2500  eta 2.2 s");
         assert_eq!(line(Some(1), true), "loss 0.2500");
-        let painted = progress.line(Some(80), true, Paint { color: true });
+        let painted = progress.line(Some(80), true, AnsiStyle { color: true });
         assert!(painted.contains("\x1b[36m━━━━━━\x1b[0m\x1b[2m────\x1b[0m"), "{painted:?}");
     }
 
     /// 100 slow updates leave the window; the last eleven, ten times as fast, are what counts.
     #[test]
     fn rates_are_those_of_the_recent_window() {
-        let mut progress = after(&[samples::started(0.0)]);
+        let mut progress = after(&[fixtures::started(0.0)]);
         let mut t = 0.0;
         for step in 1..=120 {
             let seconds = if step <= 100 { 10.0 } else { 1.0 };
             t += seconds;
-            let mut record = samples::step(t, step);
+            let mut record = fixtures::step(t, step);
             if let Event::Step { step_s, samples, .. } = &mut record.event {
                 (*step_s, *samples) = (seconds, step * 100);
             }
             progress.add(&record);
         }
         assert_eq!(progress.recent.len(), 11);
-        assert!((progress.rate().unwrap() - 100.0).abs() < 1e-9);
-        assert!((progress.wait().unwrap() - 0.01).abs() < 1e-9);
+        assert!((progress.samples_per_second().unwrap() - 100.0).abs() < 1e-9);
+        assert!((progress.data_wait().unwrap() - 0.01).abs() < 1e-9);
     }
 
     #[test]
     fn nothing_is_claimed_before_it_is_known() {
-        let mut progress = after(&[samples::started(0.0), samples::planned(0.0)]);
-        assert_eq!((progress.rate(), progress.eta()), (None, None));
-        assert_eq!(progress.line(None, true, Paint::default()), "starting");
-        progress.add(&samples::resumed(0.0, 4));
-        progress.add(&samples::step(1.0, 5));
+        let mut progress = after(&[fixtures::started(0.0), fixtures::planned(0.0)]);
+        assert_eq!((progress.samples_per_second(), progress.eta()), (None, None));
+        assert_eq!(progress.line(None, true, AnsiStyle::default()), "starting");
+        progress.add(&fixtures::resumed(0.0, 4));
+        progress.add(&fixtures::step(1.0, 5));
         // One update of a resumed run does not tell how many samples are its own.
-        assert_eq!((progress.rate(), progress.eta()), (None, Some(1.0)));
+        assert_eq!((progress.samples_per_second(), progress.eta()), (None, Some(1.0)));
     }
 }

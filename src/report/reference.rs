@@ -6,7 +6,7 @@ use std::fmt::Write;
 use schemars::schema_for;
 use serde_json::{Map, Value};
 
-use crate::train::event::Record;
+use crate::train::event::EventRecord;
 
 const INTRO: &str = "\
 # Events
@@ -24,25 +24,25 @@ This page is generated from `src/train/event.rs`.
 
 /// The reference page of `events.jsonl`.
 pub fn events_markdown() -> String {
-    let schema = schema_for!(Record).to_value();
+    let schema = schema_for!(EventRecord).to_value();
     let mut page = INTRO.to_owned();
-    let mut named = BTreeSet::new();
+    let mut type_names = BTreeSet::new();
     for kind in schema["oneOf"].as_array().into_iter().flatten() {
         let title = kind["properties"]["event"]["const"].as_str().unwrap_or_default();
-        section(&mut page, &format!("## `{title}`"), kind, &mut named);
+        write_section(&mut page, &format!("## `{title}`"), kind, &mut type_names);
     }
     // Types named by the events name further ones: until nothing new turns up.
     page += "\n## Types\n";
     let mut done = Vec::new();
-    while let Some(name) = named.iter().find(|name| !done.contains(*name)).cloned() {
-        section(&mut page, &format!("### {name}"), &schema["$defs"][&name], &mut named);
+    while let Some(name) = type_names.iter().find(|name| !done.contains(*name)).cloned() {
+        write_section(&mut page, &format!("### {name}"), &schema["$defs"][&name], &mut type_names);
         done.push(name);
     }
     page
 }
 
 /// A heading, the description, and a table of fields or a list of allowed words.
-fn section(page: &mut String, title: &str, schema: &Value, named: &mut BTreeSet<String>) {
+fn write_section(page: &mut String, title: &str, schema: &Value, named: &mut BTreeSet<String>) {
     // Writing to a string cannot fail.
     let _ = write!(page, "\n{title}\n");
     if let Some(text) = schema["description"].as_str() {
@@ -55,7 +55,7 @@ fn section(page: &mut String, title: &str, schema: &Value, named: &mut BTreeSet<
     }
     for (name, field) in fields.iter().filter(|(name, _)| *name != "event") {
         let meaning = one_line(field["description"].as_str().unwrap_or_default());
-        let _ = writeln!(page, "| `{name}` | {} | {meaning} |", kind(field, named));
+        let _ = writeln!(page, "| `{name}` | {} | {meaning} |", type_text(field, named));
     }
     for word in schema["enum"].as_array().into_iter().flatten() {
         let _ = write!(page, "\n- `{}`", word.as_str().unwrap_or_default());
@@ -70,7 +70,7 @@ fn one_line(text: &str) -> String {
 }
 
 /// A field's type in words, with a link where it is one of ours.
-fn kind(field: &Value, named: &mut BTreeSet<String>) -> String {
+fn type_text(field: &Value, named: &mut BTreeSet<String>) -> String {
     if let Some(name) = field["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
         named.insert(name.to_owned());
         return format!("[{name}](#{})", name.to_lowercase());
@@ -80,8 +80,8 @@ fn kind(field: &Value, named: &mut BTreeSet<String>) -> String {
         other => other.as_str().into_iter().collect(),
     };
     let words = words.into_iter().map(|word| match word {
-        "array" => format!("list of {}", kind(&field["items"], named)),
-        "object" => format!("map of {}", kind(&field["additionalProperties"], named)),
+        "array" => format!("list of {}", type_text(&field["items"], named)),
+        "object" => format!("map of {}", type_text(&field["additionalProperties"], named)),
         word => word.to_owned(),
     });
     words.collect::<Vec<_>>().join(" or ")

@@ -10,16 +10,16 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::jsonl::whole_lines;
-use super::text::{self, Paint};
-use super::{Error, Look};
-use crate::train::event::{Event, Memory, Record, nullable};
-use crate::units::count;
+use super::jsonl::complete_lines;
+use super::text::{self, AnsiStyle};
+use super::{DisplayOptions, ReportError};
+use crate::train::event::{Event, EventRecord, MemoryBytes, nullable};
+use crate::units::format_count;
 
 /// How a run ended, or that it has not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum State {
+pub enum RunState {
     /// No last word: running, or killed.
     #[default]
     Unfinished,
@@ -31,7 +31,7 @@ pub enum State {
 
 /// The checkpoint judged best so far.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Best {
+pub struct BestCheckpoint {
     pub step: u64,
     /// The metric that chose it, where known, and the evaluation's other values at that step.
     #[serde(deserialize_with = "nullable::numbers")]
@@ -41,7 +41,7 @@ pub struct Best {
 /// A run in numbers; `summary.json` is this.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
-    pub state: State,
+    pub state: RunState,
     /// Why it stopped, when it did not finish.
     pub reason: Option<String>,
     pub name: String,
@@ -56,16 +56,16 @@ pub struct Summary {
     /// Last value of each: `train.loss`, `valid.loss`, ...
     #[serde(deserialize_with = "nullable::numbers")]
     pub metrics: BTreeMap<String, f64>,
-    pub best: Option<Best>,
+    pub best: Option<BestCheckpoint>,
     /// Folder of the newest checkpoint.
     pub checkpoint: Option<String>,
-    pub planned_peak_bytes: Memory,
+    pub planned_peak_bytes: MemoryBytes,
     /// The heap on the host, allocated memory on the device.
-    pub measured_peak_bytes: Memory,
+    pub measured_peak_bytes: MemoryBytes,
     /// The peak of the worker process's resident host memory (`VmHWM`), of all sessions the highest.
     #[serde(default)]
     pub resident_peak_bytes: u64,
-    pub budget_bytes: Memory,
+    pub budget_bytes: MemoryBytes,
     pub elapsed_s: f64,
     pub data_wait_s: f64,
     pub resumes: u64,
@@ -86,20 +86,20 @@ pub struct Summary {
     #[serde(default)]
     pub slow_data: Option<String>,
     #[serde(skip)]
-    fold: Fold,
+    fold: FoldState,
 }
 
 /// What folding needs and nobody reads.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Fold {
+struct FoldState {
     last_t: Option<f64>,
     /// A session has begun and not yet made a step.
-    opening: bool,
+    before_first_step: bool,
     train_samples: u64,
     steps_per_epoch: u64,
     samples_per_update: u64,
     evals: BTreeMap<u64, BTreeMap<String, f64>>,
-    bests: Vec<u64>,
+    best_steps: Vec<u64>,
     /// Folders of checkpoints by step.
     checkpoints: BTreeMap<u64, String>,
 }
@@ -107,10 +107,10 @@ struct Fold {
 impl Summary {
     /// Folds an `events.jsonl`. Lines that are no events are passed over and remembered: the events are told to
     /// people, and no checkpoint depends on them. A torn last line is not even that.
-    pub fn from_events(path: &Path) -> Result<Summary, Error> {
-        let read = |source| Error::Read { path: path.to_owned(), source };
+    pub fn from_events(path: &Path) -> Result<Summary, ReportError> {
+        let read = |source| ReportError::Read { path: path.to_owned(), source };
         let mut summary = Summary::default();
-        for (i, line) in whole_lines(path).map_err(read)?.enumerate() {
+        for (i, line) in complete_lines(path).map_err(read)?.enumerate() {
             match serde_json::from_str(&line.map_err(read)?) {
                 Ok(record) => summary.add(&record),
                 Err(_) => summary.damaged_lines.push(i + 1),
@@ -120,11 +120,11 @@ impl Summary {
     }
 
     /// Takes in the next record.
-    pub fn add(&mut self, record: &Record) {
+    pub fn add(&mut self, record: &EventRecord) {
         let event = &record.event;
         let gap = match event {
             Event::Started { .. } => true,
-            Event::Resumed { .. } => !self.fold.opening,
+            Event::Resumed { .. } => !self.fold.before_first_step,
             _ => false,
         };
         if let Some(last) = self.fold.last_t.replace(record.t)
@@ -133,9 +133,9 @@ impl Summary {
             self.elapsed_s += (record.t - last).max(0.0);
         }
         match event {
-            Event::Started { .. } | Event::Resumed { .. } => self.fold.opening = true,
+            Event::Started { .. } | Event::Resumed { .. } => self.fold.before_first_step = true,
             Event::Planned { .. } | Event::Restarted { .. } => {}
-            _ => self.fold.opening = false,
+            _ => self.fold.before_first_step = false,
         }
         match event {
             Event::Started {
@@ -151,11 +151,12 @@ impl Summary {
                 (self.name, self.run, self.device) = (name.clone(), run.clone(), device.clone());
                 (self.parameters, self.total_steps) = (*parameters, *total_steps);
                 (self.fold.train_samples, self.fold.steps_per_epoch) = (*train_samples, *steps_per_epoch);
-                (self.state, self.reason) = (State::Unfinished, None);
+                (self.state, self.reason) = (RunState::Unfinished, None);
             }
             Event::Planned { plan } => {
-                self.planned_peak_bytes = Memory { ram: plan.peak.ram_bytes, vram: plan.peak.vram_bytes };
-                self.budget_bytes = Memory { ram: plan.budget.ram_bytes, vram: plan.budget.vram_bytes };
+                self.planned_peak_bytes =
+                    MemoryBytes { ram: plan.peak.ram_bytes, vram: plan.peak.vram_bytes };
+                self.budget_bytes = MemoryBytes { ram: plan.budget.ram_bytes, vram: plan.budget.vram_bytes };
                 self.fold.samples_per_update = plan.samples_per_update as u64;
             }
             Event::Resumed { step, .. } => self.rewind(*step),
@@ -188,7 +189,7 @@ impl Summary {
                 self.fold.checkpoints.insert(*step, path.clone());
             }
             Event::Best { step, .. } => {
-                self.fold.bests.push(*step);
+                self.fold.best_steps.push(*step);
                 self.best = self.fold.best();
             }
             Event::Oom { .. } => self.ooms += 1,
@@ -206,14 +207,14 @@ impl Summary {
                 // Steps since the last one that was told.
                 (self.steps, self.samples) = (*step, self.fold.samples(*step));
                 self.epochs = self.fold.epochs(*step);
-                (self.state, self.reason) = (State::Interrupted, Some(signal.clone()));
+                (self.state, self.reason) = (RunState::Interrupted, Some(signal.clone()));
                 self.checkpoint = checkpoint.clone().or(self.checkpoint.take());
             }
             Event::Diverged { step, loss, .. } => {
-                (self.state, self.reason) = (State::Diverged, Some(format!("loss {loss} at step {step}")));
+                (self.state, self.reason) = (RunState::Diverged, Some(format!("loss {loss} at step {step}")));
             }
             Event::Failed { error, .. } => {
-                (self.state, self.reason) = (State::Failed, Some(error.clone()));
+                (self.state, self.reason) = (RunState::Failed, Some(error.clone()));
             }
             Event::Finished {
                 steps,
@@ -231,7 +232,7 @@ impl Summary {
                 bad_records,
             } => {
                 self.bad_records = *bad_records;
-                (self.state, self.reason) = (State::Finished, None);
+                (self.state, self.reason) = (RunState::Finished, None);
                 (self.steps, self.epochs, self.samples) = (*steps, *epochs, *samples);
                 (self.elapsed_s, self.data_wait_s) = (*elapsed_s, *data_wait_s);
                 self.planned_peak_bytes = *planned_peak_bytes;
@@ -249,7 +250,8 @@ impl Summary {
                     best.into_iter().map(|(name, value)| (name["best.".len()..].to_owned(), value)).collect();
                 if let Some(step) = *best_step {
                     let known = self.fold.evals.get(&step).cloned().unwrap_or_default();
-                    self.best = Some(Best { step, metrics: if best.is_empty() { known } else { best } });
+                    self.best =
+                        Some(BestCheckpoint { step, metrics: if best.is_empty() { known } else { best } });
                 }
             }
         }
@@ -258,7 +260,7 @@ impl Summary {
     /// Forgets what came after `step`: it is about to be done again.
     fn rewind(&mut self, step: u64) {
         let fold = &mut self.fold;
-        (self.state, self.reason) = (State::Unfinished, None);
+        (self.state, self.reason) = (RunState::Unfinished, None);
         self.resumes += 1;
         if self.steps > step {
             (self.steps, self.samples, self.epochs) = (step, fold.samples(step), fold.epochs(step));
@@ -266,7 +268,7 @@ impl Summary {
             self.metrics.remove("train.loss");
         }
         fold.evals.retain(|s, _| *s <= step);
-        fold.bests.retain(|s| *s <= step);
+        fold.best_steps.retain(|s| *s <= step);
         fold.checkpoints.retain(|s, _| *s <= step);
         let train = self.metrics.remove_entry("train.loss");
         self.metrics = fold.evals.values().next_back().cloned().unwrap_or_default();
@@ -276,7 +278,7 @@ impl Summary {
     }
 
     /// Writes `path` whole or not at all.
-    pub fn write(&self, path: &Path) -> Result<(), Error> {
+    pub fn write(&self, path: &Path) -> Result<(), ReportError> {
         let write = || -> io::Result<()> {
             let temporary = path.with_extension("json.tmp");
             let mut text = serde_json::to_vec_pretty(self)?;
@@ -286,36 +288,36 @@ impl Summary {
             file.sync_all()?;
             std::fs::rename(&temporary, path)
         };
-        write().map_err(|source| Error::Write { name: path.display().to_string(), source })
+        write().map_err(|source| ReportError::Write { name: path.display().to_string(), source })
     }
 
     /// The closing lines of a run.
-    pub fn lines(&self, look: Look) -> Vec<String> {
-        let paint = Paint { color: look.color };
+    pub fn lines(&self, look: DisplayOptions) -> Vec<String> {
+        let paint = AnsiStyle { color: look.color };
         let mut rows = Vec::new();
         let mut row =
             |label: &str, text: String| rows.push(format!("{}{text}", paint.dim(&format!("{label:<9}"))));
         let state = match self.state {
-            State::Unfinished => paint.yellow("unfinished"),
-            State::Interrupted => paint.yellow("interrupted"),
-            State::Diverged => paint.red("diverged"),
-            State::Failed => paint.red("failed"),
-            State::Finished => paint.green("finished"),
+            RunState::Unfinished => paint.yellow("unfinished"),
+            RunState::Interrupted => paint.yellow("interrupted"),
+            RunState::Diverged => paint.red("diverged"),
+            RunState::Failed => paint.red("failed"),
+            RunState::Finished => paint.green("finished"),
         };
         let reason = self.reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
         let steps = match self.state {
-            State::Finished => count(self.steps),
-            _ => format!("{} of {}", count(self.steps), count(self.total_steps)),
+            RunState::Finished => format_count(self.steps),
+            _ => format!("{} of {}", format_count(self.steps), format_count(self.total_steps)),
         };
         let plural = if self.epochs == 1 { "" } else { "s" };
-        let (name, epochs, samples) = (&self.name, self.epochs, count(self.samples));
+        let (name, epochs, samples) = (&self.name, self.epochs, format_count(self.samples));
         row(
             "run",
             format!("{name} {state}{reason}: {steps} steps, {epochs} epoch{plural}, {samples} samples"),
         );
         let mut time = text::duration(self.elapsed_s);
         if self.elapsed_s > 0.0 && self.samples > 0 {
-            let rate = count((self.samples as f64 / self.elapsed_s).round() as u64);
+            let rate = format_count((self.samples as f64 / self.elapsed_s).round() as u64);
             time +=
                 &format!("  {rate} samples/s  data wait {}", text::percent(self.data_wait_s, self.elapsed_s));
         }
@@ -325,16 +327,20 @@ impl Summary {
         }
         if self.bad_records > 0 {
             let plural = if self.bad_records == 1 { "" } else { "s" };
-            row("bad", format!("{} record{plural} left out", count(self.bad_records)));
+            row("bad", format!("{} record{plural} left out", format_count(self.bad_records)));
         }
         if !self.metrics.is_empty() {
-            row("last", values(&self.metrics));
+            row("last", format_metrics(&self.metrics));
         }
         if let Some(best) = &self.best {
-            let at = format!("step {}", count(best.step));
+            let at = format!("step {}", format_count(best.step));
             row(
                 "best",
-                if best.metrics.is_empty() { at } else { paint.bold(&values(&best.metrics)) + "  at " + &at },
+                if best.metrics.is_empty() {
+                    at
+                } else {
+                    paint.bold(&format_metrics(&best.metrics)) + "  at " + &at
+                },
             );
         }
         let (planned, measured, budget) =
@@ -355,13 +361,13 @@ impl Summary {
                     format!(
                         "peak {measured_text}, {} planned{}, {} budget",
                         text::bytes(planned),
-                        difference(measured.max(resident), planned),
+                        plan_error(measured.max(resident), planned),
                         text::bytes(budget)
                     ),
                 );
             }
         }
-        let happened: Vec<String> = [
+        let event_counts: Vec<String> = [
             (self.restarts, "restarted"),
             (self.resumes, "resumed"),
             (self.ooms, "out of memory"),
@@ -372,21 +378,21 @@ impl Summary {
         .filter(|(n, _)| *n > 0)
         .map(|(n, what)| format!("{what} {n} x"))
         .collect();
-        if !happened.is_empty() {
-            row("events", happened.join(", "));
+        if !event_counts.is_empty() {
+            row("events", event_counts.join(", "));
         }
         if let Some(checkpoint) = &self.checkpoint {
             row("saved", checkpoint.clone());
         }
         row("folder", self.run.clone());
-        if self.state != State::Finished && self.checkpoint.is_some() {
+        if self.state != RunState::Finished && self.checkpoint.is_some() {
             row("go on", format!("trainer fit JOB --resume {}", self.run));
         }
         rows
     }
 }
 
-impl Fold {
+impl FoldState {
     fn epochs(&self, step: u64) -> u64 {
         step.div_ceil(self.steps_per_epoch.max(1))
     }
@@ -398,21 +404,21 @@ impl Fold {
         whole + (step % per_epoch * self.samples_per_update).min(self.train_samples)
     }
 
-    fn best(&self) -> Option<Best> {
-        let step = *self.bests.last()?;
-        Some(Best { step, metrics: self.evals.get(&step).cloned().unwrap_or_default() })
+    fn best(&self) -> Option<BestCheckpoint> {
+        let step = *self.best_steps.last()?;
+        Some(BestCheckpoint { step, metrics: self.evals.get(&step).cloned().unwrap_or_default() })
     }
 }
 
 /// `valid.accuracy 0.9621  valid.loss 0.1290`.
-pub(super) fn values(metrics: &BTreeMap<String, f64>) -> String {
+pub(super) fn format_metrics(metrics: &BTreeMap<String, f64>) -> String {
     let shown: Vec<String> =
         metrics.iter().map(|(name, value)| format!("{name} {}", text::number(*value))).collect();
     shown.join("  ")
 }
 
 /// How far off the plan was: ` (3.1 % over what was measured)`.
-fn difference(measured: u64, planned: u64) -> String {
+fn plan_error(measured: u64, planned: u64) -> String {
     if measured == 0 || planned == 0 {
         return String::new();
     }
@@ -423,9 +429,9 @@ fn difference(measured: u64, planned: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::samples;
+    use crate::report::fixtures;
 
-    fn folded(records: &[Record]) -> Summary {
+    fn folded(records: &[EventRecord]) -> Summary {
         let mut summary = Summary::default();
         records.iter().for_each(|record| summary.add(record));
         summary
@@ -433,7 +439,7 @@ mod tests {
 
     #[test]
     fn a_finished_run_reads_at_a_glance() {
-        let text = folded(&samples::run()).lines(Look::default()).join("\n");
+        let text = folded(&fixtures::run()).lines(DisplayOptions::default()).join("\n");
         assert_eq!(
             text,
             "\
@@ -451,13 +457,13 @@ folder   runs/shapes/1"
     /// the best of step 4 had never been.
     #[test]
     fn steps_repeated_after_a_resume_count_once() {
-        let run = samples::run();
+        let run = fixtures::run();
         let mut records = run[..13].to_vec();
-        records.extend([samples::started(100.0), samples::planned(100.1), samples::resumed(100.2, 2)]);
+        records.extend([fixtures::started(100.0), fixtures::planned(100.1), fixtures::resumed(100.2, 2)]);
         let at_resume = folded(&records);
         assert_eq!((at_resume.steps, at_resume.epochs, at_resume.samples), (2, 1, 150));
         assert_eq!(at_resume.best.as_ref().map(|best| best.step), Some(2));
-        records.push(samples::step(101.2, 3));
+        records.push(fixtures::step(101.2, 3));
 
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
@@ -465,7 +471,7 @@ folder   runs/shapes/1"
         std::fs::write(&path, lines.join("\n") + "\n{\"t\":102.2,\"event\":\"st").unwrap();
         let summary = Summary::from_events(&path).unwrap();
         assert_eq!(summary, folded(&records));
-        assert_eq!((summary.state, summary.steps, summary.samples), (State::Unfinished, 3, 250));
+        assert_eq!((summary.state, summary.steps, summary.samples), (RunState::Unfinished, 3, 250));
         assert_eq!((summary.epochs, summary.resumes), (2, 1));
         assert_eq!(summary.checkpoint.as_deref(), Some("c/2"));
         assert_eq!(summary.metrics["valid.loss"], 0.5);
@@ -474,15 +480,15 @@ folder   runs/shapes/1"
         let out = folder.path().join("summary.json");
         summary.write(&out).unwrap();
         let read: Summary = serde_json::from_str(&std::fs::read_to_string(&out).unwrap()).unwrap();
-        assert_eq!(read, Summary { fold: Fold::default(), ..summary });
+        assert_eq!(read, Summary { fold: FoldState::default(), ..summary });
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "no temporary file is left");
     }
 
     #[test]
-    fn a_line_that_is_no_event_is_passed_over_and_told_by_number() {
+    fn a_line_that_is_no_event_is_skipped_and_reported_by_number() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
-        let good = serde_json::to_string(&samples::step(1.0, 1)).unwrap();
+        let good = serde_json::to_string(&fixtures::step(1.0, 1)).unwrap();
         std::fs::write(&path, format!("{good}\nnonsense\n{good}\n")).unwrap();
         let summary = Summary::from_events(&path).unwrap();
         assert_eq!((summary.steps, summary.damaged_lines), (1, vec![2]));
@@ -490,10 +496,10 @@ folder   runs/shapes/1"
 
     #[test]
     fn a_run_that_stopped_says_why() {
-        let mut records = samples::run()[..4].to_vec();
+        let mut records = fixtures::run()[..4].to_vec();
         let event = Event::Interrupted { step: 2, signal: "SIGTERM".into(), checkpoint: Some("c/2".into()) };
-        records.push(Record { t: 3.0, event });
-        let lines = folded(&records).lines(Look::default());
+        records.push(EventRecord { t: 3.0, event });
+        let lines = folded(&records).lines(DisplayOptions::default());
         assert_eq!(lines[0], "run      shapes interrupted (SIGTERM): 2 of 6 steps, 1 epoch, 150 samples");
         let end =
             ["saved    c/2", "folder   runs/shapes/1", "go on    trainer fit JOB --resume runs/shapes/1"];

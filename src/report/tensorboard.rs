@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use super::Sink;
-use crate::train::event::{Event, Record};
+use crate::train::event::{Event, EventRecord};
 
 /// Scalars of a run in a folder of event files.
 pub struct TensorBoard {
@@ -36,7 +36,7 @@ impl TensorBoard {
                 let stamp = stamps.map(|last| last + 1).max().unwrap_or(0).max(t as u64);
                 let path = self.folder.join(format!("events.out.tfevents.{stamp:010}.trainer"));
                 let mut file = File::options().write(true).create_new(true).open(path)?;
-                let version = message(|m| m.double(1, t).bytes(3, b"brain.Event:2"));
+                let version = encode(|m| m.double(1, t).bytes(3, b"brain.Event:2"));
                 file.write_all(&frame(&version))?;
                 Ok(self.file.insert(file))
             }
@@ -49,12 +49,12 @@ impl Sink for TensorBoard {
         self.folder.display().to_string()
     }
 
-    fn record(&mut self, record: &Record) -> io::Result<()> {
+    fn record(&mut self, record: &EventRecord) -> io::Result<()> {
         let payload = match &record.event {
             Event::Resumed { step, .. } => {
                 const START: u64 = 1;
-                let log = message(|m| m.int(1, START));
-                message(|m| m.double(1, record.t).int(2, step + 1).bytes(7, &log))
+                let log = encode(|m| m.int(1, START));
+                encode(|m| m.double(1, record.t).int(2, step + 1).bytes(7, &log))
             }
             Event::Step { step, loss, lr, grad_norm, step_s, data_wait_s, ram_bytes, vram_bytes, .. } => {
                 scalars(
@@ -85,12 +85,12 @@ impl Sink for TensorBoard {
 
 /// An `Event` with a `Summary` of simple values.
 fn scalars(t: f64, step: u64, values: &[(&str, f64)]) -> Vec<u8> {
-    let summary = message(|m| {
+    let summary = encode(|m| {
         values.iter().fold(m, |m, (tag, value)| {
-            m.bytes(1, &message(|m| m.bytes(1, tag.as_bytes()).float(2, *value as f32)))
+            m.bytes(1, &encode(|m| m.bytes(1, tag.as_bytes()).float(2, *value as f32)))
         })
     });
-    message(|m| m.double(1, t).int(2, step).bytes(5, &summary))
+    encode(|m| m.double(1, t).int(2, step).bytes(5, &summary))
 }
 
 fn masked_crc(bytes: &[u8]) -> [u8; 4] {
@@ -104,13 +104,13 @@ fn frame(payload: &[u8]) -> Vec<u8> {
 }
 
 /// Protobuf wire format, as much of it as scalars need.
-struct Message(Vec<u8>);
+struct ProtoMessage(Vec<u8>);
 
-fn message(build: impl FnOnce(Message) -> Message) -> Vec<u8> {
-    build(Message(Vec::new())).0
+fn encode(build: impl FnOnce(ProtoMessage) -> ProtoMessage) -> Vec<u8> {
+    build(ProtoMessage(Vec::new())).0
 }
 
-impl Message {
+impl ProtoMessage {
     fn varint(mut self, mut n: u64) -> Self {
         while n >= 0x80 {
             self.0.push(n as u8 | 0x80);
@@ -150,7 +150,7 @@ impl Message {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::samples;
+    use crate::report::fixtures;
 
     /// The payloads of an event file; panics where a length or a checksum is wrong.
     fn payloads(file: &Path) -> Vec<Vec<u8>> {
@@ -199,11 +199,11 @@ mod tests {
     fn a_resumed_run_opens_a_later_file_that_purges_what_is_repeated() {
         let folder = tempfile::tempdir().unwrap();
         let mut first = TensorBoard::new(folder.path());
-        for record in [samples::started(7.0), samples::step(7.1, 1), samples::eval(7.2, 1, 0.5)] {
+        for record in [fixtures::started(7.0), fixtures::step(7.1, 1), fixtures::eval(7.2, 1, 0.5)] {
             first.record(&record).unwrap();
         }
         let mut second = TensorBoard::new(folder.path());
-        second.record(&samples::resumed(7.9, 4)).unwrap();
+        second.record(&fixtures::resumed(7.9, 4)).unwrap();
 
         let files = files(folder.path());
         let names: Vec<_> = files.iter().map(|file| file.file_name().unwrap().to_str().unwrap()).collect();

@@ -7,12 +7,12 @@ use std::io::{self, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::progress::Progress;
+use super::progress::RunProgress;
 use super::summary::{self, Summary};
-use super::text::{self, Paint};
-use super::{Look, Sink, Verbosity, plan};
-use crate::train::event::{Event, Record};
-use crate::units::{Bytes, count};
+use super::text::{self, AnsiStyle};
+use super::{DisplayOptions, Sink, Verbosity, plan};
+use crate::train::event::{Event, EventRecord};
+use crate::units::{Bytes, format_count};
 
 /// Seconds between plain progress lines, at least.
 const PLAIN_EVERY_S: f64 = 5.0;
@@ -22,23 +22,30 @@ const DRAW_EVERY_S: f64 = 0.05;
 /// What people see of a run.
 pub struct Terminal<W> {
     out: W,
-    look: Look,
+    display: DisplayOptions,
     bar: Option<ProgressBar>,
-    progress: Progress,
+    progress: RunProgress,
     summary: Summary,
     /// Step of the last progress line and when it was shown.
-    shown: Option<(u64, f64)>,
+    last_line: Option<(u64, f64)>,
 }
 
 impl<W: Write + Send> Terminal<W> {
     /// `history` is the summary of a resumed run's events so far; the default for a new run.
-    /// With `look.live` the bar is drawn on stderr, and `out` should be stderr too.
-    pub fn new(out: W, look: Look, history: Summary) -> Self {
-        Self { out, look, bar: None, progress: Progress::default(), summary: history, shown: None }
+    /// With `display.live` the bar is drawn on stderr, and `out` should be stderr too.
+    pub fn new(out: W, look: DisplayOptions, history: Summary) -> Self {
+        Self {
+            out,
+            display: look,
+            bar: None,
+            progress: RunProgress::default(),
+            summary: history,
+            last_line: None,
+        }
     }
 
-    fn paint(&self) -> Paint {
-        Paint { color: self.look.color }
+    fn paint(&self) -> AnsiStyle {
+        AnsiStyle { color: self.display.color }
     }
 
     /// Prints above the bar, if there is one.
@@ -56,13 +63,13 @@ impl<W: Write + Send> Terminal<W> {
     }
 
     /// A progress line is due: the bar is redrawn, or a plain line comes back.
-    fn step(&mut self, t: f64, every: f64) -> Option<String> {
+    fn draw_progress(&mut self, t: f64, every: f64) -> Option<String> {
         let step = self.progress.step();
-        if self.shown.is_some_and(|(shown, at)| shown == step || t - at < every) {
+        if self.last_line.is_some_and(|(shown, at)| shown == step || t - at < every) {
             return None;
         }
-        self.shown = Some((step, t));
-        if !self.look.live {
+        self.last_line = Some((step, t));
+        if !self.display.interactive {
             return Some(self.progress.line(None, false, self.paint()));
         }
         let width = console::Term::stderr().size_checked().map(|(_, columns)| columns as usize);
@@ -83,7 +90,7 @@ impl<W: Write + Send> Terminal<W> {
     }
 
     /// The lines a record is worth, apart from progress.
-    fn lines(&self, record: &Record) -> Vec<String> {
+    fn event_lines(&self, record: &EventRecord) -> Vec<String> {
         let paint = self.paint();
         let line = |label: String, text: String| vec![format!("{label} {text}")];
         let label = |text: &str| format!("{text:<6}");
@@ -102,8 +109,8 @@ impl<W: Write + Send> Terminal<W> {
             } => {
                 let epochs = self.progress.epoch(*total_steps);
                 let plural = if epochs == 1 { "" } else { "s" };
-                let (parameters, steps) = (count(*parameters), count(*total_steps));
-                let (train, valid) = (count(*train_samples), count(*valid_samples));
+                let (parameters, steps) = (format_count(*parameters), format_count(*total_steps));
+                let (train, valid) = (format_count(*train_samples), format_count(*valid_samples));
                 vec![
                     format!(
                         "{} {name}  {parameters} parameters  {device}, {threads} threads  seed {seed}",
@@ -116,11 +123,11 @@ impl<W: Write + Send> Terminal<W> {
                 ]
             }
             Event::Planned { plan } => {
-                plan::lines(plan, self.look).into_iter().chain([String::new()]).collect()
+                plan::lines(plan, self.display).into_iter().chain([String::new()]).collect()
             }
             Event::Resumed { step, checkpoint, skipped } => {
                 let from = match checkpoint {
-                    Some(path) => format!("at step {} from {path}", count(*step)),
+                    Some(path) => format!("at step {} from {path}", format_count(*step)),
                     None => "no checkpoint yet: from the beginning".into(),
                 };
                 let passed = skipped.iter().map(|reason| format!("       passed over {reason}"));
@@ -128,32 +135,42 @@ impl<W: Write + Send> Terminal<W> {
             }
             Event::Eval { step, metrics, .. } => {
                 let epoch = self.progress.epoch(*step);
-                line(paint.green(&label("eval")), format!("epoch {epoch}  {}", summary::values(metrics)))
+                line(
+                    paint.green(&label("eval")),
+                    format!("epoch {epoch}  {}", summary::format_metrics(metrics)),
+                )
             }
-            Event::Checkpoint { step, path, bytes, write_s } if self.look.verbosity == Verbosity::Verbose => {
+            Event::Checkpoint { step, path, bytes, write_s }
+                if self.display.verbosity == Verbosity::Verbose =>
+            {
                 let (bytes, time) = (text::bytes(*bytes), text::duration(*write_s));
-                line(paint.dim(&label("saved")), format!("step {}  {path}  {bytes} in {time}", count(*step)))
+                line(
+                    paint.dim(&label("saved")),
+                    format!("step {}  {path}  {bytes} in {time}", format_count(*step)),
+                )
             }
-            Event::Best { step, metric, value, .. } if self.look.verbosity == Verbosity::Verbose => {
-                let text = format!("step {}  {metric} {} so far", count(*step), text::number(*value));
+            Event::Best { step, metric, value, .. } if self.display.verbosity == Verbosity::Verbose => {
+                let text = format!("step {}  {metric} {} so far", format_count(*step), text::number(*value));
                 line(paint.dim(&label("best")), text)
             }
             Event::Oom { step, phase, asker, bytes, left } => {
                 let (bytes, left) = (text::bytes(*bytes), text::bytes(*left));
-                let text = format!("step {}  {phase}: {asker} asked for {bytes}, {left} left", count(*step));
+                let text =
+                    format!("step {}  {phase}: {asker} asked for {bytes}, {left} left", format_count(*step));
                 line(paint.yellow(&label("memory")), text)
             }
             Event::Pressure { step, left, low, stalled } => {
                 let (left, low) = (text::bytes(*left), text::bytes(*low));
                 let stalled = stalled.map(|s| format!(", {:.0} % stalled", 100.0 * s)).unwrap_or_default();
-                let text = format!("step {}  {left} left on the host, low is {low}{stalled}", count(*step));
+                let text =
+                    format!("step {}  {left} left on the host, low is {low}{stalled}", format_count(*step));
                 line(paint.yellow(&label("memory")), text)
             }
             Event::Corrected { step, asked, measured, budget } => {
                 let (asked, measured) = (text::bytes(*asked), text::bytes(*measured));
                 let text = format!(
                     "step {}  {measured} measured, {asked} asked for: the budget is {} now",
-                    count(*step),
+                    format_count(*step),
                     text::bytes(*budget)
                 );
                 line(paint.yellow(&label("memory")), text)
@@ -163,49 +180,54 @@ impl<W: Write + Send> Terminal<W> {
                 line(paint.yellow(&label("again")), text)
             }
             Event::Shrunk { step, change, micro_batch, accumulation_steps } => {
-                let text =
-                    format!("step {}  {change}  now {micro_batch} x {accumulation_steps}", count(*step));
+                let text = format!(
+                    "step {}  {change}  now {micro_batch} x {accumulation_steps}",
+                    format_count(*step)
+                );
                 line(paint.yellow(&label("shrunk")), text)
             }
             Event::Grown { step, change, micro_batch, accumulation_steps } => {
-                let text =
-                    format!("step {}  {change}  now {micro_batch} x {accumulation_steps}", count(*step));
+                let text = format!(
+                    "step {}  {change}  now {micro_batch} x {accumulation_steps}",
+                    format_count(*step)
+                );
                 line(paint.green(&label("grown")), text)
             }
             Event::BadRecords { step, records, .. } => {
                 let bad = |why: &String| {
-                    format!("{} step {}  left out {why}", paint.yellow(&label("bad")), count(*step))
+                    format!("{} step {}  left out {why}", paint.yellow(&label("bad")), format_count(*step))
                 };
                 records.iter().map(bad).collect()
             }
             Event::SlowData { step, share, cause, advice } => {
                 let share = text::percent(*share, 1.0);
-                let text = format!("step {}  {share} of the time is spent waiting: {cause}", count(*step));
+                let text =
+                    format!("step {}  {share} of the time is spent waiting: {cause}", format_count(*step));
                 let advice = format!("       {advice}");
                 line(paint.yellow(&label("data")), text).into_iter().chain([advice]).collect()
             }
             Event::Finished { .. } | Event::Interrupted { .. } => {
-                [String::new()].into_iter().chain(self.summary.lines(self.look)).collect()
+                [String::new()].into_iter().chain(self.summary.lines(self.display)).collect()
             }
             Event::CudaGraphCaptured { step, launches, arena_bytes, arena_waste_bytes }
-                if self.look.verbosity == Verbosity::Verbose =>
+                if self.display.verbosity == Verbosity::Verbose =>
             {
                 let (arena, waste) = (Bytes(*arena_bytes), Bytes(*arena_waste_bytes));
                 let text = format!(
                     "step {}  {launches} launches captured, arena {arena}, {waste} of it unused",
-                    count(*step)
+                    format_count(*step)
                 );
                 line(paint.green(&label("graph")), text)
             }
-            Event::CudaGraphDisabled { step, reason } if self.look.verbosity == Verbosity::Verbose => {
-                line(label("graph"), format!("step {}  no CUDA graph: {reason}", count(*step)))
+            Event::CudaGraphDisabled { step, reason } if self.display.verbosity == Verbosity::Verbose => {
+                line(label("graph"), format!("step {}  no CUDA graph: {reason}", format_count(*step)))
             }
             Event::DeviceHeap { synchronizes, arena_passes, .. }
-                if self.look.verbosity == Verbosity::Verbose =>
+                if self.display.verbosity == Verbosity::Verbose =>
             {
                 let text = format!(
                     "{} passes from an arena, {synchronizes} synchronizes to move memory",
-                    count(*arena_passes)
+                    format_count(*arena_passes)
                 );
                 line(label("heap"), text)
             }
@@ -226,8 +248,8 @@ impl<W: Write + Send> Sink for Terminal<W> {
         "stderr".into()
     }
 
-    fn record(&mut self, record: &Record) -> io::Result<()> {
-        if self.look.verbosity == Verbosity::Quiet {
+    fn record(&mut self, record: &EventRecord) -> io::Result<()> {
+        if self.display.verbosity == Verbosity::Quiet {
             return Ok(());
         }
         self.progress.add(record);
@@ -236,17 +258,17 @@ impl<W: Write + Send> Sink for Terminal<W> {
         match &record.event {
             Event::Step { step, .. } => {
                 let last = *step == self.summary.total_steps;
-                let every = if self.look.live { DRAW_EVERY_S } else { PLAIN_EVERY_S };
-                lines.extend(self.step(record.t, if last { 0.0 } else { every }));
+                let every = if self.display.interactive { DRAW_EVERY_S } else { PLAIN_EVERY_S };
+                lines.extend(self.draw_progress(record.t, if last { 0.0 } else { every }));
             }
-            Event::Eval { .. } => lines.extend(self.step(record.t, 0.0)),
+            Event::Eval { .. } => lines.extend(self.draw_progress(record.t, 0.0)),
             Event::Finished { .. }
             | Event::Interrupted { .. }
             | Event::Diverged { .. }
             | Event::Failed { .. } => self.clear(),
             _ => {}
         }
-        lines.extend(self.lines(record));
+        lines.extend(self.event_lines(record));
         self.print(&lines)
     }
 
@@ -264,11 +286,11 @@ impl<W: Write + Send> Sink for Terminal<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::samples;
+    use crate::report::fixtures;
 
-    fn shown(records: &[Record], verbosity: Verbosity) -> String {
+    fn shown(records: &[EventRecord], verbosity: Verbosity) -> String {
         let mut out = Vec::new();
-        let look = Look { verbosity, ..Look::default() };
+        let look = DisplayOptions { verbosity, ..DisplayOptions::default() };
         let mut terminal = Terminal::new(&mut out, look, Summary::default());
         records.iter().for_each(|record| terminal.record(record).unwrap());
         terminal.finish().unwrap();
@@ -279,9 +301,9 @@ mod tests {
     /// last are shown.
     #[test]
     fn plain_lines_come_now_and_then_and_carry_no_control_codes() {
-        let text = shown(&samples::run(), Verbosity::Normal);
+        let text = shown(&fixtures::run(), Verbosity::Normal);
         assert!(!text.contains('\x1b') && !text.contains('\r'), "{text:?}");
-        let plan = plan::lines(&samples::plan(), Look::default()).join("\n");
+        let plan = plan::lines(&fixtures::plan(), DisplayOptions::default()).join("\n");
         let expected = format!(
             "\
 run    shapes  101,770 parameters  cpu, 2 threads  seed 42
@@ -311,8 +333,8 @@ folder   runs/shapes/1
 
     #[test]
     fn a_long_run_has_a_line_every_few_seconds() {
-        let mut records = vec![samples::started(0.0), samples::planned(0.0)];
-        records.extend((1..=5).map(|step| samples::step(step as f64 * 2.0, step)));
+        let mut records = vec![fixtures::started(0.0), fixtures::planned(0.0)];
+        records.extend((1..=5).map(|step| fixtures::step(step as f64 * 2.0, step)));
         let text = shown(&records, Verbosity::Normal);
         let steps: Vec<&str> =
             text.lines().filter_map(|line| line.split("  ").find(|f| f.starts_with("step"))).collect();
@@ -320,17 +342,17 @@ folder   runs/shapes/1
     }
 
     #[test]
-    fn the_quiet_hear_nothing_but_warnings() {
-        assert_eq!(shown(&samples::run(), Verbosity::Quiet), "");
+    fn quiet_prints_nothing_but_warnings() {
+        assert_eq!(shown(&fixtures::run(), Verbosity::Quiet), "");
         let mut out = Vec::new();
-        let look = Look { verbosity: Verbosity::Quiet, ..Look::default() };
+        let look = DisplayOptions { verbosity: Verbosity::Quiet, ..DisplayOptions::default() };
         Terminal::new(&mut out, look, Summary::default()).warn("the disk is slow").unwrap();
         assert_eq!(out, b"warning: the disk is slow\n");
     }
 
     #[test]
-    fn trouble_is_told_as_it_comes_and_checkpoints_to_the_verbose() {
-        let at = |event| Record { t: 0.0, event };
+    fn memory_events_are_printed_and_checkpoints_only_when_verbose() {
+        let at = |event| EventRecord { t: 0.0, event };
         let records = [
             at(Event::Resumed {
                 step: 2,
@@ -371,8 +393,8 @@ folder   runs/shapes/1
                 arena_waste_bytes: 1 << 10,
             }),
             at(Event::CudaGraphDisabled { step: 2, reason: "memory.graphs is false".into() }),
-            samples::checkpoint(1.0, 4),
-            samples::best(1.0, 4, 0.25),
+            fixtures::checkpoint(1.0, 4),
+            fixtures::best(1.0, 4, 0.25),
         ];
         let text = shown(&records, Verbosity::Normal);
         assert_eq!(

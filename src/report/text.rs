@@ -6,11 +6,11 @@ use crate::units::Bytes;
 
 /// ANSI styling, or none at all.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Paint {
+pub struct AnsiStyle {
     pub color: bool,
 }
 
-impl Paint {
+impl AnsiStyle {
     fn wrap(self, code: &str, text: &str) -> String {
         if self.color && !text.is_empty() { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
     }
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn columns_align_and_colour_has_no_width() {
-        let rows = [vec![Paint { color: true }.bold("a"), "1".into()], vec!["bb".into(), "10".into()]];
+        let rows = [vec![AnsiStyle { color: true }.bold("a"), "1".into()], vec!["bb".into(), "10".into()]];
         assert_eq!(table("<>", 1, &rows), [" \x1b[1ma\x1b[0m    1", " bb  10"]);
     }
 }

@@ -1,13 +1,13 @@
 //! A proof of a job, for people.
 
-use super::text::{self, Paint};
-use super::{Look, Verbosity};
-use crate::memory::Plan;
-use crate::train::verify::{Apart, Checked, Report};
+use super::text::{self, AnsiStyle};
+use super::{DisplayOptions, Verbosity};
+use crate::memory::MemoryPlan;
+use crate::train::verify::{MaxDifference, VariantResult, VerifyReport};
 
 /// What is said before a proof begins: how the job is run, and what cannot be varied.
-pub fn before(plan: &Plan, notes: &[String], look: Look) -> Vec<String> {
-    let paint = Paint { color: look.color };
+pub fn header_lines(plan: &MemoryPlan, notes: &[String], look: DisplayOptions) -> Vec<String> {
+    let paint = AnsiStyle { color: look.color };
     let chosen = &plan.chosen;
     let first = format!(
         "{} as planned: {} x {} = {} samples an update{}",
@@ -27,26 +27,26 @@ pub fn before(plan: &Plan, notes: &[String], look: Look) -> Vec<String> {
 }
 
 /// The table of all ways, and the verdict.
-pub fn lines(report: &Report, look: Look) -> Vec<String> {
-    let paint = Paint { color: look.color };
+pub fn lines(report: &VerifyReport, look: DisplayOptions) -> Vec<String> {
+    let paint = AnsiStyle { color: look.color };
     let t = &report.tolerance;
     let mut rows = vec![["way", "losses", "gradients", "weights", "samples", ""].map(String::from).to_vec()];
-    let cell = |apart: &Apart| match apart.difference {
+    let cell = |apart: &MaxDifference| match apart.difference {
         0.0 => "equal".to_owned(),
         difference => match (&apart.parameter, look.verbosity >= Verbosity::Verbose) {
             (Some(parameter), true) => format!("{difference:.1e} {parameter}"),
             _ => format!("{difference:.1e}"),
         },
     };
-    for way in &report.ways {
-        let verdict = match (way.passed, way.exact) {
+    for variant in &report.ways {
+        let verdict = match (variant.passed, variant.exact) {
             (true, true) => paint.green("equal to the bit"),
             (true, false) => paint.green("within tolerance"),
             (false, _) => paint.red("DIFFERS"),
         };
-        let samples = if way.samples_digest == report.samples_digest { "same" } else { "OTHERS" };
-        let cells = [&way.losses, &way.gradients, &way.weights].map(cell);
-        rows.push([&[way.name.clone()][..], &cells, &[samples.to_owned(), verdict]].concat());
+        let samples = if variant.samples_digest == report.samples_digest { "same" } else { "OTHERS" };
+        let cells = [&variant.losses, &variant.gradients, &variant.weights].map(cell);
+        rows.push([&[variant.name.clone()][..], &cells, &[samples.to_owned(), verdict]].concat());
     }
     let mut lines = text::table("<>>><<", 0, &rows);
     lines.push(String::new());
@@ -58,23 +58,26 @@ pub fn lines(report: &Report, look: Look) -> Vec<String> {
 }
 
 /// What failed, as an error says it.
-pub fn complaint(report: &Report) -> Option<String> {
-    let way = report.ways.iter().find(|way| !way.passed)?;
-    Some(format!("`{}` is not the same experiment: {}", way.name, what(way, report)))
+pub fn failure_message(report: &VerifyReport) -> Option<String> {
+    let variant = report.ways.iter().find(|way| !way.passed)?;
+    Some(format!("`{}` is not the same experiment: {}", variant.name, describe_differences(variant, report)))
 }
 
-fn what(way: &Checked, report: &Report) -> String {
-    if way.samples_digest != report.samples_digest {
-        return format!("it saw other samples ({} and not {})", way.samples_digest, report.samples_digest);
+fn describe_differences(variant: &VariantResult, report: &VerifyReport) -> String {
+    if variant.samples_digest != report.samples_digest {
+        return format!(
+            "it saw other samples ({} and not {})",
+            variant.samples_digest, report.samples_digest
+        );
     }
     let t = &report.tolerance;
-    let most = |loose: f64| if way.exact { 0.0 } else { loose };
+    let most = |loose: f64| if variant.exact { 0.0 } else { loose };
     let kinds = [
-        ("weights", &way.weights, most(t.weights)),
-        ("gradients", &way.gradients, most(t.gradients)),
-        ("losses", &way.losses, most(t.losses)),
+        ("weights", &variant.weights, most(t.weights)),
+        ("gradients", &variant.gradients, most(t.gradients)),
+        ("losses", &variant.losses, most(t.losses)),
     ];
-    let told = |(kind, apart, most): &(&str, &Apart, f64)| {
+    let describe = |(kind, apart, most): &(&str, &MaxDifference, f64)| {
         (apart.difference > *most).then(|| {
             let of = apart.parameter.as_ref().map_or(String::new(), |name| format!(" of `{name}`"));
             let difference = apart.difference;
@@ -84,53 +87,54 @@ fn what(way: &Checked, report: &Report) -> String {
             )
         })
     };
-    kinds.iter().filter_map(told).collect::<Vec<_>>().join("; ")
+    kinds.iter().filter_map(describe).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::plan::Split;
+    use crate::memory::plan::BatchSplit;
     use crate::train::verify::Tolerance;
 
-    fn report() -> Report {
-        let apart = |difference: f64| Apart { difference, update: 2, parameter: Some("fc.weight".into()) };
-        let way = |name: &str, exact, difference: f64, digest: &str| Checked {
+    fn report() -> VerifyReport {
+        let apart =
+            |difference: f64| MaxDifference { difference, update: 2, parameter: Some("fc.weight".into()) };
+        let variant = |name: &str, exact, difference: f64, digest: &str| VariantResult {
             name: name.into(),
             micro_batch: 4,
             accumulation_steps: 2,
             recompute: 0,
             exact,
-            losses: Apart::default(),
+            losses: MaxDifference::default(),
             gradients: apart(difference),
-            weights: Apart::default(),
+            weights: MaxDifference::default(),
             samples_digest: digest.into(),
             passed: digest == "00" && difference <= if exact { 0.0 } else { 1e-3 },
         };
-        Report {
+        VerifyReport {
             passed: false,
             updates: 4,
             samples_per_update: 8,
-            reference: Split { micro_batch: 8, accumulation_steps: 1 },
+            reference: BatchSplit { micro_batch: 8, accumulation_steps: 1 },
             losses: vec![1.0; 4],
             samples_digest: "00".into(),
             tolerance: Tolerance { losses: 1e-5, gradients: 1e-3, weights: 1e-3 },
             notes: Vec::new(),
             ways: vec![
-                way("resumed", true, 0.0, "00"),
-                way("4 x 2", false, 2.5e-7, "00"),
-                way("2 x 4", false, 0.25, "00"),
-                way("recomputed", true, 1e-9, "00"),
-                way("one reader", true, 0.0, "01"),
+                variant("resumed", true, 0.0, "00"),
+                variant("4 x 2", false, 2.5e-7, "00"),
+                variant("2 x 4", false, 0.25, "00"),
+                variant("recomputed", true, 1e-9, "00"),
+                variant("one reader", true, 0.0, "01"),
             ],
         }
     }
 
     #[test]
-    fn the_way_the_parameter_and_the_update_are_named() {
+    fn the_variant_the_parameter_and_the_update_are_named() {
         let mut report = report();
         let complaints = std::iter::from_fn(|| {
-            let said = complaint(&report)?;
+            let said = failure_message(&report)?;
             let failed = report.ways.iter().position(|way| !way.passed)?;
             report.ways.remove(failed);
             Some(said)
@@ -146,13 +150,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_a_way() {
-        let shown = lines(&report(), Look::default());
+    fn one_line_per_variant() {
+        let shown = lines(&report(), DisplayOptions::default());
         assert_eq!(shown[0], "way         losses  gradients  weights  samples");
         assert_eq!(shown[2], "4 x 2        equal     2.5e-7    equal  same     within tolerance");
         assert_eq!(shown[3], "2 x 4        equal     2.5e-1    equal  same     DIFFERS");
         assert_eq!(shown[5], "one reader   equal      equal    equal  OTHERS   DIFFERS");
-        let named = lines(&report(), Look { verbosity: Verbosity::Verbose, ..Look::default() });
+        let named =
+            lines(&report(), DisplayOptions { verbosity: Verbosity::Verbose, ..DisplayOptions::default() });
         assert!(named[3].contains("2.5e-1 fc.weight"), "{}", named[3]);
     }
 }

@@ -23,13 +23,15 @@ use candle_core::Tensor;
 use safetensors::tensor::SafeTensors;
 
 use super::Failure;
-use super::folder;
-use super::tensors::{Buffer, load_buffers, load_named, load_named_if, named, put, put_buffers, sync};
+use super::run_dir;
+use super::tensor_files::{
+    FlatBuffer, load_buffers, load_named, load_named_if, named_tensors, sync, write_buffers, write_tensors,
+};
 use crate::optim::Optimizer;
-use crate::params::Store;
-use crate::regular;
+use crate::params::ParamStore;
+use crate::regular_file;
 
-pub use state::{FORMAT, State};
+pub use state::{CheckpointState, FORMAT};
 
 const MODEL: &str = "model.safetensors";
 const AVERAGE: &str = "ema.safetensors";
@@ -48,8 +50,8 @@ pub struct Checkpoints {
 }
 
 /// The tensors of a run.
-pub struct Held<'a> {
-    pub store: &'a Store,
+pub struct CheckpointTensors<'a> {
+    pub store: &'a ParamStore,
     pub optimizer: &'a Optimizer,
     /// The moving average of the weights.
     pub average: Option<&'a Tensor>,
@@ -57,8 +59,8 @@ pub struct Held<'a> {
 
 /// What [`Checkpoints::newest`] finds.
 #[derive(Default)]
-pub struct Newest {
-    pub found: Option<(State, PathBuf)>,
+pub struct NewestCheckpoint {
+    pub found: Option<(CheckpointState, PathBuf)>,
     /// Newer checkpoints, each with the reason why it was passed over.
     pub skipped: Vec<String>,
 }
@@ -72,14 +74,14 @@ impl Checkpoints {
         self.root.join(format!("step-{step:08}"))
     }
 
-    /// Where a checkpoint is while it is written (`tmp`), replaced (`old`) or removed (`gone`).
-    fn hidden(&self, step: u64, what: &str) -> PathBuf {
+    /// Where a checkpoint is while it is written (`tmp`), replaced (`old`) or removed (`removed`).
+    fn hidden_path(&self, step: u64, what: &str) -> PathBuf {
         self.root.join(format!(".step-{step:08}.{what}"))
     }
 
     /// Steps of all, newest first, damaged ones included.
     pub fn steps(&self) -> Vec<u64> {
-        let names = names(&self.root).unwrap_or_default();
+        let names = entry_names(&self.root).unwrap_or_default();
         let mut steps: Vec<u64> =
             names.iter().filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
         steps.sort_unstable_by(|a, b| b.cmp(a));
@@ -88,7 +90,7 @@ impl Checkpoints {
 
     /// Removes what a process that was killed left half-written or half-removed. Only the owner of the run may.
     pub fn clean(&self) -> Result<(), Failure> {
-        for name in names(&self.root).map_err(Failure::io("read", &self.root))? {
+        for name in entry_names(&self.root).map_err(Failure::io("read", &self.root))? {
             let path = self.root.join(&name);
             if let Some(old) = name.strip_prefix(".").and_then(|name| name.strip_suffix(".old"))
                 && !self.root.join(old).exists()
@@ -98,9 +100,9 @@ impl Checkpoints {
             } else if name.starts_with(".step-") {
                 fs::remove_dir_all(&path).map_err(Failure::io("remove", &path))?;
             } else if name.starts_with("step-") {
-                let left = path.join(EVALUATED).with_extension("tmp");
-                if left.exists() {
-                    fs::remove_file(&left).map_err(Failure::io("remove", &left))?;
+                let leftover = path.join(EVALUATED).with_extension("tmp");
+                if leftover.exists() {
+                    fs::remove_file(&leftover).map_err(Failure::io("remove", &leftover))?;
                 }
             }
         }
@@ -111,15 +113,15 @@ impl Checkpoints {
     /// failure leaves nothing behind. `tokenizer` is a file to keep with it.
     pub fn save(
         &self,
-        mut state: State,
-        held: &Held,
+        mut state: CheckpointState,
+        tensors: &CheckpointTensors,
         tokenizer: Option<&Path>,
     ) -> Result<(PathBuf, u64), Failure> {
-        let (path, temporary) = (self.path(state.step), self.hidden(state.step, "tmp"));
+        let (path, temporary) = (self.path(state.step), self.hidden_path(state.step, "tmp"));
         let _ = fs::remove_dir_all(&temporary);
         fs::create_dir(&temporary).map_err(Failure::io("create the checkpoint", &temporary))?;
         let step = state.step;
-        let written = self.write(&temporary, &mut state, held, tokenizer).and_then(|bytes| {
+        let written = self.write(&temporary, &mut state, tensors, tokenizer).and_then(|bytes| {
             self.commit(step)?;
             Ok((path, bytes))
         });
@@ -132,7 +134,8 @@ impl Checkpoints {
     /// Gives a checkpoint that is written its name. One that has it already, as when steps are repeated after a
     /// resume, stays until then.
     fn commit(&self, step: u64) -> Result<(), Failure> {
-        let (temporary, path, old) = (self.hidden(step, "tmp"), self.path(step), self.hidden(step, "old"));
+        let (temporary, path, old) =
+            (self.hidden_path(step, "tmp"), self.path(step), self.hidden_path(step, "old"));
         let replaces = path.exists();
         if replaces {
             rename(&path, &old)?;
@@ -154,22 +157,26 @@ impl Checkpoints {
     fn write(
         &self,
         folder: &Path,
-        state: &mut State,
-        held: &Held,
+        state: &mut CheckpointState,
+        tensors: &CheckpointTensors,
         tokenizer: Option<&Path>,
     ) -> Result<u64, Failure> {
-        let store = held.store;
-        let (master, stats) = (Buffer::of(&store.master)?, Buffer::of(&store.stats)?);
-        let mut model = named(&store.layout.params, &master)?;
-        model.extend(named(&store.layout.stats, &stats)?);
+        let store = tensors.store;
+        let (master, stats) =
+            (FlatBuffer::from_tensor(&store.master_weights)?, FlatBuffer::from_tensor(&store.stats)?);
+        let mut model = named_tensors(&store.layout.params, &master)?;
+        model.extend(named_tensors(&store.layout.stats, &stats)?);
         let mut files = vec![MODEL, OPTIMIZER];
-        let mut not_finite = put(&folder.join(MODEL), &model)?;
-        if let Some(average) = held.average {
+        let mut not_finite = write_tensors(&folder.join(MODEL), &model)?;
+        if let Some(average) = tensors.average {
             files.push(AVERAGE);
-            let average = put(&folder.join(AVERAGE), &named(&store.layout.params, &Buffer::of(average)?)?)?;
+            let average = write_tensors(
+                &folder.join(AVERAGE),
+                &named_tensors(&store.layout.params, &FlatBuffer::from_tensor(average)?)?,
+            )?;
             not_finite = not_finite.or(average);
         }
-        not_finite = not_finite.or(put_buffers(&folder.join(OPTIMIZER), held.optimizer.state()?)?);
+        not_finite = not_finite.or(write_buffers(&folder.join(OPTIMIZER), tensors.optimizer.state()?)?);
         if let Some(tensor) = not_finite {
             return Err(Failure::NotFinite { step: state.step, tensor, checkpoint: None });
         }
@@ -184,61 +191,61 @@ impl Checkpoints {
             state.files.insert(file.into(), sum);
         }
         let text = json(state, &folder.join(STATE))?;
-        put_bytes(&folder.join(STATE), &text)?;
-        put_bytes(&folder.join(DONE), crc32c::crc32c(&text).to_string().as_bytes())?;
+        write_synced(&folder.join(STATE), &text)?;
+        write_synced(&folder.join(DONE), crc32c::crc32c(&text).to_string().as_bytes())?;
         sync(folder)?;
         Ok(state.files.values().map(|(_, bytes)| bytes).sum())
     }
 
     /// Adds the result of the evaluation to the checkpoint of its step: `state` takes the place of the first.
-    pub fn evaluated(&self, state: &State) -> Result<(), Failure> {
+    pub fn save_evaluation(&self, state: &CheckpointState) -> Result<(), Failure> {
         let path = self.path(state.step).join(EVALUATED);
         let text = json(state, &path)?;
         let line = format!("{}\n", crc32c::crc32c(&text));
-        folder::write(&path, &[line.as_bytes(), &text].concat())?;
+        run_dir::write_atomic(&path, &[line.as_bytes(), &text].concat())?;
         sync(&self.path(state.step))
     }
 
     /// Marks the checkpoints of `step` and later ones: the next update from them was not finite, so that a resumed
     /// run begins with one before.
-    pub fn diverged(&self, step: u64) -> Result<(), Failure> {
+    pub fn mark_diverged(&self, step: u64) -> Result<(), Failure> {
         let suspect = self.steps().into_iter().filter(|s| *s >= step);
-        suspect.map(|step| self.path(step).join(DIVERGED)).try_for_each(|path| put_bytes(&path, b""))
+        suspect.map(|step| self.path(step).join(DIVERGED)).try_for_each(|path| write_synced(&path, b""))
     }
 
     /// The newest checkpoint that nothing is known against; else the newest.
     pub fn last_good(&self) -> Option<PathBuf> {
-        let paths: Vec<PathBuf> = self.done().map(|step| self.path(step)).collect();
+        let paths: Vec<PathBuf> = self.complete_steps().map(|step| self.path(step)).collect();
         paths.iter().find(|path| !path.join(DIVERGED).exists()).or(paths.first()).cloned()
     }
 
     /// Steps of those that carry the marker, newest first.
-    pub fn done(&self) -> impl Iterator<Item = u64> {
+    pub fn complete_steps(&self) -> impl Iterator<Item = u64> {
         self.steps().into_iter().filter(|step| self.path(*step).join(DONE).exists())
     }
 
     /// Removes all but the newest `keep` good ones and the one of step `best`; what is newer than these stays.
     pub fn prune(&self, keep: usize, best: Option<u64>) -> Result<(), Failure> {
-        let good = self.done().filter(|step| !self.path(*step).join(DIVERGED).exists());
+        let good = self.complete_steps().filter(|step| !self.path(*step).join(DIVERGED).exists());
         let good: Vec<u64> = good.collect();
         let Some(newest) = good.first() else { return Ok(()) };
-        let kept = |step: &u64| good.iter().take(keep).any(|s| s == step) || Some(*step) == best;
-        let old = self.steps().into_iter().filter(|step| step <= newest && !kept(step));
+        let is_kept = |step: &u64| good.iter().take(keep).any(|s| s == step) || Some(*step) == best;
+        let old = self.steps().into_iter().filter(|step| step <= newest && !is_kept(step));
         old.into_iter().try_for_each(|step| {
-            let gone = self.hidden(step, "gone");
-            rename(&self.path(step), &gone)?;
+            let removed = self.hidden_path(step, "gone");
+            rename(&self.path(step), &removed)?;
             sync(&self.root)?;
-            fs::remove_dir_all(&gone).map_err(Failure::io("remove", gone))
+            fs::remove_dir_all(&removed).map_err(Failure::io("remove", removed))
         })
     }
 
     /// The newest whole checkpoint whose next update was not known to be not finite; where there is no other, one
     /// of those.
-    pub fn newest(&self) -> Newest {
-        let (mut newest, mut suspect) = (Newest::default(), None);
+    pub fn newest(&self) -> NewestCheckpoint {
+        let (mut newest, mut suspect) = (NewestCheckpoint::default(), None);
         for path in self.steps().into_iter().map(|step| self.path(step)) {
             let diverged = path.join(DIVERGED).exists();
-            match verify(&path) {
+            match verify_files(&path) {
                 Ok(state) if !diverged => {
                     newest.found = Some((state, path));
                     return newest;
@@ -255,7 +262,7 @@ impl Checkpoints {
     }
 
     /// The state of the newest checkpoint that has a readable one; its tensors are not looked at.
-    pub fn newest_state(&self) -> Option<State> {
+    pub fn newest_state(&self) -> Option<CheckpointState> {
         self.steps().into_iter().find_map(|step| read_state(&self.path(step)).ok())
     }
 
@@ -263,12 +270,12 @@ impl Checkpoints {
     pub fn bytes(&self) -> u64 {
         let folder = |path: PathBuf| fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
         let files = folder(self.root.clone()).flat_map(|entry| folder(entry.path()));
-        files.filter_map(|file| file.metadata().ok()).map(|about| about.len()).sum()
+        files.filter_map(|file| file.metadata().ok()).map(|metadata| metadata.len()).sum()
     }
 }
 
 /// What is in a folder; nothing where it is not there.
-fn names(folder: &Path) -> std::io::Result<Vec<String>> {
+fn entry_names(folder: &Path) -> std::io::Result<Vec<String>> {
     match fs::read_dir(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
         Err(error) => Err(error),
@@ -282,22 +289,22 @@ fn rename(from: &Path, to: &Path) -> Result<(), Failure> {
     fs::rename(from, to).map_err(Failure::io("rename the checkpoint to", to))
 }
 
-fn json(state: &State, path: &Path) -> Result<Vec<u8>, Failure> {
+fn json(state: &CheckpointState, path: &Path) -> Result<Vec<u8>, Failure> {
     serde_json::to_vec_pretty(state).map_err(std::io::Error::from).map_err(Failure::io("write", path))
 }
 
-fn put_bytes(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    let put = || {
+fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let write = || {
         let mut file = File::create(path)?;
         std::io::Write::write_all(&mut file, bytes)?;
         file.sync_all()
     };
-    put().map_err(Failure::io("write", path))
+    write().map_err(Failure::io("write", path))
 }
 
 /// CRC-32C and length of a file.
 fn checksum(path: &Path) -> std::io::Result<(u32, u64)> {
-    let (mut file, mut buffer) = (regular::open(path)?, vec![0; 1 << 20]);
+    let (mut file, mut buffer) = (regular_file::open(path)?, vec![0; 1 << 20]);
     let (mut sum, mut length) = (0, 0);
     loop {
         match file.read(&mut buffer)? {
@@ -308,12 +315,12 @@ fn checksum(path: &Path) -> std::io::Result<(u32, u64)> {
 }
 
 /// A state larger than this is none of ours.
-const MOST_STATE: u64 = 256 << 20;
+const MAX_STATE_BYTES: u64 = 256 << 20;
 
 /// The state of a checkpoint, after its evaluation where that is there and whole, or why there is none.
-fn read_state(path: &Path) -> Result<State, String> {
+fn read_state(path: &Path) -> Result<CheckpointState, String> {
     let read = |name: &str| {
-        regular::read(&path.join(name), MOST_STATE).map_err(|e| format!("cannot read {name}: {e}"))
+        regular_file::read(&path.join(name), MAX_STATE_BYTES).map_err(|e| format!("cannot read {name}: {e}"))
     };
     let marker = match path.join(DONE).exists() {
         true => read(DONE)?,
@@ -324,31 +331,32 @@ fn read_state(path: &Path) -> Result<State, String> {
         return Err(format!("{STATE} does not match its checksum"));
     }
     // Of another format little else can be read.
-    let about: serde_json::Value =
+    let header: serde_json::Value =
         serde_json::from_slice(&text).map_err(|e| format!("{STATE} cannot be read: {e}"))?;
-    if about["format"] != FORMAT {
-        return Err(format!("it has format {} and this program reads {FORMAT}", about["format"]));
+    if header["format"] != FORMAT {
+        return Err(format!("it has format {} and this program reads {FORMAT}", header["format"]));
     }
-    let state: State = serde_json::from_value(about).map_err(|e| format!("{STATE} cannot be read: {e}"))?;
+    let state: CheckpointState =
+        serde_json::from_value(header).map_err(|e| format!("{STATE} cannot be read: {e}"))?;
     let evaluated = read(EVALUATED).ok().and_then(|bytes| {
         let end = bytes.iter().position(|b| *b == b'\n')?;
         let (sum, text) = (String::from_utf8_lossy(&bytes[..end]).into_owned(), &bytes[end + 1..]);
-        let evaluated: State = serde_json::from_slice(text).ok()?;
+        let evaluated: CheckpointState = serde_json::from_slice(text).ok()?;
         (sum == crc32c::crc32c(text).to_string() && evaluated.step == state.step).then_some(evaluated)
     });
     // One that is damaged costs another evaluation.
     Ok(match evaluated {
-        Some(evaluated) => State { files: state.files, ..evaluated },
+        Some(evaluated) => CheckpointState { files: state.files, ..evaluated },
         None => state,
     })
 }
 
 /// The state of a checkpoint all of whose files are as they were written, or why not.
-fn verify(path: &Path) -> Result<State, String> {
+fn verify_files(path: &Path) -> Result<CheckpointState, String> {
     let state = read_state(path)?;
-    for (name, wanted) in &state.files {
-        let found = checksum(&path.join(name)).map_err(|e| format!("cannot read {name}: {e}"))?;
-        if found != *wanted {
+    for (name, expected) in &state.files {
+        let actual = checksum(&path.join(name)).map_err(|e| format!("cannot read {name}: {e}"))?;
+        if actual != *expected {
             return Err(format!("{name} does not match its checksum"));
         }
     }
@@ -356,27 +364,27 @@ fn verify(path: &Path) -> Result<State, String> {
 }
 
 /// Reads a checkpoint's tensors into those of a run.
-pub fn load(path: &Path, held: &Held) -> Result<(), Failure> {
-    let store = held.store;
-    load_named(&path.join(MODEL), &store.layout.params, &store.master)?;
+pub fn load(path: &Path, tensors: &CheckpointTensors) -> Result<(), Failure> {
+    let store = tensors.store;
+    load_named(&path.join(MODEL), &store.layout.params, &store.master_weights)?;
     load_named(&path.join(MODEL), &store.layout.stats, &store.stats)?;
-    if let Some(average) = held.average {
+    if let Some(average) = tensors.average {
         // A run that begins to average when it is resumed begins with the weights it has.
         let file = if path.join(AVERAGE).exists() { AVERAGE } else { MODEL };
         load_named(&path.join(file), &store.layout.params, average)?;
     }
-    load_buffers(&path.join(OPTIMIZER), held.optimizer.state()?)?;
-    Ok(store.round()?)
+    load_buffers(&path.join(OPTIMIZER), tensors.optimizer.state()?)?;
+    Ok(store.sync_compute_weights()?)
 }
 
 /// Reads weights from a file of ours or of another tool, by name; what else it has is passed over. A file of
 /// weights alone leaves the statistics as they are; one that has some has all.
-pub fn load_weights(file: &Path, store: &Store) -> Result<(), Failure> {
+pub fn load_weights(file: &Path, store: &ParamStore) -> Result<(), Failure> {
     let (params, stats) = (&store.layout.params, &store.layout.stats);
-    load_named(file, params, &store.master)?;
+    load_named(file, params, &store.master_weights)?;
     let has_some = |found: &SafeTensors| stats.iter().any(|(spec, _)| found.tensor(&spec.name).is_ok());
     load_named_if(file, stats, &store.stats, has_some)?;
-    Ok(store.round()?)
+    Ok(store.sync_compute_weights()?)
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! What a run says: one typed value for everything people or programs see.
 //!
-//! `events.jsonl` holds one [`Record`] a line and is the truth about a run; the terminal, the JSON
+//! `events.jsonl` holds one [`EventRecord`] a line and is the truth about a run; the terminal, the JSON
 //! stream, `metrics.jsonl`, TensorBoard and the summary are all renderings of it.
 
 use std::collections::BTreeMap;
@@ -8,11 +8,11 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::memory::Plan;
+use crate::memory::MemoryPlan;
 
 /// An [`Event`] and when it happened.
 #[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
-pub struct Record {
+pub struct EventRecord {
     /// Seconds since the Unix epoch.
     pub t: f64,
     #[serde(flatten)]
@@ -21,7 +21,7 @@ pub struct Record {
 
 /// Bytes of host memory (`ram`) and of device memory (`vram`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Memory {
+pub struct MemoryBytes {
     pub ram: u64,
     pub vram: u64,
 }
@@ -59,7 +59,7 @@ pub enum Event {
         steps_per_epoch: u64,
     },
     /// The memory plan in force from here on.
-    Planned { plan: Plan },
+    Planned { plan: MemoryPlan },
     /// A run went on from a checkpoint, or began anew because there was none (`step` 0).
     Resumed {
         /// Updates already made.
@@ -315,15 +315,15 @@ pub enum Event {
         /// Step of the best checkpoint; `null` when there is none.
         best_step: Option<u64>,
         /// What the plan predicted.
-        planned_peak_bytes: Memory,
+        planned_peak_bytes: MemoryBytes,
         /// What was measured: the heap on the host, allocated memory on the device.
-        measured_peak_bytes: Memory,
+        measured_peak_bytes: MemoryBytes,
         /// The peak of the worker process's resident host memory (`VmHWM`): what the kernel kills by. 0 where
         /// unknown.
         #[serde(default)]
         resident_peak_bytes: u64,
         /// What was allowed.
-        budget_bytes: Memory,
+        budget_bytes: MemoryBytes,
         /// Seconds of the run, those before a resume included.
         elapsed_s: f64,
         /// Of these, seconds spent waiting for data.
@@ -361,15 +361,17 @@ mod tests {
     #[test]
     fn numbers_that_are_not_finite_read_back() {
         let metrics = BTreeMap::from([("valid.accuracy".into(), 0.1), ("valid.loss".into(), f64::INFINITY)]);
-        let record =
-            Record { t: 1.5, event: Event::Eval { step: 7, epoch: 1, metrics, samples: 3, eval_s: 0.25 } };
+        let record = EventRecord {
+            t: 1.5,
+            event: Event::Eval { step: 7, epoch: 1, metrics, samples: 3, eval_s: 0.25 },
+        };
         let line = serde_json::to_string(&record).unwrap();
         assert_eq!(
             line,
             r#"{"t":1.5,"event":"eval","step":7,"epoch":1,"metrics":{"valid.accuracy":0.1,"valid.loss":null},"samples":3,"eval_s":0.25}"#
         );
-        match serde_json::from_str::<Record>(&line).unwrap() {
-            Record { t: 1.5, event: Event::Eval { step: 7, metrics, .. } } => {
+        match serde_json::from_str::<EventRecord>(&line).unwrap() {
+            EventRecord { t: 1.5, event: Event::Eval { step: 7, metrics, .. } } => {
                 assert_eq!(metrics["valid.accuracy"], 0.1);
                 assert!(metrics["valid.loss"].is_nan());
             }

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use super::postmortem::Attempt;
+use super::postmortem::OomAttempt;
 use super::signals;
 use crate::data::DataError;
-use crate::job::Change;
+use crate::job::JobChange;
 use crate::layers::network::StepError;
-use crate::memory::{Oom, Plan};
+use crate::memory::{MemoryPlan, Oom};
 use crate::models::ModelError;
 use crate::units::Bytes;
 
@@ -18,13 +18,13 @@ pub enum Failure {
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error("the job does not fit in the memory it may use")]
-    DoesNotFit(Box<Plan>),
+    DoesNotFit(Box<MemoryPlan>),
     #[error("out of memory{}", after(tried))]
     OutOfMemory {
         #[source]
         first: Box<Oom>,
         /// All that failed, the first included, and what was tried then.
-        tried: Vec<Attempt>,
+        tried: Vec<OomAttempt>,
     },
     #[error("the run's process ended {} times for lack of memory: {}", deaths.len(), deaths.join("; "))]
     Killed {
@@ -55,7 +55,7 @@ pub enum Failure {
         source: std::io::Error,
     },
     #[error(transparent)]
-    Report(#[from] crate::report::Error),
+    Report(#[from] crate::report::ReportError),
     #[error("the computation failed")]
     Tensor(#[from] candle_core::Error),
     #[error("`{}` holds a run already", .0.display())]
@@ -71,7 +71,7 @@ pub enum Failure {
     #[error("{} of `{}` are free, and its checkpoints need {}", Bytes(*free), folder.display(), Bytes(*needed))]
     DiskTooSmall { folder: PathBuf, free: u64, needed: u64 },
     #[error("the job is another experiment than the run it would go on from: {}", changes(.0))]
-    Changed(Vec<Change>),
+    JobChanged(Vec<JobChange>),
     #[error("no whole checkpoint is left in `{}`: {}", folder.display(), skipped.join("; "))]
     NoWholeCheckpoint { folder: PathBuf, skipped: Vec<String> },
     #[error("`{}` does not belong to this model: {reason}", path.display())]
@@ -86,7 +86,7 @@ fn process(pid: Option<u32>) -> String {
     pid.map_or("another process".into(), |pid| format!("process {pid}"))
 }
 
-fn after(tried: &[Attempt]) -> String {
+fn after(tried: &[OomAttempt]) -> String {
     let plans: Vec<&str> = tried.iter().filter_map(|attempt| attempt.then.as_deref()).collect();
     match plans.len() {
         0 => String::new(),
@@ -95,13 +95,13 @@ fn after(tried: &[Attempt]) -> String {
     }
 }
 
-fn changes(changes: &[Change]) -> String {
+fn changes(changes: &[JobChange]) -> String {
     let each: Vec<String> =
         changes.iter().map(|c| format!("`{}` was {} and is {}", c.key, c.was, c.now)).collect();
     each.join(", ")
 }
 
-const FULL: &str =
+const DISK_FULL_HINT: &str =
     "the disk, a quota or the limit on the size of files is exhausted: free some space, then add `--resume`";
 
 /// Whether there is no room for what was to be written.
@@ -137,7 +137,7 @@ impl Failure {
             Failure::FolderTaken(_) => {
                 Some("add `--resume` to go on with it, or choose another `--run-dir`".into())
             }
-            Failure::Changed(_) => Some("start a new run, or set these keys back".into()),
+            Failure::JobChanged(_) => Some("start a new run, or set these keys back".into()),
             Failure::Locked { pid: Some(pid), .. } => {
                 Some(format!("wait until it ends or stop it with `kill {pid}`, or choose another `--run-dir`"))
             }
@@ -154,9 +154,9 @@ impl Failure {
             Failure::Signal { .. } => {
                 Some("that is no lack of memory; `--resume` continues from the last checkpoint".into())
             }
-            Failure::Io { source, .. } if is_full(source) => Some(FULL.into()),
-            Failure::Report(crate::report::Error::Write { source, .. }) if is_full(source) => {
-                Some(FULL.into())
+            Failure::Io { source, .. } if is_full(source) => Some(DISK_FULL_HINT.into()),
+            Failure::Report(crate::report::ReportError::Write { source, .. }) if is_full(source) => {
+                Some(DISK_FULL_HINT.into())
             }
             _ => None,
         }

@@ -1,26 +1,26 @@
 //! The run: steps, the loop, checkpoints, and the events it tells.
 
+pub mod autotune;
 pub mod checkpoint;
+pub mod data_wait;
+pub mod datasets;
 pub mod engine;
 pub mod event;
 mod failure;
-pub mod folder;
-pub mod hooks;
-pub mod owner;
+pub mod fault_injection;
 #[cfg(feature = "cuda")]
-mod passes;
+mod graph_cache;
 mod planning;
 pub mod postmortem;
 pub mod retry;
 pub mod run;
-pub mod sets;
+pub mod run_dir;
+pub mod run_lock;
 pub mod setup;
 pub mod signals;
 mod staging;
 pub mod supervisor;
-mod tensors;
-pub mod trial;
+mod tensor_files;
 pub mod verify;
-pub mod waiting;
 
 pub use failure::Failure;

@@ -1,70 +1,70 @@
 //! The memory plan of a job made ready: what the ladder is given, and what a run takes over from it.
 
-use super::setup::{Setup, dtype, prefetch};
+use super::setup::{Setup, activation_dtype, prefetch_limit};
 use crate::data::loader;
-use crate::job::{Every, Rung};
-use crate::layers::network::Block;
-use crate::layers::{At, On};
-use crate::memory::budget::Machine;
-use crate::memory::estimate::{Estimator, Subject, ranks};
-use crate::memory::ladder;
-use crate::memory::plan::{Disk, Offload, Plan, Split, Verdict};
+use crate::job::{Interval, OomAction};
+use crate::layers::network::LayerBlock;
+use crate::layers::{Backend, MicroBatchSpec};
+use crate::memory::budget::TargetMachine;
+use crate::memory::cost_model::CostModel;
+use crate::memory::estimate::{Estimator, EstimatorInputs, recompute_ranks};
+use crate::memory::plan::{BatchSplit, Disk, MemoryPlan, Offload, PlanVerdict};
+use crate::memory::planner;
 use crate::memory::probe;
-use crate::memory::search::{OFFLOADS, Request};
-use crate::memory::time::Times;
+use crate::memory::search::{OFFLOAD_SETS, PlanRequest};
 use crate::optim;
 use crate::units::Bytes;
 
 /// What the ladder compares ways of running with. The ratios matter, not their truth: a layer's fixed cost
 /// against its operations, recomputation against micro-batches, moving against computing.
-struct Speed {
+struct DeviceSpeed {
     /// Floating-point operations in a second.
     flops: f64,
     /// Seconds a layer costs whatever its size.
-    layer: f64,
+    layer_overhead: f64,
     /// Bytes an update reads and writes in a second.
-    memory: f64,
+    memory_bandwidth: f64,
 }
 
 /// A core of a CPU, and the whole of a card.
-const CORE: Speed = Speed { flops: 5e10, layer: 2e-5, memory: 5e9 };
-const CARD: Speed = Speed { flops: 1e14, layer: 1e-5, memory: 1e12 };
+const CPU_CORE: DeviceSpeed = DeviceSpeed { flops: 5e10, layer_overhead: 2e-5, memory_bandwidth: 5e9 };
+const GPU: DeviceSpeed = DeviceSpeed { flops: 1e14, layer_overhead: 1e-5, memory_bandwidth: 1e12 };
 
 /// Bytes a second between a card and its host: what PCI Express 3.0 with 16 lanes reaches.
-const LINK: f64 = 12e9;
+const PCIE_BANDWIDTH: f64 = 12e9;
 
 /// Bytes of a checkpoint that are not tensors, at most: its state and the headers of its files.
-const BESIDE_TENSORS: u64 = 128 << 10;
+const NON_TENSOR_BYTES: u64 = 128 << 10;
 
 /// How much longer an update takes whose state is in bytes.
-const EIGHT_BIT: f64 = 2.0;
+const UPDATE_8BIT_SLOWDOWN: f64 = 2.0;
 
 impl Setup {
     /// The memory plan on this machine, within `ram` bytes of the host. Allocates no tensor.
-    pub fn plan(&self, ram: u64) -> Plan {
-        self.plan_for(&self.machine(ram, probe::host().map_or(u64::MAX, |host| host.for_process())))
+    pub fn plan(&self, ram: u64) -> MemoryPlan {
+        self.plan_for(&self.target_machine(ram, probe::host().map_or(u64::MAX, |host| host.process_budget())))
     }
 
     /// The memory plan on a machine that need not be here.
-    pub fn plan_for(&self, machine: &Machine) -> Plan {
-        let request = self.request(machine);
-        let mut plan =
-            self.with_subject_on(machine, |subject| ladder::plan(&request, &Estimator::new(*subject)));
+    pub fn plan_for(&self, machine: &TargetMachine) -> MemoryPlan {
+        let request = self.plan_request(machine);
+        let mut plan = self
+            .with_estimator_inputs_for(machine, |inputs| planner::plan(&request, &Estimator::new(*inputs)));
         if let Some(image) = self.image_too_large(&plan) {
             plan.advice = Some(image);
         }
-        Plan { disk: self.disk(&plan.chosen.optimizer), ..plan }
+        MemoryPlan { disk: self.disk(&plan.chosen.optimizer), ..plan }
     }
 
     /// What to do where it is one image that does not fit.
-    fn image_too_large(&self, plan: &Plan) -> Option<String> {
-        let largest = self.large.largest().filter(|_| plan.verdict == Verdict::DoesNotFit)?;
-        let (needs, beyond) = (plan.peak.ram_bytes, largest.beyond);
+    fn image_too_large(&self, plan: &MemoryPlan) -> Option<String> {
+        let largest = self.large_images.largest().filter(|_| plan.verdict == PlanVerdict::DoesNotFit)?;
+        let (needs, beyond) = (plan.peak.ram_bytes, largest.extra_bytes);
         (needs.saturating_sub(beyond) <= plan.budget.ram_bytes).then(|| {
             format!(
                 "decoding `{}` takes {}: give the job `memory.ram = \"{}MiB\"`, or make the image a bad record with \
                  `data.max_pixels = {}`",
-                largest.picture.display(),
+                largest.path.display(),
                 Bytes(largest.bytes),
                 needs.div_ceil(1 << 20),
                 largest.pixels.saturating_sub(1)
@@ -79,15 +79,15 @@ impl Setup {
         let state = optim::state_bytes(eight_bit.as_ref().unwrap_or(&job.optimizer), params);
         let averages = if job.train.ema.is_some() { 2 } else { 1 };
         let values = (averages * params.len + self.layout.stats.len) as u64 * 4;
-        let checkpoint_bytes = values + state + self.tokenizer_bytes + BESIDE_TENSORS;
-        let times = |every: Every| match every {
-            Every::Steps(n) => self.total_steps / n,
-            Every::Epochs(n) => self.total_steps / n.saturating_mul(self.order.updates_per_epoch()).max(1),
-            Every::Minutes(_) => u64::MAX,
+        let checkpoint_bytes = values + state + self.tokenizer_bytes + NON_TENSOR_BYTES;
+        let count = |every: Interval| match every {
+            Interval::Steps(n) => self.total_steps / n,
+            Interval::Epochs(n) => self.total_steps / n.saturating_mul(self.order.updates_per_epoch()).max(1),
+            Interval::Minutes(_) => u64::MAX,
         };
         // A short run makes fewer than may be kept.
-        let made = times(job.checkpoint.every()).saturating_add(times(job.eval.every())).saturating_add(1);
-        let checkpoints = (job.checkpoint.keep as u64 + 2).min(made);
+        let written = count(job.checkpoint.every()).saturating_add(count(job.eval.every())).saturating_add(1);
+        let checkpoints = (job.checkpoint.keep as u64 + 2).min(written);
         Disk {
             checkpoint_bytes,
             checkpoints,
@@ -97,136 +97,149 @@ impl Setup {
     }
 
     /// Plans, and takes over the optimizer and what is offloaded as chosen. A run that goes on keeps the one it has state of:
-    /// `before` is the optimizer's kind.
-    pub fn settle(&mut self, ram: u64, before: Option<&str>) -> Plan {
-        if let Some(kind) = before {
-            self.take_optimizer(kind);
+    /// `resumed_optimizer` is the optimizer's kind.
+    pub fn plan_and_apply(&mut self, ram: u64, resumed_optimizer: Option<&str>) -> MemoryPlan {
+        if let Some(kind) = resumed_optimizer {
+            self.set_optimizer(kind);
             self.optimizer_is_fixed = true;
         }
         let plan = self.plan(ram);
-        self.take_optimizer(&plan.chosen.optimizer);
-        self.offload = OFFLOADS.into_iter().find(|all| *all == plan.chosen.offload).unwrap_or_default();
+        self.set_optimizer(&plan.chosen.optimizer);
+        self.offload = OFFLOAD_SETS.into_iter().find(|all| *all == plan.chosen.offload).unwrap_or_default();
         plan
     }
 
     /// Puts the optimizer of this kind in force: the job's own, or the one with its state in bytes.
-    pub(super) fn take_optimizer(&mut self, kind: &str) {
-        let stated = &self.job.optimizer;
-        match stated.eight_bit().filter(|rule| rule.kind() == kind) {
+    pub(super) fn set_optimizer(&mut self, kind: &str) {
+        let requested = &self.job.optimizer;
+        match requested.eight_bit().filter(|rule| rule.kind() == kind) {
             Some(rule) => self.optimizer = rule,
-            None => self.optimizer = stated.clone(),
+            None => self.optimizer = requested.clone(),
         }
     }
 
     /// Decides in which order blocks are recomputed.
-    pub(super) fn rank_blocks(&mut self) {
-        let at = At { batch: 1, dtype: self.dtype, on: self.on() };
-        let flops: Vec<u64> = self.network.blocks.iter().map(|block| flops(block, at)).collect();
-        let freed = self.with_subject(|subject| Estimator::new(*subject).freed());
-        let ranks = ranks(&flops, &freed);
+    pub(super) fn rank_recompute_blocks(&mut self) {
+        let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend: self.backend() };
+        let flops: Vec<u64> = self.network.blocks.iter().map(|block| flops(block, spec)).collect();
+        let freed_bytes = self.with_estimator_inputs(|inputs| Estimator::new(*inputs).freed_by_recompute());
+        let ranks = recompute_ranks(&flops, &freed_bytes);
         for network in
-            std::iter::once(&mut self.network).chain(self.shorter.iter_mut().map(|s| &mut s.network))
+            std::iter::once(&mut self.network).chain(self.bucket_networks.iter_mut().map(|s| &mut s.network))
         {
-            network.blocks.iter_mut().zip(&ranks).for_each(|(block, rank)| block.rank = *rank);
+            network.blocks.iter_mut().zip(&ranks).for_each(|(block, rank)| block.recompute_rank = *rank);
         }
     }
 
     /// Lends `body` the job as the memory estimate sees it, on this machine.
-    pub fn with_subject<R>(&self, body: impl FnOnce(&Subject) -> R) -> R {
-        self.with_subject_on(&self.machine(self.ram, u64::MAX), body)
+    pub fn with_estimator_inputs<R>(&self, body: impl FnOnce(&EstimatorInputs) -> R) -> R {
+        self.with_estimator_inputs_for(&self.target_machine(self.ram, u64::MAX), body)
     }
 
-    pub(super) fn with_subject_on<R>(&self, machine: &Machine, body: impl FnOnce(&Subject) -> R) -> R {
+    pub(super) fn with_estimator_inputs_for<R>(
+        &self,
+        machine: &TargetMachine,
+        body: impl FnOnce(&EstimatorInputs) -> R,
+    ) -> R {
         // What the run will hold, and what it would hold had it been given another budget.
-        let pipeline = |micro_batch, ram| {
-            let limit =
-                if ram == machine.ram { self.prefetch } else { prefetch(&self.job, self.features(), ram) };
-            loader::holds(self.features(), micro_batch, limit, self.workers)
+        let loader_bytes = |micro_batch, ram| {
+            let limit = if ram == machine.ram {
+                self.prefetch
+            } else {
+                prefetch_limit(&self.job, self.features(), ram)
+            };
+            loader::max_held_bytes(self.features(), micro_batch, limit, self.workers)
         };
         let (rule, params) = (&self.optimizer, &self.layout.params);
         let on_device = machine.on_device();
-        let on = if on_device { On::Cuda { capability: machine.capability } } else { self.on() };
-        body(&Subject {
+        let backend =
+            if on_device { Backend::Cuda { capability: machine.capability } } else { self.backend() };
+        body(&EstimatorInputs {
             network: &self.network,
             layout: &self.layout,
             features: self.features(),
-            dtype: dtype(self.job.train.precision, on_device),
-            on,
+            dtype: activation_dtype(self.job.train.precision, on_device),
+            backend,
             optimizer_state: optim::state_bytes(rule, params),
             optimizer_state_8bit: rule.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params)),
-            state_window: optim::window_bytes(rule, params),
-            update_workspace: optim::workspace_bytes(rule, params, on),
-            average: self.job.train.ema.is_some(),
-            resident_data: self.resident_data(),
+            state_staging_bytes: optim::staging_bytes(rule, params),
+            update_workspace: optim::workspace_bytes(rule, params, backend),
+            keeps_ema: self.job.train.ema.is_some(),
+            resident_data: self.resident_data_bytes(),
             process: self.process,
             ram: machine.ram,
-            pipeline: &pipeline,
-            update_samples: self.sets.train.len().min(self.job.train.samples_per_update() as u64),
-            valid_samples: self.sets.valid.len(),
+            loader_bytes: &loader_bytes,
+            update_samples: self.datasets.train.len().min(self.job.train.samples_per_update() as u64),
+            valid_samples: self.datasets.valid.len(),
         })
     }
 
-    pub(super) fn request(&self, machine: &Machine) -> Request {
+    pub(super) fn plan_request(&self, machine: &TargetMachine) -> PlanRequest {
         let train = &self.job.train;
         let eight_bit = self.optimizer.eight_bit().filter(|_| !self.optimizer_is_fixed);
-        Request {
+        PlanRequest {
             device: machine.device.clone(),
             ram: machine.ram,
             vram: machine.vram,
-            most_ram: machine.most_ram,
-            context: machine.context,
-            split: Split { micro_batch: train.batch_size, accumulation_steps: train.accumulation_steps },
+            max_ram: machine.max_ram,
+            context_bytes: machine.context_bytes,
+            split: BatchSplit { micro_batch: train.batch_size, accumulation_steps: train.accumulation_steps },
             samples_per_update: train.samples_per_update(),
-            group: self.network.group(),
+            micro_batch_multiple: self.network.micro_batch_multiple(),
             optimizer: self.optimizer.kind().into(),
             optimizer_8bit: eight_bit.map(|rule| rule.kind().into()),
             eval_micro_batch: self.job.eval.batch_size,
-            may: self.job.memory.on_oom.clone(),
-            offloads: match optim::away::can(&self.optimizer) {
+            allowed: self.job.memory.on_oom.clone(),
+            offloads: match optim::offload::is_supported(&self.optimizer) {
                 true => vec![Offload::OptimizerState, Offload::Activations],
                 false => vec![Offload::Activations],
             },
-            more: false,
-            times: self.times(machine),
+            include_alternatives: false,
+            cost: self.cost_model(machine),
         }
     }
 
-    fn times(&self, machine: &Machine) -> Times {
+    fn cost_model(&self, machine: &TargetMachine) -> CostModel {
         let on_device = machine.on_device();
-        let (speed, cores) = if on_device { (CARD, 1) } else { (CORE, self.threads) };
-        let samples = self.job.train.samples_per_update().min(self.sets.train.len() as usize);
-        let on = if on_device { On::Cuda { capability: machine.capability } } else { self.on() };
-        let at = At { batch: samples, dtype: dtype(self.job.train.precision, on_device), on };
+        let (speed, cores) = if on_device { (GPU, 1) } else { (CPU_CORE, self.threads) };
+        let samples = self.job.train.samples_per_update().min(self.datasets.train.len() as usize);
+        let backend =
+            if on_device { Backend::Cuda { capability: machine.capability } } else { self.backend() };
+        let spec = MicroBatchSpec {
+            batch: samples,
+            dtype: activation_dtype(self.job.train.precision, on_device),
+            backend,
+        };
         let seconds = |flops: u64| flops as f64 / (speed.flops * cores as f64);
-        let mut blocks: Vec<&Block> = self.network.blocks.iter().collect();
-        blocks.sort_by_key(|block| block.rank);
+        let mut blocks: Vec<&LayerBlock> = self.network.blocks.iter().collect();
+        blocks.sort_by_key(|block| block.recompute_rank);
         let params = &self.layout.params;
         let state = optim::state_bytes(&self.optimizer, params);
         let state_8bit = self.optimizer.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params));
-        let moved = |bytes: u64| bytes as f64 / LINK;
+        let transfer_seconds = |bytes: u64| bytes as f64 / PCIE_BANDWIDTH;
         // Weights and gradients are read and written, and so is the state.
-        let touched = 2 * (8 * params.len as u64 + state);
-        let update = touched as f64 / (speed.memory * cores as f64);
-        Times {
-            blocks: blocks.into_iter().map(|block| seconds(flops(block, at))).collect(),
-            loss: seconds(self.network.loss.cost(at).flops),
-            micro_batch: 3.0 * speed.layer * self.network.layers().len() as f64,
+        let bytes_touched = 2 * (8 * params.len as u64 + state);
+        let update = bytes_touched as f64 / (speed.memory_bandwidth * cores as f64);
+        CostModel {
+            block_forward: blocks.into_iter().map(|block| seconds(flops(block, spec))).collect(),
+            loss_forward: seconds(self.network.loss.cost(spec).flops),
+            micro_batch_overhead: 3.0 * speed.layer_overhead * self.network.layers().len() as f64,
             update,
-            update_8bit: EIGHT_BIT * update,
-            state: moved(state),
-            state_8bit: moved(state_8bit),
-            link: LINK,
+            update_8bit: UPDATE_8BIT_SLOWDOWN * update,
+            state_transfer: transfer_seconds(state),
+            state_transfer_8bit: transfer_seconds(state_8bit),
+            host_bandwidth: PCIE_BANDWIDTH,
             samples: samples as f64,
         }
     }
 
     /// Whether the job allows this when memory is short.
-    pub fn may(&self, rung: Rung) -> bool {
+    pub fn allows(&self, rung: OomAction) -> bool {
         self.job.memory.on_oom.contains(&rung)
     }
 }
 
 /// Operations of a block's forward pass.
-fn flops(block: &Block, at: At) -> u64 {
-    block.layers().iter().map(|layer| layer.cost(at).flops).sum()
+fn flops(block: &LayerBlock, spec: MicroBatchSpec) -> u64 {
+    block.layers().iter().map(|layer| layer.cost(spec).flops).sum()
 }

@@ -3,13 +3,13 @@
 use serde::Serialize;
 
 use super::Failure;
-use super::folder::{self, Folder};
+use super::run_dir::{self, RunDir};
 use crate::memory::Oom;
 use crate::memory::ledger::Holder;
 
 /// An ask that failed, and what was tried then.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Attempt {
+pub struct OomAttempt {
     /// Updates made before it.
     pub step: u64,
     pub phase: &'static str,
@@ -21,16 +21,16 @@ pub struct Attempt {
     pub then: Option<String>,
 }
 
-impl Attempt {
+impl OomAttempt {
     pub fn new(step: u64, oom: &Oom, then: Option<String>) -> Self {
-        let Oom { phase, bytes, left, .. } = *oom;
-        Self { step, phase, asker: oom.asker.clone(), bytes, left, then }
+        let Oom { phase, bytes, available: left, .. } = *oom;
+        Self { step, phase, asker: oom.requester.clone(), bytes, left, then }
     }
 }
 
 /// The leanest way to run the job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Leanest {
+pub struct LeanestPlan {
     pub change: String,
     /// Bytes its plan needs.
     pub ram_bytes: u64,
@@ -44,20 +44,20 @@ pub struct PostMortem {
     /// Bytes the run was allowed.
     pub budget_bytes: u64,
     /// The first ask that failed; absent where the process was killed.
-    pub first: Option<Attempt>,
+    pub first: Option<OomAttempt>,
     /// What was live then, by role and layer, the largest first; of a killed process, what its plan says is
     /// live at the peak.
     pub live: Vec<Holder>,
-    pub tried: Vec<Attempt>,
+    pub tried: Vec<OomAttempt>,
     /// What ended the processes that worked on the run.
     pub deaths: Vec<String>,
     /// What would have fitted, with enough memory.
-    pub would_fit: Option<Leanest>,
+    pub would_fit: Option<LeanestPlan>,
 }
 
 impl PostMortem {
-    pub fn write(&self, folder: &Folder) -> Result<(), Failure> {
+    pub fn write(&self, folder: &RunDir) -> Result<(), Failure> {
         let text = serde_json::to_vec_pretty(self).map_err(std::io::Error::from);
-        folder::write(&folder.oom(), &text.map_err(Failure::io("write", folder.oom()))?)
+        run_dir::write_atomic(&folder.oom(), &text.map_err(Failure::io("write", folder.oom()))?)
     }
 }

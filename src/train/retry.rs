@@ -7,12 +7,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::memory::plan::{Plan, Split};
+use crate::memory::plan::{BatchSplit, MemoryPlan};
 use crate::memory::search;
 
 /// A way of running an update and an evaluation. None changes what is computed but the order of sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Way {
+pub struct RuntimePlan {
     pub micro_batch: usize,
     pub accumulation_steps: usize,
     /// Blocks that keep only their input and run forward again.
@@ -22,9 +22,9 @@ pub struct Way {
     pub prefetch: u64,
 }
 
-impl Way {
+impl RuntimePlan {
     /// What the plan chose.
-    pub fn chosen(plan: &Plan, prefetch: u64) -> Self {
+    pub fn from_plan(plan: &MemoryPlan, prefetch: u64) -> Self {
         let c = &plan.chosen;
         Self {
             micro_batch: c.micro_batch,
@@ -35,140 +35,160 @@ impl Way {
         }
     }
 
-    pub fn split(&self) -> Split {
-        Split { micro_batch: self.micro_batch, accumulation_steps: self.accumulation_steps }
+    pub fn split(&self) -> BatchSplit {
+        BatchSplit { micro_batch: self.micro_batch, accumulation_steps: self.accumulation_steps }
     }
 
-    /// This way, made no larger than `most` in any respect.
-    pub fn within(self, most: Way) -> Self {
-        let larger = self.micro_batch > most.micro_batch;
+    /// This way, made no larger than `limit` in any respect.
+    pub fn clamped_to(self, limit: RuntimePlan) -> Self {
+        let larger = self.micro_batch > limit.micro_batch;
         Self {
-            micro_batch: self.micro_batch.min(most.micro_batch),
-            accumulation_steps: if larger { most.accumulation_steps } else { self.accumulation_steps },
-            recompute: self.recompute.max(most.recompute),
-            eval_micro_batch: self.eval_micro_batch.min(most.eval_micro_batch),
-            prefetch: self.prefetch.min(most.prefetch),
+            micro_batch: self.micro_batch.min(limit.micro_batch),
+            accumulation_steps: if larger { limit.accumulation_steps } else { self.accumulation_steps },
+            recompute: self.recompute.max(limit.recompute),
+            eval_micro_batch: self.eval_micro_batch.min(limit.eval_micro_batch),
+            prefetch: self.prefetch.min(limit.prefetch),
         }
     }
 }
 
 /// What is fixed in a run's way down.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct ShrinkLimits {
     pub may_shrink: bool,
     pub may_recompute: bool,
     /// Blocks that can be recomputed.
     pub blocks: usize,
     pub samples_per_update: usize,
     /// A micro-batch is a multiple of this.
-    pub group: usize,
+    pub micro_batch_multiple: usize,
 }
 
-/// The way to try after an update ran out of memory in `way` with `short` bytes lacking. `peak` estimates the
+/// The way to try after an update ran out of memory in `way` with `shortfall` bytes lacking. `peak` estimates the
 /// highest moment of an update. Of the ways that need at least so much less, the first is taken: smaller
 /// micro-batches, then recomputation; where none needs so little, the leanest of those that need less.
-pub fn next(limits: &Limits, way: Way, short: u64, peak: &dyn Fn(Way) -> u64) -> Option<Way> {
-    let splits = |from: Way| {
-        let halved = move |way: &Way| {
-            let steps = (way.accumulation_steps * 2).min(limits.samples_per_update);
-            let split = search::split(limits.samples_per_update, steps, limits.group);
-            let smaller = limits.may_shrink && split.micro_batch < way.micro_batch;
-            let Split { micro_batch, accumulation_steps } = split;
-            smaller.then_some(Way { micro_batch, accumulation_steps, ..*way })
+pub fn next_smaller(
+    limits: &ShrinkLimits,
+    current: RuntimePlan,
+    shortfall: u64,
+    peak: &dyn Fn(RuntimePlan) -> u64,
+) -> Option<RuntimePlan> {
+    let splits = |from: RuntimePlan| {
+        let halved = move |plan: &RuntimePlan| {
+            let steps = (plan.accumulation_steps * 2).min(limits.samples_per_update);
+            let split = search::split(limits.samples_per_update, steps, limits.micro_batch_multiple);
+            let smaller = limits.may_shrink && split.micro_batch < plan.micro_batch;
+            let BatchSplit { micro_batch, accumulation_steps } = split;
+            smaller.then_some(RuntimePlan { micro_batch, accumulation_steps, ..*plan })
         };
         std::iter::successors(Some(from), halved)
     };
-    let again = limits.may_recompute && way.recompute < limits.blocks;
-    let again = again.then_some(Way { recompute: limits.blocks, ..way });
-    smaller(splits(way).skip(1).chain(again.into_iter().flat_map(splits)), way, short, peak)
+    let can_recompute = limits.may_recompute && current.recompute < limits.blocks;
+    let recomputed = can_recompute.then_some(RuntimePlan { recompute: limits.blocks, ..current });
+    first_sufficient(
+        splits(current).skip(1).chain(recomputed.into_iter().flat_map(splits)),
+        current,
+        shortfall,
+        peak,
+    )
 }
 
 /// The same for an evaluation, which has micro-batches only.
-pub fn next_evaluation(way: Way, short: u64, peak: &dyn Fn(Way) -> u64) -> Option<Way> {
-    let halved = |way: &Way| {
-        let half = way.eval_micro_batch.div_ceil(2);
-        (half < way.eval_micro_batch).then_some(Way { eval_micro_batch: half, ..*way })
+pub fn next_smaller_eval(
+    current: RuntimePlan,
+    shortfall: u64,
+    peak: &dyn Fn(RuntimePlan) -> u64,
+) -> Option<RuntimePlan> {
+    let halved = |plan: &RuntimePlan| {
+        let half = plan.eval_micro_batch.div_ceil(2);
+        (half < plan.eval_micro_batch).then_some(RuntimePlan { eval_micro_batch: half, ..*plan })
     };
-    smaller(std::iter::successors(halved(&way), halved), way, short, peak)
+    first_sufficient(std::iter::successors(halved(&current), halved), current, shortfall, peak)
 }
 
-fn smaller(ways: impl Iterator<Item = Way>, now: Way, short: u64, peak: &dyn Fn(Way) -> u64) -> Option<Way> {
-    let needs = peak(now);
-    let mut leanest: Option<(u64, Way)> = None;
-    for way in ways {
-        let bytes = peak(way);
-        if bytes < needs && bytes <= needs.saturating_sub(short) {
-            return Some(way);
+fn first_sufficient(
+    plans: impl Iterator<Item = RuntimePlan>,
+    current: RuntimePlan,
+    shortfall: u64,
+    peak: &dyn Fn(RuntimePlan) -> u64,
+) -> Option<RuntimePlan> {
+    let needs = peak(current);
+    let mut leanest: Option<(u64, RuntimePlan)> = None;
+    for plan in plans {
+        let bytes = peak(plan);
+        if bytes < needs && bytes <= needs.saturating_sub(shortfall) {
+            return Some(plan);
         }
         if bytes < leanest.map_or(needs, |(least, _)| least) {
-            leanest = Some((bytes, way));
+            leanest = Some((bytes, plan));
         }
     }
-    leanest.map(|(_, way)| way)
+    leanest.map(|(_, plan)| plan)
 }
 
 /// Updates without trouble before a larger way is tried, after so many failures.
-pub fn patience(failures: u32) -> u64 {
+pub fn updates_before_growth(failures: u32) -> u64 {
     16 << failures.saturating_sub(1).min(20)
 }
 
 /// Where a run stands below what its plan chose. Kept in checkpoints, so that a resumed run goes up at the
 /// same update as one that was never stopped.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Descent {
+pub struct Backoff {
     /// The ways given up and not taken again, the largest first.
-    pub larger: Vec<Way>,
+    pub larger: Vec<RuntimePlan>,
     /// Ways given up since the run began.
     pub failures: u32,
     /// Updates made since the last change.
     pub quiet: u64,
 }
 
-impl Descent {
+impl Backoff {
     /// `from` was given up.
-    pub fn down(&mut self, from: Way) {
+    pub fn record_shrink(&mut self, from: RuntimePlan) {
         self.larger.push(from);
         self.failures += 1;
         self.quiet = 0;
     }
 
     /// An update was made without trouble.
-    pub fn made_update(&mut self) {
+    pub fn record_update(&mut self) {
         self.quiet += 1;
     }
 
-    /// The larger way to try, if it is time. It is taken with [`Self::up`], or put off with [`Self::wait`].
-    pub fn due(&self) -> Option<Way> {
-        self.larger.last().copied().filter(|_| self.quiet >= patience(self.failures))
+    /// The larger way to try, if it is time. It is taken with [`Self::record_growth`], or put off with [`Self::postpone_growth`].
+    pub fn growth_due(&self) -> Option<RuntimePlan> {
+        self.larger.last().copied().filter(|_| self.quiet >= updates_before_growth(self.failures))
     }
 
-    pub fn up(&mut self) {
+    pub fn record_growth(&mut self) {
         self.larger.pop();
         self.quiet = 0;
     }
 
-    pub fn wait(&mut self) {
+    pub fn postpone_growth(&mut self) {
         self.quiet = 0;
     }
 
     /// Where a resumed run stands: no larger than it was, nor than its plan allows now.
-    pub fn resumed(self, stood: Way, chosen: Way) -> (Way, Self) {
+    pub fn resumed(self, saved: RuntimePlan, chosen: RuntimePlan) -> (RuntimePlan, Self) {
         // How much is read ahead is a matter of the machine as it is now; and where nothing was given up,
         // only the split has to stay for the sums to be the same.
-        let here = |way: Way| Way { prefetch: chosen.prefetch, ..way }.within(chosen);
-        let stood = match self.larger.is_empty() {
+        let limited =
+            |plan: RuntimePlan| RuntimePlan { prefetch: chosen.prefetch, ..plan }.clamped_to(chosen);
+        let current = match self.larger.is_empty() {
             true => {
-                let Split { micro_batch, accumulation_steps } = stood.split();
-                here(Way { micro_batch, accumulation_steps, ..chosen })
+                let BatchSplit { micro_batch, accumulation_steps } = saved.split();
+                limited(RuntimePlan { micro_batch, accumulation_steps, ..chosen })
             }
-            false => here(stood),
+            false => limited(saved),
         };
-        let mut larger: Vec<Way> = self.larger.into_iter().map(here).collect();
+        let mut larger: Vec<RuntimePlan> = self.larger.into_iter().map(limited).collect();
         larger.dedup();
-        if larger.last() == Some(&stood) {
+        if larger.last() == Some(&current) {
             larger.pop();
         }
-        (stood, Self { larger, ..self })
+        (current, Self { larger, ..self })
     }
 }
 
@@ -177,52 +197,65 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn way(samples: usize, steps: usize, group: usize) -> Way {
-        let Split { micro_batch, accumulation_steps } = search::split(samples, steps, group);
-        Way { micro_batch, accumulation_steps, recompute: 0, eval_micro_batch: micro_batch, prefetch: 9 }
+    fn plan_for(samples: usize, steps: usize, micro_batch_multiple: usize) -> RuntimePlan {
+        let BatchSplit { micro_batch, accumulation_steps } =
+            search::split(samples, steps, micro_batch_multiple);
+        RuntimePlan {
+            micro_batch,
+            accumulation_steps,
+            recompute: 0,
+            eval_micro_batch: micro_batch,
+            prefetch: 9,
+        }
     }
 
     /// Ten bytes a sample beside a hundred, and half of that where all of four blocks are recomputed.
-    fn toy(way: Way) -> u64 {
-        100 + (way.micro_batch * if way.recompute == 4 { 5 } else { 10 }) as u64
+    fn toy_peak(plan: RuntimePlan) -> u64 {
+        100 + (plan.micro_batch * if plan.recompute == 4 { 5 } else { 10 }) as u64
     }
 
-    fn limits(samples_per_update: usize, group: usize) -> Limits {
-        Limits { may_shrink: true, may_recompute: true, blocks: 4, samples_per_update, group }
+    fn limits(samples_per_update: usize, micro_batch_multiple: usize) -> ShrinkLimits {
+        ShrinkLimits {
+            may_shrink: true,
+            may_recompute: true,
+            blocks: 4,
+            samples_per_update,
+            micro_batch_multiple,
+        }
     }
 
     proptest! {
         #[test]
         fn the_way_down_has_an_end_and_keeps_every_sample(samples in 1usize..500, steps in 1usize..50, group in 1usize..8, short in 0u64..600) {
             let limits = limits(samples, group);
-            let mut now = way(samples, steps.min(samples), group);
-            while let Some(next) = next(&limits, now, short, &toy) {
-                prop_assert!(toy(next) < toy(now), "each needs less than the one before");
+            let mut now = plan_for(samples, steps.min(samples), group);
+            while let Some(next) = next_smaller(&limits, now, short, &toy_peak) {
+                prop_assert!(toy_peak(next) < toy_peak(now), "each needs less than the one before");
                 prop_assert!(next.micro_batch * next.accumulation_steps >= samples);
                 prop_assert!(next.micro_batch * (next.accumulation_steps - 1) < samples);
                 prop_assert_eq!(next.micro_batch % group, 0);
                 now = next;
             }
             // At the end nothing leaner is left.
-            prop_assert_eq!((now.micro_batch, now.recompute), (way(samples, samples, group).micro_batch, 4));
+            prop_assert_eq!((now.micro_batch, now.recompute), (plan_for(samples, samples, group).micro_batch, 4));
         }
 
         /// What lacks is made up for at once where a way can, however many halves that takes.
         #[test]
         fn a_large_lack_takes_a_large_step(samples in 2usize..500, short in 0u64..2500) {
-            let now = way(samples, 1, 1);
+            let now = plan_for(samples, 1, 1);
             let least = 105;
-            match next(&limits(samples, 1), now, short, &toy) {
-                Some(next) => prop_assert!(toy(next) <= toy(now) - short.min(toy(now) - least)),
+            match next_smaller(&limits(samples, 1), now, short, &toy_peak) {
+                Some(next) => prop_assert!(toy_peak(next) <= toy_peak(now) - short.min(toy_peak(now) - least)),
                 None => prop_assert!(false, "two samples can be split"),
             }
         }
 
         #[test]
         fn evaluation_ends_at_one_sample(eval_micro_batch in 1usize..5000, short in 0u64..100) {
-            let peak = |way: Way| 10 * way.eval_micro_batch as u64;
-            let mut now = Way { eval_micro_batch, ..way(8, 1, 1) };
-            while let Some(next) = next_evaluation(now, short, &peak) {
+            let peak = |way: RuntimePlan| 10 * way.eval_micro_batch as u64;
+            let mut now = RuntimePlan { eval_micro_batch, ..plan_for(8, 1, 1) };
+            while let Some(next) = next_smaller_eval(now, short, &peak) {
                 prop_assert!(next.eval_micro_batch < now.eval_micro_batch);
                 now = next;
             }
@@ -231,29 +264,29 @@ mod tests {
 
         #[test]
         fn patience_grows_and_never_ends(failures in 0u32..100) {
-            prop_assert!(patience(failures) >= 16 && patience(failures + 1) >= patience(failures));
+            prop_assert!(updates_before_growth(failures) >= 16 && updates_before_growth(failures + 1) >= updates_before_growth(failures));
         }
 
         /// A machine whose memory comes and goes: the run never exceeds its plan, tries a larger way only
         /// after a while, less and less often, and comes back all the way once memory is there for good.
         #[test]
         fn what_comes_back_is_used_again(room in prop::collection::vec((100u64..500, 1u64..200), 0..6)) {
-            let (limits, chosen) = (limits(32, 1), way(32, 1, 1));
-            let (mut now, mut descent) = (chosen, Descent::default());
-            let ample = [(1000, 40 * patience(12))];
+            let (limits, chosen) = (limits(32, 1), plan_for(32, 1, 1));
+            let (mut now, mut descent) = (chosen, Backoff::default());
+            let ample = [(1000, 40 * updates_before_growth(12))];
             for (room, updates) in room.into_iter().map(|(r, n)| (r.max(105), n)).chain(ample) {
                 for _ in 0..updates {
-                    while toy(now) > room {
-                        let smaller = next(&limits, now, toy(now) - room, &toy);
+                    while toy_peak(now) > room {
+                        let smaller = next_smaller(&limits, now, toy_peak(now) - room, &toy_peak);
                         let Some(smaller) = smaller else { prop_assert!(false, "105 bytes are enough"); return Ok(()) };
-                        descent.down(now);
+                        descent.record_shrink(now);
                         now = smaller;
                     }
-                    descent.made_update();
-                    if let Some(larger) = descent.due() {
-                        prop_assert!(descent.quiet >= patience(descent.failures));
-                        prop_assert!(toy(larger) > toy(now) && toy(larger) <= toy(chosen));
-                        descent.up();
+                    descent.record_update();
+                    if let Some(larger) = descent.growth_due() {
+                        prop_assert!(descent.quiet >= updates_before_growth(descent.failures));
+                        prop_assert!(toy_peak(larger) > toy_peak(now) && toy_peak(larger) <= toy_peak(chosen));
+                        descent.record_growth();
                         now = larger;
                     }
                 }
@@ -265,15 +298,15 @@ mod tests {
         /// While memory stays short, failures are few: their number grows like the logarithm of the updates.
         #[test]
         fn trying_in_vain_costs_little(updates in 1u64..100_000) {
-            let (limits, mut now, mut descent) = (limits(32, 1), way(32, 1, 1), Descent::default());
+            let (limits, mut now, mut descent) = (limits(32, 1), plan_for(32, 1, 1), Backoff::default());
             for _ in 0..updates {
-                while let Some(smaller) = (toy(now) > 300).then(|| next(&limits, now, 0, &toy)).flatten() {
-                    descent.down(now);
+                while let Some(smaller) = (toy_peak(now) > 300).then(|| next_smaller(&limits, now, 0, &toy_peak)).flatten() {
+                    descent.record_shrink(now);
                     now = smaller;
                 }
-                descent.made_update();
-                if let Some(larger) = descent.due() {
-                    descent.up();
+                descent.record_update();
+                if let Some(larger) = descent.growth_due() {
+                    descent.record_growth();
                     now = larger;
                 }
             }
@@ -283,24 +316,25 @@ mod tests {
 
     #[test]
     fn a_job_that_forbids_it_is_not_shrunk() {
-        let (now, no) = (way(8, 1, 1), Limits { may_shrink: false, may_recompute: false, ..limits(8, 1) });
-        assert_eq!(next(&no, now, 0, &toy), None);
-        let recompute = Limits { may_recompute: true, ..no };
-        assert_eq!(next(&recompute, now, 0, &toy), Some(Way { recompute: 4, ..now }));
-        let shrink = Limits { may_shrink: true, ..no };
-        assert_eq!(next(&shrink, now, 0, &toy).map(|way| way.micro_batch), Some(4));
-        assert_eq!(next(&shrink, now, 70, &toy).map(|way| way.micro_batch), Some(1));
+        let (now, no) =
+            (plan_for(8, 1, 1), ShrinkLimits { may_shrink: false, may_recompute: false, ..limits(8, 1) });
+        assert_eq!(next_smaller(&no, now, 0, &toy_peak), None);
+        let recompute = ShrinkLimits { may_recompute: true, ..no };
+        assert_eq!(next_smaller(&recompute, now, 0, &toy_peak), Some(RuntimePlan { recompute: 4, ..now }));
+        let shrink = ShrinkLimits { may_shrink: true, ..no };
+        assert_eq!(next_smaller(&shrink, now, 0, &toy_peak).map(|plan| plan.micro_batch), Some(4));
+        assert_eq!(next_smaller(&shrink, now, 70, &toy_peak).map(|plan| plan.micro_batch), Some(1));
     }
 
     #[test]
     fn a_resumed_run_stands_where_it_stood_within_its_new_plan() {
-        let (a, b, c) = (way(32, 1, 1), way(32, 2, 1), way(32, 4, 1));
-        let descent = Descent { larger: vec![a, b], failures: 2, quiet: 5 };
+        let (a, b, c) = (plan_for(32, 1, 1), plan_for(32, 2, 1), plan_for(32, 4, 1));
+        let descent = Backoff { larger: vec![a, b], failures: 2, quiet: 5 };
         assert_eq!(descent.clone().resumed(c, a), (c, descent.clone()));
         // The plan is smaller now: there is one way up less, and none above the plan.
         let (stood, kept) = descent.clone().resumed(c, b);
         assert_eq!((stood, kept.larger), (c, vec![b]));
-        let (stood, kept) = descent.resumed(c, way(32, 8, 1));
-        assert_eq!((stood, kept.larger), (way(32, 8, 1), vec![]));
+        let (stood, kept) = descent.resumed(c, plan_for(32, 8, 1));
+        assert_eq!((stood, kept.larger), (plan_for(32, 8, 1), vec![]));
     }
 }

@@ -1,10 +1,10 @@
 //! A run, top to bottom: plan, folder, tensors, the loop, the end.
 
-mod begin;
 mod evaluate;
 mod memory;
 mod record;
-mod tried;
+mod startup;
+mod update_error;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,42 +14,42 @@ use std::time::Instant;
 use candle_core::DType;
 
 use super::Failure;
-use super::checkpoint::{Checkpoints, Newest};
-use super::engine::{Engine, Finding, Ledgers};
+use super::checkpoint::{Checkpoints, NewestCheckpoint};
+use super::data_wait::DataWaitMonitor;
+use super::engine::{Engine, Ledgers, UpdateGradStats};
 use super::event::Event;
-use super::folder::{self, Folder, Wish};
-use super::hooks::Hooks;
-use super::postmortem::Attempt;
-use super::retry::{Descent, Way};
+use super::fault_injection::FaultHooks;
+use super::postmortem::OomAttempt;
+use super::retry::{Backoff, RuntimePlan};
+use super::run_dir::{self, RequestedRun, RunDir};
 use super::setup::Setup;
 use super::signals::{Signal, Signals};
-use super::supervisor::Restart;
-use super::waiting::Waiting;
-use crate::data::bad::{LeftOut, Set};
+use super::supervisor::RestartInfo;
+use crate::data::bad_records::{DatasetSplit, SkippedRecords};
 use crate::data::digest::Digest;
 use crate::data::fingerprint::DataFingerprint;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
-use crate::data::{DataError, Opening};
-use crate::job::{Every, Job};
-use crate::kernels::judge::Judged;
+use crate::data::{DataError, DatasetContext};
+use crate::job::{Interval, Job};
+use crate::kernels::grad_stats::GradStats;
 use crate::layers::network::StepError;
-use crate::memory::Plan;
-use crate::memory::card::Card;
+use crate::memory::MemoryPlan;
+use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
-use crate::memory::pressure::{Reading, Watch};
-use crate::memory::{Fault, Oom, Reservation};
-use crate::optim::scaling::{self, Scaling};
+use crate::memory::pressure::{PressureMonitor, PressureReading};
+use crate::memory::{InjectedOom, Oom, Reservation};
+use crate::optim::grad_scaler::{self, GradScaler};
 use crate::optim::schedule;
-use crate::params::Store;
+use crate::params::ParamStore;
 use crate::report::Reporter;
 
-use tried::Tried;
+use update_error::UpdateError;
 
 /// How a run is to be run, beside its job.
 #[derive(Default)]
-pub struct Options {
-    pub wish: Wish,
+pub struct RunOptions {
+    pub requested: RequestedRun,
     /// Where runs without a folder of their own go.
     pub runs: PathBuf,
     /// Names a new run.
@@ -59,19 +59,19 @@ pub struct Options {
     /// Host bytes the run may use.
     pub ram: u64,
     /// The card that computes, if it is not the CPU.
-    pub card: Option<Arc<Card>>,
+    pub gpu: Option<Arc<GpuDevice>>,
     /// The process is the run's alone: what it takes beside its heap is measured and planned.
     pub own_process: bool,
     /// The means to open data.
-    pub opening: Opening,
+    pub opening: DatasetContext,
     /// Asks for memory that fail, for tests of recovery.
-    pub fault: Option<Fault>,
+    pub injected_oom: Option<InjectedOom>,
     pub signals: Signals,
     /// Sees what others do to the host's memory.
-    pub watch: Watch,
+    pub pressure_monitor: PressureMonitor,
     /// Another process worked on this run and was lost.
-    pub restart: Option<Restart>,
-    pub hooks: Hooks,
+    pub restart: Option<RestartInfo>,
+    pub fault_hooks: FaultHooks,
     /// The data, where it was looked at.
     pub data: Option<DataFingerprint>,
     /// Resume on other data than the run was trained on.
@@ -83,16 +83,23 @@ pub struct Options {
 /// Looks at every update of a run: how `verify` sees more of it than its events.
 pub trait Observer: Send + Sync {
     /// The gradients of update `step` (from 1) are whole and the weights have not moved. `loss` is the mean, and
-    /// `factor` turns what is in the store into the gradient of the mean. `asks` of the ledger so far.
-    fn gradients(&self, step: u64, loss: f64, store: &Store, factor: f64, asks: u64) -> Result<(), Failure>;
+    /// `factor` turns what is in the store into the gradient of the mean. `requests` of the ledger so far.
+    fn on_gradients(
+        &self,
+        step: u64,
+        loss: f64,
+        store: &ParamStore,
+        factor: f64,
+        requests: u64,
+    ) -> Result<(), Failure>;
 
     /// Update `step` was made, of the samples up to `digest`.
-    fn updated(&self, step: u64, store: &Store, digest: Digest) -> Result<(), Failure>;
+    fn on_update(&self, step: u64, store: &ParamStore, digest: Digest) -> Result<(), Failure>;
 }
 
 /// How a run ended that did not fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum RunOutcome {
     Done,
     Stopped(Signal),
 }
@@ -101,67 +108,67 @@ pub enum Ended {
 /// from an earlier one.
 pub fn fit(
     job: Job,
-    options: Options,
-    report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
-) -> Result<Ended, Failure> {
-    let (folder, resumed) = Folder::choose(&options.wish, &job, &options.runs, &options.stamp)?;
+    options: RunOptions,
+    report: impl FnOnce(&RunDir, bool) -> Result<Reporter, Failure>,
+) -> Result<RunOutcome, Failure> {
+    let (folder, resumed) = RunDir::resolve(&options.requested, &job, &options.runs, &options.stamp)?;
     if resumed {
         // What a killed process left half-replaced is whole again before anyone looks for the newest.
         folder.clean()?;
     }
     let before = resumed.then(|| Checkpoints::new(folder.checkpoints()).newest_state()).flatten();
-    let begin::Planned { setup, plan, ram, data } = begin::planned(job, &options, before.as_ref())?;
-    follow(&setup, plan, Options { ram, data: Some(data), ..options }, report)
+    let startup::PlannedRun { setup, plan, ram, data } = startup::plan_run(job, &options, before.as_ref())?;
+    run_plan(&setup, plan, RunOptions { ram, data: Some(data), ..options }, report)
 }
 
 /// As [`fit`], in the way the plan says.
-pub fn follow(
+pub fn run_plan(
     setup: &Setup,
-    mut plan: Plan,
-    options: Options,
-    report: impl FnOnce(&Folder, bool) -> Result<Reporter, Failure>,
-) -> Result<Ended, Failure> {
-    let (folder, resumed) = Folder::choose(&options.wish, &setup.job, &options.runs, &options.stamp)?;
+    mut plan: MemoryPlan,
+    options: RunOptions,
+    report: impl FnOnce(&RunDir, bool) -> Result<Reporter, Failure>,
+) -> Result<RunOutcome, Failure> {
+    let (folder, resumed) = RunDir::resolve(&options.requested, &setup.job, &options.runs, &options.stamp)?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
-    let mut newest = if resumed { checkpoints.newest() } else { Newest::default() };
+    let mut newest = if resumed { checkpoints.newest() } else { NewestCheckpoint::default() };
     if resumed {
         if newest.found.is_none() && !newest.skipped.is_empty() {
             let skipped = newest.skipped;
             return Err(Failure::NoWholeCheckpoint { folder: folder.checkpoints(), skipped });
         }
         let found = newest.found.as_ref().map(|(state, _)| state);
-        begin::refuse_another_experiment(&folder, found, &setup.job, &options)?;
-        newest.skipped.extend(begin::damaged_events(&folder));
-    } else if options.wish.resume.is_some() {
+        startup::check_same_experiment(&folder, found, &setup.job, &options)?;
+        newest.skipped.extend(startup::damaged_event_lines(&folder));
+    } else if options.requested.resume.is_some() {
         newest.skipped.push(format!("{}: there is no run to resume", folder.root.display()));
     }
     let found = &newest.found;
     // A resumed run keeps the split it had where that fits, so that it equals the undisturbed one to the bit.
-    let chosen = Way::chosen(&plan, setup.prefetch);
-    let (way, descent) = match found {
+    let chosen = RuntimePlan::from_plan(&plan, setup.prefetch);
+    let (runtime_plan, backoff) = match found {
         Some((state, _)) => state.descent.clone().resumed(state.way, chosen),
-        None => (chosen, Descent::default()),
+        None => (chosen, Backoff::default()),
     };
-    plan.chosen.micro_batch = way.micro_batch;
-    plan.chosen.accumulation_steps = way.accumulation_steps;
-    begin::refuse_a_full_disk(&folder, &plan, &checkpoints)?;
+    plan.chosen.micro_batch = runtime_plan.micro_batch;
+    plan.chosen.accumulation_steps = runtime_plan.accumulation_steps;
+    startup::check_disk_space(&folder, &plan, &checkpoints)?;
     folder.create(&setup.job)?;
-    if let Some(tokenizer) = setup.sets.train.tokenizer() {
-        folder::write(&folder.tokenizer(), &tokenizer)?;
+    if let Some(tokenizer) = setup.datasets.train.tokenizer_json() {
+        run_dir::write_atomic(&folder.tokenizer(), &tokenizer)?;
     }
     let text = serde_json::to_vec_pretty(&plan).map_err(std::io::Error::from);
-    folder::write(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)?;
+    run_dir::write_atomic(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)?;
     let mut report = report(&folder, resumed)?;
-    report.record(begin::started(setup, &folder))?;
-    if let Some(Restart { restarts, cause, .. }) = &options.restart {
+    report.record(startup::started_event(setup, &folder))?;
+    if let Some(RestartInfo { restarts, cause, .. }) = &options.restart {
         let (restarts, cause) = (*restarts, cause.clone());
         report.record(Event::Restarted { restarts, cause, budget: options.ram })?;
     }
     report.record(Event::Planned { plan: plan.clone() })?;
 
-    let graphs = match &setup.card {
-        Some(card) => {
-            card.claim(plan.peak.vram_bytes);
+    let graphs = match &setup.gpu {
+        Some(gpu) => {
+            gpu.preallocate(plan.peak.vram_bytes);
             let reason = match () {
                 // Whoever observes the run sees every reservation of every pass.
                 () if options.observer.is_some() => Some("the run is observed"),
@@ -177,24 +184,27 @@ pub fn follow(
         }
         None => false,
     };
-    measure::set_planned(plan.peak.ram_bytes.saturating_sub(setup.process.beside_heap));
-    let ledgers = Ledgers::new(setup, options.ram, options.fault.clone());
+    measure::set_planned_peak(plan.peak.ram_bytes.saturating_sub(setup.process.non_heap));
+    let ledgers = Ledgers::new(setup, options.ram, options.injected_oom.clone());
     let mut step = 0;
-    let result = Run::new(setup, &options, &folder, plan, (way, descent), (ledgers, graphs), &mut report)
-        .and_then(|mut run| {
-            let begun = match options.wish.resume.is_some() {
-                true => run.begin(newest.found.is_none()).and_then(|()| run.resume(newest)),
-                false => run.begin(true),
-            };
-            let ended = begun.and_then(|()| run.train());
-            step = run.step;
-            ended
-        });
+    let result =
+        Run::new(setup, &options, &folder, plan, (runtime_plan, backoff), (ledgers, graphs), &mut report)
+            .and_then(|mut run| {
+                let started = match options.requested.resume.is_some() {
+                    true => {
+                        run.load_initial_weights(newest.found.is_none()).and_then(|()| run.resume(newest))
+                    }
+                    false => run.load_initial_weights(true),
+                };
+                let outcome = started.and_then(|()| run.train());
+                step = run.step;
+                outcome
+            });
     match &result {
         Ok(_) | Err(Failure::Diverged { .. } | Failure::NotFinite { .. }) => {}
         // The failure itself is the caller's to tell; that it is in the folder is best effort.
         Err(failure) => {
-            drop(report.record(Event::Failed { step, error: describe(failure) }));
+            drop(report.record(Event::Failed { step, error: error_chain(failure) }));
             drop(memory::postmortem(setup, failure, options.ram).map(|post| post.write(&folder)));
         }
     }
@@ -205,7 +215,7 @@ pub fn follow(
 }
 
 /// The message of a failure, its causes included.
-pub fn describe(failure: &Failure) -> String {
+pub fn error_chain(failure: &Failure) -> String {
     let causes = std::iter::successors(std::error::Error::source(failure), |e| e.source());
     std::iter::once(failure.to_string()).chain(causes.map(|e| e.to_string())).collect::<Vec<_>>().join(": ")
 }
@@ -213,110 +223,110 @@ pub fn describe(failure: &Failure) -> String {
 /// A run under way.
 struct Run<'a> {
     setup: &'a Setup,
-    options: &'a Options,
-    plan: Plan,
+    options: &'a RunOptions,
+    plan: MemoryPlan,
     report: &'a mut Reporter,
     engine: Engine<'a>,
     checkpoints: Checkpoints,
     /// How updates and evaluations are run now, and what larger ways were given up.
-    way: Way,
-    descent: Descent,
+    runtime_plan: RuntimePlan,
+    backoff: Backoff,
     /// Where samples come from; absent until it is asked for again, in another way.
-    feed: Option<Feed>,
+    train_loader: Option<TrainLoader>,
     /// What failed since the last update or evaluation that did not, and the first of it.
-    tried: Vec<Attempt>,
+    failed_attempts: Vec<OomAttempt>,
     first_oom: Option<Oom>,
     /// Graphs and arenas were let go of for what the device refused.
-    released: bool,
-    watch: Watch,
-    reading: Option<Reading>,
+    graphs_released: bool,
+    pressure_monitor: PressureMonitor,
+    last_pressure: Option<PressureReading>,
     /// The most bytes measured where tensors are, and updates made, by this process.
     measured: u64,
     vram_peak: u64,
     updates: u64,
     step: u64,
     /// The updates of the run, or as many as were wished for.
-    until: u64,
+    last_step: u64,
     cursor: Cursor,
     samples: u64,
     digest: Digest,
     /// Records that could not be used, and how many of them were told.
-    left_out: LeftOut,
-    told_bad: u64,
+    skipped_records: SkippedRecords,
+    reported_bad: u64,
     metrics: BTreeMap<String, f64>,
     best: Option<(f64, u64)>,
-    scaling: Scaling,
+    grad_scaler: GradScaler,
     last_checkpoint: Option<(u64, PathBuf)>,
     /// The file that gives tokens their meaning, where the data is text.
     tokenizer: Option<PathBuf>,
     /// The weights are at a step whose evaluation is due.
     evaluation_due: bool,
     /// What waits for an update that does not overflow.
-    owed: Owed,
+    deferred: DeferredWork,
     /// The update made last overflowed in f16 and was skipped.
     overflowed: bool,
     /// The last update whose loss and gradient were finite; the weights before it are good.
     last_finite: u64,
     /// The step of a checkpoint whose next update is not yet known to be finite: until then older ones stay.
-    unproven: Option<u64>,
-    clock: Clock,
-    waiting: Waiting,
+    unproven_checkpoint: Option<u64>,
+    clock: RunClock,
+    data_wait: DataWaitMonitor,
     /// The update made last, where a card has yet to tell what came of it.
-    made: Option<Made>,
+    pending_update: Option<PendingUpdate>,
 }
 
 /// A loader of training samples, and the right to what it holds.
-struct Feed {
+struct TrainLoader {
     loader: Loader,
-    hold: Reservation,
+    reservation: Reservation,
 }
 
 /// What is done after the next update that does not overflow: one that does leaves the weights as they are, and
 /// a checkpoint of them would push a good one out.
 #[derive(Clone, Copy, Debug, Default)]
-struct Owed {
+struct DeferredWork {
     evaluation: bool,
     checkpoint: bool,
 }
 
 /// Time spent, that before a resume included.
-struct Clock {
-    begun: Instant,
-    before_s: f64,
+struct RunClock {
+    started: Instant,
+    previous_s: f64,
     data_wait_s: f64,
     last_checkpoint: Instant,
     /// When the last update was over, or what came between it and the next.
-    settled: Instant,
+    step_started: Instant,
 }
 
 /// An update that was made, and what the run was right after it.
-struct Made {
-    finding: Finding,
+struct PendingUpdate {
+    grad_stats: UpdateGradStats,
     lr: f64,
     epoch: u64,
     ids: Vec<u64>,
     step: u64,
     samples: u64,
     digest: Digest,
-    way: Way,
+    runtime_plan: RuntimePlan,
     wait_s: f64,
 }
 
 impl<'a> Run<'a> {
     fn new(
         setup: &'a Setup,
-        options: &'a Options,
-        folder: &Folder,
-        plan: Plan,
-        (way, descent): (Way, Descent),
+        options: &'a RunOptions,
+        folder: &RunDir,
+        plan: MemoryPlan,
+        (runtime_plan, backoff): (RuntimePlan, Backoff),
         (ledgers, graphs): (Ledgers, bool),
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
-        let engine = match Engine::new(setup, ledgers.clone(), way.recompute, graphs) {
+        let engine = match Engine::new(setup, ledgers.clone(), runtime_plan.recompute, graphs) {
             // Nothing is smaller than the weights: all there is to do is to ask once more.
             Err(StepError::Oom(oom)) => {
-                report.record(record::oom(0, &oom))?;
-                Engine::new(setup, ledgers, way.recompute, graphs)?
+                report.record(record::oom_event(0, &oom))?;
+                Engine::new(setup, ledgers, runtime_plan.recompute, graphs)?
             }
             other => other?,
         };
@@ -328,75 +338,87 @@ impl<'a> Run<'a> {
             plan,
             report,
             engine,
-            way,
-            descent,
-            feed: None,
-            tried: Vec::new(),
+            runtime_plan,
+            backoff,
+            train_loader: None,
+            failed_attempts: Vec::new(),
             first_oom: None,
-            released: false,
-            watch: options.watch.clone(),
-            reading: None,
+            graphs_released: false,
+            pressure_monitor: options.pressure_monitor.clone(),
+            last_pressure: None,
             measured: 0,
             vram_peak: 0,
             updates: 0,
             step: 0,
-            until: setup.total_steps.min(options.max_steps.unwrap_or(u64::MAX)),
+            last_step: setup.total_steps.min(options.max_steps.unwrap_or(u64::MAX)),
             cursor: Cursor::default(),
             samples: 0,
             digest: Digest::default(),
-            left_out: LeftOut::default(),
-            told_bad: 0,
+            skipped_records: SkippedRecords::default(),
+            reported_bad: 0,
             metrics: BTreeMap::new(),
             best: None,
-            scaling: if setup.dtype == DType::F16 { Scaling::dynamic() } else { Scaling::fixed() },
+            grad_scaler: if setup.dtype == DType::F16 {
+                GradScaler::dynamic()
+            } else {
+                GradScaler::disabled()
+            },
             last_checkpoint: None,
             tokenizer: (setup.tokenizer_bytes > 0).then(|| folder.tokenizer()),
             evaluation_due: false,
-            owed: Owed::default(),
+            deferred: DeferredWork::default(),
             overflowed: false,
             last_finite: 0,
-            unproven: None,
-            clock: Clock { begun: now, before_s: 0.0, data_wait_s: 0.0, last_checkpoint: now, settled: now },
-            waiting: Waiting::default(),
-            made: None,
+            unproven_checkpoint: None,
+            clock: RunClock {
+                started: now,
+                previous_s: 0.0,
+                data_wait_s: 0.0,
+                last_checkpoint: now,
+                step_started: now,
+            },
+            data_wait: DataWaitMonitor::default(),
+            pending_update: None,
         })
     }
 
-    fn train(&mut self) -> Result<Ended, Failure> {
-        let _unasked = vec![1u8; self.options.hooks.unasked];
+    fn train(&mut self) -> Result<RunOutcome, Failure> {
+        let _unreserved = vec![1u8; self.options.fault_hooks.unreserved_bytes];
         if self.evaluation_due {
             self.evaluate()?;
         }
-        while self.step < self.until {
-            if let Some(signal) = self.options.signals.stop() {
-                self.settle()?;
+        while self.step < self.last_step {
+            if let Some(signal) = self.options.signals.stop_requested() {
+                self.settle_pending_update()?;
                 return self.stop(signal);
             }
-            self.options.hooks.die(self.options.restart.as_ref().map_or(0, |r| r.restarts), self.step);
-            self.heed_pressure()?;
-            self.grow()?;
-            if self.made.is_none() {
-                self.clock.settled = Instant::now();
+            self.options
+                .fault_hooks
+                .crash_if_due(self.options.restart.as_ref().map_or(0, |r| r.restarts), self.step);
+            self.respond_to_pressure()?;
+            self.try_grow()?;
+            if self.pending_update.is_none() {
+                self.clock.step_started = Instant::now();
             }
-            let made = self.update()?;
+            let update = self.update()?;
             // While a card works on this one, what came of the one before is told.
-            self.settle()?;
-            let is_known = made.finding.is_known();
-            self.made = Some(made);
-            let last = self.step == self.until;
-            let judged = self.options.observer.is_none();
-            self.owed.evaluation |= judged && (last || self.due(self.setup.job.eval.every()));
-            self.owed.checkpoint |= last || self.due(self.setup.job.checkpoint.every());
-            let due = self.owed.evaluation || self.owed.checkpoint;
-            if is_known || due {
-                self.settle()?;
+            self.settle_pending_update()?;
+            let is_ready = update.grad_stats.is_ready();
+            self.pending_update = Some(update);
+            let last = self.step == self.last_step;
+            let evaluates = self.options.observer.is_none();
+            self.deferred.evaluation |= evaluates && (last || self.due(self.setup.job.eval.every()));
+            self.deferred.checkpoint |= last || self.due(self.setup.job.checkpoint.every());
+            let due = self.deferred.evaluation || self.deferred.checkpoint;
+            if is_ready || due {
+                self.settle_pending_update()?;
             }
             if due && (last || !self.overflowed) {
-                let owed = std::mem::take(&mut self.owed);
+                let deferred = std::mem::take(&mut self.deferred);
                 // Before the evaluation, so that one that fails costs nothing.
-                self.evaluation_due = owed.evaluation;
+                self.evaluation_due = deferred.evaluation;
                 self.checkpoint()?;
-                if owed.evaluation {
+                if deferred.evaluation {
                     self.evaluate()?;
                 }
             }
@@ -405,149 +427,158 @@ impl<'a> Run<'a> {
     }
 
     /// Whether something that happens every so often happens after the update just made.
-    fn due(&self, every: Every) -> bool {
+    fn due(&self, every: Interval) -> bool {
         self.due_at(every, self.step)
     }
 
     /// As [`due`](Self::due), after an earlier one.
-    fn due_at(&self, every: Every, step: u64) -> bool {
+    fn due_at(&self, every: Interval, step: u64) -> bool {
         match every {
-            Every::Steps(n) => step.is_multiple_of(n),
-            Every::Epochs(n) => step.is_multiple_of(n.saturating_mul(self.setup.order.updates_per_epoch())),
-            Every::Minutes(n) => self.clock.last_checkpoint.elapsed().as_secs() >= 60 * n,
+            Interval::Steps(n) => step.is_multiple_of(n),
+            Interval::Epochs(n) => {
+                step.is_multiple_of(n.saturating_mul(self.setup.order.updates_per_epoch()))
+            }
+            Interval::Minutes(n) => self.clock.last_checkpoint.elapsed().as_secs() >= 60 * n,
         }
     }
 
     /// Makes one update, in as many tries as memory makes necessary: each runs the same samples from the
     /// same state, in a way that needs less.
-    fn update(&mut self) -> Result<Made, Failure> {
-        self.engine.begin()?;
-        let scaling = self.scaling;
+    fn update(&mut self) -> Result<PendingUpdate, Failure> {
+        self.engine.begin_update()?;
+        let grad_scaler = self.grad_scaler;
         loop {
-            match self.feed().and_then(|feed| self.try_update(feed)) {
-                Ok(done) => {
-                    self.recovered();
-                    self.descent.made_update();
+            match self.take_train_loader().and_then(|train_loader| self.try_update(train_loader)) {
+                Ok(update) => {
+                    self.reset_retries();
+                    self.backoff.record_update();
                     self.updates += 1;
-                    if let Some(event) = self.engine.captured(self.step - 1) {
+                    if let Some(event) = self.engine.take_capture_event(self.step - 1) {
                         self.report.record(event)?;
                     }
-                    return Ok(done);
+                    return Ok(update);
                 }
-                Err(Tried::Oom(oom)) => {
-                    self.settle()?;
-                    self.shrink(oom)?;
-                    self.engine.rewind()?;
-                    self.scaling = scaling;
+                Err(UpdateError::Oom(oom)) => {
+                    self.settle_pending_update()?;
+                    self.shrink_after_oom(oom)?;
+                    self.engine.rollback_update()?;
+                    self.grad_scaler = grad_scaler;
                 }
-                Err(Tried::Failed(failure)) => {
+                Err(UpdateError::Failed(failure)) => {
                     // Best effort: this failure is the one to tell.
-                    drop(self.settle());
+                    drop(self.settle_pending_update());
                     return Err(failure);
                 }
             }
         }
     }
 
-    /// `feed` is kept if the update is made.
-    fn try_update(&mut self, mut feed: Feed) -> Result<Made, Tried> {
+    /// `train_loader` is kept if the update is made.
+    fn try_update(&mut self, mut train_loader: TrainLoader) -> Result<PendingUpdate, UpdateError> {
         let span = self.setup.order.update(self.cursor.update);
-        let (mut counted, mut ids, mut wait_s) = (Vec::new(), Vec::with_capacity(span.len() as usize), 0.0);
+        let (mut pending_sums, mut ids, mut wait_s) =
+            (Vec::new(), Vec::with_capacity(span.len() as usize), 0.0);
         let (mut taken, mut bad) = (0, Vec::new());
         while taken < span.len() {
-            let batch = feed.loader.next().map_err(|error| self.lacking(error))?;
+            let batch = train_loader.loader.next().map_err(|error| self.map_data_error(error))?;
             let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
-            wait_s += feed.loader.last_wait().as_secs_f64();
-            taken += batch.taken;
+            wait_s += train_loader.loader.last_wait().as_secs_f64();
+            taken += batch.consumed;
             ids.extend_from_slice(&batch.ids);
-            bad.extend_from_slice(&batch.bad);
+            bad.extend_from_slice(&batch.bad_records);
             if !batch.ids.is_empty() {
-                counted.push(self.engine.learn(&batch, self.scaling.factor)?);
+                pending_sums.push(self.engine.forward_backward(&batch, self.grad_scaler.factor)?);
             }
         }
         // Who looks at gradients, or lets their scale follow from them, has to see them before the next update.
-        let now = self.options.observer.is_some() || self.scaling.is_dynamic();
-        let finding = self.engine.weigh(&counted, self.scaling.factor, now)?;
-        let (left_out, told) = self.counted(Set::Train, span.epoch, &bad)?;
+        let now = self.options.observer.is_some() || self.grad_scaler.is_dynamic();
+        let grad_stats = self.engine.compute_grad_stats(&pending_sums, self.grad_scaler.factor, now)?;
+        let (skipped_records, reported) = self.count_bad_records(DatasetSplit::Train, span.epoch, &bad)?;
         let lr = schedule::lr(
             &self.setup.job.schedule,
             self.setup.job.optimizer.lr(),
             self.step,
             self.setup.total_steps,
         );
-        let verdict = match &finding {
-            Finding::Known(judged) => self.verdict(judged)?,
+        let decision = match &grad_stats {
+            UpdateGradStats::Ready(stats) => self.check_gradients(stats)?,
             // A card that finds them not finite leaves the weights as they are.
             #[cfg(feature = "cuda")]
-            Finding::Later(_) => scaling::Verdict::Apply,
+            UpdateGradStats::Pending(_) => grad_scaler::StepDecision::Apply,
         };
-        match verdict {
-            scaling::Verdict::Diverged => {
+        match decision {
+            grad_scaler::StepDecision::Diverged => {
                 let step = self.step + 1;
-                return Err(self.diverged(&finding.read()?, step, span.epoch, ids).into());
+                return Err(self.divergence_failure(&grad_stats.read()?, step, span.epoch, ids).into());
             }
-            scaling::Verdict::Skip => self.engine.skip()?,
-            scaling::Verdict::Apply => {
-                let number = self.step + 1 - self.scaling.skipped;
-                self.engine.update(&finding, lr, number)?;
+            grad_scaler::StepDecision::Skip => self.engine.discard_gradients()?,
+            grad_scaler::StepDecision::Apply => {
+                let number = self.step + 1 - self.grad_scaler.skipped;
+                self.engine.update(&grad_stats, lr, number)?;
             }
         }
-        self.feed = Some(feed);
+        self.train_loader = Some(train_loader);
         self.step += 1;
         self.samples += ids.len() as u64;
-        self.left_out = left_out;
-        self.tell_bad(&told)?;
+        self.skipped_records = skipped_records;
+        self.report_bad_records(&reported)?;
         self.digest.extend(ids.iter().copied());
         self.cursor = Cursor { update: self.cursor.update + 1, done: 0 };
         self.clock.data_wait_s += wait_s;
         if let Some(observer) = &self.options.observer {
-            observer.updated(self.step, &self.engine.store, self.digest)?;
+            observer.on_update(self.step, &self.engine.store, self.digest)?;
         }
-        let (epoch, step, samples, digest, way) =
-            (span.epoch, self.step, self.samples, self.digest, self.way);
-        Ok(Made { finding, lr, epoch, ids, step, samples, digest, way, wait_s })
+        let (epoch, step, samples, digest, runtime_plan) =
+            (span.epoch, self.step, self.samples, self.digest, self.runtime_plan);
+        Ok(PendingUpdate { grad_stats, lr, epoch, ids, step, samples, digest, runtime_plan, wait_s })
     }
 
     /// What is to be done with gradients that are known; whoever observes the run is shown them.
-    fn verdict(&mut self, judged: &Judged) -> Result<scaling::Verdict, Failure> {
+    fn check_gradients(&mut self, stats: &GradStats) -> Result<grad_scaler::StepDecision, Failure> {
         // Where all records were left out there is nothing to learn: the weights stay, and the update counts.
-        if judged.tally.weight == 0.0 {
+        if stats.metrics.weight == 0.0 {
             self.overflowed = false;
-            return Ok(scaling::Verdict::Skip);
+            return Ok(grad_scaler::StepDecision::Skip);
         }
         if let Some(observer) = &self.options.observer {
-            let (engine, loss) = (&self.engine, judged.tally.mean_loss());
-            let factor = engine.terms(self.scaling.factor).mean_factor(&judged.tally);
-            observer.gradients(self.step + 1, loss, &engine.store, factor, engine.ledger.asks())?;
+            let (engine, loss) = (&self.engine, stats.metrics.mean_loss());
+            let factor = engine.terms(self.grad_scaler.factor).mean_factor(&stats.metrics);
+            observer.on_gradients(
+                self.step + 1,
+                loss,
+                &engine.store,
+                factor,
+                engine.ledger.request_count(),
+            )?;
         }
-        let skipped = self.scaling.skipped;
-        let verdict = self.scaling.judge(judged.is_finite());
-        self.overflowed = self.scaling.skipped > skipped;
-        Ok(verdict)
+        let skipped = self.grad_scaler.skipped;
+        let decision = self.grad_scaler.update(stats.is_finite());
+        self.overflowed = self.grad_scaler.skipped > skipped;
+        Ok(decision)
     }
 
     /// Waits for what came of the update made last, and tells it.
-    fn settle(&mut self) -> Result<(), Failure> {
-        let Some(made) = self.made.take() else { return Ok(()) };
-        let judged = made.finding.read()?;
-        let step_s = self.clock.settled.elapsed().as_secs_f64();
-        self.clock.settled = Instant::now();
-        if !judged.is_finite() && !self.scaling.is_dynamic() {
-            return Err(self.diverged(&judged, made.step, made.epoch, made.ids));
+    fn settle_pending_update(&mut self) -> Result<(), Failure> {
+        let Some(update) = self.pending_update.take() else { return Ok(()) };
+        let stats = update.grad_stats.read()?;
+        let step_s = self.clock.step_started.elapsed().as_secs_f64();
+        self.clock.step_started = Instant::now();
+        if !stats.is_finite() && !self.grad_scaler.is_dynamic() {
+            return Err(self.divergence_failure(&stats, update.step, update.epoch, update.ids));
         }
-        if judged.is_finite() {
-            self.last_finite = made.step;
-            if self.unproven.is_some_and(|step| step < made.step) {
+        if stats.is_finite() {
+            self.last_finite = update.step;
+            if self.unproven_checkpoint.is_some_and(|step| step < update.step) {
                 self.prune()?;
             }
         }
-        self.heed_waiting(step_s, made.wait_s)?;
-        let (last, log) = (made.step == self.until, self.setup.job.log.every_steps);
-        let evaluated =
-            self.options.observer.is_none() && self.due_at(self.setup.job.eval.every(), made.step);
-        if last || evaluated || made.step == 1 || made.step.is_multiple_of(log) {
-            self.report_step(&made, &judged, step_s)?;
-            self.correct()?;
+        self.report_data_wait(step_s, update.wait_s)?;
+        let (last, log) = (update.step == self.last_step, self.setup.job.log.every_steps);
+        let evaluates =
+            self.options.observer.is_none() && self.due_at(self.setup.job.eval.every(), update.step);
+        if last || evaluates || update.step == 1 || update.step.is_multiple_of(log) {
+            self.report_step(&update, &stats, step_s)?;
+            self.correct_budget()?;
         }
         Ok(())
     }

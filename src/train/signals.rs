@@ -37,12 +37,12 @@ impl Signal {
     }
 
     /// What a signal that was received asks for.
-    pub fn of(number: i32) -> Self {
+    pub fn from_number(number: i32) -> Self {
         if number == SIGINT { Signal::Interrupt } else { Signal::Terminate }
     }
 
     /// The signal a supervisor passes it on with.
-    pub fn passed_on(self) -> i32 {
+    pub fn forwarded_number(self) -> i32 {
         match self {
             Signal::Interrupt => SIGUSR1,
             Signal::Terminate => SIGUSR2,
@@ -50,40 +50,40 @@ impl Signal {
     }
 
     /// The exit code of a run that it stopped.
-    pub fn code(self) -> i32 {
+    pub fn exit_code(self) -> i32 {
         128 + if self == Signal::Interrupt { SIGINT } else { SIGTERM }
     }
 }
 
 /// Who asks a process to stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Heard {
-    FromAnyone,
-    FromSupervisor,
+pub enum SignalSource {
+    Anyone,
+    Supervisor,
 }
 
 /// What signals were seen. Clones see the same.
 #[derive(Clone, Debug, Default)]
 pub struct Signals {
-    seen: Arc<AtomicUsize>,
+    received: Arc<AtomicUsize>,
 }
 
 impl Signals {
     /// Watches the process's signals from here on.
-    pub fn watch(heard: Heard) -> io::Result<Self> {
+    pub fn watch(source: SignalSource) -> io::Result<Self> {
         let signals = Self::default();
-        for number in stopping() {
-            let signal = Signal::of(number);
-            match heard {
-                Heard::FromAnyone => signals.register(number, signal)?,
-                Heard::FromSupervisor => {
+        for number in stop_signals() {
+            let signal = Signal::from_number(number);
+            match source {
+                SignalSource::Anyone => signals.register(number, signal)?,
+                SignalSource::Supervisor => {
                     signal_hook::flag::register(number, Arc::new(AtomicBool::new(false)))?;
                 }
             }
         }
-        if heard == Heard::FromSupervisor {
+        if source == SignalSource::Supervisor {
             for signal in [Signal::Interrupt, Signal::Terminate] {
-                signals.register(signal.passed_on(), signal)?;
+                signals.register(signal.forwarded_number(), signal)?;
             }
         }
         Ok(signals)
@@ -91,17 +91,21 @@ impl Signals {
 
     fn register(&self, number: i32, signal: Signal) -> io::Result<()> {
         // In this order: the shutdown looks at the flag before this very signal raises it.
-        let again = Arc::new(AtomicBool::new(false));
-        signal_hook::flag::register_conditional_shutdown(number, signal.code(), again.clone())?;
-        signal_hook::flag::register(number, again)?;
-        signal_hook::flag::register_usize(number, self.seen.clone(), signal.code() as usize)?;
+        let already_received = Arc::new(AtomicBool::new(false));
+        signal_hook::flag::register_conditional_shutdown(
+            number,
+            signal.exit_code(),
+            already_received.clone(),
+        )?;
+        signal_hook::flag::register(number, already_received)?;
+        signal_hook::flag::register_usize(number, self.received.clone(), signal.exit_code() as usize)?;
         Ok(())
     }
 
     /// The signal that asked the run to stop, if one did.
-    pub fn stop(&self) -> Option<Signal> {
-        let seen = self.seen.load(Ordering::Relaxed) as i32;
-        [Signal::Interrupt, Signal::Terminate].into_iter().find(|signal| signal.code() == seen)
+    pub fn stop_requested(&self) -> Option<Signal> {
+        let code = self.received.load(Ordering::Relaxed) as i32;
+        [Signal::Interrupt, Signal::Terminate].into_iter().find(|signal| signal.exit_code() == code)
     }
 }
 
@@ -123,13 +127,13 @@ pub fn name(number: i32) -> String {
 
 /// A file that grows beyond `RLIMIT_FSIZE` ends the process unless somebody listens; then the write fails, as on a
 /// full disk.
-pub fn survive_file_limits() {
+pub fn ignore_sigxfsz() {
     #[cfg(unix)]
     drop(signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false))));
 }
 
 /// The signals that ask a run to stop. `nohup` ignores SIGHUP for the programs it starts, and it stays so.
-pub fn stopping() -> Vec<i32> {
+pub fn stop_signals() -> Vec<i32> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let hangup = (cfg!(unix) && !ignores(&status, SIGHUP)).then_some(SIGHUP);
     [SIGINT, SIGTERM].into_iter().chain(hangup).collect()

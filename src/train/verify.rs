@@ -3,7 +3,7 @@
 //!
 //! Every way goes through the run itself, in a folder that is removed afterwards. What the first one computed
 //! waits in files there, so that a proof takes no more memory than the run. Refuses nothing that runs; gives a
-//! [`Report`] whose `passed` decides.
+//! [`VerifyReport`] whose `passed` decides.
 
 mod compare;
 
@@ -16,20 +16,20 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::Failure;
-use super::folder::{Folder, Wish};
-use super::run::{self, Ended, Observer, Options};
+use super::run::{self, Observer, RunOptions, RunOutcome};
+use super::run_dir::{RequestedRun, RunDir};
 use super::setup::Setup;
 use super::signals::Signals;
 use crate::data::digest::Digest;
-use crate::job::Rung;
-use crate::memory::plan::{Plan, Split, Verdict};
-use crate::memory::{Fault, search};
-use crate::params::Store;
-use crate::report::{Events, Reporter};
-use compare::{Against, Kept};
+use crate::job::OomAction;
+use crate::memory::plan::{BatchSplit, MemoryPlan, PlanVerdict};
+use crate::memory::{InjectedOom, search};
+use crate::params::ParamStore;
+use crate::report::{EventLog, Reporter};
+use compare::{ComparisonObserver, ReferenceRecorder};
 
 /// How a job is to be proved.
-pub struct Proof {
+pub struct VerifyOptions {
     /// Updates of every way, at least 2.
     pub updates: u64,
     /// Host bytes a run may use.
@@ -64,7 +64,7 @@ impl Tolerance {
 
 /// The largest difference of a kind.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
-pub struct Apart {
+pub struct MaxDifference {
     /// Relative; 0 where every bit is equal.
     pub difference: f64,
     /// The update it was seen at, from 1; 0 where there was none.
@@ -75,16 +75,16 @@ pub struct Apart {
 
 /// One way of running, held against the way that was planned.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-pub struct Checked {
+pub struct VariantResult {
     pub name: String,
     pub micro_batch: usize,
     pub accumulation_steps: usize,
     pub recompute: usize,
     /// Has to be equal to the bit: the split is the same.
     pub exact: bool,
-    pub losses: Apart,
-    pub gradients: Apart,
-    pub weights: Apart,
+    pub losses: MaxDifference,
+    pub gradients: MaxDifference,
+    pub weights: MaxDifference,
     /// Of the samples of all updates, in order.
     pub samples_digest: String,
     pub passed: bool,
@@ -92,49 +92,49 @@ pub struct Checked {
 
 /// What `trainer verify --json` prints.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-pub struct Report {
+pub struct VerifyReport {
     pub passed: bool,
     pub updates: u64,
     pub samples_per_update: usize,
     /// The way that was planned, which all others are held against.
-    pub reference: Split,
+    pub reference: BatchSplit,
     pub losses: Vec<f64>,
     pub samples_digest: String,
     pub tolerance: Tolerance,
     /// What limits the proof: said before it begins.
     pub notes: Vec<String>,
-    pub ways: Vec<Checked>,
+    pub ways: Vec<VariantResult>,
 }
 
 /// What a caller is told while it goes on.
-pub enum Told<'a> {
+pub enum VerifyEvent<'a> {
     /// What limits the proof, and how many updates will be made in all.
-    Begun {
-        plan: &'a Plan,
+    Started {
+        plan: &'a MemoryPlan,
         notes: &'a [String],
         updates: u64,
     },
     /// An update of a way was made.
     Updated {
-        way: &'a str,
+        variant: &'a str,
     },
-    Checked(&'a Checked),
+    VariantDone(&'a VariantResult),
 }
 
 /// A way to run the job.
-struct Way {
+struct RunVariant {
     name: String,
-    split: Split,
+    split: BatchSplit,
     recompute: usize,
     exact: bool,
-    how: How,
+    kind: VariantKind,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum How {
+enum VariantKind {
     Plain,
     /// One thread reads the data, one batch at a time.
-    OneReader,
+    SingleReader,
     /// An ask for memory in the middle of the second update is refused.
     OutOfMemory,
     /// Stopped after half of the updates and gone on with.
@@ -142,86 +142,106 @@ enum How {
 }
 
 /// Hears how a proof goes on.
-pub type Tell = Arc<dyn Fn(Told) + Send + Sync>;
+pub type VerifyCallback = Arc<dyn Fn(VerifyEvent) + Send + Sync>;
 
 /// Runs the proof. `None` where a signal stopped it.
-pub fn verify(setup: Setup, proof: &Proof, tell: Tell) -> Result<Option<Report>, Failure> {
-    prove(setup, proof, tell, &|_, watch| watch)
+pub fn verify(
+    setup: Setup,
+    settings: &VerifyOptions,
+    callback: VerifyCallback,
+) -> Result<Option<VerifyReport>, Failure> {
+    verify_with(setup, settings, callback, &|_, watch| watch)
 }
 
 /// May put something of its own between a way, by name, and who watches it: how a test makes one go wrong.
-type Spoil = dyn Fn(&str, Arc<dyn Observer>) -> Arc<dyn Observer>;
+type WrapObserver = dyn Fn(&str, Arc<dyn Observer>) -> Arc<dyn Observer>;
 
 /// As [`verify`], with a way to spoil it.
-fn prove(mut setup: Setup, proof: &Proof, tell: Tell, spoil: &Spoil) -> Result<Option<Report>, Failure> {
-    let plan = setup.settle(proof.ram, None);
-    if plan.verdict == Verdict::DoesNotFit {
+fn verify_with(
+    mut setup: Setup,
+    settings: &VerifyOptions,
+    callback: VerifyCallback,
+    wrap: &WrapObserver,
+) -> Result<Option<VerifyReport>, Failure> {
+    let plan = setup.plan_and_apply(settings.ram, None);
+    if plan.verdict == PlanVerdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
     }
-    let (ways, notes) = ways(&plan, &setup);
-    tell(Told::Begun { plan: &plan, notes: &notes, updates: proof.updates * (ways.len() as u64 + 1) });
-    let _gone = Gone(&proof.folder);
-    let kept = Arc::new(Kept::new(proof.folder.join("kept"))?);
-    let reference = Way {
+    let (variants, notes) = variants(&plan, &setup);
+    callback(VerifyEvent::Started {
+        plan: &plan,
+        notes: &notes,
+        updates: settings.updates * (variants.len() as u64 + 1),
+    });
+    let _cleanup = RemoveDirOnDrop(&settings.folder);
+    let recorder = Arc::new(ReferenceRecorder::new(settings.folder.join("kept"))?);
+    let reference = RunVariant {
         name: "as planned".into(),
-        split: Split {
+        split: BatchSplit {
             micro_batch: plan.chosen.micro_batch,
             accumulation_steps: plan.chosen.accumulation_steps,
         },
         recompute: plan.chosen.recompute,
         exact: true,
-        how: How::Plain,
+        kind: VariantKind::Plain,
     };
-    let telling = |inner: Arc<dyn Observer>, way: &Way| -> Arc<dyn Observer> {
-        Arc::new(Telling { inner, way: way.name.clone(), tell: tell.clone() })
+    let reporting = |inner: Arc<dyn Observer>, variant: &RunVariant| -> Arc<dyn Observer> {
+        Arc::new(ReportingObserver { inner, variant: variant.name.clone(), callback: callback.clone() })
     };
-    if !go(&mut setup, &plan, &reference, proof, None, telling(kept.clone(), &reference))? {
+    if !run_variant(&mut setup, &plan, &reference, settings, None, reporting(recorder.clone(), &reference))? {
         return Ok(None);
     }
-    let first = kept.done();
+    let summary = recorder.summary();
     let loose = Tolerance::of(setup.dtype);
-    let mut checked = Vec::new();
-    for way in ways {
-        let against = Arc::new(Against::new(kept.clone(), loose));
-        let fault = (way.how == How::OutOfMemory).then_some(first.middle_of_second);
-        let watch = spoil(&way.name, telling(against.clone(), &way));
-        if !go(&mut setup, &plan, &way, proof, fault, watch)? {
+    let mut results = Vec::new();
+    for variant in variants {
+        let comparison = Arc::new(ComparisonObserver::new(recorder.clone(), loose));
+        let fault = (variant.kind == VariantKind::OutOfMemory).then_some(summary.request_in_second_update);
+        let observer = wrap(&variant.name, reporting(comparison.clone(), &variant));
+        if !run_variant(&mut setup, &plan, &variant, settings, fault, observer)? {
             return Ok(None);
         }
-        let tolerance = if way.exact { Tolerance::NONE } else { loose };
-        let one = against.judge(&way, tolerance, &first.digest);
-        tell(Told::Checked(&one));
-        checked.push(one);
+        let tolerance = if variant.exact { Tolerance::NONE } else { loose };
+        let result = comparison.result(&variant, tolerance, &summary.digest);
+        callback(VerifyEvent::VariantDone(&result));
+        results.push(result);
     }
-    Ok(Some(Report {
-        passed: checked.iter().all(|way| way.passed),
-        updates: proof.updates,
+    Ok(Some(VerifyReport {
+        passed: results.iter().all(|variant| variant.passed),
+        updates: settings.updates,
         samples_per_update: plan.samples_per_update,
         reference: reference.split,
-        losses: first.losses,
-        samples_digest: first.digest,
+        losses: summary.losses,
+        samples_digest: summary.digest,
         tolerance: loose,
         notes,
-        ways: checked,
+        ways: results,
     }))
 }
 
 /// The ways a job can be run beside the planned one, and what stands in the way of others.
-fn ways(plan: &Plan, setup: &Setup) -> (Vec<Way>, Vec<String>) {
-    let (samples, group) = (plan.samples_per_update, setup.network.group());
-    let split =
-        Split { micro_batch: plan.chosen.micro_batch, accumulation_steps: plan.chosen.accumulation_steps };
+fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) {
+    let (samples, group) = (plan.samples_per_update, setup.network.micro_batch_multiple());
+    let split = BatchSplit {
+        micro_batch: plan.chosen.micro_batch,
+        accumulation_steps: plan.chosen.accumulation_steps,
+    };
     let (recompute, blocks) = (plan.chosen.recompute, setup.network.blocks.len());
     let mut notes = Vec::new();
-    let mut ways =
-        vec![Way { name: "one reader".into(), split, recompute, exact: true, how: How::OneReader }];
+    let mut variants = vec![RunVariant {
+        name: "one reader".into(),
+        split,
+        recompute,
+        exact: true,
+        kind: VariantKind::SingleReader,
+    }];
     if group > 1 {
         notes.push(format!(
             "batch norm looks at {group} samples together, so a micro-batch is a multiple of {group}: with another \
              group it would be another experiment"
         ));
     }
-    let mut splits: Vec<Split> = [2, 3, 8]
+    let mut splits: Vec<BatchSplit> = [2, 3, 8]
         .map(|times| search::split(samples, (split.accumulation_steps * times).min(samples), group))
         .into_iter()
         .filter(|one| one.micro_batch < split.micro_batch)
@@ -232,90 +252,110 @@ fn ways(plan: &Plan, setup: &Setup) -> (Vec<Way>, Vec<String>) {
     }
     for split in &splits {
         let name = format!("{} x {}", split.micro_batch, split.accumulation_steps);
-        ways.push(Way { name, split: *split, recompute, exact: false, how: How::Plain });
+        variants.push(RunVariant { name, split: *split, recompute, exact: false, kind: VariantKind::Plain });
     }
     if recompute < blocks {
         let name = "recomputed".into();
-        ways.push(Way { name, split, recompute: blocks, exact: true, how: How::Plain });
+        variants.push(RunVariant { name, split, recompute: blocks, exact: true, kind: VariantKind::Plain });
     }
-    let can_shrink = setup.may(Rung::Shrink) && !splits.is_empty();
-    match can_shrink || setup.may(Rung::Recompute) && recompute < blocks {
+    let can_shrink = setup.allows(OomAction::Shrink) && !splits.is_empty();
+    match can_shrink || setup.allows(OomAction::Recompute) && recompute < blocks {
         true => {
             let name = "out of memory".into();
-            ways.push(Way { name, split, recompute, exact: !can_shrink, how: How::OutOfMemory });
+            variants.push(RunVariant {
+                name,
+                split,
+                recompute,
+                exact: !can_shrink,
+                kind: VariantKind::OutOfMemory,
+            });
         }
         false => {
             notes.push("an out of memory would end the run: `memory.on_oom` leaves nothing to do".into())
         }
     }
-    ways.push(Way { name: "resumed".into(), split, recompute, exact: true, how: How::Resumed });
-    (ways, notes)
+    variants.push(RunVariant {
+        name: "resumed".into(),
+        split,
+        recompute,
+        exact: true,
+        kind: VariantKind::Resumed,
+    });
+    (variants, notes)
 }
 
 /// Runs one way; false where a signal stopped it.
-fn go(
+fn run_variant(
     setup: &mut Setup,
-    plan: &Plan,
-    way: &Way,
-    proof: &Proof,
+    plan: &MemoryPlan,
+    variant: &RunVariant,
+    settings: &VerifyOptions,
     fault: Option<u64>,
-    watch: Arc<dyn Observer>,
+    observer: Arc<dyn Observer>,
 ) -> Result<bool, Failure> {
     let mut plan = plan.clone();
     (plan.chosen.micro_batch, plan.chosen.accumulation_steps) =
-        (way.split.micro_batch, way.split.accumulation_steps);
-    plan.chosen.recompute = way.recompute;
+        (variant.split.micro_batch, variant.split.accumulation_steps);
+    plan.chosen.recompute = variant.recompute;
     let (workers, prefetch) = (setup.workers, setup.prefetch);
-    if way.how == How::OneReader {
+    if variant.kind == VariantKind::SingleReader {
         (setup.workers, setup.prefetch) = (1, 1);
     }
-    let dir = proof.folder.join("run");
-    let half = (way.how == How::Resumed).then_some(proof.updates / 2);
-    let mut whole = true;
-    for until in half.into_iter().chain([proof.updates]) {
-        let options = Options {
-            wish: Wish { run_dir: Some(dir.clone()), resume: Some(None) },
-            runs: proof.folder.clone(),
+    let dir = settings.folder.join("run");
+    let half = (variant.kind == VariantKind::Resumed).then_some(settings.updates / 2);
+    let mut completed = true;
+    for until in half.into_iter().chain([settings.updates]) {
+        let options = RunOptions {
+            requested: RequestedRun { run_dir: Some(dir.clone()), resume: Some(None) },
+            runs: settings.folder.clone(),
             stamp: String::new(),
             max_steps: Some(until),
-            ram: proof.ram,
-            fault: fault.map(|ask| Fault::At(vec![ask])),
-            signals: proof.signals.clone(),
-            observer: Some(watch.clone()),
-            ..Options::default()
+            ram: settings.ram,
+            injected_oom: fault.map(|ask| InjectedOom::At(vec![ask])),
+            signals: settings.signals.clone(),
+            observer: Some(observer.clone()),
+            ..RunOptions::default()
         };
-        let report =
-            |folder: &Folder, _: bool| Ok(Reporter::default().truth(Events::open(&folder.events())?));
-        whole &= run::follow(setup, plan.clone(), options, report)? == Ended::Done;
+        let report = |folder: &RunDir, _: bool| {
+            Ok(Reporter::default().with_required(EventLog::open(&folder.events())?))
+        };
+        completed &= run::run_plan(setup, plan.clone(), options, report)? == RunOutcome::Done;
     }
     (setup.workers, setup.prefetch) = (workers, prefetch);
     fs::remove_dir_all(&dir).map_err(Failure::io("remove", dir))?;
-    Ok(whole)
+    Ok(completed)
 }
 
 /// Tells of every update, and passes on what is seen.
-struct Telling {
+struct ReportingObserver {
     inner: Arc<dyn Observer>,
-    way: String,
-    tell: Tell,
+    variant: String,
+    callback: VerifyCallback,
 }
 
-impl Observer for Telling {
-    fn gradients(&self, step: u64, loss: f64, store: &Store, factor: f64, asks: u64) -> Result<(), Failure> {
-        self.inner.gradients(step, loss, store, factor, asks)
+impl Observer for ReportingObserver {
+    fn on_gradients(
+        &self,
+        step: u64,
+        loss: f64,
+        store: &ParamStore,
+        factor: f64,
+        requests: u64,
+    ) -> Result<(), Failure> {
+        self.inner.on_gradients(step, loss, store, factor, requests)
     }
 
-    fn updated(&self, step: u64, store: &Store, digest: Digest) -> Result<(), Failure> {
-        self.inner.updated(step, store, digest)?;
-        (self.tell)(Told::Updated { way: &self.way });
+    fn on_update(&self, step: u64, store: &ParamStore, digest: Digest) -> Result<(), Failure> {
+        self.inner.on_update(step, store, digest)?;
+        (self.callback)(VerifyEvent::Updated { variant: &self.variant });
         Ok(())
     }
 }
 
 /// Removes the folder of the proof, and the one it lies in where nothing else does.
-struct Gone<'a>(&'a Path);
+struct RemoveDirOnDrop<'a>(&'a Path);
 
-impl Drop for Gone<'_> {
+impl Drop for RemoveDirOnDrop<'_> {
     fn drop(&mut self) {
         // What cannot be removed is left to the user: the proof itself is done.
         let _ = fs::remove_dir_all(self.0);
@@ -345,74 +385,75 @@ mod tests {
         epochs = 2
     ";
 
-    fn prove_with(spoil: &Spoil) -> Report {
+    fn verify_job(wrap: &WrapObserver) -> VerifyReport {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("job.toml");
         fs::write(&path, JOB).unwrap();
         let ram = 1 << 30;
         let setup = Setup::new(Job::load(&path, &[]).unwrap(), ram).unwrap();
         let folder = folder.path().join("proof");
-        let proof = Proof { updates: 3, ram, folder: folder.clone(), signals: Signals::default() };
-        let report = prove(setup, &proof, Arc::new(|_: Told| {}), spoil).unwrap().unwrap();
+        let settings = VerifyOptions { updates: 3, ram, folder: folder.clone(), signals: Signals::default() };
+        let report = verify_with(setup, &settings, Arc::new(|_: VerifyEvent| {}), wrap).unwrap().unwrap();
         assert!(!folder.exists(), "the folder is removed");
         report
     }
 
     #[test]
-    fn a_job_that_keeps_the_law_passes_in_every_way() {
-        let report = prove_with(&|_, watch| watch);
+    fn a_job_that_keeps_the_law_passes_in_every_variant() {
+        let report = verify_job(&|_, watch| watch);
         assert!(report.passed, "{report:#?}");
-        let names: Vec<&str> = report.ways.iter().map(|way| way.name.as_str()).collect();
+        let names: Vec<&str> = report.ways.iter().map(|variant| variant.name.as_str()).collect();
         assert_eq!(
             names,
             ["one reader", "6 x 2", "4 x 3", "2 x 6", "recomputed", "out of memory", "resumed"]
         );
         assert_eq!(report.losses.len(), 3);
-        assert!(report.ways.iter().all(|way| way.samples_digest == report.samples_digest));
-        let splits = report.ways.iter().filter(|way| !way.exact);
+        assert!(report.ways.iter().all(|variant| variant.samples_digest == report.samples_digest));
+        let splits = report.ways.iter().filter(|variant| !variant.exact);
         assert!(
-            splits.clone().all(|way| way.gradients.difference > 0.0),
+            splits.clone().all(|variant| variant.gradients.difference > 0.0),
             "another order of additions is seen"
         );
         assert_eq!(splits.count(), 4);
     }
 
     /// Adds to one weight after the second update of the way it watches.
-    struct Nudge(Arc<dyn Observer>);
+    struct PerturbingObserver(Arc<dyn Observer>);
 
-    impl Observer for Nudge {
-        fn gradients(
+    impl Observer for PerturbingObserver {
+        fn on_gradients(
             &self,
             step: u64,
             loss: f64,
-            store: &Store,
+            store: &ParamStore,
             factor: f64,
-            asks: u64,
+            requests: u64,
         ) -> Result<(), Failure> {
-            self.0.gradients(step, loss, store, factor, asks)
+            self.0.on_gradients(step, loss, store, factor, requests)
         }
 
-        fn updated(&self, step: u64, store: &Store, digest: Digest) -> Result<(), Failure> {
+        fn on_update(&self, step: u64, store: &ParamStore, digest: Digest) -> Result<(), Failure> {
             let bias = store.layout.params.iter().find(|(spec, _)| spec.name.ends_with("bias")).unwrap().1;
             if step == 2 {
-                cpu::update::<f32, _>(&store.master, |all| all[bias.start] += 0.05)?;
+                cpu::with_slice_mut::<f32, _>(&store.master_weights, |all| all[bias.start] += 0.05)?;
             }
-            self.0.updated(step, store, digest)
+            self.0.on_update(step, store, digest)
         }
     }
 
     #[test]
-    fn a_way_that_goes_wrong_fails_alone_and_the_parameter_is_named() {
+    fn a_variant_that_goes_wrong_fails_alone_and_the_parameter_is_named() {
         for wrong in ["4 x 3", "recomputed", "resumed"] {
-            let report =
-                prove_with(&move |name, watch| if name == wrong { Arc::new(Nudge(watch)) } else { watch });
+            let report = verify_job(&move |name, watch| {
+                if name == wrong { Arc::new(PerturbingObserver(watch)) } else { watch }
+            });
             assert!(!report.passed);
-            for way in &report.ways {
-                assert_eq!(way.passed, way.name != wrong, "{way:#?}");
+            for variant in &report.ways {
+                assert_eq!(variant.passed, variant.name != wrong, "{variant:#?}");
             }
-            let way = report.ways.iter().find(|way| way.name == wrong).unwrap();
-            assert!(way.weights.difference > 1e-3 && way.weights.update == 2, "{way:#?}");
-            let named = way.weights.parameter.as_deref().unwrap();
+            let variant = report.ways.iter().find(|variant| variant.name == wrong).unwrap();
+            assert!(variant.weights.difference > 1e-3 && variant.weights.update == 2, "{variant:#?}");
+            let named = variant.weights.parameter.as_deref().unwrap();
             assert!(named.ends_with("bias"), "{named}");
         }
     }

@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
-use trainer::features::{Features, Input, Target};
-use trainer::job::Model;
+use trainer::features::{Features, InputSpec, TargetSpec};
+use trainer::job::ModelConfig;
 use trainer::kernels::cpu;
-use trainer::kernels::update::{AdamW, Common, clear, round_into};
-use trainer::layers::aside::Aside;
-use trainer::layers::network::{Batch, Walk};
-use trainer::layers::{Along, At, Mode, On, Pass};
+use trainer::kernels::update::{AdamWKernel, UpdateArgs, cast_into, clear};
+use trainer::layers::network::{DeviceBatch, Executor};
+use trainer::layers::offload::ActivationOffload;
+use trainer::layers::{Backend, FusionContext, MicroBatchSpec, Mode, PassContext};
 use trainer::memory::Ledger;
-use trainer::models::{Built, build};
-use trainer::params::{Lies, Spec, Store};
+use trainer::models::{BuiltModel, build};
+use trainer::params::{MemoryFormat, ParamStore, TensorSpec};
 
 /// What `make.py` wrote.
 #[derive(serde::Deserialize)]
@@ -20,10 +20,10 @@ struct Oracle {
     #[serde(default = "rate")]
     lr: f64,
     losses: Vec<f64>,
-    grads: BTreeMap<String, Grad>,
+    grads: BTreeMap<String, GradSample>,
     /// Running statistics after the last step.
     #[serde(default)]
-    stats: BTreeMap<String, Stat>,
+    stats: BTreeMap<String, RunningStat>,
 }
 
 fn rate() -> f64 {
@@ -31,13 +31,13 @@ fn rate() -> f64 {
 }
 
 #[derive(serde::Deserialize)]
-struct Stat {
+struct RunningStat {
     norm: f64,
     first: f64,
 }
 
 #[derive(serde::Deserialize)]
-struct Grad {
+struct GradSample {
     norm: f64,
     /// Places of three values, in the shape other tools know.
     at: Vec<usize>,
@@ -48,84 +48,106 @@ struct Grad {
 /// a row alike, a shift before a batch norm is taken off again.
 const ROUNDING: f64 = 1e-6;
 
-pub struct Case {
+pub struct OracleCase {
     name: &'static str,
-    model: Model,
+    model: ModelConfig,
     features: Features,
-    batch: Batch,
+    batch: DeviceBatch,
     /// Tokens of each sample that are not padding, where not all are.
     lengths: Option<Vec<u32>>,
     /// Compared in f64, as PyTorch was asked for it, and a hundred times as strictly.
-    wide: bool,
+    double: bool,
 }
 
 /// A model that learns the next token.
-pub fn language(name: &'static str, model: Model, batch: usize, length: usize, vocab: usize) -> Case {
-    let all = numbers("tokens", vocab, batch * (length + 1));
+pub fn language_model(
+    name: &'static str,
+    model: ModelConfig,
+    batch: usize,
+    length: usize,
+    vocab: usize,
+) -> OracleCase {
+    let all = uniform_integers("tokens", vocab, batch * (length + 1));
     let part = |from: usize| {
         let rows = all.chunks(length + 1).flat_map(|row| row[from..from + length].to_vec());
         Tensor::from_vec(rows.collect::<Vec<u32>>(), (batch, length), &Device::Cpu).unwrap()
     };
-    let features = Features::new(Input::Tokens { length, vocab }, Target::Tokens);
-    Case::new(name, model, features, part(0), part(1))
+    let features = Features::new(InputSpec::Tokens { length, vocab }, TargetSpec::Tokens);
+    OracleCase::new(name, model, features, part(0), part(1))
 }
 
 /// A model that tells texts of many lengths apart.
-pub fn texts(
+pub fn text_classifier(
     name: &'static str,
-    model: Model,
+    model: ModelConfig,
     (batch, length, vocab): (usize, usize, usize),
     classes: usize,
-) -> Case {
+) -> OracleCase {
     let inputs =
-        Tensor::from_vec(numbers("tokens", vocab, batch * length), (batch, length), &Device::Cpu).unwrap();
-    let features = Features::new(Input::Tokens { length, vocab }, named(classes));
-    let lengths = numbers("lengths", length, batch).iter().map(|n| n + 1).collect();
-    Case { lengths: Some(lengths), ..Case::new(name, model, features, inputs, targets(batch, classes)) }
+        Tensor::from_vec(uniform_integers("tokens", vocab, batch * length), (batch, length), &Device::Cpu)
+            .unwrap();
+    let features = Features::new(InputSpec::Tokens { length, vocab }, named(classes));
+    let lengths = uniform_integers("lengths", length, batch).iter().map(|n| n + 1).collect();
+    OracleCase {
+        lengths: Some(lengths),
+        ..OracleCase::new(name, model, features, inputs, targets(batch, classes))
+    }
 }
 
 /// A model that tells pictures (height, width, channels) apart.
-pub fn pictures(name: &'static str, model: Model, batch: usize, shape: [usize; 3], classes: usize) -> Case {
+pub fn image_classifier(
+    name: &'static str,
+    model: ModelConfig,
+    batch: usize,
+    shape: [usize; 3],
+    classes: usize,
+) -> OracleCase {
     let [h, w, c] = shape;
     let pixels = bits("pictures", batch * h * w * c).map(|b| uniform(b) as f32).collect::<Vec<f32>>();
     let inputs = Tensor::from_vec(pixels, (batch, h, w, c), &Device::Cpu).unwrap();
-    let features = Features::new(Input::Floats { shape: shape.to_vec() }, named(classes));
-    Case::new(name, model, features, inputs, targets(batch, classes))
+    let features = Features::new(InputSpec::Floats { shape: shape.to_vec() }, named(classes));
+    OracleCase::new(name, model, features, inputs, targets(batch, classes))
 }
 
-fn named(classes: usize) -> Target {
-    Target::Class { names: (0..classes).map(|c| c.to_string()).collect() }
+fn named(classes: usize) -> TargetSpec {
+    TargetSpec::Class { names: (0..classes).map(|c| c.to_string()).collect() }
 }
 
 fn targets(batch: usize, classes: usize) -> Tensor {
-    Tensor::from_vec(numbers("classes", classes, batch), batch, &Device::Cpu).unwrap()
+    Tensor::from_vec(uniform_integers("classes", classes, batch), batch, &Device::Cpu).unwrap()
 }
 
-impl Case {
-    fn new(name: &'static str, model: Model, features: Features, inputs: Tensor, targets: Tensor) -> Self {
-        let (batch, lengths) = (Batch { inputs, targets, staged: None }, None);
-        Self { name, model, features, batch, lengths, wide: false }
+impl OracleCase {
+    fn new(
+        name: &'static str,
+        model: ModelConfig,
+        features: Features,
+        inputs: Tensor,
+        targets: Tensor,
+    ) -> Self {
+        let (batch, lengths) = (DeviceBatch { inputs, targets, sample_info: None }, None);
+        Self { name, model, features, batch, lengths, double: false }
     }
 
     /// For networks of batch norms: many magnify the last digit of f32 to a hundredth, and Adam follows
     /// what rounding leaves of a gradient that is 0.
-    pub fn wide(self) -> Self {
-        Self { wide: true, ..self }
+    pub fn in_double(self) -> Self {
+        Self { double: true, ..self }
     }
 
     fn dtype(&self) -> DType {
-        if self.wide { DType::F64 } else { DType::F32 }
+        if self.double { DType::F64 } else { DType::F32 }
     }
 
     fn strictness(&self) -> f64 {
-        if self.wide { 1e-2 } else { 1.0 }
+        if self.double { 1e-2 } else { 1.0 }
     }
 
     /// The model with its first weights, computing in a type.
-    fn network(&self, dtype: DType) -> Network<'_> {
+    fn network(&self, dtype: DType) -> TestNetwork<'_> {
         let built = build(&self.model, &self.features).unwrap();
-        let store = Store::new(built.layout.clone(), 0, dtype, &Device::Cpu).unwrap();
-        let network = Network { case: self, built, store, dtype };
+        let store = ParamStore::new(built.layout.clone(), 0, dtype, &Device::Cpu).unwrap();
+        let network = TestNetwork { case: self, built, store, dtype };
         network.reset();
         network
     }
@@ -133,29 +155,29 @@ impl Case {
     /// Losses and gradients as PyTorch has them, the same for every split of the batch (whose sizes are
     /// given) and however many blocks are recomputed; nearly the same in the narrow types, where these are
     /// wide enough for the model.
-    pub fn proven(&self, splits: &[&[usize]]) {
+    pub fn check_against_pytorch(&self, splits: &[&[usize]]) {
         let path = format!("{}/tests/oracles/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
         let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let network = self.network(self.dtype());
-        network.scores_are_what_is_judged();
-        let whole = network.learns(splits);
+        network.check_logits_match_eval_loss();
+        let whole = network.check_gradients(splits);
         network.compare(&whole, &oracle);
         network.train(&oracle);
         network.compare_stats(&oracle);
-        if self.wide {
+        if self.double {
             return;
         }
         for (dtype, near) in [(DType::BF16, 0.05), (DType::F16, 0.01)] {
             let network = self.network(dtype);
-            network.learn(0, self.rows(), 0);
-            let far = apart(&network.gradients(), &whole);
+            network.forward_backward(0, self.rows(), 0);
+            let far = relative_l2_distance(&network.gradients(), &whole);
             assert!(far < near, "{}: in {dtype:?} the gradient is {far} away", self.name);
         }
     }
 
     /// The gradient of the batch is the sum over its parts, and the statistics end alike.
-    pub fn same_in_parts(&self, splits: &[&[usize]]) {
-        self.network(self.dtype()).learns(splits);
+    pub fn check_splits(&self, splits: &[&[usize]]) {
+        self.network(self.dtype()).check_gradients(splits);
     }
 
     fn rows(&self) -> usize {
@@ -168,14 +190,14 @@ impl Case {
     }
 }
 
-struct Network<'a> {
-    case: &'a Case,
-    built: Built,
-    store: Store,
+struct TestNetwork<'a> {
+    case: &'a OracleCase,
+    built: BuiltModel,
+    store: ParamStore,
     dtype: DType,
 }
 
-impl Network<'_> {
+impl TestNetwork<'_> {
     /// The first weights, no gradients, no statistics.
     fn reset(&self) {
         let mut weights = vec![0f64; self.store.layout.params.len];
@@ -187,7 +209,7 @@ impl Network<'_> {
                 // Rounded as `make.py` rounds: once to f32, and once after each operation.
                 let v = uniform(b) as f32;
                 let v = if spec.shape.len() < 2 { v * 0.1 + shift } else { v * spread as f32 };
-                values[stored(spec, i)] = v as f64;
+                values[storage_index(spec, i)] = v as f64;
             }
         }
         let mut stats = vec![0f64; self.store.layout.stats.len];
@@ -195,63 +217,85 @@ impl Network<'_> {
             stats[range].fill(if spec.name.ends_with("var") { 1.0 } else { 0.0 });
         }
         let set = |to: &Tensor, from: Vec<f64>| {
-            round_into(&Tensor::new(from, &Device::Cpu).unwrap(), to).unwrap();
+            cast_into(&Tensor::new(from, &Device::Cpu).unwrap(), to).unwrap();
         };
-        set(&self.store.master, weights);
+        set(&self.store.master_weights, weights);
         set(&self.store.stats, stats);
-        if self.store.compute.dtype() != self.store.master.dtype() {
-            round_into(&self.store.master, &self.store.compute).unwrap();
+        if self.store.compute_weights.dtype() != self.store.master_weights.dtype() {
+            cast_into(&self.store.master_weights, &self.store.compute_weights).unwrap();
         }
         clear(&self.store.grads).unwrap();
     }
 
     /// A micro-batch of rows of the batch, as the network takes it.
-    fn part(&self, from: usize, rows: usize) -> Batch {
+    fn micro_batch(&self, from: usize, rows: usize) -> DeviceBatch {
         let part = |t: &Tensor| t.narrow(0, from, rows).unwrap();
-        let batch = Batch {
+        let batch = DeviceBatch {
             inputs: part(&self.case.batch.inputs),
             targets: part(&self.case.batch.targets),
-            staged: None,
+            sample_info: None,
         };
         match batch.inputs.dtype() {
-            DType::F32 => Batch { inputs: batch.inputs.to_dtype(self.dtype).unwrap(), ..batch },
+            DType::F32 => DeviceBatch { inputs: batch.inputs.to_dtype(self.dtype).unwrap(), ..batch },
             _ => batch,
         }
     }
 
-    fn walk<'a>(&'a self, ids: &'a [u64], mode: Mode, ledger: &'a Ledger, recompute: usize) -> Walk<'a> {
+    fn walk<'a>(&'a self, ids: &'a [u64], mode: Mode, ledger: &'a Ledger, recompute: usize) -> Executor<'a> {
         let (from, rows) = (ids[0] as usize, ids.len());
-        let pass = Pass {
+        let pass = PassContext {
             store: &self.store,
             mode,
             seed: 0,
             epoch: 0,
-            ids,
+            sample_ids: ids,
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
-            staged: None,
-            scale: 1.0 / self.case.targets(),
-            along: Along::default(),
+            sample_info: None,
+            loss_scale: 1.0 / self.case.targets(),
+            fusion: FusionContext::default(),
         };
-        let at = At { batch: rows, dtype: self.dtype, on: On::Cpu { threads: cpu::threads() } };
-        Walk { pass: Some(pass), at, ledger, recompute, aside: None }
+        let at = MicroBatchSpec {
+            batch: rows,
+            dtype: self.dtype,
+            backend: Backend::Cpu { threads: cpu::threads() },
+        };
+        Executor { pass: Some(pass), spec: at, ledger, recompute_blocks: recompute, offload: None }
     }
 
     /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
-    fn learn(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
-        self.learn_with(from, rows, recompute, None)
+    fn forward_backward(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
+        self.forward_backward_offloading(from, rows, recompute, None)
     }
 
-    /// As [`Self::learn`]; inputs of blocks may wait elsewhere, which the host is asked for.
-    fn learn_with(&self, from: usize, rows: usize, recompute: usize, aside: Option<&Aside>) -> (f64, u64) {
+    /// As [`Self::forward_backward`]; inputs of blocks may wait elsewhere, which the host is asked for.
+    fn forward_backward_offloading(
+        &self,
+        from: usize,
+        rows: usize,
+        recompute: usize,
+        aside: Option<&ActivationOffload>,
+    ) -> (f64, u64) {
         let ids: Vec<u64> = (from..from + rows).map(|i| i as u64).collect();
         let (ledger, planned) = (Ledger::new(u64::MAX, None), Ledger::planning());
-        let walk = Walk { aside, ..self.walk(&ids, Mode::Train, &ledger, recompute) };
-        let loss =
-            self.built.network.learn(&walk, Some(&self.part(from, rows))).unwrap().read().unwrap().loss;
-        let plan = Walk { pass: None, at: walk.at, ledger: &planned, recompute, aside };
-        self.built.network.learn(&plan, None).unwrap();
+        let walk = Executor { offload: aside, ..self.walk(&ids, Mode::Train, &ledger, recompute) };
+        let loss = self
+            .built
+            .network
+            .forward_backward(&walk, Some(&self.micro_batch(from, rows)))
+            .unwrap()
+            .read()
+            .unwrap()
+            .loss;
+        let plan = Executor {
+            pass: None,
+            spec: walk.spec,
+            ledger: &planned,
+            recompute_blocks: recompute,
+            offload: aside,
+        };
+        self.built.network.forward_backward(&plan, None).unwrap();
         assert_eq!(
-            (ledger.peak(), ledger.held()),
+            (ledger.peak(), ledger.reserved()),
             (planned.peak(), 0),
             "{}: the plan is the walk",
             self.case.name
@@ -260,22 +304,25 @@ impl Network<'_> {
     }
 
     /// The cross-entropy of the scores, made whole, is the loss that is judged without.
-    fn scores_are_what_is_judged(&self) {
+    fn check_logits_match_eval_loss(&self) {
         let (rows, ledger) = (self.case.rows(), Ledger::new(u64::MAX, None));
         let ids: Vec<u64> = (0..rows as u64).collect();
-        let (walk, batch) = (self.walk(&ids, Mode::Eval, &ledger, 0), self.part(0, rows));
-        let scores = self.built.network.scores(&walk, &batch.inputs).unwrap();
-        let classes = scores.dims()[scores.rank() - 1];
-        assert_eq!(scores.elem_count(), batch.targets.elem_count() * classes, "{}", self.case.name);
+        let (walk, batch) = (self.walk(&ids, Mode::Eval, &ledger, 0), self.micro_batch(0, rows));
+        let logits = self.built.network.logits(&walk, &batch.inputs).unwrap();
+        let classes = logits.dims()[logits.rank() - 1];
+        assert_eq!(logits.elem_count(), batch.targets.elem_count() * classes, "{}", self.case.name);
         let targets = batch.targets.flatten_all().unwrap().to_vec1::<u32>().unwrap();
-        let surprise = |(row, target): (&[f64], &u32)| {
+        let negative_log_likelihood = |(row, target): (&[f64], &u32)| {
             row.iter().map(|v| v.exp()).sum::<f64>().ln() - row[*target as usize]
         };
-        let loss: f64 =
-            flat(&scores.flatten_all().unwrap()).chunks(classes).zip(&targets).map(surprise).sum();
-        let judged = self.built.network.judge(&walk, Some(&batch)).unwrap().read().unwrap().loss;
-        assert!((loss - judged).abs() < 1e-5 * judged, "{}: {loss} and {judged}", self.case.name);
-        assert_eq!(ledger.held(), 0, "{}", self.case.name);
+        let loss: f64 = flat(&logits.flatten_all().unwrap())
+            .chunks(classes)
+            .zip(&targets)
+            .map(negative_log_likelihood)
+            .sum();
+        let eval_loss = self.built.network.evaluate(&walk, Some(&batch)).unwrap().read().unwrap().loss;
+        assert!((loss - eval_loss).abs() < 1e-5 * eval_loss, "{}: {loss} and {eval_loss}", self.case.name);
+        assert_eq!(ledger.reserved(), 0, "{}", self.case.name);
     }
 
     fn gradients(&self) -> Vec<f64> {
@@ -283,35 +330,46 @@ impl Network<'_> {
     }
 
     /// The gradient of the whole batch, however it is made.
-    fn learns(&self, splits: &[&[usize]]) -> Vec<f64> {
+    fn check_gradients(&self, splits: &[&[usize]]) -> Vec<f64> {
         let (name, rows) = (self.case.name, self.case.rows());
-        let (_, peak) = self.learn(0, rows, 0);
+        let (_, peak) = self.forward_backward(0, rows, 0);
         let (whole, stats) = (self.gradients(), flat(&self.store.stats));
         let blocks = self.built.network.blocks.len();
         let mut lowest = u64::MAX;
         for recompute in [1, blocks / 2, blocks] {
             self.reset();
-            lowest = lowest.min(self.learn(0, rows, recompute).1);
+            lowest = lowest.min(self.forward_backward(0, rows, recompute).1);
             assert_eq!(self.gradients(), whole, "{name}: {recompute} blocks run forward twice");
             assert_eq!(flat(&self.store.stats), stats, "{name}: statistics move once");
         }
         self.reset();
         let host = Ledger::new(u64::MAX, None);
-        let near = self.learn_with(0, rows, blocks, Some(&Aside::planned(host.clone()))).1;
+        let offloaded_peak = self
+            .forward_backward_offloading(
+                0,
+                rows,
+                blocks,
+                Some(&ActivationOffload::accounting_only(host.clone())),
+            )
+            .1;
         assert_eq!(self.gradients(), whole, "{name}: inputs of blocks wait on the host");
-        assert_eq!((host.peak() > 0, host.held()), (blocks > 1, 0), "{name}: the host is asked");
-        assert!(blocks < 8 || near <= lowest, "{name}: away they take {near} bytes instead of {lowest}");
+        assert_eq!((host.peak() > 0, host.reserved()), (blocks > 1, 0), "{name}: the host is asked");
+        assert!(
+            blocks < 8 || offloaded_peak <= lowest,
+            "{name}: away they take {offloaded_peak} bytes instead of {lowest}"
+        );
         // A network of a few blocks may be mostly one, which then is held twice: its gradient, and it again.
         assert!(blocks < 8 || lowest < peak, "{name}: recomputing takes {lowest} bytes instead of {peak}");
         for split in splits {
             self.reset();
             let mut from = 0;
             for rows in *split {
-                self.learn(from, *rows, 0);
+                self.forward_backward(from, *rows, 0);
                 from += rows;
             }
             assert_eq!(from, rows, "a split of the whole batch");
-            let far = distance(&self.gradients(), &whole).max(distance(&flat(&self.store.stats), &stats));
+            let far = relative_max_difference(&self.gradients(), &whole)
+                .max(relative_max_difference(&flat(&self.store.stats), &stats));
             // Smaller products take other kernels than larger ones, and AMX makes those of f32 from parts in bf16: ResNet-18,
             // whose batch norms carry each difference on, is 1.8e-5 away with it and below 1e-5 without.
             assert!(far < 4e-5 * self.case.strictness(), "{name}: split {split:?} is {far} away");
@@ -359,7 +417,7 @@ impl Network<'_> {
             );
             let usual = wanted.norm / (found.len() as f64).sqrt();
             for (at, value) in wanted.at.iter().zip(&wanted.values) {
-                let ours = found[stored(spec, *at)];
+                let ours = found[storage_index(spec, *at)];
                 assert!(
                     (ours - value).abs() <= near * value.abs().max(usual) + rounding,
                     "{}: gradient {at} of `{}` is {ours} and should be {value}",
@@ -374,17 +432,23 @@ impl Network<'_> {
     fn train(&self, oracle: &Oracle) {
         let zeros = || self.store.grads.zeros_like().unwrap();
         let (m, v) = (zeros(), zeros());
-        let decayed = self.store.layout.params.decayed;
-        let common = Common { lr: oracle.lr, grad_scale: 1.0, judged: None, weight_decay: 0.1, decayed };
+        let decayed = self.store.layout.params.decayed_len;
+        let common = UpdateArgs {
+            lr: oracle.lr,
+            grad_scale: 1.0,
+            device_grad_scale: None,
+            weight_decay: 0.1,
+            decayed_len: decayed,
+        };
         for (step, wanted) in oracle.losses.iter().enumerate() {
-            let loss = self.learn(0, self.case.rows(), 0).0 / self.case.targets();
+            let loss = self.forward_backward(0, self.case.rows(), 0).0 / self.case.targets();
             assert!(
                 (loss - wanted).abs() <= 1e-4 * self.case.strictness() * wanted,
                 "{}: loss {step} is {loss} and should be {wanted}",
                 self.case.name
             );
-            let adam = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, step: step as u64 + 1 };
-            adam.apply(&common, &self.store.master, &self.store.grads, (&m, &v), None).unwrap();
+            let adam = AdamWKernel { beta1: 0.9, beta2: 0.95, eps: 1e-8, step: step as u64 + 1 };
+            adam.apply(&common, &self.store.master_weights, &self.store.grads, (&m, &v), None).unwrap();
         }
     }
 }
@@ -394,21 +458,21 @@ fn flat(t: &Tensor) -> Vec<f64> {
 }
 
 /// Largest difference relative to the largest value.
-fn distance(a: &[f64], b: &[f64]) -> f64 {
+fn relative_max_difference(a: &[f64], b: &[f64]) -> f64 {
     let scale = b.iter().fold(1e-9f64, |m, v| m.max(v.abs()));
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / scale
 }
 
 /// The length of the difference relative to that of `b`.
-fn apart(a: &[f64], b: &[f64]) -> f64 {
+fn relative_l2_distance(a: &[f64], b: &[f64]) -> f64 {
     let difference: f64 = a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum();
     (difference / b.iter().map(|b| b * b).sum::<f64>()).sqrt()
 }
 
 /// Where value `i` of the shape other tools know lies in ours.
-fn stored(spec: &Spec, i: usize) -> usize {
-    match (spec.lies, spec.shape.as_slice()) {
-        (Lies::ChannelsLast, &[_, c, h, w]) => {
+fn storage_index(spec: &TensorSpec, i: usize) -> usize {
+    match (spec.memory_format, spec.shape.as_slice()) {
+        (MemoryFormat::ChannelsLast, &[_, c, h, w]) => {
             let (out, inner) = (i / (c * h * w), i % (c * h * w));
             let (channel, pixel) = (inner / (h * w), inner % (h * w));
             (out * h * w + pixel) * c + channel
@@ -434,6 +498,6 @@ fn uniform(bits: u64) -> f64 {
     (bits >> 40) as f64 / (1u64 << 23) as f64 - 1.0
 }
 
-fn numbers(name: &str, below: usize, n: usize) -> Vec<u32> {
+fn uniform_integers(name: &str, below: usize, n: usize) -> Vec<u32> {
     bits(name, n).map(|b| (b % below as u64) as u32).collect()
 }

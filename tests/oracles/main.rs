@@ -3,18 +3,21 @@
 
 mod case;
 
-use case::{language, pictures, texts};
-use trainer::job::{Bert, Gpt, Llama, Mobilenet, Model, Resnet, Stem, Vit};
+use case::{image_classifier, language_model, text_classifier};
+use trainer::job::{
+    BertConfig, GptConfig, LlamaConfig, MobilenetConfig, ModelConfig, ResnetConfig, Stem, VitConfig,
+};
 
 #[test]
 fn gpt() {
-    let model = Model::Gpt(Gpt { layers: 2, heads: 3, width: 24, context: 80, dropout: 0.0, tie: true });
-    language("gpt", model, 3, 70, 37).proven(&[&[1, 2], &[2, 1], &[1, 1, 1]]);
+    let model =
+        ModelConfig::Gpt(GptConfig { layers: 2, heads: 3, width: 24, context: 80, dropout: 0.0, tie: true });
+    language_model("gpt", model, 3, 70, 37).check_against_pytorch(&[&[1, 2], &[2, 1], &[1, 1, 1]]);
 }
 
 #[test]
 fn llama() {
-    let model = Model::Llama(Llama {
+    let model = ModelConfig::Llama(LlamaConfig {
         layers: 2,
         heads: 6,
         kv_heads: 2,
@@ -24,29 +27,37 @@ fn llama() {
         rope_theta: 5000.0,
         tie: false,
     });
-    language("llama", model, 3, 70, 37).proven(&[&[1, 2], &[1, 1, 1]]);
+    language_model("llama", model, 3, 70, 37).check_against_pytorch(&[&[1, 2], &[1, 1, 1]]);
 }
 
 #[test]
 fn bert() {
-    let model = Model::Bert(Bert { layers: 2, heads: 3, width: 24, hidden: 40, context: 80, dropout: 0.0 });
-    texts("bert", model, (6, 70, 37), 5).proven(&[&[1, 2, 3], &[5, 1]]);
+    let model = ModelConfig::Bert(BertConfig {
+        layers: 2,
+        heads: 3,
+        width: 24,
+        hidden: 40,
+        context: 80,
+        dropout: 0.0,
+    });
+    text_classifier("bert", model, (6, 70, 37), 5).check_against_pytorch(&[&[1, 2, 3], &[5, 1]]);
 }
 
 #[test]
 fn vit() {
-    let model = Model::Vit(Vit { patch: 4, layers: 2, heads: 3, width: 24, ratio: 2, dropout: 0.0 });
-    pictures("vit", model, 4, [12, 12, 3], 5).proven(&[&[1, 3], &[2, 1, 1]]);
+    let model =
+        ModelConfig::Vit(VitConfig { patch: 4, layers: 2, heads: 3, width: 24, ratio: 2, dropout: 0.0 });
+    image_classifier("vit", model, 4, [12, 12, 3], 5).check_against_pytorch(&[&[1, 3], &[2, 1, 1]]);
 }
 
-fn model(toml: &str) -> Model {
+fn model(toml: &str) -> ModelConfig {
     toml::from_str(toml).unwrap()
 }
 
 #[test]
 fn mlp() {
     let model = model("kind = 'mlp'\nhidden = [33, 17]");
-    pictures("mlp", model, 6, [5, 7, 2], 5).proven(&[&[1, 5], &[2, 2, 2], &[5, 1]]);
+    image_classifier("mlp", model, 6, [5, 7, 2], 5).check_against_pytorch(&[&[1, 5], &[2, 2, 2], &[5, 1]]);
 }
 
 const CNN: &str = "
@@ -63,30 +74,32 @@ stages = [
 #[test]
 fn cnn() {
     let with = |group: &str| model(&CNN.replace("GROUP", group));
-    pictures("cnn", with("4"), 4, [19, 23, 2], 5).wide().proven(&[]);
-    pictures("cnn", with("2"), 7, [19, 23, 2], 5).same_in_parts(&[&[2, 2, 2, 1], &[4, 3], &[6, 1]]);
+    image_classifier("cnn", with("4"), 4, [19, 23, 2], 5).in_double().check_against_pytorch(&[]);
+    image_classifier("cnn", with("2"), 7, [19, 23, 2], 5).check_splits(&[&[2, 2, 2, 1], &[4, 3], &[6, 1]]);
 }
 
 #[test]
 fn resnet18() {
-    let with = |norm_group| Model::Resnet(Resnet { depth: 18, stem: Stem::Small, norm_group });
-    pictures("resnet18", with(2), 2, [16, 16, 3], 10).wide().proven(&[]);
-    pictures("resnet18", with(2), 5, [16, 16, 3], 10).same_in_parts(&[&[2, 2, 1], &[4, 1]]);
+    let with = |norm_group| ModelConfig::Resnet(ResnetConfig { depth: 18, stem: Stem::Small, norm_group });
+    image_classifier("resnet18", with(2), 2, [16, 16, 3], 10).in_double().check_against_pytorch(&[]);
+    image_classifier("resnet18", with(2), 5, [16, 16, 3], 10).check_splits(&[&[2, 2, 1], &[4, 1]]);
 }
 
 #[test]
 fn resnet50() {
-    let model = Model::Resnet(Resnet { depth: 50, stem: Stem::Imagenet, norm_group: 2 });
-    pictures("resnet50", model, 2, [64, 64, 3], 10).wide().proven(&[]);
+    let model = ModelConfig::Resnet(ResnetConfig { depth: 50, stem: Stem::Imagenet, norm_group: 2 });
+    image_classifier("resnet50", model, 2, [64, 64, 3], 10).in_double().check_against_pytorch(&[]);
 }
 
 #[test]
 fn mobilenet() {
     let with = |norm_group| {
-        Model::Mobilenet(Mobilenet { width: 0.5, stem: Stem::Imagenet, dropout: 0.0, norm_group })
+        ModelConfig::Mobilenet(MobilenetConfig { width: 0.5, stem: Stem::Imagenet, dropout: 0.0, norm_group })
     };
-    pictures("mobilenet", with(3), 3, [64, 64, 3], 10).wide().proven(&[]);
-    pictures("mobilenet", with(2), 5, [64, 64, 3], 10).wide().same_in_parts(&[&[2, 2, 1], &[4, 1]]);
+    image_classifier("mobilenet", with(3), 3, [64, 64, 3], 10).in_double().check_against_pytorch(&[]);
+    image_classifier("mobilenet", with(2), 5, [64, 64, 3], 10)
+        .in_double()
+        .check_splits(&[&[2, 2, 1], &[4, 1]]);
 }
 
 const LAYERS: &str = "
@@ -111,6 +124,6 @@ layers = [
 #[test]
 fn layers() {
     let with = |group: &str| model(&LAYERS.replace("GROUP", group));
-    pictures("layers", with("4"), 4, [13, 11, 2], 5).wide().proven(&[]);
-    pictures("layers", with("2"), 5, [13, 11, 2], 5).same_in_parts(&[&[2, 2, 1], &[4, 1]]);
+    image_classifier("layers", with("4"), 4, [13, 11, 2], 5).in_double().check_against_pytorch(&[]);
+    image_classifier("layers", with("2"), 5, [13, 11, 2], 5).check_splits(&[&[2, 2, 1], &[4, 1]]);
 }

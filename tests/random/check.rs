@@ -5,8 +5,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::generate::{Case, Kill};
-use crate::run::{Ended, How, Job, Machine};
+use crate::generate::{GeneratedJob, KillMode};
+use crate::run::{FitOptions, JobDir, ProcessResult, Runner};
 
 pub const NO_PANIC: &str = "no panic";
 pub const EXIT_CODE: &str = "exit code";
@@ -39,21 +39,21 @@ pub const PROMISES: [&str; 12] = [
 const MIB: u64 = 1 << 20;
 
 /// A plan may be above what was measured by 5 %, or by 16 MiB where that is below 64 MiB.
-const ABOVE: f64 = 0.05;
-const TINY: u64 = 64 * MIB;
-const ABOVE_TINY: u64 = 16 * MIB;
+const MAX_OVERESTIMATE: f64 = 0.05;
+const SMALL_JOB_BYTES: u64 = 64 * MIB;
+const MAX_OVERESTIMATE_SMALL: u64 = 16 * MIB;
 
 /// A promise that was not kept.
 #[derive(Clone, Debug)]
-pub struct Broken {
+pub struct Violation {
     pub promise: &'static str,
     pub what: String,
 }
 
 /// What became of a case.
 #[derive(Clone, Debug, Default)]
-pub struct Seen {
-    pub broken: Vec<Broken>,
+pub struct CaseReport {
+    pub violations: Vec<Violation>,
     pub runs: usize,
     pub seconds: f64,
     /// What the as-written run planned, held on the heap and had resident; on a GPU the first two of device memory.
@@ -66,56 +66,61 @@ pub struct Seen {
     pub graph: Option<String>,
 }
 
-impl Seen {
-    fn broken(&mut self, promise: &'static str, what: impl Into<String>) {
-        self.broken.push(Broken { promise, what: what.into() });
+impl CaseReport {
+    fn add_violation(&mut self, promise: &'static str, what: impl Into<String>) {
+        self.violations.push(Violation { promise, what: what.into() });
     }
 }
 
 /// Runs a case, whose job and data lie in `folder`, in every way drawn for it.
-pub fn case(machine: &Machine, case: &Case, folder: &Path) -> Seen {
-    let mut seen = Seen::default();
-    let mut job = Job { folder: folder.to_owned(), sets: Vec::new(), threads: case.threads };
-    if case.begins_with_weights && !weights(machine, &job, &mut seen) {
+pub fn check_case(machine: &Runner, case: &GeneratedJob, folder: &Path) -> CaseReport {
+    let mut seen = CaseReport::default();
+    let mut job = JobDir { folder: folder.to_owned(), overrides: Vec::new(), threads: case.threads };
+    if case.needs_initial_weights && !write_initial_weights(machine, &job, &mut seen) {
         return seen;
     }
     if machine.on_gpu() {
         match machine.plan(&job) {
-            Ok(plan) => job = job.set(format!("memory.vram={}B", room(case.seed, machine, &plan))),
-            Err((code, said)) => seen.broken(EXIT_CODE, format!("plan: {code:?}: {said}")),
+            Ok(plan) => job = job.set(format!("memory.vram={}B", vram_budget(case.seed, machine, &plan))),
+            Err((code, said)) => seen.add_violation(EXIT_CODE, format!("plan: {code:?}: {said}")),
         }
     }
-    let written = fit(machine, &job, "written", &How::default(), &mut seen);
+    let written = fit(machine, &job, "written", &FitOptions::default(), &mut seen);
     written.expect(Some(0), EXIT_CODE, &mut seen);
     if written.finished().is_none() {
         return seen;
     }
-    peaks(machine, &written, job.threads, true, &mut seen);
-    written.no_oom(&mut seen);
+    check_peaks(machine, &written, job.threads, true, &mut seen);
+    written.check_no_oom(&mut seen);
     seen.graph = machine.on_gpu().then(|| written.graph());
-    if let Some(trial) = &case.trial {
-        budget(machine, &job, &written, trial.share, &mut seen);
+    if let Some(trial) = &case.disturbance {
+        check_budget(machine, &job, &written, trial.budget_fraction, &mut seen);
         let steps = written.finished().and_then(|f| f["steps"].as_u64()).unwrap_or(1);
-        kill(machine, &job, &written, trial.kill, (trial.at * steps as f64) as u64, &mut seen);
+        check_kill(machine, &job, &written, trial.kill, (trial.kill_at * steps as f64) as u64, &mut seen);
     }
     seen
 }
 
 /// Leaves the weights that `train.init` names, from a run of the same model that begins with others.
-fn weights(machine: &Machine, job: &Job, seen: &mut Seen) -> bool {
+fn write_initial_weights(machine: &Runner, job: &JobDir, seen: &mut CaseReport) -> bool {
     let path = job.folder.join("job.toml");
     let text = fs::read_to_string(&path).unwrap();
     // One update has no room for a warm-up.
     let kept = |line: &&str| !line.starts_with("init =") && !line.starts_with("warmup_steps =");
     let without: String = text.lines().filter(kept).map(|l| format!("{l}\n")).collect();
     fs::write(&path, without).unwrap();
-    let first =
-        fit(machine, &job.set("seed=1".into()).set("train.steps=1".into()), "weights", &How::default(), seen);
+    let first = fit(
+        machine,
+        &job.set("seed=1".into()).set("train.steps=1".into()),
+        "weights",
+        &FitOptions::default(),
+        seen,
+    );
     fs::write(&path, text).unwrap();
     first.expect(Some(0), EXIT_CODE, seen);
     let tensors = first.ended.tensors();
     let Some((_, model)) = tensors.iter().find(|(name, _)| name == "model.safetensors") else {
-        seen.broken(EXIT_CODE, "no weights to begin with");
+        seen.add_violation(EXIT_CODE, "no weights to begin with");
         return false;
     };
     fs::write(job.folder.join("weights.safetensors"), model).unwrap();
@@ -123,7 +128,7 @@ fn weights(machine: &Machine, job: &Job, seen: &mut Seen) -> bool {
 }
 
 /// Device bytes for a job: rarely much more than its plan, never more than its part of the GPU.
-fn room(seed: u64, machine: &Machine, plan: &Value) -> u64 {
+fn vram_budget(seed: u64, machine: &Runner, plan: &Value) -> u64 {
     let peak = plan["peak"]["vram_bytes"].as_u64().unwrap_or(0) as f64;
     // The headroom of 5 % is taken from it.
     let slack = [1.07, 1.3, 2.0, 4.0][(seed % 4) as usize];
@@ -131,60 +136,66 @@ fn room(seed: u64, machine: &Machine, plan: &Value) -> u64 {
 }
 
 /// A run and what it told.
-struct Run {
-    ended: Ended,
+struct RecordedRun {
+    ended: ProcessResult,
     events: Vec<Value>,
     name: &'static str,
 }
 
-fn fit(machine: &Machine, job: &Job, name: &'static str, how: &How, seen: &mut Seen) -> Run {
+fn fit(
+    machine: &Runner,
+    job: &JobDir,
+    name: &'static str,
+    how: &FitOptions,
+    seen: &mut CaseReport,
+) -> RecordedRun {
     let ended = machine.fit(job, name, how);
     seen.runs += 1;
     seen.seconds += ended.seconds;
-    let run = Run { events: ended.events(), ended, name };
+    let run = RecordedRun { events: ended.events(), ended, name };
     if run.ended.code == Some(101) || run.ended.stderr.contains("panicked") {
-        seen.broken(NO_PANIC, run.said());
+        seen.add_violation(NO_PANIC, run.describe());
     }
-    if run.ended.hung {
-        seen.broken(EXIT_CODE, format!("{name}: hung"));
+    if run.ended.timed_out {
+        seen.add_violation(EXIT_CODE, format!("{name}: hung"));
     }
     run
 }
 
 /// An update as told: the later telling counts.
 #[derive(Clone, Debug, PartialEq)]
-struct Step {
+struct StepRecord {
     step: u64,
     loss: Option<f64>,
     digest: String,
     split: (u64, u64),
 }
 
-impl Run {
-    fn named<'a>(&'a self, name: &'a str) -> impl DoubleEndedIterator<Item = &'a Value> {
+impl RecordedRun {
+    fn events_named<'a>(&'a self, name: &'a str) -> impl DoubleEndedIterator<Item = &'a Value> {
         self.events.iter().filter(move |event| event["event"] == name)
     }
 
     fn finished(&self) -> Option<&Value> {
-        self.named("finished").next_back()
+        self.events_named("finished").next_back()
     }
 
-    fn said(&self) -> String {
+    fn describe(&self) -> String {
         format!("{}: exit code {:?}: {}", self.name, self.ended.code, self.ended.stderr.trim())
     }
 
-    fn expect(&self, code: Option<i32>, promise: &'static str, seen: &mut Seen) -> bool {
+    fn expect(&self, code: Option<i32>, promise: &'static str, seen: &mut CaseReport) -> bool {
         if self.ended.code != code {
-            seen.broken(promise, self.said());
+            seen.add_violation(promise, self.describe());
         }
         self.ended.code == code
     }
 
-    fn steps(&self) -> Vec<Step> {
-        let mut steps: Vec<Step> = Vec::new();
-        for event in self.named("step") {
+    fn steps(&self) -> Vec<StepRecord> {
+        let mut steps: Vec<StepRecord> = Vec::new();
+        for event in self.events_named("step") {
             let number = |key: &str| event[key].as_u64().unwrap_or(0);
-            let step = Step {
+            let step = StepRecord {
                 step: number("step"),
                 loss: event["loss"].as_f64(),
                 digest: event["samples_digest"].as_str().unwrap_or_default().into(),
@@ -197,21 +208,21 @@ impl Run {
     }
 
     /// No retry and no correction while the plan fits. What others on the machine took is not the job's.
-    fn no_oom(&self, seen: &mut Seen) {
-        if self.named("pressure").next().is_some() {
+    fn check_no_oom(&self, seen: &mut CaseReport) {
+        if self.events_named("pressure").next().is_some() {
             return;
         }
         for event in ["oom", "shrunk", "corrected"] {
-            if let Some(event) = self.named(event).next() {
-                seen.broken(NO_OOM, format!("{}: {event}", self.name));
+            if let Some(event) = self.events_named(event).next() {
+                seen.add_violation(NO_OOM, format!("{}: {event}", self.name));
             }
         }
     }
 
     fn graph(&self) -> String {
-        let captured = self.named("cuda_graph_captured").next().is_some();
+        let captured = self.events_named("cuda_graph_captured").next().is_some();
         let reason = |event: &Value| event["reason"].as_str().unwrap_or("?").to_owned();
-        match (captured, self.named("cuda_graph_disabled").next()) {
+        match (captured, self.events_named("cuda_graph_disabled").next()) {
             (true, None) => "captured".into(),
             (true, Some(event)) => format!("captured, then: {}", reason(event)),
             (false, Some(event)) => reason(event),
@@ -220,12 +231,12 @@ impl Run {
     }
 
     fn planned(&self) -> Option<&Value> {
-        self.named("planned").next().map(|event| &event["plan"])
+        self.events_named("planned").next().map(|event| &event["plan"])
     }
 }
 
 /// The plan against the heap, what was resident and, on a GPU, the pool. `above`: not too high either.
-fn peaks(machine: &Machine, run: &Run, threads: usize, above: bool, seen: &mut Seen) {
+fn check_peaks(machine: &Runner, run: &RecordedRun, threads: usize, above: bool, seen: &mut CaseReport) {
     let Some(finished) = run.finished() else { return };
     let bytes = |key: &str, of: &str| finished[key][of].as_u64().unwrap_or(0);
     let place = if machine.on_gpu() { "vram" } else { "ram" };
@@ -237,33 +248,40 @@ fn peaks(machine: &Machine, run: &Run, threads: usize, above: bool, seen: &mut S
     }
     let name = run.name;
     if planned < heap {
-        seen.broken(PLAN_HEAP, format!("{name}: {} above the plan of {}", mib(heap - planned), mib(planned)));
+        seen.add_violation(
+            PLAN_HEAP,
+            format!("{name}: {} above the plan of {}", mib(heap - planned), mib(planned)),
+        );
     }
     let (ram, ram_heap) = (bytes("planned_peak_bytes", "ram"), bytes("measured_peak_bytes", "ram"));
     if machine.on_gpu() && ram < ram_heap {
-        seen.broken(
+        seen.add_violation(
             PLAN_HEAP,
             format!("{name}: host: {} above the plan of {}", mib(ram_heap - ram), mib(ram)),
         );
     }
     // The CUDA driver's own host memory is not in the plan.
     if !machine.on_gpu() && planned < resident {
-        seen.broken(
+        seen.add_violation(
             PLAN_RESIDENT,
             format!("{name}: {} above the plan of {}", mib(resident - planned), mib(planned)),
         );
     }
     // Threads that share a layer's work have their memory at the same time only where each has a processor. Optimizer state
     // that no update wrote to, because all of them overflowed in f16, is planned and never resident.
-    let skipped = run.named("step").map(|step| step["skipped_updates"].as_u64().unwrap_or(0)).max();
+    let skipped = run.events_named("step").map(|step| step["skipped_updates"].as_u64().unwrap_or(0)).max();
     let updated = skipped < finished["steps"].as_u64();
     let above = above && updated && (machine.on_gpu() || threads <= machine.processors());
     let measured = if machine.on_gpu() { heap } else { heap.max(resident) };
-    let most = if measured < TINY { measured + ABOVE_TINY } else { (measured as f64 * (1.0 + ABOVE)) as u64 };
+    let most = if measured < SMALL_JOB_BYTES {
+        measured + MAX_OVERESTIMATE_SMALL
+    } else {
+        (measured as f64 * (1.0 + MAX_OVERESTIMATE)) as u64
+    };
     if above && planned > most {
         let share = 100.0 * (planned as f64 / measured as f64 - 1.0);
         let told = format!("{name}: planned {}, measured {} ({share:+.1} %)", mib(planned), mib(measured));
-        seen.broken(PLAN_BOUND, told);
+        seen.add_violation(PLAN_BOUND, told);
     }
 }
 
@@ -272,7 +290,7 @@ fn mib(bytes: u64) -> String {
 }
 
 /// The job again in less memory than it wants: the same experiment, or exit code 3 by a plan that said so.
-fn budget(machine: &Machine, job: &Job, written: &Run, share: f64, seen: &mut Seen) {
+fn check_budget(machine: &Runner, job: &JobDir, written: &RecordedRun, share: f64, seen: &mut CaseReport) {
     let (key, place) = if machine.on_gpu() { ("memory.vram", "vram") } else { ("memory.ram", "ram") };
     let peak = written.finished().and_then(|f| f["planned_peak_bytes"][place].as_u64()).unwrap_or(0);
     let bytes = (peak as f64 * share) as u64;
@@ -281,11 +299,11 @@ fn budget(machine: &Machine, job: &Job, written: &Run, share: f64, seen: &mut Se
         Ok(plan) => plan,
         // The data alone does not fit: refused before there is a plan.
         Err((Some(3), said)) if said.contains("memory.ram") => json!({ "verdict": "does_not_fit" }),
-        Err((code, said)) => return seen.broken(BUDGET_CODE, format!("plan: {code:?}: {said}")),
+        Err((code, said)) => return seen.add_violation(BUDGET_CODE, format!("plan: {code:?}: {said}")),
     };
     let verdict = plan["verdict"].as_str().unwrap_or_default().to_owned();
     seen.budget = Some(verdict.clone());
-    let run = fit(machine, &tight, "budget", &How::default(), seen);
+    let run = fit(machine, &tight, "budget", &FitOptions::default(), seen);
     let takes = plan["peak"][format!("{place}_bytes")].as_u64().unwrap_or(0);
     let (wanted, other) = if verdict == "does_not_fit" { (3, 0) } else { (0, 3) };
     // The process part is measured anew by the run: what fits by less than that may differ is refused or not.
@@ -295,48 +313,57 @@ fn budget(machine: &Machine, job: &Job, written: &Run, share: f64, seen: &mut Se
     if !run.expect(Some(wanted), BUDGET_CODE, seen) || wanted == 3 {
         return;
     }
-    run.no_oom(seen);
-    peaks(machine, &run, job.threads, false, seen);
+    run.check_no_oom(seen);
+    check_peaks(machine, &run, job.threads, false, seen);
     if takes > bytes {
-        seen.broken(BUDGET_CODE, format!("the plan takes {} of {}", mib(takes), mib(bytes)));
+        seen.add_violation(BUDGET_CODE, format!("the plan takes {} of {}", mib(takes), mib(bytes)));
     }
-    same(written, &run, seen);
+    check_same_result(written, &run, seen);
 }
 
 /// The job again, killed on its way and continued: equal bits.
-fn kill(machine: &Machine, job: &Job, written: &Run, kill: Kill, at: u64, seen: &mut Seen) {
+fn check_kill(
+    machine: &Runner,
+    job: &JobDir,
+    written: &RecordedRun,
+    kill: KillMode,
+    at: u64,
+    seen: &mut CaseReport,
+) {
     let alone = job.set("memory.supervise=false".into());
     // A job may allow no restart at all.
     let supervised = job.set("memory.supervise=true".into()).set("memory.max_retries=8".into());
     let (job, how) = match kill {
-        Kill::Worker => (&supervised, How { die_at: Some(at), ..How::default() }),
-        Kill::Whole => (&alone, How { die_at: Some(at), ..How::default() }),
-        Kill::Signal => (&supervised, How { kill_at: Some(at), ..How::default() }),
+        KillMode::Worker => (&supervised, FitOptions { kill_worker_at: Some(at), ..FitOptions::default() }),
+        KillMode::Whole => (&alone, FitOptions { kill_worker_at: Some(at), ..FitOptions::default() }),
+        KillMode::Signal => {
+            (&supervised, FitOptions { kill_supervisor_at: Some(at), ..FitOptions::default() })
+        }
     };
     let mut run = fit(machine, job, "killed", &how, seen);
-    if kill != Kill::Worker {
+    if kill != KillMode::Worker {
         // Killed from outside, it may have been done before.
         if run.ended.code != Some(0) {
             run.expect(None, KILL_CODE, seen);
         }
-        run = fit(machine, job, "killed", &How { resume: true, ..How::default() }, seen);
+        run = fit(machine, job, "killed", &FitOptions { resume: true, ..FitOptions::default() }, seen);
     }
     if !run.expect(Some(0), KILL_CODE, seen) {
         return;
     }
-    run.no_oom(seen);
+    run.check_no_oom(seen);
     let leftovers = run.ended.leftovers();
     if !leftovers.is_empty() {
-        seen.broken(LEFTOVERS, format!("killed: {leftovers:?}"));
+        seen.add_violation(LEFTOVERS, format!("killed: {leftovers:?}"));
     }
-    let before = seen.broken.len();
-    same(written, &run, seen);
-    if seen.broken.len() == before && !splits_agree(written, &run) {
-        seen.broken(SAME_BITS, "killed: another split than the run that was not killed");
+    let before = seen.violations.len();
+    check_same_result(written, &run, seen);
+    if seen.violations.len() == before && !splits_agree(written, &run) {
+        seen.add_violation(SAME_BITS, "killed: another split than the run that was not killed");
     }
 }
 
-fn splits_agree(a: &Run, b: &Run) -> bool {
+fn splits_agree(a: &RecordedRun, b: &RecordedRun) -> bool {
     let (a, b) = (a.steps(), b.steps());
     a.iter().all(|step| {
         b.iter().find(|other| other.step == step.step).is_none_or(|other| other.split == step.split)
@@ -344,27 +371,30 @@ fn splits_agree(a: &Run, b: &Run) -> bool {
 }
 
 /// The same samples and losses; where the split is the same throughout, the same bits.
-fn same(written: &Run, other: &Run, seen: &mut Seen) {
+fn check_same_result(written: &RecordedRun, other: &RecordedRun, seen: &mut CaseReport) {
     let name = other.name;
-    let digest = |run: &Run| run.finished().map(|f| f["samples_digest"].clone());
+    let digest = |run: &RecordedRun| run.finished().map(|f| f["samples_digest"].clone());
     if digest(written) != digest(other) {
-        seen.broken(SAME_SAMPLES, format!("{name}: digest {:?} and {:?}", digest(written), digest(other)));
+        seen.add_violation(
+            SAME_SAMPLES,
+            format!("{name}: digest {:?} and {:?}", digest(written), digest(other)),
+        );
     }
-    let optimizer = |run: &Run| run.planned().map(|plan| plan["chosen"]["optimizer"].clone());
+    let optimizer = |run: &RecordedRun| run.planned().map(|plan| plan["chosen"]["optimizer"].clone());
     if optimizer(written) != optimizer(other) {
         // State in 8 bits, which the job allowed: other numbers.
         return;
     }
     let (a, b) = (written.steps(), other.steps());
     let exact = splits_agree(written, other);
-    let half = written.half();
+    let half = written.is_half_precision();
     for step in &a {
         let Some(other) = b.iter().find(|other| other.step == step.step) else {
-            seen.broken(SAME_LOSSES, format!("{name}: step {} was not told", step.step));
+            seen.add_violation(SAME_LOSSES, format!("{name}: step {} was not told", step.step));
             break;
         };
         if step.digest != other.digest {
-            seen.broken(SAME_SAMPLES, format!("{name}: step {}: other samples", step.step));
+            seen.add_violation(SAME_SAMPLES, format!("{name}: step {}: other samples", step.step));
         }
         let agree = match (step.loss, other.loss) {
             (a, b) if exact => a.map(f64::to_bits) == b.map(f64::to_bits),
@@ -374,12 +404,12 @@ fn same(written: &Run, other: &Run, seen: &mut Seen) {
         if !agree {
             let how = if exact { "the same split" } else { "another split" };
             let told = format!("{name}: step {}: {:?} and {:?} by {how}", step.step, step.loss, other.loss);
-            seen.broken(SAME_LOSSES, told);
+            seen.add_violation(SAME_LOSSES, told);
             break;
         }
     }
     if exact && written.ended.tensors() != other.ended.tensors() {
-        seen.broken(SAME_BITS, format!("{name}: other tensors by the same split"));
+        seen.add_violation(SAME_BITS, format!("{name}: other tensors by the same split"));
     }
 }
 
@@ -390,9 +420,9 @@ fn tolerance(half: bool, step: u64) -> f64 {
     first * (1.0 + step as f64 * 10.0)
 }
 
-impl Run {
+impl RecordedRun {
     /// Whether it computes in 16 bits.
-    fn half(&self) -> bool {
+    fn is_half_precision(&self) -> bool {
         let job = fs::read_to_string(self.ended.root.join("job.toml")).unwrap_or_default();
         let job: toml::Table = job.parse().unwrap_or_default();
         let precision =

@@ -2,15 +2,15 @@
 
 use std::ops::RangeInclusive;
 
-use trainer::random::{Draws, Random, stream};
+use trainer::random::{CounterRng, RngKey, stream_id};
 
 /// Draws one after the other.
-pub struct Draw(Draws);
+pub struct Draw(CounterRng);
 
 impl Draw {
     /// The draws of one use (`what`) of a seed; uses do not shift each other's draws.
     pub fn new(seed: u64, what: &str) -> Self {
-        Self(Random::new(seed, stream("random jobs")).at(stream(what)).draws())
+        Self(RngKey::new(seed, stream_id("random jobs")).fold_in(stream_id(what)).rng())
     }
 
     pub fn bits(&mut self) -> u64 {
@@ -28,7 +28,7 @@ impl Draw {
     }
 
     /// Uniform in the logarithm: small and odd sizes are as likely as large ones.
-    pub fn size(&mut self, range: RangeInclusive<usize>) -> usize {
+    pub fn log_uniform(&mut self, range: RangeInclusive<usize>) -> usize {
         let (low, high) = (*range.start() as f64, *range.end() as f64 + 1.0);
         let drawn = (low.ln() + (high.ln() - low.ln()) * self.unit()).exp() as usize;
         drawn.clamp(*range.start(), *range.end())
@@ -48,7 +48,7 @@ impl Draw {
     }
 
     /// Some of the choices, in their order; none is likely too.
-    pub fn some<T: Clone>(&mut self, of: &[T]) -> Vec<T> {
+    pub fn subset<T: Clone>(&mut self, of: &[T]) -> Vec<T> {
         of.iter().filter(|_| self.chance(0.5)).cloned().collect()
     }
 

@@ -5,7 +5,7 @@
 //! test binary takes the program from `TRAINER_BINARY`; docs/contributing.md has all variables.
 
 mod check;
-mod cover;
+mod coverage;
 mod data;
 mod draw;
 #[allow(dead_code)]
@@ -20,8 +20,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use generate::Scale;
-use report::Trials;
-use run::Machine;
+use report::TrialOptions;
+use run::Runner;
 
 /// What no job here says, and why.
 const NOT_DRAWN: [(&str, &str); 2] = [
@@ -45,13 +45,14 @@ fn every_seed_is_a_valid_job_and_always_the_same() {
 
 #[test]
 fn the_generator_draws_all_of_the_schema() {
-    let machine = Machine::here();
+    let machine = Runner::from_env();
     let output = std::process::Command::new(&machine.program).arg("schema").output().unwrap();
     let schema = serde_json::from_slice(&output.stdout).unwrap();
-    let drawn: BTreeSet<String> =
-        (0..4000).flat_map(|seed| cover::of_job(&generate::case(seed, Scale::Small).job, &schema)).collect();
+    let drawn: BTreeSet<String> = (0..4000)
+        .flat_map(|seed| coverage::job_paths(&generate::case(seed, Scale::Small).job, &schema))
+        .collect();
     let known: BTreeSet<String> = NOT_DRAWN.iter().map(|(path, _)| path.to_string()).collect();
-    let wanted = cover::of_schema(&schema);
+    let wanted = coverage::schema_paths(&schema);
     let missing: Vec<&String> = wanted.difference(&drawn).filter(|path| !known.contains(*path)).collect();
     assert!(missing.is_empty(), "in the schema and never drawn: {missing:#?}");
     let needless: Vec<&String> = known.intersection(&drawn).collect();
@@ -62,19 +63,19 @@ fn the_generator_draws_all_of_the_schema() {
 #[test]
 fn forty_random_jobs_keep_every_promise() {
     let folder = tempfile::tempdir().unwrap();
-    let trials = Trials {
+    let trials = TrialOptions {
         seeds: (0..40).collect(),
         parallel: 2,
         limit: None,
         folder: folder.path().to_owned(),
         keep: false,
     };
-    let machine = Machine::here();
+    let machine = Runner::from_env();
     let done = report::run(&machine, &trials);
     println!("{}", report::table(&machine, &trials, &done));
     let broken: Vec<String> = done
         .iter()
-        .flat_map(|(case, seen)| seen.broken.iter().map(move |b| (case.seed, b)))
+        .flat_map(|(case, seen)| seen.violations.iter().map(move |b| (case.seed, b)))
         .map(|(seed, broken)| format!("seed {seed}: {}: {}", broken.promise, broken.what))
         .collect();
     assert!(broken.is_empty(), "{}", broken.join("\n"));
@@ -87,11 +88,11 @@ fn forty_random_jobs_keep_every_promise() {
 fn memory_behind_the_plans_back_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
     let disturbance = Some(("TRAINER_FAULT_UNASKED", "512MiB".to_owned()));
-    let machine = Machine { disturbance, ..Machine::here() };
+    let machine = Runner { fault_env: disturbance, ..Runner::from_env() };
     let case = generate::case(0, Scale::Small);
     report::write(&case, folder.path()).unwrap();
-    let seen = check::case(&machine, &case, folder.path());
-    assert!(seen.broken.iter().any(|b| b.promise == check::PLAN_HEAP), "{:?}", seen.broken);
+    let seen = check::check_case(&machine, &case, folder.path());
+    assert!(seen.violations.iter().any(|b| b.promise == check::PLAN_HEAP), "{:?}", seen.violations);
 }
 
 /// A range of seeds, `TRAINER_TRIALS_SEEDS`: the counts, and whatever broke a promise in a folder of its own.
@@ -102,23 +103,23 @@ fn trials() {
     let seeds = seeds(&variable("TRAINER_TRIALS_SEEDS").unwrap_or_else(|| "0..1000".into()));
     let number =
         |name: &str| variable(name).map(|text| text.parse::<u64>().unwrap_or_else(|e| panic!("{name}: {e}")));
-    let trials = Trials {
+    let trials = TrialOptions {
         parallel: number("TRAINER_TRIALS_PARALLEL").unwrap_or(2) as usize,
         limit: number("TRAINER_TRIALS_SECONDS").map(Duration::from_secs),
         folder: variable("TRAINER_TRIALS_FOLDER").map_or("target/trials".into(), PathBuf::from),
         keep: variable("TRAINER_TRIALS_KEEP").is_some(),
         seeds,
     };
-    let mut machine = Machine::here();
+    let mut machine = Runner::from_env();
     machine.vram = number("TRAINER_TRIALS_VRAM").unwrap_or(machine.vram);
-    machine.longest = number("TRAINER_TRIALS_RUN_SECONDS").map_or(machine.longest, Duration::from_secs);
+    machine.timeout = number("TRAINER_TRIALS_RUN_SECONDS").map_or(machine.timeout, Duration::from_secs);
     std::fs::create_dir_all(&trials.folder).unwrap();
-    let trials = Trials { folder: std::fs::canonicalize(&trials.folder).unwrap(), ..trials };
+    let trials = TrialOptions { folder: std::fs::canonicalize(&trials.folder).unwrap(), ..trials };
     let done = report::run(&machine, &trials);
     let table = report::table(&machine, &trials, &done);
     std::fs::write(trials.folder.join("table.md"), &table).unwrap();
     println!("\n{table}\nwhat broke a promise is in {}", trials.folder.display());
-    if done.iter().any(|(_, seen)| !seen.broken.is_empty()) {
+    if done.iter().any(|(_, seen)| !seen.violations.is_empty()) {
         // Not a panic: the table is the last that is told.
         std::process::exit(1);
     }

@@ -7,12 +7,12 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::check::{self, PROMISES, Seen};
-use crate::generate::{self, Case};
-use crate::run::Machine;
+use crate::check::{self, CaseReport, PROMISES};
+use crate::generate::{self, GeneratedJob};
+use crate::run::Runner;
 
 /// Which seeds, how many at once, for how long, and where what failed is kept.
-pub struct Trials {
+pub struct TrialOptions {
     pub seeds: Vec<u64>,
     pub parallel: usize,
     pub limit: Option<Duration>,
@@ -22,14 +22,14 @@ pub struct Trials {
 }
 
 /// Writes a case's job and data.
-pub fn write(case: &Case, folder: &Path) -> std::io::Result<()> {
+pub fn write(case: &GeneratedJob, folder: &Path) -> std::io::Result<()> {
     fs::create_dir_all(folder)?;
     fs::write(folder.join("job.toml"), toml::to_string(&case.job).map_err(std::io::Error::other)?)?;
     case.files.write(folder, case.seed)
 }
 
 /// Runs all of them; gives what became of each, in the order of seeds.
-pub fn run(machine: &Machine, trials: &Trials) -> Vec<(Case, Seen)> {
+pub fn run(machine: &Runner, trials: &TrialOptions) -> Vec<(GeneratedJob, CaseReport)> {
     let (next, done, begun) = (AtomicUsize::new(0), Mutex::new(Vec::new()), Instant::now());
     std::thread::scope(|scope| {
         for _ in 0..trials.parallel.max(1) {
@@ -38,41 +38,41 @@ pub fn run(machine: &Machine, trials: &Trials) -> Vec<(Case, Seen)> {
                     if trials.limit.is_some_and(|limit| begun.elapsed() > limit) {
                         break;
                     }
-                    let one = one(machine, trials, seed);
+                    let one = run_seed(machine, trials, seed);
                     done.lock().unwrap().push(one);
                 }
             });
         }
     });
     let mut done = done.into_inner().unwrap();
-    done.sort_by_key(|(case, _): &(Case, Seen)| case.seed);
+    done.sort_by_key(|(case, _): &(GeneratedJob, CaseReport)| case.seed);
     done
 }
 
-fn one(machine: &Machine, trials: &Trials, seed: u64) -> (Case, Seen) {
+fn run_seed(machine: &Runner, trials: &TrialOptions, seed: u64) -> (GeneratedJob, CaseReport) {
     let case = generate::case(seed, machine.scale);
     let folder = trials.folder.join(seed.to_string());
     // What an earlier trial of this seed left.
     drop(fs::remove_dir_all(&folder));
     write(&case, &folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
-    let seen = check::case(machine, &case, &folder);
-    if seen.broken.is_empty() && !trials.keep {
+    let seen = check::check_case(machine, &case, &folder);
+    if seen.violations.is_empty() && !trials.keep {
         fs::remove_dir_all(&folder).unwrap();
     } else {
-        let told: String = seen.broken.iter().map(|b| format!("{}: {}\n", b.promise, b.what)).collect();
-        fs::write(folder.join("broken.txt"), told).unwrap();
+        let text: String = seen.violations.iter().map(|b| format!("{}: {}\n", b.promise, b.what)).collect();
+        fs::write(folder.join("broken.txt"), text).unwrap();
         if !trials.keep {
-            thin(&folder);
+            remove_checkpoints(&folder);
         }
     }
-    for broken in &seen.broken {
+    for broken in &seen.violations {
         println!("seed {seed}: {}: {}", broken.promise, first_lines(&broken.what));
     }
     (case, seen)
 }
 
 /// Checkpoints are the bulk of a run, and made again by its seed.
-fn thin(folder: &Path) {
+fn remove_checkpoints(folder: &Path) {
     for run in ["weights", "written", "budget", "killed"] {
         drop(fs::remove_dir_all(folder.join(run).join("checkpoints")));
     }
@@ -87,14 +87,14 @@ fn first_lines(text: &str) -> String {
 }
 
 /// The counts: jobs by kind, what was planned against what was measured, and every promise with the seeds that broke it.
-pub fn table(machine: &Machine, trials: &Trials, done: &[(Case, Seen)]) -> String {
+pub fn table(machine: &Runner, trials: &TrialOptions, done: &[(GeneratedJob, CaseReport)]) -> String {
     let mut text = String::new();
-    let kind = |case: &Case, table: &str| {
+    let kind = |case: &GeneratedJob, table: &str| {
         let kind =
             case.job.get(table).and_then(|t| t.get("kind")).and_then(|k| k.as_str()).unwrap_or("default");
         kind.to_owned()
     };
-    let mut count = |title: &str, of: &dyn Fn(&(Case, Seen)) -> Vec<String>| {
+    let mut count = |title: &str, of: &dyn Fn(&(GeneratedJob, CaseReport)) -> Vec<String>| {
         let mut counts: BTreeMap<String, usize> = BTreeMap::new();
         done.iter().flat_map(of).for_each(|name| *counts.entry(name).or_default() += 1);
         let counts: Vec<String> = counts.iter().map(|(name, count)| format!("{name} {count}")).collect();
@@ -106,9 +106,11 @@ pub fn table(machine: &Machine, trials: &Trials, done: &[(Case, Seen)]) -> Strin
     count("data", &|(case, _)| vec![kind(case, "data")]);
     count("optimizers", &|(case, _)| vec![kind(case, "optimizer")]);
     count("budgets", &|(_, seen)| seen.budget.iter().cloned().collect());
-    count("kills", &|(case, _)| case.trial.iter().map(|t| format!("{:?}", t.kill).to_lowercase()).collect());
+    count("kills", &|(case, _)| {
+        case.disturbance.iter().map(|t| format!("{:?}", t.kill).to_lowercase()).collect()
+    });
     count("CUDA graphs", &|(_, seen)| seen.graph.iter().cloned().collect());
-    let above = |f: fn(&Seen) -> u64| {
+    let above = |f: fn(&CaseReport) -> u64| {
         let mut all: Vec<f64> = done
             .iter()
             .filter(|(_, seen)| f(seen) > 0)
@@ -127,7 +129,7 @@ pub fn table(machine: &Machine, trials: &Trials, done: &[(Case, Seen)]) -> Strin
         text += &format!("| plan over resident | {} |\n", above(|seen| seen.resident));
     }
     for promise in PROMISES {
-        let broken = done.iter().filter(|(_, seen)| seen.broken.iter().any(|b| b.promise == promise));
+        let broken = done.iter().filter(|(_, seen)| seen.violations.iter().any(|b| b.promise == promise));
         let seeds: Vec<String> = broken.map(|(case, _)| case.seed.to_string()).collect();
         text += &format!(
             "| {promise} | {} broken{}{} |\n",
@@ -139,7 +141,7 @@ pub fn table(machine: &Machine, trials: &Trials, done: &[(Case, Seen)]) -> Strin
     let runs: usize = done.iter().map(|(_, seen)| seen.runs).sum();
     let seconds: f64 = done.iter().map(|(_, seen)| seen.seconds).sum();
     let (first, last) = (trials.seeds.first().unwrap_or(&0), trials.seeds.last().unwrap_or(&0));
-    let broken = done.iter().filter(|(_, seen)| !seen.broken.is_empty()).count();
+    let broken = done.iter().filter(|(_, seen)| !seen.violations.is_empty()).count();
     let head = format!(
         "{} of {} jobs on {} (seeds {first} to {last}), {runs} runs, {:.2} s a run: {broken} jobs broke a promise",
         done.len(),

@@ -11,7 +11,7 @@ use crate::generate::Scale;
 
 /// Where and with what jobs are run.
 #[derive(Clone, Debug)]
-pub struct Machine {
+pub struct Runner {
     pub program: PathBuf,
     /// `cpu` or `cuda`.
     pub device: String,
@@ -19,28 +19,28 @@ pub struct Machine {
     /// Device bytes that one job may use; no more than its part where several run side by side.
     pub vram: u64,
     /// A run that takes longer hangs: they are made for seconds, on a machine that may be busy with others.
-    pub longest: Duration,
+    pub timeout: Duration,
     /// A disturbance for every run, `(NAME, VALUE)` of its environment: for what proves that a check can fail.
-    pub disturbance: Option<(&'static str, String)>,
+    pub fault_env: Option<(&'static str, String)>,
 }
 
-impl Machine {
-    pub fn here() -> Self {
+impl Runner {
+    pub fn from_env() -> Self {
         let program =
             std::env::var_os("TRAINER_BINARY").map_or(env!("CARGO_BIN_EXE_trainer").into(), PathBuf::from);
         let device = std::env::var("TRAINER_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
         let scale = if device == "cpu" { Scale::Small } else { Scale::Large };
-        Self { program, device, scale, vram: 20 << 30, longest: Duration::from_secs(900), disturbance: None }
+        Self { program, device, scale, vram: 20 << 30, timeout: Duration::from_secs(900), fault_env: None }
     }
 
     pub fn on_gpu(&self) -> bool {
         self.device != "cpu"
     }
 
-    fn command(&self, job: &Job, args: &[&str]) -> Command {
+    fn command(&self, job: &JobDir, args: &[&str]) -> Command {
         let mut command = Command::new(&self.program);
         command.args(args).args(["--device", &self.device]).current_dir(&job.folder).stdin(Stdio::null());
-        command.args(job.sets.iter().flat_map(|set| ["--set", set]));
+        command.args(job.overrides.iter().flat_map(|set| ["--set", set]));
         command.env("RAYON_NUM_THREADS", job.threads.to_string());
         command
     }
@@ -50,7 +50,7 @@ impl Machine {
     }
 
     /// `trainer plan --json`, or the exit code and what it said instead.
-    pub fn plan(&self, job: &Job) -> Result<Value, (Option<i32>, String)> {
+    pub fn plan(&self, job: &JobDir) -> Result<Value, (Option<i32>, String)> {
         let output =
             self.command(job, &["plan", "job.toml", "--json"]).output().map_err(|e| (None, e.to_string()))?;
         let plan =
@@ -60,15 +60,17 @@ impl Machine {
     }
 
     /// Trains a job, or goes on with it.
-    pub fn fit(&self, job: &Job, run: &str, how: &How) -> Ended {
+    pub fn fit(&self, job: &JobDir, run: &str, how: &FitOptions) -> ProcessResult {
         let root = job.folder.join(run);
-        let said = |kind: &str| job.folder.join(format!("{run}.{kind}"));
+        let log_path = |kind: &str| job.folder.join(format!("{run}.{kind}"));
         let mut args = vec!["fit", "job.toml", "-q", "--run-dir", run];
         args.extend(how.resume.then_some("--resume"));
         let mut command = self.command(job, &args);
-        command.stdout(File::create(said("stdout")).unwrap()).stderr(File::create(said("stderr")).unwrap());
-        command.envs(self.disturbance.clone());
-        command.envs(how.die_at.map(|step| ("TRAINER_FAULT_DIE", format!("kill:{step}"))));
+        command
+            .stdout(File::create(log_path("stdout")).unwrap())
+            .stderr(File::create(log_path("stderr")).unwrap());
+        command.envs(self.fault_env.clone());
+        command.envs(how.kill_worker_at.map(|step| ("TRAINER_FAULT_DIE", format!("kill:{step}"))));
         let begun = Instant::now();
         let mut child = command.spawn().unwrap_or_else(|e| panic!("{}: {e}", self.program.display()));
         let (mut resident, mut hung) = (0, false);
@@ -76,25 +78,25 @@ impl Machine {
             if let Some(status) = child.try_wait().unwrap() {
                 break status;
             }
-            let processes = family(&child);
-            resident = processes.iter().map(|pid| high_water(*pid)).fold(resident, u64::max);
-            hung = begun.elapsed() > self.longest;
-            if hung || how.kill_at.is_some_and(|step| last_step(&root) >= step) {
+            let processes = process_tree(&child);
+            resident = processes.iter().map(|pid| peak_resident_bytes(*pid)).fold(resident, u64::max);
+            hung = begun.elapsed() > self.timeout;
+            if hung || how.kill_supervisor_at.is_some_and(|step| last_step(&root) >= step) {
                 child.kill().unwrap();
                 let status = child.wait().unwrap();
                 // The worker dies with its supervisor, a little later.
-                while processes.iter().any(|pid| alive(*pid)) {
+                while processes.iter().any(|pid| is_alive(*pid)) {
                     std::thread::sleep(Duration::from_millis(2));
                 }
                 break status;
             }
             std::thread::sleep(Duration::from_millis(4));
         };
-        let stderr = fs::read(said("stderr")).unwrap_or_default();
-        Ended {
+        let stderr = fs::read(log_path("stderr")).unwrap_or_default();
+        ProcessResult {
             root,
             code: status.code(),
-            hung,
+            timed_out: hung,
             stderr: String::from_utf8_lossy(&stderr).into_owned(),
             resident,
             seconds: begun.elapsed().as_secs_f64(),
@@ -104,41 +106,41 @@ impl Machine {
 
 /// A job in its folder, with what is set over it.
 #[derive(Clone, Debug)]
-pub struct Job {
+pub struct JobDir {
     pub folder: PathBuf,
-    pub sets: Vec<String>,
+    pub overrides: Vec<String>,
     pub threads: usize,
 }
 
-impl Job {
+impl JobDir {
     pub fn set(&self, set: String) -> Self {
-        Self { sets: self.sets.iter().cloned().chain([set]).collect(), ..self.clone() }
+        Self { overrides: self.overrides.iter().cloned().chain([set]).collect(), ..self.clone() }
     }
 }
 
 /// What is done to a run.
 #[derive(Clone, Debug, Default)]
-pub struct How {
+pub struct FitOptions {
     pub resume: bool,
     /// The worker kills itself before the update after this step.
-    pub die_at: Option<u64>,
+    pub kill_worker_at: Option<u64>,
     /// The process that was started is killed from outside once this step was made.
-    pub kill_at: Option<u64>,
+    pub kill_supervisor_at: Option<u64>,
 }
 
 /// A run that ended.
-pub struct Ended {
+pub struct ProcessResult {
     pub root: PathBuf,
     /// None: by a signal.
     pub code: Option<i32>,
-    pub hung: bool,
+    pub timed_out: bool,
     pub stderr: String,
     /// The most bytes of one of its processes that were seen resident; the last milliseconds are not.
     pub resident: u64,
     pub seconds: f64,
 }
 
-impl Ended {
+impl ProcessResult {
     /// What the run told, in order; a last line without its end is none.
     pub fn events(&self) -> Vec<Value> {
         let text = fs::read_to_string(self.root.join("events.jsonl")).unwrap_or_default();
@@ -174,20 +176,20 @@ impl Ended {
 }
 
 /// A process and its children, where the system says.
-fn family(child: &Child) -> Vec<u32> {
+fn process_tree(child: &Child) -> Vec<u32> {
     let id = child.id();
     let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
     [id].into_iter().chain(children.split_whitespace().filter_map(|id| id.parse().ok())).collect()
 }
 
 /// The most bytes of a process that were resident so far.
-fn high_water(pid: u32) -> u64 {
+fn peak_resident_bytes(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok()).unwrap_or(0) * 1024
 }
 
-fn alive(pid: u32) -> bool {
+fn is_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // After the name in brackets; a zombie holds nothing.
     stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with('Z'))

@@ -12,30 +12,30 @@ use zune_core::colorspace::ColorSpace;
 use zune_core::options::DecoderOptions;
 use zune_jpeg::JpegDecoder;
 
-use super::exif::{self, Turn};
-use super::header::Header;
+use super::exif::{self, Orientation};
+use super::header::ImageHeader;
 
 /// A picture whose header was read and found possible.
-pub struct Opened<'a> {
-    pub header: Header,
+pub struct ImageDecoder<'a> {
+    pub header: ImageHeader,
     height: usize,
     width: usize,
     /// Channels of a sample: 1 or 3.
     channels: usize,
-    turn: Turn,
-    with: Decoder<'a>,
+    orientation: Orientation,
+    decoder: FormatDecoder<'a>,
 }
 
-enum Decoder<'a> {
+enum FormatDecoder<'a> {
     Jpeg(Box<JpegDecoder<ZCursor<&'a [u8]>>>),
     Png(Box<png::Reader<Cursor<&'a [u8]>>>),
     Webp(Box<WebPDecoder<Cursor<&'a [u8]>>>),
 }
 
-impl<'a> Opened<'a> {
+impl<'a> ImageDecoder<'a> {
     /// Reads the header of `file`, which has at most `max_pixels`.
     pub fn new(file: &'a [u8], channels: usize, max_pixels: u64) -> Result<Self, String> {
-        let (with, [height, width], turn) = match file {
+        let (decoder, [height, width], orientation) = match file {
             [] => return Err("it is empty".into()),
             [0xff, 0xd8, 0xff, ..] => jpeg(file, channels)?,
             [0x89, b'P', b'N', b'G', ..] => png(file, max_pixels)?,
@@ -56,71 +56,71 @@ impl<'a> Opened<'a> {
             ));
         }
         // What decoding takes is counted by the same header everywhere.
-        let header = Header::of(file, channels).ok_or("its header is damaged")?;
+        let header = ImageHeader::parse(file, channels).ok_or("its header is damaged")?;
         if [header.height, header.width] != [height, width] {
             return Err(format!(
                 "its headers contradict each other: {} x {} pixels and {width} x {height}",
                 header.width, header.height
             ));
         }
-        Ok(Self { header, height, width, channels, turn, with })
+        Ok(Self { header, height, width, channels, orientation, decoder })
     }
 
-    /// Decodes into `pixels`, with `spare` for what has to be converted or turned. Gives (height, width).
-    pub fn decode(self, pixels: &mut Vec<u8>, spare: &mut Vec<u8>) -> Result<[usize; 2], String> {
+    /// Decodes into `pixels`, with `scratch` for what has to be converted or turned. Gives (height, width).
+    pub fn decode(self, pixels: &mut Vec<u8>, scratch: &mut Vec<u8>) -> Result<[usize; 2], String> {
         let count = self.height * self.width;
-        let from = match self.with {
-            Decoder::Jpeg(mut decoder) => {
+        let source_channels = match self.decoder {
+            FormatDecoder::Jpeg(mut decoder) => {
                 let space = decoder.output_colorspace().unwrap_or(ColorSpace::RGB);
                 let size = decoder.output_buffer_size().ok_or("it has no size")?;
                 pixels.clear();
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
-                decoder.decode_into(pixels).map_err(|e| broken("JPEG", &e))?;
+                decoder.decode_into(pixels).map_err(|e| decode_error("JPEG", &e))?;
                 space.num_components()
             }
-            Decoder::Png(mut reader) => {
+            FormatDecoder::Png(mut reader) => {
                 let size = reader.output_buffer_size().ok_or("it has no size")?;
                 pixels.clear();
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
-                let info = reader.next_frame(pixels).map_err(|e| broken("PNG", &e))?;
+                let info = reader.next_frame(pixels).map_err(|e| decode_error("PNG", &e))?;
                 // The rest of the file, with its checksums: a picture that is cut short is not whole.
-                reader.finish().map_err(|e| broken("PNG", &e))?;
+                reader.finish().map_err(|e| decode_error("PNG", &e))?;
                 pixels.truncate(info.buffer_size());
                 info.color_type.samples()
             }
-            Decoder::Webp(mut decoder) => {
+            FormatDecoder::Webp(mut decoder) => {
                 let size = decoder.output_buffer_size().ok_or("it has no size")?;
                 pixels.clear();
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
-                decoder.read_image(pixels).map_err(|e| broken("WebP", &e))?;
+                decoder.read_image(pixels).map_err(|e| decode_error("WebP", &e))?;
                 if decoder.has_alpha() { 4 } else { 3 }
             }
         };
-        if pixels.len() != count * from {
+        if pixels.len() != count * source_channels {
             return Err(format!("it gives {} bytes for {count} pixels", pixels.len()));
         }
-        if from != self.channels {
-            spare.resize(count * self.channels, 0);
-            convert(pixels, from, spare, self.channels);
-            std::mem::swap(pixels, spare);
+        if source_channels != self.channels {
+            scratch.resize(count * self.channels, 0);
+            convert_channels(pixels, source_channels, scratch, self.channels);
+            std::mem::swap(pixels, scratch);
         }
         let size = [self.height, self.width];
-        if self.turn == Turn::default() {
+        if self.orientation == Orientation::default() {
             return Ok(size);
         }
-        spare.resize(pixels.len(), 0);
-        let size = self.turn.apply(pixels, size, self.channels, spare);
-        std::mem::swap(pixels, spare);
+        scratch.resize(pixels.len(), 0);
+        let size = self.orientation.apply(pixels, size, self.channels, scratch);
+        std::mem::swap(pixels, scratch);
         Ok(size)
     }
 }
 
-type Begun<'a> = (Decoder<'a>, [usize; 2], Turn);
+type OpenedFormat<'a> = (FormatDecoder<'a>, [usize; 2], Orientation);
 
-fn broken(format: &str, error: &dyn std::fmt::Debug) -> String {
+fn decode_error(format: &str, error: &dyn std::fmt::Debug) -> String {
     let mut text = format!("it is a damaged {format}: {error:?}");
     // Some decoders tell whole tables.
     if let Some((end, _)) = text.char_indices().nth(300) {
@@ -129,36 +129,36 @@ fn broken(format: &str, error: &dyn std::fmt::Debug) -> String {
     text
 }
 
-fn jpeg(file: &[u8], channels: usize) -> Result<Begun<'_>, String> {
+fn jpeg(file: &[u8], channels: usize) -> Result<OpenedFormat<'_>, String> {
     // Strict: a file that ends early is an error and not a picture with a grey rest.
     let options =
         DecoderOptions::default().set_strict_mode(true).set_max_width(65_535).set_max_height(65_535);
     let mut decoder = JpegDecoder::new_with_options(ZCursor::new(file), options);
-    decoder.decode_headers().map_err(|e| broken("JPEG", &e))?;
+    decoder.decode_headers().map_err(|e| decode_error("JPEG", &e))?;
     let input = decoder.input_colorspace().unwrap_or(ColorSpace::YCbCr);
     let grey = channels == 1 && matches!(input, ColorSpace::YCbCr | ColorSpace::Luma);
     let space = if grey || input == ColorSpace::Luma { ColorSpace::Luma } else { ColorSpace::RGB };
     decoder.set_options(options.jpeg_set_out_colorspace(space));
     let (width, height) = decoder.dimensions().ok_or("it has no size")?;
-    let turn = decoder.exif().map(|exif| exif::turn(exif)).unwrap_or_default();
-    Ok((Decoder::Jpeg(Box::new(decoder)), [height, width], turn))
+    let orientation = decoder.exif().map(|exif| exif::read_orientation(exif)).unwrap_or_default();
+    Ok((FormatDecoder::Jpeg(Box::new(decoder)), [height, width], orientation))
 }
 
-fn png(file: &[u8], max_pixels: u64) -> Result<Begun<'_>, String> {
+fn png(file: &[u8], max_pixels: u64) -> Result<OpenedFormat<'_>, String> {
     let bytes = usize::try_from(max_pixels.saturating_mul(8)).unwrap_or(usize::MAX);
     let mut decoder = png::Decoder::new_with_limits(Cursor::new(file), png::Limits { bytes });
     decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
     decoder.set_ignore_text_chunk(true);
     decoder.set_ignore_iccp_chunk(true);
-    let reader = decoder.read_info().map_err(|e| broken("PNG", &e))?;
+    let reader = decoder.read_info().map_err(|e| decode_error("PNG", &e))?;
     let info = reader.info();
-    let turn = info.exif_metadata.as_deref().map(exif::turn).unwrap_or_default();
+    let orientation = info.exif_metadata.as_deref().map(exif::read_orientation).unwrap_or_default();
     let size = [info.height as usize, info.width as usize];
-    Ok((Decoder::Png(Box::new(reader)), size, turn))
+    Ok((FormatDecoder::Png(Box::new(reader)), size, orientation))
 }
 
-fn webp(file: &[u8]) -> Result<Begun<'_>, String> {
-    let mut decoder = WebPDecoder::new(Cursor::new(file)).map_err(|e| broken("WebP", &e))?;
+fn webp(file: &[u8]) -> Result<OpenedFormat<'_>, String> {
+    let mut decoder = WebPDecoder::new(Cursor::new(file)).map_err(|e| decode_error("WebP", &e))?;
     if decoder.is_animated() {
         return Err("it is an animation".into());
     }
@@ -173,8 +173,9 @@ fn webp(file: &[u8]) -> Result<Begun<'_>, String> {
         ));
     }
     decoder.set_memory_limit(file.len());
-    let turn = decoder.exif_metadata().ok().flatten().map(|exif| exif::turn(&exif)).unwrap_or_default();
-    Ok((Decoder::Webp(Box::new(decoder)), [height as usize, width as usize], turn))
+    let orientation =
+        decoder.exif_metadata().ok().flatten().map(|exif| exif::read_orientation(&exif)).unwrap_or_default();
+    Ok((FormatDecoder::Webp(Box::new(decoder)), [height as usize, width as usize], orientation))
 }
 
 /// (height, width) of the lossy frame of a WebP file, where it has one.
@@ -194,11 +195,11 @@ fn lossy_frame(file: &[u8]) -> Option<[u32; 2]> {
 }
 
 /// Grey, grey with alpha, colour or colour with alpha, to grey or colour.
-fn convert(pixels: &[u8], from: usize, into: &mut [u8], to: usize) {
+fn convert_channels(pixels: &[u8], from_channels: usize, into: &mut [u8], to_channels: usize) {
     // Luma as Pillow rounds it.
     let luma =
         |p: &[u8]| ((p[0] as u32 * 19595 + p[1] as u32 * 38470 + p[2] as u32 * 7471 + 0x8000) >> 16) as u8;
-    for (pixel, into) in pixels.chunks_exact(from).zip(into.chunks_exact_mut(to)) {
+    for (pixel, into) in pixels.chunks_exact(from_channels).zip(into.chunks_exact_mut(to_channels)) {
         match (pixel, into) {
             ([grey] | [grey, _], into) => into.fill(*grey),
             (colour, [grey]) => *grey = luma(colour),

@@ -2,16 +2,17 @@
 
 /// How pixels lie: mirrored in one or both directions, then rows and columns exchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Turn {
+pub struct Orientation {
     mirror_rows: bool,
     mirror_columns: bool,
-    exchange: bool,
+    transpose: bool,
 }
 
 /// The turn that makes a picture with this EXIF block (TIFF data) upright; none where it does not say.
-pub fn turn(exif: &[u8]) -> Turn {
-    let turn = |mirror_rows, mirror_columns, exchange| Turn { mirror_rows, mirror_columns, exchange };
-    match orientation(exif) {
+pub fn read_orientation(exif: &[u8]) -> Orientation {
+    let turn =
+        |mirror_rows, mirror_columns, transpose| Orientation { mirror_rows, mirror_columns, transpose };
+    match orientation_tag(exif) {
         Some(2) => turn(false, true, false),
         Some(3) => turn(true, true, false),
         Some(4) => turn(true, false, false),
@@ -19,25 +20,25 @@ pub fn turn(exif: &[u8]) -> Turn {
         Some(6) => turn(true, false, true),
         Some(7) => turn(true, true, true),
         Some(8) => turn(false, true, true),
-        _ => Turn::default(),
+        _ => Orientation::default(),
     }
 }
 
 /// Tag 0x0112 of the first directory.
-fn orientation(exif: &[u8]) -> Option<u16> {
+fn orientation_tag(exif: &[u8]) -> Option<u16> {
     let exif = exif.strip_prefix(b"Exif\0\0").unwrap_or(exif);
-    let little = match exif.get(..4)? {
+    let little_endian = match exif.get(..4)? {
         [b'I', b'I', 42, 0] => true,
         [b'M', b'M', 0, 42] => false,
         _ => return None,
     };
     let u16_at = |at: usize| {
         let bytes = exif.get(at..at.checked_add(2)?)?.try_into().ok()?;
-        Some(if little { u16::from_le_bytes(bytes) } else { u16::from_be_bytes(bytes) })
+        Some(if little_endian { u16::from_le_bytes(bytes) } else { u16::from_be_bytes(bytes) })
     };
     let u32_at = |at: usize| {
         let bytes = exif.get(at..at.checked_add(4)?)?.try_into().ok()?;
-        Some(if little { u32::from_le_bytes(bytes) } else { u32::from_be_bytes(bytes) })
+        Some(if little_endian { u32::from_le_bytes(bytes) } else { u32::from_be_bytes(bytes) })
     };
     let first = u32_at(4)? as usize;
     let entries = u16_at(first)? as usize;
@@ -50,7 +51,7 @@ fn orientation(exif: &[u8]) -> Option<u16> {
     )
 }
 
-impl Turn {
+impl Orientation {
     /// Writes `pixels`, (height, width) `size`, turned over `into`; gives their new size.
     pub fn apply(
         self,
@@ -59,10 +60,10 @@ impl Turn {
         channels: usize,
         into: &mut [u8],
     ) -> [usize; 2] {
-        let out = if self.exchange { [width, height] } else { [height, width] };
+        let out = if self.transpose { [width, height] } else { [height, width] };
         for (i, into) in into.chunks_exact_mut(channels).enumerate() {
             let (row, column) = (i / out[1], i % out[1]);
-            let (row, column) = if self.exchange { (column, row) } else { (row, column) };
+            let (row, column) = if self.transpose { (column, row) } else { (row, column) };
             let row = if self.mirror_rows { height - 1 - row } else { row };
             let column = if self.mirror_columns { width - 1 - column } else { column };
             into.copy_from_slice(&pixels[(row * width + column) * channels..][..channels]);
@@ -107,22 +108,22 @@ pub(super) mod tests {
         ];
         for (i, (pixels, size)) in stored.into_iter().enumerate() {
             for little in [true, false] {
-                let turn = turn(&block(i as u16 + 1, little));
+                let turn = read_orientation(&block(i as u16 + 1, little));
                 let mut out = [0; 6];
                 assert_eq!(turn.apply(pixels, size, 1, &mut out), [2, 3], "orientation {}", i + 1);
                 assert_eq!(out, [1, 2, 3, 4, 5, 6], "orientation {}", i + 1);
             }
         }
-        assert_eq!(turn(&block(9, true)), Turn::default());
+        assert_eq!(read_orientation(&block(9, true)), Orientation::default());
     }
 
     proptest! {
         #[test]
         fn any_block_is_read_or_ignored(bytes in prop::collection::vec(any::<u8>(), 0..60), cut in 0usize..40) {
-            turn(&bytes);
+            read_orientation(&bytes);
             let whole = block(6, false);
-            turn(&whole[..cut.min(whole.len())]);
-            turn(&[b"MM\0*\0\0\0\x08".to_vec(), bytes].concat());
+            read_orientation(&whole[..cut.min(whole.len())]);
+            read_orientation(&[b"MM\0*\0\0\0\x08".to_vec(), bytes].concat());
         }
     }
 }

@@ -30,7 +30,7 @@ pub fn jpeg(
     let tables: Vec<u8> = (1..=components as u8).flat_map(|id| [id, 0]).collect();
     segment(0xda, &[vec![components as u8], tables, vec![0, 63, 0]].concat());
 
-    let mut bits = Bits::default();
+    let mut bits = BitWriter::default();
     let mut before = vec![0i32; components];
     for row in 0..height.div_ceil(8) {
         for column in 0..width.div_ceil(8) {
@@ -53,13 +53,13 @@ pub fn jpeg(
 }
 
 #[derive(Default)]
-struct Bits {
+struct BitWriter {
     bytes: Vec<u8>,
     current: u32,
     count: u32,
 }
 
-impl Bits {
+impl BitWriter {
     fn put(&mut self, value: u32, count: u32) {
         for i in (0..count).rev() {
             self.current = self.current << 1 | (value >> i & 1);

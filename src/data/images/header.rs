@@ -6,54 +6,54 @@ use std::io;
 
 /// What a header says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct ImageHeader {
     pub height: usize,
     pub width: usize,
     /// Samples of a pixel as the decoder gives them, a byte each.
-    samples: usize,
+    decoded_channels: usize,
     /// The pixels may have to be turned upright.
-    turned: bool,
+    may_need_rotation: bool,
     /// Bytes that the decoder takes besides its output.
-    own: u64,
+    decoder_bytes: u64,
 }
 
 /// Bytes that every decoder takes: tables, windows of decompression, rows.
-const FIXED: u64 = 1 << 18;
+const DECODER_FIXED_BYTES: u64 = 1 << 18;
 
 /// Bytes at the beginning of a file that usually hold all of its header.
-const BEGINNING: usize = 4096;
+const PREFIX_BYTES: usize = 4096;
 
 /// Parts of a file that are passed over while looking for what is wanted.
-const PARTS: usize = 1000;
+const MAX_SEGMENTS: usize = 1000;
 
-impl Header {
+impl ImageHeader {
     /// Reads the header of a picture that will be decoded to `channels`, 1 or 3. `read` gives the bytes at a place of
     /// the file, as many as there are.
     pub fn read(
         channels: usize,
         mut read: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
     ) -> io::Result<Option<Self>> {
-        let mut beginning = vec![0; BEGINNING];
-        let len = read(0, &mut beginning)?;
-        beginning.truncate(len);
-        let mut at = |place: u64, into: &mut [u8]| -> io::Result<bool> {
-            match usize::try_from(place).ok().and_then(|place| beginning.get(place..place + into.len())) {
+        let mut prefix = vec![0; PREFIX_BYTES];
+        let len = read(0, &mut prefix)?;
+        prefix.truncate(len);
+        let mut read_at = |place: u64, into: &mut [u8]| -> io::Result<bool> {
+            match usize::try_from(place).ok().and_then(|place| prefix.get(place..place + into.len())) {
                 Some(bytes) => into.copy_from_slice(bytes),
-                None if len < BEGINNING => return Ok(false),
+                None if len < PREFIX_BYTES => return Ok(false),
                 None => return Ok(read(place, into)? == into.len()),
             }
             Ok(true)
         };
-        match &beginning[..] {
-            [0xff, 0xd8, 0xff, ..] => jpeg(channels, &mut at),
-            [0x89, b'P', b'N', b'G', ..] => png(&mut at),
-            [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => webp(&mut at),
+        match &prefix[..] {
+            [0xff, 0xd8, 0xff, ..] => jpeg(channels, &mut read_at),
+            [0x89, b'P', b'N', b'G', ..] => png(&mut read_at),
+            [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => webp(&mut read_at),
             _ => Ok(None),
         }
     }
 
     /// Of a whole file in memory.
-    pub fn of(file: &[u8], channels: usize) -> Option<Self> {
+    pub fn parse(file: &[u8], channels: usize) -> Option<Self> {
         let read = |place: u64, into: &mut [u8]| {
             let rest = usize::try_from(place).ok().and_then(|place| file.get(place..)).unwrap_or_default();
             let len = rest.len().min(into.len());
@@ -64,34 +64,52 @@ impl Header {
     }
 
     /// As numbers, to be kept.
-    pub fn numbers(self) -> [u64; 5] {
-        [self.height as u64, self.width as u64, self.samples as u64, self.turned as u64, self.own]
+    pub fn to_words(self) -> [u64; 5] {
+        [
+            self.height as u64,
+            self.width as u64,
+            self.decoded_channels as u64,
+            self.may_need_rotation as u64,
+            self.decoder_bytes,
+        ]
     }
 
-    /// What [`Header::numbers`] gave; none of zeros.
-    pub fn of_numbers([height, width, samples, turned, own]: [u64; 5]) -> Option<Self> {
+    /// What [`ImageHeader::to_words`] gave; none of zeros.
+    pub fn from_words(
+        [height, width, decoded_channels, may_need_rotation, decoder_bytes]: [u64; 5],
+    ) -> Option<Self> {
         let (height, width) = (usize::try_from(height).ok()?, usize::try_from(width).ok()?);
-        (samples > 0).then_some(Self { height, width, samples: samples as usize, turned: turned == 1, own })
+        (decoded_channels > 0).then_some(Self {
+            height,
+            width,
+            decoded_channels: decoded_channels as usize,
+            may_need_rotation: may_need_rotation == 1,
+            decoder_bytes,
+        })
     }
 
     /// Bytes that decoding to `channels` takes at most besides the file: the pixels as decoded, those converted or
     /// turned, and the decoder's own.
-    pub fn needs(&self, channels: usize) -> u64 {
+    pub fn decode_bytes(&self, channels: usize) -> u64 {
         let pixels = (self.height as u64).saturating_mul(self.width as u64);
-        let converted = if self.samples != channels || self.turned { channels as u64 } else { 0 };
-        pixels.saturating_mul(self.samples as u64 + converted).saturating_add(self.own).saturating_add(FIXED)
+        let converted =
+            if self.decoded_channels != channels || self.may_need_rotation { channels as u64 } else { 0 };
+        pixels
+            .saturating_mul(self.decoded_channels as u64 + converted)
+            .saturating_add(self.decoder_bytes)
+            .saturating_add(DECODER_FIXED_BYTES)
     }
 }
 
-type At<'a> = &'a mut dyn FnMut(u64, &mut [u8]) -> io::Result<bool>;
+type ReadAt<'a> = &'a mut dyn FnMut(u64, &mut [u8]) -> io::Result<bool>;
 
 /// Segments up to the frame: what marks are there, and the size and sampling of its components.
-fn jpeg(channels: usize, at: At) -> io::Result<Option<Header>> {
-    let (mut place, mut turned, mut plain_rgb) = (2, false, false);
-    for _ in 0..PARTS {
+fn jpeg(channels: usize, read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
+    let (mut place, mut may_need_rotation, mut plain_rgb) = (2, false, false);
+    for _ in 0..MAX_SEGMENTS {
         let mut head = [0; 18];
         // A segment may be shorter than what is looked at, but no picture ends after one.
-        if !at(place, &mut head)? {
+        if !read_at(place, &mut head)? {
             return Ok(None);
         }
         let (marker, len) = (head[1], u64::from(u16::from_be_bytes([head[2], head[3]])));
@@ -102,32 +120,38 @@ fn jpeg(channels: usize, at: At) -> io::Result<Option<Header>> {
                 place += 1;
                 continue;
             }
-            0xe1 => turned |= head[4..].starts_with(b"Exif"),
+            0xe1 => may_need_rotation |= head[4..].starts_with(b"Exif"),
             0xee => plain_rgb |= head[4..].starts_with(b"Adobe") && head[15] == 0,
             0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) => {
                 let [height, width] = [[head[5], head[6]], [head[7], head[8]]].map(u16::from_be_bytes);
-                let (height, width, count) = (height as usize, width as usize, head[9] as usize);
-                if !(1..=4).contains(&count) {
+                let (height, width, component_count) = (height as usize, width as usize, head[9] as usize);
+                if !(1..=4).contains(&component_count) {
                     return Ok(None);
                 }
-                let mut components = vec![0; 3 * count];
-                if !at(place + 10, &mut components)? {
+                let mut components = vec![0; 3 * component_count];
+                if !read_at(place + 10, &mut components)? {
                     return Ok(None);
                 }
                 let factors = |c: &[u8]| [usize::from(c[1] >> 4).max(1), usize::from(c[1] & 15).max(1)];
-                let most =
+                let max_factors =
                     components.chunks(3).map(factors).fold([1, 1], |a, b| [a[0].max(b[0]), a[1].max(b[1])]);
-                let units = [width.div_ceil(8 * most[0]), height.div_ceil(8 * most[1])];
+                let units = [width.div_ceil(8 * max_factors[0]), height.div_ceil(8 * max_factors[1])];
                 let coefficients: usize = components
                     .chunks(3)
                     .map(|c| factors(c)[0] * factors(c)[1] * 64 * units[0] * units[1])
                     .sum();
                 // All coefficients of two bytes each are kept where they come in several scans.
                 let scans = if marker == 0xc0 || marker == 0xc1 { 0 } else { 2 * coefficients as u64 };
-                let own = scans + 600 * width as u64;
-                let grey = count == 1 || count == 3 && channels == 1 && !plain_rgb;
-                let samples = if grey { 1 } else { 3 };
-                return Ok(Some(Header { height, width, samples, turned, own }));
+                let decoder_bytes = scans + 600 * width as u64;
+                let grey = component_count == 1 || component_count == 3 && channels == 1 && !plain_rgb;
+                let decoded_channels = if grey { 1 } else { 3 };
+                return Ok(Some(ImageHeader {
+                    height,
+                    width,
+                    decoded_channels,
+                    may_need_rotation,
+                    decoder_bytes,
+                }));
             }
             _ => {}
         }
@@ -136,24 +160,24 @@ fn jpeg(channels: usize, at: At) -> io::Result<Option<Header>> {
     Ok(None)
 }
 
-fn png(at: At) -> io::Result<Option<Header>> {
+fn png(read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
     let mut head = [0; 33];
-    if !at(0, &mut head)? || &head[12..16] != b"IHDR" {
+    if !read_at(0, &mut head)? || &head[12..16] != b"IHDR" {
         return Ok(None);
     }
     let number = |i: usize| u32::from_be_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]) as usize;
     let (width, height, depth, colour) = (number(16), number(20), head[24] as usize, head[25]);
-    let (mut place, mut alpha, mut turned) = (33, false, false);
-    for _ in 0..PARTS {
+    let (mut place, mut alpha, mut may_need_rotation) = (33, false, false);
+    for _ in 0..MAX_SEGMENTS {
         let mut chunk = [0; 8];
-        if !at(place, &mut chunk)? || &chunk[4..] == b"IDAT" {
+        if !read_at(place, &mut chunk)? || &chunk[4..] == b"IDAT" {
             break;
         }
         alpha |= &chunk[4..] == b"tRNS";
-        turned |= &chunk[4..] == b"eXIf";
+        may_need_rotation |= &chunk[4..] == b"eXIf";
         place += 12 + u64::from(u32::from_be_bytes([chunk[0], chunk[1], chunk[2], chunk[3]]));
     }
-    let (stored, samples) = match colour {
+    let (stored, decoded_channels) = match colour {
         0 => (1, 1 + usize::from(alpha)),
         2 => (3, 3 + usize::from(alpha)),
         3 => (1, 3 + usize::from(alpha)),
@@ -163,38 +187,50 @@ fn png(at: At) -> io::Result<Option<Header>> {
     };
     // Rows as stored, filtered and expanded, and all that was inflated and not yet taken.
     let row = (width * stored * depth.div_ceil(8)) as u64;
-    let own = row.saturating_mul(8 + height as u64);
-    Ok(Some(Header { height, width, samples, turned, own }))
+    let decoder_bytes = row.saturating_mul(8 + height as u64);
+    Ok(Some(ImageHeader { height, width, decoded_channels, may_need_rotation, decoder_bytes }))
 }
 
-fn webp(at: At) -> io::Result<Option<Header>> {
-    let (mut place, mut turned, mut alpha) = (12, false, false);
-    for _ in 0..PARTS {
+fn webp(read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
+    let (mut place, mut may_need_rotation, mut alpha) = (12, false, false);
+    for _ in 0..MAX_SEGMENTS {
         let mut head = [0; 18];
-        if !at(place, &mut head)? {
+        if !read_at(place, &mut head)? {
             return Ok(None);
         }
         let len = u64::from(u32::from_le_bytes([head[4], head[5], head[6], head[7]]));
         match &head[..4] {
             b"VP8X" => {
                 alpha |= head[8] & 0x10 != 0;
-                turned |= head[8] & 0x08 != 0;
+                may_need_rotation |= head[8] & 0x08 != 0;
             }
             b"VP8 " => {
                 let side = |i: usize| (u16::from_le_bytes([head[i], head[i + 1]]) & 0x3fff) as usize;
                 let (width, height) = (side(14), side(16));
                 let blocks = (width.next_multiple_of(16) * height.next_multiple_of(16)) as u64;
                 // Luma, and chroma of half the size in both directions; alpha is a picture of its own.
-                let own = 2 * blocks + if alpha { 6 * blocks } else { 0 } + 64 * width as u64;
-                return Ok(Some(Header { height, width, samples: if alpha { 4 } else { 3 }, turned, own }));
+                let decoder_bytes = 2 * blocks + if alpha { 6 * blocks } else { 0 } + 64 * width as u64;
+                return Ok(Some(ImageHeader {
+                    height,
+                    width,
+                    decoded_channels: if alpha { 4 } else { 3 },
+                    may_need_rotation,
+                    decoder_bytes,
+                }));
             }
             b"VP8L" => {
                 let bits = u32::from_le_bytes([head[9], head[10], head[11], head[12]]);
                 let (width, height) = ((bits & 0x3fff) as usize + 1, (bits >> 14 & 0x3fff) as usize + 1);
                 let alpha = alpha || bits >> 28 & 1 == 1;
                 // Colours of four bytes, and those of transforms.
-                let own = 6 * (width * height) as u64;
-                return Ok(Some(Header { height, width, samples: if alpha { 4 } else { 3 }, turned, own }));
+                let decoder_bytes = 6 * (width * height) as u64;
+                return Ok(Some(ImageHeader {
+                    height,
+                    width,
+                    decoded_channels: if alpha { 4 } else { 3 },
+                    may_need_rotation,
+                    decoder_bytes,
+                }));
             }
             _ => {}
         }

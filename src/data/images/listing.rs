@@ -7,32 +7,32 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::header::Header;
-use super::names::Names;
+use super::class_names::ClassNames;
+use super::header::ImageHeader;
 use crate::data::DataError;
 
 /// Pictures in order, each in a folder or a tar file, with its class.
 #[derive(Debug, Default)]
-pub struct Listing {
+pub struct ImageListing {
     /// Folders and tar files that pictures lie in.
-    pub places: Vec<PathBuf>,
+    pub containers: Vec<PathBuf>,
     /// Paths of the pictures below their places, end to end.
     paths: Vec<u8>,
-    pictures: Vec<Entry>,
+    images: Vec<ListedImage>,
     /// Where each picture lies in its tar file; empty where no place is a tar file.
-    pub spans: Vec<Extent>,
+    pub extents: Vec<Extent>,
     /// The headers of pictures in packed tar files, until they were looked at; empty where no place is packed.
-    pub heads: Vec<Option<Header>>,
-    pub names: Names,
+    pub headers: Vec<Option<ImageHeader>>,
+    pub class_names: ClassNames,
     /// Files that are no pictures: how many, and the first.
     pub ignored: (u64, Option<PathBuf>),
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct ListedImage {
     /// Where its path ends in `paths`; it begins where the one before it ends.
     end: u64,
-    place: u32,
+    container: u32,
     class: u32,
 }
 
@@ -44,75 +44,75 @@ pub struct Extent {
 }
 
 /// What a picture's name ends with, in any case.
-const ENDINGS: [&str; 7] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "jif"];
+const EXTENSIONS: [&str; 7] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "jif"];
 
 /// Folders within folders that are followed; a link that leads back would never end.
 const MAX_DEPTH: usize = 32;
 
-impl Listing {
+impl ImageListing {
     pub fn len(&self) -> usize {
-        self.pictures.len()
+        self.images.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.pictures.is_empty()
+        self.images.is_empty()
     }
 
     /// The number of the class of picture `index`.
     pub fn class(&self, index: usize) -> u32 {
-        self.pictures[index].class
+        self.images[index].class
     }
 
-    pub fn place(&self, index: usize) -> usize {
-        self.pictures[index].place as usize
+    pub fn container(&self, index: usize) -> usize {
+        self.images[index].container as usize
     }
 
     /// The path of picture `index` below its place.
     pub fn path(&self, index: usize) -> &OsStr {
-        let start = index.checked_sub(1).map_or(0, |before| self.pictures[before].end) as usize;
-        let bytes = &self.paths[start..self.pictures[index].end as usize];
+        let start = index.checked_sub(1).map_or(0, |before| self.images[before].end) as usize;
+        let bytes = &self.paths[start..self.images[index].end as usize];
         // SAFETY: `add` put the encoded bytes of one whole path between these two ends.
         unsafe { OsStr::from_encoded_bytes_unchecked(bytes) }
     }
 
     /// Pictures of each class.
-    pub fn balance(&self) -> Vec<u64> {
-        let mut counts = vec![0; self.names.len()];
-        self.pictures.iter().for_each(|entry| counts[entry.class as usize] += 1);
+    pub fn class_counts(&self) -> Vec<u64> {
+        let mut counts = vec![0; self.class_names.len()];
+        self.images.iter().for_each(|entry| counts[entry.class as usize] += 1);
         counts
     }
 
-    pub fn bytes(&self) -> u64 {
+    pub fn resident_bytes(&self) -> u64 {
         let places: usize =
-            self.places.iter().map(|place| place.as_os_str().len() + size_of::<PathBuf>()).sum();
+            self.containers.iter().map(|place| place.as_os_str().len() + size_of::<PathBuf>()).sum();
         let each =
-            self.pictures.capacity() * size_of::<Entry>() + self.spans.capacity() * size_of::<Extent>();
-        (places + each + self.paths.capacity()) as u64 + self.names.bytes()
+            self.images.capacity() * size_of::<ListedImage>() + self.extents.capacity() * size_of::<Extent>();
+        (places + each + self.paths.capacity()) as u64 + self.class_names.resident_bytes()
     }
 
     /// A folder or tar file for the pictures that are added next.
-    pub fn open_place(&mut self, place: &Path) {
-        self.places.push(place.to_owned());
+    pub fn add_container(&mut self, container: &Path) {
+        self.containers.push(container.to_owned());
     }
 
     /// Adds a picture at `path` below the last place.
     pub fn add(&mut self, path: &OsStr, class: u32) {
         self.paths.extend_from_slice(path.as_encoded_bytes());
-        let place = self.places.len().saturating_sub(1) as u32;
-        self.pictures.push(Entry { end: self.paths.len() as u64, place, class });
+        let container = self.containers.len().saturating_sub(1) as u32;
+        self.images.push(ListedImage { end: self.paths.len() as u64, container, class });
     }
 
     /// Classes get the numbers that their names have in order: by value where all are numbers and `by_value`.
-    pub fn number_classes(&mut self, by_value: bool) {
-        let order = self.names.sort(by_value);
-        self.pictures.iter_mut().for_each(|entry| entry.class = order[entry.class as usize]);
+    pub fn assign_class_ids(&mut self, by_value: bool) {
+        let order = self.class_names.sort(by_value);
+        self.images.iter_mut().for_each(|entry| entry.class = order[entry.class as usize]);
     }
 
-    /// Gives the classes the numbers they have in `names`, or the name of one that is not there.
-    pub fn number_classes_as(&mut self, names: &Names) -> Result<(), String> {
-        let order = self.names.numbers_in(names)?;
-        self.pictures.iter_mut().for_each(|entry| entry.class = order[entry.class as usize]);
-        self.names = names.clone();
+    /// Gives the classes the numbers they have in `class_names`, or the name of one that is not there.
+    pub fn assign_class_ids_from(&mut self, names: &ClassNames) -> Result<(), String> {
+        let order = self.class_names.ids_in(names)?;
+        self.images.iter_mut().for_each(|entry| entry.class = order[entry.class as usize]);
+        self.class_names = names.clone();
         Ok(())
     }
 
@@ -124,8 +124,8 @@ impl Listing {
     /// Adds every picture below the folders of `root`, each folder a class, by the order of their names.
     pub fn add_folders(&mut self, root: &Path) -> Result<(), DataError> {
         let mut classes = Vec::new();
-        for entry in sorted(root)? {
-            match entry.folder {
+        for entry in sorted_entries(root)? {
+            match entry.is_folder {
                 true => classes.push(entry.name),
                 false => self.ignore(root.join(entry.name)),
             }
@@ -134,11 +134,11 @@ impl Listing {
             let why = "there is no folder in it; each class is a folder of pictures".into();
             return Err(DataError::NoSamples { set: format!("`{}`", root.display()), why });
         }
-        self.open_place(root);
+        self.add_container(root);
         for name in classes {
             let before = self.len();
-            let class = self.names.number(&name.to_string_lossy());
-            self.add_below(root, Path::new(&name), class, 0)?;
+            let class = self.class_names.intern(&name.to_string_lossy());
+            self.add_recursive(root, Path::new(&name), class, 0)?;
             if self.len() == before {
                 let set = format!("class folder `{}`", root.join(&name).display());
                 return Err(DataError::NoSamples {
@@ -150,17 +150,23 @@ impl Listing {
         Ok(())
     }
 
-    fn add_below(&mut self, root: &Path, below: &Path, class: u32, depth: usize) -> Result<(), DataError> {
-        let folder = root.join(below);
+    fn add_recursive(
+        &mut self,
+        root: &Path,
+        relative: &Path,
+        class: u32,
+        depth: usize,
+    ) -> Result<(), DataError> {
+        let folder = root.join(relative);
         if depth > MAX_DEPTH {
             let why = format!("folders lie in it {MAX_DEPTH} deep; a link may lead back");
             return Err(DataError::NoSamples { set: format!("`{}`", folder.display()), why });
         }
-        for entry in sorted(&folder)? {
-            let path = below.join(&entry.name);
-            if entry.folder {
-                self.add_below(root, &path, class, depth + 1)?;
-            } else if is_picture(Path::new(&entry.name)) {
+        for entry in sorted_entries(&folder)? {
+            let path = relative.join(&entry.name);
+            if entry.is_folder {
+                self.add_recursive(root, &path, class, depth + 1)?;
+            } else if is_image(Path::new(&entry.name)) {
                 self.add(path.as_os_str(), class);
             } else {
                 self.ignore(root.join(path));
@@ -170,30 +176,30 @@ impl Listing {
     }
 }
 
-/// Calls `visit` with the path below `root` of every image that [`Listing::add_folders`] adds, in the same order.
+/// Calls `visit` with the path below `root` of every image that [`ImageListing::add_folders`] adds, in the same order.
 /// Holds the names of one folder at a time.
-pub fn each_in_folder(
+pub fn walk_image_folder(
     root: &Path,
     visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    for entry in sorted(root)?.into_iter().filter(|entry| entry.folder) {
-        each_below(root, Path::new(&entry.name), 0, visit)?;
+    for entry in sorted_entries(root)?.into_iter().filter(|entry| entry.is_folder) {
+        walk_recursive(root, Path::new(&entry.name), 0, visit)?;
     }
     Ok(())
 }
 
-fn each_below(
+fn walk_recursive(
     root: &Path,
-    below: &Path,
+    relative: &Path,
     depth: usize,
     visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     // Deeper ones were refused when the set was opened.
-    for entry in sorted(&root.join(below))?.into_iter().filter(|_| depth <= MAX_DEPTH) {
-        let path = below.join(&entry.name);
-        match entry.folder {
-            true => each_below(root, &path, depth + 1, visit)?,
-            false if is_picture(&path) => visit(&path)?,
+    for entry in sorted_entries(&root.join(relative))?.into_iter().filter(|_| depth <= MAX_DEPTH) {
+        let path = relative.join(&entry.name);
+        match entry.is_folder {
+            true => walk_recursive(root, &path, depth + 1, visit)?,
+            false if is_image(&path) => visit(&path)?,
             false => {}
         }
     }
@@ -201,9 +207,9 @@ fn each_below(
 }
 
 /// Whether a file is named as a picture is.
-pub fn is_picture(path: &Path) -> bool {
-    let ending = path.extension().and_then(OsStr::to_str);
-    ending.is_some_and(|ending| ENDINGS.iter().any(|known| known.eq_ignore_ascii_case(ending)))
+pub fn is_image(path: &Path) -> bool {
+    let extension = path.extension().and_then(OsStr::to_str);
+    extension.is_some_and(|ending| EXTENSIONS.iter().any(|known| known.eq_ignore_ascii_case(ending)))
 }
 
 /// Whether nobody means this file, as `.DS_Store` and what an editor leaves.
@@ -211,14 +217,14 @@ pub fn is_hidden(name: &OsStr) -> bool {
     name.as_encoded_bytes().starts_with(b".")
 }
 
-struct Found {
+struct FolderEntry {
     name: std::ffi::OsString,
-    folder: bool,
+    is_folder: bool,
 }
 
 /// What is in a folder and not hidden, by name. Only links are looked at more closely: the folder itself says
 /// what is a file.
-fn sorted(folder: &Path) -> Result<Vec<Found>, DataError> {
+fn sorted_entries(folder: &Path) -> Result<Vec<FolderEntry>, DataError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).map_err(DataError::io(folder))? {
         let entry = entry.map_err(DataError::io(folder))?;
@@ -227,8 +233,8 @@ fn sorted(folder: &Path) -> Result<Vec<Found>, DataError> {
             continue;
         }
         let kind = entry.file_type().map_err(DataError::io(folder))?;
-        let folder = if kind.is_symlink() { entry.path().is_dir() } else { kind.is_dir() };
-        found.push(Found { name, folder });
+        let is_folder = if kind.is_symlink() { entry.path().is_dir() } else { kind.is_dir() };
+        found.push(FolderEntry { name, is_folder });
     }
     found.sort_unstable_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
@@ -243,10 +249,10 @@ mod tests {
         fs::write(path, "").unwrap();
     }
 
-    fn listed(root: &Path) -> Result<Listing, DataError> {
-        let mut listing = Listing::default();
+    fn listed(root: &Path) -> Result<ImageListing, DataError> {
+        let mut listing = ImageListing::default();
         listing.add_folders(root)?;
-        listing.number_classes(false);
+        listing.assign_class_ids(false);
         Ok(listing)
     }
 
@@ -267,13 +273,13 @@ mod tests {
         let all: Vec<_> = (0..listing.len()).map(of).collect();
         let wanted = [("cat/a.webp", 0), ("cat/deep/er/x.Png", 0), ("dog/10.jpeg", 1), ("dog/2.JPG", 1)];
         assert_eq!(all, wanted.map(|(path, class)| (path.to_owned(), class)));
-        assert_eq!(listing.names.list(), ["cat", "dog"]);
-        assert_eq!((listing.balance(), listing.ignored.0), (vec![2, 2], 2));
+        assert_eq!(listing.class_names.as_slice(), ["cat", "dog"]);
+        assert_eq!((listing.class_counts(), listing.ignored.0), (vec![2, 2], 2));
         assert_eq!(listing.ignored.1.as_deref(), Some(root.join("readme.md").as_path()));
     }
 
     #[test]
-    fn a_folder_without_pictures_is_named() {
+    fn a_folder_without_images_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         touch(&root.join("a.jpg"));

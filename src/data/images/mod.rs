@@ -1,25 +1,25 @@
 //! Pictures in files of their own: a folder a class, a table of paths and labels, or tar files.
 //!
-//! [`Set::open`] finds them and reads their headers, which say how much memory decoding takes; [`Images`] decodes
+//! [`ImageFiles::open`] finds them and reads their headers, which say how much memory decoding takes; [`ImageDataset`] decodes
 //! and transforms one when it is asked for. Packed tar files can only be read forward: [`Packed`] gives their
 //! pictures as shards. A picture that cannot be used is a fault of one record, with its path.
 
+mod class_names;
 mod decode;
 mod exif;
 mod header;
 mod listing;
-mod names;
-mod packed;
 mod table;
 mod tar;
+mod tar_shards;
 
 #[cfg(test)]
 mod fixtures;
 
-pub use listing::each_in_folder;
-pub use names::Names;
-pub use packed::Packed;
-pub use table::{Columns, each_in_table};
+pub use class_names::ClassNames;
+pub use listing::walk_image_folder;
+pub use table::{LabelColumns, walk_image_table};
+pub use tar_shards::TarShards;
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -28,127 +28,139 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use self::decode::Opened;
-use self::header::Header;
-use self::listing::Listing;
-use super::picture::{Large, Largest, Lent, Picture, Pipeline, Pixels, Pool, Scratch, scratch_bytes};
-use super::{DataError, Features, Input, Key, Opening, Row, Slice, Source, Target, files, fingerprint};
-use crate::regular;
+use self::decode::ImageDecoder;
+use self::header::ImageHeader;
+use self::listing::ImageListing;
+use super::transforms::{
+    Image, LargeImages, LargestImage, Pipeline, Pixels, Scratch, ScratchGuard, ScratchPool, scratch_bytes,
+};
+use super::{
+    BatchRow, DataError, Dataset, DatasetContext, Features, InputSpec, SampleKey, SliceMut, TargetSpec,
+    files, fingerprint,
+};
+use crate::regular_file;
 
 /// How pictures are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct ImageOptions {
     /// Of a sample: 1 for grey, 3 for colour.
     pub channels: usize,
     /// (height, width) of a sample.
     pub size: [usize; 2],
     /// A picture that says it has more is not decoded.
     pub max_pixels: u64,
-    pub columns: Columns,
+    pub columns: LabelColumns,
     /// Threads that read at once.
     pub readers: usize,
 }
 
 /// The pictures of a training or validation set.
-pub struct Set {
-    listing: Listing,
+pub struct ImageFiles {
+    listing: ImageListing,
     /// Opened tar files, by place; none for folders.
     archives: Vec<Option<File>>,
-    options: Options,
-    pub packed: bool,
-    seen: Seen,
-    large: Arc<Large>,
+    options: ImageOptions,
+    pub compressed: bool,
+    header_stats: HeaderStats,
+    large_images: Arc<LargeImages>,
 }
 
 /// What the headers say.
 #[derive(Clone, Copy, Debug, Default)]
-struct Seen {
-    pictures: u64,
+struct HeaderStats {
+    images: u64,
     /// The smallest and the largest sides, in pixels.
-    least: [usize; 2],
-    most: [usize; 2],
+    min_size: [usize; 2],
+    max_size: [usize; 2],
     /// Bytes that a reader takes for all but the largest pictures.
-    each: u64,
+    bytes_per_reader: u64,
 }
 
 /// What a header says of a picture, by the memory it takes.
 #[derive(Clone, Copy, Debug)]
-struct Looked {
+struct ImageFootprint {
     index: usize,
-    header: Option<Header>,
+    header: Option<ImageHeader>,
     bytes: u64,
 }
 
 /// Of so many pictures one may be read alone because it takes more memory than the others do.
-const ALONE: usize = 16;
+const EXCLUSIVE_ONE_IN: usize = 16;
 
 /// Pictures whose headers are read between two reports.
-const STEP: usize = 4096;
+const HEADER_BATCH: usize = 4096;
 
-impl Set {
+impl ImageFiles {
     /// Finds the pictures of `files`: folders of class folders, tables (.csv, .tsv) and tar files. With
     /// `classes`, those of another set, theirs are the only ones and keep their numbers.
     pub fn open(
         files: &[PathBuf],
-        options: Options,
-        classes: Option<&Names>,
-        opening: &Opening,
+        options: ImageOptions,
+        classes: Option<&ClassNames>,
+        ctx: &DatasetContext,
     ) -> Result<Self, DataError> {
-        let files = files::find(files)?;
-        let (mut listing, mut packed, mut by_folder) = (Listing::default(), Vec::new(), false);
+        let files = files::resolve_patterns(files)?;
+        let (mut listing, mut compressed, mut by_folder) = (ImageListing::default(), Vec::new(), false);
         for file in &files {
-            match Kind::of(file)? {
-                Kind::Folders => {
+            match ImageSourceKind::of(file)? {
+                ImageSourceKind::Folders => {
                     listing.add_folders(file)?;
                     by_folder = true;
-                    packed.push(false);
+                    compressed.push(false);
                 }
-                Kind::Table => {
+                ImageSourceKind::Table => {
                     listing.add_table(file, &options.columns)?;
-                    packed.push(false);
+                    compressed.push(false);
                 }
-                Kind::Tar => {
+                ImageSourceKind::Tar => {
                     // Where some are tar files, the others have no place in one.
-                    listing.spans.resize(listing.len(), Default::default());
-                    let (is_packed, folders) = listing.add_tar(file, options.channels, opening)?;
+                    listing.extents.resize(listing.len(), Default::default());
+                    let (is_packed, folders) = listing.add_tar(file, options.channels, ctx)?;
                     by_folder |= folders;
-                    packed.push(is_packed);
+                    compressed.push(is_packed);
                 }
             }
         }
-        if packed.contains(&true) && packed.contains(&false) {
+        if compressed.contains(&true) && compressed.contains(&false) {
             let value = "both packed archives and others".into();
             let wanted = "a set is read forward or in any order; unpack the archives or pack all";
-            return Err(DataError::Setting { name: "train", value, wanted });
+            return Err(DataError::InvalidSetting { name: "train", value, wanted });
         }
-        if !listing.spans.is_empty() {
-            listing.spans.resize(listing.len(), Default::default());
+        if !listing.extents.is_empty() {
+            listing.extents.resize(listing.len(), Default::default());
         }
         match classes {
-            None => listing.number_classes(!by_folder),
-            Some(names) => listing.number_classes_as(names).map_err(|class| DataError::NoSamples {
+            None => listing.assign_class_ids(!by_folder),
+            Some(names) => listing.assign_class_ids_from(names).map_err(|class| DataError::NoSamples {
                 set: format!("class `{class}` of the validation set"),
                 why: "the training set has no such class".into(),
             })?,
         }
-        if listing.bytes() > opening.max_bytes {
-            let (file, bytes, limit) = (files[0].clone(), listing.bytes(), opening.max_bytes);
+        if listing.resident_bytes() > ctx.max_bytes {
+            let (file, bytes, limit) = (files[0].clone(), listing.resident_bytes(), ctx.max_bytes);
             return Err(DataError::TooLarge { file, bytes, limit });
         }
-        let packed = packed.contains(&true);
+        let packed = compressed.contains(&true);
         let open = |place: &PathBuf| match place.is_file() {
-            true if !packed => regular::open(place).map(Some).map_err(DataError::io(place)),
+            true if !packed => regular_file::open(place).map(Some).map_err(DataError::io(place)),
             _ => Ok(None),
         };
-        let archives = listing.places.iter().map(open).collect::<Result<_, _>>()?;
-        let large = opening.large.clone();
-        let mut set = Self { listing, archives, options, packed, seen: Seen::default(), large };
-        set.look(opening);
+        let archives = listing.containers.iter().map(open).collect::<Result<_, _>>()?;
+        let large = ctx.large_images.clone();
+        let mut set = Self {
+            listing,
+            archives,
+            options,
+            compressed: packed,
+            header_stats: HeaderStats::default(),
+            large_images: large,
+        };
+        set.scan_headers(ctx);
         Ok(set)
     }
 
-    pub fn names(&self) -> &Names {
-        &self.listing.names
+    pub fn names(&self) -> &ClassNames {
+        &self.listing.class_names
     }
 
     pub fn len(&self) -> u64 {
@@ -160,76 +172,85 @@ impl Set {
     }
 
     /// Learns from the headers what decoding takes. A picture that is bad is told when it is read.
-    fn look(&mut self, opening: &Opening) {
-        let heads = std::mem::take(&mut self.listing.heads);
-        let doing = format!("reading the headers of {} pictures", self.len());
-        let mut looked: Vec<Looked> = Vec::with_capacity(self.listing.len());
-        for first in (0..self.listing.len()).step_by(STEP) {
-            opening.watch.pass(&doing, first as u64, self.len());
-            let end = self.listing.len().min(first + STEP);
-            looked.par_extend((first..end).into_par_iter().map(|index| match self.packed {
-                true => {
-                    self.looked(index, heads.get(index).copied().flatten(), self.listing.spans[index].len)
-                }
+    fn scan_headers(&mut self, ctx: &DatasetContext) {
+        let headers = std::mem::take(&mut self.listing.headers);
+        let activity = format!("reading the headers of {} pictures", self.len());
+        let mut footprints: Vec<ImageFootprint> = Vec::with_capacity(self.listing.len());
+        for first in (0..self.listing.len()).step_by(HEADER_BATCH) {
+            ctx.observer.report(&activity, first as u64, self.len());
+            let end = self.listing.len().min(first + HEADER_BATCH);
+            footprints.par_extend((first..end).into_par_iter().map(|index| match self.compressed {
+                true => self.footprint(
+                    index,
+                    headers.get(index).copied().flatten(),
+                    self.listing.extents[index].len,
+                ),
                 false => {
                     let (header, len) = self.read_header(index).unwrap_or_default();
-                    self.looked(index, header, len)
+                    self.footprint(index, header, len)
                 }
             }));
         }
-        opening.watch.pass(&doing, self.len(), self.len());
-        let mut seen = Seen { least: [usize::MAX; 2], ..Seen::default() };
-        for header in looked.iter().filter_map(|looked| looked.header) {
-            seen.pictures += 1;
-            seen.least = [seen.least[0].min(header.height), seen.least[1].min(header.width)];
-            seen.most = [seen.most[0].max(header.height), seen.most[1].max(header.width)];
+        ctx.observer.report(&activity, self.len(), self.len());
+        let mut stats = HeaderStats { min_size: [usize::MAX; 2], ..HeaderStats::default() };
+        for header in footprints.iter().filter_map(|looked| looked.header) {
+            stats.images += 1;
+            stats.min_size = [stats.min_size[0].min(header.height), stats.min_size[1].min(header.width)];
+            stats.max_size = [stats.max_size[0].max(header.height), stats.max_size[1].max(header.width)];
         }
-        looked.sort_by_key(|looked| (std::cmp::Reverse(looked.bytes), looked.index));
-        if let Some(&largest) = looked.first() {
-            let usual = looked[(looked.len() / ALONE).max(1).min(looked.len() - 1)].bytes;
+        footprints.sort_by_key(|looked| (std::cmp::Reverse(looked.bytes), looked.index));
+        if let Some(&largest) = footprints.first() {
+            let typical =
+                footprints[(footprints.len() / EXCLUSIVE_ONE_IN).max(1).min(footprints.len() - 1)].bytes;
             // Pictures that are hardly larger than the others need not wait for one another.
-            seen.each = if largest.bytes <= 2 * usual { largest.bytes } else { usual };
-            let Looked { index, header, bytes } = largest;
+            stats.bytes_per_reader = if largest.bytes <= 2 * typical { largest.bytes } else { typical };
+            let ImageFootprint { index, header, bytes } = largest;
             let pixels = header.map_or(0, |header| header.height as u64 * header.width as u64);
-            if bytes > seen.each {
-                let beyond = bytes - seen.each;
-                self.large.expect(Largest { picture: self.path(index), bytes, beyond, pixels });
+            if bytes > stats.bytes_per_reader {
+                let extra_bytes = bytes - stats.bytes_per_reader;
+                self.large_images.register(LargestImage {
+                    path: self.path(index),
+                    bytes,
+                    extra_bytes,
+                    pixels,
+                });
             }
         }
-        self.seen = seen;
+        self.header_stats = stats;
     }
 
     /// What a picture of `len` bytes with this header takes. One that is too large to be decoded takes its file.
-    fn looked(&self, index: usize, header: Option<Header>, len: u64) -> Looked {
-        let fits = |h: &Header| (h.height as u64).saturating_mul(h.width as u64) <= self.options.max_pixels;
+    fn footprint(&self, index: usize, header: Option<ImageHeader>, len: u64) -> ImageFootprint {
+        let fits =
+            |h: &ImageHeader| (h.height as u64).saturating_mul(h.width as u64) <= self.options.max_pixels;
         let header = header.filter(fits);
         // What is too long to be a picture is not read.
-        let len = if len <= self.longest() { len } else { 0 };
-        Looked { index, header, bytes: self.takes(header, len) }
+        let len = if len <= self.max_file_bytes() { len } else { 0 };
+        ImageFootprint { index, header, bytes: self.decode_memory(header, len) }
     }
 
     /// Bytes that reading a picture takes: the file, the decoder and what is resized.
-    fn takes(&self, header: Option<Header>, len: u64) -> u64 {
-        let Options { channels, size, .. } = self.options;
+    fn decode_memory(&self, header: Option<ImageHeader>, len: u64) -> u64 {
+        let ImageOptions { channels, size, .. } = self.options;
         let decoding = header.map_or(0, |header| {
-            let turned = [[header.height, header.width], [header.width, header.height]];
-            let resized = turned.map(|from| scratch_bytes(from, size, channels));
-            header.needs(channels) + resized[0].max(resized[1])
+            let orientations = [[header.height, header.width], [header.width, header.height]];
+            let resized = orientations.map(|from| scratch_bytes(from, size, channels));
+            header.decode_bytes(channels) + resized[0].max(resized[1])
         });
         len + decoding
     }
 
     /// Bytes of a picture's file at most: no format takes more than a few a pixel.
-    fn longest(&self) -> u64 {
+    fn max_file_bytes(&self) -> u64 {
         self.options.max_pixels.saturating_mul(8).saturating_add(1 << 20)
     }
 
     /// The header of picture `index` and its length, where they can be read.
-    fn read_header(&self, index: usize) -> std::io::Result<(Option<Header>, u64)> {
+    fn read_header(&self, index: usize) -> std::io::Result<(Option<ImageHeader>, u64)> {
         let opened;
-        let (file, start, len) = match &self.archives[self.listing.place(index)] {
+        let (file, start, len) = match &self.archives[self.listing.container(index)] {
             Some(archive) => {
-                let extent = self.listing.spans[index];
+                let extent = self.listing.extents[index];
                 (archive, extent.start, extent.len)
             }
             None => {
@@ -243,69 +264,69 @@ impl Set {
                 (&opened, 0, about.len())
             }
         };
-        let header = Header::read(self.options.channels, |at, into| {
-            let there = into.len().min(len.saturating_sub(at) as usize);
-            files::read_exact_at(file, &mut into[..there], start + at)?;
-            Ok(there)
+        let header = ImageHeader::read(self.options.channels, |at, into| {
+            let readable = into.len().min(len.saturating_sub(at) as usize);
+            files::read_exact_at(file, &mut into[..readable], start + at)?;
+            Ok(readable)
         })?;
         Ok((header, len))
     }
 
-    fn header<'a>(&self, file: &'a [u8]) -> Result<Opened<'a>, String> {
-        Opened::new(file, self.options.channels, self.options.max_pixels)
+    fn open_decoder<'a>(&self, file: &'a [u8]) -> Result<ImageDecoder<'a>, String> {
+        ImageDecoder::new(file, self.options.channels, self.options.max_pixels)
     }
 
-    /// The bytes of picture `index`; `ask` hears how many they are before they are read.
+    /// The bytes of picture `index`; `reserve` hears how many they are before they are read.
     fn load(
         &self,
         index: usize,
         into: &mut Vec<u8>,
-        ask: impl FnOnce(u64) -> Result<(), DataError>,
+        reserve: impl FnOnce(u64) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
         let path = self.path(index);
         into.clear();
-        let most = self.longest();
-        let check = |len: u64| match len <= most {
+        let max_bytes = self.max_file_bytes();
+        let check = |len: u64| match len <= max_bytes {
             true => Ok(()),
-            false => Err(self.wrong(index, format!("it has {len} bytes, too many for a picture"))),
+            false => Err(self.record_error(index, format!("it has {len} bytes, too many for a picture"))),
         };
-        if let Some(archive) = &self.archives[self.listing.place(index)] {
-            let extent = self.listing.spans[index];
+        if let Some(archive) = &self.archives[self.listing.container(index)] {
+            let extent = self.listing.extents[index];
             check(extent.len)?;
-            ask(extent.len)?;
+            reserve(extent.len)?;
             into.resize(extent.len as usize, 0);
             return files::read_exact_at(archive, into, extent.start).map_err(DataError::io(&path));
         }
-        let read = regular::open(&path).and_then(|file| {
+        let read = regular_file::open(&path).and_then(|file| {
             let len = file.metadata()?.len();
             Ok((file, len))
         });
-        let (mut file, len) = read.map_err(|error| self.unreadable(index, &path, error))?;
+        let (mut file, len) = read.map_err(|error| self.read_error(index, &path, error))?;
         check(len)?;
-        ask(len)?;
+        reserve(len)?;
         into.reserve_exact(len as usize);
-        let read = file.by_ref().take(most).read_to_end(into);
-        read.map(drop).map_err(|error| self.unreadable(index, &path, error))
+        let read = file.by_ref().take(max_bytes).read_to_end(into);
+        read.map(drop).map_err(|error| self.read_error(index, &path, error))
     }
 
     /// One picture that is not there is a fault of one record.
-    fn unreadable(&self, index: usize, path: &Path, error: std::io::Error) -> DataError {
+    fn read_error(&self, index: usize, path: &Path, error: std::io::Error) -> DataError {
         match error.kind() {
-            ErrorKind::NotFound => self.wrong(index, "there is no such file".into()),
-            ErrorKind::IsADirectory | ErrorKind::InvalidInput => self.wrong(index, error.to_string()),
+            ErrorKind::NotFound => self.record_error(index, "there is no such file".into()),
+            ErrorKind::IsADirectory | ErrorKind::InvalidInput => self.record_error(index, error.to_string()),
             _ => DataError::io(path)(error),
         }
     }
 
     fn path(&self, index: usize) -> PathBuf {
-        self.listing.places[self.listing.place(index)].join(self.listing.path(index))
+        self.listing.containers[self.listing.container(index)].join(self.listing.path(index))
     }
 
-    fn wrong(&self, index: usize, problem: String) -> DataError {
-        if self.listing.spans.get(index).is_some_and(|extent| extent.len > 0) {
+    fn record_error(&self, index: usize, problem: String) -> DataError {
+        if self.listing.extents.get(index).is_some_and(|extent| extent.len > 0) {
             let place = format!("member {}", self.listing.path(index).display());
             return DataError::Record {
-                file: self.listing.places[self.listing.place(index)].clone(),
+                file: self.listing.containers[self.listing.container(index)].clone(),
                 place,
                 problem,
             };
@@ -314,34 +335,34 @@ impl Set {
     }
 
     /// Makes a sample of the bytes of picture `index`.
-    fn sample(
+    fn decode_sample(
         &self,
         index: usize,
         file: &[u8],
         pipeline: &Pipeline,
-        key: Key,
-        scratch: &mut Lent<'_>,
-        into: &mut Row<'_>,
+        key: SampleKey,
+        scratch: &mut ScratchGuard<'_>,
+        into: &mut BatchRow<'_>,
     ) -> Result<(), DataError> {
-        let opened = self.header(file).map_err(|problem| self.wrong(index, problem))?;
-        scratch.ask(|| self.path(index), self.takes(Some(opened.header), file.len() as u64))?;
-        let sample = |scratch: &mut Lent<'_>, values: &mut Slice<'_>| {
-            let Scratch { pixels, turned, .. } = &mut **scratch;
+        let opened = self.open_decoder(file).map_err(|problem| self.record_error(index, problem))?;
+        scratch.reserve(|| self.path(index), self.decode_memory(Some(opened.header), file.len() as u64))?;
+        let sample = |scratch: &mut ScratchGuard<'_>, values: &mut SliceMut<'_>| {
+            let Scratch { pixels, converted: turned, .. } = &mut **scratch;
             let [height, width] = opened.decode(pixels, turned)?;
             let pixels = std::mem::take(pixels);
-            let picture = Picture { height, width, pixels: Pixels::Bytes(&pixels) };
-            let applied = pipeline.apply(picture, key, scratch, values);
+            let image = Image { height, width, pixels: Pixels::Bytes(&pixels) };
+            let applied = pipeline.apply(image, key, scratch, values);
             scratch.pixels = pixels;
             applied
         };
-        sample(scratch, &mut into.input).map_err(|problem| self.wrong(index, problem))?;
-        into.target.u32()[0] = self.listing.class(index);
+        sample(scratch, &mut into.input).map_err(|problem| self.record_error(index, problem))?;
+        into.target.as_u32_mut()[0] = self.listing.class(index);
         Ok(())
     }
 
-    fn about(&self) -> Vec<(String, String)> {
+    fn describe(&self) -> Vec<(String, String)> {
         let mut about = Vec::new();
-        let Seen { pictures, least, most, .. } = self.seen;
+        let HeaderStats { images: pictures, min_size: least, max_size: most, .. } = self.header_stats;
         if pictures > 0 {
             let side = |[h, w]: [usize; 2]| format!("{w} x {h}");
             let sizes =
@@ -359,40 +380,41 @@ impl Set {
 }
 
 /// What the files that a job names are made of, for a fingerprint.
-pub fn inputs(
+pub fn fingerprint_inputs(
     key: &'static str,
     files: &[PathBuf],
-    columns: &Columns,
-) -> Result<Vec<fingerprint::Input>, DataError> {
+    columns: &LabelColumns,
+) -> Result<Vec<fingerprint::FingerprintInput>, DataError> {
     let kind = |file: PathBuf| {
-        Ok(match Kind::of(&file)? {
-            Kind::Folders => fingerprint::Kind::Folder(file),
-            Kind::Table => fingerprint::Kind::Table(file, columns.clone()),
-            Kind::Tar => fingerprint::Kind::Files(vec![file]),
+        Ok(match ImageSourceKind::of(&file)? {
+            ImageSourceKind::Folders => fingerprint::InputKind::Folder(file),
+            ImageSourceKind::Table => fingerprint::InputKind::Table(file, columns.clone()),
+            ImageSourceKind::Tar => fingerprint::InputKind::Files(vec![file]),
         })
     };
-    let inputs =
-        files::find(files)?.into_iter().map(|file| Ok(fingerprint::Input { key, kind: kind(file)? }));
+    let inputs = files::resolve_patterns(files)?
+        .into_iter()
+        .map(|file| Ok(fingerprint::FingerprintInput { key, kind: kind(file)? }));
     inputs.collect()
 }
 
-enum Kind {
+enum ImageSourceKind {
     Folders,
     Table,
     Tar,
 }
 
-impl Kind {
+impl ImageSourceKind {
     /// What a file named in a job is: by its name, since it may be packed.
     fn of(file: &Path) -> Result<Self, DataError> {
         if file.is_dir() {
-            return Ok(Kind::Folders);
+            return Ok(ImageSourceKind::Folders);
         }
         let name = file.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
         let bare = [".gz", ".zst"].iter().find_map(|packed| name.strip_suffix(packed)).unwrap_or(&name);
         match bare.rsplit('.').next() {
-            Some("csv" | "tsv") => Ok(Kind::Table),
-            Some("tar" | "tgz" | "tzst") => Ok(Kind::Tar),
+            Some("csv" | "tsv") => Ok(ImageSourceKind::Table),
+            Some("tar" | "tgz" | "tzst") => Ok(ImageSourceKind::Tar),
             _ => {
                 // What is not there at all is told as such.
                 std::fs::metadata(file).map_err(DataError::io(file))?;
@@ -404,62 +426,67 @@ impl Kind {
 }
 
 /// The features of samples with these classes.
-fn features(pipeline: &Pipeline, names: &Names) -> Features {
-    let (shape, names) = (pipeline.shape().to_vec(), names.list().to_vec());
+fn features(pipeline: &Pipeline, names: &ClassNames) -> Features {
+    let (shape, names) = (pipeline.shape().to_vec(), names.as_slice().to_vec());
     let palette = pipeline.palette();
-    Features { palette, ..Features::new(Input::Floats { shape }, Target::Class { names }) }
+    Features { pixel_lut: palette, ..Features::new(InputSpec::Floats { shape }, TargetSpec::Class { names }) }
 }
 
 /// A set whose pictures can be read in any order.
-pub struct Images {
-    set: Arc<Set>,
+pub struct ImageDataset {
+    image_files: Arc<ImageFiles>,
     pipeline: Pipeline,
     features: Features,
-    pool: Pool,
+    pool: ScratchPool,
 }
 
-impl Images {
-    pub fn new(set: Arc<Set>, pipeline: Pipeline) -> Self {
-        let features = features(&pipeline, set.names());
-        let pool = Pool::with_large(set.options.readers, set.seen.each, set.large.clone());
-        Self { set, pipeline, features, pool }
+impl ImageDataset {
+    pub fn new(image_files: Arc<ImageFiles>, pipeline: Pipeline) -> Self {
+        let features = features(&pipeline, image_files.names());
+        let pool = ScratchPool::with_large_images(
+            image_files.options.readers,
+            image_files.header_stats.bytes_per_reader,
+            image_files.large_images.clone(),
+        );
+        Self { image_files, pipeline, features, pool }
     }
 }
 
-impl Source for Images {
+impl Dataset for ImageDataset {
     fn len(&self) -> u64 {
-        self.set.len()
+        self.image_files.len()
     }
 
     fn features(&self) -> &Features {
         &self.features
     }
 
-    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+    fn read(&self, index: u64, key: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
         let index = index as usize;
-        let mut scratch = self.pool.lend();
+        let mut scratch = self.pool.acquire();
         let mut file = std::mem::take(&mut scratch.file);
-        self.set.load(index, &mut file, |bytes| scratch.ask(|| self.set.path(index), bytes))?;
-        let made = self.set.sample(index, &file, &self.pipeline, key, &mut scratch, into);
+        self.image_files
+            .load(index, &mut file, |bytes| scratch.reserve(|| self.image_files.path(index), bytes))?;
+        let decoded = self.image_files.decode_sample(index, &file, &self.pipeline, key, &mut scratch, into);
         scratch.file = file;
-        made
+        decoded
     }
 
     /// The listing and the readers' buffers. What the largest picture takes beyond them is counted once for all sets.
     fn resident_bytes(&self) -> u64 {
-        self.set.listing.bytes() + self.pool.bytes()
+        self.image_files.listing.resident_bytes() + self.pool.bytes()
     }
 
-    fn balance(&self) -> Option<Vec<u64>> {
-        Some(self.set.listing.balance())
+    fn class_counts(&self) -> Option<Vec<u64>> {
+        Some(self.image_files.listing.class_counts())
     }
 
     fn class(&self, index: u64) -> Option<u32> {
-        Some(self.set.listing.class(index as usize))
+        Some(self.image_files.listing.class(index as usize))
     }
 
-    fn about(&self) -> Vec<(String, String)> {
-        self.set.about()
+    fn describe(&self) -> Vec<(String, String)> {
+        self.image_files.describe()
     }
 }
 

@@ -6,28 +6,28 @@ use std::path::Path;
 
 use csv_core::{ReadRecordResult, Reader, ReaderBuilder};
 
-use super::listing::Listing;
+use super::listing::ImageListing;
 use crate::data::{DataError, files};
 
 /// Names of the columns that hold a picture's path, relative to the table, and its label.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Columns {
+pub struct LabelColumns {
     pub path: String,
     pub label: String,
 }
 
 /// Bytes of one line; more is no table.
-const MAX_LINE: usize = 1 << 20;
+const MAX_LINE_BYTES: usize = 1 << 20;
 
-impl Listing {
+impl ImageListing {
     /// Adds the pictures that the table at `file` names.
-    pub fn add_table(&mut self, file: &Path, columns: &Columns) -> Result<(), DataError> {
+    pub fn add_table(&mut self, file: &Path, columns: &LabelColumns) -> Result<(), DataError> {
         let (before, mut opened) = (self.len(), false);
-        each_row(file, columns, &mut |path, label| {
+        for_each_row(file, columns, &mut |path, label| {
             if !std::mem::replace(&mut opened, true) {
-                self.open_place(file.parent().unwrap_or(Path::new("")));
+                self.add_container(file.parent().unwrap_or(Path::new("")));
             }
-            let class = self.names.number(label);
+            let class = self.class_names.intern(label);
             self.add(OsStr::new(path), class);
             Ok(())
         })?;
@@ -40,21 +40,21 @@ impl Listing {
 }
 
 /// Calls `visit` with the path of every image that a table names.
-pub fn each_in_table(
+pub fn walk_image_table(
     file: &Path,
-    columns: &Columns,
+    columns: &LabelColumns,
     visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    each_row(file, columns, &mut |path, _| visit(Path::new(path)))
+    for_each_row(file, columns, &mut |path, _| visit(Path::new(path)))
 }
 
 /// Calls `visit` with the path and the label of every row.
-fn each_row(
+fn for_each_row(
     file: &Path,
-    columns: &Columns,
+    columns: &LabelColumns,
     visit: &mut dyn FnMut(&str, &str) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let mut rows = Rows::open(file)?;
+    let mut rows = LabelTableReader::open(file)?;
     let header = match rows.next()? {
         true => rows.fields().map(|f| f.to_vec()).collect::<Vec<_>>(),
         false => return Err(DataError::EmptyFile { file: file.to_owned() }),
@@ -88,7 +88,7 @@ fn each_row(
 }
 
 /// The lines of a table, one at a time.
-struct Rows<'a> {
+struct LabelTableReader<'a> {
     file: &'a Path,
     input: Box<dyn Read + Send>,
     reader: Reader,
@@ -97,12 +97,12 @@ struct Rows<'a> {
     ready: std::ops::Range<usize>,
     output: Vec<u8>,
     ends: Vec<usize>,
-    count: usize,
+    field_count: usize,
     /// Of the last row's beginning, from 1.
     line: u64,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> LabelTableReader<'a> {
     fn open(file: &'a Path) -> Result<Self, DataError> {
         let mut input = files::open(file)?;
         let mut buffer = vec![0; 1 << 16];
@@ -113,7 +113,17 @@ impl<'a> Rows<'a> {
         // A byte order mark belongs to no name.
         let start = if buffer[ready.clone()].starts_with(b"\xef\xbb\xbf") { 3 } else { 0 };
         let (output, ends) = (vec![0; 1 << 10], vec![0; 16]);
-        Ok(Self { file, input, reader, buffer, ready: start..ready.end, output, ends, count: 0, line: 1 })
+        Ok(Self {
+            file,
+            input,
+            reader,
+            buffer,
+            ready: start..ready.end,
+            output,
+            ends,
+            field_count: 0,
+            line: 1,
+        })
     }
 
     /// Reads the next row; false after the last.
@@ -134,19 +144,19 @@ impl<'a> Rows<'a> {
             ended += ends;
             match result {
                 ReadRecordResult::InputEmpty => {}
-                ReadRecordResult::OutputFull if self.output.len() < MAX_LINE => {
+                ReadRecordResult::OutputFull if self.output.len() < MAX_LINE_BYTES => {
                     self.output.resize(2 * self.output.len(), 0);
                 }
-                ReadRecordResult::OutputEndsFull if self.ends.len() < MAX_LINE => {
+                ReadRecordResult::OutputEndsFull if self.ends.len() < MAX_LINE_BYTES => {
                     self.ends.resize(2 * self.ends.len(), 0);
                 }
                 ReadRecordResult::OutputFull | ReadRecordResult::OutputEndsFull => {
-                    let problem = format!("it has more than {MAX_LINE} bytes or columns");
+                    let problem = format!("it has more than {MAX_LINE_BYTES} bytes or columns");
                     let place = format!("line {}", self.line);
                     return Err(DataError::Record { file: self.file.to_owned(), place, problem });
                 }
                 ReadRecordResult::Record => {
-                    self.count = ended;
+                    self.field_count = ended;
                     return Ok(true);
                 }
                 ReadRecordResult::End => return Ok(false),
@@ -155,7 +165,7 @@ impl<'a> Rows<'a> {
     }
 
     fn fields(&self) -> impl Iterator<Item = &[u8]> {
-        (0..self.count).map(|i| {
+        (0..self.field_count).map(|i| {
             let start = i.checked_sub(1).map_or(0, |before| self.ends[before]);
             &self.output[start..self.ends[i]]
         })
@@ -167,7 +177,7 @@ fn fill(input: &mut dyn Read, buffer: &mut [u8], file: &Path) -> Result<usize, D
         match input.read(buffer) {
             Ok(read) => return Ok(read),
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(files::fault(file, error)),
+            Err(error) => return Err(files::read_error(file, error)),
         }
     }
 }
@@ -182,10 +192,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("labels.csv");
         std::fs::write(&file, text).unwrap();
-        let mut listing = Listing::default();
-        listing.add_table(&file, &Columns { path: "path".into(), label: "label".into() })?;
-        assert_eq!(listing.places, [folder.path()]);
-        let name = |i| listing.names.list()[listing.class(i) as usize].clone();
+        let mut listing = ImageListing::default();
+        listing.add_table(&file, &LabelColumns { path: "path".into(), label: "label".into() })?;
+        assert_eq!(listing.containers, [folder.path()]);
+        let name = |i| listing.class_names.as_slice()[listing.class(i) as usize].clone();
         Ok((0..listing.len()).map(|i| (listing.path(i).to_str().unwrap().to_owned(), name(i))).collect())
     }
 
@@ -201,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_name_the_line_and_the_column() {
+    fn errors_name_the_line_and_the_column() {
         for (text, wanted) in [
             ("", "is empty"),
             ("path,label\n", "no line after it"),

@@ -11,96 +11,99 @@ use std::path::{Path, PathBuf};
 
 use tar::{Archive, Entry};
 
-use super::header::Header;
-use super::listing::{Extent, Listing, is_hidden, is_picture};
-use crate::data::cache::Fingerprint;
-use crate::data::files::{self, Packing};
-use crate::data::{DataError, Opening};
-use crate::regular;
+use super::header::ImageHeader;
+use super::listing::{Extent, ImageListing, is_hidden, is_image};
+use crate::data::cache::CacheKey;
+use crate::data::files::{self, FileCompression};
+use crate::data::{DataError, DatasetContext};
+use crate::regular_file;
 
 /// Bytes of a picture in a packed archive that are looked through for its header.
-const HEADER: u64 = 1 << 20;
+const MAX_HEADER_BYTES: u64 = 1 << 20;
 
 /// Bytes of a label; more is no label.
-const MAX_LABEL: u64 = 1 << 10;
+const MAX_LABEL_BYTES: u64 = 1 << 10;
 
 /// The pictures of one tar file in order.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Index {
-    members: Vec<Member>,
+struct TarIndex {
+    members: Vec<TarMember>,
     ignored: u64,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-struct Member {
+struct TarMember {
     path: String,
     label: String,
     /// Whether the label is the folder's name.
     by_folder: bool,
     extent: Extent,
     /// Read on the way through a packed archive.
-    header: Option<Header>,
+    header: Option<ImageHeader>,
 }
 
-impl Listing {
+impl ImageListing {
     /// Adds the pictures of the tar file `file`. Says whether it is packed, and whether its classes are folders.
     pub fn add_tar(
         &mut self,
         file: &Path,
         channels: usize,
-        opening: &Opening,
+        ctx: &DatasetContext,
     ) -> Result<(bool, bool), DataError> {
-        let (packing, length) = files::packing(file)?;
-        let of = Fingerprint::of(&[file.to_owned()], &format!("tar, headers for {channels}"))?;
-        let index = || Index::make(file, (packing, length), channels, opening);
-        let make = |out: &mut BufWriter<File>| index()?.write(out, file);
-        let cached = opening.cache.get("tar-index", of, make)?;
-        let index = match Index::read(&cached) {
+        let (compression, length) = files::compression(file)?;
+        let cache_key = CacheKey::new(&[file.to_owned()], &format!("tar, headers for {channels}"))?;
+        let build_index = || TarIndex::build(file, (compression, length), channels, ctx);
+        let make = |out: &mut BufWriter<File>| build_index()?.write(out, file);
+        let cached = ctx.cache.get_or_create("tar-index", cache_key, make)?;
+        let index = match TarIndex::read(&cached) {
             Some(index) => index,
             // Somebody changed the entry: it is not needed.
-            None => index()?,
+            None => build_index()?,
         };
         if index.members.is_empty() {
             let why = "no member of it is named as a picture is".into();
             return Err(DataError::NoSamples { set: format!("`{}`", file.display()), why });
         }
-        self.open_place(file);
+        self.add_container(file);
         for member in &index.members {
-            let class = self.names.number(&member.label);
+            let class = self.class_names.intern(&member.label);
             self.add(OsStr::new(&member.path), class);
-            self.spans.push(member.extent);
-            if packing != Packing::Plain {
+            self.extents.push(member.extent);
+            if compression != FileCompression::Uncompressed {
                 // Where some archives are packed all are: any other set is refused.
-                self.heads.push(member.header);
+                self.headers.push(member.header);
             }
         }
         if index.ignored > 0 {
             self.ignored.0 += index.ignored - 1;
             self.ignore(file.join("..."));
         }
-        Ok((packing != Packing::Plain, index.members.iter().any(|member| member.by_folder)))
+        Ok((
+            compression != FileCompression::Uncompressed,
+            index.members.iter().any(|member| member.by_folder),
+        ))
     }
 }
 
-impl Index {
-    fn make(
+impl TarIndex {
+    fn build(
         file: &Path,
-        (packing, length): (Packing, u64),
+        (compression, length): (FileCompression, u64),
         channels: usize,
-        opening: &Opening,
+        ctx: &DatasetContext,
     ) -> Result<Self, DataError> {
-        let doing = format!("looking for the pictures in {}", file.display());
-        let fault = |error| files::fault(file, error);
-        let mut found = Found::default();
-        if packing == Packing::Plain {
+        let activity = format!("looking for the pictures in {}", file.display());
+        let fault = |error| files::read_error(file, error);
+        let mut found = TarScan::default();
+        if compression == FileCompression::Uncompressed {
             // From header to header: what lies between is not read.
-            let mut archive = Archive::new(regular::open(file).map_err(DataError::io(file))?);
+            let mut archive = Archive::new(regular_file::open(file).map_err(DataError::io(file))?);
             for entry in archive.entries_with_seek().map_err(fault)? {
                 let at = found.add(entry.map_err(fault)?, None, file)?;
                 if at > length {
                     return Err(DataError::Truncated { file: file.to_owned(), promised: at, found: length });
                 }
-                opening.watch.pass(&doing, at, length);
+                ctx.observer.report(&activity, at, length);
             }
         } else {
             let mut archive = Archive::new(files::open(file)?);
@@ -108,17 +111,17 @@ impl Index {
                 let mut entry = entry.map_err(fault)?;
                 // Packed bytes that were read are not known from here: those unpacked stand for them.
                 let at = entry.raw_file_position().saturating_add(entry.size());
-                opening.watch.pass(&doing, at.min(length), length.max(at));
+                ctx.observer.report(&activity, at.min(length), length.max(at));
                 let mut header = None;
-                if !found.wants(&entry) {
-                    let mut beginning = Vec::new();
-                    if found.is_picture(&entry) {
-                        entry.by_ref().take(HEADER).read_to_end(&mut beginning).map_err(fault)?;
-                        header = Header::of(&beginning, channels);
+                if !found.is_label(&entry) {
+                    let mut prefix = Vec::new();
+                    if found.is_image(&entry) {
+                        entry.by_ref().take(MAX_HEADER_BYTES).read_to_end(&mut prefix).map_err(fault)?;
+                        header = ImageHeader::parse(&prefix, channels);
                     }
                     // A packed archive is read through anyhow; what is cut short is found out here.
                     let rest = std::io::copy(&mut entry, &mut std::io::sink()).map_err(fault)?;
-                    let read = beginning.len() as u64 + rest;
+                    let read = prefix.len() as u64 + rest;
                     if read < entry.size() {
                         let found = entry.raw_file_position() + read;
                         return Err(DataError::Truncated { file: file.to_owned(), promised: at, found });
@@ -127,8 +130,8 @@ impl Index {
                 found.add(entry, header, file)?;
             }
         }
-        opening.watch.pass(&doing, length, length);
-        found.index(file)
+        ctx.observer.report(&activity, length, length);
+        found.into_index(file)
     }
 
     fn write(&self, out: &mut BufWriter<File>, file: &Path) -> Result<(), DataError> {
@@ -140,7 +143,7 @@ impl Index {
                 for n in [member.extent.start, member.extent.len, member.by_folder as u64] {
                     number(out, n)?;
                 }
-                for n in member.header.map_or([0; 5], Header::numbers) {
+                for n in member.header.map_or([0; 5], ImageHeader::to_words) {
                     number(out, n)?;
                 }
                 for text in [&member.path, &member.label] {
@@ -150,7 +153,7 @@ impl Index {
             }
             Ok(())
         };
-        write().map_err(DataError::writing(file))
+        write().map_err(DataError::write(file))
     }
 
     /// None where it is not what `write` wrote.
@@ -177,9 +180,9 @@ impl Index {
             for n in &mut header {
                 *n = number(&mut rest)?;
             }
-            let header = Header::of_numbers(header);
+            let header = ImageHeader::from_words(header);
             let (path, label) = (text(&mut rest)?, text(&mut rest)?);
-            members.push(Member { path, label, by_folder, extent, header });
+            members.push(TarMember { path, label, by_folder, extent, header });
         }
         rest.is_empty().then_some(Self { members, ignored })
     }
@@ -187,42 +190,46 @@ impl Index {
 
 /// What was met in an archive so far.
 #[derive(Default)]
-struct Found {
-    pictures: Vec<(PathBuf, Extent, Option<Header>)>,
+struct TarScan {
+    images: Vec<(PathBuf, Extent, Option<ImageHeader>)>,
     /// By the member's path up to the first dot of its name, as WebDataset groups members.
     labels: HashMap<PathBuf, String>,
     ignored: u64,
 }
 
-impl Found {
+impl TarScan {
     /// Whether the content of a member is looked at.
-    fn wants<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
+    fn is_label<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
         entry.path().is_ok_and(|path| path.extension() == Some(OsStr::new("cls")))
     }
 
-    fn is_picture<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
-        entry.header().entry_type().is_file() && entry.path().is_ok_and(|path| is_picture(&path))
+    fn is_image<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
+        entry.header().entry_type().is_file() && entry.path().is_ok_and(|path| is_image(&path))
     }
 
     /// Notes a member, with its header where that was read; gives the position after it.
     fn add<R: Read>(
         &mut self,
         mut entry: Entry<'_, R>,
-        header: Option<Header>,
+        header: Option<ImageHeader>,
         file: &Path,
     ) -> Result<u64, DataError> {
         let extent = Extent { start: entry.raw_file_position(), len: entry.size() };
-        let path = entry.path().map_err(|error| files::fault(file, error))?.into_owned();
+        let path = entry.path().map_err(|error| files::read_error(file, error))?.into_owned();
         let hidden = path.file_name().is_none_or(is_hidden);
         if entry.header().entry_type().is_file() && !hidden {
-            if is_picture(&path) {
-                self.pictures.push((path, extent, header));
+            if is_image(&path) {
+                self.images.push((path, extent, header));
             } else if path.extension() == Some(OsStr::new("cls")) {
                 let mut label = String::new();
-                let read = entry.by_ref().take(MAX_LABEL + 1).read_to_string(&mut label);
+                let read = entry.by_ref().take(MAX_LABEL_BYTES + 1).read_to_string(&mut label);
                 let label = label.trim();
-                if read.is_err() || label.is_empty() || label.len() as u64 > MAX_LABEL {
-                    return Err(wrong(file, &path, "it is no label: a word or a number as text".into()));
+                if read.is_err() || label.is_empty() || label.len() as u64 > MAX_LABEL_BYTES {
+                    return Err(member_error(
+                        file,
+                        &path,
+                        "it is no label: a word or a number as text".into(),
+                    ));
                 }
                 self.labels.insert(stem(&path), label.to_owned());
             } else {
@@ -232,24 +239,24 @@ impl Found {
         Ok(extent.start.saturating_add(extent.len))
     }
 
-    fn index(self, file: &Path) -> Result<Index, DataError> {
-        let member = |(path, extent, header): (PathBuf, Extent, Option<Header>)| {
-            let beside = self.labels.get(&stem(&path)).cloned();
+    fn into_index(self, file: &Path) -> Result<TarIndex, DataError> {
+        let member = |(path, extent, header): (PathBuf, Extent, Option<ImageHeader>)| {
+            let sidecar = self.labels.get(&stem(&path)).cloned();
             let folder =
                 path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
-            let by_folder = beside.is_none();
-            let Some(label) = beside.or(folder) else {
+            let by_folder = sidecar.is_none();
+            let Some(label) = sidecar.or(folder) else {
                 let problem = "it has no class: it lies in no folder and has no `.cls` member beside it";
-                return Err(wrong(file, &path, problem.into()));
+                return Err(member_error(file, &path, problem.into()));
             };
-            Ok(Member { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })
+            Ok(TarMember { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })
         };
-        let members = self.pictures.into_iter().map(member).collect::<Result<_, _>>()?;
-        Ok(Index { members, ignored: self.ignored })
+        let members = self.images.into_iter().map(member).collect::<Result<_, _>>()?;
+        Ok(TarIndex { members, ignored: self.ignored })
     }
 }
 
-fn wrong(file: &Path, member: &Path, problem: String) -> DataError {
+fn member_error(file: &Path, member: &Path, problem: String) -> DataError {
     DataError::Record { file: file.to_owned(), place: format!("member {}", member.display()), problem }
 }
 
@@ -277,23 +284,24 @@ pub(super) mod tests {
         builder.into_inner().unwrap()
     }
 
-    fn listed(bytes: &[u8]) -> Result<(Listing, bool), DataError> {
+    fn listed(bytes: &[u8]) -> Result<(ImageListing, bool), DataError> {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("a.tar");
         std::fs::write(&file, bytes).unwrap();
-        let opening = Opening { cache: Cache::at(folder.path().join("cache")), ..Opening::default() };
-        let mut listing = Listing::default();
-        let (packed, _) = listing.add_tar(&file, 3, &opening)?;
-        let mut again = Listing::default();
-        again.add_tar(&file, 3, &opening).unwrap();
+        let ctx =
+            DatasetContext { cache: Cache::at(folder.path().join("cache")), ..DatasetContext::default() };
+        let mut listing = ImageListing::default();
+        let (packed, _) = listing.add_tar(&file, 3, &ctx)?;
+        let mut reopened = ImageListing::default();
+        reopened.add_tar(&file, 3, &ctx).unwrap();
         assert_eq!(
-            (again.len(), &again.spans, &again.names),
-            (listing.len(), &listing.spans, &listing.names)
+            (reopened.len(), &reopened.extents, &reopened.class_names),
+            (listing.len(), &listing.extents, &listing.class_names)
         );
         Ok((listing, packed))
     }
 
-    fn pack(bytes: &[u8]) -> [Vec<u8>; 3] {
+    fn compressed_variants(bytes: &[u8]) -> [Vec<u8>; 3] {
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         gzip.write_all(bytes).unwrap();
         [bytes.to_vec(), gzip.finish().unwrap(), zstd::encode_all(bytes, 1).unwrap()]
@@ -310,29 +318,29 @@ pub(super) mod tests {
             ("0001.json", b"{}"),
             (".hidden.jpg", b"no"),
         ]);
-        for (i, packed) in pack(&bytes).into_iter().enumerate() {
+        for (i, packed) in compressed_variants(&bytes).into_iter().enumerate() {
             let (listing, is_packed) = listed(&packed).unwrap();
             assert_eq!(is_packed, i > 0);
-            let name = |i| listing.names.list()[listing.class(i) as usize].as_str();
+            let name = |i| listing.class_names.as_slice()[listing.class(i) as usize].as_str();
             assert_eq!((listing.len(), name(0), name(1), name(2)), (3, "cat", "dog", "7"));
             assert_eq!(listing.path(1).to_str(), Some(long.as_str()));
             let content =
-                |i: usize| &bytes[listing.spans[i].start as usize..][..listing.spans[i].len as usize];
+                |i: usize| &bytes[listing.extents[i].start as usize..][..listing.extents[i].len as usize];
             assert_eq!((content(0), content(1), content(2)), (&b"one"[..], &b"two"[..], &b"three"[..]));
             assert_eq!(listing.ignored.0, 1);
         }
     }
 
     #[test]
-    fn faults_are_told() {
+    fn faults_are_reported() {
         let text = |members: &[(&str, &[u8])]| listed(&tar(members)).unwrap_err().to_string();
         assert!(text(&[("a/notes.txt", b"x")]).contains("no member of it"));
         assert!(text(&[("bare.jpg", b"x")]).contains("member bare.jpg: it has no class"));
         assert!(text(&[("a.jpg", b"x"), ("a.cls", b" ")]).contains("member a.cls: it is no label"));
         let whole = tar(&[("a/1.jpg", &[7; 2000]), ("a/2.jpg", &[7; 2000])]);
-        for packed in pack(&whole[..3600]) {
+        for packed in compressed_variants(&whole[..3600]) {
             let error = listed(&packed).unwrap_err();
-            assert!(matches!(error, DataError::Truncated { .. } | DataError::Damaged { .. }), "{error}");
+            assert!(matches!(error, DataError::Truncated { .. } | DataError::Corrupt { .. }), "{error}");
         }
     }
 
@@ -353,9 +361,9 @@ pub(super) mod tests {
                 bytes
             };
             let whole = tar(&[("a/1.jpg", &[7; 600]), ("b/2.png", &[8; 30]), ("b/2.cls", b"4")]);
-            let bytes = if inside { pack(&mutate(whole))[which].clone() } else { mutate(pack(&whole)[which].clone()) };
+            let bytes = if inside { compressed_variants(&mutate(whole))[which].clone() } else { mutate(compressed_variants(&whole)[which].clone()) };
             if let Ok((listing, false)) = listed(&bytes) {
-                prop_assert!(listing.spans.iter().all(|e| e.start + e.len <= bytes.len() as u64));
+                prop_assert!(listing.extents.iter().all(|e| e.start + e.len <= bytes.len() as u64));
             }
         }
     }

@@ -6,32 +6,33 @@ use proptest::prelude::*;
 use super::fixtures::{jpeg, png};
 use super::*;
 use crate::data::cache::Cache;
-use crate::data::picture::{Augment, Fit, Normalise};
-use crate::data::stream::Shards;
-use crate::data::{Slice, published};
+use crate::data::streaming::ShardedDataset;
+use crate::data::transforms::{Augmentation, Normalise, ResizeMode};
+use crate::data::{SliceMut, published_dataset};
 
-fn options(channels: usize) -> Options {
-    let columns = Columns { path: "path".into(), label: "label".into() };
-    Options { channels, size: [8, 8], max_pixels: 1 << 20, columns, readers: 2 }
+fn image_options(channels: usize) -> ImageOptions {
+    let columns = LabelColumns { path: "path".into(), label: "label".into() };
+    ImageOptions { channels, size: [8, 8], max_pixels: 1 << 20, columns, readers: 2 }
 }
 
-fn opening(folder: &Path) -> Opening {
-    Opening { cache: Cache::at(folder.join("cache")), ..Opening::default() }
+fn dataset_context(folder: &Path) -> DatasetContext {
+    DatasetContext { cache: Cache::at(folder.join("cache")), ..DatasetContext::default() }
 }
 
 fn plain(shape: [usize; 3]) -> Pipeline {
-    Pipeline::new(shape, Fit::Stretch, Normalise::default()).unwrap()
+    Pipeline::new(shape, ResizeMode::Stretch, Normalise::default()).unwrap()
 }
 
-fn open(files: &[PathBuf], folder: &Path) -> Result<Images, DataError> {
-    Set::open(files, options(1), None, &opening(folder))
-        .map(|set| Images::new(Arc::new(set), plain([8, 8, 1])))
+fn open(files: &[PathBuf], folder: &Path) -> Result<ImageDataset, DataError> {
+    ImageFiles::open(files, image_options(1), None, &dataset_context(folder))
+        .map(|set| ImageDataset::new(Arc::new(set), plain([8, 8, 1])))
 }
 
-fn sample(set: &dyn Source, index: u64) -> Result<(Vec<f32>, u32), DataError> {
+fn sample(set: &dyn Dataset, index: u64) -> Result<(Vec<f32>, u32), DataError> {
     let (mut values, mut class) = (vec![f32::NAN; set.features().input_len()], [99]);
-    let mut row = Row { input: Slice::F32(&mut values), target: Slice::U32(&mut class), length: 0 };
-    set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row)?;
+    let mut row =
+        BatchRow { input: SliceMut::F32(&mut values), target: SliceMut::U32(&mut class), length: 0 };
+    set.read(index, SampleKey { seed: 0, epoch: 0, sample: index }, &mut row)?;
     Ok((values, class[0]))
 }
 
@@ -74,8 +75,8 @@ fn folders_tables_and_archives_give_the_same_samples() {
 
     let of = |name: &str| {
         let set = open(&[root.join(name)], root).unwrap();
-        assert_eq!(set.balance(), Some(vec![2, 2]), "{name}");
-        assert_eq!(set.features().target, Target::Class { names: vec!["ant".into(), "bee".into()] });
+        assert_eq!(set.class_counts(), Some(vec![2, 2]), "{name}");
+        assert_eq!(set.features().target, TargetSpec::Class { names: vec!["ant".into(), "bee".into()] });
         let mut samples: Vec<(u32, u32)> = (0..set.len())
             .map(|i| {
                 let (values, class) = sample(&set, i).unwrap();
@@ -91,13 +92,13 @@ fn folders_tables_and_archives_give_the_same_samples() {
         assert_eq!(of(name), wanted, "{name}");
     }
     let both = open(&[root.join("set"), root.join("a.tar"), root.join("labels.csv")], root).unwrap();
-    assert_eq!((both.len(), both.balance()), (12, Some(vec![6, 6])));
+    assert_eq!((both.len(), both.class_counts()), (12, Some(vec![6, 6])));
     assert!((0..12).all(|i| sample(&both, i).is_ok()));
     assert!(both.resident_bytes() < 4 << 20, "{}", both.resident_bytes());
 }
 
 #[test]
-fn packed_archives_are_read_forward_and_give_the_same() {
+fn compressed_archives_are_read_forward_and_give_the_same() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     let names: Vec<String> = (0..9).map(|i| format!("{}/{i}.jpg", ["ant", "bee"][i % 2])).collect();
@@ -111,9 +112,10 @@ fn packed_archives_are_read_forward_and_give_the_same() {
         write(&root.join(format!("{i}.tar.zst")), &zstd::encode_all(&archive[..], 1).unwrap());
     }
     let plain_set = open(&[root.join("[01].tar")], root).unwrap();
-    let set = Set::open(&[root.join("*.tar.zst")], options(1), None, &opening(root)).unwrap();
-    assert!(set.packed);
-    let packed = Packed::new(Arc::new(set), plain([8, 8, 1]));
+    let set =
+        ImageFiles::open(&[root.join("*.tar.zst")], image_options(1), None, &dataset_context(root)).unwrap();
+    assert!(set.compressed);
+    let packed = TarShards::new(Arc::new(set), plain([8, 8, 1]));
     assert_eq!(packed.blocks().iter().map(|b| (b.shard, b.records)).collect::<Vec<_>>(), [(0, 5), (1, 4)]);
     let mut index = 0;
     for shard in 0..2 {
@@ -121,8 +123,9 @@ fn packed_archives_are_read_forward_and_give_the_same() {
         let (mut record, mut total) = (Vec::new(), 0);
         while records.next(&mut record).unwrap() {
             let (mut values, mut class) = (vec![0.0; 64], [9]);
-            let mut row = Row { input: Slice::F32(&mut values), target: Slice::U32(&mut class), length: 0 };
-            let key = Key { seed: 0, epoch: 0, sample: index };
+            let mut row =
+                BatchRow { input: SliceMut::F32(&mut values), target: SliceMut::U32(&mut class), length: 0 };
+            let key = SampleKey { seed: 0, epoch: 0, sample: index };
             packed.decode(&record, index, key, &mut row).unwrap();
             assert_eq!((values, class[0]), sample(&plain_set, index).unwrap());
             index += 1;
@@ -132,12 +135,17 @@ fn packed_archives_are_read_forward_and_give_the_same() {
         assert_eq!(total, packed.blocks()[shard as usize].bytes);
     }
     assert_eq!(index, 9);
-    let mixture = Set::open(&[root.join("0.tar"), root.join("1.tar.zst")], options(1), None, &opening(root));
+    let mixture = ImageFiles::open(
+        &[root.join("0.tar"), root.join("1.tar.zst")],
+        image_options(1),
+        None,
+        &dataset_context(root),
+    );
     assert!(mixture.err().unwrap().to_string().contains("packed"));
 }
 
 #[test]
-fn a_bad_picture_is_one_bad_record_with_its_path() {
+fn a_bad_image_is_one_bad_record_with_its_path() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     let whole = jpeg([64, 64], 1, |row, column, _| (row * column) as u8, None);
@@ -157,20 +165,20 @@ fn a_bad_picture_is_one_bad_record_with_its_path() {
             Ok(_) => assert_eq!(*wanted, "", "{name}"),
             Err(error) => {
                 let text = error.to_string();
-                assert!(error.is_record() && text.contains(name) && text.contains(wanted), "{text}");
+                assert!(error.is_bad_record() && text.contains(name) && text.contains(wanted), "{text}");
             }
         }
     }
     fs::remove_file(root.join("set/a/good.jpg")).unwrap();
     let gone = sample(&set, 2).unwrap_err();
-    assert!(gone.is_record() && gone.to_string().contains("there is no such file"), "{gone}");
+    assert!(gone.is_bad_record() && gone.to_string().contains("there is no such file"), "{gone}");
     write(&root.join("labels.csv"), b"path,label\nmissing.jpg,x\n");
     let missing = sample(&open(&[root.join("labels.csv")], root).unwrap(), 0).unwrap_err();
-    assert!(missing.is_record() && missing.to_string().contains("missing.jpg"), "{missing}");
+    assert!(missing.is_bad_record() && missing.to_string().contains("missing.jpg"), "{missing}");
     write(&root.join("bad.tar"), &tar::tests::tar(&[("a/cut.jpg", &whole[..150])]));
     let cut = sample(&open(&[root.join("bad.tar")], root).unwrap(), 0).unwrap_err();
     assert!(
-        cut.is_record() && cut.to_string().contains("bad.tar`, member a/cut.jpg: it is a damaged"),
+        cut.is_bad_record() && cut.to_string().contains("bad.tar`, member a/cut.jpg: it is a damaged"),
         "{cut}"
     );
 }
@@ -181,20 +189,26 @@ fn a_set_that_cannot_be_is_refused() {
     let root = folder.path();
     write(&root.join("train/cat/1.jpg"), &flat(1));
     write(&root.join("valid/fox/1.jpg"), &flat(1));
-    let train = Set::open(&[root.join("train")], options(1), None, &opening(root)).unwrap();
-    let valid = Set::open(&[root.join("valid")], options(1), Some(train.names()), &opening(root));
+    let train =
+        ImageFiles::open(&[root.join("train")], image_options(1), None, &dataset_context(root)).unwrap();
+    let valid = ImageFiles::open(
+        &[root.join("valid")],
+        image_options(1),
+        Some(train.names()),
+        &dataset_context(root),
+    );
     assert!(valid.err().unwrap().to_string().contains("class `fox` of the validation set"));
     write(&root.join("pictures.zip"), b"PK");
     let text = open(&[root.join("pictures.zip")], root).err().unwrap().to_string();
     assert!(text.contains("its name ends in none of"), "{text}");
     assert!(matches!(open(&[root.join("none")], root), Err(DataError::Io { .. })));
-    let small = Opening { max_bytes: 10, ..opening(root) };
-    let large = Set::open(&[root.join("train")], options(1), None, &small).err().unwrap();
-    assert!(large.is_memory(), "{large}");
+    let small = DatasetContext { max_bytes: 10, ..dataset_context(root) };
+    let large = ImageFiles::open(&[root.join("train")], image_options(1), None, &small).err().unwrap();
+    assert!(large.is_out_of_memory(), "{large}");
 }
 
 #[test]
-fn a_large_picture_is_read_alone_and_its_buffers_are_not_kept() {
+fn a_large_image_is_read_alone_and_its_buffers_are_not_kept() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     for i in 0..40 {
@@ -202,7 +216,7 @@ fn a_large_picture_is_read_alone_and_its_buffers_are_not_kept() {
     }
     write(&root.join("set/a/01.jpg"), &jpeg([1000, 1000], 1, |_, _, _| 7, None));
     let set = open(&[root.join("set")], root).unwrap();
-    assert_eq!(set.about()[0].1, "8 x 8 to 1000 x 1000 (of 40 looked at)");
+    assert_eq!(set.describe()[0].1, "8 x 8 to 1000 x 1000 (of 40 looked at)");
     let before = set.resident_bytes();
     assert_eq!(sample(&set, 1).unwrap().0, [7.0 / 255.0; 64]);
     assert_eq!(set.resident_bytes(), before);
@@ -214,35 +228,37 @@ proptest! {
 
     /// What is trained on is augmented by its key; what is measured on never is.
     #[test]
-    fn only_the_training_part_is_augmented(seed: u64) {
+    fn only_the_training_split_is_augmented(seed: u64) {
         let folder = tempfile::tempdir().unwrap();
         write(&folder.path().join("set/a/1.jpg"), &jpeg([24, 24], 1, |r, c, _| (r * 60 + c * 20) as u8, None));
-        let set = Arc::new(Set::open(&[folder.path().join("set")], options(1), None, &opening(folder.path())).unwrap());
-        let augment = Augment { horizontal_flip: 0.5, padding: 2, ..Augment::default() };
-        let trained = Images::new(set.clone(), plain([8, 8, 1]).augmented(augment).unwrap());
-        let measured = Images::new(set, plain([8, 8, 1]));
-        let read = |set: &Images, epoch| {
+        let set = Arc::new(ImageFiles::open(&[folder.path().join("set")], image_options(1), None, &dataset_context(folder.path())).unwrap());
+        let augment = Augmentation { horizontal_flip: 0.5, padding: 2, ..Augmentation::default() };
+        let train = ImageDataset::new(set.clone(), plain([8, 8, 1]).augmented(augment).unwrap());
+        let valid = ImageDataset::new(set, plain([8, 8, 1]));
+        let read = |set: &ImageDataset, epoch| {
             let (mut values, mut class) = (vec![f32::NAN; 64], [9]);
-            let mut row = Row { input: Slice::F32(&mut values), target: Slice::U32(&mut class), length: 0 };
-            set.read(0, Key { seed, epoch, sample: 0 }, &mut row).unwrap();
+            let mut row = BatchRow { input: SliceMut::F32(&mut values), target: SliceMut::U32(&mut class), length: 0 };
+            set.read(0, SampleKey { seed, epoch, sample: 0 }, &mut row).unwrap();
             values
         };
-        prop_assert_eq!(read(&trained, 1), read(&trained, 1));
-        prop_assert!((2..12).any(|epoch| read(&trained, epoch) != read(&trained, 1)));
-        prop_assert_eq!(read(&measured, 1), read(&measured, 2));
+        prop_assert_eq!(read(&train, 1), read(&train, 1));
+        prop_assert!((2..12).any(|epoch| read(&train, epoch) != read(&train, 1)));
+        prop_assert_eq!(read(&valid, 1), read(&valid, 2));
     }
 }
 
 #[test]
 fn sign_language_digits_as_published() {
-    let Some(folder) = published("sign-language-digits") else { return };
+    let Some(folder) = published_dataset("sign-language-digits") else { return };
     let cache = tempfile::tempdir().unwrap();
-    let set = Set::open(&[folder.join("Dataset")], options(3), None, &opening(cache.path())).unwrap();
-    let set = Images::new(Arc::new(set), plain([100, 100, 3]));
+    let set =
+        ImageFiles::open(&[folder.join("Dataset")], image_options(3), None, &dataset_context(cache.path()))
+            .unwrap();
+    let set = ImageDataset::new(Arc::new(set), plain([100, 100, 3]));
     assert_eq!(set.len(), 800);
-    assert_eq!(set.features().target, Target::Class { names: (0..10).map(|i| i.to_string()).collect() });
-    assert_eq!(set.balance().unwrap().iter().sum::<u64>(), 800);
-    assert_eq!(set.about()[0], ("picture_size".into(), "100 x 100 (of 800 looked at)".into()));
+    assert_eq!(set.features().target, TargetSpec::Class { names: (0..10).map(|i| i.to_string()).collect() });
+    assert_eq!(set.class_counts().unwrap().iter().sum::<u64>(), 800);
+    assert_eq!(set.describe()[0], ("picture_size".into(), "100 x 100 (of 800 looked at)".into()));
     for index in (0..800).step_by(40) {
         let (values, class) = sample(&set, index).unwrap();
         assert!(class < 10 && values.iter().all(|v| (0.0..=1.0).contains(v)));

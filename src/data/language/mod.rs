@@ -3,12 +3,12 @@
 //! Text is tokenised once, in pieces and in parallel, into files of ids in the cache; from then on ids are mapped,
 //! so that a set takes no memory whatever its size.
 
-pub mod bins;
 pub mod jsonl;
 mod pieces;
 pub mod text;
+pub mod token_files;
+pub mod token_storage;
+pub mod token_windows;
 pub mod tokenizer;
-pub mod tokens;
-pub mod windows;
 
-use super::{DataError, Features, Input, Key, Lengths, Row, Source, Target};
+use super::{BatchRow, DataError, Dataset, Features, InputSpec, LengthStats, SampleKey, TargetSpec};

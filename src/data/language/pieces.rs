@@ -14,82 +14,91 @@ use std::{
 use rayon::prelude::*;
 
 use super::DataError;
-use super::tokenizer::Cut;
-use crate::data::{Watch, files};
+use super::tokenizer::SplitRule;
+use crate::data::{ProgressObserver, files};
 
 /// Bytes of a piece of text, at most.
-pub const PIECE: usize = 1 << 18;
+pub const PIECE_BYTES: usize = 1 << 18;
 
 /// How far a pass over files has come, for those who watch.
-pub struct Progress<'a> {
-    pub watch: &'a dyn Watch,
-    pub doing: &'a str,
-    pub read: Arc<AtomicU64>,
-    all: u64,
+pub struct FileProgress<'a> {
+    pub observer: &'a dyn ProgressObserver,
+    pub activity: &'a str,
+    pub bytes_read: Arc<AtomicU64>,
+    total_bytes: u64,
 }
 
-impl<'a> Progress<'a> {
-    pub fn new(files: &[PathBuf], watch: &'a dyn Watch, doing: &'a str) -> Result<Self, DataError> {
-        let sizes = files.iter().map(|file| files::packing(file).map(|(_, bytes)| bytes));
-        Ok(Self { watch, doing, read: Arc::default(), all: sizes.sum::<Result<u64, _>>()? })
+impl<'a> FileProgress<'a> {
+    pub fn new(
+        files: &[PathBuf],
+        observer: &'a dyn ProgressObserver,
+        activity: &'a str,
+    ) -> Result<Self, DataError> {
+        let sizes = files.iter().map(|file| files::compression(file).map(|(_, bytes)| bytes));
+        Ok(Self {
+            observer,
+            activity,
+            bytes_read: Arc::default(),
+            total_bytes: sizes.sum::<Result<u64, _>>()?,
+        })
     }
 
-    fn tell(&self) {
-        let read = self.read.load(Ordering::Relaxed);
-        if read < self.all {
-            self.watch.pass(self.doing, read, self.all);
+    fn report(&self) {
+        let read = self.bytes_read.load(Ordering::Relaxed);
+        if read < self.total_bytes {
+            self.observer.report(self.activity, read, self.total_bytes);
         }
     }
 
-    pub fn end(&self) {
-        self.watch.pass(self.doing, self.all, self.all);
+    pub fn finish(&self) {
+        self.observer.report(self.activity, self.total_bytes, self.total_bytes);
     }
 }
 
 /// Takes items from `next` until there are none, calls `work` with each on any thread, and `take` with what it gave in
 /// the order of the items.
-pub fn in_order<I: Sync + Send, T: Send>(
-    progress: &Progress,
+pub fn parallel_in_order<I: Sync + Send, T: Send>(
+    progress: &FileProgress,
     mut next: impl FnMut() -> Result<Option<I>, DataError>,
     work: impl Fn(&I) -> Result<T, DataError> + Sync,
     mut take: impl FnMut(T) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let room = 2 * rayon::current_num_threads().max(1);
-    let mut batch: Vec<I> = Vec::with_capacity(room);
+    let batch_size = 2 * rayon::current_num_threads().max(1);
+    let mut batch: Vec<I> = Vec::with_capacity(batch_size);
     loop {
         let item = next()?;
         let ended = item.is_none();
         batch.extend(item);
-        if batch.len() >= room || ended {
+        if batch.len() >= batch_size || ended {
             let done: Vec<Result<T, DataError>> = batch.par_iter().map(&work).collect();
             batch.clear();
             done.into_iter().try_for_each(|done| take(done?))?;
-            progress.tell();
+            progress.report();
         }
         if ended {
-            progress.end();
+            progress.finish();
             return Ok(());
         }
     }
 }
 
-/// Reads `files` as UTF-8, cut where `cut` allows; text that cannot be cut so is cut at every [`PIECE`] bytes.
+/// Reads `files` as UTF-8, cut where `split_rule` allows; text that cannot be cut so is cut at every [`PIECE_BYTES`] bytes.
 /// `work` is called with every piece, on any thread; `take` with what it gave, in the order of the text, and with
 /// `None` at the end of each file.
-pub fn each_piece<T: Send>(
+pub fn for_each_piece<T: Send>(
     files: &[PathBuf],
-    cut: Cut,
-    (watch, doing): (&dyn Watch, &str),
+    cut: SplitRule,
+    (observer, activity): (&dyn ProgressObserver, &str),
     work: impl Fn(&str) -> Result<T, DataError> + Sync,
     mut take: impl FnMut(Option<T>, &Path) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let progress = Progress::new(files, watch, doing)?;
+    let progress = FileProgress::new(files, observer, activity)?;
     let mut left = files.iter();
-    let mut open: Option<Pieces> = None;
+    let mut open: Option<TextPieces> = None;
     let next = || loop {
         let Some(reader) = &mut open else {
             let Some(file) = left.next() else { return Ok(None) };
-            open = Some(Pieces::open(file, cut, &progress.read)?);
+            open = Some(TextPieces::open(file, cut, &progress.bytes_read)?);
             continue;
         };
         let (piece, file) = (reader.next()?, reader.file);
@@ -104,54 +113,58 @@ pub fn each_piece<T: Send>(
     let work = |(piece, file): &(Option<String>, &Path)| {
         Ok((piece.as_deref().map(&work).transpose()?, file.to_path_buf()))
     };
-    in_order(&progress, next, work, |(done, file)| take(done, &file))
+    parallel_in_order(&progress, next, work, |(done, file)| take(done, &file))
 }
 
 /// A file in pieces of whole characters.
-struct Pieces<'a> {
+struct TextPieces<'a> {
     file: &'a Path,
     reader: Box<dyn Read + Send>,
-    cut: Cut,
+    split_rule: SplitRule,
     /// Bytes read and not given yet, and how many were given before them.
-    kept: Vec<u8>,
+    pending: Vec<u8>,
     offset: u64,
-    ended: bool,
+    eof: bool,
 }
 
-impl<'a> Pieces<'a> {
-    fn open(file: &'a Path, cut: Cut, read: &Arc<AtomicU64>) -> Result<Self, DataError> {
-        let reader = files::open_counted(file, read.clone())?;
-        Ok(Self { file, reader, cut, kept: Vec::new(), offset: 0, ended: false })
+impl<'a> TextPieces<'a> {
+    fn open(file: &'a Path, cut: SplitRule, read: &Arc<AtomicU64>) -> Result<Self, DataError> {
+        let reader = files::open_counting(file, read.clone())?;
+        Ok(Self { file, reader, split_rule: cut, pending: Vec::new(), offset: 0, eof: false })
     }
 
     fn next(&mut self) -> Result<Option<String>, DataError> {
-        if !self.ended {
-            let wanted = (PIECE - self.kept.len().min(PIECE)) as u64;
-            let got = self.reader.by_ref().take(wanted).read_to_end(&mut self.kept);
-            self.ended = got.map_err(|error| files::fault(self.file, error))? < wanted as usize;
+        if !self.eof {
+            let wanted = (PIECE_BYTES - self.pending.len().min(PIECE_BYTES)) as u64;
+            let got = self.reader.by_ref().take(wanted).read_to_end(&mut self.pending);
+            self.eof = got.map_err(|error| files::read_error(self.file, error))? < wanted as usize;
         }
-        let whole = match str::from_utf8(&self.kept) {
-            Ok(_) => self.kept.len(),
+        let whole = match str::from_utf8(&self.pending) {
+            Ok(_) => self.pending.len(),
             // A character may be cut by the piece's end, but not by the file's.
-            Err(error) if error.error_len().is_none() && !self.ended => error.valid_up_to(),
+            Err(error) if error.error_len().is_none() && !self.eof => error.valid_up_to(),
             Err(error) => {
                 let at = error.valid_up_to();
                 let offset = self.offset + at as u64;
-                return Err(DataError::NotText { file: self.file.to_owned(), offset, byte: self.kept[at] });
+                return Err(DataError::InvalidUtf8 {
+                    file: self.file.to_owned(),
+                    offset,
+                    byte: self.pending[at],
+                });
             }
         };
         if whole == 0 {
             return Ok(None);
         }
-        let rest = self.kept.split_off(whole);
-        let text = std::mem::replace(&mut self.kept, rest);
+        let rest = self.pending.split_off(whole);
+        let text = std::mem::replace(&mut self.pending, rest);
         // What is valid up to `whole` was just found out.
         let mut text = String::from_utf8(text).unwrap_or_default();
-        if !self.ended {
-            let (end, next) = self.cut.place(&text);
+        if !self.eof {
+            let (end, next) = self.split_rule.split_point(&text);
             let mut rest = text.as_bytes()[next..].to_vec();
-            rest.append(&mut self.kept);
-            self.kept = rest;
+            rest.append(&mut self.pending);
+            self.pending = rest;
             self.offset += next as u64;
             text.truncate(end);
         } else {
@@ -161,18 +174,20 @@ impl<'a> Pieces<'a> {
     }
 }
 
-impl Cut {
+impl SplitRule {
     /// Where the first part of `text` ends and the second begins: at the last place that is allowed, or at the
     /// end. The first part is never empty.
-    fn place(self, text: &str) -> (usize, usize) {
+    fn split_point(self, text: &str) -> (usize, usize) {
         let bytes = text.as_bytes();
         let solid = |c: Option<char>| c.is_some_and(|c| !c.is_whitespace());
         let alone = |at: usize| solid(text[..at].chars().next_back()) && solid(text[at + 1..].chars().next());
         let last = |of: u8| memchr::memrchr_iter(of, bytes).find(|&at| alone(at));
         match self {
-            Cut::Anywhere => None,
-            Cut::Before => last(b' ').map(|at| (at, at)).or_else(|| last(b'\n').map(|at| (at + 1, at + 1))),
-            Cut::At => last(b' ').map(|at| (at, at + 1)),
+            SplitRule::Anywhere => None,
+            SplitRule::BeforeSpace => {
+                last(b' ').map(|at| (at, at)).or_else(|| last(b'\n').map(|at| (at + 1, at + 1)))
+            }
+            SplitRule::AtSpace => last(b' ').map(|at| (at, at + 1)),
         }
         .unwrap_or((bytes.len(), bytes.len()))
     }
@@ -183,17 +198,17 @@ mod tests {
     use std::sync::Mutex;
 
     use super::*;
-    use crate::data::Unwatched;
+    use crate::data::NoProgress;
 
-    fn read(texts: &[&[u8]], cut: Cut) -> Result<Vec<Option<String>>, DataError> {
+    fn read(texts: &[&[u8]], cut: SplitRule) -> Result<Vec<Option<String>>, DataError> {
         let folder = tempfile::tempdir().unwrap();
         let files: Vec<PathBuf> = (0..texts.len()).map(|i| folder.path().join(i.to_string())).collect();
         files.iter().zip(texts).for_each(|(file, text)| std::fs::write(file, text).unwrap());
         let mut all = Vec::new();
-        each_piece(
+        for_each_piece(
             &files,
             cut,
-            (&Unwatched, ""),
+            (&NoProgress, ""),
             |text| Ok(text.to_owned()),
             |piece, _| {
                 all.push(piece);
@@ -213,8 +228,12 @@ mod tests {
             (" one ", (5, 5), (5, 5)),
             ("中文\u{3000}中 文", ("中文\u{3000}中".len(), "中文\u{3000}中".len()), (12, 13)),
         ] {
-            assert_eq!((Cut::Before.place(text), Cut::At.place(text)), (before, at), "{text:?}");
-            assert_eq!(Cut::Anywhere.place(text), (text.len(), text.len()));
+            assert_eq!(
+                (SplitRule::BeforeSpace.split_point(text), SplitRule::AtSpace.split_point(text)),
+                (before, at),
+                "{text:?}"
+            );
+            assert_eq!(SplitRule::Anywhere.split_point(text), (text.len(), text.len()));
         }
     }
 
@@ -222,12 +241,12 @@ mod tests {
     fn pieces_make_the_text_and_characters_stay_whole() {
         // Three bytes a character: no piece ends with one.
         let long: String = (0..400_000u32).map(|i| if i % 50 == 7 { ' ' } else { '\u{4e2d}' }).collect();
-        for cut in [Cut::Anywhere, Cut::Before, Cut::At] {
+        for cut in [SplitRule::Anywhere, SplitRule::BeforeSpace, SplitRule::AtSpace] {
             let pieces = read(&[long.as_bytes(), b"second"], cut).unwrap();
-            assert!(pieces.len() > 5 && pieces.iter().flatten().all(|piece| piece.len() <= PIECE));
+            assert!(pieces.len() > 5 && pieces.iter().flatten().all(|piece| piece.len() <= PIECE_BYTES));
             let files: Vec<&[Option<String>]> = pieces.split(Option::is_none).collect();
             let joined = files[0].iter().flatten().map(String::as_str).collect::<Vec<_>>();
-            assert_eq!(joined.join(if cut == Cut::At { " " } else { "" }), long, "{cut:?}");
+            assert_eq!(joined.join(if cut == SplitRule::AtSpace { " " } else { "" }), long, "{cut:?}");
             assert_eq!(files[1], [Some("second".into())]);
         }
     }
@@ -235,31 +254,37 @@ mod tests {
     #[test]
     fn what_is_not_text_is_refused_with_its_place() {
         let bad = [vec![b'a'; 700_000], vec![0xff, b'b']].concat();
-        let error = read(&[&bad], Cut::Before).unwrap_err();
-        assert!(matches!(error, DataError::NotText { offset: 700_000, byte: 0xff, .. }), "{error}");
-        let cut = read(&["aö".as_bytes().split_at(2).0], Cut::Anywhere).unwrap_err();
-        assert!(matches!(cut, DataError::NotText { offset: 1, byte: 0xc3, .. }), "{cut}");
-        assert!(matches!(read(&[b"a", b""], Cut::Anywhere).unwrap_err(), DataError::EmptyFile { .. }));
+        let error = read(&[&bad], SplitRule::BeforeSpace).unwrap_err();
+        assert!(matches!(error, DataError::InvalidUtf8 { offset: 700_000, byte: 0xff, .. }), "{error}");
+        let cut = read(&["aö".as_bytes().split_at(2).0], SplitRule::Anywhere).unwrap_err();
+        assert!(matches!(cut, DataError::InvalidUtf8 { offset: 1, byte: 0xc3, .. }), "{cut}");
+        assert!(matches!(read(&[b"a", b""], SplitRule::Anywhere).unwrap_err(), DataError::EmptyFile { .. }));
         // Nothing but a packed nothing is as empty.
         let packed = zstd::encode_all(&b""[..], 1).unwrap();
-        assert!(matches!(read(&[&packed], Cut::Anywhere).unwrap_err(), DataError::EmptyFile { .. }));
+        assert!(matches!(read(&[&packed], SplitRule::Anywhere).unwrap_err(), DataError::EmptyFile { .. }));
     }
 
     #[test]
     fn progress_ends_at_all_of_it() {
         #[derive(Default)]
-        struct Seen(Mutex<Vec<(u64, u64)>>);
-        impl Watch for Seen {
-            fn pass(&self, _: &str, done: u64, all: u64) {
+        struct RecordingObserver(Mutex<Vec<(u64, u64)>>);
+        impl ProgressObserver for RecordingObserver {
+            fn report(&self, _: &str, done: u64, all: u64) {
                 self.0.lock().unwrap().push((done, all));
             }
         }
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("a");
         std::fs::write(&file, vec![b'x'; 5 << 20]).unwrap();
-        let seen = Seen::default();
-        each_piece(std::slice::from_ref(&file), Cut::Anywhere, (&seen, "reading"), |_| Ok(()), |_, _| Ok(()))
-            .unwrap();
+        let seen = RecordingObserver::default();
+        for_each_piece(
+            std::slice::from_ref(&file),
+            SplitRule::Anywhere,
+            (&seen, "reading"),
+            |_| Ok(()),
+            |_, _| Ok(()),
+        )
+        .unwrap();
         let seen = seen.0.into_inner().unwrap();
         let all = std::fs::metadata(&file).unwrap().len();
         assert!(seen.len() > 1 && seen.iter().all(|s| s.1 == all) && seen.is_sorted());

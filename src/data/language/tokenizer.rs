@@ -1,27 +1,27 @@
 //! Text to token ids and back: characters, bytes, or what a `tokenizer.json` of Hugging Face says.
 
-mod bounds;
-mod json;
-mod words;
+mod huggingface;
+mod limits;
+mod pre_tokenizer;
 
 use std::path::PathBuf;
 
 use serde_json::json;
 
 use super::DataError;
-use super::tokens::Width;
-use crate::data::Opening;
+use super::token_storage::TokenWidth;
+use crate::data::DatasetContext;
 
-pub use json::{Json, MOST_BYTES};
+pub use huggingface::{HfTokenizer, MAX_TOKENIZER_BYTES};
 
 /// Bytes that a tokenizer takes while it is opened for each byte of its file, and those that a thread takes while it
 /// tokenizes: the words it remembers, texts and ids. GPT-2's takes 54 MiB in all with two threads, of a file of 2 MiB.
-const FILE: u64 = 20;
-const THREAD: u64 = 8 << 20;
+const BYTES_PER_FILE_BYTE: u64 = 20;
+const BYTES_PER_THREAD: u64 = 8 << 20;
 
 /// What a token is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Units {
+pub enum TokenizerSpec {
     /// Each distinct character of the set.
     Characters,
     /// Each byte.
@@ -30,28 +30,28 @@ pub enum Units {
     File(PathBuf),
 }
 
-impl Units {
-    /// As [`Units::tokenizer`], where there is memory for it and for the text it works on.
-    pub fn tokenizer_within(&self, opening: &Opening) -> Result<Option<Tokenizer>, DataError> {
-        if let Units::File(file) = self {
-            let bytes = std::fs::metadata(file).map_err(DataError::io(file))?.len().min(MOST_BYTES);
+impl TokenizerSpec {
+    /// As [`TokenizerSpec::load`], where there is memory for it and for the text it works on.
+    pub fn load_within_memory(&self, ctx: &DatasetContext) -> Result<Option<Tokenizer>, DataError> {
+        if let TokenizerSpec::File(file) = self {
+            let bytes = std::fs::metadata(file).map_err(DataError::io(file))?.len().min(MAX_TOKENIZER_BYTES);
             let threads = rayon::current_num_threads() as u64;
-            opening.prepare(file, FILE * bytes + THREAD * threads)?;
+            ctx.check_memory(file, BYTES_PER_FILE_BYTE * bytes + BYTES_PER_THREAD * threads)?;
         }
-        self.tokenizer()
+        self.load()
     }
 
     /// Where nothing needs to be known of the text; `None` for characters.
-    pub fn tokenizer(&self) -> Result<Option<Tokenizer>, DataError> {
+    pub fn load(&self) -> Result<Option<Tokenizer>, DataError> {
         match self {
-            Units::Characters => Ok(None),
-            Units::Bytes => Ok(Some(Tokenizer::Bytes)),
-            Units::File(file) => Ok(Some(Tokenizer::Json(Box::new(Json::open(file)?)))),
+            TokenizerSpec::Characters => Ok(None),
+            TokenizerSpec::Bytes => Ok(Some(Tokenizer::Bytes)),
+            TokenizerSpec::File(file) => Ok(Some(Tokenizer::HuggingFace(Box::new(HfTokenizer::open(file)?)))),
         }
     }
 
     /// As a fingerprint has it.
-    pub fn how(&self) -> String {
+    pub fn cache_settings(&self) -> String {
         format!("{self:?}")
     }
 }
@@ -67,20 +67,20 @@ pub enum Separator {
 
 /// Turns text into ids.
 pub enum Tokenizer {
-    Characters(Characters),
+    Characters(CharTokenizer),
     Bytes,
-    Json(Box<Json>),
+    HuggingFace(Box<HfTokenizer>),
 }
 
 /// Where a long text may be cut so that its parts give the ids of the whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cut {
+pub enum SplitRule {
     /// Between any two characters.
     Anywhere,
     /// Before a single space between two words, or after a single end of line between two.
-    Before,
+    BeforeSpace,
     /// At a single space between two words, which the beginning of the second part stands for.
-    At,
+    AtSpace,
 }
 
 impl Tokenizer {
@@ -89,18 +89,18 @@ impl Tokenizer {
         match self {
             Tokenizer::Characters(characters) => characters.vocabulary.len(),
             Tokenizer::Bytes => 256,
-            Tokenizer::Json(json) => json.vocab(),
+            Tokenizer::HuggingFace(json) => json.vocab(),
         }
     }
 
-    pub fn width(&self) -> Width {
-        Width::of(self.vocab())
+    pub fn width(&self) -> TokenWidth {
+        TokenWidth::for_vocab(self.vocab())
     }
 
-    pub fn cut(&self) -> Cut {
+    pub fn split_rule(&self) -> SplitRule {
         match self {
-            Tokenizer::Characters(_) | Tokenizer::Bytes => Cut::Anywhere,
-            Tokenizer::Json(json) => json.cut(),
+            Tokenizer::Characters(_) | Tokenizer::Bytes => SplitRule::Anywhere,
+            Tokenizer::HuggingFace(json) => json.split_rule(),
         }
     }
 
@@ -112,14 +112,14 @@ impl Tokenizer {
                 into.extend(text.bytes().map(u32::from));
                 Ok(())
             }
-            Tokenizer::Json(json) => json.encode(text, into),
+            Tokenizer::HuggingFace(json) => json.encode(text, into),
         }
     }
 
     /// Appends the ids of `text` and the byte each begins at.
-    pub fn encode_with_places(&self, text: &str, into: &mut Vec<(u32, usize)>) -> Result<(), String> {
+    pub fn encode_with_offsets(&self, text: &str, into: &mut Vec<(u32, usize)>) -> Result<(), String> {
         match self {
-            Tokenizer::Json(json) => json.encode_with_places(text, into),
+            Tokenizer::HuggingFace(json) => json.encode_with_offsets(text, into),
             Tokenizer::Bytes => {
                 into.extend(text.bytes().enumerate().map(|(at, byte)| (byte.into(), at)));
                 Ok(())
@@ -135,9 +135,9 @@ impl Tokenizer {
 
     /// The ids of `text` between those the tokenizer puts around a whole sample (as `[CLS]` and `[SEP]`), and
     /// how many of those stand at its end.
-    pub fn encode_whole(&self, text: &str) -> Result<(Vec<u32>, usize), String> {
+    pub fn encode_with_special_tokens(&self, text: &str) -> Result<(Vec<u32>, usize), String> {
         match self {
-            Tokenizer::Json(json) => json.encode_whole(text),
+            Tokenizer::HuggingFace(json) => json.encode_with_special_tokens(text),
             _ => {
                 let mut ids = Vec::new();
                 self.encode(text, &mut ids)?;
@@ -154,23 +154,23 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().map(|&id| id as u8).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            Tokenizer::Json(json) => json.decode(ids),
+            Tokenizer::HuggingFace(json) => json.decode(ids),
         }
     }
 
     /// The id of the token between documents.
-    pub fn separator(&self, wish: &Separator) -> Result<Option<u32>, DataError> {
-        match (wish, self) {
+    pub fn separator(&self, requested: &Separator) -> Result<Option<u32>, DataError> {
+        match (requested, self) {
             (Separator::None, _) | (Separator::Auto, Tokenizer::Characters(_) | Tokenizer::Bytes) => Ok(None),
-            (Separator::Auto, Tokenizer::Json(json)) => Ok(json.end()),
+            (Separator::Auto, Tokenizer::HuggingFace(json)) => Ok(json.eos_id()),
             (Separator::Token(text), _) => {
                 let mut ids = Vec::new();
                 let id = self.encode(text, &mut ids).ok().and_then(|()| match (self, &ids[..]) {
-                    (Tokenizer::Json(json), _) => json.id(text),
+                    (Tokenizer::HuggingFace(json), _) => json.id(text),
                     (_, &[id]) => Some(id),
                     _ => None,
                 });
-                let wrong = || DataError::Setting {
+                let wrong = || DataError::InvalidSetting {
                     name: "separator",
                     value: format!("`{text}`"),
                     wanted: "it must be a token of the vocabulary, \"auto\" or \"none\"",
@@ -181,9 +181,9 @@ impl Tokenizer {
     }
 
     /// A special token's text, by its part in templates: "bos_token" or "eos_token"; empty where there is none.
-    pub fn special(&self, part: &str) -> String {
+    pub fn special_token(&self, name: &str) -> String {
         match self {
-            Tokenizer::Json(json) => json.special(part).unwrap_or_default(),
+            Tokenizer::HuggingFace(json) => json.special_token(name).unwrap_or_default(),
             _ => String::new(),
         }
     }
@@ -191,12 +191,12 @@ impl Tokenizer {
 
 /// Characters as tokens: an id is a place in the sorted vocabulary.
 #[derive(Clone, Debug)]
-pub struct Characters {
+pub struct CharTokenizer {
     vocabulary: Vec<char>,
     ascii: Box<[u32; 128]>,
 }
 
-impl Characters {
+impl CharTokenizer {
     pub fn new(vocabulary: impl IntoIterator<Item = char>) -> Self {
         let mut vocabulary: Vec<char> = vocabulary.into_iter().collect();
         vocabulary.sort_unstable();
@@ -256,12 +256,12 @@ mod tests {
 
     #[test]
     fn characters_are_their_places_and_other_tools_can_read_them() {
-        let characters = Characters::new("hello wörld".chars());
+        let characters = CharTokenizer::new("hello wörld".chars());
         assert_eq!(characters.vocabulary().iter().collect::<String>(), " dehlorwö");
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("tokenizer.json");
         std::fs::write(&file, characters.to_json()).unwrap();
-        let json = Tokenizer::Json(Box::new(Json::open(&file).unwrap()));
+        let json = Tokenizer::HuggingFace(Box::new(HfTokenizer::open(&file).unwrap()));
         let own = Tokenizer::Characters(characters);
         let (mut a, mut b) = (Vec::new(), Vec::new());
         own.encode("höwrld oe", &mut a).unwrap();
@@ -277,11 +277,11 @@ mod tests {
     proptest! {
         #[test]
         fn text_comes_back(text in "\\PC{0,40}") {
-            let own = Characters::new(text.chars());
+            let own = CharTokenizer::new(text.chars());
             for tokenizer in [Tokenizer::Characters(own), Tokenizer::Bytes] {
                 let (mut ids, mut places) = (Vec::new(), Vec::new());
                 tokenizer.encode(&text, &mut ids).unwrap();
-                tokenizer.encode_with_places(&text, &mut places).unwrap();
+                tokenizer.encode_with_offsets(&text, &mut places).unwrap();
                 prop_assert_eq!(tokenizer.decode(&ids), &text[..]);
                 prop_assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab()));
                 prop_assert!(places.iter().map(|p| p.0).eq(ids));

@@ -5,26 +5,33 @@ use std::{collections::BTreeSet, sync::atomic::AtomicUsize};
 use proptest::prelude::*;
 
 use super::*;
-use crate::data::{Input, Row, Target, Values};
-use crate::random::Random;
+use crate::data::{BatchRow, BatchValues, InputSpec, TargetSpec};
+use crate::random::RngKey;
 
 /// Samples whose content is a function of index and key, read at an uneven speed.
-struct Toy {
+struct ToyDataset {
     samples: u64,
     features: Features,
     reads: AtomicUsize,
-    bad: Option<u64>,
+    failing: Option<u64>,
     panics: bool,
     /// Records at fault.
-    skipped: Vec<u64>,
+    bad_records: Vec<u64>,
 }
 
-fn toy(samples: u64) -> Toy {
-    let features = Features::new(Input::Floats { shape: vec![3] }, Target::Values { len: 2 });
-    Toy { samples, features, reads: AtomicUsize::new(0), bad: None, panics: false, skipped: vec![] }
+fn toy_dataset(samples: u64) -> ToyDataset {
+    let features = Features::new(InputSpec::Floats { shape: vec![3] }, TargetSpec::Values { len: 2 });
+    ToyDataset {
+        samples,
+        features,
+        reads: AtomicUsize::new(0),
+        failing: None,
+        panics: false,
+        bad_records: vec![],
+    }
 }
 
-impl Source for Toy {
+impl Dataset for ToyDataset {
     fn len(&self) -> u64 {
         self.samples
     }
@@ -33,33 +40,38 @@ impl Source for Toy {
         &self.features
     }
 
-    fn read(&self, index: u64, key: Key, into: &mut Row<'_>) -> Result<(), DataError> {
+    fn read(&self, index: u64, key: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
         let turn = self.reads.fetch_add(1, Ordering::Relaxed) as u64;
-        (0..Random::new(turn, 0).below(0, 4)).for_each(|_| thread::yield_now());
-        if self.bad == Some(index) {
+        (0..RngKey::new(turn, 0).below(0, 4)).for_each(|_| thread::yield_now());
+        if self.failing == Some(index) {
             assert!(!self.panics, "the toy broke at {index}");
             return Err(DataError::OutOfMemory { bytes: index });
         }
-        if self.skipped.contains(&index) {
+        if self.bad_records.contains(&index) {
             let (file, place) = ("toy".into(), format!("record {index}"));
             return Err(DataError::Record { file, place, problem: "is bad".into() });
         }
-        let random = Random::new(key.seed, key.epoch).at(key.sample);
-        into.input.f32().iter_mut().enumerate().for_each(|(i, x)| *x = random.f32(i as u64));
-        into.target.f32().fill(index as f32);
+        let random = RngKey::new(key.seed, key.epoch).fold_in(key.sample);
+        into.input.as_f32_mut().iter_mut().enumerate().for_each(|(i, x)| *x = random.f32(i as u64));
+        into.target.as_f32_mut().fill(index as f32);
         Ok(())
     }
 }
 
 /// What any loader must deliver from `from` on: ids and, for each, its row.
-fn oracle(source: &Toy, order: &Order, from: Cursor, until: u64) -> Vec<(u64, u64, [f32; 5])> {
+fn expected_samples(
+    source: &ToyDataset,
+    order: &Order,
+    from: Cursor,
+    until: u64,
+) -> Vec<(u64, u64, [f32; 5])> {
     let (mut all, mut cursor) = (Vec::new(), from);
     while cursor.update < until {
         let (span, next) = order.take(cursor, 1);
         let id = order.ids(span.epoch, span.positions).next().unwrap();
-        let mut batch = Batch::with_room(&source.features, 1).unwrap();
+        let mut batch = HostBatch::with_capacity(&source.features, 1).unwrap();
         batch.resize(&source.features, 1);
-        let key = Key { seed: order.seed(), epoch: span.epoch, sample: id };
+        let key = SampleKey { seed: order.seed(), epoch: span.epoch, sample: id };
         source.read(id, key, &mut batch.row(&source.features, 0)).unwrap();
         all.push((span.update, id, rows(&batch)[0]));
         cursor = next;
@@ -67,25 +79,25 @@ fn oracle(source: &Toy, order: &Order, from: Cursor, until: u64) -> Vec<(u64, u6
     all
 }
 
-fn rows(batch: &Batch) -> Vec<[f32; 5]> {
-    let (Values::F32(inputs), Values::F32(targets)) = (&batch.inputs, &batch.targets) else {
+fn rows(batch: &HostBatch) -> Vec<[f32; 5]> {
+    let (BatchValues::F32(inputs), BatchValues::F32(targets)) = (&batch.inputs, &batch.targets) else {
         panic!("the toy gives floats");
     };
     let row = |i: usize| [&inputs[3 * i..3 * i + 3], &targets[2 * i..2 * i + 2]].concat();
     (0..batch.ids.len()).map(|i| row(i).try_into().unwrap()).collect()
 }
 
-fn contents(batch: &Batch) -> Vec<(u64, u64, [f32; 5])> {
+fn contents(batch: &HostBatch) -> Vec<(u64, u64, [f32; 5])> {
     batch.ids.iter().zip(rows(batch)).map(|(&id, row)| (batch.update, id, row)).collect()
 }
 
-fn reading(micro_batch: usize, limit: u64, workers: usize) -> Reading {
-    Reading { micro_batch, limit, workers, skip_bad: true }
+fn options(micro_batch: usize, limit: u64, workers: usize) -> LoaderOptions {
+    LoaderOptions { micro_batch, max_bytes: limit, workers, skip_bad: true }
 }
 
-fn start(source: Toy, micro_batch: usize, limit: u64, workers: usize) -> Loader {
+fn start(source: ToyDataset, micro_batch: usize, limit: u64, workers: usize) -> Loader {
     let order = Order::new(source.samples, 8, 1, false).unwrap();
-    Loader::start(Arc::new(source), order, Cursor::default(), 10, reading(micro_batch, limit, workers))
+    Loader::start(Arc::new(source), order, Cursor::default(), 10, options(micro_batch, limit, workers))
         .unwrap()
 }
 
@@ -101,11 +113,11 @@ proptest! {
     ) {
         let order = Order::new(samples, per_update, seed, true).unwrap();
         let until = 2 * order.updates_per_epoch() + 2;
-        let source = Arc::new(toy(samples));
-        let mut cursor = order.settle(Cursor { update: 1, done });
-        let mut expected = oracle(&source, &order, cursor, until).into_iter();
-        let size = |rows: usize| holds(&source.features, rows, limit, workers);
-        let mut loader = Loader::start(source.clone(), order.clone(), cursor, until, reading(splits[0].0, limit, workers)).unwrap();
+        let source = Arc::new(toy_dataset(samples));
+        let mut cursor = order.canonicalize(Cursor { update: 1, done });
+        let mut expected = expected_samples(&source, &order, cursor, until).into_iter();
+        let size = |rows: usize| max_held_bytes(&source.features, rows, limit, workers);
+        let mut loader = Loader::start(source.clone(), order.clone(), cursor, until, options(splits[0].0, limit, workers)).unwrap();
         let mut bound = size(splits[0].0);
         for (i, &(rows, batches)) in splits.iter().enumerate() {
             if i > 0 {
@@ -114,7 +126,7 @@ proptest! {
             }
             // The last split reads to the end; the others are interrupted.
             let batches = if i + 1 == splits.len() { usize::MAX } else { batches };
-            let mut hand = VecDeque::new();
+            let mut held = VecDeque::new();
             for _ in 0..batches {
                 let Some(batch) = loader.next().unwrap() else { break };
                 let (span, next) = order.take(cursor, rows as u64);
@@ -125,9 +137,9 @@ proptest! {
                 prop_assert_eq!(&got, &expected.by_ref().take(got.len()).collect::<Vec<_>>());
                 prop_assert_eq!(got.len() as u64, span.len());
                 // A consumer may keep a batch over the next call where two fit.
-                hand.push_back(batch);
-                while hand.len() > if size(rows) > buffer_bytes(&source.features, rows) { kept } else { 0 } {
-                    hand.pop_front();
+                held.push_back(batch);
+                while held.len() > if size(rows) > buffer_bytes(&source.features, rows) { kept } else { 0 } {
+                    held.pop_front();
                 }
             }
         }
@@ -138,18 +150,18 @@ proptest! {
 }
 
 /// Bytes of a toy's batch of four.
-const SIZE: u64 = 4 * (5 * 4 + 8);
+const BATCH_BYTES: u64 = 4 * (5 * 4 + 8);
 
 #[test]
-fn a_slow_consumer_lets_few_buffers_be_made_and_they_are_used_again() {
-    let source = toy(1000);
+fn a_slow_consumer_needs_few_buffers_and_they_are_reused() {
+    let source = toy_dataset(1000);
     assert_eq!(
-        holds(&source.features, 4, 600, 3),
-        5 * SIZE,
+        max_held_bytes(&source.features, 4, 600, 3),
+        5 * BATCH_BYTES,
         "as many batches of 112 bytes as 600 bytes allow"
     );
-    assert_eq!(holds(&source.features, 4, 0, 3), SIZE, "one is always allowed");
-    assert_eq!(holds(&source.features, 4, u64::MAX, 3), 8 * SIZE, "no more than is useful");
+    assert_eq!(max_held_bytes(&source.features, 4, 0, 3), BATCH_BYTES, "one is always allowed");
+    assert_eq!(max_held_bytes(&source.features, 4, u64::MAX, 3), 8 * BATCH_BYTES, "no more than is useful");
     let mut loader = start(source, 4, u64::MAX, 3);
     let mut places = BTreeSet::new();
     loop {
@@ -158,80 +170,84 @@ fn a_slow_consumer_lets_few_buffers_be_made_and_they_are_used_again() {
             thread::yield_now();
         }
         let Some(batch) = loader.next().unwrap() else { break };
-        assert_eq!(batch.room_bytes(), SIZE);
+        assert_eq!(batch.capacity_bytes(), BATCH_BYTES);
         places.insert(batch.ids.as_ptr());
     }
-    assert_eq!((loader.peak_bytes(), places.len()), (4 * SIZE, 4), "one for each worker and one to consume");
-    assert_eq!(loader.waits(), Waits::default());
+    assert_eq!(
+        (loader.peak_bytes(), places.len()),
+        (4 * BATCH_BYTES, 4),
+        "one for each worker and one to consume"
+    );
+    assert_eq!(loader.waits(), WaitTimes::default());
 }
 
-impl State {
+impl LoaderState {
     /// Nobody fills a batch, and nobody could begin to.
     fn is_idle(&mut self, until: u64) -> bool {
-        self.filling == 0 && !self.may_claim(until)
+        self.in_flight == 0 && !self.may_claim(until)
     }
 }
 
 /// Batches that the consumer keeps are made up for, up to what is allowed.
 #[test]
-fn more_are_made_where_they_lack_and_no_more_than_allowed() {
-    let mut loader = start(toy(1000), 4, 600, 1);
-    assert_eq!(loader.shared.lock().depth.now(), 2);
+fn buffers_are_added_when_starved_up_to_the_limit() {
+    let mut loader = start(toy_dataset(1000), 4, 600, 1);
+    assert_eq!(loader.shared.lock().depth.current(), 2);
     let mut kept = Vec::new();
     for _ in 0..4 {
         kept.push(loader.next().unwrap().unwrap());
     }
-    assert!(matches!(loader.next(), Err(DataError::AllHeld { bytes }) if bytes == 4 * SIZE));
-    assert_eq!(loader.peak_bytes(), 4 * SIZE);
+    assert!(matches!(loader.next(), Err(DataError::BuffersExhausted { bytes }) if bytes == 4 * BATCH_BYTES));
+    assert_eq!(loader.peak_bytes(), 4 * BATCH_BYTES);
 }
 
 #[test]
-fn what_is_given_back_is_freed_and_the_order_goes_on() {
-    let mut loader = start(toy(80), 4, u64::MAX, 3);
+fn shrinking_frees_buffers_and_keeps_the_order() {
+    let mut loader = start(toy_dataset(80), 4, u64::MAX, 3);
     let first = loader.next().unwrap().unwrap();
     while !loader.shared.lock().is_idle(10) {
         thread::yield_now();
     }
-    let held = loader.shared.lock().held;
-    assert_eq!(loader.give_back(0), held, "ready batches are still to be consumed");
+    let held = loader.shared.lock().held_bytes;
+    assert_eq!(loader.shrink(0), held, "ready batches are still to be consumed");
     drop(first);
     let mut ids = vec![0, 1, 2, 3];
     while let Some(batch) = loader.next().unwrap() {
         ids.extend(&batch.ids);
-        assert!(loader.shared.lock().held <= held.max(SIZE));
+        assert!(loader.shared.lock().held_bytes <= held.max(BATCH_BYTES));
     }
     assert!(ids.into_iter().eq(0..80));
-    assert_eq!(loader.shared.lock().held, SIZE);
-    assert_eq!(loader.give_back(u64::MAX), SIZE, "it is never more again");
+    assert_eq!(loader.shared.lock().held_bytes, BATCH_BYTES);
+    assert_eq!(loader.shrink(u64::MAX), BATCH_BYTES, "it is never more again");
 }
 
 /// Bad records are left out, told in their batch, and counted as taken; a batch of none is delivered empty.
 #[test]
 fn bad_records_are_left_out_of_their_batch() {
     let bad: Vec<u64> = vec![1, 6, 8, 9, 10, 11, 79];
-    let mut loader = start(Toy { skipped: bad.clone(), ..toy(80) }, 4, 600, 3);
-    let (mut told, mut ids, mut taken) = (Vec::new(), Vec::new(), 0);
+    let mut loader = start(ToyDataset { bad_records: bad.clone(), ..toy_dataset(80) }, 4, 600, 3);
+    let (mut reported, mut ids, mut consumed) = (Vec::new(), Vec::new(), 0);
     while let Some(batch) = loader.next().unwrap() {
-        assert_eq!(batch.ids.len() as u64 + batch.bad.len() as u64, batch.taken);
-        assert_eq!(batch.bytes(), batch.ids.len() as u64 * SIZE / 4);
+        assert_eq!(batch.ids.len() as u64 + batch.bad_records.len() as u64, batch.consumed);
+        assert_eq!(batch.bytes(), batch.ids.len() as u64 * BATCH_BYTES / 4);
         assert!(rows(&batch).iter().zip(&batch.ids).all(|(row, id)| row[3] == *id as f32));
-        taken += batch.taken;
+        consumed += batch.consumed;
         ids.extend_from_slice(&batch.ids);
-        told.extend(batch.bad.iter().map(|bad| bad.id));
+        reported.extend(batch.bad_records.iter().map(|bad| bad.id));
     }
-    assert_eq!((taken, &told), (80, &bad));
+    assert_eq!((consumed, &reported), (80, &bad));
     assert!(ids.into_iter().eq((0..80).filter(|id| !bad.contains(id))));
     let order = Order::new(80, 8, 1, false).unwrap();
-    let fail = Reading { skip_bad: false, ..reading(4, 600, 3) };
-    let source = Arc::new(Toy { skipped: bad, ..toy(80) });
+    let fail = LoaderOptions { skip_bad: false, ..options(4, 600, 3) };
+    let source = Arc::new(ToyDataset { bad_records: bad, ..toy_dataset(80) });
     let error = Loader::start(source, order, Cursor::default(), 10, fail).unwrap().next().err().unwrap();
-    assert!(error.is_record(), "{error}");
+    assert!(error.is_bad_record(), "{error}");
 }
 
 #[test]
 fn an_error_comes_in_its_place_and_stays_until_a_restart() {
     for panics in [false, true] {
-        let mut loader = start(Toy { bad: Some(21), panics, ..toy(80) }, 4, 1 << 20, 4);
+        let mut loader = start(ToyDataset { failing: Some(21), panics, ..toy_dataset(80) }, 4, 1 << 20, 4);
         for batch in 0..5 {
             assert_eq!(loader.next().unwrap().unwrap().ids[0], 4 * batch);
         }
@@ -249,26 +265,26 @@ fn an_error_comes_in_its_place_and_stays_until_a_restart() {
 }
 
 #[test]
-fn holding_everything_is_an_error_and_not_a_hang() {
-    let mut loader = start(toy(80), 4, 0, 2);
+fn holding_all_buffers_is_an_error_and_not_a_hang() {
+    let mut loader = start(toy_dataset(80), 4, 0, 2);
     let batch = loader.next().unwrap().unwrap();
-    assert!(matches!(loader.next(), Err(DataError::AllHeld { bytes: 112 })));
+    assert!(matches!(loader.next(), Err(DataError::BuffersExhausted { bytes: 112 })));
     drop(batch);
     let batch = loader.next().unwrap().unwrap();
     assert_eq!(batch.ids, [4, 5, 6, 7]);
     // A smaller split cannot start before the larger batch is given back.
     loader.restart(Cursor { update: 0, done: 4 }, 2);
-    assert!(matches!(loader.next(), Err(DataError::AllHeld { .. })));
+    assert!(matches!(loader.next(), Err(DataError::BuffersExhausted { .. })));
     drop(batch);
     assert_eq!(loader.next().unwrap().unwrap().ids, [4, 5]);
 }
 
 #[test]
 fn dropping_the_loader_stops_it_and_leaves_lent_batches_whole() {
-    let source = Arc::new(toy(1 << 40));
+    let source = Arc::new(toy_dataset(1 << 40));
     let order = Order::new(1 << 40, 1 << 20, 1, true).unwrap();
     let mut loader =
-        Loader::start(source.clone(), order, Cursor::default(), 9, reading(1 << 10, 1 << 30, 2)).unwrap();
+        Loader::start(source.clone(), order, Cursor::default(), 9, options(1 << 10, 1 << 30, 2)).unwrap();
     let batch = loader.next().unwrap().unwrap();
     let ids = batch.ids.clone();
     drop(loader);
@@ -283,6 +299,6 @@ fn dropping_the_loader_stops_it_and_leaves_lent_batches_whole() {
 #[test]
 fn more_samples_than_the_set_has_are_refused() {
     let order = Order::new(11, 4, 0, true).unwrap();
-    let loader = Loader::start(Arc::new(toy(10)), order, Cursor::default(), 1, reading(4, 0, 1));
+    let loader = Loader::start(Arc::new(toy_dataset(10)), order, Cursor::default(), 1, options(4, 0, 1));
     assert!(loader.err().unwrap().to_string().contains("`samples` cannot be 11"));
 }

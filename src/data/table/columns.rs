@@ -6,44 +6,44 @@ use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 
-use super::decimal::decimal;
-use super::{Cell, Settings, Task};
+use super::decimal::parse_decimal;
+use super::{CellValue, TableSettings, TableTask};
 use crate::data::DataError;
 
 /// Rows that types are inferred from.
 pub const SAMPLE_ROWS: usize = 1000;
 /// A target of whole numbers is one of classes up to this many different ones.
-const FEW: usize = 20;
+const MAX_INTEGER_CLASSES: usize = 20;
 /// Names shown in an error.
-const SHOWN: usize = 30;
+const MAX_SHOWN_NAMES: usize = 30;
 
 /// A column that is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Column {
     pub name: String,
     /// Its place in the file, from 0.
-    pub at: usize,
-    pub kind: Kind,
+    pub index: usize,
+    pub kind: ColumnKind,
     pub target: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ColumnKind {
     Number,
     Category,
 }
 
 /// How text in cells is understood.
 #[derive(Clone, Debug)]
-pub struct Reading {
+pub struct CellParser {
     missing: Vec<Vec<u8>>,
     missing_numbers: Vec<f64>,
     /// First bytes of what is missing: most values are told apart by it alone.
-    first: [bool; 256],
+    missing_first_bytes: [bool; 256],
     trim: Vec<char>,
 }
 
-impl Reading {
+impl CellParser {
     pub fn new(missing: &[String], trim: &str) -> Self {
         let mut first = [false; 256];
         missing.iter().filter_map(|text| text.bytes().next()).for_each(|byte| first[byte as usize] = true);
@@ -51,18 +51,18 @@ impl Reading {
         Self {
             missing: missing.iter().map(|text| text.clone().into_bytes()).collect(),
             missing_numbers: numbers.collect(),
-            first,
+            missing_first_bytes: first,
             trim: trim.chars().collect(),
         }
     }
 
     #[inline]
-    pub fn is_missing(&self, cell: Cell<'_>) -> bool {
+    pub fn is_missing(&self, cell: CellValue<'_>) -> bool {
         match cell {
-            Cell::Missing => true,
-            Cell::Number(x) => x.is_nan() || self.missing_numbers.contains(&x),
-            Cell::Text(text) => {
-                text.first().is_none_or(|byte| self.first[*byte as usize])
+            CellValue::Missing => true,
+            CellValue::Number(x) => x.is_nan() || self.missing_numbers.contains(&x),
+            CellValue::Text(text) => {
+                text.first().is_none_or(|byte| self.missing_first_bytes[*byte as usize])
                     && self.missing.iter().any(|missing| missing == text)
             }
         }
@@ -70,21 +70,21 @@ impl Reading {
 
     /// The finite number that a cell is.
     #[inline]
-    pub fn number(&self, cell: Cell<'_>) -> Option<f64> {
+    pub fn number(&self, cell: CellValue<'_>) -> Option<f64> {
         let number = match cell {
-            Cell::Missing => None,
-            Cell::Number(x) => Some(x),
-            Cell::Text(text) => decimal(text).or_else(|| any_number(text)),
+            CellValue::Missing => None,
+            CellValue::Number(x) => Some(x),
+            CellValue::Text(text) => parse_decimal(text).or_else(|| parse_any_number(text)),
         };
         number.filter(|x| x.is_finite())
     }
 
     /// The category that a cell names.
-    pub fn category<'a>(&self, cell: Cell<'a>) -> Cow<'a, str> {
+    pub fn category<'a>(&self, cell: CellValue<'a>) -> Cow<'a, str> {
         match cell {
-            Cell::Missing => "".into(),
-            Cell::Number(x) => x.to_string().into(),
-            Cell::Text(text) => {
+            CellValue::Missing => "".into(),
+            CellValue::Number(x) => x.to_string().into(),
+            CellValue::Text(text) => {
                 let text = String::from_utf8_lossy(text);
                 let trimmed = text.trim_matches(&self.trim[..]);
                 if trimmed.len() == text.len() { text } else { trimmed.to_owned().into() }
@@ -95,66 +95,66 @@ impl Reading {
 
 /// A number in any form, in spaces of any kind.
 #[cold]
-fn any_number(text: &[u8]) -> Option<f64> {
+fn parse_any_number(text: &[u8]) -> Option<f64> {
     str::from_utf8(text).ok()?.trim().parse().ok()
 }
 
 /// What the first rows have in one column of a file.
 #[derive(Clone, Debug, Default)]
-pub struct Look {
+pub struct ColumnInference {
     /// Something was no number.
-    text: bool,
-    fraction: bool,
+    has_text: bool,
+    has_fraction: bool,
     values: usize,
     /// Whether different values are counted: only a target is told apart by them, and a table may have a great many
     /// columns.
-    counted: bool,
-    different: BTreeSet<String>,
+    counts_distinct: bool,
+    distinct: BTreeSet<String>,
     /// Why values of it cannot be used at all.
-    unusable: Option<&'static str>,
+    unsupported: Option<&'static str>,
 }
 
-impl Look {
+impl ColumnInference {
     /// Of a column whose type a file declares.
-    pub fn declared(text: bool, unusable: Option<&'static str>) -> Self {
-        Self { text, unusable, ..Self::default() }
+    pub fn declared(text: bool, unsupported: Option<&'static str>) -> Self {
+        Self { has_text: text, unsupported, ..Self::default() }
     }
 
     /// Counts different values too.
-    pub fn counted(&mut self) {
-        self.counted = true;
+    pub fn count_distinct(&mut self) {
+        self.counts_distinct = true;
     }
 
-    pub fn see(&mut self, cell: Cell<'_>, reading: &Reading) {
-        if reading.is_missing(cell) {
+    pub fn observe(&mut self, cell: CellValue<'_>, parser: &CellParser) {
+        if parser.is_missing(cell) {
             return;
         }
         self.values += 1;
-        match (reading.number(cell), cell) {
-            (None, _) => self.text = true,
-            (Some(_), Cell::Text(text)) => {
-                self.fraction |= !text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b))
+        match (parser.number(cell), cell) {
+            (None, _) => self.has_text = true,
+            (Some(_), CellValue::Text(text)) => {
+                self.has_fraction |= !text.iter().all(|b| b.is_ascii_digit() || b"+-".contains(b))
             }
-            (Some(x), _) => self.fraction |= x.fract() != 0.0,
+            (Some(x), _) => self.has_fraction |= x.fract() != 0.0,
         }
-        if self.counted && self.different.len() <= FEW {
-            self.different.insert(reading.category(cell).into_owned());
+        if self.counts_distinct && self.distinct.len() <= MAX_INTEGER_CLASSES {
+            self.distinct.insert(parser.category(cell).into_owned());
         }
     }
 
     /// Whether it reads as a few classes: text, or a few whole numbers that come again.
-    fn classes(&self) -> bool {
-        let few = self.different.len() <= FEW && 2 * self.different.len() <= self.values;
-        self.text || (!self.fraction && few)
+    fn looks_categorical(&self) -> bool {
+        let few = self.distinct.len() <= MAX_INTEGER_CLASSES && 2 * self.distinct.len() <= self.values;
+        self.has_text || (!self.has_fraction && few)
     }
 }
 
 /// The columns to use: the inputs in the order of the file, then the targets in the order declared.
-pub fn choose(
+pub fn select_columns(
     file: &Path,
     names: &[String],
-    looks: &[Look],
-    settings: &Settings,
+    inferred: &[ColumnInference],
+    settings: &TableSettings,
 ) -> Result<Vec<Column>, DataError> {
     let wrong = |problem: String, hint: &'static str| DataError::Table {
         file: file.to_owned(),
@@ -184,7 +184,10 @@ pub fn choose(
         for name in list {
             if !places.contains_key(name.as_str()) {
                 return Err(wrong(
-                    format!("`{key}` names `{name}`, and there is no such column{}", nearest(name, names)),
+                    format!(
+                        "`{key}` names `{name}`, and there is no such column{}",
+                        suggest_column(name, names)
+                    ),
                     "name a column of the table; without a header they are called 0, 1, 2 and so on",
                 ));
             }
@@ -199,21 +202,21 @@ pub fn choose(
         ));
     }
     let kind = |i: usize| match names[i].as_str() {
-        name if categorical.contains(name) => Kind::Category,
-        name if numeric.contains(name) => Kind::Number,
-        _ if looks[i].text => Kind::Category,
-        _ => Kind::Number,
+        name if categorical.contains(name) => ColumnKind::Category,
+        name if numeric.contains(name) => ColumnKind::Number,
+        _ if inferred[i].has_text => ColumnKind::Category,
+        _ => ColumnKind::Number,
     };
     let used = |i: &usize| {
         let name = names[*i].as_str();
         (chosen.is_empty() || chosen.contains(name)) && !ignored.contains(name) && !target.contains(name)
     };
-    let column = |at: usize, kind, target| Column { name: names[at].clone(), at, kind, target };
+    let column = |index: usize, kind, target| Column { name: names[index].clone(), index, kind, target };
     let mut columns: Vec<Column> =
         (0..names.len()).filter(used).map(|at| column(at, kind(at), false)).collect();
     if columns.is_empty() {
         return Err(wrong(
-            format!("no column is left as input{}", nearest("", names)),
+            format!("no column is left as input{}", suggest_column("", names)),
             "check `columns`, `ignore` and `delimiter`",
         ));
     }
@@ -221,23 +224,27 @@ pub fn choose(
         let Some(&at) = places.get(name.as_str()) else { continue };
         let declared = categorical.contains(name.as_str()) || numeric.contains(name.as_str());
         let kind = match settings.task {
-            Task::Classes => Kind::Category,
-            Task::Values => Kind::Number,
-            Task::Auto if declared => kind(at),
-            Task::Auto if !settings.classes.is_empty() => Kind::Category,
-            Task::Auto if settings.target.len() == 1 && looks[at].classes() => Kind::Category,
-            Task::Auto => Kind::Number,
+            TableTask::Classification => ColumnKind::Category,
+            TableTask::Regression => ColumnKind::Number,
+            TableTask::Auto if declared => kind(at),
+            TableTask::Auto if !settings.classes.is_empty() => ColumnKind::Category,
+            TableTask::Auto if settings.target.len() == 1 && inferred[at].looks_categorical() => {
+                ColumnKind::Category
+            }
+            TableTask::Auto => ColumnKind::Number,
         };
         columns.push(column(at, kind, true));
     }
     let targets = columns.iter().filter(|column| column.target);
-    if settings.target.len() > 1 && targets.clone().any(|column| column.kind == Kind::Category) {
+    if settings.target.len() > 1 && targets.clone().any(|column| column.kind == ColumnKind::Category) {
         return Err(wrong(
             "several targets must be numbers, and one of them is of classes".into(),
             "name one target, or set `task = \"values\"`",
         ));
     }
-    if let Some((column, why)) = columns.iter().find_map(|c| looks[c.at].unusable.map(|why| (c, why))) {
+    if let Some((column, why)) =
+        columns.iter().find_map(|c| inferred[c.index].unsupported.map(|why| (c, why)))
+    {
         return Err(wrong(
             format!("column `{}` holds {why}, which cannot be used", column.name),
             "put the column in `ignore`",
@@ -247,13 +254,16 @@ pub fn choose(
 }
 
 /// Which columns there are, and the one whose name comes nearest.
-fn nearest(name: &str, names: &[String]) -> String {
+fn suggest_column(name: &str, names: &[String]) -> String {
     let near = names.iter().map(|other| (strsim::jaro_winkler(name, other), other));
     let near = near.filter(|(likeness, _)| *likeness > 0.8).max_by(|a, b| a.0.total_cmp(&b.0));
     let near = near.map(|(_, other)| format!("; did you mean `{other}`?")).unwrap_or_default();
-    let shown: Vec<String> =
-        names.iter().take(SHOWN).map(|name| format!("`{}`", super::shown(name.as_bytes()))).collect();
-    let more = names.len().saturating_sub(SHOWN);
+    let shown: Vec<String> = names
+        .iter()
+        .take(MAX_SHOWN_NAMES)
+        .map(|name| format!("`{}`", super::display_value(name.as_bytes())))
+        .collect();
+    let more = names.len().saturating_sub(MAX_SHOWN_NAMES);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!(" among {}{more}{near}", shown.join(", "))
 }
@@ -268,36 +278,39 @@ mod tests {
         /// Every text is the number that the standard library reads, to the bit, or none.
         #[test]
         fn numbers_are_read_exactly(text in "-?[0-9]{0,17}\\.?[0-9]{0,17}|[-+.e0-9 ]{0,8}", x: f64) {
-            let reading = Reading::new(&[], "");
+            let reading = CellParser::new(&[], "");
             for text in [text, x.to_string(), format!("{x:.3}"), format!("{x:e}")] {
                 let expected = text.trim().parse().ok().filter(|x: &f64| x.is_finite()).map(f64::to_bits);
-                prop_assert_eq!(reading.number(Cell::Text(text.as_bytes())).map(f64::to_bits), expected, "{}", text);
+                prop_assert_eq!(reading.number(CellValue::Text(text.as_bytes())).map(f64::to_bits), expected, "{}", text);
             }
         }
     }
 
-    fn looks(columns: &[&[&str]]) -> Vec<Look> {
-        let reading = Reading::new(&["".into(), "?".into()], "");
+    fn looks(columns: &[&[&str]]) -> Vec<ColumnInference> {
+        let reading = CellParser::new(&["".into(), "?".into()], "");
         let look = |cells: &&[&str]| {
-            let mut look = Look::default();
-            look.counted();
-            cells.iter().for_each(|text| look.see(Cell::Text(text.as_bytes()), &reading));
+            let mut look = ColumnInference::default();
+            look.count_distinct();
+            cells.iter().for_each(|text| look.observe(CellValue::Text(text.as_bytes()), &reading));
             look
         };
         columns.iter().map(look).collect()
     }
 
-    fn chosen(settings: Settings) -> Result<Vec<String>, String> {
+    fn chosen(settings: TableSettings) -> Result<Vec<String>, String> {
         let names = ["age", "city", "few", "price"].map(String::from);
         let looks = looks(&[&["1", "2.5", "?"], &["a", "b", ""], &["0", "1", "1", "0"], &["1e3", "2", "3"]]);
         let columns =
-            choose("a.csv".as_ref(), &names, &looks, &settings).map_err(|error| error.to_string())?;
+            select_columns("a.csv".as_ref(), &names, &looks, &settings).map_err(|error| error.to_string())?;
         let show = |c: &Column| format!("{}{:?}{}", c.name, c.kind, if c.target { " target" } else { "" });
         Ok(columns.iter().map(show).collect())
     }
 
-    fn target(names: &[&str]) -> Settings {
-        Settings { target: names.iter().map(|name| name.to_string()).collect(), ..Settings::default() }
+    fn target(names: &[&str]) -> TableSettings {
+        TableSettings {
+            target: names.iter().map(|name| name.to_string()).collect(),
+            ..TableSettings::default()
+        }
     }
 
     #[test]
@@ -307,10 +320,13 @@ mod tests {
             ["ageNumber", "cityCategory", "fewNumber", "priceNumber target"]
         );
         assert_eq!(chosen(target(&["few"])).unwrap()[3], "fewCategory target");
-        let values =
-            Settings { task: Task::Values, ignore: vec!["city".into()], ..target(&["few", "price"]) };
+        let values = TableSettings {
+            task: TableTask::Regression,
+            ignore: vec!["city".into()],
+            ..target(&["few", "price"])
+        };
         assert_eq!(chosen(values).unwrap(), ["ageNumber", "fewNumber target", "priceNumber target"]);
-        let declared = Settings {
+        let declared = TableSettings {
             categorical: vec!["few".into()],
             columns: vec!["few".into(), "age".into()],
             ..target(&["price"])
@@ -323,14 +339,14 @@ mod tests {
     fn many_columns_are_chosen_as_few_are() {
         let names: Vec<String> = (0..200_000).map(|i| format!("column {i}")).collect();
         let every = |n: usize| names.iter().skip(1).step_by(n).cloned().collect::<Vec<_>>();
-        let settings = Settings {
+        let settings = TableSettings {
             columns: names.clone(),
             ignore: every(3),
             categorical: every(7),
             ..target(&["column 0"])
         };
-        let looks = vec![Look::default(); names.len()];
-        let columns = choose("a.csv".as_ref(), &names, &looks, &settings).unwrap();
+        let looks = vec![ColumnInference::default(); names.len()];
+        let columns = select_columns("a.csv".as_ref(), &names, &looks, &settings).unwrap();
         assert_eq!(columns.len(), names.len() - settings.ignore.len());
         assert!(columns.last().unwrap().target && columns[0].name == "column 2");
     }
@@ -342,30 +358,35 @@ mod tests {
             error.contains("`target` names `prise`") && error.contains("did you mean `price`?"),
             "{error}"
         );
-        let error = chosen(Settings { numeric: vec!["x".into()], ..target(&["price"]) }).unwrap_err();
+        let error = chosen(TableSettings { numeric: vec!["x".into()], ..target(&["price"]) }).unwrap_err();
         assert!(
             error.contains("`numeric` names `x`") && error.contains("among `age`, `city`, `few`, `price`"),
             "{error}"
         );
-        let only = Settings { columns: vec!["price".into()], ..target(&["price"]) };
+        let only = TableSettings { columns: vec!["price".into()], ..target(&["price"]) };
         assert!(chosen(only).unwrap_err().contains("no column is left"));
         assert!(chosen(target(&["city", "price"])).is_ok(), "with values asked of text, rows will tell");
-        let both =
-            Settings { categorical: vec!["age".into()], numeric: vec!["age".into()], ..target(&["price"]) };
+        let both = TableSettings {
+            categorical: vec!["age".into()],
+            numeric: vec!["age".into()],
+            ..target(&["price"])
+        };
         assert!(chosen(both).unwrap_err().contains("both in `categorical` and in `numeric`"));
     }
 
     #[test]
     fn cells_are_understood_as_declared() {
-        let reading = Reading::new(&["".into(), "-999".into(), "NA".into()], ".");
-        assert!(reading.is_missing(Cell::Text(b"")) && reading.is_missing(Cell::Text(b"-999")));
-        assert!(reading.is_missing(Cell::Number(-999.0)) && reading.is_missing(Cell::Number(f64::NAN)));
-        assert!(!reading.is_missing(Cell::Text(b"-99")) && !reading.is_missing(Cell::Text(b"N")));
-        assert_eq!(reading.number(Cell::Text(b" 1e3 ")), Some(1000.0));
+        let reading = CellParser::new(&["".into(), "-999".into(), "NA".into()], ".");
+        assert!(reading.is_missing(CellValue::Text(b"")) && reading.is_missing(CellValue::Text(b"-999")));
+        assert!(
+            reading.is_missing(CellValue::Number(-999.0)) && reading.is_missing(CellValue::Number(f64::NAN))
+        );
+        assert!(!reading.is_missing(CellValue::Text(b"-99")) && !reading.is_missing(CellValue::Text(b"N")));
+        assert_eq!(reading.number(CellValue::Text(b" 1e3 ")), Some(1000.0));
         for text in ["inf", "1e999", "nan", "", "x", "1,5"] {
-            assert_eq!(reading.number(Cell::Text(text.as_bytes())), None, "{text}");
+            assert_eq!(reading.number(CellValue::Text(text.as_bytes())), None, "{text}");
         }
-        assert_eq!(reading.category(Cell::Text(b"<=50K.")), "<=50K");
-        assert_eq!(reading.category(Cell::Number(3.0)), "3");
+        assert_eq!(reading.category(CellValue::Text(b"<=50K.")), "<=50K");
+        assert_eq!(reading.category(CellValue::Number(3.0)), "3");
     }
 }

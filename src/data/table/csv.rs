@@ -11,33 +11,33 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::columns::{Column, Look, Reading, SAMPLE_ROWS};
-use super::dialect::{Breaks, Dialect, Fields, MAX_ROW};
-use super::encoding::Encoding;
-use super::index::{self, Block, Index, Scan};
+use super::columns::{CellParser, Column, ColumnInference, SAMPLE_ROWS};
+use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
+use super::encoding::RowEncoder;
+use super::row_index::{self, RowBlock, RowIndex, RowScan};
 use super::rows::RowReader;
-use super::{Cell, Cells, Raw, See};
-use crate::data::cache::Fingerprint;
-use crate::data::{DataError, Features, Key, Opening, Row, Source};
-use crate::regular;
+use super::{CellValue, RowCells, RowVisitor, TableReader};
+use crate::data::cache::CacheKey;
+use crate::data::{BatchRow, DataError, Dataset, DatasetContext, Features, SampleKey};
+use crate::regular_file;
 
 /// The beginning of a file of text.
-pub struct Head {
+pub struct CsvHeader {
     pub names: Vec<String>,
     /// The first byte of the first row of data.
-    body: u64,
+    body_offset: u64,
 }
 
-impl Head {
+impl CsvHeader {
     pub fn read(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
         let mut reader = RowReader::open(file, dialect)?;
-        let names = reader.names()?;
+        let names = reader.read_names()?;
         if let [only] = &names[..] {
             let others = [(',', "`,`"), (';', "`;`"), ('\t', "a tab"), ('|', "`|`"), (' ', "a space")];
             let other = others.into_iter().find(|(delimiter, _)| only.contains(*delimiter));
             let other = other.map(|(_, name)| format!(", which has {name} in it")).unwrap_or_default();
             let only = if dialect.header {
-                format!(", `{}`{other}", super::shown(only.as_bytes()))
+                format!(", `{}`{other}", super::display_value(only.as_bytes()))
             } else {
                 String::new()
             };
@@ -48,51 +48,51 @@ impl Head {
                 hint: "a table needs inputs and a target: check `delimiter` and `skip_lines`",
             });
         }
-        Ok(Self { names, body: reader.offset })
+        Ok(Self { names, body_offset: reader.offset })
     }
 
     /// What the first rows of `file` have in each column.
-    pub fn looks(
+    pub fn infer_columns(
         &self,
         file: &Path,
         dialect: Dialect,
-        reading: &Reading,
+        parser: &CellParser,
         targets: &[String],
-    ) -> Result<Vec<Look>, DataError> {
+    ) -> Result<Vec<ColumnInference>, DataError> {
         let mut reader = RowReader::open(file, dialect)?;
-        let mut looks = vec![Look::default(); self.names.len()];
-        let of_targets = looks.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
-        of_targets.for_each(|(look, _)| look.counted());
-        reader.names()?;
-        let mut fields = Fields::default();
+        let mut inferred = vec![ColumnInference::default(); self.names.len()];
+        let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
+        of_targets.for_each(|(look, _)| look.count_distinct());
+        reader.read_names()?;
+        let mut fields = RowFields::default();
         for _ in 0..SAMPLE_ROWS {
             let Some((_, row)) = reader.next()? else { break };
             fields.split(row, dialect.delimiter);
             // A row with other columns is told when it is read.
-            if fields.len() == looks.len() {
-                let cells = (0..fields.len()).map(|i| Cell::Text(fields.get(row, i)));
-                looks.iter_mut().zip(cells).for_each(|(look, cell)| look.see(cell, reading));
+            if fields.len() == inferred.len() {
+                let cells = (0..fields.len()).map(|i| CellValue::Text(fields.get(row, i)));
+                inferred.iter_mut().zip(cells).for_each(|(look, cell)| look.observe(cell, parser));
             }
         }
-        Ok(looks)
+        Ok(inferred)
     }
 }
 
 /// A row of text and where it stands.
-pub struct TextRow<'a> {
+pub struct CsvRow<'a> {
     row: &'a [u8],
-    fields: &'a Fields,
+    fields: &'a RowFields,
     columns: &'a [Column],
     file: &'a Path,
     /// The line, from 1, which may take long to find.
     line: &'a dyn Fn() -> u64,
 }
 
-impl<'a> TextRow<'a> {
-    /// Splits `row`; it must have as many fields as the table has columns, `width`.
+impl<'a> CsvRow<'a> {
+    /// Splits `next_row`; it must have as many fields as the table has columns, `width`.
     pub fn new(
         row: &'a [u8],
-        fields: &'a mut Fields,
+        fields: &'a mut RowFields,
         (dialect, width): (Dialect, usize),
         columns: &'a [Column],
         file: &'a Path,
@@ -111,267 +111,283 @@ impl<'a> TextRow<'a> {
     }
 }
 
-impl Cells for TextRow<'_> {
-    fn cell(&self, i: usize) -> Cell<'_> {
-        Cell::Text(self.fields.get(self.row, self.columns[i].at))
+impl RowCells for CsvRow<'_> {
+    fn cell(&self, i: usize) -> CellValue<'_> {
+        CellValue::Text(self.fields.get(self.row, self.columns[i].index))
     }
 
-    fn fault(&self, i: usize, wanted: String) -> DataError {
+    fn cell_error(&self, i: usize, wanted: String) -> DataError {
         let column = &self.columns[i];
         DataError::Cell {
             file: self.file.to_owned(),
             line: (self.line)(),
             column: column.name.clone(),
-            value: super::shown(self.fields.get(self.row, column.at)),
+            value: super::display_value(self.fields.get(self.row, column.index)),
             wanted,
         }
     }
 }
 
 /// Plain files with the same columns.
-pub struct Text {
-    files: Vec<TextFile>,
+pub struct CsvTable {
+    files: Vec<CsvFile>,
     dialect: Dialect,
     /// Columns of the table.
     width: usize,
     rows: u64,
     /// What threads go through: a file, its blocks together, one past the last row.
-    runs: Vec<(usize, Block, u64)>,
+    partitions: Vec<(usize, RowBlock, u64)>,
     /// Tells the blocks that threads hold apart; not 0.
     id: u64,
 }
 
-struct TextFile {
+struct CsvFile {
     path: PathBuf,
     file: File,
-    index: Index,
+    index: RowIndex,
     /// Rows of the files before.
-    first: u64,
+    first_row: u64,
     /// The lines of bytes that were asked for: the next one is counted from the nearest before it.
-    lines: Mutex<BTreeMap<u64, u64>>,
+    line_numbers: Mutex<BTreeMap<u64, u64>>,
 }
 
-impl Text {
-    /// `heads` are of `paths`.
+impl CsvTable {
+    /// `headers` are of `paths`.
     pub fn open(
         paths: &[PathBuf],
-        heads: &[Head],
+        headers: &[CsvHeader],
         dialect: Dialect,
-        opening: &Opening,
+        ctx: &DatasetContext,
     ) -> Result<Self, DataError> {
         static IDS: AtomicU64 = AtomicU64::new(1);
-        let width = heads.first().map_or(0, |head| head.names.len());
+        let width = headers.first().map_or(0, |head| head.names.len());
         let id = IDS.fetch_add(1, Ordering::Relaxed);
-        let mut text = Self { files: Vec::new(), dialect, width, rows: 0, runs: Vec::new(), id };
-        for (i, (path, head)) in paths.iter().zip(heads).enumerate() {
-            let file = regular::open(path).map_err(DataError::io(path))?;
-            let index = find_rows(path, &file, head.body, dialect, opening)?;
-            text.runs.extend(index.runs().into_iter().map(|(block, end)| (i, block, end)));
+        let mut text = Self { files: Vec::new(), dialect, width, rows: 0, partitions: Vec::new(), id };
+        for (i, (path, head)) in paths.iter().zip(headers).enumerate() {
+            let file = regular_file::open(path).map_err(DataError::io(path))?;
+            let index = load_row_index(path, &file, head.body_offset, dialect, ctx)?;
+            text.partitions.extend(index.partitions().into_iter().map(|(block, end)| (i, block, end)));
             let first = text.rows;
             text.rows += index.rows;
-            let (bytes, limit) = (text.index_bytes() + index.bytes(), opening.max_bytes);
+            let (bytes, limit) = (text.index_bytes() + index.resident_bytes(), ctx.max_bytes);
             if bytes > limit {
                 return Err(DataError::TooLarge { file: path.clone(), bytes, limit });
             }
-            text.files.push(TextFile { path: path.clone(), file, index, first, lines: Mutex::default() });
+            text.files.push(CsvFile {
+                path: path.clone(),
+                file,
+                index,
+                first_row: first,
+                line_numbers: Mutex::default(),
+            });
         }
         Ok(text)
     }
 
     /// Reads the block that row `index` is in.
-    fn hold(&self, held: &mut Held, index: u64) -> Result<(), DataError> {
-        held.set = 0;
-        held.file = self.files.partition_point(|file| file.first <= index) - 1;
-        let file = &self.files[held.file];
-        let (block, end) = file.index.block(index - file.first);
-        file.block(block, &mut held.text)?;
-        (held.set, held.start, held.at) = (self.id, block.start, 0);
-        held.rows = file.first + block.row..file.first + end;
-        held.row = held.rows.start;
+    fn load_block(&self, buffer: &mut BlockBuffer, index: u64) -> Result<(), DataError> {
+        buffer.table_id = 0;
+        buffer.file = self.files.partition_point(|file| file.first_row <= index) - 1;
+        let file = &self.files[buffer.file];
+        let (block, end) = file.index.block_of_row(index - file.first_row);
+        file.read_block(block, &mut buffer.text)?;
+        (buffer.table_id, buffer.start, buffer.next_row_offset) = (self.id, block.start, 0);
+        buffer.rows = file.first_row + block.first_row..file.first_row + end;
+        buffer.next_row = buffer.rows.start;
         Ok(())
     }
 
     pub fn index_bytes(&self) -> u64 {
-        let runs = self.runs.capacity() * size_of::<(usize, Block, u64)>();
-        self.files.iter().map(|file| file.index.bytes()).sum::<u64>() + runs as u64
+        let runs = self.partitions.capacity() * size_of::<(usize, RowBlock, u64)>();
+        self.files.iter().map(|file| file.index.resident_bytes()).sum::<u64>() + runs as u64
     }
 }
 
-impl TextFile {
+impl CsvFile {
     /// Reads a block over what `into` holds.
-    fn block(&self, block: Block, into: &mut Vec<u8>) -> Result<(), DataError> {
+    fn read_block(&self, block: RowBlock, into: &mut Vec<u8>) -> Result<(), DataError> {
         let length = block.end - block.start;
         // A run of blocks is no longer than a chunk or a row.
-        if length > (MAX_ROW + (4 << 20)) as u64 {
-            return Err(super::too_long(&self.path, self.line(block.start)));
+        if length > (MAX_ROW_BYTES + (4 << 20)) as u64 {
+            return Err(super::row_too_long(&self.path, self.line_number(block.start)));
         }
-        index::read_into(&self.path, &self.file, block.start, length as usize, into)?;
+        row_index::read_into(&self.path, &self.file, block.start, length as usize, into)?;
         if into.len() as u64 != length {
-            return Err(self.changed());
+            return Err(self.changed_error());
         }
         Ok(())
     }
 
     /// The number, from 1, of the line that begins at a byte. Where the file cannot be read any more it is that of
     /// an earlier one: that is not the error being told.
-    fn line(&self, offset: u64) -> u64 {
+    fn line_number(&self, offset: u64) -> u64 {
         /// Places that are remembered.
-        const MOST: usize = 10_000;
-        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        const MAX_REMEMBERED: usize = 10_000;
+        let mut lines = self.line_numbers.lock().unwrap_or_else(PoisonError::into_inner);
         let (from, before) = lines.range(..=offset).next_back().map_or((0, 1), |(from, line)| (*from, *line));
-        let line = before + index::line_feeds(&self.path, &self.file, from..offset).unwrap_or(0);
-        if lines.len() < MOST {
+        let line = before + row_index::line_feeds(&self.path, &self.file, from..offset).unwrap_or(0);
+        if lines.len() < MAX_REMEMBERED {
             lines.insert(offset, line);
         }
         line
     }
 
-    fn changed(&self) -> DataError {
+    fn changed_error(&self) -> DataError {
         let found = "its rows lie elsewhere".into();
-        DataError::Changed { what: format!("`{}`", self.path.display()), found }
+        DataError::ChangedSinceOpen { what: format!("`{}`", self.path.display()), found }
     }
 }
 
 /// The rows of a file, from the cache where they were found before. A cache that cannot be written costs time only.
-fn find_rows(
+fn load_row_index(
     path: &Path,
     file: &File,
     from: u64,
     dialect: Dialect,
-    opening: &Opening,
-) -> Result<Index, DataError> {
+    ctx: &DatasetContext,
+) -> Result<RowIndex, DataError> {
     use std::io::Write;
-    let of = Fingerprint::of(&[path.to_owned()], &format!("{dialect:?} {from}"))?;
-    let kept = opening.cache.find("csv-rows", of).and_then(|path| std::fs::read(path).ok());
-    if let Some(index) = kept.and_then(|bytes| Index::from_bytes(&bytes)) {
+    let cache_key = CacheKey::new(&[path.to_owned()], &format!("{dialect:?} {from}"))?;
+    let kept = ctx.cache.find("csv-rows", cache_key).and_then(|path| std::fs::read(path).ok());
+    if let Some(index) = kept.and_then(|bytes| RowIndex::from_bytes(&bytes)) {
         return Ok(index);
     }
-    let index = Index::make(&Scan { path, file, from, delimiter: dialect.delimiter }, &*opening.watch)?;
+    let index = RowIndex::build(
+        &RowScan { path, file, body_offset: from, delimiter: dialect.delimiter },
+        &*ctx.observer,
+    )?;
     let bytes = index.to_bytes();
-    drop(opening.cache.get("csv-rows", of, |out| out.write_all(&bytes).map_err(DataError::writing(path))));
+    drop(
+        ctx.cache.get_or_create("csv-rows", cache_key, |out| {
+            out.write_all(&bytes).map_err(DataError::write(path))
+        }),
+    );
     Ok(index)
 }
 
-/// The end of the row that begins at `at`, or of the text.
+/// The end of the row that begins at `next_row_offset`, or of the text.
 fn row_end(text: &[u8], at: usize, dialect: Dialect) -> usize {
-    Breaks::new(&text[at..], false, dialect.delimiter).next().map_or(text.len(), |length| at + length)
+    RowEnds::new(&text[at..], false, dialect.delimiter).next().map_or(text.len(), |length| at + length)
 }
 
-impl Raw for Text {
+impl TableReader for CsvTable {
     fn rows(&self) -> u64 {
         self.rows
     }
 
-    fn parts(&self) -> usize {
-        self.runs.len()
+    fn partitions(&self) -> usize {
+        self.partitions.len()
     }
 
-    fn part_bytes(&self, part: usize) -> u64 {
-        self.runs[part].1.end - self.runs[part].1.start
+    fn partition_bytes(&self, part: usize) -> u64 {
+        self.partitions[part].1.end - self.partitions[part].1.start
     }
 
-    fn pass(&self, part: usize, columns: &[Column], see: &mut See<'_>) -> Result<(), DataError> {
-        let (file, block, last) = self.runs[part];
+    fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
+        let (file, block, last) = self.partitions[part];
         let file = &self.files[file];
-        let (mut text, mut fields) = (Vec::new(), Fields::default());
-        file.block(block, &mut text)?;
-        let (mut at, mut row) = (0, block.row);
+        let (mut text, mut fields) = (Vec::new(), RowFields::default());
+        file.read_block(block, &mut text)?;
+        let (mut at, mut row) = (0, block.first_row);
         while at < text.len() {
             let end = row_end(&text, at, self.dialect);
-            if !self.dialect.delimiter.blank(&text[at..end]) {
-                let line = || file.line(block.start + at as u64);
+            if !self.dialect.delimiter.is_blank_line(&text[at..end]) {
+                let line = || file.line_number(block.start + at as u64);
                 let form = (self.dialect, self.width);
-                let cells = TextRow::new(&text[at..end], &mut fields, form, columns, &file.path, &line);
-                see(file.first + row, cells.as_ref().map(|cells| cells as &dyn Cells).map_err(Clone::clone))?;
+                let cells = CsvRow::new(&text[at..end], &mut fields, form, columns, &file.path, &line);
+                see(
+                    file.first_row + row,
+                    cells.as_ref().map(|cells| cells as &dyn RowCells).map_err(Clone::clone),
+                )?;
                 row += 1;
             }
             at = end;
         }
-        if row == last { Ok(()) } else { Err(file.changed()) }
+        if row == last { Ok(()) } else { Err(file.changed_error()) }
     }
 }
 
 /// The block that a thread read last: rows that follow each other are found in it.
 #[derive(Default)]
-struct Held {
+struct BlockBuffer {
     /// Of which set, and which of its rows; none until all of the block is read.
-    set: u64,
+    table_id: u64,
     rows: Range<u64>,
     /// Its file, and its first byte there.
     file: usize,
     start: u64,
     text: Vec<u8>,
-    /// Where row `row` begins.
-    at: usize,
-    row: u64,
-    fields: Fields,
+    /// Where row `next_row` begins.
+    next_row_offset: usize,
+    next_row: u64,
+    fields: RowFields,
 }
 
 thread_local! {
-    static HELD: RefCell<Held> = RefCell::default();
+    static BLOCK_BUFFER: RefCell<BlockBuffer> = RefCell::default();
 }
 
 /// Plain files as samples.
-pub struct Csv {
-    pub text: Text,
-    pub encoding: Arc<Encoding>,
+pub struct CsvDataset {
+    pub table: CsvTable,
+    pub encoder: Arc<RowEncoder>,
     /// Rows of each class, where they were counted.
-    pub balance: Option<Vec<u64>>,
+    pub class_counts: Option<Vec<u64>>,
 }
 
-impl Source for Csv {
+impl Dataset for CsvDataset {
     fn len(&self) -> u64 {
-        self.text.rows
+        self.table.rows
     }
 
     fn features(&self) -> &Features {
-        &self.encoding.features
+        &self.encoder.features
     }
 
-    fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        let text = &self.text;
-        HELD.with_borrow_mut(|held| {
-            if held.set != text.id || !held.rows.contains(&index) {
-                text.hold(held, index)?;
-            } else if index < held.row {
-                (held.at, held.row) = (0, held.rows.start);
+    fn read(&self, index: u64, _: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
+        let text = &self.table;
+        BLOCK_BUFFER.with_borrow_mut(|buffer| {
+            if buffer.table_id != text.id || !buffer.rows.contains(&index) {
+                text.load_block(buffer, index)?;
+            } else if index < buffer.next_row {
+                (buffer.next_row_offset, buffer.next_row) = (0, buffer.rows.start);
             }
-            let file = &text.files[held.file];
+            let file = &text.files[buffer.file];
             loop {
-                let (at, dialect) = (held.at, text.dialect);
-                if at == held.text.len() {
-                    held.set = 0;
-                    return Err(file.changed());
+                let (at, dialect) = (buffer.next_row_offset, text.dialect);
+                if at == buffer.text.len() {
+                    buffer.table_id = 0;
+                    return Err(file.changed_error());
                 }
-                held.at = row_end(&held.text, at, dialect);
-                let row = &held.text[at..held.at];
-                if dialect.delimiter.blank(row) {
+                buffer.next_row_offset = row_end(&buffer.text, at, dialect);
+                let row = &buffer.text[at..buffer.next_row_offset];
+                if dialect.delimiter.is_blank_line(row) {
                     continue;
                 }
-                held.row += 1;
-                if held.row > index {
-                    let line = || file.line(held.start + at as u64);
-                    let (form, columns) = ((dialect, text.width), &self.encoding.columns);
-                    let cells = TextRow::new(row, &mut held.fields, form, columns, &file.path, &line)?;
-                    return self.encoding.write(&cells, into);
+                buffer.next_row += 1;
+                if buffer.next_row > index {
+                    let line = || file.line_number(buffer.start + at as u64);
+                    let (form, columns) = ((dialect, text.width), &self.encoder.columns);
+                    let cells = CsvRow::new(row, &mut buffer.fields, form, columns, &file.path, &line)?;
+                    return self.encoder.encode_row(&cells, into);
                 }
             }
         })
     }
 
     fn resident_bytes(&self) -> u64 {
-        self.text.index_bytes() + self.encoding.bytes()
+        self.table.index_bytes() + self.encoder.resident_bytes()
     }
 
-    fn balance(&self) -> Option<Vec<u64>> {
-        self.balance.clone()
+    fn class_counts(&self) -> Option<Vec<u64>> {
+        self.class_counts.clone()
     }
 
-    fn columns(&self) -> Vec<String> {
-        self.encoding.inputs()
+    fn input_names(&self) -> Vec<String> {
+        self.encoder.input_names()
     }
 
-    fn about(&self) -> Vec<(String, String)> {
-        self.encoding.about()
+    fn describe(&self) -> Vec<(String, String)> {
+        self.encoder.describe()
     }
 }

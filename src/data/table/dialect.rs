@@ -7,12 +7,12 @@
 use memchr::{memchr, memchr2};
 
 /// The most bytes a row may have: more is taken for a quote that never ends.
-pub const MAX_ROW: usize = 16 << 20;
+pub const MAX_ROW_BYTES: usize = 16 << 20;
 
 /// How a file of text is to be understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dialect {
-    pub delimiter: Delimiter,
+    pub delimiter: FieldDelimiter,
     /// Whether the first row names the columns.
     pub header: bool,
     /// Lines before the first row, header included, that are no part of the table.
@@ -21,33 +21,33 @@ pub struct Dialect {
 
 /// What stands between fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Delimiter {
+pub enum FieldDelimiter {
     Byte(u8),
     /// Any number of spaces and tabs.
-    Spaces,
+    Whitespace,
 }
 
 impl Default for Dialect {
     fn default() -> Self {
-        Self { delimiter: Delimiter::Byte(b','), header: true, skip_lines: 0 }
+        Self { delimiter: FieldDelimiter::Byte(b','), header: true, skip_lines: 0 }
     }
 }
 
-impl Delimiter {
-    fn is(self, byte: u8) -> bool {
+impl FieldDelimiter {
+    fn matches(self, byte: u8) -> bool {
         match self {
             Self::Byte(delimiter) => byte == delimiter,
-            Self::Spaces => byte == b' ' || byte == b'\t',
+            Self::Whitespace => byte == b' ' || byte == b'\t',
         }
     }
 
     /// Whether `byte` is a space that does not count around a field.
-    fn pads(self, byte: u8) -> bool {
-        matches!(byte, b' ' | b'\t' | b'\r') && !self.is(byte)
+    fn is_padding(self, byte: u8) -> bool {
+        matches!(byte, b' ' | b'\t' | b'\r') && !self.matches(byte)
     }
 
     /// Whether a line has nothing on it.
-    pub fn blank(self, line: &[u8]) -> bool {
+    pub fn is_blank_line(self, line: &[u8]) -> bool {
         let nothing = |byte: &u8| matches!(byte, b' ' | b'\r' | b'\n') || *byte == b'\t';
         match self {
             Self::Byte(b'\t') => line.iter().all(|byte| nothing(byte) && *byte != b'\t'),
@@ -58,54 +58,54 @@ impl Delimiter {
 
 /// The ends of rows in a text, each the position after the line feed. After the last one, `quoted` says whether
 /// the text stops inside quotes.
-pub struct Breaks<'a> {
+pub struct RowEnds<'a> {
     text: &'a [u8],
-    at: usize,
+    position: usize,
     pub quoted: bool,
-    delimiter: Delimiter,
+    delimiter: FieldDelimiter,
 }
 
-impl<'a> Breaks<'a> {
+impl<'a> RowEnds<'a> {
     /// `text` begins with a row, or inside quotes right after a line feed.
-    pub fn new(text: &'a [u8], quoted: bool, delimiter: Delimiter) -> Self {
-        Self { text, at: 0, quoted, delimiter }
+    pub fn new(text: &'a [u8], quoted: bool, delimiter: FieldDelimiter) -> Self {
+        Self { text, position: 0, quoted, delimiter }
     }
 
     /// Whether the quote at `at`, outside of quotes, opens a field.
-    fn opens(&self, at: usize) -> bool {
-        let before = self.text[..at].iter().rev().find(|byte| !self.delimiter.pads(**byte));
-        before.is_none_or(|byte| *byte == b'\n' || self.delimiter.is(*byte))
+    fn opens_quote(&self, at: usize) -> bool {
+        let before = self.text[..at].iter().rev().find(|byte| !self.delimiter.is_padding(**byte));
+        before.is_none_or(|byte| *byte == b'\n' || self.delimiter.matches(*byte))
     }
 }
 
-impl Iterator for Breaks<'_> {
+impl Iterator for RowEnds<'_> {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
         loop {
-            let rest = &self.text[self.at..];
+            let rest = &self.text[self.position..];
             if self.quoted {
                 let Some(quote) = memchr(b'"', rest) else {
-                    self.at = self.text.len();
+                    self.position = self.text.len();
                     return None;
                 };
-                self.at += quote + 1;
-                if self.text.get(self.at) == Some(&b'"') {
-                    self.at += 1;
+                self.position += quote + 1;
+                if self.text.get(self.position) == Some(&b'"') {
+                    self.position += 1;
                 } else {
                     self.quoted = false;
                 }
             } else {
                 let Some(found) = memchr2(b'"', b'\n', rest) else {
-                    self.at = self.text.len();
+                    self.position = self.text.len();
                     return None;
                 };
-                let at = self.at + found;
-                self.at = at + 1;
+                let at = self.position + found;
+                self.position = at + 1;
                 if self.text[at] == b'\n' {
-                    return Some(self.at);
+                    return Some(self.position);
                 }
-                self.quoted = self.opens(at);
+                self.quoted = self.opens_quote(at);
             }
         }
     }
@@ -113,46 +113,46 @@ impl Iterator for Breaks<'_> {
 
 /// The fields of one row; used again for the next.
 #[derive(Default)]
-pub struct Fields {
-    /// Where each lies: in the row, or in `plain` where quotes had to be taken off.
-    at: Vec<(Lies, u32, u32)>,
-    plain: Vec<u8>,
+pub struct RowFields {
+    /// Where each lies: in the row, or in `unquoted` where quotes had to be taken off.
+    spans: Vec<(FieldBuffer, u32, u32)>,
+    unquoted: Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Lies {
+enum FieldBuffer {
     Row,
-    Plain,
+    Unquoted,
 }
 
-impl Fields {
+impl RowFields {
     pub fn len(&self) -> usize {
-        self.at.len()
+        self.spans.len()
     }
 
     /// Field `index` of the `row` that was split last.
     pub fn get<'a>(&'a self, row: &'a [u8], index: usize) -> &'a [u8] {
-        let (lies, start, end) = self.at[index];
-        let text = if lies == Lies::Row { row } else { &self.plain };
+        let (lies, start, end) = self.spans[index];
+        let text = if lies == FieldBuffer::Row { row } else { &self.unquoted };
         &text[start as usize..end as usize]
     }
 
-    /// Splits `row`, at most [`MAX_ROW`] bytes, with or without its line break.
-    pub fn split(&mut self, row: &[u8], delimiter: Delimiter) {
-        self.at.clear();
-        self.plain.clear();
+    /// Splits `row`, at most [`MAX_ROW_BYTES`] bytes, with or without its line break.
+    pub fn split(&mut self, row: &[u8], delimiter: FieldDelimiter) {
+        self.spans.clear();
+        self.unquoted.clear();
         let row = row.strip_suffix(b"\n").unwrap_or(row);
         let row = row.strip_suffix(b"\r").unwrap_or(row);
         match delimiter {
-            Delimiter::Byte(byte) if memchr(b'"', row).is_none() => {
+            FieldDelimiter::Byte(byte) if memchr(b'"', row).is_none() => {
                 let mut start = 0;
-                for (piece, from) in row.chunks(PIECE).zip((0..).step_by(PIECE)) {
-                    let mut places = places(byte, piece);
-                    while places != 0 {
-                        let end = from + places.trailing_zeros() as usize;
+                for (piece, from) in row.chunks(MASK_BYTES).zip((0..).step_by(MASK_BYTES)) {
+                    let mut mask = byte_mask(byte, piece);
+                    while mask != 0 {
+                        let end = from + mask.trailing_zeros() as usize;
                         self.push(row, start, end, delimiter);
                         start = end + 1;
-                        places &= places - 1;
+                        mask &= mask - 1;
                     }
                 }
                 self.push(row, start, row.len(), delimiter);
@@ -163,27 +163,29 @@ impl Fields {
 
     /// Adds what lies between `start` and `end`, less the spaces around it.
     #[inline]
-    fn push(&mut self, row: &[u8], mut start: usize, mut end: usize, delimiter: Delimiter) {
-        while start < end && delimiter.pads(row[start]) {
+    fn push(&mut self, row: &[u8], mut start: usize, mut end: usize, delimiter: FieldDelimiter) {
+        while start < end && delimiter.is_padding(row[start]) {
             start += 1;
         }
-        while start < end && delimiter.pads(row[end - 1]) {
+        while start < end && delimiter.is_padding(row[end - 1]) {
             end -= 1;
         }
-        self.at.push((Lies::Row, start as u32, end as u32));
+        self.spans.push((FieldBuffer::Row, start as u32, end as u32));
     }
 
-    fn split_quoted(&mut self, row: &[u8], delimiter: Delimiter) {
+    fn split_quoted(&mut self, row: &[u8], delimiter: FieldDelimiter) {
         let mut at = 0;
         loop {
-            let skip =
-                |byte: &u8| delimiter.pads(*byte) || (delimiter == Delimiter::Spaces && delimiter.is(*byte));
+            let skip = |byte: &u8| {
+                delimiter.is_padding(*byte)
+                    || (delimiter == FieldDelimiter::Whitespace && delimiter.matches(*byte))
+            };
             let start = at + row[at..].iter().take_while(|byte| skip(byte)).count();
-            if start == row.len() && delimiter == Delimiter::Spaces && !self.at.is_empty() {
+            if start == row.len() && delimiter == FieldDelimiter::Whitespace && !self.spans.is_empty() {
                 return;
             }
             let end_of = |from: usize| {
-                row[from..].iter().position(|byte| delimiter.is(*byte)).map_or(row.len(), |i| from + i)
+                row[from..].iter().position(|byte| delimiter.matches(*byte)).map_or(row.len(), |i| from + i)
             };
             if row.get(start) == Some(&b'"') {
                 let closed = self.unquote(row, start + 1);
@@ -191,11 +193,11 @@ impl Fields {
                 // What follows the closing quote belongs to the field, as spreadsheets have it.
                 let rest = row[closed..at].trim_ascii();
                 if !rest.is_empty()
-                    && let Some(field) = self.at.last_mut()
+                    && let Some(field) = self.spans.last_mut()
                 {
-                    self.plain.truncate(field.2 as usize);
-                    self.plain.extend_from_slice(rest);
-                    field.2 = self.plain.len() as u32;
+                    self.unquoted.truncate(field.2 as usize);
+                    self.unquoted.extend_from_slice(rest);
+                    field.2 = self.unquoted.len() as u32;
                 }
             } else {
                 at = end_of(start);
@@ -210,27 +212,27 @@ impl Fields {
 
     /// Adds the quoted field whose text begins at `from`; gives the position after its closing quote.
     fn unquote(&mut self, row: &[u8], mut from: usize) -> usize {
-        let start = self.plain.len();
+        let start = self.unquoted.len();
         loop {
             let quote = memchr(b'"', &row[from..]).map_or(row.len(), |i| from + i);
-            self.plain.extend_from_slice(&row[from..quote]);
+            self.unquoted.extend_from_slice(&row[from..quote]);
             if row.get(quote + 1) != Some(&b'"') {
-                self.at.push((Lies::Plain, start as u32, self.plain.len() as u32));
+                self.spans.push((FieldBuffer::Unquoted, start as u32, self.unquoted.len() as u32));
                 return (quote + 1).min(row.len());
             }
-            self.plain.push(b'"');
+            self.unquoted.push(b'"');
             from = quote + 2;
         }
     }
 }
 
 /// Bytes whose places fit one word.
-const PIECE: usize = 64;
+const MASK_BYTES: usize = 64;
 
-/// The places of `byte` in at most [`PIECE`] bytes, one bit each. Fields are a few bytes long, and to search for the
+/// The places of `byte` in at most [`MASK_BYTES`] bytes, one bit each. Fields are a few bytes long, and to search for the
 /// end of each by itself takes longer than to compare all bytes, eight at a time.
 #[inline]
-fn places(byte: u8, piece: &[u8]) -> u64 {
+fn byte_mask(byte: u8, piece: &[u8]) -> u64 {
     const LOW: u64 = u64::from_ne_bytes([0x7f; 8]);
     // What multiplies the highest bits of eight bytes, moved to the lowest, into the eight highest bits in their order.
     const GATHER: u64 = 0x0102_0408_1020_4080;
@@ -241,16 +243,16 @@ fn places(byte: u8, piece: &[u8]) -> u64 {
         (found >> 7).wrapping_mul(GATHER) >> 56
     };
     let (words, rest) = piece.as_chunks::<8>();
-    let mut places = 0;
+    let mut mask = 0;
     for (i, word) in words.iter().enumerate() {
-        places |= eight(word) << (8 * i);
+        mask |= eight(word) << (8 * i);
     }
     if !rest.is_empty() {
         let mut word = [!byte; 8];
         word[..rest.len()].copy_from_slice(rest);
-        places |= eight(&word) << (8 * words.len());
+        mask |= eight(&word) << (8 * words.len());
     }
-    places
+    mask
 }
 
 #[cfg(test)]
@@ -259,10 +261,10 @@ mod tests {
 
     use super::*;
 
-    const COMMA: Delimiter = Delimiter::Byte(b',');
+    const COMMA: FieldDelimiter = FieldDelimiter::Byte(b',');
 
-    fn split(row: &str, delimiter: Delimiter) -> Vec<String> {
-        let mut fields = Fields::default();
+    fn split(row: &str, delimiter: FieldDelimiter) -> Vec<String> {
+        let mut fields = RowFields::default();
         fields.split(row.as_bytes(), delimiter);
         (0..fields.len())
             .map(|i| String::from_utf8_lossy(fields.get(row.as_bytes(), i)).into_owned())
@@ -271,7 +273,7 @@ mod tests {
 
     fn rows(text: &str) -> Vec<&str> {
         let mut start = 0;
-        let ends = Breaks::new(text.as_bytes(), false, COMMA).chain([text.len()]);
+        let ends = RowEnds::new(text.as_bytes(), false, COMMA).chain([text.len()]);
         ends.map(|end| &text[std::mem::replace(&mut start, end)..end]).filter(|row| !row.is_empty()).collect()
     }
 
@@ -281,8 +283,8 @@ mod tests {
         assert_eq!(split("", COMMA), [""]);
         assert_eq!(split(",", COMMA), ["", ""]);
         assert_eq!(split("\" x \"y , \"", COMMA), [" x y", ""]);
-        assert_eq!(split("a\t b\t\t", Delimiter::Byte(b'\t')), ["a", "b", "", ""]);
-        let spaces = Delimiter::Spaces;
+        assert_eq!(split("a\t b\t\t", FieldDelimiter::Byte(b'\t')), ["a", "b", "", ""]);
+        let spaces = FieldDelimiter::Whitespace;
         assert_eq!(split("  1  2\t3 \"4 5\" \n", spaces), ["1", "2", "3", "4 5"]);
         assert_eq!(split("1 2", spaces), ["1", "2"]);
     }
@@ -291,9 +293,9 @@ mod tests {
     fn rows_end_outside_of_quotes() {
         assert_eq!(rows("a,\"b\nc\"\nd,e\"\nf"), ["a,\"b\nc\"\n", "d,e\"\n", "f"]);
         assert_eq!(rows("a, \"b\n\"\"\n\"\n\"c\""), ["a, \"b\n\"\"\n\"\n", "\"c\""]);
-        let mut open = Breaks::new(b"a,\"b\nc\n", false, COMMA);
+        let mut open = RowEnds::new(b"a,\"b\nc\n", false, COMMA);
         assert!(open.next().is_none() && open.quoted);
-        let mut inside = Breaks::new(b"b\"\nc\n", true, COMMA);
+        let mut inside = RowEnds::new(b"b\"\nc\n", true, COMMA);
         assert_eq!(
             (inside.next(), inside.next(), inside.next(), inside.quoted),
             (Some(3), Some(5), None, false)
@@ -302,8 +304,12 @@ mod tests {
 
     #[test]
     fn a_line_with_nothing_is_blank() {
-        assert!(COMMA.blank(b" \t\r\n") && Delimiter::Spaces.blank(b" \t\n") && COMMA.blank(b""));
-        assert!(!COMMA.blank(b",\n") && !Delimiter::Byte(b'\t').blank(b"\t\n"));
+        assert!(
+            COMMA.is_blank_line(b" \t\r\n")
+                && FieldDelimiter::Whitespace.is_blank_line(b" \t\n")
+                && COMMA.is_blank_line(b"")
+        );
+        assert!(!COMMA.is_blank_line(b",\n") && !FieldDelimiter::Byte(b'\t').is_blank_line(b"\t\n"));
     }
 
     proptest! {
@@ -311,7 +317,7 @@ mod tests {
         #[test]
         fn another_parser_agrees(text in "[ab\",\n]{0,40}") {
             // A quote that never ends is refused here.
-            let mut breaks = Breaks::new(text.as_bytes(), false, COMMA);
+            let mut breaks = RowEnds::new(text.as_bytes(), false, COMMA);
             breaks.by_ref().for_each(drop);
             prop_assume!(!breaks.quoted);
             let mut parser = csv_core::ReaderBuilder::new().terminator(csv_core::Terminator::Any(b'\n')).build();
@@ -332,7 +338,7 @@ mod tests {
                 }
                 expected.push(record);
             }
-            let seen: Vec<_> = rows(&text).into_iter().filter(|row| !COMMA.blank(row.as_bytes()))
+            let seen: Vec<_> = rows(&text).into_iter().filter(|row| !COMMA.is_blank_line(row.as_bytes()))
                 .map(|row| split(row, COMMA)).collect();
             prop_assert_eq!(seen, expected);
         }
@@ -341,19 +347,19 @@ mod tests {
         #[test]
         fn places_are_found(piece in prop::collection::vec(prop_oneof![Just(b','), Just(b'-'), any::<u8>()], 0..=64)) {
             let expected = piece.iter().enumerate().filter(|(_, byte)| **byte == b',').map(|(i, _)| 1u64 << i).sum::<u64>();
-            prop_assert_eq!(places(b',', &piece), expected);
+            prop_assert_eq!(byte_mask(b',', &piece), expected);
         }
 
         /// Any bytes are split without a fault, and no field is longer than its row.
         #[test]
         fn any_bytes_are_split(row in prop::collection::vec(any::<u8>(), 0..60), kind in 0u8..4) {
-            let delimiter = [COMMA, Delimiter::Spaces, Delimiter::Byte(b'\t'), Delimiter::Byte(b';')][kind as usize];
-            let mut fields = Fields::default();
+            let delimiter = [COMMA, FieldDelimiter::Whitespace, FieldDelimiter::Byte(b'\t'), FieldDelimiter::Byte(b';')][kind as usize];
+            let mut fields = RowFields::default();
             fields.split(&row, delimiter);
             prop_assert!(fields.len() > 0);
             let total: usize = (0..fields.len()).map(|i| fields.get(&row, i).len()).sum();
             prop_assert!(total <= row.len());
-            for end in Breaks::new(&row, kind % 2 == 0, delimiter) {
+            for end in RowEnds::new(&row, kind % 2 == 0, delimiter) {
                 prop_assert_eq!(row[end - 1], b'\n');
             }
         }

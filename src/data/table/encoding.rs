@@ -8,69 +8,71 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::columns::{Column, Kind, Reading};
-use super::statistics::{Counts, Moments, Seen, Statistics};
-use super::{Cell, Cells, OnMissing, OnUnknown, Settings};
-use crate::data::{DataError, Features, Input, Row, Target};
+use super::columns::{CellParser, Column, ColumnKind};
+use super::statistics::{CategoryCounts, ColumnStatistics, Moments, TableStatistics};
+use super::{CellValue, MissingPolicy, RowCells, TableSettings, UnknownPolicy};
+use crate::data::{BatchRow, DataError, Features, InputSpec, TargetSpec};
 
 /// The code of a cell without a value.
 pub const MISSING: f64 = f64::from_bits(0x7ff8_0000_0000_0001);
 /// The code of a cell whose value is not one that the column can have.
-pub const BAD: f64 = f64::from_bits(0x7ff8_0000_0000_0002);
+pub const INVALID: f64 = f64::from_bits(0x7ff8_0000_0000_0002);
 
 /// Columns that are told one by one; more are told together.
-const SHOWN: usize = 40;
+const MAX_DESCRIBED_COLUMNS: usize = 40;
 
 /// How every row of a table becomes a sample.
-pub struct Encoding {
+pub struct RowEncoder {
     /// Inputs before targets.
     pub columns: Vec<Column>,
-    hows: Vec<How>,
-    reading: Reading,
+    column_encoders: Vec<ColumnEncoder>,
+    parser: CellParser,
     pub features: Features,
     /// Training samples of each class, where they were counted.
-    pub balance: Option<Vec<u64>>,
-    about: Vec<(String, String)>,
+    pub class_counts: Option<Vec<u64>>,
+    description: Vec<(String, String)>,
 }
 
-enum How {
+enum ColumnEncoder {
     /// (x - mean) * scale at `at` of the input or the target. Missing is `fill`, and 1 at `flag`.
     Number { mean: f64, scale: f64, fill: Option<f64>, at: usize, flag: Option<usize> },
     /// 1 at `at` plus the place in the list. Missing has the place `missing`.
-    OneHot { list: List, at: usize, missing: Option<usize>, unknown: OnUnknown },
+    OneHot { list: CategoryIndex, at: usize, missing: Option<usize>, unknown: UnknownPolicy },
     /// The place in the list at `at`; the one behind all places is what is unknown.
-    Place { list: List, at: usize, missing: Option<usize>, unknown: OnUnknown },
+    Ordinal { list: CategoryIndex, at: usize, missing: Option<usize>, unknown: UnknownPolicy },
     /// The place in the list.
-    Class { list: List },
+    Class { list: CategoryIndex },
 }
 
 /// Categories in order.
-struct List {
-    places: HashMap<String, u32>,
+struct CategoryIndex {
+    ids: HashMap<String, u32>,
 }
 
-impl Encoding {
+impl RowEncoder {
     /// `statistics` are of these `columns`; where none were needed, absent.
     pub fn new(
         file: &Path,
         columns: &[Column],
-        reading: Reading,
-        settings: &Settings,
-        statistics: Option<&Statistics>,
+        parser: CellParser,
+        settings: &TableSettings,
+        statistics: Option<&TableStatistics>,
     ) -> Result<Self, DataError> {
-        let mut encoding = Self {
+        let mut row_encoder = Self {
             columns: columns.to_vec(),
-            hows: Vec::new(),
-            reading,
-            features: Features::new(Input::Floats { shape: vec![0] }, Target::Values { len: 0 }),
-            balance: None,
-            about: Vec::new(),
+            column_encoders: Vec::new(),
+            parser,
+            features: Features::new(InputSpec::Floats { shape: vec![0] }, TargetSpec::Values { len: 0 }),
+            class_counts: None,
+            description: Vec::new(),
         };
         let (mut inputs, mut targets, mut classes) = (0, 0, None);
         let mut categories = Vec::new();
         for (i, column) in columns.iter().enumerate() {
-            let seen = statistics.map(|statistics| &statistics.columns[i]);
-            if statistics.is_some_and(|statistics| statistics.rows > 0) && seen.is_some_and(Seen::is_empty) {
+            let stats = statistics.map(|statistics| &statistics.columns[i]);
+            if statistics.is_some_and(|statistics| statistics.rows > 0)
+                && stats.is_some_and(ColumnStatistics::is_empty)
+            {
                 return Err(DataError::Table {
                     file: file.to_owned(),
                     place: String::new(),
@@ -78,45 +80,51 @@ impl Encoding {
                     hint: "put the column in `ignore`",
                 });
             }
-            let how = match (column.kind, seen) {
-                (Kind::Number, seen) => {
-                    let moments = if let Some(Seen::Number(moments)) = seen { Some(moments) } else { None };
+            let encoder = match (column.kind, stats) {
+                (ColumnKind::Number, seen) => {
+                    let moments =
+                        if let Some(ColumnStatistics::Number(moments)) = seen { Some(moments) } else { None };
                     let place = if column.target { &mut targets } else { &mut inputs };
-                    number(column, moments, settings, place)
+                    number_encoder(column, moments, settings, place)
                 }
-                (Kind::Category, seen) => {
-                    let none = Counts::default();
-                    let counts = if let Some(Seen::Category(counts)) = seen { counts } else { &none };
+                (ColumnKind::Category, seen) => {
+                    let none = CategoryCounts::default();
+                    let counts =
+                        if let Some(ColumnStatistics::Category(counts)) = seen { counts } else { &none };
                     if column.target {
                         let names = class_names(settings, counts);
                         let count = |name| counts.values.get(name).copied().unwrap_or(0);
-                        encoding.balance = statistics.map(|_| names.iter().map(count).collect());
-                        let list = List::of(&names);
+                        row_encoder.class_counts = statistics.map(|_| names.iter().map(count).collect());
+                        let list = CategoryIndex::of(&names);
                         classes = Some(names);
-                        How::Class { list }
+                        ColumnEncoder::Class { list }
                     } else {
-                        let names = ordered(counts);
+                        let names = sorted_names(counts);
                         let missing = (counts.missing > 0).then_some(names.len());
-                        let (list, unknown) = (List::of(&names), settings.on_unknown);
+                        let (list, unknown) = (CategoryIndex::of(&names), settings.on_unknown);
                         let places = names.len() + usize::from(missing.is_some());
                         if settings.embed {
                             categories.push(places);
                             // Behind the numbers, once they are counted.
-                            How::Place { list, at: categories.len() - 1, missing, unknown }
+                            ColumnEncoder::Ordinal { list, at: categories.len() - 1, missing, unknown }
                         } else {
                             inputs += places;
-                            How::OneHot { list, at: inputs - places, missing, unknown }
+                            ColumnEncoder::OneHot { list, at: inputs - places, missing, unknown }
                         }
                     }
                 }
             };
-            if column.target || encoding.about.len() < SHOWN {
-                encoding.about.push((column.name.clone(), about(column, &how, seen, settings)));
+            if column.target || row_encoder.description.len() < MAX_DESCRIBED_COLUMNS {
+                row_encoder
+                    .description
+                    .push((column.name.clone(), describe_column(column, &encoder, stats, settings)));
             }
-            encoding.hows.push(how);
+            row_encoder.column_encoders.push(encoder);
         }
-        if let Some(left_out) = statistics.map(|statistics| statistics.left_out).filter(|n| *n > 0) {
-            encoding.about.push(("left out".into(), format!("{left_out} training rows that cannot be used")));
+        if let Some(left_out) = statistics.map(|statistics| statistics.skipped_rows).filter(|n| *n > 0) {
+            row_encoder
+                .description
+                .push(("left out".into(), format!("{left_out} training rows that cannot be used")));
         }
         let target = match classes {
             Some(names) if names.len() < 2 => {
@@ -127,166 +135,185 @@ impl Encoding {
                     hint: "a classifier needs two; for numbers to predict set `task = \"values\"`",
                 });
             }
-            Some(names) => Target::Class { names },
-            None => Target::Values { len: targets },
+            Some(names) => TargetSpec::Class { names },
+            None => TargetSpec::Values { len: targets },
         };
-        for how in &mut encoding.hows {
-            if let How::Place { at, .. } = how {
+        for how in &mut row_encoder.column_encoders {
+            if let ColumnEncoder::Ordinal { at, .. } = how {
                 *at += inputs;
             }
         }
         let input = match &categories[..] {
-            [] => Input::Floats { shape: vec![inputs] },
-            _ => Input::Row { numbers: inputs, categories },
+            [] => InputSpec::Floats { shape: vec![inputs] },
+            _ => InputSpec::Tabular { num_numeric: inputs, cardinalities: categories },
         };
-        encoding.features = Features::new(input, target);
-        Ok(encoding)
+        row_encoder.features = Features::new(input, target);
+        Ok(row_encoder)
     }
 
     /// What a cell of column `i` is understood as.
     #[inline]
-    pub fn code(&self, i: usize, cell: Cell<'_>) -> f64 {
-        if self.reading.is_missing(cell) {
+    pub fn encode_cell(&self, i: usize, cell: CellValue<'_>) -> f64 {
+        if self.parser.is_missing(cell) {
             return MISSING;
         }
-        match &self.hows[i] {
-            How::Number { .. } => self.reading.number(cell).unwrap_or(BAD),
-            How::OneHot { list, .. } | How::Place { list, .. } | How::Class { list } => {
-                list.places.get(self.reading.category(cell).as_ref()).map_or(BAD, |place| (*place).into())
+        match &self.column_encoders[i] {
+            ColumnEncoder::Number { .. } => self.parser.number(cell).unwrap_or(INVALID),
+            ColumnEncoder::OneHot { list, .. }
+            | ColumnEncoder::Ordinal { list, .. }
+            | ColumnEncoder::Class { list } => {
+                list.ids.get(self.parser.category(cell).as_ref()).map_or(INVALID, |place| (*place).into())
             }
         }
     }
 
     /// Makes a sample of a row.
-    pub fn write(&self, cells: &impl Cells, into: &mut Row<'_>) -> Result<(), DataError> {
-        into.input.f32().fill(0.0);
+    pub fn encode_row(&self, cells: &impl RowCells, into: &mut BatchRow<'_>) -> Result<(), DataError> {
+        into.input.as_f32_mut().fill(0.0);
         for i in 0..self.columns.len() {
-            let code = self.code(i, cells.cell(i));
-            self.put(i, code, into).map_err(|wanted| cells.fault(i, wanted))?;
+            let code = self.encode_cell(i, cells.cell(i));
+            self.write_cell(i, code, into).map_err(|wanted| cells.cell_error(i, wanted))?;
         }
         Ok(())
     }
 
     /// What was wanted instead, where no sample can be made of a code.
-    pub fn wrong(&self, i: usize, code: f64) -> Option<String> {
+    pub fn expected_instead(&self, i: usize, code: f64) -> Option<String> {
         let column = &self.columns[i];
         let is_missing = code.to_bits() == MISSING.to_bits();
-        match &self.hows[i] {
-            How::Number { fill: None, .. } | How::Class { .. } if is_missing => Some(super::present(column)),
-            How::Number { .. } if is_missing => None,
-            How::Number { mean, scale, .. } => {
-                let value = ((code - mean) * scale) as f32;
-                (!value.is_finite()).then(|| super::NUMBER.into())
+        match &self.column_encoders[i] {
+            ColumnEncoder::Number { fill: None, .. } | ColumnEncoder::Class { .. } if is_missing => {
+                Some(super::expected_present(column))
             }
-            How::Class { list } => code.is_nan().then(|| format!("one of the {} classes", list.places.len())),
-            How::OneHot { missing: Some(_), .. } | How::Place { missing: Some(_), .. } if is_missing => None,
-            How::OneHot { list, unknown, .. } | How::Place { list, unknown, .. } => (code.is_nan()
-                && *unknown == OnUnknown::Error)
-                .then(|| format!("one of the {} categories of the training rows", list.places.len())),
+            ColumnEncoder::Number { .. } if is_missing => None,
+            ColumnEncoder::Number { mean, scale, .. } => {
+                let value = ((code - mean) * scale) as f32;
+                (!value.is_finite()).then(|| super::EXPECTED_NUMBER.into())
+            }
+            ColumnEncoder::Class { list } => {
+                code.is_nan().then(|| format!("one of the {} classes", list.ids.len()))
+            }
+            ColumnEncoder::OneHot { missing: Some(_), .. }
+            | ColumnEncoder::Ordinal { missing: Some(_), .. }
+                if is_missing =>
+            {
+                None
+            }
+            ColumnEncoder::OneHot { list, unknown, .. } | ColumnEncoder::Ordinal { list, unknown, .. } => {
+                (code.is_nan() && *unknown == UnknownPolicy::Error)
+                    .then(|| format!("one of the {} categories of the training rows", list.ids.len()))
+            }
         }
     }
 
     /// Writes one column's part of a sample, whose input was zero before; or says what was wanted instead.
     #[inline]
-    pub fn put(&self, i: usize, code: f64, into: &mut Row<'_>) -> Result<(), String> {
+    pub fn write_cell(&self, i: usize, code: f64, into: &mut BatchRow<'_>) -> Result<(), String> {
         // Nearly every cell is a number as it should be.
-        if let How::Number { mean, scale, at, .. } = &self.hows[i] {
+        if let ColumnEncoder::Number { mean, scale, at, .. } = &self.column_encoders[i] {
             let value = ((code - mean) * scale) as f32;
             if value.is_finite() {
                 let row = if self.columns[i].target { &mut into.target } else { &mut into.input };
-                row.f32()[*at] = value;
+                row.as_f32_mut()[*at] = value;
                 return Ok(());
             }
         }
-        if let Some(wanted) = self.wrong(i, code) {
+        if let Some(wanted) = self.expected_instead(i, code) {
             return Err(wanted);
         }
-        match &self.hows[i] {
-            How::Number { mean, scale, fill, at, flag } => {
-                into.input.f32()[*at] = ((fill.unwrap_or_default() - mean) * scale) as f32;
+        match &self.column_encoders[i] {
+            ColumnEncoder::Number { mean, scale, fill, at, flag } => {
+                into.input.as_f32_mut()[*at] = ((fill.unwrap_or_default() - mean) * scale) as f32;
                 if let Some(flag) = flag {
-                    into.input.f32()[*flag] = 1.0;
+                    into.input.as_f32_mut()[*flag] = 1.0;
                 }
             }
-            How::OneHot { at, missing, .. } => {
-                if let Some(place) = place(code, *missing) {
-                    into.input.f32()[at + place] = 1.0;
+            ColumnEncoder::OneHot { at, missing, .. } => {
+                if let Some(place) = category_id(code, *missing) {
+                    into.input.as_f32_mut()[at + place] = 1.0;
                 }
             }
-            How::Place { list, at, missing, .. } => {
-                let unknown = list.places.len() + usize::from(missing.is_some());
-                into.input.f32()[*at] = place(code, *missing).unwrap_or(unknown) as f32;
+            ColumnEncoder::Ordinal { list, at, missing, .. } => {
+                let unknown = list.ids.len() + usize::from(missing.is_some());
+                into.input.as_f32_mut()[*at] = category_id(code, *missing).unwrap_or(unknown) as f32;
             }
-            How::Class { .. } => into.target.u32()[0] = code as u32,
+            ColumnEncoder::Class { .. } => into.target.as_u32_mut()[0] = code as u32,
         }
         Ok(())
     }
 
     /// The name of each value of the input: the column's, with the category where there are several.
-    pub fn inputs(&self) -> Vec<String> {
+    pub fn input_names(&self) -> Vec<String> {
         let mut names = vec![String::new(); self.features.input_len()];
-        for (column, how) in self.columns.iter().zip(&self.hows).filter(|(column, _)| !column.target) {
+        for (column, how) in
+            self.columns.iter().zip(&self.column_encoders).filter(|(column, _)| !column.target)
+        {
             match how {
-                How::Number { at, flag, .. } => {
+                ColumnEncoder::Number { at, flag, .. } => {
                     names[*at].clone_from(&column.name);
                     flag.iter().for_each(|flag| names[*flag] = format!("{} is missing", column.name));
                 }
-                How::OneHot { list, at, missing, .. } => {
-                    for (name, place) in &list.places {
+                ColumnEncoder::OneHot { list, at, missing, .. } => {
+                    for (name, place) in &list.ids {
                         names[at + *place as usize] = format!("{} = {name}", column.name);
                     }
                     missing
                         .iter()
                         .for_each(|place| names[at + place] = format!("{} is missing", column.name));
                 }
-                How::Place { at, .. } => names[*at].clone_from(&column.name),
-                How::Class { .. } => {}
+                ColumnEncoder::Ordinal { at, .. } => names[*at].clone_from(&column.name),
+                ColumnEncoder::Class { .. } => {}
             }
         }
         names
     }
 
     /// A line for each column.
-    pub fn about(&self) -> Vec<(String, String)> {
-        let mut about = self.about.clone();
-        let more = self.columns.len().saturating_sub(SHOWN);
+    pub fn describe(&self) -> Vec<(String, String)> {
+        let mut about = self.description.clone();
+        let more = self.columns.len().saturating_sub(MAX_DESCRIBED_COLUMNS);
         if more > 0 {
             // The targets come last and are always told.
-            let inputs = SHOWN - 1;
-            about.drain(inputs..SHOWN);
+            let inputs = MAX_DESCRIBED_COLUMNS - 1;
+            about.drain(inputs..MAX_DESCRIBED_COLUMNS);
             about.insert(inputs, ("...".into(), format!("{more} more columns")));
         }
         about
     }
 
     /// Bytes it keeps, about.
-    pub fn bytes(&self) -> u64 {
-        let list = |how: &How| match how {
-            How::OneHot { list, .. } | How::Place { list, .. } | How::Class { list } => {
-                list.places.keys().map(|name| name.len() as u64 + 48).sum()
-            }
-            How::Number { .. } => 0,
+    pub fn resident_bytes(&self) -> u64 {
+        let list = |how: &ColumnEncoder| match how {
+            ColumnEncoder::OneHot { list, .. }
+            | ColumnEncoder::Ordinal { list, .. }
+            | ColumnEncoder::Class { list } => list.ids.keys().map(|name| name.len() as u64 + 48).sum(),
+            ColumnEncoder::Number { .. } => 0,
         };
-        self.hows.iter().map(|how| list(how) + size_of::<(How, Column)>() as u64).sum()
+        self.column_encoders.iter().map(|how| list(how) + size_of::<(ColumnEncoder, Column)>() as u64).sum()
     }
 }
 
-impl Seen {
+impl ColumnStatistics {
     fn is_empty(&self) -> bool {
         match self {
-            Seen::Number(moments) => moments.count == 0,
-            Seen::Category(counts) => counts.values.is_empty(),
+            ColumnStatistics::Number(moments) => moments.count == 0,
+            ColumnStatistics::Category(counts) => counts.values.is_empty(),
         }
     }
 }
 
-impl List {
+impl CategoryIndex {
     fn of(names: &[String]) -> Self {
-        Self { places: names.iter().cloned().zip(0..).collect() }
+        Self { ids: names.iter().cloned().zip(0..).collect() }
     }
 }
 
-fn number(column: &Column, moments: Option<&Moments>, settings: &Settings, next: &mut usize) -> How {
+fn number_encoder(
+    column: &Column,
+    moments: Option<&Moments>,
+    settings: &TableSettings,
+    next: &mut usize,
+) -> ColumnEncoder {
     let average = moments.map_or(0.0, |moments| moments.mean);
     let std = moments.map_or(0.0, Moments::std);
     let (mean, scale) = match settings.standardise {
@@ -296,9 +323,9 @@ fn number(column: &Column, moments: Option<&Moments>, settings: &Settings, next:
     };
     let fill = match settings.on_missing {
         _ if column.target => None,
-        OnMissing::Error => None,
-        OnMissing::Mean => Some(average),
-        OnMissing::Zero => Some(0.0),
+        MissingPolicy::Error => None,
+        MissingPolicy::Mean => Some(average),
+        MissingPolicy::Zero => Some(0.0),
     };
     let at = *next;
     *next += 1;
@@ -307,21 +334,21 @@ fn number(column: &Column, moments: Option<&Moments>, settings: &Settings, next:
         *next += 1;
         at + 1
     });
-    How::Number { mean, scale, fill, at, flag }
+    ColumnEncoder::Number { mean, scale, fill, at, flag }
 }
 
 /// The place of a category by its code, where it has one.
-fn place(code: f64, missing: Option<usize>) -> Option<usize> {
+fn category_id(code: f64, missing: Option<usize>) -> Option<usize> {
     if code.to_bits() == MISSING.to_bits() { missing } else { (!code.is_nan()).then_some(code as usize) }
 }
 
 /// The classes as declared; otherwise as found, ordered.
-fn class_names(settings: &Settings, counts: &Counts) -> Vec<String> {
-    if settings.classes.is_empty() { ordered(counts) } else { settings.classes.clone() }
+fn class_names(settings: &TableSettings, counts: &CategoryCounts) -> Vec<String> {
+    if settings.classes.is_empty() { sorted_names(counts) } else { settings.classes.clone() }
 }
 
 /// As numbers where all are numbers, otherwise as text.
-fn ordered(counts: &Counts) -> Vec<String> {
+fn sorted_names(counts: &CategoryCounts) -> Vec<String> {
     let mut names: Vec<String> = counts.values.keys().cloned().collect();
     let numbers: Option<Vec<f64>> = names.iter().map(|name| name.parse().ok()).collect();
     if numbers.is_some_and(|numbers| numbers.iter().all(|x| x.is_finite())) {
@@ -332,12 +359,17 @@ fn ordered(counts: &Counts) -> Vec<String> {
     names
 }
 
-fn about(column: &Column, how: &How, seen: Option<&Seen>, settings: &Settings) -> String {
+fn describe_column(
+    column: &Column,
+    encoder: &ColumnEncoder,
+    stats: Option<&ColumnStatistics>,
+    settings: &TableSettings,
+) -> String {
     let target = if column.target { "target: " } else { "" };
     let missing = |missing: u64| if missing > 0 { format!(", {missing} missing") } else { String::new() };
-    match (how, seen) {
-        (How::Number { .. }, Some(Seen::Number(moments))) => {
-            let (mean, std) = (short(moments.mean), short(moments.std()));
+    match (encoder, stats) {
+        (ColumnEncoder::Number { .. }, Some(ColumnStatistics::Number(moments))) => {
+            let (mean, std) = (format_number(moments.mean), format_number(moments.std()));
             let how = match (settings.standardise, moments.std() > 0.0) {
                 (false, _) => ", as it is",
                 (true, true) => "",
@@ -345,18 +377,19 @@ fn about(column: &Column, how: &How, seen: Option<&Seen>, settings: &Settings) -
             };
             format!("{target}number, mean {mean}, deviation {std}{}{how}", missing(moments.missing))
         }
-        (How::Number { .. }, _) => format!("{target}number, as it is"),
-        (How::Class { list }, _) => format!("{target}{} classes", list.places.len()),
-        (How::OneHot { list, .. } | How::Place { list, .. }, seen) => {
-            let lacking = if let Some(Seen::Category(counts)) = seen { counts.missing } else { 0 };
+        (ColumnEncoder::Number { .. }, _) => format!("{target}number, as it is"),
+        (ColumnEncoder::Class { list }, _) => format!("{target}{} classes", list.ids.len()),
+        (ColumnEncoder::OneHot { list, .. } | ColumnEncoder::Ordinal { list, .. }, seen) => {
+            let lacking =
+                if let Some(ColumnStatistics::Category(counts)) = seen { counts.missing } else { 0 };
             let how = if settings.embed { ", embedded" } else { "" };
-            format!("{target}category of {} values{}{how}", list.places.len(), missing(lacking))
+            format!("{target}category of {} values{}{how}", list.ids.len(), missing(lacking))
         }
     }
 }
 
 /// Six digits are enough to know a column by.
-fn short(x: f64) -> String {
+fn format_number(x: f64) -> String {
     if x != 0.0 && !(1e-3..1e7).contains(&x.abs()) {
         return format!("{x:.3e}");
     }

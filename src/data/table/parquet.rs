@@ -1,5 +1,5 @@
 //! Tables in Parquet files: a row group is a shard, and only the columns used are decoded. A record is one code
-//! of eight bytes a column; see [`encoding`](super::encoding).
+//! of eight bytes a column; see [`encoder`](super::encoding).
 
 use std::io::{BufReader, Read};
 use std::path::PathBuf;
@@ -13,78 +13,79 @@ use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader};
 use parquet::file::serialized_reader::SerializedPageReader;
 use parquet::schema::types::ColumnDescriptor;
 
-use super::columns::{Column, Look, Reading, SAMPLE_ROWS};
-use super::encoding::Encoding;
-use super::{Cell, Cells, Raw, See, pages};
-use crate::data::stream::{BLOCK, Block, Records, Shards};
-use crate::data::{DataError, Features, Key, Row, files};
-use crate::regular;
+use super::columns::{CellParser, Column, ColumnInference, SAMPLE_ROWS};
+use super::encoding::RowEncoder;
+use super::{CellValue, RowCells, RowVisitor, TableReader, parquet_pages};
+use crate::data::streaming::{BLOCK_BYTES, RecordBlock, ShardReader, ShardedDataset};
+use crate::data::{BatchRow, DataError, Features, SampleKey, files};
+use crate::regular_file;
 
 /// Cells decoded at once at most, so that many columns take few rows at a time: 16 MB.
-const MOST_CELLS: usize = 1 << 20;
+const MAX_BATCH_CELLS: usize = 1 << 20;
 /// Rows decoded at once.
-const BATCH: usize = 1024;
+const BATCH_ROWS: usize = 1024;
 /// Bytes of a code.
-const CODE: usize = 8;
+const CODE_BYTES: usize = 8;
 /// The most rows of a row group; a file that says more is damaged.
-const MOST_ROWS: i64 = i32::MAX as i64;
+const MAX_ROW_GROUP_ROWS: i64 = i32::MAX as i64;
 
 /// Files with the same columns.
-pub struct Parquet {
+pub struct ParquetFiles {
     files: Vec<(PathBuf, ParquetMetaData)>,
     pub names: Vec<String>,
-    groups: Vec<Group>,
+    row_groups: Vec<RowGroup>,
     rows: u64,
 }
 
 #[derive(Clone, Copy)]
-struct Group {
+struct RowGroup {
     file: usize,
-    group: usize,
+    row_group: usize,
     /// Rows before it in the set, and in its file.
-    first: u64,
+    first_row: u64,
     first_in_file: u64,
     rows: u64,
     bytes: u64,
 }
 
-impl Parquet {
+impl ParquetFiles {
     pub fn open(paths: &[PathBuf]) -> Result<Self, DataError> {
-        let mut table = Self { files: Vec::new(), names: Vec::new(), groups: Vec::new(), rows: 0 };
+        let mut table = Self { files: Vec::new(), names: Vec::new(), row_groups: Vec::new(), rows: 0 };
         for (number, path) in paths.iter().enumerate() {
             // An empty file is told as such.
-            files::packing(path)?;
-            let file = regular::open(path).map_err(DataError::io(path))?;
+            files::compression(path)?;
+            let file = regular_file::open(path).map_err(DataError::io(path))?;
             let mut start = Vec::new();
             (&file).take(4).read_to_end(&mut start).map_err(DataError::io(path))?;
             if start != b"PAR1" {
                 let found = format!("`{}`", start.escape_ascii());
-                return Err(DataError::Format { file: path.clone(), wanted: "a Parquet file", found });
+                return Err(DataError::WrongFormat { file: path.clone(), wanted: "a Parquet file", found });
             }
-            let wrong = |error| damaged(path, error);
+            let wrong = |error| corrupt_file(path, error);
             let mut footer = BufReader::with_capacity(1 << 12, &file);
-            pages::check_schema(&mut footer).map_err(|error| wrong(error.into()))?;
-            let metadata = caught(|| ParquetMetaDataReader::new().parse_and_finish(&file)).map_err(wrong)?;
+            parquet_pages::check_schema(&mut footer).map_err(|error| wrong(error.into()))?;
+            let metadata =
+                catch_panic(|| ParquetMetaDataReader::new().parse_and_finish(&file)).map_err(wrong)?;
             let columns = metadata.file_metadata().schema_descr().columns();
             let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
             if number == 0 {
                 table.names = names;
             } else {
-                super::opened::same_columns(&paths[0], &table.names, path, &names)?;
+                super::dataset::check_same_columns(&paths[0], &table.names, path, &names)?;
             }
             let mut first_in_file = 0;
             for (group, about) in metadata.row_groups().iter().enumerate() {
                 let rows = about.num_rows();
-                if !(0..=MOST_ROWS).contains(&rows) {
+                if !(0..=MAX_ROW_GROUP_ROWS).contains(&rows) {
                     let error = ParquetError::General(format!("row group {group} has {rows} rows"));
                     return Err(wrong(error));
                 }
                 let (rows, bytes) = (rows as u64, about.compressed_size().max(0) as u64);
                 if rows > 0 {
-                    table.groups.push(Group {
+                    table.row_groups.push(RowGroup {
                         file: number,
-                        group,
-                        first: table.rows,
+                        row_group: group,
+                        first_row: table.rows,
                         first_in_file,
                         rows,
                         bytes,
@@ -99,59 +100,70 @@ impl Parquet {
     }
 
     /// What the first rows have in each column.
-    pub fn looks(&self, reading: &Reading, targets: &[String]) -> Result<Vec<Look>, DataError> {
+    pub fn infer_columns(
+        &self,
+        parser: &CellParser,
+        targets: &[String],
+    ) -> Result<Vec<ColumnInference>, DataError> {
         let descriptors = self.files[0].1.file_metadata().schema_descr().columns();
         let look = |column: &Arc<ColumnDescriptor>| {
-            Look::declared(column.physical_type() == Type::BYTE_ARRAY, unusable(column))
+            ColumnInference::declared(column.physical_type() == Type::BYTE_ARRAY, unsupported_reason(column))
         };
-        let mut looks: Vec<Look> = descriptors.iter().map(look).collect();
-        let of_targets = looks.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
-        of_targets.for_each(|(look, _)| look.counted());
-        if let Some(&group) = self.groups.first() {
+        let mut inferred: Vec<ColumnInference> = descriptors.iter().map(look).collect();
+        let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
+        of_targets.for_each(|(look, _)| look.count_distinct());
+        if let Some(&group) = self.row_groups.first() {
             let usable: Vec<usize> =
-                (0..looks.len()).filter(|i| unusable(&descriptors[*i]).is_none()).collect();
-            let mut rows = self.rows_of(group, usable.iter().copied())?;
+                (0..inferred.len()).filter(|i| unsupported_reason(&descriptors[*i]).is_none()).collect();
+            let mut rows = self.open_row_group(group, usable.iter().copied())?;
             let mut left = SAMPLE_ROWS;
-            while left > 0 && rows.left > 0 {
-                rows.fill(left)?;
+            while left > 0 && rows.remaining > 0 {
+                rows.decode_batch(left)?;
                 for row in 0..rows.count {
-                    usable.iter().enumerate().for_each(|(i, &at)| looks[at].see(rows.cell(row, i), reading));
+                    usable
+                        .iter()
+                        .enumerate()
+                        .for_each(|(i, &at)| inferred[at].observe(rows.cell(row, i), parser));
                 }
                 left -= rows.count;
             }
         }
-        Ok(looks)
+        Ok(inferred)
     }
 
-    /// A row group's columns `at`, to be decoded from its first row.
-    fn rows_of(&self, group: Group, at: impl Iterator<Item = usize>) -> Result<GroupRows, DataError> {
+    /// A row group's columns `next_row`, to be decoded from its first row.
+    fn open_row_group(
+        &self,
+        group: RowGroup,
+        at: impl Iterator<Item = usize>,
+    ) -> Result<RowGroupDecoder, DataError> {
         let (path, metadata) = &self.files[group.file];
-        let about = metadata.row_group(group.group);
+        let about = metadata.row_group(group.row_group);
         let open = || {
             // A file of its own for each reader: the library moves its place before every read.
-            let file = Arc::new(regular::open(path)?);
-            let mut headers = BufReader::with_capacity(1 << 12, regular::open(path)?);
+            let file = Arc::new(regular_file::open(path)?);
+            let mut headers = BufReader::with_capacity(1 << 12, regular_file::open(path)?);
             let column = |at: usize| {
                 let chunk = about.column(at);
                 let (start, length) = chunk.byte_range();
-                pages::check(&mut headers, start, length)?;
+                parquet_pages::check_pages(&mut headers, start, length)?;
                 let pages = SerializedPageReader::new(file.clone(), chunk, group.rows as usize, None)?;
                 let reader = get_column_reader(chunk.column_descr_ptr(), Box::new(pages));
-                Ok(Chunk {
+                Ok(ColumnChunk {
                     reader,
-                    form: Form::of(chunk.column_descr()),
-                    values: Values::Numbers(Vec::new()),
+                    format: NumberFormat::of(chunk.column_descr()),
+                    values: ColumnValues::Numbers(Vec::new()),
                 })
             };
             at.map(column).collect::<Result<Vec<_>, ParquetError>>()
         };
-        let chunks = caught(open).map_err(|error| damaged(path, error))?;
-        Ok(GroupRows { chunks, left: group.rows, count: 0, at: 0, path: path.clone() })
+        let chunks = catch_panic(open).map_err(|error| corrupt_file(path, error))?;
+        Ok(RowGroupDecoder { chunks, remaining: group.rows, count: 0, next_row: 0, path: path.clone() })
     }
 }
 
 /// Why a column cannot be made numbers or categories.
-fn unusable(column: &ColumnDescriptor) -> Option<&'static str> {
+fn unsupported_reason(column: &ColumnDescriptor) -> Option<&'static str> {
     match column.physical_type() {
         _ if column.max_rep_level() > 0 => Some("lists"),
         Type::INT96 => Some("time stamps of 96 bits"),
@@ -162,25 +174,25 @@ fn unusable(column: &ColumnDescriptor) -> Option<&'static str> {
 }
 
 /// Runs the library, which panics on some damaged files, and makes that an error like any other.
-fn caught<T>(run: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
-    crate::caught::caught(run)
+fn catch_panic<T>(run: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
+    crate::panics::catch_panic(run)
         .unwrap_or_else(|_| Err(ParquetError::General("its bytes make no sense to the decoder".into())))
 }
 
-fn damaged(path: &std::path::Path, error: ParquetError) -> DataError {
-    DataError::Damaged { file: path.to_owned(), source: Arc::new(std::io::Error::other(error.to_string())) }
+fn corrupt_file(path: &std::path::Path, error: ParquetError) -> DataError {
+    DataError::Corrupt { file: path.to_owned(), source: Arc::new(std::io::Error::other(error.to_string())) }
 }
 
 /// How the values of a column are read as numbers.
 #[derive(Clone, Copy)]
-struct Form {
+struct NumberFormat {
     unsigned: bool,
     scale: f64,
     /// The definition level of a value that is there.
-    present: i16,
+    present_level: i16,
 }
 
-impl Form {
+impl NumberFormat {
     fn of(column: &ColumnDescriptor) -> Self {
         let decimal = column.converted_type() == ConvertedType::DECIMAL;
         let unsigned =
@@ -188,7 +200,7 @@ impl Form {
         Self {
             unsigned: unsigned.contains(&column.converted_type()),
             scale: if decimal { 10f64.powi(-column.type_scale()) } else { 1.0 },
-            present: column.max_def_level(),
+            present_level: column.max_def_level(),
         }
     }
 
@@ -198,40 +210,42 @@ impl Form {
 }
 
 /// One column of a row group, and the values decoded last.
-struct Chunk {
+struct ColumnChunk {
     reader: ColumnReader,
-    form: Form,
-    values: Values,
+    format: NumberFormat,
+    values: ColumnValues,
 }
 
-enum Values {
+enum ColumnValues {
     /// NaN where there is none.
     Numbers(Vec<f64>),
     Texts(Vec<Option<ByteArray>>),
 }
 
-impl Chunk {
-    fn fill(&mut self, count: usize) -> Result<(), ParquetError> {
-        let form = self.form;
+impl ColumnChunk {
+    fn decode_batch(&mut self, count: usize) -> Result<(), ParquetError> {
+        let format = self.format;
         let numbers = |values: Vec<Option<f64>>| {
-            Values::Numbers(values.into_iter().map(|value| value.unwrap_or(f64::NAN)).collect())
+            ColumnValues::Numbers(values.into_iter().map(|value| value.unwrap_or(f64::NAN)).collect())
         };
         self.values = match &mut self.reader {
             ColumnReader::BoolColumnReader(reader) => {
-                numbers(decode(reader, form, count, |v| f64::from(*v))?)
+                numbers(decode_column(reader, format, count, |v| f64::from(*v))?)
             }
-            ColumnReader::Int32ColumnReader(reader) => {
-                numbers(decode(reader, form, count, |v| form.int((*v).into(), (*v as u32).into()))?)
-            }
+            ColumnReader::Int32ColumnReader(reader) => numbers(decode_column(reader, format, count, |v| {
+                format.int((*v).into(), (*v as u32).into())
+            })?),
             ColumnReader::Int64ColumnReader(reader) => {
-                numbers(decode(reader, form, count, |v| form.int(*v, *v as u64))?)
+                numbers(decode_column(reader, format, count, |v| format.int(*v, *v as u64))?)
             }
             ColumnReader::FloatColumnReader(reader) => {
-                numbers(decode(reader, form, count, |v| f64::from(*v))?)
+                numbers(decode_column(reader, format, count, |v| f64::from(*v))?)
             }
-            ColumnReader::DoubleColumnReader(reader) => numbers(decode(reader, form, count, |v| *v)?),
+            ColumnReader::DoubleColumnReader(reader) => {
+                numbers(decode_column(reader, format, count, |v| *v)?)
+            }
             ColumnReader::ByteArrayColumnReader(reader) => {
-                Values::Texts(decode(reader, form, count, Clone::clone)?)
+                ColumnValues::Texts(decode_column(reader, format, count, Clone::clone)?)
             }
             _ => return Err(ParquetError::General("a column of a kind that is not read".into())),
         };
@@ -240,9 +254,9 @@ impl Chunk {
 }
 
 /// The next `count` values of a column, each made by `make`; `None` where there is none.
-fn decode<T: DataType, V>(
+fn decode_column<T: DataType, V>(
     reader: &mut ColumnReaderImpl<T>,
-    form: Form,
+    format: NumberFormat,
     count: usize,
     make: impl Fn(&T::T) -> V,
 ) -> Result<Vec<Option<V>>, ParquetError> {
@@ -255,107 +269,107 @@ fn decode<T: DataType, V>(
         }
         found += rows;
     }
-    if form.present == 0 {
+    if format.present_level == 0 {
         return Ok(values.iter().map(|value| Some(make(value))).collect());
     }
     let mut values = values.iter();
     Ok(levels
         .iter()
-        .map(|level| if *level == form.present { values.next().map(&make) } else { None })
+        .map(|level| if *level == format.present_level { values.next().map(&make) } else { None })
         .collect())
 }
 
 /// Rows of a row group, a batch at a time.
-struct GroupRows {
-    chunks: Vec<Chunk>,
+struct RowGroupDecoder {
+    chunks: Vec<ColumnChunk>,
     /// Rows not yet decoded.
-    left: u64,
+    remaining: u64,
     /// Rows decoded, and how many of them were taken.
     count: usize,
-    at: usize,
+    next_row: usize,
     path: PathBuf,
 }
 
-impl GroupRows {
+impl RowGroupDecoder {
     /// Decodes the next rows, at most `most`; none where there are no more, or after a failure.
-    fn fill(&mut self, most: usize) -> Result<(), DataError> {
-        let left = std::mem::take(&mut self.left);
-        let most = most.min(MOST_CELLS / self.chunks.len().max(1)).max(1);
+    fn decode_batch(&mut self, most: usize) -> Result<(), DataError> {
+        let left = std::mem::take(&mut self.remaining);
+        let most = most.min(MAX_BATCH_CELLS / self.chunks.len().max(1)).max(1);
         let count = left.min(most as u64) as usize;
-        (self.count, self.at) = (0, 0);
+        (self.count, self.next_row) = (0, 0);
         for chunk in &mut self.chunks {
-            caught(|| chunk.fill(count)).map_err(|error| damaged(&self.path, error))?;
+            catch_panic(|| chunk.decode_batch(count)).map_err(|error| corrupt_file(&self.path, error))?;
             let found = match &chunk.values {
-                Values::Numbers(values) => values.len(),
-                Values::Texts(values) => values.len(),
+                ColumnValues::Numbers(values) => values.len(),
+                ColumnValues::Texts(values) => values.len(),
             };
             if found != count {
                 let error = ParquetError::General(format!("{found} values where {count} were asked for"));
-                return Err(damaged(&self.path, error));
+                return Err(corrupt_file(&self.path, error));
             }
         }
-        (self.count, self.left) = (count, left - count as u64);
+        (self.count, self.remaining) = (count, left - count as u64);
         Ok(())
     }
 
-    fn cell(&self, row: usize, i: usize) -> Cell<'_> {
+    fn cell(&self, row: usize, i: usize) -> CellValue<'_> {
         match &self.chunks[i].values {
-            Values::Numbers(values) => Cell::Number(values[row]),
-            Values::Texts(values) => {
-                values[row].as_ref().map_or(Cell::Missing, |text| Cell::Text(text.data()))
+            ColumnValues::Numbers(values) => CellValue::Number(values[row]),
+            ColumnValues::Texts(values) => {
+                values[row].as_ref().map_or(CellValue::Missing, |text| CellValue::Text(text.data()))
             }
         }
     }
 }
 
 /// A row that was decoded.
-struct GroupRow<'a> {
-    rows: &'a GroupRows,
+struct DecodedRow<'a> {
+    rows: &'a RowGroupDecoder,
     row: usize,
     columns: &'a [Column],
     /// Its number in its file.
     record: u64,
 }
 
-impl Cells for GroupRow<'_> {
-    fn cell(&self, i: usize) -> Cell<'_> {
+impl RowCells for DecodedRow<'_> {
+    fn cell(&self, i: usize) -> CellValue<'_> {
         self.rows.cell(self.row, i)
     }
 
-    fn fault(&self, i: usize, wanted: String) -> DataError {
+    fn cell_error(&self, i: usize, wanted: String) -> DataError {
         let value = match self.cell(i) {
-            Cell::Missing => String::new(),
-            Cell::Number(x) if x.is_nan() => String::new(),
-            Cell::Number(x) => x.to_string(),
-            Cell::Text(text) => super::shown(text),
+            CellValue::Missing => String::new(),
+            CellValue::Number(x) if x.is_nan() => String::new(),
+            CellValue::Number(x) => x.to_string(),
+            CellValue::Text(text) => super::display_value(text),
         };
         let column = Some(self.columns[i].name.clone());
         DataError::Value { file: self.rows.path.clone(), record: self.record, column, value, wanted }
     }
 }
 
-impl Raw for Parquet {
+impl TableReader for ParquetFiles {
     fn rows(&self) -> u64 {
         self.rows
     }
 
-    fn parts(&self) -> usize {
-        self.groups.len()
+    fn partitions(&self) -> usize {
+        self.row_groups.len()
     }
 
-    fn part_bytes(&self, part: usize) -> u64 {
-        self.groups[part].bytes
+    fn partition_bytes(&self, part: usize) -> u64 {
+        self.row_groups[part].bytes
     }
 
-    fn pass(&self, part: usize, columns: &[Column], see: &mut See<'_>) -> Result<(), DataError> {
-        let group = self.groups[part];
-        let mut rows = self.rows_of(group, columns.iter().map(|column| column.at))?;
+    fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
+        let group = self.row_groups[part];
+        let mut rows = self.open_row_group(group, columns.iter().map(|column| column.index))?;
         let mut number = 0;
-        while rows.left > 0 {
-            rows.fill(BATCH)?;
+        while rows.remaining > 0 {
+            rows.decode_batch(BATCH_ROWS)?;
             for row in 0..rows.count {
                 let record = group.first_in_file + number;
-                see(group.first + number, Ok(&GroupRow { rows: &rows, row, columns, record }))?;
+                see(group.first_row + number, Ok(&DecodedRow { rows: &rows, row, columns, record }))?;
                 number += 1;
             }
         }
@@ -364,60 +378,60 @@ impl Raw for Parquet {
 }
 
 /// Parquet files as samples.
-pub struct ParquetTable {
-    table: Parquet,
-    encoding: Arc<Encoding>,
-    balance: Option<Vec<u64>>,
-    blocks: Vec<Block>,
+pub struct ParquetDataset {
+    table: ParquetFiles,
+    encoder: Arc<RowEncoder>,
+    class_counts: Option<Vec<u64>>,
+    blocks: Vec<RecordBlock>,
 }
 
-impl ParquetTable {
-    pub fn new(table: Parquet, encoding: Arc<Encoding>, balance: Option<Vec<u64>>) -> Self {
-        let width = (encoding.columns.len() * CODE) as u64;
-        let most = (BLOCK / width).max(1);
-        let cut = |(shard, group): (usize, &Group)| {
+impl ParquetDataset {
+    pub fn new(table: ParquetFiles, encoder: Arc<RowEncoder>, class_counts: Option<Vec<u64>>) -> Self {
+        let width = (encoder.columns.len() * CODE_BYTES) as u64;
+        let most = (BLOCK_BYTES / width).max(1);
+        let cut = |(shard, group): (usize, &RowGroup)| {
             let rows = group.rows;
             (0..rows.div_ceil(most)).map(move |i| {
                 let records = most.min(rows - i * most);
-                Block { shard: shard as u32, records, bytes: records * width }
+                RecordBlock { shard: shard as u32, records, bytes: records * width }
             })
         };
-        let blocks = table.groups.iter().enumerate().flat_map(cut).collect();
-        Self { table, encoding, balance, blocks }
+        let blocks = table.row_groups.iter().enumerate().flat_map(cut).collect();
+        Self { table, encoder, class_counts, blocks }
     }
 }
 
 /// The records of a row group.
-struct GroupRecords {
-    rows: GroupRows,
-    encoding: Arc<Encoding>,
+struct RowGroupReader {
+    rows: RowGroupDecoder,
+    encoder: Arc<RowEncoder>,
     /// Number of the next row in its file.
     record: u64,
 }
 
-impl Records for GroupRecords {
+impl ShardReader for RowGroupReader {
     fn next(&mut self, into: &mut Vec<u8>) -> Result<bool, DataError> {
         let rows = &mut self.rows;
-        if rows.at == rows.count {
-            rows.fill(BATCH)?;
+        if rows.next_row == rows.count {
+            rows.decode_batch(BATCH_ROWS)?;
             if rows.count == 0 {
                 return Ok(false);
             }
         }
-        let columns = &self.encoding.columns;
-        let row = GroupRow { rows, row: rows.at, columns, record: self.record };
+        let columns = &self.encoder.columns;
+        let row = DecodedRow { rows, row: rows.next_row, columns, record: self.record };
         let start = into.len();
         let mut wrong = None;
         for i in 0..columns.len() {
-            let code = self.encoding.code(i, row.cell(i));
+            let code = self.encoder.encode_cell(i, row.cell(i));
             // Here the value is still known.
-            if let Some(wanted) = self.encoding.wrong(i, code) {
-                wrong = Some(row.fault(i, wanted));
+            if let Some(wanted) = self.encoder.expected_instead(i, code) {
+                wrong = Some(row.cell_error(i, wanted));
                 break;
             }
             into.extend_from_slice(&code.to_bits().to_le_bytes());
         }
-        rows.at += 1;
+        rows.next_row += 1;
         self.record += 1;
         match wrong {
             None => Ok(true),
@@ -429,37 +443,44 @@ impl Records for GroupRecords {
     }
 }
 
-impl Shards for ParquetTable {
+impl ShardedDataset for ParquetDataset {
     fn features(&self) -> &Features {
-        &self.encoding.features
+        &self.encoder.features
     }
 
-    fn blocks(&self) -> &[Block] {
+    fn blocks(&self) -> &[RecordBlock] {
         &self.blocks
     }
 
-    fn open(&self, shard: u32) -> Result<Box<dyn Records>, DataError> {
-        let group = self.table.groups[shard as usize];
-        let rows = self.table.rows_of(group, self.encoding.columns.iter().map(|column| column.at))?;
-        Ok(Box::new(GroupRecords { rows, encoding: self.encoding.clone(), record: group.first_in_file }))
+    fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
+        let group = self.table.row_groups[shard as usize];
+        let rows =
+            self.table.open_row_group(group, self.encoder.columns.iter().map(|column| column.index))?;
+        Ok(Box::new(RowGroupReader { rows, encoder: self.encoder.clone(), record: group.first_in_file }))
     }
 
     fn name(&self, shard: u32) -> String {
-        let Group { file, group, .. } = self.table.groups[shard as usize];
+        let RowGroup { file, row_group: group, .. } = self.table.row_groups[shard as usize];
         format!("row group {group} of `{}`", self.table.files[file].0.display())
     }
 
-    fn decode(&self, record: &[u8], index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        into.input.f32().fill(0.0);
-        for (i, code) in record.as_chunks::<CODE>().0.iter().enumerate() {
+    fn decode(
+        &self,
+        record: &[u8],
+        index: u64,
+        _: SampleKey,
+        into: &mut BatchRow<'_>,
+    ) -> Result<(), DataError> {
+        into.input.as_f32_mut().fill(0.0);
+        for (i, code) in record.as_chunks::<CODE_BYTES>().0.iter().enumerate() {
             let code = f64::from_bits(u64::from_le_bytes(*code));
-            self.encoding.put(i, code, into).map_err(|wanted| {
-                let group = self.table.groups.partition_point(|group| group.first <= index) - 1;
-                let group = self.table.groups[group];
+            self.encoder.write_cell(i, code, into).map_err(|wanted| {
+                let group = self.table.row_groups.partition_point(|group| group.first_row <= index) - 1;
+                let group = self.table.row_groups[group];
                 DataError::Value {
                     file: self.table.files[group.file].0.clone(),
-                    record: group.first_in_file + index - group.first,
-                    column: Some(self.encoding.columns[i].name.clone()),
+                    record: group.first_in_file + index - group.first_row,
+                    column: Some(self.encoder.columns[i].name.clone()),
                     value: code.to_string(),
                     wanted,
                 }
@@ -470,20 +491,20 @@ impl Shards for ParquetTable {
 
     fn resident_bytes(&self) -> u64 {
         let metadata = |(_, metadata): &(PathBuf, ParquetMetaData)| metadata.memory_size() as u64;
-        let own =
-            self.blocks.capacity() * size_of::<Block>() + self.table.groups.capacity() * size_of::<Group>();
-        self.table.files.iter().map(metadata).sum::<u64>() + own as u64 + self.encoding.bytes()
+        let own = self.blocks.capacity() * size_of::<RecordBlock>()
+            + self.table.row_groups.capacity() * size_of::<RowGroup>();
+        self.table.files.iter().map(metadata).sum::<u64>() + own as u64 + self.encoder.resident_bytes()
     }
 
-    fn balance(&self) -> Option<Vec<u64>> {
-        self.balance.clone()
+    fn class_counts(&self) -> Option<Vec<u64>> {
+        self.class_counts.clone()
     }
 
-    fn columns(&self) -> Vec<String> {
-        self.encoding.inputs()
+    fn input_names(&self) -> Vec<String> {
+        self.encoder.input_names()
     }
 
-    fn about(&self) -> Vec<(String, String)> {
-        self.encoding.about()
+    fn describe(&self) -> Vec<(String, String)> {
+        self.encoder.describe()
     }
 }

@@ -3,12 +3,12 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::dialect::{Breaks, Dialect, Fields, MAX_ROW};
+use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
 use crate::data::DataError;
-use crate::data::files::{self, fault};
+use crate::data::files::{self, read_error};
 
 /// Bytes read at once.
-const PIECE: usize = 256 << 10;
+const READ_BYTES: usize = 256 << 10;
 
 /// A file of rows that is being read.
 pub struct RowReader {
@@ -17,11 +17,11 @@ pub struct RowReader {
     dialect: Dialect,
     buffer: Vec<u8>,
     /// Where in `buffer` the next line begins.
-    at: usize,
-    ended: bool,
-    /// Bytes of the unpacked file before `at`, and line breaks among them.
+    position: usize,
+    eof: bool,
+    /// Bytes of the unpacked file before `position`, and line breaks among them.
     pub offset: u64,
-    lines: u64,
+    line_breaks: u64,
 }
 
 impl RowReader {
@@ -29,8 +29,16 @@ impl RowReader {
     pub fn open(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
         let body = files::open(file)?;
         let buffer = Vec::new();
-        let mut reader =
-            Self { file: file.to_owned(), body, dialect, buffer, at: 0, ended: false, offset: 0, lines: 0 };
+        let mut reader = Self {
+            file: file.to_owned(),
+            body,
+            dialect,
+            buffer,
+            position: 0,
+            eof: false,
+            offset: 0,
+            line_breaks: 0,
+        };
         reader.fill()?;
         if memchr::memchr(0, &reader.buffer).is_some() {
             return Err(DataError::Table {
@@ -44,7 +52,7 @@ impl RowReader {
             reader.advance(3);
         }
         for _ in 0..dialect.skip_lines {
-            let length = reader.find(|rest| memchr::memchr(b'\n', rest).map(|i| i + 1))?;
+            let length = reader.find_end(|rest| memchr::memchr(b'\n', rest).map(|i| i + 1))?;
             reader.advance(length);
         }
         Ok(reader)
@@ -54,20 +62,20 @@ impl RowReader {
     pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
         loop {
             let delimiter = self.dialect.delimiter;
-            let length = self.find(|rest| Breaks::new(rest, false, delimiter).next())?;
+            let length = self.find_end(|rest| RowEnds::new(rest, false, delimiter).next())?;
             if length == 0 {
                 return Ok(None);
             }
-            let row = self.at..self.at + length;
-            if delimiter.blank(&self.buffer[row.clone()]) {
+            let row = self.position..self.position + length;
+            if delimiter.is_blank_line(&self.buffer[row.clone()]) {
                 self.advance(length);
                 continue;
             }
-            let line = self.lines + 1;
-            if self.ended && row.end == self.buffer.len() {
-                let mut breaks = Breaks::new(&self.buffer[row.clone()], false, delimiter);
+            let line = self.line_breaks + 1;
+            if self.eof && row.end == self.buffer.len() {
+                let mut breaks = RowEnds::new(&self.buffer[row.clone()], false, delimiter);
                 if breaks.next().is_none() && breaks.quoted {
-                    return Err(super::never_ends(&self.file, line));
+                    return Err(super::unterminated_quote(&self.file, line));
                 }
             }
             self.advance(length);
@@ -77,14 +85,14 @@ impl RowReader {
 
     /// The names of the columns: the first row where the dialect has a header; otherwise their numbers, from 0,
     /// and the row stays to be read. A column without a name is called by its number too.
-    pub fn names(&mut self) -> Result<Vec<String>, DataError> {
+    pub fn read_names(&mut self) -> Result<Vec<String>, DataError> {
         let (header, delimiter) = (self.dialect.header, self.dialect.delimiter);
         let file = self.file.clone();
         let Some((line, row)) = self.next()? else {
             let set = format!("`{}`", file.display());
             return Err(DataError::NoSamples { set, why: "it has no rows".into() });
         };
-        let mut fields = Fields::default();
+        let mut fields = RowFields::default();
         fields.split(row, delimiter);
         let name = |i: usize| match fields.get(row, i) {
             [] => i.to_string(),
@@ -93,33 +101,34 @@ impl RowReader {
         };
         let (names, length) = ((0..fields.len()).map(name).collect(), row.len());
         if !header {
-            // The row that was given last still lies in the buffer, right before `at`.
-            self.at -= length;
+            // The row that was given last still lies in the buffer, right before `position`.
+            self.position -= length;
             self.offset -= length as u64;
-            self.lines = line - 1;
+            self.line_breaks = line - 1;
         }
         Ok(names)
     }
 
     fn advance(&mut self, length: usize) {
-        self.lines += memchr::memchr_iter(b'\n', &self.buffer[self.at..self.at + length]).count() as u64;
-        self.at += length;
+        self.line_breaks +=
+            memchr::memchr_iter(b'\n', &self.buffer[self.position..self.position + length]).count() as u64;
+        self.position += length;
         self.offset += length as u64;
     }
 
-    /// How long what `end` finds in the bytes from `at` is, reading on until it finds something; all that is
+    /// How long what `end` finds in the bytes from `position` is, reading on until it finds something; all that is
     /// left where it never does.
-    fn find(&mut self, end: impl Fn(&[u8]) -> Option<usize>) -> Result<usize, DataError> {
+    fn find_end(&mut self, end: impl Fn(&[u8]) -> Option<usize>) -> Result<usize, DataError> {
         loop {
-            if let Some(length) = end(&self.buffer[self.at..]) {
+            if let Some(length) = end(&self.buffer[self.position..]) {
                 return Ok(length);
             }
-            let held = self.buffer.len() - self.at;
-            if self.ended {
+            let held = self.buffer.len() - self.position;
+            if self.eof {
                 return Ok(held);
             }
-            if held > MAX_ROW {
-                return Err(super::too_long(&self.file, self.lines + 1));
+            if held > MAX_ROW_BYTES {
+                return Err(super::row_too_long(&self.file, self.line_breaks + 1));
             }
             self.fill()?;
         }
@@ -127,11 +136,11 @@ impl RowReader {
 
     /// Reads on: a piece, or as much as is held already, so that a long row is looked at a few times only.
     fn fill(&mut self) -> Result<(), DataError> {
-        self.buffer.drain(..std::mem::take(&mut self.at));
-        let more = self.buffer.len().max(PIECE) as u64;
+        self.buffer.drain(..std::mem::take(&mut self.position));
+        let more = self.buffer.len().max(READ_BYTES) as u64;
         let read = (&mut self.body).take(more).read_to_end(&mut self.buffer);
-        let read = read.map_err(|error| fault(&self.file, error))?;
-        self.ended = (read as u64) < more;
+        let read = read.map_err(|error| read_error(&self.file, error))?;
+        self.eof = (read as u64) < more;
         Ok(())
     }
 }

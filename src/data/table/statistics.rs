@@ -11,32 +11,32 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::OnMissing;
-use super::columns::{Column, Kind, Reading};
-use super::{Cells, Raw, Settings};
-use crate::data::split::Plan;
-use crate::data::{DataError, Watch};
+use super::MissingPolicy;
+use super::columns::{CellParser, Column, ColumnKind};
+use super::{RowCells, TableReader, TableSettings};
+use crate::data::split::SplitPlan;
+use crate::data::{DataError, ProgressObserver};
 
 /// Columns of all parts that are gone through at a time, at most: 56 bytes each.
-const MOST_SEEN: usize = 1 << 19;
+const MAX_BATCH_COLUMNS: usize = 1 << 19;
 
 /// The longest name of a category, in bytes.
-const LONGEST: usize = 256;
+const MAX_CATEGORY_BYTES: usize = 256;
 
 /// Of the columns used, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Statistics {
+pub struct TableStatistics {
     /// Rows that were counted.
     pub rows: u64,
     /// Rows that were left out because they cannot be used.
-    pub left_out: u64,
-    pub columns: Vec<Seen>,
+    pub skipped_rows: u64,
+    pub columns: Vec<ColumnStatistics>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Seen {
+pub enum ColumnStatistics {
     Number(Moments),
-    Category(Counts),
+    Category(CategoryCounts),
 }
 
 /// Of numbers that were not kept.
@@ -46,23 +46,23 @@ pub struct Moments {
     pub missing: u64,
     pub mean: f64,
     /// The sum of the squared distances from the mean.
-    squares: f64,
+    m2: f64,
 }
 
 /// How often each value came.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Counts {
+pub struct CategoryCounts {
     pub missing: u64,
     pub values: BTreeMap<String, u64>,
 }
 
 impl Moments {
     /// Takes one number in, after Welford.
-    fn see(&mut self, x: f64) {
+    fn push(&mut self, x: f64) {
         self.count += 1;
         let before = x - self.mean;
         self.mean += before / self.count as f64;
-        self.squares += before * (x - self.mean);
+        self.m2 += before * (x - self.mean);
     }
 
     /// Takes in what another part saw, after Chan.
@@ -72,47 +72,47 @@ impl Moments {
             return;
         }
         let (a, b) = (self.count as f64, other.count as f64);
-        let apart = other.mean - self.mean;
+        let delta = other.mean - self.mean;
         self.count += other.count;
-        self.mean += apart * b / (a + b);
-        self.squares += other.squares + apart * apart * a * b / (a + b);
+        self.mean += delta * b / (a + b);
+        self.m2 += other.m2 + delta * delta * a * b / (a + b);
     }
 
     /// The deviation of the numbers themselves, as `StandardScaler` takes it: 0 where they are all one.
     pub fn std(&self) -> f64 {
-        (self.squares / self.count.max(1) as f64).sqrt()
+        (self.m2 / self.count.max(1) as f64).sqrt()
     }
 }
 
 /// What a pass needs to know beside the rows.
-pub struct Pass<'a> {
+pub struct StatisticsPass<'a> {
     pub file: &'a Path,
     pub columns: &'a [Column],
-    pub reading: &'a Reading,
-    pub settings: &'a Settings,
+    pub parser: &'a CellParser,
+    pub settings: &'a TableSettings,
     /// Which rows are trained on; all where absent.
-    pub plan: Option<Plan>,
-    pub watch: &'a dyn Watch,
+    pub split_plan: Option<SplitPlan>,
+    pub observer: &'a dyn ProgressObserver,
 }
 
-impl Pass<'_> {
-    /// Goes through the training rows of `raw`. A row that cannot be used ends it, or is left out where the
+impl StatisticsPass<'_> {
+    /// Goes through the training rows of `reader`. A row that cannot be used ends it, or is left out where the
     /// settings say so.
-    pub fn over(&self, raw: &dyn Raw) -> Result<Statistics, DataError> {
-        let (parts, all) = (raw.parts(), raw.bytes());
-        let (done, doing) = (AtomicU64::new(0), format!("statistics of {}", self.file.display()));
-        let mut total = self.nothing();
+    pub fn run(&self, reader: &dyn TableReader) -> Result<TableStatistics, DataError> {
+        let (parts, all) = (reader.partitions(), reader.bytes());
+        let (done, activity) = (AtomicU64::new(0), format!("statistics of {}", self.file.display()));
+        let mut total = self.empty();
         // A batch of parts at a time, so that what threads found does not pile up; of many columns fewer parts.
         let threads = rayon::current_num_threads();
-        let most = (MOST_SEEN / self.columns.len().max(1)).clamp(threads, 16 * threads);
+        let most = (MAX_BATCH_COLUMNS / self.columns.len().max(1)).clamp(threads, 16 * threads);
         for batch in (0..parts).collect::<Vec<_>>().chunks(most) {
             let found: Vec<_> = batch
                 .par_iter()
                 .map(|&part| {
-                    let found = self.part(raw, part);
-                    let bytes = raw.part_bytes(part);
+                    let found = self.scan_partition(reader, part);
+                    let bytes = reader.partition_bytes(part);
                     let done = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-                    self.watch.pass(&doing, done.min(all), all);
+                    self.observer.report(&activity, done.min(all), all);
                     found
                 })
                 .collect();
@@ -120,34 +120,34 @@ impl Pass<'_> {
                 self.merge(&mut total, found?)?;
             }
         }
-        self.watch.pass(&doing, all, all);
+        self.observer.report(&activity, all, all);
         Ok(total)
     }
 
-    fn nothing(&self) -> Statistics {
+    fn empty(&self) -> TableStatistics {
         let columns = self.columns.iter().map(|column| match column.kind {
-            Kind::Number => Seen::Number(Moments::default()),
-            Kind::Category => Seen::Category(Counts::default()),
+            ColumnKind::Number => ColumnStatistics::Number(Moments::default()),
+            ColumnKind::Category => ColumnStatistics::Category(CategoryCounts::default()),
         });
-        Statistics { rows: 0, left_out: 0, columns: columns.collect() }
+        TableStatistics { rows: 0, skipped_rows: 0, columns: columns.collect() }
     }
 
-    fn part(&self, raw: &dyn Raw, part: usize) -> Result<Statistics, DataError> {
-        let mut found = self.nothing();
+    fn scan_partition(&self, reader: &dyn TableReader, part: usize) -> Result<TableStatistics, DataError> {
+        let mut found = self.empty();
         // Numbers need no map, and there may be a great many of them.
-        let categories = self.columns.iter().rposition(|column| column.kind == Kind::Category);
+        let categories = self.columns.iter().rposition(|column| column.kind == ColumnKind::Category);
         let mut counts: Vec<HashMap<String, u64>> =
             vec![HashMap::new(); categories.map_or(0, |last| last + 1)];
         let mut numbers = vec![0.0; self.columns.len()];
-        raw.pass(part, self.columns, &mut |row, cells| {
-            if self.plan.is_some_and(|plan| !plan.trained(row)) {
+        reader.scan(part, self.columns, &mut |row, cells| {
+            if self.split_plan.is_some_and(|plan| !plan.is_train(row)) {
                 return Ok(());
             }
-            let usable = cells.and_then(|cells| self.usable(cells, &mut numbers).map(|()| cells));
+            let usable = cells.and_then(|cells| self.check_row(cells, &mut numbers).map(|()| cells));
             let cells = match usable {
                 Ok(cells) => cells,
-                Err(error) if self.settings.skip_bad && error.is_record() => {
-                    found.left_out += 1;
+                Err(error) if self.settings.skip_bad && error.is_bad_record() => {
+                    found.skipped_rows += 1;
                     return Ok(());
                 }
                 Err(error) => return Err(error),
@@ -155,17 +155,19 @@ impl Pass<'_> {
             found.rows += 1;
             for (i, (seen, &x)) in found.columns.iter_mut().zip(&numbers).enumerate() {
                 match seen {
-                    Seen::Number(moments) if x.is_nan() => moments.missing += 1,
-                    Seen::Number(moments) => moments.see(x),
-                    Seen::Category(counts) if self.reading.is_missing(cells.cell(i)) => counts.missing += 1,
-                    Seen::Category(_) => {
-                        let value = self.reading.category(cells.cell(i));
+                    ColumnStatistics::Number(moments) if x.is_nan() => moments.missing += 1,
+                    ColumnStatistics::Number(moments) => moments.push(x),
+                    ColumnStatistics::Category(counts) if self.parser.is_missing(cells.cell(i)) => {
+                        counts.missing += 1
+                    }
+                    ColumnStatistics::Category(_) => {
+                        let value = self.parser.category(cells.cell(i));
                         match counts[i].get_mut(value.as_ref()) {
                             Some(count) => *count += 1,
                             None => drop(counts[i].insert(value.into_owned(), 1)),
                         }
                         if counts[i].len() > self.settings.max_categories {
-                            return Err(self.too_many(i));
+                            return Err(self.too_many_categories(i));
                         }
                     }
                 }
@@ -173,7 +175,7 @@ impl Pass<'_> {
             Ok(())
         })?;
         for (seen, counts) in found.columns.iter_mut().zip(counts) {
-            if let Seen::Category(seen) = seen {
+            if let ColumnStatistics::Category(seen) = seen {
                 seen.values = counts.into_iter().collect();
             }
         }
@@ -181,34 +183,37 @@ impl Pass<'_> {
     }
 
     /// Whether every cell of a row is what its column wants; its numbers, NaN where one is missing.
-    fn usable(&self, cells: &dyn Cells, numbers: &mut [f64]) -> Result<(), DataError> {
+    fn check_row(&self, cells: &dyn RowCells, numbers: &mut [f64]) -> Result<(), DataError> {
         for (i, column) in self.columns.iter().enumerate() {
             let cell = cells.cell(i);
-            if self.reading.is_missing(cell) {
-                if column.target || self.settings.on_missing == OnMissing::Error {
-                    return Err(cells.fault(i, super::present(column)));
+            if self.parser.is_missing(cell) {
+                if column.target || self.settings.on_missing == MissingPolicy::Error {
+                    return Err(cells.cell_error(i, super::expected_present(column)));
                 }
                 numbers[i] = f64::NAN;
-            } else if column.kind == Kind::Number {
-                numbers[i] = self.reading.number(cell).ok_or_else(|| cells.fault(i, super::NUMBER.into()))?;
-            } else if self.reading.category(cell).len() > LONGEST {
-                return Err(cells.fault(i, format!("a category of at most {LONGEST} bytes")));
+            } else if column.kind == ColumnKind::Number {
+                numbers[i] = self
+                    .parser
+                    .number(cell)
+                    .ok_or_else(|| cells.cell_error(i, super::EXPECTED_NUMBER.into()))?;
+            } else if self.parser.category(cell).len() > MAX_CATEGORY_BYTES {
+                return Err(cells.cell_error(i, format!("a category of at most {MAX_CATEGORY_BYTES} bytes")));
             }
         }
         Ok(())
     }
 
-    fn merge(&self, total: &mut Statistics, part: Statistics) -> Result<(), DataError> {
+    fn merge(&self, total: &mut TableStatistics, part: TableStatistics) -> Result<(), DataError> {
         total.rows += part.rows;
-        total.left_out += part.left_out;
+        total.skipped_rows += part.skipped_rows;
         for (i, (all, part)) in total.columns.iter_mut().zip(part.columns).enumerate() {
             match (all, part) {
-                (Seen::Number(all), Seen::Number(part)) => all.merge(&part),
-                (Seen::Category(all), Seen::Category(part)) => {
+                (ColumnStatistics::Number(all), ColumnStatistics::Number(part)) => all.merge(&part),
+                (ColumnStatistics::Category(all), ColumnStatistics::Category(part)) => {
                     all.missing += part.missing;
                     part.values.into_iter().for_each(|(value, n)| *all.values.entry(value).or_default() += n);
                     if all.values.len() > self.settings.max_categories {
-                        return Err(self.too_many(i));
+                        return Err(self.too_many_categories(i));
                     }
                 }
                 _ => unreachable!("both were laid out by the same columns"),
@@ -217,7 +222,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    fn too_many(&self, column: usize) -> DataError {
+    fn too_many_categories(&self, column: usize) -> DataError {
         let (name, most) = (&self.columns[column].name, self.settings.max_categories);
         DataError::Table {
             file: self.file.to_owned(),
@@ -243,7 +248,7 @@ mod tests {
             let mut total = Moments::default();
             for cut in cuts.windows(2) {
                 let mut part = Moments::default();
-                numbers[cut[0]..cut[1]].iter().for_each(|x| part.see(*x));
+                numbers[cut[0]..cut[1]].iter().for_each(|x| part.push(*x));
                 total.merge(&part);
             }
             let n = numbers.len() as f64;
@@ -258,7 +263,7 @@ mod tests {
     #[test]
     fn numbers_that_are_all_one_have_no_deviation() {
         let mut moments = Moments::default();
-        (0..1000).for_each(|_| moments.see(0.1));
+        (0..1000).for_each(|_| moments.push(0.1));
         assert_eq!((moments.mean, moments.std()), (0.1, 0.0));
         assert_eq!(Moments::default().std(), 0.0);
     }

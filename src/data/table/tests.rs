@@ -8,15 +8,15 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 
-use super::opened::Set;
+use super::dataset::DatasetRef;
 use super::*;
 use crate::data::cache::Cache;
-use crate::data::{Input, Key, Opening, Row, Slice, Target, published};
+use crate::data::{BatchRow, DatasetContext, InputSpec, SampleKey, SliceMut, TargetSpec, published_dataset};
 
 /// A folder for files and for a cache.
-struct Place(tempfile::TempDir);
+struct TableFixture(tempfile::TempDir);
 
-impl Place {
+impl TableFixture {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -27,25 +27,30 @@ impl Place {
         path
     }
 
-    fn opening(&self) -> Opening {
-        Opening { cache: Cache::at(self.0.path().join("cache")), ..Opening::default() }
+    fn dataset_context(&self) -> DatasetContext {
+        DatasetContext { cache: Cache::at(self.0.path().join("cache")), ..DatasetContext::default() }
     }
 
     fn open(
         &self,
         train: &[PathBuf],
         valid: &[PathBuf],
-        format: Format,
-        settings: &Settings,
-    ) -> Result<(Set, Set), DataError> {
-        let files = Files { train: train.to_vec(), valid: valid.to_vec(), valid_share: 0.25 };
-        open(&files, format, settings, &self.opening())
+        format: TableFileFormat,
+        settings: &TableSettings,
+    ) -> Result<(DatasetRef, DatasetRef), DataError> {
+        let files = TableFiles { train: train.to_vec(), valid: valid.to_vec(), valid_fraction: 0.25 };
+        open(&files, format, settings, &self.dataset_context())
     }
 
     /// One file of text, measured on itself.
-    fn csv(&self, text: impl AsRef<[u8]>, dialect: Dialect, settings: &Settings) -> Result<Set, DataError> {
+    fn csv(
+        &self,
+        text: impl AsRef<[u8]>,
+        dialect: Dialect,
+        settings: &TableSettings,
+    ) -> Result<DatasetRef, DataError> {
         let path = [self.file("a.csv", text)];
-        self.open(&path, &path, Format::Csv(dialect), settings).map(|(train, _)| train)
+        self.open(&path, &path, TableFileFormat::Csv(dialect), settings).map(|(train, _)| train)
     }
 }
 
@@ -55,138 +60,145 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
     encoder.finish().unwrap()
 }
 
-fn target(names: &[&str]) -> Settings {
+fn target(names: &[&str]) -> TableSettings {
     let target = names.iter().map(|name| name.to_string()).collect();
-    Settings { target, standardise: false, ..Settings::default() }
+    TableSettings { target, standardise: false, ..TableSettings::default() }
 }
 
-fn read(set: &Set, index: u64) -> Result<(Vec<f32>, Vec<f32>), DataError> {
+fn read(set: &DatasetRef, index: u64) -> Result<(Vec<f32>, Vec<f32>), DataError> {
     let features = set.features();
     let mut input = vec![f32::NAN; features.input_len()];
     let mut values = vec![f32::NAN; features.target_len()];
     let mut class = vec![u32::MAX; 1];
-    let of_classes = matches!(features.target, Target::Class { .. });
-    let target = if of_classes { Slice::U32(&mut class) } else { Slice::F32(&mut values) };
-    let mut row = Row { input: Slice::F32(&mut input), target, length: 0 };
-    set.read(index, Key { seed: 0, epoch: 0, sample: index }, &mut row)?;
+    let of_classes = matches!(features.target, TargetSpec::Class { .. });
+    let target = if of_classes { SliceMut::U32(&mut class) } else { SliceMut::F32(&mut values) };
+    let mut row = BatchRow { input: SliceMut::F32(&mut input), target, length: 0 };
+    set.read(index, SampleKey { seed: 0, epoch: 0, sample: index }, &mut row)?;
     Ok((input, if of_classes { vec![class[0] as f32] } else { values }))
 }
 
-fn all(set: &Set) -> Vec<(Vec<f32>, Vec<f32>)> {
+fn all(set: &DatasetRef) -> Vec<(Vec<f32>, Vec<f32>)> {
     (0..set.len()).map(|i| read(set, i).unwrap()).collect()
 }
 
-fn classes(set: &Set) -> Vec<String> {
+fn classes(set: &DatasetRef) -> Vec<String> {
     match &set.features().target {
-        Target::Class { names } => names.clone(),
+        TargetSpec::Class { names } => names.clone(),
         other => panic!("{other:?}"),
     }
 }
 
 #[test]
 fn numbers_categories_and_classes_become_a_sample() {
-    let place = Place::new();
+    let fixture = TableFixture::new();
     let text = "a,colour,b,kind\n1,red,0.5,yes\n2,blue,-1e1,no\n3,red,7,yes\n4,red,0,yes\n";
-    let set = place.csv(text, Dialect::default(), &target(&["kind"])).unwrap();
+    let set = fixture.csv(text, Dialect::default(), &target(&["kind"])).unwrap();
     assert_eq!(classes(&set), ["no", "yes"]);
-    assert_eq!(set.features().input, Input::Floats { shape: vec![4] });
+    assert_eq!(set.features().input, InputSpec::Floats { shape: vec![4] });
     // a, blue, red, b.
     assert_eq!(read(&set, 1).unwrap(), (vec![2.0, 1.0, 0.0, -10.0], vec![0.0]));
     assert_eq!(read(&set, 0).unwrap(), (vec![1.0, 0.0, 1.0, 0.5], vec![1.0]));
-    let declared = Settings { classes: vec!["yes".into(), "no".into()], ..target(&["kind"]) };
-    assert_eq!(read(&place.csv(text, Dialect::default(), &declared).unwrap(), 1).unwrap().1, [1.0]);
-    let two = place
-        .csv(text, Dialect::default(), &Settings { ignore: vec!["kind".into()], ..target(&["b", "a"]) })
+    let declared = TableSettings { classes: vec!["yes".into(), "no".into()], ..target(&["kind"]) };
+    assert_eq!(read(&fixture.csv(text, Dialect::default(), &declared).unwrap(), 1).unwrap().1, [1.0]);
+    let two = fixture
+        .csv(text, Dialect::default(), &TableSettings { ignore: vec!["kind".into()], ..target(&["b", "a"]) })
         .unwrap();
     assert_eq!(read(&two, 2).unwrap(), (vec![0.0, 1.0], vec![7.0, 3.0]));
     let ordered = "x,n\n0,10\n0,9\n0,-1\n0,10\n0,9\n0,-1\n";
-    assert_eq!(classes(&place.csv(ordered, Dialect::default(), &target(&["n"])).unwrap()), ["-1", "9", "10"]);
-    let about = set.about();
+    assert_eq!(
+        classes(&fixture.csv(ordered, Dialect::default(), &target(&["n"])).unwrap()),
+        ["-1", "9", "10"]
+    );
+    let about = set.describe();
     assert_eq!(about[1], ("colour".into(), "category of 2 values".into()));
     assert_eq!(about[3], ("kind".into(), "target: 2 classes".into()));
 }
 
 #[test]
 fn every_way_of_writing_a_table_reads_the_same() {
-    let place = Place::new();
+    let fixture = TableFixture::new();
     let plain = "x,name,y\n1,\"a, b\",2\n3,c,4\n";
-    let expected = all(&place.csv(plain, Dialect::default(), &target(&["y"])).unwrap());
+    let expected = all(&fixture.csv(plain, Dialect::default(), &target(&["y"])).unwrap());
     let dialect = |delimiter, header, skip_lines| Dialect { delimiter, header, skip_lines };
-    let byte = Delimiter::Byte;
+    let byte = FieldDelimiter::Byte;
     let cases = [
         ("x,name,y\r\n1,\"a, b\",2\r\n\r\n3,c,4", dialect(byte(b','), true, 0)),
         ("\u{feff}x , name,y\n1, \"a, b\" , 2\n \n3,c ,4\n\n", dialect(byte(b','), true, 0)),
         ("made by hand\n\nx;name;y\n1;a, b;2\n3;c;4\n", dialect(byte(b';'), true, 2)),
         ("x\tname\ty\n1\ta, b\t2\n3\tc\t4\n", dialect(byte(b'\t'), true, 0)),
-        ("  x name   y\n1 \"a, b\"\t2\n 3 c 4  \n", dialect(Delimiter::Spaces, true, 0)),
+        ("  x name   y\n1 \"a, b\"\t2\n 3 c 4  \n", dialect(FieldDelimiter::Whitespace, true, 0)),
     ];
     for (text, dialect) in cases {
-        let set = place.csv(text, dialect, &target(&["y"])).unwrap();
+        let set = fixture.csv(text, dialect, &target(&["y"])).unwrap();
         assert_eq!(all(&set), expected, "{text}");
         let zstd = zstd::encode_all(text.as_bytes(), 1).unwrap();
         for packed in [gzip(text.as_bytes()), zstd] {
-            assert_eq!(all(&place.csv(packed, dialect, &target(&["y"])).unwrap()), expected, "{text}");
+            assert_eq!(all(&fixture.csv(packed, dialect, &target(&["y"])).unwrap()), expected, "{text}");
         }
     }
     let numbered =
-        place.csv("1,\"a, b\",2\n3,c,4\n", dialect(byte(b','), false, 0), &target(&["2"])).unwrap();
+        fixture.csv("1,\"a, b\",2\n3,c,4\n", dialect(byte(b','), false, 0), &target(&["2"])).unwrap();
     assert_eq!(all(&numbered), expected);
 }
 
 #[test]
 fn several_files_are_one_table() {
-    let place = Place::new();
-    let a = place.file("part-1.csv", "x,y\n1,0.5\n2,0.5\n");
-    place.file("part-2.csv", "x,y\n");
-    place.file("part-3.csv", "x,y\n3,0.5");
-    let pattern = [place.0.path().join("part-*.csv")];
-    let format = Format::Csv(Dialect::default());
-    let plain = place.open(&pattern, &pattern, format, &target(&["y"])).unwrap().0;
-    let inputs = |set: &Set| all(set).iter().map(|(input, _)| input[0]).collect::<Vec<_>>();
+    let fixture = TableFixture::new();
+    let a = fixture.file("part-1.csv", "x,y\n1,0.5\n2,0.5\n");
+    fixture.file("part-2.csv", "x,y\n");
+    fixture.file("part-3.csv", "x,y\n3,0.5");
+    let pattern = [fixture.0.path().join("part-*.csv")];
+    let format = TableFileFormat::Csv(Dialect::default());
+    let plain = fixture.open(&pattern, &pattern, format, &target(&["y"])).unwrap().0;
+    let inputs = |set: &DatasetRef| all(set).iter().map(|(input, _)| input[0]).collect::<Vec<_>>();
     assert_eq!(inputs(&plain), [1.0, 2.0, 3.0]);
-    place.file("part-2.csv", gzip(b"x,y\n9,0.5\n"));
-    let packed = place.open(&pattern, &pattern, format, &target(&["y"])).unwrap().0;
+    fixture.file("part-2.csv", gzip(b"x,y\n9,0.5\n"));
+    let packed = fixture.open(&pattern, &pattern, format, &target(&["y"])).unwrap().0;
     assert_eq!(inputs(&packed), [1.0, 2.0, 9.0, 3.0]);
-    let other = place.file("other.csv", "x,z\n1,2\n");
-    let error = place.open(&[a, other], &[], format, &target(&["y"])).err().unwrap().to_string();
+    let other = fixture.file("other.csv", "x,z\n1,2\n");
+    let error = fixture.open(&[a, other], &[], format, &target(&["y"])).err().unwrap().to_string();
     assert!(error.contains("its column 2 is `z`") && error.contains("is `y`"), "{error}");
 }
 
 #[test]
 fn standardising_takes_the_training_rows_alone_and_is_cached() {
-    let place = Place::new();
-    let train = [place.file("train.csv", "x,k,c,y\n1,7,a,10\n2,7,b,20\n3,7,a,30\n")];
-    let valid = [place.file("valid.csv", "x,k,c,y\n1000,8,z,20\n")];
-    let format = Format::Csv(Dialect::default());
-    let settings = Settings { standardise: true, task: Task::Values, ..target(&["y"]) };
-    let (a, b) = place.open(&train, &valid, format, &settings).unwrap();
+    let fixture = TableFixture::new();
+    let train = [fixture.file("train.csv", "x,k,c,y\n1,7,a,10\n2,7,b,20\n3,7,a,30\n")];
+    let valid = [fixture.file("valid.csv", "x,k,c,y\n1000,8,z,20\n")];
+    let format = TableFileFormat::Csv(Dialect::default());
+    let settings = TableSettings { standardise: true, task: TableTask::Regression, ..target(&["y"]) };
+    let (a, b) = fixture.open(&train, &valid, format, &settings).unwrap();
     let scale = (2.0f64 / 3.0).sqrt();
     let (input, value) = read(&a, 2).unwrap();
     assert_eq!(input, [(1.0 / scale) as f32, 0.0, 1.0, 0.0]);
     assert!((value[0] - (1.0 / scale) as f32).abs() < 1e-6);
     // A category that no training row has is 0 everywhere, a constant column is only shifted.
     assert_eq!(read(&b, 0).unwrap(), (vec![(998.0 / scale) as f32, 1.0, 0.0, 0.0], vec![0.0]));
-    let refused = Settings { on_unknown: OnUnknown::Error, ..settings.clone() };
-    let error = read(&place.open(&train, &valid, format, &refused).unwrap().1, 0).unwrap_err();
+    let refused = TableSettings { on_unknown: UnknownPolicy::Error, ..settings.clone() };
+    let error = read(&fixture.open(&train, &valid, format, &refused).unwrap().1, 0).unwrap_err();
     assert!(
-        error.is_record()
+        error.is_bad_record()
             && error.to_string().contains("line 2, column `c`: `z` is not one of the 2 categories"),
         "{error}"
     );
-    let kept = fs::read_dir(place.0.path().join("cache")).unwrap().count();
-    let again = place.open(&train, &valid, format, &settings).unwrap().0;
-    assert_eq!((all(&again), fs::read_dir(place.0.path().join("cache")).unwrap().count()), (all(&a), kept));
+    let kept = fs::read_dir(fixture.0.path().join("cache")).unwrap().count();
+    let reopened = fixture.open(&train, &valid, format, &settings).unwrap().0;
+    assert_eq!(
+        (all(&reopened), fs::read_dir(fixture.0.path().join("cache")).unwrap().count()),
+        (all(&a), kept)
+    );
 }
 
 #[test]
-fn a_share_is_standardised_by_the_rest() {
-    let place = Place::new();
+fn a_split_is_standardised_by_the_training_rows() {
+    let fixture = TableFixture::new();
     let text: String = (0..4000).map(|i| format!("{},{}\n", (i * 37) % 101, i)).collect();
-    let path = [place.file("a.csv", format!("x,y\n{text}"))];
-    let settings = Settings { standardise: true, ..target(&["y"]) };
+    let path = [fixture.file("a.csv", format!("x,y\n{text}"))];
+    let settings = TableSettings { standardise: true, ..target(&["y"]) };
     for bytes in [fs::read(&path[0]).unwrap(), gzip(&fs::read(&path[0]).unwrap())] {
         fs::write(&path[0], bytes).unwrap();
-        let (train, valid) = place.open(&path, &[], Format::Csv(Dialect::default()), &settings).unwrap();
+        let (train, valid) =
+            fixture.open(&path, &[], TableFileFormat::Csv(Dialect::default()), &settings).unwrap();
         assert_eq!((train.len(), valid.len()), (3000, 1000));
         let samples = all(&train);
         for column in [|s: &(Vec<f32>, Vec<f32>)| s.0[0] as f64, |s: &(Vec<f32>, Vec<f32>)| s.1[0] as f64] {
@@ -199,83 +211,84 @@ fn a_share_is_standardised_by_the_rest() {
 
 #[test]
 fn missing_values_follow_the_stated_rule() {
-    let place = Place::new();
+    let fixture = TableFixture::new();
     let text = "x,c,y\n1,a,0.5\n,b,0.5\n3,?,0.5\n";
     let open = |on_missing, missing_flags| {
-        let settings = Settings { on_missing, missing_flags, ..target(&["y"]) };
-        place.csv(text, Dialect::default(), &settings)
+        let settings = TableSettings { on_missing, missing_flags, ..target(&["y"]) };
+        fixture.csv(text, Dialect::default(), &settings)
     };
-    let inputs = |set: Set| all(&set).into_iter().map(|(input, _)| input).collect::<Vec<_>>();
-    let error = open(OnMissing::Error, false).err().unwrap();
+    let inputs = |set: DatasetRef| all(&set).into_iter().map(|(input, _)| input).collect::<Vec<_>>();
+    let error = open(MissingPolicy::Error, false).err().unwrap();
     assert_eq!(
         error.to_string().split_once("a.csv").unwrap().1,
         "`, line 3, column `x`: `` is not a value: it is missing, and `on_missing` is \"error\""
     );
     // x, a, b, missing.
     assert_eq!(
-        inputs(open(OnMissing::Mean, false).unwrap()),
+        inputs(open(MissingPolicy::Mean, false).unwrap()),
         [[1.0, 1.0, 0.0, 0.0], [2.0, 0.0, 1.0, 0.0], [3.0, 0.0, 0.0, 1.0]]
     );
     assert_eq!(
-        inputs(open(OnMissing::Zero, true).unwrap()),
+        inputs(open(MissingPolicy::Zero, true).unwrap()),
         [[1.0, 0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0, 1.0]]
     );
     // Rows are left out where that is asked for: of the statistics here, by the loader later.
     let numeric = vec!["x".into()];
-    let skip = Settings { skip_bad: true, standardise: true, numeric, ..target(&["y"]) };
-    let set = place.csv("x,y\n1,0.5\nNA,0.5\n3,0.5\n1,2,3\nx1,0.5\n", Dialect::default(), &skip);
+    let skip = TableSettings { skip_bad: true, standardise: true, numeric, ..target(&["y"]) };
+    let set = fixture.csv("x,y\n1,0.5\nNA,0.5\n3,0.5\n1,2,3\nx1,0.5\n", Dialect::default(), &skip);
     let set = set.unwrap();
-    assert_eq!(set.about().last().unwrap().1, "3 training rows that cannot be used");
+    assert_eq!(set.describe().last().unwrap().1, "3 training rows that cannot be used");
     assert_eq!(read(&set, 0).unwrap().0, [-1.0]);
-    assert!((1..=4).filter(|i| read(&set, *i).is_err_and(|error| error.is_record())).eq([1, 3, 4]));
+    assert!((1..=4).filter(|i| read(&set, *i).is_err_and(|error| error.is_bad_record())).eq([1, 3, 4]));
 }
 
 #[test]
 fn embedded_categories_are_places_behind_the_numbers() {
-    let place = Place::new();
-    let train = [place.file("t.csv", "c,x,d,y\nb,1,u,0.5\na,2,v,0.5\n?,3,u,0.5\n")];
-    let valid = [place.file("v.csv", "c,x,d,y\nz,4,?,0.5\na,5,w,0.5\n?,6,v,0.5\n")];
+    let fixture = TableFixture::new();
+    let train = [fixture.file("t.csv", "c,x,d,y\nb,1,u,0.5\na,2,v,0.5\n?,3,u,0.5\n")];
+    let valid = [fixture.file("v.csv", "c,x,d,y\nz,4,?,0.5\na,5,w,0.5\n?,6,v,0.5\n")];
     let open = |on_unknown| {
-        let settings = Settings { embed: true, on_unknown, on_missing: OnMissing::Mean, ..target(&["y"]) };
-        place.open(&train, &valid, Format::Csv(Dialect::default()), &settings).unwrap()
+        let settings =
+            TableSettings { embed: true, on_unknown, on_missing: MissingPolicy::Mean, ..target(&["y"]) };
+        fixture.open(&train, &valid, TableFileFormat::Csv(Dialect::default()), &settings).unwrap()
     };
-    let inputs = |set: &Set| all(set).into_iter().map(|(input, _)| input).collect::<Vec<_>>();
-    let (set, others) = open(OnUnknown::Zeros);
+    let inputs = |set: &DatasetRef| all(set).into_iter().map(|(input, _)| input).collect::<Vec<_>>();
+    let (set, others) = open(UnknownPolicy::Zeros);
     // Of `c`: a, b, missing. Of `d`, which always has a value in the training rows: u, v.
-    assert_eq!(set.features().input, Input::Row { numbers: 1, categories: vec![3, 2] });
-    assert_eq!(set.columns(), ["x", "c", "d"]);
+    assert_eq!(set.features().input, InputSpec::Tabular { num_numeric: 1, cardinalities: vec![3, 2] });
+    assert_eq!(set.input_names(), ["x", "c", "d"]);
     assert_eq!(inputs(&set), [[1.0, 1.0, 0.0], [2.0, 0.0, 1.0], [3.0, 2.0, 0.0]]);
     // What no training row has is the place behind the others, in `d` a missing value too.
     assert_eq!(inputs(&others), [[4.0, 3.0, 2.0], [5.0, 0.0, 2.0], [6.0, 2.0, 1.0]]);
-    assert_eq!(set.about()[0].1, "category of 2 values, 1 missing, embedded");
-    let (_, others) = open(OnUnknown::Error);
+    assert_eq!(set.describe()[0].1, "category of 2 values, 1 missing, embedded");
+    let (_, others) = open(UnknownPolicy::Error);
     let error = read(&others, 0).unwrap_err().to_string();
     assert!(error.contains("column `c`: `z` is not one of the 2 categories"), "{error}");
     // Nothing to embed: numbers as ever.
-    let numbers = Settings { embed: true, ..target(&["y"]) };
-    let set = place.csv("x,y\n1,0.5\n2,0.5\n", Dialect::default(), &numbers).unwrap();
-    assert_eq!(set.features().input, Input::Floats { shape: vec![1] });
+    let numbers = TableSettings { embed: true, ..target(&["y"]) };
+    let set = fixture.csv("x,y\n1,0.5\n2,0.5\n", Dialect::default(), &numbers).unwrap();
+    assert_eq!(set.features().input, InputSpec::Floats { shape: vec![1] });
 }
 
 #[test]
-fn every_fault_is_told_with_its_place() {
-    let numbers = || Settings { numeric: vec!["x".into()], ..target(&["y"]) };
-    let standard = || Settings { standardise: true, ..target(&["y"]) };
+fn every_error_is_reported_with_its_location() {
+    let numbers = || TableSettings { numeric: vec!["x".into()], ..target(&["y"]) };
+    let standard = || TableSettings { standardise: true, ..target(&["y"]) };
     let many: String = (0..12).map(|i| format!("v{i},1\n")).collect();
-    let cases: Vec<(&str, String, Settings, &str)> = vec![
+    let cases: Vec<(&str, String, TableSettings, &str)> = vec![
         ("empty", "".into(), target(&["y"]), "a.csv` is empty"),
         ("blank", "\n \n".into(), target(&["y"]), "it has no rows"),
         ("header only", "x,y\n".into(), target(&["y"]), "it has a header and no rows"),
         (
             "no number",
             "x,y\n1,0.5\n\nabc,0.5\n".into(),
-            Settings { standardise: true, ..numbers() },
+            TableSettings { standardise: true, ..numbers() },
             "line 4, column `x`: `abc` is not a finite number",
         ),
         (
             "infinite",
             "x,y\n1,0.5\n1e999,0.5\n".into(),
-            Settings { standardise: true, ..numbers() },
+            TableSettings { standardise: true, ..numbers() },
             "line 3, column `x`: `1e999` is not a finite number",
         ),
         (
@@ -300,20 +313,20 @@ fn every_fault_is_told_with_its_place() {
         (
             "nothing there",
             "x,z,y\n1,,0.5\n2,,0.5\n".into(),
-            Settings { on_missing: OnMissing::Zero, ..standard() },
+            TableSettings { on_missing: MissingPolicy::Zero, ..standard() },
             "column `z` has no value in any training row",
         ),
         ("one class", "x,y\n1,a\n2,a\n".into(), target(&["y"]), "the target has 1 classes: a"),
         (
             "class unknown",
             "x,y\n1,a\n2,b\n".into(),
-            Settings { classes: vec!["a".into(), "c".into()], ..target(&["y"]) },
+            TableSettings { classes: vec!["a".into(), "c".into()], ..target(&["y"]) },
             "line 3, column `y`: `b` is not one of the 2 classes",
         ),
         (
             "many",
             format!("x,y\n{many}"),
-            Settings { max_categories: 10, ..target(&["y"]) },
+            TableSettings { max_categories: 10, ..target(&["y"]) },
             "column `x` has more than 10 different values",
         ),
         ("names", "x,x,y\n1,2,3\n".into(), target(&["y"]), "two columns are called `x`"),
@@ -322,10 +335,10 @@ fn every_fault_is_told_with_its_place() {
     ];
     for (name, text, settings, wanted) in cases {
         for packed in [false, true] {
-            let place = Place::new();
+            let fixture = TableFixture::new();
             let bytes =
                 if packed && !text.is_empty() { gzip(text.as_bytes()) } else { text.clone().into_bytes() };
-            let set = place.csv(bytes, Dialect::default(), &settings);
+            let set = fixture.csv(bytes, Dialect::default(), &settings);
             let error = set.and_then(|set| (0..set.len()).try_for_each(|i| read(&set, i).map(drop)));
             let error = error.expect_err(name);
             assert!(error.to_string().contains(wanted), "{name}: {error}");
@@ -352,17 +365,17 @@ proptest! {
     fn what_was_written_is_read(
         rows in prop::collection::vec(("[a-c\", \n]{0,6}", -1000i32..1000), 1..40), crlf: bool, seed: u64,
     ) {
-        let place = Place::new();
+        let fixture = TableFixture::new();
         let cell = |text: &str| format!("<{text}>");
         let mut lines = vec![vec!["text".to_string(), "n".into(), "y".into()]];
         lines.extend(rows.iter().map(|(text, n)| vec![cell(text), n.to_string(), "0.5".into()]));
-        let settings = Settings { missing: vec![], ..target(&["y"]) };
+        let settings = TableSettings { missing: vec![], ..target(&["y"]) };
         let bytes = written(&lines, crlf).into_bytes();
         let mut names: Vec<String> = rows.iter().map(|(text, _)| cell(text)).collect();
         names.sort();
         names.dedup();
         for bytes in [bytes.clone(), gzip(&bytes)] {
-            let set = place.csv(bytes, Dialect::default(), &settings).map_err(|e| TestCaseError::fail(e.to_string()))?;
+            let set = fixture.csv(bytes, Dialect::default(), &settings).map_err(|e| TestCaseError::fail(e.to_string()))?;
             prop_assert_eq!(set.len(), rows.len() as u64);
             for i in 0..set.len() {
                 // Any order: a stride that is odd against the length, or nearly so.
@@ -382,7 +395,7 @@ proptest! {
         edits in prop::collection::vec((0usize..120, prop::sample::select(b"\",\n\r\0 ;9a\xff".to_vec())), 0..6),
         cut in 0usize..40, packed in 0usize..3, skip_bad: bool, standardise: bool,
     ) {
-        let place = Place::new();
+        let fixture = TableFixture::new();
         let mut text = b"x,colour,y\n1,red,2\n2,\"blue\ngreen\",3\n,red,4\n5,\"a\"\"b\",5\n6,red,7\n".to_vec();
         let mutate = |bytes: &mut Vec<u8>| {
             for &(at, byte) in &edits {
@@ -395,8 +408,8 @@ proptest! {
             1 => { mutate(&mut text); text = gzip(&text); }
             _ => { text = gzip(&text); mutate(&mut text); }
         }
-        let settings = Settings { skip_bad, standardise, on_missing: OnMissing::Mean, ..target(&["y"]) };
-        if let Ok(set) = place.csv(text, Dialect::default(), &settings) {
+        let settings = TableSettings { skip_bad, standardise, on_missing: MissingPolicy::Mean, ..target(&["y"]) };
+        if let Ok(set) = fixture.csv(text, Dialect::default(), &settings) {
             prop_assert!(set.resident_bytes() < 100_000);
             (0..set.len()).for_each(|i| drop(read(&set, i)));
         }
@@ -404,15 +417,17 @@ proptest! {
 }
 
 fn sklearn(name: &str) -> Option<PathBuf> {
-    published("tabular/sklearn").map(|folder| folder.join(name))
+    published_dataset("tabular/sklearn").map(|folder| folder.join(name))
 }
 
-fn one(path: &Path, dialect: Dialect, settings: &Settings) -> (Set, Set) {
-    let place = Place::new();
-    place.open(&[path.to_owned()], &[], Format::Csv(dialect), settings).unwrap_or_else(|e| panic!("{e}"))
+fn one(path: &Path, dialect: Dialect, settings: &TableSettings) -> (DatasetRef, DatasetRef) {
+    let fixture = TableFixture::new();
+    fixture
+        .open(&[path.to_owned()], &[], TableFileFormat::Csv(dialect), settings)
+        .unwrap_or_else(|e| panic!("{e}"))
 }
 
-fn shape(set: &Set) -> usize {
+fn shape(set: &DatasetRef) -> usize {
     set.features().input_len()
 }
 
@@ -424,7 +439,7 @@ fn the_small_sets_of_sklearn_as_published() {
         [("iris.csv", 150, 4, 3), ("wine_data.csv", 178, 13, 3), ("breast_cancer.csv", 569, 30, 2)]
     {
         let Some(path) = sklearn(name) else { return };
-        let settings = Settings { standardise: true, ..target(&[&inputs.to_string()]) };
+        let settings = TableSettings { standardise: true, ..target(&[&inputs.to_string()]) };
         let (train, valid) = one(&path, counted, &settings);
         assert_eq!(train.len() + valid.len(), rows, "{name}");
         assert_eq!((shape(&train), classes(&train).len()), (inputs, of), "{name}");
@@ -433,32 +448,37 @@ fn the_small_sets_of_sklearn_as_published() {
     let (train, valid) = one(&path, headless, &target(&["64"]));
     assert_eq!((train.len() + valid.len(), shape(&train), classes(&train).len()), (1797, 64, 10));
     let Some(path) = sklearn("diabetes_data_raw.csv.gz") else { return };
-    let spaced = Dialect { delimiter: Delimiter::Spaces, ..headless };
+    let spaced = Dialect { delimiter: FieldDelimiter::Whitespace, ..headless };
     let (train, valid) = one(&path, spaced, &target(&["9"]));
     assert_eq!(
         (train.len() + valid.len(), train.features().target.clone()),
-        (442, Target::Values { len: 1 })
+        (442, TargetSpec::Values { len: 1 })
     );
 }
 
 #[test]
 fn california_housing_as_published() {
-    let Some(folder) = published("tabular/california-housing") else { return };
-    let settings =
-        Settings { on_missing: OnMissing::Mean, standardise: true, ..target(&["median_house_value"]) };
+    let Some(folder) = published_dataset("tabular/california-housing") else { return };
+    let settings = TableSettings {
+        on_missing: MissingPolicy::Mean,
+        standardise: true,
+        ..target(&["median_house_value"])
+    };
     let (train, valid) = one(&folder.join("housing.csv"), Dialect::default(), &settings);
     assert_eq!((train.len(), valid.len()), (15_480, 5_160));
     // Eight numbers, five kinds of place by the ocean.
-    assert_eq!((shape(&train), train.features().target.clone()), (13, Target::Values { len: 1 }));
-    let about = train.about().into_iter().map(|(name, value)| format!("{name}: {value}")).collect::<Vec<_>>();
+    assert_eq!((shape(&train), train.features().target.clone()), (13, TargetSpec::Values { len: 1 }));
+    let about =
+        train.describe().into_iter().map(|(name, value)| format!("{name}: {value}")).collect::<Vec<_>>();
     assert!(about.iter().any(|line| line.contains("ocean_proximity: category of 5 values")), "{about:?}");
     assert!(
         about.iter().any(|line| line.contains("total_bedrooms: number") && line.contains("missing")),
         "{about:?}"
     );
-    let strict = Settings { on_missing: OnMissing::Error, ..settings };
-    let place = Place::new();
-    let error = place.open(&[folder.join("housing.csv")], &[], Format::Csv(Dialect::default()), &strict);
+    let strict = TableSettings { on_missing: MissingPolicy::Error, ..settings };
+    let fixture = TableFixture::new();
+    let error =
+        fixture.open(&[folder.join("housing.csv")], &[], TableFileFormat::Csv(Dialect::default()), &strict);
     let error = error.err().unwrap().to_string();
     assert!(
         error.contains("line 292, column `total_bedrooms`") || error.contains("column `total_bedrooms`"),
@@ -468,15 +488,19 @@ fn california_housing_as_published() {
 
 #[test]
 fn adult_as_published() {
-    let Some(folder) = published("tabular/adult") else { return };
-    let place = Place::new();
-    let settings =
-        Settings { on_missing: OnMissing::Mean, trim: ".".into(), standardise: true, ..target(&["Y"]) };
-    let (train, valid) = place
+    let Some(folder) = published_dataset("tabular/adult") else { return };
+    let fixture = TableFixture::new();
+    let settings = TableSettings {
+        on_missing: MissingPolicy::Mean,
+        trim: ".".into(),
+        standardise: true,
+        ..target(&["Y"])
+    };
+    let (train, valid) = fixture
         .open(
             &[folder.join("adult.data")],
             &[folder.join("adult.test")],
-            Format::Csv(Dialect::default()),
+            TableFileFormat::Csv(Dialect::default()),
             &settings,
         )
         .unwrap();
@@ -486,25 +510,25 @@ fn adult_as_published() {
     assert_eq!(shape(&train), 6 + 8 + 16 + 7 + 14 + 6 + 5 + 2 + 41 + 3);
     let over: f32 = (0..valid.len()).map(|i| read(&valid, i).unwrap().1[0]).sum();
     assert_eq!(over, 3846.0);
-    let balance = train.balance().unwrap();
+    let balance = train.class_counts().unwrap();
     assert_eq!(balance, [24_720, 7_841]);
-    let embedded = Settings { embed: true, ..settings.clone() };
-    let (train, _) = place
+    let embedded = TableSettings { embed: true, ..settings.clone() };
+    let (train, _) = fixture
         .open(
             &[folder.join("adult.data")],
             &[folder.join("adult.test")],
-            Format::Csv(Dialect::default()),
+            TableFileFormat::Csv(Dialect::default()),
             &embedded,
         )
         .unwrap();
     let categories = vec![9, 16, 7, 15, 6, 5, 2, 42];
-    assert_eq!(train.features().input, Input::Row { numbers: 6, categories });
-    let dotted = Settings { trim: String::new(), ..settings };
-    let (_, valid) = place
+    assert_eq!(train.features().input, InputSpec::Tabular { num_numeric: 6, cardinalities: categories });
+    let dotted = TableSettings { trim: String::new(), ..settings };
+    let (_, valid) = fixture
         .open(
             &[folder.join("adult.data")],
             &[folder.join("adult.test")],
-            Format::Csv(Dialect::default()),
+            TableFileFormat::Csv(Dialect::default()),
             &dotted,
         )
         .unwrap();

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// measured on. All of it is off unless it is asked for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Augment {
+pub struct AugmentConfig {
     /// Take a part of the picture with a share of its area between these, anywhere, and resize it; [0.08, 1.0]
     /// is usual for large pictures.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -59,7 +59,7 @@ pub struct Augment {
     pub mix_chance: f64,
 }
 
-impl Default for Augment {
+impl Default for AugmentConfig {
     fn default() -> Self {
         Self {
             random_resized_crop: None,
@@ -81,7 +81,7 @@ impl Default for Augment {
     }
 }
 
-impl Augment {
+impl AugmentConfig {
     /// Whether nothing was said: then a resolved job says nothing either.
     pub fn is_off(&self) -> bool {
         *self == Self::default()

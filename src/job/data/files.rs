@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// The files of a set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Files {
+pub struct FilesConfig {
     /// Files to train on, read one after the other; a name may be a pattern such as `data/*.csv`.
     #[schemars(length(min = 1), transform = each_a_path)]
     pub train: Vec<PathBuf>,

@@ -3,12 +3,12 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::augment::Augment;
+use super::augment::AugmentConfig;
 
 /// Grey pictures of ten shapes, drawn by the program from the seed: nothing to download.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Shapes {
+pub struct ShapesConfig {
     /// Samples in the training set.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub train_samples: usize,
@@ -19,13 +19,18 @@ pub struct Shapes {
     #[schemars(range(min = 16, max = 256))]
     pub image_size: usize,
     /// What is drawn anew for each sample of each epoch; never for what is measured on.
-    #[serde(skip_serializing_if = "Augment::is_off")]
-    pub augment: Augment,
+    #[serde(skip_serializing_if = "AugmentConfig::is_off")]
+    pub augment: AugmentConfig,
 }
 
-impl Default for Shapes {
+impl Default for ShapesConfig {
     fn default() -> Self {
-        Self { train_samples: 12_000, valid_samples: 2_000, image_size: 28, augment: Augment::default() }
+        Self {
+            train_samples: 12_000,
+            valid_samples: 2_000,
+            image_size: 28,
+            augment: AugmentConfig::default(),
+        }
     }
 }
 
@@ -33,7 +38,7 @@ impl Default for Shapes {
 /// to go on with, or for a classifier to tell by which of several rules they were made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct TextSynthetic {
+pub struct TextSyntheticConfig {
     /// Samples in the training set.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub train_samples: usize,
@@ -48,7 +53,7 @@ pub struct TextSynthetic {
     pub classes: usize,
 }
 
-impl Default for TextSynthetic {
+impl Default for TextSyntheticConfig {
     fn default() -> Self {
         Self { train_samples: 8_000, valid_samples: 1_000, vocab: 24, classes: 0 }
     }

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::files::Files;
+use super::files::FilesConfig;
 
 /// Text files, for a language model: one text, of which a sample is a window of the model's `context`. The share
 /// measured on is its end.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Text {
+pub struct TextConfig {
     #[serde(flatten)]
-    pub files: Files,
+    pub files: FilesConfig,
     /// What a token is: each distinct character, each byte, or what a `tokenizer.json` of Hugging Face says.
     #[serde(default = "characters")]
     #[schemars(extend("format" = "path", "x-words" = ["characters", "bytes"]))]
@@ -23,18 +23,18 @@ pub struct Text {
     pub separator: String,
     /// Where the training windows lie.
     #[serde(default)]
-    pub windows: Windows,
+    pub windows: WindowMode,
 }
 
 /// Files of token ids, as nanoGPT's and llm.c's scripts write them, read where they are wanted and never as a whole; a sample is a
 /// window of the model's `context` that stays within a file. The share measured on is the end of the last files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Tokens {
+pub struct TokensConfig {
     #[serde(flatten)]
-    pub files: Files,
+    pub files: FilesConfig,
     /// Type of an id; `auto` is as llm.c's header says and, without one, `u16`, or `u32` where every second `u16` is 0.
     #[serde(default)]
-    pub dtype: TokenType,
+    pub dtype: TokenDtype,
     /// Different tokens; where absent, those of `tokenizer` or else as many as the largest id in the files says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 16_777_216))]
@@ -45,15 +45,15 @@ pub struct Tokens {
     pub tokenizer: Option<PathBuf>,
     /// Where the training windows lie.
     #[serde(default)]
-    pub windows: Windows,
+    pub windows: WindowMode,
 }
 
 /// Records of JSON, a line each, plain, gzip or zstd: texts or chats for a language model, or texts to tell apart. They
 /// are tokenised once and kept in `runs/.data`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Jsonl {
+pub struct JsonlConfig {
     #[serde(flatten)]
-    pub files: Files,
+    pub files: FilesConfig,
     /// What a token is: each distinct character, each byte, or what a `tokenizer.json` of Hugging Face says.
     #[serde(default = "characters")]
     #[schemars(extend("format" = "path", "x-words" = ["characters", "bytes"]))]
@@ -120,7 +120,7 @@ pub enum TooLong {
 /// Type of a token id in a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum TokenType {
+pub enum TokenDtype {
     #[default]
     Auto,
     U16,
@@ -130,7 +130,7 @@ pub enum TokenType {
 /// Where the training windows of a text lie; those measured on lie end to end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Windows {
+pub enum WindowMode {
     /// End to end: an epoch predicts each token once.
     Fixed,
     /// Anywhere, drawn anew for each sample of each epoch.

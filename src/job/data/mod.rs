@@ -6,47 +6,49 @@ use serde::{Deserialize, Serialize};
 mod augment;
 mod files;
 mod generated;
+mod images;
 mod language;
-mod loading;
-mod one_or;
-mod pictures;
+mod loader;
+mod one_or_many;
 mod tables;
 
-pub use augment::Augment;
-pub use files::Files;
-pub use generated::{Shapes, TextSynthetic};
-pub use language::{ChatLoss, Jsonl, Text, TokenType, Tokens, TooLong, Windows};
-pub use loading::{Loading, OnBadRecord};
-pub use one_or::OneOr;
-pub use pictures::{Fit, Idx, Images, Preset};
-pub use tables::{Columns, Csv, Delimiter, Encode, OnMissing, OnUnknown, Parquet, Task};
+pub use augment::AugmentConfig;
+pub use files::FilesConfig;
+pub use generated::{ShapesConfig, TextSyntheticConfig};
+pub use images::{IdxConfig, ImageFit, ImagesConfig, NormalizePreset};
+pub use language::{ChatLoss, JsonlConfig, TextConfig, TokenDtype, TokensConfig, TooLong, WindowMode};
+pub use loader::{LoaderConfig, OnBadRecord};
+pub use one_or_many::OneOrMany;
+pub use tables::{
+    CategoryEncoding, ColumnsConfig, CsvConfig, Delimiter, OnMissing, OnUnknown, ParquetConfig, Task,
+};
 
 /// Where samples come from. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Data {
+pub struct DataConfig {
     #[serde(flatten)]
-    pub source: Source,
+    pub source: SourceConfig,
     #[serde(flatten)]
-    pub loading: Loading,
+    pub loader: LoaderConfig,
 }
 
 /// The samples themselves.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Source {
-    Shapes(Shapes),
-    Idx(Idx),
-    Images(Images),
-    Csv(Csv),
-    Parquet(Parquet),
-    Text(Text),
-    Tokens(Tokens),
-    Jsonl(Jsonl),
+pub enum SourceConfig {
+    Shapes(ShapesConfig),
+    Idx(IdxConfig),
+    Images(ImagesConfig),
+    Csv(CsvConfig),
+    Parquet(ParquetConfig),
+    Text(TextConfig),
+    Tokens(TokensConfig),
+    Jsonl(JsonlConfig),
     #[serde(rename = "text-synthetic")]
-    TextSynthetic(TextSynthetic),
+    TextSynthetic(TextSyntheticConfig),
 }
 
-impl Source {
+impl SourceConfig {
     /// The name of its `kind`.
     pub fn kind(&self) -> &'static str {
         match self {
@@ -63,11 +65,11 @@ impl Source {
     }
 
     /// What is drawn for its samples, where they are pictures.
-    pub fn augment(&self) -> Option<&Augment> {
+    pub fn augment(&self) -> Option<&AugmentConfig> {
         match self {
-            Self::Shapes(Shapes { augment, .. })
-            | Self::Idx(Idx { augment, .. })
-            | Self::Images(Images { augment, .. }) => Some(augment),
+            Self::Shapes(ShapesConfig { augment, .. })
+            | Self::Idx(IdxConfig { augment, .. })
+            | Self::Images(ImagesConfig { augment, .. }) => Some(augment),
             _ => None,
         }
     }

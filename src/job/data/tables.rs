@@ -3,14 +3,14 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::Files;
-use super::one_or::{OneOr, any_number};
+use super::FilesConfig;
+use super::one_or_many::{OneOrMany, any_number};
 
 /// Tables of text: rows of fields, quoted where needed; plain, gzip or zstd.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Csv {
+pub struct CsvConfig {
     #[serde(flatten)]
-    pub files: Files,
+    pub files: FilesConfig,
     /// Whether the first row names the columns; otherwise they are called `0`, `1`, `2` and so on.
     #[serde(default = "yes")]
     pub header: bool,
@@ -22,24 +22,24 @@ pub struct Csv {
     #[schemars(range(max = 1_000_000))]
     pub skip_lines: u64,
     #[serde(flatten)]
-    pub columns: Columns,
+    pub columns: ColumnsConfig,
 }
 
 /// Tables in Parquet files, of which only the columns used are read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Parquet {
+pub struct ParquetConfig {
     #[serde(flatten)]
-    pub files: Files,
+    pub files: FilesConfig,
     #[serde(flatten)]
-    pub columns: Columns,
+    pub columns: ColumnsConfig,
 }
 
 /// What the columns of a table are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Columns {
+pub struct ColumnsConfig {
     /// The column to predict, of classes or of numbers; or a list of several of numbers.
     #[schemars(transform = any_number)]
-    pub target: OneOr<String>,
+    pub target: OneOrMany<String>,
     /// What is predicted.
     #[serde(default)]
     pub task: Task,
@@ -61,7 +61,7 @@ pub struct Columns {
     pub categorical: Vec<String>,
     /// What a category is to the model.
     #[serde(default)]
-    pub encode: Encode,
+    pub encode: CategoryEncoding,
     /// Columns of numbers, whatever they look like; what is no number in them is a bad record.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
@@ -126,7 +126,7 @@ pub enum Task {
 /// What a category is to the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Encode {
+pub enum CategoryEncoding {
     /// One input for each different value of the column, 1 for the one it is and 0 for the others.
     #[default]
     OneHot,

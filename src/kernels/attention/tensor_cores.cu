@@ -21,13 +21,13 @@ struct Lane {
     __device__ int first() const { return warp * 16 + row * 2; }
 };
 
-template <class T> __device__ __forceinline__ uint32_t pair(float a, float b) {
-    T both[2] = {down<T>(a), down<T>(b)};
+template <class T> __device__ __forceinline__ uint32_t pack_pair(float a, float b) {
+    T both[2] = {from_acc<T>(a), from_acc<T>(b)};
     return *reinterpret_cast<uint32_t *>(both);
 }
 
 // c += a b, of (16, 16) and (16, 8).
-template <class T> __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <class T> __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<T, bf16>)
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -41,8 +41,8 @@ template <class T> __device__ __forceinline__ void multiply(float (&c)[4], const
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 // Four (8, 8) matrices, a row's address by each thread; `turned` gives them transposed.
-template <bool turned> __device__ __forceinline__ void fetch(uint32_t (&m)[4], const void *row) {
-    if constexpr (turned)
+template <bool transposed> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&m)[4], const void *row) {
+    if constexpr (transposed)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                      : "r"(shared_address(row)));
@@ -57,41 +57,41 @@ template <int HEAD> constexpr int STRIDE = HEAD + 8;
 
 // Starts to copy ROWS rows from `first` on; zeros from row `limit` and column `head` on.
 template <int ROWS, int HEAD, class T>
-__device__ __forceinline__ void copy(T *to, const T *from, int64_t width, int first, int limit, int head) {
+__device__ __forceinline__ void cp_async_rows(T *to, const T *from, int64_t width, int first, int limit, int head) {
     constexpr int PACKS = HEAD / 8;
 #pragma unroll
     for (int i = threadIdx.x; i < ROWS * PACKS; i += THREADS) {
         int row = i / PACKS, c = i % PACKS * 8;
-        bool there = first + row < limit && c < head;
-        const T *source = there ? from + int64_t(first + row) * width + c : from;
+        bool in_bounds = first + row < limit && c < head;
+        const T *source = in_bounds ? from + int64_t(first + row) * width + c : from;
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to + row * STRIDE<HEAD> + c)),
-                     "l"(source), "r"(there ? 16 : 0));
+                     "l"(source), "r"(in_bounds ? 16 : 0));
     }
 }
-__device__ __forceinline__ void copies_begun() { asm volatile("cp.async.commit_group;"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 // Waits for all but the last `N` groups of copies, and for all threads.
-template <int N> __device__ __forceinline__ void copied() {
+template <int N> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N));
     __syncthreads();
 }
 
 // A warp's 16 rows as left operands, from global memory.
-template <int HEAD> using Rows = uint32_t[HEAD / 16][4];
+template <int HEAD> using RowFragments = uint32_t[HEAD / 16][4];
 template <int HEAD, class T>
-__device__ __forceinline__ void rows(Rows<HEAD> &a, const T *from, int64_t width, int first, int limit, int head, Lane lane) {
+__device__ __forceinline__ void load_row_fragments(RowFragments<HEAD> &a, const T *from, int64_t width, int first, int limit, int head, Lane lane) {
 #pragma unroll
     for (int i = 0; i < HEAD / 16; i++)
 #pragma unroll
         for (int part = 0; part < 4; part++) {
             int row = first + lane.first() + part % 2, c = i * 16 + part / 2 * 8 + lane.column;
-            bool there = row < limit && c < head;
-            a[i][part] = there ? *reinterpret_cast<const uint32_t *>(from + int64_t(row) * width + c) : 0;
+            bool in_bounds = row < limit && c < head;
+            a[i][part] = in_bounds ? *reinterpret_cast<const uint32_t *>(from + int64_t(row) * width + c) : 0;
         }
 }
 
 // s = a b^T with the STEP rows of b.
 template <class T, int STEP, int HEAD>
-__device__ __forceinline__ void scores(float (&s)[STEP / 8][4], const Rows<HEAD> &a, const T *b) {
+__device__ __forceinline__ void scores(float (&s)[STEP / 8][4], const RowFragments<HEAD> &a, const T *b) {
     int lane = threadIdx.x % WARP;
     const T *at = b + (lane % 8 + lane / 16 * 8) * STRIDE<HEAD> + lane / 8 % 2 * 8;
 #pragma unroll
@@ -101,27 +101,27 @@ __device__ __forceinline__ void scores(float (&s)[STEP / 8][4], const Rows<HEAD>
 #pragma unroll
         for (int j = 0; j < STEP / 16; j++) {
             uint32_t m[4];
-            fetch<false>(m, at + j * 16 * STRIDE<HEAD> + i * 16);
-            multiply<T>(s[2 * j], a[i], m[0], m[1]);
-            multiply<T>(s[2 * j + 1], a[i], m[2], m[3]);
+            ldmatrix_x4<false>(m, at + j * 16 * STRIDE<HEAD> + i * 16);
+            mma_m16n8k16<T>(s[2 * j], a[i], m[0], m[1]);
+            mma_m16n8k16<T>(s[2 * j + 1], a[i], m[2], m[3]);
         }
 }
 
 // o += p b, with the STEP rows of b.
 template <class T, int STEP, int HEAD>
-__device__ __forceinline__ void gather(float (&o)[HEAD / 8][4], const float (&p)[STEP / 8][4], const T *b) {
+__device__ __forceinline__ void accumulate_product(float (&o)[HEAD / 8][4], const float (&p)[STEP / 8][4], const T *b) {
     int lane = threadIdx.x % WARP;
     const T *at = b + (lane % 8 + lane / 8 % 2 * 8) * STRIDE<HEAD> + lane / 16 * 8;
 #pragma unroll
     for (int i = 0; i < STEP / 16; i++) {
-        uint32_t a[4] = {pair<T>(p[2 * i][0], p[2 * i][1]), pair<T>(p[2 * i][2], p[2 * i][3]),
-                         pair<T>(p[2 * i + 1][0], p[2 * i + 1][1]), pair<T>(p[2 * i + 1][2], p[2 * i + 1][3])};
+        uint32_t a[4] = {pack_pair<T>(p[2 * i][0], p[2 * i][1]), pack_pair<T>(p[2 * i][2], p[2 * i][3]),
+                         pack_pair<T>(p[2 * i + 1][0], p[2 * i + 1][1]), pack_pair<T>(p[2 * i + 1][2], p[2 * i + 1][3])};
 #pragma unroll
         for (int j = 0; j < HEAD / 16; j++) {
             uint32_t m[4];
-            fetch<true>(m, at + i * 16 * STRIDE<HEAD> + j * 16);
-            multiply<T>(o[2 * j], a, m[0], m[1]);
-            multiply<T>(o[2 * j + 1], a, m[2], m[3]);
+            ldmatrix_x4<true>(m, at + i * 16 * STRIDE<HEAD> + j * 16);
+            mma_m16n8k16<T>(o[2 * j], a, m[0], m[1]);
+            mma_m16n8k16<T>(o[2 * j + 1], a, m[2], m[3]);
         }
     }
 }
@@ -138,7 +138,7 @@ __device__ __forceinline__ void write(T *to, const float (&o)[HEAD / 8][4], int6
         for (int j = 0; j < HEAD / 8; j++)
             if (j * 8 < head)
                 *reinterpret_cast<uint32_t *>(to + int64_t(row) * width + j * 8 + lane.column) =
-                    pair<T>(o[j][2 * r] * scale, o[j][2 * r + 1] * scale);
+                    pack_pair<T>(o[j][2 * r] * scale, o[j][2 * r + 1] * scale);
     }
 }
 
@@ -153,138 +153,138 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // Sets what is not seen to -infinity; `first` is the thread's first query.
-template <int STEP> __device__ __forceinline__ void hide(float (&s)[STEP / 8][4], const Sizes &sizes, int first, int from, int keys) {
+template <int STEP> __device__ __forceinline__ void apply_mask(float (&s)[STEP / 8][4], const AttentionDims &sizes, int first, int from, int keys) {
 #pragma unroll
     for (int j = 0; j < STEP / 8; j++)
 #pragma unroll
         for (int c = 0; c < 4; c++)
-            if (sizes.hidden(first + c / 2, from + j * 8 + c % 2, keys)) s[j][c] = -INFINITY;
+            if (sizes.is_masked(first + c / 2, from + j * 8 + c % 2, keys)) s[j][c] = -INFINITY;
 }
 
 template <class T, int STEP, int HEAD>
-__global__ void __launch_bounds__(THREADS) forward(Sizes s, Mask masks, const T *qkv, T *y, float *sums) {
+__global__ void __launch_bounds__(THREADS) forward(AttentionDims s, DropoutMask masks, const T *qkv, T *y, float *logsumexp) {
     extern __shared__ __align__(16) unsigned char bytes[];
     constexpr int PART = STEP * STRIDE<HEAD>;
-    T *waiting = (T *)bytes; // keys and values, twice
+    T *smem_tiles = (T *)bytes; // keys and values, twice
     // The last tiles of a causal attention see most: they begin first.
     int first = (gridDim.x - 1 - blockIdx.x) * TILE, h = blockIdx.y, sample = blockIdx.z;
     int kv_head = h / (s.heads / s.kv_heads), keys = s.keys(sample);
-    int limit = s.seen(sample, first + TILE);
-    const SampleMask mask = masks.of(sample);
+    int limit = s.visible_keys(sample, first + TILE);
+    const SampleDropoutMask mask = masks.of(sample);
     Lane lane;
-    int64_t width = s.packed();
+    int64_t width = s.qkv_width();
     const T *base = qkv + int64_t(sample) * s.length * width;
     const T *k_at = base + (s.heads + kv_head) * s.head, *v_at = k_at + s.kv_heads * s.head;
-    auto begin = [&](int from) {
-        T *to = waiting + from / STEP % 2 * 2 * PART;
-        copy<STEP, HEAD>(to, k_at, width, from, limit, s.head);
-        copy<STEP, HEAD>(to + PART, v_at, width, from, limit, s.head);
-        copies_begun();
+    auto prefetch = [&](int from) {
+        T *to = smem_tiles + from / STEP % 2 * 2 * PART;
+        cp_async_rows<STEP, HEAD>(to, k_at, width, from, limit, s.head);
+        cp_async_rows<STEP, HEAD>(to + PART, v_at, width, from, limit, s.head);
+        cp_async_commit();
     };
-    if (limit > 0) begin(0);
-    Rows<HEAD> q;
-    rows<HEAD>(q, base + h * s.head, width, first, s.length, s.head, lane);
-    float o[HEAD / 8][4] = {}, largest[2] = {-INFINITY, -INFINITY}, total[2] = {}, unit = s.scale * LOG2E, kept_scale = mask.scale;
-    int mine = first + lane.first();
+    if (limit > 0) prefetch(0);
+    RowFragments<HEAD> q;
+    load_row_fragments<HEAD>(q, base + h * s.head, width, first, s.length, s.head, lane);
+    float o[HEAD / 8][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, exp_sum[2] = {}, scale_log2 = s.scale * LOG2E, kept_scale = mask.scale;
+    int my_row = first + lane.first();
     for (int from = 0; from < limit; from += STEP) {
-        if (from + STEP < limit) begin(from + STEP), copied<1>();
-        else copied<0>();
-        const T *k = waiting + from / STEP % 2 * 2 * PART, *v = k + PART;
+        if (from + STEP < limit) prefetch(from + STEP), cp_async_wait<1>();
+        else cp_async_wait<0>();
+        const T *k = smem_tiles + from / STEP % 2 * 2 * PART, *v = k + PART;
         float p[STEP / 8][4];
         scores<T, STEP, HEAD>(p, q, k);
         int column = from + lane.column;
-        if (from + STEP > limit || (s.causal && from + STEP > first + lane.warp * 16)) hide<STEP>(p, s, mine, column, keys);
+        if (from + STEP > limit || (s.causal && from + STEP > first + lane.warp * 16)) apply_mask<STEP>(p, s, my_row, column, keys);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float now = largest[r];
+            float new_max = max_score[r];
 #pragma unroll
-            for (int j = 0; j < STEP / 8; j++) now = fmaxf(now, fmaxf(p[j][2 * r], p[j][2 * r + 1]));
-            now = row_max(now);
+            for (int j = 0; j < STEP / 8; j++) new_max = fmaxf(new_max, fmaxf(p[j][2 * r], p[j][2 * r + 1]));
+            new_max = row_max(new_max);
             // A row that sees nothing yet keeps its zeros.
-            float shift = now == -INFINITY ? 0 : now * unit, shrink = exp2f(largest[r] * unit - shift), sum = 0;
-            largest[r] = now;
+            float shift = new_max == -INFINITY ? 0 : new_max * scale_log2, rescale = exp2f(max_score[r] * scale_log2 - shift), sum = 0;
+            max_score[r] = new_max;
 #pragma unroll
             for (int j = 0; j < STEP / 8; j++)
 #pragma unroll
-                for (int c = 2 * r; c < 2 * r + 2; c++) sum += p[j][c] = exp2f(p[j][c] * unit - shift);
-            total[r] = total[r] * shrink + sum;
+                for (int c = 2 * r; c < 2 * r + 2; c++) sum += p[j][c] = exp2f(p[j][c] * scale_log2 - shift);
+            exp_sum[r] = exp_sum[r] * rescale + sum;
 #pragma unroll
-            for (int j = 0; j < HEAD / 8; j++) o[j][2 * r] *= shrink, o[j][2 * r + 1] *= shrink;
+            for (int j = 0; j < HEAD / 8; j++) o[j][2 * r] *= rescale, o[j][2 * r + 1] *= rescale;
         }
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
-            uint64_t square = mask.square(h, mine, column + j * 8);
+            uint64_t square = mask.square(h, my_row, column + j * 8);
 #pragma unroll
             for (int c = 0; c < 4; c++)
                 if (!mask.keeps(square, c)) p[j][c] = 0;
         }
-        gather<T, STEP, HEAD>(o, p, v);
+        accumulate_product<T, STEP, HEAD>(o, p, v);
         __syncthreads(); // the copies after the next go where these were
     }
     float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float all = row_sum(total[r]);
+        float all = row_sum(exp_sum[r]);
         scale[r] = all > 0 ? kept_scale / all : 0;
-        if (lane.column == 0 && mine + r < s.length)
-            sums[(int64_t(sample) * s.heads + h) * s.length + mine + r] = largest[r] * s.scale + logf(all);
+        if (lane.column == 0 && my_row + r < s.length)
+            logsumexp[(int64_t(sample) * s.heads + h) * s.length + my_row + r] = max_score[r] * s.scale + logf(all);
     }
     T *out = y + int64_t(sample) * s.length * s.width() + h * s.head;
     write<HEAD>(out, o, s.width(), first, s.length, s.head, scale[0], scale[1], lane);
 }
 
 template <class T, int STEP, int HEAD>
-__global__ void __launch_bounds__(THREADS) queries(Sizes s, Mask masks, const T *qkv, const T *dy,
-                                                   const float *sums, const float *along, T *dx) {
+__global__ void __launch_bounds__(THREADS) backward_dq(AttentionDims s, DropoutMask masks, const T *qkv, const T *dy,
+                                                   const float *logsumexp, const float *delta, T *dx) {
     extern __shared__ __align__(16) unsigned char bytes[];
     constexpr int PART = STEP * STRIDE<HEAD>;
-    T *waiting = (T *)bytes;
+    T *smem_tiles = (T *)bytes;
     int first = (gridDim.x - 1 - blockIdx.x) * TILE, h = blockIdx.y, sample = blockIdx.z;
     int kv_head = h / (s.heads / s.kv_heads), keys = s.keys(sample);
-    int limit = s.seen(sample, first + TILE);
-    const SampleMask mask = masks.of(sample);
+    int limit = s.visible_keys(sample, first + TILE);
+    const SampleDropoutMask mask = masks.of(sample);
     Lane lane;
-    int64_t width = s.packed(), at = int64_t(sample) * s.length;
+    int64_t width = s.qkv_width(), at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
     const T *k_at = base + (s.heads + kv_head) * s.head, *v_at = k_at + s.kv_heads * s.head;
-    auto begin = [&](int from) {
-        T *to = waiting + from / STEP % 2 * 2 * PART;
-        copy<STEP, HEAD>(to, k_at, width, from, limit, s.head);
-        copy<STEP, HEAD>(to + PART, v_at, width, from, limit, s.head);
-        copies_begun();
+    auto prefetch = [&](int from) {
+        T *to = smem_tiles + from / STEP % 2 * 2 * PART;
+        cp_async_rows<STEP, HEAD>(to, k_at, width, from, limit, s.head);
+        cp_async_rows<STEP, HEAD>(to + PART, v_at, width, from, limit, s.head);
+        cp_async_commit();
     };
-    if (limit > 0) begin(0);
-    Rows<HEAD> q, d;
-    rows<HEAD>(q, base + h * s.head, width, first, s.length, s.head, lane);
-    rows<HEAD>(d, dy + at * s.width() + h * s.head, s.width(), first, s.length, s.head, lane);
-    float dq[HEAD / 8][4] = {}, unit = s.scale * LOG2E, kept_scale = mask.scale, sum[2], a[2];
-    int mine = first + lane.first();
+    if (limit > 0) prefetch(0);
+    RowFragments<HEAD> q, d;
+    load_row_fragments<HEAD>(q, base + h * s.head, width, first, s.length, s.head, lane);
+    load_row_fragments<HEAD>(d, dy + at * s.width() + h * s.head, s.width(), first, s.length, s.head, lane);
+    float dq[HEAD / 8][4] = {}, scale_log2 = s.scale * LOG2E, kept_scale = mask.scale, sum[2], a[2];
+    int my_row = first + lane.first();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int64_t row = (int64_t(sample) * s.heads + h) * s.length + mine + r;
-        bool there = mine + r < s.length;
-        sum[r] = there ? sums[row] * LOG2E : 0, a[r] = there ? along[row] : 0;
+        int64_t row = (int64_t(sample) * s.heads + h) * s.length + my_row + r;
+        bool in_bounds = my_row + r < s.length;
+        sum[r] = in_bounds ? logsumexp[row] * LOG2E : 0, a[r] = in_bounds ? delta[row] : 0;
     }
     for (int from = 0; from < limit; from += STEP) {
-        if (from + STEP < limit) begin(from + STEP), copied<1>();
-        else copied<0>();
-        const T *k = waiting + from / STEP % 2 * 2 * PART, *v = k + PART;
+        if (from + STEP < limit) prefetch(from + STEP), cp_async_wait<1>();
+        else cp_async_wait<0>();
+        const T *k = smem_tiles + from / STEP % 2 * 2 * PART, *v = k + PART;
         float p[STEP / 8][4], dp[STEP / 8][4];
         scores<T, STEP, HEAD>(p, q, k);
         scores<T, STEP, HEAD>(dp, d, v);
         int column = from + lane.column;
         if (from + STEP > limit || (s.causal && from + STEP > first + lane.warp * 16))
-            hide<STEP>(p, s, mine, column, keys);
+            apply_mask<STEP>(p, s, my_row, column, keys);
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
-            uint64_t square = mask.square(h, mine, column + j * 8);
+            uint64_t square = mask.square(h, my_row, column + j * 8);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 float slope = mask.keeps(square, c) ? dp[j][c] * kept_scale : 0;
-                p[j][c] = exp2f(p[j][c] * unit - sum[c / 2]) * (slope - a[c / 2]);
+                p[j][c] = exp2f(p[j][c] * scale_log2 - sum[c / 2]) * (slope - a[c / 2]);
             }
         }
-        gather<T, STEP, HEAD>(dq, p, k);
+        accumulate_product<T, STEP, HEAD>(dq, p, k);
         __syncthreads();
     }
     write<HEAD>(dx + at * width + h * s.head, dq, width, first, s.length, s.head, s.scale, s.scale, lane);
@@ -292,44 +292,44 @@ __global__ void __launch_bounds__(THREADS) queries(Sizes s, Mask masks, const T 
 
 // The rows are keys here, and what they meet are queries with their gradients, sums and `along`.
 template <class T, int STEP, int HEAD>
-__global__ void __launch_bounds__(THREADS) keys_and_values(Sizes s, Mask masks, const T *qkv, const T *dy,
-                                                           const float *sums, const float *along, T *dx) {
+__global__ void __launch_bounds__(THREADS) backward_dkv(AttentionDims s, DropoutMask masks, const T *qkv, const T *dy,
+                                                           const float *logsumexp, const float *delta, T *dx) {
     extern __shared__ __align__(16) unsigned char bytes[];
     constexpr int PART = STEP * STRIDE<HEAD>;
-    __shared__ float row_sums[2][STEP], row_along[2][STEP];
-    T *waiting = (T *)bytes;
+    __shared__ float row_logsumexp[2][STEP], row_delta[2][STEP];
+    T *smem_tiles = (T *)bytes;
     int from = blockIdx.x * TILE, kv_head = blockIdx.y, sample = blockIdx.z, group = s.heads / s.kv_heads;
     int keys = s.keys(sample);
-    const SampleMask mask = masks.of(sample);
+    const SampleDropoutMask mask = masks.of(sample);
     Lane lane;
-    int64_t width = s.packed(), at = int64_t(sample) * s.length;
+    int64_t width = s.qkv_width(), at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
     int k_column = (s.heads + kv_head) * s.head, v_column = k_column + s.kv_heads * s.head;
     // Steps of one head, one after the other through all heads that share these keys.
     int start = s.causal ? from : 0, each = (s.length - start + STEP - 1) / STEP, steps = from < keys ? each * group : 0;
-    auto begin = [&](int step) {
+    auto prefetch = [&](int step) {
         int h = kv_head * group + step / each, first = start + step % each * STEP;
-        T *to = waiting + step % 2 * 2 * PART;
-        copy<STEP, HEAD>(to, base + h * s.head, width, first, s.length, s.head);
-        copy<STEP, HEAD>(to + PART, dy + at * s.width() + h * s.head, s.width(), first, s.length, s.head);
+        T *to = smem_tiles + step % 2 * 2 * PART;
+        cp_async_rows<STEP, HEAD>(to, base + h * s.head, width, first, s.length, s.head);
+        cp_async_rows<STEP, HEAD>(to + PART, dy + at * s.width() + h * s.head, s.width(), first, s.length, s.head);
         if (int i = threadIdx.x; i < STEP) {
             int64_t row = (int64_t(sample) * s.heads + h) * s.length + first + i;
-            bool there = first + i < s.length;
-            row_sums[step % 2][i] = there ? sums[row] * LOG2E : 0, row_along[step % 2][i] = there ? along[row] : 0;
+            bool in_bounds = first + i < s.length;
+            row_logsumexp[step % 2][i] = in_bounds ? logsumexp[row] * LOG2E : 0, row_delta[step % 2][i] = in_bounds ? delta[row] : 0;
         }
-        copies_begun();
+        cp_async_commit();
     };
-    if (steps > 0) begin(0);
-    Rows<HEAD> k, v;
-    rows<HEAD>(k, base + k_column, width, from, keys, s.head, lane);
-    rows<HEAD>(v, base + v_column, width, from, keys, s.head, lane);
-    float dk[HEAD / 8][4] = {}, dv[HEAD / 8][4] = {}, unit = s.scale * LOG2E, kept_scale = mask.scale;
-    int mine = from + lane.first();
+    if (steps > 0) prefetch(0);
+    RowFragments<HEAD> k, v;
+    load_row_fragments<HEAD>(k, base + k_column, width, from, keys, s.head, lane);
+    load_row_fragments<HEAD>(v, base + v_column, width, from, keys, s.head, lane);
+    float dk[HEAD / 8][4] = {}, dv[HEAD / 8][4] = {}, scale_log2 = s.scale * LOG2E, kept_scale = mask.scale;
+    int my_row = from + lane.first();
     for (int step = 0; step < steps; step++) {
-        if (step + 1 < steps) begin(step + 1), copied<1>();
-        else copied<0>();
+        if (step + 1 < steps) prefetch(step + 1), cp_async_wait<1>();
+        else cp_async_wait<0>();
         int h = kv_head * group + step / each, first = start + step % each * STEP;
-        const T *q = waiting + step % 2 * 2 * PART, *d = q + PART;
+        const T *q = smem_tiles + step % 2 * 2 * PART, *d = q + PART;
         float p[STEP / 8][4], ds[STEP / 8][4];
         scores<T, STEP, HEAD>(p, k, q);
         scores<T, STEP, HEAD>(ds, v, d);
@@ -337,20 +337,20 @@ __global__ void __launch_bounds__(THREADS) keys_and_values(Sizes s, Mask masks, 
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
             int column = j * 8 + lane.column;
-            uint64_t square = mask.square(h, first + column, mine);
+            uint64_t square = mask.square(h, first + column, my_row);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 // Odd columns are odd queries: their bits are the later ones.
                 bool kept = mask.keeps(square, c % 2 * 2 + c / 2);
-                bool hidden = !whole && s.hidden(first + column + c % 2, mine + c / 2, keys);
-                float weight = hidden ? 0 : exp2f(p[j][c] * unit - row_sums[step % 2][column + c % 2]);
+                bool is_masked = !whole && s.is_masked(first + column + c % 2, my_row + c / 2, keys);
+                float weight = is_masked ? 0 : exp2f(p[j][c] * scale_log2 - row_logsumexp[step % 2][column + c % 2]);
                 float slope = kept ? ds[j][c] * kept_scale : 0;
-                ds[j][c] = weight * (slope - row_along[step % 2][column + c % 2]);
+                ds[j][c] = weight * (slope - row_delta[step % 2][column + c % 2]);
                 p[j][c] = kept ? weight : 0;
             }
         }
-        gather<T, STEP, HEAD>(dv, p, d);
-        gather<T, STEP, HEAD>(dk, ds, q);
+        accumulate_product<T, STEP, HEAD>(dv, p, d);
+        accumulate_product<T, STEP, HEAD>(dk, ds, q);
         __syncthreads();
     }
     write<HEAD>(dx + at * width + k_column, dk, width, from, s.length, s.head, s.scale, s.scale, lane);
@@ -359,19 +359,19 @@ __global__ void __launch_bounds__(THREADS) keys_and_values(Sizes s, Mask masks, 
 
 // Starts a kernel with shared memory for two of what its blocks meet; beyond 48 KiB that must be allowed first.
 template <int STEP, int HEAD, class K, class... Args>
-int start(K kernel, const Call &call, int heads, cudaStream_t stream, Args... args) {
+int start(K kernel, const AttentionArgs &attn_args, int heads, cudaStream_t stream, Args... args) {
     constexpr int bytes = 4 * STEP * STRIDE<HEAD> * 2;
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
-    dim3 grid(blocks(call.length, TILE), heads, call.batch);
-    kernel<<<grid, THREADS, bytes, stream>>>(Sizes(call), Mask(call), args...);
+    dim3 grid(blocks(attn_args.length, TILE), heads, attn_args.batch);
+    kernel<<<grid, THREADS, bytes, stream>>>(AttentionDims(attn_args), DropoutMask(attn_args), args...);
     return cudaGetLastError();
 }
 
 // Runs `body` with the alias `T` of a type and a constant for the largest head; heads are of 8, 16, ... 128 values.
-#define WITH_HEAD(call, ...)                                                                                  \
-    if ((call).head % 8) return cudaErrorInvalidValue;                                                        \
-    if ((call).type == BF16) { using T = bf16; WITH_LARGEST((call).head, __VA_ARGS__) }                       \
-    if ((call).type == F16) { using T = f16; WITH_LARGEST((call).head, __VA_ARGS__) }                         \
+#define WITH_HEAD(attn_args, ...)                                                                                  \
+    if ((attn_args).head % 8) return cudaErrorInvalidValue;                                                        \
+    if ((attn_args).type == BF16) { using T = bf16; WITH_LARGEST((attn_args).head, __VA_ARGS__) }                       \
+    if ((attn_args).type == F16) { using T = f16; WITH_LARGEST((attn_args).head, __VA_ARGS__) }                         \
     return cudaErrorInvalidValue;
 #define WITH_LARGEST(head, ...)                                                                               \
     if (head <= 32) { constexpr int HEAD = 32; __VA_ARGS__ }                                                  \
@@ -380,22 +380,22 @@ int start(K kernel, const Call &call, int heads, cudaStream_t stream, Args... ar
 
 } // namespace
 
-extern "C" int attention_narrow_forward(const Call *call, const void *qkv, void *y, void *sums, cudaStream_t stream) {
-    WITH_HEAD(*call, {
+extern "C" int attention_tensor_core_forward(const AttentionArgs *attn_args, const void *qkv, void *y, void *logsumexp, cudaStream_t stream) {
+    WITH_HEAD(*attn_args, {
         constexpr int STEP = HEAD <= 64 ? 64 : 32; // as many as leave the scores in registers
-        return start<STEP, HEAD>(forward<T, STEP, HEAD>, *call, call->heads, stream, (const T *)qkv, (T *)y, (float *)sums);
+        return start<STEP, HEAD>(forward<T, STEP, HEAD>, *attn_args, attn_args->heads, stream, (const T *)qkv, (T *)y, (float *)logsumexp);
     })
 }
 
 // `along` holds y . dy of every row of each head.
-extern "C" int attention_narrow_backward(const Call *call, const void *qkv, const void *sums, const void *dy,
-                                         const void *along, void *dx, cudaStream_t stream) {
-    WITH_HEAD(*call, {
+extern "C" int attention_tensor_core_backward(const AttentionArgs *attn_args, const void *qkv, const void *logsumexp, const void *dy,
+                                         const void *delta, void *dx, cudaStream_t stream) {
+    WITH_HEAD(*attn_args, {
         constexpr int STEP = 32;
-        int error = start<STEP, HEAD>(queries<T, STEP, HEAD>, *call, call->heads, stream, (const T *)qkv, (const T *)dy,
-                                      (const float *)sums, (const float *)along, (T *)dx);
+        int error = start<STEP, HEAD>(backward_dq<T, STEP, HEAD>, *attn_args, attn_args->heads, stream, (const T *)qkv, (const T *)dy,
+                                      (const float *)logsumexp, (const float *)delta, (T *)dx);
         if (error) return error;
-        return start<STEP, HEAD>(keys_and_values<T, STEP, HEAD>, *call, call->kv_heads, stream, (const T *)qkv,
-                                 (const T *)dy, (const float *)sums, (const float *)along, (T *)dx);
+        return start<STEP, HEAD>(backward_dkv<T, STEP, HEAD>, *attn_args, attn_args->kv_heads, stream, (const T *)qkv,
+                                 (const T *)dy, (const float *)logsumexp, (const float *)delta, (T *)dx);
     })
 }

@@ -1,7 +1,7 @@
 // Convolutions by cuDNN: forward, and the gradients of input and weight, channels last.
 //
 // Which of its engines makes one is asked once for each shape and remembered, also where there is none: of those that
-// give the same bits every time and need no more room than the caller has. What it makes is of the operands' type, a
+// give the same bits every time and need no more workspace_bytes than the caller has. ConvPass it makes is of the operands' type, a
 // weight's gradient too: sums are made in f32 and rounded once, as PyTorch's are. For f32 from shorter operands there
 // is one engine alone, which takes ten times as long and half a second a shape to be compiled.
 #include "cuda/with_cudnn.h"
@@ -12,20 +12,20 @@
 
 namespace {
 
-// What is made: `What` in card.rs.
-enum What : int { OUTPUT = 0, INPUT_GRADIENT = 1, WEIGHT_GRADIENT = 2 };
+// ConvPass is made: `ConvPass` in card.rs.
+enum ConvPass : int { OUTPUT = 0, INPUT_GRADIENT = 1, WEIGHT_GRADIENT = 2 };
 
-struct Asked {
-    int type, what, tf32;
+struct CudnnConvArgs {
+    int type, pass, tf32;
     int batch, height, width, inputs, out_height, out_width, outputs, kernel, stride, padding, dilation, groups;
     const void *a, *b; // x and weight; dy and weight; dy and x
     void *out;         // y; dx; dw
     void *workspace;
-    int64_t room; // bytes of the workspace
+    int64_t workspace_bytes; // bytes of the workspace
 };
 
 // No engine makes it here: a kernel of our own has to.
-constexpr int NONE = -1;
+constexpr int NO_ENGINE = -1;
 
 } // namespace
 
@@ -43,25 +43,25 @@ int alignment(const void *p) {
 }
 
 // (n, h, w, c) as lies in memory, in the order cuDNN has dimensions.
-std::shared_ptr<fe::graph::Tensor_attributes> &shaped(std::shared_ptr<fe::graph::Tensor_attributes> &t, int64_t n,
+std::shared_ptr<fe::graph::Tensor_attributes> &set_nhwc(std::shared_ptr<fe::graph::Tensor_attributes> &t, int64_t n,
                                                       int64_t h, int64_t w, int64_t c) {
     t->set_dim({n, c, h, w}).set_stride({h * w * c, 1, w * c, c});
     return t;
 }
 
-template <class Attributes> Attributes windows(const Asked &q) {
+template <class Attributes> Attributes window_attributes(const CudnnConvArgs &q) {
     int64_t p = q.padding, s = q.stride, d = q.dilation;
     return Attributes().set_padding({p, p}).set_stride({s, s}).set_dilation({d, d});
 }
 
-int build(fe::graph::Graph &graph, const Asked &q, bool tensor_cores, cudnnHandle_t handle) {
-    graph.set_io_data_type(cudnn::kind(q.type))
+int build(fe::graph::Graph &graph, const CudnnConvArgs &q, bool tensor_cores, cudnnHandle_t handle) {
+    graph.set_io_data_type(cudnn::cudnn_dtype(q.type))
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
         .set_compute_data_type(fe::DataType_t::FLOAT);
     auto tensor = [&](int64_t uid, const void *at, int64_t n, int64_t h, int64_t w, int64_t c) {
         auto t = graph.tensor(fe::graph::Tensor_attributes());
-        t->set_uid(uid).set_alignment(alignment(at)).set_data_type(cudnn::kind(q.type));
-        return shaped(t, n, h, w, c);
+        t->set_uid(uid).set_alignment(alignment(at)).set_data_type(cudnn::cudnn_dtype(q.type));
+        return set_nhwc(t, n, h, w, c);
     };
     int64_t depth = q.inputs / q.groups;
     auto x = [&](int64_t uid, const void *at) { return tensor(uid, at, q.batch, q.height, q.width, q.inputs); };
@@ -70,20 +70,20 @@ int build(fe::graph::Graph &graph, const Asked &q, bool tensor_cores, cudnnHandl
     };
     auto w = [&](int64_t uid, const void *at) { return tensor(uid, at, q.outputs, q.kernel, q.kernel, depth); };
     std::shared_ptr<fe::graph::Tensor_attributes> out;
-    switch (q.what) {
+    switch (q.pass) {
     case OUTPUT:
-        out = graph.conv_fprop(x(1, q.a), w(2, q.b), windows<fe::graph::Conv_fprop_attributes>(q));
-        shaped(out, q.batch, q.out_height, q.out_width, q.outputs);
+        out = graph.conv_fprop(x(1, q.a), w(2, q.b), window_attributes<fe::graph::Conv_fprop_attributes>(q));
+        set_nhwc(out, q.batch, q.out_height, q.out_width, q.outputs);
         break;
     case INPUT_GRADIENT:
-        out = graph.conv_dgrad(y(1, q.a), w(2, q.b), windows<fe::graph::Conv_dgrad_attributes>(q));
-        shaped(out, q.batch, q.height, q.width, q.inputs);
+        out = graph.conv_dgrad(y(1, q.a), w(2, q.b), window_attributes<fe::graph::Conv_dgrad_attributes>(q));
+        set_nhwc(out, q.batch, q.height, q.width, q.inputs);
         break;
     default:
-        out = graph.conv_wgrad(y(1, q.a), x(2, q.b), windows<fe::graph::Conv_wgrad_attributes>(q));
-        shaped(out, q.outputs, q.kernel, q.kernel, depth);
+        out = graph.conv_wgrad(y(1, q.a), x(2, q.b), window_attributes<fe::graph::Conv_wgrad_attributes>(q));
+        set_nhwc(out, q.outputs, q.kernel, q.kernel, depth);
     }
-    out->set_output(true).set_uid(3).set_alignment(alignment(q.out)).set_data_type(cudnn::kind(q.type));
+    out->set_output(true).set_uid(3).set_alignment(alignment(q.out)).set_data_type(cudnn::cudnn_dtype(q.type));
 
     TRY_CUDNN(graph.validate());
     TRY_CUDNN(graph.build_operation_graph(handle));
@@ -93,7 +93,7 @@ int build(fe::graph::Graph &graph, const Asked &q, bool tensor_cores, cudnnHandl
     graph.deselect_numeric_notes({fe::NumericalNote_t::NONDETERMINISTIC});
     if (tensor_cores) graph.select_numeric_notes({fe::NumericalNote_t::TENSOR_CORE});
     // A weight's gradient is a long sum.
-    if (q.what == WEIGHT_GRADIENT) graph.deselect_numeric_notes({fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION});
+    if (q.pass == WEIGHT_GRADIENT) graph.deselect_numeric_notes({fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION});
     if (q.type == F32) {
         graph.deselect_numeric_notes({fe::NumericalNote_t::FFT, fe::NumericalNote_t::WINOGRAD,
                                       fe::NumericalNote_t::WINOGRAD_TILE_4x4, fe::NumericalNote_t::WINOGRAD_TILE_6x6,
@@ -102,17 +102,17 @@ int build(fe::graph::Graph &graph, const Asked &q, bool tensor_cores, cudnnHandl
         if (!q.tf32)
             graph.deselect_numeric_notes({fe::NumericalNote_t::TENSOR_CORE, fe::NumericalNote_t::DOWN_CONVERT_INPUTS});
     }
-    graph.deselect_workspace_greater_than(q.room);
+    graph.deselect_workspace_greater_than(q.workspace_bytes);
     TRY_CUDNN(graph.check_support());
     TRY_CUDNN(graph.build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE));
     int64_t bytes = 0;
     TRY_CUDNN(graph.get_workspace_size(bytes));
-    return bytes <= q.room ? 0 : NONE;
+    return bytes <= q.workspace_bytes ? 0 : NO_ENGINE;
 }
 
-// Short operands go to tensor cores, which the first choice does not always use; to what there is where no engine
+// Short operands go to tensor cores, which the first choice does not always use; to pass there is where no engine
 // does that.
-std::unique_ptr<fe::graph::Graph> plan_for(const Asked &q, cudnnHandle_t handle) {
+std::unique_ptr<fe::graph::Graph> plan_for(const CudnnConvArgs &q, cudnnHandle_t handle) {
     for (bool tensor_cores : {true, false}) {
         if (tensor_cores && q.type == F32) continue;
         auto graph = std::make_unique<fe::graph::Graph>();
@@ -133,31 +133,31 @@ std::map<Key, std::unique_ptr<fe::graph::Graph>> &plans() {
     return *plans;
 }
 
-int run(const Asked &q, cudaStream_t stream) {
+int run(const CudnnConvArgs &q, cudaStream_t stream) {
     std::lock_guard<std::mutex> guard(cudnn::lock());
     cudnnHandle_t handle = cudnn::handle(stream);
-    if (!handle) return NONE;
-    Key key{q.type,       q.what,      q.tf32,   q.batch,     q.height,  q.width,    q.inputs,
+    if (!handle) return NO_ENGINE;
+    Key key{q.type,       q.pass,      q.tf32,   q.batch,     q.height,  q.width,    q.inputs,
             q.out_height, q.out_width, q.outputs, q.kernel,    q.stride,  q.padding,  q.dilation,
-            q.groups,     q.room,      alignment(q.a), alignment(q.b), alignment(q.out)};
-    auto known = plans().find(key);
-    if (known == plans().end()) known = plans().emplace(key, plan_for(q, handle)).first;
-    if (!known->second) return NONE;
+            q.groups,     q.workspace_bytes,      alignment(q.a), alignment(q.b), alignment(q.out)};
+    auto cached = plans().find(key);
+    if (cached == plans().end()) cached = plans().emplace(key, plan_for(q, handle)).first;
+    if (!cached->second) return NO_ENGINE;
     std::unordered_map<int64_t, void *> tensors{
         {1, const_cast<void *>(q.a)}, {2, const_cast<void *>(q.b)}, {3, q.out}};
-    TRY_CUDNN(known->second->execute(handle, tensors, q.workspace));
+    TRY_CUDNN(cached->second->execute(handle, tensors, q.workspace));
     return 0;
 }
 
 } // namespace
 
-extern "C" int conv_cudnn(const Asked *asked, cudaStream_t stream) {
+extern "C" int conv_cudnn(const CudnnConvArgs *args, cudaStream_t stream) {
     try {
-        return run(*asked, stream);
+        return run(*args, stream);
     } catch (...) {
-        return NONE;
+        return NO_ENGINE;
     }
 }
 #else
-extern "C" int conv_cudnn(const Asked *, cudaStream_t) { return NONE; }
+extern "C" int conv_cudnn(const CudnnConvArgs *, cudaStream_t) { return NO_ENGINE; }
 #endif

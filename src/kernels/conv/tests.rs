@@ -5,12 +5,12 @@ use candle_core::{DType, Device, Tensor, Var};
 use proptest::prelude::*;
 
 use super::*;
-use crate::random::Random;
+use crate::random::RngKey;
 
 /// A convolution to be tried, and with how many threads.
 #[derive(Clone, Copy, Debug)]
-struct Trial {
-    g: Geometry,
+struct ConvCase {
+    g: ConvGeometry,
     batch: usize,
     threads: usize,
     dtype: DType,
@@ -31,7 +31,7 @@ fn bound(dtype: DType) -> f64 {
 
 /// Numbers in [-1, 1) that `dtype` has.
 fn random(shape: &[usize], dtype: DType, stream: u64) -> Tensor {
-    let r = Random::new(5, stream);
+    let r = RngKey::new(5, stream);
     let values = (0..shape.iter().product::<usize>()).map(|i| 2.0 * r.f64(i as u64) as f32 - 1.0);
     let values = Tensor::from_vec(values.collect::<Vec<f32>>(), shape, &Device::Cpu).unwrap();
     values.to_dtype(dtype).unwrap()
@@ -43,32 +43,32 @@ fn flat(t: &Tensor) -> Vec<f64> {
 
 /// `terms`: how many products each value sums up. Where they happen to cancel, their rounding errors do not: the scale is
 /// at least the standard deviation of such a sum, 1/3 for one product of two numbers in [-1, 1).
-fn assert_near(what: &str, trial: &Trial, terms: usize, found: &Tensor, wanted: &Tensor) {
-    let (found, wanted) = (flat(found), flat(wanted));
-    let scale = wanted.iter().fold((terms as f64).sqrt() / 3.0, |m, v| m.max(v.abs()));
-    for (i, (a, b)) in found.iter().zip(&wanted).enumerate() {
+fn assert_near(what: &str, case: &ConvCase, terms: usize, actual: &Tensor, expected: &Tensor) {
+    let (actual, expected) = (flat(actual), flat(expected));
+    let scale = expected.iter().fold((terms as f64).sqrt() / 3.0, |m, v| m.max(v.abs()));
+    for (i, (a, b)) in actual.iter().zip(&expected).enumerate() {
         // Written so that a value that is not a number fails.
-        assert!((a - b).abs() <= bound(trial.dtype) * scale, "{what} {i} is {a}, not {b}: {trial:?}");
+        assert!((a - b).abs() <= bound(case.dtype) * scale, "{what} {i} is {a}, not {b}: {case:?}");
     }
 }
 
-fn holds(trial: &Trial) {
-    let Trial { g, batch, threads, dtype, act, .. } = *trial;
-    let x = random(&[batch, g.height, g.width, g.inputs], dtype, 1);
-    let weight = random(&[g.outputs, g.kernel, g.kernel, g.inputs / g.groups], dtype, 2);
-    let bias = trial.bias.then(|| random(&[g.outputs], dtype, 3));
-    let conv = Conv { geometry: g, weight: &weight, bias: bias.as_ref(), act };
+fn check(case: &ConvCase) {
+    let ConvCase { g, batch, threads, dtype, act, .. } = *case;
+    let x = random(&[batch, g.height, g.width, g.in_channels], dtype, 1);
+    let weight = random(&[g.out_channels, g.kernel, g.kernel, g.in_channels / g.groups], dtype, 2);
+    let bias = case.bias.then(|| random(&[g.out_channels], dtype, 3));
+    let conv = ConvKernel { geometry: g, weight: &weight, bias: bias.as_ref(), act };
 
     // Gradients are added to what is there.
     let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    let (dw, db) = (random(weight.dims(), sums, 4), random(&[g.outputs], sums, 5));
-    let before = (dw.copy().unwrap(), db.copy().unwrap());
-    let grads = Grads { weight: &dw, bias: bias.is_some().then_some(&db) };
+    let (dw, db) = (random(weight.dims(), sums, 4), random(&[g.out_channels], sums, 5));
+    let initial = (dw.copy().unwrap(), db.copy().unwrap());
+    let grads = WeightBiasGrads { weight: &dw, bias: bias.is_some().then_some(&db) };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     let (y, dy, dx) = pool.install(|| {
         let (y, pre) = conv.forward(&x).unwrap();
         let dy = random(y.dims(), dtype, 6);
-        let v = if act.reads() == Reads::Input { pre.as_ref() } else { Some(&y) };
+        let v = if act.saved_for_backward() == SavedForBackward::Input { pre.as_ref() } else { Some(&y) };
         let v = v.filter(|_| act != Activation::Identity);
         let dx = conv.backward(&x, v, dy.copy().unwrap(), &grads, true).unwrap().unwrap();
         (y, dy, dx)
@@ -76,19 +76,25 @@ fn holds(trial: &Trial) {
 
     let leaf = |t: &Tensor| Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap();
     let (x, weight, bias) = (leaf(&x), leaf(&weight), bias.as_ref().map(leaf));
-    let oracle = Conv { geometry: g, weight: &weight, bias: bias.as_ref().map(|b| b.as_tensor()), act };
-    let wanted = oracle.reference(&x).unwrap();
-    let found = (&wanted * leaf(&dy).as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+    let oracle = ConvKernel { geometry: g, weight: &weight, bias: bias.as_ref().map(|b| b.as_tensor()), act };
+    let expected = oracle.reference(&x).unwrap();
+    let autograd_grads = (&expected * leaf(&dy).as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
     let on = |before: &Tensor, var: &Var| {
-        (before.to_dtype(DType::F64).unwrap() + found.get(var).unwrap()).unwrap()
+        (before.to_dtype(DType::F64).unwrap() + autograd_grads.get(var).unwrap()).unwrap()
     };
     let window = g.kernel * g.kernel;
-    let pixels = y.elem_count() / g.outputs;
-    assert_near("output", trial, window * g.inputs / g.groups, &y, &wanted);
-    assert_near("input gradient", trial, window * g.outputs / g.groups, &dx, found.get(&x).unwrap());
-    assert_near("weight gradient", trial, pixels, &dw, &on(&before.0, &weight));
+    let pixels = y.elem_count() / g.out_channels;
+    assert_near("output", case, window * g.in_channels / g.groups, &y, &expected);
+    assert_near(
+        "input gradient",
+        case,
+        window * g.out_channels / g.groups,
+        &dx,
+        autograd_grads.get(&x).unwrap(),
+    );
+    assert_near("weight gradient", case, pixels, &dw, &on(&initial.0, &weight));
     if let Some(bias) = &bias {
-        assert_near("bias gradient", trial, pixels, &db, &on(&before.1, bias));
+        assert_near("bias gradient", case, pixels, &db, &on(&initial.1, bias));
     }
 }
 
@@ -97,7 +103,7 @@ fn types() -> impl Strategy<Value = DType> {
 }
 
 /// Any sizes: odd channels, groups, strides that leave a rest, images of a window and of several blocks.
-fn small() -> impl Strategy<Value = Trial> {
+fn small() -> impl Strategy<Value = ConvCase> {
     let sizes = (1usize..10, 1usize..10, 1usize..6, 1usize..4, 0usize..3, 1usize..3);
     let rest = (1usize..4, 0usize..24, 0usize..24, 1usize..8, 1usize..5, types(), any::<bool>());
     // Not a clip, whose slope at 0 would be a matter of rounding, nor GELU, of which candle's slope has seven digits.
@@ -105,21 +111,39 @@ fn small() -> impl Strategy<Value = Trial> {
     (sizes, rest, acts).prop_map(|(sizes, rest, act)| {
         let (inputs, outputs, kernel, stride, padding, dilation) = sizes;
         let (groups, dh, dw, batch, threads, dtype, bias) = rest;
-        let reach = dilation * (kernel - 1) + 1;
-        let (height, width) = (reach + dh, reach + dw);
+        let kernel_extent = dilation * (kernel - 1) + 1;
+        let (height, width) = (kernel_extent + dh, kernel_extent + dw);
         let (inputs, outputs) = (inputs * groups, outputs * groups);
-        let g = Geometry { height, width, inputs, outputs, kernel, stride, padding, dilation, groups };
-        Trial { g, batch, threads, dtype, bias, act }
+        let g = ConvGeometry {
+            height,
+            width,
+            in_channels: inputs,
+            out_channels: outputs,
+            kernel,
+            stride,
+            padding,
+            dilation,
+            groups,
+        };
+        ConvCase { g, batch, threads, dtype, bias, act }
     })
 }
 
 /// Channels that tiles and vectors divide, and neighbours that they do not.
-fn wide() -> impl Strategy<Value = Trial> {
+fn wide() -> impl Strategy<Value = ConvCase> {
     let channels = prop::sample::select(vec![16usize, 24, 31, 32, 33, 48, 64]);
     (small(), channels.clone(), channels, 4usize..9).prop_map(|(trial, inputs, outputs, side)| {
         let kernel = trial.g.kernel.min(3);
-        let g = Geometry { height: 2 * side, width: side + 4, inputs, outputs, kernel, groups: 1, ..trial.g };
-        Trial { g, ..trial }
+        let g = ConvGeometry {
+            height: 2 * side,
+            width: side + 4,
+            in_channels: inputs,
+            out_channels: outputs,
+            kernel,
+            groups: 1,
+            ..trial.g
+        };
+        ConvCase { g, ..trial }
     })
 }
 
@@ -128,7 +152,7 @@ proptest! {
 
     #[test]
     fn any_convolution_is_right(trial in small()) {
-        holds(&trial);
+        check(&trial);
     }
 }
 
@@ -137,18 +161,18 @@ proptest! {
 
     #[test]
     fn wide_convolutions_are_right(trial in wide()) {
-        holds(&trial);
+        check(&trial);
     }
 }
 
 /// Five images for two threads, each image several blocks: the second thread's share ends behind the batch.
 #[test]
 fn a_batch_that_the_threads_do_not_divide() {
-    let g = Geometry {
+    let g = ConvGeometry {
         height: 32,
         width: 32,
-        inputs: 24,
-        outputs: 48,
+        in_channels: 24,
+        out_channels: 48,
         kernel: 5,
         stride: 1,
         padding: 2,
@@ -156,6 +180,6 @@ fn a_batch_that_the_threads_do_not_divide() {
         groups: 1,
     };
     for (batch, threads, dtype) in [(5, 2, DType::F32), (5, 3, DType::BF16), (10, 4, DType::F16)] {
-        holds(&Trial { g, batch, threads, dtype, bias: true, act: Activation::Identity });
+        check(&ConvCase { g, batch, threads, dtype, bias: true, act: Activation::Identity });
     }
 }

@@ -11,96 +11,122 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
 
-use super::{Head, fused_tiles};
-use crate::kernels::cuda::product::{Mat, Onto, Then, multiply};
-use crate::kernels::cuda::{Stream, checked, fresh, pointer, stream};
-use crate::kernels::linear::{Grads, hopper};
+use super::{LinearCrossEntropy, fused_column_tiles};
+use crate::kernels::cuda::cublaslt::{Addend, Epilogue, GpuMat, matmul};
+use crate::kernels::cuda::{RawStream, check_status, pointer, stream, uninit};
+use crate::kernels::linear::{WeightBiasGrads, hopper};
 
 /// What chunks of rows are learnt with.
-pub struct Fused<'a> {
+pub struct HopperCrossEntropy<'a> {
     weight: &'a Tensor,
     /// (tiles, chunk) sums of exponentials.
-    sums: Tensor,
+    exp_sums: Tensor,
     /// (chunk): the targets' scores, then what rows are multiplied with.
     factors: Tensor,
     /// (chunk, width): the input multiplied with that.
-    scaled: Tensor,
+    scaled_x: Tensor,
 }
 
 /// Rows to learn: input, scores and the input's gradient; targets and where the tally of each row is left.
-pub struct Chunk<'a> {
-    pub x: Mat<'a>,
-    pub scores: Mat<'a>,
-    pub dx: Mat<'a>,
+pub struct CrossEntropyChunk<'a> {
+    pub x: GpuMat<'a>,
+    pub logits: GpuMat<'a>,
+    pub dx: GpuMat<'a>,
     pub targets: *const u32,
-    pub tally: (*mut f64, *mut f64, *mut u32),
+    pub row_ptrs: (*mut f64, *mut f64, *mut u32),
 }
 
-impl<'a> Fused<'a> {
+impl<'a> HopperCrossEntropy<'a> {
     /// None where the head is another body's.
-    pub fn new(head: &Head<'a>, device: &CudaDevice, x: &Tensor, chunk: usize) -> Result<Option<Self>> {
-        if !head.plain() || !hopper::takes_scores(x, head.weight, chunk)? {
+    pub fn new(
+        head: &LinearCrossEntropy<'a>,
+        device: &CudaDevice,
+        x: &Tensor,
+        chunk: usize,
+    ) -> Result<Option<Self>> {
+        if !head.is_plain_softmax() || !hopper::supports_logits(x, head.weight, chunk)? {
             return Ok(None);
         }
         let (classes, width) = head.weight.dims2()?;
         Ok(Some(Self {
             weight: head.weight,
-            sums: fresh(device, DType::F32, (fused_tiles(classes), chunk))?,
-            factors: fresh(device, DType::F32, chunk)?,
-            scaled: fresh(device, x.dtype(), (chunk, width))?,
+            exp_sums: uninit(device, DType::F32, (fused_column_tiles(classes), chunk))?,
+            factors: uninit(device, DType::F32, chunk)?,
+            scaled_x: uninit(device, x.dtype(), (chunk, width))?,
         }))
     }
 
-    pub fn learn(&self, device: &CudaDevice, chunk: Chunk, scale: f64, grads: &Grads) -> Result<()> {
+    pub fn forward_backward(
+        &self,
+        device: &CudaDevice,
+        chunk: CrossEntropyChunk,
+        scale: f64,
+        grads: &WeightBiasGrads,
+    ) -> Result<()> {
         let (classes, width) = self.weight.dims2()?;
-        let Chunk { x, scores, dx, targets, tally: (loss, weight, hits) } = chunk;
-        let (rows, filled) = (x.rows, scores.cols);
+        let CrossEntropyChunk { x, logits, dx, targets, row_ptrs: (loss, weight, hits) } = chunk;
+        let (rows, padded_classes) = (x.rows, logits.cols);
         let (n, stream) = (rows as c_int, stream(device));
         let factors = pointer(&self.factors)?.cast();
         // SAFETY: `x` and what is beside it have so many rows, `weight` as many as classes.
-        checked("cross_entropy_bases", unsafe {
+        check_status("cross_entropy_target_logits", unsafe {
             let w = pointer(self.weight)?;
-            cross_entropy_bases(x.data()?, w, targets, factors, n, width as c_int, classes as c_int, stream)
+            cross_entropy_target_logits(
+                x.data()?,
+                w,
+                targets,
+                factors,
+                n,
+                width as c_int,
+                classes as c_int,
+                stream,
+            )
         })?;
-        hopper::scores(device, x, self.weight, &self.factors, scores, &self.sums)?;
-        let settled = Settled {
-            sums: pointer(&self.sums)?.cast(),
-            scores: scores.data()?,
+        hopper::exp_logits(device, x, self.weight, &self.factors, logits, &self.exp_sums)?;
+        let args = CrossEntropyFinalizeArgs {
+            exp_sums: pointer(&self.exp_sums)?.cast(),
+            logits: logits.data()?,
             targets,
             x: x.data()?,
-            scaled: pointer(&self.scaled)?,
+            scaled_x: pointer(&self.scaled_x)?,
             factors,
             loss,
             weight,
             hits,
             scale,
             rows: n,
-            stride: scores.stride as c_int,
+            stride: logits.stride as c_int,
             classes: classes as c_int,
-            tiles: fused_tiles(classes) as c_int,
+            tiles: fused_column_tiles(classes) as c_int,
             width: width as c_int,
         };
         // SAFETY: as above, and there is a sum for each tile of a row.
-        checked("cross_entropy_settle", unsafe { cross_entropy_settle(&settled, stream) })?;
-        let scaled = Mat::new(&self.scaled, rows, width);
-        let into = Mat::new(grads.weight, filled, width);
-        multiply(&into, scores.t(), scaled, Onto::Itself, Then::Nothing)?;
-        multiply(&dx, scores, Mat::new(self.weight, filled, width), Onto::Nothing, Then::Nothing)?;
+        check_status("cross_entropy_finalize", unsafe { cross_entropy_finalize(&args, stream) })?;
+        let scaled_x = GpuMat::new(&self.scaled_x, rows, width);
+        let into = GpuMat::new(grads.weight, padded_classes, width);
+        matmul(&into, logits.t(), scaled_x, Addend::Output, Epilogue::Identity)?;
+        matmul(
+            &dx,
+            logits,
+            GpuMat::new(self.weight, padded_classes, width),
+            Addend::Zero,
+            Epilogue::Identity,
+        )?;
         // SAFETY: as above.
-        checked("cross_entropy_scale", unsafe {
-            cross_entropy_scale(dx.data()?, factors, n, width as c_int, stream)
+        check_status("cross_entropy_scale_rows", unsafe {
+            cross_entropy_scale_rows(dx.data()?, factors, n, width as c_int, stream)
         })
     }
 }
 
-/// `Settled` in settle.cu.
+/// `CrossEntropyFinalizeArgs` in settle.cu.
 #[repr(C)]
-struct Settled {
-    sums: *const f32,
-    scores: *mut c_void,
+struct CrossEntropyFinalizeArgs {
+    exp_sums: *const f32,
+    logits: *mut c_void,
     targets: *const u32,
     x: *const c_void,
-    scaled: *mut c_void,
+    scaled_x: *mut c_void,
     factors: *mut f32,
     loss: *mut f64,
     weight: *mut f64,
@@ -114,7 +140,7 @@ struct Settled {
 }
 
 unsafe extern "C" {
-    fn cross_entropy_bases(
+    fn cross_entropy_target_logits(
         x: *const c_void,
         w: *const c_void,
         targets: *const u32,
@@ -122,26 +148,26 @@ unsafe extern "C" {
         rows: c_int,
         width: c_int,
         classes: c_int,
-        stream: Stream,
+        stream: RawStream,
     ) -> c_int;
-    fn cross_entropy_settle(settled: *const Settled, stream: Stream) -> c_int;
-    fn cross_entropy_scale(
+    fn cross_entropy_finalize(args: *const CrossEntropyFinalizeArgs, stream: RawStream) -> c_int;
+    fn cross_entropy_scale_rows(
         x: *mut c_void,
         factors: *const f32,
         rows: c_int,
         width: c_int,
-        stream: Stream,
+        stream: RawStream,
     ) -> c_int;
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::IGNORE;
+    use super::super::IGNORE_INDEX;
     use super::*;
-    use crate::kernels::cuda::of;
-    use crate::kernels::tally::Tally;
-    use crate::kernels::tally::card::Rows;
-    use crate::layers::check::{device, distance, flat, random};
+    use crate::kernels::cuda::device_of;
+    use crate::kernels::metric_sums::MetricSums;
+    use crate::kernels::metric_sums::gpu::RowMetrics;
+    use crate::layers::gradcheck::{random_tensor, relative_error, test_device, to_f64_vec};
 
     const ROWS: usize = 4000;
     /// Nine tiles, of which the last is a third of one, and no multiple of anything.
@@ -151,23 +177,24 @@ mod tests {
     const NARROW: usize = 448;
     const SCALE: f64 = 0.5;
 
-    fn on_card(shape: &[usize], seed: u64, scale: f64) -> Tensor {
-        random(shape, seed).affine(scale, 0.0).unwrap().to_dtype(DType::BF16).unwrap()
+    fn random_bf16(shape: &[usize], seed: u64, scale: f64) -> Tensor {
+        random_tensor(shape, seed).affine(scale, 0.0).unwrap().to_dtype(DType::BF16).unwrap()
     }
 
-    fn head(weight: &Tensor) -> Head<'_> {
-        Head { weight, bias: None, smoothing: 0.0, class_weights: None }
+    fn head(weight: &Tensor) -> LinearCrossEntropy<'_> {
+        LinearCrossEntropy { weight, bias: None, smoothing: 0.0, class_weights: None }
     }
 
     fn targets(of: impl Fn(usize) -> u32) -> Tensor {
-        Tensor::from_vec((0..ROWS).map(of).collect::<Vec<u32>>(), ROWS, &device()).unwrap()
+        Tensor::from_vec((0..ROWS).map(of).collect::<Vec<u32>>(), ROWS, &test_device()).unwrap()
     }
 
     /// A weight with others' rows behind it, none where there is no card that has the body.
     fn weight(width: usize) -> Option<Tensor> {
-        let weight = on_card(&[CLASSES + 40, width], 2, 0.05).narrow(0, 0, CLASSES).unwrap();
-        let x = on_card(&[ROWS, width], 1, 1.0);
-        let there = of(&x).is_some_and(|card| Fused::new(&head(&weight), card, &x, ROWS).unwrap().is_some());
+        let weight = random_bf16(&[CLASSES + 40, width], 2, 0.05).narrow(0, 0, CLASSES).unwrap();
+        let x = random_bf16(&[ROWS, width], 1, 1.0);
+        let there = device_of(&x)
+            .is_some_and(|gpu| HopperCrossEntropy::new(&head(&weight), gpu, &x, ROWS).unwrap().is_some());
         if !there {
             println!("skipped: no Hopper card to compute on (TRAINER_TEST_DEVICE=cuda)");
         }
@@ -175,12 +202,12 @@ mod tests {
     }
 
     /// The tally and the gradients of input and weight.
-    fn learn(weight: &Tensor, x: &Tensor, targets: &Tensor) -> (Tally, Tensor, Tensor) {
-        let grad = Tensor::zeros((CLASSES + 40, x.dims()[1]), DType::F32, &device()).unwrap();
+    fn forward_backward(weight: &Tensor, x: &Tensor, targets: &Tensor) -> (MetricSums, Tensor, Tensor) {
+        let grad = Tensor::zeros((CLASSES + 40, x.dims()[1]), DType::F32, &test_device()).unwrap();
         let grad = grad.narrow(0, 0, CLASSES).unwrap();
-        let grads = Grads { weight: &grad, bias: None };
-        let (counted, dx) = head(weight).learn(x, targets, SCALE, &grads).unwrap();
-        (counted.read().unwrap(), dx, grad)
+        let grads = WeightBiasGrads { weight: &grad, bias: None };
+        let (metrics, dx) = head(weight).forward_backward(x, targets, SCALE, &grads).unwrap();
+        (metrics.read().unwrap(), dx, grad)
     }
 
     #[test]
@@ -192,43 +219,43 @@ mod tests {
 
     fn follows_the_reference(width: usize) {
         let Some(weight) = weight(width) else { return };
-        let x = on_card(&[ROWS, width], 1, 8.0);
+        let x = random_bf16(&[ROWS, width], 1, 8.0);
         let class = |row: usize| (row * 5 % CLASSES) as u32;
-        let given = targets(|row| if row % 3 == 1 { IGNORE } else { class(row) });
-        let (tally, dx, grad) = learn(&weight, &x, &given);
+        let given = targets(|row| if row % 3 == 1 { IGNORE_INDEX } else { class(row) });
+        let (metrics, dx, grad) = forward_backward(&weight, &x, &given);
 
         let learnt: Vec<u32> = (0..ROWS as u32).filter(|row| row % 3 != 1).collect();
         let classes: Vec<u32> = learnt.iter().map(|row| class(*row as usize)).collect();
-        let rows = Tensor::from_vec(learnt.clone(), learnt.len(), &device()).unwrap();
-        let classes = Tensor::from_vec(classes, learnt.len(), &device()).unwrap();
+        let rows = Tensor::from_vec(learnt.clone(), learnt.len(), &test_device()).unwrap();
+        let classes = Tensor::from_vec(classes, learnt.len(), &test_device()).unwrap();
         let leaf = |t: &Tensor| candle_core::Var::from_tensor(&t.to_dtype(DType::F64).unwrap()).unwrap();
         let (x, w) = (leaf(&x.index_select(&rows, 0).unwrap()), leaf(&weight));
         let wanted = head(&w).reference(&x, &classes).unwrap();
         let loss = wanted.to_scalar::<f64>().unwrap();
-        assert!((tally.loss - loss).abs() < 1e-3 * loss, "{} is not {loss}", tally.loss);
-        assert_eq!((tally.count, tally.weight), (learnt.len() as u64, learnt.len() as f64));
+        assert!((metrics.loss - loss).abs() < 1e-3 * loss, "{} is not {loss}", metrics.loss);
+        assert_eq!((metrics.count, metrics.weight), (learnt.len() as u64, learnt.len() as f64));
         let grads = (wanted * SCALE).unwrap().backward().unwrap();
         for (what, ours, var) in [("x", &dx.index_select(&rows, 0).unwrap(), &x), ("w", &grad, &w)] {
-            let far = distance(&flat(ours), &flat(grads.get(var).unwrap()));
+            let far = relative_error(&to_f64_vec(ours), &to_f64_vec(grads.get(var).unwrap()));
             assert!(far < 8e-3, "{what}: {far}");
         }
         let ignored: Vec<u32> = (0..ROWS as u32).filter(|row| row % 3 == 1).collect();
-        let ignored = Tensor::from_vec(ignored.clone(), ignored.len(), &device()).unwrap();
-        assert!(flat(&dx.index_select(&ignored, 0).unwrap()).iter().all(|d| *d == 0.0));
+        let ignored = Tensor::from_vec(ignored.clone(), ignored.len(), &test_device()).unwrap();
+        assert!(to_f64_vec(&dx.index_select(&ignored, 0).unwrap()).iter().all(|d| *d == 0.0));
     }
 
     /// A weight without rows behind it is another body's, which agrees.
     #[test]
     fn both_bodies_agree() {
         let Some(weight) = weight(WIDTH) else { return };
-        let x = on_card(&[ROWS, WIDTH], 1, 8.0);
+        let x = random_bf16(&[ROWS, WIDTH], 1, 8.0);
         let given = targets(|row| (row * 7 % CLASSES) as u32);
         let alone = weight.affine(1.0, 0.0).unwrap();
-        assert!(!hopper::takes_scores(&x, &alone, ROWS).unwrap());
-        let (one, other) = (learn(&weight, &x, &given), learn(&alone, &x, &given));
+        assert!(!hopper::supports_logits(&x, &alone, ROWS).unwrap());
+        let (one, other) = (forward_backward(&weight, &x, &given), forward_backward(&alone, &x, &given));
         assert!((one.0.loss - other.0.loss).abs() < 1e-3 * other.0.loss);
         for (a, b) in [(one.1, other.1), (one.2, other.2)] {
-            let far = distance(&flat(&a), &flat(&b));
+            let far = relative_error(&to_f64_vec(&a), &to_f64_vec(&b));
             assert!(far < 3e-2, "{far}");
         }
     }
@@ -236,40 +263,42 @@ mod tests {
     /// The last of several chunks may be shorter. Without the columns behind the classes, products are cut in two, the first
     /// of which is rounded.
     #[test]
-    fn parts_make_the_whole() {
+    fn chunks_sum_to_the_whole_batch() {
         for (columns, near) in [(CLASSES.next_multiple_of(8), 4e-3), (CLASSES, 2e-2)] {
-            in_parts(columns, near);
+            check_chunked(columns, near);
         }
     }
 
-    fn in_parts(columns: usize, near: f64) {
+    fn check_chunked(columns: usize, near: f64) {
         let Some(weight) = weight(WIDTH) else { return };
-        let x = on_card(&[ROWS, WIDTH], 1, 8.0);
+        let x = random_bf16(&[ROWS, WIDTH], 1, 8.0);
         let given = targets(|row| (row * 7 % CLASSES) as u32);
-        let (tally, dx, grad) = learn(&weight, &x, &given);
+        let (metrics, dx, grad) = forward_backward(&weight, &x, &given);
 
-        let card = of(&x).unwrap();
-        let fused = Fused::new(&head(&weight), card, &x, ROWS).unwrap().unwrap();
-        let counts = Rows::new(card, ROWS).unwrap();
-        let stride = super::super::card_stride(CLASSES);
-        let scores = fresh(card, DType::BF16, ROWS * stride).unwrap();
-        let sums = Tensor::zeros((CLASSES + 40, WIDTH), DType::F32, &device()).unwrap();
+        let gpu = device_of(&x).unwrap();
+        let fused = HopperCrossEntropy::new(&head(&weight), gpu, &x, ROWS).unwrap().unwrap();
+        let row_metrics = RowMetrics::new(gpu, ROWS).unwrap();
+        let stride = super::super::cuda_logit_stride(CLASSES);
+        let logits = uninit(gpu, DType::BF16, ROWS * stride).unwrap();
+        let sums = Tensor::zeros((CLASSES + 40, WIDTH), DType::F32, &test_device()).unwrap();
         let (into, sums) = (dx.zeros_like().unwrap(), sums.narrow(0, 0, CLASSES).unwrap());
         for (first, rows) in [(0, 3700), (3700, 300)] {
-            let part = |of| Mat { from: first * WIDTH, rows, ..Mat::new(of, ROWS, WIDTH) };
-            let chunk = Chunk {
+            let part = |of| GpuMat { offset: first * WIDTH, rows, ..GpuMat::new(of, ROWS, WIDTH) };
+            let chunk = CrossEntropyChunk {
                 x: part(&x),
-                scores: Mat { rows, cols: columns, ..Mat::new(&scores, ROWS, stride) },
+                logits: GpuMat { rows, cols: columns, ..GpuMat::new(&logits, ROWS, stride) },
                 dx: part(&into),
                 targets: pointer(&given).unwrap().cast::<u32>().wrapping_add(first),
-                tally: counts.from(first).unwrap(),
+                row_ptrs: row_metrics.row_ptrs(first).unwrap(),
             };
-            fused.learn(card, chunk, SCALE, &Grads { weight: &sums, bias: None }).unwrap();
+            fused
+                .forward_backward(gpu, chunk, SCALE, &WeightBiasGrads { weight: &sums, bias: None })
+                .unwrap();
         }
-        let counted = counts.add(card).unwrap().read().unwrap();
-        assert_eq!((counted.loss, counted.count), (tally.loss, tally.count));
+        let total = row_metrics.reduce(gpu).unwrap().read().unwrap();
+        assert_eq!((total.loss, total.count), (metrics.loss, metrics.count));
         for (a, b) in [(into, dx), (sums, grad)] {
-            let far = distance(&flat(&a), &flat(&b));
+            let far = relative_error(&to_f64_vec(&a), &to_f64_vec(&b));
             assert!(far < near, "{far} with {columns} columns");
         }
     }
@@ -279,29 +308,29 @@ mod tests {
         let Some(weight) = weight(WIDTH) else { return };
         let given = targets(|row| (row * 7 % CLASSES) as u32);
         let x = weight.index_select(&given, 0).unwrap().affine(50.0, 0.0).unwrap();
-        let (tally, dx, _) = learn(&weight, &x, &given);
-        assert!((0.0..1e-6).contains(&tally.mean_loss()), "{}", tally.mean_loss());
-        assert!(flat(&dx).iter().all(|d| d.abs() < 1e-6));
+        let (metrics, dx, _) = forward_backward(&weight, &x, &given);
+        assert!((0.0..1e-6).contains(&metrics.mean_loss()), "{}", metrics.mean_loss());
+        assert!(to_f64_vec(&dx).iter().all(|d| d.abs() < 1e-6));
     }
 
     #[test]
     fn targets_far_below_others_and_none_at_all() {
         let Some(weight) = weight(WIDTH) else { return };
         let given = targets(|row| (row * 5 % CLASSES) as u32);
-        let (tally, dx, grad) = learn(&weight, &on_card(&[ROWS, WIDTH], 1, 300.0), &given);
-        let mean = tally.mean_loss();
+        let (metrics, dx, grad) = forward_backward(&weight, &random_bf16(&[ROWS, WIDTH], 1, 300.0), &given);
+        let mean = metrics.mean_loss();
         assert!((69.0..80.0).contains(&mean), "{mean}");
-        assert!([dx, grad].iter().all(|g| flat(g).iter().all(|d| d.is_finite())));
+        assert!([dx, grad].iter().all(|g| to_f64_vec(g).iter().all(|d| d.is_finite())));
 
-        let x = on_card(&[ROWS, WIDTH], 1, 1.0);
+        let x = random_bf16(&[ROWS, WIDTH], 1, 1.0);
         let wrong = targets(|row| if row == 7 { CLASSES as u32 } else { 0 });
-        let (tally, dx, _) = learn(&weight, &x, &wrong);
-        assert!(tally.loss.is_nan(), "a class that is not there");
-        assert!(flat(&dx).iter().all(|d| d.is_finite()));
+        let (metrics, dx, _) = forward_backward(&weight, &x, &wrong);
+        assert!(metrics.loss.is_nan(), "a class that is not there");
+        assert!(to_f64_vec(&dx).iter().all(|d| d.is_finite()));
 
-        let nan = Tensor::full(f32::NAN, (1, WIDTH), &device()).unwrap().to_dtype(DType::BF16).unwrap();
+        let nan = Tensor::full(f32::NAN, (1, WIDTH), &test_device()).unwrap().to_dtype(DType::BF16).unwrap();
         let x = Tensor::cat(&[&nan, &x.narrow(0, 1, ROWS - 1).unwrap()], 0).unwrap();
-        let (tally, dx, grad) = learn(&weight, &x, &given);
-        assert!(tally.loss.is_nan() && [dx, grad].iter().all(|g| flat(g).iter().any(|d| d.is_nan())));
+        let (metrics, dx, grad) = forward_backward(&weight, &x, &given);
+        assert!(metrics.loss.is_nan() && [dx, grad].iter().all(|g| to_f64_vec(g).iter().any(|d| d.is_nan())));
     }
 }

@@ -17,7 +17,7 @@ __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 template <class R> __device__ __forceinline__ R sigmoid_of(R x) { return R(1) / (R(1) + exp_of(-x)); }
 
 // The hardware's tanh, right to 11 bits: enough for values that are kept in 8 (bf16), and a third of the time.
-__device__ __forceinline__ float narrow_tanh(float x) {
+__device__ __forceinline__ float tanh_approx(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -28,25 +28,25 @@ __device__ __forceinline__ float narrow_tanh(float x) {
 template <class R> struct GeluTanh {
     // Inside tanh stands `LINEAR x + CUBIC x^3`.
     static constexpr double LINEAR = 0.7978845608028654, CUBIC = LINEAR * 0.044715;
-    R square, share, value;
-    template <bool narrow> __device__ __forceinline__ static GeluTanh at(R x) {
+    R square, gate, value;
+    template <bool approx> __device__ __forceinline__ static GeluTanh at(R x) {
         R square = x * x, inner = x * (R(LINEAR) + R(CUBIC) * square), t;
-        if constexpr (narrow) t = narrow_tanh(inner);
+        if constexpr (approx) t = tanh_approx(inner);
         else t = tanh_of(inner);
-        R share = R(0.5) + R(0.5) * t;
-        return {square, share, x * share};
+        R gate = R(0.5) + R(0.5) * t;
+        return {square, gate, x * gate};
     }
     __device__ __forceinline__ R slope() const {
-        return share + (value - value * share) * (R(2 * LINEAR) + R(6 * CUBIC) * square);
+        return gate + (value - value * gate) * (R(2 * LINEAR) + R(6 * CUBIC) * square);
     }
 };
 
 // A NaN compares false and passes through.
-template <int act, bool narrow = false, class R> __device__ __forceinline__ R value_of(R x) {
+template <int act, bool approx = false, class R> __device__ __forceinline__ R value_of(R x) {
     if constexpr (act == RELU) return x < R(0) ? R(0) : x;
     else if constexpr (act == RELU6) return x < R(0) ? R(0) : x > R(6) ? R(6) : x;
     else if constexpr (act == GELU) return R(0.5) * x * (R(1) + erf_of(x * R(0.7071067811865476)));
-    else if constexpr (act == GELU_TANH) return GeluTanh<R>::template at<narrow>(x).value;
+    else if constexpr (act == GELU_TANH) return GeluTanh<R>::template at<approx>(x).value;
     else if constexpr (act == SILU) return x * sigmoid_of(x);
     else if constexpr (act == SIGMOID) return sigmoid_of(x);
     else if constexpr (act == TANH) return tanh_of(x);
@@ -54,12 +54,12 @@ template <int act, bool narrow = false, class R> __device__ __forceinline__ R va
 }
 
 // The slope at the input or the output, whichever `Activation::reads` names.
-template <int act, bool narrow = false, class R> __device__ __forceinline__ R slope_of(R v) {
+template <int act, bool approx = false, class R> __device__ __forceinline__ R slope_of(R v) {
     if constexpr (act == RELU) return v > R(0) ? R(1) : R(0);
     else if constexpr (act == RELU6) return v > R(0) && v < R(6) ? R(1) : R(0);
     else if constexpr (act == GELU)
         return R(0.5) * (R(1) + erf_of(v * R(0.7071067811865476))) + v * exp_of(R(-0.5) * v * v) * R(0.3989422804014327);
-    else if constexpr (act == GELU_TANH) return GeluTanh<R>::template at<narrow>(v).slope();
+    else if constexpr (act == GELU_TANH) return GeluTanh<R>::template at<approx>(v).slope();
     else if constexpr (act == SILU) {
         R s = sigmoid_of(v);
         return s * (R(1) + v * (R(1) - s));
@@ -83,4 +83,4 @@ template <int act, bool narrow = false, class R> __device__ __forceinline__ R sl
     }
 
 // Whether a type's values have so few bits that a rough function does not change them.
-template <class T> constexpr bool is_narrow = std::is_same<T, bf16>::value;
+template <class T> constexpr bool is_low_precision = std::is_same<T, bf16>::value;

@@ -4,40 +4,40 @@
 #include "random.cuh"
 
 // What launchers are told; `Call` in attention/card.rs.
-struct Call {
+struct AttentionArgs {
     int type, batch, length, heads, kv_heads, head, causal;
     float scale;
     const uint32_t *lengths; // of each sample, on the card; null: all are seen
-    const Random *keys;      // of each sample, on the device; null: none is dropped
+    const RngKey *keys;      // of each sample, on the device; null: none is dropped
     uint32_t threshold;
     double kept_scale;
 };
 
-struct Sizes {
+struct AttentionDims {
     int length, heads, kv_heads, head, causal;
     float scale;
     const uint32_t *lengths;
 
-    explicit Sizes(const Call &c)
+    explicit AttentionDims(const AttentionArgs &c)
         : length(c.length), heads(c.heads), kv_heads(c.kv_heads), head(c.head), causal(c.causal), scale(c.scale),
           lengths(c.lengths) {}
-    __device__ int packed() const { return (heads + 2 * kv_heads) * head; }
+    __device__ int qkv_width() const { return (heads + 2 * kv_heads) * head; }
     __device__ int width() const { return heads * head; }
     __device__ int keys(int sample) const {
         return lengths ? min(int(lengths[sample]), length) : length;
     }
     // Keys that the queries before `end` may see.
-    __device__ int seen(int sample, int end) const { return causal ? min(keys(sample), end) : keys(sample); }
-    __device__ bool hidden(int query, int key, int keys) const {
+    __device__ int visible_keys(int sample, int end) const { return causal ? min(keys(sample), end) : keys(sample); }
+    __device__ bool is_masked(int query, int key, int keys) const {
         return key >= keys || query >= length || (causal && key > query);
     }
 };
 
 // Which weights of a sample are dropped, by the draws of attention/mask.rs: one serves a square of two queries and two keys.
-struct SampleMask {
+struct SampleDropoutMask {
     uint32_t threshold;
     double scale; // what the others are multiplied with
-    Random drawn;
+    RngKey drawn;
 
     // The 16 bits of (query, key) stand at 32 (query % 2) + 16 (key % 2).
     __device__ __forceinline__ uint64_t square(int head, int query, int key) const {
@@ -52,17 +52,17 @@ struct SampleMask {
     }
 };
 
-struct Mask {
+struct DropoutMask {
     uint32_t threshold;
     double scale;
-    const Random *keys;
+    const RngKey *keys;
 
-    explicit Mask(const Call &c) : threshold(c.threshold), scale(c.kept_scale), keys(c.keys) {}
-    __device__ __forceinline__ SampleMask of(int sample) const { return {threshold, scale, keys[sample]}; }
+    explicit DropoutMask(const AttentionArgs &c) : threshold(c.threshold), scale(c.kept_scale), keys(c.keys) {}
+    __device__ __forceinline__ SampleDropoutMask of(int sample) const { return {threshold, scale, keys[sample]}; }
 };
 
 // None is dropped.
-struct NoMask {
-    __device__ __forceinline__ NoMask of(int) const { return {}; }
+struct NoDropout {
+    __device__ __forceinline__ NoDropout of(int) const { return {}; }
     template <class R> __device__ R kept(int, int, int) const { return R(1); }
 };

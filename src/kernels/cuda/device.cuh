@@ -21,13 +21,13 @@ template <class T> struct AccOf { using type = float; };
 template <> struct AccOf<double> { using type = double; };
 template <class T> using Acc = typename AccOf<T>::type;
 
-template <class T> __device__ __forceinline__ Acc<T> up(T x) { return x; }
-template <> __device__ __forceinline__ float up(bf16 x) { return __bfloat162float(x); }
-template <> __device__ __forceinline__ float up(f16 x) { return __half2float(x); }
+template <class T> __device__ __forceinline__ Acc<T> to_acc(T x) { return x; }
+template <> __device__ __forceinline__ float to_acc(bf16 x) { return __bfloat162float(x); }
+template <> __device__ __forceinline__ float to_acc(f16 x) { return __half2float(x); }
 
-template <class T> __device__ __forceinline__ T down(Acc<T> x) { return x; }
-template <> __device__ __forceinline__ bf16 down<bf16>(float x) { return __float2bfloat16_rn(x); }
-template <> __device__ __forceinline__ f16 down<f16>(float x) { return __float2half_rn(x); }
+template <class T> __device__ __forceinline__ T from_acc(Acc<T> x) { return x; }
+template <> __device__ __forceinline__ bf16 from_acc<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ __forceinline__ f16 from_acc<f16>(float x) { return __float2half_rn(x); }
 
 // Runs `body` with the alias `T` of a type code.
 #define WITH_TYPE(code, ...)                                                                                  \
@@ -48,12 +48,12 @@ template <class T, int N = 16 / sizeof(T)> struct alignas(sizeof(T) * N) Pack {
 };
 
 // A pack that stays together until a value of it is read: apart, each of 16 bits takes a register of 32.
-template <class T, int N> struct Kept {
+template <class T, int N> struct LazyPack {
     Pack<T, N> values;
     __device__ __forceinline__ void load(const T *p) { values = Pack<T, N>::load(p); }
-    __device__ __forceinline__ Acc<T> operator[](int i) const { return up(values.v[i]); }
+    __device__ __forceinline__ Acc<T> operator[](int i) const { return to_acc(values.v[i]); }
 };
-template <> struct Kept<bf16, 8> {
+template <> struct LazyPack<bf16, 8> {
     uint4 words;
     __device__ __forceinline__ void load(const bf16 *p) { words = *reinterpret_cast<const uint4 *>(p); }
     __device__ __forceinline__ float operator[](int i) const {
@@ -61,7 +61,7 @@ template <> struct Kept<bf16, 8> {
         return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
     }
 };
-template <> struct Kept<bf16, 4> {
+template <> struct LazyPack<bf16, 4> {
     uint2 words;
     __device__ __forceinline__ void load(const bf16 *p) { words = *reinterpret_cast<const uint2 *>(p); }
     __device__ __forceinline__ float operator[](int i) const {

@@ -42,18 +42,18 @@ cudaError_t replace(cudaGraph_t graph, cudaGraphNode_t node, void *kernel, size_
     params.gridDim = dim3(unsigned(std::min<size_t>((count + THREADS - 1) / THREADS, 1024)));
     params.blockDim = dim3(THREADS);
     params.kernelParams = arguments;
-    cudaGraphNode_t made;
-    TRY(cudaGraphAddKernelNode(&made, graph, earlier.data(), before, &params));
-    std::vector<cudaGraphNode_t> from(after, made);
+    cudaGraphNode_t kernel_node;
+    TRY(cudaGraphAddKernelNode(&kernel_node, graph, earlier.data(), before, &params));
+    std::vector<cudaGraphNode_t> from(after, kernel_node);
     if (after) TRY(cudaGraphAddDependencies(graph, from.data(), later.data(), EDGES after));
     return cudaGraphDestroyNode(node);
 }
 
-cudaError_t replace_fill(cudaGraph_t graph, cudaGraphNode_t node, bool &can) {
+cudaError_t replace_memset(cudaGraph_t graph, cudaGraphNode_t node, bool &replaceable) {
     cudaMemsetParams p;
     TRY(cudaGraphMemsetNodeGetParams(node, &p));
-    can = p.height == 1;
-    if (!can) return cudaSuccess;
+    replaceable = p.height == 1;
+    if (!replaceable) return cudaSuccess;
     uint32_t word = p.elementSize == 1 ? p.value * 0x01010101u : p.elementSize == 2 ? p.value * 0x00010001u : p.value;
     size_t bytes = p.width * p.elementSize;
     if ((uintptr_t(p.dst) | bytes) % 16 == 0) {
@@ -69,13 +69,13 @@ cudaError_t replace_fill(cudaGraph_t graph, cudaGraphNode_t node, bool &can) {
                    count, arguments);
 }
 
-cudaError_t replace_copy(cudaGraph_t graph, cudaGraphNode_t node, bool &can) {
+cudaError_t replace_memcpy(cudaGraph_t graph, cudaGraphNode_t node, bool &replaceable) {
     cudaMemcpy3DParms p{};
     TRY(cudaGraphMemcpyNodeGetParams(node, &p));
     bool plain = !p.srcArray && !p.dstArray && p.extent.depth == 1;
     plain &= p.dstPos.y == 0 && p.srcPos.y == 0 && p.dstPos.z == 0 && p.srcPos.z == 0;
-    can = p.kind == cudaMemcpyDeviceToDevice && plain;
-    if (!can) return cudaSuccess;
+    replaceable = p.kind == cudaMemcpyDeviceToDevice && plain;
+    if (!replaceable) return cudaSuccess;
     void *to = (char *)p.dstPtr.ptr + p.dstPos.x, *from = (char *)p.srcPtr.ptr + p.srcPos.x;
     size_t bytes = p.extent.width, rows = p.extent.height;
     size_t to_pitch = rows > 1 ? p.dstPtr.pitch : bytes, from_pitch = rows > 1 ? p.srcPtr.pitch : bytes;
@@ -86,7 +86,7 @@ cudaError_t replace_copy(cudaGraph_t graph, cudaGraphNode_t node, bool &can) {
     return replace(graph, node, wide ? (void *)copy<uint4> : (void *)copy<uint8_t>, count, arguments);
 }
 
-cudaError_t make_kernels(cudaGraph_t graph, size_t &kernels) {
+cudaError_t replace_nodes(cudaGraph_t graph, size_t &kernels) {
     size_t count = 0;
     TRY(cudaGraphGetNodes(graph, nullptr, &count));
     std::vector<cudaGraphNode_t> nodes(count);
@@ -94,10 +94,10 @@ cudaError_t make_kernels(cudaGraph_t graph, size_t &kernels) {
     for (cudaGraphNode_t node : nodes) {
         cudaGraphNodeType type;
         TRY(cudaGraphNodeGetType(node, &type));
-        bool can = type == cudaGraphNodeTypeKernel || type == cudaGraphNodeTypeEmpty;
-        if (type == cudaGraphNodeTypeMemset) TRY(replace_fill(graph, node, can));
-        if (type == cudaGraphNodeTypeMemcpy) TRY(replace_copy(graph, node, can));
-        if (!can) return cudaErrorNotSupported;
+        bool replaceable = type == cudaGraphNodeTypeKernel || type == cudaGraphNodeTypeEmpty;
+        if (type == cudaGraphNodeTypeMemset) TRY(replace_memset(graph, node, replaceable));
+        if (type == cudaGraphNodeTypeMemcpy) TRY(replace_memcpy(graph, node, replaceable));
+        if (!replaceable) return cudaErrorNotSupported;
     }
     kernels = count;
     return cudaSuccess;
@@ -106,8 +106,8 @@ cudaError_t make_kernels(cudaGraph_t graph, size_t &kernels) {
 } // namespace
 
 // Makes a graph of kernels alone, and says of how many; none where it does something else, such as to read host memory.
-extern "C" size_t graph_of_kernels(cudaGraph_t graph) {
+extern "C" size_t graph_to_kernels_only(cudaGraph_t graph) {
     size_t kernels = 0;
-    if (make_kernels(graph, kernels)) cudaGetLastError(); // which is nobody else's
+    if (replace_nodes(graph, kernels)) cudaGetLastError(); // which is nobody else's
     return kernels;
 }

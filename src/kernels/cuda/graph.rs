@@ -24,7 +24,7 @@ pub fn not_capturable(reason: &'static str) {
 /// Launches in their order.
 pub struct Graph {
     graph: sys::CUgraph,
-    ready: sys::CUgraphExec,
+    exec: sys::CUgraphExec,
     stream: Arc<CudaStream>,
     /// How many there are.
     pub launches: usize,
@@ -40,12 +40,12 @@ impl Graph {
         let stream = device.cuda_stream();
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).w()?;
         CAPTURE.set(Some(None));
-        let launched = launch();
+        let outcome = launch();
         let reason = CAPTURE.take().flatten();
         // SAFETY: it was begun on this stream.
         let graph = unsafe { result::stream::end_capture(stream.cu_stream()) };
         let recorded = stream.context().check_err();
-        let failed = match (reason, &launched, recorded, graph) {
+        let failed = match (reason, &outcome, recorded, graph) {
             (Some(reason), _, _, graph) => {
                 drop(graph.map(|graph| Self::new(graph, &stream)));
                 reason.to_owned()
@@ -57,38 +57,38 @@ impl Graph {
             (None, Ok(_), Err(error), _) | (None, Ok(_), Ok(()), Err(error)) => {
                 format!("the driver refused the capture: {error}")
             }
-            (None, Ok(_), Ok(()), Ok(graph)) => match Self::new(graph, &stream).made_ready() {
+            (None, Ok(_), Ok(()), Ok(graph)) => match Self::new(graph, &stream).instantiate() {
                 Ok(graph) => {
-                    return Ok(launched.map(|made| (graph, made)).map_err(|error| error.to_string()));
+                    return Ok(outcome.map(|made| (graph, made)).map_err(|error| error.to_string()));
                 }
                 Err(reason) => reason,
             },
         };
         // What cannot be captured is nobody else's error.
-        drop(launched);
+        drop(outcome);
         let _ = stream.context().check_err();
         Ok(Err(failed))
     }
 
     fn new(graph: sys::CUgraph, stream: &Arc<CudaStream>) -> Self {
-        Self { graph, ready: std::ptr::null_mut(), stream: stream.clone(), launches: 0 }
+        Self { graph, exec: std::ptr::null_mut(), stream: stream.clone(), launches: 0 }
     }
 
     /// Makes all ready to be replayed, where it can be.
-    fn made_ready(mut self) -> std::result::Result<Self, String> {
+    fn instantiate(mut self) -> std::result::Result<Self, String> {
         if self.graph.is_null() {
             return Err("nothing was captured".into());
         }
         // SAFETY: the graph is this one's own, and nothing that it launches is under way.
         unsafe {
-            self.launches = graph_of_kernels(self.graph);
+            self.launches = graph_to_kernels_only(self.graph);
             if self.launches == 0 {
                 return Err("it copies between the host and the device".into());
             }
             let refused = |error| format!("the driver refused the graph: {error}");
-            self.ready =
+            self.exec =
                 result::graph::instantiate(self.graph, sys::CUgraphInstantiate_flags(0)).map_err(refused)?;
-            result::graph::upload(self.ready, self.stream.cu_stream()).map_err(refused)?;
+            result::graph::upload(self.exec, self.stream.cu_stream()).map_err(refused)?;
         }
         Ok(self)
     }
@@ -96,20 +96,20 @@ impl Graph {
     /// Launches all of them once more.
     pub fn replay(&self) -> Result<()> {
         // SAFETY: it was made ready, and whoever has it keeps the memory of its tensors for it.
-        unsafe { result::graph::launch(self.ready, self.stream.cu_stream()) }.w()
+        unsafe { result::graph::launch(self.exec, self.stream.cu_stream()) }.w()
     }
 }
 
 impl Drop for Graph {
     /// What is under way ends first. A failure is the stream's, reported by its next use.
     fn drop(&mut self) {
-        if !self.ready.is_null() {
+        if !self.exec.is_null() {
             let _ = self.stream.synchronize();
         }
         // SAFETY: both are this one's own, and nothing of them is under way.
         unsafe {
-            if !self.ready.is_null() {
-                let _ = result::graph::exec_destroy(self.ready);
+            if !self.exec.is_null() {
+                let _ = result::graph::exec_destroy(self.exec);
             }
             if !self.graph.is_null() {
                 let _ = result::graph::destroy(self.graph);
@@ -119,7 +119,7 @@ impl Drop for Graph {
 }
 
 unsafe extern "C" {
-    fn graph_of_kernels(graph: sys::CUgraph) -> usize;
+    fn graph_to_kernels_only(graph: sys::CUgraph) -> usize;
 }
 
 #[cfg(test)]
@@ -128,19 +128,19 @@ mod tests {
 
     use super::super::{copy, copy_rows, from_host, to_host};
     use super::*;
-    use crate::kernels::update::card::squares;
-    use crate::layers::check;
-    use crate::memory::card::Card;
+    use crate::kernels::update::gpu::sum_of_squares;
+    use crate::layers::gradcheck;
+    use crate::memory::gpu::GpuDevice;
 
     /// A GPU with a heap, and a stream that no other test uses.
-    fn card() -> Option<(Card, CudaDevice)> {
-        let Device::Cuda(_) = check::device() else {
+    fn gpu() -> Option<(GpuDevice, CudaDevice)> {
+        let Device::Cuda(_) = gradcheck::test_device() else {
             eprintln!("skipped: no GPU is asked for");
             return None;
         };
-        let card = Card::open(0, |_| 64 << 20).unwrap();
-        let Device::Cuda(device) = card.device.clone() else { return None };
-        Some((card, device))
+        let gpu = GpuDevice::open(0, |_| 64 << 20).unwrap();
+        let Device::Cuda(device) = gpu.device.clone() else { return None };
+        Some((gpu, device))
     }
 
     fn numbers(device: &CudaDevice) -> Result<Tensor> {
@@ -150,12 +150,12 @@ mod tests {
     /// A replay reads what tensors hold by then, and nothing runs while it is captured.
     #[test]
     fn what_is_captured_runs_when_it_is_replayed() {
-        let Some((_card, device)) = card() else { return };
+        let Some((_gpu, device)) = gpu() else { return };
         let x = numbers(&device).unwrap();
         // The copy is kept, or its memory would be given to others.
         let sum = || -> Result<_> {
             let copied = copy(&device, &x)?;
-            Ok((squares(&device, &copied)?, copied))
+            Ok((sum_of_squares(&device, &copied)?, copied))
         };
         sum().unwrap();
         let (graph, (made, _copied)) = Graph::capture(&device, sum).unwrap().expect("copies and sums");
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn rows_are_copied_within_a_graph() {
-        let Some((_card, device)) = card() else { return };
+        let Some((_gpu, device)) = gpu() else { return };
         let x = Tensor::arange(0f32, 24.0, &Device::Cuda(device.clone())).unwrap().reshape((4, 6)).unwrap();
         let y = Tensor::zeros((4, 3), candle_core::DType::F32, x.device()).unwrap();
         let (graph, ()) = Graph::capture(&device, || copy_rows(&device, &x, 6, &y, 3, 3)).unwrap().unwrap();
@@ -181,10 +181,10 @@ mod tests {
 
     #[test]
     fn what_would_be_different_is_not_captured() {
-        let Some((_card, device)) = card() else { return };
+        let Some((_gpu, device)) = gpu() else { return };
         let x = numbers(&device).unwrap();
         let none = |launch: &dyn Fn() -> Result<Tensor>| Graph::capture(&device, launch).unwrap().err();
-        let sum = || squares(&device, &x);
+        let sum = || sum_of_squares(&device, &x);
         sum().unwrap();
         assert_eq!(none(&sum), None);
         assert_eq!(none(&|| sum().inspect(|_| not_capturable("luck"))).as_deref(), Some("luck"));

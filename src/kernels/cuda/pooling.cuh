@@ -3,26 +3,26 @@
 
 #include <cstdint>
 
-struct Window {
+struct PoolGeometry {
     int batch, height, width, channels, out_height, out_width, size, stride, padding;
 };
 
 // A pixel of a picture and N neighbouring channels of it, as thread `i` has them.
-template <int N> struct Spot {
-    int64_t picture;
+template <int N> struct PixelPosition {
+    int64_t image;
     int y, x, channel;
-    __device__ __forceinline__ Spot(int64_t i, int height, int width, int channels) {
+    __device__ __forceinline__ PixelPosition(int64_t i, int height, int width, int channels) {
         int packs = channels / N;
         int64_t pixel = i / packs, line = pixel / width;
         channel = int(i - pixel * packs) * N;
         x = int(pixel - line * width);
-        picture = line / height;
-        y = int(line - picture * height);
+        image = line / height;
+        y = int(line - image * height);
     }
 };
 
 // Runs `body` for every window that sees the pixel (y, x), with the window's place and the cell that sees it.
-template <class F> __device__ __forceinline__ void for_windows(const Window &w, int y, int x, F body) {
+template <class F> __device__ __forceinline__ void for_windows(const PoolGeometry &w, int y, int x, F body) {
     // In a picture with its padding: windows that begin at most at the pixel and end after it.
     y += w.padding, x += w.padding;
     int top = y < w.size ? 0 : (y - w.size) / w.stride + 1, left = x < w.size ? 0 : (x - w.size) / w.stride + 1;

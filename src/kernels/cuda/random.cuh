@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-struct Random {
+struct RngKey {
     uint64_t a, b;
 
     __device__ __forceinline__ static uint64_t mix(uint64_t x) {
@@ -13,7 +13,7 @@ struct Random {
     }
 
     // The key of one coordinate below this one.
-    __device__ __forceinline__ Random at(uint64_t coordinate) const {
+    __device__ __forceinline__ RngKey fold_in(uint64_t coordinate) const {
         uint64_t first = mix((a + coordinate * 0x9e3779b97f4a7c15ull) ^ (b << 32 | b >> 32));
         return {first, mix((b + coordinate) ^ first)};
     }

@@ -30,7 +30,7 @@ constexpr int ERRORS = 20000;
 cudnnHandle_t handle(cudaStream_t stream);
 std::mutex &lock();
 
-inline cudnn_frontend::DataType_t kind(int type) {
+inline cudnn_frontend::DataType_t cudnn_dtype(int type) {
     switch (type) {
     case F64: return cudnn_frontend::DataType_t::DOUBLE;
     case BF16: return cudnn_frontend::DataType_t::BFLOAT16;

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "cuda/activation.cuh"
-#include "cuda/columns.cuh"
-#include "cuda/scores.cuh"
+#include "cuda/column_sums.cuh"
+#include "cuda/cross_entropy.cuh"
 
 // What only Hopper has, and a compiler that comes to an end with it: that of CUDA 12.4 was at it for ten minutes.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && __CUDACC_VER_MAJOR__ >= 13
@@ -22,20 +22,20 @@
 
 namespace {
 
-constexpr int ROWS = 128, COLUMNS = 256, DEEP = 64; // of a tile, and of the operands' pieces
+constexpr int ROWS = 128, COLUMNS = 256, BLOCK_K = 64; // of a tile, and of the operands' pieces
 constexpr int STAGES = 4;                           // pieces on their way
 constexpr int PAIR = 2;                             // blocks that share columns
-constexpr int GROUPS = 2, GROUP = 128;              // groups that multiply, and their threads
-constexpr int OWN = ROWS / GROUPS;                  // rows of a group: what one instruction makes
+constexpr int GROUPS = 2, GROUP_THREADS = 128;              // groups that multiply, and their threads
+constexpr int GROUP_ROWS = ROWS / GROUPS;                  // rows of a group: what one instruction makes
 constexpr int STRIP = 32;                           // columns that are finished together
 
-// KEPT: `out` is GELU of product and bias, `pre` what it was given. SLOPE: `out` is the product times GELU's slope at `pre`,
-// which becomes GELU of itself; its sums over every 64 rows are left in `sums`, if that is somewhere. SCORES: `out` is the
+// GELU_FORWARD: `out` is GELU of product and bias, `pre` what it was given. GELU_BACKWARD: `out` is the product times GELU's slope at `pre`,
+// which becomes GELU of itself; its sums over every 64 rows are left in `sums`, if that is somewhere. EXP_LOGITS: `out` is the
 // exponential of the product, from each row's `base` on, and zero from `columns` on; its sums over every tile's columns are
 // left in `sums`, (tiles, rows).
-enum Finish { KEPT, SLOPE, SCORES };
+enum EpilogueMode { GELU_FORWARD, GELU_BACKWARD, EXP_LOGITS };
 
-struct Beside {
+struct EpilogueArgs {
     bf16 *out, *pre; // (rows, stride)
     const bf16 *bias;
     float *sums;
@@ -43,22 +43,22 @@ struct Beside {
     const float *base; // as a power of two: what is taken off a score, times the logarithm of e to base 2
 };
 
-struct Sizes {
-    int rows, columns, deep;
+struct GemmShape {
+    int rows, columns, k;
 };
 
 struct alignas(1024) Stage {
-    bf16 a[ROWS * DEEP], b[COLUMNS * DEEP];
+    bf16 a[ROWS * BLOCK_K], b[COLUMNS * BLOCK_K];
 };
 
 struct Shared {
     Stage stages[STAGES];
     bf16 pre[2][ROWS * STRIP];
-    float sums[GROUPS][GROUP / WARP][COLUMNS];
+    float sums[GROUPS][GROUP_THREADS / WARP][COLUMNS];
 };
 
 // The least pieces that an operand has, of those that have many and of others: a tile is finished while these are multiplied.
-constexpr int MANY = 12, FEW = 6;
+constexpr int MANY_PIECES = 12, FEW_PIECES = 6;
 
 #ifdef HOPPER
 
@@ -66,28 +66,28 @@ constexpr int MANY = 12, FEW = 6;
 constexpr int STEPS = COLUMNS / STRIP * 2;
 
 // The largest power of two that an exponential becomes, so that sums of them are finite. What is no number stays none.
-constexpr float MOST = 100;
+constexpr float MAX_EXPONENT = 100;
 
-__device__ __forceinline__ float at_most(float x) {
+__device__ __forceinline__ float clamp_exponent(float x) {
     float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(MOST));
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(MAX_EXPONENT));
     return y;
 }
 
 __device__ __forceinline__ uint32_t address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 // A barrier that opens when so many have told it, and all bytes it expects are there.
-struct Gate {
+struct MBarrier {
     uint64_t state;
 
-    __device__ __forceinline__ void arm(int count) {
+    __device__ __forceinline__ void init(int count) {
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(this)), "r"(count));
     }
     __device__ __forceinline__ void expect(int bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(this)), "r"(bytes) : "memory");
     }
     // The gate at this place in a block of the pair.
-    __device__ __forceinline__ void tell(int block) {
+    __device__ __forceinline__ void arrive(int block) {
         asm volatile("{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
                      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(this)),
                      "r"(block)
@@ -101,30 +101,30 @@ struct Gate {
     }
 };
 
-__device__ __forceinline__ void fetch(void *to, const CUtensorMap *map, Gate *gate, int x, int y) {
+__device__ __forceinline__ void tma_load(void *to, const CUtensorMap *tensor_map, MBarrier *barrier, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-                 ::"r"(address(to)), "l"(map), "r"(address(gate)), "r"(x), "r"(y)
+                 ::"r"(address(to)), "l"(tensor_map), "r"(address(barrier)), "r"(x), "r"(y)
                  : "memory");
 }
 
 // For both blocks of the pair.
-__device__ __forceinline__ void fetch_for_both(void *to, const CUtensorMap *map, Gate *gate, int x, int y) {
+__device__ __forceinline__ void tma_load_multicast(void *to, const CUtensorMap *tensor_map, MBarrier *barrier, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %4}], [%2], %5;"
-                 ::"r"(address(to)), "l"(map), "r"(address(gate)), "r"(x), "r"(y), "h"(uint16_t((1 << PAIR) - 1))
+                 ::"r"(address(to)), "l"(tensor_map), "r"(address(barrier)), "r"(x), "r"(y), "h"(uint16_t((1 << PAIR) - 1))
                  : "memory");
 }
 
-// As `fetch_for_both`, of a `mixed` map, from its row `strip * STRIP` on.
-__device__ __forceinline__ void fetch_mixed_for_both(void *to, const CUtensorMap *map, Gate *gate, int x, int strip) {
+// As `tma_load_multicast`, of a `mixed` map, from its row `strip * STRIP` on.
+__device__ __forceinline__ void tma_load_permuted_multicast(void *to, const CUtensorMap *tensor_map, MBarrier *barrier, int x, int strip) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %6, %6, %6, %4}], [%2], %5;"
-                 ::"r"(address(to)), "l"(map), "r"(address(gate)), "r"(x), "r"(strip), "h"(uint16_t((1 << PAIR) - 1)), "r"(0)
+                 ::"r"(address(to)), "l"(tensor_map), "r"(address(barrier)), "r"(x), "r"(strip), "h"(uint16_t((1 << PAIR) - 1)), "r"(0)
                  : "memory");
 }
 
 // An operand in swizzled rows of 128 bytes; from 64 values along such a row to the next 64 it is `beyond` bytes.
-__device__ __forceinline__ uint64_t operand(const void *at, int beyond) {
+__device__ __forceinline__ uint64_t smem_descriptor(const void *at, int beyond) {
     constexpr uint64_t EIGHT_ROWS = 1024, SWIZZLED = 1ull << 62;
     return ((address(at) & 0x3ffff) >> 4) | uint64_t(beyond >> 4) << 16 | (EIGHT_ROWS >> 4) << 32 | SWIZZLED;
 }
@@ -133,9 +133,9 @@ __device__ __forceinline__ uint64_t operand(const void *at, int beyond) {
     "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
         "+f"(sums[i + 6]), "+f"(sums[i + 7])
 
-// Starts `sums = a b` of (64, 16) and (16, 256), added to what is there if `add`; `across`: rows of `b` lie in rows, else its
+// Starts `sums = a b` of (64, 16) and (16, 256), added to what is there if `add`; `n_major`: rows of `b` lie in rows, else its
 // columns do.
-template <int across> __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_t b, int add) {
+template <int n_major> __device__ __forceinline__ void wgmma_m64n256k16(float (&sums)[128], uint64_t a, uint64_t b, int add) {
     asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, %130, 0;\n"
                  " wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -149,18 +149,18 @@ template <int across> __device__ __forceinline__ void multiply(float (&sums)[128
                  "}, %128, %129, add, 1, 1, 0, %131;\n}"
                  : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64),
                    EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
-                 : "l"(a), "l"(b), "r"(add), "n"(across));
+                 : "l"(a), "l"(b), "r"(add), "n"(n_major));
 }
 
-__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int n> __device__ __forceinline__ void wait_for_all_but() {
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int n> __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
 }
-__device__ __forceinline__ void meet_group(int group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory");
+__device__ __forceinline__ void sync_group(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
 }
-__device__ __forceinline__ void meet_pair() {
+__device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
@@ -179,7 +179,7 @@ __device__ __forceinline__ void gather(uint32_t (&v)[4], int quarter) {
     }
 }
 
-__device__ __forceinline__ void keep(bf16 *at, const Pack<bf16> &values) {
+__device__ __forceinline__ void store_streaming(bf16 *at, const Pack<bf16> &values) {
     __stcs(reinterpret_cast<uint4 *>(at), reinterpret_cast<const uint4 &>(values));
 }
 
@@ -192,10 +192,10 @@ template <int from, int to, class F> __device__ __forceinline__ void each(F f) {
 }
 
 // What a thread has of its group's last tile until it is finished: of two rows, eight apart, eight columns of every strip.
-template <int finish, int across> struct Held {
+template <int epilogue_mode, int n_major> struct EpilogueTile {
     // What becomes a power of two is at most `MOST`, so f16 has it, with three bits more than bf16; far below, it is minus
     // infinity.
-    using Small = std::conditional_t<finish == SCORES, f16, bf16>;
+    using Packed = std::conditional_t<epilogue_mode == EXP_LOGITS, f16, bf16>;
     uint32_t values[COLUMNS / 4];
     float total[8];
     int64_t at; // of the first value
@@ -205,41 +205,41 @@ template <int finish, int across> struct Held {
     // The column of the pair of values `i`, in its tile.
     __device__ __forceinline__ static int pair_column(int i) {
         int quarter = threadIdx.x % 4;
-        return across ? i * 8 + quarter * 2 : i / 4 * STRIP + quarter * 8 + i % 4 * 2;
+        return n_major ? i * 8 + quarter * 2 : i / 4 * STRIP + quarter * 8 + i % 4 * 2;
     }
 
     // The sums of the tile at `row` and `column`, rounded, with the bias where there is one, or as powers of two.
-    __device__ __forceinline__ void take(const float (&sums)[128], const Pack<bf16, 2> (&bias)[32], const Beside &beside,
-                                         const Sizes &sizes) {
+    __device__ __forceinline__ void store_accumulators(const float (&sums)[128], const Pack<bf16, 2> (&bias)[32], const EpilogueArgs &epilogue,
+                                         const GemmShape &sizes) {
         int mine = first_row();
         inside[0] = mine < sizes.rows, inside[1] = mine + 8 < sizes.rows;
-        at = int64_t(mine) * beside.stride + column + threadIdx.x % 4 * 8;
+        at = int64_t(mine) * epilogue.stride + column + threadIdx.x % 4 * 8;
         float base[2];
-        if constexpr (finish == SCORES) {
+        if constexpr (epilogue_mode == EXP_LOGITS) {
 #pragma unroll
-            for (int half = 0; half < 2; half++) base[half] = inside[half] ? beside.base[mine + half * 8] : 0;
+            for (int half = 0; half < 2; half++) base[half] = inside[half] ? epilogue.base[mine + half * 8] : 0;
         }
 #pragma unroll
         for (int i = 0; i < 32; i++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float x = sums[i * 4 + half * 2], y = sums[i * 4 + half * 2 + 1];
-                if constexpr (finish == KEPT) x += up(bias[i].v[0]), y += up(bias[i].v[1]);
-                if constexpr (finish == SCORES) {
-                    x = at_most(fmaf(x, LOG2_E, -base[half])), y = at_most(fmaf(y, LOG2_E, -base[half]));
+                if constexpr (epilogue_mode == GELU_FORWARD) x += to_acc(bias[i].v[0]), y += to_acc(bias[i].v[1]);
+                if constexpr (epilogue_mode == EXP_LOGITS) {
+                    x = clamp_exponent(fmaf(x, LOG2_E, -base[half])), y = clamp_exponent(fmaf(y, LOG2_E, -base[half]));
                 }
-                Pack<Small, 2> pair{{down<Small>(x), down<Small>(y)}};
+                Pack<Packed, 2> pair{{from_acc<Packed>(x), from_acc<Packed>(y)}};
                 uint32_t &value = values[i / 4 * 8 + half * 4 + i % 4];
                 value = reinterpret_cast<uint32_t &>(pair);
                 // Now, and not where it is read: the sums' registers are multiplied into by then.
                 asm volatile("" : "+r"(value));
             }
         }
-        if (finish == SCORES && column + COLUMNS > sizes.columns) end_at(sizes.columns);
+        if (epilogue_mode == EXP_LOGITS && column + COLUMNS > sizes.columns) mask_columns_from(sizes.columns);
     }
 
     // Powers of two that become nothing, from a column on.
-    __device__ __forceinline__ void end_at(int columns) {
+    __device__ __forceinline__ void mask_columns_from(int columns) {
         constexpr uint32_t LOW = 0xfc00, HIGH = LOW << 16; // minus infinity in either half
 #pragma unroll
         for (int i = 0; i < COLUMNS / 4; i++) {
@@ -250,38 +250,38 @@ template <int finish, int across> struct Held {
     }
 
     __device__ __forceinline__ int first_row() const {
-        return row + threadIdx.x % GROUP / WARP * 16 + threadIdx.x % WARP / 4;
+        return row + threadIdx.x % GROUP_THREADS / WARP * 16 + threadIdx.x % WARP / 4;
     }
 
     // Finishes one row's part of a strip. `read` and `done` are the gates of the strip's half of `shared.pre`.
     template <int step>
-    __device__ __forceinline__ void finish_step(const Beside &beside, const Sizes &sizes, Shared &shared, Gate *read, Gate *done,
+    __device__ __forceinline__ void epilogue_step(const EpilogueArgs &epilogue, const GemmShape &sizes, Shared &shared, MBarrier *read, MBarrier *done,
                                                 int group, int &parity) {
         constexpr int strip = step / 2, half = step % 2, side = strip % 2;
-        int lane = threadIdx.x % WARP, warp = threadIdx.x % GROUP / WARP;
+        int lane = threadIdx.x % WARP, warp = threadIdx.x % GROUP_THREADS / WARP;
         uint32_t v[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) v[i] = values[step * 4 + i];
-        if constexpr (across) gather(v, lane % 4);
-        Kept<bf16, 8> sum{{v[0], v[1], v[2], v[3]}}, given;
+        if constexpr (n_major) gather(v, lane % 4);
+        LazyPack<bf16, 8> sum{{v[0], v[1], v[2], v[3]}}, given;
         Pack<bf16> out, pre = reinterpret_cast<Pack<bf16> &>(v);
-        if constexpr (finish == KEPT) {
+        if constexpr (epilogue_mode == GELU_FORWARD) {
 #pragma unroll
-            for (int k = 0; k < 8; k++) out.v[k] = down<bf16>(GeluTanh<float>::at<true>(sum[k]).value);
-        } else if constexpr (finish == SCORES) {
+            for (int k = 0; k < 8; k++) out.v[k] = from_acc<bf16>(GeluTanh<float>::at<true>(sum[k]).value);
+        } else if constexpr (epilogue_mode == EXP_LOGITS) {
             if constexpr (strip == 0) total[half] = 0;
 #pragma unroll
             for (int k = 0; k < 8; k++) {
-                float e = power_of_two(up(reinterpret_cast<Pack<f16> &>(v).v[k]));
-                total[half] += e, out.v[k] = down<bf16>(e);
+                float e = exp2_approx(to_acc(reinterpret_cast<Pack<f16> &>(v).v[k]));
+                total[half] += e, out.v[k] = from_acc<bf16>(e);
             }
         } else {
             if constexpr (half == 0) read[side].wait(parity);
-            int row = group * OWN + warp * 16 + lane / 4 + half * 8;
+            int row = group * GROUP_ROWS + warp * 16 + lane / 4 + half * 8;
             given.load(shared.pre[side] + row * STRIP + lane % 4 * 8);
             if constexpr (half == 1) {
                 __syncwarp();
-                if (lane == 0) done[side].tell(blockIdx.x % PAIR);
+                if (lane == 0) done[side].arrive(blockIdx.x % PAIR);
                 if (side == 1) parity ^= 1;
             }
 #pragma unroll
@@ -289,24 +289,24 @@ template <int finish, int across> struct Held {
                 auto gelu = GeluTanh<float>::at<true>(given[k]);
                 float d = sum[k] * gelu.slope();
                 total[k] = half == 0 ? d : total[k] + d;
-                out.v[k] = down<bf16>(d), pre.v[k] = down<bf16>(gelu.value);
+                out.v[k] = from_acc<bf16>(d), pre.v[k] = from_acc<bf16>(gelu.value);
             }
         }
-        if (inside[half] && (finish != SCORES || column + strip * STRIP < beside.stride)) {
-            int64_t place = at + half * 8 * beside.stride + strip * STRIP;
-            keep(beside.out + place, out);
-            if constexpr (finish != SCORES) keep(beside.pre + place, pre);
+        if (inside[half] && (epilogue_mode != EXP_LOGITS || column + strip * STRIP < epilogue.stride)) {
+            int64_t place = at + half * 8 * epilogue.stride + strip * STRIP;
+            store_streaming(epilogue.out + place, out);
+            if constexpr (epilogue_mode != EXP_LOGITS) store_streaming(epilogue.pre + place, pre);
         }
-        if constexpr (finish == SCORES && strip == COLUMNS / STRIP - 1) {
+        if constexpr (epilogue_mode == EXP_LOGITS && strip == COLUMNS / STRIP - 1) {
             float all = total[half];
             all += __shfl_xor_sync(0xffffffff, all, 1);
             all += __shfl_xor_sync(0xffffffff, all, 2);
             if (lane % 4 == 0 && inside[half])
-                beside.sums[int64_t(column / COLUMNS) * sizes.rows + first_row() + half * 8] = all;
+                epilogue.sums[int64_t(column / COLUMNS) * sizes.rows + first_row() + half * 8] = all;
         }
-        if constexpr (finish == SLOPE && half == 1) {
+        if constexpr (epilogue_mode == GELU_BACKWARD && half == 1) {
             add_rows(shared.sums[group][warp] + strip * STRIP + lane % 4 * 8, lane);
-            if constexpr (step == STEPS - 1) add_warps(beside, sizes, shared.sums[group], group);
+            if constexpr (step == STEPS - 1) add_warps(epilogue, sizes, shared.sums[group], group);
         }
     }
 
@@ -326,42 +326,42 @@ template <int finish, int across> struct Held {
         into[column] = total[0];
     }
 
-    __device__ __forceinline__ void add_warps(const Beside &beside, const Sizes &sizes, float (*sums)[COLUMNS], int group) {
-        meet_group(group);
-        if (beside.sums && row < sizes.rows) {
+    __device__ __forceinline__ void add_warps(const EpilogueArgs &epilogue, const GemmShape &sizes, float (*sums)[COLUMNS], int group) {
+        sync_group(group);
+        if (epilogue.sums && row < sizes.rows) {
 #pragma unroll
-            for (int i = 0; i < COLUMNS / GROUP; i++) {
-                int c = threadIdx.x % GROUP + i * GROUP;
+            for (int i = 0; i < COLUMNS / GROUP_THREADS; i++) {
+                int c = threadIdx.x % GROUP_THREADS + i * GROUP_THREADS;
                 float all = 0;
 #pragma unroll
-                for (int warp = 0; warp < GROUP / WARP; warp++) all += sums[warp][c];
-                beside.sums[int64_t(row / OWN) * sizes.columns + column + c] = all;
+                for (int warp = 0; warp < GROUP_THREADS / WARP; warp++) all += sums[warp][c];
+                epilogue.sums[int64_t(row / GROUP_ROWS) * sizes.columns + column + c] = all;
             }
         }
-        meet_group(group);
+        sync_group(group);
     }
 };
 
 #endif
 
-// `a` is (rows, deep) in pieces of 64 x ROWS. `b` is, `across`, (deep, columns) in pieces of 64 x 64, else (columns, deep), its
+// `a` is (rows, k) in pieces of 64 x ROWS. `b` is, `n_major`, (k, columns) in pieces of 64 x 64, else (columns, k), its
 // rows mixed, in pieces of 64 x COLUMNS / PAIR. `pre` is that of `beside` in pieces of STRIP x ROWS.
-template <int finish, int across, int least>
-__global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
-    linear_then(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                const __grid_constant__ CUtensorMap pre, Beside beside, Sizes sizes) {
+template <int epilogue_mode, int n_major, int min_pieces>
+__global__ void __launch_bounds__(GROUP_THREADS *(GROUPS + 1), 1)
+    linear_epilogue(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                const __grid_constant__ CUtensorMap pre, EpilogueArgs epilogue, GemmShape sizes) {
 #ifdef HOPPER
     extern __shared__ uint8_t memory[];
     Shared &shared = *(Shared *)(memory + (-address(memory) & (alignof(Stage) - 1)));
-    __shared__ Gate full[STAGES], empty[STAGES], read[2], done[2];
-    int block = blockIdx.x % PAIR, group = __shfl_sync(0xffffffff, threadIdx.x / GROUP, 0), thread = threadIdx.x % GROUP;
+    __shared__ MBarrier full[STAGES], empty[STAGES], read[2], done[2];
+    int block = blockIdx.x % PAIR, group = __shfl_sync(0xffffffff, threadIdx.x / GROUP_THREADS, 0), thread = threadIdx.x % GROUP_THREADS;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) full[i].arm(1), empty[i].arm(PAIR * GROUPS);
-        for (int i = 0; i < 2; i++) read[i].arm(1), done[i].arm(GROUPS * GROUP / WARP);
+        for (int i = 0; i < STAGES; i++) full[i].init(1), empty[i].init(PAIR * GROUPS);
+        for (int i = 0; i < 2; i++) read[i].init(1), done[i].init(GROUPS * GROUP_THREADS / WARP);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    meet_pair();
-    int pieces = sizes.deep / DEEP, stage = 0, parity = 0;
+    sync_cluster();
+    int pieces = sizes.k / BLOCK_K, stage = 0, parity = 0;
     auto next_stage = [&] {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     };
@@ -382,23 +382,23 @@ __global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
                     empty[stage].wait(parity ^ 1);
                     full[stage].expect(sizeof(Stage));
                     Stage &into = shared.stages[stage];
-                    fetch(into.a, &a, &full[stage], piece * DEEP, row);
+                    tma_load(into.a, &a, &full[stage], piece * BLOCK_K, row);
                     constexpr int HALF = COLUMNS / PAIR;
-                    bf16 *half = into.b + block * HALF * DEEP;
+                    bf16 *half = into.b + block * HALF * BLOCK_K;
                     int from = column + block * HALF;
-                    if constexpr (across) {
-                        for (int i = 0; i < HALF; i += DEEP)
-                            fetch_for_both(half + i * DEEP, &b, &full[stage], from + i, piece * DEEP);
-                    } else fetch_mixed_for_both(half, &b, &full[stage], piece * DEEP, from / STRIP);
+                    if constexpr (n_major) {
+                        for (int i = 0; i < HALF; i += BLOCK_K)
+                            tma_load_multicast(half + i * BLOCK_K, &b, &full[stage], from + i, piece * BLOCK_K);
+                    } else tma_load_permuted_multicast(half, &b, &full[stage], piece * BLOCK_K, from / STRIP);
                 }
             });
-        } else if (finish == SLOPE && thread == WARP) {
+        } else if (epilogue_mode == GELU_BACKWARD && thread == WARP) {
             each_tile([&](int row, int column) {
                 for (int strip = 0; strip < COLUMNS / STRIP; strip++) {
                     int side = strip % 2;
                     done[side].wait(parity ^ 1);
                     read[side].expect(sizeof shared.pre[side]);
-                    fetch(shared.pre[side], &pre, &read[side], column + strip * STRIP, row);
+                    tma_load(shared.pre[side], &pre, &read[side], column + strip * STRIP, row);
                     parity ^= side;
                 }
             });
@@ -406,60 +406,60 @@ __global__ void __launch_bounds__(GROUP *(GROUPS + 1), 1)
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         float sums[128];
-        Held<finish, across> held;
-        bool holds = false;
+        EpilogueTile<epilogue_mode, n_major> pending_tile;
+        bool has_pending = false;
         int last = 0, read_parity = 0;
-        auto begin_piece = [&](int piece) {
+        auto begin_k_block = [&](int piece) {
             full[stage].wait(parity);
             Stage &from = shared.stages[stage];
-            begin();
+            wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < DEEP; k += 16) {
-                uint64_t left = operand(from.a + group * OWN * DEEP + k, 16);
-                uint64_t right = across ? operand(from.b + k * DEEP, DEEP * DEEP * sizeof(bf16)) : operand(from.b + k, 16);
-                multiply<across>(sums, left, right, piece + k);
+            for (int k = 0; k < BLOCK_K; k += 16) {
+                uint64_t left = smem_descriptor(from.a + group * GROUP_ROWS * BLOCK_K + k, 16);
+                uint64_t right = n_major ? smem_descriptor(from.b + k * BLOCK_K, BLOCK_K * BLOCK_K * sizeof(bf16)) : smem_descriptor(from.b + k, 16);
+                wgmma_m64n256k16<n_major>(sums, left, right, piece + k);
             }
-            commit();
+            wgmma_commit();
         };
         auto release = [&] {
-            if (thread < PAIR) empty[last].tell(thread);
+            if (thread < PAIR) empty[last].arrive(thread);
         };
-        auto end_piece = [&](int piece) {
-            wait_for_all_but<1>();
+        auto end_k_block = [&](int piece) {
+            wgmma_wait_group<1>();
             if (piece > 0) release();
             last = stage;
             next_stage();
         };
-        auto finish_step = [&](auto step) {
-            held.template finish_step<step>(beside, sizes, shared, read, done, group, read_parity);
+        auto epilogue_step = [&](auto step) {
+            pending_tile.template epilogue_step<step>(epilogue, sizes, shared, read, done, group, read_parity);
         };
         each_tile([&](int row, int column) {
-            each<0, least>([&](auto piece) {
-                begin_piece(piece);
-                if (holds) each<piece * STEPS / least, (piece + 1) * STEPS / least>(finish_step);
-                end_piece(piece);
+            each<0, min_pieces>([&](auto piece) {
+                begin_k_block(piece);
+                if (has_pending) each<piece * STEPS / min_pieces, (piece + 1) * STEPS / min_pieces>(epilogue_step);
+                end_k_block(piece);
             });
-            for (int piece = least; piece < pieces; piece++) begin_piece(piece), end_piece(piece);
+            for (int piece = min_pieces; piece < pieces; piece++) begin_k_block(piece), end_k_block(piece);
             Pack<bf16, 2> bias[32];
-            if constexpr (finish == KEPT) {
+            if constexpr (epilogue_mode == GELU_FORWARD) {
 #pragma unroll
-                for (int i = 0; i < 32; i++) bias[i] = Pack<bf16, 2>::load(beside.bias + column + held.pair_column(i));
+                for (int i = 0; i < 32; i++) bias[i] = Pack<bf16, 2>::load(epilogue.bias + column + pending_tile.pair_column(i));
             }
-            wait_for_all_but<0>();
+            wgmma_wait_group<0>();
             release();
-            held.row = row + group * OWN, held.column = column, holds = true;
-            held.take(sums, bias, beside, sizes);
+            pending_tile.row = row + group * GROUP_ROWS, pending_tile.column = column, has_pending = true;
+            pending_tile.store_accumulators(sums, bias, epilogue, sizes);
         });
-        if (holds) each<0, STEPS>(finish_step);
+        if (has_pending) each<0, STEPS>(epilogue_step);
     }
-    meet_pair(); // nobody leaves whom the other still tells
+    sync_cluster(); // nobody leaves whom the other still tells
 #endif
 }
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
 // The driver's maker of maps; null where it has none.
-Encode encoder() {
+Encode tensor_map_encoder() {
     static Encode found = [] {
         void *at = nullptr;
         cudaDriverEntryPointQueryResult result{};
@@ -479,20 +479,20 @@ int encode(CUtensorMap *out, const void *data, const cuuint64_t (&sizes)[rank], 
     cuuint32_t steps[rank];
     for (cuuint32_t &step : steps) step = 1;
     bool whole = piece[0] * sizeof(bf16) == 128;
-    return encoder()(out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void *>(data), sizes, strides, piece, steps,
+    return tensor_map_encoder()(out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void *>(data), sizes, strides, piece, steps,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, whole ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 // A row-major matrix in pieces of `wide` x `high`.
-int map(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
+int tensor_map(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
     cuuint64_t strides[] = {columns * sizeof(bf16)};
     return encode<2>(out, data, {columns, rows}, strides, {wide, high});
 }
 
 // As `map`, with the rows of every strip mixed: a thread that has columns 0, 1, 8, 9, 16, 17, 24 and 25 of a result (and its
 // neighbours 2, 3, 10, 11 and so on) has what eight rows in succession give. The last strip is read whole.
-int mixed(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
+int permuted_tensor_map(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
     cuuint64_t row = columns * sizeof(bf16), strides[] = {row, 8 * row, 2 * row, STRIP * row};
     return encode<5>(out, data, {columns, 2, 4, 4, (rows + STRIP - 1) / STRIP}, strides, {wide, 2, 4, 4, high / STRIP});
 }
@@ -501,76 +501,76 @@ int mixed(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t column
 constexpr int BYTES = sizeof(Shared) + alignof(Stage);
 
 // Blocks to launch, as many as processors, in pairs; 0 where this kernel was not compiled for the card.
-template <int finish, int across, int least> int blocks_of() {
+template <int epilogue_mode, int n_major, int min_pieces> int grid_blocks() {
     static int blocks = [] {
         cudaFuncAttributes found{};
-        int card = 0, processors = 0;
+        int device = 0, processors = 0;
         // A kernel that was compiled without its body has no gates.
-        auto *kernel = linear_then<finish, across, least>;
+        auto *kernel = linear_epilogue<epilogue_mode, n_major, min_pieces>;
         bool compiled = cudaFuncGetAttributes(&found, kernel) == cudaSuccess && found.sharedSizeBytes > 0;
-        bool able = compiled && encoder() &&
+        bool supported = compiled && tensor_map_encoder() &&
                     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES) == cudaSuccess &&
-                    cudaGetDevice(&card) == cudaSuccess &&
-                    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, card) == cudaSuccess;
+                    cudaGetDevice(&device) == cudaSuccess &&
+                    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
         cudaGetLastError(); // of a card that lacks something, which is no error
-        return able ? processors / PAIR * PAIR : 0;
+        return supported ? processors / PAIR * PAIR : 0;
     }();
     return blocks;
 }
 
-template <int finish, int across, int least = MANY>
-int launch(const void *x, const void *w, const Beside &beside, const Sizes &sizes, cudaStream_t stream) {
-    if (sizes.deep < FEW * DEEP || sizes.deep % DEEP != 0) return cudaErrorInvalidValue;
-    if constexpr (least == MANY)
-        if (sizes.deep < MANY * DEEP) return launch<finish, across, FEW>(x, w, beside, sizes, stream);
+template <int epilogue_mode, int n_major, int min_pieces = MANY_PIECES>
+int launch(const void *x, const void *w, const EpilogueArgs &epilogue, const GemmShape &sizes, cudaStream_t stream) {
+    if (sizes.k < FEW_PIECES * BLOCK_K || sizes.k % BLOCK_K != 0) return cudaErrorInvalidValue;
+    if constexpr (min_pieces == MANY_PIECES)
+        if (sizes.k < MANY_PIECES * BLOCK_K) return launch<epilogue_mode, n_major, FEW_PIECES>(x, w, epilogue, sizes, stream);
     CUtensorMap a, b, pre{};
-    int code = map(&a, x, sizes.rows, sizes.deep, DEEP, ROWS);
-    if (!code && finish == SLOPE) code = map(&pre, beside.pre, sizes.rows, sizes.columns, STRIP, ROWS);
-    if (!code && across) code = map(&b, w, sizes.deep, sizes.columns, DEEP, DEEP);
-    if (!code && !across) code = mixed(&b, w, sizes.columns, sizes.deep, DEEP, COLUMNS / PAIR);
+    int code = tensor_map(&a, x, sizes.rows, sizes.k, BLOCK_K, ROWS);
+    if (!code && epilogue_mode == GELU_BACKWARD) code = tensor_map(&pre, epilogue.pre, sizes.rows, sizes.columns, STRIP, ROWS);
+    if (!code && n_major) code = tensor_map(&b, w, sizes.k, sizes.columns, BLOCK_K, BLOCK_K);
+    if (!code && !n_major) code = permuted_tensor_map(&b, w, sizes.columns, sizes.k, BLOCK_K, COLUMNS / PAIR);
     if (code) return code;
     cudaLaunchAttribute pair{};
     pair.id = cudaLaunchAttributeClusterDimension;
     pair.val.clusterDim = {PAIR, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = blocks_of<finish, across, least>(); // none, and an error, on a card that is not able
-    config.blockDim = GROUP * (GROUPS + 1);
+    config.gridDim = grid_blocks<epilogue_mode, n_major, min_pieces>(); // none, and an error, on a card that is not able
+    config.blockDim = GROUP_THREADS * (GROUPS + 1);
     config.dynamicSmemBytes = BYTES, config.stream = stream, config.attrs = &pair, config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, linear_then<finish, across, least>, a, b, pre, beside, sizes);
+    return cudaLaunchKernelEx(&config, linear_epilogue<epilogue_mode, n_major, min_pieces>, a, b, pre, epilogue, sizes);
 }
 
 } // namespace
 
 // Whether this card has the kernels below.
-extern "C" int linear_hopper_able() {
-    return blocks_of<KEPT, 0, MANY>(); // which needs what all need
+extern "C" int linear_hopper_available() {
+    return grid_blocks<GELU_FORWARD, 0, MANY_PIECES>(); // which needs what all need
 }
 
-// `pre = x w + bias` and `out = gelu(pre)`; `w` is (deep, columns) if `across`, else (columns, deep).
-extern "C" int linear_hopper_gelu(const void *x, const void *w, int across, const void *bias, void *out, void *pre, int rows,
-                                  int columns, int deep, cudaStream_t stream) {
-    Beside beside{(bf16 *)out, (bf16 *)pre, (const bf16 *)bias, nullptr, columns, nullptr};
-    Sizes sizes{rows, columns, deep};
-    return across ? launch<KEPT, 1>(x, w, beside, sizes, stream) : launch<KEPT, 0>(x, w, beside, sizes, stream);
+// `pre = x w + bias` and `out = gelu(pre)`; `w` is (k, columns) if `n_major`, else (columns, k).
+extern "C" int linear_hopper_gelu(const void *x, const void *w, int n_major, const void *bias, void *out, void *pre, int rows,
+                                  int columns, int k, cudaStream_t stream) {
+    EpilogueArgs epilogue{(bf16 *)out, (bf16 *)pre, (const bf16 *)bias, nullptr, columns, nullptr};
+    GemmShape sizes{rows, columns, k};
+    return n_major ? launch<GELU_FORWARD, 1>(x, w, epilogue, sizes, stream) : launch<GELU_FORWARD, 0>(x, w, epilogue, sizes, stream);
 }
 
 // `out = (x w) gelu'(pre)`, `pre = gelu(pre)` and, where there is a `bias`, the sums of `out` over all rows are added to it, by
 // way of `sums`: (rows / 64 up, columns).
-extern "C" int linear_hopper_slope(const void *x, const void *w, int across, void *out, void *pre, void *sums, void *bias,
-                                   int rows, int columns, int deep, cudaStream_t stream) {
-    Beside beside{(bf16 *)out, (bf16 *)pre, nullptr, bias ? (float *)sums : nullptr, columns, nullptr};
-    Sizes sizes{rows, columns, deep};
-    int code = across ? launch<SLOPE, 1>(x, w, beside, sizes, stream) : launch<SLOPE, 0>(x, w, beside, sizes, stream);
+extern "C" int linear_hopper_gelu_backward(const void *x, const void *w, int n_major, void *out, void *pre, void *sums, void *bias,
+                                   int rows, int columns, int k, cudaStream_t stream) {
+    EpilogueArgs epilogue{(bf16 *)out, (bf16 *)pre, nullptr, bias ? (float *)sums : nullptr, columns, nullptr};
+    GemmShape sizes{rows, columns, k};
+    int code = n_major ? launch<GELU_BACKWARD, 1>(x, w, epilogue, sizes, stream) : launch<GELU_BACKWARD, 0>(x, w, epilogue, sizes, stream);
     if (code || !bias) return code;
-    launch_add<float>((float *)sums, Into<float>{{(float *)bias}, 1}, (rows + OWN - 1) / OWN, columns, stream);
+    launch_add_partials<float>((float *)sums, GradTargets<float>{{(float *)bias}, 1}, (rows + GROUP_ROWS - 1) / GROUP_ROWS, columns, stream);
     return cudaGetLastError();
 }
 
-// `out = exp(x w')` of (columns, deep) from each row's `base` on, in rows of `stride` values, zero from `columns` on, and its
+// `out = exp(x w')` of (columns, k) from each row's `base` on, in rows of `stride` values, zero from `columns` on, and its
 // sums over every 256 columns. The rows of `w` are read up to a multiple of 32, of which `stride` is one, and no less than
 // `columns`.
-extern "C" int linear_hopper_scores(const void *x, const void *w, const float *base, void *out, int stride, float *sums, int rows,
-                                    int columns, int deep, cudaStream_t stream) {
-    Beside beside{(bf16 *)out, nullptr, nullptr, sums, stride, base};
-    return launch<SCORES, 0>(x, w, beside, Sizes{rows, columns, deep}, stream);
+extern "C" int linear_hopper_exp_logits(const void *x, const void *w, const float *base, void *out, int stride, float *sums, int rows,
+                                    int columns, int k, cudaStream_t stream) {
+    EpilogueArgs epilogue{(bf16 *)out, nullptr, nullptr, sums, stride, base};
+    return launch<EXP_LOGITS, 0>(x, w, epilogue, GemmShape{rows, columns, k}, stream);
 }

@@ -5,78 +5,99 @@ use std::ffi::{c_int, c_void};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
-use super::{Before, hopper_fits, hopper_scores, hopper_sums};
-use crate::kernels::cuda::product::Mat;
-use crate::kernels::cuda::{Stream, checked, pointer, pointer_or_null, room, scratch, stream};
+use super::{ActBackward, hopper_column_sums_bytes, hopper_supports, hopper_supports_logits};
+use crate::kernels::cuda::cublaslt::GpuMat;
+use crate::kernels::cuda::{RawStream, capacity, check_status, pointer, pointer_or_null, scratch, stream};
 
-/// Whether `x w` of (rows, deep) and (deep, columns) runs here: what is read, `beside` them too, begins at multiples of 16
+/// Whether `x w` of (rows, deep) and (deep, columns) runs here: what is read, `other` them too, begins at multiples of 16
 /// bytes, which parameters in their flat buffer need not do.
-pub fn takes(x: &Tensor, w: Mat, rows: usize, beside: &Tensor) -> Result<bool> {
-    Ok(hopper_fits(x.dtype(), rows, w.cols, w.rows) && reads(&[x, w.of, beside])?)
+pub fn supports(x: &Tensor, w: GpuMat, rows: usize, other: &Tensor) -> Result<bool> {
+    Ok(hopper_supports(x.dtype(), rows, w.cols, w.rows) && can_load(&[x, w.tensor, other])?)
 }
 
 /// Whether scores of so many rows of `x` by a (classes, width) weight run here, whose rows are read up to a multiple of 32.
-pub fn takes_scores(x: &Tensor, w: &Tensor, rows: usize) -> Result<bool> {
+pub fn supports_logits(x: &Tensor, w: &Tensor, rows: usize) -> Result<bool> {
     let (classes, width) = w.dims2()?;
-    let whole = classes.next_multiple_of(32) * width <= room(w)?;
-    Ok(whole && hopper_scores(x.dtype(), rows, classes, width) && reads(&[x, w])?)
+    let padding_readable = classes.next_multiple_of(32) * width <= capacity(w)?;
+    Ok(padding_readable && hopper_supports_logits(x.dtype(), rows, classes, width) && can_load(&[x, w])?)
 }
 
-fn reads(operands: &[&Tensor]) -> Result<bool> {
+fn can_load(operands: &[&Tensor]) -> Result<bool> {
     let addresses = operands.iter().map(|t| pointer(t)).collect::<Result<Vec<_>>>()?;
     // SAFETY: it asks what the card can do.
-    Ok(addresses.iter().all(|at| (*at as usize).is_multiple_of(16)) && unsafe { linear_hopper_able() } != 0)
+    Ok(addresses.iter().all(|at| (*at as usize).is_multiple_of(16))
+        && unsafe { linear_hopper_available() } != 0)
 }
 
-/// `pre = x w + bias` and `out = gelu(pre)`.
-pub fn gelu(
+/// `pre = x w + bias` and `out = linear_gelu(pre)`.
+pub fn linear_gelu(
     device: &CudaDevice,
-    (x, w, rows): (&Tensor, Mat, usize),
+    (x, w, rows): (&Tensor, GpuMat, usize),
     bias: &Tensor,
     (out, pre): (&Tensor, &Tensor),
 ) -> Result<()> {
-    let (columns, deep, across) = (w.cols as c_int, w.rows as c_int, !w.turned as c_int);
-    let [x, w, bias, out, pre] = [pointer(x)?, pointer(w.of)?, pointer(bias)?, pointer(out)?, pointer(pre)?];
+    let (columns, k, n_major) = (w.cols as c_int, w.rows as c_int, !w.transposed as c_int);
+    let [x, w, bias, out, pre] =
+        [pointer(x)?, pointer(w.tensor)?, pointer(bias)?, pointer(out)?, pointer(pre)?];
     // SAFETY: `x` is (rows, deep), `w` as said, `bias` has the columns, the others rows of them.
-    checked("linear_hopper_gelu", unsafe {
-        linear_hopper_gelu(x, w, across, bias, out, pre, rows as c_int, columns, deep, stream(device))
+    check_status("linear_hopper_gelu", unsafe {
+        linear_hopper_gelu(x, w, n_major, bias, out, pre, rows as c_int, columns, k, stream(device))
     })
 }
 
-/// `out = (x w) gelu'(v)` and `v = gelu(v)` of what is `before`, and the sums of `out` onto the gradient of its bias.
-pub fn slope(
+/// `out = (x w) gelu'(v)` and `v = linear_gelu(v)` of what is `act_backward`, and the sums of `out` onto the gradient of its bias.
+pub fn linear_gelu_backward(
     device: &CudaDevice,
-    (x, w, rows): (&Tensor, Mat, usize),
-    before: Before,
+    (x, w, rows): (&Tensor, GpuMat, usize),
+    act_backward: ActBackward,
     out: &Tensor,
 ) -> Result<()> {
-    let (columns, deep, across) = (w.cols as c_int, w.rows as c_int, !w.turned as c_int);
-    let sums = scratch(device, hopper_sums(rows, w.cols))?;
+    let (columns, k, n_major) = (w.cols as c_int, w.rows as c_int, !w.transposed as c_int);
+    let sums = scratch(device, hopper_column_sums_bytes(rows, w.cols))?;
     let [x, w, out, v, sums] =
-        [pointer(x)?, pointer(w.of)?, pointer(out)?, pointer(before.v)?, pointer(&sums)?];
-    let bias = pointer_or_null(before.bias)?;
+        [pointer(x)?, pointer(w.tensor)?, pointer(out)?, pointer(act_backward.v)?, pointer(&sums)?];
+    let bias = pointer_or_null(act_backward.bias)?;
     // SAFETY: `x` is (rows, deep), `w` as said, `bias` has the columns, `out` and `v` rows of them, and `sums` has the room.
-    checked("linear_hopper_slope", unsafe {
-        linear_hopper_slope(x, w, across, out, v, sums, bias, rows as c_int, columns, deep, stream(device))
+    check_status("linear_hopper_gelu_backward", unsafe {
+        linear_hopper_gelu_backward(
+            x,
+            w,
+            n_major,
+            out,
+            v,
+            sums,
+            bias,
+            rows as c_int,
+            columns,
+            k,
+            stream(device),
+        )
     })
 }
 
 /// `out = exp(x w' - base)` in rows of its stride, `base` a value a row in powers of two, zero from the last of `w`'s rows on,
 /// and the sums of every 256 columns of it, (tiles, rows).
-pub fn scores(device: &CudaDevice, x: Mat, w: &Tensor, base: &Tensor, out: Mat, sums: &Tensor) -> Result<()> {
+pub fn exp_logits(
+    device: &CudaDevice,
+    x: GpuMat,
+    w: &Tensor,
+    base: &Tensor,
+    out: GpuMat,
+    sums: &Tensor,
+) -> Result<()> {
     let (classes, width) = w.dims2()?;
     let (base, sums) = (pointer(base)?.cast(), pointer(sums)?.cast());
     let [rows, stride, classes, width] = [x.rows, out.stride, classes, width].map(|n| n as c_int);
     // SAFETY: `x` is (rows, width), `w` (classes, width) with rows behind it, `out` has the rows, as has `base`.
-    checked("linear_hopper_scores", unsafe {
+    check_status("linear_hopper_exp_logits", unsafe {
         let (x, w, out) = (x.data()?, pointer(w)?, out.data()?);
-        linear_hopper_scores(x, w, base, out, stride, sums, rows, classes, width, stream(device))
+        linear_hopper_exp_logits(x, w, base, out, stride, sums, rows, classes, width, stream(device))
     })
 }
 
 unsafe extern "C" {
-    fn linear_hopper_able() -> c_int;
-    fn linear_hopper_scores(
+    fn linear_hopper_available() -> c_int;
+    fn linear_hopper_exp_logits(
         x: *const c_void,
         w: *const c_void,
         base: *const f32,
@@ -85,33 +106,33 @@ unsafe extern "C" {
         sums: *mut f32,
         rows: c_int,
         columns: c_int,
-        deep: c_int,
-        stream: Stream,
+        k: c_int,
+        stream: RawStream,
     ) -> c_int;
     fn linear_hopper_gelu(
         x: *const c_void,
         w: *const c_void,
-        across: c_int,
+        n_major: c_int,
         bias: *const c_void,
         out: *mut c_void,
         pre: *mut c_void,
         rows: c_int,
         columns: c_int,
-        deep: c_int,
-        stream: Stream,
+        k: c_int,
+        stream: RawStream,
     ) -> c_int;
-    fn linear_hopper_slope(
+    fn linear_hopper_gelu_backward(
         x: *const c_void,
         w: *const c_void,
-        across: c_int,
+        n_major: c_int,
         out: *mut c_void,
         pre: *mut c_void,
         sums: *mut c_void,
         bias: *mut c_void,
         rows: c_int,
         columns: c_int,
-        deep: c_int,
-        stream: Stream,
+        k: c_int,
+        stream: RawStream,
     ) -> c_int;
 }
 
@@ -122,23 +143,23 @@ mod tests {
     use super::*;
     use crate::kernels::Activation;
     use crate::kernels::activation;
-    use crate::kernels::cuda::of;
-    use crate::layers::check::{device, flat, random};
+    use crate::kernels::cuda::device_of;
+    use crate::layers::gradcheck::{random_tensor, test_device, to_f64_vec};
 
     /// As far as bf16 is from the same in f64.
-    const NEAR: f64 = 8e-3;
+    const TOLERANCE: f64 = 8e-3;
 
-    fn near(a: &Tensor, b: &Tensor, what: &str) {
-        let far = crate::layers::check::distance(&flat(a), &flat(b));
-        assert!(far < NEAR, "{what}: {far}");
+    fn assert_close(a: &Tensor, b: &Tensor, what: &str) {
+        let error = crate::layers::gradcheck::relative_error(&to_f64_vec(a), &to_f64_vec(b));
+        assert!(error < TOLERANCE, "{what}: {error}");
     }
 
-    fn on_card(shape: &[usize], seed: u64, scale: f64) -> Tensor {
-        let values = random(shape, seed).affine(scale, 0.0).unwrap();
+    fn random_bf16(shape: &[usize], seed: u64, scale: f64) -> Tensor {
+        let values = random_tensor(shape, seed).affine(scale, 0.0).unwrap();
         values.to_dtype(DType::BF16).unwrap()
     }
 
-    fn wide(t: &Tensor) -> Tensor {
+    fn to_f64(t: &Tensor) -> Tensor {
         t.to_dtype(DType::F64).unwrap()
     }
 
@@ -146,54 +167,54 @@ mod tests {
     /// block, one or several tiles for a block, and more pieces than a tile is finished in.
     #[test]
     fn products_are_right() {
-        let device = device();
+        let device = test_device();
         // SAFETY: it asks what the card can do.
-        if !device.is_cuda() || unsafe { linear_hopper_able() } == 0 {
+        if !device.is_cuda() || unsafe { linear_hopper_available() } == 0 {
             println!("skipped: no Hopper card to compute on (TRAINER_TEST_DEVICE=cuda)");
             return;
         }
-        for (rows, columns, deep) in
+        for (rows, columns, k) in
             [(700, 512, 768), (65, 256, 832), (9000, 1024, 1024), (9000, 1024, 448), (300, 512, 384)]
         {
-            for across in [false, true] {
-                let x = on_card(&[rows, deep], 1, 1.0);
-                let stored = if across { [deep, columns] } else { [columns, deep] };
-                let w = on_card(&stored, 2, 0.05);
-                let mat = Mat::new(&w, stored[0], stored[1]);
-                let mat = if across { mat } else { mat.t() };
-                let (bias, v) = (on_card(&[columns], 3, 1.0), on_card(&[rows, columns], 4, 2.0));
-                let card = of(&x).unwrap();
+            for n_major in [false, true] {
+                let x = random_bf16(&[rows, k], 1, 1.0);
+                let stored = if n_major { [k, columns] } else { [columns, k] };
+                let w = random_bf16(&stored, 2, 0.05);
+                let mat = GpuMat::new(&w, stored[0], stored[1]);
+                let mat = if n_major { mat } else { mat.t() };
+                let (bias, v) = (random_bf16(&[columns], 3, 1.0), random_bf16(&[rows, columns], 4, 2.0));
+                let cuda_device = device_of(&x).unwrap();
 
-                let plain = if across { wide(&w) } else { wide(&w).t().unwrap() };
-                let product = wide(&x).matmul(&plain).unwrap();
-                let given = product.broadcast_add(&wide(&bias)).unwrap();
+                let plain = if n_major { to_f64(&w) } else { to_f64(&w).t().unwrap() };
+                let product = to_f64(&x).matmul(&plain).unwrap();
+                let preact = product.broadcast_add(&to_f64(&bias)).unwrap();
                 let gelu_of = |t: &Tensor| activation::reference::forward(t, Activation::GeluTanh).unwrap();
                 let (out, pre) = (v.zeros_like().unwrap(), v.zeros_like().unwrap());
-                gelu(card, (&x, mat, rows), &bias, (&out, &pre)).unwrap();
-                near(&wide(&pre), &given, "before GELU");
-                near(&wide(&out), &gelu_of(&given), "GELU");
+                linear_gelu(cuda_device, (&x, mat, rows), &bias, (&out, &pre)).unwrap();
+                assert_close(&to_f64(&pre), &preact, "before GELU");
+                assert_close(&to_f64(&out), &gelu_of(&preact), "GELU");
 
-                let whole = hopper_fits(DType::BF16, rows, columns, deep);
-                assert_eq!(takes(&x, mat, rows, &bias).unwrap(), whole);
-                let odd = on_card(&[columns + 1], 3, 1.0).narrow(0, 1, columns).unwrap();
-                assert!(!takes(&x, mat, rows, &odd).unwrap(), "a bias between two words");
+                let supported = hopper_supports(DType::BF16, rows, columns, k);
+                assert_eq!(supports(&x, mat, rows, &bias).unwrap(), supported);
+                let odd = random_bf16(&[columns + 1], 3, 1.0).narrow(0, 1, columns).unwrap();
+                assert!(!supports(&x, mat, rows, &odd).unwrap(), "a bias between two words");
 
-                let output = gelu_of(&wide(&v));
-                let met = candle_core::Var::from_tensor(&wide(&v)).unwrap();
-                let slopes = gelu_of(&met).sum_all().unwrap().backward().unwrap();
-                let wanted = (product * slopes.get(&met).unwrap()).unwrap();
+                let output = gelu_of(&to_f64(&v));
+                let v_var = candle_core::Var::from_tensor(&to_f64(&v)).unwrap();
+                let derivatives = gelu_of(&v_var).sum_all().unwrap().backward().unwrap();
+                let expected = (product * derivatives.get(&v_var).unwrap()).unwrap();
                 let sums = Tensor::ones(columns, DType::F32, &device).unwrap();
-                slope(
-                    card,
+                linear_gelu_backward(
+                    cuda_device,
                     (&x, mat, rows),
-                    Before { act: Activation::GeluTanh, v: &v, bias: Some(&sums) },
+                    ActBackward { act: Activation::GeluTanh, v: &v, bias: Some(&sums) },
                     &out,
                 )
                 .unwrap();
-                near(&wide(&out), &wanted, "gradient");
-                near(&wide(&v), &output, "GELU again");
-                let added = (wanted.sum(0).unwrap() + 1.0).unwrap();
-                near(&wide(&sums), &added, "bias");
+                assert_close(&to_f64(&out), &expected, "gradient");
+                assert_close(&to_f64(&v), &output, "GELU again");
+                let added = (expected.sum(0).unwrap() + 1.0).unwrap();
+                assert_close(&to_f64(&sums), &added, "bias");
             }
         }
     }

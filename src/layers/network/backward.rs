@@ -7,113 +7,146 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::{Act, Node, Residual, Step, Trace, Walk};
+use super::{Executor, Node, ReservedTensor, ResidualNode, SavedNode, StepResult};
 use crate::kernels::{self, Activation, add};
-use crate::layers::{Along, Early, Layer, Mode, Pass, Saved};
+use crate::layers::{FusionContext, InputGrad, Layer, Mode, PassContext, SavedTensors};
 use crate::memory::{Reservation, Role};
 use crate::params::ParamId;
 
 /// What a gradient meets on its way back through nodes.
 #[derive(Default)]
-pub(super) struct Way<'a> {
+pub(super) struct BackwardContext<'a> {
     /// The gradient of their input by another way, which is added to theirs.
-    pub onto: Option<&'a Act>,
+    pub residual_grad: Option<&'a ReservedTensor>,
     /// An activation that came after them, and its output.
-    pub through: Option<(Act, Activation)>,
+    pub output_act: Option<(ReservedTensor, Activation)>,
     /// To whose gradient the sums over all rows of their input's gradient may be added.
-    pub sums: Option<ParamId>,
+    pub input_bias_grad: Option<ParamId>,
 }
 
 /// A layer whose input is made again while the gradient goes through the layer before, and the gradient it was given.
-struct Late<'a> {
+struct DeferredWeightGrad<'a> {
     layer: &'a dyn Layer,
-    dy: Act,
+    dy: ReservedTensor,
 }
 
-impl Walk<'_> {
+impl Executor<'_> {
     /// The gradient of the nodes' input, where wanted. Traces are given back as they are used.
     pub(super) fn backward(
         &self,
         nodes: &[Node],
-        mut traces: Vec<Trace>,
-        mut dy: Act,
-        want: bool,
-        mut way: Way,
-    ) -> Step<Option<Act>> {
-        let mut late: Option<Late> = None;
+        mut saved_nodes: Vec<SavedNode>,
+        mut dy: ReservedTensor,
+        needs_input_grad: bool,
+        mut ctx: BackwardContext,
+    ) -> StepResult<Option<ReservedTensor>> {
+        let mut deferred: Option<DeferredWeightGrad> = None;
         for (i, node) in nodes.iter().enumerate().rev() {
             // The last node alone is given it, and lets it go.
-            let (through, awaited) = (way.through.take(), late.take());
-            let onto = way.onto.filter(|_| want && i == 0).and_then(|onto| onto.value.as_ref());
-            let (want, trace) = (want || i > 0, traces.pop());
-            let sums = if i == 0 { way.sums } else { adds_rows(&nodes[..i]) }.filter(|_| want);
-            let dx = match (node, trace) {
-                (Node::Layer(layer), Some(Trace::Layer { mut saved, remade, _holds })) => {
-                    let (cost, sums) = (layer.cost(self.at), sums.filter(|_| layer.sums(self.at.on)));
-                    let waits = remade && self.waits(layer.as_ref(), &nodes[..i]);
-                    let _input = match remade && !waits {
-                        true => self.make_again(&nodes[..i], &traces, &mut saved)?,
+            let (output_act, pending) = (ctx.output_act.take(), deferred.take());
+            let residual_grad =
+                ctx.residual_grad.filter(|_| needs_input_grad && i == 0).and_then(|onto| onto.value.as_ref());
+            let (needs_input_grad, saved_node) = (needs_input_grad || i > 0, saved_nodes.pop());
+            let input_bias_grad = if i == 0 { ctx.input_bias_grad } else { fusible_bias_grad(&nodes[..i]) }
+                .filter(|_| needs_input_grad);
+            let dx = match (node, saved_node) {
+                (
+                    Node::Layer(layer),
+                    Some(SavedNode::Layer { mut saved, input_recomputed, _reservations }),
+                ) => {
+                    let (cost, input_bias_grad) = (
+                        layer.cost(self.spec),
+                        input_bias_grad.filter(|_| layer.fuses_bias_grad(self.spec.backend)),
+                    );
+                    let defers_weight_grad =
+                        input_recomputed && self.defers_weight_grad(layer.as_ref(), &nodes[..i]);
+                    let _input = match input_recomputed && !defers_weight_grad {
+                        true => self.recompute_input(&nodes[..i], &saved_nodes, &mut saved)?,
                         false => None,
                     };
-                    let own = match want && !cost.view {
-                        true => self.hold(Role::Activations, layer.name(), cost.input)?,
+                    let dx_reservation = match needs_input_grad && !cost.output_is_view {
+                        true => self.reserve(Role::Activations, layer.name(), cost.input_grad)?,
                         false => None,
                     };
-                    let _work = self.hold(Role::Workspace, layer.name(), cost.backward)?;
-                    let hold = if cost.view { dy.hold.clone() } else { own };
-                    let through = through.as_ref().and_then(|(y, act)| Some((y.value.as_ref()?, *act)));
-                    let pass = self.pass(Mode::Train);
-                    let before = match (&pass, nodes[..i].last(), traces.last()) {
-                        (Some(pass), Some(Node::Layer(layer)), Some(Trace::Layer { saved, .. })) if waits => {
-                            saved.as_ref().and_then(|saved| layer.met(saved, pass))
+                    let _work = self.reserve(Role::Workspace, layer.name(), cost.backward_workspace)?;
+                    let reservation =
+                        if cost.output_is_view { dy.reservation.clone() } else { dx_reservation };
+                    let output_act = output_act.as_ref().and_then(|(y, act)| Some((y.value.as_ref()?, *act)));
+                    let pass = self.pass_in_mode(Mode::Train);
+                    let input_act_backward = match (&pass, nodes[..i].last(), saved_nodes.last()) {
+                        (Some(pass), Some(Node::Layer(layer)), Some(SavedNode::Layer { saved, .. }))
+                            if defers_weight_grad =>
+                        {
+                            saved.as_ref().and_then(|saved| layer.fusible_act_backward(saved, pass))
                         }
                         _ => None,
                     };
-                    let along = Along { sums, summed: dy.summed, before, through: dy.through };
-                    let pass = pass.as_ref().map(|pass| Pass { along, ..*pass });
-                    let (mut made, mut went) = (None, false);
+                    let fusion = FusionContext {
+                        input_bias_grad,
+                        bias_grad_done: dy.bias_grad_done,
+                        input_act_backward,
+                        act_backward_done: dy.act_backward_done,
+                    };
+                    let pass = pass.as_ref().map(|pass| PassContext { fusion, ..*pass });
+                    let (mut recomputed, mut fused_act_backward) = (None, false);
                     let value = match (&pass, saved, &mut dy.value) {
-                        (Some(pass), Some(saved), Some(dy)) if waits || awaited.is_some() => {
-                            if let Some((y, act)) = through {
-                                add::through(y, dy, act)?;
+                        (Some(pass), Some(saved), Some(dy)) if defers_weight_grad || pending.is_some() => {
+                            if let Some((y, act)) = output_act {
+                                add::activation_backward_inplace(y, dy, act)?;
                             }
-                            let again = awaited.is_some();
-                            let Early { dx, y, through } =
-                                layer.backward_early(saved, dy, pass, (want, onto), again)?;
-                            (made, went) = (y, through);
+                            let recompute = pending.is_some();
+                            let InputGrad { dx, recomputed_output, input_act_backward_done } = layer
+                                .backward_input(
+                                    saved,
+                                    dy,
+                                    pass,
+                                    (needs_input_grad, residual_grad),
+                                    recompute,
+                                )?;
+                            (recomputed, fused_act_backward) = (recomputed_output, input_act_backward_done);
                             dx
                         }
-                        (Some(pass), Some(saved), given) => {
-                            let Some(dy) = given.take() else { return Ok(None) };
-                            match (through, onto) {
-                                (Some(through), None) => {
-                                    layer.backward_through(saved, dy, through, pass, want)?
+                        (Some(pass), Some(saved), dy_slot) => {
+                            let Some(dy) = dy_slot.take() else { return Ok(None) };
+                            match (output_act, residual_grad) {
+                                (Some(output_act), None) => {
+                                    layer.backward_add_act(saved, dy, output_act, pass, needs_input_grad)?
                                 }
-                                (None, Some(onto)) => layer.backward_onto(saved, dy, pass, onto)?,
-                                (Some((y, act)), Some(onto)) => {
-                                    add::through(y, &dy, act)?;
-                                    layer.backward_onto(saved, dy, pass, onto)?
+                                (None, Some(residual_grad)) => {
+                                    layer.backward_accumulate(saved, dy, pass, residual_grad)?
                                 }
-                                (None, None) => layer.backward(saved, dy, pass, want)?,
+                                (Some((y, act)), Some(residual_grad)) => {
+                                    add::activation_backward_inplace(y, &dy, act)?;
+                                    layer.backward_accumulate(saved, dy, pass, residual_grad)?
+                                }
+                                (None, None) => layer.backward(saved, dy, pass, needs_input_grad)?,
                             }
                         }
                         _ => None,
                     };
-                    if let (Some(late), Some(pass)) = (awaited, &pass) {
-                        late.make(made, pass)?;
+                    if let (Some(pending), Some(pass)) = (pending, &pass) {
+                        pending.run(recomputed, pass)?;
                     }
-                    if waits {
-                        late = Some(Late { layer: layer.as_ref(), dy: std::mem::take(&mut dy) });
+                    if defers_weight_grad {
+                        deferred =
+                            Some(DeferredWeightGrad { layer: layer.as_ref(), dy: std::mem::take(&mut dy) });
                     }
-                    want.then_some(Act { value, hold, summed: went || sums.is_some(), through: went })
+                    needs_input_grad.then_some(ReservedTensor {
+                        value,
+                        reservation,
+                        bias_grad_done: fused_act_backward || input_bias_grad.is_some(),
+                        act_backward_done: fused_act_backward,
+                    })
                 }
-                (Node::Residual(residual), Some(Trace::Residual { branch, shortcut, output })) => {
+                (Node::Residual(residual), Some(SavedNode::Residual { branch, shortcut, output })) => {
                     // What is added afterwards would not be in the sums.
-                    let sums = sums.filter(|_| onto.is_none());
-                    let kept = (branch, shortcut, output);
-                    let dx = self.residual_backward(residual, kept, dy, want, sums)?;
-                    if let (Some(Act { value: Some(dx), .. }), Some(onto)) = (&dx, onto) {
-                        add::into(dx, onto, Activation::Identity)?;
+                    let sums = input_bias_grad.filter(|_| residual_grad.is_none());
+                    let saved = (branch, shortcut, output);
+                    let dx = self.residual_backward(residual, saved, dy, needs_input_grad, sums)?;
+                    if let (Some(ReservedTensor { value: Some(dx), .. }), Some(residual_grad)) =
+                        (&dx, residual_grad)
+                    {
+                        add::inplace(dx, residual_grad, Activation::Identity)?;
                     }
                     dx
                 }
@@ -128,94 +161,108 @@ impl Walk<'_> {
     }
 
     /// Whether a layer's input is made again on the way of the last of these nodes, after the layer's own gradient.
-    fn waits(&self, layer: &dyn Layer, before: &[Node]) -> bool {
-        let makes = matches!(before.last(), Some(Node::Layer(l)) if l.remakes_on_the_way(self.at.on));
-        makes && layer.waits(self.at.on)
+    fn defers_weight_grad(&self, layer: &dyn Layer, preceding: &[Node]) -> bool {
+        let recomputes =
+            matches!(preceding.last(), Some(Node::Layer(l)) if l.recomputes_in_backward(self.spec.backend));
+        recomputes && layer.can_defer_weight_grad(self.spec.backend)
     }
 
     /// Puts the output of the last of `nodes`, made again, in front of what the layer after it saved.
-    fn make_again(
+    fn recompute_input(
         &self,
         nodes: &[Node],
-        traces: &[Trace],
-        into: &mut Option<Saved>,
-    ) -> Step<Option<Arc<Reservation>>> {
-        let (Some(Node::Layer(layer)), Some(Trace::Layer { saved, .. })) = (nodes.last(), traces.last())
+        saved_nodes: &[SavedNode],
+        consumer_saved: &mut Option<SavedTensors>,
+    ) -> StepResult<Option<Arc<Reservation>>> {
+        let (Some(Node::Layer(layer)), Some(SavedNode::Layer { saved, .. })) =
+            (nodes.last(), saved_nodes.last())
         else {
             return Ok(None);
         };
-        let hold = self.hold(Role::Activations, layer.name(), layer.cost(self.at).output)?;
-        if let (Some(pass), Some(saved), Some(into)) = (self.pass(Mode::Again), saved, into)
-            && let Some(x) = layer.again(saved, &pass)?
+        let reservation = self.reserve(Role::Activations, layer.name(), layer.cost(self.spec).output)?;
+        if let (Some(pass), Some(saved), Some(consumer_saved)) =
+            (self.pass_in_mode(Mode::Recompute), saved, consumer_saved)
+            && let Some(x) = layer.recompute_output(saved, &pass)?
         {
-            into.0.insert(0, x);
+            consumer_saved.0.insert(0, x);
         }
-        Ok(hold)
+        Ok(reservation)
     }
 
     fn residual_backward(
         &self,
-        residual: &Residual,
-        (branch, shortcut, output): (Vec<Trace>, Vec<Trace>, Option<Act>),
-        mut dy: Act,
-        want: bool,
-        sums: Option<ParamId>,
-    ) -> Step<Option<Act>> {
-        let overwrites = overwrites(&residual.branch);
-        let mut through = output.map(|y| (y, residual.act));
-        if overwrites || !self.joins(residual) {
-            if let (Some((Act { value: Some(y), .. }, act)), Some(dy)) = (&through, &dy.value) {
-                add::through(y, dy, *act)?;
+        residual: &ResidualNode,
+        (branch, shortcut, output): (Vec<SavedNode>, Vec<SavedNode>, Option<ReservedTensor>),
+        mut dy: ReservedTensor,
+        needs_input_grad: bool,
+        input_bias_grad: Option<ParamId>,
+    ) -> StepResult<Option<ReservedTensor>> {
+        let overwrites_dy = overwrites_dy(&residual.branch);
+        let mut output_act = output.map(|y| (y, residual.act));
+        if overwrites_dy || !self.fuses_add_act(residual) {
+            if let (Some((ReservedTensor { value: Some(y), .. }, act)), Some(dy)) = (&output_act, &dy.value) {
+                add::activation_backward_inplace(y, dy, *act)?;
             }
-            through = None;
+            output_act = None;
         }
-        let for_branch = match overwrites {
+        let dy_branch = match overwrites_dy {
             true => {
-                let bytes = self.at.bytes(residual.output.iter().product());
-                let hold = self.hold(Role::Activations, &residual.name, bytes)?;
+                let bytes = self.spec.bytes(residual.output_shape.iter().product());
+                let reservation = self.reserve(Role::Activations, &residual.name, bytes)?;
                 let value = dy.value.as_ref().map(kernels::copy).transpose()?;
-                Act { value, hold, summed: dy.summed, ..Act::default() }
+                ReservedTensor {
+                    value,
+                    reservation,
+                    bias_grad_done: dy.bias_grad_done,
+                    ..ReservedTensor::default()
+                }
             }
             false => dy.clone(),
         };
         if residual.shortcut.is_empty() {
-            let way = Way { onto: Some(&dy), through, sums };
-            return self.backward(&residual.branch, branch, for_branch, want, way);
+            let ctx = BackwardContext { residual_grad: Some(&dy), output_act, input_bias_grad };
+            return self.backward(&residual.branch, branch, dy_branch, needs_input_grad, ctx);
         }
-        let way = Way { through, ..Way::default() };
-        let by_branch = self.backward(&residual.branch, branch, for_branch, want, way)?;
-        dy.summed = false; // of the branch's alone
-        let way = Way { onto: by_branch.as_ref(), sums, ..Way::default() };
-        self.backward(&residual.shortcut, shortcut, dy, want, way)
+        let ctx = BackwardContext { output_act, ..BackwardContext::default() };
+        let dx_branch = self.backward(&residual.branch, branch, dy_branch, needs_input_grad, ctx)?;
+        dy.bias_grad_done = false; // of the branch's alone
+        let ctx = BackwardContext {
+            residual_grad: dx_branch.as_ref(),
+            input_bias_grad,
+            ..BackwardContext::default()
+        };
+        self.backward(&residual.shortcut, shortcut, dy, needs_input_grad, ctx)
     }
 }
 
-impl Late<'_> {
+impl DeferredWeightGrad<'_> {
     /// The gradients that waited for the input `x`.
-    fn make(self, x: Option<Tensor>, pass: &Pass) -> candle_core::Result<()> {
+    fn run(self, x: Option<Tensor>, pass: &PassContext) -> candle_core::Result<()> {
         match (x, self.dy.value) {
-            (Some(x), Some(dy)) => self.layer.backward_late(&x, &dy, pass),
+            (Some(x), Some(dy)) => self.layer.backward_weight(&x, &dy, pass),
             _ => candle_core::bail!("the input of {} was not made again", self.layer.name()),
         }
     }
 }
 
 /// The parameter whose gradient is the sum over all rows of the gradient that the last of these nodes is given.
-pub(super) fn adds_rows(nodes: &[Node]) -> Option<ParamId> {
+pub(super) fn fusible_bias_grad(nodes: &[Node]) -> Option<ParamId> {
     match nodes.last()? {
-        Node::Layer(layer) => layer.adds_rows(),
-        Node::Residual(residual) if residual.act == Activation::Identity => adds_rows(&residual.branch),
+        Node::Layer(layer) => layer.fusible_bias_grad(),
+        Node::Residual(residual) if residual.act == Activation::Identity => {
+            fusible_bias_grad(&residual.branch)
+        }
         Node::Residual(_) => None,
     }
 }
 
 /// Whether the backward pass of these nodes writes to the gradient it is given.
-fn overwrites(nodes: &[Node]) -> bool {
+fn overwrites_dy(nodes: &[Node]) -> bool {
     match nodes.last() {
         None => false,
-        Some(Node::Layer(layer)) => layer.overwrites(),
+        Some(Node::Layer(layer)) => layer.overwrites_dy(),
         Some(Node::Residual(residual)) => {
-            residual.act != Activation::Identity || overwrites(&residual.branch)
+            residual.act != Activation::Identity || overwrites_dy(&residual.branch)
         }
     }
 }

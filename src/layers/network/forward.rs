@@ -2,147 +2,154 @@
 
 use candle_core::Tensor;
 
-use super::{Act, Node, Residual, Step, Trace, Walk};
-use crate::kernels::{Activation, Reads, add};
-use crate::layers::{Layer, Mode, On, Remakes};
+use super::{Executor, Node, ReservedTensor, ResidualNode, SavedNode, StepResult};
+use crate::kernels::{Activation, SavedForBackward, add};
+use crate::layers::{Backend, Layer, Mode, RecomputeSource};
 use crate::memory::Role;
 
-impl Walk<'_> {
+impl Executor<'_> {
     /// What the nodes make of `x`; with something `onto` it, an activation of the sum.
     pub(super) fn forward(
         &self,
         nodes: &[Node],
-        mut x: Act,
-        keep: bool,
+        mut x: ReservedTensor,
+        save: bool,
         mode: Mode,
-        onto: Option<(&Act, Activation)>,
-    ) -> Step<(Act, Vec<Trace>)> {
-        let mut traces = Vec::with_capacity(if keep { nodes.len() } else { 0 });
+        add_act: Option<(&ReservedTensor, Activation)>,
+    ) -> StepResult<(ReservedTensor, Vec<SavedNode>)> {
+        let mut saved_nodes = Vec::with_capacity(if save { nodes.len() } else { 0 });
         for (i, node) in nodes.iter().enumerate() {
-            let onto = onto.filter(|_| i + 1 == nodes.len());
-            let onto = onto.and_then(|(onto, act)| onto.value.as_ref().map(|onto| (onto, act)));
-            let (y, trace) = match node {
+            let add_act = add_act.filter(|_| i + 1 == nodes.len());
+            let add_act = add_act.and_then(|(onto, act)| onto.value.as_ref().map(|onto| (onto, act)));
+            let (y, saved_node) = match node {
                 Node::Layer(layer) => {
-                    let remade = made_again(&nodes[..i], &traces, self.at.on);
-                    self.layer_forward(layer.as_ref(), x, (keep, remade), mode, onto)?
+                    let input_recomputed = is_recomputable(&nodes[..i], &saved_nodes, self.spec.backend);
+                    self.layer_forward(layer.as_ref(), x, (save, input_recomputed), mode, add_act)?
                 }
                 Node::Residual(residual) => {
-                    let (y, trace) = self.residual_forward(residual, x, keep, mode)?;
-                    if let (Some(y), Some((onto, act))) = (&y.value, onto) {
-                        add::into(y, onto, act)?;
+                    let (y, saved_node) = self.residual_forward(residual, x, save, mode)?;
+                    if let (Some(y), Some((addend, act))) = (&y.value, add_act) {
+                        add::inplace(y, addend, act)?;
                     }
-                    (y, trace)
+                    (y, saved_node)
                 }
             };
-            traces.extend(trace);
+            saved_nodes.extend(saved_node);
             x = y;
         }
-        Ok((x, traces))
+        Ok((x, saved_nodes))
     }
 
     fn layer_forward(
         &self,
         layer: &dyn Layer,
-        x: Act,
-        (keep, remade): (bool, bool),
+        x: ReservedTensor,
+        (save, input_recomputed): (bool, bool),
         mode: Mode,
-        onto: Option<(&Tensor, Activation)>,
-    ) -> Step<(Act, Option<Trace>)> {
-        let cost = layer.cost(self.at);
-        let remade = remade && cost.keeps_input;
-        let own = self.hold(Role::Activations, layer.name(), cost.output)?;
-        let saved_hold = self.hold(Role::Activations, layer.name(), cost.saved)?;
-        let _work = self.hold(Role::Workspace, layer.name(), cost.forward)?;
-        let (value, saved) = match (self.pass(mode), &x.value) {
+        add_act: Option<(&Tensor, Activation)>,
+    ) -> StepResult<(ReservedTensor, Option<SavedNode>)> {
+        let cost = layer.cost(self.spec);
+        let input_recomputed = input_recomputed && cost.saves_input;
+        let output_reservation = self.reserve(Role::Activations, layer.name(), cost.output)?;
+        let saved_reservation = self.reserve(Role::Activations, layer.name(), cost.saved)?;
+        let _work = self.reserve(Role::Workspace, layer.name(), cost.forward_workspace)?;
+        let (value, saved) = match (self.pass_in_mode(mode), &x.value) {
             (Some(pass), Some(x)) => {
-                let (y, mut saved) = match onto {
-                    Some((onto, act)) => layer.forward_onto(x, onto, act, &pass)?,
+                let (y, mut saved) = match add_act {
+                    Some((residual, act)) => layer.forward_add_act(x, residual, act, &pass)?,
                     None => layer.forward(x, &pass)?,
                 };
-                if remade {
+                if input_recomputed {
                     saved.0.remove(0);
                 }
                 (Some(y), Some(saved))
             }
             _ => (None, None),
         };
-        let y = Act::new(value, if cost.view { x.hold.clone() } else { own });
-        let trace = keep.then(|| Trace::Layer {
+        let y = ReservedTensor::new(
+            value,
+            if cost.output_is_view { x.reservation.clone() } else { output_reservation },
+        );
+        let saved_node = save.then(|| SavedNode::Layer {
             saved,
-            remade,
-            _holds: [
-                saved_hold,
-                x.hold.clone().filter(|_| cost.keeps_input && !remade),
-                y.hold.clone().filter(|_| cost.keeps_output),
+            input_recomputed,
+            _reservations: [
+                saved_reservation,
+                x.reservation.clone().filter(|_| cost.saves_input && !input_recomputed),
+                y.reservation.clone().filter(|_| cost.saves_output),
             ],
         });
-        Ok((y, trace))
+        Ok((y, saved_node))
     }
 
     fn residual_forward(
         &self,
-        residual: &Residual,
-        x: Act,
-        keep: bool,
+        residual: &ResidualNode,
+        x: ReservedTensor,
+        save: bool,
         mode: Mode,
-    ) -> Step<(Act, Option<Trace>)> {
+    ) -> StepResult<(ReservedTensor, Option<SavedNode>)> {
         // The branch's output is nobody else's unless its last layer keeps it: the sum goes there.
-        let in_place = !self.keeps_output(&residual.branch);
+        let in_place = !self.saves_output(&residual.branch);
         let plain = residual.shortcut.is_empty() && residual.act == Activation::Identity;
-        if in_place && (plain || self.joins(residual)) {
-            let (s, shortcut) = self.forward(&residual.shortcut, x.clone(), keep, mode, None)?;
-            let onto = Some((&s, residual.act));
-            let (y, branch) = self.forward(&residual.branch, x, keep, mode, onto)?;
+        if in_place && (plain || self.fuses_add_act(residual)) {
+            let (s, shortcut) = self.forward(&residual.shortcut, x.clone(), save, mode, None)?;
+            let add_act = Some((&s, residual.act));
+            let (y, branch) = self.forward(&residual.branch, x, save, mode, add_act)?;
             let output = (residual.act != Activation::Identity).then(|| y.clone());
-            return Ok((y, keep.then_some(Trace::Residual { branch, shortcut, output })));
+            return Ok((y, save.then_some(SavedNode::Residual { branch, shortcut, output })));
         }
-        let (b, branch) = self.forward(&residual.branch, x.clone(), keep, mode, None)?;
-        let (s, shortcut) = self.forward(&residual.shortcut, x, keep, mode, None)?;
-        let hold = match in_place {
-            true => b.hold.clone(),
-            false => {
-                self.hold(Role::Activations, &residual.name, self.at.bytes(residual.output.iter().product()))?
-            }
+        let (b, branch) = self.forward(&residual.branch, x.clone(), save, mode, None)?;
+        let (s, shortcut) = self.forward(&residual.shortcut, x, save, mode, None)?;
+        let reservation = match in_place {
+            true => b.reservation.clone(),
+            false => self.reserve(
+                Role::Activations,
+                &residual.name,
+                self.spec.bytes(residual.output_shape.iter().product()),
+            )?,
         };
         let value = match (&b.value, &s.value) {
-            (Some(b), Some(s)) if in_place => Some(add::into(b, s, residual.act)?),
+            (Some(b), Some(s)) if in_place => Some(add::inplace(b, s, residual.act)?),
             (Some(b), Some(s)) => Some(add::forward(b, s, residual.act)?),
             _ => None,
         };
-        let y = Act::new(value, hold);
+        let y = ReservedTensor::new(value, reservation);
         let output = (residual.act != Activation::Identity).then(|| y.clone());
-        Ok((y, keep.then_some(Trace::Residual { branch, shortcut, output })))
+        Ok((y, save.then_some(SavedNode::Residual { branch, shortcut, output })))
     }
 
     /// Whether the branch's last layer makes the sum and its activation in passes of its own.
-    pub(super) fn joins(&self, residual: &Residual) -> bool {
+    pub(super) fn fuses_add_act(&self, residual: &ResidualNode) -> bool {
         match residual.branch.last() {
-            Some(Node::Layer(layer)) => layer.joins(residual.act, self.at.on),
+            Some(Node::Layer(layer)) => layer.fuses_add_act(residual.act, self.spec.backend),
             _ => false,
         }
     }
 
     /// Whether the output of these nodes is kept by the one that made it, or is their input.
-    fn keeps_output(&self, nodes: &[Node]) -> bool {
+    fn saves_output(&self, nodes: &[Node]) -> bool {
         match nodes.last() {
             None => true,
             Some(Node::Layer(layer)) => {
-                let cost = layer.cost(self.at);
-                cost.keeps_output || (cost.view && self.keeps_output(&nodes[..nodes.len() - 1]))
+                let cost = layer.cost(self.spec);
+                cost.saves_output || (cost.output_is_view && self.saves_output(&nodes[..nodes.len() - 1]))
             }
-            Some(Node::Residual(residual)) => residual.act.reads() == Reads::Output,
+            Some(Node::Residual(residual)) => residual.act.saved_for_backward() == SavedForBackward::Output,
         }
     }
 }
 
 /// Whether the output of the last of these nodes can be made again from what it kept.
-fn made_again(nodes: &[Node], traces: &[Trace], on: On) -> bool {
-    match (nodes.last(), traces.last()) {
-        (Some(Node::Layer(layer)), Some(Trace::Layer { remade, .. })) => match layer.remakes(on) {
-            Remakes::Never => false,
-            Remakes::WithInput => !remade,
-            Remakes::Alone => true,
-        },
+fn is_recomputable(nodes: &[Node], saved_nodes: &[SavedNode], backend: Backend) -> bool {
+    match (nodes.last(), saved_nodes.last()) {
+        (Some(Node::Layer(layer)), Some(SavedNode::Layer { input_recomputed, .. })) => {
+            match layer.recompute_source(backend) {
+                RecomputeSource::Unsupported => false,
+                RecomputeSource::InputAndSaved => !input_recomputed,
+                RecomputeSource::SavedOnly => true,
+            }
+        }
         _ => false,
     }
 }

@@ -2,56 +2,66 @@
 
 use candle_core::{DType, Tensor};
 
-use super::{Batch, Block, Network, Node, Residual, Walk};
+use super::{DeviceBatch, Executor, LayerBlock, Network, Node, ResidualNode};
 use crate::kernels::Activation;
-use crate::layers::aside::Aside;
-use crate::layers::check::{Subject, assert_slopes, at, device, differences, distance, flat, random};
 use crate::layers::cross_entropy::CrossEntropy;
-use crate::layers::linear::{Linear, Options};
-use crate::layers::norm::Norm;
+use crate::layers::gradcheck::{
+    TestContext, assert_gradient, finite_differences, random_tensor, relative_error, test_device, test_spec,
+    to_f64_vec,
+};
+use crate::layers::linear::{Linear, LinearOptions};
+use crate::layers::norm::NormLayer;
+use crate::layers::offload::ActivationOffload;
 use crate::layers::{Layer, Mode};
 use crate::memory::Ledger;
-use crate::params::{Declared, Init};
+use crate::params::{ParamInit, ParamRegistry};
 
 #[derive(Clone, Copy)]
-struct Sizes {
+struct TestSizes {
     batch: usize,
     length: usize,
     width: usize,
     inner: usize,
 }
 
-const SMALL: Sizes = Sizes { batch: 3, length: 5, width: 16, inner: 32 };
+const SMALL: TestSizes = TestSizes { batch: 3, length: 5, width: 16, inner: 32 };
 /// So large that products on a card do more than multiply, and their halves do not.
-const LARGE: Sizes = Sizes { batch: 34, length: 256, width: 768, inner: 1024 };
+const LARGE: TestSizes = TestSizes { batch: 34, length: 256, width: 768, inner: 1024 };
 const CLASSES: usize = 13;
 
-fn linear(d: &mut Declared, name: &str, [length, inputs, outputs]: [usize; 3], act: Activation) -> Node {
-    let options = Options { bias_init: Init::Normal(0.1), ..Options::torch(inputs, act) };
+fn linear(d: &mut ParamRegistry, name: &str, [length, inputs, outputs]: [usize; 3], act: Activation) -> Node {
+    let options =
+        LinearOptions { bias_init: ParamInit::Normal(0.1), ..LinearOptions::torch_default(inputs, act) };
     Node::Layer(Box::new(Linear::new(d, name, &[length, inputs], outputs, options)))
 }
 
 /// `x + second(act(first(norm(x))))`.
-fn residual(d: &mut Declared, sizes: Sizes, name: &str, centred: bool, act: Activation) -> Node {
-    let Sizes { length, width, inner, .. } = sizes;
-    let of = |part: &str| format!("{name}.{part}");
+fn residual(d: &mut ParamRegistry, sizes: TestSizes, name: &str, centred: bool, act: Activation) -> Node {
+    let TestSizes { length, width, inner, .. } = sizes;
+    let path = |part: &str| format!("{name}.{part}");
     let norm: Box<dyn Layer> = match centred {
-        true => Box::new(Norm::layer(d, &of("norm"), &[length, width], 1e-5)),
-        false => Box::new(Norm::rms(d, &of("norm"), &[length, width], 1e-6)),
+        true => Box::new(NormLayer::layer_norm(d, &path("norm"), &[length, width], 1e-5)),
+        false => Box::new(NormLayer::rms_norm(d, &path("norm"), &[length, width], 1e-6)),
     };
     let branch = vec![
         Node::Layer(norm),
-        linear(d, &of("first"), [length, width, inner], act),
-        linear(d, &of("second"), [length, inner, width], Activation::Identity),
+        linear(d, &path("first"), [length, width, inner], act),
+        linear(d, &path("second"), [length, inner, width], Activation::Identity),
     ];
     let (shortcut, output) = (Vec::new(), vec![length, width]);
-    Node::Residual(Residual { name: name.into(), branch, shortcut, act: Activation::Identity, output })
+    Node::Residual(ResidualNode {
+        name: name.into(),
+        branch,
+        shortcut,
+        act: Activation::Identity,
+        output_shape: output,
+    })
 }
 
 /// Residual branches within and across blocks, after a map whose bias they may add to, and plain maps.
-fn network(d: &mut Declared, sizes: Sizes) -> Network {
-    let Sizes { length, width, .. } = sizes;
-    let weight = d.param("head.weight", [CLASSES, width], Init::Normal(0.3));
+fn network(d: &mut ParamRegistry, sizes: TestSizes) -> Network {
+    let TestSizes { length, width, .. } = sizes;
+    let weight = d.param("head.weight", [CLASSES, width], ParamInit::Normal(0.3));
     let nodes = [
         vec![linear(d, "in", [length, 7, width], Activation::Identity)],
         vec![
@@ -60,9 +70,9 @@ fn network(d: &mut Declared, sizes: Sizes) -> Network {
             residual(d, sizes, "c", true, Activation::Relu),
         ],
         vec![residual(d, sizes, "d", true, Activation::Gelu)],
-        vec![Node::Layer(Box::new(Norm::layer(d, "norm", &[length, width], 1e-5)))],
+        vec![Node::Layer(Box::new(NormLayer::layer_norm(d, "norm", &[length, width], 1e-5)))],
     ];
-    let block = |(rank, nodes)| Block { name: format!("block {rank}"), nodes, rank };
+    let block = |(rank, nodes)| LayerBlock { name: format!("block {rank}"), nodes, recompute_rank: rank };
     let loss = CrossEntropy {
         name: "head".into(),
         weight,
@@ -77,71 +87,92 @@ fn network(d: &mut Declared, sizes: Sizes) -> Network {
     Network { blocks: nodes.into_iter().enumerate().map(block).collect(), loss: Box::new(loss) }
 }
 
-fn batch(dtype: DType, Sizes { batch, length, .. }: Sizes) -> Batch {
-    let inputs = random(&[batch, length, 7], 1).to_dtype(dtype).unwrap();
+fn batch(dtype: DType, TestSizes { batch, length, .. }: TestSizes) -> DeviceBatch {
+    let inputs = random_tensor(&[batch, length, 7], 1).to_dtype(dtype).unwrap();
     let targets: Vec<u32> = (0..batch * length).map(|i| (i * 5 % CLASSES) as u32).collect();
-    Batch { inputs, targets: Tensor::from_vec(targets, (batch, length), &device()).unwrap(), staged: None }
+    DeviceBatch {
+        inputs,
+        targets: Tensor::from_vec(targets, (batch, length), &test_device()).unwrap(),
+        sample_info: None,
+    }
 }
 
-fn subject(dtype: DType, sizes: Sizes) -> (Network, Subject) {
-    let mut declared = Declared::default();
-    let network = network(&mut declared, sizes);
-    (network, Subject::new(declared, dtype, sizes.batch))
+fn subject(dtype: DType, sizes: TestSizes) -> (Network, TestContext) {
+    let mut registry = ParamRegistry::default();
+    let network = network(&mut registry, sizes);
+    (network, TestContext::new(registry, dtype, sizes.batch))
 }
 
 /// The gradients, and the peak of what the ledger was asked for.
-fn learned(dtype: DType, recompute: usize, away: bool) -> (Vec<f64>, u64) {
+fn gradients_and_peak(dtype: DType, recompute: usize, offload_inputs: bool) -> (Vec<f64>, u64) {
     let ((network, subject), ledger) = (subject(dtype, SMALL), Ledger::planning());
-    let aside = away.then(|| Aside::new(Ledger::planning(), &device()).unwrap());
-    let (pass, aside) = (Some(subject.pass(Mode::Train)), aside.as_ref());
-    let walk = Walk { pass, at: at(SMALL.batch, dtype), ledger: &ledger, recompute, aside };
-    network.learn(&walk, Some(&batch(dtype, SMALL))).unwrap();
-    (flat(&subject.store.grads), ledger.peak())
+    let offload = offload_inputs.then(|| ActivationOffload::new(Ledger::planning(), &test_device()).unwrap());
+    let (pass, offload) = (Some(subject.pass(Mode::Train)), offload.as_ref());
+    let exec = Executor {
+        pass,
+        spec: test_spec(SMALL.batch, dtype),
+        ledger: &ledger,
+        recompute_blocks: recompute,
+        offload,
+    };
+    network.forward_backward(&exec, Some(&batch(dtype, SMALL))).unwrap();
+    (to_f64_vec(&subject.store.grads), ledger.peak())
 }
 
 #[test]
-fn every_gradient_is_a_slope() {
+fn gradients_match_finite_differences() {
     let (network, subject) = subject(DType::F64, SMALL);
     let (batch, ledger) = (batch(DType::F64, SMALL), Ledger::planning());
-    let walk = |mode| Walk {
+    let exec = |mode| Executor {
         pass: Some(subject.pass(mode)),
-        at: at(SMALL.batch, DType::F64),
+        spec: test_spec(SMALL.batch, DType::F64),
         ledger: &ledger,
-        recompute: 0,
-        aside: None,
+        recompute_blocks: 0,
+        offload: None,
     };
-    network.learn(&walk(Mode::Train), Some(&batch)).unwrap();
-    let loss = || network.judge(&walk(Mode::Eval), Some(&batch)).unwrap().read().unwrap().loss;
-    for (i, (weight, grad)) in subject.store.weights().iter().zip(subject.store.grad_views()).enumerate() {
-        assert_slopes(&subject.store.layout.params.spec(i).name, grad, differences(weight, &loss));
+    network.forward_backward(&exec(Mode::Train), Some(&batch)).unwrap();
+    let loss = || network.evaluate(&exec(Mode::Eval), Some(&batch)).unwrap().read().unwrap().loss;
+    for (i, (weight, grad)) in subject.store.weight_views().iter().zip(subject.store.grad_views()).enumerate()
+    {
+        assert_gradient(&subject.store.layout.params.spec(i).name, grad, finite_differences(weight, &loss));
     }
 }
 
 #[test]
-fn blocks_that_run_again_or_wait_elsewhere_change_no_bit() {
+fn recomputed_and_offloaded_blocks_are_bit_exact() {
     for dtype in [DType::F64, DType::F32, DType::BF16] {
-        let kept = learned(dtype, 0, false).0;
+        let kept = gradients_and_peak(dtype, 0, false).0;
         assert!(kept.iter().any(|g| *g != 0.0) && kept.iter().all(|g| g.is_finite()));
-        for away in [false, true] {
-            assert_eq!(learned(dtype, 4, away).0, kept, "{dtype:?}, away: {away}");
+        for offload_inputs in [false, true] {
+            assert_eq!(
+                gradients_and_peak(dtype, 4, offload_inputs).0,
+                kept,
+                "{dtype:?}, away: {offload_inputs}"
+            );
         }
     }
 }
 
 #[test]
-fn the_plan_asks_for_what_the_pass_does() {
+fn plan_reserves_what_the_pass_reserves() {
     for (dtype, recompute) in [(DType::F32, 0), (DType::BF16, 0), (DType::BF16, 4)] {
         let (network, planned) = (subject(dtype, SMALL).0, Ledger::planning());
-        let walk = Walk { pass: None, at: at(SMALL.batch, dtype), ledger: &planned, recompute, aside: None };
-        network.learn(&walk, None).unwrap();
-        assert_eq!(planned.peak(), learned(dtype, recompute, false).1);
+        let exec = Executor {
+            pass: None,
+            spec: test_spec(SMALL.batch, dtype),
+            ledger: &planned,
+            recompute_blocks: recompute,
+            offload: None,
+        };
+        network.forward_backward(&exec, None).unwrap();
+        assert_eq!(planned.peak(), gradients_and_peak(dtype, recompute, false).1);
     }
 }
 
 /// The last bits of bf16 come out differently, and nothing else.
 #[test]
-fn large_products_and_their_halves_give_the_same_gradients() {
-    if device().is_cpu() {
+fn gradients_of_large_gemms_match_their_halves() {
+    if test_device().is_cpu() {
         println!("skipped: no card to compute on (TRAINER_TEST_DEVICE=cuda)");
         return;
     }
@@ -150,16 +181,16 @@ fn large_products_and_their_halves_give_the_same_gradients() {
         let (all, each) = (batch(DType::BF16, LARGE), LARGE.batch / parts);
         for part in 0..parts {
             let of = |t: &Tensor| t.narrow(0, part * each, each).unwrap().contiguous().unwrap();
-            let batch = Batch { inputs: of(&all.inputs), targets: of(&all.targets), staged: None };
-            let (pass, at) = (Some(subject.pass(Mode::Train)), at(each, DType::BF16));
-            let walk = Walk { pass, at, ledger: &ledger, recompute: 0, aside: None };
-            network.learn(&walk, Some(&batch)).unwrap();
+            let batch = DeviceBatch { inputs: of(&all.inputs), targets: of(&all.targets), sample_info: None };
+            let (pass, at) = (Some(subject.pass(Mode::Train)), test_spec(each, DType::BF16));
+            let exec = Executor { pass, spec: at, ledger: &ledger, recompute_blocks: 0, offload: None };
+            network.forward_backward(&exec, Some(&batch)).unwrap();
         }
         let name = |i: usize| subject.store.layout.params.spec(i).name.clone();
-        subject.store.grad_views().iter().enumerate().map(|(i, grad)| (name(i), flat(grad))).collect()
+        subject.store.grad_views().iter().enumerate().map(|(i, grad)| (name(i), to_f64_vec(grad))).collect()
     };
     for ((name, whole), (_, halves)) in gradients(1).into_iter().zip(gradients(2)) {
-        let far = distance(&whole, &halves);
-        assert!(far < 0.02, "{name}: {far}");
+        let error = relative_error(&whole, &halves);
+        assert!(error < 0.02, "{name}: {error}");
     }
 }

@@ -4,20 +4,20 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::data::bad::LeftOut;
+use crate::data::bad_records::SkippedRecords;
 use crate::data::digest::Digest;
 use crate::data::fingerprint::DataFingerprint;
 use crate::data::order::Cursor;
-use crate::optim::scaling::Scaling;
+use crate::optim::grad_scaler::GradScaler;
 use crate::train::event::nullable;
-use crate::train::retry::{Descent, Way};
+use crate::train::retry::{Backoff, RuntimePlan};
 
 /// Version of this layout of a checkpoint.
 pub const FORMAT: u32 = 3;
 
 /// Everything a run needs to continue, beside tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct State {
+pub struct CheckpointState {
     /// See [`FORMAT`].
     pub format: u32,
     /// Updates made.
@@ -35,18 +35,18 @@ pub struct State {
     /// Kind of the optimizer in force, whose state this is.
     pub optimizer: String,
     /// The way of running in force, and the larger ones given up.
-    pub way: Way,
-    pub descent: Descent,
+    pub way: RuntimePlan,
+    pub descent: Backoff,
     /// The best value of the job's `checkpoint.best` so far and the step it was reached at.
     pub best: Option<(f64, u64)>,
     /// An evaluation of these very weights was due, and its result is not in here yet: a resumed run begins with it.
     pub evaluation_due: bool,
     /// An evaluation waits for the next update whose gradient does not overflow.
     pub evaluation_owed: bool,
-    pub scaling: Scaling,
+    pub scaling: GradScaler,
     /// Records that could not be used.
     #[serde(default)]
-    pub left_out: LeftOut,
+    pub left_out: SkippedRecords,
     /// Last values of the evaluation.
     #[serde(deserialize_with = "nullable::numbers")]
     pub metrics: BTreeMap<String, f64>,

@@ -1,26 +1,26 @@
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::data::bad::LeftOut;
+use crate::data::bad_records::SkippedRecords;
 use crate::data::digest::Digest;
 use crate::data::order::Cursor;
-use crate::optim::scaling::Scaling;
-use crate::params::{Declared, Init};
-use crate::train::retry::{Descent, Way};
+use crate::optim::grad_scaler::GradScaler;
+use crate::params::{ParamInit, ParamRegistry};
+use crate::train::retry::{Backoff, RuntimePlan};
 use candle_core::{DType, Device};
 
-fn made(seed: u64) -> (Store, Optimizer) {
-    let mut declared = Declared::default();
-    declared.filter("conv.weight", [3, 2, 2, 2], Init::Normal(1.0));
-    declared.param("bias", [3], Init::Normal(1.0));
-    declared.stat("mean", 3, 0.5);
-    let store = Store::new(declared.layout().unwrap(), seed, DType::F32, &Device::Cpu).unwrap();
+fn build(seed: u64) -> (ParamStore, Optimizer) {
+    let mut declared = ParamRegistry::default();
+    declared.conv_weight("conv.weight", [3, 2, 2, 2], ParamInit::Normal(1.0));
+    declared.param("bias", [3], ParamInit::Normal(1.0));
+    declared.running_stat("mean", 3, 0.5);
+    let store = ParamStore::new(declared.into_layout().unwrap(), seed, DType::F32, &Device::Cpu).unwrap();
     let optimizer = Optimizer::new(&toml::from_str("kind = 'adamw8bit'").unwrap(), &store, false).unwrap();
     (store, optimizer)
 }
 
-fn state(step: u64) -> State {
-    State {
+fn state(step: u64) -> CheckpointState {
+    CheckpointState {
         format: FORMAT,
         step,
         cursor: Cursor { update: step, done: 0 },
@@ -30,13 +30,19 @@ fn state(step: u64) -> State {
         job: serde_json::Value::Null,
         data: None,
         optimizer: "adamw8bit".into(),
-        way: Way { micro_batch: 4, accumulation_steps: 1, recompute: 0, eval_micro_batch: 4, prefetch: 1 },
-        descent: Descent::default(),
+        way: RuntimePlan {
+            micro_batch: 4,
+            accumulation_steps: 1,
+            recompute: 0,
+            eval_micro_batch: 4,
+            prefetch: 1,
+        },
+        descent: Backoff::default(),
         best: None,
         evaluation_due: true,
         evaluation_owed: false,
-        scaling: Scaling::fixed(),
-        left_out: LeftOut::default(),
+        scaling: GradScaler::disabled(),
+        left_out: SkippedRecords::default(),
         metrics: BTreeMap::new(),
         elapsed_s: 0.0,
         data_wait_s: 0.0,
@@ -45,48 +51,56 @@ fn state(step: u64) -> State {
     }
 }
 
-fn held<'a>(store: &'a Store, optimizer: &'a Optimizer) -> Held<'a> {
-    Held { store, optimizer, average: None }
+fn tensors<'a>(store: &'a ParamStore, optimizer: &'a Optimizer) -> CheckpointTensors<'a> {
+    CheckpointTensors { store, optimizer, average: None }
 }
 
-fn values(store: &Store) -> Vec<f32> {
-    store.master.to_vec1().unwrap()
+fn values(store: &ParamStore) -> Vec<f32> {
+    store.master_weights.to_vec1().unwrap()
 }
 
 #[test]
 fn what_is_saved_is_what_is_loaded() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    let (store, optimizer) = made(1);
-    let (path, _) = checkpoints.save(state(7), &held(&store, &optimizer), None).unwrap();
-    let Newest { found: Some((found, at)), skipped } = checkpoints.newest() else { panic!("not found") };
+    let (store, optimizer) = build(1);
+    let (path, _) = checkpoints.save(state(7), &tensors(&store, &optimizer), None).unwrap();
+    let NewestCheckpoint { found: Some((found, at)), skipped } = checkpoints.newest() else {
+        panic!("not found")
+    };
     assert_eq!((found.step, at, skipped), (7, path.clone(), vec![]));
-    let (other, other_optimizer) = made(2);
+    let (other, other_optimizer) = build(2);
     assert_ne!(values(&store), values(&other));
-    load(&path, &held(&other, &other_optimizer)).unwrap();
+    load(&path, &tensors(&other, &other_optimizer)).unwrap();
     assert_eq!(values(&store), values(&other));
 }
 
 #[test]
 fn filters_are_named_channels_first() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, optimizer) = made(1);
-    let (path, _) = Checkpoints::new(folder.path()).save(state(1), &held(&store, &optimizer), None).unwrap();
+    let (store, optimizer) = build(1);
+    let (path, _) =
+        Checkpoints::new(folder.path()).save(state(1), &tensors(&store, &optimizer), None).unwrap();
     let tensors = candle_core::safetensors::load(path.join(MODEL), &Device::Cpu).unwrap();
-    let kept =
-        store.weights()[0].permute((0, 3, 1, 2)).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let expected = store.weight_views()[0]
+        .permute((0, 3, 1, 2))
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1::<f32>()
+        .unwrap();
     let named = tensors["conv.weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
     assert_eq!(tensors["conv.weight"].dims(), [3, 2, 2, 2]);
-    assert_eq!(named, kept);
+    assert_eq!(named, expected);
 }
 
 #[test]
 fn a_damaged_checkpoint_is_passed_over_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    let (store, optimizer) = made(1);
+    let (store, optimizer) = build(1);
     for step in [1, 2, 3, 4] {
-        checkpoints.save(state(step), &held(&store, &optimizer), None).unwrap();
+        checkpoints.save(state(step), &tensors(&store, &optimizer), None).unwrap();
     }
     let damage = |step: u64, file: &str, at: usize| {
         let path = checkpoints.path(step).join(file);
@@ -97,7 +111,9 @@ fn a_damaged_checkpoint_is_passed_over_with_the_reason() {
     fs::remove_file(checkpoints.path(4).join(DONE)).unwrap();
     damage(3, STATE, 3);
     damage(2, MODEL, 200);
-    let Newest { found: Some((found, _)), skipped } = checkpoints.newest() else { panic!("not found") };
+    let NewestCheckpoint { found: Some((found, _)), skipped } = checkpoints.newest() else {
+        panic!("not found")
+    };
     assert_eq!(found.step, 1);
     assert_eq!(skipped.len(), 3);
     assert!(skipped[0].contains("it has no DONE marker"), "{skipped:?}");
@@ -114,7 +130,7 @@ fn weights_of_another_tool_are_taken_by_name() {
         let file = folder.path().join("theirs.safetensors");
         let tensors = names.iter().cloned().collect::<std::collections::HashMap<_, _>>();
         candle_core::safetensors::save(&tensors, &file).unwrap();
-        let store = made(1).0;
+        let store = build(1).0;
         load_weights(&file, &store).map_err(|failure| failure.to_string()).map(|()| store)
     };
     let bare = [("conv.weight", filter.clone()), ("bias", one(2.0))];
@@ -124,8 +140,8 @@ fn weights_of_another_tool_are_taken_by_name() {
     assert_eq!(values(&store).iter().sum::<f32>(), 24.0 + 6.0);
     assert_eq!(store.stats.to_vec1::<f32>().unwrap(), [3.0; 3]);
     assert_eq!(load(&bare).unwrap().stats.to_vec1::<f32>().unwrap(), [0.5; 3]);
-    let lacking = load(&bare[..1]).err().unwrap();
-    assert!(lacking.ends_with("does not belong to this model: it has no `bias`"), "{lacking}");
+    let missing = load(&bare[..1]).err().unwrap();
+    assert!(missing.ends_with("does not belong to this model: it has no `bias`"), "{missing}");
     let odd = load(&[&bare[..], &[("mean", filter)]].concat()).err().unwrap();
     assert!(odd.contains("`mean` is F32 [3, 2, 2, 2] there and F32 [3] here"), "{odd}");
 }
@@ -134,8 +150,8 @@ fn weights_of_another_tool_are_taken_by_name() {
 fn the_newest_and_the_best_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    let (store, optimizer) = made(1);
-    (1..=5).for_each(|step| drop(checkpoints.save(state(step), &held(&store, &optimizer), None).unwrap()));
+    let (store, optimizer) = build(1);
+    (1..=5).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), None).unwrap()));
     checkpoints.prune(2, Some(2)).unwrap();
     assert_eq!(checkpoints.steps(), [5, 4, 2]);
 }
@@ -144,10 +160,10 @@ fn the_newest_and_the_best_are_kept() {
 fn an_evaluation_is_added_and_one_that_is_damaged_is_due_again() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    let (store, optimizer) = made(1);
-    let (path, _) = checkpoints.save(state(3), &held(&store, &optimizer), None).unwrap();
+    let (store, optimizer) = build(1);
+    let (path, _) = checkpoints.save(state(3), &tensors(&store, &optimizer), None).unwrap();
     let metrics = BTreeMap::from([("valid.loss".into(), f64::NAN), ("valid.accuracy".into(), 0.5)]);
-    checkpoints.evaluated(&State { evaluation_due: false, metrics, ..state(3) }).unwrap();
+    checkpoints.save_evaluation(&CheckpointState { evaluation_due: false, metrics, ..state(3) }).unwrap();
     let newest = || checkpoints.newest().found.unwrap().0;
     assert!(!newest().evaluation_due && newest().metrics["valid.loss"].is_nan());
     assert_eq!(newest().files.len(), 2);
@@ -160,17 +176,18 @@ fn an_evaluation_is_added_and_one_that_is_damaged_is_due_again() {
 fn what_is_not_finite_is_not_saved() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    let (store, optimizer) = made(1);
-    crate::kernels::cpu::update::<f32, _>(&store.master, |all| all[24] = f32::INFINITY).unwrap();
-    match checkpoints.save(state(4), &held(&store, &optimizer), None) {
+    let (store, optimizer) = build(1);
+    crate::kernels::cpu::with_slice_mut::<f32, _>(&store.master_weights, |all| all[24] = f32::INFINITY)
+        .unwrap();
+    match checkpoints.save(state(4), &tensors(&store, &optimizer), None) {
         Err(Failure::NotFinite { step: 4, tensor, .. }) => assert_eq!(tensor, "bias"),
         other => panic!("{other:?}"),
     }
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
-    let (store, _) = made(1);
-    let average = store.master.copy().unwrap();
-    crate::kernels::cpu::update::<f32, _>(&average, |all| all[0] = f32::NAN).unwrap();
-    let averaged = Held { average: Some(&average), ..held(&store, &optimizer) };
+    let (store, _) = build(1);
+    let average = store.master_weights.copy().unwrap();
+    crate::kernels::cpu::with_slice_mut::<f32, _>(&average, |all| all[0] = f32::NAN).unwrap();
+    let averaged = CheckpointTensors { average: Some(&average), ..tensors(&store, &optimizer) };
     assert!(matches!(checkpoints.save(state(4), &averaged, None), Err(Failure::NotFinite { .. })));
 }
 
@@ -178,19 +195,19 @@ fn what_is_not_finite_is_not_saved() {
 fn weights_whose_next_update_was_not_finite_are_the_last_resort() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    let (store, optimizer) = made(1);
-    (1..=4).for_each(|step| drop(checkpoints.save(state(step), &held(&store, &optimizer), None).unwrap()));
-    checkpoints.diverged(3).unwrap();
+    let (store, optimizer) = build(1);
+    (1..=4).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), None).unwrap()));
+    checkpoints.mark_diverged(3).unwrap();
     let newest = checkpoints.newest();
     assert_eq!((newest.found.unwrap().0.step, newest.skipped.len()), (2, 2));
     assert_eq!(checkpoints.last_good(), Some(checkpoints.path(2)));
     // They push none out, and stay until the run has come that far again.
     checkpoints.prune(1, None).unwrap();
     assert_eq!(checkpoints.steps(), [4, 3, 2]);
-    checkpoints.save(state(5), &held(&store, &optimizer), None).unwrap();
+    checkpoints.save(state(5), &tensors(&store, &optimizer), None).unwrap();
     checkpoints.prune(1, None).unwrap();
     assert_eq!(checkpoints.steps(), [5]);
-    checkpoints.diverged(0).unwrap();
+    checkpoints.mark_diverged(0).unwrap();
     assert_eq!(checkpoints.newest().found.unwrap().0.step, 5);
 }
 
@@ -198,8 +215,8 @@ fn weights_whose_next_update_was_not_finite_are_the_last_resort() {
 fn what_a_killed_process_left_is_cleaned_up() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    let (store, optimizer) = made(1);
-    (1..=2).for_each(|step| drop(checkpoints.save(state(step), &held(&store, &optimizer), None).unwrap()));
+    let (store, optimizer) = build(1);
+    (1..=2).for_each(|step| drop(checkpoints.save(state(step), &tensors(&store, &optimizer), None).unwrap()));
     let copy = |step: u64, name: &str| {
         fs::create_dir(folder.path().join(name)).unwrap();
         for file in [MODEL, OPTIMIZER, STATE, DONE] {
@@ -212,7 +229,7 @@ fn what_a_killed_process_left_is_cleaned_up() {
     fs::rename(checkpoints.path(1), folder.path().join(".step-00000001.old")).unwrap();
     fs::write(checkpoints.path(2).join("evaluated.tmp"), "half").unwrap();
     checkpoints.clean().unwrap();
-    let mut left: Vec<String> = names(folder.path()).unwrap();
+    let mut left: Vec<String> = entry_names(folder.path()).unwrap();
     left.sort();
     assert_eq!(left, ["step-00000001", "step-00000002"]);
     assert!(!checkpoints.path(2).join("evaluated.tmp").exists());
@@ -222,9 +239,9 @@ fn what_a_killed_process_left_is_cleaned_up() {
 #[test]
 fn a_folder_that_vanished_is_an_error_and_not_a_new_folder() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, optimizer) = made(1);
-    let gone = folder.path().join("gone");
-    let failure = Checkpoints::new(&gone).save(state(1), &held(&store, &optimizer), None).unwrap_err();
+    let (store, optimizer) = build(1);
+    let missing = folder.path().join("gone");
+    let failure = Checkpoints::new(&missing).save(state(1), &tensors(&store, &optimizer), None).unwrap_err();
     assert!(failure.to_string().contains("cannot create the checkpoint"), "{failure}");
-    assert!(!gone.exists());
+    assert!(!missing.exists());
 }

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::{Run, Tried, ended_early, record};
-use crate::data::bad::Set;
+use super::{Run, UpdateError, ended_early, record};
+use crate::data::bad_records::DatasetSplit;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
-use crate::features::Target;
+use crate::features::TargetSpec;
 use crate::job::Metric;
-use crate::layers::loss::Tally;
+use crate::layers::loss::MetricSums;
 use crate::memory::Role;
 use crate::train::Failure;
 use crate::train::event::Event;
@@ -18,60 +18,62 @@ impl Run<'_> {
     /// Evaluates the validation set, and adds the result to the checkpoint of this step.
     pub(super) fn evaluate(&mut self) -> Result<(), Failure> {
         let (setup, begun) = (self.setup, Instant::now());
-        let samples = setup.sets.valid.len();
-        let (mut tally, mut done) = (Tally::default(), 0);
+        let samples = setup.datasets.valid.len();
+        let (mut metric_sums, mut done) = (MetricSums::default(), 0);
         self.engine.swap_average()?;
         'smaller: loop {
-            self.engine.ledger.phase("eval");
-            let micro_batch = self.way.eval_micro_batch.min(samples as usize);
-            let ahead = self.pipeline(self.way, micro_batch);
-            let hold = self.engine.host.reserve(Role::DataPipeline, "evaluation prefetch", ahead);
+            self.engine.ledger.set_phase("eval");
+            let micro_batch = self.runtime_plan.eval_micro_batch.min(samples as usize);
+            let prefetch_bytes = self.loader_bytes(self.runtime_plan, micro_batch);
+            let hold =
+                self.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", prefetch_bytes);
             let _hold = match hold {
                 Ok(hold) => hold,
                 Err(oom) => {
-                    self.shrink_evaluation(oom)?;
+                    self.shrink_eval_after_oom(oom)?;
                     continue 'smaller;
                 }
             };
             let from = Cursor { update: 0, done };
-            let source = setup.sets.valid.clone();
-            let reading = setup.reading(micro_batch, self.way.prefetch);
-            let mut loader = Loader::start(source, setup.valid_order.clone(), from, 1, reading)?;
+            let source = setup.datasets.valid.clone();
+            let options = setup.loader_options(micro_batch, self.runtime_plan.prefetch);
+            let mut loader = Loader::start(source, setup.valid_order.clone(), from, 1, options)?;
             while done < samples {
-                let batch = loader.next().map_err(|error| self.lacking(error));
-                let judged = batch.and_then(|batch| {
+                let batch = loader.next().map_err(|error| self.map_data_error(error));
+                let result = batch.and_then(|batch| {
                     let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
-                    let judged = match batch.ids.is_empty() {
-                        true => Tally::default(),
-                        false => self.engine.judge(&batch)?,
+                    let batch_sums = match batch.ids.is_empty() {
+                        true => MetricSums::default(),
+                        false => self.engine.evaluate(&batch)?,
                     };
-                    Ok((judged, batch.taken, batch.bad.clone()))
+                    Ok((batch_sums, batch.consumed, batch.bad_records.clone()))
                 });
-                match judged {
-                    Ok((part, samples, bad)) => {
-                        tally += part;
+                match result {
+                    Ok((batch_sums, samples, bad)) => {
+                        metric_sums += batch_sums;
                         done += samples;
-                        let (left_out, told) = self.counted(Set::Valid, self.step, &bad)?;
-                        self.left_out = left_out;
-                        self.tell_bad(&told)?;
+                        let (skipped_records, reported) =
+                            self.count_bad_records(DatasetSplit::Valid, self.step, &bad)?;
+                        self.skipped_records = skipped_records;
+                        self.report_bad_records(&reported)?;
                     }
-                    Err(Tried::Oom(oom)) => {
-                        self.shrink_evaluation(oom)?;
+                    Err(UpdateError::Oom(oom)) => {
+                        self.shrink_eval_after_oom(oom)?;
                         continue 'smaller;
                     }
-                    Err(Tried::Failed(failure)) => return Err(failure),
+                    Err(UpdateError::Failed(failure)) => return Err(failure),
                 }
             }
             break;
         }
-        self.recovered();
+        self.reset_retries();
         self.engine.swap_average()?;
         // Values that are predicted have no right class to count.
-        let wanted: &[Metric] = match setup.features().target {
-            Target::Values { .. } => &[],
+        let requested: &[Metric] = match setup.features().target {
+            TargetSpec::Values { .. } => &[],
             _ => &setup.job.eval.metrics,
         };
-        self.metrics = metrics(&tally, wanted);
+        self.metrics = metrics_of(&metric_sums, requested);
         let epoch = setup.order.update(self.step.saturating_sub(1)).epoch;
         let event = Event::Eval {
             step: self.step,
@@ -87,7 +89,7 @@ impl Run<'_> {
         if better {
             self.best = Some((value, self.step));
         }
-        self.keep_evaluation()?;
+        self.save_evaluation()?;
         match &self.last_checkpoint {
             Some((step, path)) if better => Ok(self.report.record(Event::Best {
                 step: *step,
@@ -100,12 +102,12 @@ impl Run<'_> {
     }
 }
 
-fn metrics(tally: &Tally, wanted: &[Metric]) -> BTreeMap<String, f64> {
-    let share = |n: u64| n as f64 / tally.count as f64;
+fn metrics_of(metric_sums: &MetricSums, requested: &[Metric]) -> BTreeMap<String, f64> {
+    let fraction = |n: u64| n as f64 / metric_sums.count as f64;
     let of = |metric: &Metric| match metric {
-        Metric::Accuracy => share(tally.top1),
-        Metric::Top5 => share(tally.top5),
+        Metric::Accuracy => fraction(metric_sums.top1),
+        Metric::Top5 => fraction(metric_sums.top5),
     };
-    let named = wanted.iter().map(|metric| (format!("valid.{}", metric.name()), of(metric)));
-    named.chain([("valid.loss".to_owned(), record::loss(tally))]).collect()
+    let named = requested.iter().map(|metric| (format!("valid.{}", metric.name()), of(metric)));
+    named.chain([("valid.loss".to_owned(), record::mean_loss(metric_sums))]).collect()
 }

@@ -1,188 +1,206 @@
 //! What a run does about memory: smaller ways after an out of memory or under pressure, larger ones when it
 //! comes back, and a budget that learns from what is measured.
 
-use super::{Failure, Feed, Run, Setup, Tried, record};
+use super::{Failure, Run, Setup, TrainLoader, UpdateError, record};
 use crate::data::DataError;
 use crate::data::loader::{self, Loader};
-use crate::job::Rung;
-use crate::memory::estimate::{self, Estimator, Predict, Subject};
-use crate::memory::pressure::{self, Action};
-use crate::memory::{Oom, Role, correction, ladder, measure, search};
+use crate::job::OomAction;
+use crate::memory::estimate::{self, Estimator, EstimatorInputs, MemoryPredictor};
+use crate::memory::pressure::{self, PressureAction};
+use crate::memory::{Oom, Role, correction, measure, planner, search};
 use crate::train::event::Event;
-use crate::train::postmortem::{Attempt, Leanest, PostMortem};
-use crate::train::retry::{self, Limits, Way};
+use crate::train::postmortem::{LeanestPlan, OomAttempt, PostMortem};
+use crate::train::retry::{self, RuntimePlan, ShrinkLimits};
 
 /// Updates after which what is measured is typical.
-const TYPICAL: u64 = 3;
+const WARMUP_UPDATES: u64 = 3;
 
 impl Run<'_> {
     /// The loader that stands ready, or one that starts at the cursor.
-    pub(super) fn feed(&mut self) -> Result<Feed, Tried> {
-        if let Some(feed) = self.feed.take() {
-            return Ok(feed);
+    pub(super) fn take_train_loader(&mut self) -> Result<TrainLoader, UpdateError> {
+        if let Some(train_loader) = self.train_loader.take() {
+            return Ok(train_loader);
         }
         let setup = self.setup;
-        let micro_batch = self.way.micro_batch.min(setup.sets.train.len() as usize);
-        self.engine.host.phase("start");
-        let ahead = self.pipeline(self.way, micro_batch);
-        let hold = self.engine.host.reserve(Role::DataPipeline, "prefetch", ahead).map_err(Tried::Oom)?;
-        let (source, cursor, until) = (setup.sets.train.clone(), self.cursor, self.until);
-        let reading = setup.reading(micro_batch, self.way.prefetch);
-        let loader = Loader::start(source, setup.order.clone(), cursor, until, reading);
-        Ok(Feed { loader: loader.map_err(Failure::from)?, hold })
+        let micro_batch = self.runtime_plan.micro_batch.min(setup.datasets.train.len() as usize);
+        self.engine.host_ledger.set_phase("start");
+        let prefetch_bytes = self.loader_bytes(self.runtime_plan, micro_batch);
+        let reservation = self
+            .engine
+            .host_ledger
+            .reserve(Role::DataPipeline, "prefetch", prefetch_bytes)
+            .map_err(UpdateError::Oom)?;
+        let (source, cursor, until) = (setup.datasets.train.clone(), self.cursor, self.last_step);
+        let options = setup.loader_options(micro_batch, self.runtime_plan.prefetch);
+        let loader = Loader::start(source, setup.order.clone(), cursor, until, options);
+        Ok(TrainLoader { loader: loader.map_err(Failure::from)?, reservation })
     }
 
     /// Bytes the loader holds for micro-batches of this size.
-    pub(super) fn pipeline(&self, way: Way, micro_batch: usize) -> u64 {
-        loader::holds(self.setup.features(), micro_batch, way.prefetch, self.setup.workers)
+    pub(super) fn loader_bytes(&self, plan: RuntimePlan, micro_batch: usize) -> u64 {
+        loader::max_held_bytes(self.setup.features(), micro_batch, plan.prefetch, self.setup.workers)
     }
 
     /// A loader to which the system refused a buffer lacks memory like any other.
-    pub(super) fn lacking(&self, error: DataError) -> Tried {
+    pub(super) fn map_data_error(&self, error: DataError) -> UpdateError {
         match error {
             DataError::OutOfMemory { bytes } => {
-                Tried::Oom(self.engine.host.refusal(Role::DataPipeline, "prefetch", bytes))
+                UpdateError::Oom(self.engine.host_ledger.oom_error(Role::DataPipeline, "prefetch", bytes))
             }
-            error => Tried::Failed(error.into()),
+            error => UpdateError::Failed(error.into()),
         }
     }
 
     /// Takes a way for updates that needs less, or gives up.
-    pub(super) fn shrink(&mut self, oom: Oom) -> Result<(), Failure> {
-        let next = self.smaller(oom.short());
-        self.give_way(oom, next)
+    pub(super) fn shrink_after_oom(&mut self, oom: Oom) -> Result<(), Failure> {
+        let next = self.next_smaller(oom.shortfall());
+        self.retry_smaller(oom, next)
     }
 
     /// Takes a way for evaluations that needs less, or gives up.
-    pub(super) fn shrink_evaluation(&mut self, oom: Oom) -> Result<(), Failure> {
-        let peak = |way| peak(self.setup, way, Some(&["eval"]));
-        let next = retry::next_evaluation(self.way, oom.short(), &peak);
-        self.give_way(oom, next)
+    pub(super) fn shrink_eval_after_oom(&mut self, oom: Oom) -> Result<(), Failure> {
+        let peak = |plan| estimated_peak(self.setup, plan, Some(&["eval"]));
+        let next = retry::next_smaller_eval(self.runtime_plan, oom.shortfall(), &peak);
+        self.retry_smaller(oom, next)
     }
 
-    fn smaller(&self, short: u64) -> Option<Way> {
-        let training = |way| peak(self.setup, way, Some(&["forward", "backward"]));
-        retry::next(&limits(self.setup), self.way, short, &training)
+    fn next_smaller(&self, shortfall: u64) -> Option<RuntimePlan> {
+        let training = |plan| estimated_peak(self.setup, plan, Some(&["forward", "backward"]));
+        retry::next_smaller(&shrink_limits(self.setup), self.runtime_plan, shortfall, &training)
     }
 
-    fn give_way(&mut self, oom: Oom, next: Option<Way>) -> Result<(), Failure> {
-        self.report.record(record::oom(self.step, &oom))?;
+    fn retry_smaller(&mut self, oom: Oom, next: Option<RuntimePlan>) -> Result<(), Failure> {
+        self.report.record(record::oom_event(self.step, &oom))?;
         // The plan has room for what the device refused: no reason for a smaller one before the same was tried again
         // without graphs and arenas.
-        if oom.by_device && !std::mem::replace(&mut self.released, true) {
-            self.engine.release();
+        if oom.by_device && !std::mem::replace(&mut self.graphs_released, true) {
+            self.engine.release_graphs();
             return Ok(());
         }
-        let next = next.filter(|_| self.tried.len() < self.setup.job.memory.max_retries as usize);
-        self.tried.push(Attempt::new(self.step, &oom, next.map(|next| change(self.way, next))));
+        let next = next.filter(|_| self.failed_attempts.len() < self.setup.job.memory.max_retries as usize);
+        self.failed_attempts.push(OomAttempt::new(
+            self.step,
+            &oom,
+            next.map(|next| describe_change(self.runtime_plan, next)),
+        ));
         let first = self.first_oom.get_or_insert(oom);
         match next {
-            Some(next) => self.go_down(next),
+            Some(next) => self.shrink_to(next),
             None => {
-                let (first, tried) = (Box::new(first.clone()), std::mem::take(&mut self.tried));
+                let (first, tried) = (Box::new(first.clone()), std::mem::take(&mut self.failed_attempts));
                 Err(Failure::OutOfMemory { first, tried })
             }
         }
     }
 
     /// What was asked for was there: retries are counted anew.
-    pub(super) fn recovered(&mut self) {
-        self.tried.clear();
+    pub(super) fn reset_retries(&mut self) {
+        self.failed_attempts.clear();
         self.first_oom = None;
-        self.released = false;
+        self.graphs_released = false;
     }
 
-    fn go_down(&mut self, next: Way) -> Result<(), Failure> {
-        let (step, change) = (self.step, change(self.way, next));
-        self.descent.down(self.way);
-        let (micro_batch, accumulation_steps) = self.take(next);
+    fn shrink_to(&mut self, next: RuntimePlan) -> Result<(), Failure> {
+        let (step, change) = (self.step, describe_change(self.runtime_plan, next));
+        self.backoff.record_shrink(self.runtime_plan);
+        let (micro_batch, accumulation_steps) = self.apply_plan(next);
         // Buffers of the larger way's sizes would wait in vain.
-        pressure::give_back();
+        pressure::release_to_os();
         Ok(self.report.record(Event::Shrunk { step, change, micro_batch, accumulation_steps })?)
     }
 
     /// Runs this way from here on. Where only less is read ahead, the loader goes on with what it has.
-    fn take(&mut self, way: Way) -> (usize, usize) {
-        let less_ahead =
-            way == Way { prefetch: way.prefetch, ..self.way } && way.prefetch < self.way.prefetch;
-        match &mut self.feed {
-            Some(feed) if less_ahead => feed.hold.keep(feed.loader.give_back(way.prefetch)),
-            feed => *feed = None,
+    fn apply_plan(&mut self, plan: RuntimePlan) -> (usize, usize) {
+        let prefetch_shrinks = plan == RuntimePlan { prefetch: plan.prefetch, ..self.runtime_plan }
+            && plan.prefetch < self.runtime_plan.prefetch;
+        match &mut self.train_loader {
+            Some(train_loader) if prefetch_shrinks => {
+                train_loader.reservation.shrink_to(train_loader.loader.shrink(plan.prefetch))
+            }
+            train_loader => *train_loader = None,
         }
-        if self.setup.card.is_none() {
-            let beside = self.setup.process.beside_heap;
-            measure::set_planned(peak(self.setup, way, None).saturating_sub(beside));
+        if self.setup.gpu.is_none() {
+            let non_heap = self.setup.process.non_heap;
+            measure::set_planned_peak(estimated_peak(self.setup, plan, None).saturating_sub(non_heap));
         }
-        self.way = way;
-        self.engine.recompute = way.recompute;
+        self.runtime_plan = plan;
+        self.engine.recompute_blocks = plan.recompute;
         self.engine.staging.clear();
-        (way.micro_batch, way.accumulation_steps)
+        (plan.micro_batch, plan.accumulation_steps)
     }
 
     /// Takes back the last way given up, after a quiet while and where there seems to be room for it.
-    pub(super) fn grow(&mut self) -> Result<(), Failure> {
-        let Some(larger) = self.descent.due() else { return Ok(()) };
-        let (now, then) = (peak(self.setup, self.way, None), peak(self.setup, larger, None));
-        let room = |r: pressure::Reading| r.left >= r.low() + then.saturating_sub(now);
+    pub(super) fn try_grow(&mut self) -> Result<(), Failure> {
+        let Some(larger) = self.backoff.growth_due() else { return Ok(()) };
+        let (now, larger_peak) =
+            (estimated_peak(self.setup, self.runtime_plan, None), estimated_peak(self.setup, larger, None));
+        let has_room =
+            |r: pressure::PressureReading| r.available >= r.low_watermark() + larger_peak.saturating_sub(now);
         // A card's pool is the run's own; only the host's memory is shared with others.
-        let crowded = self.setup.card.is_none() && !self.reading.is_none_or(room);
-        if then > self.engine.ledger.budget() || crowded {
-            self.descent.wait();
+        let crowded = self.setup.gpu.is_none() && !self.last_pressure.is_none_or(has_room);
+        if larger_peak > self.engine.ledger.budget() || crowded {
+            self.backoff.postpone_growth();
             return Ok(());
         }
-        let (step, change) = (self.step, change(self.way, larger));
-        self.descent.up();
-        let (micro_batch, accumulation_steps) = self.take(larger);
+        let (step, change) = (self.step, describe_change(self.runtime_plan, larger));
+        self.backoff.record_growth();
+        let (micro_batch, accumulation_steps) = self.apply_plan(larger);
         Ok(self.report.record(Event::Grown { step, change, micro_batch, accumulation_steps })?)
     }
 
     /// Looks at what others leave of the host's memory, and makes room before the kernel does.
-    pub(super) fn heed_pressure(&mut self) -> Result<(), Failure> {
-        let Some(reading) = self.watch.look() else { return Ok(()) };
-        self.reading = Some(reading);
+    pub(super) fn respond_to_pressure(&mut self) -> Result<(), Failure> {
+        let Some(reading) = self.pressure_monitor.poll() else { return Ok(()) };
+        self.last_pressure = Some(reading);
         if !reading.is_low() {
             return Ok(());
         }
-        let less_ahead = Way { prefetch: 0, ..self.way };
-        let ahead = |way: Way| self.pipeline(way, way.micro_batch);
+        let no_prefetch = RuntimePlan { prefetch: 0, ..self.runtime_plan };
+        let loader_bytes = |plan: RuntimePlan| self.loader_bytes(plan, plan.micro_batch);
         // Smaller micro-batches free a card's memory, not the host's.
-        let smaller = self.smaller(0).filter(|_| self.setup.card.is_none());
-        let next = match pressure::act(reading, ahead(less_ahead) < ahead(self.way), smaller.is_some()) {
-            Action::Nothing => None,
-            Action::ShrinkPrefetch => Some(less_ahead),
-            Action::ShrinkMicroBatch => smaller,
+        let smaller = self.next_smaller(0).filter(|_| self.setup.gpu.is_none());
+        let next = match pressure::choose_action(
+            reading,
+            loader_bytes(no_prefetch) < loader_bytes(self.runtime_plan),
+            smaller.is_some(),
+        ) {
+            PressureAction::Nothing => None,
+            PressureAction::ShrinkPrefetch => Some(no_prefetch),
+            PressureAction::ShrinkMicroBatch => smaller,
         };
         let Some(next) = next else { return Ok(()) };
-        let (left, low, stalled) = (reading.left, reading.low(), reading.stalled);
+        let (left, low, stalled) = (reading.available, reading.low_watermark(), reading.stalled);
         self.report.record(Event::Pressure { step: self.step, left, low, stalled })?;
-        self.go_down(next)
+        self.shrink_to(next)
     }
 
     /// Lowers the budget by what is measured and nobody asked for, and goes down if it no longer suffices.
-    pub(super) fn correct(&mut self) -> Result<(), Failure> {
+    pub(super) fn correct_budget(&mut self) -> Result<(), Failure> {
         let budget = &self.plan.budget;
-        let whole = if self.setup.card.is_some() { budget.vram_bytes } else { budget.ram_bytes };
+        let full = if self.setup.gpu.is_some() { budget.vram_bytes } else { budget.ram_bytes };
         let ledger = &self.engine.ledger;
-        let (now, asked, measured) = (ledger.budget(), ledger.peak(), self.measured);
-        if self.updates < TYPICAL || measured <= asked {
+        let (now, reserved, measured) = (ledger.budget(), ledger.peak(), self.measured);
+        if self.updates < WARMUP_UPDATES || measured <= reserved {
             return Ok(());
         }
         let least = leanest(self.setup).1;
-        let Some(budget) = correction::corrected(whole, now, asked, measured, least) else { return Ok(()) };
+        let Some(budget) = correction::corrected_budget(full, now, reserved, measured, least) else {
+            return Ok(());
+        };
         ledger.set_budget(budget);
-        self.report.record(Event::Corrected { step: self.step, asked, measured, budget })?;
-        let needs = peak(self.setup, self.way, None);
-        match self.smaller(needs.saturating_sub(budget)) {
-            Some(next) if needs > budget => self.go_down(next),
+        self.report.record(Event::Corrected { step: self.step, asked: reserved, measured, budget })?;
+        let needs = estimated_peak(self.setup, self.runtime_plan, None);
+        match self.next_smaller(needs.saturating_sub(budget)) {
+            Some(next) if needs > budget => self.shrink_to(next),
             _ => Ok(()),
         }
     }
 }
 
 /// What differs between two ways, in people's words.
-fn change(from: Way, to: Way) -> String {
+fn describe_change(from: RuntimePlan, to: RuntimePlan) -> String {
     if from.split() != to.split() || from.recompute != to.recompute {
-        ladder::change(to.split(), to.recompute)
+        planner::describe_split(to.split(), to.recompute)
     } else if from.eval_micro_batch != to.eval_micro_batch {
         format!("evaluation micro-batch {}", to.eval_micro_batch)
     } else if to.prefetch < from.prefetch {
@@ -192,62 +210,69 @@ fn change(from: Way, to: Way) -> String {
     }
 }
 
-fn limits(setup: &Setup) -> Limits {
-    Limits {
-        may_shrink: setup.may(Rung::Shrink),
-        may_recompute: setup.may(Rung::Recompute),
+fn shrink_limits(setup: &Setup) -> ShrinkLimits {
+    ShrinkLimits {
+        may_shrink: setup.allows(OomAction::Shrink),
+        may_recompute: setup.allows(OomAction::Recompute),
         blocks: setup.network.blocks.len(),
         samples_per_update: setup.job.train.samples_per_update(),
-        group: setup.network.group(),
+        micro_batch_multiple: setup.network.micro_batch_multiple(),
     }
 }
 
 /// Estimated bytes at the highest moment of these phases, or of all.
-fn peak(setup: &Setup, way: Way, phases: Option<&[&str]>) -> u64 {
-    let pipeline = |micro_batch, _| loader::holds(setup.features(), micro_batch, way.prefetch, setup.workers);
-    let Way { micro_batch, recompute, eval_micro_batch, .. } = way;
+fn estimated_peak(setup: &Setup, plan: RuntimePlan, phases: Option<&[&str]>) -> u64 {
+    let loader_bytes =
+        |micro_batch, _| loader::max_held_bytes(setup.features(), micro_batch, plan.prefetch, setup.workers);
+    let RuntimePlan { micro_batch, recompute, eval_micro_batch, .. } = plan;
     // The optimizer that was chosen is in force, whatever its state is kept in, and so is what is offloaded.
     let offload = setup.offload;
-    let way = estimate::Way { micro_batch, recompute, eval_micro_batch, eight_bit: false, offload };
-    let estimate =
-        setup.with_subject(|s| Estimator::new(Subject { pipeline: &pipeline, ..*s }).estimate(way));
+    let exec_plan =
+        estimate::ExecutionPlan { micro_batch, recompute, eval_micro_batch, state_8bit: false, offload };
+    let estimate = setup.with_estimator_inputs(|s| {
+        Estimator::new(EstimatorInputs { loader_bytes: &loader_bytes, ..*s }).estimate(exec_plan)
+    });
     // The preparation of the data is over.
-    let named = |name: &str| phases.map_or(name != estimate::PREPARATION, |names| names.contains(&name));
+    let named =
+        |name: &str| phases.map_or(name != estimate::PREPARATION_PHASE, |names| names.contains(&name));
     let of = estimate.phases.iter().filter(|(name, _)| named(name));
-    of.map(|(_, held)| if setup.card.is_some() { held.vram } else { held.ram }).max().unwrap_or(0)
+    of.map(|(_, held)| if setup.gpu.is_some() { held.vram } else { held.ram }).max().unwrap_or(0)
 }
 
 /// The way that needs the least of those the job allows, and its bytes.
-fn leanest(setup: &Setup) -> (Way, u64) {
-    let limits = limits(setup);
+fn leanest(setup: &Setup) -> (RuntimePlan, u64) {
+    let limits = shrink_limits(setup);
     let train = &setup.job.train;
     let steps = if limits.may_shrink { limits.samples_per_update } else { train.accumulation_steps };
-    let split = search::split(limits.samples_per_update, steps, limits.group);
-    let way = |recompute| Way {
+    let split = search::split(limits.samples_per_update, steps, limits.micro_batch_multiple);
+    let plan = |recompute| RuntimePlan {
         micro_batch: split.micro_batch,
         accumulation_steps: split.accumulation_steps,
         recompute,
         eval_micro_batch: 1,
         prefetch: 0,
     };
-    let ways = [way(0), way(if limits.may_recompute { limits.blocks } else { 0 })];
-    let [kept, again] = ways.map(|way| (way, peak(setup, way, None)));
-    if again.1 < kept.1 { again } else { kept }
+    let plans = [plan(0), plan(if limits.may_recompute { limits.blocks } else { 0 })];
+    let [saved, recomputed] = plans.map(|plan| (plan, estimated_peak(setup, plan, None)));
+    if recomputed.1 < saved.1 { recomputed } else { saved }
 }
 
 /// What is to be learned from a run that ran out of memory for good.
 pub(super) fn postmortem(setup: &Setup, failure: &Failure, budget_bytes: u64) -> Option<PostMortem> {
     let Failure::OutOfMemory { first, tried } = failure else { return None };
-    let (way, ram_bytes) = leanest(setup);
+    let (plan, ram_bytes) = leanest(setup);
     let step = tried.first().map_or(0, |attempt| attempt.step);
     let then = tried.first().and_then(|attempt| attempt.then.clone());
     Some(PostMortem {
-        error: super::describe(failure),
+        error: super::error_chain(failure),
         budget_bytes,
-        first: Some(Attempt::new(step, first, then)),
+        first: Some(OomAttempt::new(step, first, then)),
         live: first.live.clone(),
         tried: tried.clone(),
         deaths: Vec::new(),
-        would_fit: Some(Leanest { change: ladder::change(way.split(), way.recompute), ram_bytes }),
+        would_fit: Some(LeanestPlan {
+            change: planner::describe_split(plan.split(), plan.recompute),
+            ram_bytes,
+        }),
     })
 }

@@ -3,32 +3,32 @@
 use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use super::{Ended, Made, Run};
-use crate::data::bad::{Bad, LeftOut, Set};
-use crate::kernels::judge::Judged;
-use crate::layers::loss::Tally;
+use super::{PendingUpdate, Run, RunOutcome};
+use crate::data::bad_records::{BadRecord, DatasetSplit, SkippedRecords};
+use crate::kernels::grad_stats::GradStats;
+use crate::layers::loss::MetricSums;
 use crate::layers::network::StepError;
-use crate::memory::estimate::checkpoint_bytes;
-use crate::memory::heap::Stats;
-use crate::memory::process::Work;
+use crate::memory::device_heap::HeapStats;
+use crate::memory::estimate::checkpoint_write_bytes;
+use crate::memory::process::WorkPhase;
 use crate::memory::{Oom, Role, measure, probe};
 use crate::train::Failure;
-use crate::train::checkpoint::{FORMAT, State};
-use crate::train::event::{Event, Memory};
-use crate::train::setup::on_bad;
+use crate::train::checkpoint::{CheckpointState, FORMAT};
+use crate::train::data_wait::LoaderBottleneck;
+use crate::train::event::{Event, MemoryBytes};
+use crate::train::setup::bad_record_policy;
 use crate::train::signals::Signal;
-use crate::train::waiting::Feeding;
 
 impl Run<'_> {
-    pub(super) fn diverged(
+    pub(super) fn divergence_failure(
         &mut self,
-        judged: &Judged,
+        stats: &GradStats,
         step: u64,
         epoch: u64,
         sample_ids: Vec<u64>,
     ) -> Failure {
-        let loss = judged.tally.mean_loss();
-        let (what, value) = if loss.is_finite() { ("gradient norm", judged.norm) } else { ("loss", loss) };
+        let loss = stats.metrics.mean_loss();
+        let (what, value) = if loss.is_finite() { ("gradient norm", stats.norm) } else { ("loss", loss) };
         match self.report_diverged(step, epoch, value.to_string(), sample_ids) {
             Ok(checkpoint) => Failure::Diverged { step, what, value, checkpoint },
             Err(error) => error,
@@ -44,119 +44,129 @@ impl Run<'_> {
         loss: String,
         sample_ids: Vec<u64>,
     ) -> Result<Option<String>, Failure> {
-        self.checkpoints.diverged(self.last_finite)?;
+        self.checkpoints.mark_diverged(self.last_finite)?;
         let checkpoint = self.checkpoints.last_good().map(|path| path.display().to_string());
-        let told = checkpoint.clone();
-        self.report.record(Event::Diverged { step, epoch, loss, sample_ids, checkpoint: told })?;
+        let reported = checkpoint.clone();
+        self.report.record(Event::Diverged { step, epoch, loss, sample_ids, checkpoint: reported })?;
         Ok(checkpoint)
     }
 
-    pub(super) fn report_step(&mut self, made: &Made, judged: &Judged, step_s: f64) -> Result<(), Failure> {
-        let (samples_digest, ram_bytes) = (made.digest.to_string(), measure::take_recent_peak());
-        let vram_bytes = self.setup.card.as_ref().map_or(0, |card| card.take_recent_peak());
+    pub(super) fn report_step(
+        &mut self,
+        update: &PendingUpdate,
+        stats: &GradStats,
+        step_s: f64,
+    ) -> Result<(), Failure> {
+        let (samples_digest, ram_bytes) = (update.digest.to_string(), measure::take_recent_peak());
+        let vram_bytes = self.setup.gpu.as_ref().map_or(0, |gpu| gpu.take_recent_peak());
         self.vram_peak = self.vram_peak.max(vram_bytes);
-        let measured = match self.setup.card.is_some() {
+        let measured = match self.setup.gpu.is_some() {
             true => vram_bytes,
-            false => self.host_bytes(ram_bytes),
+            false => self.host_usage(ram_bytes),
         };
         self.measured = self.measured.max(measured);
         Ok(self.report.record(Event::Step {
-            step: made.step,
-            epoch: made.epoch,
-            loss: loss(&judged.tally),
-            lr: made.lr,
-            grad_norm: judged.norm,
-            samples: made.samples,
-            micro_batch: made.way.micro_batch,
-            accumulation_steps: made.way.accumulation_steps,
+            step: update.step,
+            epoch: update.epoch,
+            loss: mean_loss(&stats.metrics),
+            lr: update.lr,
+            grad_norm: stats.norm,
+            samples: update.samples,
+            micro_batch: update.runtime_plan.micro_batch,
+            accumulation_steps: update.runtime_plan.accumulation_steps,
             step_s,
-            data_wait_s: made.wait_s,
+            data_wait_s: update.wait_s,
             ram_bytes,
             vram_bytes,
             resident_bytes: measure::resident_peak(),
             samples_digest,
-            loss_scale: self.scaling.factor,
-            skipped_updates: self.scaling.skipped,
+            loss_scale: self.grad_scaler.factor,
+            skipped_updates: self.grad_scaler.skipped,
         })?)
     }
 
     /// What the host's ledger is compared with where the heap had a peak of so many bytes. What is resident beyond
     /// the plan counts too; up to the plan it may be freed buffers that are kept, which nobody asks for.
-    fn host_bytes(&self, heap: u64) -> u64 {
-        let beside = self.setup.process.beside_heap;
+    fn host_usage(&self, heap: u64) -> u64 {
+        let non_heap = self.setup.process.non_heap;
         // Where the process is not planned, what is resident says nothing about the plan.
-        let resident = probe::status("VmRSS:").filter(|_| beside > 0).unwrap_or(0);
+        let resident = probe::proc_status("VmRSS:").filter(|_| non_heap > 0).unwrap_or(0);
         let unplanned = if resident > self.plan.peak.ram_bytes { resident } else { 0 };
-        (heap + beside).max(unplanned)
+        (heap + non_heap).max(unplanned)
     }
 
     /// The records left out once an update or an evaluation does without `bad`, and what to tell of it; or the
     /// error that they are too many.
-    pub(super) fn counted(
+    pub(super) fn count_bad_records(
         &self,
-        set: Set,
+        set: DatasetSplit,
         pass: u64,
-        bad: &[Bad],
-    ) -> Result<(LeftOut, Vec<String>), Failure> {
-        let mut left_out = self.left_out.clone();
-        let told = left_out.add(set, pass, bad, on_bad(&self.setup.job.data.loading))?;
-        Ok((left_out, told))
+        bad: &[BadRecord],
+    ) -> Result<(SkippedRecords, Vec<String>), Failure> {
+        let mut skipped_records = self.skipped_records.clone();
+        let reported =
+            skipped_records.record(set, pass, bad, bad_record_policy(&self.setup.job.data.loader))?;
+        Ok((skipped_records, reported))
     }
 
     /// Tells of records left out, the first few as they appear.
-    pub(super) fn tell_bad(&mut self, records: &[String]) -> Result<(), Failure> {
+    pub(super) fn report_bad_records(&mut self, records: &[String]) -> Result<(), Failure> {
         match records.is_empty() {
             true => Ok(()),
-            false => self.tell_bad_count(records),
+            false => self.report_bad_count(records),
         }
     }
 
     /// Tells how many records were left out, if that is news.
-    fn tell_bad_count(&mut self, records: &[String]) -> Result<(), Failure> {
-        let count = self.left_out.count();
-        if count == self.told_bad {
+    fn report_bad_count(&mut self, records: &[String]) -> Result<(), Failure> {
+        let count = self.skipped_records.count();
+        if count == self.reported_bad {
             return Ok(());
         }
-        self.told_bad = count;
+        self.reported_bad = count;
         Ok(self.report.record(Event::BadRecords { step: self.step, count, records: records.to_vec() })?)
     }
 
     /// Says so, once, when updates wait too long for data.
-    pub(super) fn heed_waiting(&mut self, step_s: f64, wait_s: f64) -> Result<(), Failure> {
-        let Some(share) = self.waiting.add(step_s, wait_s) else { return Ok(()) };
+    pub(super) fn report_data_wait(&mut self, step_s: f64, wait_s: f64) -> Result<(), Failure> {
+        let Some(fraction) = self.data_wait.record(step_s, wait_s) else { return Ok(()) };
         let setup = self.setup;
-        let (cause, advice) = Feeding {
-            waits: self.feed.as_ref().map(|feed| feed.loader.waits()).unwrap_or_default(),
+        let (cause, advice) = LoaderBottleneck {
+            waits: self.train_loader.as_ref().map(|feed| feed.loader.waits()).unwrap_or_default(),
             workers: setup.workers,
             cores: setup.threads,
-            prefetch: self.way.prefetch,
-            forward: setup.order.has_windows(),
+            prefetch: self.runtime_plan.prefetch,
+            sequential: setup.order.has_windows(),
             features: setup.features(),
         }
         .advice();
         let (step, cause) = (self.step, cause.to_owned());
-        Ok(self.report.record(Event::SlowData { step, share, cause, advice })?)
+        Ok(self.report.record(Event::SlowData { step, share: fraction, cause, advice })?)
     }
 
     /// Writes a checkpoint. Older ones go when it is known to be good.
     pub(super) fn checkpoint(&mut self) -> Result<(), Failure> {
         let begun = Instant::now();
-        self.tell_bad_count(&[])?;
-        self.engine.host.phase("checkpoint");
-        self.setup.keep_within_plan(Work::Checkpoint);
-        let bytes = checkpoint_bytes(&self.setup.layout, self.setup.dtype);
-        let ledger = self.engine.host.clone();
-        let ask = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
-        let _hold = match ask() {
+        self.report_bad_count(&[])?;
+        self.engine.host_ledger.set_phase("checkpoint");
+        self.setup.limit_resident_memory(WorkPhase::Checkpoint);
+        let bytes = checkpoint_write_bytes(&self.setup.layout, self.setup.dtype);
+        let ledger = self.engine.host_ledger.clone();
+        let reserve = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
+        let _hold = match reserve() {
             Ok(hold) => hold,
             // Between updates only what was read ahead can be given back.
             Err(first) => {
-                self.report.record(oom(self.step, &first))?;
-                self.feed = None;
-                ask().map_err(StepError::Oom)?
+                self.report.record(oom_event(self.step, &first))?;
+                self.train_loader = None;
+                reserve().map_err(StepError::Oom)?
             }
         };
-        let saved = self.checkpoints.save(self.state(), &self.engine.held(), self.tokenizer.as_deref());
+        let saved = self.checkpoints.save(
+            self.checkpoint_state(),
+            &self.engine.checkpoint_tensors(),
+            self.tokenizer.as_deref(),
+        );
         let (path, bytes) = match saved {
             Err(Failure::NotFinite { step, tensor, .. }) => {
                 let epoch = self.setup.order.update(step.saturating_sub(1)).epoch;
@@ -166,7 +176,7 @@ impl Run<'_> {
             }
             saved => saved?,
         };
-        self.setup.keep_within_plan(Work::Reporting);
+        self.setup.limit_resident_memory(WorkPhase::Reporting);
         self.report.record(Event::Checkpoint {
             step: self.step,
             path: path.display().to_string(),
@@ -174,26 +184,26 @@ impl Run<'_> {
             write_s: begun.elapsed().as_secs_f64(),
         })?;
         self.last_checkpoint = Some((self.step, path));
-        self.unproven = Some(self.step);
+        self.unproven_checkpoint = Some(self.step);
         self.clock.last_checkpoint = Instant::now();
         Ok(())
     }
 
     /// Adds the result of an evaluation to the checkpoint of its step.
-    pub(super) fn keep_evaluation(&mut self) -> Result<(), Failure> {
+    pub(super) fn save_evaluation(&mut self) -> Result<(), Failure> {
         self.evaluation_due = false;
-        self.checkpoints.evaluated(&self.state())
+        self.checkpoints.save_evaluation(&self.checkpoint_state())
     }
 
     /// Removes the checkpoints that are not to be kept.
     pub(super) fn prune(&mut self) -> Result<(), Failure> {
-        self.unproven = None;
+        self.unproven_checkpoint = None;
         self.checkpoints.prune(self.setup.job.checkpoint.keep, self.best.map(|(_, step)| step))
     }
 
-    fn state(&self) -> State {
+    fn checkpoint_state(&self) -> CheckpointState {
         let written = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
-        State {
+        CheckpointState {
             format: FORMAT,
             step: self.step,
             cursor: self.cursor,
@@ -203,13 +213,13 @@ impl Run<'_> {
             job: self.setup.job.to_json(),
             data: self.options.data.clone(),
             optimizer: self.setup.optimizer.kind().into(),
-            way: self.way,
-            descent: self.descent.clone(),
+            way: self.runtime_plan,
+            descent: self.backoff.clone(),
             best: self.best,
             evaluation_due: self.evaluation_due,
-            evaluation_owed: self.owed.evaluation,
-            scaling: self.scaling,
-            left_out: self.left_out.clone(),
+            evaluation_owed: self.deferred.evaluation,
+            scaling: self.grad_scaler,
+            left_out: self.skipped_records.clone(),
             metrics: self.metrics.clone(),
             elapsed_s: self.elapsed_s(),
             data_wait_s: self.clock.data_wait_s,
@@ -219,10 +229,10 @@ impl Run<'_> {
     }
 
     fn elapsed_s(&self) -> f64 {
-        self.clock.before_s + self.clock.begun.elapsed().as_secs_f64()
+        self.clock.previous_s + self.clock.started.elapsed().as_secs_f64()
     }
 
-    pub(super) fn stop(&mut self, signal: Signal) -> Result<Ended, Failure> {
+    pub(super) fn stop(&mut self, signal: Signal) -> Result<RunOutcome, Failure> {
         if self.last_checkpoint.as_ref().is_none_or(|(step, _)| *step != self.step) {
             self.checkpoint()?;
         }
@@ -232,11 +242,11 @@ impl Run<'_> {
             signal: signal.name().into(),
             checkpoint,
         })?;
-        Ok(Ended::Stopped(signal))
+        Ok(RunOutcome::Stopped(signal))
     }
 
-    pub(super) fn finish(&mut self) -> Result<Ended, Failure> {
-        self.setup.keep_within_plan(Work::Reporting);
+    pub(super) fn finish(&mut self) -> Result<RunOutcome, Failure> {
+        self.setup.limit_resident_memory(WorkPhase::Reporting);
         if !self.overflowed {
             self.prune()?;
         }
@@ -244,9 +254,15 @@ impl Run<'_> {
         if let Some((value, _)) = self.best {
             metrics.insert(format!("best.{}", self.setup.job.checkpoint.best.name()), value);
         }
-        if let Some(card) = &self.setup.card {
-            self.vram_peak = self.vram_peak.max(card.take_recent_peak());
-            let Stats { synchronizes, arena_passes, diverged, arena, arena_bound } = card.stats();
+        if let Some(gpu) = &self.setup.gpu {
+            self.vram_peak = self.vram_peak.max(gpu.take_recent_peak());
+            let HeapStats {
+                synchronizes,
+                arena_passes,
+                diverged,
+                arena_bytes: arena,
+                arena_lower_bound: arena_bound,
+            } = gpu.stats();
             self.report.record(Event::DeviceHeap {
                 step: self.step,
                 synchronizes,
@@ -263,25 +279,28 @@ impl Run<'_> {
             samples: self.samples,
             metrics,
             best_step: self.best.map(|(_, step)| step),
-            planned_peak_bytes: Memory { ram: self.plan.peak.ram_bytes, vram: self.plan.peak.vram_bytes },
-            measured_peak_bytes: Memory { ram: measure::peak(), vram: self.vram_peak },
+            planned_peak_bytes: MemoryBytes {
+                ram: self.plan.peak.ram_bytes,
+                vram: self.plan.peak.vram_bytes,
+            },
+            measured_peak_bytes: MemoryBytes { ram: measure::peak_bytes(), vram: self.vram_peak },
             resident_peak_bytes: measure::resident_peak(),
-            budget_bytes: Memory { ram: self.plan.budget.ram_bytes, vram: self.plan.budget.vram_bytes },
+            budget_bytes: MemoryBytes { ram: self.plan.budget.ram_bytes, vram: self.plan.budget.vram_bytes },
             elapsed_s: self.elapsed_s(),
             data_wait_s: self.clock.data_wait_s,
             samples_digest: self.digest.to_string(),
-            bad_records: self.left_out.count(),
+            bad_records: self.skipped_records.count(),
         })?;
-        Ok(Ended::Done)
+        Ok(RunOutcome::Done)
     }
 }
 
 /// The mean loss; of nothing there is none.
-pub(super) fn loss(tally: &Tally) -> f64 {
-    if tally.weight == 0.0 { f64::NAN } else { tally.mean_loss() }
+pub(super) fn mean_loss(metric_sums: &MetricSums) -> f64 {
+    if metric_sums.weight == 0.0 { f64::NAN } else { metric_sums.mean_loss() }
 }
 
-pub(super) fn oom(step: u64, oom: &Oom) -> Event {
-    let Oom { bytes, left, .. } = *oom;
-    Event::Oom { step, phase: oom.phase.into(), asker: oom.asker.clone(), bytes, left }
+pub(super) fn oom_event(step: u64, oom: &Oom) -> Event {
+    let Oom { bytes, available: left, .. } = *oom;
+    Event::Oom { step, phase: oom.phase.into(), asker: oom.requester.clone(), bytes, left }
 }

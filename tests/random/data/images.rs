@@ -4,13 +4,13 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::Packing;
+use super::FileCodec;
 use crate::draw::Draw;
 use crate::fixtures;
 
 #[derive(Clone, Debug)]
-pub struct Images {
-    pub layout: Layout,
+pub struct ImageSpec {
+    pub layout: ImageLayout,
     /// The names of a table's columns of paths and labels.
     pub columns: [&'static str; 2],
     pub train: usize,
@@ -20,41 +20,41 @@ pub struct Images {
     /// The longest side of the largest image; the others are small.
     pub largest: usize,
     /// In an archive, the class is a member of its own and not the folder's name.
-    pub labels_beside: bool,
+    pub labels_in_sidecar: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Layout {
+pub enum ImageLayout {
     Folders,
     Csv,
     Tsv,
-    Tar(Packing),
+    Tar(FileCodec),
 }
 
-impl Layout {
+impl ImageLayout {
     /// What follows the set's name.
-    pub fn ending(self) -> String {
+    pub fn extension(self) -> String {
         match self {
-            Layout::Folders => String::new(),
-            Layout::Csv => ".csv".into(),
-            Layout::Tsv => ".tsv".into(),
-            Layout::Tar(packing) => format!(".tar{}", packing.ending()),
+            ImageLayout::Folders => String::new(),
+            ImageLayout::Csv => ".csv".into(),
+            ImageLayout::Tsv => ".tsv".into(),
+            ImageLayout::Tar(packing) => format!(".tar{}", packing.extension()),
         }
     }
 }
 
-impl Images {
+impl ImageSpec {
     pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
         for (set, count) in [("train", self.train), ("valid", self.valid)] {
             if count > 0 {
-                self.set(folder, set, count, draw)?;
+                self.write_set(folder, set, count, draw)?;
             }
         }
         Ok(())
     }
 
-    fn set(&self, folder: &Path, set: &str, count: usize, draw: &mut Draw) -> io::Result<()> {
-        let path = folder.join(format!("{set}{}", self.layout.ending()));
+    fn write_set(&self, folder: &Path, set: &str, count: usize, draw: &mut Draw) -> io::Result<()> {
+        let path = folder.join(format!("{set}{}", self.layout.extension()));
         let mut rows = Vec::new();
         let mut archive = tar::Builder::new(Vec::new());
         for i in 0..count {
@@ -63,24 +63,24 @@ impl Images {
             let largest = if i == count / 2 { self.largest } else { self.largest.min(60) };
             let (bytes, ending) = image(draw, largest);
             match self.layout {
-                Layout::Folders => {
+                ImageLayout::Folders => {
                     let folder = path.join(&class);
                     fs::create_dir_all(&folder)?;
                     fs::write(folder.join(format!("{i:05}.{ending}")), bytes)?;
                 }
-                Layout::Csv | Layout::Tsv => {
+                ImageLayout::Csv | ImageLayout::Tsv => {
                     let name = format!("{set}-{i:05}.{ending}");
                     fs::write(folder.join(&name), bytes)?;
                     rows.push([name, class]);
                 }
-                Layout::Tar(_) => {
+                ImageLayout::Tar(_) => {
                     let mut member = |name: String, bytes: &[u8]| {
                         let mut header = tar::Header::new_gnu();
                         header.set_size(bytes.len() as u64);
                         header.set_mode(0o644);
                         archive.append_data(&mut header, name, bytes)
                     };
-                    if self.labels_beside {
+                    if self.labels_in_sidecar {
                         member(format!("{i:05}.{ending}"), &bytes)?;
                         member(format!("{i:05}.cls"), class.as_bytes())?;
                     } else {
@@ -90,14 +90,14 @@ impl Images {
             }
         }
         match self.layout {
-            Layout::Folders => Ok(()),
-            Layout::Tar(packing) => packing.write(&path, &archive.into_inner()?),
-            Layout::Csv | Layout::Tsv => {
-                let between = if self.layout == Layout::Csv { "," } else { "\t" };
+            ImageLayout::Folders => Ok(()),
+            ImageLayout::Tar(packing) => packing.write(&path, &archive.into_inner()?),
+            ImageLayout::Csv | ImageLayout::Tsv => {
+                let separator = if self.layout == ImageLayout::Csv { "," } else { "\t" };
                 let [a, b] = self.columns;
-                let mut text = format!("{a}{between}number{between}{b}\n");
+                let mut text = format!("{a}{separator}number{separator}{b}\n");
                 for (i, [name, class]) in rows.iter().enumerate() {
-                    text += &format!("{name}{between}{i}{between}{class}\n");
+                    text += &format!("{name}{separator}{i}{separator}{class}\n");
                 }
                 fs::write(path, text)
             }
@@ -109,7 +109,7 @@ impl Images {
 fn image(draw: &mut Draw, largest: usize) -> (Vec<u8>, &'static str) {
     let sides = match largest > 60 {
         true => [largest, largest * 2 / 3],
-        false => [draw.size(1..=60), draw.size(1..=60)],
+        false => [draw.log_uniform(1..=60), draw.log_uniform(1..=60)],
     };
     let [height, width] = sides;
     let start = draw.bits();
@@ -130,23 +130,24 @@ fn image(draw: &mut Draw, largest: usize) -> (Vec<u8>, &'static str) {
 }
 
 #[derive(Clone, Debug)]
-pub struct Idx {
+pub struct IdxSpec {
     /// (height, width, channels) of an image.
     pub shape: [usize; 3],
     pub train: usize,
     pub valid: usize,
     pub classes: usize,
-    pub packing: Packing,
+    pub packing: FileCodec,
 }
 
-impl Idx {
+impl IdxSpec {
     pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
         for (set, count) in [("train", self.train), ("valid", self.valid)] {
             let file = |what: &str, dims: &[usize], data: Vec<u8>| {
                 let mut bytes = vec![0, 0, 8, dims.len() as u8];
                 dims.iter().for_each(|&dim| bytes.extend((dim as u32).to_be_bytes()));
                 bytes.extend(data);
-                self.packing.write(&folder.join(format!("{set}-{what}.idx{}", self.packing.ending())), &bytes)
+                self.packing
+                    .write(&folder.join(format!("{set}-{what}.idx{}", self.packing.extension())), &bytes)
             };
             let [height, width, channels] = self.shape;
             let dims = [count, height, width, channels];

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::Packing;
+use super::FileCodec;
 use crate::draw::Draw;
 
 /// What a token of a text is.
@@ -26,8 +26,8 @@ const WORDS: [&str; 24] = [
     "in", "we", "run", "walk", "slowly", "never", "again", "9", "1024", "x", "zebra",
 ];
 
-/// A text of so many characters or some more; `plain`: of ASCII.
-fn words(draw: &mut Draw, plain: bool, characters: usize) -> String {
+/// A text of so many characters or some more; `ascii_only`: of ASCII.
+fn random_words(draw: &mut Draw, plain: bool, characters: usize) -> String {
     let (mut text, mut count) = (String::new(), 0);
     // Two words at least: a sample has two tokens.
     while count < characters || text.split_whitespace().nth(1).is_none() {
@@ -42,7 +42,7 @@ fn words(draw: &mut Draw, plain: bool, characters: usize) -> String {
 
 impl TokenUnits {
     /// Whether texts must be ASCII: the vocabularies written here have nothing else.
-    fn plain(self) -> bool {
+    fn ascii_only(self) -> bool {
         self == TokenUnits::Pairs
     }
 
@@ -103,25 +103,25 @@ impl TokenUnits {
         fs::write(folder.join("tokenizer.json"), whole.to_string())?;
         fs::write(
             folder.join("tokenizer_config.json"),
-            json!({ "eos_token": "<|endoftext|>", "chat_template": Chat::JINJA }).to_string(),
+            json!({ "eos_token": "<|endoftext|>", "chat_template": ChatSpec::JINJA }).to_string(),
         )
     }
 }
 
 /// Characters of each file.
 #[derive(Clone, Debug)]
-pub struct Text {
+pub struct TextSpec {
     pub train: Vec<usize>,
     pub valid: Vec<usize>,
     pub units: TokenUnits,
 }
 
-impl Text {
+impl TextSpec {
     pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
         self.units.write(folder)?;
         for (set, files) in [("train", &self.train), ("valid", &self.valid)] {
             for (i, &count) in files.iter().enumerate() {
-                let text = words(draw, self.units.plain(), count);
+                let text = random_words(draw, self.units.ascii_only(), count);
                 fs::write(folder.join(format!("{set}-{i}.txt")), text)?;
             }
         }
@@ -131,21 +131,21 @@ impl Text {
 
 /// Ids of each file.
 #[derive(Clone, Debug)]
-pub struct TokenFile {
+pub struct TokenFileSpec {
     pub train: Vec<usize>,
     pub valid: Vec<usize>,
     pub vocab: usize,
     /// 32 bits an id, otherwise 16.
-    pub wide: bool,
+    pub u32_ids: bool,
     /// As llm.c writes it.
     pub header: bool,
     /// A `tokenizer.json` of byte pairs lies beside them.
-    pub named: bool,
+    pub with_tokenizer: bool,
 }
 
-impl TokenFile {
+impl TokenFileSpec {
     pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
-        if self.named {
+        if self.with_tokenizer {
             TokenUnits::Pairs.write(folder)?;
         }
         for (set, files) in [("train", &self.train), ("valid", &self.valid)] {
@@ -153,13 +153,17 @@ impl TokenFile {
                 let mut bytes = Vec::new();
                 if self.header {
                     let mut words = [0u32; 256];
-                    words[..2].copy_from_slice(if self.wide { &[20_240_801, 7] } else { &[20_240_520, 1] });
+                    words[..2].copy_from_slice(if self.u32_ids {
+                        &[20_240_801, 7]
+                    } else {
+                        &[20_240_520, 1]
+                    });
                     words[2] = count as u32;
                     words.iter().for_each(|word| bytes.extend(word.to_le_bytes()));
                 }
                 for _ in 0..count {
                     let id = draw.below(self.vocab) as u32;
-                    match self.wide {
+                    match self.u32_ids {
                         true => bytes.extend(id.to_le_bytes()),
                         false => bytes.extend((id as u16).to_le_bytes()),
                     }
@@ -173,7 +177,7 @@ impl TokenFile {
 
 /// Records of each file.
 #[derive(Clone, Debug)]
-pub struct Jsonl {
+pub struct JsonlSpec {
     pub train: Vec<usize>,
     pub valid: Vec<usize>,
     /// Characters of the longest text, about.
@@ -183,26 +187,26 @@ pub struct Jsonl {
     pub field: &'static str,
     /// Classes of texts; 0: none.
     pub labels: usize,
-    pub chats: Option<Chat>,
-    pub packing: Packing,
+    pub chats: Option<ChatSpec>,
+    pub packing: FileCodec,
 }
 
 /// Talks instead of texts.
 #[derive(Clone, Debug)]
-pub struct Chat {
+pub struct ChatSpec {
     /// The template is a file.
     pub file: bool,
 }
 
-impl Chat {
+impl ChatSpec {
     pub const JINJA: &str =
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}";
 
     fn record(draw: &mut Draw, plain: bool, longest: usize) -> Value {
         let mut messages = Vec::new();
         let mut say = |draw: &mut Draw, role: &str| {
-            let length = draw.size(1..=longest / 4 + 2);
-            let content = words(draw, plain, length);
+            let length = draw.log_uniform(1..=longest / 4 + 2);
+            let content = random_words(draw, plain, length);
             messages.push(json!({ "role": role, "content": content.trim() }));
         };
         for _ in 0..draw.within(1..=2) {
@@ -213,11 +217,11 @@ impl Chat {
     }
 }
 
-impl Jsonl {
+impl JsonlSpec {
     pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
         self.units.write(folder)?;
         if self.chats.as_ref().is_some_and(|chats| chats.file) {
-            fs::write(folder.join("template.jinja"), Chat::JINJA)?;
+            fs::write(folder.join("template.jinja"), ChatSpec::JINJA)?;
         }
         for (set, files) in [("train", &self.train), ("valid", &self.valid)] {
             for (i, &count) in files.iter().enumerate() {
@@ -225,7 +229,7 @@ impl Jsonl {
                 for record in 0..count {
                     lines += &format!("{}\n", self.record(draw, record));
                 }
-                let path = folder.join(format!("{set}-{i}.jsonl{}", self.packing.ending()));
+                let path = folder.join(format!("{set}-{i}.jsonl{}", self.packing.extension()));
                 self.packing.write(&path, lines.as_bytes())?;
             }
         }
@@ -233,14 +237,14 @@ impl Jsonl {
     }
 
     fn record(&self, draw: &mut Draw, number: usize) -> Value {
-        let plain = self.units.plain();
+        let plain = self.units.ascii_only();
         if self.chats.is_some() {
-            return Chat::record(draw, plain, self.longest);
+            return ChatSpec::record(draw, plain, self.longest);
         }
         // Two characters at least: one to see and one to predict.
-        let length = draw.size(3..=self.longest.max(4));
+        let length = draw.log_uniform(3..=self.longest.max(4));
         let mut record = Map::new();
-        record.insert(self.field.into(), json!(words(draw, plain, length)));
+        record.insert(self.field.into(), json!(random_words(draw, plain, length)));
         if self.labels > 0 {
             record.insert("mood".into(), json!(format!("mood {}", (number + draw.below(2)) % self.labels)));
         }

@@ -11,42 +11,42 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 
-use super::Packing;
+use super::FileCodec;
 use crate::draw::Draw;
 
 #[derive(Clone, Debug)]
-pub struct Tables {
+pub struct TableSpec {
     pub format: TableFormat,
-    pub columns: Vec<Column>,
+    pub columns: Vec<ColumnSpec>,
     /// Whether a csv file names its columns.
     pub header: bool,
-    pub rows: Rows,
+    pub rows: RowCounts,
 }
 
 /// Rows of each file.
 #[derive(Clone, Debug)]
-pub struct Rows {
+pub struct RowCounts {
     pub train: Vec<usize>,
     pub valid: Vec<usize>,
 }
 
 #[derive(Clone, Debug)]
 pub enum TableFormat {
-    Csv { delimiter: &'static str, skip_lines: usize, packing: Packing },
+    Csv { delimiter: &'static str, skip_lines: usize, packing: FileCodec },
     Parquet { compression: &'static str, dictionary: bool, group: usize },
 }
 
 impl TableFormat {
-    pub fn ending(&self) -> String {
+    pub fn extension(&self) -> String {
         match self {
-            TableFormat::Csv { packing, .. } => format!("csv{}", packing.ending()),
+            TableFormat::Csv { packing, .. } => format!("csv{}", packing.extension()),
             TableFormat::Parquet { .. } => "parquet".into(),
         }
     }
 }
 
 #[derive(Clone, Debug)]
-pub enum Column {
+pub enum ColumnSpec {
     /// Missing with this chance.
     Number {
         missing: f64,
@@ -63,37 +63,41 @@ pub enum Column {
 }
 
 /// A field of a row.
-enum Cell {
+enum GeneratedCell {
     Number(f64),
     Text(String),
     Missing,
 }
 
-impl Column {
+impl ColumnSpec {
     /// The name of a class.
     pub fn class(class: usize, text: bool) -> String {
         if text { format!("class-{class}") } else { class.to_string() }
     }
 
-    fn cell(&self, draw: &mut Draw, row: usize) -> Cell {
+    fn cell(&self, draw: &mut Draw, row: usize) -> GeneratedCell {
         let missing = |draw: &mut Draw, chance: f64| row > 3 && draw.chance(chance);
         match *self {
-            Column::Number { missing: chance } if missing(draw, chance) => Cell::Missing,
-            Column::Number { .. } => Cell::Number(draw.float(-5.0, 5.0)),
-            Column::Category { missing: chance, .. } if missing(draw, chance) => Cell::Missing,
+            ColumnSpec::Number { missing: chance } if missing(draw, chance) => GeneratedCell::Missing,
+            ColumnSpec::Number { .. } => GeneratedCell::Number(draw.float(-5.0, 5.0)),
+            ColumnSpec::Category { missing: chance, .. } if missing(draw, chance) => GeneratedCell::Missing,
             // In turn, so that the training rows have all.
-            Column::Category { values, .. } => Cell::Text(format!("of.{}", (row + draw.below(2)) % values)),
-            Column::Class { classes, text } => Cell::Text(Self::class((row + draw.below(2)) % classes, text)),
+            ColumnSpec::Category { values, .. } => {
+                GeneratedCell::Text(format!("of.{}", (row + draw.below(2)) % values))
+            }
+            ColumnSpec::Class { classes, text } => {
+                GeneratedCell::Text(Self::class((row + draw.below(2)) % classes, text))
+            }
         }
     }
 }
 
-impl Tables {
+impl TableSpec {
     pub fn write(&self, folder: &Path, draw: &mut Draw) -> io::Result<()> {
         for (set, rows) in [("train", &self.rows.train), ("valid", &self.rows.valid)] {
             for (i, &rows) in rows.iter().enumerate() {
-                let path = folder.join(format!("{set}-{i}.{}", self.format.ending()));
-                let table: Vec<Vec<Cell>> =
+                let path = folder.join(format!("{set}-{i}.{}", self.format.extension()));
+                let table: Vec<Vec<GeneratedCell>> =
                     (0..rows).map(|row| self.columns.iter().map(|c| c.cell(draw, row)).collect()).collect();
                 match self.format {
                     TableFormat::Csv { delimiter, skip_lines, packing } => {
@@ -109,8 +113,8 @@ impl Tables {
         Ok(())
     }
 
-    fn csv(&self, table: &[Vec<Cell>], delimiter: &str, skip_lines: usize) -> String {
-        let between = match delimiter {
+    fn csv(&self, table: &[Vec<GeneratedCell>], delimiter: &str, skip_lines: usize) -> String {
+        let separator = match delimiter {
             "tab" => "\t",
             "space" => "  ",
             other => other,
@@ -118,18 +122,18 @@ impl Tables {
         let mut text = "what comes before the table\n".repeat(skip_lines);
         if self.header {
             let names: Vec<String> = (0..self.columns.len()).map(|i| format!("\"column_{i}\"")).collect();
-            text += &(names.join(between) + "\n");
+            text += &(names.join(separator) + "\n");
         }
         for row in table {
             let fields: Vec<String> = row
                 .iter()
                 .map(|cell| match cell {
-                    Cell::Number(value) => value.to_string(),
-                    Cell::Text(value) => value.clone(),
-                    Cell::Missing => "NA".into(),
+                    GeneratedCell::Number(value) => value.to_string(),
+                    GeneratedCell::Text(value) => value.clone(),
+                    GeneratedCell::Missing => "NA".into(),
                 })
                 .collect();
-            text += &(fields.join(between) + "\n");
+            text += &(fields.join(separator) + "\n");
         }
         text
     }
@@ -137,7 +141,7 @@ impl Tables {
     fn parquet(
         &self,
         path: &Path,
-        table: &[Vec<Cell>],
+        table: &[Vec<GeneratedCell>],
         compression: &str,
         dictionary: bool,
         group: usize,
@@ -147,11 +151,11 @@ impl Tables {
             .iter()
             .enumerate()
             .map(|(i, column)| match column {
-                Column::Number { .. } => format!("optional double column_{i};"),
-                Column::Category { .. } | Column::Class { text: true, .. } => {
+                ColumnSpec::Number { .. } => format!("optional double column_{i};"),
+                ColumnSpec::Category { .. } | ColumnSpec::Class { text: true, .. } => {
                     format!("optional binary column_{i} (utf8);")
                 }
-                Column::Class { .. } => format!("required int32 column_{i};"),
+                ColumnSpec::Class { .. } => format!("required int32 column_{i};"),
             })
             .collect();
         let schema = parse_message_type(&format!("message table {{ {} }}", fields.join(" ")))?;
@@ -174,22 +178,22 @@ impl Tables {
             for (i, column) in self.columns.iter().enumerate() {
                 let cells = || rows.iter().map(|row| &row[i]);
                 let present: Vec<i16> =
-                    cells().map(|cell| i16::from(!matches!(cell, Cell::Missing))).collect();
+                    cells().map(|cell| i16::from(!matches!(cell, GeneratedCell::Missing))).collect();
                 let texts = cells().filter_map(|cell| match cell {
-                    Cell::Text(text) => Some(text.as_str()),
+                    GeneratedCell::Text(text) => Some(text.as_str()),
                     _ => None,
                 });
                 let Some(mut writer) = group.next_column()? else { break };
                 match column {
-                    Column::Number { .. } => {
+                    ColumnSpec::Number { .. } => {
                         let values: Vec<f64> = cells()
-                            .filter_map(
-                                |cell| if let Cell::Number(value) = cell { Some(*value) } else { None },
-                            )
+                            .filter_map(|cell| {
+                                if let GeneratedCell::Number(value) = cell { Some(*value) } else { None }
+                            })
                             .collect();
                         writer.typed::<DoubleType>().write_batch(&values, Some(&present), None)?;
                     }
-                    Column::Class { text: false, .. } => {
+                    ColumnSpec::Class { text: false, .. } => {
                         let values: Vec<i32> = texts.filter_map(|text| text.parse().ok()).collect();
                         writer.typed::<Int32Type>().write_batch(&values, None, None)?;
                     }

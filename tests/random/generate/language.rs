@@ -1,27 +1,30 @@
 //! Sources of sequences: generated, text, token ids and records of JSON.
 
-use super::source::Source;
-use super::{Keys, Sample, Scale, numbers};
-use crate::data::{Chat, Files, Jsonl, Packing, Text, TokenFile, TokenUnits};
+use super::source::SourceBuilder;
+use super::{SampleShape, Scale, TableExt, int_array};
+use crate::data::{ChatSpec, DataSpec, FileCodec, JsonlSpec, TextSpec, TokenFileSpec, TokenUnits};
 
-impl Source<'_> {
+impl SourceBuilder<'_> {
     /// Tokens of a sample, at least so many.
     fn context(&mut self, least: usize) -> usize {
         let context = match self.scale {
-            Scale::Small => self.draw.size(1..=70),
+            Scale::Small => self.draw.log_uniform(1..=70),
             Scale::Large => self.draw.pick(&[33, 64, 127, 128, 256, 300, 512, 1000, 1024, 2048, 4096]),
         };
         let context = context.max(least);
-        self.batch = self.batch.min((self.most(600, 32_768) / context).max(1));
+        self.batch = self.batch.min((self.limit(600, 32_768) / context).max(1));
         context
     }
 
-    pub fn text_synthetic(&mut self) -> (Sample, Files, usize) {
+    pub fn text_synthetic(&mut self) -> (SampleShape, DataSpec, usize) {
         let context = self.context(1);
-        let (train, valid) = self.counts();
+        let (train, valid) = self.set_sizes();
         // A vocabulary that is larger than all else, now and then.
-        let vocab =
-            if self.draw.chance(0.1) { self.scale.either(20_000, 50_257) } else { self.draw.size(2..=300) };
+        let vocab = if self.draw.chance(0.1) {
+            self.scale.either(20_000, 50_257)
+        } else {
+            self.draw.log_uniform(2..=300)
+        };
         self.data.number("train_samples", train).number("valid_samples", valid).number("vocab", vocab);
         if self.model == "bert" {
             self.data.number("classes", self.draw.within(2..=5));
@@ -31,25 +34,25 @@ impl Source<'_> {
                 self.data.number("classes", 0);
             }
         }
-        (Sample::Tokens { context }, Files::None, train)
+        (SampleShape::Tokens { context }, DataSpec::None, train)
     }
 
     /// How text becomes tokens, as a job says it.
     fn units(&mut self) -> TokenUnits {
-        let units = self.draw.pick(&[
+        let token_units = self.draw.pick(&[
             TokenUnits::Characters,
             TokenUnits::Characters,
             TokenUnits::Bytes,
             TokenUnits::Words,
             TokenUnits::Pairs,
         ]);
-        match units {
+        match token_units {
             TokenUnits::Characters if self.draw.chance(0.5) => &mut self.data,
             TokenUnits::Characters => self.data.set("tokens", "characters"),
             TokenUnits::Bytes => self.data.set("tokens", "bytes"),
             _ => self.data.set("tokens", "data/tokenizer.json"),
         };
-        units
+        token_units
     }
 
     fn separator(&mut self, units: TokenUnits) {
@@ -62,10 +65,10 @@ impl Source<'_> {
         }
     }
 
-    pub fn text(&mut self) -> (Sample, Files, usize) {
+    pub fn text(&mut self) -> (SampleShape, DataSpec, usize) {
         self.classes = false;
         let context = self.context(1);
-        let (samples, measured) = self.counts();
+        let (samples, measured) = self.set_sizes();
         let units = self.units();
         self.separator(units);
         if self.draw.chance(0.6) {
@@ -74,20 +77,20 @@ impl Source<'_> {
         // A word is up to eight characters and a space; the share that is measured on has a window too.
         let each = if units == TokenUnits::Words { 12 } else { 2 };
         let total = each * (context + 1) * (samples + 12);
-        let train = self.cut(total, each * (context + 2) * 6);
+        let train = self.split_counts(total, each * (context + 2) * 6);
         let own = self.draw.chance(0.4);
         let valid = if own { vec![each * (context + 1) * (measured + 2)] } else { Vec::new() };
         self.files("txt", train.len(), valid.len());
         if !own {
             self.data.set("valid_share", 0.3);
         }
-        (Sample::Tokens { context }, Files::Text(Text { train, valid, units }), samples)
+        (SampleShape::Tokens { context }, DataSpec::Text(TextSpec { train, valid, units }), samples)
     }
 
-    pub fn tokens(&mut self) -> (Sample, Files, usize) {
+    pub fn tokens(&mut self) -> (SampleShape, DataSpec, usize) {
         self.classes = false;
         let context = self.context(1);
-        let (samples, measured) = self.counts();
+        let (samples, measured) = self.set_sizes();
         let (wide, header) = (self.draw.chance(0.4), self.draw.chance(0.4));
         // A tokenizer has the vocabulary where the job does not say it.
         let named = self.draw.chance(0.2);
@@ -98,7 +101,7 @@ impl Source<'_> {
         } else {
             300
         };
-        let vocab = self.draw.size(2..=most);
+        let vocab = self.draw.log_uniform(2..=most);
         if self.draw.chance(0.5) {
             // Without a header, 32 bits are seen from the zeros of small ids.
             self.data.set("dtype", self.draw.pick(&["auto", if wide { "u32" } else { "u16" }]));
@@ -111,7 +114,7 @@ impl Source<'_> {
         if self.draw.chance(0.6) {
             self.data.set("windows", self.draw.pick(&["fixed", "random"]));
         }
-        let train = self.cut((context + 1) * (samples + 9), 4 * (context + 1));
+        let train = self.split_counts((context + 1) * (samples + 9), 4 * (context + 1));
         let own = self.draw.chance(0.4);
         let valid = if own { vec![(context + 1) * (measured + 1)] } else { Vec::new() };
         self.files("bin", train.len(), valid.len());
@@ -119,17 +122,24 @@ impl Source<'_> {
             self.data.set("valid_share", 0.3);
         }
         (
-            Sample::Tokens { context },
-            Files::Tokens(TokenFile { train, valid, vocab, wide, header, named }),
+            SampleShape::Tokens { context },
+            DataSpec::Tokens(TokenFileSpec {
+                train,
+                valid,
+                vocab,
+                u32_ids: wide,
+                header,
+                with_tokenizer: named,
+            }),
             samples,
         )
     }
 
-    pub fn jsonl(&mut self) -> (Sample, Files, usize) {
+    pub fn jsonl(&mut self) -> (SampleShape, DataSpec, usize) {
         // Room for the words of the longest template and an answer.
         let chat = self.model != "bert" && self.draw.chance(0.4);
         let context = self.context(if chat { 170 } else { 4 });
-        let (train, valid) = self.counts();
+        let (train, valid) = self.set_sizes();
         let units = self.units();
         self.separator(units);
         let labels = if self.model == "bert" { self.draw.within(2..=4) } else { 0 };
@@ -145,7 +155,7 @@ impl Source<'_> {
             let template = self.draw.pick(&templates);
             self.data.set("messages", "talk");
             match template {
-                "jinja" => self.data.set("template", Chat::JINJA),
+                "jinja" => self.data.set("template", ChatSpec::JINJA),
                 "file" => self.data.set("template", "data/template.jinja"),
                 name if name != "chatml" || self.draw.chance(0.5) => self.data.set("template", name),
                 _ => &mut self.data,
@@ -155,7 +165,7 @@ impl Source<'_> {
             }
             // An answer may lie behind the last position.
             self.data.set("on_bad_record", "skip").number("max_bad_records", 1000);
-            chats = Some(Chat { file: template == "file" });
+            chats = Some(ChatSpec { file: template == "file" });
         } else if self.draw.chance(0.3) {
             self.data.set("field", "body");
         }
@@ -173,7 +183,7 @@ impl Source<'_> {
                 buckets.push(context);
                 buckets.sort_unstable();
                 buckets.dedup();
-                self.data.set("buckets", numbers(&buckets));
+                self.data.set("buckets", int_array(&buckets));
             }
             if self.draw.chance(0.5) {
                 // A context of some tokens would refuse all.
@@ -192,16 +202,16 @@ impl Source<'_> {
             }
         }
         let own = self.draw.chance(0.4);
-        let packing = self.draw.pick(&[Packing::Plain, Packing::Plain, Packing::Gzip, Packing::Zstd]);
+        let packing = self.draw.pick(&[FileCodec::Plain, FileCodec::Plain, FileCodec::Gzip, FileCodec::Zstd]);
         // Packed records fill whole windows.
         let (train, valid) = if pack { (train * 2 + 120, valid + 40) } else { (train, valid) };
-        let files = self.cut(train, 8);
+        let files = self.split_counts(train, 8);
         // Of few records all may be too long, and a set without any is refused.
         let valid = if own { vec![valid.max(16)] } else { Vec::new() };
-        self.files(&format!("jsonl{}", packing.ending()), files.len(), valid.len());
+        self.files(&format!("jsonl{}", packing.extension()), files.len(), valid.len());
         let field = if self.data.contains_key("field") { "body" } else { "text" };
         let files =
-            Jsonl { train: files, valid, longest: context * 3 / 2, units, field, labels, chats, packing };
-        (Sample::Tokens { context }, Files::Jsonl(files), train)
+            JsonlSpec { train: files, valid, longest: context * 3 / 2, units, field, labels, chats, packing };
+        (SampleShape::Tokens { context }, DataSpec::Jsonl(files), train)
     }
 }

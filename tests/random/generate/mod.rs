@@ -11,7 +11,7 @@ mod source;
 
 use toml::{Table, Value};
 
-use super::data::Files;
+use super::data::DataSpec;
 use super::draw::Draw;
 
 /// How large jobs are.
@@ -31,29 +31,29 @@ impl Scale {
 
 /// A job, its data, and what is done to it.
 #[derive(Clone, Debug)]
-pub struct Case {
+pub struct GeneratedJob {
     pub seed: u64,
     pub job: Table,
-    pub files: Files,
+    pub files: DataSpec,
     /// Threads of the CPU kernels.
     pub threads: usize,
     /// `train.init` names weights that a first run of the same model, with another seed, must leave.
-    pub begins_with_weights: bool,
-    pub trial: Option<Trial>,
+    pub needs_initial_weights: bool,
+    pub disturbance: Option<Disturbance>,
 }
 
 /// A budget and a kill, for each third job.
 #[derive(Clone, Debug)]
-pub struct Trial {
+pub struct Disturbance {
     /// The budget as a fraction of the job's planned peak.
-    pub share: f64,
-    pub kill: Kill,
+    pub budget_fraction: f64,
+    pub kill: KillMode,
     /// Where in the run it is killed, as a fraction of its updates.
-    pub at: f64,
+    pub kill_at: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kill {
+pub enum KillMode {
     /// SIGKILL of the worker: its supervisor starts another.
     Worker,
     /// SIGKILL of the whole run at a step, then `--resume`.
@@ -64,7 +64,7 @@ pub enum Kill {
 
 /// What a sample of the data is, as far as a model must know.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Sample {
+pub enum SampleShape {
     /// A row of a table, for dense layers.
     Row,
     /// (height, width, channels).
@@ -74,10 +74,10 @@ pub enum Sample {
 }
 
 /// `[model]` and `[data]` with what the other tables must know of them.
-struct Parts {
+struct ModelAndData {
     model: Table,
     data: Table,
-    files: Files,
+    files: DataSpec,
     /// Samples of the training set; for text, about as many.
     train_samples: usize,
     /// Whether the target is classes; otherwise values or tokens.
@@ -90,29 +90,29 @@ struct Parts {
 pub const MODELS: [&str; 9] = ["mlp", "cnn", "gpt", "llama", "bert", "vit", "resnet", "mobilenet", "layers"];
 
 /// The job of a seed.
-pub fn case(seed: u64, scale: Scale) -> Case {
+pub fn case(seed: u64, scale: Scale) -> GeneratedJob {
     // Each nine seeds have every model once; the trials go round them.
     let (block, place) = (seed / 9, (seed % 9) as usize);
     let mut draw = Draw::new(seed, "job");
-    let tried = (block + place as u64).is_multiple_of(3);
+    let disturbed = (block + place as u64).is_multiple_of(3);
     // A budget says something where the samples take more than the program does.
-    let heavy = tried && scale == Scale::Small && draw.chance(0.5);
-    let parts = source::parts(&mut draw, scale, MODELS[place], heavy);
-    let trial = tried.then(|| Trial {
-        share: draw.pick(&[0.9, 0.7, 0.5]),
-        kill: draw.pick(&[Kill::Worker, Kill::Whole, Kill::Signal]),
-        at: draw.float(0.0, 1.0),
+    let heavy = disturbed && scale == Scale::Small && draw.chance(0.5);
+    let parts = source::model_and_data(&mut draw, scale, MODELS[place], heavy);
+    let trial = disturbed.then(|| Disturbance {
+        budget_fraction: draw.pick(&[0.9, 0.7, 0.5]),
+        kill: draw.pick(&[KillMode::Worker, KillMode::Whole, KillMode::Signal]),
+        kill_at: draw.float(0.0, 1.0),
     });
     settings::case(&mut draw, scale, seed, parts, trial)
 }
 
 /// Sets keys of a table by chance, so that defaults are drawn too.
-trait Keys {
+trait TableExt {
     fn set(&mut self, key: &str, value: impl Into<Value>) -> &mut Self;
     fn number(&mut self, key: &str, value: usize) -> &mut Self;
 }
 
-impl Keys for Table {
+impl TableExt for Table {
     fn set(&mut self, key: &str, value: impl Into<Value>) -> &mut Self {
         self.insert(key.into(), value.into());
         self
@@ -123,15 +123,15 @@ impl Keys for Table {
     }
 }
 
-fn numbers(values: &[usize]) -> Value {
+fn int_array(values: &[usize]) -> Value {
     Value::Array(values.iter().map(|&value| Value::Integer(value as i64)).collect())
 }
 
-fn texts(values: &[String]) -> Value {
+fn string_array(values: &[String]) -> Value {
     Value::Array(values.iter().map(|value| Value::String(value.clone())).collect())
 }
 
-fn kind(kind: &str) -> Table {
+fn table_of_kind(kind: &str) -> Table {
     let mut table = Table::new();
     table.set("kind", kind);
     table

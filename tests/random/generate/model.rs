@@ -2,19 +2,19 @@
 
 use toml::Table;
 
-use super::{Keys, Sample, Scale, kind, numbers};
+use super::{SampleShape, Scale, TableExt, int_array, table_of_kind};
 use crate::draw::Draw;
 
 const ACTIVATIONS: [&str; 4] = ["relu", "gelu", "gelu_tanh", "silu"];
 
 /// A model of this kind for such samples, whose batches have `batch` samples.
-pub fn model(draw: &mut Draw, scale: Scale, name: &str, sample: &Sample, batch: usize) -> Table {
-    let mut table = kind(name);
+pub fn model(draw: &mut Draw, scale: Scale, name: &str, sample: &SampleShape, batch: usize) -> Table {
+    let mut table = table_of_kind(name);
     let large = scale == Scale::Large;
     match (name, sample) {
-        ("mlp", _) => dense(draw, scale, &mut table, 3),
-        ("cnn", &Sample::Image(shape)) => {
-            dense(draw, scale, &mut table, 2);
+        ("mlp", _) => set_dense_keys(draw, scale, &mut table, 3),
+        ("cnn", &SampleShape::Image(shape)) => {
+            set_dense_keys(draw, scale, &mut table, 2);
             let stages = stages(draw, scale, shape);
             let normed = stages.iter().any(|stage| stage["norm"].as_str() == Some("batch"));
             if normed || draw.chance(0.2) {
@@ -43,9 +43,9 @@ pub fn model(draw: &mut Draw, scale: Scale, name: &str, sample: &Sample, batch: 
             norm_group(draw, &mut table, batch);
         }
         ("layers", sample) => {
-            let mut layers = Layers::new(draw, scale, sample, batch);
-            layers.all();
-            let layers = layers.made;
+            let mut layers = LayersBuilder::new(draw, scale, sample, batch);
+            layers.build();
+            let layers = layers.tables;
             table.set("layers", layers);
         }
         _ => unreachable!("{name} on {sample:?}"),
@@ -53,15 +53,15 @@ pub fn model(draw: &mut Draw, scale: Scale, name: &str, sample: &Sample, batch: 
     table
 }
 
-fn dense(draw: &mut Draw, scale: Scale, table: &mut Table, most: usize) {
+fn set_dense_keys(draw: &mut Draw, scale: Scale, table: &mut Table, most: usize) {
     // One in fifteen has a single tensor that is larger than all others together.
     let widest = match draw.chance(0.07) {
         true => scale.either(1500, 8192),
         false => scale.either(70, 1024),
     };
-    let hidden: Vec<usize> = (0..draw.within(0..=most)).map(|_| draw.size(1..=widest)).collect();
+    let hidden: Vec<usize> = (0..draw.within(0..=most)).map(|_| draw.log_uniform(1..=widest)).collect();
     if draw.chance(0.9) || scale == Scale::Small {
-        table.set("hidden", numbers(&hidden));
+        table.set("hidden", int_array(&hidden));
     }
     if draw.chance(0.7) {
         table.set("activation", draw.pick(&ACTIVATIONS));
@@ -92,8 +92,8 @@ fn group(draw: &mut Draw, batch: usize) -> usize {
     }
 }
 
-fn stem(draw: &mut Draw, scale: Scale, table: &mut Table, sample: &Sample) {
-    let Sample::Image([height, width, _]) = sample else { return };
+fn stem(draw: &mut Draw, scale: Scale, table: &mut Table, sample: &SampleShape) {
+    let SampleShape::Image([height, width, _]) = sample else { return };
     // At full resolution throughout, a larger image takes seconds.
     let most = scale.either(12 * 12, 48 * 48);
     match draw.chance(0.5) && height * width <= most {
@@ -119,7 +119,7 @@ fn stages(draw: &mut Draw, scale: Scale, [height, width, _]: [usize; 3]) -> Vec<
     }
     for _ in 0..draw.within(1..=3) {
         let mut stage = Table::new();
-        stage.number("channels", draw.size(1..=scale.either(40, 256)));
+        stage.number("channels", draw.log_uniform(1..=scale.either(40, 256)));
         let (kernel, stride) = (draw.within(1..=7), draw.pick(&[1, 1, 1, 2, 3]));
         let after = |side: usize| (side + 2 * (kernel / 2) - kernel) / stride + 1;
         if kernel > height.min(width) + 2 * (kernel / 2) {
@@ -144,35 +144,35 @@ fn stages(draw: &mut Draw, scale: Scale, [height, width, _]: [usize; 3]) -> Vec<
     }
     if stages.is_empty() {
         let mut stage = Table::new();
-        stage.number("channels", draw.size(1..=40)).number("pool", 1).set("norm", "none");
+        stage.number("channels", draw.log_uniform(1..=40)).number("pool", 1).set("norm", "none");
         stages.push(stage);
     }
     stages
 }
 
-fn transformer(draw: &mut Draw, scale: Scale, table: &mut Table, name: &str, sample: &Sample) {
+fn transformer(draw: &mut Draw, scale: Scale, table: &mut Table, name: &str, sample: &SampleShape) {
     let heads = draw.pick(scale.either(&[1, 2, 3, 4], &[1, 2, 4, 6, 8, 12, 16]));
-    let each = match scale {
+    let head_dim = match scale {
         // Rotary positions turn pairs of values.
-        Scale::Small if name == "llama" => 2 * draw.size(1..=12),
-        Scale::Small => draw.size(1..=24),
+        Scale::Small if name == "llama" => 2 * draw.log_uniform(1..=12),
+        Scale::Small => draw.log_uniform(1..=24),
         Scale::Large => draw.pick(&[8, 16, 32, 40, 64, 64, 80, 96, 128]),
     };
-    let heads = heads.min(1024 / each);
-    let width = heads * each;
+    let heads = heads.min(1024 / head_dim);
+    let width = heads * head_dim;
     table.number("layers", draw.within(1..=scale.either(3, 6))).number("heads", heads).number("width", width);
     match name {
         "llama" => {
             let shared =
                 [1, 2, 3, 4, 6, 8].into_iter().filter(|kv| heads.is_multiple_of(*kv)).collect::<Vec<_>>();
             table.number("kv_heads", draw.pick(&shared));
-            table.number("hidden", draw.size(width / 2 + 1..=4 * width));
+            table.number("hidden", draw.log_uniform(width / 2 + 1..=4 * width));
             if draw.chance(0.3) {
                 table.set("rope_theta", draw.pick(&[100.0, 10000.0, 500000.0]));
             }
         }
         "bert" => {
-            table.number("hidden", draw.size(width / 2 + 1..=4 * width));
+            table.number("hidden", draw.log_uniform(width / 2 + 1..=4 * width));
         }
         "vit" => {
             table.number("ratio", draw.within(1..=4));
@@ -190,8 +190,8 @@ fn transformer(draw: &mut Draw, scale: Scale, table: &mut Table, name: &str, sam
         table.remove("dropout");
     }
     match *sample {
-        Sample::Tokens { context } => table.number("context", context),
-        Sample::Image([height, width, _]) => {
+        SampleShape::Tokens { context } => table.number("context", context),
+        SampleShape::Image([height, width, _]) => {
             let divides = |patch: &usize| height.is_multiple_of(*patch) && width.is_multiple_of(*patch);
             let most = scale.either(80, 1100);
             let patches: Vec<usize> = (1..=height.min(width)).filter(divides).collect();
@@ -200,40 +200,40 @@ fn transformer(draw: &mut Draw, scale: Scale, table: &mut Table, name: &str, sam
             let patch = if few.is_empty() { patches[patches.len() - 1] } else { draw.pick(&few) };
             table.number("patch", patch)
         }
-        Sample::Row => unreachable!(),
+        SampleShape::Row => unreachable!(),
     };
 }
 
 /// A list of layers under construction: the shape decides what may follow.
-struct Layers<'a> {
+struct LayersBuilder<'a> {
     draw: &'a mut Draw,
     scale: Scale,
     /// (height, width, channels), or a vector.
     shape: Vec<usize>,
     /// Samples of a batch norm: one number, or twice it, so that micro-batches stay small.
     group: usize,
-    made: Vec<Table>,
+    tables: Vec<Table>,
 }
 
 const POINTWISE: [&str; 7] = ["relu", "relu6", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"];
 
-impl<'a> Layers<'a> {
-    fn new(draw: &'a mut Draw, scale: Scale, sample: &Sample, batch: usize) -> Self {
+impl<'a> LayersBuilder<'a> {
+    fn new(draw: &'a mut Draw, scale: Scale, sample: &SampleShape, batch: usize) -> Self {
         let group = group(draw, batch);
         let shape = match sample {
-            Sample::Image(shape) => shape.to_vec(),
+            SampleShape::Image(shape) => shape.to_vec(),
             // The width is known when the table is read: the first layer makes it another.
             _ => vec![0],
         };
-        Self { draw, scale, shape, group, made: Vec::new() }
+        Self { draw, scale, shape, group, tables: Vec::new() }
     }
 
-    fn all(&mut self) {
+    fn build(&mut self) {
         if self.shape == [0] {
             self.linear();
         }
         for _ in 0..self.draw.within(1..=5) {
-            if self.draw.chance(0.3) { self.residual() } else { self.any() }
+            if self.draw.chance(0.3) { self.residual() } else { self.random_layer() }
         }
         if self.shape.len() == 3 {
             // A linear map of a whole image is the one large tensor of many jobs.
@@ -249,14 +249,14 @@ impl<'a> Layers<'a> {
     }
 
     fn add(&mut self, layer: Table) {
-        self.made.push(layer);
+        self.tables.push(layer);
     }
 
-    fn any(&mut self) {
+    fn random_layer(&mut self) {
         let image = self.shape.len() == 3;
         match self.draw.below(if image { 12 } else { 8 }) {
             0 => self.pointwise(),
-            1 => self.drop(),
+            1 => self.dropout(),
             2 => self.batch_norm(),
             3 => self.group_norm(),
             4 | 5 if !image => self.linear(),
@@ -272,11 +272,11 @@ impl<'a> Layers<'a> {
 
     fn pointwise(&mut self) {
         let name = self.draw.pick(&POINTWISE);
-        self.add(kind(name));
+        self.add(table_of_kind(name));
     }
 
-    fn drop(&mut self) {
-        let mut layer = kind("dropout");
+    fn dropout(&mut self) {
+        let mut layer = table_of_kind("dropout");
         if self.draw.chance(0.7) {
             layer.set("p", self.draw.pick(&[0.0, 0.1, 0.3, 0.5]));
         }
@@ -284,7 +284,7 @@ impl<'a> Layers<'a> {
     }
 
     fn batch_norm(&mut self) {
-        let mut layer = kind("batch_norm");
+        let mut layer = table_of_kind("batch_norm");
         let times = self.draw.pick(&[1, 1, 1, 2]);
         layer.number("group", times * self.group);
         self.add(layer);
@@ -293,23 +293,23 @@ impl<'a> Layers<'a> {
     fn group_norm(&mut self) {
         let channels = self.shape[self.shape.len() - 1];
         let divisors: Vec<usize> = (1..=channels).filter(|g| channels.is_multiple_of(*g)).collect();
-        let mut layer = kind("group_norm");
+        let mut layer = table_of_kind("group_norm");
         layer.number("groups", self.draw.pick(&divisors));
         self.add(layer);
     }
 
     fn flatten(&mut self) {
-        self.add(kind("flatten"));
+        self.add(table_of_kind("flatten"));
         self.shape = vec![self.shape.iter().product()];
     }
 
     fn linear(&mut self) {
-        let outputs = self.draw.size(1..=self.scale.either(60, 1024));
+        let outputs = self.draw.log_uniform(1..=self.scale.either(60, 1024));
         self.linear_to(outputs);
     }
 
     fn linear_to(&mut self, outputs: usize) {
-        let mut layer = kind("linear");
+        let mut layer = table_of_kind("linear");
         layer.number("outputs", outputs);
         self.bias(&mut layer);
         self.add(layer);
@@ -325,14 +325,14 @@ impl<'a> Layers<'a> {
             _ => 1,
         };
         let most = self.scale.either(32, 256).max(groups) / groups;
-        let channels = groups * self.draw.size(1..=most);
+        let channels = groups * self.draw.log_uniform(1..=most);
         let (kernel, stride) = (self.draw.within(1..=5), self.draw.pick(&[1, 1, 1, 2, 3]));
         let (padding, dilation) = (self.draw.within(0..=kernel / 2 + 1), self.draw.pick(&[1, 1, 1, 2]));
         let reach = dilation * (kernel - 1) + 1;
         if reach > self.shape[0].min(self.shape[1]) + 2 * padding {
             return self.pointwise();
         }
-        let mut layer = kind("conv");
+        let mut layer = table_of_kind("conv");
         layer.number("channels", channels);
         for (key, value, default) in [
             ("kernel", kernel, 3),
@@ -360,7 +360,7 @@ impl<'a> Layers<'a> {
     /// A convolution that keeps height and width, of one group or of two.
     fn conv_to(&mut self, channels: usize) {
         let kernel = self.draw.pick(&[1, 3, 5]);
-        let mut layer = kind("conv");
+        let mut layer = table_of_kind("conv");
         if channels.is_multiple_of(2) && self.shape[2].is_multiple_of(2) && self.draw.chance(0.5) {
             layer.number("groups", 2);
         }
@@ -377,7 +377,7 @@ impl<'a> Layers<'a> {
         if size > self.shape[0].min(self.shape[1]) + 2 * padding {
             return self.pointwise();
         }
-        let mut layer = kind(name);
+        let mut layer = table_of_kind(name);
         for (key, value, default) in [("size", size, 2), ("stride", stride, 0), ("padding", padding, 0)] {
             if value != default {
                 layer.number(key, value);
@@ -390,7 +390,7 @@ impl<'a> Layers<'a> {
     }
 
     fn squeeze_excite(&mut self) {
-        let mut layer = kind("squeeze_excite");
+        let mut layer = table_of_kind("squeeze_excite");
         if self.draw.chance(0.7) {
             layer.number("ratio", self.draw.pick(&[1, 2, 4, 16]));
         }
@@ -399,15 +399,15 @@ impl<'a> Layers<'a> {
 
     /// Two ways through: such as keep the shape, or any, which then meet as vectors of one length.
     fn residual(&mut self) {
-        let (before, outer) = (self.shape.clone(), std::mem::take(&mut self.made));
+        let (before, outer) = (self.shape.clone(), std::mem::take(&mut self.tables));
         let shortcut = self.draw.chance(0.6);
         let vectors = shortcut && self.draw.chance(0.6);
         let last = before[before.len() - 1];
-        let to = if shortcut { self.draw.size(1..=24) } else { last };
-        let way = |layers: &mut Self| {
+        let to = if shortcut { self.draw.log_uniform(1..=24) } else { last };
+        let branch = |layers: &mut Self| {
             layers.shape = before.clone();
             for _ in 0..layers.draw.within(0..=3) {
-                if vectors { layers.any() } else { layers.keeping() }
+                if vectors { layers.random_layer() } else { layers.shape_preserving_layer() }
             }
             if layers.shape.len() == 3 && vectors {
                 match layers.draw.chance(0.5) {
@@ -421,35 +421,35 @@ impl<'a> Layers<'a> {
                 layers.linear_to(to)
             }
             if layers.draw.chance(0.3) {
-                layers.keeping();
+                layers.shape_preserving_layer();
             }
-            std::mem::take(&mut layers.made)
+            std::mem::take(&mut layers.tables)
         };
-        let mut group = kind("residual");
-        group.set("layers", way(self));
+        let mut group = table_of_kind("residual");
+        group.set("layers", branch(self));
         if shortcut {
-            group.set("shortcut", way(self));
+            group.set("shortcut", branch(self));
         }
         if self.draw.chance(0.5) {
             group.set("activation", self.draw.pick(&["none", "relu"]));
         }
-        self.made = outer;
+        self.tables = outer;
         self.add(group);
     }
 
     /// A layer that changes no shape.
-    fn keeping(&mut self) {
+    fn shape_preserving_layer(&mut self) {
         match self.draw.below(7) {
             0 => self.batch_norm(),
             1 => self.group_norm(),
-            2 => self.drop(),
+            2 => self.dropout(),
             3 if self.shape.len() == 3 => self.squeeze_excite(),
             _ => self.pointwise(),
         }
     }
 
     fn global_pool(&mut self) {
-        self.add(kind("global_pool"));
+        self.add(table_of_kind("global_pool"));
         self.shape = vec![self.shape[2]];
     }
 }

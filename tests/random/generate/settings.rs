@@ -2,13 +2,19 @@
 
 use toml::{Table, Value};
 
-use super::{Case, Keys, Parts, Scale, Trial, kind};
+use super::{Disturbance, GeneratedJob, ModelAndData, Scale, TableExt, table_of_kind};
 use crate::draw::Draw;
 
 const OPTIMIZERS: [&str; 5] = ["adamw", "sgd", "lion", "adafactor", "adamw8bit"];
 
-pub fn case(draw: &mut Draw, scale: Scale, seed: u64, parts: Parts, trial: Option<Trial>) -> Case {
-    let Parts { model, data, files, train_samples, classes, most_updates, batch_size } = parts;
+pub fn case(
+    draw: &mut Draw,
+    scale: Scale,
+    seed: u64,
+    parts: ModelAndData,
+    trial: Option<Disturbance>,
+) -> GeneratedJob {
+    let ModelAndData { model, data, files, train_samples, classes, most_updates, batch_size } = parts;
     let mut job = Table::new();
     if draw.chance(0.8) {
         job.set("name", "random");
@@ -68,13 +74,13 @@ pub fn case(draw: &mut Draw, scale: Scale, seed: u64, parts: Parts, trial: Optio
     }
     job.set("log", log);
     let threads = scale.either(draw.pick(&[1, 2, 2, 3, 4]), 2);
-    Case { seed, job, files, threads, begins_with_weights, trial }
+    GeneratedJob { seed, job, files, threads, needs_initial_weights: begins_with_weights, disturbance: trial }
 }
 
 /// Rates at which no model here diverges within some updates.
 fn optimizer(draw: &mut Draw, name: &str) -> Table {
     // The default kind need not be named.
-    let mut table = if name == "adamw" && draw.chance(0.2) { Table::new() } else { kind(name) };
+    let mut table = if name == "adamw" && draw.chance(0.2) { Table::new() } else { table_of_kind(name) };
     let rate = match name {
         "lion" => draw.pick(&[0.00001, 0.0001]),
         "adafactor" => draw.pick(&[0.001, 0.01]),
@@ -114,7 +120,7 @@ fn optimizer(draw: &mut Draw, name: &str) -> Table {
 
 fn schedule(draw: &mut Draw, updates: usize) -> Table {
     let name = draw.pick(&["constant", "linear", "cosine", "step", "onecycle"]);
-    let mut table = if name == "constant" && draw.chance(0.3) { Table::new() } else { kind(name) };
+    let mut table = if name == "constant" && draw.chance(0.3) { Table::new() } else { table_of_kind(name) };
     if name == "onecycle" {
         for (key, value) in [("warmup_share", 0.5), ("div", 4.0), ("final_div", 100.0)] {
             if draw.chance(0.4) {
@@ -153,7 +159,7 @@ fn memory(draw: &mut Draw) -> Table {
         table.set("headroom", draw.pick(&["0%", "2%", "1MiB"]));
     }
     if draw.chance(0.4) {
-        let rungs = draw.some(&["shrink", "recompute", "offload", "optimizer-8bit"]);
+        let rungs = draw.subset(&["shrink", "recompute", "offload", "optimizer-8bit"]);
         table.set("on_oom", Value::Array(rungs.into_iter().map(Value::from).collect()));
     }
     if draw.chance(0.2) {
@@ -176,11 +182,11 @@ fn eval(draw: &mut Draw, updates: usize, classes: bool) -> (Table, Vec<&'static 
         _ => &mut table,
     };
     if draw.chance(0.4) {
-        table.number("batch_size", draw.size(1..=64));
+        table.number("batch_size", draw.log_uniform(1..=64));
     }
     let mut measured = vec!["accuracy"];
     if draw.chance(0.4) {
-        measured = if classes { draw.some(&["accuracy", "top5"]) } else { draw.some(&["accuracy"]) };
+        measured = if classes { draw.subset(&["accuracy", "top5"]) } else { draw.subset(&["accuracy"]) };
         table.set("metrics", Value::Array(measured.iter().map(|&name| Value::from(name)).collect()));
     }
     (table, measured)

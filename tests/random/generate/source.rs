@@ -2,8 +2,10 @@
 
 use toml::Table;
 
-use super::{Keys, Parts, Sample, Scale, kind, model, numbers, texts};
-use crate::data::{Column, Files, Idx, Images, Layout, Packing, Rows, TableFormat, Tables};
+use super::{ModelAndData, SampleShape, Scale, TableExt, int_array, model, string_array, table_of_kind};
+use crate::data::{
+    ColumnSpec, DataSpec, FileCodec, IdxSpec, ImageLayout, ImageSpec, RowCounts, TableFormat, TableSpec,
+};
 use crate::draw::Draw;
 
 /// What models take.
@@ -18,20 +20,27 @@ fn sources(model: &str) -> &'static [&'static str] {
 }
 
 /// Draws the data, then a model for it. `heavy`: of larger batches than others.
-pub fn parts(draw: &mut Draw, scale: Scale, name: &str, heavy: bool) -> Parts {
+pub fn model_and_data(draw: &mut Draw, scale: Scale, name: &str, heavy: bool) -> ModelAndData {
     let source = draw.pick(sources(name));
     let deep = matches!(name, "resnet" | "mobilenet");
     let batch_size = match scale {
-        Scale::Small if deep => draw.size(1..=6),
+        Scale::Small if deep => draw.log_uniform(1..=6),
         Scale::Small if heavy => draw.within(40..=120),
-        Scale::Small => draw.size(1..=40),
-        Scale::Large => draw.size(4..=256),
+        Scale::Small => draw.log_uniform(1..=40),
+        Scale::Large => draw.log_uniform(4..=256),
     };
-    let mut source =
-        Source { heavy, draw, scale, model: name, batch: batch_size, data: kind(source), classes: true };
-    let (sample, files, train_samples) = source.any();
-    let Source { mut data, classes, batch: batch_size, .. } = source;
-    loading(draw, &mut data);
+    let mut source = SourceBuilder {
+        heavy,
+        draw,
+        scale,
+        model: name,
+        batch: batch_size,
+        data: table_of_kind(source),
+        classes: true,
+    };
+    let (sample, files, train_samples) = source.build();
+    let SourceBuilder { mut data, classes, batch: batch_size, .. } = source;
+    set_loader_keys(draw, &mut data);
     let model = model::model(draw, scale, name, &sample, batch_size);
     let most_updates = match scale {
         Scale::Small if deep => 2,
@@ -39,11 +48,11 @@ pub fn parts(draw: &mut Draw, scale: Scale, name: &str, heavy: bool) -> Parts {
         Scale::Small => 6,
         Scale::Large => 16,
     };
-    Parts { model, data, files, train_samples, classes, most_updates, batch_size }
+    ModelAndData { model, data, files, train_samples, classes, most_updates, batch_size }
 }
 
 /// The keys that every kind has.
-fn loading(draw: &mut Draw, data: &mut Table) {
+fn set_loader_keys(draw: &mut Draw, data: &mut Table) {
     if draw.chance(0.3) {
         data.set("shuffle", draw.chance(0.5));
     }
@@ -64,7 +73,7 @@ fn loading(draw: &mut Draw, data: &mut Table) {
     }
 }
 
-pub struct Source<'a> {
+pub struct SourceBuilder<'a> {
     pub draw: &'a mut Draw,
     pub scale: Scale,
     pub model: &'a str,
@@ -75,9 +84,9 @@ pub struct Source<'a> {
     pub heavy: bool,
 }
 
-impl Source<'_> {
+impl SourceBuilder<'_> {
     /// The samples, their files, and how many there are to train on.
-    fn any(&mut self) -> (Sample, Files, usize) {
+    fn build(&mut self) -> (SampleShape, DataSpec, usize) {
         let kind = self.data["kind"].as_str().unwrap_or_default().to_owned();
         match kind.as_str() {
             "csv" | "parquet" => self.table(kind == "csv"),
@@ -92,25 +101,25 @@ impl Source<'_> {
     }
 
     /// Pixels or tokens of a micro-batch.
-    pub fn most(&self, small: usize, large: usize) -> usize {
+    pub fn limit(&self, small: usize, large: usize) -> usize {
         self.scale.either(if self.heavy { 6 * small } else { small }, large)
     }
 
     /// Whether an update takes a second by itself.
-    fn deep(&self) -> bool {
+    fn is_deep_model(&self) -> bool {
         matches!(self.model, "resnet" | "mobilenet")
     }
 
     /// Samples to train and to measure on: rarely whole batches.
-    pub fn counts(&mut self) -> (usize, usize) {
-        if self.deep() && self.scale == Scale::Small {
+    pub fn set_sizes(&mut self) -> (usize, usize) {
+        if self.is_deep_model() && self.scale == Scale::Small {
             return (self.draw.within(2..=2 * self.batch + 3), self.draw.within(1..=5));
         }
         if self.heavy {
-            return (2 * self.batch + self.draw.below(self.batch), self.draw.size(1..=self.batch));
+            return (2 * self.batch + self.draw.below(self.batch), self.draw.log_uniform(1..=self.batch));
         }
-        let train = self.draw.size(self.batch.max(2)..=self.scale.either(4, 6) * self.batch + 9);
-        (train, self.draw.size(1..=train))
+        let train = self.draw.log_uniform(self.batch.max(2)..=self.scale.either(4, 6) * self.batch + 9);
+        (train, self.draw.log_uniform(1..=train))
     }
 
     /// Names `count` files to train on, and own files to measure on or a share of the others. A pattern stands for
@@ -121,40 +130,40 @@ impl Source<'_> {
             count if count % 2 == 0 => vec![format!("data/{set}-*.{ending}")],
             count => (0..count).map(|i| format!("data/{set}-{i}.{ending}")).collect(),
         };
-        self.data.set("train", texts(&names("train", train)));
+        self.data.set("train", string_array(&names("train", train)));
         if valid > 0 {
-            self.data.set("valid", texts(&names("valid", valid)));
+            self.data.set("valid", string_array(&names("valid", valid)));
         } else if self.draw.chance(0.7) {
             self.data.set("valid_share", self.draw.pick(&[0.1, 0.15, 0.25, 0.4]));
         }
     }
 
     /// The counts of one to three files.
-    pub fn cut(&mut self, count: usize, least: usize) -> Vec<usize> {
+    pub fn split_counts(&mut self, count: usize, least: usize) -> Vec<usize> {
         let files = self.draw.within(1..=3).min((count / least).max(1));
         (0..files).map(|i| count / files + usize::from(i < count % files)).collect()
     }
 
-    fn table(&mut self, csv: bool) -> (Sample, Files, usize) {
+    fn table(&mut self, csv: bool) -> (SampleShape, DataSpec, usize) {
         // Every class and category is in the training rows, whatever the split.
-        let rows = self.counts().0.max(60);
+        let rows = self.set_sizes().0.max(60);
         let own = self.draw.chance(0.4);
         let missing = if self.draw.chance(0.4) { 0.1 } else { 0.0 };
         // A wide table now and then.
         let widest = if self.draw.chance(0.1) { 400 } else { 12 };
-        let numbers = self.draw.size(1..=widest);
+        let numbers = self.draw.log_uniform(1..=widest);
         let categories = if self.draw.chance(0.5) { self.draw.within(1..=3) } else { 0 };
-        let mut columns: Vec<Column> = (0..numbers).map(|_| Column::Number { missing }).collect();
+        let mut columns: Vec<ColumnSpec> = (0..numbers).map(|_| ColumnSpec::Number { missing }).collect();
         for _ in 0..categories {
             let values = self.draw.within(2..=6);
             let at = self.draw.below(columns.len() + 1);
-            columns.insert(at, Column::Category { values, missing });
+            columns.insert(at, ColumnSpec::Category { values, missing });
         }
         self.classes = self.draw.chance(0.6);
         let targets = if self.classes { 1 } else { self.draw.pick(&[1, 1, 2, 5]) };
         let target = match self.classes {
-            true => Column::Class { classes: self.draw.within(2..=4), text: self.draw.chance(0.5) },
-            false => Column::Number { missing: 0.0 },
+            true => ColumnSpec::Class { classes: self.draw.within(2..=4), text: self.draw.chance(0.5) },
+            false => ColumnSpec::Number { missing: 0.0 },
         };
         let first = columns.len();
         columns.extend(vec![target; targets]);
@@ -162,12 +171,12 @@ impl Source<'_> {
         let header = !csv || self.draw.chance(0.8);
         let name = |i: usize| if header { format!("column_{i}") } else { i.to_string() };
         let format = if csv { self.csv(header) } else { self.parquet() };
-        let ending = format.ending();
+        let ending = format.extension();
         match targets {
             1 => self.data.set("target", name(first)),
             _ => {
                 let names: Vec<String> = (first..first + targets).map(name).collect();
-                self.data.set("target", texts(&names))
+                self.data.set("target", string_array(&names))
             }
         };
         // The first rows decide by themselves unless it is said.
@@ -176,11 +185,11 @@ impl Source<'_> {
         } else if self.draw.chance(0.3) {
             self.data.set("task", "auto");
         }
-        if let Column::Class { classes, text } = columns[first]
+        if let ColumnSpec::Class { classes, text } = columns[first]
             && self.draw.chance(0.3)
         {
-            let names: Vec<String> = (0..classes).map(|class| Column::class(class, text)).collect();
-            self.data.set("classes", texts(&names));
+            let names: Vec<String> = (0..classes).map(|class| ColumnSpec::class(class, text)).collect();
+            self.data.set("classes", string_array(&names));
         }
         if missing > 0.0 {
             self.data.set("on_missing", self.draw.pick(&["mean", "zero"]));
@@ -190,21 +199,23 @@ impl Source<'_> {
         } else if self.draw.chance(0.2) {
             self.data.set("on_missing", "error");
         }
-        let is = |wanted: fn(&Column) -> bool| {
+        let is = |wanted: fn(&ColumnSpec) -> bool| {
             (0..first).filter(|i| wanted(&columns[*i])).map(name).collect::<Vec<_>>()
         };
-        let (of_numbers, of_categories) =
-            (is(|c| matches!(c, Column::Number { .. })), is(|c| matches!(c, Column::Category { .. })));
+        let (of_numbers, of_categories) = (
+            is(|c| matches!(c, ColumnSpec::Number { .. })),
+            is(|c| matches!(c, ColumnSpec::Category { .. })),
+        );
         if self.draw.chance(0.2) {
-            self.data.set("categorical", texts(&of_categories));
+            self.data.set("categorical", string_array(&of_categories));
         }
         if self.draw.chance(0.2) {
-            self.data.set("numeric", texts(&of_numbers));
+            self.data.set("numeric", string_array(&of_numbers));
         }
         if of_numbers.len() > 2 {
             match self.draw.below(4) {
-                0 => self.data.set("ignore", texts(&of_numbers[..1])),
-                1 => self.data.set("columns", texts(&of_numbers[..2])),
+                0 => self.data.set("ignore", string_array(&of_numbers[..1])),
+                1 => self.data.set("columns", string_array(&of_numbers[..2])),
                 _ => &mut self.data,
             };
         }
@@ -224,13 +235,13 @@ impl Source<'_> {
             }
         }
         if self.draw.chance(0.1) {
-            self.data.set("missing", texts(&["".into(), "NA".into()]));
+            self.data.set("missing", string_array(&["".into(), "NA".into()]));
         }
-        let train = self.cut(rows, 20);
+        let train = self.split_counts(rows, 20);
         let valid = if own { vec![60 + self.draw.below(20)] } else { Vec::new() };
         self.files(&ending, train.len(), valid.len());
-        let files = Tables { format, columns, header, rows: Rows { train, valid } };
-        (Sample::Row, Files::Table(files), rows)
+        let files = TableSpec { format, columns, header, rows: RowCounts { train, valid } };
+        (SampleShape::Row, DataSpec::Table(files), rows)
     }
 
     fn csv(&mut self, header: bool) -> TableFormat {
@@ -245,7 +256,7 @@ impl Source<'_> {
         if skip_lines > 0 {
             self.data.number("skip_lines", skip_lines);
         }
-        let packing = self.draw.pick(&[Packing::Plain, Packing::Plain, Packing::Gzip, Packing::Zstd]);
+        let packing = self.draw.pick(&[FileCodec::Plain, FileCodec::Plain, FileCodec::Gzip, FileCodec::Zstd]);
         TableFormat::Csv { delimiter, skip_lines, packing }
     }
 
@@ -259,36 +270,36 @@ impl Source<'_> {
     }
 
     /// Height and width of a sample. Vision transformers cut it into patches.
-    fn sides(&mut self, square: bool) -> [usize; 2] {
+    fn image_sides(&mut self, square: bool) -> [usize; 2] {
         let unit = if self.model == "vit" { self.draw.within(3..=8) } else { 1 };
         let range = match self.scale {
-            Scale::Small if self.deep() => 5..=24,
+            Scale::Small if self.is_deep_model() => 5..=24,
             Scale::Small => 5..=36,
             Scale::Large => 24..=128,
         };
         let side = |draw: &mut Draw| (draw.within(range.clone()) / unit).max(1) * unit;
         let height = side(self.draw);
         let width = if square || self.draw.chance(0.5) { height } else { side(self.draw) };
-        self.batch = self.batch.min((self.most(20_000, 1_100_000) / (height * width)).max(2));
+        self.batch = self.batch.min((self.limit(20_000, 1_100_000) / (height * width)).max(2));
         [height, width]
     }
 
-    fn shapes(&mut self) -> (Sample, Files, usize) {
-        let side = self.sides(true)[0].max(16);
-        let (train, valid) = self.counts();
+    fn shapes(&mut self) -> (SampleShape, DataSpec, usize) {
+        let side = self.image_sides(true)[0].max(16);
+        let (train, valid) = self.set_sizes();
         // Sixteen is the least, and a multiple of a patch as well.
         self.data.number("train_samples", train).number("valid_samples", valid).number("image_size", side);
         self.augment(1);
-        (Sample::Image([side, side, 1]), Files::None, train)
+        (SampleShape::Image([side, side, 1]), DataSpec::None, train)
     }
 
-    fn idx(&mut self) -> (Sample, Files, usize) {
-        let [height, width] = self.sides(false);
-        let (train, valid) = self.counts();
+    fn idx(&mut self) -> (SampleShape, DataSpec, usize) {
+        let [height, width] = self.image_sides(false);
+        let (train, valid) = self.set_sizes();
         let channels = self.draw.pick(&[1, 1, 3]);
         let classes = self.draw.within(2..=12);
-        let packing = self.draw.pick(&[Packing::Plain, Packing::Gzip]);
-        let ending = packing.ending();
+        let packing = self.draw.pick(&[FileCodec::Plain, FileCodec::Gzip]);
+        let ending = packing.extension();
         for (key, name) in [
             ("train_images", "train-images"),
             ("train_labels", "train-labels"),
@@ -303,7 +314,7 @@ impl Source<'_> {
         self.normalise(channels);
         self.augment(channels);
         let shape = [height, width, channels];
-        (Sample::Image(shape), Files::Idx(Idx { shape, train, valid, classes, packing }), train)
+        (SampleShape::Image(shape), DataSpec::Idx(IdxSpec { shape, train, valid, classes, packing }), train)
     }
 
     fn normalise(&mut self, channels: usize) {
@@ -315,15 +326,15 @@ impl Source<'_> {
         }
     }
 
-    fn images(&mut self) -> (Sample, Files, usize) {
-        let [height, width] = self.sides(false);
-        let (train, valid) = self.counts();
+    fn images(&mut self) -> (SampleShape, DataSpec, usize) {
+        let [height, width] = self.image_sides(false);
+        let (train, valid) = self.set_sizes();
         let classes = self.draw.within(2..=4);
         // Every class has images to train on, whatever the split.
         let train = train.max(12 * classes);
         match height == width && self.draw.chance(0.5) {
             true => self.data.number("image_size", height),
-            false => self.data.set("image_size", numbers(&[height, width])),
+            false => self.data.set("image_size", int_array(&[height, width])),
         };
         let channels = self.draw.pick(&[1, 3, 3]);
         if channels == 1 || self.draw.chance(0.5) {
@@ -343,15 +354,15 @@ impl Source<'_> {
             self.data.number("max_pixels", 4_000_000);
         }
         let layout = self.draw.pick(&[
-            Layout::Folders,
-            Layout::Folders,
-            Layout::Csv,
-            Layout::Tsv,
-            Layout::Tar(Packing::Plain),
-            Layout::Tar(Packing::Gzip),
-            Layout::Tar(Packing::Zstd),
+            ImageLayout::Folders,
+            ImageLayout::Folders,
+            ImageLayout::Csv,
+            ImageLayout::Tsv,
+            ImageLayout::Tar(FileCodec::Plain),
+            ImageLayout::Tar(FileCodec::Gzip),
+            ImageLayout::Tar(FileCodec::Zstd),
         ]);
-        let table = matches!(layout, Layout::Csv | Layout::Tsv);
+        let table = matches!(layout, ImageLayout::Csv | ImageLayout::Tsv);
         let columns = match table && self.draw.chance(0.3) {
             true => {
                 self.data.set("path_column", "image").set("label_column", "what");
@@ -360,7 +371,7 @@ impl Source<'_> {
             false => ["path", "label"],
         };
         let own = self.draw.chance(0.5);
-        let name = |set: &str| texts(&[format!("data/{set}{}", layout.ending())]);
+        let name = |set: &str| string_array(&[format!("data/{set}{}", layout.extension())]);
         self.data.set("train", name("train"));
         if own {
             self.data.set("valid", name("valid"));
@@ -371,15 +382,22 @@ impl Source<'_> {
         let largest = if self.draw.chance(0.2) { self.scale.either(900, 2500) } else { 60 };
         self.augment(channels);
         // Packed archives are read forward: the other sample of a blend lies anywhere, and such a job is refused.
-        let packed = matches!(layout, Layout::Tar(packing) if packing != Packing::Plain);
+        let packed = matches!(layout, ImageLayout::Tar(packing) if packing != FileCodec::Plain);
         if let (true, Some(augment)) = (packed, self.data.get_mut("augment").and_then(|a| a.as_table_mut())) {
             augment.remove("mixup");
             augment.remove("cutmix");
         }
         let valid = if own { valid.max(classes) } else { 0 };
-        let files =
-            Images { layout, columns, train, valid, classes, largest, labels_beside: self.draw.chance(0.5) };
-        (Sample::Image([height, width, channels]), Files::Images(files), train)
+        let files = ImageSpec {
+            layout,
+            columns,
+            train,
+            valid,
+            classes,
+            largest,
+            labels_in_sidecar: self.draw.chance(0.5),
+        };
+        (SampleShape::Image([height, width, channels]), DataSpec::Images(files), train)
     }
 
     /// Half of the sets are as they are: those that a program need not change.

@@ -4,12 +4,12 @@ use proptest::prelude::*;
 use super::super::fixtures::{GRADIENT_AT, jpeg, lossy_webp, png, progressive_jpeg, webp};
 use super::*;
 
-const MOST: u64 = 1 << 20;
+const MAX_PIXELS: u64 = 1 << 20;
 
 fn decode(file: &[u8], channels: usize) -> Result<([usize; 2], Vec<u8>), String> {
     let (mut pixels, mut spare) = (Vec::new(), Vec::new());
-    let opened = Opened::new(file, channels, MOST)?;
-    let needs = opened.header.needs(channels);
+    let opened = ImageDecoder::new(file, channels, MAX_PIXELS)?;
+    let needs = opened.header.decode_bytes(channels);
     let size = opened.decode(&mut pixels, &mut spare)?;
     assert_eq!(pixels.len(), size[0] * size[1] * channels);
     assert!((pixels.capacity() + spare.capacity()) as u64 <= needs);
@@ -59,8 +59,8 @@ fn other_encoders_files_read_as_they_read_them() {
 #[test]
 fn orientation_is_applied() {
     let value = |row: usize, column: usize, _: usize| (50 * row + 100 * column) as u8;
-    let turned = jpeg([16, 24], 1, value, Some(exif::tests::block(6, false)));
-    let (size, pixels) = decode(&turned, 1).unwrap();
+    let rotated = jpeg([16, 24], 1, value, Some(exif::tests::block(6, false)));
+    let (size, pixels) = decode(&rotated, 1).unwrap();
     // Rows go from the left to the right: the last stored row is the first column.
     assert_eq!(size, [24, 16]);
     assert_eq!([pixels[0], pixels[15], pixels[23 * 16], pixels[23 * 16 + 15]], [50, 0, 250, 200]);
@@ -99,7 +99,7 @@ fn a_webp_without_loss_is_itself() {
 }
 
 #[test]
-fn what_is_no_picture_says_why() {
+fn what_is_no_image_says_why() {
     let said = |file: &[u8]| decode(file, 3).unwrap_err();
     assert_eq!(said(b""), "it is empty");
     assert_eq!(said(b"hello"), "it is no JPEG, PNG or WebP: it begins with 68 65 6c 6c");
@@ -115,22 +115,22 @@ fn what_is_no_picture_says_why() {
 
 #[test]
 fn promises_are_believed_up_to_a_number_of_pixels() {
-    let said = |file: &[u8], most| Opened::new(file, 3, most).err().unwrap();
+    let said = |file: &[u8], most| ImageDecoder::new(file, 3, most).err().unwrap();
     let grey = jpeg([64, 64], 1, |_, _, _| 1, None);
     assert_eq!(said(&grey, 4095), "it says that it has 64 x 64 pixels, more than the 4095 that are allowed");
-    assert!(Opened::new(&grey, 3, 4096).is_ok());
+    assert!(ImageDecoder::new(&grey, 3, 4096).is_ok());
     // Headers of 50,000 x 50,000 before a few bytes of data.
     let mut bomb = png([1, 1], ColorType::Grayscale, BitDepth::Eight, &[1]);
     bomb[16..24].copy_from_slice(&[0, 0, 0xc3, 0x50, 0, 0, 0xc3, 0x50]);
     let mut crc = flate2::Crc::new();
     crc.update(&bomb[12..29]);
     bomb[29..33].copy_from_slice(&crc.sum().to_be_bytes());
-    assert!(said(&bomb, MOST).contains("50000 x 50000"), "{}", said(&bomb, MOST));
+    assert!(said(&bomb, MAX_PIXELS).contains("50000 x 50000"), "{}", said(&bomb, MAX_PIXELS));
     // A container of 20 x 12 around a frame that says 16383 x 16383.
     let mut frame = lossy_webp().0;
     let at = frame.windows(3).position(|w| w == [0x9d, 0x01, 0x2a]).unwrap() + 3;
     frame[at..at + 4].copy_from_slice(&[0xff, 0x3f, 0xff, 0x3f]);
-    assert!(said(&frame, MOST).contains("16383 x 16383"), "{}", said(&frame, MOST));
+    assert!(said(&frame, MAX_PIXELS).contains("16383 x 16383"), "{}", said(&frame, MAX_PIXELS));
 }
 
 proptest! {
@@ -159,7 +159,7 @@ proptest! {
             file.truncate(cut.index(file.len()));
         }
         if let Ok(([height, width], _)) = decode(&file, if grey { 1 } else { 3 }) {
-            prop_assert!((height * width) as u64 <= MOST);
+            prop_assert!((height * width) as u64 <= MAX_PIXELS);
         }
     }
 }

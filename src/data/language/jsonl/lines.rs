@@ -6,62 +6,62 @@ use std::{
 };
 
 use super::super::DataError;
-use super::super::pieces::{PIECE, Progress};
+use super::super::pieces::{FileProgress, PIECE_BYTES};
 use crate::data::files;
 
 /// Bytes of a line, at most: what is longer is no record.
-const LONGEST: usize = 64 << 20;
+const MAX_LINE_BYTES: usize = 64 << 20;
 
 /// Whole lines of a file.
-pub struct Chunk<'a> {
+pub struct LineChunk<'a> {
     pub file: &'a Path,
     /// The number of its first line, from 1.
-    first: u64,
+    first_line: u64,
     bytes: Vec<u8>,
 }
 
-impl Chunk<'_> {
+impl LineChunk<'_> {
     /// Each line with its number, without its end; those that are blank are left out.
     pub fn lines(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        let numbered = (self.first..).zip(self.bytes.split(|&byte| byte == b'\n'));
+        let numbered = (self.first_line..).zip(self.bytes.split(|&byte| byte == b'\n'));
         numbered.map(|(number, line)| (number, line.trim_ascii())).filter(|(_, line)| !line.is_empty())
     }
 }
 
 /// Reads files line by line.
-pub struct Lines<'a> {
+pub struct LineReader<'a> {
     files: std::slice::Iter<'a, PathBuf>,
-    progress: &'a Progress<'a>,
-    open: Option<Open<'a>>,
+    progress: &'a FileProgress<'a>,
+    open: Option<OpenFile<'a>>,
 }
 
-struct Open<'a> {
+struct OpenFile<'a> {
     file: &'a Path,
     reader: Box<dyn Read + Send>,
     /// Bytes read and not given yet, which begin line `line`.
-    kept: Vec<u8>,
+    pending: Vec<u8>,
     line: u64,
-    any: bool,
+    saw_data: bool,
 }
 
-impl<'a> Lines<'a> {
-    pub fn new(files: &'a [PathBuf], progress: &'a Progress<'a>) -> Self {
+impl<'a> LineReader<'a> {
+    pub fn new(files: &'a [PathBuf], progress: &'a FileProgress<'a>) -> Self {
         Self { files: files.iter(), progress, open: None }
     }
 
     /// The next lines; `None` after the last.
-    pub fn next(&mut self) -> Result<Option<Chunk<'a>>, DataError> {
+    pub fn next(&mut self) -> Result<Option<LineChunk<'a>>, DataError> {
         loop {
             let Some(open) = &mut self.open else {
                 let Some(file) = self.files.next() else { return Ok(None) };
-                let reader = files::open_counted(file, self.progress.read.clone())?;
-                self.open = Some(Open { file, reader, kept: Vec::new(), line: 1, any: false });
+                let reader = files::open_counting(file, self.progress.bytes_read.clone())?;
+                self.open = Some(OpenFile { file, reader, pending: Vec::new(), line: 1, saw_data: false });
                 continue;
             };
             if let Some(chunk) = open.next()? {
                 return Ok(Some(chunk));
             }
-            if !open.any {
+            if !open.saw_data {
                 return Err(DataError::EmptyFile { file: open.file.to_owned() });
             }
             self.open = None;
@@ -69,19 +69,19 @@ impl<'a> Lines<'a> {
     }
 }
 
-impl<'a> Open<'a> {
-    fn next(&mut self) -> Result<Option<Chunk<'a>>, DataError> {
+impl<'a> OpenFile<'a> {
+    fn next(&mut self) -> Result<Option<LineChunk<'a>>, DataError> {
         loop {
-            let before = self.kept.len();
-            let read = self.reader.by_ref().take(PIECE as u64).read_to_end(&mut self.kept);
-            let ended = read.map_err(|error| files::fault(self.file, error))? < PIECE;
-            self.any |= !self.kept.is_empty();
-            let whole = match memchr::memrchr(b'\n', &self.kept[before..]) {
-                _ if ended => self.kept.len(),
+            let before = self.pending.len();
+            let read = self.reader.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut self.pending);
+            let ended = read.map_err(|error| files::read_error(self.file, error))? < PIECE_BYTES;
+            self.saw_data |= !self.pending.is_empty();
+            let whole = match memchr::memrchr(b'\n', &self.pending[before..]) {
+                _ if ended => self.pending.len(),
                 Some(last) => before + last + 1,
-                None if self.kept.len() > LONGEST => {
+                None if self.pending.len() > MAX_LINE_BYTES => {
                     let (file, place) = (self.file.to_owned(), format!("line {}", self.line));
-                    let problem = format!("it is longer than {LONGEST} bytes");
+                    let problem = format!("it is longer than {MAX_LINE_BYTES} bytes");
                     return Err(DataError::Record { file, place, problem });
                 }
                 None => continue,
@@ -89,11 +89,11 @@ impl<'a> Open<'a> {
             if whole == 0 {
                 return Ok(None);
             }
-            let rest = self.kept.split_off(whole);
-            let bytes = std::mem::replace(&mut self.kept, rest);
+            let rest = self.pending.split_off(whole);
+            let bytes = std::mem::replace(&mut self.pending, rest);
             let first = self.line;
             self.line += memchr::memchr_iter(b'\n', &bytes).count() as u64;
-            return Ok(Some(Chunk { file: self.file, first, bytes }));
+            return Ok(Some(LineChunk { file: self.file, first_line: first, bytes }));
         }
     }
 }
@@ -101,14 +101,14 @@ impl<'a> Open<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Unwatched;
+    use crate::data::NoProgress;
 
     fn numbered(texts: &[&[u8]]) -> Result<Vec<(u64, String)>, DataError> {
         let folder = tempfile::tempdir().unwrap();
         let files: Vec<PathBuf> = (0..texts.len()).map(|i| folder.path().join(i.to_string())).collect();
         files.iter().zip(texts).for_each(|(file, text)| std::fs::write(file, text).unwrap());
-        let progress = Progress::new(&files, &Unwatched, "")?;
-        let (mut lines, mut all) = (Lines::new(&files, &progress), Vec::new());
+        let progress = FileProgress::new(&files, &NoProgress, "")?;
+        let (mut lines, mut all) = (LineReader::new(&files, &progress), Vec::new());
         while let Some(chunk) = lines.next()? {
             all.extend(chunk.lines().map(|(number, line)| (number, String::from_utf8(line.into()).unwrap())));
         }

@@ -5,9 +5,9 @@
 
 mod jinja;
 mod lines;
-mod made;
 mod record;
 mod template;
+mod tokenized;
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -16,77 +16,78 @@ use std::{
     sync::Arc,
 };
 
-use super::pieces::{Progress, in_order};
-use super::text::seen;
-use super::tokenizer::{Characters, Separator, Tokenizer, Units};
-use super::windows::{Placement, Reading, Windows, name_of, split_at};
-use super::{DataError, Features, Input, Key, Lengths, Row, Source, Target};
-use crate::data::bad::OnBad;
-use crate::data::cache::Fingerprint;
-use crate::data::{Opening, files, split};
-use crate::kernels::cross_entropy::IGNORE;
-use lines::{Chunk, Lines};
-use made::Made;
-use record::{Content, Reader};
-use template::Template;
+use super::pieces::{FileProgress, parallel_in_order};
+use super::text::distinct_chars;
+use super::token_windows::{TokenDecoder, TokenWindows, WindowPlacement, display_name, valid_start};
+use super::tokenizer::{CharTokenizer, Separator, Tokenizer, TokenizerSpec};
+use super::{BatchRow, DataError, Dataset, Features, InputSpec, LengthStats, SampleKey, TargetSpec};
+use crate::data::bad_records::BadRecordPolicy;
+use crate::data::cache::CacheKey;
+use crate::data::{DatasetContext, files, split};
+use crate::kernels::cross_entropy::IGNORE_INDEX;
+use lines::{LineChunk, LineReader};
+use record::{RecordContent, RecordReader};
+use template::ChatTemplate;
+use tokenized::TokenizedRecords;
 
-pub use jinja::MOST_BYTES as TEMPLATE_BYTES;
-pub use record::{Loss, TooLong};
-pub use template::NAMED as TEMPLATES;
+pub use jinja::MAX_TEMPLATE_BYTES as TEMPLATE_BYTES;
+pub use record::{ChatLossScope, OverlongPolicy};
+pub use template::BUILTIN_TEMPLATES as TEMPLATES;
 
 /// What records, and what is made of them.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct JsonlSettings {
     pub train: Vec<PathBuf>,
     /// Own files to measure on; where empty, a share of the samples is.
     pub valid: Vec<PathBuf>,
-    pub valid_share: f64,
-    pub units: Units,
+    pub valid_fraction: f64,
+    pub tokenizer: TokenizerSpec,
     pub separator: Separator,
     /// The field of a text, where `chat` is absent.
     pub field: String,
-    pub chat: Option<Chat>,
+    pub chat: Option<ChatSettings>,
     /// The field of a class: samples are told apart instead of gone on with.
     pub label: Option<String>,
     /// Documents one after the other in whole windows, instead of a padded sample each.
     pub pack: bool,
     /// Lengths to pad to; powers of two where empty.
     pub buckets: Vec<usize>,
-    pub too_long: TooLong,
+    pub too_long: OverlongPolicy,
     /// Tokens of a sample, at most.
     pub context: usize,
     /// What happens to bad records, of the files of each set.
-    pub on_bad: OnBad,
+    pub on_bad: BadRecordPolicy,
 }
 
 /// Messages, and how they become a text.
 #[derive(Clone, Debug)]
-pub struct Chat {
+pub struct ChatSettings {
     /// Their field.
     pub field: String,
     /// The template's name, its text, or "auto" for the tokenizer's own.
     pub template: String,
-    pub loss: Loss,
+    pub loss: ChatLossScope,
 }
 
 /// A training and a validation set.
-type Both = (Arc<dyn Source>, Arc<dyn Source>);
+type TrainValid = (Arc<dyn Dataset>, Arc<dyn Dataset>);
 
 /// The samples to train on and those to measure on.
-pub fn open(settings: &Settings, opening: &Opening) -> Result<Both, DataError> {
-    let (train, valid) = (files::find(&settings.train)?, files::find(&settings.valid)?);
+pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid, DataError> {
+    let (train, valid) =
+        (files::resolve_patterns(&settings.train)?, files::resolve_patterns(&settings.valid)?);
     // Buckets bound a sample as the model does.
     let context = settings.buckets.iter().max().map_or(settings.context, |&most| most.min(settings.context));
-    let known = settings.units.tokenizer_within(opening)?;
-    let content = content(settings, known.as_ref())?;
-    let unbound = |tokenizer| Reader {
+    let known = settings.tokenizer.load_within_memory(ctx)?;
+    let content = build_content(settings, known.as_ref())?;
+    let reader_for = |tokenizer| RecordReader {
         content: &content,
         label: settings.label.as_deref(),
         tokenizer,
         separator: None,
         too_long: settings.too_long,
         // A target for each input.
-        room: match (settings.pack, &settings.label) {
+        max_tokens: match (settings.pack, &settings.label) {
             (true, _) => usize::MAX,
             (false, None) => context + 1,
             (false, Some(_)) => context,
@@ -98,7 +99,7 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<Both, DataError> {
         Some(tokenizer) => tokenizer,
         None => {
             let all = [&train[..], &valid].concat();
-            let characters = vocabulary(&all, &unbound(&Tokenizer::Bytes), &how, opening)?;
+            let characters = character_vocabulary(&all, &reader_for(&Tokenizer::Bytes), &how, ctx)?;
             how.extend(characters.vocabulary());
             Tokenizer::Characters(characters)
         }
@@ -108,42 +109,46 @@ pub fn open(settings: &Settings, opening: &Opening) -> Result<Both, DataError> {
         Some(_) if !settings.pack => None,
         _ => tokenizer.separator(&settings.separator)?,
     };
-    let reader = Reader { separator, ..unbound(&tokenizer) };
-    let from: Vec<PathBuf> = match &settings.units {
-        Units::File(file) => vec![file.clone()],
+    let reader = RecordReader { separator, ..reader_for(&tokenizer) };
+    let from: Vec<PathBuf> = match &settings.tokenizer {
+        TokenizerSpec::File(file) => vec![file.clone()],
         _ => Vec::new(),
     };
-    let made = |files: &[PathBuf]| Made::open(files, &from, &reader, &how, opening);
-    let (train, valid) = (made(&train)?, (!valid.is_empty()).then(|| made(&valid)).transpose()?);
+    let tokenize = |files: &[PathBuf]| TokenizedRecords::open(files, &from, &reader, &how, ctx);
+    let (train, valid) = (tokenize(&train)?, (!valid.is_empty()).then(|| tokenize(&valid)).transpose()?);
     let vocab = tokenizer.vocab();
-    let reading = Arc::new(Reading::of(&settings.units, tokenizer));
+    let decoder = Arc::new(TokenDecoder::new(&settings.tokenizer, tokenizer));
     if settings.pack {
-        return packed(train, valid, settings, vocab, reading);
+        return packed_windows(train, valid, settings, vocab, decoder);
     }
-    let longest = [Some(&train), valid.as_ref()].into_iter().flatten().map(|made| made.found.longest.0).max();
+    let longest =
+        [Some(&train), valid.as_ref()].into_iter().flatten().map(|made| made.summary.longest.0).max();
     let targets = usize::from(settings.label.is_none());
     let longest = (longest.unwrap_or(1) as usize).saturating_sub(targets).clamp(1, context);
     let buckets = buckets(&settings.buckets, longest, context);
     let target = match settings.label {
-        None => Target::Tokens,
-        Some(_) => Target::Class { names: class_names(&train.found) },
+        None => TargetSpec::Tokens,
+        Some(_) => TargetSpec::Class { names: class_names(&train.summary) },
     };
     let length = buckets.last().copied().unwrap_or(context);
-    let features = Features { buckets, ..Features::new(Input::Tokens { length, vocab }, target) };
-    let documents = |made, name| Documents::new(made, features.clone(), reading.clone(), name);
+    let features = Features { buckets, ..Features::new(InputSpec::Tokens { length, vocab }, target) };
+    let documents = |made, name| DocumentDataset::new(made, features.clone(), decoder.clone(), name);
     let train = Arc::new(documents(train, "train")?);
     match valid {
         Some(valid) => Ok((train, Arc::new(documents(valid, "valid")?))),
         None => {
-            let (train, valid) = split::split(train, settings.valid_share, opening.seed)?;
+            let (train, valid) = split::random_split(train, settings.valid_fraction, ctx.seed)?;
             Ok((Arc::new(train), Arc::new(valid)))
         }
     }
 }
 
-fn content(settings: &Settings, tokenizer: Option<&Tokenizer>) -> Result<Content, DataError> {
+fn build_content(
+    settings: &JsonlSettings,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<RecordContent, DataError> {
     let Some(chat) = &settings.chat else {
-        return Ok(Content::Text { field: settings.field.clone() });
+        return Ok(RecordContent::Text { field: settings.field.clone() });
     };
     let wrong = |value: &str, problem: String| {
         // A template's text may be long; its beginning tells which one it is.
@@ -152,7 +157,7 @@ fn content(settings: &Settings, tokenizer: Option<&Tokenizer>) -> Result<Content
         DataError::Template { template, problem }
     };
     let source = match (&*chat.template, tokenizer) {
-        ("auto", Some(Tokenizer::Json(json))) => json.template(),
+        ("auto", Some(Tokenizer::HuggingFace(json))) => json.chat_template(),
         (name, _) => {
             let named = TEMPLATES.iter().find(|(known, _)| *known == name).map(|(_, source)| *source);
             named.or(name.contains('{').then_some(name)).map(str::to_owned)
@@ -161,31 +166,31 @@ fn content(settings: &Settings, tokenizer: Option<&Tokenizer>) -> Result<Content
     let none =
         || wrong(&chat.template, "there is none of this name, and the tokenizer has none of its own".into());
     let source = source.ok_or_else(none)?;
-    let special = |part: &str| tokenizer.map_or_else(String::new, |tokenizer| tokenizer.special(part));
-    let template = Template::new(&source, special("bos_token"), special("eos_token"))
+    let special = |part: &str| tokenizer.map_or_else(String::new, |tokenizer| tokenizer.special_token(part));
+    let template = ChatTemplate::new(&source, special("bos_token"), special("eos_token"))
         .map_err(|problem| wrong(&chat.template, problem))?;
-    Ok(Content::Chat { field: chat.field.clone(), template: Box::new(template), loss: chat.loss })
+    Ok(RecordContent::Chat { field: chat.field.clone(), template: Box::new(template), loss: chat.loss })
 }
 
 /// The distinct characters of all records, found once.
-fn vocabulary(
+fn character_vocabulary(
     files: &[PathBuf],
-    reader: &Reader,
+    reader: &RecordReader,
     how: &str,
-    opening: &Opening,
-) -> Result<Characters, DataError> {
-    let of = Fingerprint::of(files, how)?;
-    let path = opening.cache.get("jsonl-vocabulary", of, |out| {
-        let doing = format!("finding the characters of {}", name_of(files));
-        let progress = Progress::new(files, &*opening.watch, &doing)?;
-        let (mut lines, mut all) = (Lines::new(files, &progress), BTreeSet::new());
-        let work = |chunk: &Chunk| {
+    ctx: &DatasetContext,
+) -> Result<CharTokenizer, DataError> {
+    let cache_key = CacheKey::new(files, how)?;
+    let path = ctx.cache.get_or_create("jsonl-vocabulary", cache_key, |out| {
+        let activity = format!("finding the characters of {}", display_name(files));
+        let progress = FileProgress::new(files, &*ctx.observer, &activity)?;
+        let (mut lines, mut all) = (LineReader::new(files, &progress), BTreeSet::new());
+        let work = |chunk: &LineChunk| {
             let texts = chunk.lines().map(|(number, line)| reader.text(line, chunk.file, number));
             // Those left out are counted when the others are tokenised.
             let texts = texts.filter(|text| text.is_ok() || !reader.on_bad.skips());
-            texts.map(|text| text.map(|text| seen(&text))).collect::<Result<Vec<_>, _>>()
+            texts.map(|text| text.map(|text| distinct_chars(&text))).collect::<Result<Vec<_>, _>>()
         };
-        in_order(
+        parallel_in_order(
             &progress,
             || lines.next(),
             work,
@@ -195,18 +200,18 @@ fn vocabulary(
             },
         )?;
         let text: String = all.into_iter().collect();
-        out.write_all(text.as_bytes()).map_err(DataError::writing(Path::new("the vocabulary")))
+        out.write_all(text.as_bytes()).map_err(DataError::write(Path::new("the vocabulary")))
     })?;
     let text = std::fs::read_to_string(&path).map_err(DataError::io(&path))?;
-    Ok(Characters::new(text.chars()))
+    Ok(CharTokenizer::new(text.chars()))
 }
 
 /// The lengths samples are padded to: those that are wished, or powers of two from 32 on, up to the first that holds
 /// `longest`, none of them above `context`.
-fn buckets(wished: &[usize], longest: usize, context: usize) -> Vec<usize> {
-    let mut all: Vec<usize> = match wished {
+fn buckets(requested: &[usize], longest: usize, context: usize) -> Vec<usize> {
+    let mut all: Vec<usize> = match requested {
         [] => std::iter::successors(Some(32), |n| (*n < longest).then_some(2 * n)).collect(),
-        wished => wished.to_vec(),
+        requested => requested.to_vec(),
     };
     all.iter_mut().for_each(|n| *n = (*n).min(context));
     all.push(context);
@@ -218,7 +223,7 @@ fn buckets(wished: &[usize], longest: usize, context: usize) -> Vec<usize> {
 }
 
 /// Names of classes in order: of numbers if all are, otherwise of letters.
-fn class_names(found: &made::Found) -> Vec<String> {
+fn class_names(found: &tokenized::TokenizedSummary) -> Vec<String> {
     let mut names: Vec<String> = found.classes.iter().map(|(name, _)| name.clone()).collect();
     match names.iter().map(|name| name.parse::<i128>()).collect::<Result<Vec<_>, _>>() {
         Ok(_) => names.sort_by_key(|name| name.parse::<i128>().unwrap_or(0)),
@@ -227,14 +232,14 @@ fn class_names(found: &made::Found) -> Vec<String> {
     names
 }
 
-fn about(name: &str, made: &Made, vocab: usize) -> Vec<(String, String)> {
-    let found = &made.found;
+fn describe(name: &str, made: &TokenizedRecords, vocab: usize) -> Vec<(String, String)> {
+    let found = &made.summary;
     let mut about = vec![
         (format!("{name} records"), found.records.to_string()),
         (format!("{name} tokens"), found.tokens.to_string()),
         ("vocabulary".into(), vocab.to_string()),
     ];
-    if made.marks.is_some() {
+    if made.loss_mask.is_some() {
         about.push(("learned tokens".into(), found.learned.to_string()));
     }
     if found.too_long > 0 {
@@ -249,46 +254,59 @@ fn about(name: &str, made: &Made, vocab: usize) -> Vec<(String, String)> {
 }
 
 /// Documents one after the other: the share measured on is their end.
-fn packed(
-    train: Made,
-    valid: Option<Made>,
-    settings: &Settings,
+fn packed_windows(
+    train: TokenizedRecords,
+    valid: Option<TokenizedRecords>,
+    settings: &JsonlSettings,
     vocab: usize,
-    reading: Arc<Reading>,
-) -> Result<Both, DataError> {
+    decoder: Arc<TokenDecoder>,
+) -> Result<TrainValid, DataError> {
     if settings.label.is_some() {
         let wanted = "records to tell apart are samples of their own: leave `pack` or `label` out";
-        return Err(DataError::Setting { name: "pack", value: "true".into(), wanted });
+        return Err(DataError::InvalidSetting { name: "pack", value: "true".into(), wanted });
     }
-    let windows = |made: &Made, range: std::ops::Range<u64>, name: &str| {
-        let set = Windows::new(made.ids.clone(), [range], (settings.context, vocab), Placement::Fixed, name)?;
-        let set = set.marked(made.marks.clone()).told(Some(reading.clone()), about(name, made, vocab));
-        Ok::<Arc<dyn Source>, DataError>(Arc::new(set))
+    let windows = |made: &TokenizedRecords, range: std::ops::Range<u64>, name: &str| {
+        let set = TokenWindows::new(
+            made.ids.clone(),
+            [range],
+            (settings.context, vocab),
+            WindowPlacement::Fixed,
+            name,
+        )?;
+        let set = set
+            .with_loss_mask(made.loss_mask.clone())
+            .with_description(Some(decoder.clone()), describe(name, made, vocab));
+        Ok::<Arc<dyn Dataset>, DataError>(Arc::new(set))
     };
     let whole = 0..train.ids.len();
     match valid {
         Some(valid) => Ok((windows(&train, whole, "train")?, windows(&valid, 0..valid.ids.len(), "valid")?)),
         None => {
-            let border = split_at(&whole, settings.valid_share);
+            let border = valid_start(&whole, settings.valid_fraction);
             Ok((windows(&train, 0..border, "train")?, windows(&train, border..whole.end, "valid")?))
         }
     }
 }
 
 /// A record a sample, padded.
-struct Documents {
-    made: Made,
+struct DocumentDataset {
+    records: TokenizedRecords,
     features: Features,
     /// The class of each name as it came.
-    classes: Vec<u32>,
-    reading: Arc<Reading>,
-    about: Vec<(String, String)>,
+    class_ids: Vec<u32>,
+    decoder: Arc<TokenDecoder>,
+    description: Vec<(String, String)>,
 }
 
-impl Documents {
-    fn new(made: Made, features: Features, reading: Arc<Reading>, name: &str) -> Result<Self, DataError> {
+impl DocumentDataset {
+    fn new(
+        records: TokenizedRecords,
+        features: Features,
+        decoder: Arc<TokenDecoder>,
+        name: &str,
+    ) -> Result<Self, DataError> {
         let classes = match &features.target {
-            Target::Class { names } => {
+            TargetSpec::Class { names } => {
                 let places: HashMap<&str, u32> = names.iter().map(String::as_str).zip(0..).collect();
                 let place = |(class, _): &(String, u64)| {
                     places.get(class.as_str()).copied().ok_or_else(|| DataError::NoSamples {
@@ -296,68 +314,76 @@ impl Documents {
                         why: "it is not in the training files".into(),
                     })
                 };
-                made.found.classes.iter().map(place).collect::<Result<Vec<_>, _>>()?
+                records.summary.classes.iter().map(place).collect::<Result<Vec<_>, _>>()?
             }
             _ => Vec::new(),
         };
-        let Input::Tokens { vocab, .. } = features.input else { unreachable!("documents are tokens") };
-        Ok(Self { about: about(name, &made, vocab), made, features, classes, reading })
+        let InputSpec::Tokens { vocab, .. } = features.input else { unreachable!("documents are tokens") };
+        Ok(Self {
+            description: describe(name, &records, vocab),
+            records,
+            features,
+            class_ids: classes,
+            decoder,
+        })
     }
 }
 
-impl Source for Documents {
+impl Dataset for DocumentDataset {
     fn len(&self) -> u64 {
-        self.made.found.samples
+        self.records.summary.samples
     }
 
     fn features(&self) -> &Features {
         &self.features
     }
 
-    fn read(&self, index: u64, _: Key, into: &mut Row<'_>) -> Result<(), DataError> {
-        let range = self.made.sample(index)?;
-        let (input, target) = (into.input.u32(), into.target.u32());
-        let targets = u64::from(self.classes.is_empty());
+    fn read(&self, index: u64, _: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError> {
+        let range = self.records.sample_range(index)?;
+        let (input, target) = (into.input.as_u32_mut(), into.target.as_u32_mut());
+        let targets = u64::from(self.class_ids.is_empty());
         let inputs = range.start..range.end - targets;
         let length = ((inputs.end - inputs.start) as usize).min(input.len());
-        self.made.ids.copy(inputs.start..inputs.start + length as u64, &mut input[..length])?;
+        self.records.ids.read_ids(inputs.start..inputs.start + length as u64, &mut input[..length])?;
         input[length..].fill(0);
         into.length = length as u32;
         if targets == 0 {
-            target[0] = self.classes[self.made.class(index)?];
+            target[0] = self.class_ids[self.records.class(index)?];
             return Ok(());
         }
-        self.made.ids.copy(inputs.start + 1..inputs.start + 1 + length as u64, &mut target[..length])?;
-        target[length..].fill(IGNORE);
-        match &self.made.marks {
-            Some(marks) => marks.ignore(inputs.start + 1, &mut target[..length]),
+        self.records
+            .ids
+            .read_ids(inputs.start + 1..inputs.start + 1 + length as u64, &mut target[..length])?;
+        target[length..].fill(IGNORE_INDEX);
+        match &self.records.loss_mask {
+            Some(marks) => marks.apply(inputs.start + 1, &mut target[..length]),
             None => Ok(()),
         }
     }
 
-    fn balance(&self) -> Option<Vec<u64>> {
-        let Target::Class { names } = &self.features.target else { return None };
+    fn class_counts(&self) -> Option<Vec<u64>> {
+        let TargetSpec::Class { names } = &self.features.target else { return None };
         let mut balance = vec![0; names.len()];
-        for ((_, samples), &class) in self.made.found.classes.iter().zip(&self.classes) {
+        for ((_, samples), &class) in self.records.summary.classes.iter().zip(&self.class_ids) {
             balance[class as usize] += samples;
         }
         Some(balance)
     }
 
-    fn lengths(&self) -> Option<Lengths> {
-        Some(self.made.found.lengths())
+    fn length_stats(&self) -> Option<LengthStats> {
+        Some(self.records.summary.lengths())
     }
 
-    fn text(&self, tokens: &[u32]) -> Option<String> {
-        self.reading.text(tokens)
+    fn decode_tokens(&self, tokens: &[u32]) -> Option<String> {
+        self.decoder.decode(tokens)
     }
 
-    fn tokenizer(&self) -> Option<Vec<u8>> {
-        self.reading.to_json()
+    fn tokenizer_json(&self) -> Option<Vec<u8>> {
+        self.decoder.to_json()
     }
 
-    fn about(&self) -> Vec<(String, String)> {
-        self.about.clone()
+    fn describe(&self) -> Vec<(String, String)> {
+        self.description.clone()
     }
 }
 

@@ -6,48 +6,48 @@ use serde_json::Value;
 
 use super::super::DataError;
 use super::super::tokenizer::Tokenizer;
-use super::template::{Message, ROLES, Talk, Template};
-use crate::data::bad::OnBad;
+use super::template::{ChatMessage, ChatTemplate, ROLES, RenderedChat};
+use crate::data::bad_records::BadRecordPolicy;
 
 /// What of a record is learned from.
-pub enum Content {
+pub enum RecordContent {
     /// The text in this field.
     Text { field: String },
     /// The messages in this field, as the template puts them together.
-    Chat { field: String, template: Box<Template>, loss: Loss },
+    Chat { field: String, template: Box<ChatTemplate>, loss: ChatLossScope },
 }
 
 /// Which tokens of a talk are to be predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Loss {
-    Answers,
+pub enum ChatLossScope {
+    Assistant,
     All,
 }
 
 /// What happens to a record that has more tokens than a sample can hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TooLong {
+pub enum OverlongPolicy {
     /// Its end is left out.
-    Cut,
+    Truncate,
     /// It becomes several samples.
     Split,
     /// It is a bad record.
-    Refuse,
+    Reject,
 }
 
 /// How records become ids.
-pub struct Reader<'a> {
-    pub content: &'a Content,
+pub struct RecordReader<'a> {
+    pub content: &'a RecordContent,
     /// The field that holds the class, where samples are to be told apart.
     pub label: Option<&'a str>,
     pub tokenizer: &'a Tokenizer,
     /// Put at the end of each document.
     pub separator: Option<u32>,
-    pub too_long: TooLong,
+    pub too_long: OverlongPolicy,
     /// Ids that a sample can hold with its targets; unbounded where documents are packed.
-    pub room: usize,
+    pub max_tokens: usize,
     /// What happens to bad records.
-    pub on_bad: OnBad,
+    pub on_bad: BadRecordPolicy,
 }
 
 /// A record as ids.
@@ -55,35 +55,36 @@ pub struct Reader<'a> {
 pub struct Document {
     pub ids: Vec<u32>,
     /// Whether each id is to be learned; empty where all are.
-    pub learned: Vec<bool>,
+    pub loss_mask: Vec<bool>,
     pub label: Option<String>,
     /// Ids before it was cut.
-    pub whole: u64,
+    pub full_len: u64,
 }
 
-impl Reader<'_> {
+impl RecordReader<'_> {
     /// The document of a line.
     pub fn read(&self, line: &[u8], file: &Path, number: u64) -> Result<Document, DataError> {
-        let bad = |problem: String| record(file, number, problem);
-        let object = parsed(line, file, number)?;
-        let label = self.label.map(|field| class(&object, field)).transpose().map_err(bad)?;
-        let (mut ids, mut learned, mut after) = (Vec::new(), Vec::new(), 0);
-        match (self.content, self.talk(&object).map_err(bad)?) {
-            (Content::Chat { loss: Loss::Answers, .. }, talk) => {
-                let mut places = Vec::new();
-                self.tokenizer.encode_with_places(&talk.text, &mut places).map_err(bad)?;
+        let bad = |problem: String| record_error(file, number, problem);
+        let object = parse_object(line, file, number)?;
+        let label = self.label.map(|field| class_name(&object, field)).transpose().map_err(bad)?;
+        let (mut ids, mut loss_mask, mut trailing_special_tokens) = (Vec::new(), Vec::new(), 0);
+        match (self.content, self.render(&object).map_err(bad)?) {
+            (RecordContent::Chat { loss: ChatLossScope::Assistant, .. }, talk) => {
+                let mut offsets = Vec::new();
+                self.tokenizer.encode_with_offsets(&talk.text, &mut offsets).map_err(bad)?;
                 // Answers come in order and do not overlap.
-                let answered = |at: usize| {
-                    let next = talk.answers.partition_point(|answer| answer.end <= at);
-                    talk.answers.get(next).is_some_and(|answer| answer.contains(&at))
+                let in_answer = |at: usize| {
+                    let next = talk.answer_spans.partition_point(|answer| answer.end <= at);
+                    talk.answer_spans.get(next).is_some_and(|answer| answer.contains(&at))
                 };
-                (ids, learned) = places.into_iter().map(|(id, at)| (id, answered(at))).unzip();
-                if !learned.contains(&true) {
+                (ids, loss_mask) = offsets.into_iter().map(|(id, at)| (id, in_answer(at))).unzip();
+                if !loss_mask.contains(&true) {
                     return Err(bad("it has no message of the assistant to learn from".into()));
                 }
             }
             (_, talk) if self.label.is_some() => {
-                (ids, after) = self.tokenizer.encode_whole(&talk.text).map_err(bad)?;
+                (ids, trailing_special_tokens) =
+                    self.tokenizer.encode_with_special_tokens(&talk.text).map_err(bad)?;
             }
             (_, talk) => self.tokenizer.encode(&talk.text, &mut ids).map_err(bad)?,
         }
@@ -91,72 +92,73 @@ impl Reader<'_> {
             && ids.last() != Some(&separator)
         {
             ids.push(separator);
-            if !learned.is_empty() {
-                learned.push(false);
+            if !loss_mask.is_empty() {
+                loss_mask.push(false);
             }
         }
-        let whole = ids.len() as u64;
+        let full_len = ids.len() as u64;
         // Something is predicted from something.
         let least = if self.label.is_some() { 1 } else { 2 };
         if ids.len() < least {
-            return Err(bad(format!("it gives {whole} tokens, and a sample needs {least}")));
+            return Err(bad(format!("it gives {full_len} tokens, and a sample needs {least}")));
         }
-        if ids.len() > self.room {
+        if ids.len() > self.max_tokens {
             match self.too_long {
-                TooLong::Refuse => {
-                    let problem = format!("it has {whole} tokens, and a sample takes {}", self.room);
+                OverlongPolicy::Reject => {
+                    let problem = format!("it has {full_len} tokens, and a sample takes {}", self.max_tokens);
                     return Err(bad(problem));
                 }
                 // What the tokenizer puts at the end of a sample stays there.
-                TooLong::Cut => {
-                    drop(ids.drain(self.room.saturating_sub(after)..ids.len() - after.min(self.room)))
-                }
-                TooLong::Split => {}
+                OverlongPolicy::Truncate => drop(ids.drain(
+                    self.max_tokens.saturating_sub(trailing_special_tokens)
+                        ..ids.len() - trailing_special_tokens.min(self.max_tokens),
+                )),
+                OverlongPolicy::Split => {}
             }
-            learned.truncate(ids.len());
+            loss_mask.truncate(ids.len());
         }
-        if !learned.is_empty() && !learned.contains(&true) {
-            let problem = format!("its first answer lies beyond the {} tokens of a sample", self.room);
+        if !loss_mask.is_empty() && !loss_mask.contains(&true) {
+            let problem = format!("its first answer lies beyond the {} tokens of a sample", self.max_tokens);
             return Err(bad(problem));
         }
-        Ok(Document { ids, learned, label, whole })
+        Ok(Document { ids, loss_mask, label, full_len })
     }
 
     /// The text of a line, as it will be tokenised.
     pub fn text(&self, line: &[u8], file: &Path, number: u64) -> Result<String, DataError> {
-        let object = parsed(line, file, number)?;
-        self.talk(&object).map(|talk| talk.text).map_err(|problem| record(file, number, problem))
+        let object = parse_object(line, file, number)?;
+        self.render(&object).map(|talk| talk.text).map_err(|problem| record_error(file, number, problem))
     }
 
-    fn talk(&self, object: &Value) -> Result<Talk, String> {
+    fn render(&self, object: &Value) -> Result<RenderedChat, String> {
         let talk = match self.content {
-            Content::Text { field } => {
+            RecordContent::Text { field } => {
                 let text = string(object, field)?.to_owned();
-                Talk { text, answers: Vec::new() }
+                RenderedChat { text, answer_spans: Vec::new() }
             }
-            Content::Chat { field, template, loss } => {
-                template.talk(&messages(object, field)?, *loss == Loss::Answers)?
+            RecordContent::Chat { field, template, loss } => {
+                template.render_chat(&messages(object, field)?, *loss == ChatLossScope::Assistant)?
             }
         };
         if talk.text.is_empty() { Err("its text is empty".into()) } else { Ok(talk) }
     }
 }
 
-pub fn record(file: &Path, number: u64, problem: String) -> DataError {
+pub fn record_error(file: &Path, number: u64, problem: String) -> DataError {
     DataError::Record { file: file.to_owned(), place: format!("line {number}"), problem }
 }
 
-fn parsed(line: &[u8], file: &Path, number: u64) -> Result<Value, DataError> {
-    let bad = |problem: String| record(file, number, problem);
+fn parse_object(line: &[u8], file: &Path, number: u64) -> Result<Value, DataError> {
+    let bad = |problem: String| record_error(file, number, problem);
     let value: Value =
         serde_json::from_slice(line).map_err(|error| bad(format!("it is no JSON: {error}")))?;
     match value {
         Value::Object(_) => Ok(value),
-        other => Err(bad(format!("it is {}, and a record is an object", kind(&other)))),
+        other => Err(bad(format!("it is {}, and a record is an object", json_type(&other)))),
     }
 }
 
-fn kind(value: &Value) -> &'static str {
+fn json_type(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "true or false",
@@ -177,13 +179,14 @@ fn field<'a>(object: &'a Value, name: &str) -> Result<&'a Value, String> {
 
 fn string<'a>(object: &'a Value, name: &str) -> Result<&'a str, String> {
     let value = field(object, name)?;
-    value.as_str().ok_or_else(|| format!("its `{name}` is {}, and must be a string", kind(value)))
+    value.as_str().ok_or_else(|| format!("its `{name}` is {}, and must be a string", json_type(value)))
 }
 
-fn messages(object: &Value, name: &str) -> Result<Vec<Message>, String> {
+fn messages(object: &Value, name: &str) -> Result<Vec<ChatMessage>, String> {
     let value = field(object, name)?;
-    let list =
-        value.as_array().ok_or_else(|| format!("its `{name}` is {}, and must be a list", kind(value)))?;
+    let list = value
+        .as_array()
+        .ok_or_else(|| format!("its `{name}` is {}, and must be a list", json_type(value)))?;
     if list.is_empty() {
         return Err(format!("its `{name}` are none"));
     }
@@ -192,20 +195,20 @@ fn messages(object: &Value, name: &str) -> Result<Vec<Message>, String> {
         if !ROLES.contains(&role) {
             return Err(format!("a message has the role `{role}`, which is none of {}", ROLES.join(", ")));
         }
-        Ok(Message { role: role.to_owned(), content: content.to_owned() })
+        Ok(ChatMessage { role: role.to_owned(), content: content.to_owned() })
     };
     list.iter().map(message).collect()
 }
 
 /// A class by its name; whole numbers, true and false are names too.
-fn class(object: &Value, name: &str) -> Result<String, String> {
+fn class_name(object: &Value, name: &str) -> Result<String, String> {
     match field(object, name)? {
         Value::String(text) if !text.is_empty() => Ok(text.clone()),
         Value::Number(number) if number.is_i64() || number.is_u64() => Ok(number.to_string()),
         Value::Bool(flag) => Ok(flag.to_string()),
         other => {
             let allowed = "a string that is not empty, a whole number, true or false";
-            Err(format!("its `{name}` is {}, and must be {allowed}", kind(other)))
+            Err(format!("its `{name}` is {}, and must be {allowed}", json_type(other)))
         }
     }
 }
@@ -214,52 +217,52 @@ fn class(object: &Value, name: &str) -> Result<String, String> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::template::NAMED;
+    use super::super::template::BUILTIN_TEMPLATES;
     use super::*;
 
-    fn text() -> Content {
-        Content::Text { field: "text".into() }
+    fn text() -> RecordContent {
+        RecordContent::Text { field: "text".into() }
     }
 
-    fn chat(loss: Loss) -> Content {
-        let plain = NAMED.iter().find(|(name, _)| *name == "plain").unwrap().1;
-        let template = Box::new(Template::new(plain, String::new(), String::new()).unwrap());
-        Content::Chat { field: "messages".into(), template, loss }
+    fn chat(loss: ChatLossScope) -> RecordContent {
+        let plain = BUILTIN_TEMPLATES.iter().find(|(name, _)| *name == "plain").unwrap().1;
+        let template = Box::new(ChatTemplate::new(plain, String::new(), String::new()).unwrap());
+        RecordContent::Chat { field: "messages".into(), template, loss }
     }
 
     fn read(
-        content: &Content,
+        content: &RecordContent,
         label: Option<&str>,
-        room: usize,
-        too_long: TooLong,
+        max_tokens: usize,
+        too_long: OverlongPolicy,
         line: &str,
     ) -> Result<Document, String> {
-        let reader = Reader {
+        let reader = RecordReader {
             content,
             label,
             tokenizer: &Tokenizer::Bytes,
             separator: None,
             too_long,
-            room,
-            on_bad: OnBad::Fail,
+            max_tokens,
+            on_bad: BadRecordPolicy::Fail,
         };
         reader.read(line.as_bytes(), Path::new("a.jsonl"), 7).map_err(|error| {
-            assert!(error.is_record());
+            assert!(error.is_bad_record());
             error.to_string()
         })
     }
 
-    fn shown(ids: &[u32]) -> String {
+    fn decoded(ids: &[u32]) -> String {
         Tokenizer::Bytes.decode(ids)
     }
 
     #[test]
     fn a_text_is_its_ids_and_a_class_its_name() {
-        let document = read(&text(), None, 99, TooLong::Cut, r#"{"text": "héllo"}"#).unwrap();
-        assert_eq!((shown(&document.ids), document.whole), ("héllo".into(), 6));
+        let document = read(&text(), None, 99, OverlongPolicy::Truncate, r#"{"text": "héllo"}"#).unwrap();
+        assert_eq!((decoded(&document.ids), document.full_len), ("héllo".into(), 6));
         for (label, name) in [(r#""spam""#, "spam"), ("3", "3"), ("true", "true")] {
             let line = format!(r#"{{"text": "x", "label": {label}}}"#);
-            let document = read(&text(), Some("label"), 99, TooLong::Cut, &line).unwrap();
+            let document = read(&text(), Some("label"), 99, OverlongPolicy::Truncate, &line).unwrap();
             assert_eq!((document.label.as_deref(), document.ids.len()), (Some(name), 1));
         }
     }
@@ -268,30 +271,38 @@ mod tests {
     fn only_answers_are_learned() {
         let line =
             r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}"#;
-        let document = read(&chat(Loss::Answers), None, 99, TooLong::Cut, line).unwrap();
-        assert_eq!(shown(&document.ids), "user: Hi\nassistant: Yo\n");
+        let document =
+            read(&chat(ChatLossScope::Assistant), None, 99, OverlongPolicy::Truncate, line).unwrap();
+        assert_eq!(decoded(&document.ids), "user: Hi\nassistant: Yo\n");
         let learned: Vec<u32> =
-            document.ids.iter().zip(&document.learned).filter(|(_, l)| **l).map(|(id, _)| *id).collect();
-        assert_eq!(shown(&learned), " Yo");
-        assert!(read(&chat(Loss::All), None, 99, TooLong::Cut, line).unwrap().learned.is_empty());
-        let error = read(&chat(Loss::Answers), None, 10, TooLong::Cut, line).unwrap_err();
+            document.ids.iter().zip(&document.loss_mask).filter(|(_, l)| **l).map(|(id, _)| *id).collect();
+        assert_eq!(decoded(&learned), " Yo");
+        assert!(
+            read(&chat(ChatLossScope::All), None, 99, OverlongPolicy::Truncate, line)
+                .unwrap()
+                .loss_mask
+                .is_empty()
+        );
+        let error =
+            read(&chat(ChatLossScope::Assistant), None, 10, OverlongPolicy::Truncate, line).unwrap_err();
         assert!(error.contains("its first answer lies beyond the 10 tokens"), "{error}");
     }
 
     #[test]
     fn what_is_too_long_is_cut_kept_or_refused() {
         let line = r#"{"text": "abcdefgh"}"#;
-        let cut = read(&text(), None, 5, TooLong::Cut, line).unwrap();
-        assert_eq!((shown(&cut.ids), cut.whole), ("abcde".into(), 8));
-        assert_eq!(read(&text(), None, 5, TooLong::Split, line).unwrap().ids.len(), 8);
-        let refused = read(&text(), None, 5, TooLong::Refuse, line).unwrap_err();
+        let cut = read(&text(), None, 5, OverlongPolicy::Truncate, line).unwrap();
+        assert_eq!((decoded(&cut.ids), cut.full_len), ("abcde".into(), 8));
+        assert_eq!(read(&text(), None, 5, OverlongPolicy::Split, line).unwrap().ids.len(), 8);
+        let refused = read(&text(), None, 5, OverlongPolicy::Reject, line).unwrap_err();
         assert!(refused.contains("line 7: it has 8 tokens, and a sample takes 5"), "{refused}");
     }
 
     #[test]
     fn bad_records_say_what_is_wrong() {
-        let wrong =
-            |content: &Content, label, line: &str| read(content, label, 99, TooLong::Cut, line).unwrap_err();
+        let wrong = |content: &RecordContent, label, line: &str| {
+            read(content, label, 99, OverlongPolicy::Truncate, line).unwrap_err()
+        };
         let cases = [
             (wrong(&text(), None, "{"), "`a.jsonl`, line 7: it is no JSON: EOF"),
             (wrong(&text(), None, "[1]"), "it is a list, and a record is an object"),
@@ -303,31 +314,35 @@ mod tests {
                 wrong(&text(), Some("y"), r#"{"text": "x", "y": 0.5}"#),
                 "its `y` is a number, and must be a string",
             ),
-            (wrong(&chat(Loss::All), None, r#"{"messages": []}"#), "its `messages` are none"),
+            (wrong(&chat(ChatLossScope::All), None, r#"{"messages": []}"#), "its `messages` are none"),
             (
-                wrong(&chat(Loss::All), None, r#"{"messages": [{"role": "pope", "content": "x"}]}"#),
+                wrong(&chat(ChatLossScope::All), None, r#"{"messages": [{"role": "pope", "content": "x"}]}"#),
                 "a message has the role `pope`",
             ),
             (
-                wrong(&chat(Loss::Answers), None, r#"{"messages": [{"role": "user", "content": "x"}]}"#),
+                wrong(
+                    &chat(ChatLossScope::Assistant),
+                    None,
+                    r#"{"messages": [{"role": "user", "content": "x"}]}"#,
+                ),
                 "no message of the assistant",
             ),
             (
-                wrong(&chat(Loss::All), None, r#"{"messages": [{"role": "user"}]}"#),
+                wrong(&chat(ChatLossScope::All), None, r#"{"messages": [{"role": "user"}]}"#),
                 "it has no field `content`",
             ),
         ];
         for (found, wanted) in cases {
             assert!(found.contains(wanted), "{found}");
         }
-        let reader = Reader {
+        let reader = RecordReader {
             content: &text(),
             label: None,
             tokenizer: &Tokenizer::Bytes,
             separator: None,
-            too_long: TooLong::Cut,
-            room: 9,
-            on_bad: OnBad::Fail,
+            too_long: OverlongPolicy::Truncate,
+            max_tokens: 9,
+            on_bad: BadRecordPolicy::Fail,
         };
         let error = reader.read(b"{\"text\": \"a\xffb\"}", Path::new("a"), 1).unwrap_err().to_string();
         assert!(error.contains("line 1: it is no JSON: invalid unicode"), "{error}");
@@ -341,13 +356,13 @@ mod tests {
             let mut line = line.as_bytes().to_vec();
             line.splice(at..(at + 2).min(line.len()), bytes);
             line.extend(std::iter::repeat_n(b'[', deep));
-            for (content, label) in [(text(), None), (text(), Some("label")), (chat(Loss::Answers), None)] {
-                let reader = Reader {
-                    content: &content, label, tokenizer: &Tokenizer::Bytes, separator: Some(10), too_long: TooLong::Cut, room: 30, on_bad: OnBad::Fail,
+            for (content, label) in [(text(), None), (text(), Some("label")), (chat(ChatLossScope::Assistant), None)] {
+                let reader = RecordReader {
+                    content: &content, label, tokenizer: &Tokenizer::Bytes, separator: Some(10), too_long: OverlongPolicy::Truncate, max_tokens: 30, on_bad: BadRecordPolicy::Fail,
                 };
                 if let Ok(document) = reader.read(&line, Path::new("a"), 1) {
-                    prop_assert!(document.ids.len() <= 30 && document.whole >= document.ids.len() as u64);
-                    prop_assert!(document.learned.is_empty() || document.learned.len() == document.ids.len());
+                    prop_assert!(document.ids.len() <= 30 && document.full_len >= document.ids.len() as u64);
+                    prop_assert!(document.loss_mask.is_empty() || document.loss_mask.len() == document.ids.len());
                 }
             }
         }

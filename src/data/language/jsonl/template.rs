@@ -7,10 +7,10 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::jinja::{Limits, Meter, Program, Value};
+use super::jinja::{Meter, ParsedTemplate, RenderLimits, Value};
 
 /// The templates that have names.
-pub const NAMED: [(&str, &str); 5] = [
+pub const BUILTIN_TEMPLATES: [(&str, &str); 5] = [
     (
         "chatml",
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}\
@@ -51,7 +51,7 @@ pub const NAMED: [(&str, &str); 5] = [
 
 /// One message of a talk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Message {
+pub struct ChatMessage {
     pub role: String,
     pub content: String,
 }
@@ -61,43 +61,43 @@ pub const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
 
 /// A talk as text, and the bytes of it that are answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Talk {
+pub struct RenderedChat {
     pub text: String,
-    pub answers: Vec<Range<usize>>,
+    pub answer_spans: Vec<Range<usize>>,
 }
 
-pub struct Template {
-    program: Program,
+pub struct ChatTemplate {
+    program: ParsedTemplate,
     bos: String,
     eos: String,
 }
 
 /// Bytes that the values of a rendering may take: this and so many for each byte of the messages.
-const BYTES: usize = 1 << 20;
+const BASE_BYTES: usize = 1 << 20;
 const BYTES_PER_BYTE: usize = 16;
 
 /// What each message takes besides its text.
 const BYTES_PER_MESSAGE: usize = 128;
 
 /// Steps of all renderings of one record, a few seconds.
-const WORK: u64 = 200_000_000;
+const MAX_STEPS: u64 = 200_000_000;
 
-impl Template {
+impl ChatTemplate {
     /// A template from its source; the special tokens are what it sees as `bos_token` and `eos_token`.
     pub fn new(source: &str, bos: String, eos: String) -> Result<Self, String> {
-        Ok(Self { program: Program::parse(source)?, bos, eos })
+        Ok(Self { program: ParsedTemplate::parse(source)?, bos, eos })
     }
 
-    /// The text of `messages`; takes its steps from `work`.
+    /// The text of `messages`; takes its steps from `steps_left`.
     fn render(
         &self,
-        messages: &[Message],
+        messages: &[ChatMessage],
         add_generation_prompt: bool,
-        work: &mut u64,
+        steps_left: &mut u64,
     ) -> Result<String, String> {
         let input =
             messages.iter().map(|m| m.role.len() + m.content.len() + BYTES_PER_MESSAGE).sum::<usize>();
-        let limits = Limits { bytes: BYTES + BYTES_PER_BYTE * input, work: *work };
+        let limits = RenderLimits { bytes: BASE_BYTES + BYTES_PER_BYTE * input, steps: *steps_left };
         let names = |meter: &Rc<Meter>| {
             let (role, content) = (meter.text("role")?, meter.text("content")?);
             let mut all = Vec::with_capacity(messages.len());
@@ -113,21 +113,21 @@ impl Template {
             ])
         };
         let (text, left) = self.program.run(limits, names)?;
-        *work = left;
+        *steps_left = left;
         Ok(text)
     }
 
     /// The whole talk; an answer is what a message of the assistant adds to the talk before it, which ends as if
     /// an answer were asked for.
-    pub fn talk(&self, messages: &[Message], with_answers: bool) -> Result<Talk, String> {
-        let mut work = WORK;
-        let text = self.render(messages, false, &mut work)?;
+    pub fn render_chat(&self, messages: &[ChatMessage], with_answers: bool) -> Result<RenderedChat, String> {
+        let mut steps_left = MAX_STEPS;
+        let text = self.render(messages, false, &mut steps_left)?;
         let mut answers: Vec<Range<usize>> = Vec::new();
         for (i, _) in messages.iter().enumerate().filter(|(_, m)| with_answers && m.role == "assistant") {
-            let before = self.render(&messages[..i], true, &mut work)?;
+            let before = self.render(&messages[..i], true, &mut steps_left)?;
             let after = match i + 1 == messages.len() {
                 true => text.clone(),
-                false => self.render(&messages[..=i], false, &mut work)?,
+                false => self.render(&messages[..=i], false, &mut steps_left)?,
             };
             let behind = answers.last().is_none_or(|last| last.end <= before.len());
             if !behind || !after.starts_with(&before) || !text.starts_with(after.trim_end()) {
@@ -138,7 +138,7 @@ impl Template {
             // White space after the end of an answer is the template's.
             answers.push(before.len()..after.trim_end().len().max(before.len()));
         }
-        Ok(Talk { text, answers })
+        Ok(RenderedChat { text, answer_spans: answers })
     }
 }
 
@@ -146,19 +146,20 @@ impl Template {
 mod tests {
     use super::*;
 
-    fn talk(name: &str, messages: &[(&str, &str)]) -> Result<(String, Vec<String>), String> {
-        let source = NAMED.iter().find(|(known, _)| *known == name).map_or(name, |(_, source)| source);
-        let template = Template::new(source, "<s>".into(), "</s>".into())?;
-        let messages: Vec<Message> = messages
+    fn chat(name: &str, messages: &[(&str, &str)]) -> Result<(String, Vec<String>), String> {
+        let source =
+            BUILTIN_TEMPLATES.iter().find(|(known, _)| *known == name).map_or(name, |(_, source)| source);
+        let template = ChatTemplate::new(source, "<s>".into(), "</s>".into())?;
+        let messages: Vec<ChatMessage> = messages
             .iter()
-            .map(|&(role, content)| Message { role: role.into(), content: content.into() })
+            .map(|&(role, content)| ChatMessage { role: role.into(), content: content.into() })
             .collect();
-        let Talk { text, answers } = template.talk(&messages, true)?;
+        let RenderedChat { text, answer_spans: answers } = template.render_chat(&messages, true)?;
         let answers = answers.into_iter().map(|range| text[range].to_owned()).collect();
         Ok((text, answers))
     }
 
-    const TALK: [(&str, &str); 5] = [
+    const CHAT: [(&str, &str); 5] = [
         ("system", "Be kind."),
         ("user", " Hi "),
         ("assistant", "Hello!"),
@@ -168,32 +169,32 @@ mod tests {
 
     #[test]
     fn templates_that_have_names_are_as_published() {
-        let (text, answers) = talk("chatml", &TALK[..3]).unwrap();
+        let (text, answers) = chat("chatml", &CHAT[..3]).unwrap();
         assert_eq!(
             text,
             "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
         );
         assert_eq!(answers, ["Hello!<|im_end|>"]);
-        let (text, answers) = talk("llama2", &TALK).unwrap();
+        let (text, answers) = chat("llama2", &CHAT).unwrap();
         assert_eq!(
             text,
             "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] Hello! </s><s>[INST] Bye [/INST] Ciao </s>"
         );
         assert_eq!(answers, [" Hello! </s>", " Ciao </s>"]);
-        let (text, answers) = talk("llama3", &TALK[1..3]).unwrap();
+        let (text, answers) = chat("llama3", &CHAT[1..3]).unwrap();
         assert_eq!(
             text,
             "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHello!<|eot_id|>"
         );
         assert_eq!(answers, ["Hello!<|eot_id|>"]);
-        let (text, answers) = talk("gemma", &TALK[1..3]).unwrap();
+        let (text, answers) = chat("gemma", &CHAT[1..3]).unwrap();
         assert_eq!(
             text,
             "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello!<end_of_turn>\n"
         );
         assert_eq!(answers, ["Hello!<end_of_turn>"]);
-        assert_eq!(talk("plain", &TALK).unwrap().1, [" Hello!", " Ciao"]);
-        assert_eq!(talk("gemma", &TALK).unwrap_err().split(" (").next().unwrap(), "it knows no role system");
+        assert_eq!(chat("plain", &CHAT).unwrap().1, [" Hello!", " Ciao"]);
+        assert_eq!(chat("gemma", &CHAT).unwrap_err().split(" (").next().unwrap(), "it knows no role system");
     }
 
     #[test]
@@ -211,16 +212,16 @@ mod tests {
     {%- if message.role == 'assistant' and message.content.startswith('H') %}{{ eos_token }}{% endif %}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '[ASSISTANT]' }}{% endif %}";
-        let (text, answers) = talk(source, &TALK).unwrap();
+        let (text, answers) = chat(source, &CHAT).unwrap();
         assert_eq!(text, "[USER]Hi[ASSISTANT]Hello!</s>[USER]Bye[ASSISTANT]Ciao");
         assert_eq!(answers, ["Hello!</s>", "Ciao"]);
-        let wrong = talk(source, &[("user", "a"), ("user", "b")]).unwrap_err();
+        let wrong = chat(source, &[("user", "a"), ("user", "b")]).unwrap_err();
         assert!(wrong.contains("roles must take turns"), "{wrong}");
-        assert!(talk("{{ messages[0].content.nonsense() }}", &TALK).unwrap_err().contains("nonsense"));
-        assert!(talk("{% if %}", &TALK).unwrap_err().contains("line 1"));
+        assert!(chat("{{ messages[0].content.nonsense() }}", &CHAT).unwrap_err().contains("nonsense"));
+        assert!(chat("{% if %}", &CHAT).unwrap_err().contains("line 1"));
         // A template that shows the last message only.
         assert!(
-            talk("{{ messages[-1].content }}", &TALK).unwrap_err().contains("answers cannot be told apart")
+            chat("{{ messages[-1].content }}", &CHAT).unwrap_err().contains("answers cannot be told apart")
         );
     }
 }

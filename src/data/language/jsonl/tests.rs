@@ -1,62 +1,63 @@
 use super::*;
 use crate::data::cache::Cache;
-use crate::data::{Slice, published};
+use crate::data::{SliceMut, published_dataset};
 
-struct Place {
+struct JsonlFixture {
     folder: tempfile::TempDir,
-    opening: Opening,
+    ctx: DatasetContext,
 }
 
-fn place() -> Place {
+fn fixture() -> JsonlFixture {
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::at(folder.path().join("cache"));
-    Place { opening: Opening { cache, ..Opening::default() }, folder }
+    JsonlFixture { ctx: DatasetContext { cache, ..DatasetContext::default() }, folder }
 }
 
-impl Place {
+impl JsonlFixture {
     fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
         let path = self.folder.path().join(name);
         std::fs::write(&path, text).unwrap();
         path
     }
 
-    fn open(&self, settings: &Settings) -> Result<Both, DataError> {
-        open(settings, &self.opening)
+    fn open(&self, settings: &JsonlSettings) -> Result<TrainValid, DataError> {
+        open(settings, &self.ctx)
     }
 }
 
-fn settings(train: PathBuf, context: usize) -> Settings {
-    Settings {
+fn settings(train: PathBuf, context: usize) -> JsonlSettings {
+    JsonlSettings {
         train: vec![train],
         valid: Vec::new(),
-        valid_share: 0.25,
-        units: Units::Bytes,
+        valid_fraction: 0.25,
+        tokenizer: TokenizerSpec::Bytes,
         separator: Separator::Auto,
         field: "text".into(),
         chat: None,
         label: None,
         pack: false,
         buckets: Vec::new(),
-        too_long: TooLong::Cut,
+        too_long: OverlongPolicy::Truncate,
         context,
-        on_bad: OnBad::Fail,
+        on_bad: BadRecordPolicy::Fail,
     }
 }
 
-fn chat(loss: Loss) -> Option<Chat> {
-    Some(Chat { field: "messages".into(), template: "plain".into(), loss })
+fn chat(loss: ChatLossScope) -> Option<ChatSettings> {
+    Some(ChatSettings { field: "messages".into(), template: "plain".into(), loss })
 }
 
 /// (input without padding, targets that count with their places, length)
-fn read(set: &dyn Source, index: u64) -> (String, Vec<(usize, u32)>, usize) {
+fn read(set: &dyn Dataset, index: u64) -> (String, Vec<(usize, u32)>, usize) {
     let features = set.features();
     let (mut input, mut target) = (vec![77; features.input_len()], vec![77; features.target_len()]);
-    let mut row = Row { input: Slice::U32(&mut input), target: Slice::U32(&mut target), length: 99 };
-    set.read(index, Key { seed: 1, epoch: 0, sample: index }, &mut row).unwrap();
+    let mut row =
+        BatchRow { input: SliceMut::U32(&mut input), target: SliceMut::U32(&mut target), length: 99 };
+    set.read(index, SampleKey { seed: 1, epoch: 0, sample: index }, &mut row).unwrap();
     let length = row.length as usize;
     assert!(input[length..].iter().all(|&id| id == 0));
-    let counts = target.iter().copied().enumerate().filter(|(_, id)| *id != IGNORE);
-    (set.text(&input[..length]).unwrap(), counts.collect(), length)
+    let counts = target.iter().copied().enumerate().filter(|(_, id)| *id != IGNORE_INDEX);
+    (set.decode_tokens(&input[..length]).unwrap(), counts.collect(), length)
 }
 
 fn lines(texts: &[&str]) -> String {
@@ -65,28 +66,29 @@ fn lines(texts: &[&str]) -> String {
 
 #[test]
 fn a_record_is_a_sample_padded_to_a_bucket() {
-    let place = place();
-    let file =
-        place.write("a.jsonl", lines(&["abc", "defghijk", "lm", "a longer one, of 40 bytes in all, really"]));
+    let fixture = fixture();
+    let file = fixture
+        .write("a.jsonl", lines(&["abc", "defghijk", "lm", "a longer one, of 40 bytes in all, really"]));
     let (set, _) =
-        place.open(&Settings { valid: vec![file.clone()], ..settings(file.clone(), 100) }).unwrap();
+        fixture.open(&JsonlSettings { valid: vec![file.clone()], ..settings(file.clone(), 100) }).unwrap();
     assert_eq!((set.len(), &set.features().buckets[..]), (4, &[32, 64][..]));
     let (text, targets, length) = read(&*set, 0);
     assert_eq!((&*text, length), ("ab", 2));
     assert_eq!(targets, [(0, b'b'.into()), (1, b'c'.into())]);
-    let lengths = set.lengths().unwrap();
+    let lengths = set.length_stats().unwrap();
     assert_eq!(
         (lengths.longest, &lengths.histogram[..]),
         ((40, 3), &[(2, 1), (4, 1), (8, 1), (16, 0), (32, 0), (64, 1)][..])
     );
     // Wished buckets bound a sample.
-    let wished = Settings { valid: vec![file.clone()], buckets: vec![4, 8], ..settings(file.clone(), 100) };
-    let (set, _) = place.open(&wished).unwrap();
+    let requested =
+        JsonlSettings { valid: vec![file.clone()], buckets: vec![4, 8], ..settings(file.clone(), 100) };
+    let (set, _) = fixture.open(&requested).unwrap();
     assert_eq!(set.features().buckets, [4, 8]);
     assert_eq!(read(&*set, 3).0, "a longer");
-    assert!(set.about().contains(&("longer than a sample".into(), "1 of the records".into())));
+    assert!(set.describe().contains(&("longer than a sample".into(), "1 of the records".into())));
     // By share, each record is in one of the sets.
-    let (train, valid) = place.open(&settings(file, 100)).unwrap();
+    let (train, valid) = fixture.open(&settings(file, 100)).unwrap();
     assert_eq!((train.len(), valid.len()), (3, 1));
 }
 
@@ -102,33 +104,41 @@ fn buckets_end_with_what_holds_the_longest() {
 
 #[test]
 fn long_records_are_split_with_every_target_once() {
-    let place = place();
-    let file = place.write("a.jsonl", lines(&["abcdefghij", "xyz"]));
-    let split = Settings { valid: vec![file.clone()], too_long: TooLong::Split, ..settings(file.clone(), 4) };
-    let (set, _) = place.open(&split).unwrap();
+    let fixture = fixture();
+    let file = fixture.write("a.jsonl", lines(&["abcdefghij", "xyz"]));
+    let split = JsonlSettings {
+        valid: vec![file.clone()],
+        too_long: OverlongPolicy::Split,
+        ..settings(file.clone(), 4)
+    };
+    let (set, _) = fixture.open(&split).unwrap();
     let all: Vec<_> = (0..set.len()).map(|i| read(&*set, i)).collect();
     let texts: Vec<&str> = all.iter().map(|(text, ..)| &**text).collect();
     assert_eq!(texts, ["abcd", "efgh", "i", "xy"]);
     let targets: Vec<u8> = all.iter().flat_map(|(_, targets, _)| targets).map(|(_, id)| *id as u8).collect();
     assert_eq!(targets, b"bcdefghijyz");
-    let refused = place.open(&Settings { too_long: TooLong::Refuse, ..split }).err().unwrap();
-    assert!(refused.is_record() && refused.to_string().contains("line 1: it has 10 tokens"), "{refused}");
+    let refused = fixture.open(&JsonlSettings { too_long: OverlongPolicy::Reject, ..split }).err().unwrap();
+    assert!(refused.is_bad_record() && refused.to_string().contains("line 1: it has 10 tokens"), "{refused}");
 }
 
-const TALK: &str =
+const CHAT: &str =
     r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}"#;
 
 #[test]
 fn chats_learn_answers_padded_and_packed() {
-    let place = place();
-    let file = place.write("a.jsonl", format!("{TALK}\n{TALK}\n").repeat(4));
-    let talks = Settings { chat: chat(Loss::Answers), valid: vec![file.clone()], ..settings(file, 64) };
-    let (set, _) = place.open(&talks).unwrap();
+    let fixture = fixture();
+    let file = fixture.write("a.jsonl", format!("{CHAT}\n{CHAT}\n").repeat(4));
+    let chats = JsonlSettings {
+        chat: chat(ChatLossScope::Assistant),
+        valid: vec![file.clone()],
+        ..settings(file, 64)
+    };
+    let (set, _) = fixture.open(&chats).unwrap();
     let (text, targets, length) = read(&*set, 0);
     assert_eq!((&*text, length), ("user: Hi\nassistant: Yo", 22));
     assert_eq!(targets, [(18, b' '.into()), (19, b'Y'.into()), (20, b'o'.into())]);
     // Packed: windows of all talks, each token a target at most once, and all answers learned.
-    let (set, _) = place.open(&Settings { pack: true, context: 10, ..talks.clone() }).unwrap();
+    let (set, _) = fixture.open(&JsonlSettings { pack: true, context: 10, ..chats.clone() }).unwrap();
     assert!(set.features().buckets.is_empty());
     assert_eq!(set.len(), (23 * 8 - 1) / 10);
     let windows: Vec<_> = (0..set.len()).map(|i| read(&*set, i)).collect();
@@ -138,27 +148,28 @@ fn chats_learn_answers_padded_and_packed() {
         windows.iter().flat_map(|(_, targets, _)| targets).map(|(_, id)| *id as u8).collect();
     assert_eq!(learned, b" Yo".repeat(8)[..learned.len()]);
     assert!(learned.len() >= 21);
-    let (all, _) = place.open(&Settings { chat: chat(Loss::All), ..talks }).unwrap();
+    let (all, _) = fixture.open(&JsonlSettings { chat: chat(ChatLossScope::All), ..chats }).unwrap();
     assert_eq!(read(&*all, 0).1.len(), 22);
 }
 
 #[test]
 fn classes_are_sorted_and_must_be_known() {
-    let place = place();
+    let fixture = fixture();
     let line = |text: &str, label: &str| format!("{{\"text\": \"{text}\", \"y\": {label}}}\n");
-    let train = place.write("a", line("aa", "10") + &line("b", "9") + &line("c", "10"));
-    let valid = place.write("b", line("dd", "9"));
-    let told = Settings { label: Some("y".into()), valid: vec![valid], ..settings(train, 16) };
-    let (set, valid) = place.open(&told).unwrap();
-    assert_eq!(set.features().target, Target::Class { names: vec!["9".into(), "10".into()] });
+    let train = fixture.write("a", line("aa", "10") + &line("b", "9") + &line("c", "10"));
+    let valid = fixture.write("b", line("dd", "9"));
+    let labelled = JsonlSettings { label: Some("y".into()), valid: vec![valid], ..settings(train, 16) };
+    let (set, valid) = fixture.open(&labelled).unwrap();
+    assert_eq!(set.features().target, TargetSpec::Class { names: vec!["9".into(), "10".into()] });
     assert_eq!((read(&*set, 0).1[0].1, read(&*set, 1).1[0].1, read(&*valid, 0).1[0].1), (1, 0, 0));
-    assert_eq!((read(&*set, 0).2, set.balance()), (2, Some(vec![1, 2])));
-    let other = place.write("c", line("x", "11"));
-    let error = place.open(&Settings { valid: vec![other], ..told.clone() }).err().unwrap().to_string();
+    assert_eq!((read(&*set, 0).2, set.class_counts()), (2, Some(vec![1, 2])));
+    let other = fixture.write("c", line("x", "11"));
+    let error =
+        fixture.open(&JsonlSettings { valid: vec![other], ..labelled.clone() }).err().unwrap().to_string();
     assert!(error.contains("the class `11` of the validation files gives no samples"), "{error}");
     assert!(
-        place
-            .open(&Settings { pack: true, ..told })
+        fixture
+            .open(&JsonlSettings { pack: true, ..labelled })
             .err()
             .unwrap()
             .to_string()
@@ -167,58 +178,68 @@ fn classes_are_sorted_and_must_be_known() {
 }
 
 #[test]
-fn characters_files_and_packings_agree() {
-    let place = place();
+fn characters_files_and_compressions_agree() {
+    let fixture = fixture();
     let texts = lines(&["grüße", "aus köln", "abc"]);
-    let plain = place.write("a.jsonl", &texts);
-    let packed = place.write("a.jsonl.zst", zstd::encode_all(texts.as_bytes(), 1).unwrap());
-    let of = |file: &PathBuf| Settings {
-        units: Units::Characters,
+    let plain = fixture.write("a.jsonl", &texts);
+    let packed = fixture.write("a.jsonl.zst", zstd::encode_all(texts.as_bytes(), 1).unwrap());
+    let of = |file: &PathBuf| JsonlSettings {
+        tokenizer: TokenizerSpec::Characters,
         valid: vec![file.clone()],
         ..settings(file.clone(), 16)
     };
-    let (a, _) = place.open(&of(&plain)).unwrap();
-    let (b, _) = place.open(&of(&packed)).unwrap();
+    let (a, _) = fixture.open(&of(&plain)).unwrap();
+    let (b, _) = fixture.open(&of(&packed)).unwrap();
     for i in 0..3 {
         assert_eq!(read(&*a, i), read(&*b, i));
     }
     assert_eq!(read(&*a, 1).0, "aus köl");
-    assert!(a.tokenizer().is_some());
+    assert!(a.tokenizer_json().is_some());
 }
 
 #[test]
-fn what_is_wrong_is_told() {
-    let place = place();
-    let file = place.write("a.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n");
-    let error = place.open(&settings(file.clone(), 16)).err().unwrap().to_string();
+fn errors_are_reported() {
+    let fixture = fixture();
+    let file = fixture.write("a.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n");
+    let error = fixture.open(&settings(file.clone(), 16)).err().unwrap().to_string();
     assert!(error.contains("a.jsonl`, line 2: its `text` is a number"), "{error}");
     // Left out and told, up to as many as allowed.
-    let two = place.write("two.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n[]\n{\"text\": \"yes\"}\n");
-    for units in [Units::Bytes, Units::Characters] {
-        let skip = Settings { on_bad: OnBad::Skip { most: 2 }, units, ..settings(two.clone(), 16) };
-        let (set, valid) = place.open(&skip).unwrap();
+    let two = fixture.write("two.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n[]\n{\"text\": \"yes\"}\n");
+    for units in [TokenizerSpec::Bytes, TokenizerSpec::Characters] {
+        let skip = JsonlSettings {
+            on_bad: BadRecordPolicy::Skip { limit: 2 },
+            tokenizer: units,
+            ..settings(two.clone(), 16)
+        };
+        let (set, valid) = fixture.open(&skip).unwrap();
         assert_eq!(set.len() + valid.len(), 2);
-        let about = set.about();
+        let about = set.describe();
         assert!(about.contains(&("bad records left out".into(), "2".into())), "{about:?}");
         assert!(about.iter().any(|(_, why)| why.contains("two.jsonl`, line 3: it is a list")), "{about:?}");
-        let error =
-            place.open(&Settings { on_bad: OnBad::Skip { most: 1 }, ..skip }).err().unwrap().to_string();
+        let error = fixture
+            .open(&JsonlSettings { on_bad: BadRecordPolicy::Skip { limit: 1 }, ..skip })
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("line 3"), "{error}");
     }
-    let wrong = Chat { template: "nonsense".into(), ..chat(Loss::All).unwrap() };
-    let error = place.open(&Settings { chat: Some(wrong), ..settings(file, 16) }).err().unwrap().to_string();
+    let wrong = ChatSettings { template: "nonsense".into(), ..chat(ChatLossScope::All).unwrap() };
+    let error =
+        fixture.open(&JsonlSettings { chat: Some(wrong), ..settings(file, 16) }).err().unwrap().to_string();
     assert!(error.contains("`nonsense`"), "{error}");
-    let blank = place.write("b.jsonl", "\n\n");
-    let error = place.open(&settings(blank, 16)).err().unwrap().to_string();
+    let blank = fixture.write("b.jsonl", "\n\n");
+    let error = fixture.open(&settings(blank, 16)).err().unwrap().to_string();
     assert!(error.contains("have no records"), "{error}");
 }
 
 #[test]
 fn a_published_tokenizer_ends_documents() {
-    let Some(tokenizers) = published("tokenizers") else { return };
-    let place = place();
-    let file = place.write("a.jsonl", lines(&["Hello world", "Bye"]));
-    let units = Units::File(tokenizers.join("gpt2/tokenizer.json"));
-    let (set, _) = place.open(&Settings { units, valid: vec![file.clone()], ..settings(file, 16) }).unwrap();
+    let Some(tokenizers) = published_dataset("tokenizers") else { return };
+    let fixture = fixture();
+    let file = fixture.write("a.jsonl", lines(&["Hello world", "Bye"]));
+    let units = TokenizerSpec::File(tokenizers.join("gpt2/tokenizer.json"));
+    let (set, _) = fixture
+        .open(&JsonlSettings { tokenizer: units, valid: vec![file.clone()], ..settings(file, 16) })
+        .unwrap();
     assert_eq!(read(&*set, 0), ("Hello world".into(), vec![(0, 995), (1, 50_256)], 2));
 }

@@ -75,20 +75,20 @@ fn file(groups: &[i32], properties: WriterProperties) -> Vec<u8> {
     bytes
 }
 
-fn settings() -> Settings {
-    Settings { ignore: vec!["list".into()], on_missing: OnMissing::Zero, ..target(&["y"]) }
+fn settings() -> TableSettings {
+    TableSettings { ignore: vec!["list".into()], on_missing: MissingPolicy::Zero, ..target(&["y"]) }
 }
 
 /// The set, and the folder it lies in.
-fn opened(bytes: &[u8], settings: &Settings) -> Result<(Set, Place), DataError> {
-    let place = Place::new();
-    let path = [place.file("a.parquet", bytes)];
-    let (train, _) = place.open(&path, &path, Format::Parquet, settings)?;
-    Ok((train, place))
+fn opened(bytes: &[u8], settings: &TableSettings) -> Result<(DatasetRef, TableFixture), DataError> {
+    let fixture = TableFixture::new();
+    let path = [fixture.file("a.parquet", bytes)];
+    let (train, _) = fixture.open(&path, &path, TableFileFormat::Parquet, settings)?;
+    Ok((train, fixture))
 }
 
 #[test]
-fn types_nulls_and_row_groups_are_read_whatever_the_packing() {
+fn types_nulls_and_row_groups_are_read_whatever_the_compression() {
     for compression in [Compression::UNCOMPRESSED, Compression::SNAPPY, Compression::ZSTD(Default::default())]
     {
         for dictionary in [false, true] {
@@ -117,20 +117,22 @@ fn types_nulls_and_row_groups_are_read_whatever_the_packing() {
 }
 
 #[test]
-fn whole_numbers_may_be_classes_and_faults_name_the_record() {
+fn integers_may_be_classes_and_errors_name_the_record() {
     let bytes = file(&[6, 60], properties(Compression::SNAPPY, true));
-    let flag = Settings { task: Task::Classes, columns: vec!["small".into()], ..target(&["flag"]) };
+    let flag =
+        TableSettings { task: TableTask::Classification, columns: vec!["small".into()], ..target(&["flag"]) };
     let (set, _place) = opened(&bytes, &flag).unwrap();
     assert_eq!(
         (classes(&set), read(&set, 7).unwrap()),
         (vec!["0".into(), "1".into()], (vec![7.0], vec![0.0]))
     );
-    assert_eq!(set.balance(), Some(vec![33, 33]));
-    let missing = Settings { columns: vec!["large".into()], on_missing: OnMissing::Error, ..target(&["y"]) };
+    assert_eq!(set.class_counts(), Some(vec![33, 33]));
+    let missing =
+        TableSettings { columns: vec!["large".into()], on_missing: MissingPolicy::Error, ..target(&["y"]) };
     let (set, _place) = opened(&bytes, &missing).unwrap();
     let error = read(&set, 10).unwrap_err();
-    assert!(error.is_record() && error.to_string().contains("record 10, column `large`"), "{error}");
-    let classes = Settings {
+    assert!(error.is_bad_record() && error.to_string().contains("record 10, column `large`"), "{error}");
+    let classes = TableSettings {
         classes: vec!["red".into(), "green".into()],
         columns: vec!["half".into()],
         ..target(&["colour"])
@@ -138,7 +140,7 @@ fn whole_numbers_may_be_classes_and_faults_name_the_record() {
     let (set, _place) = opened(&bytes, &classes).unwrap();
     let error = read(&set, 3).unwrap_err().to_string();
     assert!(error.contains("record 3, column `colour`: `blue` is not one of the 2 classes"), "{error}");
-    let list = Settings { columns: vec!["list.list".into()], ..target(&["y"]) };
+    let list = TableSettings { columns: vec!["list.list".into()], ..target(&["y"]) };
     let error = opened(&bytes, &list).err().unwrap().to_string();
     assert!(error.contains("`list.list`") && error.contains("`list`"), "{error}");
     let error = opened(&bytes, &target(&["y"])).err().unwrap().to_string();
@@ -149,7 +151,7 @@ fn whole_numbers_may_be_classes_and_faults_name_the_record() {
 fn what_is_no_parquet_or_cannot_be_read_is_refused() {
     for bytes in [&b""[..], b"PAR1", b"not parquet at all, but text", b"PAR1\0\0\0\0\xff\xff\xff\x7fPAR1"] {
         let error = opened(bytes, &settings()).err().unwrap();
-        assert!(error.hint().is_some() && !error.is_record(), "{error}");
+        assert!(error.hint().is_some() && !error.is_bad_record(), "{error}");
     }
     let delta = WriterProperties::builder()
         .set_writer_version(WriterVersion::PARQUET_2_0)
@@ -165,14 +167,14 @@ fn what_is_no_parquet_or_cannot_be_read_is_refused() {
 }
 
 #[test]
-fn several_files_are_one_table_and_a_share_is_split() {
-    let place = Place::new();
+fn several_files_are_one_table_and_a_fraction_is_split_off() {
+    let fixture = TableFixture::new();
     let bytes = file(&[4, 5], properties(Compression::SNAPPY, true));
-    place.file("1.parquet", &bytes);
-    place.file("2.parquet", &bytes);
-    let settings = Settings { standardise: true, ..settings() };
-    let pattern = [place.0.path().join("*.parquet")];
-    let (train, valid) = place.open(&pattern, &[], Format::Parquet, &settings).unwrap();
+    fixture.file("1.parquet", &bytes);
+    fixture.file("2.parquet", &bytes);
+    let settings = TableSettings { standardise: true, ..settings() };
+    let pattern = [fixture.0.path().join("*.parquet")];
+    let (train, valid) = fixture.open(&pattern, &[], TableFileFormat::Parquet, &settings).unwrap();
     // A quarter of 18, rounded to even by neither: 4.5 becomes 5.
     assert_eq!((train.len(), valid.len()), (13, 5));
     let mean: f32 = all(&train).iter().map(|(input, _)| input[0]).sum::<f32>() / 13.0;

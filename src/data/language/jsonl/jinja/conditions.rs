@@ -3,16 +3,16 @@
 use minijinja::machinery::ast::CompareOpKind;
 
 use super::expression::Arguments;
-use super::value::{Value, fault};
-use super::{Machine, Result};
+use super::value::{Value, render_error};
+use super::{Interpreter, Result};
 
-impl<'t> Machine<'t> {
-    pub fn holds(&mut self, name: &str, value: &Value<'t>, given: &Arguments<'t>) -> Result<bool> {
+impl<'t> Interpreter<'t> {
+    pub fn run_test(&mut self, name: &str, value: &Value<'t>, given: &Arguments<'t>) -> Result<bool> {
         let cased = |fits: fn(char) -> bool, not: fn(char) -> bool| {
-            value.str().is_some_and(|text| text.chars().any(fits) && !text.chars().any(not))
+            value.as_str().is_some_and(|text| text.chars().any(fits) && !text.chars().any(not))
         };
-        if let Some(text) = value.str() {
-            self.meter.work(text.len() / 16)?;
+        if let Some(text) = value.as_str() {
+            self.meter.spend_steps(text.len() / 16)?;
         }
         let compared = match name {
             "eq" | "equalto" | "==" => Some(CompareOpKind::Eq),
@@ -25,7 +25,9 @@ impl<'t> Machine<'t> {
             _ => None,
         };
         if let Some(op) = compared {
-            let Some(other) = given.places.first() else { return fault(format!("`{name}` takes a value")) };
+            let Some(other) = given.positional.first() else {
+                return render_error(format!("`{name}` takes a value"));
+            };
             return self.compare(op, value, other);
         }
         Ok(match name {
@@ -38,27 +40,27 @@ impl<'t> Machine<'t> {
             "number" => matches!(value, Value::Int(_) | Value::Float(_)),
             "integer" | "int" => matches!(value, Value::Int(_)),
             "float" => matches!(value, Value::Float(_)),
-            "string" => value.str().is_some(),
+            "string" => value.as_str().is_some(),
             "sequence" | "iterable" => matches!(value, Value::List(_) | Value::Text(_) | Value::Map(_)),
             "mapping" => matches!(value, Value::Map(_)),
             "callable" => matches!(value, Value::Macro(_)),
-            "odd" | "even" => match value.int() {
+            "odd" | "even" => match value.as_int() {
                 Some(n) => (n % 2 != 0) == (name == "odd"),
-                None => return fault(format!("{} is neither odd nor even", value.kind())),
+                None => return render_error(format!("{} is neither odd nor even", value.type_name())),
             },
-            "divisibleby" => match (value.int(), given.int(0, "")) {
+            "divisibleby" => match (value.as_int(), given.get_int(0, "")) {
                 (Some(n), Some(by)) if by != 0 => n.wrapping_rem(by) == 0,
-                _ => return fault("`divisibleby` takes whole numbers"),
+                _ => return render_error("`divisibleby` takes whole numbers"),
             },
             "startingwith" => {
-                value.str().zip(given.str(0, "")).is_some_and(|(text, part)| text.starts_with(part))
+                value.as_str().zip(given.get_str(0, "")).is_some_and(|(text, part)| text.starts_with(part))
             }
             "endingwith" => {
-                value.str().zip(given.str(0, "")).is_some_and(|(text, part)| text.ends_with(part))
+                value.as_str().zip(given.get_str(0, "")).is_some_and(|(text, part)| text.ends_with(part))
             }
             "lower" => cased(char::is_lowercase, char::is_uppercase),
             "upper" => cased(char::is_uppercase, char::is_lowercase),
-            _ => return fault(format!("there is no test `{name}`")),
+            _ => return render_error(format!("there is no test `{name}`")),
         })
     }
 }

@@ -5,52 +5,52 @@ use std::rc::Rc;
 
 use minijinja::machinery::ast::{self, BinOpKind, CallArg, CompareOpKind, Expr, UnaryOpKind};
 
-use super::value::{Builder, Macro, Made, Value, fault};
-use super::{Machine, Result};
+use super::value::{EvalResult, MacroValue, TextBuilder, Value, render_error};
+use super::{Interpreter, Result};
 
 /// The arguments of a call: those by place, then those by name.
 pub struct Arguments<'t> {
-    pub places: Vec<Value<'t>>,
-    pub names: Vec<(&'t str, Value<'t>)>,
+    pub positional: Vec<Value<'t>>,
+    pub named: Vec<(&'t str, Value<'t>)>,
 }
 
 impl<'t> Arguments<'t> {
     /// The argument at a place, or of that name.
-    pub fn get(&self, place: usize, name: &str) -> Option<&Value<'t>> {
-        let named = || self.names.iter().find(|(known, _)| *known == name).map(|(_, value)| value);
-        self.places.get(place).or_else(named)
+    pub fn get(&self, index: usize, name: &str) -> Option<&Value<'t>> {
+        let named = || self.named.iter().find(|(known, _)| *known == name).map(|(_, value)| value);
+        self.positional.get(index).or_else(named)
     }
 
-    pub fn str(&self, place: usize, name: &str) -> Option<&str> {
-        self.get(place, name).and_then(Value::str)
+    pub fn get_str(&self, index: usize, name: &str) -> Option<&str> {
+        self.get(index, name).and_then(Value::as_str)
     }
 
-    pub fn int(&self, place: usize, name: &str) -> Option<i64> {
-        self.get(place, name).and_then(Value::int)
+    pub fn get_int(&self, index: usize, name: &str) -> Option<i64> {
+        self.get(index, name).and_then(Value::as_int)
     }
 }
 
-impl<'t> Machine<'t> {
-    pub fn eval(&mut self, expr: &'t Expr<'t>) -> Made<'t> {
-        self.deeper(expr.span().start_line, |m| m.evaluated(expr))
+impl<'t> Interpreter<'t> {
+    pub fn eval(&mut self, expr: &'t Expr<'t>) -> EvalResult<'t> {
+        self.nested(expr.span().start_line, |m| m.eval_inner(expr))
     }
 
     // Each arm is a function of its own: all of them in one would make every level of nesting take the stack of the
     // largest.
-    fn evaluated(&mut self, expr: &'t Expr<'t>) -> Made<'t> {
+    fn eval_inner(&mut self, expr: &'t Expr<'t>) -> EvalResult<'t> {
         match expr {
             Expr::Var(var) => self.lookup(var.id),
             Expr::Const(constant) => self.constant(&constant.value),
             Expr::UnaryOp(op) => self.unary(op),
             Expr::BinOp(op) => self.binary(op),
-            Expr::Compare(compare) => self.compared(compare),
+            Expr::Compare(compare) => self.eval_compare(compare),
             Expr::IfExpr(cond) => match (self.eval(&cond.test_expr)?.is_true(), &cond.false_expr) {
                 (true, _) => self.eval(&cond.true_expr),
                 (false, Some(other)) => self.eval(other),
                 (false, None) => Ok(Value::Undefined),
             },
-            Expr::Filter(filter) => self.filter(filter, None),
-            Expr::Test(test) => self.test(test),
+            Expr::Filter(filter) => self.eval_filter(filter, None),
+            Expr::Test(test) => self.eval_test(test),
             Expr::GetAttr(attr) => {
                 let value = self.eval(&attr.expr)?;
                 self.attribute(&value, attr.name)
@@ -68,7 +68,7 @@ impl<'t> Machine<'t> {
         }
     }
 
-    fn constant(&mut self, value: &minijinja::Value) -> Made<'t> {
+    fn constant(&mut self, value: &minijinja::Value) -> EvalResult<'t> {
         use minijinja::value::ValueKind;
         Ok(match value.kind() {
             ValueKind::None => Value::None,
@@ -76,19 +76,19 @@ impl<'t> Machine<'t> {
             ValueKind::String => self.meter.text(value.as_str().unwrap_or_default())?,
             ValueKind::Number if value.is_integer() => match i64::try_from(value.clone()) {
                 Ok(n) => Value::Int(n),
-                Err(_) => return fault(format!("the number {value} is too large")),
+                Err(_) => return render_error(format!("the number {value} is too large")),
             },
             ValueKind::Number => Value::Float(f64::try_from(value.clone()).unwrap_or(f64::NAN)),
-            _ => return fault("a constant of an unknown kind"),
+            _ => return render_error("a constant of an unknown kind"),
         })
     }
 
-    fn list(&mut self, items: &'t [Expr<'t>]) -> Made<'t> {
+    fn list(&mut self, items: &'t [Expr<'t>]) -> EvalResult<'t> {
         let items = items.iter().map(|item| self.eval(item)).collect::<Result<Vec<_>>>()?;
         self.meter.list(items)
     }
 
-    fn map(&mut self, map: &'t ast::Map<'t>) -> Made<'t> {
+    fn map(&mut self, map: &'t ast::Map<'t>) -> EvalResult<'t> {
         let mut entries = Vec::with_capacity(map.keys.len());
         for (key, value) in map.keys.iter().zip(&map.values) {
             entries.push((self.eval(key)?, self.eval(value)?));
@@ -96,19 +96,19 @@ impl<'t> Machine<'t> {
         self.meter.map(entries)
     }
 
-    fn unary(&mut self, op: &'t ast::UnaryOp<'t>) -> Made<'t> {
+    fn unary(&mut self, op: &'t ast::UnaryOp<'t>) -> EvalResult<'t> {
         let value = self.eval(&op.expr)?;
         match (&op.op, &value) {
             (UnaryOpKind::Not, _) => Ok(Value::Bool(!value.is_true())),
             (UnaryOpKind::Neg, Value::Float(x)) => Ok(Value::Float(-x)),
-            (UnaryOpKind::Neg, _) => match value.int().and_then(i64::checked_neg) {
+            (UnaryOpKind::Neg, _) => match value.as_int().and_then(i64::checked_neg) {
                 Some(n) => Ok(Value::Int(n)),
-                None => fault(format!("{} has no negative", value.kind())),
+                None => render_error(format!("{} has no negative", value.type_name())),
             },
         }
     }
 
-    fn binary(&mut self, op: &'t ast::BinOp<'t>) -> Made<'t> {
+    fn binary(&mut self, op: &'t ast::BinOp<'t>) -> EvalResult<'t> {
         let left = self.eval(&op.left)?;
         match (op.op, left.is_true()) {
             (BinOpKind::ScAnd, false) | (BinOpKind::ScOr, true) => return Ok(left),
@@ -116,10 +116,10 @@ impl<'t> Machine<'t> {
             _ => {}
         }
         let right = self.eval(&op.right)?;
-        self.operate(op.op, left, right)
+        self.binary_op(op.op, left, right)
     }
 
-    fn operate(&mut self, op: BinOpKind, left: Value<'t>, right: Value<'t>) -> Made<'t> {
+    fn binary_op(&mut self, op: BinOpKind, left: Value<'t>, right: Value<'t>) -> EvalResult<'t> {
         let compared = match op {
             BinOpKind::Eq => CompareOpKind::Eq,
             BinOpKind::Ne => CompareOpKind::Ne,
@@ -129,38 +129,38 @@ impl<'t> Machine<'t> {
             BinOpKind::Gte => CompareOpKind::Gte,
             BinOpKind::In => CompareOpKind::In,
             BinOpKind::Concat => {
-                let mut text = Builder::new(&self.meter)?;
-                text.show(&left, false)?;
-                text.show(&right, false)?;
-                return Ok(text.done());
+                let mut text = TextBuilder::new(&self.meter)?;
+                text.push_display(&left, false)?;
+                text.push_display(&right, false)?;
+                return Ok(text.into_value());
             }
             _ => return self.arithmetic(op, left, right),
         };
         self.compare(compared, &left, &right).map(Value::Bool)
     }
 
-    fn arithmetic(&mut self, op: BinOpKind, left: Value<'t>, right: Value<'t>) -> Made<'t> {
+    fn arithmetic(&mut self, op: BinOpKind, left: Value<'t>, right: Value<'t>) -> EvalResult<'t> {
         use BinOpKind::{Add, Div, FloorDiv, Mul, Pow, Rem, Sub};
         match (op, &left, &right) {
             (Add, Value::Text(_), Value::Text(_)) => {
-                let mut text = Builder::new(&self.meter)?;
-                text.show(&left, false)?;
-                text.show(&right, false)?;
-                return Ok(text.done());
+                let mut text = TextBuilder::new(&self.meter)?;
+                text.push_display(&left, false)?;
+                text.push_display(&right, false)?;
+                return Ok(text.into_value());
             }
             (Add, Value::List(a), Value::List(b)) => {
-                self.meter.room((a.items.len() + b.items.len()) * size_of::<Value>())?;
+                self.meter.check_bytes((a.items.len() + b.items.len()) * size_of::<Value>())?;
                 return self.meter.list(a.items.iter().chain(&b.items).cloned().collect());
             }
             (Mul, Value::Text(_) | Value::List(_), times @ Value::Int(_))
             | (Mul, times @ Value::Int(_), Value::Text(_) | Value::List(_)) => {
                 let many = if matches!(left, Value::Int(_)) { &right } else { &left };
-                return self.repeated(many, times.int().unwrap_or(0).max(0) as usize);
+                return self.repeat(many, times.as_int().unwrap_or(0).max(0) as usize);
             }
             _ => {}
         }
         let whole =
-            |value: &Value| matches!(value, Value::Int(_) | Value::Bool(_)).then(|| value.int()).flatten();
+            |value: &Value| matches!(value, Value::Int(_) | Value::Bool(_)).then(|| value.as_int()).flatten();
         if let (Some(a), Some(b)) = (whole(&left), whole(&right)) {
             let done = match op {
                 Add => a.checked_add(b),
@@ -177,11 +177,15 @@ impl<'t> Machine<'t> {
             };
             return match done {
                 Some(n) => Ok(Value::Int(n)),
-                None => fault(format!("this cannot be calculated with {a} and {b}")),
+                None => render_error(format!("this cannot be calculated with {a} and {b}")),
             };
         }
-        let (Some(a), Some(b)) = (left.float(), right.float()) else {
-            return fault(format!("this cannot be calculated with {} and {}", left.kind(), right.kind()));
+        let (Some(a), Some(b)) = (left.as_float(), right.as_float()) else {
+            return render_error(format!(
+                "this cannot be calculated with {} and {}",
+                left.type_name(),
+                right.type_name()
+            ));
         };
         Ok(Value::Float(match op {
             Add => a + b,
@@ -194,22 +198,23 @@ impl<'t> Machine<'t> {
         }))
     }
 
-    fn repeated(&mut self, many: &Value<'t>, times: usize) -> Made<'t> {
+    fn repeat(&mut self, many: &Value<'t>, times: usize) -> EvalResult<'t> {
         match many {
             Value::List(list) => {
-                self.meter.room(list.items.len().saturating_mul(times).saturating_mul(size_of::<Value>()))?;
+                self.meter
+                    .check_bytes(list.items.len().saturating_mul(times).saturating_mul(size_of::<Value>()))?;
                 let items = (0..times).flat_map(|_| &list.items).cloned().collect();
                 self.meter.list(items)
             }
             other => {
-                let text = other.str().unwrap_or_default();
-                self.meter.room(text.len().saturating_mul(times))?;
+                let text = other.as_str().unwrap_or_default();
+                self.meter.check_bytes(text.len().saturating_mul(times))?;
                 self.meter.text(text.repeat(times))
             }
         }
     }
 
-    fn compared(&mut self, compare: &'t ast::Compare<'t>) -> Made<'t> {
+    fn eval_compare(&mut self, compare: &'t ast::Compare<'t>) -> EvalResult<'t> {
         let mut left = self.eval(&compare.expr)?;
         for op in &compare.ops {
             let right = self.eval(&op.expr)?;
@@ -226,20 +231,20 @@ impl<'t> Machine<'t> {
         Ok(match op {
             CompareOpKind::Eq => left.equals(right, meter)?,
             CompareOpKind::Ne => !left.equals(right, meter)?,
-            CompareOpKind::Lt => left.order(right, meter)? == Ordering::Less,
-            CompareOpKind::Lte => left.order(right, meter)? != Ordering::Greater,
-            CompareOpKind::Gt => left.order(right, meter)? == Ordering::Greater,
-            CompareOpKind::Gte => left.order(right, meter)? != Ordering::Less,
+            CompareOpKind::Lt => left.compare(right, meter)? == Ordering::Less,
+            CompareOpKind::Lte => left.compare(right, meter)? != Ordering::Greater,
+            CompareOpKind::Gt => left.compare(right, meter)? == Ordering::Greater,
+            CompareOpKind::Gte => left.compare(right, meter)? != Ordering::Less,
             CompareOpKind::In => self.contains(right, left)?,
             CompareOpKind::NotIn => !self.contains(right, left)?,
         })
     }
 
     pub fn contains(&mut self, all: &Value<'t>, one: &Value<'t>) -> Result<bool> {
-        match (all, one.str()) {
+        match (all, one.as_str()) {
             (Value::Text(_), Some(part)) => {
-                let text = all.str().unwrap_or_default();
-                self.meter.work((text.len() + part.len()) / 16)?;
+                let text = all.as_str().unwrap_or_default();
+                self.meter.spend_steps((text.len() + part.len()) / 16)?;
                 Ok(text.contains(part))
             }
             (Value::List(list), _) => {
@@ -252,21 +257,21 @@ impl<'t> Machine<'t> {
             }
             (Value::Map(map), _) => Ok(map.get(one, &self.meter)?.is_some()),
             (Value::Undefined, _) => Ok(false),
-            _ => fault(format!("{} holds no values to look for", all.kind())),
+            _ => render_error(format!("{} holds no values to look for", all.type_name())),
         }
     }
 
-    pub fn attribute(&mut self, value: &Value<'t>, name: &str) -> Made<'t> {
+    pub fn attribute(&mut self, value: &Value<'t>, name: &str) -> EvalResult<'t> {
         match value {
             Value::Map(map) => {
-                self.meter.work(map.entries.len())?;
-                let found = map.entries.iter().find(|(key, _)| key.str() == Some(name));
+                self.meter.spend_steps(map.entries.len())?;
+                let found = map.entries.iter().find(|(key, _)| key.as_str() == Some(name));
                 Ok(found.map_or(Value::Undefined, |(_, value)| value.clone()))
             }
-            Value::Space(space) => {
+            Value::Namespace(space) => {
                 let entries = space.entries.borrow();
-                self.meter.work(entries.len())?;
-                let found = entries.iter().find(|(known, _)| known.str() == Some(name));
+                self.meter.spend_steps(entries.len())?;
+                let found = entries.iter().find(|(known, _)| known.as_str() == Some(name));
                 Ok(found.map_or(Value::Undefined, |(_, value)| value.clone()))
             }
             Value::Loop(state) => {
@@ -288,14 +293,14 @@ impl<'t> Machine<'t> {
                     _ => Value::Undefined,
                 })
             }
-            Value::Undefined => fault(format!("`{name}` is wanted of something that is undefined")),
+            Value::Undefined => render_error(format!("`{name}` is wanted of something that is undefined")),
             _ => Ok(Value::Undefined),
         }
     }
 
-    pub fn item(&mut self, value: &Value<'t>, key: &Value<'t>) -> Made<'t> {
+    pub fn item(&mut self, value: &Value<'t>, key: &Value<'t>) -> EvalResult<'t> {
         let place = |len: usize| {
-            let at = key.int()?;
+            let at = key.as_int()?;
             usize::try_from(if at < 0 { at + len as i64 } else { at }).ok()
         };
         match value {
@@ -304,32 +309,32 @@ impl<'t> Machine<'t> {
                 .cloned()
                 .unwrap_or(Value::Undefined)),
             Value::Map(map) => Ok(map.get(key, &self.meter)?.cloned().unwrap_or(Value::Undefined)),
-            Value::Text(_) if key.int().is_some() => {
-                let text = value.str().unwrap_or_default();
-                self.meter.work(text.len() / 16)?;
+            Value::Text(_) if key.as_int().is_some() => {
+                let text = value.as_str().unwrap_or_default();
+                self.meter.spend_steps(text.len() / 16)?;
                 let letter = place(text.chars().count()).and_then(|at| text.chars().nth(at));
                 letter.map_or(Ok(Value::Undefined), |letter| self.meter.text(letter.to_string()))
             }
-            _ => self.attribute(value, key.str().unwrap_or_default()),
+            _ => self.attribute(value, key.as_str().unwrap_or_default()),
         }
     }
 
-    fn slice(&mut self, slice: &'t ast::Slice<'t>) -> Made<'t> {
+    fn slice(&mut self, slice: &'t ast::Slice<'t>) -> EvalResult<'t> {
         let value = self.eval(&slice.expr)?;
         let mut bound = |expr: &'t Option<Expr<'t>>| match expr {
             None => Ok(None),
             Some(expr) => match self.eval(expr)? {
                 Value::None => Ok(None),
-                other => match other.int() {
+                other => match other.as_int() {
                     Some(n) => Ok(Some(n)),
-                    None => fault(format!("{} is no place in a list", other.kind())),
+                    None => render_error(format!("{} is no place in a list", other.type_name())),
                 },
             },
         };
         let (start, stop, step) =
             (bound(&slice.start)?, bound(&slice.stop)?, bound(&slice.step)?.unwrap_or(1));
         if step == 0 {
-            return fault("a slice cannot step by 0");
+            return render_error("a slice cannot step by 0");
         }
         let places = |len: usize| {
             let len = len as i64;
@@ -345,74 +350,78 @@ impl<'t> Machine<'t> {
         };
         match &value {
             Value::List(list) => {
-                self.meter.room(list.items.len() * size_of::<Value>())?;
+                self.meter.check_bytes(list.items.len() * size_of::<Value>())?;
                 let items = places(list.items.len()).map(|at| list.items[at].clone()).collect();
                 self.meter.list(items)
             }
             Value::Text(_) => {
-                let text = value.str().unwrap_or_default();
-                self.meter.room(5 * text.len())?;
+                let text = value.as_str().unwrap_or_default();
+                self.meter.check_bytes(5 * text.len())?;
                 let letters: Vec<char> = text.chars().collect();
                 let part: String = places(letters.len()).map(|at| letters[at]).collect();
                 self.meter.text(part)
             }
             Value::Undefined | Value::None => self.meter.list(Vec::new()),
-            other => fault(format!("{} cannot be sliced", other.kind())),
+            other => render_error(format!("{} cannot be sliced", other.type_name())),
         }
     }
 
     pub fn arguments(&mut self, given: &'t [CallArg<'t>]) -> Result<Arguments<'t>> {
-        let mut all = Arguments { places: Vec::new(), names: Vec::new() };
+        let mut all = Arguments { positional: Vec::new(), named: Vec::new() };
         for argument in given {
             match argument {
-                CallArg::Pos(value) => all.places.push(self.eval(value)?),
-                CallArg::Kwarg(name, value) => all.names.push((name, self.eval(value)?)),
+                CallArg::Pos(value) => all.positional.push(self.eval(value)?),
+                CallArg::Kwarg(name, value) => all.named.push((name, self.eval(value)?)),
                 CallArg::PosSplat(_) | CallArg::KwargSplat(_) => {
-                    return fault("arguments cannot be unpacked from a list or a map");
+                    return render_error("arguments cannot be unpacked from a list or a map");
                 }
             }
         }
         Ok(all)
     }
 
-    pub fn call(&mut self, call: &'t ast::Call<'t>, caller: Option<Value<'t>>) -> Made<'t> {
+    pub fn call(&mut self, call: &'t ast::Call<'t>, caller: Option<Value<'t>>) -> EvalResult<'t> {
         match &call.expr {
             Expr::Var(name) => match self.lookup(name.id)? {
-                Value::Macro(called) => self.invoke(&called, &call.args, caller),
+                Value::Macro(called) => self.call_macro(&called, &call.args, caller),
                 Value::Undefined => {
                     let arguments = self.arguments(&call.args)?;
-                    self.function(name.id, &arguments)
+                    self.call_function(name.id, &arguments)
                 }
-                other => fault(format!("`{}` is {} and cannot be called", name.id, other.kind())),
+                other => render_error(format!("`{}` is {} and cannot be called", name.id, other.type_name())),
             },
             Expr::GetAttr(attr) => {
                 let value = self.eval(&attr.expr)?;
                 let arguments = self.arguments(&call.args)?;
-                self.method(&value, attr.name, &arguments)
+                self.call_method(&value, attr.name, &arguments)
             }
             other => match self.eval(other)? {
-                Value::Macro(called) => self.invoke(&called, &call.args, caller),
-                value => fault(format!("{} cannot be called", value.kind())),
+                Value::Macro(called) => self.call_macro(&called, &call.args, caller),
+                value => render_error(format!("{} cannot be called", value.type_name())),
             },
         }
     }
 
-    fn invoke(
+    fn call_macro(
         &mut self,
-        called: &Rc<Macro<'t>>,
+        called: &Rc<MacroValue<'t>>,
         given: &'t [CallArg<'t>],
         caller: Option<Value<'t>>,
-    ) -> Made<'t> {
+    ) -> EvalResult<'t> {
         let arguments = self.arguments(given)?;
         let declared = called.declared;
-        if arguments.places.len() > declared.args.len() {
-            return fault(format!("the macro `{}` takes {} arguments", declared.name, declared.args.len()));
+        if arguments.positional.len() > declared.args.len() {
+            return render_error(format!(
+                "the macro `{}` takes {} arguments",
+                declared.name,
+                declared.args.len()
+            ));
         }
-        let outside = self.frames.split_off(1);
-        self.frames.push(called.captured.clone());
-        self.frames.push(caller.into_iter().map(|caller| ("caller", caller)).collect());
+        let outside = self.scopes.split_off(1);
+        self.scopes.push(called.captured.clone());
+        self.scopes.push(caller.into_iter().map(|caller| ("caller", caller)).collect());
         let body = |m: &mut Self| {
-            m.meter.work(called.captured.len())?;
+            m.meter.spend_steps(called.captured.len())?;
             let without = declared.args.len() - declared.defaults.len().min(declared.args.len());
             for (i, target) in declared.args.iter().enumerate() {
                 let Expr::Var(name) = target else { continue };
@@ -421,40 +430,40 @@ impl<'t> Machine<'t> {
                     (None, Some(default)) => m.eval(&declared.defaults[default])?,
                     (None, None) => Value::Undefined,
                 };
-                m.put(name.id, value)?;
+                m.set_var(name.id, value)?;
             }
-            m.captured(&declared.body).map(|(text, _)| text.done())
+            m.capture(&declared.body).map(|(text, _)| text.into_value())
         };
         let made = body(self);
-        self.frames.truncate(1);
-        self.frames.extend(outside);
+        self.scopes.truncate(1);
+        self.scopes.extend(outside);
         made
     }
 
     /// `value` through the filters of a block, of which the innermost has none to begin with.
-    pub fn filtered(&mut self, filters: Option<&'t Expr<'t>>, value: Value<'t>) -> Made<'t> {
+    pub fn apply_filters(&mut self, filters: Option<&'t Expr<'t>>, value: Value<'t>) -> EvalResult<'t> {
         match filters {
             None => Ok(value),
-            Some(Expr::Filter(filter)) => self.filter(filter, Some(value)),
-            Some(_) => fault("this is no filter"),
+            Some(Expr::Filter(filter)) => self.eval_filter(filter, Some(value)),
+            Some(_) => render_error("this is no filter"),
         }
     }
 
-    fn filter(&mut self, filter: &'t ast::Filter<'t>, begin: Option<Value<'t>>) -> Made<'t> {
+    fn eval_filter(&mut self, filter: &'t ast::Filter<'t>, begin: Option<Value<'t>>) -> EvalResult<'t> {
         let value = match (&filter.expr, begin) {
             (Some(Expr::Filter(inner)), Some(begin)) => {
-                self.deeper(inner.span().start_line, |m| m.filter(inner, Some(begin)))?
+                self.nested(inner.span().start_line, |m| m.eval_filter(inner, Some(begin)))?
             }
             (Some(expr), _) => self.eval(expr)?,
             (None, begin) => begin.unwrap_or(Value::Undefined),
         };
         let arguments = self.arguments(&filter.args)?;
-        self.apply(filter.name, &value, &arguments)
+        self.apply_filter(filter.name, &value, &arguments)
     }
 
-    fn test(&mut self, test: &'t ast::Test<'t>) -> Made<'t> {
+    fn eval_test(&mut self, test: &'t ast::Test<'t>) -> EvalResult<'t> {
         let value = self.eval(&test.expr)?;
         let arguments = self.arguments(&test.args)?;
-        self.holds(test.name, &value, &arguments).map(Value::Bool)
+        self.run_test(test.name, &value, &arguments).map(Value::Bool)
     }
 }

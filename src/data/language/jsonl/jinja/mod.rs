@@ -2,7 +2,7 @@
 //!
 //! A template comes with a tokenizer that somebody published, so it may be written to do harm. The parser is
 //! `minijinja`'s; its own engine bounds instructions only, and one of those can make 100 MB, so the syntax tree is
-//! run here, where every value is charged before it is made: [`Limits`] bounds the bytes alive at any time and the
+//! run here, where every value is charged before it is made: [`RenderLimits`] bounds the bytes alive at any time and the
 //! work of a rendering, and constants bound how deep tags, calls and values nest. What goes beyond is a [`Fault`] of
 //! the template with its line.
 //!
@@ -20,44 +20,47 @@ use std::rc::Rc;
 use minijinja::machinery::{Token, ast, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
 
-use value::{Builder, Loop};
-pub use value::{Fault, Meter, Result, Value, fault};
+use value::{LoopState, TextBuilder};
+pub use value::{Meter, RenderError, Result, Value, render_error};
 
 /// Bytes of a template, at most. The longest that is published has some 30 KB.
-pub const MOST_BYTES: u64 = 60_000;
+pub const MAX_TEMPLATE_BYTES: u64 = 60_000;
 
 /// Tokens of one tag, and `elif`s of a template, at most: the parser nests each in the one before, and so does the
 /// tree that it makes.
-const MOST_TOKENS: usize = 1000;
-const MOST_ELIFS: usize = 200;
+const MAX_TAG_TOKENS: usize = 1000;
+const MAX_ELIFS: usize = 200;
 
 /// Expressions, statements and calls within one another while a template runs, at most. Some hundred bytes of stack
 /// each, up to a few thousand in a debug build.
-const MOST_DEPTH: usize = 200;
+const MAX_DEPTH: usize = 200;
 
 /// What one rendering may use.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct RenderLimits {
     /// Bytes of all values alive at a time, the output included.
     pub bytes: usize,
     /// Steps, and bytes made by the sixteen.
-    pub work: u64,
+    pub steps: u64,
 }
 
 /// A template that was parsed.
-pub struct Program {
+pub struct ParsedTemplate {
     tree: ast::Stmt<'static>,
     /// What `tree` borrows from; it is dropped after it.
     _source: Box<str>,
 }
 
 /// Values by their names.
-pub type Names<'t> = Vec<(&'t str, Value<'t>)>;
+pub type Bindings<'t> = Vec<(&'t str, Value<'t>)>;
 
-impl Program {
+impl ParsedTemplate {
     pub fn parse(source: &str) -> std::result::Result<Self, String> {
-        if source.len() as u64 > MOST_BYTES {
-            return Err(format!("it has {} bytes, and a template has at most {MOST_BYTES}", source.len()));
+        if source.len() as u64 > MAX_TEMPLATE_BYTES {
+            return Err(format!(
+                "it has {} bytes, and a template has at most {MAX_TEMPLATE_BYTES}",
+                source.len()
+            ));
         }
         let shown = |error: minijinja::Error| match error.line() {
             Some(line) => format!("{error} (line {line} of the template)"),
@@ -73,8 +76,8 @@ impl Program {
             }
             elifs += usize::from(first && matches!(token, Token::Ident("elif")));
             first = matches!(token, Token::BlockStart);
-            if tokens > MOST_TOKENS || elifs > MOST_ELIFS {
-                let what = if tokens > MOST_TOKENS { "tag" } else { "chain of `elif`" };
+            if tokens > MAX_TAG_TOKENS || elifs > MAX_ELIFS {
+                let what = if tokens > MAX_TAG_TOKENS { "tag" } else { "chain of `elif`" };
                 return Err(format!("a {what} is too long (line {} of the template)", span.start_line));
             }
         }
@@ -89,33 +92,37 @@ impl Program {
     /// The text that the template makes of the values that `names` gives, and the steps that are left.
     pub fn run<'t>(
         &'t self,
-        limits: Limits,
-        names: impl FnOnce(&Rc<Meter>) -> Result<Names<'t>>,
+        limits: RenderLimits,
+        names: impl FnOnce(&Rc<Meter>) -> Result<Bindings<'t>>,
     ) -> std::result::Result<(String, u64), String> {
-        let shown = |fault: Fault| match fault.line {
+        let shown = |fault: RenderError| match fault.line {
             Some(line) => format!("{} (line {line} of the template)", fault.problem),
             None => fault.problem,
         };
         let meter = Meter::new(limits);
         let run = || {
-            let mut machine =
-                Machine { frames: vec![names(&meter)?], out: Vec::new(), depth: 0, meter: meter.clone() };
+            let mut machine = Interpreter {
+                scopes: vec![names(&meter)?],
+                outputs: Vec::new(),
+                depth: 0,
+                meter: meter.clone(),
+            };
             let ast::Stmt::Template(template) = &self.tree else { return Ok(String::new()) };
-            let (text, _) = machine.captured(&template.children)?;
+            let (text, _) = machine.capture(&template.children)?;
             Ok(text.into_string())
         };
         let text = run().map_err(shown)?;
-        Ok((text, meter.left()))
+        Ok((text, meter.steps_left()))
     }
 }
 
 /// A rendering.
-struct Machine<'t> {
+struct Interpreter<'t> {
     meter: Rc<Meter>,
     /// Names by the scope that set them, the outermost first.
-    frames: Vec<Names<'t>>,
+    scopes: Vec<Bindings<'t>>,
     /// The text made so far; more than one while a part of it is captured.
-    out: Vec<Builder>,
+    outputs: Vec<TextBuilder>,
     depth: usize,
 }
 
@@ -126,37 +133,40 @@ enum Flow {
     Continue,
 }
 
-impl<'t> Machine<'t> {
+impl<'t> Interpreter<'t> {
     /// Runs `body` one level deeper, and puts the line at hand to its fault.
-    fn deeper<T>(&mut self, line: u16, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        self.meter.work(1)?;
-        if self.depth >= MOST_DEPTH {
-            return Err(Fault { problem: format!("it nests more than {MOST_DEPTH} deep"), line: Some(line) });
+    fn nested<T>(&mut self, line: u16, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        self.meter.spend_steps(1)?;
+        if self.depth >= MAX_DEPTH {
+            return Err(RenderError {
+                problem: format!("it nests more than {MAX_DEPTH} deep"),
+                line: Some(line),
+            });
         }
         self.depth += 1;
         let done = body(self);
         self.depth -= 1;
-        done.map_err(|fault| Fault { line: fault.line.or(Some(line)), ..fault })
+        done.map_err(|fault| RenderError { line: fault.line.or(Some(line)), ..fault })
     }
 
     fn emit(&mut self, text: &str) -> Result<()> {
-        self.out.last_mut().map_or(Ok(()), |out| out.push(text))
+        self.outputs.last_mut().map_or(Ok(()), |out| out.push(text))
     }
 
     /// What `body` writes, and how it ended.
-    fn captured(&mut self, body: &'t [ast::Stmt<'t>]) -> Result<(Builder, Flow)> {
-        self.out.push(Builder::new(&self.meter)?);
-        let flow = self.all(body);
-        let text = self.out.pop();
+    fn capture(&mut self, body: &'t [ast::Stmt<'t>]) -> Result<(TextBuilder, Flow)> {
+        self.outputs.push(TextBuilder::new(&self.meter)?);
+        let flow = self.exec_block(body);
+        let text = self.outputs.pop();
         match (flow?, text) {
             (flow, Some(text)) => Ok((text, flow)),
-            (flow, None) => Ok((Builder::new(&self.meter)?, flow)),
+            (flow, None) => Ok((TextBuilder::new(&self.meter)?, flow)),
         }
     }
 
-    fn all(&mut self, body: &'t [ast::Stmt<'t>]) -> Result<Flow> {
+    fn exec_block(&mut self, body: &'t [ast::Stmt<'t>]) -> Result<Flow> {
         for statement in body {
-            let flow = self.statement(statement)?;
+            let flow = self.exec(statement)?;
             if flow != Flow::Next {
                 return Ok(flow);
             }
@@ -164,96 +174,97 @@ impl<'t> Machine<'t> {
         Ok(Flow::Next)
     }
 
-    fn statement(&mut self, statement: &'t ast::Stmt<'t>) -> Result<Flow> {
+    fn exec(&mut self, statement: &'t ast::Stmt<'t>) -> Result<Flow> {
         use ast::Stmt;
         match statement {
             Stmt::EmitRaw(raw) => self.emit(raw.raw).map(|()| Flow::Next),
-            Stmt::EmitExpr(emit) => self.deeper(emit.span().start_line, |m| {
+            Stmt::EmitExpr(emit) => self.nested(emit.span().start_line, |m| {
                 let value = m.eval(&emit.expr)?;
-                m.out.last_mut().map_or(Ok(()), |out| out.show(&value, false))?;
+                m.outputs.last_mut().map_or(Ok(()), |out| out.push_display(&value, false))?;
                 Ok(Flow::Next)
             }),
-            Stmt::IfCond(cond) => self.deeper(cond.span().start_line, |m| {
+            Stmt::IfCond(cond) => self.nested(cond.span().start_line, |m| {
                 let holds = m.eval(&cond.expr)?.is_true();
-                m.all(if holds { &cond.true_body } else { &cond.false_body })
+                m.exec_block(if holds { &cond.true_body } else { &cond.false_body })
             }),
-            Stmt::ForLoop(each) => self.deeper(each.span().start_line, |m| m.each(each)),
-            Stmt::Set(set) => self.deeper(set.span().start_line, |m| {
+            Stmt::ForLoop(each) => self.nested(each.span().start_line, |m| m.exec_for(each)),
+            Stmt::Set(set) => self.nested(set.span().start_line, |m| {
                 let value = m.eval(&set.expr)?;
                 m.assign(&set.target, value)?;
                 Ok(Flow::Next)
             }),
-            Stmt::SetBlock(set) => self.deeper(set.span().start_line, |m| {
-                let (text, _) = m.captured(&set.body)?;
-                let value = m.filtered(set.filter.as_ref(), text.done())?;
+            Stmt::SetBlock(set) => self.nested(set.span().start_line, |m| {
+                let (text, _) = m.capture(&set.body)?;
+                let value = m.apply_filters(set.filter.as_ref(), text.into_value())?;
                 m.assign(&set.target, value)?;
                 Ok(Flow::Next)
             }),
-            Stmt::FilterBlock(block) => self.deeper(block.span().start_line, |m| {
-                let (text, flow) = m.captured(&block.body)?;
-                let value = m.filtered(Some(&block.filter), text.done())?;
-                m.out.last_mut().map_or(Ok(()), |out| out.show(&value, false))?;
+            Stmt::FilterBlock(block) => self.nested(block.span().start_line, |m| {
+                let (text, flow) = m.capture(&block.body)?;
+                let value = m.apply_filters(Some(&block.filter), text.into_value())?;
+                m.outputs.last_mut().map_or(Ok(()), |out| out.push_display(&value, false))?;
                 Ok(flow)
             }),
-            Stmt::WithBlock(with) => self.deeper(with.span().start_line, |m| {
-                m.frames.push(Vec::new());
+            Stmt::WithBlock(with) => self.nested(with.span().start_line, |m| {
+                m.scopes.push(Vec::new());
                 let assigned = with.assignments.iter().try_for_each(|(target, value)| {
                     let value = m.eval(value)?;
                     m.assign(target, value)
                 });
-                let flow = assigned.and_then(|()| m.all(&with.body));
-                m.frames.pop();
+                let flow = assigned.and_then(|()| m.exec_block(&with.body));
+                m.scopes.pop();
                 flow
             }),
-            Stmt::Macro(declared) => self.deeper(declared.span().start_line, |m| {
-                let value = m.declared(declared)?;
-                m.put(declared.name, value)?;
+            Stmt::Macro(declared) => self.nested(declared.span().start_line, |m| {
+                let value = m.declare_macro(declared)?;
+                m.set_var(declared.name, value)?;
                 Ok(Flow::Next)
             }),
-            Stmt::CallBlock(call) => self.deeper(call.span().start_line, |m| {
-                let caller = m.declared(&call.macro_decl)?;
+            Stmt::CallBlock(call) => self.nested(call.span().start_line, |m| {
+                let caller = m.declare_macro(&call.macro_decl)?;
                 let value = m.call(&call.call, Some(caller))?;
-                m.out.last_mut().map_or(Ok(()), |out| out.show(&value, false))?;
+                m.outputs.last_mut().map_or(Ok(()), |out| out.push_display(&value, false))?;
                 Ok(Flow::Next)
             }),
             Stmt::Do(call) => {
-                self.deeper(call.span().start_line, |m| m.call(&call.call, None).map(|_| Flow::Next))
+                self.nested(call.span().start_line, |m| m.call(&call.call, None).map(|_| Flow::Next))
             }
             Stmt::Break(_) => Ok(Flow::Break),
             Stmt::Continue(_) => Ok(Flow::Continue),
-            _ => fault("it uses a tag that has no meaning in a chat template"),
+            _ => render_error("it uses a tag that has no meaning in a chat template"),
         }
     }
 
-    fn each(&mut self, each: &'t ast::ForLoop<'t>) -> Result<Flow> {
+    fn exec_for(&mut self, each: &'t ast::ForLoop<'t>) -> Result<Flow> {
         if each.recursive {
-            return fault("recursive loops are not supported; write a macro");
+            return render_error("recursive loops are not supported; write a macro");
         }
         let all = self.eval(&each.iter)?;
         let mut items = self.iterate(&all)?;
         if let Some(wanted) = &each.filter_expr {
             let mut kept = Vec::new();
             for item in &items.items {
-                self.frames.push(Vec::new());
+                self.scopes.push(Vec::new());
                 let holds = self.assign(&each.target, item.clone()).and_then(|()| self.eval(wanted));
-                self.frames.pop();
+                self.scopes.pop();
                 if holds?.is_true() {
                     kept.push(item.clone());
                 }
             }
-            items = self.meter.items(kept)?;
+            items = self.meter.list_items(kept)?;
         }
         if items.items.is_empty() {
-            return self.all(&each.else_body);
+            return self.exec_block(&each.else_body);
         }
         let outer = self.lookup("loop")?;
         let depth = if let Value::Loop(outer) = &outer { outer.depth + 1 } else { 0 };
         for at in 0..items.items.len() {
-            self.meter.work(1)?;
-            let state = Value::Loop(Rc::new(Loop { items: items.clone(), at, depth }));
-            self.frames.push(vec![("loop", state)]);
-            let flow = self.assign(&each.target, items.items[at].clone()).and_then(|()| self.all(&each.body));
-            self.frames.pop();
+            self.meter.spend_steps(1)?;
+            let state = Value::Loop(Rc::new(LoopState { items: items.clone(), at, depth }));
+            self.scopes.push(vec![("loop", state)]);
+            let flow =
+                self.assign(&each.target, items.items[at].clone()).and_then(|()| self.exec_block(&each.body));
+            self.scopes.pop();
             if flow? == Flow::Break {
                 break;
             }
@@ -262,66 +273,70 @@ impl<'t> Machine<'t> {
     }
 
     /// What a loop goes through.
-    fn iterate(&mut self, value: &Value<'t>) -> Result<Rc<value::List<'t>>> {
+    fn iterate(&mut self, value: &Value<'t>) -> Result<Rc<value::ListValue<'t>>> {
         match value {
             Value::List(list) => Ok(list.clone()),
             Value::Map(map) => {
                 let keys = map.entries.iter().map(|(key, _)| key.clone()).collect();
-                self.meter.items(keys)
+                self.meter.list_items(keys)
             }
             Value::Text(_) => {
-                let text = value.str().unwrap_or_default();
+                let text = value.as_str().unwrap_or_default();
                 // Each character is a text of its own.
-                self.meter.room(text.len() * 64)?;
+                self.meter.check_bytes(text.len() * 64)?;
                 let letters = text.chars().map(|c| self.meter.text(c.to_string()));
                 let letters = letters.collect::<Result<Vec<_>>>()?;
-                self.meter.items(letters)
+                self.meter.list_items(letters)
             }
-            Value::Undefined => self.meter.items(Vec::new()),
-            other => fault(format!("{} cannot be gone through", other.kind())),
+            Value::Undefined => self.meter.list_items(Vec::new()),
+            other => render_error(format!("{} cannot be gone through", other.type_name())),
         }
     }
 
-    fn declared(&mut self, declared: &'t ast::Macro<'t>) -> value::Made<'t> {
-        let captured: Names<'t> = self.frames[1..].iter().flatten().cloned().collect();
-        self.meter.declared(declared, captured)
+    fn declare_macro(&mut self, declared: &'t ast::Macro<'t>) -> value::EvalResult<'t> {
+        let captured: Bindings<'t> = self.scopes[1..].iter().flatten().cloned().collect();
+        self.meter.macro_value(declared, captured)
     }
 
     fn assign(&mut self, target: &'t ast::Expr<'t>, value: Value<'t>) -> Result<()> {
         match target {
-            ast::Expr::Var(name) => self.put(name.id, value),
+            ast::Expr::Var(name) => self.set_var(name.id, value),
             ast::Expr::List(list) => self.unpack(&list.items, &value),
             ast::Expr::Tuple(tuple) => self.unpack(&tuple.items, &value),
             ast::Expr::GetAttr(place) => {
-                let Value::Space(space) = self.eval(&place.expr)? else {
-                    return fault("only a namespace's attributes can be set");
+                let Value::Namespace(space) = self.eval(&place.expr)? else {
+                    return render_error("only a namespace's attributes can be set");
                 };
-                if value.refers() {
-                    return fault("a namespace cannot hold a namespace, a macro or a loop");
+                if value.reaches_mutable() {
+                    return render_error("a namespace cannot hold a namespace, a macro or a loop");
                 }
                 let mut entries = space.entries.borrow_mut();
-                self.meter.work(entries.len())?;
-                match entries.iter_mut().find(|(name, _)| name.str() == Some(place.name)) {
+                self.meter.spend_steps(entries.len())?;
+                match entries.iter_mut().find(|(name, _)| name.as_str() == Some(place.name)) {
                     Some((_, old)) => *old = value,
                     None => entries.push((self.meter.text(place.name)?, value)),
                 }
                 Ok(())
             }
-            _ => fault("nothing can be assigned to this"),
+            _ => render_error("nothing can be assigned to this"),
         }
     }
 
     fn unpack(&mut self, targets: &'t [ast::Expr<'t>], value: &Value<'t>) -> Result<()> {
         let items = self.iterate(value)?;
         if items.items.len() != targets.len() {
-            return fault(format!("{} values cannot be unpacked into {}", items.items.len(), targets.len()));
+            return render_error(format!(
+                "{} values cannot be unpacked into {}",
+                items.items.len(),
+                targets.len()
+            ));
         }
         targets.iter().zip(&items.items).try_for_each(|(target, item)| self.assign(target, item.clone()))
     }
 
-    fn put(&mut self, name: &'t str, value: Value<'t>) -> Result<()> {
-        let Some(frame) = self.frames.last_mut() else { return Ok(()) };
-        self.meter.work(frame.len())?;
+    fn set_var(&mut self, name: &'t str, value: Value<'t>) -> Result<()> {
+        let Some(frame) = self.scopes.last_mut() else { return Ok(()) };
+        self.meter.spend_steps(frame.len())?;
         match frame.iter_mut().find(|(known, _)| *known == name) {
             Some((_, old)) => *old = value,
             None => frame.push((name, value)),
@@ -331,11 +346,11 @@ impl<'t> Machine<'t> {
 
     fn lookup(&mut self, name: &str) -> Result<Value<'t>> {
         let mut looked = 0;
-        let found = self.frames.iter().rev().find_map(|frame| {
+        let found = self.scopes.iter().rev().find_map(|frame| {
             looked += frame.len();
             frame.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone())
         });
-        self.meter.work(looked)?;
+        self.meter.spend_steps(looked)?;
         Ok(found.unwrap_or(Value::Undefined))
     }
 }

@@ -1,8 +1,8 @@
 use super::*;
 
-const LIMITS: Limits = Limits { bytes: 1 << 20, work: 5_000_000 };
+const LIMITS: RenderLimits = RenderLimits { bytes: 1 << 20, steps: 5_000_000 };
 
-fn messages<'t>(meter: &Rc<Meter>) -> Result<Names<'t>> {
+fn messages<'t>(meter: &Rc<Meter>) -> Result<Bindings<'t>> {
     let mut all = Vec::new();
     for (role, content) in [("system", "Be kind."), ("user", " Hi "), ("assistant", "Hello, 'you'!")] {
         let entries =
@@ -13,7 +13,7 @@ fn messages<'t>(meter: &Rc<Meter>) -> Result<Names<'t>> {
 }
 
 fn run(source: &str) -> std::result::Result<String, String> {
-    Program::parse(source)?.run(LIMITS, messages).map(|(text, _)| text)
+    ParsedTemplate::parse(source)?.run(LIMITS, messages).map(|(text, _)| text)
 }
 
 /// What `minijinja`'s own engine makes of it.
@@ -132,12 +132,12 @@ fn nothing_grows_without_bound() {
 
 /// Values that are no longer used do not count: a long talk can be put together step by step.
 #[test]
-fn bytes_are_given_back() {
+fn bytes_of_dropped_values_are_released() {
     let source = "{% set ns = namespace(x='') %}{% for i in range(5000) %}{% set ns.x = ns.x + 'abcd' %}{% endfor %}{{ ns.x | length }}";
     assert_eq!(
-        Program::parse(source)
+        ParsedTemplate::parse(source)
             .unwrap()
-            .run(Limits { bytes: 1 << 20, work: 100_000_000 }, messages)
+            .run(RenderLimits { bytes: 1 << 20, steps: 100_000_000 }, messages)
             .unwrap()
             .0,
         "20000"
@@ -183,7 +183,7 @@ fn deep_templates_are_refused() {
 }
 
 #[test]
-fn faults_name_their_line() {
+fn errors_name_their_line() {
     for (source, wanted) in [
         (
             "\n\n{{ nothing.more }}",

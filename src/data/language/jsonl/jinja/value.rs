@@ -6,63 +6,65 @@ use std::rc::Rc;
 
 use minijinja::machinery::ast;
 
-use super::Limits;
+use super::RenderLimits;
 
 /// Lists and maps within one another, at most.
-const MOST_NESTED: u32 = 64;
+const MAX_NESTING: u32 = 64;
 
 /// Why a template cannot go on, and on which of its lines.
 #[derive(Debug)]
-pub struct Fault {
+pub struct RenderError {
     pub problem: String,
     pub line: Option<u16>,
 }
 
-pub type Result<T> = std::result::Result<T, Fault>;
+pub type Result<T> = std::result::Result<T, RenderError>;
 
-pub fn fault<T>(problem: impl Into<String>) -> Result<T> {
-    Err(Fault { problem: problem.into(), line: None })
+pub fn render_error<T>(problem: impl Into<String>) -> Result<T> {
+    Err(RenderError { problem: problem.into(), line: None })
 }
 
 /// What a rendering uses, against what it may use.
 pub struct Meter {
-    most: usize,
+    max_bytes: usize,
     bytes: Cell<usize>,
-    work: Cell<u64>,
+    steps_left: Cell<u64>,
 }
 
 impl Meter {
-    pub fn new(limits: Limits) -> Rc<Self> {
-        Rc::new(Self { most: limits.bytes, bytes: Cell::new(0), work: Cell::new(limits.work) })
+    pub fn new(limits: RenderLimits) -> Rc<Self> {
+        Rc::new(Self { max_bytes: limits.bytes, bytes: Cell::new(0), steps_left: Cell::new(limits.steps) })
     }
 
     /// Steps that are left.
-    pub fn left(&self) -> u64 {
-        self.work.get()
+    pub fn steps_left(&self) -> u64 {
+        self.steps_left.get()
     }
 
     /// Counts `n` steps, each of about the cost of looking up a name.
-    pub fn work(&self, n: usize) -> Result<()> {
-        match self.work.get().checked_sub(n as u64) {
+    pub fn spend_steps(&self, n: usize) -> Result<()> {
+        match self.steps_left.get().checked_sub(n as u64) {
             Some(left) => {
-                self.work.set(left);
+                self.steps_left.set(left);
                 Ok(())
             }
-            None => fault("it takes too many steps for one record"),
+            None => render_error("it takes too many steps for one record"),
         }
     }
 
     /// Refuses what would take the values that are alive above the limit, before it is made. Bytes that are made are
     /// work too, or a loop could make the same ones for ever.
-    pub fn room(&self, bytes: usize) -> Result<()> {
-        match self.bytes.get().checked_add(bytes).is_some_and(|all| all <= self.most) {
-            true => self.work(bytes / 16),
-            false => fault(format!("its values take more than {} bytes for one record", self.most)),
+    pub fn check_bytes(&self, bytes: usize) -> Result<()> {
+        match self.bytes.get().checked_add(bytes).is_some_and(|all| all <= self.max_bytes) {
+            true => self.spend_steps(bytes / 16),
+            false => {
+                render_error(format!("its values take more than {} bytes for one record", self.max_bytes))
+            }
         }
     }
 
     fn charge(self: &Rc<Self>, bytes: usize) -> Result<Charge> {
-        self.room(bytes)?;
+        self.check_bytes(bytes)?;
         self.bytes.set(self.bytes.get() + bytes);
         Ok(Charge { meter: self.clone(), bytes })
     }
@@ -87,47 +89,47 @@ pub enum Value<'t> {
     Bool(bool),
     Int(i64),
     Float(f64),
-    Text(Rc<Text>),
-    List(Rc<List<'t>>),
-    Map(Rc<Map<'t>>),
-    Space(Rc<Space<'t>>),
-    Macro(Rc<Macro<'t>>),
-    Loop(Rc<Loop<'t>>),
+    Text(Rc<StringValue>),
+    List(Rc<ListValue<'t>>),
+    Map(Rc<MapValue<'t>>),
+    Namespace(Rc<Namespace<'t>>),
+    Macro(Rc<MacroValue<'t>>),
+    Loop(Rc<LoopState<'t>>),
 }
 
-pub struct Text {
+pub struct StringValue {
     text: String,
     _charge: Charge,
 }
 
-pub struct List<'t> {
+pub struct ListValue<'t> {
     pub items: Vec<Value<'t>>,
-    inside: Inside,
+    nesting: Nesting,
     _charge: Charge,
 }
 
-pub struct Map<'t> {
+pub struct MapValue<'t> {
     pub entries: Vec<(Value<'t>, Value<'t>)>,
-    inside: Inside,
+    nesting: Nesting,
     _charge: Charge,
 }
 
 /// What a list or a map holds, at any depth.
 #[derive(Clone, Copy, Default)]
-struct Inside {
+struct Nesting {
     depth: u32,
     /// Whether a value that can be changed is among it.
-    refers: bool,
+    reaches_mutable: bool,
 }
 
 /// `namespace()`: the only value that can be changed. None can be reached from itself, so that counting references
 /// frees all of them.
-pub struct Space<'t> {
+pub struct Namespace<'t> {
     pub entries: RefCell<Vec<(Value<'t>, Value<'t>)>>,
     _charge: Charge,
 }
 
-pub struct Macro<'t> {
+pub struct MacroValue<'t> {
     pub declared: &'t ast::Macro<'t>,
     /// What it sees besides the outermost names.
     pub captured: Vec<(&'t str, Value<'t>)>,
@@ -135,90 +137,98 @@ pub struct Macro<'t> {
 }
 
 /// `loop` in a loop's body.
-pub struct Loop<'t> {
-    pub items: Rc<List<'t>>,
+pub struct LoopState<'t> {
+    pub items: Rc<ListValue<'t>>,
     pub at: usize,
     pub depth: usize,
 }
 
-pub type Made<'t> = Result<Value<'t>>;
+pub type EvalResult<'t> = Result<Value<'t>>;
 
-impl Inside {
+impl Nesting {
     fn of<'v, 't: 'v>(values: impl Iterator<Item = &'v Value<'t>>) -> Result<Self> {
         let mut all = Self::default();
         for value in values {
-            let one = value.inside();
-            all = Self { depth: all.depth.max(one.depth), refers: all.refers | one.refers };
+            let one = value.nesting();
+            all = Self {
+                depth: all.depth.max(one.depth),
+                reaches_mutable: all.reaches_mutable | one.reaches_mutable,
+            };
         }
         all.depth += 1;
-        match all.depth <= MOST_NESTED {
+        match all.depth <= MAX_NESTING {
             true => Ok(all),
-            false => fault(format!("its lists lie more than {MOST_NESTED} deep in one another")),
+            false => render_error(format!("its lists lie more than {MAX_NESTING} deep in one another")),
         }
     }
 }
 
 impl Meter {
-    pub fn text<'t>(self: &Rc<Self>, text: impl Into<String>) -> Made<'t> {
+    pub fn text<'t>(self: &Rc<Self>, text: impl Into<String>) -> EvalResult<'t> {
         let text = text.into();
-        Ok(Value::Text(Rc::new(Text { _charge: self.charge(text.len() + size_of::<Text>())?, text })))
+        Ok(Value::Text(Rc::new(StringValue {
+            _charge: self.charge(text.len() + size_of::<StringValue>())?,
+            text,
+        })))
     }
 
-    pub fn list<'t>(self: &Rc<Self>, items: Vec<Value<'t>>) -> Made<'t> {
-        Ok(Value::List(self.items(items)?))
+    pub fn list<'t>(self: &Rc<Self>, items: Vec<Value<'t>>) -> EvalResult<'t> {
+        Ok(Value::List(self.list_items(items)?))
     }
 
-    pub fn items<'t>(self: &Rc<Self>, items: Vec<Value<'t>>) -> Result<Rc<List<'t>>> {
-        let bytes = size_of::<List>() + items.len() * size_of::<Value>();
+    pub fn list_items<'t>(self: &Rc<Self>, items: Vec<Value<'t>>) -> Result<Rc<ListValue<'t>>> {
+        let bytes = size_of::<ListValue>() + items.len() * size_of::<Value>();
         let _charge = self.charge(bytes)?;
-        Ok(Rc::new(List { inside: Inside::of(items.iter())?, items, _charge }))
+        Ok(Rc::new(ListValue { nesting: Nesting::of(items.iter())?, items, _charge }))
     }
 
-    pub fn map<'t>(self: &Rc<Self>, entries: Vec<(Value<'t>, Value<'t>)>) -> Made<'t> {
-        let bytes = size_of::<Map>() + entries.len() * 2 * size_of::<Value>();
+    pub fn map<'t>(self: &Rc<Self>, entries: Vec<(Value<'t>, Value<'t>)>) -> EvalResult<'t> {
+        let bytes = size_of::<MapValue>() + entries.len() * 2 * size_of::<Value>();
         let _charge = self.charge(bytes)?;
-        let inside = Inside::of(entries.iter().flat_map(|(key, value)| [key, value]))?;
-        Ok(Value::Map(Rc::new(Map { entries, inside, _charge })))
+        let inside = Nesting::of(entries.iter().flat_map(|(key, value)| [key, value]))?;
+        Ok(Value::Map(Rc::new(MapValue { entries, nesting: inside, _charge })))
     }
 
-    pub fn space<'t>(self: &Rc<Self>, entries: Vec<(Value<'t>, Value<'t>)>) -> Made<'t> {
-        let _charge = self.charge(size_of::<Space>() + entries.len() * 2 * size_of::<Value>())?;
-        Ok(Value::Space(Rc::new(Space { entries: RefCell::new(entries), _charge })))
+    pub fn namespace<'t>(self: &Rc<Self>, entries: Vec<(Value<'t>, Value<'t>)>) -> EvalResult<'t> {
+        let _charge = self.charge(size_of::<Namespace>() + entries.len() * 2 * size_of::<Value>())?;
+        Ok(Value::Namespace(Rc::new(Namespace { entries: RefCell::new(entries), _charge })))
     }
 
-    pub fn declared<'t>(
+    pub fn macro_value<'t>(
         self: &Rc<Self>,
         declared: &'t ast::Macro<'t>,
         captured: Vec<(&'t str, Value<'t>)>,
-    ) -> Made<'t> {
-        let _charge = self.charge(size_of::<Macro>() + captured.len() * size_of::<(&str, Value)>())?;
-        Ok(Value::Macro(Rc::new(Macro { declared, captured, _charge })))
+    ) -> EvalResult<'t> {
+        let _charge = self.charge(size_of::<MacroValue>() + captured.len() * size_of::<(&str, Value)>())?;
+        Ok(Value::Macro(Rc::new(MacroValue { declared, captured, _charge })))
     }
 }
 
 impl<'t> Value<'t> {
-    fn inside(&self) -> Inside {
+    fn nesting(&self) -> Nesting {
         match self {
-            Value::List(list) => list.inside,
-            Value::Map(map) => map.inside,
-            Value::Space(_) | Value::Macro(_) | Value::Loop(_) => Inside { depth: 0, refers: true },
-            _ => Inside::default(),
+            Value::List(list) => list.nesting,
+            Value::Map(map) => map.nesting,
+            Value::Namespace(_) | Value::Macro(_) | Value::Loop(_) => {
+                Nesting { depth: 0, reaches_mutable: true }
+            }
+            _ => Nesting::default(),
         }
     }
 
     /// Whether a value that can be changed may be reached from it.
-    pub fn refers(&self) -> bool {
-        self.inside().refers
+    pub fn reaches_mutable(&self) -> bool {
+        self.nesting().reaches_mutable
     }
 
-    pub fn str(&self) -> Option<&str> {
+    pub fn as_str(&self) -> Option<&str> {
         match self {
             Value::Text(text) => Some(&text.text),
             _ => None,
         }
     }
 
-    pub fn kind(&self) -> &'static str {
+    pub fn type_name(&self) -> &'static str {
         match self {
             Value::Undefined => "undefined",
             Value::None => "none",
@@ -227,7 +237,7 @@ impl<'t> Value<'t> {
             Value::Text(_) => "a string",
             Value::List(_) => "a list",
             Value::Map(_) => "a map",
-            Value::Space(_) => "a namespace",
+            Value::Namespace(_) => "a namespace",
             Value::Macro(_) => "a macro",
             Value::Loop(_) => "a loop",
         }
@@ -242,11 +252,11 @@ impl<'t> Value<'t> {
             Value::Text(text) => !text.text.is_empty(),
             Value::List(list) => !list.items.is_empty(),
             Value::Map(map) => !map.entries.is_empty(),
-            Value::Space(_) | Value::Macro(_) | Value::Loop(_) => true,
+            Value::Namespace(_) | Value::Macro(_) | Value::Loop(_) => true,
         }
     }
 
-    pub fn int(&self) -> Option<i64> {
+    pub fn as_int(&self) -> Option<i64> {
         match self {
             Value::Int(n) => Some(*n),
             Value::Bool(flag) => Some(i64::from(*flag)),
@@ -255,16 +265,16 @@ impl<'t> Value<'t> {
         }
     }
 
-    pub fn float(&self) -> Option<f64> {
+    pub fn as_float(&self) -> Option<f64> {
         match self {
             Value::Float(x) => Some(*x),
-            other => other.int().map(|n| n as f64),
+            other => other.as_int().map(|n| n as f64),
         }
     }
 
     /// Whether two values are equal; `meter` counts what is looked at, since a list may hold itself many times over.
     pub fn equals(&self, other: &Value<'t>, meter: &Meter) -> Result<bool> {
-        meter.work(1)?;
+        meter.spend_steps(1)?;
         let all = |a: &[Value<'t>], b: &[Value<'t>]| {
             for (a, b) in a.iter().zip(b) {
                 if !a.equals(b, meter)? {
@@ -276,7 +286,7 @@ impl<'t> Value<'t> {
         Ok(match (self, other) {
             (Value::Undefined, Value::Undefined) | (Value::None, Value::None) => true,
             (Value::Text(a), Value::Text(b)) => {
-                meter.work(a.text.len().min(b.text.len()) / 16)?;
+                meter.spend_steps(a.text.len().min(b.text.len()) / 16)?;
                 a.text == b.text
             }
             (Value::List(a), Value::List(b)) => Rc::ptr_eq(a, b) || all(&a.items, &b.items)?,
@@ -289,10 +299,10 @@ impl<'t> Value<'t> {
                 }
                 a.entries.len() == b.entries.len()
             }
-            (Value::Space(a), Value::Space(b)) => Rc::ptr_eq(a, b),
+            (Value::Namespace(a), Value::Namespace(b)) => Rc::ptr_eq(a, b),
             (Value::Macro(a), Value::Macro(b)) => Rc::ptr_eq(a, b),
-            _ => match (self.float(), other.float()) {
-                (Some(a), Some(b)) => match (self.int(), other.int()) {
+            _ => match (self.as_float(), other.as_float()) {
+                (Some(a), Some(b)) => match (self.as_int(), other.as_int()) {
                     (Some(a), Some(b)) => a == b,
                     _ => a == b,
                 },
@@ -302,30 +312,30 @@ impl<'t> Value<'t> {
     }
 
     /// The order of two values that have one.
-    pub fn order(&self, other: &Value<'t>, meter: &Meter) -> Result<Ordering> {
-        meter.work(1)?;
+    pub fn compare(&self, other: &Value<'t>, meter: &Meter) -> Result<Ordering> {
+        meter.spend_steps(1)?;
         if let (Value::Text(a), Value::Text(b)) = (self, other) {
-            meter.work(a.text.len().min(b.text.len()) / 16)?;
+            meter.spend_steps(a.text.len().min(b.text.len()) / 16)?;
             return Ok(a.text.cmp(&b.text));
         }
         if let (Value::List(a), Value::List(b)) = (self, other) {
             for (a, b) in a.items.iter().zip(&b.items) {
-                match a.order(b, meter)? {
+                match a.compare(b, meter)? {
                     Ordering::Equal => {}
                     found => return Ok(found),
                 }
             }
             return Ok(a.items.len().cmp(&b.items.len()));
         }
-        let numbers = self.float().zip(other.float()).and_then(|(a, b)| a.partial_cmp(&b));
+        let numbers = self.as_float().zip(other.as_float()).and_then(|(a, b)| a.partial_cmp(&b));
         match numbers {
             Some(order) => Ok(order),
-            None => fault(format!("{} and {} have no order", self.kind(), other.kind())),
+            None => render_error(format!("{} and {} have no order", self.type_name(), other.type_name())),
         }
     }
 }
 
-impl<'t> Map<'t> {
+impl<'t> MapValue<'t> {
     pub fn get(&self, key: &Value<'t>, meter: &Meter) -> Result<Option<&Value<'t>>> {
         for (known, value) in &self.entries {
             if known.equals(key, meter)? {
@@ -337,27 +347,27 @@ impl<'t> Map<'t> {
 }
 
 /// A text that grows, charged as it does.
-pub struct Builder {
+pub struct TextBuilder {
     text: String,
     charge: Charge,
 }
 
-impl Builder {
+impl TextBuilder {
     pub fn new(meter: &Rc<Meter>) -> Result<Self> {
-        Ok(Self { text: String::new(), charge: meter.charge(size_of::<Text>())? })
+        Ok(Self { text: String::new(), charge: meter.charge(size_of::<StringValue>())? })
     }
 
     pub fn push(&mut self, more: &str) -> Result<()> {
         let meter = &self.charge.meter;
-        meter.room(more.len())?;
+        meter.check_bytes(more.len())?;
         meter.bytes.set(meter.bytes.get() + more.len());
         self.charge.bytes += more.len();
         self.text += more;
         Ok(())
     }
 
-    pub fn done<'t>(self) -> Value<'t> {
-        Value::Text(Rc::new(Text { text: self.text, _charge: self.charge }))
+    pub fn into_value<'t>(self) -> Value<'t> {
+        Value::Text(Rc::new(StringValue { text: self.text, _charge: self.charge }))
     }
 
     pub fn into_string(self) -> String {
@@ -365,8 +375,8 @@ impl Builder {
     }
 
     /// A value as Python's `str` has it; texts within others are quoted.
-    pub fn show(&mut self, value: &Value, within: bool) -> Result<()> {
-        self.charge.meter.work(1)?;
+    pub fn push_display(&mut self, value: &Value, within: bool) -> Result<()> {
+        self.charge.meter.spend_steps(1)?;
         match value {
             Value::Undefined => Ok(()),
             Value::None => self.push("None"),
@@ -400,7 +410,7 @@ impl Builder {
                 self.push("[")?;
                 for (i, item) in list.items.iter().enumerate() {
                     self.push(if i > 0 { ", " } else { "" })?;
-                    self.show(item, true)?;
+                    self.push_display(item, true)?;
                 }
                 self.push("]")
             }
@@ -408,32 +418,34 @@ impl Builder {
                 self.push("{")?;
                 for (i, (key, value)) in map.entries.iter().enumerate() {
                     self.push(if i > 0 { ", " } else { "" })?;
-                    self.show(key, true)?;
+                    self.push_display(key, true)?;
                     self.push(": ")?;
-                    self.show(value, true)?;
+                    self.push_display(value, true)?;
                 }
                 self.push("}")
             }
-            Value::Space(_) | Value::Macro(_) | Value::Loop(_) => self.push(&format!("<{}>", value.kind())),
+            Value::Namespace(_) | Value::Macro(_) | Value::Loop(_) => {
+                self.push(&format!("<{}>", value.type_name()))
+            }
         }
     }
 
     /// A value as Python's `json.dumps` has it; `indent` spaces a level, on one line without.
-    pub fn json(&mut self, value: &Value, indent: Option<usize>, level: usize) -> Result<()> {
-        self.charge.meter.work(1)?;
+    pub fn push_json(&mut self, value: &Value, indent: Option<usize>, level: usize) -> Result<()> {
+        self.charge.meter.spend_steps(1)?;
         let parts: (&str, &str, Vec<(Option<&Value>, &Value)>) = match value {
             Value::Undefined | Value::None => return self.push("null"),
             Value::Bool(flag) => return self.push(if *flag { "true" } else { "false" }),
             Value::Int(n) => return self.push(&n.to_string()),
             Value::Float(x) => return self.push(&format!("{x:?}")),
             Value::Text(text) => {
-                self.charge.meter.room(6 * text.text.len())?;
+                self.charge.meter.check_bytes(6 * text.text.len())?;
                 return self.push(&serde_json::Value::from(text.text.as_str()).to_string());
             }
             Value::List(list) => ("[", "]", list.items.iter().map(|item| (None, item)).collect()),
             Value::Map(map) => ("{", "}", map.entries.iter().map(|(k, v)| (Some(k), v)).collect()),
-            Value::Space(_) | Value::Macro(_) | Value::Loop(_) => {
-                return fault(format!("{} cannot be written as JSON", value.kind()));
+            Value::Namespace(_) | Value::Macro(_) | Value::Loop(_) => {
+                return render_error(format!("{} cannot be written as JSON", value.type_name()));
             }
         };
         let (open, close, items) = parts;
@@ -443,32 +455,32 @@ impl Builder {
             match indent {
                 Some(spaces) => {
                     self.push(if i > 0 { "," } else { "" })?;
-                    self.line(spaces.saturating_mul(level + 1))?;
+                    self.push_newline(spaces.saturating_mul(level + 1))?;
                 }
                 None => self.push(if i > 0 { ", " } else { "" })?,
             }
             if let Some(key) = key {
                 match key {
-                    Value::Text(_) => self.json(key, None, 0)?,
+                    Value::Text(_) => self.push_json(key, None, 0)?,
                     other => {
                         self.push("\"")?;
-                        self.json(other, None, 0)?;
+                        self.push_json(other, None, 0)?;
                         self.push("\"")?;
                     }
                 }
                 self.push(": ")?;
             }
-            self.json(item, indent, level + 1)?;
+            self.push_json(item, indent, level + 1)?;
         }
         if let (Some(spaces), false) = (indent, empty) {
-            self.line(spaces.saturating_mul(level))?;
+            self.push_newline(spaces.saturating_mul(level))?;
         }
         self.push(close)
     }
 
     /// A new line and `spaces`.
-    fn line(&mut self, spaces: usize) -> Result<()> {
-        self.charge.meter.room(spaces)?;
+    fn push_newline(&mut self, spaces: usize) -> Result<()> {
+        self.charge.meter.check_bytes(spaces)?;
         self.push("\n")?;
         self.push(&" ".repeat(spaces))
     }

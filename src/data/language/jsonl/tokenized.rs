@@ -1,0 +1,280 @@
+//! Records made into ids once: ids, where each sample ends, which ids are learned, and classes, each in a file of its
+//! own in the cache, and what was found out on the way.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{BufWriter, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::super::DataError;
+use super::super::pieces::{FileProgress, parallel_in_order};
+use super::super::token_storage::{RandomAccessFile, TokenFiles, TokenIdFile, TokenWidth};
+use super::super::token_windows::{LossMask, display_name};
+use super::lines::{LineChunk, LineReader};
+use super::record::{Document, OverlongPolicy, RecordReader, record_error};
+use crate::data::bad_records::{BadRecord, DatasetSplit, SkippedRecords};
+use crate::data::cache::CacheKey;
+use crate::data::{DatasetContext, LengthStats};
+
+/// The records of some files.
+pub struct TokenizedRecords {
+    pub ids: Arc<TokenFiles>,
+    pub loss_mask: Option<Arc<LossMask>>,
+    sample_ends: RandomAccessFile,
+    labels: Option<RandomAccessFile>,
+    pub summary: TokenizedSummary,
+}
+
+/// What was found out.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct TokenizedSummary {
+    pub records: u64,
+    pub samples: u64,
+    pub tokens: u64,
+    /// Tokens that are to be learned.
+    pub learned: u64,
+    /// Records that were longer than a sample.
+    pub too_long: u64,
+    /// Tokens of the longest record, and the number of its (first) sample.
+    pub longest: (u64, u64),
+    /// Records of up to 1, 2, 4, 8, ... tokens.
+    histogram: Vec<u64>,
+    /// The names of classes in the order they came, and their samples.
+    pub classes: Vec<(String, u64)>,
+    /// Records left out because they are bad, and what is wrong with the first of them.
+    pub bad: u64,
+    pub first_bad: Vec<String>,
+}
+
+/// Distinct classes, at most: with more, the field is no class.
+const MAX_CLASSES: usize = 1 << 16;
+
+impl TokenizedSummary {
+    pub fn lengths(&self) -> LengthStats {
+        let histogram = self.histogram.iter().enumerate().map(|(i, &n)| (1 << i, n));
+        LengthStats { longest: self.longest, histogram: histogram.skip_while(|bin| bin.1 == 0).collect() }
+    }
+}
+
+impl TokenizedRecords {
+    /// Of `files`, as `reader` reads them; `how` states the settings behind it, and `sources` what else it was made from.
+    pub fn open(
+        files: &[PathBuf],
+        sources: &[PathBuf],
+        reader: &RecordReader,
+        how: &str,
+        ctx: &DatasetContext,
+    ) -> Result<Self, DataError> {
+        let cache_key = CacheKey::new(&[files, sources].concat(), how)?;
+        let names = ["jsonl-tokens", "jsonl-learned", "jsonl-ends", "jsonl-classes", "jsonl-found"];
+        let [tokens, marks, ends, labels, found] =
+            ctx.cache.get_or_create_all(names, cache_key, |[tokens, marks, ends, labels, found]| {
+                let activity = format!("tokenising {}", display_name(files));
+                let progress = FileProgress::new(files, &*ctx.observer, &activity)?;
+                let mut writer = RecordWriter::new(reader, [tokens, marks, ends, labels]);
+                let mut lines = LineReader::new(files, &progress);
+                let work = |chunk: &LineChunk| {
+                    let read = |(number, line)| (reader.read(line, chunk.file, number), number);
+                    let documents: Vec<_> = chunk.lines().map(read).collect();
+                    Ok((documents, chunk.file.to_owned()))
+                };
+                parallel_in_order(
+                    &progress,
+                    || lines.next(),
+                    work,
+                    |(documents, file)| {
+                        documents
+                            .into_iter()
+                            .try_for_each(|(document, number)| writer.write_record(document, &file, number))
+                    },
+                )?;
+                let text = serde_json::to_vec(&writer.summary).unwrap_or_default();
+                writer.finish()?;
+                found.write_all(&text).map_err(write_error)
+            })?;
+        let text = std::fs::read(&found).map_err(DataError::io(&found))?;
+        let damaged = |why: String| DataError::WrongFormat {
+            file: found.clone(),
+            wanted: "what this program wrote",
+            found: why,
+        };
+        let found: TokenizedSummary =
+            serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+        if found.samples == 0 {
+            let why = "its files have no records".to_owned();
+            return Err(DataError::NoSamples { set: format!("`{}`", display_name(files)), why });
+        }
+        let ids = TokenIdFile::open_headerless(&tokens, reader.tokenizer.width())?;
+        let there = |path: &Path| match std::fs::metadata(path).map_err(DataError::io(path))?.len() {
+            0 => Ok(None),
+            _ => RandomAccessFile::open(path).map(Some),
+        };
+        let (marks, labels, ends) = (there(&marks)?, there(&labels)?, RandomAccessFile::open(&ends)?);
+        if ids.len() != found.tokens || ends.len() != 8 * found.samples {
+            return Err(damaged("other numbers than the files beside it".into()));
+        }
+        Ok(Self {
+            ids: Arc::new(TokenFiles::new(vec![ids])),
+            loss_mask: marks.map(|m| Arc::new(LossMask(m))),
+            sample_ends: ends,
+            labels,
+            summary: found,
+        })
+    }
+
+    /// Where the ids of a sample lie.
+    pub fn sample_range(&self, index: u64) -> Result<std::ops::Range<u64>, DataError> {
+        // Where the sample before it ends, and where it ends itself; the first begins at 0.
+        let mut ends = [[0; 8]; 2];
+        let before = usize::from(index == 0);
+        self.sample_ends.read(8 * index.saturating_sub(1), ends[before..].as_flattened_mut())?;
+        let [start, end] = ends.map(u64::from_le_bytes);
+        Ok(start..end)
+    }
+
+    /// The class of a sample, as a place in [`TokenizedSummary::classes`].
+    pub fn class(&self, index: u64) -> Result<usize, DataError> {
+        let mut bytes = [0; 4];
+        if let Some(labels) = &self.labels {
+            labels.read(4 * index, &mut bytes)?;
+        }
+        Ok(u32::from_le_bytes(bytes) as usize)
+    }
+}
+
+fn write_error(error: std::io::Error) -> DataError {
+    DataError::write(Path::new("the tokens of the records"))(error)
+}
+
+/// Writes documents one after the other.
+struct RecordWriter<'a, 'o> {
+    reader: &'a RecordReader<'a>,
+    width: TokenWidth,
+    out: [&'o mut BufWriter<File>; 4],
+    summary: TokenizedSummary,
+    skipped: SkippedRecords,
+    classes: HashMap<String, u32>,
+    /// Bits of marks that do not make a byte yet.
+    pending_bits: (u8, u32),
+    bytes: Vec<u8>,
+}
+
+impl<'a, 'o> RecordWriter<'a, 'o> {
+    fn new(reader: &'a RecordReader<'a>, out: [&'o mut BufWriter<File>; 4]) -> Self {
+        let width = reader.tokenizer.width();
+        Self {
+            reader,
+            width,
+            out,
+            summary: TokenizedSummary::default(),
+            skipped: SkippedRecords::default(),
+            classes: HashMap::new(),
+            pending_bits: (0, 0),
+            bytes: Vec::new(),
+        }
+    }
+
+    fn write_record(
+        &mut self,
+        read: Result<Document, DataError>,
+        file: &Path,
+        line: u64,
+    ) -> Result<(), DataError> {
+        let document = match read {
+            Ok(document) => document,
+            Err(error) if error.is_bad_record() && self.reader.on_bad.skips() => {
+                let bad = BadRecord { id: self.summary.bad, why: error.to_string() };
+                self.summary.bad += 1;
+                self.summary.first_bad.extend(self.skipped.record(
+                    DatasetSplit::Train,
+                    0,
+                    &[bad],
+                    self.reader.on_bad,
+                )?);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        let max_tokens = self.reader.max_tokens;
+        let found = &mut self.summary;
+        found.records += 1;
+        found.too_long += u64::from(document.full_len > max_tokens as u64);
+        if document.full_len > found.longest.0 {
+            found.longest = (document.full_len, found.samples);
+        }
+        let bin = document.full_len.next_power_of_two().trailing_zeros() as usize;
+        found.histogram.resize(found.histogram.len().max(bin + 1), 0);
+        found.histogram[bin] += 1;
+        let class = match document.label {
+            None => None,
+            Some(name) => {
+                let next = self.classes.len() as u32;
+                let class = *self.classes.entry(name).or_insert_with_key(|name| {
+                    found.classes.push((name.clone(), 0));
+                    next
+                });
+                if self.classes.len() > MAX_CLASSES {
+                    let problem =
+                        format!("it has the class number {}, more than can be told apart", MAX_CLASSES + 1);
+                    return Err(record_error(file, line, problem));
+                }
+                Some(class)
+            }
+        };
+        let mut start = 0;
+        loop {
+            let end = document.ids.len().min(start + max_tokens);
+            self.write_sample(
+                &document.ids[start..end],
+                document.loss_mask.get(start..end).unwrap_or_default(),
+                class,
+            )?;
+            if end == document.ids.len() || self.reader.too_long != OverlongPolicy::Split {
+                return Ok(());
+            }
+            // The last token of a sample is a target only: the next one begins with it. A class is of all tokens.
+            start = if class.is_some() { end } else { end - 1 };
+        }
+    }
+
+    fn write_sample(&mut self, ids: &[u32], loss_mask: &[bool], class: Option<u32>) -> Result<(), DataError> {
+        let [tokens, marks, ends, labels] = &mut self.out;
+        self.bytes.clear();
+        self.width.write_ids(ids, &mut self.bytes);
+        tokens.write_all(&self.bytes).map_err(write_error)?;
+        for &learned in loss_mask {
+            let (byte, count) = &mut self.pending_bits;
+            *byte |= u8::from(learned) << *count;
+            *count += 1;
+            if *count == 8 {
+                marks.write_all(&[*byte]).map_err(write_error)?;
+                self.pending_bits = (0, 0);
+            }
+        }
+        let found = &mut self.summary;
+        found.samples += 1;
+        found.tokens += ids.len() as u64;
+        let all = if loss_mask.is_empty() { ids.len() } else { loss_mask.iter().filter(|l| **l).count() };
+        found.learned += all as u64;
+        ends.write_all(&found.tokens.to_le_bytes()).map_err(write_error)?;
+        if let Some(class) = class {
+            found.classes[class as usize].1 += 1;
+            labels.write_all(&class.to_le_bytes()).map_err(write_error)?;
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<(), DataError> {
+        let [_, marks, ..] = self.out;
+        if self.pending_bits.1 > 0 {
+            marks.write_all(&[self.pending_bits.0]).map_err(write_error)
+        } else {
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! Files of tokens: windows of what nanoGPT's and llm.c's scripts have prepared.
+//!
+//! A window never crosses from a file to the next: shards of a corpus are texts of their own, as in llm.c.
+
+use std::{
+    io::Write,
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use rayon::prelude::*;
+
+use super::DataError;
+use super::token_storage::{TokenFiles, TokenIdFile, TokenWidth};
+use super::token_windows::{TokenDecoder, TokenWindows, WindowPlacement, display_name, valid_start};
+use super::tokenizer::TokenizerSpec;
+use crate::data::cache::CacheKey;
+use crate::data::{DatasetContext, files};
+
+/// What files, and what is made of them.
+#[derive(Clone, Debug)]
+pub struct TokenFileSettings {
+    pub train: Vec<PathBuf>,
+    /// Own files to measure on; where empty, the end of the others is.
+    pub valid: Vec<PathBuf>,
+    pub valid_fraction: f64,
+    /// Of an id; found out where absent.
+    pub width: Option<TokenWidth>,
+    /// Ids are below it; where absent, the largest is looked for.
+    pub vocab: Option<usize>,
+    /// What made the ids, for people.
+    pub tokenizer: Option<PathBuf>,
+    pub context: usize,
+    pub placement: WindowPlacement,
+}
+
+/// The windows to train on and those to measure on.
+pub fn open(
+    settings: &TokenFileSettings,
+    ctx: &DatasetContext,
+) -> Result<(TokenWindows, TokenWindows), DataError> {
+    let open = |patterns: &[PathBuf]| -> Result<Arc<TokenFiles>, DataError> {
+        let found = files::resolve_patterns(patterns)?;
+        let ids = found
+            .iter()
+            .map(|file| TokenIdFile::open(file, settings.width))
+            .collect::<Result<Vec<_>, _>>()?;
+        if let Some(short) = ids.iter().find(|ids| ids.len() <= settings.context as u64) {
+            let why = format!("it has {} tokens and a window takes {}", short.len(), settings.context + 1);
+            return Err(DataError::NoSamples { set: format!("`{}`", short.file().display()), why });
+        }
+        Ok(Arc::new(TokenFiles::new(ids)))
+    };
+    let (train, valid) = (open(&settings.train)?, open(&settings.valid)?);
+    let known_vocab = match (settings.vocab, &settings.tokenizer) {
+        (None, Some(file)) => {
+            TokenizerSpec::File(file.clone()).load_within_memory(ctx)?.map(|tokenizer| tokenizer.vocab())
+        }
+        (vocab, _) => vocab,
+    };
+    let vocab = match known_vocab {
+        Some(vocab) => vocab,
+        None => {
+            let both = [&train, &valid].map(|ids| largest_token(ids, settings.width, ctx));
+            let [a, b] = both;
+            a?.max(b?) as usize + 1
+        }
+    };
+    let placement = settings.placement;
+    let decoder = settings.tokenizer.as_ref().map(|file| Arc::new(TokenDecoder::from_file(file.clone())));
+    let windows = |ids: &Arc<TokenFiles>, ranges: Vec<Range<u64>>, placement, name: &str| {
+        let tokens: u64 = ranges.iter().map(|s| s.end - s.start).sum();
+        let about = vec![
+            (format!("{name} tokens"), tokens.to_string()),
+            ("vocabulary".into(), vocab.to_string()),
+            ("token files".into(), ids.files().len().to_string()),
+            ("bytes a token".into(), ids.files().first().map_or(0, |part| part.width().bytes()).to_string()),
+        ];
+        let set = TokenWindows::new(ids.clone(), ranges, (settings.context, vocab), placement, name)?;
+        Ok(set.with_description(decoder.clone(), about))
+    };
+    let files =
+        |ids: &TokenFiles| (0..ids.files().len()).map(|part| ids.file_range(part)).collect::<Vec<_>>();
+    if valid.is_empty() {
+        let border = valid_start(&(0..train.len()), settings.valid_fraction);
+        let cut = |part: fn(Range<u64>, u64) -> Range<u64>| {
+            files(&train).into_iter().map(|file| part(file, border)).filter(|part| !part.is_empty()).collect()
+        };
+        let before = cut(|file, border| file.start..file.end.min(border));
+        let after = cut(|file, border| file.start.max(border)..file.end);
+        Ok((
+            windows(&train, before, placement, "train")?,
+            windows(&train, after, WindowPlacement::Fixed, "valid")?,
+        ))
+    } else {
+        let valid_windows = windows(&valid, files(&valid), WindowPlacement::Fixed, "valid")?;
+        Ok((windows(&train, files(&train), placement, "train")?, valid_windows))
+    }
+}
+
+/// Ids looked at between two reports, and by one thread at a time.
+const IDS_PER_REPORT: u64 = 4 << 20;
+const IDS_PER_PIECE: usize = 1 << 16;
+
+/// The largest id of all, found once. Nothing has 0.
+fn largest_token(
+    ids: &TokenFiles,
+    width: Option<TokenWidth>,
+    ctx: &DatasetContext,
+) -> Result<u32, DataError> {
+    let files: Vec<PathBuf> = ids.files().iter().map(|part| part.file().to_owned()).collect();
+    if files.is_empty() {
+        return Ok(0);
+    }
+    let cache_key = CacheKey::new(&files, &format!("largest {width:?}"))?;
+    let path = ctx.cache.get_or_create("largest-token", cache_key, |out| {
+        let activity = format!("finding the largest token of {}", display_name(&files));
+        let (all, mut largest) = (ids.len(), 0);
+        let bytes = ids.files().first().map_or(1, |part| part.width().bytes() as u64);
+        for start in (0..all).step_by(IDS_PER_REPORT as usize) {
+            ctx.observer.report(&activity, start * bytes, all * bytes);
+            let end = all.min(start + IDS_PER_REPORT);
+            let pieces: Vec<u64> = (start..end).step_by(IDS_PER_PIECE).collect();
+            let found = pieces.into_par_iter().map(|start| {
+                let mut piece = vec![0; IDS_PER_PIECE.min((end - start) as usize)];
+                ids.read_ids(start..start + piece.len() as u64, &mut piece)?;
+                Ok::<u32, DataError>(piece.into_iter().max().unwrap_or(0))
+            });
+            largest = largest.max(found.try_reduce(|| 0, |a, b| Ok(a.max(b)))?);
+        }
+        ctx.observer.report(&activity, all * bytes, all * bytes);
+        write!(out, "{largest}").map_err(DataError::write(Path::new("the largest token")))
+    })?;
+    let text = std::fs::read_to_string(&path).map_err(DataError::io(&path))?;
+    let wrong =
+        || DataError::WrongFormat { file: path.clone(), wanted: "a number", found: format!("`{text}`") };
+    text.trim().parse().map_err(|_| wrong())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::cache::Cache;
+    use crate::data::{BatchRow, Dataset, SampleKey, SliceMut};
+
+    struct TokenFileFixture {
+        folder: tempfile::TempDir,
+        ctx: DatasetContext,
+    }
+
+    fn fixture() -> TokenFileFixture {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().join("cache"));
+        TokenFileFixture { ctx: DatasetContext { cache, ..DatasetContext::default() }, folder }
+    }
+
+    impl TokenFileFixture {
+        fn write(&self, name: &str, ids: impl IntoIterator<Item = u32>) -> PathBuf {
+            let (path, mut bytes) = (self.folder.path().join(name), Vec::new());
+            TokenWidth::U16.write_ids(&ids.into_iter().collect::<Vec<_>>(), &mut bytes);
+            std::fs::write(&path, bytes).unwrap();
+            path
+        }
+
+        fn settings(&self, train: &str, context: usize) -> TokenFileSettings {
+            TokenFileSettings {
+                train: vec![self.folder.path().join(train)],
+                valid: Vec::new(),
+                valid_fraction: 0.25,
+                width: Some(TokenWidth::U16),
+                vocab: None,
+                tokenizer: None,
+                context,
+                placement: WindowPlacement::Fixed,
+            }
+        }
+    }
+
+    fn read(set: &TokenWindows, index: u64, epoch: u64) -> Result<(Vec<u32>, Vec<u32>), DataError> {
+        let length = set.features().input_len();
+        let (mut input, mut target) = (vec![9; length], vec![9; length]);
+        let mut row =
+            BatchRow { input: SliceMut::U32(&mut input), target: SliceMut::U32(&mut target), length: 0 };
+        set.read(index, SampleKey { seed: 1, epoch, sample: index }, &mut row)?;
+        Ok((input, target))
+    }
+
+    #[test]
+    fn windows_stay_within_files_and_the_end_is_the_validation_set() {
+        let fixture = fixture();
+        fixture.write("a.bin", 0..11);
+        fixture.write("b.bin", 100..109);
+        let (train, valid) = open(&fixture.settings("*.bin", 4), &fixture.ctx).unwrap();
+        // Of 20 tokens the first 15 are trained on: 0..11 and 100..104, which is too short for a window.
+        let all = |set: &TokenWindows| (0..set.len()).map(|i| read(set, i, 0).unwrap()).collect::<Vec<_>>();
+        let wanted = [(vec![0, 1, 2, 3], vec![1, 2, 3, 4]), (vec![4, 5, 6, 7], vec![5, 6, 7, 8])];
+        assert_eq!(all(&train), wanted);
+        assert_eq!(all(&valid), [(vec![104, 105, 106, 107], vec![105, 106, 107, 108])]);
+        assert_eq!(train.features().input, crate::features::InputSpec::Tokens { length: 4, vocab: 109 });
+        // Drawn anywhere, but never over the border of the files.
+        let settings = TokenFileSettings {
+            valid: vec![fixture.folder.path().join("b.bin")],
+            placement: WindowPlacement::Random,
+            ..fixture.settings("*.bin", 4)
+        };
+        let (train, valid) = open(&settings, &fixture.ctx).unwrap();
+        let mut seen = std::collections::BTreeSet::new();
+        for epoch in 0..100 {
+            for i in 0..train.len() {
+                let (input, target) = read(&train, i, epoch).unwrap();
+                assert!(input.windows(2).all(|w| w[1] == w[0] + 1) && target[3] == input[3] + 1);
+                seen.insert(input[0]);
+            }
+        }
+        assert!(seen.into_iter().eq((0..7).chain(100..105)), "each place a window fits at");
+        assert_eq!((train.len(), valid.len()), (4, 2));
+    }
+
+    #[test]
+    fn a_token_beyond_the_vocabulary_is_named_with_its_place() {
+        let fixture = fixture();
+        fixture.write("a.bin", (0..20).map(|i| if i == 9 { 700 } else { i }));
+        let settings = TokenFileSettings { vocab: Some(100), ..fixture.settings("a.bin", 4) };
+        let (train, _) = open(&settings, &fixture.ctx).unwrap();
+        assert!(read(&train, 0, 0).is_ok());
+        let error = read(&train, 2, 0).unwrap_err();
+        assert!(error.is_bad_record());
+        let text = error.to_string();
+        assert!(text.contains("a.bin`, record 9: `700` is not a token below 100"), "{text}");
+        let (train, _) = open(&fixture.settings("a.bin", 4), &fixture.ctx).unwrap();
+        assert_eq!(train.describe()[1].1, "701", "found");
+    }
+
+    #[test]
+    fn short_files_are_refused() {
+        let fixture = fixture();
+        fixture.write("a.bin", 0..4);
+        let error = open(&fixture.settings("a.bin", 4), &fixture.ctx).err().unwrap().to_string();
+        assert!(error.contains("a.bin` gives no samples: it has 4 tokens and a window takes 5"), "{error}");
+    }
+}

@@ -1,0 +1,399 @@
+//! Token ids that stay in files and are read where they are wanted: `.bin` files as nanoGPT and llm.c write them,
+//! and those that this program makes of text. Files are not mapped: the pages of a mapped file are resident memory of
+//! the process, as many as the file has, and one that is cut short ends the process.
+//!
+//! A `.bin` file is nothing but ids, or llm.c's header of 256 32-bit words and then ids; all little endian.
+
+use std::{
+    fs::File,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use super::DataError;
+use crate::data::files;
+use crate::regular_file;
+
+/// Bytes of an id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenWidth {
+    U8 = 1,
+    U16 = 2,
+    U32 = 4,
+}
+
+impl TokenWidth {
+    /// The narrowest for ids below `vocab`.
+    pub fn for_vocab(vocab: usize) -> Self {
+        match vocab {
+            0..=0x100 => TokenWidth::U8,
+            0x101..=0x1_0000 => TokenWidth::U16,
+            _ => TokenWidth::U32,
+        }
+    }
+
+    pub fn bytes(self) -> usize {
+        self as usize
+    }
+
+    /// Appends `ids`, which fit.
+    pub fn write_ids(self, ids: &[u32], into: &mut Vec<u8>) {
+        match self {
+            TokenWidth::U8 => into.extend(ids.iter().map(|&id| id as u8)),
+            TokenWidth::U16 => ids.iter().for_each(|&id| into.extend((id as u16).to_le_bytes())),
+            TokenWidth::U32 => ids.iter().for_each(|&id| into.extend(id.to_le_bytes())),
+        }
+    }
+}
+
+/// An open file that is read at any place, from several threads at once.
+#[derive(Debug)]
+pub struct RandomAccessFile {
+    path: PathBuf,
+    file: File,
+    /// In bytes.
+    len: u64,
+}
+
+impl RandomAccessFile {
+    pub fn open(path: &Path) -> Result<Self, DataError> {
+        let file = regular_file::open(path).map_err(DataError::io(path))?;
+        let len = file.metadata().map_err(DataError::io(path))?.len();
+        match len {
+            0 => Err(DataError::EmptyFile { file: path.to_owned() }),
+            len => Ok(Self { path: path.to_owned(), file, len }),
+        }
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Fills `into` with the bytes from `at` on.
+    pub fn read(&self, at: u64, into: &mut [u8]) -> Result<(), DataError> {
+        files::read_exact_at(&self.file, into, at).map_err(|error| match error.kind() {
+            // It was cut short since it was opened.
+            std::io::ErrorKind::UnexpectedEof => DataError::Truncated {
+                file: self.path.clone(),
+                promised: at + into.len() as u64,
+                found: self.file.metadata().map_or(0, |about| about.len()),
+            },
+            _ => DataError::io(&self.path)(error),
+        })
+    }
+
+    /// The first bytes of the file, at most `max_bytes`.
+    fn read_prefix(&self, max_bytes: usize) -> Result<Vec<u8>, DataError> {
+        let mut bytes = vec![0; self.len.min(max_bytes as u64) as usize];
+        self.read(0, &mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// The ids of one file.
+#[derive(Debug)]
+pub struct TokenIdFile {
+    stored: RandomAccessFile,
+    /// Bytes before the first id.
+    first_id_offset: u64,
+    width: TokenWidth,
+    len: u64,
+}
+
+/// llm.c's header: what it begins with, the version of each, and the width of ids after it.
+const HEADERS: [(u32, u32, TokenWidth); 2] =
+    [(20_240_520, 1, TokenWidth::U16), (20_240_801, 7, TokenWidth::U32)];
+const HEADER_BYTES: u64 = 1024;
+
+/// Ids at the beginning of a file without a header that are looked at to tell their width.
+const SNIFFED_IDS: usize = 1 << 14;
+
+impl TokenIdFile {
+    /// A `.bin` file whose ids are `width` wide; where that is not told, as its header says, and without one
+    /// 16 bits as nanoGPT writes them, unless every second of the first values is 0: those are 32 bits wide.
+    pub fn open(file: &Path, width: Option<TokenWidth>) -> Result<Self, DataError> {
+        let stored = RandomAccessFile::open(file)?;
+        let prefix = stored.read_prefix(4 * SNIFFED_IDS)?;
+        let word = |i: usize| {
+            prefix.get(4 * i..4 * i + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).unwrap_or(0)
+        };
+        let known = HEADERS.iter().find(|(magic, ..)| stored.len >= HEADER_BYTES && word(0) == *magic);
+        let Some(&(_, version, header_width)) = known else {
+            let width = width.unwrap_or_else(|| guess_width(&prefix, stored.len));
+            return Self::from_file(stored, 0, width);
+        };
+        if word(1) != version {
+            let found = format!("llm.c's header of version {}, which is not known", word(1));
+            return Err(DataError::WrongFormat { file: file.to_owned(), wanted: "a file of tokens", found });
+        }
+        if width.is_some_and(|width| width != header_width) {
+            let (name, value) = ("dtype", format!("u{}", 8 * width.unwrap_or(header_width).bytes()));
+            let wanted = "the file's header says otherwise; leave it out, or say \"auto\"";
+            return Err(DataError::InvalidSetting { name, value, wanted });
+        }
+        let promised = HEADER_BYTES + u64::from(word(2)) * header_width.bytes() as u64;
+        let found = stored.len;
+        let file = file.to_owned();
+        match promised.cmp(&found) {
+            std::cmp::Ordering::Greater => Err(DataError::Truncated { file, promised, found }),
+            std::cmp::Ordering::Less => Err(DataError::TrailingBytes { file, promised }),
+            std::cmp::Ordering::Equal => Self::from_file(stored, HEADER_BYTES, header_width),
+        }
+    }
+
+    /// A file of nothing but ids of this width.
+    pub fn open_headerless(file: &Path, width: TokenWidth) -> Result<Self, DataError> {
+        Self::from_file(RandomAccessFile::open(file)?, 0, width)
+    }
+
+    fn from_file(stored: RandomAccessFile, start: u64, width: TokenWidth) -> Result<Self, DataError> {
+        let (bytes, one) = (stored.len - start, width.bytes() as u64);
+        let file = || stored.path.clone();
+        if bytes == 0 {
+            return Err(DataError::EmptyFile { file: file() });
+        }
+        if !bytes.is_multiple_of(one) {
+            let found = format!("{bytes} bytes, no multiple of the {one} of an id");
+            return Err(DataError::WrongFormat { file: file(), wanted: "a whole file of tokens", found });
+        }
+        Ok(Self { stored, len: bytes / one, first_id_offset: start, width })
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn file(&self) -> &Path {
+        &self.stored.path
+    }
+
+    pub fn width(&self) -> TokenWidth {
+        self.width
+    }
+
+    /// Reads the ids of `file_range`, which the file has, into `into`, which has as many.
+    pub fn read_ids(&self, range: Range<u64>, into: &mut [u32]) -> Result<(), DataError> {
+        let (count, one) = (into.len(), self.width.bytes());
+        // Narrow ids are read to the end of the slice and widened from its beginning: an id's place in the slice never
+        // lies behind the bytes it is made of.
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(into);
+        let first = (4 - one) * count;
+        self.stored.read(self.first_id_offset + range.start * one as u64, &mut bytes[first..])?;
+        for i in 0..count {
+            let from = first + i * one;
+            let id = match self.width {
+                TokenWidth::U8 => bytes[from].into(),
+                TokenWidth::U16 => u16::from_le_bytes([bytes[from], bytes[from + 1]]).into(),
+                TokenWidth::U32 => {
+                    u32::from_le_bytes([bytes[from], bytes[from + 1], bytes[from + 2], bytes[from + 3]])
+                }
+            };
+            bytes[4 * i..4 * i + 4].copy_from_slice(&u32::to_ne_bytes(id));
+        }
+        Ok(())
+    }
+}
+
+/// From the beginning of a file of `len` bytes.
+fn guess_width(beginning: &[u8], len: u64) -> TokenWidth {
+    let (pairs, _) = beginning.as_chunks::<4>();
+    let high_are_zero = len.is_multiple_of(4) && pairs.iter().all(|b| b[2] == 0 && b[3] == 0);
+    let low_are_not = pairs.iter().any(|b| b[0] != 0 || b[1] != 0);
+    // A few ids could be so by chance.
+    if pairs.len() >= 16 && high_are_zero && low_are_not { TokenWidth::U32 } else { TokenWidth::U16 }
+}
+
+/// The ids of several files, numbered through.
+#[derive(Debug)]
+pub struct TokenFiles {
+    files: Vec<TokenIdFile>,
+    /// Where each part ends.
+    file_ends: Vec<u64>,
+}
+
+impl TokenFiles {
+    pub fn new(parts: Vec<TokenIdFile>) -> Self {
+        let ends = parts.iter().scan(0, |end, part| {
+            *end += part.len();
+            Some(*end)
+        });
+        Self { file_ends: ends.collect(), files: parts }
+    }
+
+    pub fn len(&self) -> u64 {
+        self.file_ends.last().copied().unwrap_or(0)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub fn files(&self) -> &[TokenIdFile] {
+        &self.files
+    }
+
+    /// Where part `part` lies.
+    pub fn file_range(&self, part: usize) -> Range<u64> {
+        self.file_ends[part] - self.files[part].len()..self.file_ends[part]
+    }
+
+    /// The file that holds id `at`, and its number there.
+    pub fn locate(&self, at: u64) -> (&Path, u64) {
+        let part = self.file_ends.partition_point(|&end| end <= at).min(self.files.len() - 1);
+        (self.files[part].file(), at - self.file_range(part).start)
+    }
+
+    /// Reads the ids of `file_range`, which are there, to the beginning of `into`.
+    pub fn read_ids(&self, range: Range<u64>, mut into: &mut [u32]) -> Result<(), DataError> {
+        let (mut at, end) = (range.start, range.end);
+        let mut part = self.file_ends.partition_point(|&end| end <= at);
+        while at < end {
+            let whole = self.file_range(part);
+            let until = end.min(whole.end);
+            let (now, rest) = into.split_at_mut((until - at) as usize);
+            self.files[part].read_ids(at - whole.start..until - whole.start, now)?;
+            (into, at, part) = (rest, until, part + 1);
+        }
+        Ok(())
+    }
+
+    /// The first id of `file_range` that is not below `vocab`, as an error that names its file and place.
+    pub fn check_vocab(&self, range: Range<u64>, ids: &[u32], vocab: usize) -> Option<DataError> {
+        let at = ids.iter().position(|&id| id as usize >= vocab)?;
+        let (file, record) = self.locate(range.start + at as u64);
+        Some(DataError::Value {
+            file: file.to_owned(),
+            record,
+            column: None,
+            value: ids[at].to_string(),
+            wanted: format!("a token below {vocab}, the size of the vocabulary"),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn file(folder: &Path, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = folder.join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn with_header(magic: u32, version: u32, count: u32, ids: &[u8]) -> Vec<u8> {
+        let mut header = vec![0u32; 256];
+        header[..3].copy_from_slice(&[magic, version, count]);
+        [bytemuck::cast_slice::<u32, u8>(&header), ids].concat()
+    }
+
+    fn all(ids: &TokenIdFile) -> Vec<u32> {
+        let mut into = vec![9; ids.len() as usize];
+        ids.read_ids(0..ids.len(), &mut into).unwrap();
+        into
+    }
+
+    #[test]
+    fn both_tools_files_are_read_as_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let ids: Vec<u32> = (0..40).map(|i| i * 700).collect();
+        let (mut narrow, mut wide) = (Vec::new(), Vec::new());
+        TokenWidth::U16.write_ids(&ids, &mut narrow);
+        TokenWidth::U32.write_ids(&ids, &mut wide);
+        let cases = [
+            (narrow.clone(), None, TokenWidth::U16),
+            (wide.clone(), None, TokenWidth::U32),
+            (wide.clone(), Some(TokenWidth::U32), TokenWidth::U32),
+            (with_header(20_240_520, 1, 40, &narrow), None, TokenWidth::U16),
+            (with_header(20_240_801, 7, 40, &wide), None, TokenWidth::U32),
+        ];
+        for (bytes, told, width) in cases {
+            let read = TokenIdFile::open(&file(folder.path(), "a.bin", &bytes), told).unwrap();
+            assert_eq!((read.width(), all(&read)), (width, ids.clone()));
+        }
+    }
+
+    #[test]
+    fn a_file_cut_short_while_it_is_open_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file(folder.path(), "a.bin", &[1; 64]);
+        let ids = TokenIdFile::open_headerless(&path, TokenWidth::U16).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(10).unwrap();
+        let error = ids.read_ids(0..32, &mut [0; 32]).unwrap_err();
+        assert!(matches!(error, DataError::Truncated { promised: 64, found: 10, .. }), "{error}");
+        assert!(ids.read_ids(0..5, &mut [0; 5]).is_ok());
+    }
+
+    #[test]
+    fn wrong_files_are_named_with_what_is_wrong() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = |bytes: &[u8], width| {
+            TokenIdFile::open(&file(folder.path(), "a.bin", bytes), width).unwrap_err().to_string()
+        };
+        let cases = [
+            (open(&[1, 2, 3], None), "is not a whole file of tokens: it begins with 3 bytes"),
+            (open(&[], None), "is empty"),
+            (open(&with_header(20_240_520, 3, 1, &[0, 0]), None), "llm.c's header of version 3"),
+            (open(&with_header(20_240_520, 1, 9, &[0, 0]), None), "promises 1042 bytes, it has at most 1026"),
+            (open(&with_header(20_240_520, 1, 0, &[0, 0]), None), "goes on after the 1024 bytes"),
+            (open(&with_header(20_240_520, 1, 1, &[0, 0]), Some(TokenWidth::U32)), "`dtype` cannot be u32"),
+            (open(&with_header(20_240_520, 1, 0, &[]), None), "is empty"),
+        ];
+        for (found, wanted) in cases {
+            assert!(found.contains(wanted), "{found}");
+        }
+        assert!(matches!(TokenIdFile::open(Path::new("/no/such"), None), Err(DataError::Io { .. })));
+    }
+
+    proptest! {
+        /// Any bytes are read or refused; a header promises nothing that is believed.
+        #[test]
+        fn any_file_is_read_or_refused(
+            magic in prop_oneof![Just(20_240_520u32), Just(20_240_801), any::<u32>()],
+            version in 0u32..9, count: u32, ids in prop::collection::vec(any::<u8>(), 0..200), cut in 0usize..1300,
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let mut bytes = with_header(magic, version, count, &ids);
+            bytes.truncate(cut.max(1));
+            for width in [None, Some(TokenWidth::U16), Some(TokenWidth::U32)] {
+                if let Ok(read) = TokenIdFile::open(&file(folder.path(), "a.bin", &bytes), width) {
+                    prop_assert!(all(&read).len() <= bytes.len());
+                }
+            }
+        }
+
+        /// A range over several files is what the files hold, end to end.
+        #[test]
+        fn joined_files_are_one(sizes in prop::collection::vec(1usize..20, 1..5), a in 0.0..1.0f64, b in 0.0..1.0f64) {
+            let folder = tempfile::tempdir().unwrap();
+            let total: usize = sizes.iter().sum();
+            let ids: Vec<u32> = (0..total as u32).collect();
+            let (mut parts, mut from) = (Vec::new(), 0);
+            for (i, size) in sizes.iter().enumerate() {
+                let mut bytes = Vec::new();
+                TokenWidth::U16.write_ids(&ids[from..from + size], &mut bytes);
+                parts.push(TokenIdFile::open_headerless(&file(folder.path(), &i.to_string(), &bytes), TokenWidth::U16).unwrap());
+                from += size;
+            }
+            let joined = TokenFiles::new(parts);
+            let (a, b) = ((a * total as f64) as usize, (b * total as f64) as usize);
+            let (start, end) = (a.min(b), a.max(b));
+            let mut into = vec![0; end - start];
+            joined.read_ids(start as u64..end as u64, &mut into).unwrap();
+            prop_assert_eq!(&into, &ids[start..end]);
+            prop_assert_eq!(joined.locate(total as u64 - 1).1, *sizes.last().unwrap() as u64 - 1);
+            let wrong = joined.check_vocab(start as u64..end as u64, &into, start + 1);
+            prop_assert_eq!(wrong.is_some(), end > start + 1);
+        }
+    }
+}

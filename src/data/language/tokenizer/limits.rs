@@ -1,0 +1,219 @@
+//! What a `tokenizer.json` may make of a text, and how long it may take.
+//!
+//! The file says how text is changed before it is cut into tokens, and whoever wrote it may want a letter to become a
+//! gigabyte. The library has no bound of its own, so files that ask for too much are refused when they are opened, and
+//! a text that the file could make much longer is tried in small pieces first.
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper, Tokenizer};
+
+/// Bytes of one token, and letters of a word that is looked for piece by piece, at most.
+const MAX_TOKEN_BYTES: usize = 4096;
+const MAX_WORD_CHARS: u64 = 1000;
+
+/// Bytes put in the place of others, at most, and the times that one byte may become longer by all steps together.
+const MAX_REPLACEMENT_BYTES: usize = 256;
+const MAX_GROWTH: f64 = 1024.0;
+
+/// Entries of what is put around a whole sample, at most.
+const MAX_TEMPLATE_TOKENS: usize = 64;
+
+/// A text that cannot become longer than this is not tried first.
+const UNCHECKED_BYTES: f64 = (1 << 20) as f64;
+/// Otherwise it may become longer by this, and this many bytes.
+const ALLOWED_GROWTH: usize = 4;
+const ALLOWED_EXTRA_BYTES: usize = 1 << 16;
+/// Bytes that are tried at a time.
+const CHECK_PIECE_BYTES: usize = 1 << 12;
+
+/// How long a text may take, where its time is not bounded by its length; none that is published comes near it.
+const TIMEOUT: Duration = Duration::from_secs(300);
+/// Texts up to this length need no watch: the library gives up on a match after a million steps.
+const UNTIMED_BYTES: usize = 1 << 10;
+
+/// The bounds of one file.
+pub struct TokenizerLimits {
+    /// Bytes that one byte can become at most.
+    max_growth: f64,
+    /// Whether a pattern goes back and tries again, which may take long.
+    backtracks: bool,
+}
+
+impl TokenizerLimits {
+    /// Of a file, or what it asks for that is too much.
+    pub fn of(file: &Value) -> Result<Self, String> {
+        let growth = growth(&file["normalizer"])? * growth(&file["pre_tokenizer"])?;
+        if growth.max(self::growth(&file["decoder"])?) > MAX_GROWTH {
+            return Err(format!("it can make one byte more than {MAX_GROWTH} times as long"));
+        }
+        let model = &file["model"];
+        if model["max_input_chars_per_word"].as_u64().is_some_and(|most| most > MAX_WORD_CHARS) {
+            return Err(format!("its `max_input_chars_per_word` is above {MAX_WORD_CHARS}"));
+        }
+        let tokens = model["vocab"].as_object().into_iter().flat_map(|vocab| vocab.keys());
+        let pieces = model["vocab"].as_array().into_iter().flatten().filter_map(|piece| piece[0].as_str());
+        if tokens.map(String::as_str).chain(pieces).any(|token| token.len() > MAX_TOKEN_BYTES) {
+            return Err(format!("it has a token of more than {MAX_TOKEN_BYTES} bytes"));
+        }
+        if template_len(&file["post_processor"]) > MAX_TEMPLATE_TOKENS {
+            return Err(format!("it puts more than {MAX_TEMPLATE_TOKENS} tokens around a sample"));
+        }
+        Ok(Self {
+            max_growth: growth,
+            backtracks: backtracks(&file["normalizer"]) || backtracks(&file["pre_tokenizer"]),
+        })
+    }
+
+    /// Refuses a text that the file makes too long.
+    pub fn check(&self, tokenizer: &Tokenizer, text: &str) -> Result<(), String> {
+        let Some(normalizer) = tokenizer.get_normalizer() else { return Ok(()) };
+        if text.len() as f64 * self.max_growth <= UNCHECKED_BYTES {
+            return Ok(());
+        }
+        let mut steps = Vec::new();
+        flatten(normalizer, &mut steps);
+        let (mut rest, mut all) = (text, 0);
+        while !rest.is_empty() {
+            let (piece, after) = rest.split_at(rest.floor_char_boundary(CHECK_PIECE_BYTES.min(rest.len())));
+            rest = after;
+            let mut piece = NormalizedString::from(piece);
+            for step in &steps {
+                step.normalize(&mut piece).map_err(|error| error.to_string())?;
+                if all + piece.get().len() > ALLOWED_GROWTH * text.len() + ALLOWED_EXTRA_BYTES {
+                    return Err(format!("its normalizer makes it more than {ALLOWED_GROWTH} times as long"));
+                }
+            }
+            all += piece.get().len();
+        }
+        Ok(())
+    }
+
+    /// A watch over words that are found by a pattern of the file.
+    pub fn deadline(&self) -> Deadline {
+        Deadline(self.backtracks.then(|| Instant::now() + TIMEOUT))
+    }
+
+    /// Runs `body`, on a thread that is left behind where it takes too long: it cannot be ended, but the error can be
+    /// told.
+    pub fn run_with_timeout<T: Send + 'static>(
+        &self,
+        tokenizer: &Arc<Tokenizer>,
+        text: &str,
+        body: fn(&Tokenizer, &str) -> Result<T, String>,
+    ) -> Result<T, String> {
+        self.check(tokenizer, text)?;
+        if !self.backtracks || text.len() <= UNTIMED_BYTES {
+            return body(tokenizer, text);
+        }
+        let (sender, receiver) = channel();
+        let (tokenizer, text) = (tokenizer.clone(), text.to_owned());
+        // A receiver that went away is what the time ran out for.
+        let run = move || drop(sender.send(body(&tokenizer, &text)));
+        let started = std::thread::Builder::new().name("tokenizer".into()).spawn(run);
+        started.map_err(|error| format!("no thread could be started for it: {error}"))?;
+        match receiver.recv_timeout(TIMEOUT) {
+            Ok(done) => done,
+            Err(RecvTimeoutError::Timeout) => Err(timeout_message()),
+            Err(RecvTimeoutError::Disconnected) => Err("it contradicts itself".into()),
+        }
+    }
+}
+
+/// The end of the time that a text may take.
+#[derive(Clone, Copy)]
+pub struct Deadline(Option<Instant>);
+
+impl Deadline {
+    pub fn check(self) -> Result<(), String> {
+        match self.0 {
+            Some(end) if Instant::now() > end => Err(timeout_message()),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn timeout_message() -> String {
+    format!("tokenizing it takes more than {} seconds", TIMEOUT.as_secs())
+}
+
+fn flatten<'a>(step: &'a NormalizerWrapper, into: &mut Vec<&'a NormalizerWrapper>) {
+    match step {
+        NormalizerWrapper::Sequence(all) => all.as_ref().iter().for_each(|step| flatten(step, into)),
+        step => into.push(step),
+    }
+}
+
+/// The parts of a step that is made of several.
+fn sub_steps(step: &Value) -> impl Iterator<Item = &Value> {
+    let lists = ["normalizers", "pretokenizers", "decoders", "processors"].map(|key| &step[key]);
+    lists.into_iter().filter_map(Value::as_array).flatten()
+}
+
+/// Bytes that one byte can become by a step at most, as Unicode's tables and the step itself have it.
+fn growth(step: &Value) -> Result<f64, String> {
+    let text = |key: &str| step[key].as_str().unwrap_or_default();
+    let long = |bytes: usize| match bytes <= MAX_REPLACEMENT_BYTES {
+        true => Ok(bytes),
+        false => {
+            Err(format!("it puts {bytes} bytes in the place of others, more than {MAX_REPLACEMENT_BYTES}"))
+        }
+    };
+    let own = match text("type") {
+        "NFC" | "NFD" => 3.0,
+        "NFKC" | "NFKD" => 11.0,
+        "Lowercase" | "ByteLevel" => 2.0,
+        "BertNormalizer" => 12.0,
+        "Prepend" => 1.0 + long(text("prepend").len())? as f64,
+        "Metaspace" => 1.0 + long(text("replacement").len())? as f64,
+        "Precompiled" => long(longest_string(text("precompiled_charsmap")))?.max(1) as f64,
+        "Replace" => {
+            let by = long(text("content").len())? as f64;
+            match step["pattern"]["String"].as_str() {
+                Some(pattern) if !pattern.is_empty() => (by / pattern.len() as f64).max(1.0),
+                // A pattern may find nothing at all between any two letters.
+                _ => 1.0 + by,
+            }
+        }
+        _ => 1.0,
+    };
+    sub_steps(step).try_fold(own, |all, part| Ok(all * growth(part)?))
+}
+
+/// The longest text in a table of sentencepiece's: a length, a tree of that many bytes, and texts that end with a zero.
+fn longest_string(base64: &str) -> usize {
+    let sextets = base64.bytes().filter_map(|letter| {
+        let letters = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        letters.iter().position(|known| *known == letter).map(|at| at as u32)
+    });
+    let sextets: Vec<u32> = sextets.collect();
+    let bytes: Vec<u8> = sextets
+        .chunks(4)
+        .flat_map(|four| {
+            let all = four.iter().fold(0, |all, sextet| all << 6 | sextet) << (6 * (4 - four.len()));
+            let [_, bytes @ ..] = all.to_be_bytes();
+            bytes
+        })
+        .collect();
+    let Some((length, rest)) = bytes.split_first_chunk::<4>() else { return 0 };
+    let texts = rest.get(u32::from_le_bytes(*length) as usize..).unwrap_or_default();
+    texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0)
+}
+
+/// Whether a step has a pattern with what a finite automaton cannot do.
+fn backtracks(step: &Value) -> bool {
+    let hard = ["(?=", "(?!", "(?<=", "(?<!", "(?>", "\\k", "\\g", "\\K", "\\G", "++", "*+", "?+", "}+"];
+    let own = step["pattern"]["Regex"].as_str().is_some_and(|pattern| {
+        let refers = pattern.as_bytes().windows(2).any(|pair| pair[0] == b'\\' && pair[1].is_ascii_digit());
+        refers || hard.iter().any(|part| pattern.contains(part))
+    });
+    own || sub_steps(step).any(backtracks)
+}
+
+/// Entries of the templates of a step.
+fn template_len(step: &Value) -> usize {
+    step["single"].as_array().map_or(0, Vec::len) + sub_steps(step).map(template_len).sum::<usize>()
+}

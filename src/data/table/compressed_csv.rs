@@ -1,0 +1,211 @@
+//! Tables of compressed text: files that are read forward, one a shard. A record is the number of its line, eight
+//! bytes, and the row as it is written.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rayon::prelude::*;
+
+use super::columns::Column;
+use super::csv::{CsvHeader, CsvRow};
+use super::dialect::{Dialect, RowFields};
+use super::encoding::RowEncoder;
+use super::rows::RowReader;
+use super::{RowCells, RowVisitor, TableReader};
+use crate::data::cache::CacheKey;
+use crate::data::streaming::{self, BLOCK_BYTES, RecordBlock, ShardReader, ShardedDataset};
+use crate::data::{BatchRow, DataError, DatasetContext, Features, SampleKey, files};
+
+/// Bytes of a record before its row.
+const LINE_PREFIX_BYTES: usize = 8;
+
+/// Files with the same columns, of which at least one is packed.
+pub struct CompressedCsv {
+    files: Vec<CompressedCsvFile>,
+    dialect: Dialect,
+    width: usize,
+    blocks: Vec<RecordBlock>,
+    rows: u64,
+}
+
+struct CompressedCsvFile {
+    path: PathBuf,
+    /// Rows of the files before.
+    first_row: u64,
+    /// Bytes as it lies on disk.
+    bytes: u64,
+}
+
+impl CompressedCsv {
+    /// Counts the rows of `paths`, or takes the counts of an earlier time from the cache.
+    pub fn open(
+        paths: &[PathBuf],
+        headers: &[CsvHeader],
+        dialect: Dialect,
+        ctx: &DatasetContext,
+    ) -> Result<Self, DataError> {
+        let width = headers.first().map_or(0, |head| head.names.len());
+        let count = |(shard, path): (usize, &PathBuf)| {
+            let (_, bytes) = files::compression(path)?;
+            Ok((bytes, count_blocks(shard as u32, path, bytes, dialect, ctx)?))
+        };
+        let counted: Result<Vec<_>, DataError> = paths.par_iter().enumerate().map(count).collect();
+        let mut packed = Self { files: Vec::new(), dialect, width, blocks: Vec::new(), rows: 0 };
+        for (path, (bytes, blocks)) in paths.iter().zip(counted?) {
+            packed.files.push(CompressedCsvFile { path: path.clone(), first_row: packed.rows, bytes });
+            packed.rows += blocks.iter().map(|block| block.records).sum::<u64>();
+            packed.blocks.extend(blocks);
+        }
+        Ok(packed)
+    }
+}
+
+/// The blocks of one file.
+fn count_blocks(
+    shard: u32,
+    path: &Path,
+    bytes: u64,
+    dialect: Dialect,
+    ctx: &DatasetContext,
+) -> Result<Vec<RecordBlock>, DataError> {
+    use std::io::Write;
+    let cache_key = CacheKey::new(&[path.to_owned()], &format!("{dialect:?} {BLOCK_BYTES}"))?;
+    let kept = ctx.cache.find("csv-blocks", cache_key).and_then(|path| std::fs::read(path).ok());
+    if let Some(kept) = kept.and_then(|kept| serde_json::from_slice::<Vec<(u64, u64)>>(&kept).ok()) {
+        return Ok(kept.into_iter().map(|(records, bytes)| RecordBlock { shard, records, bytes }).collect());
+    }
+    let activity = format!("counting the rows of {}", path.display());
+    ctx.observer.report(&activity, 0, bytes);
+    let mut reader = RowReader::open(path, dialect)?;
+    reader.read_names()?;
+    let mut failed = None;
+    let sizes = std::iter::from_fn(|| match reader.next() {
+        Ok(row) => row.map(|(_, row)| (LINE_PREFIX_BYTES + row.len()) as u64),
+        Err(error) => {
+            failed = Some(error);
+            None
+        }
+    });
+    let blocks = streaming::cut_into_blocks(shard, sizes, BLOCK_BYTES);
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    ctx.observer.report(&activity, bytes, bytes);
+    let keep: Vec<(u64, u64)> = blocks.iter().map(|block| (block.records, block.bytes)).collect();
+    let keep = serde_json::to_vec(&keep).unwrap_or_default();
+    // A cache that cannot be written costs time only.
+    drop(
+        ctx.cache.get_or_create("csv-blocks", cache_key, |out| {
+            out.write_all(&keep).map_err(DataError::write(path))
+        }),
+    );
+    Ok(blocks)
+}
+
+impl TableReader for CompressedCsv {
+    fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    fn partitions(&self) -> usize {
+        self.files.len()
+    }
+
+    fn partition_bytes(&self, part: usize) -> u64 {
+        self.files[part].bytes
+    }
+
+    fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
+        let CompressedCsvFile { path, first_row: first, .. } = &self.files[part];
+        let mut reader = RowReader::open(path, self.dialect)?;
+        reader.read_names()?;
+        let (mut number, mut fields) = (*first, RowFields::default());
+        while let Some((line, row)) = reader.next()? {
+            let line = || line;
+            let form = (self.dialect, self.width);
+            let cells = CsvRow::new(row, &mut fields, form, columns, path, &line);
+            see(number, cells.as_ref().map(|cells| cells as &dyn RowCells).map_err(Clone::clone))?;
+            number += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Packed files as samples.
+pub struct CompressedCsvDataset {
+    pub table: CompressedCsv,
+    pub encoder: Arc<RowEncoder>,
+    /// Rows of each class, where they were counted.
+    pub class_counts: Option<Vec<u64>>,
+}
+
+struct CsvShardReader {
+    reader: RowReader,
+}
+
+impl ShardReader for CsvShardReader {
+    fn next(&mut self, into: &mut Vec<u8>) -> Result<bool, DataError> {
+        let Some((line, row)) = self.reader.next()? else { return Ok(false) };
+        into.extend_from_slice(&line.to_le_bytes());
+        into.extend_from_slice(row);
+        Ok(true)
+    }
+}
+
+impl ShardedDataset for CompressedCsvDataset {
+    fn features(&self) -> &Features {
+        &self.encoder.features
+    }
+
+    fn blocks(&self) -> &[RecordBlock] {
+        &self.table.blocks
+    }
+
+    fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError> {
+        let mut reader = RowReader::open(&self.table.files[shard as usize].path, self.table.dialect)?;
+        reader.read_names()?;
+        Ok(Box::new(CsvShardReader { reader }))
+    }
+
+    fn name(&self, shard: u32) -> String {
+        format!("`{}`", self.table.files[shard as usize].path.display())
+    }
+
+    fn decode(
+        &self,
+        record: &[u8],
+        index: u64,
+        _: SampleKey,
+        into: &mut BatchRow<'_>,
+    ) -> Result<(), DataError> {
+        thread_local! {
+            static FIELDS: std::cell::RefCell<RowFields> = std::cell::RefCell::default();
+        }
+        let packed = &self.table;
+        let file = packed.files.partition_point(|file| file.first_row <= index) - 1;
+        let (line, row) =
+            record.split_first_chunk::<LINE_PREFIX_BYTES>().unwrap_or((&[0; LINE_PREFIX_BYTES], record));
+        let line = || u64::from_le_bytes(*line);
+        FIELDS.with_borrow_mut(|fields| {
+            let (form, path) = ((packed.dialect, packed.width), &packed.files[file].path);
+            let cells = CsvRow::new(row, fields, form, &self.encoder.columns, path, &line)?;
+            self.encoder.encode_row(&cells, into)
+        })
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        (self.table.blocks.capacity() * size_of::<RecordBlock>()) as u64 + self.encoder.resident_bytes()
+    }
+
+    fn class_counts(&self) -> Option<Vec<u64>> {
+        self.class_counts.clone()
+    }
+
+    fn input_names(&self) -> Vec<String> {
+        self.encoder.input_names()
+    }
+
+    fn describe(&self) -> Vec<(String, String)> {
+        self.encoder.describe()
+    }
+}

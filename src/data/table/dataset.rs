@@ -1,0 +1,271 @@
+//! From files and settings to a training and a validation set.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::columns::{self, CellParser, Column, ColumnInference, ColumnKind};
+use super::compressed_csv::{CompressedCsv, CompressedCsvDataset};
+use super::csv::{CsvDataset, CsvHeader, CsvTable};
+use super::dialect::Dialect;
+use super::encoding::RowEncoder;
+use super::parquet::{ParquetDataset, ParquetFiles};
+use super::statistics::{StatisticsPass, TableStatistics};
+use super::{MissingPolicy, TableReader, TableSettings};
+use crate::data::cache::CacheKey;
+use crate::data::files::{self, FileCompression};
+use crate::data::split::{self, SplitPlan};
+use crate::data::streaming::{ShardedDataset, StreamingDataset};
+use crate::data::{DataError, Dataset, DatasetContext};
+
+/// Where the rows lie.
+#[derive(Clone, Debug)]
+pub struct TableFiles {
+    /// Names or patterns.
+    pub train: Vec<PathBuf>,
+    /// Where empty, `valid_fraction` of the rows of `train` is measured on.
+    pub valid: Vec<PathBuf>,
+    pub valid_fraction: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TableFileFormat {
+    Csv(Dialect),
+    Parquet,
+}
+
+/// A set: the training one, or the one measured on.
+pub type DatasetRef = Arc<dyn Dataset>;
+
+/// Opens a table: the training and the validation set.
+pub fn open(
+    files: &TableFiles,
+    format: TableFileFormat,
+    settings: &TableSettings,
+    ctx: &DatasetContext,
+) -> Result<(DatasetRef, DatasetRef), DataError> {
+    let paths = files::resolve_patterns(&files.train)?;
+    let train = OpenedTable::open(&paths, format, ctx)?;
+    let parser = CellParser::new(&settings.missing, &settings.trim);
+    let columns = columns::select_columns(
+        &paths[0],
+        &train.names,
+        &train.infer_columns(&paths[0], format, &parser, settings)?,
+        settings,
+    )?;
+    let valid = match &files.valid[..] {
+        [] => None,
+        patterns => {
+            let valid_paths = files::resolve_patterns(patterns)?;
+            let valid = OpenedTable::open(&valid_paths, format, ctx)?;
+            check_same_columns(&paths[0], &train.names, &valid_paths[0], &valid.names)?;
+            Some(valid)
+        }
+    };
+    let split_plan = match valid {
+        None => Some(SplitPlan::new(train.reader().rows(), files.valid_fraction, ctx.seed)?),
+        Some(_) => None,
+    };
+    let statistics = if needs_statistics(settings, &columns) {
+        let pass = StatisticsPass {
+            file: &paths[0],
+            columns: &columns,
+            parser: &parser,
+            settings,
+            split_plan,
+            observer: &*ctx.observer,
+        };
+        Some(load_statistics(&pass, &paths, format, train.reader(), ctx)?)
+    } else {
+        None
+    };
+    let encoder = Arc::new(RowEncoder::new(&paths[0], &columns, parser, settings, statistics.as_ref())?);
+    // Classes were counted in the training rows, which are all of these only where others are measured on.
+    let balance = encoder.class_counts.clone().filter(|_| valid.is_some());
+    let train = train.into_dataset(&encoder, balance, Some(ctx.shuffle_buffer));
+    match valid {
+        Some(valid) => Ok((train, valid.into_dataset(&encoder, None, None))),
+        None => {
+            let (train, valid) = split::random_split(train, files.valid_fraction, ctx.seed)?;
+            Ok((Arc::new(train), Arc::new(valid)))
+        }
+    }
+}
+
+/// Whether the training rows must be read before the first sample can be made.
+fn needs_statistics(settings: &TableSettings, columns: &[Column]) -> bool {
+    columns.iter().any(|column| match (column.kind, column.target) {
+        (ColumnKind::Number, _) if settings.standardise => true,
+        (ColumnKind::Number, false) => settings.on_missing == MissingPolicy::Mean || settings.missing_flags,
+        (ColumnKind::Number, true) => false,
+        (ColumnKind::Category, false) => true,
+        (ColumnKind::Category, true) => settings.classes.is_empty(),
+    })
+}
+
+/// The statistics of the training rows, from the cache where they were found before. A cache that cannot be
+/// written costs time only.
+fn load_statistics(
+    pass: &StatisticsPass<'_>,
+    paths: &[PathBuf],
+    format: TableFileFormat,
+    reader: &dyn TableReader,
+    ctx: &DatasetContext,
+) -> Result<TableStatistics, DataError> {
+    let how = format!("{format:?} {:?} {:?} {:?}", pass.columns, pass.settings, pass.split_plan);
+    let cache_key = CacheKey::new(paths, &how)?;
+    let kept = ctx.cache.find("table-statistics", cache_key).and_then(|path| std::fs::read(path).ok());
+    if let Some(kept) = kept.and_then(|kept| serde_json::from_slice::<TableStatistics>(&kept).ok()) {
+        return Ok(kept);
+    }
+    let statistics = pass.run(reader)?;
+    if statistics.rows == 0 {
+        let (set, why) = (
+            format!("`{}`", pass.file.display()),
+            format!("{} rows cannot be used", statistics.skipped_rows),
+        );
+        return Err(DataError::NoSamples { set, why });
+    }
+    let keep = serde_json::to_vec(&statistics).unwrap_or_default();
+    drop(ctx.cache.get_or_create("table-statistics", cache_key, |out| {
+        out.write_all(&keep).map_err(DataError::write(pass.file))
+    }));
+    Ok(statistics)
+}
+
+/// That two files have the same columns in the same order.
+pub fn check_same_columns(
+    first: &Path,
+    names: &[String],
+    other: &Path,
+    other_names: &[String],
+) -> Result<(), DataError> {
+    if names == other_names {
+        return Ok(());
+    }
+    let problem = match names.iter().zip(other_names).position(|(a, b)| a != b) {
+        Some(i) => {
+            let (a, b) =
+                (super::display_value(names[i].as_bytes()), super::display_value(other_names[i].as_bytes()));
+            format!("its column {} is `{b}`, and that of `{}` is `{a}`", i + 1, first.display())
+        }
+        None => {
+            format!("it has {} columns, and `{}` has {}", other_names.len(), first.display(), names.len())
+        }
+    };
+    Err(DataError::Table {
+        file: other.to_owned(),
+        place: String::new(),
+        problem,
+        hint: "all files of a set, those measured on too, must have the same columns in the same order",
+    })
+}
+
+/// Files that were opened, but for what their cells mean.
+struct OpenedTable {
+    names: Vec<String>,
+    backend: TableBackend,
+}
+
+enum TableBackend {
+    Csv { text: CsvTable, header: CsvHeader },
+    CompressedCsv { packed: CompressedCsv, header: CsvHeader },
+    Parquet(ParquetFiles),
+}
+
+impl OpenedTable {
+    fn open(paths: &[PathBuf], format: TableFileFormat, ctx: &DatasetContext) -> Result<Self, DataError> {
+        let table = match format {
+            TableFileFormat::Parquet => {
+                let parquet = ParquetFiles::open(paths)?;
+                Self { names: parquet.names.clone(), backend: TableBackend::Parquet(parquet) }
+            }
+            TableFileFormat::Csv(dialect) => Self::csv(paths, dialect, ctx)?,
+        };
+        if table.reader().rows() == 0 {
+            let why = match format {
+                TableFileFormat::Csv(Dialect { header: true, .. }) => "it has a header and no rows",
+                _ => "it has no rows",
+            };
+            return Err(DataError::NoSamples { set: format!("`{}`", paths[0].display()), why: why.into() });
+        }
+        Ok(table)
+    }
+
+    fn csv(paths: &[PathBuf], dialect: Dialect, ctx: &DatasetContext) -> Result<Self, DataError> {
+        let mut headers: Vec<CsvHeader> = Vec::new();
+        let mut packed = false;
+        for path in paths {
+            let head = CsvHeader::read(path, dialect)?;
+            if let Some(first) = headers.first() {
+                check_same_columns(&paths[0], &first.names, path, &head.names)?;
+            }
+            packed |= files::compression(path)?.0 != FileCompression::Uncompressed;
+            headers.push(head);
+        }
+        let names = headers[0].names.clone();
+        let reader = if packed {
+            let packed = CompressedCsv::open(paths, &headers, dialect, ctx)?;
+            TableBackend::CompressedCsv { packed, header: headers.swap_remove(0) }
+        } else {
+            let text = CsvTable::open(paths, &headers, dialect, ctx)?;
+            TableBackend::Csv { text, header: headers.swap_remove(0) }
+        };
+        Ok(Self { names, backend: reader })
+    }
+
+    fn reader(&self) -> &dyn TableReader {
+        match &self.backend {
+            TableBackend::Csv { text, .. } => text,
+            TableBackend::CompressedCsv { packed, .. } => packed,
+            TableBackend::Parquet(parquet) => parquet,
+        }
+    }
+
+    fn infer_columns(
+        &self,
+        first: &Path,
+        format: TableFileFormat,
+        parser: &CellParser,
+        settings: &TableSettings,
+    ) -> Result<Vec<ColumnInference>, DataError> {
+        match (&self.backend, format) {
+            (
+                TableBackend::Csv { header: head, .. } | TableBackend::CompressedCsv { header: head, .. },
+                TableFileFormat::Csv(dialect),
+            ) => head.infer_columns(first, dialect, parser, &settings.target),
+            (TableBackend::Parquet(parquet), _) => parquet.infer_columns(parser, &settings.target),
+            (_, TableFileFormat::Parquet) => unreachable!("a reader is made by its format"),
+        }
+    }
+
+    /// `buffer_bytes` is the memory in which rows are mixed, where they are.
+    fn into_dataset(
+        self,
+        encoder: &Arc<RowEncoder>,
+        balance: Option<Vec<u64>>,
+        buffer_bytes: Option<u64>,
+    ) -> DatasetRef {
+        let encoder = encoder.clone();
+        match self.backend {
+            TableBackend::Csv { text, .. } => {
+                Arc::new(CsvDataset { table: text, encoder, class_counts: balance })
+            }
+            TableBackend::CompressedCsv { packed, .. } => streaming_dataset(
+                CompressedCsvDataset { table: packed, encoder, class_counts: balance },
+                buffer_bytes,
+            ),
+            TableBackend::Parquet(parquet) => {
+                streaming_dataset(ParquetDataset::new(parquet, encoder, balance), buffer_bytes)
+            }
+        }
+    }
+}
+
+fn streaming_dataset(shards: impl ShardedDataset + 'static, buffer: Option<u64>) -> DatasetRef {
+    let shards = Arc::new(shards);
+    Arc::new(match buffer {
+        Some(buffer) => StreamingDataset::new(shards, buffer),
+        None => StreamingDataset::sequential(shards),
+    })
+}

@@ -1,0 +1,364 @@
+//! A picture on its way to a sample: fitted to the declared size, augmented, normalised.
+//!
+//! [`Pipeline`] is the one way from pixels, of whatever source, to the values of a sample. It takes (height,
+//! width, channels) bytes or floats of 0 to 1 and writes f32 in the same layout, or the bytes themselves where all it
+//! does is to move them ([`Pipeline::palette`]). What is drawn for a picture is
+//! a function of its [`SampleKey`] alone; a pipeline without augmentation, for what is measured on, draws nothing.
+//! [`mix`] blends whole samples and lies above it.
+
+mod colour;
+mod erase;
+mod geometry;
+pub mod mix;
+mod resample;
+mod scratch;
+
+pub use colour::ColorJitter;
+pub use erase::RandomErasing;
+pub use geometry::{RandomResizedCrop, ResizeMode};
+pub use resample::scratch_bytes;
+pub use scratch::{LargeImages, LargestImage, Scratch, ScratchGuard, ScratchPool};
+
+use std::sync::Arc;
+
+use super::{DataError, PixelLut, SampleKey, SliceMut};
+use crate::random::{CounterRng, RngKey, stream_id};
+use geometry::Overlap;
+
+/// Pixels as they were decoded or drawn.
+#[derive(Clone, Copy, Debug)]
+pub struct Image<'a> {
+    pub height: usize,
+    pub width: usize,
+    /// (height, width, channels)
+    pub pixels: Pixels<'a>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Pixels<'a> {
+    /// 0 to 255 stands for 0 to 1.
+    Bytes(&'a [u8]),
+    Floats(&'a [f32]),
+}
+
+/// `mean` is taken from every value of 0 to 1 and the rest divided by `std`; one number, or one a channel.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Normalise {
+    pub mean: Vec<f32>,
+    pub std: Vec<f32>,
+}
+
+impl Default for Normalise {
+    fn default() -> Self {
+        Self { mean: vec![0.0], std: vec![1.0] }
+    }
+}
+
+/// What is drawn anew for every sample of every epoch. All of it is off by default.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Augmentation {
+    /// A part of the picture, drawn, in the place of the fitted picture.
+    pub resized_crop: Option<RandomResizedCrop>,
+    /// Pixels of black around the fitted picture, out of which its size is cut anywhere.
+    pub padding: usize,
+    /// Chances of a mirror image.
+    pub horizontal_flip: f64,
+    pub vertical_flip: f64,
+    pub jitter: ColorJitter,
+    pub erasing: Option<RandomErasing>,
+}
+
+/// How pictures become samples.
+#[derive(Clone, Debug)]
+pub struct Pipeline {
+    height: usize,
+    width: usize,
+    channels: usize,
+    resize_mode: ResizeMode,
+    /// Of every channel.
+    normalise: Normalise,
+    /// The normalised values of bytes.
+    palette: Arc<PixelLut>,
+    augmentation: Option<Augmentation>,
+}
+
+const CROP: u64 = stream_id("augment.crop");
+const FLIP: u64 = stream_id("augment.flip");
+const COLOUR: u64 = stream_id("augment.colour");
+const ERASE: u64 = stream_id("augment.erase");
+
+impl Pipeline {
+    /// To samples of (`height`, `width`, `channels`) that are measured on: nothing is drawn.
+    pub fn new(
+        [height, width, channels]: [usize; 3],
+        resize_mode: ResizeMode,
+        normalise: Normalise,
+    ) -> Result<Self, DataError> {
+        let each = |name, values: Vec<f32>, fits: fn(f32) -> bool, wanted| match values.len() {
+            _ if !values.iter().all(|v| v.is_finite() && fits(*v)) => {
+                Err(DataError::InvalidSetting { name, value: format!("{values:?}"), wanted })
+            }
+            1 => Ok(vec![values[0]; channels]),
+            n if n == channels => Ok(values),
+            _ => Err(DataError::InvalidSetting {
+                name,
+                value: format!("{values:?}"),
+                wanted: "it is one number, or one for each channel",
+            }),
+        };
+        let mean = each("mean", normalise.mean, |_| true, "it must be finite")?;
+        let std = each("std", normalise.std, |v| v > 0.0, "it must be positive and finite")?;
+        let table = |c: usize| std::array::from_fn(|byte| (byte as f32 / 255.0 - mean[c]) / std[c]);
+        let palette = Arc::new(PixelLut { tables: (0..channels).map(table).collect() });
+        Ok(Self {
+            height,
+            width,
+            channels,
+            resize_mode,
+            normalise: Normalise { mean, std },
+            palette,
+            augmentation: None,
+        })
+    }
+
+    /// The same, for training.
+    pub fn augmented(self, augmentation: Augmentation) -> Result<Self, DataError> {
+        if self.channels == 1 && (augmentation.jitter.saturation > 0.0 || augmentation.jitter.hue > 0.0) {
+            let (name, value) = ("saturation", "changed".into());
+            return Err(DataError::InvalidSetting {
+                name,
+                value,
+                wanted: "pictures of one channel have no colour",
+            });
+        }
+        Ok(Self { augmentation: (augmentation != Augmentation::default()).then_some(augmentation), ..self })
+    }
+
+    /// (height, width, channels) of a sample.
+    pub fn shape(&self) -> [usize; 3] {
+        [self.height, self.width, self.channels]
+    }
+
+    /// What bytes stand for, where a picture of bytes can stay bytes: its pixels are moved and resized, their values
+    /// not changed after that, and it has no more channels than colours and opacity.
+    pub fn palette(&self) -> Option<Arc<PixelLut>> {
+        let moves = |a: &Augmentation| a.jitter == ColorJitter::default() && a.erasing.is_none();
+        let stays = self.channels <= 4 && self.augmentation.as_ref().is_none_or(moves);
+        stays.then(|| self.palette.clone())
+    }
+
+    /// Whether a picture that has a sample's size already is only normalised.
+    pub fn is_normalize_only(&self) -> bool {
+        self.augmentation.is_none()
+    }
+
+    /// Bytes of scratch that a picture of this size, of `bytes` bytes a value, needs at most.
+    pub fn scratch_bytes(&self, height: usize, width: usize, bytes: usize) -> u64 {
+        resample::scratch_bytes([height, width], [self.height, self.width], self.channels * bytes)
+    }
+
+    /// Writes the sample that `image` makes under `key` over `into`: f32 values, or bytes where there is a
+    /// [palette](Self::palette) and the picture has bytes. An error says what cannot be done.
+    pub fn apply(
+        &self,
+        image: Image<'_>,
+        key: SampleKey,
+        scratch: &mut Scratch,
+        into: &mut SliceMut<'_>,
+    ) -> Result<(), String> {
+        let size = [image.height, image.width];
+        let out = [self.height, self.width];
+        let draws = |stream| -> CounterRng {
+            RngKey::new(key.seed, stream).fold_in(key.epoch).fold_in(key.sample).rng()
+        };
+        let (mut crop_resize, mut flips) = (self.resize_mode.crop_and_resize(size, out), [false; 2]);
+        if let Some(augment) = &self.augmentation {
+            let mut crop = draws(CROP);
+            if let Some(resized) = &augment.resized_crop {
+                crop_resize = geometry::CropAndResize {
+                    crop: resized.draw(size, &mut crop),
+                    size: out,
+                    offset: [0, 0],
+                };
+            }
+            if augment.padding > 0 {
+                let most = augment.padding as isize;
+                let mut shift = || crop.below(2 * augment.padding as u64 + 1) as isize - most;
+                crop_resize.offset = [crop_resize.offset[0] + shift(), crop_resize.offset[1] + shift()];
+            }
+            let mut flip = draws(FLIP);
+            flips =
+                [augment.vertical_flip, augment.horizontal_flip].map(|chance| bernoulli(&mut flip, chance));
+        }
+        let image =
+            resample::crop_and_resize(image, crop_resize.crop, crop_resize.size, self.channels, scratch)?;
+        let pixel_placement =
+            PixelPlacement { size: [image.height, image.width], offset: crop_resize.offset, flips };
+        match (image.pixels, into) {
+            (Pixels::Bytes(bytes), SliceMut::U8(into)) => {
+                let mirror = self.row_mapper(|_, byte| byte);
+                let line = |from: &[u8], to: &mut [u8], mirrored| match mirrored {
+                    true => mirror(from, to, mirrored),
+                    false => to.copy_from_slice(from),
+                };
+                self.blit(bytes, pixel_placement, into, |_| 0, line)
+            }
+            (pixels, into) => {
+                let into = into.as_f32_mut();
+                self.write_floats(pixels, pixel_placement, into);
+                if let Some(augment) = &self.augmentation {
+                    self.augment_values(augment, draws, into);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the values of a picture, normalised unless they are still to be coloured.
+    fn write_floats(&self, pixels: Pixels<'_>, moved: PixelPlacement, into: &mut [f32]) {
+        let coloured =
+            self.augmentation.as_ref().is_some_and(|augment| augment.jitter != ColorJitter::default());
+        let one = |c: usize, value: f32| (value - self.normalise.mean[c]) / self.normalise.std[c];
+        let tables = &self.palette.tables;
+        match (pixels, coloured) {
+            (Pixels::Bytes(bytes), false) => {
+                let line = self.row_mapper(|c, byte: u8| tables[c][byte as usize]);
+                self.blit(bytes, moved, into, |c| one(c, 0.0), line)
+            }
+            (Pixels::Bytes(bytes), true) => {
+                self.blit(bytes, moved, into, |_| 0.0, self.row_mapper(|_, byte: u8| byte as f32 / 255.0))
+            }
+            (Pixels::Floats(floats), false) => {
+                self.blit(floats, moved, into, |c| one(c, 0.0), self.row_mapper(one))
+            }
+            (Pixels::Floats(floats), true) => {
+                self.blit(floats, moved, into, |_| 0.0, self.row_mapper(|_, value| value))
+            }
+        }
+    }
+
+    /// What is drawn for values in their places.
+    fn augment_values(&self, augment: &Augmentation, draws: impl Fn(u64) -> CounterRng, into: &mut [f32]) {
+        if augment.jitter != ColorJitter::default() {
+            augment.jitter.apply(self.channels, &mut draws(COLOUR), into);
+            self.normalise(into);
+        }
+        if let Some(erasing) = &augment.erasing
+            && let Some([rows, columns]) = erasing.draw([self.height, self.width], &mut draws(ERASE))
+        {
+            for row in rows {
+                let start = row * self.width;
+                into[(start + columns.start) * self.channels..(start + columns.end) * self.channels]
+                    .fill(0.0);
+            }
+        }
+    }
+
+    /// Writes a row of pixels, mirrored or not, each value as `map_value` (its channel, itself).
+    fn row_mapper<T: Copy, U>(
+        &self,
+        map_value: impl Fn(usize, T) -> U + Copy,
+    ) -> impl Fn(&[T], &mut [U], bool) {
+        let channels = self.channels;
+        move |from, to, mirrored| map_row(from, to, channels, mirrored, map_value)
+    }
+
+    /// Writes a picture to its place in the sample, row by row (mirrored or not) with `write_row`, and `black` (of a
+    /// channel) around it.
+    fn blit<T, U>(
+        &self,
+        from: &[T],
+        moved: PixelPlacement,
+        into: &mut [U],
+        black: impl Fn(usize) -> U,
+        write_row: impl Fn(&[T], &mut [U], bool),
+    ) {
+        let Self { height, width, channels, .. } = *self;
+        let PixelPlacement { size, offset: at, flips } = moved;
+        let rows = Overlap::new(at[0], size[0], height);
+        let columns = Overlap::new(at[1], size[1], width);
+        if rows.len < height || columns.len < width {
+            for pixel in into.chunks_exact_mut(channels) {
+                pixel.iter_mut().enumerate().for_each(|(c, value)| *value = black(c));
+            }
+        }
+        if rows.len == 0 || columns.len == 0 {
+            return;
+        }
+        for i in 0..rows.len {
+            let row = if flips[0] { height - 1 - (rows.dest_start + i) } else { rows.dest_start + i };
+            let first = if flips[1] { width - columns.dest_start - columns.len } else { columns.dest_start };
+            let to = &mut into[(row * width + first) * channels..][..columns.len * channels];
+            let start = ((rows.source_start + i) * size[1] + columns.source_start) * channels;
+            write_row(&from[start..start + columns.len * channels], to, flips[1]);
+        }
+    }
+
+    fn normalise(&self, into: &mut [f32]) {
+        for pixel in into.chunks_exact_mut(self.channels) {
+            for (c, value) in pixel.iter_mut().enumerate() {
+                *value = (*value - self.normalise.mean[c]) / self.normalise.std[c];
+            }
+        }
+    }
+}
+
+/// Where a picture of (height, width) `size` goes: its first pixel to row and column `offset` of the sample, which is then
+/// mirrored where `flips` (vertical, horizontal) say so.
+#[derive(Clone, Copy)]
+struct PixelPlacement {
+    size: [usize; 2],
+    offset: [isize; 2],
+    flips: [bool; 2],
+}
+
+/// Writes a row of pixels, mirrored or not, each value as `map_value` (its channel, itself).
+#[inline(always)]
+fn map_row<T: Copy, U>(
+    from: &[T],
+    to: &mut [U],
+    channels: usize,
+    mirrored: bool,
+    map_value: impl Fn(usize, T) -> U + Copy,
+) {
+    #[inline(always)]
+    fn map_pixels<'a, T: Copy + 'a, U, const C: usize>(
+        from: impl Iterator<Item = &'a [T]>,
+        to: &mut [U],
+        map_value: impl Fn(usize, T) -> U,
+    ) {
+        for (to, from) in to.chunks_exact_mut(C).zip(from) {
+            for c in 0..C {
+                to[c] = map_value(c, from[c]);
+            }
+        }
+    }
+    // The number of channels as a constant keeps the bounds and the tables out of the loop.
+    match (channels, mirrored) {
+        (3, false) => map_pixels::<T, U, 3>(from.chunks_exact(3), to, map_value),
+        (3, true) => map_pixels::<T, U, 3>(from.chunks_exact(3).rev(), to, map_value),
+        (1, false) => map_pixels::<T, U, 1>(from.chunks_exact(1), to, map_value),
+        (1, true) => map_pixels::<T, U, 1>(from.chunks_exact(1).rev(), to, map_value),
+        _ => {
+            let mut pixels = from.chunks_exact(channels);
+            for to in to.chunks_exact_mut(channels) {
+                let from = if mirrored { pixels.next_back() } else { pixels.next() };
+                let values = from.into_iter().flatten();
+                to.iter_mut().zip(values).enumerate().for_each(|(c, (to, from))| *to = map_value(c, *from));
+            }
+        }
+    }
+}
+
+/// Whether something of this chance happens; certain from 1 on, never at 0.
+fn bernoulli(draws: &mut CounterRng, probability: f64) -> bool {
+    (draws.uniform(0.0, 1.0) as f64) < probability
+}
+
+/// Uniform between the ends of a range, in f64.
+fn uniform(draws: &mut CounterRng, [low, high]: [f64; 2]) -> f64 {
+    low + (high - low) * draws.uniform(0.0, 1.0) as f64
+}
+
+#[cfg(test)]
+mod tests;

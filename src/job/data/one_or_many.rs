@@ -1,0 +1,67 @@
+//! A key that takes one value or a list of them.
+
+use std::borrow::Cow;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// One value for all, or one each.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum OneOrMany<T> {
+    One(T),
+    Many(Vec<T>),
+}
+
+impl<T: Clone> OneOrMany<T> {
+    /// The values as they are written.
+    pub fn to_vec(&self) -> Vec<T> {
+        match self {
+            Self::One(value) => vec![value.clone()],
+            Self::Many(values) => values.clone(),
+        }
+    }
+}
+
+/// `type` names both; what a value must fulfil stands in `items`.
+impl<T: JsonSchema> JsonSchema for OneOrMany<T> {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> Cow<'static, str> {
+        format!("OneOr{}", T::schema_name()).into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let items = generator.subschema_for::<T>();
+        let kind = items.get("type").cloned().unwrap_or_default();
+        json_schema!({ "type": [kind, "array"], "items": items, "minItems": 1, "maxItems": 4 })
+    }
+}
+
+/// As many as one likes, each once.
+pub(super) fn any_number(schema: &mut Schema) {
+    schema.remove("maxItems");
+    schema.insert("uniqueItems".into(), true.into());
+}
+
+pub(super) fn above_zero(schema: &mut Schema) {
+    set_bound(schema, "exclusiveMinimum", 0.0.into());
+}
+
+/// Sides in pixels: one, or height and width.
+pub(super) fn at_least_one(schema: &mut Schema) {
+    set_bound(schema, "minimum", 1.into());
+    set_bound(schema, "maximum", 16_384.into());
+    schema.insert("minItems".into(), 2.into());
+    schema.insert("maxItems".into(), 2.into());
+}
+
+fn set_bound(schema: &mut Schema, key: &str, value: Value) {
+    if let Some(items) = schema.get_mut("items").and_then(Value::as_object_mut) {
+        items.insert(key.into(), value.clone());
+    }
+    schema.insert(key.into(), value);
+}

@@ -1,0 +1,67 @@
+//! `[model]` tables of the well-known networks for pictures.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// A residual network with torchvision's names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct ResnetConfig {
+    /// Layers with weights: 18, 34 or 50.
+    #[schemars(extend("enum" = [18, 34, 50]))]
+    pub depth: usize,
+    /// How the picture enters.
+    pub stem: Stem,
+    /// Samples that batch norm looks at together; a micro-batch is a multiple of it.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub norm_group: usize,
+}
+
+impl Default for ResnetConfig {
+    fn default() -> Self {
+        Self { depth: 18, stem: Stem::Imagenet, norm_group: 32 }
+    }
+}
+
+/// MobileNet v2 with torchvision's names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct MobilenetConfig {
+    /// Multiplies the channels of every layer, which stay multiples of 8.
+    #[schemars(range(min = 0.1, max = 4.0))]
+    pub width: f64,
+    /// How the picture enters.
+    pub stem: Stem,
+    /// Share of the values before the last layer dropped while training.
+    #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
+    pub dropout: f64,
+    /// Samples that batch norm looks at together; a micro-batch is a multiple of it.
+    #[schemars(range(min = 1, max = 65_536))]
+    pub norm_group: usize,
+}
+
+impl Default for MobilenetConfig {
+    fn default() -> Self {
+        Self { width: 1.0, stem: Stem::Imagenet, dropout: 0.2, norm_group: 32 }
+    }
+}
+
+/// How a picture enters a network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Stem {
+    /// The first convolution is 3 x 3 and keeps the size, for pictures of about 32 x 32.
+    Small,
+    /// As published, for pictures of about 224 x 224: the first layers make them smaller.
+    Imagenet,
+}
+
+impl Stem {
+    /// Of the first convolution.
+    pub fn stride(self) -> usize {
+        match self {
+            Stem::Small => 1,
+            Stem::Imagenet => 2,
+        }
+    }
+}

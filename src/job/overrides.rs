@@ -1,0 +1,156 @@
+//! `--set key.path=value`: a job's value from the command line, put into the parsed job before it is
+//! checked, so that a wrong one is told like a wrong line of the file.
+
+use std::ops::Range;
+
+use serde_json::Value;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::check::SpannedError;
+use super::error::{ErrorCode, JobError};
+use super::schema::{choices, kinds};
+
+/// Parts of a key; no table lies deeper, and the depth of recursion stays bounded.
+const MAX_DEPTH: usize = 64;
+
+/// Puts `set` into `job`; the set's first byte has the address `start`.
+pub(super) fn apply<'a>(
+    set: &'a str,
+    start: usize,
+    job: &mut Spanned<DeTable<'a>>,
+    schema: &Value,
+) -> Result<(), SpannedError> {
+    let whole = start..start + set.len();
+    let syntax_error = |span: Range<usize>, message: &str| {
+        let error = JobError::new(ErrorCode::Syntax, message)
+            .allowed("KEY.PATH=VALUE, such as `train.batch_size=32`");
+        Err((span, error.into()))
+    };
+    let Some((path, text)) = set.split_once('=') else {
+        return syntax_error(whole, "a `--set` without `=`");
+    };
+    let mut at = start;
+    let mut keys = Vec::new();
+    for key in path.split('.') {
+        let trimmed = key.trim();
+        let from = at + (key.len() - key.trim_start().len());
+        keys.push(Spanned::new(from..from + trimmed.len(), trimmed));
+        at += key.len() + 1;
+    }
+    if let Some(empty) = keys.iter().find(|key| key.get_ref().is_empty()) {
+        return syntax_error(empty.span().start..empty.span().start + 1, "a `--set` with an empty key");
+    }
+    if keys.len() > MAX_DEPTH {
+        return syntax_error(whole, "a `--set` with too many parts in its key");
+    }
+    let target = keys.iter().try_fold(schema, |table, key| child_schema(table, key.get_ref()));
+    let value = parse_value(text, at, target)?;
+    let mut root = Spanned::new(0..0, DeValue::Table(std::mem::take(job.get_mut())));
+    let put = insert_at(&mut root, &keys, value, Some(schema));
+    if let DeValue::Table(table) = root.into_inner() {
+        *job.get_mut() = table;
+    }
+    put
+}
+
+/// The schema of `key` in a table or a list, whatever the table's kind.
+fn child_schema<'s>(schema: &'s Value, key: &str) -> Option<&'s Value> {
+    if key.parse::<usize>().is_ok() && schema["items"].is_object() {
+        return Some(&schema["items"]);
+    }
+    kinds(schema).iter().find_map(|kind| kind["properties"].get(key))
+}
+
+/// The value in `text`, which has the address `at`. A string needs no quotes.
+fn parse_value<'a>(
+    text: &'a str,
+    at: usize,
+    schema: Option<&Value>,
+) -> Result<Spanned<DeValue<'a>>, SpannedError> {
+    let at = at + (text.len() - text.trim_start().len());
+    let text = text.trim();
+    let bare = || Spanned::new(at..at + text.len(), DeValue::String(text.into()));
+    let is_toml = text.starts_with(['"', '\'', '[', '{']);
+    if !is_toml && schema.is_some_and(|s| s["type"] == "string" || !choices(s).is_empty()) {
+        return Ok(bare());
+    }
+    match DeValue::parse(text) {
+        Ok(value) => Ok(shift_spans(value, at)),
+        Err(error) if is_toml => {
+            let span = error.span().unwrap_or(0..text.len());
+            Err((
+                at + span.start..at + span.end,
+                JobError::new(ErrorCode::Syntax, error.message().to_lowercase()).into(),
+            ))
+        }
+        Err(_) => Ok(bare()),
+    }
+}
+
+/// Moves every span in `parse_value` up by `by`.
+fn shift_spans(value: Spanned<DeValue>, by: usize) -> Spanned<DeValue> {
+    let moved = |span: Range<usize>| span.start + by..span.end + by;
+    let span = moved(value.span());
+    let value = match value.into_inner() {
+        DeValue::Array(items) => {
+            DeValue::Array(items.into_iter().map(|item| shift_spans(item, by)).collect())
+        }
+        DeValue::Table(table) => DeValue::Table(
+            table
+                .into_iter()
+                .map(|(key, value)| {
+                    (Spanned::new(moved(key.span()), key.into_inner()), shift_spans(value, by))
+                })
+                .collect(),
+        ),
+        plain => plain,
+    };
+    Spanned::new(span, value)
+}
+
+/// Puts `parse_value` at the end of `keys` below `node`, making tables on the way.
+fn insert_at<'a>(
+    node: &mut Spanned<DeValue<'a>>,
+    keys: &[Spanned<&'a str>],
+    value: Spanned<DeValue<'a>>,
+    schema: Option<&Value>,
+) -> Result<(), SpannedError> {
+    let Some((key, rest)) = keys.split_first() else {
+        *node = value;
+        return Ok(());
+    };
+    let name = *key.get_ref();
+    let below = schema.and_then(|schema| child_schema(schema, name));
+    match node.get_mut() {
+        DeValue::Table(table) => {
+            let group = schema.and_then(|s| s["x-one-of"].as_array()).into_iter().flatten();
+            let group: Vec<&str> = group.filter_map(Value::as_str).collect();
+            if group.contains(&name) {
+                // The command line decides between keys that exclude each other.
+                group.iter().filter(|other| **other != name).for_each(|other| drop(table.remove(*other)));
+            }
+            let entry = table
+                .entry(Spanned::new(key.span(), name.into()))
+                .or_insert_with(|| Spanned::new(key.span(), DeValue::Table(DeTable::new())));
+            insert_at(entry, rest, value, below)
+        }
+        DeValue::Array(items) => match name.parse::<usize>().ok().and_then(|i| items.get_mut(i)) {
+            Some(item) => insert_at(item, rest, value, below),
+            None => {
+                let error = JobError::new(
+                    ErrorCode::UnknownKey,
+                    format!("the list has no item `{}`", name.escape_debug()),
+                );
+                Err((key.span(), error.allowed(format!("0 to {}", items.len().saturating_sub(1))).into()))
+            }
+        },
+        _ => {
+            let error = JobError::new(
+                ErrorCode::WrongType,
+                format!("`{}` is below a value that is no table", name.escape_debug()),
+            );
+            Err((key.span(), error.into()))
+        }
+    }
+}

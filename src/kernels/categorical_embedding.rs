@@ -1,0 +1,161 @@
+//! Rows of several tables beside numbers: what the categories of a sample become.
+
+use candle_core::{DType, Result, Tensor, bail};
+use rayon::prelude::*;
+
+use super::{Elem, Real, cpu, reference};
+use crate::{vectorised, with_elem};
+
+/// `y[b] = [x[b, ..numbers], tables[0][x[b, numbers]], tables[1][x[b, numbers + 1]], ...]`, with `x` of f32 whatever
+/// the type of the tables. A place right behind a table's last row stands for what is unknown: zeros.
+pub struct CategoricalEmbeddingKernel<'a> {
+    pub num_numeric: usize,
+    /// (rows, width) each.
+    pub tables: Vec<&'a Tensor>,
+}
+
+/// A table as a kernel walks over it.
+struct TableLayout {
+    rows: usize,
+    width: usize,
+    /// Where its values begin in a row of the output.
+    offset: usize,
+}
+
+/// Parts that the gradient of a table is shared out in: a thread each.
+const GRAD_CHUNKS: usize = 8;
+
+impl CategoricalEmbeddingKernel<'_> {
+    /// The tables, and the width of a row of the output.
+    fn sizes(&self) -> Result<(Vec<TableLayout>, usize)> {
+        let mut offset = self.num_numeric;
+        let table = |tensor: &&Tensor| {
+            let (rows, width) = tensor.dims2()?;
+            offset += width;
+            Ok(TableLayout { rows, width, offset: offset - width })
+        };
+        let tables = self.tables.iter().map(table).collect::<Result<_>>()?;
+        Ok((tables, offset))
+    }
+
+    fn dtype(&self, x: &Tensor) -> DType {
+        self.tables.first().map_or(x.dtype(), |table| table.dtype())
+    }
+
+    /// The reference; `x` is (batch, numbers + tables).
+    pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
+        let mut parts = Vec::new();
+        if self.num_numeric > 0 {
+            parts.push(x.narrow(1, 0, self.num_numeric)?.to_dtype(self.dtype(x))?);
+        }
+        for (i, table) in self.tables.iter().enumerate() {
+            let indices = x.narrow(1, self.num_numeric + i, 1)?.flatten_all()?.to_dtype(DType::U32)?;
+            let unknown = Tensor::zeros((1, table.dim(1)?), table.dtype(), table.device())?;
+            parts.push(Tensor::cat(&[table, &unknown], 0)?.index_select(&indices, 0)?);
+        }
+        Tensor::cat(&parts, 1)
+    }
+
+    /// (batch, numbers + widths)
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if !reference::has_cpu_kernel(x) {
+            return self.reference(x);
+        }
+        with_elem!(self.dtype(x), T => self.forward_cpu::<T>(x))
+    }
+
+    fn forward_cpu<T: Elem>(&self, x: &Tensor) -> Result<Tensor> {
+        let ((batch, inputs), (tables, n)) = (x.dims2()?, self.sizes()?);
+        let x = cpu::view::<f32>(x)?;
+        self.check_indices(&x, inputs, &tables)?;
+        let values = self.tables.iter().map(|table| cpu::view::<T>(table)).collect::<Result<Vec<_>>>()?;
+        let mut y = cpu::uninit::<T>(batch * n);
+        cpu::parallel_for_rows(&mut y, n, |first, y| {
+            for (y, x) in y.chunks_exact_mut(n).zip(x[first * inputs..].chunks_exact(inputs)) {
+                let (numeric, indices) = x.split_at(self.num_numeric);
+                y.iter_mut().zip(numeric).for_each(|(y, x)| *y = T::from_acc(T::Acc::of_f64(f64::from(*x))));
+                for ((table, values), index) in tables.iter().zip(&values).zip(indices) {
+                    let into = &mut y[table.offset..][..table.width];
+                    match values.get(*index as usize * table.width..).and_then(|rest| rest.get(..table.width))
+                    {
+                        Some(row) => into.copy_from_slice(row),
+                        None => into.fill(T::default()),
+                    }
+                }
+            }
+        });
+        cpu::tensor(y, (batch, n))
+    }
+
+    /// That every place is one of its table, or the one behind it.
+    fn check_indices(&self, x: &[f32], inputs: usize, tables: &[TableLayout]) -> Result<()> {
+        if inputs != self.num_numeric + tables.len() {
+            bail!("rows of {inputs} values, for {} numbers and {} tables", self.num_numeric, tables.len())
+        }
+        for x in x.chunks_exact(inputs) {
+            for (i, (index, table)) in x[self.num_numeric..].iter().zip(tables).enumerate() {
+                if *index != (*index as u32) as f32 || *index as usize > table.rows {
+                    bail!("index {index} is not in table {i}, which has {} rows", table.rows)
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the gradients of the tables to those of `grads`.
+    pub fn backward(&self, x: &Tensor, dy: &Tensor, grads: &CategoricalEmbeddingKernel) -> Result<()> {
+        if reference::has_cpu_kernel(x) {
+            return with_elem!(dy.dtype(), T => self.backward_cpu::<T>(x, dy, grads));
+        }
+        let found = reference::gradients(&self.tables, dy, |tables| {
+            CategoricalEmbeddingKernel { num_numeric: self.num_numeric, tables: tables.iter().collect() }
+                .reference(x)
+        })?;
+        grads.tables.iter().zip(&found).try_for_each(|(into, found)| reference::accumulate(into, found))
+    }
+
+    /// A range of a table's rows belongs to one thread, which adds the samples in order.
+    fn backward_cpu<T: Elem>(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        grads: &CategoricalEmbeddingKernel,
+    ) -> Result<()> {
+        let (inputs, (tables, n)) = (x.dim(1)?, self.sizes()?);
+        let (x, dy) = (cpu::view::<f32>(x)?, cpu::view::<T>(dy)?);
+        for (i, (table, grads)) in tables.iter().zip(&grads.tables).enumerate() {
+            let rows = table.rows.div_ceil(GRAD_CHUNKS).max(1);
+            let indices = || x.chunks_exact(inputs).map(|x| x[self.num_numeric + i] as usize);
+            cpu::with_slice_mut::<T::Acc, _>(grads, |grads| {
+                grads.par_chunks_mut(rows * table.width).enumerate().for_each(|(chunk, grads)| {
+                    for (dy, index) in dy.chunks_exact(n).zip(indices()) {
+                        let into = index.checked_sub(chunk * rows).map(|row| row * table.width);
+                        if let Some(into) = into.and_then(|at| grads.get_mut(at..at + table.width)) {
+                            let dy = &dy[table.offset..][..table.width];
+                            vectorised!(T, || into.iter_mut().zip(dy).for_each(|(a, d)| *a += d.to_acc()));
+                        }
+                    }
+                })
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that the reference takes beside input and output, at most: (forward, backward), for `batch` samples of
+/// `numbers` numbers and tables of so many rows and columns. What a card runs, which has no body of its own.
+pub fn cuda_workspace(
+    dtype: DType,
+    batch: usize,
+    num_numeric: usize,
+    tables: &[(usize, usize)],
+) -> (u64, u64) {
+    let outputs = num_numeric + tables.iter().map(|(_, width)| width).sum::<usize>();
+    let padded: usize = tables.iter().map(|(rows, width)| (rows + 2) * width).sum();
+    // Parts before they are joined, tables with their row of zeros, and the places in two types.
+    let forward = cpu::size_in_bytes(dtype, batch * outputs + padded)
+        + 8 * (batch * (num_numeric + tables.len())) as u64;
+    // The same again with its output, its gradient and the sum; then each table's gradient, and with it what was there.
+    let backward = forward + cpu::size_in_bytes(dtype, 4 * batch * outputs + 3 * padded) + 8 * padded as u64;
+    (forward, backward)
+}

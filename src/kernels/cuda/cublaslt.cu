@@ -1,0 +1,285 @@
+// Matrix products by cuBLASLt: row-major, with what goes before and after them fused.
+//
+// cuBLASLt has its matrices column-major, so `D = A B` is asked for as `D' = B' A'`. Which of its kernels makes
+// a product is found once for each shape and remembered: cuBLASLt names some, and of those that give the same bits
+// as the one it is to be compared with, the fastest is taken. So time decides how soon a result is there and never
+// what it is. The workspace is the caller's.
+#include <cublasLt.h>
+#include <mutex>
+#include <map>
+#include <tuple>
+
+#include "device.cuh"
+
+namespace {
+
+struct GemmOperand {
+    const void *data;
+    int64_t stride; // values between rows
+    int transposed;     // the matrix is the transpose of what lies there
+};
+
+// What is done to a product: `Epilogue` in product.rs.
+enum Epilogue : int { PLAIN = 0, BIAS = 1, GELU_BIAS = 2, RELU_BIAS = 3 };
+
+struct GemmArgs {
+    int type, out_type, m, n, k, epilogue;
+    GemmOperand a, b;
+    const void *c; // null, or added to the product: may be `d`
+    void *d;
+    int64_t d_stride;
+    const void *bias; // (n)
+    void *aux;        // (m, n): what GELU was given
+    int64_t aux_stride;
+};
+
+using Key = std::tuple<int, int, int, int, int, int, int64_t, int, int64_t, int, int, int64_t, int64_t, int>;
+
+// A kernel for a shape, and how often faster ones may still be looked for.
+struct CachedAlgo {
+    cublasLtMatmulAlgo_t algo;
+    int tries;
+};
+
+struct GemmContext {
+    cublasLtHandle_t handle;
+    void *workspace;
+    size_t bytes;
+    bool tf32;
+    std::mutex lock;
+    std::map<Key, CachedAlgo> algo_cache;
+    cudaEvent_t start_event, stop_event;
+    unsigned long long *digest; // on the card, behind the workspace
+    void *bias;                 // BIAS_ROOM bytes behind it
+};
+
+// Bytes of the workspace's tail: the digest, and a bias that must be copied.
+constexpr size_t DIGEST_BYTES = 256, BIAS_BYTES = 256 << 10;
+
+// Kernels that cuBLASLt is asked to name, and runs of each that are timed.
+constexpr int MAX_CANDIDATES = 8, TIMED_RUNS = 3;
+// Times that the kernels for a shape are compared before the first named is kept, where the result was zero: of zeros all
+// kernels make the same bits (the gradients below a head that begins with zeros, in the first update).
+constexpr int MAX_TRIES = 4;
+// Operations below which a product is too short to be worth finding the best of them.
+constexpr double MIN_TUNED_FLOPS = 1e9;
+
+cudaDataType_t cuda_dtype(int type) {
+    switch (type) {
+    case F64: return CUDA_R_64F;
+    case BF16: return CUDA_R_16BF;
+    case F16: return CUDA_R_16F;
+    default: return CUDA_R_32F;
+    }
+}
+
+cublasLtEpilogue_t cublas_epilogue(int epilogue, bool has_aux) {
+    switch (epilogue) {
+    case BIAS: return CUBLASLT_EPILOGUE_BIAS;
+    case GELU_BIAS: return has_aux ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_BIAS;
+    case RELU_BIAS: return CUBLASLT_EPILOGUE_RELU_BIAS;
+    default: return CUBLASLT_EPILOGUE_DEFAULT;
+    }
+}
+
+// The largest power of two, at most 256, that an address is a multiple of.
+uint32_t alignment(const void *p) {
+    uint32_t bytes = 256;
+    while (uintptr_t(p) % bytes) bytes /= 2;
+    return bytes;
+}
+
+// Frees what it was given when it goes.
+template <class H, cublasStatus_t (*destroy)(H)> struct OwnedDescriptor {
+    H h = nullptr;
+    ~OwnedDescriptor() {
+        if (h) destroy(h);
+    }
+};
+using Operation = OwnedDescriptor<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
+using Layout = OwnedDescriptor<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
+using Preference = OwnedDescriptor<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
+
+#define TRY(call)                                                                                             \
+    if (cublasStatus_t tried = (call); tried != CUBLAS_STATUS_SUCCESS) return CUBLAS_ERRORS + tried
+
+// Codes from here on are cuBLAS's own.
+constexpr int CUBLAS_ERRORS = 10000;
+
+template <class V> cublasStatus_t set(Operation &op, cublasLtMatmulDescAttributes_t find_candidates, const V &value) {
+    return cublasLtMatmulDescSetAttribute(op.h, find_candidates, &value, sizeof(V));
+}
+template <class V> cublasStatus_t set(Preference &p, cublasLtMatmulPreferenceAttributes_t find_candidates, const V &value) {
+    return cublasLtMatmulPreferenceSetAttribute(p.h, find_candidates, &value, sizeof(V));
+}
+
+// A number that depends on every bit of a matrix and on no order in which they are read.
+template <class V> __global__ void digest(const V *d, int64_t rows, int64_t columns, int64_t stride, unsigned long long *out) {
+    unsigned long long sum = 0;
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * columns; i += int64_t(gridDim.x) * blockDim.x)
+        sum += (unsigned long long)d[i / columns * stride + i % columns] * (2 * i + 1);
+    atomicAdd(out, sum);
+}
+
+int compute_digest(GemmContext &context, const GemmArgs &q, unsigned long long *out, cudaStream_t stream) {
+    cudaMemsetAsync(context.digest, 0, sizeof *out, stream);
+    if (q.out_type == F32) digest<<<1024, 256, 0, stream>>>((const uint32_t *)q.d, q.m, q.n, q.d_stride, context.digest);
+    else digest<<<1024, 256, 0, stream>>>((const uint16_t *)q.d, q.m, q.n, q.d_stride, context.digest);
+    cudaMemcpyAsync(out, context.digest, sizeof *out, cudaMemcpyDeviceToHost, stream);
+    return cudaStreamSynchronize(stream);
+}
+
+// Which of those named is compared with: the first, unless it cuts the long sum into parts that take a second kernel
+// to add and one of the next two does not.
+int baseline_of(const cublasLtMatmulHeuristicResult_t *candidates, int count) {
+    for (int i = 0; i < count && i < 3; i++) {
+        int parts = 1;
+        cublasLtMatmulAlgoConfigGetAttribute(&candidates[i].algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof parts, nullptr);
+        if (parts <= 1) return i;
+    }
+    return 0;
+}
+
+// The fastest of those named that gives the bits of `named[base]`. `run(algo)` may be called any number of times. `decided`
+// is false where the result was zero, so that nothing could be compared.
+template <class F>
+int fastest(GemmContext &context, const GemmArgs &q, const cublasLtMatmulHeuristicResult_t *candidates, int count, int base,
+            cudaStream_t stream, F run, bool &decided) {
+    unsigned long long wanted = 0, found = 0;
+    int best = base;
+    float least = 0;
+    for (int n = 0; n < count; n++) {
+        int i = n == 0 ? base : n <= base ? n - 1 : n;
+        if (run(&candidates[i].algo) != CUBLAS_STATUS_SUCCESS || compute_digest(context, q, n == 0 ? &wanted : &found, stream)) {
+            cudaGetLastError(); // of a kernel that could not be loaded, which is not used: nobody else's
+            continue;
+        }
+        if (n > 0 && found != wanted) continue;
+        decided = wanted != 0;
+        if (!decided) return base;
+        cudaEventRecord(context.start_event, stream);
+        for (int k = 0; k < TIMED_RUNS; k++) run(&candidates[i].algo);
+        cudaEventRecord(context.stop_event, stream);
+        float ms = 0;
+        if (cudaEventSynchronize(context.stop_event) || cudaEventElapsedTime(&ms, context.start_event, context.stop_event)) continue;
+        if (n == 0 || ms < least) best = i, least = ms;
+    }
+    return best;
+}
+
+int multiply(GemmContext &context, const GemmArgs &q, cudaStream_t stream) {
+    bool wide = q.type == F64;
+    auto compute = wide                                   ? CUBLAS_COMPUTE_64F
+                   : q.type == F32 && context.tf32       ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                          : CUBLAS_COMPUTE_32F;
+    Operation op;
+    Layout a, b, c, d;
+    TRY(cublasLtMatmulDescCreate(&op.h, compute, wide ? CUDA_R_64F : CUDA_R_32F));
+    auto transposed = [](int t) { return t ? CUBLAS_OP_T : CUBLAS_OP_N; };
+    TRY(set(op, CUBLASLT_MATMUL_DESC_TRANSA, transposed(q.b.transposed)));
+    TRY(set(op, CUBLASLT_MATMUL_DESC_TRANSB, transposed(q.a.transposed)));
+    TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE, cublas_epilogue(q.epilogue, q.aux != nullptr)));
+    if (q.bias) {
+        // cuBLASLt cannot be told how a bias is aligned and names kernels that read it in vectors: one that begins between
+        // two of them is copied.
+        const void *bias = q.bias;
+        size_t bytes = size_t(q.n) * (wide ? 8 : q.type == F32 ? 4 : 2);
+        if (alignment(bias) < 16 && bytes <= BIAS_BYTES) {
+            if (int error = cudaMemcpyAsync(context.bias, bias, bytes, cudaMemcpyDeviceToDevice, stream)) return error;
+            bias = context.bias;
+        }
+        TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
+        TRY(set(op, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(cuda_dtype(q.type))));
+    }
+    if (q.aux) {
+        TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, q.aux));
+        TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, q.aux_stride));
+        TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(cuda_dtype(q.type))));
+    }
+    auto layout = [&](Layout &l, int type, int64_t rows, int64_t cols, int64_t stride, int t) {
+        return cublasLtMatrixLayoutCreate(&l.h, cuda_dtype(type), t ? rows : cols, t ? cols : rows, stride);
+    };
+    TRY(layout(a, q.type, q.k, q.n, q.b.stride, q.b.transposed));
+    TRY(layout(b, q.type, q.m, q.k, q.a.stride, q.a.transposed));
+    TRY(layout(c, q.out_type, q.m, q.n, q.d_stride, 0));
+    TRY(layout(d, q.out_type, q.m, q.n, q.d_stride, 0));
+
+    uint32_t aligns[4] = {alignment(q.b.data), alignment(q.a.data), alignment(q.c ? q.c : q.d), alignment(q.d)};
+    int alignment_key = 0;
+    for (uint32_t align : aligns) alignment_key = alignment_key * 16 + __builtin_ctz(align);
+    Key key{q.type, q.out_type, q.m, q.n, q.k, q.epilogue * 2 + (q.aux != nullptr), q.a.stride, q.a.transposed,
+            q.b.stride, q.b.transposed, q.c ? (q.c == q.d ? 2 : 1) : 0, q.d_stride, q.aux_stride, alignment_key};
+    float one = 1, beta = q.c ? 1 : 0;
+    double one_wide = 1, beta_wide = beta;
+    const void *alphas = wide ? (const void *)&one_wide : &one, *betas = wide ? (const void *)&beta_wide : &beta;
+    auto run = [&](const cublasLtMatmulAlgo_t *algo) {
+        return cublasLtMatmul(context.handle, op.h, alphas, q.b.data, a.h, q.a.data, b.h, betas, q.c ? q.c : q.d, c.h, q.d,
+                              d.h, algo, context.workspace, context.bytes, stream);
+    };
+    cublasLtMatmulHeuristicResult_t candidates[MAX_CANDIDATES];
+    int count = 0;
+    // The kernels that cuBLASLt names for operands at multiples of `most` bytes, or of what they are at.
+    auto find_candidates = [&](uint32_t max_alignment) -> int {
+        Preference p;
+        auto aligned = [&](int i) { return aligns[i] < max_alignment ? aligns[i] : max_alignment; };
+        TRY(cublasLtMatmulPreferenceCreate(&p.h));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, context.bytes));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(0)));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(1)));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(2)));
+        TRY(set(p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned(3)));
+        TRY(cublasLtMatmulAlgoGetHeuristic(context.handle, op.h, a.h, b.h, c.h, d.h, p.h, MAX_CANDIDATES, candidates, &count));
+        return count == 0 ? CUBLAS_ERRORS + CUBLAS_STATUS_NOT_SUPPORTED : 0;
+    };
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cudaStreamIsCapturing(stream, &capture);
+    bool can_synchronize = capture == cudaStreamCaptureStatusNone; // nothing may wait for what is captured
+    std::lock_guard<std::mutex> guard(context.lock);
+    auto cached = context.algo_cache.find(key);
+    if (cached == context.algo_cache.end() || (cached->second.tries > 0 && can_synchronize)) {
+        if (int error = find_candidates(256)) return error;
+        int best = baseline_of(candidates, count), tries = 0;
+        // What is added to itself cannot be made twice.
+        if (q.c != q.d && !wide && 2.0 * q.m * q.n * q.k > MIN_TUNED_FLOPS) {
+            bool decided = false;
+            if (can_synchronize) best = fastest(context, q, candidates, count, best, stream, run, decided);
+            tries = decided ? 0 : cached == context.algo_cache.end() ? MAX_TRIES - 1 : cached->second.tries - 1;
+        }
+        cached = context.algo_cache.insert_or_assign(key, CachedAlgo{candidates[best].algo, tries}).first;
+    }
+    cublasStatus_t status = run(&cached->second.algo);
+    // cuBLASLt names kernels that it then refuses to start, for odd sizes and a bias between two words: another one does it.
+    for (uint32_t max_alignment : {256u, 16u, 2u}) {
+        if (status == CUBLAS_STATUS_SUCCESS) return 0;
+        if (!can_synchronize || find_candidates(max_alignment)) break;
+        for (int i = 0; i < count && status != CUBLAS_STATUS_SUCCESS; i++) {
+            cudaGetLastError(); // of the kernel that was refused
+            status = run(&candidates[i].algo);
+            if (status == CUBLAS_STATUS_SUCCESS) cached->second = CachedAlgo{candidates[i].algo, 0};
+        }
+    }
+    return status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + status;
+}
+
+} // namespace
+
+extern "C" int cublaslt_context_new(void *workspace, size_t bytes, int tf32, void **out) {
+    size_t left = bytes - DIGEST_BYTES - BIAS_BYTES;
+    char *tail = (char *)workspace + left;
+    auto *context = new GemmContext{nullptr, workspace, left, tf32 != 0, {}, {}, nullptr, nullptr,
+                                  (unsigned long long *)tail, tail + DIGEST_BYTES};
+    cublasStatus_t status = cublasLtCreate(&context->handle);
+    int code = status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + status;
+    if (!code) code = cudaEventCreate(&context->start_event);
+    if (!code) code = cudaEventCreate(&context->stop_event);
+    if (code) {
+        delete context;
+        return code;
+    }
+    *out = context;
+    return 0;
+}
+
+extern "C" int cublaslt_matmul(void *context, const GemmArgs *args, cudaStream_t stream) {
+    return multiply(*(GemmContext *)context, *args, stream);
+}

@@ -1,0 +1,368 @@
+//! Products too small or too thin for packing to pay, in f32 on AVX-512.
+//!
+//! A panel of up to 64 columns of `b` is copied to the stack, in the order it is used; rows of `a` are read where
+//! they lie, a value at a time for all columns of the panel. A sum runs over the inner size in order, so a row of
+//! the result does not depend on the rows beside it.
+
+use std::arch::x86_64::*;
+
+use rayon::prelude::*;
+
+use super::MatView;
+
+/// Values in a vector.
+const LANES: usize = 16;
+/// Vectors in a row of the widest panel.
+const PANEL_VECTORS: usize = 4;
+/// The most inner sums of a panel: with 64 columns it has 64 KiB.
+const PANEL_K: usize = 256;
+/// Multiplications above which `gemm` is at least as fast.
+const MAX_MULTIPLIES: usize = 1 << 26;
+
+/// Whether an (m, n) matrix over `k` is made here.
+pub(super) fn supports((m, k, n): (usize, usize, usize)) -> bool {
+    k > 0 && m.saturating_mul(k).saturating_mul(n) <= MAX_MULTIPLIES
+}
+
+/// `out = a b`, or `out += a b` with `accumulate`.
+///
+/// # Safety
+/// The machine has AVX-512 (F), the operands lie inside their slices, and `out` has room for every (i, j) at
+/// `i * stride + j`.
+pub(super) unsafe fn gemm(
+    out: &mut [f32],
+    stride: usize,
+    a: MatView<f32>,
+    b: MatView<f32>,
+    accumulate: bool,
+) {
+    // SAFETY: what the caller promises.
+    unsafe {
+        gemm_panels(Operands::new(&a, &b), a.rows, a.cols, b.cols, out.as_mut_ptr(), stride, accumulate)
+    }
+}
+
+/// As [`gemm`], by all threads: each makes some rows, or some columns where there are more of these.
+///
+/// # Safety
+/// As of [`gemm`].
+pub(super) unsafe fn gemm_parallel(
+    out: &mut [f32],
+    stride: usize,
+    a: MatView<f32>,
+    b: MatView<f32>,
+    accumulate: bool,
+) {
+    /// Multiplications that are worth another thread's time.
+    const MIN_MULTIPLIES_PER_THREAD: usize = 1 << 17;
+    let (m, k, n) = (a.rows, a.cols, b.cols);
+    let split_rows = m >= n;
+    // Whole tiles and whole panels, of which no thread's share ends in the middle.
+    let (size, granularity) = if split_rows { (m, 48) } else { (n, PANEL_VECTORS * LANES) };
+    let num_threads = (m * k * n / MIN_MULTIPLIES_PER_THREAD).clamp(1, rayon::current_num_threads());
+    let chunk = size.div_ceil(num_threads).next_multiple_of(granularity);
+    if chunk >= size {
+        // SAFETY: what the caller promises.
+        return unsafe { gemm(out, stride, a, b, accumulate) };
+    }
+    struct SharedOperands {
+        o: Operands,
+        out: *mut f32,
+    }
+    // SAFETY: operands are only read, and every thread writes to rows or columns of its own.
+    unsafe impl Sync for SharedOperands {}
+    let shared = &SharedOperands { o: Operands::new(&a, &b), out: out.as_mut_ptr() };
+    (0..size.div_ceil(chunk)).into_par_iter().for_each(|index| {
+        let (first, count) = (index * chunk, chunk.min(size - index * chunk));
+        let SharedOperands { mut o, mut out } = *shared;
+        // SAFETY: what the caller promises of all rows and columns holds for `count` of them from `first` on.
+        unsafe {
+            let (m, n) = if split_rows {
+                (o.a, out) = (o.a.add(first * o.a_row), out.add(first * stride));
+                (count, n)
+            } else {
+                (o.b, out) = (o.b.add(first * o.b_col), out.add(first));
+                (m, count)
+            };
+            gemm_panels(o, m, k, n, out, stride, accumulate)
+        }
+    });
+}
+
+/// Element (i, p) of `a` is at `i * a_row + p * a_col`, (p, j) of `b` at `p * b_row + j * b_col`.
+#[derive(Clone, Copy)]
+struct Operands {
+    a: *const f32,
+    a_row: usize,
+    a_col: usize,
+    b: *const f32,
+    b_row: usize,
+    b_col: usize,
+}
+
+impl Operands {
+    fn new(a: &MatView<f32>, b: &MatView<f32>) -> Self {
+        Self {
+            a: a.data.as_ptr(),
+            a_row: a.row_stride,
+            a_col: a.col_stride,
+            b: b.data.as_ptr(),
+            b_row: b.row_stride,
+            b_col: b.col_stride,
+        }
+    }
+}
+
+/// A panel of `b`, row after row of its columns.
+type Panel = [[__m512; PANEL_VECTORS]; PANEL_K];
+
+#[target_feature(enable = "avx512f")]
+unsafe fn gemm_panels(
+    o: Operands,
+    m: usize,
+    k: usize,
+    n: usize,
+    out: *mut f32,
+    stride: usize,
+    accumulate: bool,
+) {
+    let mut panel = std::mem::MaybeUninit::<Panel>::uninit();
+    let packed = panel.as_mut_ptr().cast::<f32>();
+    let (k_blocks, vectors) = (k.div_ceil(PANEL_K), n.div_ceil(LANES));
+    let n_blocks = vectors.div_ceil(PANEL_VECTORS);
+    for d in 0..k_blocks {
+        let (from, to) = (k * d / k_blocks, k * (d + 1) / k_blocks);
+        for w in 0..n_blocks {
+            let (first, last) = (vectors * w / n_blocks, vectors * (w + 1) / n_blocks);
+            let (start, cols) = (first * LANES, (last * LANES).min(n) - first * LANES);
+            // SAFETY: rows `from..to` of columns `start..start + cols` lie inside `b`, and the same of `a` and `out`.
+            unsafe {
+                let b = o.b.add(from * o.b_row + start * o.b_col);
+                pack(b, o.b_row, o.b_col, to - from, cols, packed);
+                let gemm = PanelGemm {
+                    rows: m,
+                    k: to - from,
+                    a: o.a.add(from * o.a_col),
+                    packed,
+                    out: out.add(start),
+                    stride,
+                    last_mask: lane_mask(cols - (last - first - 1) * LANES),
+                    accumulate: accumulate || d > 0,
+                };
+                match last - first {
+                    4 => gemm.with_const_strides::<6, 4>(o.a_row, o.a_col),
+                    3 => gemm.with_const_strides::<8, 3>(o.a_row, o.a_col),
+                    2 => gemm.with_const_strides::<12, 2>(o.a_row, o.a_col),
+                    _ => gemm.with_const_strides::<16, 1>(o.a_row, o.a_col),
+                }
+            }
+        }
+    }
+}
+
+/// The first `count` of a vector's values, at most all.
+pub(super) fn lane_mask(count: usize) -> __mmask16 {
+    if count >= LANES { !0 } else { (1 << count) - 1 }
+}
+
+/// Copies `k` rows of `cols` columns of `b` one after the other, each filled up to whole vectors with zeros.
+#[target_feature(enable = "avx512f")]
+unsafe fn pack(b: *const f32, row: usize, col: usize, depth: usize, cols: usize, to: *mut f32) {
+    let width = cols.next_multiple_of(LANES);
+    // SAFETY: the caller's rows and columns lie inside `b`, a panel has room for them, and masks keep the rest out.
+    unsafe {
+        if col == 1 {
+            for p in 0..depth {
+                for j in (0..width).step_by(LANES) {
+                    let values = _mm512_maskz_loadu_ps(lane_mask(cols - j), b.add(p * row + j));
+                    _mm512_storeu_ps(to.add(p * width + j), values);
+                }
+            }
+        } else {
+            for p in (0..depth).step_by(LANES) {
+                let k_lanes = (depth - p).min(LANES);
+                for j in (0..width).step_by(LANES) {
+                    let mut square = [_mm512_setzero_ps(); LANES];
+                    for (q, values) in square.iter_mut().enumerate().take(cols - j) {
+                        *values = _mm512_maskz_loadu_ps(lane_mask(k_lanes), b.add((j + q) * col + p * row));
+                    }
+                    for (q, values) in transpose_16x16(square).into_iter().enumerate().take(k_lanes) {
+                        _mm512_storeu_ps(to.add((p + q) * width + j), values);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The transpose of a square of vectors: pairs, then fours, then quarters are exchanged.
+#[target_feature(enable = "avx512f")]
+#[inline]
+pub(super) fn transpose_16x16(rows: [__m512; LANES]) -> [__m512; LANES] {
+    let mut pairs = rows;
+    for i in (0..LANES).step_by(2) {
+        pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    let mut fours = pairs;
+    for i in (0..LANES).step_by(4) {
+        for half in 0..2 {
+            let (a, b) = (_mm512_castps_pd(pairs[i + half]), _mm512_castps_pd(pairs[i + 2 + half]));
+            fours[i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            fours[i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    }
+    let mut eights = fours;
+    for i in 0..4 {
+        for half in [0, 8] {
+            let (a, b) = (fours[half + i], fours[half + 4 + i]);
+            eights[half + i] = _mm512_shuffle_f32x4::<0x88>(a, b);
+            eights[half + 4 + i] = _mm512_shuffle_f32x4::<0xdd>(a, b);
+        }
+    }
+    let mut whole = eights;
+    for i in 0..8 {
+        whole[i] = _mm512_shuffle_f32x4::<0x88>(eights[i], eights[8 + i]);
+        whole[8 + i] = _mm512_shuffle_f32x4::<0xdd>(eights[i], eights[8 + i]);
+    }
+    whole
+}
+
+/// All rows of the result in the columns of a panel.
+struct PanelGemm {
+    rows: usize,
+    k: usize,
+    a: *const f32,
+    packed: *const f32,
+    out: *mut f32,
+    stride: usize,
+    /// The columns of the last vector.
+    last_mask: __mmask16,
+    accumulate: bool,
+}
+
+impl PanelGemm {
+    /// Tells the compiler in which direction `a` is dense, if it is, so that addresses are cheap.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn with_const_strides<const ROWS: usize, const VECTORS: usize>(&self, row: usize, col: usize) {
+        // SAFETY: the same promises.
+        unsafe {
+            match (row, col) {
+                (row, 1) => self.row_tiles::<ROWS, VECTORS>(row, 1),
+                (1, col) => self.row_tiles::<ROWS, VECTORS>(1, col),
+                (row, col) => self.row_tiles::<ROWS, VECTORS>(row, col),
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn row_tiles<const ROWS: usize, const VECTORS: usize>(&self, row: usize, col: usize) {
+        let mut i = 0;
+        // SAFETY: the same promises; `i` stays below the rows.
+        unsafe {
+            while i + ROWS <= self.rows {
+                self.microkernel::<ROWS, VECTORS>(i, row, col);
+                i += ROWS;
+            }
+            while i + 4 <= self.rows {
+                self.microkernel::<4, VECTORS>(i, row, col);
+                i += 4;
+            }
+            while i < self.rows {
+                self.microkernel::<1, VECTORS>(i, row, col);
+                i += 1;
+            }
+        }
+    }
+
+    /// Rows `i..i + ROWS`: the sums stay in registers until they are done.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn microkernel<const ROWS: usize, const VECTORS: usize>(&self, i: usize, row: usize, col: usize) {
+        let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+        // SAFETY: the same promises; masks keep accesses of the last vector inside the result.
+        unsafe {
+            let (mut a, mut b) = (self.a.add(i * row), self.packed);
+            for _ in 0..self.k {
+                let mut values = [_mm512_setzero_ps(); VECTORS];
+                for (v, value) in values.iter_mut().enumerate() {
+                    *value = _mm512_load_ps(b.add(v * LANES));
+                }
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let factor = _mm512_set1_ps(*a.add(r * row));
+                    for (sum, value) in sums.iter_mut().zip(values) {
+                        *sum = _mm512_fmadd_ps(factor, value, *sum);
+                    }
+                }
+                // The last step may point past the end, and nothing is read there.
+                a = a.wrapping_add(col);
+                b = b.wrapping_add(VECTORS * LANES);
+            }
+            for (r, sums) in sums.into_iter().enumerate() {
+                for (v, sum) in sums.into_iter().enumerate() {
+                    let at = self.out.add((i + r) * self.stride + v * LANES);
+                    let mask = if v + 1 == VECTORS { self.last_mask } else { !0 };
+                    let previous = _mm512_maskz_loadu_ps(if self.accumulate { mask } else { 0 }, at);
+                    _mm512_mask_storeu_ps(at, mask, _mm512_add_ps(previous, sum));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::kernels::dispatch::{Dispatch, dispatch};
+    use crate::random::RngKey;
+
+    fn values(count: usize, stream: u64) -> Vec<f32> {
+        (0..count).map(|i| RngKey::new(7, stream).normal(i as u64) as f32).collect()
+    }
+
+    fn mat_view(data: &[f32], rows: usize, cols: usize, transposed: bool) -> MatView<'_, f32> {
+        if transposed { MatView::new(data, cols, rows).t() } else { MatView::new(data, rows, cols) }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Against sums in f64, over every direction of the operands, odd sizes and strides; what lies between the
+        /// rows of the result is left alone.
+        #[test]
+        fn products_are_right(m in 1usize..150, k in 1usize..600, n in 1usize..150, turn_a: bool, turn_b: bool, add: bool, gap in 0usize..9, threads in 1usize..5) {
+            if dispatch() < Dispatch::Avx512 {
+                println!("skipped: the dispatch is {:?}", dispatch());
+                return Ok(());
+            }
+            let (a, b, stride) = (values(m * k, 1), values(k * n, 2), n + gap);
+            let before = values(m * stride, 3);
+            let mut out = before.clone();
+            let (x, y) = (mat_view(&a, m, k, turn_a), mat_view(&b, k, n, turn_b));
+            // SAFETY: AVX-512 was found and `out` has `m` rows of `stride`.
+            unsafe { gemm(&mut out, stride, x, y, add) };
+            let mut parallel = before.clone();
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            // SAFETY: as above.
+            pool.install(|| unsafe { gemm_parallel(&mut parallel, stride, x, y, add) });
+            prop_assert!(out.iter().zip(&parallel).all(|(a, b)| a.to_bits() == b.to_bits()), "bits of {} threads", threads);
+            let at = |m: &MatView<f32>, i: usize, j: usize| m.data[i * m.row_stride + j * m.col_stride] as f64;
+            for i in 0..m {
+                for j in 0..stride {
+                    let (was, is) = (before[i * stride + j], out[i * stride + j]);
+                    if j >= n {
+                        prop_assert_eq!(was, is);
+                        continue;
+                    }
+                    let terms = (0..k).map(|p| at(&x, i, p) * at(&y, p, j));
+                    let (sum, size) = terms.fold((0.0, 1.0), |(s, l), t| (s + t, l + t.abs()));
+                    let expected = sum + if add { was as f64 } else { 0.0 };
+                    prop_assert!((is as f64 - expected).abs() <= 1e-6 * size, "{} {} at {} {}", is, expected, i, j);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Linear maps of one input, their outputs side by side: `y = [x W1' + b1, x W2' + b2, ...]`.
+
+#[cfg(feature = "cuda")]
+mod gpu;
+
+use candle_core::{DType, Result, Tensor};
+
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::linear::{add_partials, column_sums, join_backward};
+use super::matmul::{MatView, Threading, gemm, gemm_workspace, is_native_dtype, round};
+use super::{Elem, Real, cpu, reference};
+use crate::{vectorised, with_elem};
+
+/// A map: its weight is (out, in), its bias (out).
+#[derive(Clone, Copy)]
+pub struct Projection<'a> {
+    pub weight: &'a Tensor,
+    pub bias: Option<&'a Tensor>,
+}
+
+/// The maps with the first of the output's columns each.
+fn with_column_offsets<'a>(projections: &[Projection<'a>]) -> Result<(Vec<(usize, Projection<'a>)>, usize)> {
+    let mut columns = 0;
+    let mut offsets = Vec::with_capacity(projections.len());
+    for projection in projections {
+        offsets.push((columns, *projection));
+        columns += projection.weight.dim(0)?;
+    }
+    Ok((offsets, columns))
+}
+
+/// The reference.
+pub fn reference(x: &Tensor, projections: &[Projection]) -> Result<Tensor> {
+    let k = x.dim(x.rank() - 1)?;
+    let rows = x.reshape((x.elem_count() / k, k))?;
+    let project = |projection: &Projection| {
+        let y = rows.matmul(&projection.weight.t()?)?;
+        projection.bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
+    };
+    let y = Tensor::cat(&projections.iter().map(project).collect::<Result<Vec<_>>>()?, 1)?;
+    y.reshape([&x.dims()[..x.rank() - 1], &[y.dim(1)?]].concat())
+}
+
+pub fn forward(x: &Tensor, projections: &[Projection]) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::device_of(x) {
+        return gpu::forward(device, x, projections);
+    }
+    if !reference::has_cpu_kernel(x) {
+        return reference(x, projections);
+    }
+    with_elem!(x.dtype(), T => forward_cpu::<T>(x, projections))
+}
+
+fn forward_cpu<T: Elem>(x: &Tensor, projections: &[Projection]) -> Result<Tensor> {
+    let ((projections, n), k) = (with_column_offsets(projections)?, x.dim(x.rank() - 1)?);
+    let values = cpu::view::<T>(x)?;
+    let rows = values.len() / k;
+    let mut y = cpu::uninit::<T>(rows * n);
+    let mut acc = vec![T::Acc::ZERO; if T::as_acc_mut(&mut y).is_none() { rows * n } else { 0 }];
+    let out = T::as_acc_mut(&mut y).unwrap_or(&mut acc);
+    for (first, projection) in &projections {
+        let w = cpu::view::<T>(projection.weight)?;
+        let w = MatView::new(&w, w.len() / k, k).t();
+        gemm::<T>(&mut out[*first..], n, MatView::new(&values, rows, k), w, false, Threading::Parallel);
+    }
+    if !acc.is_empty() {
+        round(&acc, &mut y, Threading::Parallel);
+    }
+    let mut biases = Vec::with_capacity(projections.len());
+    for (first, projection) in &projections {
+        if let Some(bias) = projection.bias {
+            biases.push((*first, cpu::view::<T>(bias)?));
+        }
+    }
+    if !biases.is_empty() {
+        let biases: Vec<(usize, &[T])> = biases.iter().map(|(first, bias)| (*first, &**bias)).collect();
+        cpu::parallel_for_rows(&mut y, n, |_, y| {
+            vectorised!(T, || {
+                for row in y.chunks_exact_mut(n) {
+                    for (first, bias) in &biases {
+                        let row = row[*first..].iter_mut().zip(*bias);
+                        row.for_each(|(y, b)| *y = T::from_acc(y.to_acc() + b.to_acc()));
+                    }
+                }
+            })
+        });
+    }
+    cpu::tensor(y, [&x.dims()[..x.rank() - 1], &[n]].concat())
+}
+
+/// Adds the gradients of the maps to `grads`, which lie as the maps do, and returns the input's where
+/// it is wanted.
+pub fn backward(
+    x: &Tensor,
+    projections: &[Projection],
+    dy: &Tensor,
+    grads: &[Projection],
+    needs_input_grad: bool,
+) -> Result<Option<Tensor>> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda::device_of(x) {
+        return gpu::backward(device, x, projections, dy, grads, needs_input_grad);
+    }
+    if reference::has_cpu_kernel(x) {
+        return with_elem!(x.dtype(), T => backward_cpu::<T>(x, projections, dy, grads, needs_input_grad));
+    }
+    let tensors = |projections: &[Projection<'_>]| -> Vec<Tensor> {
+        projections.iter().flat_map(|map| [Some(map.weight), map.bias]).flatten().cloned().collect()
+    };
+    let (params, into) = (tensors(projections), tensors(grads));
+    let inputs: Vec<&Tensor> = std::iter::once(x).chain(&params).collect();
+    let computed = reference::gradients(&inputs, dy, |t| {
+        let mut rest = t[1..].iter();
+        let mut projections = projections.to_vec();
+        for projection in &mut projections {
+            let bias = projection.bias.is_some();
+            projection.weight = rest.next().unwrap_or(projection.weight);
+            projection.bias = if bias { rest.next() } else { None };
+        }
+        reference(&t[0], &projections)
+    })?;
+    into.iter().zip(&computed[1..]).try_for_each(|(into, found)| reference::accumulate(into, found))?;
+    Ok(needs_input_grad.then(|| computed[0].clone()))
+}
+
+fn backward_cpu<T: Elem>(
+    x: &Tensor,
+    projections: &[Projection],
+    dy: &Tensor,
+    grads: &[Projection],
+    needs_input_grad: bool,
+) -> Result<Option<Tensor>> {
+    let ((projections, n), k) = (with_column_offsets(projections)?, x.dim(x.rank() - 1)?);
+    let (values, d) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?);
+    let (values, d): (&[T], &[T]) = (&values, &d);
+    let rows = values.len() / k;
+    let sums = if grads.iter().any(|g| g.bias.is_some()) { column_sums(d, n) } else { Vec::new() };
+    let projection_columns = |first: usize, outputs: usize| MatView::strided(&d[first..], rows, outputs, n);
+    let weights = || -> Result<()> {
+        for ((first, projection), grad) in projections.iter().zip(grads) {
+            let d = projection_columns(*first, projection.weight.dim(0)?);
+            cpu::with_slice_mut::<T::Acc, _>(grad.weight, |dw| {
+                gemm::<T>(dw, k, d.t(), MatView::new(values, rows, k), true, Threading::Parallel)
+            })?;
+            if let Some(bias) = grad.bias {
+                cpu::with_slice_mut::<T::Acc, _>(bias, |into| {
+                    for sum in &sums {
+                        add_partials(into, &[&sum[*first..]]);
+                    }
+                })?;
+            }
+        }
+        Ok(())
+    };
+    let input = || -> Result<Vec<T>> {
+        let mut dx = cpu::uninit::<T>(rows * k);
+        let mut acc = vec![T::Acc::ZERO; if T::as_acc_mut(&mut dx).is_none() { rows * k } else { 0 }];
+        let out = T::as_acc_mut(&mut dx).unwrap_or(&mut acc);
+        for (i, (first, projection)) in projections.iter().enumerate() {
+            let w = cpu::view::<T>(projection.weight)?;
+            let outputs = w.len() / k;
+            gemm::<T>(
+                out,
+                k,
+                projection_columns(*first, outputs),
+                MatView::new(&w, outputs, k),
+                i > 0,
+                Threading::Parallel,
+            );
+        }
+        if !acc.is_empty() {
+            round(&acc, &mut dx, Threading::Parallel);
+        }
+        Ok(dx)
+    };
+    let (done, dx) = join_backward(T::DTYPE, weights, || needs_input_grad.then(input).transpose());
+    done?;
+    dx?.map(|dx| cpu::tensor(dx, x.shape())).transpose()
+}
+
+/// Bytes of temporaries of the forward and of the backward pass of maps from `k` values to these.
+pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize]) -> (u64, u64) {
+    let acc = cpu::acc_bytes(dtype);
+    // Results in the type that is computed in, where it is another.
+    let acc_copy = |values: usize| if dtype.size_in_bytes() == acc { 0 } else { (values * acc) as u64 };
+    // Columns of one map's gradient are copied with those that lie between them.
+    let columns: usize = widths.iter().sum();
+    let gaps = if is_native_dtype(dtype) { 0 } else { acc_copy(rows * columns) };
+    let largest = |packed: &dyn Fn(usize) -> u64| widths.iter().map(|n| packed(*n)).max().unwrap_or(0);
+    let output = largest(&|n| gemm_workspace(dtype, (rows, k, n), false, Threading::Parallel));
+    let input = largest(&|n| gemm_workspace(dtype, (rows, n, k), false, Threading::Parallel))
+        + acc_copy(rows * k)
+        + gaps;
+    let weight = largest(&|n| gemm_workspace(dtype, (n, rows, k), true, Threading::Parallel)) + gaps;
+    let backward = if is_native_dtype(dtype) { weight + input } else { weight.max(input) };
+    (output + acc_copy(rows * columns), backward)
+}

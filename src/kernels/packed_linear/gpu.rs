@@ -1,0 +1,66 @@
+//! The body for cards: a product for each map, into its columns.
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{Result, Tensor};
+
+use super::{Projection, with_column_offsets};
+use crate::kernels::cuda::column_sums::add_column_sums;
+use crate::kernels::cuda::cublaslt::{Addend, Epilogue, GpuMat, matmul};
+use crate::kernels::cuda::uninit;
+
+/// The columns of one map in the (rows, all) matrix of all of them.
+fn projection_columns(all: &Tensor, rows: usize, first: usize, cols: usize, stride: usize) -> GpuMat<'_> {
+    GpuMat { offset: first, cols, ..GpuMat::new(all, rows, stride) }
+}
+
+pub(super) fn forward(device: &CudaDevice, x: &Tensor, projections: &[Projection]) -> Result<Tensor> {
+    let ((projections, n), k) = (with_column_offsets(projections)?, x.dim(x.rank() - 1)?);
+    let rows = x.elem_count() / k;
+    let y = uninit(device, x.dtype(), [&x.dims()[..x.rank() - 1], &[n]].concat())?;
+    for (first, projection) in projections {
+        let outputs = projection.weight.dim(0)?;
+        let epilogue = projection.bias.map_or(Epilogue::Identity, Epilogue::Bias);
+        let w = GpuMat::new(projection.weight, outputs, k).t();
+        matmul(
+            &projection_columns(&y, rows, first, outputs, n),
+            GpuMat::new(x, rows, k),
+            w,
+            Addend::Zero,
+            epilogue,
+        )?;
+    }
+    Ok(y)
+}
+
+pub(super) fn backward(
+    device: &CudaDevice,
+    x: &Tensor,
+    projections: &[Projection],
+    dy: &Tensor,
+    grads: &[Projection],
+    needs_input_grad: bool,
+) -> Result<Option<Tensor>> {
+    let ((projections, n), k) = (with_column_offsets(projections)?, x.dim(x.rank() - 1)?);
+    let rows = x.elem_count() / k;
+    let dx = if needs_input_grad { Some(uninit(device, x.dtype(), x.shape())?) } else { None };
+    for (i, ((first, projection), grad)) in projections.iter().zip(grads).enumerate() {
+        let outputs = projection.weight.dim(0)?;
+        let d = projection_columns(dy, rows, *first, outputs, n);
+        let into = GpuMat::new(grad.weight, outputs, k);
+        matmul(&into, d.t(), GpuMat::new(x, rows, k), Addend::Output, Epilogue::Identity)?;
+        if let Some(bias) = grad.bias {
+            add_column_sums(device, bias, d)?;
+        }
+        if let Some(dx) = &dx {
+            let accumulate = if i == 0 { Addend::Zero } else { Addend::Output };
+            matmul(
+                &GpuMat::new(dx, rows, k),
+                d,
+                GpuMat::new(projection.weight, outputs, k),
+                accumulate,
+                Epilogue::Identity,
+            )?;
+        }
+    }
+    Ok(dx)
+}

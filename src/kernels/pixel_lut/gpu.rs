@@ -1,0 +1,36 @@
+//! The body for cards.
+
+use std::ffi::{c_int, c_void};
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::kernels::cuda::{self, RawStream, check_status, dtype_code, pointer, stream};
+
+/// Overwrites `values` with those of bytes (..., channels) by tables (channels, 256) of f32, rounded to its type.
+pub fn expand(bytes: &Tensor, tables: &Tensor, values: &Tensor) -> Result<()> {
+    let (Some(device), (channels, 256)) = (cuda::device_of(bytes), tables.dims2()?) else {
+        bail!("a palette of {:?} for {:?}", tables.dims(), bytes.device())
+    };
+    let sizes = bytes.dims().last() == Some(&channels) && bytes.dims() == values.dims();
+    if bytes.dtype() != DType::U8 || tables.dtype() != DType::F32 || !sizes {
+        bail!("{:?} of {:?} by {:?} of {:?}", bytes.dims(), bytes.dtype(), tables.dims(), tables.dtype())
+    }
+    let (from, to, count) = (pointer(bytes)?, pointer(values)?, bytes.elem_count() as i64);
+    // SAFETY: there is a value for every byte, whose channel has a table.
+    check_status("pixel_lut_expand", unsafe {
+        let dtype = dtype_code(values.dtype())?;
+        pixel_lut_expand(dtype, from, pointer(tables)?, to, count, channels as c_int, stream(device))
+    })
+}
+
+unsafe extern "C" {
+    fn pixel_lut_expand(
+        dtype: c_int,
+        bytes: *const c_void,
+        tables: *const c_void,
+        values: *mut c_void,
+        count: i64,
+        channels: c_int,
+        stream: RawStream,
+    ) -> c_int;
+}

@@ -1,0 +1,62 @@
+//! The body for cards.
+
+use std::ffi::{c_int, c_void};
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{Result, Tensor, bail};
+
+use super::Rotary;
+use crate::kernels::cuda::{RawStream, check_status, dtype_code, pointer, stream};
+
+impl Rotary {
+    /// Turns the queries and keys of (batch, length, packed) projections, or turns them back; `to` may be `from`,
+    /// else all of `from` goes there. `heads` are those of queries and of keys.
+    pub fn rotate_cuda(
+        &self,
+        device: &CudaDevice,
+        from: &Tensor,
+        to: &Tensor,
+        (heads, kv_heads): (usize, usize),
+        inverse: bool,
+    ) -> Result<()> {
+        let (batch, length, packed) = from.dims3()?;
+        if length > self.length
+            || packed != (heads + 2 * kv_heads) * 2 * self.half
+            || to.dims() != from.dims()
+        {
+            bail!("rotary positions of {:?} into {:?}, {heads} and {kv_heads} heads", from.dims(), to.dims())
+        }
+        // SAFETY: the sizes were compared above, and each value is read and written by one thread.
+        check_status("rotary_apply", unsafe {
+            rotary_apply(
+                dtype_code(from.dtype())?,
+                pointer(from)?,
+                pointer(to)?,
+                batch as c_int,
+                length as c_int,
+                heads as c_int,
+                kv_heads as c_int,
+                self.half as c_int,
+                self.theta,
+                inverse as c_int,
+                stream(device),
+            )
+        })
+    }
+}
+
+unsafe extern "C" {
+    fn rotary_apply(
+        dtype: c_int,
+        from: *const c_void,
+        to: *mut c_void,
+        batch: c_int,
+        length: c_int,
+        heads: c_int,
+        kv_heads: c_int,
+        half: c_int,
+        theta: f64,
+        inverse: c_int,
+        stream: RawStream,
+    ) -> c_int;
+}

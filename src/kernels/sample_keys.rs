@@ -1,0 +1,121 @@
+//! The randomness of each sample of a micro-batch: what dropout draws its masks from.
+//!
+//! On a GPU it is derived from the epoch and the sample ids that were staged with the micro-batch, so that a replayed CUDA
+//! graph drops for the samples that are there by then.
+
+use crate::random::RngKey;
+
+/// Keys for one layer.
+#[derive(Clone, Copy)]
+pub struct SampleKeys<'a> {
+    /// The randomness of the layer in all epochs.
+    pub layer: RngKey,
+    pub epoch: u64,
+    /// Global ids of the samples, in order.
+    pub ids: &'a [u64],
+    /// These on the device, as [`pack_sample_info`] lays them out; uploaded when they are needed where absent.
+    pub sample_info: Option<&'a candle_core::Tensor>,
+}
+
+impl SampleKeys<'_> {
+    pub fn for_row(&self, row: usize) -> RngKey {
+        self.layer.fold_in(self.epoch).fold_in(self.ids[row])
+    }
+
+    /// Bytes of the keys of so many samples on a GPU.
+    pub fn bytes(samples: usize) -> u64 {
+        (samples * size_of::<RngKey>()) as u64
+    }
+}
+
+/// The epoch, the sample ids and, where samples are padded, their lengths as one tensor of words is made of them.
+pub fn pack_sample_info(epoch: u64, ids: &[u64], lengths: &[u32]) -> Vec<u32> {
+    let halves = |value: u64| [value as u32, (value >> 32) as u32];
+    let values = std::iter::once(epoch).chain(ids.iter().copied());
+    values.flat_map(halves).chain(lengths.iter().copied()).collect()
+}
+
+/// Bytes of what is staged of so many samples, at most.
+pub fn sample_info_bytes(samples: usize) -> usize {
+    4 * (2 + 3 * samples)
+}
+
+#[cfg(feature = "cuda")]
+mod gpu {
+    use std::ffi::{c_int, c_void};
+
+    use candle_core::cuda_backend::CudaDevice;
+    use candle_core::{DType, Result, Tensor};
+
+    use super::{SampleKeys, pack_sample_info};
+    use crate::kernels::cuda::{RawStream, check_status, graph, pointer, stream, uninit};
+    use crate::random::RngKey;
+
+    /// Words on the device that the host has now, and a replay would not have.
+    pub fn upload(device: &CudaDevice, words: &[u32]) -> Result<Tensor> {
+        graph::not_capturable("what is known of its samples is not staged with it");
+        Tensor::new(words, &candle_core::Device::Cuda(device.clone()))
+    }
+
+    impl SampleKeys<'_> {
+        /// The key of each sample, on the device.
+        pub fn derive(&self, device: &CudaDevice) -> Result<Tensor> {
+            let uploaded = match self.sample_info {
+                Some(_) => None,
+                None => Some(upload(device, &pack_sample_info(self.epoch, self.ids, &[]))?),
+            };
+            let words = self.sample_info.or(uploaded.as_ref());
+            let keys = uninit(device, DType::U8, SampleKeys::bytes(self.ids.len()) as usize)?;
+            let samples = self.ids.len() as c_int;
+            let from = words.map_or(Ok(std::ptr::null_mut()), pointer)?;
+            // SAFETY: an epoch and as many ids were staged, and there is a key for each.
+            check_status("sample_keys", unsafe {
+                sample_keys(&self.layer, from, pointer(&keys)?, samples, stream(device))
+            })?;
+            Ok(keys)
+        }
+    }
+
+    unsafe extern "C" {
+        fn sample_keys(
+            layer: *const RngKey,
+            sample_info: *const c_void,
+            to: *mut c_void,
+            samples: c_int,
+            stream: RawStream,
+        ) -> c_int;
+    }
+}
+
+#[cfg(feature = "cuda")]
+pub use gpu::upload;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::stream_id;
+
+    #[test]
+    fn sample_info_is_laid_out_as_kernels_read_it() {
+        let words = pack_sample_info(1 << 40 | 7, &[3, u64::MAX], &[5, 6]);
+        assert_eq!(words, [7, 256, 3, 0, u32::MAX, u32::MAX, 5, 6]);
+        assert_eq!(words.len() * 4, sample_info_bytes(2));
+    }
+
+    #[test]
+    fn keys_are_those_of_the_samples() {
+        let layer = RngKey::new(3, stream_id("layer"));
+        let keys = SampleKeys { layer, epoch: 2, ids: &[5, 9], sample_info: None };
+        assert_eq!(keys.for_row(1), layer.fold_in(2).fold_in(9));
+        #[cfg(feature = "cuda")]
+        if let candle_core::Device::Cuda(device) = crate::layers::gradcheck::test_device() {
+            let derived: Vec<u8> = keys.derive(&device).unwrap().to_vec1().unwrap();
+            let wanted: Vec<u8> = [keys.for_row(0), keys.for_row(1)]
+                .iter()
+                // SAFETY: two words without padding.
+                .flat_map(|key| unsafe { std::mem::transmute::<RngKey, [u8; 16]>(*key) })
+                .collect();
+            assert_eq!(derived, wanted);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! Rows and columns of a matrix a sample change places.
+
+#[cfg(feature = "cuda")]
+mod gpu;
+
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+use super::{Elem, cpu, reference};
+use crate::with_elem;
+
+/// Rows and columns of the squares that are turned at once, so that both sides stay in the cache.
+const TILE: usize = 16;
+
+/// (batch, rows, cols) to (batch, cols, rows).
+pub fn forward(x: &Tensor, rows: usize, cols: usize) -> Result<Tensor> {
+    let batch = x.elem_count() / (rows * cols).max(1);
+    #[cfg(feature = "cuda")]
+    if let Some(device) = super::cuda::device_of(x) {
+        return gpu::forward(device, x, (batch, rows, cols));
+    }
+    if !reference::has_cpu_kernel(x) {
+        return x.reshape((batch, rows, cols))?.transpose(1, 2)?.contiguous();
+    }
+    with_elem!(x.dtype(), T => {
+        let values = cpu::view::<T>(x)?;
+        let mut y = cpu::uninit::<T>(values.len());
+        y.par_chunks_mut(rows * cols).zip(values.par_chunks(rows * cols)).for_each(|(y, x)| transpose_columns(x, y, rows, cols, 0));
+        cpu::tensor(y, (batch, cols, rows))
+    })
+}
+
+/// A (rows, cols) matrix as (cols, rows), by all threads.
+pub fn matrix<T: Elem>(x: &[T], rows: usize, cols: usize) -> Vec<T> {
+    let mut y = cpu::uninit::<T>(x.len());
+    let strip = TILE * rows.max(1);
+    y.par_chunks_mut(strip).enumerate().for_each(|(i, y)| transpose_columns(x, y, rows, cols, i * TILE));
+    y
+}
+
+/// The columns of `x` from `from` on, as many as `y` has rows, as rows of `y`.
+fn transpose_columns<T: Elem>(x: &[T], y: &mut [T], rows: usize, cols: usize, from: usize) {
+    for first in (0..rows).step_by(TILE) {
+        for (tile, lines) in y.chunks_mut(TILE * rows).enumerate() {
+            for (line, to) in lines.chunks_exact_mut(rows).enumerate() {
+                let col = from + tile * TILE + line;
+                for row in first..(first + TILE).min(rows) {
+                    to[row] = x[row * cols + col];
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! The first position of a sequence, where a class token gathers what the sequence says.
+
+use candle_core::{Result, Tensor};
+
+use super::{Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+#[cfg(feature = "cuda")]
+use crate::kernels::cuda;
+
+pub struct FirstToken {
+    pub name: String,
+    /// Positions of a sample, and the values of each.
+    pub length: usize,
+    pub width: usize,
+}
+
+impl Layer for FirstToken {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn output_shape(&self) -> Vec<usize> {
+        vec![self.width]
+    }
+
+    fn forward(&self, x: &Tensor, _: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        // A copy even where the sequence is one long: a view would keep the whole of it alive.
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::device_of(x) {
+            let y = cuda::uninit(device, x.dtype(), (x.dim(0)?, self.width))?;
+            cuda::copy_rows(device, x, self.length * self.width, &y, self.width, self.width)?;
+            return Ok((y, SavedTensors::default()));
+        }
+        let y = Tensor::zeros((x.dim(0)?, self.width), x.dtype(), x.device())?;
+        y.slice_set(&x.narrow(1, 0, 1)?.contiguous()?.squeeze(1)?, 0, 0)?;
+        Ok((y, SavedTensors::default()))
+    }
+
+    fn backward(
+        &self,
+        _: SavedTensors,
+        dy: Tensor,
+        _: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        if !needs_input_grad {
+            return Ok(None);
+        }
+        let dx = Tensor::zeros((dy.dim(0)?, self.length, self.width), dy.dtype(), dy.device())?;
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda::device_of(&dy) {
+            cuda::copy_rows(device, &dy, self.width, &dx, self.length * self.width, self.width)?;
+            return Ok(Some(dx));
+        }
+        dx.slice_set(&dy.unsqueeze(1)?, 1, 0)?;
+        Ok(Some(dx))
+    }
+
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
+        let output = spec.bytes(self.width);
+        // The first positions, gathered, before they are written.
+        let gathered = self.length > 1 && !spec.backend.is_cuda();
+        let forward = if gathered { output } else { 0 };
+        Cost {
+            input_grad: spec.bytes(self.length * self.width),
+            output,
+            forward_workspace: forward,
+            ..Cost::default()
+        }
+    }
+
+    fn num_parameters(&self) -> usize {
+        0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::gradcheck::{
+        check_against_autograd, check_cost, check_finite_differences, random_tensor,
+    };
+    use super::*;
+
+    #[test]
+    fn gradients_are_right() {
+        for length in [1, 2, 7] {
+            let build = |_: &mut crate::params::ParamRegistry| {
+                Box::new(FirstToken { name: "f".into(), length, width: 5 }) as Box<dyn Layer>
+            };
+            let input = |batch: usize| random_tensor(&[batch, length, 5], 1);
+            check_finite_differences(&build, &input(3));
+            check_against_autograd(&build, &input(3), &|x, _| x.narrow(1, 0, 1)?.squeeze(1));
+            check_cost(&build, &input);
+        }
+    }
+}

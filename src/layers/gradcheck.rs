@@ -1,0 +1,437 @@
+//! The proof every layer goes through: gradients against central differences in f64 and against candle's
+//! autograd on the kernel's reference, and the cost against what the passes really hold.
+
+use candle_core::{DType, Device, Storage, Tensor, Var};
+
+use super::loss::{Loss, PendingMetricSums};
+use super::{Backend, FusionContext, HOPPER, Layer, MicroBatchSpec, Mode, PassContext, RecomputeSource};
+use crate::kernels::update::cast_into;
+use crate::params::{ParamRegistry, ParamStore};
+use crate::random::{RngKey, stream_id};
+
+/// Where the proofs run: on the CPU, or on the first card where `TRAINER_TEST_DEVICE` is `cuda`.
+pub fn test_device() -> Device {
+    #[cfg(feature = "cuda")]
+    if std::env::var("TRAINER_TEST_DEVICE").is_ok_and(|device| device == "cuda") {
+        static GPU: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
+        let open = || {
+            let device = Device::new_cuda_with_stream(0).unwrap();
+            if let Device::Cuda(gpu) = &device {
+                // SAFETY: all of the tests work on the one stream of this device.
+                unsafe { gpu.disable_event_tracking() };
+            }
+            device
+        };
+        return GPU.get_or_init(open).clone();
+    }
+    Device::Cpu
+}
+
+/// Values in [-1, 1) away from 0, where the slopes of clipped activations jump.
+pub fn random_tensor(shape: &[usize], key: u64) -> Tensor {
+    let r = RngKey::new(key, stream_id("check"));
+    let values = (0..shape.iter().product::<usize>()).map(|i| {
+        let v = 2.0 * r.f64(i as u64) - 1.0;
+        v + 0.02f64.copysign(v)
+    });
+    Tensor::from_vec(values.collect::<Vec<f64>>(), shape, &test_device()).unwrap()
+}
+
+pub fn test_spec(batch: usize, dtype: DType) -> MicroBatchSpec {
+    let backend = match test_device() {
+        Device::Cpu => Backend::Cpu { threads: crate::kernels::cpu::threads() },
+        _ => Backend::Cuda { capability: super::HOPPER },
+    };
+    MicroBatchSpec { batch, dtype, backend }
+}
+
+/// A layer, or a loss, with parameters drawn at random (zeros and ones would hide mistakes).
+pub struct TestContext {
+    pub store: ParamStore,
+    pub sample_ids: Vec<u64>,
+}
+
+impl TestContext {
+    pub fn new(registry: ParamRegistry, dtype: DType, batch: usize) -> Self {
+        let store = ParamStore::new(registry.into_layout().unwrap(), 7, dtype, &test_device()).unwrap();
+        if store.layout.params.len > 0 {
+            let noise = random_tensor(&[store.layout.params.len], 11).affine(0.5, 0.1).unwrap();
+            cast_into(&noise, &store.master_weights).unwrap();
+            store.sync_compute_weights().unwrap();
+        }
+        Self { store, sample_ids: (0..batch as u64).map(|i| i * 31 + 5).collect() }
+    }
+
+    pub fn pass(&self, mode: Mode) -> PassContext<'_> {
+        PassContext {
+            store: &self.store,
+            mode,
+            seed: 3,
+            epoch: 2,
+            sample_ids: &self.sample_ids,
+            lengths: None,
+            sample_info: None,
+            loss_scale: 1.0,
+            fusion: FusionContext::default(),
+        }
+    }
+}
+
+pub fn to_f64_vec(t: &Tensor) -> Vec<f64> {
+    if t.elem_count() == 0 {
+        return Vec::new(); // a card refuses to copy nothing
+    }
+    t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Largest difference relative to the largest value.
+pub fn relative_error(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let scale = b.iter().fold(1e-9f64, |m, v| m.max(v.abs()));
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / scale
+}
+
+/// A variable of the oracle, which is candle's autograd in f64 on the CPU wherever the bodies run.
+pub fn leaf(t: &Tensor) -> Var {
+    Var::from_tensor(&t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap()).unwrap()
+}
+
+/// Shifts one value of a contiguous buffer.
+fn perturb(buffer: &Tensor, index: usize, delta: f64) {
+    let mut values = to_f64_vec(buffer);
+    values[index] += delta;
+    let moved = Tensor::from_vec(values, buffer.elem_count(), buffer.device()).unwrap();
+    cast_into(&moved, &buffer.flatten_all().unwrap()).unwrap();
+}
+
+/// Up to 24 positions of a buffer, spread over it.
+fn probe_indices(len: usize) -> Vec<usize> {
+    let n = len.min(24);
+    (0..n).map(|i| i * len / n + (i * 7) % (len / n)).collect()
+}
+
+/// Slopes of `f` along some values of a buffer, by central differences.
+pub fn finite_differences(buffer: &Tensor, f: &dyn Fn() -> f64) -> Vec<(usize, f64)> {
+    const H: f64 = 1e-5;
+    let slope = |i: usize| {
+        perturb(buffer, i, H);
+        let up = f();
+        perturb(buffer, i, -2.0 * H);
+        let down = f();
+        perturb(buffer, i, H);
+        (i, (up - down) / (2.0 * H))
+    };
+    probe_indices(buffer.elem_count()).into_iter().map(slope).collect()
+}
+
+/// Holds gradients against such slopes.
+pub fn assert_gradient(what: &str, gradient: &Tensor, expected: Vec<(usize, f64)>) {
+    let gradient = to_f64_vec(gradient);
+    let scale = gradient.iter().fold(1e-3f64, |m, v| m.max(v.abs()));
+    for (i, slope) in expected {
+        assert!(
+            (gradient[i] - slope).abs() <= 2e-6 * scale,
+            "{what}: gradient {i} is {} and the difference quotient {slope} (largest {scale})",
+            gradient[i]
+        );
+    }
+}
+
+/// Gradients of the input (where it is of f64) and of every parameter against differences in f64.
+pub fn check_finite_differences(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tensor) {
+    let mut registry = ParamRegistry::default();
+    let layer = build(&mut registry);
+    let subject = TestContext::new(registry, DType::F64, x.dim(0).unwrap());
+    let pass = subject.pass(Mode::Train);
+    let (y, saved) = layer.forward(x, &pass).unwrap();
+    let expected: Vec<usize> = [&[x.dim(0).unwrap()], layer.output_shape().as_slice()].concat();
+    assert_eq!(y.dims(), expected, "{} says another shape than it makes", layer.name());
+    let dy = random_tensor(y.dims(), 13);
+    let differentiable = x.dtype() == DType::F64;
+    let dx = layer.backward(saved, dy.copy().unwrap(), &pass, differentiable).unwrap();
+    // Statistics must not move while the same forward pass is asked again and again.
+    let recompute = subject.pass(Mode::Recompute);
+    let value = || {
+        to_f64_vec(&layer.forward(x, &recompute).unwrap().0)
+            .iter()
+            .zip(to_f64_vec(&dy))
+            .map(|(y, d)| y * d)
+            .sum::<f64>()
+    };
+    if subject.store.master_weights.elem_count() > 0 {
+        assert_gradient(
+            "parameters",
+            &subject.store.grads,
+            finite_differences(&subject.store.master_weights, &value),
+        );
+    }
+    if let Some(dx) = dx.filter(|_| differentiable) {
+        assert_gradient("input", &dx, finite_differences(x, &value));
+        let (saved, residual_grad) = (layer.forward(x, &recompute).unwrap().1, random_tensor(x.dims(), 14));
+        let accumulated = layer
+            .backward_accumulate(saved, dy.copy().unwrap(), &recompute, &residual_grad)
+            .unwrap()
+            .unwrap();
+        assert!(
+            relative_error(&to_f64_vec(&accumulated), &to_f64_vec(&(dx + residual_grad).unwrap())) < 1e-9,
+            "{}: added",
+            layer.name()
+        );
+    }
+}
+
+/// The fast body, in f32, against candle's autograd on the reference: output, input gradient and the
+/// flat parameter gradient. `reference` gets the input and the parameters in the order of declaration.
+pub fn check_against_autograd(
+    build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>,
+    x: &Tensor,
+    reference: &dyn Fn(&Tensor, &[Tensor]) -> candle_core::Result<Tensor>,
+) {
+    let mut registry = ParamRegistry::default();
+    let layer = build(&mut registry);
+    let subject = TestContext::new(registry, DType::F32, x.dim(0).unwrap());
+    let pass = subject.pass(Mode::Train);
+    let differentiable = x.dtype() == DType::F64;
+    let x = if differentiable { x.to_dtype(DType::F32).unwrap() } else { x.clone() };
+    let (y, saved) = layer.forward(&x, &pass).unwrap();
+    let dy = random_tensor(y.dims(), 17).to_dtype(DType::F32).unwrap();
+    let dx = layer.backward(saved, dy.copy().unwrap(), &pass, differentiable).unwrap();
+
+    let params: Vec<Var> = subject.store.weight_views().iter().map(leaf).collect();
+    let input = differentiable.then(|| leaf(&x));
+    let views: Vec<Tensor> = params.iter().map(|v| v.as_tensor().clone()).collect();
+    let reference_input =
+        input.as_ref().map_or_else(|| x.to_device(&Device::Cpu).unwrap(), |v| v.as_tensor().clone());
+    let expected = reference(&reference_input, &views).unwrap();
+    assert!(relative_error(&to_f64_vec(&y), &to_f64_vec(&expected)) < 1e-5, "{}: output", layer.name());
+    let grads = (&expected * leaf(&dy).as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+    if let Some(input) = &input {
+        assert!(
+            relative_error(&to_f64_vec(&dx.unwrap()), &to_f64_vec(grads.get(input).unwrap())) < 2e-5,
+            "{}: input gradient",
+            layer.name()
+        );
+    }
+    for (i, (ours, var)) in subject.store.grad_views().iter().zip(&params).enumerate() {
+        let name = &subject.store.layout.params.spec(i).name;
+        // A gradient of one value may be terms of size 1 that cancel each other: what is left of them keeps their
+        // rounding, and only that is measured by it.
+        let expected = to_f64_vec(grads.get(var).unwrap());
+        let cancelled = expected.iter().fold(0f64, |m, v| m.max(v.abs())) / 0.1;
+        let error = relative_error(&to_f64_vec(ours), &expected) * cancelled.min(1.0);
+        assert!(error < 2e-5, "{name}: parameter gradient");
+    }
+}
+
+/// Identity and size of the memory behind a tensor.
+fn storage_span(t: &Tensor) -> (usize, u64) {
+    let (storage, _) = t.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(cpu) => {
+            macro_rules! of {
+                ($($variant:ident),*) => {
+                    match cpu {
+                        $(candle_core::CpuStorage::$variant(v) => (v.as_ptr() as usize, size_of_val(v.as_slice()) as u64),)*
+                        _ => panic!("an unexpected type"),
+                    }
+                };
+            }
+            of!(F32, F64, BF16, F16, U8, U32)
+        }
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(cuda) => {
+            use candle_core::cuda_backend::CudaStorageSlice;
+            use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+            macro_rules! of {
+                ($($variant:ident),*) => {
+                    match &cuda.slice {
+                        $(CudaStorageSlice::$variant(v) => (v.device_ptr(v.stream()).0 as usize, v.num_bytes() as u64),)*
+                        _ => panic!("an unexpected type"),
+                    }
+                };
+            }
+            of!(F32, F64, BF16, F16, U8, U32, I64)
+        }
+        _ => panic!("a device without tests"),
+    }
+}
+
+/// `cost` is exactly what `forward` holds, at three sizes and in three types.
+pub fn check_cost(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, input: &dyn Fn(usize) -> Tensor) {
+    for (batch, dtype) in
+        [(1, DType::F32), (3, DType::F32), (8, DType::F32), (3, DType::BF16), (3, DType::F64)]
+    {
+        let mut registry = ParamRegistry::default();
+        let layer = build(&mut registry);
+        let subject = TestContext::new(registry, dtype, batch);
+        let x = input(batch);
+        let differentiable = x.dtype() == DType::F64;
+        let x = if differentiable { x.to_dtype(dtype).unwrap().copy().unwrap() } else { x };
+        let spec = test_spec(batch, dtype);
+        let cost = layer.cost(spec);
+        let (y, saved) = layer.forward(&x, &subject.pass(Mode::Train)).unwrap();
+        let ((x_ptr, x_bytes), (y_ptr, y_bytes)) = (storage_span(&x), storage_span(&y));
+        let (name, mut counted, mut extra) = (layer.name(), Vec::new(), 0);
+        let (mut kept_x, mut kept_y) = (false, false);
+        for (ptr, bytes) in saved.0.iter().map(storage_span) {
+            kept_x |= ptr == x_ptr;
+            kept_y |= ptr == y_ptr && ptr != x_ptr;
+            if ptr != x_ptr && ptr != y_ptr && !counted.contains(&ptr) {
+                counted.push(ptr);
+                extra += bytes;
+            }
+        }
+        assert_eq!(
+            cost.saved, extra,
+            "{name}: bytes saved beside input and output, batch {batch}, {dtype:?}"
+        );
+        assert_eq!(cost.saves_input, kept_x, "{name}: keeps its input");
+        if cost.saves_input {
+            assert_eq!(storage_span(&saved.0[0]).0, x_ptr, "{name}: the input is the first it saves");
+        }
+        let recomputed = layer.recompute_output(&saved, &subject.pass(Mode::Train)).unwrap();
+        assert_eq!(
+            recomputed.is_some(),
+            layer.recompute_source(spec.backend) != RecomputeSource::Unsupported,
+            "{name}: makes its output again"
+        );
+        if let Some(recomputed) = recomputed {
+            // What a card makes within a product is made again from rounded values.
+            let rounded = layer.recompute_source(spec.backend) == RecomputeSource::SavedOnly
+                && dtype.size_in_bytes() == 2;
+            let tolerance = if rounded { 1e-2 } else { 0.0 };
+            assert!(
+                relative_error(&to_f64_vec(&recomputed), &to_f64_vec(&y)) <= tolerance,
+                "{name}: the output made again"
+            );
+        }
+        assert_eq!(cost.saves_output, kept_y, "{name}: keeps its output");
+        assert_eq!(cost.output_is_view, x_ptr == y_ptr, "{name}: output is a view");
+        assert_eq!(cost.output, if cost.output_is_view { 0 } else { y_bytes }, "{name}: output bytes");
+        if differentiable && !cost.output_is_view {
+            assert_eq!(cost.input_grad, x_bytes, "{name}: bytes of the input's gradient");
+        }
+        check_cost_is_monotonic(&*layer, dtype);
+    }
+}
+
+/// The plan counts whole micro-batches, and the last one of an epoch is shorter: it must not take more.
+fn check_cost_is_monotonic(layer: &dyn Layer, dtype: DType) {
+    // Lists of what threads share may be longer where a batch divides worse.
+    const WORK_LIST_SLACK: u64 = 4096;
+    let cpu = [1, 2, 3, 4, 7, 16].map(|threads| Backend::Cpu { threads });
+    let gpu = [(8, 0), HOPPER].map(|capability| Backend::Cuda { capability });
+    for backend in cpu.into_iter().chain(gpu) {
+        let mut max_bytes = [0, 0];
+        for batch in 1..=40 {
+            let cost = layer.cost(MicroBatchSpec { batch, dtype, backend });
+            let held = cost.output + cost.saved;
+            for (max_so_far, (phase, bytes)) in max_bytes.iter_mut().zip([
+                ("forward", held + cost.forward_workspace),
+                ("backward", held + cost.input_grad + cost.backward_workspace),
+            ]) {
+                let name = layer.name();
+                assert!(
+                    bytes + WORK_LIST_SLACK >= *max_so_far,
+                    "{name}: {phase}: {bytes} bytes for {batch} samples, {max_so_far} for fewer; {dtype:?}, {backend:?}"
+                );
+                *max_so_far = bytes.max(*max_so_far);
+            }
+        }
+    }
+}
+
+/// A loss's gradients against differences in f64.
+pub fn check_loss_finite_differences(
+    build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>,
+    x: &Tensor,
+    targets: &Tensor,
+) {
+    let mut registry = ParamRegistry::default();
+    let loss = build(&mut registry);
+    let subject = TestContext::new(registry, DType::F64, x.dim(0).unwrap());
+    let pass = PassContext { loss_scale: 0.37, ..subject.pass(Mode::Train) };
+    let (metrics, dx) = loss.forward_backward(x, targets, &pass).unwrap();
+    let read = |pending: PendingMetricSums| pending.read().unwrap();
+    let evaluate = || read(loss.evaluate(x, targets, &pass).unwrap());
+    assert_eq!(read(metrics), evaluate(), "learning and judging count the same");
+    let value = || 0.37 * evaluate().loss;
+    assert_gradient("input", &dx, finite_differences(x, &value));
+    if subject.store.master_weights.elem_count() > 0 {
+        assert_gradient(
+            "parameters",
+            &subject.store.grads,
+            finite_differences(&subject.store.master_weights, &value),
+        );
+    }
+}
+
+/// How far bf16 may be from f64, relative to the largest value: five roundings to its eight bits.
+const BF16_TOLERANCE: f64 = 2e-2;
+
+/// A subject whose weights are the same, to the bit, in every type: numbers that bf16 has.
+fn bf16_exact_context(registry: ParamRegistry, dtype: DType, batch: usize) -> TestContext {
+    let subject = TestContext::new(registry, dtype, batch);
+    if subject.store.layout.params.len > 0 {
+        cast_into(&round_to_bf16(&subject.store.master_weights, DType::F64), &subject.store.master_weights)
+            .unwrap();
+        subject.store.sync_compute_weights().unwrap();
+    }
+    subject
+}
+
+/// The nearest numbers that bf16 has, in `dtype`.
+fn round_to_bf16(t: &Tensor, dtype: DType) -> Tensor {
+    let narrow = t.to_dtype(DType::F32).unwrap().to_dtype(DType::BF16).unwrap();
+    narrow.to_dtype(dtype).unwrap()
+}
+
+fn assert_within_bf16_tolerance(what: &str, narrow: Vec<(String, Vec<f64>)>, wide: Vec<(String, Vec<f64>)>) {
+    for ((name, narrow), (_, wide)) in narrow.iter().zip(&wide) {
+        let error = relative_error(narrow, wide);
+        assert!(error < BF16_TOLERANCE, "{what}: {name} in bf16 is {error} from f64");
+    }
+}
+
+fn gradients(subject: &TestContext) -> impl Iterator<Item = (String, Vec<f64>)> + '_ {
+    let name = |i: usize| subject.store.layout.params.spec(i).name.clone();
+    subject.store.grad_views().iter().enumerate().map(move |(i, grad)| (name(i), to_f64_vec(grad)))
+}
+
+/// A layer in bf16 against itself in f64, with the same weights and inputs: output and all gradients.
+pub fn check_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tensor) {
+    let run = |dtype: DType| {
+        let mut registry = ParamRegistry::default();
+        let layer = build(&mut registry);
+        let subject = bf16_exact_context(registry, dtype, x.dim(0).unwrap());
+        let pass = subject.pass(Mode::Train);
+        let differentiable = x.dtype() == DType::F64;
+        let x = if differentiable { round_to_bf16(x, dtype) } else { x.clone() };
+        let (y, saved) = layer.forward(&x, &pass).unwrap();
+        let dy = round_to_bf16(&random_tensor(y.dims(), 19), dtype);
+        let dx = layer.backward(saved, dy, &pass, differentiable).unwrap();
+        let mut results = vec![("output".to_string(), to_f64_vec(&y))];
+        results.extend(dx.map(|dx| ("input gradient".into(), to_f64_vec(&dx))));
+        results.extend(gradients(&subject));
+        results
+    };
+    assert_within_bf16_tolerance("layer", run(DType::BF16), run(DType::F64));
+}
+
+/// A loss in bf16 against itself in f64, with the same weights and inputs: its value and all gradients.
+pub fn check_loss_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>, x: &Tensor, targets: &Tensor) {
+    let run = |dtype: DType| {
+        let mut registry = ParamRegistry::default();
+        let loss = build(&mut registry);
+        let subject = bf16_exact_context(registry, dtype, x.dim(0).unwrap());
+        let (metrics, dx) =
+            loss.forward_backward(&round_to_bf16(x, dtype), targets, &subject.pass(Mode::Train)).unwrap();
+        let mut results = vec![
+            ("loss".to_string(), vec![metrics.read().unwrap().loss]),
+            ("input gradient".into(), to_f64_vec(&dx)),
+        ];
+        results.extend(gradients(&subject));
+        results
+    };
+    assert_within_bf16_tolerance("loss", run(DType::BF16), run(DType::F64));
+}

@@ -1,0 +1,150 @@
+//! Linear layers of one input whose outputs lie side by side: queries, keys and values, or a gate and
+//! what it lets through, each under the name other tools know it by.
+
+use candle_core::{Result, Tensor};
+
+use super::{Backend, Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use crate::kernels::cpu::{acc_bytes, rows_per_chunk};
+use crate::kernels::linear::bias_gradient_workspace;
+use crate::kernels::packed_linear::{Projection, backward, forward, workspace};
+use crate::params::{ParamId, ParamInit, ParamRegistry};
+
+pub struct PackedLinear {
+    name: String,
+    projections: Vec<(ParamId, Option<ParamId>)>,
+    /// Shape of a sample without the last dimension.
+    leading_dims: Vec<usize>,
+    inputs: usize,
+    /// Outputs of each map, and of all.
+    widths: Vec<usize>,
+    outputs: usize,
+}
+
+impl PackedLinear {
+    /// Maps `name.PART` of the given widths over samples of shape `input`; biases begin at 0.
+    pub fn new(
+        registry: &mut ParamRegistry,
+        name: &str,
+        input: &[usize],
+        parts: &[(&str, usize)],
+        init: ParamInit,
+        bias: bool,
+    ) -> Self {
+        let (inputs, leading_dims) = match input.split_last() {
+            Some((last, leading)) => (*last, leading.to_vec()),
+            None => (1, Vec::new()),
+        };
+        let mut map = |&(part, width): &(&str, usize)| {
+            let weight = registry.param(format!("{name}.{part}.weight"), [width, inputs], init);
+            let bias = bias
+                .then(|| registry.param(format!("{name}.{part}.bias"), [width], ParamInit::Constant(0.0)));
+            (weight, bias)
+        };
+        let projections = parts.iter().map(&mut map).collect();
+        let widths: Vec<usize> = parts.iter().map(|(_, width)| *width).collect();
+        let outputs = widths.iter().sum();
+        Self { name: name.into(), projections, leading_dims, inputs, widths, outputs }
+    }
+
+    fn projections<'a>(&self, view_of: impl Fn(ParamId) -> &'a Tensor) -> Vec<Projection<'a>> {
+        self.projections
+            .iter()
+            .map(|(weight, bias)| Projection { weight: view_of(*weight), bias: bias.map(&view_of) })
+            .collect()
+    }
+
+    fn has_bias(&self) -> bool {
+        self.projections.iter().any(|(_, bias)| bias.is_some())
+    }
+}
+
+impl Layer for PackedLinear {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn output_shape(&self) -> Vec<usize> {
+        [self.leading_dims.as_slice(), &[self.outputs]].concat()
+    }
+
+    fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        Ok((forward(x, &self.projections(|id| pass.weight(id)))?, SavedTensors(vec![x.clone()])))
+    }
+
+    fn backward(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        let (projections, grads) =
+            (self.projections(|id| pass.weight(id)), self.projections(|id| pass.grad(id)));
+        backward(&saved.0[0], &projections, &dy, &grads, needs_input_grad)
+    }
+
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
+        let per_sample: usize = self.leading_dims.iter().product();
+        let (rows, k, n) = (spec.batch * per_sample, self.inputs, self.outputs);
+        let (forward, backward) = match spec.backend {
+            Backend::Cpu { .. } => {
+                let sums = rows.div_ceil(rows_per_chunk(n)) * n * acc_bytes(spec.dtype);
+                let (forward, backward) = workspace(spec.dtype, rows, k, &self.widths);
+                (forward, backward + if self.has_bias() { sums as u64 } else { 0 })
+            }
+            Backend::Cuda { .. } => {
+                let sums = self
+                    .widths
+                    .iter()
+                    .map(|&n| bias_gradient_workspace(spec.dtype, rows, n))
+                    .max()
+                    .unwrap_or(0);
+                (0, if self.has_bias() { sums } else { 0 })
+            }
+        };
+        Cost {
+            input_grad: spec.bytes(per_sample * k),
+            output: spec.bytes(per_sample * n),
+            saves_input: true,
+            forward_workspace: forward,
+            backward_workspace: backward,
+            flops: 2 * (rows * k * n) as u64,
+            ..Cost::default()
+        }
+    }
+
+    fn num_parameters(&self) -> usize {
+        self.outputs * (self.inputs + self.has_bias() as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::gradcheck::{
+        check_against_autograd, check_cost, check_finite_differences, random_tensor,
+    };
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn gradients_are_right(batch in 1usize..5, t in 1usize..4, k in 1usize..20, q in 1usize..20, kv in 1usize..9, bias: bool) {
+            let build = |d: &mut ParamRegistry| {
+                let parts = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)];
+                Box::new(PackedLinear::new(d, "a", &[t, k], &parts, ParamInit::Normal(1.0), bias)) as Box<dyn Layer>
+            };
+            let x = random_tensor(&[batch, t, k], 1);
+            check_finite_differences(&build, &x);
+            check_against_autograd(&build, &x, &|x, p| {
+                let maps: Vec<Projection> = match bias {
+                    true => p.chunks(2).map(|p| Projection { weight: &p[0], bias: Some(&p[1]) }).collect(),
+                    false => p.iter().map(|weight| Projection { weight, bias: None }).collect(),
+                };
+                crate::kernels::packed_linear::reference(x, &maps)
+            });
+            check_cost(&build, &|batch| random_tensor(&[batch, t, k], 1));
+        }
+    }
+}

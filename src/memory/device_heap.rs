@@ -1,0 +1,642 @@
+//! The device heap: tensors in virtual addresses that physical chunks are mapped to.
+//!
+//! All kernels run on one stream, so memory that the host frees may be given out at once: whatever uses it next is
+//! queued behind whatever used it last. Placement therefore depends on the order of calls alone, never on how far the device
+//! has come. Where no free range is long enough, chunks are added up to the capacity; at the capacity, whole free chunks are
+//! moved together, which takes a synchronize and is counted. A pass whose allocations are known is served from an arena.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::placement::{AllocTrace, ArenaPlacement};
+
+/// Tensors begin at multiples of this: what the driver's own allocator aligns to.
+pub const ALIGNMENT: u64 = 512;
+
+/// Physical memory in chunks of one size, mapped to virtual addresses.
+pub trait Backing {
+    /// Maps new chunks to the addresses from `at` on; says how many the driver gave.
+    fn map(&mut self, at: u64, chunks: u64) -> u64;
+
+    /// Waits for the device, then moves the chunks mapped at `from` to the addresses from `to` on; false where that
+    /// cannot be done now.
+    fn remap(&mut self, from: &[u64], to: u64) -> bool;
+}
+
+/// An allocation that could not be served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeapOom {
+    pub bytes: u64,
+    /// Bytes of no tensor, below the capacity.
+    pub available: u64,
+}
+
+/// What it took to serve all allocations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HeapStats {
+    /// How often the device was waited for to move free chunks together.
+    pub synchronizes: u64,
+    /// Passes served from an arena.
+    pub arena_passes: u64,
+    /// Passes whose allocations were not those of their trace.
+    pub diverged: u64,
+    /// Bytes of the largest arena, and the most bytes its tensors have at once.
+    pub arena_bytes: u64,
+    pub arena_lower_bound: u64,
+}
+
+pub struct DeviceHeap<B> {
+    backing: B,
+    chunk_bytes: u64,
+    /// Addresses that can be mapped.
+    address_range: Range<u64>,
+    /// Where mapped addresses end.
+    mapped_end: u64,
+    mapped_bytes: u64,
+    /// The most bytes that may be mapped.
+    capacity: u64,
+    /// Mapped and free, by address and by length.
+    free_by_address: BTreeMap<u64, u64>,
+    free_by_length: BTreeSet<(u64, u64)>,
+    /// Tensors, and the arena while a pass runs.
+    allocated: BTreeMap<u64, u64>,
+    /// Bytes of tensors now, and at most since this was last asked.
+    used_bytes: u64,
+    peak_bytes: u64,
+    /// Where CUDA graphs expect their arenas: moved only when nothing else helps.
+    graph_arenas: Vec<Range<u64>>,
+    pass_mode: PassMode,
+    pub stats: HeapStats,
+}
+
+/// How the allocations of the pass in hand are served.
+#[derive(Default)]
+enum PassMode {
+    #[default]
+    None,
+    Traced {
+        trace: AllocTrace,
+        alive: BTreeMap<u64, usize>,
+    },
+    Placed {
+        placement: Arc<ArenaPlacement>,
+        base: u64,
+        next: usize,
+        /// Tensors in the arena.
+        alive: BTreeMap<u64, u64>,
+        /// An allocation was not the one expected: the rest is served as without a placement.
+        diverged: bool,
+        /// A CUDA graph has the arena: what is allocated now is not of the pass.
+        replayed: bool,
+    },
+}
+
+impl<B: Backing> DeviceHeap<B> {
+    /// `address_range` begin at a multiple of `chunk_bytes`.
+    pub fn new(backing: B, chunk_bytes: u64, address_range: Range<u64>, capacity: u64) -> Self {
+        Self {
+            backing,
+            chunk_bytes,
+            mapped_end: address_range.start,
+            address_range,
+            mapped_bytes: 0,
+            capacity: capacity.next_multiple_of(chunk_bytes),
+            free_by_address: BTreeMap::new(),
+            free_by_length: BTreeSet::new(),
+            allocated: BTreeMap::new(),
+            used_bytes: 0,
+            peak_bytes: 0,
+            graph_arenas: Vec::new(),
+            pass_mode: PassMode::None,
+            stats: HeapStats::default(),
+        }
+    }
+
+    /// Maps chunks until so many bytes are, as far as the driver gives them.
+    pub fn preallocate(&mut self, bytes: u64) {
+        let bytes =
+            bytes.min(self.capacity).saturating_sub(self.mapped_bytes).next_multiple_of(self.chunk_bytes);
+        self.map_chunks(bytes / self.chunk_bytes);
+    }
+
+    pub fn allocate(&mut self, bytes: u64) -> Result<u64, HeapOom> {
+        let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
+        let at = match self.allocate_in_arena(bytes) {
+            Some(at) => at,
+            None => {
+                let at = self.allocate_range(bytes)?;
+                if let PassMode::Traced { trace, alive } = &mut self.pass_mode {
+                    alive.insert(at, trace.allocate(bytes));
+                }
+                at
+            }
+        };
+        self.used_bytes += bytes;
+        self.peak_bytes = self.peak_bytes.max(self.used_bytes);
+        Ok(at)
+    }
+
+    /// Whether the address is one that was allocated here.
+    pub fn free(&mut self, at: u64) -> bool {
+        if let PassMode::Placed { alive, .. } = &mut self.pass_mode
+            && let Some(bytes) = alive.remove(&at)
+        {
+            self.used_bytes -= bytes;
+            return true;
+        }
+        if let PassMode::Traced { trace, alive } = &mut self.pass_mode
+            && let Some(tensor) = alive.remove(&at)
+        {
+            trace.free(tensor);
+        }
+        let Some(bytes) = self.allocated.remove(&at) else { return false };
+        self.used_bytes -= bytes;
+        self.release_range(at, bytes);
+        true
+    }
+
+    /// Bytes of tensors.
+    pub fn used_bytes(&self) -> u64 {
+        self.used_bytes
+    }
+
+    pub fn mapped_bytes(&self) -> u64 {
+        self.mapped_bytes
+    }
+
+    /// The most bytes of tensors since this was last asked.
+    pub fn take_peak(&mut self) -> u64 {
+        std::mem::replace(&mut self.peak_bytes, self.used_bytes)
+    }
+
+    /// From here on allocations are noted, until [`end_trace`](Self::traced).
+    pub fn begin_trace(&mut self) {
+        self.pass_mode = PassMode::Traced { trace: AllocTrace::default(), alive: BTreeMap::new() };
+    }
+
+    pub fn end_trace(&mut self) -> AllocTrace {
+        match std::mem::take(&mut self.pass_mode) {
+            PassMode::Traced { trace, .. } => trace,
+            _ => AllocTrace::default(),
+        }
+    }
+
+    /// Serves the pass that begins from an arena: at `base`, where that is stated, else where there is room. Nothing changes
+    /// where it cannot be had without moving anything.
+    pub fn enter_arena(&mut self, placement: &Arc<ArenaPlacement>, base: Option<u64>) -> Option<u64> {
+        let bytes = placement.arena_bytes.max(1).next_multiple_of(ALIGNMENT);
+        let base = match base {
+            Some(base) => self.take_at(base, bytes).then_some(base)?,
+            None => {
+                let more = bytes
+                    .saturating_sub(self.tail_free_bytes())
+                    .min(self.capacity.saturating_sub(self.mapped_bytes));
+                match self.best_fit(bytes) {
+                    Some(base) => base,
+                    None => {
+                        self.map_chunks(more.div_ceil(self.chunk_bytes));
+                        self.best_fit(bytes)?
+                    }
+                }
+            }
+        };
+        let placement = placement.clone();
+        self.pass_mode = PassMode::Placed {
+            placement,
+            base,
+            next: 0,
+            alive: BTreeMap::new(),
+            diverged: false,
+            replayed: false,
+        };
+        Some(base)
+    }
+
+    /// Ends the pass and frees its arena, but for tensors of it that are still alive. Says whether all went as placed.
+    pub fn leave_arena(&mut self) -> bool {
+        let PassMode::Placed { placement, base, alive, diverged, .. } = std::mem::take(&mut self.pass_mode)
+        else {
+            return true;
+        };
+        self.stats.arena_passes += 1;
+        self.stats.diverged += u64::from(diverged);
+        if placement.arena_bytes > self.stats.arena_bytes {
+            (self.stats.arena_bytes, self.stats.arena_lower_bound) =
+                (placement.arena_bytes, placement.lower_bound);
+        }
+        let Some(bytes) = self.allocated.remove(&base) else { return false };
+        let mut at = base;
+        for (tensor, bytes) in &alive {
+            if *tensor > at {
+                self.release_range(at, tensor - at);
+            }
+            self.allocated.insert(*tensor, *bytes);
+            at = tensor + bytes;
+        }
+        if base + bytes > at {
+            self.release_range(at, base + bytes - at);
+        }
+        !diverged && alive.is_empty()
+    }
+
+    /// Where the placed pass is: how many of its tensors were allocated.
+    pub fn position(&self) -> usize {
+        if let PassMode::Placed { next, .. } = &self.pass_mode { *next } else { 0 }
+    }
+
+    /// Takes a placed pass back to where it was; what it allocated since then is freed.
+    pub fn rewind(&mut self, position: usize) {
+        if let PassMode::Placed { next, .. } = &mut self.pass_mode {
+            *next = position;
+        }
+    }
+
+    /// Whether every allocation of the placed pass was the one expected so far.
+    pub fn matches_placement(&self) -> bool {
+        matches!(&self.pass_mode, PassMode::Placed { diverged: false, .. })
+    }
+
+    /// A CUDA graph runs the placed pass in hand: its tensors count, and nobody allocates them.
+    pub fn mark_replayed(&mut self) {
+        if let PassMode::Placed { placement, replayed, alive, .. } = &mut self.pass_mode {
+            *replayed = true;
+            // The micro-batch, which is there already, is one of its tensors.
+            let others = self.used_bytes - alive.values().sum::<u64>();
+            self.peak_bytes = self.peak_bytes.max(others + placement.lower_bound);
+        }
+    }
+
+    /// Arenas that CUDA graphs expect where they are.
+    pub fn set_graph_arenas(&mut self, arenas: Vec<Range<u64>>) {
+        self.graph_arenas = arenas;
+    }
+
+    fn allocate_in_arena(&mut self, bytes: u64) -> Option<u64> {
+        let PassMode::Placed { placement, base, next, alive, diverged, replayed: false } =
+            &mut self.pass_mode
+        else {
+            return None;
+        };
+        let expected = placement.tensors.get(*next).copied();
+        *next += 1;
+        *diverged |= expected.is_none_or(|(size, _)| size != bytes);
+        if *diverged {
+            return None;
+        }
+        let at = *base + expected?.1?;
+        // A tensor that lives longer than it did when the pass was traced is in the way.
+        let before = alive.range(..at + bytes).next_back();
+        *diverged |= before.is_some_and(|(other, size)| other + size > at);
+        if *diverged {
+            return None;
+        }
+        alive.insert(at, bytes);
+        Some(at)
+    }
+
+    fn allocate_range(&mut self, bytes: u64) -> Result<u64, HeapOom> {
+        if let Some(at) = self.best_fit(bytes) {
+            return Ok(at);
+        }
+        let last = self.tail_free_bytes();
+        let chunks = (bytes - last.min(bytes)).div_ceil(self.chunk_bytes);
+        let more = self.capacity.saturating_sub(self.mapped_bytes) / self.chunk_bytes;
+        let oom = HeapOom { bytes, available: self.capacity.saturating_sub(self.used_bytes) };
+        self.map_chunks(chunks.min(more));
+        if !self.compact(bytes) {
+            return Err(oom);
+        }
+        self.best_fit(bytes).ok_or(oom)
+    }
+
+    /// Takes the shortest free range that is long enough, the lowest of several.
+    fn best_fit(&mut self, bytes: u64) -> Option<u64> {
+        let (_, at) = *self.free_by_length.range((bytes, 0)..).next()?;
+        self.take_at(at, bytes).then_some(at)
+    }
+
+    /// Takes these addresses, where all of them are free.
+    fn take_at(&mut self, at: u64, bytes: u64) -> bool {
+        let Some((start, length)) =
+            self.free_by_address.range(..=at).next_back().map(|(start, length)| (*start, *length))
+        else {
+            return false;
+        };
+        if start + length < at + bytes {
+            return false;
+        }
+        self.remove_free(start, length);
+        if start < at {
+            self.insert_free(start, at - start);
+        }
+        if start + length > at + bytes {
+            self.insert_free(at + bytes, start + length - at - bytes);
+        }
+        self.allocated.insert(at, bytes);
+        true
+    }
+
+    /// Bytes of the free range that mapped addresses end with.
+    fn tail_free_bytes(&self) -> u64 {
+        self.free_by_address
+            .iter()
+            .next_back()
+            .filter(|(at, length)| *at + *length == self.mapped_end)
+            .map_or(0, |(_, length)| *length)
+    }
+
+    /// Maps so many chunks more at the end; says how many there were to be had.
+    fn map_chunks(&mut self, chunks: u64) -> u64 {
+        let remaining_chunks = (self.address_range.end - self.mapped_end) / self.chunk_bytes;
+        let mapped =
+            if chunks == 0 { 0 } else { self.backing.map(self.mapped_end, chunks.min(remaining_chunks)) };
+        self.append_mapped(mapped);
+        self.mapped_bytes += mapped * self.chunk_bytes;
+        mapped
+    }
+
+    /// Adds chunks that were mapped at the end.
+    fn append_mapped(&mut self, chunks: u64) {
+        let (at, bytes) = (self.mapped_end, chunks * self.chunk_bytes);
+        self.mapped_end += bytes;
+        if bytes > 0 {
+            self.release_range(at, bytes);
+        }
+    }
+
+    /// Moves whole free chunks to the end, until the free range there has so many bytes.
+    fn compact(&mut self, bytes: u64) -> bool {
+        let missing = bytes.saturating_sub(self.tail_free_bytes()).div_ceil(self.chunk_bytes);
+        if missing == 0 {
+            return true;
+        }
+        if missing > (self.address_range.end - self.mapped_end) / self.chunk_bytes {
+            return false;
+        }
+        let in_graph_arena = |at: u64| {
+            self.graph_arenas.iter().any(|arena| arena.start < at + self.chunk_bytes && at < arena.end)
+        };
+        // The shortest ranges first, so that long ones stay long; what graphs expect in place last.
+        let mut chunks: Vec<u64> = Vec::new();
+        for (length, start) in &self.free_by_length {
+            if start + length < self.mapped_end {
+                let whole = start.next_multiple_of(self.chunk_bytes)
+                    ..(start + length) / self.chunk_bytes * self.chunk_bytes;
+                chunks.extend(whole.step_by(self.chunk_bytes as usize));
+            }
+        }
+        chunks.sort_by_key(|at| in_graph_arena(*at));
+        if (chunks.len() as u64) < missing {
+            return false;
+        }
+        chunks.truncate(missing as usize);
+        if !self.backing.remap(&chunks, self.mapped_end) {
+            return false;
+        }
+        self.stats.synchronizes += 1;
+        for at in &chunks {
+            self.take_at(*at, self.chunk_bytes);
+            self.allocated.remove(at);
+        }
+        self.append_mapped(missing);
+        true
+    }
+
+    /// Gives addresses back, joined with the free ranges beside them.
+    fn release_range(&mut self, mut at: u64, mut bytes: u64) {
+        if let Some((before, length)) = self.free_by_address.range(..at).next_back().map(|(a, l)| (*a, *l))
+            && before + length == at
+        {
+            self.remove_free(before, length);
+            (at, bytes) = (before, bytes + length);
+        }
+        if let Some(length) = self.free_by_address.get(&(at + bytes)).copied() {
+            self.remove_free(at + bytes, length);
+            bytes += length;
+        }
+        self.insert_free(at, bytes);
+    }
+
+    fn insert_free(&mut self, at: u64, bytes: u64) {
+        self.free_by_address.insert(at, bytes);
+        self.free_by_length.insert((bytes, at));
+    }
+
+    fn remove_free(&mut self, at: u64, bytes: u64) {
+        self.free_by_address.remove(&at);
+        self.free_by_length.remove(&(bytes, at));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CHUNK: u64 = 4096;
+    const BASE: u64 = 1 << 20;
+
+    /// Chunks that there are, of those the driver has.
+    #[derive(Default)]
+    struct FakeBacking {
+        mapped: HashSet<u64>,
+        max_chunks: u64,
+    }
+
+    impl Backing for FakeBacking {
+        fn map(&mut self, at: u64, chunks: u64) -> u64 {
+            let more = chunks.min(self.max_chunks - self.mapped.len() as u64);
+            (0..more).for_each(|i| assert!(self.mapped.insert(at + i * CHUNK), "mapped twice"));
+            more
+        }
+
+        fn remap(&mut self, from: &[u64], to: u64) -> bool {
+            from.iter().for_each(|at| assert!(self.mapped.remove(at), "not mapped"));
+            (0..from.len() as u64).for_each(|i| assert!(self.mapped.insert(to + i * CHUNK), "mapped twice"));
+            true
+        }
+    }
+
+    fn heap(chunks: u64) -> DeviceHeap<FakeBacking> {
+        let backing = FakeBacking { max_chunks: chunks, ..FakeBacking::default() };
+        DeviceHeap::new(backing, CHUNK, BASE..BASE + 1000 * chunks * CHUNK, chunks * CHUNK)
+    }
+
+    /// Tensors lie in mapped chunks, and none in another.
+    fn check_invariants(heap: &DeviceHeap<FakeBacking>, tensors: &BTreeMap<u64, u64>) {
+        let mut end = 0;
+        for (at, bytes) in tensors {
+            assert!(*at >= end, "tensors overlap");
+            end = at + bytes;
+            let first = at / CHUNK * CHUNK;
+            assert!(
+                (first..end).step_by(CHUNK as usize).all(|chunk| heap.backing.mapped.contains(&chunk)),
+                "unmapped"
+            );
+        }
+        let free: u64 = heap.free_by_address.values().sum();
+        assert_eq!(
+            free + tensors.values().sum::<u64>(),
+            heap.mapped_bytes,
+            "every mapped byte is free or a tensor's"
+        );
+        assert_eq!(heap.free_by_address.len(), heap.free_by_length.len());
+        assert_eq!(heap.backing.mapped.len() as u64 * CHUNK, heap.mapped_bytes);
+    }
+
+    proptest! {
+        /// Whatever comes and goes, tensors do not overlap, and while whole chunks for it are free none is refused.
+        #[test]
+        fn tensors_have_memory_of_their_own(steps in prop::collection::vec((1u64..40_000, any::<prop::sample::Index>(), any::<bool>()), 1..200)) {
+            let mut heap = heap(64);
+            let mut tensors = BTreeMap::new();
+            for (bytes, which, gone) in steps {
+                if gone && !tensors.is_empty() {
+                    let at = *which.get(&tensors.keys().copied().collect::<Vec<_>>());
+                    tensors.remove(&at);
+                    prop_assert!(heap.free(at));
+                    prop_assert!(!heap.free(at), "freed twice");
+                } else {
+                    let bytes = bytes.next_multiple_of(ALIGNMENT);
+                    let whole: u64 = heap.free_by_address.iter().map(|(at, length)| {
+                        ((at + length) / CHUNK).saturating_sub(at.div_ceil(CHUNK))
+                    }).sum::<u64>() + 64 - heap.mapped_bytes / CHUNK;
+                    match heap.allocate(bytes) {
+                        Ok(at) => prop_assert!(tensors.insert(at, bytes).is_none()),
+                        Err(refusal) => {
+                            prop_assert!(whole < bytes.div_ceil(CHUNK), "{whole} whole chunks are free");
+                            prop_assert_eq!(refusal.bytes, bytes);
+                            prop_assert_eq!(refusal.available, 64 * CHUNK - heap.used_bytes());
+                        }
+                    }
+                }
+                check_invariants(&heap, &tensors);
+                prop_assert_eq!(heap.used_bytes(), tensors.values().sum::<u64>());
+            }
+        }
+
+        /// A pass that was traced runs from its arena at the same addresses every time, and needs no more of it than was
+        /// placed; what it leaves behind is not part of it.
+        #[test]
+        fn passes_are_served_from_their_arena(sizes in prop::collection::vec((1u64..20_000, any::<bool>()), 1..40), others in prop::collection::vec(1u64..9000, 0..10)) {
+            let mut heap = heap(4096);
+            let run = |heap: &mut DeviceHeap<FakeBacking>| -> Vec<u64> {
+                let mut kept = Vec::new();
+                for (bytes, keep) in &sizes {
+                    let at = heap.allocate(*bytes).unwrap();
+                    if *keep { kept.push(at) } else { heap.free(at); }
+                }
+                kept.drain(..).rev().for_each(|at| { heap.free(at); });
+                vec![heap.allocate(24).unwrap()]
+            };
+            heap.begin_trace();
+            let mut lasting = run(&mut heap);
+            let placement = Arc::new(ArenaPlacement::new(&heap.end_trace()));
+            prop_assert_eq!(placement.tensors.last().unwrap().1, None, "the result outlives the pass");
+            let mut base = None;
+            for _ in 0..3 {
+                let at = heap.enter_arena(&placement, base);
+                prop_assert!(at.is_some());
+                lasting.extend(run(&mut heap));
+                prop_assert!(heap.leave_arena());
+                // An evaluation has the arena's memory in between.
+                let between: Vec<_> = others.iter().map(|bytes| heap.allocate(*bytes).unwrap()).collect();
+                between.into_iter().for_each(|at| { heap.free(at); });
+                prop_assert!(base.is_none() || base == at);
+                base = at;
+            }
+            prop_assert_eq!(heap.used_bytes(), lasting.len() as u64 * ALIGNMENT);
+            prop_assert_eq!(heap.stats.diverged, 0);
+            prop_assert_eq!(heap.stats.synchronizes, 0);
+            // A graph that replays the pass allocates nothing of it, and what is allocated meanwhile is elsewhere.
+            let base = heap.enter_arena(&placement, base).unwrap();
+            heap.take_peak();
+            let used = heap.used_bytes();
+            let first = heap.allocate(sizes[0].0).unwrap();
+            heap.mark_replayed();
+            prop_assert_eq!(heap.take_peak(), used + placement.lower_bound, "the first tensor counts once");
+            let sums = heap.allocate(24).unwrap();
+            prop_assert!(!(base..base + placement.arena_bytes).contains(&sums) || placement.arena_bytes == 0);
+            prop_assert!(heap.free(first));
+            prop_assert!(heap.leave_arena());
+        }
+    }
+
+    #[test]
+    fn another_pass_than_the_traced_one_is_served_all_the_same() {
+        let mut heap = heap(64);
+        heap.begin_trace();
+        let tensors = [1000, 2000, 3000].map(|bytes| heap.allocate(bytes).unwrap());
+        tensors.iter().for_each(|at| assert!(heap.free(*at)));
+        let placement = Arc::new(ArenaPlacement::new(&heap.end_trace()));
+        heap.enter_arena(&placement, None).unwrap();
+        let longer = [1000, 2000, 9000, 3000].map(|bytes| heap.allocate(bytes).unwrap());
+        assert!(!heap.leave_arena(), "it says so");
+        let bytes = [1024, 2048, 9216, 3072];
+        check_invariants(&heap, &longer.into_iter().zip(bytes).collect());
+        longer.iter().for_each(|at| assert!(heap.free(*at)));
+        assert_eq!((heap.used_bytes(), heap.stats.diverged), (0, 1));
+        // One tensor that lives longer than the trace says.
+        heap.begin_trace();
+        let first = heap.allocate(1000).unwrap();
+        heap.free(first);
+        let second = heap.allocate(1000).unwrap();
+        heap.free(second);
+        let placement = Arc::new(ArenaPlacement::new(&heap.end_trace()));
+        assert_eq!(placement.arena_bytes, 1024);
+        heap.enter_arena(&placement, None).unwrap();
+        let (a, b) = (heap.allocate(1000).unwrap(), heap.allocate(1000).unwrap());
+        assert_ne!(a, b);
+        assert!(!heap.leave_arena());
+        assert!(heap.free(a) && heap.free(b));
+    }
+
+    #[test]
+    fn an_arena_in_use_is_not_entered() {
+        let mut heap = heap(4);
+        heap.begin_trace();
+        let tensor = heap.allocate(2 * CHUNK).unwrap();
+        heap.free(tensor);
+        let placement = Arc::new(ArenaPlacement::new(&heap.end_trace()));
+        let base = heap.enter_arena(&placement, None).unwrap();
+        heap.leave_arena();
+        let other = heap.allocate(CHUNK).unwrap();
+        assert_eq!(other, base);
+        assert_eq!(heap.enter_arena(&placement, Some(base)), None);
+        heap.free(other);
+        assert_eq!(heap.enter_arena(&placement, Some(base)), Some(base));
+    }
+
+    /// Chunks that a graph expects in place are moved only where nothing else helps.
+    #[test]
+    fn arenas_of_graphs_are_moved_last() {
+        let mut heap = heap(6);
+        let tensors: Vec<u64> = (0..6).map(|_| heap.allocate(CHUNK).unwrap()).collect();
+        let arena = tensors[0]..tensors[0] + CHUNK;
+        heap.set_graph_arenas(std::iter::once(arena).collect());
+        [0, 2, 4].iter().for_each(|i| assert!(heap.free(tensors[*i])));
+        let two = heap.allocate(2 * CHUNK).unwrap();
+        assert_eq!(heap.stats.synchronizes, 1);
+        assert!(heap.take_at(tensors[0], CHUNK), "it is where it was");
+        heap.allocated.remove(&tensors[0]);
+        heap.release_range(tensors[0], CHUNK);
+        heap.free(two);
+        heap.allocate(3 * CHUNK).unwrap();
+        assert!(!heap.take_at(tensors[0], CHUNK));
+    }
+
+    #[test]
+    fn memory_used_by_others_is_an_oom() {
+        let mut heap = heap(8);
+        heap.backing.max_chunks = 3;
+        heap.preallocate(8 * CHUNK);
+        assert_eq!(heap.mapped_bytes(), 3 * CHUNK);
+        let oom = heap.allocate(4 * CHUNK).unwrap_err();
+        assert_eq!(oom, HeapOom { bytes: 4 * CHUNK, available: 8 * CHUNK });
+        assert!(heap.allocate(3 * CHUNK).is_ok());
+    }
+}

@@ -1,0 +1,163 @@
+//! Physical memory of a GPU in chunks, mapped to addresses that stay reserved: CUDA's virtual memory management.
+
+use std::collections::BTreeMap;
+use std::mem::zeroed;
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
+
+use super::GpuError;
+use super::with_cuda::driver_error;
+use crate::memory::device_heap::{Backing, DeviceHeap};
+
+/// Addresses reserved for each byte of capacity: chunks that are moved together take new ones, and never give any back.
+const ADDRESS_SPACE_FACTOR: u64 = 32;
+
+/// Handles of mapped chunks, by address.
+pub struct MappedChunks {
+    stream: Arc<CudaStream>,
+    ordinal: usize,
+    chunk_bytes: u64,
+    addresses: (u64, u64),
+    handles: BTreeMap<u64, sys::CUmemGenericAllocationHandle>,
+}
+
+impl MappedChunks {
+    /// A heap of at most `capacity` bytes, none of which are taken yet.
+    pub fn new_heap(
+        stream: &Arc<CudaStream>,
+        ordinal: usize,
+        capacity: u64,
+    ) -> Result<DeviceHeap<Self>, GpuError> {
+        use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED as SUPPORTED;
+        if stream.context().attribute(SUPPORTED).unwrap_or(0) == 0 {
+            let why = "it does not support virtual memory management".into();
+            return Err(GpuError::Driver { what: "a memory heap", why });
+        }
+        // Chunks of a thousandth are moved in little time and waste little; the driver maps 2 MiB or more.
+        let chunk_bytes = (capacity / 1024).next_power_of_two().clamp(2 << 20, 64 << 20);
+        let bytes = (capacity.next_multiple_of(chunk_bytes)) * ADDRESS_SPACE_FACTOR;
+        let mut at = 0;
+        // SAFETY: a plain call with a pointer to a local.
+        let code = unsafe { sys::cuMemAddressReserve(&mut at, bytes as usize, chunk_bytes as usize, 0, 0) };
+        code.result().map_err(driver_error("to reserve addresses"))?;
+        let (stream, handles) = (stream.clone(), BTreeMap::new());
+        let chunks = Self { stream, ordinal, chunk_bytes, addresses: (at, bytes), handles };
+        Ok(DeviceHeap::new(chunks, chunk_bytes, at..at + bytes, capacity))
+    }
+
+    fn location(&self) -> sys::CUmemLocation {
+        // SAFETY: plain numbers.
+        let mut location: sys::CUmemLocation = unsafe { zeroed() };
+        location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        location.id = self.ordinal as i32;
+        location
+    }
+
+    fn create_chunk(&self) -> Result<sys::CUmemGenericAllocationHandle, result::DriverError> {
+        // SAFETY: plain numbers, and pointers to locals.
+        unsafe {
+            let mut properties: sys::CUmemAllocationProp = zeroed();
+            properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+            properties.location = self.location();
+            let mut handle = 0;
+            sys::cuMemCreate(&mut handle, self.chunk_bytes as usize, &properties, 0).result()?;
+            Ok(handle)
+        }
+    }
+
+    /// Lets kernels read and write these addresses.
+    fn set_access(&self, at: u64, bytes: u64) -> Result<(), result::DriverError> {
+        // SAFETY: as above; the addresses are mapped.
+        unsafe {
+            let mut access: sys::CUmemAccessDesc = zeroed();
+            access.location = self.location();
+            access.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+            sys::cuMemSetAccess(at, bytes as usize, &access, 1).result()
+        }
+    }
+
+    fn map_handle(
+        &mut self,
+        at: u64,
+        handle: sys::CUmemGenericAllocationHandle,
+    ) -> Result<(), result::DriverError> {
+        // SAFETY: the address is reserved, of this chunk's size, and nothing is mapped to it.
+        unsafe { sys::cuMemMap(at, self.chunk_bytes as usize, 0, handle, 0) }.result()?;
+        self.handles.insert(at, handle);
+        Ok(())
+    }
+
+    fn unmap(&mut self, at: u64) -> Option<sys::CUmemGenericAllocationHandle> {
+        let handle = self.handles.remove(&at)?;
+        // SAFETY: mapped here, and nothing in flight uses it: the caller waited for the device.
+        let _ = unsafe { sys::cuMemUnmap(at, self.chunk_bytes as usize) };
+        Some(handle)
+    }
+
+    fn release_chunks(&mut self, from: u64, chunks: u64) {
+        for at in (from..from + chunks * self.chunk_bytes).step_by(self.chunk_bytes as usize) {
+            if let Some(handle) = self.unmap(at) {
+                // SAFETY: created here, and no longer mapped.
+                let _ = unsafe { sys::cuMemRelease(handle) };
+            }
+        }
+    }
+}
+
+impl Backing for MappedChunks {
+    fn map(&mut self, at: u64, chunks: u64) -> u64 {
+        if self.stream.context().bind_to_thread().is_err() {
+            return 0;
+        }
+        let mut mapped = 0;
+        while mapped < chunks {
+            let Ok(handle) = self.create_chunk() else { break };
+            if self.map_handle(at + mapped * self.chunk_bytes, handle).is_err() {
+                // SAFETY: created here, and mapped nowhere.
+                let _ = unsafe { sys::cuMemRelease(handle) };
+                break;
+            }
+            mapped += 1;
+        }
+        if mapped > 0 && self.set_access(at, mapped * self.chunk_bytes).is_err() {
+            self.release_chunks(at, mapped);
+            return 0;
+        }
+        mapped
+    }
+
+    fn remap(&mut self, from: &[u64], to: u64) -> bool {
+        // While launches are captured the device cannot be waited for.
+        let none = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let context = self.stream.context();
+        // Copies have streams of their own: all of them are waited for.
+        if self.stream.capture_status() != Ok(none)
+            || context.bind_to_thread().is_err()
+            || context.synchronize().is_err()
+        {
+            return false;
+        }
+        let mut target = to;
+        for at in from {
+            let Some(handle) = self.unmap(*at) else { return false };
+            if self.map_handle(target, handle).is_err() {
+                return false;
+            }
+            target += self.chunk_bytes;
+        }
+        self.set_access(to, target - to).is_ok()
+    }
+}
+
+impl Drop for MappedChunks {
+    /// The last tensor is gone, and what was launched with it ends first. A failure is the context's, which is gone then.
+    fn drop(&mut self) {
+        let _ = self.stream.context().bind_to_thread();
+        let _ = self.stream.context().synchronize();
+        let mapped: Vec<u64> = self.handles.keys().copied().collect();
+        mapped.into_iter().for_each(|at| self.release_chunks(at, 1));
+        // SAFETY: reserved here, with nothing mapped to it.
+        let _ = unsafe { sys::cuMemAddressFree(self.addresses.0, self.addresses.1 as usize) };
+    }
+}

@@ -1,0 +1,134 @@
+//! What a walk over the network held, moment by moment, read from the log of a planning ledger.
+//!
+//! Takes the log and the blocks that names belong to; gives the highest moment of each phase, what was live in
+//! it, and what every block keeps.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::ledger::LedgerEntry;
+use super::plan::Role;
+use crate::layers::network::{Network, Node};
+
+/// The block that every layer's name belongs to; the loss is one of its own, the last.
+pub struct BlockIndex {
+    by_layer: BTreeMap<String, usize>,
+    count: usize,
+}
+
+impl BlockIndex {
+    pub fn new(network: &Network) -> Self {
+        fn names(nodes: &[Node], block: usize, by_layer: &mut BTreeMap<String, usize>) {
+            for node in nodes {
+                match node {
+                    Node::Layer(layer) => drop(by_layer.insert(layer.name().to_owned(), block)),
+                    Node::Residual(residual) => {
+                        by_layer.insert(residual.name.clone(), block);
+                        names(&residual.branch, block, by_layer);
+                        names(&residual.shortcut, block, by_layer);
+                    }
+                }
+            }
+        }
+        let (mut by_layer, count) = (BTreeMap::new(), network.blocks.len() + 1);
+        network.blocks.iter().enumerate().for_each(|(i, block)| names(&block.nodes, i, &mut by_layer));
+        by_layer.insert(network.loss.name().to_owned(), count - 1);
+        Self { by_layer, count }
+    }
+
+    /// Whether there is a layer of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.by_layer.contains_key(name)
+    }
+}
+
+/// The highest moment of every phase, in order, in bytes.
+pub fn phase_peaks(log: &[LedgerEntry]) -> Vec<(&'static str, u64)> {
+    let (mut live, mut peaks) = (0u64, Vec::<(&'static str, u64)>::new());
+    for entry in log {
+        live = live.wrapping_add_signed(entry.change);
+        match peaks.iter_mut().find(|(phase, _)| *phase == entry.phase) {
+            Some((_, high)) => *high = live.max(*high),
+            None => peaks.push((entry.phase, live)),
+        }
+    }
+    peaks
+}
+
+/// What is live at the highest moment of `phase`, by role and name.
+pub fn live_at_peak(log: &[LedgerEntry], phase: &str) -> BTreeMap<(Role, Arc<str>), u64> {
+    let (mut live, mut highest, mut end) = (0u64, 0, 0);
+    for (i, entry) in log.iter().enumerate() {
+        live = live.wrapping_add_signed(entry.change);
+        if entry.phase == phase && live > highest {
+            (highest, end) = (live, i + 1);
+        }
+    }
+    let mut held: BTreeMap<(Role, Arc<str>), u64> = BTreeMap::new();
+    for entry in &log[..end] {
+        let bytes = held.entry((entry.role, entry.name.clone())).or_default();
+        *bytes = bytes.wrapping_add_signed(entry.change);
+    }
+    held.retain(|_, bytes| *bytes > 0);
+    held
+}
+
+/// Bytes each block holds when the forward pass is over.
+pub fn saved_bytes_per_block(log: &[LedgerEntry], index: &BlockIndex) -> Vec<u64> {
+    let mut saved = vec![0u64; index.count];
+    for entry in log.iter().take_while(|entry| entry.phase == "forward") {
+        if let (Role::Activations, Some(block)) = (entry.role, index.by_layer.get(&*entry.name)) {
+            saved[*block] = saved[*block].wrapping_add_signed(entry.change);
+        }
+    }
+    saved.truncate(index.count - 1);
+    saved
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn blocks() -> BlockIndex {
+        let by_layer = ["a", "b", "c", "loss"].into_iter().map(str::to_owned).zip(0..).collect();
+        BlockIndex { by_layer, count: 4 }
+    }
+
+    fn log(changes: &[(&str, i64, &'static str)]) -> Vec<LedgerEntry> {
+        let entry = |(name, change, phase): &(&str, i64, &'static str)| {
+            let role = if name.starts_with("work") { Role::Workspace } else { Role::Activations };
+            LedgerEntry { role, name: (*name).into(), change: *change, phase }
+        };
+        changes.iter().map(entry).collect()
+    }
+
+    /// Three blocks of 10, 20 and 30 bytes with a workspace of 5 in the last, then back.
+    fn forward_backward_log() -> Vec<LedgerEntry> {
+        log(&[
+            ("a", 10, "forward"),
+            ("b", 20, "forward"),
+            ("c", 30, "forward"),
+            ("work", 5, "forward"),
+            ("work", -5, "forward"),
+            ("loss", 1, "backward"),
+            ("c", 30, "backward"),
+            ("c", -60, "backward"),
+            ("b", 20, "backward"),
+            ("b", -40, "backward"),
+        ])
+    }
+
+    #[test]
+    fn a_phase_is_as_high_as_its_highest_moment() {
+        assert_eq!(phase_peaks(&forward_backward_log()), [("forward", 65), ("backward", 91)]);
+    }
+
+    #[test]
+    fn the_peak_names_what_is_live() {
+        let held = live_at_peak(&forward_backward_log(), "forward");
+        let held: Vec<String> =
+            held.into_iter().map(|((_, name), bytes)| format!("{name} {bytes}")).collect();
+        assert_eq!(held, ["a 10", "b 20", "c 30", "work 5"]);
+        assert_eq!(saved_bytes_per_block(&forward_backward_log(), &blocks()), [10, 20, 30]);
+    }
+}

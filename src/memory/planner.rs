@@ -1,0 +1,384 @@
+//! From a job and a budget to the way it will be run: a pure function.
+//!
+//! Samples per update never change. When the job as written does not fit, the micro-batch shrinks and more are
+//! accumulated, blocks keep only their input and run forward again, optimizer state is kept in bytes where the
+//! job allows it, and what a device need not have at hand waits in host memory; of the ways that fit the one
+//! predicted to be the fastest is taken.
+
+use super::advice;
+use super::estimate::{ExecutionPlan, MemoryPredictor};
+use super::plan::{
+    BatchSplit, Budget, CandidateSummary, Disk, MemoryPlan, Offload, Peak, PlanAdjustment, PlanChoice,
+    PlanVerdict,
+};
+use super::search::{Candidate, PlanRequest, Search};
+use crate::units::Bytes;
+
+pub use super::search::split;
+
+/// Chooses the fastest way that fits.
+pub fn plan(request: &PlanRequest, predictor: &dyn MemoryPredictor) -> MemoryPlan {
+    let mut search = Search::new(request, predictor);
+    let found = search.fastest();
+    let mut plan = build_plan(request, predictor, &search, found.unwrap_or_else(|| search.leanest()));
+    if found.is_none() {
+        plan.verdict = PlanVerdict::DoesNotFit;
+        plan.advice = Some(advice::smallest_change(request, predictor, &search));
+    }
+    plan
+}
+
+/// The plan of running in the way that was picked from a search.
+pub fn build_plan(
+    request: &PlanRequest,
+    predictor: &dyn MemoryPredictor,
+    search: &Search,
+    picked: Candidate,
+) -> MemoryPlan {
+    let r = request;
+    let as_written = search.as_written();
+    let exec_plan = ExecutionPlan {
+        eval_micro_batch: largest_free_eval_batch(r, picked.exec_plan, predictor),
+        ..picked.exec_plan
+    };
+    let estimate = predictor.estimate(exec_plan);
+    let mut candidates: Vec<&Candidate> = search.candidates.iter().collect();
+    candidates.sort_by_key(|candidate| {
+        let exec_plan = candidate.exec_plan;
+        (
+            std::cmp::Reverse(candidate.split.micro_batch),
+            exec_plan.recompute,
+            exec_plan.state_8bit,
+            exec_plan.offload.len(),
+        )
+    });
+    let summary = |candidate: &Candidate| CandidateSummary {
+        change: if *candidate == as_written { String::new() } else { describe_candidate(r, candidate) },
+        vram_bytes: candidate.vram,
+        ram_bytes: candidate.ram,
+        relative_time: candidate.update_seconds / as_written.update_seconds,
+        measured_time: None,
+        fits: search.fits(candidate),
+    };
+    MemoryPlan {
+        verdict: if picked == as_written { PlanVerdict::Fits } else { PlanVerdict::FitsAfterShrink },
+        device: r.device.clone(),
+        budget: Budget { vram_bytes: r.vram, ram_bytes: r.ram },
+        peak: Peak { vram_bytes: estimate.vram, ram_bytes: estimate.ram, phase: estimate.phase.into() },
+        requested: r.split,
+        chosen: PlanChoice {
+            micro_batch: picked.split.micro_batch,
+            accumulation_steps: picked.split.accumulation_steps,
+            recompute: exec_plan.recompute,
+            offload: exec_plan.offload.to_vec(),
+            optimizer: optimizer_kind(r, exec_plan).into(),
+            eval_micro_batch: exec_plan.eval_micro_batch,
+        },
+        samples_per_update: r.samples_per_update,
+        context_bytes: r.context_bytes,
+        parts: predictor.peak_breakdown(exec_plan),
+        rungs: candidates.into_iter().map(summary).collect(),
+        advice: None,
+        shrunk: adjustments(r, predictor, as_written, picked),
+        phases: estimate.phases(),
+        disk: Disk::default(),
+    }
+}
+
+fn optimizer_kind(r: &PlanRequest, exec_plan: ExecutionPlan) -> &str {
+    r.optimizer_8bit.as_deref().filter(|_| exec_plan.state_8bit).unwrap_or(&r.optimizer)
+}
+
+/// A split and the blocks recomputed with it, in the job's words.
+pub fn describe_split(split: BatchSplit, recompute: usize) -> String {
+    let recomputed = match recompute {
+        0 => String::new(),
+        1 => ", 1 block recomputed".into(),
+        n => format!(", {n} blocks recomputed"),
+    };
+    let steps = if split.accumulation_steps == 1 { "step" } else { "steps" };
+    format!(
+        "micro-batch {}, {} accumulation {steps}{recomputed}",
+        split.micro_batch, split.accumulation_steps
+    )
+}
+
+/// A way of running, in the job's words.
+pub fn describe_candidate(r: &PlanRequest, candidate: &Candidate) -> String {
+    let state = candidate.exec_plan.state_8bit.then(|| optimizer_kind(r, candidate.exec_plan));
+    describe_execution(candidate.split, candidate.exec_plan.recompute, state, candidate.exec_plan.offload)
+}
+
+/// The way a plan has chosen, as its rung says it: empty for the job as written.
+pub fn describe_chosen(plan: &MemoryPlan) -> String {
+    let c = &plan.chosen;
+    let state = plan.shrunk.iter().any(|rung| rung.rung == "optimizer").then_some(c.optimizer.as_str());
+    if plan.shrunk.is_empty() {
+        String::new()
+    } else {
+        describe_execution(c.split(), c.recompute, state, &c.offload)
+    }
+}
+
+fn describe_execution(
+    split: BatchSplit,
+    recompute: usize,
+    state: Option<&str>,
+    offload: &[Offload],
+) -> String {
+    let state = state.map_or_else(String::new, |kind| format!(", {kind}"));
+    let offloaded = match offload {
+        [] => String::new(),
+        offload => format!(", {} offloaded", offload_names(offload)),
+    };
+    describe_split(split, recompute) + &state + &offloaded
+}
+
+fn offload_names(offload: &[Offload]) -> String {
+    let names: Vec<String> = offload.iter().map(ToString::to_string).collect();
+    if names.is_empty() { "nothing".into() } else { names.join(" and ") }
+}
+
+/// From the job as written to what was picked, rung by rung: each with what it would take without it.
+fn adjustments(
+    r: &PlanRequest,
+    predictor: &dyn MemoryPredictor,
+    as_written: Candidate,
+    picked: Candidate,
+) -> Vec<PlanAdjustment> {
+    let (from, to) = (as_written.exec_plan, picked.exec_plan);
+    let (was, is) = (as_written.split, picked.split);
+    let shown = |split: BatchSplit| format!("{} x {}", split.micro_batch, split.accumulation_steps);
+    let with_amx_elem =
+        ExecutionPlan { micro_batch: to.micro_batch, eval_micro_batch: to.eval_micro_batch, ..from };
+    let with_recompute = ExecutionPlan { recompute: to.recompute, ..with_amx_elem };
+    let with_state = ExecutionPlan { state_8bit: to.state_8bit, ..with_recompute };
+    let rungs = [
+        ("micro_batch", shown(was), shown(is), from),
+        ("recompute", block_count(from.recompute), block_count(to.recompute), with_amx_elem),
+        ("optimizer", optimizer_kind(r, from).into(), optimizer_kind(r, to).into(), with_recompute),
+        ("offload", offload_names(from.offload), offload_names(to.offload), with_state),
+    ];
+    let mut out: Vec<PlanAdjustment> = Vec::new();
+    for (rung, from, to, before) in rungs.into_iter().filter(|(_, from, to, _)| from != to) {
+        let who = if out.is_empty() { "as written it" } else { "with that alone it" };
+        let why = format!("{who} takes {}", describe_usage(r, predictor, before));
+        out.push(PlanAdjustment { rung: rung.into(), from, to, why });
+    }
+    out
+}
+
+fn block_count(n: usize) -> String {
+    if n == 1 { "1 block".into() } else { format!("{n} blocks") }
+}
+
+/// What a way takes of the budgets, those it goes beyond where it does.
+fn describe_usage(r: &PlanRequest, predictor: &dyn MemoryPredictor, exec_plan: ExecutionPlan) -> String {
+    let estimate = predictor.estimate(exec_plan);
+    let places = [("vram", estimate.vram, r.vram), ("ram", estimate.ram, r.ram)];
+    let here = places.into_iter().filter(|(place, ..)| r.on_device() || *place == "ram");
+    let over = |(_, takes, budget): &(&str, u64, u64)| takes > budget;
+    let all: Vec<_> = here.collect();
+    let shown: Vec<_> = all.iter().filter(|one| over(one) || !all.iter().any(over)).collect();
+    let text = |(place, takes, budget): &&(&str, u64, u64)| {
+        format!("{} of {} {place}", Bytes(*takes), Bytes(*budget))
+    };
+    shown.iter().map(text).collect::<Vec<_>>().join(" and ")
+}
+
+/// The largest evaluation micro-batch that costs no memory: the peak is no higher than with that of training.
+fn largest_free_eval_batch(
+    r: &PlanRequest,
+    exec_plan: ExecutionPlan,
+    predictor: &dyn MemoryPredictor,
+) -> usize {
+    if let Some(stated) = r.eval_micro_batch {
+        return stated;
+    }
+    let requested = r.requested_split().micro_batch;
+    let sizes = std::iter::successors(Some(requested * 4), |n| Some(n / 2))
+        .take_while(|n| *n > exec_plan.micro_batch);
+    let as_training =
+        predictor.estimate(ExecutionPlan { eval_micro_batch: exec_plan.micro_batch, ..exec_plan });
+    let free = |n: &usize| {
+        let all = predictor.estimate(ExecutionPlan { eval_micro_batch: *n, ..exec_plan });
+        all.vram <= as_training.vram && all.ram <= as_training.ram
+    };
+    sizes.into_iter().find(free).unwrap_or(exec_plan.micro_batch)
+}
+
+/// A step small enough to reason about.
+#[cfg(test)]
+pub mod toy {
+    use super::*;
+    use crate::job;
+    use crate::memory::cost_model::CostModel;
+    use crate::memory::estimate::{Estimate, MemoryUsage};
+    use crate::memory::plan::MemoryPart;
+
+    /// A step of four blocks that holds 60 bytes and 40 of optimizer state, and for each sample 2 and 2 a block
+    /// that is kept. A tenth of the state is enough in bytes; the host of a device has 10 bytes in use.
+    pub struct ToyPredictor {
+        pub on_device: bool,
+    }
+
+    impl MemoryPredictor for ToyPredictor {
+        fn estimate(&self, exec_plan: ExecutionPlan) -> Estimate {
+            let state = if exec_plan.state_8bit { 4 } else { 40 };
+            let samples = exec_plan.micro_batch as u64;
+            let saved = 2 * (4 - exec_plan.recompute as u64) * samples;
+            let offloaded_bytes = |what, bytes| if exec_plan.offload.contains(&what) { bytes } else { 0 };
+            let (state_offloaded, saved_offloaded) = (
+                offloaded_bytes(Offload::OptimizerState, state),
+                offloaded_bytes(Offload::Activations, saved),
+            );
+            let on = |bytes: u64| match self.on_device {
+                true => MemoryUsage {
+                    vram: 60 + state - state_offloaded + bytes - saved_offloaded,
+                    ram: 10 + state_offloaded + saved_offloaded,
+                },
+                false => MemoryUsage { vram: 0, ram: 60 + state + bytes },
+            };
+            let eval = MemoryUsage { ..on(saved_offloaded + 2 * exec_plan.eval_micro_batch as u64) };
+            let phases = vec![("backward", on(2 * samples + saved)), ("eval", eval)];
+            Estimate::new(phases, 2 * saved_offloaded)
+        }
+
+        fn peak_breakdown(&self, _: ExecutionPlan) -> Vec<MemoryPart> {
+            Vec::new()
+        }
+    }
+
+    pub fn request(batch: usize, accumulation: usize, ram: u64) -> PlanRequest {
+        PlanRequest {
+            device: "cpu".into(),
+            ram,
+            vram: 0,
+            max_ram: u64::MAX,
+            context_bytes: 0,
+            split: BatchSplit { micro_batch: batch, accumulation_steps: accumulation },
+            samples_per_update: batch * accumulation,
+            micro_batch_multiple: 1,
+            optimizer: "adamw".into(),
+            optimizer_8bit: Some("adamw8bit".into()),
+            eval_micro_batch: None,
+            allowed: vec![job::OomAction::Shrink],
+            offloads: vec![Offload::OptimizerState, Offload::Activations],
+            include_alternatives: false,
+            cost: CostModel {
+                block_forward: vec![0.1; 4],
+                loss_forward: 0.05,
+                micro_batch_overhead: 0.01,
+                update: 0.02,
+                update_8bit: 0.03,
+                state_transfer: 0.08,
+                state_transfer_8bit: 0.008,
+                host_bandwidth: 1000.0,
+                samples: (batch * accumulation) as f64,
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::toy::{ToyPredictor, request};
+    use super::*;
+    use crate::job::OomAction as May;
+    use proptest::prelude::*;
+
+    const HOST: ToyPredictor = ToyPredictor { on_device: false };
+    const DEVICE: ToyPredictor = ToyPredictor { on_device: true };
+
+    #[test]
+    fn a_job_that_fits_is_left_as_it_is() {
+        let plan = plan(&request(32, 2, 420), &HOST);
+        assert_eq!(plan.verdict, PlanVerdict::Fits);
+        assert_eq!((plan.chosen.micro_batch, plan.chosen.accumulation_steps), (32, 2));
+        assert_eq!(plan.chosen.eval_micro_batch, 128, "evaluation may be larger for nothing");
+        assert_eq!(plan.peak.ram_bytes, 420);
+        assert!(plan.shrunk.is_empty() && plan.rungs.len() == 1);
+    }
+
+    #[test]
+    fn the_fewest_micro_batches_that_fit_are_chosen() {
+        let plan = plan(&request(32, 2, 300), &HOST);
+        assert_eq!(plan.verdict, PlanVerdict::FitsAfterShrink);
+        assert_eq!((plan.chosen.micro_batch, plan.chosen.accumulation_steps), (16, 4));
+        assert!(plan.rungs.iter().any(|r| r.change.is_empty() && !r.fits));
+        let [only] = &plan.shrunk[..] else { panic!("{:?}", plan.shrunk) };
+        assert_eq!(
+            (only.rung.as_str(), only.from.as_str(), only.to.as_str()),
+            ("micro_batch", "32 x 2", "16 x 4")
+        );
+        assert_eq!(only.why, "as written it takes 420 B of 300 B ram");
+    }
+
+    #[test]
+    fn the_fastest_plan_is_chosen_and_not_the_first() {
+        let may = |overhead: f64, ram: u64| {
+            let mut r = PlanRequest { allowed: vec![May::Shrink, May::Recompute], ..request(32, 1, ram) };
+            r.cost.micro_batch_overhead = overhead;
+            let chosen = plan(&r, &HOST).chosen;
+            (chosen.micro_batch, chosen.recompute)
+        };
+        assert_eq!(may(0.001, 300), (16, 0), "cheap micro-batches are split");
+        assert_eq!(may(10.0, 300), (32, 2), "dear ones are kept and blocks run again");
+        assert_eq!(may(0.001, 105), (1, 3), "and where only both fit, both are done");
+    }
+
+    #[test]
+    fn state_in_bytes_is_taken_only_where_the_job_allows_it() {
+        let r = PlanRequest { allowed: vec![May::Optimizer8bit], ..request(4, 1, 110) };
+        let made = plan(&r, &HOST);
+        assert_eq!(
+            (made.verdict, made.chosen.optimizer.as_str()),
+            (PlanVerdict::FitsAfterShrink, "adamw8bit")
+        );
+        assert_eq!(made.shrunk[0].rung, "optimizer");
+        let none = PlanRequest { allowed: vec![], ..r };
+        assert_eq!(plan(&none, &HOST).verdict, PlanVerdict::DoesNotFit);
+        let sgd = PlanRequest { allowed: vec![May::Optimizer8bit], optimizer_8bit: None, ..none };
+        assert_eq!(plan(&sgd, &HOST).verdict, PlanVerdict::DoesNotFit);
+    }
+
+    #[test]
+    fn a_device_offloads_to_a_host_that_has_room() {
+        let r = PlanRequest { vram: 110, allowed: vec![May::Offload], ..request(4, 1, 1000) };
+        let found = plan(&r, &DEVICE);
+        assert_eq!(found.chosen.offload, [Offload::Activations], "moves while blocks compute");
+        assert_eq!((found.peak.vram_bytes, found.peak.ram_bytes), (108, 42));
+        let r = PlanRequest { vram: 70, ..r };
+        assert_eq!(plan(&r, &DEVICE).chosen.offload, [Offload::OptimizerState, Offload::Activations]);
+        assert_eq!(plan(&PlanRequest { ram: 40, ..r }, &DEVICE).verdict, PlanVerdict::DoesNotFit);
+        let host = PlanRequest { allowed: vec![May::Offload], ..request(4, 1, 110) };
+        assert_eq!(
+            plan(&host, &HOST).verdict,
+            PlanVerdict::DoesNotFit,
+            "the host is nowhere else than itself"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn a_plan_keeps_the_samples_and_the_budget(batch in 1usize..200, accumulation in 1usize..20, ram in 0u64..3000, group in 1usize..9) {
+            let r = PlanRequest { micro_batch_multiple: group, ..request(batch, accumulation, ram) };
+            let plan = plan(&r, &HOST);
+            let c = &plan.chosen;
+            prop_assert_eq!(plan.samples_per_update, batch * accumulation);
+            prop_assert_eq!(c.micro_batch % group, 0);
+            prop_assert!(c.micro_batch * c.accumulation_steps >= batch * accumulation, "no sample is left out");
+            prop_assert!(c.micro_batch * (c.accumulation_steps - 1) < batch * accumulation, "no micro-batch is empty");
+            if plan.verdict != PlanVerdict::DoesNotFit {
+                prop_assert!(plan.peak.ram_bytes <= ram);
+                // One micro-batch fewer would not have fitted.
+                if plan.verdict == PlanVerdict::FitsAfterShrink && c.accumulation_steps > 1 {
+                    let larger = split(batch * accumulation, c.accumulation_steps - 1, group);
+                    prop_assert!(100 + 10 * larger.micro_batch as u64 > ram);
+                }
+            } else {
+                prop_assert!(100 + 10 * group as u64 > ram);
+            }
+        }
+    }
+}

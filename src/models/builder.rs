@@ -1,0 +1,232 @@
+//! What models are put together with: it follows the shape of a sample from layer to layer.
+
+use super::BuiltModel;
+use crate::features::{Features, InputSpec, TargetSpec};
+use crate::kernels::Activation;
+use crate::layers::Layer;
+use crate::layers::activation::ActivationLayer;
+use crate::layers::categorical_embedding::CategoricalEmbedding;
+use crate::layers::cross_entropy::CrossEntropy;
+use crate::layers::dropout::Dropout;
+use crate::layers::flatten::Flatten;
+use crate::layers::linear::{Linear, LinearOptions};
+use crate::layers::loss::Loss;
+use crate::layers::network::{LayerBlock, Network, Node};
+use crate::layers::pointwise_loss::{PointwiseLoss, PointwiseLossFn};
+use crate::params::{DuplicateName, ParamInit, ParamRegistry};
+
+/// Why a model cannot be built.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ModelError {
+    #[error("layer `{layer}` got samples of shape {got:?} and needs {needs}")]
+    Shape { layer: String, got: Vec<usize>, needs: String },
+    #[error("a `{kind}` model needs {needs}, and the data has {got}")]
+    Data { kind: &'static str, needs: &'static str, got: String },
+    #[error(transparent)]
+    DuplicateName(#[from] DuplicateName),
+    #[error("the model has no loss")]
+    NoLoss,
+}
+
+/// A network under construction.
+pub struct NetworkBuilder {
+    pub registry: ParamRegistry,
+    /// Shape of a sample at this point.
+    pub shape: Vec<usize>,
+    pub features: Features,
+    blocks: Vec<LayerBlock>,
+    loss: Option<Box<dyn Loss>>,
+}
+
+impl NetworkBuilder {
+    pub fn new(features: &Features) -> Self {
+        let shape = match &features.input {
+            InputSpec::Floats { shape } => shape.clone(),
+            InputSpec::Tabular { .. } => vec![features.input_len()],
+            InputSpec::Tokens { length, .. } => vec![*length],
+        };
+        Self {
+            registry: ParamRegistry::default(),
+            shape,
+            features: features.clone(),
+            blocks: Vec::new(),
+            loss: None,
+        }
+    }
+
+    /// Ends the current block: the layers that follow belong to a new one, called `name`.
+    pub fn begin_block(&mut self, name: impl Into<String>) {
+        self.blocks.push(LayerBlock { name: name.into(), nodes: Vec::new(), recompute_rank: 0 });
+    }
+
+    /// Adds a layer to the current block.
+    pub fn push_layer(&mut self, layer: impl Layer + 'static) {
+        self.shape = layer.output_shape();
+        self.push_node(Node::Layer(Box::new(layer)));
+    }
+
+    /// Adds a part whose output has `self.shape`.
+    pub fn push_node(&mut self, node: Node) {
+        if self.blocks.is_empty() {
+            self.begin_block("input");
+        }
+        if let Some(block) = self.blocks.last_mut() {
+            block.nodes.push(node);
+        }
+    }
+
+    /// Takes out the parts added by `body`, for a branch; the shape stays as it is after them.
+    pub fn build_branch(
+        &mut self,
+        body: impl FnOnce(&mut Self) -> Result<(), ModelError>,
+    ) -> Result<Vec<Node>, ModelError> {
+        let before = std::mem::take(&mut self.blocks);
+        self.begin_block("branch");
+        let result = body(self);
+        let nodes = std::mem::replace(&mut self.blocks, before).into_iter().flat_map(|b| b.nodes).collect();
+        result.map(|()| nodes)
+    }
+
+    /// A learned vector for each category of a table's row; nothing where it has none to embed.
+    pub fn embed_categories(&mut self) {
+        if let InputSpec::Tabular { num_numeric, cardinalities } = &self.features.input {
+            let layer =
+                CategoricalEmbedding::new(&mut self.registry, "embeddings", *num_numeric, cardinalities);
+            self.begin_block("embeddings");
+            self.push_layer(layer);
+        }
+    }
+
+    /// Dense layers `name.first`, `name.first + 1`, ... each followed by its dropout; a block each.
+    pub fn dense_layers(
+        &mut self,
+        name: &str,
+        first: usize,
+        widths: &[usize],
+        act: Activation,
+        dropout: f64,
+    ) -> usize {
+        let mut index = first;
+        for &width in widths {
+            let path = format!("{name}.{index}");
+            self.begin_block(&path);
+            let inputs = self.shape.iter().product();
+            self.flatten(&format!("{path}.flatten"));
+            let layer = Linear::new(
+                &mut self.registry,
+                &path,
+                &[inputs],
+                width,
+                LinearOptions::torch_default(inputs, act),
+            );
+            self.push_layer(layer);
+            self.dropout(&format!("{path}.dropout"), dropout);
+            index += 1;
+        }
+        index
+    }
+
+    /// Nothing where a sample is a vector already.
+    pub fn flatten(&mut self, name: &str) {
+        if self.shape.len() > 1 {
+            let shape = self.shape.clone();
+            self.push_layer(Flatten { name: name.into(), shape });
+        }
+    }
+
+    /// Nothing where the chance is 0.
+    pub fn dropout(&mut self, name: &str, p: f64) {
+        if p > 0.0 {
+            let shape = self.shape.clone();
+            self.push_layer(Dropout { name: name.into(), shape, p });
+        }
+    }
+
+    /// An activation by itself.
+    pub fn activation(&mut self, name: &str, act: Activation) {
+        let shape = self.shape.clone();
+        self.push_layer(ActivationLayer { name: name.into(), shape, act });
+    }
+
+    /// The linear map over the last dimension of a sample and its loss: cross-entropy where the data has
+    /// classes or tokens, the mean squared distance where it has values. Begins as `torch.nn.Linear` does.
+    pub fn add_head(&mut self, name: &str, kind: &'static str) -> Result<(), ModelError> {
+        let init = ParamInit::Uniform(1.0 / (self.shape.last().copied().unwrap_or(1) as f64).sqrt());
+        self.add_head_with_init(name, kind, init, init)
+    }
+
+    /// As [`NetworkBuilder::add_head`], with weight and bias that begin otherwise.
+    pub fn add_head_with_init(
+        &mut self,
+        name: &str,
+        kind: &'static str,
+        init: ParamInit,
+        bias_init: ParamInit,
+    ) -> Result<(), ModelError> {
+        let (width, positions) = match self.shape.split_last() {
+            Some((width, leading)) => (*width, leading.iter().product()),
+            None => (1, 1),
+        };
+        let outputs = match (&self.features.target, &self.features.input) {
+            (TargetSpec::Class { names } | TargetSpec::MixedClass { names }, _) => names.len(),
+            (TargetSpec::Tokens, InputSpec::Tokens { vocab, .. }) => *vocab,
+            (TargetSpec::Values { len }, _) if len % positions == 0 => len / positions,
+            (other, _) => {
+                return Err(ModelError::Data {
+                    kind,
+                    needs: "classes to tell apart or values to predict",
+                    got: format!("{other:?}"),
+                });
+            }
+        };
+        let weight = self.registry.param(format!("{name}.weight"), [outputs, width], init);
+        let bias = Some(self.registry.param(format!("{name}.bias"), [outputs], bias_init));
+        let name = name.to_owned();
+        match self.features.target {
+            TargetSpec::Values { .. } => self.set_loss(PointwiseLoss {
+                name,
+                kind: PointwiseLossFn::SquaredError,
+                weight,
+                bias,
+                positions,
+                width,
+                outputs,
+            }),
+            _ => self.set_loss(CrossEntropy {
+                name,
+                weight,
+                tied: false,
+                bias,
+                positions,
+                width,
+                classes: outputs,
+                smoothing: 0.0,
+                class_weights: None,
+            }),
+        }
+        Ok(())
+    }
+
+    pub fn set_loss(&mut self, loss: impl Loss + 'static) {
+        self.loss = Some(Box::new(loss));
+    }
+
+    pub fn finish(self) -> Result<BuiltModel, ModelError> {
+        let mut blocks: Vec<LayerBlock> =
+            self.blocks.into_iter().filter(|block| !block.nodes.is_empty()).collect();
+        blocks.iter_mut().enumerate().for_each(|(i, block)| block.recompute_rank = i);
+        let network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)? };
+        Ok(BuiltModel { network, layout: self.registry.into_layout()? })
+    }
+}
+
+impl From<crate::job::ActivationKind> for Activation {
+    fn from(act: crate::job::ActivationKind) -> Self {
+        match act {
+            crate::job::ActivationKind::Relu => Self::Relu,
+            crate::job::ActivationKind::Gelu => Self::Gelu,
+            crate::job::ActivationKind::GeluTanh => Self::GeluTanh,
+            crate::job::ActivationKind::Silu => Self::Silu,
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! What models of pictures are put together with: convolutions, their normalisation and pooling, refused
+//! by name where the picture is too small or the channels do not divide.
+
+use super::{ModelError, NetworkBuilder};
+use crate::kernels::im2col::ConvGeometry;
+use crate::kernels::pool::PoolGeometry;
+use crate::kernels::{Activation, ClampActivation};
+use crate::layers::avg_pool::AvgPool;
+use crate::layers::batch_norm::BatchNorm;
+use crate::layers::conv::Conv2d;
+use crate::layers::global_pool::GlobalAvgPool;
+use crate::layers::group_norm::GroupNorm;
+use crate::layers::max_pool::MaxPool;
+use crate::layers::network::{Node, ResidualNode};
+use crate::params::ParamInit;
+
+/// A convolution but for the picture it is given.
+#[derive(Clone, Copy)]
+pub(super) struct ConvSpec {
+    pub outputs: usize,
+    pub kernel: usize,
+    pub stride: usize,
+    pub padding: usize,
+    pub dilation: usize,
+    pub groups: usize,
+}
+
+impl ConvSpec {
+    /// Moves by `stride` and keeps the picture's size but for that, where the kernel is odd.
+    pub fn same(outputs: usize, kernel: usize, stride: usize) -> Self {
+        Self { outputs, kernel, stride, padding: kernel / 2, dilation: 1, groups: 1 }
+    }
+
+    /// Normal, so that gradients keep their size on the way back through a ReLU (He et al., 2015).
+    pub fn kaiming_fan_out(&self) -> ParamInit {
+        ParamInit::Normal((2.0 / (self.outputs * self.kernel * self.kernel) as f64).sqrt())
+    }
+}
+
+impl NetworkBuilder {
+    /// (height, width, channels) of the samples at this point, which must be pictures.
+    pub(super) fn image_shape(&self, layer: &str) -> Result<[usize; 3], ModelError> {
+        <[usize; 3]>::try_from(self.shape.as_slice())
+            .map_err(|_| self.shape_error(layer, "pictures, (height, width, channels)"))
+    }
+
+    pub(super) fn shape_error(&self, layer: &str, needs: impl Into<String>) -> ModelError {
+        ModelError::Shape { layer: layer.into(), got: self.shape.clone(), needs: needs.into() }
+    }
+
+    /// A convolution without bias, as stands before a normalisation.
+    pub(super) fn conv_no_bias(&mut self, name: &str, spec: ConvSpec) -> Result<(), ModelError> {
+        self.conv(name, spec, false, Activation::Identity, Some(spec.kaiming_fan_out()))
+    }
+
+    /// `init` is PyTorch's default where there is none.
+    pub(super) fn conv(
+        &mut self,
+        name: &str,
+        spec: ConvSpec,
+        bias: bool,
+        act: Activation,
+        init: Option<ParamInit>,
+    ) -> Result<(), ModelError> {
+        let [height, width, inputs] = self.image_shape(name)?;
+        let ConvSpec { outputs, kernel, stride, padding, dilation, groups } = spec;
+        if inputs % groups != 0 || outputs % groups != 0 {
+            return Err(
+                self.shape_error(name, format!("input and output channels divisible into {groups} groups"))
+            );
+        }
+        let g = ConvGeometry {
+            height,
+            width,
+            in_channels: inputs,
+            out_channels: outputs,
+            kernel,
+            stride,
+            padding,
+            dilation,
+            groups,
+        };
+        if g.output().0 == 0 || g.output().1 == 0 {
+            let min_size = (dilation * (kernel - 1) + 1).saturating_sub(2 * padding);
+            return Err(self.shape_error(name, format!("pictures of at least {min_size} x {min_size}")));
+        }
+        let conv = match init {
+            Some(init) => Conv2d::with_init(&mut self.registry, name, g, bias, act, init),
+            None => Conv2d::new(&mut self.registry, name, g, bias, act),
+        };
+        self.push_layer(conv);
+        Ok(())
+    }
+
+    /// Batch norm over groups of `group_size` samples.
+    pub(super) fn batch_norm(&mut self, name: &str, group_size: usize, act: ClampActivation) {
+        let shape = self.shape.clone();
+        let norm = BatchNorm::new(&mut self.registry, name, &shape, group_size, act);
+        self.push_layer(norm);
+    }
+
+    /// Group norm over `groups` groups of channels.
+    pub(super) fn group_norm(
+        &mut self,
+        name: &str,
+        groups: usize,
+        act: ClampActivation,
+    ) -> Result<(), ModelError> {
+        let shape = self.shape.clone();
+        if shape.last().is_none_or(|channels| channels % groups != 0) {
+            return Err(self.shape_error(name, format!("channels divisible into {groups} groups")));
+        }
+        let norm = GroupNorm::new(&mut self.registry, name, &shape, groups, act);
+        self.push_layer(norm);
+        Ok(())
+    }
+
+    pub(super) fn max_pool(
+        &mut self,
+        name: &str,
+        size: usize,
+        stride: usize,
+        padding: usize,
+    ) -> Result<(), ModelError> {
+        let window = self.pool_window(name, size, stride, padding)?;
+        self.push_layer(MaxPool { name: name.into(), window });
+        Ok(())
+    }
+
+    pub(super) fn avg_pool(
+        &mut self,
+        name: &str,
+        size: usize,
+        stride: usize,
+        padding: usize,
+    ) -> Result<(), ModelError> {
+        let window = self.pool_window(name, size, stride, padding)?;
+        self.push_layer(AvgPool { name: name.into(), window });
+        Ok(())
+    }
+
+    fn pool_window(
+        &self,
+        name: &str,
+        size: usize,
+        stride: usize,
+        padding: usize,
+    ) -> Result<PoolGeometry, ModelError> {
+        let [height, width, channels] = self.image_shape(name)?;
+        let window = PoolGeometry { height, width, channels, size, stride, padding };
+        if padding > size / 2 {
+            return Err(self.shape_error(name, format!("a padding of at most {}, half its size", size / 2)));
+        }
+        if window.output().0 == 0 || window.output().1 == 0 {
+            let min_size = size - 2 * padding;
+            return Err(self.shape_error(
+                name,
+                format!("pictures of at least {min_size} x {min_size} to pool by {size}"),
+            ));
+        }
+        Ok(window)
+    }
+
+    /// The picture's mean a channel.
+    pub(super) fn global_pool(&mut self, name: &str) -> Result<(), ModelError> {
+        let shape = self.image_shape(name)?;
+        self.push_layer(GlobalAvgPool { name: name.into(), shape });
+        Ok(())
+    }
+
+    /// `act(branch(x) + shortcut(x))`; no shortcut layers mean `x` itself.
+    pub(super) fn residual(
+        &mut self,
+        name: &str,
+        branch: impl FnOnce(&mut Self) -> Result<(), ModelError>,
+        shortcut: impl FnOnce(&mut Self) -> Result<(), ModelError>,
+        act: Activation,
+    ) -> Result<(), ModelError> {
+        let input_shape = self.shape.clone();
+        let branch = self.build_branch(branch)?;
+        if branch.is_empty() {
+            return Err(self.shape_error(name, "a layer in its branch"));
+        }
+        let output = std::mem::replace(&mut self.shape, input_shape);
+        let shortcut = self.build_branch(shortcut)?;
+        if self.shape != output {
+            let needs = format!("a branch and a shortcut of one shape, and its branch gives {output:?}");
+            return Err(self.shape_error(name, needs));
+        }
+        self.push_node(Node::Residual(ResidualNode {
+            name: name.into(),
+            branch,
+            shortcut,
+            act,
+            output_shape: output,
+        }));
+        Ok(())
+    }
+}

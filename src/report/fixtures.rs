@@ -1,0 +1,172 @@
+//! Records as the tests of this folder need them: 100 samples an update but 50 in the last of an
+//! epoch, 2 updates an epoch, 3 epochs.
+
+use std::collections::BTreeMap;
+
+use crate::memory::plan::*;
+use crate::train::event::{Event, EventRecord, MemoryBytes};
+
+pub fn started(t: f64) -> EventRecord {
+    let event = Event::Started {
+        name: "shapes".into(),
+        run: "runs/shapes/1".into(),
+        version: "0.1.0".into(),
+        seed: 42,
+        device: "cpu".into(),
+        threads: 2,
+        parameters: 101_770,
+        train_samples: 150,
+        valid_samples: 50,
+        total_steps: 6,
+        steps_per_epoch: 2,
+    };
+    EventRecord { t, event }
+}
+
+pub fn plan() -> MemoryPlan {
+    let part = |name: &str, role, mib: u64| MemoryPart {
+        name: name.into(),
+        role,
+        bytes: mib << 20,
+        r#where: MemorySpace::Ram,
+    };
+    let rung = |change: &str, mib: u64, relative_time, fits| CandidateSummary {
+        change: change.into(),
+        vram_bytes: 0,
+        ram_bytes: mib << 20,
+        relative_time,
+        measured_time: None,
+        fits,
+    };
+    let phase = |name: &str, mib: u64| PhasePeak { name: name.into(), vram_bytes: 0, ram_bytes: mib << 20 };
+    MemoryPlan {
+        verdict: PlanVerdict::FitsAfterShrink,
+        device: "cpu".into(),
+        budget: Budget { vram_bytes: 0, ram_bytes: 256 << 20 },
+        peak: Peak { vram_bytes: 0, ram_bytes: 212 << 20, phase: "backward".into() },
+        requested: BatchSplit { micro_batch: 100, accumulation_steps: 1 },
+        chosen: PlanChoice {
+            micro_batch: 50,
+            accumulation_steps: 2,
+            recompute: 0,
+            offload: vec![],
+            optimizer: "adamw".into(),
+            eval_micro_batch: 200,
+        },
+        samples_per_update: 100,
+        context_bytes: 0,
+        parts: vec![
+            part("weights", Role::Weights, 20),
+            part("gradients", Role::Gradients, 20),
+            part("adamw m", Role::OptimizerState, 20),
+            part("adamw v", Role::OptimizerState, 20),
+            part("conv1", Role::Activations, 100),
+            part("conv2", Role::Activations, 32),
+        ],
+        rungs: vec![rung("", 344, 1.0, false), rung("micro-batch 50, 2 accumulation steps", 212, 1.04, true)],
+        advice: None,
+        shrunk: vec![PlanAdjustment {
+            rung: "micro_batch".into(),
+            from: "100 x 1".into(),
+            to: "50 x 2".into(),
+            why: "as written it takes 344.00 MiB of 256.00 MiB ram".into(),
+        }],
+        phases: vec![phase("forward", 180), phase("backward", 212), phase("update", 80)],
+        disk: Disk::default(),
+    }
+}
+
+pub fn planned(t: f64) -> EventRecord {
+    EventRecord { t, event: Event::Planned { plan: plan() } }
+}
+
+/// A second an update, 1 % of it waiting; loss 1 / step.
+pub fn step(t: f64, step: u64) -> EventRecord {
+    let event = Event::Step {
+        step,
+        epoch: (step - 1) / 2,
+        loss: 1.0 / step as f64,
+        lr: 1e-3,
+        grad_norm: 0.5,
+        samples: step * 100 - step / 2 * 50,
+        micro_batch: 50,
+        accumulation_steps: 2,
+        step_s: 1.0,
+        data_wait_s: 0.01,
+        ram_bytes: 206 << 20,
+        vram_bytes: 0,
+        resident_bytes: 209 << 20,
+        samples_digest: format!("d{step}"),
+        loss_scale: 1.0,
+        skipped_updates: 0,
+    };
+    EventRecord { t, event }
+}
+
+pub fn eval(t: f64, step: u64, loss: f64) -> EventRecord {
+    let metrics = BTreeMap::from([("valid.accuracy".into(), 1.0 - loss), ("valid.loss".into(), loss)]);
+    EventRecord { t, event: Event::Eval { step, epoch: step / 2, metrics, samples: 50, eval_s: 0.5 } }
+}
+
+pub fn checkpoint(t: f64, step: u64) -> EventRecord {
+    let path = format!("c/{step}");
+    EventRecord { t, event: Event::Checkpoint { step, path, bytes: 1 << 20, write_s: 0.1 } }
+}
+
+pub fn best(t: f64, step: u64, value: f64) -> EventRecord {
+    let (path, metric) = (format!("c/{step}"), "valid.loss".into());
+    EventRecord { t, event: Event::Best { step, path, metric, value } }
+}
+
+pub fn resumed(t: f64, step: u64) -> EventRecord {
+    let checkpoint = (step > 0).then(|| format!("c/{step}"));
+    EventRecord { t, event: Event::Resumed { step, checkpoint, skipped: vec![] } }
+}
+
+pub fn finished(t: f64) -> EventRecord {
+    let peak = |mib: u64| MemoryBytes { ram: mib << 20, vram: 0 };
+    let event = Event::Finished {
+        steps: 6,
+        epochs: 3,
+        samples: 450,
+        metrics: BTreeMap::from([
+            ("best.valid.loss".into(), 0.25),
+            ("train.loss".into(), 1.0 / 6.0),
+            ("valid.accuracy".into(), 0.7),
+            ("valid.loss".into(), 0.3),
+        ]),
+        best_step: Some(4),
+        planned_peak_bytes: peak(212),
+        measured_peak_bytes: peak(206),
+        resident_peak_bytes: 209 << 20,
+        budget_bytes: peak(256),
+        elapsed_s: 9.0,
+        data_wait_s: 0.08,
+        samples_digest: "d6".into(),
+        bad_records: 0,
+    };
+    EventRecord { t, event }
+}
+
+/// A whole run, undisturbed.
+pub fn run() -> Vec<EventRecord> {
+    vec![
+        started(0.0),
+        planned(0.1),
+        step(1.0, 1),
+        step(2.0, 2),
+        checkpoint(2.1, 2),
+        eval(2.5, 2, 0.5),
+        best(2.6, 2, 0.5),
+        step(3.6, 3),
+        step(4.6, 4),
+        checkpoint(4.7, 4),
+        eval(5.1, 4, 0.25),
+        best(5.2, 4, 0.25),
+        step(6.2, 5),
+        step(7.2, 6),
+        checkpoint(7.3, 6),
+        eval(7.8, 6, 0.3),
+        finished(9.0),
+    ]
+}

@@ -1,0 +1,160 @@
+//! `plan --measure`: the few best ways of running, each for some updates of the real job, and the clock decides.
+//!
+//! In this process, with the job's own data, under a ledger with the job's budget; leaves no run behind.
+
+use std::time::{Duration, Instant};
+
+use super::Failure;
+use super::engine::{Engine, Ledgers};
+use super::setup::Setup;
+use crate::data::loader::Loader;
+use crate::data::order::Cursor;
+use crate::layers::network::StepError;
+use crate::memory::Role;
+use crate::memory::budget::TargetMachine;
+use crate::memory::estimate::Estimator;
+use crate::memory::plan::{MemoryPlan, PlanVerdict};
+use crate::memory::planner;
+use crate::memory::search::{Candidate, PlanRequest, Search};
+
+/// Ways that are run, and updates of each: the first warms up, the fastest of the others counts.
+const MAX_CANDIDATES: usize = 4;
+const UPDATES_PER_CANDIDATE: u64 = 6;
+/// After this long a way gets no further update.
+const TIME_LIMIT: Duration = Duration::from_secs(5);
+
+/// The plan whose way was measured to be the fastest of the best.
+pub fn plan(setup: &mut Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failure> {
+    let request = PlanRequest { include_alternatives: true, ..setup.plan_request(machine) };
+    let found = setup.with_estimator_inputs_for(machine, |inputs| {
+        let predictor = Estimator::new(*inputs);
+        let mut search = Search::new(&request, &predictor);
+        search.fastest().map(|planned| (planned, fastest_candidates(&search)))
+    });
+    let Some((planned, candidates)) = found else { return Ok(setup.plan_for(machine)) };
+    let mut measured = Vec::new();
+    for candidate in candidates {
+        if let Some(seconds) = time_candidate(setup, machine, &request, candidate)? {
+            measured.push((candidate, seconds));
+        }
+    }
+    Ok(setup.with_estimator_inputs_for(machine, |inputs| {
+        let predictor = Estimator::new(*inputs);
+        let mut search = Search::new(&request, &predictor);
+        search.fastest();
+        plan_of_fastest(&request, &predictor, &search, planned, &measured)
+    }))
+}
+
+/// The ways that fit and are predicted to be the fastest.
+fn fastest_candidates(search: &Search) -> Vec<Candidate> {
+    let mut fitting: Vec<Candidate> =
+        search.candidates.iter().filter(|candidate| search.fits(candidate)).copied().collect();
+    fitting.sort_by(|a, b| a.update_seconds.total_cmp(&b.update_seconds));
+    fitting.truncate(MAX_CANDIDATES);
+    fitting
+}
+
+/// The plan of the fastest measured, with all that was measured on the scale of the predictions: the way that
+/// was planned takes as long as predicted.
+fn plan_of_fastest(
+    request: &PlanRequest,
+    predictor: &Estimator,
+    search: &Search,
+    planned: Candidate,
+    measured: &[(Candidate, f64)],
+) -> MemoryPlan {
+    let fastest =
+        measured.iter().min_by(|a, b| a.1.total_cmp(&b.1)).map_or(planned, |(candidate, _)| *candidate);
+    let mut plan = planner::build_plan(request, predictor, search, fastest);
+    let as_written = search.as_written();
+    if let Some((_, base)) = measured.iter().find(|(candidate, _)| *candidate == planned) {
+        for (candidate, seconds) in measured {
+            let change = if *candidate == as_written {
+                String::new()
+            } else {
+                planner::describe_candidate(request, candidate)
+            };
+            let time = seconds / base * planned.update_seconds / as_written.update_seconds;
+            plan.rungs.iter_mut().filter(|rung| rung.change == change).for_each(|rung| {
+                rung.measured_time = Some(time);
+            });
+        }
+    }
+    if search.fits(&as_written) {
+        plan.verdict = PlanVerdict::Fits;
+        plan.shrunk.iter_mut().for_each(|rung| rung.why = "measured to be faster".into());
+    }
+    let split = fastest.split;
+    if fastest.split != planned.split
+        && split.micro_batch * split.accumulation_steps == plan.samples_per_update
+    {
+        plan.advice = Some(format!(
+            "measured to be the fastest: set `train.batch_size = {}` and `train.accumulation_steps = {}`",
+            split.micro_batch, split.accumulation_steps
+        ));
+    }
+    plan
+}
+
+/// Seconds of an update run in this way; none where it does not fit after all.
+fn time_candidate(
+    setup: &mut Setup,
+    machine: &TargetMachine,
+    request: &PlanRequest,
+    candidate: Candidate,
+) -> Result<Option<f64>, Failure> {
+    let eight_bit = request.optimizer_8bit.as_ref().filter(|_| candidate.exec_plan.state_8bit);
+    setup.set_optimizer(eight_bit.unwrap_or(&request.optimizer));
+    setup.offload = candidate.exec_plan.offload;
+    let result = time_updates(setup, Ledgers::new(setup, machine.ram, None), candidate);
+    setup.set_optimizer(&request.optimizer);
+    setup.offload = &[];
+    match result {
+        Ok(seconds) => Ok(Some(seconds)),
+        Err(Failure::OutOfMemory { .. }) => Ok(None),
+        Err(failure) => Err(failure),
+    }
+}
+
+fn time_updates(setup: &Setup, ledgers: Ledgers, candidate: Candidate) -> Result<f64, Failure> {
+    let mut engine = Engine::new(
+        setup,
+        ledgers.clone(),
+        candidate.exec_plan.recompute,
+        setup.job.memory.graphs && setup.offload.is_empty(),
+    )?;
+    let micro_batch = candidate.split.micro_batch.min(setup.datasets.train.len() as usize);
+    let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", setup.loader_bytes(micro_batch));
+    let _prefetch = prefetch.map_err(StepError::Oom)?;
+    let source = setup.datasets.train.clone();
+    let mut loader = Loader::start(
+        source,
+        setup.order.clone(),
+        Cursor::default(),
+        UPDATES_PER_CANDIDATE,
+        setup.loader_options(micro_batch, setup.prefetch),
+    )?;
+    let (begun, mut fastest) = (Instant::now(), f64::INFINITY);
+    for number in 1..=UPDATES_PER_CANDIDATE {
+        let update = Instant::now();
+        let (mut pending_sums, mut samples) = (Vec::new(), 0);
+        while samples < setup.order.update(number - 1).len() {
+            let Some(batch) = loader.next()? else { break };
+            samples += batch.consumed;
+            if !batch.ids.is_empty() {
+                pending_sums.push(engine.forward_backward(&batch, 1.0)?);
+            }
+        }
+        let grad_stats = engine.compute_grad_stats(&pending_sums, 1.0, true)?;
+        // At a rate of 0 the weights stay, and every update does the same work.
+        engine.update(&grad_stats, 0.0, number)?;
+        if number > 1 {
+            fastest = fastest.min(update.elapsed().as_secs_f64());
+        }
+        if number > 1 && begun.elapsed() > TIME_LIMIT {
+            break;
+        }
+    }
+    Ok(fastest)
+}

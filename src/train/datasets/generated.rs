@@ -1,0 +1,27 @@
+//! Sets that the program draws.
+
+use super::images::augment;
+use super::{Datasets, Failure};
+use crate::data::shapes::{self, ShapesDataset};
+use crate::data::{DatasetContext, sequences};
+use crate::job;
+
+pub(super) fn shapes(
+    s: &job::ShapesConfig,
+    readers: usize,
+    opening: &DatasetContext,
+) -> Result<Datasets, Failure> {
+    let part = |samples: usize, part| ShapesDataset::new(s.image_size, samples as u64, opening.seed, part);
+    let train = part(s.train_samples, shapes::ShapesSplit::Train)?.augmented(augment(&s.augment), readers)?;
+    Datasets::new(train, part(s.valid_samples, shapes::ShapesSplit::Valid)?).with_mixing(&s.augment, readers)
+}
+
+pub(super) fn sequences(s: &job::TextSyntheticConfig, context: usize, opening: &DatasetContext) -> Datasets {
+    let part = |samples: usize, part| {
+        sequences::SequenceDataset::new(samples as u64, context, s.vocab, s.classes, opening.seed, part)
+    };
+    Datasets::new(
+        part(s.train_samples, sequences::SequencesSplit::Train),
+        part(s.valid_samples, sequences::SequencesSplit::Valid),
+    )
+}

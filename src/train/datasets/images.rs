@@ -1,0 +1,148 @@
+//! Sets of pictures in files.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{Datasets, Failure};
+use crate::data::fingerprint::FingerprintInput;
+use crate::data::idx::{self, IdxDataset};
+use crate::data::images::{
+    self, ClassNames, ImageDataset, ImageFiles, ImageOptions, LabelColumns, TarShards,
+};
+use crate::data::streaming::{SEQUENTIAL_WINDOW_BYTES, StreamingDataset};
+use crate::data::transforms::mix::{MixOptions, MixedDataset};
+use crate::data::transforms::{
+    self, ColorJitter, Normalise, Pipeline, RandomErasing, RandomResizedCrop, ResizeMode,
+};
+use crate::data::{Dataset, DatasetContext, split};
+use crate::job::{self, NormalizePreset, OneOrMany};
+
+pub(super) fn idx(s: &job::IdxConfig, readers: usize, opening: &DatasetContext) -> Result<Datasets, Failure> {
+    let open = |images: &Path, labels: &Path, augment: transforms::Augmentation| {
+        IdxDataset::open(&idx::IdxFiles {
+            images: images.to_owned(),
+            labels: labels.to_owned(),
+            classes: (0..s.classes).map(|class| class.to_string()).collect(),
+            normalise: Normalise { mean: floats(&s.mean), std: floats(&s.std) },
+            augmentation: augment,
+            readers,
+            max_bytes: opening.max_bytes,
+        })
+    };
+    let train = open(&s.train_images, &s.train_labels, augment(&s.augment))?;
+    let valid = open(&s.valid_images, &s.valid_labels, transforms::Augmentation::default())?;
+    Datasets::new(train, valid).with_mixing(&s.augment, readers)
+}
+
+pub(super) fn idx_inputs(s: &job::IdxConfig) -> Vec<FingerprintInput> {
+    vec![
+        FingerprintInput::file("data.train_images", &s.train_images),
+        FingerprintInput::file("data.train_labels", &s.train_labels),
+        FingerprintInput::file("data.valid_images", &s.valid_images),
+        FingerprintInput::file("data.valid_labels", &s.valid_labels),
+    ]
+}
+
+pub(super) fn inputs(s: &job::ImagesConfig) -> Result<Vec<FingerprintInput>, Failure> {
+    let columns = columns(s);
+    let train = images::fingerprint_inputs(super::TRAIN, &s.files.train, &columns)?;
+    Ok([train, images::fingerprint_inputs(super::VALID, &s.files.valid, &columns)?].concat())
+}
+
+fn columns(s: &job::ImagesConfig) -> LabelColumns {
+    LabelColumns { path: s.path_column.clone(), label: s.label_column.clone() }
+}
+
+pub(super) fn images(
+    s: &job::ImagesConfig,
+    readers: usize,
+    opening: &DatasetContext,
+) -> Result<Datasets, Failure> {
+    let [height, width] = match s.image_size.to_vec()[..] {
+        [height, width, ..] => [height, width],
+        ref sides => [sides[0]; 2],
+    };
+    let fit = match s.fit {
+        job::ImageFit::Crop => ResizeMode::CenterCrop { fraction: s.crop_share },
+        job::ImageFit::Pad => ResizeMode::Pad,
+        job::ImageFit::Stretch => ResizeMode::Stretch,
+    };
+    let eval_pipeline = Pipeline::new([height, width, s.channels], fit, normalise(s))?;
+    let train_pipeline = eval_pipeline.clone().augmented(augment(&s.augment))?;
+    let open = |files: &[PathBuf], classes: Option<&ClassNames>| {
+        let (channels, max_pixels, columns) = (s.channels, s.max_pixels, columns(s));
+        let options = ImageOptions { channels, size: [height, width], max_pixels, columns, readers };
+        ImageFiles::open(files, options, classes, opening).map(Arc::new)
+    };
+    let train_files = open(&s.files.train, None)?;
+    let valid = match &s.files.valid[..] {
+        [] => None,
+        files => Some(open(files, Some(train_files.names()))?),
+    };
+    let set = |set: Arc<ImageFiles>, pipeline: &Pipeline, buffer: u64| -> Arc<dyn Dataset> {
+        match set.compressed {
+            true => Arc::new(StreamingDataset::new(Arc::new(TarShards::new(set, pipeline.clone())), buffer)),
+            false => Arc::new(ImageDataset::new(set, pipeline.clone())),
+        }
+    };
+    let train = set(train_files.clone(), &train_pipeline, opening.shuffle_buffer);
+    let sets = match valid {
+        Some(valid) => Datasets { train, valid: set(valid, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES) },
+        None => {
+            // The same parting of the same pictures, augmented for the one part and not for the other.
+            let (train, _) = split::random_split(train, s.files.valid_share, opening.seed)?;
+            let (_, valid) = split::random_split(
+                set(train_files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES),
+                s.files.valid_share,
+                opening.seed,
+            )?;
+            Datasets::new(train, valid)
+        }
+    };
+    sets.with_mixing(&s.augment, readers)
+}
+
+impl Datasets {
+    /// The training set blended as the job wants it.
+    pub(super) fn with_mixing(self, augment: &job::AugmentConfig, readers: usize) -> Result<Self, Failure> {
+        let mixing =
+            MixOptions { mixup: augment.mixup, cutmix: augment.cutmix, probability: augment.mix_chance };
+        if mixing.is_off() {
+            return Ok(self);
+        }
+        Ok(Self { train: Arc::new(MixedDataset::new(self.train, mixing, readers)?), valid: self.valid })
+    }
+}
+
+fn normalise(s: &job::ImagesConfig) -> Normalise {
+    // ImageNet's, and for grey the means over its channels.
+    let (mean, std) = match (s.normalise, s.channels) {
+        (NormalizePreset::Imagenet, 3) => (vec![0.485, 0.456, 0.406], vec![0.229, 0.224, 0.225]),
+        (NormalizePreset::Imagenet, _) => (vec![0.449], vec![0.226]),
+        (NormalizePreset::Half, _) => (vec![0.5], vec![0.5]),
+        (NormalizePreset::None, _) => (vec![0.0], vec![1.0]),
+    };
+    Normalise { mean: s.mean.as_ref().map_or(mean, floats), std: s.std.as_ref().map_or(std, floats) }
+}
+
+fn floats(values: &OneOrMany<f64>) -> Vec<f32> {
+    values.to_vec().into_iter().map(|value| value as f32).collect()
+}
+
+/// What is drawn for a picture, from the job's keys.
+pub(super) fn augment(a: &job::AugmentConfig) -> transforms::Augmentation {
+    let erasing = RandomErasing { probability: a.erasing, area: a.erasing_area, ratio: a.erasing_ratio };
+    transforms::Augmentation {
+        resized_crop: a.random_resized_crop.map(|scale| RandomResizedCrop { scale, ratio: a.crop_ratio }),
+        padding: a.crop_padding,
+        horizontal_flip: a.horizontal_flip,
+        vertical_flip: a.vertical_flip,
+        jitter: ColorJitter {
+            brightness: a.brightness,
+            contrast: a.contrast,
+            saturation: a.saturation,
+            hue: a.hue,
+        },
+        erasing: (a.erasing > 0.0).then_some(erasing),
+    }
+}

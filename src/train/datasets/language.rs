@@ -1,0 +1,151 @@
+//! Sets of text and tokens in files.
+
+use std::path::Path;
+
+use super::super::setup::bad_record_policy;
+use super::{Datasets, Failure};
+use crate::data::fingerprint::FingerprintInput;
+use crate::data::language::token_storage::TokenWidth;
+use crate::data::language::token_windows::WindowPlacement;
+use crate::data::language::tokenizer::{Separator, TokenizerSpec};
+use crate::data::language::{jsonl, text, token_files};
+use crate::data::{DataError, DatasetContext};
+use crate::job;
+use crate::regular_file;
+
+pub(super) fn text(
+    s: &job::TextConfig,
+    context: usize,
+    opening: &DatasetContext,
+) -> Result<Datasets, Failure> {
+    let settings = text::TextSettings {
+        train: s.files.train.clone(),
+        valid: s.files.valid.clone(),
+        valid_fraction: s.files.valid_share,
+        tokenizer: units(&s.tokens),
+        separator: separator(&s.separator),
+        context,
+        placement: placement(s.windows),
+    };
+    let (train, valid) = text::open(&settings, opening)?;
+    Ok(Datasets::new(train, valid))
+}
+
+pub(super) fn tokens(
+    s: &job::TokensConfig,
+    context: usize,
+    opening: &DatasetContext,
+) -> Result<Datasets, Failure> {
+    let settings = token_files::TokenFileSettings {
+        train: s.files.train.clone(),
+        valid: s.files.valid.clone(),
+        valid_fraction: s.files.valid_share,
+        width: match s.dtype {
+            job::TokenDtype::Auto => None,
+            job::TokenDtype::U16 => Some(TokenWidth::U16),
+            job::TokenDtype::U32 => Some(TokenWidth::U32),
+        },
+        vocab: s.vocab,
+        tokenizer: s.tokenizer.clone(),
+        context,
+        placement: placement(s.windows),
+    };
+    let (train, valid) = token_files::open(&settings, opening)?;
+    Ok(Datasets::new(train, valid))
+}
+
+pub(super) fn jsonl(
+    s: &job::JsonlConfig,
+    loading: &job::LoaderConfig,
+    context: usize,
+    opening: &DatasetContext,
+) -> Result<Datasets, Failure> {
+    let chat = s.messages.as_ref().map(|field| {
+        Ok::<_, DataError>(jsonl::ChatSettings {
+            field: field.clone(),
+            template: template(&s.template)?,
+            loss: match s.loss {
+                job::ChatLoss::Answers => jsonl::ChatLossScope::Assistant,
+                job::ChatLoss::All => jsonl::ChatLossScope::All,
+            },
+        })
+    });
+    let settings = jsonl::JsonlSettings {
+        train: s.files.train.clone(),
+        valid: s.files.valid.clone(),
+        valid_fraction: s.files.valid_share,
+        tokenizer: units(&s.tokens),
+        separator: separator(&s.separator),
+        field: s.field.clone(),
+        chat: chat.transpose()?,
+        label: s.label.clone(),
+        pack: s.pack,
+        buckets: s.buckets.clone(),
+        too_long: match s.too_long {
+            job::TooLong::Cut => jsonl::OverlongPolicy::Truncate,
+            job::TooLong::Split => jsonl::OverlongPolicy::Split,
+            job::TooLong::Refuse => jsonl::OverlongPolicy::Reject,
+        },
+        context,
+        on_bad: bad_record_policy(loading),
+    };
+    let (train, valid) = jsonl::open(&settings, opening)?;
+    Ok(Datasets { train, valid })
+}
+
+/// What says what a token is, where that is a file.
+pub(super) fn tokens_inputs(tokens: &str) -> Vec<FingerprintInput> {
+    match units(tokens) {
+        TokenizerSpec::File(file) => tokenizer_inputs("data.tokens", &file),
+        TokenizerSpec::Characters | TokenizerSpec::Bytes => Vec::new(),
+    }
+}
+
+/// A `tokenizer.json`, and the settings published beside it.
+pub(super) fn tokenizer_inputs(key: &'static str, file: &Path) -> Vec<FingerprintInput> {
+    let config = file.with_file_name("tokenizer_config.json");
+    let config = config.exists().then_some(config);
+    std::iter::once(file.to_owned()).chain(config).map(|file| FingerprintInput::file(key, file)).collect()
+}
+
+pub(super) fn template_inputs(template: &str) -> Vec<FingerprintInput> {
+    let file = (!is_template(template)).then(|| FingerprintInput::file("data.template", template));
+    file.into_iter().collect()
+}
+
+/// Whether this is a template's name or text, and not a file that holds one.
+fn is_template(text: &str) -> bool {
+    text == "auto" || text.contains('{') || jsonl::TEMPLATES.iter().any(|(name, _)| *name == text)
+}
+
+/// A template's name or text; what is neither is a file that holds the text.
+fn template(text: &str) -> Result<String, DataError> {
+    if is_template(text) {
+        return Ok(text.to_owned());
+    }
+    regular_file::read_to_string(Path::new(text), jsonl::TEMPLATE_BYTES)
+        .map_err(|error| DataError::Template { template: text.to_owned(), problem: error.to_string() })
+}
+
+fn placement(windows: job::WindowMode) -> WindowPlacement {
+    match windows {
+        job::WindowMode::Fixed => WindowPlacement::Fixed,
+        job::WindowMode::Random => WindowPlacement::Random,
+    }
+}
+
+fn units(tokens: &str) -> TokenizerSpec {
+    match tokens {
+        "characters" => TokenizerSpec::Characters,
+        "bytes" => TokenizerSpec::Bytes,
+        file => TokenizerSpec::File(file.into()),
+    }
+}
+
+fn separator(text: &str) -> Separator {
+    match text {
+        "auto" => Separator::Auto,
+        "none" => Separator::None,
+        token => Separator::Token(token.to_owned()),
+    }
+}

@@ -1,0 +1,99 @@
+//! From a job's `[data]` to the opened training and validation set: one file for each family of kinds.
+
+mod generated;
+mod images;
+mod language;
+mod tables;
+
+use std::sync::Arc;
+
+use super::Failure;
+use crate::data::fingerprint::{FingerprintInput, InputKind};
+use crate::data::{Dataset, DatasetContext, files};
+use crate::job::{self, Job};
+use crate::models::ModelError;
+
+/// The training and the validation set.
+pub struct Datasets {
+    pub train: Arc<dyn Dataset>,
+    pub valid: Arc<dyn Dataset>,
+}
+
+impl Datasets {
+    /// Opens the data.
+    pub fn open(job: &Job, opening: &DatasetContext) -> Result<Self, Failure> {
+        match &job.data.source {
+            job::SourceConfig::Shapes(s) => generated::shapes(s, readers(job), opening),
+            job::SourceConfig::Idx(s) => images::idx(s, readers(job), opening),
+            job::SourceConfig::Images(s) => images::images(s, readers(job), opening),
+            job::SourceConfig::Csv(s) => tables::csv(s, &job.data.loader, opening),
+            job::SourceConfig::Parquet(s) => tables::parquet(s, &job.data.loader, opening),
+            job::SourceConfig::Text(s) => language::text(s, context(job)?, opening),
+            job::SourceConfig::Tokens(s) => language::tokens(s, context(job)?, opening),
+            job::SourceConfig::Jsonl(s) => language::jsonl(s, &job.data.loader, context(job)?, opening),
+            job::SourceConfig::TextSynthetic(s) => Ok(generated::sequences(s, context(job)?, opening)),
+        }
+    }
+
+    /// What the samples of a job are made from, by the keys that name it.
+    pub fn inputs(job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
+        match &job.data.source {
+            job::SourceConfig::Idx(s) => Ok(images::idx_inputs(s)),
+            job::SourceConfig::Images(s) => images::inputs(s),
+            job::SourceConfig::Csv(job::CsvConfig { files, .. })
+            | job::SourceConfig::Parquet(job::ParquetConfig { files, .. }) => file_inputs(files),
+            job::SourceConfig::Text(s) => {
+                Ok([file_inputs(&s.files)?, language::tokens_inputs(&s.tokens)].concat())
+            }
+            job::SourceConfig::Tokens(s) => {
+                let tokenizer =
+                    s.tokenizer.iter().flat_map(|file| language::tokenizer_inputs(TOKENIZER, file));
+                Ok(file_inputs(&s.files)?.into_iter().chain(tokenizer).collect())
+            }
+            job::SourceConfig::Jsonl(s) => {
+                let more = [language::tokens_inputs(&s.tokens), language::template_inputs(&s.template)];
+                Ok([file_inputs(&s.files)?, more.concat()].concat())
+            }
+            // All that decides them is in the job.
+            job::SourceConfig::Shapes(_) | job::SourceConfig::TextSynthetic(_) => {
+                let settings = serde_json::to_string(&job.data.source).unwrap_or_default();
+                let text = format!("{} {settings}", job.seed);
+                Ok(vec![FingerprintInput { key: "data", kind: InputKind::Settings(text) }])
+            }
+        }
+    }
+
+    fn new(train: impl Dataset + 'static, valid: impl Dataset + 'static) -> Self {
+        Self { train: Arc::new(train), valid: Arc::new(valid) }
+    }
+}
+
+const TRAIN: &str = "data.train";
+const VALID: &str = "data.valid";
+const TOKENIZER: &str = "data.tokenizer";
+
+/// Every file of a set, and of the validation set where that has its own.
+fn file_inputs(files: &job::FilesConfig) -> Result<Vec<FingerprintInput>, Failure> {
+    let mut inputs = Vec::new();
+    for (key, patterns) in [(TRAIN, &files.train), (VALID, &files.valid)] {
+        inputs.extend(
+            files::resolve_patterns(patterns)?.into_iter().map(|file| FingerprintInput::file(key, file)),
+        );
+    }
+    Ok(inputs)
+}
+
+/// Threads that read samples.
+fn readers(job: &Job) -> usize {
+    match job.data.loader.workers {
+        0 => rayon::current_num_threads(),
+        workers => workers,
+    }
+}
+
+/// Tokens in a sample, which text takes from the model.
+fn context(job: &Job) -> Result<usize, Failure> {
+    let no_context =
+        || ModelError::Data { kind: job.model.kind(), needs: "numbers or pictures", got: "text".into() };
+    Ok(job.model.context().ok_or_else(no_context)?)
+}

@@ -1,0 +1,325 @@
+//! Tensors in safetensors files, under the names and in the shapes that other tools read: flat buffers are
+//! written as the parameters they hold, and read by name.
+
+use std::borrow::Cow;
+use std::fs::File;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{DType, Tensor};
+use safetensors::tensor::{self, Dtype, SafeTensors, serialize_to_file};
+
+use super::Failure;
+use crate::kernels::cpu::{self, View};
+use crate::kernels::host;
+use crate::params::{FlatLayout, MemoryFormat, TensorSpec};
+use crate::regular_file;
+
+/// A tensor as other tools see it.
+pub(super) struct NamedTensor<'a> {
+    shape: &'a [usize],
+    data: TensorData<'a>,
+    memory_format: MemoryFormat,
+    /// Whether all values written so far are neither infinite nor `NaN`.
+    finite: AtomicBool,
+}
+
+enum TensorData<'a> {
+    F32(&'a [f32]),
+    U8(&'a [u8]),
+    /// On a card: copied when it is written, one after the other.
+    Device(Tensor),
+}
+
+/// The values of a flat buffer: borrowed, or still on a card.
+pub(super) enum FlatBuffer<'a> {
+    Host(View<'a, f32>),
+    Device(&'a Tensor),
+}
+
+impl<'a> FlatBuffer<'a> {
+    pub(super) fn from_tensor(tensor: &'a Tensor) -> Result<Self, Failure> {
+        Ok(if tensor.device().is_cpu() { Self::Host(cpu::view(tensor)?) } else { Self::Device(tensor) })
+    }
+}
+
+impl tensor::View for &NamedTensor<'_> {
+    fn dtype(&self) -> Dtype {
+        match &self.data {
+            TensorData::F32(_) => Dtype::F32,
+            TensorData::U8(_) => Dtype::U8,
+            TensorData::Device(tensor) if tensor.dtype() == DType::U8 => Dtype::U8,
+            TensorData::Device(_) => Dtype::F32,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        match &self.data {
+            TensorData::U8(data) => Cow::Borrowed(data),
+            TensorData::F32(data) => {
+                self.check_finite(data);
+                to_file_order(data, self.shape, self.memory_format)
+            }
+            // The format has no way to say that a copy failed: a tensor of no bytes is an error of its own.
+            TensorData::Device(tensor) if tensor.dtype() == DType::U8 => {
+                Cow::Owned(host::to_vec::<u8>(tensor).unwrap_or_default())
+            }
+            TensorData::Device(tensor) => {
+                let values = host::to_vec::<f32>(tensor).unwrap_or_default();
+                self.check_finite(&values);
+                Cow::Owned(to_file_order(&values, self.shape, self.memory_format).into_owned())
+            }
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        match &self.data {
+            TensorData::F32(data) => std::mem::size_of_val(*data),
+            TensorData::U8(data) => data.len(),
+            TensorData::Device(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
+        }
+    }
+}
+
+impl<'a> NamedTensor<'a> {
+    fn new(shape: &'a [usize], data: TensorData<'a>, memory_format: MemoryFormat) -> Self {
+        Self { shape, data, memory_format, finite: AtomicBool::new(true) }
+    }
+
+    /// Looks for values that are not finite, as they are written: wherever the tensor is, they are here by then.
+    fn check_finite(&self, values: &[f32]) {
+        // In parts, each without a branch.
+        if values.chunks(4096).any(|part| part.iter().fold(false, |found, v| found | !v.is_finite())) {
+            self.finite.store(false, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The bytes of a parameter in the order other tools have.
+fn to_file_order<'a>(data: &'a [f32], shape: &[usize], memory_format: MemoryFormat) -> Cow<'a, [u8]> {
+    match memory_format {
+        MemoryFormat::Contiguous => Cow::Borrowed(bytemuck::cast_slice(data)),
+        MemoryFormat::ChannelsLast => {
+            let mut bytes = vec![[0; 4]; data.len()];
+            permute_filter(data, &mut bytes, shape, FilterPermutation::ToFile, f32::to_le_bytes);
+            Cow::Owned(bytes.into_flattened())
+        }
+    }
+}
+
+enum FilterPermutation {
+    /// From (out, height, width, in) as kept to (out, in, height, width) as named.
+    ToFile,
+    FromFile,
+}
+
+/// Copies the values of a filter in the other order. `shape` is as named: (out, in, height, width).
+fn permute_filter<A: Copy, B>(
+    from: &[A],
+    to: &mut [B],
+    shape: &[usize],
+    direction: FilterPermutation,
+    cast: impl Fn(A) -> B,
+) {
+    let (rows, cols) = match (shape, direction) {
+        (&[_, inputs, height, width], FilterPermutation::ToFile) => (height * width, inputs),
+        (&[_, inputs, height, width], FilterPermutation::FromFile) => (inputs, height * width),
+        _ => (1, from.len()),
+    };
+    let size = (rows * cols).max(1);
+    for (from, to) in from.chunks_exact(size).zip(to.chunks_exact_mut(size)) {
+        for (i, row) in from.chunks_exact(cols).enumerate() {
+            row.iter().enumerate().for_each(|(j, v)| to[j * rows + i] = cast(*v));
+        }
+    }
+}
+
+/// The parameters of a flat buffer, by name.
+pub(super) fn named_tensors<'a>(
+    flat: &'a FlatLayout,
+    all: &'a FlatBuffer,
+) -> Result<Vec<(&'a str, NamedTensor<'a>)>, Failure> {
+    let to_named = |(spec, range): (&'a TensorSpec, std::ops::Range<usize>)| {
+        let data = match all {
+            FlatBuffer::Host(all) => TensorData::F32(&all[range]),
+            FlatBuffer::Device(all) => TensorData::Device(all.narrow(0, range.start, range.len())?),
+        };
+        Ok((spec.name.as_str(), NamedTensor::new(&spec.shape, data, spec.memory_format)))
+    };
+    flat.iter().map(to_named).collect()
+}
+
+/// Writes flat buffers, which may be of bytes; gives what [`write_tensors`] does.
+pub(super) fn write_buffers(
+    path: &Path,
+    buffers: &[(&'static str, Tensor)],
+) -> Result<Option<String>, Failure> {
+    let memory_format = MemoryFormat::Contiguous;
+    if buffers.iter().any(|(_, tensor)| !tensor.device().is_cpu()) {
+        let device_tensors = buffers.iter().map(|(name, tensor)| {
+            (*name, NamedTensor::new(tensor.dims(), TensorData::Device(tensor.clone()), memory_format))
+        });
+        return write_tensors(path, &device_tensors.collect::<Vec<_>>());
+    }
+    let (mut floats, mut bytes) = (Vec::new(), Vec::new());
+    for (name, tensor) in buffers {
+        match tensor.dtype() {
+            DType::U8 => bytes.push((*name, cpu::view::<u8>(tensor)?, tensor.dims())),
+            _ => floats.push((*name, cpu::view::<f32>(tensor)?, tensor.dims())),
+        }
+    }
+    let floats = floats
+        .iter()
+        .map(|(name, data, shape)| (*name, NamedTensor::new(shape, TensorData::F32(data), memory_format)));
+    let bytes = bytes
+        .iter()
+        .map(|(name, data, shape)| (*name, NamedTensor::new(shape, TensorData::U8(data), memory_format)));
+    write_tensors(path, &floats.chain(bytes).collect::<Vec<_>>())
+}
+
+/// Writes named tensors and waits until they are on the disk. Gives the name of one that has a value that is not
+/// finite, if there is one.
+pub(super) fn write_tensors(path: &Path, tensors: &[(&str, NamedTensor)]) -> Result<Option<String>, Failure> {
+    let metadata = [("format".to_owned(), "pt".to_owned())].into();
+    serialize_to_file(tensors.iter().map(|(name, tensor)| (*name, tensor)), Some(metadata), path)
+        .map_err(|error| match error {
+            safetensors::SafeTensorError::IoError(source) => source,
+            other => std::io::Error::other(other),
+        })
+        .map_err(Failure::io("write", path))?;
+    sync(path)?;
+    let found = tensors.iter().find(|(_, tensor)| !tensor.finite.load(Ordering::Relaxed));
+    Ok(found.map(|(name, _)| (*name).to_owned()))
+}
+
+/// Waits until what was written to a file, or a folder's entries, are on the disk.
+pub(super) fn sync(path: &Path) -> Result<(), Failure> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(Failure::io("write", path))
+}
+
+/// Reads the tensors of a file into a flat buffer, by name; the file may have others too.
+pub(super) fn load_named(file: &Path, flat: &FlatLayout, buffer: &Tensor) -> Result<(), Failure> {
+    load_named_if(file, flat, buffer, |_| true)
+}
+
+/// As [`load_named`], where the file is `accept`.
+pub(super) fn load_named_if(
+    file: &Path,
+    flat: &FlatLayout,
+    buffer: &Tensor,
+    accept: impl FnOnce(&SafeTensors) -> bool,
+) -> Result<(), Failure> {
+    let mismatch = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
+    let mapped = MappedFile::open(file)?;
+    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| mismatch(e.to_string()))?;
+    if !accept(&tensors) {
+        return Ok(());
+    }
+    flat.iter().try_for_each(|(spec, range)| {
+        let part = buffer.narrow(0, range.start, range.len())?;
+        host::write(&part, |into| {
+            let bytes = checked_bytes(&tensors, &spec.name, Dtype::F32, &spec.shape)?;
+            mapped.read_param(bytes, &spec.shape, spec.memory_format, into);
+            Ok(())
+        })?
+        .map_err(mismatch)
+    })
+}
+
+/// Reads flat buffers that [`write_buffers`] wrote.
+pub(super) fn load_buffers(file: &Path, buffers: &[(&'static str, Tensor)]) -> Result<(), Failure> {
+    let mismatch = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
+    let mapped = MappedFile::open(file)?;
+    let tensors = SafeTensors::deserialize(&mapped.0).map_err(|e| mismatch(e.to_string()))?;
+    for (name, buffer) in buffers {
+        let bytes = |dtype| checked_bytes(&tensors, name, dtype, buffer.dims()).map_err(mismatch);
+        match buffer.dtype() {
+            DType::U8 => {
+                let bytes = bytes(Dtype::U8)?;
+                host::write::<u8, _>(buffer, |all| mapped.copy_bytes(bytes, all))?;
+            }
+            _ => {
+                let bytes = bytes(Dtype::F32)?;
+                host::write::<f32, _>(buffer, |all| mapped.copy_bytes(bytes, bytemuck::cast_slice_mut(all)))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A file mapped into memory: loading copies each tensor once. Its pages are resident memory of the process, so those
+/// that were copied are given back on the way.
+struct MappedFile(memmap2::Mmap);
+
+impl MappedFile {
+    fn open(path: &Path) -> Result<Self, Failure> {
+        let file = regular_file::open(path).map_err(Failure::io("open", path))?;
+        // SAFETY: the run owns its folder; a file that another program cuts short while it is read ends
+        // the process, as it would for any reader of mapped files.
+        unsafe { memmap2::Mmap::map(&file) }.map(Self).map_err(Failure::io("map", path))
+    }
+
+    /// Copies a parameter whose bytes in the file are `from`.
+    fn read_param(&self, from: &[u8], shape: &[usize], memory_format: MemoryFormat, into: &mut [f32]) {
+        match memory_format {
+            MemoryFormat::Contiguous => self.copy_bytes(from, bytemuck::cast_slice_mut(into)),
+            MemoryFormat::ChannelsLast => {
+                permute_filter(
+                    from.as_chunks().0,
+                    into,
+                    shape,
+                    FilterPermutation::FromFile,
+                    f32::from_le_bytes,
+                );
+                self.release_pages(from);
+            }
+        }
+    }
+
+    /// Copies bytes of the file, `from`, piece by piece.
+    fn copy_bytes(&self, from: &[u8], into: &mut [u8]) {
+        for (from, into) in from.chunks(COPY_CHUNK_BYTES).zip(into.chunks_mut(COPY_CHUNK_BYTES)) {
+            into.copy_from_slice(from);
+            self.release_pages(from);
+        }
+    }
+
+    /// The pages of `bytes`, a part of the file, are not needed any more.
+    fn release_pages(&self, bytes: &[u8]) {
+        #[cfg(unix)]
+        {
+            let start = bytes.as_ptr() as usize - self.0.as_ptr() as usize;
+            let advice = memmap2::UncheckedAdvice::DontNeed;
+            // SAFETY: pages of a file that were not written to are read again if they are touched again. Where the
+            // system does not take the advice they stay resident, as before.
+            let _ = unsafe { self.0.unchecked_advise_range(advice, start, bytes.len()) };
+        }
+        #[cfg(not(unix))]
+        let _ = bytes;
+    }
+}
+
+/// Bytes of a file that are resident at once while it is copied.
+const COPY_CHUNK_BYTES: usize = 1 << 20;
+
+/// The bytes of a tensor that is what it should be.
+fn checked_bytes<'a>(
+    tensors: &SafeTensors<'a>,
+    name: &str,
+    dtype: Dtype,
+    shape: &[usize],
+) -> Result<&'a [u8], String> {
+    let tensor = tensors.tensor(name).map_err(|_| format!("it has no `{name}`"))?;
+    if tensor.shape() != shape || tensor.dtype() != dtype {
+        return Err(format!(
+            "`{name}` is {:?} {:?} there and {dtype:?} {shape:?} here",
+            tensor.dtype(),
+            tensor.shape()
+        ));
+    }
+    Ok(tensor.data())
+}
