@@ -43,7 +43,7 @@ mod tests {
     fn a_panic_is_what_it_says() {
         assert_eq!(catch_panic(|| 3), Ok(3));
         let message = catch_panic(|| -> () { panic!("no {}", 7) }).unwrap_err();
-        assert!(message.starts_with("no 7 (src") && message.contains("caught.rs:"), "{message}");
+        assert!(message.starts_with("no 7 (src") && message.contains("panics.rs:"), "{message}");
         let nested = catch_panic(|| catch_panic(|| -> () { panic!("inner") }).unwrap_err()).unwrap();
         assert!(nested.starts_with("inner"), "{nested}");
         assert_eq!(CATCH_DEPTH.get(), 0);

@@ -274,11 +274,11 @@ fn run(job: &MatrixJob) -> MemoryPeaks {
     let ram;
     if job.recompute {
         // Less than the job as written takes forces it, unless the peak is not in the blocks at all. The run measures the
-        // process part anew, so it gets a little more than what is known to fit.
+        // process part anew, which may differ by half a MiB either way.
         let needs = plan(folder.path(), &[])["peak"]["ram_bytes"].as_u64().unwrap();
         let with = |ram: u64| format!("memory.ram={ram}B");
-        ram = with(needs - MIB / 2);
-        if plan(folder.path(), &["--set", &with(needs - MIB)])["verdict"] != "does_not_fit" {
+        ram = with(needs - MIB * 3 / 4);
+        if plan(folder.path(), &["--set", &with(needs - MIB * 3 / 2)])["verdict"] != "does_not_fit" {
             args.extend(["--set", &ram]);
         }
     }

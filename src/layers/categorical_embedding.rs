@@ -151,7 +151,7 @@ mod tests {
         for index in invalid_indices {
             let x = Tensor::new(&[[0.5f32, *index]], &test_device()).unwrap();
             let error = layer.forward(&x, &pass).err().unwrap().to_string();
-            assert!(error.contains(&format!("place {index} is not in table 0, which has 4 rows")), "{error}");
+            assert!(error.contains(&format!("index {index} is not in table 0, which has 4 rows")), "{error}");
         }
     }
 

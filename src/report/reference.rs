@@ -107,11 +107,11 @@ mod tests {
     #[test]
     fn every_event_and_type_has_its_section() {
         let page = events_markdown();
-        for title in ["## `step`\n", "## `finished`\n", "### Plan\n", "### Role\n", "- `optimizer_state`\n"] {
+        for title in ["## `step`\n", "## `finished`\n", "### MemoryPlan\n", "### Role\n", "- `optimizer_state`\n"] {
             assert!(page.contains(title), "{title}");
         }
         assert!(
-            page.contains("| `measured_peak_bytes` | [Memory](#memory) | What was measured: the heap on the host, allocated memory on the device. |\n"),
+            page.contains("| `measured_peak_bytes` | [MemoryBytes](#memorybytes) | What was measured: the heap on the host, allocated memory on the device. |\n"),
             "{page}"
         );
         assert!(page.contains("| `loss` | number or null | Mean training loss"), "{page}");
