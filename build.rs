@@ -1,4 +1,4 @@
-//! Compiles the CUDA kernels, and nothing at all without the feature `cuda`.
+//! Compiles the CUDA kernels. Does nothing without the feature `cuda`.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -11,12 +11,12 @@ mod cuda {
     use std::env;
     use std::path::{Path, PathBuf};
 
-    /// Several capabilities to compile for, with commas between them; else it is the one of `CUDA_COMPUTE_CAP`, which candle's
-    /// kernels are compiled for, or of the card that is here.
+    /// Comma-separated compute capabilities to compile for. Without it, the kernels target `CUDA_COMPUTE_CAP`, as
+    /// candle's do, or the GPU of this machine.
     const COMPUTE_CAPS_ENV: &str = "TRAINER_CUDA_CAPS";
 
-    /// Plain C++ over the headers of cuDNN's front end: graphs are built once a shape, so its own speed is of no
-    /// account, and without nvcc they compile in a third of the time.
+    /// Plain C++ over the headers of the cuDNN frontend. Graphs are built once per shape, so their host code need not
+    /// be fast, and without nvcc they compile in a third of the time.
     const CUDNN_SOURCES: [&str; 3] =
         ["src/kernels/cuda/cudnn.cpp", "src/kernels/attention/cudnn.cpp", "src/kernels/conv/cudnn.cpp"];
 
@@ -57,7 +57,7 @@ mod cuda {
         }
     }
 
-    /// What all kernels are compiled anew for.
+    /// Headers that every kernel depends on: a change rebuilds all of them.
     fn headers() -> Vec<PathBuf> {
         let entries = std::fs::read_dir("src/kernels/cuda").into_iter().flatten().flatten();
         let is_header = |path: &PathBuf| path.extension().is_some_and(|end| end == "cuh" || end == "h");
@@ -78,7 +78,7 @@ mod cuda {
         build.files(CUDNN_SOURCES).compile("trainer_cudnn");
     }
 
-    /// Where a header is: in the folder a variable names, or where an installed toolkit has it.
+    /// Finds the folder of a header: from an environment variable, or in an installed toolkit.
     fn find_include_dir(header: &str, variable: &str) -> PathBuf {
         let home = env::var("CUDA_HOME").unwrap_or_else(|_| "/usr/local/cuda".into());
         let folders = [env::var(variable).unwrap_or_default(), home + "/include", "/usr/include".into()];

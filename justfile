@@ -1,4 +1,4 @@
-# What a contributor does. `just` lists it; docs/contributing.md explains it.
+# Recipes for contributors. `just` lists them; docs/contributing.md explains them.
 
 # list the recipes
 default:
@@ -14,56 +14,56 @@ fmt:
 lint:
     cargo clippy --all-targets -- -D warnings
 
-# the tests, or those whose names hold FILTER
+# the tests, or those whose names contain FILTER
 [group('check')]
 test *FILTER:
     cargo test {{ FILTER }}
 
-# all that must hold before a change goes in
+# everything that must pass before a change is merged
 [group('check')]
 ci:
     .ci/run
 
-# fetch CUDA's compiler and libraries from PyPI into FOLDER, for people without root
+# fetch CUDA's compiler and libraries from PyPI into FOLDER; needs no root
 [group('cuda')]
 cuda-toolkit FOLDER="target/cuda-toolkit":
     scripts/cuda-toolkit.sh {{ FOLDER }}
 
-# type-check and lint the CUDA code; needs no card
+# type-check and lint the CUDA code; needs no GPU
 [group('cuda')]
 check-cuda:
     NVCC_APPEND_FLAGS="-Werror all-warnings" scripts/with-cuda.sh cargo clippy --all-targets --features cuda,cudnn --target-dir target/cuda -- -D warnings
 
-# the tests of layers, losses and optimizers on a card, or those whose names hold FILTER
+# the unit tests of layers, kernels, optimizers and GPU memory on a GPU, or those whose names contain FILTER
 [group('cuda')]
 test-cuda *FILTER:
-    TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: kernels:: optim:: params:: memory::card {{ FILTER }}
+    TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: kernels:: optim:: params:: memory::gpu {{ FILTER }}
 
-# pack the tests for a machine with a card and without cargo into FOLDER; test-carried.sh in there runs them
+# pack the tests into FOLDER for a machine with a GPU and without cargo; test-carried.sh in that folder runs them
 [group('cuda')]
 carry-tests FOLDER="target/carried":
     scripts/carry-tests.sh {{ FOLDER }}
 
-# What must hold on a card, tried on this machine's: all, or the TRIALS that are named
+# end-to-end trials on this machine's GPU: all of them, or the TRIALS named
 [group('cuda')]
 trials-cuda *TRIALS:
     scripts/with-cuda.sh cargo build --release --features cuda,cudnn --target-dir target/cuda
     TRAINER_JOBS=target/bounds cargo test --test bounds writes_its_jobs
-    python3 scripts/card-trials.py --trainer target/cuda/release/trainer {{ TRIALS }}
+    python3 scripts/gpu-trials.py --trainer target/cuda/release/trainer {{ TRIALS }}
 
-# Measure training steps against PyTorch on this machine's card (needs torch and torchvision with CUDA).
+# compare training steps with PyTorch on this machine's GPU (needs torch and torchvision with CUDA)
 [group('cuda')]
 bench-cuda *ARGS:
     scripts/with-cuda.sh cargo build --release --features cuda,cudnn --target-dir target/cuda
     python3 bench/cuda.py --trainer target/cuda/release/trainer {{ ARGS }}
 
-# write docs/job.md and docs/events.md anew
+# regenerate docs/job.md and docs/events.md
 [group('generate')]
 docs:
     TRAINER_UPDATE_SNAPSHOTS=1 cargo test --test jobs reference_page
     TRAINER_UPDATE_DOCS=1 cargo test --lib events_page
 
-# write the expected outputs in tests/snapshots anew
+# regenerate the expected outputs in tests/snapshots
 [group('generate')]
 snapshots:
     TRAINER_UPDATE_SNAPSHOTS=1 cargo test
@@ -74,7 +74,7 @@ snapshots:
 quickstart *ARGS:
     cargo run --release -- fit configs/quickstart.toml {{ ARGS }}
 
-# feed damaged files of a kind to their reader for SECONDS; docs/contributing.md names the kinds
+# fuzz the reader of one file format for SECONDS; docs/contributing.md lists the targets
 [group('prove')]
 fuzz TARGET="job" SECONDS="60":
     python3 fuzz/seeds.py {{ TARGET }}
@@ -88,39 +88,39 @@ fuzz TARGET="job" SECONDS="60":
 kill-resume TRIALS="50":
     TRAINER_KILL_TRIALS={{ TRIALS }} cargo test --release --test runs kill -- --nocapture
 
-# run random jobs of a range of SEEDS and hold every promise against them; what breaks one is left in target/trials
+# run random jobs for a range of SEEDS and check every guarantee; failing jobs stay in target/trials
 [group('prove')]
 trials-random SEEDS="0..1000" PARALLEL="2":
     TRAINER_TRIALS_SEEDS={{ SEEDS }} TRAINER_TRIALS_PARALLEL={{ PARALLEL }} cargo test --test random trials -- --ignored --nocapture --exact
 
-# run the random job of one SEED, and leave its job, data and runs in target/trials/SEED
+# run the random job of one SEED and keep its job, data and runs in target/trials/SEED
 [group('prove')]
 trial SEED:
     TRAINER_TRIALS_SEEDS={{ SEED }} TRAINER_TRIALS_KEEP=1 cargo test --test random trials -- --ignored --nocapture --exact
 
-# kill a run at every call to the file system that touches its folder, and fail each for lack of space and by the disk
+# at every file-system call that touches the run directory: kill the run, or fail the call with ENOSPC or EIO
 [group('prove')]
 faults:
     TRAINER_FAULT_SWEEP=all cargo test --test faults -- --nocapture
 
-# train over a set 20 times larger than MIB of memory, three epochs (10 GiB of data: just flat 512)
+# train three epochs on a dataset 20 times larger than MIB of memory (10 GiB of data: just flat 512)
 [group('measure')]
 flat MIB="52":
     TRAINER_FLAT_MIB={{ MIB }} cargo test --release --test streams memory_stays_flat -- --nocapture
 
-# Measure training steps against PyTorch on this machine's CPU (needs torch and torchvision).
+# compare training steps with PyTorch on this machine's CPU (needs torch and torchvision)
 [group('measure')]
 bench-cpu *ARGS:
     cargo build --release
     python3 bench/cpu.py {{ ARGS }}
 
-# Measure reading a csv file of 1 GB against pandas (needs numpy and pandas).
+# compare reading a csv file of 1 GB with pandas (needs numpy and pandas)
 [group('measure')]
 bench-csv *ARGS:
     cargo build --release --example rows
     python3 bench/csv.py {{ ARGS }}
 
-# Take checkpoints to transformers and torchvision and back (needs both, torch and safetensors).
+# exchange checkpoints with transformers and torchvision in both directions (needs both, torch and safetensors)
 [group('prove')]
 interop:
     cargo build --release --bins --examples

@@ -1,15 +1,15 @@
-"""Training steps on the CPU: ours against PyTorch, in turns, in one run on one machine.
+"""Compares training steps on the CPU with PyTorch, alternating, in one session on one machine.
 
     python bench/cpu.py --trainer target/release/trainer [--rounds 3] [--only mlp,cnn] [--compile]
 
-Needs torch and torchvision (`pip install torch torchvision`). Each job runs in a process of its own, with
-all the threads of the machine, f32, AdamW, data in memory; a round runs every contestant once. Printed are
-medians over the rounds: milliseconds a step (the median step of a run), peak resident memory, and seconds
-from the start of the process to the end of the first step.
+Needs torch and torchvision (`pip install torch torchvision`). Each job runs in its own process, on all threads of
+the machine, in f32, with AdamW and data in memory; a round runs every contestant once. It prints medians over the
+rounds: milliseconds per step (the median step of a run), peak resident memory, and seconds from the start of the
+process to the end of the first step.
 
     python bench/cpu.py --types [--dispatch amx,avx512,avx2,portable] [--only gpt-5000,cnn]
 
-needs no PyTorch and measures the trainer alone, in f32, bf16 and f16 under each CPU dispatch.
+needs no PyTorch and measures only the trainer, in f32, bf16 and f16 under each CPU dispatch.
 """
 
 import argparse
@@ -24,21 +24,21 @@ import tempfile
 import time
 
 JOBS = {
-    "mlp": dict(what="MLP 784-512-256-10, batch 128", steps=300, batch=128, picture=(28, 28, 1), least=1.5),
-    "cnn": dict(what="CNN 28x28, 32 and 64 channels, batch 64", steps=60, batch=64, picture=(28, 28, 1), least=1.5),
-    "resnet18": dict(what="ResNet-18 on 32x32, batch 64", steps=8, batch=64, picture=(32, 32, 3), least=1.0),
+    "mlp": dict(what="MLP 784-512-256-10, batch 128", steps=300, batch=128, image=(28, 28, 1), least=1.5),
+    "cnn": dict(what="CNN 28x28, 32 and 64 channels, batch 64", steps=60, batch=64, image=(28, 28, 1), least=1.5),
+    "resnet18": dict(what="ResNet-18 on 32x32, batch 64", steps=8, batch=64, image=(32, 32, 3), least=1.0),
     "gpt-small": dict(what="GPT 4 x 128, 12 x 64 tokens", steps=80, batch=12, gpt=(4, 4, 128, 64), least=1.4),
     "gpt-medium": dict(what="GPT 6 x 384, 4 x 256 tokens", steps=15, batch=4, gpt=(6, 6, 384, 256), least=1.2),
 }
-# Jobs for --types: more of what differs between types, and neighbours of the same shapes.
+# Jobs for --types: larger GEMMs, whose time depends most on the data type, and odd shapes near the even ones.
 TYPED = {
     "gpt-5000": dict(what="GPT 6 x 384, 4 x 256 tokens, 5000 words", steps=12, batch=4, gpt=(6, 6, 384, 256), vocab=5000),
     "gpt-5001": dict(what="GPT 5 x 320, 3 x 200 tokens, 5001 words", steps=12, batch=3, gpt=(5, 5, 320, 200), vocab=5001),
-    "mlp": dict(what="MLP 784-2048-2048-10, batch 256", steps=40, batch=256, picture=(28, 28, 1), model='kind = "mlp"\nhidden = [2048, 2048]'),
-    "cnn": dict(what="CNN 28x28, 32 and 64 channels, batch 64", steps=30, batch=64, picture=(28, 28, 1)),
-    "cnn-odd": dict(what="CNN 32x32, 24 and 48 channels of 5x5, batch 33", steps=12, batch=33, picture=(32, 32, 3),
+    "mlp": dict(what="MLP 784-2048-2048-10, batch 256", steps=40, batch=256, image=(28, 28, 1), model='kind = "mlp"\nhidden = [2048, 2048]'),
+    "cnn": dict(what="CNN 28x28, 32 and 64 channels, batch 64", steps=30, batch=64, image=(28, 28, 1)),
+    "cnn-odd": dict(what="CNN 32x32, 24 and 48 channels of 5x5, batch 33", steps=12, batch=33, image=(32, 32, 3),
                     model='kind = "cnn"\nhidden = [100]\nstages = [{ channels = 24, kernel = 5 }, { channels = 48, kernel = 5 }]'),
-    "resnet18": dict(what="ResNet-18 on 32x32, batch 32", steps=6, batch=32, picture=(32, 32, 3), model='kind = "resnet"\ndepth = 18\nstem = "small"\nnorm_group = 32'),
+    "resnet18": dict(what="ResNet-18 on 32x32, batch 32", steps=6, batch=32, image=(32, 32, 3), model='kind = "resnet"\ndepth = 18\nstem = "small"\nnorm_group = 32'),
 }
 MODELS = {
     "mlp": 'kind = "mlp"\nhidden = [512, 256]',
@@ -49,7 +49,7 @@ VOCAB = 65
 
 
 def write_data(folder, job):
-    """Random pictures in idx files, or random text."""
+    """Writes random images as idx files, or random text, and returns the keys of [data]."""
     rng = __import__("random").Random(1)
     if "vocab" in job:
         return f'kind = "text-synthetic"\nvocab = {job["vocab"]}\ntrain_samples = 512\nvalid_samples = 4'
@@ -57,7 +57,7 @@ def write_data(folder, job):
         letters = "".join(chr(33 + i) for i in range(VOCAB))
         (folder / "text.txt").write_text("".join(rng.choices(letters, k=400_000)))
         return f'kind = "text"\ntrain = ["{folder}/text.txt"]'
-    h, w, c = job["picture"]
+    h, w, c = job["image"]
     dims = (h, w) if c == 1 else (h, w, c)
     lines = ['kind = "idx"']
     for part, n in (("train", 4096), ("valid", 64)):
@@ -109,7 +109,7 @@ def peer(args, name, compiled):
 
 
 def run_peer(name, compiled):
-    """PyTorch's side of a job, in this process."""
+    """Trains the PyTorch model of a job in this process and prints its timings as JSON."""
     job = JOBS[name]
     import torch
     import torch.nn.functional as F
@@ -124,7 +124,7 @@ def run_peer(name, compiled):
         batches = [(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids]
         loss_of = lambda x, y: F.cross_entropy(model(x).view(-1, VOCAB), y.view(-1))
     else:
-        h, w, c = job["picture"]
+        h, w, c = job["image"]
         if name == "mlp":
             model = nn.Sequential(
                 nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)
@@ -195,7 +195,7 @@ def torch_gpt(torch, nn, F, layers, heads, width, context, vocab=VOCAB):
 
 
 def types(args):
-    """Milliseconds a step of each type under each dispatch, the median of the rounds."""
+    """Prints milliseconds per step for each data type and dispatch, the median over the rounds."""
     print(f"{'job':<46} {'dispatch':<9} {'f32':>8} {'bf16':>8} {'f16':>8}  bf16/f32  f16/f32")
     for name in args.only.split(",") if args.only else TYPED:
         job = TYPED[name]
@@ -216,8 +216,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", default="target/release/trainer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="names of jobs, by commas")
-    parser.add_argument("--types", action="store_true", help="f32, bf16 and f16 under each dispatch, without PyTorch")
+    parser.add_argument("--only", default="", help="job names, separated by commas")
+    parser.add_argument("--types", action="store_true", help="compare f32, bf16 and f16 under each dispatch, without PyTorch")
     parser.add_argument("--dispatch", default="amx,avx512,avx2", help="with --types")
     parser.add_argument("--compile", action="store_true", help="also measure torch.compile")
     parser.add_argument("--peer", help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Reading a large csv file: ours against pandas, in turns, in one run on one machine.
+"""Compares reading a large csv file with pandas, alternating, in one session on one machine.
 
     python bench/csv.py --rows target/release/examples/rows [--mb 1024] [--rounds 3]
 
-Needs numpy and pandas (`pip install numpy pandas`) and the program that reads a table as training does
-(`cargo build --release --example rows`). The file is made in a temporary folder: eleven columns of numbers,
-random, a hundred thousand rows over and over. Each contestant runs in a process of its own on a file that lies in the
-page cache; printed are medians over the rounds: seconds to have every row (ours as batches of f32 samples, pandas'
-as a DataFrame), peak resident memory, CPU time of the process, and seconds from its start to the first batch.
+Needs numpy and pandas (`pip install numpy pandas`) and the example that reads a table as training does
+(`cargo build --release --example rows`). The script writes a temporary file of eleven numeric columns: a hundred
+thousand random rows, repeated. Each contestant runs in its own process on a file that is in the page cache. It prints
+medians over the rounds: seconds to read every row (ours into batches of f32 samples, pandas into a DataFrame), peak
+resident memory, CPU time of the process, and seconds from its start to the first batch.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def write(path, mb):
 
 
 def run(command):
-    """What a command prints, as JSON, its seconds, its peak resident MiB and its seconds of CPU time."""
+    """Runs a command; returns its JSON output, its seconds, its peak resident MiB and its seconds of CPU time."""
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     out = process.stdout.read()
@@ -73,7 +73,7 @@ def main():
             ours = run([args.rows, path, target])
             first = run([args.rows, path, target, "first"])
             theirs = run([sys.executable, "-c", PANDAS, path])
-            # One row in a million is set apart to be measured on; sums agree to that and to f32.
+            # Ours holds out one row in a million for validation, so the sums agree up to that and to f32 rounding.
             assert abs(ours[0]["rows"] - theirs[0]["rows"]) <= 1 + theirs[0]["rows"] // 100_000, (ours, theirs)
             assert abs(ours[0]["sum"] / theirs[0]["sum"] - 1) < 1e-2, (ours, theirs)
             seen["ours"].append((ours[0]["all_s"], ours[2], ours[3]))

@@ -1,11 +1,11 @@
-"""Training steps on a card: ours against PyTorch, in turns, in one run on one machine.
+"""Compares training steps on a GPU with PyTorch, alternating, in one session on one machine.
 
     python bench/cuda.py --trainer target/release/trainer [--rounds 1] [--only gpt2-16,resnet18] [--no-peer]
 
-Needs torch and torchvision with CUDA. Each job runs in a process of its own in bf16 with AdamW: PyTorch's GPTs
-compiled, its pictures eager in channels-last, as people run them. Printed are medians over the rounds: tokens or
-pictures a second (of the median step), MiB of tensors at the peak, and seconds from the start of the process to
-the end of the first step.
+Needs torch and torchvision with CUDA. Each job runs in its own process in bf16 with AdamW: PyTorch's GPTs with
+torch.compile, its image models eager in channels-last, as people run them. It prints medians over the rounds: tokens
+or images per second (of the median step), the peak of tensor memory in MiB, and seconds from the start of the process
+to the end of the first step.
 """
 
 import argparse
@@ -25,9 +25,9 @@ JOBS = {
     "gpt2-16": dict(what="GPT-2 124M, 16 x 1024", batch=16, gpt=(12, 12, 768, 1024, 50257), steps=40, least=1.2),
     "gpt2-64": dict(what="GPT-2 124M, 64 x 1024", batch=64, gpt=(12, 12, 768, 1024, 50257), steps=15, least=1.15),
     "gpt-small": dict(what="GPT 10.8M, 64 x 256", batch=64, gpt=(6, 6, 384, 256, 65), steps=150, least=3.0),
-    "resnet18": dict(what="ResNet-18, 32x32, batch 256", batch=256, picture=32, steps=60, least=1.5),
-    "resnet50": dict(what="ResNet-50, 224x224, batch 256", batch=256, picture=224, steps=20, least=1.0),
-    "mobilenet": dict(what="MobileNet-v2, 224x224, batch 256", batch=256, picture=224, steps=20, least=1.0),
+    "resnet18": dict(what="ResNet-18, 32x32, batch 256", batch=256, image=32, steps=60, least=1.5),
+    "resnet50": dict(what="ResNet-50, 224x224, batch 256", batch=256, image=224, steps=20, least=1.0),
+    "mobilenet": dict(what="MobileNet-v2, 224x224, batch 256", batch=256, image=224, steps=20, least=1.0),
 }
 MODELS = {
     "resnet18": 'kind = "resnet"\ndepth = 18\nstem = "small"\nnorm_group = 256',
@@ -37,7 +37,7 @@ MODELS = {
 
 
 def write_data(folder, job):
-    """Random tokens, or random pictures in idx files."""
+    """Writes random tokens, or random images as idx files, and returns the keys of [data]."""
     rng = random.Random(1)
     if "gpt" in job:
         context, vocab = job["gpt"][3:]
@@ -47,7 +47,7 @@ def write_data(folder, job):
             (folder / f"{part}.bin").write_bytes(ids.tobytes())
         lines = [f'{part} = ["{folder}/{part}.bin"]' for part in ("train", "valid")]
         return "\n".join(['kind = "tokens"', f"vocab = {vocab}", *lines])
-    side = job["picture"]
+    side = job["image"]
     lines = ['kind = "idx"']
     for part, n in (("train", 2048 if side > 32 else 8192), ("valid", 256)):
         with open(folder / f"{part}-images", "wb") as f:
@@ -104,7 +104,7 @@ def peer(args, name, job):
 
 
 def run_peer(name):
-    """PyTorch's side of a job, in this process."""
+    """Trains the PyTorch model of a job in this process and prints its timings as JSON."""
     job = JOBS[name]
     import torch
     import torch.nn.functional as F
@@ -117,7 +117,7 @@ def run_peer(name):
         layers, heads, width, context, vocab = job["gpt"]
         from cpu import torch_gpt
 
-        # As nanoGPT does: classes that never occur make the last product's sizes even.
+        # As nanoGPT does: padding the vocabulary aligns the dimensions of the last GEMM.
         padded = -(-vocab // 64) * 64 if vocab > 1000 else vocab
         model = torch_gpt(torch, nn, F, layers, heads, width, context, padded).cuda()
         ids = torch.randint(0, vocab, (8, b, context + 1), device="cuda")
@@ -126,7 +126,7 @@ def run_peer(name):
     else:
         import torchvision
 
-        side = job["picture"]
+        side = job["image"]
         if name == "mobilenet":
             model = torchvision.models.mobilenet_v2(num_classes=10)
         else:
@@ -161,7 +161,7 @@ def main():
     parser.add_argument("--trainer", default="target/release/trainer")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default=",".join(JOBS))
-    parser.add_argument("--no-peer", action="store_true", help="measure ours alone")
+    parser.add_argument("--no-peer", action="store_true", help="measure only ours")
     parser.add_argument("--more", default="", help="lines to add to the job")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()

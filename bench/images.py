@@ -1,13 +1,13 @@
-"""Pictures from JPEG files to samples: ours against torchvision's DataLoader, in turns, on the same files.
+"""Compares loading JPEG files with torchvision's DataLoader, alternating, on the same files.
 
-    python bench/images.py --example target/release/examples/pictures [--signs FOLDER] [--rounds 3]
+    python bench/images.py --example target/release/examples/images [--signs FOLDER] [--rounds 3]
 
-Needs torch, torchvision and Pillow. Both decode, resize to 224 x 224 (bilinear, antialiased), flip half of the
-pictures and normalise, in batches of 32 with two workers on two cores. torchvision runs with each of its decoders
-(`torchvision.io.decode_jpeg`, and Pillow with the resize on the picture or on the tensor); its fastest one counts.
-Sets: the published 100 x 100 files, where `--signs` names their folder, and 500 x 375 ones made here. Printed are
-medians over the rounds in pictures a second, the ratio to the fastest, and the seconds from the start to the first
-batch of a folder of 100,000 files.
+Needs torch, torchvision and Pillow, and `cargo build --release --example images`. Both decode, resize to 224 x 224
+(bilinear, antialiased), flip half of the images and normalise, in batches of 32 with two workers on two cores.
+torchvision runs with each of its decoders (`torchvision.io.decode_jpeg`, and Pillow with the resize on the image or on
+the tensor); the fastest counts. Datasets: the published 100 x 100 files, if `--signs` names their folder, and generated
+500 x 375 files. It prints medians over the rounds in images per second, the ratio to the fastest, and the seconds from
+the start to the first batch of a folder of 100,000 files.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def make(folder, count, size, classes=10):
-    """Files with the detail of photographs: smooth shapes, edges and some grain."""
+    """Writes JPEG files with the detail of photographs: smooth gradients, edges and some noise."""
     import numpy
     from PIL import Image
 
@@ -33,18 +33,18 @@ def make(folder, count, size, classes=10):
     for i in range(count):
         w, h = size
         small = rng.integers(0, 256, (12, 16, 3), dtype=numpy.uint8)
-        picture = numpy.asarray(Image.fromarray(small).resize((w, h), Image.BICUBIC)).astype(numpy.int16)
+        image = numpy.asarray(Image.fromarray(small).resize((w, h), Image.BICUBIC)).astype(numpy.int16)
         for _ in range(12):
             x, y = rng.integers(0, w), rng.integers(0, h)
-            picture[y : y + rng.integers(5, h // 2), x : x + rng.integers(5, w // 2)] += rng.integers(-60, 60, 3)
-        picture += rng.normal(0, 6, picture.shape).astype(numpy.int16)
+            image[y : y + rng.integers(5, h // 2), x : x + rng.integers(5, w // 2)] += rng.integers(-60, 60, 3)
+        image += rng.normal(0, 6, image.shape).astype(numpy.int16)
         path = folder / f"class{i % classes}" / f"{i:06}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.clip(0, 255).astype(numpy.uint8)).save(path, quality=90)
+        Image.fromarray(image.clip(0, 255).astype(numpy.uint8)).save(path, quality=90)
 
 
 def pin():
-    """Two cores for a contestant and its workers, whatever the machine has."""
+    """Restricts a contestant and its workers to two cores."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores)
 
@@ -58,7 +58,7 @@ def ours(example, folder, seconds, size=SIZE):
 
 
 def torchvision_child(how, folder, seconds):
-    """A process of its own: the loader's workers are its children."""
+    """Measures the DataLoader in a process of its own, whose children are the workers."""
     pin()
     import torch
     from torchvision import io
@@ -88,10 +88,10 @@ def torchvision_child(how, folder, seconds):
 
     stream = batches()
     next(stream)
-    begun, pictures = time.monotonic(), 0
+    begun, images = time.monotonic(), 0
     while time.monotonic() - begun < seconds:
-        pictures += len(next(stream)[0])
-    print(json.dumps({"pictures_per_s": pictures / (time.monotonic() - begun)}))
+        images += len(next(stream)[0])
+    print(json.dumps({"images_per_s": images / (time.monotonic() - begun)}))
     sys.stdout.flush()
     os._exit(0)
 
@@ -106,8 +106,8 @@ HOWS = ["decode_jpeg", "pillow, resized by Pillow", "pillow, resized as a tensor
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--example", default="target/release/examples/pictures")
-    parser.add_argument("--signs", help="folder of the sign language digits' class folders")
+    parser.add_argument("--example", default="target/release/examples/images")
+    parser.add_argument("--signs", help="folder of the class folders of the sign language digits")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--files", type=int, default=100_000, help="files in the large folder; 0 for none")
@@ -122,22 +122,22 @@ def main():
         for name, folder in sets.items():
             rates = {how: [] for how in ["ours", *HOWS]}
             for _ in range(args.rounds):
-                rates["ours"].append(ours(args.example, folder, args.seconds)["pictures_per_s"])
+                rates["ours"].append(ours(args.example, folder, args.seconds)["images_per_s"])
                 for how in HOWS:
-                    rates[how].append(theirs(how, folder, args.seconds)["pictures_per_s"])
+                    rates[how].append(theirs(how, folder, args.seconds)["images_per_s"])
             medians = {how: statistics.median(found) for how, found in rates.items()}
             fastest = max(medians[how] for how in HOWS)
             print(f"{name}")
             for how, rate in medians.items():
-                print(f"  {how:<30} {rate:8.0f} pictures/s")
+                print(f"  {how:<30} {rate:8.0f} images/s")
             print(f"  ratio to the fastest of torchvision's: {medians['ours'] / fastest:.2f} (at least 1.2)")
         if args.files:
-            source = next((temporary / "photos").glob("*/*.jpg")).read_bytes()
+            jpeg = next((temporary / "photos").glob("*/*.jpg")).read_bytes()
             for i in range(args.files):
                 path = temporary / "many" / f"class{i % 100:02}" / f"{i:06}.jpg"
                 if i < 100:
                     path.parent.mkdir(parents=True)
-                path.write_bytes(source)
+                path.write_bytes(jpeg)
             first = statistics.median(
                 ours(args.example, temporary / "many", 0)["to_first_batch_s"] for _ in range(args.rounds)
             )

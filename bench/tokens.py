@@ -1,13 +1,13 @@
-"""Text to tokens, ours against Python's `tokenizers`, and windows of tokens read at random.
+"""Compares tokenisation with Python's `tokenizers`, and measures random reads of token windows.
 
     cargo build --release --example tokens
     python bench/tokens.py --tokenizer path/to/tokenizer.json --text path/to/text [--megabytes 50] [--rounds 3]
 
-Needs `pip install tokenizers`. Both tokenise the same file, whole, with the same number of threads, in turns, each in
-a process of its own; printed are medians over the rounds. Python gets the text in pieces of some 2 kB, cut before a
-single space between two words, for `encode_batch_fast`, which is the fastest it has; reading the file and cutting it is
-not counted for it, while ours is from opening the file to tokens on disk. The counts of tokens are the same where a cut
-changes nothing, as with GPT-2's tokenizer (one that puts something before every text has more in Python).
+Needs `pip install tokenizers`. Both tokenise the same file with the same number of threads, alternating, each in its
+own process; the script prints medians over the rounds. Python gets the text in pieces of about 2 kB, cut before a
+single space between two words, for `encode_batch_fast`, its fastest call. Its time excludes reading and cutting the
+file; ours runs from opening the file to tokens on disk. The token counts are equal if a cut changes nothing, as with
+GPT-2's tokenizer (a tokenizer that prepends a token to every text yields more in Python).
 """
 
 import argparse
@@ -32,7 +32,7 @@ while start < len(text):
     end = found.start() if found else len(text)
     pieces.append(text[start:end])
     start = end
-# Some megabytes at a time, so that what Python holds at once does not slow it down.
+# A few megabytes per call, so that the memory of the results does not slow Python down.
 batches = [pieces[i : i + 2000] for i in range(0, len(pieces), 2000)]
 start = time.perf_counter()
 encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)

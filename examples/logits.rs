@@ -1,8 +1,8 @@
-//! The logits that the newest checkpoint of a run gives to the first samples of its validation set, as many as
-//! a micro-batch has: `cargo run --release --example logits -- RUN OUT.safetensors`.
+//! Writes the logits of a run's newest checkpoint for the first micro-batch of its validation set:
+//! `cargo run --release --example logits -- RUN OUT.safetensors`.
 //!
-//! OUT holds `logits`, (samples, classes) or (samples, positions, vocabulary), in f32. They are those of the
-//! weights in `model.safetensors`, not of their moving average. `scripts/interop.py` compares them with PyTorch's.
+//! OUT holds `logits`, (samples, classes) or (samples, positions, vocabulary), in f32. They come from the weights in
+//! `model.safetensors`, not from their moving average. `scripts/interop.py` compares them with PyTorch's.
 
 use anyhow::{Context, bail};
 use trainer::data::loader::Loader;
@@ -17,13 +17,13 @@ use trainer::train::setup::Setup;
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [run, out] = arguments.as_slice() else { bail!("usage: logits RUN OUT.safetensors") };
-    let folder = RunDir::new(run);
-    let job = Job::load(&folder.job(), &[])?;
+    let run_dir = RunDir::new(run);
+    let job = Job::load(&run_dir.job(), &[])?;
     let ram = budget::host(&job.memory, &probe::host()?);
     let setup = Setup::new(job, ram)?;
     let engine = Engine::new(&setup, Ledgers::new(&setup, ram, None), 0, false)?;
     let (_, checkpoint) =
-        Checkpoints::new(folder.checkpoints()).newest().found.context("the run has no checkpoint")?;
+        Checkpoints::new(run_dir.checkpoints()).newest().found.context("the run has no checkpoint")?;
     load_weights(&checkpoint.join("model.safetensors"), &engine.store)?;
 
     let (valid, first) = (setup.datasets.valid.clone(), Cursor::default());

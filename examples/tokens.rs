@@ -1,8 +1,8 @@
-//! How fast text becomes tokens, and how fast windows of tokens are read: what `bench/tokens.py` measures.
+//! Measures tokenisation of text and random reads of token windows, for `bench/tokens.py`.
 //!
-//! `cargo run --release --example tokens -- encode TOKENIZER.json TEXT` tokenises a file as `kind = "text"` does, into
-//! a cache of its own; `... -- windows TOKENS.bin CONTEXT SECONDS THREADS` reads windows at random as `kind = "tokens"`
-//! does. Both print one line of JSON.
+//! `cargo run --release --example tokens -- encode TOKENIZER.json TEXT` tokenises a file into a temporary cache, as
+//! `kind = "text"` does; `... -- windows TOKENS.bin CONTEXT SECONDS THREADS` reads windows at random, as
+//! `kind = "tokens"` does. Both print one line of JSON.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -37,9 +37,9 @@ fn encode(tokenizer: &str, file: &str) -> anyhow::Result<()> {
         context: 64,
         placement: WindowPlacement::Fixed,
     };
-    let opening = DatasetContext { cache: Cache::at(&folder), ..DatasetContext::default() };
+    let ctx = DatasetContext { cache: Cache::at(&folder), ..DatasetContext::default() };
     let start = Instant::now();
-    let (train, valid) = text::open(&settings, &opening)?;
+    let (train, valid) = text::open(&settings, &ctx)?;
     let seconds = start.elapsed().as_secs_f64();
     let tokens = [&train, &valid].map(|set| set.describe()[0].1.parse::<u64>().unwrap_or(0));
     drop((train, valid));

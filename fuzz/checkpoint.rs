@@ -1,7 +1,6 @@
-//! Any bytes as the files of a checkpoint: they are read or refused, as `main.rs` has it for data.
+//! Fuzzes checkpoint files: any bytes must be read or refused, as in `main.rs` for data.
 //!
-//! `TARGET=state`: the state, under a marker that matches it. `TARGET=safetensors`: weights of this project or of another
-//! tool.
+//! `TARGET=state`: a state with a matching marker. `TARGET=safetensors`: weights of this project or of another tool.
 
 #![no_main]
 
@@ -10,7 +9,7 @@ use std::sync::LazyLock;
 
 use candle_core::{DType, Device};
 use libfuzzer_sys::fuzz_target;
-use trainer::params::{Declared, Init, Store};
+use trainer::params::{ParamInit, ParamRegistry, ParamStore};
 use trainer::train::checkpoint::{Checkpoints, load_weights};
 
 static TARGET: LazyLock<String> = LazyLock::new(|| std::env::var("TARGET").unwrap_or_default());
@@ -18,12 +17,13 @@ static TARGET: LazyLock<String> = LazyLock::new(|| std::env::var("TARGET").unwra
 static FOLDER: LazyLock<tempfile::TempDir> =
     LazyLock::new(|| tempfile::Builder::new().tempdir_in("/dev/shm").expect("a folder in memory"));
 
-static STORE: LazyLock<Store> = LazyLock::new(|| {
-    let mut declared = Declared::default();
-    declared.param("a.weight", [3, 4], Init::Constant(0.0));
-    declared.filter("b.weight", [2, 3, 2, 2], Init::Constant(0.0));
-    declared.stat("b.mean", 2, 0.0);
-    Store::new(declared.layout().expect("names that differ"), 1, DType::BF16, &Device::Cpu).expect("memory for weights")
+static STORE: LazyLock<ParamStore> = LazyLock::new(|| {
+    let mut registry = ParamRegistry::default();
+    registry.param("a.weight", [3, 4], ParamInit::Constant(0.0));
+    registry.conv_weight("b.weight", [2, 3, 2, 2], ParamInit::Constant(0.0));
+    registry.running_stat("b.mean", 2, 0.0);
+    let layout = registry.into_layout().expect("names that differ");
+    ParamStore::new(layout, 1, DType::BF16, &Device::Cpu).expect("memory for weights")
 });
 
 fuzz_target!(|data: &[u8]| {

@@ -1,8 +1,8 @@
-//! Any bytes as each kind of file that the trainer reads: they are read or refused. A panic, a time-out, an allocation
-//! beyond the limit (`-malloc_limit_mb`) or a broken promise below is a defect.
+//! Feeds arbitrary bytes to the reader of each file format: the reader accepts them or returns an error. A panic, a
+//! timeout, an allocation beyond the limit (`-malloc_limit_mb`) or a failed assertion below is a defect.
 //!
-//! `TARGET` names what the bytes are; a set of samples is opened and the first of them are read, as a run does it, from
-//! files in memory. `just fuzz TARGET SECONDS` builds and runs it.
+//! `TARGET` names the format. The harness writes the bytes to a file in memory, opens it as a dataset and reads the
+//! first samples, as a run does. `just fuzz TARGET SECONDS` builds and runs it.
 
 #![no_main]
 #![allow(dead_code, unused_imports)]
@@ -14,40 +14,51 @@ use std::sync::{Arc, LazyLock};
 
 use libfuzzer_sys::fuzz_target;
 
-// The readers without the engine, which would take minutes to build and nothing here needs.
-#[path = "../src/caught.rs"]
-mod caught;
+// The readers without the engine, which takes minutes to build and is not used here. The module tree mirrors the crate's
+// paths, because the included files import each other by `crate::`.
 #[path = "../src/data/mod.rs"]
 mod data;
 #[path = "../src/features.rs"]
 mod features;
 #[path = "../src/job/mod.rs"]
 mod job;
+#[path = "../src/panics.rs"]
+mod panics;
 #[path = "../src/random.rs"]
 mod random;
-#[path = "../src/regular.rs"]
-mod regular;
+#[path = "../src/regular_file.rs"]
+mod regular_file;
 #[path = "../src/units.rs"]
 mod units;
 
 mod kernels {
     pub mod cross_entropy {
         /// As in the crate.
-        pub const IGNORE: u32 = u32::MAX;
+        pub const IGNORE_INDEX: u32 = u32::MAX;
     }
 }
 
-use data::bad::OnBad;
+mod memory {
+    pub mod probe {
+        /// Reports no resident memory: the fuzzer's own would use up the budget of every dataset, and
+        /// `-rss_limit_mb` bounds it already.
+        pub fn proc_status(_key: &str) -> Option<u64> {
+            None
+        }
+    }
+}
+
+use data::bad_records::BadRecordPolicy;
 use data::cache::Cache;
-use data::idx::{self, Idx};
-use data::images::{Columns, Images, Options, Packed, Set};
-use data::language::tokenizer::{Separator, Units};
-use data::language::windows::Placement;
-use data::language::{bins, jsonl, text};
-use data::picture::{Augment, Fit, Normalise, Pipeline};
-use data::stream::Streamed;
-use data::table::{self, Dialect, Format};
-use data::{Batch, DataError, Key, Opening, Source};
+use data::idx::{IdxDataset, IdxFiles};
+use data::images::{ImageDataset, ImageFiles, ImageOptions, LabelColumns, TarShards};
+use data::language::token_windows::WindowPlacement;
+use data::language::tokenizer::{Separator, TokenizerSpec};
+use data::language::{jsonl, text, token_files};
+use data::streaming::StreamingDataset;
+use data::table::{self, Dialect, TableFileFormat};
+use data::transforms::{Augmentation, Normalise, Pipeline, ResizeMode};
+use data::{DataError, Dataset, DatasetContext, HostBatch, SampleKey};
 use job::Job;
 
 static TARGET: LazyLock<String> = LazyLock::new(|| std::env::var("TARGET").unwrap_or_default());
@@ -56,20 +67,20 @@ fuzz_target!(init: begin(), |data: &[u8]| {
     match &**TARGET {
         "job" => job(data),
         "idx" => with(data, idx),
-        "tar" => with(data, |place| images(place, "file.tar")),
-        "images" => with(data, |place| images(place, "set")),
-        "csv" => with(data, |place| tables(place, Format::Csv(Dialect::default()))),
-        "parquet" => with(data, |place| tables(place, Format::Parquet)),
-        "jsonl" => with(data, |place| chats(place, place.file(), "chatml")),
+        "tar" => with(data, |files| images(files, "file.tar")),
+        "images" => with(data, |files| images(files, "set")),
+        "csv" => with(data, |files| tables(files, TableFileFormat::Csv(Dialect::default()))),
+        "parquet" => with(data, |files| tables(files, TableFileFormat::Parquet)),
+        "jsonl" => with(data, |files| chats(files, files.file(), "chatml")),
         "template" => template(data),
-        "tokenizer" => with(data, |place| texts(place, place.path("text"), Units::File(place.file()))),
-        "text" => with(data, |place| texts(place, place.file(), Units::Characters)),
+        "tokenizer" => with(data, |files| texts(files, files.path("text"), TokenizerSpec::File(files.file()))),
+        "text" => with(data, |files| texts(files, files.file(), TokenizerSpec::Characters)),
         "tokens" => with(data, tokens),
         other => panic!("no target is called `{other}`"),
     }
 });
 
-/// Writes a few Parquet files to begin with into the folder of inputs; `seeds.py` writes those of the other kinds.
+/// Writes a few Parquet files into the corpus to start from; `seeds.py` writes those of the other formats.
 fn begin() {
     use parquet::basic::Compression;
     use parquet::data_type::{ByteArray, ByteArrayType, DoubleType, Int32Type};
@@ -80,15 +91,20 @@ fn begin() {
     for (i, compression) in [Compression::UNCOMPRESSED, Compression::SNAPPY].into_iter().enumerate() {
         let schema = "message t { required int32 a; optional double y; optional binary c (utf8); }";
         let schema = parquet::schema::parser::parse_message_type(schema).expect("a schema");
-        let properties = WriterProperties::builder().set_compression(compression).set_dictionary_enabled(i > 0).build();
+        let properties =
+            WriterProperties::builder().set_compression(compression).set_dictionary_enabled(i > 0).build();
         let mut bytes = Vec::new();
-        let mut writer = SerializedFileWriter::new(&mut bytes, schema.into(), properties.into()).expect("a writer");
+        let mut writer =
+            SerializedFileWriter::new(&mut bytes, schema.into(), properties.into()).expect("a writer");
         let mut group = writer.next_row_group().expect("a row group");
         let mut column = group.next_column().expect("a column").expect("three columns");
         column.typed::<Int32Type>().write_batch(&[1, 2, 3, 4], None, None).expect("memory");
         column.close().expect("memory");
         let mut column = group.next_column().expect("a column").expect("three columns");
-        column.typed::<DoubleType>().write_batch(&[0.5, 1.5, 2.5], Some(&[1, 1, 0, 1]), None).expect("memory");
+        column
+            .typed::<DoubleType>()
+            .write_batch(&[0.5, 1.5, 2.5], Some(&[1, 1, 0, 1]), None)
+            .expect("memory");
         column.close().expect("memory");
         let mut column = group.next_column().expect("a column").expect("three columns");
         let texts = ["x", "y", "x"].map(ByteArray::from);
@@ -101,32 +117,32 @@ fn begin() {
     }
 }
 
-/// Files in memory.
-struct Place {
+/// Files in memory, and what opening them as a dataset may use.
+struct TestFiles {
     folder: tempfile::TempDir,
-    opening: Opening,
+    ctx: DatasetContext,
 }
 
 /// A training and a validation set.
-type Sets = Result<Vec<Arc<dyn Source>>, DataError>;
+type Datasets = Result<Vec<Arc<dyn Dataset>>, DataError>;
 
-impl Place {
+impl TestFiles {
     fn new() -> Self {
         let folder = tempfile::Builder::new().tempdir_in("/dev/shm").expect("a folder in memory");
-        let opening = Opening {
+        let ctx = DatasetContext {
             max_bytes: 64 << 20,
             shuffle_buffer: 1 << 20,
             cache: Cache::at(folder.path().join("cache")),
-            ..Opening::default()
+            ..DatasetContext::default()
         };
-        let place = Self { folder, opening };
-        fs::create_dir_all(place.path("set/class")).expect("memory for a folder");
+        let files = Self { folder, ctx };
+        fs::create_dir_all(files.path("set/class")).expect("memory for a folder");
         for (link, to) in [("file.tar", "file"), ("set/class/a.png", "../../file")] {
-            std::os::unix::fs::symlink(to, place.path(link)).expect("memory for a link");
+            std::os::unix::fs::symlink(to, files.path(link)).expect("memory for a link");
         }
-        place.put("text", "ab ba, abba <eos> \u{dc}ber 12 \u{4e2d}\u{6587}\n".repeat(4).as_bytes());
-        place.put("chat", CHAT);
-        place
+        files.put("text", "ab ba, abba <eos> \u{dc}ber 12 \u{4e2d}\u{6587}\n".repeat(4).as_bytes());
+        files.put("chat", CHAT);
+        files
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -142,124 +158,131 @@ impl Place {
     }
 }
 
-/// Puts `data` into the file, opens what `open` makes of it, and reads the first samples as a run does.
-fn with(data: &[u8], open: impl FnOnce(&Place) -> Sets) {
-    thread_local!(static PLACE: RefCell<Option<Place>> = const { RefCell::new(None) });
-    PLACE.with_borrow_mut(|place| {
-        let place = place.get_or_insert_with(Place::new);
-        place.put("file", data);
-        for set in open(place).into_iter().flatten() {
+/// Writes `data` to the file, opens it by `open`, and reads the first samples as a run does.
+fn with(data: &[u8], open: impl FnOnce(&TestFiles) -> Datasets) {
+    thread_local!(static TEST_FILES: RefCell<Option<TestFiles>> = const { RefCell::new(None) });
+    TEST_FILES.with_borrow_mut(|files| {
+        let files = files.get_or_insert_with(TestFiles::new);
+        files.put("file", data);
+        for set in open(files).into_iter().flatten() {
             for sample in 0..set.len().min(32) {
-                if let Ok(batch) = Batch::one(set.as_ref(), sample, Key { seed: 1, epoch: 0, sample }) {
+                if let Ok(batch) =
+                    HostBatch::single(set.as_ref(), sample, SampleKey { seed: 1, epoch: 0, sample })
+                {
                     assert_eq!(batch.ids, [sample]);
                 }
             }
-            set.about();
-            set.balance();
+            set.describe();
+            set.class_counts();
         }
-        if let Ok(made) = fs::read_dir(place.path("cache")) {
-            made.flatten().for_each(|entry| drop(fs::remove_file(entry.path())));
+        if let Ok(entries) = fs::read_dir(files.path("cache")) {
+            entries.flatten().for_each(|entry| drop(fs::remove_file(entry.path())));
         }
     });
 }
 
-fn tables(place: &Place, format: Format) -> Sets {
-    let files = table::Files { train: vec![place.file()], valid: Vec::new(), valid_share: 0.5 };
-    let settings = table::Settings { target: vec!["y".into()], skip_bad: true, ..table::Settings::default() };
-    let (train, valid) = table::open(&files, format, &settings, &place.opening)?;
+fn tables(files: &TestFiles, format: TableFileFormat) -> Datasets {
+    let paths = table::TableFiles { train: vec![files.file()], valid: Vec::new(), valid_fraction: 0.5 };
+    let settings =
+        table::TableSettings { target: vec!["y".into()], skip_bad: true, ..table::TableSettings::default() };
+    let (train, valid) = table::open(&paths, format, &settings, &files.ctx)?;
     Ok(vec![train, valid])
 }
 
-fn images(place: &Place, name: &str) -> Sets {
-    let columns = Columns { path: "path".into(), label: "label".into() };
-    let options = Options { channels: 3, max_pixels: 1 << 16, columns, readers: 1 };
-    let set = Arc::new(Set::open(&[place.path(name)], options, None, &place.opening)?);
-    let pipeline = Pipeline::new([8, 8, 3], Fit::Crop { share: 1.0 }, Normalise::default())?;
-    Ok(vec![match set.packed {
-        true => Arc::new(Streamed::new(Arc::new(Packed::new(set, pipeline)), 1 << 20)),
-        false => Arc::new(Images::new(set, pipeline)),
+fn images(files: &TestFiles, name: &str) -> Datasets {
+    let columns = LabelColumns { path: "path".into(), label: "label".into() };
+    let options = ImageOptions { channels: 3, size: [8, 8], max_pixels: 1 << 16, columns, readers: 1 };
+    let image_files = Arc::new(ImageFiles::open(&[files.path(name)], options, None, &files.ctx)?);
+    let pipeline = Pipeline::new([8, 8, 3], ResizeMode::CenterCrop { fraction: 1.0 }, Normalise::default())?;
+    Ok(vec![match image_files.compressed {
+        true => Arc::new(StreamingDataset::new(Arc::new(TarShards::new(image_files, pipeline)), 1 << 20)),
+        false => Arc::new(ImageDataset::new(image_files, pipeline)),
     }])
 }
 
-/// The labels are as many of the last bytes as the last one says.
-fn idx(place: &Place) -> Sets {
-    let bytes = fs::read(place.file()).unwrap_or_default();
+/// The last byte says how many bytes at the end are the file of labels.
+fn idx(files: &TestFiles) -> Datasets {
+    let bytes = fs::read(files.file()).unwrap_or_default();
     let labels = bytes.last().map_or(0, |n| usize::from(*n)).min(bytes.len());
     let (images, labels) = bytes.split_at(bytes.len() - labels);
-    place.put("images", images);
-    place.put("labels", labels);
-    let files = idx::Files {
-        images: place.path("images"),
-        labels: place.path("labels"),
+    files.put("images", images);
+    files.put("labels", labels);
+    let idx_files = IdxFiles {
+        images: files.path("images"),
+        labels: files.path("labels"),
         classes: ["a", "b", "c"].map(String::from).to_vec(),
         normalise: Normalise::default(),
-        augment: Augment::default(),
+        augmentation: Augmentation::default(),
         readers: 1,
-        max_bytes: place.opening.max_bytes,
+        max_bytes: files.ctx.max_bytes,
     };
-    Ok(vec![Arc::new(Idx::open(&files)?)])
+    Ok(vec![Arc::new(IdxDataset::open(&idx_files)?)])
 }
 
-fn texts(place: &Place, file: PathBuf, units: Units) -> Sets {
-    let settings = text::Settings {
+fn texts(files: &TestFiles, file: PathBuf, tokenizer: TokenizerSpec) -> Datasets {
+    let settings = text::TextSettings {
         train: vec![file],
         valid: Vec::new(),
-        valid_share: 0.5,
-        units,
+        valid_fraction: 0.5,
+        tokenizer,
         separator: Separator::Auto,
         context: 8,
-        placement: Placement::Fixed,
+        placement: WindowPlacement::Fixed,
     };
-    let (train, valid) = text::open(&settings, &place.opening)?;
+    let (train, valid) = text::open(&settings, &files.ctx)?;
     Ok(vec![Arc::new(train), Arc::new(valid)])
 }
 
-fn tokens(place: &Place) -> Sets {
-    let settings = bins::Settings {
-        train: vec![place.file()],
+fn tokens(files: &TestFiles) -> Datasets {
+    let settings = token_files::TokenFileSettings {
+        train: vec![files.file()],
         valid: Vec::new(),
-        valid_share: 0.5,
+        valid_fraction: 0.5,
         width: None,
         vocab: None,
         tokenizer: None,
         context: 8,
-        placement: Placement::Fixed,
+        placement: WindowPlacement::Fixed,
     };
-    let (train, valid) = bins::open(&settings, &place.opening)?;
+    let (train, valid) = token_files::open(&settings, &files.ctx)?;
     Ok(vec![Arc::new(train), Arc::new(valid)])
 }
 
 const CHAT: &[u8] = br#"{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " Hi "}, {"role": "assistant", "content": "Hello!"}]}"#;
 
-fn chats(place: &Place, file: PathBuf, template: &str) -> Sets {
-    let chat = jsonl::Chat { field: "messages".into(), template: template.into(), loss: jsonl::Loss::Answers };
-    let settings = jsonl::Settings {
+fn chats(files: &TestFiles, file: PathBuf, template: &str) -> Datasets {
+    let chat = jsonl::ChatSettings {
+        field: "messages".into(),
+        template: template.into(),
+        loss: jsonl::ChatLossScope::Assistant,
+    };
+    let settings = jsonl::JsonlSettings {
         train: vec![file.clone()],
         valid: vec![file],
-        valid_share: 0.0,
-        units: Units::Bytes,
+        valid_fraction: 0.0,
+        tokenizer: TokenizerSpec::Bytes,
         separator: Separator::Auto,
         field: "text".into(),
         chat: Some(chat),
         label: None,
         pack: false,
         buckets: Vec::new(),
-        too_long: jsonl::TooLong::Cut,
+        too_long: jsonl::OverlongPolicy::Truncate,
         context: 64,
-        on_bad: OnBad::Skip { most: 1000 },
+        on_bad: BadRecordPolicy::Skip { limit: 1000 },
     };
-    let (train, valid) = jsonl::open(&settings, &place.opening)?;
+    let (train, valid) = jsonl::open(&settings, &files.ctx)?;
     Ok(vec![train, valid])
 }
 
-/// Text as a chat template.
+/// Parses and renders the text as a chat template.
 fn template(data: &[u8]) {
-    // A text without a tag would be the name of a template.
+    // Text without a Jinja tag is taken for the name of a built-in template.
     let Ok(text) = str::from_utf8(data) else { return };
-    with(b"", |place| chats(place, place.path("chat"), &format!("{text}{{# #}}")));
+    with(b"", |files| chats(files, files.path("chat"), &format!("{text}{{# #}}")));
 }
 
-/// Text as a job, its last line as a `--set`; what loads can be written out and read again.
+/// Parses the text as a job and its last line as a `--set`; a job that loads must survive a round trip through TOML.
 fn job(data: &[u8]) {
     let Ok(text) = str::from_utf8(data) else { return };
     let (job, set) = text.rsplit_once('\n').unwrap_or((text, ""));

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes small files of a kind into fuzz/corpus/KIND, for a fuzzer to begin with."""
+"""Writes small files of one format into fuzz/corpus/TARGET as the initial corpus: `fuzz/seeds.py TARGET`."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def tar():
 def idx(count=4, side=3):
     images = struct.pack(">BBBBIII", 0, 0, 8, 3, count, side, side) + bytes(count * side * side)
     labels = struct.pack(">BBBBI", 0, 0, 8, 1, count) + bytes([0, 1, 2])
-    # The last byte is the last label and says how long the labels are.
+    # The last byte is the last label and the length of the labels file.
     return images + labels + bytes([len(labels) + 1])
 
 
@@ -58,7 +58,7 @@ def chat(*turns):
 
 
 def safetensors(**tensors):
-    """Zeros of a type and shape under each name, as `a__weight=("F32", [3, 4])`."""
+    """A safetensors file of zeros, one tensor per argument: `a__weight=("F32", [3, 4])` is `a.weight`."""
     head, end = {}, 0
     for name, (kind, shape) in tensors.items():
         size = {"F32": 4, "F64": 8}.get(kind, 2)
@@ -72,10 +72,12 @@ def safetensors(**tensors):
 
 def state(**parts):
     return json.dumps({
-        "format": 3, "step": 1, "cursor": {"update": 1, "done": 0}, "samples": 4, "digest": "0" * 32, "seed": 1, "job": None,
+        "format": 3, "step": 1, "cursor": {"update": 1, "done": 0}, "samples": 4, "digest": "0" * 16, "seed": 1, "job": None,
         "data": None, "optimizer": "adamw",
         "way": {"micro_batch": 4, "accumulation_steps": 1, "recompute": 0, "eval_micro_batch": 4, "prefetch": 1},
-        "descent": {}, "best": [0.5, 1], "evaluation_due": False, "evaluation_owed": False, "scaling": {"scale": 1.0},
+        "descent": {"larger": [], "failures": 0, "quiet": 0}, "best": [0.5, 1],
+        "evaluation_due": False, "evaluation_owed": False,
+        "scaling": {"factor": 1.0, "quiet": 0, "skipped": 0, "dynamic": False},
         "metrics": {"valid.loss": None, "train.loss": 1.0}, "elapsed_s": 1.0, "data_wait_s": 0.0, "written": 0.0,
         "files": {"model.safetensors": [1, 2]},
     } | parts).encode()
@@ -89,7 +91,7 @@ SEEDS = {
     ],
     "job": lambda: [path.read_bytes() + b"\ntrain.batch_size=3" for path in (ROOT.parent / "configs").glob("*.toml")],
     "csv": lambda: [b"a,b,y\n" + b"1,x,0\n2.5,\"q,\"\"r\",1\n" * 5, b"a\ty\r\n1\t2\r\n\r\n3\tNA\r\n" * 3],
-    # The fuzzer itself writes more of them.
+    # fuzz/main.rs writes more of them.
     "parquet": lambda: [path.read_bytes() for path in DATA.rglob("*.parquet") if path.stat().st_size < 100_000],
     "idx": lambda: [idx(), idx(2, 5)],
     "tar": lambda: [tar(), zlib.compress(tar(), wbits=31)],

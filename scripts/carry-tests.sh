@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Packs the unit tests, built for GPUs, and the random jobs with the program that they drive, and the script that runs
+# Packs the unit tests built with CUDA, the random-job tests with the program that they drive, and the script that runs
 # both on a machine without cargo.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-target/carried}
 mkdir -p "$folder"
 
-# The one executable that a build of cargo makes.
+# Prints the path of the executable that a cargo build produces.
 executable() {
   "$@" --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1
 }
@@ -17,7 +17,7 @@ pack() {
 cuda=(--features cuda,cudnn --target-dir target/cuda)
 pack "$(executable scripts/with-cuda.sh cargo test "${cuda[@]}" --lib --no-run)" trainer-tests
 pack "$(executable scripts/with-cuda.sh cargo build --release "${cuda[@]}")" trainer
-# The generator needs no GPU: it only starts the program.
+# The random-job tests need no CUDA: they only start the program.
 pack "$(executable cargo test --test random --no-run)" random-jobs
 cp scripts/test-carried.sh "$folder/"
 echo "$folder: copy it to the machine with the GPU, and run test-carried.sh there"

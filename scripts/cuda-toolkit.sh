@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Fetches CUDA's compiler and libraries from PyPI, for building with `--features cuda` without root and
-# without a card. Everything lies in the folder given (target/cuda-toolkit otherwise); `env` in there is to
-# be sourced before a build.
+# Fetches CUDA's compiler and libraries from PyPI, to build with `--features cuda` without root and without a GPU.
+# Everything goes into the given folder (target/cuda-toolkit by default); source its `env` before a build.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$(realpath -m "${1:-target/cuda-toolkit}")
@@ -17,13 +16,13 @@ fi
 packages=$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 home=$packages/nvidia/cu${cuda%%.*}
 
-# The wheels hold libX.so.N alone; a linker looks for libX.so.
+# The wheels contain only libX.so.N; the linker looks for libX.so.
 ln -sfn lib "$home/lib64"
 for library in "$home"/lib/lib*.so.*; do
   ln -sf "$(basename "$library")" "${library%%.so.*}.so"
 done
 
-# The driver's library comes with a card. Without one, the linker is given names alone.
+# libcuda comes with the driver. Without a driver, the linker gets a stub that defines the symbols.
 sys=$(cargo metadata --format-version 1 --features cuda |
   python3 -c 'import json, sys, pathlib
 print(next(pathlib.Path(p["manifest_path"]).parent for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
@@ -36,7 +35,7 @@ export CUDA_HOME="$home"
 export CUDNN_INCLUDE="$packages/nvidia/cudnn/include"
 export CUDNN_FRONTEND_INCLUDE="$packages/include"
 export PATH="$home/bin:\$PATH"
-# Without a card to compile for: candle's kernels for Ampere, which later cards take too, ours for each from Ampere to Hopper.
+# Without a GPU to detect: candle's kernels for Ampere, which later GPUs run too, ours for each from Ampere to Hopper.
 if [ -z "\${CUDA_COMPUTE_CAP:-}" ] && ! nvidia-smi > /dev/null 2>&1; then
   export CUDA_COMPUTE_CAP=80 TRAINER_CUDA_CAPS=80,86,89,90a
 fi

@@ -1,18 +1,18 @@
-"""Checkpoints go to transformers and torchvision and come back, and the logits stay.
+"""Exchanges checkpoints with transformers and torchvision in both directions and compares the logits.
 
     cargo build --release --bins --examples
     python scripts/interop.py --build target/release
 
-Needs torch, torchvision, transformers and safetensors. For each kind of model, on data made here:
+Needs torch, torchvision, transformers and safetensors. For each model, on generated data:
 
-to them   a small model is trained here for a few updates; its checkpoint is loaded there by name.
-to us     a model with other random weights, its running statistics moved, is saved there; a run here begins with
-          that file (`train.init`) and makes one update at a rate of almost nothing. Batch norm's statistics move
-          in that update as in any, so the model there also sees the run's training samples once: there is one
-          micro-batch of them, so the order does not matter.
+to them   trainer trains a small model for a few updates; PyTorch loads its checkpoint by name.
+to us     PyTorch saves a model with other random weights and updated running statistics; a run starts from that file
+          (`train.init`) and makes one update at a learning rate near zero. That update also moves batch norm's
+          running statistics, so the PyTorch model sees the run's training samples once too: they are one micro-batch,
+          so their order does not matter.
 
-Either way the logits of the first validation samples, ours by `examples/logits.rs`, are compared: the largest
-difference as a share of the largest logit. A file that lacks a parameter must be refused by name.
+Both directions compare the logits of the first validation samples, ours from `examples/logits.rs`: the largest
+difference relative to the largest logit. A file that lacks a parameter must be refused with the parameter's name.
 """
 
 import argparse
@@ -27,11 +27,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LETTERS = "".join(chr(97 + i) for i in range(20))
-CONTEXT, CLASSES, SIDE, BATCH, VALID, NEAR = 32, 10, 32, 16, 48, 1e-4
+CONTEXT, CLASSES, SIDE, BATCH, VALID, TOLERANCE = 32, 10, 32, 16, 48, 1e-4
 
 
 def write_text(folder):
-    """The keys of [data], no training samples (no statistic depends on them), the validation samples."""
+    """Returns the keys of [data], None (no running statistic depends on training samples), the validation samples."""
     text = "".join(random.Random(1).choices(LETTERS, k=8000))
     (folder / "text.txt").write_text(text)
     valid = [LETTERS.index(c) for c in text[int(len(text) * 0.9) :]]
@@ -39,8 +39,8 @@ def write_text(folder):
     return f'kind = "text"\ntrain = ["{folder}/text.txt"]', None, torch.tensor(windows)
 
 
-def write_pictures(folder):
-    """The keys of [data], the training samples, the validation samples."""
+def write_images(folder):
+    """Returns the keys of [data], the training samples and the validation samples."""
     rng, lines, sets = random.Random(1), ['kind = "idx"'], []
     for part, n in (("train", BATCH), ("valid", VALID)):
         pixels, labels = rng.randbytes(n * SIDE * SIDE * 3), bytes(rng.randrange(CLASSES) for _ in range(n))
@@ -87,7 +87,7 @@ def mobilenet():
 
 
 class Ours:
-    """The programs of this repository, and a job."""
+    """A job, and the programs of this repository that run it."""
 
     def __init__(self, build, folder, model, data):
         self.build, self.folder = build, folder
@@ -96,13 +96,13 @@ class Ours:
         )
 
     def fit(self, run, *extra):
-        """Its error, empty where it went well."""
+        """Trains, and returns the error message, empty on success."""
         command = [self.build / "trainer", "fit", "job.toml", "--run-dir", run, "-q", *extra]
         done = subprocess.run(command, cwd=self.folder, stderr=subprocess.PIPE, text=True)
         return done.stderr if done.returncode else ""
 
-    def begin_with(self, weights, run):
-        # At this rate an update leaves every weight as it came.
+    def init_from(self, weights, run):
+        # At this learning rate an update leaves every weight unchanged.
         extra = [f"train.init={self.folder}/{weights}", "optimizer.lr=1e-30", "train.steps=1"]
         return self.fit(run, *(word for one in extra for word in ("--set", one)))
 
@@ -122,8 +122,8 @@ def logits(model, samples):
         return getattr(out, "logits", out)
 
 
-def see(model, samples, times):
-    """Moves the running statistics as training does, and nothing else."""
+def update_stats(model, samples, times):
+    """Updates only the running statistics, as training does."""
     model.train()
     with torch.no_grad():
         for _ in range(times):
@@ -131,42 +131,42 @@ def see(model, samples, times):
 
 
 def load(model, tensors):
-    """By name; only what we never write may be missing: torch's own counters, and a tied head's second name."""
-    found = model.load_state_dict(tensors, strict=False)
+    """Loads by name. Only what trainer never writes may be missing: torch's counters, and the name of a tied head."""
+    result = model.load_state_dict(tensors, strict=False)
     tied = {"lm_head.weight"} if getattr(getattr(model, "config", None), "tie_word_embeddings", False) else set()
-    lacking = [k for k in found.missing_keys if k not in tied and not k.endswith("num_batches_tracked")]
-    if lacking or found.unexpected_keys:
-        sys.exit(f"{type(model).__name__}: lacks {lacking}, unknown {found.unexpected_keys}")
+    missing = [k for k in result.missing_keys if k not in tied and not k.endswith("num_batches_tracked")]
+    if missing or result.unexpected_keys:
+        sys.exit(f"{type(model).__name__}: missing {missing}, unknown {result.unexpected_keys}")
 
 
-def must(error):
+def exit_on(error):
     if error:
         sys.exit(error)
 
 
 def compare(make, build, folder):
-    """Each direction with our logits and theirs."""
+    """Yields each direction with our logits and theirs."""
     (model, keys), (theirs, _) = make(), make()
-    data, train, valid = (write_text if make in (gpt, llama) else write_pictures)(folder)
+    data, train, valid = (write_text if make in (gpt, llama) else write_images)(folder)
     ours = Ours(build, folder, keys, data)
 
-    must(ours.fit("trained"))
+    exit_on(ours.fit("trained"))
     load(model, ours.checkpoint("trained"))
     yield "to them", ours.logits("trained"), logits(model, valid[:BATCH])
 
     if train is not None:
-        see(theirs, torch.randn_like(train), 5)
+        update_stats(theirs, torch.randn_like(train), 5)
     shared = {"lm_head.weight"} if make is gpt else set()
     state = {name: v.contiguous().clone() for name, v in theirs.state_dict().items() if name not in shared}
     save_file(state, folder / "theirs.safetensors")
-    must(ours.begin_with("theirs.safetensors", "begun"))
+    exit_on(ours.init_from("theirs.safetensors", "begun"))
     if train is not None:
-        see(theirs, train, 1)
+        update_stats(theirs, train, 1)
     yield "to us", ours.logits("begun"), logits(theirs, valid[:BATCH])
 
     lost = next(name for name in reversed(state) if name.endswith("weight"))
     save_file({name: v for name, v in state.items() if name != lost}, folder / "lacking.safetensors")
-    error = ours.begin_with("lacking.safetensors", "refused")
+    error = ours.init_from("lacking.safetensors", "refused")
     if f"it has no `{lost}`" not in error:
         sys.exit(f"{make.__name__}: a file without `{lost}` should be refused: {error}")
 
@@ -183,10 +183,10 @@ def main():
             for direction, ours, theirs in compare(make, build, pathlib.Path(folder)):
                 assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
                 largest = theirs.abs().max().item()
-                apart = (ours - theirs).abs().max().item() / largest
-                failed |= not apart < NEAR
+                difference = (ours - theirs).abs().max().item() / largest
+                failed |= not difference < TOLERANCE
                 shape = " x ".join(map(str, ours.shape))
-                print(f"{make.__name__:<10} {direction:<10} {shape:<14} {largest:>9.4f} {apart:>9.1e}", flush=True)
+                print(f"{make.__name__:<10} {direction:<10} {shape:<14} {largest:>9.4f} {difference:>9.1e}", flush=True)
     sys.exit(failed)
 
 

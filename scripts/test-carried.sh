@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs what scripts/carry-tests.sh packed, on a machine with a GPU and without cargo:
 #
-#   test-carried.sh [FILTER...]       unit tests whose names hold a FILTER; all that have a body for GPUs otherwise
-#   test-carried.sh random [SEEDS]    random jobs of these seeds, 0..300 by default; what broke a promise and the table
-#                                     are left in TRAINER_TRIALS_FOLDER, ./trials by default. docs/contributing.md has
-#                                     the other variables
+#   test-carried.sh [FILTER...]       unit tests whose names contain a FILTER; by default all with a GPU implementation
+#   test-carried.sh random [SEEDS]    random jobs of these seeds, 0..300 by default; failing jobs and the table stay in
+#                                     TRAINER_TRIALS_FOLDER, ./trials by default. docs/contributing.md lists the other
+#                                     variables
 #
-# CUDA's libraries are those of CUDA_HOME, or those that pip installed (PyTorch brings them along).
+# CUDA's libraries come from CUDA_HOME, or from pip's packages (PyTorch installs them).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 work=$(mktemp -d)
@@ -23,7 +23,7 @@ fi
 if packages=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))' 2> /dev/null); then
   folders+=("$packages"/nvidia/*/lib)
 fi
-# The driver's own is where the container's runtime puts it.
+# The container runtime puts the driver's library here.
 folders+=(/usr/local/cuda/lib64 /usr/local/nvidia/lib64)
 LD_LIBRARY_PATH=$(IFS=:; echo "${folders[*]}")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export LD_LIBRARY_PATH
@@ -52,6 +52,6 @@ if [ "$wanted" = trainer ]; then
   exit
 fi
 if [ $# -eq 0 ]; then
-  set -- layers:: kernels:: optim:: params:: memory::card
+  set -- layers:: kernels:: optim:: params:: memory::gpu
 fi
 "$work/trainer-tests" "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command with the toolkit that `just cuda-toolkit` fetched, or with the one that is installed.
+# Runs a command with the CUDA toolkit that `just cuda-toolkit` fetched, or with the installed one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ -f target/cuda-toolkit/env ]; then

@@ -1,20 +1,21 @@
-//! What a sample looks like: the contract between the data that gives it and the model that takes it.
+//! The shape of a sample: the contract between the dataset that produces samples and the model that consumes them.
 
 use std::sync::Arc;
 
-/// What every sample of a set looks like.
+/// Describes every sample of a dataset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Features {
     pub input: InputSpec,
     pub target: TargetSpec,
-    /// Where samples are padded: the lengths, ascending, that a batch may be cut to, the last one being the
-    /// input's whole length. Empty where every sample is whole.
+    /// Bucket lengths of padded samples, ascending: a batch may be truncated to any of them. The last one is the full
+    /// input length. Empty if no sample is padded.
     pub buckets: Vec<usize>,
-    /// Where samples come as bytes: what these stand for. The model takes the values.
+    /// Set if inputs are stored as bytes: maps each byte to the value that the model takes.
     pub pixel_lut: Option<Arc<PixelLut>>,
 }
 
-/// What the bytes of a picture stand for, the last dimension being its channels: 256 values a channel, none a NaN.
+/// Lookup tables for image bytes: 256 values per channel, none of them NaN. The last dimension of the image is its
+/// channels.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PixelLut {
     pub tables: Vec<[f32; 256]>,
@@ -24,10 +25,11 @@ impl Eq for PixelLut {}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InputSpec {
-    /// f32 values, the last dimension contiguous. Pictures are (height, width, channels).
+    /// f32 values, the last dimension contiguous. Images are (height, width, channels).
     Floats { shape: Vec<usize> },
-    /// A row of a table: f32 values, of which the first `num_numeric` are numbers, and each of the others is the place of a
-    /// category among so many as `cardinalities` says; the place behind the last stands for one that is unknown.
+    /// A table row of f32 values: `num_numeric` numeric columns, then one category index per categorical column.
+    /// `cardinalities` gives the number of categories per column; an index equal to the cardinality means an unknown
+    /// category.
     Tabular { num_numeric: usize, cardinalities: Vec<usize> },
     /// `length` u32 tokens, each below `vocab`.
     Tokens { length: usize, vocab: usize },
@@ -37,16 +39,17 @@ pub enum InputSpec {
 pub enum TargetSpec {
     /// One u32 below `names.len()`.
     Class { names: Vec<String> },
-    /// Two classes below `names.len()` and the share of the first, the bits of an f32 of 0 to 1: three u32.
+    /// Two class indices below `names.len()` and the fraction of the first, an f32 in [0, 1] stored as its bits: three
+    /// u32.
     MixedClass { names: Vec<String> },
     /// `len` f32 values.
     Values { len: usize },
-    /// The next token, a u32 for each input position.
+    /// The next token: one u32 per input position.
     Tokens,
 }
 
 impl Features {
-    /// Features of samples that are all whole.
+    /// Features of samples without padding.
     pub fn new(input: InputSpec, target: TargetSpec) -> Self {
         Self { input, target, buckets: Vec::new(), pixel_lut: None }
     }
@@ -55,7 +58,7 @@ impl Features {
         !self.buckets.is_empty()
     }
 
-    /// The features of padded samples cut to each bucket but the last, the shortest first.
+    /// The features of padded samples, truncated to each bucket except the last, shortest first.
     pub fn shorter_buckets(&self) -> impl Iterator<Item = Self> {
         let (cut, _) = self.buckets.split_at(self.buckets.len().saturating_sub(1));
         cut.iter().filter_map(|&length| match self.input {
@@ -88,7 +91,7 @@ impl Features {
         }
     }
 
-    /// Targets of one sample that count in a mean: its class, its values, or its positions.
+    /// Targets per sample that count in a mean: its class, its values, or its positions.
     pub fn targets_per_sample(&self) -> usize {
         if let TargetSpec::MixedClass { .. } = self.target { 1 } else { self.target_len() }
     }
@@ -99,7 +102,7 @@ impl Features {
         input * self.input_len() + 4 * self.target_len()
     }
 
-    /// Bytes one sample takes in a host batch: its input, its target, its id, and its length where it is padded.
+    /// Bytes per sample in a host batch: input, target, id and, if padded, length.
     pub fn sample_bytes(&self) -> u64 {
         self.value_bytes() as u64 + if self.buckets.is_empty() { 8 } else { 12 }
     }

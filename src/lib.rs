@@ -1,10 +1,10 @@
 //! `trainer` trains a declared model within a memory budget.
 //!
-//! The flow, top to bottom; a module uses only what stands above it:
+//! The flow, top to bottom; a module depends only on those above it:
 //!
 //! ```text
 //! job.toml -> job -> models -> memory -> data -> train -> report
-//!             typed   network   plan      stream  steps    what people see
+//!             typed   network   plan      stream  steps    user-facing output
 //! ```
 
 pub mod cli;

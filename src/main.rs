@@ -1,6 +1,6 @@
-//! Arguments in, exit code out.
+//! Entry point: arguments in, exit code out.
 
-/// Counts what is really used, to be held against what was planned.
+/// Counts actual heap use, to compare it with the plan.
 #[global_allocator]
 static ALLOCATOR: trainer::memory::measure::CountingAllocator = trainer::memory::measure::CountingAllocator;
 

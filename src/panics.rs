@@ -1,20 +1,20 @@
-//! Panics that are caught and told as errors, and do not print themselves.
+//! Catches panics and returns them as errors, without printing them.
 //!
-//! Some libraries that read files panic on damaged ones, and a bug of ours must end one run with a sentence and not
-//! with a trace of the stack in the middle of it. The panic hook, which prints before anybody can catch, is kept
-//! quiet on a thread for as long as it runs such code.
+//! Some file readers panic on damaged files, and a bug of ours must end a run with an error message, not with a
+//! backtrace in the middle of its output. The panic hook prints before anyone can catch, so it is silenced on a thread
+//! while such code runs.
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook, take_hook};
 use std::sync::Once;
 
 thread_local! {
-    /// How many calls of [`catch_panic`] this thread is in.
+    /// Nesting depth of [`catch_panic`] on this thread.
     static CATCH_DEPTH: Cell<u32> = const { Cell::new(0) };
     static LAST_PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// Runs `body`; a panic becomes what it says and where.
+/// Runs `body`; returns the message and location of a panic as an error.
 pub fn catch_panic<T>(body: impl FnOnce() -> T) -> Result<T, String> {
     static INSTALL_HOOK: Once = Once::new();
     INSTALL_HOOK.call_once(|| {

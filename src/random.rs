@@ -1,16 +1,15 @@
-//! The one generator of the program: numbers as a function of where they are used.
+//! The program's only random number generator: counter-based, each number a function of where it is used.
 //!
-//! A draw is a hash of (seed, stream, coordinates..., counter), so a mask or an augmentation is the same
-//! whichever thread makes it, in whatever order, and after any retry. The key is 128 bits: `a` offsets a
-//! Weyl sequence over the counter, `b` enters between the two rounds of mixing, so that keys whose `a`
-//! lie on one sequence still give unrelated numbers. A draw costs four multiplications and no memory.
-//! It is for experiments, not for secrets.
+//! A draw is a hash of (seed, stream, coordinates..., counter), so a mask or an augmentation is the same on any thread,
+//! in any order and after any retry. The key is 128 bits: `a` offsets a Weyl sequence over the counter, and `b` enters
+//! between the two rounds of mixing, so that keys whose `a` lie on one sequence still give unrelated numbers. A draw
+//! costs four multiplications and no memory. Not for cryptography.
 //!
 //! ```
-//! use trainer::random::{Random, stream};
-//! const DROPOUT: u64 = stream("dropout");
+//! use trainer::random::{RngKey, stream_id};
+//! const DROPOUT: u64 = stream_id("dropout");
 //! let (seed, epoch, sample, layer) = (42, 3, 117, 2);
-//! let mask = Random::new(seed, DROPOUT).at(epoch).at(sample).at(layer);
+//! let mask = RngKey::new(seed, DROPOUT).fold_in(epoch).fold_in(sample).fold_in(layer);
 //! let keep = mask.f32(0) < 0.9;
 //! # let _ = keep;
 //! ```
@@ -25,7 +24,7 @@ pub const fn mix(mut x: u64) -> u64 {
     x ^ (x >> 32)
 }
 
-/// The number of a named stream, so that uses of one seed do not share draws. Meant for constants.
+/// The id of a named stream, so that different uses of one seed never share draws. Meant for constants.
 pub const fn stream_id(name: &str) -> u64 {
     let bytes = name.as_bytes();
     let (mut state, mut i) = (bytes.len() as u64, 0);
@@ -36,24 +35,24 @@ pub const fn stream_id(name: &str) -> u64 {
     state
 }
 
-/// A key from which any number of draws are made, each named by its counter.
+/// A key for any number of draws, each identified by its counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)] // cards are given keys as they lie
+#[repr(C)] // kernels read keys by this layout
 pub struct RngKey {
     a: u64,
     b: u64,
 }
 
 impl RngKey {
-    /// The key of a use, `stream_id`, of the job's seed.
+    /// The key of one use of the job's seed; `stream` comes from [`stream_id`].
     pub const fn new(seed: u64, stream: u64) -> Self {
         RngKey { a: seed, b: WEYL }.fold_in(stream)
     }
 
-    /// The key of one coordinate below this one: an epoch, a sample, a layer. The order of coordinates
-    /// matters: `fold_in(1).fold_in(2)` is not `fold_in(2).fold_in(1)`.
+    /// Derives the key of a coordinate: an epoch, a sample, a layer. Order matters: `fold_in(1).fold_in(2)` is not
+    /// `fold_in(2).fold_in(1)`.
     pub const fn fold_in(self, coordinate: u64) -> Self {
-        // An odd multiple of `coordinate` is added to each half, then the halves are crossed.
+        // Adds an odd multiple of `coordinate` to each half, then crosses the halves.
         let a = mix(self.a.wrapping_add(coordinate.wrapping_mul(WEYL)) ^ self.b.rotate_left(32));
         let b = mix(self.b.wrapping_add(coordinate) ^ a);
         RngKey { a, b }
@@ -92,13 +91,13 @@ impl RngKey {
         radius * (std::f64::consts::TAU * (bits as u32) as f64 * unit).cos()
     }
 
-    /// The draws one after the other, for code that needs many different ones.
+    /// The draws in sequence, for code that draws many different values.
     pub const fn rng(self) -> CounterRng {
         CounterRng { key: self, counter: 0 }
     }
 }
 
-/// A [`RngKey`] and the counter of its next draw.
+/// An [`RngKey`] and the counter of its next draw.
 #[derive(Clone, Debug)]
 pub struct CounterRng {
     key: RngKey,
@@ -136,13 +135,13 @@ mod tests {
     const KEY: RngKey = RngKey::new(1, stream_id("test"));
     const N: u64 = 200_000;
 
-    /// Pearson's statistic of counts that should be equal.
+    /// Pearson's chi-square statistic of counts that should be equal.
     fn chi_square(counts: &[u64]) -> f64 {
         let mean = counts.iter().sum::<u64>() as f64 / counts.len() as f64;
         counts.iter().map(|&c| (c as f64 - mean).powi(2) / mean).sum()
     }
 
-    /// For `bins` counts of fair draws the statistic has mean `bins - 1` and variance twice that.
+    /// For fair draws over `bins` counts the statistic has mean `bins - 1` and variance twice that.
     fn assert_uniform(counts: &[u64], what: &str) {
         let dof = counts.len() as f64 - 1.0;
         let x = (chi_square(counts) - dof) / (2.0 * dof).sqrt();
@@ -151,7 +150,7 @@ mod tests {
 
     type NamedDraw = (&'static str, fn(u64) -> u64);
 
-    /// The ways a program walks through draws: by counter, and by each coordinate of the key.
+    /// The access patterns of a program: by counter, and by each coordinate of the key.
     fn draw_functions() -> [NamedDraw; 5] {
         [
             ("counter", |i| KEY.bits(i)),
@@ -198,7 +197,7 @@ mod tests {
                     let changed = before ^ hash(input);
                     (0..64).for_each(|b| flips[b] += (changed >> b & 1) as u32);
                 }
-                // 256 coin flips: 128 on average, 8 the standard deviation, 20,480 such counts in all.
+                // 256 coin flips: mean 128, standard deviation 8; 20,480 such counts in all.
                 assert!(flips.iter().all(|&f| (80..=176).contains(&f)), "field {field} bit {bit}: {flips:?}");
             }
         }
@@ -240,7 +239,7 @@ mod tests {
 
     #[test]
     fn the_numbers_never_change() {
-        // A change here changes every run: old checkpoints would not resume exactly.
+        // Changing these values changes every run: old checkpoints would no longer resume exactly.
         assert_eq!([KEY.bits(0), KEY.fold_in(1).bits(2)], [2301246976881751613, 9837983499698444775]);
     }
 

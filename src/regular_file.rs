@@ -1,22 +1,22 @@
-//! Regular files, opened without waiting.
+//! Opens regular files, and never blocks.
 //!
-//! Every path that a job or a command line names is opened here. A FIFO without a writer would block for ever,
-//! `/dev/zero` never ends and a terminal waits for its user: anything that is no regular file is refused at once.
-//! The kind is asked of the open file, so that nobody can exchange the path in between.
+//! Every path named by a job or a command line is opened here. A FIFO without a writer would block forever, `/dev/zero`
+//! never ends and a terminal waits for its user: anything but a regular file is refused at once. The type is checked on
+//! the open file, so that nobody can swap the path in between.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 
-/// Opens the regular file at `path` to read. A folder is [`ErrorKind::IsADirectory`], anything else that is no
-/// regular file [`ErrorKind::InvalidInput`].
+/// Opens the regular file at `path` for reading. A directory gives [`ErrorKind::IsADirectory`], anything else that is
+/// not a regular file [`ErrorKind::InvalidInput`].
 pub fn open(path: &Path) -> io::Result<File> {
     let file = open_nonblocking(path)?;
     ensure_regular(&file)?;
     Ok(file)
 }
 
-/// The content of the regular file at `path`, refused above `max_bytes` bytes.
+/// The content of the regular file at `path`; an error if it is larger than `max_bytes`.
 pub fn read(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
     let file = open(path)?;
     let length = file.metadata()?.len();
@@ -30,18 +30,18 @@ pub fn read(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
         return Err(too_large());
     }
     let mut bytes = Vec::with_capacity(length as usize);
-    // A file of length 0 is not read: some below /proc claim it and block.
+    // Do not read a file of length 0: some files below /proc claim it and block.
     file.take(if length == 0 { 0 } else { max_bytes + 1 }).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > max_bytes { Err(too_large()) } else { Ok(bytes) }
 }
 
-/// As [`read`], of UTF-8 text.
+/// Like [`read`], for UTF-8 text.
 pub fn read_to_string(path: &Path, max_bytes: u64) -> io::Result<String> {
     String::from_utf8(read(path, max_bytes)?)
         .map_err(|_| io::Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
-/// Refuses an open file that is no regular one.
+/// Refuses an open file that is not a regular file.
 pub fn ensure_regular(file: &File) -> io::Result<()> {
     let kind = file.metadata()?.file_type();
     if kind.is_file() {
@@ -76,14 +76,14 @@ fn name(_: std::fs::FileType) -> &'static str {
     "no regular file"
 }
 
-/// Opens without waiting for the other end of a FIFO, and without making a terminal the one of this process.
+/// Opens without waiting for the other end of a FIFO, and without acquiring a controlling terminal.
 #[cfg(unix)]
 fn open_nonblocking(path: &Path) -> io::Result<File> {
     use rustix::fs::{Mode, OFlags};
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     match rustix::fs::open(path, flags, Mode::empty()) {
         Ok(file) => Ok(file.into()),
-        // A socket cannot be opened at all, nor a device that is not there.
+        // A socket cannot be opened at all, nor a device file without a device.
         Err(error @ rustix::io::Errno::NXIO) => Err(std::fs::metadata(path)
             .map_or_else(|_| error.into(), |metadata| not_regular(metadata.file_type()))),
         Err(error) => Err(error.into()),
@@ -99,7 +99,7 @@ fn open_any(path: &Path) -> io::Result<File> {
 mod tests {
     use super::*;
 
-    /// Each is refused by its kind; opened plainly, the FIFO would block this test for ever.
+    /// Each file type is refused by name; a plain open of the FIFO would block this test forever.
     #[test]
     fn only_regular_files_are_opened() {
         let folder = tempfile::tempdir().unwrap();
@@ -133,7 +133,7 @@ mod tests {
         std::os::unix::fs::symlink(path("file"), path("to file")).unwrap();
         assert_eq!(read(&path("to file"), 5).unwrap(), b"12345");
         assert_eq!(read(&path("file"), 4).unwrap_err().kind(), ErrorKind::FileTooLarge);
-        // It claims to be empty, and is taken at its word.
+        // This file claims length 0, so nothing is read.
         assert_eq!(read(Path::new("/proc/self/status"), 9).unwrap_or_default(), b"");
     }
 }

@@ -1,7 +1,7 @@
-//! Quantities people read and write: [`Bytes`], [`MemorySize`] (bytes, a percentage or `auto`) and counts.
+//! Quantities that people read and write: [`Bytes`], [`MemorySize`] (bytes, a percentage or `auto`) and counts.
 //!
-//! Owns their parsing and printing. A byte count prints in the largest binary unit that leaves at
-//! least one digit before the point (`1.50 GiB`); both decimal (`MB`) and binary (`MiB`) units parse.
+//! Owns their parsing and printing. A byte count prints in the largest binary unit that leaves at least one digit
+//! before the point (`1.50 GiB`); both decimal (`MB`) and binary (`MiB`) units parse.
 
 use std::fmt;
 use std::str::FromStr;
@@ -35,7 +35,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Why a quantity did not parse.
+/// A quantity that did not parse.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is not {wanted}")]
 pub struct ParseError {
@@ -78,7 +78,7 @@ impl std::iter::Sum for Bytes {
     }
 }
 
-/// A share of memory as a job states it: `"auto"`, `"8GiB"` or `"80%"`.
+/// An amount of memory as a job states it: `"auto"`, `"8GiB"` or `"80%"`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum MemorySize {
     Auto,
@@ -87,7 +87,7 @@ pub enum MemorySize {
 }
 
 impl MemorySize {
-    /// What this size is of `total`; `Auto` is all of it.
+    /// Resolves to bytes, as a percentage of `total`; `Auto` is all of it.
     pub fn resolve(self, total: Bytes) -> Bytes {
         match self {
             MemorySize::Auto => total,
@@ -146,7 +146,7 @@ impl<'de> Deserialize<'de> for MemorySize {
     }
 }
 
-/// A count with thousands apart: `1,234,567`.
+/// A count with thousands separators: `1,234,567`.
 pub fn format_count(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);

@@ -1,9 +1,10 @@
-//! The published bound of the memory plan: over jobs of every model, size, optimizer, precision, split and
-//! with recomputation, the planned peak is never below the measured ones, of the heap and of resident memory, and
-//! little above the larger of both.
+//! The published bound of the memory plan, over jobs of every model, size, optimizer, precision and split, with and
+//! without recomputation: the planned peak is never below the measured peaks of the heap and of resident memory, and
+//! only slightly above the larger of the two.
 //!
-//! What measures is not what plans. A run in a process of its own tells the peak of its counting allocator,
-//! and the system tells how much of the process was resident. `cargo test --test bounds -- --nocapture` prints all.
+//! The planner does not measure itself. Each run is a process of its own, which reports the peak of its counting
+//! allocator; the system reports how much of it was resident. `cargo test --test bounds -- --nocapture` prints all of
+//! it.
 
 use std::fs;
 use std::path::Path;
@@ -14,22 +15,22 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde_json::Value;
 use trainer::memory::measure::CountingAllocator;
 
-/// The test that allocates behind the plan's back runs in this program.
+/// The test that allocates outside the plan runs in this program.
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const MIB: u64 = 1 << 20;
 
-/// A plan may be above the larger of the measured peaks by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
+/// A plan may exceed the larger measured peak by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
 const MAX_OVERESTIMATE: f64 = 0.05;
 const SMALL_JOB_BYTES: u64 = 64 * MIB;
 const MAX_OVERESTIMATE_SMALL: u64 = 16 * MIB;
 
-/// What a run said and the system saw, in bytes.
+/// What a run reported and the system measured, in bytes.
 #[derive(Clone, Debug)]
 struct MemoryPeaks {
     planned: u64,
-    /// Of it, what is not heap: code, stacks, allocator overhead.
+    /// The planned bytes that are not heap: code, stacks, allocator overhead.
     process: u64,
     measured: u64,
     resident: u64,
@@ -38,17 +39,17 @@ struct MemoryPeaks {
 }
 
 impl MemoryPeaks {
-    /// The larger of the heap's peak and that of resident memory.
+    /// The larger of the peaks of heap and resident memory.
     fn measured_peak(&self) -> u64 {
         self.measured.max(self.resident)
     }
 
-    /// The plan over what was measured.
+    /// Planned over measured, minus 1.
     fn overestimate(&self) -> f64 {
         self.planned as f64 / self.measured_peak() as f64 - 1.0
     }
 
-    /// The most that may be planned where so much was measured.
+    /// The highest acceptable plan for a measured peak.
     fn max_planned(measured: u64) -> u64 {
         if measured < SMALL_JOB_BYTES {
             measured + MAX_OVERESTIMATE_SMALL
@@ -73,7 +74,7 @@ impl MemoryPeaks {
     }
 }
 
-/// A model in three sizes: its tables, its data, and samples in a micro-batch.
+/// A model in three sizes: its `[model]`, its `[data]`, and the micro-batch size.
 struct ModelSizes {
     name: &'static str,
     sizes: [(&'static str, &'static str, usize); 3],
@@ -220,7 +221,8 @@ impl MatrixJob {
     }
 }
 
-/// Every model in every size twice, as written and recomputed; the rest takes turns so that all meet.
+/// Every model in every size twice: as written, and with recomputation. The other settings rotate so that all
+/// combine.
 fn matrix() -> Vec<MatrixJob> {
     let mut jobs = Vec::new();
     for kind in 0..MODELS.len() {
@@ -228,7 +230,7 @@ fn matrix() -> Vec<MatrixJob> {
             for recompute in [false, true] {
                 let turn = kind + size + usize::from(recompute);
                 let optimizer = match size {
-                    // Both with and without state where memory is large enough for 5 % to matter.
+                    // Optimizers with and without state, where memory is large enough for 5 % to matter.
                     2 => ["adamw", "sgd"][turn % 2],
                     _ => OPTIMIZERS[(2 * kind + 3 * size + usize::from(recompute)) % OPTIMIZERS.len()],
                 };
@@ -253,8 +255,8 @@ fn plan(folder: &Path, args: &[&str]) -> Value {
         .unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&output.stderr)))
 }
 
-/// Runs a job, again where its plan seems too high, and gives the highest peak: where others keep the processors busy, threads
-/// that share a layer's work do not always have their memory at the same time.
+/// Runs a job, again if its plan looks too high, and returns the highest peak. On busy processors, threads that share
+/// a layer's work do not always hold their memory at the same time.
 fn run_until_tight(job: &MatrixJob) -> MemoryPeaks {
     let mut highest = run(job);
     for _ in 0..2 {
@@ -266,7 +268,7 @@ fn run_until_tight(job: &MatrixJob) -> MemoryPeaks {
     highest
 }
 
-/// Runs a job and looks at it.
+/// Runs a job and measures it.
 fn run(job: &MatrixJob) -> MemoryPeaks {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("job.toml"), job.text()).unwrap();
@@ -285,9 +287,9 @@ fn run(job: &MatrixJob) -> MemoryPeaks {
     finish_run(folder.path(), trainer(folder.path(), &args).spawn().unwrap(), &job.name())
 }
 
-/// Waits for the run of a child in `folder`, and reads what it said.
+/// Waits for the run of a child in `folder`, and reads what it reported.
 fn finish_run(folder: &Path, child: Child, name: &str) -> MemoryPeaks {
-    // What the system says of a child holds this process's own memory too, of which it is a copy until it runs.
+    // Not the child's rusage: that includes this process's memory, of which the child is a copy until exec.
     wait_for_resident_peak(child, 0, name);
     let events = fs::read_to_string(folder.join("run/events.jsonl")).unwrap();
     let events: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -305,22 +307,22 @@ fn finish_run(folder: &Path, child: Child, name: &str) -> MemoryPeaks {
     }
 }
 
-/// Waits for a child that must end with `code` and gives the most bytes of it that were resident at once.
+/// Waits for a child that must end with `code`, and returns its peak resident bytes.
 fn wait_for_resident_peak(mut child: Child, code: i32, name: &str) -> u64 {
     use std::io::Read;
     let mut said = String::new();
     child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    // The system's count of a child is only given to who waits for it, and the standard library does not ask.
+    // Only `wait4` returns a child's rusage, and the standard library does not call it.
     unsafe extern "C" {
         fn wait4(pid: i32, status: *mut i32, options: i32, usage: *mut [i64; 18]) -> i32;
     }
     let (mut status, mut usage) = (0, [0; 18]);
-    // SAFETY: both pointers are to values large enough: `struct rusage` is two times of two words each and
-    // fourteen words.
+    // SAFETY: both pointers are to values that are large enough: `struct rusage` is two `timeval`s of two words each
+    // and fourteen more words.
     let waited = unsafe { wait4(child.id() as i32, &mut status, 0, &mut usage) };
-    // The exit code is the second byte.
+    // The exit code is the second byte of the status.
     assert_eq!((waited, status), (child.id() as i32, code << 8), "{name}: {said}");
-    // The fifth word is the largest resident size, in KiB.
+    // The fifth word is `ru_maxrss`, in KiB.
     usage[4] as u64 * 1024
 }
 
@@ -370,7 +372,7 @@ fn the_plan_is_never_below_what_is_measured_and_little_above() {
     }
 }
 
-/// For who has another way to run them: `TRAINER_JOBS` names a folder to which every job is written, by its name.
+/// For running the jobs elsewhere: `TRAINER_JOBS` names a folder to which every job is written, by name.
 #[test]
 fn writes_its_jobs() {
     let Some(folder) = std::env::var_os("TRAINER_JOBS") else { return };
@@ -381,8 +383,8 @@ fn writes_its_jobs() {
     }
 }
 
-/// Padded samples are planned as the longest of them, and shorter micro-batches take less; the tokenizer's pass over
-/// the files is no part of it.
+/// Padded samples are planned at the length of the longest, and shorter micro-batches take less. The tokenizer's pass
+/// over the files is not part of it.
 #[cfg(target_os = "linux")]
 #[test]
 fn padded_samples_stay_within_the_plan_of_the_longest() {
@@ -408,7 +410,7 @@ fn padded_samples_stay_within_the_plan_of_the_longest() {
     }
 }
 
-/// A PNG of one colour, of (height, width).
+/// A single-color PNG of (height, width).
 fn png([height, width]: [usize; 2], value: u8) -> Vec<u8> {
     let mut file = Vec::new();
     let mut encoder = png::Encoder::new(&mut file, width as u32, height as u32);
@@ -418,8 +420,8 @@ fn png([height, width]: [usize; 2], value: u8) -> Vec<u8> {
     file
 }
 
-/// Pictures in folders and packed archives, a table and texts that are tokenized: the plan bounds the preparation too,
-/// the first time and once it is done.
+/// Images in folders and compressed archives, a table, and texts to tokenize: the plan bounds data preparation too,
+/// on the first run and on later ones.
 #[cfg(target_os = "linux")]
 #[test]
 fn data_that_is_prepared_stays_within_the_plan() {
@@ -468,7 +470,8 @@ fn data_that_is_prepared_stays_within_the_plan() {
     }
 }
 
-/// An image that does not fit ends the run before it begins, by name and with what to do; with either it runs.
+/// An image that does not fit fails the run before it starts, with its name and two remedies; with either the job
+/// runs.
 #[cfg(target_os = "linux")]
 #[test]
 fn an_image_that_does_not_fit_is_named_with_its_remedies() {
@@ -496,7 +499,7 @@ fn an_image_that_does_not_fit_is_named_with_its_remedies() {
     assert_eq!(with(&["--set", "data.max_pixels=24999999"]).0, 0);
 }
 
-/// The comparison can fail: what is held back from the plan is seen by the allocator's count and by the system.
+/// The comparison can fail: both the allocator's count and the system notice bytes that the plan does not know.
 #[cfg(target_os = "linux")]
 #[test]
 fn an_allocation_behind_the_plans_back_is_found() {
@@ -511,7 +514,7 @@ fn an_allocation_behind_the_plans_back_is_found() {
     };
     fs::write(folder.path().join("job.toml"), job.text()).unwrap();
     let with = |hidden: u64| {
-        // This very program, which runs the job after it took some memory for itself.
+        // This program itself, which allocates some memory of its own before it runs the job.
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["runs_a_job_beside_hidden_bytes", "--exact", "--ignored", "--nocapture"])
             .env("TRAINER_HIDDEN_BYTES", hidden.to_string())
@@ -529,14 +532,14 @@ fn an_allocation_behind_the_plans_back_is_found() {
     assert_eq!(honest.violation(), None, "{honest:?}");
     assert!(hiding.violation().unwrap().contains("below"), "{hiding:?}");
     assert!(hiding.measured >= honest.measured + 79 * MIB && hiding.resident >= honest.resident + 70 * MIB);
-    // The system's count finds it alone, and a plan that is too careful is found as well.
+    // The system's count alone finds it, and an overly cautious plan is found too.
     let quiet = MemoryPeaks { measured: honest.measured, ..hiding };
     assert!(quiet.violation().unwrap().contains("resident"), "{quiet:?}");
     let careful = MemoryPeaks { planned: honest.planned + MAX_OVERESTIMATE_SMALL, ..honest };
     assert!(careful.violation().unwrap().contains("above"), "{careful:?}");
 }
 
-/// Not a test: the child of the one above.
+/// Not a test: the child process of the one above.
 #[test]
 #[ignore = "the process that `an_allocation_behind_the_plans_back_is_found` starts"]
 fn runs_a_job_beside_hidden_bytes() {
@@ -548,7 +551,7 @@ fn runs_a_job_beside_hidden_bytes() {
     assert_eq!(std::hint::black_box(held).len(), hidden);
 }
 
-/// Seven billion parameters are planned without any of their bytes, for a machine that is not here.
+/// Plans seven billion parameters without allocating them, for a machine that is not here.
 #[cfg(target_os = "linux")]
 #[test]
 fn seven_billion_parameters_are_planned_in_little_memory() {
@@ -559,7 +562,8 @@ fn seven_billion_parameters_are_planned_in_little_memory() {
     fs::write(folder.path().join("job.toml"), job).unwrap();
     let plan = plan(folder.path(), &["--ram", "1TiB"]);
     assert_eq!(plan["verdict"], "fits", "{plan}");
-    // The published count of Llama 2 7B, and what training it by AdamW in bf16 holds whatever the batch: 18 bytes each.
+    // The published parameter count of Llama 2 7B. Training it with AdamW in bf16 holds 18 bytes per parameter,
+    // whatever the batch.
     let parameters = 6_738_415_616u64;
     let bytes = |role: &str| -> u64 {
         let parts = plan["parts"].as_array().unwrap().iter().filter(|part| part["role"] == role);
@@ -570,7 +574,7 @@ fn seven_billion_parameters_are_planned_in_little_memory() {
     assert_eq!(bytes("optimizer_state"), 8 * parameters);
     assert!(plan["peak"]["ram_bytes"].as_u64().unwrap() > 18 * parameters);
     let child = trainer(folder.path(), &["plan", "job.toml", "--ram", "64GiB", "-q"]).spawn().unwrap();
-    // The system's count of a child begins with that of the process it was made from.
+    // A child's peak resident size starts at that of the process that forked it.
     let (resident, own) =
         (wait_for_resident_peak(child, 3, "does not fit"), trainer::memory::measure::resident_peak());
     assert!(resident < own.max(50 * MIB), "{resident} bytes to plan, {own} of this process");

@@ -1,4 +1,4 @@
-//! What decoding pictures really takes, as the allocator counts it: alone in its process, so that nothing else
+//! What decoding images really takes, as the allocator counts it. Alone in its process, so that nothing else
 //! allocates meanwhile.
 
 use std::fs;
@@ -13,7 +13,7 @@ use trainer::memory::measure::{self, CountingAllocator};
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// Buffers, decoders and the resizer together stay within what a set says it keeps.
+/// Buffers, decoders and the resizer together stay within what the dataset declares.
 #[test]
 fn decoding_takes_no_more_than_is_counted() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Every CPU dispatch through the binary: the same experiment under each, equal bits when repeated, a plan that is not below
-//! what is measured, and a clear refusal of what there is not.
+//! Every CPU dispatch through the binary: the same experiment under each, bitwise reproducible, with a plan not below
+//! what is measured, and a clear error for a dispatch the machine lacks.
 
 use std::fs;
 use std::path::Path;
@@ -11,8 +11,8 @@ use trainer::kernels::dispatch::{Dispatch, ENV_VAR};
 const TOKENS: &str = "kind = 'text-synthetic'\nvocab = 61\ntrain_samples = 29\nvalid_samples = 4";
 const IMAGES: &str = "kind = 'shapes'\nimage_size = 20\ntrain_samples = 37\nvalid_samples = 4";
 
-/// Name, `[model]`, `[data]` and samples of an update: sizes that tiles, vectors and threads do not divide, and a last batch
-/// that is short.
+/// Name, `[model]`, `[data]` and samples per update: sizes that tiles, vectors and threads do not divide, and a short
+/// last batch.
 const JOBS: [(&str, &str, &str, usize); 3] = [
     ("mlp", "hidden = [101, 67]\nactivation = 'gelu'", IMAGES, 8),
     (
@@ -23,7 +23,7 @@ const JOBS: [(&str, &str, &str, usize); 3] = [
     ),
     ("gpt", "layers = 2\nheads = 3\nwidth = 96\ncontext = 50", TOKENS, 5),
 ];
-/// What losses may differ by between dispatches, relatively: a rounding of the type.
+/// Relative difference of losses allowed between dispatches: one rounding of the dtype.
 const TYPES: [(&str, f64); 3] = [("f32", 1e-4), ("bf16", 5e-3), ("f16", 1e-3)];
 const STEPS: usize = 9;
 
@@ -32,7 +32,7 @@ fn trainer(folder: &Path, dispatch: &str, args: &[&str]) -> Output {
     command.args(args).current_dir(folder).env(ENV_VAR, dispatch).output().unwrap()
 }
 
-/// What a run left: its losses, weights, and the planned and the measured peak.
+/// What a run left: its losses, its weights, and the planned and measured peaks.
 struct RunResult {
     losses: Vec<f64>,
     weights: Vec<u8>,
@@ -117,5 +117,5 @@ fn what_there_is_not_is_refused() {
             assert!(said.contains("does not have"), "{said}");
         }
     }
-    assert_eq!(trainer(folder.path(), "", &["probe"]).status.code(), Some(0), "empty is not asked for");
+    assert_eq!(trainer(folder.path(), "", &["probe"]).status.code(), Some(0), "an empty value is ignored");
 }

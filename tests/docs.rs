@@ -1,4 +1,4 @@
-//! What the documents show is true: every job in them is a job that plans, every command runs.
+//! The documents are true: every job in them plans, and every command runs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
-/// Fenced blocks of a language, each with the page and the line it begins at.
+/// Fenced blocks of a language, each with its page and first line.
 fn code_blocks(language: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for page in pages() {
@@ -37,7 +37,7 @@ fn code_blocks(language: &str) -> Vec<(String, String)> {
     found
 }
 
-/// What a job calls a published data set, and where that lies in the folder of them.
+/// The variable that jobs use for a published dataset, and its path in the dataset folder.
 const DATASETS: [(&str, &str); 5] = [
     ("MNIST", "mnist"),
     ("FASHION_MNIST", "fashion-mnist"),
@@ -46,7 +46,7 @@ const DATASETS: [(&str, &str); 5] = [
     ("SIGNS", "sign-language-digits/Dataset"),
 ];
 
-/// The folder of published data sets, which may be missing or lack some.
+/// The folder of published datasets, which may be missing or incomplete.
 fn dataset_root() -> PathBuf {
     std::env::var_os("TRAINER_DATA").map_or(root().join("../shared/data"), PathBuf::from)
 }
@@ -97,9 +97,8 @@ fn every_job_in_the_documents_is_planned() {
     }
 }
 
-/// Commands of the program in the documents, as typed after `trainer` or `cargo run --release --`. Training
-/// is cut to two updates; what needs a file that only the reader has is left out by the word `job.toml`
-/// being made first.
+/// Commands of this program in the documents, as typed after `trainer` or `cargo run --release --`. Training is cut
+/// to two updates. Commands that need the reader's own file work because the test creates `job.toml` first.
 #[test]
 fn every_command_of_ours_in_the_documents_runs() {
     let folder = tempfile::tempdir().unwrap();
@@ -119,7 +118,7 @@ fn every_command_of_ours_in_the_documents_runs() {
         for line in block.lines().map(|line| line.split(" #").next().unwrap_or(line).trim()) {
             let ours = line.strip_prefix("trainer ").or_else(|| line.strip_prefix("cargo run --release -- "));
             let Some(arguments) = ours else { continue };
-            // A shell's own words are the shell's business.
+            // Shell syntax after the command is not tested.
             let arguments = arguments.split(['|', '>', ';', '&']).next().unwrap_or(arguments);
             let mut words: Vec<&str> = arguments.split_whitespace().collect();
             if words.first() == Some(&"fit") && !words.contains(&"--dry-run") {
@@ -139,7 +138,7 @@ fn every_command_of_ours_in_the_documents_runs() {
     assert!(seen >= 5, "only {seen} commands");
 }
 
-/// Files that a block makes by `cat > NAME <<'END'`.
+/// Files that a block creates with `cat > NAME <<'END'`.
 fn heredoc_files(block: &str) -> Vec<(&str, String)> {
     let (mut made, mut lines) = (Vec::new(), block.lines());
     while let Some(line) = lines.next() {

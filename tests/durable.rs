@@ -1,5 +1,5 @@
-//! Nothing lost: data that changed, folders in use, damage to what a run left, disks that are full, and runs whose
-//! values are not finite, through the binary.
+//! Nothing lost, through the binary: changed data, run directories in use, damaged runs, full disks, and runs with
+//! non-finite values.
 #![cfg(unix)]
 
 use std::fs::{self, File};
@@ -64,7 +64,7 @@ impl RunFixture {
         fs::read_to_string(self.path(name)).unwrap()
     }
 
-    /// Gives a file another time of change.
+    /// Sets another modification time on a file.
     fn touch(&self, name: &str) {
         let time = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
         File::options().append(true).open(self.path(name)).unwrap().set_modified(time).unwrap();
@@ -82,7 +82,7 @@ impl RunFixture {
         assert_exit(&self.command(args).output().unwrap(), code)
     }
 
-    /// A run of the first steps in `run`.
+    /// A run of the first steps, in `run`.
     fn with_partial_run(job: &str) -> Self {
         let bench = Self::new(job);
         bench.fit(&["--run-dir", "run", "--max-steps", "8", "-q"], 0);
@@ -120,7 +120,7 @@ fn assert_exit(output: &Output, code: i32) -> String {
     text
 }
 
-/// What a run ends with, to the bit.
+/// The final state of a run, for bitwise comparison.
 fn outcome(run: &Path) -> (Vec<u8>, Vec<u8>, Value) {
     let newest = run.join("checkpoints").join(names(&run.join("checkpoints")).last().unwrap());
     let read = |name: &str| fs::read(newest.join(name)).unwrap();
@@ -133,7 +133,7 @@ fn outcome(run: &Path) -> (Vec<u8>, Vec<u8>, Value) {
 #[test]
 fn data_that_changed_is_refused_by_name_and_a_copy_is_not() {
     let bench = RunFixture::with_partial_run(JOB);
-    // The same bytes with another time, and at another place.
+    // The same bytes with another modification time, and at another path.
     bench.touch("data/a.csv");
     bench.resume(&["--max-steps", "9", "-q"], 0);
     fs::create_dir(bench.path("copy")).unwrap();
@@ -149,19 +149,19 @@ fn data_that_changed_is_refused_by_name_and_a_copy_is_not() {
         let text = bench.resume(&[], 2);
         assert!(text.contains(&format!("{file}.csv` of `{key}` changed")), "{text}");
         assert!(!text.contains("a.csv") && text.contains("--allow-changed-data"), "{text}");
-        // Without the cache too: the checkpoint knows.
+        // The cache is gone: the checkpoint still has the fingerprint.
         fs::remove_dir_all(bench.path("runs/.data")).unwrap();
         bench.resume(&[], 2);
         bench.write(&name, &before);
     }
     let text = bench.resume(&["--set", "data.train=['data/a.csv']"], 2);
     assert!(text.contains("`data.train` was 2 files"), "{text}");
-    // A job that differs is told before its data is.
+    // A changed job is reported before changed data.
     let text = bench.resume(&["--set", "model.hidden=[4]"], 2);
     assert!(text.contains("model.hidden"), "{text}");
     bench.write("data/b.csv", &bench.read("data/b.csv").replacen("1.1,", "2.1,", 1));
     bench.resume(&["--allow-changed-data", "--max-steps", "11", "-q"], 0);
-    // From here on it is the data of the run.
+    // From here on this is the data of the run.
     bench.resume(&["-q"], 0);
 }
 
@@ -200,7 +200,7 @@ fn a_folder_in_use_is_refused_with_the_process() {
         }
         let text = bench.resume(&[], 2);
         assert!(text.contains(&format!("is in use by process {}", first.id())), "{text}");
-        // The lock dies with its owner, and with its worker.
+        // The lock dies with its owner and the owner's worker.
         first.kill().unwrap();
         first.wait().unwrap();
         for _ in 0..500 {
@@ -231,7 +231,7 @@ fn the_experiment_is_known_without_job_toml() {
         assert!(text.contains("`seed` was 3 and is 4"), "{damage}: {text}");
         bench.resume(&["-q"], 0);
     }
-    // All but the checkpoints is gone: it is a run all the same.
+    // Only the checkpoints are left: it is still a run.
     let bench = RunFixture::with_partial_run(JOB);
     for name in ["job.toml", "events.jsonl", "plan.json", "metrics.jsonl"] {
         fs::remove_file(bench.path("run").join(name)).unwrap();
@@ -239,7 +239,7 @@ fn the_experiment_is_known_without_job_toml() {
     bench.fit(&["--run-dir", "run"], 2);
     bench.resume(&["--set", "seed=4"], 2);
     bench.resume(&["-q"], 0);
-    // Without a checkpoint the job of the folder is all there is.
+    // Without a checkpoint, the job in the run directory is the only record.
     let bench = RunFixture::with_partial_run(JOB);
     fs::remove_dir_all(bench.path("run/checkpoints")).unwrap();
     bench.write("run/job.toml", "[model");
@@ -274,7 +274,7 @@ fn missing_markers_are_an_error_and_no_new_beginning() {
     let text = bench.resume(&[], 1);
     assert!(text.contains("no whole checkpoint is left") && text.contains("it has no DONE marker"), "{text}");
     assert_eq!(bench.checkpoints(), before, "nothing is removed");
-    // One that is whole is enough, and the others are told.
+    // One intact checkpoint is enough, and the others are reported.
     let bench = RunFixture::with_partial_run(JOB);
     fs::remove_file(bench.path("run/checkpoints/step-00000008/DONE")).unwrap();
     let text = bench.resume(&[], 0);
@@ -288,7 +288,7 @@ fn a_resume_that_finds_nothing_says_so_and_the_newest_is_what_was_last_active() 
     assert!(text.contains("there is no run to resume"), "{text}");
     let home = bench.path("runs/small");
     let first = home.join(&names(&home)[0]);
-    // Older runs under names that come after it.
+    // Older runs under names that sort after it.
     for name in ["99999999-000000", "copy of it"] {
         fs::create_dir(home.join(name)).unwrap();
         fs::write(home.join(name).join("job.toml"), bench.read("job.toml")).unwrap();
@@ -307,7 +307,7 @@ fn an_evaluation_that_fails_costs_nothing() {
         JOB.replace("every_steps = 4", "every_steps = 100").replace("steps = 12", "steps = 12\nema = 0.9");
     let whole = RunFixture::new(&job);
     whole.fit(&["--run-dir", "run", "-q"], 0);
-    // The process dies right after the checkpoint, before and while the validation set is read.
+    // The process dies right after the checkpoint: before and during the read of the validation set.
     let bench = RunFixture::new(&job);
     let bad = bench.read("data/valid.csv");
     bench.write("data/valid.csv", &bad.replace("\n1.1,", "\nx.1,"));
@@ -363,7 +363,7 @@ every_steps = 1
 tensorboard = false
 ";
 
-/// Weights that are not finite after the last update, in every form they come in.
+/// Non-finite weights after the last update, in every form.
 #[test]
 fn weights_that_are_not_finite_end_the_run_with_5_also_at_its_end() {
     for sets in [
@@ -389,8 +389,8 @@ fn weights_that_are_not_finite_end_the_run_with_5_also_at_its_end() {
     }
 }
 
-/// In f16 a loss that explodes overflows for many updates before the run gives up: none of them pushes the good
-/// checkpoints out, and a resume begins with one of these.
+/// In f16 an exploding loss overflows for many updates before the run gives up. None of them evicts the good
+/// checkpoints, and a resume starts from one of those.
 #[test]
 fn a_loss_that_explodes_in_f16_leaves_a_checkpoint_to_resume_from() {
     let bench = RunFixture::new(SHAPES);
@@ -451,7 +451,7 @@ fn a_limit_on_file_sizes_is_a_full_disk() {
     bench.resume(&["-q"], 0);
 }
 
-/// A file system of 300 KiB, where the machine lets us make one.
+/// A 300 KiB file system, if the machine lets us mount one.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_disk_too_small_for_the_checkpoints_is_reported_before_the_first_step() {

@@ -1,9 +1,8 @@
-//! Faults at every call to the file system that a checkpoint is written, evaluated and removed with: the process is
-//! killed there, the disk is full, the disk fails. Each leaves a run that resumes to the same bits and a folder
-//! without leftovers.
+//! Faults at every file system call that writes, evaluates or removes a checkpoint: the process is killed there, the
+//! disk is full, or the disk fails. After each, the run resumes to the same bits and its directory has no leftovers.
 //!
-//! A shim before the C library counts the calls of an undisturbed run and makes one of them fail. `cargo test` takes
-//! one of each kind of call for each fault; `TRAINER_FAULT_SWEEP=all` takes every call of the run.
+//! A shim preloaded before the C library counts the calls of an undisturbed run and makes one of them fail. `cargo
+//! test` tries one call of each kind per fault; `TRAINER_FAULT_SWEEP=all` tries every call of the run.
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 
-/// Three checkpoints, two evaluations, a best one that is kept and one that is removed.
+/// Three checkpoints, two evaluations, a best checkpoint that is kept and one that is removed.
 const JOB: &str = "
 seed = 5
 [model]
@@ -72,7 +71,7 @@ fn listing(folder: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// What must be the same to the bit, and the names of all that is there.
+/// What must be bitwise identical, and the names of all files.
 fn final_state(folder: &Path) -> (Vec<Vec<u8>>, Value, BTreeSet<PathBuf>) {
     let run = folder.join("run");
     let last = run.join("checkpoints/step-00000003");
@@ -102,7 +101,7 @@ fn build_shim(folder: &Path) -> Option<PathBuf> {
     }
 }
 
-/// A call as it is told apart from others: without the numbers of steps and of the call.
+/// The kind of a call: the call without its number and without step numbers.
 fn call_kind(line: &str) -> String {
     let call = line.split_once(' ').unwrap().1;
     let place = call.split_once("run/").map_or(call, |(_, place)| place);
@@ -116,7 +115,7 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
     let Some(library) = build_shim(whole.path()) else { return };
     let library = library.to_str().unwrap();
     let all = std::env::var("TRAINER_FAULT_SWEEP").is_ok_and(|value| value == "all");
-    // Of the whole folder of the run where all are tried; else of its checkpoints.
+    // The whole run directory for a full sweep; otherwise its checkpoints.
     let place = if all { "run/" } else { "run/checkpoints" };
     let log = whole.path().join("log");
     let counting = [("LD_PRELOAD", library), ("SHIM_FOLDER", place), ("SHIM_LOG", log.to_str().unwrap())];
@@ -128,7 +127,7 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
     for name in ["open", "write", "fsync", "rename", "mkdir", "unlinkat", "read"] {
         assert!(names.contains(name), "the shim sees `{name}`: {names:?}");
     }
-    // The last of each kind, which comes after the most that could be spoiled.
+    // The last call of each kind: by then there is the most to damage.
     let kinds: BTreeMap<String, usize> =
         calls.iter().enumerate().map(|(i, call)| (call_kind(call), i + 1)).collect();
     let chosen: BTreeSet<usize> =
@@ -149,7 +148,7 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
             let add_failure = |what: String| {
                 wrong.lock().unwrap().push(format!("{name} at {}: {what}", calls[at - 1]));
             };
-            // Killed, told, or of no consequence: never a panic.
+            // Killed, reported, or harmless: never a panic.
             if !matches!((code, *how), (None, "kill") | (Some(0 | 1), "28" | "5"))
                 || text.contains("panicked")
             {

@@ -1,5 +1,5 @@
-//! Jobs and commands through the binary: exit code, stdout and stderr together, against the texts in
-//! `tests/snapshots`. `TRAINER_UPDATE_SNAPSHOTS=1 cargo test` writes them anew.
+//! Jobs and commands through the binary: exit code, stdout and stderr together, compared with `tests/snapshots`.
+//! `TRAINER_UPDATE_SNAPSHOTS=1 cargo test` rewrites them.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -31,19 +31,19 @@ fn trainer(folder: &Path, args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
     command.env("TRAINER_PROCESS_BYTES", "0");
     command.args(args).current_dir(folder).env_remove("NO_COLOR").env("COLUMNS", "100");
-    // What a plan takes depends on the threads, and on what products pack under a CPU dispatch.
+    // A plan depends on the number of threads, and on the packing buffers of GEMMs under a CPU dispatch.
     command.env("RAYON_NUM_THREADS", "2").env("TRAINER_CPU_DISPATCH", "portable");
     command.stdin(Stdio::null()).output().unwrap()
 }
 
-/// A folder with `job.toml` in it.
+/// A folder that contains `job.toml`.
 fn folder_with(job: impl AsRef<[u8]>) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("job.toml"), job).unwrap();
     folder
 }
 
-/// Runs `args` and compares all that is seen of it with the snapshot `name`.
+/// Runs `args` and compares everything visible with the snapshot `name`.
 fn snapshot(name: &str, job: impl AsRef<[u8]>, args: &[&str]) {
     let folder = folder_with(&job);
     let output = trainer(folder.path(), args);
@@ -254,7 +254,7 @@ fn every_config_loads_and_its_resolved_job_is_the_same_job() {
         configs.filter(|path| path.extension().is_some_and(|e| e == "toml")).collect();
     assert!(configs.len() >= 2);
     for path in configs {
-        // What the environment would say; whether the files are there is not the job's business.
+        // Substitute the environment variables; whether the files exist does not matter here.
         let text = ["MNIST", "FASHION_MNIST", "TEXT", "SIGNS", "HOUSING"]
             .iter()
             .fold(fs::read_to_string(&path).unwrap(), |text, name| {
@@ -324,8 +324,8 @@ fn mutation() -> impl Strategy<Value = Mutation> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..Default::default() })]
 
-    /// A damaged job loads, or is refused with at least one message: it never panics, and what loads
-    /// can be written out and read again.
+    /// A damaged job loads, or is refused with at least one message. It never panics, and a job that loads survives a
+    /// round trip.
     #[test]
     fn a_damaged_job_never_panics(which in 0usize..2, mutations in prop::collection::vec(mutation(), 1..6)) {
         let path = root().join(["configs/quickstart.toml", "configs/mlp.toml"][which]);
@@ -351,8 +351,8 @@ proptest! {
     }
 }
 
-/// Whatever path a job or a command line names, what is no regular file is refused at once: opened plainly, a FIFO
-/// would block and `/dev/zero` never end.
+/// Any path in a job or on the command line that is not a regular file is refused at once. Plainly opened, a FIFO
+/// would block and `/dev/zero` would never end.
 #[cfg(unix)]
 #[test]
 fn what_is_no_regular_file_is_refused_at_once() {

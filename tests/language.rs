@@ -1,4 +1,4 @@
-//! Text, tokens and records of JSON through the program: padding changes nothing, and what is wrong is told.
+//! Text, tokens and JSON records through the program: padding changes nothing, and errors are reported.
 
 use std::fs;
 use std::path::Path;
@@ -31,7 +31,7 @@ fn run_ok(folder: &Path, args: &[&str]) -> String {
     said
 }
 
-/// A text of so many letters, and its class.
+/// A text of this many letters, and its class.
 fn record(length: usize, class: usize) -> Value {
     let text: String =
         (0..length).map(|i| (b'a' + ((i * i + 3 * length + 7 * class) % 26) as u8) as char).collect();
@@ -58,7 +58,7 @@ fn job(folder: &Path, model: &str, data: &str, train: &str) {
     fs::write(folder.join("job.toml"), job).unwrap();
 }
 
-/// Samples `ids` of the training set, as a loader gives them.
+/// Samples `ids` of the training set, as the loader delivers them.
 fn batch(setup: &Setup, ids: &[u64]) -> HostBatch {
     let features = setup.features();
     let (inputs, targets) = (features.input_len(), features.target_len());
@@ -80,7 +80,7 @@ fn batch(setup: &Setup, ids: &[u64]) -> HostBatch {
     batch
 }
 
-/// The gradients of some micro-batches, and the loss and the weight of all.
+/// The gradients accumulated over some micro-batches, and their total loss and weight.
 fn accumulated_gradients(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64) {
     let engine = Engine::new(setup, Ledgers::new(setup, u64::MAX, None), 0, false).unwrap();
     let (mut loss, mut weight) = (0.0, 0.0);
@@ -92,8 +92,8 @@ fn accumulated_gradients(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64
     (engine.store.grads.flatten_all().unwrap().to_vec1().unwrap(), loss, weight)
 }
 
-/// A padded micro-batch is its samples, each alone and without padding: buckets are as long as the samples, so that
-/// one that runs alone has none.
+/// A padded micro-batch equals its samples one by one without padding: buckets have the lengths of the samples, so a
+/// sample that runs alone has none.
 #[test]
 fn padding_changes_no_gradient() {
     let folder = tempfile::tempdir().unwrap();
@@ -132,7 +132,8 @@ fn padding_changes_no_gradient() {
     }
 }
 
-/// The second law, with samples of every length: other splits put a sample into other buckets.
+/// The second law (memory changes how a job runs, never its result) with samples of every length: other splits put a
+/// sample into other buckets.
 #[test]
 fn padded_jobs_are_the_same_experiment_however_they_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -178,7 +179,7 @@ fn a_chat_is_trained_on_and_its_tokenizer_left_with_the_run() {
     assert!(said.contains("64 tokens of 256"), "{said}");
 }
 
-/// What is wrong with files of every kind ends with exit code 4 and a sentence, and what the job says of them with 2.
+/// Errors in files of every kind end with exit code 4 and a message; errors in what the job says about them, with 2.
 #[test]
 fn errors_in_data_files_are_reported() {
     let folder = tempfile::tempdir().unwrap();

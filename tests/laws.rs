@@ -1,5 +1,6 @@
-//! The second law for every model: fifty updates with ample memory, and fifty under a budget that forces smaller
-//! micro-batches and recomputation and with an out of memory on the way, are the same experiment.
+//! The second law (memory changes how a job runs, never its result) for every model: fifty updates with ample memory,
+//! and fifty under a budget that forces smaller micro-batches and recomputation, with an OOM on the way, are the same
+//! experiment.
 
 use std::fs;
 use std::path::Path;
@@ -14,19 +15,19 @@ use trainer::train::setup::Setup;
 
 const UPDATES: usize = 50;
 
-/// Losses agree to this, relatively, when additions are made in another order.
+/// Relative tolerance of losses when additions run in another order.
 const TOLERANCE: f64 = 1e-5;
 
-/// The ask for memory that is refused, some updates after the first.
+/// The reservation that fails, some updates after the first.
 const FAULT_ENV: &str = "TRAINER_FAULT_ASK";
 
-/// Models small enough for fifty updates in seconds, with activations that are worth saving: name, `[model]`,
-/// `[data]`, samples in an update, the ask that is refused.
+/// Models small enough for fifty updates in seconds, with activations worth saving: name, `[model]`, `[data]`,
+/// samples per update, the reservation that fails.
 ///
-/// The deep networks with batch norm learn in tiny steps: a product of few rows adds in another order than one of
-/// many, and eighteen and more normalisations of a few values each, with a kink after every one, make of the last bit
-/// another gradient within some updates at a usual learning rate. What is proved of them is that nothing but that bit
-/// differs; that bits are equal where the split is, is proved all the same.
+/// The deep networks with batch norm use a tiny learning rate. A GEMM of few rows adds in another order than one of
+/// many; eighteen or more normalizations over a few values each, with a ReLU after every one, amplify that last bit
+/// into a different gradient within some updates at a usual learning rate. For them the test proves that only that
+/// bit differs; that results are bitwise identical under the same split, it proves all the same.
 const MODELS: [(&str, &str, &str, usize, u64); 9] = [
     ("mlp", "hidden = [128, 128, 128, 128]\nactivation = 'gelu'\ndropout = 0.1", IMAGES, 1024, 900),
     ("cnn", "stages = [{ channels = 8 }, { channels = 16 }]\nhidden = [16]\ndropout = 0.1", IMAGES, 256, 900),
@@ -70,7 +71,7 @@ fn job(kind: usize) -> String {
     )
 }
 
-/// Settings under which the plan both splits and recomputes; where one of them is always faster alone, settings that
+/// Settings under which the plan both splits and recomputes. If one of the two alone is always faster, settings that
 /// force the one, and settings that force the other.
 fn tight_settings(path: &Path) -> Vec<Vec<String>> {
     let job = Job::load(path, &[]).unwrap();
@@ -90,14 +91,14 @@ fn tight_settings(path: &Path) -> Vec<Vec<String>> {
     let mut settings = vec![vec![ram((most + least) / 2), only("shrink")]];
     let mut job = job.clone();
     job.memory.on_oom = vec![OomAction::Recompute];
-    // Where the peak is not in what blocks keep, no budget forces it; an out of memory does, below.
+    // If the peak is not in saved activations, no budget forces recomputation; the OOM below does.
     if Setup::new(job, most - 1).unwrap().plan(most - 1).verdict != PlanVerdict::DoesNotFit {
         settings.push(vec![ram(most - 1), only("recompute")]);
     }
     settings
 }
 
-/// What a run leaves: losses, samples, weights and optimizer state, and its out of memories.
+/// What a run leaves: losses, samples, weights and optimizer state, and its OOMs.
 struct RunArtifacts {
     losses: Vec<f64>,
     digest: String,
@@ -135,7 +136,8 @@ fn max_loss_difference(a: &RunArtifacts, b: &RunArtifacts) -> f64 {
     a.losses.iter().zip(&b.losses).map(|(a, b)| (a - b).abs() / a.abs()).fold(0.0, f64::max)
 }
 
-/// Runs a model in three ways and gives how far the losses of the tight one were from those of the ample one.
+/// Runs a model with ample memory, under tight memory, and with one split throughout. Returns how far the losses under
+/// tight memory are from those with ample memory.
 fn compare_under_tight_memory(kind: usize) -> f64 {
     let (name, _, _, _, fault) = MODELS[kind];
     let folder = tempfile::tempdir().unwrap();
@@ -150,15 +152,15 @@ fn compare_under_tight_memory(kind: usize) -> f64 {
     for (i, sets) in tight_settings(&path).iter().enumerate() {
         let tight = run(folder.path(), &format!("tight-{i}"), (i == 0).then_some(fault), sets);
         split |= tight.planned.0 > 1;
-        assert!(i > 0 || on_the_way(&tight), "{name}: an out of memory on the way, {:?}", tight.ooms);
+        assert!(i > 0 || on_the_way(&tight), "{name}: an OOM on the way, {:?}", tight.ooms);
         assert_eq!(tight.digest, ample.digest, "{name}: the same samples in the same order");
         apart = apart.max(max_loss_difference(&ample, &tight));
     }
     assert!(split, "{name}: the budget splits updates");
 
-    // The same split from beginning to end: the same bits, though memory ran out and blocks were recomputed.
+    // The same split from start to end gives the same bits, despite an OOM and recomputation.
     let same = run(folder.path(), "same", Some(fault), &["memory.on_oom=[\"recompute\"]".into()]);
-    assert!(on_the_way(&same), "{name}: an out of memory on the way, {:?}", same.ooms);
+    assert!(on_the_way(&same), "{name}: an OOM on the way, {:?}", same.ooms);
     assert_eq!((&same.losses, &same.digest), (&ample.losses, &ample.digest), "{name}");
     assert!(same.tensors == ample.tensors, "{name}: weights and optimizer state to the bit");
     apart

@@ -1,5 +1,5 @@
-//! Running out of memory through the library, where it is fast enough to be done at every single ask: the
-//! same samples, the same weights, and the larger plan again when memory is back.
+//! OOM recovery through the library, fast enough to fail every single reservation: the same samples, the same
+//! weights, and the larger plan again once memory returns.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,8 +16,7 @@ use trainer::train::event::EventRecord;
 use trainer::train::run::{self, RunOptions, RunOutcome};
 use trainer::train::run_dir::{RequestedRun, RunDir};
 
-/// Two updates of four samples, in both a dropout that a retry must not draw anew and an average it must not
-/// move twice.
+/// Two updates of four samples, with dropout that a retry must not redraw and an EMA it must not update twice.
 const MLP: &str = "
 [model]
 kind = 'mlp'
@@ -41,7 +40,7 @@ every_steps = 1
 ram = '64MiB'
 ";
 
-/// Statistics that a retry must set back.
+/// Running statistics that a retry must restore.
 const CNN: &str = "
 [model]
 kind = 'cnn'
@@ -70,7 +69,7 @@ fn train(text: &str, sets: &[&str], folder: &Path, options: RunOptions) -> Finis
     train_observed(text, sets, folder, options, None)
 }
 
-/// `seen` hears every event as it happens.
+/// `seen` receives every event as it happens.
 fn train_observed(
     text: &str,
     sets: &[&str],
@@ -162,8 +161,8 @@ impl FinishedRun {
     }
 }
 
-/// Sums in another order differ in the last bits; AdamW divides a first gradient by its own size, so those
-/// bits can weigh as much as its learning rate of 1e-3 allows where a gradient is nearly zero.
+/// Sums in another order differ in the last bits. AdamW divides a first gradient by its own magnitude, so where a
+/// gradient is nearly zero those bits can weigh as much as its learning rate of 1e-3 allows.
 #[track_caller]
 fn assert_near(a: &FinishedRun, b: &FinishedRun) {
     for ((name, a), (_, b)) in a.weights().iter().zip(&b.weights()) {
@@ -172,8 +171,8 @@ fn assert_near(a: &FinishedRun, b: &FinishedRun) {
     }
 }
 
-/// Fails every ask of a run in turn. The run ends with the same samples and the same weights: to the bit
-/// where the updates were split alike, and to rounding otherwise.
+/// Fails every reservation of a run in turn. The run ends with the same samples and the same weights: bitwise
+/// identical if the updates were split alike, equal up to rounding otherwise.
 fn fail_every_request(text: &str, whole: u64) {
     let home = tempfile::tempdir().unwrap();
     let with = |split: u64| {
@@ -208,7 +207,7 @@ fn fail_every_request(text: &str, whole: u64) {
     }
     println!("{} asks failed in turn, {exact} ended the same to the bit: {phases:?}", request - 1);
     for phase in ["start", "forward", "backward", "update", "eval", "checkpoint"] {
-        assert!(phases.contains_key(phase), "{phase} asked for nothing: {phases:?}");
+        assert!(phases.contains_key(phase), "{phase} reserved nothing: {phases:?}");
     }
     assert!(exact > 0 && exact < request - 1);
 }
@@ -223,7 +222,7 @@ fn an_oom_at_any_reservation_leaves_running_statistics_unchanged() {
     fail_every_request(CNN, 8);
 }
 
-/// A long run that lost memory once: it goes back to the plan's micro-batch after sixteen quiet updates.
+/// A long run that lost memory once: it returns to the plan's micro-batch after sixteen quiet updates.
 const LONG: [&str; 3] = ["train.steps=40", "eval.every_steps=100", "checkpoint.every_steps=7"];
 
 #[test]
@@ -244,7 +243,7 @@ fn memory_that_comes_back_is_used_again_also_after_a_resume() {
     assert_eq!((small, splits.iter().filter(|split| **split == 4).count()), (16, 24));
     assert_eq!(disturbed.digest(), reference.digest());
     assert_near(&disturbed, &reference);
-    // Stopped while it is small, the run goes on as it would have: up at the same update, to the bit.
+    // Stopped while shrunk, the run resumes as if it had not stopped: it grows at the same update, to the same bits.
     let stop = RunOptions { max_steps: Some(down + 7), ..fail_requests(&[40]) };
     run("resumed", &[], stop);
     let resumed = run("resumed", &[], RunOptions::default());
@@ -257,7 +256,7 @@ fn memory_that_comes_back_is_used_again_also_after_a_resume() {
 fn a_larger_plan_tried_in_vain_costs_an_update_and_longer_patience() {
     let home = tempfile::tempdir().unwrap();
     let reference = train(MLP, &LONG, &home.path().join("reference"), RunOptions::default()).done();
-    // The update at which an ask is made rises with its number: find one in the update after the growth.
+    // The update of a reservation rises with its index: search for one in the update after the growth.
     let (mut low, mut high, mut tries) = (40, 4000, 0);
     let found = loop {
         let middle = (low + high) / 2;
@@ -302,7 +301,7 @@ fn pressure_takes_what_is_read_ahead_then_micro_batches_and_lets_go() {
         }
     };
     let options = RunOptions { pressure_monitor: PressureMonitor::File(file), ..RunOptions::default() };
-    // Calm is not enough: the larger plan needs room.
+    // Calm is not enough: the larger plan needs memory.
     let run = train_observed(MLP, &sets, &home.path().join("tight"), options, Some(Box::new(seen))).done();
     assert_eq!(run.named("grown").len(), 0);
     let changes: Vec<String> =
@@ -337,7 +336,7 @@ fn pressure_takes_what_is_read_ahead_then_micro_batches_and_lets_go() {
 #[test]
 fn when_nothing_is_left_the_first_failure_and_all_attempts_are_reported() {
     let home = tempfile::tempdir().unwrap();
-    // Every ask after the permanent ones fails.
+    // Every reservation after the persistent ones fails.
     let fault = Some(InjectedOom::At((10..2000).collect()));
     let run = train(
         MLP,
@@ -360,7 +359,7 @@ fn when_nothing_is_left_the_first_failure_and_all_attempts_are_reported() {
     let needs = post["would_fit"]["ram_bytes"].as_u64().unwrap();
     assert!(needs > 0 && needs < first.budget && post["budget_bytes"] == first.budget);
     assert_eq!(run.named("failed").len(), 1);
-    // Retries are bounded by the job, too.
+    // The job bounds the retries too.
     let fault = Some(InjectedOom::At((10..2000).collect()));
     let options = RunOptions { injected_oom: fault, ..RunOptions::default() };
     let run = train(MLP, &["memory.max_retries=1"], &home.path().join("once"), options);

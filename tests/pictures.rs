@@ -1,4 +1,4 @@
-//! Jobs on pictures in files, through the binary.
+//! Jobs on image files, through the binary.
 
 use std::fs;
 use std::io::Write;
@@ -16,7 +16,7 @@ fn png(height: usize, width: usize, pixel: impl Fn(usize) -> [u8; 4]) -> Vec<u8>
     out
 }
 
-/// 60 pictures of three classes that differ in their colour.
+/// 60 images of three classes that differ in color.
 fn image_files() -> Vec<(String, Vec<u8>)> {
     let colour = |i: usize| {
         let mut colour = [(i * 7 % 60) as u8; 4];
@@ -42,7 +42,7 @@ fn job(train: &str, more: &str) -> String {
     )
 }
 
-/// The exit code, the document or the last line of stdout, and stderr.
+/// The exit code, the JSON document or last line of stdout, and stderr.
 fn trainer(folder: &Path, args: &[&str]) -> (i32, Value, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
         .env("TRAINER_PROCESS_BYTES", "0")

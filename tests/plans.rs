@@ -1,4 +1,4 @@
-//! Plans through the binary: what is advised fits, a lock holds, a card is planned for without one.
+//! Plans through the binary: the advice fits, a lock holds, and a GPU that is not here can be planned for.
 
 use std::fs;
 use std::path::Path;
@@ -43,7 +43,7 @@ fn plan(folder: &Path, args: &[&str]) -> (Value, i32) {
     (plan, output.status.code().unwrap())
 }
 
-/// `key = value` of an advice, as `--set` takes it.
+/// The `key = value` pairs of an advice, as `--set` arguments.
 fn sets(advice: &str) -> Vec<String> {
     let quoted = advice.split('`').skip(1).step_by(2).filter(|text| text.contains(" = "));
     quoted.flat_map(|text| ["--set".to_owned(), text.replacen(" = ", "=", 1)]).collect()
@@ -53,7 +53,7 @@ fn bytes(plan: &Value, path: &str) -> u64 {
     plan.pointer(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("no {path} in {plan}"))
 }
 
-/// For budgets from nothing to enough, on the CPU: a plan fits, or what it advises does when it is done.
+/// On the CPU, for budgets from nothing to enough: the plan fits, or its advice does once applied.
 #[test]
 fn what_is_advised_fits_when_it_is_applied() {
     let folder = folder(JOB);
@@ -88,7 +88,8 @@ fn what_is_advised_fits_when_it_is_applied() {
     assert!(advised >= 6, "only {advised} plans did not fit");
 }
 
-/// A card that is not here: device and host apart, both checked, and the host takes what does not fit.
+/// A GPU that is not here: device and host memory are separate and both checked, and the host takes what does not
+/// fit.
 #[test]
 fn a_gpu_that_is_not_here_is_planned_for() {
     let folder = folder(JOB);
@@ -107,10 +108,10 @@ fn a_gpu_that_is_not_here_is_planned_for() {
         let role = part["role"].as_str().unwrap();
         assert!(["data_pipeline", "checkpoint_writing", "reserve"].contains(&role), "{part}");
     }
-    // The host is checked too.
+    // Host memory is checked too.
     let (host, code) = plan(path, &["--vram", "1GiB", "--ram", "1MiB"]);
     assert_eq!((code, host["verdict"].as_str()), (3, Some("does_not_fit")));
-    // Between what everything and what the least takes there is room for rungs.
+    // Between the peak as written and the lowest peak there are smaller plans to choose from.
     let (least, code) = plan(path, &["--vram", "1KiB", "--ram", "1GiB"]);
     assert_eq!(code, 3);
     let (low, high) = (bytes(&least, "/peak/vram_bytes"), needs);
@@ -124,7 +125,7 @@ fn a_gpu_that_is_not_here_is_planned_for() {
     assert!(!only["chosen"]["offload"].as_array().unwrap().is_empty(), "{only}");
 }
 
-/// 8-bit state is planned, used, kept by a run that goes on, and not taken by one that began without.
+/// 8-bit state is planned, used, kept by a resumed run, and not adopted by a run that began without it.
 #[test]
 fn optimizer_state_in_bytes_is_really_used() {
     let job = JOB.replace("[64, 64, 64]", "[512, 512]").replace("steps = 3", "steps = 4");
@@ -147,7 +148,7 @@ fn optimizer_state_in_bytes_is_really_used() {
     fit("bytes", &[&tight[..], &["--max-steps", "2"]].concat());
     fit("floats", &["--max-steps", "2"]);
     assert!(state("bytes", 2) * 3 < state("floats", 2));
-    // Each goes on as it began, whatever the memory is now.
+    // Each run resumes with the optimizer it began with, whatever memory there is now.
     fit("bytes", &["--resume"]);
     assert!(state("bytes", 4) * 3 < state("floats", 2));
     let (less, _) = plan(path, &["--ram", "1MiB", "--set", "memory.on_oom=[\"shrink\"]"]);
@@ -170,7 +171,7 @@ fn a_frozen_job_runs_with_the_locked_plan_or_not_at_all() {
     assert_eq!(fit(&["--lock", "--run-dir", "a"]).0, 0);
     let lock = fs::read_to_string(path.join("job.lock")).unwrap();
     assert_eq!(fit(&["--frozen", "--run-dir", "b"]).0, 0);
-    // More or less memory is no other plan as long as the same way is taken.
+    // More or less memory is not another plan as long as the execution plan is the same.
     assert_eq!(fit(&["--frozen", "--run-dir", "c", "--set", "memory.ram=64MiB"]).0, 0);
     let (code, text) = fit(&["--frozen", "--run-dir", "d", "--set", "train.batch_size=16"]);
     assert_eq!(code, 3);
@@ -194,7 +195,7 @@ fn what_is_measured_is_chosen_and_leaves_nothing_behind() {
     let rungs = measured["rungs"].as_array().unwrap();
     let times: Vec<f64> = rungs.iter().filter_map(|rung| rung["measured_time"].as_f64()).collect();
     assert!(times.len() >= 2 && times.iter().all(|time| *time > 0.0), "{measured}");
-    // The chosen way is the one with the lowest time.
+    // The chosen plan is the one with the lowest time.
     let fastest = times.iter().copied().fold(f64::INFINITY, f64::min);
     let at = rungs.iter().find(|rung| rung["measured_time"].as_f64() == Some(fastest)).unwrap();
     let chosen = measured["chosen"]["micro_batch"].as_u64().unwrap();
@@ -205,10 +206,12 @@ fn what_is_measured_is_chosen_and_leaves_nothing_behind() {
     assert_eq!(left, ["job.toml"]);
 }
 
-/// A plan for another GPU counts the workspaces of the kernels that run there; one that no kernel runs on is refused.
+/// A plan for another GPU counts the workspaces of the kernels that run there; a GPU that no kernel supports is
+/// refused.
 #[test]
 fn a_plan_is_for_the_gpu_that_is_named() {
-    // Large enough for the kernels that only Hopper has: a GELU within the GEMM, and a head that keeps sums.
+    // Large enough for the Hopper-only kernels: GELU fused into the GEMM epilogue, and a language-model head that
+    // saves sums.
     let model = "[model]\nkind = \"gpt\"\nlayers = 2\nheads = 6\nwidth = 768\ncontext = 1024\n";
     let data = "[data]\nkind = \"text-synthetic\"\nvocab = 8192\ntrain_samples = 64\nvalid_samples = 4\n";
     let folder = folder(&format!("{model}{data}[train]\nbatch_size = 16\nsteps = 2\nprecision = \"bf16\"\n"));

@@ -75,7 +75,7 @@ fn named<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
     events.iter().filter(|event| event["event"] == name).collect()
 }
 
-/// What must not depend on any disturbance: the last checkpoint's tensors, the metrics, the samples seen.
+/// What no disturbance may change: the last checkpoint's tensors, the metrics, the samples seen.
 fn final_state(run: &Path) -> (Vec<u8>, Vec<u8>, Value, Value) {
     let checkpoints: BTreeSet<PathBuf> =
         fs::read_dir(run.join("checkpoints")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -153,7 +153,7 @@ fn a_run_leaves_everything_behind() {
     assert!(peak("measured_peak_bytes") > 0);
     assert!(peak("measured_peak_bytes") <= peak("planned_peak_bytes"), "{finished}");
     assert!(peak("planned_peak_bytes") <= peak("measured_peak_bytes") + (16 << 20), "{finished}");
-    // The summary is rebuilt from the folder alone.
+    // The summary is rebuilt from the run directory alone.
     let kept: Value = serde_json::from_slice(&fs::read(run.join("summary.json")).unwrap()).unwrap();
     let rebuilt = trainer::report::Summary::from_events(&run.join("events.jsonl")).unwrap();
     assert_eq!(serde_json::to_value(rebuilt).unwrap(), kept);
@@ -242,7 +242,7 @@ fn killed_at_any_point_and_resumed_ends_the_same() {
         let random = RngKey::new(trial, stream_id("kill"));
         let _ = fs::remove_dir_all(&run);
         let mut kills = 0;
-        // Kills it a few times at events chosen at random, a random moment after them, then lets it end.
+        // Kills the run a few times, at a random delay after random events, then lets it finish.
         for round in 0..4 {
             let lines = fs::read_to_string(run.join("events.jsonl")).unwrap_or_default().lines().count();
             let wait_for = lines + 1 + random.below(2 * round, 40) as usize;
@@ -303,7 +303,7 @@ fn a_damaged_checkpoint_is_reported_and_the_one_before_is_used() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 0x40;
     fs::write(&newest, bytes).unwrap();
-    // Events that are lost are lost; the checkpoints are not.
+    // Lost events are gone for good; the checkpoints remain.
     fs::remove_file(run.join("events.jsonl")).unwrap();
     let output = fit(folder.path(), &["--run-dir", "run", "--resume"]);
     assert_exit(&output, 0);
@@ -315,7 +315,7 @@ fn a_damaged_checkpoint_is_reported_and_the_one_before_is_used() {
     );
     assert!(String::from_utf8_lossy(&output.stderr).contains("does not match its checksum"));
     assert_same(&whole, &final_state(&run));
-    // With none left whole, nothing is begun over what is there.
+    // If no checkpoint is intact, the run must not start over on top of them.
     for entry in fs::read_dir(run.join("checkpoints")).unwrap() {
         fs::write(entry.unwrap().path().join("state.json"), "{}").unwrap();
     }
@@ -384,7 +384,7 @@ fn a_smaller_budget_gives_the_same_experiment() {
         let output = command(folder.path(), &["plan", "job.toml", "--json", "--ram", ram]).output().unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
     };
-    // A budget in the middle between the job as written and its smallest split.
+    // A budget halfway between the job as written and its smallest split.
     let needs = plan("1GiB")["peak"]["ram_bytes"].as_u64().unwrap();
     let least = plan("1MiB")["peak"]["ram_bytes"].as_u64().unwrap();
     let ram = format!("{}B", (needs + least) / 2);
@@ -448,7 +448,7 @@ fn checkpoints_that_vanish_end_the_run_with_an_error_and_not_a_new_folder() {
     let folder = folder();
     let mut child = start_and_wait(folder.path(), &["--run-dir", "run", "--set", "train.epochs=2000"], 8);
     let checkpoints = folder.path().join("run/checkpoints");
-    // A removal that meets a checkpoint being written leaves some of it.
+    // A removal that races with a checkpoint being written may leave some of it.
     let gone = (0..100).any(|_| fs::remove_dir_all(&checkpoints).is_ok());
     assert!(gone || !checkpoints.exists());
     let status = child.wait().unwrap();
@@ -456,7 +456,7 @@ fn checkpoints_that_vanish_end_the_run_with_an_error_and_not_a_new_folder() {
     assert_eq!(named(&events(&folder.path().join("run")), "failed").len(), 1);
 }
 
-/// A file system of two megabytes, where the machine lets us make one, that somebody else fills.
+/// A 2 MiB file system, if the machine lets us mount one, that another process fills.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_is_an_error_and_what_was_written_stays_whole() {
@@ -488,7 +488,7 @@ fn a_full_disk_is_an_error_and_what_was_written_stays_whole() {
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(text.contains("No space left on device") && text.contains("hint: the disk"), "{text}");
     assert!(!kept.is_empty() && kept.iter().all(|path| path.extension().is_none()), "{kept:?}");
-    // Space is still lacking, but the state is whole; and with space it is resumed.
+    // Still no space, but the state is intact; with space the run resumes.
     assert_exit(&full, 1);
     assert!(!String::from_utf8_lossy(&full.stderr).contains("no whole checkpoint"));
     assert!(done > 0);
@@ -510,7 +510,7 @@ fn a_reader_that_goes_away_is_no_error() {
 fn bad_data_is_reported_with_the_file_before_anything_is_done() {
     let folder = folder();
     fs::write(folder.path().join("empty"), "").unwrap();
-    // A header that promises five pictures, and three bytes of them.
+    // A header that declares five images, and three bytes of data.
     let short = [&[0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 28, 0, 0, 0, 28][..], b"abc"].concat();
     fs::write(folder.path().join("short"), short).unwrap();
     for (file, said) in [("empty", "is empty"), ("short", "ends too early"), ("absent", "cannot read")] {

@@ -1,5 +1,4 @@
-//! Runs over sets that can only be read forward: in bounded memory, the same after any interruption, and without
-//! the records that cannot be used.
+//! Runs over sequential datasets: in bounded memory, unchanged by any interruption, and without bad records.
 
 use std::fs::{self, File};
 use std::io::{BufReader, BufWriter, Read, Write};
@@ -23,17 +22,17 @@ use trainer::train::run::{self, RunOptions, RunOutcome};
 use trainer::train::run_dir::{RequestedRun, RunDir};
 use trainer::train::setup::Setup;
 
-/// The run that is to stay within its memory is measured in a process of this program.
+/// The run that must stay within its memory is measured in a child process of this program.
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// Files of rows of bytes, each with a class in its first byte.
+/// Files of byte rows, each with its class in the first byte.
 struct ByteRowShards {
     features: Features,
     files: Vec<PathBuf>,
     blocks: Vec<RecordBlock>,
     width: usize,
-    /// Records that cannot be used.
+    /// Bad records.
     bad: Vec<u64>,
 }
 
@@ -112,7 +111,7 @@ impl ShardedDataset for ByteRowShards {
     }
 }
 
-/// `[data]` is only there because a job needs one; its keys for loading are in force.
+/// A job requires `[data]`; only its loader keys matter here.
 const JOB: &str = "
 seed = 3
 [model]
@@ -145,7 +144,7 @@ fn shuffle_buffer_bytes(job: &Job) -> u64 {
     job.data.loader.shuffle_buffer.resolve(trainer::units::Bytes(0)).0
 }
 
-/// Trains on nine tenths of the rows, in `folder`; goes on there if something is there.
+/// Trains on nine tenths of the rows, in `folder`; resumes a run that is there.
 fn train(
     rows: ByteRowShards,
     job: Job,
@@ -176,7 +175,7 @@ fn events(folder: &Path, name: &str) -> Vec<Value> {
     all.filter(|event| event["event"] == name).collect()
 }
 
-/// The last weights and optimizer state.
+/// The final weights and optimizer state.
 fn weights(folder: &Path) -> Vec<Vec<u8>> {
     let mut all: Vec<PathBuf> =
         fs::read_dir(folder.join("checkpoints")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -189,7 +188,8 @@ fn small_shards(folder: &Path) -> ByteRowShards {
     ByteRowShards::new(folder, 5, 40, 24, 200)
 }
 
-/// A run cut at any update, with other workers and another depth after that, is the undisturbed one to the bit.
+/// A run cut at any update, then resumed with other workers and another read-ahead, is bitwise identical to the
+/// uninterrupted one.
 #[test]
 fn a_resumed_run_is_the_same() {
     let home = tempfile::tempdir().unwrap();
@@ -215,13 +215,13 @@ fn a_resumed_run_is_the_same() {
     assert_ne!(events(&path("unlike"), "finished")[0]["samples_digest"], finished["samples_digest"]);
 }
 
-/// Bad records are left out, told once, counted once whatever happens, and do not move the others; an update that
-/// has none but bad ones changes no weights.
+/// Bad records are skipped, reported once, counted once whatever happens, and do not shift the others. An update with
+/// only bad records changes no weights.
 #[test]
 fn bad_records_are_left_out_and_counted_once() {
     let home = tempfile::tempdir().unwrap();
     let path = |name: &str| home.path().join(name);
-    // In the files' own order an update has these and nothing else.
+    // In file order, one update has these and nothing else.
     let sets = ["data.shuffle=false", "data.on_bad_record=skip", "data.max_bad_records=30"];
     let bad = || ByteRowShards { bad: (16..42).collect(), ..small_shards(home.path()) };
     train(bad(), job(&sets), &path("whole"), 1 << 30, None).unwrap();
@@ -276,7 +276,7 @@ every_steps = 20
 every_steps = 5
 ";
 
-/// Two tables of 60 rows, gzip; row 7 of the second one has no number where one should be.
+/// Two gzipped tables of 60 rows; row 7 of the second lacks a number where one is required.
 fn tables(folder: &Path) {
     for (name, rows) in [("a", 0..60), ("b", 60..120)] {
         let file = File::create(folder.join(format!("{name}.csv.gz"))).unwrap();
@@ -300,8 +300,8 @@ fn trainer(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// The same through the program, over packed tables: a bad record ends the run with its place, or is left out; and
-/// a run that was cut ends as the one that was not.
+/// The same through the program, over compressed tables: a bad record ends the run with its location, or is skipped;
+/// an interrupted run ends like an uninterrupted one.
 #[test]
 fn packed_tables_through_the_program() {
     let home = tempfile::tempdir().unwrap();
@@ -340,8 +340,8 @@ fn packed_tables_through_the_program() {
     assert!(["low", "high"].contains(&seen["data"]["first"][0]["target"].as_str().unwrap()), "{said}");
 }
 
-/// Twenty times as many bytes as the run may use go through it, three times over: `TRAINER_FLAT_MIB` of memory, 12
-/// where that is not set. Run by the test below in a process of its own.
+/// Streams twenty times its memory budget, three times over: `TRAINER_FLAT_MIB` of memory, 12 by default. The test
+/// below runs it in a process of its own.
 #[test]
 #[ignore = "run by `memory_stays_flat`"]
 fn flat() {
@@ -379,7 +379,8 @@ fn memory_stays_flat() {
     let data: u64 = (0..8).map(|i| fs::metadata(home.path().join(format!("{i}.rows"))).unwrap().len()).sum();
     assert!(data >= 20 * budget - (1 << 20), "{data} of {budget}");
     assert!(measured <= planned && planned <= budget, "{measured} {planned} {budget}");
-    // The program's code, stacks and what the allocator keeps are beside the plan, and far from the data.
+    // The program's code, its stacks and the allocator's free lists are outside the plan, and far smaller than the
+    // data.
     let resident = fs::read_to_string(home.path().join("resident")).unwrap().parse::<u64>().unwrap();
     assert!(resident <= planned + planned / 10 + (40 << 20), "{resident} are resident");
     let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;

@@ -1,5 +1,5 @@
-//! The supervisor through the binary: a worker that is killed or aborts is replaced, signals count once, and
-//! nobody is left behind. In a memory cgroup where the machine allows one: the kernel's own kill is survived.
+//! The supervisor through the binary: a worker that is killed or aborts is replaced, signals count once, and no
+//! process is left behind. In a memory cgroup, if the machine allows one: the run survives the kernel's own OOM kill.
 #![cfg(target_os = "linux")]
 
 use std::fs;
@@ -57,7 +57,7 @@ fn assert_exit(output: &Output, code: i32) {
     assert_eq!(output.status.code(), Some(code), "{:?}\n{}", output.status, stderr(output));
 }
 
-/// The events of a run that may be under way: its last line may be torn.
+/// The events of a run that may be in progress: its last line may be torn.
 fn events_named(folder: &Path, name: &str) -> Vec<Value> {
     let text = fs::read_to_string(folder.join("run/events.jsonl")).unwrap_or_default();
     let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -74,7 +74,7 @@ fn reference_digest() -> Value {
     digest(folder.path())
 }
 
-/// The weights and the optimizer's state at the end of a run.
+/// The weights and optimizer state at the end of a run.
 fn weights(folder: &Path) -> [Vec<u8>; 2] {
     let last = folder.join("run/checkpoints/step-00000030");
     ["model.safetensors", "optimizer.safetensors"].map(|name| fs::read(last.join(name)).unwrap())
@@ -130,7 +130,7 @@ fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
     assert_eq!(post["deaths"].as_array().unwrap().len(), 3);
     assert!(!post["live"].as_array().unwrap().is_empty());
     assert_eq!(events_named(folder.path(), "failed").len(), 1);
-    // Whoever has more memory goes on from there.
+    // With more memory, the run resumes from there.
     assert_exit(&command(folder.path(), &["-q", "--resume"]).output().unwrap(), 0);
     assert_eq!(digest(folder.path()), reference_digest());
 }
@@ -193,10 +193,10 @@ fn exit_codes_pass_through() {
     assert_exit(&command(folder.path(), &[]).output().unwrap(), 2);
 }
 
-/// A run that would not end by itself, seen to have made some updates.
+/// A run that would not end by itself, after it has made some updates.
 fn start_endless_run(folder: &Path) -> Child {
-    // Tests started by `nohup` ignore SIGHUP and their children would too; a signal that is handled here is not
-    // ignored there.
+    // Tests started by `nohup` ignore SIGHUP, and their children would too. A signal that is handled here is reset to
+    // its default by exec, not ignored.
     static HEARD: AtomicBool = AtomicBool::new(false);
     signal_hook::flag::register(signal_hook::consts::SIGHUP, &HEARD).unwrap();
     let mut command = command(folder, &["-q", "--set", "train.steps=1000000"]);
@@ -244,7 +244,7 @@ fn a_killed_supervisor_takes_its_worker_along() {
     let worker = worker(&child);
     child.kill().unwrap();
     child.wait().unwrap();
-    // Its end may take a moment; it is an orphan, so whoever adopted it may be slow to wait for it.
+    // The orphan may take a moment to exit, and its new parent may be slow to reap it.
     let ended = || match fs::read_to_string(format!("/proc/{}/stat", worker.as_raw_nonzero())) {
         Ok(stat) => stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['Z', 'X'])),
         Err(_) => true,
@@ -281,7 +281,7 @@ fn a_budget_is_lowered_by_memory_that_was_not_reserved() {
     assert!(stderr(&output).contains("the budget is"));
 }
 
-/// A memory cgroup of this test's own, version 1 or 2, removed when dropped.
+/// A memory cgroup of this test's own, version 1 or 2; removed on drop.
 struct MemoryCgroup(PathBuf);
 
 impl MemoryCgroup {
@@ -291,7 +291,7 @@ impl MemoryCgroup {
         for (parent, file) in parents {
             let group = MemoryCgroup(Path::new(parent).join(&name));
             if Path::new(parent).join("cgroup.procs").exists() && fs::create_dir(&group.0).is_ok() {
-                // Swap would put the limit off; a version that does not count it has no such file.
+                // Swap would postpone the limit; a kernel that does not account for it has no such file.
                 let _ = fs::write(group.0.join("memory.swap.max"), "0");
                 if group.0.join(file).exists() && fs::write(group.0.join(file), limit.to_string()).is_ok() {
                     return Some(group);
@@ -301,7 +301,7 @@ impl MemoryCgroup {
         None
     }
 
-    /// Runs a command inside.
+    /// Runs a command inside the cgroup.
     fn run(&self, command: Command) -> Output {
         let (program, args) = (command.get_program().to_owned(), command.get_args().map(ToOwned::to_owned));
         let mut inside = Command::new("sh");
@@ -314,7 +314,7 @@ impl MemoryCgroup {
 
 impl Drop for MemoryCgroup {
     fn drop(&mut self) {
-        // The kernel lets go of the last process a moment after it was waited for.
+        // The kernel releases the last process a moment after it was reaped.
         for _ in 0..200 {
             if fs::remove_dir(&self.0).is_ok() || !self.0.exists() {
                 return;
@@ -324,7 +324,7 @@ impl Drop for MemoryCgroup {
     }
 }
 
-/// Wants some 150 MiB as written, and little time.
+/// Takes some 150 MiB as written, and little time.
 const LARGE: &str = "
 [model]
 kind = 'mlp'
@@ -366,7 +366,7 @@ fn the_kernels_kill_is_survived() {
     let folder = folder(LARGE);
     let sets = ["--set", "memory.headroom=0B"];
     let mut fit = command(folder.path(), &sets);
-    // The plan fills the group, and these are on top of it.
+    // The plan fills the cgroup, and these bytes come on top of it.
     fit.env("TRAINER_FAULT_UNASKED", "40MiB");
     let output = group.run(fit);
     assert_exit(&output, 0);
@@ -377,14 +377,14 @@ fn the_kernels_kill_is_survived() {
     println!("restarted {} times: {}", restarted.len(), restarted[0]["cause"]);
 }
 
-/// Where addresses are limited, an allocation fails and aborts the process.
+/// With a limit on address space, an allocation fails and aborts the process.
 #[test]
 fn a_failed_allocation_is_survived() {
     let folder = folder(LARGE);
     let fit = command(folder.path(), &["--set", "memory.headroom=0B", "--set", "data.workers=1"]);
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -v 560000 && exec \"$@\"", "sh"]).arg(fit.get_program()).args(fit.get_args());
-    // The plan is well within the limit; with these on top it is not.
+    // The plan is well within the limit; with these bytes on top it is not.
     limited.env("RAYON_NUM_THREADS", "1").env("TRAINER_FAULT_UNASKED", "400MiB");
     let output = limited.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
     assert_exit(&output, 0);

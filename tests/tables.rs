@@ -1,4 +1,4 @@
-//! Tables through the binary: a job over a file of rows trains, and what is wrong with a row is told.
+//! Tables through the binary: a job on a file of rows trains, and errors in a row are reported.
 
 use std::fs;
 use std::io::Write;
@@ -31,7 +31,7 @@ lr = 0.02
 every_steps = 1
 ";
 
-/// y is a line of x and a step of the colour.
+/// y is linear in x, plus a step for the color.
 fn rows(from: u32, to: u32) -> String {
     let row = |i: u32| {
         let (x, red) = (f64::from(i * 37 % 101), i.is_multiple_of(3));
@@ -68,7 +68,7 @@ fn folder() -> tempfile::TempDir {
     folder
 }
 
-/// In the order of the file, a compressed table is the same experiment as a plain one, and it learns.
+/// In file order, a compressed table is the same experiment as a plain one, and the model learns.
 #[test]
 fn plain_and_compressed_tables_train_alike() {
     let folder = folder();
@@ -112,7 +112,7 @@ fn a_file_of_another_format_is_reported_as_such() {
     assert!(code == 4 && output.contains("is not a Parquet file: it begins with `x,co`"), "{code} {output}");
 }
 
-/// y is a number of its own for each of twelve names, in no order: only a vector of each can learn it.
+/// y has an arbitrary value for each of twelve names: only an embedding can learn it.
 fn named_rows(from: u32, to: u32) -> String {
     let row = |i: u32| {
         let (name, x) = (i * 5 % 12, f64::from(i * 37 % 101) / 100.0);
@@ -126,7 +126,7 @@ fn embedding_folder() -> tempfile::TempDir {
     let job = JOB.replace("shuffle = false", "encode = \"embed\"").replace("epochs = 8", "epochs = 12");
     fs::write(folder.path().join("job.toml"), job).unwrap();
     fs::write(folder.path().join("train.csv"), named_rows(0, 300)).unwrap();
-    // A name that no training row has is no error.
+    // A name that no training row has is not an error.
     fs::write(folder.path().join("valid.csv"), named_rows(300, 350) + "n99,0.5,3\n").unwrap();
     folder
 }
@@ -143,7 +143,7 @@ fn trainer(folder: &Path, arguments: &[&str]) -> (i32, String) {
     (output.status.code().unwrap(), String::from_utf8_lossy(&said).into_owned())
 }
 
-/// Embedded categories are shown, counted and learned, in any precision, and a run goes on where it stopped.
+/// Embedded categories are shown, counted and learned in any precision, and a stopped run resumes.
 #[test]
 fn embedded_categories_are_learned_and_resumed() {
     let folder = embedding_folder();
@@ -155,11 +155,11 @@ fn embedded_categories_are_learned_and_resumed() {
     assert_eq!(code, 0, "{said}");
     assert!(said.contains("1 numbers and 1 categories to embed"), "{said}");
     assert!(said.contains("category of 12 values, embedded"), "{said}");
-    // The second name, n5, is the eighth of n0, n1, n10, n11, n2 and so on.
+    // The second name, n5, is the eighth in the order n0, n1, n10, n11, n2, ...
     assert!(said.contains("name = 7  target"), "{said}");
     let (code, said) = trainer(folder.path(), &["check", "job.toml", "--json"]);
     assert_eq!(code, 0, "{said}");
-    // A table of 12 x 6, 7 inputs to 8 hidden values, and 8 to one.
+    // An embedding table of 12 x 6, a layer from 7 inputs to 8 hidden values, and one from 8 to 1.
     assert!(said.contains(&format!("\"parameters\":{}", 72 + 7 * 8 + 8 + 8 + 1)), "{said}");
     let (code, whole, stderr) = fit(folder.path(), "whole");
     assert_eq!(code, 0, "{stderr}");

@@ -1,4 +1,4 @@
-//! `trainer verify` through the binary: what it says, how it ends, and that it leaves nothing behind.
+//! `trainer verify` through the binary: its output, its exit code, and that it leaves nothing behind.
 
 use std::fs;
 use std::path::Path;
@@ -21,7 +21,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// A small network with everything that must not depend on the split: batch norm, dropout, clipping, an average.
+/// A small network with everything that must not depend on the split: batch norm, dropout, clipping, an EMA.
 const JOB: &str = "\
 [model]
 kind = 'layers'
@@ -52,7 +52,7 @@ fn a_job_is_proved_in_every_precision_and_nothing_is_left_behind() {
         assert_eq!((&report["passed"], &report["updates"]), (&true.into(), &4.into()));
         let ways = report["ways"].as_array().unwrap();
         let names: Vec<&str> = ways.iter().map(|way| way["name"].as_str().unwrap()).collect();
-        // Micro-batches are multiples of the group, so three of them are two.
+        // Micro-batches are multiples of the group, so an update splits into two rather than three.
         assert_eq!(names, ["one reader", "8 x 2", "4 x 4", "recomputed", "out of memory", "resumed"]);
         assert!(ways.iter().all(|way| way["samples_digest"] == report["samples_digest"]));
     }
@@ -63,7 +63,7 @@ fn a_job_is_proved_in_every_precision_and_nothing_is_left_behind() {
     assert!(table.contains("2 updates of 16 samples"), "{table}");
 }
 
-/// At a learning rate that makes of the smallest rounding another run, the proof fails and says where.
+/// At a learning rate that amplifies the smallest rounding into another run, verification fails and names the place.
 #[test]
 fn a_job_whose_result_hangs_on_rounding_fails_and_the_parameter_is_named() {
     let folder = tempfile::tempdir().unwrap();
@@ -88,7 +88,7 @@ lr = 0.3
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}{}", text(&output.stdout));
     assert!(said.contains("is not the same experiment") && said.contains("of `"), "{said}");
-    // What is equal to the bit is so at any learning rate.
+    // Bitwise identical variants are so at any learning rate.
     let table = text(&output.stdout);
     assert!(table.contains("DIFFERS"), "{table}");
     for way in ["one reader", "recomputed", "resumed"] {

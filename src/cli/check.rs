@@ -1,4 +1,4 @@
-//! `trainer check`: every mistake in a job, without training it.
+//! `trainer check`: reports every mistake in a job without training it.
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ impl CheckArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
         let job = common.load_job(&self.job.path)?;
         start_threads()?;
-        // Opening the data and building the network needs no budget: nothing is allocated for them.
+        // No budget: opening the data and building the network allocates no tensors.
         let setup = Setup::open(job, u64::MAX, &common.open_options())?;
         let (sets, skip_bad) = (&setup.datasets, setup.loader_options(1, 0).skip_bad);
         let preview = data::preview(sets.train.as_ref(), sets.valid.as_ref(), setup.job.seed, skip_bad);
@@ -56,7 +56,7 @@ impl CheckArgs {
     }
 }
 
-/// A line of the layer table; operations and bytes are of one micro-batch as the job wishes it.
+/// A row of the layer table. FLOPs and bytes are for one micro-batch of the job's `batch_size`.
 struct LayerRow {
     name: String,
     output: Vec<usize>,
@@ -123,7 +123,7 @@ fn layer_table(rows: &[LayerRow]) -> String {
     text.collect::<Vec<_>>().join("\n")
 }
 
-/// What the job would do, in a line or two.
+/// Summarizes the job in a line or two.
 fn summary(job: &Job) -> String {
     let length = match job.train.length() {
         RunLength::Epochs(1) => "1 epoch".to_owned(),

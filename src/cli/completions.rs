@@ -1,4 +1,4 @@
-//! `trainer completions`: the command line, for a shell.
+//! `trainer completions`: shell completions of the command line.
 
 use std::io::{self, Write};
 
@@ -20,7 +20,7 @@ pub struct CompletionsArgs {
 
 impl CompletionsArgs {
     pub fn run(&self) -> anyhow::Result<Exit> {
-        // Made in memory first: the generator panics when its writer fails.
+        // Generate into memory first: the generator panics if its writer fails.
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut Cli::command(), "trainer", &mut script);
         io::stdout().lock().write_all(&script)?;

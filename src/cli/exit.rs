@@ -1,4 +1,4 @@
-//! How the program ends: the exit codes, and how an error is told.
+//! Exit codes, and how errors are reported.
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -9,26 +9,26 @@ use crate::data::DataError;
 use crate::job;
 use crate::train::Failure;
 
-/// The exit codes, decided here and nowhere else.
+/// The exit codes. Nothing else decides one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// Done.
+    /// Success.
     Done,
-    /// A failure of the run: I/O, internal.
+    /// The run failed: I/O or internal error.
     Failure,
     /// Bad usage or a bad job.
     Usage,
-    /// Memory: does not fit, or out of memory after all that was tried.
+    /// The job does not fit, or ran out of memory after every retry.
     Memory,
     /// Bad data.
     Data,
     /// Diverged: the loss is not finite.
     Diverged,
-    /// Interrupted by SIGINT after a checkpoint was written.
+    /// Interrupted by SIGINT, after writing a checkpoint.
     Sigint,
-    /// Interrupted by SIGTERM or SIGHUP after a checkpoint was written.
+    /// Interrupted by SIGTERM or SIGHUP, after writing a checkpoint.
     Sigterm,
-    /// That of the process which did the work, or 128 and the signal that ended it.
+    /// Exit code of the worker process, or 128 plus the signal that ended it.
     Worker(u8),
 }
 
@@ -54,7 +54,7 @@ impl From<Exit> for std::process::ExitCode {
     }
 }
 
-/// An error that knows its exit code and what to do about it. Its causes are its sources.
+/// An error with its exit code and hint. Its causes are its sources.
 #[derive(Debug)]
 pub struct CliError {
     pub exit: Exit,
@@ -64,7 +64,7 @@ pub struct CliError {
 }
 
 impl CliError {
-    /// A mistake of usage.
+    /// A usage error.
     pub fn usage(message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self { exit: Exit::Usage, message: message.into(), hint: Some(hint.into()) }
     }
@@ -79,7 +79,7 @@ impl fmt::Display for CliError {
 impl std::error::Error for CliError {}
 
 impl Exit {
-    /// The exit code an error ends with.
+    /// The exit code of an error.
     pub fn from_error(error: &anyhow::Error) -> Exit {
         if is_broken_pipe(error) {
             Exit::Done
@@ -105,7 +105,7 @@ impl Exit {
                 DataError::ThreadSpawn { .. }
                 | DataError::Panicked { .. }
                 | DataError::BuffersExhausted { .. }
-                // What cannot be written is no fault of the data.
+                // A failed write is not the data's fault.
                 | DataError::Write { .. },
             ) => Exit::Failure,
             Failure::Data(DataError::InvalidSetting { .. } | DataError::Template { .. }) | Failure::Model(_) => {
@@ -121,19 +121,19 @@ impl Exit {
     }
 }
 
-/// Whether the reader of our output went away, which is not an error.
+/// Whether the reader of our output closed its end, which is not an error.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
-/// Tells `error` to people on stderr and, with `json`, to programs on stdout, and gives its exit code.
+/// Reports `error` to people on stderr and, with `json`, to programs on stdout. Returns its exit code.
 pub fn report_error(error: &anyhow::Error, json: bool, color: super::ColorChoice) -> Exit {
     let exit = Exit::from_error(error);
     if exit != Exit::Done {
         let text = colorize(&error_text(error), color.enabled(io::stderr().is_terminal()));
-        // With stdout and stderr both gone, the exit code is all that can be told.
+        // If stdout and stderr are both closed, only the exit code is left.
         let _ = writeln!(io::stderr().lock(), "{text}");
         if json {
             let _ = writeln!(io::stdout().lock(), "{}", error_json(error, exit));
@@ -159,7 +159,7 @@ fn error_text(error: &anyhow::Error) -> String {
     text
 }
 
-/// The error as one JSON document; a job's mistakes are its `problems`.
+/// The error as one JSON document; mistakes in a job are its `problems`.
 fn error_json(error: &anyhow::Error, exit: Exit) -> Value {
     let causes: Vec<String> = error.chain().skip(1).map(|cause| cause.to_string()).collect();
     match error.downcast_ref::<job::JobErrors>() {
@@ -172,7 +172,7 @@ fn error_json(error: &anyhow::Error, exit: Exit) -> Value {
     }
 }
 
-/// Colours the words people look for first.
+/// Colors the keywords that people look for first.
 fn colorize(text: &str, color: bool) -> String {
     if !color {
         return text.to_owned();

@@ -59,10 +59,11 @@ impl FitArgs {
         let job = common.load_job(&self.job.path)?;
         let orders = WorkerOrders::from_env()?;
         if orders.is_none() {
-            // A worker's abort tells its supervisor to start another with less memory.
+            // A worker must abort on a failed allocation: the abort tells its supervisor to start another with less
+            // memory.
             alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())?;
         }
-        // What the lock says was heeded by the process that gave the orders.
+        // The supervisor already applied the lock before it started this worker.
         if self.dry_run || self.locking.is_requested() && orders.is_none() {
             start_threads()?;
             let machine = plan::local_machine(&job, common)?;
@@ -74,7 +75,7 @@ impl FitArgs {
                 return plan::print_plan(&planned, false, common);
             }
         }
-        // A worker has its supervisor's lock.
+        // A worker inherits its supervisor's lock.
         let run_lock = if orders.is_none() { Some(self.acquire_run_dir(&job)?) } else { None };
         #[cfg(target_os = "linux")]
         if job.memory.supervise
@@ -142,7 +143,8 @@ impl FitArgs {
             reporter = reporter.with_optional(Terminal::new(io::stderr(), look, history));
             Ok(if json { reporter.with_optional(JsonStream(io::stdout())) } else { reporter })
         };
-        // On a thread of the pool, so that a kernel hands work to its neighbours instead of waking a pool.
+        // Run on a pool thread, so that a kernel hands work to the other workers instead of waking the pool from
+        // outside.
         let ended = rayon::scope(|_| train::run::fit(job, options, make_reporter));
         match ended {
             Ok(RunOutcome::Done) => Ok(Exit::Done),
@@ -158,13 +160,13 @@ impl FitArgs {
 }
 
 impl FitArgs {
-    /// The folder of the run, and the sole right to work on it.
+    /// The run directory, and the exclusive lock on it.
     fn acquire_run_dir(&self, job: &Job) -> Result<(RunDir, RunLock), Failure> {
         let wish = RequestedRun { run_dir: self.run_dir.clone(), resume: self.resume.clone() };
         loop {
             let (folder, _) = RunDir::resolve(&wish, job, Path::new(RUNS_DIR), &timestamp())?;
             match RunLock::acquire(&folder) {
-                // Another process began in the same second; the next name is free.
+                // Another process started within the same second; the next name is free.
                 Err(Failure::Locked { .. }) if wish.run_dir.is_none() && wish.resume.is_none() => {}
                 owner => return Ok((folder, owner?)),
             }
@@ -172,15 +174,15 @@ impl FitArgs {
     }
 }
 
-/// Where runs go that are not given a folder.
+/// Parent directory of runs without `--run-dir`.
 const RUNS_DIR: &str = "runs";
 
-/// Names a new run by the time it begins.
+/// Names a new run by its start time.
 fn timestamp() -> String {
     jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S").to_string()
 }
 
-/// A disturbance on purpose that an environment variable asks for, for tests of recovery.
+/// A fault to inject, read from an environment variable, for tests of recovery.
 fn fault_from_env<T: FromStr<Err: Display>>(name: &str) -> anyhow::Result<Option<T>> {
     let Ok(text) = std::env::var(name) else { return Ok(None) };
     let wrong = |error| CliError::usage(format!("`{name}` is wrong: {error}"), "unset it: it is for tests");

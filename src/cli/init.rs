@@ -16,7 +16,7 @@ macro_rules! template {
     };
 }
 
-/// A template's name, what it is, and the file in `configs/` that it is.
+/// A template: its name, its description, and its file in `configs/`.
 const TEMPLATES: [(&str, &str, &str); 15] = [
     template!("quickstart", "a small convolutional network on generated pictures"),
     template!("mlp", "a perceptron on generated pictures"),

@@ -1,7 +1,7 @@
-//! The command line: what was typed, in types, and one file a command.
+//! The command line: arguments parsed into types, one file per command.
 //!
-//! Takes arguments, gives an [`Exit`]. Data goes to stdout, everything for people about the work to
-//! stderr. Owns no training: a command builds options and calls one function.
+//! Takes arguments and returns an [`Exit`]. Data goes to stdout; everything else for people goes to stderr. Contains
+//! no training: a command builds options and calls one function.
 
 mod check;
 mod completions;
@@ -82,19 +82,19 @@ pub struct CommonArgs {
 }
 
 impl CommonArgs {
-    /// Loads the job at `path` with this command line's `--set`s over it.
+    /// Loads the job at `path` and applies this command line's `--set` overrides.
     pub fn load_job(&self, path: &Path) -> anyhow::Result<Job> {
         Ok(Job::load(path, &self.set)?)
     }
 
-    /// The card to compute on, opened within the job's budget; none where that is the CPU.
+    /// Opens the selected GPU within the job's budget; `None` for the CPU.
     pub fn open_gpu(&self, memory: &crate::job::MemoryConfig) -> anyhow::Result<Option<Arc<GpuDevice>>> {
         let Some(seen) = self.gpu_info()? else { return Ok(None) };
         let card = GpuDevice::open(seen.ordinal, |seen| budget::gpu(memory, seen));
         Ok(Some(Arc::new(card.map_err(gpu_error)?)))
     }
 
-    /// The card that is meant, as it is now.
+    /// The selected GPU and its current free memory; `None` for the CPU.
     pub fn gpu_info(&self) -> anyhow::Result<Option<GpuInfo>> {
         let ordinal = match self.device {
             DeviceArg::Cpu => return Ok(None),
@@ -111,7 +111,7 @@ impl CommonArgs {
         }
     }
 
-    /// The means to open data: long passes over files show their progress where people read.
+    /// Context for opening data. Long passes over files show progress on a terminal.
     pub fn open_options(&self) -> DatasetContext {
         let show_progress = !self.quiet && io::stderr().is_terminal();
         let watch: Arc<dyn ProgressObserver> =
@@ -119,7 +119,7 @@ impl CommonArgs {
         DatasetContext { observer: watch, ..DatasetContext::default() }
     }
 
-    /// How to show things where people read, which is a terminal or is not.
+    /// Display options for output to a terminal, or to something else.
     pub fn display_options(&self, terminal: bool) -> DisplayOptions {
         let verbosity = match (self.quiet, self.verbose) {
             (true, _) => Verbosity::Quiet,
@@ -142,13 +142,13 @@ pub enum Command {
     Completions(completions::CompletionsArgs),
 }
 
-/// Where to compute, as typed.
+/// The `--device` argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceArg {
-    /// The fastest this build and this machine have.
+    /// The fastest device of this build and machine.
     Auto,
     Cpu,
-    /// The card of this number.
+    /// The CUDA device with this ordinal.
     Cuda(usize),
 }
 
@@ -190,7 +190,7 @@ pub enum ColorChoice {
 }
 
 impl ColorChoice {
-    /// Whether to colour what goes to a terminal, or not to one.
+    /// Whether to color output to a terminal, or to something else.
     pub fn enabled(self, terminal: bool) -> bool {
         match self {
             ColorChoice::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()),
@@ -208,7 +208,7 @@ pub struct JobFile {
     pub path: PathBuf,
 }
 
-/// Runs the command in `args`, the program's name first.
+/// Runs the command in `args`; the first is the program's name.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     let args: Vec<OsString> = args.into_iter().collect();
     let cli = match Cli::try_parse_from(&args) {
@@ -216,7 +216,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Err(error) => return handle_clap_error(&error, args.iter().any(|arg| arg == "--json")),
     };
     let common = &cli.common;
-    // `fit` decides for itself: its worker has a supervisor.
+    // `fit` decides for itself: a worker must abort instead of exiting.
     if !matches!(cli.command, Command::Fit(_))
         && let Err(error) = crate::memory::alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())
     {
@@ -247,10 +247,11 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     done.unwrap_or_else(|error| exit::report_error(&error, common.json, common.color))
 }
 
-/// Starts the threads that compute, before anything needs them: a system that refuses one is an error then.
+/// Starts the compute thread pool before anything uses it: a system that refuses a thread is then an error, not a
+/// panic.
 pub fn start_threads() -> Result<(), CliError> {
     match rayon::ThreadPoolBuilder::new().build_global() {
-        // Without a cause they run already.
+        // An error without a cause means that the pool is already running.
         Err(error) => match std::error::Error::source(&error) {
             Some(cause) => Err(CliError {
                 exit: Exit::Failure,
@@ -266,9 +267,9 @@ pub fn start_threads() -> Result<(), CliError> {
     }
 }
 
-/// Help and version are data; what clap refuses is bad usage.
+/// Help and version are output; anything else clap refuses is a usage error.
 fn handle_clap_error(error: &clap::Error, json: bool) -> Exit {
-    // A reader that went away is not an error.
+    // A closed output is not an error.
     let _ = error.print();
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Exit::Done,
@@ -284,7 +285,7 @@ fn handle_clap_error(error: &clap::Error, json: bool) -> Exit {
     }
 }
 
-/// Writes a line to stdout; a reader that went away ends the program quietly.
+/// Writes a line to stdout. A broken pipe ends the program quietly.
 pub fn print_line(text: impl std::fmt::Display) -> io::Result<()> {
     writeln!(io::stdout().lock(), "{text}")
 }

@@ -1,4 +1,4 @@
-//! `trainer plan`: what memory a job will take, before a byte of it is taken.
+//! `trainer plan`: how much memory a job will take, before it allocates any.
 
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -49,7 +49,7 @@ pub struct PlanArgs {
     pub locking: LockArgs,
 }
 
-/// A compute capability as typed: `8.9`.
+/// The `--gpu` argument: a compute capability such as `8.9`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CapabilityArg(pub ComputeCapability);
 
@@ -69,7 +69,7 @@ impl std::str::FromStr for CapabilityArg {
     }
 }
 
-/// The oldest major compute capability that the kernels are compiled for.
+/// Oldest major compute capability that the kernels are compiled for.
 const MIN_CAPABILITY_MAJOR: u32 = 8;
 
 /// The lock beside a job.
@@ -89,7 +89,7 @@ impl PlanArgs {
         start_threads()?;
         job.memory.ram = self.ram.unwrap_or(job.memory.ram);
         let mut machine = match self.ram {
-            // A size on the command line is of a machine that is not here; all else is of this one.
+            // A size on the command line describes another machine; anything else describes this one.
             Some(MemorySize::Bytes(ram)) => TargetMachine::cpu(ram.0, u64::MAX),
             _ => local_machine(&job, common)?,
         };
@@ -103,7 +103,7 @@ impl PlanArgs {
         let job_memory = job.memory.clone();
         let mut setup = Setup::open(job, machine.ram, &common.open_options())?.with_process_measured();
         let plan = match self.measure {
-            // On a thread of the pool, as a run is.
+            // On a pool thread, as in a run.
             true => {
                 setup = setup.on_gpu(common.open_gpu(&job_memory)?);
                 rayon::scope(|_| autotune::plan(&mut setup, &machine))?
@@ -115,7 +115,7 @@ impl PlanArgs {
     }
 }
 
-/// This machine, with the card that is meant.
+/// This machine, with the selected GPU.
 pub fn local_machine(job: &Job, common: &CommonArgs) -> anyhow::Result<TargetMachine> {
     let host = probe::host()?;
     let cpu = TargetMachine::cpu(budget::host(&job.memory, &host), host.process_budget());
@@ -134,7 +134,7 @@ pub fn local_machine(job: &Job, common: &CommonArgs) -> anyhow::Result<TargetMac
     })
 }
 
-/// Prints a plan and gives the exit code of its verdict.
+/// Prints a plan and returns the exit code of its verdict.
 pub fn print_plan(plan: &memory::MemoryPlan, strict: bool, common: &CommonArgs) -> anyhow::Result<Exit> {
     if common.json {
         print_line(serde_json::to_string_pretty(plan)?)?;
@@ -149,7 +149,7 @@ pub fn print_plan(plan: &memory::MemoryPlan, strict: bool, common: &CommonArgs) 
     })
 }
 
-/// The plan of a run that will not be, on stderr.
+/// Prints the plan of a run that will not start, on stderr.
 pub fn eprint_plan(plan: &memory::MemoryPlan, common: &CommonArgs) -> io::Result<()> {
     if common.quiet {
         return Ok(());
@@ -163,7 +163,8 @@ impl LockArgs {
         self.lock || self.frozen
     }
 
-    /// Writes the lock, or refuses a plan that is not the locked one. A plan that does not fit is neither.
+    /// Writes the lock, or refuses a plan that differs from it. A plan that does not fit is neither locked nor
+    /// compared.
     pub fn apply(
         self,
         job: &Path,
@@ -207,7 +208,7 @@ impl LockArgs {
     }
 }
 
-/// The machine as a lock states it: not what is free now, which is never twice the same.
+/// The machine as the lock states it: its limits, not its free memory, which is never the same twice.
 fn lock_machine(setup: &Setup, machine: &TargetMachine) -> plan_lock::LockedMachine {
     let most = probe::host().map_or(machine.ram, |host| host.process_limit());
     let not_here = machine.max_ram == u64::MAX;

@@ -1,4 +1,4 @@
-//! `trainer probe`: what memory this machine has for a run, and what limits it.
+//! `trainer probe`: how much memory this machine has for a run, and what limits it.
 
 use clap::Args;
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! `trainer schema`: the job's definition, for editors and for the docs.
+//! `trainer schema`: the definition of a job, for editors and for the docs.
 
 use clap::Args;
 

@@ -1,4 +1,4 @@
-//! `trainer verify`: prove that a job's result does not depend on how its memory is used.
+//! `trainer verify`: checks that a job's result does not depend on how it uses memory.
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
@@ -99,7 +99,7 @@ impl VerifyArgs {
         }
         match report::verify::failure_message(report) {
             None => Ok(Exit::Done),
-            // The document on stdout has said it already.
+            // The JSON document on stdout already reports it.
             Some(_) if common.json => Ok(Exit::Failure),
             Some(message) => Err(CliError { exit: Exit::Failure, message, hint: None }.into()),
         }

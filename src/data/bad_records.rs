@@ -1,22 +1,22 @@
-//! Records that cannot be used: whether they end a run or are left out, how many there are, and the first few.
+//! Bad-record accounting: the fail-or-skip policy, how many records were skipped, and the first few of them.
 //!
-//! A pass over a set, an epoch or an evaluation, meets each record once, so a pass's count is that of distinct
-//! records, and the highest count of a pass that of the set. What is counted is what the run consumed, not what was
-//! read ahead: a retry counts nothing twice, and the count is part of a checkpoint.
+//! A pass over a dataset (an epoch or an evaluation) visits each record once, so the count of a pass is a count of
+//! distinct records, and the maximum over passes is the count for the dataset. Only records that the run consumed
+//! count, not those that were prefetched: a retry counts nothing twice, and the counts are part of the checkpoint.
 
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
 
-/// Bad records that are told one by one.
+/// Bad records that are reported individually.
 const MAX_REPORTED: usize = 5;
 
-/// What happens to a bad record.
+/// What to do with a bad record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BadRecordPolicy {
-    /// It is the end.
+    /// Fail the run.
     Fail,
-    /// It is left out, up to so many of them.
+    /// Skip it; fail once more than `limit` were skipped.
     Skip { limit: u64 },
 }
 
@@ -26,12 +26,12 @@ impl BadRecordPolicy {
     }
 }
 
-/// A record that was left out.
+/// A record that was skipped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BadRecord {
-    /// The sample it would have been.
+    /// Index of the sample it would have been.
     pub id: u64,
-    /// What is wrong with it, and where it lies.
+    /// What is wrong with the record, and its location in the file.
     pub why: String,
 }
 
@@ -42,17 +42,17 @@ pub enum DatasetSplit {
     Valid,
 }
 
-/// Passes over one set.
+/// Pass counters of one dataset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct PassCounts {
-    /// The pass that is counted, and its count so far.
+    /// The current pass, and the bad records counted in it so far.
     pass: u64,
     now: u64,
-    /// The highest count of a pass.
+    /// Maximum count over all passes.
     most: u64,
 }
 
-/// The records left out of a run so far.
+/// Records skipped in this run so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SkippedRecords {
     train: PassCounts,
@@ -61,8 +61,8 @@ pub struct SkippedRecords {
 }
 
 impl SkippedRecords {
-    /// Counts records left out in a pass (numbered upwards) over `set`; gives those that are worth telling, or
-    /// the error that there are too many.
+    /// Counts the records skipped in a pass over `set`. Pass numbers ascend. Returns messages for the records that were
+    /// not reported yet (the first few only), or an error if the limit is exceeded.
     pub fn record(
         &mut self,
         set: DatasetSplit,
@@ -95,7 +95,7 @@ impl SkippedRecords {
         }
     }
 
-    /// Bad records found so far in both sets.
+    /// Bad records found so far in both datasets.
     pub fn count(&self) -> u64 {
         self.train.most + self.valid.most
     }
@@ -112,8 +112,8 @@ mod tests {
     }
 
     proptest! {
-        /// However passes are cut, a record counts once and is told once, the first ones in order; the limit ends
-        /// the run at the same record.
+        /// However a pass is divided into calls, each record is counted once and reported once, the first ones in
+        /// order, and the limit fails the run at the same record.
         #[test]
         fn each_counts_once(ids in prop::collection::btree_set(0u64..1000, 0..20), cuts in prop::collection::vec(1usize..6, 1..8), most in 0u64..25) {
             let all: Vec<BadRecord> = ids.into_iter().map(bad).collect();

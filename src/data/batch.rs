@@ -1,15 +1,15 @@
-//! A batch of samples in host memory, and the buffer it lives in: [`HostBatch::with_capacity`] is the one place where its
-//! memory is allocated.
+//! A batch of samples in host memory and the buffer behind it. [`HostBatch::with_capacity`] is the only place that
+//! allocates batch memory.
 
 use std::sync::Arc;
 
 use super::bad_records::BadRecord;
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, PixelLut, SampleKey, SliceMut, TargetSpec};
 
-/// The inputs or the targets of a batch, row after row.
+/// The inputs or targets of a batch, row-major.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BatchValues {
-    /// Bytes that stand for f32 values.
+    /// Bytes that a lookup table maps to f32 values.
     U8(Vec<u8>, Arc<PixelLut>),
     F32(Vec<f32>),
     U32(Vec<u32>),
@@ -18,25 +18,25 @@ pub enum BatchValues {
 /// Samples of one update, in order. Row i of `inputs` and `targets` belongs to `ids[i]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostBatch {
-    /// The update these samples belong to, from 0.
+    /// Update that these samples belong to, from 0.
     pub update: u64,
     pub epoch: u64,
-    /// Samples of the order it stands for: its rows, and those that were left out.
+    /// Positions of the sample order that the batch covers: its rows plus the records that were skipped.
     pub consumed: u64,
-    /// The records left out.
+    /// Records that were skipped.
     pub bad_records: Vec<BadRecord>,
     /// Global sample indices.
     pub ids: Vec<u64>,
-    /// (rows, input...), as [`Features::input`] says.
+    /// (rows, input...); [`Features::input`] gives the shape.
     pub inputs: BatchValues,
-    /// (rows, target...), as [`Features::target`] says.
+    /// (rows, target...); [`Features::target`] gives the shape.
     pub targets: BatchValues,
-    /// Positions of each row that are not padding; empty where every row is whole.
+    /// Number of non-padding positions per row; empty if no row is padded.
     pub lengths: Vec<u32>,
 }
 
 impl HostBatch {
-    /// An empty batch with room for `rows` samples, or [`DataError::OutOfMemory`].
+    /// Allocates an empty batch with capacity for `rows` samples, or returns [`DataError::OutOfMemory`].
     pub fn with_capacity(features: &Features, rows: usize) -> Result<Self, DataError> {
         fn reserve<T>(len: Option<usize>) -> Option<Vec<T>> {
             let mut values = Vec::new();
@@ -74,7 +74,7 @@ impl HostBatch {
         build().ok_or(DataError::OutOfMemory { bytes })
     }
 
-    /// Sample `index` of `source`, alone.
+    /// A batch of one: sample `index` of `source`.
     pub fn single(source: &dyn Dataset, index: u64, key: SampleKey) -> Result<Self, DataError> {
         let features = source.features();
         let mut batch = Self::with_capacity(features, 1)?;
@@ -87,21 +87,21 @@ impl HostBatch {
         Ok(batch)
     }
 
-    /// Bytes of the samples in it.
+    /// Bytes of the samples in the batch.
     pub fn bytes(&self) -> u64 {
         let values = self.inputs.len() * self.inputs.element_bytes()
             + self.targets.len() * self.targets.element_bytes();
         (8 * self.ids.len() + values + 4 * self.lengths.len()) as u64
     }
 
-    /// Bytes of the memory behind it.
+    /// Bytes that the batch has allocated.
     pub fn capacity_bytes(&self) -> u64 {
         let values = self.inputs.capacity() * self.inputs.element_bytes()
             + self.targets.capacity() * self.targets.element_bytes();
         (8 * self.ids.capacity() + values + 4 * self.lengths.capacity()) as u64
     }
 
-    /// Makes the batch `rows` long; what rows beyond its length hold is left to be written.
+    /// Sets the length to `rows`. The content of added rows is unspecified until the caller writes it.
     pub(super) fn resize(&mut self, features: &Features, rows: usize) {
         self.ids.resize(rows, 0);
         self.inputs.resize(rows * features.input_len());
@@ -111,7 +111,7 @@ impl HostBatch {
         }
     }
 
-    /// Row `row`, to be written.
+    /// Mutable view of row `row`.
     pub(super) fn row(&mut self, features: &Features, row: usize) -> BatchRow<'_> {
         BatchRow {
             input: self.inputs.row(row, features.input_len()),
@@ -134,7 +134,7 @@ impl BatchValues {
         self.len() == 0
     }
 
-    /// Bytes of one.
+    /// Bytes per element.
     fn element_bytes(&self) -> usize {
         if let BatchValues::U8(..) = self { 1 } else { 4 }
     }

@@ -1,8 +1,9 @@
-//! What was found out about files at some cost, kept for the next time: row offsets, statistics, tokens.
+//! On-disk cache of what is expensive to derive from data files: row offsets, statistics, token ids.
 //!
-//! An entry is a file named by what it is and by a fingerprint of the files and settings it was made from.
-//! It is whole or absent: it is written beside its place and renamed, and a checksum and a version stand beside it
-//! in a file of their own. An entry that does not match them is made again. Deleting any of it costs time only.
+//! An entry is one file. Its name holds the entry kind and a key: a hash of the source files and of the settings that
+//! shaped the entry. An entry is complete or absent: the writer writes a temporary file and renames it, and stores a
+//! checksum and a version in a second file. Readers ignore an entry that does not match its checksum, and the caller
+//! rebuilds it. Deleting the cache costs time only.
 
 use std::{
     collections::BTreeMap,
@@ -23,24 +24,24 @@ use crate::random::{mix, stream_id};
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
-    /// Bytes of the entries that were used, by path.
+    /// Bytes per entry that was used, by path.
     used_entries: Arc<Mutex<BTreeMap<PathBuf, u64>>>,
 }
 
 impl Default for Cache {
-    /// Beside the runs of the folder that the program was started in.
+    /// `runs/.data` under the working directory, beside the runs.
     fn default() -> Self {
         Self::at("runs/.data")
     }
 }
 
-/// What an entry was made from: any change of a file's path, size or time of change, or of the settings
-/// that shaped the entry, gives another one.
+/// Identifies what an entry was built from. The key changes with the path, size or modification time of any source
+/// file, and with the settings that shaped the entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheKey(u64);
 
 impl CacheKey {
-    /// Of `files` as they are now and of `settings`, which states every setting the entry depends on.
+    /// Key of `files` as they are now and of `settings`, which must include every setting the entry depends on.
     pub fn new(files: &[PathBuf], settings: &str) -> Result<Self, DataError> {
         let mut state = stream_id(concat!("data.cache ", env!("CARGO_PKG_VERSION")));
         let mut add = |x: u64| state = mix(state.rotate_left(17) ^ mix(x.wrapping_add(1)));
@@ -63,10 +64,10 @@ impl fmt::Display for CacheKey {
     }
 }
 
-/// Version of what entries hold; another one makes all of them again.
+/// Format version of the entries; a bump invalidates all of them.
 const VERSION: u32 = 1;
 
-/// What stands beside an entry, in a file of its own that ends in `.sum`.
+/// Checksum of an entry, stored in a `.sum` file beside it.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct EntryChecksum {
     version: u32,
@@ -79,20 +80,19 @@ impl Cache {
         Self { folder: folder.into(), used_entries: Arc::default() }
     }
 
-    /// Bytes of all entries that were found or made through this cache and its clones.
+    /// Total bytes of the entries that this cache and its clones found or created.
     pub fn used_bytes(&self) -> u64 {
         self.used_entries.lock().map_or(0, |used| used.values().sum())
     }
 
-    /// The file of the entry `name` (a word such as "csv-index") of `of`, if it was made before and is as it was
-    /// written.
+    /// Path of the entry `name` (such as "csv-index") for `key`, if it exists and matches its checksum.
     pub fn find(&self, name: &str, key: CacheKey) -> Option<PathBuf> {
         let path = self.path(name, key);
         self.record_use(&path, verified_len(&path)?);
         Some(path)
     }
 
-    /// As [`Cache::find`]; what was not made before is written by `make` now.
+    /// As [`Cache::find`], but `make` writes the entry if it is missing.
     pub fn get_or_create(
         &self,
         name: &str,
@@ -102,7 +102,7 @@ impl Cache {
         self.get_or_create_all([name], key, |[out]| make(out)).map(|[path]| path)
     }
 
-    /// Writes an entry, over the one that may be there.
+    /// Writes an entry and replaces an existing one.
     pub fn put(
         &self,
         name: &str,
@@ -112,7 +112,7 @@ impl Cache {
         self.put_all([name], key, |[out]| make(out)).map(|[path]| path)
     }
 
-    /// As [`Cache::get_or_create`], for entries that are made together.
+    /// As [`Cache::get_or_create`], for entries that are built together.
     pub fn get_or_create_all<const N: usize>(
         &self,
         names: [&str; N],
@@ -134,14 +134,15 @@ impl Cache {
         let paths = names.map(|name| self.path(name, key));
         fs::create_dir_all(&self.folder).map_err(DataError::write(&self.folder))?;
         self.remove_stale_parts();
-        // Another process may make the same entry at the same time; both are whole, and the last one stays.
+        // Another process may build the same entry at the same time. Both results are complete; the last rename wins.
         let parts = paths.each_ref().map(|path| path.with_extension(format!("{}.part", std::process::id())));
         let written = write(&parts, make).and_then(|_locks| {
             parts.iter().zip(&paths).try_for_each(|(part, path)| {
                 let sum = checksum(part).map_err(DataError::write(part))?;
                 self.record_use(path, sum.bytes);
                 let text = serde_json::to_vec(&sum).map_err(io::Error::from);
-                // An entry without its checksum is no entry: it goes before the entry is replaced, and comes after.
+                // An entry without a checksum is invalid. Remove the old checksum before the rename and write the new
+                // one after it, so a crash in between leaves an invalid entry and never a wrong one.
                 let checksum_file = checksum_path(path);
                 let put = text.and_then(|text| {
                     let removed = fs::remove_file(&checksum_file);
@@ -157,7 +158,7 @@ impl Cache {
             })
         });
         if written.is_err() {
-            // Best effort: what is left of it is of no use, and the error is what matters.
+            // Best effort: a partial file is useless, and the caller needs the original error.
             parts.iter().for_each(|part| drop(fs::remove_file(part)));
         }
         written.map(|()| paths)
@@ -169,7 +170,7 @@ impl Cache {
         }
     }
 
-    /// Removes what processes that were killed left half-written: nobody holds a lock on it.
+    /// Removes partial files of processes that were killed. A live writer holds a lock on its file.
     fn remove_stale_parts(&self) {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
         let parts =
@@ -186,15 +187,14 @@ impl Cache {
     }
 }
 
-/// Where the checksum of an entry is.
 fn checksum_path(path: &Path) -> PathBuf {
     path.with_extension("sum")
 }
 
-/// The bytes of an entry that is as it was written.
+/// Length of the entry in bytes if it matches its checksum.
 fn verified_len(path: &Path) -> Option<u64> {
     let wanted: EntryChecksum = serde_json::from_slice(&fs::read(checksum_path(path)).ok()?).ok()?;
-    // Its length alone tells most of what can happen to a file.
+    // The length check is cheap and catches most damage before the content is hashed.
     if wanted.version != VERSION || fs::metadata(path).ok()?.len() != wanted.bytes {
         return None;
     }
@@ -222,12 +222,12 @@ fn write<const N: usize>(
     let (mut outs, mut locks) = (Vec::with_capacity(N), Vec::with_capacity(N));
     for part in parts {
         let file = File::create(part).map_err(DataError::write(part))?;
-        // Where files cannot be locked, what is half-written is left alone.
+        // On file systems without locks, stale partial files are left in place.
         let _ = file.try_lock();
         locks.push(file.try_clone().map_err(DataError::write(part))?);
         outs.push(BufWriter::with_capacity(1 << 18, file));
     }
-    // One was made for each of the N parts.
+    // Infallible: `outs` has one writer for each of the N parts.
     let Ok(mut outs) = <[_; N]>::try_from(outs) else { return Ok(locks) };
     make(outs.each_mut())?;
     let flush = |(out, part): (&mut BufWriter<File>, &PathBuf)| {
@@ -286,7 +286,7 @@ mod tests {
             assert_eq!(fs::read(&path).unwrap(), b"content");
             assert!(cache.find("entry", key).is_some());
         }
-        // What a process that was killed left, and what one that works has.
+        // One partial file of a killed process, and one that a live writer still locks.
         let held = File::create(folder.path().join("other.7.part")).unwrap();
         held.lock().unwrap();
         fs::write(folder.path().join("entry.8.part"), "half").unwrap();

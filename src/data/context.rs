@@ -1,4 +1,4 @@
-//! What opening a set may use, and whom it tells of work that takes long.
+//! What opening a dataset may use: memory, seed, cache, and an observer for the progress of long passes.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,19 +8,20 @@ use super::cache::Cache;
 use super::transforms::LargeImages;
 use crate::memory::probe;
 
-/// The means at hand when a set is opened.
+/// Resources available while a dataset is opened.
 #[derive(Clone)]
 pub struct DatasetContext {
-    /// Host bytes the set may keep for as long as it lives.
+    /// Host bytes the dataset may keep for its lifetime.
     pub max_bytes: u64,
     /// The job's seed.
     pub seed: u64,
-    /// Bytes within which a set that is read forward is mixed; see [`StreamingDataset`](super::stream::Streamed).
+    /// Shuffle buffer, in bytes, of a dataset that can only be read sequentially; see
+    /// [`StreamingDataset`](super::streaming::StreamingDataset).
     pub shuffle_buffer: u64,
-    /// Where what was found out about files is kept for the next time.
+    /// Cache of what was derived from the data files.
     pub cache: Cache,
     pub observer: Arc<dyn ProgressObserver>,
-    /// Pictures that are decoded one at a time because of their size.
+    /// Images that are decoded one at a time because of their size.
     pub large_images: Arc<LargeImages>,
 }
 
@@ -38,7 +39,7 @@ impl Default for DatasetContext {
 }
 
 impl DatasetContext {
-    /// Before `what` is prepared, which takes so many bytes: refuses what does not fit in the memory there is for it.
+    /// Call before preparing `what`, which needs `bytes` bytes: refuses what exceeds the memory budget.
     pub fn check_memory(&self, what: &Path, bytes: u64) -> Result<(), DataError> {
         let limit = self.max_bytes.saturating_sub(probe::proc_status("VmRSS:").unwrap_or(0));
         match bytes <= limit {
@@ -48,14 +49,14 @@ impl DatasetContext {
     }
 }
 
-/// Sees the progress of a pass over files that must end before the first sample can be read.
+/// Receives the progress of a pass over files that must finish before the first sample can be read.
 pub trait ProgressObserver: Send + Sync {
-    /// The pass that is `activity` something (as in "counting records of train.csv.gz") is at `done` of `total`
-    /// bytes. Called at least once at the end, with `done` equal to `total`; often, so it must be cheap.
+    /// The pass called `activity` (such as "counting records of train.csv.gz") has processed `done` of `total` bytes.
+    /// The last call has `done` equal to `total`. Calls are frequent, so an implementation must be cheap.
     fn report(&self, activity: &str, done: u64, total: u64);
 }
 
-/// Looks away.
+/// Ignores all progress.
 pub struct NoProgress;
 
 impl ProgressObserver for NoProgress {

@@ -1,7 +1,7 @@
-//! The ledger of samples: a digest of ids in the order they were consumed.
+//! Digest of sample ids in the order they were consumed.
 //!
-//! It is fed id by id, so it does not depend on how an update was split; two runs with the same digest
-//! consumed the same samples in the same order (up to a 2^-64 chance).
+//! Ids are hashed one at a time, so the digest does not depend on how an update was split into micro-batches. Two runs
+//! with the same digest consumed the same samples in the same order, up to a collision probability of 2^-64.
 
 use std::{fmt, str::FromStr};
 
@@ -16,7 +16,7 @@ pub struct Digest(u64);
 
 impl Digest {
     pub fn add(&mut self, id: u64) {
-        // The id is mixed before it meets the state: ids are small and near each other.
+        // Hash the id before combining it with the state: ids are small and close to each other.
         self.0 = mix(self.0.rotate_left(23) ^ mix(id.wrapping_add(1)));
     }
 }

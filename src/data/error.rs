@@ -1,11 +1,11 @@
-//! What can be wrong with data: where it was found, the value, and what to do.
+//! Errors of data and of reading it: the location, the value, and a hint for the user.
 
 use std::{io, path::PathBuf, sync::Arc};
 
 use crate::units::Bytes;
 
-/// A fault of the data or of reading it. The message says what was found; [`DataError::hint`] what to
-/// do. It can be cloned because a loader that failed keeps failing with the same error.
+/// An error in the data or in reading it. The message states what was found, [`DataError::hint`] what to do about it.
+/// `Clone`, because a failed loader returns the same error again.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum DataError {
     #[error("cannot read `{}`", file.display())]
@@ -41,19 +41,19 @@ pub enum DataError {
     #[error("`{}` has {images} pictures, but `{}` has {labels} labels", images_file.display(), labels_file.display())]
     CountMismatch { images_file: PathBuf, images: u64, labels_file: PathBuf, labels: u64 },
 
-    /// One bad value. `record` counts from 0; `column` is absent where records have no columns.
+    /// One bad value. `record` counts from 0; `column` is `None` if records have no columns.
     #[error("`{}`, record {record}{}: `{value}` is not {wanted}", file.display(), in_column(column))]
     Value { file: PathBuf, record: u64, column: Option<String>, value: String, wanted: String },
 
-    /// One bad value in a table of text. `line` counts from 1.
+    /// One bad value in a text table. `line` counts from 1.
     #[error("`{}`, line {line}, column `{column}`: `{value}` is not {wanted}", file.display())]
     Cell { file: PathBuf, line: u64, column: String, value: String, wanted: String },
 
-    /// A table that is not as declared.
+    /// A table that does not match its declaration.
     #[error("`{}`{}: {problem}", file.display(), at(place))]
     Table { file: PathBuf, place: String, problem: String, hint: &'static str },
 
-    /// A record that cannot be used as a whole. `place` says which: "line 7", "record 12", "member a/b.jpg".
+    /// A record that is unusable as a whole. `place` locates it: "line 7", "record 12", "member a/b.jpg".
     #[error("`{}`{}: {problem}", file.display(), at(place))]
     Record { file: PathBuf, place: String, problem: String },
 
@@ -95,7 +95,7 @@ pub enum DataError {
 }
 
 impl DataError {
-    /// What the user can do about it.
+    /// What the user can do about the error.
     pub fn hint(&self) -> Option<&'static str> {
         Some(match self {
             DataError::Io { .. } => "check that the path is right and the file may be read",
@@ -160,7 +160,7 @@ impl DataError {
         )
     }
 
-    /// Whether one record is at fault, so that the set could be read without it.
+    /// Whether a single record is at fault, so that the rest of the dataset is usable.
     pub fn is_bad_record(&self) -> bool {
         matches!(self, DataError::Value { .. } | DataError::Cell { .. } | DataError::Record { .. })
     }

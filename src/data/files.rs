@@ -1,4 +1,4 @@
-//! Which files a set is made of, and their bytes: names or patterns, plain, gzip or zstd.
+//! Resolves file names and glob patterns, and reads plain, gzip and zstd files.
 
 use std::{
     fs::File,
@@ -15,7 +15,7 @@ use flate2::read::MultiGzDecoder;
 use super::DataError;
 use crate::regular_file;
 
-/// How a file's bytes are packed, seen from its first bytes and not from its name.
+/// Compression of a file, detected from its magic bytes and not from its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileCompression {
     Uncompressed,
@@ -23,8 +23,8 @@ pub enum FileCompression {
     Zstd,
 }
 
-/// The files named by `patterns`, in the order of the patterns; those of a pattern such as `data/*.csv` in the
-/// order of their names. A name that exists is itself, whatever characters it has.
+/// Files matched by `patterns`, in the order of the patterns; the matches of a pattern such as `data/*.csv` are sorted
+/// by name. A name that exists is taken literally, whatever characters it contains.
 pub fn resolve_patterns(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
     let mut files = Vec::new();
     for pattern in patterns {
@@ -40,7 +40,7 @@ pub fn resolve_patterns(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError>
                 let file = error.path().to_owned();
                 DataError::io(&file)(error.into())
             })?;
-            // What is neither is refused by its name when it is opened.
+            // Special files are kept: opening them fails with an error that names them.
             if !found.is_dir() {
                 files.push(found);
             }
@@ -52,17 +52,17 @@ pub fn resolve_patterns(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError>
     Ok(files)
 }
 
-/// A file's packing and its length in bytes as it lies on disk. An empty file is refused.
+/// Compression and size on disk, in bytes. Refuses an empty file.
 pub fn compression(file: &Path) -> Result<(FileCompression, u64), DataError> {
     open_raw(file).map(|(_, compression, length)| (compression, length))
 }
 
-/// A file's content, unpacked as it is read. What is found wrong on the way is best told by [`read_error`].
+/// Content of the file, decompressed as it is read. Convert read errors with [`read_error`].
 pub fn open(file: &Path) -> Result<Box<dyn Read + Send>, DataError> {
     open_counting(file, Arc::default())
 }
 
-/// As [`open`], adding to `bytes_read` the bytes taken from the file as it lies on disk.
+/// As [`open`]; adds the compressed bytes read from disk to `bytes_read`.
 pub fn open_counting(file: &Path, bytes_read: Arc<AtomicU64>) -> Result<Box<dyn Read + Send>, DataError> {
     let (raw, compression, _) = open_raw(file)?;
     let raw = BufReader::with_capacity(1 << 16, CountingReader { raw, bytes_read });
@@ -103,13 +103,13 @@ fn open_raw(file: &Path) -> Result<(File, FileCompression, u64), DataError> {
     Ok((raw, compression, length))
 }
 
-/// Fills `into` from a place of a file, whoever else reads it.
+/// Positioned read (`pread`) that fills `into`; safe to call concurrently on one file.
 #[cfg(unix)]
 pub fn read_exact_at(file: &File, into: &mut [u8], at: u64) -> io::Result<()> {
     std::os::unix::fs::FileExt::read_exact_at(file, into, at)
 }
 
-/// Elsewhere a handle of its own has a position of its own.
+/// Without `pread`, a handle opened for this call has a file position of its own.
 #[cfg(not(unix))]
 pub fn read_exact_at(file: &File, into: &mut [u8], at: u64) -> io::Result<()> {
     let mut file = file.try_clone()?;
@@ -117,8 +117,8 @@ pub fn read_exact_at(file: &File, into: &mut [u8], at: u64) -> io::Result<()> {
     file.read_exact(into)
 }
 
-/// An error met while reading an opened file: what a decompressor finds wrong in a stream comes as invalid
-/// data or input, or as an early end.
+/// Converts an error of reading an opened file. Decompressors report a corrupt stream as invalid data, as invalid input
+/// or as an unexpected end of file.
 pub fn read_error(file: &Path, error: io::Error) -> DataError {
     match error.kind() {
         io::ErrorKind::InvalidData

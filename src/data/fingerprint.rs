@@ -1,9 +1,9 @@
-//! What data a run was trained on: a hash of the content of every file that samples are made from.
+//! Fingerprint of the data a run was trained on: a content hash of every file that samples come from.
 //!
-//! A file is read once. What was found is kept in the cache with the file's size and time of change, and is
-//! trusted while these are as before; else the content is hashed again. So data that was copied is known to be the
-//! same, and data that changed is known by name. Files are hashed with XXH3 of 128 bits, which sees any accidental
-//! change and is faster than any disk. Memory is bounded: a folder of images is walked, not listed.
+//! Each file is read once. The cache keeps its hash with its size and modification time, and the hash is trusted as
+//! long as both are unchanged; otherwise the content is hashed again. Copied data is therefore recognized as the same,
+//! and changed files are reported by name. The hash is 128-bit XXH3, which detects any accidental change and is faster
+//! than any disk. Memory is bounded: image folders are walked, not listed.
 
 mod inputs;
 
@@ -22,49 +22,49 @@ use super::cache::{Cache, CacheKey};
 use super::{DataError, ProgressObserver};
 pub use inputs::{FingerprintInput, InputKind};
 
-/// The data of a run, as its checkpoints know it.
+/// The data of a run, as its checkpoints record it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataFingerprint {
     pub sources: Vec<SourceFingerprint>,
-    /// Names of the classes, in the order of their numbers.
+    /// Class names by class id.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<String>,
-    /// Different tokens, where the data is text.
+    /// Vocabulary size of text data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<usize>,
-    /// Hash of what gives tokens their meaning.
+    /// Hash of the tokenizer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
 }
 
-/// A file, a folder or a table of images, many files of one key, or the settings that samples are drawn by.
+/// Fingerprint of one source: a file, an image folder, an image table, many files of one key, or generator settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceFingerprint {
-    /// The job's key that names it.
+    /// Key of the job that names the source.
     pub key: String,
     pub path: String,
     pub files: u64,
     pub bytes: u64,
-    /// Hash of the path, size and time of change of every file: the content is trusted while it is the same.
+    /// Hash of the path, size and modification time of every file; `content` is trusted while it is unchanged.
     pub stat: String,
-    /// Hash of the content of every file, and of its name where that decides its class.
+    /// Hash of the content of every file, and of its name if the name decides the class.
     pub content: String,
-    /// Files that are not as they were when they were last hashed; the first few.
+    /// Files that changed since they were last hashed; the first few.
     #[serde(skip)]
     changed: Vec<String>,
 }
 
-/// Files of one key that are told apart; where there are more, they are hashed as one.
+/// Files of one key that get a fingerprint each; beyond this, all files of the key share one.
 const MAX_SEPARATE_FILES: usize = 100;
-/// Files that are hashed at once.
+/// Files hashed in parallel per batch.
 const HASH_BATCH_FILES: usize = 256;
-/// Bytes between two tellings of progress.
+/// Bytes between two progress reports.
 const PROGRESS_STEP_BYTES: u64 = 16 << 20;
-/// Changed files that are told.
+/// Changed files that are reported by name.
 const MAX_REPORTED_CHANGES: usize = 3;
 
-/// Hashes the data. `known`: what a checkpoint says of it, which is trusted where size and time are as before, even
-/// if the cache is gone.
+/// Fingerprints the data. `known` comes from a checkpoint; it is trusted where sizes and modification times are
+/// unchanged, even if the cache was deleted.
 pub fn fingerprint_sources(
     inputs: Vec<FingerprintInput>,
     known: Option<&DataFingerprint>,
@@ -101,7 +101,7 @@ fn fingerprint_source(
         let content = hex(XxHash3_128::oneshot(text.as_bytes()));
         return Ok(SourceFingerprint { key, path, content, ..SourceFingerprint::default() });
     }
-    // First what the file system says of every file; it is all there is to do where nothing changed.
+    // Stat every file first. If nothing changed, that is the only cost.
     let (mut stat, mut files, mut bytes) = (XxHash3_128::new(), 0, 0);
     input.walk(&mut |_, path| {
         let file_stat = FileStat::of(path)?;
@@ -121,21 +121,21 @@ fn fingerprint_source(
     if let Some(before) = known.and_then(|known| known.sources.iter().find(as_before)) {
         return Ok(SourceFingerprint { content: before.content.clone(), ..source });
     }
-    // Then what an earlier run found with the same sizes and times.
+    // Next, the hash that an earlier run cached for the same sizes and modification times.
     let cache_key = CacheKey::new(&[], &format!("content {} {}", source.key, source.stat))?;
     let kept = cache.find("content", cache_key).and_then(|path| fs::read_to_string(path).ok());
     if let Some(content) = kept {
         return Ok(SourceFingerprint { content, ..source });
     }
     let (content, changed) = hash_contents(input, bytes, cache, observer)?;
-    // What cannot be kept is found out again the next time.
+    // A failed cache write is not an error: the next run hashes the content again.
     drop(cache.put("content", cache_key, |out| {
         out.write_all(content.as_bytes()).map_err(DataError::write(input.path()))
     }));
     Ok(SourceFingerprint { content, changed, ..source })
 }
 
-/// The hash of all content, and the files that are not as the cache knew them.
+/// Hash of all content, and the files whose content differs from the cached hash.
 fn hash_contents(
     input: &FingerprintInput,
     bytes: u64,
@@ -152,7 +152,7 @@ fn hash_contents(
     });
     match (found, kept) {
         (Some(found), _) => Ok(found),
-        // There is no room for a cache.
+        // The cache cannot be written, for example because the disk is full: hash without it.
         (None, Err(DataError::Write { .. })) => {
             hash_all(input, bytes, before(), &mut std::io::sink(), observer)
         }
@@ -160,7 +160,7 @@ fn hash_contents(
     }
 }
 
-/// As [`hash_contents`]; writes a line for every file to `out`.
+/// As [`hash_contents`]; writes one line per file to `out`.
 fn hash_all(
     input: &FingerprintInput,
     bytes: u64,
@@ -225,15 +225,15 @@ fn hash_all(
     Ok((hex(all.finish_128()), changed))
 }
 
-/// A file and what is known of it.
+/// A file and its known hashes.
 struct FileRecord {
     name: PathBuf,
     path: PathBuf,
-    /// Whether its name is part of what it is.
+    /// Whether the file name is part of the hash.
     hash_name: bool,
     stat: FileStat,
     hash: Option<u128>,
-    /// Its hash when it was last looked at.
+    /// Hash from the previous run.
     previous_hash: Option<u128>,
 }
 
@@ -243,7 +243,7 @@ impl FileRecord {
     }
 }
 
-/// Size and time of change of a file, in bytes and nanoseconds.
+/// Size in bytes and modification time in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FileStat {
     size: u64,
@@ -251,7 +251,7 @@ struct FileStat {
 }
 
 impl FileStat {
-    /// Of what is not there, or is no file: one bad record of a set.
+    /// Stands for a path that does not exist or is not a regular file. Such a file is one bad record.
     const MISSING: FileStat = FileStat { size: u64::MAX, modified: 0 };
 
     fn of(path: &Path) -> Result<Self, DataError> {
@@ -272,7 +272,7 @@ impl FileStat {
     }
 }
 
-/// What the cache says of files, in the order they were walked in.
+/// Cached file hashes, in walk order.
 struct CachedRecords {
     lines: std::io::Lines<BufReader<File>>,
     next: Option<(PathBuf, FileStat, u128)>,
@@ -295,7 +295,7 @@ impl CachedRecords {
         });
     }
 
-    /// What is known of the file of this name, which comes after all that were asked for before.
+    /// Cached entry of the file `name`. Lookups must come in walk order, since the cache file is read forward only.
     fn lookup(&mut self, name: &Path, sorted: bool) -> Option<(FileStat, u128)> {
         while sorted && self.next.as_ref().is_some_and(|(then, ..)| then.as_path() < name) {
             self.advance();
@@ -307,7 +307,7 @@ impl CachedRecords {
     }
 }
 
-/// `on_read` hears of every part that was read.
+/// Calls `on_read` with the byte count of every chunk read.
 fn hash_file(path: &Path, on_read: &(dyn Fn(u64) + Sync)) -> Result<u128, DataError> {
     let read = || {
         let (mut file, mut buffer, mut hasher) =
@@ -331,13 +331,13 @@ fn hex(hash: u128) -> String {
     format!("{hash:032x}")
 }
 
-/// The hash of bytes, as fingerprints have it.
+/// Hash of `bytes` in the format of the fingerprints.
 pub fn hash_bytes(bytes: &[u8]) -> String {
     hex(XxHash3_128::oneshot(bytes))
 }
 
 impl DataFingerprint {
-    /// What `now` has otherwise, each named; nothing where it is the same data, wherever it lies.
+    /// Lists how `now` differs from this fingerprint; empty if the data is the same, wherever it is stored.
     pub fn changes(&self, now: &DataFingerprint) -> Vec<String> {
         let (was, is) = (by_key(&self.sources), by_key(&now.sources));
         let keys: BTreeSet<&str> = was.keys().chain(is.keys()).copied().collect();

@@ -1,8 +1,8 @@
-//! Sets in the idx files of MNIST and its family: pictures in one file, labels in another, each plain,
-//! gzip or zstd (seen from the content, not from the name).
+//! Datasets in the idx format of MNIST and its variants: images in one file, labels in another, each plain, gzip or
+//! zstd (detected from the content).
 //!
-//! Pictures of a plain file are read as they are asked for; what was packed is kept in memory, a byte a value. A file is
-//! believed only as far as its length allows: no header makes the program allocate more than the file can hold.
+//! Images of an uncompressed file are read on demand; a compressed file is decompressed into memory at one byte per
+//! value. Headers are untrusted: an allocation never exceeds what a file of that length can hold.
 
 use std::{
     fs::File,
@@ -18,22 +18,22 @@ use crate::regular_file;
 /// What to open and how to read it.
 #[derive(Clone, Debug)]
 pub struct IdxFiles {
-    /// Pictures, (n, height, width) or (n, height, width, channels), a byte a value.
+    /// Images, (n, height, width) or (n, height, width, channels), one byte per value.
     pub images: PathBuf,
-    /// Labels, (n), a byte each.
+    /// Labels, (n), one byte each.
     pub labels: PathBuf,
-    /// Names of the classes: a label is an index into them.
+    /// Class names; a label is an index into them.
     pub classes: Vec<String>,
     pub normalise: Normalise,
-    /// What is drawn for its samples; nothing for what is measured on.
+    /// Augmentation of the samples; off for a validation set.
     pub augmentation: Augmentation,
-    /// Threads that read at once.
+    /// Maximum number of concurrent reader threads.
     pub readers: usize,
-    /// The most bytes the set may keep in memory.
+    /// Maximum bytes the dataset may keep in memory.
     pub max_bytes: u64,
 }
 
-/// An opened set; its samples are (height, width, channels).
+/// An opened dataset; samples are (height, width, channels).
 pub struct IdxDataset {
     pixel_storage: PixelStorage,
     labels: Vec<u8>,
@@ -42,10 +42,10 @@ pub struct IdxDataset {
     features: Features,
 }
 
-/// Where the pixels of all pictures are.
+/// Storage of the pixels of all images.
 enum PixelStorage {
     InMemory(Vec<u8>),
-    /// In a plain file, from this byte on.
+    /// An uncompressed file; pixels start at byte `first`.
     OnDisk {
         path: PathBuf,
         file: File,
@@ -90,7 +90,7 @@ impl IdxDataset {
         let pipeline =
             Pipeline::new([height, width, channels], ResizeMode::Stretch, files.normalise.clone())?
                 .augmented(files.augmentation.clone())?;
-        // Pictures are resized only to be augmented.
+        // Only augmentation resizes images.
         let each = if pipeline.is_normalize_only() { 0 } else { pipeline.scratch_bytes(height, width, 1) }
             + if images.is_uncompressed() { (height * width * channels) as u64 } else { 0 };
         let pool = ScratchPool::new(files.readers, each);
@@ -159,14 +159,14 @@ impl Dataset for IdxDataset {
     }
 }
 
-/// A file whose header was read and found possible; its values come next.
+/// A file with a validated header; the reader is positioned at the values.
 struct IdxArray {
     file: PathBuf,
     dims: Vec<usize>,
-    /// The product of `dims`.
+    /// Product of `dims`.
     bytes: u64,
     compression: FileCompression,
-    /// Bytes of the file as it lies on disk.
+    /// Size on disk in bytes.
     file_bytes: u64,
     body: Box<dyn Read + Send>,
 }
@@ -193,9 +193,9 @@ impl IdxArray {
 
         let possible = match compression {
             FileCompression::Uncompressed => file_bytes,
-            // Deflate makes at most 1032 bytes of one.
+            // Deflate expands by a factor of at most 1032.
             FileCompression::Gzip => file_bytes.saturating_mul(1032),
-            // A block of at most 128 KiB takes at least four bytes.
+            // A block expands to at most 128 KiB and takes at least four bytes.
             FileCompression::Zstd => file_bytes.saturating_mul(1 << 15),
         };
         let promised = bytes.saturating_add(4 + 4 * dims.len() as u64);
@@ -213,7 +213,7 @@ impl IdxArray {
         4 + 4 * self.dims.len() as u64
     }
 
-    /// The values, where they are in a plain file as where they lie.
+    /// The values: a file handle if uncompressed, otherwise decompressed in memory.
     fn into_storage(self) -> Result<PixelStorage, DataError> {
         if !self.is_uncompressed() {
             return self.read_all().map(PixelStorage::InMemory);
@@ -249,7 +249,7 @@ impl IdxArray {
     }
 }
 
-/// The `count` bytes of a file's header that come after its first `at`.
+/// Reads `count` header bytes at offset `at`.
 fn read_header(body: &mut dyn Read, file: &Path, at: usize, count: usize) -> Result<Vec<u8>, DataError> {
     let mut bytes = Vec::with_capacity(count);
     match body.take(count as u64).read_to_end(&mut bytes) {
@@ -285,7 +285,7 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    /// Files in a folder, with a mebibyte for what is kept of them.
+    /// Writes both files into `folder`; the dataset may keep 1 MiB in memory.
     fn write(folder: &Path, images: &[u8], labels: &[u8]) -> IdxFiles {
         let files = IdxFiles {
             images: folder.join("images"),
@@ -331,7 +331,7 @@ mod tests {
         for (a, b) in [(images(), labels()), (gzip(&images()), labels()), (gzip(&images()), gzip(&labels()))]
         {
             let set = open(&a, &b).unwrap();
-            // The labels, and of a plain file room to read a picture, else all of them.
+            // Labels, plus one image buffer for an uncompressed file or all pixels for a compressed one.
             let pixels = if a == images() { 4 } else { 12 };
             assert_eq!((set.len(), set.resident_bytes()), (3, 3 + pixels));
             assert_eq!(set.features().input, InputSpec::Floats { shape: vec![2, 2, 1] });
@@ -354,7 +354,7 @@ mod tests {
         assert_eq!(sample(&IdxDataset::open(&files).unwrap(), 0), (vec![0.2, 0.0, 0.6, 0.4], 7));
     }
 
-    /// What is not packed is read picture by picture, however much there is of it.
+    /// An uncompressed file is read image by image, so its size is not bounded by memory.
     #[test]
     fn a_plain_file_may_be_larger_than_the_memory() {
         let folder = tempfile::tempdir().unwrap();
@@ -365,7 +365,7 @@ mod tests {
         assert_eq!(set.resident_bytes(), 3 + (1 << 20), "the labels, and room for a picture");
         let (last, label) = sample(&set, 2);
         assert_eq!((last.iter().sum::<f32>(), last[5], label), (1.0, 1.0, 9));
-        // Cut short by somebody else while it is read.
+        // Truncate the file after it was opened.
         std::fs::File::options().write(true).open(&files.images).unwrap().set_len(2 << 20).unwrap();
         assert_eq!(sample(&set, 0).1, 7);
         let error = read(&set, 2).unwrap_err().to_string();
@@ -399,7 +399,7 @@ mod tests {
     }
 
     proptest! {
-        /// Mutated files are read or refused, and what is kept is never more than a file can hold.
+        /// Mutated files are read or refused, and no allocation exceeds what the file can hold.
         #[test]
         fn mutated_files_are_read_or_refused(
             compress: bool, labels_too: bool, cut in 0usize..60, edits in prop::collection::vec((0usize..60, any::<u8>()), 0..4),
@@ -415,7 +415,7 @@ mod tests {
                 bytes
             };
             let pack = |bytes: Vec<u8>| if compress { gzip(&bytes) } else { bytes };
-            // Edits before compression reach the header; edits after it reach the stream.
+            // Edits before compression corrupt the idx header; edits after it corrupt the compressed stream.
             let inside = open(&pack(mutate(images())), &if labels_too { mutate(labels()) } else { labels() });
             let outside = open(&mutate(pack(images())), &labels());
             for set in [inside, outside].into_iter().flatten() {
@@ -442,7 +442,7 @@ mod tests {
         assert_eq!(set.features().input, InputSpec::Floats { shape: vec![28, 28, 1] });
         let first: Vec<u32> = (0..10).map(|i| sample(&set, i).1).collect();
         assert_eq!(first, [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]);
-        // The published mean and deviation, over the training set, leave the test set about standard.
+        // Normalizing by the published training-set mean and standard deviation centers the test set as well.
         let mean = (0..10_000).map(|i| sample(&set, i).0.iter().sum::<f32>() / 784.0).sum::<f32>() / 1e4;
         assert!(mean.abs() < 0.02, "{mean}");
     }

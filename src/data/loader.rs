@@ -1,11 +1,12 @@
-//! Batches decoded ahead of the step by worker threads, in order, within a bound in bytes.
+//! Multi-threaded data loader: worker threads prefetch batches in order, within a byte limit.
 //!
-//! Every buffer the loader made counts, whether it waits, is being filled or is in the consumer's
-//! hands; [`max_held_bytes`] says beforehand how much that can be. Workers claim spans of the order one after the
-//! other and only with a buffer in hand, so the span delivered next never lacks one. How many buffers there are is
-//! found by itself ([`depth`](super::depth)). What is delivered
-//! depends on the source, the order and the cursor alone. Where the set is read forward, no worker goes further than
-//! the window after that of the slowest, so that two windows suffice, and the source is told which.
+//! Every buffer the loader allocated counts against the limit, whether it waits, is being filled or is held by the
+//! consumer; [`max_held_bytes`] predicts the maximum. A worker claims the next span of the sample order only if it has
+//! a buffer, so the span that is delivered next always has one. `prefetch_depth` adapts the number of buffers.
+//!
+//! What is delivered depends only on the dataset, the order and the cursor. For a dataset that is read sequentially, no
+//! worker runs further ahead than the window after that of the slowest worker. Two windows in memory are therefore
+//! enough, and the loader announces them to the dataset.
 
 use std::{
     collections::VecDeque,
@@ -27,37 +28,36 @@ use super::{
 };
 use crate::panics::catch_panic;
 
-/// How a set is read. None of it but `skip_bad` changes what is delivered.
+/// How a dataset is read. Only `skip_bad` affects what is delivered.
 #[derive(Clone, Copy, Debug)]
 pub struct LoaderOptions {
-    /// Samples in a batch, at most.
+    /// Maximum samples per batch.
     pub micro_batch: usize,
-    /// Bytes that may be held, as far as [`max_held_bytes`] finds them useful.
+    /// Byte limit of the buffers; [`max_held_bytes`] says how much of it is useful.
     pub max_bytes: u64,
     pub workers: usize,
-    /// Leave out records that are bad, rather than fail.
+    /// Skip bad records instead of failing.
     pub skip_bad: bool,
 }
 
-/// Where the time went that the consumer waited.
+/// Time the consumer waited, by cause.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct WaitTimes {
     /// All workers were busy.
     pub for_workers: Duration,
-    /// A worker had no buffer to fill: those allowed were all ready or in use.
+    /// A worker had no free buffer: all allowed buffers were ready or in use.
     pub for_buffers: Duration,
 }
 
-/// The most bytes a loader holds at once: as many batches of `micro_batch` samples as `max_bytes` bytes allow,
-/// but at least one, and no more than keep `workers` busy while a batch each is ready and the consumer
-/// has two.
+/// Maximum bytes a loader holds at once: as many batches of `micro_batch` samples as fit into `limit`, but at least
+/// one, and at most what is useful: per worker one batch being filled and one ready, plus two for the consumer.
 pub fn max_held_bytes(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> u64 {
     let size = buffer_bytes(features, micro_batch);
     let useful = 2 * workers.max(1) as u64 + 2;
     (limit / size).clamp(1, useful).saturating_mul(size)
 }
 
-/// How many buffers a loader begins with and may have.
+/// Initial and maximum number of buffers.
 fn initial_depth(features: &Features, micro_batch: usize, limit: u64, workers: usize) -> PrefetchDepth {
     let max_depth =
         max_held_bytes(features, micro_batch, limit, workers) / buffer_bytes(features, micro_batch);
@@ -68,7 +68,7 @@ fn buffer_bytes(features: &Features, micro_batch: usize) -> u64 {
     features.sample_bytes().saturating_mul(micro_batch.max(1) as u64)
 }
 
-/// Reads a set in order, ahead of its consumer. Dropping it stops and joins its threads.
+/// Reads a dataset in order, ahead of its consumer. Dropping it stops and joins its threads.
 pub struct Loader {
     shared: Arc<LoaderShared>,
     threads: Vec<JoinHandle<()>>,
@@ -77,9 +77,9 @@ pub struct Loader {
     waits: WaitTimes,
 }
 
-/// A batch lent by a [`Loader`]; dropping it gives the buffer back.
+/// A batch borrowed from a [`Loader`]; dropping it returns the buffer.
 pub struct BatchGuard {
-    /// Present until dropped.
+    /// `Some` until dropped.
     batch: Option<HostBatch>,
     batch_bytes: u64,
     generation: u64,
@@ -89,51 +89,52 @@ pub struct BatchGuard {
 struct LoaderShared {
     dataset: Arc<dyn Dataset>,
     order: Order,
-    /// The first update that is not read.
+    /// Exclusive end of the updates to read.
     end_update: u64,
     skip_bad: bool,
     state: Mutex<LoaderState>,
-    /// A worker may find something to claim, or has to stop.
+    /// Wakes workers: there may be a span to claim, or they must stop.
     work_available: Condvar,
-    /// The consumer may find what it waits for.
+    /// Wakes the consumer.
     batch_ready: Condvar,
-    /// A worker may find that it can go on to the next window.
+    /// Wakes workers that wait to enter the next window.
     window_advanced: Condvar,
-    /// Equals the generation in force. A worker looks at it between samples to give up early.
+    /// Mirrors `LoaderState::generation`. Workers check it between samples to abandon stale work without taking the
+    /// lock.
     generation: AtomicU64,
 }
 
 struct LoaderState {
-    /// Changes at every restart: results of an older generation are thrown away.
+    /// Incremented by every restart; results of an older generation are discarded.
     generation: u64,
     /// The next sample to claim.
     cursor: Cursor,
     micro_batch: usize,
-    /// Bytes of one buffer, and of all that may exist.
+    /// Bytes of one buffer, and the limit for all of them.
     batch_bytes: u64,
     max_bytes: u64,
-    /// How many may exist now, and whether a worker lacked one since the consumer last waited.
+    /// Number of buffers allowed now, and whether a worker lacked one since the consumer last waited.
     depth: PrefetchDepth,
     buffer_starved: bool,
     held_bytes: u64,
     peak_bytes: u64,
     free_buffers: Vec<HostBatch>,
-    /// The spans claimed and not delivered, oldest first; `None` is being filled.
+    /// Spans claimed but not delivered, oldest first; `None` while a span is being filled.
     queue: VecDeque<Option<Result<HostBatch, DataError>>>,
-    /// Spans delivered in this generation: the number of the queue's front.
+    /// Spans delivered in this generation, which is also the sequence number of the front of the queue.
     delivered: u64,
     in_flight: usize,
-    /// The window each worker reads in, and the one the source was told of.
+    /// The window each worker reads in, and the window last announced to the dataset.
     worker_windows: Vec<Option<ShuffleWindow>>,
     announced_window: Option<ShuffleWindow>,
-    /// Nothing is claimed after an error.
+    /// Workers claim nothing after an error.
     failed: bool,
     stop: bool,
 }
 
 impl Loader {
-    /// Starts to read `dataset` at `from`, up to the beginning of update `end_update`, in batches that never cross
-    /// an update's end, holding at most [`max_held_bytes`] bytes.
+    /// Starts reading `dataset` at `from`, up to the start of update `end_update`. Batches never cross the end of an
+    /// update, and at most [`max_held_bytes`] bytes are held.
     pub fn start(
         dataset: Arc<dyn Dataset>,
         order: Order,
@@ -187,9 +188,9 @@ impl Loader {
         Ok(loader)
     }
 
-    /// The next batch, or `None` after the last one; waits for it where necessary. An error comes in its
-    /// place in the order and again at every later call, until a restart.
-    #[allow(clippy::should_implement_trait)] // it can fail, and goes on after a restart
+    /// Returns the next batch, or `None` after the last one; blocks until it is ready. An error is returned at its
+    /// position in the order, and again by every later call until a restart.
+    #[allow(clippy::should_implement_trait)] // fallible, and usable again after a restart
     pub fn next(&mut self) -> Result<Option<BatchGuard>, DataError> {
         let start = Instant::now();
         let shared = &self.shared;
@@ -215,7 +216,7 @@ impl Loader {
                 }
                 Some(None) => {}
                 None if state.cursor.update >= shared.end_update => break Ok(None),
-                // All there may be now are with the consumer.
+                // The consumer holds every buffer that is allowed now.
                 None if !state.has_free_buffer() => match state.depth.on_wait(true) {
                     true => {}
                     false => break Err(DataError::BuffersExhausted { bytes: state.max_bytes }),
@@ -239,18 +240,18 @@ impl Loader {
         result
     }
 
-    /// How long the last `next` took.
+    /// Duration of the last call to `next`.
     pub fn last_wait(&self) -> Duration {
         self.last_wait
     }
 
-    /// What was waited for, since the start.
+    /// Wait times since the start.
     pub fn waits(&self) -> WaitTimes {
         self.waits
     }
 
-    /// Holds no more than `max_bytes` bytes allow from here on, and never more again: buffers that are not in use are
-    /// freed at once, the others when they were consumed. Gives the bytes that are still held, or may be.
+    /// Lowers the limit to `limit` bytes for good. Unused buffers are freed at once, the others once they were
+    /// consumed. Returns the bytes that are still held or may be.
     pub fn shrink(&mut self, limit: u64) -> u64 {
         let shared = &self.shared;
         self.max_bytes = self.max_bytes.min(limit);
@@ -263,15 +264,15 @@ impl Loader {
         state.held_bytes.max(state.max_bytes)
     }
 
-    /// Goes on at `from` with another micro-batch; what was read ahead is thrown away and its memory
-    /// freed before anything new is made. Batches still lent count until they are dropped.
+    /// Restarts at `from` with another micro-batch size. Prefetched batches are discarded and freed before new buffers
+    /// are allocated. Batches that the consumer holds count until they are dropped.
     pub fn restart(&mut self, from: Cursor, micro_batch: usize) {
         let shared = &self.shared;
         let features = shared.dataset.features();
         let mut state = shared.lock();
         state.generation += 1;
         shared.generation.store(state.generation, Ordering::Relaxed);
-        // Claims wait for the lock meanwhile released: `failed` keeps them from starting.
+        // The wait below releases the lock. `failed` keeps workers from claiming spans meanwhile.
         state.failed = true;
         shared.window_advanced.notify_all();
         while state.in_flight > 0 {
@@ -293,7 +294,7 @@ impl Loader {
         shared.work_available.notify_all();
     }
 
-    /// The most bytes held at once so far.
+    /// Maximum bytes held at once so far.
     pub fn peak_bytes(&self) -> u64 {
         self.shared.lock().peak_bytes
     }
@@ -306,7 +307,7 @@ impl Drop for Loader {
         self.shared.work_available.notify_all();
         self.shared.window_advanced.notify_all();
         for thread in self.threads.drain(..) {
-            // A worker catches its source's panics, so there is nothing to learn from a failed join.
+            // A worker catches panics of the dataset, so a failed join carries no information.
             let _ = thread.join();
         }
         self.shared.dataset.prefetch(Vec::new());
@@ -319,7 +320,7 @@ impl Deref for BatchGuard {
     fn deref(&self) -> &HostBatch {
         match &self.batch {
             Some(batch) => batch,
-            None => unreachable!("the batch leaves only when it is dropped"),
+            None => unreachable!("`batch` is taken only by drop"),
         }
     }
 }
@@ -340,7 +341,7 @@ impl Drop for BatchGuard {
 }
 
 impl LoaderState {
-    /// Bytes there may be now.
+    /// Byte limit at the current depth.
     fn allowed_bytes(&self) -> u64 {
         self.max_bytes.min(self.depth.current().saturating_mul(self.batch_bytes))
     }
@@ -349,7 +350,7 @@ impl LoaderState {
         !self.free_buffers.is_empty() || self.held_bytes + self.batch_bytes <= self.allowed_bytes()
     }
 
-    /// Frees what is not in use and more than there may be.
+    /// Frees unused buffers above the limit.
     fn trim(&mut self) {
         while self.held_bytes > self.allowed_bytes() && self.free_buffers.pop().is_some() {
             self.held_bytes -= self.batch_bytes;
@@ -365,11 +366,11 @@ impl LoaderState {
 
 impl LoaderShared {
     fn lock(&self) -> MutexGuard<'_, LoaderState> {
-        // Nothing panics while it holds the lock, so a poisoned state is still whole.
+        // No code panics while it holds the lock, so a poisoned state is still consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The life of a worker: claim a span with a buffer, fill it, put it in its place.
+    /// Worker loop: claim a span and a buffer, fill it, put it into its slot of the queue.
     fn run_worker(&self, worker: usize) {
         let mut state = self.lock();
         loop {
@@ -414,7 +415,7 @@ impl LoaderShared {
         }
     }
 
-    /// Notes where a worker is, and tells the source what that means for it.
+    /// Records the window of a worker and announces the windows to prefetch to the dataset.
     fn set_worker_window(&self, state: &mut LoaderState, worker: usize, window: Option<ShuffleWindow>) {
         if !self.order.has_windows() {
             return;
@@ -428,8 +429,8 @@ impl LoaderShared {
         }
     }
 
-    /// Waits until `window` is no further than next to the slowest worker's, or `generation` is over. The windows of
-    /// a span follow one another, so the slowest never waits.
+    /// Waits until `window` is at most one past that of the slowest worker, or `generation` is stale. The windows of a
+    /// span ascend, so the slowest worker never waits.
     fn wait_for_window(&self, worker: usize, window: ShuffleWindow, generation: u64) {
         let mut state = self.lock();
         let may = |state: &LoaderState| {
@@ -443,7 +444,7 @@ impl LoaderShared {
         self.set_worker_window(&mut state, worker, Some(window));
     }
 
-    /// Reads the samples of `span`. Given up early, with any content, once `generation` is over.
+    /// Reads the samples of `span`. Returns early, with arbitrary content, once `generation` is stale.
     fn fill(
         &self,
         mut batch: HostBatch,

@@ -1,10 +1,10 @@
-//! Data: from files or a generator to batches of host memory, in an order fixed by the seed.
+//! Data: from files or a generator to batches in host memory, in an order fixed by the seed.
 //!
-//! Owns where samples come from ([`Dataset`]), in which order
-//! ([`order::Order`]), and the threads that decode them ahead of the step ([`loader::Loader`]). Takes
-//! plain settings and paths, gives [`Batch`]es of plain vectors; it knows neither jobs nor tensors.
-//! Refuses, with a [`DataError`], whatever does not have the declared shape. A sample is addressed by
-//! its global index everywhere, so nothing depends on how a batch was split or who decoded it.
+//! Owns where samples come from ([`Dataset`]), in which order ([`order::Order`]), and the threads that decode them
+//! ahead of the step ([`loader::Loader`]). Takes plain settings and paths, and gives [`HostBatch`]es of plain vectors;
+//! it knows neither jobs nor tensors. Refuses, with a [`DataError`], whatever does not have the declared shape. A
+//! sample is addressed by its global index everywhere, so nothing depends on how a batch was split or which thread
+//! decoded it.
 
 pub mod bad_records;
 mod batch;
@@ -41,13 +41,13 @@ pub use crate::features::{Features, InputSpec, PixelLut, TargetSpec};
 pub struct SampleKey {
     pub seed: u64,
     pub epoch: u64,
-    /// The sample's index in the set as trained on.
+    /// Index of the sample in the training set.
     pub sample: u64,
 }
 
-/// A set of samples that can be read in any order, from several threads at once.
+/// A map-style dataset: random access by index, from several threads at once.
 pub trait Dataset: Send + Sync {
-    /// Samples in the set.
+    /// Number of samples.
     fn len(&self) -> u64;
 
     fn is_empty(&self) -> bool {
@@ -56,94 +56,93 @@ pub trait Dataset: Send + Sync {
 
     fn features(&self) -> &Features;
 
-    /// Writes sample `index`, below `len()`, over the whole of `into`. The result depends on nothing
-    /// but `index` and `key`. A source whose features have a palette writes the bytes, or the f32 values they stand
-    /// for, as `into` has room for.
+    /// Writes sample `index`, below `len()`, over all of `into`. The result depends only on `index` and `key`. A
+    /// dataset whose features have a pixel lookup table writes bytes, or the f32 values they map to, whichever `into`
+    /// holds.
     fn read(&self, index: u64, key: SampleKey, into: &mut BatchRow<'_>) -> Result<(), DataError>;
 
-    /// Bytes of host memory the set keeps for as long as it lives. Mapped files do not count: the kernel
-    /// takes their pages back whenever it likes.
+    /// Bytes of host memory the dataset keeps for its lifetime. Memory-mapped files do not count: the kernel can
+    /// reclaim their pages at any time.
     fn resident_bytes(&self) -> u64 {
         0
     }
 
-    /// How the set's samples lie in blocks, where it can only be read forward: [`order::Order`] keeps to it. Samples
-    /// are numbered through the blocks; a part of a set may have blocks without samples. A block's bytes are what
-    /// it takes while it is held.
+    /// Block structure of a dataset that can only be read sequentially; `None` for random access. [`order::Order`]
+    /// shuffles within it. Sample indices run through the blocks in order; a subset may have blocks without samples.
+    /// The bytes of a block are what it takes while it is in memory.
     fn blocks(&self) -> Option<Vec<streaming::RecordBlock>> {
         None
     }
 
-    /// Samples of these blocks are read from here on, in this order; empty when there are no more. It changes how
-    /// fast they come and nothing else.
+    /// Announces the blocks that will be read next, in this order; empty if there are none. A hint: it affects speed
+    /// only.
     fn prefetch(&self, blocks: Vec<u32>) {
         let _ = blocks;
     }
 
-    /// Another reader of the same samples, to read them in order while this one is read otherwise; `None` where
-    /// one does for both.
+    /// A second reader of the same samples, for reading them in order while this one is used in another order; `None`
+    /// if one reader serves both.
     fn sequential_reader(&self) -> Option<Arc<dyn Dataset>> {
         None
     }
 
-    /// Samples of each class, where that is known without reading the samples.
+    /// Number of samples per class, if known without reading the samples.
     fn class_counts(&self) -> Option<Vec<u64>> {
         None
     }
 
-    /// The class of a sample, where that is known without reading it.
+    /// Class of a sample, if known without reading it.
     fn class(&self, index: u64) -> Option<u32> {
         let _ = index;
         None
     }
 
-    /// How long the samples are in tokens, where they differ and that is known without reading them.
+    /// Sample lengths in tokens, if they vary and are known without reading the samples.
     fn length_stats(&self) -> Option<LengthStats> {
         None
     }
 
-    /// Tokens as people read them, where they stand for text.
+    /// Decodes tokens to text, if they stand for text.
     fn decode_tokens(&self, tokens: &[u32]) -> Option<String> {
         let _ = tokens;
         None
     }
 
-    /// The name of each value of the input, where they have names.
+    /// Name of each input value, if they have names.
     fn input_names(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// The `tokenizer.json` that gives the tokens their meaning, where there is one.
+    /// The `tokenizer.json` of the tokens, if there is one.
     fn tokenizer_json(&self) -> Option<Vec<u8>> {
         None
     }
 
-    /// What else was found out about the files that `trainer check` should tell: (name, value) lines.
+    /// Other properties of the files for `trainer check` to report: (name, value) lines.
     fn describe(&self) -> Vec<(String, String)> {
         Vec::new()
     }
 }
 
-/// How long samples are, in tokens.
+/// Sample lengths in tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LengthStats {
-    /// The longest sample before anything was cut, and its index.
+    /// Length of the longest sample before truncation, and its index.
     pub longest: (u64, u64),
-    /// (up to this length, samples), ascending; samples longer than the last are counted there.
+    /// (maximum length, samples), ascending; the last bin also counts longer samples.
     pub histogram: Vec<(u64, u64)>,
 }
 
-/// One row of a batch, lent to a source to write a sample into.
+/// One row of a batch, borrowed by a dataset to write a sample into.
 pub struct BatchRow<'a> {
     pub input: SliceMut<'a>,
     pub target: SliceMut<'a>,
-    /// Positions of the input, from the first, that are not padding. A source whose features have buckets
-    /// sets it; no other one needs to.
+    /// Number of non-padding positions of the input. Only a dataset whose features have buckets must set it.
     pub length: u32,
 }
 
 pub enum SliceMut<'a> {
-    /// Of what the features' palette says.
+    /// Indices into the pixel lookup table of the features.
     U8(&'a mut [u8]),
     F32(&'a mut [f32]),
     U32(&'a mut [u32]),
@@ -162,28 +161,28 @@ impl SliceMut<'_> {
         self.len() == 0
     }
 
-    /// The f32 values of a row whose features say that they are f32.
+    /// The f32 values of the row; its features must declare f32.
     pub fn as_f32_mut(&mut self) -> &mut [f32] {
         match self {
             SliceMut::F32(values) => values,
             SliceMut::U8(_) | SliceMut::U32(_) => {
-                unreachable!("a row is laid out by the features of the source it is lent to")
+                unreachable!("the row has the layout of the dataset's features")
             }
         }
     }
 
-    /// The u32 values of a row whose features say that they are u32.
+    /// The u32 values of the row; its features must declare u32.
     pub fn as_u32_mut(&mut self) -> &mut [u32] {
         match self {
             SliceMut::U32(values) => values,
             SliceMut::U8(_) | SliceMut::F32(_) => {
-                unreachable!("a row is laid out by the features of the source it is lent to")
+                unreachable!("the row has the layout of the dataset's features")
             }
         }
     }
 }
 
-/// A folder of published data for tests; says so and gives `None` where it is not there.
+/// Folder of a published dataset for tests; prints a note and returns `None` if it is missing.
 #[cfg(test)]
 fn published_dataset(name: &str) -> Option<std::path::PathBuf> {
     let default_root = concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data");

@@ -1,9 +1,9 @@
-//! Which sample comes when: arithmetic from a seed and a position, no table and no state.
+//! The sample order: a pure function of a seed and a position, with no table and no state.
 //!
-//! An epoch is a keyed permutation of all samples, or, where the set is read forward, one of shards and
-//! windows ([`windows`](super::windows)); an update takes the next `samples_per_update` of
-//! them, and the last one of an epoch what is left. A [`Cursor`] is therefore all that has to be kept
-//! to go on at exactly the next sample, at no cost whatever the position.
+//! An epoch is a keyed permutation of all samples or, for a dataset that is read sequentially, a permutation of shards
+//! and of the samples within windows ([`shuffle_windows`](super::shuffle_windows)). An update takes the next
+//! `samples_per_update` samples; the last update of an epoch takes what is left. A checkpoint therefore only stores a
+//! [`Cursor`] to resume at exactly the next sample, and seeking is free at any position.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use super::shuffle_windows::{ShuffleWindow, ShuffleWindows};
 use super::{DataError, Dataset};
 use crate::random::{RngKey, stream_id};
 
-/// A permutation of `0..n` picked by a key, in O(1) memory.
+/// A keyed permutation of `0..n` in O(1) memory.
 ///
-/// A number is written as two digits in a base of about sqrt(n) and goes through a Feistel network that adds
-/// a hash of one digit to the other. That permutes a square just over n; a result outside `0..n` is
-/// sent through again until it is inside, which follows the cycle and so stays a permutation.
+/// A Feistel network over two digits in a base of about sqrt(n) adds a hash of one digit to the other. This permutes
+/// `0..base * base`, slightly more than n values. A result outside of `0..n` goes through the network again until it is
+/// inside (cycle walking), which is again a permutation.
 #[derive(Clone, Copy, Debug)]
 pub struct Permutation {
     n: u64,
@@ -26,18 +26,18 @@ pub struct Permutation {
     key: RngKey,
 }
 
-/// With fewer rounds the orders of very small sets are visibly uneven.
+/// With fewer rounds, the orders of very small datasets are visibly uneven.
 const ROUNDS: u64 = 8;
 
 impl Permutation {
     pub fn new(n: u64, key: RngKey) -> Self {
         let root = n.isqrt();
         let base = root + u64::from(root * root < n);
-        // With an odd base every round is an even permutation, and half of a small set's orders are rare.
+        // With an odd base every round is an even permutation, so half of the orders of a small dataset would be rare.
         Permutation { n, base: base.next_multiple_of(2), key }
     }
 
-    /// Where `i`, below n, goes.
+    /// Image of `i`, which must be below n.
     pub fn at(&self, i: u64) -> u64 {
         debug_assert!(i < self.n);
         let mut x = i;
@@ -55,28 +55,28 @@ impl Permutation {
     }
 }
 
-/// The order of a run's samples.
+/// The sample order of a run.
 #[derive(Clone, Debug)]
 pub struct Order {
     samples: u64,
     samples_per_update: u64,
     seed: u64,
     shuffle: bool,
-    /// Where the set is read forward.
+    /// Present if the dataset is read sequentially.
     windows: Option<Arc<ShuffleWindows>>,
 }
 
 const SHUFFLE: u64 = stream_id("data.shuffle");
 
-/// Which sample comes next: the first `done` samples of update `update` were consumed.
+/// Position in the order: the first `done` samples of update `update` were consumed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
-    /// Updates made before, so the number of the update in hand, from 0.
+    /// Number of completed updates, which is the index of the current update, from 0.
     pub update: u64,
     pub done: u64,
 }
 
-/// A run of positions inside one update. Positions count from 0 in each epoch.
+/// A range of positions within one update. Positions count from 0 in each epoch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleSpan {
     pub update: u64,
@@ -85,7 +85,7 @@ pub struct SampleSpan {
 }
 
 impl SampleSpan {
-    /// Samples in it.
+    /// Number of samples.
     #[allow(clippy::len_without_is_empty)] // a span is never empty
     pub fn len(&self) -> u64 {
         self.positions.end - self.positions.start
@@ -93,7 +93,7 @@ impl SampleSpan {
 }
 
 impl Order {
-    /// An order of `samples` samples, at most 2^62 of them; both counts must be positive.
+    /// An order of `samples` samples, at most 2^62; both counts must be positive.
     pub fn new(samples: u64, samples_per_update: u64, seed: u64, shuffle: bool) -> Result<Self, DataError> {
         let setting = |name, value: u64, wanted| {
             Err(DataError::InvalidSetting { name, value: value.to_string(), wanted })
@@ -107,7 +107,7 @@ impl Order {
         Ok(Order { samples, samples_per_update, seed, shuffle, windows: None })
     }
 
-    /// The order of all samples of `dataset`; one that is read forward is mixed within `buffer_bytes` bytes.
+    /// The order for `dataset`. A dataset that is read sequentially is shuffled within `buffer_bytes` bytes.
     pub fn for_dataset(
         dataset: &dyn Dataset,
         samples_per_update: u64,
@@ -144,7 +144,7 @@ impl Order {
         SampleSpan { update: k, epoch: k / self.updates_per_epoch(), positions: start..end }
     }
 
-    /// The same place in one spelling: a cursor at an update's end is the next update's beginning.
+    /// Canonical form of a cursor: the end of an update becomes the start of the next.
     pub fn canonicalize(&self, cursor: Cursor) -> Cursor {
         match cursor.done < self.update(cursor.update).len() {
             true => cursor,
@@ -152,8 +152,8 @@ impl Order {
         }
     }
 
-    /// The next samples at `cursor`, at most `count` and never beyond the update's end, and the settled
-    /// cursor after them. A `count` of 0 counts as 1.
+    /// The next samples at `cursor`, at most `count` and never past the end of the update, and the canonical cursor
+    /// after them. A `count` of 0 counts as 1.
     pub fn take(&self, cursor: Cursor, count: u64) -> (SampleSpan, Cursor) {
         let Cursor { update, done: from } = self.canonicalize(cursor);
         let mut span = self.update(update);
@@ -162,13 +162,13 @@ impl Order {
         (span, self.canonicalize(Cursor { update, done }))
     }
 
-    /// Samples consumed from the run's beginning to `cursor`.
+    /// Samples consumed from the start of the run to `cursor`.
     pub fn consumed(&self, cursor: Cursor) -> u64 {
         let span = self.update(cursor.update);
         span.epoch * self.samples + span.positions.start + cursor.done.min(span.len())
     }
 
-    /// The global ids of the samples at `positions` of `epoch`, in order.
+    /// Global ids of the samples at `positions` of `epoch`, in order.
     pub fn ids(&self, epoch: u64, positions: Range<u64>) -> SampleIds {
         SampleIds(match &self.windows {
             Some(windows) => SampleIdsKind::Windowed(windows.ids(epoch, positions).into_iter()),
@@ -179,13 +179,13 @@ impl Order {
         })
     }
 
-    /// Whether the set is read forward, window by window.
+    /// Whether the dataset is read sequentially, window by window.
     pub fn has_windows(&self) -> bool {
         self.windows.is_some()
     }
 
-    /// The windows that `positions` lie in, in order, with the positions in each; a set that is read in any
-    /// order is one window.
+    /// The windows that contain `positions`, in order, with the positions in each; a random-access dataset is one
+    /// window.
     pub fn window_ranges(&self, epoch: u64, positions: Range<u64>) -> Vec<(ShuffleWindow, Range<u64>)> {
         match &self.windows {
             Some(windows) => windows.window_ranges(epoch, positions),
@@ -193,7 +193,7 @@ impl Order {
         }
     }
 
-    /// The window that is read after this one.
+    /// The window that is read after `window`.
     pub fn next_window(&self, window: ShuffleWindow) -> ShuffleWindow {
         match &self.windows {
             Some(windows) => windows.next_window(window),
@@ -201,18 +201,18 @@ impl Order {
         }
     }
 
-    /// The blocks of `window` and of the one after it, in the order they are read; none where the set has none.
+    /// The blocks of `window` and of the next window, in read order; empty for a random-access dataset.
     pub fn prefetch_blocks(&self, window: ShuffleWindow) -> Vec<u32> {
         self.windows.as_ref().map_or_else(Vec::new, |windows| windows.prefetch_blocks(window))
     }
 
-    /// Bytes it keeps: nothing but for a set that is read forward.
+    /// Bytes it keeps in memory: 0 unless the dataset is read sequentially.
     pub fn resident_bytes(&self) -> u64 {
         self.windows.as_ref().map_or(0, |windows| windows.resident_bytes())
     }
 }
 
-/// Global ids of samples, one after the other.
+/// Iterator over global sample ids.
 pub struct SampleIds(SampleIdsKind);
 
 enum SampleIdsKind {
@@ -269,7 +269,7 @@ mod tests {
     #[test]
     fn neighbours_do_not_stay_neighbours() {
         let order = permuted(10_000, 7);
-        // In a uniform order a pair is at most 100 apart with a chance of about 2 %.
+        // In a uniform order, two neighbors are at most 100 apart with a probability of about 2 %.
         let near = order.windows(2).filter(|w| w[0].abs_diff(w[1]) <= 100).count();
         assert!((130..270).contains(&near), "{near}");
         let fixed = order.iter().enumerate().filter(|(i, x)| *i as u64 == **x).count();
@@ -294,7 +294,7 @@ mod tests {
     }
 
     proptest! {
-        /// However an epoch is cut, it yields each sample once, in an order that the cut does not change.
+        /// However an epoch is cut, it yields each sample once, in an order that does not depend on the cuts.
         #[test]
         fn cuts_lose_and_repeat_nothing(
             samples in 1u64..200, per_update in 1u64..250, cuts in prop::collection::vec(0u64..40, 1..9), seed: u64,

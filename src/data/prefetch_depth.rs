@@ -1,30 +1,30 @@
-//! How many buffers a loader should have: enough that its consumer does not wait, and no more.
+//! Adapts the number of buffers of a loader: enough that the consumer does not wait, and no more.
 //!
-//! A pure function of what happens at each delivery. One buffer more where the consumer had to wait while a worker
-//! lacked a buffer (where all were busy, more buffers would not help); one less after a while in which batches always
-//! stood ready. A buffer that was given back too early makes the next while twice as long, so that the depth settles.
+//! A deterministic controller driven by deliveries. It adds a buffer if the consumer waited while a worker lacked one;
+//! if all workers were busy, another buffer would not help. It removes a buffer after `patience` consecutive deliveries
+//! with surplus batches ready. If a removal turns out to be premature, patience doubles, so the depth converges.
 
-/// Ready batches behind the one delivered that show that there are more than enough.
+/// Ready batches behind the delivered one that count as a surplus.
 const READY_SURPLUS: u64 = 2;
-/// Deliveries that a while has at first, and at most.
+/// Initial and maximum patience, in deliveries.
 const INITIAL_PATIENCE: u64 = 32;
 const MAX_PATIENCE: u64 = 1 << 20;
-/// One with the consumer, one being filled.
+/// One buffer for the consumer, one being filled.
 const MIN_DEPTH: u64 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchDepth {
     current: u64,
     max: u64,
-    /// Deliveries with an ample number ready, one after the other.
+    /// Consecutive deliveries with a surplus.
     surplus_streak: u64,
     patience: u64,
-    /// The last change was to fewer.
+    /// Whether the last change removed a buffer.
     last_change_lowered: bool,
 }
 
 impl PrefetchDepth {
-    /// At first each of the workers and the consumer have one, as far as `max` allows.
+    /// Starts with one buffer per worker and one for the consumer, at most `max`.
     pub fn new(workers: u64, max: u64) -> Self {
         Self {
             current: (workers + 1).min(max),
@@ -35,13 +35,13 @@ impl PrefetchDepth {
         }
     }
 
-    /// Buffers there may be now.
+    /// Number of buffers allowed now.
     pub fn current(&self) -> u64 {
         self.current
     }
 
-    /// The consumer has to wait for a batch; `starved`: a worker had no buffer since it last waited. Says whether
-    /// there may be one more.
+    /// Call when the consumer has to wait for a batch; `starved` says whether a worker lacked a buffer since the last
+    /// wait. Returns whether a buffer was added.
     pub fn on_wait(&mut self, starved: bool) -> bool {
         self.surplus_streak = 0;
         let grow = starved && self.current < self.max;
@@ -55,7 +55,7 @@ impl PrefetchDepth {
         grow
     }
 
-    /// The consumer took a batch without waiting, and `ready` more stand behind it.
+    /// Call when the consumer takes a batch without waiting; `ready` more are ready behind it.
     pub fn on_ready_delivery(&mut self, ready: u64) {
         self.surplus_streak = if ready >= READY_SURPLUS { self.surplus_streak + 1 } else { 0 };
         if self.surplus_streak >= self.patience && self.current > MIN_DEPTH {
@@ -63,7 +63,7 @@ impl PrefetchDepth {
         }
     }
 
-    /// There may never be more than `max` again.
+    /// Lowers the maximum for good.
     pub fn lower_max(&mut self, max: u64) {
         self.max = self.max.min(max);
         self.current = self.current.min(self.max);
@@ -79,11 +79,11 @@ mod tests {
     use super::*;
     use crate::random::RngKey;
 
-    /// A loader without threads: what happens follows from the times alone.
+    /// A single-threaded simulation of a loader; the given times determine every event.
     struct SimulatedLoader {
         clock: f64,
         depth: PrefetchDepth,
-        /// When each worker is free, and when each batch that was claimed is ready.
+        /// When each worker becomes free, and when each claimed batch is ready.
         workers: Vec<f64>,
         ready: VecDeque<f64>,
         claims: u64,
@@ -99,7 +99,7 @@ mod tests {
             Self { clock, depth, workers, ready: VecDeque::new(), claims, starved: false, changes }
         }
 
-        /// Workers claim while `lent` batches are with the consumer.
+        /// Lets workers claim batches while the consumer holds `lent` batches.
         fn claim(&mut self, lent: u64, batch_seconds: &dyn Fn(u64) -> f64) {
             loop {
                 let free = self.workers.iter_mut().min_by(|a, b| a.total_cmp(b)).unwrap();
@@ -113,7 +113,7 @@ mod tests {
             }
         }
 
-        /// The seconds the consumer waited for a batch, which it then keeps for `consumer` seconds.
+        /// Seconds the consumer waited for the next batch, which it then holds for `consumer` seconds.
         fn next(&mut self, batch_seconds: &dyn Fn(u64) -> f64, consumer: f64) -> f64 {
             let before = self.depth.current();
             self.claim(0, batch_seconds);
@@ -137,11 +137,11 @@ mod tests {
     }
 
     proptest! {
-        /// Where the workers together are faster than the consumer, it soon waits no more, with hardly more buffers
-        /// than are needed, and the depth comes to rest. Where they are not, no buffers are added in vain.
+        /// If the workers together are faster than the consumer, it soon stops waiting, the depth converges and barely
+        /// exceeds what is needed. Otherwise no useless buffers are added.
         #[test]
         fn the_depth_becomes_what_is_needed(workers in 1usize..9, load in 0.05..3.0f64, uneven in 0.0..0.3f64, seed: u64) {
-            // A worker takes so long that all of them together are busy for `load` of the consumer's second.
+            // Seconds per batch such that all workers together are busy for `load` of each consumer second.
             let mean = load * workers as f64;
             let takes = |i| mean * (1.0 + uneven * (2.0 * RngKey::new(seed, 0).f64(i) - 1.0));
             let most = 4 * workers as u64 + 8;
@@ -156,7 +156,7 @@ mod tests {
                 prop_assert!(waits <= 2 + 4000u32.ilog2(), "{} waits at {}", waits, loader.depth.current());
                 prop_assert!(loader.depth.current() as f64 <= (needed + 2.0).ceil() + 2.0 + READY_SURPLUS as f64, "{} for {}", loader.depth.current(), needed);
             } else if load * (1.0 - uneven) > 1.05 {
-                // Uneven batches come in order, so that up to as many again as workers wait for one that is late.
+                // Batches are delivered in order, so up to one more per worker may wait behind a late one.
                 prop_assert!(loader.depth.current() <= 2 * workers as u64 + 2, "{} for {} workers", loader.depth.current(), workers);
             }
         }

@@ -1,33 +1,33 @@
-//! Generated sequences of tokens: a hidden rule says which token follows which two, with some noise.
+//! Generated token sequences: a hidden rule maps every two tokens to the next one, with some noise.
 //!
-//! Nothing to download for a language model (predict the next token) or for a classifier of sequences
-//! (tell which of several rules made one). Everything is a function of the seed and the sample's index.
+//! Gives a language model (next-token prediction) or a sequence classifier (which of several rules generated the
+//! sequence) something to train on without a download. Everything is a function of the seed and the sample index.
 
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
 use crate::random::{RngKey, stream_id};
 
-/// Share of tokens that do not follow the rule.
+/// Fraction of tokens that do not follow the rule.
 const NOISE: f32 = 0.1;
 
-/// What is generated.
+/// Generates sequences.
 #[derive(Clone, Copy, Debug)]
 pub struct SequenceGenerator {
     samples: u64,
     length: usize,
     vocab: u64,
-    /// 0 where the target is the next token.
+    /// Number of classes; 0 for next-token prediction.
     classes: u64,
     rule: RngKey,
     draws: RngKey,
 }
 
-/// A set of [`SequenceGenerator`] and what its samples look like.
+/// A [`SequenceGenerator`] with the features of its samples.
 pub struct SequenceDataset {
     generator: SequenceGenerator,
     features: Features,
 }
 
-/// Which of two sets that share a rule and no sample.
+/// Training or validation set; they share the rules but no sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequencesSplit {
     Train,
@@ -35,8 +35,8 @@ pub enum SequencesSplit {
 }
 
 impl SequenceDataset {
-    /// Sequences of `length` tokens below `vocab`; with `classes` the target is the rule that made one, and
-    /// without, at each position, the next token.
+    /// Sequences of `length` tokens below `vocab`. With `classes`, the target is the rule that generated the sequence;
+    /// otherwise the targets are the next tokens.
     pub fn new(
         samples: u64,
         length: usize,
@@ -66,7 +66,7 @@ impl SequenceDataset {
 }
 
 impl SequenceGenerator {
-    /// Writes `length + 1` tokens of a sample, one at a time.
+    /// Generates the `length + 1` tokens of a sample, one at a time.
     fn generate(&self, index: u64, mut put: impl FnMut(usize, u32)) {
         let draws = self.draws.fold_in(index);
         let rule = self.rule.fold_in(if self.classes == 0 { 0 } else { index % self.classes });
@@ -105,7 +105,7 @@ impl Dataset for SequenceDataset {
         let target = into.target.as_u32_mut();
         s.generate(index, |i, token| {
             input.get_mut(i).into_iter().for_each(|slot| *slot = token);
-            // The target of a position is the token after it.
+            // The target of a position is the next token.
             i.checked_sub(1).and_then(|i| target.get_mut(i)).into_iter().for_each(|slot| *slot = token);
         });
         Ok(())

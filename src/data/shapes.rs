@@ -1,8 +1,8 @@
-//! Generated pictures of ten shapes, so that a job can train with nothing to download.
+//! Generated images of ten shapes, so that a job can train without a download.
 //!
-//! A picture is a function of the seed, the part and the index. Shapes vary in place, size, tilt, stretch
-//! and contrast, lie among clutter and noise, and are light on dark as often as dark on light: no pixel
-//! says anything by itself, so a linear model fails where a convolution does well.
+//! An image is a function of the seed, the split and the index. Shapes vary in position, size, rotation, aspect ratio
+//! and contrast, are surrounded by clutter and noise, and are light on dark as often as dark on light. No single pixel
+//! is informative, so a linear model fails where a convolutional network does well.
 
 use std::f32::consts::PI;
 
@@ -10,27 +10,27 @@ use super::transforms::{Augmentation, Image, Normalise, Pipeline, Pixels, Resize
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
 use crate::random::{CounterRng, RngKey, stream_id};
 
-/// Of a class each, in the order of the labels.
+/// Class names by label.
 pub const CLASS_NAMES: [&str; 10] =
     ["disc", "ring", "square", "frame", "triangle", "cross", "star", "crescent", "bars", "wave"];
 
-/// Smaller pictures cannot show the shapes apart; larger ones are a mistake.
+/// Allowed side lengths in pixels. Smaller images cannot resolve the shapes; larger ones are a mistake.
 const SIZES: std::ops::RangeInclusive<usize> = 16..=1024;
 
-/// Which of the two sets; they share no picture.
+/// Training or validation set; they share no image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShapesSplit {
     Train,
     Valid,
 }
 
-/// A set of (`image_size`, `image_size`, 1) pictures with values of about 0 to 1. Classes take turns.
+/// Images of (`image_size`, `image_size`, 1) with values of about 0 to 1. Classes alternate.
 pub struct ShapesDataset {
     size: usize,
     samples: u64,
     key: RngKey,
     features: Features,
-    /// What is drawn for its samples besides the shapes.
+    /// Augmentation of the generated images.
     augmentation: Option<(Pipeline, ScratchPool)>,
 }
 
@@ -61,7 +61,7 @@ impl ShapesDataset {
         })
     }
 
-    /// The same with augmented pictures, read by `readers` threads.
+    /// Adds augmentation, for `readers` concurrent reader threads.
     pub fn augmented(self, augment: Augmentation, readers: usize) -> Result<Self, DataError> {
         let shape = [self.size, self.size, 1];
         let pipeline = Pipeline::new(shape, ResizeMode::Stretch, Normalise::default())?.augmented(augment)?;
@@ -148,7 +148,7 @@ fn draw(class: u64, size: usize, key: RngKey, pixels: &mut [f32]) {
             (x.abs() - 0.9).max(from_bar - pen * 0.9)
         }),
         _ => canvas.fill_shape(pose, |x, y| {
-            // The height above the curve over the length of its gradient is close to the distance.
+            // The height above the curve, divided by the length of its gradient, approximates the distance.
             let (sin, cos) = (1.6 * PI * x).sin_cos();
             let from_curve = (y - 0.42 * sin).abs() / norm(0.42 * 1.6 * PI * cos, 1.0);
             (x.abs() - 1.0).max(from_curve - pen * 1.25)
@@ -157,7 +157,7 @@ fn draw(class: u64, size: usize, key: RngKey, pixels: &mut [f32]) {
     noise(key, draws.uniform(0.03, 0.24), pixels);
 }
 
-/// Without the care `hypot` takes of huge numbers, and several times as fast.
+/// `hypot` without its overflow handling, and several times as fast.
 fn norm(x: f32, y: f32) -> f32 {
     (x * x + y * y).sqrt()
 }
@@ -168,13 +168,13 @@ fn triangle(x: f32, y: f32) -> f32 {
     (slope * x.abs() + 0.5 * y).max(-y) - 0.55
 }
 
-/// Signed distance to a five-pointed star with a tip at (0, 1): the plane is folded along the star's
-/// mirrors until one edge is left.
+/// Signed distance to a five-pointed star with a tip at (0, 1): folds the plane along the star's mirror axes until one
+/// edge is left.
 fn star(x: f32, y: f32) -> f32 {
-    /// Direction of the mirrors at 18 and 54 degrees: (cosine, sine).
+    /// Directions of the mirror axes at 18 and 54 degrees: (cosine, sine).
     const MIRRORS: [(f32, f32); 2] = [(0.951_056_5, 0.309_017), (0.587_785_25, 0.809_017)];
     const TIP: f32 = 1.08;
-    /// Distance of the inner corners from the middle.
+    /// Distance of the inner corners from the center.
     const INNER: f32 = 0.5;
     let (mut x, mut y) = (x, y);
     for (cos, sin) in MIRRORS {
@@ -186,13 +186,13 @@ fn star(x: f32, y: f32) -> f32 {
     ((y - TIP) * edge.0 - x * edge.1) / edge.0.hypot(edge.1)
 }
 
-/// Where a shape of radius about 1 goes in the picture; lengths in pixels.
+/// Placement of a shape of radius about 1 in the image; lengths in pixels.
 #[derive(Clone, Copy)]
 struct Pose {
     center: [f32; 2],
     radius: f32,
     angle: f32,
-    /// Width over height.
+    /// Width divided by height.
     stretch: f32,
 }
 
@@ -203,7 +203,7 @@ struct Canvas<'a> {
 }
 
 impl Canvas<'_> {
-    /// Paints the inside of a shape given by its signed distance, with edges one pixel soft.
+    /// Fills the inside of a shape given by its signed distance, with one pixel of antialiasing.
     #[inline]
     fn fill_shape(&mut self, pose: Pose, distance: impl Fn(f32, f32) -> f32) {
         let (sin, cos) = pose.angle.sin_cos();
@@ -225,7 +225,7 @@ impl Canvas<'_> {
     }
 }
 
-/// A short stroke of a shade between the ground and the ink's contrast, on either side.
+/// Draws a short stroke that is lighter or darker than the background by at most 0.8 of the contrast.
 fn clutter(draws: &mut CounterRng, size: usize, ground: f32, contrast: f32, pixels: &mut [f32]) {
     let side = size as f32;
     let center = [0; 2].map(|_| draws.uniform(0.0, side));
@@ -236,9 +236,9 @@ fn clutter(draws: &mut CounterRng, size: usize, ground: f32, contrast: f32, pixe
     Canvas { size, ink: shade, pixels }.fill_shape(pose, |x, y| (x.abs() - 1.0).max(y.abs() - pen));
 }
 
-/// Adds noise of a triangular distribution within `amount`.
+/// Adds triangularly distributed noise within `amount`.
 fn noise(key: RngKey, amount: f32, pixels: &mut [f32]) {
-    // Two pixels a draw: each sums two 16-bit uniforms. Counters far from those of the other draws.
+    // Two pixels per draw; each sums two 16-bit uniforms. The counters are far from those of all other draws.
     let scale = amount / 65536.0;
     for (i, pair) in pixels.chunks_mut(2).enumerate() {
         let mut bits = key.bits((1 << 32) + i as u64);
@@ -292,7 +292,7 @@ mod tests {
         assert!(ShapesDataset::new(8, 1, 0, ShapesSplit::Train).is_err());
     }
 
-    /// What a linear model could use: how a class differs from the others in the mean of each pixel.
+    /// What a linear model could use: how the per-pixel mean of a class differs from that of the others.
     #[test]
     fn no_pixel_and_no_brightness_gives_a_class_away() {
         let set = ShapesDataset::new(28, 20_000, 5, ShapesSplit::Train).unwrap();
@@ -303,11 +303,11 @@ mod tests {
             for (mean, pixel) in means[label as usize].iter_mut().zip(&pixels) {
                 *mean += pixel / 2000.0;
             }
-            // How much of the picture is not ground, in units of contrast.
+            // How much of the image is not background, in units of contrast.
             contrast[label as usize] +=
                 pixels.iter().map(|p| (p - brightness).abs()).sum::<f32>() / 784.0 / 2000.0;
         }
-        // 0.04 is five standard deviations of the mean of 2,000 pixels spread over the unit range.
+        // 0.04 is five standard deviations of the mean of 2,000 pixels that are uniform on the unit range.
         assert!(means.iter().flatten().all(|mean| (mean - 0.5).abs() < 0.04));
         let (least, most) =
             (contrast.iter().copied().reduce(f32::min), contrast.iter().copied().reduce(f32::max));

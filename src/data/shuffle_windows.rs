@@ -1,8 +1,8 @@
-//! The order of a set that is read forward: shards in a permuted order, and samples mixed within windows.
+//! The sample order of a sequentially read dataset: shards in permuted order, samples shuffled within windows.
 //!
-//! An epoch lays the blocks of its shards one after the other, groups neighbours into windows of at most
-//! so many bytes, and permutes the samples of each window. All of it is arithmetic from a key and the blocks; the
-//! tables of an epoch are made when it is first asked for, and the last two are kept.
+//! An epoch concatenates the blocks of its shards, groups adjacent blocks into windows of a bounded size in bytes, and
+//! permutes the samples of each window. All of it is derived from a key and the block sizes. The tables of an epoch are
+//! built on first use, and the last two epochs are cached.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -12,45 +12,45 @@ use super::order::Permutation;
 use super::streaming::RecordBlock;
 use crate::random::RngKey;
 
-/// A stretch of an epoch whose blocks are held together. Later ones are greater.
+/// A range of an epoch whose blocks are in memory together. Ordered by read position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ShuffleWindow {
     pub epoch: u64,
-    /// From 0 in each epoch.
+    /// Index within the epoch, from 0.
     pub index: u64,
 }
 
-/// The blocks of a set and how they are laid out in each epoch.
+/// The blocks of a dataset and their layout in each epoch.
 #[derive(Debug)]
 pub(super) struct ShuffleWindows {
     blocks: Vec<RecordBlock>,
-    /// The first sample of each block.
+    /// First sample of each block.
     first_samples: Vec<u64>,
-    /// The blocks of each shard, as a range of `blocks`.
+    /// Blocks of each shard, as a range of `blocks`.
     shards: Vec<Range<u32>>,
     window_bytes: u64,
-    /// Absent where the order is that of the files.
+    /// `None` if the dataset is read in file order.
     key: Option<RngKey>,
     epoch_layouts: Mutex<VecDeque<Arc<EpochLayout>>>,
 }
 
-/// Epochs whose tables are kept: readers ahead of the step may be in the next one.
+/// Epochs whose layout is cached: prefetching workers may already be in the next epoch.
 const CACHED_EPOCHS: usize = 2;
 
-/// Where the blocks lie in one epoch.
+/// Layout of one epoch.
 #[derive(Debug)]
 struct EpochLayout {
     epoch: u64,
-    /// Blocks in the order they are read.
+    /// Blocks in read order.
     blocks: Vec<u32>,
-    /// The position of each one's first sample, and the epoch's end.
+    /// Position of the first sample of each block, plus the end of the epoch.
     starts: Vec<u64>,
-    /// The first place in `blocks` of each window, and the end.
+    /// Index in `blocks` of the first block of each window, plus the end.
     window_starts: Vec<u32>,
 }
 
 impl EpochLayout {
-    /// Positions of window `index`.
+    /// Positions of window `number`.
     fn window_positions(&self, number: usize) -> Range<u64> {
         let at = |window: usize| self.starts[self.window_starts[window] as usize];
         at(number)..at(number + 1)
@@ -66,7 +66,7 @@ impl EpochLayout {
 }
 
 impl ShuffleWindows {
-    /// `key` permutes; without it, blocks and samples keep their order.
+    /// `key` shuffles; without it, blocks and samples keep their order. A window takes at most `buffer` bytes.
     pub fn new(blocks: Vec<RecordBlock>, buffer: u64, key: Option<RngKey>) -> Self {
         let (mut firsts, mut shards, mut first) = (Vec::with_capacity(blocks.len()), Vec::new(), 0);
         let mut last = None;
@@ -91,7 +91,7 @@ impl ShuffleWindows {
         }
     }
 
-    /// Bytes of its tables, those of the epochs it keeps included.
+    /// Bytes of its tables, including the cached epochs.
     pub fn resident_bytes(&self) -> u64 {
         let bytes_per_block = size_of::<RecordBlock>()
             + size_of::<u64>()
@@ -100,7 +100,7 @@ impl ShuffleWindows {
     }
 
     fn epoch_layout(&self, epoch: u64) -> Arc<EpochLayout> {
-        // What is made under the lock is whole, whatever panics elsewhere.
+        // Layouts are immutable once stored, so a poisoned lock still guards a consistent queue.
         let mut layouts = self.epoch_layouts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = layouts.iter().find(|made| made.epoch == epoch) {
             return found.clone();
@@ -132,8 +132,8 @@ impl ShuffleWindows {
                     continue;
                 }
                 if layout.window_starts.is_empty() || block.bytes > remaining_bytes {
-                    // The first window is smaller by a draw, so that windows of one shard begin elsewhere in
-                    // each epoch and its samples meet others.
+                    // The first window has a random size, so that the window boundaries in a shard differ between
+                    // epochs and samples meet new neighbors.
                     remaining_bytes = match key {
                         Some(key) if layout.window_starts.is_empty() => {
                             1 + key.fold_in(FIRST).below(0, self.window_bytes)
@@ -153,7 +153,7 @@ impl ShuffleWindows {
         layout
     }
 
-    /// The windows that `positions` lie in, in order, with the positions in each.
+    /// The windows that contain `positions`, in order, with the positions in each.
     pub fn window_ranges(&self, epoch: u64, positions: Range<u64>) -> Vec<(ShuffleWindow, Range<u64>)> {
         let layout = self.epoch_layout(epoch);
         let (mut pieces, mut from) = (Vec::new(), positions.start);
@@ -166,7 +166,7 @@ impl ShuffleWindows {
         pieces
     }
 
-    /// The samples at `positions` of `epoch_layout`, in order.
+    /// Ids of the samples at `positions` of `epoch`, in order.
     pub fn ids(&self, epoch: u64, positions: Range<u64>) -> Vec<u64> {
         let layout = self.epoch_layout(epoch);
         let mut ids = Vec::with_capacity((positions.end - positions.start) as usize);
@@ -189,7 +189,7 @@ impl ShuffleWindows {
         ids
     }
 
-    /// The window after this one.
+    /// The window after `window`.
     pub fn next_window(&self, window: ShuffleWindow) -> ShuffleWindow {
         match window.index + 2 < self.epoch_layout(window.epoch).window_starts.len() as u64 {
             true => ShuffleWindow { index: window.index + 1, ..window },
@@ -197,7 +197,7 @@ impl ShuffleWindows {
         }
     }
 
-    /// The blocks of a window and of the one after it, in the order they are read.
+    /// The blocks of `window` and of the next window, in read order.
     pub fn prefetch_blocks(&self, window: ShuffleWindow) -> Vec<u32> {
         let blocks = |w: ShuffleWindow| self.epoch_layout(w.epoch).blocks(w.index as usize).to_vec();
         [blocks(window), blocks(self.next_window(window))].concat()
@@ -227,8 +227,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each epoch has each sample once, a window holds no more than it may, those of a shard are
-        /// neighbours, and any cut of the positions gives the same ids.
+        /// Each epoch has each sample once, no window exceeds its size, the blocks of a shard stay adjacent, and any
+        /// cut of the positions gives the same ids.
         #[test]
         fn windows_hold_what_they_may_and_lose_nothing(
             blocks in blocks(), buffer in 1u64..200, seed: u64, shuffle: bool, cut in 0.0..1.0f64,

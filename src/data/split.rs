@@ -1,8 +1,10 @@
-//! A set parted in two, by share and seed, in arithmetic alone: no table, and neighbours stay neighbours.
+//! Splits a dataset into training and validation sets by fraction and seed, computed on the fly: no index table, and
+//! the order of the samples is kept.
 //!
-//! The samples are cut into as many runs as the smaller part is to have samples; of each run, one is drawn by
-//! the seed and goes to the smaller part, the rest to the larger one. Both parts keep the set's order, so a set
-//! that is read forward stays cheap to read, and one that is sorted by class is parted evenly.
+//! The dataset is divided into as many strata of consecutive samples as the smaller subset has samples. One sample of
+//! each stratum, drawn by the seed, goes to the smaller subset (the minority), the rest to the larger one (the
+//! majority). Both subsets keep the order of the dataset: one that is read sequentially stays cheap to read, and one
+//! that is sorted by class is split evenly.
 
 use std::sync::Arc;
 
@@ -10,35 +12,36 @@ use super::streaming::RecordBlock;
 use super::{BatchRow, DataError, Dataset, Features, LengthStats, SampleKey, TargetSpec};
 use crate::random::{RngKey, stream_id};
 
-/// Which samples of a set go where.
+/// Maps samples to subsets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SplitIndex {
     samples: u64,
-    /// Samples of the smaller part: runs that the set is cut into.
+    /// Size of the smaller subset, which is the number of strata.
     minority: u64,
     key: RngKey,
 }
 
 impl SplitIndex {
-    /// The first sample of run `run`.
+    /// First sample of a stratum.
     fn stratum_start(&self, stratum: u64) -> u64 {
         (stratum as u128 * self.samples as u128 / self.minority as u128) as u64
     }
 
-    /// The sample of run `run` that goes to the smaller part.
+    /// The sample of a stratum that goes to the minority.
     fn minority_index(&self, stratum: u64) -> u64 {
         let (start, end) = (self.stratum_start(stratum), self.stratum_start(stratum + 1));
         start + self.key.below(stratum, end - start)
     }
 
-    /// The run that sample `dataset_index` is in.
+    /// Stratum that contains sample `index`.
     fn stratum_of(&self, index: u64) -> u64 {
         (((index + 1) as u128 * self.minority as u128 - 1) / self.samples as u128) as u64
     }
 
-    /// Sample `i` of the larger part.
+    /// Dataset index of majority sample `i`.
     fn majority_index(&self, i: u64) -> u64 {
-        // Run r begins with start(r) - r kept samples before it: find the last such run that is not beyond i.
+        // stratum_start(r) - r majority samples precede stratum r: binary search for the last stratum where that is at
+        // most i.
         let (mut low, mut high) = (0, self.minority);
         while high - low > 1 {
             let middle = low + (high - low) / 2;
@@ -48,7 +51,7 @@ impl SplitIndex {
         index + u64::from(index >= self.minority_index(low))
     }
 
-    /// How many samples below `dataset_index` go to the smaller part.
+    /// Number of samples below `index` that go to the minority.
     fn minority_before(&self, index: u64) -> u64 {
         if index == 0 {
             return 0;
@@ -58,25 +61,26 @@ impl SplitIndex {
     }
 }
 
-/// One part of a set.
+/// One subset of a split.
 pub struct Subset {
     dataset: Arc<dyn Dataset>,
     split_index: SplitIndex,
     is_minority: bool,
-    /// The other part reads the same `whole`.
+    /// Whether the other subset reads through the same `dataset`.
     shares_dataset: bool,
 }
 
-/// Which samples go where, known before the set itself is made: for statistics of the training part alone.
+/// The assignment of samples to subsets, available before the dataset exists: for statistics over the training set
+/// only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SplitPlan {
     split_index: SplitIndex,
-    /// Whether the smaller part is the one that is measured on.
+    /// Whether the validation set is the smaller subset.
     valid_is_minority: bool,
 }
 
 impl SplitPlan {
-    /// Of a set of `samples`, `valid_fraction` of them to measure on; at least one of each.
+    /// Splits `samples` samples, `valid_fraction` of them for validation; at least one in each subset.
     pub fn new(samples: u64, valid_fraction: f64, seed: u64) -> Result<Self, DataError> {
         const SPLIT: u64 = stream_id("data.split");
         if samples < 2 {
@@ -89,14 +93,14 @@ impl SplitPlan {
         Ok(Self { split_index, valid_is_minority: valid == minority })
     }
 
-    /// Whether sample `dataset_index` of the whole set is trained on.
+    /// Whether sample `index` of the dataset is in the training set.
     pub fn is_train(&self, index: u64) -> bool {
         let in_minority = self.split_index.minority_index(self.split_index.stratum_of(index)) == index;
         in_minority != self.valid_is_minority
     }
 }
 
-/// The samples of `whole` to train on, and `valid_fraction` of them to measure on; at least one of each.
+/// Splits `dataset` into (train, valid), `valid_fraction` of the samples for validation; at least one in each subset.
 pub fn random_split(
     dataset: Arc<dyn Dataset>,
     valid_fraction: f64,
@@ -117,12 +121,12 @@ pub fn random_split(
 }
 
 impl Subset {
-    /// The sample's index in the whole set.
+    /// Index of sample `i` in the whole dataset.
     fn dataset_index(&self, i: u64) -> u64 {
         if self.is_minority { self.split_index.minority_index(i) } else { self.split_index.majority_index(i) }
     }
 
-    /// How many of this part's samples lie below `dataset_index` of the whole set.
+    /// Number of samples of this subset below `index` of the whole dataset.
     pub fn count_before(&self, index: u64) -> u64 {
         let drawn_before = self.split_index.minority_before(index);
         if self.is_minority { drawn_before } else { index - drawn_before }
@@ -146,7 +150,7 @@ impl Dataset for Subset {
         self.dataset.read(self.dataset_index(index), key, into)
     }
 
-    /// Where the parts share the whole, this one's share, so that they add up to it.
+    /// If both subsets share one dataset, its bytes are prorated, so that the two add up to it.
     fn resident_bytes(&self) -> u64 {
         let dataset_bytes = self.dataset.resident_bytes();
         if !self.shares_dataset {
@@ -157,7 +161,7 @@ impl Dataset for Subset {
         if self.is_minority { minority_bytes } else { dataset_bytes - minority_bytes }
     }
 
-    /// Those of the whole set, by the same numbers, with this part's samples in each.
+    /// The blocks of the whole dataset, with the same indices, each with the number of its samples in this subset.
     fn blocks(&self) -> Option<Vec<RecordBlock>> {
         let mut index = 0;
         let own = |block: RecordBlock| {
@@ -230,7 +234,7 @@ mod tests {
     }
 
     proptest! {
-        /// Each sample is in one part, in order, and the parts are as large as asked.
+        /// Each sample is in exactly one subset, in order, and the subsets have the requested sizes.
         #[test]
         fn the_subsets_partition_the_dataset(samples in 2u64..400, share in 0.0..1.0f64, seed: u64) {
             let (train, valid) = subsets(samples, share, seed);

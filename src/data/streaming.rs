@@ -1,7 +1,7 @@
-//! Sets that can only be read forward: what such a reader is, and how it is cut into blocks.
+//! Datasets that can only be read sequentially: the reader interface, and how shards are cut into blocks.
 //!
-//! A shard is read from its beginning to its end (a compressed table, a packed archive, a row group); shards
-//! can be opened in any order. A block is a run of records of one shard that is small enough to be held.
+//! A shard (a compressed table, a compressed archive, a row group) is read from start to end; shards can be opened in
+//! any order. A block is a run of consecutive records of one shard that is small enough to keep in memory.
 
 mod dataset;
 
@@ -9,28 +9,28 @@ use super::{BatchRow, DataError, Features, LengthStats, SampleKey};
 
 pub use dataset::StreamingDataset;
 
-/// Bytes that a block should have at most: small against a shuffle buffer, large against a read.
+/// Target maximum of a block in bytes: small compared to a shuffle buffer, large compared to a read.
 pub const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Bytes of a window where a set is read in its own order: as much as several workers have in hand.
+/// Window size in bytes for reading in file order: about what several workers have in flight.
 pub const SEQUENTIAL_WINDOW_BYTES: u64 = 16 << 20;
 
-/// Records in shards. Records are numbered through all shards, in the order of the shards.
+/// Records in shards. Record indices run through all shards, in shard order.
 pub trait ShardedDataset: Send + Sync {
     fn features(&self) -> &Features;
 
-    /// Every block, in the order of the records; those of a shard are neighbours. None is empty.
+    /// All blocks in record order, so the blocks of a shard are adjacent. No block is empty.
     fn blocks(&self) -> &[RecordBlock];
 
-    /// The records of a shard, from its first.
+    /// Opens a shard at its first record.
     fn open(&self, shard: u32) -> Result<Box<dyn ShardReader>, DataError>;
 
-    /// What a shard is called in messages: its file, and its part of it.
+    /// Name of a shard in messages: its file, and its part of the file.
     fn name(&self, shard: u32) -> String {
         format!("shard {shard}")
     }
 
-    /// Makes a sample of the bytes of record `index`; as [`Source::read`](super::Source::read).
+    /// Decodes the bytes of record `index` into a sample; same contract as [`Dataset::read`](super::Dataset::read).
     fn decode(
         &self,
         record: &[u8],
@@ -65,13 +65,13 @@ pub trait ShardedDataset: Send + Sync {
     }
 }
 
-/// A shard that is being read.
+/// Reads one shard sequentially.
 pub trait ShardReader: Send {
-    /// Appends the bytes of the next record to `into`; false after the last one. An error of one record
-    /// ([`DataError::is_bad_record`]) stands in its place: the next call gives the record after it.
+    /// Appends the bytes of the next record to `into`; false after the last one. An error of a single record
+    /// ([`DataError::is_bad_record`]) takes the place of that record: the next call returns the one after it.
     fn next(&mut self, into: &mut Vec<u8>) -> Result<bool, DataError>;
 
-    /// Passes over the next record; false after the last one. `scratch` is empty, and may be written to.
+    /// Skips the next record; false after the last one. `scratch` is empty and may be overwritten.
     fn skip(&mut self, scratch: &mut Vec<u8>) -> Result<bool, DataError> {
         match self.next(scratch) {
             Err(error) if error.is_bad_record() => Ok(true),
@@ -80,24 +80,24 @@ pub trait ShardReader: Send {
     }
 }
 
-/// A run of records of one shard.
+/// A run of consecutive records of one shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordBlock {
     pub shard: u32,
     pub records: u64,
-    /// Bytes of its records, as [`ShardReader::next`] gives them, or more.
+    /// Upper bound on the bytes of its records, as [`ShardReader::next`] returns them.
     pub bytes: u64,
 }
 
 impl RecordBlock {
-    /// Bytes it takes while it is held: its records, and where each one ends.
+    /// Bytes in memory: the records, and the end offset of each.
     fn held_bytes(&self) -> u64 {
         self.bytes.saturating_add(size_of::<u32>() as u64 * self.records)
     }
 }
 
-/// Cuts a shard whose records have these `sizes` in bytes into blocks of at most `max_bytes` bytes; a record that
-/// is larger is a block of its own.
+/// Cuts a shard whose records have these `sizes` in bytes into blocks of at most `max_bytes` bytes; a larger record
+/// becomes a block of its own.
 pub fn cut_into_blocks(shard: u32, sizes: impl IntoIterator<Item = u64>, max_bytes: u64) -> Vec<RecordBlock> {
     let mut blocks: Vec<RecordBlock> = Vec::new();
     for size in sizes {

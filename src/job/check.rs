@@ -1,6 +1,6 @@
-//! Walks a parsed job along its schema and reports everything wrong with it, not just the first.
+//! Walks a parsed job along its schema and reports every error, not just the first.
 //!
-//! What passes here deserializes. On the way, paths are made absolute and their variables filled in.
+//! What passes here deserializes. Along the way, expands variables in paths and makes the paths absolute.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -15,10 +15,10 @@ use super::schema::{allowed, choices, is_table, keywords, kind, kinds};
 use super::source_map::WHOLE_FILE;
 use crate::units::MemorySize;
 
-/// An error and the bytes it is about, in the address space of [`super::source::SourceMap`].
+/// An error and the bytes it is about, in the address space of [`super::source_map::SourceMap`].
 pub(super) type SpannedError = (Range<usize>, Box<JobError>);
 
-/// Checks `check_table` against `schema`, both the whole job's.
+/// Checks `table` against `schema`, both the whole job's.
 pub(super) fn check(table: &mut Spanned<DeTable>, schema: &Value, base: &Path) -> Vec<SpannedError> {
     let mut checker = Checker { schema, base, errors: Vec::new() };
     checker.check_table(table.get_mut(), WHOLE_FILE, schema, "");
@@ -46,10 +46,10 @@ impl Checker<'_> {
         for (key, value) in table.iter_mut() {
             let name = key.get_ref().as_ref();
             match (chosen, chosen.and_then(|chosen| chosen["properties"].get(name))) {
-                // The kind itself was looked at when it was chosen.
+                // `chosen_kind` already checked it.
                 (Some(chosen), Some(_)) if name == "kind" && kind(chosen).is_some() => {}
                 (_, Some(schema)) => self.check_value(value, schema, &join(path, name)),
-                // Without a kind, a key is wrong only when no kind has it.
+                // Without a kind, report a key only if no kind has it.
                 (None, _) if has_key(kinds, name) => {}
                 _ => self.unknown_key(key, value.get_ref().is_table(), chosen, kinds, path),
             }
@@ -174,7 +174,7 @@ impl Checker<'_> {
     fn check_value(&mut self, value: &mut Spanned<DeValue>, schema: &Value, path: &str) {
         let span = value.span();
         let names = choices(schema);
-        // A list, or one value that stands for it: then the list's items say what it must be.
+        // The key takes a list or a single value; check a single value against the list's item schema.
         let value_or_list = schema["type"].is_array();
         if value_or_list && !matches!(value.get_ref(), DeValue::Array(_)) {
             return self.check_value(value, &schema["items"], path);
@@ -193,7 +193,7 @@ impl Checker<'_> {
             },
             (Some("boolean"), DeValue::Boolean(_)) => {}
             (Some("integer" | "number"), DeValue::Integer(n)) => {
-                // Beyond 64 bits it is no TOML, and the resolved job could not hold it.
+                // TOML integers have 64 bits; the resolved job could not hold a larger one.
                 let number = parse_integer(n).map(|n| n as f64);
                 self.check_range(span, number, n.to_string(), schema, path);
             }
@@ -261,9 +261,9 @@ impl Checker<'_> {
             Some("bytes") => matches!(text.parse(), Ok(MemorySize::Bytes(_))),
             Some("share") => matches!(text.parse(), Ok(MemorySize::Bytes(_) | MemorySize::Percent(_))),
             Some("name") => is_name(text),
-            // A word that stands for itself, where the key has such.
+            // A keyword that the key accepts in place of a path.
             Some("path") if keywords(schema).any(|word| word == text) => true,
-            // A text that stands for itself, told by what every such text has.
+            // Inline text in place of a path, recognized by a marker that every such text contains.
             Some("path") if schema["x-text"].as_str().is_some_and(|mark| text.contains(mark)) => true,
             Some("path") => {
                 let expanded = expand(text, |name| std::env::var(name).ok())?;

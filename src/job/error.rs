@@ -1,4 +1,4 @@
-//! What is wrong with a job: values for programs, a page for people.
+//! Errors in a job: structured values for programs, a rendered page for people.
 
 use std::fmt;
 
@@ -105,7 +105,7 @@ impl fmt::Display for JobError {
         write!(f, "error: {}", self.message)?;
         let mut gutter = String::from(" ");
         if let Some(SourceLocation { file, snippet: spot }) = &self.location {
-            // A `--set` is one line of its own; only files have numbers.
+            // A `--set` has a single line; only files have line numbers.
             let numbered = spot.as_ref().filter(|_| file != "--set");
             let line = numbered.map_or(String::new(), |spot| spot.line.to_string());
             gutter = " ".repeat(line.len().max(1));

@@ -1,4 +1,4 @@
-//! `[model]` tables of the well-known networks for pictures.
+//! `[model]` tables of standard image networks.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! `[[model.layers]]`: a network as a list of layers. Keys are called what PyTorch's users call them.
+//! `[[model.layers]]`: a network as a list of layers. Keys have the names PyTorch users know.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

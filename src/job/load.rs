@@ -1,4 +1,4 @@
-//! From a file and `--set` texts to a resolved job, or to everything wrong with them.
+//! Parses a file and its `--set` overrides into a resolved job, or into every error found.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -33,7 +33,7 @@ impl Job {
             }
             ErrorKind::IsADirectory => unreadable("it is a folder"),
             ErrorKind::FileTooLarge => unreadable("it is over 1 MiB, too large for a job"),
-            // It is read again by the process that does the work, and its relative paths start at its folder.
+            // A job must be a regular file: the worker reads it again, and relative paths start at its folder.
             ErrorKind::InvalidInput => {
                 unreadable(&error.to_string()).hint("write the job to a file".to_owned())
             }
@@ -79,7 +79,7 @@ fn resolve(
     sets: &[String],
     sources: &mut SourceMap,
 ) -> Result<Job, Vec<SpannedError>> {
-    // It is the same for every job, and takes longer to make than a job to read.
+    // Cached: the schema is the same for every job, and building it takes longer than reading a job.
     static SCHEMA: LazyLock<serde_json::Value> = LazyLock::new(schema);
     let schema = &*SCHEMA;
     let (mut tree, syntax_errors) = DeTable::parse_recoverable(text);

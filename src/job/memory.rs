@@ -1,4 +1,4 @@
-//! `[memory]`: the budgets, and what may be done to stay within them.
+//! `[memory]`: the budgets, and what the trainer may do to stay within them.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,10 +1,9 @@
-//! The job: what to train, on what, for how long and within what memory, as a TOML file states it.
+//! The job: what to train, on what data, for how long and within what memory, as a TOML file states it.
 //!
-//! Owns the file's keys, their defaults, their checks and the messages about them. Takes a file and
-//! `--set` texts; gives a [`Job`] in which every default is filled in, or [`JobErrors`] that name every
-//! independent mistake with its place. Refuses unknown keys, wrong types, values out of range and
-//! keys that contradict each other. The types below are the one definition: the schema, the checks
-//! and the reference page are made from them.
+//! Owns the file's keys, their defaults, their checks and the messages about them. Takes a file and `--set`
+//! overrides; returns a [`Job`] with every default filled in, or [`JobErrors`] that name every independent mistake
+//! and its location. Refuses unknown keys, wrong types, values out of range and keys that contradict each other. The
+//! types below are the single definition: the schema, the checks and the reference page are generated from them.
 
 mod change;
 mod check;

@@ -1,4 +1,4 @@
-//! `[model]`: the network, declared. `kind` decides the other keys.
+//! `[model]`: the network. `kind` decides the other keys.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

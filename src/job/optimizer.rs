@@ -1,4 +1,4 @@
-//! `[optimizer]` and `[schedule]`: how weights follow gradients, and the learning rate over the run.
+//! `[optimizer]` and `[schedule]`: the update rule, and the learning rate over the run.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

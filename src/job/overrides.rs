@@ -1,5 +1,5 @@
-//! `--set key.path=value`: a job's value from the command line, put into the parsed job before it is
-//! checked, so that a wrong one is told like a wrong line of the file.
+//! `--set key.path=value`: overrides a value of the parsed job before it is checked, so that a bad override is
+//! reported like a bad line of the file.
 
 use std::ops::Range;
 
@@ -88,7 +88,7 @@ fn parse_value<'a>(
     }
 }
 
-/// Moves every span in `parse_value` up by `by`.
+/// Shifts every span in `value` by `by` bytes.
 fn shift_spans(value: Spanned<DeValue>, by: usize) -> Spanned<DeValue> {
     let moved = |span: Range<usize>| span.start + by..span.end + by;
     let span = moved(value.span());
@@ -109,7 +109,7 @@ fn shift_spans(value: Spanned<DeValue>, by: usize) -> Spanned<DeValue> {
     Spanned::new(span, value)
 }
 
-/// Puts `parse_value` at the end of `keys` below `node`, making tables on the way.
+/// Inserts `value` at the path `keys` below `node`, creating tables as needed.
 fn insert_at<'a>(
     node: &mut Spanned<DeValue<'a>>,
     keys: &[Spanned<&'a str>],
@@ -127,7 +127,7 @@ fn insert_at<'a>(
             let group = schema.and_then(|s| s["x-one-of"].as_array()).into_iter().flatten();
             let group: Vec<&str> = group.filter_map(Value::as_str).collect();
             if group.contains(&name) {
-                // The command line decides between keys that exclude each other.
+                // An override wins over a key of the file that excludes it.
                 group.iter().filter(|other| **other != name).for_each(|other| drop(table.remove(*other)));
             }
             let entry = table

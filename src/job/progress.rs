@@ -1,4 +1,4 @@
-//! `[eval]`, `[checkpoint]` and `[log]`: what a run measures, keeps and tells, and how often.
+//! `[eval]`, `[checkpoint]` and `[log]`: what a run evaluates, keeps and reports, and how often.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! The reference page of the job, `docs/job.md`, written from its schema.
+//! Generates the reference page of the job, `docs/job.md`, from its schema.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! Keys that are right one by one and wrong together.
+//! Rules across keys: values that are valid individually and wrong together.
 
 use std::ops::Range;
 

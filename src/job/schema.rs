@@ -1,9 +1,9 @@
-//! The job's JSON Schema: made from the job's types, and the one source of its checks, of the
-//! editors' completion and of the reference page.
+//! The JSON Schema of a job: generated from the job's types, and the single source of its checks, of editor
+//! completion and of the reference page.
 //!
-//! Everything stands in place (no `$ref`), so that a reader need only walk. A table is either
-//! `properties` or a `oneOf` of such, one for each `kind`; keys common to all kinds are written
-//! into each. The kind in a table's `default` need not be named. `x-one-of` names keys that exclude each other.
+//! Every definition is inlined (no `$ref`), so a reader only has to walk the tree. A table is either `properties` or
+//! a `oneOf` of such, one per `kind`; keys common to all kinds are repeated in each. The kind in a table's `default`
+//! may be omitted. `x-one-of` lists keys that exclude each other.
 
 use std::borrow::Cow;
 

@@ -1,5 +1,5 @@
-//! The texts a job is made of: its file and every `--set`, laid end to end in one address space, so
-//! that a byte range anywhere in the parsed tree says which text it came from.
+//! The texts a job is made of: its file and every `--set`, concatenated in one address space, so that a byte range
+//! anywhere in the parsed tree identifies its text.
 
 use std::ops::Range;
 
@@ -28,7 +28,7 @@ impl SourceMap {
     /// Adds a text and gives the address of its first byte.
     pub fn add(&mut self, name: &str, text: &str) -> usize {
         let start = self.end;
-        // One byte apart, so that the end of a text is not the start of the next.
+        // A gap of one byte, so that the end of a text is not the start of the next.
         self.end += text.len() + 1;
         self.files.push(SourceFile { name: name.to_owned(), start, text: text.to_owned() });
         start

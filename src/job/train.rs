@@ -1,4 +1,4 @@
-//! `[train]`: how much is seen in an update, for how long, in what precision.
+//! `[train]`: samples per update, length of the run, and precision.
 
 use std::path::PathBuf;
 

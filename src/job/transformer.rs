@@ -1,4 +1,4 @@
-//! The keys of models over sequences: `gpt`, `llama`, `bert` and `vit`.
+//! The keys of transformer models: `gpt`, `llama`, `bert` and `vit`.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-// `y = act(x)` and `dx = dy act'(v)`, value by value. `dx` may be `dy`.
+// `y = act(x)` and `dx = dy act'(v)`, elementwise. `dx` may alias `dy`.
 #include "cuda/activation.cuh"
 
 namespace {

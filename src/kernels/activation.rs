@@ -1,4 +1,4 @@
-//! Point-wise activations: value and slope, in the kernels that fuse them and on their own.
+//! Element-wise activations: value and derivative, standalone and for the kernels that fuse them.
 
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
@@ -32,7 +32,7 @@ pub enum Activation {
     Tanh,
 }
 
-/// What an activation's backward pass reads: the input it was given or the output it made.
+/// What an activation's backward pass reads: its input or its output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SavedForBackward {
     Nothing,
@@ -56,7 +56,7 @@ impl Activation {
         let half = R::of_f64(0.5);
         match self {
             Activation::Identity => x,
-            // A NaN compares false and must pass through.
+            // NaN compares false, so it propagates.
             Activation::Relu => {
                 if x < R::ZERO {
                     R::ZERO
@@ -133,7 +133,7 @@ fn sigmoid<R: Real>(x: R) -> R {
     R::ONE / (R::ONE + (-x).exp())
 }
 
-/// Plain candle ops: runs on every device, and is what autograd differentiates in tests.
+/// Plain candle ops. They run on every device; tests differentiate them with autograd.
 pub mod reference {
     use super::*;
 
@@ -154,7 +154,7 @@ pub mod reference {
         match act {
             Activation::Sigmoid => dy * (v - v.sqr()?)?,
             Activation::Tanh => dy * v.sqr()?.affine(-1.0, 1.0)?,
-            // The slopes of the clipping ones at their output are those at their input.
+            // For Relu and Relu6 the derivative at the output equals the derivative at the input.
             _ => Ok(reference_kernel::gradients(&[v], dy, |t| forward(&t[0], act))?.remove(0)),
         }
     }
@@ -177,7 +177,7 @@ pub fn forward(x: &Tensor, act: Activation) -> Result<Tensor> {
     })
 }
 
-/// `dx = dy act'(v)`, where `v` is what [`Activation::saved_for_backward`] names.
+/// `dx = dy act'(v)`, where `v` is the tensor that [`Activation::saved_for_backward`] names.
 pub fn backward(v: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(dy) {
@@ -198,8 +198,8 @@ pub fn backward(v: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
     })
 }
 
-/// Binds `$f` to the activation, in an arm of its own for each common one, so that their loops are compiled
-/// for a constant and vectorise.
+/// Binds `$f` to the activation. Each common activation gets its own match arm, so the compiler sees a constant and
+/// vectorizes the loop.
 macro_rules! each_activation {
     ($act:expr, $f:ident => $body:expr) => {{
         macro_rules! arm {

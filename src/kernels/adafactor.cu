@@ -1,4 +1,4 @@
-// Adafactor over one parameter, a matrix or a vector. What a step's length depends on stays on the card.
+// Adafactor for one parameter, a matrix or a vector. The norms that determine the step size stay on the device.
 #include "cuda/column_sums.cuh"
 
 namespace {
@@ -6,14 +6,14 @@ namespace {
 constexpr int THREADS = 256;
 constexpr double MIN_SECOND_MOMENT = 1.1920928955078125e-7;
 
-// `Asked` in adafactor/card.rs.
+// `AdafactorArgs` in adafactor/gpu.rs.
 struct AdafactorArgs {
     int type;
     void *weights, *grads; // (rows, cols)
-    void *state;           // a number a row, then, of a matrix, a number a column
-    void *partial;         // (parts, cols): sums of columns
-    double *sums;          // (blocks): sums of blocks
-    double *measured;         // the weights' squares, one over the rows' mean, the step's squares
+    void *state;           // one value per row, then for a matrix one per column
+    void *partial;         // (parts, cols): partial column sums
+    double *sums;          // (blocks): partial sums per block
+    double *measured;         // sum of w^2, reciprocal of the mean row moment, sum of step^2
     int64_t rows, cols;
     int parts, blocks;
     double grad_scale, one_minus_beta2, decay_factor, rho, eps, clip;
@@ -22,7 +22,7 @@ struct AdafactorArgs {
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
 
-// A part `fresh` of what was found takes the place of what was known.
+// Exponential moving average.
 template <class R> __device__ __forceinline__ R mix(R old, double one_minus_beta2, double measured) {
     return R((1 - one_minus_beta2) * double(old) + one_minus_beta2 * measured);
 }
@@ -37,7 +37,7 @@ template <class R> struct Squares {
     }
 };
 
-// The step at a value, before its length is known.
+// The update direction at a value, before its scaling is known.
 template <class R> struct Direction {
     const R *g, *state;
     int64_t rows, cols;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(1024) total(const double *sums, double *out, i
     if (threadIdx.x == 0) *out = all;
 }
 
-// A block a row.
+// One block per row.
 template <class R> __global__ void __launch_bounds__(THREADS) update_row_moments(Squares<R> square, R *state, double one_minus_beta2) {
     R sum = 0;
     for (int64_t c = threadIdx.x; c < square.cols; c += blockDim.x) sum += square(blockIdx.x, c);

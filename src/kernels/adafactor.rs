@@ -1,6 +1,6 @@
-//! Adafactor (Shazeer and Stern, 2018): the second moment of a matrix kept as a mean a row and a mean a
-//! column. Steps are in proportion to the size of the weights. As `torch.optim.Adafactor` has it, but
-//! that a filter is the matrix (outputs, all else) and not many small ones.
+//! Adafactor (Shazeer and Stern, 2018): the second moment of a matrix is factored into one mean per row and one per
+//! column. Step sizes are relative to the RMS of the weights. Matches `torch.optim.Adafactor`, except that a
+//! convolution filter is treated as one matrix (outputs, everything else) instead of many small ones.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -16,21 +16,21 @@ use crate::{vectorised, with_elem};
 
 #[derive(Clone, Copy, Debug)]
 pub struct AdafactorKernel {
-    /// The second moment forgets at the rate `step^decay`; negative.
+    /// Exponent of the second moment's decay, `1 - beta2 = step^decay`; negative.
     pub decay: f64,
-    /// A step is at least so large in proportion to the root mean square of the weights.
+    /// Lower bound of the weights' RMS, which scales the step.
     pub eps: f64,
-    /// Root mean square at which a step is cut.
+    /// RMS to which an update is clipped.
     pub clip: f64,
-    /// Updates made, this one included.
+    /// Number of updates, including this one.
     pub step: u64,
 }
 
-/// The smallest second moment, as `torch.finfo(torch.float32).eps`.
+/// Lower bound of the second moment, `torch.finfo(torch.float32).eps`.
 const MIN_SECOND_MOMENT: f64 = 1.192_092_895_507_812_5e-7;
 
-/// A parameter in the flat buffer and its state in the state's. A vector has one column and its state is
-/// its second moment; a matrix's is a number a row, then a number a column.
+/// A parameter in the flat buffer, and its state in the state buffer. A vector has one column, and its state is its
+/// full second moment. The state of a matrix is one value per row, then one value per column.
 #[derive(Clone, Copy, Debug)]
 struct FactoredParam {
     start: usize,
@@ -52,7 +52,7 @@ impl FactoredParam {
         if self.is_matrix() { self.rows + self.cols } else { self.rows }
     }
 
-    /// Rows of a chunk that a thread takes at once.
+    /// Rows per chunk of a thread.
     fn chunk(&self) -> usize {
         (CHUNK / self.cols).max(1)
     }
@@ -69,35 +69,35 @@ fn factored_params(params: &FlatLayout) -> Vec<FactoredParam> {
     params.iter().map(part).collect()
 }
 
-/// Values of its state, of the master's type.
+/// Number of state values, in the dtype of the master weights.
 pub fn state_len(params: &FlatLayout) -> usize {
     factored_params(params).iter().map(FactoredParam::state_len).sum()
 }
 
-/// Values of the largest workspace an update needs: the sums of columns by chunks of rows.
+/// Values of the largest workspace that an update needs: column sums per chunk of rows.
 pub fn workspace_len(params: &FlatLayout) -> usize {
     factored_params(params).iter().map(|p| p.rows.div_ceil(p.chunk()) * p.cols).max().unwrap_or(0)
 }
 
-/// Blocks of a card that sum over a parameter.
+/// GPU blocks that reduce over a parameter.
 const CUDA_BLOCKS: usize = 528;
 
-/// Bytes of the sums of columns on a card.
+/// Bytes of the partial column sums on a GPU.
 fn cuda_column_bytes(params: &FlatLayout, dtype: DType) -> u64 {
     factored_params(params).iter().map(|p| bias_gradient_workspace(dtype, p.rows, p.cols)).max().unwrap_or(0)
 }
 
-/// Bytes of the sums of blocks on a card, and of the three numbers that are found.
+/// Bytes of the partial sums per block on a GPU, and of the three reduced values.
 const CUDA_SUMS_BYTES: u64 = (CUDA_BLOCKS as u64 + 3) * size_of::<f64>() as u64;
 
-/// Bytes an update takes on a card, with weights of this type.
+/// Workspace in bytes of an update on a GPU, with weights of this dtype.
 pub fn cuda_workspace(params: &FlatLayout, dtype: DType) -> u64 {
     cuda_column_bytes(params, dtype) + CUDA_SUMS_BYTES
 }
 
 impl AdafactorKernel {
-    /// Decoupled weight decay, then the step, parameter by parameter; clears the gradients. `state_offset` is
-    /// flat, [`state_len`] long, zeros at first.
+    /// Applies decoupled weight decay, then the step, parameter by parameter; clears the gradients. `state` is flat,
+    /// [`state_len`] long, and zero before the first update.
     pub fn apply(
         &self,
         c: &UpdateArgs,
@@ -161,7 +161,7 @@ impl AdafactorKernel {
         let rms = (squares(w) / p.len() as f64).sqrt();
         self.update_second_moment(c, p, g, state, one_minus_beta2);
 
-        // What divides the gradient: a factor a row and one a column, or the moment itself.
+        // The divisor of the gradient: the product of a row and a column factor, or for a vector the moment itself.
         let (rows, columns) = state.split_at(p.rows);
         let mean = rows.iter().map(|r| r.to_acc().as_f64()).sum::<f64>() / p.rows as f64;
         let inv_mean = 1.0 / mean.max(MIN_SECOND_MOMENT);
@@ -205,7 +205,7 @@ impl AdafactorKernel {
         });
     }
 
-    /// Moves the second moment towards that of the gradient by the share `one_minus_beta2`.
+    /// Updates the second moment: an exponential moving average that weights the new value by `one_minus_beta2`.
     fn update_second_moment<T: Elem>(
         &self,
         c: &UpdateArgs,

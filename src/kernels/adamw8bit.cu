@@ -1,14 +1,14 @@
-// AdamW with moments of a byte each: a block of the card takes a block of 256 values, which share a scale.
+// AdamW with 8-bit moments: each thread block handles one block of 256 values, which share a scale.
 #include "cuda/device.cuh"
 
 namespace {
 
-constexpr int BLOCK = 256;           // values that share a scale: `BLOCK` in adamw8bit.rs
-constexpr uint32_t DROPPED_BITS = 20;     // bits of an f32's mantissa that are dropped
+constexpr int BLOCK = 256;           // values per scale: `BLOCK` in adamw8bit.rs
+constexpr uint32_t DROPPED_BITS = 20;     // dropped bits of an f32's mantissa
 constexpr uint32_t ONE_CODE = 0x3f800000u >> DROPPED_BITS;
 constexpr uint32_t SIGNED_STEPS = 127, UNSIGNED_STEPS = 255;
 
-// `State` and the numbers of the rule: `Asked` in adamw8bit/card.rs.
+// `AdamW8bitArgs` in adamw8bit/gpu.rs.
 struct AdamW8bitArgs {
     int type, compute_type;
     void *weights, *grads, *compute_weights;
@@ -46,7 +46,7 @@ __device__ __forceinline__ uint32_t block_key(uint64_t step, uint64_t block) {
     return uint32_t(x >> 32);
 }
 
-// The products and sums are those of the CPU, one rounding each: no fused multiply-add, so that codes agree.
+// Products and sums round as on the CPU, one operation at a time: no fused multiply-add, so that the codes agree.
 template <class R, class C> __global__ void __launch_bounds__(BLOCK) update(AdamW8bitArgs q) {
     int64_t block = blockIdx.x, at = block * BLOCK + threadIdx.x;
     bool in_range = at < q.len;
@@ -65,14 +65,14 @@ template <class R, class C> __global__ void __launch_bounds__(BLOCK) update(Adam
         g[at] = 0;
         if (q.compute_weights) ((C *)q.compute_weights)[at] = from_acc<C>(Acc<C>(kept));
     }
-    // Every thread of the block has read the old scales before the new ones are written.
+    // block_max synchronizes: all threads have read the old scales before thread 0 writes the new ones.
     float m_absmax = block_max(fabsf(first)), v_max = block_max(second);
     if (in_range) {
         float m_inv = m_absmax > 0 ? __fdiv_rn(1.0f, m_absmax) : 0, v_inv = v_max > 0 ? __fdiv_rn(1.0f, v_max) : 0;
         uint32_t random = rounding_bits(block_key(q.step_number, block), threadIdx.x);
         float normalized = __fmul_rn(first, m_inv);
         q.m[at] = uint8_t(encode(fabsf(normalized), random, SIGNED_STEPS) | (normalized < 0 ? 128 : 0));
-        // A second moment of zero under a first one that is not would make a giant step of it.
+        // A second moment of zero with a nonzero first moment would cause a huge step.
         uint32_t code = encode(__fmul_rn(second, v_inv), random << 16 | random >> 16, UNSIGNED_STEPS);
         q.v[at] = uint8_t(max(second > 0 ? 1u : 0u, min(code, UNSIGNED_STEPS)));
     }

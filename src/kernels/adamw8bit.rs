@@ -1,10 +1,9 @@
-//! AdamW whose two moments take one byte a value each, and one f32 for every block of 256 values.
+//! AdamW with 8-bit moments: one byte per value and moment, and one f32 scale per block of 256 values and moment.
 //!
-//! A byte is a small float (three bits of mantissa) relative to the largest value of its block: 127 steps
-//! down to 2^-15.8 and a sign for the first moment, 255 steps down to 2^-31.8 for the second. Rounding is
-//! up or down with the chance that makes it right on average: rounding to nearest would never let a
-//! moment decay, because one update changes it by less than a step. The chance is a function of the
-//! update's number and the value's place, so that updates can be repeated.
+//! A byte encodes a small float (three mantissa bits) relative to the block's maximum: 127 steps down to 2^-15.8 plus a
+//! sign for the first moment, 255 steps down to 2^-31.8 for the second. Rounding is stochastic. Rounding to nearest
+//! would never let a moment decay, because one update changes it by less than a step. The random bits are a function of
+//! the update's number and the value's index, so updates are reproducible.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -19,15 +18,15 @@ use super::{Elem, Real, cpu, reference};
 use crate::params::FlatLayout;
 use crate::{vectorised, with_elem};
 
-/// Values that share a scale.
+/// Values per scale.
 pub const BLOCK: usize = 256;
 
-/// Bits of an f32's mantissa that are dropped.
+/// Number of f32 mantissa bits that the code drops.
 const DROPPED_BITS: u32 = 20;
-/// 1.0 without the dropped bits.
+/// The bits of 1.0 without the dropped ones.
 const ONE_CODE: u32 = 0x3f80_0000 >> DROPPED_BITS;
 
-/// The moments: bytes, (values) each, and scales, (blocks) each.
+/// The moments: codes, (values) each, and scales, (blocks) each.
 pub struct AdamW8bitState {
     pub m: Tensor,
     pub v: Tensor,
@@ -35,18 +34,17 @@ pub struct AdamW8bitState {
     pub v_scale: Tensor,
 }
 
-/// Blocks of a buffer of so many values.
+/// Number of blocks of a buffer of `len` values.
 fn blocks(len: usize) -> usize {
     len.div_ceil(BLOCK)
 }
 
-/// Bytes of the state.
 pub fn state_bytes(params: &FlatLayout) -> u64 {
     2 * (params.len + 4 * blocks(params.len)) as u64
 }
 
 impl AdamW8bitState {
-    /// No gradient seen yet.
+    /// Zero moments.
     pub fn new(params: &FlatLayout, device: &Device) -> Result<Self> {
         let bytes = || Tensor::zeros(params.len, DType::U8, device);
         let scales = || Tensor::zeros(blocks(params.len), DType::F32, device);
@@ -54,8 +52,8 @@ impl AdamW8bitState {
     }
 }
 
-/// The code of `x` in [0, 1], rounded up where the `DROPPED_BITS` bits and as many random ones overflow; 0 is
-/// what is smaller than `steps` steps below 1.
+/// The code of `x` in [0, 1], stochastically rounded: up if the dropped bits plus as many random bits carry over.
+/// Values more than `steps` steps below 1 encode to 0.
 #[inline(always)]
 fn encode(x: f32, random: u32, steps: u32) -> u32 {
     let kept = (x.to_bits() + (random >> (32 - DROPPED_BITS))) >> DROPPED_BITS;
@@ -82,7 +80,7 @@ fn encode_signed(x: f32, random: u32) -> u8 {
     encode(x.abs(), random, SIGNED_STEPS) as u8 | if x < 0.0 { 128 } else { 0 }
 }
 
-/// Bits for value `i` (below 256) of a block whose own bits are `block_key`.
+/// Random bits for value `i` (below 256) of the block with bits `key`.
 #[inline(always)]
 fn rounding_bits(key: u32, i: u32) -> u32 {
     let x = (key ^ i.wrapping_mul(0x9e37_79b9)).wrapping_mul(0x85eb_ca6b);
@@ -96,14 +94,14 @@ fn block_key(step: u64, block: u64) -> u32 {
     (x >> 32) as u32
 }
 
-/// One block of both moments, decoded.
+/// A decoded block of both moments.
 struct MomentBlock {
     m: [f32; BLOCK],
     v: [f32; BLOCK],
 }
 
 impl AdamWKernel {
-    /// As [`AdamWKernel::apply`], with moments of a byte each.
+    /// Like [`AdamWKernel::apply`], with 8-bit moments.
     pub fn apply_8bit(
         &self,
         c: &UpdateArgs,
@@ -201,7 +199,7 @@ impl AdamWKernel {
         {
             let random = rounding_bits(key, i as u32);
             *m = encode_signed(first * m_inv, random);
-            // A second moment of zero under a first one that is not would make a giant step of it.
+            // A second moment of zero with a nonzero first moment would cause a huge step.
             let least = (*second > 0.0) as u32;
             *v = encode(second * v_inv, random.rotate_left(16), UNSIGNED_STEPS).clamp(least, UNSIGNED_STEPS)
                 as u8;
@@ -209,7 +207,7 @@ impl AdamWKernel {
         (*m_scale, *v_scale) = (m_absmax, v_max);
     }
 
-    /// The same numbers through candle ops where they matter, the codes on the host.
+    /// The same arithmetic in candle ops where precision matters; encodes and decodes on the host.
     fn reference_8bit(
         &self,
         c: &UpdateArgs,
@@ -312,7 +310,7 @@ mod tests {
         }
     }
 
-    /// Gradients of a bowl, `w - aim` and noise: the weights go where AdamW in f64 takes them.
+    /// Gradients of a quadratic bowl, `w - aim` plus noise: the weights follow those of AdamW in f64.
     #[test]
     fn it_follows_adamw() {
         let n = CHUNK + 300;

@@ -1,4 +1,4 @@
-// `y = act(a + b)`, value by value. `y` may be `a`.
+// `y = act(a + b)`, elementwise. `y` may alias `a`.
 #include "cuda/activation.cuh"
 
 namespace {

@@ -1,4 +1,4 @@
-//! `act(a + b)`, fresh or in place: the end of a residual branch.
+//! `act(a + b)`, into a new tensor or in place: the end of a residual branch.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -11,7 +11,7 @@ use super::cuda;
 use super::{Activation, Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// `act(a + b)` as a fresh tensor.
+/// `act(a + b)` as a new tensor.
 pub fn forward(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(a) {
@@ -43,7 +43,7 @@ pub fn inplace(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
     Ok(a.clone())
 }
 
-/// `dy = dy act'(y)` in place; `act` is one whose slope follows from its output.
+/// `dy = dy act'(y)` in place. `act` must be an activation whose derivative follows from its output.
 pub fn activation_backward_inplace(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(y) {

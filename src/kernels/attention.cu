@@ -1,9 +1,9 @@
-// Attention tile by tile: the body where cuDNN is absent, for types it does not have, for samples of their own lengths
-// and, but for what attention/tensor_cores.cu makes, where weights are dropped. Scores of a tile live in shared
-// memory; no (length, length) matrix exists. Every sum is made by one thread in one order.
+// Tiled attention: used if cuDNN is missing, for dtypes it does not support, for padded samples and, except for what
+// attention/tensor_cores.cu handles, for dropout. The scores of a tile live in shared memory; no (length, length)
+// matrix exists. One thread computes each sum in a fixed order.
 //
-// The packed input is (batch, length, (heads + 2 kv_heads) head). A block is a (tile of queries or keys, head,
-// sample); its 256 threads stand in a square of 16, and each makes the (M, M) scores of its rows and columns.
+// The packed input is (batch, length, (heads + 2 kv_heads) head). A block handles one (tile of queries or keys, head,
+// sample). Its 256 threads form a 16 by 16 grid, and each computes the (M, M) scores of its rows and columns.
 #include "cuda/attention.cuh"
 #include "cuda/device.cuh"
 
@@ -12,7 +12,7 @@ namespace {
 constexpr int SIDE = 16;
 constexpr int THREADS = SIDE * SIDE;
 
-// Rows `first..first + TILE` of a head's values, from column `column` of rows `width` wide; zeros beyond `limit`.
+// Loads rows `first..first + TILE` of a head, scaled, from rows `width` values apart; zeros from row `limit` on.
 template <int TILE, class T, class R>
 __device__ void load(R *to, const T *from, int64_t width, int first, int limit, int head, R scale) {
     for (int i = threadIdx.x; i < TILE * head; i += THREADS) {
@@ -21,7 +21,7 @@ __device__ void load(R *to, const T *from, int64_t width, int first, int limit, 
     }
 }
 
-// s[i][j] = a[row i] . b[row j]; rows of a are ty + 16 i, of b tx + 16 j.
+// s[i][j] = a[row i] . b[row j]; the rows are ty + 16 i of a and tx + 16 j of b.
 template <int M, class R> __device__ void row_dots(R (&s)[M][M], const R *a, const R *b, int head) {
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
 #pragma unroll
@@ -39,7 +39,7 @@ template <int M, class R> __device__ void row_dots(R (&s)[M][M], const R *a, con
     }
 }
 
-// o[i][j] += sum over k of p(row i, k) b[k][column j]; `turned` reads p(k, row i) instead.
+// o[i][j] += sum over k of p(row i, k) b[k][column j]; `transposed` reads p(k, row i) instead.
 template <int M, int C, int TILE, bool transposed, class R>
 __device__ void accumulate_product(R (&o)[M][C], const R *p, const R *b, int head) {
     int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
@@ -70,7 +70,7 @@ __device__ void write(T *to, const R (&o)[M][C], int64_t width, int first, int l
     }
 }
 
-// Over the 16 threads of a row.
+// Reductions over the 16 threads of a row.
 template <class R> __device__ R row_max(R x) {
 #pragma unroll
     for (int o = SIDE / 2; o > 0; o /= 2) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS)
                 new_max = scores[i][j] > new_max ? scores[i][j] : new_max;
             }
             new_max = row_max(new_max);
-            // A row that sees nothing yet keeps its zeros.
+            // A row with no visible key so far keeps its zeros.
             R shift = new_max == R(-INFINITY) ? R(0) : new_max, rescale = exp_of(max_score[i] - shift), sum = 0;
 #pragma unroll
             for (int j = 0; j < M; j++) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(THREADS)
     write<M, C, TILE>(y + int64_t(sample) * s.length * out + h * s.head, o, out, first, s.length, s.head, scale);
 }
 
-// along[sample, head, query] = y . dy of a head.
+// out[sample, head, query] = y . dy of a head.
 template <class T> __global__ void delta(const T *y, const T *dy, Acc<T> *out, int length, int heads, int head, int64_t rows) {
     int64_t row = int64_t(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP; // (sample, query, head)
     if (row >= rows) return;
@@ -164,8 +164,8 @@ template <class T> __global__ void delta(const T *y, const T *dy, Acc<T> *out, i
     if (threadIdx.x % WARP == 0) out[(sample * heads + h) * length + query] = sum;
 }
 
-// The scores' gradients of a tile of queries and one of keys, and optionally the weights that were not dropped, into
-// shared memory.
+// Computes the score gradients of a tile of queries and a tile of keys into shared memory and, if `p` is given, the
+// attention weights after dropout.
 template <int M, int TILE, class Masked, class R>
 __device__ void score_grads(const AttentionDims &s, const Masked &mask, int h, R *ds, R *p, const R *q, const R *k,
                        const R *v, const R *dy, const R *logsumexp, const R *delta, int first, int from, int keys) {
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(THREADS)
             score_grads<M, TILE>(s, mask, h, ds, p, q, k, v, d, row_logsumexp, row_delta, first, from, keys);
             __syncthreads();
             accumulate_product<M, C, TILE, true>(dv, p, d, s.head);
-            accumulate_product<M, C, TILE, true>(dk, ds, q, s.head); // q is scaled already
+            accumulate_product<M, C, TILE, true>(dk, ds, q, s.head); // q is already scaled
         }
     }
 #pragma unroll
@@ -262,8 +262,8 @@ __global__ void __launch_bounds__(THREADS)
     write<M, C, TILE>(dx + at * width + v_column, dv, width, from, s.length, s.head, one);
 }
 
-// Starts a kernel with as much shared memory as it needs, which must be allowed first beyond 48 KiB: as much as its
-// largest head takes, so that what one thread allows never forbids another's launch.
+// Launches a kernel with dynamic shared memory. Beyond 48 KiB a kernel must opt in; it opts in to what its largest head
+// needs, so that concurrent calls never lower each other's limit.
 template <class K, class... Args>
 int launch(K kernel, dim3 grid, size_t shared, size_t most, cudaStream_t stream, Args... args) {
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most)))
@@ -272,7 +272,7 @@ int launch(K kernel, dim3 grid, size_t shared, size_t most, cudaStream_t stream,
     return cudaGetLastError();
 }
 
-// Runs `body` with constants for the largest head and the tile that suits it.
+// Runs the body with the constants `HEAD`, an upper bound of the head size, and the `TILE` that suits it.
 #define WITH_HEAD(head, ...)                                                                                  \
     if (head <= 64) { constexpr int HEAD = 64, TILE = 32; __VA_ARGS__; }                                      \
     else if (head <= 128) { constexpr int HEAD = 128, TILE = 32; __VA_ARGS__; }                               \
@@ -296,7 +296,7 @@ extern "C" int attention_forward(const AttentionArgs *attn_args, const void *qkv
     })
 }
 
-// y . dy of every row of each head, into (batch, heads, length) values of the accumulator's type.
+// delta = y . dy of every row of each head, (batch, heads, length) in the accumulation type.
 extern "C" int attention_delta(const AttentionArgs *attn_args, const void *y, const void *dy, void *to, cudaStream_t stream) {
     int64_t rows = int64_t(attn_args->batch) * attn_args->length * attn_args->heads;
     WITH_TYPE(attn_args->type, {
@@ -306,7 +306,7 @@ extern "C" int attention_delta(const AttentionArgs *attn_args, const void *y, co
     return cudaGetLastError();
 }
 
-// `along` is what `attention_delta` made.
+// `delta` is the result of `attention_delta`.
 extern "C" int attention_backward(const AttentionArgs *attn_args, const void *qkv, const void *logsumexp, const void *dy, const void *delta,
                                   void *dx, cudaStream_t stream) {
     int batch = attn_args->batch, length = attn_args->length, head = attn_args->head;

@@ -1,9 +1,10 @@
-//! Attention over packed projections, tile by tile: no (length, length) matrix is ever whole.
+//! Flash attention over packed projections: scores exist one tile at a time, and the (length, length) matrix is never
+//! stored.
 //!
-//! The input is (batch, length, (heads + 2 kv_heads) head): the queries of all heads, then the keys, then
-//! the values, as GPT-2's fused projection lays them out. With fewer key heads than query heads, each run of
-//! `heads / kv_heads` query heads shares one. A thread takes a sample's key head with all its query heads, so
-//! that the gradients of shared keys are summed by one thread in one order.
+//! The input is (batch, length, (heads + 2 kv_heads) head_dim): the queries of all heads, then the keys, then the
+//! values, as GPT-2's fused projection lays them out. With fewer key heads than query heads (grouped-query attention),
+//! each run of `heads / kv_heads` query heads shares one. A thread processes one key head of a sample with all its
+//! query heads, so a single thread sums the gradients of shared keys in a fixed order.
 
 mod dims;
 mod dropout_mask;
@@ -21,42 +22,44 @@ use super::rotary::Rotary;
 use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
-/// Queries of a tile, and keys they meet at once: long products of few calls, whose scores stay in the
-/// second-level cache.
+/// Queries and keys of a tile: large enough for few, long GEMM calls, small enough that the scores stay in the L2
+/// cache.
 const QUERY_TILE: usize = 64;
 const KEY_TILE: usize = 256;
-/// A row of scores is worked on in whole lanes, up to the first that holds none that is seen.
+/// SIMD width in which a row of scores is processed; the vectors past the last visible key are skipped.
 const LANES: usize = lanes::LANES;
 
-/// What a thread works with: buffers of (length, head), (TILE, head), (TILE, KEYS) and (TILE).
+/// Buffers per thread, as counts of shapes (length, head_dim), (QUERY_TILE, head_dim), (QUERY_TILE, KEY_TILE) and
+/// (QUERY_TILE).
 const FORWARD_BUFFERS: (usize, usize, usize, usize) = (2, 2, 1, 2);
 const BACKWARD_BUFFERS: (usize, usize, usize, usize) = (4, 3, 2, 1);
 
 pub struct AttentionKernel<'a> {
     pub dims: AttentionDims,
-    /// A position sees itself and those before it.
+    /// Each position attends to itself and to earlier positions only.
     pub causal: bool,
     pub rotary: Option<&'a Rotary>,
-    /// Positions of each sample that are seen at all, from the first; all where absent.
+    /// Valid positions per sample, counted from the first; `None` means no padding.
     pub lengths: Option<&'a [u32]>,
-    /// What was staged of the samples with their lengths, as [`sample_keys::pack_sample_info`](super::sample_keys::pack_sample_info) lays it out.
+    /// The sample info uploaded with the batch, in the layout of
+    /// [`sample_keys::pack_sample_info`](super::sample_keys::pack_sample_info).
     pub sample_info: Option<&'a Tensor>,
-    /// The weights that are dropped; none where absent.
+    /// Dropout of attention weights, if any.
     pub dropout: Option<DropoutMask<'a>>,
 }
 
-/// A sample's key head: what one thread does.
+/// The unit of work of a thread: one key head of one sample.
 struct KvHeadTask<'a, T> {
-    /// (length, packed)
+    /// (length, qkv_width)
     qkv: &'a [T],
     sample: usize,
     kv_head: usize,
-    /// Keys that are seen.
+    /// Number of unpadded keys.
     key_count: usize,
 }
 
 impl AttentionKernel<'_> {
-    /// The reference.
+    /// The reference implementation, in candle operations.
     pub fn reference(&self, qkv: &Tensor) -> Result<Tensor> {
         let AttentionDims { length, heads, kv_heads, head_dim } = self.dims;
         let batch = qkv.dim(0)?;
@@ -89,12 +92,12 @@ impl AttentionKernel<'_> {
         p.matmul(&v)?.transpose(1, 2)?.contiguous()?.reshape((batch, length, heads * head_dim))
     }
 
-    /// Keys of a sample that are seen.
+    /// Number of unpadded keys of a sample.
     fn key_count(&self, sample: usize) -> usize {
         self.lengths.map_or(self.dims.length, |l| (l[sample] as usize).min(self.dims.length))
     }
 
-    /// Keys that the queries `first..first + rows` may see.
+    /// Number of keys that the queries `first..first + rows` may attend to.
     fn visible_keys(&self, keys: usize, first: usize, rows: usize) -> usize {
         if self.causal { keys.min(first + rows) } else { keys }
     }
@@ -109,19 +112,18 @@ impl AttentionKernel<'_> {
         KvHeadTask { qkv: &qkv[sample * len..][..len], sample, kv_head, key_count: self.key_count(sample) }
     }
 
-    /// Query heads that share a key head.
+    /// Query heads per key head.
     fn group_size(&self) -> usize {
         self.dims.heads / self.dims.kv_heads
     }
 
-    /// First packed columns of a key head and of its values.
+    /// First column of a key head and of its values in a packed row.
     fn kv_columns(&self, kv: usize) -> (usize, usize) {
         let AttentionDims { heads, kv_heads, head_dim, .. } = self.dims;
         ((heads + kv) * head_dim, (heads + kv_heads + kv) * head_dim)
     }
 
-    /// The output (batch, length, heads head), and the logarithm of each row's sum of exponentials
-    /// (batch, heads, length).
+    /// The output, (batch, length, heads head_dim), and the log-sum-exp of each row of scores, (batch, heads, length).
     pub fn forward(&self, qkv: &Tensor) -> Result<(Tensor, Tensor)> {
         let (batch, s) = (qkv.dim(0)?, &self.dims);
         let (y_shape, logsumexp_shape) = ((batch, s.length, s.width()), (batch, s.heads, s.length));
@@ -161,7 +163,7 @@ impl AttentionKernel<'_> {
                         let o = &work.tiles[1];
                         for (row, o) in o.chunks_exact(head_dim).take(logsumexp.len()).enumerate() {
                             let at = (task.sample * length + first + row) * heads * head_dim + column;
-                            // SAFETY: this unit alone writes the columns of its heads.
+                            // SAFETY: only this task writes the columns of its heads.
                             let out = unsafe { out.range_mut(at, head_dim) };
                             out.iter_mut().zip(o).for_each(|(y, o)| *y = T::from_acc(*o));
                         }
@@ -172,7 +174,7 @@ impl AttentionKernel<'_> {
         (y, logsumexp)
     }
 
-    /// The outputs of `logsumexp.len()` queries from `first` into the second tile.
+    /// Computes the outputs of the `logsumexp.len()` queries from `first` on, into the second tile.
     fn forward_tile<T: Elem>(
         &self,
         task: &KvHeadTask<T>,
@@ -222,7 +224,7 @@ impl AttentionKernel<'_> {
         }
         vectorised!(T::Acc, || {
             for (i, sum) in logsumexp.iter_mut().enumerate() {
-                // A sample without a single key gives zeros.
+                // A sample with no valid key outputs zeros.
                 let total = if limit == 0 { T::Acc::ONE } else { row_sum[i] };
                 *sum = if limit == 0 { zero } else { row_max[i] + total.ln() };
                 let inv_sum = T::Acc::ONE / total;
@@ -231,7 +233,7 @@ impl AttentionKernel<'_> {
         });
     }
 
-    /// The input's gradient, from the input, the output and the sums of the forward pass.
+    /// The gradient of the input, from the input, the output and the log-sum-exp of the forward pass.
     pub fn backward(&self, qkv: &Tensor, y: &Tensor, logsumexp: &Tensor, dy: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let Some(device) = super::cuda::device_of(qkv) {
@@ -271,12 +273,12 @@ impl AttentionKernel<'_> {
                     for (first, logsumexp) in (0..).step_by(QUERY_TILE).zip(logsumexp.chunks(QUERY_TILE)) {
                         self.backward_tile(&task, column, first, y, dy, work, logsumexp);
                         let dq = &work.tiles[2][..logsumexp.len() * head_dim];
-                        // SAFETY: this unit alone writes the columns of its heads.
+                        // SAFETY: only this task writes the columns of its heads.
                         unsafe { self.store(&out, dq, task.sample, column, first, self.scale(), true) };
                     }
                 }
                 let [_, _, dk, dv] = work.sequences.each_mut_first();
-                // SAFETY: this unit alone writes the columns of its key head.
+                // SAFETY: only this task writes the columns of its key head.
                 unsafe {
                     self.store(&out, dk, task.sample, k_column, 0, T::Acc::ONE, true);
                     self.store(&out, dv, task.sample, v_column, 0, T::Acc::ONE, false);
@@ -286,8 +288,8 @@ impl AttentionKernel<'_> {
         dx
     }
 
-    /// Adds what `logsumexp.len()` queries from `first` give to the gradients of keys and values, and leaves
-    /// their own in the third tile.
+    /// Accumulates the key and value gradients of the `logsumexp.len()` queries from `first` on, and leaves the
+    /// gradient of the queries in the third tile.
     #[allow(clippy::too_many_arguments)]
     fn backward_tile<T: Elem>(
         &self,
@@ -356,7 +358,7 @@ impl AttentionKernel<'_> {
         }
     }
 
-    /// Rows of one head, from position `first`, scaled and turned where the model turns it.
+    /// Loads rows of one head from position `first` on, scaled, and rotated if `rotate` is set and the model uses RoPE.
     fn load<T: Elem>(
         &self,
         packed: &[T],
@@ -378,10 +380,9 @@ impl AttentionKernel<'_> {
         })
     }
 
-    /// The way back of [`AttentionKernel::load`], for gradients.
+    /// The transpose of [`AttentionKernel::load`]: writes gradients back, with the inverse rotation.
     ///
-    /// # Safety
-    /// Nobody else writes these columns of the sample.
+    /// # Safety The caller must be the only one that writes these columns of the sample.
     #[allow(clippy::too_many_arguments)]
     unsafe fn store<T: Elem>(
         &self,
@@ -397,7 +398,7 @@ impl AttentionKernel<'_> {
         vectorised!(T, || {
             for (i, row) in rows.chunks_exact(head_dim).enumerate() {
                 let position = sample * self.dims.length + first + i;
-                // SAFETY: promised by the caller.
+                // SAFETY: the caller guarantees exclusive access to these columns.
                 let out = unsafe { out.range_mut(position * self.dims.qkv_width() + column, head_dim) };
                 match rotary {
                     Some(rotary) => rotary.rotate::<T::Acc, T>(row, out, first + i, scale, true),
@@ -408,7 +409,7 @@ impl AttentionKernel<'_> {
     }
 }
 
-/// What a thread works with; see [`FORWARD_BUFFERS`].
+/// The buffers of one thread; see [`FORWARD_BUFFERS`].
 struct AttentionBuffers<R> {
     sequences: Vec<Vec<R>>,
     tiles: Vec<Vec<R>>,
@@ -429,7 +430,7 @@ impl<R: Real> AttentionBuffers<R> {
 }
 
 trait EachMut<R> {
-    /// The first `N` buffers, apart from each other.
+    /// The first `N` buffers as disjoint slices.
     fn each_mut_first<const N: usize>(&mut self) -> [&mut [R]; N];
 }
 
@@ -437,7 +438,7 @@ impl<R> EachMut<R> for Vec<Vec<R>> {
     fn each_mut_first<const N: usize>(&mut self) -> [&mut [R]; N] {
         match self.first_chunk_mut::<N>() {
             Some(buffers) => buffers.each_mut().map(|b| b.as_mut_slice()),
-            None => unreachable!("FORWARD and BACKWARD count the buffers"),
+            None => unreachable!("FORWARD_BUFFERS and BACKWARD_BUFFERS count the buffers"),
         }
     }
 }

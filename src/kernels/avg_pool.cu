@@ -1,4 +1,4 @@
-// Average pooling: over windows, where padding counts as zeros, and over whole pictures.
+// Average pooling, over windows, where padding counts as zeros, and over whole images.
 #include "cuda/channels.cuh"
 #include "cuda/pooling.cuh"
 
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(256) windows_backward(const T *__restrict__ dy
     result.store(dx + i * N);
 }
 
-// A picture is a unit of one part.
+// Each image is one unit with a single part.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
     global_forward(const T *__restrict__ x, T *__restrict__ y, Acc<T> inv_count, RowPartition partition, BlockLayout layout) {
@@ -138,7 +138,7 @@ extern "C" int avg_pool_global_backward(int type, const void *dy, void *dx, int 
         Acc<T> inv_count = Acc<T>(1.0 / double(pixels));
         bool vectorized = aligned(channels * sizeof(T), {dy, dx});
         BlockLayout layout(vectorized ? channels / N : channels);
-        // Sixteen rows a thread.
+        // Sixteen rows per thread.
         int64_t chunk = layout.block_rows * 16, parts = (pixels + chunk - 1) / chunk;
         RowPartition partition{batch * pixels, pixels, chunk, int(parts), channels};
         if (vectorized)

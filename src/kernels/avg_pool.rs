@@ -1,4 +1,4 @@
-//! Average pooling, channels last: over windows, and over the whole picture.
+//! Average pooling, channels last: windowed and global.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -12,7 +12,7 @@ use super::pool::PoolGeometry;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// The reference. Padding counts as zeros that belong to the window, as `torch.nn.AvgPool2d` has it.
+/// Reference implementation. The mean counts padding zeros, like `torch.nn.AvgPool2d` by default.
 pub fn avg_pool2d_reference(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     let x = x.pad_with_zeros(1, w.padding, w.padding)?.pad_with_zeros(2, w.padding, w.padding)?;
     let cells = (0..w.size * w.size)
@@ -20,7 +20,7 @@ pub fn avg_pool2d_reference(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     Tensor::stack(&cells.collect::<Result<Vec<_>>>()?, 0)?.mean(0)
 }
 
-/// Means of windows: (batch, height, width, channels) to fewer pixels.
+/// Window means of (batch, height, width, channels); the output has fewer pixels.
 pub fn avg_pool2d(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(x) {
@@ -56,7 +56,7 @@ fn avg_pool2d_cpu<T: Elem>(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     cpu::tensor(y, (batch, h, width, c))
 }
 
-/// Gives each cell of a window its share of the mean's gradient.
+/// Spreads each mean's gradient evenly over the pixels of its window.
 pub fn avg_pool2d_backward(dy: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(dy) {
@@ -92,12 +92,12 @@ fn avg_pool2d_backward_cpu<T: Elem>(dy: &Tensor, w: &PoolGeometry) -> Result<Ten
     cpu::tensor(dx, (batch, w.height, w.width, c))
 }
 
-/// The reference: (batch, height, width, channels) to (batch, channels).
+/// Reference implementation: (batch, height, width, channels) to (batch, channels).
 pub fn global_avg_pool_reference(x: &Tensor) -> Result<Tensor> {
     x.flatten(1, 2)?.mean(1)
 }
 
-/// Means of whole pictures: (batch, height, width, channels) to (batch, channels).
+/// Mean over all pixels: (batch, height, width, channels) to (batch, channels).
 pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(x) {
@@ -129,7 +129,7 @@ fn global_avg_pool_cpu<T: Elem>(x: &Tensor) -> Result<Tensor> {
     cpu::tensor(y, (batch, c))
 }
 
-/// Spreads the gradient of the means, (batch, channels), over pictures of `pixels` = (height, width).
+/// Spreads the gradient of the means, (batch, channels), over images of (height, width) pixels.
 pub fn global_avg_pool_backward(dy: &Tensor, (h, w): (usize, usize)) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(dy) {

@@ -1,7 +1,7 @@
-//! Batch normalisation over groups of samples, channels last, with a clip fused.
+//! Batch normalization over groups of samples (ghost batches), channels last, with a clamp activation fused.
 //!
-//! Only the mean and one over the deviation, of each group and channel, are kept; everything else the
-//! backward pass needs is made again from the input while it is read.
+//! The forward pass saves only mean and rstd per group and channel. The backward pass recomputes everything else from
+//! the input as it reads it.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -23,11 +23,11 @@ pub struct BatchNormKernel<'a> {
     pub bias: &'a Tensor,
     pub act: ClampActivation,
     pub eps: f64,
-    /// Samples normalised together; the last group of a batch may have fewer.
+    /// Samples normalized together; the last group of a batch may have fewer.
     pub group_size: usize,
 }
 
-/// Running mean and variance, (channels) each, and the share a new group has in them.
+/// Running mean and variance, (channels) each, and the momentum a new group's statistics enter with.
 pub struct RunningStats<'a> {
     pub mean: &'a Tensor,
     pub var: &'a Tensor,
@@ -42,7 +42,7 @@ impl BatchNormKernel<'_> {
         Ok(ChannelLayout { channels, rows, rows_per_unit: self.group_size * per_sample })
     }
 
-    /// The reference: group by group, in the order of the batch.
+    /// Reference implementation: one group after another, in batch order.
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         let groups = self.groups(x)?;
         let normalize_group = |x: &Tensor| {
@@ -62,8 +62,8 @@ impl BatchNormKernel<'_> {
         self.act.reference(&y.broadcast_mul(self.weight)?.broadcast_add(self.bias)?)
     }
 
-    /// The output and (groups, 2, channels) of mean and one over the deviation, in the type computed
-    /// with; moves `running` where there is one.
+    /// Returns the output and the saved statistics: (groups, 2, channels) of mean and rstd in the accumulator type.
+    /// Updates `running` if present.
     pub fn forward(&self, x: &Tensor, running: Option<&RunningStats>) -> Result<(Tensor, Tensor)> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(x) {
@@ -75,7 +75,8 @@ impl BatchNormKernel<'_> {
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, running))
     }
 
-    /// As [`forward`](Self::forward), with `residual` added to the output, and `act` of the sum: in the same pass on a card.
+    /// Like [`forward`](Self::forward), then `act(y + residual)`. CUDA fuses this into the normalization pass where
+    /// `fusable_clamp` allows.
     pub fn forward_add_act(
         &self,
         x: &Tensor,
@@ -91,7 +92,7 @@ impl BatchNormKernel<'_> {
         Ok((add::inplace(&y, residual, act)?, saved_stats))
     }
 
-    /// The activation of a sum as a clip, where it can be made in this normalisation's passes.
+    /// `act` as a clamp, if the normalization pass can apply it after the residual add.
     #[cfg(feature = "cuda")]
     fn fusable_clamp(&self, act: Activation) -> Option<ClampActivation> {
         ClampActivation::from_activation(act).filter(|_| self.act == ClampActivation::Identity)
@@ -115,7 +116,7 @@ impl BatchNormKernel<'_> {
         Ok((self.recompute_output_cpu::<T>(x, &saved_stats)?, saved_stats))
     }
 
-    /// The output, from the input and what [`forward`](Self::forward) kept.
+    /// Recomputes the output from the input and the statistics that [`forward`](Self::forward) saved.
     pub fn recompute_output(&self, x: &Tensor, saved_stats: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(x) {
@@ -135,7 +136,7 @@ impl BatchNormKernel<'_> {
         cpu::tensor(y, x.shape())
     }
 
-    /// What is done to each value, from (groups, 2, channels).
+    /// The affine map of each value, from statistics of shape (groups, 2, channels).
     fn affine<T: Elem>(&self, saved_stats: &[T::Acc]) -> Result<Affine<T::Acc>> {
         let (weight, bias) = (cpu::view::<T>(self.weight)?, cpu::view::<T>(self.bias)?);
         let c = weight.len();
@@ -147,7 +148,7 @@ impl BatchNormKernel<'_> {
         Ok(Affine(saved_stats.chunks_exact(2 * c).map(coefficients).collect()))
     }
 
-    /// The output by the running statistics.
+    /// The output under the running statistics.
     pub fn evaluate(&self, x: &Tensor, running: &RunningStats) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(x) {
@@ -180,8 +181,8 @@ impl BatchNormKernel<'_> {
         cpu::tensor(y, x.shape())
     }
 
-    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `saved_stats` is
-    /// what [`forward`](Self::forward) gave.
+    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`.
+    /// `saved_stats` comes from [`forward`](Self::forward).
     pub fn backward(
         &self,
         x: &Tensor,
@@ -203,8 +204,8 @@ impl BatchNormKernel<'_> {
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, saved_stats, dy, grads, needs_input_grad))
     }
 
-    /// As [`backward`](Self::backward) where [`forward_add_act`](Self::forward_onto) made `y` with `act`: `dy` becomes the
-    /// gradient before that, in the pass that sums it on a card.
+    /// Like [`backward`](Self::backward), for an output `y` of [`forward_add_act`](Self::forward_add_act) with `act`.
+    /// `dy` becomes, in place, the gradient before `act`; CUDA does that in the pass that reduces it.
     pub fn backward_add_act(
         &self,
         x: &Tensor,
@@ -281,8 +282,8 @@ impl BatchNormKernel<'_> {
     }
 }
 
-/// Bytes of temporaries of the forward pass and of the backward pass. Of each unit and channel there are
-/// two sums in f64, three numbers of the affine map, and two more on the way back.
+/// Bytes of temporaries of the forward and the backward pass. Each unit and channel takes two f64 sums and three affine
+/// coefficients; the backward pass takes two more coefficients.
 pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout) -> (u64, u64) {
     let dtype = at.dtype;
     if at.backend.is_cuda() {

@@ -1,4 +1,4 @@
-//! Rows of several tables beside numbers: what the categories of a sample become.
+//! Embeddings of a sample's categorical columns, concatenated with its numeric columns.
 
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -6,27 +6,27 @@ use rayon::prelude::*;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// `y[b] = [x[b, ..numbers], tables[0][x[b, numbers]], tables[1][x[b, numbers + 1]], ...]`, with `x` of f32 whatever
-/// the type of the tables. A place right behind a table's last row stands for what is unknown: zeros.
+/// `y[b] = [x[b, ..num_numeric], tables[0][x[b, num_numeric]], tables[1][x[b, num_numeric + 1]], ...]`. `x` is f32
+/// whatever the type of the tables. An index equal to a table's row count means "unknown category" and gives zeros.
 pub struct CategoricalEmbeddingKernel<'a> {
     pub num_numeric: usize,
     /// (rows, width) each.
     pub tables: Vec<&'a Tensor>,
 }
 
-/// A table as a kernel walks over it.
+/// Shape of a table and its place in an output row.
 struct TableLayout {
     rows: usize,
     width: usize,
-    /// Where its values begin in a row of the output.
+    /// First column of its values in an output row.
     offset: usize,
 }
 
-/// Parts that the gradient of a table is shared out in: a thread each.
+/// Row ranges of a table that accumulate gradients in parallel, one thread each.
 const GRAD_CHUNKS: usize = 8;
 
 impl CategoricalEmbeddingKernel<'_> {
-    /// The tables, and the width of a row of the output.
+    /// The tables, and the width of an output row.
     fn sizes(&self) -> Result<(Vec<TableLayout>, usize)> {
         let mut offset = self.num_numeric;
         let table = |tensor: &&Tensor| {
@@ -42,7 +42,7 @@ impl CategoricalEmbeddingKernel<'_> {
         self.tables.first().map_or(x.dtype(), |table| table.dtype())
     }
 
-    /// The reference; `x` is (batch, numbers + tables).
+    /// Reference implementation; `x` is (batch, num_numeric + tables).
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         let mut parts = Vec::new();
         if self.num_numeric > 0 {
@@ -56,7 +56,7 @@ impl CategoricalEmbeddingKernel<'_> {
         Tensor::cat(&parts, 1)
     }
 
-    /// (batch, numbers + widths)
+    /// The output is (batch, num_numeric + sum of widths).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         if !reference::has_cpu_kernel(x) {
             return self.reference(x);
@@ -87,10 +87,10 @@ impl CategoricalEmbeddingKernel<'_> {
         cpu::tensor(y, (batch, n))
     }
 
-    /// That every place is one of its table, or the one behind it.
+    /// Checks that every index is a row of its table or the unknown index right after the last row.
     fn check_indices(&self, x: &[f32], inputs: usize, tables: &[TableLayout]) -> Result<()> {
         if inputs != self.num_numeric + tables.len() {
-            bail!("rows of {inputs} values, for {} numbers and {} tables", self.num_numeric, tables.len())
+            bail!("row of {inputs} values, expected {} numeric and {} tables", self.num_numeric, tables.len())
         }
         for x in x.chunks_exact(inputs) {
             for (i, (index, table)) in x[self.num_numeric..].iter().zip(tables).enumerate() {
@@ -102,7 +102,7 @@ impl CategoricalEmbeddingKernel<'_> {
         Ok(())
     }
 
-    /// Adds the gradients of the tables to those of `grads`.
+    /// Accumulates the gradients of the tables into `grads`.
     pub fn backward(&self, x: &Tensor, dy: &Tensor, grads: &CategoricalEmbeddingKernel) -> Result<()> {
         if reference::has_cpu_kernel(x) {
             return with_elem!(dy.dtype(), T => self.backward_cpu::<T>(x, dy, grads));
@@ -114,7 +114,7 @@ impl CategoricalEmbeddingKernel<'_> {
         grads.tables.iter().zip(&found).try_for_each(|(into, found)| reference::accumulate(into, found))
     }
 
-    /// A range of a table's rows belongs to one thread, which adds the samples in order.
+    /// One thread owns each range of a table's rows and adds the samples in order, so the result is deterministic.
     fn backward_cpu<T: Elem>(
         &self,
         x: &Tensor,
@@ -142,8 +142,9 @@ impl CategoricalEmbeddingKernel<'_> {
     }
 }
 
-/// Bytes that the reference takes beside input and output, at most: (forward, backward), for `batch` samples of
-/// `numbers` numbers and tables of so many rows and columns. What a card runs, which has no body of its own.
+/// Upper bound in bytes of what the reference allocates beside input and output, (forward, backward), for `batch`
+/// samples with `num_numeric` numeric columns and `tables` of (rows, width). GPUs run the reference: there is no CUDA
+/// kernel.
 pub fn cuda_workspace(
     dtype: DType,
     batch: usize,
@@ -152,10 +153,10 @@ pub fn cuda_workspace(
 ) -> (u64, u64) {
     let outputs = num_numeric + tables.iter().map(|(_, width)| width).sum::<usize>();
     let padded: usize = tables.iter().map(|(rows, width)| (rows + 2) * width).sum();
-    // Parts before they are joined, tables with their row of zeros, and the places in two types.
+    // The parts before concatenation, each table with its zero row, and the indices in two types.
     let forward = cpu::size_in_bytes(dtype, batch * outputs + padded)
         + 8 * (batch * (num_numeric + tables.len())) as u64;
-    // The same again with its output, its gradient and the sum; then each table's gradient, and with it what was there.
+    // The same again, plus its output, its gradient and the sum; then each table's gradient and the value it replaces.
     let backward = forward + cpu::size_in_bytes(dtype, 4 * batch * outputs + 3 * padded) + 8 * padded as u64;
     (forward, backward)
 }

@@ -1,8 +1,9 @@
-// Normalisation of pictures with a clip fused: what batch norm and group norm have in common.
+// Normalization of images with a fused clamp: what batch norm and group norm have in common.
 //
-// Statistics belong to a unit of rows and `size` neighbouring channels: one channel in batch norm, a group's in group
-// norm. Sums are made in two stages: every part of a unit writes two sums a channel, and these are put together in
-// order, in f64. Sums are of distances from the unit's first row, so that values far from zero lose nothing.
+// Statistics belong to a unit of rows and `size` adjacent channels: one channel in batch norm, the channels of a group
+// in group norm. Reductions have two stages: every part of a unit writes two sums per channel, and a second kernel
+// combines them in order, in f64. Values enter the sums relative to the unit's first row, so that values far from zero
+// lose no precision.
 #include "cuda/channels.cuh"
 
 namespace {
@@ -13,20 +14,20 @@ struct ChannelNormFfi {
     int parts;
     double eps;
     const void *x, *weight, *bias;
-    void *saved_stats; // (units, 2, channels / size): mean and one over the deviation
+    void *saved_stats; // (units, 2, channels / size): mean and reciprocal standard deviation
     RowPartition partition() const { return {rows, unit, chunk, parts, channels}; }
 };
 
 enum Clip : int { CLAMP_NONE, CLAMP_RELU, CLAMP_RELU6 };
 
-// A NaN compares false and passes through.
+// Comparisons with NaN are false, so NaN propagates.
 template <int clip, class R> __device__ __forceinline__ R clamped(R x) {
     if (clip != CLAMP_NONE) x = x < R(0) ? R(0) : x;
     if (clip == CLAMP_RELU6) x = x > R(6) ? R(6) : x;
     return x;
 }
 
-// `d` where the clip let the value through as it was, else 0.
+// `d` where the clamp passed the value unchanged, else 0.
 template <int clip, class R> __device__ __forceinline__ R clamp_backward(R x, R d) {
     if (clip == CLAMP_NONE) return d;
     return x > R(0) && (clip == CLAMP_RELU || x < R(6)) ? d : R(0);
@@ -40,12 +41,12 @@ template <int clip, class R> __device__ __forceinline__ R clamp_backward(R x, R 
     default: return cudaErrorInvalidValue;                                                                    \
     }
 
-// Where the two sums of a channel lie: (units, parts, 2, channels).
+// Index of the first of a channel's two sums in (units, parts, 2, channels).
 __device__ __forceinline__ int64_t partial(const RowPartition &partition, int unit, int part, int channel) {
     return (int64_t(unit) * partition.parts + part) * 2 * partition.channels + channel;
 }
 
-// Sums of distances from the unit's first row, and of their squares.
+// Sums of the values relative to the unit's first row, and of their squares.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS) moments(const T *__restrict__ x, Acc<T> *partials, RowPartition partition, BlockLayout layout) {
     using R = Acc<T>;
@@ -74,14 +75,14 @@ __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS) moments(const T
     }
 }
 
-// The two sums of a channel over all parts of a unit, in f64; valid in the threads of the first row. Blocks are of
-// 32 channels and 32 rows, one for each unit and 32 channels.
+// The two sums of a channel over all parts of a unit, in f64; valid in threads with y = 0. A block has 32 x 32 threads
+// and handles one unit and 32 channels.
 template <class R>
 __device__ __forceinline__ void combine_partials(const R *partials, const RowPartition &partition, int unit, int channel, double &a, double &b) {
     __shared__ double as[32][33], bs[32][33];
     a = b = 0;
     if (channel < partition.channels) {
-        // All of a round is asked for before any of it is used.
+        // Issues all loads of a round before it uses any of them.
         constexpr int ROUND = 8;
         for (int part = threadIdx.y; part < partition.parts; part += 32 * ROUND) {
             R as_read[ROUND], bs_read[ROUND];
@@ -99,7 +100,7 @@ __device__ __forceinline__ void combine_partials(const R *partials, const RowPar
     as[threadIdx.x][threadIdx.y] = a;
     bs[threadIdx.x][threadIdx.y] = b;
     __syncthreads();
-    // A warp has one channel now: the rows of the block are its lanes.
+    // Transposed: each warp now reduces one channel.
     a = warp_sum(as[threadIdx.y][threadIdx.x]);
     b = warp_sum(bs[threadIdx.y][threadIdx.x]);
     __syncthreads();
@@ -118,8 +119,8 @@ template <class R> __device__ __forceinline__ R ema(R old, double next, double m
     return R((1 - momentum) * double(old) + momentum * next);
 }
 
-// Mean and summed squares around it of each unit and channel, (units, 2, channels), into `totals`; and what follows
-// from them where a channel has its own statistics: `kept`, and the running ones where there is one unit.
+// Writes the mean and the centred sum of squares of each unit and channel, (units, 2, channels), to `totals`. With
+// per-channel statistics, also writes `saved_stats` and, if there is a single unit, updates the running statistics.
 template <class T>
 __global__ void __launch_bounds__(1024) finalize_stats(const T *x, const Acc<T> *partials, double *totals, Acc<T> *saved_stats,
                                                Acc<T> *running_mean, Acc<T> *running_var, double momentum, double eps,
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(1024) finalize_stats(const T *x, const Acc<T> 
     }
 }
 
-// Moves the running statistics, unit by unit.
+// Updates the running statistics, unit by unit.
 template <class R>
 __global__ void update_running_stats(const double *totals, R *mean, R *var, double momentum, RowPartition partition, int units) {
     int channel = blockIdx.x * blockDim.x + threadIdx.x;
@@ -160,7 +161,7 @@ __global__ void update_running_stats(const double *totals, R *mean, R *var, doub
     var[channel] = v;
 }
 
-// The statistics of groups of `size` channels from those of their channels.
+// The statistics of groups of `size` channels, from those of their channels.
 template <class R>
 __global__ void finalize_group_stats(const double *totals, R *saved_stats, double eps, RowPartition partition, int size, int units) {
     int groups = partition.channels / size;
@@ -178,7 +179,7 @@ __global__ void finalize_group_stats(const double *totals, R *saved_stats, doubl
     saved_stats[(int64_t(unit) * 2 + 1) * groups + group] = R(1 / sqrt(var + eps));
 }
 
-// The running statistics as those of one unit.
+// Presents the running statistics as those of one unit.
 template <class R> __global__ void eval_stats(const R *mean, const R *var, R *saved_stats, double eps, int channels) {
     int channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= channels) return;
@@ -186,8 +187,8 @@ template <class R> __global__ void eval_stats(const R *mean, const R *var, R *sa
     saved_stats[channels + channel] = R(1 / sqrt(double(var[channel]) + eps));
 }
 
-// What is done to the values of a thread's channels: `clip((x - mean) scale + shift)`, or, with something to add to it
-// first, `clip((x - mean) scale + shift + onto)`.
+// The affine map of a thread's channels: `clamp((x - mean) scale + shift)`, or with a residual
+// `clamp((x - mean) scale + shift + residual)`.
 template <class T, int N> struct Affine {
     using R = Acc<T>;
     R mean[N], scale[N], shift[N];
@@ -241,7 +242,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     });
 }
 
-// Sums of `d`, the gradient that comes through the clip, and of `d (x - mean)`.
+// Partial sums of `d`, the gradient after the clamp's backward, and of `d (x - mean)`.
 template <int C, class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     gradient_partials(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, const Acc<T> *saved_stats, const T *weight,
@@ -271,7 +272,8 @@ __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     }
 }
 
-// The same sums where something was added before the clip: its output says what it let through, and `dy` becomes that.
+// The same sums for a layer with a residual before the clamp: the output tells which values the clamp passed, and `dy`
+// is overwritten with the masked gradient.
 template <int C, class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     gradient_partials_residual(const T *__restrict__ x, const T *__restrict__ y, T *__restrict__ dy, Acc<T> *partials,
@@ -311,8 +313,8 @@ __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     }
 }
 
-// From the sums of a unit and channel: `totals` (units, 2, channels); and, where a channel has its own statistics,
-// what pulls its gradients, and the gradients of the parameters where there is one unit.
+// Writes the sums of each unit and channel to `totals` (units, 2, channels). With per-channel statistics, also writes
+// the corrections of the input gradient and, if there is a single unit, accumulates the parameter gradients.
 template <class T>
 __global__ void __launch_bounds__(1024)
     finalize_gradient_sums(const Acc<T> *partials, double *totals, Acc<T> *corrections, const Acc<T> *saved_stats, const T *weight,
@@ -333,7 +335,7 @@ __global__ void __launch_bounds__(1024)
     if (dbias) dbias[channel] += R(sum);
 }
 
-// The gradients of the parameters: over all units, in order.
+// The parameter gradients: sums over all units, in order.
 template <class R>
 __global__ void parameter_gradients(const double *totals, const R *saved_stats, R *dweight, R *dbias, RowPartition partition, int size, int units) {
     int channel = blockIdx.x * blockDim.x + threadIdx.x;
@@ -350,7 +352,7 @@ __global__ void parameter_gradients(const double *totals, const R *saved_stats, 
     if (dbias) dbias[channel] += R(b);
 }
 
-// What pulls the gradients of a group of channels: (units, 2, groups).
+// The corrections of the input gradient per group of channels: (units, 2, groups).
 template <class T>
 __global__ void group_corrections(const double *totals, const Acc<T> *saved_stats, const T *weight, Acc<T> *corrections, RowPartition partition, int size,
                             int units) {
@@ -370,7 +372,7 @@ __global__ void group_corrections(const double *totals, const Acc<T> *saved_stat
     corrections[(int64_t(unit) * 2 + 1) * groups + group] = Acc<T>(sum * r / n);
 }
 
-// `dx = scale d - slope (x - mean) - level`
+// `dx = scale d - slope (x - mean) - level`: the last two terms are the corrections.
 template <int C, class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     backward(const T *__restrict__ x, const T *__restrict__ dy, T *__restrict__ dx, const Acc<T> *saved_stats,
@@ -405,7 +407,8 @@ __global__ void __launch_bounds__(COLUMN_THREADS, COLUMN_BLOCKS)
     });
 }
 
-// Runs `body` with N, the channels of a thread, and the lanes that follow: 16 bytes where rows allow it.
+// Runs the body with N, the number of channels per thread, and the matching block layout: 16 bytes if the rows are
+// aligned.
 #define WITH_LANES(norm, pointers, ...)                                                                       \
     if (aligned((norm).channels * sizeof(T), pointers)) {                                                     \
         constexpr int N = Pack<T>::size;                                                                      \
@@ -436,8 +439,8 @@ int apply_all(const ChannelNormFfi &n, const void *residual, void *y, cudaStream
 
 } // namespace
 
-// `scratch` is of totals (units, 2, channels) in f64, then sums (units, parts, 2, channels) in the type computed
-// with. `running_mean` may be null, and `onto`, which is added before the clip.
+// `scratch` holds totals (units, 2, channels) in f64, then partial sums (units, parts, 2, channels) in the accumulation
+// type. `running_mean` may be null, and so may `residual`, which is added before the clamp.
 extern "C" int channels_forward(const ChannelNormFfi *norm, const void *residual, void *y, void *scratch, void *running_mean, void *running_var,
                                 double momentum, cudaStream_t stream) {
     const ChannelNormFfi &n = *norm;
@@ -469,13 +472,13 @@ extern "C" int channels_forward(const ChannelNormFfi *norm, const void *residual
     return apply_all(n, residual, y, stream);
 }
 
-// The output from what `kept` has.
+// Computes the output from `saved_stats`.
 extern "C" int channels_apply(const ChannelNormFfi *norm, void *y, cudaStream_t stream) {
     if (norm->rows == 0) return 0;
     return apply_all(*norm, nullptr, y, stream);
 }
 
-// The output by running statistics; `kept` is written first, and is of one unit.
+// Computes the output from the running statistics; first writes `saved_stats`, as those of one unit.
 extern "C" int channels_evaluate(const ChannelNormFfi *norm, const void *mean, const void *var, void *y, cudaStream_t stream) {
     const ChannelNormFfi &n = *norm;
     if (n.rows == 0) return 0;
@@ -487,9 +490,10 @@ extern "C" int channels_evaluate(const ChannelNormFfi *norm, const void *mean, c
     return apply_all(n, nullptr, y, stream);
 }
 
-// Adds the gradients of weight and bias, of which the latter may be null, and makes the input's unless `dx` is null.
-// `scratch` is of totals as above, then (units, 2, channels / size) of the type computed with, then sums as above. `y` is
-// null, or the output where something was added before the clip: `dy` then becomes the gradient before that.
+// Accumulates the gradients of weight and bias, which may be null, and computes that of the input unless `dx` is null.
+// `scratch` holds totals as above, then corrections (units, 2, channels / size) in the accumulation type, then partial
+// sums as above. `y` is null, or the output of a layer with a residual before the clamp: `dy` is then overwritten with
+// the gradient of the residual.
 extern "C" int channels_backward(const ChannelNormFfi *norm, void *dy, const void *y, void *dx, void *dweight, void *dbias,
                                  void *scratch, cudaStream_t stream) {
     const ChannelNormFfi &n = *norm;

@@ -1,8 +1,8 @@
-//! Passes over pictures with a few numbers a channel: what the normalisations of pictures are made of.
+//! Passes over images with a few coefficients per channel: the building blocks of batch norm and group norm.
 //!
-//! Values are rows of channels; rows are cut into units (some samples of a batch, one sample), and
-//! every unit has its own numbers a channel. Sums are made chunk by chunk, each chunk while it is in
-//! the cache, and put together in order, so that they are the same whatever the threads do.
+//! Values are rows of channels. Rows are split into units that share statistics: a group of samples in batch norm, one
+//! sample in group norm. Each unit has its own coefficients per channel. A pass sums chunk by chunk while the chunk is
+//! in cache and combines the partial sums in order, so the result does not depend on thread scheduling.
 
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
@@ -14,12 +14,12 @@ use super::clamp::{ClampActivation, clamp, clamp_backward};
 use super::{Elem, Real, cpu};
 use crate::vectorised;
 
-/// How rows of channels are cut.
+/// How rows of channels are split into units.
 #[derive(Clone, Copy, Debug)]
 pub struct ChannelLayout {
     pub channels: usize,
     pub rows: usize,
-    /// Rows of a unit; the last may have fewer.
+    /// Rows per unit; the last unit may have fewer.
     pub rows_per_unit: usize,
 }
 
@@ -40,19 +40,19 @@ impl ChannelLayout {
         self.rows_per_unit.div_ceil(self.chunk().max(1))
     }
 
-    /// Numbers the partial sums of one pass take.
+    /// Number of partial sums in one pass.
     pub fn num_partials(&self) -> usize {
         self.units() * self.chunks_per_unit() * 2 * self.channels
     }
 
-    /// The rows of chunk `i`, counted over all units; none where a short last unit has no such chunk.
+    /// Rows of chunk `i`, counted over all units; empty where a short last unit has no such chunk.
     fn chunk_rows(&self, i: usize) -> std::ops::Range<usize> {
         let (unit, start) = (i / self.chunks_per_unit(), i % self.chunks_per_unit() * self.chunk());
         let end = (start + self.chunk()).min(self.unit_rows(unit)).max(start);
         unit * self.rows_per_unit + start..unit * self.rows_per_unit + end
     }
 
-    /// Two numbers a channel for every chunk.
+    /// Runs `body` on every chunk; each chunk produces two values per channel.
     fn map_chunks<R: Real>(
         &self,
         body: impl Fn(usize, std::ops::Range<usize>, &mut [R], &mut [R]) + Sync,
@@ -69,10 +69,10 @@ impl ChannelLayout {
     }
 }
 
-/// Blocks that fill a large card once: `COLUMN_BLOCKS` for each of its multiprocessors.
+/// Thread blocks that fill a large GPU once: `COLUMN_BLOCKS` on each of its 132 SMs.
 const FULL_GRID_BLOCKS: usize = 3 * 132;
 
-/// How a card cuts units: every block goes down the `chunk` rows of one of a unit's `parts`.
+/// How the CUDA kernels split a unit: into `parts` of `chunk` rows, one thread block each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GridPartition {
     pub chunk: usize,
@@ -81,19 +81,19 @@ pub struct GridPartition {
 
 impl GridPartition {
     pub fn new(dtype: DType, layout: &ChannelLayout) -> Self {
-        // As `Lanes` in cuda/channels.cuh has it, where rows are moved 16 bytes at once.
+        // Mirrors `BlockLayout` in cuda/channels.cuh, where a thread moves 16 bytes of a row at once.
         let packs = (layout.channels * dtype.size_in_bytes()).div_ceil(16).max(1);
         let column_blocks = packs.div_ceil(64);
         let block_rows = 256 / packs.div_ceil(column_blocks);
         let wanted = (FULL_GRID_BLOCKS / (column_blocks * layout.units().max(1))).max(1);
-        // Fewer than four rows a thread are not worth a block.
+        // A block with fewer than four rows per thread does not pay.
         let chunk = layout.rows_per_unit.div_ceil(wanted).max(4 * block_rows);
         Self { chunk, parts: layout.rows_per_unit.div_ceil(chunk).max(1) }
     }
 }
 
-/// Bytes of a card's temporaries of the forward pass and of the backward pass, where a unit has statistics for each of
-/// `groups` of its channels: sums of parts, their totals in f64, and two numbers a group on the way back.
+/// Bytes of CUDA temporaries of the forward and the backward pass, where a unit has statistics for each of `groups`
+/// channel groups: partial sums, their f64 totals, and two more values per group in the backward pass.
 pub fn cuda_workspace(dtype: DType, layout: &ChannelLayout, groups: usize) -> (usize, usize) {
     let acc = if dtype == DType::F64 { 8 } else { 4 };
     let pairs = 2 * layout.units() * layout.channels;
@@ -101,8 +101,8 @@ pub fn cuda_workspace(dtype: DType, layout: &ChannelLayout, groups: usize) -> (u
     (forward, forward + 2 * layout.units() * groups * acc)
 }
 
-/// Mean and sum of squared distances from it, of each unit and channel: (units, 2, channels), in f64
-/// because the means of many chunks are put together.
+/// Mean and sum of squared deviations (M2) of each unit and channel: (units, 2, channels). In f64, because it merges
+/// the means of many chunks.
 pub fn moments<T: Elem>(x: &[T], layout: &ChannelLayout) -> Vec<[Vec<f64>; 2]> {
     let c = layout.channels;
     let parts = layout.map_chunks::<T::Acc>(|_, rows, mean, m2| {
@@ -141,7 +141,7 @@ pub fn moments<T: Elem>(x: &[T], layout: &ChannelLayout) -> Vec<[Vec<f64>; 2]> {
     (0..layout.units()).into_par_iter().map(fold).collect()
 }
 
-/// Sums of rows, four at a time: fewer passes over the sums.
+/// Sums rows four at a time, which takes fewer passes over `sums`.
 #[inline(always)]
 fn add_rows<T: Elem, R: Real>(x: &[T], sums: &mut [R], c: usize, of: impl Fn(T) -> R) {
     let mut four = x.chunks_exact(4 * c);
@@ -158,7 +158,7 @@ fn add_rows<T: Elem, R: Real>(x: &[T], sums: &mut [R], c: usize, of: impl Fn(T) 
     }
 }
 
-/// `y = clip((x - mean) scale + shift)`; a unit's three numbers a channel are `[mean, scale, shift]`.
+/// `y = clamp((x - mean) scale + shift)`; each unit has `[mean, scale, shift]` per channel.
 pub struct Affine<R>(pub Vec<[Vec<R>; 3]>);
 
 impl<R: Real> Affine<R> {
@@ -190,8 +190,8 @@ impl<R: Real> Affine<R> {
             })
     }
 
-    /// For each unit and channel, with `d` the gradient that comes through the clip: the sum of `d` and
-    /// the sum of `d (x - mean)`.
+    /// For each unit and channel, with `d` the gradient that passes the clamp: the sum of `d` and the sum of
+    /// `d (x - mean)`.
     pub fn gradient_sums<T: Elem<Acc = R>>(
         &self,
         x: &[T],
@@ -231,7 +231,7 @@ impl<R: Real> Affine<R> {
         (0..layout.units()).into_par_iter().map(fold).collect()
     }
 
-    /// `dx = scale d - slope (x - mean) - level`, a unit's two numbers a channel being `[slope, level]`.
+    /// `dx = scale d - slope (x - mean) - level`; each unit has `[slope, level]` per channel.
     pub fn backward<T: Elem<Acc = R>>(
         &self,
         x: &[T],
@@ -275,7 +275,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// A unit's parts hold all its rows, and none is empty where the unit is whole.
+        /// The parts of a unit cover all its rows, and no part of a full unit is empty.
         #[test]
         fn parts_hold_every_row(channels in 1usize..3000, unit in 1usize..1_000_000, units in 1usize..300) {
             let layout = ChannelLayout { channels, rows: unit * units, rows_per_unit: unit };

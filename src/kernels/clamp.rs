@@ -1,10 +1,10 @@
-//! Activations that only cut values off: cheap enough to be made again where their slope is wanted.
+//! Activations that only clamp: cheap enough to recompute where their derivative is needed.
 
 use candle_core::{Result, Tensor};
 
 use super::{Activation, Real, activation};
 
-/// What a normalisation applies to the values it makes.
+/// The activation a normalization fuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClampActivation {
     Identity,
@@ -15,7 +15,7 @@ pub enum ClampActivation {
 }
 
 impl ClampActivation {
-    /// The clip that is this activation, if it is one.
+    /// `act` as a clamp, if it is one.
     pub fn from_activation(act: Activation) -> Option<Self> {
         match act {
             Activation::Identity => Some(ClampActivation::Identity),
@@ -33,7 +33,7 @@ impl ClampActivation {
         }
     }
 
-    /// The lowest and the highest value let through.
+    /// The bounds of the clamp.
     pub(super) fn bounds<R: Real>(self) -> (R, R) {
         let infinity = -R::NEG_INFINITY;
         match self {
@@ -48,14 +48,14 @@ impl ClampActivation {
     }
 }
 
-/// A NaN compares false and passes through.
+/// NaN compares false, so it propagates.
 #[inline(always)]
 pub(super) fn clamp<R: Real>(x: R, (low, high): (R, R)) -> R {
     let x = if x < low { low } else { x };
     if x > high { high } else { x }
 }
 
-/// `d` where the clipped value was let through as it was, else 0.
+/// `d` where the clamp did not change `x`, else 0.
 #[inline(always)]
 pub(super) fn clamp_backward<R: Real>(x: R, d: R, (low, high): (R, R)) -> R {
     if x > low && x < high { d } else { R::ZERO }

@@ -1,4 +1,4 @@
-// A class token before each sequence and positions on all of it, and the sums back into them.
+// Prepends a class token to each sequence and adds position embeddings; backward sums their gradients.
 #include "cuda/device.cuh"
 
 namespace {
@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(256)
     if (i >= packs_all) return;
     int64_t row = i / packs, sample = row / length;
     int p = int(i - row * packs) * N, t = int(row - sample * length), n = packs * N;
-    // A row of `y` is one further than that of `x` for every sample up to its own.
+    // Each sample of `y` has one row more than in `x`, so `x` lags by the number of samples up to this one.
     auto v = Pack<T, N>::load(t == 0 ? cls + p : x + (row - sample - 1) * n + p);
     auto position = Pack<T, N>::load(positions + int64_t(t) * n + p);
 #pragma unroll
@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(256)
     v.store(y + i * N);
 }
 
-// Sums over samples onto the gradients, and the input's gradient where it is wanted: dy without its first rows.
+// Accumulates the sums over samples into the gradients and, if needed, writes the input gradient: dy without the class
+// token.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     backward(const T *dy, Acc<T> *cls, Acc<T> *positions, T *dx, int64_t packs_all, int packs, int samples) {
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(256)
 
 } // namespace
 
-// `y` is (samples, length, n), `x` a position shorter.
+// `y` is (samples, length, n); `x` is one position shorter.
 extern "C" int class_token_forward(int type, const void *x, const void *cls, const void *positions, void *y,
                                    int samples, int length, int n, cudaStream_t stream) {
     if (samples == 0 || length == 0 || n == 0) return 0;

@@ -1,4 +1,4 @@
-//! A learned token before each sequence, and learned positions on all of it.
+//! Prepends a learned class token to each sequence and adds learned positions to all of it.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -13,9 +13,9 @@ use crate::{vectorised, with_elem};
 
 /// `y[b] = [class, x[b]...] + positions`
 pub struct ClassTokenKernel<'a> {
-    /// `width` values, whatever their shape.
+    /// `width` values of any shape.
     pub class: &'a Tensor,
-    /// (length + 1, width) values, whatever their shape.
+    /// (length + 1) * width values of any shape.
     pub positions: &'a Tensor,
 }
 
@@ -26,7 +26,7 @@ impl ClassTokenKernel<'_> {
         (self.positions.elem_count() / width, width)
     }
 
-    /// The reference; `x` is (batch, length..., width).
+    /// Reference implementation; `x` is (batch, length..., width).
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         let ((length, n), batch) = (self.sizes(), x.dim(0)?);
         let class = self.class.reshape((1, 1, n))?.broadcast_as((batch, 1, n))?.contiguous()?;
@@ -66,7 +66,8 @@ impl ClassTokenKernel<'_> {
         })
     }
 
-    /// Adds the gradients of both to `grads`; the input's, of `shape`, where that is given.
+    /// Accumulates the gradients of both parameters into `grads`; returns the input gradient with `shape` if it is
+    /// given.
     pub fn backward(
         &self,
         dy: &Tensor,
@@ -89,7 +90,7 @@ impl ClassTokenKernel<'_> {
     }
 }
 
-/// Each position by one thread, which adds the samples in order.
+/// One thread owns each position and adds the samples in order, so the result is deterministic.
 fn accumulate_grads<T: Elem>(dy: &Tensor, grads: &ClassTokenKernel, length: usize, n: usize) -> Result<()> {
     let dy = cpu::view::<T>(dy)?;
     let add = |t: usize, into: &mut [T::Acc]| {

@@ -1,12 +1,12 @@
-// Convolution by gathered windows, and what goes before and after every convolution: bias and activation on the way
-// out; their gradients on the way back.
+// Convolution by im2col, and the elementwise work around every convolution: bias and activation in the forward pass,
+// their gradients in the backward pass.
 #include "cuda/activation.cuh"
 #include "cuda/channels.cuh"
 #include "cuda/windows.cuh"
 
 namespace {
 
-// Where a window begins: the first line and column it sees, which may lie in the padding.
+// The top left input pixel of an output pixel's window, which may lie in the padding.
 struct PatchOrigin {
     int64_t image;
     int y, x;
@@ -19,8 +19,8 @@ struct PatchOrigin {
     }
 };
 
-// The windows of output pixels `first, ...`, counted over the batch, of one group, as rows of a matrix: `stride` values
-// each, of which the last may be zeros. A pack of N values lies in one cell.
+// im2col of one group, for the output pixels from `first` on, counted over the batch. A row of the matrix has `stride`
+// values, padded with zeros. A pack of N values lies within one cell of the window.
 template <class T, int N>
 __global__ void __launch_bounds__(256) im2col(const T *__restrict__ x, T *__restrict__ to, ConvGeometry g, int group,
                                               int64_t first, int stride, int64_t work) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(256) im2col(const T *__restrict__ x, T *__rest
     }
 }
 
-// The same where cells are no whole packs: a thread goes from cell to cell and writes a pack at once.
+// The same if cells are not whole packs: a thread walks across cells and writes a pack at a time.
 template <class T>
 __global__ void __launch_bounds__(256) im2col_narrow(const T *__restrict__ x, T *__restrict__ to, ConvGeometry g, int group,
                                                      int64_t first, int stride, unsigned work) {
@@ -70,15 +70,16 @@ __global__ void __launch_bounds__(256) im2col_narrow(const T *__restrict__ x, T 
     }
 }
 
-// The rows of a matrix, zeros after each up to `stride`.
+// Copies the rows of a matrix and pads each with zeros up to `stride`.
 template <class T> __global__ void pad_rows(const T *from, T *to, int64_t rows, int columns, int stride) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = i / stride;
     int column = int(i - row * stride);
     if (row < rows) to[i] = column < columns ? from[row * columns + column] : from_acc<T>(Acc<T>(0));
 }
 
-// The reverse: what the rows of output pixels `first..first + rows` give to the input pixels of the lines
-// `line..line + lines`, counted over the batch, either alone or added to what is there. Every thread adds up its own.
+// The transpose, col2im: what the rows of output pixels `first..first + rows` contribute to the input pixels of lines
+// `line..line + lines`, counted over the batch. Overwrites or accumulates. A thread gathers all contributions to its
+// own pixel.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     col2im(const Acc<T> *__restrict__ rows_of, T *__restrict__ dx, ConvGeometry g, int group, int64_t first, int64_t rows,
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// `y = act(y + bias)` in place; what the activation was given goes to `pre` where there is one.
+// `y = act(y + bias)` in place; the pre-activation goes to `pre` if that is not null.
 template <int A, class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
     bias_activation(T *y, T *pre, const T *__restrict__ bias, RowPartition partition, BlockLayout layout) {
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     });
 }
 
-// `dy = dy act'(v)` in place, where there is a `v`, and sums of the columns of the result, (parts, channels), where
-// there is room for them.
+// `dy = dy act'(v)` in place if `v` is not null, and partial column sums of the result, (parts, channels), if
+// `partials` is not null.
 template <int A, class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
     activation_backward(const T *__restrict__ v, T *dy, Acc<T> *partials, RowPartition partition, BlockLayout layout) {
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     }
 }
 
-// Adds the sums of parts to what is there, in order: 32 columns and 32 rows of threads a block.
+// Adds the partial sums to a gradient, in order: 32 columns and 32 rows of threads per block.
 template <class R> __global__ void __launch_bounds__(1024) add_partials(const R *partials, R *into, int parts, int channels) {
     __shared__ R sums[32][33];
     int channel = blockIdx.x * 32 + threadIdx.x;
@@ -185,7 +186,7 @@ template <class R> __global__ void __launch_bounds__(1024) add_partials(const R 
     if (threadIdx.x == 0 && channel < channels) into[channel] += sum;
 }
 
-// `into += what`, whose rows are `stride` apart
+// `into += what`, whose rows are `stride` values apart.
 template <class T, class R> __global__ void accumulate_gradient(const T *what, R *into, int64_t len, int columns, int stride) {
     int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= len) return;
@@ -193,7 +194,7 @@ template <class T, class R> __global__ void accumulate_gradient(const T *what, R
     into[i] += R(to_acc(what[i + row * (stride - columns)]));
 }
 
-// Enough blocks to fill a card, each of which goes on with more work.
+// Enough blocks to fill a GPU; each loops over more work.
 unsigned grid_blocks(int64_t work) {
     int64_t wanted = (work + 255) / 256;
     return unsigned(wanted < 132 * 64 ? wanted : 132 * 64);
@@ -208,7 +209,7 @@ extern "C" int conv_im2col(int type, const ConvGeometry *geometry, const void *x
     WITH_TYPE(type, {
         constexpr int N = Pack<T>::size;
         int64_t packs = rows * stride / N;
-        // Threads count in steps of the grid.
+        // The kernel's indices advance by the size of the grid and must fit in 32 bits.
         if (packs > INT32_MAX) return cudaErrorInvalidValue;
         if (aligned(g.depth() * sizeof(T), {x}))
             im2col<T, N><<<grid_blocks(packs), 256, 0, stream>>>((const T *)x, (T *)to, g, group, first, stride, packs);
@@ -265,7 +266,7 @@ extern "C" int conv_bias_activation(int type, int act, void *y, void *pre, const
     return cudaGetLastError();
 }
 
-// `partials` (parts, channels) and `dbias` are null where no sums are wanted.
+// `partials` (parts, channels) and `dbias` are null if no bias gradient is needed.
 extern "C" int conv_activation_backward(int type, int act, const void *v, void *dy, void *partials, void *dbias, int64_t rows,
                             int channels, int64_t chunk, int parts, cudaStream_t stream) {
     RowPartition partition{rows, rows, chunk, parts, channels};
@@ -290,7 +291,7 @@ extern "C" int conv_activation_backward(int type, int act, const void *v, void *
     return cudaGetLastError();
 }
 
-// Adds a gradient, (rows, columns) with `stride` values between rows, to one of the type computed with.
+// Accumulates a gradient, (rows, columns) with rows `stride` values apart, into one in the accumulation type.
 extern "C" int conv_accumulate_gradient(int type, const void *what, void *into, int64_t rows, int columns, int stride,
                            cudaStream_t stream) {
     int64_t len = rows * columns;

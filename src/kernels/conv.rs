@@ -1,8 +1,8 @@
 //! Two-dimensional convolution, channels last, with bias and activation fused.
 //!
-//! The windows of a block of output pixels are gathered into the rows of a small matrix that stays in
-//! the cache and is multiplied at once; the gathered matrix is never whole in memory. Where a machine has a matrix unit
-//! and there are channels enough for it, it is gathered as the unit's tiles are packed.
+//! The CPU kernel runs im2col block by block: it gathers the patches of a block of output pixels into a small matrix
+//! that stays in cache, and multiplies it. The full im2col matrix never exists. With AMX and enough channels it is an
+//! implicit GEMM: patches are gathered while the tiles are packed.
 
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
@@ -41,8 +41,8 @@ pub struct ConvKernel<'a> {
 }
 
 impl ConvKernel<'_> {
-    /// The reference: one product for each cell of the window. (candle's own convolution cannot be
-    /// differentiated where the stride leaves a rest.)
+    /// Reference implementation: one matmul per kernel tap. (candle's own convolution cannot be differentiated where
+    /// the stride leaves a remainder.)
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         activation::reference::forward(&self.preactivation(x)?, self.act)
     }
@@ -77,8 +77,8 @@ impl ConvKernel<'_> {
         }
     }
 
-    /// The output (batch, height, width, out), and what the activation was given where its backward
-    /// pass reads that.
+    /// Returns the output (batch, height, width, out), and the pre-activation if the activation's backward pass reads
+    /// it.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(x) {
@@ -122,12 +122,13 @@ impl ConvKernel<'_> {
         let blocking = g.blocking(g.kernel_area(), batch, cpu::threads());
         let patch_capacity =
             g.im2col_bytes(T::DTYPE, blocking.max_rows(), g.kernel_area()) / size_of::<T::Acc>();
-        // Every block packs the weight for its product, which is slow across the rows of what it reads: it is
-        // turned once.
+        // Every block packs the weight for its GEMM, and packing across the rows of the source is slow. Transpose it
+        // once instead.
         let weight = T::to_acc_slice(&weight, Threading::Parallel);
         let weight: Vec<Vec<T::Acc>> =
             weight.chunks_exact(ng * k).map(|w| transpose::matrix(w, ng, k)).collect();
-        // Straight into the output, where it is of the type that is computed in and needs no copy.
+        // The GEMM writes straight into the output if that has the accumulator type and no pre-activation must be
+        // saved.
         let direct = pre.is_empty() && T::as_acc_mut(&mut y[..0]).is_some();
         let acc_bias = bias.as_deref().map(|bias| T::to_acc_slice(bias, Threading::Serial));
         let (outputs, preacts) = (cpu::DisjointSliceMut::new(&mut y), cpu::DisjointSliceMut::new(&mut pre));
@@ -140,7 +141,7 @@ impl ConvKernel<'_> {
             },
             |(patches, acc), block| {
                 let (at, len) = (block.first_row(pixels) * n, block.rows() * n);
-                // SAFETY: this block alone writes its rows.
+                // SAFETY: only this block writes its rows.
                 let (out, preact) = unsafe { (outputs.range_mut(at, len), preacts.range_mut(at, len)) };
                 let mut gemm_block = |to: &mut [T::Acc]| {
                     for (group, w) in weight.iter().enumerate() {
@@ -190,7 +191,7 @@ impl ConvKernel<'_> {
             || vec![T::Acc::ZERO; w * c],
             |acc, (i, y)| {
                 depthwise::forward_row(g, &values[i / h * image_len..][..image_len], &weight, i % h, acc);
-                // SAFETY: line i is the only one that writes these values.
+                // SAFETY: only row `i` writes these values.
                 let preact = unsafe { preacts.range_mut(i * w * c, w * c) };
                 apply_bias_activation(acc, bias.as_deref(), y, preact, self.act, c);
             },
@@ -200,8 +201,8 @@ impl ConvKernel<'_> {
         Ok((cpu::tensor(y, shape)?, pre))
     }
 
-    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
-    /// what the activation [`reads`](Activation::reads); `dy` is overwritten.
+    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`. `v` is
+    /// the tensor that [`Activation::saved_for_backward`] names; `dy` is overwritten.
     pub fn backward(
         &self,
         x: &Tensor,
@@ -230,7 +231,8 @@ impl ConvKernel<'_> {
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
     }
 
-    /// As `backward`, with `residual_grad` added to the input's gradient: within the product on a card where it is one.
+    /// Like `backward`, with `residual_grad` added to the input gradient. CUDA fuses the addition into the GEMM of a
+    /// pointwise convolution.
     pub fn backward_accumulate(
         &self,
         x: &Tensor,
@@ -293,8 +295,8 @@ impl ConvKernel<'_> {
         Ok(Some(cpu::tensor(self.input_gradient::<T>(&weight, &d), x.shape())?))
     }
 
-    /// Adds the weight gradient. The images are split into one part per thread: the first part adds in place, the others
-    /// to sums of their own.
+    /// Accumulates the weight gradient. The images are split into one chunk per thread: the first chunk adds in place,
+    /// the others into partial sums of their own.
     fn weight_gradient<T: Elem>(&self, values: &[T], d: &[T], dweight: &mut [T::Acc]) {
         let g = &self.geometry;
         let (pixels, k, n) = (g.output_pixels(), g.patch_len(), g.out_channels);
@@ -404,12 +406,13 @@ impl ConvKernel<'_> {
     }
 }
 
-/// Parts in which threads sum the weight gradient. A smaller batch has no more of them, and so no more sums.
+/// Chunks of images whose weight gradients threads sum in parallel. A batch below the thread count has fewer chunks,
+/// and so fewer partial sums.
 fn weight_gradient_chunks(batch: usize, threads: usize) -> usize {
     batch.min(threads).max(1)
 }
 
-/// The images of one of these parts; the first parts are one image larger where the batch does not divide.
+/// The images of one chunk; the first chunks have one more image where the batch does not divide evenly.
 fn chunk_images(chunk: usize, chunks: usize, batch: usize) -> Range<usize> {
     let (each, larger) = (batch / chunks, batch % chunks);
     let start = chunk * each + chunk.min(larger);
@@ -431,7 +434,7 @@ pub fn workspace(
         return g.depthwise_workspace(at);
     }
     let (elem, acc) = (at.dtype.size_in_bytes(), cpu::acc_bytes(at.dtype));
-    // The type that is computed in, and copies of operands in it where they are of another.
+    // The accumulator type, and copies of operands in it where they are stored in another.
     let acc_dtype = if acc == 8 { DType::F64 } else { DType::F32 };
     let copies = |values: usize| if elem == acc { 0 } else { values * acc };
     let packed = |m, k, n, transposed_a| {
@@ -480,12 +483,12 @@ pub fn workspace(
     (forward as u64, weight.max(input) as u64)
 }
 
-/// Most bytes of workspace a convolution is given on a card: what cuDNN's engines want at most for the weight gradients
-/// of large filters, and little enough that windows which are gathered stay in the card's cache in part.
+/// Upper bound of a convolution's CUDA workspace. It is the most that cuDNN's engines want for the weight gradients of
+/// large filters, and small enough that part of the gathered patches stays in the L2 cache.
 const MAX_WORKSPACE: usize = 64 << 20;
 
-/// Bytes of workspace a convolution that is no product is given on a card, whoever makes it: no more than all its
-/// windows would take, than its operands have, and than [`MAX_WORKSPACE`]; but one window in any case.
+/// Bytes of workspace of a convolution that is not pointwise, the same for cuDNN and im2col. At most what all its
+/// patches take, what its operands take, and [`MAX_WORKSPACE`]; at least one patch.
 fn cuda_patch_workspace(g: &ConvGeometry, batch: usize, dtype: DType) -> usize {
     let acc = dtype.size_in_bytes().max(4);
     let all_patches = batch * g.output_pixels() * padded_patch_len(g) * acc;
@@ -496,22 +499,22 @@ fn cuda_patch_workspace(g: &ConvGeometry, batch: usize, dtype: DType) -> usize {
     bytes.max(padded_patch_len(g) * acc).next_multiple_of(256)
 }
 
-/// Values of a gathered window on a card, zeros at its end: a multiple of what a product loads at once.
+/// Values of a gathered patch in the CUDA kernels, zero-padded to a multiple of 8: the GEMM's vector load.
 fn padded_patch_len(g: &ConvGeometry) -> usize {
     g.patch_len().next_multiple_of(8)
 }
 
-/// Bytes of a weight of this type, rows as long as gathered windows.
+/// Bytes of a weight of type `dtype` with rows padded to `padded_patch_len`.
 fn padded_weight_bytes(g: &ConvGeometry, dtype: DType) -> usize {
     (g.out_channels * padded_patch_len(g) * dtype.size_in_bytes()).next_multiple_of(256)
 }
 
-/// Bytes a weight takes by itself where its windows are gathered and its rows are no multiples of what is loaded at once.
+/// Bytes of the padded copy of the weight that im2col needs where a row is not a multiple of the vector load.
 fn weight_copy_bytes(g: &ConvGeometry, dtype: DType) -> usize {
     if padded_patch_len(g) == g.patch_len() { 0 } else { padded_weight_bytes(g, dtype) }
 }
 
-/// Bytes a weight's gradient takes by itself before it is added.
+/// Bytes of the buffer that holds a weight gradient before it is accumulated.
 fn weight_gradient_bytes(g: &ConvGeometry, dtype: DType) -> usize {
     padded_weight_bytes(g, if dtype == DType::F64 { DType::F64 } else { DType::F32 })
 }
@@ -534,7 +537,7 @@ fn cuda_workspace(g: &ConvGeometry, bias: bool, batch: usize, dtype: DType) -> (
     (forward as u64, backward.max(sums) as u64)
 }
 
-/// `y = act(wide + bias)`, keeping what the activation was given where `preact` has room for it.
+/// `y = act(acc + bias)`. Also writes the pre-activation, unless `preact` is empty.
 fn apply_bias_activation<T: Elem>(
     acc: &[T::Acc],
     bias: Option<&[T]>,

@@ -1,7 +1,6 @@
-//! The door between candle tensors and plain slices on the CPU, and the loops over them.
+//! Access from candle tensors to plain CPU slices, and the parallel loops over them.
 //!
-//! Loops are cut into chunks whose bounds depend on the sizes alone, so that a result never depends
-//! on the number of threads or on their timing.
+//! Chunk bounds depend on the sizes alone, so a result depends neither on the number of threads nor on their timing.
 
 use std::cell::Cell;
 use std::ops::{Deref, Range};
@@ -14,10 +13,10 @@ use rayon::prelude::*;
 
 use super::{Elem, Real};
 
-/// Elements below which a loop is not worth handing to another thread.
+/// Elements below which a loop is not worth another thread.
 const GRAIN_SIZE: usize = 16 * 1024;
 
-/// A contiguous tensor's values, borrowed.
+/// The values of a contiguous tensor, borrowed.
 pub struct View<'a, T> {
     storage: StorageRef<'a>,
     range: Range<usize>,
@@ -28,13 +27,13 @@ pub fn view<T: WithDType>(tensor: &Tensor) -> Result<View<'_, T>> {
     let (storage, layout) = tensor.storage_and_layout();
     let Some((start, end)) = layout.contiguous_offsets() else {
         bail!(
-            "a kernel was given a tensor with gaps: shape {:?}, strides {:?}",
+            "CPU kernel: tensor is not contiguous: shape {:?}, strides {:?}",
             layout.dims(),
             layout.stride()
         )
     };
-    let Storage::Cpu(cpu) = &*storage else { bail!("a CPU kernel was given a tensor of another device") };
-    T::cpu_storage_as_slice(cpu)?; // the type is checked here, once
+    let Storage::Cpu(cpu) = &*storage else { bail!("CPU kernel: tensor is on another device") };
+    T::cpu_storage_as_slice(cpu)?; // checks the dtype once, for `deref`
     Ok(View { storage, range: start..end, elem: std::marker::PhantomData })
 }
 
@@ -52,7 +51,7 @@ impl<T: WithDType> Deref for View<'_, T> {
     }
 }
 
-/// Lends a contiguous tensor's values to `body` for writing. All views of its storage see the change.
+/// Passes the values of a contiguous tensor to `body` for writing. All views of its storage see the change.
 pub fn with_slice_mut<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     struct Op<F, T, R>(Cell<Option<F>>, Cell<Option<R>>, std::marker::PhantomData<T>);
 
@@ -63,10 +62,10 @@ pub fn with_slice_mut<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mu
 
         fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
             let Some((start, end)) = layout.contiguous_offsets() else {
-                bail!("a kernel was given a tensor with gaps to write to: shape {:?}", layout.dims())
+                bail!("CPU kernel: output tensor is not contiguous: shape {:?}", layout.dims())
             };
             let Some(slice) = T::slice_mut(storage) else {
-                bail!("a kernel that writes {:?} was given another type", T::DTYPE)
+                bail!("CPU kernel: output tensor is not {:?}", T::DTYPE)
             };
             if let Some(body) = self.0.take() {
                 self.1.set(Some(body(&mut slice[start..end])));
@@ -102,15 +101,15 @@ macro_rules! slices {
 }
 slices!(f32 => F32, f64 => F64, half::bf16 => BF16, half::f16 => F16, u8 => U8, u32 => U32);
 
-/// Room for `len` values, every one of which the caller writes before anyone reads it. Debug builds fill it
-/// with what is not a number, so that the tests find a kernel that does not keep to this.
+/// Uninitialized memory for `len` values. The caller must write every value before anyone reads it. Debug builds fill
+/// it with NaN, so tests catch a kernel that breaks this.
 pub fn uninit<T: Elem>(len: usize) -> Vec<T> {
     if cfg!(debug_assertions) {
         return vec![T::from_acc(<T::Acc as Real>::of_f64(f64::NAN)); len];
     }
     let mut values = Vec::with_capacity(len);
-    // SAFETY: the values are plain numbers without a destructor, the capacity is there, and they are
-    // written before they are read. Zeroing first would be a second pass over every activation.
+    // SAFETY: the values are plain numbers without a destructor, the capacity is `len`, and they are written before
+    // they are read. Zeroing first would cost a second pass over every activation.
     #[allow(clippy::uninit_vec)]
     unsafe {
         values.set_len(len)
@@ -118,20 +117,20 @@ pub fn uninit<T: Elem>(len: usize) -> Vec<T> {
     values
 }
 
-/// `len` zeros, for a kernel that adds.
+/// `len` zeros, for a kernel that accumulates.
 pub fn zeros<T: Elem>(len: usize) -> Vec<T> {
     vec![T::default(); len]
 }
 
-/// Makes a tensor of values a kernel computed; the values are moved, not copied.
+/// A tensor of the values a kernel computed; moves them, does not copy.
 pub fn tensor<T: WithDType>(values: Vec<T>, shape: impl Into<Shape>) -> Result<Tensor> {
     Tensor::from_vec(values, shape.into(), &Device::Cpu)
 }
 
-/// A slice that parallel workers write disjoint ranges of.
+/// A slice whose disjoint ranges parallel workers write.
 pub(super) struct DisjointSliceMut<T>(*mut T, usize);
 
-// SAFETY: `range_mut` promises that no two workers hold one range.
+// SAFETY: the contract of `range_mut` keeps two workers from holding overlapping ranges.
 unsafe impl<T: Send> Sync for DisjointSliceMut<T> {}
 
 impl<T> DisjointSliceMut<T> {
@@ -139,46 +138,46 @@ impl<T> DisjointSliceMut<T> {
         Self(all.as_mut_ptr(), all.len())
     }
 
-    /// Where a value lies.
+    /// Address of a value.
     pub(super) fn ptr_at(&self, index: usize) -> *const T {
         self.0.wrapping_add(index)
     }
 
-    /// An empty slice where the whole is empty.
+    /// The range `start..start + len`; empty if the whole slice is empty.
     ///
     /// # Safety
-    /// No two calls whose results live at once may overlap.
+    /// No two results that are alive at once may overlap.
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn range_mut(&self, start: usize, len: usize) -> &mut [T] {
         if self.1 == 0 {
             return &mut [];
         }
-        assert!(start + len <= self.1, "a block outside its slice");
+        assert!(start + len <= self.1, "range exceeds its slice");
         unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
     }
 }
 
-/// Bytes of `elements` values of a type.
+/// Bytes of `elements` values of type `dtype`.
 pub fn size_in_bytes(dtype: DType, elements: usize) -> u64 {
     (dtype.size_in_bytes() * elements) as u64
 }
 
-/// Bytes of a value as kernels compute with it.
+/// Bytes of the accumulator type that kernels use for `dtype`.
 pub fn acc_bytes(dtype: DType) -> usize {
     if dtype == DType::F64 { 8 } else { 4 }
 }
 
-/// Threads the kernels use.
+/// Number of threads the kernels use.
 pub fn threads() -> usize {
     rayon::current_num_threads()
 }
 
-/// Rows a chunk of a row-wise loop holds: as many as make it worth a thread's while.
+/// Rows per chunk of a row-wise loop: enough to be worth a thread.
 pub fn rows_per_chunk(width: usize) -> usize {
     (GRAIN_SIZE / width.max(1)).max(1)
 }
 
-/// Calls `body(first_row, rows)` for chunks of rows of `out`, in parallel.
+/// Calls `body(first_row, rows)` on chunks of rows of `out`, in parallel.
 pub fn parallel_for_rows<T: Send>(out: &mut [T], width: usize, body: impl Fn(usize, &mut [T]) + Sync) {
     let rows = rows_per_chunk(width);
     if out.len() <= rows * width {

@@ -1,20 +1,21 @@
-// Rows of scores: their losses, and the rows turned into gradients in place. A block has a row at a time. A row that fits
-// is held in shared memory, where each value makes room for one of the block's next row as soon as its gradient is
-// written; else it is read once for its statistics and once, out of the caches, for the gradient.
+// Loss of each row of logits; the backward pass also replaces the row by its gradient in place. A block handles one row
+// at a time. A row that fits is held in shared memory, where each pack is replaced by a pack of the block's next row as
+// soon as its gradient is written. Longer rows are read twice: once for the statistics and once, from cache, for the
+// gradient.
 #include <cuda_pipeline.h>
 
 #include "cuda/cross_entropy.cuh"
 
 namespace {
 
-// `exp(x - base)`. Scores of 16 bits are worth no exact exponential.
+// `exp(x - base)`; for 16-bit logits an approximation is accurate enough.
 template <class T> __device__ __forceinline__ Acc<T> exp_from(Acc<T> x, Acc<T> base) {
     if constexpr (sizeof(T) == 2) return exp2_approx(fmaf(x, LOG2_E, -base * LOG2_E));
     else if constexpr (sizeof(T) == 4) return expf(x - base);
     else return exp(x - base);
 }
 
-// `Asked` in cross_entropy/card.rs.
+// `CrossEntropyArgs` in cross_entropy/gpu.rs.
 struct CrossEntropyArgs {
     int type, backward;
     void *logits;            // (rows, stride)
@@ -22,15 +23,16 @@ struct CrossEntropyArgs {
     const float *class_weights;    // (classes) or null
     const uint32_t *targets; // (rows, 1 or 3)
     double *loss, *weight;   // (rows)
-    uint32_t *hits;          // (rows): judged, right, among the first five
+    uint32_t *hits;          // (rows): COUNTED, TOP1, TOP5
     int64_t rows, stride;
-    int classes, padded_classes, per_row; // columns from `classes` to `filled` get no gradient
+    int classes, padded_classes, per_row; // columns classes..padded_classes get zero gradient
     double smoothing, class_weight_sum, scale;
 };
 
 constexpr int THREADS = 512;
 
-// The classes a row is to have, with their shares and scores. What is judged is the first, whose share is the larger.
+// The target classes of a row with their fractions and logits. Metrics count the first class, which has the larger
+// fraction.
 template <class R> struct SoftTarget {
     uint32_t classes[2];
     double fractions[2];
@@ -48,7 +50,7 @@ template <class T> __device__ __forceinline__ SoftTarget<Acc<T>> soft_target_of(
         soft_target.classes[0] = target[turn], soft_target.classes[1] = target[!turn];
         soft_target.fractions[0] = turn ? 1 - share : share, soft_target.fractions[1] = turn ? share : 1 - share;
     }
-    // A class that is not there would be read outside of the row: the loss is not a number.
+    // An invalid class would read outside of the row: the loss becomes NaN instead.
     soft_target.wrong = soft_target.classes[0] >= uint32_t(q.classes) || soft_target.classes[1] >= uint32_t(q.classes);
     if (soft_target.wrong) return soft_target;
     const T *logits = (const T *)q.logits + row * q.stride, *bias = (const T *)q.bias;
@@ -60,15 +62,15 @@ template <class T> __device__ __forceinline__ SoftTarget<Acc<T>> soft_target_of(
     return soft_target;
 }
 
-// What is known of a row once its scores were met.
+// Online softmax statistics of a row.
 template <class T> struct RowStats {
     using R = Acc<T>;
-    R max_logit = -INFINITY, total = 0; // the sum of exponentials, from the largest
-    double weighted_sum = 0;                // the weighted sum of scores, where labels are smooth
-    unsigned higher_count = 0;              // higher than the target, or as high and before it
+    R max_logit = -INFINITY, total = 0; // sum of exp(logit - max_logit)
+    double weighted_sum = 0;                // weighted sum of logits, for label smoothing
+    unsigned higher_count = 0;              // logits above the target's, or equal at a lower index
 
     __device__ __forceinline__ void from(R top) {
-        // Nothing was added yet where the largest is still infinitely low.
+        // While max_logit is still -infinity, the sum is empty.
         if (max_logit != R(-INFINITY)) total *= exp_from<T>(max_logit, top);
         max_logit = top;
     }
@@ -80,7 +82,8 @@ template <class T> struct RowStats {
         if (smooth) weighted_sum = warp_sum(weighted_sum);
     }
 
-    // Of all threads of a block, given to each. `room` is not touched again before all have passed the next such sum.
+    // Reduces over all threads of a block and returns the result to each. The caller must not reuse `smem` before all
+    // threads have passed the next reduction.
     __device__ __forceinline__ void join_block(RowStats *smem, bool smooth) {
         int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = (blockDim.x + WARP - 1) / WARP;
         join_warp(smooth);
@@ -92,17 +95,18 @@ template <class T> struct RowStats {
     }
 };
 
-// Rows that all blocks have in hand.
+// Rows that the whole grid processes at a time.
 __device__ __forceinline__ int64_t grid_rows() { return int64_t(gridDim.x) * blockDim.y; }
 
-// Row `row`. `packed(p)` gives its packs, in one thread the same each time; `done(p)` says that it was for the last time.
+// Processes row `row`. `packed(p)` returns its packs; a thread always reads the same ones. `done(p)` marks the last
+// read of a pack. Returns the target of the thread block's next row.
 template <class T, int N, class F, class D>
 __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyArgs &q, const SoftTarget<Acc<T>> &soft_target, int64_t row, RowStats<T> *smem,
                                                   F packed, D done) {
     using R = Acc<T>;
     T *logits = (T *)q.logits + row * q.stride;
     const T *bias = (const T *)q.bias;
-    int classes = q.classes, packs = classes / N; // what is left over is read value by value
+    int classes = q.classes, packs = classes / N; // the remainder is read value by value
     auto next = [&] { return row + grid_rows() < q.rows ? soft_target_of<T>(q, row + grid_rows()) : soft_target; };
     for (int c = classes + threadIdx.x; q.backward && c < q.padded_classes; c += blockDim.x) logits[c] = from_acc<T>(R(0));
     if (soft_target.ignored || soft_target.wrong) {
@@ -137,7 +141,7 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
 
     RowStats<T> stats;
     auto accumulate = [&](const auto &s, int first) {
-        constexpr int n = sizeof s / sizeof(R); // known, so that `s` stays in registers
+        constexpr int n = sizeof s / sizeof(R); // a constant, so that `s` stays in registers
         R top = s[0];
 #pragma unroll
         for (int k = 1; k < n; k++) top = s[k] > top ? s[k] : top;
@@ -145,7 +149,7 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
         R base = stats.max_logit == R(-INFINITY) ? R(0) : stats.max_logit;
 #pragma unroll
         for (int k = 0; k < n; k++) stats.total += exp_from<T>(s[k], base);
-        // Of what lies before the target, the equal are better too.
+        // Before the target, equal logits rank higher too.
         if (first > main_class) {
 #pragma unroll
             for (int k = 0; k < n; k++) stats.higher_count += s[k] > target_logit;
@@ -172,7 +176,7 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
     }
     stats.join_block(smem, smooth);
     R top = stats.max_logit, total = stats.total;
-    auto after = next(); // on its way while this row's gradients are made
+    auto after = next(); // loads while this row's gradients are computed
 
     double share = smooth ? q.smoothing / classes : 0, hard_weights[2], hard_weight_sum = 0;
     auto class_weight = [&](uint32_t c) { return q.class_weights ? double(q.class_weights[c]) : 1.0; };
@@ -182,7 +186,7 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
         hard_weights[i] = i < of ? (1 - q.smoothing) * soft_target.fractions[i] * class_weight(soft_target.classes[i]) : 0;
         hard_weight_sum += hard_weights[i];
     }
-    // The last thread has the least to do.
+    // The last thread has the least other work.
     if (threadIdx.x == blockDim.x - 1) {
         double log_total = log(double(total)), loss = 0, weight = 0;
 #pragma unroll
@@ -205,7 +209,7 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
     R target_scales[2] = {scale * R(hard_weights[0]), scale * R(hard_weights[1])}, smoothing_scale = scale * R(share);
     auto slope = [&](R s) { return exp_from<T>(s, top) * softmax_scale; };
     auto smoothing_term = [&](int c) { return smooth ? smoothing_scale * R(q.class_weights ? q.class_weights[c] : 1.0f) : R(0); };
-    // What the goals take off a class.
+    // What the targets subtract from the gradient of a class.
     auto target_term = [&](int c) {
         return (c == soft_target.classes[0] ? target_scales[0] : R(0)) + (of == 2 && c == soft_target.classes[1] ? target_scales[1] : R(0));
     };
@@ -225,7 +229,7 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
         Pack<T, N> d;
 #pragma unroll
         for (int k = 0; k < N; k++) d.v[k] = from_acc<T>(s[k]);
-        // Said outright: left to itself the compiler writes value by value.
+        // An explicit 16-byte store: otherwise the compiler stores value by value.
         if constexpr (sizeof d == 16) __stwb((uint4 *)(logits + p * N), *(uint4 *)&d);
         else d.store(logits + p * N);
         done(p);
@@ -238,7 +242,7 @@ __device__ __forceinline__ SoftTarget<Acc<T>> loss_grad_row(const CrossEntropyAr
 template <class T, int N, bool IN_SMEM> __global__ void __launch_bounds__(THREADS, IN_SMEM ? 2 : 1) loss_grad(CrossEntropyArgs q) {
     extern __shared__ char shared[];
     __shared__ __align__(16) char sums[2][sizeof(RowStats<T>) * THREADS / WARP];
-    // A thread reads what it fetched itself, so none waits for another.
+    // Each thread reads only what it copied itself, so no barrier is needed.
     auto *smem_row = (Pack<T, N> *)shared;
     int packs = q.classes / N, turn = 0;
     auto from = [&](int64_t row, int p) { return (const T *)q.logits + row * q.stride + p * N; };
@@ -266,7 +270,7 @@ template <class T, int N, bool IN_SMEM> __global__ void __launch_bounds__(THREAD
     }
 }
 
-// What the card in use has of something.
+// An attribute of the current device.
 int device_attribute(cudaDeviceAttr what) {
     int device = 0, found = 0;
     cudaGetDevice(&device);
@@ -283,7 +287,7 @@ extern "C" int cross_entropy_loss_grad(const CrossEntropyArgs *args, cudaStream_
         constexpr int N = Pack<T>::size;
         bool wide = aligned(q.stride * sizeof(T), {q.logits});
         int packs = wide ? q.classes / N : q.classes;
-        // Less what the sums over a block take.
+        // Minus what the block reductions use.
         static const int smem = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
         static const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
         int64_t bytes = int64_t(packs) * sizeof(Pack<T, N>);
@@ -298,7 +302,7 @@ extern "C" int cross_entropy_loss_grad(const CrossEntropyArgs *args, cudaStream_
             kernel<<<unsigned(q.rows < grid ? q.rows : grid), THREADS, bytes, stream>>>(q);
             return cudaGetLastError();
         }
-        // Warps that need none other have rows of their own.
+        // If a warp suffices for a row, a block of four warps processes four rows.
         dim3 threads = packs > 512 ? dim3(512) : packs > 64 ? dim3(128) : dim3(WARP, 4);
         if (wide) loss_grad<T, N, false><<<blocks(q.rows, threads.y), threads, 0, stream>>>(q);
         else loss_grad<T, 1, false><<<blocks(q.rows, threads.y), threads, 0, stream>>>(q);

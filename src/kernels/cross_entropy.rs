@@ -1,10 +1,10 @@
-//! Softmax cross-entropy fused with the linear map before it, in chunks of rows.
+//! Softmax cross-entropy fused with the linear layer before it, in chunks of rows.
 //!
-//! Only a chunk of scores is ever in memory; it is turned into its own gradient in place (on Hopper but for a factor a row) and
-//! used for the gradients of the input, the weight and the bias at once.
+//! Only one chunk of logits is in memory at a time. It is turned into its own gradient in place (on Hopper up to a
+//! factor per row), which immediately yields the gradients of the input, the weight and the bias.
 //!
-//! A row's target is a class, or two classes and a share: then its loss is the share of the first's and the
-//! rest of the second's.
+//! The target of a row is a class, or two classes and a fraction (mixup, CutMix). In that case the loss is the sum of
+//! both classes' losses, weighted by the fraction and its complement.
 
 #[cfg(feature = "cuda")]
 mod fused;
@@ -25,30 +25,30 @@ use super::metric_sums::{self, MetricSums, PendingMetricSums};
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// A target that is not to be learned nor counted.
+/// Targets with this value contribute to neither the loss nor the metrics.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
-/// Score bytes a chunk may hold where that still makes products tall enough to be fast.
+/// Budget in bytes for a chunk of logits, and the minimum number of rows for efficient GEMMs, which takes precedence.
 const CHUNK_BYTES: usize = 4 << 20;
 const CHUNK_ROWS: usize = 128;
 
-/// Rows of scores in memory at once.
+/// Rows per chunk of logits.
 pub fn chunk_rows(rows: usize, classes: usize) -> usize {
     (CHUNK_BYTES / (4 * classes)).max(CHUNK_ROWS).min(rows)
 }
 
-/// `scores = x W' + b`, compared with a class a row.
+/// Cross-entropy of `logits = x W' + b` against one target per row.
 pub struct LinearCrossEntropy<'a> {
     /// (classes, width)
     pub weight: &'a Tensor,
     pub bias: Option<&'a Tensor>,
-    /// Share of the target spread over all classes.
+    /// Fraction of the target that is spread over all classes (label smoothing).
     pub smoothing: f64,
-    /// A weight per class; the mean loss is over the sum of the targets' weights.
+    /// A weight per class. The mean loss divides by the sum of the targets' weights.
     pub class_weights: Option<&'a ClassWeights>,
 }
 
-/// A weight per class, and the same on a GPU once a pass needed them there.
+/// A weight per class, with a device copy once a pass on a GPU has needed it.
 #[derive(Clone, Debug, Default)]
 pub struct ClassWeights {
     values: Vec<f32>,
@@ -80,14 +80,14 @@ impl LinearCrossEntropy<'_> {
         is_plain_softmax(self.bias.is_some(), self.smoothing, self.class_weights.is_some())
     }
 
-    /// The reference: the summed loss in plain candle ops. `targets` has no [`IGNORE_INDEX`].
+    /// The reference: the summed loss in plain candle ops. `targets` must not contain [`IGNORE_INDEX`].
     pub fn reference(&self, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let targets = targets.flatten_all()?;
         let ones = Tensor::ones(targets.dims(), x.dtype(), x.device())?;
         self.reference_soft_targets(x, &[(targets, ones)])
     }
 
-    /// The reference for rows of several classes, each of (rows) `u32` with its (rows) shares.
+    /// The reference for rows with several classes: pairs of (rows) `u32` classes and (rows) fractions.
     pub fn reference_soft_targets(&self, x: &Tensor, soft_targets: &[(Tensor, Tensor)]) -> Result<Tensor> {
         let (classes, width) = self.weight.dims2()?;
         let x = x.reshape((x.elem_count() / width, width))?;
@@ -111,9 +111,10 @@ impl LinearCrossEntropy<'_> {
         Ok(loss)
     }
 
-    /// The sums and the gradient of `scale` times the summed loss with respect to `x`; adds those of the
-    /// weight and the bias to `grads`. `targets` has a class a row, or (two classes, bits of the first's share). Who was
-    /// right is for [`evaluate`](Self::judge) to count: some bodies do not here.
+    /// Returns the metric sums and the gradient of `scale` times the summed loss with respect to `x`, and accumulates
+    /// the gradients of weight and bias into `grads`. `targets` holds one class per row, or (class, class, bits of the
+    /// first one's fraction). Only [`evaluate`](Self::evaluate) counts top-1 and top-5 hits reliably: some
+    /// implementations skip them here.
     pub fn forward_backward(
         &self,
         x: &Tensor,
@@ -128,11 +129,11 @@ impl LinearCrossEntropy<'_> {
         let (sums, dx) = with_elem!(x.dtype(), T => self.run_cpu::<T>(x, targets, Some((scale, grads)))?);
         match dx {
             Some(dx) => Ok((sums.into(), dx)),
-            None => candle_core::bail!("cross-entropy made no gradient"),
+            None => candle_core::bail!("cross-entropy: the backward pass returned no gradient"),
         }
     }
 
-    /// The sums alone.
+    /// The metric sums only.
     pub fn evaluate(&self, x: &Tensor, targets: &Tensor) -> Result<PendingMetricSums> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(x) {
@@ -148,19 +149,19 @@ impl LinearCrossEntropy<'_> {
         backward: Option<(f64, &WeightBiasGrads)>,
     ) -> Result<(MetricSums, Option<Tensor>)> {
         if !reference::has_cpu_kernel(x) {
-            candle_core::bail!("cross-entropy has no body for this device yet")
+            candle_core::bail!("cross-entropy is not implemented for this device")
         }
         let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         if is_native_dtype(T::DTYPE) {
             return self.run_chunks::<T, T>(x, &values, &weight, targets, backward);
         }
-        // Widened once, not for each of the products of each chunk.
+        // Convert once, instead of in every GEMM of every chunk.
         let (values, weight) =
             (T::to_acc_slice(&values, Threading::Parallel), T::to_acc_slice(&weight, Threading::Parallel));
         self.run_chunks::<T, T::Acc>(x, &values, &weight, targets, backward)
     }
 
-    /// Chunk by chunk of the rows, with products of values of `V`: the logits' gradients are rounded to it.
+    /// Processes the rows in chunks, with GEMM operands of type `V`: the gradients of the logits are rounded to it.
     fn run_chunks<T: Elem, V: Elem<Acc = T::Acc>>(
         &self,
         x: &Tensor,
@@ -222,7 +223,8 @@ impl LinearCrossEntropy<'_> {
         Ok((sums, dx))
     }
 
-    /// Tally of rows of scores and, when learning, the rows turned into gradients and their column sums.
+    /// Metric sums of rows of logits. In the backward pass, also turns the rows into gradients and returns their column
+    /// sums.
     fn loss_grad_rows<T: Elem>(
         &self,
         logits: &mut [T::Acc],
@@ -261,7 +263,7 @@ impl LinearCrossEntropy<'_> {
         (total, columns)
     }
 
-    /// One row of scores: adds to `sums`, and turns the row into `scale` times its gradient.
+    /// One row of logits: adds to `sums`, and turns the row into `scale` times its gradient.
     #[inline(always)]
     fn loss_grad_row<R: Real>(
         &self,
@@ -274,7 +276,7 @@ impl LinearCrossEntropy<'_> {
             row.fill(R::ZERO);
             return;
         }
-        // Classes and their shares; what is judged is the first, so the larger share comes first.
+        // Classes and their fractions. The larger fraction comes first, because metrics count the first class.
         let pair = match *target {
             [a, b, bits] => {
                 let fraction = f32::from_bits(bits) as f64;
@@ -294,7 +296,7 @@ impl LinearCrossEntropy<'_> {
             above += (s > target_logit) as u64;
             equal_before += (s == target_logit && class < target) as u64;
         }
-        // Of equal scores the first counts as the answer, so that a model that says nothing is not right.
+        // Ties go to the lower class index, so that constant logits do not count as correct.
         let rank = above + equal_before;
         let is_number = !target_logit.as_f64().is_nan();
         sums.count += 1;
@@ -338,11 +340,11 @@ impl LinearCrossEntropy<'_> {
     }
 }
 
-/// Bytes of temporaries of judging and of learning `rows` rows.
+/// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows.
 pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: bool) -> (u64, u64) {
     let (acc, chunk) = (cpu::acc_bytes(dtype), chunk_rows(rows, classes));
     let is_narrow = dtype.size_in_bytes() != acc;
-    // The type of the products' operands, which are copied to it once where it is another.
+    // Dtype of the GEMM operands. Operands of another dtype are converted once.
     let copied = !is_native_dtype(dtype);
     let operands = if copied { DType::F32 } else { dtype };
     let copies = if copied { (rows + classes) * width * acc } else { 0 };
@@ -359,22 +361,23 @@ pub fn workspace(dtype: DType, rows: usize, classes: usize, width: usize, bias: 
     (evaluate as u64 + logits, (evaluate + columns + rounding) as u64 + logits.max(weight).max(input))
 }
 
-/// Score bytes that a card has in hand, and rows that its products like to come in.
+/// Budget in bytes for logits on a GPU, and the row multiple that suits its GEMMs.
 const CUDA_LOGIT_BYTES: usize = 400 << 20;
 const CUDA_ROW_MULTIPLE: usize = 256;
 
-/// Values between rows of scores on a card: products are fast where rows begin at multiples of 128 bytes.
+/// Row stride of logits on a GPU, in values: GEMMs are fast if rows start at multiples of 128 bytes.
 fn cuda_logit_stride(classes: usize) -> usize {
     classes.next_multiple_of(64)
 }
 
-/// Rows of scores on a card at once. Chunks are not made even: fewer rows would take more memory than a plan for more has.
+/// Rows per chunk of logits on a GPU. Chunks are not balanced: then fewer rows could need more memory than the plan for
+/// more rows reserves.
 fn cuda_chunk_rows(dtype: DType, rows: usize, classes: usize) -> usize {
     let max_rows = CUDA_LOGIT_BYTES / (cuda_logit_stride(classes) * dtype.size_in_bytes());
     (max_rows / CUDA_ROW_MULTIPLE * CUDA_ROW_MULTIPLE).max(CUDA_ROW_MULTIPLE).min(rows)
 }
 
-/// As [`workspace`], on a card.
+/// Like [`workspace`], on a GPU.
 pub fn cuda_workspace(dtype: DType, rows: usize, classes: usize, bias: bool, weighted: bool) -> (u64, u64) {
     let chunk = cuda_chunk_rows(dtype, rows, classes);
     let logits = cpu::size_in_bytes(dtype, chunk * cuda_logit_stride(classes));
@@ -384,17 +387,17 @@ pub fn cuda_workspace(dtype: DType, rows: usize, classes: usize, bias: bool, wei
     (evaluate, evaluate + columns)
 }
 
-/// Columns of scores whose exponentials the body for Hopper sums up by themselves.
+/// Tiles of 256 columns whose exponentials the Hopper kernel sums separately.
 fn fused_column_tiles(classes: usize) -> usize {
     classes.div_ceil(256)
 }
 
-/// Whether that body makes a head: all that is asked of its scores is the logarithm of their share.
+/// Whether the Hopper kernel can run a head: it supports plain log-softmax only.
 pub fn is_plain_softmax(bias: bool, smoothing: f64, weighted: bool) -> bool {
     !bias && smoothing == 0.0 && !weighted
 }
 
-/// Bytes that learning takes beside [`cuda_workspace`] where that body makes it.
+/// Bytes that `forward_backward` needs beyond [`cuda_workspace`] if the Hopper kernel runs it.
 pub fn fused_workspace(dtype: DType, rows: usize, classes: usize, width: usize) -> u64 {
     let chunk = cuda_chunk_rows(dtype, rows, classes);
     if !hopper_supports_logits(dtype, chunk, classes, width) {
@@ -411,7 +414,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// The last batch of an epoch is within the plan of the others.
+        /// The last batch of an epoch, which is smaller, stays within the plan.
         #[test]
         fn fewer_rows_take_no_more_of_a_card(rows in 1usize..20_000, less in 0usize..20_000, classes in 2usize..60_000, narrow: bool) {
             let (dtype, fewer) = (if narrow { DType::BF16 } else { DType::F32 }, rows.saturating_sub(less).max(1));
@@ -421,7 +424,7 @@ mod tests {
             };
             let (few, many) = (room(fewer), room(rows));
             prop_assert!(few.0 <= many.0 && few.1 <= many.1, "{few:?} for {fewer} rows, {many:?} for {rows}");
-            // Scores stay within what is said, but for so few rows as products need.
+            // The logits stay within the budget, except for the minimum number of rows.
             let most = (CUDA_LOGIT_BYTES as u64).max((CUDA_ROW_MULTIPLE * cuda_logit_stride(classes) * dtype.size_in_bytes()) as u64);
             prop_assert!(cpu::size_in_bytes(dtype, cuda_chunk_rows(dtype, rows, classes) * cuda_logit_stride(classes)) <= most);
         }

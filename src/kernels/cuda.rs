@@ -1,7 +1,8 @@
-//! The door between candle tensors and CUDA: pointers for launchers, fresh tensors, and errors with a type.
+//! The boundary between candle tensors and CUDA: raw pointers for launchers, uninitialized tensors, copies, and typed
+//! launch errors. Launchers themselves are declared in the file of their kernel.
 //!
-//! Everything but the copies of a [`staging_buffer`] runs on the one stream of the tensors' device, so a launcher sees what
-//! the one before it wrote and memory given back is used again in order. Launchers are declared in the file of their kernel.
+//! All work except the copies of [`staging_buffer`] and [`copy_streams`] runs on the one stream of the tensors' device.
+//! A launcher therefore sees what the previous one wrote, and freed memory is reused in stream order.
 
 pub mod column_sums;
 pub mod copy_streams;
@@ -18,10 +19,10 @@ use candle_core::cuda_backend::{CudaDevice, CudaError, CudaStorage, CudaStorageS
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, WithDType, bail};
 
-/// The stream of a launch.
+/// The `cudaStream_t` that a launcher enqueues on.
 pub type RawStream = *mut c_void;
 
-/// The device of a tensor, where that is a card.
+/// The CUDA device of a tensor; `None` for a tensor on another device.
 pub fn device_of(tensor: &Tensor) -> Option<&CudaDevice> {
     match tensor.device() {
         Device::Cuda(device) => Some(device),
@@ -33,7 +34,7 @@ pub fn stream(device: &CudaDevice) -> RawStream {
     device.cuda_stream().cu_stream().cast()
 }
 
-/// A type as launchers know it: `Type` in `cuda/device.cuh`.
+/// The dtype code that launchers take: `Type` in `cuda/type.h`.
 pub fn dtype_code(dtype: DType) -> Result<c_int> {
     match dtype {
         DType::F32 => Ok(0),
@@ -44,34 +45,34 @@ pub fn dtype_code(dtype: DType) -> Result<c_int> {
     }
 }
 
-/// What kernels compute a type's values in, and gradients and statistics are kept in.
+/// The accumulation dtype of a dtype: kernels compute in it, and gradients and statistics are stored in it.
 pub fn acc_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// Where a contiguous tensor's values lie. All views of its storage see what is written there.
+/// The device pointer to a contiguous tensor's first value. Writes through it are visible in every view of the storage.
 pub fn pointer(tensor: &Tensor) -> Result<*mut c_void> {
     let (base, start, _) = buffer(tensor)?;
     Ok((base + start * tensor.dtype().size_in_bytes()) as *mut c_void)
 }
 
-/// Values from a tensor's first to the end of the buffer that it is a view of.
+/// Number of values from the tensor's first value to the end of the buffer it is a view of.
 pub fn capacity(tensor: &Tensor) -> Result<usize> {
     let (_, start, len) = buffer(tensor)?;
     Ok(len - start)
 }
 
-/// Where the buffer of a tensor is, at which of its values the tensor begins, and how many it has.
+/// The buffer's base address, the tensor's offset in it and the buffer's length, the last two in values.
 fn buffer(tensor: &Tensor) -> Result<(usize, usize, usize)> {
     let (storage, layout) = tensor.storage_and_layout();
     let Some((start, _)) = layout.contiguous_offsets() else {
         bail!(
-            "a kernel was given a tensor with gaps: shape {:?}, strides {:?}",
+            "a CUDA kernel needs a contiguous tensor: shape {:?}, strides {:?}",
             layout.dims(),
             layout.stride()
         )
     };
-    let Storage::Cuda(cuda) = &*storage else { bail!("a CUDA kernel was given a tensor of another device") };
+    let Storage::Cuda(cuda) = &*storage else { bail!("a CUDA kernel needs a CUDA tensor") };
     macro_rules! by_dtype {
         ($($variant:ident),*) => {
             match &cuda.slice {
@@ -84,23 +85,23 @@ fn buffer(tensor: &Tensor) -> Result<(usize, usize, usize)> {
     Ok((base as usize, start, len))
 }
 
-/// As [`pointer`], null where there is no tensor.
+/// Like [`pointer`], but null for `None`.
 pub fn pointer_or_null(tensor: Option<&Tensor>) -> Result<*mut c_void> {
     tensor.map_or(Ok(std::ptr::null_mut()), pointer)
 }
 
-/// A tensor every value of which the caller writes before anyone reads it.
+/// A tensor with uninitialized memory. The caller must write every value before anything reads it.
 pub fn uninit(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Result<Tensor> {
     let shape = shape.into();
-    // The driver refuses to allocate nothing.
+    // The driver rejects allocations of zero bytes.
     let len = shape.elem_count().max(1);
     let stream = device.cuda_stream();
     macro_rules! by_dtype {
         ($($variant:ident: $type:ty),*) => {
             match dtype {
-                // SAFETY: plain numbers, written before they are read.
+                // SAFETY: the element types are plain numbers, and the caller writes them before they are read.
                 $(DType::$variant => CudaStorageSlice::$variant(unsafe { stream.alloc::<$type>(len) }.w()?),)*
-                other => bail!("no tensor of {other:?} is made on a card"),
+                other => bail!("CUDA tensors of {other:?} are not supported"),
             }
         };
     }
@@ -109,34 +110,35 @@ pub fn uninit(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Res
     Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
 }
 
-/// Bytes for as long as a launcher works; given back in the order of the stream.
+/// Temporary bytes for one launcher. The allocator frees them in stream order.
 pub fn scratch(device: &CudaDevice, bytes: usize) -> Result<Tensor> {
     uninit(device, DType::U8, bytes)
 }
 
-/// A contiguous tensor's values in memory of their own.
+/// Copies a contiguous tensor into newly allocated memory.
 pub fn copy(device: &CudaDevice, from: &Tensor) -> Result<Tensor> {
     let to = uninit(device, from.dtype(), from.shape())?;
     copy_into(device, from, &to)?;
     Ok(to)
 }
 
-/// Overwrites a contiguous tensor with the values of another of its type and size.
+/// Copies `from` into `to`. Both must be contiguous, with the same dtype and number of values.
 pub fn copy_into(device: &CudaDevice, from: &Tensor, to: &Tensor) -> Result<()> {
     if (from.dtype(), from.elem_count()) != (to.dtype(), to.elem_count()) {
-        bail!("{:?} of {:?} into {:?} of {:?}", from.shape(), from.dtype(), to.shape(), to.dtype())
+        bail!("copy_into: from {:?} {:?} to {:?} {:?}", from.shape(), from.dtype(), to.shape(), to.dtype())
     }
     let bytes = from.elem_count() * from.dtype().size_in_bytes();
     if bytes > 0 {
         let (from, to, stream) = (pointer(from)? as u64, pointer(to)? as u64, device.cuda_stream());
-        // SAFETY: both have so many bytes, and the stream orders the copy with what made and frees them.
+        // SAFETY: both tensors hold `bytes` bytes, and the stream orders this copy after their writes and before their
+        // frees.
         unsafe { result::memcpy_dtod_async(to, from, bytes, stream.cu_stream()) }.w()?;
     }
     Ok(())
 }
 
-/// Copies the first `width` values of each row: rows of `from` are `from_pitch` values apart, those of `to` `to_pitch`. There
-/// are as many as `to` has.
+/// Copies the first `width` values of each row. The row pitch is `from_pitch` values in `from` and `to_pitch` in `to`;
+/// the row count is that of `to`.
 pub fn copy_rows(
     device: &CudaDevice,
     from: &Tensor,
@@ -173,11 +175,11 @@ pub fn copy_rows(
         WidthInBytes: width * size,
         Height: rows,
     };
-    // SAFETY: both have so many rows, and the stream orders the copy with what made and frees them.
+    // SAFETY: both tensors hold `rows` rows, and the stream orders this copy after their writes and before their frees.
     unsafe { sys::cuMemcpy2DAsync_v2(&copy, device.cuda_stream().cu_stream()) }.result().w()
 }
 
-/// What a launcher returned.
+/// Turns a launcher's return code into a `Result`.
 pub fn check_status(kernel: &'static str, code: c_int) -> Result<()> {
     match code {
         0 => Ok(()),
@@ -185,7 +187,7 @@ pub fn check_status(kernel: &'static str, code: c_int) -> Result<()> {
     }
 }
 
-/// A kernel that could not be started.
+/// A CUDA kernel launch that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the CUDA kernel `{kernel}` was refused with error code {code}")]
 pub struct LaunchError {
@@ -198,8 +200,8 @@ impl LaunchError {
     const OUT_OF_MEMORY: c_int = 2;
 }
 
-/// Whether an error is the driver's: out of memory. candle wraps it in several layers, none of which
-/// `source` goes through.
+/// Whether the cause of an error is a CUDA out-of-memory error. candle wraps it in several layers, and `Error::source`
+/// does not expose any of them.
 pub fn is_out_of_memory(error: &Error) -> bool {
     match error {
         Error::Cuda(inner) => {
@@ -222,24 +224,24 @@ pub fn is_out_of_memory(error: &Error) -> bool {
     }
 }
 
-/// The values of a contiguous tensor, once all that was under way is done.
+/// Copies a contiguous tensor to the host. Synchronizes the stream.
 pub fn to_host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
-    let Some(device) = device_of(tensor) else { bail!("a tensor that is on no card") };
+    let Some(device) = device_of(tensor) else { bail!("expected a CUDA tensor") };
     if tensor.dtype() != T::DTYPE {
-        bail!("{:?} were read as {:?}", tensor.dtype(), T::DTYPE)
+        bail!("to_host: the tensor is {:?}, not {:?}", tensor.dtype(), T::DTYPE)
     }
     let (stream, mut values) = (device.cuda_stream(), vec![T::zero(); tensor.elem_count()]);
-    // SAFETY: both sides have as many values of the one type, and are there until the copy is done.
+    // SAFETY: both sides hold the same number of values of the same type and live until the stream is synchronized.
     unsafe { result::memcpy_dtoh_async(&mut values, pointer(tensor)? as u64, stream.cu_stream()) }.w()?;
     stream.synchronize().w()?;
     Ok(values)
 }
 
-/// Overwrites a contiguous tensor, once all that was under way is done.
+/// Overwrites a contiguous tensor with host values. Synchronizes the stream.
 pub fn from_host<T: WithDType>(tensor: &Tensor, values: &[T]) -> Result<()> {
-    let Some(device) = device_of(tensor) else { bail!("a tensor that is on no card") };
+    let Some(device) = device_of(tensor) else { bail!("expected a CUDA tensor") };
     if tensor.dtype() != T::DTYPE || tensor.elem_count() != values.len() {
-        bail!("{} values of {:?} for {:?} of {:?}", values.len(), T::DTYPE, tensor.shape(), tensor.dtype())
+        bail!("from_host: {} of {:?} into {:?} {:?}", values.len(), T::DTYPE, tensor.shape(), tensor.dtype())
     }
     let stream = device.cuda_stream();
     // SAFETY: as in `to_host`.

@@ -1,21 +1,21 @@
-// Convolution where every channel sees itself alone: direct sums over the cells of a window.
+// Depthwise convolution: direct sums over the cells of a window.
 //
-// A thread has N neighbouring channels. The weight, (channels, cells), is turned to (cells, channels) in shared memory
-// by every block. The gradient of the weight is summed in two stages.
+// A thread handles N adjacent channels. Each block transposes its weight, (channels, cells), to (cells, channels) in
+// shared memory. The weight gradient is summed in two stages.
 #include "cuda/channels.cuh"
 #include "cuda/windows.cuh"
 
 namespace {
 
-// A sum over windows: the output from the input, or, with the window turned around, the other way where it moves by
-// one pixel.
+// Geometry of a sum over windows: the forward pass or, with the kernel flipped (`turned`) and stride 1, the input
+// gradient.
 struct Windows {
     int batch, height, width, out_height, out_width, channels, kernel, stride, padding, dilation;
     bool turned;
     __host__ __device__ int cells() const { return kernel * kernel; }
 };
 
-// The weights of a block's channels as (cells, wide * N).
+// Loads the weights of a block's channels as (cells, block_cols * N), flipped if `turned`.
 template <int N, class T>
 __device__ __forceinline__ void load_weights(const T *weight, Acc<T> *to, const BlockLayout &layout, int channels, int cells,
                                      bool turned) {
@@ -36,7 +36,7 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> zero_pack() {
     return zero;
 }
 
-// What lies there, or `zero`: no branch, so that many can be on their way at once.
+// Loads a pack, or `zero` if out of bounds: predicated instead of branching, so that many loads can be in flight.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> load_if(bool there, const T *from, const Pack<T, N> &zero) {
     Pack<T, N> values = zero;
@@ -49,7 +49,7 @@ template <class R> __device__ __forceinline__ R *dynamic_smem() {
     return reinterpret_cast<R *>(bytes);
 }
 
-// Windows of K x K that move by S: a thread makes W neighbouring output pixels, whose windows overlap.
+// K x K windows with stride S: a thread computes W adjacent output pixels, whose windows overlap.
 template <class T, int N, int K, int S, int W>
 __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
     strips(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
             int iy = y0 + ky;
             bool in = iy >= 0 && iy < g.height;
             const T *from = x + ((image * g.height + iy) * g.width + x0) * g.channels + pack * N;
-            // A line is loaded as a whole before any of it is used.
+            // Loads a whole line before it uses any of it.
             Pack<T, N> input_taps[INPUT_TAPS];
 #pragma unroll
             for (int j = 0; j < INPUT_TAPS; j++)
@@ -102,11 +102,11 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
     }
 }
 
-// Output lines that a thread goes down at most.
+// Maximum number of output lines that a thread walks down.
 constexpr int RUN = 28;
 
-// Windows of 3 x 3 that move by a pixel: a thread goes down `RUN` output lines, W neighbouring pixels of each, and has
-// the sums of the three lines that an input line is a part of, so that it reads every input line once.
+// 3 x 3 windows with stride 1: a thread walks down `RUN` output lines, W adjacent pixels wide. It keeps the sums of the
+// three output lines that an input line contributes to, so it reads every input line once.
 template <class T, int N, int W>
 __global__ void __launch_bounds__(COLUMN_THREADS, 2)
     forward_columns(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
         int ox = int(unsigned(i) - line * tiles_x) * W, first = int(line - image * runs) * RUN;
         int last = min(first + RUN, g.out_height), x0 = ox - g.padding;
         R sums[3][W][N] = {};
-        // The input line `first + j - padding`, which `sums[(j + 1) % 3]` ends with and `sums[j % 3]` begins with.
+        // Adds the input line `first + j - padding`, which completes `sums[(j + 1) % 3]` and starts `sums[j % 3]`.
         auto take = [&](int j, auto &ends, auto &goes_on, auto &begins) {
             int iy = first + j - g.padding;
             bool in = iy >= 0 && iy < g.height;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
     }
 }
 
-// Any windows: a thread makes one output pixel.
+// Any windows: a thread computes one output pixel.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
     pixels(const T *__restrict__ x, const T *__restrict__ weight, T *__restrict__ y, Windows g, BlockLayout layout,
@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     }
 }
 
-// The gradient of the input where windows of 3 x 3 move by two pixels in a padding of one: a thread makes 2 x 2W input
-// pixels, which 2 x (W + 1) output pixels see.
+// The input gradient of 3 x 3 windows with stride 2 and padding 1: a thread computes 2 x 2W input pixels, which
+// contribute to 2 x (W + 1) output pixels.
 template <class T, int N, int W>
 __global__ void __launch_bounds__(COLUMN_THREADS, 2)
     input_gradient_3x3s2(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, BlockLayout layout,
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2)
     }
 }
 
-// The gradient of the input where windows move by more than a pixel: a thread makes one input pixel.
+// The input gradient for a stride above 1: a thread computes one input pixel.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
     input_gradient(const T *__restrict__ dy, const T *__restrict__ weight, T *__restrict__ dx, Windows g, BlockLayout layout,
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
         int64_t line = i / g.width, image = line / g.height;
         int ix = int(i - line * g.width), iy = int(line - image * g.height);
         R sums[N] = {};
-        // In a picture with its padding: windows that begin at most at the pixel and end after it.
+        // In padded coordinates: windows that start at or before the pixel and end after it.
         iy += g.padding, ix += g.padding;
         int reach = (g.kernel - 1) * g.dilation + 1;
         int top = iy < reach ? 0 : (iy - reach) / g.stride + 1, left = ix < reach ? 0 : (ix - reach) / g.stride + 1;
@@ -298,8 +298,8 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     }
 }
 
-// Sums of a part's strips of W neighbouring output pixels, whose windows of K x K that move by S overlap, for all cells
-// of a window: (parts, cells, channels).
+// Partial weight gradients, (parts, cells, channels), of K x K windows with stride S. A thread handles strips of W
+// adjacent output pixels, whose windows overlap, for all cells of the window.
 template <class T, int N, int K, int S, int W>
 __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
     weight_gradient_strips(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, RowPartition partition, BlockLayout layout) {
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, K == 3 ? 2 : 1)
     }
 }
 
-// The same for any windows: a block has one cell.
+// The same for any windows: a block handles one cell.
 template <class T, int N>
 __global__ void __launch_bounds__(COLUMN_THREADS)
     weight_gradient_taps(const T *__restrict__ x, const T *__restrict__ dy, Acc<T> *partials, Windows g, RowPartition partition, BlockLayout layout) {
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS)
     }
 }
 
-// Adds the sums of parts, (parts, cells, channels), to the gradient, (channels, cells), in order.
+// Adds the partial sums, (parts, cells, channels), to the gradient, (channels, cells), in order.
 template <class R>
 __global__ void __launch_bounds__(1024) add_partials(const R *partials, R *into, int parts, int cells, int channels) {
     __shared__ R sums[32][33];
@@ -397,10 +397,10 @@ Windows forward_of(const ConvGeometry &g, int batch) {
             g.kernel, g.stride, g.padding, g.dilation,   false};
 }
 
-// Shared memory a block may have without asking for more.
+// Shared memory per block that needs no opt-in.
 constexpr size_t SHARED = 48 * 1024;
 
-// The lanes whose weights fit in shared memory; none where not even one thread's do.
+// A block layout whose weights fit in shared memory; empty if not even those of one thread do.
 template <class T, int N> BlockLayout layout_in_smem(const Windows &g) {
     BlockLayout layout(g.channels / N);
     size_t each = sizeof(Acc<T>) * N * g.cells();
@@ -413,7 +413,7 @@ template <class T, int N> BlockLayout layout_in_smem(const Windows &g) {
     return layout;
 }
 
-// Blocks that fill a card, side by side over the channels; each goes on with more work.
+// Enough blocks to fill a GPU, in groups that cover all channels; each loops over more work.
 unsigned grid_blocks(const BlockLayout &layout, int64_t work) {
     int64_t wanted = (work + layout.block_rows - 1) / layout.block_rows, most = (132 * 16 + layout.tiles_x - 1) / layout.tiles_x;
     return unsigned((wanted < most ? wanted : most) * layout.tiles_x);
@@ -421,7 +421,7 @@ unsigned grid_blocks(const BlockLayout &layout, int64_t work) {
 
 template <class T, int N> int launch_windows(const Windows &g, const T *x, const T *w, T *y, cudaStream_t stream) {
     if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 1) {
-        // As many channels as leave three lines of sums in registers.
+        // As many channels as keep three lines of sums in registers.
         constexpr int M = N < 4 ? N : 4, W = 4;
         BlockLayout layout = layout_in_smem<T, M>(g);
         int64_t work = int64_t(g.batch) * ((g.out_height + RUN - 1) / RUN) * ((g.out_width + W - 1) / W);
@@ -438,7 +438,7 @@ template <class T, int N> int launch_windows(const Windows &g, const T *x, const
         kernel<<<grid_blocks(layout, work), layout.threads(), shared, stream>>>(x, w, y, g, layout, work);
         return int(cudaGetLastError());
     };
-    // Fewer where they overlap less.
+    // Narrower strips if windows overlap less.
     int64_t four = lines * ((g.out_width + 3) / 4), two = lines * ((g.out_width + 1) / 2);
     if (N > 1 && g.dilation == 1 && g.kernel == 3 && g.stride == 2) return run(strips<T, N, 3, 2, 2>, two);
     if (N > 1 && g.dilation == 1 && g.kernel == 5 && g.stride == 1) return run(strips<T, N, 5, 1, 4>, four);
@@ -491,7 +491,7 @@ extern "C" int depthwise_input_gradient(int type, const ConvGeometry *geometry, 
     return 0;
 }
 
-// Adds the gradient of the weight; `partials` is (parts, cells, channels).
+// Accumulates the weight gradient; `partials` is (parts, cells, channels).
 extern "C" int depthwise_weight_gradient(int type, const ConvGeometry *geometry, int batch, const void *x, const void *dy,
                                 void *partials, void *dweight, int64_t chunk, int parts, cudaStream_t stream) {
     Windows g = forward_of(*geometry, batch);
@@ -501,13 +501,13 @@ extern "C" int depthwise_weight_gradient(int type, const ConvGeometry *geometry,
     RowPartition partition{rows, rows, chunk, parts, g.channels};
     WITH_TYPE(type, {
         using R = Acc<T>;
-        // As many channels as leave the sums of all cells in registers.
+        // As many channels as keep the sums of all cells in registers.
         constexpr int N = Pack<T>::size < 4 ? Pack<T>::size : 4;
         auto run = [&](auto kernel, const RowPartition &partition, BlockLayout layout, unsigned cells) {
             kernel<<<dim3(layout.blocks(partition), cells), layout.threads(), 0, stream>>>((const T *)x, (const T *)dy,
                                                                                   (R *)partials, g, partition, layout);
         };
-        // As many parts, of strips of so many pixels.
+        // The same number of parts, over strips of `pixels` pixels.
         auto strip_partition = [&](int pixels) {
             int64_t strips = int64_t(batch) * g.out_height * ((g.out_width + pixels - 1) / pixels);
             return RowPartition{strips, strips, (strips + parts - 1) / parts, parts, g.channels};

@@ -1,7 +1,7 @@
-//! Convolution where every channel sees itself alone: direct sums, tiles of channels in registers.
+//! Depthwise convolution: direct sums, with tiles of channels in registers.
 //!
-//! A product would be one row wide here. Both the output and the input's gradient are sums of a few
-//! pixels, each multiplied with its cell of the window; only which pixels differs.
+//! As a GEMM it would be one row wide. The output and the input gradient are both sums over a few pixels, each times
+//! its kernel tap; they differ only in which pixels.
 
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
@@ -14,20 +14,20 @@ use super::im2col::ConvGeometry;
 use super::{Elem, Real, cpu};
 use crate::vectorised;
 
-/// Channels summed at once: few enough to stay in vector registers.
+/// Channels summed at once: few enough for vector registers.
 const CHANNEL_TILE: usize = 32;
 
-/// Runs of pictures whose sums make the weight's gradient; a constant, so that it is the same sum on
-/// any machine.
+/// Runs of images whose partial sums make the weight gradient. A constant, so that the order of summation is the same
+/// on every machine.
 const MAX_RUNS: usize = 16;
 
-/// Pictures of a run, and runs.
+/// Images per run, and number of runs.
 fn image_runs(batch: usize) -> (usize, usize) {
     let run = batch.div_ceil(MAX_RUNS).max(1);
     (run, batch.div_ceil(run))
 }
 
-/// A cell of the window and the pixel it meets.
+/// A kernel tap and the pixel it multiplies.
 type Tap = (usize, usize);
 
 impl ConvGeometry {
@@ -35,7 +35,7 @@ impl ConvGeometry {
         self.groups > 1 && self.groups == self.in_channels && self.groups == self.out_channels
     }
 
-    /// The pixels of the input that an output pixel sees.
+    /// The input pixels in the receptive field of an output pixel.
     fn input_taps(&self, oy: usize, ox: usize, taps: &mut Vec<Tap>) {
         taps.clear();
         for ky in 0..self.kernel {
@@ -49,7 +49,7 @@ impl ConvGeometry {
         }
     }
 
-    /// The pixels of the output that an input pixel is seen by.
+    /// The output pixels whose receptive field contains an input pixel.
     fn output_taps(&self, iy: usize, ix: usize, taps: &mut Vec<Tap>) {
         let (h, w) = self.output();
         let output_index = |i: usize, k: usize, size: usize| {
@@ -78,8 +78,8 @@ impl ConvGeometry {
     }
 }
 
-/// How a card's blocks share the output pixels where the weight's gradient is summed: so that the sums of all parts
-/// take an eighth of the bytes that are read for them.
+/// Splits the output pixels among thread blocks for the weight gradient. Chunks are large enough that the partial sums
+/// of all parts take about an eighth of the bytes that are read.
 pub(super) fn cuda_partition(g: &ConvGeometry, batch: usize, dtype: DType) -> GridPartition {
     let rows = batch * g.output_pixels();
     let GridPartition { chunk, .. } =
@@ -88,18 +88,18 @@ pub(super) fn cuda_partition(g: &ConvGeometry, batch: usize, dtype: DType) -> Gr
     GridPartition { chunk, parts: rows.div_ceil(chunk).max(1) }
 }
 
-/// Bytes of the sums of all parts.
+/// Bytes of the partial sums of all parts.
 pub(super) fn cuda_workspace(g: &ConvGeometry, batch: usize, dtype: DType) -> usize {
     cuda_partition(g, batch, dtype).parts * g.kernel_area() * g.in_channels * dtype.size_in_bytes().max(4)
 }
 
-/// The weight, (channels, cells), as (cells, channels) of the type computed with.
+/// The weight, (channels, taps), as (taps, channels) in the accumulator type.
 pub fn transposed_weight<T: Elem>(weight: &[T], channels: usize) -> Vec<T::Acc> {
     let cells = weight.len() / channels;
     (0..weight.len()).map(|i| weight[i % channels * cells + i / channels].to_acc()).collect()
 }
 
-/// `to = sum over taps of pixel * cell`, over channels.
+/// `to = sum over taps of pixel * weight`, per channel.
 #[inline(always)]
 fn sum_taps<T: Elem>(pixels: &[T], weight: &[T::Acc], taps: &[Tap], to: &mut [T::Acc]) {
     let c = to.len();
@@ -123,7 +123,7 @@ fn sum_taps<T: Elem>(pixels: &[T], weight: &[T::Acc], taps: &[Tap], to: &mut [T:
     }
 }
 
-/// One line of output pixels of a picture, before bias and activation, into `to` (width, channels).
+/// One row of output pixels of an image, before bias and activation, into `to` (width, channels).
 pub fn forward_row<T: Elem>(g: &ConvGeometry, image: &[T], weight: &[T::Acc], oy: usize, to: &mut [T::Acc]) {
     let mut taps = Vec::with_capacity(g.kernel * g.kernel);
     vectorised!(T, || {
@@ -134,7 +134,7 @@ pub fn forward_row<T: Elem>(g: &ConvGeometry, image: &[T], weight: &[T::Acc], oy
     })
 }
 
-/// The gradient of the input from that of the output, `d`.
+/// The input gradient, from the output gradient `d`.
 pub fn input_gradient<T: Elem>(g: &ConvGeometry, weight: &[T], d: &[T]) -> Vec<T> {
     let (c, weight) = (g.in_channels, transposed_weight(weight, g.in_channels));
     let (h, w) = g.output();
@@ -162,7 +162,7 @@ pub fn input_gradient<T: Elem>(g: &ConvGeometry, weight: &[T], d: &[T]) -> Vec<T
     dx
 }
 
-/// The gradient of the weight, (cells, channels), as sums over runs of pictures.
+/// The weight gradient, (taps, channels), as one partial sum per run of images.
 pub fn weight_gradient<T: Elem>(g: &ConvGeometry, values: &[T], d: &[T]) -> Vec<Vec<T::Acc>> {
     let ((h, w), c, cells) = (g.output(), g.in_channels, g.kernel * g.kernel);
     let image_len = g.height * g.width * c;
@@ -188,7 +188,7 @@ fn accumulate_image<T: Elem>(g: &ConvGeometry, x: &[T], d: &[T], sums: &mut [T::
             let Some(y) = (oy * g.stride + ky).checked_sub(g.padding).filter(|y| *y < g.height) else {
                 continue;
             };
-            // The output pixels whose cell lies inside the line.
+            // The output pixels whose tap falls inside the input row.
             let first = g.padding.saturating_sub(kx).div_ceil(g.stride);
             let end = (g.width + g.padding).saturating_sub(kx).div_ceil(g.stride).min(w);
             let input_pixel = |ox: usize| y * g.width + ox * g.stride + kx - g.padding;

@@ -1,25 +1,25 @@
-//! Which instructions the CPU kernels use: the best that the processor has, detected once, or those that
+//! The instruction sets of the CPU kernels: the best that the processor has, detected once, or the one that
 //! `TRAINER_CPU_DISPATCH` names.
 //!
-//! One choice for the whole process, the same in debug and in release builds: costs, packing and bits depend on it, so it
-//! cannot change while a run works. Dispatches differ in how sums are grouped, and so in the last digits of products;
-//! none depends on the timing of threads.
+//! The process makes one choice, the same in debug and release builds. Workspace sizes, packing and result bits depend
+//! on it, so it cannot change during a run. Dispatches group sums differently, so GEMM results differ in the last
+//! digits between them; within one dispatch no result depends on thread timing.
 
 use std::sync::OnceLock;
 
-/// The environment variable that overrides what is detected.
+/// Environment variable that overrides the detected dispatch.
 pub const ENV_VAR: &str = "TRAINER_CPU_DISPATCH";
 
-/// Sets of instructions, each containing those before it.
+/// Instruction sets, each including those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dispatch {
-    /// What every processor of this architecture has.
+    /// The baseline of the architecture.
     Portable,
-    /// Vectors of 32 bytes: AVX2, FMA, BMI2 and F16C.
+    /// 32-byte vectors: AVX2, FMA, BMI2 and F16C.
     Avx2,
-    /// Vectors of 64 bytes: AVX-512 F, BW, DQ and VL.
+    /// 64-byte vectors: AVX-512 F, BW, DQ and VL.
     Avx512,
-    /// Tiles of bf16: AMX, where the operating system lets a process use it.
+    /// bf16 tiles: AMX, where the operating system grants it to the process.
     Amx,
 }
 
@@ -43,7 +43,7 @@ impl Dispatch {
         }
     }
 
-    /// The best that this process may use.
+    /// The best dispatch this process can use.
     pub fn best() -> Self {
         static BEST: OnceLock<Dispatch> = OnceLock::new();
         *BEST.get_or_init(detect)
@@ -53,7 +53,7 @@ impl Dispatch {
         self <= Self::best()
     }
 
-    /// What a value of [`ENV_VAR`] asks for; the best where it is absent or empty.
+    /// Parses a value of [`ENV_VAR`]; the best dispatch if it is absent or empty.
     fn from_env_value(value: Option<&str>) -> Result<Self, DispatchError> {
         let Some(name) = value.filter(|name| !name.is_empty()) else { return Ok(Self::best()) };
         let known = Self::ALL.into_iter().find(|dispatch| dispatch.name() == name);
@@ -64,7 +64,7 @@ impl Dispatch {
     }
 }
 
-/// The dispatch that the environment asks for. Commands call it first and end with its error; below them
+/// The dispatch that the environment requests. Commands call this first and exit with its error; after that
 /// [`dispatch`] cannot fail.
 pub fn requested() -> Result<Dispatch, DispatchError> {
     Dispatch::from_env_value(
@@ -72,7 +72,7 @@ pub fn requested() -> Result<Dispatch, DispatchError> {
     )
 }
 
-/// The dispatch of this process.
+/// The dispatch this process uses.
 #[inline]
 pub fn dispatch() -> Dispatch {
     static CHOSEN: OnceLock<Dispatch> = OnceLock::new();
@@ -102,7 +102,7 @@ fn detect() -> Dispatch {
     }
 }
 
-/// Tiles and their products of bf16.
+/// CPUID bits for AMX tiles and AMX-BF16.
 #[cfg(target_arch = "x86_64")]
 fn has_amx() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -111,14 +111,14 @@ fn has_amx() -> bool {
     __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
 }
 
-/// Linux saves the tiles of a thread only for processes that ask for it; kernels older than AMX refuse.
+/// Linux saves tile state only for processes that request it with `arch_prctl`; kernels older than AMX refuse.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn amx_is_permitted() -> bool {
     const SYS_ARCH_PRCTL: isize = 158;
     const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
     const XFEATURE_XTILEDATA: usize = 18;
     let status: isize;
-    // SAFETY: this call reads its two numbers and no memory; the kernel overwrites rcx and r11.
+    // SAFETY: the system call reads its two integer arguments and no memory; the kernel overwrites rcx and r11.
     unsafe {
         std::arch::asm!("syscall", inlateout("rax") SYS_ARCH_PRCTL => status, in("rdi") ARCH_REQ_XCOMP_PERM, in("rsi") XFEATURE_XTILEDATA,
             out("rcx") _, out("r11") _, options(nostack))
@@ -147,7 +147,7 @@ mod tests {
         }
     }
 
-    /// The tests of all that computes, again in processes of their own under each dispatch that this one does not use.
+    /// Runs the tests of kernels, layers and optimizers in child processes, one per other available dispatch.
     #[test]
     fn every_dispatch_passes_the_tests_of_kernels() {
         if std::env::var_os(ENV_VAR).is_some() {

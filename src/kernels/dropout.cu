@@ -1,16 +1,16 @@
-// Dropout by the draws of dropout.rs: four values a draw.
+// Dropout with the draws of dropout.rs: one draw serves four values.
 #include "cuda/device.cuh"
 #include "cuda/random.cuh"
 
 namespace {
 
-// `N` is 4, or 1 where values cannot be moved in fours.
+// `N` is 4, or 1 if the values cannot be moved in packs of four.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     apply(const T *x, T *y, int64_t width, uint32_t threshold, Acc<T> scale, const RngKey *keys, int samples) {
     int64_t group = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, first = group * 4;
     if (first >= width) return;
-    // A grid has at most 65,535 blocks along y.
+    // gridDim.y is limited to 65,535.
     for (int sample = blockIdx.y; sample < samples; sample += gridDim.y) {
     uint64_t bits = keys[sample].bits(group);
     int64_t at = sample * width + first;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(256)
 
 } // namespace
 
-// `samples` rows of `width` values, and a key for each. `y` may be `x`.
+// `samples` rows of `width` values, and a key per row. `y` may alias `x`.
 extern "C" int dropout_apply(int type, const void *x, void *y, const void *keys, int samples, int64_t width,
                              uint32_t threshold, double scale, cudaStream_t stream) {
     if (samples == 0 || width == 0) return 0;

@@ -1,4 +1,4 @@
-//! Dropout as a function of where it happens: no mask is kept, the backward pass draws it again.
+//! Dropout from a counter-based generator: no mask is stored; the backward pass recomputes it from the same keys.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -9,13 +9,14 @@ use super::sample_keys::SampleKeys;
 use super::{Elem, Real, cpu};
 use crate::with_elem;
 
-/// Below what a draw of 16 bits drops a value, and what the others are multiplied with.
+/// The threshold below which a 16-bit draw drops a value, and the factor that scales the others.
 pub fn threshold_and_scale(p: f64) -> (u64, f64) {
     let threshold = (p * 65536.0).round() as u64;
     (threshold, 65536.0 / (65536 - threshold.min(65535)) as f64)
 }
 
-/// Multiplies each value by 0 with chance `p`, else by 1 / (1 - p). Serves both passes; `p` is a multiple of 2^-16.
+/// Multiplies each value by 0 with probability `p`, else by 1 / (1 - p). Forward and backward are the same call. `p` is
+/// a multiple of 2^-16.
 pub fn apply(x: &Tensor, p: f64, keys: &SampleKeys) -> Result<Tensor> {
     let (threshold, scale) = threshold_and_scale(p);
     #[cfg(feature = "cuda")]
@@ -44,7 +45,7 @@ pub fn apply(x: &Tensor, p: f64, keys: &SampleKeys) -> Result<Tensor> {
     })
 }
 
-/// The reference: the same mask, made on the host.
+/// Reference implementation: the same mask, built on the host.
 fn apply_reference(x: &Tensor, threshold: u64, scale: f64, keys: &SampleKeys) -> Result<Tensor> {
     let (rows, len) = (x.dim(0)?, x.elem_count());
     let width = len / rows.max(1);

@@ -1,9 +1,8 @@
-//! Numbers a kernel stores ([`Elem`]) and numbers it computes with ([`Real`]).
+//! The types a kernel stores ([`Elem`]) and the types it computes in ([`Real`]).
 //!
-//! Kernels are written once over both: `f32` and `f64` compute in themselves, `bf16` and `f16` are
-//! widened to `f32`, computed, and rounded once on the way out. The transcendental functions of `f32`
-//! are branch free so that loops over them vectorise; those of `f64` are the library's, because only
-//! tests run in `f64` and they want the last digit.
+//! Kernels are generic over both. `f32` and `f64` compute in their own type; `bf16` and `f16` are widened to `f32` and
+//! rounded once on store. The transcendental functions of `f32` are branch-free, so loops over them vectorize. Those of
+//! `f64` come from the standard library and candle: only tests run in `f64`, and they need the last digit.
 
 use std::borrow::Cow;
 
@@ -11,7 +10,7 @@ use super::cpu::{self, WithDTypeMut};
 use super::matmul::Threading;
 use half::{bf16, f16};
 
-/// A number kernels compute with.
+/// A type kernels compute in.
 pub trait Real:
     Elem<Acc = Self>
     + std::ops::Add<Output = Self>
@@ -38,7 +37,7 @@ pub trait Real:
     fn erf(self) -> Self;
     fn abs(self) -> Self;
 
-    /// `self * a + b`, fused where the machine does so.
+    /// `self * a + b`; fused for f32.
     fn fma(self, a: Self, b: Self) -> Self;
 
     #[inline(always)]
@@ -47,23 +46,23 @@ pub trait Real:
     }
 }
 
-/// A number kernels store.
+/// A type kernels store.
 pub trait Elem: WithDTypeMut + Default {
     type Acc: Real;
 
     fn to_acc(self) -> Self::Acc;
     fn from_acc(value: Self::Acc) -> Self;
 
-    /// The values as they are computed with; free where the two types are one.
+    /// The values in the accumulator type; borrowed if the two types are the same.
     fn to_acc_slice(values: &[Self], threading: Threading) -> Cow<'_, [Self::Acc]>;
 
-    /// The values to be computed with, where the two types are one.
+    /// The values as accumulators, if the two types are the same.
     fn as_acc(values: &[Self]) -> Option<&[Self::Acc]>;
 
-    /// The values to be computed into, where the two types are one.
+    /// The values as writable accumulators, if the two types are the same.
     fn as_acc_mut(values: &mut [Self]) -> Option<&mut [Self::Acc]>;
 
-    /// Whether loops over it are compiled for the vectors of the machine at hand; see [`crate::vectorised`].
+    /// Whether loops over this type are compiled for the dispatch's vector width; see [`crate::vectorised`].
     const VECTORIZE: bool = false;
 }
 
@@ -89,12 +88,12 @@ pub unsafe fn with_v4<R>(body: impl FnOnce() -> R) -> R {
     body()
 }
 
-/// `vectorised!(T, || loop)` runs a loop over values of `T` compiled for the vectors of the [dispatch](super::dispatch).
+/// `vectorised!(T, || loop)` runs a loop over values of `T` compiled for the vector width of the
+/// [dispatch](super::dispatch).
 ///
-/// A macro and not a function, so that every width has a closure of its own: one that is called from a
-/// single place is always inlined there, and takes on that place's instructions. A comment for the assembler keeps
-/// apart what the compiler would else find to be the same and make one function of, for no width. The arithmetic is
-/// the same in all widths.
+/// This is a macro, not a function, so that each width gets its own closure: a closure with a single call site is
+/// always inlined there and takes that site's target features. The assembler comment makes the closures differ;
+/// otherwise LLVM would merge them into one function without target features. All widths do the same arithmetic.
 #[macro_export]
 macro_rules! vectorised {
     ($T:ty, || $body:expr $(,)?) => {{
@@ -102,22 +101,22 @@ macro_rules! vectorised {
         {
             use $crate::kernels::dispatch::{Dispatch, dispatch};
             use $crate::kernels::elem::{with_v3, with_v4};
-            // The constant comes first: for a type that is not wide no other body is compiled.
+            // The constant comes first: if `VECTORIZE` is false, only the portable body is compiled.
             if <$T as $crate::kernels::Elem>::VECTORIZE && dispatch() >= Dispatch::Avx512 {
                 let body = || {
-                    // SAFETY: a comment does nothing.
+                    // SAFETY: an assembler comment has no effect.
                     unsafe { std::arch::asm!("# 4", options(nomem, nostack, preserves_flags)) };
                     $body
                 };
-                // SAFETY: the dispatch has these vectors.
+                // SAFETY: the dispatch has AVX-512.
                 unsafe { with_v4(body) }
             } else if <$T as $crate::kernels::Elem>::VECTORIZE && dispatch() == Dispatch::Avx2 {
                 let body = || {
-                    // SAFETY: a comment does nothing.
+                    // SAFETY: an assembler comment has no effect.
                     unsafe { std::arch::asm!("# 3", options(nomem, nostack, preserves_flags)) };
                     $body
                 };
-                // SAFETY: the dispatch has these vectors.
+                // SAFETY: the dispatch has AVX2.
                 unsafe { with_v3(body) }
             } else {
                 $body
@@ -192,12 +191,12 @@ impl Elem for bf16 {
         f32::from_bits((self.to_bits() as u32) << 16)
     }
 
-    /// To the nearest, ties to even. Without branches, so that loops vectorise; `half` has some.
+    /// Round to nearest, ties to even. Branch-free, so loops vectorize; `half`'s conversion has branches.
     #[inline(always)]
     fn from_acc(value: f32) -> bf16 {
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
-        // What is not a number stays so when its lower half is cut off.
+        // Sets the quiet bit, so a NaN stays NaN when its lower half is cut off.
         let whole = if value.is_nan() { bits | 0x40_0000 } else { rounded };
         bf16::from_bits((whole >> 16) as u16)
     }
@@ -221,23 +220,23 @@ impl Elem for bf16 {
 impl Elem for f16 {
     type Acc = f32;
 
-    /// In whole numbers and without branches: the conversion of `half` is a call for each value.
+    /// Branch-free bit arithmetic: `half`'s conversion is a function call per value.
     #[inline(always)]
     fn to_acc(self) -> f32 {
-        // The smallest normal number, 2^-14, and how much larger exponents are in f32.
+        // The smallest normal f16, 2^-14, and the difference of the exponent biases of f32 and f16.
         const MIN_NORMAL: u32 = 113 << 23;
         const EXPONENT_REBIAS: u32 = 112 << 23;
         let bits = self.to_bits() as u32;
         let magnitude = (bits & 0x7fff) << 13;
         let normal = magnitude + EXPONENT_REBIAS;
-        // Digits without the 1 before them: it is put there, and taken off again.
+        // A subnormal has no implicit 1: add one, then subtract it.
         let subnormal = (f32::from_bits(magnitude | MIN_NORMAL) - f32::from_bits(MIN_NORMAL)).to_bits();
         let whole = if magnitude < 1 << 23 { subnormal } else { normal };
         let whole = if magnitude >= 31 << 23 { normal + EXPONENT_REBIAS } else { whole };
         f32::from_bits(whole | (bits & 0x8000) << 16)
     }
 
-    /// To the nearest, ties to even; infinite from 65520 on.
+    /// Round to nearest, ties to even; infinity from 65520 on.
     #[inline(always)]
     fn from_acc(value: f32) -> f16 {
         const EXPONENT_REBIAS: u32 = 112 << 23;
@@ -245,7 +244,7 @@ impl Elem for f16 {
         let magnitude = bits & 0x7fff_ffff;
         let normal =
             magnitude.wrapping_sub(EXPONENT_REBIAS).wrapping_add(0xfff + (magnitude >> 13 & 1)) >> 13;
-        // Added to 1/2, a number below 2^-14 leaves the digits that f16 has of it, rounded.
+        // Adding 1/2 to a value below 2^-14 leaves its f16 mantissa, rounded, in the low bits.
         let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
         let whole = if magnitude < 113 << 23 { subnormal } else { normal };
         let whole = if magnitude >= 143 << 23 { 0x7c00 } else { whole };
@@ -296,13 +295,12 @@ impl Real for f32 {
         self as f64
     }
 
-    /// Within 2 units in the last place; 0 below -87.3, where the result is no longer normal, and that of
-    /// 88.37 above it.
+    /// Within 2 ulp. Returns 0 below -87.3, where the result would be subnormal, and saturates at exp(88.37).
     #[inline(always)]
     fn exp(self) -> f32 {
-        // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 x 2^23 rounds n to the nearest whole number.
+        // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 x 2^23 rounds n to the nearest integer.
         const ROUND: f32 = 12_582_912.0;
-        // Above 88.37 n would be 128, whose power of two is infinite.
+        // Above 88.37 n would be 128, and 2^128 is infinite.
         let x = self.clamp(-87.3, 88.37);
         let shifted = x.fused_mul_add(std::f32::consts::LOG2_E, ROUND);
         let n = shifted - ROUND;
@@ -334,15 +332,15 @@ impl Real for f32 {
         f32::sqrt(self)
     }
 
-    /// Within 3e-7 absolute.
+    /// Within 3e-7 absolute error.
     #[inline(always)]
     fn tanh(self) -> f32 {
-        // Beyond 9.1 it is 1 to the last digit.
+        // Beyond 9.1 the result is 1 to the last digit.
         let power = Real::exp(2.0 * self.clamp(-10.0, 10.0));
         fast_reciprocal(power + 1.0).fused_mul_add(-2.0, 1.0)
     }
 
-    /// Within 5e-7 absolute (Abramowitz and Stegun 7.1.26, evaluated in f32).
+    /// Within 5e-7 absolute error (Abramowitz and Stegun 7.1.26, evaluated in f32).
     #[inline(always)]
     fn erf(self) -> f32 {
         let x = f32::abs(self);
@@ -365,8 +363,8 @@ impl Real for f32 {
     }
 }
 
-/// `1 / x` within a unit in the last place, for `x` from 1e-30 to 1e30: where a division of a vector takes as long as
-/// 16 other operations, a guess (by the exponent turned around, within an eighth) and three of Newton's steps do not.
+/// `1 / x` within 1 ulp, for `x` from 1e-30 to 1e30. A vector division takes as long as 16 other operations. An initial
+/// guess by integer subtraction, which negates the exponent (within 1/8), and three Newton steps are faster.
 #[inline(always)]
 fn fast_reciprocal(x: f32) -> f32 {
     let mut y = f32::from_bits(0x7ef3_11c7_u32.wrapping_sub(x.to_bits()));
@@ -381,8 +379,8 @@ trait FusedMulAdd {
 }
 
 impl FusedMulAdd for f32 {
-    /// One rounding, by one instruction in the loops of every width that has it; in those of [`Dispatch::Portable`] on
-    /// x86 a library call, which costs time and no digits.
+    /// Rounds once. One instruction in the loops of AVX2 and up; under [`Dispatch::Portable`] on x86 a library call,
+    /// which costs time but no accuracy.
     ///
     /// [`Dispatch::Portable`]: super::dispatch::Dispatch::Portable
     #[inline(always)]
@@ -464,7 +462,7 @@ mod tests {
         assert!(fast_reciprocal(f32::NAN).is_nan());
     }
 
-    /// As the `half` crate converts, which is tested elsewhere: every value up, and down again whatever is between.
+    /// Matches the `half` crate, which has its own tests: widening of every value, and rounding of values in between.
     #[test]
     fn narrow_types_are_converted_as_half_does_it() {
         for bits in 0..=u16::MAX {
@@ -487,7 +485,7 @@ mod tests {
                 "{value:e}: {half} {wanted}"
             );
         };
-        // Every exponent and sign, with digits around each place where rounding turns.
+        // Every sign and exponent, with mantissas on both sides of every rounding boundary.
         for high in 0..1u32 << 16 {
             for low in [0, 1, 0xfff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 check_rounding(f32::from_bits(high << 16 | low));

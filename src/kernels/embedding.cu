@@ -1,16 +1,16 @@
-// Rows of a table by number, and the sums back into them without atomics on numbers that round.
+// Embedding lookup, and gradients without floating-point atomics, so that results are deterministic.
 //
-// Backward sorts the places by token: a counting sort whose buckets, filled in any order, are then put in
-// order. The sorted places are cut into pieces; a block sums the runs of a piece, adds those that lie within
-// it to the table, and leaves the ends of those that cross its borders to be joined in order.
+// The backward pass sorts the rows by token: a counting sort fills the buckets in arbitrary order, then sorts each
+// bucket. The sorted rows are split into segments. A block sums the runs of equal tokens in its segment and adds
+// complete runs to the table. Partial sums of runs that cross a segment boundary are joined afterwards, in order.
 #include "cuda/device.cuh"
 
 namespace {
 
-constexpr int SEGMENT_LEN = 32; // `PIECE` in embedding.rs
-constexpr int PREFETCH = 8;  // loads on their way at once
+constexpr int SEGMENT_LEN = 32; // `SEGMENT_LEN` in embedding.rs
+constexpr int PREFETCH = 8;  // loads in flight
 
-// A token outside of the vocabulary gives what is not a number: nobody can be told from here.
+// A token outside of the vocabulary yields NaN: a kernel cannot report an error.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     forward(const uint32_t *ids, const T *tokens, const T *positions, const T *token_types, T *y, int64_t packs_all, int packs,
@@ -43,7 +43,7 @@ __global__ void count(const uint32_t *ids, uint32_t *counts, int64_t rows, uint3
     if (i < rows && ids[i] < vocab) atomicAdd(&counts[ids[i]], 1);
 }
 
-// The sum of a warp's values up to each lane's own.
+// Inclusive prefix sum over a warp.
 __device__ __forceinline__ uint32_t warp_inclusive_scan(uint32_t x) {
     int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -54,12 +54,12 @@ __device__ __forceinline__ uint32_t warp_inclusive_scan(uint32_t x) {
     return x;
 }
 
-// `starts` (vocab + 1) are the sums of the counts before each; the counts become where the next place goes.
+// `starts` (vocab + 1) receives the exclusive prefix sums of the counts; each count becomes the next insertion index.
 __global__ void __launch_bounds__(1024) exclusive_scan(uint32_t *counts, uint32_t *starts, uint32_t vocab) {
-    constexpr int EACH = 8; // values a thread has at once, 1024 apart
+    constexpr int EACH = 8; // values per thread at a time, 1024 apart
     __shared__ uint32_t sums[EACH][WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    uint32_t before = 0; // of the first warp
+    uint32_t before = 0; // sum of all earlier chunks, in the first warp
     for (uint32_t base = 0; base < vocab; base += 1024 * EACH) {
         uint32_t own[EACH], inclusive[EACH];
 #pragma unroll
@@ -97,8 +97,8 @@ __global__ void scatter_rows(const uint32_t *ids, uint32_t *next, uint32_t *sort
     if (i < rows && ids[i] < vocab) sorted_rows[atomicAdd(&next[ids[i]], 1)] = uint32_t(i);
 }
 
-// Puts the places of each token in order; `W` warps a token. Many places are found again by reading all ids, of which
-// each of the warps has a range.
+// Sorts the rows of each token, with `W` warps per token. For a token with more than 32 rows, the warps scan all ids
+// instead, each of them a range.
 constexpr int ORDER_WARPS = 8;
 template <int W>
 __global__ void __launch_bounds__(ORDER_WARPS *WARP)
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(ORDER_WARPS *WARP)
     }
     int64_t first = rows * part / W, last = rows * (part + 1) / W;
     uint32_t found = 0;
-    // `take(place, how many of the range are before it)` for each that is there.
+    // Calls `take(row, number of matches before it in the range)` for each match.
     auto find = [&](auto take) {
         for (int64_t base = first; base < last; base += WARP * PREFETCH) {
             bool here[PREFETCH];
@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(ORDER_WARPS *WARP)
     find([&](int64_t place, uint32_t before) { sorted_rows[start + before] = uint32_t(place); });
 }
 
-// Sums the runs of one piece. `ends` is (pieces, 2, n): of the run that comes from before the piece, and of the
-// one that begins in it and goes on after.
+// Sums the runs of one segment. `boundaries` is (segments, 2, n): the partial sum of the run that enters the segment,
+// and of the one that starts in it and continues past its end.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     sum_runs(const uint32_t *ids, const uint32_t *starts, const uint32_t *sorted_rows, const T *dy, Acc<T> *table, Acc<T> *boundaries,
@@ -194,13 +194,13 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// Joins the run that begins in a piece and goes on after it.
+// Joins the parts of a run that starts in a segment and continues past its end.
 template <class R>
 __global__ void __launch_bounds__(256)
     join_boundaries(const uint32_t *ids, const uint32_t *starts, const uint32_t *sorted_rows, const R *boundaries, R *table, int64_t n,
          uint32_t vocab) {
     uint32_t first = blockIdx.x * SEGMENT_LEN, all = starts[vocab];
-    if (first + SEGMENT_LEN >= all) return; // the last piece: nothing goes on
+    if (first + SEGMENT_LEN >= all) return; // last segment: no run continues
     uint32_t token = ids[sorted_rows[first + SEGMENT_LEN - 1]];
     uint32_t from = starts[token], to = starts[token + 1];
     if (from < first || to <= first + SEGMENT_LEN) return;
@@ -250,7 +250,7 @@ extern "C" int embedding_forward(int type, const void *ids, const void *tokens, 
     return cudaGetLastError();
 }
 
-// `sorting` has 2 vocab + 1 + rows values, `ends` (pieces, 2, n).
+// `sort_buffer` has 2 vocab + 1 + rows values, `boundaries` is (segments, 2, n).
 extern "C" int embedding_backward_tokens(int type, const void *ids, const void *dy, void *table, void *sort_buffer,
                                          void *boundaries, int64_t rows, int n, int64_t vocab, cudaStream_t stream) {
     if (rows == 0 || n == 0 || vocab == 0) return 0;
@@ -261,7 +261,7 @@ extern "C" int embedding_backward_tokens(int type, const void *ids, const void *
     count<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, rows, v);
     exclusive_scan<<<1, 1024, 0, stream>>>(counts, starts, v);
     scatter_rows<<<blocks(rows, 256), 256, 0, stream>>>(i, counts, sorted_rows, rows, v);
-    // Where most tokens have many places, a block has one.
+    // If most tokens have many rows, a whole block sorts each token.
     if (rows > 8 * vocab) sort_segments<ORDER_WARPS><<<v, ORDER_WARPS * WARP, 0, stream>>>(i, starts, sorted_rows, rows, v);
     else sort_segments<1><<<blocks(vocab, ORDER_WARPS), ORDER_WARPS * WARP, 0, stream>>>(i, starts, sorted_rows, rows, v);
     unsigned segments = blocks(rows, SEGMENT_LEN);

@@ -1,4 +1,4 @@
-//! Rows of a table by number, and the sums back into them.
+//! Embedding lookup, and the accumulation of gradients into the tables.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -12,17 +12,17 @@ use super::linear::{self, add_partials, column_sums};
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// `y[b, t] = tokens[ids[b, t]] + positions[t] + kinds[0]`
+/// `y[b, t] = tokens[ids[b, t]] + positions[t] + token_types[0]`
 pub struct EmbeddingKernel<'a> {
     /// (vocabulary, width)
     pub tokens: &'a Tensor,
-    /// (context, width), at least as long as the sequences.
+    /// (context, width); the context is at least the sequence length.
     pub positions: Option<&'a Tensor>,
-    /// (kinds, width): every token is of the first kind.
+    /// (token types, width): every token has type 0.
     pub token_types: Option<&'a Tensor>,
 }
 
-/// Where gradients are added, as in [`EmbeddingKernel`].
+/// The gradients to accumulate into, in the shapes of [`EmbeddingKernel`].
 pub struct EmbeddingGrads<'a> {
     pub tokens: &'a Tensor,
     pub positions: Option<&'a Tensor>,
@@ -30,7 +30,7 @@ pub struct EmbeddingGrads<'a> {
 }
 
 impl EmbeddingKernel<'_> {
-    /// The reference; `ids` is (batch, length).
+    /// The reference implementation; `ids` is (batch, length).
     pub fn reference(&self, ids: &Tensor) -> Result<Tensor> {
         let (batch, length) = ids.dims2()?;
         let width = self.tokens.dim(1)?;
@@ -86,7 +86,7 @@ impl EmbeddingKernel<'_> {
         cpu::tensor(y, (batch, length, n))
     }
 
-    /// Adds the gradients of the tables to `grads`.
+    /// Accumulates the gradients of the tables into `grads`.
     pub fn backward(&self, ids: &Tensor, dy: &Tensor, grads: &EmbeddingGrads) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(ids) {
@@ -117,8 +117,8 @@ impl EmbeddingKernel<'_> {
         let add = |into: &mut [T::Acc], row: &[T]| {
             vectorised!(T, || into.iter_mut().zip(row).for_each(|(a, d)| *a += d.to_acc()))
         };
-        // Sorted by token and then by place: whoever owns a range of the table finds its rows together,
-        // and adds them in the same order however the table is shared out.
+        // Sorted by token, then by position: each owner of a range of the table finds its rows together and adds them
+        // in the same order, however the table is split among threads.
         let mut sort_keys: Vec<u64> =
             ids.iter().enumerate().map(|(i, &id)| (id as u64) << 32 | i as u64).collect();
         sort_keys.par_sort_unstable();
@@ -151,7 +151,7 @@ impl EmbeddingKernel<'_> {
     }
 }
 
-/// Bytes of temporaries of the backward pass over `rows` tokens.
+/// Workspace in bytes of the backward pass over `rows` tokens.
 pub fn workspace(dtype: DType, rows: usize, width: usize, has_token_types: bool) -> u64 {
     let sums = if has_token_types {
         rows.div_ceil(cpu::rows_per_chunk(width)) * width * cpu::acc_bytes(dtype)
@@ -161,20 +161,20 @@ pub fn workspace(dtype: DType, rows: usize, width: usize, has_token_types: bool)
     (rows * size_of::<u64>() + sums) as u64
 }
 
-/// Sorted places whose runs a block of a card sums: `SEGMENT_LEN` in embedding.cu.
+/// Sorted rows per GPU block: `SEGMENT_LEN` in embedding.cu.
 const SEGMENT_LEN: usize = 32;
 
-/// Bytes a card sorts the places of `rows` tokens in.
+/// Bytes of the buffer in which a GPU sorts the rows of `rows` tokens.
 fn cuda_sort_bytes(rows: usize, vocab: usize) -> u64 {
     ((2 * vocab + 1 + rows) * size_of::<u32>()) as u64
 }
 
-/// Bytes of the ends of runs that cross from piece to piece.
+/// Bytes of the partial sums of runs that cross a segment boundary.
 fn cuda_boundary_bytes(dtype: DType, rows: usize, width: usize) -> u64 {
     (rows.div_ceil(SEGMENT_LEN) * 2 * width * cpu::acc_bytes(dtype)) as u64
 }
 
-/// Bytes of temporaries of the backward pass over `rows` tokens on a card.
+/// Workspace in bytes of the backward pass over `rows` tokens on a GPU.
 pub fn cuda_workspace(dtype: DType, rows: usize, vocab: usize, width: usize, has_token_types: bool) -> u64 {
     let tokens = cuda_sort_bytes(rows, vocab) + cuda_boundary_bytes(dtype, rows, width);
     if has_token_types { tokens.max(linear::bias_gradient_workspace(dtype, rows, width)) } else { tokens }

@@ -1,9 +1,9 @@
-// What is to be done with the gradients of an update: `Terms::judge` in judge.rs, by one thread.
+// `GradStatsConfig::compute` of grad_stats.rs on the device, in a single thread.
 #include "cuda/device.cuh"
 
 namespace {
 
-// (loss, weight, count, first, among five, norm, what gradients are multiplied with)
+// (loss, weight, count, top1, top5, norm, grad_scale)
 constexpr int METRICS = 5, NORM = 5, GRAD_SCALE = 6;
 
 __global__ void accumulate(const double *sums, double *stats, bool first) {
@@ -22,13 +22,13 @@ __global__ void finalize(const double *squares, double *stats, double divisor, d
 
 } // namespace
 
-// `sums` are of one micro-batch; those of the `first` overwrite.
+// `sums` are the metric sums of one micro-batch; those of the `first` one overwrite.
 extern "C" int grad_stats_accumulate(const void *sums, void *stats, int first, cudaStream_t stream) {
     accumulate<<<1, WARP, 0, stream>>>((const double *)sums, (double *)stats, first);
     return cudaGetLastError();
 }
 
-// `clip` is infinite where nothing is shortened.
+// `max_norm` is infinite without clipping.
 extern "C" int grad_stats_finalize(const void *squares, void *stats, double divisor, double loss_scale, double max_norm, cudaStream_t stream) {
     finalize<<<1, 1, 0, stream>>>((const double *)squares, (double *)stats, divisor, loss_scale, max_norm);
     return cudaGetLastError();

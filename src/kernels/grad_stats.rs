@@ -1,29 +1,29 @@
-//! What is to be done with the gradients of an update: their norm, and what they are multiplied with, from what its
-//! micro-batches counted. A card finds that out by itself, and tells the host later: nobody waits for it.
+//! The gradient norm of an update and the factor that its gradients are multiplied with, from the metric sums of its
+//! micro-batches. A GPU computes both itself and reports them to the host asynchronously.
 
 #[cfg(feature = "cuda")]
 pub mod gpu;
 
 use super::metric_sums::MetricSums;
 
-/// What sums are judged by.
+/// What the gradient statistics depend on besides the sums.
 #[derive(Clone, Copy, Debug)]
 pub struct GradStatsConfig {
-    /// What every sample's gradient was divided by, and then multiplied with.
+    /// Divisor of every sample's gradient, and the loss scale it was then multiplied with.
     pub divisor: f64,
     pub loss_scale: f64,
-    /// The norm that a gradient is shortened to.
+    /// Norm to clip the gradient to.
     pub max_norm: Option<f64>,
 }
 
-/// What came of it.
+/// Gradient norm, clipping factor and metric sums of one update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradStats {
     pub metrics: MetricSums,
-    /// Of the mean gradient.
+    /// Norm of the mean gradient.
     pub norm: f64,
-    /// What the gradients are multiplied with. It is not a number where the weights are to stay: nothing was counted,
-    /// or the loss or the norm is not finite.
+    /// Factor of the gradients. NaN if the update must be skipped: nothing was counted, or the loss or the norm is not
+    /// finite.
     pub grad_scale: f64,
 }
 
@@ -34,13 +34,13 @@ impl GradStats {
 }
 
 impl GradStatsConfig {
-    /// What turns the gradients of an update of this tally into those of its mean loss.
+    /// The factor that turns the accumulated gradients into those of the mean loss.
     pub fn mean_factor(&self, metrics: &MetricSums) -> f64 {
-        // Where nothing was to be learned, nothing moves the weights.
+        // Without a counted sample, the weights must not move.
         if metrics.weight > 0.0 { self.divisor / (metrics.weight * self.loss_scale) } else { 0.0 }
     }
 
-    /// The reference: `squares` is the sum of the gradients' squares.
+    /// The reference; `squares` is the sum of squared gradients.
     pub fn compute(&self, metrics: MetricSums, squares: f64) -> GradStats {
         let factor = self.mean_factor(&metrics);
         let norm = squares.sqrt() * factor;
@@ -62,7 +62,7 @@ mod tests {
     #[test]
     fn gradients_are_clipped_to_max_norm() {
         let terms = GradStatsConfig { divisor: 20.0, loss_scale: 4.0, max_norm: Some(1.0) };
-        // Their norm is 8; that of the mean gradient 8 * 20 / (10 * 4).
+        // Their norm is 8; the norm of the mean gradient is 8 * 20 / (10 * 4).
         assert_eq!(
             terms.compute(METRICS, 64.0),
             GradStats { metrics: METRICS, norm: 4.0, grad_scale: 0.125 }
@@ -84,7 +84,7 @@ mod tests {
         assert_eq!(terms.compute(MetricSums::default(), 0.0).norm, 0.0);
     }
 
-    /// Two micro-batches, as a card judges them and as the reference does; then the update that follows.
+    /// Two micro-batches: the GPU and the reference agree, and so does the update that follows.
     #[cfg(feature = "cuda")]
     #[test]
     fn gpu_grad_stats_match_the_reference() {
@@ -97,7 +97,7 @@ mod tests {
         let device = test_device();
         let Some(gpu) = device_of(&Tensor::zeros(1, candle_core::DType::F32, &device).unwrap()).cloned()
         else {
-            return eprintln!("skipped: no card is asked for");
+            return eprintln!("skipped: no GPU requested");
         };
         let mut grad_stats = gpu::DeviceGradStats::new(&gpu).unwrap();
         for (losses, clip) in [([3.0, 4.5], Some(1.0)), ([1e300, f64::NAN], Some(1.0)), ([0.3, 0.1], None)] {

@@ -1,4 +1,4 @@
-//! Group normalisation, channels last, with a clip fused: each sample by itself, over groups of channels.
+//! Group normalization, channels last, with a clamp activation fused: statistics per sample and group of channels.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -20,7 +20,7 @@ pub struct GroupNormKernel<'a> {
     pub bias: &'a Tensor,
     pub act: ClampActivation,
     pub eps: f64,
-    /// Groups the channels are cut into.
+    /// Number of channel groups.
     pub groups: usize,
 }
 
@@ -31,7 +31,7 @@ impl GroupNormKernel<'_> {
         Ok(ChannelLayout { channels, rows, rows_per_unit: rows / x.dim(0)?.max(1) })
     }
 
-    /// The reference.
+    /// Reference implementation.
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         let (batch, channels) = (x.dim(0)?, self.weight.elem_count());
         let rows =
@@ -43,8 +43,8 @@ impl GroupNormKernel<'_> {
         self.act.reference(&y.broadcast_mul(self.weight)?.broadcast_add(self.bias)?)
     }
 
-    /// The output and (batch, 2, groups) of mean and one over the deviation, in the type computed with;
-    /// nothing but zeros where the reference ran, which does not use them.
+    /// Returns the output and the saved statistics: (batch, 2, groups) of mean and rstd in the accumulator type. The
+    /// reference returns zeros instead, because its backward pass does not read them.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(x) {
@@ -78,7 +78,7 @@ impl GroupNormKernel<'_> {
         Ok((cpu::tensor(y, x.shape())?, cpu::tensor(saved_stats, (layout.units(), 2, self.groups))?))
     }
 
-    /// What is done to each value, from (batch, 2, groups).
+    /// The affine map of each value, from statistics of shape (batch, 2, groups).
     fn affine<T: Elem>(&self, saved_stats: &[T::Acc]) -> Result<Affine<T::Acc>> {
         let (weight, bias) = (cpu::view::<T>(self.weight)?, cpu::view::<T>(self.bias)?);
         let group_channels = weight.len() / self.groups;
@@ -93,8 +93,8 @@ impl GroupNormKernel<'_> {
         Ok(Affine(saved_stats.chunks_exact(2 * self.groups).map(coefficients).collect()))
     }
 
-    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `saved_stats` is
-    /// what [`forward`](Self::forward) gave.
+    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`.
+    /// `saved_stats` comes from [`forward`](Self::forward).
     pub fn backward(
         &self,
         x: &Tensor,
@@ -172,8 +172,8 @@ impl GroupNormKernel<'_> {
     }
 }
 
-/// Bytes of temporaries of the forward pass and of the backward pass, as batch norm's, but that the sums
-/// are gone when the affine map is made, and the parameters' gradients are added up in f64.
+/// Bytes of temporaries of the forward and the backward pass. Like batch norm's, except that the sums are freed before
+/// the affine map is built, and parameter gradients are accumulated in f64.
 pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout, groups: usize) -> (u64, u64) {
     let dtype = at.dtype;
     if at.backend.is_cuda() {

@@ -1,4 +1,4 @@
-//! A tensor's values on the host, wherever the tensor is: for checkpoints and comparisons, not for kernels.
+//! Host access to a tensor's values, wherever the tensor is. For checkpoints and comparisons, not for kernels.
 
 use std::borrow::Cow;
 use std::ops::Deref;
@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor, WithDType};
 
 use super::cpu::{self, View, WithDTypeMut};
 
-/// Values that are on the host, borrowed, or were copied there.
+/// Values borrowed from a host tensor, or copied from a device.
 pub enum HostSlice<'a, T> {
     Borrowed(View<'a, T>),
     Owned(Vec<T>),
@@ -32,7 +32,7 @@ pub fn read<T: WithDType>(tensor: &Tensor) -> Result<HostSlice<'_, T>> {
     }
 }
 
-/// A copy of the values of a contiguous tensor, and of nothing else in its storage.
+/// Copies the values of a contiguous tensor, and nothing else of its storage.
 pub fn to_vec<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     #[cfg(feature = "cuda")]
     if super::cuda::device_of(tensor).is_some() {
@@ -41,7 +41,7 @@ pub fn to_vec<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     tensor.flatten_all()?.to_vec1()
 }
 
-/// Lets `body` write all values of a contiguous tensor; it must not read them.
+/// Lets `body` write all values of a contiguous tensor; `body` must not read them.
 pub fn write<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     if tensor.device().is_cpu() {
         return cpu::with_slice_mut(tensor, body);
@@ -52,7 +52,7 @@ pub fn write<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) ->
     Ok(result)
 }
 
-/// Moves values to a tensor that is not on the host.
+/// Copies values to a tensor that is not on the host.
 fn upload<T: WithDType>(tensor: &Tensor, values: Cow<[T]>) -> Result<()> {
     #[cfg(feature = "cuda")]
     if super::cuda::device_of(tensor).is_some() {

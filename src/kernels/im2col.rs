@@ -1,5 +1,4 @@
-//! The windows of a convolution: its sizes, how its output pixels are cut into blocks, and how the windows of a
-//! block are gathered into rows and added back.
+//! Convolution geometry, the blocking of output pixels, and im2col and col2im of a block on the CPU.
 
 use std::ops::Range;
 
@@ -9,18 +8,17 @@ use super::cpu::acc_bytes;
 use super::{Elem, Real};
 use crate::vectorised;
 
-/// Gathered values a block holds where windows are small: half a megabyte of f32, which leaves room in the
-/// second-level cache.
+/// Gathered values per block where patches are small: half a megabyte of f32, which leaves space in the L2 cache.
 const BLOCK_ELEMENTS: usize = 128 * 1024;
 
-/// Rows a block has at least: each block packs the whole weight for its product, which fewer would not pay.
+/// Fewest rows per block: each block packs the whole weight for its GEMM, which fewer rows would not pay for.
 const MIN_BLOCK_ROWS: usize = 256;
 
-/// Values of a weight's gradient that are summed at once: a megabyte of f32, which the second-level cache keeps
-/// while block after block is added to it.
+/// Values of a weight gradient summed at once: a megabyte of f32, which stays in the L2 cache while block after block
+/// is added to it.
 const WEIGHT_PANEL_ELEMENTS: usize = 256 * 1024;
 
-/// The sizes of a convolution; the same along height and width where one number is given.
+/// The sizes of a convolution; a single number applies to height and width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConvGeometry {
     pub height: usize,
@@ -31,7 +29,7 @@ pub struct ConvGeometry {
     pub stride: usize,
     pub padding: usize,
     pub dilation: usize,
-    /// Inputs and outputs are cut into so many groups that do not see each other.
+    /// Inputs and outputs are split into `groups` independent groups.
     pub groups: usize,
 }
 
@@ -41,18 +39,18 @@ impl ConvGeometry {
         (size + 2 * self.padding).checked_sub(kernel_extent).map_or(0, |slack| slack / self.stride + 1)
     }
 
-    /// (height, width) of the output; 0 where the window does not fit in the picture.
+    /// (height, width) of the output; 0 where the kernel does not fit in the image.
     pub fn output(&self) -> (usize, usize) {
         (self.output_dim(self.height), self.output_dim(self.width))
     }
 
-    /// Values a window has in one group.
+    /// Values of a patch in one group.
     pub(super) fn patch_len(&self) -> usize {
         self.kernel_area() * self.group_channels()
     }
 
-    /// The convolution that makes the gradient of the input of this one out of that of its output, with the weight's
-    /// cells in reverse; none where windows move by more than one pixel.
+    /// The geometry of the convolution that computes this one's input gradient from its output gradient, with the
+    /// weight flipped. `None` if the stride is more than 1 or the padding exceeds `dilation * (kernel - 1)`.
     pub(super) fn input_gradient_geometry(&self) -> Option<Self> {
         let (height, width) = self.output();
         let padding = (self.dilation * (self.kernel - 1)).checked_sub(self.padding)?;
@@ -60,24 +58,24 @@ impl ConvGeometry {
         (self.stride == 1).then_some(Self { height, width, in_channels, out_channels, padding, ..*self })
     }
 
-    /// Cells of a window.
+    /// Number of kernel taps.
     pub(super) fn kernel_area(&self) -> usize {
         self.kernel * self.kernel
     }
 
-    /// Values a window has in one group in each cell.
+    /// Input channels per group.
     pub(super) fn group_channels(&self) -> usize {
         self.in_channels / self.groups
     }
 
-    /// Cells whose weight gradients are summed at once, in runs as even as they can be.
+    /// Taps whose weight gradients are summed at once, split as evenly as possible.
     pub(super) fn taps_per_panel(&self) -> usize {
         let max_taps = WEIGHT_PANEL_ELEMENTS / (self.out_channels / self.groups * self.group_channels());
         let panels = self.kernel_area().div_ceil(max_taps.max(1));
         self.kernel_area().div_ceil(panels)
     }
 
-    /// What is gathered at once where `cells` of a window are.
+    /// The blocks that im2col gathers at once for `taps` taps of a patch.
     pub(super) fn blocking(&self, taps: usize, batch: usize, threads: usize) -> Blocking {
         let (max_rows, image_pixels) = (
             (BLOCK_ELEMENTS / (taps * self.group_channels())).max(MIN_BLOCK_ROWS),
@@ -101,12 +99,12 @@ impl ConvGeometry {
         2 * (batch * self.output_pixels() * self.out_channels * self.patch_len()) as u64
     }
 
-    /// A window of one pixel that moves by one: the picture is already the gathered matrix.
+    /// 1x1 kernel, stride 1, no padding, one group: the image already is the im2col matrix.
     pub(super) fn is_pointwise(&self) -> bool {
         self.kernel == 1 && self.stride == 1 && self.padding == 0 && self.groups == 1
     }
 
-    /// Bytes of `max_rows` gathered windows of so many cells, in the type that is computed in: none where they lie already.
+    /// Bytes of `rows` gathered patches of `taps` taps in the accumulator type; 0 where the image itself serves.
     pub(super) fn im2col_bytes(&self, dtype: DType, rows: usize, taps: usize) -> usize {
         let acc = acc_bytes(dtype);
         if self.is_pointwise() && dtype.size_in_bytes() == acc {
@@ -116,8 +114,8 @@ impl ConvGeometry {
         }
     }
 
-    /// Some cells of the windows of a block, group `group`, as rows of the type that is computed in: gathered into `room`, or
-    /// where they lie already.
+    /// The given taps of the patches of a block in one group, as rows in the accumulator type: gathered into `buffer`,
+    /// or borrowed from `values` if the convolution is pointwise and needs no conversion.
     pub(super) fn im2col_block<'a, T: Elem>(
         &self,
         values: &'a [T],
@@ -143,7 +141,7 @@ impl ConvGeometry {
         buffer
     }
 
-    /// Gathers these cells of the windows of output pixels `first_pixel..` of one picture, group `group`, into rows.
+    /// Gathers the given taps of the patches of output pixels `first..` of one image and group into `rows`.
     #[inline(always)]
     fn im2col<T: Elem>(
         &self,
@@ -185,7 +183,7 @@ impl ConvGeometry {
         }
     }
 
-    /// The reverse of [`ConvGeometry::im2col`]: adds the rows back to where they came from.
+    /// The transpose of [`ConvGeometry::im2col`]: adds the rows back to the pixels they came from.
     #[inline(always)]
     pub(super) fn col2im<R: Real>(&self, rows: &[R], first: usize, group: usize, image: &mut [R]) {
         let (_, out_w) = self.output();
@@ -216,7 +214,7 @@ impl ConvGeometry {
     }
 }
 
-/// A copy in the type that is computed in; not a call where there are a few values only, as in an image of one channel.
+/// Copies with conversion to the accumulator type. Short runs, as in an image of one channel, avoid the call to memcpy.
 #[inline(always)]
 fn copy_to_acc<T: Elem>(from: &[T], to: &mut [T::Acc]) {
     match T::as_acc(from) {
@@ -225,18 +223,18 @@ fn copy_to_acc<T: Elem>(from: &[T], to: &mut [T::Acc]) {
     }
 }
 
-/// How the output pixels of a batch are cut into blocks: several whole pictures, or a part of one.
+/// How the output pixels of a batch are split into blocks: several whole images, or a part of one.
 #[derive(Clone, Copy)]
 pub(super) struct Blocking {
     pub(super) batch: usize,
-    /// Output pixels of a picture.
+    /// Output pixels per image.
     pub(super) image_pixels: usize,
-    /// Pictures of a block, and pixels of each.
+    /// Images per block, and pixels of each.
     pub(super) block_images: usize,
     pub(super) block_pixels: usize,
 }
 
-/// A block: the pixels `first_pixel..first_pixel + part` of the pictures from `picture`.
+/// The pixels `first_pixel..first_pixel + pixels` of the images `first_image..first_image + images`.
 #[derive(Clone, Copy)]
 pub(super) struct PixelBlock {
     pub(super) first_image: usize,
@@ -246,13 +244,13 @@ pub(super) struct PixelBlock {
 }
 
 impl Blocking {
-    /// Rows a block has at most.
+    /// Most rows of a block.
     pub(super) fn max_rows(&self) -> usize {
         self.block_images * self.block_pixels
     }
 
-    /// The blocks of the images of a range, in order. A range that ends behind the batch, as the last of several equal
-    /// ones may, ends with the batch: there are no blocks of images that do not exist.
+    /// The blocks of a range of images, in order. A range that ends past the batch, like the last of several equal
+    /// ones, is cut at the batch.
     pub(super) fn blocks_of_images(self, images: std::ops::Range<usize>) -> impl Iterator<Item = PixelBlock> {
         let end = images.end.min(self.batch);
         (images.start..end).step_by(self.block_images).flat_map(move |first_image| {
@@ -276,8 +274,8 @@ impl PixelBlock {
         self.images * self.pixels
     }
 
-    /// The row of the whole batch that is the block's first. Its rows follow each other, because a block of
-    /// several pictures has all their pixels.
+    /// The block's first row in the whole batch. Its rows are contiguous, because a block of several images has all
+    /// their pixels.
     pub(super) fn first_row(&self, pixels: usize) -> usize {
         self.first_image * pixels + self.first_pixel
     }

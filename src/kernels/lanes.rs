@@ -1,18 +1,18 @@
-//! Sums and maxima over rows in a fixed number of lanes: they vectorise, and their order of summation
-//! is the same on every machine.
+//! Sums and maxima over rows in a fixed number of lanes: they vectorize, and the order of summation is the same on
+//! every machine.
 
 use super::{Elem, Real};
 
-/// Rows of whole lanes leave no rest, which would be done value by value.
+/// Row lengths that are a multiple of this leave no scalar remainder.
 pub const LANES: usize = 16;
 
-/// The sum of `f` over the places of rows of one length.
+/// The sum of `f` over the elements of `N` rows of equal length.
 #[inline(always)]
 pub fn sum<T: Elem, const N: usize>(rows: [&[T]; N], f: impl Fn([T::Acc; N]) -> T::Acc) -> T::Acc {
     fold(rows, T::Acc::ZERO, |sum, values| sum + f(values), |a, b| a + b)
 }
 
-/// The largest value of a row; negative infinity where it is empty.
+/// The largest value of a row; negative infinity if it is empty.
 #[inline(always)]
 pub fn max<R: Real>(row: &[R]) -> R {
     fold([row], R::NEG_INFINITY, |max, [value]| value.larger(max), |a, b| a.larger(b))

@@ -1,21 +1,24 @@
-// What a linear map does beside its products: `d *= act'(v)` in place, `v = act(v)` where that is wanted again, and the
-// column sums of `d` onto the gradient of its bias. One pass over `d`; sums are of fixed ranges of rows, added up in order.
+// The elementwise backward work of a linear layer around its GEMMs, in one pass over `d`: `d *= act'(v)` in place,
+// `v = act(v)` if the activation must be recomputed, and the column sums of `d`, accumulated into the bias gradient.
+// Sums run over fixed ranges of rows and are added in order, so that results are deterministic.
 #include "cuda/activation.cuh"
 
 namespace {
 
-// A block owns a tile of columns of a range of rows: `LANES` threads beside each other, so many rows of them. A thread
-// has `ROWS_IN_FLIGHT` rows on their way at once, more where a row is one load.
+// A block owns a tile of columns in a range of rows, with `LANES` threads along the columns. A thread loads
+// `ROWS_IN_FLIGHT` rows at a time, more if each row is a single load.
 constexpr int THREADS = 256;
 template <int A> constexpr int ROWS_IN_FLIGHT = A == IDENTITY ? 4 : 2;
 template <int N> constexpr int LANES = N == 1 ? 32 : 16;
 template <int N> constexpr int WIDTH = LANES<N> * N;
 
-// Blocks of a tile that have their sums; all 0 between launches, of which one stream has one at a time.
+// Per column tile, the number of blocks that have written their sums. Zero between launches; launches on one stream do
+// not overlap.
 constexpr int TILES = 4096;
 __device__ unsigned arrived_blocks[TILES];
 
-// `columns` of a matrix whose rows are `n` long. The block of a tile that comes last adds up what all have left.
+// Handles `columns` columns of a matrix with rows of `n` values. The last block of a tile to arrive adds up the partial
+// sums.
 template <int A, class T, int N>
 __global__ void __launch_bounds__(THREADS) activation_bias_backward(T *v, T *d, Acc<T> *partial, Acc<T> *bias, int64_t rows, int n,
                                                    int columns, int64_t range, bool recompute) {
@@ -59,7 +62,7 @@ __global__ void __launch_bounds__(THREADS) activation_bias_backward(T *v, T *d, 
 #pragma unroll
     for (int k = 0; k < N; k++) sums[row_lane][lane * N + k] = sum[k];
     __syncthreads();
-    // From here on a thread has one column.
+    // From here on, each thread handles one column.
     column = blockIdx.x * WIDTH<N> + threadIdx.x % WIDTH<N>;
     int share = threadIdx.x / WIDTH<N>, shares = THREADS / WIDTH<N>;
     if (share == 0 && column < columns) {
@@ -98,7 +101,7 @@ void launch(T *v, T *d, Acc<T> *partial, Acc<T> *bias, int64_t rows, int n, int 
 
 } // namespace
 
-// `partial` has room for `ranges` rows of `n` sums. `v` is null where there is no activation.
+// `partial` holds `ranges` rows of `n` sums. `v` is null without an activation.
 extern "C" int linear_activation_bias_backward(int type, int act, void *v, void *d, void *partial, void *bias, int64_t rows, int n,
                               int ranges, int recompute, cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;

@@ -1,4 +1,4 @@
-//! `y = act(x W' + b)`: the matrix product with its bias and activation fused.
+//! `y = act(x W^T + b)`: a GEMM with bias and activation fused.
 
 #[cfg(feature = "cuda")]
 pub mod gpu;
@@ -17,16 +17,16 @@ use super::matmul::{
 use super::{Activation, Elem, Real, SavedForBackward, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// How a weight lies in memory.
+/// Memory layout of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightLayout {
-    /// (out, in), as `torch.nn.Linear` keeps it.
+    /// (out, in), like `torch.nn.Linear`.
     OutIn,
-    /// (in, out), as GPT-2's `Conv1D` keeps it.
+    /// (in, out), like GPT-2's `Conv1D`.
     InOut,
 }
 
-/// The operands of a linear map; `x` is (rows, in) however many dimensions its rows have.
+/// The operands of a linear layer; `x` is (..., in), and its leading dimensions are rows.
 pub struct LinearKernel<'a> {
     pub weight: &'a Tensor,
     pub weight_layout: WeightLayout,
@@ -34,19 +34,20 @@ pub struct LinearKernel<'a> {
     pub act: Activation,
 }
 
-/// Where parameter gradients are added.
+/// The gradients that a backward pass accumulates into.
 pub struct WeightBiasGrads<'a> {
     pub weight: &'a Tensor,
     pub bias: Option<&'a Tensor>,
 }
 
-/// What the gradient of a map's input meets first on its way back: the activation whose output the input is.
+/// The activation whose output is this layer's input: its backward pass can be fused into this layer's input-gradient
+/// GEMM.
 #[derive(Clone, Copy)]
 pub struct ActBackward<'a> {
     pub act: Activation,
-    /// What it was given.
+    /// Its pre-activation.
     pub v: &'a Tensor,
-    /// The gradient of the bias that was added before it.
+    /// The gradient of the bias added before it.
     pub bias: Option<&'a Tensor>,
 }
 
@@ -57,7 +58,7 @@ impl LinearKernel<'_> {
         Ok(if self.weight_layout == WeightLayout::OutIn { (b, a) } else { (a, b) })
     }
 
-    /// `W` as the (in, out) matrix that rows are multiplied with.
+    /// `W` as the (in, out) right operand.
     fn weight_matrix<'a, T>(&self, w: &'a [T]) -> Result<MatView<'a, T>> {
         let (a, b) = self.weight.dims2()?;
         let w = MatView::new(w, a, b);
@@ -72,7 +73,7 @@ impl LinearKernel<'_> {
         Ok(shape)
     }
 
-    /// The reference.
+    /// Reference implementation.
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         activate(&self.preactivation(x)?, self.act)
     }
@@ -90,7 +91,7 @@ impl LinearKernel<'_> {
         y.reshape(self.output_shape(x)?)
     }
 
-    /// The output, and what the activation was given where its backward pass reads that.
+    /// Returns the output, and the pre-activation if the activation's backward pass reads it.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
         if let Some(device) = super::cuda::device_of(x) {
@@ -104,8 +105,7 @@ impl LinearKernel<'_> {
         with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, None))
     }
 
-    /// As `forward`, with `onto` added to the output, and `act` of the sum: within the product where neither has an
-    /// activation.
+    /// Like `forward`, then `act(y + residual)`. The addition is fused into the GEMM if neither activation is present.
     pub fn forward_add_act(
         &self,
         x: &Tensor,
@@ -125,7 +125,7 @@ impl LinearKernel<'_> {
         Ok((super::add::inplace(&y, residual, act)?, pre))
     }
 
-    /// With `onto` added to the output.
+    /// Adds `residual` to the output if it is given.
     fn forward_cpu<T: Elem>(
         &self,
         x: &Tensor,
@@ -158,8 +158,8 @@ impl LinearKernel<'_> {
         Ok((cpu::tensor(out, shape)?, None))
     }
 
-    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. `v` is
-    /// what the activation [`reads`](Activation::reads); `dy` is overwritten.
+    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`. `v` is
+    /// the tensor that [`Activation::saved_for_backward`] names; `dy` is overwritten.
     pub fn backward(
         &self,
         x: &Tensor,
@@ -178,10 +178,12 @@ impl LinearKernel<'_> {
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
     }
 
-    /// What `backward` does without the input, on a card: turns `dy` into the gradient before the activation, adds the
-    /// bias's, and gives the input's where it is wanted, with `onto` added to it. With `recompute`, what the activation read
-    /// becomes the output, in the pass that makes its slope. The second value tells whether the input's gradient went through
-    /// what is `act_backward` too: then that one's `v` is its output, and its bias has its gradient.
+    /// The part of `backward` that does not read the input; CUDA only. It turns `dy` into the gradient before the
+    /// activation in place, accumulates the bias gradient, and returns the input gradient if requested, plus
+    /// `residual_grad`. With `recompute`, `v` becomes the activation's output in the pass that computes its derivative.
+    ///
+    /// The second value of the result says whether `act_backward` was fused into the input gradient: then its `v` now
+    /// holds its output, and its bias gradient is accumulated.
     pub fn backward_input(
         &self,
         v: Option<&Tensor>,
@@ -202,17 +204,17 @@ impl LinearKernel<'_> {
             );
         }
         let _ = (v, bias, needs_input_grad, residual_grad, recompute, act_backward);
-        candle_core::bail!("a gradient on {:?} is made at once", dy.device().location())
+        candle_core::bail!("linear: split backward needs a CUDA tensor, not {:?}", dy.device().location())
     }
 
-    /// What is left of `backward` after [`backward_input`](Self::backward_input), whose `dy` this is.
+    /// The rest of `backward` after [`backward_input`](Self::backward_input), with the `dy` that it left.
     pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, dweight: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
         if super::cuda::device_of(dy).is_some() {
             return self.backward_weight_cuda(x, dy, dweight);
         }
         let _ = (x, dweight);
-        candle_core::bail!("a gradient on {:?} is made at once", dy.device().location())
+        candle_core::bail!("linear: split backward needs a CUDA tensor, not {:?}", dy.device().location())
     }
 
     fn backward_cpu<T: Elem>(
@@ -278,13 +280,13 @@ impl LinearKernel<'_> {
     }
 }
 
-/// Whether both products of `backward` run at once, so that threads rarely wait for each other between the parts of one:
-/// not where they are of copies in another type, which would take twice the room.
+/// Whether both GEMMs of `backward` run at once, so that threads rarely wait at the end of one. Not where each GEMM
+/// converts its operands: the copies would take twice the memory.
 fn runs_concurrently(dtype: DType) -> bool {
     is_native_dtype(dtype)
 }
 
-/// Does both, [`runs_concurrently`] or one after the other.
+/// Runs both closures, concurrently if [`runs_concurrently`].
 pub(super) fn join_backward<A: Send, B: Send>(
     dtype: DType,
     weight: impl FnOnce() -> A + Send,
@@ -293,7 +295,7 @@ pub(super) fn join_backward<A: Send, B: Send>(
     if runs_concurrently(dtype) { rayon::join(weight, input) } else { (weight(), input()) }
 }
 
-/// Bytes of temporaries of the products with a weight of `k` inputs and `n` outputs, forward and backward.
+/// Bytes of temporaries of the forward and the backward GEMMs with a weight of `k` inputs and `n` outputs.
 pub fn workspace(dtype: DType, weight_layout: WeightLayout, rows: usize, k: usize, n: usize) -> (u64, u64) {
     let output = matmul_workspace(dtype, (rows, k, n), false, Threading::Parallel);
     let input = matmul_workspace(dtype, (rows, n, k), false, Threading::Parallel);
@@ -304,31 +306,31 @@ pub fn workspace(dtype: DType, weight_layout: WeightLayout, rows: usize, k: usiz
     (output, if runs_concurrently(dtype) { weight + input } else { weight.max(input) })
 }
 
-/// Ranges of rows whose column sums a card makes apart: enough blocks, of 128 columns, for a large one (six for each of
-/// 132 processors), by the sizes alone.
+/// Row ranges whose column sums CUDA computes separately. Enough thread blocks of 128 columns for a large GPU (six on
+/// each of 132 SMs); depends on the sizes alone.
 pub fn cuda_row_ranges(rows: usize, n: usize) -> usize {
     (792 / n.div_ceil(128)).clamp(1, rows.div_ceil(32).clamp(1, 256))
 }
 
-/// Bytes of the partial sums of a bias's gradient on a card.
+/// Bytes of the partial sums of a bias gradient on CUDA.
 pub fn bias_gradient_workspace(dtype: DType, rows: usize, n: usize) -> u64 {
     (cuda_row_ranges(rows, n) * n * cpu::acc_bytes(dtype)) as u64
 }
 
-/// Whether products of (rows, deep) and (deep, columns) are the body for Hopper's, by their sizes: whole tiles of columns,
-/// deep enough that one is finished while the next is made, and two or more for each processor.
+/// Whether the Hopper kernel takes a (rows, k) by (k, columns) GEMM of these sizes: whole column tiles, K long enough
+/// that one tile's epilogue overlaps the next tile's main loop, and at least two tiles per SM.
 pub fn hopper_supports(dtype: DType, rows: usize, columns: usize, k: usize) -> bool {
     let tiles = rows.div_ceil(128) * columns / 256;
     let whole = k.is_multiple_of(64) && columns.is_multiple_of(256);
     dtype == DType::BF16 && whole && k >= 6 * 64 && tiles >= 2 * 132 && rows <= i32::MAX as usize
 }
 
-/// As [`hopper_supports`], of scores: the last tile of many may be a part of one.
+/// Like [`hopper_supports`], for logits: the last column tile may be partial if there are many.
 pub fn hopper_supports_logits(dtype: DType, rows: usize, classes: usize, width: usize) -> bool {
     classes >= 8 * 256 && hopper_supports(dtype, rows, classes.next_multiple_of(256), width)
 }
 
-/// Bytes of the sums over 64 rows that such a product leaves.
+/// Bytes of the per-column sums over every 64 rows that such a GEMM writes.
 pub fn hopper_column_sums_bytes(rows: usize, columns: usize) -> usize {
     rows.div_ceil(64) * columns * size_of::<f32>()
 }
@@ -337,7 +339,7 @@ fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
     super::activation::reference::forward(x, act)
 }
 
-/// `y = act(y + bias)` over whole rows of `n` values.
+/// `y = act(y + bias)` on rows of `n` values.
 pub(super) fn bias_activation<T: Elem>(rows: &mut [T], n: usize, bias: Option<&[T]>, act: Activation) {
     match bias {
         None if act == Activation::Identity => {}
@@ -354,8 +356,8 @@ pub(super) fn bias_activation<T: Elem>(rows: &mut [T], n: usize, bias: Option<&[
     }
 }
 
-/// Turns `dy` into the gradient before the activation, in place, and gives the column sums of the
-/// result by chunks of rows (none unless asked for).
+/// Turns `d` into the gradient before the activation, in place. Returns the column sums of the result per chunk of rows
+/// if `with_sums`.
 pub(super) fn activation_backward<T: Elem>(
     d: &mut [T],
     v: Option<&[T]>,
@@ -383,7 +385,7 @@ pub(super) fn activation_backward<T: Elem>(
     d.par_chunks_mut(chunk).enumerate().map(|(i, d)| chunk_backward(i, d)).collect()
 }
 
-/// Column sums of rows of `n` values, by chunks of rows.
+/// Column sums of rows of `n` values, per chunk of rows.
 pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> Vec<Vec<T::Acc>> {
     let chunk_sums = |d: &[T]| {
         let mut sum = vec![T::Acc::ZERO; n];
@@ -397,7 +399,7 @@ pub(super) fn column_sums<T: Elem>(d: &[T], n: usize) -> Vec<Vec<T::Acc>> {
     d.par_chunks(cpu::rows_per_chunk(n) * n).map(chunk_sums).collect()
 }
 
-/// Adds partial sums in order.
+/// Adds the partial sums in order.
 pub(super) fn add_partials<R: Real>(into: &mut [R], partials: &[impl AsRef<[R]> + Sync]) {
     cpu::parallel_for_rows(into, 1, |first, into| {
         for partial in partials {

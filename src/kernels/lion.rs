@@ -1,5 +1,5 @@
-//! Lion (Chen et al., 2023): steps of one size along the sign of a mixture of momentum and gradient. One
-//! buffer of state.
+//! Lion (Chen et al., 2023): steps of constant size along the sign of an interpolation of momentum and gradient. The
+//! state is one buffer.
 
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
@@ -13,19 +13,19 @@ use crate::{vectorised, with_elem};
 
 #[derive(Clone, Copy, Debug)]
 pub struct LionKernel {
-    /// Share of the momentum in the direction taken.
+    /// Weight of the momentum in the step direction.
     pub beta1: f64,
-    /// Share of the momentum in the next momentum.
+    /// Weight of the momentum in the next momentum.
     pub beta2: f64,
 }
 
-/// Values of its state, of the master's type.
+/// Number of state values, in the dtype of the master weights.
 pub fn state_len(params: &FlatLayout) -> usize {
     params.len
 }
 
 impl LionKernel {
-    /// Decoupled weight decay, then the step; clears the gradients.
+    /// Applies decoupled weight decay, then the step; clears the gradients.
     pub fn apply(
         &self,
         c: &UpdateArgs,
@@ -129,7 +129,7 @@ mod tests {
                     plain[i] -= 0.01 * if direction == 0.0 { 0.0 } else { direction.signum() };
                     velocity[i] = 0.99 * velocity[i] + 0.01 * d[i];
                 }
-                // Where the direction is all but zero, f32 and f64 may take different sides.
+                // If the direction is close to zero, f32 and f64 may differ in its sign.
                 let apart =
                     to_f64_vec(&w).iter().zip(&plain).filter(|(a, b)| (**a - **b).abs() > 1e-5).count();
                 assert!(apart <= n / 10_000, "{apart} of {n} weights apart after step {step}");

@@ -1,5 +1,4 @@
-//! Matrix products on plain slices: by the `gemm` crate (`gemm_crate`), and by kernels of their own for small ones and for
-//! processors with AMX.
+//! GEMMs on plain slices: by the `gemm` crate (`gemm_crate`), by an AVX-512 kernel for small ones, and by AMX.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -45,12 +44,12 @@ impl<'a, T> MatView<'a, T> {
             rows == 0 || cols == 0 || data.len() >= (rows - 1) * row_stride + cols,
             "a matrix outside its slice"
         );
-        // What follows the matrix is not its own: a narrow type is widened as far as the slice goes.
+        // Cuts off what follows the matrix: conversion of a half type to f32 covers the whole slice.
         let len = if rows == 0 || cols == 0 { 0 } else { (rows - 1) * row_stride + cols };
         Self { data: &data[..len], rows, cols, row_stride, col_stride: 1 }
     }
 
-    /// The same places of other values.
+    /// The same view over other values.
     fn with_data<U>(self, data: &[U]) -> MatView<'_, U> {
         MatView {
             data,
@@ -61,7 +60,7 @@ impl<'a, T> MatView<'a, T> {
         }
     }
 
-    /// The transpose: the same values, read the other way.
+    /// The transpose: the same values with swapped strides.
     pub fn t(self) -> Self {
         Self {
             rows: self.cols,
@@ -73,27 +72,27 @@ impl<'a, T> MatView<'a, T> {
     }
 }
 
-/// Who does the work: the whole machine, or the thread that asks (inside a parallel loop).
+/// Who does the work: all threads, or only the caller (inside a parallel loop).
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Threading {
     Parallel,
     Serial,
 }
 
-/// What follows the sums of a product: `clamp(sum + bias) + residual`.
+/// Epilogue of a GEMM: `clamp(sum + bias) + residual`.
 #[derive(Clone, Copy)]
 pub struct CpuEpilogue<'a, R> {
-    /// A value for each column.
+    /// One value per column.
     pub bias: Option<&'a [R]>,
     pub clamp: ClampActivation,
-    /// Laid out as the result.
+    /// Same layout as the result.
     pub residual: Option<&'a [R]>,
 }
 
 impl<T: Elem> CpuEpilogue<'_, T> {
     pub const NONE: Self = Self { bias: None, clamp: ClampActivation::Identity, residual: None };
 
-    /// Finishes whole rows of `n` sums, of which the first is number `first`.
+    /// Applies the epilogue to whole rows of `n` sums; `first` is the index of the first row.
     fn apply(&self, rows: &mut [T], first: usize, n: usize) {
         let bounds = self.clamp.bounds();
         vectorised!(T, || {
@@ -114,14 +113,14 @@ impl<T: Elem> CpuEpilogue<'_, T> {
     }
 }
 
-/// The same slice, where both types are one.
+/// The same slice, if both types are the same.
 pub(super) fn downcast_slice<T: Elem, U: Elem>(values: &[T]) -> Option<&[U]> {
-    // SAFETY: every type of number has a `DTYPE` of its own, so the two are one type.
+    // SAFETY: each numeric type has its own `DTYPE`, so `T` and `U` are the same type.
     (T::DTYPE == U::DTYPE)
         .then(|| unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), values.len()) })
 }
 
-/// As [`same`], to be written to.
+/// Like [`downcast_slice`], for writing.
 pub(super) fn downcast_slice_mut<T: Elem, U: Elem>(values: &mut [T]) -> Option<&mut [U]> {
     // SAFETY: as above.
     (T::DTYPE == U::DTYPE)
@@ -146,7 +145,7 @@ impl<'a, T: Elem> CpuEpilogue<'a, T> {
     }
 }
 
-/// Runs `$body` with `$E` bound to the type of `$dtype`, if AMX multiplies it.
+/// Runs `$body` with `$E` bound to the type of `$dtype`, if AMX supports it.
 #[cfg(target_arch = "x86_64")]
 macro_rules! with_amx_elem {
     ($dtype:expr, $E:ident => $body:expr) => {
@@ -168,7 +167,7 @@ macro_rules! with_amx_elem {
     };
 }
 
-/// Whether products of this type by all threads are made without copies of their operands in another type.
+/// Whether a parallel GEMM of this type runs without converted copies of its operands.
 pub fn is_native_dtype(dtype: DType) -> bool {
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx {
@@ -177,7 +176,7 @@ pub fn is_native_dtype(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F64)
 }
 
-/// `out = a b`, or `out += a b` with `accumulate`; `out` is row-major with rows `stride` apart.
+/// `out = a b`, or `out += a b` with `accumulate`; `out` is row-major with row stride `stride`.
 pub fn gemm<T: Elem>(
     out: &mut [T::Acc],
     stride: usize,
@@ -187,11 +186,11 @@ pub fn gemm<T: Elem>(
     threading: Threading,
 ) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
-    assert_eq!(k, b.rows, "inner sizes of a product");
+    assert_eq!(k, b.rows, "gemm: K of a and b differ");
     if m == 0 || n == 0 {
         return;
     }
-    assert!(out.len() >= (m - 1) * stride + n, "a product outside its slice");
+    assert!(out.len() >= (m - 1) * stride + n, "gemm: result exceeds its slice");
     if threading == Threading::Parallel && try_amx::<T, T::Acc>(out, stride, a, b, accumulate, None) {
         return;
     }
@@ -210,8 +209,8 @@ pub fn gemm<T: Elem>(
     }
 }
 
-/// Makes a product by AMX, and what comes `epilogue`, where that is faster; says whether it did. The caller has checked the
-/// sizes, and adds to nothing that is narrow.
+/// Runs a GEMM and its epilogue on AMX if that is faster; returns whether it did. The caller has checked the sizes, and
+/// does not accumulate into a half-precision output.
 fn try_amx<T: Elem, O: Elem>(
     out: &mut [O],
     stride: usize,
@@ -243,8 +242,8 @@ fn try_amx<T: Elem, O: Elem>(
     false
 }
 
-/// Whether f32 products of these sizes are made without packing: small ones by the thread that asks, and with AMX all that
-/// its tiles do not take, so that `gemm` and what it keeps for each thread are not needed there at all.
+/// Whether f32 GEMMs of these sizes run on the AVX-512 kernel, without packing. With AVX-512: small serial ones. With
+/// AMX: all that the tiles do not take, so that the process needs neither `gemm` nor its per-thread buffers.
 fn uses_avx512(sizes: (usize, usize, usize), threading: Threading) -> bool {
     #[cfg(target_arch = "x86_64")]
     return match dispatch() {
@@ -259,7 +258,7 @@ fn uses_avx512(sizes: (usize, usize, usize), threading: Threading) -> bool {
     }
 }
 
-/// Makes a product without packing where it [`uses_avx512`]; says whether it did.
+/// Runs a GEMM without packing where it [`uses_avx512`]; returns whether it did.
 fn try_avx512<R: Real>(
     out: &mut [R],
     stride: usize,
@@ -285,25 +284,25 @@ fn try_avx512<R: Real>(
     false
 }
 
-/// The convolution `g` of `images`, and what comes `epilogue`.
+/// The convolution `g` of `images`, and its epilogue.
 #[derive(Clone, Copy)]
 pub struct ConvArgs<'a, T> {
     pub g: &'a ConvGeometry,
     pub images: &'a [T],
     pub weight: &'a [T],
-    /// It is the gradient of the input of a convolution with this weight.
+    /// Whether this computes the input gradient of a convolution with this weight.
     pub input_gradient: bool,
     pub epilogue: CpuEpilogue<'a, T>,
 }
 
-/// Makes a convolution by AMX, where that is faster than block by block of its windows; says whether it did.
+/// Runs a convolution on AMX if that is faster than im2col block by block; returns whether it did.
 pub fn try_conv<T: Elem>(out: &mut [T], args: ConvArgs<T>) -> bool {
     let ConvArgs { g, images, weight, input_gradient, epilogue } = args;
-    assert_eq!(weight.len(), g.out_channels * g.patch_len(), "the weight of a convolution");
+    assert_eq!(weight.len(), g.out_channels * g.patch_len(), "conv: length of the weight");
     assert_eq!(
         out.len() * g.height * g.width * g.in_channels,
         images.len() * g.output_pixels() * g.out_channels,
-        "the images of a convolution and what is made of them"
+        "conv: lengths of the images and the output"
     );
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx {
@@ -311,7 +310,7 @@ pub fn try_conv<T: Elem>(out: &mut [T], args: ConvArgs<T>) -> bool {
         let handled = with_amx_elem!(T::DTYPE, E => {
             match (downcast_slice_mut::<T, E>(out), downcast_slice::<T, E>(images), downcast_slice(weight), epilogue.downcast()) {
                 (Some(out), Some(images), Some(weight), Some(epilogue)) if amx::supports_conv::<E>(g, batch) => {
-                    // SAFETY: the dispatch is AMX, and every size was checked.
+                    // SAFETY: the dispatch is AMX, and the asserts above checked every size.
                     unsafe { amx::conv(out, ConvArgs { g, images, weight, input_gradient, epilogue }) };
                     Some(())
                 }
@@ -324,7 +323,7 @@ pub fn try_conv<T: Elem>(out: &mut [T], args: ConvArgs<T>) -> bool {
     false
 }
 
-/// Bytes that [`try_conv`] takes for temporaries, where it does it.
+/// Bytes of temporaries of [`try_conv`], if it takes this convolution.
 pub fn conv_workspace(dtype: DType, g: &ConvGeometry, batch: usize) -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx {
@@ -335,26 +334,26 @@ pub fn conv_workspace(dtype: DType, g: &ConvGeometry, batch: usize) -> Option<u6
     None
 }
 
-/// Adds the gradient of a convolution's weight by the thread that asks, by AMX where that is faster than block by block of
-/// its windows; says whether it did. `d` is the gradient of the output.
+/// Accumulates the weight gradient of a convolution in the calling thread, on AMX if that is faster than im2col block
+/// by block; returns whether it did. `d` is the output gradient.
 pub fn try_conv_weight_gradient<T: Elem>(
     dweight: &mut [T::Acc],
     g: &ConvGeometry,
     images: &[T],
     d: &[T],
 ) -> bool {
-    assert_eq!(dweight.len(), g.out_channels * g.patch_len(), "the gradient of a convolution's weight");
+    assert_eq!(dweight.len(), g.out_channels * g.patch_len(), "conv: length of the weight gradient");
     assert_eq!(
         d.len() * g.height * g.width * g.in_channels,
         images.len() * g.output_pixels() * g.out_channels,
-        "the images of a convolution and what was made of them"
+        "conv: lengths of the images and the output gradient"
     );
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx {
         let batch = images.len() / (g.height * g.width * g.in_channels);
         let handled = with_amx_elem!(T::DTYPE, E => match (downcast_slice_mut(dweight), downcast_slice::<T, E>(images), downcast_slice(d)) {
             (Some(dweight), Some(images), Some(d)) if amx::supports_conv_weight_gradient::<E>(g, batch) => {
-                // SAFETY: the dispatch is AMX, and every size was checked.
+                // SAFETY: the dispatch is AMX, and the asserts above checked every size.
                 unsafe { amx::conv_weight_gradient(dweight, g, images, d) };
                 Some(())
             }
@@ -365,7 +364,7 @@ pub fn try_conv_weight_gradient<T: Elem>(
     false
 }
 
-/// Bytes that [`try_conv_weight_gradient`] packs operands into, where it does it.
+/// Bytes that [`try_conv_weight_gradient`] packs its operands into, if it takes this convolution.
 pub fn conv_weight_gradient_workspace(dtype: DType, g: &ConvGeometry, batch: usize) -> Option<u64> {
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx {
@@ -376,9 +375,9 @@ pub fn conv_weight_gradient_workspace(dtype: DType, g: &ConvGeometry, batch: usi
     None
 }
 
-/// Bytes of temporaries of [`gemm`] while it makes an (m, n) matrix over `k`: copies of operands in the type that is
-/// computed in, where it is another, and what is packed; `transposed_a` where `a` is a transpose. What each thread keeps for good
-/// is not in it: [`thread_buffer_bytes`].
+/// Bytes of temporaries of [`gemm`] for an (m, n) result over `k`: operands converted to the accumulator type where
+/// they are stored in another, and packed operands. `transposed_a` says that `a` is a transpose. Excludes the buffers
+/// that each thread keeps: [`thread_buffer_bytes`].
 pub fn gemm_workspace(
     dtype: DType,
     (m, k, n): (usize, usize, usize),
@@ -394,13 +393,13 @@ pub fn gemm_workspace(
             return bytes;
         }
     }
-    // As `gemm` 0.19 decides it, with the tile heights of AVX2 and AVX-512: it makes the transposed product, packs
-    // slices of at most so many of the inner sums, `a` where its rows are long strides and `b` where it is narrow.
+    // Mirrors what `gemm` 0.19 does, with the tile heights of AVX2 and AVX-512. It computes the transposed result,
+    // packs slices of at most KC of K, and packs `a` where its rows have a long stride and `b` where it is narrow.
     const KC: usize = 512;
     const MR_AVX2: usize = 24;
     const MR_AVX512: usize = 48;
     let packed = || {
-        // Where `a` is a transpose the inner sums are over the samples, and a smaller batch may be cut into deeper slices.
+        // Where `a` is a transpose, K runs over the samples, and a smaller batch may be cut into longer slices.
         let depth = if transposed_a { k.min(KC) } else { k.div_ceil(k.div_ceil(KC).max(1)) };
         let a = n > MR_AVX2 * if transposed_a { 2 } else { gemm::get_rhs_packing_threshold() };
         let b = n <= 16 * MR_AVX512;
@@ -412,8 +411,8 @@ pub fn gemm_workspace(
     (acc_bytes(dtype) * (packed + converted_elements(dtype, m * k + k * n))) as u64
 }
 
-/// Bytes that each thread keeps after its first product of this type: `gemm` packs into a buffer of its own as large as
-/// the second-level cache. With AMX it makes no products but those of f64.
+/// Bytes that each thread keeps after its first GEMM of this type: `gemm` packs into a per-thread buffer the size of
+/// the L2 cache. With AMX only f64 uses `gemm`.
 pub fn thread_buffer_bytes(dtype: DType) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if dispatch() == Dispatch::Amx && dtype != DType::F64 {
@@ -422,12 +421,12 @@ pub fn thread_buffer_bytes(dtype: DType) -> u64 {
     gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
 }
 
-/// Values of so many that a product copies to another type.
+/// How many of `values` elements a GEMM converts to another type.
 fn converted_elements(dtype: DType, values: usize) -> usize {
     if acc_bytes(dtype) == dtype.size_in_bytes() { 0 } else { values }
 }
 
-/// As [`gemm_workspace`], of [`matmul`] and [`matmul_epilogue`].
+/// Like [`gemm_workspace`], for [`matmul`] and [`matmul_epilogue`].
 pub fn matmul_workspace(
     dtype: DType,
     (m, k, n): (usize, usize, usize),
@@ -447,13 +446,13 @@ pub fn matmul_workspace(
         + (acc_bytes(dtype) * converted_elements(dtype, m * n)) as u64
 }
 
-/// As [`gemm`], rounding the result to the stored type; `out` is a whole row-major (m, n) matrix.
+/// Like [`gemm`], with the result rounded to the stored type; `out` is a whole row-major (m, n) matrix.
 pub fn matmul<T: Elem>(out: &mut [T], a: MatView<T>, b: MatView<T>, threading: Threading) {
     matmul_maybe_fused(out, a, b, threading, None);
 }
 
-/// As [`matmul`] by all threads, and what comes `epilogue`: where the product allows it as the sums are made,
-/// while they are near.
+/// Like [`matmul`] on all threads, followed by `epilogue`. It is fused into the GEMM where possible, while the sums are
+/// in cache.
 pub fn matmul_epilogue<T: Elem>(out: &mut [T], a: MatView<T>, b: MatView<T>, epilogue: CpuEpilogue<T>) {
     let n = b.cols;
     if !matmul_maybe_fused(out, a, b, Threading::Parallel, Some(epilogue)) {
@@ -461,7 +460,7 @@ pub fn matmul_epilogue<T: Elem>(out: &mut [T], a: MatView<T>, b: MatView<T>, epi
     }
 }
 
-/// As [`matmul`]; says whether `epilogue` was done too.
+/// Like [`matmul`]; returns whether `epilogue` was applied too.
 fn matmul_maybe_fused<T: Elem>(
     out: &mut [T],
     a: MatView<T>,
@@ -470,8 +469,8 @@ fn matmul_maybe_fused<T: Elem>(
     epilogue: Option<CpuEpilogue<T>>,
 ) -> bool {
     let n = b.cols;
-    assert_eq!(a.cols, b.rows, "inner sizes of a product");
-    assert!(out.len() >= a.rows * n, "a product outside its slice");
+    assert_eq!(a.cols, b.rows, "matmul: K of a and b differ");
+    assert!(out.len() >= a.rows * n, "matmul: result exceeds its slice");
     if threading == Threading::Parallel && !out.is_empty() && try_amx::<T, T>(out, n, a, b, false, epilogue) {
         return true;
     }

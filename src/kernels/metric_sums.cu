@@ -1,4 +1,4 @@
-// The tally of rows, from what each of them left: (loss, weight, count, first, among five).
+// Sums the metrics of all rows: (loss, weight, count, top1, top5).
 #include "cuda/device.cuh"
 
 namespace {

@@ -1,18 +1,18 @@
-//! What a loss counts.
+//! Metric sums: what a loss accumulates over samples.
 
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
 
 use candle_core::{Result, Tensor};
 
-/// Sums over samples (tokens): adding tallies is exact however a set was split.
+/// Sums over samples (tokens). Adding them is exact, however a dataset is split.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MetricSums {
     /// Sum of weighted losses.
     pub loss: f64,
-    /// Sum of weights; their mean loss is `loss / weight`, and 0 where nothing was to be judged.
+    /// Sum of weights. The mean loss is `loss / weight`, and 0 if nothing was counted.
     pub weight: f64,
-    /// Targets judged, and of these those the highest score, or one of the five highest, was right for.
+    /// Counted targets, and how many of them are the top-1 class or among the top-5 classes.
     pub count: u64,
     pub top1: u64,
     pub top5: u64,
@@ -34,7 +34,7 @@ impl std::ops::AddAssign for MetricSums {
     }
 }
 
-/// A tally that is known, or one that a card has yet to count: five f64 in the order of [`MetricSums`].
+/// Metric sums that are known, or that are still pending on the device: five f64 in the order of [`MetricSums`].
 #[derive(Clone, Debug)]
 pub enum PendingMetricSums {
     Ready(MetricSums),
@@ -42,7 +42,7 @@ pub enum PendingMetricSums {
 }
 
 impl PendingMetricSums {
-    /// Waits for the card where that is needed.
+    /// The sums; synchronizes if they are pending.
     pub fn read(&self) -> Result<MetricSums> {
         match self {
             PendingMetricSums::Ready(tally) => Ok(*tally),
@@ -50,7 +50,7 @@ impl PendingMetricSums {
                 [loss, weight, count, top1, top5] => {
                     Ok(MetricSums { loss, weight, count: count as u64, top1: top1 as u64, top5: top5 as u64 })
                 }
-                _ => candle_core::bail!("a tally of {:?} values", sums.dims()),
+                _ => candle_core::bail!("metric sums: expected 5 values, got {:?}", sums.dims()),
             },
         }
     }
@@ -62,7 +62,7 @@ impl From<MetricSums> for PendingMetricSums {
     }
 }
 
-/// Bytes a card has the tally of `rows` rows in, until it is added up, and those of the sums.
+/// Bytes on a GPU for the metrics of `rows` rows and their sums.
 pub fn cuda_workspace(rows: usize) -> u64 {
     (rows * (2 * size_of::<f64>() + size_of::<u32>()) + 5 * size_of::<f64>()) as u64
 }

@@ -1,8 +1,9 @@
-//! Operations on tensors, one file each: a reference in plain candle ops and the bodies that are fast.
+//! Tensor operations, one file each: a reference implementation in plain candle ops, and optimized CPU and CUDA
+//! kernels.
 //!
-//! The reference runs on every device candle has and is the oracle for the bodies. A body takes
-//! contiguous tensors, returns fresh ones or adds to the one it is given, records no graph, and gives
-//! the same bits whatever the number of threads does in time. Layers are the only callers.
+//! The reference runs on every candle device and is the test oracle for the kernels. A kernel takes contiguous tensors.
+//! It returns newly allocated tensors or accumulates into the tensor it receives. It records no autograd graph, and its
+//! result is bitwise reproducible whatever the thread timing. Only layers call kernels.
 
 pub mod activation;
 pub mod adafactor;
@@ -51,7 +52,7 @@ pub use activation::{Activation, SavedForBackward};
 pub use clamp::ClampActivation;
 pub use elem::{Elem, Real};
 
-/// A contiguous tensor's values in memory of their own.
+/// Copies a contiguous tensor into newly allocated memory.
 pub fn copy(tensor: &candle_core::Tensor) -> candle_core::Result<candle_core::Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(tensor) {

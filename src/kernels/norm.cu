@@ -1,11 +1,12 @@
-// Layer norm and RMS norm: a warp a row, which it keeps in registers unless it is long.
+// Layer norm and RMS norm: one warp per row, which stays in registers unless it is long.
 #include "cuda/column_sums.cuh"
 
 namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 
-// One value of the output. `forward` and `again` give the same bits, for nothing here can be contracted.
+// One output value. The explicit fma leaves nothing for the compiler to contract, so `forward` and the recomputation in
+// the backward pass give the same bits.
 template <class R> __device__ __forceinline__ R normalized(R x, R mean, R scale, R w, R b) {
     return fma((x - mean) * scale, w, b);
 }
@@ -13,7 +14,7 @@ template <class R> __device__ __forceinline__ R normalized(R x, R mean, R scale,
 __device__ __forceinline__ float rsqrt_of(float x) { return 1.0f / sqrtf(x); }
 __device__ __forceinline__ double rsqrt_of(double x) { return 1.0 / sqrt(x); }
 
-// A row of `packs` packs, spread over a warp: `K` of them in each lane, or read again each time if `K` is 0.
+// A row of `packs` packs, distributed over a warp: each lane holds `K` packs, or rereads them each time if `K` is 0.
 template <class T, int N, int K> struct Row {
     const T *from;
     int packs, lane;
@@ -26,7 +27,7 @@ template <class T, int N, int K> struct Row {
             if (int p = lane + k * WARP; p < packs) kept[k] = Pack<T, N>::load(from + p * N);
     }
 
-    // `f(pack's number, pack)` for those of this lane.
+    // Calls `f(index, pack)` for the packs of this lane.
     template <class F> __device__ __forceinline__ void each(F f) const {
         if constexpr (K > 0) {
 #pragma unroll
@@ -38,10 +39,10 @@ template <class T, int N, int K> struct Row {
     }
 };
 
-// Rows that a warp has in hand: where they are short, the next is on its way while one is worked on.
+// Rows per warp: for short rows, the next row loads while the current one is processed.
 constexpr int rows_each(int k) { return k == 2 ? 2 : 1; }
 
-// `known`: the statistics are there, and only the output is made.
+// `have_stats`: the statistics exist, and only the output is computed.
 template <class T, int N, int K>
 __global__ void __launch_bounds__(THREADS)
     forward(const T *x, const T *w, const T *b, T *y, Acc<T> *stats, int64_t rows, int n, Acc<T> eps, bool centred,
@@ -96,14 +97,14 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// What a row's input gradient is made of: the means of its gradients, and of their products with the normal values.
+// What the input gradient of a row needs: the mean of the output gradients, and the mean of their products with xhat.
 template <class R> struct InputGrad {
     R mean, scale, dot_xhat, mean_dy;
     __device__ __forceinline__ R normalized(R x) const { return (x - mean) * scale; }
     __device__ __forceinline__ R operator()(R normalized, R g) const { return scale * (g - mean_dy - normalized * dot_xhat); }
 };
 
-// Adds what a pack has to a row's sums.
+// Accumulates a pack into the sums of a row.
 template <class T, int N, class R>
 __device__ __forceinline__ void add_to(InputGrad<R> &s, const LazyPack<T, N> &x, const LazyPack<T, N> &dy, const LazyPack<T, N> &w) {
 #pragma unroll
@@ -114,32 +115,32 @@ __device__ __forceinline__ void add_to(InputGrad<R> &s, const LazyPack<T, N> &x,
     }
 }
 
-// What is left to do once the sums are whole.
+// Turns the complete sums into means.
 template <class R> __device__ __forceinline__ void finalize_sums(InputGrad<R> &s, bool centred, int n) {
     R inv_n = R(1) / R(n);
     s.dot_xhat *= inv_n;
     s.mean_dy = centred ? s.mean_dy * inv_n : R(0);
 }
 
-// What a thread has of a row.
+// A thread's slice of a row.
 template <class T, int N> struct RowSlice {
     LazyPack<T, N> x, dy, residual_grad;
     InputGrad<Acc<T>> s;
 };
 
-// Rows that a block of so many threads has in hand at once: as many as registers suffice for.
+// Rows that a block of this many threads processes at once: as many as the registers permit.
 constexpr int rows_in_flight(int threads) { return threads <= 128 ? 2 : 1; }
 
-// The input's gradient of a block's rows, and the sums of theirs that the parameters' gradients are made of:
-// `partial[block, weight or bias, column]`. A thread has a pack of columns in every row. `AGAIN`: what `forward` gave is
-// written over `dy`. `SUMS`: the sums of the input's gradient are the last of the partial ones.
+// The input gradient of a block's rows, and the block's partial sums of the parameter gradients:
+// `partial[block, weight or bias, column]`. A thread owns the same pack of columns in every row. `RECOMPUTE` overwrites
+// `dy` with the output of `forward`. `SUMS` appends the column sums of the input gradient to the partial sums.
 template <class T, int N, int MAX_THREADS, bool RECOMPUTE, bool SUMS>
 __global__ void __launch_bounds__(MAX_THREADS, MAX_THREADS == 128 ? 4 : 1)
     backward(const T *x, const Acc<T> *stats, T *dy, const T *w, const T *b, T *dx, const T *residual_grad, Acc<T> *partial,
              int64_t rows, int n, int64_t rows_each, bool centred, bool bias) {
     using R = Acc<T>;
     constexpr int ROWS_IN_FLIGHT = rows_in_flight(MAX_THREADS);
-    __shared__ R sums[2][MAX_THREADS / WARP][ROWS_IN_FLIGHT][2]; // those of one turn are read while the next are written
+    __shared__ R sums[2][MAX_THREADS / WARP][ROWS_IN_FLIGHT][2]; // double-buffered: read one, write the other
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     int column = threadIdx.x * N;
     bool in_range = column < n;
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(MAX_THREADS, MAX_THREADS == 128 ? 4 : 1)
     LazyPack<T, N> wide = {}, add = {};
     if (in_range) wide.load(w + column);
     if (RECOMPUTE && in_range && b) add.load(b + column);
-    // Rows are on their way while those before them are worked on.
+    // The next rows load while the current ones are processed.
     RowSlice<T, N> now[ROWS_IN_FLIGHT], next[ROWS_IN_FLIGHT];
     auto prefetch = [&](int64_t row) {
 #pragma unroll
@@ -215,8 +216,8 @@ __global__ void __launch_bounds__(MAX_THREADS, MAX_THREADS == 128 ? 4 : 1)
     }
 }
 
-// The same for rows so short that a warp has all of one, `K` packs a lane: it waits for no other until the block's sums
-// are made of its warps'. `BLOCKS` are at once on a processor.
+// The same for rows short enough that one warp holds a whole row, `K` packs per lane. A warp synchronizes with the
+// others only for the final sums of the block. `BLOCKS` is the number of blocks per SM.
 template <class T, int N, int K, int BLOCKS, bool RECOMPUTE, bool SUMS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     backward_short(const T *x, const Acc<T> *stats, T *dy, const T *w, const T *b, T *dx, const T *residual_grad,
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 }
 
-// The input's gradient of rows too long for registers.
+// The input gradient of rows too long for registers.
 template <class T, int N>
 __global__ void __launch_bounds__(THREADS)
     backward_long(const T *x, const Acc<T> *stats, const T *dy, const T *w, T *dx, const T *residual_grad, int64_t rows, int n,
@@ -336,7 +337,7 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// What the weight's gradient sums.
+// The summand of the weight gradient.
 template <class T> struct WeightGradTerm {
     const T *x, *dy;
     const Acc<T> *stats;
@@ -349,10 +350,10 @@ template <class T> struct WeightGradTerm {
     }
 };
 
-// Packs a lane has of a short row.
+// Packs per lane of a short row.
 constexpr int SHORT_PACKS = 3;
 
-// Packs a lane holds of a row: the fewest of those compiled that suffice, 0 where none does.
+// Packs per lane of a row: the smallest compiled count that suffices, 0 if none does.
 int packs_per_lane(int packs) {
     for (int k : {2, 3, 4, 8})
         if (packs <= k * WARP) return k;
@@ -361,7 +362,7 @@ int packs_per_lane(int packs) {
 
 } // namespace
 
-// Makes `y` and the statistics, or `y` from statistics that are `known`.
+// Computes `y` and the statistics, or with `have_stats` only `y`.
 extern "C" int norm_forward(int type, const void *x, const void *w, const void *b, void *y, void *stats, int64_t rows,
                             int n, double eps, int centred, int have_stats, cudaStream_t stream) {
     if (rows == 0 || n == 0) return 0;
@@ -383,9 +384,9 @@ extern "C" int norm_forward(int type, const void *x, const void *w, const void *
     return cudaGetLastError();
 }
 
-// `dx` may be null, and so may `onto`, which is added to it. `partial` is (parts, weight, bias and sums, n); the sums are
-// added onto `dw` and `db`, and those of `dx` onto `sums`, if these are there. With `again`, `dy` becomes what
-// `norm_forward` gave, for which `b` is there.
+// `dx` may be null, and so may `residual_grad`, which is added to it. `partial` is (parts, weight, bias and sums, n).
+// The sums accumulate into `dw` and `db`, and those of `dx` into `sums`, where these are not null. With
+// `recompute_output`, `dy` is overwritten with the output of `norm_forward`, which requires `b`.
 extern "C" int norm_backward(int type, const void *x, const void *stats, void *dy, const void *w, const void *b, void *dx,
                              const void *residual_grad, void *partial, void *dw, void *db, void *sums, int64_t rows,
                              int n, int parts, int centred, int recompute_output, cudaStream_t stream) {
@@ -411,7 +412,7 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, void *d
         bool wide = aligned(int64_t(n) * sizeof(T), {x, dy, w, dx, residual_grad});
         int threads = (n / N + WARP - 1) / WARP * WARP;
         if (wide && threads <= 1024) {
-            // `card_parts` in Rust has the same sizes.
+            // The thresholds must match `norm::cuda_row_ranges` in Rust.
             if (n <= SHORT_PACKS * WARP * N / 2) { DISPATCH_FLAGS(SHORT, N / 2, 4); }
             else if (n <= SHORT_PACKS * WARP * N) { DISPATCH_FLAGS(SHORT, N, 2); }
             else if (threads <= 128) { DISPATCH_FLAGS(MIDDLE, 128); }
@@ -425,7 +426,7 @@ extern "C" int norm_backward(int type, const void *x, const void *stats, void *d
         } else {
             if (dx && wide) LONG(N);
             else if (dx) LONG(1);
-            // One vector after the other, through the same room.
+            // One vector at a time, through the same buffer.
             WeightGradTerm<T> dot_xhat{(const T *)x, (const T *)dy, (const R *)stats, n, bool(centred)};
             launch_partial_sums<R>((R *)partial, rows, n, parts, dot_xhat, stream);
             launch_add_partials<R>((R *)partial, {{(R *)dw}, 1}, parts, n, stream);

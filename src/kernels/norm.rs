@@ -1,4 +1,4 @@
-//! Normalisation of each row to one mean square: layer norm (centred) and RMS norm.
+//! Normalization of each row to unit mean square: layer norm (centred) and RMS norm.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -16,29 +16,30 @@ use crate::{vectorised, with_elem};
 pub struct NormKernel<'a> {
     pub weight: &'a Tensor,
     pub bias: Option<&'a Tensor>,
-    /// Layer norm; without it the mean counts as 0, which is RMS norm.
+    /// True for layer norm. If false, the mean counts as 0, which is RMS norm.
     pub centred: bool,
     pub eps: f64,
 }
 
-/// What a backward pass does beside the gradients, without another pass over them.
+/// What a backward pass can fuse besides the gradients.
 #[derive(Clone, Copy, Default)]
 pub struct NormBackwardFusion<'a> {
-    /// Is added to the input's gradient.
+    /// Gradient of the residual branch, added to the input's gradient.
     pub residual_grad: Option<&'a Tensor>,
-    /// The sums over all rows of the input's gradient are added to it. On a card alone.
+    /// Accumulates the column sums of the input's gradient, for the bias of the layer below. GPU only.
     pub dx_column_sums: Option<&'a Tensor>,
-    /// The gradient that is given becomes the output, bit for bit. On a card alone.
+    /// Overwrites the given gradient with the recomputed output, bit for bit. GPU only.
     pub recompute_output: bool,
 }
 
-/// Rows whose parameter gradients are summed before they are added to those of others.
+/// Rows per partial sum of the parameter gradients.
 pub fn chunk_rows(width: usize) -> usize {
     cpu::rows_per_chunk(width).max(32)
 }
 
-/// Ranges of rows whose parameter gradients a card sums apart: as many blocks as the 132 processors of a large one have in
-/// hand at once, of four warps where a warp has whole rows, of a thread for each 16 bytes of a row otherwise.
+/// Number of row ranges, one per block, whose parameter gradients a GPU sums separately: as many blocks as the 132 SMs
+/// of a large GPU run at once. A block has four warps if a warp holds a whole row, otherwise one thread per 16 bytes of
+/// a row.
 pub fn cuda_row_ranges(dtype: DType, rows: usize, width: usize) -> usize {
     let bytes = width * dtype.size_in_bytes();
     let threads = bytes.div_ceil(16).next_multiple_of(32);
@@ -50,13 +51,13 @@ pub fn cuda_row_ranges(dtype: DType, rows: usize, width: usize) -> usize {
     rows.div_ceil(8).clamp(1, 132 * blocks)
 }
 
-/// Bytes of these sums, of as many `vectors` as there are parameters, and of those of the input's gradient.
+/// Bytes of these partial sums for `vectors` parameter vectors, plus the column sums of the input's gradient.
 pub fn cuda_workspace(dtype: DType, rows: usize, width: usize, vectors: usize) -> u64 {
     (cuda_row_ranges(dtype, rows, width) * (vectors + 1) * width * cpu::acc_bytes(dtype)) as u64
 }
 
 impl NormKernel<'_> {
-    /// The reference.
+    /// The reference implementation, in candle operations.
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         let n = self.weight.elem_count() as f64;
         let last = x.rank() - 1;
@@ -72,12 +73,12 @@ impl NormKernel<'_> {
         }
     }
 
-    /// Values kept of each row: one over its root mean square, and its mean before that where centred.
+    /// Saved values per row: the reciprocal of its root mean square, preceded by its mean if centred.
     fn stats_per_row(&self) -> usize {
         1 + self.centred as usize
     }
 
-    /// The output and what is kept of each row.
+    /// The output, and the saved statistics of each row.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(x) {
@@ -128,8 +129,8 @@ impl NormKernel<'_> {
         Ok((y, stats))
     }
 
-    /// The output once more, bit for bit, where a card made it: there a pass over the input costs less than the
-    /// room for the output.
+    /// Recomputes the output, bit for bit, on a GPU; `None` elsewhere. There a pass over the input costs less than
+    /// keeping the output in memory.
     pub fn recompute_output(&self, _x: &Tensor, _stats: &Tensor) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(_x) {
@@ -138,8 +139,8 @@ impl NormKernel<'_> {
         Ok(None)
     }
 
-    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted; `stats` is
-    /// what `forward` kept.
+    /// Accumulates the parameter gradients into `grads` and returns the input's gradient if it is needed. `stats` is
+    /// what `forward` saved.
     pub fn backward(
         &self,
         x: &Tensor,
@@ -154,7 +155,7 @@ impl NormKernel<'_> {
             return self.backward_cuda(device, (x, stats, dy), grads, needs_input_grad, fusion);
         }
         if fusion.recompute_output || fusion.dx_column_sums.is_some() {
-            candle_core::bail!("only a card makes more than gradients in a pass")
+            candle_core::bail!("norm: fused backward outputs are supported on CUDA only")
         }
         if !reference::has_cpu_kernel(x) {
             let mut inputs = vec![x, self.weight];
@@ -198,7 +199,7 @@ impl NormKernel<'_> {
         let (weights, biases): (Vec<_>, Vec<_>) = chunks
             .enumerate()
             .map(|(i, ((x, dy), stats))| {
-                // SAFETY: chunk i is the only one that writes these rows.
+                // SAFETY: only chunk `i` writes these rows.
                 let dx = unsafe { all.range_mut(i * rows * n, x.len()) };
                 let mut dw = vec![T::Acc::ZERO; n];
                 let mut db = vec![T::Acc::ZERO; if self.bias.is_some() { n } else { 0 }];

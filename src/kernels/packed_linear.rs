@@ -1,4 +1,4 @@
-//! Linear maps of one input, their outputs side by side: `y = [x W1' + b1, x W2' + b2, ...]`.
+//! Several linear maps of one input, their outputs concatenated: `y = [x W1^T + b1, x W2^T + b2, ...]`.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -12,14 +12,14 @@ use super::matmul::{MatView, Threading, gemm, gemm_workspace, is_native_dtype, r
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// A map: its weight is (out, in), its bias (out).
+/// One map: its weight is (out, in), its bias (out).
 #[derive(Clone, Copy)]
 pub struct Projection<'a> {
     pub weight: &'a Tensor,
     pub bias: Option<&'a Tensor>,
 }
 
-/// The maps with the first of the output's columns each.
+/// The maps, each with its first output column, and the total number of columns.
 fn with_column_offsets<'a>(projections: &[Projection<'a>]) -> Result<(Vec<(usize, Projection<'a>)>, usize)> {
     let mut columns = 0;
     let mut offsets = Vec::with_capacity(projections.len());
@@ -30,7 +30,7 @@ fn with_column_offsets<'a>(projections: &[Projection<'a>]) -> Result<(Vec<(usize
     Ok((offsets, columns))
 }
 
-/// The reference.
+/// Reference implementation.
 pub fn reference(x: &Tensor, projections: &[Projection]) -> Result<Tensor> {
     let k = x.dim(x.rank() - 1)?;
     let rows = x.reshape((x.elem_count() / k, k))?;
@@ -90,8 +90,8 @@ fn forward_cpu<T: Elem>(x: &Tensor, projections: &[Projection]) -> Result<Tensor
     cpu::tensor(y, [&x.dims()[..x.rank() - 1], &[n]].concat())
 }
 
-/// Adds the gradients of the maps to `grads`, which lie as the maps do, and returns the input's where
-/// it is wanted.
+/// Accumulates the gradients of the maps into `grads`, in the same order, and returns the input gradient if
+/// `needs_input_grad`.
 pub fn backward(
     x: &Tensor,
     projections: &[Projection],
@@ -180,12 +180,12 @@ fn backward_cpu<T: Elem>(
     dx?.map(|dx| cpu::tensor(dx, x.shape())).transpose()
 }
 
-/// Bytes of temporaries of the forward and of the backward pass of maps from `k` values to these.
+/// Bytes of temporaries of the forward and the backward pass of maps from `k` values to `widths`.
 pub fn workspace(dtype: DType, rows: usize, k: usize, widths: &[usize]) -> (u64, u64) {
     let acc = cpu::acc_bytes(dtype);
-    // Results in the type that is computed in, where it is another.
+    // Results in the accumulator type, if that is not the stored type.
     let acc_copy = |values: usize| if dtype.size_in_bytes() == acc { 0 } else { (values * acc) as u64 };
-    // Columns of one map's gradient are copied with those that lie between them.
+    // Converting one map's columns of `dy` also converts the columns between them.
     let columns: usize = widths.iter().sum();
     let gaps = if is_native_dtype(dtype) { 0 } else { acc_copy(rows * columns) };
     let largest = |packed: &dyn Fn(usize) -> u64| widths.iter().map(|n| packed(*n)).max().unwrap_or(0);

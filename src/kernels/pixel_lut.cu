@@ -1,11 +1,11 @@
-// Pictures of bytes as the values these stand for.
+// Maps image bytes to values through a lookup table per channel.
 #include "cuda/device.cuh"
 
 namespace {
 
-constexpr int THREADS = 256, EACH = 16; // values of a thread
+constexpr int THREADS = 256, EACH = 16; // values per thread
 
-// Value `i` is of channel `i % channels`. Each block has the tables at hand.
+// Value `i` belongs to channel `i % channels`. Each block caches the tables in shared memory.
 template <class T>
 __global__ void __launch_bounds__(THREADS)
     expand(const uint8_t *bytes, const float *tables, T *values, int64_t count, int channels) {

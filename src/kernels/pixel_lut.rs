@@ -1,4 +1,4 @@
-//! Pictures of bytes as the values these stand for: (..., channels) by a table of 256 values a channel.
+//! Converts u8 images to normalized values: (..., channels) through a 256-entry lookup table per channel.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -8,13 +8,13 @@ use rayon::prelude::*;
 use super::cpu;
 use crate::features::PixelLut;
 
-/// Pixels that a thread has in hand.
+/// Pixels per parallel chunk.
 const CHUNK: usize = 1 << 14;
 
 #[cfg(feature = "cuda")]
 pub use gpu::expand;
 
-/// The values of `bytes`, the channels of a pixel side by side: the reference, and the body of the CPU.
+/// The values of `bytes`, channels last: the reference, and the CPU kernel.
 pub fn expand_bytes(lut: &PixelLut, bytes: &[u8]) -> Vec<f32> {
     let mut values = cpu::uninit::<f32>(bytes.len());
     let tables = lut.tables.as_slice();
@@ -30,7 +30,7 @@ pub fn expand_bytes(lut: &PixelLut, bytes: &[u8]) -> Vec<f32> {
     values
 }
 
-/// The number of channels as a constant keeps the bounds out of the loop.
+/// A constant channel count keeps bounds checks out of the loop.
 fn lookup_pixels<const C: usize>(tables: [&[f32; 256]; C], values: &mut [f32], bytes: &[u8]) {
     for (values, bytes) in values.chunks_exact_mut(C).zip(bytes.chunks_exact(C)) {
         for c in 0..C {
@@ -58,7 +58,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
 
-        /// Every byte becomes the value of its channel, in every chunk.
+        /// Every byte maps to the value of its channel, in every chunk.
         #[test]
         fn a_byte_is_looked_up_in_its_channel(channels in 1usize..5, pixels in 1usize..3 * CHUNK, seed: u64) {
             let (palette, bytes) = (test_lut(channels), bytes(pixels * channels, seed));
@@ -68,7 +68,7 @@ mod tests {
         }
     }
 
-    /// A card gives the bits of the CPU, rounded where the network computes in a shorter type.
+    /// The GPU gives the same bits as the CPU, rounded where the network computes in a narrower type.
     #[cfg(feature = "cuda")]
     #[test]
     fn gpu_matches_cpu() {

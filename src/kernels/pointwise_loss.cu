@@ -1,4 +1,4 @@
-// Losses of single values: a warp a sample, whose predictions become their gradients in place.
+// Pointwise losses: one warp per sample. The backward pass replaces predictions by their gradients in place.
 #include "cuda/activation.cuh"
 
 namespace {

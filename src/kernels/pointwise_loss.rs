@@ -1,5 +1,5 @@
-//! Losses of single values, together with the linear map that predicts them: squared, Huber's, and
-//! binary cross-entropy of a score.
+//! Elementwise losses, fused with the linear layer before them: squared error, Huber, and binary cross-entropy with
+//! logits.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -12,19 +12,19 @@ use super::metric_sums::{self, MetricSums, PendingMetricSums};
 use super::{Activation, Elem, Real, cpu, reference};
 use crate::with_elem;
 
-/// What a prediction `p` costs where `t` is wanted.
+/// The loss of a prediction `p` for a target `t`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum PointwiseLossFn {
     /// `(p - t)^2`
     SquaredError,
-    /// Half the square up to `delta`, then a straight line that goes on at the same slope.
+    /// `(p - t)^2 / 2` up to `delta`, then linear with the same slope.
     Huber { delta: f64 },
-    /// `-ln(sigmoid(p))` of the answer `t` = 1, `-ln(1 - sigmoid(p))` of 0, mixed in between.
+    /// `-ln(sigmoid(p))` for `t` = 1, `-ln(1 - sigmoid(p))` for `t` = 0, and their interpolation in between.
     BceWithLogits,
 }
 
 impl PointwiseLossFn {
-    /// The loss and its slope.
+    /// The loss and its derivative.
     #[inline(always)]
     fn value_and_slope<R: Real>(self, p: R, t: R) -> (R, R) {
         match self {
@@ -46,7 +46,7 @@ impl PointwiseLossFn {
         }
     }
 
-    /// The reference, value by value.
+    /// The reference, elementwise.
     fn reference(self, p: &Tensor, t: &Tensor) -> Result<Tensor> {
         match self {
             PointwiseLossFn::SquaredError => (p - t)?.sqr(),
@@ -55,7 +55,7 @@ impl PointwiseLossFn {
                 let near = d.minimum(&(d.ones_like()? * delta)?)?;
                 (near.sqr()? * 0.5)? + ((d - near)? * delta)?
             }
-            // ln(1 + e^-|p|) by what autograd differentiates.
+            // ln(1 + e^-|p|), in operations that autograd can differentiate.
             PointwiseLossFn::BceWithLogits => {
                 (p.relu()? - (p * t)?)? + (p.abs()?.neg()?.exp()? + 1.0)?.log()?
             }
@@ -63,8 +63,7 @@ impl PointwiseLossFn {
     }
 }
 
-/// `p = x W' + b`, (rows, outputs), compared with as many values; a sample's loss is the mean of its
-/// values'.
+/// `p = x W' + b`, (rows, outputs), compared with as many targets. The loss of a sample is the mean over its values.
 pub struct LinearPointwiseLoss<'a> {
     /// (outputs, width)
     pub weight: &'a Tensor,
@@ -90,8 +89,8 @@ impl LinearPointwiseLoss<'_> {
         self.loss_fn.reference(&p, &targets)?.sum_all()? / values as f64
     }
 
-    /// The sums and the gradient of `scale` times the summed loss with respect to `x`; adds those of the
-    /// weight and the bias to `grads`. `targets` are f32.
+    /// Returns the metric sums and the gradient of `scale` times the summed loss with respect to `x`, and accumulates
+    /// the gradients of weight and bias into `grads`. `targets` are f32.
     pub fn forward_backward(
         &self,
         x: &Tensor,
@@ -103,24 +102,24 @@ impl LinearPointwiseLoss<'_> {
         let sums = self.loss_and_grad(&p, targets, Some(scale))?;
         match self.linear().backward(x, None, p, grads, true)? {
             Some(dx) => Ok((sums, dx)),
-            None => candle_core::bail!("a wanted gradient was not made"),
+            None => candle_core::bail!("pointwise loss: the backward pass returned no gradient"),
         }
     }
 
-    /// The sums alone.
+    /// The metric sums only.
     pub fn evaluate(&self, x: &Tensor, targets: &Tensor) -> Result<PendingMetricSums> {
         let (p, _) = self.linear().forward(x)?;
         self.loss_and_grad(&p, targets, None)
     }
 
-    /// Sums over predictions and, when learning, the predictions turned into gradients.
+    /// Metric sums of the predictions; with a `scale`, also turns the predictions into gradients.
     fn loss_and_grad(&self, p: &Tensor, targets: &Tensor, scale: Option<f64>) -> Result<PendingMetricSums> {
         #[cfg(feature = "cuda")]
         if let Some(device) = super::cuda::device_of(p) {
             return gpu::loss_and_grad(device, self.loss_fn, p, targets, scale);
         }
         if !reference::has_cpu_kernel(p) {
-            candle_core::bail!("losses of single values have no body for this device yet")
+            candle_core::bail!("pointwise losses are not implemented for this device")
         }
         Ok(with_elem!(p.dtype(), T => self.loss_and_grad_cpu::<T>(p, targets, scale)?).into())
     }
@@ -170,7 +169,7 @@ impl LinearPointwiseLoss<'_> {
     }
 }
 
-/// Bytes of temporaries of judging and of learning `rows` rows of predictions.
+/// Workspace in bytes of `evaluate` and of `forward_backward` for `rows` rows of predictions.
 pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> (u64, u64) {
     let (forward, backward) =
         super::linear::workspace(dtype, super::linear::WeightLayout::OutIn, rows, width, outputs);
@@ -178,10 +177,10 @@ pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> (u6
     (predictions + forward, predictions + backward)
 }
 
-/// As [`workspace`], on a card, for judging and for learning.
+/// Like [`workspace`], on a GPU.
 pub fn cuda_workspace(dtype: DType, samples: usize, rows: usize, outputs: usize, bias: bool) -> (u64, u64) {
     let evaluate = cpu::size_in_bytes(dtype, rows * outputs) + metric_sums::cuda_workspace(samples);
     let sums = if bias { super::linear::bias_gradient_workspace(dtype, rows, outputs) } else { 0 };
-    // The rows' tallies are added up before the gradients are made.
+    // The metrics per row are reduced, and freed, before the gradients are computed.
     (evaluate, evaluate.max(cpu::size_in_bytes(dtype, rows * outputs) + sums + 5 * size_of::<f64>() as u64))
 }

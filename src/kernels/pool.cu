@@ -1,5 +1,5 @@
-// Max pooling: the maxima and the cell of its window each came from; on the way back every pixel adds up what the
-// windows that see it give to it.
+// Max pooling: forward stores the maxima and the index of each within its window. In the backward pass, every pixel
+// gathers the gradients of the windows that cover it.
 #include "cuda/device.cuh"
 #include "cuda/pooling.cuh"
 
@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(256) max_backward(const uint8_t *__restrict__ 
     result.store(dx + i * N);
 }
 
-// The same where windows of 3 x 3 move by two pixels in a padding of one: a thread makes 2 x 2 pixels, which 2 x 2
-// windows see.
+// The same for 3 x 3 windows with stride 2 and padding 1: a thread computes 2 x 2 pixels, which 2 x 2 windows cover.
 template <class T, int N>
 __global__ void __launch_bounds__(256) max_backward_3x3s2(const uint8_t *__restrict__ indices, const T *__restrict__ dy,
                                                    T *__restrict__ dx, PoolGeometry w, int64_t packs) {
@@ -76,11 +75,11 @@ __global__ void __launch_bounds__(256) max_backward_3x3s2(const uint8_t *__restr
             int64_t from = (line * w.out_width + (in ? at.x + c : at.x)) * w.channels + at.channel;
             ds[r][c] = Pack<T, N>::load(dy + from);
             cells[r][c] = Pack<uint8_t, N>::load(indices + from);
-            // No cell of a window that is not there.
+            // 9 matches no cell: the window is out of bounds.
 #pragma unroll
             for (int k = 0; k < N; k++) cells[r][c].v[k] = in ? cells[r][c].v[k] : 9;
         }
-    // The cell of window (a, b) that sees pixel (r, c), where one does.
+    // The gradient from window (a, b) to pixel (r, c): nonzero if the maximum of the window is that pixel.
     auto grad_from = [&](int r, int c, int a, int b, int k) {
         int cell = (r + 1 - 2 * a) * 3 + c + 1 - 2 * b;
         return cells[a][b].v[k] == uint8_t(cell) ? to_acc(ds[a][b].v[k]) : Acc<T>(0);

@@ -1,4 +1,4 @@
-//! Max pooling, channels last. The place of each maximum is kept in one byte.
+//! Max pooling, channels last. One byte per output saves the argmax within its window.
 
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
@@ -10,7 +10,7 @@ use super::cuda;
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// Sizes of a pooling window over (height, width, channels) pictures.
+/// Sizes of a pooling window over (height, width, channels) images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolGeometry {
     pub height: usize,
@@ -30,7 +30,7 @@ impl PoolGeometry {
         (self.output_dim(self.height), self.output_dim(self.width))
     }
 
-    /// The input positions (within a picture, in pixels) of an output pixel's window, with their number.
+    /// The taps of an output pixel's window: (tap index, input pixel within the image).
     pub(super) fn taps(&self, oy: usize, ox: usize) -> impl Iterator<Item = (usize, usize)> {
         let (size, stride, padding, width, height) =
             (self.size, self.stride, self.padding, self.width, self.height);
@@ -42,9 +42,9 @@ impl PoolGeometry {
     }
 }
 
-/// The reference: the largest of what the cells of the window see.
+/// Reference implementation: the maximum over the taps of the window.
 pub fn reference_max(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
-    // Padding must lose against every value: the picture is lifted above zero and let down again.
+    // Padding must lose against every value, so shift the image above zero and back.
     let offset = 1e4;
     let x = (x + offset)?.pad_with_zeros(1, w.padding, w.padding)?.pad_with_zeros(2, w.padding, w.padding)?;
     let tap_inputs = (0..w.size * w.size)
@@ -52,7 +52,7 @@ pub fn reference_max(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     Tensor::stack(&tap_inputs.collect::<Result<Vec<_>>>()?, 0)?.max(0)? - offset
 }
 
-/// Maxima and, as bytes of the same shape, which cell of the window each came from (the first of equals).
+/// The maxima and, as bytes of the same shape, the tap each came from (the first of equals).
 pub fn max(x: &Tensor, w: &PoolGeometry) -> Result<(Tensor, Tensor)> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(x) {
@@ -96,7 +96,7 @@ pub fn max(x: &Tensor, w: &PoolGeometry) -> Result<(Tensor, Tensor)> {
     })
 }
 
-/// Gives each maximum's gradient to the cell it came from.
+/// Routes each maximum's gradient to the pixel it came from.
 pub fn max_backward(indices: &Tensor, dy: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(dy) {
@@ -105,7 +105,7 @@ pub fn max_backward(indices: &Tensor, dy: &Tensor, w: &PoolGeometry) -> Result<T
     with_elem!(dy.dtype(), T => {
         let (indices, d) = (cpu::view::<u8>(indices)?, cpu::view::<T>(dy)?);
         let (image_len, batch) = (w.height * w.width * w.channels, dy.dim(0)?);
-        // Windows that lie side by side and fill the picture write each cell once.
+        // Windows that tile the image exactly write each pixel once, so `dx` needs no zeroing.
         let disjoint = w.stride == w.size && w.padding == 0 && w.height.is_multiple_of(w.size) && w.width.is_multiple_of(w.size);
         let mut dx = if disjoint { cpu::uninit::<T>(batch * image_len) } else { cpu::zeros::<T>(batch * image_len) };
         use rayon::prelude::*;
@@ -117,7 +117,7 @@ pub fn max_backward(indices: &Tensor, dy: &Tensor, w: &PoolGeometry) -> Result<T
     })
 }
 
-/// One picture: `combine` makes a cell's new value of what is there and its share.
+/// One image. `combine` computes a pixel's new gradient from its current one and the window's contribution.
 #[inline(always)]
 fn scatter_gradient<T: Elem>(
     indices: &[u8],

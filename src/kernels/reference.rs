@@ -1,10 +1,10 @@
-//! What makes a kernel's reference enough for a new device: its backward pass, by candle's autograd.
+//! Backward passes of the reference implementations, by candle's autograd. They let a device without kernels train.
 //!
-//! Slow, and it keeps every intermediate; a device that has bodies of its own never comes here.
+//! Slow, and autograd keeps every intermediate; a device with its own kernels never calls this.
 
 use candle_core::{Device, Result, Tensor, Var, bail};
 
-/// Whether the CPU bodies apply.
+/// Whether the CPU kernels apply.
 pub fn has_cpu_kernel(tensor: &Tensor) -> bool {
     matches!(tensor.device(), Device::Cpu)
 }
@@ -39,7 +39,8 @@ pub fn accumulate(into: &Tensor, grad: &Tensor) -> Result<()> {
     into.slice_set(&sum, 0, 0)
 }
 
-/// Adds the gradients of a weight and a bias, which follow the input's in `computed`, and gives the input's.
+/// Accumulates the gradients of weight and bias, which follow the input gradient in `computed`, and returns the input
+/// gradient if `needs_input_grad`.
 pub fn accumulate_weight_bias(
     computed: Vec<Tensor>,
     grads: &super::linear::WeightBiasGrads,
@@ -53,8 +54,8 @@ pub fn accumulate_weight_bias(
     Ok(dx.filter(|_| needs_input_grad))
 }
 
-/// The pixels `first + i * stride` along both sides of (batch, height, width, channels) pictures: what
-/// one cell of a moving window sees.
+/// The pixels `first + i * stride` along both sides of (batch, height, width, channels) images: the input of one tap of
+/// a sliding window.
 pub fn inputs_at_tap(
     x: &Tensor,
     first: (usize, usize),

@@ -1,5 +1,5 @@
-// Turns the queries and keys of packed projections by their positions. Angles are made where they are used, in
-// f64 and rounded as the CPU's tables are: no table takes memory on the card.
+// Applies RoPE to the queries and keys of packed projections. Angles are computed on the fly, in f64 and rounded like
+// the CPU's tables, so no table takes GPU memory.
 #include "cuda/device.cuh"
 
 namespace {
@@ -10,8 +10,8 @@ struct RotaryArgs {
     bool inverse;
 };
 
-// A thread has `N` neighbouring pairs of one position of one sample, in every head. `to` may be `from`; where it is
-// not, the values are copied too.
+// A thread handles `N` adjacent pairs of one position of one sample, in every head. `to` may alias `from`; otherwise
+// the values (V) are copied too.
 template <class T, int N>
 __global__ void __launch_bounds__(128) rotate(const T *from, T *to, RotaryArgs q) {
     using R = Acc<T>;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(128) rotate(const T *from, T *to, RotaryArgs q
 
 } // namespace
 
-// (batch, length, (heads + 2 kv_heads) 2 half); `back` turns the other way.
+// (batch, length, (heads + 2 kv_heads) 2 half); `inverse` rotates backwards.
 extern "C" int rotary_apply(int type, const void *from, void *to, int batch, int length, int heads, int kv_heads,
                            int half, double theta, int inverse, cudaStream_t stream) {
     if (batch == 0 || length == 0 || half == 0) return 0;

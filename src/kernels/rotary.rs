@@ -1,6 +1,6 @@
-//! Rotary positions: pairs of a head's values are turned by an angle that grows with the position.
+//! Rotary position embeddings: pairs of a head's values are rotated by an angle proportional to the position.
 //!
-//! Value `i` is paired with value `i + head / 2`, as Llama's published weights have it.
+//! Value `i` is paired with value `i + head / 2`, as in Llama's published weights.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -11,8 +11,7 @@ use candle_core::{Result, Tensor};
 
 use super::{Elem, Real};
 
-/// Cosines and sines of every position, computed once for a model: when they are first used, so that a model
-/// that is only planned does without.
+/// Cosines and sines of every position. Built at first use, so a model that is only planned does not allocate them.
 pub struct Rotary {
     length: usize,
     half: usize,
@@ -27,7 +26,7 @@ struct CosSinTables {
 }
 
 impl Rotary {
-    /// `head` values a head, an even number; pair `i` turns by `theta^(-2 i / head)` a position.
+    /// `head` is the head dimension, an even number; pair `i` rotates by `theta^(-2 i / head)` per position.
     pub fn new(length: usize, head: usize, theta: f64) -> Self {
         Self { length, half: head / 2, theta, tables: OnceLock::new() }
     }
@@ -44,7 +43,7 @@ impl Rotary {
         })
     }
 
-    /// The reference, over (batch, heads, length, head).
+    /// Reference implementation, over (batch, heads, length, head).
     pub fn reference(&self, x: &Tensor) -> Result<Tensor> {
         let (_, _, length, _) = x.dims4()?;
         let table = |values: &[f32]| {
@@ -60,7 +59,7 @@ impl Rotary {
         Tensor::cat(&[first, second], 3)
     }
 
-    /// `to = scale rotate(from)` for a head at `position`; turned back, which is the gradient, where `inverse`.
+    /// `to = scale rotate(from)` for a head at `position`. `inverse` rotates back, which is the gradient.
     #[inline(always)]
     pub fn rotate<A: Elem, B: Elem<Acc = A::Acc>>(
         &self,

@@ -1,19 +1,19 @@
-//! The randomness of each sample of a micro-batch: what dropout draws its masks from.
+//! The RNG key of each sample of a micro-batch: what dropout draws its masks from.
 //!
-//! On a GPU it is derived from the epoch and the sample ids that were staged with the micro-batch, so that a replayed CUDA
-//! graph drops for the samples that are there by then.
+//! On a GPU, a kernel derives the keys from the epoch and the sample ids uploaded with the micro-batch, so a replayed
+//! CUDA graph draws masks for the samples of the current batch.
 
 use crate::random::RngKey;
 
-/// Keys for one layer.
+/// The sample keys of one layer.
 #[derive(Clone, Copy)]
 pub struct SampleKeys<'a> {
-    /// The randomness of the layer in all epochs.
+    /// RNG key of the layer, the same in all epochs.
     pub layer: RngKey,
     pub epoch: u64,
     /// Global ids of the samples, in order.
     pub ids: &'a [u64],
-    /// These on the device, as [`pack_sample_info`] lays them out; uploaded when they are needed where absent.
+    /// Epoch and ids on the device, in the layout of [`pack_sample_info`]. If `None`, they are uploaded when needed.
     pub sample_info: Option<&'a candle_core::Tensor>,
 }
 
@@ -22,20 +22,20 @@ impl SampleKeys<'_> {
         self.layer.fold_in(self.epoch).fold_in(self.ids[row])
     }
 
-    /// Bytes of the keys of so many samples on a GPU.
+    /// Bytes of the keys of `samples` samples on a GPU.
     pub fn bytes(samples: usize) -> u64 {
         (samples * size_of::<RngKey>()) as u64
     }
 }
 
-/// The epoch, the sample ids and, where samples are padded, their lengths as one tensor of words is made of them.
+/// Packs the epoch, the sample ids and, for padded samples, their lengths into the words of one tensor.
 pub fn pack_sample_info(epoch: u64, ids: &[u64], lengths: &[u32]) -> Vec<u32> {
     let halves = |value: u64| [value as u32, (value >> 32) as u32];
     let values = std::iter::once(epoch).chain(ids.iter().copied());
     values.flat_map(halves).chain(lengths.iter().copied()).collect()
 }
 
-/// Bytes of what is staged of so many samples, at most.
+/// Upper bound in bytes of the sample info of `samples` samples.
 pub fn sample_info_bytes(samples: usize) -> usize {
     4 * (2 + 3 * samples)
 }
@@ -51,14 +51,14 @@ mod gpu {
     use crate::kernels::cuda::{RawStream, check_status, graph, pointer, stream, uninit};
     use crate::random::RngKey;
 
-    /// Words on the device that the host has now, and a replay would not have.
+    /// Uploads words from the host now. A graph replay would not repeat this with new values.
     pub fn upload(device: &CudaDevice, words: &[u32]) -> Result<Tensor> {
-        graph::not_capturable("what is known of its samples is not staged with it");
+        graph::not_capturable("the sample info is not uploaded with the batch");
         Tensor::new(words, &candle_core::Device::Cuda(device.clone()))
     }
 
     impl SampleKeys<'_> {
-        /// The key of each sample, on the device.
+        /// Derives the key of each sample on the device.
         pub fn derive(&self, device: &CudaDevice) -> Result<Tensor> {
             let uploaded = match self.sample_info {
                 Some(_) => None,
@@ -68,7 +68,7 @@ mod gpu {
             let keys = uninit(device, DType::U8, SampleKeys::bytes(self.ids.len()) as usize)?;
             let samples = self.ids.len() as c_int;
             let from = words.map_or(Ok(std::ptr::null_mut()), pointer)?;
-            // SAFETY: an epoch and as many ids were staged, and there is a key for each.
+            // SAFETY: the sample info holds the epoch and an id per sample, and `keys` a key per sample.
             check_status("sample_keys", unsafe {
                 sample_keys(&self.layer, from, pointer(&keys)?, samples, stream(device))
             })?;
@@ -112,7 +112,7 @@ mod tests {
             let derived: Vec<u8> = keys.derive(&device).unwrap().to_vec1().unwrap();
             let wanted: Vec<u8> = [keys.for_row(0), keys.for_row(1)]
                 .iter()
-                // SAFETY: two words without padding.
+                // SAFETY: `RngKey` is two u64 words without padding.
                 .flat_map(|key| unsafe { std::mem::transmute::<RngKey, [u8; 16]>(*key) })
                 .collect();
             assert_eq!(derived, wanted);

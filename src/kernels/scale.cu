@@ -1,10 +1,10 @@
-// One factor a sample and channel: `y = x s`, what the factors' gradient sums, and the input's gradient with that
-// of its means.
+// One factor per sample and channel (squeeze-and-excitation): `y = x s`, the gradient of the factors, and the input
+// gradient, which includes that of the channel means.
 #include "cuda/device.cuh"
 
 namespace {
 
-// `y = x s + m share`; `m` may be null.
+// `y = x s + m inv_pixels`; `m` may be null.
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     apply(const T *x, const T *s, const T *m, T *y, int64_t packs_all, int64_t sample_packs, int packs, Acc<T> inv_pixels) {
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(256)
     v.store(y + i * N);
 }
 
-constexpr int LINES = 8; // pixels a block has in hand
+constexpr int LINES = 8; // pixels that a block processes at a time
 
 template <class T>
 __global__ void __launch_bounds__(WARP *LINES) factor_gradient(const T *x, const T *dy, T *ds, int64_t pixels, int channels) {
@@ -68,7 +68,7 @@ extern "C" int scale_factor_gradient(int type, const void *x, const void *dy, vo
     if (samples == 0 || channels == 0) return 0;
     WITH_TYPE(type, {
         auto *from = (const T *)x, *d = (const T *)dy;
-        // The second side of a grid has no more than 65,535 blocks.
+        // gridDim.y is limited to 65,535.
         for (int64_t first = 0; first < samples; first += 65535) {
             int64_t at = first * pixels * channels, n = samples - first < 65535 ? samples - first : 65535;
             factor_gradient<T><<<dim3(blocks(channels, WARP), unsigned(n)), dim3(WARP, LINES), 0, stream>>>(

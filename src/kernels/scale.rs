@@ -1,4 +1,4 @@
-//! `y = x s` with one factor a sample and channel: (batch, height, width, channels) by (batch, channels).
+//! `y = x s` with one factor per sample and channel: (batch, height, width, channels) by (batch, channels).
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -11,7 +11,7 @@ use super::cuda;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// The reference.
+/// Reference implementation.
 pub fn reference(x: &Tensor, s: &Tensor) -> Result<Tensor> {
     let (batch, c) = s.dims2()?;
     x.broadcast_mul(&s.reshape((batch, 1, 1, c))?)
@@ -40,7 +40,7 @@ pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// The gradient of the factors, (batch, channels): the sums over pixels of `x dy`.
+/// The gradient of the factors, (batch, channels): sums of `x dy` over the pixels.
 pub fn factor_gradient(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(x) {
@@ -72,7 +72,8 @@ fn factor_gradient_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     cpu::tensor(ds, (batch, c))
 }
 
-/// `dx = dy s + m / pixels`: the gradient of the scaled picture and that of its means `m`, (batch, channels).
+/// `dx = dy s + m / pixels`: the gradient through the scaling, plus the gradient `m` (batch, channels) of the image's
+/// means.
 pub fn backward_with_mean_gradient(dy: &Tensor, s: &Tensor, m: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(dy) {

@@ -1,4 +1,4 @@
-//! `y = silu(gate) up`, from rows that hold the gate and then what it lets through.
+//! `y = silu(gate) up`, on rows that hold `gate` and then `up`.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -13,7 +13,7 @@ use crate::{vectorised, with_elem};
 
 const ACT: Activation = Activation::Silu;
 
-/// The reference; `x` is (..., 2 n), the result (..., n).
+/// Reference implementation; `x` is (..., 2 n), the result (..., n).
 pub fn reference(x: &Tensor) -> Result<Tensor> {
     let last = x.rank() - 1;
     let n = x.dim(last)? / 2;

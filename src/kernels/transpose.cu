@@ -1,11 +1,11 @@
-// Rows and columns of a matrix a sample change places, in squares that go through shared memory.
+// Transposes one matrix per sample, in tiles that go through shared memory.
 #include "cuda/device.cuh"
 
 namespace {
 
 constexpr int TILE = 32, BLOCK_ROWS = 8;
 
-// Of the values only their size matters.
+// `V` is any type of the element's size.
 template <class V>
 __global__ void __launch_bounds__(TILE *BLOCK_ROWS) transpose(const V *x, V *y, int64_t batch, int rows, int cols) {
     __shared__ V tile[TILE][TILE + 1];
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(TILE *BLOCK_ROWS) transpose(const V *x, V *y, 
 
 } // namespace
 
-// (batch, rows, cols) to (batch, cols, rows), of values of `size` bytes.
+// (batch, rows, cols) to (batch, cols, rows), with elements of `size` bytes.
 extern "C" int transpose_forward(int size, const void *x, void *y, int64_t batch, int rows, int cols, cudaStream_t stream) {
     if (batch == 0 || rows == 0 || cols == 0) return 0;
     if (blocks(rows, TILE) > 65535) return cudaErrorInvalidConfiguration;

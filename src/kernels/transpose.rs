@@ -1,4 +1,4 @@
-//! Rows and columns of a matrix a sample change places.
+//! Transposes one matrix per sample.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::{Elem, cpu, reference};
 use crate::with_elem;
 
-/// Rows and columns of the squares that are turned at once, so that both sides stay in the cache.
+/// Side of the square tiles, small enough that source and destination stay in cache.
 const TILE: usize = 16;
 
 /// (batch, rows, cols) to (batch, cols, rows).
@@ -30,7 +30,7 @@ pub fn forward(x: &Tensor, rows: usize, cols: usize) -> Result<Tensor> {
     })
 }
 
-/// A (rows, cols) matrix as (cols, rows), by all threads.
+/// Transposes a (rows, cols) matrix on all threads.
 pub fn matrix<T: Elem>(x: &[T], rows: usize, cols: usize) -> Vec<T> {
     let mut y = cpu::uninit::<T>(x.len());
     let strip = TILE * rows.max(1);
@@ -38,7 +38,7 @@ pub fn matrix<T: Elem>(x: &[T], rows: usize, cols: usize) -> Vec<T> {
     y
 }
 
-/// The columns of `x` from `from` on, as many as `y` has rows, as rows of `y`.
+/// Writes the columns of `x` from `from` on, as many as `y` has rows, to the rows of `y`.
 fn transpose_columns<T: Elem>(x: &[T], y: &mut [T], rows: usize, cols: usize, from: usize) {
     for first in (0..rows).step_by(TILE) {
         for (tile, lines) in y.chunks_mut(TILE * rows).enumerate() {

@@ -1,5 +1,5 @@
-// Updates over the flat buffers: one pass that reads the gradient and the state, writes the weights, their copy
-// in the type of computation and the state, and clears the gradient.
+// Optimizer updates over flat buffers. A single pass reads the gradient and the state, writes the weights, their copy
+// in the compute dtype and the state, and clears the gradient.
 #include "cuda/device.cuh"
 
 namespace {
@@ -9,7 +9,8 @@ constexpr int THREADS = 256;
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
 
-// Numbers of `Common`; `keep` is what is left of a decayed weight. `judged` is null, or has the `grad_scale`.
+// `UpdateArgs` of update.rs as scalars. `keep` is the factor of a decayed weight. `device_grad_scale`, if not null,
+// replaces `grad_scale`.
 template <class R> struct UpdateArgs {
     R lr, grad_scale, weight_decay, keep;
     int64_t decayed;
@@ -58,7 +59,7 @@ template <class R> struct Lion {
     }
 };
 
-// `copy` may be null.
+// `compute_weights` may be null.
 template <class R, int N, class C, class Rule>
 __global__ void __launch_bounds__(THREADS)
     update(R *w, R *g, R *s0, R *s1, C *compute_weights, int64_t packs, UpdateArgs<R> c, Rule rule) {
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(THREADS)
     if (compute_weights) rounded.store(compute_weights + at);
 }
 
-// The whole packs, then the rest value by value.
+// Updates all whole packs, then the remainder value by value.
 template <class R, class C, class Rule>
 int launch(void *w, void *g, void *s0, void *s1, void *compute_weights, int64_t len, UpdateArgs<R> c, Rule rule, cudaStream_t stream) {
     constexpr int N = 16 / sizeof(R);
@@ -109,9 +110,9 @@ int launch(void *w, void *g, void *s0, void *s1, void *compute_weights, int64_t 
     return cudaGetLastError();
 }
 
-// What every update is given: `Buffers` in update/card.rs.
+// `UpdateBuffers` in update/gpu.rs: the arguments of every update.
 struct UpdateBuffers {
-    int type, compute_type; // of the weights, f32 or f64, and of their copy
+    int type, compute_type; // dtype of the weights, f32 or f64, and of their copy
     void *weights, *grads, *first, *second, *compute_weights;
     int64_t len, decayed;
     double lr, grad_scale, weight_decay;
@@ -185,22 +186,22 @@ template <class T, int N> __global__ void __launch_bounds__(THREADS) swap_values
 
 } // namespace
 
-// `numbers`: beta1, beta2, eps, how far to go, what the root of the second moment is divided by.
+// `hyperparams`: beta1, beta2, eps, bias-corrected step size, divisor of the second moment's root.
 extern "C" int update_adamw(const UpdateBuffers *buffers, const double *hyperparams, cudaStream_t stream) {
     return apply<AdamW>(*buffers, hyperparams, stream);
 }
 
-// `numbers`: momentum, whether it is Nesterov's, whether this is the first update.
+// `hyperparams`: momentum, Nesterov flag, first-update flag.
 extern "C" int update_sgd(const UpdateBuffers *buffers, const double *hyperparams, cudaStream_t stream) {
     return buffers->first ? apply<Momentum>(*buffers, hyperparams, stream) : apply<PlainSgd>(*buffers, hyperparams, stream);
 }
 
-// `numbers`: beta1, beta2.
+// `hyperparams`: beta1, beta2.
 extern "C" int update_lion(const UpdateBuffers *buffers, const double *hyperparams, cudaStream_t stream) {
     return apply<Lion>(*buffers, hyperparams, stream);
 }
 
-// `sums` has `parts` values and, after them, the total.
+// `sums` holds `parts` partial sums, followed by the total.
 extern "C" int update_sum_of_squares(int type, const void *values, void *sums, int parts, int64_t len, cudaStream_t stream) {
     auto *out = (double *)sums;
     WITH_TYPE(type, {
@@ -219,7 +220,7 @@ extern "C" int update_cast(int from_type, int type, const void *from, void *to, 
     WITH_TYPE(from_type, {
         using F = T;
         WITH_TYPE(type, {
-            // Groups of four: 16 bytes of the usual f32.
+            // Packs of four: 16 bytes of f32, the usual case.
             if (wide && sizeof(F) <= 4 && sizeof(T) <= 4)
                 cast_to<F, T, 4><<<blocks(len / 4, THREADS), THREADS, 0, stream>>>((const F *)from, (T *)to, len / 4);
             else cast_to<F, T, 1><<<blocks(len, THREADS), THREADS, 0, stream>>>((const F *)from, (T *)to, len);

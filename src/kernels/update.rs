@@ -1,5 +1,5 @@
-//! Optimizer updates over flat buffers: one pass, in place, gradients cleared on the way. `compute_weights` is the weights
-//! as kernels compute with them, where that is another type: it follows them.
+//! Optimizer updates over flat buffers, in place and in one pass that also clears the gradients. `compute_weights` is a
+//! copy of the weights in the dtype of the kernels, if that differs; each update refreshes it.
 
 #[cfg(feature = "cuda")]
 pub(super) mod gpu;
@@ -12,20 +12,21 @@ use super::cuda;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
-/// Values a thread takes at once.
+/// Values per chunk of a thread.
 pub(super) const CHUNK: usize = 32 * 1024;
 
-/// What every update is given beside its buffers.
+/// The arguments that every update takes besides its buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateArgs<'a> {
     pub lr: f64,
-    /// The gradient is multiplied with this first: one over the samples, clipping, loss scale.
+    /// Factor of the gradients: 1 / samples, clipping and loss scale combined.
     pub grad_scale: f64,
-    /// Where a card has that number instead, as one f64; where it is not a number, gradients are cleared and nothing
-    /// else moves. Only rules that [`reads_device_grad_scale`](crate::optim::judged_there) names read it.
+    /// The same factor on the device, as one f64, used instead of `grad_scale`. If it is NaN, the update clears the
+    /// gradients and changes nothing else. Only the rules that
+    /// [`reads_device_grad_scale`](crate::optim::reads_device_grad_scale) names read it.
     pub device_grad_scale: Option<&'a Tensor>,
     pub weight_decay: f64,
-    /// Weight decay touches the first so many values.
+    /// Weight decay applies to the first `decayed_len` values.
     pub decayed_len: usize,
 }
 
@@ -34,7 +35,7 @@ pub struct AdamWKernel {
     pub beta1: f64,
     pub beta2: f64,
     pub eps: f64,
-    /// Updates made, this one included.
+    /// Number of updates, including this one.
     pub step: u64,
 }
 
@@ -42,12 +43,12 @@ pub struct AdamWKernel {
 pub struct SgdKernel {
     pub momentum: f64,
     pub nesterov: bool,
-    /// The first update, on which the momentum begins as the gradient itself.
+    /// Whether this is the first update, which initializes the momentum to the gradient.
     pub first: bool,
 }
 
 impl AdamWKernel {
-    /// How far to go, and what the root of the second moment is divided by.
+    /// The bias-corrected step size, and the divisor of the second moment's root.
     pub(super) fn bias_corrections(&self, lr: f64) -> (f64, f64) {
         let t = self.step as i32;
         (lr / (1.0 - self.beta1.powi(t)), (1.0 - self.beta2.powi(t)).sqrt())
@@ -142,7 +143,7 @@ impl AdamWKernel {
 }
 
 impl SgdKernel {
-    /// Weight decay as part of the gradient, as PyTorch has it. `momentum` is absent where it is 0.
+    /// SGD with weight decay as part of the gradient, as in PyTorch. `momentum` is `None` if it is 0.
     pub fn apply(
         &self,
         c: &UpdateArgs,
@@ -230,12 +231,12 @@ impl SgdKernel {
     }
 }
 
-/// Brings the copy of the weights up to them.
+/// Refreshes the copy of the weights that kernels compute with.
 pub(super) fn sync_compute_weights(weights: &Tensor, compute_weights: Option<&Tensor>) -> Result<()> {
     compute_weights.map_or(Ok(()), |copy| cast_into(weights, copy))
 }
 
-/// `w -= lr weight_decay w` for the decayed part of a chunk that begins at `start`.
+/// `w -= lr weight_decay w` for the decayed part of a chunk that starts at `start`.
 pub(super) fn apply_weight_decay<T: Elem>(w: &mut [T], start: usize, c: &UpdateArgs) {
     let decay_factor = <T::Acc as Real>::of_f64(1.0 - c.lr * c.weight_decay);
     let end = c.decayed_len.saturating_sub(start).min(w.len());
@@ -253,7 +254,7 @@ pub(super) fn weight_decay_reference(weights: &Tensor, c: &UpdateArgs) -> Result
     Tensor::cat(&[decayed, weights.narrow(0, c.decayed_len, n - c.decayed_len)?], 0)
 }
 
-/// Sum of squares of a flat buffer, added up in f64 in an order that no thread changes.
+/// Sum of squares of a flat buffer, in f64, in an order that does not depend on the number of threads.
 pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(values) {
@@ -265,7 +266,7 @@ pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
     with_elem!(values.dtype(), T => {
         let values = cpu::view::<T>(values)?;
         let sum = |chunk: &[T]| vectorised!(T, || {
-            // Sixteen running sums, so that the loop vectorises.
+            // Sixteen partial sums, so that the loop vectorizes.
             let mut sums = [<T as Elem>::Acc::ZERO; 16];
             for group in chunk.chunks(16) {
                 group.iter().zip(&mut sums).for_each(|(v, s)| *s += v.to_acc() * v.to_acc());
@@ -276,7 +277,7 @@ pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
     })
 }
 
-/// `to = from`, rounded to the type of `to`: the copy of the weights that kernels compute with.
+/// `to = from`, rounded to the dtype of `to`: refreshes the copy of the weights that kernels compute with.
 pub fn cast_into(from: &Tensor, to: &Tensor) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(from) {
@@ -295,7 +296,7 @@ pub fn cast_into(from: &Tensor, to: &Tensor) -> Result<()> {
     })
 }
 
-/// `average = keep average + (1 - keep) values`.
+/// `average = decay average + (1 - decay) values`.
 pub fn ema_update(average: &Tensor, values: &Tensor, decay: f64) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(values) {
@@ -315,7 +316,7 @@ pub fn ema_update(average: &Tensor, values: &Tensor, decay: f64) -> Result<()> {
     })
 }
 
-/// Exchanges the values of two buffers.
+/// Swaps the contents of two buffers.
 pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(a) {
@@ -333,7 +334,6 @@ pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
     })?)
 }
 
-/// Sets every value to zero.
 pub fn clear(values: &Tensor) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Some(device) = cuda::device_of(values) {

@@ -1,4 +1,4 @@
-//! An activation by itself, where no layer before it takes it in.
+//! A standalone activation layer, for where the preceding layer cannot fuse it.
 
 use candle_core::{Result, Tensor};
 
@@ -7,7 +7,7 @@ use crate::kernels::{Activation as Act, SavedForBackward, activation};
 
 pub struct ActivationLayer {
     pub name: String,
-    /// Shape of a sample.
+    /// Shape of one sample.
     pub shape: Vec<usize>,
     pub act: Act,
 }

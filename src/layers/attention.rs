@@ -1,5 +1,5 @@
-//! Attention between the positions of a sample, from packed queries, keys and values to the heads' outputs.
-//! The projections before and after it are linear layers of their own.
+//! Multi-head attention over the positions of a sample: takes packed queries, keys and values, gives the outputs of the
+//! heads. The projections before and after it are separate linear layers.
 
 use std::sync::Arc;
 
@@ -15,11 +15,11 @@ pub struct Attention {
     pub name: String,
     pub sizes: AttentionDims,
     pub causal: bool,
-    /// Tables of the whole model, shared by its layers.
+    /// Rotary tables, shared by all layers of the model.
     pub rotary: Option<Arc<Rotary>>,
-    /// Chance that a weight, what a query takes of a value, is dropped while training.
+    /// Probability of dropping an attention weight during training.
     pub dropout: f64,
-    /// Samples come with their lengths, and what is behind these is left out.
+    /// Samples carry their lengths; positions beyond the length are masked.
     pub padded: bool,
 }
 
@@ -159,7 +159,7 @@ mod tests {
             prop_assert!(relative_error(&to_f64_vec(&first(&y)), &to_f64_vec(&y_alone)) < 1e-12);
             prop_assert!(relative_error(&to_f64_vec(&first(&dx)), &to_f64_vec(&dx_alone)) < 1e-12);
             let beyond = to_f64_vec(&dx.narrow(0, 0, 1).unwrap().narrow(1, seen, more).unwrap());
-            prop_assert!(beyond.iter().all(|v| *v == 0.0), "what nobody sees has no gradient");
+            prop_assert!(beyond.iter().all(|v| *v == 0.0), "padded positions have no gradient");
             let (_, whole) = run(long, &x, &dy, &pass);
             prop_assert_eq!(to_f64_vec(&whole.narrow(0, 1, 1).unwrap()), to_f64_vec(&dx.narrow(0, 1, 1).unwrap()));
         }
@@ -214,8 +214,8 @@ mod tests {
         }
     }
 
-    /// What each weight of two samples was multiplied with, (2, heads, length, length): the scores are all equal, so
-    /// that weights are, and the values are the rows of the identity.
+    /// The dropout factor of each attention weight, (samples, heads, length, length). All logits are equal, so all
+    /// weights are too, and the values are rows of the identity, so the output shows the weights.
     fn dropout_factors(sizes: AttentionDims, dtype: DType, pass: &PassContext, dropout: f64) -> Vec<f64> {
         let AttentionDims { length, heads, .. } = sizes;
         let samples = pass.sample_ids.len();
@@ -260,7 +260,7 @@ mod tests {
 
     #[test]
     fn dropout_masks_follow_the_sample_and_eval_has_none() {
-        // More samples than the arguments of one launch have room for the keys of.
+        // More samples than one kernel launch can take keys for in its arguments.
         let (sizes, samples) = (AttentionDims { length: 16, heads: 2, kv_heads: 2, head_dim: 16 }, 227);
         for dtype in [DType::F32, DType::BF16] {
             let subject = TestContext::new(Default::default(), dtype, samples);

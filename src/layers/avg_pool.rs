@@ -1,4 +1,4 @@
-//! Average pooling over (height, width, channels) pictures.
+//! Average pooling over (height, width, channels) images.
 
 use candle_core::{Result, Tensor};
 

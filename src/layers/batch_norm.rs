@@ -1,7 +1,7 @@
-//! Batch normalisation of pictures over groups of a fixed number of samples, with a clip fused.
+//! Batch normalization of images over groups of a fixed number of samples, with a fused clamp activation.
 //!
-//! A group is stated by the model, never by what fitted in memory: a micro-batch is a multiple of it.
-//! Training moves the running statistics group by group in the order of the samples; judging uses them.
+//! The model sets the group size, never the available memory: a micro-batch is a multiple of it. Training updates the
+//! running statistics group by group in sample order; evaluation normalizes with them.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -12,7 +12,7 @@ use crate::kernels::linear::WeightBiasGrads;
 use crate::kernels::{Activation, ClampActivation, add};
 use crate::params::{ParamId, ParamInit, ParamRegistry, StatId};
 
-/// As PyTorch has them.
+/// PyTorch's defaults.
 const EPS: f64 = 1e-5;
 const MOMENTUM: f64 = 0.1;
 
@@ -29,7 +29,7 @@ pub struct BatchNorm {
 }
 
 impl BatchNorm {
-    /// `shape` is a sample's, its last dimension the channels; `group_size` samples are normalised together.
+    /// `shape` is the shape of one sample, channels last; `group_size` samples are normalized together.
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,
@@ -192,12 +192,12 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        // At least six values a channel: of two, the gradient is what rounding leaves.
+        // At least six values per channel: with two, the gradient is pure rounding error.
         #[test]
         fn gradients_are_right(batch in 1usize..7, group in 1usize..5, h in 2usize..5, w in 3usize..6, c in 1usize..20, act in clip()) {
             let build = |d: &mut ParamRegistry| Box::new(BatchNorm::new(d, "n", &[h, w, c], group, act)) as Box<dyn Layer>;
             let x = random_tensor(&[batch, h, w, c], 1);
-            // A difference across the corner of a clip is no slope: autograd judges those.
+            // Finite differences are invalid across the kink of a clamp; autograd checks those.
             if act == ClampActivation::Identity {
                 check_finite_differences(&build, &x);
             }
@@ -217,8 +217,8 @@ mod tests {
         }
     }
 
-    /// The end of a residual branch made in the layer's own passes is that made after it: output, gradients, and the
-    /// gradient left for the shortcut.
+    /// Fusing the end of a residual branch into the layer's own passes gives the unfused output, gradients and shortcut
+    /// gradient.
     #[test]
     fn fused_add_act_matches_unfused() {
         for (act, c) in [(Activation::Identity, 40), (Activation::Relu, 64), (Activation::Relu6, 3)] {
@@ -248,7 +248,7 @@ mod tests {
         }
     }
 
-    /// Statistics of many chunks, put together, of values far from zero.
+    /// Statistics merged from many chunks, for values far from zero.
     #[test]
     fn a_large_group_is_normal() {
         let (batch, pixels, c) = (32, 400, 3);

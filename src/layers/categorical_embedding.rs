@@ -1,5 +1,5 @@
-//! The categories of a table's row as learned vectors, behind its numbers. Always the first layer: there is no
-//! gradient of its input.
+//! Embeds the categories of a table row and appends the vectors to its numeric columns. Always the first layer, so it
+//! computes no input gradient.
 
 use candle_core::{Result, Tensor};
 
@@ -9,24 +9,24 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 
 pub struct CategoricalEmbedding {
     name: String,
-    /// Numbers of a sample before its categories.
+    /// Numeric columns of a sample, which precede the categories.
     num_numeric: usize,
     tables: Vec<ParamId>,
-    /// Rows and columns of each.
+    /// (rows, columns) of each table.
     table_shapes: Vec<(usize, usize)>,
-    /// Values of a sample's output.
+    /// Values per sample in the output.
     output_width: usize,
     num_parameters: usize,
 }
 
-/// Values that a category among `rows` becomes: half as many as there are, rounded up, and at most 50.
+/// Embedding dimension for a categorical column: half its cardinality, rounded up, at most 50.
 pub fn embedding_dim(cardinality: usize) -> usize {
     cardinality.div_ceil(2).clamp(1, 50)
 }
 
 impl CategoricalEmbedding {
-    /// Tables of `rows` each, called `NAME.0.weight`, `NAME.1.weight` and so on, which begin as
-    /// `torch.nn.Embedding` does.
+    /// One table per cardinality, named `NAME.0.weight`, `NAME.1.weight` and so on, initialized like
+    /// `torch.nn.Embedding`.
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,
@@ -111,7 +111,7 @@ mod tests {
     use candle_core::DType;
     use proptest::prelude::*;
 
-    /// Numbers, then a place of each table or the one behind it.
+    /// Numeric values, then per table a valid index or the unknown index, one past the last row.
     fn samples(batch: usize, numbers: usize, rows: &[usize]) -> Tensor {
         let value = |b: usize, i: usize| match i.checked_sub(numbers) {
             None => (b * 7 + i * 3) as f32 / 5.0 - 1.0,
@@ -146,7 +146,7 @@ mod tests {
         assert_eq!(to_f64_vec(&y), [0.5, 0.0, 0.0]);
         layer.backward(saved, y.ones_like().unwrap(), &pass, false).unwrap();
         assert!(to_f64_vec(&subject.store.grads).iter().all(|g| *g == 0.0), "no row learns from it");
-        // A card does not look at every place.
+        // The GPU kernel does not validate indices.
         let invalid_indices: &[f32] = if test_device().is_cpu() { &[5.0, -1.0, 0.5, f32::NAN] } else { &[] };
         for index in invalid_indices {
             let x = Tensor::new(&[[0.5f32, *index]], &test_device()).unwrap();

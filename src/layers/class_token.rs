@@ -1,4 +1,4 @@
-//! A picture's patches as a sequence: a learned class token before them, learned positions on all.
+//! Turns the patches of an image into a sequence: prepends a learned class token, adds learned positions to all.
 
 use candle_core::{Result, Tensor};
 
@@ -10,15 +10,15 @@ pub struct ClassToken {
     name: String,
     class: ParamId,
     positions: ParamId,
-    /// Shape of a sample before it: (rows, columns, width), or (length, width).
+    /// Input shape of one sample: (rows, columns, width), or (length, width).
     input_shape: Vec<usize>,
     width: usize,
-    /// Positions after it.
+    /// Output positions per sample, the class token included.
     length: usize,
 }
 
 impl ClassToken {
-    /// `class` and `positions` are the parameters' names; their shapes have leading ones, as torchvision's.
+    /// `class` and `positions` name the parameters; their shapes have leading ones, like torchvision's.
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,

@@ -1,4 +1,4 @@
-//! Two-dimensional convolution over (height, width, channels) pictures, with bias and activation.
+//! Two-dimensional convolution over (height, width, channels) images, with fused bias and activation.
 
 use candle_core::{Result, Tensor};
 
@@ -18,7 +18,7 @@ pub struct Conv2d {
 }
 
 impl Conv2d {
-    /// Begins as `torch.nn.Conv2d` does: uniform within one over the root of a window's values.
+    /// Initialized like `torch.nn.Conv2d`: uniform in ±1/sqrt(fan_in).
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,
@@ -160,8 +160,7 @@ mod tests {
         })
     }
 
-    /// Shapes of the models there are: first layers, windows of one pixel, groups, and channels that see
-    /// themselves alone.
+    /// The shapes that the models use: first layers, 1 x 1 kernels, grouped and depthwise convolutions.
     #[test]
     fn bf16_follows_f64() {
         let plain = ConvGeometry {
@@ -211,7 +210,7 @@ mod tests {
         fn gradients_are_right(g in geometry(), batch in 1usize..4, bias: bool, act in prop::sample::select(vec![Activation::Identity, Activation::Relu, Activation::Gelu])) {
             let build = |d: &mut ParamRegistry| Box::new(Conv2d::new(d, "c", g, bias, act)) as Box<dyn Layer>;
             let input = |batch: usize| random_tensor(&[batch, g.height, g.width, g.in_channels], 1);
-            // A difference across the corner of a clip is no slope: autograd judges that one.
+            // Finite differences are invalid across the kink of ReLU; autograd checks that one.
             if act != Activation::Relu {
                 check_finite_differences(&build, &input(batch));
             }

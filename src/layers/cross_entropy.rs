@@ -1,4 +1,4 @@
-//! Cross-entropy over classes, together with the linear map that scores them.
+//! Cross-entropy over classes, fused with the linear layer that computes the logits.
 
 use candle_core::{Result, Tensor};
 
@@ -13,16 +13,16 @@ use crate::params::ParamId;
 
 pub struct CrossEntropy {
     pub name: String,
-    /// (classes, width); may be a parameter of another layer, as in a tied language model.
+    /// (classes, width); may belong to another layer, as in a language model with tied embeddings.
     pub weight: ParamId,
     /// The weight belongs to another layer.
     pub tied: bool,
     pub bias: Option<ParamId>,
-    /// Rows a sample has: 1, or the positions of a sequence.
+    /// Rows per sample: 1, or the positions of a sequence.
     pub positions: usize,
     pub width: usize,
     pub classes: usize,
-    /// Share of each target that is spread over all classes.
+    /// Label smoothing: the fraction of each target spread over all classes.
     pub smoothing: f64,
     pub class_weights: Option<ClassWeights>,
 }
@@ -139,7 +139,7 @@ mod tests {
         Tensor::from_vec((0..rows).map(of).collect::<Vec<u32>>(), rows, &test_device()).unwrap()
     }
 
-    /// Rows of (two classes, bits of the first's share); the classes meet now and then.
+    /// Rows of (class, class, bits of the first one's fraction); in some rows both classes are the same.
     fn mixed_targets(rows: usize, classes: usize) -> (Tensor, [(Tensor, Tensor); 2]) {
         let fraction = |i: usize| [0.3f32, 1.0, 0.5, 0.75, 0.0][i % 5];
         let class = |i: usize, k: usize| ((i * k + k) % classes) as u32;

@@ -1,4 +1,4 @@
-//! Dropout: each value is dropped with a chance that depends on (seed, epoch, sample, layer) alone.
+//! Dropout whose mask depends only on (seed, epoch, sample, layer).
 
 use candle_core::{Result, Tensor};
 
@@ -9,9 +9,9 @@ use crate::random::stream_id;
 
 pub struct Dropout {
     pub name: String,
-    /// Shape of a sample.
+    /// Shape of one sample.
     pub shape: Vec<usize>,
-    /// Chance that a value is dropped.
+    /// Probability of dropping a value.
     pub p: f64,
 }
 

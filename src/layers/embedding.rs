@@ -1,5 +1,5 @@
-//! Tokens as vectors, with learned positions where the model has them. Always the first layer: there is
-//! no gradient of its input.
+//! Token embeddings, plus learned positions and token types if the model has them. Always the first layer, so it
+//! computes no input gradient.
 
 use candle_core::{Result, Tensor};
 
@@ -12,7 +12,7 @@ pub struct Embedding {
     token_table: ParamId,
     position_table: Option<ParamId>,
     token_type_table: Option<ParamId>,
-    /// Tokens of a sample.
+    /// Tokens per sample.
     length: usize,
     vocab: usize,
     width: usize,
@@ -20,7 +20,7 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// A table of `vocab` rows called `token_weight`, for samples of `length` tokens.
+    /// A table of `vocab` rows named `weight`, for samples of `length` tokens.
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,
@@ -42,7 +42,7 @@ impl Embedding {
         }
     }
 
-    /// Adds a learned row for each of `context` positions, which are at least as many as the tokens.
+    /// Adds a learned row per position; `context` is at least the number of tokens per sample.
     pub fn with_positions(
         mut self,
         registry: &mut ParamRegistry,
@@ -55,7 +55,7 @@ impl Embedding {
         self
     }
 
-    /// Adds the first of `kinds` rows to every token.
+    /// Adds the first of `token_types` rows to every token.
     pub fn with_token_types(
         mut self,
         registry: &mut ParamRegistry,
@@ -68,7 +68,7 @@ impl Embedding {
         self
     }
 
-    /// The token table, for a head that shares it.
+    /// The token table, for a head with tied weights.
     pub fn token_weight(&self) -> ParamId {
         self.token_table
     }
@@ -183,7 +183,7 @@ mod tests {
         let subject = TestContext::new(registry, DType::F32, 1);
         let x = Tensor::new(&[[3u32, 17, 9]], &test_device()).unwrap();
         let made = layer.forward(&x, &subject.pass(Mode::Train));
-        // A card does not stop for it: what it makes of such a token is not a number.
+        // The GPU kernel cannot fail: it embeds an invalid token as NaN.
         if !test_device().is_cpu() {
             let values = to_f64_vec(&made.unwrap().0);
             return (0..12).for_each(|i| assert_eq!(values[i].is_nan(), i / 4 == 1));

@@ -1,4 +1,4 @@
-//! The first position of a sequence, where a class token gathers what the sequence says.
+//! Selects the first position of a sequence, where the class token aggregates the sequence.
 
 use candle_core::{Result, Tensor};
 
@@ -8,7 +8,7 @@ use crate::kernels::cuda;
 
 pub struct FirstToken {
     pub name: String,
-    /// Positions of a sample, and the values of each.
+    /// Positions per sample, and values per position.
     pub length: usize,
     pub width: usize,
 }
@@ -23,7 +23,7 @@ impl Layer for FirstToken {
     }
 
     fn forward(&self, x: &Tensor, _: &PassContext) -> Result<(Tensor, SavedTensors)> {
-        // A copy even where the sequence is one long: a view would keep the whole of it alive.
+        // Copies even if the sequence has one position: a view would keep the whole sequence alive.
         #[cfg(feature = "cuda")]
         if let Some(device) = cuda::device_of(x) {
             let y = cuda::uninit(device, x.dtype(), (x.dim(0)?, self.width))?;
@@ -57,7 +57,7 @@ impl Layer for FirstToken {
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let output = spec.bytes(self.width);
-        // The first positions, gathered, before they are written.
+        // The gather of the first positions, before they are written.
         let gathered = self.length > 1 && !spec.backend.is_cuda();
         let forward = if gathered { output } else { 0 };
         Cost {

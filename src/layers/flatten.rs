@@ -1,4 +1,4 @@
-//! A picture as a vector, in the order (channel, row, column) that other tools flatten in.
+//! Flattens an image to a vector in (channel, row, column) order, like PyTorch.
 
 use candle_core::{Result, Tensor};
 
@@ -7,12 +7,12 @@ use crate::kernels::transpose;
 
 pub struct Flatten {
     pub name: String,
-    /// (height, width, channels), or any other shape, which is flattened as it lies.
+    /// (height, width, channels) is transposed; any other shape is flattened in memory order.
     pub shape: Vec<usize>,
 }
 
 impl Flatten {
-    /// (pixels, channels) where the two have to change places.
+    /// (pixels, channels) if flattening needs a transpose.
     fn transpose_dims(&self) -> Option<(usize, usize)> {
         match self.shape.as_slice() {
             &[h, w, c] if h * w > 1 && c > 1 => Some((h * w, c)),

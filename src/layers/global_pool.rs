@@ -1,4 +1,4 @@
-//! Global average pooling: a (height, width, channels) picture to its mean a channel.
+//! Global average pooling: reduces a (height, width, channels) image to its mean per channel.
 
 use candle_core::{Result, Tensor};
 

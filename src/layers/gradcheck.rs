@@ -1,5 +1,5 @@
-//! The proof every layer goes through: gradients against central differences in f64 and against candle's
-//! autograd on the kernel's reference, and the cost against what the passes really hold.
+//! The checks that every layer must pass: gradients against central differences in f64 and against candle's autograd on
+//! the kernel's reference, and `cost` against the memory that the passes hold.
 
 use candle_core::{DType, Device, Storage, Tensor, Var};
 
@@ -9,7 +9,7 @@ use crate::kernels::update::cast_into;
 use crate::params::{ParamRegistry, ParamStore};
 use crate::random::{RngKey, stream_id};
 
-/// Where the proofs run: on the CPU, or on the first card where `TRAINER_TEST_DEVICE` is `cuda`.
+/// The device under test: the CPU, or the first GPU if `TRAINER_TEST_DEVICE` is `cuda`.
 pub fn test_device() -> Device {
     #[cfg(feature = "cuda")]
     if std::env::var("TRAINER_TEST_DEVICE").is_ok_and(|device| device == "cuda") {
@@ -17,7 +17,8 @@ pub fn test_device() -> Device {
         let open = || {
             let device = Device::new_cuda_with_stream(0).unwrap();
             if let Device::Cuda(gpu) = &device {
-                // SAFETY: all of the tests work on the one stream of this device.
+                // SAFETY: all tests use the single stream of this device, so stream order alone orders every use of a
+                // tensor.
                 unsafe { gpu.disable_event_tracking() };
             }
             device
@@ -27,7 +28,7 @@ pub fn test_device() -> Device {
     Device::Cpu
 }
 
-/// Values in [-1, 1) away from 0, where the slopes of clipped activations jump.
+/// Values in [-1, 1) away from 0, where clamp activations have a kink.
 pub fn random_tensor(shape: &[usize], key: u64) -> Tensor {
     let r = RngKey::new(key, stream_id("check"));
     let values = (0..shape.iter().product::<usize>()).map(|i| {
@@ -45,7 +46,7 @@ pub fn test_spec(batch: usize, dtype: DType) -> MicroBatchSpec {
     MicroBatchSpec { batch, dtype, backend }
 }
 
-/// A layer, or a loss, with parameters drawn at random (zeros and ones would hide mistakes).
+/// Parameters drawn at random for a layer or a loss (zeros and ones would hide errors).
 pub struct TestContext {
     pub store: ParamStore,
     pub sample_ids: Vec<u64>,
@@ -79,7 +80,7 @@ impl TestContext {
 
 pub fn to_f64_vec(t: &Tensor) -> Vec<f64> {
     if t.elem_count() == 0 {
-        return Vec::new(); // a card refuses to copy nothing
+        return Vec::new(); // CUDA refuses zero-byte copies
     }
     t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
@@ -91,12 +92,12 @@ pub fn relative_error(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / scale
 }
 
-/// A variable of the oracle, which is candle's autograd in f64 on the CPU wherever the bodies run.
+/// A variable of the oracle: candle's autograd in f64 on the CPU, wherever the kernels under test run.
 pub fn leaf(t: &Tensor) -> Var {
     Var::from_tensor(&t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap()).unwrap()
 }
 
-/// Shifts one value of a contiguous buffer.
+/// Adds `delta` to one value of a contiguous buffer.
 fn perturb(buffer: &Tensor, index: usize, delta: f64) {
     let mut values = to_f64_vec(buffer);
     values[index] += delta;
@@ -104,13 +105,13 @@ fn perturb(buffer: &Tensor, index: usize, delta: f64) {
     cast_into(&moved, &buffer.flatten_all().unwrap()).unwrap();
 }
 
-/// Up to 24 positions of a buffer, spread over it.
+/// Up to 24 indices, spread over the buffer.
 fn probe_indices(len: usize) -> Vec<usize> {
     let n = len.min(24);
     (0..n).map(|i| i * len / n + (i * 7) % (len / n)).collect()
 }
 
-/// Slopes of `f` along some values of a buffer, by central differences.
+/// Partial derivatives of `f` with respect to some values of a buffer, by central differences.
 pub fn finite_differences(buffer: &Tensor, f: &dyn Fn() -> f64) -> Vec<(usize, f64)> {
     const H: f64 = 1e-5;
     let slope = |i: usize| {
@@ -124,7 +125,7 @@ pub fn finite_differences(buffer: &Tensor, f: &dyn Fn() -> f64) -> Vec<(usize, f
     probe_indices(buffer.elem_count()).into_iter().map(slope).collect()
 }
 
-/// Holds gradients against such slopes.
+/// Compares a gradient with such partial derivatives.
 pub fn assert_gradient(what: &str, gradient: &Tensor, expected: Vec<(usize, f64)>) {
     let gradient = to_f64_vec(gradient);
     let scale = gradient.iter().fold(1e-3f64, |m, v| m.max(v.abs()));
@@ -137,7 +138,7 @@ pub fn assert_gradient(what: &str, gradient: &Tensor, expected: Vec<(usize, f64)
     }
 }
 
-/// Gradients of the input (where it is of f64) and of every parameter against differences in f64.
+/// Checks the gradients of every parameter, and of the input if it is f64, against finite differences in f64.
 pub fn check_finite_differences(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tensor) {
     let mut registry = ParamRegistry::default();
     let layer = build(&mut registry);
@@ -145,11 +146,11 @@ pub fn check_finite_differences(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn La
     let pass = subject.pass(Mode::Train);
     let (y, saved) = layer.forward(x, &pass).unwrap();
     let expected: Vec<usize> = [&[x.dim(0).unwrap()], layer.output_shape().as_slice()].concat();
-    assert_eq!(y.dims(), expected, "{} says another shape than it makes", layer.name());
+    assert_eq!(y.dims(), expected, "{}: `output_shape` is wrong", layer.name());
     let dy = random_tensor(y.dims(), 13);
     let differentiable = x.dtype() == DType::F64;
     let dx = layer.backward(saved, dy.copy().unwrap(), &pass, differentiable).unwrap();
-    // Statistics must not move while the same forward pass is asked again and again.
+    // `Recompute`: repeated forward passes must not update the running statistics.
     let recompute = subject.pass(Mode::Recompute);
     let value = || {
         to_f64_vec(&layer.forward(x, &recompute).unwrap().0)
@@ -180,8 +181,8 @@ pub fn check_finite_differences(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn La
     }
 }
 
-/// The fast body, in f32, against candle's autograd on the reference: output, input gradient and the
-/// flat parameter gradient. `reference` gets the input and the parameters in the order of declaration.
+/// Checks the optimized kernels in f32 against candle's autograd on the reference: output, input gradient and parameter
+/// gradients. `reference` takes the input and the parameters in declaration order.
 pub fn check_against_autograd(
     build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>,
     x: &Tensor,
@@ -214,8 +215,8 @@ pub fn check_against_autograd(
     }
     for (i, (ours, var)) in subject.store.grad_views().iter().zip(&params).enumerate() {
         let name = &subject.store.layout.params.spec(i).name;
-        // A gradient of one value may be terms of size 1 that cancel each other: what is left of them keeps their
-        // rounding, and only that is measured by it.
+        // A gradient may be a sum of terms of size 1 that cancel: it keeps their absolute rounding error, so the
+        // relative error is scaled down for gradients below 0.1.
         let expected = to_f64_vec(grads.get(var).unwrap());
         let cancelled = expected.iter().fold(0f64, |m, v| m.max(v.abs())) / 0.1;
         let error = relative_error(&to_f64_vec(ours), &expected) * cancelled.min(1.0);
@@ -223,7 +224,7 @@ pub fn check_against_autograd(
     }
 }
 
-/// Identity and size of the memory behind a tensor.
+/// Address and size of the memory behind a tensor.
 fn storage_span(t: &Tensor) -> (usize, u64) {
     let (storage, _) = t.storage_and_layout();
     match &*storage {
@@ -256,7 +257,7 @@ fn storage_span(t: &Tensor) -> (usize, u64) {
     }
 }
 
-/// `cost` is exactly what `forward` holds, at three sizes and in three types.
+/// Checks that `cost` matches exactly what `forward` holds, at three batch sizes and in three types.
 pub fn check_cost(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, input: &dyn Fn(usize) -> Tensor) {
     for (batch, dtype) in
         [(1, DType::F32), (3, DType::F32), (8, DType::F32), (3, DType::BF16), (3, DType::F64)]
@@ -285,7 +286,7 @@ pub fn check_cost(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, input: &
             cost.saved, extra,
             "{name}: bytes saved beside input and output, batch {batch}, {dtype:?}"
         );
-        assert_eq!(cost.saves_input, kept_x, "{name}: keeps its input");
+        assert_eq!(cost.saves_input, kept_x, "{name}: saves its input");
         if cost.saves_input {
             assert_eq!(storage_span(&saved.0[0]).0, x_ptr, "{name}: the input is the first it saves");
         }
@@ -293,19 +294,19 @@ pub fn check_cost(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, input: &
         assert_eq!(
             recomputed.is_some(),
             layer.recompute_source(spec.backend) != RecomputeSource::Unsupported,
-            "{name}: makes its output again"
+            "{name}: recompute_source is wrong"
         );
         if let Some(recomputed) = recomputed {
-            // What a card makes within a product is made again from rounded values.
+            // An activation fused into a GEMM epilogue on a GPU is recomputed from the rounded pre-activation.
             let rounded = layer.recompute_source(spec.backend) == RecomputeSource::SavedOnly
                 && dtype.size_in_bytes() == 2;
             let tolerance = if rounded { 1e-2 } else { 0.0 };
             assert!(
                 relative_error(&to_f64_vec(&recomputed), &to_f64_vec(&y)) <= tolerance,
-                "{name}: the output made again"
+                "{name}: the recomputed output"
             );
         }
-        assert_eq!(cost.saves_output, kept_y, "{name}: keeps its output");
+        assert_eq!(cost.saves_output, kept_y, "{name}: saves its output");
         assert_eq!(cost.output_is_view, x_ptr == y_ptr, "{name}: output is a view");
         assert_eq!(cost.output, if cost.output_is_view { 0 } else { y_bytes }, "{name}: output bytes");
         if differentiable && !cost.output_is_view {
@@ -315,9 +316,9 @@ pub fn check_cost(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, input: &
     }
 }
 
-/// The plan counts whole micro-batches, and the last one of an epoch is shorter: it must not take more.
+/// The plan assumes full micro-batches, and the last one of an epoch may be smaller: it must not need more memory.
 fn check_cost_is_monotonic(layer: &dyn Layer, dtype: DType) {
-    // Lists of what threads share may be longer where a batch divides worse.
+    // The threads' work lists may be longer if the batch divides unevenly.
     const WORK_LIST_SLACK: u64 = 4096;
     let cpu = [1, 2, 3, 4, 7, 16].map(|threads| Backend::Cpu { threads });
     let gpu = [(8, 0), HOPPER].map(|capability| Backend::Cuda { capability });
@@ -341,7 +342,7 @@ fn check_cost_is_monotonic(layer: &dyn Layer, dtype: DType) {
     }
 }
 
-/// A loss's gradients against differences in f64.
+/// Checks the gradients of a loss against finite differences in f64.
 pub fn check_loss_finite_differences(
     build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>,
     x: &Tensor,
@@ -366,10 +367,10 @@ pub fn check_loss_finite_differences(
     }
 }
 
-/// How far bf16 may be from f64, relative to the largest value: five roundings to its eight bits.
+/// Maximum error of bf16 against f64, relative to the largest value: five roundings to its eight bits.
 const BF16_TOLERANCE: f64 = 2e-2;
 
-/// A subject whose weights are the same, to the bit, in every type: numbers that bf16 has.
+/// A context whose weights are representable in bf16, hence identical to the bit in every type.
 fn bf16_exact_context(registry: ParamRegistry, dtype: DType, batch: usize) -> TestContext {
     let subject = TestContext::new(registry, dtype, batch);
     if subject.store.layout.params.len > 0 {
@@ -380,7 +381,7 @@ fn bf16_exact_context(registry: ParamRegistry, dtype: DType, batch: usize) -> Te
     subject
 }
 
-/// The nearest numbers that bf16 has, in `dtype`.
+/// Rounds to the nearest bf16 values, returned as `dtype`.
 fn round_to_bf16(t: &Tensor, dtype: DType) -> Tensor {
     let narrow = t.to_dtype(DType::F32).unwrap().to_dtype(DType::BF16).unwrap();
     narrow.to_dtype(dtype).unwrap()
@@ -398,7 +399,7 @@ fn gradients(subject: &TestContext) -> impl Iterator<Item = (String, Vec<f64>)> 
     subject.store.grad_views().iter().enumerate().map(move |(i, grad)| (name(i), to_f64_vec(grad)))
 }
 
-/// A layer in bf16 against itself in f64, with the same weights and inputs: output and all gradients.
+/// Checks a layer in bf16 against itself in f64, with equal weights and inputs: output and all gradients.
 pub fn check_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tensor) {
     let run = |dtype: DType| {
         let mut registry = ParamRegistry::default();
@@ -418,7 +419,7 @@ pub fn check_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Layer>, x: &Tens
     assert_within_bf16_tolerance("layer", run(DType::BF16), run(DType::F64));
 }
 
-/// A loss in bf16 against itself in f64, with the same weights and inputs: its value and all gradients.
+/// Checks a loss in bf16 against itself in f64, with equal weights and inputs: its value and all gradients.
 pub fn check_loss_bf16(build: &dyn Fn(&mut ParamRegistry) -> Box<dyn Loss>, x: &Tensor, targets: &Tensor) {
     let run = |dtype: DType| {
         let mut registry = ParamRegistry::default();

@@ -1,4 +1,4 @@
-//! Group normalisation of pictures: each sample by itself, over groups of channels, with a clip fused.
+//! Group normalization of images, per sample over groups of channels, with a fused clamp activation.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -9,7 +9,7 @@ use crate::kernels::group_norm::{GroupNormKernel as Kernel, workspace};
 use crate::kernels::linear::WeightBiasGrads;
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 
-/// As PyTorch has it.
+/// PyTorch's default.
 const EPS: f64 = 1e-5;
 
 pub struct GroupNorm {
@@ -23,7 +23,7 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// `shape` is a sample's, its last dimension the channels, a multiple of `groups`.
+    /// `shape` is the shape of one sample; its last dimension, the channels, is a multiple of `groups`.
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,
@@ -131,7 +131,7 @@ mod tests {
             let shape = [h, w, groups * size];
             let build = |d: &mut ParamRegistry| Box::new(GroupNorm::new(d, "n", &shape, groups, act)) as Box<dyn Layer>;
             let input = |batch: usize| random_tensor(&[batch, h, w, groups * size], 1);
-            // A difference across the corner of a clip is no slope: autograd judges those.
+            // Finite differences are invalid across the kink of a clamp; autograd checks those.
             if act == ClampActivation::Identity {
                 check_finite_differences(&build, &input(batch));
             }

@@ -1,4 +1,4 @@
-//! `y = act(x W' + b)` over the last dimension.
+//! `y = act(x W' + b)` over the last dimension, W' being the transpose of W.
 
 use candle_core::{Result, Tensor};
 
@@ -16,25 +16,25 @@ pub struct Linear {
     bias: Option<ParamId>,
     weight_layout: WeightLayout,
     act: Activation,
-    /// Shape of a sample without the last dimension: () for a vector, (T) for a sequence.
+    /// Shape of one sample without the last dimension: () for a vector, (T) for a sequence.
     leading_dims: Vec<usize>,
     inputs: usize,
     outputs: usize,
 }
 
-/// What a [`Linear`] is made with beside its sizes.
+/// Options of a [`Linear`] besides its sizes.
 #[derive(Clone, Copy)]
 pub struct LinearOptions {
     pub bias: bool,
     pub act: Activation,
     pub weight_layout: WeightLayout,
     pub init: ParamInit,
-    /// How the bias begins.
+    /// Initialization of the bias.
     pub bias_init: ParamInit,
 }
 
 impl LinearOptions {
-    /// As `torch.nn.Linear` begins: both uniform within one over the root of the inputs.
+    /// Initialized like `torch.nn.Linear`: weight and bias uniform in ±1/sqrt(inputs).
     pub fn torch_default(inputs: usize, act: Activation) -> Self {
         let init = ParamInit::Uniform(1.0 / (inputs as f64).sqrt());
         Self { bias: true, act, weight_layout: WeightLayout::OutIn, init, bias_init: init }
@@ -42,7 +42,7 @@ impl LinearOptions {
 }
 
 impl Linear {
-    /// `input` is the shape of a sample, its last dimension is mapped to `outputs`.
+    /// `input` is the shape of one sample; its last dimension is projected to `outputs`.
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,
@@ -54,7 +54,7 @@ impl Linear {
         Self::with_param_names(registry, name, names, input, outputs, options)
     }
 
-    /// As `new`, with the names of its weight and its bias.
+    /// Like `new`, with explicit names for weight and bias.
     pub fn with_param_names(
         registry: &mut ParamRegistry,
         name: &str,
@@ -183,7 +183,7 @@ impl Layer for Linear {
         recompute: bool,
     ) -> Result<InputGrad> {
         let (kernel, grads) = (self.kernel(pass), self.grads(pass));
-        // Its input, unless that is waited for, and what the activation reads.
+        // `saved` holds the input, unless the weight gradient is deferred, then what the activation's backward reads.
         let reads = (self.act != Activation::Identity) as usize;
         let (x, v) = saved.0.split_at(saved.0.len() - reads);
         let act_saved = v.first().filter(|_| !pass.fusion.act_backward_done);
@@ -268,7 +268,7 @@ mod tests {
             let options = LinearOptions { bias, weight_layout, ..LinearOptions::torch_default(k, act) };
             let build = |d: &mut ParamRegistry| Box::new(Linear::new(d, "l", &[t, k], n, options)) as Box<dyn Layer>;
             let x = random_tensor(&[batch, t, k], 1);
-            // A difference across the corner of a clip is no slope: autograd judges those.
+            // Finite differences are invalid across the kinks of clamp activations; autograd checks those.
             if !matches!(act, Activation::Relu | Activation::Relu6) {
                 check_finite_differences(&build, &x);
             }

@@ -1,5 +1,5 @@
-//! Losses: the end of a network. A loss owns the last linear map where that saves memory, and makes
-//! its input's gradient in the same pass that computes it, so that nothing is saved in between.
+//! Losses: the end of a network. A loss owns the last linear layer where that saves memory, and computes its input
+//! gradient in the same pass as its value, so it saves nothing between passes.
 
 use candle_core::{Result, Tensor};
 
@@ -10,8 +10,8 @@ pub use crate::kernels::metric_sums::{MetricSums, PendingMetricSums};
 pub trait Loss: Send + Sync {
     fn name(&self) -> &str;
 
-    /// The tally of a micro-batch and the gradient of its summed loss, times `pass.scale`, with respect
-    /// to `x`. Adds the gradients of the loss's own parameters. Waits for nothing.
+    /// Computes the metric sums of a micro-batch and the gradient of its summed loss, times `pass.loss_scale`, with
+    /// respect to `x`. Accumulates the gradients of the loss's own parameters. Never synchronizes with the device.
     fn forward_backward(
         &self,
         x: &Tensor,
@@ -19,15 +19,16 @@ pub trait Loss: Send + Sync {
         pass: &PassContext,
     ) -> Result<(PendingMetricSums, Tensor)>;
 
-    /// The tally alone.
+    /// Computes the metric sums only.
     fn evaluate(&self, x: &Tensor, targets: &Tensor, pass: &PassContext) -> Result<PendingMetricSums>;
 
-    /// The linear map whose outputs are judged.
+    /// The linear layer that computes the logits or predictions.
     fn output_layer<'a>(&self, pass: &'a PassContext) -> LinearKernel<'a>;
 
-    /// `input` is the gradient's bytes, `backward` the temporaries of `forward_backward`, `forward` those of `evaluate`.
+    /// `input_grad` is the size of the gradient, `backward_workspace` the temporaries of `forward_backward`, and
+    /// `forward_workspace` those of `evaluate`.
     fn cost(&self, spec: MicroBatchSpec) -> Cost;
 
-    /// Values of its own parameters.
+    /// Number of values in its own parameters.
     fn num_parameters(&self) -> usize;
 }

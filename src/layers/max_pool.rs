@@ -1,4 +1,4 @@
-//! Max pooling over (height, width, channels) pictures.
+//! Max pooling over (height, width, channels) images.
 
 use candle_core::{Result, Tensor};
 

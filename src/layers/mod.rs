@@ -1,9 +1,9 @@
-//! Layers: what a model is made of. Each file holds one: parameters, forward, backward and cost.
+//! Layers: the building blocks of a model. Each file holds one layer: parameters, forward, backward and cost.
 //!
-//! A layer owns its backward pass. `forward_workspace` returns the output and exactly what `backward_workspace` will need;
-//! `backward_workspace` consumes that, adds parameter gradients in place and returns the input's gradient; `cost`
-//! says, for a micro-batch, what all of this holds, to the byte. No graph is recorded, and nothing else
-//! in the program knows a layer's insides. [`network`] runs layers and asks the ledger for them.
+//! A layer owns its backward pass. `forward` returns the output and exactly what `backward` needs; `backward` consumes
+//! that, accumulates parameter gradients in place and returns the input gradient; `cost` states, to the byte, what both
+//! hold for a micro-batch. There is no autograd graph, and nothing outside a layer depends on its internals.
+//! [`network`] executes layers and reserves their memory from the ledger.
 
 pub mod activation;
 pub mod attention;
@@ -40,17 +40,17 @@ use crate::kernels::{Activation, SavedForBackward, add};
 use crate::params::{ParamId, ParamStore, StatId};
 use crate::random::RngKey;
 
-/// A layer of a network. Tensors are contiguous, the first dimension is the sample.
+/// A layer of a network. Tensors are contiguous; the first dimension is the batch.
 pub trait Layer: Send + Sync {
-    /// Its path in the model, which is also the prefix of its parameters' names.
+    /// Path in the model, which is also the prefix of its parameter names.
     fn name(&self) -> &str;
 
-    /// The shape of one sample's output.
+    /// Output shape of one sample.
     fn output_shape(&self) -> Vec<usize>;
 
     fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)>;
 
-    /// As `forward_workspace`, with `onto` added to the output, which must be nobody's but the caller's, and `act` of the sum.
+    /// Computes `act(forward(x) + residual)`. The sum overwrites the output, so the layer must not have saved it.
     fn forward_add_act(
         &self,
         x: &Tensor,
@@ -62,7 +62,7 @@ pub trait Layer: Send + Sync {
         Ok((add::inplace(&y, residual, act)?, saved))
     }
 
-    /// `dy` is the layer's to overwrite; no input gradient is made unless it is wanted.
+    /// The layer may overwrite `dy`. It computes the input gradient only if `needs_input_grad`.
     fn backward(
         &self,
         saved: SavedTensors,
@@ -71,7 +71,7 @@ pub trait Layer: Send + Sync {
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>>;
 
-    /// As `backward_workspace`, with `onto`, the gradient that reaches the input by another way, added to it.
+    /// Like `backward`, and adds `residual_grad`, the gradient that reaches the input along the other branch.
     fn backward_accumulate(
         &self,
         saved: SavedTensors,
@@ -83,7 +83,7 @@ pub trait Layer: Send + Sync {
         dx.map(|dx| add::inplace(&dx, residual_grad, Activation::Identity)).transpose()
     }
 
-    /// As `backward_workspace` where `forward_add_act` made `recomputed_output`: `dy` is first turned into the gradient before `act`, in place.
+    /// Backward of `forward_add_act`, whose output was `y`: first backpropagates `dy` through `act`, in place.
     fn backward_add_act(
         &self,
         saved: SavedTensors,
@@ -96,33 +96,36 @@ pub trait Layer: Send + Sync {
         self.backward(saved, dy, pass, needs_input_grad)
     }
 
-    /// Whether both of these are made there within the layer's own passes: then what is added is made first, and `recomputed_output`
-    /// is held for as long as the layer's gradient is made.
+    /// Whether the layer fuses `forward_add_act` and `backward_add_act` into its own passes on this backend. The
+    /// executor then runs the shortcut before the branch, and keeps `y` until the layer has computed its gradients.
     fn fuses_add_act(&self, _act: Activation, _backend: Backend) -> bool {
         false
     }
 
-    /// The output once more from what the layer saved, where that takes no more than a pass over it: such an output
-    /// is not kept for the layer after it, but made again when that one needs it. The same bits, but for a GELU that
-    /// a card makes within the product: it is made again from what was saved, which is rounded.
+    /// Recomputes the output from the saved tensors, if that costs no more than one pass over it. The executor does not
+    /// keep such an output for the next layer, but recomputes it when the next layer's backward needs it. The result is
+    /// bit-exact except for a GELU fused into a GEMM epilogue on a GPU: recomputing it starts from the saved
+    /// pre-activation, which is rounded.
     fn recompute_output(&self, _saved: &SavedTensors, _pass: &PassContext) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    /// Whether there [`backward_input`](Layer::backward_early) gives the output too, made again within its passes.
+    /// Whether [`backward_input`](Layer::backward_input) can also return the output, recomputed within its own passes.
     fn recomputes_in_backward(&self, _backend: Backend) -> bool {
         false
     }
 
-    /// Whether there the input's gradient is made without the input: then an input that is made again on the way of the
-    /// layer before is waited for, and [`backward_weight`](Layer::backward_late) comes when it is there.
+    /// Whether the layer computes its input gradient without its input on this backend. If the preceding layer
+    /// recomputes that input during its own backward, the executor defers the weight gradient and calls
+    /// [`backward_weight`](Layer::backward_weight) once the input exists.
     fn can_defer_weight_grad(&self, _backend: Backend) -> bool {
         false
     }
 
-    /// As `backward_workspace`, or `backward_accumulate` where there is something `onto` it, and more or less of it: with `again` the
-    /// output as well, in memory that the pass needs no longer; where the layer [`can_defer_weight_grad`](Layer::waits), and what it saved
-    /// is without its input, all but the gradients that need the input.
+    /// Like `backward`, or `backward_accumulate` if there is a `residual_grad`, with two differences. With `recompute`
+    /// it also returns the output, in memory that the pass no longer needs. If the layer
+    /// [`can_defer_weight_grad`](Layer::can_defer_weight_grad) and `saved` lacks its input, it skips the gradients that
+    /// need the input.
     fn backward_input(
         &self,
         saved: SavedTensors,
@@ -132,10 +135,10 @@ pub trait Layer: Send + Sync {
         recompute: bool,
     ) -> Result<InputGrad> {
         let _ = (saved, dy, pass, needs_input_grad, residual_grad, recompute);
-        candle_core::bail!("{} makes its gradients at once", self.name())
+        candle_core::bail!("{} cannot split its backward pass", self.name())
     }
 
-    /// What the gradient of the output meets first in the layer, where the layer after it may take it through that.
+    /// The activation backward that `dy` passes through first in this layer, if the next layer may fuse it.
     fn fusible_act_backward<'a>(
         &self,
         _saved: &'a SavedTensors,
@@ -144,69 +147,70 @@ pub trait Layer: Send + Sync {
         None
     }
 
-    /// What [`backward_input`](Layer::backward_early) left to do, once the input is there; `dy` is as that left it.
+    /// Computes the gradients that [`backward_input`](Layer::backward_input) skipped, now that the input exists; `dy`
+    /// is as that call left it.
     fn backward_weight(&self, _x: &Tensor, _dy: &Tensor, _pass: &PassContext) -> Result<()> {
         Ok(())
     }
 
-    /// The parameter whose gradient is the sum over all rows of the gradient that the layer is given, which whoever makes
-    /// that may add to it on the way.
+    /// The parameter whose gradient is the sum of `dy` over all rows (a bias). Whoever produces `dy` may accumulate it
+    /// in the same pass.
     fn fusible_bias_grad(&self) -> Option<ParamId> {
         None
     }
 
-    /// Whether there the backward pass can sum over the rows of the gradient it makes.
+    /// Whether the backward pass can also sum its input gradient over all rows on this backend.
     fn fuses_bias_grad(&self, _backend: Backend) -> bool {
         false
     }
 
-    /// What [`again`](Layer::again) makes the output from there.
+    /// What [`recompute_output`](Layer::recompute_output) needs on this backend.
     fn recompute_source(&self, _backend: Backend) -> RecomputeSource {
         RecomputeSource::Unsupported
     }
 
-    /// Whether `backward_workspace` writes to the `dy` it is given.
+    /// Whether `backward` overwrites the `dy` it takes.
     fn overwrites_dy(&self) -> bool {
         false
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost;
 
-    /// A micro-batch is a multiple of so many samples, but for the last.
+    /// Every micro-batch except the last must be a multiple of this many samples.
     fn micro_batch_multiple(&self) -> usize {
         1
     }
 
-    /// Values of all its parameters.
+    /// Number of values in all its parameters.
     fn num_parameters(&self) -> usize;
 }
 
-/// What the first part of a backward pass gives.
+/// Result of [`Layer::backward_input`].
 pub struct InputGrad {
-    /// The input's gradient, where it is wanted.
+    /// The input gradient, if requested.
     pub dx: Option<Tensor>,
-    /// The output, where it is made again.
+    /// The output, if its recompute was requested.
     pub recomputed_output: Option<Tensor>,
-    /// Whether the gradient went through what is [`input_act_backward`](Along::before) as well.
+    /// Whether `dx` also passed through [`input_act_backward`](FusionContext::input_act_backward).
     pub input_act_backward_done: bool,
 }
 
-/// What a layer can make its output from once more.
+/// What a layer can recompute its output from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecomputeSource {
     Unsupported,
-    /// From its input, which must have been kept, and what else it saved.
+    /// From its input, which must still be saved, and its other saved tensors.
     InputAndSaved,
-    /// From what it saved beside its input.
+    /// From its saved tensors other than the input.
     SavedOnly,
 }
 
-/// What a layer keeps between its passes; its input first, where it keeps that.
+/// What a layer keeps for its backward pass. The input comes first, if the layer saves it.
 #[derive(Default)]
 pub struct SavedTensors(pub Vec<Tensor>);
 
 impl SavedTensors {
-    /// What a map with an activation fused keeps: its input, and what the activation reads.
+    /// For a layer with a fused activation: its input, and what the activation's backward reads.
     fn with_activation(x: &Tensor, y: &Tensor, pre: Option<Tensor>, act: Activation) -> Self {
         let read = match act.saved_for_backward() {
             SavedForBackward::Nothing => None,
@@ -217,30 +221,30 @@ impl SavedTensors {
     }
 }
 
-/// What a cost is asked for.
+/// What [`Layer::cost`] depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct MicroBatchSpec {
     /// Samples in the micro-batch.
     pub batch: usize,
-    /// The type of activations.
+    /// Activation dtype.
     pub dtype: DType,
-    /// Whose bodies run.
+    /// Which kernels run.
     pub backend: Backend,
 }
 
-/// Where layers compute: kernels have a body for each, with workspaces of its own.
+/// Where layers compute. Kernels have one implementation per backend, each with its own workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
-    /// The CPU; each thread has a workspace.
+    /// The CPU, with one workspace per thread.
     Cpu { threads: usize },
-    /// A GPU of this compute capability, which decides which kernels run.
+    /// A GPU; its compute capability selects the kernels.
     Cuda { capability: ComputeCapability },
 }
 
 /// Compute capability of a GPU: major, minor.
 pub type ComputeCapability = (u32, u32);
 
-/// The one whose kernels take the most memory: for a GPU that nobody named.
+/// Hopper, whose kernels need the most memory. Plans assume it if no GPU is named.
 pub const HOPPER: ComputeCapability = (9, 0);
 
 impl Backend {
@@ -248,14 +252,14 @@ impl Backend {
         matches!(self, Backend::Cuda { .. })
     }
 
-    /// Whether the kernels for Hopper run, whose instructions no other GPU has.
+    /// Whether the Hopper kernels run. They use instructions that no other GPU has.
     pub fn is_hopper(self) -> bool {
         matches!(self, Backend::Cuda { capability: HOPPER })
     }
 }
 
 impl MicroBatchSpec {
-    /// Threads of the CPU bodies; none where a card computes.
+    /// Number of CPU threads; 0 on a GPU.
     pub fn threads(&self) -> usize {
         match self.backend {
             Backend::Cpu { threads } => threads,
@@ -263,73 +267,74 @@ impl MicroBatchSpec {
         }
     }
 
-    /// Bytes of `per_sample` values of every sample.
+    /// Bytes of `per_sample` values for every sample.
     pub fn bytes(&self, per_sample: usize) -> u64 {
         (self.batch * per_sample * self.dtype.size_in_bytes()) as u64
     }
 }
 
-/// What a layer holds and does for one micro-batch. Bytes are exact.
+/// What a layer holds and computes for one micro-batch. Bytes are exact.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// Bytes of the input's gradient.
+    /// Bytes of the input gradient.
     pub input_grad: u64,
-    /// Bytes of the output; 0 where it is a view of the input.
+    /// Bytes of the output; 0 if it is a view of the input.
     pub output: u64,
-    /// The output shares the input's memory.
+    /// The output aliases the input.
     pub output_is_view: bool,
-    /// `backward_workspace` reads the input, or the output.
+    /// `backward` reads the input, or the output.
     pub saves_input: bool,
     pub saves_output: bool,
-    /// Bytes saved for `backward_workspace` beside these two.
+    /// Bytes saved for `backward` besides these two.
     pub saved: u64,
-    /// Bytes of temporaries while `forward_workspace` and `backward_workspace` run.
+    /// Bytes of temporaries during `forward` and `backward`.
     pub forward_workspace: u64,
     pub backward_workspace: u64,
     /// Floating-point operations of the forward pass.
     pub flops: u64,
 }
 
-/// Why the forward pass runs.
+/// Why a forward pass runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// To learn: dropout is on, statistics move.
+    /// Training: dropout is on and running statistics are updated.
     Train,
-    /// To learn, again: what was saved is made a second time, and nothing else may change.
+    /// Training, second forward of a recomputed block: rebuilds what was saved and must change nothing else.
     Recompute,
-    /// To judge: nothing is saved.
+    /// Evaluation: nothing is saved.
     Eval,
 }
 
-/// What one pass over a micro-batch works with.
+/// The state of one pass over a micro-batch.
 #[derive(Clone, Copy)]
 pub struct PassContext<'a> {
     pub store: &'a ParamStore,
     pub mode: Mode,
     pub seed: u64,
     pub epoch: u64,
-    /// Global ids of the micro-batch's samples, in order.
+    /// Global ids of the samples, in order.
     pub sample_ids: &'a [u64],
-    /// Positions of each sample that are not padding, from the first; all where absent.
+    /// Unpadded positions per sample, counted from the first; `None` if nothing is padded.
     pub lengths: Option<&'a [u32]>,
-    /// The epoch, the ids and the lengths where a GPU reads them, as [`sample_keys::sample_info`](crate::kernels::keys::staged) lays them out.
+    /// Epoch, ids and lengths in GPU memory, laid out by
+    /// [`pack_sample_info`](crate::kernels::sample_keys::pack_sample_info).
     pub sample_info: Option<&'a Tensor>,
-    /// What a sample's loss gradient is multiplied with.
+    /// Factor on the loss gradient of every sample.
     pub loss_scale: f64,
     pub fusion: FusionContext<'a>,
 }
 
-/// What the backward passes of neighbouring layers do for each other.
+/// Work that the backward passes of adjacent layers do for each other.
 #[derive(Clone, Copy, Default)]
 pub struct FusionContext<'a> {
-    /// To whose gradient the layer is to add the sums over all rows of the input's gradient, if it
-    /// [`sums`](Layer::sums) them.
+    /// The preceding layer's bias, whose gradient is the sum of this layer's input gradient over all rows. The layer
+    /// accumulates it if it [`fuses_bias_grad`](Layer::fuses_bias_grad).
     pub input_bias_grad: Option<ParamId>,
-    /// Whether those of the gradient that the layer is given were added already.
+    /// The producer of `dy` already accumulated this layer's bias gradient.
     pub bias_grad_done: bool,
-    /// What the input's gradient meets next, which the layer may take it through.
+    /// The preceding layer's activation backward, which this layer may apply to its input gradient.
     pub input_act_backward: Option<ActBackward<'a>>,
-    /// Whether the layer after took the gradient through what this one [`fusible_act_backward`](Layer::met).
+    /// The next layer already applied this layer's [`fusible_act_backward`](Layer::fusible_act_backward) to `dy`.
     pub act_backward_done: bool,
 }
 
@@ -346,7 +351,7 @@ impl<'a> PassContext<'a> {
         &self.store.stat_views()[id.0]
     }
 
-    /// The randomness of the layer `stream` for each sample of the micro-batch.
+    /// The RNG keys of the layer `stream`, one per sample of the micro-batch.
     pub fn sample_keys(&self, stream: u64) -> SampleKeys<'a> {
         SampleKeys {
             layer: RngKey::new(self.seed, stream),

@@ -1,8 +1,8 @@
-//! A network: blocks of layers and a loss, run forward and backward under a ledger.
+//! A network, blocks of layers and a loss, executed forward and backward under a memory ledger.
 //!
-//! Every byte a layer says it needs is asked of the ledger before the layer runs, and given back when
-//! the last holder lets go. Without tensors the same walk is the memory plan: it asks for exactly what
-//! the real one will, in the same order, so the plan cannot drift from the code.
+//! The executor reserves every byte that a layer's `cost` states before the layer runs, and releases it when the last
+//! holder drops. A dry run without tensors makes the same reservations in the same order. That is the memory plan, so
+//! the plan cannot diverge from the execution.
 
 mod backward;
 mod forward;
@@ -20,10 +20,10 @@ use super::{Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
 use crate::kernels::Activation;
 use crate::memory::{Ledger, Oom, Reservation, Role};
 
-/// A part of a block.
+/// A node of a block.
 pub enum Node {
     Layer(Box<dyn Layer>),
-    /// `act(branch(x) + shortcut(x))`; an empty shortcut is `x` itself. A branch has a layer at least.
+    /// `act(branch(x) + shortcut(x))`; an empty shortcut is the identity. A branch has at least one layer.
     Residual(ResidualNode),
 }
 
@@ -32,15 +32,15 @@ pub struct ResidualNode {
     pub branch: Vec<Node>,
     pub shortcut: Vec<Node>,
     pub act: Activation,
-    /// Shape of a sample's output.
+    /// Output shape of one sample.
     pub output_shape: Vec<usize>,
 }
 
-/// The unit of recomputation: it keeps what its layers saved, or its input alone.
+/// The unit of recompute: it saves either what its layers save, or only its input.
 pub struct LayerBlock {
     pub name: String,
     pub nodes: Vec<Node>,
-    /// Its place among the blocks when some are to run forward again: the lowest first.
+    /// Order in which blocks are chosen for recompute, lowest first.
     pub recompute_rank: usize,
 }
 
@@ -49,7 +49,7 @@ pub struct Network {
     pub loss: Box<dyn Loss>,
 }
 
-/// Why a step stopped.
+/// Why a step failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     #[error(transparent)]
@@ -58,15 +58,15 @@ pub enum StepError {
     Tensor(#[from] candle_core::Error),
 }
 
-/// What a walk over the network is given.
+/// What executing a network needs besides the batch.
 pub struct Executor<'a> {
-    /// Absent where the walk only plans.
+    /// `None` for a dry run, which only plans.
     pub pass: Option<PassContext<'a>>,
     pub spec: MicroBatchSpec,
     pub ledger: &'a Ledger,
-    /// How many blocks, those of the lowest ranks, keep only their input and run forward again.
+    /// How many blocks, those of the lowest ranks, save only their input and are recomputed.
     pub recompute_blocks: usize,
-    /// Where such inputs wait, if not where they were made.
+    /// Where the inputs of these blocks are offloaded to, if they are.
     pub offload: Option<&'a ActivationOffload>,
 }
 
@@ -75,18 +75,20 @@ pub struct Executor<'a> {
 pub struct DeviceBatch {
     pub inputs: Tensor,
     pub targets: Tensor,
-    /// The epoch, sample ids and lengths, where a GPU reads them.
+    /// Epoch, sample ids and lengths, on a GPU only.
     pub sample_info: Option<Tensor>,
 }
 
-/// An activation and the right to hold it.
+/// A tensor and the reservation that covers its memory.
 #[derive(Clone, Default)]
 struct ReservedTensor {
     value: Option<Tensor>,
     reservation: Option<Arc<Reservation>>,
-    /// Of a gradient: its sums over all rows were added to the gradient of who [`adds`](Layer::adds_rows) them.
+    /// For a gradient: its sum over all rows was added to the bias gradient of the layer that consumes it, see
+    /// [`Layer::fusible_bias_grad`].
     bias_grad_done: bool,
-    /// Of a gradient: the layer after went through what this one [`met`](Layer::met).
+    /// For a gradient: it already passed the activation backward of the layer that consumes it, see
+    /// [`Layer::fusible_act_backward`].
     act_backward_done: bool,
 }
 
@@ -96,11 +98,11 @@ impl ReservedTensor {
     }
 }
 
-/// What is kept of a node between the passes; dropped, it gives everything back.
+/// What a node keeps between the passes; dropping it releases everything.
 enum SavedNode {
     Layer {
         saved: Option<SavedTensors>,
-        /// The layer's input was not kept: the layer before makes it again.
+        /// The layer's input was not saved: the preceding layer recomputes it.
         input_recomputed: bool,
         _reservations: [Option<Arc<Reservation>>; 3],
     },
@@ -111,24 +113,24 @@ enum SavedNode {
     },
 }
 
-/// What is kept of a block between the passes.
+/// What a block keeps between the passes.
 enum SavedBlock<'a> {
     Resident(ResidentBlock),
-    /// The input alone, of so many bytes, which waits in host memory.
+    /// Only its input, of this many bytes, offloaded to host memory.
     Offloaded(&'a ActivationOffload, OffloadedTensor, u64),
 }
 
-/// What the backward pass of a block begins with.
+/// What the backward pass of a block starts from.
 enum ResidentBlock {
     Saved(Vec<SavedNode>),
-    /// The input alone, which may be on its way back.
+    /// Only its input, whose copy from the host may still be in flight.
     InputOnly(PendingCopy, ReservedTensor),
 }
 
 type StepResult<T> = Result<T, StepError>;
 
 impl Network {
-    /// Adds the gradients of a micro-batch's summed loss (times the pass's scale) to the store.
+    /// Accumulates the gradients of a micro-batch's summed loss, times `PassContext::loss_scale`, in the store.
     pub fn forward_backward(
         &self,
         exec: &Executor,
@@ -139,7 +141,7 @@ impl Network {
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let input = (block.recompute_rank < exec.recompute_blocks).then(|| x.clone());
-            // It leaves while the block computes; both are let go of below, the copy first.
+            // The copy to the host overlaps the block's forward. Below, the copy is dropped before the input.
             let offloaded = input.as_ref().map_or(Ok(None), |input| exec.offload_input(input))?;
             let (y, saved_nodes) = exec.forward(&block.nodes, x, input.is_none(), Mode::Train, None)?;
             x = y;
@@ -177,7 +179,7 @@ impl Network {
         let mut next = prefetch()?;
         for (i, block) in self.blocks.iter().enumerate().rev() {
             let Some(saved) = next else { break };
-            // What the block before needs comes while this one computes.
+            // Prefetch the preceding block's input while this block computes.
             next = prefetch()?;
             let saved_nodes = match saved {
                 ResidentBlock::Saved(saved_nodes) => saved_nodes,
@@ -201,7 +203,7 @@ impl Network {
         Ok(metrics)
     }
 
-    /// The summed loss and the counts behind the metrics of a micro-batch.
+    /// Computes the summed loss and the counts behind the metrics of a micro-batch.
     pub fn evaluate(&self, exec: &Executor, batch: Option<&DeviceBatch>) -> StepResult<PendingMetricSums> {
         let x = self.forward_blocks(exec, batch.map(|b| &b.inputs))?;
         let _work =
@@ -212,12 +214,12 @@ impl Network {
         }
     }
 
-    /// What the loss judges of a micro-batch: the outputs of the last linear map, (samples, outputs) or
-    /// (samples, positions, outputs). Whole in memory, which learning and judging never need.
+    /// Computes the outputs of the last linear layer, (samples, outputs) or (samples, positions, outputs). They are
+    /// materialized in full, which training and evaluation never do.
     pub fn logits(&self, exec: &Executor, inputs: &Tensor) -> StepResult<Tensor> {
         let x = self.forward_blocks(exec, Some(inputs))?;
         let (Some(pass), Some(x)) = (&exec.pass, &x.value) else {
-            return Err(candle_core::Error::Msg("a walk that only plans has no scores".into()).into());
+            return Err(candle_core::Error::Msg("a dry run computes no logits".into()).into());
         };
         let output_layer = self.loss.output_layer(pass);
         let (outputs, width) = output_layer.weight.dims2()?;
@@ -226,7 +228,7 @@ impl Network {
         Ok(output_layer.forward(x)?.0)
     }
 
-    /// What the blocks make of a micro-batch.
+    /// Runs all blocks in evaluation mode.
     fn forward_blocks(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<ReservedTensor> {
         exec.ledger.set_phase("eval");
         let mut x = ReservedTensor::new(inputs.cloned(), None);
@@ -236,8 +238,8 @@ impl Network {
         Ok(x)
     }
 
-    /// A micro-batch is a multiple of so many samples, but for the last: the least common multiple of
-    /// the layers' own.
+    /// Every micro-batch except the last must be a multiple of this many samples: the least common multiple over the
+    /// layers.
     pub fn micro_batch_multiple(&self) -> usize {
         fn gcd(a: usize, b: usize) -> usize {
             if b == 0 { a } else { gcd(b, a % b) }
@@ -275,7 +277,7 @@ impl LayerBlock {
 }
 
 impl Executor<'_> {
-    /// Nothing is asked for nothing.
+    /// Zero bytes need no reservation.
     fn reserve(&self, role: Role, requester: &str, bytes: u64) -> Result<Option<Arc<Reservation>>, Oom> {
         if bytes == 0 {
             return Ok(None);
@@ -283,8 +285,8 @@ impl Executor<'_> {
         Ok(Some(Arc::new(self.ledger.reserve(role, requester, bytes)?)))
     }
 
-    /// Begins to move the input of a block to where it waits, if there is such a place. What holds no memory of its
-    /// own, as the micro-batch itself, stays.
+    /// Starts offloading the input of a block, if offload is enabled. An input without a reservation of its own, such
+    /// as the micro-batch, stays.
     fn offload_input(&self, input: &ReservedTensor) -> StepResult<Option<(SavedBlock<'_>, PendingCopy)>> {
         let (Some(offload), Some(reservation)) = (self.offload, &input.reservation) else { return Ok(None) };
         let bytes = reservation.bytes();
@@ -292,7 +294,7 @@ impl Executor<'_> {
         Ok(Some((SavedBlock::Offloaded(offload, offloaded, bytes), copy)))
     }
 
-    /// What the backward pass of the block `name` begins with; from host memory it begins to move.
+    /// What the backward pass of the block `name` starts from. Starts the copy if it was offloaded.
     fn prefetch_block(&self, name: &str, saved: SavedBlock) -> StepResult<ResidentBlock> {
         match saved {
             SavedBlock::Resident(resident) => Ok(resident),

@@ -11,23 +11,23 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 pub struct NormLayer {
     name: String,
     weight: ParamId,
-    /// Layer norm has one, RMS norm has none.
+    /// Only layer norm has a bias.
     bias: Option<ParamId>,
     eps: f64,
-    /// Shape of a sample.
+    /// Shape of one sample.
     shape: Vec<usize>,
     width: usize,
 }
 
 impl NormLayer {
-    /// Layer norm of samples of `shape`; `eps` is 1e-5 in PyTorch and GPT-2, 1e-12 in BERT.
+    /// Layer norm over samples of `shape`; `eps` is 1e-5 in PyTorch and GPT-2, 1e-12 in BERT.
     pub fn layer_norm(registry: &mut ParamRegistry, name: &str, shape: &[usize], eps: f64) -> Self {
         let mut norm = Self::rms_norm(registry, name, shape, eps);
         norm.bias = Some(registry.param(format!("{name}.bias"), [norm.width], ParamInit::Constant(0.0)));
         norm
     }
 
-    /// RMS norm of samples of `shape`; `eps` is 1e-6 in Llama.
+    /// RMS norm over samples of `shape`; `eps` is 1e-6 in Llama.
     pub fn rms_norm(registry: &mut ParamRegistry, name: &str, shape: &[usize], eps: f64) -> Self {
         let width = shape.last().copied().unwrap_or(1);
         let weight = registry.param(format!("{name}.weight"), [width], ParamInit::Constant(1.0));
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn bf16_follows_f64() {
-        // On a card: value by value, short rows of half and whole packs, full or not, and every length of middle ones.
+        // On a GPU: scalar rows, short rows of half and whole vector packs, full or not, and every mid-size row length.
         for (t, n) in
             [(5, 33), (7, 64), (40, 384), (11, 520), (3, 768), (5, 1024), (2, 1600), (2, 3200), (2, 2500)]
         {

@@ -1,31 +1,30 @@
-//! Inputs of blocks that run forward again, waiting in host memory instead of where the network computes.
+//! Activation offload: keeps the inputs of recomputed blocks in host memory instead of device memory.
 //!
-//! One leaves while its block computes and comes back while the block after it does; what it takes on the host is
-//! asked of the host's ledger. Where the CPU computes, or nothing but the plan is made, nothing moves and only the
-//! ledger is asked.
+//! An input is copied out while its block computes, and back while the next block's backward computes. Its host bytes
+//! are reserved from the host ledger. On the CPU, and in a dry run, nothing is copied and only the reservation is made.
 
 use candle_core::{Result, Tensor};
 
 use super::network::StepError;
 use crate::memory::{Ledger, Reservation, Role};
 
-/// The host's side.
+/// Owner of the pinned host buffers and the host ledger.
 pub struct ActivationOffload {
     host_ledger: Ledger,
     #[cfg(feature = "cuda")]
     pool: Option<gpu::PinnedPool>,
 }
 
-/// What waits.
+/// An activation that was offloaded.
 pub enum OffloadedTensor {
-    /// Where it was: nothing moved.
+    /// Nothing was copied: it is only accounted for.
     Resident { value: Option<Tensor>, _reservation: Reservation },
     #[cfg(feature = "cuda")]
     Pinned(gpu::PinnedTensor),
 }
 
-/// A copy under way: dropped, what is computed from then on comes after it. It is dropped before the memory that is
-/// read or written.
+/// A copy in flight. Dropping it makes the compute stream wait for the copy. Drop it before the memory that the copy
+/// reads or writes.
 #[derive(Default)]
 pub struct PendingCopy {
     #[cfg(feature = "cuda")]
@@ -33,12 +32,12 @@ pub struct PendingCopy {
 }
 
 impl PendingCopy {
-    /// What is computed from here on comes after the copy.
+    /// Orders all later compute after the copy.
     pub fn wait(self) {}
 }
 
 impl ActivationOffload {
-    /// Where nothing moves; `host_ledger` is asked all the same.
+    /// Copies nothing, and still reserves from `host_ledger`.
     pub fn accounting_only(host_ledger: Ledger) -> Self {
         Self {
             host_ledger,
@@ -47,7 +46,7 @@ impl ActivationOffload {
         }
     }
 
-    /// For a device, which may be the host itself.
+    /// For a device, which may be the CPU.
     pub fn new(host_ledger: Ledger, device: &candle_core::Device) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let candle_core::Device::Cuda(cuda) = device {
@@ -57,7 +56,7 @@ impl ActivationOffload {
         Ok(Self::accounting_only(host_ledger))
     }
 
-    /// Begins to move `value`, of so many bytes. It may be let go of when the copy is dropped.
+    /// Starts copying `value`, of this many bytes, to the host. The caller may free it once the copy is dropped.
     pub fn copy_to_host(
         &self,
         value: Option<&Tensor>,
@@ -74,7 +73,7 @@ impl ActivationOffload {
         ))
     }
 
-    /// Begins to move it back. What comes may be read when the copy is dropped.
+    /// Starts copying back. The caller may read the result once the copy is dropped.
     pub fn copy_to_device(&self, offloaded: OffloadedTensor) -> Result<(Option<Tensor>, PendingCopy)> {
         match offloaded {
             OffloadedTensor::Resident { value, .. } => Ok((value, PendingCopy::default())),
@@ -97,7 +96,7 @@ mod gpu {
     use crate::kernels::cuda::uninit;
     use crate::memory::Oom;
 
-    /// Page-locked buffers, which are kept and used again: locking takes longer than copying.
+    /// Pinned buffers, kept for reuse: pinning takes longer than copying.
     pub struct PinnedPool(Rc<PoolInner>);
 
     struct PoolInner {
@@ -106,15 +105,15 @@ mod gpu {
         free: RefCell<Vec<(PinnedBuffer, Reservation)>>,
     }
 
-    /// A copy that computing has not waited for yet.
+    /// A copy that the compute stream does not wait for yet.
     pub struct InFlightCopy {
         pool: Rc<PoolInner>,
         event: StreamEvent,
-        /// A buffer that is read, and free after that.
+        /// The buffer that the copy reads; free afterwards.
         source: Option<(PinnedBuffer, Reservation)>,
     }
 
-    /// A tensor in a buffer.
+    /// A tensor in a pinned buffer.
     pub struct PinnedTensor {
         pool: Rc<PoolInner>,
         buffer: Option<(PinnedBuffer, Reservation)>,
@@ -149,7 +148,8 @@ mod gpu {
     }
 
     impl PoolInner {
-        /// A free buffer with room for so many bytes. One that is too small goes: a larger one takes its place.
+        /// Takes a free buffer of at least this many bytes. If there is none, drops a smaller one: a larger buffer
+        /// replaces it.
         fn take_free(&self, bytes: usize) -> Option<(PinnedBuffer, Reservation)> {
             let mut free = self.free.borrow_mut();
             match free.iter().position(|(buffer, _)| buffer.bytes() >= bytes) {
@@ -157,7 +157,7 @@ mod gpu {
                 None => {
                     let small = free.pop();
                     if small.is_some() {
-                        // What was copied to it may be under way, for a step that was given up. An error shows later.
+                        // A copy of an aborted step may still write to it. An error here surfaces later.
                         let _ = self.copy_streams.synchronize();
                     }
                     None
@@ -171,7 +171,7 @@ mod gpu {
             let pool = self.pool.clone();
             let value = uninit(&pool.device, self.dtype, self.shape.clone())?;
             let Some(buffer) = self.buffer.take() else { return Ok((None, PendingCopy::default())) };
-            // The memory may have been another's, which is computed with until now.
+            // The memory may have belonged to a tensor that queued kernels still read: the copy waits for them.
             let event = pool.copy_streams.copy_to_device(
                 &buffer.0,
                 0,
@@ -200,7 +200,7 @@ mod gpu {
 
     impl Drop for InFlightCopy {
         fn drop(&mut self) {
-            // A card that cannot be told to wait has failed, and says so at the next launch.
+            // If the wait cannot be queued the device has failed, and the next launch reports it.
             let _ = self.pool.copy_streams.compute_wait(&self.event);
             self.pool.free.borrow_mut().extend(self.source.take());
         }

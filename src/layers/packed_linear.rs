@@ -1,5 +1,5 @@
-//! Linear layers of one input whose outputs lie side by side: queries, keys and values, or a gate and
-//! what it lets through, each under the name other tools know it by.
+//! Linear layers over one input whose outputs are concatenated (queries, keys and values, or gate and up projection),
+//! each with the parameter names of its reference implementation.
 
 use candle_core::{Result, Tensor};
 
@@ -12,16 +12,16 @@ use crate::params::{ParamId, ParamInit, ParamRegistry};
 pub struct PackedLinear {
     name: String,
     projections: Vec<(ParamId, Option<ParamId>)>,
-    /// Shape of a sample without the last dimension.
+    /// Shape of one sample without the last dimension.
     leading_dims: Vec<usize>,
     inputs: usize,
-    /// Outputs of each map, and of all.
+    /// Outputs of each projection, and of all.
     widths: Vec<usize>,
     outputs: usize,
 }
 
 impl PackedLinear {
-    /// Maps `name.PART` of the given widths over samples of shape `input`; biases begin at 0.
+    /// Projections `name.PART` of the given widths over samples of shape `input`; biases start at 0.
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,

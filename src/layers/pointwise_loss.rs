@@ -1,5 +1,5 @@
-//! Losses of predicted values (squared, Huber's, binary cross-entropy) together with the linear map that
-//! predicts them.
+//! Losses over predicted values (squared error, Huber, binary cross-entropy), fused with the linear layer that predicts
+//! them.
 
 use candle_core::{Result, Tensor};
 
@@ -17,7 +17,7 @@ pub struct PointwiseLoss {
     /// (outputs, width)
     pub weight: ParamId,
     pub bias: Option<ParamId>,
-    /// Rows a sample has: 1, or the positions of a sequence.
+    /// Rows per sample: 1, or the positions of a sequence.
     pub positions: usize,
     pub width: usize,
     pub outputs: usize,

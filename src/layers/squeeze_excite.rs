@@ -1,5 +1,5 @@
-//! Squeeze and excite: every channel of a picture scaled by a gate that is computed from the picture's
-//! means, `y = x sigmoid(fc2(act(fc1(mean(x)))))`.
+//! Squeeze-and-excitation: scales every channel of an image by a gate computed from its channel means,
+//! `y = x sigmoid(fc2(act(fc1(mean(x)))))`.
 
 use candle_core::{Result, Tensor};
 
@@ -21,7 +21,7 @@ pub struct SqueezeExcite {
 }
 
 impl SqueezeExcite {
-    /// The two maps are named `fc1` and `fc2` and shaped as windows of one pixel, as torchvision has them.
+    /// The two layers are named `fc1` and `fc2` and shaped as 1 x 1 convolutions, like torchvision's.
     pub fn new(
         registry: &mut ParamRegistry,
         name: &str,
@@ -108,7 +108,7 @@ impl Layer for SqueezeExcite {
             let grads = WeightBiasGrads { weight: &fc2_grad, bias: Some(pass.grad(self.fc2[1])) };
             let d_hidden = match fc2.backward(hidden, Some(gate), d_gate, &grads, true)? {
                 Some(d) => d,
-                None => candle_core::bail!("a wanted gradient was not made"),
+                None => candle_core::bail!("fc2 returned no input gradient"),
             };
             let grads = WeightBiasGrads { weight: &fc1_grad, bias: Some(pass.grad(self.fc1[1])) };
             fc1.backward(means, act_saved, d_hidden, &grads, needs_input_grad)
@@ -126,7 +126,7 @@ impl Layer for SqueezeExcite {
                 let fc2 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, s, c);
                 (sums.max(fc1.0).max(fc2.0), sums.max(fc1.1).max(fc2.1))
             }
-            // The sums of the biases' gradients.
+            // Reduction of the bias gradients.
             Backend::Cuda { .. } => (
                 0,
                 bias_gradient_workspace(spec.dtype, spec.batch, c)
@@ -165,7 +165,7 @@ mod tests {
         fn gradients_are_right(h in 1usize..5, w in 1usize..5, c in 2usize..9, s in 3usize..6, act in prop::sample::select(vec![Activation::Relu, Activation::Silu])) {
             let build = |d: &mut ParamRegistry| Box::new(SqueezeExcite::new(d, "se", [h, w, c], s, act)) as Box<dyn Layer>;
             let input = |batch: usize| random_tensor(&[batch, h, w, c], 1);
-            // A difference across the corner of a clip is no slope: autograd judges that one.
+            // Finite differences are invalid across the kink of ReLU; autograd checks that one.
             if act != Activation::Relu {
                 check_finite_differences(&build, &input(3));
             }

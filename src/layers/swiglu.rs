@@ -1,4 +1,4 @@
-//! SwiGLU: a gate through SiLU times what it lets through, both halves of one packed projection.
+//! SwiGLU: `silu(gate) * up`, with both halves from one packed projection.
 
 use candle_core::{Result, Tensor};
 
@@ -7,7 +7,7 @@ use crate::kernels::swiglu::{backward, forward};
 
 pub struct Swiglu {
     pub name: String,
-    /// Shape of a sample's output; the input's last dimension is twice its last.
+    /// Output shape of one sample; the last dimension of the input is twice as long.
     pub shape: Vec<usize>,
 }
 

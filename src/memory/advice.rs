@@ -1,7 +1,8 @@
-//! What to change in a job that does not fit: the smallest change that makes it fit, as a key and a value.
+//! Advice for a job that does not fit: the smallest change that makes it fit, as a key and a value.
 //!
-//! Everything advised was planned with the change made and fits. First what the job forbids and costs only time,
-//! then a smaller evaluation, then a larger budget where the machine has it, then what changes numbers a little.
+//! Every suggestion was planned with the change applied, and fits. In order: actions that the job forbids and that cost
+//! only time; a smaller evaluation batch; a larger budget, if the machine has the memory; actions that change the
+//! numerics slightly.
 
 use super::estimate::MemoryPredictor;
 use super::plan::Offload;
@@ -12,8 +13,8 @@ use crate::units::Bytes;
 
 const MIB: u64 = 1 << 20;
 
-/// The smallest change that makes the job of a search that found nothing fit, for people to read: it holds
-/// `key = value` between backticks.
+/// Describes the smallest change that makes the job fit, after a search that found nothing. The text contains
+/// `key = value` in backticks.
 pub fn smallest_change(r: &PlanRequest, predictor: &dyn MemoryPredictor, search: &Search) -> String {
     let leanest = search.leanest();
     advise_allowing(r, predictor)
@@ -27,7 +28,7 @@ fn fastest_fit(r: &PlanRequest, predictor: &dyn MemoryPredictor) -> Option<Candi
     Search::new(r, predictor).fastest()
 }
 
-/// What the job does not allow but could without another result: the fewest that make it fit.
+/// The fewest actions that the job forbids, that leave the result unchanged and that make it fit.
 fn advise_allowing(r: &PlanRequest, predictor: &dyn MemoryPredictor) -> Option<String> {
     let exact = [OomAction::Shrink, OomAction::Recompute, OomAction::Offload];
     let possible =
@@ -55,7 +56,7 @@ fn on_oom(r: &PlanRequest) -> String {
     format!("memory.on_oom = [{}]", names.join(", "))
 }
 
-/// A smaller evaluation, where the job states a size and that is what does not fit.
+/// A smaller evaluation batch, if the job sets one and it is what does not fit.
 fn advise_eval_batch(r: &PlanRequest, predictor: &dyn MemoryPredictor) -> Option<String> {
     r.eval_micro_batch?;
     let free = PlanRequest { eval_micro_batch: None, ..r.clone() };
@@ -63,7 +64,7 @@ fn advise_eval_batch(r: &PlanRequest, predictor: &dyn MemoryPredictor) -> Option
     Some(format!("evaluate fewer samples at a time with `eval.batch_size = {}`", found.split.micro_batch))
 }
 
-/// A larger budget for the way that comes nearest, if the machine has it.
+/// A larger budget for the candidate with the smallest shortfall, if the machine has the memory.
 fn advise_budget(r: &PlanRequest, predictor: &dyn MemoryPredictor, leanest: Candidate) -> Option<String> {
     let ram = sufficient_ram(predictor, leanest);
     if ram.max(leanest.ram) > r.max_ram.max(r.ram) {
@@ -85,8 +86,8 @@ fn advise_budget(r: &PlanRequest, predictor: &dyn MemoryPredictor, leanest: Cand
     ))
 }
 
-/// Host bytes, in whole MiB, within which a way fits. Some buffers grow with the budget, up to a size that is
-/// useful, so the budget is raised until they fit too.
+/// Host bytes, in whole MiB, within which a candidate fits. Some buffers grow with the budget up to a useful size, so
+/// the budget is raised until they fit too.
 fn sufficient_ram(predictor: &dyn MemoryPredictor, candidate: Candidate) -> u64 {
     let mut ram = candidate.ram.next_multiple_of(MIB);
     loop {
@@ -104,7 +105,7 @@ fn describe_needs(r: &PlanRequest, candidate: Candidate) -> String {
     }
 }
 
-/// Optimizer state in bytes, with all else that may be done.
+/// 8-bit optimizer state, on top of everything that the job allows.
 fn advise_8bit_optimizer(r: &PlanRequest, predictor: &dyn MemoryPredictor) -> Option<String> {
     r.optimizer_8bit.as_ref().filter(|_| !r.allows(OomAction::Optimizer8bit))?;
     let with = PlanRequest { allowed: [&r.allowed[..], &[OomAction::Optimizer8bit]].concat(), ..r.clone() };
@@ -112,7 +113,7 @@ fn advise_8bit_optimizer(r: &PlanRequest, predictor: &dyn MemoryPredictor) -> Op
     Some(format!("keep optimizer state in bytes with `{}`: the numbers differ a little", on_oom(&with)))
 }
 
-/// Nothing but another machine or another model.
+/// Nothing helps except another machine or another model.
 fn advise_machine(r: &PlanRequest, leanest: Candidate) -> String {
     let offloaded =
         if leanest.exec_plan.offloads(Offload::Activations) { ", all that can be offloaded" } else { "" };
@@ -173,7 +174,7 @@ mod tests {
     }
 
     proptest! {
-        /// What is said to be enough is enough, on the host and on a device.
+        /// The advised value is sufficient, on the host and on a device.
         #[test]
         fn the_advice_makes_it_fit(batch in 1usize..60, ram in 0u64..140, vram in prop_oneof![Just(0u64), 1u64..140]) {
             let toy = ToyPredictor { on_device: vram > 0 };

@@ -1,20 +1,20 @@
-//! An allocation that the system refuses and nobody can do without: the process ends, with a sentence.
+//! A failed allocation that the program cannot survive: exits with an error message.
 //!
-//! Rust aborts then, and by the time it does nothing may be allocated. So the abort is caught where it arrives as a
-//! signal, and what is said there is put together on the stack.
+//! Rust aborts in that case, and nothing may be allocated from then on. So a SIGABRT handler catches the abort and
+//! builds the message on the stack.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Bytes of the allocation that was refused last; 0 for none.
+/// Bytes of the last allocation that failed; 0 if none did.
 static FAILED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Notes an allocation that the system refused. Who asked may do without.
+/// Records a failed allocation. The caller may be able to continue without it.
 pub fn record(bytes: usize) {
     FAILED_BYTES.store(bytes, Relaxed);
 }
 
-/// From here on an abort for lack of memory ends the process with this exit code and a message on stderr. Other aborts
-/// stay what they are.
+/// From now on, an abort caused by a failed allocation ends the process with this exit code and a message on stderr.
+/// Other aborts are unaffected.
 #[cfg(unix)]
 pub fn exit_on_alloc_abort(code: i32) -> std::io::Result<()> {
     let end = move || {
@@ -24,7 +24,7 @@ pub fn exit_on_alloc_abort(code: i32) -> std::io::Result<()> {
             signal_hook::low_level::exit(code);
         }
     };
-    // SAFETY: the handler reads an atomic, writes to a file descriptor and exits, all of which a signal handler may.
+    // SAFETY: the handler only reads an atomic, writes to a file descriptor and exits, which are async-signal-safe.
     unsafe { signal_hook::low_level::register(signal_hook::consts::SIGABRT, end) }.map(drop)
 }
 
@@ -51,7 +51,7 @@ fn write_message(bytes: usize) {
         &digits[first..],
         b" bytes\n  hint: raise the limit on memory (`trainer probe` says which binds), or lower `memory.ram`\n",
     ] {
-        // SAFETY: the pointer is to so many bytes. Where stderr is closed there is nobody to be told.
+        // SAFETY: the pointer is valid for `part.len()` bytes. If stderr is closed, the message is lost.
         let _ = unsafe { write(2, part.as_ptr(), part.len()) };
     }
 }

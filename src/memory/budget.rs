@@ -1,4 +1,4 @@
-//! How much memory a run may use.
+//! How much memory a run may use, from the job's `[memory]` and what the machine has.
 
 use super::gpu::GpuInfo;
 use super::probe::HostInfo;
@@ -6,25 +6,25 @@ use crate::job::MemoryConfig;
 use crate::layers::{ComputeCapability, HOPPER};
 use crate::units::{Bytes, MemorySize};
 
-/// What a plan is for.
+/// The machine that a plan is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TargetMachine {
-    /// `cpu`, or `cuda` for a card that need not be here.
+    /// `cpu`, or `cuda` for a GPU that need not be present.
     pub device: String,
     /// Host bytes the run may use.
     pub ram: u64,
-    /// Device bytes the run may use; 0 where the CPU computes.
+    /// Device bytes the run may use; 0 on the CPU.
     pub vram: u64,
-    /// Host bytes there are: no stated budget can be larger.
+    /// Physical host bytes: no budget can exceed them.
     pub max_ram: u64,
-    /// Device bytes that the context takes beside the budget, where that is known.
+    /// Device bytes that the CUDA context takes besides the budget, if known.
     pub context_bytes: u64,
     /// Compute capability of the device.
     pub capability: ComputeCapability,
 }
 
 impl TargetMachine {
-    /// This one, or one that is not here: the CPU with so many bytes and no more.
+    /// A CPU-only machine with these host bytes; it may be this one or a hypothetical one.
     pub fn cpu(ram: u64, max_ram: u64) -> Self {
         Self { device: "cpu".into(), ram, vram: 0, max_ram, context_bytes: 0, capability: HOPPER }
     }
@@ -34,8 +34,8 @@ impl TargetMachine {
     }
 }
 
-/// Host bytes a job may use on this machine now, this process included. `auto` is what is available less the headroom;
-/// a size or a share is taken as stated, but never more than what is available.
+/// Host bytes a job may use on this machine now, this process included. `auto` is the available memory minus the
+/// headroom; a size or a percentage is taken as stated, capped at the available memory.
 pub fn host(memory: &MemoryConfig, host: &HostInfo) -> u64 {
     let available = Bytes(host.process_budget());
     let stated = match memory.ram {
@@ -46,8 +46,8 @@ pub fn host(memory: &MemoryConfig, host: &HostInfo) -> u64 {
     stated.min(available).0
 }
 
-/// Bytes of a card that a job's tensors may use: `auto` is what is free less the headroom; a size is taken as stated,
-/// and a share is of the whole card.
+/// Device bytes that a job's tensors may use. `auto` is the free memory minus the headroom; a size is taken as stated;
+/// a percentage is of the total memory.
 pub fn gpu(memory: &MemoryConfig, info: &GpuInfo) -> u64 {
     match memory.vram {
         MemorySize::Auto => memory.usable(Bytes(info.free)).0,

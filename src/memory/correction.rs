@@ -1,11 +1,11 @@
-//! What to do when more memory is measured than was asked for: a pure function.
+//! What to do when more memory is measured than was reserved: a pure function.
 
-/// Differences below this are not worth a word.
+/// Budgets change in steps of this many bytes.
 const GRANULARITY: u64 = 1 << 20;
 
-/// The budget to enforce from here on, where it should be another than `current`: what was found above the asked
-/// is taken off the `full`, in whole MiB, so that true use stays within it; but never so much that not even
-/// the leanest plan, of `minimum` bytes, fits.
+/// The budget to enforce from now on, if it must be lower than `current`. Unreserved bytes are subtracted from `full`,
+/// in whole MiB, so that actual use stays within `full`, but never below the `minimum` bytes that the leanest plan
+/// needs.
 pub fn corrected_budget(full: u64, current: u64, reserved: u64, measured: u64, minimum: u64) -> Option<u64> {
     let unreserved = measured.saturating_sub(reserved).next_multiple_of(GRANULARITY);
     let budget = full.saturating_sub(unreserved).max(minimum.min(full));

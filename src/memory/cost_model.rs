@@ -1,34 +1,34 @@
-//! How long an update would take: what ways of running are compared by. The ratios matter, not their truth;
-//! `trainer plan --measure` asks the clock.
+//! Predicts the time of an update, to compare execution plans. Only the ratios matter, not the absolute values;
+//! `trainer plan --measure` measures them.
 
 use super::estimate::{Estimate, ExecutionPlan};
 use super::plan::Offload;
 
-/// What is known of a job's speed on a machine, in seconds.
+/// Time estimates for a job on a machine, in seconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CostModel {
-    /// An update's forward pass, block by block in the order in which blocks are recomputed; the backward
-    /// pass takes twice that.
+    /// Forward pass of an update per block, in the order in which blocks are recomputed. The backward pass takes twice
+    /// as long.
     pub block_forward: Vec<f64>,
-    /// The same of the loss.
+    /// Forward pass of the loss.
     pub loss_forward: f64,
-    /// The fixed work of one micro-batch.
+    /// Fixed overhead per micro-batch.
     pub micro_batch_overhead: f64,
-    /// Moving the weights, with the optimizer's state as stated and in bytes.
+    /// The optimizer step, with the stated optimizer state and with 8-bit state.
     pub update: f64,
     pub update_8bit: f64,
-    /// Moving that state to the host and back, both at once.
+    /// Copying that state to the host and back, both directions overlapped.
     pub state_transfer: f64,
     pub state_transfer_8bit: f64,
-    /// Bytes a second between the device and the host.
+    /// Bytes per second between device and host.
     pub host_bandwidth: f64,
     /// Samples in an update.
     pub samples: f64,
 }
 
 impl CostModel {
-    /// Seconds of an update if no activations are moved between device and host: never more than [`Self::update_seconds`],
-    /// and known without an estimate.
+    /// Seconds per update without activation transfers: at most [`Self::update_seconds`], and known without an
+    /// estimate.
     pub fn lower_bound(&self, accumulation_steps: usize, exec_plan: ExecutionPlan) -> f64 {
         let (update, state) = match exec_plan.state_8bit {
             true => (self.update_8bit, self.state_transfer_8bit),
@@ -38,8 +38,8 @@ impl CostModel {
         self.pass_seconds(accumulation_steps, exec_plan) + update + transfer
     }
 
-    /// Seconds of an update; more micro-batches of the same samples never take less. Activations move while
-    /// blocks compute; optimizer state is waited for.
+    /// Seconds per update; splitting the same samples into more micro-batches never takes less. Activation transfers
+    /// overlap compute; optimizer state transfers do not.
     pub fn update_seconds(
         &self,
         accumulation_steps: usize,

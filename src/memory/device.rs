@@ -1,30 +1,30 @@
-//! Where a run could compute: every device, with the memory it has and what others hold of it.
+//! The devices a run could use, with their total memory and what other processes hold of it.
 //!
-//! The CPU is always there, and its memory is the host's. A build with a device backend adds its cards to
-//! [`all`]; nothing else in the program lists devices.
+//! The CPU is always available, and its memory is the host's. A build with a GPU backend adds its GPUs to [`all`];
+//! nothing else in the program enumerates devices.
 
 use serde::Serialize;
 
 use super::gpu;
 use super::probe::HostInfo;
 
-/// A device and its memory now, in bytes.
+/// A device and its current memory, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceInfo {
-    /// As `--device` takes it: `cpu`, `cuda:0`, ...
+    /// The value of `--device`: `cpu`, `cuda:0`, ...
     pub name: String,
-    /// The processor or the card.
+    /// Name of the processor or the GPU.
     pub model: String,
     pub total_bytes: u64,
-    /// What a run could have of it now.
+    /// Bytes that a run could use now.
     pub free_bytes: u64,
-    /// What other processes hold, where that can be known.
+    /// Bytes held by other processes, if known.
     pub others_bytes: Option<u64>,
-    /// Major and minor, of a card that has such.
+    /// Major and minor version; GPUs only.
     pub compute_capability: Option<(u32, u32)>,
 }
 
-/// Every device of this machine that this build can use, the CPU first.
+/// Every device of this machine that this build supports, the CPU first.
 pub fn all(host: &HostInfo) -> Vec<DeviceInfo> {
     std::iter::once(cpu(host)).chain(gpu::all().into_iter().map(cuda)).collect()
 }

@@ -1,9 +1,10 @@
-//! The device heap: tensors in virtual addresses that physical chunks are mapped to.
+//! The device heap: a tensor allocator over virtual addresses to which physical chunks are mapped.
 //!
-//! All kernels run on one stream, so memory that the host frees may be given out at once: whatever uses it next is
-//! queued behind whatever used it last. Placement therefore depends on the order of calls alone, never on how far the device
-//! has come. Where no free range is long enough, chunks are added up to the capacity; at the capacity, whole free chunks are
-//! moved together, which takes a synchronize and is counted. A pass whose allocations are known is served from an arena.
+//! All kernels run on one stream, so memory that the host frees can be reused at once: stream order puts its next user
+//! behind its last. Placement therefore depends only on the order of calls, never on the progress of the device. If no
+//! free range is long enough, the heap maps more chunks, up to its capacity. At the capacity it compacts: it remaps
+//! whole free chunks to one contiguous range, which costs a synchronize and is counted. A pass whose allocations are
+//! known is served from an arena.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -11,37 +12,37 @@ use std::sync::Arc;
 
 use super::placement::{AllocTrace, ArenaPlacement};
 
-/// Tensors begin at multiples of this: what the driver's own allocator aligns to.
+/// Alignment of tensors, the same as that of the driver's allocator.
 pub const ALIGNMENT: u64 = 512;
 
 /// Physical memory in chunks of one size, mapped to virtual addresses.
 pub trait Backing {
-    /// Maps new chunks to the addresses from `at` on; says how many the driver gave.
+    /// Maps new chunks at consecutive addresses from `at`; returns how many the driver granted.
     fn map(&mut self, at: u64, chunks: u64) -> u64;
 
-    /// Waits for the device, then moves the chunks mapped at `from` to the addresses from `to` on; false where that
-    /// cannot be done now.
+    /// Synchronizes with the device, then remaps the chunks at `from` to consecutive addresses from `to`. Returns false
+    /// if that is not possible now.
     fn remap(&mut self, from: &[u64], to: u64) -> bool;
 }
 
-/// An allocation that could not be served.
+/// An allocation that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeapOom {
     pub bytes: u64,
-    /// Bytes of no tensor, below the capacity.
+    /// Bytes below the capacity that no tensor uses.
     pub available: u64,
 }
 
-/// What it took to serve all allocations.
+/// What serving the allocations cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HeapStats {
-    /// How often the device was waited for to move free chunks together.
+    /// Synchronizes caused by compaction.
     pub synchronizes: u64,
     /// Passes served from an arena.
     pub arena_passes: u64,
-    /// Passes whose allocations were not those of their trace.
+    /// Passes whose allocations diverged from their trace.
     pub diverged: u64,
-    /// Bytes of the largest arena, and the most bytes its tensors have at once.
+    /// Bytes of the largest arena, and the peak of its live tensors, which no arena can go below.
     pub arena_bytes: u64,
     pub arena_lower_bound: u64,
 }
@@ -49,28 +50,28 @@ pub struct HeapStats {
 pub struct DeviceHeap<B> {
     backing: B,
     chunk_bytes: u64,
-    /// Addresses that can be mapped.
+    /// Reserved virtual addresses.
     address_range: Range<u64>,
-    /// Where mapped addresses end.
+    /// End of the mapped addresses.
     mapped_end: u64,
     mapped_bytes: u64,
-    /// The most bytes that may be mapped.
+    /// Maximum bytes that may be mapped.
     capacity: u64,
-    /// Mapped and free, by address and by length.
+    /// Free mapped ranges, by address and by length.
     free_by_address: BTreeMap<u64, u64>,
     free_by_length: BTreeSet<(u64, u64)>,
     /// Tensors, and the arena while a pass runs.
     allocated: BTreeMap<u64, u64>,
-    /// Bytes of tensors now, and at most since this was last asked.
+    /// Bytes of live tensors, and their peak since `take_peak`.
     used_bytes: u64,
     peak_bytes: u64,
-    /// Where CUDA graphs expect their arenas: moved only when nothing else helps.
+    /// Arenas whose addresses CUDA graphs captured: compacted only as a last resort.
     graph_arenas: Vec<Range<u64>>,
     pass_mode: PassMode,
     pub stats: HeapStats,
 }
 
-/// How the allocations of the pass in hand are served.
+/// How the current pass is served.
 #[derive(Default)]
 enum PassMode {
     #[default]
@@ -83,17 +84,17 @@ enum PassMode {
         placement: Arc<ArenaPlacement>,
         base: u64,
         next: usize,
-        /// Tensors in the arena.
+        /// Live tensors in the arena.
         alive: BTreeMap<u64, u64>,
-        /// An allocation was not the one expected: the rest is served as without a placement.
+        /// An allocation differed from the placement; the rest of the pass is served by the heap.
         diverged: bool,
-        /// A CUDA graph has the arena: what is allocated now is not of the pass.
+        /// A replayed CUDA graph owns the arena: allocations made now are not part of the pass.
         replayed: bool,
     },
 }
 
 impl<B: Backing> DeviceHeap<B> {
-    /// `address_range` begin at a multiple of `chunk_bytes`.
+    /// `address_range` starts at a multiple of `chunk_bytes`.
     pub fn new(backing: B, chunk_bytes: u64, address_range: Range<u64>, capacity: u64) -> Self {
         Self {
             backing,
@@ -113,7 +114,7 @@ impl<B: Backing> DeviceHeap<B> {
         }
     }
 
-    /// Maps chunks until so many bytes are, as far as the driver gives them.
+    /// Maps chunks until this many bytes are mapped, as far as the driver grants them.
     pub fn preallocate(&mut self, bytes: u64) {
         let bytes =
             bytes.min(self.capacity).saturating_sub(self.mapped_bytes).next_multiple_of(self.chunk_bytes);
@@ -137,7 +138,7 @@ impl<B: Backing> DeviceHeap<B> {
         Ok(at)
     }
 
-    /// Whether the address is one that was allocated here.
+    /// Frees a tensor; returns false if the address is not from this heap.
     pub fn free(&mut self, at: u64) -> bool {
         if let PassMode::Placed { alive, .. } = &mut self.pass_mode
             && let Some(bytes) = alive.remove(&at)
@@ -156,7 +157,7 @@ impl<B: Backing> DeviceHeap<B> {
         true
     }
 
-    /// Bytes of tensors.
+    /// Bytes of live tensors.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes
     }
@@ -165,12 +166,12 @@ impl<B: Backing> DeviceHeap<B> {
         self.mapped_bytes
     }
 
-    /// The most bytes of tensors since this was last asked.
+    /// Peak bytes of live tensors since the last call.
     pub fn take_peak(&mut self) -> u64 {
         std::mem::replace(&mut self.peak_bytes, self.used_bytes)
     }
 
-    /// From here on allocations are noted, until [`end_trace`](Self::traced).
+    /// Records allocations until [`end_trace`](Self::end_trace).
     pub fn begin_trace(&mut self) {
         self.pass_mode = PassMode::Traced { trace: AllocTrace::default(), alive: BTreeMap::new() };
     }
@@ -182,8 +183,8 @@ impl<B: Backing> DeviceHeap<B> {
         }
     }
 
-    /// Serves the pass that begins from an arena: at `base`, where that is stated, else where there is room. Nothing changes
-    /// where it cannot be had without moving anything.
+    /// Serves the pass that starts now from an arena: at `base` if given, else wherever it fits. Changes nothing if
+    /// that would need compaction.
     pub fn enter_arena(&mut self, placement: &Arc<ArenaPlacement>, base: Option<u64>) -> Option<u64> {
         let bytes = placement.arena_bytes.max(1).next_multiple_of(ALIGNMENT);
         let base = match base {
@@ -213,7 +214,8 @@ impl<B: Backing> DeviceHeap<B> {
         Some(base)
     }
 
-    /// Ends the pass and frees its arena, but for tensors of it that are still alive. Says whether all went as placed.
+    /// Ends the pass and frees its arena, except for tensors that are still alive. Returns whether the pass matched its
+    /// placement.
     pub fn leave_arena(&mut self) -> bool {
         let PassMode::Placed { placement, base, alive, diverged, .. } = std::mem::take(&mut self.pass_mode)
         else {
@@ -240,34 +242,34 @@ impl<B: Backing> DeviceHeap<B> {
         !diverged && alive.is_empty()
     }
 
-    /// Where the placed pass is: how many of its tensors were allocated.
+    /// Position in the placed pass: how many of its tensors were allocated.
     pub fn position(&self) -> usize {
         if let PassMode::Placed { next, .. } = &self.pass_mode { *next } else { 0 }
     }
 
-    /// Takes a placed pass back to where it was; what it allocated since then is freed.
+    /// Rewinds a placed pass to an earlier position. Whatever it allocated since then has been freed.
     pub fn rewind(&mut self, position: usize) {
         if let PassMode::Placed { next, .. } = &mut self.pass_mode {
             *next = position;
         }
     }
 
-    /// Whether every allocation of the placed pass was the one expected so far.
+    /// Whether every allocation of the placed pass matched the placement so far.
     pub fn matches_placement(&self) -> bool {
         matches!(&self.pass_mode, PassMode::Placed { diverged: false, .. })
     }
 
-    /// A CUDA graph runs the placed pass in hand: its tensors count, and nobody allocates them.
+    /// A CUDA graph replays the placed pass: its tensors count towards the peak, though nobody allocates them.
     pub fn mark_replayed(&mut self) {
         if let PassMode::Placed { placement, replayed, alive, .. } = &mut self.pass_mode {
             *replayed = true;
-            // The micro-batch, which is there already, is one of its tensors.
+            // The micro-batch is allocated already and is one of the placed tensors: do not count it twice.
             let others = self.used_bytes - alive.values().sum::<u64>();
             self.peak_bytes = self.peak_bytes.max(others + placement.lower_bound);
         }
     }
 
-    /// Arenas that CUDA graphs expect where they are.
+    /// Declares the arenas whose addresses CUDA graphs captured.
     pub fn set_graph_arenas(&mut self, arenas: Vec<Range<u64>>) {
         self.graph_arenas = arenas;
     }
@@ -285,7 +287,7 @@ impl<B: Backing> DeviceHeap<B> {
             return None;
         }
         let at = *base + expected?.1?;
-        // A tensor that lives longer than it did when the pass was traced is in the way.
+        // A tensor that outlives its traced lifetime may still occupy the range.
         let before = alive.range(..at + bytes).next_back();
         *diverged |= before.is_some_and(|(other, size)| other + size > at);
         if *diverged {
@@ -310,13 +312,13 @@ impl<B: Backing> DeviceHeap<B> {
         self.best_fit(bytes).ok_or(oom)
     }
 
-    /// Takes the shortest free range that is long enough, the lowest of several.
+    /// Takes the shortest free range that fits; the lowest address on ties.
     fn best_fit(&mut self, bytes: u64) -> Option<u64> {
         let (_, at) = *self.free_by_length.range((bytes, 0)..).next()?;
         self.take_at(at, bytes).then_some(at)
     }
 
-    /// Takes these addresses, where all of them are free.
+    /// Takes exactly this range, if all of it is free.
     fn take_at(&mut self, at: u64, bytes: u64) -> bool {
         let Some((start, length)) =
             self.free_by_address.range(..=at).next_back().map(|(start, length)| (*start, *length))
@@ -337,7 +339,7 @@ impl<B: Backing> DeviceHeap<B> {
         true
     }
 
-    /// Bytes of the free range that mapped addresses end with.
+    /// Bytes of the free range at the end of the mapped addresses.
     fn tail_free_bytes(&self) -> u64 {
         self.free_by_address
             .iter()
@@ -346,7 +348,7 @@ impl<B: Backing> DeviceHeap<B> {
             .map_or(0, |(_, length)| *length)
     }
 
-    /// Maps so many chunks more at the end; says how many there were to be had.
+    /// Maps this many more chunks at the end; returns how many were available.
     fn map_chunks(&mut self, chunks: u64) -> u64 {
         let remaining_chunks = (self.address_range.end - self.mapped_end) / self.chunk_bytes;
         let mapped =
@@ -356,7 +358,7 @@ impl<B: Backing> DeviceHeap<B> {
         mapped
     }
 
-    /// Adds chunks that were mapped at the end.
+    /// Adds chunks that were just mapped at the end.
     fn append_mapped(&mut self, chunks: u64) {
         let (at, bytes) = (self.mapped_end, chunks * self.chunk_bytes);
         self.mapped_end += bytes;
@@ -365,7 +367,7 @@ impl<B: Backing> DeviceHeap<B> {
         }
     }
 
-    /// Moves whole free chunks to the end, until the free range there has so many bytes.
+    /// Remaps whole free chunks to the end, until the free range there has this many bytes.
     fn compact(&mut self, bytes: u64) -> bool {
         let missing = bytes.saturating_sub(self.tail_free_bytes()).div_ceil(self.chunk_bytes);
         if missing == 0 {
@@ -377,7 +379,7 @@ impl<B: Backing> DeviceHeap<B> {
         let in_graph_arena = |at: u64| {
             self.graph_arenas.iter().any(|arena| arena.start < at + self.chunk_bytes && at < arena.end)
         };
-        // The shortest ranges first, so that long ones stay long; what graphs expect in place last.
+        // Take chunks from the shortest ranges first to keep the long ones intact, and from graph arenas last.
         let mut chunks: Vec<u64> = Vec::new();
         for (length, start) in &self.free_by_length {
             if start + length < self.mapped_end {
@@ -403,7 +405,7 @@ impl<B: Backing> DeviceHeap<B> {
         true
     }
 
-    /// Gives addresses back, joined with the free ranges beside them.
+    /// Frees a range and coalesces it with its free neighbours.
     fn release_range(&mut self, mut at: u64, mut bytes: u64) {
         if let Some((before, length)) = self.free_by_address.range(..at).next_back().map(|(a, l)| (*a, *l))
             && before + length == at
@@ -440,7 +442,7 @@ mod tests {
     const CHUNK: u64 = 4096;
     const BASE: u64 = 1 << 20;
 
-    /// Chunks that there are, of those the driver has.
+    /// Mapped chunks, out of `max_chunks` that the fake driver has.
     #[derive(Default)]
     struct FakeBacking {
         mapped: HashSet<u64>,
@@ -466,7 +468,7 @@ mod tests {
         DeviceHeap::new(backing, CHUNK, BASE..BASE + 1000 * chunks * CHUNK, chunks * CHUNK)
     }
 
-    /// Tensors lie in mapped chunks, and none in another.
+    /// Tensors lie within mapped chunks and do not overlap.
     fn check_invariants(heap: &DeviceHeap<FakeBacking>, tensors: &BTreeMap<u64, u64>) {
         let mut end = 0;
         for (at, bytes) in tensors {
@@ -489,7 +491,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes, tensors do not overlap, and while whole chunks for it are free none is refused.
+        /// Whatever the order of allocations and frees, tensors never overlap, and no allocation fails while enough
+        /// whole chunks are free.
         #[test]
         fn tensors_have_memory_of_their_own(steps in prop::collection::vec((1u64..40_000, any::<prop::sample::Index>(), any::<bool>()), 1..200)) {
             let mut heap = heap(64);
@@ -519,8 +522,8 @@ mod tests {
             }
         }
 
-        /// A pass that was traced runs from its arena at the same addresses every time, and needs no more of it than was
-        /// placed; what it leaves behind is not part of it.
+        /// A traced pass runs from its arena at the same addresses every time and stays within it; tensors that outlive
+        /// the pass are not placed in the arena.
         #[test]
         fn passes_are_served_from_their_arena(sizes in prop::collection::vec((1u64..20_000, any::<bool>()), 1..40), others in prop::collection::vec(1u64..9000, 0..10)) {
             let mut heap = heap(4096);
@@ -543,7 +546,7 @@ mod tests {
                 prop_assert!(at.is_some());
                 lasting.extend(run(&mut heap));
                 prop_assert!(heap.leave_arena());
-                // An evaluation has the arena's memory in between.
+                // An evaluation uses the arena's memory in between.
                 let between: Vec<_> = others.iter().map(|bytes| heap.allocate(*bytes).unwrap()).collect();
                 between.into_iter().for_each(|at| { heap.free(at); });
                 prop_assert!(base.is_none() || base == at);
@@ -552,7 +555,7 @@ mod tests {
             prop_assert_eq!(heap.used_bytes(), lasting.len() as u64 * ALIGNMENT);
             prop_assert_eq!(heap.stats.diverged, 0);
             prop_assert_eq!(heap.stats.synchronizes, 0);
-            // A graph that replays the pass allocates nothing of it, and what is allocated meanwhile is elsewhere.
+            // A graph replay allocates nothing of the pass, and allocations made meanwhile go elsewhere.
             let base = heap.enter_arena(&placement, base).unwrap();
             heap.take_peak();
             let used = heap.used_bytes();
@@ -580,7 +583,7 @@ mod tests {
         check_invariants(&heap, &longer.into_iter().zip(bytes).collect());
         longer.iter().for_each(|at| assert!(heap.free(*at)));
         assert_eq!((heap.used_bytes(), heap.stats.diverged), (0, 1));
-        // One tensor that lives longer than the trace says.
+        // One tensor outlives its traced lifetime.
         heap.begin_trace();
         let first = heap.allocate(1000).unwrap();
         heap.free(first);
@@ -611,7 +614,7 @@ mod tests {
         assert_eq!(heap.enter_arena(&placement, Some(base)), Some(base));
     }
 
-    /// Chunks that a graph expects in place are moved only where nothing else helps.
+    /// Chunks in arenas that graphs captured are remapped only as a last resort.
     #[test]
     fn arenas_of_graphs_are_moved_last() {
         let mut heap = heap(6);

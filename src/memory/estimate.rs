@@ -1,8 +1,8 @@
-//! What a run would hold, without running it: the network is walked with no tensors, and the ledger it
-//! asks says what is live at every moment. Not a factor, not a sum: lifetimes.
+//! Predicts the memory of a run without running it. A dry run executes the network without tensors, and the log of its
+//! planning ledger shows what is live at every moment. The peak follows from lifetimes, not from a sum or a factor.
 //!
-//! A walk depends on the micro-batch and on what is recomputed alone, so each is made once however many ways
-//! of running are asked about.
+//! A dry run depends only on the micro-batch, the recomputed blocks and activation offload, so the result is cached,
+//! however many execution plans are compared.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,20 +21,21 @@ use crate::layers::offload::ActivationOffload;
 use crate::layers::{Backend, MicroBatchSpec};
 use crate::params::{FlatLayout, MemoryFormat, ParamLayout};
 
-/// Heap bytes the program holds beside what it asks for: the measured size of argument parsing, the
-/// job, the network's description, thread pools and the reports, with room to spare.
+/// Heap bytes the program holds besides its reservations: the measured size of argument parsing, the job, the network
+/// description, thread pools and reports, with a margin.
 pub const PROGRAM_HEAP_BYTES: u64 = 3 << 19;
 
-/// Device bytes of what is too small to be counted one by one: sums that are read, and the driver's rounding.
+/// Device bytes for allocations too small to count one by one: reductions that are read back, and the driver's
+/// rounding.
 pub const SMALL_ALLOCATION_BYTES: u64 = 256 << 10;
 
-/// Device bytes that all matrix products of a card share as their workspace.
+/// Device bytes of the workspace that all GEMMs on a GPU share.
 pub const GEMM_WORKSPACE_BYTES: u64 = 32 << 20;
 
-/// What batches on their way to a card are held as.
+/// The name that reservations for batches in transfer to the GPU carry.
 pub const STAGED_BATCH: &str = "micro-batch on its way";
 
-/// The phase before the first step: data is found, counted, tokenized.
+/// The phase before the first step: data is located, counted and tokenized.
 pub const PREPARATION_PHASE: &str = "preparation";
 
 const MASTER_WEIGHTS: &str = "master weights";
@@ -47,45 +48,45 @@ pub struct EstimatorInputs<'a> {
     pub layout: &'a ParamLayout,
     pub features: &'a Features,
     pub dtype: DType,
-    /// Where layers compute, and tensors are.
+    /// Where layers compute and tensors reside.
     pub backend: Backend,
     pub optimizer_state: u64,
-    /// Optimizer state in bytes instead of floats, where the optimizer has such.
+    /// Bytes of 8-bit optimizer state, if the optimizer has such a variant.
     pub optimizer_state_8bit: u64,
-    /// Device bytes through which optimizer state passes that waits in host memory.
+    /// Device bytes of the staging buffers for offloaded optimizer state.
     pub state_staging_bytes: u64,
-    /// Bytes an update takes while it runs.
+    /// Bytes of temporaries during the optimizer step.
     pub update_workspace: u64,
-    /// A moving average of the weights is kept.
+    /// The run keeps an exponential moving average of the weights.
     pub keeps_ema: bool,
-    /// Bytes the data holds whatever the batch.
+    /// Bytes the dataset holds regardless of the batch size.
     pub resident_data: u64,
-    /// What the process takes beside its heap, and took to prepare the data.
+    /// Process memory besides the counted heap, and what data preparation used.
     pub process: ProcessMemory,
     /// Host bytes the run may use.
     pub ram: u64,
-    /// Bytes the loader holds for a micro-batch of this size, within so many host bytes.
+    /// Bytes the loader holds for a micro-batch of this size, within this many host bytes.
     pub loader_bytes: &'a dyn Fn(usize, u64) -> u64,
-    /// The most samples of an update: a micro-batch of whole normalization groups may be larger.
+    /// Samples per update at most. A micro-batch rounded up to whole normalization groups may exceed it.
     pub update_samples: u64,
     pub valid_samples: u64,
 }
 
 impl EstimatorInputs<'_> {
-    /// Tensors are in the memory of a device that is not the host.
+    /// Whether tensors reside in device memory rather than host memory.
     fn on_device(&self) -> bool {
         self.backend.is_cuda()
     }
 }
 
-/// How a step is run.
+/// How a step is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExecutionPlan {
     pub micro_batch: usize,
-    /// Blocks that run forward again.
+    /// Number of recomputed blocks.
     pub recompute: usize,
     pub eval_micro_batch: usize,
-    /// Optimizer state in bytes.
+    /// 8-bit optimizer state.
     pub state_8bit: bool,
     pub offload: &'static [Offload],
 }
@@ -96,30 +97,30 @@ impl ExecutionPlan {
     }
 }
 
-/// What a way of running takes at most.
+/// The peak memory of an execution plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
     pub vram: u64,
     pub ram: u64,
-    /// The phase of the device's peak, or of the host's where that is the device.
+    /// Phase of the device peak; on the CPU, of the host peak.
     pub phase: &'static str,
     pub phases: Vec<(&'static str, MemoryUsage)>,
-    /// Bytes of activations that a micro-batch moves to the host and back.
+    /// Bytes of activations that a micro-batch copies to the host and back.
     pub transfer_bytes: u64,
 }
 
-/// Bytes held at a moment, on the device and on the host.
+/// Bytes held at one moment, on the device and on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryUsage {
     pub vram: u64,
     pub ram: u64,
 }
 
-/// Foretells memory.
+/// Predicts the memory of an execution plan.
 pub trait MemoryPredictor {
     fn estimate(&self, exec_plan: ExecutionPlan) -> Estimate;
 
-    /// The same with so many host bytes, which some buffers follow.
+    /// The same with a host budget of `ram` bytes, which some buffers scale with.
     fn estimate_within(&self, exec_plan: ExecutionPlan, ram: u64) -> Estimate {
         let _ = ram;
         self.estimate(exec_plan)
@@ -153,12 +154,12 @@ impl Estimate {
     }
 }
 
-/// Bytes of the type parameters are kept in.
+/// Bytes per value of the master weights.
 fn master_dtype_bytes(dtype: DType) -> u64 {
     if dtype == DType::F64 { 8 } else { 4 }
 }
 
-/// Where something of this role is, when nothing is offloaded.
+/// Where memory of this role resides if nothing is offloaded.
 pub fn memory_space(role: Role, backend: Backend) -> MemorySpace {
     match (role, backend) {
         (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve | Role::Process, _)
@@ -167,7 +168,7 @@ pub fn memory_space(role: Role, backend: Backend) -> MemorySpace {
     }
 }
 
-/// What a run holds from its start to its end, in the order it asks for it, and where.
+/// What a run holds from start to end, in reservation order, and where.
 pub fn persistent_allocations(
     s: &EstimatorInputs,
     offload: &[Offload],
@@ -194,7 +195,7 @@ pub fn persistent_allocations(
         (Role::OptimizerState, "optimizer state", s.optimizer_state),
         (Role::DataPipeline, "data in memory", s.resident_data),
     ];
-    // Asks are counted: what was not measured is not asked for.
+    // Reservations are numbered (see `InjectedOom`), so a part that was not measured makes none.
     let measured = [
         (Role::Process, "process", s.process.non_heap),
         (Role::DataPipeline, "left by preparation", s.process.leftover_heap),
@@ -215,7 +216,7 @@ pub fn persistent_allocations(
     all.into_iter().map(|(role, name, bytes)| (role, name, bytes, placed(role))).collect()
 }
 
-/// Bytes of a micro-batch as tensors. The CPU's floats are f32 before they are rounded.
+/// Bytes of a micro-batch as tensors. On the CPU, floats arrive as f32 and are rounded afterwards.
 pub fn batch_bytes(features: &Features, spec: MicroBatchSpec) -> u64 {
     let value = match (&features.input, spec.backend) {
         (InputSpec::Floats { .. }, Backend::Cuda { .. }) => spec.dtype.size_in_bytes(),
@@ -226,20 +227,20 @@ pub fn batch_bytes(features: &Features, spec: MicroBatchSpec) -> u64 {
     (spec.batch * (value * features.input_len() + 4 * features.target_len()) + sample_key_bytes) as u64
 }
 
-/// Bytes of a micro-batch on its way to a card: in page-locked host memory, and as many where it arrives.
+/// Bytes of a micro-batch in transfer to a GPU: this many in pinned host memory, and as many on the device.
 pub fn staging_bytes(features: &Features, samples: usize) -> u64 {
     (samples * features.value_bytes() + sample_keys::sample_info_bytes(samples)) as u64
 }
 
-/// Bytes a checkpoint is written with: the largest parameter whose order other tools have otherwise, and
-/// the file's buffer.
+/// Bytes needed to write a checkpoint: the largest parameter that must be permuted from channels-last, and the file
+/// buffer.
 pub fn checkpoint_write_bytes(layout: &ParamLayout, dtype: DType) -> u64 {
     largest_param_len(layout, |memory_format| memory_format == MemoryFormat::ChannelsLast)
         * master_dtype_bytes(dtype)
         + (1 << 20)
 }
 
-/// Values of the largest parameter that lies so.
+/// Number of values in the largest parameter of such a memory format.
 fn largest_param_len(layout: &ParamLayout, matches: impl Fn(MemoryFormat) -> bool) -> u64 {
     let sizes = layout
         .params
@@ -249,11 +250,11 @@ fn largest_param_len(layout: &ParamLayout, matches: impl Fn(MemoryFormat) -> boo
     sizes.max().unwrap_or(0)
 }
 
-/// The order in which blocks are recomputed: the least time for the bytes it frees first; among equals the
-/// earlier, whose activations wait longest; last those that free nothing. Gives the rank of each block.
+/// Ranks blocks for recompute: least time per freed byte first; on ties the earlier block, whose activations live
+/// longest; blocks that free nothing last. Returns the rank of each block.
 pub fn recompute_ranks(flops: &[u64], freed: &[u64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..flops.len()).collect();
-    // flops / freed, compared without division; a block that frees nothing costs infinitely much a byte.
+    // Compares flops / freed without division; a block that frees nothing has infinite cost per byte.
     order.sort_by(|&a, &b| {
         let cost = |x: usize, y: usize| u128::from(flops[x].max(1)) * u128::from(freed[y]);
         match (freed[a], freed[b]) {
@@ -268,7 +269,7 @@ pub fn recompute_ranks(flops: &[u64], freed: &[u64]) -> Vec<usize> {
     ranks
 }
 
-/// Foretells the memory of a job.
+/// Predicts the memory of a job by dry runs.
 pub struct Estimator<'a> {
     inputs: EstimatorInputs<'a>,
     blocks: BlockIndex,
@@ -276,8 +277,7 @@ pub struct Estimator<'a> {
     eval_cache: RefCell<BTreeMap<usize, Rc<PassPeaks>>>,
 }
 
-/// What a walk over the network holds at the highest moments of its phases, and the inputs of blocks that wait in
-/// host memory meanwhile, in bytes.
+/// Peak bytes of a dry run per phase, and the peak of block inputs offloaded to host memory.
 #[derive(Default)]
 struct PassPeaks {
     phase_peaks: Vec<(&'static str, u64)>,
@@ -290,7 +290,7 @@ impl<'a> Estimator<'a> {
         Self { inputs, blocks, train_cache: RefCell::default(), eval_cache: RefCell::default() }
     }
 
-    /// Bytes that each block would free if it kept only its input, for one sample.
+    /// Bytes that each block frees if it saves only its input, for one sample.
     pub fn freed_by_recompute(&self) -> Vec<u64> {
         let kept = |recompute| {
             ledger_trace::saved_bytes_per_block(
@@ -302,7 +302,7 @@ impl<'a> Estimator<'a> {
         kept(0).into_iter().zip(kept(all)).map(|(whole, input)| whole.saturating_sub(input)).collect()
     }
 
-    /// The changes of a walk that learns, and the most bytes that wait in host memory.
+    /// The ledger log of a training dry run, and the peak bytes offloaded to host memory.
     fn log_forward_backward(&self, batch: usize, recompute: usize, offload: bool) -> (Vec<LedgerEntry>, u64) {
         let host = Ledger::planning();
         let offload = offload.then(|| ActivationOffload::accounting_only(host.clone()));
@@ -330,7 +330,7 @@ impl<'a> Estimator<'a> {
         ledger.set_phase(phase);
         {
             let spec = MicroBatchSpec { batch, dtype: s.dtype, backend: s.backend };
-            // A planning ledger has no limit, so no ask fails.
+            // A planning ledger has no limit, so this cannot fail.
             let _batch = ledger.reserve(Role::Batch, "micro-batch", batch_bytes(s.features, spec)).ok();
             body(
                 s.network,
@@ -360,7 +360,7 @@ impl<'a> Estimator<'a> {
         self.eval_cache.borrow_mut().entry(batch).or_insert_with(walk).clone()
     }
 
-    /// Whether inputs of blocks wait in host memory.
+    /// Whether block inputs are offloaded to host memory.
     fn offloads_activations(&self, exec_plan: ExecutionPlan) -> bool {
         self.inputs.on_device() && exec_plan.offloads(Offload::Activations)
     }
@@ -369,18 +369,18 @@ impl<'a> Estimator<'a> {
         exec_plan.micro_batch.min(self.inputs.update_samples as usize)
     }
 
-    /// Samples of an evaluation batch; none where there is nothing to judge.
+    /// Samples per evaluation batch; `None` if there is no validation set.
     fn eval_batch(&self, exec_plan: ExecutionPlan) -> Option<usize> {
         let samples = self.inputs.valid_samples as usize;
         (samples > 0).then(|| exec_plan.eval_micro_batch.min(samples))
     }
 
-    /// Values of the parameters, and of these statistics, by the layer that has them.
+    /// Number of values of the parameters, and of `stats`, per owning layer.
     fn by_layer(&self, stats: Option<&'a FlatLayout>) -> BTreeMap<&'a str, u64> {
         let mut values = BTreeMap::new();
         let flats = [Some(&self.inputs.layout.params), stats];
         for (spec, range) in flats.into_iter().flatten().flat_map(FlatLayout::iter) {
-            // A layer's name is the beginning of its parameters' names.
+            // A layer's name is a prefix of its parameters' names.
             let mut owner = spec.name.as_str();
             while let Some((above, _)) = owner.rsplit_once('.') {
                 owner = above;
@@ -397,7 +397,7 @@ impl<'a> Estimator<'a> {
         memory_space(role, self.inputs.backend)
     }
 
-    /// What is held from the start to the end.
+    /// What is held from start to end.
     fn persistent(&self, exec_plan: ExecutionPlan, ram: u64) -> Vec<(Role, &'static str, u64, MemorySpace)> {
         let mut s = EstimatorInputs { ram, ..self.inputs };
         if exec_plan.state_8bit {
@@ -418,7 +418,7 @@ impl<'a> Estimator<'a> {
         persistent
     }
 
-    /// What the larger of both micro-batches takes on its way to a card, on the card and on the host.
+    /// Staging buffers for the larger of the training and evaluation micro-batches, on the device and on the host.
     fn staging(&self, exec_plan: ExecutionPlan) -> Vec<(Role, &'static str, u64)> {
         let samples = self.train_batch(exec_plan).max(self.eval_batch(exec_plan).unwrap_or(0));
         let bytes = staging_bytes(self.inputs.features, samples);
@@ -426,7 +426,7 @@ impl<'a> Estimator<'a> {
         if self.inputs.on_device() { both } else { Vec::new() }
     }
 
-    /// What is held in a phase beside what lasts and what the walk holds.
+    /// What a phase holds besides the persistent allocations and the dry run's.
     fn transient(
         &self,
         exec_plan: ExecutionPlan,
@@ -445,7 +445,8 @@ impl<'a> Estimator<'a> {
             _ => Vec::new(),
         };
         if phase == "checkpoint" && s.on_device() {
-            // Parameter by parameter and state by state, through host memory: as copied, and as written.
+            // Weights and optimizer states pass through host memory one after another, each held twice: as copied and
+            // as written.
             let values = match exec_plan.offloads(Offload::OptimizerState) {
                 true => largest_param_len(s.layout, |_| true),
                 false => s.layout.params.len as u64,
@@ -459,7 +460,7 @@ impl<'a> Estimator<'a> {
             .collect()
     }
 
-    /// Where what a walk holds is.
+    /// Where activations reside.
     fn activation_space(&self) -> MemorySpace {
         if self.inputs.on_device() { MemorySpace::Vram } else { MemorySpace::Ram }
     }
@@ -493,7 +494,7 @@ impl MemoryPredictor for Estimator<'_> {
             };
             (*phase, held)
         });
-        // Measured: it is over when the plan is made, and nothing a plan changes makes it smaller.
+        // Measured: preparation is over when the plan is made, and no plan can lower its peak.
         let preparation = MemoryUsage { vram: 0, ram: self.inputs.process.preparation_peak };
         let all =
             std::iter::once((PREPARATION_PHASE, preparation)).filter(|(_, held)| held.ram > 0).chain(phases);
@@ -505,7 +506,7 @@ impl MemoryPredictor for Estimator<'_> {
         let mut parts = Vec::new();
         for place in [MemorySpace::Vram, MemorySpace::Ram] {
             let of = |held: &MemoryUsage| if place == MemorySpace::Vram { held.vram } else { held.ram };
-            // The first of the highest, as the peak's phase is.
+            // The first phase on ties, like `Estimate::phase`.
             let peak = estimate.phases.iter().map(|(_, held)| of(held)).max().unwrap_or(0);
             let Some((phase, _)) = estimate.phases.iter().find(|(_, held)| of(held) == peak) else {
                 continue;

@@ -1,7 +1,8 @@
-//! A GPU under a budget: a heap of its own for tensors, whose capacity is the budget.
+//! A GPU under a budget: its tensors come from a heap whose capacity is the budget.
 //!
-//! Every tensor of the device comes from the heap, whoever asks for it, because the driver's allocation calls of the
-//! computing stream end here ([`intercept`]). What the context itself takes is outside of it, and measured here.
+//! Every tensor on the device comes from this heap, whoever allocates it, because the program intercepts the driver's
+//! allocation calls on the compute stream ([`intercept`]). The memory of the CUDA context is outside the heap, and is
+//! measured here.
 
 #[cfg(feature = "cuda")]
 mod chunks;
@@ -15,13 +16,13 @@ use candle_core::Device;
 use crate::layers::ComputeCapability;
 use crate::units::Bytes;
 
-/// Physical bytes that a heap may have beside those of its `tensors`: chunks that are not filled. The budget is of tensors.
+/// Physical bytes that a heap may map beyond its `tensors`: partially filled chunks. The budget counts tensors only.
 #[cfg(feature = "cuda")]
 fn slack(tensors: u64) -> u64 {
     (tensors / 40).max(96 << 20)
 }
 
-/// What may go wrong before there is a card to compute on.
+/// Why a GPU could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuError {
     #[error("this build has no CUDA")]
@@ -34,7 +35,7 @@ pub enum GpuError {
     Driver { what: &'static str, why: String },
 }
 
-/// A card as the driver describes it, and its memory now.
+/// A GPU as the driver describes it, and its current memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuInfo {
     pub ordinal: usize,
@@ -42,7 +43,7 @@ pub struct GpuInfo {
     pub total: u64,
     pub free: u64,
     pub capability: ComputeCapability,
-    /// Bytes that a context takes of it, where there was none before and that could be measured.
+    /// Bytes that a CUDA context takes, if there was none before and it could be measured.
     pub context_bytes: u64,
 }
 
@@ -62,19 +63,19 @@ mod with_cuda {
     use super::chunks::MappedChunks;
     use super::*;
 
-    /// A card that is computed on.
+    /// A GPU opened for compute.
     pub struct GpuDevice {
         pub ordinal: usize,
         pub device: Device,
-        /// Bytes tensors may take.
+        /// Bytes that tensors may take.
         pub limit: u64,
-        /// Bytes that the context took before the first tensor, beside the limit; 0 where that is not known.
+        /// Bytes that the CUDA context took before the first tensor, not part of the limit; 0 if unknown.
         pub context_bytes: u64,
         pub capability: ComputeCapability,
         heap: Arc<Mutex<DeviceHeap<MappedChunks>>>,
     }
 
-    /// Every card that the driver shows; none where there is no driver.
+    /// Every GPU that the driver reports; empty without a driver.
     pub fn all() -> Vec<GpuInfo> {
         let count = result::init().and_then(|()| result::device::get_count()).unwrap_or(0);
         (0..count as usize).filter_map(|ordinal| query(ordinal).ok()).collect()
@@ -103,14 +104,14 @@ mod with_cuda {
     }
 
     impl GpuDevice {
-        /// Opens a card whose tensors may take `limit(free)` bytes of what is free.
+        /// Opens a GPU whose tensors may take `limit(info)` bytes of its free memory.
         pub fn open(ordinal: usize, limit: impl FnOnce(&GpuInfo) -> u64) -> Result<Self, GpuError> {
             let context_bytes = query(ordinal)?.context_bytes;
             let device = Device::new_cuda_with_stream(ordinal).map_err(|e| no_device(ordinal, &e))?;
             let info = query(ordinal)?;
             let Device::Cuda(cuda) = &device else { return Err(GpuError::NoCuda) };
-            // SAFETY: everything runs on the device's one stream but copies, which have events of their own, so that no
-            // use of a tensor needs another to be ordered.
+            // SAFETY: all kernels run on the device's single stream, and copies on other streams use their own events,
+            // so no use of a tensor relies on cudarc's event tracking for its order.
             unsafe { cuda.disable_event_tracking() };
             let limit = limit(&info);
             if limit > info.free {
@@ -127,24 +128,24 @@ mod with_cuda {
             self.heap.lock().unwrap_or_else(PoisonError::into_inner)
         }
 
-        /// The most bytes that tensors had at once since this was last asked.
+        /// Peak bytes of live tensors since the last call.
         pub fn take_recent_peak(&self) -> u64 {
             self.heap().take_peak()
         }
 
-        /// What it took to serve the allocations so far.
+        /// What serving the allocations cost so far.
         pub fn stats(&self) -> HeapStats {
             self.heap().stats
         }
 
-        /// Takes the card's memory for so many bytes of tensors, so that nobody else can. Where others have it already,
-        /// what is left comes when it is asked for, as without.
+        /// Maps device memory for this many bytes of tensors, so that no other process can take it. If others hold it
+        /// already, the rest is mapped on demand.
         pub fn preallocate(&self, bytes: u64) {
             let bytes = bytes.min(self.limit);
             self.heap().preallocate(bytes + slack(bytes));
         }
 
-        /// What the last allocation that was refused asked for, and what was left then; once.
+        /// Requested and available bytes of the last failed allocation; clears it.
         pub fn take_last_oom(&self) -> Option<(u64, u64)> {
             intercept::take_last_oom().map(|oom| (oom.bytes, oom.available))
         }
@@ -163,7 +164,7 @@ mod without_cuda {
     use super::super::device_heap::HeapStats;
     use super::*;
 
-    /// There is none in this build.
+    /// Stub: this build has no CUDA.
     pub struct GpuDevice {
         pub ordinal: usize,
         pub device: Device,

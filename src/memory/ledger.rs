@@ -1,8 +1,8 @@
-//! The ledger: nothing large is allocated that was not asked for here first.
+//! The memory ledger: every large allocation must be reserved here first.
 //!
-//! An ask that fails changes nothing and says who asked, for how much, what is left and who holds the
-//! most. A reservation is given back when it is dropped. On the CPU a failed allocation cannot be
-//! caught, so this is where running out of memory becomes a value instead of a death.
+//! A reservation that fails changes nothing, and the error names the requester, the bytes, what is left and the largest
+//! holders. A reservation is released on drop. The CPU allocator's failure cannot be caught, so this is where running
+//! out of memory becomes an error instead of a crash.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::plan::Role;
 use crate::units::Bytes;
 
-/// Accounts for one kind of memory, host or device. Clones share the account.
+/// Accounts for one memory space, host or device. Clones share the account.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     account: Arc<Mutex<Account>>,
@@ -26,15 +26,15 @@ struct Account {
     peak: u64,
     requests: u64,
     phase: &'static str,
-    /// Everyone who ever asked, and where each is in the list.
+    /// Every requester so far, and its index in the list.
     holders: Vec<Holder>,
     index: BTreeMap<Role, BTreeMap<Arc<str>, usize>>,
     injected_oom: Option<InjectedOom>,
-    /// Every change in order, where the account is kept for planning.
+    /// Every change in order, for a planning ledger only.
     log: Option<Vec<LedgerEntry>>,
 }
 
-/// Who holds how many bytes for what.
+/// Who holds how many bytes, and for what role.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Holder {
     pub role: Role,
@@ -47,30 +47,30 @@ fn as_text<S: serde::Serializer>(name: &Arc<str>, serializer: S) -> Result<S::Ok
     serializer.serialize_str(name)
 }
 
-/// One change of a planning ledger: bytes taken (or given back) by `name`.
+/// One change in a planning ledger: bytes reserved, or released if negative, by `name`.
 #[derive(Clone, Debug)]
 pub struct LedgerEntry {
     pub role: Role,
     pub name: Arc<str>,
     pub change: i64,
-    /// What was going on, see [`Ledger::set_phase`].
+    /// The phase at that time, see [`Ledger::set_phase`].
     pub phase: &'static str,
 }
 
-/// An ask that did not fit.
+/// A reservation that did not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("out of memory: {requester} requested {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*available), Bytes(*budget), holders(&self.largest()))]
 pub struct Oom {
-    /// What was going on, see [`Ledger::set_phase`].
+    /// The phase at that time, see [`Ledger::set_phase`].
     pub phase: &'static str,
     pub requester: String,
     pub role: Role,
     pub bytes: u64,
     pub available: u64,
     pub budget: u64,
-    /// All that was held, the largest first.
+    /// Everything held, largest first.
     pub live: Vec<Holder>,
-    /// The ledger had granted it, so that the plan has room for it: the device refused it.
+    /// The ledger granted the reservation, so the plan has capacity for it; the device refused the allocation.
     pub by_device: bool,
 }
 
@@ -85,7 +85,7 @@ impl Oom {
         largest
     }
 
-    /// Bytes that were lacking; 0 where the ask failed whatever was left.
+    /// Missing bytes; 0 if the failure was injected.
     pub fn shortfall(&self) -> u64 {
         self.bytes.saturating_sub(self.available)
     }
@@ -97,7 +97,7 @@ fn holders(largest: &[(Role, u64)]) -> String {
     if each.is_empty() { "none".into() } else { each.join(", ") }
 }
 
-/// Asks that are refused whatever is left, for tests of recovery: the numbers `3,9`, counted from 1, or
+/// Reservations that fail regardless of what is left, to test recovery: the numbers `3,9`, counted from 1, or
 /// `every:50`, each fiftieth.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InjectedOom {
@@ -129,7 +129,7 @@ impl FromStr for InjectedOom {
     }
 }
 
-/// Bytes held until this is dropped.
+/// Bytes held until dropped.
 #[derive(Debug)]
 pub struct Reservation {
     account: Arc<Mutex<Account>>,
@@ -138,7 +138,7 @@ pub struct Reservation {
 }
 
 impl Ledger {
-    /// `injected_oom`: asks that fail, for tests.
+    /// `injected_oom`: reservations that fail, for tests.
     pub fn new(budget: u64, injected_oom: Option<InjectedOom>) -> Self {
         let account = Account {
             budget,
@@ -154,24 +154,24 @@ impl Ledger {
         Self { account: Arc::new(Mutex::new(account)) }
     }
 
-    /// A ledger without limit that remembers every change: asking what a step would hold is planning it.
+    /// A ledger without a limit that logs every change, for planning by dry runs.
     pub fn planning() -> Self {
         let ledger = Self::new(u64::MAX, None);
         lock(&ledger.account).log = Some(Vec::new());
         ledger
     }
 
-    /// Names what is going on from here on: `forward`, `backward`, ...
+    /// Sets the current phase: `forward`, `backward`, ...
     pub fn set_phase(&self, phase: &'static str) {
         lock(&self.account).phase = phase;
     }
 
-    /// Every change so far; empty unless made by [`Ledger::planning`].
+    /// Every change so far; empty unless created by [`Ledger::planning`].
     pub fn log(&self) -> Vec<LedgerEntry> {
         lock(&self.account).log.clone().unwrap_or_default()
     }
 
-    /// Holds `bytes` for `role`, or changes nothing and says why not. `requester` names who wants them.
+    /// Reserves `bytes` for `role`, or changes nothing and returns why. `requester` names the caller.
     pub fn reserve(&self, role: Role, requester: &str, bytes: u64) -> Result<Reservation, Oom> {
         let mut account = lock(&self.account);
         account.requests += 1;
@@ -189,22 +189,23 @@ impl Ledger {
         Ok(Reservation { account: self.account.clone(), holder, bytes })
     }
 
-    /// What to say of bytes that the system refused although they had been asked for here.
+    /// The error for an allocation that the system refused although it was reserved here.
     pub fn oom_error(&self, role: Role, requester: &str, bytes: u64) -> Oom {
         lock(&self.account).oom_error(role, requester, bytes)
     }
 
-    /// What to say of an allocation that the ledger had granted and the device refused, with `available` bytes of its heap free.
+    /// The error for an allocation that was reserved here and that the device refused, with `available` bytes of its
+    /// heap free.
     pub fn device_oom(&self, role: Role, bytes: u64, available: u64) -> Oom {
         Oom { available, by_device: true, ..self.oom_error(role, "the device heap", bytes) }
     }
 
-    /// Bytes that may be held.
+    /// Maximum bytes that may be held.
     pub fn budget(&self) -> u64 {
         lock(&self.account).budget
     }
 
-    /// Allows another number of bytes from here on; what is held stays held.
+    /// Changes the budget from now on; existing reservations stay.
     pub fn set_budget(&self, budget: u64) {
         lock(&self.account).budget = budget;
     }
@@ -213,19 +214,19 @@ impl Ledger {
         lock(&self.account).total
     }
 
-    /// The most ever held at once.
+    /// Peak of all bytes held at once.
     pub fn peak(&self) -> u64 {
         lock(&self.account).peak
     }
 
-    /// Asks made so far.
+    /// Reservations requested so far.
     pub fn request_count(&self) -> u64 {
         lock(&self.account).requests
     }
 }
 
 impl Account {
-    /// Where this asker is in the list. A run has as many as layers, times roles: none is ever removed.
+    /// Index of this requester in the list. A run has at most layers times roles of them, so none is ever removed.
     fn holder_index(&mut self, role: Role, name: &str) -> usize {
         let names = self.index.entry(role).or_default();
         if let Some(at) = names.get(name) {
@@ -258,7 +259,7 @@ impl Reservation {
         self.bytes
     }
 
-    /// Gives back what is held beyond `bytes`.
+    /// Releases what is held beyond `bytes`.
     pub fn shrink_to(&mut self, bytes: u64) {
         let freed = self.bytes.saturating_sub(bytes);
         let mut account = lock(&self.account);
@@ -278,7 +279,7 @@ impl Drop for Reservation {
     }
 }
 
-/// The account is numbers only, whole after every statement: a panic elsewhere cannot spoil it.
+/// The account holds only numbers and is consistent after every statement, so a poisoned lock is safe to use.
 fn lock(account: &Mutex<Account>) -> MutexGuard<'_, Account> {
     account.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -322,7 +323,7 @@ mod tests {
         drop(b);
         ledger.set_budget(30);
         let oom = ledger.reserve(Role::Batch, "batch", 1).unwrap_err();
-        assert_eq!((oom.available, oom.budget), (0, 30), "a lowered budget binds the next ask");
+        assert_eq!((oom.available, oom.budget), (0, 30), "a lowered budget binds the next reservation");
     }
 
     #[test]

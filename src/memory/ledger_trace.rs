@@ -1,7 +1,7 @@
-//! What a walk over the network held, moment by moment, read from the log of a planning ledger.
+//! Reads from the log of a planning ledger what a dry run held over time.
 //!
-//! Takes the log and the blocks that names belong to; gives the highest moment of each phase, what was live in
-//! it, and what every block keeps.
+//! Takes the log and the mapping of names to blocks; gives the peak of each phase, what was live at it, and what every
+//! block saves.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::ledger::LedgerEntry;
 use super::plan::Role;
 use crate::layers::network::{Network, Node};
 
-/// The block that every layer's name belongs to; the loss is one of its own, the last.
+/// Maps each layer's name to its block; the loss counts as a block of its own, the last.
 pub struct BlockIndex {
     by_layer: BTreeMap<String, usize>,
     count: usize,
@@ -36,13 +36,13 @@ impl BlockIndex {
         Self { by_layer, count }
     }
 
-    /// Whether there is a layer of this name.
+    /// Whether a layer has this name.
     pub fn contains(&self, name: &str) -> bool {
         self.by_layer.contains_key(name)
     }
 }
 
-/// The highest moment of every phase, in order, in bytes.
+/// Peak bytes per phase, in order.
 pub fn phase_peaks(log: &[LedgerEntry]) -> Vec<(&'static str, u64)> {
     let (mut live, mut peaks) = (0u64, Vec::<(&'static str, u64)>::new());
     for entry in log {
@@ -55,7 +55,7 @@ pub fn phase_peaks(log: &[LedgerEntry]) -> Vec<(&'static str, u64)> {
     peaks
 }
 
-/// What is live at the highest moment of `phase`, by role and name.
+/// What is live at the peak of `phase`, by role and name.
 pub fn live_at_peak(log: &[LedgerEntry], phase: &str) -> BTreeMap<(Role, Arc<str>), u64> {
     let (mut live, mut highest, mut end) = (0u64, 0, 0);
     for (i, entry) in log.iter().enumerate() {
@@ -73,7 +73,7 @@ pub fn live_at_peak(log: &[LedgerEntry], phase: &str) -> BTreeMap<(Role, Arc<str
     held
 }
 
-/// Bytes each block holds when the forward pass is over.
+/// Bytes each block still holds at the end of the forward pass.
 pub fn saved_bytes_per_block(log: &[LedgerEntry], index: &BlockIndex) -> Vec<u64> {
     let mut saved = vec![0u64; index.count];
     for entry in log.iter().take_while(|entry| entry.phase == "forward") {
@@ -102,7 +102,7 @@ mod tests {
         changes.iter().map(entry).collect()
     }
 
-    /// Three blocks of 10, 20 and 30 bytes with a workspace of 5 in the last, then back.
+    /// Three blocks of 10, 20 and 30 bytes, with a workspace of 5 in the last, then backward.
     fn forward_backward_log() -> Vec<LedgerEntry> {
         log(&[
             ("a", 10, "forward"),

@@ -1,14 +1,14 @@
-//! What memory really was used: a counting allocator, other code than what predicts.
+//! Measures actual memory use with a counting allocator, independent of the code that predicts it.
 //!
-//! The binary and the tests install [`CountingAllocator`] as the global allocator. Two relaxed atomic additions
-//! an allocation; the peak is exact for the heap and says nothing of code, stacks or mapped files. Large
-//! buffers go to [`super::pages`].
+//! The binary and the tests install [`CountingAllocator`] as the global allocator. It costs two relaxed atomic
+//! additions per allocation. The peak is exact for the heap and excludes code, stacks and mapped files. Large buffers
+//! go to the page pool.
 
 use super::alloc_failure;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 
-/// The system's allocator, counted.
+/// The system allocator with counters.
 pub struct CountingAllocator;
 
 static LIVE: AtomicU64 = AtomicU64::new(0);
@@ -32,7 +32,7 @@ fn sub_live(bytes: usize) -> u64 {
 #[cfg(target_os = "linux")]
 use super::page_pool;
 
-/// Elsewhere the system's allocator gives large buffers too.
+/// On other systems, the system allocator also serves large buffers.
 #[cfg(not(target_os = "linux"))]
 mod pages {
     use std::alloc::Layout;
@@ -46,12 +46,12 @@ mod pages {
     pub unsafe fn put(_: *mut u8, _: Layout, _: u64) {}
 }
 
-/// Counts `layout` and gives it to `small` or to the pages; takes the count back when there is nothing.
+/// Counts `layout` and allocates it with `small` or from the page pool; undoes the count on failure.
 fn allocate_counted(layout: Layout, zeroed: bool, small: unsafe fn(&System, Layout) -> *mut u8) -> *mut u8 {
     let live = add_live(layout.size());
     let pointer = match page_pool::is_large(layout) {
         true => page_pool::allocate(layout, zeroed, live),
-        // SAFETY: the caller of the allocator keeps to its contract, which is passed on unchanged.
+        // SAFETY: the caller upholds the allocator's contract, which is passed on unchanged.
         false => unsafe { small(&System, layout) },
     };
     if pointer.is_null() {
@@ -62,28 +62,29 @@ fn allocate_counted(layout: Layout, zeroed: bool, small: unsafe fn(&System, Layo
     pointer
 }
 
-/// Where a refused allocation is noted, for whoever survives the process: a file descriptor, or none.
+/// File descriptor that reports failed allocations to a process that survives this one; -1 for none.
 static FAILURE_FD: AtomicI32 = AtomicI32::new(-1);
 
-/// Notes refused allocations by a byte written here from now on. It stays open as long as the process.
+/// Reports failed allocations from now on by writing a byte here. The descriptor stays open until the process exits.
 #[cfg(unix)]
 pub fn set_alloc_failure_fd(descriptor: std::os::fd::OwnedFd) {
     use std::os::fd::IntoRawFd;
     FAILURE_FD.store(descriptor.into_raw_fd(), Relaxed);
 }
 
-/// Allocates nothing: an allocation just failed.
+/// Must not allocate: an allocation just failed.
 fn notify_alloc_failure() {
     #[cfg(unix)]
     if let descriptor @ 0.. = FAILURE_FD.load(Relaxed) {
-        // SAFETY: `set_alloc_failure_fd` gave it up for good, so it is open and nobody else's.
+        // SAFETY: `set_alloc_failure_fd` gave up ownership for good, so the descriptor is open and nobody else closes
+        // it.
         let descriptor = unsafe { std::os::fd::BorrowedFd::borrow_raw(descriptor) };
         let _ = rustix::io::write(descriptor, b"!");
     }
 }
 
-// SAFETY: every call goes to the system's allocator or to `pages`, which of the two the layout alone decides;
-// counting touches atomics only.
+// SAFETY: every call goes to the system allocator or to the page pool, and the layout alone decides which; counting
+// touches only atomics.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         allocate_counted(layout, false, System::alloc)
@@ -102,10 +103,10 @@ unsafe impl GlobalAlloc for CountingAllocator {
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller gives a size that is valid with this alignment.
+        // SAFETY: the caller guarantees that the size is valid for this alignment.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         if page_pool::is_large(layout) || page_pool::is_large(new) {
-            // SAFETY: both blocks are at least as long as the shorter, and they are not the same.
+            // SAFETY: both blocks are at least `min(old, new)` bytes long and do not overlap.
             let moved = unsafe { self.alloc(new) };
             if !moved.is_null() {
                 unsafe {
@@ -120,7 +121,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
             notify_alloc_failure();
             alloc_failure::record(size);
         } else {
-            // While the system copies, both blocks may be there; count them as if they were.
+            // While the system copies, both blocks may exist; count them as if they did.
             add_live(size);
             sub_live(layout.size());
         }
@@ -128,8 +129,8 @@ unsafe impl GlobalAlloc for CountingAllocator {
     }
 }
 
-/// Sets the system's allocator up for a few threads that ask for the same sizes again and again: one heap for
-/// all, whose end is not given back and taken again between two steps.
+/// Tunes glibc malloc for a few threads that allocate the same sizes in every step: a single arena, whose top is not
+/// trimmed and grown again between steps.
 pub fn tune_malloc() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
@@ -139,7 +140,7 @@ pub fn tune_malloc() {
         const TRIM_THRESHOLD: i32 = -1;
         const MMAP_THRESHOLD: i32 = -3;
         const ARENA_MAX: i32 = -8;
-        // SAFETY: all set plain numbers of the allocator. One that refuses them goes on as it was.
+        // SAFETY: these calls only set integer parameters. An allocator that rejects them keeps its defaults.
         unsafe {
             mallopt(MMAP_THRESHOLD, page_pool::LARGE_BYTES as i32);
             mallopt(TRIM_THRESHOLD, 4 * page_pool::LARGE_BYTES as i32);
@@ -148,7 +149,7 @@ pub fn tune_malloc() {
     }
 }
 
-/// States the planned peak of the heap in bytes: freed buffers are kept for later up to it, and no further.
+/// Sets the planned peak of the heap in bytes: freed buffers are cached only up to it.
 pub fn set_planned_peak(bytes: u64) {
     #[cfg(target_os = "linux")]
     page_pool::set_planned_peak(bytes);
@@ -156,7 +157,7 @@ pub fn set_planned_peak(bytes: u64) {
     let _ = bytes;
 }
 
-/// What [`set_planned_peak`] stated last; as much as there can be where nothing was planned.
+/// The value last set by [`set_planned_peak`]; effectively unlimited if there is no plan.
 pub fn planned_peak() -> u64 {
     #[cfg(target_os = "linux")]
     return page_pool::planned_peak();
@@ -164,29 +165,29 @@ pub fn planned_peak() -> u64 {
     return u64::MAX >> 1;
 }
 
-/// Heap bytes in use now; 0 where [`CountingAllocator`] is not installed.
+/// Heap bytes in use now; 0 if [`CountingAllocator`] is not installed.
 pub fn live_bytes() -> u64 {
     LIVE.load(Relaxed)
 }
 
-/// Begins all peaks anew: what came before, as a pass over the data's files, was another matter.
+/// Resets all peaks, so that earlier work such as scanning the data files does not count.
 pub fn reset_peaks() {
     PEAK.store(live_bytes(), Relaxed);
     RECENT_PEAK.store(live_bytes(), Relaxed);
 }
 
-/// The most heap bytes in use at once since [`reset_peaks`].
+/// Peak heap bytes in use since [`reset_peaks`].
 pub fn peak_bytes() -> u64 {
     PEAK.load(Relaxed)
 }
 
-/// The most heap bytes in use at once since the last call.
+/// Peak heap bytes in use since the last call.
 pub fn take_recent_peak() -> u64 {
     RECENT_PEAK.swap(live_bytes(), Relaxed).max(live_bytes())
 }
 
-/// The peak of this process's resident memory since it started, as the kernel counts it (`VmHWM`): heap, stacks,
-/// code and the pages of mapped files. 0 where the system does not say.
+/// Peak resident memory of this process since it started, as the kernel counts it (`VmHWM`): heap, stacks, code and
+/// pages of mapped files. 0 if the system does not report it.
 pub fn resident_peak() -> u64 {
     super::probe::proc_status("VmHWM:").unwrap_or(0)
 }

@@ -1,4 +1,4 @@
-//! Memory, before and during: what is there, what a step needs, what is chosen, what is held.
+//! Memory before and during a run: what the machine has, what a step needs, which plan is chosen, what is held.
 
 pub mod advice;
 pub mod alloc_failure;

@@ -1,9 +1,9 @@
-//! What is used of a card before anybody has a context on it: the management library's word, loaded when it is
-//! asked for. Where there is none, nothing is known.
+//! Memory used on a GPU before any context exists, as NVML reports it. NVML is loaded on demand; without it, nothing is
+//! known.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-/// Memory of a card in bytes, as the library has it.
+/// `nvmlMemory_t`, in bytes.
 #[repr(C)]
 #[derive(Default)]
 struct NvmlMemory {
@@ -12,14 +12,14 @@ struct NvmlMemory {
     used: u64,
 }
 
-/// Bytes that all processes and the driver use of the card at this PCI address.
+/// Bytes that all processes and the driver use on the GPU at this PCI address.
 pub fn used_bytes(pci_bus_id: &CStr) -> Option<u64> {
     type Init = unsafe extern "C" fn() -> c_int;
     type Handle = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
     type Info = unsafe extern "C" fn(*mut c_void, *mut NvmlMemory) -> c_int;
     const RTLD_NOW: c_int = 2;
-    // SAFETY: the signatures are those of the library's first and second interface, which it keeps; names are C
-    // strings, and what is written to is there. The library stays loaded: others in the process may use it.
+    // SAFETY: the signatures match NVML's stable v1 and v2 APIs; names are C strings, and out-pointers point to locals.
+    // The library stays loaded, since others in the process may use it.
     unsafe {
         let library = dlopen(c"libnvidia-ml.so.1".as_ptr(), RTLD_NOW);
         if library.is_null() {
@@ -36,12 +36,12 @@ pub fn used_bytes(pci_bus_id: &CStr) -> Option<u64> {
     }
 }
 
-/// The PCI address of a card, by the driver's number.
+/// The PCI address of the GPU with this driver ordinal.
 pub fn pci_bus_id(ordinal: usize) -> Option<std::ffi::CString> {
     use candle_core::cuda_backend::cudarc::driver::{result, sys};
     let device = result::device::get(ordinal as c_int).ok()?;
     let mut text = [0u8; 32];
-    // SAFETY: the buffer is as long as it says, and is ended by the zeros it began with.
+    // SAFETY: the buffer is one byte longer than stated and zeroed, so the result is NUL-terminated.
     let status =
         unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as c_int - 1, device) };
     status.result().ok()?;

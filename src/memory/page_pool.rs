@@ -1,33 +1,32 @@
-//! Large buffers: in pages of their own, which are kept when a buffer is freed and used again for the next.
+//! A page pool for large buffers: keeps the pages of freed buffers and reuses them.
 //!
-//! A step asks for the same large buffers again and again. Given back to the system each time, every page
-//! of them is zeroed again by the kernel; left on the heap, the holes between them stay resident. Here the
-//! pages of a freed buffer wait for the next ask, neighbours become one, an ask takes the beginning of the
-//! smallest run that is long enough. What waits plus what is in use is never more than the planned peak of the heap
-//! ([`set_planned_peak`]), so that keeping buffers takes no memory that the plan did not count; without a plan it is never
-//! more than [`SLACK`] above the most that was in use at once.
+//! A step allocates the same large buffers over and over. If they went back to the system, the kernel would zero every
+//! page again; left on the heap, the holes between them would stay resident. Here, freed runs of pages stay mapped,
+//! neighbours coalesce, and an allocation takes the start of the smallest run that fits. Cached plus live bytes never
+//! exceed the planned peak of the heap ([`set_planned_peak`]), so caching takes no memory that the plan did not count;
+//! without a plan they never exceed the peak of live bytes by more than [`SLACK`].
 
 use std::alloc::Layout;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Allocations from this size on lie in pages of their own.
+/// Allocations of at least this size get pages of their own.
 pub const LARGE_BYTES: usize = 64 << 10;
 const PAGE: usize = 4096;
 const HUGE_PAGE: usize = 2 << 20;
-/// Bytes that may wait even at the peak where nothing was planned, so that the few buffers not in use there are not
-/// mapped anew each step.
+/// Bytes that may be cached even at the peak if there is no plan, so that the few buffers free at that point are not
+/// mapped anew in every step.
 const SLACK: u64 = 4 << 20;
-/// Runs that may wait at once. A network that leaves more than this loses only some time.
+/// Maximum number of cached runs. Exceeding it costs only time.
 const MAX_RUNS: usize = 1024;
 
-/// Whether this allocation is made here.
+/// Whether the page pool serves this allocation.
 pub fn is_large(layout: Layout) -> bool {
     layout.size() >= LARGE_BYTES && layout.align() <= PAGE
 }
 
-/// A run of pages that waits to be used again.
+/// A run of cached pages.
 #[derive(Clone, Copy)]
 struct FreeRun {
     address: usize,
@@ -35,13 +34,13 @@ struct FreeRun {
 }
 
 struct FreeRuns {
-    /// The first `count`, oldest first.
+    /// The first `count` are valid, oldest first.
     runs: [FreeRun; MAX_RUNS],
     count: usize,
     bytes: u64,
-    /// The most bytes in use at once since the last [`release_all`].
+    /// Peak bytes in use since the last [`release_all`].
     peak_live: u64,
-    /// The planned peak of the heap; 0 where there is no plan.
+    /// The planned peak of the heap; 0 without a plan.
     planned_peak: u64,
 }
 
@@ -53,7 +52,7 @@ static FREE_RUNS: Mutex<FreeRuns> = Mutex::new(FreeRuns {
     planned_peak: 0,
 });
 
-/// Numbers only, whole after every statement; a panic elsewhere cannot spoil them.
+/// The pool holds only numbers and is consistent after every statement, so a poisoned lock is safe to use.
 fn free_runs() -> MutexGuard<'static, FreeRuns> {
     FREE_RUNS.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -68,7 +67,7 @@ impl FreeRuns {
         self.bytes += run.len as u64;
     }
 
-    /// Takes `len` bytes from the smallest run that has them.
+    /// Takes `len` bytes from the smallest run that fits.
     fn take(&mut self, len: usize) -> Option<usize> {
         let fitting = (0..self.count).filter(|i| self.runs[*i].len >= len);
         let at = fitting.min_by_key(|i| self.runs[*i].len)?;
@@ -82,7 +81,7 @@ impl FreeRuns {
         Some(address)
     }
 
-    /// Takes back a run, as one with those that lie beside it.
+    /// Inserts a run, coalesced with its neighbours.
     fn insert(&mut self, mut run: FreeRun) {
         let beside = |a: FreeRun, b: FreeRun| a.address + a.len == b.address;
         for after in [false, true] {
@@ -105,8 +104,8 @@ impl FreeRuns {
         run
     }
 
-    /// Unmaps so much of the oldest runs that, with `live` bytes in use, no more is held than was planned, or ever
-    /// was in use.
+    /// Unmaps the oldest runs until, with `live` bytes in use, the total is within the planned peak or, without a plan,
+    /// the peak so far plus the slack.
     fn trim(&mut self, live: u64) {
         self.peak_live = self.peak_live.max(live);
         let limit = if self.planned_peak == 0 {
@@ -130,15 +129,15 @@ impl FreeRuns {
 }
 
 fn unmap(run: FreeRun) {
-    // SAFETY: the mapping is ours alone and nobody holds a pointer into it. It was made with this length.
+    // SAFETY: this pool owns the mapping, it has this length, and nobody holds a pointer into it.
     let _ = unsafe { munmap(run.address as *mut _, run.len) };
 }
 
-/// Maps `len` bytes, zeroed; from a huge page's size on at the beginning of one. Null when the system refuses.
+/// Maps `len` zeroed bytes, aligned to a huge page if at least that large. Null if the system refuses.
 fn map(len: usize) -> *mut u8 {
     let spare = if len >= HUGE_PAGE { HUGE_PAGE } else { 0 };
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: a new mapping at an address of the system's choice touches nothing that is there.
+    // SAFETY: a new mapping at an address that the kernel chooses touches no existing memory.
     let Ok(all) = (unsafe {
         mmap_anonymous(std::ptr::null_mut(), len + spare, ProtFlags::READ | ProtFlags::WRITE, flags)
     }) else {
@@ -158,12 +157,12 @@ fn map(len: usize) -> *mut u8 {
         }
     }
     let start = begin as *mut u8;
-    // SAFETY: the range is within the mapping; the advice changes no content. A system without huge pages goes on.
+    // SAFETY: the range is within the mapping, and the advice changes no content. Without huge pages it has no effect.
     let _ = unsafe { madvise(start.cast(), len / HUGE_PAGE * HUGE_PAGE, Advice::LinuxHugepage) };
     start
 }
 
-/// A buffer for `layout`, zeroed if asked; `live` is what is in use with it. Null when the system refuses.
+/// A buffer for `layout`, zeroed on request; `live` counts the bytes in use including it. Null if the system refuses.
 pub fn allocate(layout: Layout, zeroed: bool, live: u64) -> *mut u8 {
     let len = layout.size().next_multiple_of(PAGE);
     let mut runs = free_runs();
@@ -183,7 +182,7 @@ pub fn allocate(layout: Layout, zeroed: bool, live: u64) -> *mut u8 {
     }
 }
 
-/// Takes a buffer back; `live` is what is in use without it.
+/// Frees a buffer; `live` counts the bytes in use without it.
 ///
 /// # Safety
 /// `pointer` came from [`allocate`] with this layout and is not used again.
@@ -193,8 +192,7 @@ pub unsafe fn deallocate(pointer: *mut u8, layout: Layout, live: u64) {
     runs.trim(live);
 }
 
-/// Returns every waiting buffer to the system, and forgets how much was in use: what is kept from here on
-/// follows what is in use from here on.
+/// Returns every cached run to the system and resets the peak, so that caching follows the use from now on.
 pub fn release_all() {
     let mut runs = free_runs();
     while runs.count > 0 {
@@ -204,12 +202,12 @@ pub fn release_all() {
     runs.peak_live = 0;
 }
 
-/// States the planned peak of the whole heap in bytes, up to which freed buffers are kept; 0 for none.
+/// Sets the planned peak of the whole heap in bytes, up to which freed buffers are cached; 0 for no plan.
 pub fn set_planned_peak(bytes: u64) {
     free_runs().planned_peak = bytes;
 }
 
-/// The planned peak of the whole heap; as much as there can be where there is none.
+/// The planned peak of the whole heap; effectively unlimited without a plan.
 pub fn planned_peak() -> u64 {
     match free_runs().planned_peak {
         0 => u64::MAX >> 1,
@@ -217,7 +215,7 @@ pub fn planned_peak() -> u64 {
     }
 }
 
-/// Bytes that wait to be used again.
+/// Bytes cached for reuse.
 pub fn cached_bytes() -> u64 {
     free_runs().bytes
 }
@@ -244,8 +242,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// Buffers come and go in any order: each keeps its bytes until it is freed, none lies in another, what was
-        /// asked for zeroed is, and no more waits than the peak allows.
+        /// Whatever the order of allocations and frees, each buffer keeps its bytes until it is freed, none overlap,
+        /// zeroed buffers are zero, and the pool caches no more than the peak allows.
         #[test]
         fn buffers_are_apart_and_pages_are_not_hoarded(asks in prop::collection::vec((1usize..40, any::<bool>(), any::<bool>(), 0usize..64), 1..60)) {
             let (mut held, mut live, mut highest): (Vec<TestBuffer>, u64, u64) = (Vec::new(), 0, 0);
@@ -255,7 +253,7 @@ mod tests {
                     let buffer = held.swap_remove(which % held.len());
                     prop_assert!(buffer.bytes().iter().all(|b| *b == buffer.filled));
                     live -= buffer.layout.size() as u64;
-                    // SAFETY: it was taken with this layout and is forgotten here.
+                    // SAFETY: the buffer was allocated with this layout and is dropped here.
                     unsafe { deallocate(buffer.pointer, buffer.layout, live) };
                 } else {
                     let layout = Layout::from_size_align(LARGE_BYTES + size * 50_000, 64).unwrap();
@@ -265,17 +263,17 @@ mod tests {
                     prop_assert!(!pointer.is_null() && (pointer as usize).is_multiple_of(PAGE));
                     let buffer = TestBuffer { pointer, layout, filled: i as u8 };
                     prop_assert!(!zeroed || buffer.bytes().iter().all(|b| *b == 0));
-                    // SAFETY: the buffer has these bytes and nobody else has it.
+                    // SAFETY: the buffer has this many bytes and a single owner.
                     unsafe { pointer.write_bytes(buffer.filled, layout.size()) };
                     held.push(buffer);
                 }
-                // Sizes are counted as they are asked for and kept in whole pages.
+                // Live bytes count requested sizes; the pool holds whole pages.
                 let rounding = (PAGE * (held.len() + MAX_RUNS)) as u64;
                 prop_assert!(live + cached_bytes() <= highest + SLACK + rounding);
             }
             for buffer in held {
                 prop_assert!(buffer.bytes().iter().all(|b| *b == buffer.filled));
-                // SAFETY: as above.
+                // SAFETY: the buffer was allocated with this layout and is dropped here.
                 unsafe { deallocate(buffer.pointer, buffer.layout, 0) };
             }
             release_all();

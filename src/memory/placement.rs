@@ -1,10 +1,11 @@
-//! Offline placement: where each tensor of a traced pass goes in one arena, so that running it needs no search.
+//! Offline placement: assigns each tensor of a traced pass an offset in one arena, so that running the pass needs no
+//! search.
 //!
-//! A pass allocates and frees the same sizes in the same order every time, so its trace says which tensors are alive
-//! together, and only those must not overlap. The smallest arena is a hard problem (dynamic storage allocation); the
-//! two greedy orders tried here end within a few per cent of the lower bound, the most bytes alive at once.
+//! A pass allocates and frees the same sizes in the same order every time, so its trace shows which tensors are live
+//! together, and only those must not overlap. Finding the smallest arena is NP-hard (dynamic storage allocation); the
+//! two greedy orders tried here end within a few per cent of the lower bound, the peak of live bytes.
 
-/// What a pass allocated, in order.
+/// The allocations of a pass, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AllocTrace {
     pub tensors: Vec<TensorLifetime>,
@@ -12,17 +13,17 @@ pub struct AllocTrace {
     clock: u64,
 }
 
-/// Bytes from one moment of a pass to another.
+/// A tensor's size and lifetime within the pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorLifetime {
     pub bytes: u64,
     begin: u64,
-    /// None while it is alive; a tensor that outlives the pass has no place in its arena.
+    /// `None` while it is alive; a tensor that outlives the pass gets no offset in the arena.
     end: Option<u64>,
 }
 
 impl AllocTrace {
-    /// Notes an allocation, and gives the index that [`free`](Self::free) takes.
+    /// Records an allocation and returns the index that [`free`](Self::free) takes.
     pub fn allocate(&mut self, bytes: u64) -> usize {
         self.clock += 1;
         self.tensors.push(TensorLifetime { bytes, begin: self.clock, end: None });
@@ -38,11 +39,11 @@ impl AllocTrace {
 /// A trace with an offset for every tensor that does not outlive its pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaPlacement {
-    /// (bytes, offset) of each allocation, in the order of the trace.
+    /// (bytes, offset) of each allocation, in trace order.
     pub tensors: Vec<(u64, Option<u64>)>,
     /// Bytes of the arena.
     pub arena_bytes: u64,
-    /// The most bytes of placed tensors alive at once: no arena can be smaller.
+    /// Peak bytes of placed tensors alive at once: no arena can be smaller.
     pub lower_bound: u64,
 }
 
@@ -61,7 +62,7 @@ impl ArenaPlacement {
 }
 
 impl ArenaPlacement {
-    /// How many tensors outlive the pass.
+    /// Number of tensors that outlive the pass.
     pub fn outliving_count(&self) -> usize {
         self.tensors.iter().filter(|(_, offset)| offset.is_none()).count()
     }
@@ -85,14 +86,14 @@ impl LiveRange {
     }
 }
 
-/// Puts one tensor after the other, in this order, at the lowest offset that is free for as long as it lives.
+/// Places tensors one by one, in this order, at the lowest offset that is free for their whole lifetime.
 fn place_first_fit<K: Ord>(
     ranges: &[(usize, LiveRange)],
     order: impl Fn(&(usize, LiveRange)) -> K,
 ) -> (u64, Vec<(usize, u64)>) {
     let mut ordered: Vec<&(usize, LiveRange)> = ranges.iter().collect();
     ordered.sort_by_key(|life| order(life));
-    // By offset, so that gaps are met from below.
+    // Sorted by offset, so that gaps are scanned from the bottom.
     let mut placed: Vec<(u64, LiveRange, usize)> = Vec::with_capacity(ordered.len());
     let mut arena = 0;
     for (at, life) in ordered {
@@ -131,7 +132,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A trace of a pass: forward keeps some of what it makes, backward gives it back in reverse.
+    /// Trace of a pass: forward saves some tensors, backward frees them in reverse.
     fn pass(sizes: &[(u64, u64)]) -> AllocTrace {
         let mut trace = AllocTrace::default();
         let mut kept = Vec::new();
@@ -185,7 +186,7 @@ mod tests {
             }
         }
 
-        /// Sizes as networks have them, a few of which dominate: the arena is near the lower bound.
+        /// With sizes as in real networks, where a few dominate, the arena is close to the lower bound.
         #[test]
         fn little_is_wasted(blocks in 1usize..30, width in 1u64..40, wide in 1u64..200) {
             let sizes: Vec<_> = (0..blocks * 4)

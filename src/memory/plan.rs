@@ -1,4 +1,4 @@
-//! The verdict: whether a job fits, and the way it will be run.
+//! The memory plan: the verdict whether a job fits, and the chosen execution.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -155,7 +155,7 @@ pub enum Role {
     DataPipeline,
     CheckpointWriting,
     Reserve,
-    // Resident memory beside the heap: code, stacks, what the allocator and libraries keep.
+    // Resident memory besides the heap: code, stacks, caches of the allocator and of libraries.
     Process,
 }
 

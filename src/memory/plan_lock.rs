@@ -1,7 +1,7 @@
-//! The lock beside a job: the plan it was reviewed with, as a file that says the same whenever nothing changed.
+//! The lock file beside a job: the memory plan that was reviewed, written reproducibly.
 //!
-//! Holds the plan, the machine it was made on and the margins within which another plan is the same. What is
-//! free at the moment is not in it: a lock made twice on one machine is the same text.
+//! Holds the plan, the machine it was made on and the margins within which another plan counts as the same. It does not
+//! record free memory, so locking twice on one machine gives the same text.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ pub struct PlanLock {
     pub margins: Margins,
 }
 
-/// What of a plan is reviewed.
+/// The reviewed part of a plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LockedPlan {
     pub verdict: PlanVerdict,
@@ -33,15 +33,15 @@ pub struct LockedPlan {
     pub requested: BatchSplit,
     pub chosen: PlanChoice,
     pub peak: Peak,
-    /// Bytes at the peak by role, both places together.
+    /// Bytes at the peak by role, device and host together.
     pub roles: BTreeMap<String, u64>,
 }
 
-/// Where the plan was made; for the reader, and for the message when another machine plans otherwise.
+/// Where the plan was made; for the reader, and for the message if another machine plans differently.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LockedMachine {
     pub threads: usize,
-    /// What a process may have there at most.
+    /// Maximum host bytes of a process there.
     pub ram_bytes: u64,
     #[serde(default, skip_serializing_if = "is_zero")]
     pub vram_bytes: u64,
@@ -51,16 +51,16 @@ fn is_zero(n: &u64) -> bool {
     *n == 0
 }
 
-/// What may differ.
+/// Tolerated differences.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Margins {
-    /// How much higher than here the peak may be: another number of threads has other workspaces.
+    /// How much the peak may exceed the locked one: a different number of threads has different workspaces.
     pub peak: MemorySize,
     /// The job's `memory.headroom`.
     pub headroom: MemorySize,
 }
 
-/// Something in which a plan is not the locked one.
+/// A difference between a plan and the locked one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
     pub key: String,
@@ -91,7 +91,7 @@ pub enum LockError {
     },
 }
 
-/// The lock's file: `job.lock` for `job.toml`.
+/// Path of the lock file: `job.lock` for `job.toml`.
 pub fn path(job: &Path) -> PathBuf {
     job.with_extension("lock")
 }
@@ -114,13 +114,13 @@ impl PlanLock {
         Self { plan, machine, margins: Margins { peak: MemorySize::Percent(5.0), headroom } }
     }
 
-    /// The file's text.
+    /// The text of the file.
     pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
         Ok(HEADER.to_owned() + &toml::to_string(self)?)
     }
 
     pub fn read(path: &Path) -> Result<Self, LockError> {
-        /// What is larger is no lock.
+        /// A larger file is not a lock.
         const MAX_BYTES: u64 = 1 << 20;
         let text = crate::regular_file::read_to_string(path, MAX_BYTES)
             .map_err(|source| LockError::Read { path: path.to_owned(), source })?;
@@ -129,8 +129,8 @@ impl PlanLock {
     }
 }
 
-/// In what `now` is another plan than the locked one. The verdict follows from the rest; a lower peak, and one
-/// within the lock's margin, is the same plan on another machine.
+/// The differences between `now` and the locked plan. The verdict follows from the rest; a peak that is lower, or
+/// within the lock's margin, counts as the same plan on another machine.
 pub fn compare(lock: &PlanLock, now: &MemoryPlan) -> Vec<Difference> {
     let now = PlanLock::new(now, lock.machine.clone(), lock.margins.headroom).plan;
     let was = &lock.plan;

@@ -1,9 +1,8 @@
-//! From a job and a budget to the way it will be run: a pure function.
+//! Plans how a job runs within a budget: a pure function.
 //!
-//! Samples per update never change. When the job as written does not fit, the micro-batch shrinks and more are
-//! accumulated, blocks keep only their input and run forward again, optimizer state is kept in bytes where the
-//! job allows it, and what a device need not have at hand waits in host memory; of the ways that fit the one
-//! predicted to be the fastest is taken.
+//! Samples per update never change. If the job as written does not fit, the planner shrinks the micro-batch and
+//! accumulates more of them, recomputes blocks, uses 8-bit optimizer state if the job allows it, and offloads to host
+//! memory. Among the execution plans that fit it takes the one predicted to be fastest.
 
 use super::advice;
 use super::estimate::{ExecutionPlan, MemoryPredictor};
@@ -16,7 +15,7 @@ use crate::units::Bytes;
 
 pub use super::search::split;
 
-/// Chooses the fastest way that fits.
+/// Chooses the fastest execution plan that fits.
 pub fn plan(request: &PlanRequest, predictor: &dyn MemoryPredictor) -> MemoryPlan {
     let mut search = Search::new(request, predictor);
     let found = search.fastest();
@@ -28,7 +27,7 @@ pub fn plan(request: &PlanRequest, predictor: &dyn MemoryPredictor) -> MemoryPla
     plan
 }
 
-/// The plan of running in the way that was picked from a search.
+/// The memory plan for the candidate picked from a search.
 pub fn build_plan(
     request: &PlanRequest,
     predictor: &dyn MemoryPredictor,
@@ -89,7 +88,7 @@ fn optimizer_kind(r: &PlanRequest, exec_plan: ExecutionPlan) -> &str {
     r.optimizer_8bit.as_deref().filter(|_| exec_plan.state_8bit).unwrap_or(&r.optimizer)
 }
 
-/// A split and the blocks recomputed with it, in the job's words.
+/// Describes a batch split and its recomputed blocks in the terms of the job file.
 pub fn describe_split(split: BatchSplit, recompute: usize) -> String {
     let recomputed = match recompute {
         0 => String::new(),
@@ -103,13 +102,13 @@ pub fn describe_split(split: BatchSplit, recompute: usize) -> String {
     )
 }
 
-/// A way of running, in the job's words.
+/// Describes a candidate in the terms of the job file.
 pub fn describe_candidate(r: &PlanRequest, candidate: &Candidate) -> String {
     let state = candidate.exec_plan.state_8bit.then(|| optimizer_kind(r, candidate.exec_plan));
     describe_execution(candidate.split, candidate.exec_plan.recompute, state, candidate.exec_plan.offload)
 }
 
-/// The way a plan has chosen, as its rung says it: empty for the job as written.
+/// Describes the chosen execution plan like its entry in `rungs`: empty for the job as written.
 pub fn describe_chosen(plan: &MemoryPlan) -> String {
     let c = &plan.chosen;
     let state = plan.shrunk.iter().any(|rung| rung.rung == "optimizer").then_some(c.optimizer.as_str());
@@ -139,7 +138,7 @@ fn offload_names(offload: &[Offload]) -> String {
     if names.is_empty() { "nothing".into() } else { names.join(" and ") }
 }
 
-/// From the job as written to what was picked, rung by rung: each with what it would take without it.
+/// The adjustments from the job as written to the picked candidate, each with the memory use without it.
 fn adjustments(
     r: &PlanRequest,
     predictor: &dyn MemoryPredictor,
@@ -172,7 +171,7 @@ fn block_count(n: usize) -> String {
     if n == 1 { "1 block".into() } else { format!("{n} blocks") }
 }
 
-/// What a way takes of the budgets, those it goes beyond where it does.
+/// Describes the use of the budgets by an execution plan; only the exceeded budgets, if any.
 fn describe_usage(r: &PlanRequest, predictor: &dyn MemoryPredictor, exec_plan: ExecutionPlan) -> String {
     let estimate = predictor.estimate(exec_plan);
     let places = [("vram", estimate.vram, r.vram), ("ram", estimate.ram, r.ram)];
@@ -186,7 +185,7 @@ fn describe_usage(r: &PlanRequest, predictor: &dyn MemoryPredictor, exec_plan: E
     shown.iter().map(text).collect::<Vec<_>>().join(" and ")
 }
 
-/// The largest evaluation micro-batch that costs no memory: the peak is no higher than with that of training.
+/// The largest evaluation micro-batch that is free: the peak is no higher than with the training micro-batch.
 fn largest_free_eval_batch(
     r: &PlanRequest,
     exec_plan: ExecutionPlan,
@@ -207,7 +206,7 @@ fn largest_free_eval_batch(
     sizes.into_iter().find(free).unwrap_or(exec_plan.micro_batch)
 }
 
-/// A step small enough to reason about.
+/// A memory predictor small enough to reason about.
 #[cfg(test)]
 pub mod toy {
     use super::*;
@@ -216,8 +215,8 @@ pub mod toy {
     use crate::memory::estimate::{Estimate, MemoryUsage};
     use crate::memory::plan::MemoryPart;
 
-    /// A step of four blocks that holds 60 bytes and 40 of optimizer state, and for each sample 2 and 2 a block
-    /// that is kept. A tenth of the state is enough in bytes; the host of a device has 10 bytes in use.
+    /// Four blocks: 60 bytes fixed and 40 of optimizer state, and per sample 2 bytes plus 2 per block that is not
+    /// recomputed. 8-bit state takes a tenth. With a device, the host uses 10 bytes.
     pub struct ToyPredictor {
         pub on_device: bool,
     }
@@ -323,7 +322,7 @@ mod tests {
             (chosen.micro_batch, chosen.recompute)
         };
         assert_eq!(may(0.001, 300), (16, 0), "cheap micro-batches are split");
-        assert_eq!(may(10.0, 300), (32, 2), "dear ones are kept and blocks run again");
+        assert_eq!(may(10.0, 300), (32, 2), "expensive ones are kept and blocks recomputed");
         assert_eq!(may(0.001, 105), (1, 3), "and where only both fit, both are done");
     }
 

@@ -1,8 +1,8 @@
-//! Memory that others take while a run is under way: read now and then, judged by a pure function.
+//! Reacts to host memory that other processes take during a run: polls, then decides by a pure function.
 //!
-//! The kernel kills when nothing is left, without asking. What is left is the smallest of the system's
-//! available memory, of the cgroup's limit and of `RLIMIT_AS`; stalls are the kernel's own account of time
-//! lost to waiting for memory. A reading that cannot be had is one that says nothing.
+//! The OOM killer gives no warning. What is left is the minimum over the system's available memory, the cgroup limit
+//! and `RLIMIT_AS`; stalls come from the kernel's pressure stall information (PSI). A reading that fails counts as no
+//! pressure.
 
 use std::fs::read_to_string;
 use std::path::PathBuf;
@@ -10,37 +10,37 @@ use std::time::{Duration, Instant};
 
 use super::probe;
 
-/// How often the system is asked at most: a reading costs some tenths of a millisecond.
+/// Minimum time between polls: a reading costs some tenths of a millisecond.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// What is left of the host's memory.
+/// What is left of host memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PressureReading {
-    /// Bytes that can still be taken by this process.
+    /// Bytes this process can still allocate.
     pub available: u64,
-    /// Bytes it could have at the very most.
+    /// Maximum bytes this process could ever have.
     pub limit: u64,
-    /// Share of the last ten seconds in which all work waited for memory, where the kernel says.
+    /// Fraction of the last ten seconds in which all tasks stalled on memory, if the kernel reports it.
     pub stalled: Option<f64>,
 }
 
-/// What to do about a reading.
+/// The response to a reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PressureAction {
     Nothing,
-    /// Read less ahead.
+    /// Prefetch fewer batches.
     ShrinkPrefetch,
-    /// Smaller micro-batches.
+    /// Use smaller micro-batches.
     ShrinkMicroBatch,
 }
 
 impl PressureReading {
-    /// Fewer bytes left than this are too few: a fiftieth of all, but never more than 512 MiB.
+    /// Below this many available bytes memory is low: a fiftieth of the limit, at most 512 MiB.
     pub fn low_watermark(&self) -> u64 {
         (self.limit / 50).min(512 << 20)
     }
 
-    /// The kernel is about to kill, or has all wait while it looks for memory.
+    /// The OOM killer is near, or all tasks stall while the kernel reclaims memory.
     pub fn is_low(&self) -> bool {
         let thrashing =
             self.stalled.is_some_and(|fraction| fraction >= 0.2) && self.available < self.limit / 10;
@@ -48,7 +48,7 @@ impl PressureReading {
     }
 }
 
-/// Prefetch goes first, since it costs waiting at most; then the micro-batch, one rung a reading.
+/// Shrinks prefetch first, since that costs only waiting; then the micro-batch, one rung per reading.
 pub fn choose_action(
     reading: PressureReading,
     prefetch_can_shrink: bool,
@@ -61,20 +61,20 @@ pub fn choose_action(
     }
 }
 
-/// Where readings come from.
+/// The source of readings.
 #[derive(Clone, Debug, Default)]
 pub enum PressureMonitor {
-    /// There are none.
+    /// No readings.
     #[default]
     Off,
-    /// From the system, not too often: when it was last asked.
+    /// From the system, at most once per `POLL_INTERVAL`; holds the time of the last poll.
     System(Option<Instant>),
-    /// From a file, every time, for tests: bytes left, bytes at most and, if there, the stalled share.
+    /// From a file, on every poll, for tests: available bytes, limit and optionally the stalled fraction.
     File(PathBuf),
 }
 
 impl PressureMonitor {
-    /// A reading, where one is due and can be had.
+    /// A reading, if one is due and succeeds.
     pub fn poll(&mut self) -> Option<PressureReading> {
         match self {
             PressureMonitor::Off => None,
@@ -103,28 +103,28 @@ fn parse_reading(text: &str) -> Option<PressureReading> {
     Some(PressureReading { available, limit, stalled: words.next().and_then(|word| word.parse().ok()) })
 }
 
-/// The share of the last ten seconds in which everything waited, from the text of a pressure file.
+/// The fraction of the last ten seconds in which all tasks stalled, from the text of a PSI file.
 fn parse_psi(text: &str) -> Option<f64> {
     let full = text.lines().find_map(|line| line.strip_prefix("full "))?;
     let percent = full.split(' ').find_map(|field| field.strip_prefix("avg10="))?;
     Some(percent.parse::<f64>().ok()? / 100.0)
 }
 
-/// Gives freed memory that is kept for later back to the system, as far as it can be told to.
+/// Returns cached free memory to the operating system, as far as possible.
 pub fn release_to_os() {
     #[cfg(target_os = "linux")]
     super::page_pool::release_all();
     trim_malloc();
 }
 
-/// Gives back what the C library keeps of freed small blocks, in whole pages.
+/// Makes the C library release the whole pages of its freed small blocks.
 pub fn trim_malloc() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         unsafe extern "C" {
             fn malloc_trim(pad: usize) -> i32;
         }
-        // SAFETY: touches nothing that is in use.
+        // SAFETY: `malloc_trim` releases only memory that is not in use.
         unsafe { malloc_trim(0) };
     }
 }
@@ -148,7 +148,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is read: calm means nothing is done, prefetch goes before the micro-batch, and what
+        /// Whatever the reading: without pressure nothing happens, prefetch shrinks before the micro-batch, and what
         /// cannot shrink is left alone.
         #[test]
         fn prefetch_goes_first(left in 0u64..4000, most in 1u64..4000, stalled in prop::option::of(0f64..1.0), prefetch: bool, batch: bool) {

@@ -1,7 +1,7 @@
-//! What memory there is on the host: read, not guessed.
+//! Reads how much memory the host has, and under which limits this process runs.
 //!
-//! Takes nothing, gives a [`HostInfo`]. A limit that cannot be read is one that is not there. The texts of
-//! the kernel's files are parsed by pure functions, so that any machine can be tested on any other.
+//! Takes nothing, gives a [`HostInfo`]. A limit that cannot be read counts as absent. Pure functions parse the texts of
+//! the kernel's files, so that tests can cover any machine on any other.
 
 use std::fs::read_to_string;
 use std::path::{Path, PathBuf};
@@ -11,43 +11,43 @@ use sysinfo::{MemoryRefreshKind, RefreshKind, System};
 
 const MIB: u64 = 1 << 20;
 
-/// The host's memory now, and the limits this process lives under. All in bytes.
+/// The host's current memory, and the limits of this process. All in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostInfo {
     pub total: u64,
-    /// What can be taken without swapping.
+    /// Available without swapping.
     pub available: u64,
     pub swap_total: u64,
     pub swap_free: u64,
-    /// The tightest memory cgroup, of this process's own and those above it.
+    /// The tightest memory cgroup among this process's own and its ancestors.
     pub cgroup: Option<Cgroup>,
-    /// `RLIMIT_AS`, on addresses rather than on memory.
+    /// `RLIMIT_AS`, which limits address space rather than memory.
     pub address_space: Option<AddressSpace>,
-    /// Threads that can run at once.
+    /// Threads that can run in parallel.
     pub cores: usize,
-    /// What this process holds of the memory, where that can be known.
+    /// Resident memory of this process, if known.
     pub resident: Option<u64>,
-    /// The processor's name, empty where the system does not say.
+    /// Name of the processor; empty if the system does not report it.
     pub processor: String,
 }
 
-/// A memory control group with a limit.
+/// A memory cgroup with a limit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Cgroup {
     pub path: PathBuf,
     pub limit: u64,
-    /// In use, less the file cache that the kernel would give up first.
+    /// Usage minus the file cache that the kernel would reclaim first.
     pub used: u64,
 }
 
-/// The limit on the addresses of this process.
+/// The limit on the address space of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct AddressSpace {
     pub limit: u64,
     pub used: u64,
 }
 
-/// What decides how much a run can have.
+/// Which limit binds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryLimit {
@@ -79,7 +79,7 @@ impl AddressSpace {
 }
 
 impl HostInfo {
-    /// What binds now, and the bytes it leaves.
+    /// The binding limit, and the bytes it leaves.
     fn binding_limit(&self) -> (u64, MemoryLimit) {
         let cgroup = self.cgroup.as_ref().map(|c| (c.remaining(), MemoryLimit::Cgroup));
         let space = self.address_space.map(|a| (a.remaining(), MemoryLimit::AddressSpace));
@@ -87,14 +87,14 @@ impl HostInfo {
         [cgroup, space].into_iter().flatten().fold(available, |a, b| if b.0 < a.0 { b } else { a })
     }
 
-    /// Bytes a run can have now.
+    /// Bytes a run can use now.
     pub fn usable(&self) -> u64 {
         self.binding_limit().0
     }
 
-    /// Bytes this process can have in all: what is left and what it holds already, since a plan counts the whole
-    /// process, less what a limit counts and a plan does not. A cgroup counts page tables, a five-hundredth of the memory
-    /// they are for, and the kernel's own of each thread; `RLIMIT_AS` counts stacks whole, of 2 MiB each.
+    /// Bytes this process can use in total: what is left plus what it already holds, since a plan counts the whole
+    /// process, minus what the limit counts and a plan does not. A cgroup counts page tables, a five-hundredth of the
+    /// memory they map, and the kernel memory of each thread; `RLIMIT_AS` counts whole stacks of 2 MiB each.
     pub fn process_budget(&self) -> u64 {
         let (left, limit) = self.binding_limit();
         let uncounted = match limit {
@@ -105,24 +105,24 @@ impl HostInfo {
         left.saturating_add(self.resident.unwrap_or(0)).saturating_sub(uncounted).min(self.process_limit())
     }
 
-    /// What decides [`Self::usable`].
+    /// The limit behind [`Self::usable`].
     pub fn limited_by(&self) -> MemoryLimit {
         self.binding_limit().1
     }
 
-    /// Bytes a process here can have at the very most: a percentage of `memory.ram` is of this.
+    /// Maximum bytes of a process on this host: a percentage in `memory.ram` is of this.
     pub fn process_limit(&self) -> u64 {
         let limits = [self.cgroup.as_ref().map(|c| c.limit), self.address_space.map(|a| a.limit)];
         limits.into_iter().flatten().fold(self.total, u64::min)
     }
 }
 
-/// The system does not say how much memory it has.
+/// The system does not report how much memory it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cannot read how much memory this machine has")]
 pub struct ProbeError;
 
-/// Reads the host.
+/// Probes the host.
 pub fn host() -> Result<HostInfo, ProbeError> {
     let kind = RefreshKind::nothing().with_memory(MemoryRefreshKind::everything());
     let system = System::new_with_specifics(kind).map_err(|_| ProbeError)?;
@@ -142,7 +142,7 @@ pub fn host() -> Result<HostInfo, ProbeError> {
     })
 }
 
-/// The processor's name; read from the kernel's own file, because asking for every core takes longer than all else.
+/// Name of the processor, from the kernel's own file: querying every core would take longer than everything else.
 fn processor() -> String {
     let name = |text: String| {
         let line = text.lines().find_map(|line| line.strip_prefix("model name"))?;
@@ -161,8 +161,8 @@ fn cgroup() -> Option<Cgroup> {
         .min_by_key(Cgroup::remaining)
 }
 
-/// Processes that the kernel has killed for lack of memory so far: in the memory group of this process or, where it
-/// is in none or the group does not say, on the whole machine.
+/// OOM kills so far: in the memory cgroup of this process or, if it is in none or the cgroup does not report them, on
+/// the whole machine.
 pub fn oom_kills() -> Option<u64> {
     let groups = read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mounts = read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -171,7 +171,7 @@ pub fn oom_kills() -> Option<u64> {
             CgroupVersion::V1 => "memory.oom_control",
             CgroupVersion::V2 => "memory.events",
         };
-        // A group of version 2 counts what happens below it; one without the controller has no such file.
+        // A v2 cgroup includes the events of its descendants; a cgroup without the memory controller has no such file.
         let mut folders = group.ancestors().take_while(|folder| folder.starts_with(mount) && folder != mount);
         folders.find_map(|folder| parse_counter(&read_to_string(folder.join(name)).ok()?, "oom_kill"))
     };
@@ -179,12 +179,12 @@ pub fn oom_kills() -> Option<u64> {
     memory_groups(&groups, &mounts).iter().find_map(of_group).or_else(machine)
 }
 
-/// The value of a line `name value`.
+/// The value of a `name value` line.
 fn parse_counter(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// Every group with a limit from `group` up to the mount: whichever leaves the least binds.
+/// Every cgroup with a limit from `group` up to the mount: whichever leaves the least binds.
 fn cgroup_limits(version: CgroupVersion, group: &Path, mount: &Path) -> Vec<Cgroup> {
     let up_to_mount = group.ancestors().take_while(|folder| folder.starts_with(mount));
     up_to_mount.filter_map(|folder| read_group(version, folder)).collect()
@@ -196,8 +196,8 @@ enum CgroupVersion {
     V2,
 }
 
-/// The folders of this process's memory groups, each with the mount it stands under, from the texts
-/// of `/proc/self/cgroup` and `/proc/self/mountinfo`.
+/// The directories of this process's memory cgroups, each with its mount point, from the texts of `/proc/self/cgroup`
+/// and `/proc/self/mountinfo`.
 fn memory_groups(groups: &str, mounts: &str) -> Vec<(CgroupVersion, PathBuf, PathBuf)> {
     let mut found = Vec::new();
     for line in groups.lines() {
@@ -211,8 +211,8 @@ fn memory_groups(groups: &str, mounts: &str) -> Vec<(CgroupVersion, PathBuf, Pat
             _ => continue,
         };
         if let Some((root, mount)) = mounts.lines().find_map(|line| memory_mount(version, line)) {
-            // A container sees its own group as the mount's root, or a path outside what is mounted:
-            // then the mount itself is the group.
+            // A container sees its own cgroup as the mount's root, or a path outside the mount: in both cases the mount
+            // itself is the cgroup.
             let inside = Path::new(group).strip_prefix(root).unwrap_or(Path::new(""));
             found.push((version, mount.join(inside), mount));
         }
@@ -220,7 +220,7 @@ fn memory_groups(groups: &str, mounts: &str) -> Vec<(CgroupVersion, PathBuf, Pat
     found
 }
 
-/// The root and the mount point in a line of `mountinfo` that mounts the memory controller.
+/// Root and mount point from a `mountinfo` line that mounts the memory controller.
 fn memory_mount(version: CgroupVersion, line: &str) -> Option<(&str, PathBuf)> {
     let (left, right) = line.split_once(" - ")?;
     let mut left = left.split(' ').skip(3);
@@ -234,7 +234,7 @@ fn memory_mount(version: CgroupVersion, line: &str) -> Option<(&str, PathBuf)> {
     ours.then(|| (root, PathBuf::from(mount)))
 }
 
-/// The limit and the use of the group at `folder`; none when it has no limit.
+/// Limit and usage of the cgroup at `folder`; `None` without a limit.
 fn read_group(version: CgroupVersion, folder: &Path) -> Option<Cgroup> {
     let read = |name: &str| read_to_string(folder.join(name)).ok();
     let (limit, usage, cache) = match version {
@@ -247,7 +247,7 @@ fn read_group(version: CgroupVersion, folder: &Path) -> Option<Cgroup> {
     Some(Cgroup { path: folder.to_owned(), limit, used: usage.saturating_sub(cache) })
 }
 
-/// A group's limit: version 2 says `max` for none, version 1 a number near 2^63.
+/// A cgroup limit: for none, v2 says `max` and v1 a number near 2^63.
 fn parse_limit(text: &str) -> Option<u64> {
     text.trim().parse().ok().filter(|limit| *limit < 1 << 60)
 }
@@ -262,13 +262,13 @@ fn address_space() -> Option<AddressSpace> {
     Some(AddressSpace { limit, used: proc_status("VmSize:").unwrap_or(0) })
 }
 
-/// The bytes of an entry of this process's `/proc/self/status`, where there is such a file.
+/// An entry of this process's `/proc/self/status` in bytes, if the file exists.
 pub fn proc_status(key: &str) -> Option<u64> {
     parse_status(&read_to_string("/proc/self/status").ok()?, key)
 }
 
-/// The bytes of an entry of `/proc/self/status`: `VmSize:` is the address space in use, `VmRSS:` the resident
-/// memory and `VmHWM:` its peak.
+/// An entry of `/proc/self/status` in bytes: `VmSize:` is the address space in use, `VmRSS:` the resident memory and
+/// `VmHWM:` its peak.
 fn parse_status(status: &str, key: &str) -> Option<u64> {
     let kilobytes = status.lines().find_map(|line| line.strip_prefix(key)?.strip_suffix("kB"));
     Some(kilobytes?.trim().parse::<u64>().ok()? * 1024)

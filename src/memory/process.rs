@@ -1,9 +1,9 @@
-//! The process part of a plan: resident memory that is not on the counted heap.
+//! The process part of a plan: resident memory outside the counted heap.
 //!
-//! Code, thread stacks, allocator overhead and what libraries keep are resident too, and the kernel kills by the
-//! sum. They are measured when the plan is made, after freed memory was given back, and what is known to come
-//! later is added: the stacks of training have not been touched by then, and its code is dropped first, since how much of
-//! it is mapped depends on what ran before and on how its file lies in the page cache.
+//! Code, thread stacks, allocator overhead and library caches are resident too, and the OOM killer counts the sum. They
+//! are measured when the plan is made, after freed memory was returned to the system, and what is known to come later
+//! is added: training has not touched its stacks yet. Code pages are dropped before measuring, since how many are
+//! mapped depends on what ran before and on how the executable lies in the page cache.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,50 +12,49 @@ use rustix::mm::{Advice, madvise};
 
 use super::{measure, pressure, probe};
 
-/// The share of the program's code, in 64ths, that may be resident: what training runs, with evaluation and checkpoints. What
-/// exceeds it is dropped, see [`ProcessMemory::enforce_limit`].
+/// Fraction of the program's code, in 64ths, that may be resident: what training, evaluation and checkpoints run. Code
+/// beyond it is dropped, see [`ProcessMemory::enforce_limit`].
 const RESIDENT_CODE_64THS: u64 = 32;
 
-/// Code is dropped once so little of its share is left, in 64ths of all code, when other work begins, which may touch as much
-/// before the next look.
+/// When the phase of work changes, code is dropped once less than this much of its allowance is left, in 64ths of all
+/// code: the new phase may touch as much before the next check.
 const CODE_HEADROOM_64THS: u64 = 8;
 
-/// Stack and thread-local memory that a thread touches while it computes or loads data.
+/// Stack and thread-local memory that a compute or loader thread touches.
 const THREAD_STACK_BYTES: u64 = 96 << 10;
 
-/// What the C library keeps of freed small blocks, between others that are in use and at the end of its heap, and what large
-/// ones take to the end of their pages. It is told to give back what is more, see [`ProcessMemory::enforce_limit`].
+/// Fragmentation: freed small blocks that the C library keeps between live ones and at the top of its heap, and the
+/// unused ends of the pages of large buffers. Beyond this it is trimmed, see [`ProcessMemory::enforce_limit`].
 const FRAGMENTATION_BYTES: u64 = 5 << 19;
 
-/// Fragments are given back when so little of the plan is left.
+/// Fragments are trimmed when less than this much of the plan is left.
 const TRIM_MARGIN_BYTES: u64 = 1 << 20;
 
-/// The process part is a multiple of this, so that it is mostly the same in `trainer plan` and in the run, which measures it
-/// again.
+/// The process part is rounded up to this, so that `trainer plan` and the run, which measures again, mostly agree.
 const GRANULARITY: u64 = 1 << 19;
 
-/// How far behind the kernel's counters of resident memory may be: it adds up the pages of threads now and then.
+/// How far the kernel's RSS counters may lag: it folds in the per-thread page counts only now and then.
 const RSS_COUNTER_LAG: u64 = 1 << 18;
 
 /// Fixes the process part, for tests that compare plans byte by byte.
 const FIXED_BYTES_VAR: &str = "TRAINER_PROCESS_BYTES";
 
-/// What a process takes beside its heap, in bytes.
+/// Memory of a process outside its counted heap, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessMemory {
     /// Resident during training and not on the heap.
     pub non_heap: u64,
-    /// The peak of resident memory until the data was ready.
+    /// Peak of resident memory until the data was ready.
     pub preparation_peak: u64,
-    /// Heap that preparing the data left behind, in caches of libraries and threads.
+    /// Heap that data preparation left behind, in caches of libraries and threads.
     pub leftover_heap: u64,
-    /// The most file-backed memory that may be resident; 0 where it was not measured.
+    /// Maximum file-backed resident memory; 0 if it was not measured.
     max_file_rss: u64,
-    /// Of it, what is left for code that has not run yet when other work begins.
+    /// The part of it that is kept free, when the phase of work changes, for code that has not run yet.
     code_headroom: u64,
 }
 
-/// What is done between two looks at the process: each runs code of its own.
+/// The kind of work between two checks; each runs its own code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkPhase {
     Training,
@@ -65,8 +64,9 @@ pub enum WorkPhase {
 }
 
 impl ProcessMemory {
-    /// Gives freed memory back and measures this process, which has so many threads that compute and will start so many
-    /// that load data. `leftover_heap`: heap that is in use and that nobody counts. Nothing where the system does not say.
+    /// Returns freed memory to the system and measures this process, which has `threads` compute threads and will start
+    /// `workers` loader threads. `leftover_heap`: live heap that no reservation covers. All zero if the system does not
+    /// report its memory.
     pub fn measure(threads: usize, workers: usize, leftover_heap: u64) -> Self {
         if let Some(fixed) = std::env::var(FIXED_BYTES_VAR).ok().and_then(|text| text.parse().ok()) {
             return Self { non_heap: fixed, ..Self::default() };
@@ -89,15 +89,15 @@ impl ProcessMemory {
         }
     }
 
-    /// Keeps what is resident beside the heap within its part before more `work` is done: fragments go back to the system
-    /// where `planned` bytes in all are nearly reached, and code that is not needed any more is dropped; what is needed is
-    /// mapped again from the page cache. Costs some microseconds where there is nothing to do.
+    /// Keeps resident memory outside the heap within its part before more `work` runs. Trims fragments if the total
+    /// comes close to `planned` bytes, and drops code pages; code that is still needed is mapped again from the page
+    /// cache. Costs some microseconds if there is nothing to do.
     pub fn enforce_limit(&self, planned: u64, work: WorkPhase) {
         static LAST_WORK: Mutex<Option<WorkPhase>> = Mutex::new(None);
         if self.max_file_rss == 0 {
             return;
         }
-        // Pages that are resident in all, and those of files.
+        // /proc/self/statm: field 1 is total resident pages, field 2 file-backed ones.
         let pages = |field: usize| {
             let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
             let pages = text.split(' ').nth(field).and_then(|pages| pages.parse::<u64>().ok());
@@ -114,8 +114,8 @@ impl ProcessMemory {
     }
 }
 
-/// Drops resident code of this program, piece after piece until it `is_enough`, beginning behind the piece dropped last. Gives
-/// the bytes of all of it, resident or not; 0 where the system does not say.
+/// Drops resident code pages of this program, chunk by chunk until `is_enough`, starting after the last chunk dropped.
+/// Returns the total bytes of code, resident or not; 0 if the system does not report them.
 fn drop_code_pages(is_enough: impl Fn() -> bool) -> u64 {
     #[cfg(target_os = "linux")]
     {
@@ -148,14 +148,14 @@ fn drop_code_pages(is_enough: impl Fn() -> bool) -> u64 {
     }
 }
 
-/// Has the kernel map this program's code in small pieces as it is run: where its file lies in huge pages of the page cache
-/// it would map 2 MiB for a first touch.
+/// Makes the kernel map this program's code in small pages on demand. If the executable lies in huge pages of the page
+/// cache, a first touch would otherwise map 2 MiB.
 pub fn disable_huge_code_pages() {
     #[cfg(target_os = "linux")]
     for line in std::fs::read_to_string("/proc/self/maps").unwrap_or_default().lines() {
         let Some((start, end, executable)) = parse_code_mapping(line) else { continue };
-        // SAFETY: the advice changes no content. Pages that are only executed are those of the file, and are read again
-        // when they are touched; those that were written to, as relocations, are in other mappings.
+        // SAFETY: the advice changes no content. Read-execute mappings are backed by the file and fault in again when
+        // touched; pages that were written to, such as relocations, are in other mappings.
         unsafe {
             let _ = madvise(start as *mut _, end - start, Advice::LinuxNoHugepage);
             if executable {
@@ -165,8 +165,7 @@ pub fn disable_huge_code_pages() {
     }
 }
 
-/// The first address of a mapping of a file that is not written to, the one after its last, and whether it is code: from a
-/// line of `/proc/self/maps`.
+/// Start, end and whether it is executable, of a file mapping that is not writable, from a line of `/proc/self/maps`.
 #[cfg(target_os = "linux")]
 fn parse_code_mapping(line: &str) -> Option<(usize, usize, bool)> {
     let mut fields = line.split_whitespace();

@@ -1,40 +1,40 @@
-//! The ways a job can be run within its memory, and the fastest of them.
+//! Searches for the fastest execution plan of a job that fits its memory.
 //!
-//! Every combination of micro-batch, recomputed blocks, optimizer state and offload is in the space; what is
-//! known to be slower than something found is not looked at, and along one axis the first that fits is found
-//! by halves, because less of anything never needs more memory. What is chosen was always looked at.
+//! The space is every combination of micro-batch, recomputed blocks, optimizer state and offload. The search skips
+//! plans whose lower bound is slower than the best found, and bisects along one axis for the first plan that fits,
+//! because more splitting, recompute or offload never needs more memory. It estimates every plan that it returns.
 
 use super::cost_model::CostModel;
 use super::estimate::{ExecutionPlan, MemoryPredictor};
 use super::plan::{BatchSplit, Offload};
 use crate::job::OomAction;
 
-/// What the job asks for, and of which machine.
+/// What the job requests, and on which machine.
 #[derive(Clone, Debug)]
 pub struct PlanRequest {
     pub device: String,
-    /// Host bytes, which on the CPU hold the tensors.
+    /// Host budget in bytes; on the CPU it also holds the tensors.
     pub ram: u64,
-    /// Device bytes; 0 on the CPU.
+    /// Device budget in bytes; 0 on the CPU.
     pub vram: u64,
-    /// Host bytes a larger budget could have at most.
+    /// The largest host budget that the machine allows.
     pub max_ram: u64,
-    /// Device bytes that the context takes beside the budget, where that is known.
+    /// Device bytes that the CUDA context takes besides the budget, if known.
     pub context_bytes: u64,
     pub split: BatchSplit,
     pub samples_per_update: usize,
-    /// A micro-batch is a multiple of this many samples: the model's normalisation group.
+    /// A micro-batch is a multiple of this many samples: the model's normalization group.
     pub micro_batch_multiple: usize,
-    /// The optimizer's kind, and the one that keeps the same state in bytes where there is one.
+    /// The optimizer's kind, and its 8-bit variant if there is one.
     pub optimizer: String,
     pub optimizer_8bit: Option<String>,
-    /// The evaluation micro-batch, where the job states it.
+    /// The evaluation micro-batch, if the job sets it.
     pub eval_micro_batch: Option<usize>,
-    /// What the job allows.
+    /// The actions that the job allows.
     pub allowed: Vec<OomAction>,
-    /// What the device can move to the host while it waits.
+    /// What the device can offload to the host.
     pub offloads: Vec<Offload>,
-    /// Look at some ways beside the job as written even if that fits.
+    /// Also consider some alternatives if the job fits as written.
     pub include_alternatives: bool,
     pub cost: CostModel,
 }
@@ -44,12 +44,12 @@ impl PlanRequest {
         self.allowed.contains(&rung)
     }
 
-    /// Tensors are in the memory of a device that is not the host.
+    /// Whether tensors reside in device memory rather than host memory.
     pub fn on_device(&self) -> bool {
         self.vram > 0
     }
 
-    /// The job's own split, in whole groups.
+    /// The job's own split, in whole normalization groups.
     pub fn requested_split(&self) -> BatchSplit {
         let max = self.samples_per_update.next_multiple_of(self.micro_batch_multiple);
         BatchSplit {
@@ -58,7 +58,7 @@ impl PlanRequest {
         }
     }
 
-    /// Bytes missing for something that takes this much.
+    /// Bytes by which such a use exceeds the budgets.
     pub fn shortfall(&self, vram: u64, ram: u64) -> u64 {
         let vram = if self.on_device() { vram.saturating_sub(self.vram) } else { 0 };
         vram + ram.saturating_sub(self.ram)
@@ -82,7 +82,7 @@ impl PlanRequest {
     }
 }
 
-/// The split of an update into `accumulation_steps` micro-batches or fewer, as even as the group allows.
+/// Splits an update into at most `accumulation_steps` micro-batches, as evenly as the group size allows.
 pub fn split(
     samples_per_update: usize,
     accumulation_steps: usize,
@@ -92,25 +92,25 @@ pub fn split(
     BatchSplit { micro_batch, accumulation_steps: samples_per_update.div_ceil(micro_batch) }
 }
 
-/// A way of running that was looked at.
+/// An execution plan that was estimated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
     pub split: BatchSplit,
     pub exec_plan: ExecutionPlan,
     pub vram: u64,
     pub ram: u64,
-    /// Predicted seconds of an update.
+    /// Predicted seconds per update.
     pub update_seconds: f64,
 }
 
-/// What is decided beside the split and the blocks recomputed.
+/// The axes besides the split and the recomputed blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct StateOptions {
     state_8bit: bool,
     offload: &'static [Offload],
 }
 
-/// What may wait in host memory together.
+/// The combinations of what may be offloaded.
 pub const OFFLOAD_SETS: [&[Offload]; 4] = [
     &[],
     &[Offload::OptimizerState],
@@ -121,12 +121,12 @@ pub const OFFLOAD_SETS: [&[Offload]; 4] = [
 pub struct Search<'a> {
     request: &'a PlanRequest,
     predictor: &'a dyn MemoryPredictor,
-    /// Everything looked at, the job as written first.
+    /// Every plan estimated, the job as written first.
     pub candidates: Vec<Candidate>,
 }
 
 impl<'a> Search<'a> {
-    /// Looks at the job as written.
+    /// Estimates the job as written.
     pub fn new(request: &'a PlanRequest, predictor: &'a dyn MemoryPredictor) -> Self {
         let mut search = Self { request, predictor, candidates: Vec::new() };
         let steps = request.requested_split().accumulation_steps;
@@ -142,13 +142,13 @@ impl<'a> Search<'a> {
         self.request.shortfall(candidate.vram, candidate.ram) == 0
     }
 
-    /// The way that comes nearest to fitting.
+    /// The candidate with the smallest shortfall.
     pub fn leanest(&self) -> Candidate {
         let missing = |candidate: &&Candidate| self.request.shortfall(candidate.vram, candidate.ram);
         *self.candidates.iter().min_by_key(missing).unwrap_or(&self.candidates[0])
     }
 
-    /// The fastest way that fits.
+    /// The fastest candidate that fits.
     pub fn fastest(&mut self) -> Option<Candidate> {
         let r = self.request;
         let first = r.requested_split().accumulation_steps;
@@ -186,7 +186,7 @@ impl<'a> Search<'a> {
                 if beaten(first, k, best) {
                     break;
                 }
-                // The most micro-batches that could still be faster than what was found.
+                // The most micro-batches that could still beat the best found.
                 let bound = first_passing(first, max_steps, |steps| beaten(steps, k, best))
                     .map_or(max_steps, |steps| steps - 1);
                 let Some(steps) = first_passing(first, bound, |steps| self.candidate_fits(steps, k, state))
@@ -198,7 +198,7 @@ impl<'a> Search<'a> {
                     best = Some(found);
                 }
                 max_steps = steps;
-                // More blocks only take longer, unless they spare the moving of what they save.
+                // More recomputed blocks only take longer, unless they save activation transfers.
                 if steps == first && !state.offload.contains(&Offload::Activations) {
                     break;
                 }
@@ -207,13 +207,13 @@ impl<'a> Search<'a> {
         best
     }
 
-    /// What may be kept where and how, the fastest at best first.
+    /// The possible state options, the lowest bound on time first.
     fn state_options(&self, steps: usize) -> Vec<StateOptions> {
         let r = self.request;
         let eight_bit = r.allows(OomAction::Optimizer8bit) && r.optimizer_8bit.is_some();
         let states = if eight_bit { vec![false, true] } else { vec![false] };
         let offload = r.on_device() && r.allows(OomAction::Offload);
-        // State in bytes has scales of blocks beside it, and is small: it stays.
+        // 8-bit state has per-block scales beside it and is small: it is never offloaded.
         let possible = |state: &StateOptions| {
             state.offload.iter().all(|what| {
                 offload
@@ -252,7 +252,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// The least of `low..=high` that passes a test which all above it pass too, if any does.
+/// The least value in `low..=high` that passes a monotonic test, if any does.
 fn first_passing(low: usize, high: usize, mut passes: impl FnMut(usize) -> bool) -> Option<usize> {
     if high < low {
         return None;
@@ -278,7 +278,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Against trying everything: what is found is as fast as the fastest that fits.
+        /// Against brute force: the plan found is as fast as the fastest that fits.
         #[test]
         fn nothing_that_fits_is_faster(
             batch in 1usize..40, accumulation in 1usize..4, group in 1usize..5,

@@ -1,5 +1,5 @@
-//! `kind = "bert"`: BERT's encoder with a classifier over its first token, its parameters named as
-//! `BertForSequenceClassification` of transformers names them. Every token is of the first type.
+//! `kind = "bert"`: BERT's encoder with a classifier over its first token, with the parameter names of transformers'
+//! `BertForSequenceClassification`. Every token has the first token type.
 
 use super::transformer::{
     WEIGHT_INIT, add_linear, add_residual, attention_sizes, classification_head, token_dims,

@@ -1,4 +1,4 @@
-//! What models are put together with: it follows the shape of a sample from layer to layer.
+//! Builds networks: tracks the shape of a sample from layer to layer.
 
 use super::BuiltModel;
 use crate::features::{Features, InputSpec, TargetSpec};
@@ -31,7 +31,7 @@ pub enum ModelError {
 /// A network under construction.
 pub struct NetworkBuilder {
     pub registry: ParamRegistry,
-    /// Shape of a sample at this point.
+    /// Shape of one sample at this point.
     pub shape: Vec<usize>,
     pub features: Features,
     blocks: Vec<LayerBlock>,
@@ -65,7 +65,7 @@ impl NetworkBuilder {
         self.push_node(Node::Layer(Box::new(layer)));
     }
 
-    /// Adds a part whose output has `self.shape`.
+    /// Adds a node whose output has `self.shape`.
     pub fn push_node(&mut self, node: Node) {
         if self.blocks.is_empty() {
             self.begin_block("input");
@@ -75,7 +75,7 @@ impl NetworkBuilder {
         }
     }
 
-    /// Takes out the parts added by `body`, for a branch; the shape stays as it is after them.
+    /// Collects the nodes that `body` adds into a branch; `self.shape` stays as they leave it.
     pub fn build_branch(
         &mut self,
         body: impl FnOnce(&mut Self) -> Result<(), ModelError>,
@@ -87,7 +87,7 @@ impl NetworkBuilder {
         result.map(|()| nodes)
     }
 
-    /// A learned vector for each category of a table's row; nothing where it has none to embed.
+    /// Embeds the categorical columns of a table row; does nothing if there are none.
     pub fn embed_categories(&mut self) {
         if let InputSpec::Tabular { num_numeric, cardinalities } = &self.features.input {
             let layer =
@@ -97,7 +97,7 @@ impl NetworkBuilder {
         }
     }
 
-    /// Dense layers `name.first`, `name.first + 1`, ... each followed by its dropout; a block each.
+    /// Dense layers `name.first`, `name.first + 1`, ... each followed by dropout, one block each.
     pub fn dense_layers(
         &mut self,
         name: &str,
@@ -126,7 +126,7 @@ impl NetworkBuilder {
         index
     }
 
-    /// Nothing where a sample is a vector already.
+    /// Does nothing if a sample is already a vector.
     pub fn flatten(&mut self, name: &str) {
         if self.shape.len() > 1 {
             let shape = self.shape.clone();
@@ -134,7 +134,7 @@ impl NetworkBuilder {
         }
     }
 
-    /// Nothing where the chance is 0.
+    /// Does nothing if `p` is 0.
     pub fn dropout(&mut self, name: &str, p: f64) {
         if p > 0.0 {
             let shape = self.shape.clone();
@@ -142,20 +142,20 @@ impl NetworkBuilder {
         }
     }
 
-    /// An activation by itself.
+    /// A standalone activation.
     pub fn activation(&mut self, name: &str, act: Activation) {
         let shape = self.shape.clone();
         self.push_layer(ActivationLayer { name: name.into(), shape, act });
     }
 
-    /// The linear map over the last dimension of a sample and its loss: cross-entropy where the data has
-    /// classes or tokens, the mean squared distance where it has values. Begins as `torch.nn.Linear` does.
+    /// The last linear layer and its loss: cross-entropy for classes or tokens, mean squared error for values.
+    /// Initialized like `torch.nn.Linear`.
     pub fn add_head(&mut self, name: &str, kind: &'static str) -> Result<(), ModelError> {
         let init = ParamInit::Uniform(1.0 / (self.shape.last().copied().unwrap_or(1) as f64).sqrt());
         self.add_head_with_init(name, kind, init, init)
     }
 
-    /// As [`NetworkBuilder::add_head`], with weight and bias that begin otherwise.
+    /// Like [`NetworkBuilder::add_head`], with explicit initialization of weight and bias.
     pub fn add_head_with_init(
         &mut self,
         name: &str,

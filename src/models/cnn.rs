@@ -1,4 +1,4 @@
-//! `kind = "cnn"`: convolutions, each with its normalisation, activation and pooling, then dense layers.
+//! `kind = "cnn"`: convolutions, each with normalization, activation and pooling, then dense layers.
 
 use super::vision::ConvSpec;
 use super::{ModelError, NetworkBuilder};
@@ -28,7 +28,7 @@ pub(super) fn build(cnn: &CnnConfig, b: &mut NetworkBuilder) -> Result<(), Model
     b.add_head(&format!("layers.{next}"), "cnn")
 }
 
-/// The normalisation with the activation in it where it can be.
+/// Adds the normalization, with the activation fused if it can be.
 fn add_norm(
     b: &mut NetworkBuilder,
     stage: &StageConfig,
@@ -41,7 +41,7 @@ fn add_norm(
     match stage.norm {
         NormKind::None => {}
         NormKind::Batch => b.batch_norm(name, group_size, fused),
-        // The largest power of two of groups, up to 32, that divides the channels.
+        // Number of groups: the largest power of two, up to 32, that divides the channels.
         NormKind::Group => b.group_norm(name, 1 << stage.channels.trailing_zeros().min(5), fused)?,
     }
     if clip.is_none() {

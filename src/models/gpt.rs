@@ -1,4 +1,4 @@
-//! `kind = "gpt"`: GPT-2's shape, its parameters named as `GPT2LMHeadModel` of transformers names them.
+//! `kind = "gpt"`: the GPT-2 architecture, with the parameter names of transformers' `GPT2LMHeadModel`.
 
 use super::transformer::{WEIGHT_INIT, add_linear, add_residual, attention_sizes, lm_head, token_dims};
 use super::{ModelError, NetworkBuilder};
@@ -16,7 +16,8 @@ pub(super) fn build(gpt: &GptConfig, b: &mut NetworkBuilder) -> Result<(), Model
     let (length, vocab) = token_dims(b, "gpt", gpt.context)?;
     let width = gpt.width;
     let heads = attention_sizes("transformer.h.0.attn", length, width, (gpt.heads, gpt.heads))?;
-    // Each of the sums along the residual path begins with the variance of one.
+    // Scales the projections into the residual stream by 1/sqrt(2 layers), so that their sum starts with the variance
+    // of one.
     let residual_init = ParamInit::Normal(0.02 / (2.0 * gpt.layers as f64).sqrt());
 
     b.begin_block("transformer.wte");

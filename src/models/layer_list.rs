@@ -1,5 +1,5 @@
-//! `kind = "layers"`: a network as a list of layers, named by their places: `layers.0.weight`,
-//! `layers.3.layers.1.weight` inside a residual group, `layers.3.shortcut.0.weight` beside it.
+//! `kind = "layers"`: a network as a list of layers, named by index: `layers.0.weight`, `layers.3.layers.1.weight` in
+//! the branch of a residual group, `layers.3.shortcut.0.weight` in its shortcut.
 
 use super::vision::ConvSpec;
 use super::{ModelError, NetworkBuilder};
@@ -52,7 +52,7 @@ fn add_branch(b: &mut NetworkBuilder, prefix: &str, parts: &[BranchLayerConfig])
     Ok(())
 }
 
-/// Whether a part may give the very memory it was given; a sum must not be written over its input.
+/// Whether a layer may return a view of its input; the residual sum must not overwrite that.
 fn is_view(part: &BranchLayerConfig) -> bool {
     matches!(part, BranchLayerConfig::Flatten(_))
         || matches!(part, BranchLayerConfig::Dropout(dropout) if dropout.p == 0.0)
@@ -71,7 +71,7 @@ fn activation_of(layer: &LayerConfig) -> Option<Activation> {
     })
 }
 
-/// Adds one layer; whether it took the activation that follows into itself.
+/// Adds one layer; returns whether it fused the activation that follows.
 fn add_layer(
     b: &mut NetworkBuilder,
     name: &str,

@@ -1,4 +1,4 @@
-//! `kind = "llama"`: Llama's shape, its parameters named as `LlamaForCausalLM` of transformers names them.
+//! `kind = "llama"`: the Llama architecture, with the parameter names of transformers' `LlamaForCausalLM`.
 
 use std::sync::Arc;
 

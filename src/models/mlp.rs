@@ -1,5 +1,5 @@
-//! `kind = "mlp"`: the sample flattened, dense layers, one score a class. Parameters are named by their place in
-//! a list: `layers.0.weight`, `layers.0.bias`, `layers.1.weight`, ...
+//! `kind = "mlp"`: flattens the sample, then dense layers and one logit per class. Parameters are named by index:
+//! `layers.0.weight`, `layers.0.bias`, `layers.1.weight`, ...
 
 use super::{ModelError, NetworkBuilder};
 use crate::features::InputSpec;

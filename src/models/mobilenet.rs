@@ -7,7 +7,7 @@ use crate::job::MobilenetConfig;
 use crate::kernels::{Activation, ClampActivation};
 use crate::params::ParamInit;
 
-/// How much wider a block is inside, its outputs, how often it stands, its first stride.
+/// Per stage: expansion ratio, output channels, number of blocks, stride of the first block.
 const STAGES: [(usize, usize, usize, usize); 7] = [
     (1, 16, 1, 1),
     (6, 24, 2, 2),
@@ -18,7 +18,7 @@ const STAGES: [(usize, usize, usize, usize); 7] = [
     (6, 320, 1, 1),
 ];
 
-/// `channels` times the multiplier, to the nearest multiple of 8, never more than a tenth below.
+/// `channels` times the multiplier, rounded to a multiple of 8, never more than 10% below the product.
 fn scaled_channels(channels: usize, multiplier: f64) -> usize {
     let target = channels as f64 * multiplier;
     let rounded = (((target + 4.0) as usize) / 8 * 8).max(8);
@@ -66,7 +66,7 @@ fn conv_bn_relu6(
     Ok(())
 }
 
-/// Widen, filter each channel by itself, narrow; added to its input where the two are of one shape.
+/// Expand, depthwise convolution, project; adds the input if the shapes match.
 fn inverted_residual(
     b: &mut NetworkBuilder,
     name: &str,

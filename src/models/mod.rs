@@ -1,8 +1,7 @@
-//! From a job's `[model]` to a network of layers, without allocating a tensor.
+//! Builds a network of layers from a job's `[model]`, without allocating a tensor.
 //!
-//! A model takes the features of the data and gives blocks, a loss and the layout of its parameters.
-//! What does not fit together is refused here, by the name of the layer, the shape it got and the
-//! shape it needs.
+//! Takes the features of the data; gives blocks, a loss and the layout of the parameters. Refuses what does not fit
+//! together, naming the layer, the shape it got and the shape it needs.
 
 mod bert;
 mod builder;
@@ -24,13 +23,13 @@ use crate::job::ModelConfig;
 use crate::layers::network::Network;
 use crate::params::ParamLayout;
 
-/// A network and where its parameters lie.
+/// A network and the layout of its parameters.
 pub struct BuiltModel {
     pub network: Network,
     pub layout: ParamLayout,
 }
 
-/// Builds the network a job declares for samples of these features.
+/// Builds the network that a job declares, for samples of these features.
 pub fn build(model: &ModelConfig, features: &Features) -> Result<BuiltModel, ModelError> {
     let mut builder = NetworkBuilder::new(features);
     match (model.supports_embedding(), &features.input) {

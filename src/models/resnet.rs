@@ -1,5 +1,5 @@
-//! `kind = "resnet"`: residual networks of He et al., 2015, as torchvision builds and names them
-//! (`conv1.weight`, `layer2.0.downsample.0.weight`, `fc.weight`); the deep one strides in its 3 x 3.
+//! `kind = "resnet"`: residual networks of He et al., 2015, as torchvision builds and names them (`conv1.weight`,
+//! `layer2.0.downsample.0.weight`, `fc.weight`); the bottleneck variant has its stride in the 3 x 3 convolution.
 
 use super::vision::ConvSpec;
 use super::{ModelError, NetworkBuilder};

@@ -1,4 +1,4 @@
-//! What the models over sequences have in common.
+//! Building blocks shared by the transformer models.
 
 use super::{ModelError, NetworkBuilder};
 use crate::features::{InputSpec, TargetSpec};
@@ -10,10 +10,10 @@ use crate::layers::linear::{Linear, LinearOptions};
 use crate::layers::network::{Node, ResidualNode};
 use crate::params::{ParamId, ParamInit};
 
-/// How weights begin, as GPT-2, BERT and Llama have it.
+/// Weight initialization of GPT-2, BERT and Llama.
 pub(super) const WEIGHT_INIT: ParamInit = ParamInit::Normal(0.02);
 
-/// (tokens of a sample, vocabulary) of the data, whose samples must fit into `context` positions.
+/// (tokens per sample, vocabulary size) of the data; samples must fit in `context` positions.
 pub(super) fn token_dims(
     b: &NetworkBuilder,
     kind: &'static str,
@@ -35,7 +35,7 @@ pub(super) fn token_dims(
     }
 }
 
-/// The sizes of the attention `layer`, whose heads must share the width evenly.
+/// Dimensions of the attention `layer`; the number of heads must divide the width.
 pub(super) fn attention_sizes(
     layer: &str,
     length: usize,
@@ -53,7 +53,7 @@ pub(super) fn attention_sizes(
     Ok(AttentionDims { length, heads, kv_heads, head_dim: width / heads })
 }
 
-/// Adds what `body` builds as a branch around which the sample goes unchanged.
+/// Adds the nodes that `body` builds as a residual branch with an identity shortcut.
 pub(super) fn add_residual(
     b: &mut NetworkBuilder,
     name: &str,
@@ -70,7 +70,7 @@ pub(super) fn add_residual(
     Ok(())
 }
 
-/// Adds a linear layer over the last dimension whose bias begins at 0.
+/// Adds a linear layer over the last dimension; its bias starts at 0.
 pub(super) fn add_linear(
     b: &mut NetworkBuilder,
     name: &str,
@@ -84,7 +84,7 @@ pub(super) fn add_linear(
     b.push_layer(layer);
 }
 
-/// The scores of the next token at each position, with the weights `tied` to the embedding's or their own.
+/// The logits of the next token per position, with weights `tied` to the embedding or of their own.
 pub(super) fn lm_head(
     b: &mut NetworkBuilder,
     kind: &'static str,
@@ -112,7 +112,7 @@ pub(super) fn lm_head(
     Ok(())
 }
 
-/// The scores of the data's classes from a vector a sample; the bias begins at 0.
+/// The logits of the data's classes, from one vector per sample; the bias starts at 0.
 pub(super) fn classification_head(
     b: &mut NetworkBuilder,
     name: &str,

@@ -1,5 +1,5 @@
-//! What models of pictures are put together with: convolutions, their normalisation and pooling, refused
-//! by name where the picture is too small or the channels do not divide.
+//! Building blocks of the image models: convolutions, normalization and pooling. Refuses, by layer name, images that
+//! are too small and channels that do not divide.
 
 use super::{ModelError, NetworkBuilder};
 use crate::kernels::im2col::ConvGeometry;
@@ -14,7 +14,7 @@ use crate::layers::max_pool::MaxPool;
 use crate::layers::network::{Node, ResidualNode};
 use crate::params::ParamInit;
 
-/// A convolution but for the picture it is given.
+/// A convolution, independent of its input shape.
 #[derive(Clone, Copy)]
 pub(super) struct ConvSpec {
     pub outputs: usize,
@@ -26,19 +26,19 @@ pub(super) struct ConvSpec {
 }
 
 impl ConvSpec {
-    /// Moves by `stride` and keeps the picture's size but for that, where the kernel is odd.
+    /// Padded so that, with an odd kernel, only `stride` changes the image size.
     pub fn same(outputs: usize, kernel: usize, stride: usize) -> Self {
         Self { outputs, kernel, stride, padding: kernel / 2, dilation: 1, groups: 1 }
     }
 
-    /// Normal, so that gradients keep their size on the way back through a ReLU (He et al., 2015).
+    /// Normal with the variance that preserves the size of gradients through a ReLU (He et al., 2015).
     pub fn kaiming_fan_out(&self) -> ParamInit {
         ParamInit::Normal((2.0 / (self.outputs * self.kernel * self.kernel) as f64).sqrt())
     }
 }
 
 impl NetworkBuilder {
-    /// (height, width, channels) of the samples at this point, which must be pictures.
+    /// (height, width, channels) of the samples at this point; refuses anything but images.
     pub(super) fn image_shape(&self, layer: &str) -> Result<[usize; 3], ModelError> {
         <[usize; 3]>::try_from(self.shape.as_slice())
             .map_err(|_| self.shape_error(layer, "pictures, (height, width, channels)"))
@@ -48,12 +48,12 @@ impl NetworkBuilder {
         ModelError::Shape { layer: layer.into(), got: self.shape.clone(), needs: needs.into() }
     }
 
-    /// A convolution without bias, as stands before a normalisation.
+    /// A convolution without bias, for use before a normalization.
     pub(super) fn conv_no_bias(&mut self, name: &str, spec: ConvSpec) -> Result<(), ModelError> {
         self.conv(name, spec, false, Activation::Identity, Some(spec.kaiming_fan_out()))
     }
 
-    /// `init` is PyTorch's default where there is none.
+    /// Without `init`, PyTorch's default.
     pub(super) fn conv(
         &mut self,
         name: &str,
@@ -161,14 +161,14 @@ impl NetworkBuilder {
         Ok(window)
     }
 
-    /// The picture's mean a channel.
+    /// Global average pooling: the mean per channel.
     pub(super) fn global_pool(&mut self, name: &str) -> Result<(), ModelError> {
         let shape = self.image_shape(name)?;
         self.push_layer(GlobalAvgPool { name: name.into(), shape });
         Ok(())
     }
 
-    /// `act(branch(x) + shortcut(x))`; no shortcut layers mean `x` itself.
+    /// `act(branch(x) + shortcut(x))`; without shortcut layers, the shortcut is the identity.
     pub(super) fn residual(
         &mut self,
         name: &str,

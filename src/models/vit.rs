@@ -1,5 +1,5 @@
-//! `kind = "vit"`: a vision transformer, its parameters named and begun as torchvision's `VisionTransformer` has
-//! them.
+//! `kind = "vit"`: a vision transformer, with the parameter names and initialization of torchvision's
+//! `VisionTransformer`.
 
 use super::transformer::{add_residual, attention_sizes, classification_head};
 use super::{ModelError, NetworkBuilder};
@@ -86,7 +86,7 @@ pub(super) fn build(vit: &VitConfig, b: &mut NetworkBuilder) -> Result<(), Model
     classification_head(b, "heads.head", "vit", ParamInit::Constant(0.0))
 }
 
-/// The convolution that makes a vector of each patch.
+/// The convolution that embeds each patch.
 fn patch_conv(b: &NetworkBuilder, vit: &VitConfig) -> Result<ConvGeometry, ModelError> {
     let [height, width, inputs] = match <[usize; 3]>::try_from(b.shape.as_slice()) {
         Ok(shape) if shape[0] % vit.patch == 0 && shape[1] % vit.patch == 0 && shape[0] * shape[1] > 0 => {

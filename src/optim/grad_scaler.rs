@@ -1,11 +1,11 @@
-//! Loss scaling for f16: gradients are computed times a factor that keeps them above the smallest numbers.
+//! Loss scaling for f16: multiplies the loss by a factor that keeps gradients above the smallest f16 values.
 //!
-//! An update whose gradient overflowed is skipped and the factor halved; after a long time without, it is
-//! doubled. A pure value: what happens to it follows from what happened to the updates.
+//! An update whose gradients overflow is skipped and the factor halved; after a long run without overflow it is
+//! doubled. A pure value: its state depends only on the outcome of the updates.
 
 use serde::{Deserialize, Serialize};
 
-/// Updates without an overflow after which the factor is doubled.
+/// Updates without overflow after which the factor doubles.
 const GROWTH_INTERVAL: u32 = 2000;
 const MAX_SCALE: f64 = 16_777_216.0;
 
@@ -16,22 +16,22 @@ pub struct GradScaler {
     quiet: u32,
     /// Updates skipped in the run.
     pub skipped: u64,
-    /// Whether the factor moves at all.
+    /// Whether the factor changes at all.
     dynamic: bool,
 }
 
-/// What to do with a gradient.
+/// What to do with an update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepDecision {
     Apply,
-    /// It overflowed; the next try is with a smaller factor.
+    /// The gradients overflowed; the next update uses a smaller factor.
     Skip,
-    /// It is not finite, and no factor is to blame.
+    /// The gradients are not finite, and scaling is not the cause.
     Diverged,
 }
 
 impl GradScaler {
-    /// No scaling: a gradient that is not finite is a divergence.
+    /// No scaling: a gradient that is not finite means divergence.
     pub fn disabled() -> Self {
         Self { factor: 1.0, quiet: 0, skipped: 0, dynamic: false }
     }
@@ -40,12 +40,12 @@ impl GradScaler {
         Self { factor: 65_536.0, quiet: 0, skipped: 0, dynamic: true }
     }
 
-    /// Whether the next factor follows from what becomes of an update.
+    /// Whether the next factor depends on the outcome of an update.
     pub fn is_dynamic(&self) -> bool {
         self.dynamic
     }
 
-    /// Takes in whether an update's loss and gradient were finite.
+    /// Records whether an update's loss and gradients were finite.
     pub fn update(&mut self, finite: bool) -> StepDecision {
         match (finite, self.dynamic) {
             (true, false) => StepDecision::Apply,
@@ -56,7 +56,7 @@ impl GradScaler {
                 }
                 StepDecision::Apply
             }
-            // Below one the gradients themselves are too large for the type.
+            // At a factor of 1 or below, the gradients themselves overflow the type.
             (false, true) if self.factor > 1.0 => {
                 (self.factor, self.quiet) = (self.factor / 2.0, 0);
                 self.skipped += 1;

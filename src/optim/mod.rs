@@ -1,4 +1,4 @@
-//! How weights follow gradients: updates over the flat buffers, and the learning rate over time.
+//! Optimizers: updates over the flat parameter buffers, and the learning rate schedule.
 
 pub mod grad_scaler;
 pub mod offload;
@@ -16,28 +16,28 @@ use crate::kernels::update::{AdamWKernel, SgdKernel, UpdateArgs};
 use crate::layers::Backend;
 use crate::params::{FlatLayout, ParamStore};
 
-/// An update rule and its state: named flat buffers.
+/// An optimizer rule and its state: named flat buffers.
 pub struct Optimizer {
     rule: Rule,
     state: Vec<(&'static str, Tensor)>,
-    /// The buffers' memory, where they wait on the host of a card.
+    /// The pinned memory behind the buffers, if the state is offloaded from a GPU.
     #[cfg(feature = "cuda")]
     offloaded: Option<offload::OffloadedState>,
 }
 
-/// What one update is given.
+/// Inputs of one update.
 #[derive(Clone, Copy, Debug)]
 pub struct OptimizerStep<'a> {
     pub lr: f64,
-    /// The gradient is multiplied with this first.
+    /// Factor applied to the gradients first.
     pub grad_scale: f64,
-    /// Where a card has that number instead; see [`reads_device_grad_scale`].
+    /// The same factor in GPU memory, used instead if present; see [`reads_device_grad_scale`].
     pub device_grad_scale: Option<&'a Tensor>,
-    /// Updates made, this one included.
+    /// Updates so far, this one included.
     pub step_count: u64,
 }
 
-/// A buffer of state: its name, the bytes of a value (4 stands for the master's type) and its length.
+/// A state buffer: name, dtype (f32 stands for the master dtype) and length.
 type StateBuffer = (&'static str, DType, usize);
 
 fn state_buffers(rule: &Rule, params: &FlatLayout) -> Vec<StateBuffer> {
@@ -61,17 +61,17 @@ fn state_buffers(rule: &Rule, params: &FlatLayout) -> Vec<StateBuffer> {
     }
 }
 
-/// Whether a rule reads what gradients are multiplied with where a card has left it: then nobody waits for it.
+/// Whether a rule can read the gradient factor from GPU memory, so that the host need not synchronize for it.
 pub fn reads_device_grad_scale(rule: &Rule) -> bool {
     matches!(rule, Rule::Adamw(_) | Rule::Sgd(_) | Rule::Lion(_))
 }
 
-/// Bytes of the state of a rule over these parameters.
+/// Bytes of a rule's state for these parameters.
 pub fn state_bytes(rule: &Rule, params: &FlatLayout) -> u64 {
     state_buffers(rule, params).iter().map(|(_, dtype, len)| (dtype.size_in_bytes() * len) as u64).sum()
 }
 
-/// Bytes an update takes for as long as it runs.
+/// Bytes of temporaries during an update.
 pub fn workspace_bytes(rule: &Rule, params: &FlatLayout, backend: Backend) -> u64 {
     match (rule, backend) {
         (Rule::Adafactor(_), Backend::Cpu { .. }) => 4 * adafactor::workspace_len(params) as u64,
@@ -80,7 +80,7 @@ pub fn workspace_bytes(rule: &Rule, params: &FlatLayout, backend: Backend) -> u6
     }
 }
 
-/// Bytes of a card through which the state of a rule passes that waits in host memory.
+/// Device bytes of the staging buffers for a rule's offloaded state.
 pub fn staging_bytes(rule: &Rule, params: &FlatLayout) -> u64 {
     if offload::is_supported(rule) {
         offload::staging_bytes(state_bytes(rule, params), params.len)
@@ -90,7 +90,7 @@ pub fn staging_bytes(rule: &Rule, params: &FlatLayout) -> u64 {
 }
 
 impl Optimizer {
-    /// `offload_state`: the state waits in host memory, where the rule allows it and the weights are on a card.
+    /// `offload_state`: keeps the state in host memory, if the rule supports it and the weights are on a GPU.
     pub fn new(rule: &Rule, store: &ParamStore, offload_state: bool) -> Result<Self> {
         let (buffers, master) = (state_buffers(rule, &store.layout.params), &store.master_weights);
         #[cfg(feature = "cuda")]
@@ -115,14 +115,14 @@ impl Optimizer {
         })
     }
 
-    /// The buffers by name, for checkpoints: as the last update left them.
+    /// The state buffers by name, for checkpoints. Waits until the last update has written them.
     pub fn state(&self) -> Result<&[(&'static str, Tensor)]> {
         #[cfg(feature = "cuda")]
         self.offloaded.as_ref().map_or(Ok(()), offload::OffloadedState::synchronize)?;
         Ok(&self.state)
     }
 
-    /// Moves the weights and clears the gradients, in one pass.
+    /// Updates the weights and zeroes the gradients, in one pass.
     pub fn update(&mut self, store: &ParamStore, step: OptimizerStep) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(offloaded) = &mut self.offloaded {
@@ -133,7 +133,7 @@ impl Optimizer {
     }
 }
 
-/// Moves the weights of a range, of which this is the state; all of them where the rule is one that must see all.
+/// Updates the weights in `range`, given their state; rules that need all parameters at once ignore the range.
 fn apply(
     rule: &Rule,
     store: &ParamStore,
@@ -238,7 +238,7 @@ mod tests {
         set(&store.master_weights, vec![0.1, -0.2, 0.3, -0.4, 0.5, -0.6]);
         let mut optimizer = Optimizer::new(&toml::from_str(rule).unwrap(), &store, false).unwrap();
         for step_count in 1..=10u64 {
-            // Twice the gradient and half the scale: the scale is part of what is tested.
+            // Twice the gradient and half the scale, so that the test covers the scale.
             set(&store.grads, (0..6).map(|i| 2.0 * ((3 * i + step_count) as f64).sin()).collect());
             optimizer
                 .update(
@@ -293,8 +293,8 @@ mod tests {
         }
     }
 
-    /// Weights, their copy and the state after three updates of 50,000 values in bf16: at once, in chunks, and with the
-    /// state away from the card where there is one.
+    /// Weights, their compute copy and the state after three updates of 50,000 values in bf16 are the same at once, in
+    /// chunks and, on a GPU, with the state offloaded.
     #[test]
     fn chunked_and_offloaded_updates_are_bit_exact() {
         for kind in ["kind = 'adamw'", "kind = 'lion'", "kind = 'sgd'\nmomentum = 0.9\nweight_decay = 0.1"] {
@@ -333,7 +333,7 @@ mod tests {
             assert!(offload::chunk_ranges(50_001).count() > 10);
             assert!(run(&chunks, false) == whole, "{kind} in chunks");
             let offloaded = run(&|store, optimizer, step| optimizer.update(store, step).unwrap(), true);
-            assert!(offloaded == whole, "{kind} away");
+            assert!(offloaded == whole, "{kind} offloaded");
         }
     }
 

@@ -1,23 +1,23 @@
-//! Optimizer state that waits in host memory: it passes through a few windows on the card, one chunk of all
-//! buffers after the other, while weights move in another.
+//! Offloaded optimizer state: it stays in host memory and passes through a few staging buffers on the GPU, one chunk of
+//! all state buffers at a time, while the weights of another chunk are updated.
 //!
-//! Owns the ranges that chunks are cut at, their bytes on the card and, with a card, the memory itself. Only rules
-//! that look at one value at a time are updated in chunks; the numbers are the same to the bit.
+//! Owns the chunk ranges, the size of the staging buffers and, with CUDA, the memory itself. Only elementwise rules can
+//! be updated in chunks; the results are bit-exact.
 
 use std::ops::Range;
 
 use crate::job::OptimizerConfig as Rule;
 
-/// Windows: one is filled, one is in use, one is emptied.
+/// Staging buffers: one is filled, one is in use, one is drained.
 const STAGING_BUFFERS: usize = 3;
 
-/// Values of a chunk at most: long copies reach the full speed of the link.
+/// Maximum values per chunk: long copies reach the full bandwidth of the link.
 const MAX_CHUNK_LEN: usize = 1 << 22;
 
-/// Chunks begin at multiples of this, so that every one is read in whole packs.
+/// Chunks start at multiples of this, so that kernels read whole vector packs.
 const CHUNK_ALIGN: usize = 1 << 10;
 
-/// Whether the state of a rule can wait in host memory: it has some, of one value for each weight.
+/// Whether a rule's state can be offloaded: it has state, one value per weight.
 pub fn is_supported(rule: &Rule) -> bool {
     match rule {
         Rule::Adamw(_) | Rule::Lion(_) => true,
@@ -26,18 +26,18 @@ pub fn is_supported(rule: &Rule) -> bool {
     }
 }
 
-/// Values of a chunk of `len`: a sixteenth, where that is less than the longest.
+/// Values per chunk for `len` weights: a sixteenth, at most `MAX_CHUNK_LEN`.
 fn chunk_len(len: usize) -> usize {
     len.div_ceil(16).next_multiple_of(CHUNK_ALIGN).min(MAX_CHUNK_LEN)
 }
 
-/// The chunks that `len` values are updated in.
+/// The chunks in which `len` values are updated.
 pub fn chunk_ranges(len: usize) -> impl Iterator<Item = Range<usize>> {
     let chunk = chunk_len(len);
     (0..len).step_by(chunk.max(1)).map(move |start| start..(start + chunk).min(len))
 }
 
-/// Bytes of the windows for state of so many bytes over `len` weights.
+/// Bytes of the staging buffers for `state` bytes of state over `len` weights.
 pub fn staging_bytes(state: u64, len: usize) -> u64 {
     if len == 0 { 0 } else { state / len as u64 * (STAGING_BUFFERS * chunk_len(len)) as u64 }
 }
@@ -54,7 +54,7 @@ mod gpu {
     use crate::kernels::cuda::copy_streams::{CopyStreams, PinnedBuffer, StreamEvent};
     use crate::kernels::cuda::uninit;
 
-    /// Flat buffers in host memory, and the windows they pass through.
+    /// Flat state buffers in host memory, and their staging buffers.
     pub struct OffloadedState {
         copy_streams: CopyStreams,
         staging: Vec<StagingSlot>,
@@ -62,14 +62,14 @@ mod gpu {
         len: usize,
     }
 
-    /// A chunk of each buffer on the card, and when its memory may be filled again.
+    /// One chunk of each state buffer on the GPU, and the event after which it can be refilled.
     struct StagingSlot {
         state: Vec<Tensor>,
         free_event: StreamEvent,
     }
 
     impl OffloadedState {
-        /// So many buffers of `len` values, all zero.
+        /// `count` buffers of `len` zeros.
         pub fn new(device: &CudaDevice, dtype: DType, count: usize, len: usize) -> Result<Self> {
             let copy_streams = CopyStreams::new(device)?;
             let pinned = (0..count).map(|_| PinnedBuffer::new(device, dtype, len));
@@ -85,17 +85,17 @@ mod gpu {
             Ok(Self { staging, buffers, len, copy_streams })
         }
 
-        /// The buffers, in order, as tensors of the host.
+        /// The buffers, in order, as host tensors.
         pub fn host_tensors(&self) -> impl Iterator<Item = Tensor> {
             self.buffers.iter().map(|buffer| buffer.tensor().clone())
         }
 
-        /// Waits until the buffers are as the last update left them.
+        /// Waits until the last update has written the buffers.
         pub fn synchronize(&self) -> Result<()> {
             self.copy_streams.synchronize()
         }
 
-        /// Lets `body` update every chunk: it is given the range and the state of it, on the card.
+        /// Runs `body` on every chunk, with its range and its state on the GPU.
         pub fn update_chunks(&mut self, body: impl Fn(Range<usize>, &[Tensor]) -> Result<()>) -> Result<()> {
             let Self { copy_streams, staging, buffers, len } = self;
             for (i, range) in chunk_ranges(*len).enumerate() {
@@ -110,7 +110,7 @@ mod gpu {
                 }
                 body(range.clone(), &state)?;
                 for (buffer, tensor) in buffers.iter().zip(&state) {
-                    // The last of the marks stands for all before it on the same stream.
+                    // The last event covers all earlier copies on the same stream.
                     slot.free_event = copy_streams.copy_to_host(tensor, buffer, byte_offset(tensor))?;
                 }
             }
@@ -120,7 +120,8 @@ mod gpu {
 
     impl Drop for OffloadedState {
         fn drop(&mut self) {
-            // The windows and the buffers are let go of after the last copy; an error here is the card's end.
+            // The staging and pinned buffers must outlive the last copy. An error here means that the device has
+            // failed.
             let _ = self.copy_streams.synchronize();
         }
     }

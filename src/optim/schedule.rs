@@ -1,10 +1,10 @@
-//! The learning rate as a pure function of the update.
+//! The learning rate as a pure function of the step.
 
 use std::f64::consts::PI;
 
 use crate::job::ScheduleConfig;
 
-/// The rate of update `step` (the first is 0) of `total`, where `peak` is the optimizer's `lr`.
+/// The learning rate of update `step` (from 0) of `total`; `peak` is the optimizer's `lr`.
 pub fn lr(schedule: &ScheduleConfig, peak: f64, step: u64, total: u64) -> f64 {
     let ratio = match schedule {
         ScheduleConfig::Constant(s) => warmup(s.warmup_steps, step).unwrap_or(1.0),
@@ -31,12 +31,12 @@ pub fn lr(schedule: &ScheduleConfig, peak: f64, step: u64, total: u64) -> f64 {
     peak * ratio
 }
 
-/// The share of the peak while warming up: the first update takes the first step of the climb.
+/// The fraction of the peak during warmup; the first update already takes one step of it.
 fn warmup(steps: u64, step: u64) -> Option<f64> {
     (step < steps).then(|| (step + 1) as f64 / steps as f64)
 }
 
-/// How far the rest of the run has come, from 0 at its first update to 1 at its last.
+/// Progress through the rest of the run, from 0 at its first update to 1 at its last.
 fn progress(begin: u64, step: u64, total: u64) -> f64 {
     let last = total.saturating_sub(begin + 1);
     if last == 0 { 0.0 } else { ((step - begin) as f64 / last as f64).min(1.0) }

@@ -1,8 +1,8 @@
-//! Parameters, gradients and running statistics, each one flat buffer of named views.
+//! Parameters, gradients and running statistics, each one flat buffer with named views.
 //!
-//! A model declares what it needs ([`ParamRegistry`]); that alone says where everything lies, so a plan
-//! allocates nothing. [`ParamStore`] holds the buffers. Matrix-shaped parameters come first, each group in
-//! the order of the names, so that weight decay is a range and an update is one pass.
+//! A model declares what it needs in a [`ParamRegistry`]; that alone determines the layout, so planning allocates
+//! nothing. [`ParamStore`] holds the buffers. Matrices come first, and both groups are sorted by name, so that weight
+//! decay applies to one range and an update is one pass.
 
 mod store;
 
@@ -10,15 +10,15 @@ use std::collections::BTreeMap;
 
 pub use store::ParamStore;
 
-/// A parameter by the order of its declaration.
+/// A parameter, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ParamId(pub(crate) usize);
 
-/// A running statistic by the order of its declaration.
+/// A running statistic, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StatId(pub(crate) usize);
 
-/// How a parameter begins; every value is a function of the seed, the name and the position.
+/// Initialization of a parameter; every value is a function of the seed, the name and the index.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ParamInit {
     Constant(f64),
@@ -28,20 +28,20 @@ pub enum ParamInit {
     Normal(f64),
 }
 
-/// How the values of a parameter lie in the buffer.
+/// Memory format of a parameter in the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryFormat {
-    /// As the named shape says.
+    /// In the order of the declared shape.
     Contiguous,
-    /// A convolution's weight, named (out, in, height, width) as other tools have it, kept as
-    /// (out, height, width, in) because pictures are kept channels last.
+    /// A convolution weight declared as (out, in, height, width), like in PyTorch, and stored as (out, height, width,
+    /// in) because images are channels-last.
     ChannelsLast,
 }
 
 #[derive(Clone, Debug)]
 pub struct TensorSpec {
     pub name: String,
-    /// The shape other tools know it by.
+    /// The shape in checkpoints, as PyTorch declares it.
     pub shape: Vec<usize>,
     pub init: ParamInit,
     pub memory_format: MemoryFormat,
@@ -56,7 +56,7 @@ impl TensorSpec {
         self.len() == 0
     }
 
-    /// The shape of the view.
+    /// The shape of the view in the buffer.
     pub fn stored_shape(&self) -> Vec<usize> {
         match (self.memory_format, self.shape.as_slice()) {
             (MemoryFormat::ChannelsLast, &[o, i, h, w]) => vec![o, h, w, i],
@@ -65,12 +65,12 @@ impl TensorSpec {
     }
 }
 
-/// A name declared twice.
+/// A name that was declared twice.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("two parameters are named `{0}`")]
 pub struct DuplicateName(pub String);
 
-/// What a model declares, before anything is allocated.
+/// The declarations of a model, before anything is allocated.
 #[derive(Clone, Debug, Default)]
 pub struct ParamRegistry {
     params: Vec<TensorSpec>,
@@ -93,7 +93,7 @@ impl ParamRegistry {
         ParamId(self.params.len() - 1)
     }
 
-    /// The weight of a convolution: (out, in, height, width) to other tools.
+    /// A convolution weight, declared as (out, in, height, width).
     pub fn conv_weight(&mut self, name: impl Into<String>, shape: [usize; 4], init: ParamInit) -> ParamId {
         self.params.push(TensorSpec {
             name: name.into(),
@@ -104,7 +104,7 @@ impl ParamRegistry {
         ParamId(self.params.len() - 1)
     }
 
-    /// A statistic that training updates but no gradient does.
+    /// A statistic that the forward pass updates, not the optimizer.
     pub fn running_stat(&mut self, name: impl Into<String>, len: usize, initial: f64) -> StatId {
         self.stats.push(TensorSpec {
             name: name.into(),
@@ -115,7 +115,7 @@ impl ParamRegistry {
         StatId(self.stats.len() - 1)
     }
 
-    /// Where everything lies.
+    /// Lays out all parameters and statistics.
     pub fn into_layout(self) -> Result<ParamLayout, DuplicateName> {
         let mut names = BTreeMap::new();
         for spec in self.params.iter().chain(&self.stats) {
@@ -129,7 +129,7 @@ impl ParamRegistry {
     }
 }
 
-/// Where a model's parameters and statistics lie.
+/// The layout of a model's parameters and statistics.
 #[derive(Clone, Debug)]
 pub struct ParamLayout {
     pub params: FlatLayout,
@@ -139,15 +139,15 @@ pub struct ParamLayout {
 /// Named ranges of one buffer.
 #[derive(Clone, Debug)]
 pub struct FlatLayout {
-    /// In the order of declaration.
+    /// In declaration order.
     specs: Vec<TensorSpec>,
-    /// Where each begins, in the order of declaration.
+    /// Offset of each, in declaration order.
     offsets: Vec<usize>,
-    /// Indices in the order of the buffer.
+    /// Indices in buffer order.
     buffer_order: Vec<usize>,
-    /// Values in the buffer.
+    /// Number of values in the buffer.
     pub len: usize,
-    /// Of these, the first so many belong to matrices: the range that weight decay touches.
+    /// How many of them, from the start, belong to matrices: the range of weight decay.
     pub decayed_len: usize,
 }
 
@@ -167,19 +167,19 @@ impl FlatLayout {
         Self { specs, offsets, buffer_order, len, decayed_len }
     }
 
-    /// Names and ranges in the order of the buffer.
+    /// Specs and ranges in buffer order.
     pub fn iter(&self) -> impl Iterator<Item = (&TensorSpec, std::ops::Range<usize>)> {
         self.buffer_order
             .iter()
             .map(|&i| (&self.specs[i], self.offsets[i]..self.offsets[i] + self.specs[i].len()))
     }
 
-    /// Names and offsets in the order of declaration.
+    /// Specs and offsets in declaration order.
     fn in_declaration_order(&self) -> impl Iterator<Item = (&TensorSpec, usize)> {
         self.specs.iter().zip(self.offsets.iter().copied())
     }
 
-    /// The spec of the parameter declared `index`-th.
+    /// The spec with this declaration index.
     pub fn spec(&self, index: usize) -> &TensorSpec {
         &self.specs[index]
     }

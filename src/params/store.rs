@@ -1,4 +1,4 @@
-//! The buffers themselves.
+//! The flat buffers behind a `ParamLayout`, and their views.
 
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
@@ -9,16 +9,16 @@ use crate::random::{RngKey, stream_id};
 
 const INIT_STREAM: u64 = stream_id("init");
 
-/// Master weights, the copy kernels compute with, gradients and statistics, with a view a name.
+/// Master weights, the compute copy, gradients and statistics, with one view per name.
 pub struct ParamStore {
     pub layout: ParamLayout,
-    /// Master weights, flat: f32 (f64 in tests that want differences).
+    /// Master weights, flat: f32 (f64 in tests that use finite differences).
     pub master_weights: Tensor,
-    /// The same values in the type of computation; the very same buffer where that is the master's.
+    /// The same values in the compute dtype; the same buffer if that is the master dtype.
     pub compute_weights: Tensor,
-    /// Gradients, flat, of the master's type.
+    /// Gradients, flat, in the master dtype.
     pub grads: Tensor,
-    /// Running statistics, flat, of the master's type.
+    /// Running statistics, flat, in the master dtype.
     pub stats: Tensor,
     weight_views: Vec<Tensor>,
     grad_views: Vec<Tensor>,
@@ -26,7 +26,7 @@ pub struct ParamStore {
 }
 
 impl ParamStore {
-    /// Allocates and initialises everything from the seed alone.
+    /// Allocates everything and initializes it from the seed alone.
     pub fn new(layout: ParamLayout, seed: u64, compute_dtype: DType, device: &Device) -> Result<Self> {
         let master_dtype = if compute_dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let buffer = |flat: &FlatLayout| init_values(flat, seed, master_dtype, device);
@@ -54,7 +54,7 @@ impl ParamStore {
         Ok(store)
     }
 
-    /// Brings the copy kernels compute with up to the master weights.
+    /// Copies the master weights to the compute weights.
     pub fn sync_compute_weights(&self) -> Result<()> {
         match self.compute_weights.dtype() == self.master_weights.dtype() {
             true => Ok(()),
@@ -92,7 +92,7 @@ fn init_values(flat: &FlatLayout, seed: u64, dtype: DType, device: &Device) -> R
     Tensor::from_vec(values, flat.len, device)?.to_dtype(dtype)
 }
 
-/// A card has no memory of no bytes: there, nothing is the beginning of something.
+/// CUDA cannot allocate zero bytes: on a GPU, an empty tensor is a view of a longer one.
 fn zeros(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     let capacity = if device.is_cpu() { len } else { len.max(1) };
     Tensor::zeros(capacity, dtype, device)?.narrow(0, 0, len)

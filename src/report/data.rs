@@ -1,6 +1,6 @@
-//! A look at a job's data: what it has, and its first records as the model will see them.
+//! A preview of a job's data: what it contains, and its first records as the model will see them.
 //!
-//! Reads a few records and asks the set for what it knows of the others; nothing is read through.
+//! Reads a few records and takes the rest from what the dataset already knows; never scans the data.
 
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
@@ -11,31 +11,31 @@ use crate::kernels::cross_entropy::IGNORE_INDEX;
 use crate::kernels::pixel_lut;
 use crate::units::format_count;
 
-/// Records that are shown.
+/// Records shown.
 const MAX_RECORDS: u64 = 3;
-/// Values or tokens of a record that are shown, and characters of a text.
+/// Values or tokens shown per record, and characters per text.
 const MAX_VALUES: usize = 12;
 const MAX_CHARS: usize = 120;
-/// Classes that are shown one by one.
+/// Classes listed individually.
 const MAX_CLASSES: usize = 20;
-/// Cells of the longest bar of a histogram.
+/// Cells of the longest histogram bar.
 const BAR_CELLS: u64 = 30;
 
-/// What a record may be told by, in this order.
+/// Fields a record may have, in display order.
 const RECORD_FIELDS: [&str; 10] =
     ["shape", "range", "mean", "row", "values", "tokens", "ids", "text", "target", "bad"];
 
-/// What was seen of a training and a validation set.
+/// Preview of a training and a validation set.
 #[derive(Clone, Debug, Serialize)]
 pub struct DataPreview {
     pub train_samples: u64,
     pub valid_samples: u64,
     pub input: String,
     pub target: String,
-    /// What the set tells of its files.
+    /// What the dataset reports about its files.
     #[serde(serialize_with = "as_map", skip_serializing_if = "Vec::is_empty")]
     pub about: Vec<(String, String)>,
-    /// Samples of each class, by name.
+    /// Samples per class, by name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub balance: Option<Vec<(String, u64)>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -44,17 +44,17 @@ pub struct DataPreview {
     pub first: Vec<Value>,
 }
 
-/// Lengths of samples, in tokens.
+/// Sample lengths, in tokens.
 #[derive(Clone, Debug, Serialize)]
 pub struct LengthSummary {
-    /// The longest sample before anything was cut, and its index.
+    /// The longest sample before truncation, and its index.
     pub longest: u64,
     pub longest_sample: u64,
-    /// (up to so many tokens, samples).
+    /// (upper bound in tokens, number of samples).
     pub histogram: Vec<(u64, u64)>,
 }
 
-/// Looks at the sets. With `skip_bad`, a bad record is shown as such; otherwise it is the error.
+/// Previews the datasets. With `skip_bad`, a bad record is shown as such; otherwise it is an error.
 pub fn preview(
     train: &dyn Dataset,
     valid: &dyn Dataset,
@@ -122,7 +122,7 @@ fn record(source: &dyn Dataset, features: &Features, index: u64, seed: u64) -> R
     };
     match &batch.inputs {
         BatchValues::U8(..) | BatchValues::F32(_) => {
-            // Where some are places of categories, what they have in common says nothing.
+            // Range and mean are meaningless if some values are category indices.
             if let InputSpec::Floats { shape } = &features.input {
                 let finite = values.iter().map(|x| f64::from(*x));
                 let (low, high) = finite
@@ -191,7 +191,7 @@ fn record(source: &dyn Dataset, features: &Features, index: u64, seed: u64) -> R
 }
 
 impl DataPreview {
-    /// What is said to people: (name, value) lines; a name may be empty.
+    /// Lines for people: (name, value); a name may be empty.
     pub fn lines(&self) -> Vec<(String, String)> {
         let mut lines = vec![
             ("train samples".to_owned(), format_count(self.train_samples)),
@@ -227,7 +227,7 @@ impl DataPreview {
     }
 }
 
-/// The samples of each class, or where they are many, of the rarest and the most frequent.
+/// Samples per class; with many classes, only the rarest and the most frequent.
 fn balance_lines(classes: &[(String, u64)]) -> Vec<(String, String)> {
     let all: u64 = classes.iter().map(|(_, samples)| samples).sum();
     let percent = |samples: u64| 100.0 * samples as f64 / all.max(1) as f64;
@@ -248,7 +248,7 @@ fn balance_lines(classes: &[(String, u64)]) -> Vec<(String, String)> {
     }
 }
 
-/// Four digits say what is to be seen, and are the same on every machine.
+/// Four digits are enough to read, and the same on every machine.
 fn round_to_four_digits(x: f64) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;
@@ -308,7 +308,7 @@ mod tests {
         assert_eq!(seen.first[0]["ids"][1], seen.first[0]["target"][0]);
     }
 
-    /// A table whose second record is bad, and all that a set may tell.
+    /// A table whose second record is bad, and which reports every optional statistic.
     struct TableWithBadRecord(Features);
 
     impl Dataset for TableWithBadRecord {

@@ -1,5 +1,5 @@
-//! Records as the tests of this folder need them: 100 samples an update but 50 in the last of an
-//! epoch, 2 updates an epoch, 3 epochs.
+//! Event records for the tests of this module: 3 epochs of 2 updates; 100 samples per update, 50 in the last of an
+//! epoch.
 
 use std::collections::BTreeMap;
 
@@ -80,7 +80,7 @@ pub fn planned(t: f64) -> EventRecord {
     EventRecord { t, event: Event::Planned { plan: plan() } }
 }
 
-/// A second an update, 1 % of it waiting; loss 1 / step.
+/// A one-second update, 1 % of it waiting; loss 1 / step.
 pub fn step(t: f64, step: u64) -> EventRecord {
     let event = Event::Step {
         step,
@@ -148,7 +148,7 @@ pub fn finished(t: f64) -> EventRecord {
     EventRecord { t, event }
 }
 
-/// A whole run, undisturbed.
+/// A complete run without interruption.
 pub fn run() -> Vec<EventRecord> {
     vec![
         started(0.0),

@@ -1,8 +1,8 @@
-//! JSON lines: `events.jsonl` (the truth), `metrics.jsonl` (flat rows for a plotting tool) and the
-//! stream on stdout.
+//! JSON lines: `events.jsonl` (the source of truth), `metrics.jsonl` (flat rows for plotting) and the stream on
+//! stdout.
 //!
-//! A line is whole when its newline is there; what follows the last newline is a write that a kill or
-//! a full disk cut short, and is cut off before anything is appended.
+//! A line is complete once its newline is written. Bytes after the last newline are a write that a kill or a full
+//! disk cut short; opening the file for appending truncates them.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -14,11 +14,11 @@ use super::{ReportError, Sink};
 use crate::regular_file;
 use crate::train::event::{Event, EventRecord};
 
-/// A file of whole lines that is only appended to.
+/// An append-only file of complete lines.
 struct LineFile {
     path: PathBuf,
     file: File,
-    /// Bytes of whole lines.
+    /// Bytes of complete lines.
     len: u64,
 }
 
@@ -32,7 +32,7 @@ impl LineFile {
         Ok(Self { path: path.to_owned(), file, len })
     }
 
-    /// Appends a line in one write. A failed append leaves the file as it was.
+    /// Appends a line in one write. A failed append leaves the file unchanged.
     fn append(&mut self, value: &impl serde::Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(value)?;
         line.push(b'\n');
@@ -42,7 +42,7 @@ impl LineFile {
                 Ok(())
             }
             Err(error) => {
-                // Best effort: if even this fails, the next open cuts the torn line.
+                // Best effort: if this fails too, the next open truncates the torn line.
                 let _ = self.file.set_len(self.len);
                 Err(error)
             }
@@ -67,7 +67,7 @@ fn complete_lines_len(file: &mut File) -> io::Result<u64> {
     Ok(0)
 }
 
-/// The whole lines of a file, a torn last one left out. Holds one line at a time.
+/// The complete lines of a file, without a torn last one. Holds one line at a time.
 pub(super) fn complete_lines(path: &Path) -> io::Result<impl Iterator<Item = io::Result<String>> + use<>> {
     let mut reader = BufReader::new(regular_file::open(path)?);
     Ok(std::iter::from_fn(move || {
@@ -75,17 +75,17 @@ pub(super) fn complete_lines(path: &Path) -> io::Result<impl Iterator<Item = io:
         match reader.read_until(b'\n', &mut line) {
             Err(error) => Some(Err(error)),
             Ok(_) if line.pop() != Some(b'\n') => None,
-            // What is not UTF-8 is no JSON either: the reader of the line refuses it by number.
+            // Invalid UTF-8 is not JSON either: whoever parses the line reports its number.
             Ok(_) => Some(Ok(String::from_utf8_lossy(&line).into_owned())),
         }
     }))
 }
 
-/// `events.jsonl`: every record, in the kernel's hands when told and on the disk when a checkpoint is.
+/// `events.jsonl`: every record. Written to the kernel when recorded, synced to disk with each checkpoint.
 pub struct EventLog(LineFile);
 
 impl EventLog {
-    /// Appends to `path`, made if absent; a torn last line is cut off.
+    /// Opens `path` for appending, creating it if absent; truncates a torn last line.
     pub fn open(path: &Path) -> Result<Self, ReportError> {
         let named = |source| ReportError::Write { name: path.display().to_string(), source };
         LineFile::open(path).map(Self).map_err(named)
@@ -111,15 +111,15 @@ impl Sink for EventLog {
     }
 }
 
-/// `metrics.jsonl`: a flat row a logged step and an evaluation, each step once.
+/// `metrics.jsonl`: one flat row per logged step and per evaluation, each step once.
 pub struct MetricsLog {
     file: LineFile,
-    /// The step a resumed run began with, if its evaluation is there: it may be told again.
+    /// The step a resumed run starts from, if its evaluation is in the file: the run may report it again.
     resumed_eval_step: Option<u64>,
 }
 
 impl MetricsLog {
-    /// Appends to `path`, made if absent; a torn last line is cut off.
+    /// Opens `path` for appending, creating it if absent; truncates a torn last line.
     pub fn open(path: &Path) -> Result<Self, ReportError> {
         let named = |source| ReportError::Write { name: path.display().to_string(), source };
         LineFile::open(path).map(|file| Self { file, resumed_eval_step: None }).map_err(named)
@@ -191,7 +191,7 @@ impl Sink for MetricsLog {
     }
 }
 
-/// Records as JSON lines to a pipe, one flush each: `--json` on stdout.
+/// Records as JSON lines, flushed one by one: `--json` on stdout.
 pub struct JsonStream<W>(pub W);
 
 impl<W: Write + Send> Sink for JsonStream<W> {

@@ -1,9 +1,9 @@
-//! Everything people and programs see of a run, as renderings of its [`Record`]s.
+//! Everything people and programs see of a run, rendered from its [`EventRecord`]s.
 //!
-//! The run tells a [`Reporter`] what happened; the reporter stamps it with the time and hands it to
-//! every [`Sink`]. The file of events is the truth: failing to write it is an error of the run. All
-//! other sinks are views, which may fall silent without harm: what they showed can be rebuilt.
-//! Errors of the run itself are not rendered here; whoever returns them says them.
+//! The run passes events to a [`Reporter`], which stamps them with the time and hands them to every [`Sink`]. The
+//! event log is the source of truth: failing to write it is an error of the run. All other sinks are views that may
+//! fail without harm, because what they showed can be rebuilt. Errors of the run itself are not rendered here;
+//! whoever returns them reports them.
 
 pub mod data;
 #[cfg(test)]
@@ -32,14 +32,14 @@ pub use terminal::Terminal;
 
 use crate::train::event::{Event, EventRecord};
 
-/// Something that renders the records of a run, in their order.
+/// Renders the records of a run, in order.
 pub trait Sink: Send {
-    /// What is written to, as an error message names it: a path, `stderr`.
+    /// The destination as an error message names it: a path, `stderr`.
     fn name(&self) -> String;
 
     fn record(&mut self, record: &EventRecord) -> io::Result<()>;
 
-    /// A word to people that is no event: another view fell silent.
+    /// A message to people that is not an event: another view failed.
     fn warn(&mut self, _text: &str) -> io::Result<()> {
         Ok(())
     }
@@ -50,24 +50,24 @@ pub trait Sink: Send {
     }
 }
 
-/// How much people are told.
+/// How much to show people.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
     /// Warnings only.
     Quiet,
     #[default]
     Normal,
-    /// Also every part of the plan, every rung considered, every checkpoint.
+    /// Also every part of the plan, every candidate considered, every checkpoint.
     Verbose,
 }
 
-/// How things look to people; the caller knows the terminal, the flags and `NO_COLOR`.
+/// How output looks to people. The caller knows the terminal, the flags and `NO_COLOR`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DisplayOptions {
     pub verbosity: Verbosity,
-    /// ANSI colours.
+    /// ANSI colors.
     pub color: bool,
-    /// A terminal: a progress bar that redraws itself and block characters in tables.
+    /// A terminal: a live progress bar, and block characters in tables.
     pub interactive: bool,
 }
 
@@ -79,7 +79,7 @@ pub enum ReportError {
     Read { path: PathBuf, source: io::Error },
 }
 
-/// Stamps events and hands them to all sinks.
+/// Stamps events with the time and hands them to all sinks.
 pub struct Reporter {
     clock: Box<dyn FnMut() -> f64 + Send>,
     required: Vec<Box<dyn Sink>>,
@@ -93,7 +93,7 @@ impl Default for Reporter {
 }
 
 impl Reporter {
-    /// `clock` gives seconds since the Unix epoch.
+    /// `clock` returns seconds since the Unix epoch.
     pub fn with_clock(clock: impl FnMut() -> f64 + Send + 'static) -> Self {
         Self { clock: Box::new(clock), required: Vec::new(), optional: Vec::new() }
     }
@@ -104,20 +104,20 @@ impl Reporter {
         self
     }
 
-    /// Adds a sink that falls silent when it fails: with a warning, or without one when its reader
-    /// has gone (a broken pipe).
+    /// Adds a sink that is dropped when it fails: with a warning, or silently if its reader is gone (a broken pipe).
     pub fn with_optional(mut self, sink: impl Sink + 'static) -> Self {
         self.optional.push(Box::new(sink));
         self
     }
 
-    /// Tells every sink. Views are told even when a truth failed, so that people see the last event.
+    /// Passes the event to every sink. Views get it even if a required sink failed, so that people see the last
+    /// event.
     pub fn record(&mut self, event: Event) -> Result<(), ReportError> {
         let record = EventRecord { t: (self.clock)(), event };
         self.for_each_sink(|sink| sink.record(&record))
     }
 
-    /// Ends every sink: progress bars go, files are synced.
+    /// Finishes every sink: clears progress bars, syncs files.
     pub fn finish(&mut self) -> Result<(), ReportError> {
         self.for_each_sink(|sink| sink.finish())
     }
@@ -160,7 +160,7 @@ mod tests {
 
     struct RecordingSink {
         lines: RecordedLines,
-        /// Record number that fails, and how.
+        /// The record that fails, by number, and how.
         fails_at: Option<(usize, io::ErrorKind)>,
         records: usize,
     }

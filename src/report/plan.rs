@@ -1,4 +1,4 @@
-//! A memory plan for people: the verdict, where the bytes go, what was chosen and from what.
+//! Renders a memory plan for people: the verdict, where the bytes go, what was chosen and from which candidates.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,10 @@ use crate::units::format_count;
 
 const BAR_CELLS: usize = 24;
 
-/// Ways considered that are shown unless all are asked for.
+/// Candidates shown unless all are requested.
 const MAX_CANDIDATES: usize = 12;
 
-/// The plan, ready to print; `verbose` adds every part by name and every way considered.
+/// The plan as lines to print; verbose output adds every part by name and every candidate.
 pub fn lines(plan: &MemoryPlan, look: DisplayOptions) -> Vec<String> {
     let paint = AnsiStyle { color: look.color };
     let verbose = look.verbosity == Verbosity::Verbose;
@@ -62,7 +62,7 @@ fn verdict_line(plan: &MemoryPlan, paint: AnsiStyle) -> String {
     format!("{} {word} on {device}: {peaks} at the peak, in {phase}", paint.bold("plan  "))
 }
 
-/// What runs: `micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), ...`.
+/// The execution plan: `micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), ...`.
 fn execution_line(plan: &MemoryPlan) -> String {
     let (requested, chosen) = (plan.requested, &plan.chosen);
     let mut line = format!(
@@ -103,7 +103,7 @@ fn disk_line(plan: &MemoryPlan) -> Option<String> {
         .then(|| format!("       disk {whole}: {checkpoints} checkpoint{plural} of {each} at most{cache}"))
 }
 
-/// From the job as written to what runs, rung by rung, and why.
+/// The adjustments from the job as written to what runs, one by one, with reasons.
 fn adjustment_table(plan: &MemoryPlan) -> Vec<String> {
     let row = |rung: &crate::memory::plan::PlanAdjustment| {
         vec![
@@ -115,7 +115,7 @@ fn adjustment_table(plan: &MemoryPlan) -> Vec<String> {
     text::table("<<<", 7, &plan.shrunk.iter().map(row).collect::<Vec<_>>())
 }
 
-/// The highest moment of each phase, as bars.
+/// The peak of each phase, as bars.
 fn phase_table(plan: &MemoryPlan, paint: AnsiStyle) -> Vec<String> {
     let places = memory_places(plan);
     let of = |phase: &PhasePeak, place: &MemorySpace| {
@@ -138,7 +138,7 @@ fn memory_name(place: MemorySpace) -> &'static str {
     if place == MemorySpace::Vram { "vram" } else { "ram" }
 }
 
-/// The places the plan has anything in, the device's first.
+/// The memory spaces the plan uses, device first.
 fn memory_places(plan: &MemoryPlan) -> Vec<MemorySpace> {
     let has = |place| plan.parts.iter().any(|part| part.r#where == place);
     let mut places = Vec::new();
@@ -149,7 +149,7 @@ fn memory_places(plan: &MemoryPlan) -> Vec<MemorySpace> {
     places
 }
 
-/// Bytes by role, one table a place; the share is of that place's parts.
+/// Bytes by role, one table per memory space; percentages are of that space's parts.
 fn memory_table(plan: &MemoryPlan, look: DisplayOptions, verbose: bool) -> Vec<String> {
     let paint = AnsiStyle { color: look.color };
     let places = memory_places(plan);
@@ -191,7 +191,7 @@ fn memory_table(plan: &MemoryPlan, look: DisplayOptions, verbose: bool) -> Vec<S
     text::table("<>><", 7, &rows)
 }
 
-/// Ways of running considered, at most so many: those nearest in time to the chosen one.
+/// At most `most` candidates: those closest in time to the chosen one.
 fn candidate_table(plan: &MemoryPlan, paint: AnsiStyle, most: usize) -> Vec<String> {
     let places = memory_places(plan);
     let chosen = match plan.verdict {
@@ -229,7 +229,7 @@ fn candidate_table(plan: &MemoryPlan, paint: AnsiStyle, most: usize) -> Vec<Stri
     out
 }
 
-/// The job as written, and of the others those nearest in time to the chosen one, in the order given.
+/// The job as written, and the candidates closest in time to the chosen one, in the order given.
 fn nearest_candidates<'a>(
     rungs: &'a [CandidateSummary],
     chosen: Option<&CandidateSummary>,
@@ -239,7 +239,7 @@ fn nearest_candidates<'a>(
     let distance = |rung: &CandidateSummary| match rung {
         rung if rung.change.is_empty() || Some(rung) == chosen => -1.0,
         rung if time.is_finite() => (rung.relative_time - time).abs(),
-        // Nothing fits: what comes nearest is the smallest.
+        // Nothing fits: the smallest candidate comes closest.
         rung => (rung.vram_bytes + rung.ram_bytes) as f64,
     };
     let mut nearest: Vec<usize> = (0..rungs.len()).collect();

@@ -1,6 +1,6 @@
-//! Where a run stands: rates over its recent updates, time left, and the progress line.
+//! Progress of a run: rates over its recent updates, remaining time, and the progress line.
 //!
-//! A pure function of the records so far; the only clock is theirs.
+//! A pure function of the records so far; their timestamps are the only clock.
 
 use std::collections::VecDeque;
 
@@ -8,7 +8,7 @@ use super::text::{self, AnsiStyle};
 use crate::train::event::{Event, EventRecord, MemoryBytes};
 use crate::units::format_count;
 
-/// Rates are those of the last `WINDOW_S` seconds, and of at most `WINDOW_STEPS` updates.
+/// Rates cover the last `WINDOW_S` seconds and at most `WINDOW_STEPS` updates.
 const WINDOW_S: f64 = 10.0;
 const WINDOW_STEPS: usize = 512;
 
@@ -24,15 +24,15 @@ struct StepSample {
     used: MemoryBytes,
 }
 
-/// What the progress line is made of.
+/// State behind the progress line.
 #[derive(Debug, Default)]
 pub struct RunProgress {
     total_steps: u64,
     steps_per_epoch: u64,
     budget: MemoryBytes,
-    /// Updates made before this session.
+    /// Updates before this session.
     start_step: u64,
-    /// Newest last; not every update need be logged.
+    /// Newest last. Not every update is logged.
     recent: VecDeque<StepSample>,
     evals: u64,
     eval_s: f64,
@@ -62,7 +62,7 @@ impl RunProgress {
                     lr: *lr,
                     used: MemoryBytes { ram: *ram_bytes, vram: *vram_bytes },
                 });
-                // Two must stay: one alone does not tell the samples of an update.
+                // Keep two: one alone does not show how many samples an update has.
                 while self.recent.len() > 2
                     && (self.recent.len() > WINDOW_STEPS || record.t - self.recent[0].t > WINDOW_S)
                 {
@@ -77,12 +77,12 @@ impl RunProgress {
         }
     }
 
-    /// Updates made.
+    /// Updates so far.
     pub fn step(&self) -> u64 {
         self.recent.back().map_or(self.start_step, |seen| seen.step)
     }
 
-    /// The epoch, from 1, that update `step` belongs to.
+    /// The epoch, from 1, of update `step`.
     pub fn epoch(&self, step: u64) -> u64 {
         step.div_ceil(self.steps_per_epoch.max(1)).max(1)
     }
@@ -91,13 +91,13 @@ impl RunProgress {
         self.epoch(self.total_steps)
     }
 
-    /// Mean seconds of a recent update.
+    /// Mean seconds per recent update.
     fn step_s(&self) -> Option<f64> {
         let mean = self.recent.iter().map(|seen| seen.step_s).sum::<f64>() / self.recent.len() as f64;
         (mean > 0.0).then_some(mean)
     }
 
-    /// Samples a second while training; evaluations and checkpoints do not slow it.
+    /// Samples per second of training; excludes evaluations and checkpoints.
     pub fn samples_per_second(&self) -> Option<f64> {
         let (first, last) = (self.recent.front()?, self.recent.back()?);
         let samples = if last.step > first.step {
@@ -110,13 +110,13 @@ impl RunProgress {
         Some(samples / self.step_s()?)
     }
 
-    /// Share of recent time spent waiting for data, 0 to 1.
+    /// Fraction of recent time spent waiting for data, 0 to 1.
     pub fn data_wait(&self) -> Option<f64> {
         let wait: f64 = self.recent.iter().map(|seen| seen.wait_s).sum();
         Some(wait / self.recent.len() as f64 / self.step_s()?)
     }
 
-    /// Seconds to the end: the updates left, and evaluations as often as so far.
+    /// Seconds to the end: the remaining updates, plus evaluations at the rate so far.
     pub fn eta(&self) -> Option<f64> {
         let left = self.total_steps.saturating_sub(self.step()) as f64;
         let done = self.step().saturating_sub(self.start_step) as f64;
@@ -124,7 +124,7 @@ impl RunProgress {
         Some(left * self.step_s()? + evals * self.eval_s)
     }
 
-    /// The progress line; with a width, the least telling fields give way until it fits.
+    /// The progress line. With a width, drops the least important fields until it fits.
     pub fn line(&self, width: Option<usize>, bar: bool, paint: AnsiStyle) -> String {
         let Some(last) = self.recent.back() else { return "starting".into() };
         let (total, epochs) = (format_count(self.total_steps), self.epochs().to_string());
@@ -133,7 +133,7 @@ impl RunProgress {
             0 => ("ram", last.used.ram, self.budget.ram),
             vram => ("vram", last.used.vram, vram),
         };
-        // (what gives way first has the lowest rank, text)
+        // (priority, text): the lowest priority is dropped first
         let mut fields = vec![
             (5, format!("epoch {:>of_epochs$}/{epochs}", self.epoch(last.step))),
             (8, format!("step {:>of_total$}/{total}", format_count(last.step))),
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn the_line_says_all_and_gives_way_by_rank() {
-        let progress = after(&fixtures::run()[..9]); // 2 updates of 1 s and half an evaluation are left
+        let progress = after(&fixtures::run()[..9]); // 2 updates of 1 s and half an evaluation remain
         let line = |width, bar| progress.line(width, bar, AnsiStyle::default());
         assert_eq!(
             line(None, false),
@@ -205,7 +205,7 @@ mod tests {
         assert!(painted.contains("\x1b[36m━━━━━━\x1b[0m\x1b[2m────\x1b[0m"), "{painted:?}");
     }
 
-    /// 100 slow updates leave the window; the last eleven, ten times as fast, are what counts.
+    /// 100 slow updates leave the window; only the last eleven, ten times as fast, count.
     #[test]
     fn rates_are_those_of_the_recent_window() {
         let mut progress = after(&[fixtures::started(0.0)]);
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(progress.line(None, true, AnsiStyle::default()), "starting");
         progress.add(&fixtures::resumed(0.0, 4));
         progress.add(&fixtures::step(1.0, 5));
-        // One update of a resumed run does not tell how many samples are its own.
+        // The first update of a resumed run does not show how many of the samples are its own.
         assert_eq!((progress.samples_per_second(), progress.eta()), (None, Some(1.0)));
     }
 }

@@ -1,4 +1,4 @@
-//! `docs/events.md`, generated from the definition of [`Record`].
+//! Generates `docs/events.md` from the definition of [`EventRecord`].
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -31,7 +31,7 @@ pub fn events_markdown() -> String {
         let title = kind["properties"]["event"]["const"].as_str().unwrap_or_default();
         write_section(&mut page, &format!("## `{title}`"), kind, &mut type_names);
     }
-    // Types named by the events name further ones: until nothing new turns up.
+    // Types of events refer to further types: repeat until none is new.
     page += "\n## Types\n";
     let mut done = Vec::new();
     while let Some(name) = type_names.iter().find(|name| !done.contains(*name)).cloned() {
@@ -41,7 +41,7 @@ pub fn events_markdown() -> String {
     page
 }
 
-/// A heading, the description, and a table of fields or a list of allowed words.
+/// A heading, the description, and a table of fields or a list of allowed values.
 fn write_section(page: &mut String, title: &str, schema: &Value, named: &mut BTreeSet<String>) {
     // Writing to a string cannot fail.
     let _ = write!(page, "\n{title}\n");
@@ -69,7 +69,7 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|")
 }
 
-/// A field's type in words, with a link where it is one of ours.
+/// The type of a field in words, with a link if the page documents it.
 fn type_text(field: &Value, named: &mut BTreeSet<String>) -> String {
     if let Some(name) = field["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
         named.insert(name.to_owned());

@@ -1,4 +1,4 @@
-//! A bar for each pass over files that must end before the first sample can be read.
+//! A progress bar for each pass over files that must finish before the first sample can be read.
 
 use std::sync::Mutex;
 
@@ -6,7 +6,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::data::ProgressObserver;
 
-/// Shows the pass under way on stderr. One pass is shown at a time.
+/// Shows the current pass on stderr, one at a time.
 #[derive(Default)]
 pub struct ScanProgress(Mutex<Option<ProgressBar>>);
 

@@ -1,7 +1,7 @@
-//! What became of a run, rebuilt from its events alone: finished, interrupted, killed or resumed.
+//! Summary of a run, rebuilt from its events alone: finished, interrupted, killed or resumed.
 //!
-//! A step repeated after a resume counts once. Time is time spent, repeated work included, the time
-//! between a stop and its resume left out.
+//! A step repeated after a resume counts once. Elapsed time includes repeated work, but not the time between a stop
+//! and its resume.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,7 +20,7 @@ use crate::units::format_count;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunState {
-    /// No last word: running, or killed.
+    /// No final event: running, or killed.
     #[default]
     Unfinished,
     Interrupted,
@@ -29,23 +29,23 @@ pub enum RunState {
     Finished,
 }
 
-/// The checkpoint judged best so far.
+/// The best checkpoint so far.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BestCheckpoint {
     pub step: u64,
-    /// The metric that chose it, where known, and the evaluation's other values at that step.
+    /// The metric that selected it, if known, and the other metrics of the evaluation at that step.
     #[serde(deserialize_with = "nullable::numbers")]
     pub metrics: BTreeMap<String, f64>,
 }
 
-/// A run in numbers; `summary.json` is this.
+/// A run in numbers: the contents of `summary.json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     pub state: RunState,
-    /// Why it stopped, when it did not finish.
+    /// Why it stopped without finishing.
     pub reason: Option<String>,
     pub name: String,
-    /// Folder of the run.
+    /// Run directory.
     pub run: String,
     pub device: String,
     pub parameters: u64,
@@ -53,16 +53,16 @@ pub struct Summary {
     pub total_steps: u64,
     pub epochs: u64,
     pub samples: u64,
-    /// Last value of each: `train.loss`, `valid.loss`, ...
+    /// Last value of each metric: `train.loss`, `valid.loss`, ...
     #[serde(deserialize_with = "nullable::numbers")]
     pub metrics: BTreeMap<String, f64>,
     pub best: Option<BestCheckpoint>,
-    /// Folder of the newest checkpoint.
+    /// Path of the newest checkpoint.
     pub checkpoint: Option<String>,
     pub planned_peak_bytes: MemoryBytes,
-    /// The heap on the host, allocated memory on the device.
+    /// Host heap and device allocations.
     pub measured_peak_bytes: MemoryBytes,
-    /// The peak of the worker process's resident host memory (`VmHWM`), of all sessions the highest.
+    /// Peak resident host memory of the worker process (`VmHWM`), the highest over all sessions.
     #[serde(default)]
     pub resident_peak_bytes: u64,
     pub budget_bytes: MemoryBytes,
@@ -72,41 +72,41 @@ pub struct Summary {
     pub ooms: u64,
     pub shrunk: u64,
     pub grown: u64,
-    /// Processes that were lost and replaced.
+    /// Worker processes that died and were replaced.
     #[serde(default)]
     pub restarts: u64,
     pub samples_digest: String,
-    /// Records that were left out because they cannot be used.
+    /// Bad records skipped.
     #[serde(default)]
     pub bad_records: u64,
-    /// Lines of `events.jsonl` that are no events and were passed over, counted from 1.
+    /// Lines of `events.jsonl`, from 1, that do not parse and were skipped.
     #[serde(default)]
     pub damaged_lines: Vec<usize>,
-    /// What to change, where updates waited too long for data.
+    /// What to change, if updates waited too long for data.
     #[serde(default)]
     pub slow_data: Option<String>,
     #[serde(skip)]
     fold: FoldState,
 }
 
-/// What folding needs and nobody reads.
+/// Internal state of the fold.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct FoldState {
     last_t: Option<f64>,
-    /// A session has begun and not yet made a step.
+    /// A session has started and not yet made a step.
     before_first_step: bool,
     train_samples: u64,
     steps_per_epoch: u64,
     samples_per_update: u64,
     evals: BTreeMap<u64, BTreeMap<String, f64>>,
     best_steps: Vec<u64>,
-    /// Folders of checkpoints by step.
+    /// Checkpoint paths by step.
     checkpoints: BTreeMap<u64, String>,
 }
 
 impl Summary {
-    /// Folds an `events.jsonl`. Lines that are no events are passed over and remembered: the events are told to
-    /// people, and no checkpoint depends on them. A torn last line is not even that.
+    /// Folds an `events.jsonl`. Skips lines that do not parse and remembers their numbers: events are for people, and
+    /// no checkpoint depends on them. Ignores a torn last line.
     pub fn from_events(path: &Path) -> Result<Summary, ReportError> {
         let read = |source| ReportError::Read { path: path.to_owned(), source };
         let mut summary = Summary::default();
@@ -119,7 +119,7 @@ impl Summary {
         Ok(summary)
     }
 
-    /// Takes in the next record.
+    /// Adds the next record.
     pub fn add(&mut self, record: &EventRecord) {
         let event = &record.event;
         let gap = match event {
@@ -204,7 +204,7 @@ impl Summary {
             Event::BadRecords { count, .. } => self.bad_records = *count,
             Event::SlowData { cause, advice, .. } => self.slow_data = Some(format!("{cause}: {advice}")),
             Event::Interrupted { step, signal, checkpoint } => {
-                // Steps since the last one that was told.
+                // Steps since the last logged one.
                 (self.steps, self.samples) = (*step, self.fold.samples(*step));
                 self.epochs = self.fold.epochs(*step);
                 (self.state, self.reason) = (RunState::Interrupted, Some(signal.clone()));
@@ -236,7 +236,7 @@ impl Summary {
                 (self.steps, self.epochs, self.samples) = (*steps, *epochs, *samples);
                 (self.elapsed_s, self.data_wait_s) = (*elapsed_s, *data_wait_s);
                 self.planned_peak_bytes = *planned_peak_bytes;
-                // Of all the sessions of a run, the highest.
+                // The highest over all sessions of the run.
                 self.resident_peak_bytes = self.resident_peak_bytes.max(*resident_peak_bytes);
                 let peak = &mut self.measured_peak_bytes;
                 peak.ram = peak.ram.max(measured_peak_bytes.ram);
@@ -257,7 +257,7 @@ impl Summary {
         }
     }
 
-    /// Forgets what came after `step`: it is about to be done again.
+    /// Forgets everything after `step`, which is about to be repeated.
     fn rewind(&mut self, step: u64) {
         let fold = &mut self.fold;
         (self.state, self.reason) = (RunState::Unfinished, None);
@@ -277,7 +277,7 @@ impl Summary {
         self.checkpoint = fold.checkpoints.values().next_back().cloned();
     }
 
-    /// Writes `path` whole or not at all.
+    /// Writes `path` completely or not at all.
     pub fn write(&self, path: &Path) -> Result<(), ReportError> {
         let write = || -> io::Result<()> {
             let temporary = path.with_extension("json.tmp");
@@ -397,7 +397,7 @@ impl FoldState {
         step.div_ceil(self.steps_per_epoch.max(1))
     }
 
-    /// Samples seen after `step` updates: all are of one size but the last of an epoch.
+    /// Samples seen after `step` updates: all updates have one size, except the last of an epoch.
     fn samples(&self, step: u64) -> u64 {
         let per_epoch = self.steps_per_epoch.max(1);
         let whole = step / per_epoch * self.train_samples;
@@ -453,8 +453,8 @@ folder   runs/shapes/1"
         );
     }
 
-    /// Killed at step 5 with its last line torn, resumed from step 2, killed at 3: as if 4 and 5 and
-    /// the best of step 4 had never been.
+    /// Killed at step 5 with a torn last line, resumed from step 2, killed at 3: as if steps 4 and 5, and the best of
+    /// step 4, had never happened.
     #[test]
     fn steps_repeated_after_a_resume_count_once() {
         let run = fixtures::run();

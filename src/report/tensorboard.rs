@@ -1,8 +1,8 @@
-//! Event files TensorBoard reads, written by hand: TFRecord frames around protobuf `Event`s.
+//! TensorBoard event files, encoded by hand: TFRecord frames around protobuf `Event`s.
 //!
-//! A frame is the payload's length (u64), its masked CRC-32C, the payload, and the payload's masked
-//! CRC-32C, little-endian. A resumed run opens a new file that begins with a session start at the
-//! first step to be repeated, which makes TensorBoard forget what it had from there on.
+//! A frame is the payload's length (u64), its masked CRC-32C, the payload, and the payload's masked CRC-32C,
+//! little-endian. A resumed run opens a new file that starts with a session start at the first repeated step;
+//! TensorBoard then discards what it had from there on.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 use super::Sink;
 use crate::train::event::{Event, EventRecord};
 
-/// Scalars of a run in a folder of event files.
+/// Scalars of a run, in a folder of event files.
 pub struct TensorBoard {
     folder: PathBuf,
-    /// Opened by the first record: its time names the file.
+    /// Opened by the first record, whose time names the file.
     file: Option<File>,
 }
 
 impl TensorBoard {
-    /// Writes under `folder`, made if absent, beside the files of earlier sessions.
+    /// Writes under `folder`, created if absent, beside the files of earlier sessions.
     pub fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned(), file: None }
     }
@@ -29,7 +29,7 @@ impl TensorBoard {
             Some(ref mut file) => Ok(file),
             None => {
                 fs::create_dir_all(&self.folder)?;
-                // Files are read in the order of their names: each must come after the last.
+                // TensorBoard reads files in the order of their names: each new name must sort after the last.
                 let stamps = fs::read_dir(&self.folder)?.filter_map(|entry| {
                     entry.ok()?.file_name().to_str()?.split('.').nth(3)?.parse::<u64>().ok()
                 });
@@ -103,7 +103,7 @@ fn frame(payload: &[u8]) -> Vec<u8> {
     [&length[..], &masked_crc(&length), payload, &masked_crc(payload)].concat()
 }
 
-/// Protobuf wire format, as much of it as scalars need.
+/// The part of the protobuf wire format that scalars need.
 struct ProtoMessage(Vec<u8>);
 
 fn encode(build: impl FnOnce(ProtoMessage) -> ProtoMessage) -> Vec<u8> {
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
     use crate::report::fixtures;
 
-    /// The payloads of an event file; panics where a length or a checksum is wrong.
+    /// The payloads of an event file; panics on a wrong length or checksum.
     fn payloads(file: &Path) -> Vec<Vec<u8>> {
         let bytes = fs::read(file).unwrap();
         let (mut rest, mut out) = (&bytes[..], Vec::new());

@@ -1,7 +1,7 @@
-//! A run on stderr: a bar that redraws itself on a terminal, plain lines now and then elsewhere.
+//! A run on stderr: a live bar on a terminal, occasional plain lines elsewhere.
 //!
-//! Lines are a pure function of the records; the clock is theirs. Errors of the run are left to
-//! whoever returns them, so that none is said twice.
+//! Lines are a pure function of the records; their timestamps are the clock. Whoever returns an error of the run
+//! reports it, so that none appears twice.
 
 use std::io::{self, Write};
 
@@ -14,9 +14,9 @@ use super::{DisplayOptions, Sink, Verbosity, plan};
 use crate::train::event::{Event, EventRecord};
 use crate::units::{Bytes, format_count};
 
-/// Seconds between plain progress lines, at least.
+/// Minimum seconds between plain progress lines.
 const PLAIN_EVERY_S: f64 = 5.0;
-/// Seconds between redraws of the bar, at least.
+/// Minimum seconds between redraws of the bar.
 const DRAW_EVERY_S: f64 = 0.05;
 
 /// What people see of a run.
@@ -26,13 +26,13 @@ pub struct Terminal<W> {
     bar: Option<ProgressBar>,
     progress: RunProgress,
     summary: Summary,
-    /// Step of the last progress line and when it was shown.
+    /// Step of the last progress line, and when it was shown.
     last_line: Option<(u64, f64)>,
 }
 
 impl<W: Write + Send> Terminal<W> {
-    /// `history` is the summary of a resumed run's events so far; the default for a new run.
-    /// With `display.live` the bar is drawn on stderr, and `out` should be stderr too.
+    /// `history` summarizes a resumed run's events so far; the default for a new run. With `display.interactive` the
+    /// bar is drawn on stderr, and `out` should be stderr too.
     pub fn new(out: W, look: DisplayOptions, history: Summary) -> Self {
         Self {
             out,
@@ -62,7 +62,7 @@ impl<W: Write + Send> Terminal<W> {
         }
     }
 
-    /// A progress line is due: the bar is redrawn, or a plain line comes back.
+    /// If a progress line is due: redraws the bar, or returns a plain line.
     fn draw_progress(&mut self, t: f64, every: f64) -> Option<String> {
         let step = self.progress.step();
         if self.last_line.is_some_and(|(shown, at)| shown == step || t - at < every) {
@@ -89,7 +89,7 @@ impl<W: Write + Send> Terminal<W> {
         }
     }
 
-    /// The lines a record is worth, apart from progress.
+    /// The lines for a record, except progress.
     fn event_lines(&self, record: &EventRecord) -> Vec<String> {
         let paint = self.paint();
         let line = |label: String, text: String| vec![format!("{label} {text}")];
@@ -297,8 +297,8 @@ mod tests {
         String::from_utf8(out).unwrap()
     }
 
-    /// Of six updates within five seconds of each other, the first, those at evaluations and the
-    /// last are shown.
+    /// Of six updates within five seconds of each other, plain output shows the first, those at evaluations and the
+    /// last.
     #[test]
     fn plain_lines_come_now_and_then_and_carry_no_control_codes() {
         let text = shown(&fixtures::run(), Verbosity::Normal);

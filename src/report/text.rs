@@ -1,10 +1,10 @@
-//! How numbers, durations and tables look to people. Pure functions; no I/O.
+//! Formats numbers, durations and tables for people. Pure functions; no I/O.
 
 use std::fmt::Write;
 
 use crate::units::Bytes;
 
-/// ANSI styling, or none at all.
+/// ANSI styling, or none.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AnsiStyle {
     pub color: bool,
@@ -34,7 +34,7 @@ impl AnsiStyle {
     }
 }
 
-/// Four decimals where they say something, powers of ten elsewhere: `0.1832`, `3.10e-5`.
+/// Four decimals in a readable range, scientific notation elsewhere: `0.1832`, `3.10e-5`.
 pub fn number(x: f64) -> String {
     match x.abs() {
         0.0 => "0.0000".into(),
@@ -76,19 +76,19 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// `part` of `whole` in per cent: `12.5 %`.
+/// `part` of `whole` in percent: `12.5 %`.
 pub fn percent(part: f64, whole: f64) -> String {
     if whole > 0.0 { format!("{:.1} %", 100.0 * part / whole) } else { "-".into() }
 }
 
-/// `filled` (0 to 1) of `width` cells, in eighths of a cell.
+/// A bar with `filled` (0 to 1) of `width` cells, in eighths of a cell.
 pub fn bar(filled: f64, width: usize) -> String {
     const EIGHTHS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
     let eighths = (filled.clamp(0.0, 1.0) * width as f64 * 8.0).round() as usize;
     "█".repeat(eighths / 8) + EIGHTHS[eighths % 8]
 }
 
-/// Rows in columns two spaces apart; `align` has one `<` or `>` a column. Trailing blanks are cut.
+/// Aligns rows in columns two spaces apart; `align` has one `<` or `>` per column. Trims trailing spaces.
 pub fn table(align: &str, indent: usize, rows: &[Vec<String>]) -> Vec<String> {
     let width = |text: &str| console::measure_text_width(text);
     let widths: Vec<usize> = (0..align.len())

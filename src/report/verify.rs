@@ -1,11 +1,11 @@
-//! A proof of a job, for people.
+//! Renders the verification of a job for people.
 
 use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
 use crate::memory::MemoryPlan;
 use crate::train::verify::{MaxDifference, VariantResult, VerifyReport};
 
-/// What is said before a proof begins: how the job is run, and what cannot be varied.
+/// The lines before the verification: how the job runs, and what cannot be varied.
 pub fn header_lines(plan: &MemoryPlan, notes: &[String], look: DisplayOptions) -> Vec<String> {
     let paint = AnsiStyle { color: look.color };
     let chosen = &plan.chosen;
@@ -26,7 +26,7 @@ pub fn header_lines(plan: &MemoryPlan, notes: &[String], look: DisplayOptions) -
         .collect()
 }
 
-/// The table of all ways, and the verdict.
+/// The table of all variants, and the verdict.
 pub fn lines(report: &VerifyReport, look: DisplayOptions) -> Vec<String> {
     let paint = AnsiStyle { color: look.color };
     let t = &report.tolerance;
@@ -57,7 +57,7 @@ pub fn lines(report: &VerifyReport, look: DisplayOptions) -> Vec<String> {
     lines
 }
 
-/// What failed, as an error says it.
+/// The first failed variant, as an error message.
 pub fn failure_message(report: &VerifyReport) -> Option<String> {
     let variant = report.ways.iter().find(|way| !way.passed)?;
     Some(format!("`{}` is not the same experiment: {}", variant.name, describe_differences(variant, report)))

@@ -1,6 +1,6 @@
-//! `plan --measure`: the few best ways of running, each for some updates of the real job, and the clock decides.
+//! `plan --measure`: times the best few execution plans on real updates of the job and picks the fastest.
 //!
-//! In this process, with the job's own data, under a ledger with the job's budget; leaves no run behind.
+//! Runs in this process, on the job's own data, under a ledger with the job's budget. Leaves no run directory behind.
 
 use std::time::{Duration, Instant};
 
@@ -17,13 +17,13 @@ use crate::memory::plan::{MemoryPlan, PlanVerdict};
 use crate::memory::planner;
 use crate::memory::search::{Candidate, PlanRequest, Search};
 
-/// Ways that are run, and updates of each: the first warms up, the fastest of the others counts.
+/// Candidates to time, and updates of each. The first update is a warm-up; the fastest of the others counts.
 const MAX_CANDIDATES: usize = 4;
 const UPDATES_PER_CANDIDATE: u64 = 6;
-/// After this long a way gets no further update.
+/// A candidate gets no further update once it has run this long.
 const TIME_LIMIT: Duration = Duration::from_secs(5);
 
-/// The plan whose way was measured to be the fastest of the best.
+/// The memory plan of the candidate that measured fastest.
 pub fn plan(setup: &mut Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failure> {
     let request = PlanRequest { include_alternatives: true, ..setup.plan_request(machine) };
     let found = setup.with_estimator_inputs_for(machine, |inputs| {
@@ -46,7 +46,7 @@ pub fn plan(setup: &mut Setup, machine: &TargetMachine) -> Result<MemoryPlan, Fa
     }))
 }
 
-/// The ways that fit and are predicted to be the fastest.
+/// The candidates that fit, fastest predicted first.
 fn fastest_candidates(search: &Search) -> Vec<Candidate> {
     let mut fitting: Vec<Candidate> =
         search.candidates.iter().filter(|candidate| search.fits(candidate)).copied().collect();
@@ -55,8 +55,8 @@ fn fastest_candidates(search: &Search) -> Vec<Candidate> {
     fitting
 }
 
-/// The plan of the fastest measured, with all that was measured on the scale of the predictions: the way that
-/// was planned takes as long as predicted.
+/// Builds the plan of the fastest measured candidate. Measured times are rescaled so that the planned candidate takes
+/// its predicted time: `measured_time` and `relative_time` are then comparable.
 fn plan_of_fastest(
     request: &PlanRequest,
     predictor: &Estimator,
@@ -97,7 +97,7 @@ fn plan_of_fastest(
     plan
 }
 
-/// Seconds of an update run in this way; none where it does not fit after all.
+/// Seconds per update under this candidate; `None` if it runs out of memory after all.
 fn time_candidate(
     setup: &mut Setup,
     machine: &TargetMachine,
@@ -147,7 +147,7 @@ fn time_updates(setup: &Setup, ledgers: Ledgers, candidate: Candidate) -> Result
             }
         }
         let grad_stats = engine.compute_grad_stats(&pending_sums, 1.0, true)?;
-        // At a rate of 0 the weights stay, and every update does the same work.
+        // A learning rate of 0 leaves the weights unchanged, so every update does the same work.
         engine.update(&grad_stats, 0.0, number)?;
         if number > 1 {
             fastest = fastest.min(update.elapsed().as_secs_f64());

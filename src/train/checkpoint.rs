@@ -1,17 +1,17 @@
-//! Checkpoints: whole on disk or not there at all.
+//! Checkpoints: complete on disk, or absent.
 //!
-//! A checkpoint is a folder `step-N`: weights and statistics in `model.safetensors` under names and
-//! shapes other tools read, their moving average in `ema.safetensors` where one is kept, the optimizer's
-//! buffers in `optimizer.safetensors`, the tokenizer where the data is text, the rest in `state.json`.
+//! A checkpoint is a folder `step-N`. It holds weights and running statistics in `model.safetensors`, under the names
+//! and shapes other tools read; the EMA of the weights in `ema.safetensors`, if the job keeps one; the optimizer
+//! state in `optimizer.safetensors`; the tokenizer, if the data is text; everything else in `state.json`.
 //!
-//! The folder is written under a hidden name, synced with its marker `DONE`, and renamed: the rename is the
-//! moment at which it exists. It is renamed to a hidden name before it is removed, for the same reason. So a
-//! `step-N` without a marker was damaged by somebody else, and hidden folders are what an interrupted process
-//! left: [`Checkpoints::clean`] removes them. The marker holds the checksum of the state and the state those of
-//! the files, so that damage is seen and the checkpoint before is used.
+//! `save` writes the folder under a hidden name, syncs it with its marker `DONE`, and renames it: the rename is the
+//! commit point. Removal renames to a hidden name first, for the same reason. So a `step-N` without a marker was
+//! damaged from outside, and a hidden folder is what an interrupted process left; [`Checkpoints::clean`] removes
+//! those. The marker holds the checksum of the state, and the state the checksums of the files, so a resume detects
+//! damage and falls back to the previous checkpoint.
 //!
-//! A checkpoint comes before the evaluation of its step, whose result is added to it afterwards, as a state
-//! that replaces the first.
+//! The run writes a checkpoint before it evaluates that step. The result is added afterwards, as a second state file
+//! that supersedes the first.
 
 mod state;
 
@@ -38,30 +38,30 @@ const AVERAGE: &str = "ema.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
 const STATE: &str = "state.json";
-/// The state after the evaluation of this step: a line with its checksum, then the state.
+/// The state after this step's evaluation: one line with its checksum, then the state as JSON.
 const EVALUATED: &str = "evaluated.json";
 const DONE: &str = "DONE";
 /// Marks weights whose next update was not finite.
 const DIVERGED: &str = "DIVERGED";
 
-/// The checkpoints of a run.
+/// The checkpoint folder of a run.
 pub struct Checkpoints {
     root: PathBuf,
 }
 
-/// The tensors of a run.
+/// The tensors that a checkpoint saves and restores.
 pub struct CheckpointTensors<'a> {
     pub store: &'a ParamStore,
     pub optimizer: &'a Optimizer,
-    /// The moving average of the weights.
+    /// EMA of the weights.
     pub average: Option<&'a Tensor>,
 }
 
-/// What [`Checkpoints::newest`] finds.
+/// Result of [`Checkpoints::newest`].
 #[derive(Default)]
 pub struct NewestCheckpoint {
     pub found: Option<(CheckpointState, PathBuf)>,
-    /// Newer checkpoints, each with the reason why it was passed over.
+    /// Newer checkpoints that were rejected, each with the reason.
     pub skipped: Vec<String>,
 }
 
@@ -74,12 +74,12 @@ impl Checkpoints {
         self.root.join(format!("step-{step:08}"))
     }
 
-    /// Where a checkpoint is while it is written (`tmp`), replaced (`old`) or removed (`removed`).
+    /// Path of a checkpoint while it is being written (`tmp`), replaced (`old`) or removed (`removed`).
     fn hidden_path(&self, step: u64, what: &str) -> PathBuf {
         self.root.join(format!(".step-{step:08}.{what}"))
     }
 
-    /// Steps of all, newest first, damaged ones included.
+    /// Steps of all checkpoints, newest first, including damaged ones.
     pub fn steps(&self) -> Vec<u64> {
         let names = entry_names(&self.root).unwrap_or_default();
         let mut steps: Vec<u64> =
@@ -88,14 +88,14 @@ impl Checkpoints {
         steps
     }
 
-    /// Removes what a process that was killed left half-written or half-removed. Only the owner of the run may.
+    /// Removes what a killed process left half-written or half-removed. Only the owner of the run lock may call this.
     pub fn clean(&self) -> Result<(), Failure> {
         for name in entry_names(&self.root).map_err(Failure::io("read", &self.root))? {
             let path = self.root.join(&name);
             if let Some(old) = name.strip_prefix(".").and_then(|name| name.strip_suffix(".old"))
                 && !self.root.join(old).exists()
             {
-                // Killed between the two renames of a replacement.
+                // The process was killed between the two renames of a replacement.
                 rename(&path, &self.root.join(old))?;
             } else if name.starts_with(".step-") {
                 fs::remove_dir_all(&path).map_err(Failure::io("remove", &path))?;
@@ -109,8 +109,8 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Writes a checkpoint and gives its folder and its bytes. What was there before stays whole, and a
-    /// failure leaves nothing behind. `tokenizer` is a file to keep with it.
+    /// Writes a checkpoint and returns its path and size in bytes. An existing checkpoint of the same step stays
+    /// intact until the commit, and a failure leaves nothing behind. `tokenizer` is a file to copy into it.
     pub fn save(
         &self,
         mut state: CheckpointState,
@@ -131,8 +131,8 @@ impl Checkpoints {
         written
     }
 
-    /// Gives a checkpoint that is written its name. One that has it already, as when steps are repeated after a
-    /// resume, stays until then.
+    /// Renames a written checkpoint to its final name. A checkpoint that already has the name, as when a resumed run
+    /// repeats steps, stays until then.
     fn commit(&self, step: u64) -> Result<(), Failure> {
         let (temporary, path, old) =
             (self.hidden_path(step, "tmp"), self.path(step), self.hidden_path(step, "old"));
@@ -142,7 +142,7 @@ impl Checkpoints {
         }
         if let Err(failure) = rename(&temporary, &path) {
             if replaces {
-                // Best effort: if this fails too, the next start does it.
+                // Best effort: if this fails too, the next start restores it.
                 let _ = fs::rename(&old, &path);
             }
             return Err(failure);
@@ -197,7 +197,7 @@ impl Checkpoints {
         Ok(state.files.values().map(|(_, bytes)| bytes).sum())
     }
 
-    /// Adds the result of the evaluation to the checkpoint of its step: `state` takes the place of the first.
+    /// Adds the evaluation result to the checkpoint of its step: `state` supersedes the state saved first.
     pub fn save_evaluation(&self, state: &CheckpointState) -> Result<(), Failure> {
         let path = self.path(state.step).join(EVALUATED);
         let text = json(state, &path)?;
@@ -206,25 +206,26 @@ impl Checkpoints {
         sync(&self.path(state.step))
     }
 
-    /// Marks the checkpoints of `step` and later ones: the next update from them was not finite, so that a resumed
-    /// run begins with one before.
+    /// Marks the checkpoints of `step` and later: the next update from them was not finite, so a resumed run starts
+    /// from an earlier one.
     pub fn mark_diverged(&self, step: u64) -> Result<(), Failure> {
         let suspect = self.steps().into_iter().filter(|s| *s >= step);
         suspect.map(|step| self.path(step).join(DIVERGED)).try_for_each(|path| write_synced(&path, b""))
     }
 
-    /// The newest checkpoint that nothing is known against; else the newest.
+    /// The newest complete checkpoint that is not marked as diverged; if all are, the newest.
     pub fn last_good(&self) -> Option<PathBuf> {
         let paths: Vec<PathBuf> = self.complete_steps().map(|step| self.path(step)).collect();
         paths.iter().find(|path| !path.join(DIVERGED).exists()).or(paths.first()).cloned()
     }
 
-    /// Steps of those that carry the marker, newest first.
+    /// Steps of the checkpoints that carry the `DONE` marker, newest first.
     pub fn complete_steps(&self) -> impl Iterator<Item = u64> {
         self.steps().into_iter().filter(|step| self.path(*step).join(DONE).exists())
     }
 
-    /// Removes all but the newest `keep` good ones and the one of step `best`; what is newer than these stays.
+    /// Removes all but the newest `keep` good checkpoints and the one of step `best`. Checkpoints newer than the
+    /// newest good one stay.
     pub fn prune(&self, keep: usize, best: Option<u64>) -> Result<(), Failure> {
         let good = self.complete_steps().filter(|step| !self.path(*step).join(DIVERGED).exists());
         let good: Vec<u64> = good.collect();
@@ -239,8 +240,8 @@ impl Checkpoints {
         })
     }
 
-    /// The newest whole checkpoint whose next update was not known to be not finite; where there is no other, one
-    /// of those.
+    /// The newest intact checkpoint that is not marked as diverged; if all intact ones are marked, the newest of
+    /// those.
     pub fn newest(&self) -> NewestCheckpoint {
         let (mut newest, mut suspect) = (NewestCheckpoint::default(), None);
         for path in self.steps().into_iter().map(|step| self.path(step)) {
@@ -261,12 +262,12 @@ impl Checkpoints {
         newest
     }
 
-    /// The state of the newest checkpoint that has a readable one; its tensors are not looked at.
+    /// The newest readable state. Does not verify the tensor files.
     pub fn newest_state(&self) -> Option<CheckpointState> {
         self.steps().into_iter().find_map(|step| read_state(&self.path(step)).ok())
     }
 
-    /// Bytes of all that is there.
+    /// Bytes of everything in the checkpoint folder.
     pub fn bytes(&self) -> u64 {
         let folder = |path: PathBuf| fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
         let files = folder(self.root.clone()).flat_map(|entry| folder(entry.path()));
@@ -274,7 +275,7 @@ impl Checkpoints {
     }
 }
 
-/// What is in a folder; nothing where it is not there.
+/// Names of the entries of a folder; empty if the folder does not exist.
 fn entry_names(folder: &Path) -> std::io::Result<Vec<String>> {
     match fs::read_dir(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
@@ -314,10 +315,10 @@ fn checksum(path: &Path) -> std::io::Result<(u32, u64)> {
     }
 }
 
-/// A state larger than this is none of ours.
+/// Upper bound on the size of a state file: reading refuses anything larger.
 const MAX_STATE_BYTES: u64 = 256 << 20;
 
-/// The state of a checkpoint, after its evaluation where that is there and whole, or why there is none.
+/// Reads the state of a checkpoint, preferring the one with the evaluation if that is intact; or says why it cannot.
 fn read_state(path: &Path) -> Result<CheckpointState, String> {
     let read = |name: &str| {
         regular_file::read(&path.join(name), MAX_STATE_BYTES).map_err(|e| format!("cannot read {name}: {e}"))
@@ -330,7 +331,7 @@ fn read_state(path: &Path) -> Result<CheckpointState, String> {
     if String::from_utf8_lossy(&marker).trim() != crc32c::crc32c(&text).to_string() {
         return Err(format!("{STATE} does not match its checksum"));
     }
-    // Of another format little else can be read.
+    // Check the format first: a state of another format does not deserialize.
     let header: serde_json::Value =
         serde_json::from_slice(&text).map_err(|e| format!("{STATE} cannot be read: {e}"))?;
     if header["format"] != FORMAT {
@@ -344,14 +345,14 @@ fn read_state(path: &Path) -> Result<CheckpointState, String> {
         let evaluated: CheckpointState = serde_json::from_slice(text).ok()?;
         (sum == crc32c::crc32c(text).to_string() && evaluated.step == state.step).then_some(evaluated)
     });
-    // One that is damaged costs another evaluation.
+    // A damaged evaluation file only costs another evaluation.
     Ok(match evaluated {
         Some(evaluated) => CheckpointState { files: state.files, ..evaluated },
         None => state,
     })
 }
 
-/// The state of a checkpoint all of whose files are as they were written, or why not.
+/// Reads the state and verifies every file against its checksum; or says what is wrong.
 fn verify_files(path: &Path) -> Result<CheckpointState, String> {
     let state = read_state(path)?;
     for (name, expected) in &state.files {
@@ -363,13 +364,13 @@ fn verify_files(path: &Path) -> Result<CheckpointState, String> {
     Ok(state)
 }
 
-/// Reads a checkpoint's tensors into those of a run.
+/// Loads the tensors of a checkpoint into those of a run.
 pub fn load(path: &Path, tensors: &CheckpointTensors) -> Result<(), Failure> {
     let store = tensors.store;
     load_named(&path.join(MODEL), &store.layout.params, &store.master_weights)?;
     load_named(&path.join(MODEL), &store.layout.stats, &store.stats)?;
     if let Some(average) = tensors.average {
-        // A run that begins to average when it is resumed begins with the weights it has.
+        // A run that adds an EMA when it is resumed starts the EMA from the weights it loads.
         let file = if path.join(AVERAGE).exists() { AVERAGE } else { MODEL };
         load_named(&path.join(file), &store.layout.params, average)?;
     }
@@ -377,8 +378,8 @@ pub fn load(path: &Path, tensors: &CheckpointTensors) -> Result<(), Failure> {
     Ok(store.sync_compute_weights()?)
 }
 
-/// Reads weights from a file of ours or of another tool, by name; what else it has is passed over. A file of
-/// weights alone leaves the statistics as they are; one that has some has all.
+/// Loads weights by name from a safetensors file of this or another tool; ignores tensors the model does not have. A
+/// file without running statistics leaves them as they are; a file with some must have all.
 pub fn load_weights(file: &Path, store: &ParamStore) -> Result<(), Failure> {
     let (params, stats) = (&store.layout.params, &store.layout.stats);
     load_named(file, params, &store.master_weights)?;

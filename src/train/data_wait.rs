@@ -1,4 +1,5 @@
-//! Whether a run waits for its data too long, why, and what to change: pure functions of times and settings.
+//! Detects a run that waits too long for its data, and says why and what to change. Pure functions of times and
+//! settings.
 
 use std::time::Duration;
 
@@ -6,13 +7,13 @@ use crate::data::loader::WaitTimes;
 use crate::features::{Features, InputSpec};
 use crate::units::Bytes;
 
-/// More than this share of the time is too long.
+/// Upper limit on the fraction of update time spent waiting for data.
 pub const MAX_WAIT_FRACTION: f64 = 0.05;
-/// It is judged once there were so many updates and seconds: less says little, and is soon over.
+/// The monitor decides after this many updates and seconds; fewer say little, and a shorter run is over soon.
 const MIN_UPDATES: u64 = 20;
 const MIN_SECONDS: f64 = 5.0;
 
-/// Time that updates took, the first left out: it waits for the pipeline to fill.
+/// Accumulates update times. Skips the first update, which waits for the pipeline to fill.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DataWaitMonitor {
     updates: u64,
@@ -22,7 +23,7 @@ pub struct DataWaitMonitor {
 }
 
 impl DataWaitMonitor {
-    /// Takes in an update; gives the share of the time that was waited, once, if it is too long.
+    /// Adds an update. Returns the fraction of time spent waiting, once, if it exceeds [`MAX_WAIT_FRACTION`].
     pub fn record(&mut self, spent_s: f64, waited_s: f64) -> Option<f64> {
         self.updates += 1;
         if self.updates > 1 {
@@ -37,21 +38,21 @@ impl DataWaitMonitor {
     }
 }
 
-/// What the advice depends on.
+/// Inputs of the advice.
 #[derive(Clone, Copy, Debug)]
 pub struct LoaderBottleneck<'a> {
     pub waits: WaitTimes,
     pub workers: usize,
     pub cores: usize,
-    /// Bytes that may be read ahead.
+    /// Limit of the read-ahead, in bytes.
     pub prefetch: u64,
-    /// The files can only be read forward.
+    /// The data source is sequential: its files have no random access.
     pub sequential: bool,
     pub features: &'a Features,
 }
 
 impl LoaderBottleneck<'_> {
-    /// What is too slow, and what to change.
+    /// Returns the bottleneck, and the setting to change.
     pub fn advice(&self) -> (&'static str, String) {
         let WaitTimes { for_workers, for_buffers } = self.waits;
         let waited = for_workers + for_buffers;

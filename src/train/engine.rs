@@ -1,7 +1,7 @@
-//! Tensors and what is done to them: one micro-batch, one update, one evaluation batch.
+//! The tensors of a run and the operations on them: a training micro-batch, an update, an evaluation micro-batch.
 //!
-//! Prints nothing and decides nothing: an out of memory is a value for the caller. Everything that lives
-//! as long as the run is asked of the ledger here, before it is allocated.
+//! Prints nothing and decides nothing: an out-of-memory error (OOM) is a value for the caller. Every tensor that
+//! lives as long as the run is reserved in the ledger here, before it is allocated.
 
 use candle_core::{DType, Tensor};
 
@@ -28,7 +28,7 @@ use crate::memory::{InjectedOom, Ledger, Reservation, Role};
 use crate::optim::{self, Optimizer, OptimizerStep};
 use crate::params::ParamStore;
 
-/// The accounts of a run: of tensors, and of what the host holds beside them.
+/// Memory ledgers of a run: one for tensors, one for everything else on the host.
 #[derive(Clone)]
 pub struct Ledgers {
     pub tensors: Ledger,
@@ -36,7 +36,7 @@ pub struct Ledgers {
 }
 
 impl Ledgers {
-    /// One account for both where the CPU computes. `injected_oom`: asks for tensors that fail, for tests.
+    /// On the CPU both are the same ledger. `injected_oom` makes tensor reservations fail, for tests.
     pub fn new(setup: &Setup, ram: u64, injected_oom: Option<InjectedOom>) -> Self {
         match &setup.gpu {
             Some(gpu) => Self { tensors: Ledger::new(gpu.limit, injected_oom), host: Ledger::new(ram, None) },
@@ -52,30 +52,31 @@ pub struct Engine<'a> {
     setup: &'a Setup,
     pub store: ParamStore,
     pub optimizer: Optimizer,
-    /// What tensors take, on the device.
+    /// Ledger of tensor memory, on the compute device.
     pub ledger: Ledger,
-    /// What the host holds beside them; the very same account where the CPU computes.
+    /// Ledger of host memory that is not tensors; the same ledger as `ledger` on the CPU.
     pub host_ledger: Ledger,
-    /// Blocks that keep only their input and run forward again.
+    /// Blocks that save only their input and recompute their activations in the backward pass.
     pub recompute_blocks: usize,
-    /// Where their inputs wait, if not on the card.
+    /// Host buffers for the inputs of recomputed blocks, if these are offloaded from the GPU.
     activation_offload: Option<ActivationOffload>,
-    /// The moving average of the weights, where the job asks for one.
+    /// EMA of the weights, if the job sets one.
     pub average: Option<Tensor>,
-    /// The way of batches to where tensors are.
+    /// Copies batches to the device.
     pub staging: BatchStaging,
-    /// The statistics as they were when the update in hand began.
+    /// Running statistics at the start of the current update, for a rollback.
     saved_stats: Tensor,
-    /// Judges updates on a card, where the rule reads its findings there.
+    /// Computes gradient statistics on the GPU, if the optimizer reads them there: the host then does not
+    /// synchronize.
     #[cfg(feature = "cuda")]
     device_grad_stats: Option<DeviceGradStats>,
-    /// Repeats passes on a card, where these have memory of their own.
+    /// Places passes in an arena and replays them as CUDA graphs.
     #[cfg(feature = "cuda")]
     graph_cache: Option<GraphCache>,
     _reservations: Vec<Reservation>,
 }
 
-/// What is known, or will be, of an update's gradients.
+/// Gradient statistics of an update: known, or still being computed on the GPU.
 pub enum UpdateGradStats {
     Ready(GradStats),
     #[cfg(feature = "cuda")]
@@ -83,7 +84,7 @@ pub enum UpdateGradStats {
 }
 
 impl UpdateGradStats {
-    /// Waits for the card, where it has not come to it yet.
+    /// Returns the statistics. Pending ones synchronize with the GPU.
     pub fn read(&self) -> candle_core::Result<GradStats> {
         match self {
             UpdateGradStats::Ready(stats) => Ok(*stats),
@@ -97,7 +98,7 @@ impl UpdateGradStats {
     }
 }
 
-/// What lives as long as the run.
+/// Tensors that live as long as the run.
 struct PersistentState {
     store: ParamStore,
     optimizer: Optimizer,
@@ -111,7 +112,7 @@ struct PersistentState {
 }
 
 impl<'a> Engine<'a> {
-    /// `graphs`: passes on a GPU may be captured as CUDA graphs.
+    /// `graphs` permits capturing GPU passes as CUDA graphs.
     pub fn new(
         setup: &'a Setup,
         ledgers: Ledgers,
@@ -153,7 +154,7 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// Allocates what lives as long as the run.
+    /// Allocates the tensors that live as long as the run.
     fn allocate(setup: &Setup, host: &Ledger, graphs: bool) -> candle_core::Result<PersistentState> {
         let _ = graphs;
         let store = ParamStore::new(setup.layout.clone(), setup.job.seed, setup.dtype, &setup.device())?;
@@ -184,14 +185,14 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// What a sample's gradient is multiplied with, so that their sum is near their mean. The update
-    /// divides by the weight that was really there.
+    /// Divisor of each sample's gradient: the nominal number of targets per update, so that the accumulated sum is near
+    /// the mean. The update divides by the actual weight.
     fn nominal_weight(&self) -> f64 {
         let samples = self.setup.job.train.samples_per_update();
         (samples * self.setup.features().targets_per_sample()) as f64
     }
 
-    /// Adds the gradients of a micro-batch, times `scale`. A card is not waited for.
+    /// Accumulates the gradients of a micro-batch, multiplied by `scale`. Does not synchronize with the GPU.
     pub fn forward_backward(
         &self,
         batch: &data::HostBatch,
@@ -202,7 +203,7 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// What came of the first capture of a CUDA graph, once; `step` updates were made before it.
+    /// The outcome of the first CUDA graph capture, once, as an event; `step` is the number of updates before it.
     pub fn take_capture_event(&self, step: u64) -> Option<Event> {
         #[cfg(feature = "cuda")]
         return self.graph_cache.as_ref().and_then(GraphCache::take_outcome).map(|outcome| match outcome {
@@ -219,14 +220,14 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Lets go of what makes passes faster and takes memory.
+    /// Frees CUDA graphs and their arenas; passes then launch kernel by kernel.
     pub fn release_graphs(&self) {
         #[cfg(feature = "cuda")]
         self.graph_cache.iter().for_each(GraphCache::clear);
     }
 
-    /// What is to be done with gradients learned with `scale`, by micro-batches that counted this. A card is waited
-    /// for only where its findings are wanted `now`, or the rule of updates cannot do without.
+    /// Computes the statistics of gradients accumulated with `scale` from these micro-batches. Synchronizes with the
+    /// GPU only if the caller needs them `now`, or the optimizer cannot read them on the device.
     pub fn compute_grad_stats(
         &mut self,
         pending_sums: &[PendingMetricSums],
@@ -244,12 +245,12 @@ impl<'a> Engine<'a> {
         for part in pending_sums {
             total += part.read().map_err(|error| self.map_oom(error.into()))?;
         }
-        // Where all records were left out there is nothing to measure.
+        // An update whose records were all skipped has no gradient to measure.
         let squares = if total.weight == 0.0 { 0.0 } else { sum_of_squares(&self.store.grads)? };
         Ok(UpdateGradStats::Ready(terms.compute(total, squares)))
     }
 
-    /// What gradients learned with `scale` are judged by.
+    /// Divisor, loss scale and clipping norm for gradients accumulated with `scale`.
     pub fn terms(&self, scale: f64) -> GradStatsConfig {
         GradStatsConfig {
             divisor: self.nominal_weight(),
@@ -258,7 +259,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Judges a micro-batch.
+    /// Evaluates a micro-batch and returns its metric sums.
     pub fn evaluate(&self, batch: &data::HostBatch) -> Result<MetricSums, StepError> {
         let pending_sums = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
             network.evaluate(exec, Some(batch))
@@ -266,7 +267,7 @@ impl<'a> Engine<'a> {
         Ok(pending_sums.read()?)
     }
 
-    /// What the loss judges of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
+    /// Logits of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
     pub fn logits(&self, batch: &data::HostBatch) -> Result<Tensor, StepError> {
         let logits = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
             network.logits(exec, &batch.inputs)
@@ -274,7 +275,7 @@ impl<'a> Engine<'a> {
         Ok(logits.to_dtype(DType::F32)?)
     }
 
-    /// Puts the moving average in the place of the weights, or back; nothing where there is none.
+    /// Swaps the EMA with the weights; a second call swaps back. Does nothing without an EMA.
     pub fn swap_average(&self) -> candle_core::Result<()> {
         match &self.average {
             Some(average) => {
@@ -284,7 +285,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Runs a micro-batch; one of padded samples is cut to the smallest bucket that holds its longest.
+    /// Runs a micro-batch. Cuts padded samples to the smallest bucket that holds the longest of them.
     fn run_batch<R>(
         &self,
         batch: &data::HostBatch,
@@ -304,7 +305,7 @@ impl<'a> Engine<'a> {
         self.ledger.set_phase(if mode == Mode::Eval { "eval" } else { "forward" });
         let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, spec))?;
         self.staging.reserve_buffers(batch, features).map_err(|error| self.map_oom(error))?;
-        // The scope ends after everything of the pass is freed: it is dropped last.
+        // Declared first so that it drops last: the scope must end after every tensor of the pass is freed.
         let scope = self.pass_scope(batch, features, mode, scale);
         let tensors = self.staging.to_tensors(batch, features).map_err(|error| self.map_oom(error))?;
         let pass = PassContext {
@@ -326,7 +327,7 @@ impl<'a> Engine<'a> {
         Ok(result)
     }
 
-    /// What serves the allocations of a pass on a GPU, and may run it as a CUDA graph.
+    /// Opens the scope that serves the pass's GPU allocations and may replay it as a CUDA graph.
     fn pass_scope(
         &self,
         batch: &data::HostBatch,
@@ -357,19 +358,19 @@ impl<'a> Engine<'a> {
         map_oom(self.setup, &self.ledger, Role::Activations, error)
     }
 
-    /// Remembers the statistics, so that the update that begins can be begun again.
+    /// Saves the running statistics, so that the update can be rolled back and retried.
     pub fn begin_update(&self) -> candle_core::Result<()> {
         cast_into(&self.store.stats, &self.saved_stats)
     }
 
-    /// Takes back everything the update in hand has done.
+    /// Undoes the current update so far: clears the gradients and restores the running statistics.
     pub fn rollback_update(&self) -> candle_core::Result<()> {
         clear(&self.store.grads)?;
         cast_into(&self.saved_stats, &self.store.stats)
     }
 
-    /// Moves the weights as was found right, and clears the gradients. What it needs is asked for before anything
-    /// changes.
+    /// Applies the optimizer step and clears the gradients. Reserves its workspace before it changes anything, so
+    /// that an OOM leaves the state intact.
     pub fn update(&mut self, grad_stats: &UpdateGradStats, lr: f64, number: u64) -> Result<(), StepError> {
         self.ledger.set_phase("update");
         self.setup.limit_resident_memory(WorkPhase::Training);
@@ -404,18 +405,18 @@ impl<'a> Engine<'a> {
         Ok(())
     }
 
-    /// All tensors that a checkpoint holds.
+    /// The tensors a checkpoint saves.
     pub fn checkpoint_tensors(&self) -> CheckpointTensors<'_> {
         CheckpointTensors { store: &self.store, optimizer: &self.optimizer, average: self.average.as_ref() }
     }
 
-    /// Forgets the gradients of an update that is not made.
+    /// Clears the gradients of an update that is skipped.
     pub fn discard_gradients(&self) -> candle_core::Result<()> {
         clear(&self.store.grads)
     }
 }
 
-/// The pass in hand; on the CPU there is nothing to it.
+/// Scope of the current pass; empty on the CPU.
 struct PassScope<'a>(
     #[cfg(feature = "cuda")] Option<graph_cache::GraphScope<'a>>,
     #[cfg(not(feature = "cuda"))] std::marker::PhantomData<&'a ()>,
@@ -440,7 +441,7 @@ impl PassScope<'_> {
     }
 }
 
-/// A refused allocation of a GPU is an OOM like any other, with the heap's own figures.
+/// Turns a failed GPU allocation into an OOM error with the heap's figures: bytes requested and bytes available.
 fn map_oom(setup: &Setup, ledger: &Ledger, role: Role, error: StepError) -> StepError {
     match error {
         StepError::Tensor(error) if is_out_of_memory(&error) => {
@@ -452,7 +453,7 @@ fn map_oom(setup: &Setup, ledger: &Ledger, role: Role, error: StepError) -> Step
     }
 }
 
-/// Whether an error is a card's: out of memory.
+/// Whether a tensor error is a CUDA out-of-memory error.
 fn is_out_of_memory(error: &candle_core::Error) -> bool {
     #[cfg(feature = "cuda")]
     return crate::kernels::cuda::is_out_of_memory(error);

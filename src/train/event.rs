@@ -1,7 +1,7 @@
-//! What a run says: one typed value for everything people or programs see.
+//! The events of a run: one typed value for everything people or programs see.
 //!
-//! `events.jsonl` holds one [`EventRecord`] a line and is the truth about a run; the terminal, the JSON
-//! stream, `metrics.jsonl`, TensorBoard and the summary are all renderings of it.
+//! `events.jsonl` holds one [`EventRecord`] per line and is the source of truth about a run. The terminal, the JSON
+//! stream, `metrics.jsonl`, TensorBoard and the summary are renderings of it.
 
 use std::collections::BTreeMap;
 
@@ -336,8 +336,8 @@ pub enum Event {
     },
 }
 
-/// JSON has no `NaN`: a number that is not finite is written `null` and must read back, for a run
-/// whose loss went astray has to stay readable.
+/// JSON has no `NaN`: serde writes a non-finite number as `null`. It must read back, because the events of a diverged
+/// run have to stay readable.
 pub(crate) mod nullable {
     use std::collections::BTreeMap;
 
@@ -357,7 +357,7 @@ pub(crate) mod nullable {
 mod tests {
     use super::*;
 
-    /// The step counts, memory and losses of a record survive the file, a loss of `NaN` included.
+    /// A record with a non-finite metric survives a round trip through JSON.
     #[test]
     fn numbers_that_are_not_finite_read_back() {
         let metrics = BTreeMap::from([("valid.accuracy".into(), 0.1), ("valid.loss".into(), f64::INFINITY)]);

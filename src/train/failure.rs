@@ -1,4 +1,4 @@
-//! Why a run ends without being done. The command line decides the exit code from the variant.
+//! Errors that end a run. The command line derives the exit code from the variant.
 
 use std::path::PathBuf;
 
@@ -23,18 +23,18 @@ pub enum Failure {
     OutOfMemory {
         #[source]
         first: Box<Oom>,
-        /// All that failed, the first included, and what was tried then.
+        /// Every failed attempt, including the first, and what was tried next.
         tried: Vec<OomAttempt>,
     },
     #[error("the run's process ended {} times for lack of memory: {}", deaths.len(), deaths.join("; "))]
     Killed {
-        /// What happened each time.
+        /// Cause of each death.
         deaths: Vec<String>,
     },
     #[error("the run's process was ended by {}{}", signals::name(*signal), times(*deaths))]
     Signal {
         signal: i32,
-        /// How often, without progress.
+        /// Deaths in a row without progress.
         deaths: usize,
     },
     #[error("the {what} is not finite at step {step}: {value}")]
@@ -104,14 +104,14 @@ fn changes(changes: &[JobChange]) -> String {
 const DISK_FULL_HINT: &str =
     "the disk, a quota or the limit on the size of files is exhausted: free some space, then add `--resume`";
 
-/// Whether there is no room for what was to be written.
+/// Whether a write failed for lack of space: disk full, quota exceeded, or file size limit.
 fn is_full(error: &std::io::Error) -> bool {
     use std::io::ErrorKind;
     matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
 }
 
 impl Failure {
-    /// For use with `map_err`: what was being done to which path.
+    /// For `map_err`: names the operation and the path.
     pub fn io(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Failure {
         let path = path.into();
         move |source| Failure::Io { what, path, source }

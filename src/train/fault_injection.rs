@@ -1,37 +1,36 @@
-//! Disturbances on purpose, so that recovery can be tested anywhere. Hidden from users; documented in
-//! `docs/contributing.md`.
+//! Fault injection for tests of recovery. Hidden from users; documented in `docs/contributing.md`.
 
 use std::str::FromStr;
 
-/// What is done to a run that nobody asked for.
+/// Faults to inject into a run.
 #[derive(Clone, Debug, Default)]
 pub struct FaultHooks {
-    /// How each process that works on the run ends, the first by the first.
+    /// How each successive worker process crashes: the first worker by the first entry.
     pub crashes: Vec<InjectedCrash>,
-    /// Bytes that are allocated and held without being asked for.
+    /// Bytes to allocate and hold without reserving them in the ledger.
     pub unreserved_bytes: usize,
 }
 
-/// A process's end before it makes the update after `step`: `kill:12`, `abort:12`.
+/// A crash before the update after `step`: `kill:12`, `abort:12`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InjectedCrash {
     pub step: u64,
     pub kind: CrashKind,
 }
 
-/// How a process ends.
+/// How the process crashes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CrashKind {
     Kill,
     Abort,
-    /// An allocation that the system refuses.
+    /// Requests an allocation that the system refuses.
     AllocFailure,
-    /// Of the stack.
+    /// Overflows the stack.
     StackOverflow,
 }
 
 impl FaultHooks {
-    /// Ends the process, where this is the place for the one started after `restarts` others.
+    /// Crashes the process if one is due at `step`; `restarts` is the number of workers before this one.
     pub fn crash_if_due(&self, restarts: u32, step: u64) {
         match self.crashes.get(restarts as usize) {
             Some(crash) if crash.step == step => crash.trigger(),
@@ -46,7 +45,7 @@ impl InjectedCrash {
             #[cfg(unix)]
             CrashKind::Kill => {
                 use rustix::process::{Signal, getpid, kill_process};
-                // Does not return where it works, and an abort is next best.
+                // Does not return on success; otherwise the abort below ends the process.
                 let _ = kill_process(getpid(), Signal::KILL);
             }
             CrashKind::AllocFailure => {
@@ -59,7 +58,7 @@ impl InjectedCrash {
     }
 }
 
-/// Goes deeper than any stack.
+/// Recurses until the stack overflows.
 fn overflow_stack(depth: u64) -> u64 {
     let frame = std::hint::black_box([depth; 512]);
     if depth == u64::MAX { 0 } else { overflow_stack(depth + 1) + frame[(depth % 512) as usize] }
@@ -84,7 +83,7 @@ impl FromStr for InjectedCrash {
     }
 }
 
-/// One death a process, by commas.
+/// Comma-separated crashes, one per process.
 pub struct InjectedCrashes(pub Vec<InjectedCrash>);
 
 impl FromStr for InjectedCrashes {

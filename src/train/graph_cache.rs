@@ -1,9 +1,9 @@
-//! Passes of micro-batches on a GPU: launched kernel by kernel at first, then from an arena, then as a CUDA graph.
+//! GPU passes over micro-batches: launched kernel by kernel at first, then from an arena, then as a CUDA graph.
 //!
-//! A kind of pass allocates the same sizes in the same order every time. Its second pass is traced and its tensors are placed
-//! in an arena; from the third on it runs there, and is captured and replayed where that can be done. An arena is
-//! taken only while a pass runs: evaluations and other kinds of passes have its memory in between, and a graph that
-//! finds it free replays. Whatever of this cannot be done leaves a pass that runs as without.
+//! A pass with a given [`PassKey`] allocates the same sizes in the same order every time. The cache traces its second
+//! pass and places its tensors in an arena; from the third on the pass runs there, and is captured and replayed if it
+//! can be. A pass holds its arena only while it runs: evaluations and passes with other keys use the memory in
+//! between, and a graph whose arena is free is replayed. Whatever fails along the way falls back to plain launches.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -19,19 +19,19 @@ use crate::layers::network::{DeviceBatch, StepError};
 use crate::memory::gpu::GpuDevice;
 use crate::memory::placement::ArenaPlacement;
 
-/// Passes of a kind before one is traced: in the first of them libraries choose their kernels.
+/// Passes before the trace. In the first, cuBLASLt and cuDNN choose their kernels.
 const WARMUP_PASSES: u32 = 1;
-/// Kinds of passes that are remembered: each graph takes some of the device's memory beside the heap.
+/// Pass keys kept. Each graph takes some device memory outside the heap.
 const MAX_ENTRIES: usize = 12;
-/// Times in a row that a graph may find its arena taken, or a pass may allocate otherwise than when it was traced.
+/// Times in a row that a graph may find its arena in use, or that a pass may allocate differently from its trace.
 const MAX_MISSES: u32 = 3;
 
-/// What launches and allocations depend on, beside the values of tensors.
+/// Everything that launches and allocations depend on, other than the values of tensors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PassKey {
     pub mode: Mode,
     pub samples: usize,
-    /// Values of a sample's input and of all targets.
+    /// Input values per sample, and target values per batch.
     pub input: usize,
     pub targets: usize,
     pub padded: bool,
@@ -39,10 +39,10 @@ pub struct PassKey {
     pub recompute: usize,
 }
 
-/// Of the first graph, which alone is reported.
+/// Outcome of the first capture, the only one that is reported.
 #[derive(Clone, Debug, PartialEq)]
 pub enum CaptureOutcome {
-    /// So many launches, in an arena of so many bytes that could have been no smaller than `lower_bound`.
+    /// The graph was captured. No placement could be smaller than `lower_bound` bytes.
     Graph {
         launches: usize,
         arena_bytes: u64,
@@ -66,16 +66,16 @@ pub struct GraphCache {
 struct PassEntry {
     key: PassKey,
     state: PassState,
-    /// In a row: see [`MAX_MISSES`].
+    /// Consecutive misses: see [`MAX_MISSES`].
     misses: u32,
 }
 
 enum PassState {
-    /// So many passes were made.
+    /// Passes made so far.
     Warmup(u32),
     Placed {
         placement: Arc<ArenaPlacement>,
-        /// Where its arena was last.
+        /// Base address of the arena in the last pass.
         base: Option<u64>,
         capture: bool,
     },
@@ -84,28 +84,28 @@ enum PassState {
         base: u64,
         graph: CapturedGraph,
     },
-    /// Its allocations differ from pass to pass.
+    /// Allocations differ from pass to pass: no arena, no capture.
     Dynamic,
 }
 
-/// A graph, the addresses of the micro-batch it reads, and where it leaves its sums.
+/// A graph, the device addresses of the micro-batch it reads, and the tensor it writes its metric sums to.
 struct CapturedGraph {
     graph: Graph,
     batch_addresses: [u64; 3],
     sums: candle_core::Tensor,
 }
 
-/// How the pass in hand is served.
+/// How the heap serves the allocations of the current pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum AllocMode {
     Plain,
     Traced,
     Arena(u64),
-    /// The arena at the address a graph has it.
+    /// From the arena at the address the graph was captured with.
     Replayable,
 }
 
-/// From before the micro-batch is allocated until everything of its pass is freed.
+/// Scope of a pass: from before the micro-batch is allocated until every tensor of the pass is freed.
 pub struct GraphScope<'a> {
     cache: &'a GraphCache,
     key: PassKey,
@@ -114,10 +114,10 @@ pub struct GraphScope<'a> {
 }
 
 impl GraphCache {
-    /// None where the CPU computes.
+    /// `None` on the CPU.
     pub fn new(gpu: &Arc<GpuDevice>, graphs: bool) -> candle_core::Result<Option<Self>> {
         let Device::Cuda(device) = &gpu.device else { return Ok(None) };
-        // What lasts is no pass's.
+        // Library handles and workspaces outlive passes; create them before any pass is traced.
         cublaslt::prepare(device)?;
         Ok(Some(Self {
             gpu: gpu.clone(),
@@ -129,21 +129,21 @@ impl GraphCache {
         }))
     }
 
-    /// What came of the first capture, once.
+    /// The outcome of the first capture, once.
     pub fn take_outcome(&self) -> Option<CaptureOutcome> {
         self.outcome.take()
     }
 
-    /// Lets go of every graph and arena: somebody needs the memory.
+    /// Frees every graph and arena, when memory is short.
     pub fn clear(&self) {
         self.entries.borrow_mut().clear();
         self.gpu.heap().set_graph_arenas(Vec::new());
     }
 
-    /// A pass of this kind begins.
+    /// Begins a pass.
     pub fn begin(&self, key: PassKey) -> GraphScope<'_> {
         let mut entries = self.entries.borrow_mut();
-        // The kind used last is the last.
+        // Entries are in least-recently-used order, the most recent last.
         let entry = match entries.iter().position(|entry| entry.key == key) {
             Some(at) => entries.remove(at),
             None => PassEntry { key: key.clone(), state: PassState::Warmup(0), misses: 0 },
@@ -154,7 +154,8 @@ impl GraphCache {
         entries.push(entry);
         let arena_bases: Vec<u64> = entries.iter().filter_map(|entry| entry.state.base()).collect();
         let entry = entries.last_mut().expect("just pushed");
-        // A graph frees its sums: after the heap, which is locked once, is let go of.
+        // Dropping a graph frees its sums tensor, which locks the heap: drop it after the guard below, or it
+        // deadlocks.
         let mut ended = None;
         let mut heap = self.gpu.heap();
         let alloc_mode = match &mut entry.state {
@@ -164,7 +165,7 @@ impl GraphCache {
             }
             PassState::Warmup(_) | PassState::Dynamic => AllocMode::Plain,
             PassState::Placed { placement, base, .. } => {
-                // One arena for all kinds, where it is large enough.
+                // Passes with different keys share an arena if it is large enough.
                 let at =
                     base.iter().chain(&arena_bases).find_map(|base| heap.enter_arena(placement, Some(*base)));
                 *base = at.or_else(|| heap.enter_arena(placement, None));
@@ -198,7 +199,7 @@ impl GraphCache {
         }
     }
 
-    /// Keeps the arenas of all graphs where they are, as far as that can be done.
+    /// Tells the heap to leave the arenas of all graphs where they are, as far as it can.
     fn protect_arenas(&self) {
         let entries = self.entries.borrow();
         let arenas = entries.iter().filter_map(|entry| match &entry.state {
@@ -220,7 +221,7 @@ impl PassState {
 }
 
 impl GraphScope<'_> {
-    /// What `forward_backward` makes of the micro-batch: by a graph, where there is one or can be.
+    /// Runs `forward_backward` on the micro-batch: by replaying its graph, by capturing one, or directly.
     pub fn run(
         &self,
         batch: &DeviceBatch,
@@ -240,7 +241,7 @@ impl GraphScope<'_> {
         forward_backward(batch)
     }
 
-    /// All was computed that the pass is for.
+    /// Marks the pass as complete; an incomplete pass leaves no trace or placement.
     pub fn finish(&self) {
         self.finished.set(true);
     }
@@ -248,14 +249,14 @@ impl GraphScope<'_> {
     fn can_capture(&self) -> bool {
         let entries = self.cache.entries.borrow();
         let capture = |entry: &PassEntry| match &entry.state {
-            // The sums alone outlive a pass.
+            // Only the metric sums may outlive a captured pass.
             PassState::Placed { placement, capture, .. } => *capture && placement.outliving_count() == 1,
             _ => false,
         };
         self.cache.graphs && self.key.mode == Mode::Train && entries.last().is_some_and(capture)
     }
 
-    /// The sums of a replay; none where the micro-batch is not where the graph reads it.
+    /// Replays the graph and returns a copy of its sums; `None` if the micro-batch is not at the captured addresses.
     fn replay(&self, batch: &DeviceBatch) -> candle_core::Result<Option<candle_core::Tensor>> {
         let entries = self.cache.entries.borrow();
         let Some(PassEntry { state: PassState::Captured { graph, .. }, .. }) = entries.last() else {
@@ -269,7 +270,7 @@ impl GraphScope<'_> {
         copy(&self.cache.device, &graph.sums).map(Some)
     }
 
-    /// Captures the pass into its arena and runs it; none where it cannot be captured.
+    /// Captures the pass in its arena and replays it; `None` if it cannot be captured.
     fn capture(
         &self,
         batch: &DeviceBatch,
@@ -279,7 +280,8 @@ impl GraphScope<'_> {
         let cache = self.cache;
         let start = cache.gpu.heap().position();
         let captured = Graph::capture(&cache.device, || forward_backward(batch))?;
-        // Memory outside of the arena is others' after the pass, but for the sums, which are kept.
+        // Memory outside the arena is reused after the pass, so the graph must not touch it. The sums are the
+        // exception: they stay allocated.
         let as_placed = cache.gpu.heap().matches_placement();
         let captured = match captured {
             Ok(_) if !as_placed => Err("its allocations differ from pass to pass".to_owned()),
@@ -316,7 +318,7 @@ impl GraphScope<'_> {
     }
 }
 
-/// Where a micro-batch is on the device.
+/// Device addresses of a micro-batch.
 fn batch_addresses(batch: &DeviceBatch) -> candle_core::Result<[u64; 3]> {
     let staged = batch.sample_info.as_ref().map_or(Ok(std::ptr::null_mut()), pointer)?;
     Ok([pointer(&batch.inputs)? as u64, pointer(&batch.targets)? as u64, staged as u64])
@@ -325,10 +327,11 @@ fn batch_addresses(batch: &DeviceBatch) -> candle_core::Result<[u64; 3]> {
 impl Drop for GraphScope<'_> {
     fn drop(&mut self) {
         let mut entries = self.cache.entries.borrow_mut();
-        // Declared before the heap, and so dropped after it: a graph frees its sums, and the heap is locked once.
+        // Declared before the heap guard and so dropped after it: dropping a graph frees its sums, which locks the
+        // heap.
         let _ended;
         let mut heap = self.cache.gpu.heap();
-        // Of a pass that failed nothing is learned.
+        // A failed pass says nothing about the allocations of a complete one.
         let finished = self.finished.get();
         let entry = entries.iter_mut().find(|entry| entry.key == self.key);
         match self.alloc_mode {

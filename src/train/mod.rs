@@ -1,4 +1,4 @@
-//! The run: steps, the loop, checkpoints, and the events it tells.
+//! Training: the loop, its updates, evaluation, checkpoints, recovery, and the events it emits.
 
 pub mod autotune;
 pub mod checkpoint;

@@ -1,4 +1,4 @@
-//! The memory plan of a job made ready: what the ladder is given, and what a run takes over from it.
+//! Memory planning of a prepared job: the inputs of the planner, and applying the plan it chose.
 
 use super::setup::{Setup, activation_dtype, prefetch_limit};
 use crate::data::loader;
@@ -15,37 +15,37 @@ use crate::memory::search::{OFFLOAD_SETS, PlanRequest};
 use crate::optim;
 use crate::units::Bytes;
 
-/// What the ladder compares ways of running with. The ratios matter, not their truth: a layer's fixed cost
-/// against its operations, recomputation against micro-batches, moving against computing.
+/// Speeds with which the planner compares execution plans. Only the ratios matter, not the absolute values: overhead
+/// per layer against FLOPs, recomputation against smaller micro-batches, transfers against compute.
 struct DeviceSpeed {
-    /// Floating-point operations in a second.
+    /// Floating-point operations per second.
     flops: f64,
-    /// Seconds a layer costs whatever its size.
+    /// Fixed seconds per layer.
     layer_overhead: f64,
-    /// Bytes an update reads and writes in a second.
+    /// Bytes per second that an optimizer update reads and writes.
     memory_bandwidth: f64,
 }
 
-/// A core of a CPU, and the whole of a card.
+/// One CPU core, and a whole GPU.
 const CPU_CORE: DeviceSpeed = DeviceSpeed { flops: 5e10, layer_overhead: 2e-5, memory_bandwidth: 5e9 };
 const GPU: DeviceSpeed = DeviceSpeed { flops: 1e14, layer_overhead: 1e-5, memory_bandwidth: 1e12 };
 
-/// Bytes a second between a card and its host: what PCI Express 3.0 with 16 lanes reaches.
+/// Bytes per second between host and GPU: what PCI Express 3.0 x16 reaches.
 const PCIE_BANDWIDTH: f64 = 12e9;
 
-/// Bytes of a checkpoint that are not tensors, at most: its state and the headers of its files.
+/// Upper bound on the bytes of a checkpoint that are not tensors: its state and the file headers.
 const NON_TENSOR_BYTES: u64 = 128 << 10;
 
-/// How much longer an update takes whose state is in bytes.
+/// Time of an update with 8-bit optimizer state, relative to f32 state.
 const UPDATE_8BIT_SLOWDOWN: f64 = 2.0;
 
 impl Setup {
-    /// The memory plan on this machine, within `ram` bytes of the host. Allocates no tensor.
+    /// The memory plan for this machine with `ram` bytes of host memory. Allocates no tensor.
     pub fn plan(&self, ram: u64) -> MemoryPlan {
         self.plan_for(&self.target_machine(ram, probe::host().map_or(u64::MAX, |host| host.process_budget())))
     }
 
-    /// The memory plan on a machine that need not be here.
+    /// The memory plan for any machine.
     pub fn plan_for(&self, machine: &TargetMachine) -> MemoryPlan {
         let request = self.plan_request(machine);
         let mut plan = self
@@ -56,7 +56,7 @@ impl Setup {
         MemoryPlan { disk: self.disk(&plan.chosen.optimizer), ..plan }
     }
 
-    /// What to do where it is one image that does not fit.
+    /// Advice for a plan that fails only because of one large image.
     fn image_too_large(&self, plan: &MemoryPlan) -> Option<String> {
         let largest = self.large_images.largest().filter(|_| plan.verdict == PlanVerdict::DoesNotFit)?;
         let (needs, beyond) = (plan.peak.ram_bytes, largest.extra_bytes);
@@ -72,7 +72,7 @@ impl Setup {
         })
     }
 
-    /// What the run keeps on disk, with an optimizer of this kind.
+    /// Disk usage of the run with an optimizer of this kind.
     fn disk(&self, optimizer: &str) -> Disk {
         let (job, params) = (&self.job, &self.layout.params);
         let eight_bit = job.optimizer.eight_bit().filter(|rule| rule.kind() == optimizer);
@@ -85,7 +85,7 @@ impl Setup {
             Interval::Epochs(n) => self.total_steps / n.saturating_mul(self.order.updates_per_epoch()).max(1),
             Interval::Minutes(_) => u64::MAX,
         };
-        // A short run makes fewer than may be kept.
+        // A short run writes fewer checkpoints than it may keep.
         let written = count(job.checkpoint.every()).saturating_add(count(job.eval.every())).saturating_add(1);
         let checkpoints = (job.checkpoint.keep as u64 + 2).min(written);
         Disk {
@@ -96,8 +96,8 @@ impl Setup {
         }
     }
 
-    /// Plans, and takes over the optimizer and what is offloaded as chosen. A run that goes on keeps the one it has state of:
-    /// `resumed_optimizer` is the optimizer's kind.
+    /// Plans, and applies the chosen optimizer and offloading. A resumed run keeps the optimizer whose state it has:
+    /// `resumed_optimizer` is its kind.
     pub fn plan_and_apply(&mut self, ram: u64, resumed_optimizer: Option<&str>) -> MemoryPlan {
         if let Some(kind) = resumed_optimizer {
             self.set_optimizer(kind);
@@ -109,7 +109,7 @@ impl Setup {
         plan
     }
 
-    /// Puts the optimizer of this kind in force: the job's own, or the one with its state in bytes.
+    /// Selects the optimizer of this kind: the job's own, or its variant with 8-bit state.
     pub(super) fn set_optimizer(&mut self, kind: &str) {
         let requested = &self.job.optimizer;
         match requested.eight_bit().filter(|rule| rule.kind() == kind) {
@@ -118,7 +118,7 @@ impl Setup {
         }
     }
 
-    /// Decides in which order blocks are recomputed.
+    /// Ranks the blocks for recomputation, by bytes freed per FLOP.
     pub(super) fn rank_recompute_blocks(&mut self) {
         let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend: self.backend() };
         let flops: Vec<u64> = self.network.blocks.iter().map(|block| flops(block, spec)).collect();
@@ -131,7 +131,7 @@ impl Setup {
         }
     }
 
-    /// Lends `body` the job as the memory estimate sees it, on this machine.
+    /// Calls `body` with the estimator's view of the job on this machine.
     pub fn with_estimator_inputs<R>(&self, body: impl FnOnce(&EstimatorInputs) -> R) -> R {
         self.with_estimator_inputs_for(&self.target_machine(self.ram, u64::MAX), body)
     }
@@ -141,7 +141,7 @@ impl Setup {
         machine: &TargetMachine,
         body: impl FnOnce(&EstimatorInputs) -> R,
     ) -> R {
-        // What the run will hold, and what it would hold had it been given another budget.
+        // The run's own limit for its budget; for another budget, the limit the run would have set.
         let loader_bytes = |micro_batch, ram| {
             let limit = if ram == machine.ram {
                 self.prefetch
@@ -217,7 +217,7 @@ impl Setup {
         let state = optim::state_bytes(&self.optimizer, params);
         let state_8bit = self.optimizer.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params));
         let transfer_seconds = |bytes: u64| bytes as f64 / PCIE_BANDWIDTH;
-        // Weights and gradients are read and written, and so is the state.
+        // An update reads and writes weights, gradients and optimizer state.
         let bytes_touched = 2 * (8 * params.len as u64 + state);
         let update = bytes_touched as f64 / (speed.memory_bandwidth * cores as f64);
         CostModel {
@@ -233,13 +233,13 @@ impl Setup {
         }
     }
 
-    /// Whether the job allows this when memory is short.
+    /// Whether the job permits this action when memory is short.
     pub fn allows(&self, rung: OomAction) -> bool {
         self.job.memory.on_oom.contains(&rung)
     }
 }
 
-/// Operations of a block's forward pass.
+/// FLOPs of a block's forward pass.
 fn flops(block: &LayerBlock, spec: MicroBatchSpec) -> u64 {
     block.layers().iter().map(|layer| layer.cost(spec).flops).sum()
 }

@@ -1,4 +1,4 @@
-//! `oom.json`: what a run leaves behind that ran out of memory for good.
+//! `oom.json`: the post-mortem of a run that ran out of memory for good.
 
 use serde::Serialize;
 
@@ -7,17 +7,17 @@ use super::run_dir::{self, RunDir};
 use crate::memory::Oom;
 use crate::memory::ledger::Holder;
 
-/// An ask that failed, and what was tried then.
+/// A failed reservation, and what was tried next.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct OomAttempt {
-    /// Updates made before it.
+    /// Updates applied before it.
     pub step: u64,
     pub phase: &'static str,
     pub asker: String,
-    /// Bytes asked for, and those that were left.
+    /// Bytes requested, and bytes available.
     pub bytes: u64,
     pub left: u64,
-    /// The smaller plan that was taken; none was left, or allowed, where it is absent.
+    /// The smaller plan tried next; absent if none was left or allowed.
     pub then: Option<String>,
 }
 
@@ -28,30 +28,30 @@ impl OomAttempt {
     }
 }
 
-/// The leanest way to run the job.
+/// The plan with the lowest peak that the job allows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LeanestPlan {
     pub change: String,
-    /// Bytes its plan needs.
+    /// Its peak in bytes.
     pub ram_bytes: u64,
 }
 
-/// The whole of `oom.json`.
+/// Contents of `oom.json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct PostMortem {
-    /// The message the run ended with.
+    /// The error message the run ended with.
     pub error: String,
-    /// Bytes the run was allowed.
+    /// Budget of the run, in bytes.
     pub budget_bytes: u64,
-    /// The first ask that failed; absent where the process was killed.
+    /// The first failed reservation; absent if the process was killed.
     pub first: Option<OomAttempt>,
-    /// What was live then, by role and layer, the largest first; of a killed process, what its plan says is
+    /// Reservations live at that moment, by role and layer, largest first; for a killed process, those its plan has
     /// live at the peak.
     pub live: Vec<Holder>,
     pub tried: Vec<OomAttempt>,
-    /// What ended the processes that worked on the run.
+    /// How each worker process died.
     pub deaths: Vec<String>,
-    /// What would have fitted, with enough memory.
+    /// A plan that fits, given enough memory.
     pub would_fit: Option<LeanestPlan>,
 }
 

@@ -1,29 +1,28 @@
-//! What to do after an out of memory, and when to undo it: pure functions from what happened to what
-//! comes next.
+//! Backs off after an out-of-memory error (OOM) and grows back later: pure functions from what happened to the next
+//! plan.
 //!
-//! Down: the next plan is one that the estimate says needs less, so there is an end. Up: after a while
-//! without trouble, longer after every failure, the last larger plan is tried again, never one larger than
-//! the run began with.
+//! Down: the estimator says that each next plan needs less, so the descent ends. Up: after enough updates without
+//! trouble, more after every failure, the run retries the last larger plan. It never exceeds the plan it began with.
 
 use serde::{Deserialize, Serialize};
 
 use crate::memory::plan::{BatchSplit, MemoryPlan};
 use crate::memory::search;
 
-/// A way of running an update and an evaluation. None changes what is computed but the order of sums.
+/// How updates and evaluations run. No field changes what is computed, except for the order of sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RuntimePlan {
     pub micro_batch: usize,
     pub accumulation_steps: usize,
-    /// Blocks that keep only their input and run forward again.
+    /// Blocks that save only their input and recompute their activations in the backward pass.
     pub recompute: usize,
     pub eval_micro_batch: usize,
-    /// Bytes the loader may hold.
+    /// Limit of the loader's buffers, in bytes.
     pub prefetch: u64,
 }
 
 impl RuntimePlan {
-    /// What the plan chose.
+    /// What the memory plan chose.
     pub fn from_plan(plan: &MemoryPlan, prefetch: u64) -> Self {
         let c = &plan.chosen;
         Self {
@@ -39,7 +38,7 @@ impl RuntimePlan {
         BatchSplit { micro_batch: self.micro_batch, accumulation_steps: self.accumulation_steps }
     }
 
-    /// This way, made no larger than `limit` in any respect.
+    /// Clamps every field so that the result needs no more memory than `limit`.
     pub fn clamped_to(self, limit: RuntimePlan) -> Self {
         let larger = self.micro_batch > limit.micro_batch;
         Self {
@@ -52,7 +51,7 @@ impl RuntimePlan {
     }
 }
 
-/// What is fixed in a run's way down.
+/// What a shrinking run may change, and within what bounds.
 #[derive(Clone, Copy, Debug)]
 pub struct ShrinkLimits {
     pub may_shrink: bool,
@@ -60,13 +59,14 @@ pub struct ShrinkLimits {
     /// Blocks that can be recomputed.
     pub blocks: usize,
     pub samples_per_update: usize,
-    /// A micro-batch is a multiple of this.
+    /// Every micro-batch is a multiple of this.
     pub micro_batch_multiple: usize,
 }
 
-/// The way to try after an update ran out of memory in `way` with `shortfall` bytes lacking. `peak` estimates the
-/// highest moment of an update. Of the ways that need at least so much less, the first is taken: smaller
-/// micro-batches, then recomputation; where none needs so little, the leanest of those that need less.
+/// The plan to try after an update under `current` ran out of memory by `shortfall` bytes. `peak` estimates the peak
+/// bytes of an update. Returns the first plan whose peak is lower by at least the shortfall: smaller micro-batches
+/// come first, then recomputation. If none saves enough, returns the one with the lowest peak; `None` if none needs
+/// less.
 pub fn next_smaller(
     limits: &ShrinkLimits,
     current: RuntimePlan,
@@ -93,7 +93,7 @@ pub fn next_smaller(
     )
 }
 
-/// The same for an evaluation, which has micro-batches only.
+/// As [`next_smaller`], for an evaluation: only its micro-batch can shrink.
 pub fn next_smaller_eval(
     current: RuntimePlan,
     shortfall: u64,
@@ -126,37 +126,38 @@ fn first_sufficient(
     leanest.map(|(_, plan)| plan)
 }
 
-/// Updates without trouble before a larger way is tried, after so many failures.
+/// Updates without trouble before a larger plan is retried, after this many failures.
 pub fn updates_before_growth(failures: u32) -> u64 {
     16 << failures.saturating_sub(1).min(20)
 }
 
-/// Where a run stands below what its plan chose. Kept in checkpoints, so that a resumed run goes up at the
-/// same update as one that was never stopped.
+/// How far a run is below the plan it began with. Saved in checkpoints, so that a resumed run grows at the same
+/// update as an uninterrupted one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Backoff {
-    /// The ways given up and not taken again, the largest first.
+    /// Plans given up and not resumed since, largest first.
     pub larger: Vec<RuntimePlan>,
-    /// Ways given up since the run began.
+    /// Plans given up since the run began.
     pub failures: u32,
-    /// Updates made since the last change.
+    /// Updates since the last change of plan.
     pub quiet: u64,
 }
 
 impl Backoff {
-    /// `from` was given up.
+    /// Records that the run gave up plan `from`.
     pub fn record_shrink(&mut self, from: RuntimePlan) {
         self.larger.push(from);
         self.failures += 1;
         self.quiet = 0;
     }
 
-    /// An update was made without trouble.
+    /// Records an update without trouble.
     pub fn record_update(&mut self) {
         self.quiet += 1;
     }
 
-    /// The larger way to try, if it is time. It is taken with [`Self::record_growth`], or put off with [`Self::postpone_growth`].
+    /// The larger plan to retry, if one is due. The caller then calls [`Self::record_growth`] or
+    /// [`Self::postpone_growth`].
     pub fn growth_due(&self) -> Option<RuntimePlan> {
         self.larger.last().copied().filter(|_| self.quiet >= updates_before_growth(self.failures))
     }
@@ -170,10 +171,10 @@ impl Backoff {
         self.quiet = 0;
     }
 
-    /// Where a resumed run stands: no larger than it was, nor than its plan allows now.
+    /// The plan and backoff of a resumed run: no larger than when it was saved, nor than its memory plan allows now.
     pub fn resumed(self, saved: RuntimePlan, chosen: RuntimePlan) -> (RuntimePlan, Self) {
-        // How much is read ahead is a matter of the machine as it is now; and where nothing was given up,
-        // only the split has to stay for the sums to be the same.
+        // The read-ahead depends on this machine, not on the saved one. If no plan was given up, only the split has
+        // to stay for sums to be bitwise identical.
         let limited =
             |plan: RuntimePlan| RuntimePlan { prefetch: chosen.prefetch, ..plan }.clamped_to(chosen);
         let current = match self.larger.is_empty() {
@@ -209,7 +210,7 @@ mod tests {
         }
     }
 
-    /// Ten bytes a sample beside a hundred, and half of that where all of four blocks are recomputed.
+    /// 100 bytes plus 10 per sample; 5 per sample when all four blocks are recomputed.
     fn toy_peak(plan: RuntimePlan) -> u64 {
         100 + (plan.micro_batch * if plan.recompute == 4 { 5 } else { 10 }) as u64
     }
@@ -236,11 +237,11 @@ mod tests {
                 prop_assert_eq!(next.micro_batch % group, 0);
                 now = next;
             }
-            // At the end nothing leaner is left.
+            // The descent ends at the leanest plan.
             prop_assert_eq!((now.micro_batch, now.recompute), (plan_for(samples, samples, group).micro_batch, 4));
         }
 
-        /// What lacks is made up for at once where a way can, however many halves that takes.
+        /// One step covers the whole shortfall if any plan can, however many halvings that takes.
         #[test]
         fn a_large_lack_takes_a_large_step(samples in 2usize..500, short in 0u64..2500) {
             let now = plan_for(samples, 1, 1);
@@ -267,8 +268,8 @@ mod tests {
             prop_assert!(updates_before_growth(failures) >= 16 && updates_before_growth(failures + 1) >= updates_before_growth(failures));
         }
 
-        /// A machine whose memory comes and goes: the run never exceeds its plan, tries a larger way only
-        /// after a while, less and less often, and comes back all the way once memory is there for good.
+        /// Available memory varies. The run never exceeds its plan, retries a larger one only after a quiet period
+        /// and less and less often, and returns to the full plan once memory is ample for good.
         #[test]
         fn what_comes_back_is_used_again(room in prop::collection::vec((100u64..500, 1u64..200), 0..6)) {
             let (limits, chosen) = (limits(32, 1), plan_for(32, 1, 1));
@@ -295,7 +296,7 @@ mod tests {
             prop_assert_eq!(descent.larger, vec![]);
         }
 
-        /// While memory stays short, failures are few: their number grows like the logarithm of the updates.
+        /// While memory stays short, the number of failures grows with the logarithm of the updates.
         #[test]
         fn trying_in_vain_costs_little(updates in 1u64..100_000) {
             let (limits, mut now, mut descent) = (limits(32, 1), plan_for(32, 1, 1), Backoff::default());
@@ -331,7 +332,7 @@ mod tests {
         let (a, b, c) = (plan_for(32, 1, 1), plan_for(32, 2, 1), plan_for(32, 4, 1));
         let descent = Backoff { larger: vec![a, b], failures: 2, quiet: 5 };
         assert_eq!(descent.clone().resumed(c, a), (c, descent.clone()));
-        // The plan is smaller now: there is one way up less, and none above the plan.
+        // The memory plan is smaller now: one level of growth is gone, and none exceeds the plan.
         let (stood, kept) = descent.clone().resumed(c, b);
         assert_eq!((stood, kept.larger), (c, vec![b]));
         let (stood, kept) = descent.resumed(c, plan_for(32, 8, 1));

@@ -1,4 +1,4 @@
-//! A run, top to bottom: plan, folder, tensors, the loop, the end.
+//! A run, top to bottom: plan, run directory, tensors, training loop, end.
 
 mod evaluate;
 mod memory;
@@ -46,44 +46,45 @@ use crate::report::Reporter;
 
 use update_error::UpdateError;
 
-/// How a run is to be run, beside its job.
+/// Options of a run beyond its job.
 #[derive(Default)]
 pub struct RunOptions {
     pub requested: RequestedRun,
-    /// Where runs without a folder of their own go.
+    /// Parent directory of runs without an explicit run directory.
     pub runs: PathBuf,
-    /// Names a new run.
+    /// Timestamp that names a new run.
     pub stamp: String,
     /// Stop after this many updates.
     pub max_steps: Option<u64>,
-    /// Host bytes the run may use.
+    /// Host memory budget, in bytes.
     pub ram: u64,
-    /// The card that computes, if it is not the CPU.
+    /// The GPU that computes; `None` for the CPU.
     pub gpu: Option<Arc<GpuDevice>>,
-    /// The process is the run's alone: what it takes beside its heap is measured and planned.
+    /// The process serves this run alone, so its memory outside the heap is measured and planned.
     pub own_process: bool,
-    /// The means to open data.
+    /// Context for opening the data.
     pub opening: DatasetContext,
-    /// Asks for memory that fail, for tests of recovery.
+    /// Reservations to fail, for tests of recovery.
     pub injected_oom: Option<InjectedOom>,
     pub signals: Signals,
-    /// Sees what others do to the host's memory.
+    /// Watches the host memory that other processes leave.
     pub pressure_monitor: PressureMonitor,
-    /// Another process worked on this run and was lost.
+    /// Set if a previous worker process of this run died.
     pub restart: Option<RestartInfo>,
     pub fault_hooks: FaultHooks,
-    /// The data, where it was looked at.
+    /// Fingerprint of the data, if it was computed.
     pub data: Option<DataFingerprint>,
-    /// Resume on other data than the run was trained on.
+    /// Permits resuming on data that differs from what the run was trained on.
     pub allow_changed_data: bool,
-    /// Looks at the run from inside; a run that is observed judges no validation set.
+    /// Observes the run from inside. An observed run skips evaluation.
     pub observer: Option<Arc<dyn Observer>>,
 }
 
-/// Looks at every update of a run: how `verify` sees more of it than its events.
+/// Sees every update of a run: gives `verify` gradients and weights, which events do not carry.
 pub trait Observer: Send + Sync {
-    /// The gradients of update `step` (from 1) are whole and the weights have not moved. `loss` is the mean, and
-    /// `factor` turns what is in the store into the gradient of the mean. `requests` of the ledger so far.
+    /// Called when the gradients of update `step` (from 1) are complete and the weights have not moved. `loss` is the
+    /// mean; the stored gradients times `factor` are the gradient of that mean; `requests` counts the ledger's
+    /// reservations so far.
     fn on_gradients(
         &self,
         step: u64,
@@ -93,19 +94,19 @@ pub trait Observer: Send + Sync {
         requests: u64,
     ) -> Result<(), Failure>;
 
-    /// Update `step` was made, of the samples up to `digest`.
+    /// Called after update `step`. `digest` covers the ids of all samples so far.
     fn on_update(&self, step: u64, store: &ParamStore, digest: Digest) -> Result<(), Failure>;
 }
 
-/// How a run ended that did not fail.
+/// How a run ended, other than by failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunOutcome {
     Done,
     Stopped(Signal),
 }
 
-/// Trains a job. `report` is asked for a reporter once the folder is there, with whether the run goes on
-/// from an earlier one.
+/// Trains a job. Calls `report` for a reporter once the run directory exists, with whether the run resumes an earlier
+/// one.
 pub fn fit(
     job: Job,
     options: RunOptions,
@@ -113,7 +114,7 @@ pub fn fit(
 ) -> Result<RunOutcome, Failure> {
     let (folder, resumed) = RunDir::resolve(&options.requested, &job, &options.runs, &options.stamp)?;
     if resumed {
-        // What a killed process left half-replaced is whole again before anyone looks for the newest.
+        // Repair what a killed process left half-replaced before anything looks for the newest checkpoint.
         folder.clean()?;
     }
     let before = resumed.then(|| Checkpoints::new(folder.checkpoints()).newest_state()).flatten();
@@ -121,7 +122,7 @@ pub fn fit(
     run_plan(&setup, plan, RunOptions { ram, data: Some(data), ..options }, report)
 }
 
-/// As [`fit`], in the way the plan says.
+/// As [`fit`], under the given plan.
 pub fn run_plan(
     setup: &Setup,
     mut plan: MemoryPlan,
@@ -143,7 +144,7 @@ pub fn run_plan(
         newest.skipped.push(format!("{}: there is no run to resume", folder.root.display()));
     }
     let found = &newest.found;
-    // A resumed run keeps the split it had where that fits, so that it equals the undisturbed one to the bit.
+    // A resumed run keeps its split if that fits, so that it is bitwise identical to an uninterrupted run.
     let chosen = RuntimePlan::from_plan(&plan, setup.prefetch);
     let (runtime_plan, backoff) = match found {
         Some((state, _)) => state.descent.clone().resumed(state.way, chosen),
@@ -170,7 +171,7 @@ pub fn run_plan(
         Some(gpu) => {
             gpu.preallocate(plan.peak.vram_bytes);
             let reason = match () {
-                // Whoever observes the run sees every reservation of every pass.
+                // The observer must see every reservation of every pass, and a replayed graph makes none.
                 () if options.observer.is_some() => Some("the run is observed"),
                 () if !setup.job.memory.graphs => Some("memory.graphs is false"),
                 () if !setup.offload.is_empty() => Some("offloaded memory is copied by streams of its own"),
@@ -202,7 +203,7 @@ pub fn run_plan(
             });
     match &result {
         Ok(_) | Err(Failure::Diverged { .. } | Failure::NotFinite { .. }) => {}
-        // The failure itself is the caller's to tell; that it is in the folder is best effort.
+        // The caller reports the failure; recording it in the run directory is best effort.
         Err(failure) => {
             drop(report.record(Event::Failed { step, error: error_chain(failure) }));
             drop(memory::postmortem(setup, failure, options.ram).map(|post| post.write(&folder)));
@@ -214,13 +215,13 @@ pub fn run_plan(
     result
 }
 
-/// The message of a failure, its causes included.
+/// The message of a failure, with its causes.
 pub fn error_chain(failure: &Failure) -> String {
     let causes = std::iter::successors(std::error::Error::source(failure), |e| e.source());
     std::iter::once(failure.to_string()).chain(causes.map(|e| e.to_string())).collect::<Vec<_>>().join(": ")
 }
 
-/// A run under way.
+/// A run in progress.
 struct Run<'a> {
     setup: &'a Setup,
     options: &'a RunOptions,
@@ -228,78 +229,78 @@ struct Run<'a> {
     report: &'a mut Reporter,
     engine: Engine<'a>,
     checkpoints: Checkpoints,
-    /// How updates and evaluations are run now, and what larger ways were given up.
+    /// The runtime plan in force, and the larger plans given up.
     runtime_plan: RuntimePlan,
     backoff: Backoff,
-    /// Where samples come from; absent until it is asked for again, in another way.
+    /// The training loader; `None` until the next update opens one, as after a change of plan.
     train_loader: Option<TrainLoader>,
-    /// What failed since the last update or evaluation that did not, and the first of it.
+    /// OOM attempts since the last successful update or evaluation, and the first of them.
     failed_attempts: Vec<OomAttempt>,
     first_oom: Option<Oom>,
-    /// Graphs and arenas were let go of for what the device refused.
+    /// CUDA graphs and arenas were already freed in response to a device OOM.
     graphs_released: bool,
     pressure_monitor: PressureMonitor,
     last_pressure: Option<PressureReading>,
-    /// The most bytes measured where tensors are, and updates made, by this process.
+    /// Peak bytes measured on the compute device, and updates applied, by this process.
     measured: u64,
     vram_peak: u64,
     updates: u64,
     step: u64,
-    /// The updates of the run, or as many as were wished for.
+    /// The last update of the run, or of `--max-steps`.
     last_step: u64,
     cursor: Cursor,
     samples: u64,
     digest: Digest,
-    /// Records that could not be used, and how many of them were told.
+    /// Bad records skipped, and how many of them were reported.
     skipped_records: SkippedRecords,
     reported_bad: u64,
     metrics: BTreeMap<String, f64>,
     best: Option<(f64, u64)>,
     grad_scaler: GradScaler,
     last_checkpoint: Option<(u64, PathBuf)>,
-    /// The file that gives tokens their meaning, where the data is text.
+    /// The tokenizer file, if the data is text.
     tokenizer: Option<PathBuf>,
-    /// The weights are at a step whose evaluation is due.
+    /// The current weights are due for an evaluation.
     evaluation_due: bool,
-    /// What waits for an update that does not overflow.
+    /// Work that waits for an update without overflow.
     deferred: DeferredWork,
-    /// The update made last overflowed in f16 and was skipped.
+    /// The last update overflowed in f16 and was skipped.
     overflowed: bool,
-    /// The last update whose loss and gradient were finite; the weights before it are good.
+    /// The last update with finite loss and gradient; the weights before it are good.
     last_finite: u64,
-    /// The step of a checkpoint whose next update is not yet known to be finite: until then older ones stay.
+    /// Step of a checkpoint whose next update is not yet known to be finite. Older checkpoints stay until it is.
     unproven_checkpoint: Option<u64>,
     clock: RunClock,
     data_wait: DataWaitMonitor,
-    /// The update made last, where a card has yet to tell what came of it.
+    /// The last update, if the GPU has yet to report its gradient statistics.
     pending_update: Option<PendingUpdate>,
 }
 
-/// A loader of training samples, and the right to what it holds.
+/// A training loader, and the reservation of its buffers.
 struct TrainLoader {
     loader: Loader,
     reservation: Reservation,
 }
 
-/// What is done after the next update that does not overflow: one that does leaves the weights as they are, and
-/// a checkpoint of them would push a good one out.
+/// Work deferred to the next update that does not overflow. A skipped update leaves the weights unchanged, and a
+/// checkpoint of them would evict a good one.
 #[derive(Clone, Copy, Debug, Default)]
 struct DeferredWork {
     evaluation: bool,
     checkpoint: bool,
 }
 
-/// Time spent, that before a resume included.
+/// Time spent, including sessions before a resume.
 struct RunClock {
     started: Instant,
     previous_s: f64,
     data_wait_s: f64,
     last_checkpoint: Instant,
-    /// When the last update was over, or what came between it and the next.
+    /// End of the last update, or of what followed it.
     step_started: Instant,
 }
 
-/// An update that was made, and what the run was right after it.
+/// An applied update, with a snapshot of the run right after it.
 struct PendingUpdate {
     grad_stats: UpdateGradStats,
     lr: f64,
@@ -323,7 +324,7 @@ impl<'a> Run<'a> {
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
         let engine = match Engine::new(setup, ledgers.clone(), runtime_plan.recompute, graphs) {
-            // Nothing is smaller than the weights: all there is to do is to ask once more.
+            // There is no smaller plan for the weights themselves: retry once as is.
             Err(StepError::Oom(oom)) => {
                 report.record(record::oom_event(0, &oom))?;
                 Engine::new(setup, ledgers, runtime_plan.recompute, graphs)?
@@ -401,7 +402,7 @@ impl<'a> Run<'a> {
                 self.clock.step_started = Instant::now();
             }
             let update = self.update()?;
-            // While a card works on this one, what came of the one before is told.
+            // Report the previous update while the GPU works on this one.
             self.settle_pending_update()?;
             let is_ready = update.grad_stats.is_ready();
             self.pending_update = Some(update);
@@ -415,7 +416,7 @@ impl<'a> Run<'a> {
             }
             if due && (last || !self.overflowed) {
                 let deferred = std::mem::take(&mut self.deferred);
-                // Before the evaluation, so that one that fails costs nothing.
+                // Checkpoint before the evaluation, so that a failed evaluation loses nothing.
                 self.evaluation_due = deferred.evaluation;
                 self.checkpoint()?;
                 if deferred.evaluation {
@@ -426,12 +427,12 @@ impl<'a> Run<'a> {
         self.finish()
     }
 
-    /// Whether something that happens every so often happens after the update just made.
+    /// Whether an interval is due after the last update.
     fn due(&self, every: Interval) -> bool {
         self.due_at(every, self.step)
     }
 
-    /// As [`due`](Self::due), after an earlier one.
+    /// As [`due`](Self::due), for an earlier step.
     fn due_at(&self, every: Interval, step: u64) -> bool {
         match every {
             Interval::Steps(n) => step.is_multiple_of(n),
@@ -442,8 +443,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes one update, in as many tries as memory makes necessary: each runs the same samples from the
-    /// same state, in a way that needs less.
+    /// Applies one update. After an OOM it retries the same samples from the same state under a smaller plan.
     fn update(&mut self) -> Result<PendingUpdate, Failure> {
         self.engine.begin_update()?;
         let grad_scaler = self.grad_scaler;
@@ -465,7 +465,7 @@ impl<'a> Run<'a> {
                     self.grad_scaler = grad_scaler;
                 }
                 Err(UpdateError::Failed(failure)) => {
-                    // Best effort: this failure is the one to tell.
+                    // Best effort: report this failure, not one from settling the previous update.
                     drop(self.settle_pending_update());
                     return Err(failure);
                 }
@@ -473,7 +473,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// `train_loader` is kept if the update is made.
+    /// Keeps `train_loader` for the next update on success.
     fn try_update(&mut self, mut train_loader: TrainLoader) -> Result<PendingUpdate, UpdateError> {
         let span = self.setup.order.update(self.cursor.update);
         let (mut pending_sums, mut ids, mut wait_s) =
@@ -490,7 +490,7 @@ impl<'a> Run<'a> {
                 pending_sums.push(self.engine.forward_backward(&batch, self.grad_scaler.factor)?);
             }
         }
-        // Who looks at gradients, or lets their scale follow from them, has to see them before the next update.
+        // An observer, or a dynamic loss scale, needs the statistics before the next update.
         let now = self.options.observer.is_some() || self.grad_scaler.is_dynamic();
         let grad_stats = self.engine.compute_grad_stats(&pending_sums, self.grad_scaler.factor, now)?;
         let (skipped_records, reported) = self.count_bad_records(DatasetSplit::Train, span.epoch, &bad)?;
@@ -502,7 +502,7 @@ impl<'a> Run<'a> {
         );
         let decision = match &grad_stats {
             UpdateGradStats::Ready(stats) => self.check_gradients(stats)?,
-            // A card that finds them not finite leaves the weights as they are.
+            // The GPU kernel itself skips an update whose gradients are not finite.
             #[cfg(feature = "cuda")]
             UpdateGradStats::Pending(_) => grad_scaler::StepDecision::Apply,
         };
@@ -533,9 +533,9 @@ impl<'a> Run<'a> {
         Ok(PendingUpdate { grad_stats, lr, epoch, ids, step, samples, digest, runtime_plan, wait_s })
     }
 
-    /// What is to be done with gradients that are known; whoever observes the run is shown them.
+    /// Decides what to do with known gradient statistics, and shows them to the observer.
     fn check_gradients(&mut self, stats: &GradStats) -> Result<grad_scaler::StepDecision, Failure> {
-        // Where all records were left out there is nothing to learn: the weights stay, and the update counts.
+        // If every record was skipped there is nothing to learn: the weights stay, but the update counts.
         if stats.metrics.weight == 0.0 {
             self.overflowed = false;
             return Ok(grad_scaler::StepDecision::Skip);
@@ -557,7 +557,7 @@ impl<'a> Run<'a> {
         Ok(decision)
     }
 
-    /// Waits for what came of the update made last, and tells it.
+    /// Waits for the statistics of the last update and reports it.
     fn settle_pending_update(&mut self) -> Result<(), Failure> {
         let Some(update) = self.pending_update.take() else { return Ok(()) };
         let stats = update.grad_stats.read()?;
@@ -584,7 +584,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The order says how many samples there are, so a loader that ends before them is at fault.
+/// The sampling order fixes the number of samples, so a loader that ends early is at fault.
 fn ended_early() -> DataError {
     DataError::NoSamples { set: "the loader".into(), why: "it ended before the last sample".into() }
 }

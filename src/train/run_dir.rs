@@ -1,4 +1,4 @@
-//! The folder of a run: where it is, what is in it, and that it is nobody else's.
+//! The directory of a run: where it is and what it contains.
 
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
@@ -14,7 +14,7 @@ pub struct RunDir {
     pub root: PathBuf,
 }
 
-/// What `--resume` and `--run-dir` ask for.
+/// What `--resume` and `--run-dir` request.
 #[derive(Clone, Debug, Default)]
 pub struct RequestedRun {
     pub run_dir: Option<PathBuf>,
@@ -35,7 +35,7 @@ impl RunDir {
         self.root.join("plan.json")
     }
 
-    /// What gives tokens their meaning, where the data is text.
+    /// The tokenizer, if the data is text.
     pub fn tokenizer(&self) -> PathBuf {
         self.root.join("tokenizer.json")
     }
@@ -52,7 +52,7 @@ impl RunDir {
         self.root.join("summary.json")
     }
 
-    /// What a run that ran out of memory for good leaves behind.
+    /// Post-mortem of a run that ran out of memory for good.
     pub fn oom(&self) -> PathBuf {
         self.root.join("oom.json")
     }
@@ -70,7 +70,7 @@ impl RunDir {
         self.job().exists() || self.events().exists() || has_checkpoints()
     }
 
-    /// When the run last did something, in seconds since the Unix epoch, as its events and checkpoints say.
+    /// Time of the run's last activity, in seconds since the Unix epoch, from its events and checkpoints.
     fn last_active(&self) -> f64 {
         let event = last_line(&self.events()).and_then(|line| {
             let event: serde_json::Value = serde_json::from_str(&line).ok()?;
@@ -80,7 +80,7 @@ impl RunDir {
         event.unwrap_or(0.0).max(written.unwrap_or(0.0))
     }
 
-    /// Removes files that a process that was killed left half-written. Only the owner of the run may.
+    /// Removes files that a killed process left half-written. Only the owner of the run lock may call this.
     pub fn clean(&self) -> Result<(), Failure> {
         for path in [self.job(), self.plan(), self.tokenizer(), self.summary(), self.oom(), self.metrics()] {
             let full = path.with_added_extension("tmp");
@@ -91,7 +91,7 @@ impl RunDir {
         Checkpoints::new(self.checkpoints()).clean()
     }
 
-    /// The folder a wish leads to, and whether a run there is to be gone on with. Creates nothing.
+    /// Resolves the request to a directory, and whether a run there is resumed. Creates nothing.
     pub fn resolve(
         requested: &RequestedRun,
         job: &Job,
@@ -118,13 +118,13 @@ impl RunDir {
         if resume && let Some(newest) = newest(&home)? {
             return Ok((newest, true));
         }
-        // Two runs started in one second get two folders.
+        // Two runs started within the same second get two directories.
         let free = (1..).map(|n| if n == 1 { stamp.to_owned() } else { format!("{stamp}-{n}") });
         let root = free.map(|name| home.join(name)).find(|path| !path.exists()).unwrap_or(home);
         Ok((RunDir::new(root), false))
     }
 
-    /// Bytes that are free on its disk, where the system says.
+    /// Free bytes on its file system, if the system reports them.
     pub fn free_bytes(&self) -> Option<u64> {
         #[cfg(unix)]
         {
@@ -135,7 +135,7 @@ impl RunDir {
         None
     }
 
-    /// Makes the folder and writes the resolved job into it.
+    /// Creates the directory and writes the resolved job into it.
     pub fn create(&self, job: &Job) -> Result<(), Failure> {
         fs::create_dir_all(self.checkpoints())
             .map_err(Failure::io("create the folder", self.checkpoints()))?;
@@ -143,7 +143,7 @@ impl RunDir {
     }
 }
 
-/// Writes a file whole or not at all.
+/// Writes a file completely or not at all: temporary file, sync, rename.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     let temporary = path.with_extension("tmp");
     let put = || {
@@ -155,7 +155,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     put().map_err(Failure::io("write", path))
 }
 
-/// The run under a job's name that was last active, whatever its folder is called.
+/// The most recently active run under a job's name, whatever its directory is called.
 fn newest(home: &Path) -> Result<Option<RunDir>, Failure> {
     let Ok(entries) = fs::read_dir(home) else { return Ok(None) };
     let folders = entries.filter_map(Result::ok).map(|entry| RunDir::new(entry.path()));
@@ -164,7 +164,7 @@ fn newest(home: &Path) -> Result<Option<RunDir>, Failure> {
     Ok(newest.map(|(_, folder)| folder))
 }
 
-/// The last whole line of a file.
+/// The last complete line of a file.
 fn last_line(path: &Path) -> Option<String> {
     let mut file = fs::File::open(path).ok()?;
     let start = file.metadata().ok()?.len().saturating_sub(1 << 16);
@@ -213,10 +213,10 @@ mod tests {
         for stamp in ["20260101-000000", "20260301-000000", "20260201-000000"] {
             RunDir::new(home.path().join("j").join(stamp)).create(&job).unwrap();
         }
-        // All are of one age: the last by name.
+        // None has recorded activity: the last by name wins.
         let (folder, resumed) = RunDir::resolve(&resume, &job, home.path(), "a").unwrap();
         assert!(resumed && folder.root.ends_with("20260301-000000"));
-        // One that was copied or renamed is as old as what is in it.
+        // A copied or renamed run is as old as its contents.
         for (stamp, t) in [("20260101-000000", 30), ("20260301-000000", 20), ("zz-copy", 10)] {
             let folder = RunDir::new(home.path().join("j").join(stamp));
             folder.create(&job).unwrap();

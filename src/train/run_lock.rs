@@ -1,5 +1,4 @@
-//! One run folder, one process: a lock on a file in the folder, which the kernel releases when its owner ends,
-//! however it ends.
+//! One process per run directory: a lock on a file in it, which the kernel releases however its owner ends.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{Read, Seek, Write};
@@ -9,14 +8,14 @@ use std::time::Duration;
 use super::Failure;
 use super::run_dir::RunDir;
 
-/// The right to work on a run. The file goes when it is dropped, and the folder too where nothing else is in it.
+/// Exclusive right to work on a run. Dropping it removes the file, and the directory if that is empty.
 pub struct RunLock {
     file: File,
     path: PathBuf,
 }
 
 impl RunLock {
-    /// Takes the folder, which is made if absent, or says who has it.
+    /// Locks the directory, creating it if absent; the error names the owner's pid.
     pub fn acquire(folder: &RunDir) -> Result<Self, Failure> {
         fs::create_dir_all(&folder.root).map_err(Failure::io("create the folder", &folder.root))?;
         let path = folder.root.join("lock");
@@ -30,13 +29,13 @@ impl RunLock {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => {
                     let mut text = String::new();
-                    // Who has just taken it may not have said so yet.
+                    // An owner that has just locked the file may not have written its pid yet.
                     let _ = file.read_to_string(&mut text);
                     let pid = text.trim().parse().ok();
                     if retries == 0 || pid.is_none_or(is_alive) {
                         return Err(Failure::Locked { folder: folder.root.clone(), pid });
                     }
-                    // Its worker has yet to end with it.
+                    // The owner is dead, but its worker still holds the lock and is about to exit.
                     retries -= 1;
                     std::thread::sleep(RETRY_INTERVAL);
                     continue;
@@ -44,7 +43,7 @@ impl RunLock {
                 Err(TryLockError::Error(error)) => return Err(failed(error)),
             }
             if !is_same_file(&file, &path) {
-                // The one before removed it after this one opened it.
+                // The previous owner removed the file after this process opened it.
                 continue;
             }
             let written = file.set_len(0).and_then(|()| file.rewind());
@@ -53,7 +52,7 @@ impl RunLock {
         }
     }
 
-    /// Processes started from here on hold the lock too, until they end: a worker is never left without it.
+    /// Lets child processes inherit the lock: a worker holds it until it exits, even if the supervisor dies first.
     #[cfg(unix)]
     pub fn share_with_children(&self) -> Result<(), Failure> {
         let flags = rustix::io::FdFlags::empty();
@@ -61,11 +60,11 @@ impl RunLock {
     }
 }
 
-/// How long a worker may take to end after its supervisor was killed.
+/// How long a worker may take to exit after its supervisor was killed.
 const GRACE_PERIOD: Duration = Duration::from_secs(10);
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Whether a process runs; one that ended and was not waited for does not.
+/// Whether a process is running; a zombie is not.
 fn is_alive(pid: u32) -> bool {
     match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => !stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['Z', 'X'])),
@@ -73,7 +72,7 @@ fn is_alive(pid: u32) -> bool {
     }
 }
 
-/// Whether the file that is open is still the one at this path.
+/// Whether the open file is still the one at this path.
 fn is_same_file(file: &File, path: &std::path::Path) -> bool {
     #[cfg(unix)]
     {
@@ -90,7 +89,7 @@ fn is_same_file(file: &File, path: &std::path::Path) -> bool {
 
 impl Drop for RunLock {
     fn drop(&mut self) {
-        // Best effort; a file that stays is locked by nobody. Still locked while it goes: see `is_same_file`.
+        // Best effort: a leftover file is not locked. The lock is held during the removal; see `is_same_file`.
         let _ = fs::remove_file(&self.path);
         let _ = self.path.parent().map(fs::remove_dir);
     }
@@ -111,7 +110,7 @@ mod tests {
         }
         drop(first);
         assert!(!folder.root.exists());
-        // A file that a killed owner left locks nobody out.
+        // A file left by a killed owner does not lock anyone out.
         fs::create_dir(&folder.root).unwrap();
         fs::write(folder.root.join("lock"), "1\n").unwrap();
         fs::write(folder.root.join("job.toml"), "").unwrap();

@@ -1,4 +1,4 @@
-//! From a job to everything a run needs but the tensors: data opened, network built, memory planned.
+//! Prepares a job: opens the data, builds the network and plans the memory. Allocates no tensors.
 
 use std::sync::Arc;
 
@@ -24,48 +24,48 @@ use crate::models::ModelError;
 use crate::params::ParamLayout;
 use crate::units::{Bytes, MemorySize};
 
-/// A job made ready.
+/// A prepared job.
 pub struct Setup {
     pub job: Job,
     pub datasets: Datasets,
     pub network: Network,
-    /// Where samples are padded: the same network for shorter ones, ascending.
+    /// For padded samples: the same network at shorter lengths, ascending.
     pub bucket_networks: Vec<BucketNetwork>,
     pub layout: ParamLayout,
     pub order: Order,
-    /// The order in which the validation set is judged: its own.
+    /// Order of the validation set, independent of the training order.
     pub valid_order: Order,
-    /// Updates of the whole run.
+    /// Updates in the whole run.
     pub total_steps: u64,
     pub dtype: DType,
     pub workers: usize,
-    /// Bytes the loader may hold.
+    /// Limit of the loader's buffers, in bytes.
     pub prefetch: u64,
     pub threads: usize,
-    /// Host bytes the run may use.
+    /// Host memory budget, in bytes.
     pub ram: u64,
-    /// The card that computes, if it is not the CPU.
+    /// The GPU that computes; `None` for the CPU.
     pub gpu: Option<Arc<GpuDevice>>,
-    /// The optimizer in force: the job's, or the same with its state in bytes where the plan took that rung.
+    /// The optimizer in force: the job's, or its 8-bit variant if the plan chose that.
     pub optimizer: OptimizerConfig,
-    /// A run that goes on keeps the optimizer it has state of.
+    /// A resumed run keeps the optimizer whose state it has.
     pub(super) optimizer_is_fixed: bool,
-    /// Bytes of the tokenizer that checkpoints keep, and of what the data has in the cache.
+    /// Bytes of the tokenizer that checkpoints keep, and of the data cache on disk.
     pub(super) tokenizer_bytes: u64,
     pub(super) data_cache_bytes: u64,
-    /// What waits in host memory, where the plan took that rung.
+    /// What the plan offloads to host memory.
     pub offload: &'static [Offload],
-    /// Pictures that are decoded one at a time because of their size.
+    /// Images so large that only one is decoded at a time.
     pub large_images: Arc<LargeImages>,
-    /// Heap bytes that opening the data took and did not give back.
+    /// Heap bytes that opening the data took and did not free.
     pub(super) opened_heap_bytes: u64,
-    /// What this process takes beside its heap; nothing until it is measured.
+    /// Memory of this process outside its heap; zero until measured.
     pub process: ProcessMemory,
 }
 
-/// A network for padded samples that are shorter than the longest; its parameters are those of the whole one.
+/// The network for padded samples of a shorter bucket. Shares its parameters with the full-length network.
 pub struct BucketNetwork {
-    /// Of a sample that is cut to this length.
+    /// Features of a sample cut to this length.
     pub features: Features,
     pub network: Network,
 }
@@ -79,12 +79,12 @@ impl Setup {
         }
     }
 
-    /// Where tensors are.
+    /// Where tensors live.
     pub fn device(&self) -> Device {
         self.gpu.as_ref().map_or(Device::Cpu, |gpu| gpu.device.clone())
     }
 
-    /// The same job where this card computes.
+    /// The same setup, computing on this GPU.
     pub fn on_gpu(mut self, gpu: Option<Arc<GpuDevice>>) -> Self {
         self.dtype = activation_dtype(self.job.train.precision, gpu.is_some());
         #[cfg(feature = "cuda")]
@@ -94,7 +94,7 @@ impl Setup {
         self
     }
 
-    /// This machine, with so many host bytes.
+    /// This machine, with these limits on host memory.
     pub fn target_machine(&self, ram: u64, max_ram: u64) -> TargetMachine {
         let cpu = TargetMachine::cpu(ram, max_ram);
         match &self.gpu {
@@ -112,12 +112,13 @@ impl Setup {
         }
     }
 
-    /// `ram` is the host budget in bytes.
+    /// `ram` is the host memory budget in bytes.
     pub fn new(job: Job, ram: u64) -> Result<Self, Failure> {
         Self::open(job, ram, &DatasetContext::default())
     }
 
-    /// As [`Setup::new`], with the means to open data of `opening` (its `max_bytes`, `seed` and `shuffle_buffer` are set here).
+    /// As [`Setup::new`], with a context for opening the data. Sets the context's `max_bytes`, `seed` and
+    /// `shuffle_buffer`.
     pub fn open(job: Job, ram: u64, opening: &DatasetContext) -> Result<Self, Failure> {
         let (seed, shuffle_buffer) = (job.seed, shuffle_buffer(&job));
         let opening = DatasetContext { max_bytes: ram, seed, shuffle_buffer, ..opening.clone() };
@@ -129,7 +130,7 @@ impl Setup {
         Ok(Self { opened_heap_bytes, data_cache_bytes, large_images: opening.large_images, ..setup })
     }
 
-    /// As [`Setup::new`], with sets that are open already.
+    /// As [`Setup::new`], with datasets that are already open.
     pub fn from_datasets(datasets: Datasets, job: Job, ram: u64) -> Result<Self, Failure> {
         let shuffle_buffer = shuffle_buffer(&job);
         let built = crate::models::build(&job.model, datasets.train.features())?;
@@ -183,15 +184,15 @@ impl Setup {
         Ok(setup)
     }
 
-    /// Gives back what preparing the data left behind, and measures what this process takes beside its heap.
+    /// Returns memory that preparing the data left behind to the system, and measures this process outside its heap.
     pub fn with_process_measured(mut self) -> Self {
         let leftover_heap = self.opened_heap_bytes.saturating_sub(self.resident_data_bytes());
         self.process = ProcessMemory::measure(self.threads, self.workers, leftover_heap);
         self
     }
 
-    /// Before a piece of work: keeps resident memory within the plan. With a GPU most of what is resident is the driver's
-    /// and its libraries' code, which runs in every step: to drop it would cost milliseconds each time.
+    /// Keeps resident memory within the plan before a phase of work. Does nothing on a GPU: most resident memory is
+    /// then driver and library code that every step runs, and dropping it would cost milliseconds each time.
     pub(super) fn limit_resident_memory(&self, work: WorkPhase) {
         if self.gpu.is_none() {
             self.process.enforce_limit(measure::planned_peak() + self.process.non_heap, work);
@@ -202,7 +203,7 @@ impl Setup {
         self.datasets.train.features()
     }
 
-    /// What a micro-batch whose longest sample has so many positions is run with.
+    /// Features and network for a micro-batch whose longest sample has this many positions.
     pub fn network_for_length(&self, longest: usize) -> (&Features, &Network) {
         let bucket = self.bucket_networks.iter().find(|bucket| longest <= bucket.features.input_len());
         bucket.map_or((self.features(), &self.network), |bucket| (&bucket.features, &bucket.network))
@@ -212,7 +213,7 @@ impl Setup {
         self.layout.params.len as u64
     }
 
-    /// Bytes that the sets and their orders keep for as long as they live.
+    /// Bytes that the datasets and their orders hold for as long as they live.
     pub fn resident_data_bytes(&self) -> u64 {
         let sets = self.datasets.train.resident_bytes() + self.datasets.valid.resident_bytes();
         sets + self.large_images.extra_bytes()
@@ -220,7 +221,7 @@ impl Setup {
             + self.valid_order.resident_bytes()
     }
 
-    /// How samples are read in micro-batches of this size, within so many bytes.
+    /// Loader options for micro-batches of this size, within `limit` bytes.
     pub fn loader_options(&self, micro_batch: usize, limit: u64) -> LoaderOptions {
         LoaderOptions {
             micro_batch,
@@ -230,20 +231,19 @@ impl Setup {
         }
     }
 
-    /// Bytes the loader holds for micro-batches of this size.
+    /// Buffer bytes of the loader for micro-batches of this size.
     pub fn loader_bytes(&self, micro_batch: usize) -> u64 {
         loader::max_held_bytes(self.features(), micro_batch, self.prefetch, self.workers)
     }
 }
 
-/// Micro-batches that the loader may hold however large they are: fewer would make those who fill them wait for one
-/// another.
+/// Micro-batches the loader may hold regardless of their size. With fewer, workers wait for each other.
 const MIN_PREFETCH_BATCHES: u64 = 4;
 
-/// Bytes the loader may hold within so many host bytes.
+/// Limit of the loader's buffers in bytes, given the host memory budget.
 pub(super) fn prefetch_limit(job: &Job, features: &Features, ram: u64) -> u64 {
     match job.data.loader.prefetch {
-        // A tenth of the budget is more than enough for every set whose samples are small.
+        // A tenth of the budget is ample for every dataset with small samples.
         MemorySize::Auto => {
             let minimum =
                 features.sample_bytes().saturating_mul(MIN_PREFETCH_BATCHES * job.train.batch_size as u64);
@@ -253,13 +253,13 @@ pub(super) fn prefetch_limit(job: &Job, features: &Features, ram: u64) -> u64 {
     }
 }
 
-/// Bytes within which sets that are read forward are mixed.
+/// Bytes of the shuffle buffer for sequential datasets.
 fn shuffle_buffer(job: &Job) -> u64 {
-    // A job states a size, not a share, so that the order is the same whatever memory there is.
+    // The job states bytes, not a fraction of memory, so that the sample order does not depend on the machine.
     job.data.loader.shuffle_buffer.resolve(Bytes(0)).0
 }
 
-/// What happens to records that cannot be used.
+/// What to do with bad records.
 pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
     match loading.on_bad_record {
         OnBadRecord::Fail => BadRecordPolicy::Fail,
@@ -267,7 +267,7 @@ pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
     }
 }
 
-/// The type of activations, on the host or on a device.
+/// Dtype of activations, on the host or on a device.
 pub(super) fn activation_dtype(precision: Precision, on_device: bool) -> DType {
     match precision {
         Precision::Auto if on_device => DType::BF16,

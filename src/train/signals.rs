@@ -1,8 +1,8 @@
-//! SIGINT, SIGTERM and SIGHUP: the first asks the run to stop after the update in hand, the second of a kind
-//! ends it.
+//! SIGINT, SIGTERM and SIGHUP: the first asks the run to stop after the current update; a second of the same kind
+//! ends the process.
 //!
-//! A process that has a supervisor hears it alone: what a terminal or a batch system sends to the whole
-//! group reaches both, and must count once.
+//! A worker obeys only its supervisor. A terminal or a batch system signals the whole process group, so both
+//! processes receive the signal, and it must count once.
 
 use std::io;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use signal_hook::consts::{SIGHUP, SIGUSR1, SIGUSR2};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-/// Elsewhere these are not there, and nobody is asked to listen to them.
+/// Placeholders for platforms without these signals; nothing registers them there.
 #[cfg(not(unix))]
 const SIGHUP: i32 = 1;
 #[cfg(not(unix))]
@@ -20,11 +20,11 @@ const SIGUSR1: i32 = 10;
 #[cfg(not(unix))]
 const SIGUSR2: i32 = 12;
 
-/// A signal that asks a run to stop.
+/// A request to stop the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
     Interrupt,
-    /// SIGTERM, or SIGHUP: the terminal is gone.
+    /// SIGTERM, or SIGHUP: the terminal closed.
     Terminate,
 }
 
@@ -36,12 +36,12 @@ impl Signal {
         }
     }
 
-    /// What a signal that was received asks for.
+    /// The request that a received signal stands for.
     pub fn from_number(number: i32) -> Self {
         if number == SIGINT { Signal::Interrupt } else { Signal::Terminate }
     }
 
-    /// The signal a supervisor passes it on with.
+    /// The signal a supervisor forwards the request with.
     pub fn forwarded_number(self) -> i32 {
         match self {
             Signal::Interrupt => SIGUSR1,
@@ -49,27 +49,27 @@ impl Signal {
         }
     }
 
-    /// The exit code of a run that it stopped.
+    /// Exit code of a run that this request stopped.
     pub fn exit_code(self) -> i32 {
         128 + if self == Signal::Interrupt { SIGINT } else { SIGTERM }
     }
 }
 
-/// Who asks a process to stop.
+/// Whose signals a process obeys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SignalSource {
     Anyone,
     Supervisor,
 }
 
-/// What signals were seen. Clones see the same.
+/// Signals received. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Signals {
     received: Arc<AtomicUsize>,
 }
 
 impl Signals {
-    /// Watches the process's signals from here on.
+    /// Starts watching the process's signals.
     pub fn watch(source: SignalSource) -> io::Result<Self> {
         let signals = Self::default();
         for number in stop_signals() {
@@ -90,7 +90,7 @@ impl Signals {
     }
 
     fn register(&self, number: i32, signal: Signal) -> io::Result<()> {
-        // In this order: the shutdown looks at the flag before this very signal raises it.
+        // Order matters: the shutdown handler reads the flag before this signal's own handler sets it.
         let already_received = Arc::new(AtomicBool::new(false));
         signal_hook::flag::register_conditional_shutdown(
             number,
@@ -102,14 +102,14 @@ impl Signals {
         Ok(())
     }
 
-    /// The signal that asked the run to stop, if one did.
+    /// The stop request received, if any.
     pub fn stop_requested(&self) -> Option<Signal> {
         let code = self.received.load(Ordering::Relaxed) as i32;
         [Signal::Interrupt, Signal::Terminate].into_iter().find(|signal| signal.exit_code() == code)
     }
 }
 
-/// The name of a signal that can end a process.
+/// Name of a signal that can end a process.
 pub fn name(number: i32) -> String {
     let names = [
         (3, "SIGQUIT"),
@@ -125,14 +125,14 @@ pub fn name(number: i32) -> String {
     known.map_or_else(|| format!("signal {number}"), |(_, name)| (*name).to_owned())
 }
 
-/// A file that grows beyond `RLIMIT_FSIZE` ends the process unless somebody listens; then the write fails, as on a
-/// full disk.
+/// A write beyond `RLIMIT_FSIZE` raises SIGXFSZ, which ends the process unless it is handled. With a handler the
+/// write fails instead, as on a full disk.
 pub fn ignore_sigxfsz() {
     #[cfg(unix)]
     drop(signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false))));
 }
 
-/// The signals that ask a run to stop. `nohup` ignores SIGHUP for the programs it starts, and it stays so.
+/// The signals that ask a run to stop. `nohup` makes its children ignore SIGHUP, and the run respects that.
 pub fn stop_signals() -> Vec<i32> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let hangup = (cfg!(unix) && !ignores(&status, SIGHUP)).then_some(SIGHUP);

@@ -1,7 +1,7 @@
-//! From a batch in host memory to tensors where the network computes.
+//! Turns a batch in host memory into tensors on the compute device.
 //!
-//! On the CPU that is a copy. To a card batches are carried on a stream of their own (`gpu`), through buffers that
-//! are asked of the ledgers when the first batch comes, or one that they have no room for.
+//! On the CPU this is a copy. To a GPU, batches go over a copy stream of their own (`gpu`), through staging buffers
+//! that are reserved in the ledgers for the first batch, and again for one that does not fit them.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -16,13 +16,13 @@ use crate::kernels::pixel_lut;
 use crate::layers::network::{DeviceBatch, StepError};
 
 pub struct BatchStaging {
-    /// What the network takes floats in.
+    /// Dtype in which the network takes floats.
     dtype: DType,
     #[cfg(feature = "cuda")]
     gpu: Option<gpu::GpuStaging>,
 }
 
-/// What the tensors of a batch are to be.
+/// Dtype and shapes of a batch's tensors.
 struct BatchSpec {
     dtype: DType,
     inputs: Vec<usize>,
@@ -39,13 +39,13 @@ impl BatchStaging {
         }
     }
 
-    /// Gives back what is held for batches to come.
+    /// Frees the staging buffers held for later batches.
     pub fn clear(&self) {
         #[cfg(feature = "cuda")]
         self.gpu.iter().for_each(gpu::GpuStaging::clear);
     }
 
-    /// Sees to it that there are buffers for a batch on its way, which are asked for when the first comes, or a larger one.
+    /// Reserves staging buffers for a batch: for the first one, and for one that does not fit them.
     pub fn reserve_buffers(&self, batch: &data::HostBatch, features: &Features) -> Result<(), StepError> {
         let _ = (batch, features);
         #[cfg(feature = "cuda")]
@@ -53,7 +53,7 @@ impl BatchStaging {
         Ok(())
     }
 
-    /// The tensors of a batch whose samples are cut to these features.
+    /// The tensors of a batch, with samples cut to the length of `features`.
     pub fn to_tensors(&self, batch: &data::HostBatch, features: &Features) -> Result<DeviceBatch, StepError> {
         let spec = self.batch_spec(batch, features);
         #[cfg(feature = "cuda")]
@@ -66,13 +66,13 @@ impl BatchStaging {
 
     fn batch_spec(&self, batch: &data::HostBatch, features: &Features) -> BatchSpec {
         let rows = batch.ids.len();
-        // Places of categories are whole numbers that a shorter type would round.
+        // Category indices are integers that bf16 or f16 would round.
         let (dtype, sample) = match &features.input {
             InputSpec::Floats { shape } => (self.dtype, shape.clone()),
             InputSpec::Tabular { .. } => (DType::F32, vec![features.input_len()]),
             InputSpec::Tokens { length, .. } => (DType::U32, vec![*length]),
         };
-        // What is measured on has hard classes even where those trained on are mixed.
+        // Validation targets are class indices even if mixup makes the training targets soft.
         let row = batch.targets.len() / rows.max(1);
         let targets = match if features.target == TargetSpec::Tokens { features.target_len() } else { row } {
             1 => vec![rows],
@@ -82,7 +82,7 @@ impl BatchStaging {
     }
 }
 
-/// A tensor of rows, of each of which the first values are taken that `shape` has room for.
+/// A tensor of rows; takes from each row the first values, as many as `shape` holds.
 fn host_tensor(values: &BatchValues, shape: Vec<usize>) -> candle_core::Result<Tensor> {
     let (row, taken) = (values.len() / shape[0].max(1), shape[1..].iter().product::<usize>());
     match values {

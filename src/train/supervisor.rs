@@ -1,42 +1,42 @@
-//! The process above the one that works: it waits, passes signals on, and starts another when the worker was
-//! killed or an allocation aborted it.
+//! Supervises the worker process: waits for it, forwards signals, and starts another if it was killed or a failed
+//! allocation aborted it. A process can catch neither from inside.
 //!
-//! Neither can be caught from inside. Where the kernel's own counters say that it killed for lack of memory, or an
-//! allocation was refused, the next worker has less; after a `kill -9` it has the same plan. Any other end, as by a
-//! fault in memory or an overflow of the stack, would come again: it is told. The supervisor opens no data and holds
-//! no tensors, so it is not what the kernel looks for. It takes the folder of the run, gives the exit code of the
-//! last worker, and refuses to go on after `memory.max_retries` deaths in a row that brought no new checkpoint.
+//! If the kernel's counters show an OOM kill, or an allocation was refused, the next worker gets a smaller budget;
+//! after a `kill -9` it gets the same plan. Any other death, such as a segmentation fault or a stack overflow, would
+//! happen again: the supervisor reports it. It opens no data and holds no tensors, so the OOM killer does not pick
+//! it. Takes the run directory, returns the exit code of the last worker, and gives up after `memory.max_retries`
+//! consecutive deaths without a new checkpoint.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Names the environment variable in which a worker finds its [`WorkerOrders`].
+/// Environment variable that carries a worker's [`WorkerOrders`].
 const WORKER_ORDERS_VAR: &str = "TRAINER_ORDERS";
 
-/// What a worker is told by its supervisor.
+/// What the supervisor passes to a worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerOrders {
-    /// The supervisor's process id.
+    /// Pid of the supervisor.
     supervisor: u32,
-    /// Folder of the run.
+    /// Run directory.
     pub folder: PathBuf,
-    /// Go on with the run there, if there is one.
+    /// Resume the run there, if there is one.
     pub resume: bool,
     pub restart: Option<RestartInfo>,
-    /// Where to note that the system refused an allocation: a file descriptor.
+    /// File descriptor on which the worker reports that the system refused an allocation.
     failure_fd: i32,
 }
 
-/// Why there is another worker.
+/// Why this worker replaces another.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RestartInfo {
     /// Workers lost so far.
     pub restarts: u32,
-    /// How the last one was.
+    /// How the last one died.
     pub cause: String,
-    /// Bytes to stay within, where what the last one needed is known.
+    /// Memory limit in bytes, if the last worker's need is known.
     pub max_ram: Option<u64>,
 }
 
@@ -47,12 +47,12 @@ pub enum WorkerExit {
     Signal(i32),
 }
 
-/// What comes after a worker's end.
+/// What the supervisor does after a worker ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextAction {
-    /// Leave with this exit code.
+    /// Exit with this code.
     Exit(i32),
-    /// Tell of a signal that has nothing to do with memory.
+    /// Report a signal that has nothing to do with memory.
     ReportSignal(i32),
     Restart,
     GiveUp,
@@ -61,8 +61,9 @@ pub enum NextAction {
 const SIGABRT: i32 = 6;
 const SIGKILL: i32 = 9;
 
-/// Decides. `requested_code`: the exit code that a signal passed on to the worker stands for; `evidence`: what else is known of
-/// this death; `deaths`: those in a row before this one, without a new checkpoint.
+/// Decides what to do after a worker ends. `requested_code` is the exit code of a signal forwarded to the worker;
+/// `evidence` is what else is known of this death; `deaths` counts consecutive deaths before it without a new
+/// checkpoint.
 pub fn decide(
     end: WorkerExit,
     requested_code: Option<i32>,
@@ -84,29 +85,28 @@ pub fn decide(
     }
 }
 
-/// What is known of a worker's death beside its signal.
+/// What is known of a worker's death besides its signal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CrashEvidence {
-    /// Processes that the kernel killed for lack of memory meanwhile, where it says.
+    /// OOM kills by the kernel meanwhile, if it reports them.
     pub oom_kills: Option<u64>,
     /// The system refused the worker an allocation.
     pub alloc_failed: bool,
 }
 
 impl CrashEvidence {
-    /// Whether a worker that this signal ended lacked memory. Where nobody knows, it may have.
+    /// Whether this signal ended the worker for lack of memory. If unknown, assume so.
     pub fn is_out_of_memory(self, signal: i32) -> bool {
         signal == SIGABRT || self.oom_kills != Some(0)
     }
 }
 
-/// Bytes for the next worker after one died that planned to use `peak`.
+/// Budget in bytes for the next worker, after one died whose plan had this peak.
 pub fn reduced_budget(peak: u64) -> u64 {
     peak / 4 * 3
 }
 
-/// How long to wait before another worker starts after so many died in a row: who takes the memory may be done
-/// soon.
+/// Delay before the next worker, after this many consecutive deaths: whatever took the memory may finish soon.
 pub fn restart_delay(deaths: u32) -> Duration {
     match deaths {
         0 | 1 => Duration::ZERO,
@@ -114,7 +114,7 @@ pub fn restart_delay(deaths: u32) -> Duration {
     }
 }
 
-/// What happened, in people's words.
+/// Describes the death for people.
 fn describe_cause(signal: i32, evidence: CrashEvidence) -> &'static str {
     match (signal, evidence.oom_kills) {
         (SIGABRT, _) => "aborted (an allocation failed)",
@@ -154,16 +154,17 @@ mod linux {
     use crate::train::signals::{Signal, stop_signals};
 
     impl WorkerOrders {
-        /// The orders of this process, if it is a worker; from here on it dies with its supervisor.
+        /// Reads this process's orders if it is a worker. From then on the kernel kills it when its supervisor dies.
         pub fn from_env() -> io::Result<Option<Self>> {
             let Ok(text) = std::env::var(WORKER_ORDERS_VAR) else { return Ok(None) };
             let orders: WorkerOrders = serde_json::from_str(&text)?;
-            // SAFETY: the supervisor left it open for this process alone, which takes it here, once.
+            // SAFETY: the supervisor left this descriptor open for this process alone, which takes ownership here,
+            // once.
             let fd = unsafe { OwnedFd::from_raw_fd(orders.failure_fd) };
             fcntl_setfd(&fd, FdFlags::CLOEXEC)?;
             set_alloc_failure_fd(fd);
             set_parent_process_death_signal(Some(Number::KILL))?;
-            // The supervisor may have died before that took effect.
+            // The supervisor may have died before the death signal was set.
             match getppid().map(|pid| pid.as_raw_nonzero().get() as u32) == Some(orders.supervisor) {
                 true => Ok(Some(orders)),
                 false => Err(io::Error::other("the supervisor of this process is gone")),
@@ -171,7 +172,7 @@ mod linux {
         }
     }
 
-    /// Has this very command done by workers, and gives the exit code of the last.
+    /// Runs this same command in workers and returns the exit code of the last.
     pub fn supervise(folder: &RunDir, resume: bool, max_retries: u32) -> Result<i32, Failure> {
         let program = std::env::current_exe().map_err(Failure::io("find", "this program"))?;
         let start = |restart: Option<RestartInfo>| {
@@ -179,7 +180,7 @@ mod linux {
             let started = || {
                 let (read, write) = io::pipe()?;
                 fcntl_setfd(&write, FdFlags::empty())?;
-                // Whoever lacks memory must not wait, and neither must who looks for the note.
+                // Non-blocking: neither a worker out of memory nor the reader of the pipe may wait.
                 ioctl_fionbio(&read, true)?;
                 ioctl_fionbio(&write, true)?;
                 let (folder, failure_fd) = (folder.root.clone(), write.as_raw_fd());
@@ -242,7 +243,7 @@ mod linux {
         }
     }
 
-    /// Waits for a worker's end and passes signals on; also gives the exit code the last of them stands for.
+    /// Waits for a worker to end and forwards signals. Also returns the exit code of the last signal forwarded.
     fn wait_for_worker(
         child: &mut Child,
         signals: &mut signal_hook::iterator::Signals,
@@ -262,14 +263,14 @@ mod linux {
             let signal = Signal::from_number(number);
             requested_code = Some(signal.exit_code());
             if let Some(number) = Number::from_named_raw(signal.forwarded_number()) {
-                // One that has just ended, and is not yet waited for, hears nothing.
+                // Signalling a worker that has exited but is not yet reaped has no effect.
                 let _ = kill_process(Pid::from_child(child), number);
             }
         }
         Err(io::Error::other("the signals ended"))
     }
 
-    /// Waits, unless a signal asks to stop.
+    /// Sleeps, unless a signal asks to stop.
     fn sleep_unless_signalled(
         delay: Duration,
         signals: &mut signal_hook::iterator::Signals,
@@ -286,13 +287,12 @@ mod linux {
         }
     }
 
-    /// The plan of the worker that died, where it got so far.
+    /// The plan of the dead worker, if it got far enough to write one.
     fn read_plan(folder: &RunDir) -> Option<MemoryPlan> {
         serde_json::from_slice(&std::fs::read(folder.plan()).ok()?).ok()
     }
 
-    /// Leaves in the folder what can be said of a run that is given up. Best effort: the failure itself is
-    /// the caller's to tell.
+    /// Records the failure of an abandoned run in its directory. Best effort: the caller reports the failure itself.
     fn write_failure(folder: &RunDir, failure: &Failure, plan: Option<MemoryPlan>, step: u64) {
         let error = error_chain(failure);
         if let Failure::Killed { deaths } = failure {
@@ -320,7 +320,7 @@ mod linux {
 
 #[cfg(not(target_os = "linux"))]
 impl WorkerOrders {
-    /// Elsewhere there are no workers.
+    /// Other platforms have no workers.
     pub fn received() -> std::io::Result<Option<Self>> {
         Ok(None)
     }
@@ -341,10 +341,10 @@ mod tests {
         assert_eq!(decide(WorkerExit::Signal(6), None, REFUSED, 7, 8), NextAction::Restart);
         assert_eq!(decide(WorkerExit::Signal(6), None, REFUSED, 8, 8), NextAction::GiveUp);
         assert_eq!(decide(WorkerExit::Signal(9), None, UNKNOWN, 0, 0), NextAction::GiveUp);
-        // An abort, as after an overflow of the stack, and a fault in memory.
+        // An abort, as after a stack overflow, and a segmentation fault.
         assert_eq!(decide(WorkerExit::Signal(6), None, UNKNOWN, 0, 8), NextAction::ReportSignal(6));
         assert_eq!(decide(WorkerExit::Signal(11), None, REFUSED, 0, 8), NextAction::ReportSignal(11));
-        // Stopped before it could listen.
+        // Stopped before it installed its signal handlers.
         assert_eq!(decide(WorkerExit::Signal(10), Some(130), UNKNOWN, 0, 8), NextAction::Exit(130));
         assert_eq!(decide(WorkerExit::Signal(9), Some(143), UNKNOWN, 0, 8), NextAction::Exit(143));
     }

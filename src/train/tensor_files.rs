@@ -1,5 +1,5 @@
-//! Tensors in safetensors files, under the names and in the shapes that other tools read: flat buffers are
-//! written as the parameters they hold, and read by name.
+//! Safetensors files under the names and shapes other tools read. Writes flat buffers as the parameters they hold,
+//! and reads parameters by name.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -15,23 +15,23 @@ use crate::kernels::host;
 use crate::params::{FlatLayout, MemoryFormat, TensorSpec};
 use crate::regular_file;
 
-/// A tensor as other tools see it.
+/// A tensor in the shape other tools expect.
 pub(super) struct NamedTensor<'a> {
     shape: &'a [usize],
     data: TensorData<'a>,
     memory_format: MemoryFormat,
-    /// Whether all values written so far are neither infinite nor `NaN`.
+    /// Whether all values written so far are finite.
     finite: AtomicBool,
 }
 
 enum TensorData<'a> {
     F32(&'a [f32]),
     U8(&'a [u8]),
-    /// On a card: copied when it is written, one after the other.
+    /// On a GPU. Copied to the host when written, one tensor at a time.
     Device(Tensor),
 }
 
-/// The values of a flat buffer: borrowed, or still on a card.
+/// A flat buffer: borrowed on the host, or on a GPU.
 pub(super) enum FlatBuffer<'a> {
     Host(View<'a, f32>),
     Device(&'a Tensor),
@@ -64,7 +64,8 @@ impl tensor::View for &NamedTensor<'_> {
                 self.check_finite(data);
                 to_file_order(data, self.shape, self.memory_format)
             }
-            // The format has no way to say that a copy failed: a tensor of no bytes is an error of its own.
+            // `safetensors` cannot report that a copy failed; a tensor without bytes makes it fail with an error of
+            // its own.
             TensorData::Device(tensor) if tensor.dtype() == DType::U8 => {
                 Cow::Owned(host::to_vec::<u8>(tensor).unwrap_or_default())
             }
@@ -90,16 +91,16 @@ impl<'a> NamedTensor<'a> {
         Self { shape, data, memory_format, finite: AtomicBool::new(true) }
     }
 
-    /// Looks for values that are not finite, as they are written: wherever the tensor is, they are here by then.
+    /// Checks values as they are written: wherever the tensor lives, its values are on the host by then.
     fn check_finite(&self, values: &[f32]) {
-        // In parts, each without a branch.
+        // In chunks, each without a branch.
         if values.chunks(4096).any(|part| part.iter().fold(false, |found, v| found | !v.is_finite())) {
             self.finite.store(false, Ordering::Relaxed);
         }
     }
 }
 
-/// The bytes of a parameter in the order other tools have.
+/// Bytes of a parameter in file order.
 fn to_file_order<'a>(data: &'a [f32], shape: &[usize], memory_format: MemoryFormat) -> Cow<'a, [u8]> {
     match memory_format {
         MemoryFormat::Contiguous => Cow::Borrowed(bytemuck::cast_slice(data)),
@@ -112,12 +113,12 @@ fn to_file_order<'a>(data: &'a [f32], shape: &[usize], memory_format: MemoryForm
 }
 
 enum FilterPermutation {
-    /// From (out, height, width, in) as kept to (out, in, height, width) as named.
+    /// From (out, height, width, in) in memory to (out, in, height, width) in the file.
     ToFile,
     FromFile,
 }
 
-/// Copies the values of a filter in the other order. `shape` is as named: (out, in, height, width).
+/// Copies a filter between the two layouts. `shape` is that of the file: (out, in, height, width).
 fn permute_filter<A: Copy, B>(
     from: &[A],
     to: &mut [B],
@@ -153,7 +154,7 @@ pub(super) fn named_tensors<'a>(
     flat.iter().map(to_named).collect()
 }
 
-/// Writes flat buffers, which may be of bytes; gives what [`write_tensors`] does.
+/// Writes flat buffers of f32 or u8; returns what [`write_tensors`] does.
 pub(super) fn write_buffers(
     path: &Path,
     buffers: &[(&'static str, Tensor)],
@@ -181,8 +182,7 @@ pub(super) fn write_buffers(
     write_tensors(path, &floats.chain(bytes).collect::<Vec<_>>())
 }
 
-/// Writes named tensors and waits until they are on the disk. Gives the name of one that has a value that is not
-/// finite, if there is one.
+/// Writes named tensors and syncs the file to disk. Returns the name of a tensor with a non-finite value, if any.
 pub(super) fn write_tensors(path: &Path, tensors: &[(&str, NamedTensor)]) -> Result<Option<String>, Failure> {
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
     serialize_to_file(tensors.iter().map(|(name, tensor)| (*name, tensor)), Some(metadata), path)
@@ -196,17 +196,17 @@ pub(super) fn write_tensors(path: &Path, tensors: &[(&str, NamedTensor)]) -> Res
     Ok(found.map(|(name, _)| (*name).to_owned()))
 }
 
-/// Waits until what was written to a file, or a folder's entries, are on the disk.
+/// Syncs a file, or the entries of a folder, to disk.
 pub(super) fn sync(path: &Path) -> Result<(), Failure> {
     File::open(path).and_then(|file| file.sync_all()).map_err(Failure::io("write", path))
 }
 
-/// Reads the tensors of a file into a flat buffer, by name; the file may have others too.
+/// Loads the tensors of a file into a flat buffer, by name; ignores any others.
 pub(super) fn load_named(file: &Path, flat: &FlatLayout, buffer: &Tensor) -> Result<(), Failure> {
     load_named_if(file, flat, buffer, |_| true)
 }
 
-/// As [`load_named`], where the file is `accept`.
+/// As [`load_named`], if `accept` returns true for the file.
 pub(super) fn load_named_if(
     file: &Path,
     flat: &FlatLayout,
@@ -230,7 +230,7 @@ pub(super) fn load_named_if(
     })
 }
 
-/// Reads flat buffers that [`write_buffers`] wrote.
+/// Loads flat buffers that [`write_buffers`] wrote.
 pub(super) fn load_buffers(file: &Path, buffers: &[(&'static str, Tensor)]) -> Result<(), Failure> {
     let mismatch = |reason: String| Failure::ForeignCheckpoint { path: file.to_owned(), reason };
     let mapped = MappedFile::open(file)?;
@@ -251,15 +251,15 @@ pub(super) fn load_buffers(file: &Path, buffers: &[(&'static str, Tensor)]) -> R
     Ok(())
 }
 
-/// A file mapped into memory: loading copies each tensor once. Its pages are resident memory of the process, so those
-/// that were copied are given back on the way.
+/// A memory-mapped file: loading copies each tensor once. Its pages count as resident memory of the process, so pages
+/// already copied are released along the way.
 struct MappedFile(memmap2::Mmap);
 
 impl MappedFile {
     fn open(path: &Path) -> Result<Self, Failure> {
         let file = regular_file::open(path).map_err(Failure::io("open", path))?;
-        // SAFETY: the run owns its folder; a file that another program cuts short while it is read ends
-        // the process, as it would for any reader of mapped files.
+        // SAFETY: the run owns its directory. If another program truncates the file while it is mapped, the access
+        // raises SIGBUS and ends the process, as for any reader of mapped files.
         unsafe { memmap2::Mmap::map(&file) }.map(Self).map_err(Failure::io("map", path))
     }
 
@@ -280,7 +280,7 @@ impl MappedFile {
         }
     }
 
-    /// Copies bytes of the file, `from`, piece by piece.
+    /// Copies bytes of the file chunk by chunk, releasing pages as it goes.
     fn copy_bytes(&self, from: &[u8], into: &mut [u8]) {
         for (from, into) in from.chunks(COPY_CHUNK_BYTES).zip(into.chunks_mut(COPY_CHUNK_BYTES)) {
             into.copy_from_slice(from);
@@ -288,14 +288,14 @@ impl MappedFile {
         }
     }
 
-    /// The pages of `bytes`, a part of the file, are not needed any more.
+    /// Releases the pages of `bytes`, a range of the mapping.
     fn release_pages(&self, bytes: &[u8]) {
         #[cfg(unix)]
         {
             let start = bytes.as_ptr() as usize - self.0.as_ptr() as usize;
             let advice = memmap2::UncheckedAdvice::DontNeed;
-            // SAFETY: pages of a file that were not written to are read again if they are touched again. Where the
-            // system does not take the advice they stay resident, as before.
+            // SAFETY: the mapping is never written to, so a released page is read from the file again if touched. A
+            // system that ignores the advice keeps the pages resident.
             let _ = unsafe { self.0.unchecked_advise_range(advice, start, bytes.len()) };
         }
         #[cfg(not(unix))]
@@ -303,10 +303,10 @@ impl MappedFile {
     }
 }
 
-/// Bytes of a file that are resident at once while it is copied.
+/// Bytes of a file that are resident at once during a copy.
 const COPY_CHUNK_BYTES: usize = 1 << 20;
 
-/// The bytes of a tensor that is what it should be.
+/// The bytes of a tensor, after checking its dtype and shape.
 fn checked_bytes<'a>(
     tensors: &SafeTensors<'a>,
     name: &str,

@@ -1,9 +1,9 @@
-//! The second law, proved for a job at hand: a few updates are made as planned, then again in other ways, and
-//! losses, gradients, weights and samples are compared.
+//! `trainer verify`: checks the second law (memory changes how a job runs, never its result) on a given job. Runs a
+//! few updates as planned, then again under other run variants, and compares losses, gradients, weights and samples.
 //!
-//! Every way goes through the run itself, in a folder that is removed afterwards. What the first one computed
-//! waits in files there, so that a proof takes no more memory than the run. Refuses nothing that runs; gives a
-//! [`VerifyReport`] whose `passed` decides.
+//! Every variant goes through the real training loop, in a folder that is removed afterwards. The reference values
+//! stay in files there, so verification takes no more memory than the run. Accepts every job that runs; returns a
+//! [`VerifyReport`] whose `passed` is the verdict.
 
 mod compare;
 
@@ -28,13 +28,13 @@ use crate::params::ParamStore;
 use crate::report::{EventLog, Reporter};
 use compare::{ComparisonObserver, ReferenceRecorder};
 
-/// How a job is to be proved.
+/// How to verify a job.
 pub struct VerifyOptions {
-    /// Updates of every way, at least 2.
+    /// Updates per variant, at least 2.
     pub updates: u64,
-    /// Host bytes a run may use.
+    /// Host memory budget of each run, in bytes.
     pub ram: u64,
-    /// Made for the runs, and removed.
+    /// Folder for the runs; created and removed.
     pub folder: PathBuf,
     pub signals: Signals,
 }
@@ -48,7 +48,7 @@ pub struct Tolerance {
 }
 
 impl Tolerance {
-    /// For the order of additions alone. A type of few digits rounds what is added in another order to other
+    /// Tolerance for a different order of additions. In a narrow dtype, sums in another order round to other
     /// neighbours.
     pub fn of(dtype: DType) -> Self {
         match dtype {
@@ -58,7 +58,7 @@ impl Tolerance {
         }
     }
 
-    /// For ways that have to be equal to the bit.
+    /// For variants that must be bitwise identical.
     const NONE: Self = Self { losses: 0.0, gradients: 0.0, weights: 0.0 };
 }
 
@@ -106,22 +106,22 @@ pub struct VerifyReport {
     pub ways: Vec<VariantResult>,
 }
 
-/// What a caller is told while it goes on.
+/// Progress reported to the caller.
 pub enum VerifyEvent<'a> {
-    /// What limits the proof, and how many updates will be made in all.
+    /// What limits the verification, and the total number of updates.
     Started {
         plan: &'a MemoryPlan,
         notes: &'a [String],
         updates: u64,
     },
-    /// An update of a way was made.
+    /// A variant made an update.
     Updated {
         variant: &'a str,
     },
     VariantDone(&'a VariantResult),
 }
 
-/// A way to run the job.
+/// One variant of the run: how the job is split, recomputed or disturbed.
 struct RunVariant {
     name: String,
     split: BatchSplit,
@@ -133,18 +133,18 @@ struct RunVariant {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum VariantKind {
     Plain,
-    /// One thread reads the data, one batch at a time.
+    /// One reader thread, one batch at a time.
     SingleReader,
-    /// An ask for memory in the middle of the second update is refused.
+    /// A reservation in the middle of the second update fails.
     OutOfMemory,
-    /// Stopped after half of the updates and gone on with.
+    /// Stopped after half of the updates, then resumed.
     Resumed,
 }
 
-/// Hears how a proof goes on.
+/// Receives the progress of a verification.
 pub type VerifyCallback = Arc<dyn Fn(VerifyEvent) + Send + Sync>;
 
-/// Runs the proof. `None` where a signal stopped it.
+/// Verifies a job. `None` if a signal stopped it.
 pub fn verify(
     setup: Setup,
     settings: &VerifyOptions,
@@ -153,10 +153,10 @@ pub fn verify(
     verify_with(setup, settings, callback, &|_, watch| watch)
 }
 
-/// May put something of its own between a way, by name, and who watches it: how a test makes one go wrong.
+/// Wraps the observer of a variant, by name: lets a test make that variant go wrong.
 type WrapObserver = dyn Fn(&str, Arc<dyn Observer>) -> Arc<dyn Observer>;
 
-/// As [`verify`], with a way to spoil it.
+/// As [`verify`], with wrapped observers.
 fn verify_with(
     mut setup: Setup,
     settings: &VerifyOptions,
@@ -219,7 +219,7 @@ fn verify_with(
     }))
 }
 
-/// The ways a job can be run beside the planned one, and what stands in the way of others.
+/// The variants to compare with the planned run, and notes on those that are impossible.
 fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) {
     let (samples, group) = (plan.samples_per_update, setup.network.micro_batch_multiple());
     let split = BatchSplit {
@@ -284,7 +284,7 @@ fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) 
     (variants, notes)
 }
 
-/// Runs one way; false where a signal stopped it.
+/// Runs one variant; false if a signal stopped it.
 fn run_variant(
     setup: &mut Setup,
     plan: &MemoryPlan,
@@ -326,7 +326,7 @@ fn run_variant(
     Ok(completed)
 }
 
-/// Tells of every update, and passes on what is seen.
+/// Reports every update and forwards all calls to the inner observer.
 struct ReportingObserver {
     inner: Arc<dyn Observer>,
     variant: String,
@@ -352,12 +352,12 @@ impl Observer for ReportingObserver {
     }
 }
 
-/// Removes the folder of the proof, and the one it lies in where nothing else does.
+/// Removes the verification folder, and its parent if that is empty.
 struct RemoveDirOnDrop<'a>(&'a Path);
 
 impl Drop for RemoveDirOnDrop<'_> {
     fn drop(&mut self) {
-        // What cannot be removed is left to the user: the proof itself is done.
+        // Best effort: the verification itself is done, and the user can remove what is left.
         let _ = fs::remove_dir_all(self.0);
         let _ = self.0.parent().map(fs::remove_dir);
     }
@@ -417,7 +417,7 @@ mod tests {
         assert_eq!(splits.count(), 4);
     }
 
-    /// Adds to one weight after the second update of the way it watches.
+    /// Perturbs one weight after the second update of the variant it observes.
     struct PerturbingObserver(Arc<dyn Observer>);
 
     impl Observer for PerturbingObserver {

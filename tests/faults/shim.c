@@ -1,10 +1,10 @@
-/* Counts the calls to the file system that touch one folder, and makes one of them fail or kills the process at it.
- * Loaded before the C library, through which the standard library of Rust makes all of them.
+/* Counts the file system calls that touch one folder, and makes one of them fail or kills the process there.
+ * Preloaded before the C library (LD_PRELOAD), through which Rust's standard library makes all of these calls.
  *
- *   SHIM_FOLDER  calls on paths that contain this are counted, from 1
- *   SHIM_LOG     a line for each: its number, what it is, the path
- *   SHIM_AT      the number of the call that fails
- *   SHIM_HOW     "kill", or the number of the error it fails with; a write that is killed has written half
+ *   SHIM_FOLDER  counts calls on paths that contain this string, from 1
+ *   SHIM_LOG     file that gets a line per call: its number, its name, the path
+ *   SHIM_AT      number of the call that fails
+ *   SHIM_HOW     "kill", or the errno it fails with; a killed write has written half of its bytes
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -41,7 +41,8 @@ static void log_call(const char *name, const char *path, int number) {
     }
 }
 
-/* 0: go on; otherwise errno is set, and the call fails. Kills the process after `half`, if that is the order. */
+/* Returns 0 to let the call proceed; otherwise sets errno, and the call fails. With "kill", kills the process
+ * after half of a write. */
 static int fault(const char *name, const char *path, int fd, const void *bytes, size_t length) {
     const char *at = getenv("SHIM_AT"), *how = getenv("SHIM_HOW");
     if (!touches(path)) return 0;

@@ -1,4 +1,4 @@
-//! A model with its weights, its batch and what PyTorch made of them.
+//! A model with its weights, its batch and PyTorch's results for them.
 
 use std::collections::BTreeMap;
 
@@ -39,13 +39,13 @@ struct RunningStat {
 #[derive(serde::Deserialize)]
 struct GradSample {
     norm: f64,
-    /// Places of three values, in the shape other tools know.
+    /// Indices of three values, in the shape other tools use.
     at: Vec<usize>,
     values: Vec<f64>,
 }
 
-/// What gradients that are 0 but for rounding may be, as a share of all: a key's bias moves all scores of
-/// a row alike, a shift before a batch norm is taken off again.
+/// Bound on gradients that are 0 up to rounding, as a fraction of all: a key's bias shifts all attention logits of a
+/// row alike, and batch norm subtracts a shift before it again.
 const ROUNDING: f64 = 1e-6;
 
 pub struct OracleCase {
@@ -53,13 +53,13 @@ pub struct OracleCase {
     model: ModelConfig,
     features: Features,
     batch: DeviceBatch,
-    /// Tokens of each sample that are not padding, where not all are.
+    /// Tokens per sample that are not padding, if some are padding.
     lengths: Option<Vec<u32>>,
-    /// Compared in f64, as PyTorch was asked for it, and a hundred times as strictly.
+    /// Compared in f64, as PyTorch computed it, and a hundred times as strictly.
     double: bool,
 }
 
-/// A model that learns the next token.
+/// A model that predicts the next token.
 pub fn language_model(
     name: &'static str,
     model: ModelConfig,
@@ -76,7 +76,7 @@ pub fn language_model(
     OracleCase::new(name, model, features, part(0), part(1))
 }
 
-/// A model that tells texts of many lengths apart.
+/// A classifier of texts of many lengths.
 pub fn text_classifier(
     name: &'static str,
     model: ModelConfig,
@@ -94,7 +94,7 @@ pub fn text_classifier(
     }
 }
 
-/// A model that tells pictures (height, width, channels) apart.
+/// A classifier of images (height, width, channels).
 pub fn image_classifier(
     name: &'static str,
     model: ModelConfig,
@@ -129,8 +129,8 @@ impl OracleCase {
         Self { name, model, features, batch, lengths, double: false }
     }
 
-    /// For networks of batch norms: many magnify the last digit of f32 to a hundredth, and Adam follows
-    /// what rounding leaves of a gradient that is 0.
+    /// For networks with batch norm: many layers amplify the last digit of f32 to a hundredth, and Adam follows what
+    /// rounding leaves of a gradient that is 0.
     pub fn in_double(self) -> Self {
         Self { double: true, ..self }
     }
@@ -143,7 +143,7 @@ impl OracleCase {
         if self.double { 1e-2 } else { 1.0 }
     }
 
-    /// The model with its first weights, computing in a type.
+    /// The model with its initial weights, computing in `dtype`.
     fn network(&self, dtype: DType) -> TestNetwork<'_> {
         let built = build(&self.model, &self.features).unwrap();
         let store = ParamStore::new(built.layout.clone(), 0, dtype, &Device::Cpu).unwrap();
@@ -152,9 +152,8 @@ impl OracleCase {
         network
     }
 
-    /// Losses and gradients as PyTorch has them, the same for every split of the batch (whose sizes are
-    /// given) and however many blocks are recomputed; nearly the same in the narrow types, where these are
-    /// wide enough for the model.
+    /// Losses and gradients equal PyTorch's, for every split of the batch (given by sizes) and any number of
+    /// recomputed blocks; nearly equal in narrow dtypes, if these are wide enough for the model.
     pub fn check_against_pytorch(&self, splits: &[&[usize]]) {
         let path = format!("{}/tests/oracles/{}.json", env!("CARGO_MANIFEST_DIR"), self.name);
         let oracle: Oracle = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
@@ -175,7 +174,7 @@ impl OracleCase {
         }
     }
 
-    /// The gradient of the batch is the sum over its parts, and the statistics end alike.
+    /// The gradient of the batch is the sum over its micro-batches, and the running statistics agree.
     pub fn check_splits(&self, splits: &[&[usize]]) {
         self.network(self.dtype()).check_gradients(splits);
     }
@@ -184,7 +183,7 @@ impl OracleCase {
         self.batch.inputs.dim(0).unwrap()
     }
 
-    /// Targets of the whole batch, over which the loss is a mean.
+    /// Targets in the whole batch; the loss is the mean over them.
     fn targets(&self) -> f64 {
         self.batch.targets.elem_count() as f64
     }
@@ -198,7 +197,7 @@ struct TestNetwork<'a> {
 }
 
 impl TestNetwork<'_> {
-    /// The first weights, no gradients, no statistics.
+    /// Sets the initial weights and clears gradients and statistics.
     fn reset(&self) {
         let mut weights = vec![0f64; self.store.layout.params.len];
         for (spec, range) in self.store.layout.params.iter() {
@@ -206,7 +205,7 @@ impl TestNetwork<'_> {
             let spread = (3.0 * spec.shape[0] as f64 / spec.len() as f64).sqrt();
             let shift = if spec.name.ends_with("weight") { 1.0 } else { 0.0 };
             for (i, b) in bits(&spec.name, spec.len()).enumerate() {
-                // Rounded as `make.py` rounds: once to f32, and once after each operation.
+                // Rounds as `make.py` does: once to f32, and once after each operation.
                 let v = uniform(b) as f32;
                 let v = if spec.shape.len() < 2 { v * 0.1 + shift } else { v * spread as f32 };
                 values[storage_index(spec, i)] = v as f64;
@@ -227,7 +226,7 @@ impl TestNetwork<'_> {
         clear(&self.store.grads).unwrap();
     }
 
-    /// A micro-batch of rows of the batch, as the network takes it.
+    /// A micro-batch of rows of the batch, in the form the network takes.
     fn micro_batch(&self, from: usize, rows: usize) -> DeviceBatch {
         let part = |t: &Tensor| t.narrow(0, from, rows).unwrap();
         let batch = DeviceBatch {
@@ -262,12 +261,12 @@ impl TestNetwork<'_> {
         Executor { pass: Some(pass), spec: at, ledger, recompute_blocks: recompute, offload: None }
     }
 
-    /// Adds the gradients of rows of the batch; gives their summed loss, and what the ledger says it took.
+    /// Accumulates the gradients of rows of the batch. Returns their summed loss and the peak of the ledger.
     fn forward_backward(&self, from: usize, rows: usize, recompute: usize) -> (f64, u64) {
         self.forward_backward_offloading(from, rows, recompute, None)
     }
 
-    /// As [`Self::forward_backward`]; inputs of blocks may wait elsewhere, which the host is asked for.
+    /// As [`Self::forward_backward`]; may offload the inputs of blocks, which reserves host memory.
     fn forward_backward_offloading(
         &self,
         from: usize,
@@ -303,7 +302,7 @@ impl TestNetwork<'_> {
         (loss, ledger.peak())
     }
 
-    /// The cross-entropy of the scores, made whole, is the loss that is judged without.
+    /// The cross-entropy of materialized logits equals the evaluation loss, which never materializes them.
     fn check_logits_match_eval_loss(&self) {
         let (rows, ledger) = (self.case.rows(), Ledger::new(u64::MAX, None));
         let ids: Vec<u64> = (0..rows as u64).collect();
@@ -329,7 +328,7 @@ impl TestNetwork<'_> {
         flat(&self.store.grads)
     }
 
-    /// The gradient of the whole batch, however it is made.
+    /// The gradient of the whole batch, checked to be the same however it is computed.
     fn check_gradients(&self, splits: &[&[usize]]) -> Vec<f64> {
         let (name, rows) = (self.case.name, self.case.rows());
         let (_, peak) = self.forward_backward(0, rows, 0);
@@ -352,13 +351,14 @@ impl TestNetwork<'_> {
                 Some(&ActivationOffload::accounting_only(host.clone())),
             )
             .1;
-        assert_eq!(self.gradients(), whole, "{name}: inputs of blocks wait on the host");
-        assert_eq!((host.peak() > 0, host.reserved()), (blocks > 1, 0), "{name}: the host is asked");
+        assert_eq!(self.gradients(), whole, "{name}: with offloaded block inputs");
+        assert_eq!((host.peak() > 0, host.reserved()), (blocks > 1, 0), "{name}: host memory");
         assert!(
             blocks < 8 || offloaded_peak <= lowest,
-            "{name}: away they take {offloaded_peak} bytes instead of {lowest}"
+            "{name}: offloading takes {offloaded_peak} bytes, not {lowest}"
         );
-        // A network of a few blocks may be mostly one, which then is held twice: its gradient, and it again.
+        // In a network of few blocks one may dominate, and recomputing holds it twice: its gradients, and its
+        // activations.
         assert!(blocks < 8 || lowest < peak, "{name}: recomputing takes {lowest} bytes instead of {peak}");
         for split in splits {
             self.reset();
@@ -370,8 +370,8 @@ impl TestNetwork<'_> {
             assert_eq!(from, rows, "a split of the whole batch");
             let far = relative_max_difference(&self.gradients(), &whole)
                 .max(relative_max_difference(&flat(&self.store.stats), &stats));
-            // Smaller products take other kernels than larger ones, and AMX makes those of f32 from parts in bf16: ResNet-18,
-            // whose batch norms carry each difference on, is 1.8e-5 away with it and below 1e-5 without.
+            // Smaller GEMMs take other kernels than larger ones, and AMX computes f32 GEMMs from bf16 parts.
+            // ResNet-18, whose batch norms propagate each difference, is 1.8e-5 away with AMX and below 1e-5 without.
             assert!(far < 4e-5 * self.case.strictness(), "{name}: split {split:?} is {far} away");
         }
         self.reset();
@@ -463,13 +463,13 @@ fn relative_max_difference(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / scale
 }
 
-/// The length of the difference relative to that of `b`.
+/// L2 norm of the difference relative to that of `b`.
 fn relative_l2_distance(a: &[f64], b: &[f64]) -> f64 {
     let difference: f64 = a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum();
     (difference / b.iter().map(|b| b * b).sum::<f64>()).sqrt()
 }
 
-/// Where value `i` of the shape other tools know lies in ours.
+/// Storage index of value `i` of the shape other tools use.
 fn storage_index(spec: &TensorSpec, i: usize) -> usize {
     match (spec.memory_format, spec.shape.as_slice()) {
         (MemoryFormat::ChannelsLast, &[_, c, h, w]) => {

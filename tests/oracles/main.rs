@@ -1,5 +1,5 @@
-//! Every model against PyTorch: ten losses, and every gradient by name at the first step. `make.py`, beside
-//! this file, made the numbers; weights and samples follow from a formula that both sides have.
+//! Every model against PyTorch: ten losses, and every gradient by name at the first step. `make.py`, beside this
+//! file, computed the numbers; both sides derive weights and samples from the same formula.
 
 mod case;
 

@@ -1,8 +1,8 @@
-"""Makes the numbers the models are tested against: `python make.py [NAME...]`, with torch, torchvision
+"""Computes the reference numbers of the model tests: `python make.py [NAME...]`, with torch, torchvision
 and transformers installed, writes NAME.json beside this file for each model below.
 
-Nothing but results is stored. Weights, inputs and targets follow from a formula over names and indices
-that `main.rs` has too: `value(name, i)` below is its `value`.
+Only results are stored. Weights, inputs and targets come from a formula over names and indices that
+`case.rs` implements too: `bits` below is its `bits`.
 """
 
 import json
@@ -53,7 +53,7 @@ def set_weights(model):
 
 
 def oracle(name, model, loss, lr=LR, wide=False):
-    """`wide` in f64: a deep network of batch norms makes a hundredth of f32's last digit."""
+    """`wide` computes in f64: a deep network of batch norms amplifies the last digit of f32 to a hundredth."""
     torch.manual_seed(0)
     model.train()
     set_weights(model)
@@ -96,7 +96,7 @@ def next_token(batch, length, vocab):
 
 
 def pictures(batch, height, width, channels, classes):
-    """Pictures are (height, width, channels) by the formula, and turned to what torch takes."""
+    """The formula gives images as (height, width, channels); permuted to the (channels, height, width) of torch."""
     x = values("pictures", batch, height, width, channels).permute(0, 3, 1, 2).contiguous()
     y = numbers("classes", classes, batch)
     return x, y
@@ -224,7 +224,7 @@ def cnn():
 
 
 class Group(nn.Module):
-    """A residual group whose way and shortcut are lists of layers."""
+    """A residual block whose branch and shortcut are lists of layers."""
 
     def __init__(self, layers, shortcut):
         super().__init__()
@@ -246,7 +246,7 @@ def layers():
         Group(way, [nn.Conv2d(8, 12, 1, 2)]),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 5),
     )})
-    # `global_pool` gives vectors: there is no flattening after it, and one number less.
+    # `global_pool` already returns vectors: without the flatten after it, later layers have indices one lower.
     sequence = model["layers"]
     del sequence[5]
     sequence[4] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -1,4 +1,4 @@
-//! The promises, held against what a run said and the system saw.
+//! Checks the promises against what a run reported and the system measured.
 
 use std::fs;
 use std::path::Path;
@@ -38,31 +38,31 @@ pub const PROMISES: [&str; 12] = [
 
 const MIB: u64 = 1 << 20;
 
-/// A plan may be above what was measured by 5 %, or by 16 MiB where that is below 64 MiB.
+/// A plan may exceed what was measured by 5 %, or by 16 MiB if that is below 64 MiB.
 const MAX_OVERESTIMATE: f64 = 0.05;
 const SMALL_JOB_BYTES: u64 = 64 * MIB;
 const MAX_OVERESTIMATE_SMALL: u64 = 16 * MIB;
 
-/// A promise that was not kept.
+/// A broken promise.
 #[derive(Clone, Debug)]
 pub struct Violation {
     pub promise: &'static str,
     pub what: String,
 }
 
-/// What became of a case.
+/// Result of a case.
 #[derive(Clone, Debug, Default)]
 pub struct CaseReport {
     pub violations: Vec<Violation>,
     pub runs: usize,
     pub seconds: f64,
-    /// What the as-written run planned, held on the heap and had resident; on a GPU the first two of device memory.
+    /// Planned peak, heap peak and resident peak of the run as written; on a GPU the first two are of device memory.
     pub planned: u64,
     pub heap: u64,
     pub resident: u64,
-    /// How the budget run ended: `fits`, `fits_after_shrink`, `does_not_fit`.
+    /// Verdict of the budget run: `fits`, `fits_after_shrink`, `does_not_fit`.
     pub budget: Option<String>,
-    /// On a GPU: `captured`, or why not.
+    /// On a GPU: `captured`, or why the graph was not.
     pub graph: Option<String>,
 }
 
@@ -72,7 +72,7 @@ impl CaseReport {
     }
 }
 
-/// Runs a case, whose job and data lie in `folder`, in every way drawn for it.
+/// Runs a case, whose job and data are in `folder`, with every disturbance drawn for it.
 pub fn check_case(machine: &Runner, case: &GeneratedJob, folder: &Path) -> CaseReport {
     let mut seen = CaseReport::default();
     let mut job = JobDir { folder: folder.to_owned(), overrides: Vec::new(), threads: case.threads };
@@ -101,11 +101,11 @@ pub fn check_case(machine: &Runner, case: &GeneratedJob, folder: &Path) -> CaseR
     seen
 }
 
-/// Leaves the weights that `train.init` names, from a run of the same model that begins with others.
+/// Writes the weights that `train.init` names, by a run of the same model from other weights.
 fn write_initial_weights(machine: &Runner, job: &JobDir, seen: &mut CaseReport) -> bool {
     let path = job.folder.join("job.toml");
     let text = fs::read_to_string(&path).unwrap();
-    // One update has no room for a warm-up.
+    // One update is too short for a warm-up.
     let kept = |line: &&str| !line.starts_with("init =") && !line.starts_with("warmup_steps =");
     let without: String = text.lines().filter(kept).map(|l| format!("{l}\n")).collect();
     fs::write(&path, without).unwrap();
@@ -127,15 +127,15 @@ fn write_initial_weights(machine: &Runner, job: &JobDir, seen: &mut CaseReport) 
     true
 }
 
-/// Device bytes for a job: rarely much more than its plan, never more than its part of the GPU.
+/// Device memory budget of a job: rarely much more than its plan, never more than its part of the GPU.
 fn vram_budget(seed: u64, machine: &Runner, plan: &Value) -> u64 {
     let peak = plan["peak"]["vram_bytes"].as_u64().unwrap_or(0) as f64;
-    // The headroom of 5 % is taken from it.
+    // The headroom of 5 % comes out of it.
     let slack = [1.07, 1.3, 2.0, 4.0][(seed % 4) as usize];
     ((peak * slack) as u64 + 2 * MIB).min(machine.vram)
 }
 
-/// A run and what it told.
+/// A run and its events.
 struct RecordedRun {
     ended: ProcessResult,
     events: Vec<Value>,
@@ -162,7 +162,7 @@ fn fit(
     run
 }
 
-/// An update as told: the later telling counts.
+/// An update as reported; if it was reported twice, the later report.
 #[derive(Clone, Debug, PartialEq)]
 struct StepRecord {
     step: u64,
@@ -207,7 +207,7 @@ impl RecordedRun {
         steps
     }
 
-    /// No retry and no correction while the plan fits. What others on the machine took is not the job's.
+    /// No retry and no correction while the plan fits, unless other processes took the memory.
     fn check_no_oom(&self, seen: &mut CaseReport) {
         if self.events_named("pressure").next().is_some() {
             return;
@@ -235,13 +235,13 @@ impl RecordedRun {
     }
 }
 
-/// The plan against the heap, what was resident and, on a GPU, the pool. `above`: not too high either.
+/// Checks the plan against the heap, resident memory and, on a GPU, the device heap. `above`: nor may it be too high.
 fn check_peaks(machine: &Runner, run: &RecordedRun, threads: usize, above: bool, seen: &mut CaseReport) {
     let Some(finished) = run.finished() else { return };
     let bytes = |key: &str, of: &str| finished[key][of].as_u64().unwrap_or(0);
     let place = if machine.on_gpu() { "vram" } else { "ram" };
     let (planned, heap) = (bytes("planned_peak_bytes", place), bytes("measured_peak_bytes", place));
-    // Told by the run, where it tells; what was seen from outside may lack the last milliseconds.
+    // As the run reports it, if it does; sampling from outside may miss the last milliseconds.
     let resident = finished["resident_peak_bytes"].as_u64().unwrap_or(0).max(run.ended.resident);
     if above {
         (seen.planned, seen.heap, seen.resident) = (planned, heap, resident);
@@ -267,8 +267,8 @@ fn check_peaks(machine: &Runner, run: &RecordedRun, threads: usize, above: bool,
             format!("{name}: {} above the plan of {}", mib(resident - planned), mib(planned)),
         );
     }
-    // Threads that share a layer's work have their memory at the same time only where each has a processor. Optimizer state
-    // that no update wrote to, because all of them overflowed in f16, is planned and never resident.
+    // Threads that share a layer's work hold their memory at the same time only if each has a processor. Optimizer
+    // state that no update wrote, because all of them overflowed in f16, is planned and never resident.
     let skipped = run.events_named("step").map(|step| step["skipped_updates"].as_u64().unwrap_or(0)).max();
     let updated = skipped < finished["steps"].as_u64();
     let above = above && updated && (machine.on_gpu() || threads <= machine.processors());
@@ -289,7 +289,7 @@ fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / MIB as f64)
 }
 
-/// The job again in less memory than it wants: the same experiment, or exit code 3 by a plan that said so.
+/// The job again with less memory than it needs: the same experiment, or exit code 3 with a plan that says so.
 fn check_budget(machine: &Runner, job: &JobDir, written: &RecordedRun, share: f64, seen: &mut CaseReport) {
     let (key, place) = if machine.on_gpu() { ("memory.vram", "vram") } else { ("memory.ram", "ram") };
     let peak = written.finished().and_then(|f| f["planned_peak_bytes"][place].as_u64()).unwrap_or(0);
@@ -306,7 +306,7 @@ fn check_budget(machine: &Runner, job: &JobDir, written: &RecordedRun, share: f6
     let run = fit(machine, &tight, "budget", &FitOptions::default(), seen);
     let takes = plan["peak"][format!("{place}_bytes")].as_u64().unwrap_or(0);
     let (wanted, other) = if verdict == "does_not_fit" { (3, 0) } else { (0, 3) };
-    // The process part is measured anew by the run: what fits by less than that may differ is refused or not.
+    // The run measures its process memory again: a job that fits or fails by less than that varies may go either way.
     if !machine.on_gpu() && takes.abs_diff(bytes) <= MIB && run.ended.code == Some(other) {
         return;
     }
@@ -321,7 +321,7 @@ fn check_budget(machine: &Runner, job: &JobDir, written: &RecordedRun, share: f6
     check_same_result(written, &run, seen);
 }
 
-/// The job again, killed on its way and continued: equal bits.
+/// The job again, killed on the way and resumed: bitwise identical.
 fn check_kill(
     machine: &Runner,
     job: &JobDir,
@@ -331,7 +331,7 @@ fn check_kill(
     seen: &mut CaseReport,
 ) {
     let alone = job.set("memory.supervise=false".into());
-    // A job may allow no restart at all.
+    // The job itself may allow no restart.
     let supervised = job.set("memory.supervise=true".into()).set("memory.max_retries=8".into());
     let (job, how) = match kill {
         KillMode::Worker => (&supervised, FitOptions { kill_worker_at: Some(at), ..FitOptions::default() }),
@@ -342,7 +342,7 @@ fn check_kill(
     };
     let mut run = fit(machine, job, "killed", &how, seen);
     if kill != KillMode::Worker {
-        // Killed from outside, it may have been done before.
+        // A kill from outside may come after the run was done.
         if run.ended.code != Some(0) {
             run.expect(None, KILL_CODE, seen);
         }
@@ -370,7 +370,7 @@ fn splits_agree(a: &RecordedRun, b: &RecordedRun) -> bool {
     })
 }
 
-/// The same samples and losses; where the split is the same throughout, the same bits.
+/// The same samples and losses; bitwise identical if the split is the same throughout.
 fn check_same_result(written: &RecordedRun, other: &RecordedRun, seen: &mut CaseReport) {
     let name = other.name;
     let digest = |run: &RecordedRun| run.finished().map(|f| f["samples_digest"].clone());
@@ -382,7 +382,7 @@ fn check_same_result(written: &RecordedRun, other: &RecordedRun, seen: &mut Case
     }
     let optimizer = |run: &RecordedRun| run.planned().map(|plan| plan["chosen"]["optimizer"].clone());
     if optimizer(written) != optimizer(other) {
-        // State in 8 bits, which the job allowed: other numbers.
+        // 8-bit optimizer state, which the job allowed: other numbers.
         return;
     }
     let (a, b) = (written.steps(), other.steps());
@@ -413,8 +413,7 @@ fn check_same_result(written: &RecordedRun, other: &RecordedRun, seen: &mut Case
     }
 }
 
-/// How far losses of another split may be: sums in another order, in the type that computes, and what updates make of
-/// that.
+/// Tolerance of losses under another split: sums in another order, in the compute dtype, amplified by updates.
 fn tolerance(half: bool, step: u64) -> f64 {
     let first = if half { 1e-2 } else { 1e-5 };
     first * (1.0 + step as f64 * 10.0)

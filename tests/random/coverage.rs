@@ -1,4 +1,4 @@
-//! What of the schema a generator draws: every kind, every key of it, every choice of a key and both sides of a switch.
+//! Schema coverage of the generator: every kind, every key, every choice of a key and both values of a switch.
 
 use std::collections::BTreeSet;
 
@@ -64,7 +64,7 @@ fn add_job_paths(value: &toml::Value, schema: &Value, path: &str, found: &mut BT
     found.insert(path.to_owned());
     match value {
         toml::Value::Table(table) => {
-            // The default kind need not be named.
+            // The default kind may be omitted.
             let kind =
                 table.get("kind").and_then(|kind| kind.as_str()).or(schema["default"]["kind"].as_str());
             let path = kind.map_or(path.to_owned(), |kind| format!("{path}.{kind}"));

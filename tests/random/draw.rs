@@ -1,14 +1,14 @@
-//! Draws that a seed decides: the same job from the same seed on every machine.
+//! Draws determined by a seed: the same seed gives the same job on every machine.
 
 use std::ops::RangeInclusive;
 
 use trainer::random::{CounterRng, RngKey, stream_id};
 
-/// Draws one after the other.
+/// A stream of draws.
 pub struct Draw(CounterRng);
 
 impl Draw {
-    /// The draws of one use (`what`) of a seed; uses do not shift each other's draws.
+    /// The draws of one purpose (`what`) of a seed; purposes do not shift each other's draws.
     pub fn new(seed: u64, what: &str) -> Self {
         Self(RngKey::new(seed, stream_id("random jobs")).fold_in(stream_id(what)).rng())
     }
@@ -27,7 +27,7 @@ impl Draw {
         range.start() + self.below(range.end() - range.start() + 1)
     }
 
-    /// Uniform in the logarithm: small and odd sizes are as likely as large ones.
+    /// Log-uniform: small and odd sizes are as likely as large ones.
     pub fn log_uniform(&mut self, range: RangeInclusive<usize>) -> usize {
         let (low, high) = (*range.start() as f64, *range.end() as f64 + 1.0);
         let drawn = (low.ln() + (high.ln() - low.ln()) * self.unit()).exp() as usize;
@@ -42,12 +42,12 @@ impl Draw {
         of[self.below(of.len())].clone()
     }
 
-    /// Uniform in `[low, high)`, to four digits after the point so that a job reads well.
+    /// Uniform in `[low, high)`, to four decimals so that a job reads well.
     pub fn float(&mut self, low: f64, high: f64) -> f64 {
         ((low + (high - low) * self.unit()) * 1e4).round() / 1e4
     }
 
-    /// Some of the choices, in their order; none is likely too.
+    /// A subset of the choices, in order; may be empty.
     pub fn subset<T: Clone>(&mut self, of: &[T]) -> Vec<T> {
         of.iter().filter(|_| self.chance(0.5)).cloned().collect()
     }

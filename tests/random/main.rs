@@ -1,8 +1,8 @@
 //! Random jobs over the whole schema, and the promises that every one of them keeps.
 //!
 //! Forty of them run with the tests. `just trials-random 0..250` runs a range of seeds and prints the counts; `just
-//! trial 17` leaves the job, the data and the runs of one seed in `target/trials/17`. On a machine without cargo, the
-//! test binary takes the program from `TRAINER_BINARY`; docs/contributing.md has all variables.
+//! trial 17` keeps the job, the data and the runs of one seed in `target/trials/17`. On a machine without cargo, the
+//! test binary takes the program from `TRAINER_BINARY`; docs/contributing.md lists all variables.
 
 mod check;
 mod coverage;
@@ -23,7 +23,7 @@ use generate::Scale;
 use report::TrialOptions;
 use run::Runner;
 
-/// What no job here says, and why.
+/// What no generated job says, and why.
 const NOT_DRAWN: [(&str, &str); 2] = [
     ("data.shapes.augment.saturation", "the images are grey: refused"),
     ("data.shapes.augment.hue", "the images are grey: refused"),
@@ -83,7 +83,7 @@ fn forty_random_jobs_keep_every_promise() {
     assert!(tried >= 12, "only {tried} jobs had a budget and a kill");
 }
 
-/// Memory that no plan knows of is found out by the checks above.
+/// The checks above notice memory that no plan knows about.
 #[test]
 fn memory_behind_the_plans_back_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
@@ -95,7 +95,8 @@ fn memory_behind_the_plans_back_is_noticed() {
     assert!(seen.violations.iter().any(|b| b.promise == check::PLAN_HEAP), "{:?}", seen.violations);
 }
 
-/// A range of seeds, `TRAINER_TRIALS_SEEDS`: the counts, and whatever broke a promise in a folder of its own.
+/// Runs the seeds of `TRAINER_TRIALS_SEEDS` and prints the counts; keeps a folder for every case that broke a
+/// promise.
 #[test]
 #[ignore = "minutes to hours: `just trials-random`"]
 fn trials() {
@@ -120,12 +121,12 @@ fn trials() {
     std::fs::write(trials.folder.join("table.md"), &table).unwrap();
     println!("\n{table}\nwhat broke a promise is in {}", trials.folder.display());
     if done.iter().any(|(_, seen)| !seen.violations.is_empty()) {
-        // Not a panic: the table is the last that is told.
+        // Not a panic: the table must be the last output.
         std::process::exit(1);
     }
 }
 
-/// `17`, `0..250`, or several of these by commas.
+/// `17`, `0..250`, or several of these separated by commas.
 fn seeds(text: &str) -> Vec<u64> {
     let number = |text: &str| {
         text.trim().parse::<u64>().unwrap_or_else(|e| panic!("TRAINER_TRIALS_SEEDS: `{text}`: {e}"))

@@ -1,4 +1,4 @@
-//! Many cases side by side, and the table of what became of them.
+//! Runs many cases in parallel, and tabulates the results.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,13 +11,13 @@ use crate::check::{self, CaseReport, PROMISES};
 use crate::generate::{self, GeneratedJob};
 use crate::run::Runner;
 
-/// Which seeds, how many at once, for how long, and where what failed is kept.
+/// Which seeds, how many in parallel, for how long, and where failures are kept.
 pub struct TrialOptions {
     pub seeds: Vec<u64>,
     pub parallel: usize,
     pub limit: Option<Duration>,
     pub folder: PathBuf,
-    /// Keeps every case's folder, not only those that failed.
+    /// Keeps every case's folder, not only failed ones.
     pub keep: bool,
 }
 
@@ -28,7 +28,7 @@ pub fn write(case: &GeneratedJob, folder: &Path) -> std::io::Result<()> {
     case.files.write(folder, case.seed)
 }
 
-/// Runs all of them; gives what became of each, in the order of seeds.
+/// Runs all cases; returns their results in the order of seeds.
 pub fn run(machine: &Runner, trials: &TrialOptions) -> Vec<(GeneratedJob, CaseReport)> {
     let (next, done, begun) = (AtomicUsize::new(0), Mutex::new(Vec::new()), Instant::now());
     std::thread::scope(|scope| {
@@ -52,7 +52,7 @@ pub fn run(machine: &Runner, trials: &TrialOptions) -> Vec<(GeneratedJob, CaseRe
 fn run_seed(machine: &Runner, trials: &TrialOptions, seed: u64) -> (GeneratedJob, CaseReport) {
     let case = generate::case(seed, machine.scale);
     let folder = trials.folder.join(seed.to_string());
-    // What an earlier trial of this seed left.
+    // Left by an earlier trial of this seed.
     drop(fs::remove_dir_all(&folder));
     write(&case, &folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
     let seen = check::check_case(machine, &case, &folder);
@@ -71,7 +71,7 @@ fn run_seed(machine: &Runner, trials: &TrialOptions, seed: u64) -> (GeneratedJob
     (case, seen)
 }
 
-/// Checkpoints are the bulk of a run, and made again by its seed.
+/// Checkpoints are the bulk of a run, and its seed reproduces them.
 fn remove_checkpoints(folder: &Path) {
     for run in ["weights", "written", "budget", "killed"] {
         drop(fs::remove_dir_all(folder.join(run).join("checkpoints")));
@@ -86,7 +86,7 @@ fn first_lines(text: &str) -> String {
     lines.join(" | ")
 }
 
-/// The counts: jobs by kind, what was planned against what was measured, and every promise with the seeds that broke it.
+/// The table: jobs by kind, planned against measured memory, and every promise with the seeds that broke it.
 pub fn table(machine: &Runner, trials: &TrialOptions, done: &[(GeneratedJob, CaseReport)]) -> String {
     let mut text = String::new();
     let kind = |case: &GeneratedJob, table: &str| {

@@ -1,4 +1,4 @@
-//! Drives the program: one run in a process of its own, watched from outside.
+//! Drives the program: one run in a process of its own, observed from outside.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -9,18 +9,18 @@ use serde_json::Value;
 
 use crate::generate::Scale;
 
-/// Where and with what jobs are run.
+/// Where and with what to run jobs.
 #[derive(Clone, Debug)]
 pub struct Runner {
     pub program: PathBuf,
     /// `cpu` or `cuda`.
     pub device: String,
     pub scale: Scale,
-    /// Device bytes that one job may use; no more than its part where several run side by side.
+    /// Device memory budget per job, in bytes; its part of the GPU if several run in parallel.
     pub vram: u64,
-    /// A run that takes longer hangs: they are made for seconds, on a machine that may be busy with others.
+    /// A run that takes longer hangs: jobs are sized for seconds, on a machine that may be busy.
     pub timeout: Duration,
-    /// A disturbance for every run, `(NAME, VALUE)` of its environment: for what proves that a check can fail.
+    /// A fault for every run, as `(NAME, VALUE)` in its environment: proves that a check can fail.
     pub fault_env: Option<(&'static str, String)>,
 }
 
@@ -49,7 +49,7 @@ impl Runner {
         std::thread::available_parallelism().map_or(1, usize::from)
     }
 
-    /// `trainer plan --json`, or the exit code and what it said instead.
+    /// `trainer plan --json`, or the exit code and stderr.
     pub fn plan(&self, job: &JobDir) -> Result<Value, (Option<i32>, String)> {
         let output =
             self.command(job, &["plan", "job.toml", "--json"]).output().map_err(|e| (None, e.to_string()))?;
@@ -59,7 +59,7 @@ impl Runner {
         plan.ok_or_else(|| (output.status.code(), said()))
     }
 
-    /// Trains a job, or goes on with it.
+    /// Trains a job, or resumes it.
     pub fn fit(&self, job: &JobDir, run: &str, how: &FitOptions) -> ProcessResult {
         let root = job.folder.join(run);
         let log_path = |kind: &str| job.folder.join(format!("{run}.{kind}"));
@@ -84,7 +84,7 @@ impl Runner {
             if hung || how.kill_supervisor_at.is_some_and(|step| last_step(&root) >= step) {
                 child.kill().unwrap();
                 let status = child.wait().unwrap();
-                // The worker dies with its supervisor, a little later.
+                // The worker dies shortly after its supervisor.
                 while processes.iter().any(|pid| is_alive(*pid)) {
                     std::thread::sleep(Duration::from_millis(2));
                 }
@@ -104,7 +104,7 @@ impl Runner {
     }
 }
 
-/// A job in its folder, with what is set over it.
+/// A job in its folder, with its overrides.
 #[derive(Clone, Debug)]
 pub struct JobDir {
     pub folder: PathBuf,
@@ -118,36 +118,36 @@ impl JobDir {
     }
 }
 
-/// What is done to a run.
+/// What to do to a run.
 #[derive(Clone, Debug, Default)]
 pub struct FitOptions {
     pub resume: bool,
     /// The worker kills itself before the update after this step.
     pub kill_worker_at: Option<u64>,
-    /// The process that was started is killed from outside once this step was made.
+    /// The started process is killed from outside once this step was made.
     pub kill_supervisor_at: Option<u64>,
 }
 
 /// A run that ended.
 pub struct ProcessResult {
     pub root: PathBuf,
-    /// None: by a signal.
+    /// `None` if a signal ended it.
     pub code: Option<i32>,
     pub timed_out: bool,
     pub stderr: String,
-    /// The most bytes of one of its processes that were seen resident; the last milliseconds are not.
+    /// Peak resident bytes sampled over its processes; misses the last milliseconds.
     pub resident: u64,
     pub seconds: f64,
 }
 
 impl ProcessResult {
-    /// What the run told, in order; a last line without its end is none.
+    /// The run's events, in order; ignores a torn last line.
     pub fn events(&self) -> Vec<Value> {
         let text = fs::read_to_string(self.root.join("events.jsonl")).unwrap_or_default();
         text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
-    /// The files of the newest checkpoint that hold tensors, by name.
+    /// The tensor files of the newest checkpoint, by name.
     pub fn tensors(&self) -> Vec<(String, Vec<u8>)> {
         let folders = fs::read_dir(self.root.join("checkpoints")).into_iter().flatten().flatten();
         let Some(newest) = folders.map(|f| f.path()).filter(|f| f.join("DONE").exists() || f.is_dir()).max()
@@ -167,7 +167,7 @@ impl ProcessResult {
         files
     }
 
-    /// What lies beside the checkpoints that are whole.
+    /// Folders beside the complete checkpoints.
     pub fn leftovers(&self) -> Vec<String> {
         let folders = fs::read_dir(self.root.join("checkpoints")).into_iter().flatten().flatten();
         let halves = folders.filter(|folder| !folder.path().join("DONE").exists());
@@ -175,14 +175,14 @@ impl ProcessResult {
     }
 }
 
-/// A process and its children, where the system says.
+/// A process and its children, if the system reports them.
 fn process_tree(child: &Child) -> Vec<u32> {
     let id = child.id();
     let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
     [id].into_iter().chain(children.split_whitespace().filter_map(|id| id.parse().ok())).collect()
 }
 
-/// The most bytes of a process that were resident so far.
+/// Peak resident bytes of a process so far.
 fn peak_resident_bytes(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -191,11 +191,11 @@ fn peak_resident_bytes(pid: u32) -> u64 {
 
 fn is_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // After the name in brackets; a zombie holds nothing.
+    // The state follows the name in parentheses; a zombie holds no memory.
     stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with('Z'))
 }
 
-/// The last step that a run told.
+/// The last step that a run reported.
 fn last_step(root: &Path) -> u64 {
     let text = fs::read_to_string(root.join("events.jsonl")).unwrap_or_default();
     let steps = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

@@ -1,11 +1,11 @@
-//! The files that samples are made from, one after the other, in the order that decides their numbers.
+//! Enumerates the files that samples come from, in the order that defines sample indices.
 
 use std::path::{Path, PathBuf};
 
 use crate::data::DataError;
 use crate::data::images::{LabelColumns, walk_image_folder, walk_image_table};
 
-/// What a key of the job names.
+/// What one key of the job refers to.
 #[derive(Clone, Debug)]
 pub struct FingerprintInput {
     pub key: &'static str,
@@ -14,13 +14,13 @@ pub struct FingerprintInput {
 
 #[derive(Clone, Debug)]
 pub enum InputKind {
-    /// Files whose content alone counts.
+    /// Files of which only the content is hashed.
     Files(Vec<PathBuf>),
-    /// A folder of folders of images.
+    /// A folder with one subfolder of images per class.
     Folder(PathBuf),
-    /// A table of paths and labels.
+    /// A table of image paths and labels.
     Table(PathBuf, LabelColumns),
-    /// Samples that are drawn, from these settings.
+    /// Settings of a generated dataset.
     Settings(String),
 }
 
@@ -29,7 +29,7 @@ impl FingerprintInput {
         Self { key, kind: InputKind::Files(vec![path.into()]) }
     }
 
-    /// How it is told.
+    /// Name for messages.
     pub fn name(&self) -> String {
         match &self.kind {
             InputKind::Files(files) if files.len() > 1 => {
@@ -49,12 +49,12 @@ impl FingerprintInput {
         }
     }
 
-    /// Whether the names of files, below the folder, are part of the data: they give the classes and the order.
+    /// Whether file names, relative to the folder, are part of the data: they define the classes and the order.
     pub fn hashes_names(&self) -> bool {
         matches!(self.kind, InputKind::Folder(_) | InputKind::Table(..))
     }
 
-    /// Whether files come in the order of their names.
+    /// Whether files are visited in name order.
     pub fn is_sorted(&self) -> bool {
         matches!(self.kind, InputKind::Folder(_))
     }

@@ -20,7 +20,7 @@ impl TempData {
         fs::write(self.path(name), text).unwrap();
     }
 
-    /// Gives a file a time of change of its own.
+    /// Sets the modification time of a file.
     fn touch(&self, name: &str, seconds: u64) {
         let time = UNIX_EPOCH + std::time::Duration::from_secs(seconds);
         File::options().append(true).open(self.path(name)).unwrap().set_modified(time).unwrap();
@@ -75,7 +75,7 @@ fn what_has_its_size_and_time_is_trusted_and_nothing_else() {
     data.write("a", "one");
     data.touch("a", 1000);
     let first = data.fingerprint(data.files(&["a"]), None);
-    // Only the content changed: nobody looks, whether the cache or the checkpoint knows it.
+    // The content changed but size and mtime did not: neither the cache nor the checkpoint triggers a rehash.
     data.write("a", "two");
     data.touch("a", 1000);
     assert_eq!(first.changes(&data.fingerprint(data.files(&["a"]), None)), [""; 0]);
@@ -153,7 +153,7 @@ fn files_classes_and_vocabularies_are_compared() {
     let more = DataFingerprint { sources, ..DataFingerprint::default() };
     let changed = first.changes(&more);
     assert!(changed[0].starts_with("`data.train` was `"), "{changed:?}");
-    // So many that they are hashed as one.
+    // One file too many for separate fingerprints: all are hashed as one source.
     (0..=MAX_SEPARATE_FILES).for_each(|i| data.write(&format!("many/{i}"), "x"));
     let many: Vec<FingerprintInput> = (0..=MAX_SEPARATE_FILES)
         .map(|i| FingerprintInput::file("data.train", data.path(&format!("many/{i}"))))

@@ -1,12 +1,12 @@
-//! Names of classes and their numbers.
+//! Class names and their ids.
 
 use std::collections::HashMap;
 
-/// Names, each with the number of its place.
+/// Class names; the id of a name is its position.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClassNames {
     names: Vec<String>,
-    /// Only looked up, never gone through: no result depends on its order.
+    /// Lookup only: never iterated, so no result depends on hash order.
     ids: HashMap<String, u32>,
 }
 
@@ -23,7 +23,7 @@ impl ClassNames {
         &self.names
     }
 
-    /// The number of `name`, a new one where it was not met before.
+    /// Id of `name`; a new name gets the next id.
     pub fn intern(&mut self, name: &str) -> u32 {
         if let Some(number) = self.ids.get(name) {
             return *number;
@@ -34,8 +34,8 @@ impl ClassNames {
         number
     }
 
-    /// Puts the names in order, by value where all are whole numbers and `by_value`; gives the new number of
-    /// each old one.
+    /// Sorts the names and returns the new id for each old id. With `by_value`, sorts numerically if all names are
+    /// integers.
     pub fn sort(&mut self, by_value: bool) -> Vec<u32> {
         let value = |name: &String| name.parse::<u64>().ok();
         let by_value = by_value && self.names.iter().all(|name| value(name).is_some());
@@ -50,7 +50,7 @@ impl ClassNames {
         new
     }
 
-    /// The number that each of these has in `other`, or the first that is not there.
+    /// Id in `other` for each name of `self`, or the first name that `other` lacks.
     pub fn ids_in(&self, other: &ClassNames) -> Result<Vec<u32>, String> {
         self.names.iter().map(|name| other.ids.get(name).copied().ok_or_else(|| name.clone())).collect()
     }

@@ -1,8 +1,8 @@
-//! Pixels out of JPEG, PNG and WebP. The format is seen from the content.
+//! Decodes JPEG, PNG and WebP. The format is detected from the content.
 //!
-//! Gives bytes of (height, width, channels), upright: the orientation that a camera noted is applied. Alpha is
-//! left away, colour becomes grey and grey colour as `channels` wants. What a header promises is believed only
-//! up to a number of pixels, before anything is allocated for it. An error is a sentence about the picture.
+//! Output is (height, width, channels) bytes with the EXIF orientation applied. Alpha is dropped; grayscale and RGB are
+//! converted to match `channels`. Dimensions in a header are checked against a pixel limit before anything is allocated
+//! for them. Errors are messages about the image.
 
 use std::io::Cursor;
 
@@ -15,7 +15,7 @@ use zune_jpeg::JpegDecoder;
 use super::exif::{self, Orientation};
 use super::header::ImageHeader;
 
-/// A picture whose header was read and found possible.
+/// An image with a validated header.
 pub struct ImageDecoder<'a> {
     pub header: ImageHeader,
     height: usize,
@@ -33,7 +33,7 @@ enum FormatDecoder<'a> {
 }
 
 impl<'a> ImageDecoder<'a> {
-    /// Reads the header of `file`, which has at most `max_pixels`.
+    /// Reads the header of `file` and refuses an image of more than `max_pixels`.
     pub fn new(file: &'a [u8], channels: usize, max_pixels: u64) -> Result<Self, String> {
         let (decoder, [height, width], orientation) = match file {
             [] => return Err("it is empty".into()),
@@ -55,7 +55,7 @@ impl<'a> ImageDecoder<'a> {
                 "it says that it has {width} x {height} pixels, more than the {max_pixels} that are allowed"
             ));
         }
-        // What decoding takes is counted by the same header everywhere.
+        // The memory estimate uses `ImageHeader`, so both parsers must agree on the size.
         let header = ImageHeader::parse(file, channels).ok_or("its header is damaged")?;
         if [header.height, header.width] != [height, width] {
             return Err(format!(
@@ -66,7 +66,8 @@ impl<'a> ImageDecoder<'a> {
         Ok(Self { header, height, width, channels, orientation, decoder })
     }
 
-    /// Decodes into `pixels`, with `scratch` for what has to be converted or turned. Gives (height, width).
+    /// Decodes into `pixels`; `scratch` holds the intermediate image if channels or orientation change. Returns
+    /// (height, width).
     pub fn decode(self, pixels: &mut Vec<u8>, scratch: &mut Vec<u8>) -> Result<[usize; 2], String> {
         let count = self.height * self.width;
         let source_channels = match self.decoder {
@@ -85,7 +86,7 @@ impl<'a> ImageDecoder<'a> {
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
                 let info = reader.next_frame(pixels).map_err(|e| decode_error("PNG", &e))?;
-                // The rest of the file, with its checksums: a picture that is cut short is not whole.
+                // Read to the end of the file to verify its checksums and detect truncation.
                 reader.finish().map_err(|e| decode_error("PNG", &e))?;
                 pixels.truncate(info.buffer_size());
                 info.color_type.samples()
@@ -122,7 +123,7 @@ type OpenedFormat<'a> = (FormatDecoder<'a>, [usize; 2], Orientation);
 
 fn decode_error(format: &str, error: &dyn std::fmt::Debug) -> String {
     let mut text = format!("it is a damaged {format}: {error:?}");
-    // Some decoders tell whole tables.
+    // Some decoders put whole tables into their messages.
     if let Some((end, _)) = text.char_indices().nth(300) {
         text.truncate(end);
     }
@@ -130,7 +131,7 @@ fn decode_error(format: &str, error: &dyn std::fmt::Debug) -> String {
 }
 
 fn jpeg(file: &[u8], channels: usize) -> Result<OpenedFormat<'_>, String> {
-    // Strict: a file that ends early is an error and not a picture with a grey rest.
+    // Strict mode: a truncated file is an error, not an image whose rest is gray.
     let options =
         DecoderOptions::default().set_strict_mode(true).set_max_width(65_535).set_max_height(65_535);
     let mut decoder = JpegDecoder::new_with_options(ZCursor::new(file), options);
@@ -163,7 +164,7 @@ fn webp(file: &[u8]) -> Result<OpenedFormat<'_>, String> {
         return Err("it is an animation".into());
     }
     let (width, height) = decoder.dimensions();
-    // The decoder allocates for the size that the frame itself says, which the container may contradict.
+    // The decoder allocates for the size in the frame header, which may contradict the container.
     if let Some(frame) = lossy_frame(file)
         && frame != [height, width]
     {
@@ -178,14 +179,14 @@ fn webp(file: &[u8]) -> Result<OpenedFormat<'_>, String> {
     Ok((FormatDecoder::Webp(Box::new(decoder)), [height as usize, width as usize], orientation))
 }
 
-/// (height, width) of the lossy frame of a WebP file, where it has one.
+/// (height, width) of the lossy frame of a WebP file, if it has one.
 fn lossy_frame(file: &[u8]) -> Option<[u32; 2]> {
     let mut at = 12;
     loop {
         let head = file.get(at..at + 8)?;
         let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
         if &head[..4] == b"VP8 " {
-            // A frame tag of three bytes, a start code of three, then width and height in 14 bits each.
+            // A 3-byte frame tag, a 3-byte start code, then width and height in 14 bits each.
             let size = file.get(at + 14..at + 18)?;
             let side = |i: usize| (u16::from_le_bytes([size[i], size[i + 1]]) & 0x3fff) as u32;
             return Some([side(2), side(0)]);
@@ -194,9 +195,9 @@ fn lossy_frame(file: &[u8]) -> Option<[u32; 2]> {
     }
 }
 
-/// Grey, grey with alpha, colour or colour with alpha, to grey or colour.
+/// Converts grayscale or RGB, each with or without alpha, to grayscale or RGB.
 fn convert_channels(pixels: &[u8], from_channels: usize, into: &mut [u8], to_channels: usize) {
-    // Luma as Pillow rounds it.
+    // Luma with Pillow's rounding.
     let luma =
         |p: &[u8]| ((p[0] as u32 * 19595 + p[1] as u32 * 38470 + p[2] as u32 * 7471 + 0x8000) >> 16) as u8;
     for (pixel, into) in pixels.chunks_exact(from_channels).zip(into.chunks_exact_mut(to_channels)) {

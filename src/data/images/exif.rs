@@ -1,6 +1,6 @@
-//! The orientation that a camera noted, and a picture turned upright by it.
+//! Reads the EXIF orientation of an image and applies it.
 
-/// How pixels lie: mirrored in one or both directions, then rows and columns exchanged.
+/// Pixel orientation: mirrored along one or both axes, then transposed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Orientation {
     mirror_rows: bool,
@@ -8,7 +8,7 @@ pub struct Orientation {
     transpose: bool,
 }
 
-/// The turn that makes a picture with this EXIF block (TIFF data) upright; none where it does not say.
+/// Orientation from an EXIF block (TIFF data); the identity if the tag is absent or invalid.
 pub fn read_orientation(exif: &[u8]) -> Orientation {
     let turn =
         |mirror_rows, mirror_columns, transpose| Orientation { mirror_rows, mirror_columns, transpose };
@@ -42,7 +42,7 @@ fn orientation_tag(exif: &[u8]) -> Option<u16> {
     };
     let first = u32_at(4)? as usize;
     let entries = u16_at(first)? as usize;
-    // An entry has twelve bytes: tag, type, count, value; a directory is no longer than the block.
+    // An entry has twelve bytes: tag, type, count, value. Reads past the end of the block stop the loop.
     (0..entries).map_while(|i| Some((first + 2 + 12 * i, u16_at(first + 2 + 12 * i)?))).find_map(
         |(at, tag)| {
             let short = tag == 0x0112 && u16_at(at + 2) == Some(3);
@@ -52,7 +52,7 @@ fn orientation_tag(exif: &[u8]) -> Option<u16> {
 }
 
 impl Orientation {
-    /// Writes `pixels`, (height, width) `size`, turned over `into`; gives their new size.
+    /// Writes `pixels`, (`height`, `width`, `channels`), upright to `into`; returns the new (height, width).
     pub fn apply(
         self,
         pixels: &[u8],
@@ -78,7 +78,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// A block with one directory of one entry before the orientation.
+    /// An EXIF block with one other entry before the orientation.
     pub fn block(orientation: u16, little: bool) -> Vec<u8> {
         let short = |v: u16| if little { v.to_le_bytes() } else { v.to_be_bytes() };
         let long = |v: u32| if little { v.to_le_bytes() } else { v.to_be_bytes() };
@@ -95,7 +95,8 @@ pub(super) mod tests {
 
     #[test]
     fn the_eight_orientations_come_out_upright() {
-        // What a camera stores for the upright picture `1 2 3 / 4 5 6`, as the standard has it.
+        // What a camera stores for the upright image `1 2 3 / 4 5 6` under each of the eight orientations of the
+        // standard.
         let stored: [(&[u8], [usize; 2]); 8] = [
             (&[1, 2, 3, 4, 5, 6], [2, 3]),
             (&[3, 2, 1, 6, 5, 4], [2, 3]),

@@ -1,6 +1,6 @@
-//! Picture files for tests, made here: no encoder of real ones is a dependency.
+//! Image files for tests, encoded here so that no image encoder is a dependency.
 
-/// A baseline JPEG of `components` planes whose 8 x 8 blocks are each of one value, with this EXIF block.
+/// A baseline JPEG of `components` planes with an optional EXIF block; every 8 x 8 block has a constant value.
 pub fn jpeg(
     [height, width]: [usize; 2],
     components: usize,
@@ -17,14 +17,14 @@ pub fn jpeg(
         segment(0xe1, &[b"Exif\0\0".to_vec(), exif].concat());
     }
     if components == 4 {
-        // Adobe's mark: no transform, so cyan, magenta, yellow and black, stored inverted.
+        // Adobe's marker segment with transform 0: CMYK, stored inverted.
         segment(0xee, b"Adobe\0\x64\0\0\0\0\0");
     }
     segment(0xdb, &[vec![0], vec![1; 64]].concat());
     let sides = [height as u16, width as u16].map(u16::to_be_bytes).concat();
     let planes: Vec<u8> = (1..=components as u8).flat_map(|id| [id, 0x11, 0]).collect();
     segment(0xc0, &[vec![8], sides, vec![components as u8], planes].concat());
-    // Twelve sizes of a difference in four bits each; the one end of a block in one bit.
+    // Huffman tables: twelve DC difference sizes in four bits each; for AC only end-of-block, in one bit.
     segment(0xc4, &[vec![0x00, 0, 0, 0, 12], vec![0; 12], (0..12).collect()].concat());
     segment(0xc4, &[vec![0x10, 1], vec![0; 15], vec![0]].concat());
     let tables: Vec<u8> = (1..=components as u8).flat_map(|id| [id, 0]).collect();
@@ -75,7 +75,7 @@ impl BitWriter {
     }
 }
 
-/// A PNG of these samples.
+/// Encodes these samples as PNG.
 pub fn png(
     [height, width]: [usize; 2],
     colour: png::ColorType,
@@ -94,7 +94,7 @@ pub fn png(
     out
 }
 
-/// A lossless WebP of RGB pixels.
+/// Encodes RGB pixels as lossless WebP.
 pub fn webp([height, width]: [usize; 2], rgb: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let encoder = image_webp::WebPEncoder::new(&mut out);
@@ -107,8 +107,8 @@ fn hex(text: &str) -> Vec<u8> {
     digits.chunks(2).map(|d| u8::from_str_radix(str::from_utf8(d).unwrap(), 16).unwrap()).collect()
 }
 
-/// A gradient of 20 x 12 pixels, ((12 x, 20 y, 8 (x + y)), as Pillow 13 saves it at these qualities, and what it
-/// then reads at (row, column).
+/// A 20 x 12 gradient, (12 x, 20 y, 8 (x + y)), saved by Pillow 13 at the qualities below, and the pixels that Pillow
+/// reads back at these (row, column) positions.
 pub const GRADIENT_AT: [[usize; 2]; 5] = [[0, 0], [0, 19], [11, 0], [11, 19], [6, 10]];
 
 /// `save("x.webp", quality=20)`
@@ -120,7 +120,7 @@ pub fn lossy_webp() -> (Vec<u8>, [[u8; 3]; 5]) {
     (file, [[0, 11, 3], [206, 12, 155], [12, 216, 113], [234, 226, 235], [122, 121, 128]])
 }
 
-/// `save("x.jpg", quality=40, progressive=True, optimize=True)`: scans, subsampled colour, all coefficients.
+/// `save("x.jpg", quality=40, progressive=True, optimize=True)`: multiple scans, subsampled chroma, all coefficients.
 pub fn progressive_jpeg() -> (Vec<u8>, [[u8; 3]; 5]) {
     let file = hex(
         "ffd8ffe000104a46494600010100000100010000ffdb004300140e0f120f0d14121012171514181e32211e1c1c1e3d2c2e24324940

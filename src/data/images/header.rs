@@ -1,34 +1,34 @@
-//! What a picture's first bytes say about decoding it, read without decoding: its size, and the memory it takes.
+//! Parses image headers without decoding: the size, and the memory that decoding takes.
 //!
-//! Reads a few kilobytes at most, whatever the picture. What is damaged gives `None`: whoever decodes it says why.
+//! Reads at most a few kilobytes of any image. A damaged header gives `None`; the decoder reports the reason.
 
 use std::io;
 
-/// What a header says.
+/// What a header declares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageHeader {
     pub height: usize,
     pub width: usize,
-    /// Samples of a pixel as the decoder gives them, a byte each.
+    /// Channels as the decoder outputs them, one byte each.
     decoded_channels: usize,
-    /// The pixels may have to be turned upright.
+    /// The pixels may have to be rotated or mirrored.
     may_need_rotation: bool,
-    /// Bytes that the decoder takes besides its output.
+    /// Bytes the decoder allocates besides its output.
     decoder_bytes: u64,
 }
 
-/// Bytes that every decoder takes: tables, windows of decompression, rows.
+/// Fixed bytes of every decoder: tables, decompression windows, rows.
 const DECODER_FIXED_BYTES: u64 = 1 << 18;
 
-/// Bytes at the beginning of a file that usually hold all of its header.
+/// Length of the prefix that usually holds the whole header.
 const PREFIX_BYTES: usize = 4096;
 
-/// Parts of a file that are passed over while looking for what is wanted.
+/// Segments that are skipped before the parser gives up.
 const MAX_SEGMENTS: usize = 1000;
 
 impl ImageHeader {
-    /// Reads the header of a picture that will be decoded to `channels`, 1 or 3. `read` gives the bytes at a place of
-    /// the file, as many as there are.
+    /// Reads the header of an image that will be decoded to `channels`, 1 or 3. `read` fills a buffer from an offset of
+    /// the file and returns how many bytes there were.
     pub fn read(
         channels: usize,
         mut read: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
@@ -52,7 +52,7 @@ impl ImageHeader {
         }
     }
 
-    /// Of a whole file in memory.
+    /// Parses the header of a file in memory.
     pub fn parse(file: &[u8], channels: usize) -> Option<Self> {
         let read = |place: u64, into: &mut [u8]| {
             let rest = usize::try_from(place).ok().and_then(|place| file.get(place..)).unwrap_or_default();
@@ -63,7 +63,7 @@ impl ImageHeader {
         Self::read(channels, read).ok().flatten()
     }
 
-    /// As numbers, to be kept.
+    /// Encodes the header for the cache.
     pub fn to_words(self) -> [u64; 5] {
         [
             self.height as u64,
@@ -74,7 +74,7 @@ impl ImageHeader {
         ]
     }
 
-    /// What [`ImageHeader::to_words`] gave; none of zeros.
+    /// Inverse of [`ImageHeader::to_words`]; `None` if all words are zero.
     pub fn from_words(
         [height, width, decoded_channels, may_need_rotation, decoder_bytes]: [u64; 5],
     ) -> Option<Self> {
@@ -88,8 +88,8 @@ impl ImageHeader {
         })
     }
 
-    /// Bytes that decoding to `channels` takes at most besides the file: the pixels as decoded, those converted or
-    /// turned, and the decoder's own.
+    /// Upper bound on the bytes that decoding to `channels` takes besides the file: decoded pixels, converted or
+    /// rotated pixels, and the decoder's own memory.
     pub fn decode_bytes(&self, channels: usize) -> u64 {
         let pixels = (self.height as u64).saturating_mul(self.width as u64);
         let converted =
@@ -103,19 +103,19 @@ impl ImageHeader {
 
 type ReadAt<'a> = &'a mut dyn FnMut(u64, &mut [u8]) -> io::Result<bool>;
 
-/// Segments up to the frame: what marks are there, and the size and sampling of its components.
+/// Walks the segments up to the frame header: EXIF and Adobe markers, size, and subsampling of the components.
 fn jpeg(channels: usize, read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
     let (mut place, mut may_need_rotation, mut plain_rgb) = (2, false, false);
     for _ in 0..MAX_SEGMENTS {
         let mut head = [0; 18];
-        // A segment may be shorter than what is looked at, but no picture ends after one.
+        // A segment may be shorter than `head`, but no valid image ends this soon after one.
         if !read_at(place, &mut head)? {
             return Ok(None);
         }
         let (marker, len) = (head[1], u64::from(u16::from_be_bytes([head[2], head[3]])));
         match marker {
             _ if head[0] != 0xff => return Ok(None),
-            // A marker may have fill bytes before it.
+            // Fill bytes may precede a marker.
             0xff => {
                 place += 1;
                 continue;
@@ -140,7 +140,7 @@ fn jpeg(channels: usize, read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
                     .chunks(3)
                     .map(|c| factors(c)[0] * factors(c)[1] * 64 * units[0] * units[1])
                     .sum();
-                // All coefficients of two bytes each are kept where they come in several scans.
+                // With several scans the decoder keeps all coefficients, two bytes each.
                 let scans = if marker == 0xc0 || marker == 0xc1 { 0 } else { 2 * coefficients as u64 };
                 let decoder_bytes = scans + 600 * width as u64;
                 let grey = component_count == 1 || component_count == 3 && channels == 1 && !plain_rgb;
@@ -185,7 +185,7 @@ fn png(read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
         6 => (4, 4),
         _ => return Ok(None),
     };
-    // Rows as stored, filtered and expanded, and all that was inflated and not yet taken.
+    // Stored, filtered and expanded rows, and all inflated data that was not consumed yet.
     let row = (width * stored * depth.div_ceil(8)) as u64;
     let decoder_bytes = row.saturating_mul(8 + height as u64);
     Ok(Some(ImageHeader { height, width, decoded_channels, may_need_rotation, decoder_bytes }))
@@ -208,7 +208,7 @@ fn webp(read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
                 let side = |i: usize| (u16::from_le_bytes([head[i], head[i + 1]]) & 0x3fff) as usize;
                 let (width, height) = (side(14), side(16));
                 let blocks = (width.next_multiple_of(16) * height.next_multiple_of(16)) as u64;
-                // Luma, and chroma of half the size in both directions; alpha is a picture of its own.
+                // Luma, and chroma at half resolution on both axes; alpha is a separate lossless image.
                 let decoder_bytes = 2 * blocks + if alpha { 6 * blocks } else { 0 } + 64 * width as u64;
                 return Ok(Some(ImageHeader {
                     height,
@@ -222,7 +222,7 @@ fn webp(read_at: ReadAt) -> io::Result<Option<ImageHeader>> {
                 let bits = u32::from_le_bytes([head[9], head[10], head[11], head[12]]);
                 let (width, height) = ((bits & 0x3fff) as usize + 1, (bits >> 14 & 0x3fff) as usize + 1);
                 let alpha = alpha || bits >> 28 & 1 == 1;
-                // Colours of four bytes, and those of transforms.
+                // Four bytes per pixel, plus the transforms.
                 let decoder_bytes = 6 * (width * height) as u64;
                 return Ok(Some(ImageHeader {
                     height,

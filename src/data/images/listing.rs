@@ -1,7 +1,7 @@
-//! Which pictures there are and what class each has, in a few bytes a picture.
+//! Lists images and their classes in a few bytes per image.
 //!
-//! Names lie end to end in one buffer. A folder of classes is listed without opening a file or asking for its
-//! size; a table of paths and labels is read once.
+//! All paths are concatenated in one buffer. Listing a folder opens no file and reads no file size; a table of paths
+//! and labels is read once.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,42 +11,43 @@ use super::class_names::ClassNames;
 use super::header::ImageHeader;
 use crate::data::DataError;
 
-/// Pictures in order, each in a folder or a tar file, with its class.
+/// Images in order, each in a folder or tar archive, with its class.
 #[derive(Debug, Default)]
 pub struct ImageListing {
-    /// Folders and tar files that pictures lie in.
+    /// Folders and tar archives that contain the images.
     pub containers: Vec<PathBuf>,
-    /// Paths of the pictures below their places, end to end.
+    /// Concatenated image paths, relative to their containers.
     paths: Vec<u8>,
     images: Vec<ListedImage>,
-    /// Where each picture lies in its tar file; empty where no place is a tar file.
+    /// Extent of each image in its tar archive; empty if no container is an archive.
     pub extents: Vec<Extent>,
-    /// The headers of pictures in packed tar files, until they were looked at; empty where no place is packed.
+    /// Headers of images in compressed archives, parsed while indexing and consumed by the header scan; empty if no
+    /// archive is compressed.
     pub headers: Vec<Option<ImageHeader>>,
     pub class_names: ClassNames,
-    /// Files that are no pictures: how many, and the first.
+    /// Files that are not images: their count, and the first one.
     pub ignored: (u64, Option<PathBuf>),
 }
 
 #[derive(Clone, Copy, Debug)]
 struct ListedImage {
-    /// Where its path ends in `paths`; it begins where the one before it ends.
+    /// End of its path in `paths`; it starts at the end of the previous path.
     end: u64,
     container: u32,
     class: u32,
 }
 
-/// Bytes of a file.
+/// A byte range of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
     pub start: u64,
     pub len: u64,
 }
 
-/// What a picture's name ends with, in any case.
+/// Image file extensions, matched case-insensitively.
 const EXTENSIONS: [&str; 7] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "jif"];
 
-/// Folders within folders that are followed; a link that leads back would never end.
+/// Maximum folder depth; a symlink cycle would never end.
 const MAX_DEPTH: usize = 32;
 
 impl ImageListing {
@@ -58,7 +59,7 @@ impl ImageListing {
         self.images.is_empty()
     }
 
-    /// The number of the class of picture `index`.
+    /// Class id of image `index`.
     pub fn class(&self, index: usize) -> u32 {
         self.images[index].class
     }
@@ -67,15 +68,16 @@ impl ImageListing {
         self.images[index].container as usize
     }
 
-    /// The path of picture `index` below its place.
+    /// Path of image `index` relative to its container.
     pub fn path(&self, index: usize) -> &OsStr {
         let start = index.checked_sub(1).map_or(0, |before| self.images[before].end) as usize;
         let bytes = &self.paths[start..self.images[index].end as usize];
-        // SAFETY: `add` put the encoded bytes of one whole path between these two ends.
+        // SAFETY: `add` is the only writer of `paths`. It appends the encoded bytes of one whole `OsStr` and records
+        // the end, so this range is exactly what `as_encoded_bytes` returned.
         unsafe { OsStr::from_encoded_bytes_unchecked(bytes) }
     }
 
-    /// Pictures of each class.
+    /// Number of images per class.
     pub fn class_counts(&self) -> Vec<u64> {
         let mut counts = vec![0; self.class_names.len()];
         self.images.iter().for_each(|entry| counts[entry.class as usize] += 1);
@@ -90,25 +92,25 @@ impl ImageListing {
         (places + each + self.paths.capacity()) as u64 + self.class_names.resident_bytes()
     }
 
-    /// A folder or tar file for the pictures that are added next.
+    /// Adds the folder or tar archive that contains the images added next.
     pub fn add_container(&mut self, container: &Path) {
         self.containers.push(container.to_owned());
     }
 
-    /// Adds a picture at `path` below the last place.
+    /// Adds an image at `path`, relative to the last container.
     pub fn add(&mut self, path: &OsStr, class: u32) {
         self.paths.extend_from_slice(path.as_encoded_bytes());
         let container = self.containers.len().saturating_sub(1) as u32;
         self.images.push(ListedImage { end: self.paths.len() as u64, container, class });
     }
 
-    /// Classes get the numbers that their names have in order: by value where all are numbers and `by_value`.
+    /// Renumbers classes in the order of their names. With `by_value`, orders numerically if all names are integers.
     pub fn assign_class_ids(&mut self, by_value: bool) {
         let order = self.class_names.sort(by_value);
         self.images.iter_mut().for_each(|entry| entry.class = order[entry.class as usize]);
     }
 
-    /// Gives the classes the numbers they have in `class_names`, or the name of one that is not there.
+    /// Renumbers classes to their ids in `names`, or returns a class that `names` lacks.
     pub fn assign_class_ids_from(&mut self, names: &ClassNames) -> Result<(), String> {
         let order = self.class_names.ids_in(names)?;
         self.images.iter_mut().for_each(|entry| entry.class = order[entry.class as usize]);
@@ -121,7 +123,7 @@ impl ImageListing {
         self.ignored.1.get_or_insert(path);
     }
 
-    /// Adds every picture below the folders of `root`, each folder a class, by the order of their names.
+    /// Adds every image below the subfolders of `root`; each subfolder is a class, in name order.
     pub fn add_folders(&mut self, root: &Path) -> Result<(), DataError> {
         let mut classes = Vec::new();
         for entry in sorted_entries(root)? {
@@ -176,8 +178,8 @@ impl ImageListing {
     }
 }
 
-/// Calls `visit` with the path below `root` of every image that [`ImageListing::add_folders`] adds, in the same order.
-/// Holds the names of one folder at a time.
+/// Calls `visit` with the path, relative to `root`, of every image that [`ImageListing::add_folders`] adds, in the same
+/// order. Holds the names of one folder at a time.
 pub fn walk_image_folder(
     root: &Path,
     visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,
@@ -194,7 +196,7 @@ fn walk_recursive(
     depth: usize,
     visit: &mut dyn FnMut(&Path) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    // Deeper ones were refused when the set was opened.
+    // Opening the dataset refused deeper folders.
     for entry in sorted_entries(&root.join(relative))?.into_iter().filter(|_| depth <= MAX_DEPTH) {
         let path = relative.join(&entry.name);
         match entry.is_folder {
@@ -206,13 +208,13 @@ fn walk_recursive(
     Ok(())
 }
 
-/// Whether a file is named as a picture is.
+/// Whether the file has an image extension.
 pub fn is_image(path: &Path) -> bool {
     let extension = path.extension().and_then(OsStr::to_str);
     extension.is_some_and(|ending| EXTENSIONS.iter().any(|known| known.eq_ignore_ascii_case(ending)))
 }
 
-/// Whether nobody means this file, as `.DS_Store` and what an editor leaves.
+/// Whether the file is metadata and not data, such as `.DS_Store` or an editor's backup.
 pub fn is_hidden(name: &OsStr) -> bool {
     name.as_encoded_bytes().starts_with(b".")
 }
@@ -222,8 +224,7 @@ struct FolderEntry {
     is_folder: bool,
 }
 
-/// What is in a folder and not hidden, by name. Only links are looked at more closely: the folder itself says
-/// what is a file.
+/// Visible entries of a folder, sorted by name. Only symlinks cost a `stat`: the directory entry holds the file type.
 fn sorted_entries(folder: &Path) -> Result<Vec<FolderEntry>, DataError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).map_err(DataError::io(folder))? {

@@ -1,8 +1,8 @@
-//! Pictures in files of their own: a folder a class, a table of paths and labels, or tar files.
+//! Image datasets: one folder per class, a table of paths and labels, or tar archives.
 //!
-//! [`ImageFiles::open`] finds them and reads their headers, which say how much memory decoding takes; [`ImageDataset`] decodes
-//! and transforms one when it is asked for. Packed tar files can only be read forward: [`Packed`] gives their
-//! pictures as shards. A picture that cannot be used is a fault of one record, with its path.
+//! [`ImageFiles::open`] lists the images and reads their headers, which bound the memory that decoding takes.
+//! [`ImageDataset`] decodes and transforms an image on demand. Compressed tar archives can only be read sequentially:
+//! [`TarShards`] yields their images as shards. An unusable image is a bad record, reported with its path.
 
 mod class_names;
 mod decode;
@@ -40,24 +40,24 @@ use super::{
 };
 use crate::regular_file;
 
-/// How pictures are read.
+/// How images are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageOptions {
-    /// Of a sample: 1 for grey, 3 for colour.
+    /// Channels of a sample: 1 for grayscale, 3 for RGB.
     pub channels: usize,
     /// (height, width) of a sample.
     pub size: [usize; 2],
-    /// A picture that says it has more is not decoded.
+    /// An image whose header declares more pixels is not decoded.
     pub max_pixels: u64,
     pub columns: LabelColumns,
-    /// Threads that read at once.
+    /// Maximum number of concurrent reader threads.
     pub readers: usize,
 }
 
-/// The pictures of a training or validation set.
+/// The images of a training or validation set.
 pub struct ImageFiles {
     listing: ImageListing,
-    /// Opened tar files, by place; none for folders.
+    /// Open tar archives by container; `None` for folders.
     archives: Vec<Option<File>>,
     options: ImageOptions,
     pub compressed: bool,
@@ -65,18 +65,18 @@ pub struct ImageFiles {
     large_images: Arc<LargeImages>,
 }
 
-/// What the headers say.
+/// Summary of all headers.
 #[derive(Clone, Copy, Debug, Default)]
 struct HeaderStats {
     images: u64,
-    /// The smallest and the largest sides, in pixels.
+    /// Minimum and maximum of each side, in pixels.
     min_size: [usize; 2],
     max_size: [usize; 2],
-    /// Bytes that a reader takes for all but the largest pictures.
+    /// Scratch bytes per reader; enough for all but the largest images.
     bytes_per_reader: u64,
 }
 
-/// What a header says of a picture, by the memory it takes.
+/// Decoding memory of an image, from its header.
 #[derive(Clone, Copy, Debug)]
 struct ImageFootprint {
     index: usize,
@@ -84,15 +84,15 @@ struct ImageFootprint {
     bytes: u64,
 }
 
-/// Of so many pictures one may be read alone because it takes more memory than the others do.
+/// At most one in this many images may exceed the per-reader scratch and be decoded alone.
 const EXCLUSIVE_ONE_IN: usize = 16;
 
-/// Pictures whose headers are read between two reports.
+/// Headers read between two progress reports.
 const HEADER_BATCH: usize = 4096;
 
 impl ImageFiles {
-    /// Finds the pictures of `files`: folders of class folders, tables (.csv, .tsv) and tar files. With
-    /// `classes`, those of another set, theirs are the only ones and keep their numbers.
+    /// Lists the images of `files`: class folders, tables (.csv, .tsv) and tar archives. With `classes`, from another
+    /// split, only those classes are allowed and they keep their ids.
     pub fn open(
         files: &[PathBuf],
         options: ImageOptions,
@@ -113,7 +113,7 @@ impl ImageFiles {
                     compressed.push(false);
                 }
                 ImageSourceKind::Tar => {
-                    // Where some are tar files, the others have no place in one.
+                    // Images outside of archives get an empty extent, so that `extents` stays parallel to the images.
                     listing.extents.resize(listing.len(), Default::default());
                     let (is_packed, folders) = listing.add_tar(file, options.channels, ctx)?;
                     by_folder |= folders;
@@ -171,7 +171,7 @@ impl ImageFiles {
         self.listing.is_empty()
     }
 
-    /// Learns from the headers what decoding takes. A picture that is bad is told when it is read.
+    /// Reads all headers to bound decoding memory. A bad image is reported when it is read, not here.
     fn scan_headers(&mut self, ctx: &DatasetContext) {
         let headers = std::mem::take(&mut self.listing.headers);
         let activity = format!("reading the headers of {} pictures", self.len());
@@ -202,7 +202,8 @@ impl ImageFiles {
         if let Some(&largest) = footprints.first() {
             let typical =
                 footprints[(footprints.len() / EXCLUSIVE_ONE_IN).max(1).min(footprints.len() - 1)].bytes;
-            // Pictures that are hardly larger than the others need not wait for one another.
+            // If the largest image takes at most twice the typical one, reserve for it: serializing readers would cost
+            // more.
             stats.bytes_per_reader = if largest.bytes <= 2 * typical { largest.bytes } else { typical };
             let ImageFootprint { index, header, bytes } = largest;
             let pixels = header.map_or(0, |header| header.height as u64 * header.width as u64);
@@ -219,17 +220,18 @@ impl ImageFiles {
         self.header_stats = stats;
     }
 
-    /// What a picture of `len` bytes with this header takes. One that is too large to be decoded takes its file.
+    /// Footprint of an image of `len` bytes with this header. If the image has too many pixels to be decoded, only its
+    /// file counts.
     fn footprint(&self, index: usize, header: Option<ImageHeader>, len: u64) -> ImageFootprint {
         let fits =
             |h: &ImageHeader| (h.height as u64).saturating_mul(h.width as u64) <= self.options.max_pixels;
         let header = header.filter(fits);
-        // What is too long to be a picture is not read.
+        // A file that is too long for an image is never read.
         let len = if len <= self.max_file_bytes() { len } else { 0 };
         ImageFootprint { index, header, bytes: self.decode_memory(header, len) }
     }
 
-    /// Bytes that reading a picture takes: the file, the decoder and what is resized.
+    /// Bytes needed to read an image: the file, the decoder and the resized image.
     fn decode_memory(&self, header: Option<ImageHeader>, len: u64) -> u64 {
         let ImageOptions { channels, size, .. } = self.options;
         let decoding = header.map_or(0, |header| {
@@ -240,12 +242,12 @@ impl ImageFiles {
         len + decoding
     }
 
-    /// Bytes of a picture's file at most: no format takes more than a few a pixel.
+    /// Upper bound on an image file: no format takes more than a few bytes per pixel.
     fn max_file_bytes(&self) -> u64 {
         self.options.max_pixels.saturating_mul(8).saturating_add(1 << 20)
     }
 
-    /// The header of picture `index` and its length, where they can be read.
+    /// Header and file length of image `index`, if readable.
     fn read_header(&self, index: usize) -> std::io::Result<(Option<ImageHeader>, u64)> {
         let opened;
         let (file, start, len) = match &self.archives[self.listing.container(index)] {
@@ -256,7 +258,7 @@ impl ImageFiles {
             None => {
                 let path = self.path(index);
                 let about = std::fs::metadata(&path)?;
-                // Opening a pipe would wait for somebody to write to it.
+                // Opening a FIFO would block until a writer appears.
                 if !about.is_file() {
                     return Ok((None, 0));
                 }
@@ -276,7 +278,7 @@ impl ImageFiles {
         ImageDecoder::new(file, self.options.channels, self.options.max_pixels)
     }
 
-    /// The bytes of picture `index`; `reserve` hears how many they are before they are read.
+    /// Reads the bytes of image `index`; calls `reserve` with their length first.
     fn load(
         &self,
         index: usize,
@@ -309,7 +311,7 @@ impl ImageFiles {
         read.map(drop).map_err(|error| self.read_error(index, &path, error))
     }
 
-    /// One picture that is not there is a fault of one record.
+    /// A missing image is a bad record, not a fatal error.
     fn read_error(&self, index: usize, path: &Path, error: std::io::Error) -> DataError {
         match error.kind() {
             ErrorKind::NotFound => self.record_error(index, "there is no such file".into()),
@@ -334,7 +336,7 @@ impl ImageFiles {
         DataError::Record { file: self.path(index), place: String::new(), problem }
     }
 
-    /// Makes a sample of the bytes of picture `index`.
+    /// Decodes and transforms the bytes of image `index`.
     fn decode_sample(
         &self,
         index: usize,
@@ -379,7 +381,7 @@ impl ImageFiles {
     }
 }
 
-/// What the files that a job names are made of, for a fingerprint.
+/// Files that a job names, as inputs of the fingerprint.
 pub fn fingerprint_inputs(
     key: &'static str,
     files: &[PathBuf],
@@ -405,7 +407,7 @@ enum ImageSourceKind {
 }
 
 impl ImageSourceKind {
-    /// What a file named in a job is: by its name, since it may be packed.
+    /// Kind of a file, from its name: the content may be compressed.
     fn of(file: &Path) -> Result<Self, DataError> {
         if file.is_dir() {
             return Ok(ImageSourceKind::Folders);
@@ -416,7 +418,7 @@ impl ImageSourceKind {
             Some("csv" | "tsv") => Ok(ImageSourceKind::Table),
             Some("tar" | "tgz" | "tzst") => Ok(ImageSourceKind::Tar),
             _ => {
-                // What is not there at all is told as such.
+                // A path that does not exist gets its own error.
                 std::fs::metadata(file).map_err(DataError::io(file))?;
                 let why = "it is no folder, and its name ends in none of .csv, .tsv and .tar".into();
                 Err(DataError::NoSamples { set: format!("`{}`", file.display()), why })
@@ -425,14 +427,14 @@ impl ImageSourceKind {
     }
 }
 
-/// The features of samples with these classes.
+/// Features of samples with these classes.
 fn features(pipeline: &Pipeline, names: &ClassNames) -> Features {
     let (shape, names) = (pipeline.shape().to_vec(), names.as_slice().to_vec());
     let palette = pipeline.palette();
     Features { pixel_lut: palette, ..Features::new(InputSpec::Floats { shape }, TargetSpec::Class { names }) }
 }
 
-/// A set whose pictures can be read in any order.
+/// Images that support random access.
 pub struct ImageDataset {
     image_files: Arc<ImageFiles>,
     pipeline: Pipeline,
@@ -472,7 +474,7 @@ impl Dataset for ImageDataset {
         decoded
     }
 
-    /// The listing and the readers' buffers. What the largest picture takes beyond them is counted once for all sets.
+    /// The listing and the readers' buffers. The extra memory of the largest image is counted once for all datasets.
     fn resident_bytes(&self) -> u64 {
         self.image_files.listing.resident_bytes() + self.pool.bytes()
     }

@@ -1,4 +1,4 @@
-//! A table of paths and labels: comma or tab separated, a header line, one picture a line.
+//! A table of image paths and labels: comma- or tab-separated, a header line, one image per line.
 
 use std::ffi::OsStr;
 use std::io::Read;
@@ -9,18 +9,18 @@ use csv_core::{ReadRecordResult, Reader, ReaderBuilder};
 use super::listing::ImageListing;
 use crate::data::{DataError, files};
 
-/// Names of the columns that hold a picture's path, relative to the table, and its label.
+/// Names of the columns that hold the image path, relative to the table, and the label.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LabelColumns {
     pub path: String,
     pub label: String,
 }
 
-/// Bytes of one line; more is no table.
+/// Maximum line length in bytes; a longer line means the file is not a table.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 impl ImageListing {
-    /// Adds the pictures that the table at `file` names.
+    /// Adds the images listed in the table `file`.
     pub fn add_table(&mut self, file: &Path, columns: &LabelColumns) -> Result<(), DataError> {
         let (before, mut opened) = (self.len(), false);
         for_each_row(file, columns, &mut |path, label| {
@@ -39,7 +39,7 @@ impl ImageListing {
     }
 }
 
-/// Calls `visit` with the path of every image that a table names.
+/// Calls `visit` with the path of every image that a table lists.
 pub fn walk_image_table(
     file: &Path,
     columns: &LabelColumns,
@@ -87,18 +87,18 @@ fn for_each_row(
     Ok(())
 }
 
-/// The lines of a table, one at a time.
+/// Reads a table row by row.
 struct LabelTableReader<'a> {
     file: &'a Path,
     input: Box<dyn Read + Send>,
     reader: Reader,
     buffer: Vec<u8>,
-    /// What of `buffer` was read and not yet taken.
+    /// Bytes of `buffer` that were read but not parsed yet.
     ready: std::ops::Range<usize>,
     output: Vec<u8>,
     ends: Vec<usize>,
     field_count: usize,
-    /// Of the last row's beginning, from 1.
+    /// Line on which the last row began, from 1.
     line: u64,
 }
 
@@ -110,7 +110,7 @@ impl<'a> LabelTableReader<'a> {
         let first = buffer[ready.clone()].split(|b| *b == b'\n').next().unwrap_or_default();
         let delimiter = if first.contains(&b'\t') { b'\t' } else { b',' };
         let reader = ReaderBuilder::new().delimiter(delimiter).build();
-        // A byte order mark belongs to no name.
+        // Skip a byte order mark, which would become part of the first column name.
         let start = if buffer[ready.clone()].starts_with(b"\xef\xbb\xbf") { 3 } else { 0 };
         let (output, ends) = (vec![0; 1 << 10], vec![0; 16]);
         Ok(Self {
@@ -126,7 +126,7 @@ impl<'a> LabelTableReader<'a> {
         })
     }
 
-    /// Reads the next row; false after the last.
+    /// Reads the next row; false at the end.
     fn next(&mut self) -> Result<bool, DataError> {
         let (mut written, mut ended) = (0, 0);
         self.line = self.reader.line();

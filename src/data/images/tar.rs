@@ -1,7 +1,7 @@
-//! Pictures in tar files: an index of where each lies, made by going from header to header once and kept.
+//! Indexes the images in tar archives by walking the headers once, and caches the index.
 //!
-//! A member's class is what the member `NAME.cls` beside it says, as WebDataset writes it, or the folder it lies
-//! in. Positions count in the unpacked bytes: a plain file is read anywhere, a packed one from its beginning.
+//! The class of a member comes from the member `NAME.cls` beside it, as in WebDataset, or from its folder. Offsets
+//! count uncompressed bytes: a plain archive supports random access, a compressed one is read from the start.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -18,13 +18,13 @@ use crate::data::files::{self, FileCompression};
 use crate::data::{DataError, DatasetContext};
 use crate::regular_file;
 
-/// Bytes of a picture in a packed archive that are looked through for its header.
+/// Prefix of an image in a compressed archive that is searched for its header, in bytes.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
 
-/// Bytes of a label; more is no label.
+/// Maximum label length in bytes; a longer member is not a label.
 const MAX_LABEL_BYTES: u64 = 1 << 10;
 
-/// The pictures of one tar file in order.
+/// The images of one archive, in order.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct TarIndex {
     members: Vec<TarMember>,
@@ -35,15 +35,15 @@ struct TarIndex {
 struct TarMember {
     path: String,
     label: String,
-    /// Whether the label is the folder's name.
+    /// Whether the label is the folder name.
     by_folder: bool,
     extent: Extent,
-    /// Read on the way through a packed archive.
+    /// Header, parsed during the pass over a compressed archive.
     header: Option<ImageHeader>,
 }
 
 impl ImageListing {
-    /// Adds the pictures of the tar file `file`. Says whether it is packed, and whether its classes are folders.
+    /// Adds the images of the archive `file`. Returns whether it is compressed, and whether classes come from folders.
     pub fn add_tar(
         &mut self,
         file: &Path,
@@ -57,7 +57,7 @@ impl ImageListing {
         let cached = ctx.cache.get_or_create("tar-index", cache_key, make)?;
         let index = match TarIndex::read(&cached) {
             Some(index) => index,
-            // Somebody changed the entry: it is not needed.
+            // The cached index is damaged: rebuild it.
             None => build_index()?,
         };
         if index.members.is_empty() {
@@ -70,7 +70,8 @@ impl ImageListing {
             self.add(OsStr::new(&member.path), class);
             self.extents.push(member.extent);
             if compression != FileCompression::Uncompressed {
-                // Where some archives are packed all are: any other set is refused.
+                // `headers` stays parallel to the images: a dataset that mixes plain and compressed archives is
+                // refused.
                 self.headers.push(member.header);
             }
         }
@@ -96,7 +97,7 @@ impl TarIndex {
         let fault = |error| files::read_error(file, error);
         let mut found = TarScan::default();
         if compression == FileCompression::Uncompressed {
-            // From header to header: what lies between is not read.
+            // Seek from header to header without reading the content.
             let mut archive = Archive::new(regular_file::open(file).map_err(DataError::io(file))?);
             for entry in archive.entries_with_seek().map_err(fault)? {
                 let at = found.add(entry.map_err(fault)?, None, file)?;
@@ -109,7 +110,7 @@ impl TarIndex {
             let mut archive = Archive::new(files::open(file)?);
             for entry in archive.entries().map_err(fault)? {
                 let mut entry = entry.map_err(fault)?;
-                // Packed bytes that were read are not known from here: those unpacked stand for them.
+                // The compressed position is unknown here, so progress is measured in uncompressed bytes.
                 let at = entry.raw_file_position().saturating_add(entry.size());
                 ctx.observer.report(&activity, at.min(length), length.max(at));
                 let mut header = None;
@@ -119,7 +120,7 @@ impl TarIndex {
                         entry.by_ref().take(MAX_HEADER_BYTES).read_to_end(&mut prefix).map_err(fault)?;
                         header = ImageHeader::parse(&prefix, channels);
                     }
-                    // A packed archive is read through anyhow; what is cut short is found out here.
+                    // A compressed archive has to be read through anyway, which also detects truncation.
                     let rest = std::io::copy(&mut entry, &mut std::io::sink()).map_err(fault)?;
                     let read = prefix.len() as u64 + rest;
                     if read < entry.size() {
@@ -156,7 +157,7 @@ impl TarIndex {
         write().map_err(DataError::write(file))
     }
 
-    /// None where it is not what `write` wrote.
+    /// `None` if the file is not what `write` produced.
     fn read(path: &Path) -> Option<Self> {
         let bytes = std::fs::read(path).ok()?;
         let mut rest = &bytes[..];
@@ -188,17 +189,17 @@ impl TarIndex {
     }
 }
 
-/// What was met in an archive so far.
+/// Members found so far.
 #[derive(Default)]
 struct TarScan {
     images: Vec<(PathBuf, Extent, Option<ImageHeader>)>,
-    /// By the member's path up to the first dot of its name, as WebDataset groups members.
+    /// Keyed by member path up to the first dot of the file name, as WebDataset groups members.
     labels: HashMap<PathBuf, String>,
     ignored: u64,
 }
 
 impl TarScan {
-    /// Whether the content of a member is looked at.
+    /// Whether the content of the member is read as a label.
     fn is_label<R: Read>(&self, entry: &Entry<'_, R>) -> bool {
         entry.path().is_ok_and(|path| path.extension() == Some(OsStr::new("cls")))
     }
@@ -207,7 +208,7 @@ impl TarScan {
         entry.header().entry_type().is_file() && entry.path().is_ok_and(|path| is_image(&path))
     }
 
-    /// Notes a member, with its header where that was read; gives the position after it.
+    /// Records a member and its header, if one was parsed; returns the offset after it.
     fn add<R: Read>(
         &mut self,
         mut entry: Entry<'_, R>,
@@ -272,7 +273,7 @@ pub(super) mod tests {
     use super::*;
     use crate::data::cache::Cache;
 
-    /// A tar file of members with these names and contents.
+    /// Builds an archive from names and contents.
     pub fn tar(members: &[(&str, &[u8])]) -> Vec<u8> {
         let mut builder = tar::Builder::new(Vec::new());
         for (path, content) in members {
@@ -347,7 +348,7 @@ pub(super) mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Headers with any numbers are read or refused; what is listed lies within the file.
+        /// Archives with arbitrary header values are read or refused; every listed extent is within the file.
         #[test]
         fn mutated_archives_are_read_or_refused(
             edits in prop::collection::vec((0usize..4096, any::<u8>()), 0..6), cut in 0usize..4096, which in 0usize..3, inside: bool,

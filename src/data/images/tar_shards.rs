@@ -1,4 +1,4 @@
-//! Pictures in gzip or zstd tar files: read forward, a file a shard.
+//! Images in gzip or zstd tar archives, read sequentially; one archive is one shard.
 
 use std::io::{Read, sink};
 use std::path::PathBuf;
@@ -10,13 +10,13 @@ use crate::data::streaming::{BLOCK_BYTES, RecordBlock, ShardReader, ShardedDatas
 use crate::data::transforms::{Pipeline, ScratchPool};
 use crate::data::{BatchRow, DataError, Features, SampleKey, files};
 
-/// The pictures of a set whose archives are packed.
+/// The images of a dataset in compressed archives.
 pub struct TarShards {
     image_files: Arc<ImageFiles>,
     pipeline: Pipeline,
     features: Features,
     blocks: Vec<RecordBlock>,
-    /// The first picture of each archive, and one behind the last.
+    /// Index of the first image per archive, plus one past the last.
     first_images: Vec<usize>,
     pool: ScratchPool,
 }
@@ -101,14 +101,14 @@ impl ShardedDataset for TarShards {
     }
 }
 
-/// An archive that is being read: its pictures lie where the index says.
+/// An archive being read; the index gives the extents of its images.
 struct TarShardReader {
     file: PathBuf,
     input: Box<dyn Read + Send>,
     image_files: Arc<ImageFiles>,
     next: usize,
     end: usize,
-    /// Bytes of the archive that were read.
+    /// Uncompressed bytes read so far.
     position: u64,
 }
 

@@ -36,7 +36,7 @@ fn sample(set: &dyn Dataset, index: u64) -> Result<(Vec<f32>, u32), DataError> {
     Ok((values, class[0]))
 }
 
-/// A picture of one value.
+/// An image of one constant value.
 fn flat(value: u8) -> Vec<u8> {
     jpeg([8, 8], 1, |_, _, _| value, None)
 }
@@ -46,7 +46,7 @@ fn write(path: &Path, bytes: &[u8]) {
     fs::write(path, bytes).unwrap();
 }
 
-/// The same four pictures as folders, as a table and as tar files read the same.
+/// The same four images give the same samples from folders, a table and tar archives.
 #[test]
 fn folders_tables_and_archives_give_the_same_samples() {
     let folder = tempfile::tempdir().unwrap();
@@ -226,7 +226,7 @@ fn a_large_image_is_read_alone_and_its_buffers_are_not_kept() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// What is trained on is augmented by its key; what is measured on never is.
+    /// Training samples are augmented by their key; validation samples never are.
     #[test]
     fn only_the_training_split_is_augmented(seed: u64) {
         let folder = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
-//! Text and tokens in files, for language models: what a token is, ids mapped from files, and samples of them.
+//! Text and token files for language models: tokenizers, token ids in files, and the samples cut from them.
 //!
-//! Text is tokenised once, in pieces and in parallel, into files of ids in the cache; from then on ids are mapped,
-//! so that a set takes no memory whatever its size.
+//! Text is tokenized once, in pieces and in parallel, into files of ids in the cache. From then on ids are read from
+//! the files on demand, so a dataset takes almost no memory, whatever its size.
 
 pub mod jsonl;
 mod pieces;

@@ -1,6 +1,6 @@
-//! Files read in pieces that are worked on in parallel and handed on in order.
+//! Reads files in pieces, processes them in parallel and delivers the results in order.
 //!
-//! Memory holds a batch of pieces, whatever the files: two for each thread.
+//! Memory holds one batch of pieces, two per thread, whatever the size of the files.
 
 use std::{
     io::Read,
@@ -17,10 +17,10 @@ use super::DataError;
 use super::tokenizer::SplitRule;
 use crate::data::{ProgressObserver, files};
 
-/// Bytes of a piece of text, at most.
+/// Maximum bytes of a text piece.
 pub const PIECE_BYTES: usize = 1 << 18;
 
-/// How far a pass over files has come, for those who watch.
+/// Progress of a pass over files.
 pub struct FileProgress<'a> {
     pub observer: &'a dyn ProgressObserver,
     pub activity: &'a str,
@@ -55,8 +55,7 @@ impl<'a> FileProgress<'a> {
     }
 }
 
-/// Takes items from `next` until there are none, calls `work` with each on any thread, and `take` with what it gave in
-/// the order of the items.
+/// Calls `work` on each item from `next`, on any thread, and `take` with the results in item order.
 pub fn parallel_in_order<I: Sync + Send, T: Send>(
     progress: &FileProgress,
     mut next: impl FnMut() -> Result<Option<I>, DataError>,
@@ -82,9 +81,9 @@ pub fn parallel_in_order<I: Sync + Send, T: Send>(
     }
 }
 
-/// Reads `files` as UTF-8, cut where `split_rule` allows; text that cannot be cut so is cut at every [`PIECE_BYTES`] bytes.
-/// `work` is called with every piece, on any thread; `take` with what it gave, in the order of the text, and with
-/// `None` at the end of each file.
+/// Reads `files` as UTF-8 in pieces that end where the split rule `cut` allows; text without such a place is split
+/// every [`PIECE_BYTES`] bytes. Calls `work` with every piece, on any thread, and `take` with the results in text order
+/// and with `None` at the end of each file.
 pub fn for_each_piece<T: Send>(
     files: &[PathBuf],
     cut: SplitRule,
@@ -116,12 +115,12 @@ pub fn for_each_piece<T: Send>(
     parallel_in_order(&progress, next, work, |(done, file)| take(done, &file))
 }
 
-/// A file in pieces of whole characters.
+/// Reads a file in pieces of whole characters.
 struct TextPieces<'a> {
     file: &'a Path,
     reader: Box<dyn Read + Send>,
     split_rule: SplitRule,
-    /// Bytes read and not given yet, and how many were given before them.
+    /// Bytes read but not returned yet, and how many were returned before them.
     pending: Vec<u8>,
     offset: u64,
     eof: bool,
@@ -141,7 +140,7 @@ impl<'a> TextPieces<'a> {
         }
         let whole = match str::from_utf8(&self.pending) {
             Ok(_) => self.pending.len(),
-            // A character may be cut by the piece's end, but not by the file's.
+            // The end of a piece may split a character; the end of the file may not.
             Err(error) if error.error_len().is_none() && !self.eof => error.valid_up_to(),
             Err(error) => {
                 let at = error.valid_up_to();
@@ -158,7 +157,7 @@ impl<'a> TextPieces<'a> {
         }
         let rest = self.pending.split_off(whole);
         let text = std::mem::replace(&mut self.pending, rest);
-        // What is valid up to `whole` was just found out.
+        // Infallible: the bytes up to `whole` were just validated.
         let mut text = String::from_utf8(text).unwrap_or_default();
         if !self.eof {
             let (end, next) = self.split_rule.split_point(&text);
@@ -175,8 +174,8 @@ impl<'a> TextPieces<'a> {
 }
 
 impl SplitRule {
-    /// Where the first part of `text` ends and the second begins: at the last place that is allowed, or at the
-    /// end. The first part is never empty.
+    /// Where the first part of `text` ends and where the second begins: at the last allowed place, or at the end of
+    /// `text`. The first part is never empty.
     fn split_point(self, text: &str) -> (usize, usize) {
         let bytes = text.as_bytes();
         let solid = |c: Option<char>| c.is_some_and(|c| !c.is_whitespace());
@@ -239,7 +238,7 @@ mod tests {
 
     #[test]
     fn pieces_make_the_text_and_characters_stay_whole() {
-        // Three bytes a character: no piece ends with one.
+        // Three-byte characters, so that no piece ends on a character boundary.
         let long: String = (0..400_000u32).map(|i| if i % 50 == 7 { ' ' } else { '\u{4e2d}' }).collect();
         for cut in [SplitRule::Anywhere, SplitRule::BeforeSpace, SplitRule::AtSpace] {
             let pieces = read(&[long.as_bytes(), b"second"], cut).unwrap();
@@ -259,7 +258,7 @@ mod tests {
         let cut = read(&["aö".as_bytes().split_at(2).0], SplitRule::Anywhere).unwrap_err();
         assert!(matches!(cut, DataError::InvalidUtf8 { offset: 1, byte: 0xc3, .. }), "{cut}");
         assert!(matches!(read(&[b"a", b""], SplitRule::Anywhere).unwrap_err(), DataError::EmptyFile { .. }));
-        // Nothing but a packed nothing is as empty.
+        // A compressed empty file counts as empty too.
         let packed = zstd::encode_all(&b""[..], 1).unwrap();
         assert!(matches!(read(&[&packed], SplitRule::Anywhere).unwrap_err(), DataError::EmptyFile { .. }));
     }

@@ -1,7 +1,8 @@
-//! Text files: one stream of tokens, and windows of it.
+//! Text files as one token stream, cut into windows.
 //!
-//! Bytes of plain files are mapped as they lie. Anything else is tokenised once into the cache; characters are first
-//! looked through for the vocabulary. Files follow each other, with the separator between them where there is one.
+//! With the byte tokenizer, plain files are used as they are. Everything else is tokenized once into the cache; the
+//! character tokenizer first takes a pass over the text to collect its vocabulary. Files are concatenated, with the
+//! separator token between them if there is one.
 
 use std::{
     collections::BTreeSet,
@@ -19,22 +20,22 @@ use crate::data::DatasetContext;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
 
-/// What text, and what is made of it.
+/// Which text to read, and how to build samples from it.
 #[derive(Clone, Debug)]
 pub struct TextSettings {
     pub train: Vec<PathBuf>,
-    /// Own files to measure on; where empty, the end of the text is.
+    /// Validation files; if empty, the end of the text is held out.
     pub valid: Vec<PathBuf>,
-    /// Share of the tokens, at the end of the text.
+    /// Fraction of the tokens to hold out, from the end of the text.
     pub valid_fraction: f64,
     pub tokenizer: TokenizerSpec,
     pub separator: Separator,
     pub context: usize,
-    /// Of the windows to train on; those to measure on lie end to end.
+    /// Placement of the training windows; validation windows are always contiguous.
     pub placement: WindowPlacement,
 }
 
-/// The windows to train on and those to measure on.
+/// Opens the training and the validation windows.
 pub fn open(
     settings: &TextSettings,
     ctx: &DatasetContext,
@@ -82,7 +83,7 @@ pub fn open(
     }
 }
 
-/// The distinct characters of `files`, found once.
+/// Distinct characters of `files`; cached.
 fn character_vocabulary(files: &[PathBuf], ctx: &DatasetContext) -> Result<CharTokenizer, DataError> {
     let cache_key = CacheKey::new(files, "characters")?;
     let path = ctx.cache.get_or_create("vocabulary", cache_key, |out| {
@@ -100,7 +101,6 @@ fn character_vocabulary(files: &[PathBuf], ctx: &DatasetContext) -> Result<CharT
     Ok(CharTokenizer::new(text.chars()))
 }
 
-/// The distinct characters of `text`.
 pub fn distinct_chars(text: &str) -> BTreeSet<char> {
     let (mut ascii, mut others) = ([false; 128], BTreeSet::new());
     let mut last = '\0';
@@ -116,7 +116,7 @@ pub fn distinct_chars(text: &str) -> BTreeSet<char> {
     others
 }
 
-/// Files to be made into ids.
+/// Files to tokenize.
 struct TextCorpus<'a> {
     files: &'a [PathBuf],
     tokenizer_spec: &'a TokenizerSpec,
@@ -158,7 +158,7 @@ impl TextCorpus<'_> {
     fn tokenize(&self, out: &mut impl Write, ctx: &DatasetContext) -> Result<(), DataError> {
         let (tokenizer, width) = (self.tokenizer, self.tokenizer.width());
         let activity = format!("tokenising {}", display_name(self.files));
-        // Which file a piece is of is not known where it is worked on: it is named when its turn comes.
+        // Workers do not know which file a piece is from; `take` adds the file to the error.
         let work = |text: &str| {
             let (mut ids, mut bytes) = (Vec::new(), Vec::new());
             let done = tokenizer.encode(text, &mut ids);
@@ -359,7 +359,7 @@ mod tests {
         assert!(texts(&train, 0, 0).0.starts_with("First Citizen:\nBefore we proceed"));
     }
 
-    /// The counts that are published of it, part by part.
+    /// The published token counts of each part.
     #[test]
     fn tiny_shakespeare_by_gpt2s_tokens() {
         let (Some(folder), Some(tokenizers)) =
@@ -380,10 +380,10 @@ mod tests {
         let tokens = |set: &TokenWindows| set.describe()[0].1.parse::<u64>().unwrap();
         assert_eq!((tokens(&a), tokens(&b)), (301_966, 36_059));
         assert!(texts(&a, 0, 0).0.starts_with("First Citizen:\nBefore we proceed"));
-        // Both files as one text: a separator stands between them.
+        // Both files as one stream: one separator token between them.
         let joined = fixture.open(&settings(files.to_vec(), units, 64)).unwrap();
         assert_eq!(tokens(&joined.0) + tokens(&joined.1), 301_966 + 36_059 + 1);
-        // In pieces as in one.
+        // Tokenizing in pieces gives the same ids as tokenizing the whole text.
         let whole = std::str::from_utf8(train).unwrap();
         let tokenizer = own.tokenizer.load().unwrap().unwrap();
         let mut ids = Vec::new();

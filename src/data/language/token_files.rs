@@ -1,6 +1,6 @@
-//! Files of tokens: windows of what nanoGPT's and llm.c's scripts have prepared.
+//! Token files as prepared by the scripts of nanoGPT and llm.c, cut into windows.
 //!
-//! A window never crosses from a file to the next: shards of a corpus are texts of their own, as in llm.c.
+//! A window never crosses a file boundary: the shards of a corpus are separate texts, as in llm.c.
 
 use std::{
     io::Write,
@@ -18,24 +18,24 @@ use super::tokenizer::TokenizerSpec;
 use crate::data::cache::CacheKey;
 use crate::data::{DatasetContext, files};
 
-/// What files, and what is made of them.
+/// Which files to read, and how to build samples from them.
 #[derive(Clone, Debug)]
 pub struct TokenFileSettings {
     pub train: Vec<PathBuf>,
-    /// Own files to measure on; where empty, the end of the others is.
+    /// Validation files; if empty, the end of the training files is held out.
     pub valid: Vec<PathBuf>,
     pub valid_fraction: f64,
-    /// Of an id; found out where absent.
+    /// Bytes per id; detected if `None`.
     pub width: Option<TokenWidth>,
-    /// Ids are below it; where absent, the largest is looked for.
+    /// Vocabulary size; if `None`, a pass over the files finds the largest id.
     pub vocab: Option<usize>,
-    /// What made the ids, for people.
+    /// Tokenizer that produced the ids, used to decode samples for display.
     pub tokenizer: Option<PathBuf>,
     pub context: usize,
     pub placement: WindowPlacement,
 }
 
-/// The windows to train on and those to measure on.
+/// Opens the training and the validation windows.
 pub fn open(
     settings: &TokenFileSettings,
     ctx: &DatasetContext,
@@ -99,11 +99,11 @@ pub fn open(
     }
 }
 
-/// Ids looked at between two reports, and by one thread at a time.
+/// Ids scanned per task and between two progress reports.
 const IDS_PER_REPORT: u64 = 4 << 20;
 const IDS_PER_PIECE: usize = 1 << 16;
 
-/// The largest id of all, found once. Nothing has 0.
+/// Largest id of all files; cached. 0 for no ids.
 fn largest_token(
     ids: &TokenFiles,
     width: Option<TokenWidth>,
@@ -192,13 +192,13 @@ mod tests {
         fixture.write("a.bin", 0..11);
         fixture.write("b.bin", 100..109);
         let (train, valid) = open(&fixture.settings("*.bin", 4), &fixture.ctx).unwrap();
-        // Of 20 tokens the first 15 are trained on: 0..11 and 100..104, which is too short for a window.
+        // The first 15 of 20 tokens are for training: 0..11, and 100..104, which is too short for a window.
         let all = |set: &TokenWindows| (0..set.len()).map(|i| read(set, i, 0).unwrap()).collect::<Vec<_>>();
         let wanted = [(vec![0, 1, 2, 3], vec![1, 2, 3, 4]), (vec![4, 5, 6, 7], vec![5, 6, 7, 8])];
         assert_eq!(all(&train), wanted);
         assert_eq!(all(&valid), [(vec![104, 105, 106, 107], vec![105, 106, 107, 108])]);
         assert_eq!(train.features().input, crate::features::InputSpec::Tokens { length: 4, vocab: 109 });
-        // Drawn anywhere, but never over the border of the files.
+        // Random placement never crosses a file boundary.
         let settings = TokenFileSettings {
             valid: vec![fixture.folder.path().join("b.bin")],
             placement: WindowPlacement::Random,

@@ -1,8 +1,10 @@
-//! Token ids that stay in files and are read where they are wanted: `.bin` files as nanoGPT and llm.c write them,
-//! and those that this program makes of text. Files are not mapped: the pages of a mapped file are resident memory of
-//! the process, as many as the file has, and one that is cut short ends the process.
+//! Token ids in files, read on demand: `.bin` files of nanoGPT and llm.c, and the files this program tokenizes text
+//! into.
 //!
-//! A `.bin` file is nothing but ids, or llm.c's header of 256 32-bit words and then ids; all little endian.
+//! Files are read and not memory-mapped. Mapped pages count as resident memory, up to the size of the file, and
+//! truncating a mapped file kills the process with SIGBUS.
+//!
+//! A `.bin` file holds only ids, or llm.c's header of 256 32-bit words and then ids; all little endian.
 
 use std::{
     fs::File,
@@ -14,7 +16,7 @@ use super::DataError;
 use crate::data::files;
 use crate::regular_file;
 
-/// Bytes of an id.
+/// Bytes per id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenWidth {
     U8 = 1,
@@ -23,7 +25,7 @@ pub enum TokenWidth {
 }
 
 impl TokenWidth {
-    /// The narrowest for ids below `vocab`.
+    /// The narrowest width for ids below `vocab`.
     pub fn for_vocab(vocab: usize) -> Self {
         match vocab {
             0..=0x100 => TokenWidth::U8,
@@ -36,7 +38,7 @@ impl TokenWidth {
         self as usize
     }
 
-    /// Appends `ids`, which fit.
+    /// Appends `ids`, which must fit the width.
     pub fn write_ids(self, ids: &[u32], into: &mut Vec<u8>) {
         match self {
             TokenWidth::U8 => into.extend(ids.iter().map(|&id| id as u8)),
@@ -46,12 +48,12 @@ impl TokenWidth {
     }
 }
 
-/// An open file that is read at any place, from several threads at once.
+/// An open file for positioned reads from several threads.
 #[derive(Debug)]
 pub struct RandomAccessFile {
     path: PathBuf,
     file: File,
-    /// In bytes.
+    /// Length in bytes.
     len: u64,
 }
 
@@ -73,10 +75,10 @@ impl RandomAccessFile {
         self.len == 0
     }
 
-    /// Fills `into` with the bytes from `at` on.
+    /// Fills `into` from offset `at`.
     pub fn read(&self, at: u64, into: &mut [u8]) -> Result<(), DataError> {
         files::read_exact_at(&self.file, into, at).map_err(|error| match error.kind() {
-            // It was cut short since it was opened.
+            // The file was truncated after it was opened.
             std::io::ErrorKind::UnexpectedEof => DataError::Truncated {
                 file: self.path.clone(),
                 promised: at + into.len() as u64,
@@ -98,23 +100,23 @@ impl RandomAccessFile {
 #[derive(Debug)]
 pub struct TokenIdFile {
     stored: RandomAccessFile,
-    /// Bytes before the first id.
+    /// Byte offset of the first id.
     first_id_offset: u64,
     width: TokenWidth,
     len: u64,
 }
 
-/// llm.c's header: what it begins with, the version of each, and the width of ids after it.
+/// llm.c's headers: magic number, version, and width of the ids that follow.
 const HEADERS: [(u32, u32, TokenWidth); 2] =
     [(20_240_520, 1, TokenWidth::U16), (20_240_801, 7, TokenWidth::U32)];
 const HEADER_BYTES: u64 = 1024;
 
-/// Ids at the beginning of a file without a header that are looked at to tell their width.
+/// Number of ids read to detect the width of a file without a header.
 const SNIFFED_IDS: usize = 1 << 14;
 
 impl TokenIdFile {
-    /// A `.bin` file whose ids are `width` wide; where that is not told, as its header says, and without one
-    /// 16 bits as nanoGPT writes them, unless every second of the first values is 0: those are 32 bits wide.
+    /// Opens a `.bin` file. Without `width`, the header decides. Without a header, ids are 16 bits wide as nanoGPT
+    /// writes them, unless every second 16-bit value at the start is 0: then they are 32 bits wide.
     pub fn open(file: &Path, width: Option<TokenWidth>) -> Result<Self, DataError> {
         let stored = RandomAccessFile::open(file)?;
         let prefix = stored.read_prefix(4 * SNIFFED_IDS)?;
@@ -145,7 +147,7 @@ impl TokenIdFile {
         }
     }
 
-    /// A file of nothing but ids of this width.
+    /// Opens a file that holds only ids of this width.
     pub fn open_headerless(file: &Path, width: TokenWidth) -> Result<Self, DataError> {
         Self::from_file(RandomAccessFile::open(file)?, 0, width)
     }
@@ -179,11 +181,11 @@ impl TokenIdFile {
         self.width
     }
 
-    /// Reads the ids of `file_range`, which the file has, into `into`, which has as many.
+    /// Reads the ids of `range`, which must be within the file, into `into`, which must have the same length.
     pub fn read_ids(&self, range: Range<u64>, into: &mut [u32]) -> Result<(), DataError> {
         let (count, one) = (into.len(), self.width.bytes());
-        // Narrow ids are read to the end of the slice and widened from its beginning: an id's place in the slice never
-        // lies behind the bytes it is made of.
+        // Read narrow ids into the end of the slice and widen them in place from the start: writing id i never
+        // overwrites bytes of a later id.
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(into);
         let first = (4 - one) * count;
         self.stored.read(self.first_id_offset + range.start * one as u64, &mut bytes[first..])?;
@@ -202,20 +204,20 @@ impl TokenIdFile {
     }
 }
 
-/// From the beginning of a file of `len` bytes.
+/// Guesses the width from the start of a file of `len` bytes.
 fn guess_width(beginning: &[u8], len: u64) -> TokenWidth {
     let (pairs, _) = beginning.as_chunks::<4>();
     let high_are_zero = len.is_multiple_of(4) && pairs.iter().all(|b| b[2] == 0 && b[3] == 0);
     let low_are_not = pairs.iter().any(|b| b[0] != 0 || b[1] != 0);
-    // A few ids could be so by chance.
+    // With only a few ids, the pattern could be a coincidence.
     if pairs.len() >= 16 && high_are_zero && low_are_not { TokenWidth::U32 } else { TokenWidth::U16 }
 }
 
-/// The ids of several files, numbered through.
+/// The ids of several files as one sequence.
 #[derive(Debug)]
 pub struct TokenFiles {
     files: Vec<TokenIdFile>,
-    /// Where each part ends.
+    /// End of each file in the sequence.
     file_ends: Vec<u64>,
 }
 
@@ -240,18 +242,18 @@ impl TokenFiles {
         &self.files
     }
 
-    /// Where part `part` lies.
+    /// Range of file `part` in the sequence.
     pub fn file_range(&self, part: usize) -> Range<u64> {
         self.file_ends[part] - self.files[part].len()..self.file_ends[part]
     }
 
-    /// The file that holds id `at`, and its number there.
+    /// File that contains id `at`, and its index in that file.
     pub fn locate(&self, at: u64) -> (&Path, u64) {
         let part = self.file_ends.partition_point(|&end| end <= at).min(self.files.len() - 1);
         (self.files[part].file(), at - self.file_range(part).start)
     }
 
-    /// Reads the ids of `file_range`, which are there, to the beginning of `into`.
+    /// Reads the ids of `range`, which must be in bounds, into the start of `into`.
     pub fn read_ids(&self, range: Range<u64>, mut into: &mut [u32]) -> Result<(), DataError> {
         let (mut at, end) = (range.start, range.end);
         let mut part = self.file_ends.partition_point(|&end| end <= at);
@@ -265,7 +267,7 @@ impl TokenFiles {
         Ok(())
     }
 
-    /// The first id of `file_range` that is not below `vocab`, as an error that names its file and place.
+    /// Returns an error with file and position for the first of `ids`, read from `range`, that is not below `vocab`.
     pub fn check_vocab(&self, range: Range<u64>, ids: &[u32], vocab: usize) -> Option<DataError> {
         let at = ids.iter().position(|&id| id as usize >= vocab)?;
         let (file, record) = self.locate(range.start + at as u64);
@@ -356,7 +358,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any bytes are read or refused; a header promises nothing that is believed.
+        /// Arbitrary bytes are read or refused; no value of a header is trusted.
         #[test]
         fn any_file_is_read_or_refused(
             magic in prop_oneof![Just(20_240_520u32), Just(20_240_801), any::<u32>()],
@@ -372,7 +374,7 @@ mod tests {
             }
         }
 
-        /// A range over several files is what the files hold, end to end.
+        /// A range across several files equals their concatenation.
         #[test]
         fn joined_files_are_one(sizes in prop::collection::vec(1usize..20, 1..5), a in 0.0..1.0f64, b in 0.0..1.0f64) {
             let folder = tempfile::tempdir().unwrap();

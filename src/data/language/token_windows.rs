@@ -1,4 +1,4 @@
-//! Windows of token ids: a sample is `context` ids in a row, and its target the id after each.
+//! Windows over token ids: a sample is `context` consecutive ids, and its targets are the ids shifted by one.
 
 use std::{
     ops::Range,
@@ -13,27 +13,28 @@ use crate::kernels::cross_entropy::IGNORE_INDEX;
 use crate::random::{RngKey, stream_id};
 use crate::regular_file;
 
-/// Where the windows of a set lie.
+/// How the windows of a dataset are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowPlacement {
-    /// End to end from the beginning: an epoch predicts each token once.
+    /// Contiguous from the start: an epoch predicts each token once.
     Fixed,
-    /// Each anywhere, as (seed, epoch, sample) say: an epoch has as many windows as with `Fixed`, but
-    /// they overlap and leave gaps, other ones in every epoch.
+    /// Each at a random position, drawn from (seed, epoch, sample). An epoch has as many windows as with `Fixed`, but
+    /// they overlap and leave gaps, and every epoch draws new ones.
     Random,
 }
 
-/// A bit for each id: whether it is to be learned.
+/// One bit per id: whether it contributes to the loss.
 pub struct LossMask(pub RandomAccessFile);
 
 impl LossMask {
-    /// Puts [`IGNORE_INDEX`] in the place of the ids from `window_start` on that are not to be learned.
+    /// Replaces the ids that do not contribute to the loss by [`IGNORE_INDEX`]. `start` is the position of the first
+    /// id.
     pub fn apply(&self, start: u64, ids: &mut [u32]) -> Result<(), DataError> {
         let mut bytes = [0; 256];
         let mut done = 0;
         while done < ids.len() {
             let at = start + done as u64;
-            // Up to the end of a whole number of bytes.
+            // Stop at a byte boundary of the buffer.
             let count = (ids.len() - done).min(8 * bytes.len() - (at % 8) as usize);
             let read = &mut bytes[..((at % 8) as usize + count).div_ceil(8)];
             self.0.read(at / 8, read)?;
@@ -49,10 +50,10 @@ impl LossMask {
     }
 }
 
-/// Ids as text, for people.
+/// Decodes ids to text for display.
 pub enum TokenDecoder {
     Loaded(Tokenizer),
-    /// Vocabularies of files take memory, so they are read again when they are first asked.
+    /// The vocabulary of a tokenizer file takes memory, so the file is loaded again on first use.
     Lazy {
         file: PathBuf,
         tokenizer: OnceLock<Option<Tokenizer>>,
@@ -60,7 +61,7 @@ pub enum TokenDecoder {
 }
 
 impl TokenDecoder {
-    /// Of ids that `tokenizer` made, which `units` describe.
+    /// Decoder for ids that `tokenizer`, described by `units`, produced.
     pub fn new(units: &TokenizerSpec, tokenizer: Tokenizer) -> Self {
         match units {
             TokenizerSpec::File(file) => Self::from_file(file.clone()),
@@ -68,12 +69,12 @@ impl TokenDecoder {
         }
     }
 
-    /// Of ids that the tokenizer in this file made.
+    /// Decoder for ids that the tokenizer in `file` produced.
     pub fn from_file(file: PathBuf) -> Self {
         TokenDecoder::Lazy { file, tokenizer: OnceLock::new() }
     }
 
-    /// `None` where the tokenizer can no longer be read.
+    /// `None` if the tokenizer can no longer be loaded.
     pub fn decode(&self, ids: &[u32]) -> Option<String> {
         let tokenizer = match self {
             TokenDecoder::Loaded(tokenizer) => tokenizer,
@@ -85,7 +86,7 @@ impl TokenDecoder {
         Some(tokenizer.decode(ids))
     }
 
-    /// The tokenizer as other tools read it; bytes need none.
+    /// The tokenizer as `tokenizer.json` for other tools; `None` for bytes, which need none.
     pub fn to_json(&self) -> Option<Vec<u8>> {
         match self {
             TokenDecoder::Loaded(Tokenizer::Characters(characters)) => Some(characters.to_json()),
@@ -95,7 +96,7 @@ impl TokenDecoder {
     }
 }
 
-/// Windows of `context` ids within stretches of ids that none of them crosses.
+/// Windows of `context` ids; no window crosses the boundary of its range.
 pub struct TokenWindows {
     ids: Arc<TokenFiles>,
     ranges: Vec<WindowRange>,
@@ -109,13 +110,13 @@ pub struct TokenWindows {
 
 struct WindowRange {
     ids: Range<u64>,
-    /// Fixed windows, and places a window can begin at, in this and all stretches before it.
+    /// Cumulative over this and all earlier ranges: fixed windows, and possible window starts.
     windows: u64,
     starts: u64,
 }
 
 impl TokenWindows {
-    /// A set called `name` of windows within each of `ranges` of `ids`, which are all below `vocab`.
+    /// Windows within each of `ranges` of `ids`, which are all below `vocab`. `name` is used in messages.
     pub fn new(
         ids: Arc<TokenFiles>,
         ranges: impl IntoIterator<Item = Range<u64>>,
@@ -133,7 +134,7 @@ impl TokenWindows {
             let len = stretch.end.saturating_sub(stretch.start);
             most = most.max(len);
             if len > context as u64 {
-                // The last id of a stretch is a target only.
+                // The last id of a range is only a target.
                 windows += (len - 1) / context as u64;
                 starts += len - context as u64;
                 kept.push(WindowRange { ids: stretch, windows, starts });
@@ -156,13 +157,13 @@ impl TokenWindows {
         })
     }
 
-    /// Targets without a mark do not count.
+    /// Excludes targets outside of the mask from the loss.
     pub fn with_loss_mask(mut self, loss_mask: Option<Arc<LossMask>>) -> Self {
         self.loss_mask = loss_mask;
         self
     }
 
-    /// Says what ids mean, and what there is to tell about them.
+    /// Sets the decoder and the (name, value) lines that describe the dataset.
     pub fn with_description(
         mut self,
         decoder: Option<Arc<TokenDecoder>>,
@@ -172,7 +173,7 @@ impl TokenWindows {
         self
     }
 
-    /// Where the window `index` begins.
+    /// Position of the first id of window `index`.
     fn window_start(&self, index: u64, key: SampleKey) -> u64 {
         const WINDOWS: u64 = stream_id("text.windows");
         let before = |of: fn(&WindowRange) -> u64, at: u64| {
@@ -247,13 +248,13 @@ impl TokenWindows {
     }
 }
 
-/// The border that leaves `valid_fraction` of a stretch behind it.
+/// Start of the last `valid_fraction` of a range.
 pub fn valid_start(stretch: &Range<u64>, valid_fraction: f64) -> u64 {
     let len = stretch.end - stretch.start;
     stretch.start + (len as f64 * (1.0 - valid_fraction.clamp(0.0, 1.0))) as u64
 }
 
-/// A file name as people know it.
+/// File name for display.
 pub fn display_name(files: &[PathBuf]) -> String {
     let first = files.first().and_then(|file| file.file_name()).unwrap_or_default();
     match files.len() {

@@ -1,4 +1,4 @@
-//! Text to token ids and back: characters, bytes, or what a `tokenizer.json` of Hugging Face says.
+//! Converts text to token ids and back: characters, bytes, or a Hugging Face `tokenizer.json`.
 
 mod huggingface;
 mod limits;
@@ -14,24 +14,24 @@ use crate::data::DatasetContext;
 
 pub use huggingface::{HfTokenizer, MAX_TOKENIZER_BYTES};
 
-/// Bytes that a tokenizer takes while it is opened for each byte of its file, and those that a thread takes while it
-/// tokenizes: the words it remembers, texts and ids. GPT-2's takes 54 MiB in all with two threads, of a file of 2 MiB.
+/// Memory estimates: bytes per byte of the tokenizer file while loading, and bytes per thread while tokenizing (cached
+/// words, texts, ids). GPT-2's tokenizer takes 54 MiB in total with two threads, from a 2 MiB file.
 const BYTES_PER_FILE_BYTE: u64 = 20;
 const BYTES_PER_THREAD: u64 = 8 << 20;
 
 /// What a token is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenizerSpec {
-    /// Each distinct character of the set.
+    /// Each distinct character of the dataset.
     Characters,
     /// Each byte.
     Bytes,
-    /// What this `tokenizer.json` says.
+    /// Defined by this `tokenizer.json`.
     File(PathBuf),
 }
 
 impl TokenizerSpec {
-    /// As [`TokenizerSpec::load`], where there is memory for it and for the text it works on.
+    /// As [`TokenizerSpec::load`], if the memory budget covers the tokenizer and the text it works on.
     pub fn load_within_memory(&self, ctx: &DatasetContext) -> Result<Option<Tokenizer>, DataError> {
         if let TokenizerSpec::File(file) = self {
             let bytes = std::fs::metadata(file).map_err(DataError::io(file))?.len().min(MAX_TOKENIZER_BYTES);
@@ -41,7 +41,7 @@ impl TokenizerSpec {
         self.load()
     }
 
-    /// Where nothing needs to be known of the text; `None` for characters.
+    /// Loads the tokenizer; `None` for characters, whose vocabulary depends on the text.
     pub fn load(&self) -> Result<Option<Tokenizer>, DataError> {
         match self {
             TokenizerSpec::Characters => Ok(None),
@@ -50,41 +50,42 @@ impl TokenizerSpec {
         }
     }
 
-    /// As a fingerprint has it.
+    /// The part of the cache key that identifies the tokenizer.
     pub fn cache_settings(&self) -> String {
         format!("{self:?}")
     }
 }
 
-/// Which token stands between documents.
+/// Which token separates documents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Separator {
-    /// The tokenizer's own, where it has one.
+    /// The tokenizer's end-of-text token, if it has one.
     Auto,
     None,
     Token(String),
 }
 
-/// Turns text into ids.
+/// Converts text to ids.
 pub enum Tokenizer {
     Characters(CharTokenizer),
     Bytes,
     HuggingFace(Box<HfTokenizer>),
 }
 
-/// Where a long text may be cut so that its parts give the ids of the whole.
+/// Where a long text may be split such that the ids of the parts are the ids of the whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SplitRule {
     /// Between any two characters.
     Anywhere,
-    /// Before a single space between two words, or after a single end of line between two.
+    /// Before a single space between two words, or after a single newline between two words.
     BeforeSpace,
-    /// At a single space between two words, which the beginning of the second part stands for.
+    /// At a single space between two words. The space is dropped, because the tokenizer prepends one to the second
+    /// part.
     AtSpace,
 }
 
 impl Tokenizer {
-    /// Ids are below it.
+    /// Vocabulary size.
     pub fn vocab(&self) -> usize {
         match self {
             Tokenizer::Characters(characters) => characters.vocabulary.len(),
@@ -104,7 +105,7 @@ impl Tokenizer {
         }
     }
 
-    /// Appends the ids of `text`, or tells what it has no ids for.
+    /// Appends the ids of `text`, or returns what cannot be encoded.
     pub fn encode(&self, text: &str, into: &mut Vec<u32>) -> Result<(), String> {
         match self {
             Tokenizer::Characters(characters) => characters.encode(text, into),
@@ -116,7 +117,7 @@ impl Tokenizer {
         }
     }
 
-    /// Appends the ids of `text` and the byte each begins at.
+    /// Appends the ids of `text`, each with its byte offset.
     pub fn encode_with_offsets(&self, text: &str, into: &mut Vec<(u32, usize)>) -> Result<(), String> {
         match self {
             Tokenizer::HuggingFace(json) => json.encode_with_offsets(text, into),
@@ -133,8 +134,8 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of `text` between those the tokenizer puts around a whole sample (as `[CLS]` and `[SEP]`), and
-    /// how many of those stand at its end.
+    /// The ids of `text` with the special tokens of a whole sample (such as `[CLS]` and `[SEP]`), and how many special
+    /// tokens are at the end.
     pub fn encode_with_special_tokens(&self, text: &str) -> Result<(Vec<u32>, usize), String> {
         match self {
             Tokenizer::HuggingFace(json) => json.encode_with_special_tokens(text),
@@ -146,7 +147,7 @@ impl Tokenizer {
         }
     }
 
-    /// Ids as text; those that are not the whole of a character are shown as such.
+    /// Decodes ids to text; incomplete characters become replacement characters.
     pub fn decode(&self, ids: &[u32]) -> String {
         match self {
             Tokenizer::Characters(characters) => characters.decode(ids),
@@ -158,7 +159,7 @@ impl Tokenizer {
         }
     }
 
-    /// The id of the token between documents.
+    /// Id of the separator token.
     pub fn separator(&self, requested: &Separator) -> Result<Option<u32>, DataError> {
         match (requested, self) {
             (Separator::None, _) | (Separator::Auto, Tokenizer::Characters(_) | Tokenizer::Bytes) => Ok(None),
@@ -180,7 +181,7 @@ impl Tokenizer {
         }
     }
 
-    /// A special token's text, by its part in templates: "bos_token" or "eos_token"; empty where there is none.
+    /// Text of the special token called "bos_token" or "eos_token" in templates; empty if there is none.
     pub fn special_token(&self, name: &str) -> String {
         match self {
             Tokenizer::HuggingFace(json) => json.special_token(name).unwrap_or_default(),
@@ -189,7 +190,7 @@ impl Tokenizer {
     }
 }
 
-/// Characters as tokens: an id is a place in the sorted vocabulary.
+/// Character-level tokenizer: an id is an index into the sorted vocabulary.
 #[derive(Clone, Debug)]
 pub struct CharTokenizer {
     vocabulary: Vec<char>,
@@ -229,8 +230,8 @@ impl CharTokenizer {
         ids.iter().map(character).collect()
     }
 
-    /// The vocabulary as a `tokenizer.json`, which other tools and a later job can read: pairs are never
-    /// merged, so that each character stays a token.
+    /// The vocabulary as a `tokenizer.json` for other tools and later jobs. It has no merges, so each character stays a
+    /// token.
     pub fn to_json(&self) -> Vec<u8> {
         let places = self.vocabulary.iter().enumerate();
         let vocab: serde_json::Map<_, _> = places.map(|(id, c)| (c.to_string(), json!(id))).collect();

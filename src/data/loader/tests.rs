@@ -1,4 +1,4 @@
-//! The loader against a plain loop over the order, under every disturbance.
+//! Compares the loader with a plain loop over the order, under every disturbance.
 
 use std::{collections::BTreeSet, sync::atomic::AtomicUsize};
 
@@ -15,7 +15,7 @@ struct ToyDataset {
     reads: AtomicUsize,
     failing: Option<u64>,
     panics: bool,
-    /// Records at fault.
+    /// Indices of bad records.
     bad_records: Vec<u64>,
 }
 
@@ -58,7 +58,7 @@ impl Dataset for ToyDataset {
     }
 }
 
-/// What any loader must deliver from `from` on: ids and, for each, its row.
+/// What any loader must deliver from `from` on: ids, each with its row.
 fn expected_samples(
     source: &ToyDataset,
     order: &Order,
@@ -104,8 +104,8 @@ fn start(source: ToyDataset, micro_batch: usize, limit: u64, workers: usize) -> 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Workers, limit, split and interruptions change neither the sequence nor a single value, and
-    /// no more is held than was predicted.
+    /// Workers, limit, micro-batch and interruptions change neither the sequence nor any value, and the loader never
+    /// holds more than predicted.
     #[test]
     fn nothing_changes_what_is_delivered(
         samples in 1u64..60, per_update in 1u64..24, seed: u64, workers in 1usize..5, limit in 0u64..3000,
@@ -136,7 +136,7 @@ proptest! {
                 let got = contents(&batch);
                 prop_assert_eq!(&got, &expected.by_ref().take(got.len()).collect::<Vec<_>>());
                 prop_assert_eq!(got.len() as u64, span.len());
-                // A consumer may keep a batch over the next call where two fit.
+                // The consumer may keep a batch across the next call if two fit into the limit.
                 held.push_back(batch);
                 while held.len() > if size(rows) > buffer_bytes(&source.features, rows) { kept } else { 0 } {
                     held.pop_front();
@@ -149,7 +149,7 @@ proptest! {
     }
 }
 
-/// Bytes of a toy's batch of four.
+/// Bytes of a batch of four toy samples.
 const BATCH_BYTES: u64 = 4 * (5 * 4 + 8);
 
 #[test]
@@ -165,7 +165,7 @@ fn a_slow_consumer_needs_few_buffers_and_they_are_reused() {
     let mut loader = start(source, 4, u64::MAX, 3);
     let mut places = BTreeSet::new();
     loop {
-        // All that is allowed is ready before the next is asked for.
+        // Wait until every allowed buffer is filled before taking the next batch.
         while !loader.shared.lock().is_idle(10) {
             thread::yield_now();
         }
@@ -182,13 +182,13 @@ fn a_slow_consumer_needs_few_buffers_and_they_are_reused() {
 }
 
 impl LoaderState {
-    /// Nobody fills a batch, and nobody could begin to.
+    /// No worker is filling a batch, and none could claim one.
     fn is_idle(&mut self, until: u64) -> bool {
         self.in_flight == 0 && !self.may_claim(until)
     }
 }
 
-/// Batches that the consumer keeps are made up for, up to what is allowed.
+/// The loader adds buffers for the batches that the consumer keeps, up to the limit.
 #[test]
 fn buffers_are_added_when_starved_up_to_the_limit() {
     let mut loader = start(toy_dataset(1000), 4, 600, 1);
@@ -221,7 +221,8 @@ fn shrinking_frees_buffers_and_keeps_the_order() {
     assert_eq!(loader.shrink(u64::MAX), BATCH_BYTES, "it is never more again");
 }
 
-/// Bad records are left out, told in their batch, and counted as taken; a batch of none is delivered empty.
+/// Bad records are skipped, reported in their batch and counted as consumed; a batch of only bad records is delivered
+/// empty.
 #[test]
 fn bad_records_are_left_out_of_their_batch() {
     let bad: Vec<u64> = vec![1, 6, 8, 9, 10, 11, 79];
@@ -272,7 +273,7 @@ fn holding_all_buffers_is_an_error_and_not_a_hang() {
     drop(batch);
     let batch = loader.next().unwrap().unwrap();
     assert_eq!(batch.ids, [4, 5, 6, 7]);
-    // A smaller split cannot start before the larger batch is given back.
+    // The smaller micro-batch cannot start before the larger batch is returned.
     loader.restart(Cursor { update: 0, done: 4 }, 2);
     assert!(matches!(loader.next(), Err(DataError::BuffersExhausted { .. })));
     drop(batch);

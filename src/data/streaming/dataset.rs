@@ -1,11 +1,10 @@
-//! A set that can only be read forward, as a [`Source`]: blocks are held in a bounded memory while they are
-//! needed.
+//! Random access to a sequentially read dataset, through a bounded block cache.
 //!
-//! One thread at a time goes forward in one open shard; whoever needs the block it reads waits for it. Told
-//! what is needed next ([`Source::expect`]), a thread of its own reads ahead. When room is needed, the block
-//! that is needed last goes: those not expected first, the longest unused of them first, then the
-//! expected ones from the last. Any order of access gives the same samples; that of
-//! [`Order`](crate::data::order::Order) reads each shard once an epoch.
+//! One thread at a time advances one open shard; threads that need the block it reads wait for it. Given the blocks
+//! that are needed next ([`Dataset::prefetch`]), a background thread reads ahead. Eviction removes the block that is
+//! needed last: first the unexpected blocks, least recently used first, then the expected ones from the end. Any access
+//! order gives the same samples; the access order of [`Order`](crate::data::order::Order) reads each shard once per
+//! epoch.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -17,47 +16,47 @@ use super::{RecordBlock, SEQUENTIAL_WINDOW_BYTES, ShardReader, ShardedDataset};
 use crate::data::{BatchRow, DataError, Dataset, Features, LengthStats, SampleKey};
 use crate::panics::catch_panic;
 
-/// Records in shards, readable in any order.
+/// Records in shards, with random access.
 pub struct StreamingDataset {
     cache: Arc<BlockCache>,
-    /// Reads ahead; started when something is expected.
+    /// Background reader; started by the first prefetch hint.
     prefetch_thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct BlockCache {
     shards: Arc<dyn ShardedDataset>,
-    /// Records before each block, and all of them.
+    /// Number of records before each block, plus the total.
     block_starts: Vec<u64>,
     buffer_bytes: u64,
-    /// Bytes of blocks that may be held: two windows of the order.
+    /// Byte limit of the cached blocks: two windows of the order.
     max_bytes: u64,
-    /// Bytes of the largest block, which is what a record that is passed over can take.
+    /// Bytes of the largest block, which bounds what a skipped record can take.
     largest_block_bytes: u64,
-    /// Another reader counts what the shards themselves keep.
+    /// The primary reader already counts the memory of the shards.
     is_secondary: bool,
     state: Mutex<BlockCacheState>,
-    /// A block came or went, a reader is free, or something else is expected.
+    /// Signals that a block was added or evicted, the reader became free, or the expected blocks changed.
     changed: Condvar,
-    /// Threads that wait for a block to be let go of.
+    /// Threads that wait for a block to be released.
     waiting_for_memory: AtomicU64,
 }
 
 #[derive(Default)]
 struct BlockCacheState {
     blocks: BTreeMap<u32, CachedBlock>,
-    /// Bytes of the blocks held or being read.
+    /// Bytes of the blocks in memory or being read.
     held_bytes: u64,
-    /// The blocks that are needed next, in order, and the place of each.
+    /// Blocks needed next, in order, and the rank of each.
     expected: Vec<u32>,
     rank: BTreeMap<u32, usize>,
-    /// Counts uses.
+    /// Logical clock for least-recently-used eviction.
     use_clock: u64,
-    /// A thread goes forward; it has the open shard.
+    /// A thread is reading; it owns the open shard.
     reader_active: bool,
     open_shard: Option<OpenShard>,
-    /// Threads that wait for a block, and so go before what reads ahead.
+    /// Threads that wait for a block; they take priority over prefetching.
     waiting_readers: usize,
-    /// Reading ahead failed: whoever needs the block finds out why.
+    /// Prefetching failed. A thread that needs the block retries and returns the error.
     prefetch_failed: bool,
     stop: bool,
 }
@@ -67,7 +66,7 @@ struct CachedBlock {
     last_used: u64,
 }
 
-/// A shard that is read forward, and the block it is at the beginning of.
+/// A shard being read, and the block at its current position.
 struct OpenShard {
     next_block: u32,
     reader: Box<dyn ShardReader>,
@@ -76,9 +75,9 @@ struct OpenShard {
 /// The records of a block.
 struct BlockContents {
     bytes: Vec<u8>,
-    /// Where each record ends.
+    /// End offset of each record.
     record_ends: Vec<u32>,
-    /// Those that could not be read, by their number in the block.
+    /// Records that could not be read, by index in the block.
     bad: Vec<(u64, DataError)>,
 }
 
@@ -94,17 +93,17 @@ impl BlockContents {
 }
 
 impl StreamingDataset {
-    /// Holds at most twice `buffer_bytes` bytes of blocks, or two of the largest block where that is more.
+    /// Caches at most twice `buffer` bytes of blocks, or two of the largest block if that is more.
     pub fn new(shards: Arc<dyn ShardedDataset>, buffer: u64) -> Self {
         Self::build(shards, buffer, false)
     }
 
-    /// As [`StreamingDataset::new`], for a set that is read in its own order only.
+    /// As [`StreamingDataset::new`], for a dataset that is only read in file order.
     pub fn sequential(shards: Arc<dyn ShardedDataset>) -> Self {
         Self::build(shards, SEQUENTIAL_WINDOW_BYTES, false)
     }
 
-    /// Bytes of blocks held or being read now, and the most that may be.
+    /// Bytes of blocks in memory or being read now, and the limit.
     pub fn held_bytes(&self) -> (u64, u64) {
         (self.cache.lock().held_bytes, self.cache.max_bytes)
     }
@@ -139,7 +138,7 @@ impl Drop for StreamingDataset {
         self.cache.lock().stop = true;
         self.cache.changed.notify_all();
         let thread = self.prefetch_thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        // It catches panics, so there is nothing to learn from a failed join.
+        // The thread catches panics, so a failed join carries no information.
         drop(thread.map(JoinHandle::join));
     }
 }
@@ -161,7 +160,7 @@ impl Dataset for StreamingDataset {
         cache.shards.decode(record, index, key, into)
     }
 
-    /// The blocks, a record that is passed over, the tables, and what the shards keep.
+    /// The blocks, one skipped record, the tables, and what the shards keep.
     fn resident_bytes(&self) -> u64 {
         let cache = &self.cache;
         let tables = (cache.block_starts.len() * (size_of::<u64>() + size_of::<RecordBlock>())) as u64;
@@ -179,7 +178,7 @@ impl Dataset for StreamingDataset {
         if state.expected == blocks {
             return;
         }
-        // A block may be expected twice, where an epoch ends: it is needed first when it is first needed.
+        // Around the end of an epoch a block may be expected twice; its rank is the first occurrence.
         state.rank = blocks.iter().enumerate().rev().map(|(rank, block)| (*block, rank)).collect();
         (state.expected, state.prefetch_failed) = (blocks, false);
         drop(state);
@@ -187,7 +186,7 @@ impl Dataset for StreamingDataset {
         let mut prefetch_handle = self.prefetch_thread.lock().unwrap_or_else(PoisonError::into_inner);
         if prefetch_handle.is_none() {
             let cache = self.cache.clone();
-            // Without it, blocks are read when they are needed.
+            // If the thread cannot be started, blocks are read on demand.
             *prefetch_handle =
                 thread::Builder::new().name("data-ahead".into()).spawn(move || cache.prefetch_loop()).ok();
         }
@@ -220,13 +219,13 @@ impl Dataset for StreamingDataset {
 }
 
 impl BlockCacheState {
-    /// The first expected block that is not held, of a rank below `below`, and its rank.
+    /// The first expected block of a rank below `below` that is not in memory, and its rank.
     fn next_missing(&self, below: usize) -> Option<(usize, u32)> {
         let mut expected = self.expected.iter().copied().enumerate().take(below);
         expected.find(|(_, block)| !self.blocks.contains_key(block))
     }
 
-    /// The block, of those not in use, that is needed last; `None` where it is needed before the one of this rank.
+    /// The unused block that is needed last; `None` if even that one is needed before the block of rank `before`.
     fn victim(&self, before: Option<usize>) -> Option<u32> {
         let last = |block: &u32| self.rank.get(block).copied().unwrap_or(usize::MAX);
         let free = self.blocks.iter().filter(|(_, kept)| Arc::strong_count(&kept.content) == 1);
@@ -235,10 +234,10 @@ impl BlockCacheState {
     }
 }
 
-/// A content in use, which cannot be let go of.
+/// A block in use, which cannot be evicted.
 struct BlockGuard<'a> {
     cache: &'a BlockCache,
-    /// Present until dropped.
+    /// `Some` until dropped.
     content: Option<Arc<BlockContents>>,
 }
 
@@ -248,7 +247,7 @@ impl Deref for BlockGuard<'_> {
     fn deref(&self) -> &BlockContents {
         match &self.content {
             Some(content) => content,
-            None => unreachable!("the content leaves only when it is dropped"),
+            None => unreachable!("`content` is taken only by drop"),
         }
     }
 }
@@ -256,7 +255,8 @@ impl Deref for BlockGuard<'_> {
 impl Drop for BlockGuard<'_> {
     fn drop(&mut self) {
         self.content = None;
-        // With `BlockCache::reserve`: either this sees that somebody waits, or that one sees the content let go.
+        // Pairs with the fence in `BlockCache::reserve`: either this thread sees the waiter, or the waiter sees that
+        // the content was released.
         fence(Ordering::SeqCst);
         if self.cache.waiting_for_memory.load(Ordering::Relaxed) > 0 {
             drop(self.cache.lock());
@@ -265,7 +265,7 @@ impl Drop for BlockGuard<'_> {
     }
 }
 
-/// The right to go forward; given back when dropped, whatever happened.
+/// Exclusive right to read; released on drop, even after a panic.
 struct ReaderGuard<'a>(&'a BlockCache, Option<OpenShard>);
 
 impl Drop for ReaderGuard<'_> {
@@ -277,7 +277,7 @@ impl Drop for ReaderGuard<'_> {
     }
 }
 
-/// Room taken for a block; given back when dropped unless the block came.
+/// Memory reserved for a block; released on drop unless the block was stored.
 struct BlockReservation<'a>(&'a BlockCache, u64);
 
 impl Drop for BlockReservation<'_> {
@@ -288,7 +288,7 @@ impl Drop for BlockReservation<'_> {
 
 impl BlockCache {
     fn lock(&self) -> MutexGuard<'_, BlockCacheState> {
-        // No reader or decoder runs under the lock, so a poisoned state is still whole.
+        // No reader or decoder runs under the lock, so a poisoned state is still consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -296,7 +296,7 @@ impl BlockCache {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The content of a block, read if it is not held.
+    /// The content of a block; reads it if it is not in memory.
     fn get(&self, block: u32) -> Result<BlockGuard<'_>, DataError> {
         let mut state = self.lock();
         loop {
@@ -315,8 +315,8 @@ impl BlockCache {
                 }
                 continue;
             }
-            // What is expected before it is read first, so that no shard is left and opened again; what is wrong
-            // with that is for others to find out.
+            // Read the blocks that are expected earlier first, so that no shard has to be reopened. Their errors are
+            // ignored here: the threads that need those blocks will get them.
             let Some((_, earlier)) = state.rank.get(&block).and_then(|rank| state.next_missing(*rank)) else {
                 return self.fetch_required(state, block);
             };
@@ -329,7 +329,7 @@ impl BlockCache {
         }
     }
 
-    /// Reads a block that must be had, as soon as no other thread reads.
+    /// Reads `block` as soon as no other thread reads, evicting others if necessary.
     fn fetch_required<'a>(
         &'a self,
         mut state: MutexGuard<'a, BlockCacheState>,
@@ -343,11 +343,11 @@ impl BlockCache {
         }
         match self.fetch(state, block, true)? {
             Some(content) => Ok(content),
-            None => unreachable!("room is made for a block that must be had"),
+            None => unreachable!("a required block always gets a reservation"),
         }
     }
 
-    /// Reads what is expected as far as there is room, until the set is dropped.
+    /// Reads expected blocks while memory permits, until the dataset is dropped.
     fn prefetch_loop(&self) {
         let mut state = self.lock();
         while !state.stop {
@@ -368,8 +368,8 @@ impl BlockCache {
         }
     }
 
-    /// Goes forward to a block, keeping the expected ones on the way where there is room. `None` where there is
-    /// none for the block itself, unless it `required` be had.
+    /// Advances to `block` and keeps expected blocks on the way if memory permits. Returns `None` if there is no memory
+    /// for `block` itself, unless it is `required`.
     fn fetch(
         &self,
         mut state: MutexGuard<'_, BlockCacheState>,
@@ -407,7 +407,7 @@ impl BlockCache {
         Ok(content)
     }
 
-    /// Takes room for a block that is expected or `required` be had, letting go of others.
+    /// Reserves memory for a block that is expected or `required`, evicting others.
     fn reserve(&self, block: u32, required: bool) -> Option<BlockReservation<'_>> {
         let bytes = self.shards.blocks()[block as usize].held_bytes();
         let mut state = self.lock();
@@ -427,7 +427,7 @@ impl BlockCache {
                     state.blocks.remove(&victim);
                     state.held_bytes -= self.shards.blocks()[victim as usize].held_bytes();
                 }
-                // All are in use, by threads that wait for nothing.
+                // Every block is in use. Their users wait for nothing, so one will be released.
                 None if required => state = self.wait(state),
                 None => break None,
             }
@@ -436,7 +436,7 @@ impl BlockCache {
         reservation
     }
 
-    /// Reads the block that `open_shard` is at, and holds it.
+    /// Reads the block at the position of `open` into the cache.
     fn read_block(
         &self,
         open: &mut OpenShard,
@@ -481,7 +481,7 @@ impl BlockCache {
         BlockGuard { cache: self, content: Some(content) }
     }
 
-    /// Goes past the block that `open_shard` is at.
+    /// Skips the block at the position of `open`.
     fn skip_block(&self, open: &mut OpenShard) -> Result<(), DataError> {
         let (block, mut scratch) = (self.shards.blocks()[open.next_block as usize], Vec::new());
         for i in 0..block.records {
@@ -494,7 +494,7 @@ impl BlockCache {
         Ok(())
     }
 
-    /// The shard does not have what was counted when the set was opened, found at record `i` of block `at`.
+    /// Error for a shard that no longer matches its index, detected at record `i` of block `at`.
     fn changed_error(&self, shard: u32, at: u32, i: u64) -> DataError {
         let first = self.shards.blocks().partition_point(|block| block.shard < shard);
         let record = self.block_starts[at as usize] - self.block_starts[first] + i;

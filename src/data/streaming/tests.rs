@@ -1,4 +1,4 @@
-//! Streamed sets against a plain list of their records, in any order of access and under every disturbance.
+//! Compares streaming datasets with a plain list of their records, in any access order and under every disturbance.
 
 use std::io::{Cursor, Read, Write};
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use crate::data::split::random_split;
 use crate::data::{BatchValues, Dataset, HostBatch, InputSpec, TargetSpec};
 use crate::random::RngKey;
 
-/// Shards in memory, packed or not: a record is its length in a byte, then so many bytes that tell its index.
+/// Shards in memory, compressed or not: a record is one length byte, then that many bytes that encode its index.
 pub(crate) struct ToyShards {
     features: Features,
     blocks: Vec<RecordBlock>,
     shards: Vec<Vec<u8>>,
     packed: bool,
-    /// Shards opened, in order, and records read or passed over.
+    /// Shards opened, in order, and records read or skipped.
     opens: std::sync::Mutex<Vec<u32>>,
     records: Arc<AtomicU64>,
-    /// Records that are bad when read, and when decoded.
+    /// Records that fail to be read, and records that fail to decode.
     bad: (Vec<u64>, Vec<u64>),
 }
 
-/// Shards of so many records each, cut into blocks of at most `most` bytes.
+/// Shards of the given record counts, cut into blocks of at most `most` bytes.
 pub(crate) fn toy_shards(records: &[u64], most: u64, packed: bool) -> ToyShards {
     let (mut blocks, mut shards, mut index) = (Vec::new(), Vec::new(), 0u64);
     for (shard, records) in records.iter().enumerate() {
@@ -149,7 +149,7 @@ fn load(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Any order of access, from several threads at once, gives every record whole.
+    /// Any access order, from several threads at once, returns every record intact.
     #[test]
     fn any_access_is_right(
         records in prop::collection::vec(1u64..40, 1..5), most in 1u64..200, buffer in 0u64..600, packed: bool,
@@ -177,8 +177,8 @@ proptest! {
         });
     }
 
-    /// Workers, prefetch, micro-batches, packing and where a run was cut change nothing of what is delivered;
-    /// each epoch has each sample once; parts of a set are as their own sets.
+    /// Workers, prefetching, micro-batches, compression and interruptions do not change what is delivered; each epoch
+    /// has each sample once; a subset behaves like a dataset of its own.
     #[test]
     fn nothing_changes_what_is_delivered(
         records in prop::collection::vec(1u64..40, 1..6), most in 1u64..200, buffer in 0u64..600, seed: u64,
@@ -216,8 +216,7 @@ proptest! {
         }
     }
 
-    /// A run that goes on reads nothing of a shard that is neither in the window in hand nor in the next one,
-    /// and reads no shard twice.
+    /// A resumed run reads only the shards of the current and the next window, and reads no shard twice.
     #[test]
     fn resuming_reads_only_what_is_needed(
         records in prop::collection::vec(1u64..40, 1..8), most in 1u64..200, buffer in 0u64..600, packed: bool,
@@ -244,7 +243,7 @@ proptest! {
         prop_assert!(opens.iter().all(|shard| needed.contains(shard)), "{:?} of {:?}", opens, needed);
         let read: u64 = opens.iter().map(|shard| records[*shard as usize]).sum();
         prop_assert!(shards.records.load(Ordering::Relaxed) <= read);
-        // The window after the epoch's last is the next epoch's first: its shards may be opened once more.
+        // The window after the last of an epoch is the first of the next epoch, so its shards may be opened once more.
         let next: Vec<u32> = order.prefetch_blocks(window).iter().map(|b| shards.blocks[*b as usize].shard).collect();
         for shard in 0..records.len() as u32 {
             let times = opens.iter().filter(|open| **open == shard).count();
@@ -263,7 +262,7 @@ fn held_bytes_are_bounded_and_reported() {
     let tables = 32 * (shards.blocks.len() as u64 + 1);
     let source = StreamingDataset::new(shards, 1000);
     assert_eq!(source.resident_bytes(), 2000 + largest + tables);
-    // Twenty times what is held goes through it.
+    // Reads twenty times the capacity of the cache.
     for index in 0..source.len() {
         read(&source, index).unwrap();
     }
@@ -288,11 +287,11 @@ fn a_bad_record_is_its_own_error_and_no_other() {
     }
 }
 
-/// A shard that lost records since it was counted, or whose records grew.
+/// A shard that lost records after it was indexed, or whose records grew.
 #[test]
 fn a_shard_that_changed_is_reported() {
     let mut shards = toy_shards(&[10, 10], 60, false);
-    // Whole records only, so that the toy itself does not stumble.
+    // Cut at a record boundary, so that the toy reader itself does not fail.
     let (mut at, mut end) = (0, 0);
     while at < 40 {
         end = at;

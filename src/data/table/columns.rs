@@ -1,6 +1,6 @@
-//! Which columns of a table are used, as what, and how the text in them is understood.
+//! Column selection and typing, and parsing of text cells.
 //!
-//! What is not declared is inferred from the first rows: a column is of numbers when every value there is one.
+//! Types that are not declared are inferred from the first rows: a column is numeric if every value there is a number.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -12,16 +12,16 @@ use crate::data::DataError;
 
 /// Rows that types are inferred from.
 pub const SAMPLE_ROWS: usize = 1000;
-/// A target of whole numbers is one of classes up to this many different ones.
+/// An integer target is treated as classes if it has at most this many distinct values.
 const MAX_INTEGER_CLASSES: usize = 20;
-/// Names shown in an error.
+/// Column names listed in an error message.
 const MAX_SHOWN_NAMES: usize = 30;
 
-/// A column that is used.
+/// A column in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Column {
     pub name: String,
-    /// Its place in the file, from 0.
+    /// Index in the file, from 0.
     pub index: usize,
     pub kind: ColumnKind,
     pub target: bool,
@@ -33,12 +33,12 @@ pub enum ColumnKind {
     Category,
 }
 
-/// How text in cells is understood.
+/// Parses text cells.
 #[derive(Clone, Debug)]
 pub struct CellParser {
     missing: Vec<Vec<u8>>,
     missing_numbers: Vec<f64>,
-    /// First bytes of what is missing: most values are told apart by it alone.
+    /// First bytes of the missing-value markers; they rule out most cells with one lookup.
     missing_first_bytes: [bool; 256],
     trim: Vec<char>,
 }
@@ -68,7 +68,7 @@ impl CellParser {
         }
     }
 
-    /// The finite number that a cell is.
+    /// The cell as a finite number.
     #[inline]
     pub fn number(&self, cell: CellValue<'_>) -> Option<f64> {
         let number = match cell {
@@ -79,7 +79,7 @@ impl CellParser {
         number.filter(|x| x.is_finite())
     }
 
-    /// The category that a cell names.
+    /// The category name in a cell.
     pub fn category<'a>(&self, cell: CellValue<'a>) -> Cow<'a, str> {
         match cell {
             CellValue::Missing => "".into(),
@@ -93,34 +93,34 @@ impl CellParser {
     }
 }
 
-/// A number in any form, in spaces of any kind.
+/// Parses a number in any notation, surrounded by any whitespace.
 #[cold]
 fn parse_any_number(text: &[u8]) -> Option<f64> {
     str::from_utf8(text).ok()?.trim().parse().ok()
 }
 
-/// What the first rows have in one column of a file.
+/// What the first rows show about one column.
 #[derive(Clone, Debug, Default)]
 pub struct ColumnInference {
-    /// Something was no number.
+    /// A value was not a number.
     has_text: bool,
     has_fraction: bool,
     values: usize,
-    /// Whether different values are counted: only a target is told apart by them, and a table may have a great many
+    /// Whether distinct values are counted. Only the type of a target depends on them, and a table may have very many
     /// columns.
     counts_distinct: bool,
     distinct: BTreeSet<String>,
-    /// Why values of it cannot be used at all.
+    /// Why its values cannot be used at all.
     unsupported: Option<&'static str>,
 }
 
 impl ColumnInference {
-    /// Of a column whose type a file declares.
+    /// For a column whose type the file declares.
     pub fn declared(text: bool, unsupported: Option<&'static str>) -> Self {
         Self { has_text: text, unsupported, ..Self::default() }
     }
 
-    /// Counts different values too.
+    /// Also count distinct values.
     pub fn count_distinct(&mut self) {
         self.counts_distinct = true;
     }
@@ -142,14 +142,14 @@ impl ColumnInference {
         }
     }
 
-    /// Whether it reads as a few classes: text, or a few whole numbers that come again.
+    /// Whether it looks like class labels: text, or a few repeated integers.
     fn looks_categorical(&self) -> bool {
         let few = self.distinct.len() <= MAX_INTEGER_CLASSES && 2 * self.distinct.len() <= self.values;
         self.has_text || (!self.has_fraction && few)
     }
 }
 
-/// The columns to use: the inputs in the order of the file, then the targets in the order declared.
+/// The columns to use: inputs in file order, then targets in the declared order.
 pub fn select_columns(
     file: &Path,
     names: &[String],
@@ -162,8 +162,8 @@ pub fn select_columns(
         problem,
         hint,
     };
-    // Only looked up, never gone through: no result depends on the order of a hash map. Looking through the names for
-    // each of them would take hours for 200,000 columns.
+    // Lookup only: never iterated, so no result depends on hash order. A linear search per name would take hours for
+    // 200,000 columns.
     let mut places: HashMap<&str, usize> = HashMap::with_capacity(names.len());
     for (i, name) in names.iter().enumerate() {
         if places.insert(name, i).is_some() {
@@ -253,7 +253,7 @@ pub fn select_columns(
     Ok(columns)
 }
 
-/// Which columns there are, and the one whose name comes nearest.
+/// Lists the columns and suggests the closest name.
 fn suggest_column(name: &str, names: &[String]) -> String {
     let near = names.iter().map(|other| (strsim::jaro_winkler(name, other), other));
     let near = near.filter(|(likeness, _)| *likeness > 0.8).max_by(|a, b| a.0.total_cmp(&b.0));
@@ -275,7 +275,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Every text is the number that the standard library reads, to the bit, or none.
+        /// Every string parses to the same bits as in the standard library, or fails as it does there.
         #[test]
         fn numbers_are_read_exactly(text in "-?[0-9]{0,17}\\.?[0-9]{0,17}|[-+.e0-9 ]{0,8}", x: f64) {
             let reading = CellParser::new(&[], "");
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(chosen(declared).unwrap(), ["ageNumber", "fewCategory", "priceNumber target"]);
     }
 
-    /// Looking through all names for each name would take 20 billion comparisons here, and the test many minutes.
+    /// A linear search per name would take 20 billion comparisons here, which is many minutes.
     #[test]
     fn many_columns_are_chosen_as_few_are() {
         let names: Vec<String> = (0..200_000).map(|i| format!("column {i}")).collect();

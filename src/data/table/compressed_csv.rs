@@ -1,5 +1,5 @@
-//! Tables of compressed text: files that are read forward, one a shard. A record is the number of its line, eight
-//! bytes, and the row as it is written.
+//! Compressed text tables, read sequentially; one file is one shard. A record is its line number, eight bytes, followed
+//! by the raw row.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::data::{BatchRow, DataError, DatasetContext, Features, SampleKey, file
 /// Bytes of a record before its row.
 const LINE_PREFIX_BYTES: usize = 8;
 
-/// Files with the same columns, of which at least one is packed.
+/// Files with the same columns, at least one of them compressed.
 pub struct CompressedCsv {
     files: Vec<CompressedCsvFile>,
     dialect: Dialect,
@@ -30,14 +30,14 @@ pub struct CompressedCsv {
 
 struct CompressedCsvFile {
     path: PathBuf,
-    /// Rows of the files before.
+    /// Number of rows in the files before it.
     first_row: u64,
-    /// Bytes as it lies on disk.
+    /// Size on disk in bytes.
     bytes: u64,
 }
 
 impl CompressedCsv {
-    /// Counts the rows of `paths`, or takes the counts of an earlier time from the cache.
+    /// Counts the rows of `paths`, or loads the cached counts.
     pub fn open(
         paths: &[PathBuf],
         headers: &[CsvHeader],
@@ -60,7 +60,7 @@ impl CompressedCsv {
     }
 }
 
-/// The blocks of one file.
+/// Blocks of one file.
 fn count_blocks(
     shard: u32,
     path: &Path,
@@ -93,7 +93,7 @@ fn count_blocks(
     ctx.observer.report(&activity, bytes, bytes);
     let keep: Vec<(u64, u64)> = blocks.iter().map(|block| (block.records, block.bytes)).collect();
     let keep = serde_json::to_vec(&keep).unwrap_or_default();
-    // A cache that cannot be written costs time only.
+    // A failed cache write costs time only.
     drop(
         ctx.cache.get_or_create("csv-blocks", cache_key, |out| {
             out.write_all(&keep).map_err(DataError::write(path))
@@ -131,11 +131,11 @@ impl TableReader for CompressedCsv {
     }
 }
 
-/// Packed files as samples.
+/// Compressed files as a dataset.
 pub struct CompressedCsvDataset {
     pub table: CompressedCsv,
     pub encoder: Arc<RowEncoder>,
-    /// Rows of each class, where they were counted.
+    /// Number of rows per class, if counted.
     pub class_counts: Option<Vec<u64>>,
 }
 

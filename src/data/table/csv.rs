@@ -1,7 +1,8 @@
-//! Tables of plain text, read at any row: an [`Index`] of each file says where, and a block of about 4 KiB is read.
+//! Uncompressed text tables with random access by row: a [`RowIndex`] per file locates the row, and a block of about 4
+//! KiB is read.
 //!
-//! Files are read and not mapped, so that what is resident is bounded and a file that is cut short while it is
-//! read is an error and not the end of the process.
+//! Files are read and not memory-mapped, so resident memory stays bounded, and a file that is truncated while it is
+//! read is an error and not a SIGBUS.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,10 +22,10 @@ use crate::data::cache::CacheKey;
 use crate::data::{BatchRow, DataError, Dataset, DatasetContext, Features, SampleKey};
 use crate::regular_file;
 
-/// The beginning of a file of text.
+/// Header of a text file.
 pub struct CsvHeader {
     pub names: Vec<String>,
-    /// The first byte of the first row of data.
+    /// Byte offset of the first data row.
     body_offset: u64,
 }
 
@@ -51,7 +52,7 @@ impl CsvHeader {
         Ok(Self { names, body_offset: reader.offset })
     }
 
-    /// What the first rows of `file` have in each column.
+    /// Infers each column from the first rows of `file`.
     pub fn infer_columns(
         &self,
         file: &Path,
@@ -68,7 +69,7 @@ impl CsvHeader {
         for _ in 0..SAMPLE_ROWS {
             let Some((_, row)) = reader.next()? else { break };
             fields.split(row, dialect.delimiter);
-            // A row with other columns is told when it is read.
+            // A row with the wrong number of columns is reported when it is read.
             if fields.len() == inferred.len() {
                 let cells = (0..fields.len()).map(|i| CellValue::Text(fields.get(row, i)));
                 inferred.iter_mut().zip(cells).for_each(|(look, cell)| look.observe(cell, parser));
@@ -78,18 +79,18 @@ impl CsvHeader {
     }
 }
 
-/// A row of text and where it stands.
+/// A row of text and its location.
 pub struct CsvRow<'a> {
     row: &'a [u8],
     fields: &'a RowFields,
     columns: &'a [Column],
     file: &'a Path,
-    /// The line, from 1, which may take long to find.
+    /// Computes the line number, from 1. Expensive: called for errors only.
     line: &'a dyn Fn() -> u64,
 }
 
 impl<'a> CsvRow<'a> {
-    /// Splits `next_row`; it must have as many fields as the table has columns, `width`.
+    /// Splits `row`, which must have `width` fields, one per column of the table.
     pub fn new(
         row: &'a [u8],
         fields: &'a mut RowFields,
@@ -128,16 +129,16 @@ impl RowCells for CsvRow<'_> {
     }
 }
 
-/// Plain files with the same columns.
+/// Uncompressed files with the same columns.
 pub struct CsvTable {
     files: Vec<CsvFile>,
     dialect: Dialect,
-    /// Columns of the table.
+    /// Number of columns of the table.
     width: usize,
     rows: u64,
-    /// What threads go through: a file, its blocks together, one past the last row.
+    /// Units of a parallel scan: file, a run of its blocks, and one past the last row.
     partitions: Vec<(usize, RowBlock, u64)>,
-    /// Tells the blocks that threads hold apart; not 0.
+    /// Identifies the table in the per-thread block buffers; never 0.
     id: u64,
 }
 
@@ -145,14 +146,14 @@ struct CsvFile {
     path: PathBuf,
     file: File,
     index: RowIndex,
-    /// Rows of the files before.
+    /// Number of rows in the files before it.
     first_row: u64,
-    /// The lines of bytes that were asked for: the next one is counted from the nearest before it.
+    /// Line numbers computed so far, by byte offset; the next count starts at the closest one before it.
     line_numbers: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl CsvTable {
-    /// `headers` are of `paths`.
+    /// `headers` are those of `paths`, in order.
     pub fn open(
         paths: &[PathBuf],
         headers: &[CsvHeader],
@@ -184,7 +185,7 @@ impl CsvTable {
         Ok(text)
     }
 
-    /// Reads the block that row `index` is in.
+    /// Reads the block that contains row `index`.
     fn load_block(&self, buffer: &mut BlockBuffer, index: u64) -> Result<(), DataError> {
         buffer.table_id = 0;
         buffer.file = self.files.partition_point(|file| file.first_row <= index) - 1;
@@ -204,10 +205,10 @@ impl CsvTable {
 }
 
 impl CsvFile {
-    /// Reads a block over what `into` holds.
+    /// Reads a block into `into`, replacing its content.
     fn read_block(&self, block: RowBlock, into: &mut Vec<u8>) -> Result<(), DataError> {
         let length = block.end - block.start;
-        // A run of blocks is no longer than a chunk or a row.
+        // A run of blocks is at most one chunk or one row long.
         if length > (MAX_ROW_BYTES + (4 << 20)) as u64 {
             return Err(super::row_too_long(&self.path, self.line_number(block.start)));
         }
@@ -218,10 +219,10 @@ impl CsvFile {
         Ok(())
     }
 
-    /// The number, from 1, of the line that begins at a byte. Where the file cannot be read any more it is that of
-    /// an earlier one: that is not the error being told.
+    /// Line number, from 1, of the line at byte `offset`. If the file can no longer be read, an earlier line number is
+    /// returned: the caller is already reporting another error.
     fn line_number(&self, offset: u64) -> u64 {
-        /// Places that are remembered.
+        /// Maximum number of remembered offsets.
         const MAX_REMEMBERED: usize = 10_000;
         let mut lines = self.line_numbers.lock().unwrap_or_else(PoisonError::into_inner);
         let (from, before) = lines.range(..=offset).next_back().map_or((0, 1), |(from, line)| (*from, *line));
@@ -238,7 +239,7 @@ impl CsvFile {
     }
 }
 
-/// The rows of a file, from the cache where they were found before. A cache that cannot be written costs time only.
+/// Row index of a file, from the cache if possible. A failed cache write costs time only.
 fn load_row_index(
     path: &Path,
     file: &File,
@@ -265,7 +266,7 @@ fn load_row_index(
     Ok(index)
 }
 
-/// The end of the row that begins at `next_row_offset`, or of the text.
+/// End of the row that starts at `at`, or the end of the text.
 fn row_end(text: &[u8], at: usize, dialect: Dialect) -> usize {
     RowEnds::new(&text[at..], false, dialect.delimiter).next().map_or(text.len(), |length| at + length)
 }
@@ -307,17 +308,17 @@ impl TableReader for CsvTable {
     }
 }
 
-/// The block that a thread read last: rows that follow each other are found in it.
+/// The block a thread read last; consecutive rows are served from it.
 #[derive(Default)]
 struct BlockBuffer {
-    /// Of which set, and which of its rows; none until all of the block is read.
+    /// The table it belongs to, and its rows there; empty until the whole block is read.
     table_id: u64,
     rows: Range<u64>,
-    /// Its file, and its first byte there.
+    /// Its file, and its byte offset there.
     file: usize,
     start: u64,
     text: Vec<u8>,
-    /// Where row `next_row` begins.
+    /// Offset of row `next_row` in `text`.
     next_row_offset: usize,
     next_row: u64,
     fields: RowFields,
@@ -327,11 +328,11 @@ thread_local! {
     static BLOCK_BUFFER: RefCell<BlockBuffer> = RefCell::default();
 }
 
-/// Plain files as samples.
+/// Uncompressed files as a dataset.
 pub struct CsvDataset {
     pub table: CsvTable,
     pub encoder: Arc<RowEncoder>,
-    /// Rows of each class, where they were counted.
+    /// Number of rows per class, if counted.
     pub class_counts: Option<Vec<u64>>,
 }
 

@@ -1,4 +1,4 @@
-//! From files and settings to a training and a validation set.
+//! Opens the training and the validation set of a table from files and settings.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -18,12 +18,12 @@ use crate::data::split::{self, SplitPlan};
 use crate::data::streaming::{ShardedDataset, StreamingDataset};
 use crate::data::{DataError, Dataset, DatasetContext};
 
-/// Where the rows lie.
+/// Where the rows are.
 #[derive(Clone, Debug)]
 pub struct TableFiles {
-    /// Names or patterns.
+    /// File names or glob patterns.
     pub train: Vec<PathBuf>,
-    /// Where empty, `valid_fraction` of the rows of `train` is measured on.
+    /// If empty, `valid_fraction` of the rows of `train` are held out.
     pub valid: Vec<PathBuf>,
     pub valid_fraction: f64,
 }
@@ -34,10 +34,10 @@ pub enum TableFileFormat {
     Parquet,
 }
 
-/// A set: the training one, or the one measured on.
+/// A training or validation set.
 pub type DatasetRef = Arc<dyn Dataset>;
 
-/// Opens a table: the training and the validation set.
+/// Opens the training and the validation set.
 pub fn open(
     files: &TableFiles,
     format: TableFileFormat,
@@ -80,7 +80,7 @@ pub fn open(
         None
     };
     let encoder = Arc::new(RowEncoder::new(&paths[0], &columns, parser, settings, statistics.as_ref())?);
-    // Classes were counted in the training rows, which are all of these only where others are measured on.
+    // The class counts cover the training rows. They are those of the whole file only if validation has its own files.
     let balance = encoder.class_counts.clone().filter(|_| valid.is_some());
     let train = train.into_dataset(&encoder, balance, Some(ctx.shuffle_buffer));
     match valid {
@@ -92,7 +92,7 @@ pub fn open(
     }
 }
 
-/// Whether the training rows must be read before the first sample can be made.
+/// Whether a pass over the training rows is needed before the first sample can be encoded.
 fn needs_statistics(settings: &TableSettings, columns: &[Column]) -> bool {
     columns.iter().any(|column| match (column.kind, column.target) {
         (ColumnKind::Number, _) if settings.standardise => true,
@@ -103,8 +103,7 @@ fn needs_statistics(settings: &TableSettings, columns: &[Column]) -> bool {
     })
 }
 
-/// The statistics of the training rows, from the cache where they were found before. A cache that cannot be
-/// written costs time only.
+/// Statistics of the training rows, from the cache if possible. A failed cache write costs time only.
 fn load_statistics(
     pass: &StatisticsPass<'_>,
     paths: &[PathBuf],
@@ -133,7 +132,7 @@ fn load_statistics(
     Ok(statistics)
 }
 
-/// That two files have the same columns in the same order.
+/// Checks that two files have the same columns in the same order.
 pub fn check_same_columns(
     first: &Path,
     names: &[String],
@@ -161,7 +160,7 @@ pub fn check_same_columns(
     })
 }
 
-/// Files that were opened, but for what their cells mean.
+/// Opened files, before the encoding of their cells is known.
 struct OpenedTable {
     names: Vec<String>,
     backend: TableBackend,
@@ -235,11 +234,11 @@ impl OpenedTable {
                 TableFileFormat::Csv(dialect),
             ) => head.infer_columns(first, dialect, parser, &settings.target),
             (TableBackend::Parquet(parquet), _) => parquet.infer_columns(parser, &settings.target),
-            (_, TableFileFormat::Parquet) => unreachable!("a reader is made by its format"),
+            (_, TableFileFormat::Parquet) => unreachable!("the backend matches its format"),
         }
     }
 
-    /// `buffer_bytes` is the memory in which rows are mixed, where they are.
+    /// `buffer_bytes` is the shuffle buffer of a dataset that is read sequentially; `None` reads in file order.
     fn into_dataset(
         self,
         encoder: &Arc<RowEncoder>,

@@ -1,29 +1,29 @@
-//! How a table is written as text: where its rows end, and the fields of a row.
+//! CSV dialect: where rows end, and how a row splits into fields.
 //!
-//! Rows end with a line feed that is not inside quotes; a carriage return before it is dropped. A field is quoted
-//! when its first character that is no space is `"`; `""` inside stands for one. Elsewhere `"` is a character
-//! like any other. Spaces around fields do not count unless they are quoted. Lines with nothing on them are no rows.
+//! A row ends with a line feed outside of quotes; a carriage return before it is dropped. A field is quoted if its
+//! first non-space character is `"`; `""` inside quotes stands for one quote. Elsewhere `"` is an ordinary character.
+//! Spaces around unquoted fields are ignored. Blank lines are not rows.
 
 use memchr::{memchr, memchr2};
 
-/// The most bytes a row may have: more is taken for a quote that never ends.
+/// Maximum bytes of a row; a longer row is taken for an unterminated quote.
 pub const MAX_ROW_BYTES: usize = 16 << 20;
 
-/// How a file of text is to be understood.
+/// How a text file is parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dialect {
     pub delimiter: FieldDelimiter,
-    /// Whether the first row names the columns.
+    /// Whether the first row holds the column names.
     pub header: bool,
-    /// Lines before the first row, header included, that are no part of the table.
+    /// Lines to skip before the first row or header.
     pub skip_lines: u64,
 }
 
-/// What stands between fields.
+/// The field delimiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FieldDelimiter {
     Byte(u8),
-    /// Any number of spaces and tabs.
+    /// Any run of spaces and tabs.
     Whitespace,
 }
 
@@ -41,12 +41,12 @@ impl FieldDelimiter {
         }
     }
 
-    /// Whether `byte` is a space that does not count around a field.
+    /// Whether `byte` is whitespace that is ignored around a field.
     fn is_padding(self, byte: u8) -> bool {
         matches!(byte, b' ' | b'\t' | b'\r') && !self.matches(byte)
     }
 
-    /// Whether a line has nothing on it.
+    /// Whether the line is blank.
     pub fn is_blank_line(self, line: &[u8]) -> bool {
         let nothing = |byte: &u8| matches!(byte, b' ' | b'\r' | b'\n') || *byte == b'\t';
         match self {
@@ -56,8 +56,8 @@ impl FieldDelimiter {
     }
 }
 
-/// The ends of rows in a text, each the position after the line feed. After the last one, `quoted` says whether
-/// the text stops inside quotes.
+/// Iterator over the ends of rows, each the offset after the line feed. After the last one, `quoted` says whether the
+/// text ends inside quotes.
 pub struct RowEnds<'a> {
     text: &'a [u8],
     position: usize,
@@ -66,12 +66,12 @@ pub struct RowEnds<'a> {
 }
 
 impl<'a> RowEnds<'a> {
-    /// `text` begins with a row, or inside quotes right after a line feed.
+    /// `text` starts with a row or, with `quoted`, inside quotes right after a line feed.
     pub fn new(text: &'a [u8], quoted: bool, delimiter: FieldDelimiter) -> Self {
         Self { text, position: 0, quoted, delimiter }
     }
 
-    /// Whether the quote at `at`, outside of quotes, opens a field.
+    /// Whether the quote at `at`, outside of quotes, opens a quoted field.
     fn opens_quote(&self, at: usize) -> bool {
         let before = self.text[..at].iter().rev().find(|byte| !self.delimiter.is_padding(**byte));
         before.is_none_or(|byte| *byte == b'\n' || self.delimiter.matches(*byte))
@@ -111,10 +111,10 @@ impl Iterator for RowEnds<'_> {
     }
 }
 
-/// The fields of one row; used again for the next.
+/// The fields of one row; reused for the next.
 #[derive(Default)]
 pub struct RowFields {
-    /// Where each lies: in the row, or in `unquoted` where quotes had to be taken off.
+    /// Location of each field: in the row, or in `unquoted` if quotes had to be removed.
     spans: Vec<(FieldBuffer, u32, u32)>,
     unquoted: Vec<u8>,
 }
@@ -130,7 +130,7 @@ impl RowFields {
         self.spans.len()
     }
 
-    /// Field `index` of the `row` that was split last.
+    /// Field `index` of `row`, which must be the row split last.
     pub fn get<'a>(&'a self, row: &'a [u8], index: usize) -> &'a [u8] {
         let (lies, start, end) = self.spans[index];
         let text = if lies == FieldBuffer::Row { row } else { &self.unquoted };
@@ -161,7 +161,7 @@ impl RowFields {
         }
     }
 
-    /// Adds what lies between `start` and `end`, less the spaces around it.
+    /// Adds the text between `start` and `end`, without surrounding whitespace.
     #[inline]
     fn push(&mut self, row: &[u8], mut start: usize, mut end: usize, delimiter: FieldDelimiter) {
         while start < end && delimiter.is_padding(row[start]) {
@@ -190,7 +190,7 @@ impl RowFields {
             if row.get(start) == Some(&b'"') {
                 let closed = self.unquote(row, start + 1);
                 at = end_of(closed);
-                // What follows the closing quote belongs to the field, as spreadsheets have it.
+                // Text after the closing quote belongs to the field, as in spreadsheets.
                 let rest = row[closed..at].trim_ascii();
                 if !rest.is_empty()
                     && let Some(field) = self.spans.last_mut()
@@ -210,7 +210,7 @@ impl RowFields {
         }
     }
 
-    /// Adds the quoted field whose text begins at `from`; gives the position after its closing quote.
+    /// Adds the quoted field whose text starts at `from`; returns the offset after its closing quote.
     fn unquote(&mut self, row: &[u8], mut from: usize) -> usize {
         let start = self.unquoted.len();
         loop {
@@ -226,15 +226,15 @@ impl RowFields {
     }
 }
 
-/// Bytes whose places fit one word.
+/// Bytes covered by one 64-bit mask.
 const MASK_BYTES: usize = 64;
 
-/// The places of `byte` in at most [`MASK_BYTES`] bytes, one bit each. Fields are a few bytes long, and to search for the
-/// end of each by itself takes longer than to compare all bytes, eight at a time.
+/// Bit mask of the positions of `byte` in at most [`MASK_BYTES`] bytes. Fields are a few bytes long, so a separate
+/// search for the end of each is slower than comparing all bytes, eight at a time.
 #[inline]
 fn byte_mask(byte: u8, piece: &[u8]) -> u64 {
     const LOW: u64 = u64::from_ne_bytes([0x7f; 8]);
-    // What multiplies the highest bits of eight bytes, moved to the lowest, into the eight highest bits in their order.
+    // Multiplying gathers the low bits of eight bytes into the top byte, in order.
     const GATHER: u64 = 0x0102_0408_1020_4080;
     let wanted = u64::from_ne_bytes([byte; 8]);
     let eight = |word: &[u8; 8]| {
@@ -313,10 +313,10 @@ mod tests {
     }
 
     proptest! {
-        /// Rows and fields are those of the csv parser that the Rust world uses, where spaces do not matter.
+        /// Rows and fields agree with the `csv` crate wherever spaces do not matter.
         #[test]
         fn another_parser_agrees(text in "[ab\",\n]{0,40}") {
-            // A quote that never ends is refused here.
+            // An unterminated quote is refused here.
             let mut breaks = RowEnds::new(text.as_bytes(), false, COMMA);
             breaks.by_ref().for_each(drop);
             prop_assume!(!breaks.quoted);
@@ -343,14 +343,14 @@ mod tests {
             prop_assert_eq!(seen, expected);
         }
 
-        /// The places of a byte are where it is.
+        /// The mask has exactly the positions of the byte.
         #[test]
         fn places_are_found(piece in prop::collection::vec(prop_oneof![Just(b','), Just(b'-'), any::<u8>()], 0..=64)) {
             let expected = piece.iter().enumerate().filter(|(_, byte)| **byte == b',').map(|(i, _)| 1u64 << i).sum::<u64>();
             prop_assert_eq!(byte_mask(b',', &piece), expected);
         }
 
-        /// Any bytes are split without a fault, and no field is longer than its row.
+        /// Any bytes are split without a panic, and no field is longer than its row.
         #[test]
         fn any_bytes_are_split(row in prop::collection::vec(any::<u8>(), 0..60), kind in 0u8..4) {
             let delimiter = [COMMA, FieldDelimiter::Whitespace, FieldDelimiter::Byte(b'\t'), FieldDelimiter::Byte(b';')][kind as usize];

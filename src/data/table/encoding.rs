@@ -1,9 +1,8 @@
-//! From the cells of a row to a sample: numbers standardised, categories one-hot or as their place behind all numbers,
-//! classes as their number.
+//! Encodes the cells of a row into a sample: standardized numbers; one-hot categories, or ordinal ids behind all
+//! numbers for embeddings; class ids.
 //!
-//! A cell is first understood as one f64, its code: the number, the category's place in its list, or one of two
-//! NaNs for what is missing and what cannot be understood. Text goes through both steps when it is read; columns
-//! that were decoded ahead are kept as codes.
+//! A cell is first parsed into one f64, its code: the number, the category id, or one of two NaNs for a missing and for
+//! an invalid value. Text goes through both steps when it is read; columns that are decoded ahead are stored as codes.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,44 +12,44 @@ use super::statistics::{CategoryCounts, ColumnStatistics, Moments, TableStatisti
 use super::{CellValue, MissingPolicy, RowCells, TableSettings, UnknownPolicy};
 use crate::data::{BatchRow, DataError, Features, InputSpec, TargetSpec};
 
-/// The code of a cell without a value.
+/// Code of a cell without a value.
 pub const MISSING: f64 = f64::from_bits(0x7ff8_0000_0000_0001);
-/// The code of a cell whose value is not one that the column can have.
+/// Code of a value that the column cannot have.
 pub const INVALID: f64 = f64::from_bits(0x7ff8_0000_0000_0002);
 
-/// Columns that are told one by one; more are told together.
+/// Columns that are described individually; the rest is summarized.
 const MAX_DESCRIBED_COLUMNS: usize = 40;
 
-/// How every row of a table becomes a sample.
+/// Encodes every row of a table into a sample.
 pub struct RowEncoder {
-    /// Inputs before targets.
+    /// Inputs, then targets.
     pub columns: Vec<Column>,
     column_encoders: Vec<ColumnEncoder>,
     parser: CellParser,
     pub features: Features,
-    /// Training samples of each class, where they were counted.
+    /// Training samples per class, if counted.
     pub class_counts: Option<Vec<u64>>,
     description: Vec<(String, String)>,
 }
 
 enum ColumnEncoder {
-    /// (x - mean) * scale at `at` of the input or the target. Missing is `fill`, and 1 at `flag`.
+    /// (x - mean) * scale at index `at` of the input or target. A missing value becomes `fill`, with 1 at index `flag`.
     Number { mean: f64, scale: f64, fill: Option<f64>, at: usize, flag: Option<usize> },
-    /// 1 at `at` plus the place in the list. Missing has the place `missing`.
+    /// 1 at index `at` plus the category id. Missing has the id `missing`.
     OneHot { list: CategoryIndex, at: usize, missing: Option<usize>, unknown: UnknownPolicy },
-    /// The place in the list at `at`; the one behind all places is what is unknown.
+    /// The category id at index `at`; the id after the last one stands for unknown categories.
     Ordinal { list: CategoryIndex, at: usize, missing: Option<usize>, unknown: UnknownPolicy },
-    /// The place in the list.
+    /// The class id.
     Class { list: CategoryIndex },
 }
 
-/// Categories in order.
+/// Category ids by name.
 struct CategoryIndex {
     ids: HashMap<String, u32>,
 }
 
 impl RowEncoder {
-    /// `statistics` are of these `columns`; where none were needed, absent.
+    /// `statistics` are those of `columns`; `None` if none were needed.
     pub fn new(
         file: &Path,
         columns: &[Column],
@@ -105,7 +104,7 @@ impl RowEncoder {
                         let places = names.len() + usize::from(missing.is_some());
                         if settings.embed {
                             categories.push(places);
-                            // Behind the numbers, once they are counted.
+                            // Relative to the end of the numbers; the offset is added below, once they are counted.
                             ColumnEncoder::Ordinal { list, at: categories.len() - 1, missing, unknown }
                         } else {
                             inputs += places;
@@ -151,7 +150,7 @@ impl RowEncoder {
         Ok(row_encoder)
     }
 
-    /// What a cell of column `i` is understood as.
+    /// Parses a cell of column `i` into its code.
     #[inline]
     pub fn encode_cell(&self, i: usize, cell: CellValue<'_>) -> f64 {
         if self.parser.is_missing(cell) {
@@ -167,7 +166,7 @@ impl RowEncoder {
         }
     }
 
-    /// Makes a sample of a row.
+    /// Encodes a row into a sample.
     pub fn encode_row(&self, cells: &impl RowCells, into: &mut BatchRow<'_>) -> Result<(), DataError> {
         into.input.as_f32_mut().fill(0.0);
         for i in 0..self.columns.len() {
@@ -177,7 +176,7 @@ impl RowEncoder {
         Ok(())
     }
 
-    /// What was wanted instead, where no sample can be made of a code.
+    /// What was expected, if the code cannot be encoded.
     pub fn expected_instead(&self, i: usize, code: f64) -> Option<String> {
         let column = &self.columns[i];
         let is_missing = code.to_bits() == MISSING.to_bits();
@@ -206,10 +205,10 @@ impl RowEncoder {
         }
     }
 
-    /// Writes one column's part of a sample, whose input was zero before; or says what was wanted instead.
+    /// Writes one column of a sample, whose input must be zeroed, or returns what was expected.
     #[inline]
     pub fn write_cell(&self, i: usize, code: f64, into: &mut BatchRow<'_>) -> Result<(), String> {
-        // Nearly every cell is a number as it should be.
+        // Fast path: nearly every cell is a valid number.
         if let ColumnEncoder::Number { mean, scale, at, .. } = &self.column_encoders[i] {
             let value = ((code - mean) * scale) as f32;
             if value.is_finite() {
@@ -242,7 +241,7 @@ impl RowEncoder {
         Ok(())
     }
 
-    /// The name of each value of the input: the column's, with the category where there are several.
+    /// Name of each input value: the column name, with the category if the column is one-hot.
     pub fn input_names(&self) -> Vec<String> {
         let mut names = vec![String::new(); self.features.input_len()];
         for (column, how) in
@@ -268,12 +267,12 @@ impl RowEncoder {
         names
     }
 
-    /// A line for each column.
+    /// One line per column.
     pub fn describe(&self) -> Vec<(String, String)> {
         let mut about = self.description.clone();
         let more = self.columns.len().saturating_sub(MAX_DESCRIBED_COLUMNS);
         if more > 0 {
-            // The targets come last and are always told.
+            // Targets come last and are always listed.
             let inputs = MAX_DESCRIBED_COLUMNS - 1;
             about.drain(inputs..MAX_DESCRIBED_COLUMNS);
             about.insert(inputs, ("...".into(), format!("{more} more columns")));
@@ -281,7 +280,7 @@ impl RowEncoder {
         about
     }
 
-    /// Bytes it keeps, about.
+    /// Approximate bytes in memory.
     pub fn resident_bytes(&self) -> u64 {
         let list = |how: &ColumnEncoder| match how {
             ColumnEncoder::OneHot { list, .. }
@@ -317,7 +316,7 @@ fn number_encoder(
     let average = moments.map_or(0.0, |moments| moments.mean);
     let std = moments.map_or(0.0, Moments::std);
     let (mean, scale) = match settings.standardise {
-        // A column of one value becomes 0.
+        // A constant column becomes 0.
         true => (average, if std > 0.0 { 1.0 / std } else { 1.0 }),
         false => (0.0, 1.0),
     };
@@ -337,22 +336,22 @@ fn number_encoder(
     ColumnEncoder::Number { mean, scale, fill, at, flag }
 }
 
-/// The place of a category by its code, where it has one.
+/// Category id of a code, if it has one.
 fn category_id(code: f64, missing: Option<usize>) -> Option<usize> {
     if code.to_bits() == MISSING.to_bits() { missing } else { (!code.is_nan()).then_some(code as usize) }
 }
 
-/// The classes as declared; otherwise as found, ordered.
+/// Declared classes; otherwise those found, sorted.
 fn class_names(settings: &TableSettings, counts: &CategoryCounts) -> Vec<String> {
     if settings.classes.is_empty() { sorted_names(counts) } else { settings.classes.clone() }
 }
 
-/// As numbers where all are numbers, otherwise as text.
+/// Sorted numerically if all names are numbers, otherwise as text.
 fn sorted_names(counts: &CategoryCounts) -> Vec<String> {
     let mut names: Vec<String> = counts.values.keys().cloned().collect();
     let numbers: Option<Vec<f64>> = names.iter().map(|name| name.parse().ok()).collect();
     if numbers.is_some_and(|numbers| numbers.iter().all(|x| x.is_finite())) {
-        // Names that are the same number keep their order as text.
+        // The sort is stable: names of equal value keep their text order.
         let value = |name: &String| name.parse().unwrap_or(0.0f64);
         names.sort_by(|a, b| value(a).total_cmp(&value(b)));
     }
@@ -388,7 +387,7 @@ fn describe_column(
     }
 }
 
-/// Six digits are enough to know a column by.
+/// Six significant digits are enough to recognize a column.
 fn format_number(x: f64) -> String {
     if x != 0.0 && !(1e-3..1e7).contains(&x.abs()) {
         return format!("{x:.3e}");

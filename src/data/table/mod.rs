@@ -1,10 +1,9 @@
-//! Tables: rows of named columns, of text (`csv`) or of typed columns (`parquet`), made into samples.
+//! Tables: rows of named columns, as text (`csv`) or typed (`parquet`), encoded into samples.
 //!
-//! Owns the choice of columns ([`columns`]), what is known of them ([`statistics`]) and how a row becomes a sample
-//! ([`encoding`]), which are the same for every file format; a format is a [`TableReader`] reader. Takes files and
-//! [`TableSettings`], gives a training and a validation set. Nothing is read ahead but the first rows, unless a mean,
-//! a deviation or the list of a column's categories is needed: then the training rows are read once, and what was
-//! found is kept in the cache.
+//! Owns column selection ([`columns`]), column statistics ([`statistics`]) and row encoding ([`encoding`]), which are
+//! the same for every file format; a format implements [`TableReader`]. Takes files and [`TableSettings`], and gives a
+//! training and a validation set. Opening a table reads only the first rows, unless a mean, a standard deviation or the
+//! categories of a column are needed: then it reads the training rows once and caches the result.
 
 mod columns;
 mod compressed_csv;
@@ -29,12 +28,12 @@ pub use dialect::{Dialect, FieldDelimiter};
 use self::columns::Column;
 use super::DataError;
 
-/// What is declared of a table's columns.
+/// Declared properties of the columns.
 #[derive(Clone, Debug)]
 pub struct TableSettings {
     /// Columns to predict.
     pub target: Vec<String>,
-    /// Columns to use as input; empty for all others.
+    /// Input columns; empty for all others.
     pub columns: Vec<String>,
     pub ignore: Vec<String>,
     pub categorical: Vec<String>,
@@ -42,20 +41,20 @@ pub struct TableSettings {
     pub task: TableTask,
     /// Classes in order; empty for those found in the training rows.
     pub classes: Vec<String>,
-    /// Categories become places in a list for the model to learn vectors of, instead of an input for each.
+    /// Encode categories as ids for learned embeddings instead of one-hot.
     pub embed: bool,
-    /// What stands for a value that is not there.
+    /// Markers of a missing value.
     pub missing: Vec<String>,
     pub on_missing: MissingPolicy,
-    /// Adds an input, 1 where the value is missing, for each column of numbers that lacks some.
+    /// Add an indicator input, 1 if the value is missing, for each numeric column with missing values.
     pub missing_flags: bool,
     pub on_unknown: UnknownPolicy,
     pub max_categories: usize,
-    /// Characters taken off both ends of categories and classes.
+    /// Characters stripped from both ends of categories and classes.
     pub trim: String,
-    /// Numbers, of inputs and targets, less the mean and over the deviation of the training rows.
+    /// Standardize numeric inputs and targets: minus the mean, divided by the standard deviation of the training rows.
     pub standardise: bool,
-    /// Leave rows out of the statistics that cannot be used, rather than refuse the table.
+    /// Skip unusable rows in the statistics instead of refusing the table.
     pub skip_bad: bool,
 }
 
@@ -73,7 +72,7 @@ pub enum MissingPolicy {
     Zero,
 }
 
-/// What a category becomes that no training row has.
+/// What to do with a category that no training row has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnknownPolicy {
     Zeros,
@@ -103,7 +102,7 @@ impl Default for TableSettings {
     }
 }
 
-/// A cell as a file has it.
+/// A cell as stored in the file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum CellValue<'a> {
     Missing,
@@ -111,40 +110,40 @@ pub enum CellValue<'a> {
     Text(&'a [u8]),
 }
 
-/// One row of the columns used.
+/// The columns in use of one row.
 pub trait RowCells {
     fn cell(&self, i: usize) -> CellValue<'_>;
 
-    /// That the cell of column `i` is not what was `wanted`.
+    /// Error for column `i`, whose cell is not what was `wanted`.
     fn cell_error(&self, i: usize, wanted: String) -> DataError;
 }
 
-/// What is done with a row and its number: its cells, or why it has none.
+/// Called with each row number and its cells, or the error of that row.
 pub type RowVisitor<'a> = dyn FnMut(u64, Result<&dyn RowCells, DataError>) -> Result<(), DataError> + 'a;
 
-/// The rows of a table as files have them, in parts that threads can go through side by side.
+/// The rows of a table as stored, in partitions that threads can scan in parallel.
 pub trait TableReader: Send + Sync {
     fn rows(&self) -> u64;
 
-    /// Parts; they depend on the files alone.
+    /// Number of partitions; depends only on the files.
     fn partitions(&self) -> usize;
 
-    /// Bytes of a part, and of all of them.
+    /// Bytes of a partition.
     fn partition_bytes(&self, part: usize) -> u64;
 
     fn bytes(&self) -> u64 {
         (0..self.partitions()).map(|part| self.partition_bytes(part)).sum()
     }
 
-    /// Shows each row of a part, in order.
+    /// Calls `visit` for each row of a partition, in order.
     fn scan(&self, partition: usize, columns: &[Column], visit: &mut RowVisitor<'_>)
     -> Result<(), DataError>;
 }
 
-/// What is wanted of a number.
+/// What is expected of a number.
 const EXPECTED_NUMBER: &str = "a finite number";
 
-/// What is wanted of a cell that has no value.
+/// What is expected of an empty cell.
 fn expected_present(column: &Column) -> String {
     match column.target {
         true => "a target: it is missing".into(),
@@ -152,7 +151,7 @@ fn expected_present(column: &Column) -> String {
     }
 }
 
-/// A value as an error shows it: one short line.
+/// A value for an error message: one short line.
 fn display_value(value: &[u8]) -> String {
     const MAX_CHARS: usize = 60;
     let text = String::from_utf8_lossy(&value[..value.len().min(4 * MAX_CHARS)]).into_owned();

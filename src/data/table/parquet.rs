@@ -1,5 +1,5 @@
-//! Tables in Parquet files: a row group is a shard, and only the columns used are decoded. A record is one code
-//! of eight bytes a column; see [`encoder`](super::encoding).
+//! Parquet tables: a row group is a shard, and only the columns in use are decoded. A record is one 8-byte code per
+//! column; see [`encoding`](super::encoding).
 
 use std::io::{BufReader, Read};
 use std::path::PathBuf;
@@ -20,13 +20,13 @@ use crate::data::streaming::{BLOCK_BYTES, RecordBlock, ShardReader, ShardedDatas
 use crate::data::{BatchRow, DataError, Features, SampleKey, files};
 use crate::regular_file;
 
-/// Cells decoded at once at most, so that many columns take few rows at a time: 16 MB.
+/// Maximum cells decoded at once, so that wide tables decode fewer rows at a time: 16 MB.
 const MAX_BATCH_CELLS: usize = 1 << 20;
 /// Rows decoded at once.
 const BATCH_ROWS: usize = 1024;
 /// Bytes of a code.
 const CODE_BYTES: usize = 8;
-/// The most rows of a row group; a file that says more is damaged.
+/// Maximum rows of a row group; a file that declares more is corrupt.
 const MAX_ROW_GROUP_ROWS: i64 = i32::MAX as i64;
 
 /// Files with the same columns.
@@ -41,7 +41,7 @@ pub struct ParquetFiles {
 struct RowGroup {
     file: usize,
     row_group: usize,
-    /// Rows before it in the set, and in its file.
+    /// Number of rows before it in the dataset, and in its file.
     first_row: u64,
     first_in_file: u64,
     rows: u64,
@@ -52,7 +52,7 @@ impl ParquetFiles {
     pub fn open(paths: &[PathBuf]) -> Result<Self, DataError> {
         let mut table = Self { files: Vec::new(), names: Vec::new(), row_groups: Vec::new(), rows: 0 };
         for (number, path) in paths.iter().enumerate() {
-            // An empty file is told as such.
+            // An empty file gets its own error.
             files::compression(path)?;
             let file = regular_file::open(path).map_err(DataError::io(path))?;
             let mut start = Vec::new();
@@ -99,7 +99,7 @@ impl ParquetFiles {
         Ok(table)
     }
 
-    /// What the first rows have in each column.
+    /// Infers each column from the first rows.
     pub fn infer_columns(
         &self,
         parser: &CellParser,
@@ -131,7 +131,7 @@ impl ParquetFiles {
         Ok(inferred)
     }
 
-    /// A row group's columns `next_row`, to be decoded from its first row.
+    /// Opens the columns `at` of a row group at its first row.
     fn open_row_group(
         &self,
         group: RowGroup,
@@ -140,7 +140,7 @@ impl ParquetFiles {
         let (path, metadata) = &self.files[group.file];
         let about = metadata.row_group(group.row_group);
         let open = || {
-            // A file of its own for each reader: the library moves its place before every read.
+            // A separate file handle per reader: the library seeks before every read.
             let file = Arc::new(regular_file::open(path)?);
             let mut headers = BufReader::with_capacity(1 << 12, regular_file::open(path)?);
             let column = |at: usize| {
@@ -162,7 +162,7 @@ impl ParquetFiles {
     }
 }
 
-/// Why a column cannot be made numbers or categories.
+/// Why a column cannot be converted to numbers or categories.
 fn unsupported_reason(column: &ColumnDescriptor) -> Option<&'static str> {
     match column.physical_type() {
         _ if column.max_rep_level() > 0 => Some("lists"),
@@ -173,7 +173,7 @@ fn unsupported_reason(column: &ColumnDescriptor) -> Option<&'static str> {
     }
 }
 
-/// Runs the library, which panics on some damaged files, and makes that an error like any other.
+/// Calls the library, which panics on some corrupt files, and turns a panic into an error.
 fn catch_panic<T>(run: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
     crate::panics::catch_panic(run)
         .unwrap_or_else(|_| Err(ParquetError::General("its bytes make no sense to the decoder".into())))
@@ -183,12 +183,12 @@ fn corrupt_file(path: &std::path::Path, error: ParquetError) -> DataError {
     DataError::Corrupt { file: path.to_owned(), source: Arc::new(std::io::Error::other(error.to_string())) }
 }
 
-/// How the values of a column are read as numbers.
+/// How the values of a column convert to numbers.
 #[derive(Clone, Copy)]
 struct NumberFormat {
     unsigned: bool,
     scale: f64,
-    /// The definition level of a value that is there.
+    /// Definition level of a non-null value.
     present_level: i16,
 }
 
@@ -217,7 +217,7 @@ struct ColumnChunk {
 }
 
 enum ColumnValues {
-    /// NaN where there is none.
+    /// NaN for null.
     Numbers(Vec<f64>),
     Texts(Vec<Option<ByteArray>>),
 }
@@ -253,7 +253,7 @@ impl ColumnChunk {
     }
 }
 
-/// The next `count` values of a column, each made by `make`; `None` where there is none.
+/// Decodes the next `count` values of a column and converts each with `make`; `None` for null.
 fn decode_column<T: DataType, V>(
     reader: &mut ColumnReaderImpl<T>,
     format: NumberFormat,
@@ -279,19 +279,19 @@ fn decode_column<T: DataType, V>(
         .collect())
 }
 
-/// Rows of a row group, a batch at a time.
+/// Decodes the rows of a row group in batches.
 struct RowGroupDecoder {
     chunks: Vec<ColumnChunk>,
-    /// Rows not yet decoded.
+    /// Rows not decoded yet.
     remaining: u64,
-    /// Rows decoded, and how many of them were taken.
+    /// Rows in the decoded batch, and how many of them were consumed.
     count: usize,
     next_row: usize,
     path: PathBuf,
 }
 
 impl RowGroupDecoder {
-    /// Decodes the next rows, at most `most`; none where there are no more, or after a failure.
+    /// Decodes the next rows, at most `most`; zero at the end or after a failure.
     fn decode_batch(&mut self, most: usize) -> Result<(), DataError> {
         let left = std::mem::take(&mut self.remaining);
         let most = most.min(MAX_BATCH_CELLS / self.chunks.len().max(1)).max(1);
@@ -322,12 +322,12 @@ impl RowGroupDecoder {
     }
 }
 
-/// A row that was decoded.
+/// A decoded row.
 struct DecodedRow<'a> {
     rows: &'a RowGroupDecoder,
     row: usize,
     columns: &'a [Column],
-    /// Its number in its file.
+    /// Row number in its file.
     record: u64,
 }
 
@@ -377,7 +377,7 @@ impl TableReader for ParquetFiles {
     }
 }
 
-/// Parquet files as samples.
+/// Parquet files as a dataset.
 pub struct ParquetDataset {
     table: ParquetFiles,
     encoder: Arc<RowEncoder>,
@@ -401,7 +401,7 @@ impl ParquetDataset {
     }
 }
 
-/// The records of a row group.
+/// Reads the records of a row group.
 struct RowGroupReader {
     rows: RowGroupDecoder,
     encoder: Arc<RowEncoder>,
@@ -424,7 +424,7 @@ impl ShardReader for RowGroupReader {
         let mut wrong = None;
         for i in 0..columns.len() {
             let code = self.encoder.encode_cell(i, row.cell(i));
-            // Here the value is still known.
+            // Report the error here, while the original value is available.
             if let Some(wanted) = self.encoder.expected_instead(i, code) {
                 wrong = Some(row.cell_error(i, wanted));
                 break;

@@ -1,22 +1,22 @@
-//! What the pages of a Parquet column promise, looked at before they are decoded: the library that decodes them
-//! allocates what a page's header says, so a damaged header must be found first.
+//! Validates the page headers of a Parquet column before decoding: the decoder allocates whatever a header declares, so
+//! a corrupt header must be found first.
 //!
-//! A header is a struct in Thrift's compact protocol; only the few fields that decide about memory are taken.
+//! A header is a struct in Thrift's compact protocol; only the few fields that affect memory are parsed.
 
 use std::io::{Error, ErrorKind, Read, Result, Seek, SeekFrom};
 
-/// The most bytes a page may unpack to; writers keep to 1 MB, the largest known to 100 MB.
+/// Maximum uncompressed bytes of a page; writers typically use 1 MB, the largest known 100 MB.
 const MAX_PAGE_BYTES: i64 = 128 << 20;
-/// The most bytes of a header, which may hold the page's least and largest value.
+/// Maximum bytes of a header, which may include the minimum and maximum value of the page.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
-/// Structs within structs; Parquet has three.
+/// Maximum nesting of structs; Parquet uses three levels.
 const MAX_STRUCT_DEPTH: u32 = 8;
-/// Columns within columns, at most.
+/// Maximum nesting of columns.
 const MAX_SCHEMA_DEPTH: usize = 64;
-/// Delta encodings of text, whose own counts the library believes.
+/// Delta encodings of text; the library trusts the counts inside them.
 const DELTA_TEXT: [i64; 2] = [6, 7];
 
-/// Looks at every page between bytes `start` and `start + length`, which hold one column of one row group.
+/// Checks every page between bytes `start` and `start + length`, which hold one column of one row group.
 pub fn check_pages(file: &mut (impl Read + Seek), start: u64, length: u64) -> Result<()> {
     let end = start.checked_add(length).ok_or_else(|| corrupt("a column lies behind the end of the file"))?;
     let mut at = start;
@@ -32,7 +32,7 @@ pub fn check_pages(file: &mut (impl Read + Seek), start: u64, length: u64) -> Re
                 page.compressed, page.uncompressed
             )));
         }
-        // No value of a dictionary takes less than four bytes.
+        // Every dictionary value takes at least four bytes.
         if page.dictionary_values.is_some_and(|values| values < 0 || values > page.uncompressed / 4) {
             return Err(corrupt("a dictionary with more values than its page can hold"));
         }
@@ -47,8 +47,8 @@ pub fn check_pages(file: &mut (impl Read + Seek), start: u64, length: u64) -> Re
     if at == end { Ok(()) } else { Err(corrupt("a page goes on behind the end of its column")) }
 }
 
-/// Looks at how deep the columns of a file lie in one another: the library that reads the schema goes as deep, and a stack
-/// that overflows ends the process. What else is wrong with the file is told by that library.
+/// Checks how deep the columns of a file are nested: the library recurses over the schema, and a stack overflow aborts
+/// the process. The library itself reports other errors in the file.
 pub fn check_schema(file: &mut (impl Read + Seek)) -> Result<()> {
     let length = file.seek(SeekFrom::End(0))?;
     let mut end = [0; 8];
@@ -68,18 +68,18 @@ fn corrupt(what: &str) -> Error {
     Error::new(ErrorKind::InvalidData, what)
 }
 
-/// Of a page's header.
+/// Fields of a page header.
 #[derive(Default)]
 struct PageHeader {
     uncompressed: i64,
     compressed: i64,
-    /// Values of a dictionary page.
+    /// Number of values in a dictionary page.
     dictionary_values: Option<i64>,
-    /// Of a data page.
+    /// Encoding of a data page.
     encoding: Option<i64>,
 }
 
-/// Bytes of a header, no more than one can have.
+/// Reads a header with a limit on its length.
 struct LimitedReader<'a, R> {
     inner: &'a mut R,
     read: u64,
@@ -97,7 +97,7 @@ impl<R: Read> ThriftReader<'_, R> {
             match field {
                 2 => page.uncompressed = header.int(kind)?,
                 3 => page.compressed = header.int(kind)?,
-                // The headers of a data page, a dictionary page and a data page of the second version.
+                // Headers of data pages, dictionary pages and version 2 data pages.
                 5 | 7 | 8 if kind == 12 => header.fields(1, &mut |header, inner, kind| {
                     match (field, inner) {
                         (7, 1) => page.dictionary_values = Some(header.int(kind)?),
@@ -113,7 +113,7 @@ impl<R: Read> ThriftReader<'_, R> {
         Ok(page)
     }
 
-    /// The schema of a file, which is the second field of its footer: a list that names each column before those in it.
+    /// Walks the schema, field 2 of the footer: a list that has each column before its children.
     fn check_schema_depth(&mut self) -> Result<()> {
         let mut field = 0i64;
         loop {
@@ -132,7 +132,7 @@ impl<R: Read> ThriftReader<'_, R> {
         }
         let head = self.byte()?;
         let count = if head >> 4 == 15 { self.read_varint()? } else { (head >> 4).into() };
-        // Columns that are still to come in each of those around the next one.
+        // Children still to come, for each ancestor of the next column.
         let mut open: Vec<i64> = Vec::new();
         for _ in 0..count {
             let mut inside = 0;
@@ -158,7 +158,7 @@ impl<R: Read> ThriftReader<'_, R> {
         Ok(())
     }
 
-    /// Shows each field of a struct: its number and its kind.
+    /// Calls `visit` with each field of a struct: its id and type.
     fn fields(&mut self, depth: u32, visit: &mut dyn FnMut(&mut Self, i64, u8) -> Result<()>) -> Result<()> {
         if depth > MAX_STRUCT_DEPTH {
             return Err(corrupt("a page header with structs too deep"));
@@ -193,9 +193,9 @@ impl<R: Read> ThriftReader<'_, R> {
             9 | 10 => {
                 let head = self.byte()?;
                 let count = if head >> 4 == 15 { self.read_varint()? } else { (head >> 4).into() };
-                // In a list, a truth value takes a byte.
+                // In a list, a boolean takes one byte.
                 let kind = if matches!(head & 15, 1 | 2) { 3 } else { head & 15 };
-                // An element takes a byte at least, so the count is bounded by the header's length.
+                // An element takes at least one byte, so the header length bounds the count.
                 (0..count).try_for_each(|_| self.skip(kind, depth + 1))
             }
             12 => self.fields(depth, &mut |header, _, kind| header.skip(kind, depth + 1)),

@@ -1,9 +1,9 @@
-//! Where the rows of a plain text file lie: a mark about every 4 KiB, found by threads side by side.
+//! Row index of an uncompressed text file: an offset about every 4 KiB, found by parallel threads.
 //!
-//! The file is cut into chunks at line feeds, and each chunk is looked through as if it began with a row. Where
-//! that turns out wrong, because a quoted field goes on over the cut, the chunk is looked through once more. A
-//! mark is the place and the number of a row; a block is what lies between two marks. About 2 MB for a file of
-//! 1 GB, whatever its rows.
+//! The file is cut into chunks at line feeds, and each chunk is scanned as if it started with a row. If that turns out
+//! to be wrong, because a quoted field spans the cut, the chunk is scanned again. An entry holds the offset and the
+//! number of a row; a block is the data between two entries. An entry takes 16 bytes, so 1 GB of text takes at most
+//! about 4 MB, whatever its rows.
 
 use std::fs::File;
 use std::ops::Range;
@@ -16,18 +16,18 @@ use rayon::prelude::*;
 use super::dialect::{FieldDelimiter, MAX_ROW_BYTES, RowEnds};
 use crate::data::{DataError, ProgressObserver};
 
-/// Bytes a thread looks through at once.
+/// Bytes that a thread scans at once.
 const CHUNK_BYTES: u64 = 2 << 20;
-/// Bytes between marks, at least; rows that are longer have a mark each.
+/// Minimum bytes between two entries; a longer row has an entry of its own.
 const BLOCK_BYTES: u64 = 4 << 10;
 
-/// The rows of a file.
+/// Row offsets of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RowIndex {
     /// Ascending.
     offsets: Vec<RowOffset>,
     pub rows: u64,
-    /// Bytes of the file.
+    /// File size in bytes.
     file_bytes: u64,
 }
 
@@ -37,7 +37,7 @@ struct RowOffset {
     row: u64,
 }
 
-/// Rows that lie together: bytes `start..end` of the file, the first of them number `first_row`.
+/// Consecutive rows: bytes `start..end` of the file; the first row has the number `first_row`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowBlock {
     pub start: u64,
@@ -45,18 +45,18 @@ pub struct RowBlock {
     pub first_row: u64,
 }
 
-/// What a chunk holds.
+/// Result of scanning a chunk.
 #[derive(Default)]
 struct ScannedChunk {
-    /// Offsets in the file, rows counted from the chunk's first.
+    /// Offsets are relative to the file, row numbers to the chunk.
     offsets: Vec<RowOffset>,
     rows: u64,
-    /// Where the last row begins.
+    /// Offset of the last row.
     last_row_offset: u64,
     quoted: bool,
 }
 
-/// A file that is looked through from byte `body_offset`, where its first row begins.
+/// A file to scan from byte `body_offset`, where its first row starts.
 pub struct RowScan<'a> {
     pub path: &'a Path,
     pub file: &'a File,
@@ -69,7 +69,7 @@ impl RowIndex {
         Self::build_with_chunk_size(CHUNK_BYTES, scan, observer)
     }
 
-    /// As [`RowIndex::build`], in chunks of `size` bytes.
+    /// As [`RowIndex::build`], with chunks of `size` bytes.
     fn build_with_chunk_size(
         size: u64,
         scan: &RowScan,
@@ -81,7 +81,7 @@ impl RowIndex {
         let (done, activity) = (AtomicU64::new(from), format!("finding the rows of {}", path.display()));
         let mut index = Self { file_bytes: length, ..Self::default() };
         let (mut quoted, mut last) = (false, from);
-        // A batch of chunks at a time, so that what threads found does not pile up.
+        // Scan a batch of chunks at a time, so that results do not pile up in memory.
         let batch = 64 * rayon::current_num_threads() as u64;
         for first in (0..chunks).step_by(batch as usize) {
             let scan_one = |chunk: u64| {
@@ -117,13 +117,12 @@ impl RowIndex {
         Ok(index)
     }
 
-    /// The block that holds row `first_row`, below `rows`, and one past its last row.
+    /// The block that contains row `row`, and one past its last row.
     pub fn block_of_row(&self, row: u64) -> (RowBlock, u64) {
         self.block_at(self.offsets.partition_point(|mark| mark.row <= row) - 1)
     }
 
-    /// Runs of blocks of about [`CHUNK_BYTES`] bytes, for threads that go through all rows: each with one past its
-    /// last row.
+    /// Runs of blocks of about [`CHUNK_BYTES`] bytes for a parallel scan, each with one past its last row.
     pub fn partitions(&self) -> Vec<(RowBlock, u64)> {
         let mut runs: Vec<(RowBlock, u64)> = Vec::new();
         for i in 0..self.offsets.len() {
@@ -149,14 +148,14 @@ impl RowIndex {
         (self.offsets.capacity() * size_of::<RowOffset>()) as u64
     }
 
-    /// As it is kept in a cache: rows, length, then the marks.
+    /// Encoding for the cache: rows, file size, then the entries.
     pub fn to_bytes(&self) -> Vec<u8> {
         let numbers = [self.rows, self.file_bytes].into_iter();
         let marks = self.offsets.iter().flat_map(|mark| [mark.offset, mark.row]);
         numbers.chain(marks).flat_map(u64::to_le_bytes).collect()
     }
 
-    /// What was kept, unless it is damaged.
+    /// Decodes a cached index; `None` if it is corrupt.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (numbers, rest) = bytes.as_chunks::<8>();
         let mut numbers = numbers.iter().map(|number| u64::from_le_bytes(*number));
@@ -174,8 +173,8 @@ impl RowIndex {
 }
 
 impl RowScan<'_> {
-    /// Looks through a chunk: from behind the first line feed at or after the byte before `start`, to the same
-    /// place of the chunk that is to start at `end`. None where no line begins in it.
+    /// Scans a chunk, from after the first line feed at or after byte `start - 1` to the corresponding point of the
+    /// chunk at `end`. `None` if no line starts in it.
     fn scan_chunk(
         &self,
         start: u64,
@@ -209,7 +208,7 @@ impl RowScan<'_> {
     }
 }
 
-/// The marks of a text that begins at byte `start` of the file with a row, or inside quotes.
+/// Scans text at byte `start` of the file that starts with a row or, with `quoted`, inside quotes.
 fn scan_text(text: &[u8], start: u64, quoted: bool, delimiter: FieldDelimiter) -> ScannedChunk {
     let mut chunk = ScannedChunk::default();
     let mut row = (!quoted).then_some(0);
@@ -230,7 +229,7 @@ fn scan_text(text: &[u8], start: u64, quoted: bool, delimiter: FieldDelimiter) -
         }
         row = Some(end);
     }
-    // The last row of the file may lack its line feed, and one that stops inside quotes goes on in another chunk.
+    // The last row of the file may lack its line feed, and a row that ends inside quotes continues in the next chunk.
     if let Some(row) = row
         && !delimiter.is_blank_line(&text[row..])
     {
@@ -240,12 +239,12 @@ fn scan_text(text: &[u8], start: u64, quoted: bool, delimiter: FieldDelimiter) -
     chunk
 }
 
-/// The number, from 1, of the line that begins at byte `offset`.
+/// Line number, from 1, of the line at byte `offset`.
 fn line_number(path: &Path, file: &File, offset: u64) -> Result<u64, DataError> {
     line_feeds(path, file, 0..offset).map(|count| count + 1)
 }
 
-/// Line feeds in a range of bytes, which is read for it: for errors.
+/// Counts line feeds in a byte range by reading it; for error messages.
 pub fn line_feeds(path: &Path, file: &File, bytes: Range<u64>) -> Result<u64, DataError> {
     let (mut at, mut count) = (bytes.start, 0);
     while at < bytes.end {
@@ -259,14 +258,14 @@ pub fn line_feeds(path: &Path, file: &File, bytes: Range<u64>) -> Result<u64, Da
     Ok(count)
 }
 
-/// Up to `file_bytes` bytes from `offset`, fewer only at the end of the file.
+/// Reads up to `length` bytes at `offset`; fewer only at the end of the file.
 fn read_range(path: &Path, file: &File, offset: u64, length: usize) -> Result<Vec<u8>, DataError> {
     let mut bytes = Vec::new();
     read_into(path, file, offset, length, &mut bytes)?;
     Ok(bytes)
 }
 
-/// As [`read_range`], over what `resident_bytes` holds.
+/// As [`read_range`], into `bytes`, replacing its content.
 pub fn read_into(
     path: &Path,
     file: &File,
@@ -319,7 +318,7 @@ mod tests {
         )
     }
 
-    /// The first byte of every row by one look from the beginning, and whether the text ends inside quotes.
+    /// Offset of every row from one sequential scan, and whether the text ends inside quotes.
     fn starts(text: &[u8]) -> (Vec<u64>, bool) {
         let mut breaks = RowEnds::new(text, false, COMMA);
         let (mut starts, mut start) = (Vec::new(), 0);
@@ -333,7 +332,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the text is cut into chunks, the same rows are found, and a quote that never ends is told.
+        /// The chunk size changes neither the rows found nor the detection of an unterminated quote.
         #[test]
         fn chunks_do_not_matter(text in "[a\",\n ]{0,80}", size in 1u64..30) {
             let (expected, unended) = starts(text.as_bytes());

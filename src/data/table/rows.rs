@@ -1,4 +1,4 @@
-//! The rows of a text file read forward, whatever its packing, in memory bounded by the longest row.
+//! Reads the rows of a text file sequentially, with any compression, in memory bounded by the longest row.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -7,25 +7,25 @@ use super::dialect::{Dialect, MAX_ROW_BYTES, RowEnds, RowFields};
 use crate::data::DataError;
 use crate::data::files::{self, read_error};
 
-/// Bytes read at once.
+/// Bytes per read.
 const READ_BYTES: usize = 256 << 10;
 
-/// A file of rows that is being read.
+/// Reads rows from a file.
 pub struct RowReader {
     file: PathBuf,
     body: Box<dyn Read + Send>,
     dialect: Dialect,
     buffer: Vec<u8>,
-    /// Where in `buffer` the next line begins.
+    /// Offset of the next line in `buffer`.
     position: usize,
     eof: bool,
-    /// Bytes of the unpacked file before `position`, and line breaks among them.
+    /// Bytes of the uncompressed file before `position`, and line breaks among them.
     pub offset: u64,
     line_breaks: u64,
 }
 
 impl RowReader {
-    /// Opens `file` at its first row, behind the lines to be skipped.
+    /// Opens `file` at its first row, after the skipped lines.
     pub fn open(file: &Path, dialect: Dialect) -> Result<Self, DataError> {
         let body = files::open(file)?;
         let buffer = Vec::new();
@@ -58,7 +58,7 @@ impl RowReader {
         Ok(reader)
     }
 
-    /// The next row with its line break, and the number of its first line, from 1. Blank lines are passed over.
+    /// The next row with its line break, and the number of its first line, from 1. Skips blank lines.
     pub fn next(&mut self) -> Result<Option<(u64, &[u8])>, DataError> {
         loop {
             let delimiter = self.dialect.delimiter;
@@ -83,8 +83,8 @@ impl RowReader {
         }
     }
 
-    /// The names of the columns: the first row where the dialect has a header; otherwise their numbers, from 0,
-    /// and the row stays to be read. A column without a name is called by its number too.
+    /// Column names: the first row if the dialect has a header; otherwise the column numbers from 0, and the row is not
+    /// consumed. A column without a name is called by its number too.
     pub fn read_names(&mut self) -> Result<Vec<String>, DataError> {
         let (header, delimiter) = (self.dialect.header, self.dialect.delimiter);
         let file = self.file.clone();
@@ -101,7 +101,7 @@ impl RowReader {
         };
         let (names, length) = ((0..fields.len()).map(name).collect(), row.len());
         if !header {
-            // The row that was given last still lies in the buffer, right before `position`.
+            // The last row is still in the buffer, right before `position`, so it can be put back.
             self.position -= length;
             self.offset -= length as u64;
             self.line_breaks = line - 1;
@@ -116,8 +116,8 @@ impl RowReader {
         self.offset += length as u64;
     }
 
-    /// How long what `end` finds in the bytes from `position` is, reading on until it finds something; all that is
-    /// left where it never does.
+    /// Returns the length that `end` finds in the bytes from `position`, reading more until it finds one; at the end of
+    /// the file, all remaining bytes.
     fn find_end(&mut self, end: impl Fn(&[u8]) -> Option<usize>) -> Result<usize, DataError> {
         loop {
             if let Some(length) = end(&self.buffer[self.position..]) {
@@ -134,7 +134,8 @@ impl RowReader {
         }
     }
 
-    /// Reads on: a piece, or as much as is held already, so that a long row is looked at a few times only.
+    /// Reads more: `READ_BYTES`, or as much as is buffered already. Doubling keeps the rescans of a long row linear in
+    /// its length.
     fn fill(&mut self) -> Result<(), DataError> {
         self.buffer.drain(..std::mem::take(&mut self.position));
         let more = self.buffer.len().max(READ_BYTES) as u64;

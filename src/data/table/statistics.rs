@@ -1,8 +1,8 @@
-//! What the training rows have in each column, found in one pass by threads side by side: the mean and the
-//! deviation of numbers, the different values of categories.
+//! Column statistics of the training rows in one parallel pass: mean and standard deviation of numbers, distinct values
+//! of categories.
 //!
-//! The parts that threads take are fixed by the files and put together in their order, so that every sum is
-//! taken the same way whatever the number of threads.
+//! The files alone determine the partitions, and they are merged in order, so the result is bit-identical for any
+//! number of threads.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -17,18 +17,18 @@ use super::{RowCells, TableReader, TableSettings};
 use crate::data::split::SplitPlan;
 use crate::data::{DataError, ProgressObserver};
 
-/// Columns of all parts that are gone through at a time, at most: 56 bytes each.
+/// Maximum columns, over all partitions, that are scanned at a time: 56 bytes each.
 const MAX_BATCH_COLUMNS: usize = 1 << 19;
 
-/// The longest name of a category, in bytes.
+/// Maximum bytes of a category name.
 const MAX_CATEGORY_BYTES: usize = 256;
 
-/// Of the columns used, in their order.
+/// Statistics of the columns in use, in order.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TableStatistics {
-    /// Rows that were counted.
+    /// Rows counted.
     pub rows: u64,
-    /// Rows that were left out because they cannot be used.
+    /// Unusable rows that were skipped.
     pub skipped_rows: u64,
     pub columns: Vec<ColumnStatistics>,
 }
@@ -39,17 +39,17 @@ pub enum ColumnStatistics {
     Category(CategoryCounts),
 }
 
-/// Of numbers that were not kept.
+/// Running mean and variance; the numbers are not kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Moments {
     pub count: u64,
     pub missing: u64,
     pub mean: f64,
-    /// The sum of the squared distances from the mean.
+    /// Sum of squared deviations from the mean.
     m2: f64,
 }
 
-/// How often each value came.
+/// Number of occurrences per value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CategoryCounts {
     pub missing: u64,
@@ -57,7 +57,7 @@ pub struct CategoryCounts {
 }
 
 impl Moments {
-    /// Takes one number in, after Welford.
+    /// Adds one number (Welford's algorithm).
     fn push(&mut self, x: f64) {
         self.count += 1;
         let before = x - self.mean;
@@ -65,7 +65,7 @@ impl Moments {
         self.m2 += before * (x - self.mean);
     }
 
-    /// Takes in what another part saw, after Chan.
+    /// Adds the moments of another partition (Chan's algorithm).
     fn merge(&mut self, other: &Self) {
         self.missing += other.missing;
         if other.count == 0 {
@@ -78,31 +78,31 @@ impl Moments {
         self.m2 += other.m2 + delta * delta * a * b / (a + b);
     }
 
-    /// The deviation of the numbers themselves, as `StandardScaler` takes it: 0 where they are all one.
+    /// Population standard deviation, as in scikit-learn's `StandardScaler`; 0 if all values are equal.
     pub fn std(&self) -> f64 {
         (self.m2 / self.count.max(1) as f64).sqrt()
     }
 }
 
-/// What a pass needs to know beside the rows.
+/// What a pass needs besides the rows.
 pub struct StatisticsPass<'a> {
     pub file: &'a Path,
     pub columns: &'a [Column],
     pub parser: &'a CellParser,
     pub settings: &'a TableSettings,
-    /// Which rows are trained on; all where absent.
+    /// Which rows are for training; all if `None`.
     pub split_plan: Option<SplitPlan>,
     pub observer: &'a dyn ProgressObserver,
 }
 
 impl StatisticsPass<'_> {
-    /// Goes through the training rows of `reader`. A row that cannot be used ends it, or is left out where the
-    /// settings say so.
+    /// Scans the training rows of `reader`. An unusable row is an error, or is skipped if the settings say so.
     pub fn run(&self, reader: &dyn TableReader) -> Result<TableStatistics, DataError> {
         let (parts, all) = (reader.partitions(), reader.bytes());
         let (done, activity) = (AtomicU64::new(0), format!("statistics of {}", self.file.display()));
         let mut total = self.empty();
-        // A batch of parts at a time, so that what threads found does not pile up; of many columns fewer parts.
+        // Scan a batch of partitions at a time, so that results do not pile up in memory; a wide table gets smaller
+        // batches.
         let threads = rayon::current_num_threads();
         let most = (MAX_BATCH_COLUMNS / self.columns.len().max(1)).clamp(threads, 16 * threads);
         for batch in (0..parts).collect::<Vec<_>>().chunks(most) {
@@ -134,7 +134,7 @@ impl StatisticsPass<'_> {
 
     fn scan_partition(&self, reader: &dyn TableReader, part: usize) -> Result<TableStatistics, DataError> {
         let mut found = self.empty();
-        // Numbers need no map, and there may be a great many of them.
+        // Numeric columns need no map, and there may be very many of them.
         let categories = self.columns.iter().rposition(|column| column.kind == ColumnKind::Category);
         let mut counts: Vec<HashMap<String, u64>> =
             vec![HashMap::new(); categories.map_or(0, |last| last + 1)];
@@ -182,7 +182,7 @@ impl StatisticsPass<'_> {
         Ok(found)
     }
 
-    /// Whether every cell of a row is what its column wants; its numbers, NaN where one is missing.
+    /// Checks every cell of a row against its column and extracts the numbers; NaN for a missing one.
     fn check_row(&self, cells: &dyn RowCells, numbers: &mut [f64]) -> Result<(), DataError> {
         for (i, column) in self.columns.iter().enumerate() {
             let cell = cells.cell(i);
@@ -216,7 +216,7 @@ impl StatisticsPass<'_> {
                         return Err(self.too_many_categories(i));
                     }
                 }
-                _ => unreachable!("both were laid out by the same columns"),
+                _ => unreachable!("both have the same columns"),
             }
         }
         Ok(())
@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Parts put together in order give the mean and deviation of all numbers, to rounding.
+        /// Merged partitions give the mean and standard deviation of all numbers, up to rounding.
         #[test]
         fn parts_add_up(numbers in prop::collection::vec(-1e6..1e6f64, 1..60), cuts in prop::collection::vec(0usize..60, 0..4)) {
             let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(numbers.len())).chain([0, numbers.len()]).collect();

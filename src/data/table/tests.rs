@@ -1,4 +1,4 @@
-//! Tables from files to samples: what is read, and what is said of what cannot be.
+//! Tables from files to samples: values, and the error messages for bad input.
 
 mod parquet_files;
 
@@ -13,7 +13,7 @@ use super::*;
 use crate::data::cache::Cache;
 use crate::data::{BatchRow, DatasetContext, InputSpec, SampleKey, SliceMut, TargetSpec, published_dataset};
 
-/// A folder for files and for a cache.
+/// A folder for files and a cache.
 struct TableFixture(tempfile::TempDir);
 
 impl TableFixture {
@@ -42,7 +42,7 @@ impl TableFixture {
         open(&files, format, settings, &self.dataset_context())
     }
 
-    /// One file of text, measured on itself.
+    /// Opens one text file as both training and validation set.
     fn csv(
         &self,
         text: impl AsRef<[u8]>,
@@ -172,7 +172,7 @@ fn standardising_takes_the_training_rows_alone_and_is_cached() {
     let (input, value) = read(&a, 2).unwrap();
     assert_eq!(input, [(1.0 / scale) as f32, 0.0, 1.0, 0.0]);
     assert!((value[0] - (1.0 / scale) as f32).abs() < 1e-6);
-    // A category that no training row has is 0 everywhere, a constant column is only shifted.
+    // An unknown category is 0 everywhere; a constant column is only shifted.
     assert_eq!(read(&b, 0).unwrap(), (vec![(998.0 / scale) as f32, 1.0, 0.0, 0.0], vec![0.0]));
     let refused = TableSettings { on_unknown: UnknownPolicy::Error, ..settings.clone() };
     let error = read(&fixture.open(&train, &valid, format, &refused).unwrap().1, 0).unwrap_err();
@@ -232,7 +232,7 @@ fn missing_values_follow_the_stated_rule() {
         inputs(open(MissingPolicy::Zero, true).unwrap()),
         [[1.0, 0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0, 0.0], [3.0, 0.0, 0.0, 0.0, 1.0]]
     );
-    // Rows are left out where that is asked for: of the statistics here, by the loader later.
+    // Bad rows can be skipped: by the statistics here, by the loader later.
     let numeric = vec!["x".into()];
     let skip = TableSettings { skip_bad: true, standardise: true, numeric, ..target(&["y"]) };
     let set = fixture.csv("x,y\n1,0.5\nNA,0.5\n3,0.5\n1,2,3\nx1,0.5\n", Dialect::default(), &skip);
@@ -254,17 +254,17 @@ fn embedded_categories_are_places_behind_the_numbers() {
     };
     let inputs = |set: &DatasetRef| all(set).into_iter().map(|(input, _)| input).collect::<Vec<_>>();
     let (set, others) = open(UnknownPolicy::Zeros);
-    // Of `c`: a, b, missing. Of `d`, which always has a value in the training rows: u, v.
+    // Ids of `c`: a, b, missing. Ids of `d`, which has no missing value in the training rows: u, v.
     assert_eq!(set.features().input, InputSpec::Tabular { num_numeric: 1, cardinalities: vec![3, 2] });
     assert_eq!(set.input_names(), ["x", "c", "d"]);
     assert_eq!(inputs(&set), [[1.0, 1.0, 0.0], [2.0, 0.0, 1.0], [3.0, 2.0, 0.0]]);
-    // What no training row has is the place behind the others, in `d` a missing value too.
+    // An unknown category gets the id after the last one; in `d`, so does a missing value.
     assert_eq!(inputs(&others), [[4.0, 3.0, 2.0], [5.0, 0.0, 2.0], [6.0, 2.0, 1.0]]);
     assert_eq!(set.describe()[0].1, "category of 2 values, 1 missing, embedded");
     let (_, others) = open(UnknownPolicy::Error);
     let error = read(&others, 0).unwrap_err().to_string();
     assert!(error.contains("column `c`: `z` is not one of the 2 categories"), "{error}");
-    // Nothing to embed: numbers as ever.
+    // Without categories there is nothing to embed: plain numeric inputs.
     let numbers = TableSettings { embed: true, ..target(&["y"]) };
     let set = fixture.csv("x,y\n1,0.5\n2,0.5\n", Dialect::default(), &numbers).unwrap();
     assert_eq!(set.features().input, InputSpec::Floats { shape: vec![1] });
@@ -347,7 +347,7 @@ fn every_error_is_reported_with_its_location() {
     }
 }
 
-/// Fields written so that any reader gives them back.
+/// Quotes every field such that any reader returns it unchanged.
 fn written(rows: &[Vec<String>], crlf: bool) -> String {
     let field = |text: &String| match text.contains(['"', ',', '\n', '\r', ' ']) {
         true => format!("\"{}\"", text.replace('"', "\"\"")),
@@ -360,7 +360,7 @@ fn written(rows: &[Vec<String>], crlf: bool) -> String {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// Whatever a simple writer writes is read back, by index in any order, plain and compressed alike.
+    /// What a simple writer writes is read back, by index in any order, plain and compressed.
     #[test]
     fn what_was_written_is_read(
         rows in prop::collection::vec(("[a-c\", \n]{0,6}", -1000i32..1000), 1..40), crlf: bool, seed: u64,
@@ -378,7 +378,7 @@ proptest! {
             let set = fixture.csv(bytes, Dialect::default(), &settings).map_err(|e| TestCaseError::fail(e.to_string()))?;
             prop_assert_eq!(set.len(), rows.len() as u64);
             for i in 0..set.len() {
-                // Any order: a stride that is odd against the length, or nearly so.
+                // Visit indices with an odd stride.
                 let index = (i.wrapping_mul(seed | 1)) % set.len();
                 let (text, n) = &rows[index as usize];
                 let (input, _) = read(&set, index).map_err(|e| TestCaseError::fail(e.to_string()))?;
@@ -466,7 +466,7 @@ fn california_housing_as_published() {
     };
     let (train, valid) = one(&folder.join("housing.csv"), Dialect::default(), &settings);
     assert_eq!((train.len(), valid.len()), (15_480, 5_160));
-    // Eight numbers, five kinds of place by the ocean.
+    // Eight numbers, and five categories of ocean proximity.
     assert_eq!((shape(&train), train.features().target.clone()), (13, TargetSpec::Values { len: 1 }));
     let about =
         train.describe().into_iter().map(|(name, value)| format!("{name}: {value}")).collect::<Vec<_>>();
@@ -506,7 +506,7 @@ fn adult_as_published() {
         .unwrap();
     assert_eq!((train.len(), valid.len()), (32_561, 16_281));
     assert_eq!(classes(&train), ["<=50K", ">50K"]);
-    // Six numbers and the values of eight columns, three of which lack some.
+    // Six numbers, and the one-hot values of eight columns, three of which have missing values.
     assert_eq!(shape(&train), 6 + 8 + 16 + 7 + 14 + 6 + 5 + 2 + 41 + 3);
     let over: f32 = (0..valid.len()).map(|i| read(&valid, i).unwrap().1[0]).sum();
     assert_eq!(over, 3846.0);

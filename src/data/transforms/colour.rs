@@ -1,13 +1,13 @@
-//! Colour jitter: brightness, contrast, saturation and hue, changed by random amounts in a random order.
+//! Color jitter: random changes of brightness, contrast, saturation and hue, in random order.
 //!
-//! Works on values of 0 to 1, which stay there; the formulas are torchvision's, without its rounding to bytes
-//! after each.
+//! Operates on values of 0 to 1 and keeps them there. The formulas are torchvision's, without its rounding to bytes
+//! after each step.
 
 use super::uniform;
 use crate::random::CounterRng;
 
-/// How far each may go. The first three multiply by a factor within 1 - x (at least 0) and 1 + x; the hue turns
-/// by up to x of the circle either way. 0 leaves it as it is.
+/// Strength of each change. The first three multiply by a factor between max(0, 1 - x) and 1 + x; the hue shifts by up
+/// to x of a full turn in either direction. 0 disables a change.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ColorJitter {
     pub brightness: f64,
@@ -17,7 +17,7 @@ pub struct ColorJitter {
 }
 
 impl ColorJitter {
-    /// Changes a picture of `channels`, one or three.
+    /// Applies the jitter to an image of 1 or 3 `channels`.
     pub fn apply(&self, channels: usize, draws: &mut CounterRng, values: &mut [f32]) {
         let mut factor = |reach: f64| uniform(draws, [(1.0 - reach).max(0.0), 1.0 + reach]) as f32;
         let factors = [factor(self.brightness), factor(self.contrast), factor(self.saturation)];
@@ -38,7 +38,7 @@ impl ColorJitter {
     }
 }
 
-/// How bright a colour looks.
+/// Perceived brightness of a pixel.
 fn luma(pixel: &[f32]) -> f32 {
     match pixel {
         [r, g, b] => 0.2989 * r + 0.587 * g + 0.114 * b,
@@ -54,7 +54,7 @@ fn brightness(values: &mut [f32], factor: f32) {
     values.iter_mut().for_each(|v| *v = blend(*v, 0.0, factor));
 }
 
-/// Away from, or towards, the mean grey of the picture.
+/// Blends with the mean gray level of the image.
 fn contrast(values: &mut [f32], channels: usize, factor: f32) {
     let pixels = values.len() / channels;
     let sum: f64 = values.chunks_exact(channels).map(|pixel| luma(pixel) as f64).sum();
@@ -62,7 +62,7 @@ fn contrast(values: &mut [f32], channels: usize, factor: f32) {
     values.iter_mut().for_each(|v| *v = blend(*v, mean, factor));
 }
 
-/// Away from, or towards, the grey of each pixel.
+/// Blends each pixel with its own gray level.
 fn saturation(values: &mut [f32], factor: f32) {
     for pixel in values.as_chunks_mut::<3>().0 {
         let grey = luma(pixel);
@@ -70,7 +70,7 @@ fn saturation(values: &mut [f32], factor: f32) {
     }
 }
 
-/// Turns the colour wheel by `turn` of it, at the same saturation and value.
+/// Shifts the hue by `shift` of a full turn; saturation and value stay the same.
 fn hue(values: &mut [f32], shift: f32) {
     for pixel in values.as_chunks_mut::<3>().0 {
         let [h, s, v] = hsv_from_rgb(*pixel);
@@ -78,7 +78,7 @@ fn hue(values: &mut [f32], shift: f32) {
     }
 }
 
-/// Hue, saturation and value, all of 0 to 1.
+/// Hue, saturation and value, each of 0 to 1.
 fn hsv_from_rgb([r, g, b]: [f32; 3]) -> [f32; 3] {
     let (most, least) = (r.max(g).max(b), r.min(g).min(b));
     let spread = most - least;
@@ -96,7 +96,7 @@ fn hsv_from_rgb([r, g, b]: [f32; 3]) -> [f32; 3] {
 }
 
 fn rgb_from_hsv([h, s, v]: [f32; 3]) -> [f32; 3] {
-    // A channel is full for a third of the circle, absent for another, and changes in between.
+    // A channel is at its maximum for a third of the hue circle, at its minimum for another, and linear in between.
     let channel = |offset: f32| {
         let k = (offset + h * 6.0).rem_euclid(6.0);
         v - v * s * k.min(4.0 - k).clamp(0.0, 1.0)

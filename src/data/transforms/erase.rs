@@ -1,4 +1,4 @@
-//! Random erasing: a rectangle of the sample is blanked, so that no single part of it can be relied on.
+//! Random erasing: blanks a rectangle of the sample, so that the model cannot rely on any single region.
 
 use std::ops::Range;
 
@@ -6,8 +6,8 @@ use super::bernoulli;
 use super::geometry::random_rect;
 use crate::random::CounterRng;
 
-/// Blanks, at a `probability`, a rectangle of a share of the sample's area and of a width over height drawn between
-/// the ends given. Blank is what normalisation makes of the mean: 0.
+/// With `probability`, blanks a rectangle whose fraction of the area and whose aspect ratio (width / height) are drawn
+/// from the given ranges. Blank is 0, the normalized mean.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RandomErasing {
     pub probability: f64,
@@ -15,7 +15,7 @@ pub struct RandomErasing {
     pub ratio: [f64; 2],
 }
 
-/// Rectangles drawn until one lies within the sample; then it is left whole.
+/// Draws before giving up on a rectangle that fits; the sample then stays unchanged.
 const MAX_TRIES: usize = 10;
 
 impl RandomErasing {
@@ -49,7 +49,7 @@ mod tests {
             areas.push((rows.len() * columns.len()) as f64 / 4800.0);
         }
         let mean = areas.iter().sum::<f64>() / areas.len() as f64;
-        // Uniform between its ends but for the few that did not fit.
+        // Uniform over the range, except for the few rectangles that did not fit.
         assert!((mean - 0.17).abs() < 0.02, "{mean}");
         assert!(
             RandomErasing { probability: 0.0, ..erasing }

@@ -1,20 +1,20 @@
-//! Which part of a picture is taken and where it goes: arithmetic alone, no pixel is touched.
+//! Computes which region of an image is used and where it goes; touches no pixels.
 
 use super::uniform;
 use crate::random::CounterRng;
 
-/// How a picture of another shape becomes a sample of the declared one.
+/// How an image of another aspect ratio becomes a sample of the declared size.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ResizeMode {
-    /// The largest middle part of the sample's shape, its sides times `share`, resized.
+    /// The largest centered crop with the sample's aspect ratio, its sides multiplied by `fraction`, resized.
     CenterCrop { fraction: f64 },
-    /// The whole picture, resized to lie within the sample, in the middle of black.
+    /// The whole image, resized to fit into the sample and centered on black.
     Pad,
-    /// The whole picture, resized whatever its shape.
+    /// The whole image, resized without regard to its aspect ratio.
     Stretch,
 }
 
-/// A part of a picture: its first row and column, its height and width, in pixels and parts of them.
+/// A region of an image: first row and column, height and width, in fractional pixels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rect {
     pub top: f64,
@@ -23,7 +23,8 @@ pub struct Rect {
     pub width: f64,
 }
 
-/// `from` of a picture is resized to `to` (height, width) and put at `offset` (row, column) of the sample.
+/// The region `crop` of an image is resized to `size` (height, width) and placed at `offset` (row, column) of the
+/// sample.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CropAndResize {
     pub crop: Rect,
@@ -32,7 +33,7 @@ pub struct CropAndResize {
 }
 
 impl ResizeMode {
-    /// Of a picture of (height, width) `size` in a sample of `out`.
+    /// Placement of an image of (height, width) `size` in a sample of (height, width) `out`.
     pub fn crop_and_resize(&self, size: [usize; 2], out: [usize; 2]) -> CropAndResize {
         let [height, width] = size.map(|n| n as f64);
         let whole = Rect { top: 0.0, left: 0.0, height, width };
@@ -55,16 +56,16 @@ impl ResizeMode {
     }
 }
 
-/// A part of the picture of random area and shape, resized to the sample, as torchvision draws it.
+/// A crop of random area and aspect ratio, resized to the sample, as in torchvision.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RandomResizedCrop {
-    /// Smallest and largest share of the picture's area.
+    /// Minimum and maximum fraction of the image's area.
     pub scale: [f64; 2],
-    /// Smallest and largest width over height; drawn evenly in its logarithm.
+    /// Minimum and maximum aspect ratio (width / height); drawn uniformly in its logarithm.
     pub ratio: [f64; 2],
 }
 
-/// Draws of a shape that do not fit into the picture before something that does is taken.
+/// Draws of a crop that does not fit into the image before the fallback.
 const MAX_TRIES: usize = 10;
 
 impl RandomResizedCrop {
@@ -74,7 +75,7 @@ impl RandomResizedCrop {
                 return part;
             }
         }
-        // Nothing fitted: the largest middle part whose shape is allowed.
+        // Fallback: the largest centered crop with an allowed aspect ratio.
         let [height, width] = size.map(|n| n as f64);
         let ratio = (width / height).clamp(self.ratio[0], self.ratio[1]);
         let (h, w) = (height.min(width / ratio), width.min(height * ratio));
@@ -82,8 +83,8 @@ impl RandomResizedCrop {
     }
 }
 
-/// A part of whole pixels with a share of the area and a shape drawn between the ends given, anywhere in a
-/// picture of `size`; none where it does not fit.
+/// A random rectangle of whole pixels within an image of `size`, with a fraction of the area and an aspect ratio from
+/// the given ranges; `None` if the drawn one does not fit.
 pub fn random_rect(
     size: [usize; 2],
     area_fraction: [f64; 2],
@@ -102,18 +103,18 @@ pub fn random_rect(
     Some(Rect { top, left, height: height as f64, width: width as f64 })
 }
 
-/// What a row (column) of pixels and one of the sample share.
+/// Overlap of the image and the sample along one axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overlap {
-    /// The first in the picture.
+    /// First pixel in the image.
     pub source_start: usize,
-    /// The first in the sample.
+    /// First pixel in the sample.
     pub dest_start: usize,
     pub len: usize,
 }
 
 impl Overlap {
-    /// Of `len` pixels whose first is put at `offset` of `out`.
+    /// Overlap of `len` pixels, placed at offset `at`, with a sample of `out` pixels.
     pub fn new(at: isize, len: usize, out: usize) -> Self {
         let from = (-at).max(0) as usize;
         let to = at.max(0) as usize;
@@ -145,7 +146,7 @@ mod tests {
                 let within = |i: usize| placed.offset[i] >= 0 && placed.offset[i] as usize + placed.size[i] <= out[i];
                 prop_assert!(within(0) && within(1), "{fit:?} {placed:?}");
             }
-            // A crop keeps the sample's shape; padding fills one side.
+            // A crop has the sample's aspect ratio; padding fills one side.
             let cropped = ResizeMode::CenterCrop { fraction: share }.crop_and_resize(size, out).crop;
             let shape = out[1] as f64 / out[0] as f64;
             prop_assert!((cropped.width / cropped.height / shape - 1.0).abs() < 1e-6);
@@ -160,7 +161,7 @@ mod tests {
             let crop = RandomResizedCrop { scale: [low, 1.0], ratio: [0.75, 4.0 / 3.0] };
             let part = crop.draw(size, &mut RngKey::new(key, 0).rng());
             prop_assert!(inside(part, size), "{part:?}");
-            // Rounding to whole pixels moves either side by half a pixel.
+            // Rounding to whole pixels moves each side by up to half a pixel.
             let ratio = part.width / part.height;
             let slack = 1.0 / part.height.min(part.width) + 1e-9;
             prop_assert!(ratio > 0.75 * (1.0 - slack) && ratio < 4.0 / 3.0 * (1.0 + slack), "{part:?}");
@@ -180,7 +181,8 @@ mod tests {
 
     #[test]
     fn a_crop_is_resize_of_the_shorter_side_then_the_centre() {
-        // 375 x 500 to 256 on the shorter side is 256 x 341.3; its 224 x 224 centre is 328.125 pixels of it.
+        // 375 x 500 resized to 256 on the shorter side is 256 x 341.3; its 224 x 224 center covers 328.125 source
+        // pixels.
         let placed =
             ResizeMode::CenterCrop { fraction: 224.0 / 256.0 }.crop_and_resize([375, 500], [224, 224]);
         let side = 375.0 * 224.0 / 256.0;

@@ -1,7 +1,7 @@
-//! Mixup and cutmix: a sample blended with another one of the same set, and a target that is both their classes.
+//! Mixup and CutMix: blends a sample with another sample of the same dataset; the target holds both classes.
 //!
-//! The other sample is drawn by the key like everything else, so a sample is the same whichever batch it is in.
-//! It costs reading two samples for one.
+//! The sample key determines the partner like everything else, so a sample does not depend on the batch it is in. The
+//! cost is reading two samples for each one.
 
 use std::sync::Arc;
 
@@ -14,11 +14,11 @@ use crate::random::{CounterRng, RngKey, stream_id};
 /// How samples are blended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MixOptions {
-    /// Both parameters of the beta distribution of the share in mixup; 0 is without mixup.
+    /// Both parameters of the beta distribution of the mixup coefficient; 0 disables mixup.
     pub mixup: f64,
-    /// The same for cutmix. With both, each sample gets one of them, evenly.
+    /// The same for CutMix. If both are enabled, each sample gets one of them with equal probability.
     pub cutmix: f64,
-    /// Share of the samples that are blended at all.
+    /// Fraction of samples that are blended.
     pub probability: f64,
 }
 
@@ -30,7 +30,7 @@ impl MixOptions {
 
 const MIX: u64 = stream_id("augment.mix");
 
-/// A set whose samples are blended. Its targets are [`Target::MixedDataset`].
+/// A dataset with blended samples. Its targets are [`TargetSpec::MixedClass`].
 pub struct MixedDataset {
     inner: Arc<dyn Dataset>,
     options: MixOptions,
@@ -40,17 +40,17 @@ pub struct MixedDataset {
     pool: ScratchPool,
 }
 
-/// What a sample is blended with.
+/// How a sample is blended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Blend {
-    /// Every value, by this share of the sample itself.
+    /// Interpolate all values; the weight of the sample itself.
     Mixup(f32),
-    /// Rows and columns (first, end) of the other one are put over the sample.
+    /// Replace these rows and columns (start, end) by those of the partner.
     CutMix { rows: [usize; 2], columns: [usize; 2] },
 }
 
 impl MixedDataset {
-    /// Of a set of pictures with a class each, read by `readers` threads.
+    /// Wraps a dataset of images with one class each, read by `readers` threads.
     pub fn new(inner: Arc<dyn Dataset>, options: MixOptions, readers: usize) -> Result<Self, DataError> {
         let (InputSpec::Floats { shape }, TargetSpec::Class { names }) =
             (&inner.features().input, &inner.features().target)
@@ -63,7 +63,7 @@ impl MixedDataset {
             return Err(DataError::InvalidSetting { name: "augment.mixup", value: "used".into(), wanted });
         }
         let target = TargetSpec::MixedClass { names: names.clone() };
-        // What is blended is no byte any more.
+        // Blended values no longer fit the byte lookup table.
         let features = Features { target, pixel_lut: None, ..inner.features().clone() };
         let pool = ScratchPool::new(readers, 4 * features.input_len() as u64);
         Ok(Self { inner, options, features, shape, pool })
@@ -76,7 +76,7 @@ fn unsupported_error() -> DataError {
 }
 
 impl MixOptions {
-    /// The index of the other sample and how it is blended in, of a set of `len` samples of this size.
+    /// Draws the index of the partner, among `len` samples, and the blend for samples of (height, width) `size`.
     fn draw(&self, key: SampleKey, len: u64, size: [usize; 2]) -> Option<(u64, Blend)> {
         let mut draws = RngKey::new(key.seed, MIX).fold_in(key.epoch).fold_in(key.sample).rng();
         if !bernoulli(&mut draws, self.probability) {
@@ -98,7 +98,7 @@ impl MixOptions {
 }
 
 impl Blend {
-    /// Puts `other` into `values`, both (height, width, channels); gives the share of the sample that is left.
+    /// Blends `other` into `values`, both (height, width, channels); returns the fraction of the sample that remains.
     fn apply(self, [height, width, channels]: [usize; 3], values: &mut [f32], other: &[f32]) -> f32 {
         match self {
             Blend::Mixup(fraction) => {
@@ -147,7 +147,7 @@ impl Dataset for MixedDataset {
                 target.copy_from_slice(&[class, second, fraction.to_bits()]);
                 Ok(())
             }
-            // A bad record is told when it is its own turn; this one is whole.
+            // A bad partner is reported when it is read as a sample itself; this sample stays unblended.
             Err(error) if error.is_bad_record() => Ok(()),
             Err(error) => Err(error),
         }
@@ -170,14 +170,14 @@ impl Dataset for MixedDataset {
     }
 }
 
-/// A draw of the beta distribution with both parameters `a`, above 0.
+/// Draws from Beta(a, a); `a` must be positive.
 fn beta(draws: &mut CounterRng, a: f64) -> f64 {
     let (x, y) = (gamma(draws, a), gamma(draws, a));
-    // Both can be too small for a number where `a` is tiny: then the sample stays whole.
+    // For a tiny `a` both draws can underflow to 0: leave the sample unblended.
     if x + y > 0.0 { x / (x + y) } else { 1.0 }
 }
 
-/// A draw of the gamma distribution with shape `a` and scale 1, by rejection under a transformed normal.
+/// Draws from Gamma(a, 1) by rejection from a transformed normal distribution.
 fn gamma(draws: &mut CounterRng, a: f64) -> f64 {
     let uniform = |draws: &mut CounterRng| ((draws.bits() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
     if a < 1.0 {
@@ -189,7 +189,7 @@ fn gamma(draws: &mut CounterRng, a: f64) -> f64 {
         let (u, w) = (uniform(draws), uniform(draws));
         let normal = (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * w).cos();
         let v = (1.0 + c * normal).powi(3);
-        // At most one in twenty is thrown away, so that this ends.
+        // At most one draw in twenty is rejected, so the loop terminates.
         if v > 0.0 && uniform(draws).ln() < 0.5 * normal * normal + d * (1.0 - v + v.ln()) {
             return d * v;
         }

@@ -1,10 +1,10 @@
-//! A picture on its way to a sample: fitted to the declared size, augmented, normalised.
+//! Image preprocessing: resize to the declared size, augment, normalize.
 //!
-//! [`Pipeline`] is the one way from pixels, of whatever source, to the values of a sample. It takes (height,
-//! width, channels) bytes or floats of 0 to 1 and writes f32 in the same layout, or the bytes themselves where all it
-//! does is to move them ([`Pipeline::palette`]). What is drawn for a picture is
-//! a function of its [`SampleKey`] alone; a pipeline without augmentation, for what is measured on, draws nothing.
-//! [`mix`] blends whole samples and lies above it.
+//! [`Pipeline`] is the only path from pixels, of any source, to the values of a sample. It takes (height, width,
+//! channels) bytes, or floats of 0 to 1, and writes f32 in the same layout. If it only moves and resizes pixels, it can
+//! write the bytes themselves instead ([`Pipeline::palette`]), a quarter of the memory. Random choices for an image are
+//! a function of its [`SampleKey`] alone; a pipeline without augmentation, as for validation, makes none. [`mix`]
+//! blends whole samples on top of it.
 
 mod colour;
 mod erase;
@@ -25,7 +25,7 @@ use super::{DataError, PixelLut, SampleKey, SliceMut};
 use crate::random::{CounterRng, RngKey, stream_id};
 use geometry::Overlap;
 
-/// Pixels as they were decoded or drawn.
+/// Decoded or generated pixels.
 #[derive(Clone, Copy, Debug)]
 pub struct Image<'a> {
     pub height: usize,
@@ -36,12 +36,12 @@ pub struct Image<'a> {
 
 #[derive(Clone, Copy, Debug)]
 pub enum Pixels<'a> {
-    /// 0 to 255 stands for 0 to 1.
+    /// 0 to 255 maps to 0 to 1.
     Bytes(&'a [u8]),
     Floats(&'a [f32]),
 }
 
-/// `mean` is taken from every value of 0 to 1 and the rest divided by `std`; one number, or one a channel.
+/// Normalizes values of 0 to 1 to (x - `mean`) / `std`; one number, or one per channel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Normalise {
     pub mean: Vec<f32>,
@@ -54,30 +54,30 @@ impl Default for Normalise {
     }
 }
 
-/// What is drawn anew for every sample of every epoch. All of it is off by default.
+/// Random augmentation, drawn anew for every sample in every epoch. Everything is off by default.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Augmentation {
-    /// A part of the picture, drawn, in the place of the fitted picture.
+    /// Use a random crop instead of the resized image.
     pub resized_crop: Option<RandomResizedCrop>,
-    /// Pixels of black around the fitted picture, out of which its size is cut anywhere.
+    /// Pixels of black added around the resized image before a random crop of the sample's size.
     pub padding: usize,
-    /// Chances of a mirror image.
+    /// Probabilities of mirroring.
     pub horizontal_flip: f64,
     pub vertical_flip: f64,
     pub jitter: ColorJitter,
     pub erasing: Option<RandomErasing>,
 }
 
-/// How pictures become samples.
+/// Turns images into samples.
 #[derive(Clone, Debug)]
 pub struct Pipeline {
     height: usize,
     width: usize,
     channels: usize,
     resize_mode: ResizeMode,
-    /// Of every channel.
+    /// One value per channel.
     normalise: Normalise,
-    /// The normalised values of bytes.
+    /// Normalized value of each byte.
     palette: Arc<PixelLut>,
     augmentation: Option<Augmentation>,
 }
@@ -88,7 +88,7 @@ const COLOUR: u64 = stream_id("augment.colour");
 const ERASE: u64 = stream_id("augment.erase");
 
 impl Pipeline {
-    /// To samples of (`height`, `width`, `channels`) that are measured on: nothing is drawn.
+    /// A pipeline to samples of (`height`, `width`, `channels`) without augmentation, as for validation.
     pub fn new(
         [height, width, channels]: [usize; 3],
         resize_mode: ResizeMode,
@@ -121,7 +121,7 @@ impl Pipeline {
         })
     }
 
-    /// The same, for training.
+    /// Adds augmentation, for training.
     pub fn augmented(self, augmentation: Augmentation) -> Result<Self, DataError> {
         if self.channels == 1 && (augmentation.jitter.saturation > 0.0 || augmentation.jitter.hue > 0.0) {
             let (name, value) = ("saturation", "changed".into());
@@ -139,26 +139,26 @@ impl Pipeline {
         [self.height, self.width, self.channels]
     }
 
-    /// What bytes stand for, where a picture of bytes can stay bytes: its pixels are moved and resized, their values
-    /// not changed after that, and it has no more channels than colours and opacity.
+    /// Lookup table from bytes to values, if byte images can stay bytes: the pipeline moves and resizes pixels but does
+    /// not change their values afterwards, and there are at most 4 channels.
     pub fn palette(&self) -> Option<Arc<PixelLut>> {
         let moves = |a: &Augmentation| a.jitter == ColorJitter::default() && a.erasing.is_none();
         let stays = self.channels <= 4 && self.augmentation.as_ref().is_none_or(moves);
         stays.then(|| self.palette.clone())
     }
 
-    /// Whether a picture that has a sample's size already is only normalised.
+    /// Whether an image of the sample's size is only normalized.
     pub fn is_normalize_only(&self) -> bool {
         self.augmentation.is_none()
     }
 
-    /// Bytes of scratch that a picture of this size, of `bytes` bytes a value, needs at most.
+    /// Upper bound on the scratch bytes for an image of this size with `bytes` bytes per value.
     pub fn scratch_bytes(&self, height: usize, width: usize, bytes: usize) -> u64 {
         resample::scratch_bytes([height, width], [self.height, self.width], self.channels * bytes)
     }
 
-    /// Writes the sample that `image` makes under `key` over `into`: f32 values, or bytes where there is a
-    /// [palette](Self::palette) and the picture has bytes. An error says what cannot be done.
+    /// Writes the sample for `image` under `key` to `into`: f32 values, or bytes if there is a [lookup
+    /// table](Self::palette) and the image has bytes. An error states what cannot be done.
     pub fn apply(
         &self,
         image: Image<'_>,
@@ -214,7 +214,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Writes the values of a picture, normalised unless they are still to be coloured.
+    /// Writes the values of an image, normalized unless color jitter still follows.
     fn write_floats(&self, pixels: Pixels<'_>, moved: PixelPlacement, into: &mut [f32]) {
         let coloured =
             self.augmentation.as_ref().is_some_and(|augment| augment.jitter != ColorJitter::default());
@@ -237,7 +237,7 @@ impl Pipeline {
         }
     }
 
-    /// What is drawn for values in their places.
+    /// Augments the values in place: color jitter and erasing.
     fn augment_values(&self, augment: &Augmentation, draws: impl Fn(u64) -> CounterRng, into: &mut [f32]) {
         if augment.jitter != ColorJitter::default() {
             augment.jitter.apply(self.channels, &mut draws(COLOUR), into);
@@ -254,7 +254,7 @@ impl Pipeline {
         }
     }
 
-    /// Writes a row of pixels, mirrored or not, each value as `map_value` (its channel, itself).
+    /// Returns a function that writes a row of pixels, mirrored or not, as `map_value(channel, value)`.
     fn row_mapper<T: Copy, U>(
         &self,
         map_value: impl Fn(usize, T) -> U + Copy,
@@ -263,8 +263,8 @@ impl Pipeline {
         move |from, to, mirrored| map_row(from, to, channels, mirrored, map_value)
     }
 
-    /// Writes a picture to its place in the sample, row by row (mirrored or not) with `write_row`, and `black` (of a
-    /// channel) around it.
+    /// Copies an image to its place in the sample, row by row (mirrored or not) with `write_row`, and fills the rest
+    /// with `black(channel)`.
     fn blit<T, U>(
         &self,
         from: &[T],
@@ -303,8 +303,8 @@ impl Pipeline {
     }
 }
 
-/// Where a picture of (height, width) `size` goes: its first pixel to row and column `offset` of the sample, which is then
-/// mirrored where `flips` (vertical, horizontal) say so.
+/// Where an image of (height, width) `size` goes: its first pixel to row and column `offset` of the sample, which is
+/// then mirrored along the axes in `flips` (vertical, horizontal).
 #[derive(Clone, Copy)]
 struct PixelPlacement {
     size: [usize; 2],
@@ -312,7 +312,7 @@ struct PixelPlacement {
     flips: [bool; 2],
 }
 
-/// Writes a row of pixels, mirrored or not, each value as `map_value` (its channel, itself).
+/// Writes a row of pixels, mirrored or not, as `map_value(channel, value)`.
 #[inline(always)]
 fn map_row<T: Copy, U>(
     from: &[T],
@@ -333,7 +333,7 @@ fn map_row<T: Copy, U>(
             }
         }
     }
-    // The number of channels as a constant keeps the bounds and the tables out of the loop.
+    // A constant channel count lets the compiler hoist bounds checks and table lookups out of the loop.
     match (channels, mirrored) {
         (3, false) => map_pixels::<T, U, 3>(from.chunks_exact(3), to, map_value),
         (3, true) => map_pixels::<T, U, 3>(from.chunks_exact(3).rev(), to, map_value),
@@ -350,12 +350,12 @@ fn map_row<T: Copy, U>(
     }
 }
 
-/// Whether something of this chance happens; certain from 1 on, never at 0.
+/// True with this probability; always from 1 on, never at 0.
 fn bernoulli(draws: &mut CounterRng, probability: f64) -> bool {
     (draws.uniform(0.0, 1.0) as f64) < probability
 }
 
-/// Uniform between the ends of a range, in f64.
+/// Uniform in the given range, in f64.
 fn uniform(draws: &mut CounterRng, [low, high]: [f64; 2]) -> f64 {
     low + (high - low) * draws.uniform(0.0, 1.0) as f64
 }

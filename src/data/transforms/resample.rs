@@ -1,5 +1,4 @@
-//! Resizing by the triangle filter, widened where a picture becomes smaller: bilinear with antialiasing, as
-//! torchvision and Pillow do it.
+//! Resizes with a triangle filter that widens when downscaling: antialiased bilinear, as in torchvision and Pillow.
 
 use fast_image_resize::images::{TypedImage, TypedImageRef};
 use fast_image_resize::pixels::{F32, F32x3, U8, U8x3};
@@ -8,7 +7,7 @@ use fast_image_resize::{FilterType, PixelTrait, ResizeAlg, ResizeOptions, Resize
 use super::geometry::Rect;
 use super::{Image, Pixels, Scratch};
 
-/// `rect` of `image` as a picture of (height, width) `out_size`; the picture itself where it has this size already.
+/// Resizes `rect` of `image` to (height, width) `out_size`; returns the image itself if nothing changes.
 pub fn crop_and_resize<'a>(
     image: Image<'a>,
     rect: Rect,
@@ -54,8 +53,8 @@ pub fn crop_and_resize<'a>(
     Ok(Image { height, width, pixels })
 }
 
-/// Resizes (width, height) `source` to `target`. Of one pixel type at a time: a resizer that looks at the type as it
-/// runs is compiled for all there are.
+/// Resizes (width, height) `source` to `target`. Generic over the pixel type: a resizer that dispatches at run time
+/// would be compiled for all pixel types.
 fn resize<P: PixelTrait>(
     resizer: &mut Resizer,
     from: &[u8],
@@ -70,8 +69,8 @@ fn resize<P: PixelTrait>(
     resizer.resize_typed(&from, &mut into, options).map_err(|e| refused(&e))
 }
 
-/// Bytes of scratch for a picture of (height, width) `size`, resized to `out_size`, of `pixel` bytes a pixel: the
-/// result, and the rows resized in one direction only.
+/// Scratch bytes for resizing an image of (height, width) `size` to `to`, with `pixel` bytes per pixel: the result, and
+/// the intermediate image that is resized along one axis only.
 pub fn scratch_bytes(size: [usize; 2], to: [usize; 2], pixel: usize) -> u64 {
     let halfway = (size[0] * to[1]).max(to[0] * size[1]);
     ((to[0] * to[1] + halfway) * pixel) as u64
@@ -84,11 +83,11 @@ mod tests {
     use super::*;
     use crate::random::{RngKey, stream_id};
 
-    /// One value of a line resampled by the plain formula: weights fall off linearly from its centre.
+    /// One value of a resampled line by the plain formula: weights fall off linearly from its center.
     fn resample_line(line: &[f64], start: f64, len: f64, out: usize, i: usize) -> f64 {
         let scale = len / out as f64;
         let (centre, reach) = (start + (i as f64 + 0.5) * scale, scale.max(1.0));
-        // What lies beyond the part, but in the picture, is looked at.
+        // The filter also reads pixels outside of the crop but within the image.
         let first = (centre - reach).max(0.0).floor() as usize;
         let last = ((centre + reach).ceil() as usize).min(line.len());
         let weight = |x: usize| (1.0 - ((x as f64 + 0.5 - centre) / reach).abs()).max(0.0);
@@ -118,7 +117,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// Bytes are within rounding of the formula after each of the two passes, floats are the formula.
+        /// Bytes match the formula up to rounding after each of the two passes; floats match it within 1e-4.
         #[test]
         fn resizing_is_the_triangle_filter(
             size in [1usize..40, 1usize..40], to in [1usize..30, 1usize..30], grey: bool,

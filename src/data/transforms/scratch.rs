@@ -1,4 +1,4 @@
-//! Buffers that readers use again, bounded in bytes: a set at once by as many as read from it.
+//! Scratch buffers that reader threads reuse, bounded in bytes by the number of concurrent readers.
 
 use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
@@ -8,15 +8,15 @@ use fast_image_resize::Resizer;
 
 use crate::data::DataError;
 
-/// What reading a picture needs besides the sample. Contents are left over from the last use.
+/// Buffers for reading an image. Their content is left over from the last use.
 #[derive(Default)]
 pub struct Scratch {
-    /// A file's bytes.
+    /// The file.
     pub file: Vec<u8>,
-    /// Pixels as decoded, and as turned or converted.
+    /// Decoded pixels, and rotated or converted pixels.
     pub pixels: Vec<u8>,
     pub converted: Vec<u8>,
-    /// Pixels as drawn.
+    /// Generated pixels.
     pub floats: Vec<f32>,
     pub(super) resizer: Resizer,
     pub(super) resized: Vec<u8>,
@@ -31,28 +31,28 @@ impl Scratch {
     }
 }
 
-/// Pictures that need more than a reader's share: one at a time among all sets of a job, so that the memory of the
-/// largest is enough for all of them.
+/// Images that exceed the scratch size of a reader. All datasets of a job decode them one at a time, so that the memory
+/// of the largest one is enough for all of them.
 #[derive(Debug, Default)]
 pub struct LargeImages {
-    /// Held while such a picture is in memory.
+    /// Held while such an image is in memory.
     exclusive: Mutex<()>,
     largest: Mutex<Option<LargestImage>>,
 }
 
-/// The picture that takes the most memory.
+/// The image that takes the most memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LargestImage {
     pub path: PathBuf,
-    /// Bytes that decoding it takes in all.
+    /// Total bytes needed to decode it.
     pub bytes: u64,
-    /// Of them, those beyond a reader's share.
+    /// The part of `bytes` that exceeds the scratch size of a reader.
     pub extra_bytes: u64,
     pub pixels: u64,
 }
 
 impl LargeImages {
-    /// Notes a picture that will be read, before the memory is planned.
+    /// Registers an image that will be read; call before memory is planned.
     pub fn register(&self, found: LargestImage) {
         let mut largest = self.largest.lock().unwrap_or_else(PoisonError::into_inner);
         if largest.as_ref().is_none_or(|known| known.extra_bytes < found.extra_bytes) {
@@ -64,14 +64,14 @@ impl LargeImages {
         self.largest.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Bytes that large pictures take at once beside the shares of readers.
+    /// Bytes that large images take at once, on top of the readers' scratch.
     pub fn extra_bytes(&self) -> u64 {
         self.largest().map_or(0, |largest| largest.extra_bytes)
     }
 }
 
-/// Lends [`Scratch`]es. While no more than `readers` read at once, all of them take at most [`ScratchPool::extra_bytes`], but for one
-/// picture at a time that takes as much more as its [`LargeImages`] says.
+/// Lends [`Scratch`] buffers. With at most `readers` concurrent readers, all buffers take at most
+/// [`ScratchPool::bytes`], except for one image at a time that takes up to [`LargeImages::extra_bytes`] more.
 pub struct ScratchPool {
     readers: usize,
     bytes_per_reader: u64,
@@ -80,12 +80,12 @@ pub struct ScratchPool {
 }
 
 impl ScratchPool {
-    /// For `readers` threads with `bytes_per_reader` bytes.
+    /// A pool for `readers` threads of `bytes_per_reader` bytes each.
     pub fn new(readers: usize, bytes_per_reader: u64) -> Self {
         Self::with_large_images(readers, bytes_per_reader, Arc::default())
     }
 
-    /// As [`ScratchPool::new`], with pictures that need more than `bytes_per_reader`.
+    /// As [`ScratchPool::new`], for a dataset with images that exceed `bytes_per_reader`.
     pub fn with_large_images(readers: usize, bytes_per_reader: u64, large_images: Arc<LargeImages>) -> Self {
         Self { readers: readers.max(1), bytes_per_reader, idle: Mutex::default(), large_images }
     }
@@ -94,19 +94,19 @@ impl ScratchPool {
         self.readers as u64 * self.bytes_per_reader
     }
 
-    /// Buffers of an unknown size up to `bytes_per_reader` bytes.
+    /// Borrows buffers; they may grow to `bytes_per_reader` bytes in total.
     pub fn acquire(&self) -> ScratchGuard<'_> {
         let scratch = self.idle().pop().unwrap_or_default();
         ScratchGuard { pool: self, scratch, exclusive: None }
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<Scratch>> {
-        // Only a push and a pop happen under it: a poisoned list is still whole.
+        // Only a push and a pop happen under the lock, so a poisoned list is still consistent.
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A [`Scratch`] that goes back when dropped; one that grew beyond its share is freed instead.
+/// A borrowed [`Scratch`]; returned to the pool on drop, or freed if it grew beyond `bytes_per_reader`.
 pub struct ScratchGuard<'a> {
     pool: &'a ScratchPool,
     scratch: Scratch,
@@ -114,8 +114,8 @@ pub struct ScratchGuard<'a> {
 }
 
 impl ScratchGuard<'_> {
-    /// Before `extra_bytes` are used in all for `picture`: waits, where that is more than a share, until nobody else uses so
-    /// much. More than was planned for the largest picture is refused.
+    /// Call before using `bytes` bytes in total for an image. If that exceeds `bytes_per_reader`, waits until no other
+    /// thread decodes a large image. Refuses more than was planned for the largest image.
     pub fn reserve(&mut self, image_path: impl Fn() -> PathBuf, bytes: u64) -> Result<(), DataError> {
         if bytes <= self.pool.bytes_per_reader {
             return Ok(());
@@ -127,7 +127,7 @@ impl ScratchGuard<'_> {
         if self.exclusive.is_none() {
             self.exclusive =
                 Some(self.pool.large_images.exclusive.lock().unwrap_or_else(PoisonError::into_inner));
-            // Buffers of the usual size that wait are not needed by a picture that has its own.
+            // Free the regular buffers: a large image allocates its own.
             self.scratch = Scratch::default();
         }
         Ok(())
@@ -151,7 +151,7 @@ impl DerefMut for ScratchGuard<'_> {
 impl Drop for ScratchGuard<'_> {
     fn drop(&mut self) {
         let scratch = std::mem::take(&mut self.scratch);
-        // What is too large is freed before the next large picture may begin.
+        // Free large buffers before the next large image may start.
         if scratch.bytes() <= self.pool.bytes_per_reader {
             let mut idle = self.pool.idle();
             if idle.len() < self.pool.readers {

@@ -26,7 +26,7 @@ fn normalisation_is_by_channel_and_comes_last() {
     let normalise = Normalise { mean: vec![0.5, 0.0, 1.0], std: vec![0.25, 1.0, 2.0] };
     let pipeline = Pipeline::new([1, 2, 3], ResizeMode::Stretch, normalise).unwrap();
     assert_eq!(run(&pipeline, [1, 2], &[0, 0, 0, 255, 255, 255], key(0)), [-2.0, 0.0, -0.5, 2.0, 1.0, 0.0]);
-    // Jitter that can change nothing but takes the other way gives the same.
+    // Jitter that changes nothing, but takes the other code path, gives the same result.
     let jitter = ColorJitter { brightness: 1e-12, ..ColorJitter::default() };
     let coloured = pipeline.clone().augmented(Augmentation { jitter, ..Augmentation::default() }).unwrap();
     let bytes: Vec<u8> = (0..6).map(|i| i * 50).collect();
@@ -62,7 +62,7 @@ fn padding_shifts_and_leaves_black() {
     let mut seen = std::collections::BTreeSet::new();
     for sample in 0..400 {
         let out = run(&pipeline, size, &bytes, key(sample));
-        // Pixel (2, 1) is 10, unless it was cut away; the others lie around it or are black.
+        // Pixel (2, 1) is 10, unless it was cropped; the others keep their distance to it or are black.
         let Some(found) = out.iter().position(|v| *v == 10.0 / 255.0) else { continue };
         let (dy, dx) = ((found / 4) as isize - 2, (found % 4) as isize - 1);
         for y in 0..5isize {
@@ -75,7 +75,7 @@ fn padding_shifts_and_leaves_black() {
         }
         seen.insert((dy, dx));
     }
-    // Shifted by two to the left the pixel is cut away; all other shifts were met.
+    // A shift of two to the left crops the pixel; every other shift occurred.
     assert!(seen.len() == 20 && seen.iter().all(|(y, x)| y.abs() <= 2 && x.abs() <= 2), "{seen:?}");
 }
 
@@ -117,8 +117,8 @@ fn grey_images_have_no_hue() {
 }
 
 proptest! {
-    /// A picture that stays bytes is, by its palette, the one that is normalised at once; one whose values change
-    /// has no palette.
+    /// A sample kept as bytes equals, through its lookup table, the normalized one; a pipeline that changes values has
+    /// no lookup table.
     #[test]
     fn bytes_stand_for_the_same_values(
         size in [1usize..30, 1usize..30], out in [1usize..20, 1usize..20], grey: bool, crop: bool, padding in 0usize..3, flip in 0.0..1.0f64, sample: u64,
@@ -148,8 +148,8 @@ proptest! {
         prop_assert!(erased.palette().is_none());
     }
 
-    /// The same sample in the same epoch is the same picture, whatever was read with the buffers before; another
-    /// epoch is another one; values stay within what normalisation can give.
+    /// The same sample in the same epoch gives the same values, whatever the buffers held before; another epoch gives
+    /// other values; all values stay within the normalized range.
     #[test]
     fn a_sample_is_a_function_of_its_key(
         size in [1usize..30, 1usize..30], out in [1usize..20, 1usize..20], seed: u64, sample: u64, grey: bool,
@@ -180,7 +180,7 @@ proptest! {
         if size[0] * size[1] > 100 && out[0] * out[1] > 50 {
             prop_assert!((2..6).any(|epoch| run(&pipeline, size, &bytes, key(epoch)) != first));
         }
-        // What is measured on never changes.
+        // Validation samples never change.
         prop_assert_eq!(run(&valid_pipeline, size, &bytes, key(1)), run(&valid_pipeline, size, &bytes, key(2)));
     }
 }

@@ -1,4 +1,4 @@
-//! `[data.augment]`: what is drawn anew for each sample of each epoch.
+//! `[data.augment]`: random augmentations, drawn per sample and epoch.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

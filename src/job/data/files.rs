@@ -1,4 +1,4 @@
-//! Which files are trained and measured on; the same keys for every kind of data that lies in files.
+//! Training and validation files: the keys that every file-based source shares.
 
 use std::path::PathBuf;
 

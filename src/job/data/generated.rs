@@ -1,4 +1,4 @@
-//! Samples drawn by the program from the seed: nothing to download.
+//! Synthetic datasets, generated from the seed: nothing to download.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! Pictures in files.
+//! Image datasets in files.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! Text and tokens in files, for language models.
+//! Text and token files, for language models.
 
 use std::path::PathBuf;
 

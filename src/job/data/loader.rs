@@ -1,4 +1,4 @@
-//! How samples are brought to the model.
+//! Settings of the data loader.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! `[data]`: where samples come from, and how they are brought to the model.
+//! `[data]`: where samples come from, and how the loader delivers them.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! Tables in files.
+//! Tabular data in files.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

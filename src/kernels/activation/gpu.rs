@@ -1,4 +1,4 @@
-//! The body for cards.
+//! CUDA bindings of the element-wise activations.
 
 use std::ffi::{c_int, c_void};
 
@@ -17,9 +17,9 @@ pub(super) fn forward(device: &CudaDevice, x: &Tensor, act: Activation) -> Resul
 /// `y = act(x)`; `y` may be `x`.
 pub fn forward_into(device: &CudaDevice, x: &Tensor, y: &Tensor, act: Activation) -> Result<()> {
     if x.elem_count() != y.elem_count() {
-        candle_core::bail!("an activation of {:?} into {:?}", x.dims(), y.dims())
+        candle_core::bail!("activation: shapes differ: {:?} and {:?}", x.dims(), y.dims())
     }
-    // SAFETY: both are as large, and each value is read and written by one thread.
+    // SAFETY: both tensors have the same number of elements; one thread reads and writes each of them.
     check_status("activation_forward", unsafe {
         let len = x.elem_count() as i64;
         activation_forward(
@@ -36,9 +36,9 @@ pub fn forward_into(device: &CudaDevice, x: &Tensor, y: &Tensor, act: Activation
 /// `dx = dy act'(v)`; `dx` may be `dy`.
 pub fn backward(device: &CudaDevice, v: &Tensor, dy: &Tensor, dx: &Tensor, act: Activation) -> Result<()> {
     if v.elem_count() != dy.elem_count() {
-        candle_core::bail!("a gradient of {:?} at {:?}", dy.dims(), v.dims())
+        candle_core::bail!("activation backward: shapes differ: {:?} and {:?}", dy.dims(), v.dims())
     }
-    // SAFETY: all three are as large, and each value is read and written by one thread.
+    // SAFETY: all three tensors have the same number of elements; one thread reads and writes each of them.
     check_status("activation_backward", unsafe {
         activation_backward(
             dtype_code(dy.dtype())?,

@@ -1,4 +1,5 @@
-//! The body for cards: parameter by parameter, without waiting for the lengths of steps.
+//! Adafactor on a GPU, parameter by parameter. The norms that determine the step size stay on the device, so nothing
+//! synchronizes.
 
 use std::ffi::{c_int, c_void};
 
@@ -54,7 +55,8 @@ impl AdafactorKernel {
                 eps: self.eps,
                 clip: self.clip,
             };
-            // SAFETY: the parameter and its state lie within their buffers, and the sums have the room they need.
+            // SAFETY: the parameter and its state lie within their buffers, and the sums have the size that the kernel
+            // needs.
             check_status("adafactor_update", unsafe { adafactor_update(&args, stream(device)) })?;
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! The body for cards.
+//! 8-bit AdamW on a GPU.
 
 use std::ffi::{c_int, c_void};
 
@@ -54,7 +54,7 @@ impl AdamWKernel {
             inv_root: (1.0 / root) as f32,
             grad_scale: c.grad_scale as f32,
         };
-        // SAFETY: the lengths were compared above.
+        // SAFETY: the lengths were checked above.
         check_status("adamw8bit_update", unsafe { adamw8bit_update(&args, stream(device)) })
     }
 }

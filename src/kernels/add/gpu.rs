@@ -1,4 +1,4 @@
-//! The body for cards.
+//! CUDA binding of `add`.
 
 use std::ffi::{c_int, c_void};
 
@@ -17,9 +17,9 @@ pub(super) fn add_activation(
     act: Activation,
 ) -> Result<()> {
     if a.elem_count() != b.elem_count() {
-        candle_core::bail!("a sum of {:?} and {:?}", a.dims(), b.dims())
+        candle_core::bail!("add: shapes differ: {:?} and {:?}", a.dims(), b.dims())
     }
-    // SAFETY: all three are as large, and each value is read and written by one thread.
+    // SAFETY: all three tensors have the same number of elements; one thread reads and writes each of them.
     check_status("add_forward", unsafe {
         add_forward(
             dtype_code(a.dtype())?,

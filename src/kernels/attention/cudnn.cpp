@@ -1,5 +1,5 @@
-// cuDNN's fused attention over the packed projections, forward and backward, deterministic. A graph is built once
-// for each shape and kept. Sums of exponentials are kept as logarithms in f32, as our own kernel keeps them.
+// cuDNN's fused attention over packed projections, forward and backward, deterministic. A graph is built once per shape
+// and cached. The log-sum-exp of each row is stored in f32, as our own kernels store it.
 #include "cuda/with_cudnn.h"
 
 #ifdef TRAINER_CUDNN
@@ -26,7 +26,7 @@ struct AttentionDims {
     int64_t qkv_width() const { return int64_t(heads + 2 * kv_heads) * head_dim; }
 };
 
-// A (batch, heads, length, head) tensor inside rows of `width` values.
+// A (batch, heads, length, head_dim) view into rows of `width` values.
 Tensor qkv_view(fe::graph::Graph &graph, const AttentionDims &s, Name name, int heads, int64_t width) {
     return graph.tensor(fe::graph::Tensor_attributes()
                             .set_uid(name)
@@ -70,7 +70,8 @@ int build(const AttentionDims &s, bool backward, cudnnHandle_t handle, BuiltGrap
     return 0;
 }
 
-// The graph of these sizes; null and an error code where there is none. Under the lock.
+// Finds or builds the graph for these dimensions; returns an error code if cuDNN does not support them. The caller
+// holds the lock.
 int find_graph(const AttentionDims &s, bool backward, cudnnHandle_t handle, BuiltGraph *&found) {
     static std::map<Key, BuiltGraph> graphs;
     Key key{s.type, s.batch, s.length, s.heads, s.kv_heads, s.head_dim, s.causal, backward};
@@ -86,7 +87,7 @@ int find_graph(const AttentionDims &s, bool backward, cudnnHandle_t handle, Buil
 
 } // namespace
 
-// Bytes of the workspace these sizes need; an error code where cuDNN has no such attention.
+// Workspace in bytes for these dimensions; returns an error code if cuDNN does not support them.
 extern "C" int attention_cudnn_workspace(int type, int batch, int length, int heads, int kv_heads, int head_dim, int causal,
                                          float scale, int backward, cudaStream_t stream, int64_t *bytes) {
     std::lock_guard<std::mutex> guard(cudnn::lock());
@@ -127,7 +128,7 @@ extern "C" int attention_cudnn_backward(int type, int batch, int length, int hea
     return 0;
 }
 #else
-// Built without cuDNN's headers: our own kernel does all.
+// Built without cuDNN's headers: our own kernels handle every call.
 extern "C" int attention_cudnn_workspace(int, int, int, int, int, int, int, float, int, cudaStream_t, int64_t *) { return 1; }
 extern "C" int attention_cudnn_forward(int, int, int, int, int, int, int, float, char *, void *, void *, void *, cudaStream_t) {
     return 1;

@@ -1,4 +1,4 @@
-//! The sizes of an attention, and the bytes its passes take beside what they are given and give.
+//! The dimensions of an attention, and the workspace that its passes need besides their inputs and outputs.
 
 use candle_core::DType;
 
@@ -6,42 +6,42 @@ use super::{BACKWARD_BUFFERS, FORWARD_BUFFERS, KEY_TILE, QUERY_TILE};
 use crate::kernels::cpu;
 use crate::kernels::sample_keys::SampleKeys;
 
-/// Bytes within which cuDNN's backward pass may keep scores, which are quadratic in the length; queries and keys of
-/// its tile; and what each pass takes beside.
+/// Budget in bytes for the scores that cuDNN's backward pass stores, which are quadratic in the length; queries and
+/// keys of its tile; and the fixed workspace of each pass.
 const CUDNN_SCORE_BYTES: usize = 1 << 30;
 const CUDNN_TILE: (usize, usize) = (64, 128);
 const CUDNN_FIXED_BYTES: usize = 256;
 
-/// The sizes of an attention.
+/// The dimensions of an attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionDims {
-    /// Positions of a sample.
+    /// Positions per sample.
     pub length: usize,
     pub heads: usize,
-    /// Divides `heads`.
+    /// Must divide `heads`.
     pub kv_heads: usize,
-    /// Values of a head.
+    /// Values per head.
     pub head_dim: usize,
 }
 
 impl AttentionDims {
-    /// Values of a position of the input.
+    /// Values per position of the packed input.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Values of a position of the output.
+    /// Values per position of the output.
     pub fn width(&self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// Types of 16 bits, and heads that both cuDNN and our own tensor cores take.
+    /// Whether dtype and head size suit both cuDNN and our own tensor-core kernels.
     pub(super) fn fits_tensor_cores(&self, dtype: DType) -> bool {
         matches!(dtype, DType::BF16 | DType::F16) && self.head_dim.is_multiple_of(8) && self.head_dim <= 128
     }
 
-    /// Bytes of temporaries on a card: those of cuDNN, or a value a row for the backward pass of our own kernels, which
-    /// make all that is `dropout`.
+    /// Workspace in bytes on a GPU, forward and backward: cuDNN's own, or one value per row for the backward pass of
+    /// our kernels. Our kernels run everything that has dropout or padding.
     pub fn cuda_workspace(
         &self,
         dtype: DType,
@@ -50,12 +50,12 @@ impl AttentionDims {
         dropout: bool,
         padded: bool,
     ) -> (u64, u64) {
-        // The projections with their queries and keys turned, made anew in each pass.
+        // Each pass recomputes the projections with RoPE applied.
         let rotated =
             if rotary { cpu::size_in_bytes(dtype, batch * self.length * self.qkv_width()) } else { 0 };
-        // cuDNN's kernels take no lengths.
+        // The cuDNN path takes no lengths per sample.
         let cudnn = self.fits_tensor_cores(dtype) && !padded;
-        // An evaluation drops nothing, so that cuDNN makes it for a model with dropout too.
+        // Evaluation has no dropout, so cuDNN may run the forward pass of a model that trains with dropout.
         let forward = if cudnn { CUDNN_FIXED_BYTES } else { 0 };
         let backward = if cudnn && !dropout {
             self.samples_per_call(batch) * self.cudnn_backward_bytes() + CUDNN_FIXED_BYTES
@@ -66,8 +66,8 @@ impl AttentionDims {
         (rotated + forward as u64 + keys, rotated + backward as u64 + keys)
     }
 
-    /// Bytes that cuDNN's deterministic backward pass takes for a sample: the gradients of all scores of its heads in
-    /// whole tiles, a value a row, and where heads share keys the gradients of these and of the values for each.
+    /// Bytes that cuDNN's deterministic backward pass needs per sample: the gradients of all scores, padded to whole
+    /// tiles; one value per row; and with grouped-query attention, a key and a value gradient for every query head.
     fn cudnn_backward_bytes(&self) -> usize {
         let (rows, columns) =
             (self.length.next_multiple_of(CUDNN_TILE.0), self.length.next_multiple_of(CUDNN_TILE.1));
@@ -75,14 +75,14 @@ impl AttentionDims {
         self.heads * (2 * rows * columns + 4 * self.length + shared)
     }
 
-    /// Samples that cuDNN is given at once, so that no more scores than [`CUDNN_SCORE_BYTES`] are whole in memory.
+    /// Samples per cuDNN call, chosen so that the stored scores stay within [`CUDNN_SCORE_BYTES`].
     pub(super) fn samples_per_call(&self, batch: usize) -> usize {
         let max_samples = (CUDNN_SCORE_BYTES / self.cudnn_backward_bytes()).clamp(1, batch.max(1));
-        // As even as can be: a small rest would leave most of the card idle.
+        // Split evenly: a small last call would leave most of the GPU idle.
         batch.div_ceil(batch.div_ceil(max_samples).max(1))
     }
 
-    /// Bytes of temporaries of the forward and of the backward pass.
+    /// Workspace in bytes of the forward and the backward pass on the CPU.
     pub fn workspace(&self, dtype: DType, batch: usize, threads: usize) -> (u64, u64) {
         let workers = threads.min(batch * self.kv_heads) * cpu::acc_bytes(dtype);
         let of = |(sequences, tiles, scores, rows)| {
@@ -101,7 +101,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// (length, heads, kv_heads, head, samples) and the bytes that the cuDNN of PyTorch 2.11 asked for on an H200.
+    /// (length, heads, kv_heads, head_dim, samples) and the workspace that the cuDNN of PyTorch 2.11 requested on an
+    /// H200.
     #[test]
     fn workspace_matches_cudnn() {
         for (length, heads, kv_heads, head, batch, requested) in [

@@ -1,5 +1,5 @@
-//! The body for cards: cuDNN's fused attention where that is there and has it, which is never where weights are
-//! dropped, else tiles of our own.
+//! Attention on a GPU: cuDNN's fused kernel if it is available and supports the call, otherwise our own kernels. cuDNN
+//! is never used with dropout or padding.
 
 use std::ffi::{c_int, c_void};
 
@@ -12,10 +12,10 @@ use crate::kernels::cuda::{
 };
 use crate::kernels::sample_keys::{self, SampleKeys};
 
-/// Samples of a launch: a grid has no more blocks along its third side.
+/// Samples per launch: CUDA limits gridDim.z to this.
 const MAX_GRID_Z: usize = 65_535;
 
-/// The sizes as launchers take them.
+/// The dimensions that launchers take.
 #[repr(C)]
 struct AttentionFfiDims {
     dtype: c_int,
@@ -28,7 +28,7 @@ struct AttentionFfiDims {
     scale: f32,
 }
 
-/// What launchers of our own are told: `AttentionArgs` in `cuda/attention.cuh`.
+/// `AttentionArgs` in `cuda/attention.cuh`: the arguments of our own launchers.
 #[repr(C)]
 struct AttentionArgs {
     dims: AttentionFfiDims,
@@ -39,7 +39,7 @@ struct AttentionArgs {
 }
 
 impl AttentionKernel<'_> {
-    /// Whether cuDNN makes it: samples that are seen whole, and no weight of them dropped.
+    /// Whether cuDNN runs this call: no padding, no dropout, and a supported dtype and head size.
     fn uses_cudnn(&self, dtype: DType) -> bool {
         let plain = self.lengths.is_none() && self.dropout.is_none();
         plain && self.dims.fits_tensor_cores(dtype) && cuda::cudnn::version().is_some()
@@ -62,7 +62,7 @@ impl AttentionKernel<'_> {
         })
     }
 
-    /// The projections with their rotary positions turned.
+    /// The projections with RoPE applied.
     pub(super) fn apply_rotary_cuda(&self, device: &CudaDevice, qkv: &Tensor) -> Result<Tensor> {
         let Some(rotary) = self.rotary else { return Ok(qkv.clone()) };
         let rotated = uninit(device, qkv.dtype(), qkv.shape())?;
@@ -70,7 +70,8 @@ impl AttentionKernel<'_> {
         Ok(rotated)
     }
 
-    /// A gradient with respect to what [`apply_rotary_cuda`](Self::turned_card) gave, as one with respect to what it was given.
+    /// Turns the gradient of the output of [`apply_rotary_cuda`](Self::apply_rotary_cuda) into that of its input, in
+    /// place.
     pub(super) fn rotary_backward_cuda(&self, device: &CudaDevice, dx: Tensor) -> Result<Tensor> {
         if let Some(rotary) = self.rotary {
             rotary.rotate_cuda(device, &dx, &dx, (self.dims.heads, self.dims.kv_heads), true)?;
@@ -78,7 +79,7 @@ impl AttentionKernel<'_> {
         Ok(dx)
     }
 
-    /// As `forward`, of projections whose rotary positions are turned already.
+    /// Like `forward`, for projections that are already rotated.
     pub(super) fn forward_cuda(&self, device: &CudaDevice, qkv: &Tensor) -> Result<(Tensor, Tensor)> {
         let (batch, s) = (qkv.dim(0)?, &self.dims);
         let y = uninit(device, qkv.dtype(), (batch, s.length, s.width()))?;
@@ -89,7 +90,8 @@ impl AttentionKernel<'_> {
             let AttentionFfiDims { dtype, batch, length, heads, kv_heads, head_dim, causal, scale } =
                 self.ffi_dims(qkv)?;
             let work = scratch(device, self.cudnn_workspace_bytes(device, qkv, false)?)?;
-            // SAFETY: the tensors have the shapes that the sizes say, and the workspace the bytes asked for.
+            // SAFETY: the tensors have the shapes given by the dimensions, and the workspace has the size that cuDNN
+            // requested.
             check_status("attention_cudnn_forward", unsafe {
                 let work = pointer(&work)?;
                 attention_cudnn_forward(
@@ -102,13 +104,13 @@ impl AttentionKernel<'_> {
         let tensor_cores = self.dropout.is_some() && self.dims.fits_tensor_cores(qkv.dtype());
         let forward = if tensor_cores { attention_tensor_core_forward } else { attention_forward };
         self.launch_chunked(device, [qkv, &y, &logsumexp], |call, [qkv, y, sums]| {
-            // SAFETY: the tensors have the shapes that the sizes say; there is a length and a key a sample.
+            // SAFETY: the tensors have the shapes given by the dimensions; lengths and keys hold one entry per sample.
             check_status("attention_forward", unsafe { forward(call, qkv, y, sums, stream(device)) })
         })?;
         Ok((y, logsumexp))
     }
 
-    /// As `backward`, with respect to projections whose rotary positions are turned already.
+    /// Like `backward`, with respect to projections that are already rotated.
     pub(super) fn backward_cuda(
         &self,
         device: &CudaDevice,
@@ -130,9 +132,9 @@ impl AttentionKernel<'_> {
             [qkv, y, logsumexp, dy, &delta, &dx],
             |call, [qkv, y, logsumexp, dy, delta, dx]| {
                 let stream = stream(device);
-                // SAFETY: as above.
+                // SAFETY: as in `forward_cuda`.
                 check_status("attention_delta", unsafe { attention_delta(call, y, dy, delta, stream) })?;
-                // SAFETY: as above.
+                // SAFETY: as in `forward_cuda`.
                 check_status("attention_backward", unsafe {
                     backward(call, qkv, logsumexp, dy, delta, dx, stream)
                 })
@@ -141,7 +143,7 @@ impl AttentionKernel<'_> {
         Ok(dx)
     }
 
-    /// Calls `launch` with where the samples of each tensor lie, with as many as a launch takes.
+    /// Calls `launch` for at most [`MAX_GRID_Z`] samples at a time, with pointers to their part of each tensor.
     fn launch_chunked<const N: usize>(
         &self,
         device: &CudaDevice,
@@ -169,7 +171,7 @@ impl AttentionKernel<'_> {
         Ok(())
     }
 
-    /// A few samples at a time: cuDNN's deterministic backward pass keeps the scores' gradients of all it is given.
+    /// Runs a few samples per call: cuDNN's deterministic backward pass stores the score gradients of all its samples.
     fn backward_cudnn(&self, device: &CudaDevice, tensors: [&Tensor; 5]) -> Result<()> {
         let batch = tensors[0].dim(0)?;
         let chunk = self.dims.samples_per_call(batch);
@@ -182,7 +184,8 @@ impl AttentionKernel<'_> {
             let (to, work, stream) = (pointer(&dx)?, pointer(&work)?, stream(device));
             let AttentionFfiDims { dtype, batch, length, heads, kv_heads, head_dim, causal, scale } =
                 self.ffi_dims(&qkv)?;
-            // SAFETY: the tensors have the shapes that the sizes say, and the workspace the bytes asked for.
+            // SAFETY: the tensors have the shapes given by the dimensions, and the workspace has the size that cuDNN
+            // requested.
             check_status("attention_cudnn_backward", unsafe {
                 attention_cudnn_backward(
                     dtype, batch, length, heads, kv_heads, head_dim, causal, scale, from, y, lse_ptr, dy, to,
@@ -193,12 +196,12 @@ impl AttentionKernel<'_> {
         Ok(())
     }
 
-    /// Bytes of the workspace cuDNN asks for.
+    /// Workspace in bytes that cuDNN requests.
     fn cudnn_workspace_bytes(&self, device: &CudaDevice, qkv: &Tensor, backward: bool) -> Result<usize> {
         let AttentionFfiDims { dtype, batch, length, heads, kv_heads, head_dim, causal, scale } =
             self.ffi_dims(qkv)?;
         let mut bytes = 0i64;
-        // SAFETY: the sizes are plain numbers, and `bytes` outlives the call.
+        // SAFETY: the dimensions are plain numbers, and `bytes` outlives the call.
         check_status("attention_cudnn_workspace", unsafe {
             let (backward, stream) = (backward as c_int, stream(device));
             attention_cudnn_workspace(
@@ -208,7 +211,7 @@ impl AttentionKernel<'_> {
         Ok(bytes.max(1) as usize)
     }
 
-    /// The lengths on the device: those that were staged with the samples, or uploaded now.
+    /// The lengths on the device: a view of the uploaded sample info, or else uploaded now.
     fn device_lengths(&self, device: &CudaDevice, samples: usize) -> Result<Option<Tensor>> {
         let Some(lengths) = self.lengths else { return Ok(None) };
         match self.sample_info {

@@ -1,9 +1,10 @@
-// Attention whose weights are dropped, in types of 16 bits: products on tensor cores, scores in registers.
+// Attention with dropout in 16-bit types: MMA on tensor cores, scores in registers.
 //
-// A block is a tile of 64 queries, or keys, of a head of a sample; each of its four warps has 16 of them, as the rows
-// of its products, and meets the others STEP at a time. What it meets waits in shared memory, the next while these are
-// worked on. Rows stand so that a thread holds two neighbouring ones and of each two neighbouring columns: a square
-// of the mask. Every sum is made by one thread, or four in one order: no timing changes a bit.
+// A block handles a tile of 64 queries (or keys) of one head of one sample. Each of its four warps owns 16 of them as
+// the rows of its MMAs and iterates over the other side STEP at a time. Those rows are double-buffered in shared
+// memory, so the next copy overlaps the current MMAs. Rows are permuted so that a thread holds two adjacent rows and in
+// each two adjacent columns: one square of the dropout mask. One thread, or four in a fixed order, compute every sum,
+// so the results are deterministic.
 #include <type_traits>
 
 #include "cuda/attention.cuh"
@@ -14,7 +15,7 @@ namespace {
 constexpr int WARPS = 4, THREADS = WARPS * WARP, TILE = WARPS * 16;
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Where a thread stands: its rows are `2 row` and `2 row + 1` of its warp's, its columns `column` and the next of
+// Position of a thread: it holds rows `2 row` and `2 row + 1` of its warp, and columns `column` and `column + 1` of
 // every eight.
 struct Lane {
     int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
@@ -26,7 +27,7 @@ template <class T> __device__ __forceinline__ uint32_t pack_pair(float a, float 
     return *reinterpret_cast<uint32_t *>(both);
 }
 
-// c += a b, of (16, 16) and (16, 8).
+// c += a b, with a (16, 16) and b (16, 8).
 template <class T> __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<T, bf16>)
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -40,7 +41,7 @@ template <class T> __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], c
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// Four (8, 8) matrices, a row's address by each thread; `turned` gives them transposed.
+// Loads four (8, 8) matrices; each thread passes the address of one row. `transposed` loads their transposes.
 template <bool transposed> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&m)[4], const void *row) {
     if constexpr (transposed)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -52,10 +53,10 @@ template <bool transposed> __device__ __forceinline__ void ldmatrix_x4(uint32_t 
                      : "r"(shared_address(row)));
 }
 
-// Rows of shared memory stand 16 bytes further than they are long, so that eight of them share no bank.
+// The row stride in shared memory is 16 bytes longer than the row, so that eight rows do not conflict on banks.
 template <int HEAD> constexpr int STRIDE = HEAD + 8;
 
-// Starts to copy ROWS rows from `first` on; zeros from row `limit` and column `head` on.
+// Starts an asynchronous copy of ROWS rows from `first` on; zeros from row `limit` and from column `head` on.
 template <int ROWS, int HEAD, class T>
 __device__ __forceinline__ void cp_async_rows(T *to, const T *from, int64_t width, int first, int limit, int head) {
     constexpr int PACKS = HEAD / 8;
@@ -69,13 +70,13 @@ __device__ __forceinline__ void cp_async_rows(T *to, const T *from, int64_t widt
     }
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
-// Waits for all but the last `N` groups of copies, and for all threads.
+// Waits for all but the last `N` copy groups, then for all threads.
 template <int N> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N));
     __syncthreads();
 }
 
-// A warp's 16 rows as left operands, from global memory.
+// The 16 rows of a warp as A fragments, loaded from global memory.
 template <int HEAD> using RowFragments = uint32_t[HEAD / 16][4];
 template <int HEAD, class T>
 __device__ __forceinline__ void load_row_fragments(RowFragments<HEAD> &a, const T *from, int64_t width, int first, int limit, int head, Lane lane) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void load_row_fragments(RowFragments<HEAD> &a, const 
         }
 }
 
-// s = a b^T with the STEP rows of b.
+// s = a b^T, with the STEP rows of b.
 template <class T, int STEP, int HEAD>
 __device__ __forceinline__ void scores(float (&s)[STEP / 8][4], const RowFragments<HEAD> &a, const T *b) {
     int lane = threadIdx.x % WARP;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void write(T *to, const float (&o)[HEAD / 8][4], int6
     }
 }
 
-// Over the four threads of a row.
+// Reductions over the four threads of a row.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
@@ -152,7 +153,7 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-// Sets what is not seen to -infinity; `first` is the thread's first query.
+// Sets masked scores to -infinity; `first` is the thread's first query.
 template <int STEP> __device__ __forceinline__ void apply_mask(float (&s)[STEP / 8][4], const AttentionDims &sizes, int first, int from, int keys) {
 #pragma unroll
     for (int j = 0; j < STEP / 8; j++)
@@ -165,8 +166,8 @@ template <class T, int STEP, int HEAD>
 __global__ void __launch_bounds__(THREADS) forward(AttentionDims s, DropoutMask masks, const T *qkv, T *y, float *logsumexp) {
     extern __shared__ __align__(16) unsigned char bytes[];
     constexpr int PART = STEP * STRIDE<HEAD>;
-    T *smem_tiles = (T *)bytes; // keys and values, twice
-    // The last tiles of a causal attention see most: they begin first.
+    T *smem_tiles = (T *)bytes; // keys and values, double-buffered
+    // With a causal mask the last tiles have the most work: start them first.
     int first = (gridDim.x - 1 - blockIdx.x) * TILE, h = blockIdx.y, sample = blockIdx.z;
     int kv_head = h / (s.heads / s.kv_heads), keys = s.keys(sample);
     int limit = s.visible_keys(sample, first + TILE);
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(THREADS) forward(AttentionDims s, DropoutMask 
 #pragma unroll
             for (int j = 0; j < STEP / 8; j++) new_max = fmaxf(new_max, fmaxf(p[j][2 * r], p[j][2 * r + 1]));
             new_max = row_max(new_max);
-            // A row that sees nothing yet keeps its zeros.
+            // A row with no visible key so far keeps its zeros.
             float shift = new_max == -INFINITY ? 0 : new_max * scale_log2, rescale = exp2f(max_score[r] * scale_log2 - shift), sum = 0;
             max_score[r] = new_max;
 #pragma unroll
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(THREADS) forward(AttentionDims s, DropoutMask 
                 if (!mask.keeps(square, c)) p[j][c] = 0;
         }
         accumulate_product<T, STEP, HEAD>(o, p, v);
-        __syncthreads(); // the copies after the next go where these were
+        __syncthreads(); // the next prefetch overwrites these tiles
     }
     float scale[2];
 #pragma unroll
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__(THREADS) backward_dq(AttentionDims s, DropoutM
     write<HEAD>(dx + at * width + h * s.head, dq, width, first, s.length, s.head, s.scale, s.scale, lane);
 }
 
-// The rows are keys here, and what they meet are queries with their gradients, sums and `along`.
+// Here the rows are keys. The block iterates over queries with their gradients, log-sum-exp and `delta`.
 template <class T, int STEP, int HEAD>
 __global__ void __launch_bounds__(THREADS) backward_dkv(AttentionDims s, DropoutMask masks, const T *qkv, const T *dy,
                                                            const float *logsumexp, const float *delta, T *dx) {
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(THREADS) backward_dkv(AttentionDims s, Dropout
     int64_t width = s.qkv_width(), at = int64_t(sample) * s.length;
     const T *base = qkv + at * width;
     int k_column = (s.heads + kv_head) * s.head, v_column = k_column + s.kv_heads * s.head;
-    // Steps of one head, one after the other through all heads that share these keys.
+    // Walks all query heads that share these keys, and the steps of each head.
     int start = s.causal ? from : 0, each = (s.length - start + STEP - 1) / STEP, steps = from < keys ? each * group : 0;
     auto prefetch = [&](int step) {
         int h = kv_head * group + step / each, first = start + step % each * STEP;
@@ -340,7 +341,7 @@ __global__ void __launch_bounds__(THREADS) backward_dkv(AttentionDims s, Dropout
             uint64_t square = mask.square(h, first + column, my_row);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                // Odd columns are odd queries: their bits are the later ones.
+                // Odd columns are odd queries, which use the upper half of the draw.
                 bool kept = mask.keeps(square, c % 2 * 2 + c / 2);
                 bool is_masked = !whole && s.is_masked(first + column + c % 2, my_row + c / 2, keys);
                 float weight = is_masked ? 0 : exp2f(p[j][c] * scale_log2 - row_logsumexp[step % 2][column + c % 2]);
@@ -357,7 +358,7 @@ __global__ void __launch_bounds__(THREADS) backward_dkv(AttentionDims s, Dropout
     write<HEAD>(dx + at * width + v_column, dv, width, from, s.length, s.head, kept_scale, kept_scale, lane);
 }
 
-// Starts a kernel with shared memory for two of what its blocks meet; beyond 48 KiB that must be allowed first.
+// Launches a kernel with double-buffered dynamic shared memory; beyond 48 KiB a kernel must opt in.
 template <int STEP, int HEAD, class K, class... Args>
 int start(K kernel, const AttentionArgs &attn_args, int heads, cudaStream_t stream, Args... args) {
     constexpr int bytes = 4 * STEP * STRIDE<HEAD> * 2;
@@ -367,7 +368,7 @@ int start(K kernel, const AttentionArgs &attn_args, int heads, cudaStream_t stre
     return cudaGetLastError();
 }
 
-// Runs `body` with the alias `T` of a type and a constant for the largest head; heads are of 8, 16, ... 128 values.
+// Runs the body with `T` as the type and `HEAD` as an upper bound of the head size, which is a multiple of 8 up to 128.
 #define WITH_HEAD(attn_args, ...)                                                                                  \
     if ((attn_args).head % 8) return cudaErrorInvalidValue;                                                        \
     if ((attn_args).type == BF16) { using T = bf16; WITH_LARGEST((attn_args).head, __VA_ARGS__) }                       \
@@ -382,12 +383,12 @@ int start(K kernel, const AttentionArgs &attn_args, int heads, cudaStream_t stre
 
 extern "C" int attention_tensor_core_forward(const AttentionArgs *attn_args, const void *qkv, void *y, void *logsumexp, cudaStream_t stream) {
     WITH_HEAD(*attn_args, {
-        constexpr int STEP = HEAD <= 64 ? 64 : 32; // as many as leave the scores in registers
+        constexpr int STEP = HEAD <= 64 ? 64 : 32; // as many as keep the scores in registers
         return start<STEP, HEAD>(forward<T, STEP, HEAD>, *attn_args, attn_args->heads, stream, (const T *)qkv, (T *)y, (float *)logsumexp);
     })
 }
 
-// `along` holds y . dy of every row of each head.
+// `delta` holds y . dy of every row of each head.
 extern "C" int attention_tensor_core_backward(const AttentionArgs *attn_args, const void *qkv, const void *logsumexp, const void *dy,
                                          const void *delta, void *dx, cudaStream_t stream) {
     WITH_HEAD(*attn_args, {

@@ -1,4 +1,4 @@
-//! Average pooling on a card.
+//! CUDA bindings of average pooling.
 
 use std::ffi::{c_int, c_void};
 
@@ -14,7 +14,7 @@ pub(super) fn avg_pool2d(device: &CudaDevice, x: &Tensor, w: &PoolGeometry) -> R
     let y = uninit(device, x.dtype(), (batch, h, width, w.channels))?;
     let (dtype, raw) = (dtype_code(x.dtype())?, PoolGeometryFfi::new(w, batch));
     let (x, to) = (pointer(x)?, pointer(&y)?);
-    // SAFETY: the tensors have the sizes of the window, and outlive the launch in the stream's order.
+    // SAFETY: the tensors have the sizes in `raw`; stream order keeps them alive until the kernel finishes.
     check_status("avg_pool_forward", unsafe { avg_pool_forward(dtype, &raw, x, to, stream(device)) })?;
     Ok(y)
 }
@@ -34,7 +34,8 @@ pub(super) fn global_avg_pool(device: &CudaDevice, x: &Tensor) -> Result<Tensor>
     let y = uninit(device, x.dtype(), (batch, c))?;
     let (dtype, from, to) = (dtype_code(x.dtype())?, pointer(x)?, pointer(&y)?);
     let (batch, pixels, c) = (batch as c_int, (h * w) as i64, c as c_int);
-    // SAFETY: `x` has so many values, `y` one for each picture and channel; both outlive the launch.
+    // SAFETY: `x` has batch * pixels * channels elements and `y` has batch * channels; stream order keeps both alive
+    // until the kernel finishes.
     check_status("avg_pool_global_forward", unsafe {
         avg_pool_global_forward(dtype, from, to, batch, pixels, c, stream(device))
     })?;

@@ -1,4 +1,4 @@
-//! Batch normalisation on a card: every channel has its own statistics.
+//! CUDA bindings of batch normalization: each channel has its own statistics.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
@@ -24,7 +24,7 @@ impl BatchNormKernel<'_> {
         self.with_clamp(x, residual)?.forward(device, x, running, residual.map(|(onto, _)| onto))
     }
 
-    /// With the clip of what is added to the output, where there is such.
+    /// With the clamp that follows the residual add, if there is one.
     fn with_clamp(&self, x: &Tensor, with: Option<(&Tensor, ClampActivation)>) -> Result<ChannelNorm<'_>> {
         Ok(ChannelNorm { act: with.map_or(self.act, |(_, act)| act), ..self.norm(x)? })
     }

@@ -1,4 +1,4 @@
-//! Normalisation of pictures on a card: what batch norm and group norm ask of `channels.cu`.
+//! CUDA bindings of `channels.cu`: the shared passes of batch norm and group norm.
 
 use std::ffi::{c_int, c_void};
 
@@ -12,12 +12,12 @@ use super::super::cuda::{
 use super::super::linear::WeightBiasGrads;
 use super::{ChannelLayout, GridPartition, cuda_workspace};
 
-/// The type a card computes statistics of this type's values in.
+/// The accumulator type of the CUDA kernels for values of `dtype`.
 pub fn acc_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// A normalisation: its channels are cut into `groups` that have statistics of their own.
+/// A normalization whose channels form `groups`, each with its own statistics.
 pub struct ChannelNorm<'a> {
     pub weight: &'a Tensor,
     pub bias: &'a Tensor,
@@ -27,7 +27,7 @@ pub struct ChannelNorm<'a> {
     pub groups: usize,
 }
 
-/// Running mean and variance, and the share a new unit has in them.
+/// Running mean and variance, and the momentum a new unit's statistics enter with.
 pub type RunningStatsArgs<'a> = (&'a Tensor, &'a Tensor, f64);
 
 impl ChannelNorm<'_> {
@@ -54,7 +54,8 @@ impl ChannelNorm<'_> {
         })
     }
 
-    /// The output and (units, 2, groups) of mean and one over the deviation; `residual` is added before the clip.
+    /// Returns the output and the saved statistics: (units, 2, groups) of mean and rstd. `residual` is added before the
+    /// clamp.
     pub fn forward(
         &self,
         device: &CudaDevice,
@@ -71,7 +72,7 @@ impl ChannelNorm<'_> {
             None => (std::ptr::null_mut(), std::ptr::null_mut(), 0.0),
         };
         let (args, residual) = (self.to_ffi(x, &saved_stats)?, pointer_or_null(residual)?);
-        // SAFETY: the tensors have the sizes that `raw` states, and outlive the launches in the stream's order.
+        // SAFETY: the tensors have the sizes in `args`; stream order keeps them alive until the kernels finish.
         check_status("channels_forward", unsafe {
             channels_forward(
                 &args,
@@ -87,7 +88,7 @@ impl ChannelNorm<'_> {
         Ok((y, saved_stats))
     }
 
-    /// The output from what [`forward`](Self::forward) kept.
+    /// Recomputes the output from the statistics that [`forward`](Self::forward) saved.
     pub fn recompute_output(&self, device: &CudaDevice, x: &Tensor, saved_stats: &Tensor) -> Result<Tensor> {
         let y = uninit(device, x.dtype(), x.shape())?;
         let args = self.to_ffi(x, saved_stats)?;
@@ -96,7 +97,7 @@ impl ChannelNorm<'_> {
         Ok(y)
     }
 
-    /// The output by a mean and a variance a channel; all rows are one unit.
+    /// The output under a given mean and variance per channel; all rows form one unit.
     pub fn evaluate(&self, device: &CudaDevice, x: &Tensor, mean: &Tensor, var: &Tensor) -> Result<Tensor> {
         let y = uninit(device, x.dtype(), x.shape())?;
         let saved_stats = uninit(device, acc_dtype(x.dtype()), (2, self.layout.channels))?;
@@ -109,8 +110,9 @@ impl ChannelNorm<'_> {
         Ok(y)
     }
 
-    /// Adds the parameters' gradients to `grads` and returns the input's where it is wanted. Where something was added
-    /// before the clip, its output `y` says what it let through, and `dy` becomes that, in place.
+    /// Accumulates the parameter gradients into `grads` and returns the input gradient if `needs_input_grad`. With a
+    /// fused residual, the output `y` tells what the clamp let through, and `dy` becomes the gradient before the clamp,
+    /// in place.
     pub fn backward(
         &self,
         device: &CudaDevice,
@@ -125,7 +127,7 @@ impl ChannelNorm<'_> {
         let args = self.to_ffi(x, saved_stats)?;
         let (dweight, dbias) = (pointer(grads.weight)?, pointer_or_null(grads.bias)?);
         let (dy, y, to) = (pointer(dy)?, pointer_or_null(y)?, pointer_or_null(dx.as_ref())?);
-        // SAFETY: as above; gradients are of the type computed with.
+        // SAFETY: as above; the gradients have the accumulator type.
         check_status("channels_backward", unsafe {
             channels_backward(&args, dy, y, to, dweight, dbias, pointer(&workspace)?, stream(device))
         })?;
@@ -133,7 +135,7 @@ impl ChannelNorm<'_> {
     }
 }
 
-/// `ChannelNorm` in channels.cu.
+/// `ChannelNormFfi` in channels.cu.
 #[repr(C)]
 struct ChannelNormFfi {
     dtype: c_int,

@@ -1,4 +1,4 @@
-//! The body for cards.
+//! CUDA bindings of the class token.
 
 use std::ffi::{c_int, c_void};
 
@@ -16,7 +16,7 @@ impl ClassTokenKernel<'_> {
         let [from, class, positions, to] =
             [pointer(x)?, pointer(self.class)?, pointer(self.positions)?, pointer(&y)?];
         let (samples, length, n) = (samples as c_int, length as c_int, n as c_int);
-        // SAFETY: `x` has `length - 1` rows a sample, `y` and `positions` have `length`.
+        // SAFETY: `x` has `length - 1` rows per sample; `y` has `length` per sample, and `positions` has `length`.
         check_status("class_token_forward", unsafe {
             class_token_forward(dtype, from, class, positions, to, samples, length, n, stream(device))
         })?;
@@ -35,7 +35,7 @@ impl ClassTokenKernel<'_> {
         let (dtype, samples) = (dtype_code(dy.dtype())?, dy.dim(0)? as c_int);
         let [d, class, positions] = [pointer(dy)?, pointer(grads.class)?, pointer(grads.positions)?];
         let (to, length, n) = (pointer_or_null(dx.as_ref())?, length as c_int, n as c_int);
-        // SAFETY: as above; the gradients have the sizes of their tensors.
+        // SAFETY: as above; the gradients have the sizes of their parameters.
         check_status("class_token_backward", unsafe {
             class_token_backward(dtype, d, class, positions, to, samples, length, n, stream(device))
         })?;

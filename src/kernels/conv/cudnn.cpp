@@ -1,9 +1,9 @@
-// Convolutions by cuDNN: forward, and the gradients of input and weight, channels last.
+// Convolution through cuDNN: forward, and the gradients of input and weight, in NHWC.
 //
-// Which of its engines makes one is asked once for each shape and remembered, also where there is none: of those that
-// give the same bits every time and need no more workspace_bytes than the caller has. ConvPass it makes is of the operands' type, a
-// weight's gradient too: sums are made in f32 and rounded once, as PyTorch's are. For f32 from shorter operands there
-// is one engine alone, which takes ten times as long and half a second a shape to be compiled.
+// The engine for each shape is chosen once and cached, and so is the absence of one. Only deterministic engines are
+// considered that fit the caller's workspace. The result has the dtype of the operands, the weight gradient included:
+// engines accumulate in f32 and round once, as in PyTorch. For an f32 result from 16-bit operands cuDNN has a single
+// engine, which takes ten times as long and half a second per shape to compile.
 #include "cuda/with_cudnn.h"
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace {
 
-// ConvPass is made: `ConvPass` in card.rs.
+// `ConvPass` in conv/gpu.rs.
 enum ConvPass : int { OUTPUT = 0, INPUT_GRADIENT = 1, WEIGHT_GRADIENT = 2 };
 
 struct CudnnConvArgs {
@@ -21,10 +21,10 @@ struct CudnnConvArgs {
     const void *a, *b; // x and weight; dy and weight; dy and x
     void *out;         // y; dx; dw
     void *workspace;
-    int64_t workspace_bytes; // bytes of the workspace
+    int64_t workspace_bytes;
 };
 
-// No engine makes it here: a kernel of our own has to.
+// No engine supports the call: the caller must use our own kernel.
 constexpr int NO_ENGINE = -1;
 
 } // namespace
@@ -35,14 +35,14 @@ namespace {
 namespace fe = cudnn_frontend;
 using Numbers = std::vector<int64_t>;
 
-// The largest power of two, at most 16, that an address is a multiple of.
+// The largest power of two, at most 16, that divides an address.
 int alignment(const void *p) {
     int bytes = 16;
     while (uintptr_t(p) % bytes) bytes /= 2;
     return bytes;
 }
 
-// (n, h, w, c) as lies in memory, in the order cuDNN has dimensions.
+// An NHWC tensor, in cuDNN's NCHW order of dimensions.
 std::shared_ptr<fe::graph::Tensor_attributes> &set_nhwc(std::shared_ptr<fe::graph::Tensor_attributes> &t, int64_t n,
                                                       int64_t h, int64_t w, int64_t c) {
     t->set_dim({n, c, h, w}).set_stride({h * w * c, 1, w * c, c});
@@ -92,7 +92,7 @@ int build(fe::graph::Graph &graph, const CudnnConvArgs &q, bool tensor_cores, cu
     TRY_CUDNN(graph.create_execution_plans(modes));
     graph.deselect_numeric_notes({fe::NumericalNote_t::NONDETERMINISTIC});
     if (tensor_cores) graph.select_numeric_notes({fe::NumericalNote_t::TENSOR_CORE});
-    // A weight's gradient is a long sum.
+    // The weight gradient is a long sum: reduced-precision accumulation would lose too much.
     if (q.pass == WEIGHT_GRADIENT) graph.deselect_numeric_notes({fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION});
     if (q.type == F32) {
         graph.deselect_numeric_notes({fe::NumericalNote_t::FFT, fe::NumericalNote_t::WINOGRAD,
@@ -110,13 +110,13 @@ int build(fe::graph::Graph &graph, const CudnnConvArgs &q, bool tensor_cores, cu
     return bytes <= q.workspace_bytes ? 0 : NO_ENGINE;
 }
 
-// Short operands go to tensor cores, which the first choice does not always use; to pass there is where no engine
-// does that.
+// 16-bit operands should use tensor cores, which the heuristic's first choice does not always do. Falls back to any
+// engine if none with tensor cores is found.
 std::unique_ptr<fe::graph::Graph> plan_for(const CudnnConvArgs &q, cudnnHandle_t handle) {
     for (bool tensor_cores : {true, false}) {
         if (tensor_cores && q.type == F32) continue;
         auto graph = std::make_unique<fe::graph::Graph>();
-        // The front end throws where a symbol is missing.
+        // The front end throws if a symbol is missing.
         try {
             if (build(*graph, q, tensor_cores, handle) == 0) return graph;
         } catch (...) {
@@ -127,7 +127,7 @@ std::unique_ptr<fe::graph::Graph> plan_for(const CudnnConvArgs &q, cudnnHandle_t
 
 using Key = std::array<int64_t, 19>;
 
-// Never destroyed: when the process ends the library may be gone first.
+// Never destroyed: at process exit the library may be unloaded first.
 std::map<Key, std::unique_ptr<fe::graph::Graph>> &plans() {
     static auto *plans = new std::map<Key, std::unique_ptr<fe::graph::Graph>>;
     return *plans;

@@ -1,8 +1,7 @@
-//! Convolution on a card: a plain product where a window is one pixel; windows gathered in runs of rows and multiplied
-//! where it has few channels; else cuDNN where it is there and has an engine that gives the same bits every time, and
-//! gathered windows again where it has not.
+//! Convolution on CUDA. A pointwise convolution is a plain GEMM. Few input channels take im2col and a GEMM per block of
+//! rows. The rest goes to cuDNN if it is present and has a deterministic engine, else to im2col.
 //!
-//! Whoever makes it is given the same room, so that what a convolution takes is known without asking.
+//! Every path receives the same workspace, so the planner knows what a convolution takes without querying cuDNN.
 
 use std::ffi::{c_int, c_void};
 
@@ -21,7 +20,7 @@ use super::{
     padded_patch_len, weight_copy_bytes, weight_gradient_bytes,
 };
 
-/// What cuDNN is asked for: `ConvPass` in conv/cudnn.cpp.
+/// The pass that cuDNN computes: `ConvPass` in conv/cudnn.cpp.
 #[derive(Clone, Copy)]
 enum ConvPass {
     Output = 0,
@@ -48,7 +47,8 @@ impl ConvKernel<'_> {
             let (to, pre) = (pointer(&y)?, pointer_or_null(pre.as_ref())?);
             let bias = pointer_or_null(self.bias)?;
             let (dtype, act, n) = (dtype_code(y.dtype())?, self.act as c_int, g.out_channels as c_int);
-            // SAFETY: `y` and `pre` have `rows` rows of `n` values, and outlive the launch in the stream's order.
+            // SAFETY: `y` and `pre` have `rows` rows of `n` values; stream order keeps them alive until the kernel
+            // finishes.
             check_status("conv_bias_activation", unsafe {
                 conv_bias_activation(
                     dtype,
@@ -110,7 +110,7 @@ impl ConvKernel<'_> {
         Ok(())
     }
 
-    /// As `backward`; `onto` is added where the convolution is a product.
+    /// Like `backward`. `residual_grad` must be `None` unless the convolution is pointwise: only that path adds it.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn backward_cuda(
         &self,
@@ -159,7 +159,7 @@ impl ConvKernel<'_> {
         Ok(Some(dx))
     }
 
-    /// Turns `dy` into the gradient before the activation, in place, and adds the bias's gradient.
+    /// Turns `dy` into the gradient before the activation, in place, and accumulates the bias gradient.
     fn activation_backward(
         &self,
         device: &CudaDevice,
@@ -179,8 +179,8 @@ impl ConvKernel<'_> {
         let (v, d) = (pointer_or_null(v)?, pointer(dy)?);
         let (dtype, act, n) =
             (dtype_code(dy.dtype())?, self.act as c_int, self.geometry.out_channels as c_int);
-        // SAFETY: `v` and `dy` have `rows` rows of `n` values, the sums `row_partition`; all outlive the launches in the
-        // stream's order.
+        // SAFETY: `v` and `dy` have `rows` rows of `n` values, `sums` has `parts` rows of `n`; stream order keeps all
+        // of them alive until the kernels finish.
         check_status("conv_activation_backward", unsafe {
             conv_activation_backward(
                 dtype,
@@ -198,7 +198,7 @@ impl ConvKernel<'_> {
         })
     }
 
-    /// Rows of an output, and how blocks go down them.
+    /// Rows of an output, and how thread blocks split them.
     fn row_partition(&self, y: &Tensor) -> (usize, GridPartition) {
         let channels = self.geometry.out_channels;
         let rows = y.elem_count() / channels;
@@ -238,7 +238,7 @@ impl ConvKernel<'_> {
         if direct { Ok(()) } else { accumulate_gradient(device, acc, &dw_buffer, dweight, n, k, row) }
     }
 
-    /// The gradient of the input `x`, whose values are not read.
+    /// The gradient of the input `x`. Only the shape and type of `x` are used.
     fn input_gradient_cuda(&self, device: &CudaDevice, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
         let g = &self.geometry;
         let (k, n, batch) = (g.patch_len(), g.out_channels, x.dim(0)?);
@@ -249,7 +249,7 @@ impl ConvKernel<'_> {
             return Ok(dx);
         }
         let (ng, blocking) = (n / g.groups, blocking(g, batch, patches.elem_count()));
-        // Where a run is a part of a picture it adds to what the run before left.
+        // A block that is a part of an image adds to what the previous block wrote, so `dx` must start from zero.
         let whole_images = blocking.block_pixels == blocking.image_pixels;
         let dx = if whole_images {
             dx
@@ -269,7 +269,7 @@ impl ConvKernel<'_> {
         Ok(dx)
     }
 
-    /// Asks cuDNN for the last of three tensors, with `room` as workspace; whether it has an engine for that.
+    /// Asks cuDNN to compute `out` from `a` and `b`; returns false if it has no engine for the pass.
     fn try_cudnn(
         &self,
         device: &CudaDevice,
@@ -303,7 +303,7 @@ impl ConvKernel<'_> {
             workspace: pointer(workspace)?,
             workspace_bytes: (workspace.elem_count() * workspace.dtype().size_in_bytes()) as i64,
         };
-        // SAFETY: the tensors have the sizes of the geometry, and outlive the launch in the stream's order.
+        // SAFETY: the tensors have the sizes of the geometry; stream order keeps them alive until the kernel finishes.
         match unsafe { conv_cudnn(&args, stream(device)) } {
             NO_ENGINE => Ok(false),
             code => check_status("conv_cudnn", code).map(|()| true),
@@ -311,8 +311,8 @@ impl ConvKernel<'_> {
     }
 }
 
-/// Whether windows are gathered also where cuDNN is: it would fill up the channels of such pictures with zeros first,
-/// and takes two to five times as long.
+/// Whether im2col runs even where cuDNN is available. With so few channels cuDNN first pads them with zeros and takes
+/// two to five times as long.
 fn prefers_im2col(g: &ConvGeometry) -> bool {
     g.groups == 1 && g.in_channels < 8
 }
@@ -377,7 +377,7 @@ struct CudnnConvArgs {
     workspace_bytes: i64,
 }
 
-/// What `conv_cudnn` returns where there is no engine.
+/// Status of `conv_cudnn` when cuDNN has no engine for the pass.
 const NO_ENGINE: c_int = -1;
 
 unsafe extern "C" {

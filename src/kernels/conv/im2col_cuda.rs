@@ -1,5 +1,5 @@
-//! Windows of a convolution on a card as rows of a matrix, in runs that fit a workspace: gathered before a product, and
-//! added back after one.
+//! im2col and col2im on CUDA, in blocks of rows that fit a workspace: patches are gathered before a GEMM and scattered
+//! back after one.
 
 use std::ffi::{c_int, c_void};
 
@@ -12,12 +12,12 @@ use super::super::im2col::{Blocking, PixelBlock};
 use super::gpu::ConvGeometryFfi;
 use super::{ConvGeometry, padded_patch_len};
 
-/// A matrix inside a tensor.
+/// A strided matrix inside a tensor.
 pub(super) fn submatrix(of: &Tensor, from: usize, rows: usize, cols: usize, stride: usize) -> GpuMat<'_> {
     GpuMat { tensor: of, offset: from, rows, cols, stride, transposed: false }
 }
 
-/// Runs of output pixels whose windows have `capacity` values at most, but one window at least.
+/// Blocks of output pixels whose patches take at most `capacity` values; a block has at least one patch.
 pub(super) fn blocking(g: &ConvGeometry, batch: usize, capacity: usize) -> Blocking {
     let (rows, image_pixels) = ((capacity / padded_patch_len(g)).max(1), g.output_pixels());
     Blocking {
@@ -28,7 +28,7 @@ pub(super) fn blocking(g: &ConvGeometry, batch: usize, capacity: usize) -> Block
     }
 }
 
-/// The windows of a block as rows of [`padded_patch_len`] values.
+/// Gathers the patches of a block into `to`, as rows of [`padded_patch_len`] values.
 pub(super) fn im2col(
     device: &CudaDevice,
     g: &ConvGeometry,
@@ -40,7 +40,7 @@ pub(super) fn im2col(
     let (first, rows) = (block.first_row(g.output_pixels()) as i64, block.rows() as i64);
     let (dtype, raw) = (dtype_code(x.dtype())?, ConvGeometryFfi::new(g));
     let (x, to) = (pointer(x)?, pointer(to)?);
-    // SAFETY: the block lies in the batch, and its windows in `to`.
+    // SAFETY: the block lies in the batch, and `to` has room for its patches.
     check_status("conv_im2col", unsafe {
         conv_im2col(
             dtype,
@@ -56,7 +56,7 @@ pub(super) fn im2col(
     })
 }
 
-/// The (n, k) matrix `of` in so many bytes, zeros after each of its rows up to `row` values.
+/// Copies the (n, k) matrix `of` into a tensor of `bytes` bytes, each row zero-padded to `row` values.
 pub(super) fn pad_rows(
     device: &CudaDevice,
     of: &Tensor,
@@ -67,14 +67,14 @@ pub(super) fn pad_rows(
 ) -> Result<Tensor> {
     let to = uninit(device, of.dtype(), bytes / of.dtype().size_in_bytes())?;
     let (dtype, from, rows) = (dtype_code(of.dtype())?, pointer(of)?, n as i64);
-    // SAFETY: both have `n` rows of the lengths stated.
+    // SAFETY: both have `n` rows, of `k` and `row` values.
     check_status("conv_pad_rows", unsafe {
         conv_pad_rows(dtype, from, pointer(&to)?, rows, k as c_int, row as c_int, stream(device))
     })?;
     Ok(to)
 }
 
-/// Adds the (n, k) matrix of this type that lies in `grad`, with `row` values between rows, to a gradient.
+/// Adds the (n, k) matrix in `grad`, of type `dtype` with row stride `row`, to `dweight`.
 pub(super) fn accumulate_gradient(
     device: &CudaDevice,
     dtype: DType,
@@ -85,7 +85,7 @@ pub(super) fn accumulate_gradient(
     row: usize,
 ) -> Result<()> {
     let (dtype, what, into) = (dtype_code(dtype)?, pointer(grad)?, pointer(dweight)?);
-    // SAFETY: both have `n` rows of the lengths stated, of the types stated.
+    // SAFETY: both have `n` rows of the stated lengths and types.
     check_status("conv_accumulate_gradient", unsafe {
         conv_accumulate_gradient(dtype, what, into, n as i64, k as c_int, row as c_int, stream(device))
     })
@@ -104,7 +104,7 @@ pub(super) fn col2im(
     let (first, rows) = (block.first_row(g.output_pixels()) as i64, block.rows() as i64);
     let (dtype, raw) = (dtype_code(dx.dtype())?, ConvGeometryFfi::new(g));
     let (from, to) = (pointer(patches)?, pointer(dx)?);
-    // SAFETY: the block lies in the batch, its windows in `patches`, and the lines in `dx`.
+    // SAFETY: the block lies in the batch, `patches` holds its patches, and the lines lie in `dx`.
     check_status("conv_col2im", unsafe {
         conv_col2im(
             dtype,
@@ -122,7 +122,7 @@ pub(super) fn col2im(
     })
 }
 
-/// The lines of the input, counted over the batch, that the windows of a block see: the first, and how many.
+/// The input lines, counted over the batch, that the patches of a block cover: the first line and their number.
 fn input_rows(g: &ConvGeometry, block: PixelBlock) -> (usize, usize) {
     let start = block.first_image * g.height;
     if block.pixels == g.output_pixels() {

@@ -1,5 +1,5 @@
-//! The CPU bodies against candle's autograd on the reference in f64: every type, thread count and shape, also those whose
-//! batch does not divide by the threads and whose images are cut into several blocks.
+//! CPU kernels against candle's autograd on the f64 reference: every type, thread count and shape, including batches
+//! that the threads do not divide and images split into several blocks.
 
 use candle_core::{DType, Device, Tensor, Var};
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::random::RngKey;
 
-/// A convolution to be tried, and with how many threads.
+/// One convolution and the number of threads to run it with.
 #[derive(Clone, Copy, Debug)]
 struct ConvCase {
     g: ConvGeometry,
@@ -18,8 +18,8 @@ struct ConvCase {
     act: Activation,
 }
 
-/// How far results may be from f64, relative to the largest value: the bounds of `layers::check` in f32 and bf16; f16
-/// has three bits more than bf16.
+/// Tolerance against f64, relative to the largest value: the bounds of `layers::gradcheck` for f32 and bf16; f16 has
+/// three mantissa bits more than bf16.
 fn bound(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-12,
@@ -29,7 +29,7 @@ fn bound(dtype: DType) -> f64 {
     }
 }
 
-/// Numbers in [-1, 1) that `dtype` has.
+/// Values in [-1, 1), rounded to `dtype`.
 fn random(shape: &[usize], dtype: DType, stream: u64) -> Tensor {
     let r = RngKey::new(5, stream);
     let values = (0..shape.iter().product::<usize>()).map(|i| 2.0 * r.f64(i as u64) as f32 - 1.0);
@@ -41,13 +41,13 @@ fn flat(t: &Tensor) -> Vec<f64> {
     t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// `terms`: how many products each value sums up. Where they happen to cancel, their rounding errors do not: the scale is
-/// at least the standard deviation of such a sum, 1/3 for one product of two numbers in [-1, 1).
+/// `terms`: products summed per value. Where products cancel, their rounding errors do not. So the scale is at least
+/// the standard deviation of such a sum; one product of two values uniform in [-1, 1) has 1/3.
 fn assert_near(what: &str, case: &ConvCase, terms: usize, actual: &Tensor, expected: &Tensor) {
     let (actual, expected) = (flat(actual), flat(expected));
     let scale = expected.iter().fold((terms as f64).sqrt() / 3.0, |m, v| m.max(v.abs()));
     for (i, (a, b)) in actual.iter().zip(&expected).enumerate() {
-        // Written so that a value that is not a number fails.
+        // Written so that NaN fails.
         assert!((a - b).abs() <= bound(case.dtype) * scale, "{what} {i} is {a}, not {b}: {case:?}");
     }
 }
@@ -59,7 +59,7 @@ fn check(case: &ConvCase) {
     let bias = case.bias.then(|| random(&[g.out_channels], dtype, 3));
     let conv = ConvKernel { geometry: g, weight: &weight, bias: bias.as_ref(), act };
 
-    // Gradients are added to what is there.
+    // Gradients accumulate, so start from nonzero values.
     let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let (dw, db) = (random(weight.dims(), sums, 4), random(&[g.out_channels], sums, 5));
     let initial = (dw.copy().unwrap(), db.copy().unwrap());
@@ -102,11 +102,11 @@ fn types() -> impl Strategy<Value = DType> {
     prop::sample::select(vec![DType::F32, DType::F64, DType::BF16, DType::F16])
 }
 
-/// Any sizes: odd channels, groups, strides that leave a rest, images of a window and of several blocks.
+/// Arbitrary sizes: odd channels, groups, strides with a remainder, images of a single patch and of several blocks.
 fn small() -> impl Strategy<Value = ConvCase> {
     let sizes = (1usize..10, 1usize..10, 1usize..6, 1usize..4, 0usize..3, 1usize..3);
     let rest = (1usize..4, 0usize..24, 0usize..24, 1usize..8, 1usize..5, types(), any::<bool>());
-    // Not a clip, whose slope at 0 would be a matter of rounding, nor GELU, of which candle's slope has seven digits.
+    // No clamp, whose derivative at 0 depends on rounding, and no GELU, whose derivative in candle has seven digits.
     let acts = prop::sample::select(vec![Activation::Identity, Activation::Silu]);
     (sizes, rest, acts).prop_map(|(sizes, rest, act)| {
         let (inputs, outputs, kernel, stride, padding, dilation) = sizes;
@@ -129,7 +129,7 @@ fn small() -> impl Strategy<Value = ConvCase> {
     })
 }
 
-/// Channels that tiles and vectors divide, and neighbours that they do not.
+/// Channel counts that tiles and vectors divide, and neighbors that they do not.
 fn wide() -> impl Strategy<Value = ConvCase> {
     let channels = prop::sample::select(vec![16usize, 24, 31, 32, 33, 48, 64]);
     (small(), channels.clone(), channels, 4usize..9).prop_map(|(trial, inputs, outputs, side)| {
@@ -165,7 +165,7 @@ proptest! {
     }
 }
 
-/// Five images for two threads, each image several blocks: the second thread's share ends behind the batch.
+/// Five images for two threads, several blocks per image: ranges of equal length would end past the batch.
 #[test]
 fn a_batch_that_the_threads_do_not_divide() {
     let g = ConvGeometry {

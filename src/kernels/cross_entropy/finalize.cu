@@ -1,14 +1,15 @@
-// What cross-entropy is beside its products where the product of the scores makes exponentials at once (linear/hopper.cu):
-// before it, the scores of the targets, from which these are taken; after it, losses and what rows are divided by, which meets
-// the other operand of one product and the result of the other instead of the exponentials.
+// The steps of cross-entropy around the GEMMs, if the epilogue of the logits GEMM computes exponentials
+// (linear/hopper.cu). Before that GEMM: the logits of the targets, which the exponentials are relative to. After it:
+// the losses and the normalization factor of each row. The factor is applied to the other operand of the
+// weight-gradient GEMM and to the result of the input-gradient GEMM, instead of to the exponentials.
 #include "cuda/device.cuh"
 #include "cuda/cross_entropy.cuh"
 
 namespace {
 
-constexpr int WARPS = 8, ROWS = WARP; // of a block
+constexpr int WARPS = 8, ROWS = WARP; // per block
 
-// `x` scaled, a row by a warp.
+// Scales a row; one warp per row.
 __device__ __forceinline__ void scale_row(const bf16 *x, bf16 *y, float scale, int width) {
     for (int i = threadIdx.x % WARP * 8; i < width; i += WARP * 8) {
         auto v = Pack<bf16>::load(x + i);
@@ -31,16 +32,16 @@ __global__ void __launch_bounds__(WARP *WARPS) target_logits(const bf16 *x, cons
             for (int k = 0; k < 8; k++) sum = fmaf(to_acc(a.v[k]), to_acc(b.v[k]), sum);
         }
         sum = warp_sum(sum) * LOG2_E;
-    } else sum = INFINITY; // every exponential is zero
+    } else sum = INFINITY; // makes every exponential zero
     if (threadIdx.x % WARP == 0) base[row] = sum;
 }
 
-// `Settled` in fused.rs.
+// `CrossEntropyFinalizeArgs` in fused.rs.
 struct CrossEntropyFinalizeArgs {
     const float *exp_sums; // (tiles, rows)
     bf16 *logits;      // (rows, stride)
     const uint32_t *targets;
-    const bf16 *x; // (rows, width), as `scaled`
+    const bf16 *x; // (rows, width), like `scaled_x`
     bf16 *scaled_x;
     float *factors;        // (rows)
     double *loss, *weight; // (rows)
@@ -62,7 +63,8 @@ __global__ void __launch_bounds__(WARP *WARPS) finalize(CrossEntropyFinalizeArgs
         for (int i = 0; i < WARPS; i++) total += parts[i][lane];
         uint32_t target = q.targets[row];
         bool has_target = target < uint32_t(q.classes);
-        // The target's own is 1, but its score was made twice, with the sums in another order.
+        // The target's own exponential is 1 in theory, but its logit was computed twice, with different summation
+        // orders.
         if (total < 1) total = 1;
         float factor = has_target ? float(q.scale) / total : 0;
         if (has_target) q.logits[int64_t(row) * q.stride + target] = from_acc<bf16>(1 - total);
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(WARP *WARPS) scale_rows(bf16 *x, const float *
 
 } // namespace
 
-// The scores of the targets in powers of two, and infinity where there is none.
+// The logits of the targets in units of log2; infinity for rows without a target.
 extern "C" int cross_entropy_target_logits(const void *x, const void *w, const uint32_t *targets, float *base, int rows, int width,
                                    int classes, cudaStream_t stream) {
     target_logits<<<blocks(rows, WARPS), WARP * WARPS, 0, stream>>>((const bf16 *)x, (const bf16 *)w, targets, base, rows, width,
@@ -95,8 +97,9 @@ extern "C" int cross_entropy_target_logits(const void *x, const void *w, const u
     return cudaGetLastError();
 }
 
-// Of exponentials from the targets' on and their sums: losses, the target's place in `scores` less the sum of the row, and
-// what rows of these are yet to be multiplied with to be `scale` times the gradient, with `x` multiplied with it.
+// From the exponentials and their sums, computes the losses; replaces the target's entry in `logits` by 1 minus the row
+// sum; computes the factors by which the rows are still to be multiplied to become `scale` times the gradient; and
+// multiplies `x` with them.
 extern "C" int cross_entropy_finalize(const CrossEntropyFinalizeArgs *args, cudaStream_t stream) {
     finalize<<<blocks(args->rows, ROWS), WARP * WARPS, 0, stream>>>(*args);
     return cudaGetLastError();

@@ -1,9 +1,9 @@
-//! Learning by a body for Hopper: the product of the scores leaves their exponentials and the sums of these, and no pass over
-//! them follows. What a row is divided by meets the input before the product that makes the weight's gradient, and the result
-//! of the one that makes the input's.
+//! Training on Hopper: the epilogue of the logits GEMM writes exponentials and their row sums, so no separate softmax
+//! pass reads the logits. The normalization of each row is applied elsewhere: to the input before the weight-gradient
+//! GEMM, and to the result of the input-gradient GEMM.
 //!
-//! A row's exponentials are taken from the score of its target on, so that the loss is the logarithm of their sum. None is
-//! more than 2^100: a loss beyond 69 is said to be less than it is, and its gradient pulls at all classes that are so far
+//! The exponentials of a row are relative to the logit of its target, so the loss is the logarithm of their sum. They
+//! are clamped to 2^100. A loss above 69 is therefore reported too low, and its gradient treats all classes that far
 //! above the target alike.
 
 use std::ffi::{c_int, c_void};
@@ -16,18 +16,18 @@ use crate::kernels::cuda::cublaslt::{Addend, Epilogue, GpuMat, matmul};
 use crate::kernels::cuda::{RawStream, check_status, pointer, stream, uninit};
 use crate::kernels::linear::{WeightBiasGrads, hopper};
 
-/// What chunks of rows are learnt with.
+/// Buffers for training chunks of rows.
 pub struct HopperCrossEntropy<'a> {
     weight: &'a Tensor,
-    /// (tiles, chunk) sums of exponentials.
+    /// (tiles, chunk): sums of exponentials.
     exp_sums: Tensor,
-    /// (chunk): the targets' scores, then what rows are multiplied with.
+    /// (chunk): the logits of the targets, later the factor of each row.
     factors: Tensor,
-    /// (chunk, width): the input multiplied with that.
+    /// (chunk, width): the input times the factor of its row.
     scaled_x: Tensor,
 }
 
-/// Rows to learn: input, scores and the input's gradient; targets and where the tally of each row is left.
+/// A chunk of rows: input, logits, gradient of the input, targets, and where to write the metrics of each row.
 pub struct CrossEntropyChunk<'a> {
     pub x: GpuMat<'a>,
     pub logits: GpuMat<'a>,
@@ -37,7 +37,7 @@ pub struct CrossEntropyChunk<'a> {
 }
 
 impl<'a> HopperCrossEntropy<'a> {
-    /// None where the head is another body's.
+    /// `None` if the Hopper kernel does not support the head.
     pub fn new(
         head: &LinearCrossEntropy<'a>,
         device: &CudaDevice,
@@ -68,7 +68,7 @@ impl<'a> HopperCrossEntropy<'a> {
         let (rows, padded_classes) = (x.rows, logits.cols);
         let (n, stream) = (rows as c_int, stream(device));
         let factors = pointer(&self.factors)?.cast();
-        // SAFETY: `x` and what is beside it have so many rows, `weight` as many as classes.
+        // SAFETY: `x`, the targets and the factors have `n` rows, and `weight` has a row per class.
         check_status("cross_entropy_target_logits", unsafe {
             let w = pointer(self.weight)?;
             cross_entropy_target_logits(
@@ -100,7 +100,7 @@ impl<'a> HopperCrossEntropy<'a> {
             tiles: fused_column_tiles(classes) as c_int,
             width: width as c_int,
         };
-        // SAFETY: as above, and there is a sum for each tile of a row.
+        // SAFETY: as above, and `exp_sums` holds a value per tile and row.
         check_status("cross_entropy_finalize", unsafe { cross_entropy_finalize(&args, stream) })?;
         let scaled_x = GpuMat::new(&self.scaled_x, rows, width);
         let into = GpuMat::new(grads.weight, padded_classes, width);
@@ -119,7 +119,7 @@ impl<'a> HopperCrossEntropy<'a> {
     }
 }
 
-/// `CrossEntropyFinalizeArgs` in settle.cu.
+/// `CrossEntropyFinalizeArgs` in finalize.cu.
 #[repr(C)]
 struct CrossEntropyFinalizeArgs {
     exp_sums: *const f32,
@@ -170,10 +170,10 @@ mod tests {
     use crate::layers::gradcheck::{random_tensor, relative_error, test_device, to_f64_vec};
 
     const ROWS: usize = 4000;
-    /// Nine tiles, of which the last is a third of one, and no multiple of anything.
+    /// Nine tiles, the last one a third full; not a multiple of any tile or vector size.
     const CLASSES: usize = 2129;
     const WIDTH: usize = 768;
-    /// Of few pieces (hopper.cu).
+    /// A width for which hopper.cu uses FEW_PIECES.
     const NARROW: usize = 448;
     const SCALE: f64 = 0.5;
 
@@ -189,19 +189,19 @@ mod tests {
         Tensor::from_vec((0..ROWS).map(of).collect::<Vec<u32>>(), ROWS, &test_device()).unwrap()
     }
 
-    /// A weight with others' rows behind it, none where there is no card that has the body.
+    /// A weight that is a view with more rows behind it; `None` without a Hopper GPU.
     fn weight(width: usize) -> Option<Tensor> {
         let weight = random_bf16(&[CLASSES + 40, width], 2, 0.05).narrow(0, 0, CLASSES).unwrap();
         let x = random_bf16(&[ROWS, width], 1, 1.0);
         let there = device_of(&x)
             .is_some_and(|gpu| HopperCrossEntropy::new(&head(&weight), gpu, &x, ROWS).unwrap().is_some());
         if !there {
-            println!("skipped: no Hopper card to compute on (TRAINER_TEST_DEVICE=cuda)");
+            println!("skipped: no Hopper GPU (TRAINER_TEST_DEVICE=cuda)");
         }
         there.then_some(weight)
     }
 
-    /// The tally and the gradients of input and weight.
+    /// The metric sums and the gradients of input and weight.
     fn forward_backward(weight: &Tensor, x: &Tensor, targets: &Tensor) -> (MetricSums, Tensor, Tensor) {
         let grad = Tensor::zeros((CLASSES + 40, x.dims()[1]), DType::F32, &test_device()).unwrap();
         let grad = grad.narrow(0, 0, CLASSES).unwrap();
@@ -244,7 +244,7 @@ mod tests {
         assert!(to_f64_vec(&dx.index_select(&ignored, 0).unwrap()).iter().all(|d| *d == 0.0));
     }
 
-    /// A weight without rows behind it is another body's, which agrees.
+    /// A weight without rows behind it uses the other implementation. Both agree.
     #[test]
     fn both_bodies_agree() {
         let Some(weight) = weight(WIDTH) else { return };
@@ -260,8 +260,8 @@ mod tests {
         }
     }
 
-    /// The last of several chunks may be shorter. Without the columns behind the classes, products are cut in two, the first
-    /// of which is rounded.
+    /// The last of several chunks may be shorter. Without padding columns behind the classes, GEMMs are split in two,
+    /// and the first part is rounded.
     #[test]
     fn chunks_sum_to_the_whole_batch() {
         for (columns, near) in [(CLASSES.next_multiple_of(8), 4e-3), (CLASSES, 2e-2)] {

@@ -1,4 +1,5 @@
-//! The body for cards: products by cuBLASLt around a kernel that scores rows in place, or those of `fused`.
+//! Cross-entropy on a GPU: cuBLASLt GEMMs around a kernel that computes loss and gradient in place, or the kernels of
+//! `fused`.
 
 use std::ffi::{c_int, c_void};
 
@@ -103,7 +104,7 @@ impl LinearCrossEntropy<'_> {
                 class_weight_sum,
                 scale: backward.map_or(0.0, |(scale, ..)| scale),
             };
-            // SAFETY: every pointer has `n` rows, or a value a class.
+            // SAFETY: every pointer refers to `n` rows, or to a value per class.
             check_status("cross_entropy_loss_grad", unsafe {
                 cross_entropy_loss_grad(&args, stream(device))
             })?;
@@ -123,9 +124,9 @@ impl LinearCrossEntropy<'_> {
         row_metrics.reduce(device)
     }
 
-    /// The classes that products are made with: as many more as tensor cores like to have, where the rows behind the
-    /// weight's are there to be read. They are other parameters' in one buffer of all: the scores they give are looked at
-    /// by nobody, and the gradient they get is zero.
+    /// The number of classes to run GEMMs with: padded for tensor cores, if the memory behind the weight's rows is
+    /// readable. It belongs to other parameters in the same flat buffer. Nothing reads the extra logits, and the extra
+    /// gradients are zero.
     fn padded_classes(&self, classes: usize, width: usize, grads: Option<&WeightBiasGrads>) -> Result<usize> {
         let padded = classes.next_multiple_of(8);
         let mut available = capacity(self.weight)?;
@@ -137,7 +138,7 @@ impl LinearCrossEntropy<'_> {
 }
 
 impl ClassWeights {
-    /// Uploaded by the first pass that needs them, which is not captured, and kept.
+    /// Uploaded by the first pass that needs them, which is never captured, and kept.
     fn to_device(&self, device: &Device) -> Result<Tensor> {
         if let Some(tensor) = self.uploaded.get() {
             return Ok(tensor.clone());

@@ -1,4 +1,4 @@
-// The activations of `activation.rs`: value and slope. The codes are those of `Activation as i32` there.
+// The activations of `activation.rs`: value and derivative. The codes are those of `Activation as i32` there.
 #pragma once
 
 #include <type_traits>
@@ -16,17 +16,17 @@ __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
 template <class R> __device__ __forceinline__ R sigmoid_of(R x) { return R(1) / (R(1) + exp_of(-x)); }
 
-// The hardware's tanh, right to 11 bits: enough for values that are kept in 8 (bf16), and a third of the time.
+// The hardware's tanh, accurate to 11 bits: enough for bf16, which keeps 8, and a third of the time.
 __device__ __forceinline__ float tanh_approx(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// GPT-2's GELU and its slope, in as few operations as they take: cards that run at the limit of their power are slower by
-// each. `narrow` where the result is rounded to bf16 anyway.
+// GPT-2's tanh GELU and its derivative, in as few operations as possible: a power-limited GPU slows down with each one.
+// `approx` is for results that are rounded to bf16 anyway.
 template <class R> struct GeluTanh {
-    // Inside tanh stands `LINEAR x + CUBIC x^3`.
+    // The argument of tanh is `LINEAR x + CUBIC x^3`.
     static constexpr double LINEAR = 0.7978845608028654, CUBIC = LINEAR * 0.044715;
     R square, gate, value;
     template <bool approx> __device__ __forceinline__ static GeluTanh at(R x) {
@@ -41,7 +41,7 @@ template <class R> struct GeluTanh {
     }
 };
 
-// A NaN compares false and passes through.
+// Comparisons with NaN are false, so NaN propagates.
 template <int act, bool approx = false, class R> __device__ __forceinline__ R value_of(R x) {
     if constexpr (act == RELU) return x < R(0) ? R(0) : x;
     else if constexpr (act == RELU6) return x < R(0) ? R(0) : x > R(6) ? R(6) : x;
@@ -53,7 +53,7 @@ template <int act, bool approx = false, class R> __device__ __forceinline__ R va
     else return x;
 }
 
-// The slope at the input or the output, whichever `Activation::reads` names.
+// The derivative in terms of the input or the output, whichever `Activation::saved_for_backward` names.
 template <int act, bool approx = false, class R> __device__ __forceinline__ R slope_of(R v) {
     if constexpr (act == RELU) return v > R(0) ? R(1) : R(0);
     else if constexpr (act == RELU6) return v > R(0) && v < R(6) ? R(1) : R(0);
@@ -68,7 +68,7 @@ template <int act, bool approx = false, class R> __device__ __forceinline__ R sl
     else return R(1);
 }
 
-// Runs `body` with the constant `A` of an activation code.
+// Runs the body with the activation code as the constant `A`.
 #define WITH_ACT(code, ...)                                                                                   \
     switch (code) {                                                                                           \
     case IDENTITY: { constexpr int A = IDENTITY; __VA_ARGS__; break; }                                        \
@@ -82,5 +82,5 @@ template <int act, bool approx = false, class R> __device__ __forceinline__ R sl
     default: return cudaErrorInvalidValue;                                                                    \
     }
 
-// Whether a type's values have so few bits that a rough function does not change them.
+// Whether a type has so few significant bits that the approximate functions do not change its values.
 template <class T> constexpr bool is_low_precision = std::is_same<T, bf16>::value;

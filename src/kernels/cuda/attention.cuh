@@ -1,14 +1,14 @@
-// What our own attention kernels share: the sizes, and which weights are dropped.
+// What our own attention kernels share: dimensions, masks and dropout.
 #pragma once
 
 #include "random.cuh"
 
-// What launchers are told; `Call` in attention/card.rs.
+// `AttentionArgs` in attention/gpu.rs.
 struct AttentionArgs {
     int type, batch, length, heads, kv_heads, head, causal;
     float scale;
-    const uint32_t *lengths; // of each sample, on the card; null: all are seen
-    const RngKey *keys;      // of each sample, on the device; null: none is dropped
+    const uint32_t *lengths; // per sample, on the device; null: no padding
+    const RngKey *keys;      // per sample, on the device; null: no dropout
     uint32_t threshold;
     double kept_scale;
 };
@@ -26,27 +26,27 @@ struct AttentionDims {
     __device__ int keys(int sample) const {
         return lengths ? min(int(lengths[sample]), length) : length;
     }
-    // Keys that the queries before `end` may see.
+    // Number of keys that the queries before `end` may attend to.
     __device__ int visible_keys(int sample, int end) const { return causal ? min(keys(sample), end) : keys(sample); }
     __device__ bool is_masked(int query, int key, int keys) const {
         return key >= keys || query >= length || (causal && key > query);
     }
 };
 
-// Which weights of a sample are dropped, by the draws of attention/mask.rs: one serves a square of two queries and two keys.
+// The dropout mask of a sample, drawn as in attention/dropout_mask.rs: one 64-bit draw serves two queries by two keys.
 struct SampleDropoutMask {
     uint32_t threshold;
-    double scale; // what the others are multiplied with
+    double scale; // of the kept weights
     RngKey drawn;
 
-    // The 16 bits of (query, key) stand at 32 (query % 2) + 16 (key % 2).
+    // The 16 bits of (query, key) start at bit 32 (query % 2) + 16 (key % 2).
     __device__ __forceinline__ uint64_t square(int head, int query, int key) const {
         return drawn.bits(uint64_t(head) << 48 | uint64_t(query / 2) << 24 | uint64_t(key / 2));
     }
     __device__ __forceinline__ bool keeps(uint64_t square, int lane) const {
         return ((square >> (16 * lane)) & 0xffff) >= threshold;
     }
-    // What one weight is multiplied with.
+    // The factor of one attention weight.
     template <class R> __device__ R kept(int head, int query, int key) const {
         return keeps(square(head, query, key), 2 * (query % 2) + key % 2) ? R(scale) : R(0);
     }
@@ -61,7 +61,7 @@ struct DropoutMask {
     __device__ __forceinline__ SampleDropoutMask of(int sample) const { return {threshold, scale, keys[sample]}; }
 };
 
-// None is dropped.
+// Stands in for a mask when dropout is off.
 struct NoDropout {
     __device__ __forceinline__ NoDropout of(int) const { return {}; }
     template <class R> __device__ R kept(int, int, int) const { return R(1); }

@@ -1,21 +1,21 @@
-// Rows of channels, and how blocks lie over them: a thread keeps N neighbouring channels and goes down the rows, so
-// that what belongs to a channel stays in registers and sums of columns cost no traffic.
+// How blocks are laid out over rows of channels: a thread keeps N adjacent channels and walks down the rows, so
+// per-channel values stay in registers and column sums cost no memory traffic.
 #pragma once
 
 #include "device.cuh"
 
-// Rows are cut into units (what shares its numbers a channel), units into parts of `chunk` rows, one of which a block
-// goes down; the last of each may be short.
+// Rows are split into units, within which all rows share their per-channel parameters. Units are split into parts of
+// `chunk` rows, one part per block. The last unit and the last part may be short.
 struct RowPartition {
     int64_t rows, unit, chunk;
     int parts, channels;
     int units() const { return int((rows + unit - 1) / unit); }
 };
 
-// Threads of a block, and blocks that a multiprocessor runs at once.
+// Threads per block, and resident blocks per SM.
 constexpr int COLUMN_THREADS = 256, COLUMN_BLOCKS = 3;
 
-// A block of `wide` threads along channels and `tall` along rows, `across` of which lie side by side.
+// A block has `block_cols` threads along channels and `block_rows` along rows; `tiles_x` blocks cover all channels.
 struct BlockLayout {
     int packs, block_cols, block_rows, tiles_x;
     explicit BlockLayout(int packs) : packs(packs) {
@@ -27,13 +27,13 @@ struct BlockLayout {
     unsigned blocks(const RowPartition &partition) const { return unsigned(int64_t(tiles_x) * partition.parts * partition.units()); }
 };
 
-// Where a thread of a block stands.
+// The channels and rows that a thread processes.
 struct ThreadPosition {
-    int x, y; // in its block
-    int pack; // its channels
-    bool in;  // whether there are such
+    int x, y; // within the block
+    int pack; // index of its channel pack
+    bool in;  // whether that pack exists
     int unit, part;
-    int64_t first, end; // rows: first, first + tall, ... before end
+    int64_t first, end; // rows: first, first + block_rows, ... below end
 
     __device__ __forceinline__ ThreadPosition(const RowPartition &partition, const BlockLayout &layout) {
         x = threadIdx.x % layout.block_cols;
@@ -54,7 +54,7 @@ struct ThreadPosition {
     }
 };
 
-// Goes down a thread's rows, `U` at once: what all of them load is asked for before any of it is used.
+// Walks a thread's rows, `U` at a time, and issues the loads of all `U` rows before it uses any of them.
 template <int U, class Load, class Use>
 __device__ __forceinline__ void for_each_row(const ThreadPosition &at, const BlockLayout &layout, Load load, Use use) {
     int64_t row = at.first, block_rows = layout.block_rows;
@@ -68,13 +68,13 @@ __device__ __forceinline__ void for_each_row(const ThreadPosition &at, const Blo
     for (; row < at.end; row += block_rows) use(row, load(row));
 }
 
-// Values and the gradients beside them.
+// A pack of values and the matching gradients.
 template <class T, int N> struct ValueAndGrad {
     Pack<T, N> x, d;
 };
 
-// Adds up `M` sums of each thread along the rows of a block, in the same order always; those of the threads y = 0
-// are the block's.
+// Reduces `M` sums per thread along the rows of a block, in a fixed order. The threads with y = 0 hold the block's
+// sums.
 template <int M, class R> __device__ __forceinline__ void block_row_sum(R (&sums)[M], const ThreadPosition &at, const BlockLayout &layout) {
     __shared__ R all[M][COLUMN_THREADS];
     int left = layout.block_rows;

@@ -1,4 +1,4 @@
-// Column sums of any matrix, added onto a gradient.
+// Column sums of a strided matrix, accumulated into a gradient.
 #include "column_sums.cuh"
 
 // `d` is (rows, columns) with rows `stride` apart; `partial` is (parts, columns), `into` (columns).

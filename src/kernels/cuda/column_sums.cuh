@@ -1,14 +1,14 @@
-// Sums over rows, a column each, in two stages and always in the same order: blocks sum ranges of rows, then
-// the sums of all ranges are added onto the gradient. How many ranges there are is `columns::parts` in Rust.
+// Sums over rows, per column, in two stages and a fixed order: blocks sum ranges of rows, then a second kernel adds the
+// partial sums of all ranges to the gradient. `linear::cuda_row_ranges` in Rust chooses the number of ranges.
 #pragma once
 
 #include "device.cuh"
 
 namespace {
 
-constexpr int COLUMN_ROWS = 8; // rows a block of `part_columns` has in hand
+constexpr int COLUMN_ROWS = 8; // rows that a block of `partial_column_sums` reads at a time
 
-// `partial[part, column]` is the sum of `value(row, column)` over the part's rows.
+// `partial[part, column]` is the sum of `value(row, column)` over the rows of the part.
 template <class R, class F>
 __global__ void __launch_bounds__(WARP *COLUMN_ROWS)
     partial_column_sums(R *partial, int64_t rows, int64_t columns, int64_t rows_each, F value) {
@@ -27,16 +27,16 @@ __global__ void __launch_bounds__(WARP *COLUMN_ROWS)
     }
 }
 
-// Gradients that sums are added onto, the first so many of them.
+// The gradients to accumulate into; the first `count` are used.
 template <class R> struct GradTargets {
     R *gradients[3];
     int count;
 };
 
-// Columns that a block of `add_columns` has, and ranges of parts that it sums beside each other.
+// Columns per block of `add_partial_sums`, and groups of parts that it sums in parallel.
 constexpr int ADD_COLUMNS = 8, ADD_SPLITS = 128;
 
-// `into[y][column] += sum over parts of partial[part, y, column]`; a block has a few columns of one `y`.
+// `into[y][column] += sum over parts of partial[part, y, column]`. A block covers ADD_COLUMNS columns of one `y`.
 template <class R>
 __global__ void __launch_bounds__(ADD_COLUMNS *ADD_SPLITS)
     add_partial_sums(const R *partial, GradTargets<R> into, int parts, int64_t columns) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(ADD_COLUMNS *ADD_SPLITS)
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    // Now a warp has one column.
+    // From here on, a warp reduces one column.
     int thread = threadIdx.y * ADD_COLUMNS + threadIdx.x, lane = thread % WARP, mine = thread / WARP;
     column = int64_t(blockIdx.x) * ADD_COLUMNS + mine;
     if (mine >= ADD_COLUMNS || column >= columns) return;
@@ -73,7 +73,7 @@ void launch_add_partials(const R *partial, GradTargets<R> into, int parts, int64
     add_partial_sums<R><<<grid, threads, 0, stream>>>(partial, into, parts, columns);
 }
 
-// A matrix's own values, with `stride` values between the starts of its rows.
+// Reads a matrix; `stride` is the distance between rows in values.
 template <class T> struct MatrixValues {
     const T *of;
     int64_t stride;

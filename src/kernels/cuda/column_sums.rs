@@ -1,4 +1,5 @@
-//! Column sums of a matrix, added onto a gradient in an order that depends on the sizes alone.
+//! Column sums of a matrix, accumulated into a bias gradient. The order of summation depends on the sizes alone, so
+//! results are deterministic.
 
 use std::ffi::{c_int, c_void};
 
@@ -9,12 +10,13 @@ use super::cublaslt::GpuMat;
 use super::{RawStream, check_status, dtype_code, pointer, scratch, stream};
 use crate::kernels::linear::{bias_gradient_workspace, cuda_row_ranges};
 
-/// `into += sums of the columns of d`, which is not turned; takes `linear::card_workspace` bytes meanwhile.
+/// `into += column sums of d`. `d` must not be transposed. Allocates `linear::bias_gradient_workspace` bytes of
+/// scratch.
 pub fn add_column_sums(device: &CudaDevice, into: &Tensor, d: GpuMat) -> Result<()> {
     let dtype = d.tensor.dtype();
     let partial = scratch(device, bias_gradient_workspace(dtype, d.rows, d.cols) as usize)?;
     let from = d.offset * dtype.size_in_bytes();
-    // SAFETY: the matrix lies within its tensor, and the sums of each range of rows have room.
+    // SAFETY: the matrix lies within its tensor, and `partial` holds one sum per row range and column.
     check_status("column_sums_accumulate", unsafe {
         column_sums_accumulate(
             dtype_code(dtype)?,

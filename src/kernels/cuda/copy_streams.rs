@@ -1,8 +1,7 @@
-//! The way between a card and page-locked host memory: copies each way on a stream of their own, beside the one
-//! that computes.
+//! Copies between a GPU and page-locked host memory, on one stream per direction, concurrent with the compute stream.
 //!
-//! Nothing here waits on the host's side but [`CopyStreams::synchronize`]. Who starts a copy says what it comes after, and gets a
-//! mark that others wait for.
+//! Only [`CopyStreams::synchronize`] blocks the host. The caller passes the event a copy must follow and receives an
+//! event that others can wait for.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -14,10 +13,10 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::pointer;
 use crate::kernels::cpu;
 
-/// A moment of a stream, which others can wait for.
+/// A point in a stream that other streams can wait for.
 pub type StreamEvent = CudaEvent;
 
-/// The streams of one card.
+/// The compute stream and the two copy streams of one GPU.
 pub struct CopyStreams {
     compute: Arc<CudaStream>,
     h2d: Arc<CudaStream>,
@@ -31,17 +30,17 @@ impl CopyStreams {
         Ok(Self { h2d: context.new_stream().w()?, d2h: context.new_stream().w()?, compute })
     }
 
-    /// All that was given to the card to compute so far.
+    /// Records an event after all compute work enqueued so far.
     pub fn record_compute(&self) -> Result<StreamEvent> {
         self.compute.record_event(None).w()
     }
 
-    /// What is computed from here on comes after `mark`.
+    /// Makes compute work enqueued from now on wait for `event`.
     pub fn compute_wait(&self, event: &StreamEvent) -> Result<()> {
         self.compute.wait(event).w()
     }
 
-    /// Copies as many bytes as `to` has from byte `at` of `host`, after `mark`.
+    /// Copies to `to`, all of it, from byte `offset` of `host`, once `after` has completed.
     pub fn copy_to_device(
         &self,
         host: &PinnedBuffer,
@@ -51,14 +50,14 @@ impl CopyStreams {
     ) -> Result<StreamEvent> {
         let (from, bytes) = host.slice_for(offset, to)?;
         self.h2d.wait(after).w()?;
-        // SAFETY: both sides have so many bytes, and their owners wait for the mark before they let go of them.
+        // SAFETY: both sides hold `bytes` bytes, and their owners wait for the returned event before they free them.
         unsafe { sys::cuMemcpyHtoDAsync_v2(pointer(to)? as u64, from, bytes, self.h2d.cu_stream()) }
             .result()
             .w()?;
         self.h2d.record_event(None).w()
     }
 
-    /// Copies `from`, as it is after all that was computed so far, to byte `at` of `host`.
+    /// Copies `from` to byte `offset` of `host`, after all compute work enqueued so far.
     pub fn copy_to_host(&self, from: &Tensor, host: &PinnedBuffer, offset: usize) -> Result<StreamEvent> {
         let (to, bytes) = host.slice_for(offset, from)?;
         self.d2h.wait(&self.record_compute()?).w()?;
@@ -69,14 +68,14 @@ impl CopyStreams {
         self.d2h.record_event(None).w()
     }
 
-    /// Waits until all copies are done.
+    /// Blocks the host until all copies are done.
     pub fn synchronize(&self) -> Result<()> {
         self.h2d.synchronize().w()?;
         self.d2h.synchronize().w()
     }
 }
 
-/// The memory of a tensor on the host, which stays where it is and which a card reads and writes by itself.
+/// A host tensor in page-locked memory, which the GPU reads and writes by DMA. The memory never moves.
 pub struct PinnedBuffer {
     context: Arc<CudaContext>,
     ptr: *mut c_void,
@@ -85,18 +84,19 @@ pub struct PinnedBuffer {
 }
 
 impl PinnedBuffer {
-    /// Zeros.
+    /// Allocates a zeroed buffer and registers it with the driver.
     pub fn new(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
         let tensor = Tensor::zeros(len, dtype, &Device::Cpu)?;
         let start = match dtype {
             DType::F32 => cpu::with_slice_mut::<f32, _>(&tensor, |all| all.as_mut_ptr().cast::<c_void>())?,
             DType::F64 => cpu::with_slice_mut::<f64, _>(&tensor, |all| all.as_mut_ptr().cast::<c_void>())?,
             DType::U8 => cpu::with_slice_mut::<u8, _>(&tensor, |all| all.as_mut_ptr().cast::<c_void>())?,
-            other => bail!("no host memory of {other:?} is locked for a card"),
+            other => bail!("pinned host memory of {other:?} is not supported"),
         };
         let (context, bytes) = (device.cuda_stream().context().clone(), len * dtype.size_in_bytes());
         context.bind_to_thread().w()?;
-        // SAFETY: the tensor's own memory, which lasts as long as this; the driver is told before it goes.
+        // SAFETY: the tensor owns this memory and lives as long as `self`; `drop` unregisters it before the tensor
+        // frees it.
         unsafe { sys::cuMemHostRegister_v2(start, bytes, 0) }.result().w()?;
         Ok(Self { context, ptr: start, bytes, tensor })
     }
@@ -109,22 +109,22 @@ impl PinnedBuffer {
         self.bytes
     }
 
-    /// Where the part for a tensor begins that lies from byte `offset` on, and its bytes.
+    /// The address of byte `offset` and the size of `tensor` in bytes; an error if the range exceeds the buffer.
     fn slice_for(&self, offset: usize, tensor: &Tensor) -> Result<(*mut c_void, usize)> {
         let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
         if offset + bytes > self.bytes {
-            bail!("bytes {offset} to {} of {} that are locked", offset + bytes, self.bytes)
+            bail!("bytes {offset} to {} exceed the {} pinned bytes", offset + bytes, self.bytes)
         }
-        // SAFETY: within the memory, as was just seen.
+        // SAFETY: the check above keeps the range within the allocation.
         Ok((unsafe { self.ptr.byte_add(offset) }, bytes))
     }
 }
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        // A context that is gone took the lock with it.
+        // If the context is already destroyed, so is the registration.
         let _ = self.context.bind_to_thread();
-        // SAFETY: locked by `new`, and its owner waited for the copies from and to it.
+        // SAFETY: `new` registered the memory, and its owner waited for all copies from and to it.
         let _ = unsafe { sys::cuMemHostUnregister(self.ptr) };
     }
 }

@@ -1,9 +1,8 @@
-// Matrix products by cuBLASLt: row-major, with what goes before and after them fused.
+// GEMM through cuBLASLt: row-major matrices, with fused accumulation and epilogues.
 //
-// cuBLASLt has its matrices column-major, so `D = A B` is asked for as `D' = B' A'`. Which of its kernels makes
-// a product is found once for each shape and remembered: cuBLASLt names some, and of those that give the same bits
-// as the one it is to be compared with, the fastest is taken. So time decides how soon a result is there and never
-// what it is. The workspace is the caller's.
+// cuBLASLt is column-major, so `D = A B` becomes `D' = B' A'`. The algorithm for each shape is chosen once and cached:
+// the heuristic proposes candidates, and of those with the same result, bit for bit, as the baseline, the fastest wins.
+// Timing thus affects speed and never the result. The caller owns the workspace.
 #include <cublasLt.h>
 #include <mutex>
 #include <map>
@@ -16,26 +15,26 @@ namespace {
 struct GemmOperand {
     const void *data;
     int64_t stride; // values between rows
-    int transposed;     // the matrix is the transpose of what lies there
+    int transposed;     // whether the operand is the transpose of the stored matrix
 };
 
-// What is done to a product: `Epilogue` in product.rs.
+// `Epilogue` in cublaslt.rs.
 enum Epilogue : int { PLAIN = 0, BIAS = 1, GELU_BIAS = 2, RELU_BIAS = 3 };
 
 struct GemmArgs {
     int type, out_type, m, n, k, epilogue;
     GemmOperand a, b;
-    const void *c; // null, or added to the product: may be `d`
+    const void *c; // null, or the matrix to add: may be `d`
     void *d;
     int64_t d_stride;
     const void *bias; // (n)
-    void *aux;        // (m, n): what GELU was given
+    void *aux;        // (m, n): receives the pre-activation of GELU
     int64_t aux_stride;
 };
 
 using Key = std::tuple<int, int, int, int, int, int, int64_t, int, int64_t, int, int, int64_t, int64_t, int>;
 
-// A kernel for a shape, and how often faster ones may still be looked for.
+// The algorithm chosen for a shape, and how many more times it may be tuned.
 struct CachedAlgo {
     cublasLtMatmulAlgo_t algo;
     int tries;
@@ -49,19 +48,19 @@ struct GemmContext {
     std::mutex lock;
     std::map<Key, CachedAlgo> algo_cache;
     cudaEvent_t start_event, stop_event;
-    unsigned long long *digest; // on the card, behind the workspace
-    void *bias;                 // BIAS_ROOM bytes behind it
+    unsigned long long *digest; // on the device, behind the workspace
+    void *bias;                 // BIAS_BYTES bytes behind the digest
 };
 
-// Bytes of the workspace's tail: the digest, and a bias that must be copied.
+// Tail of the workspace in bytes: the digest, and an aligned copy of a bias.
 constexpr size_t DIGEST_BYTES = 256, BIAS_BYTES = 256 << 10;
 
-// Kernels that cuBLASLt is asked to name, and runs of each that are timed.
+// Candidates requested from the heuristic, and timed runs of each.
 constexpr int MAX_CANDIDATES = 8, TIMED_RUNS = 3;
-// Times that the kernels for a shape are compared before the first named is kept, where the result was zero: of zeros all
-// kernels make the same bits (the gradients below a head that begins with zeros, in the first update).
+// How often a shape is tuned before its baseline is kept. Tuning decides nothing when the result is all zeros, because
+// then all algorithms agree: the gradients below a zero-initialized head in the first update.
 constexpr int MAX_TRIES = 4;
-// Operations below which a product is too short to be worth finding the best of them.
+// FLOPs below which a GEMM is too short to be worth tuning.
 constexpr double MIN_TUNED_FLOPS = 1e9;
 
 cudaDataType_t cuda_dtype(int type) {
@@ -82,14 +81,14 @@ cublasLtEpilogue_t cublas_epilogue(int epilogue, bool has_aux) {
     }
 }
 
-// The largest power of two, at most 256, that an address is a multiple of.
+// The largest power of two, at most 256, that divides an address.
 uint32_t alignment(const void *p) {
     uint32_t bytes = 256;
     while (uintptr_t(p) % bytes) bytes /= 2;
     return bytes;
 }
 
-// Frees what it was given when it goes.
+// Owns a cuBLASLt descriptor.
 template <class H, cublasStatus_t (*destroy)(H)> struct OwnedDescriptor {
     H h = nullptr;
     ~OwnedDescriptor() {
@@ -103,7 +102,7 @@ using Preference = OwnedDescriptor<cublasLtMatmulPreference_t, cublasLtMatmulPre
 #define TRY(call)                                                                                             \
     if (cublasStatus_t tried = (call); tried != CUBLAS_STATUS_SUCCESS) return CUBLAS_ERRORS + tried
 
-// Codes from here on are cuBLAS's own.
+// Error codes from here on are cuBLAS status codes.
 constexpr int CUBLAS_ERRORS = 10000;
 
 template <class V> cublasStatus_t set(Operation &op, cublasLtMatmulDescAttributes_t find_candidates, const V &value) {
@@ -113,7 +112,7 @@ template <class V> cublasStatus_t set(Preference &p, cublasLtMatmulPreferenceAtt
     return cublasLtMatmulPreferenceSetAttribute(p.h, find_candidates, &value, sizeof(V));
 }
 
-// A number that depends on every bit of a matrix and on no order in which they are read.
+// A checksum over every bit of a matrix that does not depend on the order of the reads.
 template <class V> __global__ void digest(const V *d, int64_t rows, int64_t columns, int64_t stride, unsigned long long *out) {
     unsigned long long sum = 0;
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * columns; i += int64_t(gridDim.x) * blockDim.x)
@@ -129,8 +128,8 @@ int compute_digest(GemmContext &context, const GemmArgs &q, unsigned long long *
     return cudaStreamSynchronize(stream);
 }
 
-// Which of those named is compared with: the first, unless it cuts the long sum into parts that take a second kernel
-// to add and one of the next two does not.
+// The candidate whose result is the reference: the first, unless it is split-K, which adds a reduction kernel, and one
+// of the next two is not.
 int baseline_of(const cublasLtMatmulHeuristicResult_t *candidates, int count) {
     for (int i = 0; i < count && i < 3; i++) {
         int parts = 1;
@@ -140,8 +139,8 @@ int baseline_of(const cublasLtMatmulHeuristicResult_t *candidates, int count) {
     return 0;
 }
 
-// The fastest of those named that gives the bits of `named[base]`. `run(algo)` may be called any number of times. `decided`
-// is false where the result was zero, so that nothing could be compared.
+// The fastest candidate whose result has the bits of `candidates[base]`. `run(algo)` must be repeatable. `decided` is
+// false if the result was all zeros, so that no comparison was possible.
 template <class F>
 int fastest(GemmContext &context, const GemmArgs &q, const cublasLtMatmulHeuristicResult_t *candidates, int count, int base,
             cudaStream_t stream, F run, bool &decided) {
@@ -151,7 +150,7 @@ int fastest(GemmContext &context, const GemmArgs &q, const cublasLtMatmulHeurist
     for (int n = 0; n < count; n++) {
         int i = n == 0 ? base : n <= base ? n - 1 : n;
         if (run(&candidates[i].algo) != CUBLAS_STATUS_SUCCESS || compute_digest(context, q, n == 0 ? &wanted : &found, stream)) {
-            cudaGetLastError(); // of a kernel that could not be loaded, which is not used: nobody else's
+            cudaGetLastError(); // clears the error of a candidate that failed to load: it is skipped
             continue;
         }
         if (n > 0 && found != wanted) continue;
@@ -180,8 +179,8 @@ int multiply(GemmContext &context, const GemmArgs &q, cudaStream_t stream) {
     TRY(set(op, CUBLASLT_MATMUL_DESC_TRANSB, transposed(q.a.transposed)));
     TRY(set(op, CUBLASLT_MATMUL_DESC_EPILOGUE, cublas_epilogue(q.epilogue, q.aux != nullptr)));
     if (q.bias) {
-        // cuBLASLt cannot be told how a bias is aligned and names kernels that read it in vectors: one that begins between
-        // two of them is copied.
+        // cuBLASLt has no attribute for the alignment of a bias and proposes kernels that read it in vectors: copy an
+        // unaligned bias.
         const void *bias = q.bias;
         size_t bytes = size_t(q.n) * (wide ? 8 : q.type == F32 ? 4 : 2);
         if (alignment(bias) < 16 && bytes <= BIAS_BYTES) {
@@ -218,7 +217,8 @@ int multiply(GemmContext &context, const GemmArgs &q, cudaStream_t stream) {
     };
     cublasLtMatmulHeuristicResult_t candidates[MAX_CANDIDATES];
     int count = 0;
-    // The kernels that cuBLASLt names for operands at multiples of `most` bytes, or of what they are at.
+    // Asks the heuristic for algorithms whose operands are aligned to their actual alignment, at most `max_alignment`
+    // bytes.
     auto find_candidates = [&](uint32_t max_alignment) -> int {
         Preference p;
         auto aligned = [&](int i) { return aligns[i] < max_alignment ? aligns[i] : max_alignment; };
@@ -233,13 +233,13 @@ int multiply(GemmContext &context, const GemmArgs &q, cudaStream_t stream) {
     };
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     cudaStreamIsCapturing(stream, &capture);
-    bool can_synchronize = capture == cudaStreamCaptureStatusNone; // nothing may wait for what is captured
+    bool can_synchronize = capture == cudaStreamCaptureStatusNone; // a capture must not synchronize
     std::lock_guard<std::mutex> guard(context.lock);
     auto cached = context.algo_cache.find(key);
     if (cached == context.algo_cache.end() || (cached->second.tries > 0 && can_synchronize)) {
         if (int error = find_candidates(256)) return error;
         int best = baseline_of(candidates, count), tries = 0;
-        // What is added to itself cannot be made twice.
+        // A GEMM that accumulates into its own output cannot be repeated, so it is not tuned.
         if (q.c != q.d && !wide && 2.0 * q.m * q.n * q.k > MIN_TUNED_FLOPS) {
             bool decided = false;
             if (can_synchronize) best = fastest(context, q, candidates, count, best, stream, run, decided);
@@ -248,12 +248,12 @@ int multiply(GemmContext &context, const GemmArgs &q, cudaStream_t stream) {
         cached = context.algo_cache.insert_or_assign(key, CachedAlgo{candidates[best].algo, tries}).first;
     }
     cublasStatus_t status = run(&cached->second.algo);
-    // cuBLASLt names kernels that it then refuses to start, for odd sizes and a bias between two words: another one does it.
+    // For odd sizes and an unaligned bias, cuBLASLt proposes kernels that it then refuses to launch: retry with others.
     for (uint32_t max_alignment : {256u, 16u, 2u}) {
         if (status == CUBLAS_STATUS_SUCCESS) return 0;
         if (!can_synchronize || find_candidates(max_alignment)) break;
         for (int i = 0; i < count && status != CUBLAS_STATUS_SUCCESS; i++) {
-            cudaGetLastError(); // of the kernel that was refused
+            cudaGetLastError(); // clears the error of the refused kernel
             status = run(&candidates[i].algo);
             if (status == CUBLAS_STATUS_SUCCESS) cached->second = CachedAlgo{candidates[i].algo, 0};
         }

@@ -1,4 +1,4 @@
-//! Matrix products on a card: cuBLASLt with bias, GELU and accumulation fused, and one workspace for all.
+//! GEMM on a GPU through cuBLASLt: bias, GELU and accumulation are fused, and all calls share one workspace.
 
 use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -8,15 +8,15 @@ use candle_core::{DType, Result, Tensor};
 
 use super::{RawStream, check_status, dtype_code, pointer, pointer_or_null, scratch, stream};
 
-/// Bytes of the workspace that all products of a card share: what cuBLAS advises for Hopper. The plan counts it as
-/// `memory::estimate::GEMM_WORKSPACE_BYTES`.
+/// Size in bytes of the workspace that all GEMMs of a GPU share: what cuBLAS recommends for Hopper. The memory plan
+/// counts it as `memory::estimate::GEMM_WORKSPACE_BYTES`.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// A row-major matrix in a tensor, or its transpose. `stride` values lie between the starts of rows.
+/// A row-major matrix within a tensor, or its transpose. `stride` is the distance between rows in values.
 #[derive(Clone, Copy)]
 pub struct GpuMat<'a> {
     pub tensor: &'a Tensor,
-    /// Values before the first.
+    /// Index of the first value in the tensor.
     pub offset: usize,
     pub rows: usize,
     pub cols: usize,
@@ -25,23 +25,22 @@ pub struct GpuMat<'a> {
 }
 
 impl<'a> GpuMat<'a> {
-    /// The whole of a contiguous tensor.
+    /// A whole contiguous tensor as a matrix.
     pub fn new(tensor: &'a Tensor, rows: usize, cols: usize) -> Self {
         Self { tensor, offset: 0, rows, cols, stride: cols, transposed: false }
     }
 
-    /// The transpose.
     pub fn t(self) -> Self {
         Self { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
     }
 
-    /// The columns `from..from + cols`.
+    /// The columns `start..start + cols`.
     fn narrow_cols(self, start: usize, cols: usize) -> Self {
         let step = if self.transposed { self.stride } else { 1 };
         Self { offset: self.offset + start * step, cols, ..self }
     }
 
-    /// Where its first value is.
+    /// Device pointer to the first value.
     pub fn data(&self) -> Result<*mut c_void> {
         Ok(pointer(self.tensor)?.wrapping_byte_add(self.offset * self.tensor.dtype().size_in_bytes()))
     }
@@ -55,39 +54,41 @@ impl<'a> GpuMat<'a> {
     }
 }
 
-/// What is done to a product before it is written.
+/// What cuBLASLt applies to the result before it writes it.
 #[derive(Clone, Copy)]
 pub enum Epilogue<'a> {
     Identity,
-    /// A bias a column is added.
+    /// Adds a bias per column.
     Bias(&'a Tensor),
-    /// A bias, then GELU through tanh; what GELU was given is kept where that is wanted.
+    /// Adds a bias, then applies tanh GELU. The second tensor, if any, receives the pre-activation.
     GeluBias(&'a Tensor, Option<&'a Tensor>),
-    /// A bias, then ReLU.
+    /// Adds a bias, then applies ReLU.
     ReluBias(&'a Tensor),
 }
 
-/// What a product is written over.
+/// The matrix `C` that is added to the GEMM.
 #[derive(Clone, Copy)]
 pub enum Addend<'a> {
     Zero,
-    /// It is added to what is there.
+    /// Accumulate into the output.
     Output,
-    /// It is added to another matrix of the same shape.
+    /// Another matrix of the output's shape.
     Matrix(&'a Tensor),
 }
 
-/// Values that tensor cores are fed at once, and a size from which a rest apart costs less than narrow loads for all.
+/// Alignment of the split point in values, and the smallest size for which a separate remainder GEMM costs less than
+/// narrow loads for the whole.
 const SPLIT_ALIGN: usize = 64;
 const MIN_SPLIT: usize = 1024;
 
-/// Where a long size that is no multiple of 8 is cut, so that all but a small rest is made with wide loads: with 50,257
-/// columns the narrow ones took four times as long.
+/// Where to split a large dimension that is not a multiple of 8, so that all but a small remainder uses wide loads.
+/// With 50,257 columns, narrow loads took four times as long.
 fn split_point(size: usize) -> Option<usize> {
     (size > MIN_SPLIT && !size.is_multiple_of(8)).then(|| size / SPLIT_ALIGN * SPLIT_ALIGN)
 }
 
-/// `out = epilogue(a b + addend)`; `out` is row-major with rows `stride` apart, of the operands' type or of f32.
+/// `out = epilogue(a b + addend)`. `out` is row-major with rows `stride` values apart, in the operands' dtype or in
+/// f32.
 pub fn matmul(out: &GpuMat, a: GpuMat, b: GpuMat, addend: Addend, epilogue: Epilogue) -> Result<()> {
     let plain = matches!(epilogue, Epilogue::Identity) && !matches!(addend, Addend::Matrix(_));
     let is_aligned = |mat: &GpuMat| mat.stride.is_multiple_of(8);
@@ -109,7 +110,8 @@ pub fn matmul(out: &GpuMat, a: GpuMat, b: GpuMat, addend: Addend, epilogue: Epil
         }
         return Ok(());
     }
-    // The rest first, which is small, so that what is added to it is rounded once more only there.
+    // A split of K rounds the output twice. The small remainder runs first, so the extra rounding applies to the
+    // smaller partial sum.
     if plain && let Some(at) = split_point(a.cols).filter(|_| is_aligned(&a)) {
         let part = |from, n| (a.narrow_cols(from, n), b.t().narrow_cols(from, n).t());
         let ((a_rest, b_rest), (a_most, b_most)) = (part(at, a.cols - at), part(0, at));
@@ -122,7 +124,7 @@ pub fn matmul(out: &GpuMat, a: GpuMat, b: GpuMat, addend: Addend, epilogue: Epil
 fn launch_gemm(out: &GpuMat, a: GpuMat, b: GpuMat, addend: Addend, epilogue: Epilogue) -> Result<()> {
     if (a.cols, a.rows, b.cols) != (b.rows, out.rows, out.cols) {
         candle_core::bail!(
-            "a product of {:?} and {:?} into {:?}",
+            "gemm: shapes do not match: {:?} x {:?} into {:?}",
             (a.rows, a.cols),
             (b.rows, b.cols),
             (out.rows, out.cols)
@@ -132,7 +134,7 @@ fn launch_gemm(out: &GpuMat, a: GpuMat, b: GpuMat, addend: Addend, epilogue: Epi
         return Ok(());
     }
     let Some(device) = super::device_of(a.tensor) else {
-        candle_core::bail!("a product of tensors that are on no card")
+        candle_core::bail!("gemm: the tensors are not on a CUDA device")
     };
     let into = out.to_ffi()?;
     let c = match addend {
@@ -163,38 +165,38 @@ fn launch_gemm(out: &GpuMat, a: GpuMat, b: GpuMat, addend: Addend, epilogue: Epi
         aux_stride: out.cols as i64,
     };
     with_gemm_context(device, |context| {
-        // SAFETY: the sizes were checked above, and every pointer is of a tensor that outlives the launch.
+        // SAFETY: the sizes were checked above, and every pointer belongs to a tensor that outlives the launch.
         check_status("gemm", unsafe { cublaslt_matmul(context, &args, stream(device)) })
     })
 }
 
-/// Whether the fused GELU takes rows of `n` values of this type: it moves 16 bytes at once.
+/// Whether cuBLASLt can fuse GELU for rows of `n` values of this dtype: its epilogue moves 16 bytes at a time.
 pub fn gelu_is_fused(dtype: DType, n: usize) -> bool {
     matches!(dtype, DType::BF16 | DType::F16) && n.is_multiple_of(8)
 }
 
-/// Whether f32 products may round their operands to TF32, as the job says; to be called before the first product.
+/// Sets whether f32 GEMMs may round their operands to TF32. Call it before the first GEMM.
 pub fn allow_tf32(allow: bool) {
     gemm_context().tf32 = allow;
 }
 
-/// Whether they may.
+/// Whether f32 GEMMs may use TF32.
 pub fn tf32_allowed() -> bool {
     gemm_context().tf32
 }
 
-/// Makes what all products share, as the first of them would.
+/// Creates the handle and the workspace now instead of on the first GEMM.
 pub fn prepare(device: &CudaDevice) -> Result<()> {
     with_gemm_context(device, |_| Ok(()))
 }
 
-/// The library's handle and its workspace, made with the first product.
+/// The cuBLASLt handle and its workspace, created on the first GEMM.
 struct GemmContext {
     handle: Option<(*mut c_void, Tensor)>,
     tf32: bool,
 }
 
-// SAFETY: the handle is used under the lock alone.
+// SAFETY: the handle is only used under the lock.
 unsafe impl Send for GemmContext {}
 
 static GEMM_CONTEXT: Mutex<GemmContext> = Mutex::new(GemmContext { handle: None, tf32: false });
@@ -226,7 +228,7 @@ fn with_gemm_context(device: &CudaDevice, body: impl FnOnce(*mut c_void) -> Resu
     body(handle)
 }
 
-/// `Matrix` in product.cu.
+/// `GemmOperand` in cublaslt.cu.
 #[repr(C)]
 struct GemmOperand {
     data: *const c_void,
@@ -234,7 +236,7 @@ struct GemmOperand {
     transposed: c_int,
 }
 
-/// `GemmArgs` in product.cu.
+/// `GemmArgs` in cublaslt.cu.
 #[repr(C)]
 struct GemmArgs {
     dtype: c_int,

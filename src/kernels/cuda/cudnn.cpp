@@ -1,10 +1,10 @@
-// Loads cuDNN and holds its handle.
+// Loads cuDNN and owns its handle.
 #include "with_cudnn.h"
 
 #ifdef TRAINER_CUDNN
 #include <dlfcn.h>
 
-// What the front end calls the library through.
+// The handle through which the front end resolves the library's symbols.
 namespace cudnn_frontend {
 void *cudnn_dlhandle = nullptr;
 }
@@ -16,7 +16,7 @@ int load() {
         void *library = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
         if (!library) continue;
         cudnn_frontend::cudnn_dlhandle = library;
-        // The front end throws where a symbol is missing.
+        // The front end throws if a symbol is missing.
         try {
             size_t version = cudnn_frontend::detail::get_backend_version();
             if (version / 10000 == CUDNN_MAJOR) return int(version);
@@ -29,7 +29,7 @@ int load() {
 } // namespace
 
 std::mutex &cudnn::lock() {
-    // Never destroyed: plans that are freed when the process ends may still come here.
+    // Never destroyed: execution plans freed at process exit may still lock it.
     static auto *lock = new std::mutex;
     return *lock;
 }

@@ -1,8 +1,8 @@
-// What every kernel is made of: the types it may be given, values in groups of 16 bytes, and sums over a
-// warp or a block in an order that no timing changes.
+// The basis of every kernel: element types, 16-byte packs, and warp and block reductions in a fixed order, so that
+// results are deterministic.
 //
-// A launcher is an `extern "C"` function of plain pointers and sizes that returns the launch's error code, 0
-// for none; it allocates nothing and waits for nothing. Its counterpart in Rust stands in the kernel's own file.
+// A launcher is an `extern "C"` function of plain pointers and sizes. It returns a CUDA error code, 0 for success. It
+// allocates nothing and does not synchronize. Its Rust declaration stands in the kernel's own file.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 using bf16 = __nv_bfloat16;
 using f16 = __half;
 
-// What kernels compute a type's values in.
+// The type in which kernels compute and accumulate.
 template <class T> struct AccOf { using type = float; };
 template <> struct AccOf<double> { using type = double; };
 template <class T> using Acc = typename AccOf<T>::type;
@@ -29,7 +29,7 @@ template <class T> __device__ __forceinline__ T from_acc(Acc<T> x) { return x; }
 template <> __device__ __forceinline__ bf16 from_acc<bf16>(float x) { return __float2bfloat16_rn(x); }
 template <> __device__ __forceinline__ f16 from_acc<f16>(float x) { return __float2half_rn(x); }
 
-// Runs `body` with the alias `T` of a type code.
+// Runs the body with `T` as the type of a type code.
 #define WITH_TYPE(code, ...)                                                                                  \
     switch (code) {                                                                                           \
     case F32: { using T = float; __VA_ARGS__; break; }                                                        \
@@ -39,7 +39,7 @@ template <> __device__ __forceinline__ f16 from_acc<f16>(float x) { return __flo
     default: return cudaErrorInvalidValue;                                                                    \
     }
 
-// `N` neighbouring values, moved at once; `Pack<T>` is 16 bytes.
+// `N` adjacent values, moved in one access; `Pack<T>` is 16 bytes.
 template <class T, int N = 16 / sizeof(T)> struct alignas(sizeof(T) * N) Pack {
     T v[N];
     static constexpr int size = N;
@@ -47,7 +47,7 @@ template <class T, int N = 16 / sizeof(T)> struct alignas(sizeof(T) * N) Pack {
     __device__ __forceinline__ void store(T *p) const { *reinterpret_cast<Pack *>(p) = *this; }
 };
 
-// A pack that stays together until a value of it is read: apart, each of 16 bits takes a register of 32.
+// A pack that stays packed until a value is read: unpacked, each 16-bit value would occupy a 32-bit register.
 template <class T, int N> struct LazyPack {
     Pack<T, N> values;
     __device__ __forceinline__ void load(const T *p) { values = Pack<T, N>::load(p); }
@@ -70,7 +70,7 @@ template <> struct LazyPack<bf16, 4> {
     }
 };
 
-// Whether 16-byte groups of these rows can be moved at once.
+// Whether rows and pointers permit 16-byte accesses.
 inline bool aligned(int64_t row_bytes, std::initializer_list<const void *> pointers) {
     uintptr_t bits = uintptr_t(row_bytes);
     for (const void *p : pointers) bits |= uintptr_t(p);
@@ -94,7 +94,7 @@ template <class R> __device__ __forceinline__ R warp_max(R x) {
     return x;
 }
 
-// The sum over a block of at most 1024 threads, given to all of them. May be called any number of times.
+// The sum over a block of at most 1024 threads, returned to all of them. Reusable: it ends with a barrier.
 template <class R> __device__ __forceinline__ R block_sum(R x) {
     __shared__ R sums[WARP];
     x = warp_sum(x);

@@ -1,4 +1,5 @@
-// A captured graph, made of kernels alone: fills and copies as nodes of their own start later than kernels do.
+// Rewrites a captured graph so that it consists of kernel nodes only: memset and memcpy nodes start later than kernels
+// do.
 #include <algorithm>
 #include <vector>
 
@@ -8,11 +9,11 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Bytes are moved 16 at a time where all of them can be.
+// The callers use 16-byte values whenever addresses and sizes allow it.
 template <class V> __global__ void fill(V *to, V value, size_t count) {
     for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += size_t(gridDim.x) * THREADS) to[i] = value;
 }
-// Rows of `width` values, `to_pitch` and `from_pitch` apart.
+// Copies rows of `width` values; the pitches are in values.
 template <class V> __global__ void copy(V *to, const V *from, size_t count, size_t width, size_t to_pitch, size_t from_pitch) {
     for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += size_t(gridDim.x) * THREADS) {
         size_t row = i / width, column = i - row * width;
@@ -29,7 +30,7 @@ template <class V> __global__ void copy(V *to, const V *from, size_t count, size
 #define TRY(call)                                                                                             \
     if (cudaError_t error = (call)) return error
 
-// Puts a kernel into the place of a node.
+// Replaces a node by a kernel node with the same dependencies.
 cudaError_t replace(cudaGraph_t graph, cudaGraphNode_t node, void *kernel, size_t count, void **arguments) {
     size_t before = 0, after = 0;
     TRY(cudaGraphNodeGetDependencies(node, nullptr, EDGES & before));
@@ -62,7 +63,7 @@ cudaError_t replace_memset(cudaGraph_t graph, cudaGraphNode_t node, bool &replac
         void *arguments[]{&p.dst, &value, &count};
         return replace(graph, node, (void *)fill<uint4>, count, arguments);
     }
-    // What is not filled byte by byte begins at a multiple of what it is filled with.
+    // The destination of a memset is aligned to its element size.
     size_t count = p.width;
     void *arguments[]{&p.dst, &word, &count};
     return replace(graph, node, p.elementSize == 1 ? (void *)fill<uint8_t> : p.elementSize == 2 ? (void *)fill<uint16_t> : (void *)fill<uint32_t>,
@@ -105,9 +106,10 @@ cudaError_t replace_nodes(cudaGraph_t graph, size_t &kernels) {
 
 } // namespace
 
-// Makes a graph of kernels alone, and says of how many; none where it does something else, such as to read host memory.
+// Turns all nodes into kernel nodes and returns their number; 0 if a node cannot be replaced, such as a copy from host
+// memory.
 extern "C" size_t graph_to_kernels_only(cudaGraph_t graph) {
     size_t kernels = 0;
-    if (replace_nodes(graph, kernels)) cudaGetLastError(); // which is nobody else's
+    if (replace_nodes(graph, kernels)) cudaGetLastError(); // clears the error
     return kernels;
 }

@@ -1,7 +1,7 @@
-//! CUDA graphs: launches that are captured once and replayed by one call of the host.
+//! CUDA graphs: kernel launches that the host captures once and replays with a single call.
 //!
-//! Kernels are captured with the addresses they read and write. Whoever replays them sees to it that these are nobody
-//! else's meanwhile; allocation itself is arithmetic on the host (`memory::heap`), and never part of a graph.
+//! A graph stores the addresses its kernels read and write. Whoever replays it must ensure that nothing else uses that
+//! memory. Allocation is arithmetic on the host (`memory::heap`) and never part of a graph.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -11,28 +11,28 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 thread_local! {
-    /// Why what is being captured on this thread cannot be replayed; absent where nothing is captured.
+    /// The reason why the capture on this thread cannot be replayed; the outer `None` means no capture is active.
     static CAPTURE: RefCell<Option<Option<&'static str>>> = const { RefCell::new(None) };
 }
 
-/// To be called where what is launched depends on more than the values of tensors, with the reason: a replay would not
-/// do what the next pass has to.
+/// Marks the active capture, if any, as not capturable. Call it wherever the launches depend on more than the contents
+/// of tensors: a replay would not do what the next pass needs.
 pub fn not_capturable(reason: &'static str) {
     CAPTURE.with_borrow_mut(|capture| capture.iter_mut().for_each(|found| *found = Some(reason)));
 }
 
-/// Launches in their order.
+/// An instantiated CUDA graph.
 pub struct Graph {
     graph: sys::CUgraph,
     exec: sys::CUgraphExec,
     stream: Arc<CudaStream>,
-    /// How many there are.
+    /// Number of kernel nodes.
     pub launches: usize,
 }
 
 impl Graph {
-    /// Captures what `launch` launches, none of which runs, and gives what it gives; or the reason why that fails or could
-    /// not be replayed: launched without a capture it works, or is an error.
+    /// Captures what `launch` enqueues, without running it, and returns the graph with `launch`'s result. If the work
+    /// cannot be captured or replayed, returns the reason instead; the caller can still run the work without a graph.
     pub fn capture<R, E: std::fmt::Display>(
         device: &CudaDevice,
         launch: impl FnOnce() -> std::result::Result<R, E>,
@@ -42,7 +42,7 @@ impl Graph {
         CAPTURE.set(Some(None));
         let outcome = launch();
         let reason = CAPTURE.take().flatten();
-        // SAFETY: it was begun on this stream.
+        // SAFETY: the capture began on this stream.
         let graph = unsafe { result::stream::end_capture(stream.cu_stream()) };
         let recorded = stream.context().check_err();
         let failed = match (reason, &outcome, recorded, graph) {
@@ -64,7 +64,7 @@ impl Graph {
                 Err(reason) => reason,
             },
         };
-        // What cannot be captured is nobody else's error.
+        // The failed capture leaves an error in the context. Clear it, so that no later call reports it.
         drop(outcome);
         let _ = stream.context().check_err();
         Ok(Err(failed))
@@ -74,12 +74,12 @@ impl Graph {
         Self { graph, exec: std::ptr::null_mut(), stream: stream.clone(), launches: 0 }
     }
 
-    /// Makes all ready to be replayed, where it can be.
+    /// Instantiates and uploads the graph; an error explains why it cannot be replayed.
     fn instantiate(mut self) -> std::result::Result<Self, String> {
         if self.graph.is_null() {
             return Err("nothing was captured".into());
         }
-        // SAFETY: the graph is this one's own, and nothing that it launches is under way.
+        // SAFETY: `self` owns the graph, and nothing that it launches is in flight.
         unsafe {
             self.launches = graph_to_kernels_only(self.graph);
             if self.launches == 0 {
@@ -93,20 +93,20 @@ impl Graph {
         Ok(self)
     }
 
-    /// Launches all of them once more.
+    /// Enqueues the whole graph once.
     pub fn replay(&self) -> Result<()> {
-        // SAFETY: it was made ready, and whoever has it keeps the memory of its tensors for it.
+        // SAFETY: `instantiate` succeeded, and the owner keeps the memory of the graph's tensors alive.
         unsafe { result::graph::launch(self.exec, self.stream.cu_stream()) }.w()
     }
 }
 
 impl Drop for Graph {
-    /// What is under way ends first. A failure is the stream's, reported by its next use.
+    /// Waits for replays in flight. An error belongs to the stream, and its next use reports it.
     fn drop(&mut self) {
         if !self.exec.is_null() {
             let _ = self.stream.synchronize();
         }
-        // SAFETY: both are this one's own, and nothing of them is under way.
+        // SAFETY: `self` owns both handles, and no replay is in flight.
         unsafe {
             if !self.exec.is_null() {
                 let _ = result::graph::exec_destroy(self.exec);
@@ -132,10 +132,10 @@ mod tests {
     use crate::layers::gradcheck;
     use crate::memory::gpu::GpuDevice;
 
-    /// A GPU with a heap, and a stream that no other test uses.
+    /// A GPU with a heap and with a stream that no other test uses.
     fn gpu() -> Option<(GpuDevice, CudaDevice)> {
         let Device::Cuda(_) = gradcheck::test_device() else {
-            eprintln!("skipped: no GPU is asked for");
+            eprintln!("skipped: no GPU requested");
             return None;
         };
         let gpu = GpuDevice::open(0, |_| 64 << 20).unwrap();
@@ -147,12 +147,12 @@ mod tests {
         Tensor::new(&[1f32, 2.0, 3.0], &Device::Cuda(device.clone()))
     }
 
-    /// A replay reads what tensors hold by then, and nothing runs while it is captured.
+    /// Nothing runs during capture, and a replay reads what its tensors hold at that time.
     #[test]
     fn what_is_captured_runs_when_it_is_replayed() {
         let Some((_gpu, device)) = gpu() else { return };
         let x = numbers(&device).unwrap();
-        // The copy is kept, or its memory would be given to others.
+        // The copy stays alive; otherwise the heap would reuse its memory.
         let sum = || -> Result<_> {
             let copied = copy(&device, &x)?;
             Ok((sum_of_squares(&device, &copied)?, copied))
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(none(&|| x.affine(2.0, 0.0)), None, "candle's own operations");
         assert!(none(&|| to_host::<f32>(&x).and(sum())).is_some(), "the host waits");
         assert!(none(&|| candle_core::bail!("it fails")).unwrap().contains("it fails"));
-        // None of which is in the way of what comes after.
+        // The failed captures do not affect later work.
         assert_eq!(to_host::<f64>(&sum().unwrap()).unwrap()[0], 14.0);
         assert_eq!(none(&sum), None);
     }

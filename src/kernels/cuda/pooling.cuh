@@ -1,4 +1,4 @@
-// A pooling window: `Window` in pool.rs, as its card.rs hands it on.
+// Geometry of a pooling: `PoolGeometryFfi` in pool/gpu.rs.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ struct PoolGeometry {
     int batch, height, width, channels, out_height, out_width, size, stride, padding;
 };
 
-// A pixel of a picture and N neighbouring channels of it, as thread `i` has them.
+// The pixel and the N adjacent channels that thread `i` processes.
 template <int N> struct PixelPosition {
     int64_t image;
     int y, x, channel;
@@ -21,9 +21,10 @@ template <int N> struct PixelPosition {
     }
 };
 
-// Runs `body` for every window that sees the pixel (y, x), with the window's place and the cell that sees it.
+// Calls `body` for every window that covers the pixel (y, x), with the window's position and the pixel's index within
+// it.
 template <class F> __device__ __forceinline__ void for_windows(const PoolGeometry &w, int y, int x, F body) {
-    // In a picture with its padding: windows that begin at most at the pixel and end after it.
+    // In padded coordinates: windows that start at or before the pixel and end after it.
     y += w.padding, x += w.padding;
     int top = y < w.size ? 0 : (y - w.size) / w.stride + 1, left = x < w.size ? 0 : (x - w.size) / w.stride + 1;
     int bottom = min(y / w.stride, w.out_height - 1), right = min(x / w.stride, w.out_width - 1);

@@ -1,4 +1,4 @@
-// `Random::at` and `Random::bits` of random.rs, bit for bit.
+// `RngKey` of random.rs, bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct RngKey {
         return x ^ (x >> 32);
     }
 
-    // The key of one coordinate below this one.
+    // The key of one coordinate below this key.
     __device__ __forceinline__ RngKey fold_in(uint64_t coordinate) const {
         uint64_t first = mix((a + coordinate * 0x9e3779b97f4a7c15ull) ^ (b << 32 | b >> 32));
         return {first, mix((b + coordinate) ^ first)};

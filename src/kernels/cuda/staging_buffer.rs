@@ -1,9 +1,9 @@
-//! The way of micro-batches to a card, on which neither the host nor the card waits for the other.
+//! Uploads micro-batches to a GPU asynchronously: neither the host nor the GPU waits for the other.
 //!
-//! A batch is put into page-locked host memory, copied from there on a stream of its own while the card still
-//! computes what came before, and taken out of the buffer it arrived in by the computing stream, at whose start the
-//! buffer is free for the next one. Two events keep the order: what was not copied is not taken, and what was not
-//! taken is not overwritten. Where the system refuses to lock the memory, copies are only slower.
+//! The host writes a batch into page-locked memory. A copy stream transfers it while the GPU still computes the
+//! previous batch. The compute stream then consumes the device buffer, which frees it for the next batch. Two events
+//! keep the order: nothing is consumed before its copy is done, and nothing is overwritten before it is consumed. If
+//! the system refuses to pin the memory, copies still work but are slower.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -15,15 +15,15 @@ use rayon::prelude::*;
 
 use super::{pointer, uninit};
 
-/// Bytes that a thread copies at once.
+/// Bytes that a thread copies at a time.
 const CHUNK: usize = 1 << 20;
 
-/// Values of a batch on the host: rows of `pitch_bytes` bytes, the first `width_bytes` of each of which are wanted.
+/// A tensor of a batch on the host: rows `pitch_bytes` apart, of which the first `width_bytes` bytes are uploaded.
 pub struct HostView<'a> {
     pub bytes: &'a [u8],
     pub pitch_bytes: usize,
     pub width_bytes: usize,
-    /// What they are, and in which shape they arrive.
+    /// Dtype and shape on the device.
     pub dtype: DType,
     pub shape: Vec<usize>,
 }
@@ -47,31 +47,31 @@ impl HostView<'_> {
     }
 }
 
-/// Inputs, targets, and what is known of the samples.
+/// Inputs, targets and sample info.
 pub const BATCH_TENSORS: usize = 3;
 
-/// Bytes of a batch on its way.
+/// Size of a batch in bytes as uploaded.
 pub fn batch_bytes(parts: &[HostView; BATCH_TENSORS]) -> usize {
     parts.iter().map(HostView::size_in_bytes).sum()
 }
 
-/// Room for the parts of a micro-batch, here and on the device.
+/// Pinned host memory and device buffers for the tensors of one micro-batch.
 pub struct StagingBuffer {
     compute_stream: Arc<CudaStream>,
     copy_stream: Arc<CudaStream>,
-    /// The last batch has left the host's memory.
+    /// The last batch has been copied out of host memory.
     copy_done: CudaEvent,
-    /// The last batch was taken out of the card's buffers.
+    /// The compute stream has consumed the last batch.
     consumed: CudaEvent,
-    /// Bytes that there is room for of each part: one is behind the other.
+    /// Capacity per tensor in bytes; the tensors lie back to back in `host`.
     capacity: [usize; BATCH_TENSORS],
     host: PinnedVec,
-    /// Flat.
+    /// One-dimensional, one per tensor.
     device_buffers: Vec<Tensor>,
 }
 
 impl StagingBuffer {
-    /// Room for batches no larger than this one.
+    /// Allocates buffers for batches no larger than this one.
     pub fn new(device: &CudaDevice, parts: &[HostView; BATCH_TENSORS]) -> Result<Self> {
         let allocate = |part: &HostView| uninit(device, part.dtype, part.shape.iter().product::<usize>());
         let device_buffers = parts.iter().map(allocate).collect::<Result<Vec<_>>>()?;
@@ -79,14 +79,14 @@ impl StagingBuffer {
         let copy_stream = compute_stream.context().new_stream().w()?;
         let event = || compute_stream.context().new_event(None).w();
         let (copy_done, consumed) = (event()?, event()?);
-        // The buffers are there once the computing stream has come to where they were asked for.
+        // The copy stream may write the device buffers only once the compute stream has passed their allocation.
         consumed.record(&compute_stream).w()?;
         let (capacity, host) =
             (parts.each_ref().map(HostView::size_in_bytes), PinnedVec::new(batch_bytes(parts)));
         Ok(Self { compute_stream, copy_stream, copy_done, consumed, capacity, host, device_buffers })
     }
 
-    /// Whether there is room for such a batch.
+    /// Whether the buffers can hold this batch.
     pub fn fits(&self, parts: &[HostView; BATCH_TENSORS]) -> bool {
         let has_capacity = |buffer: &Tensor, part: &HostView| {
             buffer.dtype() == part.dtype && part.shape.iter().product::<usize>() <= buffer.elem_count()
@@ -94,14 +94,14 @@ impl StagingBuffer {
         self.device_buffers.iter().zip(parts).all(|(buffer, part)| has_capacity(buffer, part))
     }
 
-    /// Carries a batch that [fits](Self::fits), and lets `consume` read the parts that arrive. What it makes of them must not
-    /// share their memory, which the next batch overwrites.
+    /// Uploads a batch that [fits](Self::fits) and passes the device tensors to `consume`. Its result must not share
+    /// their memory, because the next batch overwrites it.
     pub fn upload<R>(
         &mut self,
         parts: &[HostView; BATCH_TENSORS],
         consume: impl FnOnce(&[Tensor]) -> Result<R>,
     ) -> Result<R> {
-        // Long done, unless the host is two micro-batches ahead of the card.
+        // Blocks only if the host is two micro-batches ahead of the GPU.
         self.copy_done.synchronize().w()?;
         self.copy_stream.wait(&self.consumed).w()?;
         let mut host = self.host.bytes.as_mut_slice();
@@ -110,7 +110,8 @@ impl StagingBuffer {
             host = rest;
             let own = &mut own[..part.size_in_bytes()];
             part.write(own);
-            // SAFETY: the card's buffer is no shorter than the host's, whose bytes stay as they are until `copy_done`.
+            // SAFETY: the device buffer is at least as long as `own`, and the host bytes stay unchanged until
+            // `copy_done`.
             unsafe { result::memcpy_htod_async(pointer(buffer)? as u64, own, self.copy_stream.cu_stream()) }
                 .w()?;
         }
@@ -127,13 +128,14 @@ impl StagingBuffer {
 }
 
 impl Drop for StagingBuffer {
-    /// What is on its way arrives before either end is given back. A failure is the stream's, and told by its next use.
+    /// Waits for the copy in flight before either side is freed. An error belongs to the stream, and its next use
+    /// reports it.
     fn drop(&mut self) {
         let _ = self.copy_stream.synchronize();
     }
 }
 
-/// Host memory that the card reads by itself, where the system allows it to be locked.
+/// Host memory, page-locked if the system permits it.
 struct PinnedVec {
     bytes: Vec<u8>,
     registered: bool,
@@ -142,7 +144,7 @@ struct PinnedVec {
 impl PinnedVec {
     fn new(len: usize) -> Self {
         let mut bytes = vec![0; len];
-        // SAFETY: the memory is there until `drop`, and never moves: it is not grown.
+        // SAFETY: the memory lives until `drop` and never moves, because the vector never grows.
         let code = unsafe { sys::cuMemHostRegister_v2(bytes.as_mut_ptr().cast::<c_void>(), len, 0) };
         Self { bytes, registered: code == sys::CUresult::CUDA_SUCCESS }
     }
@@ -151,7 +153,8 @@ impl PinnedVec {
 impl Drop for PinnedVec {
     fn drop(&mut self) {
         if self.registered {
-            // SAFETY: it was locked, and nothing is on its way from it any more. It fails with the context alone.
+            // SAFETY: the memory was registered, and no copy from it is in flight. The call fails only if the context
+            // is gone.
             unsafe { sys::cuMemHostUnregister(self.bytes.as_mut_ptr().cast::<c_void>()) };
         }
     }
@@ -166,12 +169,12 @@ mod tests {
     use crate::layers::gradcheck;
     use crate::random::{RngKey, stream_id};
 
-    /// Batches of all sizes arrive as they were sent while the card is behind by several of them, cut rows too, and
-    /// what was made of one is not touched by the next.
+    /// Batches of varying sizes and with narrowed rows arrive intact while the GPU lags several batches behind, and a
+    /// later batch does not change what was copied out of an earlier one.
     #[test]
     fn batches_arrive_as_they_were_sent() {
         let Device::Cuda(device) = gradcheck::test_device() else {
-            return eprintln!("skipped: no card is asked for");
+            return eprintln!("skipped: no GPU requested");
         };
         let random = |batch: u64, i: usize| RngKey::new(batch, stream_id("carrier")).bits(i as u64) as u32;
         const WIDTH: usize = 70_000;

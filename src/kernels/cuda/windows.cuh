@@ -1,4 +1,4 @@
-// The sizes of a convolution: `ConvGeometry` in windows.rs, as `Raw` in conv/card.rs hands it on.
+// Geometry of a convolution: `ConvGeometryFfi` in conv/gpu.rs.
 #pragma once
 
 struct ConvGeometry {

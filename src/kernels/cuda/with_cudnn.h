@@ -1,17 +1,17 @@
-// cuDNN, where it is: loaded when it is first asked for, never linked. Its graphs are built with the front-end
-// headers, which call the library through what is loaded here.
+// cuDNN, loaded with dlopen on first use and never linked. The front-end headers build its graphs and call the library
+// through that handle.
 #pragma once
 
 #include <cuda_runtime.h>
 
-// The version of the library, 90700 for 9.7.0; 0 where there is none, or none of the headers' major version, or the
-// crate was built without its headers. Touches no card.
+// The library's version, 90700 for 9.7.0. 0 if the library is missing, if its major version differs from the headers',
+// or if the crate was built without the headers. Does not touch the GPU.
 extern "C" int cudnn_available();
 
 #ifdef TRAINER_CUDNN
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
-// The front end uses these and does not ask for them.
+// The front end uses these headers without including them.
 #include <cstring>
 #include <unordered_map>
 
@@ -22,11 +22,11 @@ extern "C" int cudnn_available();
 
 namespace cudnn {
 
-// Codes from here on are the front end's own.
+// Error codes from here on are those of the front end.
 constexpr int ERRORS = 20000;
 
-// The library's handle, bound to a stream; null where there is no library or it cannot work here. To be used under
-// `lock` alone: there is one.
+// The library's handle, bound to a stream; null if the library is missing or fails to initialize. There is one handle:
+// use it only under `lock`.
 cudnnHandle_t handle(cudaStream_t stream);
 std::mutex &lock();
 
@@ -41,7 +41,7 @@ inline cudnn_frontend::DataType_t cudnn_dtype(int type) {
 
 } // namespace cudnn
 
-// For functions that return a code: what the front end returned, if that is an error.
+// In a function that returns an error code: returns the front end's error, if any.
 #define TRY_CUDNN(call)                                                                                       \
     if (auto status = (call); status.is_bad()) return cudnn::ERRORS + int(status.get_code())
 #endif

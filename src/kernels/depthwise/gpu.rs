@@ -1,4 +1,4 @@
-//! Depthwise convolution on a card: what `conv` asks of `depthwise.cu`. No tensor here is empty.
+//! CUDA bindings of depthwise convolution, `depthwise.cu`. No tensor may be empty.
 
 use std::ffi::{c_int, c_void};
 
@@ -9,17 +9,17 @@ use super::super::conv::gpu::ConvGeometryFfi;
 use super::super::cuda::{RawStream, check_status, dtype_code, pointer, scratch, stream, uninit};
 use super::{ConvGeometry, GridPartition, cuda_partition, cuda_workspace};
 
-/// The output before bias and activation, into `y`.
+/// Writes the output before bias and activation into `y`.
 pub fn forward(device: &CudaDevice, g: &ConvGeometry, x: &Tensor, weight: &Tensor, y: &Tensor) -> Result<()> {
     let (dtype, batch, raw) = (dtype_code(x.dtype())?, x.dim(0)? as c_int, ConvGeometryFfi::new(g));
     let (x, weight, y) = (pointer(x)?, pointer(weight)?, pointer(y)?);
-    // SAFETY: the tensors have the sizes of the geometry, and outlive the launch in the stream's order.
+    // SAFETY: the tensors have the sizes of the geometry; stream order keeps them alive until the kernel finishes.
     check_status("depthwise_forward", unsafe {
         depthwise_forward(dtype, &raw, batch, x, weight, y, stream(device))
     })
 }
 
-/// The gradient of an input of this shape.
+/// The gradient of an input of shape `shape`.
 pub fn input_gradient(
     device: &CudaDevice,
     g: &ConvGeometry,
@@ -37,7 +37,7 @@ pub fn input_gradient(
     Ok(dx)
 }
 
-/// Adds the gradient of the weight, (channels, cells).
+/// Accumulates the weight gradient, (channels, taps).
 pub fn weight_gradient(
     device: &CudaDevice,
     g: &ConvGeometry,
@@ -51,7 +51,7 @@ pub fn weight_gradient(
     let (dtype, raw) = (dtype_code(x.dtype())?, ConvGeometryFfi::new(g));
     let (x, dy, sums, into) = (pointer(x)?, pointer(dy)?, pointer(&partials)?, pointer(dweight)?);
     let (batch, chunk, parts) = (batch as c_int, chunk as i64, parts as c_int);
-    // SAFETY: as above; the room is for the sums of all parts, and is given back in the stream's order.
+    // SAFETY: as above; `partials` has room for the sums of all parts, and stream order delays its release.
     check_status("depthwise_weight_gradient", unsafe {
         depthwise_weight_gradient(dtype, &raw, batch, x, dy, sums, into, chunk, parts, stream(device))
     })

@@ -1,4 +1,4 @@
-//! The body for GPUs.
+//! CUDA binding of dropout.
 
 use std::ffi::{c_int, c_void};
 
@@ -21,7 +21,7 @@ pub(super) fn apply(
     let keys = keys.derive(device)?;
     let (from, to, keys) = (pointer(x)?, pointer(&y)?, pointer(&keys)?);
     let (dtype, samples) = (dtype_code(x.dtype())?, samples as c_int);
-    // SAFETY: both tensors have so many values of each sample, and there is a key for each.
+    // SAFETY: both tensors have `samples` rows of `width` values, and `keys` has one key per sample.
     check_status("dropout_apply", unsafe {
         dropout_apply(dtype, from, to, keys, samples, width as i64, threshold as u32, scale, stream(device))
     })?;

@@ -1,5 +1,5 @@
-//! The body for cards. A token outside of the vocabulary cannot be named from there: its row is not a number,
-//! and its gradient is left out.
+//! Embedding on a GPU. A kernel cannot report a token outside of the vocabulary: its row becomes NaN, and its gradient
+//! is dropped.
 
 use std::ffi::{c_int, c_void};
 
@@ -17,7 +17,7 @@ impl EmbeddingKernel<'_> {
     pub(super) fn forward_cuda(&self, device: &CudaDevice, ids: &Tensor) -> Result<Tensor> {
         let ((batch, length), (vocab, n)) = (ids.dims2()?, self.tokens.dims2()?);
         let y = uninit(device, self.tokens.dtype(), (batch, length, n))?;
-        // SAFETY: `positions` has a row for each of `length`, and `y` one for each id.
+        // SAFETY: `positions` has at least `length` rows, and `y` one row per id.
         check_status("embedding_forward", unsafe {
             embedding_forward(
                 dtype_code(y.dtype())?,
@@ -48,7 +48,8 @@ impl EmbeddingKernel<'_> {
             (batch * length, dtype_code(dy.dtype())?, pointer(dy)?, stream(device));
         let sort_buffer = scratch(device, cuda_sort_bytes(rows, vocab) as usize)?;
         let boundaries = scratch(device, cuda_boundary_bytes(dy.dtype(), rows, n) as usize)?;
-        // SAFETY: the gradients have the shapes of their tables, and the scratch the room that is asked for.
+        // SAFETY: the gradients have the shapes of their tables, and the scratch buffers have the sizes that the kernel
+        // needs.
         check_status("embedding_backward_tokens", unsafe {
             embedding_backward_tokens(
                 dtype,

@@ -1,4 +1,4 @@
-//! The body for cards, and how the host is told of its findings.
+//! Gradient statistics on a GPU, with asynchronous readback to the host.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -12,35 +12,36 @@ use crate::kernels::cuda::{RawStream, check_status, pointer, stream, uninit};
 use crate::kernels::metric_sums::{MetricSums, PendingMetricSums};
 use crate::kernels::update::gpu::sum_of_squares;
 
-/// Numbers that are told: the tally's five, the norm and what gradients are multiplied with.
+/// Number of values read back: the five metric sums, the norm and the gradient scale.
 const STATS_LEN: usize = 7;
 const GRAD_SCALE_INDEX: usize = 6;
 
-/// Judges one update after the other; that of the one before is kept.
+/// Computes the statistics of one update after the other. Two slots: those of the previous update stay readable.
 pub struct DeviceGradStats {
     slots: [Arc<ReadbackSlot>; 2],
     next: usize,
 }
 
-/// Findings there and, after an event, here.
+/// Statistics on the device and, once `ready` has fired, on the host.
 struct ReadbackSlot {
     device_stats: Tensor,
     host_stats: *mut f64,
     ready: CudaEvent,
 }
 
-// SAFETY: the memory is the slot's own; it is written by the card before the event and read after it.
+// SAFETY: the slot owns the memory. The GPU writes it before the event, and the host reads it only after.
 unsafe impl Send for ReadbackSlot {}
 unsafe impl Sync for ReadbackSlot {}
 
 impl Drop for ReadbackSlot {
     fn drop(&mut self) {
-        // SAFETY: it was allocated so, and the card is done with it. It fails with the context alone.
+        // SAFETY: `malloc_host` allocated the memory, and the GPU is done with it. The call fails only if the context
+        // is gone.
         let _ = self.ready.synchronize().and_then(|()| unsafe { result::free_host(self.host_stats.cast()) });
     }
 }
 
-/// What a card will have found out; good until the update after the next is judged.
+/// Statistics that the GPU is still computing; valid until the update after the next one is launched.
 #[derive(Clone)]
 pub struct PendingGradStats(Arc<ReadbackSlot>);
 
@@ -48,7 +49,7 @@ impl DeviceGradStats {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         let slot = || -> Result<Arc<ReadbackSlot>> {
             let ready = device.cuda_stream().context().new_event(None).w()?;
-            // SAFETY: the bytes are written before they are read, and freed with the slot.
+            // SAFETY: the bytes are written before they are read, and `drop` frees them.
             let host_stats = unsafe { result::malloc_host(STATS_LEN * size_of::<f64>(), 0) }.w()?.cast();
             Ok(Arc::new(ReadbackSlot {
                 device_stats: uninit(device, DType::F64, STATS_LEN)?,
@@ -59,7 +60,7 @@ impl DeviceGradStats {
         Ok(Self { slots: [slot()?, slot()?], next: 0 })
     }
 
-    /// Judges the gradients `grads` of micro-batches that counted this. Nobody waits.
+    /// Enqueues the statistics of `grads`, for micro-batches with these metric sums. Does not synchronize.
     pub fn launch(
         &mut self,
         metrics: &[PendingMetricSums],
@@ -69,7 +70,7 @@ impl DeviceGradStats {
         let slot = &self.slots[self.next];
         self.next ^= 1;
         let Some(device) = crate::kernels::cuda::device_of(grads) else {
-            candle_core::bail!("gradients on no card")
+            candle_core::bail!("grad_stats: the gradients are not on a CUDA device")
         };
         let (compute_stream, device_stats) = (device.cuda_stream(), pointer(&slot.device_stats)?);
         let squares = sum_of_squares(device, grads)?;
@@ -83,13 +84,13 @@ impl DeviceGradStats {
                     Tensor::new(&numbers, grads.device())?
                 }
             };
-            // SAFETY: both have the five sums of a tally.
+            // SAFETY: both buffers hold the five metric sums.
             check_status("grad_stats_accumulate", unsafe {
                 grad_stats_accumulate(pointer(&sums)?, device_stats, (i == 0) as c_int, stream(device))
             })?;
         }
         let max_norm = config.max_norm.unwrap_or(f64::INFINITY);
-        // SAFETY: there is room for all numbers.
+        // SAFETY: `device_stats` holds all `STATS_LEN` values.
         check_status("grad_stats_finalize", unsafe {
             grad_stats_finalize(
                 pointer(&squares)?,
@@ -100,7 +101,7 @@ impl DeviceGradStats {
                 stream(device),
             )
         })?;
-        // SAFETY: both sides have so many numbers, and live as long as the slot.
+        // SAFETY: both sides hold `STATS_LEN` values and live as long as the slot.
         unsafe {
             let host = std::slice::from_raw_parts_mut(slot.host_stats, STATS_LEN);
             result::memcpy_dtoh_async(host, device_stats as u64, compute_stream.cu_stream()).w()?;
@@ -111,15 +112,15 @@ impl DeviceGradStats {
 }
 
 impl PendingGradStats {
-    /// Where what gradients are multiplied with will be: one f64.
+    /// A view of the gradient scale on the device: one f64.
     pub fn grad_scale(&self) -> Result<Tensor> {
         self.0.device_stats.narrow(0, GRAD_SCALE_INDEX, 1)
     }
 
-    /// Waits for the card to have come to it, not for what was asked of it since.
+    /// Waits until the GPU has computed them, but not for work enqueued later.
     pub fn read(&self) -> Result<GradStats> {
         self.0.ready.synchronize().w()?;
-        // SAFETY: the card has written them, and writes no others until the slot's turn comes again.
+        // SAFETY: the GPU has written the values and does not write them again until the slot is reused.
         let n = unsafe { std::slice::from_raw_parts(self.0.host_stats, STATS_LEN) };
         let metrics =
             MetricSums { loss: n[0], weight: n[1], count: n[2] as u64, top1: n[3] as u64, top5: n[4] as u64 };

@@ -1,4 +1,4 @@
-//! Group normalisation on a card: every sample is a unit of its own.
+//! CUDA bindings of group normalization: each sample is its own unit.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};

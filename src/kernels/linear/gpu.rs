@@ -1,4 +1,4 @@
-//! The body for cards: cuBLASLt's products, with the bias, GELU and accumulation inside them.
+//! Linear layers on CUDA: cuBLASLt GEMMs with bias, GELU and accumulation fused into the epilogue.
 
 use std::ffi::{c_int, c_void};
 
@@ -16,14 +16,14 @@ use crate::kernels::cuda::{
 use crate::kernels::{Activation, SavedForBackward, activation};
 
 impl LinearKernel<'_> {
-    /// `W` as the (in, out) matrix that rows are multiplied with.
+    /// `W` as the (in, out) right operand.
     fn weight_matrix_cuda(&self) -> Result<GpuMat<'_>> {
         let (a, b) = self.weight.dims2()?;
         let w = GpuMat::new(self.weight, a, b);
         Ok(if self.weight_layout == WeightLayout::OutIn { w.t() } else { w })
     }
 
-    /// As `forward`; the product is added to `onto` before the activation where there is such.
+    /// Like `forward`; `residual` is added to the GEMM's result before the activation.
     pub(super) fn forward_cuda(
         &self,
         device: &CudaDevice,
@@ -125,8 +125,8 @@ impl LinearKernel<'_> {
     }
 }
 
-/// Turns the (rows, n) gradient `d` into the one before the activation, in place, and adds its column sums to that of the
-/// bias. With `recompute`, `v`, which the activation read, becomes the activation's output.
+/// Turns the (rows, n) gradient `d` into the gradient before the activation, in place, and adds its column sums to the
+/// bias gradient. With `recompute`, `v`, the activation's input, becomes its output.
 pub fn activation_bias_backward(
     device: &CudaDevice,
     d: &Tensor,
@@ -139,7 +139,7 @@ pub fn activation_bias_backward(
     let (dtype, stream) = (dtype_code(d.dtype())?, stream(device));
     let (at, values) = (pointer(d)?, pointer_or_null(v)?);
     let act = if v.is_some() { act } else { Activation::Identity };
-    // SAFETY: `v` has the shape of `d`, and the partial sums have the room that `cuda_row_ranges` says.
+    // SAFETY: `v` has the shape of `d`, and the partial sums have `cuda_row_ranges` rows of `n` values.
     match bias {
         Some(bias) => {
             let partial = scratch(device, bias_gradient_workspace(d.dtype(), rows, n) as usize)?;

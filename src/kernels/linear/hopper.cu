@@ -1,12 +1,12 @@
-// Products in bf16 on Hopper that do more than multiply. Linear maps with GELU: forward, where what GELU was given is kept
-// beside its output, and back, where the gradient meets GELU's slope as it is made and GELU's output is made again. Scores of
-// classes: their exponentials and the sums of these. cuBLASLt multiplies as fast, but what comes after a product waits for
-// it there, or takes a pass of its own.
+// bf16 GEMMs on Hopper with fused epilogues. Linear layers with GELU: the forward pass also stores the pre-activation;
+// the backward pass multiplies the gradient with GELU's derivative and recomputes GELU's output. Logits: exponentials
+// and their sums. cuBLASLt multiplies as fast, but its epilogue does not overlap with the GEMM, or the work takes a
+// separate pass.
 //
-// A block makes tiles of 128 x 256 of the result. One thread fetches operands ahead; two groups of 128 threads have 64 rows
-// each. Of a tile that is done a group keeps the sums, rounded, and finishes them in small steps while the tensor cores work
-// on its next tile. Two blocks make tiles one above the other: each fetches half of the columns' operand for both. Sums are
-// made in one order, whatever the timing.
+// A block computes output tiles of 128 x 256. One thread prefetches operands with TMA; two warpgroups of 128 threads
+// own 64 rows each. A warpgroup keeps the rounded accumulators of a finished tile in registers and runs the epilogue in
+// small steps while the tensor cores work on its next tile. Two blocks form a cluster with vertically adjacent tiles:
+// each loads half of the `b` operand and multicasts it to both. Sums have a fixed order, so results are deterministic.
 #include <cuda.h>
 #include <type_traits>
 #include <utility>
@@ -15,24 +15,26 @@
 #include "cuda/column_sums.cuh"
 #include "cuda/cross_entropy.cuh"
 
-// What only Hopper has, and a compiler that comes to an end with it: that of CUDA 12.4 was at it for ten minutes.
+// Needs Hopper's instructions, and a compiler that can handle this file: that of CUDA 12.4 was still busy after ten
+// minutes.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && __CUDACC_VER_MAJOR__ >= 13
 #define HOPPER
 #endif
 
 namespace {
 
-constexpr int ROWS = 128, COLUMNS = 256, BLOCK_K = 64; // of a tile, and of the operands' pieces
-constexpr int STAGES = 4;                           // pieces on their way
-constexpr int PAIR = 2;                             // blocks that share columns
-constexpr int GROUPS = 2, GROUP_THREADS = 128;              // groups that multiply, and their threads
-constexpr int GROUP_ROWS = ROWS / GROUPS;                  // rows of a group: what one instruction makes
-constexpr int STRIP = 32;                           // columns that are finished together
+constexpr int ROWS = 128, COLUMNS = 256, BLOCK_K = 64; // output tile, and K of an operand piece
+constexpr int STAGES = 4;                           // operand pieces in flight
+constexpr int PAIR = 2;                             // blocks per cluster
+constexpr int GROUPS = 2, GROUP_THREADS = 128;              // warpgroups that multiply, and their threads
+constexpr int GROUP_ROWS = ROWS / GROUPS;                  // rows of a warpgroup: M of one wgmma
+constexpr int STRIP = 32;                           // columns per epilogue step
 
-// GELU_FORWARD: `out` is GELU of product and bias, `pre` what it was given. GELU_BACKWARD: `out` is the product times GELU's slope at `pre`,
-// which becomes GELU of itself; its sums over every 64 rows are left in `sums`, if that is somewhere. EXP_LOGITS: `out` is the
-// exponential of the product, from each row's `base` on, and zero from `columns` on; its sums over every tile's columns are
-// left in `sums`, (tiles, rows).
+// - GELU_FORWARD: `pre` is the GEMM plus bias, `out` is its GELU.
+// - GELU_BACKWARD: `out` is the GEMM times GELU's derivative at `pre`, and `pre` is overwritten with its GELU. Sums of
+//   `out` over every 64 rows go to `sums`, if that is not null.
+// - EXP_LOGITS: `out` is the exponential of the GEMM minus each row's `base`, and zero from `columns` on. Its sums over
+//   the columns of every tile go to `sums`, (tiles, rows).
 enum EpilogueMode { GELU_FORWARD, GELU_BACKWARD, EXP_LOGITS };
 
 struct EpilogueArgs {
@@ -40,7 +42,7 @@ struct EpilogueArgs {
     const bf16 *bias;
     float *sums;
     int stride;
-    const float *base; // as a power of two: what is taken off a score, times the logarithm of e to base 2
+    const float *base; // subtracted from each logit of the row, in units of log2
 };
 
 struct GemmShape {
@@ -57,15 +59,15 @@ struct Shared {
     float sums[GROUPS][GROUP_THREADS / WARP][COLUMNS];
 };
 
-// The least pieces that an operand has, of those that have many and of others: a tile is finished while these are multiplied.
+// K pieces of the two variants, at least: the epilogue of a tile overlaps with that many pieces of the next one.
 constexpr int MANY_PIECES = 12, FEW_PIECES = 6;
 
 #ifdef HOPPER
 
-// A tile is finished in so many steps, while pieces of the next are multiplied.
+// Epilogue steps per tile, interleaved with the pieces of the next tile.
 constexpr int STEPS = COLUMNS / STRIP * 2;
 
-// The largest power of two that an exponential becomes, so that sums of them are finite. What is no number stays none.
+// Clamp of base-2 exponents, so that sums stay finite. NaN propagates.
 constexpr float MAX_EXPONENT = 100;
 
 __device__ __forceinline__ float clamp_exponent(float x) {
@@ -76,7 +78,7 @@ __device__ __forceinline__ float clamp_exponent(float x) {
 
 __device__ __forceinline__ uint32_t address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// A barrier that opens when so many have told it, and all bytes it expects are there.
+// An mbarrier: opens after `count` arrivals, once all expected bytes have landed.
 struct MBarrier {
     uint64_t state;
 
@@ -86,7 +88,7 @@ struct MBarrier {
     __device__ __forceinline__ void expect(int bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(this)), "r"(bytes) : "memory");
     }
-    // The gate at this place in a block of the pair.
+    // Arrives at the same barrier in a block of the cluster.
     __device__ __forceinline__ void arrive(int block) {
         asm volatile("{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
                      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(this)),
@@ -107,7 +109,7 @@ __device__ __forceinline__ void tma_load(void *to, const CUtensorMap *tensor_map
                  : "memory");
 }
 
-// For both blocks of the pair.
+// Loads into both blocks of the cluster.
 __device__ __forceinline__ void tma_load_multicast(void *to, const CUtensorMap *tensor_map, MBarrier *barrier, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %4}], [%2], %5;"
@@ -115,7 +117,7 @@ __device__ __forceinline__ void tma_load_multicast(void *to, const CUtensorMap *
                  : "memory");
 }
 
-// As `tma_load_multicast`, of a `mixed` map, from its row `strip * STRIP` on.
+// Like `tma_load_multicast`, with a `permuted_tensor_map`, from row `strip * STRIP` on.
 __device__ __forceinline__ void tma_load_permuted_multicast(void *to, const CUtensorMap *tensor_map, MBarrier *barrier, int x, int strip) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %6, %6, %6, %4}], [%2], %5;"
@@ -123,7 +125,8 @@ __device__ __forceinline__ void tma_load_permuted_multicast(void *to, const CUte
                  : "memory");
 }
 
-// An operand in swizzled rows of 128 bytes; from 64 values along such a row to the next 64 it is `beyond` bytes.
+// wgmma descriptor of an operand in 128-byte swizzled rows; `beyond` is the distance in bytes from 64 values of a row
+// to the next 64.
 __device__ __forceinline__ uint64_t smem_descriptor(const void *at, int beyond) {
     constexpr uint64_t EIGHT_ROWS = 1024, SWIZZLED = 1ull << 62;
     return ((address(at) & 0x3ffff) >> 4) | uint64_t(beyond >> 4) << 16 | (EIGHT_ROWS >> 4) << 32 | SWIZZLED;
@@ -133,8 +136,8 @@ __device__ __forceinline__ uint64_t smem_descriptor(const void *at, int beyond) 
     "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
         "+f"(sums[i + 6]), "+f"(sums[i + 7])
 
-// Starts `sums = a b` of (64, 16) and (16, 256), added to what is there if `add`; `n_major`: rows of `b` lie in rows, else its
-// columns do.
+// Starts `sums = a b` with a (64, 16) and b (16, 256), or `sums += a b` if `add`. `n_major`: `b` is stored by rows,
+// else by columns.
 template <int n_major> __device__ __forceinline__ void wgmma_m64n256k16(float (&sums)[128], uint64_t a, uint64_t b, int add) {
     asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, %130, 0;\n"
                  " wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
@@ -164,7 +167,8 @@ __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Four neighbouring lanes have two columns of each of four groups of eight; afterwards each has one group.
+// Transposes among four adjacent lanes: each holds two columns of four groups of eight, and afterwards all columns of
+// one group.
 __device__ __forceinline__ void gather(uint32_t (&v)[4], int quarter) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
@@ -183,7 +187,7 @@ __device__ __forceinline__ void store_streaming(bf16 *at, const Pack<bf16> &valu
     __stcs(reinterpret_cast<uint4 *>(at), reinterpret_cast<const uint4 &>(values));
 }
 
-// Calls `f` with the constants `from` to `to`.
+// Calls `f` with the constants from `from` up to, but excluding, `to`.
 template <int from, int to, class F> __device__ __forceinline__ void each(F f) {
     if constexpr (from < to) {
         f(std::integral_constant<int, from>());
@@ -191,24 +195,25 @@ template <int from, int to, class F> __device__ __forceinline__ void each(F f) {
     }
 }
 
-// What a thread has of its group's last tile until it is finished: of two rows, eight apart, eight columns of every strip.
+// A thread's part of its warpgroup's last tile until the epilogue is done: two rows, eight apart, and of each eight
+// columns per strip.
 template <int epilogue_mode, int n_major> struct EpilogueTile {
-    // What becomes a power of two is at most `MOST`, so f16 has it, with three bits more than bf16; far below, it is minus
-    // infinity.
+    // Base-2 exponents are at most MAX_EXPONENT, so f16 can hold them, with three more bits than bf16; very negative
+    // ones become -infinity.
     using Packed = std::conditional_t<epilogue_mode == EXP_LOGITS, f16, bf16>;
     uint32_t values[COLUMNS / 4];
     float total[8];
-    int64_t at; // of the first value
+    int64_t at; // index of the first value
     int row, column;
     bool inside[2];
 
-    // The column of the pair of values `i`, in its tile.
+    // The column of the value pair `i` within its tile.
     __device__ __forceinline__ static int pair_column(int i) {
         int quarter = threadIdx.x % 4;
         return n_major ? i * 8 + quarter * 2 : i / 4 * STRIP + quarter * 8 + i % 4 * 2;
     }
 
-    // The sums of the tile at `row` and `column`, rounded, with the bias where there is one, or as powers of two.
+    // Stores the accumulators of the tile at `row` and `column`, rounded: plus bias, or as base-2 exponents.
     __device__ __forceinline__ void store_accumulators(const float (&sums)[128], const Pack<bf16, 2> (&bias)[32], const EpilogueArgs &epilogue,
                                          const GemmShape &sizes) {
         int mine = first_row();
@@ -231,16 +236,17 @@ template <int epilogue_mode, int n_major> struct EpilogueTile {
                 Pack<Packed, 2> pair{{from_acc<Packed>(x), from_acc<Packed>(y)}};
                 uint32_t &value = values[i / 4 * 8 + half * 4 + i % 4];
                 value = reinterpret_cast<uint32_t &>(pair);
-                // Now, and not where it is read: the sums' registers are multiplied into by then.
+                // Forces the conversion to happen now: when the value is read, the next wgmma already overwrites the
+                // accumulators.
                 asm volatile("" : "+r"(value));
             }
         }
         if (epilogue_mode == EXP_LOGITS && column + COLUMNS > sizes.columns) mask_columns_from(sizes.columns);
     }
 
-    // Powers of two that become nothing, from a column on.
+    // Sets exponents from a column on to -infinity, so that their exponentials are zero.
     __device__ __forceinline__ void mask_columns_from(int columns) {
-        constexpr uint32_t LOW = 0xfc00, HIGH = LOW << 16; // minus infinity in either half
+        constexpr uint32_t LOW = 0xfc00, HIGH = LOW << 16; // -infinity in either half
 #pragma unroll
         for (int i = 0; i < COLUMNS / 4; i++) {
             int left = columns - column - pair_column(i / 8 * 4 + i % 4);
@@ -253,7 +259,7 @@ template <int epilogue_mode, int n_major> struct EpilogueTile {
         return row + threadIdx.x % GROUP_THREADS / WARP * 16 + threadIdx.x % WARP / 4;
     }
 
-    // Finishes one row's part of a strip. `read` and `done` are the gates of the strip's half of `shared.pre`.
+    // One epilogue step: one row of a strip. `read` and `done` are the barriers of the two halves of `shared.pre`.
     template <int step>
     __device__ __forceinline__ void epilogue_step(const EpilogueArgs &epilogue, const GemmShape &sizes, Shared &shared, MBarrier *read, MBarrier *done,
                                                 int group, int &parity) {
@@ -310,7 +316,8 @@ template <int epilogue_mode, int n_major> struct EpilogueTile {
         }
     }
 
-    // Lanes that have the same eight columns share them out while they add; each leaves one.
+    // Reduces over the lanes that hold the same eight columns; each step halves the columns per lane, so each lane
+    // writes one.
     __device__ __forceinline__ void add_rows(float *into, int lane) {
         int column = 0;
 #pragma unroll
@@ -344,8 +351,8 @@ template <int epilogue_mode, int n_major> struct EpilogueTile {
 
 #endif
 
-// `a` is (rows, k) in pieces of 64 x ROWS. `b` is, `n_major`, (k, columns) in pieces of 64 x 64, else (columns, k), its
-// rows mixed, in pieces of 64 x COLUMNS / PAIR. `pre` is that of `beside` in pieces of STRIP x ROWS.
+// `a` is (rows, k) in pieces of 64 x ROWS. `b` is (k, columns) in pieces of 64 x 64 if `n_major`, else (columns, k)
+// with permuted rows, in pieces of 64 x COLUMNS / PAIR. `pre` is that of `epilogue`, in pieces of STRIP x ROWS.
 template <int epilogue_mode, int n_major, int min_pieces>
 __global__ void __launch_bounds__(GROUP_THREADS *(GROUPS + 1), 1)
     linear_epilogue(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
@@ -365,8 +372,8 @@ __global__ void __launch_bounds__(GROUP_THREADS *(GROUPS + 1), 1)
     auto next_stage = [&] {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     };
-    // Calls `f` with the row and the column of every tile of the block. All of the smaller operand are met before the next of
-    // the larger, so that the smaller stays in the cache.
+    // Calls `f` with row and column of every tile of the block. Traverses the smaller operand completely before it
+    // advances in the larger, so that the smaller one stays in the L2 cache.
     auto each_tile = [&](auto f) {
         int wide = (sizes.columns + COLUMNS - 1) / COLUMNS, high = (sizes.rows + PAIR * ROWS - 1) / (PAIR * ROWS);
         for (int pair = blockIdx.x / PAIR; pair < high * wide; pair += gridDim.x / PAIR) {
@@ -452,13 +459,13 @@ __global__ void __launch_bounds__(GROUP_THREADS *(GROUPS + 1), 1)
         });
         if (has_pending) each<0, STEPS>(epilogue_step);
     }
-    sync_cluster(); // nobody leaves whom the other still tells
+    sync_cluster(); // a block must not exit while its peer may still arrive at its barriers
 #endif
 }
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's maker of maps; null where it has none.
+// The driver's `cuTensorMapEncodeTiled`; null if it has none.
 Encode tensor_map_encoder() {
     static Encode found = [] {
         void *at = nullptr;
@@ -484,35 +491,36 @@ int encode(CUtensorMap *out, const void *data, const cuuint64_t (&sizes)[rank], 
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// A row-major matrix in pieces of `wide` x `high`.
+// Tensor map of a row-major matrix in boxes of `wide` x `high`.
 int tensor_map(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
     cuuint64_t strides[] = {columns * sizeof(bf16)};
     return encode<2>(out, data, {columns, rows}, strides, {wide, high});
 }
 
-// As `map`, with the rows of every strip mixed: a thread that has columns 0, 1, 8, 9, 16, 17, 24 and 25 of a result (and its
-// neighbours 2, 3, 10, 11 and so on) has what eight rows in succession give. The last strip is read whole.
+// Like `tensor_map`, with the rows of every strip permuted: a thread that holds columns 0, 1, 8, 9, 16, 17, 24 and 25
+// of a result (its neighbours 2, 3, 10, 11 and so on) holds the results of eight consecutive rows. The last strip is
+// read in full.
 int permuted_tensor_map(CUtensorMap *out, const void *data, cuuint64_t rows, cuuint64_t columns, cuuint32_t wide, cuuint32_t high) {
     cuuint64_t row = columns * sizeof(bf16), strides[] = {row, 8 * row, 2 * row, STRIP * row};
     return encode<5>(out, data, {columns, 2, 4, 4, (rows + STRIP - 1) / STRIP}, strides, {wide, 2, 4, 4, high / STRIP});
 }
 
-// Shared memory of a block, with what aligning it takes.
+// Dynamic shared memory per block, including alignment slack.
 constexpr int BYTES = sizeof(Shared) + alignof(Stage);
 
-// Blocks to launch, as many as processors, in pairs; 0 where this kernel was not compiled for the card.
+// Blocks to launch: one per SM, in pairs; 0 if this kernel was not compiled for the GPU.
 template <int epilogue_mode, int n_major, int min_pieces> int grid_blocks() {
     static int blocks = [] {
         cudaFuncAttributes found{};
         int device = 0, processors = 0;
-        // A kernel that was compiled without its body has no gates.
+        // A kernel compiled with an empty body has no barriers, and so no static shared memory.
         auto *kernel = linear_epilogue<epilogue_mode, n_major, min_pieces>;
         bool compiled = cudaFuncGetAttributes(&found, kernel) == cudaSuccess && found.sharedSizeBytes > 0;
         bool supported = compiled && tensor_map_encoder() &&
                     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES) == cudaSuccess &&
                     cudaGetDevice(&device) == cudaSuccess &&
                     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
-        cudaGetLastError(); // of a card that lacks something, which is no error
+        cudaGetLastError(); // clears the error: an unsupported GPU is not a failure
         return supported ? processors / PAIR * PAIR : 0;
     }();
     return blocks;
@@ -533,7 +541,7 @@ int launch(const void *x, const void *w, const EpilogueArgs &epilogue, const Gem
     pair.id = cudaLaunchAttributeClusterDimension;
     pair.val.clusterDim = {PAIR, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = grid_blocks<epilogue_mode, n_major, min_pieces>(); // none, and an error, on a card that is not able
+    config.gridDim = grid_blocks<epilogue_mode, n_major, min_pieces>(); // 0, a launch error, on an unsupported GPU
     config.blockDim = GROUP_THREADS * (GROUPS + 1);
     config.dynamicSmemBytes = BYTES, config.stream = stream, config.attrs = &pair, config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, linear_epilogue<epilogue_mode, n_major, min_pieces>, a, b, pre, epilogue, sizes);
@@ -541,9 +549,9 @@ int launch(const void *x, const void *w, const EpilogueArgs &epilogue, const Gem
 
 } // namespace
 
-// Whether this card has the kernels below.
+// Whether this GPU supports the kernels below.
 extern "C" int linear_hopper_available() {
-    return grid_blocks<GELU_FORWARD, 0, MANY_PIECES>(); // which needs what all need
+    return grid_blocks<GELU_FORWARD, 0, MANY_PIECES>(); // needs what all of them need
 }
 
 // `pre = x w + bias` and `out = gelu(pre)`; `w` is (k, columns) if `n_major`, else (columns, k).
@@ -554,8 +562,8 @@ extern "C" int linear_hopper_gelu(const void *x, const void *w, int n_major, con
     return n_major ? launch<GELU_FORWARD, 1>(x, w, epilogue, sizes, stream) : launch<GELU_FORWARD, 0>(x, w, epilogue, sizes, stream);
 }
 
-// `out = (x w) gelu'(pre)`, `pre = gelu(pre)` and, where there is a `bias`, the sums of `out` over all rows are added to it, by
-// way of `sums`: (rows / 64 up, columns).
+// `out = (x w) gelu'(pre)` and `pre = gelu(pre)`. If `bias` is not null, the column sums of `out` accumulate into it,
+// through `sums`: (ceil(rows / 64), columns).
 extern "C" int linear_hopper_gelu_backward(const void *x, const void *w, int n_major, void *out, void *pre, void *sums, void *bias,
                                    int rows, int columns, int k, cudaStream_t stream) {
     EpilogueArgs epilogue{(bf16 *)out, (bf16 *)pre, nullptr, bias ? (float *)sums : nullptr, columns, nullptr};
@@ -566,9 +574,9 @@ extern "C" int linear_hopper_gelu_backward(const void *x, const void *w, int n_m
     return cudaGetLastError();
 }
 
-// `out = exp(x w')` of (columns, k) from each row's `base` on, in rows of `stride` values, zero from `columns` on, and its
-// sums over every 256 columns. The rows of `w` are read up to a multiple of 32, of which `stride` is one, and no less than
-// `columns`.
+// `out = exp(x w' - base)`, with w (columns, k) and one `base` per row, in rows of `stride` values, zero from `columns`
+// on, and its sums over every 256 columns. Rows of `w` are read up to the next multiple of 32. `stride` is a multiple
+// of 32 and at least `columns`.
 extern "C" int linear_hopper_exp_logits(const void *x, const void *w, const float *base, void *out, int stride, float *sums, int rows,
                                     int columns, int k, cudaStream_t stream) {
     EpilogueArgs epilogue{(bf16 *)out, nullptr, nullptr, sums, stride, base};

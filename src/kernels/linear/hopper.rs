@@ -1,4 +1,4 @@
-//! The body for Hopper: products in bf16 with GELU, its slope, or exponentials of scores inside.
+//! Bindings of the Hopper kernels: bf16 GEMMs with GELU, its derivative, or the exponentials of logits in the epilogue.
 
 use std::ffi::{c_int, c_void};
 
@@ -9,13 +9,14 @@ use super::{ActBackward, hopper_column_sums_bytes, hopper_supports, hopper_suppo
 use crate::kernels::cuda::cublaslt::GpuMat;
 use crate::kernels::cuda::{RawStream, capacity, check_status, pointer, pointer_or_null, scratch, stream};
 
-/// Whether `x w` of (rows, deep) and (deep, columns) runs here: what is read, `other` them too, begins at multiples of 16
-/// bytes, which parameters in their flat buffer need not do.
+/// Whether the Hopper kernel takes `x w`, of (rows, k) and (k, columns). It needs operands, `other` included, aligned
+/// to 16 bytes; parameters in their flat buffer need not be.
 pub fn supports(x: &Tensor, w: GpuMat, rows: usize, other: &Tensor) -> Result<bool> {
     Ok(hopper_supports(x.dtype(), rows, w.cols, w.rows) && can_load(&[x, w.tensor, other])?)
 }
 
-/// Whether scores of so many rows of `x` by a (classes, width) weight run here, whose rows are read up to a multiple of 32.
+/// Whether the Hopper kernel takes the logits of `rows` rows of `x` by a (classes, width) weight. It reads the weight's
+/// rows up to a multiple of 32, so that memory must exist.
 pub fn supports_logits(x: &Tensor, w: &Tensor, rows: usize) -> Result<bool> {
     let (classes, width) = w.dims2()?;
     let padding_readable = classes.next_multiple_of(32) * width <= capacity(w)?;
@@ -24,12 +25,12 @@ pub fn supports_logits(x: &Tensor, w: &Tensor, rows: usize) -> Result<bool> {
 
 fn can_load(operands: &[&Tensor]) -> Result<bool> {
     let addresses = operands.iter().map(|t| pointer(t)).collect::<Result<Vec<_>>>()?;
-    // SAFETY: it asks what the card can do.
+    // SAFETY: the call only queries the GPU's capabilities.
     Ok(addresses.iter().all(|at| (*at as usize).is_multiple_of(16))
         && unsafe { linear_hopper_available() } != 0)
 }
 
-/// `pre = x w + bias` and `out = linear_gelu(pre)`.
+/// `pre = x w + bias` and `out = gelu(pre)`.
 pub fn linear_gelu(
     device: &CudaDevice,
     (x, w, rows): (&Tensor, GpuMat, usize),
@@ -39,13 +40,15 @@ pub fn linear_gelu(
     let (columns, k, n_major) = (w.cols as c_int, w.rows as c_int, !w.transposed as c_int);
     let [x, w, bias, out, pre] =
         [pointer(x)?, pointer(w.tensor)?, pointer(bias)?, pointer(out)?, pointer(pre)?];
-    // SAFETY: `x` is (rows, deep), `w` as said, `bias` has the columns, the others rows of them.
+    // SAFETY: `x` is (rows, k), `w` is (k, columns) as `n_major` states, `bias` has `columns` values, `out` and `pre`
+    // are (rows, columns).
     check_status("linear_hopper_gelu", unsafe {
         linear_hopper_gelu(x, w, n_major, bias, out, pre, rows as c_int, columns, k, stream(device))
     })
 }
 
-/// `out = (x w) gelu'(v)` and `v = linear_gelu(v)` of what is `act_backward`, and the sums of `out` onto the gradient of its bias.
+/// `out = (x w) gelu'(v)` and `v = gelu(v)` with the `v` of `act_backward`; adds the column sums of `out` to its bias
+/// gradient.
 pub fn linear_gelu_backward(
     device: &CudaDevice,
     (x, w, rows): (&Tensor, GpuMat, usize),
@@ -57,7 +60,8 @@ pub fn linear_gelu_backward(
     let [x, w, out, v, sums] =
         [pointer(x)?, pointer(w.tensor)?, pointer(out)?, pointer(act_backward.v)?, pointer(&sums)?];
     let bias = pointer_or_null(act_backward.bias)?;
-    // SAFETY: `x` is (rows, deep), `w` as said, `bias` has the columns, `out` and `v` rows of them, and `sums` has the room.
+    // SAFETY: `x` is (rows, k), `w` is (k, columns) as `n_major` states, `bias` has `columns` values, `out` and `v` are
+    // (rows, columns), and `sums` has `hopper_column_sums_bytes` bytes.
     check_status("linear_hopper_gelu_backward", unsafe {
         linear_hopper_gelu_backward(
             x,
@@ -75,8 +79,8 @@ pub fn linear_gelu_backward(
     })
 }
 
-/// `out = exp(x w' - base)` in rows of its stride, `base` a value a row in powers of two, zero from the last of `w`'s rows on,
-/// and the sums of every 256 columns of it, (tiles, rows).
+/// `out = 2^(log2(e) x w^T - base)`, with the row stride of `out` and one `base` per row; columns past the last class
+/// are zero. Also writes the sums over every 256 columns, (tiles, rows).
 pub fn exp_logits(
     device: &CudaDevice,
     x: GpuMat,
@@ -88,7 +92,8 @@ pub fn exp_logits(
     let (classes, width) = w.dims2()?;
     let (base, sums) = (pointer(base)?.cast(), pointer(sums)?.cast());
     let [rows, stride, classes, width] = [x.rows, out.stride, classes, width].map(|n| n as c_int);
-    // SAFETY: `x` is (rows, width), `w` (classes, width) with rows behind it, `out` has the rows, as has `base`.
+    // SAFETY: `x` is (rows, width); `w` is (classes, width) with readable memory up to a multiple of 32 rows; `out` and
+    // `base` have `rows` rows.
     check_status("linear_hopper_exp_logits", unsafe {
         let (x, w, out) = (x.data()?, pointer(w)?, out.data()?);
         linear_hopper_exp_logits(x, w, base, out, stride, sums, rows, classes, width, stream(device))
@@ -146,7 +151,7 @@ mod tests {
     use crate::kernels::cuda::device_of;
     use crate::layers::gradcheck::{random_tensor, test_device, to_f64_vec};
 
-    /// As far as bf16 is from the same in f64.
+    /// The error of bf16 against the same computation in f64.
     const TOLERANCE: f64 = 8e-3;
 
     fn assert_close(a: &Tensor, b: &Tensor, what: &str) {
@@ -163,12 +168,12 @@ mod tests {
         t.to_dtype(DType::F64).unwrap()
     }
 
-    /// Both products against plain operations in f64, with rows that fill no tile and none at all of the last pair's second
-    /// block, one or several tiles for a block, and more pieces than a tile is finished in.
+    /// Both GEMMs against plain f64 ops. Covers partial row tiles, a last pair whose second block has no rows, one and
+    /// several tiles per block, and more K steps than a tile's epilogue is split into.
     #[test]
     fn products_are_right() {
         let device = test_device();
-        // SAFETY: it asks what the card can do.
+        // SAFETY: the call only queries the GPU's capabilities.
         if !device.is_cuda() || unsafe { linear_hopper_available() } == 0 {
             println!("skipped: no Hopper card to compute on (TRAINER_TEST_DEVICE=cuda)");
             return;
@@ -197,7 +202,7 @@ mod tests {
                 let supported = hopper_supports(DType::BF16, rows, columns, k);
                 assert_eq!(supports(&x, mat, rows, &bias).unwrap(), supported);
                 let odd = random_bf16(&[columns + 1], 3, 1.0).narrow(0, 1, columns).unwrap();
-                assert!(!supports(&x, mat, rows, &odd).unwrap(), "a bias between two words");
+                assert!(!supports(&x, mat, rows, &odd).unwrap(), "misaligned bias");
 
                 let output = gelu_of(&to_f64(&v));
                 let v_var = candle_core::Var::from_tensor(&to_f64(&v)).unwrap();

@@ -1,8 +1,8 @@
-//! Products by AMX, which all threads share, of f32, bf16 and f16.
+//! Multithreaded AMX GEMMs of f32, bf16 and f16.
 //!
-//! The right operand is split and packed once for all threads, a slice of the inner sums at a time. A thread packs a few
-//! panels of rows to its stack and makes the tiles of these rows, each from the slice's first inner sum to its last: no
-//! value depends on who made it or on how the rows are shared out.
+//! One pass splits and packs the right operand for all threads, one slice of K at a time. A thread packs a few row
+//! panels onto its stack and computes the tiles of these rows, each from the slice's first K index to its last. So no
+//! value depends on which thread computed it or on how rows are distributed.
 
 #[cfg(test)]
 mod tests;
@@ -22,42 +22,41 @@ use super::bf16_split::{AmxElem, Operand, StridedOperand};
 use super::implicit_gemm::{FlippedWeight, PatchColumns, PatchRows};
 use super::{ConvArgs, CpuEpilogue, MatView, Threading};
 
-/// Tiles of a panel in a slice of the inner sums, at most; twice as many where all rows are in so few panels.
+/// Most tiles of a panel in one slice of K; twice as many if all rows fit in `FEW_ROW_PANELS` panels.
 const MAX_PANEL_TILES: usize = 48;
 const FEW_ROW_PANELS: usize = 32;
-/// Tiles of a panel whose steps are made at once, so that what is packed for them stays in the first-level cache: 12 KiB
-/// of rows, 24 KiB of columns.
+/// Tiles of a panel processed at once, so that the packed operands stay in the L1 cache: 12 KiB of rows, 24 KiB of
+/// columns.
 const L1_TILES: usize = 12;
-/// Panels of rows that a thread packs at once, at most, half as many of long slices: 384 KiB, a fifth of a second-level
-/// cache.
+/// Most row panels a thread packs at once, half as many for long slices: 384 KiB, a fifth of an L2 cache.
 const MAX_ROW_PANELS: usize = 8;
-/// Panels of columns that meet each of them in turn, and the columns of their sums.
+/// Column panels multiplied with each row panel in turn, and the columns of their sums.
 const COLUMN_PANELS: usize = 2;
 const SUMS_COLUMNS: usize = COLUMN_PANELS * TILE_DIM;
-/// The fewest rows, columns and inner sums that are worth the packing.
+/// Smallest M, N and K that pay for the packing.
 const MIN_DIM: usize = 48;
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Tile([u8; TILE_BYTES]);
 
-/// The sums of the panels in hand, row after row.
+/// The sums of the current panels, row by row.
 #[repr(C, align(64))]
 struct PanelAccumulators([[[f32; SUMS_COLUMNS]; TILE_DIM]; MAX_ROW_PANELS]);
 
 impl PanelAccumulators {
-    /// The sums of a panel.
+    /// The sums of one panel.
     ///
     /// # Safety
-    /// There are [`MAX_ROW_PANELS`] of them.
+    /// `panel` is less than [`MAX_ROW_PANELS`].
     unsafe fn panel(all: *mut Self, panel: usize) -> *mut f32 {
-        // SAFETY: as promised.
+        // SAFETY: the caller keeps `panel` in bounds.
         unsafe { (&raw mut (*all).0).cast::<f32>().add(panel * TILE_DIM * SUMS_COLUMNS) }
     }
 }
 
-/// Whether an (m, n) matrix over `k` is made here. Of f32 where it is large enough and not mostly what tiles are filled up
-/// with. Narrower types always: any other way has to widen whole operands first.
+/// Whether AMX takes an (m, n) result over `k`. For f32: if it is large enough and tile padding does not dominate. For
+/// half types: always, because any other kernel must first convert whole operands.
 pub(super) fn supports<E: AmxElem>((m, k, n): (usize, usize, usize)) -> bool {
     let filled = |size: usize, to: usize| size.next_multiple_of(to) as f64 / size as f64;
     let large =
@@ -65,18 +64,18 @@ pub(super) fn supports<E: AmxElem>((m, k, n): (usize, usize, usize)) -> bool {
     dispatch() == Dispatch::Amx && k > 0 && (E::PARTS < 3 || large())
 }
 
-/// Slices of the inner sums of a product. By the sizes alone: where a slice ends, its sums are rounded to f32.
+/// Slices of K. They depend on the sizes alone, because the sums are rounded to f32 at the end of each slice.
 struct KSlices {
-    /// Steps of each.
+    /// K steps per slice.
     steps: usize,
     count: usize,
-    /// Panels of rows that a thread packs at most.
+    /// Most row panels a thread packs.
     panels: usize,
 }
 
 impl KSlices {
-    /// Of `k` inner sums of values of `E` in `m` rows. A result that is `narrow` cannot hold sums between slices, and is
-    /// made in one if that is not too long.
+    /// Slices for `m` rows and `k` values of `E`. A half-precision result (`narrow`) cannot hold partial sums between
+    /// slices, so it gets a single slice if that is not too long.
     fn new<E: AmxElem>(m: usize, k: usize, narrow: bool) -> Self {
         let steps = k.div_ceil(TILE_K);
         let most = MAX_PANEL_TILES / E::PARTS;
@@ -89,24 +88,24 @@ impl KSlices {
         Self { steps: steps.div_ceil(count), count, panels: MAX_ROW_PANELS / longer }
     }
 
-    /// Bytes of a packed operand of `columns`.
+    /// Bytes of a packed operand with `columns` columns.
     fn packed_bytes<E: AmxElem>(&self, columns: usize) -> usize {
         self.steps * columns.div_ceil(TILE_DIM) * E::PARTS * TILE_BYTES
     }
 
-    /// Bytes of the sums between slices, of a result of (m, n) values.
+    /// Bytes of the f32 sums kept between slices for an (m, n) result.
     fn partial_sum_bytes(&self, m: usize, n: usize, narrow: bool) -> usize {
         if narrow && self.count > 1 { m * n * size_of::<f32>() } else { 0 }
     }
 }
 
-/// Whether results of `O` hold the sums that they are made of.
+/// Whether `O` is too narrow to hold f32 partial sums.
 fn is_half_precision<O: AmxElem>() -> bool {
     O::PARTS < 3
 }
 
-/// Bytes that [`gemm`] takes for all threads to make an (m, n) matrix of `O` over `k` of `E`, at most; `transposed_a` where
-/// the left operand is a transpose.
+/// Upper bound of the bytes [`gemm`] allocates, over all threads, for an (m, n) result of `O` over `k` values of `E`;
+/// `transposed_a` says that the left operand is a transpose.
 pub(super) fn gemm_workspace<E: AmxElem, O: AmxElem>(
     (m, k, n): (usize, usize, usize),
     transposed_a: bool,
@@ -122,13 +121,13 @@ pub(super) fn gemm_workspace<E: AmxElem, O: AmxElem>(
     }
 }
 
-/// `out = a b`, or `out += a b` with `accumulate`, and what comes `epilogue`. A result that is wider than high is made as its
-/// transpose: what all threads read is the smaller operand, and each meets several panels of the larger. Not where both
-/// operands lie as tiles want them: they would have to be turned.
+/// `out = a b`, or `out += a b` with `accumulate`, then `epilogue`. A result that is wider than tall is computed as its
+/// transpose: all threads then read the smaller operand, and each multiplies it with several panels of the larger. Not
+/// if both operands already have the layout that tiles need: they would have to be transposed.
 ///
 /// # Safety
-/// The dispatch is AMX, there are inner sums, the operands lie inside their slices, `out` has room for every (i, j) at
-/// `i * stride + j`, and where it is narrow nothing is added.
+/// The dispatch is AMX, K is not 0, the operands lie inside their slices, `out` has room for every (i, j) at
+/// `i * stride + j`, and a half-precision `out` does not accumulate.
 pub(super) unsafe fn gemm<E: AmxElem, O: AmxElem>(
     out: &mut [O],
     stride: usize,
@@ -159,17 +158,17 @@ pub(super) unsafe fn gemm<E: AmxElem, O: AmxElem>(
         epilogue,
         threading: Threading::Parallel,
     };
-    // SAFETY: the same promises.
+    // SAFETY: the caller upholds the same contract.
     unsafe { gemm_operands(out, stride, (&a, &b), sizes, options) }
 }
 
-/// Whether a convolution of so many images is made here.
+/// Whether AMX takes a convolution of `batch` images.
 pub(super) fn supports_conv<E: AmxElem>(g: &ConvGeometry, batch: usize) -> bool {
     let whole = g.groups == 1 && g.in_channels.is_multiple_of(TILE_K);
     whole && supports::<E>((batch * g.output_pixels(), g.patch_len(), g.out_channels))
 }
 
-/// Bytes that [`conv`] takes for all threads.
+/// Bytes [`conv`] allocates, over all threads.
 pub(super) fn conv_workspace<E: AmxElem>(g: &ConvGeometry, batch: usize) -> usize {
     let rows = batch * g.output_pixels();
     let slices = KSlices::new::<E>(rows, g.patch_len(), is_half_precision::<E>());
@@ -177,21 +176,21 @@ pub(super) fn conv_workspace<E: AmxElem>(g: &ConvGeometry, batch: usize) -> usiz
         + slices.partial_sum_bytes(rows, g.out_channels, is_half_precision::<E>())
 }
 
-/// Whether the gradient of its weight is.
+/// Whether AMX takes the weight gradient of a convolution of `batch` images.
 pub(super) fn supports_conv_weight_gradient<E: AmxElem>(g: &ConvGeometry, batch: usize) -> bool {
     let whole = g.groups == 1 && g.in_channels.is_multiple_of(TILE_DIM);
     whole && supports::<E>((g.patch_len(), batch * g.output_pixels(), g.out_channels))
 }
 
-/// Bytes that a thread packs then.
+/// Bytes a thread packs for that weight gradient.
 pub(super) fn conv_weight_gradient_workspace<E: AmxElem>(g: &ConvGeometry, batch: usize) -> usize {
     KSlices::new::<E>(g.patch_len(), batch * g.output_pixels(), false).packed_bytes::<E>(g.out_channels)
 }
 
-/// Adds the gradient of a convolution's weight, by the thread that asks; `d` is that of its output.
+/// Accumulates the weight gradient of a convolution in the calling thread; `d` is the output gradient.
 ///
 /// # Safety
-/// It [`supports_conv_weight_gradient`] them, the slices are as long as the sizes say.
+/// [`supports_conv_weight_gradient`] holds, and the slices have the lengths that the geometry implies.
 pub(super) unsafe fn conv_weight_gradient<E: AmxElem>(
     dweight: &mut [f32],
     g: &ConvGeometry,
@@ -213,14 +212,14 @@ pub(super) unsafe fn conv_weight_gradient<E: AmxElem>(
         epilogue: None,
         threading: Threading::Serial,
     };
-    // SAFETY: the same promises.
+    // SAFETY: the caller's contract covers that of `gemm_operands`.
     unsafe { gemm_operands(dweight, g.patch_len(), (&PatchColumns(windows), &d), sizes, options) }
 }
 
-/// Makes a convolution.
+/// Computes a convolution as an implicit GEMM.
 ///
 /// # Safety
-/// It [`supports_conv`] the pictures, the slices are as long as the sizes say.
+/// [`supports_conv`] holds, and the slices have the lengths that the geometry implies.
 pub(super) unsafe fn conv<E: AmxElem>(out: &mut [E], args: ConvArgs<E>) {
     let ConvArgs { g, images, weight, input_gradient, epilogue } = args;
     let (windows, n) = (PatchRows::new(g, images), g.out_channels);
@@ -232,7 +231,7 @@ pub(super) unsafe fn conv<E: AmxElem>(out: &mut [E], args: ConvArgs<E>) {
         epilogue: Some(epilogue),
         threading: Threading::Parallel,
     };
-    // SAFETY: the same promises.
+    // SAFETY: the caller's contract covers that of `gemm_operands`.
     unsafe {
         if input_gradient {
             let weight =
@@ -250,20 +249,20 @@ pub(super) unsafe fn conv<E: AmxElem>(out: &mut [E], args: ConvArgs<E>) {
     }
 }
 
-/// How a product of rows and columns is made.
+/// How the GEMM of two operands runs.
 #[derive(Clone, Copy)]
 struct GemmOptions<'a, O> {
-    /// The result is the transpose of what is made.
+    /// The result is stored as the transpose of what the tiles compute.
     transpose_output: bool,
-    /// AMX is given the two operands the other way round, so that its tiles are those of the transpose: where neither
-    /// is dense along the inner sums, only the smaller operand has to be turned then.
+    /// AMX receives the operands in swapped order, so that its tiles are those of the transpose. Where neither operand
+    /// is contiguous along K, only the smaller one then needs a transpose.
     swap_operands: bool,
     accumulate: bool,
     epilogue: Option<CpuEpilogue<'a, O>>,
     threading: Threading,
 }
 
-/// As [`gemm`], of the rows `a` and the columns `b`.
+/// Like [`gemm`], for the rows of `a` and the columns of `b`.
 unsafe fn gemm_operands<A: Operand, O: AmxElem>(
     out: &mut [O],
     stride: usize,
@@ -275,12 +274,12 @@ unsafe fn gemm_operands<A: Operand, O: AmxElem>(
     let panel_tiles = slices.steps * A::Value::PARTS;
     let (rows, columns) = (m.div_ceil(TILE_DIM), n.div_ceil(TILE_DIM));
     let mut packed = Vec::<MaybeUninit<Tile>>::with_capacity(columns * panel_tiles);
-    // SAFETY: the capacity is there, and what is not initialised is a value of this type.
+    // SAFETY: the capacity suffices, and `MaybeUninit` needs no initialization.
     unsafe { packed.set_len(columns * panel_tiles) };
     let mut partial_sums = super::super::cpu::uninit::<f32>(
         slices.partial_sum_bytes(m, n, is_half_precision::<O>()) / size_of::<f32>(),
     );
-    // A few tasks for each thread, of rows alone where there are enough of them.
+    // A few tasks per thread; they split only rows if there are enough of them.
     let wanted = if options.threading == Threading::Parallel { 4 * rayon::current_num_threads() } else { 1 };
     let panels_per_task = rows.div_ceil(wanted).clamp(1, slices.panels);
     let column_tasks = (wanted / rows.div_ceil(panels_per_task)).clamp(1, columns.div_ceil(8));
@@ -289,7 +288,7 @@ unsafe fn gemm_operands<A: Operand, O: AmxElem>(
         let from = slice * slices.steps * TILE_K;
         let inner = from..k.min(from + slices.steps * TILE_K);
         let pack = |(i, to): (usize, &mut [MaybeUninit<Tile>])| {
-            // SAFETY: as promised; a panel has room for the steps of a slice.
+            // SAFETY: the caller upholds the contract; a packed panel has room for the steps of a slice.
             unsafe { b.pack(i * TILE_DIM, inner.clone(), !options.swap_operands, to.as_mut_ptr().cast()) }
         };
         match options.threading {
@@ -319,7 +318,7 @@ unsafe fn gemm_operands<A: Operand, O: AmxElem>(
         let run_task = |task: usize| {
             let (i, j) = (task / column_tasks, task % column_tasks);
             let rows = i * panels_per_task..rows.min((i + 1) * panels_per_task);
-            // SAFETY: as promised, and no two tasks have a panel of rows and one of columns in common.
+            // SAFETY: the caller upholds the contract, and no two tasks share both a row panel and a column panel.
             unsafe { gemm_slice.compute(rows, columns * j / column_tasks..columns * (j + 1) / column_tasks) }
         };
         let tasks = 0..rows.div_ceil(panels_per_task) * column_tasks;
@@ -330,22 +329,22 @@ unsafe fn gemm_operands<A: Operand, O: AmxElem>(
     }
 }
 
-/// What a thread needs to know of a slice of a product.
+/// What a thread needs to compute one K slice of a GEMM.
 struct GemmSlice<'a, A, O> {
     a: &'a A,
     rows: usize,
-    /// The slice of the inner sums.
+    /// The range of K.
     inner: Range<usize>,
-    /// The right operand, panel after panel, each of so many tiles.
+    /// The packed right operand, panel after panel of `panel_tiles` tiles.
     packed: &'a [MaybeUninit<Tile>],
     panel_tiles: usize,
     out: &'a DisjointSliceMut<O>,
     stride: usize,
-    /// Where sums are kept between slices, if not in `out`: as the result, without gaps.
+    /// The sums between slices if `out` cannot hold them: the layout of the result, without padding.
     partial_sums: Option<&'a DisjointSliceMut<f32>>,
-    /// No slice follows.
+    /// This is the last slice.
     is_last: bool,
-    /// Columns of what is made.
+    /// Columns of the computed matrix.
     columns: usize,
     options: GemmOptions<'a, O>,
 }
@@ -353,7 +352,7 @@ struct GemmSlice<'a, A, O> {
 impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
     const PARTS: usize = A::Value::PARTS;
 
-    /// Makes the results of panels of rows, at most [`MAX_ROW_PANELS`], and of columns.
+    /// Computes the results of at most [`MAX_ROW_PANELS`] row panels and the given column panels.
     unsafe fn compute(&self, rows: Range<usize>, columns: Range<usize>) {
         let tiles = self.inner.len().div_ceil(TILE_K) * Self::PARTS;
         let mut panels = MaybeUninit::<[Tile; MAX_ROW_PANELS * MAX_PANEL_TILES]>::uninit();
@@ -361,7 +360,7 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
         let (panels, sums) =
             (panels.as_mut_ptr().cast::<Tile>(), sums.as_mut_ptr().cast::<PanelAccumulators>());
         let mut last_sums = sums;
-        // SAFETY: as promised to `gemm`; panels and sums have room for this many rows.
+        // SAFETY: the contract of `gemm`; `panels` and `sums` have room for this many row panels.
         unsafe {
             for (i, row) in rows.clone().enumerate() {
                 let to = panels.add(i * tiles).cast();
@@ -408,7 +407,7 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
                                 ),
                             }
                         }
-                        // The sums before these are stored while AMX works, and these sums' places come near.
+                        // While AMX works, store the previous sums and prefetch the output of the current ones.
                         if first_tile == 0 {
                             self.prefetch_output(row, &span);
                             if let Some(pending) = &pending {
@@ -426,7 +425,7 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
         }
     }
 
-    /// Brings near what [`GemmSlice::store`] will read and write, which no prefetcher of the machine foresees.
+    /// Prefetches what [`GemmSlice::store`] will read and write; hardware prefetchers do not predict these addresses.
     fn prefetch_output(&self, panel: usize, columns: &Range<usize>) {
         let residual = self.options.epilogue.and_then(|then| then.residual);
         let rows = panel * TILE_DIM..self.rows.min((panel + 1) * TILE_DIM);
@@ -434,7 +433,7 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
         for row in rows.clone() {
             let at = row * self.stride + columns.start;
             for line in (at..at + columns.len()).step_by(64 / size_of::<O>()) {
-                // SAFETY: nothing is read.
+                // SAFETY: a prefetch does not access memory architecturally.
                 unsafe {
                     _mm_prefetch::<_MM_HINT_ET0>(self.out.ptr_at(line).cast());
                     if let Some(residual) = residual {
@@ -445,10 +444,10 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
         }
     }
 
-    /// Writes the sums of a panel of rows in these columns, and what follows them.
+    /// Writes the sums of a row panel in the given columns, after the epilogue.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn store(&self, sums: *const f32, panel: usize, columns: &Range<usize>) {
-        // SAFETY: the same promises.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match &self.options.epilogue {
                 None => self.store_tiles::<false>(sums, panel, columns, &CpuEpilogue::NONE),
@@ -469,7 +468,7 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
         let rows = panel * TILE_DIM..self.rows.min((panel + 1) * TILE_DIM);
         for (v, first) in columns.clone().step_by(TILE_DIM).enumerate() {
             let columns = first..columns.end.min(first + TILE_DIM);
-            // SAFETY: there are sums for every row and column of a tile; those that the result has not are left out.
+            // SAFETY: `sums` holds every row and column of a tile; those outside the result are not stored.
             unsafe {
                 let line = |i: usize| _mm512_load_ps(sums.add(i * SUMS_COLUMNS + v * TILE_DIM));
                 if self.options.swap_operands {
@@ -486,7 +485,7 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
         }
     }
 
-    /// Writes a line of sums to each of these rows of the result, in at most [`TILE_DIM`] columns.
+    /// Writes one vector of sums to each of the given rows, in at most [`TILE_DIM`] columns.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
     unsafe fn store_rows<const EPILOGUE: bool>(
@@ -499,14 +498,14 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
         let mask = lane_mask(columns.len());
         let (low, high) = epilogue.clamp.bounds::<f32>();
         let (low, high) = (_mm512_set1_ps(low), _mm512_set1_ps(high));
-        // SAFETY: the slice has as many values as the mask lets through.
+        // SAFETY: the slice has as many values as the mask selects.
         let load = |all: &[O], at: usize| unsafe { O::load(all[at..][..columns.len()].as_ptr(), mask) };
         let bias = epilogue.bias.map(|bias| load(bias, columns.start));
         let width = if self.options.transpose_output { self.rows } else { self.columns };
         for (i, row) in rows.enumerate() {
             let at = row * self.stride + columns.start;
             let mut sum = line(i);
-            // SAFETY: this task alone has these columns of the row.
+            // SAFETY: only this task writes these columns of the row.
             unsafe {
                 if let Some(partial_sums) = self.partial_sums {
                     let partial =
@@ -527,7 +526,7 @@ impl<A: Operand, O: AmxElem> GemmSlice<'_, A, O> {
                     if let Some(bias) = bias {
                         sum = _mm512_add_ps(sum, bias);
                     }
-                    // In this order what is not a number passes through.
+                    // With this operand order NaN propagates.
                     sum = _mm512_min_ps(high, _mm512_max_ps(low, sum));
                     if let Some(residual) = epilogue.residual {
                         sum = _mm512_add_ps(sum, load(residual, at));

@@ -1,26 +1,26 @@
-//! AMX, the matrix unit of newer x86 processors: a block of a product by it.
+//! AMX, the matrix unit of recent x86 processors: configuration, and the tile kernel.
 //!
-//! It multiplies tiles of bf16 and adds up in f32. Values of bf16 are multiplied as they are. An f16 is exactly the sum
-//! of two values of bf16 (see `split`), and of the four products of two such sums the three largest are made: what is left
-//! out is 2^-16 of a product at most, a thirty-second of what rounding one factor to f16 took. An f32 is exactly the sum of
-//! three, and of the nine products the six largest are made: what is left out is 2^-23 of a product at most, as much as
-//! rounding it to f32 would take. A tile's 32 products are added up apart before they meet the running sum, so the sums are
-//! rounded less often than one by one.
+//! AMX multiplies bf16 tiles and accumulates in f32. bf16 values are multiplied directly. An f16 is exactly the sum of
+//! two bf16 values (see `bf16_split`). Of the four products of two such sums the kernel computes the three largest:
+//! what it drops is at most 2^-16 of a product, a thirty-second of the error from rounding one factor to f16. An f32 is
+//! exactly the sum of three, and of the nine products the kernel computes the six largest: what it drops is at most
+//! 2^-23 of a product, as much as rounding it to f32. AMX adds a tile's 32 products before it adds them to the running
+//! sum, so it rounds less often than one-by-one summation.
 
 use std::arch::asm;
 
 /// Rows and columns of a tile of sums.
 pub(super) const TILE_DIM: usize = 16;
-/// Inner sums of a tile.
+/// K of a tile.
 pub(super) const TILE_K: usize = 32;
-/// Bytes of a tile. A panel (of [`TILE_DIM`] rows or columns) has one for each part of its values for [`TILE_K`] inner sums, the
+/// Bytes of a tile. A panel (of [`TILE_DIM`] rows or columns) has one tile per bf16 part for every [`TILE_K`] of K, the
 /// largest part first.
 pub(super) const TILE_BYTES: usize = 1024;
 
-/// The unit, ready for use by this thread until dropped.
+/// AMX tile configuration of this thread, released on drop.
 pub(super) struct TileConfigGuard(std::marker::PhantomData<*const ()>);
 
-/// Tiles in use.
+/// Tile registers in use.
 const TILES_IN_USE: usize = 3;
 
 #[repr(C, align(64))]
@@ -45,11 +45,12 @@ impl TileConfigGuard {
         Self(std::marker::PhantomData)
     }
 
-    /// Makes, or with `add` adds to, the sums of a panel of rows and one of columns over `steps` times [`TILE_K`] inner
-    /// sums: [`TILE_DIM`] rows of as many, `stride` bytes apart.
+    /// Computes the [`TILE_DIM`] x [`TILE_DIM`] sums of a row panel and a column panel over `steps` times [`TILE_K`] of
+    /// K, or with `add` accumulates into them. Rows of `sums` are `stride` bytes apart.
     ///
     /// # Safety
-    /// There is a step at least, the panels have `steps` times `PARTS` tiles, and `multiply_panels` has room, all aligned to 64.
+    /// `steps` is at least 1, each panel has `steps` times `PARTS` tiles, `sums` has room for a tile, and all pointers
+    /// are aligned to 64.
     #[inline]
     pub(super) unsafe fn multiply_panels<const PARTS: usize>(
         &self,
@@ -60,10 +61,10 @@ impl TileConfigGuard {
         stride: usize,
         add: bool,
     ) {
-        // Tile 0 is the sums, 1 rows, 2 columns. More sums at once would save loads; but where another thread shares the
-        // core, few results can wait beside the tiles in use: with five in use a product takes a fifth longer there, with
-        // eight twice as long, and alone none is faster. Parts follow each other so that one side changes at a time,
-        // the largest product last.
+        // Tile 0 holds the sums, 1 rows, 2 columns. More sums at once would save loads. But where another thread shares
+        // the core, few results can wait beside the tiles in use: with five tiles a GEMM takes a fifth longer there,
+        // with eight twice as long, and a thread alone on its core gains nothing. The order of parts changes one
+        // operand at a time and ends with the largest product.
         macro_rules! run {
             ($($products:literal,)*) => {
                 asm!(
@@ -90,7 +91,7 @@ impl TileConfigGuard {
                 )
             };
         }
-        // SAFETY: the panels are as long as promised, and `multiply_panels` has room for a tile.
+        // SAFETY: the panels are as long as promised, and `sums` has room for a tile.
         unsafe {
             match PARTS {
                 1 => run!(
@@ -129,7 +130,7 @@ impl TileConfigGuard {
 
 impl Drop for TileConfigGuard {
     fn drop(&mut self) {
-        // SAFETY: nothing of the tiles is wanted any more; the next switch of threads need not keep them.
+        // SAFETY: no tile is read after this; context switches then need not save tile state.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }

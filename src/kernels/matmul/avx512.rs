@@ -1,8 +1,8 @@
-//! Products too small or too thin for packing to pay, in f32 on AVX-512.
+//! f32 GEMMs on AVX-512 that are too small or too thin for packing to pay.
 //!
-//! A panel of up to 64 columns of `b` is copied to the stack, in the order it is used; rows of `a` are read where
-//! they lie, a value at a time for all columns of the panel. A sum runs over the inner size in order, so a row of
-//! the result does not depend on the rows beside it.
+//! The kernel copies a panel of up to 64 columns of `b` to the stack, in the order of use. It reads rows of `a` in
+//! place and broadcasts one value at a time over all columns of the panel. A sum runs over K in order, so a row of the
+//! result does not depend on its neighbors.
 
 use std::arch::x86_64::*;
 
@@ -10,16 +10,16 @@ use rayon::prelude::*;
 
 use super::MatView;
 
-/// Values in a vector.
+/// f32 lanes of a vector.
 const LANES: usize = 16;
-/// Vectors in a row of the widest panel.
+/// Vectors per row of the widest panel.
 const PANEL_VECTORS: usize = 4;
-/// The most inner sums of a panel: with 64 columns it has 64 KiB.
+/// Largest K of a panel: with 64 columns it takes 64 KiB.
 const PANEL_K: usize = 256;
-/// Multiplications above which `gemm` is at least as fast.
+/// Multiplications above which the `gemm` crate is at least as fast.
 const MAX_MULTIPLIES: usize = 1 << 26;
 
-/// Whether an (m, n) matrix over `k` is made here.
+/// Whether this kernel takes an (m, n) result over `k`.
 pub(super) fn supports((m, k, n): (usize, usize, usize)) -> bool {
     k > 0 && m.saturating_mul(k).saturating_mul(n) <= MAX_MULTIPLIES
 }
@@ -27,7 +27,7 @@ pub(super) fn supports((m, k, n): (usize, usize, usize)) -> bool {
 /// `out = a b`, or `out += a b` with `accumulate`.
 ///
 /// # Safety
-/// The machine has AVX-512 (F), the operands lie inside their slices, and `out` has room for every (i, j) at
+/// The CPU has AVX-512 (F), the operands lie inside their slices, and `out` has room for every (i, j) at
 /// `i * stride + j`.
 pub(super) unsafe fn gemm(
     out: &mut [f32],
@@ -36,16 +36,16 @@ pub(super) unsafe fn gemm(
     b: MatView<f32>,
     accumulate: bool,
 ) {
-    // SAFETY: what the caller promises.
+    // SAFETY: the caller upholds this function's contract.
     unsafe {
         gemm_panels(Operands::new(&a, &b), a.rows, a.cols, b.cols, out.as_mut_ptr(), stride, accumulate)
     }
 }
 
-/// As [`gemm`], by all threads: each makes some rows, or some columns where there are more of these.
+/// Like [`gemm`], on all threads: each computes a range of rows, or of columns if there are more of these.
 ///
 /// # Safety
-/// As of [`gemm`].
+/// As for [`gemm`].
 pub(super) unsafe fn gemm_parallel(
     out: &mut [f32],
     stride: usize,
@@ -53,29 +53,29 @@ pub(super) unsafe fn gemm_parallel(
     b: MatView<f32>,
     accumulate: bool,
 ) {
-    /// Multiplications that are worth another thread's time.
+    /// Multiplications that are worth another thread.
     const MIN_MULTIPLIES_PER_THREAD: usize = 1 << 17;
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let split_rows = m >= n;
-    // Whole tiles and whole panels, of which no thread's share ends in the middle.
+    // Chunks are whole tiles or whole panels, so none is split between threads.
     let (size, granularity) = if split_rows { (m, 48) } else { (n, PANEL_VECTORS * LANES) };
     let num_threads = (m * k * n / MIN_MULTIPLIES_PER_THREAD).clamp(1, rayon::current_num_threads());
     let chunk = size.div_ceil(num_threads).next_multiple_of(granularity);
     if chunk >= size {
-        // SAFETY: what the caller promises.
+        // SAFETY: the caller upholds this function's contract.
         return unsafe { gemm(out, stride, a, b, accumulate) };
     }
     struct SharedOperands {
         o: Operands,
         out: *mut f32,
     }
-    // SAFETY: operands are only read, and every thread writes to rows or columns of its own.
+    // SAFETY: the operands are only read, and every thread writes its own rows or columns.
     unsafe impl Sync for SharedOperands {}
     let shared = &SharedOperands { o: Operands::new(&a, &b), out: out.as_mut_ptr() };
     (0..size.div_ceil(chunk)).into_par_iter().for_each(|index| {
         let (first, count) = (index * chunk, chunk.min(size - index * chunk));
         let SharedOperands { mut o, mut out } = *shared;
-        // SAFETY: what the caller promises of all rows and columns holds for `count` of them from `first` on.
+        // SAFETY: the caller's contract for all rows and columns holds for `count` of them from `first` on.
         unsafe {
             let (m, n) = if split_rows {
                 (o.a, out) = (o.a.add(first * o.a_row), out.add(first * stride));
@@ -113,7 +113,7 @@ impl Operands {
     }
 }
 
-/// A panel of `b`, row after row of its columns.
+/// A panel of `b`, row by row.
 type Panel = [[__m512; PANEL_VECTORS]; PANEL_K];
 
 #[target_feature(enable = "avx512f")]
@@ -135,7 +135,7 @@ unsafe fn gemm_panels(
         for w in 0..n_blocks {
             let (first, last) = (vectors * w / n_blocks, vectors * (w + 1) / n_blocks);
             let (start, cols) = (first * LANES, (last * LANES).min(n) - first * LANES);
-            // SAFETY: rows `from..to` of columns `start..start + cols` lie inside `b`, and the same of `a` and `out`.
+            // SAFETY: rows `from..to` of columns `start..start + cols` lie inside `b`, and likewise for `a` and `out`.
             unsafe {
                 let b = o.b.add(from * o.b_row + start * o.b_col);
                 pack(b, o.b_row, o.b_col, to - from, cols, packed);
@@ -160,16 +160,16 @@ unsafe fn gemm_panels(
     }
 }
 
-/// The first `count` of a vector's values, at most all.
+/// A mask of the first `count` lanes, at most all of them.
 pub(super) fn lane_mask(count: usize) -> __mmask16 {
     if count >= LANES { !0 } else { (1 << count) - 1 }
 }
 
-/// Copies `k` rows of `cols` columns of `b` one after the other, each filled up to whole vectors with zeros.
+/// Copies `depth` rows of `cols` columns of `b`, each zero-padded to whole vectors.
 #[target_feature(enable = "avx512f")]
 unsafe fn pack(b: *const f32, row: usize, col: usize, depth: usize, cols: usize, to: *mut f32) {
     let width = cols.next_multiple_of(LANES);
-    // SAFETY: the caller's rows and columns lie inside `b`, a panel has room for them, and masks keep the rest out.
+    // SAFETY: the caller's rows and columns lie inside `b`, the panel has room for them, and masks exclude the rest.
     unsafe {
         if col == 1 {
             for p in 0..depth {
@@ -195,7 +195,7 @@ unsafe fn pack(b: *const f32, row: usize, col: usize, depth: usize, cols: usize,
     }
 }
 
-/// The transpose of a square of vectors: pairs, then fours, then quarters are exchanged.
+/// Transposes 16 vectors: exchanges pairs, then groups of four, then 128-bit lanes.
 #[target_feature(enable = "avx512f")]
 #[inline]
 pub(super) fn transpose_16x16(rows: [__m512; LANES]) -> [__m512; LANES] {
@@ -228,7 +228,7 @@ pub(super) fn transpose_16x16(rows: [__m512; LANES]) -> [__m512; LANES] {
     whole
 }
 
-/// All rows of the result in the columns of a panel.
+/// All rows of the result in the columns of one panel.
 struct PanelGemm {
     rows: usize,
     k: usize,
@@ -236,16 +236,16 @@ struct PanelGemm {
     packed: *const f32,
     out: *mut f32,
     stride: usize,
-    /// The columns of the last vector.
+    /// Mask of the last vector's columns.
     last_mask: __mmask16,
     accumulate: bool,
 }
 
 impl PanelGemm {
-    /// Tells the compiler in which direction `a` is dense, if it is, so that addresses are cheap.
+    /// Makes a unit stride of `a`, if it has one, a constant, so that addresses are cheap to compute.
     #[target_feature(enable = "avx512f")]
     unsafe fn with_const_strides<const ROWS: usize, const VECTORS: usize>(&self, row: usize, col: usize) {
-        // SAFETY: the same promises.
+        // SAFETY: the caller upholds the same contract.
         unsafe {
             match (row, col) {
                 (row, 1) => self.row_tiles::<ROWS, VECTORS>(row, 1),
@@ -259,7 +259,7 @@ impl PanelGemm {
     #[inline]
     unsafe fn row_tiles<const ROWS: usize, const VECTORS: usize>(&self, row: usize, col: usize) {
         let mut i = 0;
-        // SAFETY: the same promises; `i` stays below the rows.
+        // SAFETY: the caller upholds the same contract; `i` stays below `rows`.
         unsafe {
             while i + ROWS <= self.rows {
                 self.microkernel::<ROWS, VECTORS>(i, row, col);
@@ -276,12 +276,12 @@ impl PanelGemm {
         }
     }
 
-    /// Rows `i..i + ROWS`: the sums stay in registers until they are done.
+    /// Rows `i..i + ROWS`: the sums stay in registers until they are complete.
     #[target_feature(enable = "avx512f")]
     #[inline]
     unsafe fn microkernel<const ROWS: usize, const VECTORS: usize>(&self, i: usize, row: usize, col: usize) {
         let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
-        // SAFETY: the same promises; masks keep accesses of the last vector inside the result.
+        // SAFETY: the caller upholds the same contract; masks keep accesses of the last vector inside the result.
         unsafe {
             let (mut a, mut b) = (self.a.add(i * row), self.packed);
             for _ in 0..self.k {
@@ -295,7 +295,7 @@ impl PanelGemm {
                         *sum = _mm512_fmadd_ps(factor, value, *sum);
                     }
                 }
-                // The last step may point past the end, and nothing is read there.
+                // The last step may point past the end; nothing is read there.
                 a = a.wrapping_add(col);
                 b = b.wrapping_add(VECTORS * LANES);
             }
@@ -330,8 +330,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Against sums in f64, over every direction of the operands, odd sizes and strides; what lies between the
-        /// rows of the result is left alone.
+        /// Against f64 sums, over every layout of the operands, odd sizes and strides; padding between rows of the
+        /// result must stay untouched.
         #[test]
         fn products_are_right(m in 1usize..150, k in 1usize..600, n in 1usize..150, turn_a: bool, turn_b: bool, add: bool, gap in 0usize..9, threads in 1usize..5) {
             if dispatch() < Dispatch::Avx512 {
@@ -342,7 +342,7 @@ mod tests {
             let before = values(m * stride, 3);
             let mut out = before.clone();
             let (x, y) = (mat_view(&a, m, k, turn_a), mat_view(&b, k, n, turn_b));
-            // SAFETY: AVX-512 was found and `out` has `m` rows of `stride`.
+            // SAFETY: the CPU has AVX-512, and `out` has `m` rows of `stride` values.
             unsafe { gemm(&mut out, stride, x, y, add) };
             let mut parallel = before.clone();
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();

@@ -1,8 +1,8 @@
-//! Operands as AMX reads them: every value as the sum of values of bf16, in tiles.
+//! Operands in the form AMX reads: every value as a sum of bf16 parts, packed in tiles.
 //!
-//! A bf16 is its own only part. An f16 has two: itself rounded to bf16, and the rest, which has few enough digits to be
-//! exact. An f32 has three, by the same rule. A tile holds pairs of inner indices; how they are paired is free as long as both
-//! operands agree, so every type has the pairing that its vectors give for nothing.
+//! A bf16 is its own only part. An f16 has two parts: itself rounded to bf16, and the remainder, which has few enough
+//! bits to be exact. An f32 has three, by the same rule. A tile holds pairs of K indices. Any pairing works as long as
+//! both operands agree, so each type uses the pairing that its vector loads give for free.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -15,28 +15,28 @@ use super::avx512::{lane_mask, transpose_16x16};
 
 const LANES: usize = 16;
 
-/// The tiles' rows of each part, the largest part first; those that a type does not have are not looked at.
+/// One tile row per part, the largest part first; parts beyond `PARTS` are ignored.
 type SplitRow = [__m512i; 3];
 
-/// A stored number that AMX multiplies.
+/// A stored type that AMX supports.
 ///
 /// # Safety
-/// All methods need AVX-512 (F, BW, VL), and pointers to as many values as masks and counts let through.
+/// All methods need AVX-512 (F, BW, VL), and pointers to as many values as masks and counts select.
 pub(super) trait AmxElem: Elem<Acc = f32> {
-    /// Values of bf16 that add up to one of this type.
+    /// bf16 parts that add up to one value.
     const PARTS: usize;
-    /// Pair `i` of a tile has the inner indices `i * PAIR.0` and `i * PAIR.0 + PAIR.1`.
+    /// Pair `i` of a tile has the K indices `i * PAIR.0` and `i * PAIR.0 + PAIR.1`.
     const PAIR: (usize, usize);
 
-    /// The pairs of the first `count`, at most [`DEPTH`], of values that follow each other.
+    /// The pairs of the first `count`, at most [`TILE_K`], of contiguous values.
     unsafe fn pack_contiguous(from: *const Self, count: usize) -> SplitRow;
 
-    /// The pairs of 16 lines: a value of each at `low` and at `high`, of the lines in the masks.
+    /// The pairs of 16 lines: one value of each line at `low` and one at `high`, for the lines in the masks.
     unsafe fn pack_strided(low: (*const Self, __mmask16), high: (*const Self, __mmask16)) -> SplitRow;
 
     unsafe fn load(from: *const Self, mask: __mmask16) -> __m512;
 
-    /// Rounds to the nearest, ties to even.
+    /// Rounds to nearest, ties to even.
     unsafe fn store(to: *mut Self, mask: __mmask16, values: __m512);
 }
 
@@ -48,14 +48,14 @@ impl AmxElem for f32 {
     #[inline]
     unsafe fn pack_contiguous(from: *const f32, count: usize) -> SplitRow {
         let high = (from.wrapping_add(LANES), lane_mask(count.saturating_sub(LANES)));
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { Self::pack_strided((from, lane_mask(count)), high) }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
     unsafe fn pack_strided(low: (*const f32, __mmask16), high: (*const f32, __mmask16)) -> SplitRow {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         let (a, b) = unsafe { (Self::load(low.0, low.1), Self::load(high.0, high.1)) };
         let ([a0, a1, a2], [b0, b1, b2]) = (split_f32(a), split_f32(b));
         [interleave_bf16(a0, b0), interleave_bf16(a1, b1), interleave_bf16(a2, b2)]
@@ -64,14 +64,14 @@ impl AmxElem for f32 {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
     unsafe fn load(from: *const f32, mask: __mmask16) -> __m512 {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { _mm512_maskz_loadu_ps(mask, from) }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
     unsafe fn store(to: *mut f32, mask: __mmask16, values: __m512) {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { _mm512_mask_storeu_ps(to, mask, values) }
     }
 }
@@ -84,7 +84,7 @@ impl AmxElem for bf16 {
     #[inline]
     unsafe fn pack_contiguous(from: *const bf16, count: usize) -> SplitRow {
         let mask = if count >= TILE_K { !0 } else { (1u32 << count) - 1 };
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         let pairs = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
         [pairs; 3]
     }
@@ -92,7 +92,7 @@ impl AmxElem for bf16 {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
     unsafe fn pack_strided(low: (*const bf16, __mmask16), high: (*const bf16, __mmask16)) -> SplitRow {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         let (a, b) = unsafe { (load_u16(low.0.cast(), low.1), load_u16(high.0.cast(), high.1)) };
         [_mm512_or_si512(a, _mm512_slli_epi32::<16>(b)); 3]
     }
@@ -100,7 +100,7 @@ impl AmxElem for bf16 {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
     unsafe fn load(from: *const bf16, mask: __mmask16) -> __m512 {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         _mm512_castsi512_ps(_mm512_slli_epi32::<16>(unsafe { load_u16(from.cast(), mask) }))
     }
 
@@ -111,10 +111,10 @@ impl AmxElem for bf16 {
         let lsb = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), lsb);
         let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
-        // What is not a number stays so when its lower half is cut off.
+        // Sets the quiet bit, so a NaN stays NaN when its lower half is cut off.
         let rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x40_0000));
         let words = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded));
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { _mm256_mask_storeu_epi16(to.cast(), mask, words) }
     }
 }
@@ -127,14 +127,14 @@ impl AmxElem for f16 {
     #[inline]
     unsafe fn pack_contiguous(from: *const f16, count: usize) -> SplitRow {
         let high = (from.wrapping_add(LANES), lane_mask(count.saturating_sub(LANES)));
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { Self::pack_strided((from, lane_mask(count)), high) }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
     unsafe fn pack_strided(low: (*const f16, __mmask16), high: (*const f16, __mmask16)) -> SplitRow {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         let (a, b) = unsafe { (Self::load(low.0, low.1), Self::load(high.0, high.1)) };
         let ((a0, a1), (b0, b1)) = (round_to_bf16(a), round_to_bf16(b));
         let rest = interleave_bf16(_mm512_castps_si512(a1), _mm512_castps_si512(b1));
@@ -144,7 +144,7 @@ impl AmxElem for f16 {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     #[inline]
     unsafe fn load(from: *const f16, mask: __mmask16) -> __m512 {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from.cast())) }
     }
 
@@ -152,53 +152,53 @@ impl AmxElem for f16 {
     #[inline]
     unsafe fn store(to: *mut f16, mask: __mmask16, values: __m512) {
         let words = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values);
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { _mm256_mask_storeu_epi16(to.cast(), mask, words) }
     }
 }
 
-/// Words of 16 bits, each in one of 32.
+/// Loads 16-bit words, zero-extended to 32 bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 #[inline]
 unsafe fn load_u16(from: *const i16, mask: __mmask16) -> __m512i {
-    // SAFETY: promised by the caller.
+    // SAFETY: the caller upholds this function's contract.
     _mm512_cvtepu16_epi32(unsafe { _mm256_maskz_loadu_epi16(mask, from) })
 }
 
-/// Values of bf16 in upper halves, the first of each pair in the lower half.
+/// Combines bf16 values, each in the upper half of its 32 bits, into pairs with `first` in the lower half.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn interleave_bf16(first: __m512i, second: __m512i) -> __m512i {
     _mm512_or_si512(_mm512_srli_epi32::<16>(first), second)
 }
 
-/// Writes a row of each part's tile.
+/// Writes one row of each part's tile.
 ///
 /// # Safety
-/// The machine has AVX-512 (F), and `to` has room for a tile of each part of `E`, aligned to 64.
+/// The CPU has AVX-512 (F), and `to` has room for a tile of each part of `E`, aligned to 64.
 #[target_feature(enable = "avx512f")]
 #[inline]
 pub(super) unsafe fn store_tile_row<E: AmxElem>(parts: SplitRow, to: *mut u8) {
     for (part, pairs) in parts.into_iter().enumerate().take(E::PARTS) {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { _mm512_store_si512(to.add(part * TILE_BYTES).cast(), pairs) }
     }
 }
 
-/// An operand as a list of lines: rows of the left one, columns of the right one.
+/// An operand as a list of lines: rows of the left operand, columns of the right.
 pub(super) trait Operand: Sync {
     type Value: AmxElem;
 
-    /// Packs values `inner_stride` of lines `first..first + TILE_DIM`, as many as there are; what is beyond them is 0. `columns`
-    /// gives tiles of pairs by lines, as the right operand is read, instead of lines by pairs.
+    /// Packs the K range `inner` of lines `first..first + TILE_DIM`; lines past the last are 0. `columns` packs pairs
+    /// by lines, the layout of AMX's right operand, instead of lines by pairs.
     ///
     /// # Safety
-    /// The machine has AVX-512 (F, BW, VL), the values lie inside their slice, and `to` has room for a tile of each part for
-    /// each begun [`DEPTH`] of them, aligned to 64.
+    /// The CPU has AVX-512 (F, BW, VL), the values lie inside their slice, and `to` has room, aligned to 64, for a tile
+    /// of each part for every [`TILE_K`] of `inner`, rounded up.
     unsafe fn pack(&self, first: usize, inner: Range<usize>, columns: bool, to: *mut u8);
 }
 
-/// Lines of a matrix: value `p` of line `i` is at `i * outer_stride + p * inner_stride`, and one of the two is 1.
+/// Lines of a matrix: value `p` of line `i` is at `i * outer_stride + p * inner_stride`; one of the strides is 1.
 #[derive(Clone, Copy)]
 pub(super) struct StridedOperand<E> {
     pub data: *const E,
@@ -207,7 +207,7 @@ pub(super) struct StridedOperand<E> {
     pub inner_stride: usize,
 }
 
-// SAFETY: it is a borrowed slice whose bounds the caller has checked.
+// SAFETY: `data` points into a borrowed slice, and the caller has checked the bounds.
 unsafe impl<E: Sync> Send for StridedOperand<E> {}
 unsafe impl<E: Sync> Sync for StridedOperand<E> {}
 
@@ -218,7 +218,7 @@ impl<E: AmxElem> Operand for StridedOperand<E> {
     unsafe fn pack(&self, first: usize, inner: Range<usize>, columns: bool, to: *mut u8) {
         let lines = self.count.saturating_sub(first).min(TILE_DIM);
         for (step, p) in inner.clone().step_by(TILE_K).enumerate() {
-            // SAFETY: `lines` and the depth left keep reads inside.
+            // SAFETY: `lines` and the remaining range of `inner` bound the reads.
             unsafe {
                 let data = self.data.add(first * self.outer_stride + p * self.inner_stride);
                 self.prefetch(data.wrapping_add(TILE_K * self.inner_stride));
@@ -235,7 +235,7 @@ impl<E: AmxElem> Operand for StridedOperand<E> {
 }
 
 impl<E: AmxElem> StridedOperand<E> {
-    /// Brings near the next values to be packed: they lie too far from each other for the machine's own prefetchers.
+    /// Prefetches the next values to pack: their stride is too long for hardware prefetchers.
     #[inline]
     fn prefetch(&self, data: *const E) {
         let (rows, stride, bytes) = match self.inner_stride {
@@ -243,7 +243,7 @@ impl<E: AmxElem> StridedOperand<E> {
             inner => (TILE_K, inner, TILE_DIM * size_of::<E>()),
         };
         for (row, byte) in (0..rows).flat_map(|row| (0..bytes).step_by(64).map(move |byte| (row, byte))) {
-            // SAFETY: nothing is read.
+            // SAFETY: a prefetch does not access memory architecturally.
             unsafe {
                 _mm_prefetch::<_MM_HINT_T0>(data.wrapping_add(row * stride).cast::<i8>().wrapping_add(byte))
             }
@@ -255,7 +255,7 @@ impl<E: AmxElem> StridedOperand<E> {
     #[inline]
     unsafe fn pack_tile(&self, data: *const E, lines: usize, depth: usize, columns: bool, to: *mut u8) {
         let dense = self.inner_stride == 1;
-        // SAFETY: counts and masks keep the reads inside; a vector of which nothing is read may begin outside. A tile has
+        // SAFETY: counts and masks bound the reads; a vector with an empty mask may begin outside the slice. A tile has
         // 16 rows of 64 bytes.
         unsafe {
             if dense {
@@ -284,7 +284,7 @@ impl<E: AmxElem> StridedOperand<E> {
     }
 }
 
-/// The transpose of a tile in place.
+/// Transposes a tile in place.
 #[target_feature(enable = "avx512f")]
 #[inline]
 unsafe fn transpose_tile(tile: *mut f32) {
@@ -301,8 +301,8 @@ unsafe fn transpose_tile(tile: *mut f32) {
     }
 }
 
-/// The three parts of 16 values, each in the upper half of its 32 bits with a lower half of 0. Their sum is the value;
-/// what is not finite makes one that is not a number.
+/// The three parts of 16 values, each in the upper half of its 32 bits, with a zero lower half. They add up to the
+/// value exactly; a non-finite value has a NaN part.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn split_f32(x: __m512) -> [__m512i; 3] {
@@ -311,7 +311,7 @@ fn split_f32(x: __m512) -> [__m512i; 3] {
     [high, middle, _mm512_castps_si512(rest)]
 }
 
-/// A value rounded to bf16, and what is left of it.
+/// A value rounded to bf16, and the remainder.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn round_to_bf16(x: __m512) -> (__m512i, __m512) {
@@ -340,14 +340,14 @@ mod tests {
     }
 
     proptest! {
-        /// The parts of a value add up to it exactly, each is a value of bf16, and each is small beside the one before.
+        /// The parts add up to the value exactly, each is a bf16, and each is small relative to the one before.
         #[test]
         fn nothing_of_a_value_is_lost(digits: u32, exponent in 30u32..240, negative: bool) {
             if skipped() {
                 return Ok(());
             }
             let value = f32::from_bits((negative as u32) << 31 | exponent << 23 | digits & 0x7f_ffff);
-            // SAFETY: AVX-512 was found.
+            // SAFETY: the CPU has AVX-512.
             let bits = unsafe { split_f32(_mm512_set1_ps(value)) }.map(words_of);
             let parts = bits.map(|bits| f32::from_bits(bits[0]) as f64);
             prop_assert_eq!(parts.iter().sum::<f64>(), value as f64);
@@ -356,7 +356,7 @@ mod tests {
             prop_assert!(parts[2].abs() <= parts[0].abs() / 65536.0);
         }
 
-        /// Rounded as the `half` crate does it, whatever the value is.
+        /// Rounds like the `half` crate, for any value.
         #[test]
         fn stores_round_to_nearest_even(bits: u32) {
             if skipped() {
@@ -364,7 +364,7 @@ mod tests {
             }
             let value = f32::from_bits(bits);
             let (mut narrow, mut half) = ([bf16::ZERO; LANES], [f16::ZERO; LANES]);
-            // SAFETY: AVX-512 was found, and each array has room for a vector.
+            // SAFETY: the CPU has AVX-512, and each array has room for a vector.
             unsafe {
                 <bf16 as AmxElem>::store(narrow.as_mut_ptr(), !1, _mm512_set1_ps(value));
                 <f16 as AmxElem>::store(half.as_mut_ptr(), !1, _mm512_set1_ps(value));
@@ -375,7 +375,7 @@ mod tests {
         }
     }
 
-    /// All numbers that f16 has are the sum of their two parts.
+    /// Every finite f16 is the sum of its two parts.
     #[test]
     fn two_parts_are_enough_for_f16() {
         if skipped() {
@@ -383,7 +383,7 @@ mod tests {
         }
         for value in (0..=u16::MAX).map(f16::from_bits).filter(|v| v.is_finite()) {
             let values = [value; TILE_K];
-            // SAFETY: AVX-512 was found, and there are as many values.
+            // SAFETY: the CPU has AVX-512, and `values` has `TILE_K` elements.
             let parts = unsafe { f16::pack_contiguous(values.as_ptr(), TILE_K) }.map(words_of);
             let low = |part: usize| f32::from_bits(parts[part][3] << 16) as f64;
             let high = |part: usize| f32::from_bits(parts[part][3] & 0xffff_0000) as f64;

@@ -1,7 +1,7 @@
-//! Products by the `gemm` crate, with the vectors of the dispatch.
+//! GEMMs by the `gemm` crate, with the vector width of the dispatch.
 //!
-//! Left alone the crate takes the widest vectors of the processor; under a narrower dispatch its kernels for narrower ones
-//! are called by name.
+//! By default the crate uses the widest vectors of the CPU. Under a narrower dispatch this module calls the crate's
+//! kernels for narrower vectors directly.
 
 use gemm::Parallelism;
 
@@ -28,7 +28,7 @@ macro_rules! blocked {
             let (m, k, n) = (a.rows, a.cols, b.cols);
             #[cfg(target_arch = "x86_64")]
             if dispatch() < Dispatch::Avx512 {
-                // The kernels are fastest where the result is dense along columns: the transpose is made.
+                // The kernels are fastest where the result is column-major, so compute the transpose.
                 macro_rules! with {
                     ($module:ident, $simd:ident, $width:expr) => {{
                         use gemm_common::simd::{MixedSimd, $simd};
@@ -36,7 +36,7 @@ macro_rules! blocked {
                         let Some(simd) = <$simd as MixedSimd<$T, $T, $T, $T>>::try_new() else {
                             unreachable!("the dispatch has these vectors")
                         };
-                        // SAFETY: the same promises.
+                        // SAFETY: the caller upholds the same contract.
                         unsafe {
                             gemm_common::gemm::gemm_basic_generic::<
                                 _,
@@ -81,7 +81,7 @@ macro_rules! blocked {
                     _ => with!(fma, V3, $lanes),
                 };
             }
-            // SAFETY: the same promises.
+            // SAFETY: the caller upholds the same contract.
             unsafe {
                 gemm::gemm(
                     m,

@@ -1,5 +1,5 @@
-//! The windows of a convolution as operands of AMX: gathered, split and packed in one go, and its weight for
-//! the way back.
+//! Operands of an implicit-GEMM convolution on AMX: patches gathered, split and packed in one pass, and the flipped
+//! weight of the input gradient.
 
 use std::ops::Range;
 
@@ -7,12 +7,12 @@ use super::super::im2col::ConvGeometry;
 use super::amx_tiles::{TILE_BYTES, TILE_DIM, TILE_K};
 use super::bf16_split::{AmxElem, Operand, StridedOperand, store_tile_row};
 
-/// A row for each output pixel of a batch: the cells of its window one after the other, each with all channels, of which
-/// there is a multiple of [`DEPTH`].
+/// One row per output pixel of a batch: the taps of its patch in order, each with all channels. The channel count is a
+/// multiple of [`TILE_K`].
 pub(super) struct PatchRows<'a, E> {
     g: &'a ConvGeometry,
     images: &'a [E],
-    /// Pixels of the output of a picture, and in a line of it.
+    /// Output pixels per image, and per row of it.
     pixels: usize,
     output_width: usize,
 }
@@ -22,12 +22,12 @@ impl<'a, E: AmxElem> PatchRows<'a, E> {
         Self { g, images, pixels: g.output_pixels(), output_width: g.output().1 }
     }
 
-    /// Output pixels of all pictures.
+    /// Output pixels of all images.
     pub(super) fn count(&self) -> usize {
         self.images.len() / (self.g.height * self.g.width * self.g.in_channels) * self.pixels
     }
 
-    /// The picture of an output pixel, and where in it its window begins.
+    /// The image of an output pixel, and the origin of its patch in it.
     fn patch_origin(&self, pixel: usize) -> (usize, isize, isize) {
         let (image, at) = (pixel / self.pixels, pixel % self.pixels);
         self.origin(image, at / self.output_width, at % self.output_width)
@@ -38,7 +38,7 @@ impl<'a, E: AmxElem> PatchRows<'a, E> {
         (image, start(y), start(x))
     }
 
-    /// The channels of a cell of a window; none outside of the picture.
+    /// The channels of one tap of a patch; `None` outside the image.
     fn tap_channels(&self, (image, y, x): (usize, isize, isize), cell: usize) -> Option<&[E]> {
         let g = self.g;
         let input_index = |from: isize, i: usize, size: usize| {
@@ -55,7 +55,7 @@ impl<E: AmxElem> Operand for PatchRows<'_, E> {
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn pack(&self, first: usize, inner: Range<usize>, columns: bool, to: *mut u8) {
-        debug_assert!(!columns, "windows are rows");
+        debug_assert!(!columns, "patch rows are a left operand");
         let rows = self.count().saturating_sub(first).min(TILE_DIM);
         let mut origins = [(0, 0, 0); TILE_DIM];
         (0..rows).for_each(|i| origins[i] = self.patch_origin(first + i));
@@ -66,9 +66,9 @@ impl<E: AmxElem> Operand for PatchRows<'_, E> {
                 (0..rows).for_each(|i| taps[i] = self.tap_channels(origins[i], tap));
             }
             for (i, cell) in taps.iter().enumerate() {
-                // Outside of the image there is nothing.
+                // Padding packs as zeros.
                 let (values, count) = cell.map_or((&[][..], 0), |cell| (&cell[channel..][..TILE_K], TILE_K));
-                // SAFETY: there are as many values, and a tile has 16 rows of 64 bytes.
+                // SAFETY: `values` has `count` elements, and a tile has 16 rows of 64 bytes.
                 unsafe {
                     store_tile_row::<E>(
                         E::pack_contiguous(values.as_ptr(), count),
@@ -80,7 +80,7 @@ impl<E: AmxElem> Operand for PatchRows<'_, E> {
     }
 }
 
-/// A line for each value of a window, of what all output pixels see there.
+/// One line per value of a patch: that value at every output pixel. The channel count is a multiple of [`TILE_DIM`].
 pub(super) struct PatchColumns<'a, E>(pub(super) PatchRows<'a, E>);
 
 impl<E: AmxElem> Operand for PatchColumns<'_, E> {
@@ -88,14 +88,14 @@ impl<E: AmxElem> Operand for PatchColumns<'_, E> {
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn pack(&self, first: usize, inner: Range<usize>, columns: bool, to: *mut u8) {
-        debug_assert!(columns, "values of windows are columns");
+        debug_assert!(columns, "patch columns pack pairs by lines");
         let windows = &self.0;
         let (tap, channel) = (first / windows.g.in_channels, first % windows.g.in_channels);
-        // Where in its picture the next pixel is.
+        // Position of the next output pixel in its image.
         let (mut image, at) = (inner.start / windows.pixels, inner.start % windows.pixels);
         let (mut y, mut x) = (at / windows.output_width, at % windows.output_width);
         for (step, p) in inner.clone().step_by(TILE_K).enumerate() {
-            // Outside of the image, and beyond the last pixel, there is nothing.
+            // Padding, and pixels past the last one, pack as zeros.
             let mut sources = [(std::ptr::null(), 0); TILE_K];
             for source in &mut sources[..(inner.end - p).min(TILE_K)] {
                 if let Some(values) = windows.tap_channels(windows.origin(image, y, x), tap) {
@@ -111,7 +111,7 @@ impl<E: AmxElem> Operand for PatchColumns<'_, E> {
             }
             for i in 0..TILE_DIM {
                 let low = i * E::PAIR.0;
-                // SAFETY: there are as many values, and a tile has 16 rows of 64 bytes.
+                // SAFETY: each source has `TILE_DIM` elements or an empty mask, and a tile has 16 rows of 64 bytes.
                 unsafe {
                     let pairs = E::pack_strided(sources[low], sources[low + E::PAIR.1]);
                     store_tile_row::<E>(pairs, to.add(step * E::PARTS * TILE_BYTES + i * 64));
@@ -121,13 +121,13 @@ impl<E: AmxElem> Operand for PatchColumns<'_, E> {
     }
 }
 
-/// The weight of a convolution, (depth, cells, count), for the way back: a column for each of its inputs, of the outputs
-/// that the cells of a window see, the last cell first.
+/// The weight of a convolution, (channels, kernel_area, count), for its input gradient: one column per input channel of
+/// that convolution, with the output channels of each tap, the last tap first.
 pub(super) struct FlippedWeight<'a, E> {
     pub(super) weight: &'a [E],
     pub(super) count: usize,
     pub(super) kernel_area: usize,
-    /// A multiple of [`DEPTH`].
+    /// A multiple of [`TILE_K`].
     pub(super) channels: usize,
 }
 
@@ -145,7 +145,8 @@ impl<E: AmxElem> Operand for FlippedWeight<'_, E> {
                 outer_stride: 1,
                 inner_stride: self.kernel_area * self.count,
             };
-            // SAFETY: the same promises, and the last value of a cell's last output is the weight's at most.
+            // SAFETY: the caller upholds the contract; the last value of a tap's last output channel still lies inside
+            // the weight.
             unsafe { lines.pack(first, from..from + TILE_K, columns, to.add(step * E::PARTS * TILE_BYTES)) }
         }
     }

@@ -1,4 +1,4 @@
-//! Rows that leave their share of the tally on a card, and the sum of all.
+//! Metrics per row on a GPU, and their sums.
 
 use std::ffi::{c_int, c_void};
 
@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor};
 use super::PendingMetricSums;
 use crate::kernels::cuda::{RawStream, check_status, pointer, scratch, stream, uninit};
 
-/// A loss, a weight and the hits of each row: bits that say that it was judged, right, and among the first five.
+/// Loss, weight and hit flags of each row; the flags say that it counts, is a top-1 hit, is a top-5 hit.
 pub struct RowMetrics {
     buffer: Tensor,
     rows: usize,
@@ -19,18 +19,18 @@ impl RowMetrics {
         Ok(Self { buffer: scratch(device, rows * (2 * size_of::<f64>() + size_of::<u32>()))?, rows })
     }
 
-    /// Where those of the row `first` are: loss, weight, hits.
+    /// Pointers to the entries of row `first`: loss, weight, hits.
     pub fn row_ptrs(&self, first: usize) -> Result<(*mut f64, *mut f64, *mut u32)> {
         let base: *mut f64 = pointer(&self.buffer)?.cast();
         let (loss, weight) = (base.wrapping_add(first), base.wrapping_add(self.rows + first));
         Ok((loss, weight, base.wrapping_add(2 * self.rows).cast::<u32>().wrapping_add(first)))
     }
 
-    /// The sum of all, which nobody has waited for.
+    /// Enqueues the sums over all rows. Does not synchronize.
     pub fn reduce(self, device: &CudaDevice) -> Result<PendingMetricSums> {
         let sums = uninit(device, DType::F64, 5)?;
         let (loss, weight, hits) = self.row_ptrs(0)?;
-        // SAFETY: there is room for each of the rows.
+        // SAFETY: the buffer holds an entry for each row.
         check_status("metric_sums_reduce", unsafe {
             metric_sums_reduce(
                 loss.cast(),

@@ -1,4 +1,4 @@
-//! The body for cards: a warp a row.
+//! Layer norm and RMS norm on a GPU: one warp per row.
 
 use std::ffi::{c_int, c_void};
 
@@ -18,7 +18,7 @@ impl NormKernel<'_> {
         Ok((self.output_cuda(device, x, &stats, false)?, stats))
     }
 
-    /// The output, and the statistics with it unless they are known.
+    /// Computes the output, and the statistics unless they are known.
     pub(super) fn output_cuda(
         &self,
         device: &CudaDevice,
@@ -28,7 +28,7 @@ impl NormKernel<'_> {
     ) -> Result<Tensor> {
         let n = self.weight.elem_count();
         let y = uninit(device, x.dtype(), x.shape())?;
-        // SAFETY: `y` is as large as `x`, and `stats` has the values of each of its rows.
+        // SAFETY: `y` has the size of `x`, and `stats` holds the statistics of each row.
         check_status("norm_forward", unsafe {
             norm_forward(
                 dtype_code(x.dtype())?,
@@ -57,14 +57,14 @@ impl NormKernel<'_> {
         NormBackwardFusion { residual_grad, dx_column_sums, recompute_output }: NormBackwardFusion,
     ) -> Result<Option<Tensor>> {
         if residual_grad.is_some_and(|onto| onto.elem_count() != x.elem_count()) {
-            candle_core::bail!("a gradient of {:?} onto another shape", x.dims())
+            candle_core::bail!("norm: the residual gradient differs from shape {:?}", x.dims())
         }
         let dx = if needs_input_grad { Some(uninit(device, x.dtype(), x.shape())?) } else { None };
         let n = self.weight.elem_count();
         let rows = x.elem_count() / n;
         let vectors = 1 + grads.bias.is_some() as usize;
         let partial = scratch(device, cuda_workspace(x.dtype(), rows, n, vectors) as usize)?;
-        // SAFETY: gradients have the shapes of their tensors, and the partial sums the room they need.
+        // SAFETY: the gradients have the shapes of their tensors, and `partial` has the size that the kernel needs.
         check_status("norm_backward", unsafe {
             norm_backward(
                 dtype_code(x.dtype())?,

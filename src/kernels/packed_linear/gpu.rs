@@ -1,4 +1,4 @@
-//! The body for cards: a product for each map, into its columns.
+//! Packed linear maps on CUDA: one GEMM per map, into its columns.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
@@ -8,7 +8,7 @@ use crate::kernels::cuda::column_sums::add_column_sums;
 use crate::kernels::cuda::cublaslt::{Addend, Epilogue, GpuMat, matmul};
 use crate::kernels::cuda::uninit;
 
-/// The columns of one map in the (rows, all) matrix of all of them.
+/// The columns of one map in the (rows, stride) matrix of all maps.
 fn projection_columns(all: &Tensor, rows: usize, first: usize, cols: usize, stride: usize) -> GpuMat<'_> {
     GpuMat { offset: first, cols, ..GpuMat::new(all, rows, stride) }
 }

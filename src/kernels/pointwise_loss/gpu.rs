@@ -1,4 +1,4 @@
-//! The body for cards.
+//! Pointwise losses on a GPU.
 
 use std::ffi::{c_int, c_void};
 
@@ -10,7 +10,7 @@ use crate::kernels::cuda::{RawStream, check_status, dtype_code, pointer, stream}
 use crate::kernels::metric_sums::PendingMetricSums;
 use crate::kernels::metric_sums::gpu::RowMetrics;
 
-/// Counts predictions and, where there is a `scale`, turns them into gradients.
+/// Computes the metric sums and, with a `scale`, turns the predictions into gradients in place.
 pub(super) fn loss_and_grad(
     device: &CudaDevice,
     loss_fn: PointwiseLossFn,
@@ -30,7 +30,7 @@ pub(super) fn loss_and_grad(
         PointwiseLossFn::Huber { delta } => (1, delta),
         PointwiseLossFn::BceWithLogits => (2, 0.0),
     };
-    // SAFETY: there are as many targets as predictions, and a row of the tally for each sample.
+    // SAFETY: there is a target per prediction, and a row of metrics per sample.
     check_status("pointwise_loss_and_grad", unsafe {
         pointwise_loss_and_grad(
             dtype_code(p.dtype())?,

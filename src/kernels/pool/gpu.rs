@@ -1,4 +1,4 @@
-//! Max pooling on a card.
+//! CUDA bindings of max pooling.
 
 use std::ffi::{c_int, c_void};
 
@@ -14,7 +14,7 @@ pub(super) fn max(device: &CudaDevice, x: &Tensor, w: &PoolGeometry) -> Result<(
     let (y, indices) = (uninit(device, x.dtype(), shape)?, uninit(device, DType::U8, shape)?);
     let (dtype, raw) = (dtype_code(x.dtype())?, PoolGeometryFfi::new(w, batch));
     let (x, to, cells) = (pointer(x)?, pointer(&y)?, pointer(&indices)?);
-    // SAFETY: the tensors have the sizes of the window, and outlive the launch in the stream's order.
+    // SAFETY: the tensors have the sizes in `raw`; stream order keeps them alive until the kernel finishes.
     check_status("max_pool_forward", unsafe { max_pool_forward(dtype, &raw, x, to, cells, stream(device)) })?;
     Ok((y, indices))
 }
@@ -36,7 +36,7 @@ pub(super) fn max_backward(
     Ok(dx)
 }
 
-/// `Window` in cuda/pooling.cuh.
+/// `PoolGeometry` in cuda/pooling.cuh.
 #[repr(C)]
 pub(in super::super) struct PoolGeometryFfi {
     batch: c_int,

@@ -1,4 +1,4 @@
-//! The body for cards.
+//! CUDA binding of rotary position embeddings.
 
 use std::ffi::{c_int, c_void};
 
@@ -9,8 +9,8 @@ use super::Rotary;
 use crate::kernels::cuda::{RawStream, check_status, dtype_code, pointer, stream};
 
 impl Rotary {
-    /// Turns the queries and keys of (batch, length, packed) projections, or turns them back; `to` may be `from`,
-    /// else all of `from` goes there. `heads` are those of queries and of keys.
+    /// Rotates, or with `inverse` rotates back, the queries and keys of packed (batch, length, packed) projections.
+    /// `to` may be `from`; if not, the values are copied too. `heads` counts query heads, `kv_heads` key heads.
     pub fn rotate_cuda(
         &self,
         device: &CudaDevice,
@@ -24,9 +24,9 @@ impl Rotary {
             || packed != (heads + 2 * kv_heads) * 2 * self.half
             || to.dims() != from.dims()
         {
-            bail!("rotary positions of {:?} into {:?}, {heads} and {kv_heads} heads", from.dims(), to.dims())
+            bail!("rotary: {:?} into {:?}, {heads} query and {kv_heads} KV heads", from.dims(), to.dims())
         }
-        // SAFETY: the sizes were compared above, and each value is read and written by one thread.
+        // SAFETY: the sizes were checked above, and one thread reads and writes each pair of values.
         check_status("rotary_apply", unsafe {
             rotary_apply(
                 dtype_code(from.dtype())?,

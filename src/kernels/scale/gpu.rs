@@ -1,4 +1,4 @@
-//! The body for cards.
+//! CUDA bindings of the per-channel scaling.
 
 use std::ffi::{c_int, c_void};
 
@@ -7,11 +7,11 @@ use candle_core::{Result, Tensor};
 
 use crate::kernels::cuda::{RawStream, check_status, dtype_code, pointer, pointer_or_null, stream, uninit};
 
-/// `x s`, and the mean's gradient `m / pixels` added where there is one.
+/// `x s`, plus the gradient of the means, `m / pixels`, if given.
 pub(super) fn apply(device: &CudaDevice, x: &Tensor, s: &Tensor, m: Option<&Tensor>) -> Result<Tensor> {
     let (batch, h, w, c) = x.dims4()?;
     let y = uninit(device, x.dtype(), x.shape())?;
-    // SAFETY: `s` and `m` have a value a sample and channel of `x`.
+    // SAFETY: `s` and `m` have one value per sample and channel of `x`.
     check_status("scale_apply", unsafe {
         scale_apply(
             dtype_code(x.dtype())?,
@@ -34,7 +34,7 @@ pub(super) fn factor_gradient(device: &CudaDevice, x: &Tensor, dy: &Tensor) -> R
     let ds = uninit(device, x.dtype(), (batch, c))?;
     let [from, d, to] = [pointer(x)?, pointer(dy)?, pointer(&ds)?];
     let (dtype, pixels) = (dtype_code(x.dtype())?, (h * w) as i64);
-    // SAFETY: `dy` is as large as `x`.
+    // SAFETY: `dy` has the size of `x`, and `ds` has one value per sample and channel.
     check_status("scale_factor_gradient", unsafe {
         scale_factor_gradient(dtype, from, d, to, batch as i64, pixels, c as c_int, stream(device))
     })?;

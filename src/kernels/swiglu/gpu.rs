@@ -1,4 +1,4 @@
-//! The body for cards.
+//! CUDA bindings of SwiGLU.
 
 use std::ffi::{c_int, c_void};
 
@@ -11,7 +11,7 @@ pub(super) fn forward(device: &CudaDevice, x: &Tensor) -> Result<Tensor> {
     let n = x.dim(x.rank() - 1)? / 2;
     let y = uninit(device, x.dtype(), [&x.dims()[..x.rank() - 1], &[n]].concat())?;
     let rows = x.elem_count() / (2 * n).max(1);
-    // SAFETY: `y` has a row of half the length for each of `x`.
+    // SAFETY: `y` has one row of `n` values for each row of `2 n` in `x`.
     check_status("swiglu_forward", unsafe {
         swiglu_forward(
             dtype_code(x.dtype())?,
@@ -30,7 +30,7 @@ pub(super) fn backward(device: &CudaDevice, x: &Tensor, dy: &Tensor) -> Result<T
     let dx = uninit(device, x.dtype(), x.shape())?;
     let (rows, dtype) = (x.elem_count() / (2 * n).max(1), dtype_code(x.dtype())?);
     let [from, d, to] = [pointer(x)?, pointer(dy)?, pointer(&dx)?];
-    // SAFETY: as above, and `dx` is as large as `x`.
+    // SAFETY: as above, and `dx` has the size of `x`.
     check_status("swiglu_backward", unsafe {
         swiglu_backward(dtype, from, d, to, rows as i64, n as c_int, stream(device))
     })?;

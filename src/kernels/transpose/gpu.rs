@@ -1,4 +1,4 @@
-//! The body for cards.
+//! CUDA binding of the transpose.
 
 use std::ffi::{c_int, c_void};
 

@@ -1,4 +1,4 @@
-//! The bodies for cards: one pass over everything, the copy that kernels compute with included.
+//! Optimizer updates on a GPU: one pass over all buffers, including the copy of the weights that kernels compute with.
 
 use std::ffi::{c_int, c_void};
 
@@ -9,7 +9,7 @@ use super::{AdamWKernel, SgdKernel, UpdateArgs};
 use crate::kernels::cuda::{RawStream, check_status, dtype_code, pointer, pointer_or_null, stream, uninit};
 use crate::kernels::lion::LionKernel;
 
-/// Blocks that sum squares: a few for each processor of a large card.
+/// Blocks of the sum of squares: a few per SM of a large GPU.
 const REDUCE_BLOCKS: usize = 1056;
 
 /// `UpdateBuffers` in update.cu.
@@ -31,7 +31,7 @@ pub(in crate::kernels) struct UpdateBuffers {
 }
 
 impl UpdateBuffers {
-    /// Weights, their gradients, their state and their copy, all as long.
+    /// Checks that weights, gradients, state and compute weights have equal lengths.
     pub(in crate::kernels) fn new(
         c: &UpdateArgs,
         weights: &Tensor,
@@ -53,7 +53,7 @@ impl UpdateBuffers {
         if let Some(copy) = compute_weights
             && (weights.dtype() != DType::F32 || !matches!(copy.dtype(), DType::BF16 | DType::F16))
         {
-            bail!("a copy of {:?} of weights of {:?}", copy.dtype(), weights.dtype())
+            bail!("compute weights of {:?} for weights of {:?}", copy.dtype(), weights.dtype())
         }
         Ok(Self {
             dtype: dtype_code(weights.dtype())?,
@@ -82,7 +82,7 @@ impl AdamWKernel {
     ) -> Result<()> {
         let (step, root) = self.bias_corrections(c.lr);
         let hyperparams = [self.beta1, self.beta2, self.eps, step, root];
-        // SAFETY: `UpdateBuffers::new` compared all lengths and types.
+        // SAFETY: `UpdateBuffers::new` checked all lengths and dtypes.
         check_status("update_adamw", unsafe { update_adamw(buffers, hyperparams.as_ptr(), stream(device)) })
     }
 }
@@ -105,11 +105,11 @@ pub(in crate::kernels) fn lion(
     check_status("update_lion", unsafe { update_lion(buffers, hyperparams.as_ptr(), stream(device)) })
 }
 
-/// The sum of squares, as one f64 on the card.
+/// The sum of squares, as one f64 on the device.
 pub fn sum_of_squares(device: &CudaDevice, values: &Tensor) -> Result<Tensor> {
     let sums = uninit(device, DType::F64, REDUCE_BLOCKS + 1)?;
     let len = values.elem_count() as i64;
-    // SAFETY: there is room for the blocks' sums and the total.
+    // SAFETY: `sums` holds the partial sums of all blocks and the total.
     check_status("update_sum_of_squares", unsafe {
         let parts = REDUCE_BLOCKS as c_int;
         update_sum_of_squares(
@@ -129,7 +129,7 @@ pub(super) fn cast(device: &CudaDevice, from: &Tensor, to: &Tensor) -> Result<()
         bail!("buffers of {} and {} values", from.elem_count(), to.elem_count())
     }
     let (a, b, len) = (dtype_code(from.dtype())?, dtype_code(to.dtype())?, from.elem_count() as i64);
-    // SAFETY: both are as long.
+    // SAFETY: both buffers have `len` values.
     check_status("update_cast", unsafe {
         update_cast(a, b, pointer(from)?, pointer(to)?, len, stream(device))
     })
@@ -138,7 +138,7 @@ pub(super) fn cast(device: &CudaDevice, from: &Tensor, to: &Tensor) -> Result<()
 pub(super) fn ema_update(device: &CudaDevice, average: &Tensor, values: &Tensor, decay: f64) -> Result<()> {
     check_same_layout(average, values)?;
     let (dtype, len) = (dtype_code(values.dtype())?, values.elem_count() as i64);
-    // SAFETY: both are as long.
+    // SAFETY: both buffers have `len` values.
     check_status("update_ema", unsafe {
         update_ema(dtype, pointer(average)?, pointer(values)?, len, decay, stream(device))
     })
@@ -147,13 +147,13 @@ pub(super) fn ema_update(device: &CudaDevice, average: &Tensor, values: &Tensor,
 pub(super) fn swap(device: &CudaDevice, a: &Tensor, b: &Tensor) -> Result<()> {
     check_same_layout(a, b)?;
     let (dtype, len) = (dtype_code(a.dtype())?, a.elem_count() as i64);
-    // SAFETY: both are as long.
+    // SAFETY: both buffers have `len` values.
     check_status("update_swap", unsafe { update_swap(dtype, pointer(a)?, pointer(b)?, len, stream(device)) })
 }
 
 pub(super) fn clear(device: &CudaDevice, values: &Tensor) -> Result<()> {
     let bytes = (values.elem_count() * values.dtype().size_in_bytes()) as i64;
-    // SAFETY: the bytes are those of a contiguous tensor.
+    // SAFETY: `bytes` is the size of a contiguous tensor.
     check_status("update_clear", unsafe { update_clear(pointer(values)?, bytes, stream(device)) })
 }
 

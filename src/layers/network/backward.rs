@@ -1,7 +1,8 @@
-//! The backward pass: gradients from the last node to the first, with what lies on their way done in the same passes.
+//! The backward pass: propagates gradients from the last node to the first, and fuses neighbouring work into the same
+//! passes.
 //!
-//! An output that was not kept is made again where a pass reads what it is made of anyway: the layer that needs it for its
-//! weights' gradient waits for it.
+//! An output that was not saved is recomputed inside a backward pass that reads its operands anyway. The layer that
+//! needs it defers its weight gradient until then.
 
 use std::sync::Arc;
 
@@ -13,25 +14,25 @@ use crate::layers::{FusionContext, InputGrad, Layer, Mode, PassContext, SavedTen
 use crate::memory::{Reservation, Role};
 use crate::params::ParamId;
 
-/// What a gradient meets on its way back through nodes.
+/// What the caller wants fused into the backward pass of some nodes.
 #[derive(Default)]
 pub(super) struct BackwardContext<'a> {
-    /// The gradient of their input by another way, which is added to theirs.
+    /// The gradient that reaches the nodes' input along another branch; it is added to theirs.
     pub residual_grad: Option<&'a ReservedTensor>,
-    /// An activation that came after them, and its output.
+    /// The activation applied after the nodes, with its output.
     pub output_act: Option<(ReservedTensor, Activation)>,
-    /// To whose gradient the sums over all rows of their input's gradient may be added.
+    /// The bias whose gradient is the sum of the nodes' input gradient over all rows.
     pub input_bias_grad: Option<ParamId>,
 }
 
-/// A layer whose input is made again while the gradient goes through the layer before, and the gradient it was given.
+/// A layer whose input the preceding layer recomputes during its own backward, with the layer's `dy`.
 struct DeferredWeightGrad<'a> {
     layer: &'a dyn Layer,
     dy: ReservedTensor,
 }
 
 impl Executor<'_> {
-    /// The gradient of the nodes' input, where wanted. Traces are given back as they are used.
+    /// Returns the gradient of the nodes' input, if needed. Drops each saved node as soon as it is used.
     pub(super) fn backward(
         &self,
         nodes: &[Node],
@@ -42,7 +43,7 @@ impl Executor<'_> {
     ) -> StepResult<Option<ReservedTensor>> {
         let mut deferred: Option<DeferredWeightGrad> = None;
         for (i, node) in nodes.iter().enumerate().rev() {
-            // The last node alone is given it, and lets it go.
+            // Only the last node needs `output_act`; taking it here releases it early.
             let (output_act, pending) = (ctx.output_act.take(), deferred.take());
             let residual_grad =
                 ctx.residual_grad.filter(|_| needs_input_grad && i == 0).and_then(|onto| onto.value.as_ref());
@@ -139,7 +140,7 @@ impl Executor<'_> {
                     })
                 }
                 (Node::Residual(residual), Some(SavedNode::Residual { branch, shortcut, output })) => {
-                    // What is added afterwards would not be in the sums.
+                    // The row sums must include `residual_grad`, which is only added afterwards: do not fuse them.
                     let sums = input_bias_grad.filter(|_| residual_grad.is_none());
                     let saved = (branch, shortcut, output);
                     let dx = self.residual_backward(residual, saved, dy, needs_input_grad, sums)?;
@@ -160,14 +161,14 @@ impl Executor<'_> {
         Ok(Some(dy))
     }
 
-    /// Whether a layer's input is made again on the way of the last of these nodes, after the layer's own gradient.
+    /// Whether the last of the `preceding` nodes recomputes the layer's input, after the layer's own input gradient.
     fn defers_weight_grad(&self, layer: &dyn Layer, preceding: &[Node]) -> bool {
         let recomputes =
             matches!(preceding.last(), Some(Node::Layer(l)) if l.recomputes_in_backward(self.spec.backend));
         recomputes && layer.can_defer_weight_grad(self.spec.backend)
     }
 
-    /// Puts the output of the last of `nodes`, made again, in front of what the layer after it saved.
+    /// Recomputes the output of the last of `nodes` and puts it first in `consumer_saved`.
     fn recompute_input(
         &self,
         nodes: &[Node],
@@ -225,7 +226,7 @@ impl Executor<'_> {
         }
         let ctx = BackwardContext { output_act, ..BackwardContext::default() };
         let dx_branch = self.backward(&residual.branch, branch, dy_branch, needs_input_grad, ctx)?;
-        dy.bias_grad_done = false; // of the branch's alone
+        dy.bias_grad_done = false; // only the branch's bias gradient was done
         let ctx = BackwardContext {
             residual_grad: dx_branch.as_ref(),
             input_bias_grad,
@@ -236,16 +237,16 @@ impl Executor<'_> {
 }
 
 impl DeferredWeightGrad<'_> {
-    /// The gradients that waited for the input `x`.
+    /// Computes the weight gradient, now that the input `x` exists.
     fn run(self, x: Option<Tensor>, pass: &PassContext) -> candle_core::Result<()> {
         match (x, self.dy.value) {
             (Some(x), Some(dy)) => self.layer.backward_weight(&x, &dy, pass),
-            _ => candle_core::bail!("the input of {} was not made again", self.layer.name()),
+            _ => candle_core::bail!("the input of {} was not recomputed", self.layer.name()),
         }
     }
 }
 
-/// The parameter whose gradient is the sum over all rows of the gradient that the last of these nodes is given.
+/// The bias whose gradient is the sum, over all rows, of the gradient that the last of these nodes takes.
 pub(super) fn fusible_bias_grad(nodes: &[Node]) -> Option<ParamId> {
     match nodes.last()? {
         Node::Layer(layer) => layer.fusible_bias_grad(),
@@ -256,7 +257,7 @@ pub(super) fn fusible_bias_grad(nodes: &[Node]) -> Option<ParamId> {
     }
 }
 
-/// Whether the backward pass of these nodes writes to the gradient it is given.
+/// Whether the backward pass of these nodes overwrites the gradient it takes.
 fn overwrites_dy(nodes: &[Node]) -> bool {
     match nodes.last() {
         None => false,

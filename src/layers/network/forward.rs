@@ -1,4 +1,4 @@
-//! The forward pass: what nodes make, and what is kept of them.
+//! The forward pass: runs nodes and decides what they save.
 
 use candle_core::Tensor;
 
@@ -8,7 +8,7 @@ use crate::layers::{Backend, Layer, Mode, RecomputeSource};
 use crate::memory::Role;
 
 impl Executor<'_> {
-    /// What the nodes make of `x`; with something `onto` it, an activation of the sum.
+    /// Runs the nodes on `x`. With `add_act` = (residual, act), returns `act(output + residual)`.
     pub(super) fn forward(
         &self,
         nodes: &[Node],
@@ -89,7 +89,7 @@ impl Executor<'_> {
         save: bool,
         mode: Mode,
     ) -> StepResult<(ReservedTensor, Option<SavedNode>)> {
-        // The branch's output is nobody else's unless its last layer keeps it: the sum goes there.
+        // Unless the branch's last layer saves its output, nobody else reads it: the sum can overwrite it.
         let in_place = !self.saves_output(&residual.branch);
         let plain = residual.shortcut.is_empty() && residual.act == Activation::Identity;
         if in_place && (plain || self.fuses_add_act(residual)) {
@@ -119,7 +119,7 @@ impl Executor<'_> {
         Ok((y, save.then_some(SavedNode::Residual { branch, shortcut, output })))
     }
 
-    /// Whether the branch's last layer makes the sum and its activation in passes of its own.
+    /// Whether the branch's last layer fuses the sum and its activation.
     pub(super) fn fuses_add_act(&self, residual: &ResidualNode) -> bool {
         match residual.branch.last() {
             Some(Node::Layer(layer)) => layer.fuses_add_act(residual.act, self.spec.backend),
@@ -127,7 +127,7 @@ impl Executor<'_> {
         }
     }
 
-    /// Whether the output of these nodes is kept by the one that made it, or is their input.
+    /// Whether the output of these nodes is saved by the node that computed it, or is their input.
     fn saves_output(&self, nodes: &[Node]) -> bool {
         match nodes.last() {
             None => true,
@@ -140,7 +140,7 @@ impl Executor<'_> {
     }
 }
 
-/// Whether the output of the last of these nodes can be made again from what it kept.
+/// Whether the output of the last of these nodes can be recomputed from what it saved.
 fn is_recomputable(nodes: &[Node], saved_nodes: &[SavedNode], backend: Backend) -> bool {
     match (nodes.last(), saved_nodes.last()) {
         (Some(Node::Layer(layer)), Some(SavedNode::Layer { input_recomputed, .. })) => {

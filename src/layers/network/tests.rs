@@ -1,4 +1,4 @@
-//! Whole networks: what layers do for each other on a gradient's way changes no gradient.
+//! Whole networks: fusion between layers, recompute and offload change no gradient.
 
 use candle_core::{DType, Tensor};
 
@@ -25,7 +25,7 @@ struct TestSizes {
 }
 
 const SMALL: TestSizes = TestSizes { batch: 3, length: 5, width: 16, inner: 32 };
-/// So large that products on a card do more than multiply, and their halves do not.
+/// Large enough that the GPU GEMMs of the whole batch use fused epilogues, while those of half the batch do not.
 const LARGE: TestSizes = TestSizes { batch: 34, length: 256, width: 768, inner: 1024 };
 const CLASSES: usize = 13;
 
@@ -58,7 +58,8 @@ fn residual(d: &mut ParamRegistry, sizes: TestSizes, name: &str, centred: bool, 
     })
 }
 
-/// Residual branches within and across blocks, after a map whose bias they may add to, and plain maps.
+/// Residual branches within and across blocks, after a linear layer whose bias gradient they may fuse, and plain linear
+/// layers.
 fn network(d: &mut ParamRegistry, sizes: TestSizes) -> Network {
     let TestSizes { length, width, .. } = sizes;
     let weight = d.param("head.weight", [CLASSES, width], ParamInit::Normal(0.3));
@@ -103,7 +104,7 @@ fn subject(dtype: DType, sizes: TestSizes) -> (Network, TestContext) {
     (network, TestContext::new(registry, dtype, sizes.batch))
 }
 
-/// The gradients, and the peak of what the ledger was asked for.
+/// Returns the gradients and the ledger's peak.
 fn gradients_and_peak(dtype: DType, recompute: usize, offload_inputs: bool) -> (Vec<f64>, u64) {
     let ((network, subject), ledger) = (subject(dtype, SMALL), Ledger::planning());
     let offload = offload_inputs.then(|| ActivationOffload::new(Ledger::planning(), &test_device()).unwrap());
@@ -147,7 +148,7 @@ fn recomputed_and_offloaded_blocks_are_bit_exact() {
             assert_eq!(
                 gradients_and_peak(dtype, 4, offload_inputs).0,
                 kept,
-                "{dtype:?}, away: {offload_inputs}"
+                "{dtype:?}, offload: {offload_inputs}"
             );
         }
     }
@@ -169,11 +170,11 @@ fn plan_reserves_what_the_pass_reserves() {
     }
 }
 
-/// The last bits of bf16 come out differently, and nothing else.
+/// Only the last bits of bf16 differ.
 #[test]
 fn gradients_of_large_gemms_match_their_halves() {
     if test_device().is_cpu() {
-        println!("skipped: no card to compute on (TRAINER_TEST_DEVICE=cuda)");
+        println!("skipped: needs a GPU (TRAINER_TEST_DEVICE=cuda)");
         return;
     }
     let gradients = |parts: usize| -> Vec<(String, Vec<f64>)> {

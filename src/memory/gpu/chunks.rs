@@ -1,4 +1,4 @@
-//! Physical memory of a GPU in chunks, mapped to addresses that stay reserved: CUDA's virtual memory management.
+//! Physical GPU memory in chunks, mapped into one reserved address range by CUDA's virtual memory management API.
 
 use std::collections::BTreeMap;
 use std::mem::zeroed;
@@ -10,10 +10,10 @@ use super::GpuError;
 use super::with_cuda::driver_error;
 use crate::memory::device_heap::{Backing, DeviceHeap};
 
-/// Addresses reserved for each byte of capacity: chunks that are moved together take new ones, and never give any back.
+/// Reserved addresses per byte of capacity: compaction maps chunks at fresh addresses and never reuses old ones.
 const ADDRESS_SPACE_FACTOR: u64 = 32;
 
-/// Handles of mapped chunks, by address.
+/// Handles of the mapped chunks, by address.
 pub struct MappedChunks {
     stream: Arc<CudaStream>,
     ordinal: usize,
@@ -23,7 +23,7 @@ pub struct MappedChunks {
 }
 
 impl MappedChunks {
-    /// A heap of at most `capacity` bytes, none of which are taken yet.
+    /// A heap of at most `capacity` bytes, none of them mapped yet.
     pub fn new_heap(
         stream: &Arc<CudaStream>,
         ordinal: usize,
@@ -34,11 +34,12 @@ impl MappedChunks {
             let why = "it does not support virtual memory management".into();
             return Err(GpuError::Driver { what: "a memory heap", why });
         }
-        // Chunks of a thousandth are moved in little time and waste little; the driver maps 2 MiB or more.
+        // Chunks of about a thousandth of the capacity are quick to remap and waste little; the driver's granularity is
+        // 2 MiB.
         let chunk_bytes = (capacity / 1024).next_power_of_two().clamp(2 << 20, 64 << 20);
         let bytes = (capacity.next_multiple_of(chunk_bytes)) * ADDRESS_SPACE_FACTOR;
         let mut at = 0;
-        // SAFETY: a plain call with a pointer to a local.
+        // SAFETY: plain FFI call; the only pointer is to a local.
         let code = unsafe { sys::cuMemAddressReserve(&mut at, bytes as usize, chunk_bytes as usize, 0, 0) };
         code.result().map_err(driver_error("to reserve addresses"))?;
         let (stream, handles) = (stream.clone(), BTreeMap::new());
@@ -47,7 +48,7 @@ impl MappedChunks {
     }
 
     fn location(&self) -> sys::CUmemLocation {
-        // SAFETY: plain numbers.
+        // SAFETY: the struct is plain data, for which all zeros are valid.
         let mut location: sys::CUmemLocation = unsafe { zeroed() };
         location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
         location.id = self.ordinal as i32;
@@ -55,7 +56,7 @@ impl MappedChunks {
     }
 
     fn create_chunk(&self) -> Result<sys::CUmemGenericAllocationHandle, result::DriverError> {
-        // SAFETY: plain numbers, and pointers to locals.
+        // SAFETY: the struct is plain data, for which all zeros are valid; pointers are to locals.
         unsafe {
             let mut properties: sys::CUmemAllocationProp = zeroed();
             properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -66,9 +67,9 @@ impl MappedChunks {
         }
     }
 
-    /// Lets kernels read and write these addresses.
+    /// Grants kernels read and write access to these addresses.
     fn set_access(&self, at: u64, bytes: u64) -> Result<(), result::DriverError> {
-        // SAFETY: as above; the addresses are mapped.
+        // SAFETY: the struct is plain data, for which all zeros are valid; the addresses are mapped.
         unsafe {
             let mut access: sys::CUmemAccessDesc = zeroed();
             access.location = self.location();
@@ -82,7 +83,7 @@ impl MappedChunks {
         at: u64,
         handle: sys::CUmemGenericAllocationHandle,
     ) -> Result<(), result::DriverError> {
-        // SAFETY: the address is reserved, of this chunk's size, and nothing is mapped to it.
+        // SAFETY: the range is reserved, exactly one chunk long, and nothing is mapped there.
         unsafe { sys::cuMemMap(at, self.chunk_bytes as usize, 0, handle, 0) }.result()?;
         self.handles.insert(at, handle);
         Ok(())
@@ -90,7 +91,7 @@ impl MappedChunks {
 
     fn unmap(&mut self, at: u64) -> Option<sys::CUmemGenericAllocationHandle> {
         let handle = self.handles.remove(&at)?;
-        // SAFETY: mapped here, and nothing in flight uses it: the caller waited for the device.
+        // SAFETY: mapped by this object, and no work in flight uses it: the caller synchronized with the device.
         let _ = unsafe { sys::cuMemUnmap(at, self.chunk_bytes as usize) };
         Some(handle)
     }
@@ -98,7 +99,7 @@ impl MappedChunks {
     fn release_chunks(&mut self, from: u64, chunks: u64) {
         for at in (from..from + chunks * self.chunk_bytes).step_by(self.chunk_bytes as usize) {
             if let Some(handle) = self.unmap(at) {
-                // SAFETY: created here, and no longer mapped.
+                // SAFETY: created by this object, and no longer mapped.
                 let _ = unsafe { sys::cuMemRelease(handle) };
             }
         }
@@ -114,7 +115,7 @@ impl Backing for MappedChunks {
         while mapped < chunks {
             let Ok(handle) = self.create_chunk() else { break };
             if self.map_handle(at + mapped * self.chunk_bytes, handle).is_err() {
-                // SAFETY: created here, and mapped nowhere.
+                // SAFETY: created by this object, and mapped nowhere.
                 let _ = unsafe { sys::cuMemRelease(handle) };
                 break;
             }
@@ -128,10 +129,10 @@ impl Backing for MappedChunks {
     }
 
     fn remap(&mut self, from: &[u64], to: u64) -> bool {
-        // While launches are captured the device cannot be waited for.
+        // The device cannot be synchronized during CUDA graph capture.
         let none = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let context = self.stream.context();
-        // Copies have streams of their own: all of them are waited for.
+        // Copies use streams of their own, so synchronize the whole context.
         if self.stream.capture_status() != Ok(none)
             || context.bind_to_thread().is_err()
             || context.synchronize().is_err()
@@ -151,13 +152,14 @@ impl Backing for MappedChunks {
 }
 
 impl Drop for MappedChunks {
-    /// The last tensor is gone, and what was launched with it ends first. A failure is the context's, which is gone then.
+    /// The last tensor is gone, but kernels that use it may still run: synchronize first. An error means that the
+    /// context itself is gone.
     fn drop(&mut self) {
         let _ = self.stream.context().bind_to_thread();
         let _ = self.stream.context().synchronize();
         let mapped: Vec<u64> = self.handles.keys().copied().collect();
         mapped.into_iter().for_each(|at| self.release_chunks(at, 1));
-        // SAFETY: reserved here, with nothing mapped to it.
+        // SAFETY: reserved by this object, and nothing is mapped there any more.
         let _ = unsafe { sys::cuMemAddressFree(self.addresses.0, self.addresses.1 as usize) };
     }
 }

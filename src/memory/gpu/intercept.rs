@@ -1,9 +1,9 @@
-//! The driver's stream-ordered allocation, served from our heaps.
+//! Intercepts the driver's stream-ordered allocator and serves it from our heaps.
 //!
-//! candle and cudarc allocate by `cuMemAllocAsync` and free by `cuMemFreeAsync`, and have no other door for an allocator. The
-//! linker takes these two definitions before the driver library's, so each call of this program arrives here: one of a
-//! stream that has a heap is served from it, every other goes to the driver. Libraries of NVIDIA's load the driver by
-//! themselves and are not affected.
+//! candle and cudarc allocate with `cuMemAllocAsync`, free with `cuMemFreeAsync`, and offer no allocator hook. The
+//! linker resolves both symbols to the definitions here before the driver library's, so every call of this program
+//! arrives here. A call on a stream with a registered heap is served from the heap; every other call goes to the
+//! driver. NVIDIA's own libraries load the driver themselves and are not affected.
 
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -17,24 +17,24 @@ static HEAPS: Mutex<Vec<RegisteredHeap>> = Mutex::new(Vec::new());
 static LAST_OOM: Mutex<Option<HeapOom>> = Mutex::new(None);
 
 struct RegisteredHeap {
-    /// Of whose allocations it is; none once its device is gone, and only tensors remain.
+    /// The stream whose allocations the heap serves; `None` once the device is dropped and only tensors remain.
     stream: Option<usize>,
     heap: Arc<Mutex<DeviceHeap<MappedChunks>>>,
 }
 
-/// Allocations of this stream are the heap's from here on.
+/// From now on, the heap serves the allocations of this stream.
 pub fn register(stream: &CudaStream, heap: &Arc<Mutex<DeviceHeap<MappedChunks>>>) {
     lock(&HEAPS).push(RegisteredHeap { stream: Some(stream.cu_stream() as usize), heap: heap.clone() });
 }
 
-/// Lets go of a heap whose device is gone, at the latest when the last of its tensors is.
+/// Unregisters the heap of a dropped device; it is released with its last tensor at the latest.
 pub fn unregister(heap: &Arc<Mutex<DeviceHeap<MappedChunks>>>) {
     let mut heaps = lock(&HEAPS);
     heaps.iter_mut().filter(|one| Arc::ptr_eq(&one.heap, heap)).for_each(|one| one.stream = None);
     heaps.retain(|one| one.stream.is_some() || lock(&one.heap).used_bytes() > 0);
 }
 
-/// The last refusal, once.
+/// The last allocation failure; clears it.
 pub fn take_last_oom() -> Option<HeapOom> {
     lock(&LAST_OOM).take()
 }
@@ -44,7 +44,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// # Safety
-/// As the driver's.
+/// Same contract as the driver's function.
 #[unsafe(no_mangle)]
 #[allow(non_snake_case)]
 pub unsafe extern "C" fn cuMemAllocAsync(
@@ -60,12 +60,12 @@ pub unsafe extern "C" fn cuMemAllocAsync(
         let Some(function) = DRIVER_FN.get_or_init(|| driver_fn(c"cuMemAllocAsync")) else {
             return sys::CUresult::CUDA_ERROR_NOT_FOUND;
         };
-        // SAFETY: the driver's function of this name and type, with the arguments it was meant to have.
+        // SAFETY: `function` is the driver's function of this name and type; the arguments are passed on unchanged.
         return unsafe { std::mem::transmute::<usize, Allocate>(*function)(pointer, bytes, stream) };
     };
     match lock(&registered.heap).allocate(bytes as u64) {
         Ok(at) => {
-            // SAFETY: the caller's pointer is there to be written to.
+            // SAFETY: the caller's pointer is valid for writes, by the contract of this function.
             unsafe { *pointer = at };
             sys::CUresult::CUDA_SUCCESS
         }
@@ -77,7 +77,7 @@ pub unsafe extern "C" fn cuMemAllocAsync(
 }
 
 /// # Safety
-/// As the driver's.
+/// Same contract as the driver's function.
 #[unsafe(no_mangle)]
 #[allow(non_snake_case)]
 pub unsafe extern "C" fn cuMemFreeAsync(pointer: sys::CUdeviceptr, stream: sys::CUstream) -> sys::CUresult {
@@ -92,11 +92,11 @@ pub unsafe extern "C" fn cuMemFreeAsync(pointer: sys::CUdeviceptr, stream: sys::
     let Some(function) = DRIVER_FN.get_or_init(|| driver_fn(c"cuMemFreeAsync")) else {
         return sys::CUresult::CUDA_ERROR_NOT_FOUND;
     };
-    // SAFETY: as above.
+    // SAFETY: as in `cuMemAllocAsync`.
     unsafe { std::mem::transmute::<usize, Free>(*function)(pointer, stream) }
 }
 
-/// The driver's own function of this name, as CUDA 11.2 introduced it.
+/// The driver's own function of this name, in the ABI version of CUDA 11.2.
 fn driver_fn(name: &CStr) -> Option<usize> {
     let mut function: *mut c_void = std::ptr::null_mut();
     // SAFETY: the name is a C string, and the result is written to a local.

@@ -1,5 +1,5 @@
-//! On a GPU alone (`TRAINER_TEST_DEVICE=cuda`): tensors come from the heap, keep their values when memory is moved, and are
-//! refused at its capacity.
+//! GPU only (`TRAINER_TEST_DEVICE=cuda`): tensors come from the heap, keep their values across compaction, and fail to
+//! allocate at its capacity.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -11,7 +11,7 @@ const MIB: u64 = 1 << 20;
 
 fn open_gpu(limit: u64) -> Option<GpuDevice> {
     let Device::Cuda(_) = gradcheck::test_device() else {
-        eprintln!("skipped: no GPU is asked for");
+        eprintln!("skipped: no GPU requested");
         return None;
     };
     Some(GpuDevice::open(0, |_| limit).unwrap())
@@ -43,8 +43,8 @@ fn every_tensor_comes_from_the_heap() {
     assert!(gpu.take_recent_peak() >= 64 * MIB);
 }
 
-/// The capacity is 96 MiB beyond the limit, in chunks of 2 MiB: tensors of 20 MiB fill it, every other is freed, and a tensor
-/// longer than any hole fits all the same, after one synchronize. Nothing that stays has moved.
+/// The capacity is 96 MiB above the limit, in chunks of 2 MiB. Tensors of 20 MiB fill it and every other one is freed;
+/// a tensor longer than any hole still fits, after one synchronize, and no live tensor has moved.
 #[test]
 fn memory_that_is_moved_keeps_what_is_in_use() {
     let Some(gpu) = open_gpu(104 * MIB) else { return };
@@ -70,7 +70,7 @@ fn an_oom_reports_its_bytes_and_what_is_available() {
     assert!(filled(&gpu, 1.0, 90).is_ok());
 }
 
-/// Tensors may outlive their device's owner: the heap goes with the last of them.
+/// Tensors may outlive their `GpuDevice`: the heap is released with the last of them.
 #[test]
 fn tensors_outlive_their_gpu() {
     let Some(gpu) = open_gpu(64 * MIB) else { return };

@@ -1,4 +1,4 @@
-//! What a checkpoint says beside its tensors.
+//! `state.json`: everything a checkpoint holds besides its tensors.
 
 use std::collections::BTreeMap;
 
@@ -12,48 +12,48 @@ use crate::optim::grad_scaler::GradScaler;
 use crate::train::event::nullable;
 use crate::train::retry::{Backoff, RuntimePlan};
 
-/// Version of this layout of a checkpoint.
+/// Version of the checkpoint layout.
 pub const FORMAT: u32 = 3;
 
-/// Everything a run needs to continue, beside tensors.
+/// Everything a run needs to resume, besides the tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointState {
     /// See [`FORMAT`].
     pub format: u32,
-    /// Updates made.
+    /// Updates applied.
     pub step: u64,
     pub cursor: Cursor,
     /// Samples seen, and the digest of their ids in order.
     pub samples: u64,
     pub digest: Digest,
-    /// All randomness follows from this and the cursor.
+    /// Seed of the run; with the cursor it determines all randomness.
     pub seed: u64,
-    /// The resolved job: what experiment this is, whatever became of `job.toml`.
+    /// The resolved job. It identifies the experiment even if `job.toml` was edited or lost.
     pub job: serde_json::Value,
-    /// The data it was trained on; absent where nobody will resume it, as in `trainer verify`.
+    /// Fingerprint of the training data; absent if nobody will resume the run, as in `trainer verify`.
     pub data: Option<DataFingerprint>,
-    /// Kind of the optimizer in force, whose state this is.
+    /// Kind of the optimizer in force; the saved optimizer state belongs to it.
     pub optimizer: String,
-    /// The way of running in force, and the larger ones given up.
+    /// The runtime plan in force, and the larger plans given up.
     pub way: RuntimePlan,
     pub descent: Backoff,
-    /// The best value of the job's `checkpoint.best` so far and the step it was reached at.
+    /// Best value of the job's `checkpoint.best` so far, and the step that reached it.
     pub best: Option<(f64, u64)>,
-    /// An evaluation of these very weights was due, and its result is not in here yet: a resumed run begins with it.
+    /// These weights were due for an evaluation whose result is not in this state yet: a resumed run evaluates first.
     pub evaluation_due: bool,
     /// An evaluation waits for the next update whose gradient does not overflow.
     pub evaluation_owed: bool,
     pub scaling: GradScaler,
-    /// Records that could not be used.
+    /// Bad records skipped.
     #[serde(default)]
     pub left_out: SkippedRecords,
-    /// Last values of the evaluation.
+    /// Last values of the evaluation metrics.
     #[serde(deserialize_with = "nullable::numbers")]
     pub metrics: BTreeMap<String, f64>,
     pub elapsed_s: f64,
     pub data_wait_s: f64,
-    /// When it was written, in seconds since the Unix epoch.
+    /// Time of writing, in seconds since the Unix epoch.
     pub written: f64,
-    /// Checksum and length of each file.
+    /// CRC-32C and length of each file.
     pub files: BTreeMap<String, (u32, u64)>,
 }

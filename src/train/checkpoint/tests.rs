@@ -121,7 +121,7 @@ fn a_damaged_checkpoint_is_passed_over_with_the_reason() {
     assert!(skipped[2].contains("model.safetensors does not match"), "{skipped:?}");
 }
 
-/// As other tools save: names in another order, some we have no use for, perhaps no statistics.
+/// A file as another tool would save it: other order, extra tensors, possibly no running statistics.
 #[test]
 fn weights_of_another_tool_are_taken_by_name() {
     let (folder, one) = (tempfile::tempdir().unwrap(), |n: f32| Tensor::full(n, 3, &Device::Cpu).unwrap());
@@ -201,7 +201,7 @@ fn weights_whose_next_update_was_not_finite_are_the_last_resort() {
     let newest = checkpoints.newest();
     assert_eq!((newest.found.unwrap().0.step, newest.skipped.len()), (2, 2));
     assert_eq!(checkpoints.last_good(), Some(checkpoints.path(2)));
-    // They push none out, and stay until the run has come that far again.
+    // Diverged checkpoints evict no good one, and stay until the run has passed their step again.
     checkpoints.prune(1, None).unwrap();
     assert_eq!(checkpoints.steps(), [4, 3, 2]);
     checkpoints.save(state(5), &tensors(&store, &optimizer), None).unwrap();

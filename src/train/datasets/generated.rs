@@ -1,4 +1,4 @@
-//! Sets that the program draws.
+//! Generated datasets: shapes and synthetic token sequences.
 
 use super::images::augment;
 use super::{Datasets, Failure};

@@ -1,4 +1,4 @@
-//! Sets of pictures in files.
+//! Image datasets from files: idx, folders, tables and tar archives.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -89,7 +89,7 @@ pub(super) fn images(
     let sets = match valid {
         Some(valid) => Datasets { train, valid: set(valid, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES) },
         None => {
-            // The same parting of the same pictures, augmented for the one part and not for the other.
+            // Both splits come from the same files and seed; only the training split is augmented.
             let (train, _) = split::random_split(train, s.files.valid_share, opening.seed)?;
             let (_, valid) = split::random_split(
                 set(train_files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES),
@@ -103,7 +103,7 @@ pub(super) fn images(
 }
 
 impl Datasets {
-    /// The training set blended as the job wants it.
+    /// Wraps the training set in mixup and CutMix, if the job sets them.
     pub(super) fn with_mixing(self, augment: &job::AugmentConfig, readers: usize) -> Result<Self, Failure> {
         let mixing =
             MixOptions { mixup: augment.mixup, cutmix: augment.cutmix, probability: augment.mix_chance };
@@ -115,7 +115,7 @@ impl Datasets {
 }
 
 fn normalise(s: &job::ImagesConfig) -> Normalise {
-    // ImageNet's, and for grey the means over its channels.
+    // ImageNet's per-channel statistics; for grayscale, their means over the channels.
     let (mean, std) = match (s.normalise, s.channels) {
         (NormalizePreset::Imagenet, 3) => (vec![0.485, 0.456, 0.406], vec![0.229, 0.224, 0.225]),
         (NormalizePreset::Imagenet, _) => (vec![0.449], vec![0.226]),
@@ -129,7 +129,7 @@ fn floats(values: &OneOrMany<f64>) -> Vec<f32> {
     values.to_vec().into_iter().map(|value| value as f32).collect()
 }
 
-/// What is drawn for a picture, from the job's keys.
+/// Augmentations of an image, from the keys of the job.
 pub(super) fn augment(a: &job::AugmentConfig) -> transforms::Augmentation {
     let erasing = RandomErasing { probability: a.erasing, area: a.erasing_area, ratio: a.erasing_ratio };
     transforms::Augmentation {

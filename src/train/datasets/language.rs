@@ -1,4 +1,4 @@
-//! Sets of text and tokens in files.
+//! Language datasets from files: text, token ids and JSONL records.
 
 use std::path::Path;
 
@@ -93,7 +93,7 @@ pub(super) fn jsonl(
     Ok(Datasets { train, valid })
 }
 
-/// What says what a token is, where that is a file.
+/// Fingerprint inputs of `data.tokens`: the tokenizer file, if it names one.
 pub(super) fn tokens_inputs(tokens: &str) -> Vec<FingerprintInput> {
     match units(tokens) {
         TokenizerSpec::File(file) => tokenizer_inputs("data.tokens", &file),
@@ -101,7 +101,7 @@ pub(super) fn tokens_inputs(tokens: &str) -> Vec<FingerprintInput> {
     }
 }
 
-/// A `tokenizer.json`, and the settings published beside it.
+/// A `tokenizer.json`, and the `tokenizer_config.json` published beside it.
 pub(super) fn tokenizer_inputs(key: &'static str, file: &Path) -> Vec<FingerprintInput> {
     let config = file.with_file_name("tokenizer_config.json");
     let config = config.exists().then_some(config);
@@ -113,12 +113,12 @@ pub(super) fn template_inputs(template: &str) -> Vec<FingerprintInput> {
     file.into_iter().collect()
 }
 
-/// Whether this is a template's name or text, and not a file that holds one.
+/// Whether `text` is a template or the name of one, rather than the path of a template file.
 fn is_template(text: &str) -> bool {
     text == "auto" || text.contains('{') || jsonl::TEMPLATES.iter().any(|(name, _)| *name == text)
 }
 
-/// A template's name or text; what is neither is a file that holds the text.
+/// Resolves a template: its name or text is returned as it is; anything else is read as a file.
 fn template(text: &str) -> Result<String, DataError> {
     if is_template(text) {
         return Ok(text.to_owned());

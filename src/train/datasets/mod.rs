@@ -1,4 +1,4 @@
-//! From a job's `[data]` to the opened training and validation set: one file for each family of kinds.
+//! Opens the training and the validation set that a job's `[data]` describes. One file per family of source kinds.
 
 mod generated;
 mod images;
@@ -20,7 +20,7 @@ pub struct Datasets {
 }
 
 impl Datasets {
-    /// Opens the data.
+    /// Opens both sets.
     pub fn open(job: &Job, opening: &DatasetContext) -> Result<Self, Failure> {
         match &job.data.source {
             job::SourceConfig::Shapes(s) => generated::shapes(s, readers(job), opening),
@@ -35,7 +35,7 @@ impl Datasets {
         }
     }
 
-    /// What the samples of a job are made from, by the keys that name it.
+    /// Everything the samples are made from, for the data fingerprint; each input carries the job key that names it.
     pub fn inputs(job: &Job) -> Result<Vec<FingerprintInput>, Failure> {
         match &job.data.source {
             job::SourceConfig::Idx(s) => Ok(images::idx_inputs(s)),
@@ -54,7 +54,7 @@ impl Datasets {
                 let more = [language::tokens_inputs(&s.tokens), language::template_inputs(&s.template)];
                 Ok([file_inputs(&s.files)?, more.concat()].concat())
             }
-            // All that decides them is in the job.
+            // Generated data depends only on these settings and the seed.
             job::SourceConfig::Shapes(_) | job::SourceConfig::TextSynthetic(_) => {
                 let settings = serde_json::to_string(&job.data.source).unwrap_or_default();
                 let text = format!("{} {settings}", job.seed);
@@ -72,7 +72,7 @@ const TRAIN: &str = "data.train";
 const VALID: &str = "data.valid";
 const TOKENIZER: &str = "data.tokenizer";
 
-/// Every file of a set, and of the validation set where that has its own.
+/// Every training file, and every validation file if the job lists its own.
 fn file_inputs(files: &job::FilesConfig) -> Result<Vec<FingerprintInput>, Failure> {
     let mut inputs = Vec::new();
     for (key, patterns) in [(TRAIN, &files.train), (VALID, &files.valid)] {
@@ -83,7 +83,7 @@ fn file_inputs(files: &job::FilesConfig) -> Result<Vec<FingerprintInput>, Failur
     Ok(inputs)
 }
 
-/// Threads that read samples.
+/// Number of reader threads.
 fn readers(job: &Job) -> usize {
     match job.data.loader.workers {
         0 => rayon::current_num_threads(),
@@ -91,7 +91,7 @@ fn readers(job: &Job) -> usize {
     }
 }
 
-/// Tokens in a sample, which text takes from the model.
+/// Tokens per sample. Text takes it from the model's context length.
 fn context(job: &Job) -> Result<usize, Failure> {
     let no_context =
         || ModelError::Data { kind: job.model.kind(), needs: "numbers or pictures", got: "text".into() };

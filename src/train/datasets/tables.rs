@@ -1,4 +1,4 @@
-//! Sets of tables in files.
+//! Tabular datasets from files: CSV and Parquet.
 
 use super::{Datasets, Failure};
 use crate::data::DatasetContext;

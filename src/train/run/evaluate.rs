@@ -1,4 +1,4 @@
-//! Judging the validation set, in micro-batches of its own.
+//! Evaluation on the validation set, in micro-batches of its own size.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use crate::train::Failure;
 use crate::train::event::Event;
 
 impl Run<'_> {
-    /// Evaluates the validation set, and adds the result to the checkpoint of this step.
+    /// Evaluates the validation set and adds the result to this step's checkpoint.
     pub(super) fn evaluate(&mut self) -> Result<(), Failure> {
         let (setup, begun) = (self.setup, Instant::now());
         let samples = setup.datasets.valid.len();
@@ -68,7 +68,7 @@ impl Run<'_> {
         }
         self.reset_retries();
         self.engine.swap_average()?;
-        // Values that are predicted have no right class to count.
+        // A regression target has no class to count as correct.
         let requested: &[Metric] = match setup.features().target {
             TargetSpec::Values { .. } => &[],
             _ => &setup.job.eval.metrics,

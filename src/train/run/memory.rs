@@ -1,5 +1,5 @@
-//! What a run does about memory: smaller ways after an out of memory or under pressure, larger ones when it
-//! comes back, and a budget that learns from what is measured.
+//! Memory handling of a run: shrinks the plan after an OOM or under pressure, grows it back when memory returns, and
+//! lowers the budget when more is measured than was reserved.
 
 use super::{Failure, Run, Setup, TrainLoader, UpdateError, record};
 use crate::data::DataError;
@@ -12,11 +12,11 @@ use crate::train::event::Event;
 use crate::train::postmortem::{LeanestPlan, OomAttempt, PostMortem};
 use crate::train::retry::{self, RuntimePlan, ShrinkLimits};
 
-/// Updates after which what is measured is typical.
+/// Updates after which measured memory is representative.
 const WARMUP_UPDATES: u64 = 3;
 
 impl Run<'_> {
-    /// The loader that stands ready, or one that starts at the cursor.
+    /// The open loader, or a new one that starts at the cursor.
     pub(super) fn take_train_loader(&mut self) -> Result<TrainLoader, UpdateError> {
         if let Some(train_loader) = self.train_loader.take() {
             return Ok(train_loader);
@@ -36,12 +36,12 @@ impl Run<'_> {
         Ok(TrainLoader { loader: loader.map_err(Failure::from)?, reservation })
     }
 
-    /// Bytes the loader holds for micro-batches of this size.
+    /// Buffer bytes of the loader for micro-batches of this size.
     pub(super) fn loader_bytes(&self, plan: RuntimePlan, micro_batch: usize) -> u64 {
         loader::max_held_bytes(self.setup.features(), micro_batch, plan.prefetch, self.setup.workers)
     }
 
-    /// A loader to which the system refused a buffer lacks memory like any other.
+    /// Maps a buffer allocation that the system refused to an OOM.
     pub(super) fn map_data_error(&self, error: DataError) -> UpdateError {
         match error {
             DataError::OutOfMemory { bytes } => {
@@ -51,13 +51,13 @@ impl Run<'_> {
         }
     }
 
-    /// Takes a way for updates that needs less, or gives up.
+    /// Switches updates to a smaller plan, or gives up.
     pub(super) fn shrink_after_oom(&mut self, oom: Oom) -> Result<(), Failure> {
         let next = self.next_smaller(oom.shortfall());
         self.retry_smaller(oom, next)
     }
 
-    /// Takes a way for evaluations that needs less, or gives up.
+    /// Switches evaluations to a smaller plan, or gives up.
     pub(super) fn shrink_eval_after_oom(&mut self, oom: Oom) -> Result<(), Failure> {
         let peak = |plan| estimated_peak(self.setup, plan, Some(&["eval"]));
         let next = retry::next_smaller_eval(self.runtime_plan, oom.shortfall(), &peak);
@@ -71,8 +71,8 @@ impl Run<'_> {
 
     fn retry_smaller(&mut self, oom: Oom, next: Option<RuntimePlan>) -> Result<(), Failure> {
         self.report.record(record::oom_event(self.step, &oom))?;
-        // The plan has room for what the device refused: no reason for a smaller one before the same was tried again
-        // without graphs and arenas.
+        // A device OOM is not the plan's fault: the plan had room for it. Retry the same plan without CUDA graphs and
+        // arenas before shrinking.
         if oom.by_device && !std::mem::replace(&mut self.graphs_released, true) {
             self.engine.release_graphs();
             return Ok(());
@@ -93,7 +93,7 @@ impl Run<'_> {
         }
     }
 
-    /// What was asked for was there: retries are counted anew.
+    /// The reservation succeeded: reset the retry count.
     pub(super) fn reset_retries(&mut self) {
         self.failed_attempts.clear();
         self.first_oom = None;
@@ -104,12 +104,12 @@ impl Run<'_> {
         let (step, change) = (self.step, describe_change(self.runtime_plan, next));
         self.backoff.record_shrink(self.runtime_plan);
         let (micro_batch, accumulation_steps) = self.apply_plan(next);
-        // Buffers of the larger way's sizes would wait in vain.
+        // The allocator's free lists hold buffers of the larger plan's sizes, which nothing will use.
         pressure::release_to_os();
         Ok(self.report.record(Event::Shrunk { step, change, micro_batch, accumulation_steps })?)
     }
 
-    /// Runs this way from here on. Where only less is read ahead, the loader goes on with what it has.
+    /// Applies a plan from here on. If only the read-ahead shrinks, the loader continues with the batches it holds.
     fn apply_plan(&mut self, plan: RuntimePlan) -> (usize, usize) {
         let prefetch_shrinks = plan == RuntimePlan { prefetch: plan.prefetch, ..self.runtime_plan }
             && plan.prefetch < self.runtime_plan.prefetch;
@@ -129,14 +129,14 @@ impl Run<'_> {
         (plan.micro_batch, plan.accumulation_steps)
     }
 
-    /// Takes back the last way given up, after a quiet while and where there seems to be room for it.
+    /// Retries the last plan given up, after enough quiet updates and if there seems to be memory for it.
     pub(super) fn try_grow(&mut self) -> Result<(), Failure> {
         let Some(larger) = self.backoff.growth_due() else { return Ok(()) };
         let (now, larger_peak) =
             (estimated_peak(self.setup, self.runtime_plan, None), estimated_peak(self.setup, larger, None));
         let has_room =
             |r: pressure::PressureReading| r.available >= r.low_watermark() + larger_peak.saturating_sub(now);
-        // A card's pool is the run's own; only the host's memory is shared with others.
+        // The GPU heap belongs to the run; only host memory is shared with other processes.
         let crowded = self.setup.gpu.is_none() && !self.last_pressure.is_none_or(has_room);
         if larger_peak > self.engine.ledger.budget() || crowded {
             self.backoff.postpone_growth();
@@ -148,7 +148,7 @@ impl Run<'_> {
         Ok(self.report.record(Event::Grown { step, change, micro_batch, accumulation_steps })?)
     }
 
-    /// Looks at what others leave of the host's memory, and makes room before the kernel does.
+    /// Polls how much host memory other processes leave, and frees some before the kernel's OOM killer acts.
     pub(super) fn respond_to_pressure(&mut self) -> Result<(), Failure> {
         let Some(reading) = self.pressure_monitor.poll() else { return Ok(()) };
         self.last_pressure = Some(reading);
@@ -157,7 +157,7 @@ impl Run<'_> {
         }
         let no_prefetch = RuntimePlan { prefetch: 0, ..self.runtime_plan };
         let loader_bytes = |plan: RuntimePlan| self.loader_bytes(plan, plan.micro_batch);
-        // Smaller micro-batches free a card's memory, not the host's.
+        // Smaller micro-batches free GPU memory, not host memory.
         let smaller = self.next_smaller(0).filter(|_| self.setup.gpu.is_none());
         let next = match pressure::choose_action(
             reading,
@@ -174,7 +174,7 @@ impl Run<'_> {
         self.shrink_to(next)
     }
 
-    /// Lowers the budget by what is measured and nobody asked for, and goes down if it no longer suffices.
+    /// Lowers the budget by measured bytes that nobody reserved, and shrinks if the plan no longer fits.
     pub(super) fn correct_budget(&mut self) -> Result<(), Failure> {
         let budget = &self.plan.budget;
         let full = if self.setup.gpu.is_some() { budget.vram_bytes } else { budget.ram_bytes };
@@ -197,7 +197,7 @@ impl Run<'_> {
     }
 }
 
-/// What differs between two ways, in people's words.
+/// Describes the difference between two plans for people.
 fn describe_change(from: RuntimePlan, to: RuntimePlan) -> String {
     if from.split() != to.split() || from.recompute != to.recompute {
         planner::describe_split(to.split(), to.recompute)
@@ -220,26 +220,27 @@ fn shrink_limits(setup: &Setup) -> ShrinkLimits {
     }
 }
 
-/// Estimated bytes at the highest moment of these phases, or of all.
+/// Estimated peak bytes over the named phases, or over all of them.
 fn estimated_peak(setup: &Setup, plan: RuntimePlan, phases: Option<&[&str]>) -> u64 {
     let loader_bytes =
         |micro_batch, _| loader::max_held_bytes(setup.features(), micro_batch, plan.prefetch, setup.workers);
     let RuntimePlan { micro_batch, recompute, eval_micro_batch, .. } = plan;
-    // The optimizer that was chosen is in force, whatever its state is kept in, and so is what is offloaded.
+    // `setup` already has the chosen optimizer and offloading in force, so the estimate must not apply 8-bit state
+    // again.
     let offload = setup.offload;
     let exec_plan =
         estimate::ExecutionPlan { micro_batch, recompute, eval_micro_batch, state_8bit: false, offload };
     let estimate = setup.with_estimator_inputs(|s| {
         Estimator::new(EstimatorInputs { loader_bytes: &loader_bytes, ..*s }).estimate(exec_plan)
     });
-    // The preparation of the data is over.
+    // Data preparation is over.
     let named =
         |name: &str| phases.map_or(name != estimate::PREPARATION_PHASE, |names| names.contains(&name));
     let of = estimate.phases.iter().filter(|(name, _)| named(name));
     of.map(|(_, held)| if setup.gpu.is_some() { held.vram } else { held.ram }).max().unwrap_or(0)
 }
 
-/// The way that needs the least of those the job allows, and its bytes.
+/// The plan with the lowest peak that the job allows, and that peak in bytes.
 fn leanest(setup: &Setup) -> (RuntimePlan, u64) {
     let limits = shrink_limits(setup);
     let train = &setup.job.train;
@@ -257,7 +258,7 @@ fn leanest(setup: &Setup) -> (RuntimePlan, u64) {
     if recomputed.1 < saved.1 { recomputed } else { saved }
 }
 
-/// What is to be learned from a run that ran out of memory for good.
+/// Post-mortem of a run that ran out of memory for good.
 pub(super) fn postmortem(setup: &Setup, failure: &Failure, budget_bytes: u64) -> Option<PostMortem> {
     let Failure::OutOfMemory { first, tried } = failure else { return None };
     let (plan, ram_bytes) = leanest(setup);

@@ -1,4 +1,4 @@
-//! What a run tells and leaves behind: steps, checkpoints, its end.
+//! What a run reports and writes: steps, checkpoints, its end.
 
 use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -35,8 +35,8 @@ impl Run<'_> {
         }
     }
 
-    /// Tells of values that are not finite, and gives the checkpoint to resume from. Weights that no finite update
-    /// followed are suspect: it is an earlier one, where there is one.
+    /// Reports non-finite values and returns the checkpoint to resume from. Weights without a later finite update are
+    /// suspect, so this is an earlier checkpoint if there is one.
     fn report_diverged(
         &mut self,
         step: u64,
@@ -85,18 +85,18 @@ impl Run<'_> {
         })?)
     }
 
-    /// What the host's ledger is compared with where the heap had a peak of so many bytes. What is resident beyond
-    /// the plan counts too; up to the plan it may be freed buffers that are kept, which nobody asks for.
+    /// Host bytes to compare with the ledger, given the heap's peak. Resident memory counts only beyond the plan: up
+    /// to the plan it may be freed buffers that the allocator keeps and nobody reserves.
     fn host_usage(&self, heap: u64) -> u64 {
         let non_heap = self.setup.process.non_heap;
-        // Where the process is not planned, what is resident says nothing about the plan.
+        // If the process is not planned, its resident memory says nothing about the plan.
         let resident = probe::proc_status("VmRSS:").filter(|_| non_heap > 0).unwrap_or(0);
         let unplanned = if resident > self.plan.peak.ram_bytes { resident } else { 0 };
         (heap + non_heap).max(unplanned)
     }
 
-    /// The records left out once an update or an evaluation does without `bad`, and what to tell of it; or the
-    /// error that they are too many.
+    /// Adds `bad` to the skipped records of an update or an evaluation. Returns the new counts and the texts to
+    /// report, or the error that there are too many.
     pub(super) fn count_bad_records(
         &self,
         set: DatasetSplit,
@@ -109,7 +109,7 @@ impl Run<'_> {
         Ok((skipped_records, reported))
     }
 
-    /// Tells of records left out, the first few as they appear.
+    /// Reports skipped records, listing the first few.
     pub(super) fn report_bad_records(&mut self, records: &[String]) -> Result<(), Failure> {
         match records.is_empty() {
             true => Ok(()),
@@ -117,7 +117,7 @@ impl Run<'_> {
         }
     }
 
-    /// Tells how many records were left out, if that is news.
+    /// Reports the number of skipped records if it has changed.
     fn report_bad_count(&mut self, records: &[String]) -> Result<(), Failure> {
         let count = self.skipped_records.count();
         if count == self.reported_bad {
@@ -127,7 +127,7 @@ impl Run<'_> {
         Ok(self.report.record(Event::BadRecords { step: self.step, count, records: records.to_vec() })?)
     }
 
-    /// Says so, once, when updates wait too long for data.
+    /// Reports, once, that updates wait too long for data.
     pub(super) fn report_data_wait(&mut self, step_s: f64, wait_s: f64) -> Result<(), Failure> {
         let Some(fraction) = self.data_wait.record(step_s, wait_s) else { return Ok(()) };
         let setup = self.setup;
@@ -144,7 +144,7 @@ impl Run<'_> {
         Ok(self.report.record(Event::SlowData { step, share: fraction, cause, advice })?)
     }
 
-    /// Writes a checkpoint. Older ones go when it is known to be good.
+    /// Writes a checkpoint. Older ones are removed once it is known to be good.
     pub(super) fn checkpoint(&mut self) -> Result<(), Failure> {
         let begun = Instant::now();
         self.report_bad_count(&[])?;
@@ -155,7 +155,7 @@ impl Run<'_> {
         let reserve = || ledger.reserve(Role::CheckpointWriting, "checkpoint", bytes);
         let _hold = match reserve() {
             Ok(hold) => hold,
-            // Between updates only what was read ahead can be given back.
+            // Between updates, only the read-ahead can be freed.
             Err(first) => {
                 self.report.record(oom_event(self.step, &first))?;
                 self.train_loader = None;
@@ -189,13 +189,13 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Adds the result of an evaluation to the checkpoint of its step.
+    /// Adds the evaluation result to this step's checkpoint.
     pub(super) fn save_evaluation(&mut self) -> Result<(), Failure> {
         self.evaluation_due = false;
         self.checkpoints.save_evaluation(&self.checkpoint_state())
     }
 
-    /// Removes the checkpoints that are not to be kept.
+    /// Removes checkpoints beyond those to keep.
     pub(super) fn prune(&mut self) -> Result<(), Failure> {
         self.unproven_checkpoint = None;
         self.checkpoints.prune(self.setup.job.checkpoint.keep, self.best.map(|(_, step)| step))
@@ -295,7 +295,7 @@ impl Run<'_> {
     }
 }
 
-/// The mean loss; of nothing there is none.
+/// The mean loss; `NaN` if every record was skipped.
 pub(super) fn mean_loss(metric_sums: &MetricSums) -> f64 {
     if metric_sums.weight == 0.0 { f64::NAN } else { metric_sums.mean_loss() }
 }

@@ -1,4 +1,4 @@
-//! How a run begins: planned, in its folder, from its first weights or from a checkpoint.
+//! Start of a run: planning, its directory, and its weights, initial or from a checkpoint.
 
 use super::{Run, RunOptions};
 use crate::data::DatasetContext;
@@ -16,9 +16,8 @@ use crate::train::event::Event;
 use crate::train::run_dir::RunDir;
 use crate::train::setup::Setup;
 
-/// The job made ready, its plan, and the bytes it may use: what the host has, and where another process was
-/// lost, less than that one needed, as far as there is a leaner plan. `before` is the plan of the run that is
-/// gone on with.
+/// Prepares and plans the job. The budget is the host's; after a worker died it is less than that worker needed,
+/// unless no plan is that small. `previous` is the checkpoint state of the run being resumed.
 pub(super) fn plan_run(
     job: Job,
     options: &RunOptions,
@@ -33,7 +32,7 @@ pub(super) fn plan_run(
     if options.own_process {
         setup = setup.with_process_measured();
     }
-    // The heap of the steps is compared with the plan; what preparing the data took is a phase of its own.
+    // The heap of the steps is compared with the plan; data preparation is a phase of its own.
     measure::reset_peaks();
     let plan = setup.plan_and_apply(ram, previous_optimizer);
     let minimum = plan.peak.ram_bytes;
@@ -47,16 +46,16 @@ pub(super) fn plan_run(
     }
 }
 
-/// A job made ready, and what is known before its first step.
+/// A prepared job and its plan.
 pub(super) struct PlannedRun {
     pub setup: Setup,
     pub plan: MemoryPlan,
-    /// Host bytes it may use.
+    /// Host memory budget, in bytes.
     pub ram: u64,
     pub data: DataFingerprint,
 }
 
-/// What the data is; `recorded`: what the checkpoint says that is resumed from.
+/// Fingerprints the data. `recorded` is the fingerprint in the checkpoint being resumed.
 fn fingerprint(
     setup: &Setup,
     recorded: Option<&DataFingerprint>,
@@ -81,8 +80,8 @@ fn fingerprint(
     Ok(DataFingerprint { sources, classes, vocabulary, tokenizer })
 }
 
-/// Refuses to resume another experiment than the one of the checkpoint or, before there is one, of the folder's
-/// `job.toml`; and the same one on other data, unless that is allowed.
+/// Refuses to resume an experiment other than the checkpoint's or, without a checkpoint, that of the run's
+/// `job.toml`. Refuses changed data too, unless the options allow it.
 pub(super) fn check_same_experiment(
     folder: &RunDir,
     found: Option<&CheckpointState>,
@@ -97,7 +96,7 @@ pub(super) fn check_same_experiment(
         },
     };
     if let Some((was, now)) = found.and_then(|state| state.data.as_ref()).zip(options.data.as_ref()) {
-        // Wherever the files lie: what is in them decides.
+        // Contents decide, not paths: moved files are the same data.
         changes.retain(|change| !change.is_path_change());
         let differs = was.changes(now);
         if changes.is_empty() && !differs.is_empty() && !options.allow_changed_data {
@@ -110,7 +109,7 @@ pub(super) fn check_same_experiment(
     }
 }
 
-/// Refuses to begin where the disk has no room for the checkpoints that the run will keep.
+/// Refuses to start if the disk has no space for the checkpoints the run will keep.
 pub(super) fn check_disk_space(
     folder: &RunDir,
     plan: &MemoryPlan,
@@ -142,7 +141,7 @@ pub(super) fn started_event(setup: &Setup, folder: &RunDir) -> Event {
 }
 
 impl Run<'_> {
-    /// Takes the weights the job begins with, where it names some and none are there yet.
+    /// Loads the initial weights the job names, if the run starts from scratch.
     pub(super) fn load_initial_weights(&self, from_scratch: bool) -> Result<(), Failure> {
         let store = &self.engine.store;
         match &self.setup.job.train.init {
@@ -157,7 +156,7 @@ impl Run<'_> {
         }
     }
 
-    /// Goes on from a checkpoint, or from the beginning where there is none yet.
+    /// Resumes from a checkpoint, or starts from scratch if there is none.
     pub(super) fn resume(
         &mut self,
         NewestCheckpoint { found, skipped }: NewestCheckpoint,
@@ -179,7 +178,7 @@ impl Run<'_> {
     }
 }
 
-/// Lines of the run's events that are no events.
+/// Lines of `events.jsonl` that do not parse as events.
 pub(super) fn damaged_event_lines(folder: &RunDir) -> Vec<String> {
     let path = folder.events();
     let lines = Summary::from_events(&path).map(|summary| summary.damaged_lines).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Why an update was not made: for lack of memory, which is retried, or for another reason.
+//! Why an update failed: out of memory, which is retried, or another error.
 
 use crate::layers::network::StepError;
 use crate::memory::Oom;

@@ -1,4 +1,4 @@
-//! Batches on their way to a card: what a carrier holds, asked for and given back.
+//! Batches on their way to a GPU: reserves the staging buffers, uploads through them, and frees them.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -20,13 +20,13 @@ use crate::train::engine::Ledgers;
 pub struct GpuStaging {
     device: CudaDevice,
     ledgers: Ledgers,
-    /// With the right to its buffers, on the card and here.
+    /// The buffers, with their reservations on the device and on the host.
     buffers: RefCell<Option<(StagingBuffer, [Reservation; 2])>>,
     pixel_lut: RefCell<Option<(Arc<PixelLut>, Tensor)>>,
 }
 
 impl GpuStaging {
-    /// None where the CPU computes.
+    /// `None` on the CPU.
     pub fn new(device: &Device, ledgers: &Ledgers) -> Option<Self> {
         let Device::Cuda(device) = device else { return None };
         Some(Self {
@@ -41,7 +41,7 @@ impl GpuStaging {
         self.buffers.take();
     }
 
-    /// As [`BatchStaging::reserve_buffers`](super::Staging::prepare).
+    /// As [`BatchStaging::reserve_buffers`](super::BatchStaging::reserve_buffers).
     pub fn reserve_buffers(&self, batch: &data::HostBatch, spec: BatchSpec) -> Result<(), StepError> {
         self.with_parts(batch, &spec, |parts| {
             let held_buffers = self.buffers.take().filter(|(buffers, _)| buffers.fits(parts));
@@ -50,7 +50,7 @@ impl GpuStaging {
         })
     }
 
-    /// As [`BatchStaging::to_tensors`](super::Staging::tensors).
+    /// As [`BatchStaging::to_tensors`](super::BatchStaging::to_tensors).
     pub fn to_tensors(&self, batch: &data::HostBatch, spec: BatchSpec) -> Result<DeviceBatch, StepError> {
         self.with_parts(batch, &spec, |parts| {
             let held_buffers = self.buffers.take().filter(|(buffers, _)| buffers.fits(parts));
@@ -101,7 +101,7 @@ impl GpuStaging {
         ])
     }
 
-    /// A pixel lookup table on the GPU, (channels, 256), uploaded when it is another than before.
+    /// The pixel lookup table on the GPU, (channels, 256); uploaded when it changes.
     fn upload_pixel_lut(&self, lut: &Arc<PixelLut>) -> candle_core::Result<Tensor> {
         let held = self.pixel_lut.take().filter(|(held, _)| held == lut);
         let upload = || {

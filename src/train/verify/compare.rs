@@ -1,4 +1,4 @@
-//! What a run computed, kept in files, and another run held against it as it goes.
+//! Records a reference run in files, and compares another run with it update by update.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -19,15 +19,15 @@ use crate::train::run::Observer;
 /// Values compared at a time.
 const CHUNK: usize = 16 * 1024;
 
-/// A parameter whose values are smaller than this share of what all have on average is held against that share:
-/// where the true gradient is zero, as that of a key's bias, there is nothing but rounding to compare with.
+/// Floor of a parameter's scale, as a fraction of the RMS over all parameters. Where the true gradient is zero, as
+/// for the bias of an attention key, only rounding is left to compare with.
 const RMS_FLOOR: f64 = 0.01;
 
-/// How much less a difference counts in a weight that rounding alone has moved. Where a true gradient is zero, as
-/// that of a bias before batch norm, a rule that divides by the gradient's size makes whole steps of what is left.
+/// Factor on differences in a weight that only rounding has moved. Where the true gradient is zero, as for a bias
+/// before batch norm, an optimizer that divides by the gradient's magnitude turns rounding into full steps.
 const ROUNDING_WEIGHT: f64 = 1e-3;
 
-/// The run that others are held against.
+/// Records the reference run.
 pub struct ReferenceRecorder {
     folder: PathBuf,
     log: Mutex<ReferenceLog>,
@@ -41,11 +41,11 @@ struct ReferenceLog {
     digest: String,
 }
 
-/// What a caller needs of the first run.
+/// What the caller needs of the reference run.
 pub struct ReferenceSummary {
     pub losses: Vec<f64>,
     pub digest: String,
-    /// An ask in the middle of the second update.
+    /// Index of a reservation in the middle of the second update.
     pub request_in_second_update: u64,
 }
 
@@ -85,7 +85,7 @@ impl Observer for ReferenceRecorder {
         requests: u64,
     ) -> Result<(), Failure> {
         let mut log = lock(&self.log);
-        // An update that is made again after a refused ask is told again.
+        // An update retried after an OOM is reported twice.
         let n = step as usize - 1;
         log.losses.truncate(n);
         log.factors.truncate(n);
@@ -103,10 +103,10 @@ impl Observer for ReferenceRecorder {
     }
 }
 
-/// A run held against the kept one.
+/// Compares a run with the reference.
 pub struct ComparisonObserver {
     reference: Arc<ReferenceRecorder>,
-    /// A gradient below this share of the average is rounding.
+    /// A gradient below this fraction of the average is rounding.
     noise: f64,
     differences: Mutex<RunDifferences>,
 }
@@ -117,17 +117,17 @@ struct RunDifferences {
     gradients: MaxDifference,
     weights: MaxDifference,
     digest: String,
-    /// Parameters that have had a gradient.
+    /// Parameters with a gradient above rounding so far.
     with_gradient: BTreeSet<String>,
 }
 
 impl ComparisonObserver {
-    /// `tolerance` is that of ways with another order of additions, whatever this one is.
+    /// `tolerance` is the one for another order of additions, even if this variant must be exact.
     pub fn new(reference: Arc<ReferenceRecorder>, tolerance: Tolerance) -> Self {
         Self { reference, noise: 10.0 * tolerance.losses, differences: Mutex::default() }
     }
 
-    /// The verdict on the way that was run.
+    /// The result of the variant.
     pub fn result(&self, variant: &RunVariant, tolerance: Tolerance, digest: &str) -> VariantResult {
         let differences = lock(&self.differences);
         let within = [
@@ -209,17 +209,17 @@ impl MaxDifference {
     }
 }
 
-/// 0 for the same bits, whatever they mean.
+/// 0 for equal bits, `NaN` included.
 fn abs_difference(a: f64, b: f64) -> f64 {
     if a.to_bits() == b.to_bits() { 0.0 } else { (a - b).abs() }
 }
 
-/// What is not a number is as far away as can be.
+/// Treats `NaN` as an infinite difference.
 fn nan_to_infinity(difference: f64) -> f64 {
     if difference.is_nan() { f64::INFINITY } else { difference }
 }
 
-/// Sums over the values of a parameter.
+/// Sums of squares over a parameter.
 #[derive(Clone, Copy, Default)]
 struct SquareSums {
     count: f64,
@@ -234,14 +234,13 @@ impl SquareSums {
         self.difference += abs_difference(reference, actual).powi(2);
     }
 
-    /// Root of the mean square.
+    /// Root mean square of the reference.
     fn rms(&self) -> f64 {
         (self.reference / self.count.max(1.0)).sqrt()
     }
 }
 
-/// A flat buffer against the one in the file at `path`, parameter by parameter. Both are multiplied with their
-/// factor first.
+/// Compares a flat buffer with the file at `path`, parameter by parameter. Multiplies each by its factor first.
 fn sums_by_param<'a>(
     flat: &'a FlatLayout,
     values: &Tensor,
@@ -268,7 +267,7 @@ fn sums_by_param<'a>(
     Ok(each)
 }
 
-/// Root of the mean square of all values.
+/// Root mean square over all parameters.
 fn overall_rms(each: &[(&str, SquareSums)]) -> f64 {
     let add = |all: SquareSums, (_, one): &(&str, SquareSums)| SquareSums {
         count: all.count + one.count,
@@ -278,13 +277,12 @@ fn overall_rms(each: &[(&str, SquareSums)]) -> f64 {
     each.iter().fold(SquareSums::default(), add).rms()
 }
 
-/// The parameter whose values are furthest away, by the root of its mean square difference over that of the values
-/// themselves, times what a difference counts in it.
+/// The parameter with the largest difference: RMS of the difference over RMS of the reference, times `weight`.
 fn largest_difference(each: &[(&str, SquareSums)], weight: impl Fn(&str) -> f64) -> MaxDifference {
     let floor = RMS_FLOOR * overall_rms(each);
     let mut max = MaxDifference::default();
     for (name, s) in each.iter().filter(|(_, s)| s.difference != 0.0) {
-        // A sum that is not a number makes no floor and no scale.
+        // `f64::max` ignores `NaN`, so a `NaN` sum sets neither floor nor scale.
         let scale = s.rms().max(floor).max(f64::MIN_POSITIVE);
         let difference = nan_to_infinity((s.difference / s.count).sqrt() / scale) * weight(name);
         max.keep_larger(MaxDifference { difference, update: 0, parameter: Some((*name).to_owned()) });
@@ -292,7 +290,7 @@ fn largest_difference(each: &[(&str, SquareSums)], weight: impl Fn(&str) -> f64)
     max
 }
 
-/// Plain values, whole after every statement.
+/// Ignores poisoning: the guarded values are consistent after every statement.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -11,15 +11,15 @@ use crate::fixtures;
 #[derive(Clone, Debug)]
 pub struct ImageSpec {
     pub layout: ImageLayout,
-    /// The names of a table's columns of paths and labels.
+    /// Column names of paths and labels in a table.
     pub columns: [&'static str; 2],
     pub train: usize,
-    /// 0: none of its own.
+    /// 0: no validation set of its own.
     pub valid: usize,
     pub classes: usize,
     /// The longest side of the largest image; the others are small.
     pub largest: usize,
-    /// In an archive, the class is a member of its own and not the folder's name.
+    /// In an archive, the class is a separate member instead of the folder's name.
     pub labels_in_sidecar: bool,
 }
 
@@ -32,7 +32,7 @@ pub enum ImageLayout {
 }
 
 impl ImageLayout {
-    /// What follows the set's name.
+    /// Suffix of the set's name.
     pub fn extension(self) -> String {
         match self {
             ImageLayout::Folders => String::new(),
@@ -58,7 +58,7 @@ impl ImageSpec {
         let mut rows = Vec::new();
         let mut archive = tar::Builder::new(Vec::new());
         for i in 0..count {
-            // In turn: every class is there.
+            // In turn, so that every class occurs.
             let class = format!("class {}", i % self.classes);
             let largest = if i == count / 2 { self.largest } else { self.largest.min(60) };
             let (bytes, ending) = image(draw, largest);
@@ -105,7 +105,7 @@ impl ImageSpec {
     }
 }
 
-/// An image file of random sides, colours and format, and what its name ends with.
+/// An image file of random size, colors and format, and its extension.
 fn image(draw: &mut Draw, largest: usize) -> (Vec<u8>, &'static str) {
     let sides = match largest > 60 {
         true => [largest, largest * 2 / 3],

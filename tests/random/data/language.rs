@@ -1,4 +1,4 @@
-//! Text, token ids and records of JSON, with the tokenizers that belong to them.
+//! Text, token ids and JSON records, with their tokenizers.
 
 use std::fs;
 use std::io;
@@ -16,7 +16,7 @@ pub enum TokenUnits {
     Bytes,
     /// A `tokenizer.json` of whole words.
     Words,
-    /// A `tokenizer.json` of byte pairs, as GPT-2 has it.
+    /// A `tokenizer.json` of byte pairs, in GPT-2's form.
     Pairs,
 }
 
@@ -26,10 +26,10 @@ const WORDS: [&str; 24] = [
     "in", "we", "run", "walk", "slowly", "never", "again", "9", "1024", "x", "zebra",
 ];
 
-/// A text of so many characters or some more; `ascii_only`: of ASCII.
+/// A text of at least this many characters; `plain`: ASCII only.
 fn random_words(draw: &mut Draw, plain: bool, characters: usize) -> String {
     let (mut text, mut count) = (String::new(), 0);
-    // Two words at least: a sample has two tokens.
+    // At least two words: a sample has two tokens.
     while count < characters || text.split_whitespace().nth(1).is_none() {
         let word = draw.pick(&WORDS);
         let word = if plain && !word.is_ascii() { "plain" } else { word };
@@ -41,12 +41,12 @@ fn random_words(draw: &mut Draw, plain: bool, characters: usize) -> String {
 }
 
 impl TokenUnits {
-    /// Whether texts must be ASCII: the vocabularies written here have nothing else.
+    /// Whether texts must be ASCII: the vocabularies written here cover nothing else.
     fn ascii_only(self) -> bool {
         self == TokenUnits::Pairs
     }
 
-    /// Ids below it are in the vocabulary of byte pairs.
+    /// Size of the byte-pair vocabulary.
     pub const PAIRS: usize = 100;
 
     fn write(self, folder: &Path) -> io::Result<()> {
@@ -71,7 +71,7 @@ impl TokenUnits {
                     vocab.entry(token).or_insert(json!(next));
                 };
                 put("<|endoftext|>");
-                // A space and a line's end as GPT-2 writes them.
+                // A space and a newline as GPT-2 writes them.
                 (33..127u8).map(|byte| (byte as char).to_string()).for_each(|token| put(&token));
                 ["\u{120}", "\u{10a}"].iter().for_each(|token| put(token));
                 let merges = [["t", "o"], ["i", "n"], ["s", "u"], ["\u{120}", "a"], ["su", "n"], ["e", "r"]];
@@ -108,7 +108,7 @@ impl TokenUnits {
     }
 }
 
-/// Characters of each file.
+/// Characters per file.
 #[derive(Clone, Debug)]
 pub struct TextSpec {
     pub train: Vec<usize>,
@@ -129,17 +129,17 @@ impl TextSpec {
     }
 }
 
-/// Ids of each file.
+/// Ids per file.
 #[derive(Clone, Debug)]
 pub struct TokenFileSpec {
     pub train: Vec<usize>,
     pub valid: Vec<usize>,
     pub vocab: usize,
-    /// 32 bits an id, otherwise 16.
+    /// 32 bits per id, otherwise 16.
     pub u32_ids: bool,
-    /// As llm.c writes it.
+    /// With the header that llm.c writes.
     pub header: bool,
-    /// A `tokenizer.json` of byte pairs lies beside them.
+    /// A byte-pair `tokenizer.json` is beside them.
     pub with_tokenizer: bool,
 }
 
@@ -175,15 +175,15 @@ impl TokenFileSpec {
     }
 }
 
-/// Records of each file.
+/// Records per file.
 #[derive(Clone, Debug)]
 pub struct JsonlSpec {
     pub train: Vec<usize>,
     pub valid: Vec<usize>,
-    /// Characters of the longest text, about.
+    /// Approximate characters of the longest text.
     pub longest: usize,
     pub units: TokenUnits,
-    /// The field of the text.
+    /// The text field.
     pub field: &'static str,
     /// Classes of texts; 0: none.
     pub labels: usize,
@@ -191,7 +191,7 @@ pub struct JsonlSpec {
     pub packing: FileCodec,
 }
 
-/// Talks instead of texts.
+/// Conversations instead of texts.
 #[derive(Clone, Debug)]
 pub struct ChatSpec {
     /// The template is a file.
@@ -241,7 +241,7 @@ impl JsonlSpec {
         if self.chats.is_some() {
             return ChatSpec::record(draw, plain, self.longest);
         }
-        // Two characters at least: one to see and one to predict.
+        // At least two characters: one to read and one to predict.
         let length = draw.log_uniform(3..=self.longest.max(4));
         let mut record = Map::new();
         record.insert(self.field.into(), json!(random_words(draw, plain, length)));

@@ -1,4 +1,4 @@
-//! The data files a job needs: what they are, and how they are written. Their content follows from the job's seed.
+//! The data files a job needs: what they are, and how they are written. The job's seed determines their content.
 
 mod images;
 mod language;
@@ -17,7 +17,7 @@ use crate::draw::Draw;
 /// What a job reads.
 #[derive(Clone, Debug)]
 pub enum DataSpec {
-    /// The program draws its samples itself.
+    /// The program generates its samples itself.
     None,
     Table(TableSpec),
     Images(ImageSpec),
@@ -35,7 +35,7 @@ pub enum FileCodec {
 }
 
 impl FileCodec {
-    /// What a packed file's name ends with.
+    /// Extension of a compressed file.
     pub fn extension(self) -> &'static str {
         match self {
             FileCodec::Plain => "",

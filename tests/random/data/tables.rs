@@ -1,4 +1,4 @@
-//! Tables: csv in its dialects, and Parquet.
+//! Tables: CSV in its dialects, and Parquet.
 
 use std::fs::File;
 use std::io;
@@ -18,12 +18,12 @@ use crate::draw::Draw;
 pub struct TableSpec {
     pub format: TableFormat,
     pub columns: Vec<ColumnSpec>,
-    /// Whether a csv file names its columns.
+    /// Whether a CSV file names its columns.
     pub header: bool,
     pub rows: RowCounts,
 }
 
-/// Rows of each file.
+/// Rows per file.
 #[derive(Clone, Debug)]
 pub struct RowCounts {
     pub train: Vec<usize>,
@@ -47,7 +47,7 @@ impl TableFormat {
 
 #[derive(Clone, Debug)]
 pub enum ColumnSpec {
-    /// Missing with this chance.
+    /// Missing with this probability.
     Number {
         missing: f64,
     },
@@ -81,7 +81,7 @@ impl ColumnSpec {
             ColumnSpec::Number { missing: chance } if missing(draw, chance) => GeneratedCell::Missing,
             ColumnSpec::Number { .. } => GeneratedCell::Number(draw.float(-5.0, 5.0)),
             ColumnSpec::Category { missing: chance, .. } if missing(draw, chance) => GeneratedCell::Missing,
-            // In turn, so that the training rows have all.
+            // In turn, so that the training rows have every category.
             ColumnSpec::Category { values, .. } => {
                 GeneratedCell::Text(format!("of.{}", (row + draw.below(2)) % values))
             }

@@ -1,11 +1,11 @@
-//! Sources of sequences: generated, text, token ids and records of JSON.
+//! Sequence sources: synthetic, text, token ids and JSON records.
 
 use super::source::SourceBuilder;
 use super::{SampleShape, Scale, TableExt, int_array};
 use crate::data::{ChatSpec, DataSpec, FileCodec, JsonlSpec, TextSpec, TokenFileSpec, TokenUnits};
 
 impl SourceBuilder<'_> {
-    /// Tokens of a sample, at least so many.
+    /// Tokens per sample, at least `least`.
     fn context(&mut self, least: usize) -> usize {
         let context = match self.scale {
             Scale::Small => self.draw.log_uniform(1..=70),
@@ -19,7 +19,7 @@ impl SourceBuilder<'_> {
     pub fn text_synthetic(&mut self) -> (SampleShape, DataSpec, usize) {
         let context = self.context(1);
         let (train, valid) = self.set_sizes();
-        // A vocabulary that is larger than all else, now and then.
+        // Occasionally a vocabulary larger than everything else.
         let vocab = if self.draw.chance(0.1) {
             self.scale.either(20_000, 50_257)
         } else {
@@ -37,7 +37,7 @@ impl SourceBuilder<'_> {
         (SampleShape::Tokens { context }, DataSpec::None, train)
     }
 
-    /// How text becomes tokens, as a job says it.
+    /// How the job tokenizes text.
     fn units(&mut self) -> TokenUnits {
         let token_units = self.draw.pick(&[
             TokenUnits::Characters,
@@ -74,7 +74,7 @@ impl SourceBuilder<'_> {
         if self.draw.chance(0.6) {
             self.data.set("windows", self.draw.pick(&["fixed", "random"]));
         }
-        // A word is up to eight characters and a space; the share that is measured on has a window too.
+        // A word has up to eight characters and a space; the validation split needs a window too.
         let each = if units == TokenUnits::Words { 12 } else { 2 };
         let total = each * (context + 1) * (samples + 12);
         let train = self.split_counts(total, each * (context + 2) * 6);
@@ -92,7 +92,7 @@ impl SourceBuilder<'_> {
         let context = self.context(1);
         let (samples, measured) = self.set_sizes();
         let (wide, header) = (self.draw.chance(0.4), self.draw.chance(0.4));
-        // A tokenizer has the vocabulary where the job does not say it.
+        // A tokenizer provides the vocabulary size if the job does not.
         let named = self.draw.chance(0.2);
         let most = if named {
             TokenUnits::PAIRS
@@ -103,7 +103,7 @@ impl SourceBuilder<'_> {
         };
         let vocab = self.draw.log_uniform(2..=most);
         if self.draw.chance(0.5) {
-            // Without a header, 32 bits are seen from the zeros of small ids.
+            // Without a header, the zeros of small ids reveal 32 bits.
             self.data.set("dtype", self.draw.pick(&["auto", if wide { "u32" } else { "u16" }]));
         }
         if named {
@@ -136,7 +136,7 @@ impl SourceBuilder<'_> {
     }
 
     pub fn jsonl(&mut self) -> (SampleShape, DataSpec, usize) {
-        // Room for the words of the longest template and an answer.
+        // Room for the longest template's own words and an answer.
         let chat = self.model != "bert" && self.draw.chance(0.4);
         let context = self.context(if chat { 170 } else { 4 });
         let (train, valid) = self.set_sizes();
@@ -163,7 +163,7 @@ impl SourceBuilder<'_> {
             if self.draw.chance(0.6) {
                 self.data.set("loss", self.draw.pick(&["answers", "all"]));
             }
-            // An answer may lie behind the last position.
+            // An answer may lie beyond the last position.
             self.data.set("on_bad_record", "skip").number("max_bad_records", 1000);
             chats = Some(ChatSpec { file: template == "file" });
         } else if self.draw.chance(0.3) {
@@ -186,7 +186,7 @@ impl SourceBuilder<'_> {
                 self.data.set("buckets", int_array(&buckets));
             }
             if self.draw.chance(0.5) {
-                // A context of some tokens would refuse all.
+                // A context of a few tokens would refuse every record.
                 let too_long = match context < 16 {
                     true => "cut",
                     false => self.draw.pick(if labels > 0 {
@@ -206,7 +206,7 @@ impl SourceBuilder<'_> {
         // Packed records fill whole windows.
         let (train, valid) = if pack { (train * 2 + 120, valid + 40) } else { (train, valid) };
         let files = self.split_counts(train, 8);
-        // Of few records all may be too long, and a set without any is refused.
+        // All of a few records may be too long, and an empty set is refused.
         let valid = if own { vec![valid.max(16)] } else { Vec::new() };
         self.files(&format!("jsonl{}", packing.extension()), files.len(), valid.len());
         let field = if self.data.contains_key("field") { "body" } else { "text" };

@@ -1,8 +1,8 @@
-//! A seed to a job: TOML over the whole schema, and a description of the data files that it needs. Pure: nothing is
-//! written or run here.
+//! From a seed to a job: TOML over the whole schema, and a description of the data files it needs. Pure: writes and
+//! runs nothing.
 //!
-//! Jobs are valid by construction. What a job may not be is stated here, once, as a rule with its reason; a case that
-//! failed once is a rule too, which draws it more often than chance would.
+//! Jobs are valid by construction. What a job may not be is stated here, once, as a rule with its reason. A case that
+//! failed once is a rule too, drawn more often than chance would.
 
 mod language;
 mod model;
@@ -14,12 +14,12 @@ use toml::{Table, Value};
 use super::data::DataSpec;
 use super::draw::Draw;
 
-/// How large jobs are.
+/// Size of the jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// About a second a run in a development build on a CPU.
+    /// About a second per run in a development build on a CPU.
     Small,
-    /// A few seconds a run on a GPU.
+    /// A few seconds per run on a GPU.
     Large,
 }
 
@@ -29,7 +29,7 @@ impl Scale {
     }
 }
 
-/// A job, its data, and what is done to it.
+/// A job, its data, and its disturbances.
 #[derive(Clone, Debug)]
 pub struct GeneratedJob {
     pub seed: u64,
@@ -37,32 +37,32 @@ pub struct GeneratedJob {
     pub files: DataSpec,
     /// Threads of the CPU kernels.
     pub threads: usize,
-    /// `train.init` names weights that a first run of the same model, with another seed, must leave.
+    /// `train.init` names weights that a first run of the same model, with another seed, must write.
     pub needs_initial_weights: bool,
     pub disturbance: Option<Disturbance>,
 }
 
-/// A budget and a kill, for each third job.
+/// A budget and a kill, for every third job.
 #[derive(Clone, Debug)]
 pub struct Disturbance {
     /// The budget as a fraction of the job's planned peak.
     pub budget_fraction: f64,
     pub kill: KillMode,
-    /// Where in the run it is killed, as a fraction of its updates.
+    /// Where in the run to kill it, as a fraction of its updates.
     pub kill_at: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KillMode {
-    /// SIGKILL of the worker: its supervisor starts another.
+    /// SIGKILL to the worker: its supervisor starts another.
     Worker,
-    /// SIGKILL of the whole run at a step, then `--resume`.
+    /// SIGKILL to the whole run at a step, then `--resume`.
     Whole,
-    /// SIGKILL of the supervisor from outside, wherever the run is, then `--resume`.
+    /// SIGKILL to the supervisor from outside, wherever the run is, then `--resume`.
     Signal,
 }
 
-/// What a sample of the data is, as far as a model must know.
+/// The shape of a sample, as far as a model must know.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SampleShape {
     /// A row of a table, for dense layers.
@@ -73,16 +73,16 @@ pub enum SampleShape {
     Tokens { context: usize },
 }
 
-/// `[model]` and `[data]` with what the other tables must know of them.
+/// `[model]` and `[data]`, with what the other tables must know about them.
 struct ModelAndData {
     model: Table,
     data: Table,
     files: DataSpec,
-    /// Samples of the training set; for text, about as many.
+    /// Training samples; approximate for text.
     train_samples: usize,
-    /// Whether the target is classes; otherwise values or tokens.
+    /// Whether targets are classes; otherwise values or tokens.
     classes: bool,
-    /// The cost of an update: how many there may be.
+    /// Limit on updates, from the cost of one.
     most_updates: usize,
     batch_size: usize,
 }
@@ -91,11 +91,11 @@ pub const MODELS: [&str; 9] = ["mlp", "cnn", "gpt", "llama", "bert", "vit", "res
 
 /// The job of a seed.
 pub fn case(seed: u64, scale: Scale) -> GeneratedJob {
-    // Each nine seeds have every model once; the trials go round them.
+    // Every nine consecutive seeds have every model once; disturbances rotate over them.
     let (block, place) = (seed / 9, (seed % 9) as usize);
     let mut draw = Draw::new(seed, "job");
     let disturbed = (block + place as u64).is_multiple_of(3);
-    // A budget says something where the samples take more than the program does.
+    // A budget is only meaningful if samples take more memory than the program itself.
     let heavy = disturbed && scale == Scale::Small && draw.chance(0.5);
     let parts = source::model_and_data(&mut draw, scale, MODELS[place], heavy);
     let trial = disturbed.then(|| Disturbance {
@@ -106,7 +106,7 @@ pub fn case(seed: u64, scale: Scale) -> GeneratedJob {
     settings::case(&mut draw, scale, seed, parts, trial)
 }
 
-/// Sets keys of a table by chance, so that defaults are drawn too.
+/// Chainable setters for the keys of a table.
 trait TableExt {
     fn set(&mut self, key: &str, value: impl Into<Value>) -> &mut Self;
     fn number(&mut self, key: &str, value: usize) -> &mut Self;

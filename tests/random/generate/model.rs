@@ -7,7 +7,7 @@ use crate::draw::Draw;
 
 const ACTIVATIONS: [&str; 4] = ["relu", "gelu", "gelu_tanh", "silu"];
 
-/// A model of this kind for such samples, whose batches have `batch` samples.
+/// A model of this kind for such samples, in batches of `batch` samples.
 pub fn model(draw: &mut Draw, scale: Scale, name: &str, sample: &SampleShape, batch: usize) -> Table {
     let mut table = table_of_kind(name);
     let large = scale == Scale::Large;
@@ -54,7 +54,7 @@ pub fn model(draw: &mut Draw, scale: Scale, name: &str, sample: &SampleShape, ba
 }
 
 fn set_dense_keys(draw: &mut Draw, scale: Scale, table: &mut Table, most: usize) {
-    // One in fifteen has a single tensor that is larger than all others together.
+    // One in fifteen has a single tensor larger than all others together.
     let widest = match draw.chance(0.07) {
         true => scale.either(1500, 8192),
         false => scale.either(70, 1024),
@@ -94,7 +94,7 @@ fn group(draw: &mut Draw, batch: usize) -> usize {
 
 fn stem(draw: &mut Draw, scale: Scale, table: &mut Table, sample: &SampleShape) {
     let SampleShape::Image([height, width, _]) = sample else { return };
-    // At full resolution throughout, a larger image takes seconds.
+    // A larger image at full resolution throughout takes seconds.
     let most = scale.either(12 * 12, 48 * 48);
     match draw.chance(0.5) && height * width <= most {
         true => table.set("stem", "small"),
@@ -106,8 +106,8 @@ fn stem(draw: &mut Draw, scale: Scale, table: &mut Table, sample: &SampleShape) 
 fn stages(draw: &mut Draw, scale: Scale, [height, width, _]: [usize; 3]) -> Vec<Table> {
     let (mut height, mut width) = (height, width);
     let mut stages = Vec::new();
-    // Rule: channels in whole vectors and a wide kernel share a weight gradient among threads by samples, which
-    // ended outside a batch that they do not divide; on a GPU, three such stages have the largest single tensors.
+    // Rule: with channels in whole vectors and a wide kernel, threads split a weight gradient by samples, which once
+    // ran past the end of a batch they do not divide. On a GPU, three such stages have the largest single tensors.
     if draw.chance(0.25) && height.min(width) >= 16 {
         let (kernel, norm) = (draw.pick(&[3, 5]), draw.pick(&["none", "batch", "batch"]));
         for channels in scale.either([16, 24, 48], [64, 128, 256]).into_iter().take(draw.within(2..=3)) {
@@ -153,7 +153,7 @@ fn stages(draw: &mut Draw, scale: Scale, [height, width, _]: [usize; 3]) -> Vec<
 fn transformer(draw: &mut Draw, scale: Scale, table: &mut Table, name: &str, sample: &SampleShape) {
     let heads = draw.pick(scale.either(&[1, 2, 3, 4], &[1, 2, 4, 6, 8, 12, 16]));
     let head_dim = match scale {
-        // Rotary positions turn pairs of values.
+        // Rotary embeddings rotate pairs of values.
         Scale::Small if name == "llama" => 2 * draw.log_uniform(1..=12),
         Scale::Small => draw.log_uniform(1..=24),
         Scale::Large => draw.pick(&[8, 16, 32, 40, 64, 64, 80, 96, 128]),
@@ -185,7 +185,8 @@ fn transformer(draw: &mut Draw, scale: Scale, table: &mut Table, name: &str, sam
     if name != "llama" {
         dropout(draw, table, "dropout", 0.6);
     }
-    // Dropout may zero a token of few values. BERT's norms then multiply its gradient by 1e6 each: it overflows.
+    // Dropout may zero a narrow embedding entirely. Each of BERT's layer norms then multiplies its gradient by 1e6:
+    // it overflows.
     if name == "bert" && width < 8 {
         table.remove("dropout");
     }
@@ -204,13 +205,13 @@ fn transformer(draw: &mut Draw, scale: Scale, table: &mut Table, name: &str, sam
     };
 }
 
-/// A list of layers under construction: the shape decides what may follow.
+/// A list of layers under construction; the current shape decides what may follow.
 struct LayersBuilder<'a> {
     draw: &'a mut Draw,
     scale: Scale,
     /// (height, width, channels), or a vector.
     shape: Vec<usize>,
-    /// Samples of a batch norm: one number, or twice it, so that micro-batches stay small.
+    /// Group size of batch norms: one number or its double, so that micro-batches stay small.
     group: usize,
     tables: Vec<Table>,
 }
@@ -222,7 +223,7 @@ impl<'a> LayersBuilder<'a> {
         let group = group(draw, batch);
         let shape = match sample {
             SampleShape::Image(shape) => shape.to_vec(),
-            // The width is known when the table is read: the first layer makes it another.
+            // The input width is unknown until the table is read; the first layer replaces it.
             _ => vec![0],
         };
         Self { draw, scale, shape, group, tables: Vec::new() }
@@ -236,7 +237,7 @@ impl<'a> LayersBuilder<'a> {
             if self.draw.chance(0.3) { self.residual() } else { self.random_layer() }
         }
         if self.shape.len() == 3 {
-            // A linear map of a whole image is the one large tensor of many jobs.
+            // A linear layer over a whole image is the one large tensor of many jobs.
             if self.draw.chance(0.5) && self.shape[0] * self.shape[1] > 1 {
                 self.global_pool();
             } else if self.draw.chance(0.5) {
@@ -357,7 +358,7 @@ impl<'a> LayersBuilder<'a> {
         }
     }
 
-    /// A convolution that keeps height and width, of one group or of two.
+    /// A convolution that keeps height and width, with one or two groups.
     fn conv_to(&mut self, channels: usize) {
         let kernel = self.draw.pick(&[1, 3, 5]);
         let mut layer = table_of_kind("conv");
@@ -397,7 +398,7 @@ impl<'a> LayersBuilder<'a> {
         self.add(layer);
     }
 
-    /// Two ways through: such as keep the shape, or any, which then meet as vectors of one length.
+    /// A residual block. Its branches keep the shape, or change it freely and end as vectors of one length.
     fn residual(&mut self) {
         let (before, outer) = (self.shape.clone(), std::mem::take(&mut self.tables));
         let shortcut = self.draw.chance(0.6);
@@ -437,7 +438,7 @@ impl<'a> LayersBuilder<'a> {
         self.add(group);
     }
 
-    /// A layer that changes no shape.
+    /// A layer that keeps the shape.
     fn shape_preserving_layer(&mut self) {
         match self.draw.below(7) {
             0 => self.batch_norm(),

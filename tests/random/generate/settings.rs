@@ -77,9 +77,9 @@ pub fn case(
     GeneratedJob { seed, job, files, threads, needs_initial_weights: begins_with_weights, disturbance: trial }
 }
 
-/// Rates at which no model here diverges within some updates.
+/// Learning rates at which no model here diverges within a few updates.
 fn optimizer(draw: &mut Draw, name: &str) -> Table {
-    // The default kind need not be named.
+    // The default kind may be omitted.
     let mut table = if name == "adamw" && draw.chance(0.2) { Table::new() } else { table_of_kind(name) };
     let rate = match name {
         "lion" => draw.pick(&[0.00001, 0.0001]),

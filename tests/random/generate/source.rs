@@ -1,4 +1,4 @@
-//! `[data]`: every kind of source with the files it reads, and the batch and set sizes that belong to it.
+//! `[data]`: every kind of source with its files, and the matching batch and set sizes.
 
 use toml::Table;
 
@@ -8,7 +8,7 @@ use crate::data::{
 };
 use crate::draw::Draw;
 
-/// What models take.
+/// The sources a model accepts.
 fn sources(model: &str) -> &'static [&'static str] {
     match model {
         "mlp" | "layers" => &["csv", "parquet", "shapes", "idx", "images"],
@@ -19,7 +19,7 @@ fn sources(model: &str) -> &'static [&'static str] {
     }
 }
 
-/// Draws the data, then a model for it. `heavy`: of larger batches than others.
+/// Draws the data, then a model for it. `heavy`: larger batches than usual.
 pub fn model_and_data(draw: &mut Draw, scale: Scale, name: &str, heavy: bool) -> ModelAndData {
     let source = draw.pick(sources(name));
     let deep = matches!(name, "resnet" | "mobilenet");
@@ -51,7 +51,7 @@ pub fn model_and_data(draw: &mut Draw, scale: Scale, name: &str, heavy: bool) ->
     ModelAndData { model, data, files, train_samples, classes, most_updates, batch_size }
 }
 
-/// The keys that every kind has.
+/// The keys that every kind shares.
 fn set_loader_keys(draw: &mut Draw, data: &mut Table) {
     if draw.chance(0.3) {
         data.set("shuffle", draw.chance(0.5));
@@ -77,7 +77,7 @@ pub struct SourceBuilder<'a> {
     pub draw: &'a mut Draw,
     pub scale: Scale,
     pub model: &'a str,
-    /// Samples of a micro-batch; fewer where each of them is large.
+    /// Micro-batch size; smaller if samples are large.
     pub batch: usize,
     pub data: Table,
     pub classes: bool,
@@ -85,7 +85,7 @@ pub struct SourceBuilder<'a> {
 }
 
 impl SourceBuilder<'_> {
-    /// The samples, their files, and how many there are to train on.
+    /// The samples, their files, and the number of training samples.
     fn build(&mut self) -> (SampleShape, DataSpec, usize) {
         let kind = self.data["kind"].as_str().unwrap_or_default().to_owned();
         match kind.as_str() {
@@ -100,17 +100,17 @@ impl SourceBuilder<'_> {
         }
     }
 
-    /// Pixels or tokens of a micro-batch.
+    /// Limit on pixels or tokens per micro-batch.
     pub fn limit(&self, small: usize, large: usize) -> usize {
         self.scale.either(if self.heavy { 6 * small } else { small }, large)
     }
 
-    /// Whether an update takes a second by itself.
+    /// Whether a single update takes about a second.
     fn is_deep_model(&self) -> bool {
         matches!(self.model, "resnet" | "mobilenet")
     }
 
-    /// Samples to train and to measure on: rarely whole batches.
+    /// Sizes of the training and validation sets: rarely whole batches.
     pub fn set_sizes(&mut self) -> (usize, usize) {
         if self.is_deep_model() && self.scale == Scale::Small {
             return (self.draw.within(2..=2 * self.batch + 3), self.draw.within(1..=5));
@@ -122,7 +122,7 @@ impl SourceBuilder<'_> {
         (train, self.draw.log_uniform(1..=train))
     }
 
-    /// Names `count` files to train on, and own files to measure on or a share of the others. A pattern stands for
+    /// Names the training files, and validation files or a fraction of the training set. A pattern may stand for
     /// several.
     pub fn files(&mut self, ending: &str, train: usize, valid: usize) {
         let names = |set: &str, count: usize| match count {
@@ -138,18 +138,18 @@ impl SourceBuilder<'_> {
         }
     }
 
-    /// The counts of one to three files.
+    /// Splits a count over one to three files.
     pub fn split_counts(&mut self, count: usize, least: usize) -> Vec<usize> {
         let files = self.draw.within(1..=3).min((count / least).max(1));
         (0..files).map(|i| count / files + usize::from(i < count % files)).collect()
     }
 
     fn table(&mut self, csv: bool) -> (SampleShape, DataSpec, usize) {
-        // Every class and category is in the training rows, whatever the split.
+        // The training rows have every class and category, whatever the split.
         let rows = self.set_sizes().0.max(60);
         let own = self.draw.chance(0.4);
         let missing = if self.draw.chance(0.4) { 0.1 } else { 0.0 };
-        // A wide table now and then.
+        // Occasionally a wide table.
         let widest = if self.draw.chance(0.1) { 400 } else { 12 };
         let numbers = self.draw.log_uniform(1..=widest);
         let categories = if self.draw.chance(0.5) { self.draw.within(1..=3) } else { 0 };
@@ -179,7 +179,7 @@ impl SourceBuilder<'_> {
                 self.data.set("target", string_array(&names))
             }
         };
-        // The first rows decide by themselves unless it is said.
+        // Unless the job says so, the first rows decide.
         if self.draw.chance(0.5) {
             self.data.set("task", if self.classes { "classes" } else { "values" });
         } else if self.draw.chance(0.3) {
@@ -269,7 +269,7 @@ impl SourceBuilder<'_> {
         }
     }
 
-    /// Height and width of a sample. Vision transformers cut it into patches.
+    /// Height and width of a sample; multiples of a patch for vision transformers.
     fn image_sides(&mut self, square: bool) -> [usize; 2] {
         let unit = if self.model == "vit" { self.draw.within(3..=8) } else { 1 };
         let range = match self.scale {
@@ -287,7 +287,7 @@ impl SourceBuilder<'_> {
     fn shapes(&mut self) -> (SampleShape, DataSpec, usize) {
         let side = self.image_sides(true)[0].max(16);
         let (train, valid) = self.set_sizes();
-        // Sixteen is the least, and a multiple of a patch as well.
+        // The side is at least sixteen, and a multiple of the patch size.
         self.data.number("train_samples", train).number("valid_samples", valid).number("image_size", side);
         self.augment(1);
         (SampleShape::Image([side, side, 1]), DataSpec::None, train)
@@ -330,7 +330,7 @@ impl SourceBuilder<'_> {
         let [height, width] = self.image_sides(false);
         let (train, valid) = self.set_sizes();
         let classes = self.draw.within(2..=4);
-        // Every class has images to train on, whatever the split.
+        // Every class has training images, whatever the split.
         let train = train.max(12 * classes);
         match height == width && self.draw.chance(0.5) {
             true => self.data.number("image_size", height),
@@ -378,10 +378,11 @@ impl SourceBuilder<'_> {
         } else if self.draw.chance(0.5) {
             self.data.set("valid_share", 0.2);
         }
-        // A large one among small ones: what decoding takes is not what a sample takes.
+        // One large image among small ones: decoding takes more than a sample does.
         let largest = if self.draw.chance(0.2) { self.scale.either(900, 2500) } else { 60 };
         self.augment(channels);
-        // Packed archives are read forward: the other sample of a blend lies anywhere, and such a job is refused.
+        // Compressed archives are sequential, but mixing needs a second sample from anywhere: the trainer refuses
+        // such a job.
         let packed = matches!(layout, ImageLayout::Tar(packing) if packing != FileCodec::Plain);
         if let (true, Some(augment)) = (packed, self.data.get_mut("augment").and_then(|a| a.as_table_mut())) {
             augment.remove("mixup");
@@ -400,7 +401,7 @@ impl SourceBuilder<'_> {
         (SampleShape::Image([height, width, channels]), DataSpec::Images(files), train)
     }
 
-    /// Half of the sets are as they are: those that a program need not change.
+    /// Half of the datasets have no augmentation.
     fn augment(&mut self, channels: usize) {
         if self.draw.chance(0.5) {
             return;
@@ -428,7 +429,7 @@ impl SourceBuilder<'_> {
                 continue;
             }
             match key {
-                // Grey images have no colour: a job that would change it is refused.
+                // Grayscale images have no color: a job that would change it is refused.
                 "saturation" | "hue" if channels == 1 => &mut augment,
                 "random_resized_crop" => augment.set(key, vec![self.draw.float(0.05, 0.5), 1.0]),
                 "crop_ratio" | "erasing_ratio" => augment.set(key, vec![0.5, 2.0]),

@@ -18,7 +18,7 @@ fn decode(file: &[u8], channels: usize) -> Result<([usize; 2], Vec<u8>), String>
 
 #[test]
 fn jpegs_of_every_colour() {
-    // Two blocks side by side, the second cut by the width.
+    // Two blocks side by side; the width cuts the second one.
     let grey = jpeg([8, 12], 1, |_, column, _| if column == 0 { 40 } else { 200 }, None);
     let wanted: Vec<u8> = (0..8 * 12).map(|i| if i % 12 < 8 { 40 } else { 200 }).collect();
     assert_eq!(decode(&grey, 1).unwrap(), ([8, 12], wanted.clone()));
@@ -33,7 +33,7 @@ fn jpegs_of_every_colour() {
     );
     assert_eq!(decode(&red, 1).unwrap().1, [100; 64]);
 
-    // Inverted CMYK of Adobe: 255 of all is white, and a colour is its plane times the black one.
+    // Adobe's inverted CMYK: 255 in all planes is white, and a channel is its plane times the black plane.
     let cmyk = jpeg([8, 8], 4, |_, _, c| [255, 128, 0, 128][c], None);
     let (_, pixels) = decode(&cmyk, 3).unwrap();
     assert!(
@@ -50,7 +50,7 @@ fn other_encoders_files_read_as_they_read_them() {
         assert_eq!(size, [12, 20]);
         for ([row, column], wanted) in GRADIENT_AT.into_iter().zip(wanted) {
             let pixel = &pixels[(row * 20 + column) * 3..][..3];
-            // Decoders may round, and interpolate chroma, each in its way.
+            // Decoders differ in rounding and in chroma interpolation.
             assert!(pixel.iter().zip(wanted).all(|(a, b)| a.abs_diff(b) <= 3), "{pixel:?} {wanted:?}");
         }
     }
@@ -61,7 +61,7 @@ fn orientation_is_applied() {
     let value = |row: usize, column: usize, _: usize| (50 * row + 100 * column) as u8;
     let rotated = jpeg([16, 24], 1, value, Some(exif::tests::block(6, false)));
     let (size, pixels) = decode(&rotated, 1).unwrap();
-    // Rows go from the left to the right: the last stored row is the first column.
+    // Orientation 6: the last stored row becomes the first column.
     assert_eq!(size, [24, 16]);
     assert_eq!([pixels[0], pixels[15], pixels[23 * 16], pixels[23 * 16 + 15]], [50, 0, 250, 200]);
 }
@@ -119,14 +119,14 @@ fn promises_are_believed_up_to_a_number_of_pixels() {
     let grey = jpeg([64, 64], 1, |_, _, _| 1, None);
     assert_eq!(said(&grey, 4095), "it says that it has 64 x 64 pixels, more than the 4095 that are allowed");
     assert!(ImageDecoder::new(&grey, 3, 4096).is_ok());
-    // Headers of 50,000 x 50,000 before a few bytes of data.
+    // Headers that declare 50,000 x 50,000 pixels, followed by a few bytes of data.
     let mut bomb = png([1, 1], ColorType::Grayscale, BitDepth::Eight, &[1]);
     bomb[16..24].copy_from_slice(&[0, 0, 0xc3, 0x50, 0, 0, 0xc3, 0x50]);
     let mut crc = flate2::Crc::new();
     crc.update(&bomb[12..29]);
     bomb[29..33].copy_from_slice(&crc.sum().to_be_bytes());
     assert!(said(&bomb, MAX_PIXELS).contains("50000 x 50000"), "{}", said(&bomb, MAX_PIXELS));
-    // A container of 20 x 12 around a frame that says 16383 x 16383.
+    // A 20 x 12 container around a frame that declares 16383 x 16383.
     let mut frame = lossy_webp().0;
     let at = frame.windows(3).position(|w| w == [0x9d, 0x01, 0x2a]).unwrap() + 3;
     frame[at..at + 4].copy_from_slice(&[0xff, 0x3f, 0xff, 0x3f]);
@@ -136,7 +136,7 @@ fn promises_are_believed_up_to_a_number_of_pixels() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1500))]
 
-    /// Mutated files are decoded or refused, without a panic and within the pixels allowed.
+    /// Mutated files are decoded or refused, without a panic and within the pixel limit.
     #[test]
     fn mutated_files_are_decoded_or_refused(
         which in 0usize..7, edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),

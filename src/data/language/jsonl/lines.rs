@@ -1,4 +1,4 @@
-//! Lines of files, in chunks of many.
+//! Reads the lines of files in chunks of many lines.
 
 use std::{
     io::Read,
@@ -9,26 +9,26 @@ use super::super::DataError;
 use super::super::pieces::{FileProgress, PIECE_BYTES};
 use crate::data::files;
 
-/// Bytes of a line, at most: what is longer is no record.
+/// Maximum line length in bytes; a longer line is not a record.
 const MAX_LINE_BYTES: usize = 64 << 20;
 
-/// Whole lines of a file.
+/// Whole lines of one file.
 pub struct LineChunk<'a> {
     pub file: &'a Path,
-    /// The number of its first line, from 1.
+    /// Number of the first line, from 1.
     first_line: u64,
     bytes: Vec<u8>,
 }
 
 impl LineChunk<'_> {
-    /// Each line with its number, without its end; those that are blank are left out.
+    /// Lines with their numbers and without line endings; blank lines are skipped.
     pub fn lines(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let numbered = (self.first_line..).zip(self.bytes.split(|&byte| byte == b'\n'));
         numbered.map(|(number, line)| (number, line.trim_ascii())).filter(|(_, line)| !line.is_empty())
     }
 }
 
-/// Reads files line by line.
+/// Reads files in chunks of lines.
 pub struct LineReader<'a> {
     files: std::slice::Iter<'a, PathBuf>,
     progress: &'a FileProgress<'a>,
@@ -38,7 +38,7 @@ pub struct LineReader<'a> {
 struct OpenFile<'a> {
     file: &'a Path,
     reader: Box<dyn Read + Send>,
-    /// Bytes read and not given yet, which begin line `line`.
+    /// Bytes read but not returned yet; they start at line `line`.
     pending: Vec<u8>,
     line: u64,
     saw_data: bool,
@@ -49,7 +49,7 @@ impl<'a> LineReader<'a> {
         Self { files: files.iter(), progress, open: None }
     }
 
-    /// The next lines; `None` after the last.
+    /// The next chunk; `None` at the end.
     pub fn next(&mut self) -> Result<Option<LineChunk<'a>>, DataError> {
         loop {
             let Some(open) = &mut self.open else {

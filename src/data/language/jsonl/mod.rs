@@ -1,7 +1,7 @@
-//! Records of JSON, a line each: texts or chats to go on with, or texts to tell apart.
+//! JSON Lines datasets: texts or chats for language modeling, or texts with a class label.
 //!
-//! Records are tokenised once into the cache. A sample is a record, padded; or, packed, a window of all records one
-//! after the other.
+//! Records are tokenized once into the cache. A sample is one padded record or, with packing, a window over the
+//! concatenation of all records.
 
 mod jinja;
 mod lines;
@@ -34,49 +34,49 @@ pub use jinja::MAX_TEMPLATE_BYTES as TEMPLATE_BYTES;
 pub use record::{ChatLossScope, OverlongPolicy};
 pub use template::BUILTIN_TEMPLATES as TEMPLATES;
 
-/// What records, and what is made of them.
+/// Which records to read, and how to build samples from them.
 #[derive(Clone, Debug)]
 pub struct JsonlSettings {
     pub train: Vec<PathBuf>,
-    /// Own files to measure on; where empty, a share of the samples is.
+    /// Validation files; if empty, `valid_fraction` of the samples are held out.
     pub valid: Vec<PathBuf>,
     pub valid_fraction: f64,
     pub tokenizer: TokenizerSpec,
     pub separator: Separator,
-    /// The field of a text, where `chat` is absent.
+    /// Field that holds the text if `chat` is `None`.
     pub field: String,
     pub chat: Option<ChatSettings>,
-    /// The field of a class: samples are told apart instead of gone on with.
+    /// Field that holds the class label: the task is classification instead of next-token prediction.
     pub label: Option<String>,
-    /// Documents one after the other in whole windows, instead of a padded sample each.
+    /// Concatenate documents and cut full windows, instead of padding each document.
     pub pack: bool,
-    /// Lengths to pad to; powers of two where empty.
+    /// Sequence lengths to pad to; powers of two if empty.
     pub buckets: Vec<usize>,
     pub too_long: OverlongPolicy,
-    /// Tokens of a sample, at most.
+    /// Maximum tokens per sample.
     pub context: usize,
-    /// What happens to bad records, of the files of each set.
+    /// Policy for bad records; the limit applies to the files of each split.
     pub on_bad: BadRecordPolicy,
 }
 
-/// Messages, and how they become a text.
+/// Chat messages and how they are rendered.
 #[derive(Clone, Debug)]
 pub struct ChatSettings {
-    /// Their field.
+    /// Field that holds the messages.
     pub field: String,
-    /// The template's name, its text, or "auto" for the tokenizer's own.
+    /// A built-in template's name, a template's source, or "auto" for the tokenizer's own.
     pub template: String,
     pub loss: ChatLossScope,
 }
 
-/// A training and a validation set.
+/// Training set and validation set.
 type TrainValid = (Arc<dyn Dataset>, Arc<dyn Dataset>);
 
-/// The samples to train on and those to measure on.
+/// Opens the training and the validation set.
 pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid, DataError> {
     let (train, valid) =
         (files::resolve_patterns(&settings.train)?, files::resolve_patterns(&settings.valid)?);
-    // Buckets bound a sample as the model does.
+    // The largest bucket limits a sample just as the model's context does.
     let context = settings.buckets.iter().max().map_or(settings.context, |&most| most.min(settings.context));
     let known = settings.tokenizer.load_within_memory(ctx)?;
     let content = build_content(settings, known.as_ref())?;
@@ -86,7 +86,7 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
         tokenizer,
         separator: None,
         too_long: settings.too_long,
-        // A target for each input.
+        // One extra id for next-token prediction: each input needs a target.
         max_tokens: match (settings.pack, &settings.label) {
             (true, _) => usize::MAX,
             (false, None) => context + 1,
@@ -105,7 +105,7 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
         }
     };
     let separator = match settings.chat {
-        // A template ends what it puts together.
+        // A chat template writes its own end-of-text token.
         Some(_) if !settings.pack => None,
         _ => tokenizer.separator(&settings.separator)?,
     };
@@ -151,7 +151,7 @@ fn build_content(
         return Ok(RecordContent::Text { field: settings.field.clone() });
     };
     let wrong = |value: &str, problem: String| {
-        // A template's text may be long; its beginning tells which one it is.
+        // A template can be long; its start is enough to identify it.
         let end = value.floor_char_boundary(value.len().min(60));
         let template = value[..end].to_owned() + if end < value.len() { "..." } else { "" };
         DataError::Template { template, problem }
@@ -172,7 +172,7 @@ fn build_content(
     Ok(RecordContent::Chat { field: chat.field.clone(), template: Box::new(template), loss: chat.loss })
 }
 
-/// The distinct characters of all records, found once.
+/// Distinct characters of all records; cached.
 fn character_vocabulary(
     files: &[PathBuf],
     reader: &RecordReader,
@@ -186,7 +186,7 @@ fn character_vocabulary(
         let (mut lines, mut all) = (LineReader::new(files, &progress), BTreeSet::new());
         let work = |chunk: &LineChunk| {
             let texts = chunk.lines().map(|(number, line)| reader.text(line, chunk.file, number));
-            // Those left out are counted when the others are tokenised.
+            // Tokenization counts the skipped records later, so this pass does not.
             let texts = texts.filter(|text| text.is_ok() || !reader.on_bad.skips());
             texts.map(|text| text.map(|text| distinct_chars(&text))).collect::<Result<Vec<_>, _>>()
         };
@@ -206,8 +206,8 @@ fn character_vocabulary(
     Ok(CharTokenizer::new(text.chars()))
 }
 
-/// The lengths samples are padded to: those that are wished, or powers of two from 32 on, up to the first that holds
-/// `longest`, none of them above `context`.
+/// Padded lengths: the requested ones, or powers of two from 32, up to the first that fits `longest` and capped at
+/// `context`.
 fn buckets(requested: &[usize], longest: usize, context: usize) -> Vec<usize> {
     let mut all: Vec<usize> = match requested {
         [] => std::iter::successors(Some(32), |n| (*n < longest).then_some(2 * n)).collect(),
@@ -222,7 +222,7 @@ fn buckets(requested: &[usize], longest: usize, context: usize) -> Vec<usize> {
     all
 }
 
-/// Names of classes in order: of numbers if all are, otherwise of letters.
+/// Class names, sorted numerically if all are integers, otherwise as strings.
 fn class_names(found: &tokenized::TokenizedSummary) -> Vec<String> {
     let mut names: Vec<String> = found.classes.iter().map(|(name, _)| name.clone()).collect();
     match names.iter().map(|name| name.parse::<i128>()).collect::<Result<Vec<_>, _>>() {
@@ -253,7 +253,7 @@ fn describe(name: &str, made: &TokenizedRecords, vocab: usize) -> Vec<(String, S
     about
 }
 
-/// Documents one after the other: the share measured on is their end.
+/// Windows over the concatenated documents; without validation files, the end of the stream is the validation set.
 fn packed_windows(
     train: TokenizedRecords,
     valid: Option<TokenizedRecords>,
@@ -288,11 +288,11 @@ fn packed_windows(
     }
 }
 
-/// A record a sample, padded.
+/// One padded record per sample.
 struct DocumentDataset {
     records: TokenizedRecords,
     features: Features,
-    /// The class of each name as it came.
+    /// Class id for each entry of `TokenizedSummary::classes`.
     class_ids: Vec<u32>,
     decoder: Arc<TokenDecoder>,
     description: Vec<(String, String)>,

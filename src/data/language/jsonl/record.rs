@@ -1,4 +1,4 @@
-//! One record: a line of JSON made into token ids.
+//! Converts one record, a line of JSON, into token ids.
 
 use std::path::Path;
 
@@ -9,60 +9,60 @@ use super::super::tokenizer::Tokenizer;
 use super::template::{ChatMessage, ChatTemplate, ROLES, RenderedChat};
 use crate::data::bad_records::BadRecordPolicy;
 
-/// What of a record is learned from.
+/// Which part of a record is the text.
 pub enum RecordContent {
     /// The text in this field.
     Text { field: String },
-    /// The messages in this field, as the template puts them together.
+    /// The messages in this field, rendered by the template.
     Chat { field: String, template: Box<ChatTemplate>, loss: ChatLossScope },
 }
 
-/// Which tokens of a talk are to be predicted.
+/// Which tokens of a chat contribute to the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChatLossScope {
     Assistant,
     All,
 }
 
-/// What happens to a record that has more tokens than a sample can hold.
+/// What to do with a record that has more tokens than a sample can hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OverlongPolicy {
-    /// Its end is left out.
+    /// Drop the end.
     Truncate,
-    /// It becomes several samples.
+    /// Split it into several samples.
     Split,
-    /// It is a bad record.
+    /// Treat it as a bad record.
     Reject,
 }
 
-/// How records become ids.
+/// Converts records into token ids.
 pub struct RecordReader<'a> {
     pub content: &'a RecordContent,
-    /// The field that holds the class, where samples are to be told apart.
+    /// Field that holds the class label, for classification.
     pub label: Option<&'a str>,
     pub tokenizer: &'a Tokenizer,
-    /// Put at the end of each document.
+    /// Appended to each document.
     pub separator: Option<u32>,
     pub too_long: OverlongPolicy,
-    /// Ids that a sample can hold with its targets; unbounded where documents are packed.
+    /// Maximum ids of a sample, including its targets; unlimited if documents are packed.
     pub max_tokens: usize,
-    /// What happens to bad records.
+    /// Policy for bad records.
     pub on_bad: BadRecordPolicy,
 }
 
-/// A record as ids.
+/// A tokenized record.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Document {
     pub ids: Vec<u32>,
-    /// Whether each id is to be learned; empty where all are.
+    /// Whether each id contributes to the loss; empty if all do.
     pub loss_mask: Vec<bool>,
     pub label: Option<String>,
-    /// Ids before it was cut.
+    /// Number of ids before truncation.
     pub full_len: u64,
 }
 
 impl RecordReader<'_> {
-    /// The document of a line.
+    /// Reads and tokenizes a line.
     pub fn read(&self, line: &[u8], file: &Path, number: u64) -> Result<Document, DataError> {
         let bad = |problem: String| record_error(file, number, problem);
         let object = parse_object(line, file, number)?;
@@ -72,7 +72,7 @@ impl RecordReader<'_> {
             (RecordContent::Chat { loss: ChatLossScope::Assistant, .. }, talk) => {
                 let mut offsets = Vec::new();
                 self.tokenizer.encode_with_offsets(&talk.text, &mut offsets).map_err(bad)?;
-                // Answers come in order and do not overlap.
+                // Answer spans are sorted and disjoint, so a binary search finds the candidate.
                 let in_answer = |at: usize| {
                     let next = talk.answer_spans.partition_point(|answer| answer.end <= at);
                     talk.answer_spans.get(next).is_some_and(|answer| answer.contains(&at))
@@ -97,7 +97,7 @@ impl RecordReader<'_> {
             }
         }
         let full_len = ids.len() as u64;
-        // Something is predicted from something.
+        // Next-token prediction needs an input and a target; classification needs one token.
         let least = if self.label.is_some() { 1 } else { 2 };
         if ids.len() < least {
             return Err(bad(format!("it gives {full_len} tokens, and a sample needs {least}")));
@@ -108,7 +108,7 @@ impl RecordReader<'_> {
                     let problem = format!("it has {full_len} tokens, and a sample takes {}", self.max_tokens);
                     return Err(bad(problem));
                 }
-                // What the tokenizer puts at the end of a sample stays there.
+                // Keep the trailing special tokens, such as `[SEP]`.
                 OverlongPolicy::Truncate => drop(ids.drain(
                     self.max_tokens.saturating_sub(trailing_special_tokens)
                         ..ids.len() - trailing_special_tokens.min(self.max_tokens),
@@ -124,7 +124,7 @@ impl RecordReader<'_> {
         Ok(Document { ids, loss_mask, label, full_len })
     }
 
-    /// The text of a line, as it will be tokenised.
+    /// The text of a line, as it will be tokenized.
     pub fn text(&self, line: &[u8], file: &Path, number: u64) -> Result<String, DataError> {
         let object = parse_object(line, file, number)?;
         self.render(&object).map(|talk| talk.text).map_err(|problem| record_error(file, number, problem))
@@ -200,7 +200,7 @@ fn messages(object: &Value, name: &str) -> Result<Vec<ChatMessage>, String> {
     list.iter().map(message).collect()
 }
 
-/// A class by its name; whole numbers, true and false are names too.
+/// Class name of a record; integers and booleans are valid names.
 fn class_name(object: &Value, name: &str) -> Result<String, String> {
     match field(object, name)? {
         Value::String(text) if !text.is_empty() => Ok(text.clone()),
@@ -349,7 +349,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a line holds, it is read or refused.
+        /// Any line is read or refused, without a panic.
         #[test]
         fn any_line_is_read_or_refused(at in 0usize..100, bytes in prop::collection::vec(any::<u8>(), 0..4), deep in 0usize..300) {
             let line = r#"{"text": "ab\u00e9", "label": 1, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}"#;

@@ -1,15 +1,15 @@
-//! Chat messages as one text: a Jinja template, as Hugging Face's tokenizers have it.
+//! Renders chat messages to text with a Jinja template, as Hugging Face tokenizers do.
 //!
 //! A template sees `messages` (each with `role` and `content`), `bos_token`, `eos_token` and `add_generation_prompt`,
-//! and may call `raise_exception`. Blocks take the end of their line with them. What a template may use is bounded by
-//! the size of the record: see [`jinja`](super::jinja).
+//! and may call `raise_exception`. Blocks are trimmed (`trim_blocks`, `lstrip_blocks`). The size of the record bounds
+//! what a rendering may use: see [`jinja`](super::jinja).
 
 use std::ops::Range;
 use std::rc::Rc;
 
 use super::jinja::{Meter, ParsedTemplate, RenderLimits, Value};
 
-/// The templates that have names.
+/// Built-in templates by name.
 pub const BUILTIN_TEMPLATES: [(&str, &str); 5] = [
     (
         "chatml",
@@ -49,17 +49,17 @@ pub const BUILTIN_TEMPLATES: [(&str, &str); 5] = [
     ),
 ];
 
-/// One message of a talk.
+/// One chat message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChatMessage {
     pub role: String,
     pub content: String,
 }
 
-/// The roles a message can have.
+/// Valid roles.
 pub const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
 
-/// A talk as text, and the bytes of it that are answers.
+/// A rendered chat and the byte ranges of the assistant's answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RenderedChat {
     pub text: String,
@@ -72,23 +72,23 @@ pub struct ChatTemplate {
     eos: String,
 }
 
-/// Bytes that the values of a rendering may take: this and so many for each byte of the messages.
+/// Byte limit of a rendering: this base, plus `BYTES_PER_BYTE` for each byte of the messages.
 const BASE_BYTES: usize = 1 << 20;
 const BYTES_PER_BYTE: usize = 16;
 
-/// What each message takes besides its text.
+/// Bytes counted per message besides its text.
 const BYTES_PER_MESSAGE: usize = 128;
 
-/// Steps of all renderings of one record, a few seconds.
+/// Step limit for all renderings of one record; a few seconds.
 const MAX_STEPS: u64 = 200_000_000;
 
 impl ChatTemplate {
-    /// A template from its source; the special tokens are what it sees as `bos_token` and `eos_token`.
+    /// Parses a template; `bos` and `eos` become its `bos_token` and `eos_token`.
     pub fn new(source: &str, bos: String, eos: String) -> Result<Self, String> {
         Ok(Self { program: ParsedTemplate::parse(source)?, bos, eos })
     }
 
-    /// The text of `messages`; takes its steps from `steps_left`.
+    /// Renders `messages`; deducts the steps used from `steps_left`.
     fn render(
         &self,
         messages: &[ChatMessage],
@@ -117,8 +117,8 @@ impl ChatTemplate {
         Ok(text)
     }
 
-    /// The whole talk; an answer is what a message of the assistant adds to the talk before it, which ends as if
-    /// an answer were asked for.
+    /// Renders the whole chat. An answer is the text that an assistant message adds to the rendering of the messages
+    /// before it, which is rendered with the generation prompt. Each answer costs up to two more renderings.
     pub fn render_chat(&self, messages: &[ChatMessage], with_answers: bool) -> Result<RenderedChat, String> {
         let mut steps_left = MAX_STEPS;
         let text = self.render(messages, false, &mut steps_left)?;
@@ -135,7 +135,7 @@ impl ChatTemplate {
                                told apart; set `loss = \"all\"`";
                 return Err(problem.into());
             }
-            // White space after the end of an answer is the template's.
+            // The template adds trailing whitespace; it is not part of the answer.
             answers.push(before.len()..after.trim_end().len().max(before.len()));
         }
         Ok(RenderedChat { text, answer_spans: answers })
@@ -219,7 +219,7 @@ mod tests {
         assert!(wrong.contains("roles must take turns"), "{wrong}");
         assert!(chat("{{ messages[0].content.nonsense() }}", &CHAT).unwrap_err().contains("nonsense"));
         assert!(chat("{% if %}", &CHAT).unwrap_err().contains("line 1"));
-        // A template that shows the last message only.
+        // A template that prints only the last message.
         assert!(
             chat("{{ messages[-1].content }}", &CHAT).unwrap_err().contains("answers cannot be told apart")
         );

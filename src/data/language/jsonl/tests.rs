@@ -47,7 +47,7 @@ fn chat(loss: ChatLossScope) -> Option<ChatSettings> {
     Some(ChatSettings { field: "messages".into(), template: "plain".into(), loss })
 }
 
-/// (input without padding, targets that count with their places, length)
+/// (input without padding, unmasked targets with their positions, length)
 fn read(set: &dyn Dataset, index: u64) -> (String, Vec<(usize, u32)>, usize) {
     let features = set.features();
     let (mut input, mut target) = (vec![77; features.input_len()], vec![77; features.target_len()]);
@@ -80,14 +80,14 @@ fn a_record_is_a_sample_padded_to_a_bucket() {
         (lengths.longest, &lengths.histogram[..]),
         ((40, 3), &[(2, 1), (4, 1), (8, 1), (16, 0), (32, 0), (64, 1)][..])
     );
-    // Wished buckets bound a sample.
+    // Requested buckets limit the sample length.
     let requested =
         JsonlSettings { valid: vec![file.clone()], buckets: vec![4, 8], ..settings(file.clone(), 100) };
     let (set, _) = fixture.open(&requested).unwrap();
     assert_eq!(set.features().buckets, [4, 8]);
     assert_eq!(read(&*set, 3).0, "a longer");
     assert!(set.describe().contains(&("longer than a sample".into(), "1 of the records".into())));
-    // By share, each record is in one of the sets.
+    // A split by fraction puts each record into exactly one set.
     let (train, valid) = fixture.open(&settings(file, 100)).unwrap();
     assert_eq!((train.len(), valid.len()), (3, 1));
 }
@@ -137,7 +137,7 @@ fn chats_learn_answers_padded_and_packed() {
     let (text, targets, length) = read(&*set, 0);
     assert_eq!((&*text, length), ("user: Hi\nassistant: Yo", 22));
     assert_eq!(targets, [(18, b' '.into()), (19, b'Y'.into()), (20, b'o'.into())]);
-    // Packed: windows of all talks, each token a target at most once, and all answers learned.
+    // Packed: windows over all chats; each token is a target at most once, and every answer token is learned.
     let (set, _) = fixture.open(&JsonlSettings { pack: true, context: 10, ..chats.clone() }).unwrap();
     assert!(set.features().buckets.is_empty());
     assert_eq!(set.len(), (23 * 8 - 1) / 10);
@@ -203,7 +203,7 @@ fn errors_are_reported() {
     let file = fixture.write("a.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n");
     let error = fixture.open(&settings(file.clone(), 16)).err().unwrap().to_string();
     assert!(error.contains("a.jsonl`, line 2: its `text` is a number"), "{error}");
-    // Left out and told, up to as many as allowed.
+    // Bad records are skipped and reported, up to the limit.
     let two = fixture.write("two.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n[]\n{\"text\": \"yes\"}\n");
     for units in [TokenizerSpec::Bytes, TokenizerSpec::Characters] {
         let skip = JsonlSettings {

@@ -1,5 +1,4 @@
-//! Records made into ids once: ids, where each sample ends, which ids are learned, and classes, each in a file of its
-//! own in the cache, and what was found out on the way.
+//! Tokenizes records once into the cache: ids, sample ends, loss mask and classes in one file each, plus a summary.
 
 use std::{
     collections::HashMap,
@@ -21,7 +20,7 @@ use crate::data::bad_records::{BadRecord, DatasetSplit, SkippedRecords};
 use crate::data::cache::CacheKey;
 use crate::data::{DatasetContext, LengthStats};
 
-/// The records of some files.
+/// The tokenized records of a set of files.
 pub struct TokenizedRecords {
     pub ids: Arc<TokenFiles>,
     pub loss_mask: Option<Arc<LossMask>>,
@@ -30,28 +29,28 @@ pub struct TokenizedRecords {
     pub summary: TokenizedSummary,
 }
 
-/// What was found out.
+/// Statistics gathered while tokenizing.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct TokenizedSummary {
     pub records: u64,
     pub samples: u64,
     pub tokens: u64,
-    /// Tokens that are to be learned.
+    /// Tokens that contribute to the loss.
     pub learned: u64,
-    /// Records that were longer than a sample.
+    /// Records that exceeded the maximum sample length.
     pub too_long: u64,
-    /// Tokens of the longest record, and the number of its (first) sample.
+    /// Token count of the longest record, and the index of its first sample.
     pub longest: (u64, u64),
-    /// Records of up to 1, 2, 4, 8, ... tokens.
+    /// Number of records of up to 1, 2, 4, 8, ... tokens.
     histogram: Vec<u64>,
-    /// The names of classes in the order they came, and their samples.
+    /// Class names in order of first appearance, with their sample counts.
     pub classes: Vec<(String, u64)>,
-    /// Records left out because they are bad, and what is wrong with the first of them.
+    /// Number of bad records skipped, and the messages of the first few.
     pub bad: u64,
     pub first_bad: Vec<String>,
 }
 
-/// Distinct classes, at most: with more, the field is no class.
+/// Maximum distinct classes; a field with more is not a class label.
 const MAX_CLASSES: usize = 1 << 16;
 
 impl TokenizedSummary {
@@ -62,7 +61,8 @@ impl TokenizedSummary {
 }
 
 impl TokenizedRecords {
-    /// Of `files`, as `reader` reads them; `how` states the settings behind it, and `sources` what else it was made from.
+    /// Opens the tokenized form of `files`, as `reader` reads them. The cache key covers `how`, the settings behind
+    /// `reader`, and `sources`, the other files the result depends on.
     pub fn open(
         files: &[PathBuf],
         sources: &[PathBuf],
@@ -127,9 +127,9 @@ impl TokenizedRecords {
         })
     }
 
-    /// Where the ids of a sample lie.
+    /// Range of token ids of a sample.
     pub fn sample_range(&self, index: u64) -> Result<std::ops::Range<u64>, DataError> {
-        // Where the sample before it ends, and where it ends itself; the first begins at 0.
+        // Read the end of the previous sample and the end of this one; the first sample starts at 0.
         let mut ends = [[0; 8]; 2];
         let before = usize::from(index == 0);
         self.sample_ends.read(8 * index.saturating_sub(1), ends[before..].as_flattened_mut())?;
@@ -137,7 +137,7 @@ impl TokenizedRecords {
         Ok(start..end)
     }
 
-    /// The class of a sample, as a place in [`TokenizedSummary::classes`].
+    /// Class of a sample, as an index into [`TokenizedSummary::classes`].
     pub fn class(&self, index: u64) -> Result<usize, DataError> {
         let mut bytes = [0; 4];
         if let Some(labels) = &self.labels {
@@ -151,7 +151,7 @@ fn write_error(error: std::io::Error) -> DataError {
     DataError::write(Path::new("the tokens of the records"))(error)
 }
 
-/// Writes documents one after the other.
+/// Appends documents to the cache files.
 struct RecordWriter<'a, 'o> {
     reader: &'a RecordReader<'a>,
     width: TokenWidth,
@@ -159,7 +159,7 @@ struct RecordWriter<'a, 'o> {
     summary: TokenizedSummary,
     skipped: SkippedRecords,
     classes: HashMap<String, u32>,
-    /// Bits of marks that do not make a byte yet.
+    /// Loss-mask bits that do not fill a byte yet.
     pending_bits: (u8, u32),
     bytes: Vec<u8>,
 }
@@ -237,7 +237,8 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
             if end == document.ids.len() || self.reader.too_long != OverlongPolicy::Split {
                 return Ok(());
             }
-            // The last token of a sample is a target only: the next one begins with it. A class is of all tokens.
+            // For next-token prediction the last token of a sample is only a target, so the next sample starts with it.
+            // Classification has no targets among the tokens, so samples do not overlap.
             start = if class.is_some() { end } else { end - 1 };
         }
     }

@@ -1,4 +1,4 @@
-//! A `tokenizer.json`, as Hugging Face's `tokenizers` saves it.
+//! Loads a `tokenizer.json` saved by Hugging Face's `tokenizers`.
 
 use std::{collections::BTreeMap, fmt::Display, path::Path, sync::Arc};
 
@@ -13,10 +13,10 @@ use crate::data::DataError;
 use crate::panics::catch_panic;
 use crate::regular_file;
 
-/// No published tokenizer comes near it: what is larger is something else.
+/// Maximum file size. No published tokenizer comes close; a larger file is something else.
 pub const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 
-/// What ends a document in well-known vocabularies, and what begins one.
+/// End-of-text tokens of well-known vocabularies, and beginning-of-text tokens.
 const EOS_TOKENS: [&str; 6] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]"];
 const BOS_TOKENS: [&str; 4] = ["<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"];
 
@@ -25,11 +25,11 @@ pub struct HfTokenizer {
     limits: TokenizerLimits,
     vocab: usize,
     split_rule: SplitRule,
-    /// Present where texts can be taken word by word.
+    /// Present if text can be encoded word by word.
     word_encoder: Option<(PreTokenizer, WordCache)>,
-    /// The special tokens as they stand in a text, the longest first, by their first byte.
+    /// Special tokens as text, keyed by their first byte, longest first.
     special_tokens: BTreeMap<u8, Vec<(String, u32)>>,
-    /// `tokenizer_config.json` beside it, or nothing.
+    /// `tokenizer_config.json` beside it, or null.
     config: Value,
 }
 
@@ -46,7 +46,7 @@ impl HfTokenizer {
         if !value["model"].is_object() {
             return Err(wrong("it has no `model`".into()));
         }
-        // A set is tokenised once and whole: nothing is cut, filled up or left to chance.
+        // The dataset is tokenized once and whole: disable truncation, padding and dropout.
         for key in ["truncation", "padding"] {
             value[key] = Value::Null;
         }
@@ -92,12 +92,12 @@ impl HfTokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// What ends a document: as `tokenizer_config.json` says, or a well-known token.
+    /// Id of the end-of-text token: from `tokenizer_config.json`, or a well-known token.
     pub fn eos_id(&self) -> Option<u32> {
         self.special_token("eos_token").and_then(|token| self.id(&token))
     }
 
-    /// The text of "bos_token" or "eos_token".
+    /// Text of "bos_token" or "eos_token".
     pub fn special_token(&self, name: &str) -> Option<String> {
         let configured = &self.config[name];
         let configured = configured
@@ -108,7 +108,7 @@ impl HfTokenizer {
         configured.or_else(|| known.iter().copied().find(|token| self.id(token).is_some())).map(str::to_owned)
     }
 
-    /// The chat template that is published with it.
+    /// Chat template published with the tokenizer.
     pub fn chat_template(&self) -> Option<String> {
         self.config["chat_template"].as_str().map(str::to_owned)
     }
@@ -160,7 +160,7 @@ impl HfTokenizer {
         catch_library_error(|| self.inner.decode(ids, false)).unwrap_or_default()
     }
 
-    /// The first special token of `text`: where it is, how long, and its id.
+    /// First special token in `text`: (offset, length, id).
     fn next_special_token(&self, text: &str) -> Option<(usize, usize, u32)> {
         let bytes = text.as_bytes();
         let here = |at: usize| {
@@ -168,7 +168,7 @@ impl HfTokenizer {
             let found = tokens.iter().find(|(token, _)| bytes[at..].starts_with(token.as_bytes()))?;
             Some((at, found.0.len(), found.1))
         };
-        // No further than to the first: a text may be full of them.
+        // Search lazily: a text may be full of special tokens, and the caller wants only the first.
         let firsts: Vec<u8> = self.special_tokens.keys().copied().collect();
         match firsts[..] {
             [] => None,
@@ -179,9 +179,9 @@ impl HfTokenizer {
         }
     }
 
-    /// Learns the special tokens; `None` where one is more than the text it stands for.
+    /// Collects the special tokens; `None` if one does more than match its literal text.
     fn collect_special_tokens(&mut self) -> Option<()> {
-        /// More are looked for by the library, all at once.
+        /// With more special tokens, the library's multi-pattern search is the better choice.
         const MAX_SPECIAL_TOKENS: usize = 4096;
         let added = self.inner.get_added_tokens_decoder();
         if added.len() > MAX_SPECIAL_TOKENS {
@@ -200,13 +200,13 @@ impl HfTokenizer {
         Some(())
     }
 
-    /// Where texts can be cut, by trying it.
+    /// Detects by experiment where text can be split.
     fn detect_split_rule(&self) -> SplitRule {
         const PROBES: [[&str; 2]; 4] =
             [["alpha", "beta"], ["One.", "Two"], ["x, y", "(z) 12"], ["über", "3 + \"four\""]];
         let ids = |text: &str| {
             let mut ids = Vec::new();
-            // A text without ids differs from every other.
+            // `None`, an encoding failure, equals no list of ids.
             self.encode(text, &mut ids).is_ok().then_some(ids)
         };
         let agrees = |second: fn(&str) -> String| {
@@ -223,18 +223,18 @@ impl HfTokenizer {
     }
 }
 
-/// The settings published beside a tokenizer; a file that cannot be read is as good as none.
+/// Settings published beside the tokenizer; an unreadable file is treated as absent.
 fn load_config(file: &Path) -> Value {
     let text = regular_file::read(&file.with_file_name("tokenizer_config.json"), 16 << 20);
     text.ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or(Value::Null)
 }
 
-/// Whether the token, in a vocabulary where words begin with `▁`, does not go on over the beginning of one.
+/// Whether the token, in a vocabulary that marks word starts with `▁`, stays within one word.
 fn begins_words(token: &str) -> bool {
     !token.trim_start_matches('\u{2581}').contains('\u{2581}')
 }
 
-/// The rule by which words can be taken one by one, for the tokenizers that are known by heart.
+/// Pre-tokenizer for word-by-word encoding, if the tokenizer belongs to a supported family.
 fn detect_pre_tokenizer(file: &Value) -> Option<PreTokenizer> {
     let (model, before, normal) = (&file["model"], &file["pre_tokenizer"], &file["normalizer"]);
     let plain = |key: &str| model[key].as_str().unwrap_or("").is_empty();
@@ -268,7 +268,7 @@ fn detect_pre_tokenizer(file: &Value) -> Option<PreTokenizer> {
     (before.is_null() && *normal == spaces).then_some(PreTokenizer::Metaspace)
 }
 
-/// Runs the library on what a file says: an error or a panic in it is the file's fault.
+/// Calls the library on untrusted input; turns an error or a panic into a message.
 fn catch_library_error<T, E: Display>(body: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     match catch_panic(body) {
         Ok(result) => result.map_err(|error| error.to_string()),
@@ -312,7 +312,7 @@ mod tests {
         assert_eq!(llama.special_token("bos_token").as_deref(), Some("<s>"));
     }
 
-    /// GPT-2's vocabulary, cut as Llama 3 cuts.
+    /// GPT-2's vocabulary with Llama 3's pre-tokenizer pattern.
     fn by_a_pattern_of_its_own() -> Option<HfTokenizer> {
         let file = published_dataset("tokenizers")?.join("gpt2/tokenizer.json");
         let mut value: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
@@ -419,7 +419,7 @@ mod tests {
             let error = with(key, part).err().unwrap().to_string();
             assert!(error.contains(wanted), "{error}");
         }
-        // What could become 256 times as long is tried before it is done, and one that does not is fine.
+        // A text that could grow by a factor of 256 is checked before it is encoded; a text that does not grow passes.
         let grows = with("normalizer", doubling(8)).unwrap();
         let error = grows.encode_with_special_tokens(&"a".repeat(100_000)).unwrap_err();
         assert!(error.contains("more than 4 times as long"), "{error}");
@@ -439,7 +439,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
 
-        /// A damaged file is refused or works; it never ends the program.
+        /// A corrupt file is refused or works; it never aborts the program.
         #[test]
         fn corrupt_files_are_refused(at in 0.0..1.0f64, byte: u8, cut in 0.0..1.0f64, how in 0..3) {
             let mut text = tiny().to_string().into_bytes();

@@ -1,8 +1,8 @@
-//! What a `tokenizer.json` may make of a text, and how long it may take.
+//! Bounds what a `tokenizer.json` can do to a text, and how long it may take.
 //!
-//! The file says how text is changed before it is cut into tokens, and whoever wrote it may want a letter to become a
-//! gigabyte. The library has no bound of its own, so files that ask for too much are refused when they are opened, and
-//! a text that the file could make much longer is tried in small pieces first.
+//! The file defines how text is normalized before it is split into tokens, and a malicious one can turn a letter into a
+//! gigabyte. The library has no limits of its own. Files that exceed a limit are refused when they are opened, and a
+//! text that the normalizer could make much longer is first normalized in small pieces.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -11,40 +11,40 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper, Tokenizer};
 
-/// Bytes of one token, and letters of a word that is looked for piece by piece, at most.
+/// Maximum bytes of a token, and maximum characters of a word that WordPiece searches.
 const MAX_TOKEN_BYTES: usize = 4096;
 const MAX_WORD_CHARS: u64 = 1000;
 
-/// Bytes put in the place of others, at most, and the times that one byte may become longer by all steps together.
+/// Maximum bytes of a replacement string, and the maximum growth factor of one byte over all steps.
 const MAX_REPLACEMENT_BYTES: usize = 256;
 const MAX_GROWTH: f64 = 1024.0;
 
-/// Entries of what is put around a whole sample, at most.
+/// Maximum special tokens added around a sample.
 const MAX_TEMPLATE_TOKENS: usize = 64;
 
-/// A text that cannot become longer than this is not tried first.
+/// A text that cannot grow beyond this many bytes is not checked.
 const UNCHECKED_BYTES: f64 = (1 << 20) as f64;
-/// Otherwise it may become longer by this, and this many bytes.
+/// A checked text may grow by this factor, plus this many bytes.
 const ALLOWED_GROWTH: usize = 4;
 const ALLOWED_EXTRA_BYTES: usize = 1 << 16;
-/// Bytes that are tried at a time.
+/// Bytes normalized at a time during the check.
 const CHECK_PIECE_BYTES: usize = 1 << 12;
 
-/// How long a text may take, where its time is not bounded by its length; none that is published comes near it.
+/// Time limit for one text if a pattern can backtrack; no published tokenizer comes close.
 const TIMEOUT: Duration = Duration::from_secs(300);
-/// Texts up to this length need no watch: the library gives up on a match after a million steps.
+/// Texts up to this length run without a time limit: the library stops a match after a million steps.
 const UNTIMED_BYTES: usize = 1 << 10;
 
-/// The bounds of one file.
+/// Limits of one tokenizer file.
 pub struct TokenizerLimits {
-    /// Bytes that one byte can become at most.
+    /// Maximum number of bytes that one byte can become.
     max_growth: f64,
-    /// Whether a pattern goes back and tries again, which may take long.
+    /// Whether a pattern can backtrack, which can take exponential time.
     backtracks: bool,
 }
 
 impl TokenizerLimits {
-    /// Of a file, or what it asks for that is too much.
+    /// Derives the limits of a file, or returns which limit it exceeds.
     pub fn of(file: &Value) -> Result<Self, String> {
         let growth = growth(&file["normalizer"])? * growth(&file["pre_tokenizer"])?;
         if growth.max(self::growth(&file["decoder"])?) > MAX_GROWTH {
@@ -68,7 +68,7 @@ impl TokenizerLimits {
         })
     }
 
-    /// Refuses a text that the file makes too long.
+    /// Refuses a text that the normalizer makes too long.
     pub fn check(&self, tokenizer: &Tokenizer, text: &str) -> Result<(), String> {
         let Some(normalizer) = tokenizer.get_normalizer() else { return Ok(()) };
         if text.len() as f64 * self.max_growth <= UNCHECKED_BYTES {
@@ -92,13 +92,13 @@ impl TokenizerLimits {
         Ok(())
     }
 
-    /// A watch over words that are found by a pattern of the file.
+    /// Time limit for splitting a text by the file's pattern.
     pub fn deadline(&self) -> Deadline {
         Deadline(self.backtracks.then(|| Instant::now() + TIMEOUT))
     }
 
-    /// Runs `body`, on a thread that is left behind where it takes too long: it cannot be ended, but the error can be
-    /// told.
+    /// Runs `body` with a time limit. A thread that exceeds it cannot be stopped; it is left running and the caller
+    /// gets an error.
     pub fn run_with_timeout<T: Send + 'static>(
         &self,
         tokenizer: &Arc<Tokenizer>,
@@ -111,7 +111,7 @@ impl TokenizerLimits {
         }
         let (sender, receiver) = channel();
         let (tokenizer, text) = (tokenizer.clone(), text.to_owned());
-        // A receiver that went away is what the time ran out for.
+        // `send` fails only after the timeout, when the receiver is gone.
         let run = move || drop(sender.send(body(&tokenizer, &text)));
         let started = std::thread::Builder::new().name("tokenizer".into()).spawn(run);
         started.map_err(|error| format!("no thread could be started for it: {error}"))?;
@@ -123,7 +123,7 @@ impl TokenizerLimits {
     }
 }
 
-/// The end of the time that a text may take.
+/// Deadline for one text; none if no pattern backtracks.
 #[derive(Clone, Copy)]
 pub struct Deadline(Option<Instant>);
 
@@ -147,13 +147,13 @@ fn flatten<'a>(step: &'a NormalizerWrapper, into: &mut Vec<&'a NormalizerWrapper
     }
 }
 
-/// The parts of a step that is made of several.
+/// Sub-steps of a sequence step.
 fn sub_steps(step: &Value) -> impl Iterator<Item = &Value> {
     let lists = ["normalizers", "pretokenizers", "decoders", "processors"].map(|key| &step[key]);
     lists.into_iter().filter_map(Value::as_array).flatten()
 }
 
-/// Bytes that one byte can become by a step at most, as Unicode's tables and the step itself have it.
+/// Maximum growth factor of one byte by a step, from the Unicode tables and the step's own strings.
 fn growth(step: &Value) -> Result<f64, String> {
     let text = |key: &str| step[key].as_str().unwrap_or_default();
     let long = |bytes: usize| match bytes <= MAX_REPLACEMENT_BYTES {
@@ -174,7 +174,7 @@ fn growth(step: &Value) -> Result<f64, String> {
             let by = long(text("content").len())? as f64;
             match step["pattern"]["String"].as_str() {
                 Some(pattern) if !pattern.is_empty() => (by / pattern.len() as f64).max(1.0),
-                // A pattern may find nothing at all between any two letters.
+                // A pattern may match the empty string between any two characters.
                 _ => 1.0 + by,
             }
         }
@@ -183,7 +183,8 @@ fn growth(step: &Value) -> Result<f64, String> {
     sub_steps(step).try_fold(own, |all, part| Ok(all * growth(part)?))
 }
 
-/// The longest text in a table of sentencepiece's: a length, a tree of that many bytes, and texts that end with a zero.
+/// Longest string in a sentencepiece normalization table: a length, a trie of that many bytes, then null-terminated
+/// strings.
 fn longest_string(base64: &str) -> usize {
     let sextets = base64.bytes().filter_map(|letter| {
         let letters = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -203,7 +204,7 @@ fn longest_string(base64: &str) -> usize {
     texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0)
 }
 
-/// Whether a step has a pattern with what a finite automaton cannot do.
+/// Whether a step has a pattern that a finite automaton cannot match.
 fn backtracks(step: &Value) -> bool {
     let hard = ["(?=", "(?!", "(?<=", "(?<!", "(?>", "\\k", "\\g", "\\K", "\\G", "++", "*+", "?+", "}+"];
     let own = step["pattern"]["Regex"].as_str().is_some_and(|pattern| {
@@ -213,7 +214,7 @@ fn backtracks(step: &Value) -> bool {
     own || sub_steps(step).any(backtracks)
 }
 
-/// Entries of the templates of a step.
+/// Number of special tokens in the templates of a step.
 fn template_len(step: &Value) -> usize {
     step["single"].as_array().map_or(0, Vec::len) + sub_steps(step).map(template_len).sum::<usize>()
 }

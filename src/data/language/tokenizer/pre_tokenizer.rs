@@ -1,9 +1,8 @@
-//! Words: how a text falls into parts whose ids do not depend on each other, and their ids remembered.
+//! Splits text into words whose ids do not depend on each other, and caches the ids per word.
 //!
-//! Three common families of tokenizers are known, because going through words is many times faster than going
-//! through a text: that of GPT-2, whose pattern is written out here; those that cut by a pattern of their own, as
-//! Llama 3's; and that of Llama 2, none of whose tokens goes on over the beginning of a word. Tests compare them with
-//! the general way.
+//! Encoding word by word is many times faster than encoding a whole text. Three common tokenizer families are
+//! supported: GPT-2, whose pattern is hand-written here; tokenizers with a pattern of their own, such as Llama 3; and
+//! Llama 2, none of whose tokens spans the start of a word. Tests compare all three with the library's general path.
 
 use std::{
     collections::HashMap,
@@ -13,15 +12,15 @@ use std::{
 
 use tokenizers::utils::SysRegex;
 
-/// How words are told apart.
+/// How text is split into words.
 #[derive(Debug)]
 pub enum PreTokenizer {
-    /// GPT-2's pattern: endings after an apostrophe; letters, digits or signs, each with a space before them;
-    /// white space but for its last character before something else.
+    /// GPT-2's pattern: contractions after an apostrophe; runs of letters, digits or other symbols, each with an
+    /// optional leading space; whitespace, except for its last character if something follows.
     Gpt2,
-    /// What this pattern finds, and what lies between.
+    /// Matches of this pattern, and the text between them.
     Pattern(SysRegex),
-    /// Spaces and what follows them; one space is put before the first word.
+    /// Spaces and what follows them; a space is prepended to the first word.
     Metaspace,
 }
 
@@ -67,7 +66,7 @@ impl PreTokenizer {
         }
     }
 
-    /// The word as the tokenizer's model wants it.
+    /// The word in the form that the tokenizer's model expects.
     pub fn model_input(&self, word: &str) -> String {
         match self {
             PreTokenizer::Gpt2 | PreTokenizer::Pattern(_) => {
@@ -78,7 +77,7 @@ impl PreTokenizer {
     }
 }
 
-/// Bytes of the first word of a text that is not empty: spaces, then all up to the next space.
+/// Length in bytes of the first word of a non-empty text: spaces, then everything up to the next space.
 fn metaspace_word_len(text: &str) -> usize {
     let bytes = text.as_bytes();
     let start = bytes.iter().position(|&b| b != b' ').unwrap_or(bytes.len());
@@ -93,12 +92,12 @@ enum CharClass {
     Other,
 }
 
-/// A bit for each character: whether it is a letter as Unicode's general category has it, which the standard
-/// library does not tell.
+/// One bit per character: whether its Unicode general category is a letter (`\p{L}`), which the standard library does
+/// not expose.
 static LETTER_BITS: LazyLock<Vec<u64>> = LazyLock::new(|| {
     let mut bits = vec![0u64; 0x11_0000 / 64];
     let all: String = (128..0x11_0000).filter_map(char::from_u32).collect();
-    // The pattern is a constant that is known to be right; without it no letter beyond ASCII would be one.
+    // The pattern is a valid constant. If it failed to compile, only ASCII letters would count as letters.
     if let Ok(letters) = SysRegex::new(r"\p{L}+") {
         for (start, end) in letters.find_iter(&all) {
             all[start..end].chars().for_each(|c| bits[c as usize / 64] |= 1 << (c as usize % 64));
@@ -119,7 +118,7 @@ fn char_class(c: char) -> CharClass {
     }
 }
 
-/// Bytes of the first word of a text that is not empty, by GPT-2's pattern.
+/// Length in bytes of the first word of a non-empty text under GPT-2's pattern.
 fn gpt2_word_len(text: &str) -> usize {
     let bytes = text.as_bytes();
     if bytes[0] == b'\'' {
@@ -137,19 +136,19 @@ fn gpt2_word_len(text: &str) -> usize {
     }
     let end = run_len(text, CharClass::Space);
     match text[..end].char_indices().next_back() {
-        // The last character of white space belongs to what follows it.
+        // The last whitespace character belongs to the next word.
         Some((last, _)) if end < text.len() && last > 0 => last,
         _ => end,
     }
 }
 
-/// Bytes of the characters of one kind at the beginning of `text`.
+/// Length in bytes of the leading run of one character class.
 fn run_len(text: &str, of: CharClass) -> usize {
     text.char_indices().find(|&(_, c)| char_class(c) != of).map_or(text.len(), |(at, _)| at)
 }
 
-/// Bytes as the characters that stand for them in byte-level vocabularies: those that can be seen stand for
-/// themselves, the others for the characters from 256 on, in their order.
+/// GPT-2's byte-to-character map for byte-level vocabularies: printable bytes map to themselves, the others to the code
+/// points from 256, in order.
 static BYTES_TO_UNICODE: LazyLock<[char; 256]> = LazyLock::new(|| {
     let mut next = 256;
     std::array::from_fn(|byte| {
@@ -160,19 +159,19 @@ static BYTES_TO_UNICODE: LazyLock<[char; 256]> = LazyLock::new(|| {
             next += 1;
             next - 1
         };
-        // Below 512 every code is a character.
+        // Infallible: every code point below 512 is a character.
         char::from_u32(code).unwrap_or_default()
     })
 });
 
-/// The ids of words met before, kept for each thread.
+/// Ids of words seen before, per thread.
 pub struct WordCache {
     threads: Vec<Mutex<WordIds>>,
 }
 
 type WordIds = HashMap<Box<[u8]>, Box<[u32]>, BuildHasherDefault<WordHasher>>;
 
-/// Words a thread remembers, and the longest of them in bytes: some 10 MB.
+/// Maximum words cached per thread, and the maximum bytes of a cached word: about 10 MB.
 const MAX_CACHED_WORDS: usize = 1 << 16;
 const MAX_CACHED_WORD_BYTES: usize = 64;
 
@@ -182,15 +181,15 @@ impl WordCache {
         Self { threads: (0..threads).map(|_| Mutex::default()).collect() }
     }
 
-    /// Runs `body` with what this thread remembers.
+    /// Runs `body` with this thread's cache.
     pub fn with<R>(&self, body: impl FnOnce(&mut WordIds) -> R) -> R {
         let thread = rayon::current_thread_index().unwrap_or(0) % self.threads.len();
-        // What is in it is whole between two inserts, whatever panicked.
+        // A poisoned cache is still consistent: a panic cannot interrupt an insert.
         body(&mut self.threads[thread].lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// Appends the ids of `word`, made by `encode` unless they are known.
+/// Appends the ids of `word`; calls `encode` on a cache miss.
 pub fn encode_cached<E>(
     word_ids: &mut WordIds,
     word: &str,
@@ -209,7 +208,7 @@ pub fn encode_cached<E>(
     Ok(())
 }
 
-/// A hash for words, which nobody chooses in order to collide: eight bytes at a time.
+/// Hashes words eight bytes at a time. Not collision-resistant: no adversary chooses the words.
 #[derive(Default)]
 pub struct WordHasher(u64);
 
@@ -255,7 +254,7 @@ mod tests {
     }
 
     proptest! {
-        /// The pattern by hand cuts as the pattern does, whatever the text.
+        /// The hand-written splitter agrees with the regular expression on any text.
         #[test]
         fn the_pattern_is_gpt2s(text in prop_oneof![
             "[a-z'A-Z0-9 \n\t.,!éßжя中文٣½ⅷ\u{300}\u{a0}\u{2003}\u{85}\u{1f600}ªʰ]{0,60}",

@@ -1,4 +1,4 @@
-//! Parquet files as a library writes them.
+//! Parquet files written by the library.
 
 use std::sync::Arc;
 
@@ -23,8 +23,8 @@ fn properties(compression: Compression, dictionary: bool) -> WriterProperties {
         .build()
 }
 
-/// Row i: small i, large i unless i % 3 is 1, half i / 2, y i + 0.25, flag i even, colour red or blue or none,
-/// price i / 100.
+/// Row i: small = i, large = i (null if i % 3 is 1), half = i / 2, y = i + 0.25, flag = whether i is even, colour =
+/// red, blue or null, price = i / 100.
 fn group(mut group: SerializedRowGroupWriter<'_, &mut Vec<u8>>, rows: std::ops::Range<i32>) {
     let all: Vec<i32> = rows.collect();
     let present = |keep: fn(&i32) -> bool| all.iter().map(|i| i16::from(keep(i))).collect::<Vec<_>>();
@@ -79,7 +79,7 @@ fn settings() -> TableSettings {
     TableSettings { ignore: vec!["list".into()], on_missing: MissingPolicy::Zero, ..target(&["y"]) }
 }
 
-/// The set, and the folder it lies in.
+/// The dataset, and the folder that must outlive it.
 fn opened(bytes: &[u8], settings: &TableSettings) -> Result<(DatasetRef, TableFixture), DataError> {
     let fixture = TableFixture::new();
     let path = [fixture.file("a.parquet", bytes)];
@@ -175,13 +175,13 @@ fn several_files_are_one_table_and_a_fraction_is_split_off() {
     let settings = TableSettings { standardise: true, ..settings() };
     let pattern = [fixture.0.path().join("*.parquet")];
     let (train, valid) = fixture.open(&pattern, &[], TableFileFormat::Parquet, &settings).unwrap();
-    // A quarter of 18, rounded to even by neither: 4.5 becomes 5.
+    // A quarter of 18 is 4.5, which rounds to 5.
     assert_eq!((train.len(), valid.len()), (13, 5));
     let mean: f32 = all(&train).iter().map(|(input, _)| input[0]).sum::<f32>() / 13.0;
     assert!(mean.abs() < 1e-6, "{mean}");
 }
 
-/// The library goes as deep as the schema does: this one would overflow its stack and end the process.
+/// The library recurses over the schema: this one would overflow the stack and abort the process.
 #[test]
 fn columns_too_deep_in_one_another_are_refused() {
     let deep = |levels: u32| {
@@ -192,7 +192,7 @@ fn columns_too_deep_in_one_another_are_refused() {
             count >>= 7;
         }
         footer.push(count as u8);
-        // A group called `a` with one column in it, and at last a column of numbers.
+        // Nested groups called `a` with one child each, and a numeric column innermost.
         (0..levels).for_each(|_| footer.extend([0x48, 1, b'a', 0x15, 2, 0]));
         footer.extend([0x15, 2, 0x25, 0, 0x18, 1, b'a', 0, 0]);
         let size = (footer.len() as u32).to_le_bytes();
@@ -201,14 +201,14 @@ fn columns_too_deep_in_one_another_are_refused() {
     let error = opened(&deep(200_000), &settings()).err().unwrap();
     let cause = std::error::Error::source(&error).unwrap().to_string();
     assert!(cause.contains("more than 64 deep"), "{error}: {cause}");
-    // Less deep, the library says what is wrong.
+    // At a lower depth the library itself reports what is wrong.
     assert!(opened(&deep(20), &settings()).is_err());
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Mutated files are read or refused, and what they make the program hold is bounded.
+    /// Mutated files are read or refused, with bounded memory.
     #[test]
     fn mutated_files_are_read_or_refused(
         edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..5),

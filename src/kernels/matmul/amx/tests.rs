@@ -1,4 +1,4 @@
-//! Against sums in f64, in every type that AMX multiplies.
+//! AMX kernels against f64 sums, in every type that AMX supports.
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -19,7 +19,7 @@ fn at<E: AmxElem>(m: &MatView<E>, i: usize, j: usize) -> f64 {
     m.data[i * m.row_stride + j * m.col_stride].to_acc() as f64
 }
 
-/// In other dispatches the tests say so.
+/// True, with a message, under any other dispatch.
 fn skipped() -> bool {
     if dispatch() != Dispatch::Amx {
         println!("skipped: the dispatch is {:?}", dispatch());
@@ -27,8 +27,8 @@ fn skipped() -> bool {
     dispatch() != Dispatch::Amx
 }
 
-/// How far a sum in f32 of products may be from the exact one, in units of the sum of their sizes, and the result of
-/// type `O` from that, in units of itself.
+/// Tolerance of an f32 sum of products, relative to the sum of their magnitudes, and of the result's rounding to `O`,
+/// relative to the result.
 fn tolerances<E: AmxElem, O: AmxElem>() -> (f64, f64) {
     let dropped = if E::PARTS == 2 { 2f64.powi(-16) } else { 0.0 };
     let digits = match O::PARTS {
@@ -41,7 +41,7 @@ fn tolerances<E: AmxElem, O: AmxElem>() -> (f64, f64) {
 
 fn gemm_f32<E: AmxElem>(x: MatView<E>, y: MatView<E>) -> Vec<f32> {
     let mut out = vec![0.0; x.rows * y.cols];
-    // SAFETY: the dispatch is AMX, and `out` has room.
+    // SAFETY: the dispatch is AMX, and `out` has room for the result.
     unsafe { gemm(&mut out, y.cols, x, y, false, None) };
     out
 }
@@ -74,7 +74,7 @@ fn check_gemm<E: AmxElem, O: AmxElem>(case: GemmCase) {
     for (i, j) in (0..m).flat_map(|i| (0..stride).map(move |j| (i, j))) {
         let (was, is) = (initial[i * stride + j].to_acc() as f64, out[i * stride + j].to_acc() as f64);
         if j >= n {
-            assert_eq!(was, is, "what lies between the rows is left alone");
+            assert_eq!(was, is, "padding between rows was written");
             continue;
         }
         let terms = (0..k).map(|p| at(&x, i, p) * at(&y, p, j));
@@ -94,8 +94,8 @@ fn check_gemm<E: AmxElem, O: AmxElem>(case: GemmCase) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Over every direction of the operands, odd sizes and strides, several slices; what comes then is done once with
-    /// every value.
+    /// Every layout of the operands, odd sizes and strides, several K slices; the epilogue is applied once to every
+    /// value.
     #[test]
     fn gemm_matches_f64(
         (m, k, n) in (1usize..200, prop_oneof![1usize..1200, 1200usize..4000], 1usize..150),
@@ -103,7 +103,7 @@ proptest! {
         gap in 0usize..9,
     ) {
         if !skipped() {
-            // Few rows of many inner sums: the sums in f64 take their time.
+            // Few rows for a large K, because the f64 sums are slow.
             let m = if k > 1200 { m / 8 + 1 } else { m };
             let trial = GemmCase { m, k, n, transpose_a: turn_a, transpose_b: turn_b, add, with_epilogue: then, gap };
             check_gemm::<f32, f32>(trial);
@@ -115,7 +115,7 @@ proptest! {
     }
 }
 
-/// Tall enough that slices are short, and so deep that a narrow result needs sums between them.
+/// Enough rows that slices are short, and a K so long that a half-precision result needs sums between slices.
 #[test]
 fn narrow_results_of_several_slices_are_right() {
     if !skipped() {
@@ -135,7 +135,7 @@ fn narrow_results_of_several_slices_are_right() {
     }
 }
 
-/// Calls `term` with the places of every product of a convolution in its output, its pictures and its weight.
+/// Calls `term` with the indices of every product of a convolution: into its output, its images and its weight.
 fn for_each_product(g: &ConvGeometry, batch: usize, mut term: impl FnMut(usize, usize, usize)) {
     let ((h, w), k) = (g.output(), g.kernel);
     for (pixel, cell) in (0..batch * h * w).flat_map(|p| (0..k * k).map(move |cell| (p, cell))) {
@@ -171,7 +171,7 @@ fn check_conv<E: AmxElem>(g: &ConvGeometry, batch: usize) {
     let mut dw = initial.clone();
     let epilogue =
         CpuEpilogue { bias: Some(&weight[..g.out_channels]), clamp: ClampActivation::Relu, residual: None };
-    // SAFETY: the dispatch is AMX, and all are as long as the sizes say.
+    // SAFETY: the dispatch is AMX, and all slices have the lengths that the geometry implies.
     unsafe {
         conv(&mut out, ConvArgs { g, images: &images, weight: &weight, input_gradient: false, epilogue });
         conv_weight_gradient(&mut dw, g, &images, &d);
@@ -188,8 +188,8 @@ fn check_conv<E: AmxElem>(g: &ConvGeometry, batch: usize) {
         *sum = (*sum + weight[i % g.out_channels].to_acc() as f64).max(0.0);
     }
     sums[2].iter_mut().zip(&initial).for_each(|((sum, _), before)| *sum += *before as f64);
-    assert!(is_close::<E, E>(&out, &sums[0]), "the output of {g:?}");
-    assert!(is_close::<E, f32>(&dw, &sums[2]), "the weight's gradient of {g:?}");
+    assert!(is_close::<E, E>(&out, &sums[0]), "output of {g:?}");
+    assert!(is_close::<E, f32>(&dw, &sums[2]), "weight gradient of {g:?}");
     if let Some(backward) = g.input_gradient_geometry() {
         let args = ConvArgs {
             g: &backward,
@@ -198,17 +198,16 @@ fn check_conv<E: AmxElem>(g: &ConvGeometry, batch: usize) {
             input_gradient: true,
             epilogue: CpuEpilogue::NONE,
         };
-        // SAFETY: the same.
+        // SAFETY: as above.
         unsafe { conv(&mut dx, args) };
-        assert!(is_close::<E, E>(&dx, &sums[1]), "the pictures' gradient of {g:?}");
+        assert!(is_close::<E, E>(&dx, &sums[1]), "input gradient of {g:?}");
     }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// The output, the gradient of the pictures where windows move by one, and that of the weight, which is added to what
-    /// is there.
+    /// The output, the input gradient where the stride is 1, and the weight gradient, which accumulates.
     #[test]
     fn conv_matches_f64(
         (height, width, batch) in (3usize..11, 3usize..11, 1usize..4),
@@ -226,7 +225,7 @@ proptest! {
     }
 }
 
-/// AMX multiplies in bf16; of f32 the result is as near to the exact one as sums in f32 are.
+/// AMX multiplies in bf16; for f32 operands the result is as accurate as f32 sums.
 #[test]
 fn errors_are_those_of_f32() {
     if skipped() {
@@ -280,7 +279,7 @@ fn check_non_finite<E: AmxElem>(bad: f32) {
     }
 }
 
-/// A loss that grows without bound must be seen: what is not finite makes its row or column not finite.
+/// A diverging loss must be visible: a non-finite input makes its whole row or column non-finite.
 #[test]
 fn non_finite_values_propagate() {
     if skipped() {

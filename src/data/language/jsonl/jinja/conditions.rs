@@ -1,4 +1,4 @@
-//! Tests: what stands behind `is`, and what `select` and its like ask of each item.
+//! Jinja tests: what follows `is`, and what `select` and its relatives apply to each item.
 
 use minijinja::machinery::ast::CompareOpKind;
 

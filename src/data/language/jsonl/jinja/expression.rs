@@ -1,4 +1,4 @@
-//! Expressions: operators, lookups, slices and calls.
+//! Evaluates expressions: operators, lookups, slices and calls.
 
 use std::cmp::Ordering;
 use std::rc::Rc;
@@ -8,14 +8,14 @@ use minijinja::machinery::ast::{self, BinOpKind, CallArg, CompareOpKind, Expr, U
 use super::value::{EvalResult, MacroValue, TextBuilder, Value, render_error};
 use super::{Interpreter, Result};
 
-/// The arguments of a call: those by place, then those by name.
+/// Call arguments: positional, then named.
 pub struct Arguments<'t> {
     pub positional: Vec<Value<'t>>,
     pub named: Vec<(&'t str, Value<'t>)>,
 }
 
 impl<'t> Arguments<'t> {
-    /// The argument at a place, or of that name.
+    /// The positional argument `index`, or the named argument `name`.
     pub fn get(&self, index: usize, name: &str) -> Option<&Value<'t>> {
         let named = || self.named.iter().find(|(known, _)| *known == name).map(|(_, value)| value);
         self.positional.get(index).or_else(named)
@@ -35,8 +35,8 @@ impl<'t> Interpreter<'t> {
         self.nested(expr.span().start_line, |m| m.eval_inner(expr))
     }
 
-    // Each arm is a function of its own: all of them in one would make every level of nesting take the stack of the
-    // largest.
+    // Every arm calls a separate function. In one function, each nesting level would take the stack frame of the
+    // largest arm.
     fn eval_inner(&mut self, expr: &'t Expr<'t>) -> EvalResult<'t> {
         match expr {
             Expr::Var(var) => self.lookup(var.id),
@@ -440,7 +440,8 @@ impl<'t> Interpreter<'t> {
         made
     }
 
-    /// `value` through the filters of a block, of which the innermost has none to begin with.
+    /// Applies the filters of a block to `value`. The innermost filter in the tree has no input expression; it takes
+    /// `value`.
     pub fn apply_filters(&mut self, filters: Option<&'t Expr<'t>>, value: Value<'t>) -> EvalResult<'t> {
         match filters {
             None => Ok(value),

@@ -1,4 +1,4 @@
-//! What templates can call: filters, functions and the methods of Python's strings and dictionaries.
+//! What templates can call: filters, functions, and the methods of Python's strings and dictionaries.
 
 use std::cmp::Ordering;
 
@@ -6,7 +6,7 @@ use super::expression::Arguments;
 use super::value::{EvalResult, TextBuilder, Value, render_error};
 use super::{Interpreter, Result};
 
-/// Numbers that `range` gives, at most.
+/// Maximum number of items `range` returns.
 const MAX_RANGE_ITEMS: i64 = 100_000;
 
 impl<'t> Interpreter<'t> {
@@ -109,7 +109,7 @@ impl<'t> Interpreter<'t> {
         }
     }
 
-    /// A list of texts.
+    /// A list of strings.
     fn text_list<'a>(&mut self, texts: impl Iterator<Item = &'a str>) -> EvalResult<'t> {
         let mut all = Vec::new();
         for text in texts {
@@ -196,7 +196,7 @@ impl<'t> Interpreter<'t> {
         let mut shown = TextBuilder::new(&self.meter)?;
         shown.push_display(value, false)?;
         let text = shown.into_string();
-        // No letter grows to more than three when its case changes, and none to more than five when it is escaped.
+        // Changing case turns a character into at most three, and escaping turns one into at most five.
         self.meter.check_bytes(6 * text.len())?;
         let capital = |word: &str| {
             let mut letters = word.chars();
@@ -304,8 +304,8 @@ impl<'t> Interpreter<'t> {
         self.meter.list(all)
     }
 
-    /// Sorted by [`Value::order`], which may fail: the sorts of the standard library panic where an order turns out to
-    /// be none.
+    /// Merge sort by [`Value::compare`], which can fail. The standard library's sorts may panic if the comparison is
+    /// not a total order.
     fn sorted(&mut self, mut items: Vec<Value<'t>>) -> Result<Vec<Value<'t>>> {
         if items.len() < 2 {
             return Ok(items);
@@ -411,7 +411,7 @@ impl<'t> Interpreter<'t> {
         }
     }
 
-    /// An attribute of an attribute, as in `function.name`.
+    /// Resolves a dotted attribute path such as `function.name`.
     fn attribute_path(&mut self, value: &Value<'t>, path: &str) -> EvalResult<'t> {
         path.split('.').try_fold(value.clone(), |value, name| match value {
             Value::Undefined => Ok(Value::Undefined),
@@ -435,7 +435,7 @@ impl<'t> Interpreter<'t> {
             return render_error("`map` takes an attribute or a filter");
         };
         let rest = Arguments { positional: given.positional[1..].to_vec(), named: given.named.clone() };
-        // A filter may be `map` again, of the lists in a list.
+        // The filter may itself be `map`, for nested lists, so this recursion counts towards the depth limit.
         for item in items {
             all.push(self.nested(0, |m| m.apply_filter(name, item, &rest)).map_err(without_line)?);
         }
@@ -468,7 +468,7 @@ impl<'t> Interpreter<'t> {
     }
 }
 
-/// The line is that of the filter around it.
+/// Drops the placeholder line 0, so that the enclosing filter sets its own.
 fn without_line(fault: super::RenderError) -> super::RenderError {
     super::RenderError { line: fault.line.filter(|line| *line > 0), ..fault }
 }

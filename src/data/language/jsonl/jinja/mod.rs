@@ -1,14 +1,14 @@
-//! Templates in Jinja, run within bounds.
+//! A Jinja interpreter with bounded resources.
 //!
-//! A template comes with a tokenizer that somebody published, so it may be written to do harm. The parser is
-//! `minijinja`'s; its own engine bounds instructions only, and one of those can make 100 MB, so the syntax tree is
-//! run here, where every value is charged before it is made: [`RenderLimits`] bounds the bytes alive at any time and the
-//! work of a rendering, and constants bound how deep tags, calls and values nest. What goes beyond is a [`Fault`] of
-//! the template with its line.
+//! A chat template comes from a published tokenizer and may be malicious. The parser is `minijinja`'s. Its own engine
+//! bounds only the number of instructions, and a single instruction can allocate 100 MB. This module therefore
+//! interprets the syntax tree itself and charges every value before it allocates it. [`RenderLimits`] bounds the live
+//! bytes and the work of a rendering; constants bound the nesting of tags, calls and values. Exceeding a limit is a
+//! [`RenderError`] with the template line.
 //!
-//! The dialect is Python's Jinja as chat templates use it: texts, lists, maps, namespaces, macros, loops with `break`
-//! and `continue`, the filters and methods in [`library`], the tests in [`conditions`]. There is one template, so there is nothing to
-//! include, import or extend.
+//! The dialect is Python's Jinja as chat templates use it: strings, lists, maps, namespaces, macros, loops with `break`
+//! and `continue`, the filters and methods in `library`, and the tests in `conditions`. A template stands alone:
+//! `include`, `import` and `extends` are not supported.
 
 mod conditions;
 mod expression;
@@ -23,35 +23,34 @@ use minijinja::syntax::SyntaxConfig;
 use value::{LoopState, TextBuilder};
 pub use value::{Meter, RenderError, Result, Value, render_error};
 
-/// Bytes of a template, at most. The longest that is published has some 30 KB.
+/// Maximum template size in bytes. The longest published ones have about 30 KB.
 pub const MAX_TEMPLATE_BYTES: u64 = 60_000;
 
-/// Tokens of one tag, and `elif`s of a template, at most: the parser nests each in the one before, and so does the
-/// tree that it makes.
+/// Maximum tokens per tag and `elif`s per template. The parser recurses once for each, and the tree is as deep.
 const MAX_TAG_TOKENS: usize = 1000;
 const MAX_ELIFS: usize = 200;
 
-/// Expressions, statements and calls within one another while a template runs, at most. Some hundred bytes of stack
-/// each, up to a few thousand in a debug build.
+/// Maximum nesting of expressions, statements and calls at run time. A level takes some hundred bytes of stack, up to a
+/// few thousand in a debug build.
 const MAX_DEPTH: usize = 200;
 
-/// What one rendering may use.
+/// Limits of one rendering.
 #[derive(Clone, Copy, Debug)]
 pub struct RenderLimits {
-    /// Bytes of all values alive at a time, the output included.
+    /// Maximum bytes of all live values, including the output.
     pub bytes: usize,
-    /// Steps, and bytes made by the sixteen.
+    /// Maximum steps; producing sixteen bytes counts as one.
     pub steps: u64,
 }
 
-/// A template that was parsed.
+/// A parsed template.
 pub struct ParsedTemplate {
     tree: ast::Stmt<'static>,
-    /// What `tree` borrows from; it is dropped after it.
+    /// The source that `tree` borrows. Fields drop in declaration order, so it is dropped after `tree`.
     _source: Box<str>,
 }
 
-/// Values by their names.
+/// Values by name.
 pub type Bindings<'t> = Vec<(&'t str, Value<'t>)>;
 
 impl ParsedTemplate {
@@ -82,14 +81,15 @@ impl ParsedTemplate {
             }
         }
         let source: Box<str> = source.into();
-        // SAFETY: the text lies on the heap, is never changed, and outlives the tree, which is dropped before it and
-        // leaves this type only as a borrow of `self`.
+        // SAFETY: the text is on the heap, so moving the box does not move it. It is never modified, and it outlives
+        // the tree: `tree` is declared first, so it is dropped first, and it leaves this type only as a borrow of
+        // `self`.
         let borrowed: &'static str = unsafe { &*std::ptr::from_ref::<str>(&source) };
         let tree = parse(borrowed, "template", syntax).map_err(shown)?;
         Ok(Self { tree, _source: source })
     }
 
-    /// The text that the template makes of the values that `names` gives, and the steps that are left.
+    /// Renders the template with the variables that `names` returns. Returns the text and the remaining steps.
     pub fn run<'t>(
         &'t self,
         limits: RenderLimits,
@@ -116,12 +116,12 @@ impl ParsedTemplate {
     }
 }
 
-/// A rendering.
+/// State of one rendering.
 struct Interpreter<'t> {
     meter: Rc<Meter>,
-    /// Names by the scope that set them, the outermost first.
+    /// Variables per scope, outermost first.
     scopes: Vec<Bindings<'t>>,
-    /// The text made so far; more than one while a part of it is captured.
+    /// Output stack; more than one entry while output is captured.
     outputs: Vec<TextBuilder>,
     depth: usize,
 }
@@ -134,7 +134,7 @@ enum Flow {
 }
 
 impl<'t> Interpreter<'t> {
-    /// Runs `body` one level deeper, and puts the line at hand to its fault.
+    /// Runs `body` one nesting level deeper; an error without a line gets `line`.
     fn nested<T>(&mut self, line: u16, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.meter.spend_steps(1)?;
         if self.depth >= MAX_DEPTH {
@@ -153,7 +153,7 @@ impl<'t> Interpreter<'t> {
         self.outputs.last_mut().map_or(Ok(()), |out| out.push(text))
     }
 
-    /// What `body` writes, and how it ended.
+    /// Runs `body` and returns what it wrote and how it ended.
     fn capture(&mut self, body: &'t [ast::Stmt<'t>]) -> Result<(TextBuilder, Flow)> {
         self.outputs.push(TextBuilder::new(&self.meter)?);
         let flow = self.exec_block(body);
@@ -272,7 +272,7 @@ impl<'t> Interpreter<'t> {
         Ok(Flow::Next)
     }
 
-    /// What a loop goes through.
+    /// Items that a loop iterates over.
     fn iterate(&mut self, value: &Value<'t>) -> Result<Rc<value::ListValue<'t>>> {
         match value {
             Value::List(list) => Ok(list.clone()),
@@ -282,7 +282,7 @@ impl<'t> Interpreter<'t> {
             }
             Value::Text(_) => {
                 let text = value.as_str().unwrap_or_default();
-                // Each character is a text of its own.
+                // Each character becomes a string value of its own.
                 self.meter.check_bytes(text.len() * 64)?;
                 let letters = text.chars().map(|c| self.meter.text(c.to_string()));
                 let letters = letters.collect::<Result<Vec<_>>>()?;

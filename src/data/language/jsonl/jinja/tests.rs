@@ -16,7 +16,7 @@ fn run(source: &str) -> std::result::Result<String, String> {
     ParsedTemplate::parse(source)?.run(LIMITS, messages).map(|(text, _)| text)
 }
 
-/// What `minijinja`'s own engine makes of it.
+/// The output of `minijinja`'s own engine.
 fn oracle(source: &str) -> std::result::Result<String, String> {
     use minijinja::{Environment, context};
     let mut environment = Environment::new();
@@ -60,7 +60,7 @@ fn templates_mean_what_they_mean_elsewhere() {
         "{{ messages is sequence }}{{ 4 is even }}{{ 'abc' is string }}{{ none is none }}{{ 6 is divisibleby 3 }}",
         "{{ loop is defined }}{% for m in messages %}{{ loop.first }}{{ loop.last }}{{ loop.previtem is defined }}{% endfor %}",
     ] {
-        // Booleans are written as Python has them, as templates for Python expect.
+        // Booleans print as in Python, which chat templates expect.
         let wanted = oracle(source).unwrap_or_else(|error| panic!("{source}: {error}"));
         let wanted = wanted.replace("true", "True").replace("false", "False");
         assert_eq!(run(source).as_deref(), Ok(&*wanted), "{source}");
@@ -81,8 +81,8 @@ fn values_are_written_as_python_writes_them() {
     }
 }
 
-/// A template that grows a value by each of the ways there are, or goes on for ever, ends with a fault of its own;
-/// what it could take until then is bounded by the limits.
+/// A template that grows a value in any available way, or loops forever, fails with a render error. The limits bound
+/// what it uses until then.
 #[test]
 fn nothing_grows_without_bound() {
     let double = |body: &str| {
@@ -110,7 +110,7 @@ fn nothing_grows_without_bound() {
         (double("ns.l = [ns.l, ns.l]"), "deep"),
         (double("ns.l = {'a': ns.l}"), "deep"),
         (double("ns.l = ns.l | map('list') | list if false else [ns.l] | list"), "deep"),
-        // A list that holds itself many times over takes few bytes, until it is shown or compared.
+        // Shared sublists take few bytes, but printing or comparing them is exponential.
         ("{% set ns = namespace(l=[1]) %}{% for i in range(40) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}".to_owned(), "bytes"),
         ("{% set ns = namespace(l=[1], m=[1]) %}{% for i in range(40) %}{% set ns.l = [ns.l, ns.l] %}{% set ns.m = [ns.m, ns.m] %}{% endfor %}{{ ns.l == ns.m }}".to_owned(), "steps"),
         ("{% set ns = namespace(l=[1], m=[1]) %}{% for i in range(40) %}{% set ns.l = [ns.l, ns.l] %}{% set ns.m = [ns.m, ns.m] %}{% endfor %}{{ [ns.l, ns.m] | sort }}".to_owned(), "steps"),
@@ -120,7 +120,7 @@ fn nothing_grows_without_bound() {
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".to_owned(), "deep"),
         ("{% macro m(x) %}{{ m([x]) }}{% endmacro %}{{ m(1) }}".to_owned(), "deep"),
         ("{% macro m() %}{{ caller() }}{% endmacro %}{% call m() %}{% call m() %}x{% endcall %}{% endcall %}{{ m }}{{ 1/0 }}".to_owned(), ""),
-        // Nothing can be reached from itself, or it would never be freed.
+        // No value can contain itself: reference counting would leak the cycle.
         ("{% set ns = namespace() %}{% set ns.me = ns %}".to_owned(), "cannot hold"),
         ("{% set ns = namespace() %}{% set ns.me = [{'a': ns}] %}".to_owned(), "cannot hold"),
     ];
@@ -130,7 +130,7 @@ fn nothing_grows_without_bound() {
     }
 }
 
-/// Values that are no longer used do not count: a long talk can be put together step by step.
+/// Dropped values release their bytes, so a long chat can be built step by step.
 #[test]
 fn bytes_of_dropped_values_are_released() {
     let source = "{% set ns = namespace(x='') %}{% for i in range(5000) %}{% set ns.x = ns.x + 'abcd' %}{% endfor %}{{ ns.x | length }}";
@@ -144,7 +144,7 @@ fn bytes_of_dropped_values_are_released() {
     );
 }
 
-/// What nests deeply is refused and overflows no stack, on a thread with the 2 MiB that workers have.
+/// Deep nesting is refused and never overflows the stack, on a thread with the 2 MiB that workers have.
 #[test]
 fn deep_templates_are_refused() {
     let many = |n: usize, open: &str, inside: &str, close: &str| open.repeat(n) + inside + &close.repeat(n);
@@ -174,7 +174,7 @@ fn deep_templates_are_refused() {
     }
     let tried = std::thread::Builder::new().stack_size(2 << 20).spawn(move || {
         for source in sources {
-            // The largest are refused; the smaller ones may work.
+            // The longest templates must be refused; shorter ones may work.
             let refused = run(&source).is_err();
             assert!(refused || source.len() < 20_000, "{} bytes: {}", source.len(), &source[..40]);
         }

@@ -1,4 +1,4 @@
-//! The values of a template, each charged to the rendering that makes it.
+//! Template values, each charged to the rendering that creates it.
 
 use std::cell::{Cell, RefCell};
 use std::cmp::Ordering;
@@ -8,10 +8,10 @@ use minijinja::machinery::ast;
 
 use super::RenderLimits;
 
-/// Lists and maps within one another, at most.
+/// Maximum nesting depth of lists and maps.
 const MAX_NESTING: u32 = 64;
 
-/// Why a template cannot go on, and on which of its lines.
+/// Why a template failed, and on which line.
 #[derive(Debug)]
 pub struct RenderError {
     pub problem: String,
@@ -24,7 +24,7 @@ pub fn render_error<T>(problem: impl Into<String>) -> Result<T> {
     Err(RenderError { problem: problem.into(), line: None })
 }
 
-/// What a rendering uses, against what it may use.
+/// Resource use of a rendering against its limits.
 pub struct Meter {
     max_bytes: usize,
     bytes: Cell<usize>,
@@ -36,12 +36,12 @@ impl Meter {
         Rc::new(Self { max_bytes: limits.bytes, bytes: Cell::new(0), steps_left: Cell::new(limits.steps) })
     }
 
-    /// Steps that are left.
+    /// Remaining steps.
     pub fn steps_left(&self) -> u64 {
         self.steps_left.get()
     }
 
-    /// Counts `n` steps, each of about the cost of looking up a name.
+    /// Spends `n` steps, each about the cost of one name lookup.
     pub fn spend_steps(&self, n: usize) -> Result<()> {
         match self.steps_left.get().checked_sub(n as u64) {
             Some(left) => {
@@ -52,8 +52,8 @@ impl Meter {
         }
     }
 
-    /// Refuses what would take the values that are alive above the limit, before it is made. Bytes that are made are
-    /// work too, or a loop could make the same ones for ever.
+    /// Refuses an allocation that would push the live bytes above the limit. Allocated bytes also cost steps: otherwise
+    /// a loop could create and drop values forever.
     pub fn check_bytes(&self, bytes: usize) -> Result<()> {
         match self.bytes.get().checked_add(bytes).is_some_and(|all| all <= self.max_bytes) {
             true => self.spend_steps(bytes / 16),
@@ -70,7 +70,7 @@ impl Meter {
     }
 }
 
-/// Bytes of a value that is alive.
+/// Charge for a live value; dropping it releases the bytes.
 struct Charge {
     meter: Rc<Meter>,
     bytes: usize,
@@ -114,16 +114,16 @@ pub struct MapValue<'t> {
     _charge: Charge,
 }
 
-/// What a list or a map holds, at any depth.
+/// Properties of the values in a list or map, at any depth.
 #[derive(Clone, Copy, Default)]
 struct Nesting {
     depth: u32,
-    /// Whether a value that can be changed is among it.
+    /// Whether it contains a mutable value.
     reaches_mutable: bool,
 }
 
-/// `namespace()`: the only value that can be changed. None can be reached from itself, so that counting references
-/// frees all of them.
+/// `namespace()`, the only mutable value. A namespace can never contain itself, so reference counting frees all of
+/// them.
 pub struct Namespace<'t> {
     pub entries: RefCell<Vec<(Value<'t>, Value<'t>)>>,
     _charge: Charge,
@@ -131,12 +131,12 @@ pub struct Namespace<'t> {
 
 pub struct MacroValue<'t> {
     pub declared: &'t ast::Macro<'t>,
-    /// What it sees besides the outermost names.
+    /// Captured variables, besides the globals.
     pub captured: Vec<(&'t str, Value<'t>)>,
     _charge: Charge,
 }
 
-/// `loop` in a loop's body.
+/// The `loop` variable in the body of a loop.
 pub struct LoopState<'t> {
     pub items: Rc<ListValue<'t>>,
     pub at: usize,
@@ -216,7 +216,7 @@ impl<'t> Value<'t> {
         }
     }
 
-    /// Whether a value that can be changed may be reached from it.
+    /// Whether it may contain a mutable value.
     pub fn reaches_mutable(&self) -> bool {
         self.nesting().reaches_mutable
     }
@@ -272,7 +272,7 @@ impl<'t> Value<'t> {
         }
     }
 
-    /// Whether two values are equal; `meter` counts what is looked at, since a list may hold itself many times over.
+    /// Equality. `meter` charges every comparison, since a list may contain the same sublist exponentially often.
     pub fn equals(&self, other: &Value<'t>, meter: &Meter) -> Result<bool> {
         meter.spend_steps(1)?;
         let all = |a: &[Value<'t>], b: &[Value<'t>]| {
@@ -311,7 +311,7 @@ impl<'t> Value<'t> {
         })
     }
 
-    /// The order of two values that have one.
+    /// Order of two comparable values.
     pub fn compare(&self, other: &Value<'t>, meter: &Meter) -> Result<Ordering> {
         meter.spend_steps(1)?;
         if let (Value::Text(a), Value::Text(b)) = (self, other) {
@@ -346,7 +346,7 @@ impl<'t> MapValue<'t> {
     }
 }
 
-/// A text that grows, charged as it does.
+/// A growing string, charged as it grows.
 pub struct TextBuilder {
     text: String,
     charge: Charge,
@@ -374,7 +374,7 @@ impl TextBuilder {
         self.text
     }
 
-    /// A value as Python's `str` has it; texts within others are quoted.
+    /// Formats a value as Python's `str` does; strings within containers are quoted.
     pub fn push_display(&mut self, value: &Value, within: bool) -> Result<()> {
         self.charge.meter.spend_steps(1)?;
         match value {
@@ -430,7 +430,7 @@ impl TextBuilder {
         }
     }
 
-    /// A value as Python's `json.dumps` has it; `indent` spaces a level, on one line without.
+    /// Formats a value as Python's `json.dumps` does, with `indent` spaces per level; `None` prints one line.
     pub fn push_json(&mut self, value: &Value, indent: Option<usize>, level: usize) -> Result<()> {
         self.charge.meter.spend_steps(1)?;
         let parts: (&str, &str, Vec<(Option<&Value>, &Value)>) = match value {
@@ -478,7 +478,7 @@ impl TextBuilder {
         self.push(close)
     }
 
-    /// A new line and `spaces`.
+    /// A newline and `spaces` spaces.
     fn push_newline(&mut self, spaces: usize) -> Result<()> {
         self.charge.meter.check_bytes(spaces)?;
         self.push("\n")?;

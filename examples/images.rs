@@ -1,7 +1,8 @@
-//! Pictures a second through the loader, decoded, resized, flipped and normalised:
-//! `cargo run --release --example pictures -- FOLDER SIZE SECONDS WORKERS [crop]`.
+//! Measures the throughput of the loader on image files, which it decodes, resizes, flips and normalises:
+//! `cargo run --release --example images -- FOLDER SIZE SECONDS WORKERS [crop]`.
 //!
-//! Prints one JSON object: pictures a second, and seconds from the start to the first batch.
+//! Prints one JSON object: images per second, seconds from the start to the first batch, and the number of images.
+//! `bench/images.py` compares it with torchvision's `DataLoader`.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,8 +16,8 @@ use trainer::kernels::pixel_lut;
 
 const BATCH: usize = 32;
 
-/// Pictures of a batch, once their bytes are the normalised values that a model is given.
-fn normalised(batch: &HostBatch) -> usize {
+/// Converts the bytes of a batch to the normalised values that a model takes, and returns the number of images.
+fn normalise_batch(batch: &HostBatch) -> usize {
     if let BatchValues::U8(bytes, tables) = &batch.inputs {
         std::hint::black_box(pixel_lut::expand_bytes(tables, bytes));
     }
@@ -33,7 +34,7 @@ fn main() -> anyhow::Result<()> {
     let columns = LabelColumns { path: "path".into(), label: "label".into() };
     let options =
         ImageOptions { channels: 3, size: [size, size], max_pixels: 64_000_000, columns, readers: workers };
-    let set = ImageFiles::open(&[folder.into()], options, None, &DatasetContext::default())?;
+    let image_files = ImageFiles::open(&[folder.into()], options, None, &DatasetContext::default())?;
     let normalise = Normalise { mean: vec![0.485, 0.456, 0.406], std: vec![0.229, 0.224, 0.225] };
     let crop = RandomResizedCrop { scale: [0.08, 1.0], ratio: [0.75, 4.0 / 3.0] };
     let augment = Augmentation {
@@ -42,21 +43,21 @@ fn main() -> anyhow::Result<()> {
         ..Augmentation::default()
     };
     let pipeline = Pipeline::new([size, size, 3], ResizeMode::Stretch, normalise)?.augmented(augment)?;
-    let source = Arc::new(ImageDataset::new(Arc::new(set), pipeline));
-    let order = Order::new(source.len(), BATCH as u64, 1, true)?;
+    let dataset = Arc::new(ImageDataset::new(Arc::new(image_files), pipeline));
+    let order = Order::new(dataset.len(), BATCH as u64, 1, true)?;
     let start = Cursor { update: 0, done: 0 };
-    let reading = LoaderOptions { micro_batch: BATCH, max_bytes: 256 << 20, workers, skip_bad: false };
-    let mut loader = Loader::start(source.clone(), order, start, u64::MAX, reading)?;
-    let first = loader.next()?.map_or(0, |batch| normalised(&batch));
+    let loader_options = LoaderOptions { micro_batch: BATCH, max_bytes: 256 << 20, workers, skip_bad: false };
+    let mut loader = Loader::start(dataset.clone(), order, start, u64::MAX, loader_options)?;
+    let first = loader.next()?.map_or(0, |batch| normalise_batch(&batch));
     let to_first = begun.elapsed().as_secs_f64();
-    let (begun, mut pictures) = (Instant::now(), 0);
+    let (begun, mut images) = (Instant::now(), 0);
     while first > 0 && begun.elapsed().as_secs_f64() < seconds {
-        pictures += loader.next()?.map_or(0, |batch| normalised(&batch));
+        images += loader.next()?.map_or(0, |batch| normalise_batch(&batch));
     }
-    let rate = pictures as f64 / begun.elapsed().as_secs_f64().max(1e-9);
+    let rate = images as f64 / begun.elapsed().as_secs_f64().max(1e-9);
     println!(
-        "{{\"pictures_per_s\": {rate:.1}, \"to_first_batch_s\": {to_first:.3}, \"pictures\": {}}}",
-        source.len()
+        "{{\"images_per_s\": {rate:.1}, \"to_first_batch_s\": {to_first:.3}, \"images\": {}}}",
+        dataset.len()
     );
     Ok(())
 }
