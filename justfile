@@ -37,7 +37,7 @@ check-cuda:
 # the unit tests of layers, kernels, optimizers and GPU memory on a GPU, or those whose names contain FILTER
 [group('cuda')]
 test-cuda *FILTER:
-    TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: kernels:: optim:: params:: memory::gpu {{ FILTER }}
+    TRAINER_TEST_DEVICE=cuda scripts/with-cuda.sh cargo test --features cuda,cudnn --target-dir target/cuda --lib -- layers:: graph:: kernels:: optim:: param memory::gpu {{ FILTER }}
 
 # pack the tests into FOLDER for a machine with a GPU and without cargo; test-carried.sh in that folder runs them
 [group('cuda')]

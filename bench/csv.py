@@ -86,7 +86,7 @@ def main():
         print(f"{name:8} {seconds:>8.2f} s {mib:>9.0f} MiB {cpu:>8.2f} s")
     faster, memory = median["pandas"][0] / median["ours"][0], median["ours"][1] / median["pandas"][1]
     print(f"{faster:.2f} times as fast, {memory:.3f} of the memory")
-    print(f"process start to first batch, rows found anew: {median['first'][0]:.2f} s")
+    print(f"process start to first batch, row index rebuilt: {median['first'][0]:.2f} s")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ use std::sync::LazyLock;
 
 use candle_core::{DType, Device};
 use libfuzzer_sys::fuzz_target;
-use trainer::params::{ParamInit, ParamRegistry, ParamStore};
+use trainer::param_store::ParamStore;
+use trainer::params::{ParamInit, ParamRegistry};
 use trainer::train::checkpoint::{Checkpoints, load_weights};
 
 static TARGET: LazyLock<String> = LazyLock::new(|| std::env::var("TARGET").unwrap_or_default());

@@ -52,6 +52,6 @@ if [ "$wanted" = trainer ]; then
   exit
 fi
 if [ $# -eq 0 ]; then
-  set -- layers:: kernels:: optim:: params:: memory::gpu
+  set -- layers:: graph:: kernels:: optim:: param memory::gpu
 fi
 "$work/trainer-tests" "$@"

@@ -7,19 +7,19 @@
 //!             typed   network   plan      stream  steps    user-facing output
 //! ```
 
+pub mod base;
 pub mod cli;
 pub mod data;
-pub mod features;
+pub mod events;
+pub mod graph;
 pub mod job;
 pub mod kernels;
 pub mod layers;
 pub mod memory;
 pub mod models;
 pub mod optim;
-pub mod panics;
+pub mod param_store;
 pub mod params;
-pub mod random;
-pub mod regular_file;
+pub mod planner;
 pub mod report;
 pub mod train;
-pub mod units;

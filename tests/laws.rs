@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 use trainer::job::{Job, OomAction};
-use trainer::memory::plan::PlanVerdict;
+use trainer::planner::plan::PlanVerdict;
 use trainer::train::setup::Setup;
 
 const UPDATES: usize = 50;

@@ -7,12 +7,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use trainer::events::event::EventRecord;
+use trainer::events::{EventLog, Reporter, Sink};
 use trainer::job::Job;
 use trainer::memory::InjectedOom;
 use trainer::memory::pressure::PressureMonitor;
-use trainer::report::{EventLog, Reporter, Sink};
 use trainer::train::Failure;
-use trainer::train::event::EventRecord;
 use trainer::train::run::{self, RunOptions, RunOutcome};
 use trainer::train::run_dir::{RequestedRun, RunDir};
 
@@ -296,7 +296,7 @@ fn pressure_takes_what_is_read_ahead_then_micro_batches_and_lets_go() {
     fs::write(&file, "1000 1000000").unwrap();
     let calm = file.clone();
     let seen = move |record: &EventRecord| {
-        if matches!(record.event, trainer::train::event::Event::Step { step: 5, .. }) {
+        if matches!(record.event, trainer::events::event::Event::Step { step: 5, .. }) {
             fs::write(&calm, "900000 1000000000000").unwrap();
         }
     };
@@ -322,7 +322,7 @@ fn pressure_takes_what_is_read_ahead_then_micro_batches_and_lets_go() {
     fs::write(&file, "1000 1000000").unwrap();
     let free = file.clone();
     let seen = move |record: &EventRecord| {
-        if matches!(record.event, trainer::train::event::Event::Step { step: 1, .. }) {
+        if matches!(record.event, trainer::events::event::Event::Step { step: 1, .. }) {
             fs::write(&free, "900000000000 1000000000000").unwrap();
         }
     };

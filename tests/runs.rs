@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
-use trainer::random::{RngKey, stream_id};
+use trainer::base::random::{RngKey, stream_id};
 
 /// Small enough for a second, long enough to be disturbed: 64 updates of 16 samples.
 const JOB: &str = "\
@@ -155,7 +155,7 @@ fn a_run_leaves_everything_behind() {
     assert!(peak("planned_peak_bytes") <= peak("measured_peak_bytes") + (16 << 20), "{finished}");
     // The summary is rebuilt from the run directory alone.
     let kept: Value = serde_json::from_slice(&fs::read(run.join("summary.json")).unwrap()).unwrap();
-    let rebuilt = trainer::report::Summary::from_events(&run.join("events.jsonl")).unwrap();
+    let rebuilt = trainer::events::Summary::from_events(&run.join("events.jsonl")).unwrap();
     assert_eq!(serde_json::to_value(rebuilt).unwrap(), kept);
     // The resolved job is itself a job, and the same one.
     let resolved = trainer::job::Job::load(&run.join("job.toml"), &[]).unwrap();

@@ -7,15 +7,15 @@ use std::process::Command;
 use std::sync::Arc;
 
 use serde_json::Value;
+use trainer::base::random::RngKey;
 use trainer::data::split::random_split;
 use trainer::data::streaming::{
     BLOCK_BYTES, RecordBlock, ShardReader, ShardedDataset, StreamingDataset, cut_into_blocks,
 };
 use trainer::data::{BatchRow, DataError, Features, InputSpec, SampleKey, TargetSpec};
+use trainer::events::{EventLog, Reporter};
 use trainer::job::Job;
 use trainer::memory::measure::CountingAllocator;
-use trainer::random::RngKey;
-use trainer::report::{EventLog, Reporter};
 use trainer::train::Failure;
 use trainer::train::datasets::Datasets;
 use trainer::train::run::{self, RunOptions, RunOutcome};
@@ -141,7 +141,7 @@ fn job(sets: &[&str]) -> Job {
 }
 
 fn shuffle_buffer_bytes(job: &Job) -> u64 {
-    job.data.loader.shuffle_buffer.resolve(trainer::units::Bytes(0)).0
+    job.data.loader.shuffle_buffer.resolve(trainer::base::units::Bytes(0)).0
 }
 
 /// Trains on nine tenths of the rows, in `folder`; resumes a run that is there.

@@ -4,12 +4,13 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::{CommonArgs, Exit, JobFile, print_line, start_threads};
+use crate::base::MicroBatchSpec;
+use crate::base::units::{Bytes, format_count};
 use crate::job::{Job, RunLength};
-use crate::layers::{Layer, MicroBatchSpec};
+use crate::layers::Layer;
 use crate::report::data;
 use crate::train::Failure;
 use crate::train::setup::Setup;
-use crate::units::{Bytes, format_count};
 
 /// Find every mistake in a job and open its data, without training
 #[derive(Clone, Debug, Args)]

@@ -8,10 +8,13 @@ use std::str::FromStr;
 use clap::Args;
 
 use super::{CliError, CommonArgs, Exit, JobFile, plan, start_threads};
+use crate::base::units::Bytes;
+use crate::events::{EventLog, JsonStream, MetricsLog, Reporter, Summary};
 use crate::job::Job;
 use crate::memory::pressure::PressureMonitor;
-use crate::memory::{alloc_failure, budget, probe};
-use crate::report::{EventLog, JsonStream, MetricsLog, Reporter, Summary, TensorBoard, Terminal};
+use crate::memory::{alloc_failure, probe};
+use crate::planner::budget;
+use crate::report::{TensorBoard, Terminal};
 use crate::train::fault_injection::{FaultHooks, InjectedCrashes};
 use crate::train::run::{RunOptions, RunOutcome};
 use crate::train::run_dir::{RequestedRun, RunDir};
@@ -20,7 +23,6 @@ use crate::train::setup::Setup;
 use crate::train::signals::{Signal, SignalSource, Signals};
 use crate::train::supervisor::WorkerOrders;
 use crate::train::{self, Failure};
-use crate::units::Bytes;
 
 /// Train a job
 #[derive(Clone, Debug, Args)]

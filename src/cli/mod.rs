@@ -24,8 +24,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::data::{DatasetContext, NoProgress, ProgressObserver};
 use crate::job::Job;
 use crate::kernels::dispatch::{self, Dispatch};
-use crate::memory::budget;
 use crate::memory::gpu::{self, GpuDevice, GpuError, GpuInfo};
+use crate::planner::budget;
 use crate::report::{DisplayOptions, ScanProgress, Verbosity};
 pub use exit::{CliError, Exit};
 

@@ -6,16 +6,19 @@ use std::path::Path;
 use clap::Args;
 
 use super::{CliError, CommonArgs, Exit, JobFile, print_line, start_threads};
+use crate::base::units::{Bytes, MemorySize};
+use crate::base::{ComputeCapability, HOPPER};
 use crate::job::Job;
-use crate::layers::{ComputeCapability, HOPPER};
-use crate::memory::budget::TargetMachine;
-use crate::memory::plan::PlanVerdict;
-use crate::memory::plan_lock::{self, PlanLock};
-use crate::memory::{self, budget, probe};
+use crate::memory::probe;
+use crate::planner::MemoryPlan;
+use crate::planner::budget;
+use crate::planner::budget::TargetMachine;
+use crate::planner::plan::PlanVerdict;
+use crate::planner::plan_lock;
+use crate::planner::plan_lock::PlanLock;
 use crate::report;
 use crate::train::setup::Setup;
 use crate::train::{Failure, autotune};
-use crate::units::{Bytes, MemorySize};
 
 /// Say what memory a job will take and whether it fits
 #[derive(Clone, Debug, Args)]
@@ -135,7 +138,7 @@ pub fn local_machine(job: &Job, common: &CommonArgs) -> anyhow::Result<TargetMac
 }
 
 /// Prints a plan and returns the exit code of its verdict.
-pub fn print_plan(plan: &memory::MemoryPlan, strict: bool, common: &CommonArgs) -> anyhow::Result<Exit> {
+pub fn print_plan(plan: &MemoryPlan, strict: bool, common: &CommonArgs) -> anyhow::Result<Exit> {
     if common.json {
         print_line(serde_json::to_string_pretty(plan)?)?;
     } else if !common.quiet {
@@ -150,7 +153,7 @@ pub fn print_plan(plan: &memory::MemoryPlan, strict: bool, common: &CommonArgs) 
 }
 
 /// Prints the plan of a run that will not start, on stderr.
-pub fn eprint_plan(plan: &memory::MemoryPlan, common: &CommonArgs) -> io::Result<()> {
+pub fn eprint_plan(plan: &MemoryPlan, common: &CommonArgs) -> io::Result<()> {
     if common.quiet {
         return Ok(());
     }
@@ -170,7 +173,7 @@ impl LockArgs {
         job: &Path,
         setup: &Setup,
         machine: &TargetMachine,
-        plan: &memory::MemoryPlan,
+        plan: &MemoryPlan,
     ) -> anyhow::Result<()> {
         if plan.verdict == PlanVerdict::DoesNotFit {
             return Ok(());

@@ -4,11 +4,11 @@ use clap::Args;
 use serde_json::json;
 
 use super::{CommonArgs, Exit, print_line};
+use crate::base::units::Bytes;
 use crate::kernels::dispatch::{ENV_VAR, dispatch};
 use crate::memory::device::{self, DeviceInfo};
 use crate::memory::probe::{HostInfo, host};
 use crate::report::text;
-use crate::units::Bytes;
 
 /// Show every device and what memory a run could have here, and what limits it
 #[derive(Clone, Debug, Args)]

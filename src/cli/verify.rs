@@ -8,7 +8,8 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::{CliError, CommonArgs, Exit, JobFile, plan, print_line, start_threads};
-use crate::memory;
+use crate::memory::probe;
+use crate::planner::budget;
 use crate::report::{self, Verbosity};
 use crate::train::Failure;
 use crate::train::setup::Setup;
@@ -37,7 +38,7 @@ impl VerifyArgs {
     pub fn run(&self, common: &CommonArgs) -> anyhow::Result<Exit> {
         let job = common.load_job(&self.job.path)?;
         start_threads()?;
-        let ram = memory::budget::host(&job.memory, &memory::probe::host()?);
+        let ram = budget::host(&job.memory, &probe::host()?);
         let gpu = common.open_gpu(&job.memory)?;
         let setup = Setup::open(job, ram, &common.open_options())?.on_gpu(gpu).with_process_measured();
         let proof = VerifyOptions {

@@ -18,7 +18,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
-use crate::random::{mix, stream_id};
+use crate::base::random::{mix, stream_id};
 
 /// A folder of entries.
 #[derive(Clone, Debug)]

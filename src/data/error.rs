@@ -2,7 +2,7 @@
 
 use std::{io, path::PathBuf, sync::Arc};
 
-use crate::units::Bytes;
+use crate::base::units::Bytes;
 
 /// An error in the data or in reading it. The message states what was found, [`DataError::hint`] what to do about it.
 /// `Clone`, because a failed loader returns the same error again.

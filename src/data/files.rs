@@ -13,7 +13,7 @@ use std::{
 use flate2::read::MultiGzDecoder;
 
 use super::DataError;
-use crate::regular_file;
+use crate::base::regular_file;
 
 /// Compression of a file, detected from its magic bytes and not from its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

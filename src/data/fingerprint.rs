@@ -311,7 +311,7 @@ impl CachedRecords {
 fn hash_file(path: &Path, on_read: &(dyn Fn(u64) + Sync)) -> Result<u128, DataError> {
     let read = || {
         let (mut file, mut buffer, mut hasher) =
-            (crate::regular_file::open(path)?, vec![0; 1 << 18], XxHash3_128::new());
+            (crate::base::regular_file::open(path)?, vec![0; 1 << 18], XxHash3_128::new());
         loop {
             match file.read(&mut buffer) {
                 Ok(0) => return Ok(hasher.finish_128()),

@@ -13,7 +13,7 @@ use std::{
 use super::files::{self, FileCompression, read_error};
 use super::transforms::{Augmentation, Image, Normalise, Pipeline, Pixels, ResizeMode, ScratchPool};
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
-use crate::regular_file;
+use crate::base::regular_file;
 
 /// What to open and how to read it.
 #[derive(Clone, Debug)]

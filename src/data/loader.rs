@@ -26,7 +26,7 @@ use super::{
     prefetch_depth::PrefetchDepth,
     shuffle_windows::ShuffleWindow,
 };
-use crate::panics::catch_panic;
+use crate::base::panics::catch_panic;
 
 /// How a dataset is read. Only `skip_bad` affects what is delivered.
 #[derive(Clone, Copy, Debug)]

@@ -34,9 +34,9 @@ pub use batch::{BatchValues, HostBatch};
 pub use context::{DatasetContext, NoProgress, ProgressObserver};
 pub use error::DataError;
 
-pub use crate::features::{Features, InputSpec, PixelLut, TargetSpec};
+pub use crate::base::features::{Features, InputSpec, PixelLut, TargetSpec};
 
-/// What a sample's augmentation may depend on; see [`crate::random`].
+/// What a sample's augmentation may depend on; see [`crate::base::random`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SampleKey {
     pub seed: u64,

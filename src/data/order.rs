@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::shuffle_windows::{ShuffleWindow, ShuffleWindows};
 use super::{DataError, Dataset};
-use crate::random::{RngKey, stream_id};
+use crate::base::random::{RngKey, stream_id};
 
 /// A keyed permutation of `0..n` in O(1) memory.
 ///

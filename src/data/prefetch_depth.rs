@@ -77,7 +77,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::random::RngKey;
+    use crate::base::random::RngKey;
 
     /// A single-threaded simulation of a loader; the given times determine every event.
     struct SimulatedLoader {

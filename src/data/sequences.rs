@@ -4,7 +4,7 @@
 //! sequence) something to train on without a download. Everything is a function of the seed and the sample index.
 
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
-use crate::random::{RngKey, stream_id};
+use crate::base::random::{RngKey, stream_id};
 
 /// Fraction of tokens that do not follow the rule.
 const NOISE: f32 = 0.1;

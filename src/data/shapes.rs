@@ -8,7 +8,7 @@ use std::f32::consts::PI;
 
 use super::transforms::{Augmentation, Image, Normalise, Pipeline, Pixels, ResizeMode, ScratchPool};
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
-use crate::random::{CounterRng, RngKey, stream_id};
+use crate::base::random::{CounterRng, RngKey, stream_id};
 
 /// Class names by label.
 pub const CLASS_NAMES: [&str; 10] =

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::order::Permutation;
 use super::streaming::RecordBlock;
-use crate::random::RngKey;
+use crate::base::random::RngKey;
 
 /// A range of an epoch whose blocks are in memory together. Ordered by read position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::streaming::RecordBlock;
 use super::{BatchRow, DataError, Dataset, Features, LengthStats, SampleKey, TargetSpec};
-use crate::random::{RngKey, stream_id};
+use crate::base::random::{RngKey, stream_id};
 
 /// Maps samples to subsets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

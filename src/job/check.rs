@@ -13,7 +13,7 @@ use toml::de::{DeInteger, DeString, DeTable, DeValue};
 use super::error::{ErrorCode, JobError, did_you_mean};
 use super::schema::{allowed, choices, is_table, keywords, kind, kinds};
 use super::source_map::WHOLE_FILE;
-use crate::units::MemorySize;
+use crate::base::units::MemorySize;
 
 /// An error and the bytes it is about, in the address space of [`super::source_map::SourceMap`].
 pub(super) type SpannedError = (Range<usize>, Box<JobError>);

@@ -11,7 +11,7 @@ use super::check::{self, SpannedError};
 use super::error::{ErrorCode, JobError, JobErrors};
 use super::source_map::{SourceLocation, SourceMap, WHOLE_FILE};
 use super::{Job, overrides, rules, schema};
-use crate::regular_file;
+use crate::base::regular_file;
 
 /// A job file larger than this is no job file.
 const MAX_BYTES: u64 = 1 << 20;

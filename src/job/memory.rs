@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Bytes, MemorySize};
+use crate::base::units::{Bytes, MemorySize};
 
 /// Budgets of device and host memory, and what may be done to stay within them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]

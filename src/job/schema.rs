@@ -12,7 +12,7 @@ use schemars::transform::{Transform, transform_subschemas};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 
-use crate::units::MemorySize;
+use crate::base::units::MemorySize;
 
 /// The schema of a job.
 pub fn schema() -> Value {

@@ -280,7 +280,8 @@ impl AdafactorKernel {
 mod tests {
     use super::*;
     use crate::layers::gradcheck::{random_tensor, relative_error, test_device, to_f64_vec};
-    use crate::params::{ParamInit, ParamRegistry, ParamStore};
+    use crate::param_store::ParamStore;
+    use crate::params::{ParamInit, ParamRegistry};
 
     fn store(dtype: DType, shapes: &[(&str, &[usize])]) -> ParamStore {
         let mut declared = ParamRegistry::default();

@@ -14,7 +14,7 @@ use super::clamp::ClampActivation;
 use super::cuda;
 use super::linear::WeightBiasGrads;
 use super::{Activation, Elem, Real, add, cpu, reference};
-use crate::layers::MicroBatchSpec;
+use crate::base::MicroBatchSpec;
 use crate::with_elem;
 
 /// The operands: `weight` and `bias` are (channels).

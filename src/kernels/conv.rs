@@ -424,7 +424,7 @@ pub fn workspace(
     geometry: &ConvGeometry,
     bias: bool,
     act: Activation,
-    at: crate::layers::MicroBatchSpec,
+    at: crate::base::MicroBatchSpec,
 ) -> (u64, u64) {
     let g = geometry;
     if at.backend.is_cuda() {

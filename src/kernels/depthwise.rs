@@ -68,7 +68,7 @@ impl ConvGeometry {
     }
 
     /// Bytes of temporaries of the forward pass and of the backward pass.
-    pub(super) fn depthwise_workspace(&self, at: crate::layers::MicroBatchSpec) -> (u64, u64) {
+    pub(super) fn depthwise_workspace(&self, at: crate::base::MicroBatchSpec) -> (u64, u64) {
         let acc = at.dtype.size_in_bytes().max(4);
         let cells = self.kernel * self.kernel;
         let (c, taps) = (self.in_channels, cells * std::mem::size_of::<Tap>());

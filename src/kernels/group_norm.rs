@@ -11,7 +11,7 @@ use super::clamp::ClampActivation;
 use super::cuda;
 use super::linear::WeightBiasGrads;
 use super::{Elem, Real, cpu, reference};
-use crate::layers::MicroBatchSpec;
+use crate::base::MicroBatchSpec;
 use crate::with_elem;
 
 /// The operands: `weight` and `bias` are (channels), `x` is (batch, height, width, channels).

@@ -6,7 +6,7 @@ mod gpu;
 use rayon::prelude::*;
 
 use super::cpu;
-use crate::features::PixelLut;
+use crate::base::features::PixelLut;
 
 /// Pixels per parallel chunk.
 const CHUNK: usize = 1 << 14;
@@ -44,7 +44,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::random::{RngKey, stream_id};
+    use crate::base::random::{RngKey, stream_id};
 
     fn test_lut(channels: usize) -> PixelLut {
         let table = |c: usize| std::array::from_fn(|byte| (byte as f32 / 255.0 - 0.1 * c as f32) / 0.3);

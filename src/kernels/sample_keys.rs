@@ -3,7 +3,7 @@
 //! On a GPU, a kernel derives the keys from the epoch and the sample ids uploaded with the micro-batch, so a replayed
 //! CUDA graph draws masks for the samples of the current batch.
 
-use crate::random::RngKey;
+use crate::base::random::RngKey;
 
 /// The sample keys of one layer.
 #[derive(Clone, Copy)]
@@ -48,8 +48,8 @@ mod gpu {
     use candle_core::{DType, Result, Tensor};
 
     use super::{SampleKeys, pack_sample_info};
+    use crate::base::random::RngKey;
     use crate::kernels::cuda::{RawStream, check_status, graph, pointer, stream, uninit};
-    use crate::random::RngKey;
 
     /// Uploads words from the host now. A graph replay would not repeat this with new values.
     pub fn upload(device: &CudaDevice, words: &[u32]) -> Result<Tensor> {
@@ -93,7 +93,7 @@ pub use gpu::upload;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::stream_id;
+    use crate::base::random::stream_id;
 
     #[test]
     fn sample_info_is_laid_out_as_kernels_read_it() {

@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use super::{Cost, Layer, PassContext, SavedTensors};
+use crate::base::MicroBatchSpec;
 use crate::kernels::{Activation as Act, SavedForBackward, activation};
 
 pub struct ActivationLayer {

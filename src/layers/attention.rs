@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::{Backend, Cost, Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
+use super::{Cost, Layer, Mode, PassContext, SavedTensors};
+use crate::base::random::stream_id;
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::attention::{AttentionDims, AttentionKernel as Kernel, DropoutMask};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::rotary::Rotary;
-use crate::random::stream_id;
 
 pub struct Attention {
     pub name: String,

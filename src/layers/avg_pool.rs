@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use super::{Cost, Layer, PassContext, SavedTensors};
+use crate::base::MicroBatchSpec;
 use crate::kernels::avg_pool::{avg_pool2d, avg_pool2d_backward};
 use crate::kernels::pool::PoolGeometry;
 

@@ -5,7 +5,8 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::{Backend, Cost, Layer, MicroBatchSpec, Mode, PassContext, RecomputeSource, SavedTensors};
+use super::{Cost, Layer, Mode, PassContext, RecomputeSource, SavedTensors};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::batch_norm::{BatchNormKernel as Kernel, RunningStats, workspace};
 use crate::kernels::channels::ChannelLayout;
 use crate::kernels::linear::WeightBiasGrads;
@@ -254,9 +255,13 @@ mod tests {
         let (batch, pixels, c) = (32, 400, 3);
         let mut registry = ParamRegistry::default();
         let layer = BatchNorm::new(&mut registry, "n", &[20, 20, c], 32, ClampActivation::Identity);
-        let store =
-            crate::params::ParamStore::new(registry.into_layout().unwrap(), 1, DType::F32, &test_device())
-                .unwrap();
+        let store = crate::param_store::ParamStore::new(
+            registry.into_layout().unwrap(),
+            1,
+            DType::F32,
+            &test_device(),
+        )
+        .unwrap();
         let ids: Vec<u64> = (0..batch as u64).collect();
         let pass = PassContext {
             store: &store,

@@ -3,7 +3,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Backend, Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use super::{Cost, Layer, PassContext, SavedTensors};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::categorical_embedding::{CategoricalEmbeddingKernel as Kernel, cuda_workspace};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 

@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use super::{Cost, Layer, PassContext, SavedTensors};
+use crate::base::MicroBatchSpec;
 use crate::kernels::conv::{ConvKernel as Kernel, workspace};
 use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::linear::WeightBiasGrads;

@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor};
 
 use super::loss::{Loss, PendingMetricSums};
-use super::{Backend, Cost, MicroBatchSpec, PassContext};
+use super::{Cost, PassContext};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::Activation;
 use crate::kernels::cross_entropy::{
     ClassWeights, LinearCrossEntropy, cuda_workspace, fused_workspace, is_plain_softmax, workspace,

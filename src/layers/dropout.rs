@@ -2,10 +2,11 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Cost, Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
+use super::{Cost, Layer, Mode, PassContext, SavedTensors};
+use crate::base::MicroBatchSpec;
+use crate::base::random::stream_id;
 use crate::kernels::dropout::apply;
 use crate::kernels::sample_keys::SampleKeys;
-use crate::random::stream_id;
 
 pub struct Dropout {
     pub name: String,

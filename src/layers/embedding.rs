@@ -3,7 +3,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Backend, Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use super::{Cost, Layer, PassContext, SavedTensors};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::embedding::{EmbeddingGrads, EmbeddingKernel as Kernel, cuda_workspace, workspace};
 use crate::params::{ParamId, ParamInit, ParamRegistry};
 

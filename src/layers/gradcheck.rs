@@ -4,10 +4,12 @@
 use candle_core::{DType, Device, Storage, Tensor, Var};
 
 use super::loss::{Loss, PendingMetricSums};
-use super::{Backend, FusionContext, HOPPER, Layer, MicroBatchSpec, Mode, PassContext, RecomputeSource};
+use super::{FusionContext, Layer, Mode, PassContext, RecomputeSource};
+use crate::base::random::{RngKey, stream_id};
+use crate::base::{Backend, HOPPER, MicroBatchSpec};
 use crate::kernels::update::cast_into;
-use crate::params::{ParamRegistry, ParamStore};
-use crate::random::{RngKey, stream_id};
+use crate::param_store::ParamStore;
+use crate::params::ParamRegistry;
 
 /// The device under test: the CPU, or the first GPU if `TRAINER_TEST_DEVICE` is `cuda`.
 pub fn test_device() -> Device {
@@ -41,7 +43,7 @@ pub fn random_tensor(shape: &[usize], key: u64) -> Tensor {
 pub fn test_spec(batch: usize, dtype: DType) -> MicroBatchSpec {
     let backend = match test_device() {
         Device::Cpu => Backend::Cpu { threads: crate::kernels::cpu::threads() },
-        _ => Backend::Cuda { capability: super::HOPPER },
+        _ => Backend::Cuda { capability: HOPPER },
     };
     MicroBatchSpec { batch, dtype, backend }
 }

@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::{Cost, Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
+use super::{Cost, Layer, Mode, PassContext, SavedTensors};
+use crate::base::MicroBatchSpec;
 use crate::kernels::ClampActivation;
 use crate::kernels::channels::ChannelLayout;
 use crate::kernels::group_norm::{GroupNormKernel as Kernel, workspace};

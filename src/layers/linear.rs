@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Backend, Cost, InputGrad, Layer, MicroBatchSpec, PassContext, RecomputeSource, SavedTensors};
+use super::{Cost, InputGrad, Layer, PassContext, RecomputeSource, SavedTensors};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::linear::{
     ActBackward, LinearKernel as Kernel, WeightBiasGrads, WeightLayout, bias_gradient_workspace,
     hopper_column_sums_bytes, hopper_supports, workspace,

@@ -3,7 +3,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Cost, MicroBatchSpec, PassContext};
+use super::{Cost, PassContext};
+use crate::base::MicroBatchSpec;
 use crate::kernels::linear::LinearKernel;
 pub use crate::kernels::metric_sums::{MetricSums, PendingMetricSums};
 

@@ -24,21 +24,21 @@ pub mod group_norm;
 pub mod linear;
 pub mod loss;
 pub mod max_pool;
-pub mod network;
 pub mod norm;
-pub mod offload;
 pub mod packed_linear;
 pub mod pointwise_loss;
 pub mod squeeze_excite;
 pub mod swiglu;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 
+use crate::base::random::RngKey;
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::linear::ActBackward;
 use crate::kernels::sample_keys::SampleKeys;
 use crate::kernels::{Activation, SavedForBackward, add};
-use crate::params::{ParamId, ParamStore, StatId};
-use crate::random::RngKey;
+use crate::param_store::ParamStore;
+use crate::params::{ParamId, StatId};
 
 /// A layer of a network. Tensors are contiguous; the first dimension is the batch.
 pub trait Layer: Send + Sync {
@@ -218,58 +218,6 @@ impl SavedTensors {
             SavedForBackward::Input => pre,
         };
         Self(std::iter::once(x.clone()).chain(read).collect())
-    }
-}
-
-/// What [`Layer::cost`] depends on.
-#[derive(Clone, Copy, Debug)]
-pub struct MicroBatchSpec {
-    /// Samples in the micro-batch.
-    pub batch: usize,
-    /// Activation dtype.
-    pub dtype: DType,
-    /// Which kernels run.
-    pub backend: Backend,
-}
-
-/// Where layers compute. Kernels have one implementation per backend, each with its own workspace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
-    /// The CPU, with one workspace per thread.
-    Cpu { threads: usize },
-    /// A GPU; its compute capability selects the kernels.
-    Cuda { capability: ComputeCapability },
-}
-
-/// Compute capability of a GPU: major, minor.
-pub type ComputeCapability = (u32, u32);
-
-/// Hopper, whose kernels need the most memory. Plans assume it if no GPU is named.
-pub const HOPPER: ComputeCapability = (9, 0);
-
-impl Backend {
-    pub fn is_cuda(self) -> bool {
-        matches!(self, Backend::Cuda { .. })
-    }
-
-    /// Whether the Hopper kernels run. They use instructions that no other GPU has.
-    pub fn is_hopper(self) -> bool {
-        matches!(self, Backend::Cuda { capability: HOPPER })
-    }
-}
-
-impl MicroBatchSpec {
-    /// Number of CPU threads; 0 on a GPU.
-    pub fn threads(&self) -> usize {
-        match self.backend {
-            Backend::Cpu { threads } => threads,
-            Backend::Cuda { .. } => 0,
-        }
-    }
-
-    /// Bytes of `per_sample` values for every sample.
-    pub fn bytes(&self, per_sample: usize) -> u64 {
-        (self.batch * per_sample * self.dtype.size_in_bytes()) as u64
     }
 }
 

@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Backend, Cost, InputGrad, Layer, MicroBatchSpec, PassContext, RecomputeSource, SavedTensors};
+use super::{Cost, InputGrad, Layer, PassContext, RecomputeSource, SavedTensors};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::linear::WeightBiasGrads;
 use crate::kernels::norm::{NormBackwardFusion, NormKernel as Kernel, chunk_rows, cuda_workspace};

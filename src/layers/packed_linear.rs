@@ -3,7 +3,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Backend, Cost, Layer, MicroBatchSpec, PassContext, SavedTensors};
+use super::{Cost, Layer, PassContext, SavedTensors};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::cpu::{acc_bytes, rows_per_chunk};
 use crate::kernels::linear::bias_gradient_workspace;
 use crate::kernels::packed_linear::{Projection, backward, forward, workspace};

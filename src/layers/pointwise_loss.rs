@@ -4,7 +4,8 @@
 use candle_core::{Result, Tensor};
 
 use super::loss::{Loss, PendingMetricSums};
-use super::{Backend, Cost, MicroBatchSpec, PassContext};
+use super::{Cost, PassContext};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::Activation;
 use crate::kernels::linear::{LinearKernel, WeightBiasGrads, WeightLayout};
 pub use crate::kernels::pointwise_loss::PointwiseLossFn;
@@ -165,9 +166,13 @@ mod tests {
     fn binary_prediction_is_correct_when_all_logits_are() {
         let mut registry = ParamRegistry::default();
         let loss = loss(&mut registry, PointwiseLossFn::BceWithLogits, 1, 1, false);
-        let store =
-            crate::params::ParamStore::new(registry.into_layout().unwrap(), 1, DType::F32, &test_device())
-                .unwrap();
+        let store = crate::param_store::ParamStore::new(
+            registry.into_layout().unwrap(),
+            1,
+            DType::F32,
+            &test_device(),
+        )
+        .unwrap();
         crate::kernels::update::cast_into(
             &Tensor::ones(1, DType::F32, &test_device()).unwrap(),
             &store.master_weights,

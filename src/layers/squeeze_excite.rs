@@ -3,7 +3,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Backend, Cost, Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
+use super::{Cost, Layer, Mode, PassContext, SavedTensors};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::linear::{
     LinearKernel as Kernel, WeightBiasGrads, WeightLayout, bias_gradient_workspace, workspace,
 };

@@ -13,8 +13,8 @@ mod tests;
 
 use candle_core::Device;
 
-use crate::layers::ComputeCapability;
-use crate::units::Bytes;
+use crate::base::ComputeCapability;
+use crate::base::units::Bytes;
 
 /// Physical bytes that a heap may map beyond its `tensors`: partially filled chunks. The budget counts tensors only.
 #[cfg(feature = "cuda")]

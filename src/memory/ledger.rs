@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 
-use super::plan::Role;
-use crate::units::Bytes;
+use crate::base::Role;
+use crate::base::units::Bytes;
 
 /// Accounts for one memory space, host or device. Clones share the account.
 #[derive(Clone, Debug)]

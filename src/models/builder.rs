@@ -1,7 +1,8 @@
 //! Builds networks: tracks the shape of a sample from layer to layer.
 
 use super::BuiltModel;
-use crate::features::{Features, InputSpec, TargetSpec};
+use crate::base::features::{Features, InputSpec, TargetSpec};
+use crate::graph::network::{LayerBlock, Network, Node};
 use crate::kernels::Activation;
 use crate::layers::Layer;
 use crate::layers::activation::ActivationLayer;
@@ -11,7 +12,6 @@ use crate::layers::dropout::Dropout;
 use crate::layers::flatten::Flatten;
 use crate::layers::linear::{Linear, LinearOptions};
 use crate::layers::loss::Loss;
-use crate::layers::network::{LayerBlock, Network, Node};
 use crate::layers::pointwise_loss::{PointwiseLoss, PointwiseLossFn};
 use crate::params::{DuplicateName, ParamInit, ParamRegistry};
 

@@ -2,7 +2,7 @@
 //! `layers.0.weight`, `layers.0.bias`, `layers.1.weight`, ...
 
 use super::{ModelError, NetworkBuilder};
-use crate::features::InputSpec;
+use crate::base::features::InputSpec;
 use crate::job::MlpConfig;
 
 pub(super) fn build(mlp: &MlpConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {

@@ -18,9 +18,9 @@ mod vit;
 
 pub use builder::{ModelError, NetworkBuilder};
 
-use crate::features::{Features, InputSpec};
+use crate::base::features::{Features, InputSpec};
+use crate::graph::network::Network;
 use crate::job::ModelConfig;
-use crate::layers::network::Network;
 use crate::params::ParamLayout;
 
 /// A network and the layout of its parameters.
@@ -59,7 +59,7 @@ pub fn build(model: &ModelConfig, features: &Features) -> Result<BuiltModel, Mod
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::features::TargetSpec;
+    use crate::base::features::TargetSpec;
     use crate::job::{MobilenetConfig, ResnetConfig};
 
     fn image_features(shape: [usize; 3], classes: usize) -> Features {

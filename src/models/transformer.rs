@@ -1,13 +1,13 @@
 //! Building blocks shared by the transformer models.
 
 use super::{ModelError, NetworkBuilder};
-use crate::features::{InputSpec, TargetSpec};
+use crate::base::features::{InputSpec, TargetSpec};
+use crate::graph::network::{Node, ResidualNode};
 use crate::kernels::Activation;
 use crate::kernels::attention::AttentionDims;
 use crate::kernels::linear::WeightLayout;
 use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::linear::{Linear, LinearOptions};
-use crate::layers::network::{Node, ResidualNode};
 use crate::params::{ParamId, ParamInit};
 
 /// Weight initialization of GPT-2, BERT and Llama.
@@ -144,7 +144,7 @@ pub(super) fn classification_head(
 
 #[cfg(test)]
 mod tests {
-    use crate::features::{Features, InputSpec, TargetSpec};
+    use crate::base::features::{Features, InputSpec, TargetSpec};
     use crate::job::{GptConfig, LlamaConfig, ModelConfig, VitConfig};
     use crate::models::build;
 

@@ -2,6 +2,7 @@
 //! are too small and channels that do not divide.
 
 use super::{ModelError, NetworkBuilder};
+use crate::graph::network::{Node, ResidualNode};
 use crate::kernels::im2col::ConvGeometry;
 use crate::kernels::pool::PoolGeometry;
 use crate::kernels::{Activation, ClampActivation};
@@ -11,7 +12,6 @@ use crate::layers::conv::Conv2d;
 use crate::layers::global_pool::GlobalAvgPool;
 use crate::layers::group_norm::GroupNorm;
 use crate::layers::max_pool::MaxPool;
-use crate::layers::network::{Node, ResidualNode};
 use crate::params::ParamInit;
 
 /// A convolution, independent of its input shape.

@@ -8,13 +8,14 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor};
 
+use crate::base::Backend;
 use crate::job::OptimizerConfig as Rule;
 use crate::kernels::adafactor::{self, AdafactorKernel};
 use crate::kernels::adamw8bit;
 use crate::kernels::lion::LionKernel;
 use crate::kernels::update::{AdamWKernel, SgdKernel, UpdateArgs};
-use crate::layers::Backend;
-use crate::params::{FlatLayout, ParamStore};
+use crate::param_store::ParamStore;
+use crate::params::FlatLayout;
 
 /// An optimizer rule and its state: named flat buffers.
 pub struct Optimizer {

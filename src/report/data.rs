@@ -5,11 +5,11 @@
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
+use crate::base::features::{Features, InputSpec, TargetSpec};
+use crate::base::units::format_count;
 use crate::data::{BatchValues, DataError, Dataset, HostBatch, LengthStats, SampleKey};
-use crate::features::{Features, InputSpec, TargetSpec};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
 use crate::kernels::pixel_lut;
-use crate::units::format_count;
 
 /// Records shown.
 const MAX_RECORDS: u64 = 3;

@@ -3,8 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::memory::plan::*;
-use crate::train::event::{Event, EventRecord, MemoryBytes};
+use crate::base::Role;
+use crate::events::event::{Event, EventRecord, MemoryBytes};
+use crate::planner::plan::*;
 
 pub fn started(t: f64) -> EventRecord {
     let event = Event::Started {

@@ -1,54 +1,23 @@
-//! Everything people and programs see of a run, rendered from its [`EventRecord`]s.
-//!
-//! The run passes events to a [`Reporter`], which stamps them with the time and hands them to every [`Sink`]. The
-//! event log is the source of truth: failing to write it is an error of the run. All other sinks are views that may
-//! fail without harm, because what they showed can be rebuilt. Errors of the run itself are not rendered here;
-//! whoever returns them reports them.
+//! Everything people see of a run: terminal, TensorBoard, plans and summaries, as renderings of its events.
+//! Errors of the run itself are not rendered here; whoever returns them says them.
 
 pub mod data;
 #[cfg(test)]
 pub(crate) mod fixtures;
-pub mod jsonl;
 pub mod plan;
 mod progress;
 mod reference;
 mod scan_progress;
-pub mod summary;
+mod summary;
 pub mod tensorboard;
 pub mod terminal;
 pub(crate) mod text;
 pub mod verify;
 
-use std::io;
-use std::path::PathBuf;
-use std::time::{SystemTime, UNIX_EPOCH};
-
-pub use jsonl::{EventLog, JsonStream, MetricsLog};
 pub use reference::events_markdown;
 pub use scan_progress::ScanProgress;
-pub use summary::Summary;
 pub use tensorboard::TensorBoard;
 pub use terminal::Terminal;
-
-use crate::train::event::{Event, EventRecord};
-
-/// Renders the records of a run, in order.
-pub trait Sink: Send {
-    /// The destination as an error message names it: a path, `stderr`.
-    fn name(&self) -> String;
-
-    fn record(&mut self, record: &EventRecord) -> io::Result<()>;
-
-    /// A message to people that is not an event: another view failed.
-    fn warn(&mut self, _text: &str) -> io::Result<()> {
-        Ok(())
-    }
-
-    /// No record follows.
-    fn finish(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 /// How much to show people.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -69,164 +38,4 @@ pub struct DisplayOptions {
     pub color: bool,
     /// A terminal: a live progress bar, and block characters in tables.
     pub interactive: bool,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum ReportError {
-    #[error("cannot write `{name}`")]
-    Write { name: String, source: io::Error },
-    #[error("cannot read `{}`", path.display())]
-    Read { path: PathBuf, source: io::Error },
-}
-
-/// Stamps events with the time and hands them to all sinks.
-pub struct Reporter {
-    clock: Box<dyn FnMut() -> f64 + Send>,
-    required: Vec<Box<dyn Sink>>,
-    optional: Vec<Box<dyn Sink>>,
-}
-
-impl Default for Reporter {
-    fn default() -> Self {
-        Self::with_clock(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64()))
-    }
-}
-
-impl Reporter {
-    /// `clock` returns seconds since the Unix epoch.
-    pub fn with_clock(clock: impl FnMut() -> f64 + Send + 'static) -> Self {
-        Self { clock: Box::new(clock), required: Vec::new(), optional: Vec::new() }
-    }
-
-    /// Adds a sink whose failure is an error of the run.
-    pub fn with_required(mut self, sink: impl Sink + 'static) -> Self {
-        self.required.push(Box::new(sink));
-        self
-    }
-
-    /// Adds a sink that is dropped when it fails: with a warning, or silently if its reader is gone (a broken pipe).
-    pub fn with_optional(mut self, sink: impl Sink + 'static) -> Self {
-        self.optional.push(Box::new(sink));
-        self
-    }
-
-    /// Passes the event to every sink. Views get it even if a required sink failed, so that people see the last
-    /// event.
-    pub fn record(&mut self, event: Event) -> Result<(), ReportError> {
-        let record = EventRecord { t: (self.clock)(), event };
-        self.for_each_sink(|sink| sink.record(&record))
-    }
-
-    /// Finishes every sink: clears progress bars, syncs files.
-    pub fn finish(&mut self) -> Result<(), ReportError> {
-        self.for_each_sink(|sink| sink.finish())
-    }
-
-    fn for_each_sink(
-        &mut self,
-        mut say: impl FnMut(&mut dyn Sink) -> io::Result<()>,
-    ) -> Result<(), ReportError> {
-        let mut outcome = Ok(());
-        for sink in &mut self.required {
-            if let Err(source) = say(sink.as_mut())
-                && outcome.is_ok()
-            {
-                outcome = Err(ReportError::Write { name: sink.name(), source });
-            }
-        }
-        let mut warnings = Vec::new();
-        self.optional.retain_mut(|sink| match say(sink.as_mut()) {
-            Ok(()) => true,
-            Err(error) => {
-                if error.kind() != io::ErrorKind::BrokenPipe {
-                    warnings.push(format!("`{}` is no longer written: {error}", sink.name()));
-                }
-                false
-            }
-        });
-        for warning in warnings {
-            self.optional.retain_mut(|sink| sink.warn(&warning).is_ok());
-        }
-        outcome
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::{Arc, Mutex};
-
-    type RecordedLines = Arc<Mutex<Vec<String>>>;
-
-    struct RecordingSink {
-        lines: RecordedLines,
-        /// The record that fails, by number, and how.
-        fails_at: Option<(usize, io::ErrorKind)>,
-        records: usize,
-    }
-
-    impl Sink for RecordingSink {
-        fn name(&self) -> String {
-            "probe".into()
-        }
-        fn record(&mut self, record: &EventRecord) -> io::Result<()> {
-            self.records += 1;
-            match self.fails_at {
-                Some((n, kind)) if n == self.records => Err(kind.into()),
-                _ => {
-                    self.lines.lock().unwrap().push(format!("{}", record.t));
-                    Ok(())
-                }
-            }
-        }
-        fn warn(&mut self, text: &str) -> io::Result<()> {
-            self.lines.lock().unwrap().push(text.into());
-            Ok(())
-        }
-    }
-
-    fn recording_sink(fails: Option<(usize, io::ErrorKind)>) -> (RecordingSink, RecordedLines) {
-        let heard = RecordedLines::default();
-        (RecordingSink { lines: heard.clone(), fails_at: fails, records: 0 }, heard)
-    }
-
-    fn reporter() -> Reporter {
-        let mut t = 0.0;
-        Reporter::with_clock(move || {
-            t += 1.0;
-            t
-        })
-    }
-
-    fn event() -> Event {
-        Event::Interrupted { step: 0, signal: "SIGINT".into(), checkpoint: None }
-    }
-
-    #[test]
-    fn a_failing_optional_sink_is_dropped_and_the_others_are_warned() {
-        let ((truth, told), (bad, bad_heard)) =
-            (recording_sink(None), recording_sink(Some((2, io::ErrorKind::StorageFull))));
-        let ((gone, gone_heard), (good, good_heard)) =
-            (recording_sink(Some((1, io::ErrorKind::BrokenPipe))), recording_sink(None));
-        let mut reporter =
-            reporter().with_required(truth).with_optional(bad).with_optional(gone).with_optional(good);
-        for _ in 0..3 {
-            reporter.record(event()).unwrap();
-        }
-        assert_eq!(*told.lock().unwrap(), ["1", "2", "3"]);
-        assert_eq!(*bad_heard.lock().unwrap(), ["1"]);
-        assert_eq!(*gone_heard.lock().unwrap(), [""; 0]);
-        let warning = "`probe` is no longer written: no storage space";
-        assert_eq!(*good_heard.lock().unwrap(), ["1", "2", warning, "3"]);
-    }
-
-    #[test]
-    fn a_failing_required_sink_is_an_error_and_optional_ones_get_the_event() {
-        let ((truth, _), (view, heard)) =
-            (recording_sink(Some((1, io::ErrorKind::StorageFull))), recording_sink(None));
-        let mut reporter = reporter().with_required(truth).with_optional(view);
-        let error = reporter.record(event()).unwrap_err();
-        assert_eq!(error.to_string(), "cannot write `probe`");
-        assert_eq!(*heard.lock().unwrap(), ["1"]);
-    }
 }

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
-use crate::memory::plan::{CandidateSummary, Disk, MemorySpace, PhasePeak, PlanVerdict, Role};
-use crate::memory::{MemoryPlan, planner};
-use crate::units::format_count;
+use crate::base::Role;
+use crate::base::units::format_count;
+use crate::planner::plan::{CandidateSummary, Disk, MemorySpace, PhasePeak, PlanVerdict};
+use crate::planner::{MemoryPlan, ladder};
 
 const BAR_CELLS: usize = 24;
 
@@ -105,7 +106,7 @@ fn disk_line(plan: &MemoryPlan) -> Option<String> {
 
 /// The adjustments from the job as written to what runs, one by one, with reasons.
 fn adjustment_table(plan: &MemoryPlan) -> Vec<String> {
-    let row = |rung: &crate::memory::plan::PlanAdjustment| {
+    let row = |rung: &crate::planner::plan::PlanAdjustment| {
         vec![
             rung.rung.replace("micro_batch", "micro-batch"),
             format!("{} -> {}", rung.from, rung.to),
@@ -196,7 +197,7 @@ fn candidate_table(plan: &MemoryPlan, paint: AnsiStyle, most: usize) -> Vec<Stri
     let places = memory_places(plan);
     let chosen = match plan.verdict {
         PlanVerdict::DoesNotFit => None,
-        _ => plan.rungs.iter().find(|rung| rung.change == planner::describe_chosen(plan)),
+        _ => plan.rungs.iter().find(|rung| rung.change == ladder::describe_chosen(plan)),
     };
     let measured = plan.rungs.iter().any(|rung| rung.measured_time.is_some());
     let mut head = vec!["considered"];
@@ -252,7 +253,7 @@ fn nearest_candidates<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::plan::{CandidateSummary, MemoryPart};
+    use crate::planner::plan::{CandidateSummary, MemoryPart};
     use crate::report::fixtures;
 
     fn text(plan: &MemoryPlan, look: DisplayOptions) -> String {

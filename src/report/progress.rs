@@ -5,8 +5,8 @@
 use std::collections::VecDeque;
 
 use super::text::{self, AnsiStyle};
-use crate::train::event::{Event, EventRecord, MemoryBytes};
-use crate::units::format_count;
+use crate::base::units::format_count;
+use crate::events::event::{Event, EventRecord, MemoryBytes};
 
 /// Rates cover the last `WINDOW_S` seconds and at most `WINDOW_STEPS` updates.
 const WINDOW_S: f64 = 10.0;

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use schemars::schema_for;
 use serde_json::{Map, Value};
 
-use crate::train::event::EventRecord;
+use crate::events::event::EventRecord;
 
 const INTRO: &str = "\
 # Events
@@ -107,7 +107,9 @@ mod tests {
     #[test]
     fn every_event_and_type_has_its_section() {
         let page = events_markdown();
-        for title in ["## `step`\n", "## `finished`\n", "### MemoryPlan\n", "### Role\n", "- `optimizer_state`\n"] {
+        for title in
+            ["## `step`\n", "## `finished`\n", "### MemoryPlan\n", "### Role\n", "- `optimizer_state`\n"]
+        {
             assert!(page.contains(title), "{title}");
         }
         assert!(

@@ -8,8 +8,8 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use super::Sink;
-use crate::train::event::{Event, EventRecord};
+use crate::events::Sink;
+use crate::events::event::{Event, EventRecord};
 
 /// Scalars of a run, in a folder of event files.
 pub struct TensorBoard {

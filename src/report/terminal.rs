@@ -8,11 +8,13 @@ use std::io::{self, Write};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::progress::RunProgress;
-use super::summary::{self, Summary};
+use super::summary;
 use super::text::{self, AnsiStyle};
-use super::{DisplayOptions, Sink, Verbosity, plan};
-use crate::train::event::{Event, EventRecord};
-use crate::units::{Bytes, format_count};
+use super::{DisplayOptions, Verbosity, plan};
+use crate::base::units::{Bytes, format_count};
+use crate::events::Sink;
+use crate::events::Summary;
+use crate::events::event::{Event, EventRecord};
 
 /// Minimum seconds between plain progress lines.
 const PLAIN_EVERY_S: f64 = 5.0;

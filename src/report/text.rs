@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::units::Bytes;
+use crate::base::units::Bytes;
 
 /// ANSI styling, or none.
 #[derive(Clone, Copy, Debug, Default)]

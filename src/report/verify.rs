@@ -2,7 +2,7 @@
 
 use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
-use crate::memory::MemoryPlan;
+use crate::planner::MemoryPlan;
 use crate::train::verify::{MaxDifference, VariantResult, VerifyReport};
 
 /// The lines before the verification: how the job runs, and what cannot be varied.
@@ -93,7 +93,7 @@ fn describe_differences(variant: &VariantResult, report: &VerifyReport) -> Strin
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::plan::BatchSplit;
+    use crate::planner::plan::BatchSplit;
     use crate::train::verify::Tolerance;
 
     fn report() -> VerifyReport {

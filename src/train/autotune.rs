@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use super::Failure;
 use super::engine::{Engine, Ledgers};
 use super::setup::Setup;
+use crate::base::Role;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
-use crate::layers::network::StepError;
-use crate::memory::Role;
-use crate::memory::budget::TargetMachine;
-use crate::memory::estimate::Estimator;
-use crate::memory::plan::{MemoryPlan, PlanVerdict};
-use crate::memory::planner;
-use crate::memory::search::{Candidate, PlanRequest, Search};
+use crate::graph::network::StepError;
+use crate::planner::budget::TargetMachine;
+use crate::planner::estimate::Estimator;
+use crate::planner::ladder;
+use crate::planner::plan::{MemoryPlan, PlanVerdict};
+use crate::planner::search::{Candidate, PlanRequest, Search};
 
 /// Candidates to time, and updates of each. The first update is a warm-up; the fastest of the others counts.
 const MAX_CANDIDATES: usize = 4;
@@ -66,14 +66,14 @@ fn plan_of_fastest(
 ) -> MemoryPlan {
     let fastest =
         measured.iter().min_by(|a, b| a.1.total_cmp(&b.1)).map_or(planned, |(candidate, _)| *candidate);
-    let mut plan = planner::build_plan(request, predictor, search, fastest);
+    let mut plan = ladder::build_plan(request, predictor, search, fastest);
     let as_written = search.as_written();
     if let Some((_, base)) = measured.iter().find(|(candidate, _)| *candidate == planned) {
         for (candidate, seconds) in measured {
             let change = if *candidate == as_written {
                 String::new()
             } else {
-                planner::describe_candidate(request, candidate)
+                ladder::describe_candidate(request, candidate)
             };
             let time = seconds / base * planned.update_seconds / as_written.update_seconds;
             plan.rungs.iter_mut().filter(|rung| rung.change == change).for_each(|rung| {

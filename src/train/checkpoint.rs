@@ -27,9 +27,9 @@ use super::run_dir;
 use super::tensor_files::{
     FlatBuffer, load_buffers, load_named, load_named_if, named_tensors, sync, write_buffers, write_tensors,
 };
+use crate::base::regular_file;
 use crate::optim::Optimizer;
-use crate::params::ParamStore;
-use crate::regular_file;
+use crate::param_store::ParamStore;
 
 pub use state::{CheckpointState, FORMAT};
 

@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
+use crate::base::features::{Features, InputSpec};
+use crate::base::units::Bytes;
 use crate::data::loader::WaitTimes;
-use crate::features::{Features, InputSpec};
-use crate::units::Bytes;
 
 /// Upper limit on the fraction of update time spent waiting for data.
 pub const MAX_WAIT_FRACTION: f64 = 0.05;
@@ -82,7 +82,7 @@ impl LoaderBottleneck<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::features::TargetSpec;
+    use crate::base::features::TargetSpec;
 
     #[test]
     fn slow_data_is_reported_once_and_only_if_it_lasts() {

@@ -6,27 +6,29 @@
 use candle_core::{DType, Tensor};
 
 use super::checkpoint::CheckpointTensors;
-use super::event::Event;
 #[cfg(feature = "cuda")]
 use super::graph_cache::{self, CaptureOutcome, GraphCache, PassKey};
 use super::setup::Setup;
 use super::staging::BatchStaging;
+use crate::base::MicroBatchSpec;
+use crate::base::Role;
+use crate::base::features::Features;
 use crate::data;
-use crate::features::Features;
+use crate::events::event::Event;
+use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
+use crate::graph::offload::ActivationOffload;
 #[cfg(feature = "cuda")]
 use crate::kernels::grad_stats::gpu::{DeviceGradStats, PendingGradStats};
 use crate::kernels::grad_stats::{GradStats, GradStatsConfig};
 use crate::kernels::update::{cast_into, clear, ema_update, sum_of_squares, swap};
 use crate::layers::loss::{MetricSums, PendingMetricSums};
-use crate::layers::network::{DeviceBatch, Executor, Network, StepError};
-use crate::layers::offload::ActivationOffload;
-use crate::layers::{FusionContext, MicroBatchSpec, Mode, PassContext};
-use crate::memory::estimate::{batch_bytes, persistent_allocations};
-use crate::memory::plan::{MemorySpace, Offload};
+use crate::layers::{FusionContext, Mode, PassContext};
 use crate::memory::process::WorkPhase;
-use crate::memory::{InjectedOom, Ledger, Reservation, Role};
+use crate::memory::{InjectedOom, Ledger, Reservation};
 use crate::optim::{self, Optimizer, OptimizerStep};
-use crate::params::ParamStore;
+use crate::param_store::ParamStore;
+use crate::planner::estimate::{batch_bytes, persistent_allocations};
+use crate::planner::plan::{MemorySpace, Offload};
 
 /// Memory ledgers of a run: one for tensors, one for everything else on the host.
 #[derive(Clone)]

@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use super::postmortem::OomAttempt;
 use super::signals;
+use crate::base::units::Bytes;
 use crate::data::DataError;
+use crate::graph::network::StepError;
 use crate::job::JobChange;
-use crate::layers::network::StepError;
-use crate::memory::{MemoryPlan, Oom};
+use crate::memory::Oom;
 use crate::models::ModelError;
-use crate::units::Bytes;
+use crate::planner::MemoryPlan;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
@@ -55,7 +56,7 @@ pub enum Failure {
         source: std::io::Error,
     },
     #[error(transparent)]
-    Report(#[from] crate::report::ReportError),
+    Report(#[from] crate::events::ReportError),
     #[error("the computation failed")]
     Tensor(#[from] candle_core::Error),
     #[error("`{}` holds a run already", .0.display())]
@@ -155,7 +156,7 @@ impl Failure {
                 Some("that is no lack of memory; `--resume` continues from the last checkpoint".into())
             }
             Failure::Io { source, .. } if is_full(source) => Some(DISK_FULL_HINT.into()),
-            Failure::Report(crate::report::ReportError::Write { source, .. }) if is_full(source) => {
+            Failure::Report(crate::events::ReportError::Write { source, .. }) if is_full(source) => {
                 Some(DISK_FULL_HINT.into())
             }
             _ => None,

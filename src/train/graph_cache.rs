@@ -11,11 +11,11 @@ use std::sync::Arc;
 use candle_core::Device;
 use candle_core::cuda_backend::CudaDevice;
 
+use crate::graph::network::{DeviceBatch, StepError};
 use crate::kernels::cuda::graph::Graph;
 use crate::kernels::cuda::{copy, cublaslt, pointer};
 use crate::layers::Mode;
 use crate::layers::loss::PendingMetricSums;
-use crate::layers::network::{DeviceBatch, StepError};
 use crate::memory::gpu::GpuDevice;
 use crate::memory::placement::ArenaPlacement;
 

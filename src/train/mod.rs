@@ -5,7 +5,6 @@ pub mod checkpoint;
 pub mod data_wait;
 pub mod datasets;
 pub mod engine;
-pub mod event;
 mod failure;
 pub mod fault_injection;
 #[cfg(feature = "cuda")]

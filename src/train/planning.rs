@@ -1,19 +1,19 @@
 //! Memory planning of a prepared job: the inputs of the planner, and applying the plan it chose.
 
 use super::setup::{Setup, activation_dtype, prefetch_limit};
+use crate::base::units::Bytes;
+use crate::base::{Backend, MicroBatchSpec};
 use crate::data::loader;
+use crate::graph::network::LayerBlock;
 use crate::job::{Interval, OomAction};
-use crate::layers::network::LayerBlock;
-use crate::layers::{Backend, MicroBatchSpec};
-use crate::memory::budget::TargetMachine;
-use crate::memory::cost_model::CostModel;
-use crate::memory::estimate::{Estimator, EstimatorInputs, recompute_ranks};
-use crate::memory::plan::{BatchSplit, Disk, MemoryPlan, Offload, PlanVerdict};
-use crate::memory::planner;
 use crate::memory::probe;
-use crate::memory::search::{OFFLOAD_SETS, PlanRequest};
 use crate::optim;
-use crate::units::Bytes;
+use crate::planner::budget::TargetMachine;
+use crate::planner::cost_model::CostModel;
+use crate::planner::estimate::{Estimator, EstimatorInputs, recompute_ranks};
+use crate::planner::ladder;
+use crate::planner::plan::{BatchSplit, Disk, MemoryPlan, Offload, PlanVerdict};
+use crate::planner::search::{OFFLOAD_SETS, PlanRequest};
 
 /// Speeds with which the planner compares execution plans. Only the ratios matter, not the absolute values: overhead
 /// per layer against FLOPs, recomputation against smaller micro-batches, transfers against compute.
@@ -49,7 +49,7 @@ impl Setup {
     pub fn plan_for(&self, machine: &TargetMachine) -> MemoryPlan {
         let request = self.plan_request(machine);
         let mut plan = self
-            .with_estimator_inputs_for(machine, |inputs| planner::plan(&request, &Estimator::new(*inputs)));
+            .with_estimator_inputs_for(machine, |inputs| ladder::plan(&request, &Estimator::new(*inputs)));
         if let Some(image) = self.image_too_large(&plan) {
             plan.advice = Some(image);
         }

@@ -6,8 +6,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::memory::plan::{BatchSplit, MemoryPlan};
-use crate::memory::search;
+use crate::planner::plan::{BatchSplit, MemoryPlan};
+use crate::planner::search;
 
 /// How updates and evaluations run. No field changes what is computed, except for the order of sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -17,7 +17,6 @@ use super::Failure;
 use super::checkpoint::{Checkpoints, NewestCheckpoint};
 use super::data_wait::DataWaitMonitor;
 use super::engine::{Engine, Ledgers, UpdateGradStats};
-use super::event::Event;
 use super::fault_injection::FaultHooks;
 use super::postmortem::OomAttempt;
 use super::retry::{Backoff, RuntimePlan};
@@ -31,18 +30,19 @@ use crate::data::fingerprint::DataFingerprint;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
 use crate::data::{DataError, DatasetContext};
+use crate::events::Reporter;
+use crate::events::event::Event;
+use crate::graph::network::StepError;
 use crate::job::{Interval, Job};
 use crate::kernels::grad_stats::GradStats;
-use crate::layers::network::StepError;
-use crate::memory::MemoryPlan;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
 use crate::memory::pressure::{PressureMonitor, PressureReading};
 use crate::memory::{InjectedOom, Oom, Reservation};
 use crate::optim::grad_scaler::{self, GradScaler};
 use crate::optim::schedule;
-use crate::params::ParamStore;
-use crate::report::Reporter;
+use crate::param_store::ParamStore;
+use crate::planner::MemoryPlan;
 
 use update_error::UpdateError;
 
@@ -210,7 +210,7 @@ pub fn run_plan(
         }
     }
     report.finish()?;
-    let summary = crate::report::Summary::from_events(&folder.events())?;
+    let summary = crate::events::Summary::from_events(&folder.events())?;
     summary.write(&folder.summary())?;
     result
 }

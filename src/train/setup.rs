@@ -6,23 +6,23 @@ use candle_core::{DType, Device};
 
 use super::Failure;
 use super::datasets::Datasets;
+use crate::base::Backend;
+use crate::base::features::Features;
+use crate::base::units::{Bytes, MemorySize};
 use crate::data::bad_records::BadRecordPolicy;
 use crate::data::loader::LoaderOptions;
 use crate::data::order::Order;
 use crate::data::transforms::LargeImages;
 use crate::data::{DatasetContext, loader, streaming};
-use crate::features::Features;
+use crate::graph::network::Network;
 use crate::job::{Job, LoaderConfig, OnBadRecord, OptimizerConfig, Precision, RunLength};
-use crate::layers::Backend;
-use crate::layers::network::Network;
-use crate::memory::budget::TargetMachine;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
-use crate::memory::plan::Offload;
 use crate::memory::process::{ProcessMemory, WorkPhase};
 use crate::models::ModelError;
 use crate::params::ParamLayout;
-use crate::units::{Bytes, MemorySize};
+use crate::planner::budget::TargetMachine;
+use crate::planner::plan::Offload;
 
 /// A prepared job.
 pub struct Setup {

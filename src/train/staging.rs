@@ -10,10 +10,10 @@ use candle_core::{DType, Device, Tensor};
 
 use super::engine::Ledgers;
 use super::setup::Setup;
+use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::data::{self, BatchValues};
-use crate::features::{Features, InputSpec, TargetSpec};
+use crate::graph::network::{DeviceBatch, StepError};
 use crate::kernels::pixel_lut;
-use crate::layers::network::{DeviceBatch, StepError};
 
 pub struct BatchStaging {
     /// Dtype in which the network takes floats.

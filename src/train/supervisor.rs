@@ -140,14 +140,14 @@ mod linux {
     use signal_hook::consts::SIGCHLD;
 
     use super::*;
-    use crate::memory::MemoryPlan;
+    use crate::events::event::Event;
+    use crate::events::{EventLog, Reporter, Summary};
     use crate::memory::ledger::Holder;
     use crate::memory::measure::set_alloc_failure_fd;
     use crate::memory::probe::oom_kills;
-    use crate::report::{EventLog, Reporter, Summary};
+    use crate::planner::MemoryPlan;
     use crate::train::Failure;
     use crate::train::checkpoint::Checkpoints;
-    use crate::train::event::Event;
     use crate::train::postmortem::PostMortem;
     use crate::train::run::error_chain;
     use crate::train::run_dir::RunDir;

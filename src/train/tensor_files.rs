@@ -10,10 +10,10 @@ use candle_core::{DType, Tensor};
 use safetensors::tensor::{self, Dtype, SafeTensors, serialize_to_file};
 
 use super::Failure;
+use crate::base::regular_file;
 use crate::kernels::cpu::{self, View};
 use crate::kernels::host;
 use crate::params::{FlatLayout, MemoryFormat, TensorSpec};
-use crate::regular_file;
 
 /// A tensor in the shape other tools expect.
 pub(super) struct NamedTensor<'a> {

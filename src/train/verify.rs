@@ -21,11 +21,12 @@ use super::run_dir::{RequestedRun, RunDir};
 use super::setup::Setup;
 use super::signals::Signals;
 use crate::data::digest::Digest;
+use crate::events::{EventLog, Reporter};
 use crate::job::OomAction;
-use crate::memory::plan::{BatchSplit, MemoryPlan, PlanVerdict};
-use crate::memory::{InjectedOom, search};
-use crate::params::ParamStore;
-use crate::report::{EventLog, Reporter};
+use crate::memory::InjectedOom;
+use crate::param_store::ParamStore;
+use crate::planner::plan::{BatchSplit, MemoryPlan, PlanVerdict};
+use crate::planner::search;
 use compare::{ComparisonObserver, ReferenceRecorder};
 
 /// How to verify a job.

@@ -3,16 +3,18 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
-use trainer::features::{Features, InputSpec, TargetSpec};
+use trainer::base::features::{Features, InputSpec, TargetSpec};
+use trainer::base::{Backend, MicroBatchSpec};
+use trainer::graph::network::{DeviceBatch, Executor};
+use trainer::graph::offload::ActivationOffload;
 use trainer::job::ModelConfig;
 use trainer::kernels::cpu;
 use trainer::kernels::update::{AdamWKernel, UpdateArgs, cast_into, clear};
-use trainer::layers::network::{DeviceBatch, Executor};
-use trainer::layers::offload::ActivationOffload;
-use trainer::layers::{Backend, FusionContext, MicroBatchSpec, Mode, PassContext};
+use trainer::layers::{FusionContext, Mode, PassContext};
 use trainer::memory::Ledger;
 use trainer::models::{BuiltModel, build};
-use trainer::params::{MemoryFormat, ParamStore, TensorSpec};
+use trainer::param_store::ParamStore;
+use trainer::params::{MemoryFormat, TensorSpec};
 
 /// What `make.py` wrote.
 #[derive(serde::Deserialize)]

@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use trainer::random::{CounterRng, RngKey, stream_id};
+use trainer::base::random::{CounterRng, RngKey, stream_id};
 
 /// A stream of draws.
 pub struct Draw(CounterRng);

@@ -38,7 +38,7 @@ use super::{
     BatchRow, DataError, Dataset, DatasetContext, Features, InputSpec, SampleKey, SliceMut, TargetSpec,
     files, fingerprint,
 };
-use crate::regular_file;
+use crate::base::regular_file;
 
 /// How images are read.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -13,10 +13,10 @@ use tar::{Archive, Entry};
 
 use super::header::ImageHeader;
 use super::listing::{Extent, ImageListing, is_hidden, is_image};
+use crate::base::regular_file;
 use crate::data::cache::CacheKey;
 use crate::data::files::{self, FileCompression};
 use crate::data::{DataError, DatasetContext};
-use crate::regular_file;
 
 /// Prefix of an image in a compressed archive that is searched for its header, in bytes.
 const MAX_HEADER_BYTES: u64 = 1 << 20;

@@ -197,7 +197,10 @@ mod tests {
         let wanted = [(vec![0, 1, 2, 3], vec![1, 2, 3, 4]), (vec![4, 5, 6, 7], vec![5, 6, 7, 8])];
         assert_eq!(all(&train), wanted);
         assert_eq!(all(&valid), [(vec![104, 105, 106, 107], vec![105, 106, 107, 108])]);
-        assert_eq!(train.features().input, crate::features::InputSpec::Tokens { length: 4, vocab: 109 });
+        assert_eq!(
+            train.features().input,
+            crate::base::features::InputSpec::Tokens { length: 4, vocab: 109 }
+        );
         // Random placement never crosses a file boundary.
         let settings = TokenFileSettings {
             valid: vec![fixture.folder.path().join("b.bin")],

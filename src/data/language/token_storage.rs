@@ -13,8 +13,8 @@ use std::{
 };
 
 use super::DataError;
+use crate::base::regular_file;
 use crate::data::files;
-use crate::regular_file;
 
 /// Bytes per id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,9 +9,9 @@ use std::{
 use super::token_storage::{RandomAccessFile, TokenFiles};
 use super::tokenizer::{MAX_TOKENIZER_BYTES, Tokenizer, TokenizerSpec};
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, SampleKey, TargetSpec};
+use crate::base::random::{RngKey, stream_id};
+use crate::base::regular_file;
 use crate::kernels::cross_entropy::IGNORE_INDEX;
-use crate::random::{RngKey, stream_id};
-use crate::regular_file;
 
 /// How the windows of a dataset are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,8 +5,8 @@ use std::{collections::BTreeSet, sync::atomic::AtomicUsize};
 use proptest::prelude::*;
 
 use super::*;
+use crate::base::random::RngKey;
 use crate::data::{BatchRow, BatchValues, InputSpec, TargetSpec};
-use crate::random::RngKey;
 
 /// Samples whose content is a function of index and key, read at an uneven speed.
 struct ToyDataset {

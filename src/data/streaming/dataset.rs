@@ -13,8 +13,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use super::{RecordBlock, SEQUENTIAL_WINDOW_BYTES, ShardReader, ShardedDataset};
+use crate::base::panics::catch_panic;
 use crate::data::{BatchRow, DataError, Dataset, Features, LengthStats, SampleKey};
-use crate::panics::catch_panic;
 
 /// Records in shards, with random access.
 pub struct StreamingDataset {

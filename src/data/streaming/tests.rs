@@ -9,11 +9,11 @@ use flate2::read::GzDecoder;
 use proptest::prelude::*;
 
 use super::*;
+use crate::base::random::RngKey;
 use crate::data::loader::{Loader, LoaderOptions};
 use crate::data::order::{self, Order};
 use crate::data::split::random_split;
 use crate::data::{BatchValues, Dataset, HostBatch, InputSpec, TargetSpec};
-use crate::random::RngKey;
 
 /// Shards in memory, compressed or not: a record is one length byte, then that many bytes that encode its index.
 pub(crate) struct ToyShards {

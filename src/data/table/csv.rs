@@ -18,9 +18,9 @@ use super::encoding::RowEncoder;
 use super::row_index::{self, RowBlock, RowIndex, RowScan};
 use super::rows::RowReader;
 use super::{CellValue, RowCells, RowVisitor, TableReader};
+use crate::base::regular_file;
 use crate::data::cache::CacheKey;
 use crate::data::{BatchRow, DataError, Dataset, DatasetContext, Features, SampleKey};
-use crate::regular_file;
 
 /// Header of a text file.
 pub struct CsvHeader {

@@ -16,9 +16,9 @@ use parquet::schema::types::ColumnDescriptor;
 use super::columns::{CellParser, Column, ColumnInference, SAMPLE_ROWS};
 use super::encoding::RowEncoder;
 use super::{CellValue, RowCells, RowVisitor, TableReader, parquet_pages};
+use crate::base::regular_file;
 use crate::data::streaming::{BLOCK_BYTES, RecordBlock, ShardReader, ShardedDataset};
 use crate::data::{BatchRow, DataError, Features, SampleKey, files};
-use crate::regular_file;
 
 /// Maximum cells decoded at once, so that wide tables decode fewer rows at a time: 16 MB.
 const MAX_BATCH_CELLS: usize = 1 << 20;
@@ -175,7 +175,7 @@ fn unsupported_reason(column: &ColumnDescriptor) -> Option<&'static str> {
 
 /// Calls the library, which panics on some corrupt files, and turns a panic into an error.
 fn catch_panic<T>(run: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
-    crate::panics::catch_panic(run)
+    crate::base::panics::catch_panic(run)
         .unwrap_or_else(|_| Err(ParquetError::General("its bytes make no sense to the decoder".into())))
 }
 

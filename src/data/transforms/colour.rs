@@ -4,7 +4,7 @@
 //! after each step.
 
 use super::uniform;
-use crate::random::CounterRng;
+use crate::base::random::CounterRng;
 
 /// Strength of each change. The first three multiply by a factor between max(0, 1 - x) and 1 + x; the hue shifts by up
 /// to x of a full turn in either direction. 0 disables a change.
@@ -109,7 +109,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::random::RngKey;
+    use crate::base::random::RngKey;
 
     proptest! {
         #[test]

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::bernoulli;
 use super::geometry::random_rect;
-use crate::random::CounterRng;
+use crate::base::random::CounterRng;
 
 /// With `probability`, blanks a rectangle whose fraction of the area and whose aspect ratio (width / height) are drawn
 /// from the given ranges. Blank is 0, the normalized mean.
@@ -33,7 +33,7 @@ impl RandomErasing {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::RngKey;
+    use crate::base::random::RngKey;
 
     #[test]
     fn the_probability_the_area_and_the_ratio_are_those_requested() {

@@ -1,7 +1,7 @@
 //! Computes which region of an image is used and where it goes; touches no pixels.
 
 use super::uniform;
-use crate::random::CounterRng;
+use crate::base::random::CounterRng;
 
 /// How an image of another aspect ratio becomes a sample of the declared size.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -127,7 +127,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::random::RngKey;
+    use crate::base::random::RngKey;
 
     fn inside(part: Rect, size: [usize; 2]) -> bool {
         let within =

@@ -6,10 +6,10 @@
 use std::sync::Arc;
 
 use super::{ScratchPool, bernoulli};
+use crate::base::random::{CounterRng, RngKey, stream_id};
 use crate::data::{
     BatchRow, DataError, Dataset, Features, InputSpec, LengthStats, SampleKey, SliceMut, TargetSpec,
 };
-use crate::random::{CounterRng, RngKey, stream_id};
 
 /// How samples are blended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

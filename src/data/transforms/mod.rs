@@ -22,7 +22,7 @@ pub use scratch::{LargeImages, LargestImage, Scratch, ScratchGuard, ScratchPool}
 use std::sync::Arc;
 
 use super::{DataError, PixelLut, SampleKey, SliceMut};
-use crate::random::{CounterRng, RngKey, stream_id};
+use crate::base::random::{CounterRng, RngKey, stream_id};
 use geometry::Overlap;
 
 /// Decoded or generated pixels.

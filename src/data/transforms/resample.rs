@@ -81,7 +81,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::random::{RngKey, stream_id};
+    use crate::base::random::{RngKey, stream_id};
 
     /// One value of a resampled line by the plain formula: weights fall off linearly from its center.
     fn resample_line(line: &[f64], start: f64, len: f64, out: usize, i: usize) -> f64 {

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Bytes, MemorySize};
+use crate::base::units::{Bytes, MemorySize};
 
 /// How samples are brought to the model; the same keys for every kind of data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]

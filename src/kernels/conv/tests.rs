@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use proptest::prelude::*;
 
 use super::*;
-use crate::random::RngKey;
+use crate::base::random::RngKey;
 
 /// One convolution and the number of threads to run it with.
 #[derive(Clone, Copy, Debug)]

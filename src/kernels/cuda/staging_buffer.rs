@@ -165,9 +165,9 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
+    use crate::base::random::{RngKey, stream_id};
     use crate::kernels::cuda::copy;
     use crate::layers::gradcheck;
-    use crate::random::{RngKey, stream_id};
 
     /// Batches of varying sizes and with narrowed rows arrive intact while the GPU lags several batches behind, and a
     /// later batch does not change what was copied out of an earlier one.

@@ -316,8 +316,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::base::random::RngKey;
     use crate::kernels::dispatch::{Dispatch, dispatch};
-    use crate::random::RngKey;
 
     fn values(count: usize, stream: u64) -> Vec<f32> {
         (0..count).map(|i| RngKey::new(7, stream).normal(i as u64) as f32).collect()

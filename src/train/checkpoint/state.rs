@@ -8,8 +8,8 @@ use crate::data::bad_records::SkippedRecords;
 use crate::data::digest::Digest;
 use crate::data::fingerprint::DataFingerprint;
 use crate::data::order::Cursor;
+use crate::events::event::nullable;
 use crate::optim::grad_scaler::GradScaler;
-use crate::train::event::nullable;
 use crate::train::retry::{Backoff, RuntimePlan};
 
 /// Version of the checkpoint layout.

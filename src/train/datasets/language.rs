@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::super::setup::bad_record_policy;
 use super::{Datasets, Failure};
+use crate::base::regular_file;
 use crate::data::fingerprint::FingerprintInput;
 use crate::data::language::token_storage::TokenWidth;
 use crate::data::language::token_windows::WindowPlacement;
@@ -11,7 +12,6 @@ use crate::data::language::tokenizer::{Separator, TokenizerSpec};
 use crate::data::language::{jsonl, text, token_files};
 use crate::data::{DataError, DatasetContext};
 use crate::job;
-use crate::regular_file;
 
 pub(super) fn text(
     s: &job::TextConfig,

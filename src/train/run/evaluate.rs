@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::{Run, UpdateError, ended_early, record};
+use crate::base::Role;
+use crate::base::features::TargetSpec;
 use crate::data::bad_records::DatasetSplit;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
-use crate::features::TargetSpec;
+use crate::events::event::Event;
 use crate::job::Metric;
 use crate::layers::loss::MetricSums;
-use crate::memory::Role;
 use crate::train::Failure;
-use crate::train::event::Event;
 
 impl Run<'_> {
     /// Evaluates the validation set and adds the result to this step's checkpoint.

@@ -2,13 +2,16 @@
 //! lowers the budget when more is measured than was reserved.
 
 use super::{Failure, Run, Setup, TrainLoader, UpdateError, record};
+use crate::base::Role;
 use crate::data::DataError;
 use crate::data::loader::{self, Loader};
+use crate::events::event::Event;
 use crate::job::OomAction;
-use crate::memory::estimate::{self, Estimator, EstimatorInputs, MemoryPredictor};
 use crate::memory::pressure::{self, PressureAction};
-use crate::memory::{Oom, Role, correction, measure, planner, search};
-use crate::train::event::Event;
+use crate::memory::{Oom, measure};
+use crate::planner::estimate;
+use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor};
+use crate::planner::{correction, ladder, search};
 use crate::train::postmortem::{LeanestPlan, OomAttempt, PostMortem};
 use crate::train::retry::{self, RuntimePlan, ShrinkLimits};
 
@@ -200,7 +203,7 @@ impl Run<'_> {
 /// Describes the difference between two plans for people.
 fn describe_change(from: RuntimePlan, to: RuntimePlan) -> String {
     if from.split() != to.split() || from.recompute != to.recompute {
-        planner::describe_split(to.split(), to.recompute)
+        ladder::describe_split(to.split(), to.recompute)
     } else if from.eval_micro_batch != to.eval_micro_batch {
         format!("evaluation micro-batch {}", to.eval_micro_batch)
     } else if to.prefetch < from.prefetch {
@@ -272,7 +275,7 @@ pub(super) fn postmortem(setup: &Setup, failure: &Failure, budget_bytes: u64) ->
         tried: tried.clone(),
         deaths: Vec::new(),
         would_fit: Some(LeanestPlan {
-            change: planner::describe_split(plan.split(), plan.recompute),
+            change: ladder::describe_split(plan.split(), plan.recompute),
             ram_bytes,
         }),
     })

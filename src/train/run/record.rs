@@ -4,18 +4,19 @@ use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use super::{PendingUpdate, Run, RunOutcome};
+use crate::base::Role;
 use crate::data::bad_records::{BadRecord, DatasetSplit, SkippedRecords};
+use crate::events::event::{Event, MemoryBytes};
+use crate::graph::network::StepError;
 use crate::kernels::grad_stats::GradStats;
 use crate::layers::loss::MetricSums;
-use crate::layers::network::StepError;
 use crate::memory::device_heap::HeapStats;
-use crate::memory::estimate::checkpoint_write_bytes;
 use crate::memory::process::WorkPhase;
-use crate::memory::{Oom, Role, measure, probe};
+use crate::memory::{Oom, measure, probe};
+use crate::planner::estimate::checkpoint_write_bytes;
 use crate::train::Failure;
 use crate::train::checkpoint::{CheckpointState, FORMAT};
 use crate::train::data_wait::LoaderBottleneck;
-use crate::train::event::{Event, MemoryBytes};
 use crate::train::setup::bad_record_policy;
 use crate::train::signals::Signal;
 

@@ -1,18 +1,18 @@
 //! Start of a run: planning, its directory, and its weights, initial or from a checkpoint.
 
 use super::{Run, RunOptions};
+use crate::base::features::{InputSpec, TargetSpec};
 use crate::data::DatasetContext;
 use crate::data::fingerprint::{self, DataFingerprint};
-use crate::features::{InputSpec, TargetSpec};
+use crate::events::Summary;
+use crate::events::event::Event;
 use crate::job::Job;
 use crate::kernels::update::cast_into;
 use crate::memory::measure;
-use crate::memory::plan::{MemoryPlan, PlanVerdict};
-use crate::report::Summary;
+use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints, NewestCheckpoint};
 use crate::train::datasets::Datasets;
-use crate::train::event::Event;
 use crate::train::run_dir::RunDir;
 use crate::train::setup::Setup;
 

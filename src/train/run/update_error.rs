@@ -1,6 +1,6 @@
 //! Why an update failed: out of memory, which is retried, or another error.
 
-use crate::layers::network::StepError;
+use crate::graph::network::StepError;
 use crate::memory::Oom;
 use crate::train::Failure;
 

@@ -7,14 +7,15 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::BatchSpec;
+use crate::base::Role;
+use crate::base::features::PixelLut;
 use crate::data::{self, BatchValues};
-use crate::features::PixelLut;
+use crate::graph::network::{DeviceBatch, StepError};
 use crate::kernels::cuda::staging_buffer::{self, BATCH_TENSORS, HostView, StagingBuffer};
 use crate::kernels::update::cast_into;
 use crate::kernels::{cuda, pixel_lut, sample_keys};
-use crate::layers::network::{DeviceBatch, StepError};
-use crate::memory::estimate::STAGED_BATCH;
-use crate::memory::{Reservation, Role};
+use crate::memory::Reservation;
+use crate::planner::estimate::STAGED_BATCH;
 use crate::train::engine::Ledgers;
 
 pub struct GpuStaging {

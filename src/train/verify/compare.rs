@@ -9,10 +9,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::Tensor;
 
 use super::{MaxDifference, RunVariant, Tolerance, VariantResult};
+use crate::base::regular_file;
 use crate::data::digest::Digest;
 use crate::kernels::host;
-use crate::params::{FlatLayout, ParamStore};
-use crate::regular_file;
+use crate::param_store::ParamStore;
+use crate::params::FlatLayout;
 use crate::train::Failure;
 use crate::train::run::Observer;
 

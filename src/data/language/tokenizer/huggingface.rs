@@ -9,9 +9,9 @@ use tokenizers::{Model, Tokenizer};
 use super::SplitRule;
 use super::limits::TokenizerLimits;
 use super::pre_tokenizer::{PreTokenizer, WordCache, encode_cached};
+use crate::base::panics::catch_panic;
+use crate::base::regular_file;
 use crate::data::DataError;
-use crate::panics::catch_panic;
-use crate::regular_file;
 
 /// Maximum file size. No published tokenizer comes close; a larger file is something else.
 pub const MAX_TOKENIZER_BYTES: u64 = 256 << 20;

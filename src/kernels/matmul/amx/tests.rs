@@ -4,8 +4,8 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::*;
+use crate::base::random::RngKey;
 use crate::kernels::clamp::ClampActivation;
-use crate::random::RngKey;
 
 fn values<E: AmxElem>(count: usize, stream: u64) -> Vec<E> {
     (0..count).map(|i| E::from_acc(RngKey::new(7, stream).normal(i as u64) as f32)).collect()

@@ -3,9 +3,9 @@
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
-use super::{FlatLayout, ParamInit, ParamLayout};
+use crate::base::random::{RngKey, stream_id};
 use crate::kernels::update::cast_into;
-use crate::random::{RngKey, stream_id};
+use crate::params::{FlatLayout, ParamInit, ParamLayout};
 
 const INIT_STREAM: u64 = stream_id("init");
 

@@ -3,9 +3,10 @@
 use candle_core::Tensor;
 
 use super::{Executor, Node, ReservedTensor, ResidualNode, SavedNode, StepResult};
+use crate::base::Backend;
+use crate::base::Role;
 use crate::kernels::{Activation, SavedForBackward, add};
-use crate::layers::{Backend, Layer, Mode, RecomputeSource};
-use crate::memory::Role;
+use crate::layers::{Layer, Mode, RecomputeSource};
 
 impl Executor<'_> {
     /// Runs the nodes on `x`. With `add_act` = (residual, act), returns `act(output + residual)`.

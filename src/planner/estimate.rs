@@ -10,15 +10,16 @@ use std::rc::Rc;
 
 use candle_core::DType;
 
-use super::ledger::{Ledger, LedgerEntry};
 use super::ledger_trace::{self, BlockIndex};
-use super::plan::{MemoryPart, MemorySpace, Offload, PhasePeak, Role};
-use super::process::ProcessMemory;
-use crate::features::{Features, InputSpec};
+use super::plan::{MemoryPart, MemorySpace, Offload, PhasePeak};
+use crate::base::Role;
+use crate::base::features::{Features, InputSpec};
+use crate::base::{Backend, MicroBatchSpec};
+use crate::graph::network::{Executor, Network};
+use crate::graph::offload::ActivationOffload;
 use crate::kernels::{matmul, sample_keys};
-use crate::layers::network::{Executor, Network};
-use crate::layers::offload::ActivationOffload;
-use crate::layers::{Backend, MicroBatchSpec};
+use crate::memory::ledger::{Ledger, LedgerEntry};
+use crate::memory::process::ProcessMemory;
 use crate::params::{FlatLayout, MemoryFormat, ParamLayout};
 
 /// Heap bytes the program holds besides its reservations: the measured size of argument parsing, the job, the network

@@ -11,7 +11,7 @@ use super::plan::{
     PlanVerdict,
 };
 use super::search::{Candidate, PlanRequest, Search};
-use crate::units::Bytes;
+use crate::base::units::Bytes;
 
 pub use super::search::split;
 
@@ -211,9 +211,9 @@ fn largest_free_eval_batch(
 pub mod toy {
     use super::*;
     use crate::job;
-    use crate::memory::cost_model::CostModel;
-    use crate::memory::estimate::{Estimate, MemoryUsage};
-    use crate::memory::plan::MemoryPart;
+    use crate::planner::cost_model::CostModel;
+    use crate::planner::estimate::{Estimate, MemoryUsage};
+    use crate::planner::plan::MemoryPart;
 
     /// Four blocks: 60 bytes fixed and 40 of optimizer state, and per sample 2 bytes plus 2 per block that is not
     /// recomputed. 8-bit state takes a tenth. With a device, the host uses 10 bytes.

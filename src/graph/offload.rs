@@ -6,7 +6,8 @@
 use candle_core::{Result, Tensor};
 
 use super::network::StepError;
-use crate::memory::{Ledger, Reservation, Role};
+use crate::base::Role;
+use crate::memory::{Ledger, Reservation};
 
 /// Owner of the pinned host buffers and the host ledger.
 pub struct ActivationOffload {

@@ -5,11 +5,11 @@
 //! numerics slightly.
 
 use super::estimate::MemoryPredictor;
+use super::ladder;
 use super::plan::Offload;
-use super::planner;
 use super::search::{Candidate, PlanRequest, Search};
+use crate::base::units::Bytes;
 use crate::job::OomAction;
-use crate::units::Bytes;
 
 const MIB: u64 = 1 << 20;
 
@@ -81,7 +81,7 @@ fn advise_budget(r: &PlanRequest, predictor: &dyn MemoryPredictor, leanest: Cand
     let give = give.collect::<Vec<_>>().join(" and ");
     Some(format!(
         "give it {give}, or make the model smaller: with {} it needs {}",
-        planner::describe_candidate(r, &leanest),
+        ladder::describe_candidate(r, &leanest),
         describe_needs(r, leanest)
     ))
 }
@@ -122,16 +122,16 @@ fn advise_machine(r: &PlanRequest, leanest: Candidate) -> String {
         describe_needs(r, leanest),
         leanest.ram.div_ceil(MIB),
         Bytes(r.max_ram),
-        planner::describe_candidate(r, &leanest),
+        ladder::describe_candidate(r, &leanest),
     )
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::plan::PlanVerdict;
-    use crate::memory::planner::plan;
-    use crate::memory::planner::toy::{ToyPredictor, request};
+    use crate::planner::ladder::plan;
+    use crate::planner::ladder::toy::{ToyPredictor, request};
+    use crate::planner::plan::PlanVerdict;
     use proptest::prelude::*;
 
     const HOST: ToyPredictor = ToyPredictor { on_device: false };

@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use super::{DeviceBatch, Executor, LayerBlock, Network, Node, ResidualNode};
+use crate::graph::offload::ActivationOffload;
 use crate::kernels::Activation;
 use crate::layers::cross_entropy::CrossEntropy;
 use crate::layers::gradcheck::{
@@ -11,7 +12,6 @@ use crate::layers::gradcheck::{
 };
 use crate::layers::linear::{Linear, LinearOptions};
 use crate::layers::norm::NormLayer;
-use crate::layers::offload::ActivationOffload;
 use crate::layers::{Layer, Mode};
 use crate::memory::Ledger;
 use crate::params::{ParamInit, ParamRegistry};

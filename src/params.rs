@@ -1,14 +1,10 @@
 //! Parameters, gradients and running statistics, each one flat buffer with named views.
 //!
 //! A model declares what it needs in a [`ParamRegistry`]; that alone determines the layout, so planning allocates
-//! nothing. [`ParamStore`] holds the buffers. Matrices come first, and both groups are sorted by name, so that weight
+//! nothing. [`ParamStore`](crate::param_store::ParamStore) holds the buffers. Matrices come first, and both groups are sorted by name, so that weight
 //! decay applies to one range and an update is one pass.
 
-mod store;
-
 use std::collections::BTreeMap;
-
-pub use store::ParamStore;
 
 /// A parameter, by declaration order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -175,7 +171,7 @@ impl FlatLayout {
     }
 
     /// Specs and offsets in declaration order.
-    fn in_declaration_order(&self) -> impl Iterator<Item = (&TensorSpec, usize)> {
+    pub(crate) fn in_declaration_order(&self) -> impl Iterator<Item = (&TensorSpec, usize)> {
         self.specs.iter().zip(self.offsets.iter().copied())
     }
 

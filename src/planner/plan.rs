@@ -3,6 +3,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::base::Role;
+
 /// A memory plan as `trainer plan --json` prints it and `plan.json` keeps it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct MemoryPlan {
@@ -141,39 +143,6 @@ pub struct MemoryPart {
     pub role: Role,
     pub bytes: u64,
     pub r#where: MemorySpace,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Role {
-    Weights,
-    Gradients,
-    OptimizerState,
-    Activations,
-    Workspace,
-    Batch,
-    DataPipeline,
-    CheckpointWriting,
-    Reserve,
-    // Resident memory besides the heap: code, stacks, caches of the allocator and of libraries.
-    Process,
-}
-
-impl std::fmt::Display for Role {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.pad(match self {
-            Role::Weights => "weights",
-            Role::Gradients => "gradients",
-            Role::OptimizerState => "optimizer state",
-            Role::Activations => "activations",
-            Role::Workspace => "workspace",
-            Role::Batch => "batch",
-            Role::DataPipeline => "data pipeline",
-            Role::CheckpointWriting => "checkpoint writing",
-            Role::Reserve => "reserve",
-            Role::Process => "process",
-        })
-    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

@@ -14,11 +14,13 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use self::backward::{BackwardContext, fusible_bias_grad};
-use super::loss::{Loss, MetricSums, PendingMetricSums};
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
-use super::{Layer, MicroBatchSpec, Mode, PassContext, SavedTensors};
+use crate::base::MicroBatchSpec;
+use crate::base::Role;
 use crate::kernels::Activation;
-use crate::memory::{Ledger, Oom, Reservation, Role};
+use crate::layers::loss::{Loss, MetricSums, PendingMetricSums};
+use crate::layers::{Layer, Mode, PassContext, SavedTensors};
+use crate::memory::{Ledger, Oom, Reservation};
 
 /// A node of a block.
 pub enum Node {

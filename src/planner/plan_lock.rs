@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::plan::{BatchSplit, MemoryPlan, Peak, PlanChoice, PlanVerdict};
-use crate::units::{Bytes, MemorySize};
+use crate::base::units::{Bytes, MemorySize};
 
 const HEADER: &str = "\
 # The memory plan of the job beside this file, written by `--lock`. With `--frozen`, a run that would be planned
@@ -122,7 +122,7 @@ impl PlanLock {
     pub fn read(path: &Path) -> Result<Self, LockError> {
         /// A larger file is not a lock.
         const MAX_BYTES: u64 = 1 << 20;
-        let text = crate::regular_file::read_to_string(path, MAX_BYTES)
+        let text = crate::base::regular_file::read_to_string(path, MAX_BYTES)
             .map_err(|source| LockError::Read { path: path.to_owned(), source })?;
         toml::from_str(&text)
             .map_err(|source| LockError::Parse { path: path.to_owned(), source: Box::new(source) })
@@ -177,7 +177,7 @@ pub fn compare(lock: &PlanLock, now: &MemoryPlan) -> Vec<Difference> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::plan::Offload;
+    use crate::planner::plan::Offload;
     use crate::report::fixtures;
 
     fn locked() -> PlanLock {

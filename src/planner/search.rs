@@ -274,7 +274,7 @@ fn first_passing(low: usize, high: usize, mut passes: impl FnMut(usize) -> bool)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::planner::toy::{ToyPredictor, request};
+    use crate::planner::ladder::toy::{ToyPredictor, request};
     use proptest::prelude::*;
 
     proptest! {

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::{Executor, Node, ReservedTensor, ResidualNode, SavedNode, StepResult};
+use crate::base::Role;
 use crate::kernels::{self, Activation, add};
 use crate::layers::{FusionContext, InputGrad, Layer, Mode, PassContext, SavedTensors};
-use crate::memory::{Reservation, Role};
+use crate::memory::Reservation;
 use crate::params::ParamId;
 
 /// What the caller wants fused into the backward pass of some nodes.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::memory::MemoryPlan;
+use crate::planner::MemoryPlan;
 
 /// An [`Event`] and when it happened.
 #[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]

@@ -1,10 +1,10 @@
 //! How much memory a run may use, from the job's `[memory]` and what the machine has.
 
-use super::gpu::GpuInfo;
-use super::probe::HostInfo;
+use crate::base::units::{Bytes, MemorySize};
+use crate::base::{ComputeCapability, HOPPER};
 use crate::job::MemoryConfig;
-use crate::layers::{ComputeCapability, HOPPER};
-use crate::units::{Bytes, MemorySize};
+use crate::memory::gpu::GpuInfo;
+use crate::memory::probe::HostInfo;
 
 /// The machine that a plan is for.
 #[derive(Clone, Debug, PartialEq, Eq)]

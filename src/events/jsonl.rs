@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::{ReportError, Sink};
-use crate::regular_file;
-use crate::train::event::{Event, EventRecord};
+use crate::base::regular_file;
+use crate::events::event::{Event, EventRecord};
 
 /// An append-only file of complete lines.
 struct LineFile {
@@ -233,7 +233,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn a_full_disk_is_an_error_that_names_the_file() {
-        let mut reporter = crate::report::Reporter::with_clock(|| 0.0);
+        let mut reporter = crate::events::Reporter::with_clock(|| 0.0);
         reporter = reporter.with_required(EventLog::open(Path::new("/dev/full")).unwrap());
         let error = reporter.record(fixtures::step(0.0, 1).event).unwrap_err();
         assert_eq!(error.to_string(), "cannot write `/dev/full`");

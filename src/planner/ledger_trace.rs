@@ -6,9 +6,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::ledger::LedgerEntry;
-use super::plan::Role;
-use crate::layers::network::{Network, Node};
+use crate::base::Role;
+use crate::graph::network::{Network, Node};
+use crate::memory::ledger::LedgerEntry;
 
 /// Maps each layer's name to its block; the loss counts as a block of its own, the last.
 pub struct BlockIndex {

@@ -1,0 +1,12 @@
+//! The floor: types and functions that every module may use and that use none of them.
+
+pub mod backend;
+pub mod features;
+pub mod panics;
+pub mod random;
+pub mod regular_file;
+pub mod role;
+pub mod units;
+
+pub use backend::{Backend, ComputeCapability, HOPPER, MicroBatchSpec};
+pub use role::Role;

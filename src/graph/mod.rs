@@ -1,0 +1,4 @@
+//! The network of layers and how it runs: one walk drives planning and training, with recomputation and offload.
+
+pub mod network;
+pub mod offload;

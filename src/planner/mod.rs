@@ -1,0 +1,14 @@
+//! The memory plan: what a step takes, which execution plan is the fastest that fits, and which change would make one fit.
+
+pub mod advice;
+pub mod budget;
+pub mod correction;
+pub mod cost_model;
+pub mod estimate;
+pub mod ladder;
+pub mod ledger_trace;
+pub mod plan;
+pub mod plan_lock;
+pub mod search;
+
+pub use plan::MemoryPlan;
