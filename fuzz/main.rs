@@ -16,20 +16,11 @@ use libfuzzer_sys::fuzz_target;
 
 // The readers without the engine, which takes minutes to build and is not used here. The module tree mirrors the crate's
 // paths, because the included files import each other by `crate::`.
+mod base;
 #[path = "../src/data/mod.rs"]
 mod data;
-#[path = "../src/features.rs"]
-mod features;
 #[path = "../src/job/mod.rs"]
 mod job;
-#[path = "../src/panics.rs"]
-mod panics;
-#[path = "../src/random.rs"]
-mod random;
-#[path = "../src/regular_file.rs"]
-mod regular_file;
-#[path = "../src/units.rs"]
-mod units;
 
 mod kernels {
     pub mod cross_entropy {

@@ -483,7 +483,7 @@ fn an_image_that_does_not_fit_is_named_with_its_remedies() {
         fs::write(name, png(if i == 7 { [5000, 5000] } else { [32, 32] }, i as u8)).unwrap();
     }
     let job = "[model]\nkind = 'mlp'\nhidden = [8]\n[data]\nkind = 'images'\ntrain = ['pictures']\nimage_size = 8\n\
-               valid_share = 0.2\non_bad_record = 'skip'\n[train]\nbatch_size = 4\nepochs = 1\n";
+               valid_fraction = 0.2\non_bad_record = 'skip'\n[train]\nbatch_size = 4\nepochs = 1\n";
     fs::write(path.join("job.toml"), job).unwrap();
     let with = |sets: &[&str]| {
         let args =

@@ -100,6 +100,12 @@ fn keys_of_another_kind_are_named() {
 }
 
 #[test]
+fn renamed_keys_are_named() {
+    let job = GOOD.replace("kind = \"shapes\"", "kind = \"csv\"\ntrain = [\"x.csv\"]\nvalid_share = 0.2");
+    check("renamed_key", &format!("{job}[schedule]\nkind = \"onecycle\"\nwarmup_share = 0.2\n"));
+}
+
+#[test]
 fn a_kind_is_missing_unknown_or_no_string() {
     check("kind_missing", "[model]\nhidden = [3]\nwidth = 3\n[data]\n[train]\nsteps = 1\n");
     check("kind_unknown", &GOOD.replace("\"mlp\"", "\"resnett\""));

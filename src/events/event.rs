@@ -170,7 +170,7 @@ pub enum Event {
         left: u64,
         /// Fewer bytes than this are too few.
         low: u64,
-        /// Share of the last ten seconds in which all work waited for memory; `null` where the kernel does
+        /// Fraction of the last ten seconds in which all work waited for memory; `null` where the kernel does
         /// not say.
         stalled: Option<f64>,
     },
@@ -264,7 +264,7 @@ pub enum Event {
     SlowData {
         /// Updates made.
         step: u64,
-        /// Share of the time of updates that was waited, 0 to 1.
+        /// Fraction of the time of updates that was waited, 0 to 1.
         share: f64,
         /// What is too slow.
         cause: String,

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 
 use super::Job;
+use super::renamed::renamed;
 
 /// Keys, or tables, that a resumed run may have otherwise than the run it goes on from.
 const CHANGEABLE_ON_RESUME: [&str; 16] = [
@@ -94,7 +95,7 @@ impl JobChange {
     }
 }
 
-/// Every value of a resolved job by its dotted key.
+/// Every value of a resolved job by its dotted key, as that is called now.
 fn leaves(job: &serde_json::Value) -> BTreeMap<String, String> {
     fn walk(path: &str, value: &serde_json::Value, out: &mut BTreeMap<String, String>) {
         match value.as_object() {
@@ -103,7 +104,7 @@ fn leaves(job: &serde_json::Value) -> BTreeMap<String, String> {
                     walk(&if path.is_empty() { key.clone() } else { format!("{path}.{key}") }, value, out);
                 }
             }
-            None => drop(out.insert(path.into(), value.to_string())),
+            None => drop(out.insert(renamed(path).unwrap_or(path).into(), value.to_string())),
         }
     }
     let mut out = BTreeMap::new();

@@ -11,6 +11,7 @@ use toml::Spanned;
 use toml::de::{DeInteger, DeString, DeTable, DeValue};
 
 use super::error::{ErrorCode, JobError, did_you_mean};
+use super::renamed::renamed;
 use super::schema::{allowed, choices, is_table, keywords, kind, kinds};
 use super::source_map::WHOLE_FILE;
 use crate::base::units::MemorySize;
@@ -132,7 +133,9 @@ impl Checker<'_> {
                 } else {
                     format!("unknown key `{shown}`{}", section(path))
                 };
-                let hint = did_you_mean(name, known.iter().copied()).or(elsewhere);
+                let now = renamed(&join(path, name)).and_then(|key| key.rsplit('.').next());
+                let hint = now.map(|new| format!("`{shown}` is now called `{new}`"));
+                let hint = hint.or_else(|| did_you_mean(name, known.iter().copied())).or(elsewhere);
                 JobError::new(ErrorCode::UnknownKey, what).hint(hint)
             }
         };

@@ -10,7 +10,7 @@ pub struct ResnetConfig {
     /// Layers with weights: 18, 34 or 50.
     #[schemars(extend("enum" = [18, 34, 50]))]
     pub depth: usize,
-    /// How the picture enters.
+    /// How the image enters.
     pub stem: Stem,
     /// Samples that batch norm looks at together; a micro-batch is a multiple of it.
     #[schemars(range(min = 1, max = 65_536))]
@@ -30,9 +30,9 @@ pub struct MobilenetConfig {
     /// Multiplies the channels of every layer, which stay multiples of 8.
     #[schemars(range(min = 0.1, max = 4.0))]
     pub width: f64,
-    /// How the picture enters.
+    /// How the image enters.
     pub stem: Stem,
-    /// Share of the values before the last layer dropped while training.
+    /// Fraction of the values before the last layer dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
     /// Samples that batch norm looks at together; a micro-batch is a multiple of it.
@@ -46,13 +46,13 @@ impl Default for MobilenetConfig {
     }
 }
 
-/// How a picture enters a network.
+/// How an image enters a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Stem {
-    /// The first convolution is 3 x 3 and keeps the size, for pictures of about 32 x 32.
+    /// The first convolution is 3 x 3 and keeps the size, for images of about 32 x 32.
     Small,
-    /// As published, for pictures of about 224 x 224: the first layers make them smaller.
+    /// As published, for images of about 224 x 224: the first layers make them smaller.
     Imagenet,
 }
 

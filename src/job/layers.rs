@@ -45,15 +45,15 @@ macro_rules! layers {
 layers! {
     /// A linear map of vectors.
     Linear(LinearConfig),
-    /// A convolution of pictures.
+    /// A convolution of images.
     Conv(ConvConfig),
     /// The largest value of every window.
     MaxPool(PoolConfig),
     /// The mean of every window.
     AvgPool(PoolConfig),
-    /// The picture's mean a channel, a vector.
+    /// The image's mean a channel, a vector.
     GlobalPool(EmptyConfig),
-    /// A picture as a vector.
+    /// An image as a vector.
     Flatten(EmptyConfig),
     /// Values dropped at random while training.
     Dropout(DropoutConfig),
@@ -61,11 +61,11 @@ layers! {
     BatchNorm(BatchNormConfig),
     /// Normalisation a sample, over groups of channels.
     GroupNorm(GroupNormConfig),
-    /// Every channel scaled by a gate computed from the picture's means.
+    /// Every channel scaled by a gate computed from the image's means.
     SqueezeExcite(SqueezeExciteConfig),
-    /// The positive part.
+    /// ReLU.
     Relu(EmptyConfig),
-    /// The positive part, cut off at 6.
+    /// ReLU, cut off at 6.
     Relu6(EmptyConfig),
     /// Exact, by the error function.
     Gelu(EmptyConfig),
@@ -94,7 +94,7 @@ pub struct LinearConfig {
     pub bias: bool,
 }
 
-/// A convolution of pictures.
+/// A convolution of images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ConvConfig {
     /// Output channels.
@@ -108,7 +108,7 @@ pub struct ConvConfig {
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 31))]
     pub stride: usize,
-    /// Zeros put around the picture, in pixels; half the kernel keeps the picture's size.
+    /// Zeros put around the image, in pixels; half the kernel keeps the image's size.
     #[serde(default)]
     #[schemars(range(min = 0, max = 31))]
     pub padding: usize,
@@ -125,7 +125,7 @@ pub struct ConvConfig {
     pub bias: bool,
 }
 
-/// A window that moves over the picture.
+/// A window that moves over the image.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct PoolConfig {
@@ -135,7 +135,7 @@ pub struct PoolConfig {
     /// Pixels from one window to the next; 0 means the window's size.
     #[schemars(range(min = 0, max = 31))]
     pub stride: usize,
-    /// Pixels put around the picture, at most half the size.
+    /// Pixels put around the image, at most half the size.
     #[schemars(range(min = 0, max = 7))]
     pub padding: usize,
 }
@@ -157,7 +157,7 @@ impl PoolConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct DropoutConfig {
-    /// Share of the values dropped.
+    /// Fraction of the values dropped.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub p: f64,
 }
@@ -198,11 +198,11 @@ impl Default for GroupNormConfig {
     }
 }
 
-/// Every channel scaled by a gate computed from the picture's means.
+/// Every channel scaled by a gate computed from the image's means.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct SqueezeExciteConfig {
-    /// The picture's channels over the values in the middle of the gate.
+    /// The image's channels over the values in the middle of the gate.
     #[schemars(range(min = 1, max = 65_536))]
     pub ratio: usize,
 }
@@ -234,7 +234,7 @@ pub enum ResidualActivation {
     /// Nothing.
     #[default]
     None,
-    /// The positive part.
+    /// ReLU.
     Relu,
 }
 

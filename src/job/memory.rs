@@ -9,18 +9,18 @@ use crate::base::units::{Bytes, MemorySize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MemoryConfig {
-    /// Device memory the run may use; a percentage is of the card, `auto` what is free at the start.
+    /// Device memory the run may use; a percentage is of the GPU, `auto` what is free at the start.
     pub vram: MemorySize,
     /// Host memory the run may use; a percentage is of what the process may have at most, `auto` what
     /// is available at the start.
     pub ram: MemorySize,
-    /// Left unused of either budget, so that a small surprise is not an out of memory.
+    /// Left unused of either budget, so that a small surprise is not an out-of-memory error.
     #[schemars(extend("format" = "share"))]
     pub headroom: MemorySize,
     /// What may be done when memory runs out; `[]` means to fail with exit code 3.
     #[schemars(extend("uniqueItems" = true))]
     pub on_oom: Vec<OomAction>,
-    /// Retries in a row, without an update made, after an out of memory before the run gives up with exit
+    /// Retries in a row, without an update made, after an out-of-memory error before the run gives up with exit
     /// code 3; also how often a killed process is started again without a new checkpoint.
     #[schemars(range(max = 1000))]
     pub max_retries: u32,

@@ -18,6 +18,7 @@ mod optimizer;
 mod overrides;
 mod progress;
 mod reference;
+mod renamed;
 mod rules;
 mod schema;
 mod source_map;

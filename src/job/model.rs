@@ -54,7 +54,7 @@ impl ModelConfig {
     }
 }
 
-/// A perceptron: the sample flattened, dense layers, then one output a class.
+/// An MLP: the sample flattened, dense layers, then one output a class.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MlpConfig {
@@ -63,7 +63,7 @@ pub struct MlpConfig {
     pub hidden: Vec<usize>,
     /// Follows every hidden layer.
     pub activation: ActivationKind,
-    /// Share of each hidden layer's outputs dropped while training.
+    /// Fraction of each hidden layer's outputs dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
 }
@@ -74,7 +74,7 @@ impl Default for MlpConfig {
     }
 }
 
-/// A convolutional network: stages over the picture, flattened, then dense layers as in `mlp`.
+/// A convolutional network: stages over the image, flattened, then dense layers as in `mlp`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct CnnConfig {
@@ -83,7 +83,7 @@ pub struct CnnConfig {
     pub hidden: Vec<usize>,
     /// Follows every convolution and every hidden layer.
     pub activation: ActivationKind,
-    /// Share of each hidden layer's outputs dropped while training.
+    /// Fraction of each hidden layer's outputs dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
     /// Samples that batch norm, where a stage has it, looks at together; a micro-batch is a multiple of it.
@@ -160,7 +160,7 @@ pub enum NormKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationKind {
-    /// The positive part.
+    /// ReLU.
     Relu,
     /// Exact, by the error function.
     Gelu,

@@ -66,7 +66,7 @@ pub struct AdamwConfig {
     /// Keeps the division by the root of the second mean finite.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub eps: f64,
-    /// Share of each matrix weight taken off in an update, times the learning rate.
+    /// Fraction of each matrix weight taken off in an update, times the learning rate.
     #[schemars(range(min = 0.0))]
     pub weight_decay: f64,
 }
@@ -90,12 +90,12 @@ pub struct SgdConfig {
     /// Learning rate at its highest; `[schedule]` scales it.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
-    /// Share of the last update's direction kept in the next; 0 means none.
+    /// Fraction of the last update's direction kept in the next; 0 means none.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub momentum: f64,
     /// Look ahead along the momentum, which must then be above 0.
     pub nesterov: bool,
-    /// Share of each matrix weight added to its gradient.
+    /// Fraction of each matrix weight added to its gradient.
     #[schemars(range(min = 0.0))]
     pub weight_decay: f64,
 }
@@ -113,10 +113,10 @@ pub struct LionConfig {
     /// Learning rate at its highest; a third to a tenth of what AdamW wants.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
-    /// Share of the momentum in the step, and in the next momentum.
+    /// Fraction of the momentum in the step, and in the next momentum.
     #[schemars(inner(range(min = 0.0)), transform = each_below_one)]
     pub betas: [f64; 2],
-    /// Share of each matrix weight taken off in an update, times the learning rate.
+    /// Fraction of each matrix weight taken off in an update, times the learning rate.
     #[schemars(range(min = 0.0))]
     pub weight_decay: f64,
 }
@@ -143,7 +143,7 @@ pub struct AdafactorConfig {
     /// Root mean square at which a step is cut.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub clip: f64,
-    /// Share of each matrix weight taken off in an update, times the learning rate.
+    /// Fraction of each matrix weight taken off in an update, times the learning rate.
     #[schemars(range(min = 0.0))]
     pub weight_decay: f64,
 }
@@ -154,7 +154,7 @@ impl Default for AdafactorConfig {
     }
 }
 
-/// The learning rate over the run, as a share of `optimizer.lr`. `kind` decides the other keys.
+/// The learning rate over the run, as a fraction of `optimizer.lr`. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum ScheduleConfig {
@@ -174,7 +174,7 @@ impl Default for ScheduleConfig {
 }
 
 impl ScheduleConfig {
-    /// Updates over which the rate climbs from 0; `onecycle` states a share of the run instead.
+    /// Updates over which the rate climbs from 0; `onecycle` states a fraction of the run instead.
     pub fn warmup_steps(&self) -> u64 {
         match self {
             Self::Constant(ConstantSchedule { warmup_steps }) => *warmup_steps,
@@ -201,7 +201,7 @@ pub struct DecaySchedule {
     /// Updates over which the rate climbs from 0 in a straight line.
     #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
-    /// Rate at the end, as a share of `optimizer.lr`.
+    /// Rate at the end, as a fraction of `optimizer.lr`.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub final_lr_ratio: f64,
 }
@@ -230,9 +230,9 @@ fn gamma() -> f64 {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct OnecycleSchedule {
-    /// Share of the run spent climbing.
+    /// Fraction of the run spent warming up.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
-    pub warmup_share: f64,
+    pub warmup_fraction: f64,
     /// `optimizer.lr` over the rate at the start.
     #[schemars(range(min = 1.0))]
     pub div: f64,
@@ -243,6 +243,6 @@ pub struct OnecycleSchedule {
 
 impl Default for OnecycleSchedule {
     fn default() -> Self {
-        Self { warmup_share: 0.3, div: 25.0, final_div: 1e4 }
+        Self { warmup_fraction: 0.3, div: 25.0, final_div: 1e4 }
     }
 }

@@ -63,9 +63,9 @@ impl EvalConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Metric {
-    /// Share of samples whose likeliest class is the right one.
+    /// Fraction of samples whose likeliest class is the right one.
     Accuracy,
-    /// Share of samples whose right class is among the five likeliest.
+    /// Fraction of samples whose right class is among the five likeliest.
     Top5,
 }
 

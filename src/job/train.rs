@@ -32,7 +32,7 @@ pub struct TrainConfig {
     /// Number format of the computation.
     #[serde(default)]
     pub precision: Precision,
-    /// Let a card round what `f32` products multiply to TF32, 10 bits after the point: several times faster. Only with
+    /// Let a GPU round what `f32` products multiply to TF32, 10 bits after the point: several times faster. Only with
     /// `precision = "f32"`; the CPU has no such thing.
     #[serde(default)]
     pub tf32: bool,

@@ -19,7 +19,7 @@ pub struct GptConfig {
     /// Positions there are weights for; a sample may have fewer tokens.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub context: usize,
-    /// Share of the embedding's and of each branch's outputs, and of the attention weights, dropped while training.
+    /// Fraction of the embedding's and of each branch's outputs, and of the attention weights, dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
     /// The scores of the next token use the token embedding's weights.
@@ -95,7 +95,7 @@ pub struct BertConfig {
     /// Positions there are weights for; a sample may have fewer tokens.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub context: usize,
-    /// Share of the embedding's, of each branch's and of the pooled outputs, and of the attention weights, dropped while
+    /// Fraction of the embedding's, of each branch's and of the pooled outputs, and of the attention weights, dropped while
     /// training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
@@ -107,11 +107,11 @@ impl Default for BertConfig {
     }
 }
 
-/// A vision transformer: patches of a picture as a sequence, with a class token before them.
+/// A vision transformer: patches of an image as a sequence, with a class token before them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct VitConfig {
-    /// Width and height of a patch, in pixels; those of the picture are multiples of it.
+    /// Width and height of a patch, in pixels; those of the image are multiples of it.
     #[schemars(range(min = 1, max = 256))]
     pub patch: usize,
     /// Transformer layers.
@@ -126,7 +126,7 @@ pub struct VitConfig {
     /// Values inside the feed-forward part, as a multiple of `width`.
     #[schemars(range(min = 1, max = 64))]
     pub ratio: usize,
-    /// Share of the embedding's and of each branch's outputs, and of the attention weights, dropped while training.
+    /// Fraction of the embedding's and of each branch's outputs, and of the attention weights, dropped while training.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
 }

@@ -21,10 +21,10 @@ pub fn lr(schedule: &ScheduleConfig, peak: f64, step: u64, total: u64) -> f64 {
         ScheduleConfig::Onecycle(s) => {
             let (start, end) = (1.0 / s.div, 1.0 / (s.div * s.final_div));
             let t = progress(0, step, total);
-            if t < s.warmup_share {
-                lerp(1.0, start, cosine(t / s.warmup_share))
+            if t < s.warmup_fraction {
+                lerp(1.0, start, cosine(t / s.warmup_fraction))
             } else {
-                lerp(end, 1.0, cosine((t - s.warmup_share) / (1.0 - s.warmup_share)))
+                lerp(end, 1.0, cosine((t - s.warmup_fraction) / (1.0 - s.warmup_fraction)))
             }
         }
     };

@@ -17,7 +17,7 @@ pub struct MemoryPlan {
     pub chosen: PlanChoice,
     /// Samples in every update but the last of an epoch; no plan changes it.
     pub samples_per_update: usize,
-    /// Device bytes that the CUDA context takes beside the budget and the peak; 0 where no card was looked at.
+    /// Device bytes that the CUDA context takes beside the budget and the peak; 0 where no GPU was looked at.
     #[serde(default)]
     pub context_bytes: u64,
     /// What is live at the peak: on the device at its peak, on the host at the host's.

@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct AugmentConfig {
-    /// Take a part of the picture with a share of its area between these, anywhere, and resize it; [0.08, 1.0]
-    /// is usual for large pictures.
+    /// Take a part of the image with a fraction of its area between these, anywhere, and resize it; [0.08, 1.0]
+    /// is usual for large images.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(inner(range(min = 0.0001, max = 1.0)))]
     pub random_resized_crop: Option<[f64; 2]>,
     /// Width over height of that part, between these.
     #[schemars(inner(range(min = 0.001, max = 1000.0)))]
     pub crop_ratio: [f64; 2],
-    /// Pixels of black put around the picture, out of which its size is cut anywhere; 4 is usual for 32 x 32.
+    /// Pixels of black put around the image, out of which its size is cut anywhere; 4 is usual for 32 x 32.
     #[schemars(range(max = 1024))]
     pub crop_padding: usize,
     /// Chance that left and right are exchanged.
@@ -28,19 +28,19 @@ pub struct AugmentConfig {
     /// Multiply all values by a factor within 1 - x and 1 + x.
     #[schemars(range(min = 0.0, max = 10.0))]
     pub brightness: f64,
-    /// The same for the distance of values from the picture's mean.
+    /// The same for the distance of values from the image's mean.
     #[schemars(range(min = 0.0, max = 10.0))]
     pub contrast: f64,
     /// The same for the distance of colours from grey.
     #[schemars(range(min = 0.0, max = 10.0))]
     pub saturation: f64,
-    /// Turn the colour wheel by up to this share of it either way.
+    /// Turn the colour wheel by up to this fraction of it either way.
     #[schemars(range(min = 0.0, max = 0.5))]
     pub hue: f64,
     /// Chance that a rectangle is blanked.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub erasing: f64,
-    /// Share of the area of that rectangle, between these.
+    /// Fraction of the area of that rectangle, between these.
     #[schemars(inner(range(min = 0.0001, max = 1.0)))]
     pub erasing_area: [f64; 2],
     /// Width over height of that rectangle, between these.
@@ -54,7 +54,7 @@ pub struct AugmentConfig {
     /// parameters this. 1.0 is usual. With `mixup` too, each sample gets one of them.
     #[schemars(range(min = 0.0, max = 100.0))]
     pub cutmix: f64,
-    /// Share of the samples that `mixup` and `cutmix` change.
+    /// Fraction of the samples that `mixup` and `cutmix` change.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub mix_chance: f64,
 }

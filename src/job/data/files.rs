@@ -11,14 +11,14 @@ pub struct FilesConfig {
     /// Files to train on, read one after the other; a name may be a pattern such as `data/*.csv`.
     #[schemars(length(min = 1), transform = each_a_path)]
     pub train: Vec<PathBuf>,
-    /// Files to measure on; where absent, a share of the samples of `train` is set apart.
+    /// Validation files; without them `valid_fraction` of the samples of `train` is held out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(transform = each_a_path)]
     pub valid: Vec<PathBuf>,
-    /// Share of the samples of `train` that is measured on, chosen by the seed; unused where `valid` is given.
+    /// Fraction of the samples of `train` held out for validation, chosen by the seed; unused if `valid` is given.
     #[serde(default = "tenth")]
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
-    pub valid_share: f64,
+    pub valid_fraction: f64,
 }
 
 pub(super) fn each_a_path(schema: &mut schemars::Schema) {

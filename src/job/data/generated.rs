@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::augment::AugmentConfig;
 
-/// Grey pictures of ten shapes, drawn by the program from the seed: nothing to download.
+/// Grey images of ten shapes, drawn by the program from the seed: nothing to download.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ShapesConfig {
@@ -18,7 +18,7 @@ pub struct ShapesConfig {
     /// Width and height, in pixels.
     #[schemars(range(min = 16, max = 256))]
     pub image_size: usize,
-    /// What is drawn anew for each sample of each epoch; never for what is measured on.
+    /// What is drawn anew for each sample of each epoch; never for the validation set.
     #[serde(skip_serializing_if = "AugmentConfig::is_off")]
     pub augment: AugmentConfig,
 }

@@ -9,16 +9,16 @@ use super::augment::AugmentConfig;
 use super::files::FilesConfig;
 use super::one_or_many::{OneOrMany, above_zero, at_least_one};
 
-/// Pictures in idx files, as MNIST and its family are published; plain or gzip.
+/// Images in idx files, as MNIST and its family are published; plain or gzip.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct IdxConfig {
-    /// Pictures to train on.
+    /// Images to train on.
     #[schemars(extend("format" = "path"))]
     pub train_images: PathBuf,
     /// Their labels.
     #[schemars(extend("format" = "path"))]
     pub train_labels: PathBuf,
-    /// Pictures to measure on.
+    /// Images to measure on.
     #[schemars(extend("format" = "path"))]
     pub valid_images: PathBuf,
     /// Their labels.
@@ -35,17 +35,17 @@ pub struct IdxConfig {
     #[serde(default = "one")]
     #[schemars(transform = above_zero)]
     pub std: OneOrMany<f64>,
-    /// What is drawn anew for each sample of each epoch; never for what is measured on.
+    /// What is drawn anew for each sample of each epoch; never for the validation set.
     #[serde(default, skip_serializing_if = "AugmentConfig::is_off")]
     pub augment: AugmentConfig,
 }
 
-/// Pictures in JPEG, PNG or WebP files: folders named by class, tables of paths and labels, or tar files. The
+/// Images in JPEG, PNG or WebP files: folders named by class, tables of paths and labels, or tar files. The
 /// format is seen from the content, and orientations noted by cameras are applied.
 ///
-/// `train` and `valid` take folders that hold a folder of pictures for each class; tables (.csv, .tsv) with a
+/// `train` and `valid` take folders that hold a folder of images for each class; tables (.csv, .tsv) with a
 /// header, whose paths are relative to them; tar files (.tar, or packed as .tar.gz and .tar.zst, then read in
-/// order), where a picture's class is the folder it lies in or the text of the member `NAME.cls` beside it.
+/// order), where an image's class is the folder it lies in or the text of the member `NAME.cls` beside it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ImagesConfig {
     #[serde(flatten)]
@@ -53,17 +53,17 @@ pub struct ImagesConfig {
     /// Height and width of a sample in pixels; one number for both.
     #[schemars(transform = at_least_one)]
     pub image_size: OneOrMany<usize>,
-    /// 3 for colour, 1 for grey; pictures of the other sort are converted, alpha is left away.
+    /// 3 for colour, 1 for grey; images of the other sort are converted, alpha is left away.
     #[serde(default = "three")]
     #[schemars(extend("enum" = [1, 3]))]
     pub channels: usize,
-    /// How a picture of another shape becomes a sample.
+    /// How an image of another shape becomes a sample.
     #[serde(default)]
     pub fit: ImageFit,
-    /// With `fit = "crop"`, share of the middle part's sides that is kept; 0.875 is 224 out of 256.
+    /// With `fit = "crop"`, fraction of the sides of the center crop that is kept; 0.875 is 224 out of 256.
     #[serde(default = "whole")]
     #[schemars(range(max = 1.0), extend("exclusiveMinimum" = 0.0))]
-    pub crop_share: f64,
+    pub crop_fraction: f64,
     /// What is taken from values of 0 to 1, and what they are divided by; `mean` and `std` come before it.
     #[serde(default)]
     pub normalise: NormalizePreset,
@@ -80,25 +80,25 @@ pub struct ImagesConfig {
     /// The column of a table that holds classes.
     #[serde(default = "label")]
     pub label_column: String,
-    /// A picture whose header says that it has more pixels is a bad record: it is not decoded.
+    /// An image whose header says that it has more pixels is a bad record: it is not decoded.
     #[serde(default = "pixels")]
     #[schemars(range(min = 1, max = 4_000_000_000u64))]
     pub max_pixels: u64,
-    /// What is drawn anew for each sample of each epoch; never for what is measured on.
+    /// What is drawn anew for each sample of each epoch; never for the validation set.
     #[serde(default, skip_serializing_if = "AugmentConfig::is_off")]
     pub augment: AugmentConfig,
 }
 
-/// How a picture of another shape becomes a sample.
+/// How an image of another shape becomes a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ImageFit {
     /// The largest middle part of the sample's shape, resized.
     #[default]
     Crop,
-    /// The whole picture, resized, black above and below it or at its sides.
+    /// The whole image, resized, black above and below it or at its sides.
     Pad,
-    /// The whole picture, resized whatever its shape.
+    /// The whole image, resized whatever its shape.
     Stretch,
 }
 

@@ -63,7 +63,7 @@ pub(super) fn images(
         ref sides => [sides[0]; 2],
     };
     let fit = match s.fit {
-        job::ImageFit::Crop => ResizeMode::CenterCrop { fraction: s.crop_share },
+        job::ImageFit::Crop => ResizeMode::CenterCrop { fraction: s.crop_fraction },
         job::ImageFit::Pad => ResizeMode::Pad,
         job::ImageFit::Stretch => ResizeMode::Stretch,
     };
@@ -90,10 +90,10 @@ pub(super) fn images(
         Some(valid) => Datasets { train, valid: set(valid, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES) },
         None => {
             // Both splits come from the same files and seed; only the training split is augmented.
-            let (train, _) = split::random_split(train, s.files.valid_share, opening.seed)?;
+            let (train, _) = split::random_split(train, s.files.valid_fraction, opening.seed)?;
             let (_, valid) = split::random_split(
                 set(train_files, &eval_pipeline, SEQUENTIAL_WINDOW_BYTES),
-                s.files.valid_share,
+                s.files.valid_fraction,
                 opening.seed,
             )?;
             Datasets::new(train, valid)

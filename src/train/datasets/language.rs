@@ -21,7 +21,7 @@ pub(super) fn text(
     let settings = text::TextSettings {
         train: s.files.train.clone(),
         valid: s.files.valid.clone(),
-        valid_fraction: s.files.valid_share,
+        valid_fraction: s.files.valid_fraction,
         tokenizer: units(&s.tokens),
         separator: separator(&s.separator),
         context,
@@ -39,7 +39,7 @@ pub(super) fn tokens(
     let settings = token_files::TokenFileSettings {
         train: s.files.train.clone(),
         valid: s.files.valid.clone(),
-        valid_fraction: s.files.valid_share,
+        valid_fraction: s.files.valid_fraction,
         width: match s.dtype {
             job::TokenDtype::Auto => None,
             job::TokenDtype::U16 => Some(TokenWidth::U16),
@@ -73,7 +73,7 @@ pub(super) fn jsonl(
     let settings = jsonl::JsonlSettings {
         train: s.files.train.clone(),
         valid: s.files.valid.clone(),
-        valid_fraction: s.files.valid_share,
+        valid_fraction: s.files.valid_fraction,
         tokenizer: units(&s.tokens),
         separator: separator(&s.separator),
         field: s.field.clone(),

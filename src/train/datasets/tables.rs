@@ -42,7 +42,7 @@ fn open(
     let files = TableFiles {
         train: files.train.clone(),
         valid: files.valid.clone(),
-        valid_fraction: files.valid_share,
+        valid_fraction: files.valid_fraction,
     };
     let settings = TableSettings {
         target: columns.target.to_vec(),

@@ -82,7 +82,7 @@ impl SourceBuilder<'_> {
         let valid = if own { vec![each * (context + 1) * (measured + 2)] } else { Vec::new() };
         self.files("txt", train.len(), valid.len());
         if !own {
-            self.data.set("valid_share", 0.3);
+            self.data.set("valid_fraction", 0.3);
         }
         (SampleShape::Tokens { context }, DataSpec::Text(TextSpec { train, valid, units }), samples)
     }
@@ -119,7 +119,7 @@ impl SourceBuilder<'_> {
         let valid = if own { vec![(context + 1) * (measured + 1)] } else { Vec::new() };
         self.files("bin", train.len(), valid.len());
         if !own {
-            self.data.set("valid_share", 0.3);
+            self.data.set("valid_fraction", 0.3);
         }
         (
             SampleShape::Tokens { context },

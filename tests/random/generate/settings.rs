@@ -122,7 +122,7 @@ fn schedule(draw: &mut Draw, updates: usize) -> Table {
     let name = draw.pick(&["constant", "linear", "cosine", "step", "onecycle"]);
     let mut table = if name == "constant" && draw.chance(0.3) { Table::new() } else { table_of_kind(name) };
     if name == "onecycle" {
-        for (key, value) in [("warmup_share", 0.5), ("div", 4.0), ("final_div", 100.0)] {
+        for (key, value) in [("warmup_fraction", 0.5), ("div", 4.0), ("final_div", 100.0)] {
             if draw.chance(0.4) {
                 table.set(key, value);
             }

@@ -134,7 +134,7 @@ impl SourceBuilder<'_> {
         if valid > 0 {
             self.data.set("valid", string_array(&names("valid", valid)));
         } else if self.draw.chance(0.7) {
-            self.data.set("valid_share", self.draw.pick(&[0.1, 0.15, 0.25, 0.4]));
+            self.data.set("valid_fraction", self.draw.pick(&[0.1, 0.15, 0.25, 0.4]));
         }
     }
 
@@ -344,7 +344,7 @@ impl SourceBuilder<'_> {
             self.data.set("fit", self.draw.pick(&["crop", "pad", "stretch"]));
         }
         if self.draw.chance(0.2) {
-            self.data.set("crop_share", self.draw.pick(&[0.5, 0.875, 1.0]));
+            self.data.set("crop_fraction", self.draw.pick(&[0.5, 0.875, 1.0]));
         }
         if self.draw.chance(0.5) {
             self.data.set("normalise", self.draw.pick(&["imagenet", "half", "none"]));
@@ -376,7 +376,7 @@ impl SourceBuilder<'_> {
         if own {
             self.data.set("valid", name("valid"));
         } else if self.draw.chance(0.5) {
-            self.data.set("valid_share", 0.2);
+            self.data.set("valid_fraction", 0.2);
         }
         // One large image among small ones: decoding takes more than a sample does.
         let largest = if self.draw.chance(0.2) { self.scale.either(900, 2500) } else { 60 };
