@@ -450,10 +450,10 @@ fn data_that_is_prepared_stays_within_the_plan() {
     let gpt = "kind = 'gpt'\nlayers = 2\nheads = 2\nwidth = 32\ncontext = 64";
     let mlp = "kind = 'mlp'\nhidden = [32]";
     for (name, model, data) in [
-        ("folder", cnn, "kind = 'images'\ntrain = ['pictures']\nimage_size = 32\nvalid_share = 0.3"),
-        ("archive", cnn, "kind = 'images'\ntrain = ['a.tar.gz']\nimage_size = 32\nvalid_share = 0.3"),
+        ("folder", cnn, "kind = 'images'\ntrain = ['pictures']\nimage_size = 32\nvalid_fraction = 0.3"),
+        ("archive", cnn, "kind = 'images'\ntrain = ['a.tar.gz']\nimage_size = 32\nvalid_fraction = 0.3"),
         ("table", mlp, "kind = 'csv'\ntrain = ['a.csv']\ntarget = 'class'"),
-        ("characters", gpt, "kind = 'text'\ntrain = ['a.txt']\ntokens = 'characters'\nvalid_share = 0.01"),
+        ("characters", gpt, "kind = 'text'\ntrain = ['a.txt']\ntokens = 'characters'\nvalid_fraction = 0.01"),
     ] {
         let job = format!(
             "[model]\n{model}\n[data]\n{data}\nprefetch = '1MiB'\n[train]\nbatch_size = 4\nsteps = 4\n[optimizer]\n\
@@ -577,5 +577,5 @@ fn seven_billion_parameters_are_planned_in_little_memory() {
     // A child's peak resident size starts at that of the process that forked it.
     let (resident, own) =
         (wait_for_resident_peak(child, 3, "does not fit"), trainer::memory::measure::resident_peak());
-    assert!(resident < own.max(50 * MIB), "{resident} bytes to plan, {own} of this process");
+    assert!(resident <= own.max(50 * MIB), "{resident} bytes to plan, {own} of this process");
 }

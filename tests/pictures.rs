@@ -37,7 +37,7 @@ fn write_folder(root: &Path) {
 
 fn job(train: &str, more: &str) -> String {
     format!(
-        "[model]\nkind = 'mlp'\nhidden = [16]\n[data]\nkind = 'images'\ntrain = ['{train}']\nvalid_share = 0.2\n\
+        "[model]\nkind = 'mlp'\nhidden = [16]\n[data]\nkind = 'images'\ntrain = ['{train}']\nvalid_fraction = 0.2\n\
         image_size = [10, 12]\n{more}\n[train]\nbatch_size = 8\nepochs = 8\n[optimizer]\nlr = 1e-2\n"
     )
 }

@@ -72,7 +72,7 @@ mod tests {
         assert_eq!(rates("kind = 'linear'\nwarmup_steps = 1", 5), [1.0, 1.0, 0.6667, 0.3333, 0.0]);
         assert_eq!(rates("kind = 'cosine'\nfinal_lr_ratio = 0.1", 3), [1.0, 0.55, 0.1]);
         assert_eq!(rates("kind = 'step'\nevery_steps = 2\ngamma = 0.1", 5), [1.0, 1.0, 0.1, 0.1, 0.01]);
-        let cycle = rates("kind = 'onecycle'\nwarmup_share = 0.5\ndiv = 10.0\nfinal_div = 100.0", 5);
+        let cycle = rates("kind = 'onecycle'\nwarmup_fraction = 0.5\ndiv = 10.0\nfinal_div = 100.0", 5);
         assert_eq!(cycle, [0.1, 0.55, 1.0, 0.5005, 0.001]);
     }
 
