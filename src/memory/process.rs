@@ -25,7 +25,7 @@ const THREAD_STACK_BYTES: u64 = 96 << 10;
 
 /// Fragmentation: freed small blocks that the C library keeps between live ones and at the top of its heap, and the
 /// unused ends of the pages of large buffers. Beyond this it is trimmed, see [`ProcessMemory::enforce_limit`].
-const FRAGMENTATION_BYTES: u64 = 5 << 19;
+const FRAGMENTATION_BYTES: u64 = 4 << 19;
 
 /// Fragments are trimmed when less than this much of the plan is left.
 const TRIM_MARGIN_BYTES: u64 = 1 << 20;
