@@ -1,4 +1,5 @@
 //! The network of layers and how it runs: one walk drives planning and training, with recomputation and offload.
 
+pub mod fusion;
 pub mod network;
 pub mod offload;

@@ -6,6 +6,7 @@
 
 mod backward;
 mod forward;
+mod fused;
 #[cfg(test)]
 mod tests;
 
@@ -13,7 +14,8 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use self::backward::{BackwardContext, fusible_bias_grad};
+use self::backward::BackwardContext;
+use super::fusion::FusedNode;
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
 use crate::base::MicroBatchSpec;
 use crate::base::Role;
@@ -25,6 +27,8 @@ use crate::memory::{Ledger, Oom, Reservation};
 /// A node of a block.
 pub enum Node {
     Layer(Box<dyn Layer>),
+    /// Neighbouring layers, joined by the fusion pass.
+    Fused(FusedNode),
     /// `act(branch(x) + shortcut(x))`; an empty shortcut is the identity. A branch has at least one layer.
     Residual(ResidualNode),
 }
@@ -86,33 +90,26 @@ pub struct DeviceBatch {
 struct ReservedTensor {
     value: Option<Tensor>,
     reservation: Option<Arc<Reservation>>,
-    /// For a gradient: its sum over all rows was added to the bias gradient of the layer that consumes it, see
-    /// [`Layer::fusible_bias_grad`].
-    bias_grad_done: bool,
-    /// For a gradient: it already passed the activation backward of the layer that consumes it, see
-    /// [`Layer::fusible_act_backward`].
-    act_backward_done: bool,
-}
-
-impl ReservedTensor {
-    fn new(value: Option<Tensor>, reservation: Option<Arc<Reservation>>) -> Self {
-        Self { value, reservation, ..Self::default() }
-    }
 }
 
 /// What a node keeps between the passes; dropping it releases everything.
 enum SavedNode {
-    Layer {
-        saved: Option<SavedTensors>,
-        /// The layer's input was not saved: the preceding layer recomputes it.
-        input_recomputed: bool,
-        _reservations: [Option<Arc<Reservation>>; 3],
-    },
-    Residual {
-        branch: Vec<SavedNode>,
-        shortcut: Vec<SavedNode>,
-        output: Option<ReservedTensor>,
-    },
+    Layer(SavedLayer),
+    Fused(Vec<SavedLayer>),
+    Residual(SavedResidual),
+}
+
+struct SavedLayer {
+    /// `None` in a dry run.
+    saved: Option<SavedTensors>,
+    _reservations: [Option<Arc<Reservation>>; 3],
+}
+
+struct SavedResidual {
+    branch: Vec<SavedNode>,
+    shortcut: Vec<SavedNode>,
+    /// The output, if the activation's backward reads it.
+    output: Option<ReservedTensor>,
 }
 
 /// What a block keeps between the passes.
@@ -139,7 +136,7 @@ impl Network {
         batch: Option<&DeviceBatch>,
     ) -> StepResult<PendingMetricSums> {
         exec.ledger.set_phase("forward");
-        let mut x = ReservedTensor::new(batch.map(|b| b.inputs.clone()), None);
+        let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), reservation: None };
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let input = (block.recompute_rank < exec.recompute_blocks).then(|| x.clone());
@@ -166,9 +163,9 @@ impl Network {
             match (&exec.pass, batch, &x.value) {
                 (Some(pass), Some(batch), Some(x)) => {
                     let (metrics, dx) = self.loss.forward_backward(x, &batch.targets, pass)?;
-                    (metrics, ReservedTensor::new(Some(dx), reservation))
+                    (metrics, ReservedTensor { value: Some(dx), reservation })
                 }
-                _ => (MetricSums::default().into(), ReservedTensor::new(None, reservation)),
+                _ => (MetricSums::default().into(), ReservedTensor { value: None, reservation }),
             }
         };
         drop(x);
@@ -190,14 +187,7 @@ impl Network {
                     exec.forward(&block.nodes, input, true, Mode::Recompute, None)?.1
                 }
             };
-            let input_bias_grad = i.checked_sub(1).and_then(|i| fusible_bias_grad(&self.blocks[i].nodes));
-            match exec.backward(
-                &block.nodes,
-                saved_nodes,
-                dy,
-                i > 0,
-                BackwardContext { input_bias_grad, ..BackwardContext::default() },
-            )? {
+            match exec.backward(&block.nodes, saved_nodes, dy, i > 0, BackwardContext::default())? {
                 Some(dx) => dy = dx,
                 None => break,
             }
@@ -233,7 +223,7 @@ impl Network {
     /// Runs all blocks in evaluation mode.
     fn forward_blocks(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<ReservedTensor> {
         exec.ledger.set_phase("eval");
-        let mut x = ReservedTensor::new(inputs.cloned(), None);
+        let mut x = ReservedTensor { value: inputs.cloned(), reservation: None };
         for block in &self.blocks {
             x = exec.forward(&block.nodes, x, false, Mode::Eval, None)?.0;
         }
@@ -252,6 +242,25 @@ impl Network {
             .fold(1, |all, one| all / gcd(all, one) * one)
     }
 
+    /// The nodes that the fusion pass made, in order.
+    pub fn fused_nodes(&self) -> Vec<&FusedNode> {
+        fn collect<'a>(nodes: &'a [Node], into: &mut Vec<&'a FusedNode>) {
+            for node in nodes {
+                match node {
+                    Node::Layer(_) => {}
+                    Node::Fused(fused) => into.push(fused),
+                    Node::Residual(residual) => {
+                        collect(&residual.branch, into);
+                        collect(&residual.shortcut, into);
+                    }
+                }
+            }
+        }
+        let mut fused = Vec::new();
+        self.blocks.iter().for_each(|block| collect(&block.nodes, &mut fused));
+        fused
+    }
+
     /// Every layer, in order.
     pub fn layers(&self) -> Vec<&dyn Layer> {
         self.blocks.iter().flat_map(LayerBlock::layers).collect()
@@ -265,6 +274,7 @@ impl LayerBlock {
             for node in nodes {
                 match node {
                     Node::Layer(layer) => into.push(layer.as_ref()),
+                    Node::Fused(fused) => into.extend(fused.layers.iter().map(AsRef::as_ref)),
                     Node::Residual(residual) => {
                         collect(&residual.branch, into);
                         collect(&residual.shortcut, into);
@@ -275,6 +285,13 @@ impl LayerBlock {
         let mut layers = Vec::new();
         collect(&self.nodes, &mut layers);
         layers
+    }
+}
+
+impl ResidualNode {
+    /// Whether the branch's last layer adds the shortcut and applies the activation. The shortcut then runs first.
+    fn is_fused(&self) -> bool {
+        matches!(self.branch.last(), Some(Node::Fused(fused)) if fused.adds_residual)
     }
 }
 
@@ -303,7 +320,7 @@ impl Executor<'_> {
             SavedBlock::Offloaded(offload, offloaded, bytes) => {
                 let reservation = self.reserve(Role::Activations, name, bytes)?;
                 let (value, copy) = offload.copy_to_device(offloaded)?;
-                Ok(ResidentBlock::InputOnly(copy, ReservedTensor::new(value, reservation)))
+                Ok(ResidentBlock::InputOnly(copy, ReservedTensor { value, reservation }))
             }
         }
     }

@@ -5,8 +5,8 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::{Cost, Layer, Mode, PassContext, RecomputeSource, SavedTensors};
-use crate::base::{Backend, MicroBatchSpec};
+use super::{Cost, Layer, Mode, PassContext, SavedTensors};
+use crate::base::MicroBatchSpec;
 use crate::kernels::batch_norm::{BatchNormKernel as Kernel, RunningStats, workspace};
 use crate::kernels::channels::ChannelLayout;
 use crate::kernels::linear::WeightBiasGrads;
@@ -67,6 +67,54 @@ impl BatchNorm {
     fn channels(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
     }
+
+    /// Computes `act(forward(x) + residual)`.
+    pub fn forward_add_act(
+        &self,
+        x: &Tensor,
+        residual: &Tensor,
+        act: Activation,
+        pass: &PassContext,
+    ) -> Result<(Tensor, SavedTensors)> {
+        if pass.mode == Mode::Eval {
+            let y = self.kernel(pass).evaluate(x, &self.running_stats(pass))?;
+            return Ok((add::inplace(&y, residual, act)?, SavedTensors::default()));
+        }
+        let running = self.running_stats(pass);
+        let running = (pass.mode == Mode::Train).then_some(&running);
+        let (y, saved_stats) = self.kernel(pass).forward_add_act(x, running, residual, act)?;
+        Ok((y, SavedTensors(vec![x.clone(), saved_stats])))
+    }
+
+    /// Backward of `forward_add_act`, whose output and activation are given.
+    pub fn backward_add_act(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        output_act: (&Tensor, Activation),
+        pass: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        let grads = WeightBiasGrads { weight: pass.grad(self.weight), bias: Some(pass.grad(self.bias)) };
+        self.kernel(pass).backward_add_act(
+            &saved.0[0],
+            &saved.0[1],
+            &dy,
+            output_act,
+            &grads,
+            needs_input_grad,
+        )
+    }
+
+    /// Whether the normalization pass can add a residual and apply `act` after it.
+    pub fn can_add_act(&self, act: Activation) -> bool {
+        self.act == ClampActivation::Identity && ClampActivation::from_activation(act).is_some()
+    }
+
+    /// Recomputes the output, bit for bit.
+    pub fn recompute_output(&self, saved: &SavedTensors, pass: &PassContext) -> Result<Tensor> {
+        self.kernel(pass).recompute_output(&saved.0[0], &saved.0[1])
+    }
 }
 
 impl Layer for BatchNorm {
@@ -97,56 +145,6 @@ impl Layer for BatchNorm {
     ) -> Result<Option<Tensor>> {
         let grads = WeightBiasGrads { weight: pass.grad(self.weight), bias: Some(pass.grad(self.bias)) };
         self.kernel(pass).backward(&saved.0[0], &saved.0[1], &dy, &grads, needs_input_grad)
-    }
-
-    fn forward_add_act(
-        &self,
-        x: &Tensor,
-        residual: &Tensor,
-        act: Activation,
-        pass: &PassContext,
-    ) -> Result<(Tensor, SavedTensors)> {
-        if pass.mode == Mode::Eval {
-            let y = self.kernel(pass).evaluate(x, &self.running_stats(pass))?;
-            return Ok((add::inplace(&y, residual, act)?, SavedTensors::default()));
-        }
-        let running = self.running_stats(pass);
-        let running = (pass.mode == Mode::Train).then_some(&running);
-        let (y, saved_stats) = self.kernel(pass).forward_add_act(x, running, residual, act)?;
-        Ok((y, SavedTensors(vec![x.clone(), saved_stats])))
-    }
-
-    fn backward_add_act(
-        &self,
-        saved: SavedTensors,
-        dy: Tensor,
-        output_act: (&Tensor, Activation),
-        pass: &PassContext,
-        needs_input_grad: bool,
-    ) -> Result<Option<Tensor>> {
-        let grads = WeightBiasGrads { weight: pass.grad(self.weight), bias: Some(pass.grad(self.bias)) };
-        self.kernel(pass).backward_add_act(
-            &saved.0[0],
-            &saved.0[1],
-            &dy,
-            output_act,
-            &grads,
-            needs_input_grad,
-        )
-    }
-
-    fn fuses_add_act(&self, act: Activation, backend: Backend) -> bool {
-        backend.is_cuda()
-            && self.act == ClampActivation::Identity
-            && ClampActivation::from_activation(act).is_some()
-    }
-
-    fn recompute_output(&self, saved: &SavedTensors, pass: &PassContext) -> Result<Option<Tensor>> {
-        self.kernel(pass).recompute_output(&saved.0[0], &saved.0[1]).map(Some)
-    }
-
-    fn recompute_source(&self, _: Backend) -> RecomputeSource {
-        RecomputeSource::InputAndSaved
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
@@ -272,7 +270,6 @@ mod tests {
             lengths: None,
             sample_info: None,
             loss_scale: 1.0,
-            fusion: super::super::FusionContext::default(),
         };
         let x =
             random_tensor(&[batch, 20, 20, c], 5).affine(3.0, 1000.0).unwrap().to_dtype(DType::F32).unwrap();

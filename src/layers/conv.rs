@@ -53,6 +53,19 @@ impl Conv2d {
         let bias = self.bias.map(|id| pass.weight(id));
         Kernel { geometry: self.geometry, weight: pass.weight(self.weight), bias, act: self.act }
     }
+
+    /// Like `backward`, and adds `residual_grad`, the gradient that reaches the input along another branch.
+    pub fn backward_accumulate(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        residual_grad: &Tensor,
+    ) -> Result<Tensor> {
+        let grads =
+            WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
+        self.kernel(pass).backward_accumulate(&saved.0[0], saved.0.get(1), dy, &grads, residual_grad)
+    }
 }
 
 impl Layer for Conv2d {
@@ -83,24 +96,6 @@ impl Layer for Conv2d {
         self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, needs_input_grad)
     }
 
-    fn backward_accumulate(
-        &self,
-        saved: SavedTensors,
-        dy: Tensor,
-        pass: &PassContext,
-        residual_grad: &Tensor,
-    ) -> Result<Option<Tensor>> {
-        let grads =
-            WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        self.kernel(pass)
-            .backward_accumulate(&saved.0[0], saved.0.get(1), dy, &grads, residual_grad)
-            .map(Some)
-    }
-
-    fn overwrites_dy(&self) -> bool {
-        self.act != Activation::Identity
-    }
-
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let g = &self.geometry;
         let output = spec.bytes(self.output_shape().iter().product());
@@ -111,6 +106,7 @@ impl Layer for Conv2d {
             output,
             saves_input: true,
             saves_output: reads == SavedForBackward::Output,
+            overwrites_dy: self.act != Activation::Identity,
             saved: if reads == SavedForBackward::Input { output } else { 0 },
             forward_workspace: forward,
             backward_workspace: backward,

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Cost, InputGrad, Layer, PassContext, RecomputeSource, SavedTensors};
+use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::linear::{
     ActBackward, LinearKernel as Kernel, WeightBiasGrads, WeightLayout, bias_gradient_workspace,
@@ -40,6 +40,30 @@ impl LinearOptions {
         let init = ParamInit::Uniform(1.0 / (inputs as f64).sqrt());
         Self { bias: true, act, weight_layout: WeightLayout::OutIn, init, bias_init: init }
     }
+}
+
+/// What [`Linear::backward_input`] does for its neighbours, and what they did for it.
+#[derive(Clone, Copy, Default)]
+pub struct LinearBackwardFusion<'a> {
+    pub needs_input_grad: bool,
+    /// The gradient that reaches the input along the other branch of a residual connection.
+    pub residual_grad: Option<&'a Tensor>,
+    /// Also recompute the output, in place of the saved pre-activation.
+    pub recompute_output: bool,
+    /// The preceding layer's activation, to backpropagate the input gradient through.
+    pub input_act_backward: Option<ActBackward<'a>>,
+    /// The next layer accumulated the bias gradient.
+    pub bias_grad_done: bool,
+    /// The next layer backpropagated `dy` through this layer's activation.
+    pub act_backward_done: bool,
+}
+
+/// Result of [`Linear::backward_input`].
+pub struct LinearInputGrad {
+    pub dx: Option<Tensor>,
+    pub recomputed_output: Option<Tensor>,
+    /// Whether `dx` passed through `input_act_backward`: the kernel takes only some sizes.
+    pub input_act_backward_done: bool,
 }
 
 impl Linear {
@@ -91,13 +115,92 @@ impl Linear {
         Kernel { weight: pass.weight(self.weight), weight_layout: self.weight_layout, bias, act: self.act }
     }
 
-    fn grads<'a>(&self, pass: &'a PassContext) -> WeightBiasGrads<'a> {
-        let bias = self.bias.filter(|_| !pass.fusion.bias_grad_done);
-        WeightBiasGrads { weight: pass.grad(self.weight), bias: bias.map(|id| pass.grad(id)) }
-    }
-
     fn rows_per_sample(&self) -> usize {
         self.leading_dims.iter().product()
+    }
+
+    pub fn act(&self) -> Activation {
+        self.act
+    }
+
+    pub fn bias(&self) -> Option<ParamId> {
+        self.bias
+    }
+
+    /// Computes `forward(x) + residual`.
+    pub fn forward_add(
+        &self,
+        x: &Tensor,
+        residual: &Tensor,
+        pass: &PassContext,
+    ) -> Result<(Tensor, SavedTensors)> {
+        let (y, pre) = self.kernel(pass).forward_add_act(x, residual, Activation::Identity)?;
+        let saved = SavedTensors::with_activation(x, &y, pre, self.act);
+        Ok((y, saved))
+    }
+
+    /// Recomputes the output from the saved pre-activation, which was rounded: not bit-exact where the forward pass
+    /// fused the activation into the GEMM.
+    pub fn recompute_output(&self, saved: &SavedTensors) -> Result<Tensor> {
+        match saved.0.last() {
+            Some(pre) => activation::forward(pre, self.act),
+            None => candle_core::bail!("{} saved no pre-activation", self.name),
+        }
+    }
+
+    /// Like `backward`; accumulates the bias gradient only if `bias_grad`.
+    pub fn backward_own_bias(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        needs_input_grad: bool,
+        bias_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        let bias = self.bias.filter(|_| bias_grad).map(|id| pass.grad(id));
+        let grads = WeightBiasGrads { weight: pass.grad(self.weight), bias };
+        self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &grads, needs_input_grad)
+    }
+
+    /// The backward pass in two parts, CUDA only. This one computes everything but the weight gradient, which needs
+    /// the input; `dy` becomes the gradient before the activation, as [`backward_weight`](Self::backward_weight) takes
+    /// it. The weight gradient too if `saved` has the input.
+    pub fn backward_input(
+        &self,
+        saved: SavedTensors,
+        dy: &Tensor,
+        pass: &PassContext,
+        fusion: LinearBackwardFusion,
+    ) -> Result<LinearInputGrad> {
+        let kernel = self.kernel(pass);
+        let reads = (self.act != Activation::Identity) as usize;
+        let (x, v) = saved.0.split_at(saved.0.len() - reads);
+        let (dx, input_act_backward_done) = kernel.backward_input(
+            v.first().filter(|_| !fusion.act_backward_done),
+            dy,
+            self.bias.filter(|_| !fusion.bias_grad_done).map(|id| pass.grad(id)),
+            (fusion.needs_input_grad, fusion.residual_grad),
+            (fusion.recompute_output, fusion.input_act_backward),
+        )?;
+        if let [x] = x {
+            self.backward_weight(x, dy, pass)?;
+        }
+        let recomputed_output = v.first().filter(|_| fusion.recompute_output).cloned();
+        Ok(LinearInputGrad { dx, recomputed_output, input_act_backward_done })
+    }
+
+    pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, pass: &PassContext) -> Result<()> {
+        self.kernel(pass).backward_weight(x, dy, pass.grad(self.weight))
+    }
+
+    /// The backward pass of this layer's activation, for the next layer to fuse into its input gradient.
+    pub fn act_backward<'a>(
+        &self,
+        saved: &'a SavedTensors,
+        pass: &'a PassContext,
+    ) -> Option<ActBackward<'a>> {
+        let v = saved.0.last().filter(|_| self.act.saved_for_backward() == SavedForBackward::Input)?;
+        Some(ActBackward { act: self.act, v, bias: self.bias.map(|id| pass.grad(id)) })
     }
 }
 
@@ -116,34 +219,6 @@ impl Layer for Linear {
         Ok((y, saved))
     }
 
-    fn forward_add_act(
-        &self,
-        x: &Tensor,
-        residual: &Tensor,
-        act: Activation,
-        pass: &PassContext,
-    ) -> Result<(Tensor, SavedTensors)> {
-        let (y, pre) = self.kernel(pass).forward_add_act(x, residual, act)?;
-        let saved = SavedTensors::with_activation(x, &y, pre, self.act);
-        Ok((y, saved))
-    }
-
-    fn recompute_output(&self, saved: &SavedTensors, _: &PassContext) -> Result<Option<Tensor>> {
-        match (self.act.saved_for_backward(), saved.0.last()) {
-            (SavedForBackward::Input, Some(pre)) if !pre.device().is_cpu() => {
-                activation::forward(pre, self.act).map(Some)
-            }
-            _ => Ok(None),
-        }
-    }
-
-    fn recompute_source(&self, backend: Backend) -> RecomputeSource {
-        match self.act.saved_for_backward() {
-            SavedForBackward::Input if backend.is_cuda() => RecomputeSource::SavedOnly,
-            _ => RecomputeSource::Unsupported,
-        }
-    }
-
     fn backward(
         &self,
         saved: SavedTensors,
@@ -151,66 +226,7 @@ impl Layer for Linear {
         pass: &PassContext,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        self.kernel(pass).backward(&saved.0[0], saved.0.get(1), dy, &self.grads(pass), needs_input_grad)
-    }
-
-    fn recomputes_in_backward(&self, backend: Backend) -> bool {
-        self.recompute_source(backend) == RecomputeSource::SavedOnly
-    }
-
-    fn fusible_act_backward<'a>(
-        &self,
-        saved: &'a SavedTensors,
-        pass: &'a PassContext,
-    ) -> Option<ActBackward<'a>> {
-        let v = saved.0.last().filter(|_| self.act.saved_for_backward() == SavedForBackward::Input)?;
-        Some(ActBackward { act: self.act, v, bias: self.bias.map(|id| pass.grad(id)) })
-    }
-
-    fn can_defer_weight_grad(&self, backend: Backend) -> bool {
-        backend.is_cuda()
-    }
-
-    fn fusible_bias_grad(&self) -> Option<ParamId> {
-        self.bias.filter(|_| self.act == Activation::Identity)
-    }
-
-    fn backward_input(
-        &self,
-        saved: SavedTensors,
-        dy: &Tensor,
-        pass: &PassContext,
-        (needs_input_grad, residual_grad): (bool, Option<&Tensor>),
-        recompute: bool,
-    ) -> Result<InputGrad> {
-        let (kernel, grads) = (self.kernel(pass), self.grads(pass));
-        // `saved` holds the input, unless the weight gradient is deferred, then what the activation's backward reads.
-        let reads = (self.act != Activation::Identity) as usize;
-        let (x, v) = saved.0.split_at(saved.0.len() - reads);
-        let act_saved = v.first().filter(|_| !pass.fusion.act_backward_done);
-        let (dx, input_act_backward_done) = kernel.backward_input(
-            act_saved,
-            dy,
-            grads.bias,
-            (needs_input_grad, residual_grad),
-            (recompute, pass.fusion.input_act_backward),
-        )?;
-        if let [x] = x {
-            kernel.backward_weight(x, dy, grads.weight)?;
-        }
-        Ok(InputGrad {
-            dx,
-            recomputed_output: v.first().filter(|_| recompute).cloned(),
-            input_act_backward_done,
-        })
-    }
-
-    fn backward_weight(&self, x: &Tensor, dy: &Tensor, pass: &PassContext) -> Result<()> {
-        self.kernel(pass).backward_weight(x, dy, pass.grad(self.weight))
-    }
-
-    fn overwrites_dy(&self) -> bool {
-        self.act != Activation::Identity
+        self.backward_own_bias(saved, dy, pass, needs_input_grad, true)
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
@@ -231,6 +247,7 @@ impl Layer for Linear {
             output,
             saves_input: true,
             saves_output: reads == SavedForBackward::Output,
+            overwrites_dy: self.act != Activation::Identity,
             saved: if reads == SavedForBackward::Input { output } else { 0 },
             forward_workspace: forward,
             backward_workspace: backward,

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Cost, InputGrad, Layer, PassContext, RecomputeSource, SavedTensors};
+use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::cpu::acc_bytes;
 use crate::kernels::linear::WeightBiasGrads;
@@ -44,21 +44,26 @@ impl NormLayer {
         }
     }
 
-    fn backward_fused(
+    /// Recomputes the output, bit for bit; CUDA only.
+    pub fn recompute_output(&self, saved: &SavedTensors, pass: &PassContext) -> Result<Tensor> {
+        match self.kernel(pass).recompute_output(&saved.0[0], &saved.0[1])? {
+            Some(y) => Ok(y),
+            None => candle_core::bail!("{}: only a GPU recomputes the output of a norm", self.name),
+        }
+    }
+
+    /// Like `backward`, and what else `fusion` names in the same pass.
+    pub fn backward_fused(
         &self,
         saved: &SavedTensors,
         dy: &Tensor,
         pass: &PassContext,
         needs_input_grad: bool,
-        fused: NormBackwardFusion,
+        fusion: NormBackwardFusion,
     ) -> Result<Option<Tensor>> {
         let grads =
             WeightBiasGrads { weight: pass.grad(self.weight), bias: self.bias.map(|id| pass.grad(id)) };
-        let fused = NormBackwardFusion {
-            dx_column_sums: pass.fusion.input_bias_grad.map(|id| pass.grad(id)),
-            ..fused
-        };
-        self.kernel(pass).backward(&saved.0[0], &saved.0[1], dy, &grads, needs_input_grad, fused)
+        self.kernel(pass).backward(&saved.0[0], &saved.0[1], dy, &grads, needs_input_grad, fusion)
     }
 }
 
@@ -84,60 +89,6 @@ impl Layer for NormLayer {
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
         self.backward_fused(&saved, &dy, pass, needs_input_grad, NormBackwardFusion::default())
-    }
-
-    fn backward_accumulate(
-        &self,
-        saved: SavedTensors,
-        dy: Tensor,
-        pass: &PassContext,
-        residual_grad: &Tensor,
-    ) -> Result<Option<Tensor>> {
-        self.backward_fused(
-            &saved,
-            &dy,
-            pass,
-            true,
-            NormBackwardFusion { residual_grad: Some(residual_grad), ..NormBackwardFusion::default() },
-        )
-    }
-
-    fn recompute_output(&self, saved: &SavedTensors, pass: &PassContext) -> Result<Option<Tensor>> {
-        self.kernel(pass).recompute_output(&saved.0[0], &saved.0[1])
-    }
-
-    fn fuses_bias_grad(&self, backend: Backend) -> bool {
-        backend.is_cuda()
-    }
-
-    fn recomputes_in_backward(&self, backend: Backend) -> bool {
-        backend.is_cuda()
-    }
-
-    fn backward_input(
-        &self,
-        saved: SavedTensors,
-        dy: &Tensor,
-        pass: &PassContext,
-        (needs_input_grad, residual_grad): (bool, Option<&Tensor>),
-        recompute: bool,
-    ) -> Result<InputGrad> {
-        let dx = self.backward_fused(
-            &saved,
-            dy,
-            pass,
-            needs_input_grad,
-            NormBackwardFusion {
-                residual_grad,
-                recompute_output: recompute,
-                ..NormBackwardFusion::default()
-            },
-        )?;
-        Ok(InputGrad { dx, recomputed_output: recompute.then(|| dy.clone()), input_act_backward_done: false })
-    }
-
-    fn recompute_source(&self, backend: Backend) -> RecomputeSource {
-        if backend.is_cuda() { RecomputeSource::InputAndSaved } else { RecomputeSource::Unsupported }
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {

@@ -92,7 +92,7 @@ mod tests {
         TestContext, check_loss_finite_differences, leaf, random_tensor, relative_error, test_device,
         to_f64_vec,
     };
-    use super::super::{FusionContext, Mode, PassContext};
+    use super::super::{Mode, PassContext};
     use super::*;
     use crate::params::{ParamInit, ParamRegistry};
     use candle_core::{DType, Device, Var};
@@ -187,7 +187,6 @@ mod tests {
             lengths: None,
             sample_info: None,
             loss_scale: 1.0,
-            fusion: FusionContext::default(),
         };
         let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &test_device()).unwrap();
         let metrics =

@@ -6,6 +6,8 @@
 mod bert;
 mod builder;
 mod cnn;
+#[cfg(test)]
+mod fusion_tests;
 mod gpt;
 mod layer_list;
 mod llama;

@@ -22,6 +22,9 @@ impl BlockIndex {
             for node in nodes {
                 match node {
                     Node::Layer(layer) => drop(by_layer.insert(layer.name().to_owned(), block)),
+                    Node::Fused(fused) => {
+                        by_layer.extend(fused.layers.iter().map(|layer| (layer.name().to_owned(), block)));
+                    }
                     Node::Residual(residual) => {
                         by_layer.insert(residual.name.clone(), block);
                         names(&residual.branch, block, by_layer);

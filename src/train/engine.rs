@@ -22,7 +22,7 @@ use crate::kernels::grad_stats::gpu::{DeviceGradStats, PendingGradStats};
 use crate::kernels::grad_stats::{GradStats, GradStatsConfig};
 use crate::kernels::update::{cast_into, clear, ema_update, sum_of_squares, swap};
 use crate::layers::loss::{MetricSums, PendingMetricSums};
-use crate::layers::{FusionContext, Mode, PassContext};
+use crate::layers::{Mode, PassContext};
 use crate::memory::process::WorkPhase;
 use crate::memory::{InjectedOom, Ledger, Reservation};
 use crate::optim::{self, Optimizer, OptimizerStep};
@@ -319,7 +319,6 @@ impl<'a> Engine<'a> {
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             sample_info: tensors.sample_info.as_ref(),
             loss_scale: scale / self.nominal_weight(),
-            fusion: FusionContext::default(),
         };
         let (ledger, recompute, offload) =
             (&self.ledger, self.recompute_blocks, self.activation_offload.as_ref());

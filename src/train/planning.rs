@@ -154,8 +154,15 @@ impl Setup {
         let on_device = machine.on_device();
         let backend =
             if on_device { Backend::Cuda { capability: machine.capability } } else { self.backend() };
+        // A plan for another device walks the network as it would be fused there.
+        let fused_elsewhere = (backend.is_cuda() != self.backend().is_cuda()).then(|| {
+            let mut network = self.network_on(backend, self.features());
+            let ranks = self.network.blocks.iter().map(|block| block.recompute_rank);
+            network.blocks.iter_mut().zip(ranks).for_each(|(block, rank)| block.recompute_rank = rank);
+            network
+        });
         body(&EstimatorInputs {
-            network: &self.network,
+            network: fused_elsewhere.as_ref().unwrap_or(&self.network),
             layout: &self.layout,
             features: self.features(),
             dtype: activation_dtype(self.job.train.precision, on_device),

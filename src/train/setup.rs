@@ -6,9 +6,9 @@ use candle_core::{DType, Device};
 
 use super::Failure;
 use super::datasets::Datasets;
-use crate::base::Backend;
 use crate::base::features::Features;
 use crate::base::units::{Bytes, MemorySize};
+use crate::base::{Backend, MicroBatchSpec};
 use crate::data::bad_records::BadRecordPolicy;
 use crate::data::loader::LoaderOptions;
 use crate::data::order::Order;
@@ -90,8 +90,22 @@ impl Setup {
         #[cfg(feature = "cuda")]
         crate::kernels::cuda::cublaslt::allow_tf32(self.job.train.tf32);
         self.gpu = gpu;
+        self.network = self.network_on(self.backend(), self.features());
+        for i in 0..self.bucket_networks.len() {
+            let network = self.network_on(self.backend(), &self.bucket_networks[i].features);
+            self.bucket_networks[i].network = network;
+        }
         self.rank_recompute_blocks();
         self
+    }
+
+    /// The job's network for samples of these features, fused for this backend.
+    pub(super) fn network_on(&self, backend: Backend, features: &Features) -> Network {
+        let dtype = activation_dtype(self.job.train.precision, backend.is_cuda());
+        match crate::models::build(&self.job.model, features) {
+            Ok(built) => built.network.fuse(MicroBatchSpec { batch: 1, dtype, backend }),
+            Err(error) => unreachable!("this model was built before: {error}"),
+        }
     }
 
     /// This machine, with these limits on host memory.
@@ -133,9 +147,12 @@ impl Setup {
     /// As [`Setup::new`], with datasets that are already open.
     pub fn from_datasets(datasets: Datasets, job: Job, ram: u64) -> Result<Self, Failure> {
         let shuffle_buffer = shuffle_buffer(&job);
+        let threads = rayon::current_num_threads();
+        let dtype = activation_dtype(job.train.precision, false);
+        let spec = MicroBatchSpec { batch: 1, dtype, backend: Backend::Cpu { threads } };
         let built = crate::models::build(&job.model, datasets.train.features())?;
         let bucket_networks = datasets.train.features().shorter_buckets().map(|features| {
-            let network = crate::models::build(&job.model, &features)?.network;
+            let network = crate::models::build(&job.model, &features)?.network.fuse(spec);
             Ok(BucketNetwork { features, network })
         });
         let bucket_networks = bucket_networks.collect::<Result<Vec<_>, ModelError>>()?;
@@ -149,13 +166,11 @@ impl Setup {
             RunLength::Steps(steps) => steps,
             RunLength::Epochs(epochs) => epochs.saturating_mul(order.updates_per_epoch()),
         };
-        let threads = rayon::current_num_threads();
         let workers = match job.data.loader.workers {
             0 => threads,
             workers => workers,
         };
         let prefetch = prefetch_limit(&job, datasets.train.features(), ram);
-        let dtype = activation_dtype(job.train.precision, false);
         let mut setup = Self {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
@@ -169,7 +184,7 @@ impl Setup {
             gpu: None,
             job,
             datasets,
-            network: built.network,
+            network: built.network.fuse(spec),
             bucket_networks,
             layout: built.layout,
             order,

@@ -100,7 +100,7 @@ fn batch(dtype: DType, TestSizes { batch, length, .. }: TestSizes) -> DeviceBatc
 
 fn subject(dtype: DType, sizes: TestSizes) -> (Network, TestContext) {
     let mut registry = ParamRegistry::default();
-    let network = network(&mut registry, sizes);
+    let network = network(&mut registry, sizes).fuse(test_spec(1, dtype));
     (network, TestContext::new(registry, dtype, sizes.batch))
 }
 

@@ -1,0 +1,159 @@
+//! The fusion pass changes no gradient, whatever the model.
+
+use candle_core::{DType, Tensor};
+
+use super::build;
+use crate::base::features::{Features, InputSpec, TargetSpec};
+use crate::graph::network::{DeviceBatch, Executor};
+use crate::job::ModelConfig;
+use crate::layers::Mode;
+use crate::layers::gradcheck::{
+    TestContext, random_tensor, relative_error, test_device, test_spec, to_f64_vec,
+};
+use crate::memory::Ledger;
+
+const BATCH: usize = 4;
+const CLASSES: usize = 5;
+
+/// Every kind of model, small.
+const MODELS: [(&str, Input); 11] = [
+    ("kind = 'mlp'\nhidden = [24, 16]\nactivation = 'gelu'", Input::Vector),
+    ("kind = 'mlp'\nhidden = [24, 16]\nactivation = 'relu'", Input::Vector),
+    (
+        "kind = 'cnn'\nstages = [{ channels = 8, norm = 'batch' }, { channels = 12 }]\nnorm_group = 2",
+        Input::Image,
+    ),
+    ("kind = 'resnet'\ndepth = 18\nstem = 'small'\nnorm_group = 2", Input::Image),
+    ("kind = 'resnet'\ndepth = 50\nnorm_group = 4", Input::Image),
+    ("kind = 'mobilenet'\nwidth = 0.25\nstem = 'small'\nnorm_group = 2", Input::Image),
+    ("kind = 'vit'\npatch = 4\nlayers = 2\nheads = 2\nwidth = 16", Input::Image),
+    ("kind = 'gpt'\nlayers = 3\nheads = 2\nwidth = 16\ncontext = 6", Input::Tokens),
+    ("kind = 'gpt'\nlayers = 2\nheads = 2\nwidth = 16\ncontext = 6\ndropout = 0.2", Input::Tokens),
+    ("kind = 'llama'\nlayers = 2\nheads = 4\nkv_heads = 2\nwidth = 16\ncontext = 6", Input::Tokens),
+    ("kind = 'bert'\nlayers = 2\nheads = 2\nwidth = 16\ncontext = 6", Input::Text),
+];
+
+/// Layers in orders that no model has: what ends and starts a branch, chains of recomputed outputs, clamps after sums.
+const LAYER_LISTS: [(&[&str], Input); 7] = [
+    (&["linear 12", "silu", "residual: linear 9, gelu, linear 12", "linear 8", "tanh"], Input::Vector),
+    (&["linear 12", "gelu", "linear 12", "gelu_tanh", "linear 12", "silu", "linear 12"], Input::Vector),
+    (&["residual: linear 10, gelu", "residual: gelu, linear 10", "residual: linear 10"], Input::Vector),
+    (
+        &[
+            "conv 6",
+            "batch_norm",
+            "batch_norm",
+            "conv 6",
+            "silu",
+            "residual: conv 6, batch_norm",
+            "global_pool",
+        ],
+        Input::Image,
+    ),
+    (&["conv 6", "residual relu: conv 6, relu", "batch_norm", "relu", "flatten", "linear 4"], Input::Image),
+    (&["residual: batch_norm, conv 3", "residual relu: batch_norm", "batch_norm", "flatten"], Input::Image),
+    (
+        &["residual relu: conv 3, batch_norm, relu, conv 3, batch_norm", "batch_norm", "max_pool", "flatten"],
+        Input::Image,
+    ),
+];
+
+/// One layer of [`LAYER_LISTS`] as TOML.
+fn layer(text: &str) -> String {
+    if let Some((residual, layers)) = text.split_once(": ") {
+        let layers: Vec<String> = layers.split(", ").map(layer).collect();
+        let act =
+            residual.split_once(' ').map_or(String::new(), |(_, act)| format!(", activation = '{act}'"));
+        return format!("{{ kind = 'residual'{act}, layers = [{}] }}", layers.join(", "));
+    }
+    match text.split_once(' ') {
+        Some(("linear", outputs)) => format!("{{ kind = 'linear', outputs = {outputs} }}"),
+        Some((kind, channels)) => format!("{{ kind = '{kind}', channels = {channels}, padding = 1 }}"),
+        None if text == "batch_norm" => "{ kind = 'batch_norm', group = 2 }".into(),
+        None => format!("{{ kind = '{text}' }}"),
+    }
+}
+
+/// Every model and list of layers.
+fn models() -> Vec<(String, Input)> {
+    let list = |(layers, input): (&[&str], Input)| {
+        let layers: Vec<String> = layers.iter().map(|text| layer(text)).collect();
+        (format!("kind = 'layers'\nlayers = [{}]", layers.join(", ")), input)
+    };
+    let declared = MODELS.into_iter().map(|(text, input)| (text.to_owned(), input));
+    declared.chain(LAYER_LISTS.into_iter().map(list)).collect()
+}
+
+#[derive(Clone, Copy)]
+enum Input {
+    Vector,
+    Image,
+    Tokens,
+    /// Tokens with one class per sample.
+    Text,
+}
+
+impl Input {
+    fn features(self) -> Features {
+        let names = (0..CLASSES).map(|class| class.to_string()).collect();
+        let floats = |shape: &[usize]| InputSpec::Floats { shape: shape.into() };
+        match self {
+            Self::Vector => Features::new(floats(&[10]), TargetSpec::Class { names }),
+            Self::Image => Features::new(floats(&[16, 16, 3]), TargetSpec::Class { names }),
+            Self::Tokens => {
+                Features::new(InputSpec::Tokens { length: 6, vocab: CLASSES }, TargetSpec::Tokens)
+            }
+            Self::Text => {
+                Features::new(InputSpec::Tokens { length: 6, vocab: CLASSES }, TargetSpec::Class { names })
+            }
+        }
+    }
+
+    fn batch(self, dtype: DType) -> DeviceBatch {
+        let classes = |shape: &[usize]| {
+            let values = (0..shape.iter().product()).map(|i: usize| (i * 3 % CLASSES) as u32).collect();
+            Tensor::from_vec::<_, u32>(values, shape, &test_device()).unwrap()
+        };
+        let floats = |shape: &[usize]| random_tensor(shape, 1).to_dtype(dtype).unwrap();
+        let (inputs, targets) = match self {
+            Self::Vector => (floats(&[BATCH, 10]), classes(&[BATCH])),
+            Self::Image => (floats(&[BATCH, 16, 16, 3]), classes(&[BATCH])),
+            Self::Tokens => (classes(&[BATCH, 6]), classes(&[BATCH, 6])),
+            Self::Text => (classes(&[BATCH, 6]), classes(&[BATCH])),
+        };
+        DeviceBatch { inputs, targets, sample_info: None }
+    }
+}
+
+/// Loss, gradients and running statistics after a pass over the batch, and the planned bytes.
+fn pass(text: &str, input: Input, dtype: DType, fused: bool) -> ([Vec<f64>; 3], u64) {
+    let model: ModelConfig = toml::from_str(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let built = build(&model, &input.features()).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let spec = test_spec(BATCH, dtype);
+    let network = if fused { built.network.fuse(spec) } else { built.network };
+    let (subject, ledger) = (TestContext::with_layout(built.layout, dtype, BATCH), Ledger::planning());
+    let pass = Some(subject.pass(Mode::Train));
+    let exec = Executor { pass, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
+    let sums = network.forward_backward(&exec, Some(&input.batch(dtype))).unwrap().read().unwrap();
+    let [grads, stats] = [&subject.store.grads, &subject.store.stats].map(to_f64_vec);
+    ([vec![sums.loss], grads, stats], ledger.peak())
+}
+
+#[test]
+fn fusing_changes_no_gradient_and_saves_memory() {
+    for (text, input) in &models() {
+        // A GPU sums in f32 whatever the dtype, and rounds what it recomputes to the dtype.
+        for (dtype, tolerance) in [(DType::F64, 1e-9), (DType::F32, 2e-4), (DType::BF16, 5e-2)] {
+            let tolerance: f64 = if test_device().is_cpu() { tolerance } else { tolerance.max(2e-5) };
+            let ((fused, fused_bytes), (plain, plain_bytes)) =
+                (pass(text, *input, dtype, true), pass(text, *input, dtype, false));
+            for (what, (fused, plain)) in
+                ["loss", "gradients", "running statistics"].iter().zip(fused.iter().zip(&plain))
+            {
+                let error = relative_error(fused, plain);
+                assert!(error <= tolerance, "{text}\n{dtype:?} {what}: {error}");
+            }
+            assert!(fused_bytes <= plain_bytes, "{text}\n{dtype:?}: {fused_bytes} > {plain_bytes} bytes");
+        }
+    }
+}
