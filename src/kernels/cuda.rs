@@ -198,6 +198,33 @@ pub struct LaunchError {
 impl LaunchError {
     /// `cudaErrorMemoryAllocation`, which is also the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
     const OUT_OF_MEMORY: c_int = 2;
+    /// Codes from here on are cuBLAS's status (`CUBLAS_ERRORS` in cublaslt.cu).
+    const CUBLAS: c_int = 10_000;
+    const CUBLAS_ALLOC_FAILED: c_int = Self::CUBLAS + 3;
+    /// Codes from here on are those of cuDNN's front end (`ERRORS` in with_cudnn.h).
+    const CUDNN: c_int = 20_000;
+
+    /// Whether cuDNN reported it.
+    pub fn is_cudnn(&self) -> bool {
+        self.code >= Self::CUDNN
+    }
+}
+
+/// The failed launch that caused an error, if one did.
+pub fn launch_error(error: &Error) -> Option<&LaunchError> {
+    match error {
+        Error::Cuda(inner) => inner.downcast_ref::<LaunchError>(),
+        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
+            launch_error(inner)
+        }
+        Error::WrappedContext { wrapped, .. } => wrapped.downcast_ref::<Error>().and_then(launch_error),
+        _ => None,
+    }
+}
+
+/// Whether cuBLAS or cuDNN reported an error.
+pub fn is_library_error(error: &Error) -> bool {
+    launch_error(error).is_some_and(|launch| launch.code >= LaunchError::CUBLAS)
 }
 
 /// Whether the cause of an error is a CUDA out-of-memory error. candle wraps it in several layers, and `Error::source`
@@ -207,7 +234,8 @@ pub fn is_out_of_memory(error: &Error) -> bool {
         Error::Cuda(inner) => {
             let is_oom = |error: &DriverError| error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
             if let Some(launch_error) = inner.downcast_ref::<LaunchError>() {
-                return launch_error.code == LaunchError::OUT_OF_MEMORY;
+                return [LaunchError::OUT_OF_MEMORY, LaunchError::CUBLAS_ALLOC_FAILED]
+                    .contains(&launch_error.code);
             }
             match inner.downcast_ref::<CudaError>() {
                 Some(CudaError::Cuda(error) | CudaError::Load { cuda: error, .. }) => is_oom(error),

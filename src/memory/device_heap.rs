@@ -23,13 +23,17 @@ pub trait Backing {
     /// Synchronizes with the device, then remaps the chunks at `from` to consecutive addresses from `to`. Returns false
     /// if that is not possible now.
     fn remap(&mut self, from: &[u64], to: u64) -> bool;
+
+    /// Synchronizes with the device, then returns the chunks at these addresses to the driver. Returns false if that
+    /// is not possible now.
+    fn release(&mut self, chunks: &[u64]) -> bool;
 }
 
 /// An allocation that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeapOom {
     pub bytes: u64,
-    /// Bytes below the capacity that no tensor uses.
+    /// Bytes that no tensor uses, below the capacity, or below what the driver granted if that is less.
     pub available: u64,
 }
 
@@ -119,6 +123,20 @@ impl<B: Backing> DeviceHeap<B> {
         let bytes =
             bytes.min(self.capacity).saturating_sub(self.mapped_bytes).next_multiple_of(self.chunk_bytes);
         self.map_chunks(bytes / self.chunk_bytes);
+    }
+
+    /// Returns whole free chunks to the driver, except those of graph arenas.
+    pub fn release_free_chunks(&mut self) {
+        let chunks: Vec<u64> =
+            self.free_chunks().filter(|at| !in_any(&self.graph_arenas, *at, self.chunk_bytes)).collect();
+        if chunks.is_empty() || !self.backing.release(&chunks) {
+            return;
+        }
+        for at in &chunks {
+            self.take_at(*at, self.chunk_bytes);
+            self.allocated.remove(at);
+        }
+        self.mapped_bytes -= chunks.len() as u64 * self.chunk_bytes;
     }
 
     pub fn allocate(&mut self, bytes: u64) -> Result<u64, HeapOom> {
@@ -304,8 +322,9 @@ impl<B: Backing> DeviceHeap<B> {
         let last = self.tail_free_bytes();
         let chunks = (bytes - last.min(bytes)).div_ceil(self.chunk_bytes);
         let more = self.capacity.saturating_sub(self.mapped_bytes) / self.chunk_bytes;
-        let oom = HeapOom { bytes, available: self.capacity.saturating_sub(self.used_bytes) };
-        self.map_chunks(chunks.min(more));
+        let granted = self.map_chunks(chunks.min(more)) == chunks.min(more);
+        let limit = if granted { self.capacity } else { self.mapped_bytes };
+        let oom = HeapOom { bytes, available: limit.saturating_sub(self.used_bytes) };
         if !self.compact(bytes) {
             return Err(oom);
         }
@@ -376,19 +395,10 @@ impl<B: Backing> DeviceHeap<B> {
         if missing > (self.address_range.end - self.mapped_end) / self.chunk_bytes {
             return false;
         }
-        let in_graph_arena = |at: u64| {
-            self.graph_arenas.iter().any(|arena| arena.start < at + self.chunk_bytes && at < arena.end)
-        };
         // Take chunks from the shortest ranges first to keep the long ones intact, and from graph arenas last.
-        let mut chunks: Vec<u64> = Vec::new();
-        for (length, start) in &self.free_by_length {
-            if start + length < self.mapped_end {
-                let whole = start.next_multiple_of(self.chunk_bytes)
-                    ..(start + length) / self.chunk_bytes * self.chunk_bytes;
-                chunks.extend(whole.step_by(self.chunk_bytes as usize));
-            }
-        }
-        chunks.sort_by_key(|at| in_graph_arena(*at));
+        let tail = self.mapped_end - self.tail_free_bytes();
+        let mut chunks: Vec<u64> = self.free_chunks().filter(|at| *at < tail).collect();
+        chunks.sort_by_key(|at| in_any(&self.graph_arenas, *at, self.chunk_bytes));
         if (chunks.len() as u64) < missing {
             return false;
         }
@@ -403,6 +413,15 @@ impl<B: Backing> DeviceHeap<B> {
         }
         self.append_mapped(missing);
         true
+    }
+
+    /// Chunks without any tensor, those of the shortest free ranges first.
+    fn free_chunks(&self) -> impl Iterator<Item = u64> {
+        self.free_by_length.iter().flat_map(move |(length, start)| {
+            let whole = start.next_multiple_of(self.chunk_bytes)
+                ..(start + length) / self.chunk_bytes * self.chunk_bytes;
+            whole.step_by(self.chunk_bytes as usize)
+        })
     }
 
     /// Frees a range and coalesces it with its free neighbours.
@@ -429,6 +448,11 @@ impl<B: Backing> DeviceHeap<B> {
         self.free_by_address.remove(&at);
         self.free_by_length.remove(&(bytes, at));
     }
+}
+
+/// Whether the chunk at `at` overlaps one of these ranges.
+fn in_any(ranges: &[Range<u64>], at: u64, chunk_bytes: u64) -> bool {
+    ranges.iter().any(|range| range.start < at + chunk_bytes && at < range.end)
 }
 
 #[cfg(test)]
@@ -459,6 +483,11 @@ mod tests {
         fn remap(&mut self, from: &[u64], to: u64) -> bool {
             from.iter().for_each(|at| assert!(self.mapped.remove(at), "not mapped"));
             (0..from.len() as u64).for_each(|i| assert!(self.mapped.insert(to + i * CHUNK), "mapped twice"));
+            true
+        }
+
+        fn release(&mut self, chunks: &[u64]) -> bool {
+            chunks.iter().for_each(|at| assert!(self.mapped.remove(at), "not mapped"));
             true
         }
     }
@@ -639,7 +668,25 @@ mod tests {
         heap.preallocate(8 * CHUNK);
         assert_eq!(heap.mapped_bytes(), 3 * CHUNK);
         let oom = heap.allocate(4 * CHUNK).unwrap_err();
-        assert_eq!(oom, HeapOom { bytes: 4 * CHUNK, available: 8 * CHUNK });
+        assert_eq!(oom, HeapOom { bytes: 4 * CHUNK, available: 3 * CHUNK });
         assert!(heap.allocate(3 * CHUNK).is_ok());
+    }
+
+    /// The driver gets back what no tensor and no graph uses, and the heap maps it again when it needs it.
+    #[test]
+    fn free_chunks_are_released_and_mapped_again() {
+        let mut heap = heap(8);
+        let tensors: Vec<u64> = (0..4).map(|_| heap.allocate(CHUNK).unwrap()).collect();
+        heap.preallocate(8 * CHUNK);
+        [0, 2].iter().for_each(|i| assert!(heap.free(tensors[*i])));
+        heap.set_graph_arenas(std::iter::once(tensors[0]..tensors[0] + CHUNK).collect());
+        heap.release_free_chunks();
+        assert_eq!((heap.mapped_bytes(), heap.backing.mapped.len()), (3 * CHUNK, 3));
+        assert!(heap.backing.mapped.contains(&tensors[0]), "the arena of a graph");
+        let kept = [(tensors[1], CHUNK), (tensors[3], CHUNK)];
+        check_invariants(&heap, &kept.into_iter().collect());
+        let long = heap.allocate(5 * CHUNK).unwrap();
+        check_invariants(&heap, &kept.into_iter().chain([(long, 5 * CHUNK)]).collect());
+        assert_eq!(heap.mapped_bytes(), 8 * CHUNK);
     }
 }

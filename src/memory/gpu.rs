@@ -16,10 +16,24 @@ use candle_core::Device;
 use crate::base::ComputeCapability;
 use crate::base::units::Bytes;
 
+/// Device memory that the heap leaves to the driver. Kernels are loaded when they are first launched, and these, the
+/// plans of cuBLASLt and cuDNN and CUDA graphs take device memory that no budget counts and that fails a launch if
+/// there is none.
+pub const DRIVER_RESERVE_BYTES: u64 = 64 << 20;
+
 /// Physical bytes that a heap may map beyond its `tensors`: partially filled chunks. The budget counts tensors only.
 #[cfg(feature = "cuda")]
 fn slack(tensors: u64) -> u64 {
-    (tensors / 40).max(96 << 20)
+    (tensors / 40).max(MAX_FIXED_SLACK)
+}
+
+const MAX_FIXED_SLACK: u64 = 96 << 20;
+
+/// The most bytes of tensors that fit into `free` bytes beside the driver's reserve and the chunks they fill partially:
+/// a fortieth of the tensors, or an eighth of few tensors.
+pub fn max_tensor_bytes(free: u64) -> u64 {
+    let heap = free.saturating_sub(DRIVER_RESERVE_BYTES);
+    heap - heap.div_ceil(41).max(heap.div_ceil(9).min(MAX_FIXED_SLACK))
 }
 
 /// Why a GPU could not be opened.
@@ -72,6 +86,8 @@ mod with_cuda {
         /// Bytes that the CUDA context took before the first tensor, not part of the limit; 0 if unknown.
         pub context_bytes: u64,
         pub capability: ComputeCapability,
+        /// Bytes that were free before the heap mapped any.
+        free_at_start: u64,
         heap: Arc<Mutex<DeviceHeap<MappedChunks>>>,
     }
 
@@ -120,7 +136,8 @@ mod with_cuda {
             let stream = cuda.cuda_stream();
             let heap = Arc::new(Mutex::new(MappedChunks::new_heap(&stream, ordinal, limit + slack(limit))?));
             intercept::register(&stream, &heap);
-            Ok(Self { ordinal, device, limit, context_bytes, capability: info.capability, heap })
+            let (capability, free_at_start) = (info.capability, info.free);
+            Ok(Self { ordinal, device, limit, context_bytes, capability, free_at_start, heap })
         }
 
         /// The heap that all tensors of the device come from.
@@ -143,6 +160,29 @@ mod with_cuda {
         pub fn preallocate(&self, bytes: u64) {
             let bytes = bytes.min(self.limit);
             self.heap().preallocate(bytes + slack(bytes));
+        }
+
+        /// Returns the heap's free chunks to the driver, which needs memory for itself. The heap maps others on demand.
+        pub fn release_free_chunks(&self) {
+            self.heap().release_free_chunks();
+        }
+
+        /// Gives the driver its reserve back if what it loaded has taken most of it.
+        pub fn replenish_driver_reserve(&self) {
+            if self.free_bytes() < DRIVER_RESERVE_BYTES / 2 {
+                self.release_free_chunks();
+            }
+        }
+
+        /// Bytes that no process has allocated; 0 if the driver does not say.
+        pub fn free_bytes(&self) -> u64 {
+            let Device::Cuda(cuda) = &self.device else { return 0 };
+            cuda.cuda_stream().context().mem_get_info().map_or(0, |(free, _)| free as u64)
+        }
+
+        /// Bytes allocated outside the heap since the GPU was opened, by other processes too.
+        pub fn outside_heap_bytes(&self) -> u64 {
+            self.free_at_start.saturating_sub(self.free_bytes() + self.heap().mapped_bytes())
         }
 
         /// Requested and available bytes of the last failed allocation; clears it.
@@ -195,8 +235,44 @@ mod without_cuda {
             match self.never {}
         }
 
+        pub fn release_free_chunks(&self) {
+            match self.never {}
+        }
+
+        pub fn replenish_driver_reserve(&self) {
+            match self.never {}
+        }
+
+        pub fn free_bytes(&self) -> u64 {
+            match self.never {}
+        }
+
+        pub fn outside_heap_bytes(&self) -> u64 {
+            match self.never {}
+        }
+
         pub fn take_last_oom(&self) -> Option<(u64, u64)> {
             match self.never {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod budget_tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Tensors, the chunks they fill partially and the reserve fit into what is free, and little more would not.
+        #[test]
+        fn the_heap_and_the_reserve_fit_into_what_is_free(free in 0u64..200 << 30) {
+            let tensors = max_tensor_bytes(free);
+            let needed = |tensors: u64| {
+                tensors + (tensors / 40).max((tensors / 8).min(MAX_FIXED_SLACK)) + DRIVER_RESERVE_BYTES
+            };
+            prop_assert!(tensors == 0 || needed(tensors) <= free);
+            prop_assert!(needed(tensors + 64) > free);
         }
     }
 }

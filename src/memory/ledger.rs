@@ -70,8 +70,17 @@ pub struct Oom {
     pub budget: u64,
     /// Everything held, largest first.
     pub live: Vec<Holder>,
-    /// The ledger granted the reservation, so the plan has capacity for it; the device refused the allocation.
-    pub by_device: bool,
+    pub refused_by: RefusedBy,
+}
+
+/// Who refused the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RefusedBy {
+    Ledger,
+    /// The ledger granted the reservation, so the plan has capacity for it; the heap of the GPU had no room.
+    DeviceHeap,
+    /// The driver had no device memory for itself, to load a kernel, for example.
+    Driver,
 }
 
 impl Oom {
@@ -197,7 +206,15 @@ impl Ledger {
     /// The error for an allocation that was reserved here and that the device refused, with `available` bytes of its
     /// heap free.
     pub fn device_oom(&self, role: Role, bytes: u64, available: u64) -> Oom {
-        Oom { available, by_device: true, ..self.oom_error(role, "the device heap", bytes) }
+        let refused_by = RefusedBy::DeviceHeap;
+        Oom { available, refused_by, ..self.oom_error(role, "the device heap", bytes) }
+    }
+
+    /// The error for an operation that failed because the driver, which should have `bytes`, had only `available` for
+    /// its own use. It does not say how many it asked for.
+    pub fn driver_oom(&self, bytes: u64, available: u64) -> Oom {
+        let refused_by = RefusedBy::Driver;
+        Oom { available, refused_by, ..self.oom_error(Role::Workspace, "the CUDA driver", bytes) }
     }
 
     /// Maximum bytes that may be held.
@@ -243,7 +260,8 @@ impl Account {
         live.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
         let (phase, budget) = (self.phase, self.budget);
         let available = budget.saturating_sub(self.total);
-        Oom { phase, requester: requester.to_owned(), role, bytes, available, budget, live, by_device: false }
+        let (requester, refused_by) = (requester.to_owned(), RefusedBy::Ledger);
+        Oom { phase, requester, role, bytes, available, budget, live, refused_by }
     }
 
     fn log_change(&mut self, holder: usize, change: i64) {
@@ -324,6 +342,16 @@ mod tests {
         ledger.set_budget(30);
         let oom = ledger.reserve(Role::Batch, "batch", 1).unwrap_err();
         assert_eq!((oom.available, oom.budget), (0, 30), "a lowered budget binds the next reservation");
+    }
+
+    /// The shortfall makes the next plan smaller by what the driver lacks.
+    #[test]
+    fn a_driver_without_memory_reports_its_reserve_and_what_is_free() {
+        let ledger = Ledger::new(100, None);
+        let _weights = ledger.reserve(Role::Weights, "weights", 60).unwrap();
+        let oom = ledger.driver_oom(64, 3);
+        assert_eq!((oom.bytes, oom.available, oom.shortfall()), (64, 3, 61));
+        assert_eq!((oom.refused_by, oom.requester.as_str()), (RefusedBy::Driver, "the CUDA driver"));
     }
 
     #[test]

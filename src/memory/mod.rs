@@ -15,4 +15,4 @@ pub mod pressure;
 pub mod probe;
 pub mod process;
 
-pub use ledger::{InjectedOom, Ledger, Oom, Reservation};
+pub use ledger::{InjectedOom, Ledger, Oom, RefusedBy, Reservation};

@@ -3,7 +3,7 @@
 use crate::base::units::{Bytes, MemorySize};
 use crate::base::{ComputeCapability, HOPPER};
 use crate::job::MemoryConfig;
-use crate::memory::gpu::GpuInfo;
+use crate::memory::gpu::{self, GpuInfo};
 use crate::memory::probe::HostInfo;
 
 /// The machine that a plan is for.
@@ -46,11 +46,11 @@ pub fn host(memory: &MemoryConfig, host: &HostInfo) -> u64 {
     stated.min(available).0
 }
 
-/// Device bytes that a job's tensors may use. `auto` is the free memory minus the headroom; a size is taken as stated;
-/// a percentage is of the total memory.
+/// Device bytes that a job's tensors may use. `auto` is the free memory minus the headroom, which is never less than
+/// what the heap and the driver need beside tensors; a size is taken as stated; a percentage is of the total memory.
 pub fn gpu(memory: &MemoryConfig, info: &GpuInfo) -> u64 {
     match memory.vram {
-        MemorySize::Auto => memory.usable(Bytes(info.free)).0,
+        MemorySize::Auto => memory.usable(Bytes(info.free)).0.min(gpu::max_tensor_bytes(info.free)),
         MemorySize::Bytes(bytes) => bytes.0,
         percent => percent.resolve(Bytes(info.total)).0,
     }
@@ -80,5 +80,28 @@ mod tests {
         assert_eq!(with("50%"), 500);
         assert_eq!(with("100%"), 800);
         assert_eq!(with("8GiB"), 800);
+    }
+
+    /// On a GPU with much free memory the headroom decides, with little the reserve for the driver.
+    #[test]
+    fn an_automatic_budget_leaves_the_driver_its_reserve() {
+        const MIB: u64 = 1 << 20;
+        let with = |vram: &str, free: u64| {
+            let memory = MemoryConfig { vram: vram.parse().unwrap(), ..MemoryConfig::default() };
+            let (total, capability) = (140 << 30, HOPPER);
+            gpu(
+                &memory,
+                &GpuInfo { ordinal: 0, model: String::new(), total, free, capability, context_bytes: 0 },
+            )
+        };
+        assert_eq!(with("auto", 100 << 30), (100 << 30) / 100 * 95);
+        assert_eq!(with("auto", 2048 * MIB), (2048 - 64 - 96) * MIB);
+        assert_eq!(
+            with("auto", (64 + 180) * MIB),
+            160 * MIB,
+            "an eighth for chunks that tensors fill partially"
+        );
+        assert_eq!(with("auto", 50 * MIB), 0);
+        assert_eq!(with("200MiB", 50 * MIB), 200 * MIB, "as stated");
     }
 }

@@ -45,7 +45,7 @@ impl<'a> GpuMat<'a> {
         Ok(pointer(self.tensor)?.wrapping_byte_add(self.offset * self.tensor.dtype().size_in_bytes()))
     }
 
-    fn to_ffi(&self) -> Result<GemmOperand> {
+    fn to_ffi(self) -> Result<GemmOperand> {
         Ok(GemmOperand {
             data: self.data()?,
             stride: self.stride as i64,

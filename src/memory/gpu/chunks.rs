@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
 
-use super::GpuError;
 use super::with_cuda::driver_error;
+use super::{DRIVER_RESERVE_BYTES, GpuError};
 use crate::memory::device_heap::{Backing, DeviceHeap};
 
 /// Reserved addresses per byte of capacity: compaction maps chunks at fresh addresses and never reuses old ones.
@@ -96,6 +96,17 @@ impl MappedChunks {
         Some(handle)
     }
 
+    /// Waits until no work in flight uses any chunk; false if that is not possible now.
+    fn synchronize(&self) -> bool {
+        // The device cannot be synchronized during CUDA graph capture.
+        let none = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let context = self.stream.context();
+        // Copies use streams of their own, so synchronize the whole context.
+        self.stream.capture_status() == Ok(none)
+            && context.bind_to_thread().is_ok()
+            && context.synchronize().is_ok()
+    }
+
     fn release_chunks(&mut self, from: u64, chunks: u64) {
         for at in (from..from + chunks * self.chunk_bytes).step_by(self.chunk_bytes as usize) {
             if let Some(handle) = self.unmap(at) {
@@ -111,6 +122,8 @@ impl Backing for MappedChunks {
         if self.stream.context().bind_to_thread().is_err() {
             return 0;
         }
+        let free = self.stream.context().mem_get_info().map_or(0, |(free, _)| free as u64);
+        let chunks = chunks.min(free.saturating_sub(DRIVER_RESERVE_BYTES) / self.chunk_bytes);
         let mut mapped = 0;
         while mapped < chunks {
             let Ok(handle) = self.create_chunk() else { break };
@@ -129,14 +142,7 @@ impl Backing for MappedChunks {
     }
 
     fn remap(&mut self, from: &[u64], to: u64) -> bool {
-        // The device cannot be synchronized during CUDA graph capture.
-        let none = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let context = self.stream.context();
-        // Copies use streams of their own, so synchronize the whole context.
-        if self.stream.capture_status() != Ok(none)
-            || context.bind_to_thread().is_err()
-            || context.synchronize().is_err()
-        {
+        if !self.synchronize() {
             return false;
         }
         let mut target = to;
@@ -148,6 +154,14 @@ impl Backing for MappedChunks {
             target += self.chunk_bytes;
         }
         self.set_access(to, target - to).is_ok()
+    }
+
+    fn release(&mut self, chunks: &[u64]) -> bool {
+        let idle = self.synchronize();
+        if idle {
+            chunks.iter().for_each(|at| self.release_chunks(*at, 1));
+        }
+        idle
     }
 }
 

@@ -8,7 +8,7 @@
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
 
 use super::chunks::MappedChunks;
 use crate::memory::device_heap::{DeviceHeap, HeapOom};
@@ -61,7 +61,12 @@ pub unsafe extern "C" fn cuMemAllocAsync(
             return sys::CUresult::CUDA_ERROR_NOT_FOUND;
         };
         // SAFETY: `function` is the driver's function of this name and type; the arguments are passed on unchanged.
-        return unsafe { std::mem::transmute::<usize, Allocate>(*function)(pointer, bytes, stream) };
+        let code = unsafe { std::mem::transmute::<usize, Allocate>(*function)(pointer, bytes, stream) };
+        if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            let available = result::mem_get_info().map_or(0, |(free, _)| free as u64);
+            *lock(&LAST_OOM) = Some(HeapOom { bytes: bytes as u64, available });
+        }
+        return code;
     };
     match lock(&registered.heap).allocate(bytes as u64) {
         Ok(at) => {

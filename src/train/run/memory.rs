@@ -8,7 +8,7 @@ use crate::data::loader::{self, Loader};
 use crate::events::event::Event;
 use crate::job::OomAction;
 use crate::memory::pressure::{self, PressureAction};
-use crate::memory::{Oom, measure};
+use crate::memory::{Oom, RefusedBy, measure};
 use crate::planner::estimate;
 use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor};
 use crate::planner::{correction, ladder, search};
@@ -76,8 +76,16 @@ impl Run<'_> {
         self.report.record(record::oom_event(self.step, &oom))?;
         // A device OOM is not the plan's fault: the plan had room for it. Retry the same plan without CUDA graphs and
         // arenas before shrinking.
-        if oom.by_device && !std::mem::replace(&mut self.graphs_released, true) {
+        let unplanned = oom.refused_by != RefusedBy::Ledger;
+        let retry = unplanned && !std::mem::replace(&mut self.graphs_released, true);
+        if retry {
             self.engine.release_graphs();
+        }
+        // What the driver loads stays loaded: from the next attempt on, the heap has what is left.
+        if oom.refused_by == RefusedBy::Driver {
+            self.setup.gpu.iter().for_each(|gpu| gpu.release_free_chunks());
+        }
+        if retry {
             return Ok(());
         }
         let next = next.filter(|_| self.failed_attempts.len() < self.setup.job.memory.max_retries as usize);
