@@ -229,11 +229,20 @@ pub enum Event {
         /// Bytes of it beyond the most that its tensors have at once.
         arena_waste_bytes: u64,
     },
-    /// The launches of a micro-batch are not captured as a CUDA graph; reported once.
+    /// The launches of a micro-batch are not captured as a CUDA graph; reported once, at the end of a run that never got
+    /// as far as capturing one.
     CudaGraphDisabled {
         /// Updates made before it.
         step: u64,
         /// What keeps it from being captured.
+        reason: String,
+    },
+    /// cuDNN failed in an evaluation, for lack of memory for example, and evaluations use the program's own kernels from
+    /// here on; reported once.
+    CudnnDisabled {
+        /// Updates made before it.
+        step: u64,
+        /// The error.
         reason: String,
     },
     /// What it took to serve the allocations of a GPU, at the end of a run.
@@ -250,6 +259,9 @@ pub enum Event {
         arena_bytes: u64,
         /// Bytes of it beyond the most that its tensors have at once.
         arena_waste_bytes: u64,
+        /// Bytes of the GPU allocated outside the heap since the budget was set, by the driver and by other processes.
+        #[serde(default)]
+        outside_heap_bytes: u64,
     },
     /// Records that cannot be used were left out.
     BadRecords {

@@ -198,6 +198,7 @@ impl Summary {
             | Event::Corrected { .. }
             | Event::CudaGraphCaptured { .. }
             | Event::CudaGraphDisabled { .. }
+            | Event::CudnnDisabled { .. }
             | Event::DeviceHeap { .. } => {}
             Event::BadRecords { count, .. } => self.bad_records = *count,
             Event::SlowData { cause, advice, .. } => self.slow_data = Some(format!("{cause}: {advice}")),

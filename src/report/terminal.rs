@@ -224,6 +224,10 @@ impl<W: Write + Send> Terminal<W> {
             Event::CudaGraphDisabled { step, reason } if self.display.verbosity == Verbosity::Verbose => {
                 line(label("graph"), format!("step {}  no CUDA graph: {reason}", format_count(*step)))
             }
+            Event::CudnnDisabled { step, reason } => line(
+                paint.yellow(&label("cudnn")),
+                format!("step {}  evaluations continue without cuDNN: {reason}", format_count(*step)),
+            ),
             Event::DeviceHeap { synchronizes, arena_passes, .. }
                 if self.display.verbosity == Verbosity::Verbose =>
             {
@@ -395,6 +399,7 @@ folder   runs/shapes/1
                 arena_waste_bytes: 1 << 10,
             }),
             at(Event::CudaGraphDisabled { step: 2, reason: "memory.graphs is false".into() }),
+            at(Event::CudnnDisabled { step: 2, reason: "error code 20000".into() }),
             fixtures::checkpoint(1.0, 4),
             fixtures::best(1.0, 4, 0.25),
         ];
@@ -411,6 +416,7 @@ memory step 3  200 MiB left on the host, low is 512 MiB, 25 % stalled
 memory step 3  98.0 MiB measured, 90.0 MiB asked for: the budget is 248 MiB now
 grown  step 9  micro-batch 100  now 100 x 1
 again  the run's process was aborted (an allocation failed); again with 64.0 MiB
+cudnn  step 2  evaluations continue without cuDNN: error code 20000
 "
         );
         let more = "\

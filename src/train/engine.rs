@@ -3,6 +3,9 @@
 //! Prints nothing and decides nothing: an out-of-memory error (OOM) is a value for the caller. Every tensor that
 //! lives as long as the run is reserved in the ledger here, before it is allocated.
 
+#[cfg(feature = "cuda")]
+use std::cell::Cell;
+
 use candle_core::{DType, Tensor};
 
 use super::checkpoint::CheckpointTensors;
@@ -75,6 +78,11 @@ pub struct Engine<'a> {
     /// Places passes in an arena and replays them as CUDA graphs.
     #[cfg(feature = "cuda")]
     graph_cache: Option<GraphCache>,
+    /// Evaluations do without cuDNN from its first failure on; the error is kept until it is reported.
+    #[cfg(feature = "cuda")]
+    cudnn_failed: Cell<bool>,
+    #[cfg(feature = "cuda")]
+    cudnn_failure: Cell<Option<String>>,
     _reservations: Vec<Reservation>,
 }
 
@@ -152,6 +160,10 @@ impl<'a> Engine<'a> {
             device_grad_stats: persistent.device_grad_stats,
             #[cfg(feature = "cuda")]
             graph_cache: persistent.graph_cache,
+            #[cfg(feature = "cuda")]
+            cudnn_failed: Cell::default(),
+            #[cfg(feature = "cuda")]
+            cudnn_failure: Cell::default(),
             _reservations: reservations,
         })
     }
@@ -213,13 +225,58 @@ impl<'a> Engine<'a> {
                 let arena_waste_bytes = arena_bytes - bound;
                 Event::CudaGraphCaptured { step, launches, arena_bytes, arena_waste_bytes }
             }
-            CaptureOutcome::Failed { reason } => Event::CudaGraphDisabled { step, reason },
+            CaptureOutcome::Failed(reason) => Event::CudaGraphDisabled { step, reason: reason.to_string() },
         });
         #[cfg(not(feature = "cuda"))]
         {
             let _ = step;
             None
         }
+    }
+
+    /// Why the run ends without an outcome of a capture, as an event; `None` if it was reported or need not be.
+    pub fn no_graph_event(&self, step: u64) -> Option<Event> {
+        #[cfg(feature = "cuda")]
+        return self
+            .graph_cache
+            .as_ref()
+            .and_then(GraphCache::why_never_captured)
+            .map(|reason| Event::CudaGraphDisabled { step, reason: reason.to_string() });
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = step;
+            None
+        }
+    }
+
+    /// The error that made evaluations do without cuDNN, once.
+    pub fn take_cudnn_failure(&self) -> Option<String> {
+        #[cfg(feature = "cuda")]
+        return self.cudnn_failure.take();
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+
+    /// Runs an evaluation pass; if cuDNN fails, again with our own kernels, and so from then on. Training never changes
+    /// its kernels: the same run would no longer give the same bits.
+    fn without_failing_cudnn<R>(&self, pass: impl Fn() -> Result<R, StepError>) -> Result<R, StepError> {
+        #[cfg(feature = "cuda")]
+        {
+            use crate::kernels::cuda::{cudnn, launch_error};
+            if !self.cudnn_failed.get() {
+                let result = pass();
+                let failure = match &result {
+                    Err(StepError::Tensor(error)) => launch_error(error).filter(|launch| launch.is_cudnn()),
+                    _ => None,
+                };
+                let Some(failure) = failure else { return result };
+                self.cudnn_failed.set(true);
+                self.cudnn_failure.set(Some(failure.to_string()));
+            }
+            cudnn::without(pass)
+        }
+        #[cfg(not(feature = "cuda"))]
+        pass()
     }
 
     /// Frees CUDA graphs and their arenas; passes then launch kernel by kernel.
@@ -264,7 +321,7 @@ impl<'a> Engine<'a> {
     /// Evaluates a micro-batch and returns its metric sums.
     pub fn evaluate(&self, batch: &data::HostBatch) -> Result<MetricSums, StepError> {
         let pending_sums = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
-            network.evaluate(exec, Some(batch))
+            self.without_failing_cudnn(|| network.evaluate(exec, Some(batch)))
         })?;
         Ok(pending_sums.read()?)
     }
@@ -272,7 +329,7 @@ impl<'a> Engine<'a> {
     /// Logits of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
     pub fn logits(&self, batch: &data::HostBatch) -> Result<Tensor, StepError> {
         let logits = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
-            network.logits(exec, &batch.inputs)
+            self.without_failing_cudnn(|| network.logits(exec, &batch.inputs))
         })?;
         Ok(logits.to_dtype(DType::F32)?)
     }
@@ -442,25 +499,26 @@ impl PassScope<'_> {
     }
 }
 
-/// Turns a failed GPU allocation into an OOM error with the heap's figures: bytes requested and bytes available.
+/// Turns a failed GPU allocation into an OOM error: with the bytes requested from the heap and those it had, or, if the
+/// driver itself ran out, with its reserve and what is free of it.
 fn map_oom(setup: &Setup, ledger: &Ledger, role: Role, error: StepError) -> StepError {
-    match error {
-        StepError::Tensor(error) if is_out_of_memory(&error) => {
-            let (bytes, available) =
-                setup.gpu.as_ref().and_then(|gpu| gpu.take_last_oom()).unwrap_or_default();
-            StepError::Oom(ledger.device_oom(role, bytes, available))
-        }
-        error => error,
-    }
-}
-
-/// Whether a tensor error is a CUDA out-of-memory error.
-fn is_out_of_memory(error: &candle_core::Error) -> bool {
     #[cfg(feature = "cuda")]
-    return crate::kernels::cuda::is_out_of_memory(error);
-    #[cfg(not(feature = "cuda"))]
-    {
-        let _ = error;
-        false
+    if let (StepError::Tensor(error), Some(gpu)) = (&error, &setup.gpu) {
+        use crate::kernels::cuda::{is_library_error, is_out_of_memory};
+        use crate::memory::gpu::DRIVER_RESERVE_BYTES;
+        let from_heap = gpu.take_last_oom();
+        if is_out_of_memory(error) {
+            return StepError::Oom(match from_heap {
+                Some((bytes, available)) => ledger.device_oom(role, bytes, available),
+                None => ledger.driver_oom(DRIVER_RESERVE_BYTES, gpu.free_bytes()),
+            });
+        }
+        // cuBLAS and cuDNN report a kernel that could not be loaded as an internal error.
+        let free = gpu.free_bytes();
+        if is_library_error(error) && free < DRIVER_RESERVE_BYTES / 2 {
+            return StepError::Oom(ledger.driver_oom(DRIVER_RESERVE_BYTES, free));
+        }
     }
+    let _ = (setup, ledger, role);
+    error
 }

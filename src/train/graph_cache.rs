@@ -11,6 +11,7 @@ use std::sync::Arc;
 use candle_core::Device;
 use candle_core::cuda_backend::CudaDevice;
 
+use super::no_graph::NoGraph;
 use crate::graph::network::{DeviceBatch, StepError};
 use crate::kernels::cuda::graph::Graph;
 use crate::kernels::cuda::{copy, cublaslt, pointer};
@@ -48,9 +49,7 @@ pub enum CaptureOutcome {
         arena_bytes: u64,
         lower_bound: u64,
     },
-    Failed {
-        reason: String,
-    },
+    Failed(NoGraph),
 }
 
 pub struct GraphCache {
@@ -61,6 +60,8 @@ pub struct GraphCache {
     entries: RefCell<Vec<PassEntry>>,
     outcome: RefCell<Option<CaptureOutcome>>,
     reported: Cell<bool>,
+    /// What kept the last training pass that was not captured from being captured.
+    no_graph: RefCell<NoGraph>,
 }
 
 struct PassEntry {
@@ -126,6 +127,7 @@ impl GraphCache {
             entries: RefCell::default(),
             outcome: RefCell::default(),
             reported: Cell::new(false),
+            no_graph: RefCell::new(NoGraph::TooFewPasses(WARMUP_PASSES + 2)),
         }))
     }
 
@@ -134,8 +136,14 @@ impl GraphCache {
         self.outcome.take()
     }
 
+    /// Why there was no capture to report; `None` if there was, or if graphs are not permitted.
+    pub fn why_never_captured(&self) -> Option<NoGraph> {
+        (self.graphs && !self.reported.get()).then(|| self.no_graph.borrow().clone())
+    }
+
     /// Frees every graph and arena, when memory is short.
     pub fn clear(&self) {
+        *self.no_graph.borrow_mut() = NoGraph::Released;
         self.entries.borrow_mut().clear();
         self.gpu.heap().set_graph_arenas(Vec::new());
     }
@@ -169,6 +177,9 @@ impl GraphCache {
                 let at =
                     base.iter().chain(&arena_bases).find_map(|base| heap.enter_arena(placement, Some(*base)));
                 *base = at.or_else(|| heap.enter_arena(placement, None));
+                if base.is_none() && key.mode == Mode::Train {
+                    *self.no_graph.borrow_mut() = NoGraph::ArenaDoesNotFit(placement.arena_bytes);
+                }
                 base.map_or(AllocMode::Plain, AllocMode::Arena)
             }
             PassState::Captured { placement, base, .. } => match heap.enter_arena(placement, Some(*base)) {
@@ -249,11 +260,19 @@ impl GraphScope<'_> {
     fn can_capture(&self) -> bool {
         let entries = self.cache.entries.borrow();
         let capture = |entry: &PassEntry| match &entry.state {
-            // Only the metric sums may outlive a captured pass.
-            PassState::Placed { placement, capture, .. } => *capture && placement.outliving_count() == 1,
+            PassState::Placed { placement, capture, .. } => *capture && self.only_sums_outlive(placement),
             _ => false,
         };
         self.cache.graphs && self.key.mode == Mode::Train && entries.last().is_some_and(capture)
+    }
+
+    /// Only the metric sums may outlive a captured pass.
+    fn only_sums_outlive(&self, placement: &ArenaPlacement) -> bool {
+        let outliving = placement.outliving_count();
+        if outliving != 1 {
+            *self.cache.no_graph.borrow_mut() = NoGraph::TensorsOutlive(outliving);
+        }
+        outliving == 1
     }
 
     /// Replays the graph and returns a copy of its sums; `None` if the micro-batch is not at the captured addresses.
@@ -284,12 +303,12 @@ impl GraphScope<'_> {
         // exception: they stay allocated.
         let as_placed = cache.gpu.heap().matches_placement();
         let captured = match captured {
-            Ok(_) if !as_placed => Err("its allocations differ from pass to pass".to_owned()),
-            Ok((_, PendingMetricSums::Ready(_))) => Err("the host waits for what it computes".to_owned()),
+            Ok(_) if !as_placed => Err(NoGraph::AllocationsDiffer),
+            Ok((_, PendingMetricSums::Ready(_))) => Err(NoGraph::HostReads),
             Ok((graph, PendingMetricSums::OnDevice(sums))) => {
                 Ok(CapturedGraph { graph, batch_addresses: batch_addresses(batch)?, sums })
             }
-            Err(reason) => Err(reason),
+            Err(reason) => Err(NoGraph::NotCapturable(reason)),
         };
         let mut entries = cache.entries.borrow_mut();
         let Some(PassEntry { state, .. }) = entries.last_mut() else { return Ok(None) };
@@ -309,7 +328,9 @@ impl GraphScope<'_> {
                 self.replay(batch)
             }
             Err(reason) => {
-                cache.set_outcome(CaptureOutcome::Failed { reason });
+                // An OOM during the capture is not that of a later allocation.
+                cache.gpu.take_last_oom();
+                cache.set_outcome(CaptureOutcome::Failed(reason));
                 *state = PassState::Placed { placement, base: Some(base), capture: false };
                 cache.gpu.heap().rewind(start);
                 Ok(None)
@@ -361,6 +382,9 @@ impl Drop for GraphScope<'_> {
                 let next = if entry.misses < MAX_MISSES {
                     PassState::Warmup(WARMUP_PASSES)
                 } else {
+                    if self.key.mode == Mode::Train {
+                        *self.cache.no_graph.borrow_mut() = NoGraph::AllocationsDiffer;
+                    }
                     PassState::Dynamic
                 };
                 _ended = std::mem::replace(&mut entry.state, next);

@@ -9,6 +9,7 @@ mod failure;
 pub mod fault_injection;
 #[cfg(feature = "cuda")]
 mod graph_cache;
+pub mod no_graph;
 mod planning;
 pub mod postmortem;
 pub mod retry;

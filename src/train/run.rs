@@ -18,6 +18,7 @@ use super::checkpoint::{Checkpoints, NewestCheckpoint};
 use super::data_wait::DataWaitMonitor;
 use super::engine::{Engine, Ledgers, UpdateGradStats};
 use super::fault_injection::FaultHooks;
+use super::no_graph::NoGraph;
 use super::postmortem::OomAttempt;
 use super::retry::{Backoff, RuntimePlan};
 use super::run_dir::{self, RequestedRun, RunDir};
@@ -38,7 +39,7 @@ use crate::kernels::grad_stats::GradStats;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
 use crate::memory::pressure::{PressureMonitor, PressureReading};
-use crate::memory::{InjectedOom, Oom, Reservation};
+use crate::memory::{InjectedOom, Oom, RefusedBy, Reservation};
 use crate::optim::grad_scaler::{self, GradScaler};
 use crate::optim::schedule;
 use crate::param_store::ParamStore;
@@ -172,14 +173,14 @@ pub fn run_plan(
             gpu.preallocate(plan.peak.vram_bytes);
             let reason = match () {
                 // The observer must see every reservation of every pass, and a replayed graph makes none.
-                () if options.observer.is_some() => Some("the run is observed"),
-                () if !setup.job.memory.graphs => Some("memory.graphs is false"),
-                () if !setup.offload.is_empty() => Some("offloaded memory is copied by streams of its own"),
+                () if options.observer.is_some() => Some(NoGraph::Observed),
+                () if !setup.job.memory.graphs => Some(NoGraph::TurnedOff),
+                () if !setup.offload.is_empty() => Some(NoGraph::Offloaded),
                 () => None,
             };
-            if let Some(reason) = reason {
+            if let Some(reason) = &reason {
                 let step = newest.found.as_ref().map_or(0, |(state, _)| state.step);
-                report.record(Event::CudaGraphDisabled { step, reason: reason.into() })?;
+                report.record(Event::CudaGraphDisabled { step, reason: reason.to_string() })?;
             }
             reason.is_none()
         }
@@ -327,6 +328,9 @@ impl<'a> Run<'a> {
             // There is no smaller plan for the weights themselves: retry once as is.
             Err(StepError::Oom(oom)) => {
                 report.record(record::oom_event(0, &oom))?;
+                if oom.refused_by == RefusedBy::Driver {
+                    setup.gpu.iter().for_each(|gpu| gpu.release_free_chunks());
+                }
                 Engine::new(setup, ledgers, runtime_plan.recompute, graphs)?
             }
             other => other?,
@@ -387,6 +391,8 @@ impl<'a> Run<'a> {
         let _unreserved = vec![1u8; self.options.fault_hooks.unreserved_bytes];
         if self.evaluation_due {
             self.evaluate()?;
+        } else if self.options.observer.is_none() && self.step < self.last_step {
+            self.warm_up_evaluation()?;
         }
         while self.step < self.last_step {
             if let Some(signal) = self.options.signals.stop_requested() {

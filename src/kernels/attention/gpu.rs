@@ -42,7 +42,7 @@ impl AttentionKernel<'_> {
     /// Whether cuDNN runs this call: no padding, no dropout, and a supported dtype and head size.
     fn uses_cudnn(&self, dtype: DType) -> bool {
         let plain = self.lengths.is_none() && self.dropout.is_none();
-        plain && self.dims.fits_tensor_cores(dtype) && cuda::cudnn::version().is_some()
+        plain && self.dims.fits_tensor_cores(dtype) && cuda::cudnn::is_usable()
     }
 
     fn ffi_dims(&self, qkv: &Tensor) -> Result<AttentionFfiDims> {

@@ -12,7 +12,7 @@ use super::super::channels::gpu::acc_dtype;
 use super::super::channels::{ChannelLayout, GridPartition};
 use super::super::cuda::cublaslt::{Addend, Epilogue, GpuMat, matmul, tf32_allowed};
 use super::super::cuda::{
-    RawStream, check_status, dtype_code, pointer, pointer_or_null, scratch, stream, uninit,
+    RawStream, check_status, cudnn, dtype_code, pointer, pointer_or_null, scratch, stream, uninit,
 };
 use super::im2col_cuda::{accumulate_gradient, blocking, col2im, im2col, pad_rows, submatrix};
 use super::{
@@ -277,7 +277,7 @@ impl ConvKernel<'_> {
         [a, b, out]: [&Tensor; 3],
         workspace: &Tensor,
     ) -> Result<bool> {
-        if a.dtype() == DType::F64 {
+        if a.dtype() == DType::F64 || !cudnn::is_usable() {
             return Ok(false);
         }
         let g = ConvGeometryFfi::new(&self.geometry);

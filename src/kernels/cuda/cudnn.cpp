@@ -37,10 +37,9 @@ std::mutex &cudnn::lock() {
 cudnnHandle_t cudnn::handle(cudaStream_t stream) {
     if (!cudnn_available()) return nullptr;
     try {
-        static cudnnHandle_t handle = [] {
-            cudnnHandle_t made = nullptr;
-            return cudnn_frontend::detail::create_handle(&made) == CUDNN_STATUS_SUCCESS ? made : nullptr;
-        }();
+        // Created under the lock. A failure for lack of memory is not final.
+        static cudnnHandle_t handle = nullptr;
+        if (!handle && cudnn_frontend::detail::create_handle(&handle) != CUDNN_STATUS_SUCCESS) handle = nullptr;
         bool bound = handle && cudnn_frontend::detail::set_stream(handle, stream) == CUDNN_STATUS_SUCCESS;
         return bound ? handle : nullptr;
     } catch (...) {

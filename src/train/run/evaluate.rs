@@ -13,8 +13,58 @@ use crate::events::event::Event;
 use crate::job::Metric;
 use crate::layers::loss::MetricSums;
 use crate::train::Failure;
+use crate::train::retry::RuntimePlan;
 
 impl Run<'_> {
+    /// On a GPU, evaluates the first samples, as many as a whole and as the last micro-batch have, and discards the
+    /// result. The libraries, kernels and plans that evaluations use are then loaded before the first update: later,
+    /// other processes may have taken the memory for them.
+    pub(super) fn warm_up_evaluation(&mut self) -> Result<(), Failure> {
+        let Some(gpu) = &self.setup.gpu else { return Ok(()) };
+        loop {
+            match self.try_warm_up() {
+                // The evaluation itself reports what is wrong with the data.
+                Ok(()) | Err(UpdateError::Failed(Failure::Data(_))) => break,
+                Err(UpdateError::Oom(oom)) => self.shrink_eval_after_oom(oom)?,
+                Err(UpdateError::Failed(failure)) => return Err(failure),
+            }
+        }
+        self.reset_retries();
+        self.engine.staging.clear();
+        gpu.replenish_driver_reserve();
+        self.vram_peak = self.vram_peak.max(gpu.take_recent_peak());
+        self.report_cudnn_disabled()
+    }
+
+    fn try_warm_up(&self) -> Result<(), UpdateError> {
+        let (setup, samples) = (self.setup, self.setup.datasets.valid.len() as usize);
+        let micro_batch = self.runtime_plan.eval_micro_batch.min(samples);
+        let read_ahead = RuntimePlan { prefetch: 0, ..self.runtime_plan };
+        let bytes = self.loader_bytes(read_ahead, micro_batch);
+        let hold = self.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", bytes);
+        let _hold = hold.map_err(UpdateError::Oom)?;
+        for rows in [micro_batch, samples % micro_batch.max(1)].into_iter().filter(|rows| *rows > 0) {
+            let (source, order) = (setup.datasets.valid.clone(), setup.valid_order.clone());
+            let options = setup.loader_options(rows, read_ahead.prefetch);
+            let mut loader =
+                Loader::start(source, order, Cursor::default(), 1, options).map_err(Failure::from)?;
+            if let Some(batch) = loader.next().map_err(|error| self.map_data_error(error))?
+                && !batch.ids.is_empty()
+            {
+                self.engine.evaluate(&batch)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reports, once, that evaluations do without cuDNN.
+    fn report_cudnn_disabled(&mut self) -> Result<(), Failure> {
+        match self.engine.take_cudnn_failure() {
+            Some(reason) => Ok(self.report.record(Event::CudnnDisabled { step: self.step, reason })?),
+            None => Ok(()),
+        }
+    }
+
     /// Evaluates the validation set and adds the result to this step's checkpoint.
     pub(super) fn evaluate(&mut self) -> Result<(), Failure> {
         let (setup, begun) = (self.setup, Instant::now());
@@ -67,6 +117,7 @@ impl Run<'_> {
             break;
         }
         self.reset_retries();
+        self.report_cudnn_disabled()?;
         self.engine.swap_average()?;
         // A regression target has no class to count as correct.
         let requested: &[Metric] = match setup.features().target {

@@ -233,11 +233,20 @@ impl Run<'_> {
         self.clock.previous_s + self.clock.started.elapsed().as_secs_f64()
     }
 
+    /// Reports why this session captured no CUDA graph, unless that was reported.
+    fn report_no_graph(&mut self) -> Result<(), Failure> {
+        match self.engine.no_graph_event(self.step) {
+            Some(event) => Ok(self.report.record(event)?),
+            None => Ok(()),
+        }
+    }
+
     pub(super) fn stop(&mut self, signal: Signal) -> Result<RunOutcome, Failure> {
         if self.last_checkpoint.as_ref().is_none_or(|(step, _)| *step != self.step) {
             self.checkpoint()?;
         }
         let checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.display().to_string());
+        self.report_no_graph()?;
         self.report.record(Event::Interrupted {
             step: self.step,
             signal: signal.name().into(),
@@ -257,6 +266,7 @@ impl Run<'_> {
         }
         if let Some(gpu) = &self.setup.gpu {
             self.vram_peak = self.vram_peak.max(gpu.take_recent_peak());
+            self.report_no_graph()?;
             let HeapStats {
                 synchronizes,
                 arena_passes,
@@ -271,6 +281,7 @@ impl Run<'_> {
                 diverged_passes: diverged,
                 arena_bytes: arena,
                 arena_waste_bytes: arena - arena_bound,
+                outside_heap_bytes: gpu.outside_heap_bytes(),
             })?;
         }
         let per_epoch = self.setup.order.updates_per_epoch();

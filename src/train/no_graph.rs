@@ -1,0 +1,27 @@
+//! Why the passes of a run on a GPU are not captured as CUDA graphs.
+
+/// A reason, for the event `cuda_graph_disabled`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoGraph {
+    #[error("the run is observed")]
+    Observed,
+    #[error("memory.graphs is false")]
+    TurnedOff,
+    #[error("offloaded memory is copied by streams of its own")]
+    Offloaded,
+    #[error("no kind of micro-batch was trained on {0} times")]
+    TooFewPasses(u32),
+    #[error("its arena of {} does not fit into the heap beside what lives longer", crate::base::units::Bytes(*.0))]
+    ArenaDoesNotFit(u64),
+    #[error("its allocations differ from pass to pass")]
+    AllocationsDiffer,
+    #[error("{0} tensors outlive the pass, not only its metric sums")]
+    TensorsOutlive(usize),
+    #[error("the host waits for what it computes")]
+    HostReads,
+    #[error("it was released when memory ran out")]
+    Released,
+    /// The driver's reason, or that of the kernel that cannot be captured.
+    #[error("{0}")]
+    NotCapturable(String),
+}
