@@ -48,7 +48,7 @@ carry-tests FOLDER="target/carried":
 [group('cuda')]
 trials-cuda *TRIALS:
     scripts/with-cuda.sh cargo build --release --features cuda,cudnn --target-dir target/cuda
-    TRAINER_JOBS=target/bounds cargo test --test bounds writes_its_jobs
+    TRAINER_JOBS=target/bounds cargo test --test integration bounds::writes_its_jobs
     python3 scripts/gpu-trials.py --trainer target/cuda/release/trainer {{ TRIALS }}
 
 # compare training steps with PyTorch on this machine's GPU (needs torch and torchvision with CUDA)
@@ -60,7 +60,7 @@ bench-cuda *ARGS:
 # regenerate docs/job.md and docs/events.md
 [group('generate')]
 docs:
-    TRAINER_UPDATE_SNAPSHOTS=1 cargo test --test jobs reference_page
+    TRAINER_UPDATE_SNAPSHOTS=1 cargo test --test integration jobs::the_reference_page
     TRAINER_UPDATE_DOCS=1 cargo test --lib events_page
 
 # regenerate the expected outputs in tests/snapshots
@@ -86,27 +86,27 @@ fuzz TARGET="job" SECONDS="60":
 # kill runs at random points and resume them, TRIALS times
 [group('prove')]
 kill-resume TRIALS="50":
-    TRAINER_KILL_TRIALS={{ TRIALS }} cargo test --release --test runs kill -- --nocapture
+    TRAINER_KILL_TRIALS={{ TRIALS }} cargo test --release --test integration runs::kill -- --nocapture
 
 # run random jobs for a range of SEEDS and check every guarantee; failing jobs stay in target/trials
 [group('prove')]
 trials-random SEEDS="0..1000" PARALLEL="2":
-    TRAINER_TRIALS_SEEDS={{ SEEDS }} TRAINER_TRIALS_PARALLEL={{ PARALLEL }} cargo test --test random trials -- --ignored --nocapture --exact
+    TRAINER_TRIALS_SEEDS={{ SEEDS }} TRAINER_TRIALS_PARALLEL={{ PARALLEL }} cargo test --test integration random::trials -- --ignored --nocapture --exact
 
 # run the random job of one SEED and keep its job, data and runs in target/trials/SEED
 [group('prove')]
 trial SEED:
-    TRAINER_TRIALS_SEEDS={{ SEED }} TRAINER_TRIALS_KEEP=1 cargo test --test random trials -- --ignored --nocapture --exact
+    TRAINER_TRIALS_SEEDS={{ SEED }} TRAINER_TRIALS_KEEP=1 cargo test --test integration random::trials -- --ignored --nocapture --exact
 
 # at every file-system call that touches the run directory: kill the run, or fail the call with ENOSPC or EIO
 [group('prove')]
 faults:
-    TRAINER_FAULT_SWEEP=all cargo test --test faults -- --nocapture
+    TRAINER_FAULT_SWEEP=all cargo test --test integration faults:: -- --nocapture
 
 # train three epochs on a dataset 20 times larger than MIB of memory (10 GiB of data: just flat 512)
 [group('measure')]
 flat MIB="52":
-    TRAINER_FLAT_MIB={{ MIB }} cargo test --release --test streams memory_stays_flat -- --nocapture
+    TRAINER_FLAT_MIB={{ MIB }} cargo test --release --test integration streams::memory_stays_flat -- --nocapture
 
 # compare training steps with PyTorch on this machine's CPU (needs torch and torchvision)
 [group('measure')]

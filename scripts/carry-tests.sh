@@ -18,6 +18,6 @@ cuda=(--features cuda,cudnn --target-dir target/cuda)
 pack "$(executable scripts/with-cuda.sh cargo test "${cuda[@]}" --lib --no-run)" trainer-tests
 pack "$(executable scripts/with-cuda.sh cargo build --release "${cuda[@]}")" trainer
 # The random-job tests need no CUDA: they only start the program.
-pack "$(executable cargo test --test random --no-run)" random-jobs
+pack "$(executable cargo test --test integration --no-run)" integration-tests
 cp scripts/test-carried.sh "$folder/"
 echo "$folder: copy it to the machine with the GPU, and run test-carried.sh there"

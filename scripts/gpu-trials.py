@@ -3,7 +3,7 @@
 Each trial runs the program as users do and prints `pass` or `FAIL` with what it observed; the exit code is 1 if any
 failed. Names as arguments select trials. Needs only Python and a GPU with a few GiB free. `full_disk` mounts a tmpfs
 and is skipped without the permission to do so. `plans` takes the jobs of tests/bounds.rs from a folder (--jobs), which
-`TRAINER_JOBS=FOLDER cargo test --test bounds writes_its_jobs` fills.
+`TRAINER_JOBS=FOLDER cargo test --test integration bounds::writes_its_jobs` fills.
 """
 
 import argparse

@@ -44,11 +44,11 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null ||
 
 export TRAINER_TEST_DEVICE=cuda
 if [ "$wanted" = trainer ]; then
-  unpack random-jobs
+  unpack integration-tests
   export TRAINER_BINARY=$work/trainer TRAINER_TRIALS_SEEDS=${2:-0..300}
   export TRAINER_TRIALS_FOLDER=${TRAINER_TRIALS_FOLDER:-$PWD/trials} TRAINER_TRIALS_PARALLEL=${TRAINER_TRIALS_PARALLEL:-5}
   export TRAINER_TRIALS_SECONDS=${TRAINER_TRIALS_SECONDS:-1200} TRAINER_TRIALS_RUN_SECONDS=${TRAINER_TRIALS_RUN_SECONDS:-120}
-  "$work/random-jobs" trials --exact --ignored --nocapture
+  "$work/integration-tests" random::trials --exact --ignored --nocapture
   exit
 fi
 if [ $# -eq 0 ]; then

@@ -3,23 +3,20 @@
 //! only slightly above the larger of the two.
 //!
 //! The planner does not measure itself. Each run is a process of its own, which reports the peak of its counting
-//! allocator; the system reports how much of it was resident. `cargo test --test bounds -- --nocapture` prints all of
-//! it.
+//! allocator; the system reports how much of it was resident. `cargo test --test integration bounds:: -- --nocapture`
+//! prints all of it.
 
 use std::fs;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::process::Child;
 
 use serde_json::Value;
-use trainer::memory::measure::CountingAllocator;
 
-/// The test that allocates outside the plan runs in this program.
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
-
-const MIB: u64 = 1 << 20;
+use crate::fixtures;
+use crate::harness::{
+    MIB, events, finish, gzip, in_parallel, job_folder, last, measured_command, named, ran_in_own_process,
+    tar, write_files,
+};
 
 /// A plan may exceed the larger measured peak by 5 %, or by 16 MiB in a job that takes less than 64 MiB.
 const MAX_OVERESTIMATE: f64 = 0.05;
@@ -51,19 +48,10 @@ impl MemoryPeaks {
         self.planned as f64 / self.measured_peak() as f64 - 1.0
     }
 
-    /// The highest acceptable plan for a measured peak.
-    fn max_planned(measured: u64) -> u64 {
-        if measured < SMALL_JOB_BYTES {
-            measured + MAX_OVERESTIMATE_SMALL
-        } else {
-            (measured as f64 * (1.0 + MAX_OVERESTIMATE)) as u64
-        }
-    }
-
     /// What is wrong with the plan, if anything.
     fn violation(&self) -> Option<String> {
         let Self { planned, process, measured, resident, updated, .. } = *self;
-        let (heap, most) = (planned - process, Self::max_planned(self.measured_peak()));
+        let (heap, most) = (planned - process, max_planned(self.measured_peak()));
         if heap < measured {
             Some(format!("the plan of the heap is {} below its peak", measured - heap))
         } else if planned < resident {
@@ -73,6 +61,15 @@ impl MemoryPeaks {
         } else {
             None
         }
+    }
+}
+
+/// The highest acceptable plan for a measured peak.
+pub fn max_planned(measured: u64) -> u64 {
+    if measured < SMALL_JOB_BYTES {
+        measured + MAX_OVERESTIMATE_SMALL
+    } else {
+        (measured as f64 * (1.0 + MAX_OVERESTIMATE)) as u64
     }
 }
 
@@ -245,16 +242,8 @@ fn matrix() -> Vec<MatrixJob> {
     jobs
 }
 
-fn trainer(folder: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.args(args).current_dir(folder).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
-
 fn plan(folder: &Path, args: &[&str]) -> Value {
-    let output = trainer(folder, &[&["plan", "job.toml", "--json"], args].concat()).output().unwrap();
-    serde_json::from_slice(&output.stdout)
-        .unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&output.stderr)))
+    finish(&mut measured_command(folder, &[&["plan", "job.toml", "--json"], args].concat())).json()
 }
 
 /// Runs a job, again if its plan looks too high, and returns the highest peak. On busy processors, threads that share
@@ -262,7 +251,7 @@ fn plan(folder: &Path, args: &[&str]) -> Value {
 fn run_until_tight(job: &MatrixJob) -> MemoryPeaks {
     let mut highest = run(job);
     for _ in 0..2 {
-        if highest.planned > MemoryPeaks::max_planned(highest.measured_peak()) {
+        if highest.planned > max_planned(highest.measured_peak()) {
             let rerun = run(job);
             highest = if rerun.measured_peak() > highest.measured_peak() { rerun } else { highest };
         }
@@ -272,8 +261,7 @@ fn run_until_tight(job: &MatrixJob) -> MemoryPeaks {
 
 /// Runs a job and measures it.
 fn run(job: &MatrixJob) -> MemoryPeaks {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("job.toml"), job.text()).unwrap();
+    let folder = job_folder(job.text());
     let mut args = vec!["fit", "job.toml", "-q", "--run-dir", "run"];
     let ram;
     if job.recompute {
@@ -286,28 +274,33 @@ fn run(job: &MatrixJob) -> MemoryPeaks {
             args.extend(["--set", &ram]);
         }
     }
-    finish_run(folder.path(), trainer(folder.path(), &args).spawn().unwrap(), &job.name())
+    finish_run(folder.path(), measured_command(folder.path(), &args).spawn().unwrap(), &job.name())
+}
+
+/// Trains the job in `folder`, in the directory `run`.
+fn fit(folder: &Path, envs: &[(&str, &str)], name: &str) -> MemoryPeaks {
+    let mut command = measured_command(folder, &["fit", "job.toml", "-q", "--run-dir", "run"]);
+    finish_run(folder, command.envs(envs.iter().copied()).spawn().unwrap(), name)
 }
 
 /// Waits for the run of a child in `folder`, and reads what it reported.
 fn finish_run(folder: &Path, child: Child, name: &str) -> MemoryPeaks {
     // Not the child's rusage: that includes this process's memory, of which the child is a copy until exec.
     wait_for_resident_peak(child, 0, name);
-    let events = fs::read_to_string(folder.join("run/events.jsonl")).unwrap();
-    let events: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let named = |name: &str| events.iter().find(|event| event["event"] == name).unwrap();
-    let recomputed = named("planned")["plan"]["chosen"]["recompute"].as_u64().unwrap();
-    let steps = events.iter().filter(|event| event["event"] == "step");
+    let events = events(&folder.join("run"));
+    let (plan, finished) = (&last(&events, "planned")["plan"], last(&events, "finished"));
+    let recomputed = plan["chosen"]["recompute"].as_u64().unwrap();
+    let steps = named(&events, "step").into_iter();
     let skipped = steps.map(|step| step["skipped_updates"].as_u64().unwrap_or(0)).max();
-    let updated = skipped < named("finished")["steps"].as_u64();
-    let bytes = |key: &str| named("finished")[key]["ram"].as_u64().unwrap();
-    let parts = named("planned")["plan"]["parts"].as_array().unwrap().iter();
+    let updated = skipped < finished["steps"].as_u64();
+    let bytes = |key: &str| finished[key]["ram"].as_u64().unwrap();
+    let parts = plan["parts"].as_array().unwrap().iter();
     let process = parts.filter(|part| part["role"] == "process").map(|part| part["bytes"].as_u64().unwrap());
     MemoryPeaks {
         planned: bytes("planned_peak_bytes"),
         process: process.sum(),
         measured: bytes("measured_peak_bytes"),
-        resident: named("finished")["resident_peak_bytes"].as_u64().unwrap(),
+        resident: finished["resident_peak_bytes"].as_u64().unwrap(),
         recomputed,
         updated,
     }
@@ -352,18 +345,7 @@ fn table(rows: &[(String, MemoryPeaks)]) -> String {
 fn the_plan_is_never_below_what_is_measured_and_little_above() {
     let only = std::env::var("TRAINER_BOUNDS_ONLY").unwrap_or_default();
     let jobs: Vec<MatrixJob> = matrix().into_iter().filter(|job| job.name().contains(&only)).collect();
-    let (next, rows) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let seen = run_until_tight(job);
-                    rows.lock().unwrap().push((job.name(), seen));
-                }
-            });
-        }
-    });
-    let mut rows = rows.into_inner().unwrap();
+    let mut rows = in_parallel(2, &jobs, |job| (job.name(), run_until_tight(job)));
     rows.sort_by(|a, b| a.1.overestimate().total_cmp(&b.1.overestimate()));
     println!("{}", table(&rows));
     let wrong: Vec<String> =
@@ -398,19 +380,17 @@ fn padded_samples_stay_within_the_plan_of_the_longest() {
         ("kind = 'gpt'\nlayers = 4\nheads = 4\nwidth = 128\ncontext = 256", "buckets = [32, 64, 128, 200]"),
         ("kind = 'bert'\nlayers = 4\nheads = 4\nwidth = 128\nhidden = 512\ncontext = 256", "label = 'class'"),
     ] {
-        let folder = tempfile::tempdir().unwrap();
         let record = |i: usize| {
             let text = "abcdefgh".repeat([2, 7, 12, 25][i % 4]);
             format!("{}\n", serde_json::json!({ "text": text, "class": i % 2 }))
         };
-        fs::write(folder.path().join("a.jsonl"), (0..16).map(record).collect::<String>()).unwrap();
         let job = format!(
             "[model]\n{model}\n[data]\nkind = 'jsonl'\ntrain = ['a.jsonl']\nvalid = ['a.jsonl']\ntokens = 'bytes'\n{data}\n\
              prefetch = '1MiB'\n[train]\nbatch_size = 8\nepochs = 1\n[optimizer]\nkind = 'adamw'\nlr = 0.001\n"
         );
-        fs::write(folder.path().join("job.toml"), job).unwrap();
-        let child = trainer(folder.path(), &["fit", "job.toml", "-q", "--run-dir", "run"]).spawn().unwrap();
-        let seen = finish_run(folder.path(), child, model);
+        let folder = job_folder(job);
+        fs::write(folder.path().join("a.jsonl"), (0..16).map(record).collect::<String>()).unwrap();
+        let seen = fit(folder.path(), &[], model);
         println!("{}", table(&[(model.replace('\n', " "), seen.clone())]));
         assert_eq!(seen.violation(), None, "{seen:?}");
     }
@@ -418,12 +398,8 @@ fn padded_samples_stay_within_the_plan_of_the_longest() {
 
 /// A single-color PNG of (height, width).
 fn png([height, width]: [usize; 2], value: u8) -> Vec<u8> {
-    let mut file = Vec::new();
-    let mut encoder = png::Encoder::new(&mut file, width as u32, height as u32);
-    encoder.set_color(png::ColorType::Rgb);
-    encoder.set_compression(png::Compression::Fast);
-    encoder.write_header().unwrap().write_image_data(&vec![value; 3 * height * width]).unwrap();
-    file
+    let pixels = vec![value; 3 * height * width];
+    fixtures::png([height, width], png::ColorType::Rgb, png::BitDepth::Eight, &pixels)
 }
 
 /// Images in folders and compressed archives, a table, and texts to tokenize: the plan bounds data preparation too,
@@ -433,21 +409,11 @@ fn png([height, width]: [usize; 2], value: u8) -> Vec<u8> {
 fn data_that_is_prepared_stays_within_the_plan() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
-    let mut archive = tar::Builder::new(flate2::write::GzEncoder::new(
-        fs::File::create(path.join("a.tar.gz")).unwrap(),
-        flate2::Compression::fast(),
-    ));
-    for i in 0..24 {
-        // One is much larger than the others.
-        let image = png(if i == 5 { [1500, 1500] } else { [40 + i, 50] }, i as u8 * 9);
-        let name = format!("{}/{i}.png", ["ant", "bee"][i % 2]);
-        fs::create_dir_all(path.join("pictures").join(&name).parent().unwrap()).unwrap();
-        fs::write(path.join("pictures").join(&name), &image).unwrap();
-        let mut header = tar::Header::new_gnu();
-        header.set_size(image.len() as u64);
-        archive.append_data(&mut header, &name, &image[..]).unwrap();
-    }
-    archive.into_inner().unwrap().finish().unwrap();
+    // One is much larger than the others.
+    let image = |i: usize| png(if i == 5 { [1500, 1500] } else { [40 + i, 50] }, i as u8 * 9);
+    let images: Vec<_> = (0..24).map(|i| (format!("{}/{i}.png", ["ant", "bee"][i % 2]), image(i))).collect();
+    write_files(&path.join("images"), &images);
+    fs::write(path.join("a.tar.gz"), gzip(&tar(&images))).unwrap();
     let row = |i: usize| format!("{},{},{}\n", i % 7, (i * 37 % 100) as f64 / 7.0, ["no", "yes"][i % 2]);
     fs::write(path.join("a.csv"), "a,b,class\n".to_owned() + &(0..5000).map(row).collect::<String>())
         .unwrap();
@@ -456,7 +422,7 @@ fn data_that_is_prepared_stays_within_the_plan() {
     let gpt = "kind = 'gpt'\nlayers = 2\nheads = 2\nwidth = 32\ncontext = 64";
     let mlp = "kind = 'mlp'\nhidden = [32]";
     for (name, model, data) in [
-        ("folder", cnn, "kind = 'images'\ntrain = ['pictures']\nimage_size = 32\nvalid_fraction = 0.3"),
+        ("folder", cnn, "kind = 'images'\ntrain = ['images']\nimage_size = 32\nvalid_fraction = 0.3"),
         ("archive", cnn, "kind = 'images'\ntrain = ['a.tar.gz']\nimage_size = 32\nvalid_fraction = 0.3"),
         ("table", mlp, "kind = 'csv'\ntrain = ['a.csv']\ntarget = 'class'"),
         ("characters", gpt, "kind = 'text'\ntrain = ['a.txt']\ntokens = 'characters'\nvalid_fraction = 0.01"),
@@ -467,8 +433,7 @@ fn data_that_is_prepared_stays_within_the_plan() {
         );
         fs::write(path.join("job.toml"), job).unwrap();
         for time in ["first", "second"] {
-            let child = trainer(path, &["fit", "job.toml", "-q", "--run-dir", "run"]).spawn().unwrap();
-            let seen = finish_run(path, child, name);
+            let seen = fit(path, &[], name);
             println!("{}", table(&[(format!("{name}, {time}"), seen.clone())]));
             assert_eq!(seen.violation(), None, "{name}, {time}: {seen:?}");
             fs::remove_dir_all(path.join("run")).unwrap();
@@ -483,33 +448,29 @@ fn data_that_is_prepared_stays_within_the_plan() {
 fn an_image_that_does_not_fit_is_named_with_its_remedies() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
-    for i in 0..20 {
-        let name = path.join(format!("pictures/{}/{i}.png", ["ant", "bee"][i % 2]));
-        fs::create_dir_all(name.parent().unwrap()).unwrap();
-        fs::write(name, png(if i == 7 { [5000, 5000] } else { [32, 32] }, i as u8)).unwrap();
-    }
-    let job = "[model]\nkind = 'mlp'\nhidden = [8]\n[data]\nkind = 'images'\ntrain = ['pictures']\nimage_size = 8\n\
+    let image = |i: usize| png(if i == 7 { [5000, 5000] } else { [32, 32] }, i as u8);
+    let images: Vec<_> = (0..20).map(|i| (format!("{}/{i}.png", ["ant", "bee"][i % 2]), image(i))).collect();
+    write_files(&path.join("images"), &images);
+    let job = "[model]\nkind = 'mlp'\nhidden = [8]\n[data]\nkind = 'images'\ntrain = ['images']\nimage_size = 8\n\
                valid_fraction = 0.2\non_bad_record = 'skip'\n[train]\nbatch_size = 4\nepochs = 1\n";
     fs::write(path.join("job.toml"), job).unwrap();
     let with = |sets: &[&str]| {
         let args =
             [&["fit", "job.toml", "-q", "--run-dir", "run", "--set", "memory.ram=64MiB"], sets].concat();
-        let output = trainer(path, &args).output().unwrap();
+        let finished = finish(&mut measured_command(path, &args));
         drop(fs::remove_dir_all(path.join("run")));
-        (output.status.code().unwrap(), String::from_utf8_lossy(&output.stderr).into_owned())
+        finished
     };
-    let (code, said) = with(&[]);
-    assert_eq!(code, 3, "{said}");
+    let said = with(&[]).expect(3).stderr;
     assert!(said.contains("7.png") && said.contains("memory.ram") && said.contains("max_pixels"), "{said}");
-    assert_eq!(with(&["--set", "memory.ram=256MiB"]).0, 0);
-    assert_eq!(with(&["--set", "data.max_pixels=24999999"]).0, 0);
+    with(&["--set", "memory.ram=256MiB"]).expect(0);
+    with(&["--set", "data.max_pixels=24999999"]).expect(0);
 }
 
 /// The comparison can fail: both the allocator's count and the system notice bytes that the plan does not know.
 #[cfg(target_os = "linux")]
 #[test]
 fn an_allocation_behind_the_plans_back_is_found() {
-    let folder = tempfile::tempdir().unwrap();
     let job = MatrixJob {
         kind: 0,
         size: 1,
@@ -518,23 +479,13 @@ fn an_allocation_behind_the_plans_back_is_found() {
         accumulation: 1,
         recompute: false,
     };
-    fs::write(folder.path().join("job.toml"), job.text()).unwrap();
-    let with = |hidden: u64| {
-        // This program itself, which allocates some memory of its own before it runs the job.
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["runs_a_job_beside_hidden_bytes", "--exact", "--ignored", "--nocapture"])
-            .env("TRAINER_HIDDEN_BYTES", hidden.to_string())
-            .current_dir(folder.path())
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let seen = finish_run(folder.path(), child, "hidden");
+    let folder = job_folder(job.text());
+    let with = |hidden: &str| {
+        let seen = fit(folder.path(), &[("TRAINER_FAULT_UNASKED", hidden)], "hidden");
         fs::remove_dir_all(folder.path().join("run")).unwrap();
         seen
     };
-    let (honest, hiding) = (with(0), with(80 * MIB));
+    let (honest, hiding) = (with("0B"), with("80MiB"));
     assert_eq!(honest.violation(), None, "{honest:?}");
     assert!(hiding.violation().unwrap().contains("below"), "{hiding:?}");
     assert!(hiding.measured >= honest.measured + 79 * MIB && hiding.resident >= honest.resident + 70 * MIB);
@@ -545,27 +496,17 @@ fn an_allocation_behind_the_plans_back_is_found() {
     assert!(careful.violation().unwrap().contains("above"), "{careful:?}");
 }
 
-/// Not a test: the child process of the one above.
-#[test]
-#[ignore = "the process that `an_allocation_behind_the_plans_back_is_found` starts"]
-fn runs_a_job_beside_hidden_bytes() {
-    let hidden = std::env::var("TRAINER_HIDDEN_BYTES").map_or(0, |n| n.parse().unwrap());
-    let held = vec![1u8; hidden];
-    let args = ["trainer", "fit", "job.toml", "-q", "--run-dir", "run", "--set", "memory.supervise=false"];
-    let exit = trainer::cli::run(args.map(Into::into));
-    assert_eq!(exit, trainer::cli::Exit::Done);
-    assert_eq!(std::hint::black_box(held).len(), hidden);
-}
-
 /// Plans seven billion parameters without allocating them, for a machine that is not here.
 #[cfg(target_os = "linux")]
 #[test]
 fn seven_billion_parameters_are_planned_in_little_memory() {
-    let folder = tempfile::tempdir().unwrap();
+    if ran_in_own_process(seven_billion_parameters_are_planned_in_little_memory) {
+        return;
+    }
     let job = "[model]\nkind = 'llama'\nlayers = 32\nheads = 32\nkv_heads = 32\nwidth = 4096\nhidden = 11008\n\
                context = 2048\n[data]\nkind = 'text-synthetic'\nvocab = 32000\n[train]\nbatch_size = 8\nsteps = 10\n\
                precision = 'bf16'\n[optimizer]\nkind = 'adamw'\nlr = 0.0003\n";
-    fs::write(folder.path().join("job.toml"), job).unwrap();
+    let folder = job_folder(job);
     let plan = plan(folder.path(), &["--ram", "1TiB"]);
     assert_eq!(plan["verdict"], "fits", "{plan}");
     // The published parameter count of Llama 2 7B. Training it with AdamW in bf16 holds 18 bytes per parameter,
@@ -579,9 +520,10 @@ fn seven_billion_parameters_are_planned_in_little_memory() {
     assert_eq!(bytes("gradients"), 4 * parameters);
     assert_eq!(bytes("optimizer_state"), 8 * parameters);
     assert!(plan["peak"]["ram_bytes"].as_u64().unwrap() > 18 * parameters);
-    let child = trainer(folder.path(), &["plan", "job.toml", "--ram", "64GiB", "-q"]).spawn().unwrap();
-    // A child's peak resident size starts at that of the process that forked it.
-    let (resident, own) =
-        (wait_for_resident_peak(child, 3, "does not fit"), trainer::memory::measure::resident_peak());
+    // A child's peak resident size starts at that of the process that forked it: none that runs other tests.
+    let args = ["plan", "job.toml", "--ram", "64GiB", "-q"];
+    let child = measured_command(folder.path(), &args).spawn().unwrap();
+    let resident = wait_for_resident_peak(child, 3, "does not fit");
+    let own = trainer::memory::measure::resident_peak();
     assert!(resident <= own.max(50 * MIB), "{resident} bytes to plan, {own} of this process");
 }

@@ -1,42 +1,37 @@
-//! What decoding images really takes, as the allocator counts it. Alone in its process, so that nothing else
-//! allocates meanwhile.
+//! What decoding images really takes, as the allocator counts it.
 
 use std::fs;
-use std::path::Path;
 use std::sync::Arc;
 
 use trainer::data::images::{ImageDataset, ImageFiles, ImageOptions, LabelColumns};
 use trainer::data::transforms::{Augmentation, Normalise, Pipeline, RandomResizedCrop, ResizeMode};
 use trainer::data::{BatchRow, Dataset, DatasetContext, SampleKey, SliceMut, cache::Cache};
-use trainer::memory::measure::{self, CountingAllocator};
+use trainer::memory::measure;
 
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
+use crate::fixtures;
+use crate::harness::{dataset, ran_in_own_process, skip, write_files};
 
 /// Buffers, decoders and the resizer together stay within what the dataset declares.
 #[test]
 fn decoding_takes_no_more_than_is_counted() {
+    if ran_in_own_process(decoding_takes_no_more_than_is_counted) {
+        return;
+    }
     let folder = tempfile::tempdir().unwrap();
     let noise = |i: usize| (i as u32).wrapping_mul(2_654_435_761).to_le_bytes();
     let rgb: Vec<u8> = (0..900 * 700).flat_map(|i| noise(i / 9)[..3].to_vec()).collect();
-    let mut webp = Vec::new();
-    image_webp::WebPEncoder::new(&mut webp).encode(&rgb, 900, 700, image_webp::ColorType::Rgb8).unwrap();
-    let mut png = Vec::new();
-    let mut encoder = png::Encoder::new(&mut png, 900, 700);
-    encoder.set_color(png::ColorType::Rgba);
+    let webp = fixtures::webp([700, 900], &rgb);
     let rgba: Vec<u8> = (0..900 * 700).flat_map(noise).collect();
-    encoder.write_header().unwrap().write_image_data(&rgba).unwrap();
+    let png = fixtures::png([700, 900], png::ColorType::Rgba, png::BitDepth::Eight, &rgba);
     let mut files = vec![("png", png), ("webp", webp)];
-    let data = std::env::var_os("TRAINER_DATA").unwrap_or_else(|| "../shared/data".into());
-    let signs = Path::new(&data).join("sign-language-digits/Dataset/0");
+    let signs = dataset("sign-language-digits/Dataset/0");
     match fs::read_dir(&signs).ok().and_then(|mut found| found.next()?.ok()) {
         Some(file) => files.push(("jpg", fs::read(file.path()).unwrap())),
-        None => println!("without a JPEG: no `{}`", signs.display()),
+        None => skip(format!("without a JPEG: no `{}`", signs.display())),
     }
     for (ending, bytes) in files {
         let root = folder.path().join(ending);
-        fs::create_dir_all(root.join("a")).unwrap();
-        fs::write(root.join("a").join(format!("x.{ending}")), bytes).unwrap();
+        write_files(&root, &[(format!("a/x.{ending}"), bytes)]);
         let columns = LabelColumns { path: "path".into(), label: "label".into() };
         let options =
             ImageOptions { channels: 3, size: [224, 224], max_pixels: 1 << 20, columns, readers: 1 };

@@ -1,12 +1,11 @@
 //! Every CPU dispatch through the binary: the same experiment under each, bitwise reproducible, with a plan not below
 //! what is measured, and a clear error for a dispatch the machine lacks.
 
-use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
 
-use serde_json::Value;
 use trainer::kernels::dispatch::{Dispatch, ENV_VAR};
+
+use crate::harness::{Finished, events, finish, job_folder, last, losses, measured_command, skip, tensors};
 
 const TOKENS: &str = "kind = 'text-synthetic'\nvocab = 61\ntrain_samples = 29\nvalid_samples = 4";
 const IMAGES: &str = "kind = 'shapes'\nimage_size = 20\ntrain_samples = 37\nvalid_samples = 4";
@@ -27,31 +26,25 @@ const JOBS: [(&str, &str, &str, usize); 3] = [
 const TYPES: [(&str, f64); 3] = [("f32", 1e-4), ("bf16", 5e-3), ("f16", 1e-3)];
 const STEPS: usize = 9;
 
-fn trainer(folder: &Path, dispatch: &str, args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.args(args).current_dir(folder).env(ENV_VAR, dispatch).output().unwrap()
+fn trainer(folder: &Path, dispatch: &str, args: &[&str]) -> Finished {
+    finish(measured_command(folder, args).env(ENV_VAR, dispatch))
 }
 
-/// What a run left: its losses, its weights, and the planned and measured peaks.
+/// What a run left: its losses, its tensors, and the planned and measured peaks.
 struct RunResult {
     losses: Vec<f64>,
-    weights: Vec<u8>,
+    tensors: Vec<(String, Vec<u8>)>,
     peaks: (u64, u64),
 }
 
 fn run(folder: &Path, dispatch: Dispatch, name: &str) -> RunResult {
-    let output = trainer(folder, dispatch.name(), &["fit", "job.toml", "-q", "--run-dir", name]);
-    assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+    trainer(folder, dispatch.name(), &["fit", "job.toml", "-q", "--run-dir", name]).expect(0);
     let run = folder.join(name);
-    let events = fs::read_to_string(run.join("events.jsonl")).unwrap();
-    let events: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let named = |name: &'static str| events.iter().filter(move |event| event["event"] == name);
-    let finished = named("finished").next().unwrap();
-    let bytes = |key: &str| finished[key]["ram"].as_u64().unwrap();
-    let newest = run.join(format!("checkpoints/step-{STEPS:08}/model.safetensors"));
+    let events = events(&run);
+    let bytes = |key: &str| last(&events, "finished")[key]["ram"].as_u64().unwrap();
     RunResult {
-        losses: named("step").map(|step| step["loss"].as_f64().unwrap()).collect(),
-        weights: fs::read(newest).unwrap(),
+        losses: losses(&events),
+        tensors: tensors(&run),
         peaks: (bytes("planned_peak_bytes"), bytes("measured_peak_bytes")),
     }
 }
@@ -59,25 +52,24 @@ fn run(folder: &Path, dispatch: Dispatch, name: &str) -> RunResult {
 #[test]
 fn all_dispatches_make_the_same_experiment() {
     for dispatch in Dispatch::ALL.into_iter().filter(|dispatch| !dispatch.is_available()) {
-        println!("skipped: this machine has no {}", dispatch.name());
+        skip(format!("this machine has no {}", dispatch.name()));
     }
     let dispatches: Vec<Dispatch> = Dispatch::ALL.into_iter().filter(|d| d.is_available()).collect();
     for (model, sizes, data, batch) in JOBS {
         for (precision, tolerance) in TYPES {
-            let folder = tempfile::tempdir().unwrap();
             let job = format!(
                 "name = 'dispatch'\nseed = 3\n[model]\nkind = '{model}'\n{sizes}\n[data]\n{data}\n\
                  [train]\nbatch_size = {batch}\nsteps = {STEPS}\nprecision = '{precision}'\n[optimizer]\nkind = 'sgd'\n\
                  lr = 0.001\n[log]\nevery_steps = 1\ntensorboard = false\n",
             );
-            fs::write(folder.path().join("job.toml"), job).unwrap();
+            let folder = job_folder(job);
             let mut first: Option<RunResult> = None;
             for dispatch in &dispatches {
                 let what = format!("{model} in {precision} by {}", dispatch.name());
                 let left = run(folder.path(), *dispatch, dispatch.name());
                 let again = run(folder.path(), *dispatch, &format!("{}-again", dispatch.name()));
                 assert_eq!(left.losses, again.losses, "{what}: losses of two runs");
-                assert!(left.weights == again.weights, "{what}: bits of two runs");
+                assert!(left.tensors == again.tensors, "{what}: bits of two runs");
                 let (planned, measured) = left.peaks;
                 assert!(planned >= measured, "{what}: {planned} bytes planned, {measured} measured");
                 assert_eq!(left.losses.len(), STEPS, "{what}");
@@ -98,10 +90,8 @@ fn all_dispatches_make_the_same_experiment() {
 #[test]
 fn what_there_is_not_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let output = trainer(folder.path(), "sse9", &["probe"]);
-    assert_eq!(output.status.code(), Some(2));
     assert_eq!(
-        String::from_utf8_lossy(&output.stderr),
+        trainer(folder.path(), "sse9", &["probe"]).expect(2).stderr,
         format!(
             "error: `TRAINER_CPU_DISPATCH=sse9` names no dispatch; allowed: portable, avx2, avx512, amx\n  \
              hint: unset `TRAINER_CPU_DISPATCH` for the best that there is: `{}`\n",
@@ -109,13 +99,12 @@ fn what_there_is_not_is_refused() {
         )
     );
     match Dispatch::ALL.into_iter().find(|dispatch| !dispatch.is_available()) {
-        None => println!("skipped: this machine has every dispatch"),
+        None => skip("this machine has every dispatch"),
         Some(missing) => {
-            let output = trainer(folder.path(), missing.name(), &["probe"]);
-            assert_eq!(output.status.code(), Some(2));
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            let said = trainer(folder.path(), missing.name(), &["probe"]).expect(2).stderr;
             assert!(said.contains("does not have"), "{said}");
         }
     }
-    assert_eq!(trainer(folder.path(), "", &["probe"]).status.code(), Some(0), "an empty value is ignored");
+    // An empty value is ignored.
+    trainer(folder.path(), "", &["probe"]).expect(0);
 }

@@ -2,11 +2,8 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
+use crate::harness::{Finished, command, dataset, finish, job_folder, root, skip};
 
 fn pages() -> Vec<PathBuf> {
     let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
@@ -46,23 +43,9 @@ const DATASETS: [(&str, &str); 5] = [
     ("SIGNS", "sign-language-digits/Dataset"),
 ];
 
-/// The folder of published datasets, which may be missing or incomplete.
-fn dataset_root() -> PathBuf {
-    std::env::var_os("TRAINER_DATA").map_or(root().join("../shared/data"), PathBuf::from)
-}
-
-fn trainer(folder: &Path, args: &[&str]) -> (i32, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
-        .env("TRAINER_PROCESS_BYTES", "0")
-        .args(args)
-        .envs(DATASETS.map(|(name, path)| (name, dataset_root().join(path))))
-        .current_dir(folder)
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
-    let text =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    (output.status.code().unwrap(), text)
+/// The program, with the variables of the datasets.
+fn trainer(folder: &Path, args: &[&str]) -> Finished {
+    finish(command(folder, args).envs(DATASETS.map(|(name, path)| (name, dataset(path)))))
 }
 
 #[test]
@@ -71,15 +54,14 @@ fn every_config_is_planned() {
     let mut planned = 0;
     for config in configs.filter(|path| path.extension().is_some_and(|end| end == "toml")) {
         let text = fs::read_to_string(&config).unwrap();
-        let lacks = |(name, path): &(&str, &str)| {
-            text.contains(&format!("${{{name}}}")) && !dataset_root().join(path).exists()
-        };
+        let lacks =
+            |(name, path): &(&str, &str)| text.contains(&format!("${{{name}}}")) && !dataset(path).exists();
         if let Some((_, path)) = DATASETS.iter().find(|set| lacks(set)) {
-            eprintln!("skipped: {} needs `{path}` in the folder TRAINER_DATA names", config.display());
+            skip(format!("{} needs `{path}` in the folder TRAINER_DATA names", config.display()));
             continue;
         }
-        let (code, text) = trainer(root(), &["plan", config.to_str().unwrap()]);
-        assert_eq!(code, 0, "{}: {text}", config.display());
+        let plan = trainer(root(), &["plan", config.to_str().unwrap()]);
+        assert_eq!(plan.code(), Some(0), "{}: {}", config.display(), plan.text());
         planned += 1;
     }
     assert!(planned >= 2, "only {planned} configs");
@@ -87,13 +69,11 @@ fn every_config_is_planned() {
 
 #[test]
 fn every_job_in_the_documents_is_planned() {
-    let folder = tempfile::tempdir().unwrap();
     let jobs = code_blocks("toml");
     assert!(!jobs.is_empty());
     for (place, job) in jobs {
-        fs::write(folder.path().join("job.toml"), job).unwrap();
-        let (code, text) = trainer(folder.path(), &["plan", "job.toml"]);
-        assert_eq!(code, 0, "{place}: {text}");
+        let plan = trainer(job_folder(job).path(), &["plan", "job.toml"]);
+        assert_eq!(plan.code(), Some(0), "{place}: {}", plan.text());
     }
 }
 
@@ -130,8 +110,8 @@ fn every_command_of_ours_in_the_documents_runs() {
             } else if !job.exists() {
                 fs::copy(root().join("configs/mlp.toml"), &job).unwrap();
             }
-            let (code, text) = trainer(folder.path(), &words);
-            assert_eq!(code, 0, "{place}: trainer {}\n{text}", words.join(" "));
+            let done = trainer(folder.path(), &words);
+            assert_eq!(done.code(), Some(0), "{place}: trainer {}\n{}", words.join(" "), done.text());
             seen += 1;
         }
     }
@@ -161,8 +141,7 @@ fn the_two_commands_stand_in_the_readme() {
 
 #[test]
 fn every_template_is_a_config_and_every_config_a_template() {
-    let (code, listed) = trainer(root(), &["init", "--list"]);
-    assert_eq!(code, 0);
+    let listed = trainer(root(), &["init", "--list"]).expect(0).text();
     let listed: std::collections::BTreeSet<String> =
         listed.lines().filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect();
     let configs = fs::read_dir(root().join("configs")).unwrap().map(|entry| entry.unwrap().path());

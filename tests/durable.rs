@@ -4,10 +4,15 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
+
+use crate::harness::{
+    self, FinalState, events_so_far, finish, job_folder, measured_command, named, names, read_json,
+    through_shell,
+};
 
 const JOB: &str = "
 name = 'small'
@@ -39,7 +44,7 @@ struct RunFixture {
 
 impl RunFixture {
     fn new(job: &str) -> Self {
-        let bench = Self { folder: tempfile::tempdir().unwrap() };
+        let bench = Self { folder: job_folder(job) };
         for (file, rows) in [("a", 40), ("b", 24), ("valid", 16)] {
             let row = |i: usize| format!("{}.{},{},{}\n", i % 7, i, (i * 37 + file.len()) % 11, i % 3);
             bench.write(
@@ -47,7 +52,6 @@ impl RunFixture {
                 &("p,q,y\n".to_owned() + &(0..rows).map(row).collect::<String>()),
             );
         }
-        bench.write("job.toml", job);
         bench
     }
 
@@ -71,15 +75,12 @@ impl RunFixture {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-        command.args(["fit", "job.toml"]).args(args).current_dir(self.folder.path());
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        command
+        measured_command(self.folder.path(), &[&["fit", "job.toml"], args].concat())
     }
 
     #[track_caller]
     fn fit(&self, args: &[&str], code: i32) -> String {
-        assert_exit(&self.command(args).output().unwrap(), code)
+        finish(&mut self.command(args)).expect(code).stderr
     }
 
     /// A run of the first steps, in `run`.
@@ -95,39 +96,17 @@ impl RunFixture {
     }
 
     fn events(&self, name: &str) -> Vec<Value> {
-        let text = fs::read(self.path("run/events.jsonl")).unwrap();
-        let lines = text.split(|b| *b == b'\n').filter_map(|line| serde_json::from_slice::<Value>(line).ok());
-        lines.filter(|event| event["event"] == name).collect()
+        named(&events_so_far(&self.path("run")), name).into_iter().cloned().collect()
+    }
+
+    #[track_caller]
+    fn assert_same_result(&self, run: &str, other: &Path) {
+        FinalState::of(&self.path(run)).assert_same(&FinalState::of(other));
     }
 
     fn checkpoints(&self) -> Vec<String> {
         names(&self.path("run/checkpoints"))
     }
-}
-
-fn names(folder: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-#[track_caller]
-fn assert_exit(output: &Output, code: i32) -> String {
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(code), "{:?}\n{text}", output.status);
-    assert!(!text.contains("panicked"), "{text}");
-    text
-}
-
-/// The final state of a run, for bitwise comparison.
-fn outcome(run: &Path) -> (Vec<u8>, Vec<u8>, Value) {
-    let newest = run.join("checkpoints").join(names(&run.join("checkpoints")).last().unwrap());
-    let read = |name: &str| fs::read(newest.join(name)).unwrap();
-    let text = fs::read_to_string(run.join("events.jsonl")).unwrap();
-    let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-    assert_eq!(last["event"], "finished");
-    (read("model.safetensors"), read("optimizer.safetensors"), last["metrics"].clone())
 }
 
 #[test]
@@ -173,15 +152,14 @@ fn classes_and_vocabularies_belong_to_a_checkpoint() {
     let bench = RunFixture::new(job);
     bench.write("t.txt", &"the quick brown fox ".repeat(30));
     bench.fit(&["--run-dir", "run", "--max-steps", "4", "-q"], 0);
-    let state: Value = serde_json::from_str(&bench.read("run/checkpoints/step-00000004/state.json")).unwrap();
+    let state = read_json(&bench.path("run/checkpoints/step-00000004/state.json"));
     assert!(bench.path("run/checkpoints/step-00000004/tokenizer.json").exists());
     assert!(state["data"]["vocabulary"].as_u64().unwrap() > 10 && state["data"]["tokenizer"].is_string());
     bench.write("t.txt", &"the quick brown fOx ".repeat(30));
     let text = bench.resume(&[], 2);
     assert!(text.contains("t.txt` of `data.train` changed") && text.contains("vocabulary"), "{text}");
     let classes = RunFixture::with_partial_run(JOB);
-    let state: Value =
-        serde_json::from_str(&classes.read("run/checkpoints/step-00000008/state.json")).unwrap();
+    let state = read_json(&classes.path("run/checkpoints/step-00000008/state.json"));
     assert_eq!(state["data"]["classes"], serde_json::json!(["0", "1", "2"]));
     assert_eq!(state["data"]["sources"].as_array().unwrap().len(), 3);
 }
@@ -204,10 +182,10 @@ fn a_folder_in_use_is_refused_with_the_process() {
         first.kill().unwrap();
         first.wait().unwrap();
         for _ in 0..500 {
-            let output = bench.command(&["--resume", "run", "--max-steps", "1", "-q"]).output().unwrap();
-            match output.status.code() {
+            let resumed = finish(&mut bench.command(&["--resume", "run", "--max-steps", "1", "-q"]));
+            match resumed.code() {
                 Some(0) => break,
-                _ => assert!(assert_exit(&output, 2).contains("in use")),
+                _ => assert!(resumed.expect(2).stderr.contains("in use")),
             }
         }
         assert!(!bench.path("run/lock").exists());
@@ -260,7 +238,7 @@ fn damaged_events_block_no_resume_and_are_reported() {
     fs::write(bench.path("run/events.jsonl"), lines.join(&b'\n')).unwrap();
     let text = bench.resume(&[], 0);
     assert!(text.contains("line 4 is not an event") && text.contains("line 6 is not an event"), "{text}");
-    let summary: Value = serde_json::from_str(&bench.read("run/summary.json")).unwrap();
+    let summary = read_json(&bench.path("run/summary.json"));
     assert_eq!((&summary["state"], &summary["steps"]), (&"finished".into(), &12.into()));
 }
 
@@ -317,7 +295,7 @@ fn an_evaluation_that_fails_costs_nothing() {
     bench.write("data/valid.csv", &bad);
     let text = bench.resume(&["--allow-changed-data"], 0);
     assert!(text.contains("at step 6"), "{text}");
-    assert_eq!(outcome(&bench.path("run")), outcome(&whole.path("run")));
+    bench.assert_same_result("run", &whole.path("run"));
     assert_eq!(bench.checkpoints(), whole.checkpoints());
     assert_eq!(bench.events("eval").iter().map(|e| e["step"].as_u64().unwrap()).collect::<Vec<_>>(), [6, 12]);
     let rows = bench.read("run/metrics.jsonl");
@@ -332,7 +310,7 @@ fn an_evaluation_that_was_not_kept_is_made_again() {
     bench.fit(&["--run-dir", "run", "--max-steps", "6", "-q"], 0);
     fs::remove_file(bench.path("run/checkpoints/step-00000006/evaluated.json")).unwrap();
     bench.resume(&["-q"], 0);
-    assert_eq!(outcome(&bench.path("run")), outcome(&whole.path("run")));
+    bench.assert_same_result("run", &whole.path("run"));
     let rows = bench.read("run/metrics.jsonl");
     assert_eq!(rows.lines().filter(|row| row.contains("valid.loss")).count(), 2, "each once: {rows}");
     let best = |bench: &RunFixture| bench.events("finished").last().unwrap()["best_step"].clone();
@@ -433,19 +411,18 @@ fn a_damaged_cache_is_made_again_and_nobody_is_blamed() {
         fs::write(&path, bytes).unwrap();
         let run = format!("run-{i}");
         bench.fit(&["--run-dir", &run, "-q"], 0);
-        assert_eq!(outcome(&bench.path(&run)), outcome(&bench.path("whole")), "{name}");
+        println!("{name}");
+        bench.assert_same_result(&run, &bench.path("whole"));
     }
 }
 
 #[test]
 fn a_limit_on_file_sizes_is_a_full_disk() {
     let bench = RunFixture::new(&SHAPES.replace("hidden = [16]", "hidden = [256]"));
-    let fit = bench.command(&["--run-dir", "run"]);
-    let mut limited = Command::new("sh");
     // 64 KiB: enough for the first events, not for a checkpoint.
-    limited.args(["-c", "ulimit -f 64 && exec \"$@\"", "sh"]).arg(fit.get_program()).args(fit.get_args());
-    let output = limited.current_dir(bench.folder.path()).stdin(Stdio::null()).output().unwrap();
-    let text = assert_exit(&output, 1);
+    let limit = "ulimit -f 64 && exec \"$@\"";
+    let text =
+        finish(&mut through_shell(limit, "sh", &bench.command(&["--run-dir", "run"]))).expect(1).stderr;
     assert!(text.contains("File too large") && text.contains("hint: the disk"), "{text}");
     assert_eq!(bench.checkpoints(), [""; 0]);
     bench.resume(&["-q"], 0);
@@ -456,30 +433,20 @@ fn a_limit_on_file_sizes_is_a_full_disk() {
 #[test]
 fn a_disk_too_small_for_the_checkpoints_is_reported_before_the_first_step() {
     let bench = RunFixture::new(&SHAPES.replace("hidden = [16]", "hidden = [128]"));
-    let disk = bench.path("disk");
-    fs::create_dir(&disk).unwrap();
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=300k", "tmpfs"]).arg(&disk).status();
-    if !mounted.is_ok_and(|status| status.success()) {
-        eprintln!("skipped: a small file system can be mounted by root only");
-        return;
-    }
-    let output = bench.command(&["--run-dir", "disk/run"]).output().unwrap();
-    let kept = disk.join("run/checkpoints").exists() && !names(&disk.join("run/checkpoints")).is_empty();
-    Command::new("umount").arg(&disk).status().unwrap();
-    let text = assert_exit(&output, 1);
+    let Some(_disk) = harness::SmallDisk::mount(&bench.path("disk"), "300k") else { return };
+    let text = bench.fit(&["--run-dir", "disk/run"], 1);
     assert!(
         text.contains("are free, and its checkpoints need") && text.contains("checkpoint.keep"),
         "{text}"
     );
-    assert!(!kept);
+    let checkpoints = bench.path("disk/run/checkpoints");
+    assert!(!checkpoints.exists() || names(&checkpoints).is_empty());
 }
 
 #[test]
 fn the_plan_says_what_the_disk_will_hold() {
     let bench = RunFixture::new(SHAPES);
-    let mut plan = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    plan.args(["plan", "job.toml", "--json"]).current_dir(bench.folder.path());
-    let plan: Value = serde_json::from_slice(&plan.output().unwrap().stdout).unwrap();
+    let plan = harness::trainer(bench.folder.path(), &["plan", "job.toml", "--json"]).json();
     let of = |key: &str| plan["disk"][key].as_u64().unwrap();
     assert_eq!((of("checkpoints"), of("checkpoints_bytes")), (4, 4 * of("checkpoint_bytes")));
     bench.fit(&["--run-dir", "run", "-q"], 0);

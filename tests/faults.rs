@@ -8,11 +8,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::process::Command;
 
-use serde_json::Value;
+use crate::harness::{FinalState, Finished, finish, in_parallel, job_folder, measured_command, root, skip};
 
 /// Three checkpoints, two evaluations, a best checkpoint that is kept and one that is removed.
 const JOB: &str = "
@@ -44,17 +42,9 @@ tensorboard = false
 
 const FAULTS: [(&str, &str); 3] = [("killed", "kill"), ("the disk is full", "28"), ("the disk fails", "5")];
 
-fn fit(folder: &Path, shim: &[(&str, &str)]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.args(["fit", "job.toml", "--run-dir", "run", "--resume", "-q"]).current_dir(folder);
-    command.envs(shim.iter().copied()).env("RAYON_NUM_THREADS", "1");
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).output().unwrap()
-}
-
-fn job() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("job.toml"), JOB).unwrap();
-    folder
+fn fit(folder: &Path, shim: &[(&str, &str)]) -> Finished {
+    let mut command = measured_command(folder, &["fit", "job.toml", "--run-dir", "run", "--resume", "-q"]);
+    finish(command.envs(shim.iter().copied()).env("RAYON_NUM_THREADS", "1"))
 }
 
 /// Every file and folder below a folder.
@@ -71,22 +61,9 @@ fn listing(folder: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// What must be bitwise identical, and the names of all files.
-fn final_state(folder: &Path) -> (Vec<Vec<u8>>, Value, BTreeSet<PathBuf>) {
-    let run = folder.join("run");
-    let last = run.join("checkpoints/step-00000003");
-    let files = ["model.safetensors", "ema.safetensors", "optimizer.safetensors"];
-    let files = files.map(|name| fs::read(last.join(name)).unwrap()).to_vec();
-    let text = fs::read_to_string(run.join("events.jsonl")).unwrap();
-    let finished = text.lines().rev().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let finished = finished.into_iter().find(|event| event["event"] == "finished").expect("it finished");
-    let ends = ["metrics", "best_step", "samples_digest"].map(|key| finished[key].clone());
-    (files, Value::from(ends.to_vec()), listing(&run))
-}
-
 fn build_shim(folder: &Path) -> Option<PathBuf> {
     let library = folder.join("shim.so");
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/faults/shim.c");
+    let source = root().join("tests/faults/shim.c");
     let mut build = Command::new("cc");
     build.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source).arg("-ldl");
     match build.output() {
@@ -95,7 +72,7 @@ fn build_shim(folder: &Path) -> Option<PathBuf> {
             Some(library)
         }
         Err(error) => {
-            eprintln!("skipped: no C compiler `cc`: {error}");
+            skip(format!("no C compiler `cc`: {error}"));
             None
         }
     }
@@ -111,7 +88,7 @@ fn call_kind(line: &str) -> String {
 
 #[test]
 fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
-    let whole = job();
+    let whole = job_folder(JOB);
     let Some(library) = build_shim(whole.path()) else { return };
     let library = library.to_str().unwrap();
     let all = std::env::var("TRAINER_FAULT_SWEEP").is_ok_and(|value| value == "all");
@@ -119,9 +96,10 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
     let place = if all { "run/" } else { "run/checkpoints" };
     let log = whole.path().join("log");
     let counting = [("LD_PRELOAD", library), ("SHIM_FOLDER", place), ("SHIM_LOG", log.to_str().unwrap())];
-    let output = fit(whole.path(), &counting);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let wanted = final_state(whole.path());
+    fit(whole.path(), &counting).expect(0);
+    let run = whole.path().join("run");
+    let (wanted, wanted_files) = (FinalState::of(&run), listing(&run));
+    assert_eq!(wanted.tensors.len(), 3, "model, EMA and optimizer state");
     let calls: Vec<String> = fs::read_to_string(log).unwrap().lines().map(String::from).collect();
     let names: BTreeSet<&str> = calls.iter().map(|call| call.split(' ').nth(1).unwrap()).collect();
     for name in ["open", "write", "fsync", "rename", "mkdir", "unlinkat", "read"] {
@@ -134,46 +112,37 @@ fn a_fault_at_any_call_of_a_checkpoint_leaves_a_run_that_resumes_to_the_bit() {
         if all { (1..=calls.len()).collect() } else { kinds.into_values().collect() };
     let cases: Vec<(usize, (&str, &str))> =
         chosen.iter().flat_map(|at| FAULTS.map(|fault| (*at, fault))).collect();
-    let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let work = || {
-        while let Some((at, (name, how))) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let folder = job();
-            let at_text = at.to_string();
-            let faulty =
-                [("LD_PRELOAD", library), ("SHIM_FOLDER", place), ("SHIM_AT", &at_text), ("SHIM_HOW", *how)];
-            let disturbed = fit(folder.path(), &faulty);
-            let resumed = fit(folder.path(), &[]);
-            let text = String::from_utf8_lossy(&disturbed.stderr).into_owned();
-            let code = disturbed.status.code();
-            let add_failure = |what: String| {
-                wrong.lock().unwrap().push(format!("{name} at {}: {what}", calls[at - 1]));
-            };
-            // Killed, reported, or harmless: never a panic.
-            if !matches!((code, *how), (None, "kill") | (Some(0 | 1), "28" | "5"))
-                || text.contains("panicked")
-            {
-                add_failure(format!("ended with {:?}: {text}", disturbed.status));
-            }
-            if !resumed.status.success() {
-                add_failure(format!("is not resumed: {}", String::from_utf8_lossy(&resumed.stderr)));
-                continue;
-            }
-            let found = final_state(folder.path());
-            if found.0 != wanted.0 || found.1 != wanted.1 {
-                add_failure(format!("ends otherwise: {} and {}", found.1, wanted.1));
-            }
-            if found.2 != wanted.2 {
-                let left: Vec<_> = found.2.symmetric_difference(&wanted.2).collect();
-                add_failure(format!("leaves {left:?}"));
-            }
+    let failures = in_parallel(4, &cases, |(at, (name, how))| {
+        let folder = job_folder(JOB);
+        let at_text = at.to_string();
+        let faulty =
+            [("LD_PRELOAD", library), ("SHIM_FOLDER", place), ("SHIM_AT", &at_text), ("SHIM_HOW", *how)];
+        let disturbed = fit(folder.path(), &faulty);
+        let resumed = fit(folder.path(), &[]);
+        let mut failures = Vec::new();
+        let mut add_failure = |what: String| failures.push(format!("{name} at {}: {what}", calls[at - 1]));
+        // Killed, reported, or harmless: never a panic.
+        if !matches!((disturbed.code(), *how), (None, "kill") | (Some(0 | 1), "28" | "5"))
+            || disturbed.stderr.contains("panicked")
+        {
+            add_failure(format!("ended with {:?}: {}", disturbed.status, disturbed.stderr));
         }
-    };
-    std::thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(work);
+        if !resumed.status.success() {
+            add_failure(format!("is not resumed: {}", resumed.stderr));
+            return failures;
         }
+        let run = folder.path().join("run");
+        if let Some(difference) = FinalState::of(&run).difference(&wanted) {
+            add_failure(format!("ends otherwise: {difference}"));
+        }
+        let files = listing(&run);
+        if files != wanted_files {
+            let left: Vec<_> = files.symmetric_difference(&wanted_files).collect();
+            add_failure(format!("leaves {left:?}"));
+        }
+        failures
     });
-    let wrong = wrong.into_inner().unwrap();
+    let wrong = failures.concat();
     println!("{} calls, {} cases, {} wrong", calls.len(), cases.len(), wrong.len());
     assert!(wrong.is_empty(), "{}\n{}", wrong.len(), wrong.join("\n"));
 }

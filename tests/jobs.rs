@@ -1,13 +1,13 @@
 //! Jobs and commands through the binary: exit code, stdout and stderr together, compared with `tests/snapshots`.
 //! `TRAINER_UPDATE_SNAPSHOTS=1 cargo test` rewrites them.
 
-use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 
 use proptest::prelude::*;
 use trainer::job::{self, Job};
+
+use crate::harness::{Finished, assert_snapshot, command, finish, job_folder, root};
 
 const GOOD: &str = "\
 name = \"tiny\"
@@ -23,41 +23,20 @@ kind = \"shapes\"
 epochs = 2
 ";
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
-fn trainer(folder: &Path, args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.env("TRAINER_PROCESS_BYTES", "0");
-    command.args(args).current_dir(folder).env_remove("NO_COLOR").env("COLUMNS", "100");
+fn trainer(folder: &Path, args: &[&str]) -> Finished {
+    let mut command = command(folder, args);
+    command.env_remove("NO_COLOR").env("COLUMNS", "100");
     // A plan depends on the number of threads, and on the packing buffers of GEMMs under a CPU dispatch.
-    command.env("RAYON_NUM_THREADS", "2").env("TRAINER_CPU_DISPATCH", "portable");
-    command.stdin(Stdio::null()).output().unwrap()
-}
-
-/// A folder that contains `job.toml`.
-fn folder_with(job: impl AsRef<[u8]>) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("job.toml"), job).unwrap();
-    folder
+    finish(command.env("RAYON_NUM_THREADS", "2").env("TRAINER_CPU_DISPATCH", "portable"))
 }
 
 /// Runs `args` and compares everything visible with the snapshot `name`.
 fn snapshot(name: &str, job: impl AsRef<[u8]>, args: &[&str]) {
-    let folder = folder_with(&job);
-    let output = trainer(folder.path(), args);
-    let mut seen = format!("$ trainer {}\nexit code {}\n", args.join(" "), output.status.code().unwrap());
-    for (name, bytes) in [("stdout", &output.stdout), ("stderr", &output.stderr)] {
-        let text = String::from_utf8_lossy(bytes);
-        let _ = write!(seen, "--- {name}\n{text}");
-    }
-    let path = root().join("tests/snapshots").join(format!("{name}.txt"));
-    if std::env::var_os("TRAINER_UPDATE_SNAPSHOTS").is_some() {
-        fs::write(&path, &seen).unwrap();
-    }
-    let expected = fs::read_to_string(&path).unwrap_or_default();
-    assert!(seen == expected, "{} differs\n=== expected\n{expected}\n=== seen\n{seen}", path.display());
+    let done = trainer(job_folder(job).path(), args);
+    let (args, code) = (args.join(" "), done.code().unwrap());
+    let seen =
+        format!("$ trainer {args}\nexit code {code}\n--- stdout\n{}--- stderr\n{}", done.stdout, done.stderr);
+    assert_snapshot(&root().join("tests/snapshots").join(format!("{name}.txt")), &seen);
 }
 
 fn check(name: &str, job: &str) {
@@ -209,27 +188,24 @@ fn color_is_asked_for() {
 
 #[test]
 fn init_writes_a_job_that_checks_and_never_overwrites() {
-    let folder = folder_with("mine");
+    let folder = job_folder("mine");
     snapshot("init_list", "", &["init", "--list"]);
     snapshot("init_exists", "mine", &["init", "-o", "job.toml"]);
     for template in ["quickstart", "mlp"] {
         let file = format!("{template}.toml");
-        assert!(trainer(folder.path(), &["init", template, "-o", &file]).status.success());
-        let seen = trainer(folder.path(), &["check", &file]);
-        assert!(seen.status.success(), "{seen:?}");
-        let printed = trainer(folder.path(), &["init", template]);
-        assert_eq!(printed.stdout, fs::read(folder.path().join(&file)).unwrap());
+        trainer(folder.path(), &["init", template, "-o", &file]).expect(0);
+        trainer(folder.path(), &["check", &file]).expect(0);
+        let printed = trainer(folder.path(), &["init", template]).stdout;
+        assert_eq!(printed, fs::read_to_string(folder.path().join(&file)).unwrap());
     }
 }
 
 #[test]
 fn completions_and_the_probe_need_no_job() {
     for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
-        let seen = trainer(root(), &["completions", shell]);
-        assert!(seen.status.success() && String::from_utf8_lossy(&seen.stdout).contains("resume"), "{shell}");
+        assert!(trainer(root(), &["completions", shell]).expect(0).stdout.contains("resume"), "{shell}");
     }
-    let seen = trainer(root(), &["probe", "--json"]);
-    let document: serde_json::Value = serde_json::from_slice(&seen.stdout).unwrap();
+    let document = trainer(root(), &["probe", "--json"]).json();
     assert!(document["usable_bytes"].as_u64().is_some_and(|b| b > 0), "{document:#}");
     assert!(document["host"]["total"].as_u64().is_some_and(|b| b > 0), "{document:#}");
 }
@@ -241,15 +217,8 @@ fn a_reader_that_goes_away_is_no_error() {
     for args in [&["schema"][..], &["completions", "bash"], &["init"], &["probe"], &["--help"]] {
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
-        let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
-            .env("TRAINER_PROCESS_BYTES", "0")
-            .args(args)
-            .stdout(OwnedFd::from(writer))
-            .stderr(Stdio::piped())
-            .output()
-            .unwrap();
-        assert_eq!(output.status.code(), Some(0), "{args:?}: {output:?}");
-        assert!(output.stderr.is_empty(), "{args:?}: {output:?}");
+        let done = finish(command(root(), args).stdout(OwnedFd::from(writer))).expect(0);
+        assert!(done.stderr.is_empty(), "{args:?}: {done:?}");
     }
 }
 
@@ -274,12 +243,7 @@ fn every_config_loads_and_its_resolved_job_is_the_same_job() {
 
 #[test]
 fn the_reference_page_is_fresh() {
-    let path = root().join("docs/job.md");
-    if std::env::var_os("TRAINER_UPDATE_SNAPSHOTS").is_some() {
-        fs::write(&path, job::job_markdown()).unwrap();
-    }
-    let page = fs::read_to_string(&path).unwrap_or_default();
-    assert!(page == job::job_markdown(), "docs/job.md is stale: `trainer schema --markdown > docs/job.md`");
+    assert_snapshot(&root().join("docs/job.md"), &job::job_markdown());
 }
 
 /// A change to a job's text.
@@ -337,7 +301,7 @@ proptest! {
         let path = root().join(["configs/quickstart.toml", "configs/mlp.toml"][which]);
         let mut text = fs::read(path).unwrap();
         mutations.iter().for_each(|m| mutate(&mut text, m));
-        let folder = folder_with(&text);
+        let folder = job_folder(&text);
         match Job::load(&folder.path().join("job.toml"), &[]) {
             Ok(job) => {
                 let again = Job::parse(&job.to_toml(), Path::new("x.toml"), &[]);
@@ -404,11 +368,9 @@ fn what_is_no_regular_file_is_refused_at_once() {
             fs::write(path("job.toml"), format!("[train]\nsteps = 1\nbatch_size = 1\n[data]\n{source}"))
                 .unwrap();
             let done = trainer(folder.path(), &["check", "job.toml"]);
-            let said = String::from_utf8_lossy(&done.stderr);
-            assert!(!done.status.success() && said.contains(kind), "{source}\n{said}");
+            assert!(!done.status.success() && done.stderr.contains(kind), "{source}\n{}", done.stderr);
         }
-        let done = trainer(folder.path(), &["check", &special]);
-        let said = String::from_utf8_lossy(&done.stderr);
-        assert!(done.status.code() == Some(2) && said.contains(kind), "{said}");
+        let said = trainer(folder.path(), &["check", &special]).expect(2).stderr;
+        assert!(said.contains(kind), "{said}");
     }
 }

@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
+
+use crate::harness::{Finished, command, finish, job_folder, names};
 
 const JOB: &str = "\
 [model]
@@ -22,25 +23,15 @@ batch_size = 32
 steps = 3
 ";
 
-fn trainer(folder: &Path, args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.env("TRAINER_PROCESS_BYTES", "0");
-    command.args(args).current_dir(folder).env("RAYON_NUM_THREADS", "2").stdin(Stdio::null());
-    command.output().unwrap()
-}
-
-fn folder(job: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("job.toml"), job).unwrap();
-    folder
+/// A plan depends on the number of threads.
+fn trainer(folder: &Path, args: &[&str]) -> Finished {
+    finish(command(folder, args).env("RAYON_NUM_THREADS", "2"))
 }
 
 /// The plan and the exit code.
 fn plan(folder: &Path, args: &[&str]) -> (Value, i32) {
-    let output = trainer(folder, &[&["plan", "job.toml", "--json"], args].concat());
-    let text = String::from_utf8_lossy(&output.stdout);
-    let plan = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}{output:?}"));
-    (plan, output.status.code().unwrap())
+    let done = trainer(folder, &[&["plan", "job.toml", "--json"], args].concat());
+    (done.json(), done.code().unwrap())
 }
 
 /// The `key = value` pairs of an advice, as `--set` arguments.
@@ -56,7 +47,7 @@ fn bytes(plan: &Value, path: &str) -> u64 {
 /// On the CPU, for budgets from nothing to enough: the plan fits, or its advice does once applied.
 #[test]
 fn what_is_advised_fits_when_it_is_applied() {
-    let folder = folder(JOB);
+    let folder = job_folder(JOB);
     let path = folder.path();
     let (ample, code) = plan(path, &["--ram", "1GiB"]);
     assert_eq!((ample["verdict"].as_str(), code), (Some("fits"), 0));
@@ -92,7 +83,7 @@ fn what_is_advised_fits_when_it_is_applied() {
 /// fit.
 #[test]
 fn a_gpu_that_is_not_here_is_planned_for() {
-    let folder = folder(JOB);
+    let folder = job_folder(JOB);
     let path = folder.path();
     let (whole, code) = plan(path, &["--vram", "1GiB", "--ram", "1GiB"]);
     assert_eq!((code, whole["device"].as_str()), (0, Some("cuda")));
@@ -129,7 +120,7 @@ fn a_gpu_that_is_not_here_is_planned_for() {
 #[test]
 fn optimizer_state_in_bytes_is_really_used() {
     let job = JOB.replace("[64, 64, 64]", "[512, 512]").replace("steps = 3", "steps = 4");
-    let folder = folder(&job);
+    let folder = job_folder(&job);
     let path = folder.path();
     let allow = ["--set", "memory.on_oom=[\"optimizer-8bit\"]"];
     let (ample, _) = plan(path, &["--ram", "1GiB"]);
@@ -138,8 +129,7 @@ fn optimizer_state_in_bytes_is_really_used() {
     let (chosen, code) = plan(path, &tight);
     assert_eq!((code, chosen["chosen"]["optimizer"].as_str()), (0, Some("adamw8bit")), "{chosen}");
     let fit = |run: &str, args: &[&str]| {
-        let output = trainer(path, &[&["fit", "job.toml", "-q", "--run-dir", run], args].concat());
-        assert_eq!(output.status.code(), Some(0), "{output:?}");
+        trainer(path, &[&["fit", "job.toml", "-q", "--run-dir", run], args].concat()).expect(0);
     };
     let state = |run: &str, step: u64| {
         let file = path.join(run).join(format!("checkpoints/step-{step:08}/optimizer.safetensors"));
@@ -159,36 +149,30 @@ fn optimizer_state_in_bytes_is_really_used() {
 
 #[test]
 fn a_frozen_job_runs_with_the_locked_plan_or_not_at_all() {
-    let folder = folder(JOB);
+    let folder = job_folder(JOB);
     let path = folder.path();
-    let fit = |args: &[&str]| {
-        let output = trainer(path, &[&["fit", "job.toml", "-q"], args].concat());
-        (output.status.code().unwrap(), String::from_utf8_lossy(&output.stderr).into_owned())
-    };
-    let (code, text) = fit(&["--frozen", "--run-dir", "none"]);
-    assert_eq!(code, 2, "{text}");
+    let fit = |args: &[&str]| trainer(path, &[&["fit", "job.toml", "-q"], args].concat());
+    let text = fit(&["--frozen", "--run-dir", "none"]).expect(2).stderr;
     assert!(text.contains("cannot read `job.lock`") && text.contains("--lock"), "{text}");
-    assert_eq!(fit(&["--lock", "--run-dir", "a"]).0, 0);
+    fit(&["--lock", "--run-dir", "a"]).expect(0);
     let lock = fs::read_to_string(path.join("job.lock")).unwrap();
-    assert_eq!(fit(&["--frozen", "--run-dir", "b"]).0, 0);
+    fit(&["--frozen", "--run-dir", "b"]).expect(0);
     // More or less memory is not another plan as long as the execution plan is the same.
-    assert_eq!(fit(&["--frozen", "--run-dir", "c", "--set", "memory.ram=64MiB"]).0, 0);
-    let (code, text) = fit(&["--frozen", "--run-dir", "d", "--set", "train.batch_size=16"]);
-    assert_eq!(code, 3);
+    fit(&["--frozen", "--run-dir", "c", "--set", "memory.ram=64MiB"]).expect(0);
+    let text = fit(&["--frozen", "--run-dir", "d", "--set", "train.batch_size=16"]).expect(3).stderr;
     assert!(text.contains("`samples_per_update` was 32 and is 16"), "{text}");
-    let (code, text) = fit(&["--frozen", "--run-dir", "d", "--set", "model.hidden=[512, 512, 512]"]);
-    assert_eq!(code, 3);
+    let text = fit(&["--frozen", "--run-dir", "d", "--set", "model.hidden=[512, 512, 512]"]).expect(3).stderr;
     assert!(text.contains("`peak.ram_bytes` was") && text.contains("`roles.weights` was"), "{text}");
     assert!(!path.join("d").exists(), "nothing was begun");
     let (_, code) = plan(path, &["--frozen"]);
     assert_eq!(code, 0);
-    assert_eq!(trainer(path, &["plan", "job.toml", "--lock", "-q"]).status.code(), Some(0));
+    trainer(path, &["plan", "job.toml", "--lock", "-q"]).expect(0);
     assert_eq!(fs::read_to_string(path.join("job.lock")).unwrap(), lock, "the same text again");
 }
 
 #[test]
 fn what_is_measured_is_chosen_and_leaves_nothing_behind() {
-    let folder = folder(JOB);
+    let folder = job_folder(JOB);
     let path = folder.path();
     let (measured, code) = plan(path, &["--measure"]);
     assert_eq!(code, 0);
@@ -202,8 +186,7 @@ fn what_is_measured_is_chosen_and_leaves_nothing_behind() {
     let change = at["change"].as_str().unwrap();
     let named = if change.is_empty() { "micro-batch 32,".to_owned() } else { change.to_owned() };
     assert!(named.starts_with(&format!("micro-batch {chosen},")), "{named}: {chosen}");
-    let left: Vec<_> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(left, ["job.toml"]);
+    assert_eq!(names(path), ["job.toml"]);
 }
 
 /// A plan for another GPU counts the workspaces of the kernels that run there; a GPU that no kernel supports is
@@ -214,7 +197,8 @@ fn a_plan_is_for_the_gpu_that_is_named() {
     // saves sums.
     let model = "[model]\nkind = \"gpt\"\nlayers = 2\nheads = 6\nwidth = 768\ncontext = 1024\n";
     let data = "[data]\nkind = \"text-synthetic\"\nvocab = 8192\ntrain_samples = 64\nvalid_samples = 4\n";
-    let folder = folder(&format!("{model}{data}[train]\nbatch_size = 16\nsteps = 2\nprecision = \"bf16\"\n"));
+    let train = "[train]\nbatch_size = 16\nsteps = 2\nprecision = \"bf16\"\n";
+    let folder = job_folder(format!("{model}{data}{train}"));
     let peak = |args: &[&str]| {
         let (plan, code) = plan(folder.path(), &[&["--vram", "80GiB", "--ram", "8GiB"], args].concat());
         assert_eq!(code, 0, "{plan}");
@@ -228,7 +212,6 @@ fn a_plan_is_for_the_gpu_that_is_named() {
     for wrong in
         [&["--vram", "8GiB", "--gpu", "7.5"][..], &["--vram", "8GiB", "--gpu", "ada"], &["--gpu", "8.9"]]
     {
-        let output = trainer(folder.path(), &[&["plan", "job.toml"], wrong].concat());
-        assert_eq!(output.status.code(), Some(2), "{wrong:?}: {output:?}");
+        trainer(folder.path(), &[&["plan", "job.toml"], wrong].concat()).expect(2);
     }
 }

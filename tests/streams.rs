@@ -3,7 +3,6 @@
 use std::fs::{self, File};
 use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -15,16 +14,17 @@ use trainer::data::streaming::{
 use trainer::data::{BatchRow, DataError, Features, InputSpec, SampleKey, TargetSpec};
 use trainer::events::{EventLog, Reporter};
 use trainer::job::Job;
-use trainer::memory::measure::CountingAllocator;
+use trainer::memory::measure;
 use trainer::train::Failure;
 use trainer::train::datasets::Datasets;
 use trainer::train::run::{self, RunOptions, RunOutcome};
 use trainer::train::run_dir::{RequestedRun, RunDir};
 use trainer::train::setup::Setup;
 
-/// The run that must stay within its memory is measured in a child process of this program.
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
+use crate::harness::{events, gzip, last, named, ran_in_own_process, tensors, trainer};
+
+/// The allocator also counts what other tests hold at the same time: a budget that this cannot exhaust.
+const AMPLE_RAM: u64 = 1 << 40;
 
 /// Files of byte rows, each with its class in the first byte.
 struct ByteRowShards {
@@ -169,19 +169,9 @@ fn train(
     )
 }
 
-fn events(folder: &Path, name: &str) -> Vec<Value> {
-    let text = fs::read_to_string(folder.join("events.jsonl")).unwrap();
-    let all = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    all.filter(|event| event["event"] == name).collect()
-}
-
-/// The final weights and optimizer state.
-fn weights(folder: &Path) -> Vec<Vec<u8>> {
-    let mut all: Vec<PathBuf> =
-        fs::read_dir(folder.join("checkpoints")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    all.sort();
-    let newest = all.last().unwrap();
-    ["model.safetensors", "optimizer.safetensors"].map(|name| fs::read(newest.join(name)).unwrap()).to_vec()
+/// How a run ended last.
+fn finished(run: &Path) -> Value {
+    last(&events(run), "finished").clone()
 }
 
 fn small_shards(folder: &Path) -> ByteRowShards {
@@ -194,25 +184,22 @@ fn small_shards(folder: &Path) -> ByteRowShards {
 fn a_resumed_run_is_the_same() {
     let home = tempfile::tempdir().unwrap();
     let path = |name: &str| home.path().join(name);
-    train(small_shards(home.path()), job(&[]), &path("whole"), 1 << 30, None).unwrap();
-    let finished = events(&path("whole"), "finished").remove(0);
-    assert_eq!(finished["steps"], 36, "180 samples, 16 an update, 3 epochs");
+    train(small_shards(home.path()), job(&[]), &path("whole"), AMPLE_RAM, None).unwrap();
+    let whole = finished(&path("whole"));
+    assert_eq!(whole["steps"], 36, "180 samples, 16 an update, 3 epochs");
     for cut in [1, 11, 12, 13, 29] {
         let name = path(&format!("cut-{cut}"));
-        train(small_shards(home.path()), job(&["data.workers=1"]), &name, 1 << 30, Some(cut)).unwrap();
+        train(small_shards(home.path()), job(&["data.workers=1"]), &name, AMPLE_RAM, Some(cut)).unwrap();
         let other = job(&["data.workers=3", "data.prefetch=1KiB"]);
-        train(small_shards(home.path()), other, &name, 1 << 30, None).unwrap();
-        let last = events(&name, "finished").pop().unwrap();
-        assert_eq!(
-            (&last["samples_digest"], &last["metrics"]),
-            (&finished["samples_digest"], &finished["metrics"])
-        );
-        assert!(weights(&name) == weights(&path("whole")), "cut at {cut}");
+        train(small_shards(home.path()), other, &name, AMPLE_RAM, None).unwrap();
+        let end = finished(&name);
+        assert_eq!((&end["samples_digest"], &end["metrics"]), (&whole["samples_digest"], &whole["metrics"]));
+        assert!(tensors(&name) == tensors(&path("whole")), "cut at {cut}");
     }
     let mut unlike = job(&["data.shuffle_buffer=1KiB"]);
     unlike.name = "unlike".into();
-    train(small_shards(home.path()), unlike, &path("unlike"), 1 << 30, None).unwrap();
-    assert_ne!(events(&path("unlike"), "finished")[0]["samples_digest"], finished["samples_digest"]);
+    train(small_shards(home.path()), unlike, &path("unlike"), AMPLE_RAM, None).unwrap();
+    assert_ne!(finished(&path("unlike"))["samples_digest"], whole["samples_digest"]);
 }
 
 /// Bad records are skipped, reported once, counted once whatever happens, and do not shift the others. An update with
@@ -224,14 +211,15 @@ fn bad_records_are_left_out_and_counted_once() {
     // In file order, one update has these and nothing else.
     let sets = ["data.shuffle=false", "data.on_bad_record=skip", "data.max_bad_records=30"];
     let bad = || ByteRowShards { bad: (16..42).collect(), ..small_shards(home.path()) };
-    train(bad(), job(&sets), &path("whole"), 1 << 30, None).unwrap();
-    let finished = events(&path("whole"), "finished").remove(0);
-    assert_eq!((&finished["bad_records"], &finished["steps"]), (&26.into(), &36.into()));
-    assert!(finished["samples"].as_u64().unwrap() < 3 * 160, "{finished}");
-    let steps = events(&path("whole"), "step");
+    train(bad(), job(&sets), &path("whole"), AMPLE_RAM, None).unwrap();
+    let whole = finished(&path("whole"));
+    assert_eq!((&whole["bad_records"], &whole["steps"]), (&26.into(), &36.into()));
+    assert!(whole["samples"].as_u64().unwrap() < 3 * 160, "{whole}");
+    let events = events(&path("whole"));
+    let steps = named(&events, "step");
     assert!(steps[1]["loss"].is_null(), "the second update has nothing to learn from: {}", steps[1]);
     assert_eq!(steps[1]["samples"], steps[0]["samples"]);
-    let reported: Vec<String> = events(&path("whole"), "bad_records")
+    let reported: Vec<String> = named(&events, "bad_records")
         .iter()
         .flat_map(|event| event["records"].as_array().unwrap().clone())
         .map(|text| text.as_str().unwrap().to_owned())
@@ -240,20 +228,20 @@ fn bad_records_are_left_out_and_counted_once() {
     assert!(reported[0].contains("0.rows`, record 1") && reported[0].ends_with("it is torn"), "{reported:?}");
     for cut in [1, 2, 14] {
         let name = path(&format!("cut-{cut}"));
-        train(bad(), job(&sets), &name, 1 << 30, Some(cut)).unwrap();
-        train(bad(), job(&sets), &name, 1 << 30, None).unwrap();
-        let last = events(&name, "finished").pop().unwrap();
-        assert_eq!(last["bad_records"], 26);
-        assert_eq!(last["samples_digest"], finished["samples_digest"]);
-        assert!(weights(&name) == weights(&path("whole")), "cut at {cut}");
+        train(bad(), job(&sets), &name, AMPLE_RAM, Some(cut)).unwrap();
+        train(bad(), job(&sets), &name, AMPLE_RAM, None).unwrap();
+        let end = finished(&name);
+        assert_eq!(end["bad_records"], 26);
+        assert_eq!(end["samples_digest"], whole["samples_digest"]);
+        assert!(tensors(&name) == tensors(&path("whole")), "cut at {cut}");
     }
     let few = job(&["data.on_bad_record=skip", "data.max_bad_records=7"]);
-    let Err(Failure::Data(error)) = train(bad(), few, &path("few"), 1 << 30, None) else {
+    let Err(Failure::Data(error)) = train(bad(), few, &path("few"), AMPLE_RAM, None) else {
         panic!("there are more than 7")
     };
     let text = error.to_string();
     assert!(text.contains("more than the 7 that may be left out") && text.contains("it is torn"), "{text}");
-    let fail = train(bad(), job(&[]), &path("fail"), 1 << 30, None);
+    let fail = train(bad(), job(&[]), &path("fail"), AMPLE_RAM, None);
     assert!(matches!(&fail, Err(Failure::Data(error)) if error.is_bad_record()), "{:?}", fail.err());
 }
 
@@ -279,25 +267,15 @@ every_steps = 5
 /// Two gzipped tables of 60 rows; row 7 of the second lacks a number where one is required.
 fn tables(folder: &Path) {
     for (name, rows) in [("a", 0..60), ("b", 60..120)] {
-        let file = File::create(folder.join(format!("{name}.csv.gz"))).unwrap();
-        let mut out = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
-        writeln!(out, "x,y,class").unwrap();
+        let mut text = "x,y,class\n".to_owned();
         for row in rows {
             let x = if row == 67 { "three".into() } else { (row * 37 % 101).to_string() };
-            writeln!(out, "{x},{}.5,{}", row * 13 % 17, if row * 37 % 101 > 50 { "high" } else { "low" })
-                .unwrap();
+            let class = if row * 37 % 101 > 50 { "high" } else { "low" };
+            text += &format!("{x},{}.5,{class}\n", row * 13 % 17);
         }
-        out.finish().unwrap();
+        fs::write(folder.join(format!("{name}.csv.gz")), gzip(text.as_bytes())).unwrap();
     }
     fs::write(folder.join("job.toml"), TABLE).unwrap();
-}
-
-fn trainer(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.env("TRAINER_PROCESS_BYTES", "0");
-    let output = command.args(args).current_dir(folder).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
 /// The same through the program, over compressed tables: a bad record ends the run with its location, or is skipped;
@@ -309,80 +287,60 @@ fn packed_tables_through_the_program() {
     tables(folder);
     let numbers = ["--set", "data.numeric=['x']"];
     let fit = |args: &[&str]| trainer(folder, &[&["fit", "job.toml"], &numbers[..], args].concat());
-    let (code, _, said) = fit(&["--run-dir", "fail"]);
-    assert_eq!(code, Some(4), "{said}");
+    let said = fit(&["--run-dir", "fail"]).expect(4).stderr;
     assert!(
         said.contains("b.csv.gz") && said.contains("`three`") && said.contains("on_bad_record"),
         "{said}"
     );
     let skip = ["--set", "data.on_bad_record=skip"];
-    let (code, _, said) = fit(&[&["--run-dir", "whole"], &skip[..]].concat());
-    assert_eq!(code, Some(0), "{said}");
+    let said = fit(&[&["--run-dir", "whole"], &skip[..]].concat()).expect(0).stderr;
     assert!(said.contains("bad    step") && said.contains("bad      1 record left out"), "{said}");
     for cut in ["1", "9", "14", "30"] {
         let run = format!("cut-{cut}");
-        let (code, _, said) =
-            fit(&[&["--run-dir", &run, "--max-steps", cut, "--set", "data.workers=1"], &skip[..]].concat());
-        assert_eq!(code, Some(0), "{said}");
-        let (code, _, said) =
-            fit(&[&["--run-dir", &run, "--resume", "--set", "data.workers=3"], &skip[..]].concat());
-        assert_eq!(code, Some(0), "{said}");
-        let last = |run: &str| events(&folder.join(run), "finished").pop().unwrap();
-        assert_eq!(last(&run)["samples_digest"], last("whole")["samples_digest"]);
-        assert_eq!(last(&run)["bad_records"], 1);
-        assert!(weights(&folder.join(&run)) == weights(&folder.join("whole")), "cut at {cut}");
+        let first = ["--run-dir", &run, "--max-steps", cut, "--set", "data.workers=1"];
+        fit(&[&first, &skip[..]].concat()).expect(0);
+        fit(&[&["--run-dir", &run, "--resume", "--set", "data.workers=3"], &skip[..]].concat()).expect(0);
+        let (run, whole) = (folder.join(run), folder.join("whole"));
+        assert_eq!(finished(&run)["samples_digest"], finished(&whole)["samples_digest"]);
+        assert_eq!(finished(&run)["bad_records"], 1);
+        assert!(tensors(&run) == tensors(&whole), "cut at {cut}");
     }
     let check = [&["check", "job.toml", "--json"], &numbers[..], &skip[..]].concat();
-    let (code, said, wrong) = trainer(folder, &check);
-    assert_eq!(code, Some(0), "{wrong}");
-    let seen: Value = serde_json::from_str(&said).unwrap();
-    assert_eq!(seen["data"]["first"].as_array().unwrap().len(), 3, "{said}");
-    assert!(["low", "high"].contains(&seen["data"]["first"][0]["target"].as_str().unwrap()), "{said}");
+    let seen = trainer(folder, &check).expect(0).json();
+    assert_eq!(seen["data"]["first"].as_array().unwrap().len(), 3, "{seen}");
+    assert!(["low", "high"].contains(&seen["data"]["first"][0]["target"].as_str().unwrap()), "{seen}");
 }
 
-/// Streams twenty times its memory budget, three times over: `TRAINER_FLAT_MIB` of memory, 12 by default. The test
-/// below runs it in a process of its own.
+/// Streams twenty times its memory budget, three times over: `TRAINER_FLAT_MIB` of memory, 12 by default.
+#[cfg(target_os = "linux")]
 #[test]
-#[ignore = "run by `memory_stays_flat`"]
-fn flat() {
-    let Some(folder) = std::env::var_os("TRAINER_FLAT").map(PathBuf::from) else { return };
+fn memory_stays_flat() {
+    if ran_in_own_process(memory_stays_flat) {
+        return;
+    }
+    let home = tempfile::tempdir().unwrap();
+    let (folder, run) = (home.path(), home.path().join("run"));
     let mib: u64 = std::env::var("TRAINER_FLAT_MIB").map_or(12, |mib| mib.parse().unwrap());
     let (ram, width) = (mib << 20, 8192);
-    let rows = ByteRowShards::new(&folder, 8, (20 * ram) as usize / width / 8, width, BLOCK_BYTES / 8);
+    let rows = ByteRowShards::new(folder, 8, (20 * ram) as usize / width / 8, width, BLOCK_BYTES / 8);
     let sets = [
         "data.shuffle_buffer=512KiB",
         "train.epochs=3",
         "log.every_steps=200",
         "checkpoint.every_steps=2000",
     ];
-    train(rows, job(&sets), &folder.join("run"), ram, None).unwrap();
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    let highest = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    let kib: u64 = highest.trim().trim_end_matches("kB").trim().parse().unwrap();
-    fs::write(folder.join("resident"), (kib * 1024).to_string()).unwrap();
-}
-
-#[cfg(target_os = "linux")]
-#[test]
-fn memory_stays_flat() {
-    let home = tempfile::tempdir().unwrap();
-    let program = std::env::current_exe().unwrap();
-    let mut command = Command::new(program);
-    command.args(["flat", "--exact", "--ignored", "--nocapture"]).env("TRAINER_FLAT", home.path());
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let run = home.path().join("run");
-    let finished = events(&run, "finished").remove(0);
+    train(rows, job(&sets), &run, ram, None).unwrap();
+    let resident = measure::resident_peak();
+    let finished = finished(&run);
     let bytes = |name: &str| finished[name]["ram"].as_u64().unwrap();
     let (measured, planned) = (bytes("measured_peak_bytes"), bytes("planned_peak_bytes"));
     let budget = bytes("budget_bytes");
-    let data: u64 = (0..8).map(|i| fs::metadata(home.path().join(format!("{i}.rows"))).unwrap().len()).sum();
+    let data: u64 = (0..8).map(|i| fs::metadata(folder.join(format!("{i}.rows"))).unwrap().len()).sum();
     assert!(data >= 20 * budget - (1 << 20), "{data} of {budget}");
     assert!(measured <= planned && planned <= budget, "{measured} {planned} {budget}");
     // The program's code, its stacks and the allocator's free lists are outside the plan, and far smaller than the
     // data.
-    let resident = fs::read_to_string(home.path().join("resident")).unwrap().parse::<u64>().unwrap();
-    assert!(resident <= planned + planned / 10 + (40 << 20), "{resident} are resident");
+    assert!(resident > 0 && resident <= planned + planned / 10 + (40 << 20), "{resident} are resident");
     let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
     println!(
         "{:.0} MiB of data: {:.1} measured, {:.1} planned, {:.1} allowed, {:.1} resident; {:.0} s",

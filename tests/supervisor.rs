@@ -5,12 +5,17 @@
 use std::fs;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::Value;
+
+use crate::harness::{
+    Finished, children, command, events_so_far, finish, is_alive, job_folder, measured_command, named,
+    read_json, skip, tensors, through_shell, trainer,
+};
 
 const JOB: &str = "
 seed = 7
@@ -34,34 +39,13 @@ every_steps = 10
 every_steps = 1
 ";
 
-fn folder(job: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("job.toml"), job).unwrap();
-    folder
+fn fit(folder: &Path, args: &[&str]) -> Command {
+    command(folder, &[&["fit", "job.toml", "--run-dir", "run"], args].concat())
 }
 
-fn command(folder: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.env("TRAINER_PROCESS_BYTES", "0");
-    command.args(["fit", "job.toml", "--run-dir", "run"]).args(args).current_dir(folder);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-#[track_caller]
-fn assert_exit(output: &Output, code: i32) {
-    assert_eq!(output.status.code(), Some(code), "{:?}\n{}", output.status, stderr(output));
-}
-
-/// The events of a run that may be in progress: its last line may be torn.
+/// The events of a run that may be in progress.
 fn events_named(folder: &Path, name: &str) -> Vec<Value> {
-    let text = fs::read_to_string(folder.join("run/events.jsonl")).unwrap_or_default();
-    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    events.filter(|event| event["event"] == name).collect()
+    named(&events_so_far(&folder.join("run")), name).into_iter().cloned().collect()
 }
 
 fn digest(folder: &Path) -> Value {
@@ -69,81 +53,61 @@ fn digest(folder: &Path) -> Value {
 }
 
 fn reference_digest() -> Value {
-    let folder = folder(JOB);
-    assert_exit(&command(folder.path(), &["-q"]).output().unwrap(), 0);
+    let folder = job_folder(JOB);
+    finish(&mut fit(folder.path(), &["-q"])).expect(0);
     digest(folder.path())
-}
-
-/// The weights and optimizer state at the end of a run.
-fn weights(folder: &Path) -> [Vec<u8>; 2] {
-    let last = folder.join("run/checkpoints/step-00000030");
-    ["model.safetensors", "optimizer.safetensors"].map(|name| fs::read(last.join(name)).unwrap())
 }
 
 #[test]
 fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
-    let samples = reference_digest();
-    let whole = {
-        let folder = folder(JOB);
-        assert_exit(&command(folder.path(), &["-q"]).output().unwrap(), 0);
-        weights(folder.path())
-    };
+    let reference = job_folder(JOB);
+    finish(&mut fit(reference.path(), &["-q"])).expect(0);
     for (how, from, said, memory) in [
         ("kill:12", 10, "killed, not by the kernel's memory killer but by `kill -9`", false),
         ("alloc:22", 20, "aborted (an allocation failed)", true),
         ("kill:3", 0, "killed", false),
     ] {
-        let folder = folder(JOB);
-        let output = command(folder.path(), &[]).env("TRAINER_FAULT_DIE", how).output().unwrap();
-        assert_exit(&output, 0);
+        let folder = job_folder(JOB);
+        let text = finish(fit(folder.path(), &[]).env("TRAINER_FAULT_DIE", how)).expect(0).stderr;
         let restarted = events_named(folder.path(), "restarted");
         assert_eq!((restarted.len(), &restarted[0]["restarts"]), (1, &1.into()), "{how}");
         assert_eq!(events_named(folder.path(), "resumed")[0]["step"], from, "{how}");
-        assert_eq!(digest(folder.path()), samples, "{how}: nothing lost, nothing repeated");
+        assert_eq!(digest(folder.path()), digest(reference.path()), "{how}: nothing lost, nothing repeated");
         let plans = events_named(folder.path(), "planned");
         let peak = |i: usize| plans[i]["plan"]["peak"]["ram_bytes"].as_u64().unwrap();
         assert_eq!(peak(1) < peak(0), memory, "{how}: {} after {}", peak(1), peak(0));
         if !memory {
             assert_eq!(plans[1]["plan"]["chosen"], plans[0]["plan"]["chosen"], "{how}: the same plan");
-            assert_eq!(weights(folder.path()), whole, "{how}: the same to the bit");
+            let tensors = |folder: &Path| tensors(&folder.join("run"));
+            assert!(tensors(folder.path()) == tensors(reference.path()), "{how}: the same to the bit");
         }
-        let text = stderr(&output);
         assert!(text.contains(said) && text.contains("restarted 1 x"), "{text}");
-        let kept: Value =
-            serde_json::from_slice(&fs::read(folder.path().join("run/summary.json")).unwrap()).unwrap();
+        let kept = read_json(&folder.path().join("run/summary.json"));
         assert_eq!((&kept["restarts"], &kept["state"]), (&1.into(), &"finished".into()));
     }
 }
 
 #[test]
 fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
-    let folder = folder(JOB);
-    let output = command(folder.path(), &["--set", "memory.max_retries=2", "--json"])
-        .env("TRAINER_FAULT_DIE", "alloc:7,kill:7,alloc:6,kill:8")
-        .output()
-        .unwrap();
-    assert_exit(&output, 3);
-    let text = stderr(&output);
+    let folder = job_folder(JOB);
+    let mut command = fit(folder.path(), &["--set", "memory.max_retries=2", "--json"]);
+    let text = finish(command.env("TRAINER_FAULT_DIE", "alloc:7,kill:7,alloc:6,kill:8")).expect(3).stderr;
     assert!(text.contains("error: the run's process ended 3 times for lack of memory"), "{text}");
     assert!(text.contains("hint:"), "{text}");
-    let post: Value = serde_json::from_slice(&fs::read(folder.path().join("run/oom.json")).unwrap()).unwrap();
+    let post = read_json(&folder.path().join("run/oom.json"));
     assert_eq!(post["deaths"].as_array().unwrap().len(), 3);
     assert!(!post["live"].as_array().unwrap().is_empty());
     assert_eq!(events_named(folder.path(), "failed").len(), 1);
     // With more memory, the run resumes from there.
-    assert_exit(&command(folder.path(), &["-q", "--resume"]).output().unwrap(), 0);
+    finish(&mut fit(folder.path(), &["-q", "--resume"])).expect(0);
     assert_eq!(digest(folder.path()), reference_digest());
 }
 
 #[test]
 fn a_worker_that_is_killed_again_and_again_did_not_lack_memory() {
-    let folder = folder(JOB);
-    let output = command(folder.path(), &["--set", "memory.max_retries=1"])
-        .env("TRAINER_FAULT_DIE", "kill:7,kill:7")
-        .output()
-        .unwrap();
-    assert_exit(&output, 137);
-    let text = stderr(&output);
+    let folder = job_folder(JOB);
+    let mut command = fit(folder.path(), &["--set", "memory.max_retries=1"]);
+    let text = finish(command.env("TRAINER_FAULT_DIE", "kill:7,kill:7")).expect(137).stderr;
     assert!(text.contains("ended by SIGKILL, 2 times without progress"), "{text}");
     assert!(text.contains("no lack of memory") && !folder.path().join("run/oom.json").exists(), "{text}");
     assert_eq!(events_named(folder.path(), "failed").len(), 1);
@@ -152,45 +116,37 @@ fn a_worker_that_is_killed_again_and_again_did_not_lack_memory() {
 #[test]
 fn an_abort_or_an_overflow_of_the_stack_is_no_lack_of_memory() {
     for how in ["abort:7", "overflow:7"] {
-        let folder = folder(JOB);
-        let output = command(folder.path(), &[]).env("TRAINER_FAULT_DIE", how).output().unwrap();
-        assert_exit(&output, 134);
-        let text = stderr(&output);
+        let folder = job_folder(JOB);
+        let text = finish(fit(folder.path(), &[]).env("TRAINER_FAULT_DIE", how)).expect(134).stderr;
         assert!(text.contains("ended by SIGABRT") && text.contains("no lack of memory"), "{text}");
         assert_eq!(events_named(folder.path(), "restarted").len(), 0, "{how}");
         assert_eq!(events_named(folder.path(), "failed").len(), 1, "{how}");
-        assert_exit(&command(folder.path(), &["-q", "--resume"]).output().unwrap(), 0);
+        finish(&mut fit(folder.path(), &["-q", "--resume"])).expect(0);
     }
 }
 
 #[test]
 fn progress_renews_the_retries() {
-    let folder = folder(JOB);
-    let output = command(folder.path(), &["-q", "--set", "memory.max_retries=1"])
-        .env("TRAINER_FAULT_DIE", "kill:6,kill:11,kill:16")
-        .output()
-        .unwrap();
-    assert_exit(&output, 0);
+    let folder = job_folder(JOB);
+    let mut command = fit(folder.path(), &["-q", "--set", "memory.max_retries=1"]);
+    finish(command.env("TRAINER_FAULT_DIE", "kill:6,kill:11,kill:16")).expect(0);
     assert_eq!(events_named(folder.path(), "restarted").len(), 3);
 }
 
 #[test]
 fn without_a_supervisor_a_kill_is_a_kill() {
-    let folder = folder(JOB);
-    let output = command(folder.path(), &["--set", "memory.supervise=false"])
-        .env("TRAINER_FAULT_DIE", "kill:6")
-        .output()
-        .unwrap();
-    assert_eq!(output.status.signal(), Some(9));
+    let folder = job_folder(JOB);
+    let mut command = fit(folder.path(), &["--set", "memory.supervise=false"]);
+    assert_eq!(finish(command.env("TRAINER_FAULT_DIE", "kill:6")).status.signal(), Some(9));
 }
 
 #[test]
 fn exit_codes_pass_through() {
-    let folder = folder(JOB);
-    assert_exit(&command(folder.path(), &["--set", "memory.ram=1MiB"]).output().unwrap(), 3);
+    let folder = job_folder(JOB);
+    finish(&mut fit(folder.path(), &["--set", "memory.ram=1MiB"])).expect(3);
     let wild = ["--set", "optimizer.lr=1e30", "--set", "optimizer.weight_decay=1e30"];
-    assert_exit(&command(folder.path(), &wild).output().unwrap(), 5);
-    assert_exit(&command(folder.path(), &[]).output().unwrap(), 2);
+    finish(&mut fit(folder.path(), &wild)).expect(5);
+    finish(&mut fit(folder.path(), &[])).expect(2);
 }
 
 /// A run that would not end by itself, after it has made some updates.
@@ -199,19 +155,12 @@ fn start_endless_run(folder: &Path) -> Child {
     // its default by exec, not ignored.
     static HEARD: AtomicBool = AtomicBool::new(false);
     signal_hook::flag::register(signal_hook::consts::SIGHUP, &HEARD).unwrap();
-    let mut command = command(folder, &["-q", "--set", "train.steps=1000000"]);
+    let mut command = fit(folder, &["-q", "--set", "train.steps=1000000"]);
     let child = command.process_group(0).spawn().unwrap();
     while events_named(folder, "step").len() < 3 {
         std::thread::sleep(Duration::from_millis(5));
     }
     child
-}
-
-/// The worker of a supervisor.
-fn worker(child: &Child) -> Pid {
-    let id = child.id();
-    let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
-    Pid::from_raw(text.split_whitespace().next().expect("there is a worker").parse().unwrap()).unwrap()
 }
 
 #[test]
@@ -220,14 +169,13 @@ fn a_signal_to_the_supervisor_or_to_all_stops_the_run_once() {
         [(Signal::INT, 130, "SIGINT"), (Signal::TERM, 143, "SIGTERM"), (Signal::HUP, 143, "SIGTERM")]
     {
         for all in [false, true] {
-            let folder = folder(JOB);
+            let folder = job_folder(JOB);
             let child = start_endless_run(folder.path());
             match all {
                 true => kill_process_group(Pid::from_child(&child), signal).unwrap(),
                 false => kill_process(Pid::from_child(&child), signal).unwrap(),
             }
-            let output = child.wait_with_output().unwrap();
-            assert_exit(&output, code);
+            Finished::from(child.wait_with_output().unwrap()).expect(code);
             let stopped = events_named(folder.path(), "interrupted");
             assert_eq!((stopped.len(), &stopped[0]["signal"]), (1, &name.into()));
             let step = stopped[0]["step"].as_u64().unwrap();
@@ -239,52 +187,38 @@ fn a_signal_to_the_supervisor_or_to_all_stops_the_run_once() {
 
 #[test]
 fn a_killed_supervisor_takes_its_worker_along() {
-    let folder = folder(JOB);
+    let folder = job_folder(JOB);
     let mut child = start_endless_run(folder.path());
-    let worker = worker(&child);
+    let worker = children(child.id())[0];
     child.kill().unwrap();
     child.wait().unwrap();
-    // The orphan may take a moment to exit, and its new parent may be slow to reap it.
-    let ended = || match fs::read_to_string(format!("/proc/{}/stat", worker.as_raw_nonzero())) {
-        Ok(stat) => stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['Z', 'X'])),
-        Err(_) => true,
-    };
-    while !ended() {
+    // The orphan may take a moment to exit.
+    while is_alive(worker) {
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
 #[test]
 fn a_budget_is_lowered_by_memory_that_was_not_reserved() {
-    let folder = folder(JOB);
-    let needs = {
-        let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
-            .env("TRAINER_PROCESS_BYTES", "0")
-            .args(["plan", "job.toml", "--ram", "1GiB", "--json"])
-            .current_dir(folder.path())
-            .output()
-            .unwrap();
-        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
-        plan["peak"]["ram_bytes"].as_u64().unwrap()
-    };
-    let output = command(folder.path(), &["--set", &format!("memory.ram={}B", needs + (1 << 20))])
-        .env("TRAINER_FAULT_UNASKED", "32MiB")
-        .output()
-        .unwrap();
-    assert_exit(&output, 0);
+    let folder = job_folder(JOB);
+    let plan = trainer(folder.path(), &["plan", "job.toml", "--ram", "1GiB", "--json"]).json();
+    let needs = plan["peak"]["ram_bytes"].as_u64().unwrap();
+    let mut command = fit(folder.path(), &["--set", &format!("memory.ram={}B", needs + (1 << 20))]);
+    let text = finish(command.env("TRAINER_FAULT_UNASKED", "32MiB")).expect(0).stderr;
     let corrected = events_named(folder.path(), "corrected");
     let of = |key: &str| corrected[0][key].as_u64().unwrap();
     assert!(of("measured") > of("asked") + (16 << 20), "{corrected:?}");
     assert!(of("budget") < needs, "{corrected:?}");
     assert!(!events_named(folder.path(), "shrunk").is_empty(), "the plan in force shrinks");
     assert_eq!(digest(folder.path()), reference_digest());
-    assert!(stderr(&output).contains("the budget is"));
+    assert!(text.contains("the budget is"), "{text}");
 }
 
 /// A memory cgroup of this test's own, version 1 or 2; removed on drop.
 struct MemoryCgroup(PathBuf);
 
 impl MemoryCgroup {
+    /// `None` if the machine does not let us make one.
     fn new(name: &str, limit: u64) -> Option<Self> {
         let name = format!("trainer-{name}-{}", std::process::id());
         let parents = [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")];
@@ -298,17 +232,14 @@ impl MemoryCgroup {
                 }
             }
         }
+        skip("a memory cgroup can be made by root only, and where there is one");
         None
     }
 
     /// Runs a command inside the cgroup.
-    fn run(&self, command: Command) -> Output {
-        let (program, args) = (command.get_program().to_owned(), command.get_args().map(ToOwned::to_owned));
-        let mut inside = Command::new("sh");
-        inside.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.0.join("cgroup.procs"));
-        inside.arg(program).args(args);
-        inside.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        inside.current_dir(command.get_current_dir().unwrap()).stdin(Stdio::null()).output().unwrap()
+    fn run(&self, command: &Command) -> Finished {
+        let procs = self.0.join("cgroup.procs");
+        finish(&mut through_shell("echo $$ > \"$0\" && exec \"$@\"", procs, command))
     }
 }
 
@@ -344,13 +275,9 @@ every_steps = 1
 
 #[test]
 fn a_run_finishes_in_a_group_smaller_than_it_would_like() {
-    let Some(group) = MemoryCgroup::new("small", 96 << 20) else {
-        eprintln!("skipped: a memory cgroup can be made by root only, and where there is one");
-        return;
-    };
-    let folder = folder(LARGE);
-    let output = group.run(command(folder.path(), &[]));
-    assert_exit(&output, 0);
+    let Some(group) = MemoryCgroup::new("small", 96 << 20) else { return };
+    let folder = job_folder(LARGE);
+    group.run(&fit(folder.path(), &[])).expect(0);
     let plan = &events_named(folder.path(), "planned")[0]["plan"];
     assert_eq!(plan["verdict"], "fits_after_shrink", "{plan}");
     assert!(plan["budget"]["ram_bytes"].as_u64().unwrap() < 96 << 20);
@@ -359,17 +286,12 @@ fn a_run_finishes_in_a_group_smaller_than_it_would_like() {
 
 #[test]
 fn the_kernels_kill_is_survived() {
-    let Some(group) = MemoryCgroup::new("kill", 96 << 20) else {
-        eprintln!("skipped: a memory cgroup can be made by root only, and where there is one");
-        return;
-    };
-    let folder = folder(LARGE);
-    let sets = ["--set", "memory.headroom=0B"];
-    let mut fit = command(folder.path(), &sets);
+    let Some(group) = MemoryCgroup::new("kill", 96 << 20) else { return };
+    let folder = job_folder(LARGE);
     // The plan fills the cgroup, and these bytes come on top of it.
-    fit.env("TRAINER_FAULT_UNASKED", "40MiB");
-    let output = group.run(fit);
-    assert_exit(&output, 0);
+    group
+        .run(fit(folder.path(), &["--set", "memory.headroom=0B"]).env("TRAINER_FAULT_UNASKED", "40MiB"))
+        .expect(0);
     let restarted = events_named(folder.path(), "restarted");
     assert!(!restarted.is_empty());
     assert!(restarted[0]["cause"].as_str().unwrap().starts_with("killed"), "{restarted:?}");
@@ -380,14 +302,13 @@ fn the_kernels_kill_is_survived() {
 /// With a limit on address space, an allocation fails and aborts the process.
 #[test]
 fn a_failed_allocation_is_survived() {
-    let folder = folder(LARGE);
-    let fit = command(folder.path(), &["--set", "memory.headroom=0B", "--set", "data.workers=1"]);
-    let mut limited = Command::new("sh");
-    limited.args(["-c", "ulimit -v 560000 && exec \"$@\"", "sh"]).arg(fit.get_program()).args(fit.get_args());
+    let folder = job_folder(LARGE);
+    let sets = ["--set", "memory.headroom=0B", "--set", "data.workers=1"];
+    let fit = [&["fit", "job.toml", "--run-dir", "run"], &sets[..]].concat();
+    let mut command = measured_command(folder.path(), &fit);
     // The plan is well within the limit; with these bytes on top it is not.
-    limited.env("RAYON_NUM_THREADS", "1").env("TRAINER_FAULT_UNASKED", "400MiB");
-    let output = limited.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
-    assert_exit(&output, 0);
+    command.env("RAYON_NUM_THREADS", "1").env("TRAINER_FAULT_UNASKED", "400MiB");
+    finish(&mut through_shell("ulimit -v 560000 && exec \"$@\"", "sh", &command)).expect(0);
     let restarted = events_named(folder.path(), "restarted");
     assert!(!restarted.is_empty());
     assert_eq!(restarted[0]["cause"], "aborted (an allocation failed)");

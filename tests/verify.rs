@@ -1,24 +1,11 @@
 //! `trainer verify` through the binary: its output, its exit code, and that it leaves nothing behind.
 
-use std::fs;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
 
-use serde_json::Value;
+use crate::harness::{Finished, job_folder, names, trainer};
 
-fn verify(folder: &Path, job: &str, args: &[&str]) -> Output {
-    fs::write(folder.join("job.toml"), job).unwrap();
-    Command::new(env!("CARGO_BIN_EXE_trainer"))
-        .env("TRAINER_PROCESS_BYTES", "0")
-        .args([&["verify", "job.toml"], args].concat())
-        .current_dir(folder)
-        .stdin(Stdio::null())
-        .output()
-        .unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
+fn verify(folder: &Path, args: &[&str]) -> Finished {
+    trainer(folder, &[&["verify", "job.toml"], args].concat())
 }
 
 /// A small network with everything that must not depend on the split: batch norm, dropout, clipping, an EMA.
@@ -40,15 +27,14 @@ ema = 0.9
 
 #[test]
 fn a_job_is_proved_in_every_precision_and_nothing_is_left_behind() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = job_folder(JOB);
     for precision in ["f32", "bf16", "f16"] {
-        let output =
-            verify(folder.path(), JOB, &["--json", "--set", &format!("train.precision={precision}")]);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "{precision}: {said}{}", text(&output.stdout));
+        let precision = format!("train.precision={precision}");
+        let done = verify(folder.path(), &["--json", "--set", &precision]).expect(0);
+        let said = &done.stderr;
         assert!(said.contains("as planned: 16 x 1 = 16 samples an update"), "{said}");
         assert!(said.contains("batch norm looks at 4 samples together"), "{said}");
-        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let report = done.json();
         assert_eq!((&report["passed"], &report["updates"]), (&true.into(), &4.into()));
         let ways = report["ways"].as_array().unwrap();
         let names: Vec<&str> = ways.iter().map(|way| way["name"].as_str().unwrap()).collect();
@@ -56,9 +42,8 @@ fn a_job_is_proved_in_every_precision_and_nothing_is_left_behind() {
         assert_eq!(names, ["one reader", "8 x 2", "4 x 4", "recomputed", "out of memory", "resumed"]);
         assert!(ways.iter().all(|way| way["samples_digest"] == report["samples_digest"]));
     }
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "the job alone is left");
-    let people = verify(folder.path(), JOB, &["--updates", "2"]);
-    let table = text(&people.stdout);
+    assert_eq!(names(folder.path()), ["job.toml"], "the job alone is left");
+    let table = verify(folder.path(), &["--updates", "2"]).stdout;
     assert!(table.contains("resumed") && table.contains("equal to the bit"), "{table}");
     assert!(table.contains("2 updates of 16 samples"), "{table}");
 }
@@ -66,7 +51,6 @@ fn a_job_is_proved_in_every_precision_and_nothing_is_left_behind() {
 /// At a learning rate that amplifies the smallest rounding into another run, verification fails and names the place.
 #[test]
 fn a_job_whose_result_hangs_on_rounding_fails_and_the_parameter_is_named() {
-    let folder = tempfile::tempdir().unwrap();
     let job = "\
 [model]
 kind = 'gpt'
@@ -84,12 +68,10 @@ steps = 40
 kind = 'adamw'
 lr = 0.3
 ";
-    let output = verify(folder.path(), job, &["--updates", "40"]);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}{}", text(&output.stdout));
+    let Finished { stdout: table, stderr: said, .. } =
+        verify(job_folder(job).path(), &["--updates", "40"]).expect(1);
     assert!(said.contains("is not the same experiment") && said.contains("of `"), "{said}");
     // Bitwise identical variants are so at any learning rate.
-    let table = text(&output.stdout);
     assert!(table.contains("DIFFERS"), "{table}");
     for way in ["one reader", "recomputed", "resumed"] {
         let line = table.lines().find(|line| line.starts_with(way)).unwrap();
@@ -99,16 +81,10 @@ lr = 0.3
 
 #[test]
 fn what_does_not_fit_and_what_cannot_be_varied_is_said() {
-    let folder = tempfile::tempdir().unwrap();
-    let small = verify(folder.path(), JOB, &["--set", "memory.ram=1MiB"]);
-    assert_eq!(small.status.code(), Some(3));
-    let whole = verify(
-        folder.path(),
-        JOB,
-        &["--updates", "2", "--set", "train.batch_size=4", "--set", "memory.on_oom=[]"],
-    );
-    let said = text(&whole.stderr);
-    assert_eq!(whole.status.code(), Some(0), "{said}");
+    let folder = job_folder(JOB);
+    verify(folder.path(), &["--set", "memory.ram=1MiB"]).expect(3);
+    let sets = ["--set", "train.batch_size=4", "--set", "memory.on_oom=[]"];
+    let said = verify(folder.path(), &[&["--updates", "2"], &sets[..]].concat()).expect(0).stderr;
     assert!(said.contains("an update of 4 samples cannot be split further"), "{said}");
     assert!(said.contains("`memory.on_oom` leaves nothing to do"), "{said}");
 }

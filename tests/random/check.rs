@@ -5,8 +5,10 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::generate::{GeneratedJob, KillMode};
-use crate::run::{FitOptions, JobDir, ProcessResult, Runner};
+use crate::bounds::max_planned;
+use crate::harness::MIB;
+use crate::random::generate::{GeneratedJob, KillMode};
+use crate::random::run::{FitOptions, JobDir, ProcessResult, Runner};
 
 pub const NO_PANIC: &str = "no panic";
 pub const EXIT_CODE: &str = "exit code";
@@ -35,13 +37,6 @@ pub const PROMISES: [&str; 12] = [
     SAME_LOSSES,
     SAME_BITS,
 ];
-
-const MIB: u64 = 1 << 20;
-
-/// A plan may exceed what was measured by 5 %, or by 16 MiB if that is below 64 MiB.
-const MAX_OVERESTIMATE: f64 = 0.05;
-const SMALL_JOB_BYTES: u64 = 64 * MIB;
-const MAX_OVERESTIMATE_SMALL: u64 = 16 * MIB;
 
 /// A broken promise.
 #[derive(Clone, Debug)]
@@ -273,12 +268,7 @@ fn check_peaks(machine: &Runner, run: &RecordedRun, threads: usize, above: bool,
     let updated = skipped < finished["steps"].as_u64();
     let above = above && updated && (machine.on_gpu() || threads <= machine.processors());
     let measured = if machine.on_gpu() { heap } else { heap.max(resident) };
-    let most = if measured < SMALL_JOB_BYTES {
-        measured + MAX_OVERESTIMATE_SMALL
-    } else {
-        (measured as f64 * (1.0 + MAX_OVERESTIMATE)) as u64
-    };
-    if above && planned > most {
+    if above && planned > max_planned(measured) {
         let share = 100.0 * (planned as f64 / measured as f64 - 1.0);
         let told = format!("{name}: planned {}, measured {} ({share:+.1} %)", mib(planned), mib(measured));
         seen.add_violation(PLAN_BOUND, told);

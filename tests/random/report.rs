@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::check::{self, CaseReport, PROMISES};
-use crate::generate::{self, GeneratedJob};
-use crate::run::Runner;
+use crate::harness::in_parallel;
+use crate::random::check::{self, CaseReport, PROMISES};
+use crate::random::generate::{self, GeneratedJob};
+use crate::random::run::Runner;
 
 /// Which seeds, how many in parallel, for how long, and where failures are kept.
 pub struct TrialOptions {
@@ -28,25 +27,14 @@ pub fn write(case: &GeneratedJob, folder: &Path) -> std::io::Result<()> {
     case.files.write(folder, case.seed)
 }
 
-/// Runs all cases; returns their results in the order of seeds.
+/// Runs all cases until the time is up; returns their results in the order of seeds.
 pub fn run(machine: &Runner, trials: &TrialOptions) -> Vec<(GeneratedJob, CaseReport)> {
-    let (next, done, begun) = (AtomicUsize::new(0), Mutex::new(Vec::new()), Instant::now());
-    std::thread::scope(|scope| {
-        for _ in 0..trials.parallel.max(1) {
-            scope.spawn(|| {
-                while let Some(&seed) = trials.seeds.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if trials.limit.is_some_and(|limit| begun.elapsed() > limit) {
-                        break;
-                    }
-                    let one = run_seed(machine, trials, seed);
-                    done.lock().unwrap().push(one);
-                }
-            });
-        }
+    let begun = Instant::now();
+    let in_time = || trials.limit.is_none_or(|limit| begun.elapsed() <= limit);
+    let done = in_parallel(trials.parallel, &trials.seeds, |seed| {
+        in_time().then(|| run_seed(machine, trials, *seed))
     });
-    let mut done = done.into_inner().unwrap();
-    done.sort_by_key(|(case, _): &(GeneratedJob, CaseReport)| case.seed);
-    done
+    done.into_iter().flatten().collect()
 }
 
 fn run_seed(machine: &Runner, trials: &TrialOptions, seed: u64) -> (GeneratedJob, CaseReport) {

@@ -2,17 +2,17 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::generate::Scale;
+use crate::harness::{self, children, events_so_far, finish, is_alive, measured_command, named};
+use crate::random::generate::Scale;
 
 /// Where and with what to run jobs.
 #[derive(Clone, Debug)]
 pub struct Runner {
-    pub program: PathBuf,
     /// `cpu` or `cuda`.
     pub device: String,
     pub scale: Scale,
@@ -26,11 +26,9 @@ pub struct Runner {
 
 impl Runner {
     pub fn from_env() -> Self {
-        let program =
-            std::env::var_os("TRAINER_BINARY").map_or(env!("CARGO_BIN_EXE_trainer").into(), PathBuf::from);
         let device = std::env::var("TRAINER_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
         let scale = if device == "cpu" { Scale::Small } else { Scale::Large };
-        Self { program, device, scale, vram: 20 << 30, timeout: Duration::from_secs(900), fault_env: None }
+        Self { device, scale, vram: 20 << 30, timeout: Duration::from_secs(900), fault_env: None }
     }
 
     pub fn on_gpu(&self) -> bool {
@@ -38,8 +36,8 @@ impl Runner {
     }
 
     fn command(&self, job: &JobDir, args: &[&str]) -> Command {
-        let mut command = Command::new(&self.program);
-        command.args(args).args(["--device", &self.device]).current_dir(&job.folder).stdin(Stdio::null());
+        let mut command = measured_command(&job.folder, args);
+        command.args(["--device", &self.device]);
         command.args(job.overrides.iter().flat_map(|set| ["--set", set]));
         command.env("RAYON_NUM_THREADS", job.threads.to_string());
         command
@@ -51,12 +49,9 @@ impl Runner {
 
     /// `trainer plan --json`, or the exit code and stderr.
     pub fn plan(&self, job: &JobDir) -> Result<Value, (Option<i32>, String)> {
-        let output =
-            self.command(job, &["plan", "job.toml", "--json"]).output().map_err(|e| (None, e.to_string()))?;
-        let plan =
-            serde_json::from_slice(&output.stdout).ok().filter(|plan: &Value| plan["verdict"].is_string());
-        let said = || String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-        plan.ok_or_else(|| (output.status.code(), said()))
+        let done = finish(&mut self.command(job, &["plan", "job.toml", "--json"]));
+        let plan = serde_json::from_str(&done.stdout).ok().filter(|plan: &Value| plan["verdict"].is_string());
+        plan.ok_or_else(|| (done.code(), done.text()))
     }
 
     /// Trains a job, or resumes it.
@@ -72,13 +67,13 @@ impl Runner {
         command.envs(self.fault_env.clone());
         command.envs(how.kill_worker_at.map(|step| ("TRAINER_FAULT_DIE", format!("kill:{step}"))));
         let begun = Instant::now();
-        let mut child = command.spawn().unwrap_or_else(|e| panic!("{}: {e}", self.program.display()));
+        let mut child = command.spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
         let (mut resident, mut hung) = (0, false);
         let status = loop {
             if let Some(status) = child.try_wait().unwrap() {
                 break status;
             }
-            let processes = process_tree(&child);
+            let processes = [&[child.id()], &children(child.id())[..]].concat();
             resident = processes.iter().map(|pid| peak_resident_bytes(*pid)).fold(resident, u64::max);
             hung = begun.elapsed() > self.timeout;
             if hung || how.kill_supervisor_at.is_some_and(|step| last_step(&root) >= step) {
@@ -143,28 +138,13 @@ pub struct ProcessResult {
 impl ProcessResult {
     /// The run's events, in order; ignores a torn last line.
     pub fn events(&self) -> Vec<Value> {
-        let text = fs::read_to_string(self.root.join("events.jsonl")).unwrap_or_default();
-        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+        events_so_far(&self.root)
     }
 
-    /// The tensor files of the newest checkpoint, by name.
+    /// The tensor files of the newest checkpoint, by name; none if there is no checkpoint.
     pub fn tensors(&self) -> Vec<(String, Vec<u8>)> {
-        let folders = fs::read_dir(self.root.join("checkpoints")).into_iter().flatten().flatten();
-        let Some(newest) = folders.map(|f| f.path()).filter(|f| f.join("DONE").exists() || f.is_dir()).max()
-        else {
-            return Vec::new();
-        };
-        let mut files: Vec<(String, Vec<u8>)> = fs::read_dir(newest)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .filter(|file| file.path().extension().is_some_and(|e| e == "safetensors"))
-            .map(|file| {
-                (file.file_name().to_string_lossy().into_owned(), fs::read(file.path()).unwrap_or_default())
-            })
-            .collect();
-        files.sort();
-        files
+        let checkpoints = fs::read_dir(self.root.join("checkpoints")).into_iter().flatten().count();
+        if checkpoints > 0 { harness::tensors(&self.root) } else { Vec::new() }
     }
 
     /// Folders beside the complete checkpoints.
@@ -175,13 +155,6 @@ impl ProcessResult {
     }
 }
 
-/// A process and its children, if the system reports them.
-fn process_tree(child: &Child) -> Vec<u32> {
-    let id = child.id();
-    let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
-    [id].into_iter().chain(children.split_whitespace().filter_map(|id| id.parse().ok())).collect()
-}
-
 /// Peak resident bytes of a process so far.
 fn peak_resident_bytes(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -189,19 +162,7 @@ fn peak_resident_bytes(pid: u32) -> u64 {
     line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok()).unwrap_or(0) * 1024
 }
 
-fn is_alive(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The state follows the name in parentheses; a zombie holds no memory.
-    stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with('Z'))
-}
-
 /// The last step that a run reported.
 fn last_step(root: &Path) -> u64 {
-    let text = fs::read_to_string(root.join("events.jsonl")).unwrap_or_default();
-    let steps = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    steps
-        .filter(|event| event["event"] == "step")
-        .filter_map(|event| event["step"].as_u64())
-        .max()
-        .unwrap_or(0)
+    named(&events_so_far(root), "step").iter().filter_map(|event| event["step"].as_u64()).max().unwrap_or(0)
 }

@@ -5,8 +5,8 @@ use std::io;
 use std::path::Path;
 
 use super::FileCodec;
-use crate::draw::Draw;
 use crate::fixtures;
+use crate::random::draw::Draw;
 
 #[derive(Clone, Debug)]
 pub struct ImageSpec {

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::FileCodec;
-use crate::draw::Draw;
+use crate::random::draw::Draw;
 
 /// What a token of a text is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,7 +12,7 @@ pub use images::{IdxSpec, ImageLayout, ImageSpec};
 pub use language::{ChatSpec, JsonlSpec, TextSpec, TokenFileSpec, TokenUnits};
 pub use tables::{ColumnSpec, RowCounts, TableFormat, TableSpec};
 
-use crate::draw::Draw;
+use crate::random::draw::Draw;
 
 /// What a job reads.
 #[derive(Clone, Debug)]

@@ -12,7 +12,7 @@ use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 
 use super::FileCodec;
-use crate::draw::Draw;
+use crate::random::draw::Draw;
 
 #[derive(Clone, Debug)]
 pub struct TableSpec {

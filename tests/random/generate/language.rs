@@ -2,7 +2,7 @@
 
 use super::source::SourceBuilder;
 use super::{SampleShape, Scale, TableExt, int_array};
-use crate::data::{ChatSpec, DataSpec, FileCodec, JsonlSpec, TextSpec, TokenFileSpec, TokenUnits};
+use crate::random::data::{ChatSpec, DataSpec, FileCodec, JsonlSpec, TextSpec, TokenFileSpec, TokenUnits};
 
 impl SourceBuilder<'_> {
     /// Tokens per sample, at least `least`.

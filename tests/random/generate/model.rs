@@ -3,7 +3,7 @@
 use toml::Table;
 
 use super::{SampleShape, Scale, TableExt, int_array, table_of_kind};
-use crate::draw::Draw;
+use crate::random::draw::Draw;
 
 const ACTIVATIONS: [&str; 4] = ["relu", "gelu", "gelu_tanh", "silu"];
 

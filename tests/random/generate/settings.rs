@@ -3,7 +3,7 @@
 use toml::{Table, Value};
 
 use super::{Disturbance, GeneratedJob, ModelAndData, Scale, TableExt, table_of_kind};
-use crate::draw::Draw;
+use crate::random::draw::Draw;
 
 const OPTIMIZERS: [&str; 5] = ["adamw", "sgd", "lion", "adafactor", "adamw8bit"];
 

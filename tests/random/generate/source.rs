@@ -3,10 +3,10 @@
 use toml::Table;
 
 use super::{ModelAndData, SampleShape, Scale, TableExt, int_array, model, string_array, table_of_kind};
-use crate::data::{
+use crate::random::data::{
     ColumnSpec, DataSpec, FileCodec, IdxSpec, ImageLayout, ImageSpec, RowCounts, TableFormat, TableSpec,
 };
-use crate::draw::Draw;
+use crate::random::draw::Draw;
 
 /// The sources a model accepts.
 fn sources(model: &str) -> &'static [&'static str] {

@@ -8,9 +8,6 @@ mod check;
 mod coverage;
 mod data;
 mod draw;
-#[allow(dead_code)]
-#[path = "../../src/data/images/fixtures.rs"]
-mod fixtures;
 mod generate;
 mod report;
 mod run;
@@ -22,6 +19,8 @@ use std::time::Duration;
 use generate::Scale;
 use report::TrialOptions;
 use run::Runner;
+
+use crate::harness::{finish, measured_command};
 
 /// What no generated job says, and why.
 const NOT_DRAWN: [(&str, &str); 2] = [
@@ -45,9 +44,7 @@ fn every_seed_is_a_valid_job_and_always_the_same() {
 
 #[test]
 fn the_generator_draws_all_of_the_schema() {
-    let machine = Runner::from_env();
-    let output = std::process::Command::new(&machine.program).arg("schema").output().unwrap();
-    let schema = serde_json::from_slice(&output.stdout).unwrap();
+    let schema = finish(&mut measured_command(&std::env::temp_dir(), &["schema"])).json();
     let drawn: BTreeSet<String> = (0..4000)
         .flat_map(|seed| coverage::job_paths(&generate::case(seed, Scale::Small).job, &schema))
         .collect();

@@ -1,38 +1,22 @@
 //! Jobs on image files, through the binary.
 
 use std::fs;
-use std::io::Write;
 use std::path::Path;
-use std::process::Command;
 
 use serde_json::Value;
 
-fn png(height: usize, width: usize, pixel: impl Fn(usize) -> [u8; 4]) -> Vec<u8> {
-    let mut out = Vec::new();
-    let mut encoder = png::Encoder::new(&mut out, width as u32, height as u32);
-    encoder.set_color(png::ColorType::Rgba);
-    let data: Vec<u8> = (0..height * width).flat_map(pixel).collect();
-    encoder.write_header().unwrap().write_image_data(&data).unwrap();
-    out
-}
+use crate::fixtures;
+use crate::harness::{self, gzip, tar, write_files};
 
 /// 60 images of three classes that differ in color.
 fn image_files() -> Vec<(String, Vec<u8>)> {
-    let colour = |i: usize| {
+    let image = |i: usize| {
         let mut colour = [(i * 7 % 60) as u8; 4];
         colour[i % 3] = 200;
-        colour
+        let pixels = colour.repeat(20 * 24);
+        fixtures::png([20, 24], png::ColorType::Rgba, png::BitDepth::Eight, &pixels)
     };
-    (0..60)
-        .map(|i| (format!("{}/{i:02}.PNG", ["red", "green", "blue"][i % 3]), png(20, 24, |_| colour(i))))
-        .collect()
-}
-
-fn write_folder(root: &Path) {
-    for (path, bytes) in image_files() {
-        fs::create_dir_all(root.join(&path).parent().unwrap()).unwrap();
-        fs::write(root.join(path), bytes).unwrap();
-    }
+    (0..60).map(|i| (format!("{}/{i:02}.PNG", ["red", "green", "blue"][i % 3]), image(i))).collect()
 }
 
 fn job(train: &str, more: &str) -> String {
@@ -44,17 +28,11 @@ fn job(train: &str, more: &str) -> String {
 
 /// The exit code, the JSON document or last line of stdout, and stderr.
 fn trainer(folder: &Path, args: &[&str]) -> (i32, Value, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_trainer"))
-        .env("TRAINER_PROCESS_BYTES", "0")
-        .args(args)
-        .current_dir(folder)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
+    let done = harness::trainer(folder, args);
+    let text = &done.stdout;
     let last =
-        serde_json::from_str(&text).or_else(|_| serde_json::from_str(text.lines().last().unwrap_or("null")));
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    (output.status.code().unwrap(), last.unwrap_or_default(), error)
+        serde_json::from_str(text).or_else(|_| serde_json::from_str(text.lines().last().unwrap_or("null")));
+    (done.code().unwrap(), last.unwrap_or_default(), done.stderr)
 }
 
 fn fit(folder: &Path, job: &str) -> (i32, Value, String) {
@@ -69,19 +47,10 @@ const AUGMENTED: &str = "[data.augment]\nrandom_resized_crop = [0.5, 1.0]\nhoriz
 fn folders_and_archives_are_learned_augmented_and_mixed() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    write_folder(&root.join("set"));
-    let mut archive = tar::Builder::new(Vec::new());
-    for (path, bytes) in image_files() {
-        let mut header = tar::Header::new_gnu();
-        header.set_size(bytes.len() as u64);
-        archive.append_data(&mut header, path, &bytes[..]).unwrap();
-    }
-    let archive = archive.into_inner().unwrap();
-    fs::write(root.join("a.tar"), &archive).unwrap();
-    let mut gzip =
-        flate2::write::GzEncoder::new(fs::File::create(root.join("a.tar.gz")).unwrap(), Default::default());
-    gzip.write_all(&archive).unwrap();
-    gzip.finish().unwrap();
+    let images = image_files();
+    write_files(&root.join("set"), &images);
+    fs::write(root.join("a.tar"), tar(&images)).unwrap();
+    fs::write(root.join("a.tar.gz"), gzip(&tar(&images))).unwrap();
 
     let plain = AUGMENTED.split("mixup").next().unwrap();
     for (train, more) in [("set", AUGMENTED), ("a.tar", AUGMENTED), ("a.tar.gz", plain)] {
@@ -99,8 +68,8 @@ fn folders_and_archives_are_learned_augmented_and_mixed() {
 fn errors_in_images_and_jobs_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    write_folder(&root.join("set"));
-    fs::write(root.join("set/red/broken.jpg"), b"no picture").unwrap();
+    write_files(&root.join("set"), &image_files());
+    fs::write(root.join("set/red/broken.jpg"), b"no image").unwrap();
     let (code, last, _) = fit(root, &job("set", ""));
     assert_eq!(code, 4, "{last}");
     assert!(last.to_string().contains("set/red/broken.jpg`: it is no JPEG, PNG or WebP"), "{last}");

@@ -1,17 +1,13 @@
-//! The second law (memory changes how a job runs, never its result) for every model: fifty updates with ample memory,
-//! and fifty under a budget that forces smaller micro-batches and recomputation, with an OOM on the way, are the same
+//! Memory changes how a job runs, never its result, for every model: fifty updates with ample memory, and fifty under a budget that forces smaller micro-batches and recomputation, with an OOM on the way, are the same
 //! experiment.
 
-use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use serde_json::Value;
 use trainer::job::{Job, OomAction};
 use trainer::planner::plan::PlanVerdict;
 use trainer::train::setup::Setup;
+
+use crate::harness::{FinalState, command, events, finish, in_parallel, job_folder, losses, named};
 
 const UPDATES: usize = 50;
 
@@ -101,32 +97,22 @@ fn tight_settings(path: &Path) -> Vec<Vec<String>> {
 /// What a run leaves: losses, samples, weights and optimizer state, and its OOMs.
 struct RunArtifacts {
     losses: Vec<f64>,
-    digest: String,
-    tensors: [Vec<u8>; 2],
+    end: FinalState,
     ooms: Vec<u64>,
     planned: (u64, u64),
 }
 
 fn run(folder: &Path, name: &str, fault: Option<u64>, sets: &[String]) -> RunArtifacts {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.env("TRAINER_PROCESS_BYTES", "0");
-    command.args(["fit", "job.toml", "-q", "--run-dir", name]).current_dir(folder).stdin(Stdio::null());
+    let mut command = command(folder, &["fit", "job.toml", "-q", "--run-dir", name]);
     command.args(sets.iter().flat_map(|set| ["--set", set]));
-    command.envs(fault.map(|ask| (FAULT_ENV, ask.to_string())));
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+    finish(command.envs(fault.map(|ask| (FAULT_ENV, ask.to_string())))).expect(0);
     let run = folder.join(name);
-    let text = fs::read_to_string(run.join("events.jsonl")).unwrap();
-    let events: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let named = |name: &'static str| events.iter().filter(move |event| event["event"] == name);
-    let chosen = &named("planned").next().unwrap()["plan"]["chosen"];
-    let newest = run.join(format!("checkpoints/step-{UPDATES:08}"));
+    let events = events(&run);
+    let chosen = &named(&events, "planned")[0]["plan"]["chosen"];
     RunArtifacts {
-        losses: named("step").map(|step| step["loss"].as_f64().unwrap()).collect(),
-        digest: named("finished").next().unwrap()["samples_digest"].as_str().unwrap().to_owned(),
-        tensors: ["model", "optimizer"]
-            .map(|file| fs::read(newest.join(format!("{file}.safetensors"))).unwrap()),
-        ooms: named("oom").map(|oom| oom["step"].as_u64().unwrap()).collect(),
+        losses: losses(&events),
+        end: FinalState::of(&run),
+        ooms: named(&events, "oom").iter().map(|oom| oom["step"].as_u64().unwrap()).collect(),
         planned: (chosen["accumulation_steps"].as_u64().unwrap(), chosen["recompute"].as_u64().unwrap()),
     }
 }
@@ -140,9 +126,8 @@ fn max_loss_difference(a: &RunArtifacts, b: &RunArtifacts) -> f64 {
 /// tight memory are from those with ample memory.
 fn compare_under_tight_memory(kind: usize) -> f64 {
     let (name, _, _, _, fault) = MODELS[kind];
-    let folder = tempfile::tempdir().unwrap();
+    let folder = job_folder(job(kind));
     let path = folder.path().join("job.toml");
-    fs::write(&path, job(kind)).unwrap();
     let ample = run(folder.path(), "ample", None, &[]);
     assert!(ample.ooms.is_empty() && ample.planned == (1, 0), "{name}: ample is ample");
     let on_the_way = |left: &RunArtifacts| {
@@ -153,7 +138,8 @@ fn compare_under_tight_memory(kind: usize) -> f64 {
         let tight = run(folder.path(), &format!("tight-{i}"), (i == 0).then_some(fault), sets);
         split |= tight.planned.0 > 1;
         assert!(i > 0 || on_the_way(&tight), "{name}: an OOM on the way, {:?}", tight.ooms);
-        assert_eq!(tight.digest, ample.digest, "{name}: the same samples in the same order");
+        let digest = |run: &RunArtifacts| run.end.samples_digest.clone();
+        assert_eq!(digest(&tight), digest(&ample), "{name}: the same samples in the same order");
         apart = apart.max(max_loss_difference(&ample, &tight));
     }
     assert!(split, "{name}: the budget splits updates");
@@ -161,31 +147,18 @@ fn compare_under_tight_memory(kind: usize) -> f64 {
     // The same split from start to end gives the same bits, despite an OOM and recomputation.
     let same = run(folder.path(), "same", Some(fault), &["memory.on_oom=[\"recompute\"]".into()]);
     assert!(on_the_way(&same), "{name}: an OOM on the way, {:?}", same.ooms);
-    assert_eq!((&same.losses, &same.digest), (&ample.losses, &ample.digest), "{name}");
-    assert!(same.tensors == ample.tensors, "{name}: weights and optimizer state to the bit");
+    assert_eq!(same.losses, ample.losses, "{name}");
+    assert_eq!(same.end.difference(&ample.end), None, "{name}: weights and optimizer state to the bit");
     apart
 }
 
 #[test]
 fn fifty_updates_are_the_same_experiment_in_any_memory() {
-    let only = std::env::var("TRAINER_LAWS_ONLY").unwrap_or_default();
-    let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                while let Some((name, ..)) = MODELS.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if !name.contains(&only) {
-                        continue;
-                    }
-                    let kind = MODELS.iter().position(|(other, ..)| other == name).unwrap();
-                    let apart = compare_under_tight_memory(kind);
-                    println!("{name}: losses differ by {apart:.1e} at most");
-                    found.lock().unwrap().push((name, apart));
-                }
-            });
-        }
-    });
-    for (name, apart) in found.into_inner().unwrap() {
+    let only = std::env::var("TRAINER_MEMORY_INVARIANCE_ONLY").unwrap_or_default();
+    let kinds: Vec<usize> = (0..MODELS.len()).filter(|kind| MODELS[*kind].0.contains(&only)).collect();
+    let differences = in_parallel(2, &kinds, |kind| (MODELS[*kind].0, compare_under_tight_memory(*kind)));
+    for (name, apart) in differences {
+        println!("{name}: losses differ by {apart:.1e} at most");
         assert!(apart <= TOLERANCE, "{name}: losses differ by {apart:.1e}");
     }
 }

@@ -1,0 +1,35 @@
+//! The tests of behaviour, one module per subject: `cargo test --test integration bounds::` runs those of a module.
+//!
+//! They run at the same time in one process. None changes its directory or environment, and one that measures the
+//! memory of its own process runs in a child (`harness::ran_in_own_process`).
+
+mod bounds;
+mod decoding;
+mod dispatch;
+mod docs;
+mod durable;
+mod faults;
+#[allow(dead_code)]
+#[path = "../src/data/images/fixtures.rs"]
+mod fixtures;
+mod harness;
+mod images;
+mod imports;
+mod jobs;
+mod language;
+mod memory_invariance;
+mod memory_retry;
+mod oracles;
+mod plans;
+mod random;
+mod runs;
+mod streams;
+mod supervisor;
+mod tables;
+mod verify;
+
+use trainer::memory::measure::CountingAllocator;
+
+/// For the tests that measure the memory of their own process.
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
