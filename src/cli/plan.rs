@@ -114,7 +114,15 @@ impl PlanArgs {
             false => setup.plan_for(&machine),
         };
         self.locking.apply(&self.job.path, &setup, &machine, &plan)?;
-        print_plan(&plan, self.strict, common)
+        let exit = print_plan(&plan, self.strict, common)?;
+        if common.verbose && !common.json && !common.quiet {
+            print_line("\nfused layers")?;
+            setup
+                .fused_nodes_on(&machine)
+                .iter()
+                .try_for_each(|line| print_line(format_args!("    {line}")))?;
+        }
+        Ok(exit)
     }
 }
 

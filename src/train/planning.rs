@@ -4,7 +4,7 @@ use super::setup::{Setup, activation_dtype, prefetch_limit};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec};
 use crate::data::loader;
-use crate::graph::network::LayerBlock;
+use crate::graph::network::{LayerBlock, Network};
 use crate::job::{Interval, OomAction};
 use crate::memory::probe;
 use crate::optim;
@@ -152,15 +152,8 @@ impl Setup {
         };
         let (rule, params) = (&self.optimizer, &self.layout.params);
         let on_device = machine.on_device();
-        let backend =
-            if on_device { Backend::Cuda { capability: machine.capability } } else { self.backend() };
-        // A plan for another device walks the network as it would be fused there.
-        let fused_elsewhere = (backend.is_cuda() != self.backend().is_cuda()).then(|| {
-            let mut network = self.network_on(backend, self.features());
-            let ranks = self.network.blocks.iter().map(|block| block.recompute_rank);
-            network.blocks.iter_mut().zip(ranks).for_each(|(block, rank)| block.recompute_rank = rank);
-            network
-        });
+        let backend = self.backend_on(machine);
+        let fused_elsewhere = self.fused_elsewhere(backend);
         body(&EstimatorInputs {
             network: fused_elsewhere.as_ref().unwrap_or(&self.network),
             layout: &self.layout,
@@ -179,6 +172,31 @@ impl Setup {
             update_samples: self.datasets.train.len().min(self.job.train.samples_per_update() as u64),
             valid_samples: self.datasets.valid.len(),
         })
+    }
+
+    /// Where layers compute on this machine.
+    fn backend_on(&self, machine: &TargetMachine) -> Backend {
+        match machine.on_device() {
+            true => Backend::Cuda { capability: machine.capability },
+            false => Backend::Cpu { threads: self.threads },
+        }
+    }
+
+    /// The network as another device fuses it: a plan for that device walks it. `None` if it is this device.
+    fn fused_elsewhere(&self, backend: Backend) -> Option<Network> {
+        (backend.is_cuda() != self.backend().is_cuda()).then(|| {
+            let mut network = self.network_on(backend, self.features());
+            let ranks = self.network.blocks.iter().map(|block| block.recompute_rank);
+            network.blocks.iter_mut().zip(ranks).for_each(|(block, rank)| block.recompute_rank = rank);
+            network
+        })
+    }
+
+    /// A line for every node that the fusion pass makes on this machine.
+    pub fn fused_nodes_on(&self, machine: &TargetMachine) -> Vec<String> {
+        let elsewhere = self.fused_elsewhere(self.backend_on(machine));
+        let network = elsewhere.as_ref().unwrap_or(&self.network);
+        network.fused_nodes().iter().map(|node| node.describe()).collect()
     }
 
     pub(super) fn plan_request(&self, machine: &TargetMachine) -> PlanRequest {
@@ -210,8 +228,7 @@ impl Setup {
         let on_device = machine.on_device();
         let (speed, cores) = if on_device { (GPU, 1) } else { (CPU_CORE, self.threads) };
         let samples = self.job.train.samples_per_update().min(self.datasets.train.len() as usize);
-        let backend =
-            if on_device { Backend::Cuda { capability: machine.capability } } else { self.backend() };
+        let backend = self.backend_on(machine);
         let spec = MicroBatchSpec {
             batch: samples,
             dtype: activation_dtype(self.job.train.precision, on_device),

@@ -10,7 +10,7 @@ use trainer::graph::offload::ActivationOffload;
 use trainer::job::ModelConfig;
 use trainer::kernels::cpu;
 use trainer::kernels::update::{AdamWKernel, UpdateArgs, cast_into, clear};
-use trainer::layers::{FusionContext, Mode, PassContext};
+use trainer::layers::{Mode, PassContext};
 use trainer::memory::Ledger;
 use trainer::models::{BuiltModel, build};
 use trainer::param_store::ParamStore;
@@ -147,7 +147,9 @@ impl OracleCase {
 
     /// The model with its initial weights, computing in `dtype`.
     fn network(&self, dtype: DType) -> TestNetwork<'_> {
-        let built = build(&self.model, &self.features).unwrap();
+        let mut built = build(&self.model, &self.features).unwrap();
+        let backend = Backend::Cpu { threads: cpu::threads() };
+        built.network = built.network.fuse(MicroBatchSpec { batch: 1, dtype, backend });
         let store = ParamStore::new(built.layout.clone(), 0, dtype, &Device::Cpu).unwrap();
         let network = TestNetwork { case: self, built, store, dtype };
         network.reset();
@@ -253,7 +255,6 @@ impl TestNetwork<'_> {
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
             sample_info: None,
             loss_scale: 1.0 / self.case.targets(),
-            fusion: FusionContext::default(),
         };
         let at = MicroBatchSpec {
             batch: rows,
