@@ -4,13 +4,14 @@
 //! behind its last. Placement therefore depends only on the order of calls, never on the progress of the device. If no
 //! free range is long enough, the heap maps more chunks, up to its capacity. At the capacity it compacts: it remaps
 //! whole free chunks to one contiguous range, which costs a synchronize and is counted. A pass whose allocations are
-//! known is served from an arena.
+//! known is served from an [`arena`].
+
+mod arena;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::Arc;
 
-use super::placement::{AllocTrace, ArenaPlacement};
+use arena::PassMode;
 
 /// Alignment of tensors, the same as that of the driver's allocator.
 pub const ALIGNMENT: u64 = 512;
@@ -75,28 +76,6 @@ pub struct DeviceHeap<B> {
     pub stats: HeapStats,
 }
 
-/// How the current pass is served.
-#[derive(Default)]
-enum PassMode {
-    #[default]
-    None,
-    Traced {
-        trace: AllocTrace,
-        alive: BTreeMap<u64, usize>,
-    },
-    Placed {
-        placement: Arc<ArenaPlacement>,
-        base: u64,
-        next: usize,
-        /// Live tensors in the arena.
-        alive: BTreeMap<u64, u64>,
-        /// An allocation differed from the placement; the rest of the pass is served by the heap.
-        diverged: bool,
-        /// A replayed CUDA graph owns the arena: allocations made now are not part of the pass.
-        replayed: bool,
-    },
-}
-
 impl<B: Backing> DeviceHeap<B> {
     /// `address_range` starts at a multiple of `chunk_bytes`.
     pub fn new(backing: B, chunk_bytes: u64, address_range: Range<u64>, capacity: u64) -> Self {
@@ -141,13 +120,11 @@ impl<B: Backing> DeviceHeap<B> {
 
     pub fn allocate(&mut self, bytes: u64) -> Result<u64, HeapOom> {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
-        let at = match self.allocate_in_arena(bytes) {
+        let at = match self.pass_mode.allocate(bytes) {
             Some(at) => at,
             None => {
                 let at = self.allocate_range(bytes)?;
-                if let PassMode::Traced { trace, alive } = &mut self.pass_mode {
-                    alive.insert(at, trace.allocate(bytes));
-                }
+                self.pass_mode.trace_allocate(at, bytes);
                 at
             }
         };
@@ -158,16 +135,9 @@ impl<B: Backing> DeviceHeap<B> {
 
     /// Frees a tensor; returns false if the address is not from this heap.
     pub fn free(&mut self, at: u64) -> bool {
-        if let PassMode::Placed { alive, .. } = &mut self.pass_mode
-            && let Some(bytes) = alive.remove(&at)
-        {
+        if let Some(bytes) = self.pass_mode.free(at) {
             self.used_bytes -= bytes;
             return true;
-        }
-        if let PassMode::Traced { trace, alive } = &mut self.pass_mode
-            && let Some(tensor) = alive.remove(&at)
-        {
-            trace.free(tensor);
         }
         let Some(bytes) = self.allocated.remove(&at) else { return false };
         self.used_bytes -= bytes;
@@ -187,132 +157,6 @@ impl<B: Backing> DeviceHeap<B> {
     /// Peak bytes of live tensors since the last call.
     pub fn take_peak(&mut self) -> u64 {
         std::mem::replace(&mut self.peak_bytes, self.used_bytes)
-    }
-
-    /// Records allocations until [`end_trace`](Self::end_trace).
-    pub fn begin_trace(&mut self) {
-        self.pass_mode = PassMode::Traced { trace: AllocTrace::default(), alive: BTreeMap::new() };
-    }
-
-    pub fn end_trace(&mut self) -> AllocTrace {
-        match std::mem::take(&mut self.pass_mode) {
-            PassMode::Traced { trace, .. } => trace,
-            _ => AllocTrace::default(),
-        }
-    }
-
-    /// Serves the pass that starts now from an arena: at `base` if given, else wherever it fits. Changes nothing if
-    /// that would need compaction.
-    pub fn enter_arena(&mut self, placement: &Arc<ArenaPlacement>, base: Option<u64>) -> Option<u64> {
-        let bytes = placement.arena_bytes.max(1).next_multiple_of(ALIGNMENT);
-        let base = match base {
-            Some(base) => self.take_at(base, bytes).then_some(base)?,
-            None => {
-                let more = bytes
-                    .saturating_sub(self.tail_free_bytes())
-                    .min(self.capacity.saturating_sub(self.mapped_bytes));
-                match self.best_fit(bytes) {
-                    Some(base) => base,
-                    None => {
-                        self.map_chunks(more.div_ceil(self.chunk_bytes));
-                        self.best_fit(bytes)?
-                    }
-                }
-            }
-        };
-        let placement = placement.clone();
-        self.pass_mode = PassMode::Placed {
-            placement,
-            base,
-            next: 0,
-            alive: BTreeMap::new(),
-            diverged: false,
-            replayed: false,
-        };
-        Some(base)
-    }
-
-    /// Ends the pass and frees its arena, except for tensors that are still alive. Returns whether the pass matched its
-    /// placement.
-    pub fn leave_arena(&mut self) -> bool {
-        let PassMode::Placed { placement, base, alive, diverged, .. } = std::mem::take(&mut self.pass_mode)
-        else {
-            return true;
-        };
-        self.stats.arena_passes += 1;
-        self.stats.diverged += u64::from(diverged);
-        if placement.arena_bytes > self.stats.arena_bytes {
-            (self.stats.arena_bytes, self.stats.arena_lower_bound) =
-                (placement.arena_bytes, placement.lower_bound);
-        }
-        let Some(bytes) = self.allocated.remove(&base) else { return false };
-        let mut at = base;
-        for (tensor, bytes) in &alive {
-            if *tensor > at {
-                self.release_range(at, tensor - at);
-            }
-            self.allocated.insert(*tensor, *bytes);
-            at = tensor + bytes;
-        }
-        if base + bytes > at {
-            self.release_range(at, base + bytes - at);
-        }
-        !diverged && alive.is_empty()
-    }
-
-    /// Position in the placed pass: how many of its tensors were allocated.
-    pub fn position(&self) -> usize {
-        if let PassMode::Placed { next, .. } = &self.pass_mode { *next } else { 0 }
-    }
-
-    /// Rewinds a placed pass to an earlier position. Whatever it allocated since then has been freed.
-    pub fn rewind(&mut self, position: usize) {
-        if let PassMode::Placed { next, .. } = &mut self.pass_mode {
-            *next = position;
-        }
-    }
-
-    /// Whether every allocation of the placed pass matched the placement so far.
-    pub fn matches_placement(&self) -> bool {
-        matches!(&self.pass_mode, PassMode::Placed { diverged: false, .. })
-    }
-
-    /// A CUDA graph replays the placed pass: its tensors count towards the peak, though nobody allocates them.
-    pub fn mark_replayed(&mut self) {
-        if let PassMode::Placed { placement, replayed, alive, .. } = &mut self.pass_mode {
-            *replayed = true;
-            // The micro-batch is allocated already and is one of the placed tensors: do not count it twice.
-            let others = self.used_bytes - alive.values().sum::<u64>();
-            self.peak_bytes = self.peak_bytes.max(others + placement.lower_bound);
-        }
-    }
-
-    /// Declares the arenas whose addresses CUDA graphs captured.
-    pub fn set_graph_arenas(&mut self, arenas: Vec<Range<u64>>) {
-        self.graph_arenas = arenas;
-    }
-
-    fn allocate_in_arena(&mut self, bytes: u64) -> Option<u64> {
-        let PassMode::Placed { placement, base, next, alive, diverged, replayed: false } =
-            &mut self.pass_mode
-        else {
-            return None;
-        };
-        let expected = placement.tensors.get(*next).copied();
-        *next += 1;
-        *diverged |= expected.is_none_or(|(size, _)| size != bytes);
-        if *diverged {
-            return None;
-        }
-        let at = *base + expected?.1?;
-        // A tensor that outlives its traced lifetime may still occupy the range.
-        let before = alive.range(..at + bytes).next_back();
-        *diverged |= before.is_some_and(|(other, size)| other + size > at);
-        if *diverged {
-            return None;
-        }
-        alive.insert(at, bytes);
-        Some(at)
     }
 
     fn allocate_range(&mut self, bytes: u64) -> Result<u64, HeapOom> {
@@ -463,12 +307,12 @@ mod tests {
 
     use super::*;
 
-    const CHUNK: u64 = 4096;
+    pub(super) const CHUNK: u64 = 4096;
     const BASE: u64 = 1 << 20;
 
     /// Mapped chunks, out of `max_chunks` that the fake driver has.
     #[derive(Default)]
-    struct FakeBacking {
+    pub(super) struct FakeBacking {
         mapped: HashSet<u64>,
         max_chunks: u64,
     }
@@ -492,13 +336,13 @@ mod tests {
         }
     }
 
-    fn heap(chunks: u64) -> DeviceHeap<FakeBacking> {
+    pub(super) fn heap(chunks: u64) -> DeviceHeap<FakeBacking> {
         let backing = FakeBacking { max_chunks: chunks, ..FakeBacking::default() };
         DeviceHeap::new(backing, CHUNK, BASE..BASE + 1000 * chunks * CHUNK, chunks * CHUNK)
     }
 
     /// Tensors lie within mapped chunks and do not overlap.
-    fn check_invariants(heap: &DeviceHeap<FakeBacking>, tensors: &BTreeMap<u64, u64>) {
+    pub(super) fn check_invariants(heap: &DeviceHeap<FakeBacking>, tensors: &BTreeMap<u64, u64>) {
         let mut end = 0;
         for (at, bytes) in tensors {
             assert!(*at >= end, "tensors overlap");
@@ -551,96 +395,6 @@ mod tests {
             }
         }
 
-        /// A traced pass runs from its arena at the same addresses every time and stays within it; tensors that outlive
-        /// the pass are not placed in the arena.
-        #[test]
-        fn passes_are_served_from_their_arena(sizes in prop::collection::vec((1u64..20_000, any::<bool>()), 1..40), others in prop::collection::vec(1u64..9000, 0..10)) {
-            let mut heap = heap(4096);
-            let run = |heap: &mut DeviceHeap<FakeBacking>| -> Vec<u64> {
-                let mut kept = Vec::new();
-                for (bytes, keep) in &sizes {
-                    let at = heap.allocate(*bytes).unwrap();
-                    if *keep { kept.push(at) } else { heap.free(at); }
-                }
-                kept.drain(..).rev().for_each(|at| { heap.free(at); });
-                vec![heap.allocate(24).unwrap()]
-            };
-            heap.begin_trace();
-            let mut lasting = run(&mut heap);
-            let placement = Arc::new(ArenaPlacement::new(&heap.end_trace()));
-            prop_assert_eq!(placement.tensors.last().unwrap().1, None, "the result outlives the pass");
-            let mut base = None;
-            for _ in 0..3 {
-                let at = heap.enter_arena(&placement, base);
-                prop_assert!(at.is_some());
-                lasting.extend(run(&mut heap));
-                prop_assert!(heap.leave_arena());
-                // An evaluation uses the arena's memory in between.
-                let between: Vec<_> = others.iter().map(|bytes| heap.allocate(*bytes).unwrap()).collect();
-                between.into_iter().for_each(|at| { heap.free(at); });
-                prop_assert!(base.is_none() || base == at);
-                base = at;
-            }
-            prop_assert_eq!(heap.used_bytes(), lasting.len() as u64 * ALIGNMENT);
-            prop_assert_eq!(heap.stats.diverged, 0);
-            prop_assert_eq!(heap.stats.synchronizes, 0);
-            // A graph replay allocates nothing of the pass, and allocations made meanwhile go elsewhere.
-            let base = heap.enter_arena(&placement, base).unwrap();
-            heap.take_peak();
-            let used = heap.used_bytes();
-            let first = heap.allocate(sizes[0].0).unwrap();
-            heap.mark_replayed();
-            prop_assert_eq!(heap.take_peak(), used + placement.lower_bound, "the first tensor counts once");
-            let sums = heap.allocate(24).unwrap();
-            prop_assert!(!(base..base + placement.arena_bytes).contains(&sums) || placement.arena_bytes == 0);
-            prop_assert!(heap.free(first));
-            prop_assert!(heap.leave_arena());
-        }
-    }
-
-    #[test]
-    fn another_pass_than_the_traced_one_is_served_all_the_same() {
-        let mut heap = heap(64);
-        heap.begin_trace();
-        let tensors = [1000, 2000, 3000].map(|bytes| heap.allocate(bytes).unwrap());
-        tensors.iter().for_each(|at| assert!(heap.free(*at)));
-        let placement = Arc::new(ArenaPlacement::new(&heap.end_trace()));
-        heap.enter_arena(&placement, None).unwrap();
-        let longer = [1000, 2000, 9000, 3000].map(|bytes| heap.allocate(bytes).unwrap());
-        assert!(!heap.leave_arena(), "it says so");
-        let bytes = [1024, 2048, 9216, 3072];
-        check_invariants(&heap, &longer.into_iter().zip(bytes).collect());
-        longer.iter().for_each(|at| assert!(heap.free(*at)));
-        assert_eq!((heap.used_bytes(), heap.stats.diverged), (0, 1));
-        // One tensor outlives its traced lifetime.
-        heap.begin_trace();
-        let first = heap.allocate(1000).unwrap();
-        heap.free(first);
-        let second = heap.allocate(1000).unwrap();
-        heap.free(second);
-        let placement = Arc::new(ArenaPlacement::new(&heap.end_trace()));
-        assert_eq!(placement.arena_bytes, 1024);
-        heap.enter_arena(&placement, None).unwrap();
-        let (a, b) = (heap.allocate(1000).unwrap(), heap.allocate(1000).unwrap());
-        assert_ne!(a, b);
-        assert!(!heap.leave_arena());
-        assert!(heap.free(a) && heap.free(b));
-    }
-
-    #[test]
-    fn an_arena_in_use_is_not_entered() {
-        let mut heap = heap(4);
-        heap.begin_trace();
-        let tensor = heap.allocate(2 * CHUNK).unwrap();
-        heap.free(tensor);
-        let placement = Arc::new(ArenaPlacement::new(&heap.end_trace()));
-        let base = heap.enter_arena(&placement, None).unwrap();
-        heap.leave_arena();
-        let other = heap.allocate(CHUNK).unwrap();
-        assert_eq!(other, base);
-        assert_eq!(heap.enter_arena(&placement, Some(base)), None);
-        heap.free(other);
-        assert_eq!(heap.enter_arena(&placement, Some(base)), Some(base));
     }
 
     /// Chunks in arenas that graphs captured are remapped only as a last resort.
