@@ -62,7 +62,8 @@ fn batch(setup: &Setup, ids: &[u64]) -> HostBatch {
 
 /// The gradients accumulated over some micro-batches, and their total loss and weight.
 fn accumulated_gradients(setup: &Setup, parts: &[&[u64]]) -> (Vec<f32>, f64, f64) {
-    let engine = Engine::new(setup, Ledgers::new(setup, u64::MAX, None), 0, false).unwrap();
+    let engine =
+        Engine::new(setup, Ledgers::new(setup, u64::MAX, None), setup.plan(u64::MAX).chosen, false).unwrap();
     let (mut loss, mut weight) = (0.0, 0.0);
     for ids in parts {
         let metrics = engine.forward_backward(&batch(setup, ids), 1.0).unwrap().read().unwrap();

@@ -3,10 +3,12 @@
 pub mod backend;
 pub mod features;
 pub mod panics;
+pub mod phase;
 pub mod random;
 pub mod regular_file;
 pub mod role;
 pub mod units;
 
 pub use backend::{Backend, ComputeCapability, HOPPER, MicroBatchSpec};
+pub use phase::Phase;
 pub use role::Role;

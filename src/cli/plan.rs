@@ -109,7 +109,7 @@ impl PlanArgs {
             // On a pool thread, as in a run.
             true => {
                 setup = setup.on_gpu(common.open_gpu(&job_memory)?);
-                rayon::scope(|_| autotune::plan(&mut setup, &machine))?
+                rayon::scope(|_| autotune::plan(&setup, &machine))?
             }
             false => setup.plan_for(&machine),
         };

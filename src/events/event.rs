@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::base::Phase;
 use crate::planner::MemoryPlan;
 
 /// An [`Event`] and when it happened.
@@ -153,8 +154,8 @@ pub enum Event {
     Oom {
         /// Updates made before it.
         step: u64,
-        /// `start`, `forward`, `backward`, `update`, `eval`, `checkpoint`.
-        phase: String,
+        /// The phase it happened in.
+        phase: Phase,
         /// Who asked.
         asker: String,
         /// Bytes asked for.

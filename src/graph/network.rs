@@ -17,8 +17,7 @@ use candle_core::Tensor;
 use self::backward::BackwardContext;
 use super::fusion::FusedNode;
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
-use crate::base::MicroBatchSpec;
-use crate::base::Role;
+use crate::base::{MicroBatchSpec, Phase, Role};
 use crate::kernels::Activation;
 use crate::layers::loss::{Loss, MetricSums, PendingMetricSums};
 use crate::layers::{Layer, Mode, PassContext, SavedTensors};
@@ -135,7 +134,7 @@ impl Network {
         exec: &Executor,
         batch: Option<&DeviceBatch>,
     ) -> StepResult<PendingMetricSums> {
-        exec.ledger.set_phase("forward");
+        exec.ledger.set_phase(Phase::Forward);
         let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), reservation: None };
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
@@ -155,7 +154,7 @@ impl Network {
                 (None, None) => SavedBlock::Resident(ResidentBlock::Saved(saved_nodes)),
             });
         }
-        exec.ledger.set_phase("backward");
+        exec.ledger.set_phase(Phase::Backward);
         let cost = self.loss.cost(exec.spec);
         let (metrics, mut dy) = {
             let reservation = exec.reserve(Role::Activations, self.loss.name(), cost.input_grad)?;
@@ -222,7 +221,7 @@ impl Network {
 
     /// Runs all blocks in evaluation mode.
     fn forward_blocks(&self, exec: &Executor, inputs: Option<&Tensor>) -> StepResult<ReservedTensor> {
-        exec.ledger.set_phase("eval");
+        exec.ledger.set_phase(Phase::Eval);
         let mut x = ReservedTensor { value: inputs.cloned(), reservation: None };
         for block in &self.blocks {
             x = exec.forward(&block.nodes, x, false, Mode::Eval, None)?.0;

@@ -42,7 +42,7 @@ pub use memory::{MemoryConfig, OomAction};
 pub use model::{ActivationKind, CnnConfig, MlpConfig, ModelConfig, NormKind, StageConfig};
 pub use optimizer::{
     AdafactorConfig, AdamwConfig, ConstantSchedule, DecaySchedule, LionConfig, OnecycleSchedule,
-    OptimizerConfig, ScheduleConfig, SgdConfig, StepSchedule,
+    OptimizerConfig, OptimizerKind, ScheduleConfig, SgdConfig, StepSchedule,
 };
 pub use progress::{BestMetric, CheckpointConfig, EvalConfig, Interval, LogConfig, Metric};
 pub use reference::job_markdown;

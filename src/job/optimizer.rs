@@ -41,15 +41,43 @@ impl OptimizerConfig {
         }
     }
 
-    /// The name of its `kind`.
-    pub fn kind(&self) -> &'static str {
+    /// This rule, or its variant with state in bytes if that is the kind asked for.
+    pub fn of_kind(&self, kind: OptimizerKind) -> Self {
+        self.eight_bit().filter(|rule| rule.kind() == kind).unwrap_or_else(|| self.clone())
+    }
+
+    pub fn kind(&self) -> OptimizerKind {
         match self {
-            Self::Adamw(_) => "adamw",
-            Self::Sgd(_) => "sgd",
-            Self::Lion(_) => "lion",
-            Self::Adafactor(_) => "adafactor",
-            Self::Adamw8bit(_) => "adamw8bit",
+            Self::Adamw(_) => OptimizerKind::Adamw,
+            Self::Sgd(_) => OptimizerKind::Sgd,
+            Self::Lion(_) => OptimizerKind::Lion,
+            Self::Adafactor(_) => OptimizerKind::Adafactor,
+            Self::Adamw8bit(_) => OptimizerKind::Adamw8bit,
         }
+    }
+}
+
+/// The `kind` of an optimizer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    #[default]
+    Adamw,
+    Sgd,
+    Lion,
+    Adafactor,
+    Adamw8bit,
+}
+
+impl std::fmt::Display for OptimizerKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Adamw => "adamw",
+            Self::Sgd => "sgd",
+            Self::Lion => "lion",
+            Self::Adafactor => "adafactor",
+            Self::Adamw8bit => "adamw8bit",
+        })
     }
 }
 

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 
-use crate::base::Role;
 use crate::base::units::Bytes;
+use crate::base::{Phase, Role};
 
 /// Accounts for one memory space, host or device. Clones share the account.
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ struct Account {
     total: u64,
     peak: u64,
     requests: u64,
-    phase: &'static str,
+    phase: Phase,
     /// Every requester so far, and its index in the list.
     holders: Vec<Holder>,
     index: BTreeMap<Role, BTreeMap<Arc<str>, usize>>,
@@ -54,7 +54,7 @@ pub struct LedgerEntry {
     pub name: Arc<str>,
     pub change: i64,
     /// The phase at that time, see [`Ledger::set_phase`].
-    pub phase: &'static str,
+    pub phase: Phase,
 }
 
 /// A reservation that did not fit.
@@ -62,7 +62,7 @@ pub struct LedgerEntry {
 #[error("out of memory: {requester} requested {} for {role} and {} of {} are left; the largest holders are {}", Bytes(*bytes), Bytes(*available), Bytes(*budget), holders(&self.largest()))]
 pub struct Oom {
     /// The phase at that time, see [`Ledger::set_phase`].
-    pub phase: &'static str,
+    pub phase: Phase,
     pub requester: String,
     pub role: Role,
     pub bytes: u64,
@@ -154,7 +154,7 @@ impl Ledger {
             total: 0,
             peak: 0,
             requests: 0,
-            phase: "start",
+            phase: Phase::Start,
             holders: Vec::new(),
             index: BTreeMap::new(),
             injected_oom,
@@ -170,8 +170,8 @@ impl Ledger {
         ledger
     }
 
-    /// Sets the current phase: `forward`, `backward`, ...
-    pub fn set_phase(&self, phase: &'static str) {
+    /// Sets the current phase.
+    pub fn set_phase(&self, phase: Phase) {
         lock(&self.account).phase = phase;
     }
 
@@ -328,12 +328,12 @@ mod tests {
         let _a = ledger.reserve(Role::Activations, "conv1", 20).unwrap();
         let b = ledger.reserve(Role::Activations, "conv1", 30).unwrap();
         drop(ledger.reserve(Role::Workspace, "conv1", 5).unwrap());
-        ledger.set_phase("forward");
+        ledger.set_phase(Phase::Forward);
         let live = |oom: Oom| -> Vec<(Role, String, u64)> {
             oom.live.into_iter().map(|h| (h.role, h.name.to_string(), h.bytes)).collect()
         };
         let oom = ledger.reserve(Role::Batch, "batch", 50).unwrap_err();
-        assert_eq!((oom.phase, oom.shortfall()), ("forward", 10));
+        assert_eq!((oom.phase, oom.shortfall()), (Phase::Forward, 10));
         assert_eq!(
             live(oom),
             [(Role::Activations, "conv1".into(), 50), (Role::Weights, "weights".into(), 10)]

@@ -19,7 +19,7 @@ use crate::params::FlatLayout;
 
 /// An optimizer rule and its state: named flat buffers.
 pub struct Optimizer {
-    rule: Rule,
+    pub rule: Rule,
     state: Vec<(&'static str, Tensor)>,
     /// The pinned memory behind the buffers, if the state is offloaded from a GPU.
     #[cfg(feature = "cuda")]

@@ -5,8 +5,8 @@
 //! numerics slightly.
 
 use super::estimate::MemoryPredictor;
+use super::execution_plan::Offload;
 use super::ladder;
-use super::plan::Offload;
 use super::search::{Candidate, PlanRequest, Search};
 use crate::base::units::Bytes;
 use crate::job::OomAction;
@@ -61,7 +61,7 @@ fn advise_eval_batch(r: &PlanRequest, predictor: &dyn MemoryPredictor) -> Option
     r.eval_micro_batch?;
     let free = PlanRequest { eval_micro_batch: None, ..r.clone() };
     let found = fastest_fit(&free, predictor)?;
-    Some(format!("evaluate fewer samples at a time with `eval.batch_size = {}`", found.split.micro_batch))
+    Some(format!("evaluate fewer samples at a time with `eval.batch_size = {}`", found.exec_plan.micro_batch))
 }
 
 /// A larger budget for the candidate with the smallest shortfall, if the machine has the memory.
@@ -81,7 +81,7 @@ fn advise_budget(r: &PlanRequest, predictor: &dyn MemoryPredictor, leanest: Cand
     let give = give.collect::<Vec<_>>().join(" and ");
     Some(format!(
         "give it {give}, or make the model smaller: with {} it needs {}",
-        ladder::describe_candidate(r, &leanest),
+        ladder::describe_candidate(r, leanest.exec_plan),
         describe_needs(r, leanest)
     ))
 }
@@ -91,7 +91,7 @@ fn advise_budget(r: &PlanRequest, predictor: &dyn MemoryPredictor, leanest: Cand
 fn sufficient_ram(predictor: &dyn MemoryPredictor, candidate: Candidate) -> u64 {
     let mut ram = candidate.ram.next_multiple_of(MIB);
     loop {
-        match predictor.estimate_within(candidate.exec_plan, ram).ram {
+        match predictor.estimate_within(candidate.exec_plan, ram).peak.ram_bytes {
             needs if needs <= ram => return ram,
             needs => ram = needs.next_multiple_of(MIB),
         }
@@ -122,7 +122,7 @@ fn advise_machine(r: &PlanRequest, leanest: Candidate) -> String {
         describe_needs(r, leanest),
         leanest.ram.div_ceil(MIB),
         Bytes(r.max_ram),
-        ladder::describe_candidate(r, &leanest),
+        ladder::describe_candidate(r, leanest.exec_plan),
     )
 }
 

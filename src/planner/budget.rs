@@ -1,8 +1,9 @@
 //! How much memory a run may use, from the job's `[memory]` and what the machine has.
 
+use crate::base::features::Features;
 use crate::base::units::{Bytes, MemorySize};
 use crate::base::{ComputeCapability, HOPPER};
-use crate::job::MemoryConfig;
+use crate::job::{Job, MemoryConfig};
 use crate::memory::gpu::{self, GpuInfo};
 use crate::memory::probe::HostInfo;
 
@@ -53,6 +54,22 @@ pub fn gpu(memory: &MemoryConfig, info: &GpuInfo) -> u64 {
         MemorySize::Auto => memory.usable(Bytes(info.free)).0.min(gpu::max_tensor_bytes(info.free)),
         MemorySize::Bytes(bytes) => bytes.0,
         percent => percent.resolve(Bytes(info.total)).0,
+    }
+}
+
+/// Micro-batches the loader may hold regardless of their size. With fewer, workers wait for each other.
+const MIN_PREFETCH_BATCHES: u64 = 4;
+
+/// Limit of the loader's buffers in bytes, given the host memory budget.
+pub fn prefetch(job: &Job, features: &Features, ram: u64) -> u64 {
+    match job.data.loader.prefetch {
+        // A tenth of the budget is ample for every dataset with small samples.
+        MemorySize::Auto => {
+            let minimum =
+                features.sample_bytes().saturating_mul(MIN_PREFETCH_BATCHES * job.train.batch_size as u64);
+            (ram / 10).min(minimum.max(256 << 20))
+        }
+        size => size.resolve(Bytes(ram)).0,
     }
 }
 

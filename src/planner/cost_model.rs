@@ -1,8 +1,9 @@
 //! Predicts the time of an update, to compare execution plans. Only the ratios matter, not the absolute values;
 //! `trainer plan --measure` measures them.
 
-use super::estimate::{Estimate, ExecutionPlan};
-use super::plan::Offload;
+use super::estimate::Estimate;
+use super::execution_plan::{ExecutionPlan, Offload};
+use crate::job::OptimizerKind;
 
 /// Time estimates for a job on a machine, in seconds.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,7 +15,7 @@ pub struct CostModel {
     pub loss_forward: f64,
     /// Fixed overhead per micro-batch.
     pub micro_batch_overhead: f64,
-    /// The optimizer step, with the stated optimizer state and with 8-bit state.
+    /// The optimizer step, with the stated optimizer state and with 8-bit state, if there is such a variant.
     pub update: f64,
     pub update_8bit: f64,
     /// Copying that state to the host and back, both directions overlapped.
@@ -29,33 +30,28 @@ pub struct CostModel {
 impl CostModel {
     /// Seconds per update without activation transfers: at most [`Self::update_seconds`], and known without an
     /// estimate.
-    pub fn lower_bound(&self, accumulation_steps: usize, exec_plan: ExecutionPlan) -> f64 {
-        let (update, state) = match exec_plan.state_8bit {
+    pub fn lower_bound(&self, exec_plan: ExecutionPlan) -> f64 {
+        let (update, state) = match exec_plan.optimizer == OptimizerKind::Adamw8bit {
             true => (self.update_8bit, self.state_transfer_8bit),
             false => (self.update, self.state_transfer),
         };
         let transfer = if exec_plan.offloads(Offload::OptimizerState) { state } else { 0.0 };
-        self.pass_seconds(accumulation_steps, exec_plan) + update + transfer
+        self.pass_seconds(exec_plan) + update + transfer
     }
 
     /// Seconds per update; splitting the same samples into more micro-batches never takes less. Activation transfers
     /// overlap compute; optimizer state transfers do not.
-    pub fn update_seconds(
-        &self,
-        accumulation_steps: usize,
-        exec_plan: ExecutionPlan,
-        estimate: &Estimate,
-    ) -> f64 {
-        let passes = self.pass_seconds(accumulation_steps, exec_plan);
+    pub fn update_seconds(&self, exec_plan: ExecutionPlan, estimate: &Estimate) -> f64 {
+        let passes = self.pass_seconds(exec_plan);
         let transfer = estimate.transfer_bytes as f64 * self.samples
             / exec_plan.micro_batch as f64
             / self.host_bandwidth;
-        self.lower_bound(accumulation_steps, exec_plan) + (transfer - passes).max(0.0)
+        self.lower_bound(exec_plan) + (transfer - passes).max(0.0)
     }
 
-    fn pass_seconds(&self, accumulation_steps: usize, exec_plan: ExecutionPlan) -> f64 {
+    fn pass_seconds(&self, exec_plan: ExecutionPlan) -> f64 {
         let recomputed: f64 = self.block_forward.iter().take(exec_plan.recompute).sum();
         let forward = self.block_forward.iter().sum::<f64>() + self.loss_forward;
-        3.0 * forward + recomputed + accumulation_steps as f64 * self.micro_batch_overhead
+        3.0 * forward + recomputed + exec_plan.accumulation_steps as f64 * self.micro_batch_overhead
     }
 }

@@ -10,16 +10,20 @@ use std::rc::Rc;
 
 use candle_core::DType;
 
+use super::budget;
+use super::execution_plan::{ExecutionPlan, Offload};
 use super::ledger_trace::{self, BlockIndex};
-use super::plan::{MemoryPart, MemorySpace, Offload, PhasePeak};
-use crate::base::Role;
+use super::plan::{MemoryPart, MemorySpace, Peak, PhasePeak};
 use crate::base::features::{Features, InputSpec};
-use crate::base::{Backend, MicroBatchSpec};
+use crate::base::{Backend, MicroBatchSpec, Phase, Role};
+use crate::data::loader;
 use crate::graph::network::{Executor, Network};
 use crate::graph::offload::ActivationOffload;
+use crate::job::{Job, OptimizerConfig};
 use crate::kernels::{matmul, sample_keys};
 use crate::memory::ledger::{Ledger, LedgerEntry};
 use crate::memory::process::ProcessMemory;
+use crate::optim;
 use crate::params::{FlatLayout, MemoryFormat, ParamLayout};
 
 /// Heap bytes the program holds besides its reservations: the measured size of argument parsing, the job, the network
@@ -36,38 +40,27 @@ pub const GEMM_WORKSPACE_BYTES: u64 = 32 << 20;
 /// The name that reservations for batches in transfer to the GPU carry.
 pub const STAGED_BATCH: &str = "micro-batch on its way";
 
-/// The phase before the first step: data is located, counted and tokenized.
-pub const PREPARATION_PHASE: &str = "preparation";
-
 const MASTER_WEIGHTS: &str = "master weights";
 const GRADIENTS: &str = "gradients";
 
 /// A job, as far as its memory is concerned.
 #[derive(Clone, Copy)]
 pub struct EstimatorInputs<'a> {
+    pub job: &'a Job,
+    /// The job's optimizer, or the one whose state a resumed run has. A plan may name its 8-bit variant.
+    pub optimizer: &'a OptimizerConfig,
     pub network: &'a Network,
     pub layout: &'a ParamLayout,
     pub features: &'a Features,
     pub dtype: DType,
     /// Where layers compute and tensors reside.
     pub backend: Backend,
-    pub optimizer_state: u64,
-    /// Bytes of 8-bit optimizer state, if the optimizer has such a variant.
-    pub optimizer_state_8bit: u64,
-    /// Device bytes of the staging buffers for offloaded optimizer state.
-    pub state_staging_bytes: u64,
-    /// Bytes of temporaries during the optimizer step.
-    pub update_workspace: u64,
-    /// The run keeps an exponential moving average of the weights.
-    pub keeps_ema: bool,
     /// Bytes the dataset holds regardless of the batch size.
     pub resident_data: u64,
     /// Process memory besides the counted heap, and what data preparation used.
     pub process: ProcessMemory,
-    /// Host bytes the run may use.
-    pub ram: u64,
-    /// Bytes the loader holds for a micro-batch of this size, within this many host bytes.
-    pub loader_bytes: &'a dyn Fn(usize, u64) -> u64,
+    /// Threads of the loader.
+    pub workers: usize,
     /// Samples per update at most. A micro-batch rounded up to whole normalization groups may exceed it.
     pub update_samples: u64,
     pub valid_samples: u64,
@@ -78,43 +71,38 @@ impl EstimatorInputs<'_> {
     fn on_device(&self) -> bool {
         self.backend.is_cuda()
     }
-}
 
-/// How a step is executed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExecutionPlan {
-    pub micro_batch: usize,
-    /// Number of recomputed blocks.
-    pub recompute: usize,
-    pub eval_micro_batch: usize,
-    /// 8-bit optimizer state.
-    pub state_8bit: bool,
-    pub offload: &'static [Offload],
-}
-
-impl ExecutionPlan {
-    pub fn offloads(&self, what: Offload) -> bool {
-        self.offload.contains(&what)
+    /// Bytes the loader holds for micro-batches of this size.
+    fn loader_bytes(&self, micro_batch: usize, prefetch: u64) -> u64 {
+        loader::max_held_bytes(self.features, micro_batch, prefetch, self.workers)
     }
+
+    /// An allocation where memory of its role resides if nothing is offloaded.
+    fn allocation(&self, role: Role, name: &'static str, bytes: u64) -> Allocation {
+        let space = match (role, self.backend) {
+            (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve | Role::Process, _)
+            | (_, Backend::Cpu { .. }) => MemorySpace::Ram,
+            (_, Backend::Cuda { .. }) => MemorySpace::Vram,
+        };
+        Allocation { role, name, bytes, space }
+    }
+}
+
+/// Bytes held under one name.
+pub struct Allocation {
+    pub role: Role,
+    pub name: &'static str,
+    pub bytes: u64,
+    pub space: MemorySpace,
 }
 
 /// The peak memory of an execution plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
-    pub vram: u64,
-    pub ram: u64,
-    /// Phase of the device peak; on the CPU, of the host peak.
-    pub phase: &'static str,
-    pub phases: Vec<(&'static str, MemoryUsage)>,
+    pub peak: Peak,
+    pub phases: Vec<PhasePeak>,
     /// Bytes of activations that a micro-batch copies to the host and back.
     pub transfer_bytes: u64,
-}
-
-/// Bytes held at one moment, on the device and on the host.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MemoryUsage {
-    pub vram: u64,
-    pub ram: u64,
 }
 
 /// Predicts the memory of an execution plan.
@@ -132,89 +120,22 @@ pub trait MemoryPredictor {
 }
 
 impl Estimate {
-    pub fn new(phases: Vec<(&'static str, MemoryUsage)>, transfer_bytes: u64) -> Self {
-        let highest =
-            |of: fn(&MemoryUsage) -> u64| {
-                let first = phases.iter().fold(("start", 0), |best, (phase, held)| {
-                    if of(held) > best.1 { (*phase, of(held)) } else { best }
-                });
-                (first.0, first.1)
-            };
-        let (vram, ram) = (highest(|held| held.vram), highest(|held| held.ram));
-        let phase = if vram.1 > 0 { vram.0 } else { ram.0 };
-        Self { vram: vram.1, ram: ram.1, phase, phases, transfer_bytes }
-    }
-
-    pub fn phases(&self) -> Vec<PhasePeak> {
-        let one = |(name, held): &(&str, MemoryUsage)| PhasePeak {
-            name: (*name).into(),
-            vram_bytes: held.vram,
-            ram_bytes: held.ram,
+    pub fn new(phases: Vec<PhasePeak>, transfer_bytes: u64) -> Self {
+        // The first phase on ties.
+        let highest = |bytes: fn(&PhasePeak) -> u64| {
+            phases.iter().fold((Phase::Start, 0), |best, phase| {
+                if bytes(phase) > best.1 { (phase.name, bytes(phase)) } else { best }
+            })
         };
-        self.phases.iter().map(one).collect()
+        let (vram, ram) = (highest(|phase| phase.vram_bytes), highest(|phase| phase.ram_bytes));
+        let phase = if vram.1 > 0 { vram.0 } else { ram.0 };
+        Self { peak: Peak { vram_bytes: vram.1, ram_bytes: ram.1, phase }, phases, transfer_bytes }
     }
 }
 
 /// Bytes per value of the master weights.
 fn master_dtype_bytes(dtype: DType) -> u64 {
     if dtype == DType::F64 { 8 } else { 4 }
-}
-
-/// Where memory of this role resides if nothing is offloaded.
-pub fn memory_space(role: Role, backend: Backend) -> MemorySpace {
-    match (role, backend) {
-        (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve | Role::Process, _)
-        | (_, Backend::Cpu { .. }) => MemorySpace::Ram,
-        (_, Backend::Cuda { .. }) => MemorySpace::Vram,
-    }
-}
-
-/// What a run holds from start to end, in reservation order, and where.
-pub fn persistent_allocations(
-    s: &EstimatorInputs,
-    offload: &[Offload],
-) -> Vec<(Role, &'static str, u64, MemorySpace)> {
-    let (params, stats, master_bytes) =
-        (s.layout.params.len as u64, s.layout.stats.len as u64, master_dtype_bytes(s.dtype));
-    let compute_copy_bytes = if s.dtype.size_in_bytes() as u64 == master_bytes {
-        0
-    } else {
-        params * s.dtype.size_in_bytes() as u64
-    };
-    let packing = if let Backend::Cpu { threads } = s.backend {
-        threads as u64 * matmul::thread_buffer_bytes(s.dtype)
-    } else {
-        0
-    };
-    let mut all = vec![
-        (Role::Reserve, "program", PROGRAM_HEAP_BYTES + packing),
-        (Role::Weights, MASTER_WEIGHTS, (params + stats) * master_bytes),
-        (Role::Weights, "computed copy", compute_copy_bytes),
-        (Role::Weights, "moving average", if s.keeps_ema { params * master_bytes } else { 0 }),
-        (Role::Weights, "statistics before an update", stats * master_bytes),
-        (Role::Gradients, GRADIENTS, params * master_bytes),
-        (Role::OptimizerState, "optimizer state", s.optimizer_state),
-        (Role::DataPipeline, "data in memory", s.resident_data),
-    ];
-    // Reservations are numbered (see `InjectedOom`), so a part that was not measured makes none.
-    let measured = [
-        (Role::Process, "process", s.process.non_heap),
-        (Role::DataPipeline, "left by preparation", s.process.leftover_heap),
-    ];
-    all.extend(measured.into_iter().filter(|(_, _, bytes)| *bytes > 0));
-    if s.on_device() {
-        all.push((Role::Workspace, "matrix products", GEMM_WORKSPACE_BYTES));
-        all.push((Role::Workspace, "rounding", SMALL_ALLOCATION_BYTES));
-    }
-    let state_offloaded = offload.contains(&Offload::OptimizerState);
-    if state_offloaded {
-        all.push((Role::Workspace, "optimizer state on its way", s.state_staging_bytes));
-    }
-    let placed = |role| match role {
-        Role::OptimizerState if state_offloaded => MemorySpace::Ram,
-        role => memory_space(role, s.backend),
-    };
-    all.into_iter().map(|(role, name, bytes)| (role, name, bytes, placed(role))).collect()
 }
 
 /// Bytes of a micro-batch as tensors. On the CPU, floats arrive as f32 and are rounded afterwards.
@@ -281,7 +202,7 @@ pub struct Estimator<'a> {
 /// Peak bytes of a dry run per phase, and the peak of block inputs offloaded to host memory.
 #[derive(Default)]
 struct PassPeaks {
-    phase_peaks: Vec<(&'static str, u64)>,
+    phase_peaks: Vec<(Phase, u64)>,
     offloaded_bytes: u64,
 }
 
@@ -313,19 +234,14 @@ impl<'a> Estimator<'a> {
                 None,
             ));
         };
-        (self.log_pass("forward", batch, body), host.peak())
+        (self.log_pass(Phase::Forward, batch, body), host.peak())
     }
 
     fn log_evaluate(&self, batch: usize) -> Vec<LedgerEntry> {
-        self.log_pass("eval", batch, |network, exec| drop(network.evaluate(exec, None)))
+        self.log_pass(Phase::Eval, batch, |network, exec| drop(network.evaluate(exec, None)))
     }
 
-    fn log_pass(
-        &self,
-        phase: &'static str,
-        batch: usize,
-        body: impl Fn(&Network, &Executor),
-    ) -> Vec<LedgerEntry> {
+    fn log_pass(&self, phase: Phase, batch: usize, body: impl Fn(&Network, &Executor)) -> Vec<LedgerEntry> {
         let s = &self.inputs;
         let ledger = Ledger::planning();
         ledger.set_phase(phase);
@@ -394,71 +310,110 @@ impl<'a> Estimator<'a> {
         values
     }
 
-    fn memory_space(&self, role: Role) -> MemorySpace {
-        memory_space(role, self.inputs.backend)
+    /// What a run holds from start to end, in reservation order.
+    pub fn persistent_allocations(&self, exec_plan: ExecutionPlan) -> Vec<Allocation> {
+        let s = &self.inputs;
+        let (params, stats, master_bytes) =
+            (s.layout.params.len as u64, s.layout.stats.len as u64, master_dtype_bytes(s.dtype));
+        let compute_copy_bytes = if s.dtype.size_in_bytes() as u64 == master_bytes {
+            0
+        } else {
+            params * s.dtype.size_in_bytes() as u64
+        };
+        let packing = if let Backend::Cpu { threads } = s.backend {
+            threads as u64 * matmul::thread_buffer_bytes(s.dtype)
+        } else {
+            0
+        };
+        let average_bytes = if s.job.train.ema.is_some() { params * master_bytes } else { 0 };
+        let rule = s.optimizer.of_kind(exec_plan.optimizer);
+        let mut state = s.allocation(
+            Role::OptimizerState,
+            "optimizer state",
+            optim::state_bytes(&rule, &s.layout.params),
+        );
+        let state_offloaded = s.on_device() && exec_plan.offloads(Offload::OptimizerState);
+        if state_offloaded {
+            state.space = MemorySpace::Ram;
+        }
+        let mut all = vec![
+            s.allocation(Role::Reserve, "program", PROGRAM_HEAP_BYTES + packing),
+            s.allocation(Role::Weights, MASTER_WEIGHTS, (params + stats) * master_bytes),
+            s.allocation(Role::Weights, "computed copy", compute_copy_bytes),
+            s.allocation(Role::Weights, "moving average", average_bytes),
+            s.allocation(Role::Weights, "statistics before an update", stats * master_bytes),
+            s.allocation(Role::Gradients, GRADIENTS, params * master_bytes),
+            state,
+            s.allocation(Role::DataPipeline, "data in memory", s.resident_data),
+        ];
+        // Reservations are numbered (see `InjectedOom`), so a part that was not measured makes none.
+        let measured = [
+            s.allocation(Role::Process, "process", s.process.non_heap),
+            s.allocation(Role::DataPipeline, "left by preparation", s.process.leftover_heap),
+        ];
+        all.extend(measured.into_iter().filter(|part| part.bytes > 0));
+        if s.on_device() {
+            all.push(s.allocation(Role::Workspace, "matrix products", GEMM_WORKSPACE_BYTES));
+            all.push(s.allocation(Role::Workspace, "rounding", SMALL_ALLOCATION_BYTES));
+        }
+        if state_offloaded {
+            let bytes = optim::staging_bytes(&rule, &s.layout.params);
+            all.push(s.allocation(Role::Workspace, "optimizer state on its way", bytes));
+        }
+        all
     }
 
-    /// What is held from start to end.
-    fn persistent(&self, exec_plan: ExecutionPlan, ram: u64) -> Vec<(Role, &'static str, u64, MemorySpace)> {
-        let mut s = EstimatorInputs { ram, ..self.inputs };
-        if exec_plan.state_8bit {
-            s.optimizer_state = s.optimizer_state_8bit;
+    /// What is held from start to end, buffers of the plan included.
+    fn persistent(&self, exec_plan: ExecutionPlan) -> Vec<Allocation> {
+        let s = &self.inputs;
+        let mut persistent = self.persistent_allocations(exec_plan);
+        let prefetch = s.loader_bytes(exec_plan.micro_batch, exec_plan.prefetch);
+        persistent.push(s.allocation(Role::DataPipeline, "prefetch", prefetch));
+        if s.on_device() {
+            // Staging buffers for the larger of the training and evaluation micro-batches, on both sides.
+            let samples = self.train_batch(exec_plan).max(self.eval_batch(exec_plan).unwrap_or(0));
+            let bytes = staging_bytes(s.features, samples);
+            let sides = [Role::Batch, Role::DataPipeline];
+            persistent.extend(sides.map(|role| s.allocation(role, STAGED_BATCH, bytes)));
         }
-        let mut persistent = persistent_allocations(&s, if s.on_device() { exec_plan.offload } else { &[] });
-        let prefetch = (s.loader_bytes)(exec_plan.micro_batch, s.ram);
-        let more = [(Role::DataPipeline, "prefetch", prefetch)].into_iter().chain(self.staging(exec_plan));
-        persistent.extend(more.map(|(role, name, bytes)| (role, name, bytes, self.memory_space(role))));
         if self.offloads_activations(exec_plan) {
-            persistent.push((
-                Role::Activations,
-                "inputs of blocks",
-                self.train_peaks(exec_plan).offloaded_bytes,
-                MemorySpace::Ram,
-            ));
+            persistent.push(Allocation {
+                role: Role::Activations,
+                name: "inputs of blocks",
+                bytes: self.train_peaks(exec_plan).offloaded_bytes,
+                space: MemorySpace::Ram,
+            });
         }
         persistent
     }
 
-    /// Staging buffers for the larger of the training and evaluation micro-batches, on the device and on the host.
-    fn staging(&self, exec_plan: ExecutionPlan) -> Vec<(Role, &'static str, u64)> {
-        let samples = self.train_batch(exec_plan).max(self.eval_batch(exec_plan).unwrap_or(0));
-        let bytes = staging_bytes(self.inputs.features, samples);
-        let both = vec![(Role::Batch, STAGED_BATCH, bytes), (Role::DataPipeline, STAGED_BATCH, bytes)];
-        if self.inputs.on_device() { both } else { Vec::new() }
-    }
-
     /// What a phase holds besides the persistent allocations and the dry run's.
-    fn transient(
-        &self,
-        exec_plan: ExecutionPlan,
-        ram: u64,
-        phase: &str,
-    ) -> Vec<(Role, &'static str, u64, MemorySpace)> {
-        let s = &EstimatorInputs { ram, ..self.inputs };
-        let mut transient = match (phase, self.eval_batch(exec_plan)) {
-            ("update", _) => vec![(Role::Workspace, "optimizer", s.update_workspace)],
-            ("eval", Some(batch)) => {
-                vec![(Role::DataPipeline, "evaluation prefetch", (s.loader_bytes)(batch, s.ram))]
+    fn transient(&self, exec_plan: ExecutionPlan, phase: Phase) -> Vec<Allocation> {
+        let s = &self.inputs;
+        match (phase, self.eval_batch(exec_plan)) {
+            (Phase::Update, _) => {
+                let rule = s.optimizer.of_kind(exec_plan.optimizer);
+                let bytes = optim::workspace_bytes(&rule, &s.layout.params, s.backend);
+                vec![s.allocation(Role::Workspace, "optimizer", bytes)]
             }
-            ("checkpoint", _) => {
-                vec![(Role::CheckpointWriting, "checkpoint", checkpoint_write_bytes(s.layout, s.dtype))]
+            (Phase::Eval, Some(batch)) => {
+                let bytes = s.loader_bytes(batch, exec_plan.prefetch);
+                vec![s.allocation(Role::DataPipeline, "evaluation prefetch", bytes)]
+            }
+            (Phase::Checkpoint, _) => {
+                let bytes = checkpoint_write_bytes(s.layout, s.dtype);
+                let file = s.allocation(Role::CheckpointWriting, "checkpoint", bytes);
+                // On a GPU, weights and optimizer states pass through host memory one after another, each held twice:
+                // as copied and as written.
+                let values = match exec_plan.offloads(Offload::OptimizerState) {
+                    true => largest_param_len(s.layout, |_| true),
+                    false => s.layout.params.len as u64,
+                };
+                let copied = if s.on_device() { 2 * values * master_dtype_bytes(s.dtype) } else { 0 };
+                vec![file, s.allocation(Role::CheckpointWriting, "copy", copied)]
             }
             _ => Vec::new(),
-        };
-        if phase == "checkpoint" && s.on_device() {
-            // Weights and optimizer states pass through host memory one after another, each held twice: as copied and
-            // as written.
-            let values = match exec_plan.offloads(Offload::OptimizerState) {
-                true => largest_param_len(s.layout, |_| true),
-                false => s.layout.params.len as u64,
-            };
-            let copy = 2 * values * master_dtype_bytes(s.dtype);
-            transient.push((Role::CheckpointWriting, "copy", copy));
         }
-        transient
-            .into_iter()
-            .map(|(role, name, bytes)| (role, name, bytes, self.memory_space(role)))
-            .collect()
     }
 
     /// Where activations reside.
@@ -469,47 +424,48 @@ impl<'a> Estimator<'a> {
 
 impl MemoryPredictor for Estimator<'_> {
     fn estimate(&self, exec_plan: ExecutionPlan) -> Estimate {
-        self.estimate_within(exec_plan, self.inputs.ram)
-    }
-
-    fn estimate_within(&self, exec_plan: ExecutionPlan, budget: u64) -> Estimate {
-        let bytes_in = |place: MemorySpace, parts: &[(Role, &str, u64, MemorySpace)]| {
-            parts.iter().filter(|part| part.3 == place).map(|part| part.2).sum::<u64>()
+        let bytes_in = |space: MemorySpace, parts: &[Allocation]| {
+            parts.iter().filter(|part| part.space == space).map(|part| part.bytes).sum::<u64>()
         };
-        let persistent = self.persistent(exec_plan, budget);
-        let (vram, ram) = (bytes_in(MemorySpace::Vram, &persistent), bytes_in(MemorySpace::Ram, &persistent));
+        let persistent = self.persistent(exec_plan);
         let train = self.train_peaks(exec_plan);
         let eval = self.eval_batch(exec_plan).map(|batch| self.eval_peaks(batch)).unwrap_or_default();
         let pass_peaks = train
             .phase_peaks
             .iter()
-            .chain(&[("update", 0)])
+            .chain(&[(Phase::Update, 0)])
             .chain(&eval.phase_peaks)
-            .chain(&[("checkpoint", 0)]);
-        let phases = pass_peaks.map(|(phase, high)| {
-            let transient = self.transient(exec_plan, budget, phase);
-            let pass_bytes = |place| if place == self.activation_space() { *high } else { 0 };
-            let held = MemoryUsage {
-                vram: vram + bytes_in(MemorySpace::Vram, &transient) + pass_bytes(MemorySpace::Vram),
-                ram: ram + bytes_in(MemorySpace::Ram, &transient) + pass_bytes(MemorySpace::Ram),
+            .chain(&[(Phase::Checkpoint, 0)]);
+        let phases = pass_peaks.map(|(name, pass_bytes)| {
+            let transient = self.transient(exec_plan, *name);
+            let held = |space| {
+                let pass_bytes = if space == self.activation_space() { *pass_bytes } else { 0 };
+                bytes_in(space, &persistent) + bytes_in(space, &transient) + pass_bytes
             };
-            (*phase, held)
+            PhasePeak { name: *name, vram_bytes: held(MemorySpace::Vram), ram_bytes: held(MemorySpace::Ram) }
         });
         // Measured: preparation is over when the plan is made, and no plan can lower its peak.
-        let preparation = MemoryUsage { vram: 0, ram: self.inputs.process.preparation_peak };
-        let all =
-            std::iter::once((PREPARATION_PHASE, preparation)).filter(|(_, held)| held.ram > 0).chain(phases);
+        let ram_bytes = self.inputs.process.preparation_peak;
+        let preparation = PhasePeak { name: Phase::Preparation, vram_bytes: 0, ram_bytes };
+        let all = std::iter::once(preparation).filter(|phase| phase.ram_bytes > 0).chain(phases);
         Estimate::new(all.collect(), 2 * train.offloaded_bytes)
+    }
+
+    fn estimate_within(&self, exec_plan: ExecutionPlan, ram: u64) -> Estimate {
+        let prefetch = budget::prefetch(self.inputs.job, self.inputs.features, ram);
+        self.estimate(ExecutionPlan { prefetch, ..exec_plan })
     }
 
     fn peak_breakdown(&self, exec_plan: ExecutionPlan) -> Vec<MemoryPart> {
         let estimate = self.estimate(exec_plan);
         let mut parts = Vec::new();
         for place in [MemorySpace::Vram, MemorySpace::Ram] {
-            let of = |held: &MemoryUsage| if place == MemorySpace::Vram { held.vram } else { held.ram };
-            // The first phase on ties, like `Estimate::phase`.
-            let peak = estimate.phases.iter().map(|(_, held)| of(held)).max().unwrap_or(0);
-            let Some((phase, _)) = estimate.phases.iter().find(|(_, held)| of(held) == peak) else {
+            let held = |phase: &PhasePeak| phase.bytes_in(place);
+            // The first phase on ties, like the phase of `Estimate::peak`.
+            let peak = estimate.phases.iter().map(held).max().unwrap_or(0);
+            let Some(phase) =
+                estimate.phases.iter().find(|phase| held(phase) == peak).map(|phase| phase.name)
+            else {
                 continue;
             };
             let mut add = |name: &str, role, bytes| {
@@ -517,16 +473,12 @@ impl MemoryPredictor for Estimator<'_> {
                     parts.push(MemoryPart { name: name.into(), role, bytes, r#where: place });
                 }
             };
-            if *phase == PREPARATION_PHASE {
-                add(PREPARATION_PHASE, Role::DataPipeline, peak);
+            if phase == Phase::Preparation {
+                add("preparation", Role::DataPipeline, peak);
                 continue;
             }
-            let budget = self.inputs.ram;
-            let allocations = self
-                .persistent(exec_plan, budget)
-                .into_iter()
-                .chain(self.transient(exec_plan, budget, phase));
-            for (role, name, bytes, _) in allocations.filter(|part| part.3 == place) {
+            let allocations = self.persistent(exec_plan).into_iter().chain(self.transient(exec_plan, phase));
+            for Allocation { role, name, bytes, .. } in allocations.filter(|part| part.space == place) {
                 match name {
                     MASTER_WEIGHTS | GRADIENTS => {
                         let stats = (name == MASTER_WEIGHTS).then_some(&self.inputs.layout.stats);
@@ -540,8 +492,8 @@ impl MemoryPredictor for Estimator<'_> {
             if place != self.activation_space() {
                 continue;
             }
-            let log = match (*phase, self.eval_batch(exec_plan)) {
-                ("forward" | "backward", _) => {
+            let log = match (phase, self.eval_batch(exec_plan)) {
+                (Phase::Forward | Phase::Backward, _) => {
                     self.log_forward_backward(
                         self.train_batch(exec_plan),
                         exec_plan.recompute,
@@ -549,7 +501,7 @@ impl MemoryPredictor for Estimator<'_> {
                     )
                     .0
                 }
-                ("eval", Some(batch)) => self.log_evaluate(batch),
+                (Phase::Eval, Some(batch)) => self.log_evaluate(batch),
                 _ => continue,
             };
             ledger_trace::live_at_peak(&log, phase)

@@ -5,11 +5,9 @@
 //! memory. Among the execution plans that fit it takes the one predicted to be fastest.
 
 use super::advice;
-use super::estimate::{ExecutionPlan, MemoryPredictor};
-use super::plan::{
-    BatchSplit, Budget, CandidateSummary, Disk, MemoryPlan, Offload, Peak, PlanAdjustment, PlanChoice,
-    PlanVerdict,
-};
+use super::estimate::MemoryPredictor;
+use super::execution_plan::{BatchSplit, ExecutionPlan};
+use super::plan::{Budget, CandidateSummary, Disk, MemoryPlan, PlanAdjustment, PlanVerdict, Rung};
 use super::search::{Candidate, PlanRequest, Search};
 use crate::base::units::Bytes;
 
@@ -19,7 +17,8 @@ pub use super::search::split;
 pub fn plan(request: &PlanRequest, predictor: &dyn MemoryPredictor) -> MemoryPlan {
     let mut search = Search::new(request, predictor);
     let found = search.fastest();
-    let mut plan = build_plan(request, predictor, &search, found.unwrap_or_else(|| search.leanest()));
+    let picked = found.unwrap_or_else(|| search.leanest());
+    let mut plan = build_plan(request, predictor, &search, picked, &|_| None);
     if found.is_none() {
         plan.verdict = PlanVerdict::DoesNotFit;
         plan.advice = Some(advice::smallest_change(request, predictor, &search));
@@ -27,12 +26,14 @@ pub fn plan(request: &PlanRequest, predictor: &dyn MemoryPredictor) -> MemoryPla
     plan
 }
 
-/// The memory plan for the candidate picked from a search.
+/// The memory plan for the candidate picked from a search. `measured_time` is that of a candidate relative to the job
+/// as written, if it was measured.
 pub fn build_plan(
     request: &PlanRequest,
     predictor: &dyn MemoryPredictor,
     search: &Search,
     picked: Candidate,
+    measured_time: &dyn Fn(&Candidate) -> Option<f64>,
 ) -> MemoryPlan {
     let r = request;
     let as_written = search.as_written();
@@ -45,124 +46,99 @@ pub fn build_plan(
     candidates.sort_by_key(|candidate| {
         let exec_plan = candidate.exec_plan;
         (
-            std::cmp::Reverse(candidate.split.micro_batch),
+            std::cmp::Reverse(exec_plan.micro_batch),
             exec_plan.recompute,
-            exec_plan.state_8bit,
+            exec_plan.optimizer != r.optimizer,
             exec_plan.offload.len(),
         )
     });
     let summary = |candidate: &Candidate| CandidateSummary {
-        change: if *candidate == as_written { String::new() } else { describe_candidate(r, candidate) },
+        change: if *candidate == as_written {
+            String::new()
+        } else {
+            describe_candidate(r, candidate.exec_plan)
+        },
         vram_bytes: candidate.vram,
         ram_bytes: candidate.ram,
         relative_time: candidate.update_seconds / as_written.update_seconds,
-        measured_time: None,
+        measured_time: measured_time(candidate),
         fits: search.fits(candidate),
     };
     MemoryPlan {
         verdict: if picked == as_written { PlanVerdict::Fits } else { PlanVerdict::FitsAfterShrink },
         device: r.device.clone(),
         budget: Budget { vram_bytes: r.vram, ram_bytes: r.ram },
-        peak: Peak { vram_bytes: estimate.vram, ram_bytes: estimate.ram, phase: estimate.phase.into() },
+        peak: estimate.peak,
         requested: r.split,
-        chosen: PlanChoice {
-            micro_batch: picked.split.micro_batch,
-            accumulation_steps: picked.split.accumulation_steps,
-            recompute: exec_plan.recompute,
-            offload: exec_plan.offload.to_vec(),
-            optimizer: optimizer_kind(r, exec_plan).into(),
-            eval_micro_batch: exec_plan.eval_micro_batch,
-        },
+        chosen: exec_plan,
         samples_per_update: r.samples_per_update,
         context_bytes: r.context_bytes,
         parts: predictor.peak_breakdown(exec_plan),
         rungs: candidates.into_iter().map(summary).collect(),
         advice: None,
-        shrunk: adjustments(r, predictor, as_written, picked),
-        phases: estimate.phases(),
+        shrunk: adjustments(r, predictor, as_written.exec_plan, picked.exec_plan),
+        phases: estimate.phases,
         disk: Disk::default(),
     }
 }
 
-fn optimizer_kind(r: &PlanRequest, exec_plan: ExecutionPlan) -> &str {
-    r.optimizer_8bit.as_deref().filter(|_| exec_plan.state_8bit).unwrap_or(&r.optimizer)
-}
-
 /// Describes a batch split and its recomputed blocks in the terms of the job file.
-pub fn describe_split(split: BatchSplit, recompute: usize) -> String {
-    let recomputed = match recompute {
+pub fn describe_split(exec_plan: ExecutionPlan) -> String {
+    let recomputed = match exec_plan.recompute {
         0 => String::new(),
         1 => ", 1 block recomputed".into(),
         n => format!(", {n} blocks recomputed"),
     };
-    let steps = if split.accumulation_steps == 1 { "step" } else { "steps" };
-    format!(
-        "micro-batch {}, {} accumulation {steps}{recomputed}",
-        split.micro_batch, split.accumulation_steps
-    )
+    let BatchSplit { micro_batch, accumulation_steps } = exec_plan.split();
+    let steps = if accumulation_steps == 1 { "step" } else { "steps" };
+    format!("micro-batch {micro_batch}, {accumulation_steps} accumulation {steps}{recomputed}")
 }
 
 /// Describes a candidate in the terms of the job file.
-pub fn describe_candidate(r: &PlanRequest, candidate: &Candidate) -> String {
-    let state = candidate.exec_plan.state_8bit.then(|| optimizer_kind(r, candidate.exec_plan));
-    describe_execution(candidate.split, candidate.exec_plan.recompute, state, candidate.exec_plan.offload)
+pub fn describe_candidate(r: &PlanRequest, exec_plan: ExecutionPlan) -> String {
+    describe_execution(exec_plan, exec_plan.optimizer != r.optimizer)
 }
 
 /// Describes the chosen execution plan like its entry in `rungs`: empty for the job as written.
 pub fn describe_chosen(plan: &MemoryPlan) -> String {
-    let c = &plan.chosen;
-    let state = plan.shrunk.iter().any(|rung| rung.rung == "optimizer").then_some(c.optimizer.as_str());
     if plan.shrunk.is_empty() {
         String::new()
     } else {
-        describe_execution(c.split(), c.recompute, state, &c.offload)
+        describe_execution(plan.chosen, plan.shrunk.iter().any(|taken| taken.rung == Rung::Optimizer))
     }
 }
 
-fn describe_execution(
-    split: BatchSplit,
-    recompute: usize,
-    state: Option<&str>,
-    offload: &[Offload],
-) -> String {
-    let state = state.map_or_else(String::new, |kind| format!(", {kind}"));
-    let offloaded = match offload {
+fn describe_execution(exec_plan: ExecutionPlan, other_optimizer: bool) -> String {
+    let state = if other_optimizer { format!(", {}", exec_plan.optimizer) } else { String::new() };
+    let offloaded = match exec_plan.offload {
         [] => String::new(),
-        offload => format!(", {} offloaded", offload_names(offload)),
+        _ => format!(", {} offloaded", exec_plan.offload_names()),
     };
-    describe_split(split, recompute) + &state + &offloaded
-}
-
-fn offload_names(offload: &[Offload]) -> String {
-    let names: Vec<String> = offload.iter().map(ToString::to_string).collect();
-    if names.is_empty() { "nothing".into() } else { names.join(" and ") }
+    describe_split(exec_plan) + &state + &offloaded
 }
 
 /// The adjustments from the job as written to the picked candidate, each with the memory use without it.
 fn adjustments(
     r: &PlanRequest,
     predictor: &dyn MemoryPredictor,
-    as_written: Candidate,
-    picked: Candidate,
+    from: ExecutionPlan,
+    to: ExecutionPlan,
 ) -> Vec<PlanAdjustment> {
-    let (from, to) = (as_written.exec_plan, picked.exec_plan);
-    let (was, is) = (as_written.split, picked.split);
-    let shown = |split: BatchSplit| format!("{} x {}", split.micro_batch, split.accumulation_steps);
-    let with_amx_elem =
-        ExecutionPlan { micro_batch: to.micro_batch, eval_micro_batch: to.eval_micro_batch, ..from };
-    let with_recompute = ExecutionPlan { recompute: to.recompute, ..with_amx_elem };
-    let with_state = ExecutionPlan { state_8bit: to.state_8bit, ..with_recompute };
+    let split = |plan: ExecutionPlan| format!("{} x {}", plan.micro_batch, plan.accumulation_steps);
+    let with_split = ExecutionPlan { eval_micro_batch: to.eval_micro_batch, ..from.with_split(to.split()) };
+    let with_recompute = ExecutionPlan { recompute: to.recompute, ..with_split };
+    let with_state = ExecutionPlan { optimizer: to.optimizer, ..with_recompute };
     let rungs = [
-        ("micro_batch", shown(was), shown(is), from),
-        ("recompute", block_count(from.recompute), block_count(to.recompute), with_amx_elem),
-        ("optimizer", optimizer_kind(r, from).into(), optimizer_kind(r, to).into(), with_recompute),
-        ("offload", offload_names(from.offload), offload_names(to.offload), with_state),
+        (Rung::MicroBatch, split(from), split(to), from),
+        (Rung::Recompute, block_count(from.recompute), block_count(to.recompute), with_split),
+        (Rung::Optimizer, from.optimizer.to_string(), to.optimizer.to_string(), with_recompute),
+        (Rung::Offload, from.offload_names(), to.offload_names(), with_state),
     ];
     let mut out: Vec<PlanAdjustment> = Vec::new();
     for (rung, from, to, before) in rungs.into_iter().filter(|(_, from, to, _)| from != to) {
         let who = if out.is_empty() { "as written it" } else { "with that alone it" };
         let why = format!("{who} takes {}", describe_usage(r, predictor, before));
-        out.push(PlanAdjustment { rung: rung.into(), from, to, why });
+        out.push(PlanAdjustment { rung, from, to, why });
     }
     out
 }
@@ -173,8 +149,8 @@ fn block_count(n: usize) -> String {
 
 /// Describes the use of the budgets by an execution plan; only the exceeded budgets, if any.
 fn describe_usage(r: &PlanRequest, predictor: &dyn MemoryPredictor, exec_plan: ExecutionPlan) -> String {
-    let estimate = predictor.estimate(exec_plan);
-    let places = [("vram", estimate.vram, r.vram), ("ram", estimate.ram, r.ram)];
+    let peak = predictor.estimate(exec_plan).peak;
+    let places = [("vram", peak.vram_bytes, r.vram), ("ram", peak.ram_bytes, r.ram)];
     let here = places.into_iter().filter(|(place, ..)| r.on_device() || *place == "ram");
     let over = |(_, takes, budget): &(&str, u64, u64)| takes > budget;
     let all: Vec<_> = here.collect();
@@ -197,11 +173,11 @@ fn largest_free_eval_batch(
     let requested = r.requested_split().micro_batch;
     let sizes = std::iter::successors(Some(requested * 4), |n| Some(n / 2))
         .take_while(|n| *n > exec_plan.micro_batch);
-    let as_training =
-        predictor.estimate(ExecutionPlan { eval_micro_batch: exec_plan.micro_batch, ..exec_plan });
+    let peak = |eval_micro_batch| predictor.estimate(ExecutionPlan { eval_micro_batch, ..exec_plan }).peak;
+    let as_training = peak(exec_plan.micro_batch);
     let free = |n: &usize| {
-        let all = predictor.estimate(ExecutionPlan { eval_micro_batch: *n, ..exec_plan });
-        all.vram <= as_training.vram && all.ram <= as_training.ram
+        let peak = peak(*n);
+        peak.vram_bytes <= as_training.vram_bytes && peak.ram_bytes <= as_training.ram_bytes
     };
     sizes.into_iter().find(free).unwrap_or(exec_plan.micro_batch)
 }
@@ -210,10 +186,12 @@ fn largest_free_eval_batch(
 #[cfg(test)]
 pub mod toy {
     use super::*;
-    use crate::job;
+    use crate::base::Phase;
+    use crate::job::{self, OptimizerKind};
     use crate::planner::cost_model::CostModel;
-    use crate::planner::estimate::{Estimate, MemoryUsage};
-    use crate::planner::plan::MemoryPart;
+    use crate::planner::estimate::Estimate;
+    use crate::planner::execution_plan::Offload;
+    use crate::planner::plan::{MemoryPart, PhasePeak};
 
     /// Four blocks: 60 bytes fixed and 40 of optimizer state, and per sample 2 bytes plus 2 per block that is not
     /// recomputed. 8-bit state takes a tenth. With a device, the host uses 10 bytes.
@@ -223,23 +201,24 @@ pub mod toy {
 
     impl MemoryPredictor for ToyPredictor {
         fn estimate(&self, exec_plan: ExecutionPlan) -> Estimate {
-            let state = if exec_plan.state_8bit { 4 } else { 40 };
+            let state = if exec_plan.optimizer == OptimizerKind::Adamw8bit { 4 } else { 40 };
             let samples = exec_plan.micro_batch as u64;
             let saved = 2 * (4 - exec_plan.recompute as u64) * samples;
-            let offloaded_bytes = |what, bytes| if exec_plan.offload.contains(&what) { bytes } else { 0 };
+            let offloaded_bytes = |what, bytes| if exec_plan.offloads(what) { bytes } else { 0 };
             let (state_offloaded, saved_offloaded) = (
                 offloaded_bytes(Offload::OptimizerState, state),
                 offloaded_bytes(Offload::Activations, saved),
             );
-            let on = |bytes: u64| match self.on_device {
-                true => MemoryUsage {
-                    vram: 60 + state - state_offloaded + bytes - saved_offloaded,
-                    ram: 10 + state_offloaded + saved_offloaded,
+            let phase = |name, bytes: u64| match self.on_device {
+                true => PhasePeak {
+                    name,
+                    vram_bytes: 60 + state - state_offloaded + bytes - saved_offloaded,
+                    ram_bytes: 10 + state_offloaded + saved_offloaded,
                 },
-                false => MemoryUsage { vram: 0, ram: 60 + state + bytes },
+                false => PhasePeak { name, vram_bytes: 0, ram_bytes: 60 + state + bytes },
             };
-            let eval = MemoryUsage { ..on(saved_offloaded + 2 * exec_plan.eval_micro_batch as u64) };
-            let phases = vec![("backward", on(2 * samples + saved)), ("eval", eval)];
+            let eval = saved_offloaded + 2 * exec_plan.eval_micro_batch as u64;
+            let phases = vec![phase(Phase::Backward, 2 * samples + saved), phase(Phase::Eval, eval)];
             Estimate::new(phases, 2 * saved_offloaded)
         }
 
@@ -258,9 +237,10 @@ pub mod toy {
             split: BatchSplit { micro_batch: batch, accumulation_steps: accumulation },
             samples_per_update: batch * accumulation,
             micro_batch_multiple: 1,
-            optimizer: "adamw".into(),
-            optimizer_8bit: Some("adamw8bit".into()),
+            optimizer: OptimizerKind::Adamw,
+            optimizer_8bit: Some(OptimizerKind::Adamw8bit),
             eval_micro_batch: None,
+            prefetch: 0,
             allowed: vec![job::OomAction::Shrink],
             offloads: vec![Offload::OptimizerState, Offload::Activations],
             include_alternatives: false,
@@ -283,7 +263,8 @@ pub mod toy {
 mod tests {
     use super::toy::{ToyPredictor, request};
     use super::*;
-    use crate::job::OomAction as May;
+    use crate::job::{OomAction as May, OptimizerKind};
+    use crate::planner::execution_plan::Offload;
     use proptest::prelude::*;
 
     const HOST: ToyPredictor = ToyPredictor { on_device: false };
@@ -306,10 +287,7 @@ mod tests {
         assert_eq!((plan.chosen.micro_batch, plan.chosen.accumulation_steps), (16, 4));
         assert!(plan.rungs.iter().any(|r| r.change.is_empty() && !r.fits));
         let [only] = &plan.shrunk[..] else { panic!("{:?}", plan.shrunk) };
-        assert_eq!(
-            (only.rung.as_str(), only.from.as_str(), only.to.as_str()),
-            ("micro_batch", "32 x 2", "16 x 4")
-        );
+        assert_eq!((only.rung, only.from.as_str(), only.to.as_str()), (Rung::MicroBatch, "32 x 2", "16 x 4"));
         assert_eq!(only.why, "as written it takes 420 B of 300 B ram");
     }
 
@@ -331,10 +309,10 @@ mod tests {
         let r = PlanRequest { allowed: vec![May::Optimizer8bit], ..request(4, 1, 110) };
         let made = plan(&r, &HOST);
         assert_eq!(
-            (made.verdict, made.chosen.optimizer.as_str()),
-            (PlanVerdict::FitsAfterShrink, "adamw8bit")
+            (made.verdict, made.chosen.optimizer),
+            (PlanVerdict::FitsAfterShrink, OptimizerKind::Adamw8bit)
         );
-        assert_eq!(made.shrunk[0].rung, "optimizer");
+        assert_eq!(made.shrunk[0].rung, Rung::Optimizer);
         let none = PlanRequest { allowed: vec![], ..r };
         assert_eq!(plan(&none, &HOST).verdict, PlanVerdict::DoesNotFit);
         let sgd = PlanRequest { allowed: vec![May::Optimizer8bit], optimizer_8bit: None, ..none };

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::base::Role;
+use crate::base::{Phase, Role};
 use crate::graph::network::{Network, Node};
 use crate::memory::ledger::LedgerEntry;
 
@@ -46,8 +46,8 @@ impl BlockIndex {
 }
 
 /// Peak bytes per phase, in order.
-pub fn phase_peaks(log: &[LedgerEntry]) -> Vec<(&'static str, u64)> {
-    let (mut live, mut peaks) = (0u64, Vec::<(&'static str, u64)>::new());
+pub fn phase_peaks(log: &[LedgerEntry]) -> Vec<(Phase, u64)> {
+    let (mut live, mut peaks) = (0u64, Vec::<(Phase, u64)>::new());
     for entry in log {
         live = live.wrapping_add_signed(entry.change);
         match peaks.iter_mut().find(|(phase, _)| *phase == entry.phase) {
@@ -59,7 +59,7 @@ pub fn phase_peaks(log: &[LedgerEntry]) -> Vec<(&'static str, u64)> {
 }
 
 /// What is live at the peak of `phase`, by role and name.
-pub fn live_at_peak(log: &[LedgerEntry], phase: &str) -> BTreeMap<(Role, Arc<str>), u64> {
+pub fn live_at_peak(log: &[LedgerEntry], phase: Phase) -> BTreeMap<(Role, Arc<str>), u64> {
     let (mut live, mut highest, mut end) = (0u64, 0, 0);
     for (i, entry) in log.iter().enumerate() {
         live = live.wrapping_add_signed(entry.change);
@@ -79,7 +79,7 @@ pub fn live_at_peak(log: &[LedgerEntry], phase: &str) -> BTreeMap<(Role, Arc<str
 /// Bytes each block still holds at the end of the forward pass.
 pub fn saved_bytes_per_block(log: &[LedgerEntry], index: &BlockIndex) -> Vec<u64> {
     let mut saved = vec![0u64; index.count];
-    for entry in log.iter().take_while(|entry| entry.phase == "forward") {
+    for entry in log.iter().take_while(|entry| entry.phase == Phase::Forward) {
         if let (Role::Activations, Some(block)) = (entry.role, index.by_layer.get(&*entry.name)) {
             saved[*block] = saved[*block].wrapping_add_signed(entry.change);
         }
@@ -97,10 +97,10 @@ mod tests {
         BlockIndex { by_layer, count: 4 }
     }
 
-    fn log(changes: &[(&str, i64, &'static str)]) -> Vec<LedgerEntry> {
-        let entry = |(name, change, phase): &(&str, i64, &'static str)| {
+    fn log(changes: &[(&str, i64, Phase)]) -> Vec<LedgerEntry> {
+        let entry = |(name, change, phase): &(&str, i64, Phase)| {
             let role = if name.starts_with("work") { Role::Workspace } else { Role::Activations };
-            LedgerEntry { role, name: (*name).into(), change: *change, phase }
+            LedgerEntry { role, name: (*name).into(), change: *change, phase: *phase }
         };
         changes.iter().map(entry).collect()
     }
@@ -108,27 +108,27 @@ mod tests {
     /// Three blocks of 10, 20 and 30 bytes, with a workspace of 5 in the last, then backward.
     fn forward_backward_log() -> Vec<LedgerEntry> {
         log(&[
-            ("a", 10, "forward"),
-            ("b", 20, "forward"),
-            ("c", 30, "forward"),
-            ("work", 5, "forward"),
-            ("work", -5, "forward"),
-            ("loss", 1, "backward"),
-            ("c", 30, "backward"),
-            ("c", -60, "backward"),
-            ("b", 20, "backward"),
-            ("b", -40, "backward"),
+            ("a", 10, Phase::Forward),
+            ("b", 20, Phase::Forward),
+            ("c", 30, Phase::Forward),
+            ("work", 5, Phase::Forward),
+            ("work", -5, Phase::Forward),
+            ("loss", 1, Phase::Backward),
+            ("c", 30, Phase::Backward),
+            ("c", -60, Phase::Backward),
+            ("b", 20, Phase::Backward),
+            ("b", -40, Phase::Backward),
         ])
     }
 
     #[test]
     fn a_phase_is_as_high_as_its_highest_moment() {
-        assert_eq!(phase_peaks(&forward_backward_log()), [("forward", 65), ("backward", 91)]);
+        assert_eq!(phase_peaks(&forward_backward_log()), [(Phase::Forward, 65), (Phase::Backward, 91)]);
     }
 
     #[test]
     fn the_peak_names_what_is_live() {
-        let held = live_at_peak(&forward_backward_log(), "forward");
+        let held = live_at_peak(&forward_backward_log(), Phase::Forward);
         let held: Vec<String> =
             held.into_iter().map(|((_, name), bytes)| format!("{name} {bytes}")).collect();
         assert_eq!(held, ["a 10", "b 20", "c 30", "work 5"]);

@@ -5,10 +5,12 @@ pub mod budget;
 pub mod correction;
 pub mod cost_model;
 pub mod estimate;
+pub mod execution_plan;
 pub mod ladder;
 pub mod ledger_trace;
 pub mod plan;
 pub mod plan_lock;
 pub mod search;
 
+pub use execution_plan::ExecutionPlan;
 pub use plan::MemoryPlan;

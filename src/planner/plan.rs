@@ -3,7 +3,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::base::Role;
+use super::execution_plan::{BatchSplit, ExecutionPlan};
+use crate::base::{Phase, Role};
 
 /// A memory plan as `trainer plan --json` prints it and `plan.json` keeps it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -14,7 +15,7 @@ pub struct MemoryPlan {
     pub budget: Budget,
     pub peak: Peak,
     pub requested: BatchSplit,
-    pub chosen: PlanChoice,
+    pub chosen: ExecutionPlan,
     /// Samples in every update but the last of an epoch; no plan changes it.
     pub samples_per_update: usize,
     /// Device bytes that the CUDA context takes beside the budget and the peak; 0 where no GPU was looked at.
@@ -65,54 +66,31 @@ pub struct Budget {
     pub ram_bytes: u64,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Peak {
     pub vram_bytes: u64,
     pub ram_bytes: u64,
-    /// The phase the peak falls in: `preparation`, `forward`, `backward`, `update`, `eval`, `checkpoint`.
-    pub phase: String,
+    /// The phase the peak falls in: that of the device, on the CPU that of the host.
+    pub phase: Phase,
 }
 
+/// What the planner changes when memory is short, in this order: a key of `chosen`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct BatchSplit {
-    pub micro_batch: usize,
-    pub accumulation_steps: usize,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct PlanChoice {
-    pub micro_batch: usize,
-    pub accumulation_steps: usize,
-    /// Blocks whose activations are recomputed in the backward pass.
-    pub recompute: usize,
-    /// What waits in host memory; nothing on the CPU.
-    pub offload: Vec<Offload>,
-    /// The optimizer's kind, which says what state it keeps.
-    pub optimizer: String,
-    /// Samples of the evaluation in memory at once.
-    pub eval_micro_batch: usize,
-}
-
-impl PlanChoice {
-    pub fn split(&self) -> BatchSplit {
-        BatchSplit { micro_batch: self.micro_batch, accumulation_steps: self.accumulation_steps }
-    }
-}
-
-/// What can wait in host memory while the device works on something else.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Offload {
-    OptimizerState,
-    /// The inputs of blocks that run forward again.
-    Activations,
+pub enum Rung {
+    MicroBatch,
+    Recompute,
+    Optimizer,
+    Offload,
 }
 
-impl std::fmt::Display for Offload {
+impl std::fmt::Display for Rung {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.pad(match self {
-            Offload::OptimizerState => "optimizer state",
-            Offload::Activations => "activations",
+            Rung::MicroBatch => "micro-batch",
+            Rung::Recompute => "recompute",
+            Rung::Optimizer => "optimizer",
+            Rung::Offload => "offload",
         })
     }
 }
@@ -120,8 +98,8 @@ impl std::fmt::Display for Offload {
 /// A rung taken.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PlanAdjustment {
-    /// The key of `chosen` that changed: `micro_batch`, `recompute`, `optimizer`, `offload`.
-    pub rung: String,
+    /// The key of `chosen` that changed.
+    pub rung: Rung,
     pub from: String,
     pub to: String,
     /// What it would take with the rungs above alone.
@@ -129,12 +107,17 @@ pub struct PlanAdjustment {
 }
 
 /// The highest moment of a phase.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PhasePeak {
-    /// `preparation` (of the data), `forward`, `backward`, `update`, `eval` or `checkpoint`.
-    pub name: String,
+    pub name: Phase,
     pub vram_bytes: u64,
     pub ram_bytes: u64,
+}
+
+impl PhasePeak {
+    pub fn bytes_in(&self, space: MemorySpace) -> u64 {
+        if space == MemorySpace::Vram { self.vram_bytes } else { self.ram_bytes }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

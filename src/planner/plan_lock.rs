@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::{BatchSplit, MemoryPlan, Peak, PlanChoice, PlanVerdict};
+use super::execution_plan::{BatchSplit, ExecutionPlan};
+use super::plan::{MemoryPlan, Peak, PlanVerdict};
 use crate::base::units::{Bytes, MemorySize};
 
 const HEADER: &str = "\
@@ -31,7 +32,7 @@ pub struct LockedPlan {
     pub device: String,
     pub samples_per_update: usize,
     pub requested: BatchSplit,
-    pub chosen: PlanChoice,
+    pub chosen: ExecutionPlan,
     pub peak: Peak,
     /// Bytes at the peak by role, device and host together.
     pub roles: BTreeMap<String, u64>,
@@ -107,8 +108,8 @@ impl PlanLock {
             device: plan.device.clone(),
             samples_per_update: plan.samples_per_update,
             requested: plan.requested,
-            chosen: plan.chosen.clone(),
-            peak: plan.peak.clone(),
+            chosen: plan.chosen,
+            peak: plan.peak,
             roles,
         };
         Self { plan, machine, margins: Margins { peak: MemorySize::Percent(5.0), headroom } }
@@ -141,18 +142,14 @@ pub fn compare(lock: &PlanLock, now: &MemoryPlan) -> Vec<Difference> {
         }
     };
     let split = |split: BatchSplit| format!("{} x {}", split.micro_batch, split.accumulation_steps);
-    let offload = |chosen: &PlanChoice| {
-        let names: Vec<String> = chosen.offload.iter().map(ToString::to_string).collect();
-        if names.is_empty() { "nothing".into() } else { names.join(" and ") }
-    };
     let (old, new) = (&was.chosen, &now.chosen);
     differ("device", was.device.clone(), now.device.clone());
     differ("samples_per_update", was.samples_per_update.to_string(), now.samples_per_update.to_string());
     differ("requested", split(was.requested), split(now.requested));
     differ("chosen.micro_batch", split(old.split()), split(new.split()));
     differ("chosen.recompute", old.recompute.to_string(), new.recompute.to_string());
-    differ("chosen.optimizer", old.optimizer.clone(), new.optimizer.clone());
-    differ("chosen.offload", offload(old), offload(new));
+    differ("chosen.optimizer", old.optimizer.to_string(), new.optimizer.to_string());
+    differ("chosen.offload", old.offload_names(), new.offload_names());
     differ("chosen.eval_micro_batch", old.eval_micro_batch.to_string(), new.eval_micro_batch.to_string());
     let higher = |was: u64, now: u64| now > was + lock.margins.peak.resolve(Bytes(was)).0;
     let mut grown = false;
@@ -177,7 +174,8 @@ pub fn compare(lock: &PlanLock, now: &MemoryPlan) -> Vec<Difference> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::plan::Offload;
+    use crate::job::OptimizerKind;
+    use crate::planner::execution_plan::Offload;
     use crate::report::fixtures;
 
     fn locked() -> PlanLock {
@@ -216,8 +214,8 @@ mod tests {
     fn another_execution_plan_is_named() {
         let found = differences(|plan| {
             (plan.chosen.micro_batch, plan.chosen.accumulation_steps) = (25, 4);
-            plan.chosen.optimizer = "adamw8bit".into();
-            plan.chosen.offload = vec![Offload::OptimizerState];
+            plan.chosen.optimizer = OptimizerKind::Adamw8bit;
+            plan.chosen.offload = &[Offload::OptimizerState];
             plan.chosen.recompute = 3;
         });
         assert_eq!(

@@ -5,9 +5,10 @@
 //! because more splitting, recompute or offload never needs more memory. It estimates every plan that it returns.
 
 use super::cost_model::CostModel;
-use super::estimate::{ExecutionPlan, MemoryPredictor};
-use super::plan::{BatchSplit, Offload};
-use crate::job::OomAction;
+use super::estimate::MemoryPredictor;
+use super::execution_plan::{BatchSplit, ExecutionPlan, OFFLOAD_SETS, Offload};
+use super::plan::Peak;
+use crate::job::{OomAction, OptimizerKind};
 
 /// What the job requests, and on which machine.
 #[derive(Clone, Debug)]
@@ -26,10 +27,12 @@ pub struct PlanRequest {
     /// A micro-batch is a multiple of this many samples: the model's normalization group.
     pub micro_batch_multiple: usize,
     /// The optimizer's kind, and its 8-bit variant if there is one.
-    pub optimizer: String,
-    pub optimizer_8bit: Option<String>,
+    pub optimizer: OptimizerKind,
+    pub optimizer_8bit: Option<OptimizerKind>,
     /// The evaluation micro-batch, if the job sets it.
     pub eval_micro_batch: Option<usize>,
+    /// Limit of the loader's buffers, in bytes.
+    pub prefetch: u64,
     /// The actions that the job allows.
     pub allowed: Vec<OomAction>,
     /// What the device can offload to the host.
@@ -64,14 +67,25 @@ impl PlanRequest {
         vram + ram.saturating_sub(self.ram)
     }
 
-    fn execution_plan(&self, split: BatchSplit, recompute: usize, state: StateOptions) -> ExecutionPlan {
+    /// The job as written.
+    fn as_written(&self) -> ExecutionPlan {
+        let BatchSplit { micro_batch, accumulation_steps } = self.requested_split();
         ExecutionPlan {
-            micro_batch: split.micro_batch,
-            recompute,
-            eval_micro_batch: self.eval_micro_batch.unwrap_or(split.micro_batch),
-            state_8bit: state.state_8bit,
-            offload: state.offload,
+            micro_batch,
+            accumulation_steps,
+            recompute: 0,
+            offload: OFFLOAD_SETS[0],
+            optimizer: self.optimizer,
+            eval_micro_batch: self.eval_micro_batch.unwrap_or(micro_batch),
+            prefetch: self.prefetch,
         }
+    }
+
+    /// `state` with another split and other recomputed blocks.
+    fn varied(&self, accumulation_steps: usize, recompute: usize, state: ExecutionPlan) -> ExecutionPlan {
+        let plan = state.with_split(self.split_into(accumulation_steps));
+        let eval_micro_batch = self.eval_micro_batch.unwrap_or(plan.micro_batch);
+        ExecutionPlan { recompute, eval_micro_batch, ..plan }
     }
 
     fn split_into(&self, accumulation_steps: usize) -> BatchSplit {
@@ -95,28 +109,12 @@ pub fn split(
 /// An execution plan that was estimated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
-    pub split: BatchSplit,
     pub exec_plan: ExecutionPlan,
     pub vram: u64,
     pub ram: u64,
     /// Predicted seconds per update.
     pub update_seconds: f64,
 }
-
-/// The axes besides the split and the recomputed blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct StateOptions {
-    state_8bit: bool,
-    offload: &'static [Offload],
-}
-
-/// The combinations of what may be offloaded.
-pub const OFFLOAD_SETS: [&[Offload]; 4] = [
-    &[],
-    &[Offload::OptimizerState],
-    &[Offload::Activations],
-    &[Offload::OptimizerState, Offload::Activations],
-];
 
 pub struct Search<'a> {
     request: &'a PlanRequest,
@@ -129,8 +127,7 @@ impl<'a> Search<'a> {
     /// Estimates the job as written.
     pub fn new(request: &'a PlanRequest, predictor: &'a dyn MemoryPredictor) -> Self {
         let mut search = Self { request, predictor, candidates: Vec::new() };
-        let steps = request.requested_split().accumulation_steps;
-        search.consider(steps, 0, StateOptions { state_8bit: false, offload: OFFLOAD_SETS[0] });
+        search.consider(request.as_written());
         search
     }
 
@@ -161,23 +158,23 @@ impl<'a> Search<'a> {
         let blocks = if r.allows(OomAction::Recompute) { r.cost.block_forward.len() } else { 0 };
         if self.fits(&self.as_written()) {
             if r.include_alternatives {
-                let plain = StateOptions { state_8bit: false, offload: OFFLOAD_SETS[0] };
                 [2, 4].map(|n| n * first).iter().filter(|n| **n <= last).for_each(|n| {
-                    self.consider(*n, 0, plain);
+                    self.consider(r.varied(*n, 0, r.as_written()));
                 });
             }
             return Some(self.as_written());
         }
         let mut best: Option<Candidate> = None;
-        for state in self.state_options(first) {
+        for state in self.state_options() {
             let beaten = |steps: usize, k: usize, best: Option<Candidate>| {
-                let floor = r.cost.lower_bound(steps, r.execution_plan(r.split_into(steps), k, state));
-                best.is_some_and(|best| floor >= best.update_seconds)
+                let plan = ExecutionPlan { accumulation_steps: steps, ..r.varied(steps, k, state) };
+                best.is_some_and(|best| r.cost.lower_bound(plan) >= best.update_seconds)
             };
             if beaten(first, 0, best) {
                 continue;
             }
-            let Some(fewest_blocks) = first_passing(0, blocks, |k| self.candidate_fits(last, k, state))
+            let Some(fewest_blocks) =
+                first_passing(0, blocks, |k| self.consider_fits(r.varied(last, k, state)))
             else {
                 continue;
             };
@@ -189,17 +186,17 @@ impl<'a> Search<'a> {
                 // The most micro-batches that could still beat the best found.
                 let bound = first_passing(first, max_steps, |steps| beaten(steps, k, best))
                     .map_or(max_steps, |steps| steps - 1);
-                let Some(steps) = first_passing(first, bound, |steps| self.candidate_fits(steps, k, state))
-                else {
+                let fits = |steps| self.consider_fits(r.varied(steps, k, state));
+                let Some(steps) = first_passing(first, bound, fits) else {
                     continue;
                 };
-                let found = self.consider(steps, k, state);
+                let found = self.consider(r.varied(steps, k, state));
                 if best.is_none_or(|best| found.update_seconds < best.update_seconds) {
                     best = Some(found);
                 }
                 max_steps = steps;
                 // More recomputed blocks only take longer, unless they save activation transfers.
-                if steps == first && !state.offload.contains(&Offload::Activations) {
+                if steps == first && !state.offloads(Offload::Activations) {
                     break;
                 }
             }
@@ -207,46 +204,41 @@ impl<'a> Search<'a> {
         best
     }
 
-    /// The possible state options, the lowest bound on time first.
-    fn state_options(&self, steps: usize) -> Vec<StateOptions> {
+    /// The job as written with every possible optimizer state and offload, the lowest bound on time first.
+    fn state_options(&self) -> Vec<ExecutionPlan> {
         let r = self.request;
-        let eight_bit = r.allows(OomAction::Optimizer8bit) && r.optimizer_8bit.is_some();
-        let states = if eight_bit { vec![false, true] } else { vec![false] };
+        let eight_bit = r.optimizer_8bit.filter(|_| r.allows(OomAction::Optimizer8bit));
         let offload = r.on_device() && r.allows(OomAction::Offload);
         // 8-bit state has per-block scales beside it and is small: it is never offloaded.
-        let possible = |state: &StateOptions| {
+        let possible = |state: &ExecutionPlan| {
             state.offload.iter().all(|what| {
                 offload
                     && r.offloads.contains(what)
-                    && !(state.state_8bit && *what == Offload::OptimizerState)
+                    && !(Some(state.optimizer) == eight_bit && *what == Offload::OptimizerState)
             })
         };
-        let all = states.into_iter().flat_map(|eight_bit| {
-            OFFLOAD_SETS.map(|offload| StateOptions { state_8bit: eight_bit, offload })
+        let all = std::iter::once(r.optimizer).chain(eight_bit).flat_map(|optimizer| {
+            OFFLOAD_SETS.map(|offload| ExecutionPlan { optimizer, offload, ..r.as_written() })
         });
-        let mut options: Vec<StateOptions> = all.filter(possible).collect();
-        let floor = |state: &StateOptions| {
-            r.cost.lower_bound(steps, r.execution_plan(r.split_into(steps), 0, *state))
-        };
+        let mut options: Vec<ExecutionPlan> = all.filter(possible).collect();
+        let floor = |state: &ExecutionPlan| r.cost.lower_bound(*state);
         options.sort_by(|a, b| floor(a).total_cmp(&floor(b)).then(a.offload.len().cmp(&b.offload.len())));
         options
     }
 
-    fn candidate_fits(&mut self, accumulation_steps: usize, recompute: usize, state: StateOptions) -> bool {
-        let candidate = self.consider(accumulation_steps, recompute, state);
+    fn consider_fits(&mut self, exec_plan: ExecutionPlan) -> bool {
+        let candidate = self.consider(exec_plan);
         self.fits(&candidate)
     }
 
-    fn consider(&mut self, accumulation_steps: usize, recompute: usize, state: StateOptions) -> Candidate {
-        let split = self.request.split_into(accumulation_steps);
-        let exec_plan = self.request.execution_plan(split, recompute, state);
+    fn consider(&mut self, exec_plan: ExecutionPlan) -> Candidate {
         if let Some(known) = self.candidates.iter().find(|candidate| candidate.exec_plan == exec_plan) {
             return *known;
         }
         let estimate = self.predictor.estimate(exec_plan);
-        let update_seconds = self.request.cost.update_seconds(split.accumulation_steps, exec_plan, &estimate);
-        let candidate =
-            Candidate { split, exec_plan, vram: estimate.vram, ram: estimate.ram, update_seconds };
+        let update_seconds = self.request.cost.update_seconds(exec_plan, &estimate);
+        let Peak { vram_bytes: vram, ram_bytes: ram, .. } = estimate.peak;
+        let candidate = Candidate { exec_plan, vram, ram, update_seconds };
         self.candidates.push(candidate);
         candidate
     }
@@ -295,10 +287,10 @@ mod tests {
                 let first = r.requested_split().accumulation_steps;
                 let last = if r.allows(OomAction::Shrink) { r.samples_per_update } else { first };
                 let blocks = if r.allows(OomAction::Recompute) { 4 } else { 0 };
-                for keep in all.state_options(first) {
+                for keep in all.state_options() {
                     for steps in first..=last.max(first) {
                         for k in 0..=blocks {
-                            all.consider(steps, k, keep);
+                            all.consider(r.varied(steps, k, keep));
                         }
                     }
                 }

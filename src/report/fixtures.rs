@@ -3,8 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::base::Role;
+use crate::base::{Phase, Role};
 use crate::events::event::{Event, EventRecord, MemoryBytes};
+use crate::job::OptimizerKind;
+use crate::planner::execution_plan::{BatchSplit, ExecutionPlan};
 use crate::planner::plan::*;
 
 pub fn started(t: f64) -> EventRecord {
@@ -39,20 +41,21 @@ pub fn plan() -> MemoryPlan {
         measured_time: None,
         fits,
     };
-    let phase = |name: &str, mib: u64| PhasePeak { name: name.into(), vram_bytes: 0, ram_bytes: mib << 20 };
+    let phase = |name, mib: u64| PhasePeak { name, vram_bytes: 0, ram_bytes: mib << 20 };
     MemoryPlan {
         verdict: PlanVerdict::FitsAfterShrink,
         device: "cpu".into(),
         budget: Budget { vram_bytes: 0, ram_bytes: 256 << 20 },
-        peak: Peak { vram_bytes: 0, ram_bytes: 212 << 20, phase: "backward".into() },
+        peak: Peak { vram_bytes: 0, ram_bytes: 212 << 20, phase: Phase::Backward },
         requested: BatchSplit { micro_batch: 100, accumulation_steps: 1 },
-        chosen: PlanChoice {
+        chosen: ExecutionPlan {
             micro_batch: 50,
             accumulation_steps: 2,
             recompute: 0,
-            offload: vec![],
-            optimizer: "adamw".into(),
+            offload: &[],
+            optimizer: OptimizerKind::Adamw,
             eval_micro_batch: 200,
+            prefetch: 0,
         },
         samples_per_update: 100,
         context_bytes: 0,
@@ -67,12 +70,12 @@ pub fn plan() -> MemoryPlan {
         rungs: vec![rung("", 344, 1.0, false), rung("micro-batch 50, 2 accumulation steps", 212, 1.04, true)],
         advice: None,
         shrunk: vec![PlanAdjustment {
-            rung: "micro_batch".into(),
+            rung: Rung::MicroBatch,
             from: "100 x 1".into(),
             to: "50 x 2".into(),
             why: "as written it takes 344.00 MiB of 256.00 MiB ram".into(),
         }],
-        phases: vec![phase("forward", 180), phase("backward", 212), phase("update", 80)],
+        phases: vec![phase(Phase::Forward, 180), phase(Phase::Backward, 212), phase(Phase::Update, 80)],
         disk: Disk::default(),
     }
 }

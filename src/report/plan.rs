@@ -84,8 +84,7 @@ fn execution_line(plan: &MemoryPlan) -> String {
         n => line += &format!(", {n} blocks recomputed"),
     }
     if !chosen.offload.is_empty() {
-        let names: Vec<String> = chosen.offload.iter().map(ToString::to_string).collect();
-        line += &format!(", {} in ram", names.join(" and "));
+        line += &format!(", {} in ram", chosen.offload_names());
     }
     line
 }
@@ -107,11 +106,7 @@ fn disk_line(plan: &MemoryPlan) -> Option<String> {
 /// The adjustments from the job as written to what runs, one by one, with reasons.
 fn adjustment_table(plan: &MemoryPlan) -> Vec<String> {
     let row = |rung: &crate::planner::plan::PlanAdjustment| {
-        vec![
-            rung.rung.replace("micro_batch", "micro-batch"),
-            format!("{} -> {}", rung.from, rung.to),
-            rung.why.clone(),
-        ]
+        vec![rung.rung.to_string(), format!("{} -> {}", rung.from, rung.to), rung.why.clone()]
     };
     text::table("<<<", 7, &plan.shrunk.iter().map(row).collect::<Vec<_>>())
 }
@@ -119,16 +114,13 @@ fn adjustment_table(plan: &MemoryPlan) -> Vec<String> {
 /// The peak of each phase, as bars.
 fn phase_table(plan: &MemoryPlan, paint: AnsiStyle) -> Vec<String> {
     let places = memory_places(plan);
-    let of = |phase: &PhasePeak, place: &MemorySpace| {
-        if *place == MemorySpace::Vram { phase.vram_bytes } else { phase.ram_bytes }
-    };
-    let highest = plan.phases.iter().map(|phase| of(phase, &places[0])).max().unwrap_or(1).max(1);
+    let highest = plan.phases.iter().map(|phase| phase.bytes_in(places[0])).max().unwrap_or(1).max(1);
     let mut head = vec![paint.dim("phase")];
     head.extend(places.iter().map(|place| paint.dim(memory_name(*place))));
     let row = |phase: &PhasePeak| {
-        let mut row = vec![phase.name.clone()];
-        row.extend(places.iter().map(|place| text::bytes(of(phase, place))));
-        row.push(paint.cyan(&text::bar(of(phase, &places[0]) as f64 / highest as f64, BAR_CELLS)));
+        let mut row = vec![phase.name.to_string()];
+        row.extend(places.iter().map(|place| text::bytes(phase.bytes_in(*place))));
+        row.push(paint.cyan(&text::bar(phase.bytes_in(places[0]) as f64 / highest as f64, BAR_CELLS)));
         row
     };
     let rows: Vec<Vec<String>> = std::iter::once(head).chain(plan.phases.iter().map(row)).collect();

@@ -292,6 +292,7 @@ impl<W: Write + Send> Sink for Terminal<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::Phase;
     use crate::report::fixtures;
 
     fn shown(records: &[EventRecord], verbosity: Verbosity) -> String {
@@ -368,7 +369,7 @@ folder   runs/shapes/1
             at(Event::Resumed { step: 0, checkpoint: None, skipped: vec![] }),
             at(Event::Oom {
                 step: 2,
-                phase: "backward".into(),
+                phase: Phase::Backward,
                 asker: "conv1".into(),
                 bytes: 512 << 20,
                 left: 210 << 20,

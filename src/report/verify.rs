@@ -93,7 +93,7 @@ fn describe_differences(variant: &VariantResult, report: &VerifyReport) -> Strin
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::plan::BatchSplit;
+    use crate::planner::execution_plan::BatchSplit;
     use crate::train::verify::Tolerance;
 
     fn report() -> VerifyReport {

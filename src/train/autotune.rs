@@ -13,9 +13,9 @@ use crate::data::order::Cursor;
 use crate::graph::network::StepError;
 use crate::planner::budget::TargetMachine;
 use crate::planner::estimate::Estimator;
-use crate::planner::ladder;
 use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::planner::search::{Candidate, PlanRequest, Search};
+use crate::planner::{ExecutionPlan, ladder};
 
 /// Candidates to time, and updates of each. The first update is a warm-up; the fastest of the others counts.
 const MAX_CANDIDATES: usize = 4;
@@ -24,26 +24,21 @@ const UPDATES_PER_CANDIDATE: u64 = 6;
 const TIME_LIMIT: Duration = Duration::from_secs(5);
 
 /// The memory plan of the candidate that measured fastest.
-pub fn plan(setup: &mut Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failure> {
+pub fn plan(setup: &Setup, machine: &TargetMachine) -> Result<MemoryPlan, Failure> {
     let request = PlanRequest { include_alternatives: true, ..setup.plan_request(machine) };
-    let found = setup.with_estimator_inputs_for(machine, |inputs| {
-        let predictor = Estimator::new(*inputs);
-        let mut search = Search::new(&request, &predictor);
-        search.fastest().map(|planned| (planned, fastest_candidates(&search)))
-    });
-    let Some((planned, candidates)) = found else { return Ok(setup.plan_for(machine)) };
+    let predictor = setup.estimator_for(machine);
+    let mut search = Search::new(&request, &predictor);
+    let Some(planned) = search.fastest() else { return Ok(setup.plan_for(machine)) };
     let mut measured = Vec::new();
-    for candidate in candidates {
-        if let Some(seconds) = time_candidate(setup, machine, &request, candidate)? {
-            measured.push((candidate, seconds));
+    for candidate in fastest_candidates(&search) {
+        match time_updates(setup, Ledgers::new(setup, machine.ram, None), candidate.exec_plan) {
+            Ok(seconds) => measured.push((candidate, seconds)),
+            // It runs out of memory after all.
+            Err(Failure::OutOfMemory { .. }) => {}
+            Err(failure) => return Err(failure),
         }
     }
-    Ok(setup.with_estimator_inputs_for(machine, |inputs| {
-        let predictor = Estimator::new(*inputs);
-        let mut search = Search::new(&request, &predictor);
-        search.fastest();
-        plan_of_fastest(&request, &predictor, &search, planned, &measured)
-    }))
+    Ok(plan_of_fastest(&request, &predictor, &search, planned, &measured))
 }
 
 /// The candidates that fit, fastest predicted first.
@@ -66,27 +61,22 @@ fn plan_of_fastest(
 ) -> MemoryPlan {
     let fastest =
         measured.iter().min_by(|a, b| a.1.total_cmp(&b.1)).map_or(planned, |(candidate, _)| *candidate);
-    let mut plan = ladder::build_plan(request, predictor, search, fastest);
     let as_written = search.as_written();
-    if let Some((_, base)) = measured.iter().find(|(candidate, _)| *candidate == planned) {
-        for (candidate, seconds) in measured {
-            let change = if *candidate == as_written {
-                String::new()
-            } else {
-                ladder::describe_candidate(request, candidate)
-            };
-            let time = seconds / base * planned.update_seconds / as_written.update_seconds;
-            plan.rungs.iter_mut().filter(|rung| rung.change == change).for_each(|rung| {
-                rung.measured_time = Some(time);
-            });
-        }
-    }
+    let seconds_of =
+        |one: &Candidate| measured.iter().find(|(candidate, _)| candidate == one).map(|(_, s)| s);
+    let measured_time = |candidate: &Candidate| {
+        Some(
+            seconds_of(candidate)? / seconds_of(&planned)? * planned.update_seconds
+                / as_written.update_seconds,
+        )
+    };
+    let mut plan = ladder::build_plan(request, predictor, search, fastest, &measured_time);
     if search.fits(&as_written) {
         plan.verdict = PlanVerdict::Fits;
         plan.shrunk.iter_mut().for_each(|rung| rung.why = "measured to be faster".into());
     }
-    let split = fastest.split;
-    if fastest.split != planned.split
+    let split = fastest.exec_plan.split();
+    if split != planned.exec_plan.split()
         && split.micro_batch * split.accumulation_steps == plan.samples_per_update
     {
         plan.advice = Some(format!(
@@ -97,35 +87,13 @@ fn plan_of_fastest(
     plan
 }
 
-/// Seconds per update under this candidate; `None` if it runs out of memory after all.
-fn time_candidate(
-    setup: &mut Setup,
-    machine: &TargetMachine,
-    request: &PlanRequest,
-    candidate: Candidate,
-) -> Result<Option<f64>, Failure> {
-    let eight_bit = request.optimizer_8bit.as_ref().filter(|_| candidate.exec_plan.state_8bit);
-    setup.set_optimizer(eight_bit.unwrap_or(&request.optimizer));
-    setup.offload = candidate.exec_plan.offload;
-    let result = time_updates(setup, Ledgers::new(setup, machine.ram, None), candidate);
-    setup.set_optimizer(&request.optimizer);
-    setup.offload = &[];
-    match result {
-        Ok(seconds) => Ok(Some(seconds)),
-        Err(Failure::OutOfMemory { .. }) => Ok(None),
-        Err(failure) => Err(failure),
-    }
-}
-
-fn time_updates(setup: &Setup, ledgers: Ledgers, candidate: Candidate) -> Result<f64, Failure> {
-    let mut engine = Engine::new(
-        setup,
-        ledgers.clone(),
-        candidate.exec_plan.recompute,
-        setup.job.memory.graphs && setup.offload.is_empty(),
-    )?;
-    let micro_batch = candidate.split.micro_batch.min(setup.datasets.train.len() as usize);
-    let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", setup.loader_bytes(micro_batch));
+/// Seconds per update under this plan.
+fn time_updates(setup: &Setup, ledgers: Ledgers, plan: ExecutionPlan) -> Result<f64, Failure> {
+    let graphs = setup.job.memory.graphs && plan.offload.is_empty();
+    let mut engine = Engine::new(setup, ledgers.clone(), plan, graphs)?;
+    let micro_batch = plan.micro_batch.min(setup.datasets.train.len() as usize);
+    let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
+    let prefetch = ledgers.host.reserve(Role::DataPipeline, "prefetch", prefetch_bytes);
     let _prefetch = prefetch.map_err(StepError::Oom)?;
     let source = setup.datasets.train.clone();
     let mut loader = Loader::start(
@@ -133,7 +101,7 @@ fn time_updates(setup: &Setup, ledgers: Ledgers, candidate: Candidate) -> Result
         setup.order.clone(),
         Cursor::default(),
         UPDATES_PER_CANDIDATE,
-        setup.loader_options(micro_batch, setup.prefetch),
+        setup.loader_options(micro_batch, plan.prefetch),
     )?;
     let (begun, mut fastest) = (Instant::now(), f64::INFINITY);
     for number in 1..=UPDATES_PER_CANDIDATE {

@@ -13,9 +13,8 @@ use super::checkpoint::CheckpointTensors;
 use super::graph_cache::{self, CaptureOutcome, GraphCache, PassKey};
 use super::setup::Setup;
 use super::staging::BatchStaging;
-use crate::base::MicroBatchSpec;
-use crate::base::Role;
 use crate::base::features::Features;
+use crate::base::{MicroBatchSpec, Phase, Role};
 use crate::data;
 use crate::events::event::Event;
 use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
@@ -30,8 +29,9 @@ use crate::memory::process::WorkPhase;
 use crate::memory::{InjectedOom, Ledger, Reservation};
 use crate::optim::{self, Optimizer, OptimizerStep};
 use crate::param_store::ParamStore;
-use crate::planner::estimate::{batch_bytes, persistent_allocations};
-use crate::planner::plan::{MemorySpace, Offload};
+use crate::planner::estimate::{Allocation, batch_bytes};
+use crate::planner::execution_plan::{ExecutionPlan, Offload};
+use crate::planner::plan::MemorySpace;
 
 /// Memory ledgers of a run: one for tensors, one for everything else on the host.
 #[derive(Clone)]
@@ -61,14 +61,14 @@ pub struct Engine<'a> {
     pub ledger: Ledger,
     /// Ledger of host memory that is not tensors; the same ledger as `ledger` on the CPU.
     pub host_ledger: Ledger,
-    /// Blocks that save only their input and recompute their activations in the backward pass.
-    pub recompute_blocks: usize,
+    /// The plan in force.
+    plan: ExecutionPlan,
     /// Host buffers for the inputs of recomputed blocks, if these are offloaded from the GPU.
     activation_offload: Option<ActivationOffload>,
     /// EMA of the weights, if the job sets one.
     pub average: Option<Tensor>,
     /// Copies batches to the device.
-    pub staging: BatchStaging,
+    staging: BatchStaging,
     /// Running statistics at the start of the current update, for a rollback.
     saved_stats: Tensor,
     /// Computes gradient statistics on the GPU, if the optimizer reads them there: the host then does not
@@ -126,23 +126,22 @@ impl<'a> Engine<'a> {
     pub fn new(
         setup: &'a Setup,
         ledgers: Ledgers,
-        recompute_blocks: usize,
+        plan: ExecutionPlan,
         graphs: bool,
     ) -> Result<Self, StepError> {
         let staging = BatchStaging::new(setup, &ledgers);
         let Ledgers { tensors: ledger, host: host_ledger } = ledgers;
-        let reservations = setup.with_estimator_inputs(|inputs| {
-            persistent_allocations(inputs, setup.offload)
-                .into_iter()
-                .map(|(role, name, bytes, place)| match place {
-                    MemorySpace::Ram => host_ledger.reserve(role, name, bytes),
-                    MemorySpace::Vram => ledger.reserve(role, name, bytes),
-                })
-                .collect()
-        });
-        let reservations: Result<Vec<Reservation>, _> = reservations;
-        let reservations = reservations?;
-        let persistent = Self::allocate(setup, &host_ledger, graphs);
+        let reserve = |Allocation { role, name, bytes, space }| match space {
+            MemorySpace::Ram => host_ledger.reserve(role, name, bytes),
+            MemorySpace::Vram => ledger.reserve(role, name, bytes),
+        };
+        let reservations: Vec<Reservation> = setup
+            .estimator()
+            .persistent_allocations(plan)
+            .into_iter()
+            .map(reserve)
+            .collect::<Result<_, _>>()?;
+        let persistent = Self::allocate(setup, plan, &host_ledger, graphs);
         let persistent = persistent.map_err(|error| map_oom(setup, &ledger, Role::Weights, error.into()));
         let persistent = persistent?;
         Ok(Self {
@@ -151,7 +150,7 @@ impl<'a> Engine<'a> {
             optimizer: persistent.optimizer,
             ledger,
             host_ledger,
-            recompute_blocks,
+            plan,
             activation_offload: persistent.activation_offload,
             average: persistent.average,
             staging,
@@ -169,21 +168,23 @@ impl<'a> Engine<'a> {
     }
 
     /// Allocates the tensors that live as long as the run.
-    fn allocate(setup: &Setup, host: &Ledger, graphs: bool) -> candle_core::Result<PersistentState> {
+    fn allocate(
+        setup: &Setup,
+        plan: ExecutionPlan,
+        host: &Ledger,
+        graphs: bool,
+    ) -> candle_core::Result<PersistentState> {
         let _ = graphs;
         let store = ParamStore::new(setup.layout.clone(), setup.job.seed, setup.dtype, &setup.device())?;
-        let offloads = |what| setup.offload.contains(&what);
-        let optimizer = Optimizer::new(&setup.optimizer, &store, offloads(Offload::OptimizerState))?;
-        let activation_offload =
-            offloads(Offload::Activations).then(|| ActivationOffload::new(host.clone(), &setup.device()));
-        let activation_offload = activation_offload.transpose()?;
+        let rule = setup.optimizer.of_kind(plan.optimizer);
+        let optimizer = Optimizer::new(&rule, &store, plan.offloads(Offload::OptimizerState))?;
+        let offload = || ActivationOffload::new(host.clone(), &setup.device());
+        let activation_offload = plan.offloads(Offload::Activations).then(offload).transpose()?;
         let saved_stats = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.master_weights.copy()).transpose()?;
         #[cfg(feature = "cuda")]
         let device_grad_stats = match crate::kernels::cuda::device_of(&store.master_weights) {
-            Some(device) if optim::reads_device_grad_scale(&setup.optimizer) => {
-                Some(DeviceGradStats::new(device)?)
-            }
+            Some(device) if optim::reads_device_grad_scale(&rule) => Some(DeviceGradStats::new(device)?),
             _ => None,
         };
         Ok(PersistentState {
@@ -197,6 +198,21 @@ impl<'a> Engine<'a> {
             #[cfg(feature = "cuda")]
             graph_cache: setup.gpu.as_ref().map(|gpu| GraphCache::new(gpu, graphs)).transpose()?.flatten(),
         })
+    }
+
+    pub fn plan(&self) -> ExecutionPlan {
+        self.plan
+    }
+
+    /// Runs under another plan from here on, with the same optimizer and offload.
+    pub fn set_plan(&mut self, plan: ExecutionPlan) {
+        self.plan = plan;
+        self.clear_staging();
+    }
+
+    /// Frees the buffers through which batches reach the GPU; the next batch allocates them in its own size.
+    pub fn clear_staging(&mut self) {
+        self.staging.clear();
     }
 
     /// Divisor of each sample's gradient: the nominal number of targets per update, so that the accumulated sum is near
@@ -361,7 +377,7 @@ impl<'a> Engine<'a> {
         let (features, network) = self.setup.network_for_length(longest);
         let spec =
             MicroBatchSpec { batch: batch.ids.len(), dtype: self.setup.dtype, backend: self.setup.backend() };
-        self.ledger.set_phase(if mode == Mode::Eval { "eval" } else { "forward" });
+        self.ledger.set_phase(if mode == Mode::Eval { Phase::Eval } else { Phase::Forward });
         let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, spec))?;
         self.staging.reserve_buffers(batch, features).map_err(|error| self.map_oom(error))?;
         // Declared first so that it drops last: the scope must end after every tensor of the pass is freed.
@@ -377,9 +393,9 @@ impl<'a> Engine<'a> {
             sample_info: tensors.sample_info.as_ref(),
             loss_scale: scale / self.nominal_weight(),
         };
-        let (ledger, recompute, offload) =
-            (&self.ledger, self.recompute_blocks, self.activation_offload.as_ref());
-        let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks: recompute, offload };
+        let (ledger, recompute_blocks, offload) =
+            (&self.ledger, self.plan.recompute, self.activation_offload.as_ref());
+        let exec = Executor { pass: Some(pass), spec, ledger, recompute_blocks, offload };
         let result = run(network, &exec, &tensors, &scope).map_err(|error| self.map_oom(error))?;
         scope.finish();
         Ok(result)
@@ -402,7 +418,7 @@ impl<'a> Engine<'a> {
                 targets: batch.targets.len(),
                 padded: !batch.lengths.is_empty(),
                 scale,
-                recompute: self.recompute_blocks,
+                recompute: self.plan.recompute,
             })
         }));
         #[cfg(not(feature = "cuda"))]
@@ -430,10 +446,10 @@ impl<'a> Engine<'a> {
     /// Applies the optimizer step and clears the gradients. Reserves its workspace before it changes anything, so
     /// that an OOM leaves the state intact.
     pub fn update(&mut self, grad_stats: &UpdateGradStats, lr: f64, number: u64) -> Result<(), StepError> {
-        self.ledger.set_phase("update");
+        self.ledger.set_phase(Phase::Update);
         self.setup.limit_resident_memory(WorkPhase::Training);
         let setup = self.setup;
-        let bytes = optim::workspace_bytes(&setup.optimizer, &setup.layout.params, setup.backend());
+        let bytes = optim::workspace_bytes(&self.optimizer.rule, &setup.layout.params, setup.backend());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;
         match grad_stats {
             UpdateGradStats::Ready(GradStats { grad_scale, .. }) => {

@@ -1,19 +1,19 @@
 //! Memory planning of a prepared job: the inputs of the planner, and applying the plan it chose.
 
-use super::setup::{Setup, activation_dtype, prefetch_limit};
+use super::setup::{Setup, activation_dtype};
 use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec};
-use crate::data::loader;
 use crate::graph::network::{LayerBlock, Network};
-use crate::job::{Interval, OomAction};
+use crate::job::{Interval, OomAction, OptimizerKind};
 use crate::memory::probe;
 use crate::optim;
 use crate::planner::budget::TargetMachine;
 use crate::planner::cost_model::CostModel;
 use crate::planner::estimate::{Estimator, EstimatorInputs, recompute_ranks};
+use crate::planner::execution_plan::{BatchSplit, Offload};
 use crate::planner::ladder;
-use crate::planner::plan::{BatchSplit, Disk, MemoryPlan, Offload, PlanVerdict};
-use crate::planner::search::{OFFLOAD_SETS, PlanRequest};
+use crate::planner::plan::{Disk, MemoryPlan, PlanVerdict};
+use crate::planner::search::PlanRequest;
 
 /// Speeds with which the planner compares execution plans. Only the ratios matter, not the absolute values: overhead
 /// per layer against FLOPs, recomputation against smaller micro-batches, transfers against compute.
@@ -47,13 +47,11 @@ impl Setup {
 
     /// The memory plan for any machine.
     pub fn plan_for(&self, machine: &TargetMachine) -> MemoryPlan {
-        let request = self.plan_request(machine);
-        let mut plan = self
-            .with_estimator_inputs_for(machine, |inputs| ladder::plan(&request, &Estimator::new(*inputs)));
+        let mut plan = ladder::plan(&self.plan_request(machine), &self.estimator_for(machine));
         if let Some(image) = self.image_too_large(&plan) {
             plan.advice = Some(image);
         }
-        MemoryPlan { disk: self.disk(&plan.chosen.optimizer), ..plan }
+        MemoryPlan { disk: self.disk(plan.chosen.optimizer), ..plan }
     }
 
     /// Advice for a plan that fails only because of one large image.
@@ -73,10 +71,9 @@ impl Setup {
     }
 
     /// Disk usage of the run with an optimizer of this kind.
-    fn disk(&self, optimizer: &str) -> Disk {
+    fn disk(&self, optimizer: OptimizerKind) -> Disk {
         let (job, params) = (&self.job, &self.layout.params);
-        let eight_bit = job.optimizer.eight_bit().filter(|rule| rule.kind() == optimizer);
-        let state = optim::state_bytes(eight_bit.as_ref().unwrap_or(&job.optimizer), params);
+        let state = optim::state_bytes(&job.optimizer.of_kind(optimizer), params);
         let averages = if job.train.ema.is_some() { 2 } else { 1 };
         let values = (averages * params.len + self.layout.stats.len) as u64 * 4;
         let checkpoint_bytes = values + state + self.tokenizer_bytes + NON_TENSOR_BYTES;
@@ -96,33 +93,17 @@ impl Setup {
         }
     }
 
-    /// Plans, and applies the chosen optimizer and offloading. A resumed run keeps the optimizer whose state it has:
-    /// `resumed_optimizer` is its kind.
-    pub fn plan_and_apply(&mut self, ram: u64, resumed_optimizer: Option<&str>) -> MemoryPlan {
-        if let Some(kind) = resumed_optimizer {
-            self.set_optimizer(kind);
-            self.optimizer_is_fixed = true;
-        }
-        let plan = self.plan(ram);
-        self.set_optimizer(&plan.chosen.optimizer);
-        self.offload = OFFLOAD_SETS.into_iter().find(|all| *all == plan.chosen.offload).unwrap_or_default();
-        plan
-    }
-
-    /// Selects the optimizer of this kind: the job's own, or its variant with 8-bit state.
-    pub(super) fn set_optimizer(&mut self, kind: &str) {
-        let requested = &self.job.optimizer;
-        match requested.eight_bit().filter(|rule| rule.kind() == kind) {
-            Some(rule) => self.optimizer = rule,
-            None => self.optimizer = requested.clone(),
-        }
+    /// Keeps the optimizer of this kind, whose state a resumed run has.
+    pub(super) fn keep_optimizer(&mut self, kind: OptimizerKind) {
+        self.optimizer = self.job.optimizer.of_kind(kind);
+        self.optimizer_is_fixed = true;
     }
 
     /// Ranks the blocks for recomputation, by bytes freed per FLOP.
     pub(super) fn rank_recompute_blocks(&mut self) {
         let spec = MicroBatchSpec { batch: 1, dtype: self.dtype, backend: self.backend() };
         let flops: Vec<u64> = self.network.blocks.iter().map(|block| flops(block, spec)).collect();
-        let freed_bytes = self.with_estimator_inputs(|inputs| Estimator::new(*inputs).freed_by_recompute());
+        let freed_bytes = self.estimator().freed_by_recompute();
         let ranks = recompute_ranks(&flops, &freed_bytes);
         for network in
             std::iter::once(&mut self.network).chain(self.bucket_networks.iter_mut().map(|s| &mut s.network))
@@ -131,44 +112,24 @@ impl Setup {
         }
     }
 
-    /// Calls `body` with the estimator's view of the job on this machine.
-    pub fn with_estimator_inputs<R>(&self, body: impl FnOnce(&EstimatorInputs) -> R) -> R {
-        self.with_estimator_inputs_for(&self.target_machine(self.ram, u64::MAX), body)
+    /// Predicts the memory of this job on this machine.
+    pub fn estimator(&self) -> Estimator<'_> {
+        self.estimator_for(&self.target_machine(self.ram, u64::MAX))
     }
 
-    pub(super) fn with_estimator_inputs_for<R>(
-        &self,
-        machine: &TargetMachine,
-        body: impl FnOnce(&EstimatorInputs) -> R,
-    ) -> R {
-        // The run's own limit for its budget; for another budget, the limit the run would have set.
-        let loader_bytes = |micro_batch, ram| {
-            let limit = if ram == machine.ram {
-                self.prefetch
-            } else {
-                prefetch_limit(&self.job, self.features(), ram)
-            };
-            loader::max_held_bytes(self.features(), micro_batch, limit, self.workers)
-        };
-        let (rule, params) = (&self.optimizer, &self.layout.params);
-        let on_device = machine.on_device();
+    pub(super) fn estimator_for(&self, machine: &TargetMachine) -> Estimator<'_> {
         let backend = self.backend_on(machine);
-        let fused_elsewhere = self.fused_elsewhere(backend);
-        body(&EstimatorInputs {
-            network: fused_elsewhere.as_ref().unwrap_or(&self.network),
+        Estimator::new(EstimatorInputs {
+            job: &self.job,
+            optimizer: &self.optimizer,
+            network: self.network_fused_for(backend),
             layout: &self.layout,
             features: self.features(),
-            dtype: activation_dtype(self.job.train.precision, on_device),
+            dtype: activation_dtype(self.job.train.precision, machine.on_device()),
             backend,
-            optimizer_state: optim::state_bytes(rule, params),
-            optimizer_state_8bit: rule.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params)),
-            state_staging_bytes: optim::staging_bytes(rule, params),
-            update_workspace: optim::workspace_bytes(rule, params, backend),
-            keeps_ema: self.job.train.ema.is_some(),
             resident_data: self.resident_data_bytes(),
             process: self.process,
-            ram: machine.ram,
-            loader_bytes: &loader_bytes,
+            workers: self.workers,
             update_samples: self.datasets.train.len().min(self.job.train.samples_per_update() as u64),
             valid_samples: self.datasets.valid.len(),
         })
@@ -182,9 +143,12 @@ impl Setup {
         }
     }
 
-    /// The network as another device fuses it: a plan for that device walks it. `None` if it is this device.
-    fn fused_elsewhere(&self, backend: Backend) -> Option<Network> {
-        (backend.is_cuda() != self.backend().is_cuda()).then(|| {
+    /// The network as this backend runs it. A plan for another device walks the network as it is fused there.
+    fn network_fused_for(&self, backend: Backend) -> &Network {
+        if backend.is_cuda() == self.backend().is_cuda() {
+            return &self.network;
+        }
+        self.fused_elsewhere.get_or_init(|| {
             let mut network = self.network_on(backend, self.features());
             let ranks = self.network.blocks.iter().map(|block| block.recompute_rank);
             network.blocks.iter_mut().zip(ranks).for_each(|(block, rank)| block.recompute_rank = rank);
@@ -194,8 +158,7 @@ impl Setup {
 
     /// A line for every node that the fusion pass makes on this machine.
     pub fn fused_nodes_on(&self, machine: &TargetMachine) -> Vec<String> {
-        let elsewhere = self.fused_elsewhere(self.backend_on(machine));
-        let network = elsewhere.as_ref().unwrap_or(&self.network);
+        let network = self.network_fused_for(self.backend_on(machine));
         network.fused_nodes().iter().map(|node| node.describe()).collect()
     }
 
@@ -211,9 +174,10 @@ impl Setup {
             split: BatchSplit { micro_batch: train.batch_size, accumulation_steps: train.accumulation_steps },
             samples_per_update: train.samples_per_update(),
             micro_batch_multiple: self.network.micro_batch_multiple(),
-            optimizer: self.optimizer.kind().into(),
-            optimizer_8bit: eight_bit.map(|rule| rule.kind().into()),
+            optimizer: self.optimizer.kind(),
+            optimizer_8bit: eight_bit.map(|rule| rule.kind()),
             eval_micro_batch: self.job.eval.batch_size,
+            prefetch: self.prefetch,
             allowed: self.job.memory.on_oom.clone(),
             offloads: match optim::offload::is_supported(&self.optimizer) {
                 true => vec![Offload::OptimizerState, Offload::Activations],
@@ -228,28 +192,30 @@ impl Setup {
         let on_device = machine.on_device();
         let (speed, cores) = if on_device { (GPU, 1) } else { (CPU_CORE, self.threads) };
         let samples = self.job.train.samples_per_update().min(self.datasets.train.len() as usize);
-        let backend = self.backend_on(machine);
         let spec = MicroBatchSpec {
             batch: samples,
             dtype: activation_dtype(self.job.train.precision, on_device),
-            backend,
+            backend: self.backend_on(machine),
         };
         let seconds = |flops: u64| flops as f64 / (speed.flops * cores as f64);
         let mut blocks: Vec<&LayerBlock> = self.network.blocks.iter().collect();
         blocks.sort_by_key(|block| block.recompute_rank);
         let params = &self.layout.params;
         let state = optim::state_bytes(&self.optimizer, params);
-        let state_8bit = self.optimizer.eight_bit().map_or(0, |rule| optim::state_bytes(&rule, params));
         let transfer_seconds = |bytes: u64| bytes as f64 / PCIE_BANDWIDTH;
         // An update reads and writes weights, gradients and optimizer state.
         let bytes_touched = 2 * (8 * params.len as u64 + state);
         let update = bytes_touched as f64 / (speed.memory_bandwidth * cores as f64);
+        let (update_8bit, state_8bit) = match self.optimizer.eight_bit() {
+            Some(rule) => (UPDATE_8BIT_SLOWDOWN * update, optim::state_bytes(&rule, params)),
+            None => (update, state),
+        };
         CostModel {
             block_forward: blocks.into_iter().map(|block| seconds(flops(block, spec))).collect(),
             loss_forward: seconds(self.network.loss.cost(spec).flops),
             micro_batch_overhead: 3.0 * speed.layer_overhead * self.network.layers().len() as f64,
             update,
-            update_8bit: UPDATE_8BIT_SLOWDOWN * update,
+            update_8bit,
             state_transfer: transfer_seconds(state),
             state_transfer_8bit: transfer_seconds(state_8bit),
             host_bandwidth: PCIE_BANDWIDTH,

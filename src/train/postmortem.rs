@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::Failure;
 use super::run_dir::{self, RunDir};
+use crate::base::Phase;
 use crate::memory::Oom;
 use crate::memory::ledger::Holder;
 
@@ -12,7 +13,7 @@ use crate::memory::ledger::Holder;
 pub struct OomAttempt {
     /// Updates applied before it.
     pub step: u64,
-    pub phase: &'static str,
+    pub phase: Phase,
     pub asker: String,
     /// Bytes requested, and bytes available.
     pub bytes: u64,

@@ -6,50 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::planner::plan::{BatchSplit, MemoryPlan};
-use crate::planner::search;
-
-/// How updates and evaluations run. No field changes what is computed, except for the order of sums.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RuntimePlan {
-    pub micro_batch: usize,
-    pub accumulation_steps: usize,
-    /// Blocks that save only their input and recompute their activations in the backward pass.
-    pub recompute: usize,
-    pub eval_micro_batch: usize,
-    /// Limit of the loader's buffers, in bytes.
-    pub prefetch: u64,
-}
-
-impl RuntimePlan {
-    /// What the memory plan chose.
-    pub fn from_plan(plan: &MemoryPlan, prefetch: u64) -> Self {
-        let c = &plan.chosen;
-        Self {
-            micro_batch: c.micro_batch,
-            accumulation_steps: c.accumulation_steps,
-            recompute: c.recompute,
-            eval_micro_batch: c.eval_micro_batch,
-            prefetch,
-        }
-    }
-
-    pub fn split(&self) -> BatchSplit {
-        BatchSplit { micro_batch: self.micro_batch, accumulation_steps: self.accumulation_steps }
-    }
-
-    /// Clamps every field so that the result needs no more memory than `limit`.
-    pub fn clamped_to(self, limit: RuntimePlan) -> Self {
-        let larger = self.micro_batch > limit.micro_batch;
-        Self {
-            micro_batch: self.micro_batch.min(limit.micro_batch),
-            accumulation_steps: if larger { limit.accumulation_steps } else { self.accumulation_steps },
-            recompute: self.recompute.max(limit.recompute),
-            eval_micro_batch: self.eval_micro_batch.min(limit.eval_micro_batch),
-            prefetch: self.prefetch.min(limit.prefetch),
-        }
-    }
-}
+use crate::planner::{ExecutionPlan, search};
 
 /// What a shrinking run may change, and within what bounds.
 #[derive(Clone, Copy, Debug)]
@@ -69,22 +26,21 @@ pub struct ShrinkLimits {
 /// less.
 pub fn next_smaller(
     limits: &ShrinkLimits,
-    current: RuntimePlan,
+    current: ExecutionPlan,
     shortfall: u64,
-    peak: &dyn Fn(RuntimePlan) -> u64,
-) -> Option<RuntimePlan> {
-    let splits = |from: RuntimePlan| {
-        let halved = move |plan: &RuntimePlan| {
+    peak: &dyn Fn(ExecutionPlan) -> u64,
+) -> Option<ExecutionPlan> {
+    let splits = |from: ExecutionPlan| {
+        let halved = move |plan: &ExecutionPlan| {
             let steps = (plan.accumulation_steps * 2).min(limits.samples_per_update);
             let split = search::split(limits.samples_per_update, steps, limits.micro_batch_multiple);
             let smaller = limits.may_shrink && split.micro_batch < plan.micro_batch;
-            let BatchSplit { micro_batch, accumulation_steps } = split;
-            smaller.then_some(RuntimePlan { micro_batch, accumulation_steps, ..*plan })
+            smaller.then(|| plan.with_split(split))
         };
         std::iter::successors(Some(from), halved)
     };
     let can_recompute = limits.may_recompute && current.recompute < limits.blocks;
-    let recomputed = can_recompute.then_some(RuntimePlan { recompute: limits.blocks, ..current });
+    let recomputed = can_recompute.then_some(ExecutionPlan { recompute: limits.blocks, ..current });
     first_sufficient(
         splits(current).skip(1).chain(recomputed.into_iter().flat_map(splits)),
         current,
@@ -95,25 +51,25 @@ pub fn next_smaller(
 
 /// As [`next_smaller`], for an evaluation: only its micro-batch can shrink.
 pub fn next_smaller_eval(
-    current: RuntimePlan,
+    current: ExecutionPlan,
     shortfall: u64,
-    peak: &dyn Fn(RuntimePlan) -> u64,
-) -> Option<RuntimePlan> {
-    let halved = |plan: &RuntimePlan| {
+    peak: &dyn Fn(ExecutionPlan) -> u64,
+) -> Option<ExecutionPlan> {
+    let halved = |plan: &ExecutionPlan| {
         let half = plan.eval_micro_batch.div_ceil(2);
-        (half < plan.eval_micro_batch).then_some(RuntimePlan { eval_micro_batch: half, ..*plan })
+        (half < plan.eval_micro_batch).then_some(ExecutionPlan { eval_micro_batch: half, ..*plan })
     };
     first_sufficient(std::iter::successors(halved(&current), halved), current, shortfall, peak)
 }
 
 fn first_sufficient(
-    plans: impl Iterator<Item = RuntimePlan>,
-    current: RuntimePlan,
+    plans: impl Iterator<Item = ExecutionPlan>,
+    current: ExecutionPlan,
     shortfall: u64,
-    peak: &dyn Fn(RuntimePlan) -> u64,
-) -> Option<RuntimePlan> {
+    peak: &dyn Fn(ExecutionPlan) -> u64,
+) -> Option<ExecutionPlan> {
     let needs = peak(current);
-    let mut leanest: Option<(u64, RuntimePlan)> = None;
+    let mut leanest: Option<(u64, ExecutionPlan)> = None;
     for plan in plans {
         let bytes = peak(plan);
         if bytes < needs && bytes <= needs.saturating_sub(shortfall) {
@@ -136,7 +92,7 @@ pub fn updates_before_growth(failures: u32) -> u64 {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Backoff {
     /// Plans given up and not resumed since, largest first.
-    pub larger: Vec<RuntimePlan>,
+    pub larger: Vec<ExecutionPlan>,
     /// Plans given up since the run began.
     pub failures: u32,
     /// Updates since the last change of plan.
@@ -145,7 +101,7 @@ pub struct Backoff {
 
 impl Backoff {
     /// Records that the run gave up plan `from`.
-    pub fn record_shrink(&mut self, from: RuntimePlan) {
+    pub fn record_shrink(&mut self, from: ExecutionPlan) {
         self.larger.push(from);
         self.failures += 1;
         self.quiet = 0;
@@ -158,7 +114,7 @@ impl Backoff {
 
     /// The larger plan to retry, if one is due. The caller then calls [`Self::record_growth`] or
     /// [`Self::postpone_growth`].
-    pub fn growth_due(&self) -> Option<RuntimePlan> {
+    pub fn growth_due(&self) -> Option<ExecutionPlan> {
         self.larger.last().copied().filter(|_| self.quiet >= updates_before_growth(self.failures))
     }
 
@@ -172,19 +128,16 @@ impl Backoff {
     }
 
     /// The plan and backoff of a resumed run: no larger than when it was saved, nor than its memory plan allows now.
-    pub fn resumed(self, saved: RuntimePlan, chosen: RuntimePlan) -> (RuntimePlan, Self) {
+    pub fn resumed(self, saved: ExecutionPlan, chosen: ExecutionPlan) -> (ExecutionPlan, Self) {
         // The read-ahead depends on this machine, not on the saved one. If no plan was given up, only the split has
         // to stay for sums to be bitwise identical.
         let limited =
-            |plan: RuntimePlan| RuntimePlan { prefetch: chosen.prefetch, ..plan }.clamped_to(chosen);
+            |plan: ExecutionPlan| ExecutionPlan { prefetch: chosen.prefetch, ..plan }.clamped_to(chosen);
         let current = match self.larger.is_empty() {
-            true => {
-                let BatchSplit { micro_batch, accumulation_steps } = saved.split();
-                limited(RuntimePlan { micro_batch, accumulation_steps, ..chosen })
-            }
+            true => limited(chosen.with_split(saved.split())),
             false => limited(saved),
         };
-        let mut larger: Vec<RuntimePlan> = self.larger.into_iter().map(limited).collect();
+        let mut larger: Vec<ExecutionPlan> = self.larger.into_iter().map(limited).collect();
         larger.dedup();
         if larger.last() == Some(&current) {
             larger.pop();
@@ -196,22 +149,26 @@ impl Backoff {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::OptimizerKind;
+    use crate::planner::execution_plan::BatchSplit;
     use proptest::prelude::*;
 
-    fn plan_for(samples: usize, steps: usize, micro_batch_multiple: usize) -> RuntimePlan {
+    fn plan_for(samples: usize, steps: usize, micro_batch_multiple: usize) -> ExecutionPlan {
         let BatchSplit { micro_batch, accumulation_steps } =
             search::split(samples, steps, micro_batch_multiple);
-        RuntimePlan {
+        ExecutionPlan {
             micro_batch,
             accumulation_steps,
             recompute: 0,
+            offload: &[],
+            optimizer: OptimizerKind::Adamw,
             eval_micro_batch: micro_batch,
             prefetch: 9,
         }
     }
 
     /// 100 bytes plus 10 per sample; 5 per sample when all four blocks are recomputed.
-    fn toy_peak(plan: RuntimePlan) -> u64 {
+    fn toy_peak(plan: ExecutionPlan) -> u64 {
         100 + (plan.micro_batch * if plan.recompute == 4 { 5 } else { 10 }) as u64
     }
 
@@ -254,8 +211,8 @@ mod tests {
 
         #[test]
         fn evaluation_ends_at_one_sample(eval_micro_batch in 1usize..5000, short in 0u64..100) {
-            let peak = |way: RuntimePlan| 10 * way.eval_micro_batch as u64;
-            let mut now = RuntimePlan { eval_micro_batch, ..plan_for(8, 1, 1) };
+            let peak = |way: ExecutionPlan| 10 * way.eval_micro_batch as u64;
+            let mut now = ExecutionPlan { eval_micro_batch, ..plan_for(8, 1, 1) };
             while let Some(next) = next_smaller_eval(now, short, &peak) {
                 prop_assert!(next.eval_micro_batch < now.eval_micro_batch);
                 now = next;
@@ -321,7 +278,7 @@ mod tests {
             (plan_for(8, 1, 1), ShrinkLimits { may_shrink: false, may_recompute: false, ..limits(8, 1) });
         assert_eq!(next_smaller(&no, now, 0, &toy_peak), None);
         let recompute = ShrinkLimits { may_recompute: true, ..no };
-        assert_eq!(next_smaller(&recompute, now, 0, &toy_peak), Some(RuntimePlan { recompute: 4, ..now }));
+        assert_eq!(next_smaller(&recompute, now, 0, &toy_peak), Some(ExecutionPlan { recompute: 4, ..now }));
         let shrink = ShrinkLimits { may_shrink: true, ..no };
         assert_eq!(next_smaller(&shrink, now, 0, &toy_peak).map(|plan| plan.micro_batch), Some(4));
         assert_eq!(next_smaller(&shrink, now, 70, &toy_peak).map(|plan| plan.micro_batch), Some(1));

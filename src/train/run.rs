@@ -20,7 +20,7 @@ use super::engine::{Engine, Ledgers, UpdateGradStats};
 use super::fault_injection::FaultHooks;
 use super::no_graph::NoGraph;
 use super::postmortem::OomAttempt;
-use super::retry::{Backoff, RuntimePlan};
+use super::retry::Backoff;
 use super::run_dir::{self, RequestedRun, RunDir};
 use super::setup::Setup;
 use super::signals::{Signal, Signals};
@@ -43,7 +43,7 @@ use crate::memory::{InjectedOom, Oom, RefusedBy, Reservation};
 use crate::optim::grad_scaler::{self, GradScaler};
 use crate::optim::schedule;
 use crate::param_store::ParamStore;
-use crate::planner::MemoryPlan;
+use crate::planner::{ExecutionPlan, MemoryPlan};
 
 use update_error::UpdateError;
 
@@ -146,13 +146,11 @@ pub fn run_plan(
     }
     let found = &newest.found;
     // A resumed run keeps its split if that fits, so that it is bitwise identical to an uninterrupted run.
-    let chosen = RuntimePlan::from_plan(&plan, setup.prefetch);
     let (runtime_plan, backoff) = match found {
-        Some((state, _)) => state.descent.clone().resumed(state.way, chosen),
-        None => (chosen, Backoff::default()),
+        Some((state, _)) => state.descent.clone().resumed(state.way, plan.chosen),
+        None => (plan.chosen, Backoff::default()),
     };
-    plan.chosen.micro_batch = runtime_plan.micro_batch;
-    plan.chosen.accumulation_steps = runtime_plan.accumulation_steps;
+    plan.chosen = plan.chosen.with_split(runtime_plan.split());
     startup::check_disk_space(&folder, &plan, &checkpoints)?;
     folder.create(&setup.job)?;
     if let Some(tokenizer) = setup.datasets.train.tokenizer_json() {
@@ -175,7 +173,7 @@ pub fn run_plan(
                 // The observer must see every reservation of every pass, and a replayed graph makes none.
                 () if options.observer.is_some() => Some(NoGraph::Observed),
                 () if !setup.job.memory.graphs => Some(NoGraph::TurnedOff),
-                () if !setup.offload.is_empty() => Some(NoGraph::Offloaded),
+                () if !plan.chosen.offload.is_empty() => Some(NoGraph::Offloaded),
                 () => None,
             };
             if let Some(reason) = &reason {
@@ -207,7 +205,9 @@ pub fn run_plan(
         // The caller reports the failure; recording it in the run directory is best effort.
         Err(failure) => {
             drop(report.record(Event::Failed { step, error: error_chain(failure) }));
-            drop(memory::postmortem(setup, failure, options.ram).map(|post| post.write(&folder)));
+            drop(
+                memory::postmortem(setup, runtime_plan, failure, options.ram).map(|post| post.write(&folder)),
+            );
         }
     }
     report.finish()?;
@@ -231,7 +231,7 @@ struct Run<'a> {
     engine: Engine<'a>,
     checkpoints: Checkpoints,
     /// The runtime plan in force, and the larger plans given up.
-    runtime_plan: RuntimePlan,
+    runtime_plan: ExecutionPlan,
     backoff: Backoff,
     /// The training loader; `None` until the next update opens one, as after a change of plan.
     train_loader: Option<TrainLoader>,
@@ -310,7 +310,7 @@ struct PendingUpdate {
     step: u64,
     samples: u64,
     digest: Digest,
-    runtime_plan: RuntimePlan,
+    runtime_plan: ExecutionPlan,
     wait_s: f64,
 }
 
@@ -320,18 +320,18 @@ impl<'a> Run<'a> {
         options: &'a RunOptions,
         folder: &RunDir,
         plan: MemoryPlan,
-        (runtime_plan, backoff): (RuntimePlan, Backoff),
+        (runtime_plan, backoff): (ExecutionPlan, Backoff),
         (ledgers, graphs): (Ledgers, bool),
         report: &'a mut Reporter,
     ) -> Result<Self, Failure> {
-        let engine = match Engine::new(setup, ledgers.clone(), runtime_plan.recompute, graphs) {
+        let engine = match Engine::new(setup, ledgers.clone(), runtime_plan, graphs) {
             // There is no smaller plan for the weights themselves: retry once as is.
             Err(StepError::Oom(oom)) => {
                 report.record(record::oom_event(0, &oom))?;
                 if oom.refused_by == RefusedBy::Driver {
                     setup.gpu.iter().for_each(|gpu| gpu.release_free_chunks());
                 }
-                Engine::new(setup, ledgers, runtime_plan.recompute, graphs)?
+                Engine::new(setup, ledgers, runtime_plan, graphs)?
             }
             other => other?,
         };

@@ -1,13 +1,13 @@
 //! Prepares a job: opens the data, builds the network and plans the memory. Allocates no tensors.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device};
 
 use super::Failure;
 use super::datasets::Datasets;
 use crate::base::features::Features;
-use crate::base::units::{Bytes, MemorySize};
+use crate::base::units::Bytes;
 use crate::base::{Backend, MicroBatchSpec};
 use crate::data::bad_records::BadRecordPolicy;
 use crate::data::loader::LoaderOptions;
@@ -21,14 +21,15 @@ use crate::memory::measure;
 use crate::memory::process::{ProcessMemory, WorkPhase};
 use crate::models::ModelError;
 use crate::params::ParamLayout;
-use crate::planner::budget::TargetMachine;
-use crate::planner::plan::Offload;
+use crate::planner::budget::{self, TargetMachine};
 
 /// A prepared job.
 pub struct Setup {
     pub job: Job,
     pub datasets: Datasets,
     pub network: Network,
+    /// The network fused for the other kind of device, once a plan needed it.
+    pub(super) fused_elsewhere: OnceLock<Network>,
     /// For padded samples: the same network at shorter lengths, ascending.
     pub bucket_networks: Vec<BucketNetwork>,
     pub layout: ParamLayout,
@@ -46,15 +47,13 @@ pub struct Setup {
     pub ram: u64,
     /// The GPU that computes; `None` for the CPU.
     pub gpu: Option<Arc<GpuDevice>>,
-    /// The optimizer in force: the job's, or its 8-bit variant if the plan chose that.
-    pub optimizer: OptimizerConfig,
-    /// A resumed run keeps the optimizer whose state it has.
+    /// The job's optimizer, or the one whose state a resumed run has, which no plan changes. The plan may choose its
+    /// 8-bit variant otherwise.
+    pub(super) optimizer: OptimizerConfig,
     pub(super) optimizer_is_fixed: bool,
     /// Bytes of the tokenizer that checkpoints keep, and of the data cache on disk.
     pub(super) tokenizer_bytes: u64,
     pub(super) data_cache_bytes: u64,
-    /// What the plan offloads to host memory.
-    pub offload: &'static [Offload],
     /// Images so large that only one is decoded at a time.
     pub large_images: Arc<LargeImages>,
     /// Heap bytes that opening the data took and did not free.
@@ -91,6 +90,7 @@ impl Setup {
         crate::kernels::cuda::cublaslt::allow_tf32(self.job.train.tf32);
         self.gpu = gpu;
         self.network = self.network_on(self.backend(), self.features());
+        self.fused_elsewhere = OnceLock::new();
         for i in 0..self.bucket_networks.len() {
             let network = self.network_on(self.backend(), &self.bucket_networks[i].features);
             self.bucket_networks[i].network = network;
@@ -170,11 +170,10 @@ impl Setup {
             0 => threads,
             workers => workers,
         };
-        let prefetch = prefetch_limit(&job, datasets.train.features(), ram);
+        let prefetch = budget::prefetch(&job, datasets.train.features(), ram);
         let mut setup = Self {
             optimizer: job.optimizer.clone(),
             optimizer_is_fixed: false,
-            offload: &[],
             tokenizer_bytes: datasets.train.tokenizer_json().map_or(0, |text| text.len() as u64),
             data_cache_bytes: 0,
             large_images: Arc::default(),
@@ -185,6 +184,7 @@ impl Setup {
             job,
             datasets,
             network: built.network.fuse(spec),
+            fused_elsewhere: OnceLock::new(),
             bucket_networks,
             layout: built.layout,
             order,
@@ -246,25 +246,9 @@ impl Setup {
         }
     }
 
-    /// Buffer bytes of the loader for micro-batches of this size.
-    pub fn loader_bytes(&self, micro_batch: usize) -> u64 {
-        loader::max_held_bytes(self.features(), micro_batch, self.prefetch, self.workers)
-    }
-}
-
-/// Micro-batches the loader may hold regardless of their size. With fewer, workers wait for each other.
-const MIN_PREFETCH_BATCHES: u64 = 4;
-
-/// Limit of the loader's buffers in bytes, given the host memory budget.
-pub(super) fn prefetch_limit(job: &Job, features: &Features, ram: u64) -> u64 {
-    match job.data.loader.prefetch {
-        // A tenth of the budget is ample for every dataset with small samples.
-        MemorySize::Auto => {
-            let minimum =
-                features.sample_bytes().saturating_mul(MIN_PREFETCH_BATCHES * job.train.batch_size as u64);
-            (ram / 10).min(minimum.max(256 << 20))
-        }
-        size => size.resolve(Bytes(ram)).0,
+    /// Buffer bytes of the loader for micro-batches of this size, within `limit` bytes.
+    pub fn loader_bytes(&self, micro_batch: usize, limit: u64) -> u64 {
+        loader::max_held_bytes(self.features(), micro_batch, limit, self.workers)
     }
 }
 

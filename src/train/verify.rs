@@ -25,7 +25,8 @@ use crate::events::{EventLog, Reporter};
 use crate::job::OomAction;
 use crate::memory::InjectedOom;
 use crate::param_store::ParamStore;
-use crate::planner::plan::{BatchSplit, MemoryPlan, PlanVerdict};
+use crate::planner::execution_plan::{BatchSplit, ExecutionPlan};
+use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::planner::search;
 use compare::{ComparisonObserver, ReferenceRecorder};
 
@@ -122,11 +123,10 @@ pub enum VerifyEvent<'a> {
     VariantDone(&'a VariantResult),
 }
 
-/// One variant of the run: how the job is split, recomputed or disturbed.
+/// One variant of the run: how it executes, and how it is disturbed.
 struct RunVariant {
     name: String,
-    split: BatchSplit,
-    recompute: usize,
+    plan: ExecutionPlan,
     exact: bool,
     kind: VariantKind,
 }
@@ -164,7 +164,7 @@ fn verify_with(
     callback: VerifyCallback,
     wrap: &WrapObserver,
 ) -> Result<Option<VerifyReport>, Failure> {
-    let plan = setup.plan_and_apply(settings.ram, None);
+    let plan = setup.plan(settings.ram);
     if plan.verdict == PlanVerdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
     }
@@ -176,16 +176,8 @@ fn verify_with(
     });
     let _cleanup = RemoveDirOnDrop(&settings.folder);
     let recorder = Arc::new(ReferenceRecorder::new(settings.folder.join("kept"))?);
-    let reference = RunVariant {
-        name: "as planned".into(),
-        split: BatchSplit {
-            micro_batch: plan.chosen.micro_batch,
-            accumulation_steps: plan.chosen.accumulation_steps,
-        },
-        recompute: plan.chosen.recompute,
-        exact: true,
-        kind: VariantKind::Plain,
-    };
+    let reference =
+        RunVariant { name: "as planned".into(), plan: plan.chosen, exact: true, kind: VariantKind::Plain };
     let reporting = |inner: Arc<dyn Observer>, variant: &RunVariant| -> Arc<dyn Observer> {
         Arc::new(ReportingObserver { inner, variant: variant.name.clone(), callback: callback.clone() })
     };
@@ -211,7 +203,7 @@ fn verify_with(
         passed: results.iter().all(|variant| variant.passed),
         updates: settings.updates,
         samples_per_update: plan.samples_per_update,
-        reference: reference.split,
+        reference: reference.plan.split(),
         losses: summary.losses,
         samples_digest: summary.digest,
         tolerance: loose,
@@ -223,19 +215,12 @@ fn verify_with(
 /// The variants to compare with the planned run, and notes on those that are impossible.
 fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) {
     let (samples, group) = (plan.samples_per_update, setup.network.micro_batch_multiple());
-    let split = BatchSplit {
-        micro_batch: plan.chosen.micro_batch,
-        accumulation_steps: plan.chosen.accumulation_steps,
+    let (plan, blocks) = (plan.chosen, setup.network.blocks.len());
+    let (mut notes, mut variants) = (Vec::new(), Vec::new());
+    let mut add = |name: &str, plan, exact, kind| {
+        variants.push(RunVariant { name: name.into(), plan, exact, kind });
     };
-    let (recompute, blocks) = (plan.chosen.recompute, setup.network.blocks.len());
-    let mut notes = Vec::new();
-    let mut variants = vec![RunVariant {
-        name: "one reader".into(),
-        split,
-        recompute,
-        exact: true,
-        kind: VariantKind::SingleReader,
-    }];
+    add("one reader", ExecutionPlan { prefetch: 1, ..plan }, true, VariantKind::SingleReader);
     if group > 1 {
         notes.push(format!(
             "batch norm looks at {group} samples together, so a micro-batch is a multiple of {group}: with another \
@@ -243,9 +228,9 @@ fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) 
         ));
     }
     let mut splits: Vec<BatchSplit> = [2, 3, 8]
-        .map(|times| search::split(samples, (split.accumulation_steps * times).min(samples), group))
+        .map(|times| search::split(samples, (plan.accumulation_steps * times).min(samples), group))
         .into_iter()
-        .filter(|one| one.micro_batch < split.micro_batch)
+        .filter(|one| one.micro_batch < plan.micro_batch)
         .collect();
     splits.dedup();
     if splits.is_empty() {
@@ -253,35 +238,19 @@ fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) 
     }
     for split in &splits {
         let name = format!("{} x {}", split.micro_batch, split.accumulation_steps);
-        variants.push(RunVariant { name, split: *split, recompute, exact: false, kind: VariantKind::Plain });
+        add(&name, plan.with_split(*split), false, VariantKind::Plain);
     }
-    if recompute < blocks {
-        let name = "recomputed".into();
-        variants.push(RunVariant { name, split, recompute: blocks, exact: true, kind: VariantKind::Plain });
+    if plan.recompute < blocks {
+        add("recomputed", ExecutionPlan { recompute: blocks, ..plan }, true, VariantKind::Plain);
     }
     let can_shrink = setup.allows(OomAction::Shrink) && !splits.is_empty();
-    match can_shrink || setup.allows(OomAction::Recompute) && recompute < blocks {
-        true => {
-            let name = "out of memory".into();
-            variants.push(RunVariant {
-                name,
-                split,
-                recompute,
-                exact: !can_shrink,
-                kind: VariantKind::OutOfMemory,
-            });
-        }
+    match can_shrink || setup.allows(OomAction::Recompute) && plan.recompute < blocks {
+        true => add("out of memory", plan, !can_shrink, VariantKind::OutOfMemory),
         false => {
             notes.push("an out of memory would end the run: `memory.on_oom` leaves nothing to do".into())
         }
     }
-    variants.push(RunVariant {
-        name: "resumed".into(),
-        split,
-        recompute,
-        exact: true,
-        kind: VariantKind::Resumed,
-    });
+    add("resumed", plan, true, VariantKind::Resumed);
     (variants, notes)
 }
 
@@ -294,13 +263,10 @@ fn run_variant(
     fault: Option<u64>,
     observer: Arc<dyn Observer>,
 ) -> Result<bool, Failure> {
-    let mut plan = plan.clone();
-    (plan.chosen.micro_batch, plan.chosen.accumulation_steps) =
-        (variant.split.micro_batch, variant.split.accumulation_steps);
-    plan.chosen.recompute = variant.recompute;
-    let (workers, prefetch) = (setup.workers, setup.prefetch);
+    let plan = MemoryPlan { chosen: variant.plan, ..plan.clone() };
+    let workers = setup.workers;
     if variant.kind == VariantKind::SingleReader {
-        (setup.workers, setup.prefetch) = (1, 1);
+        setup.workers = 1;
     }
     let dir = settings.folder.join("run");
     let half = (variant.kind == VariantKind::Resumed).then_some(settings.updates / 2);
@@ -322,7 +288,7 @@ fn run_variant(
         };
         completed &= run::run_plan(setup, plan.clone(), options, report)? == RunOutcome::Done;
     }
-    (setup.workers, setup.prefetch) = (workers, prefetch);
+    setup.workers = workers;
     fs::remove_dir_all(&dir).map_err(Failure::io("remove", dir))?;
     Ok(completed)
 }

@@ -32,6 +32,12 @@ struct GemmArgs {
     int64_t aux_stride;
 };
 
+// What a candidate computed: a checksum over every bit of a matrix that does not depend on the order of the reads, and
+// how many values are not zero.
+struct Digest {
+    unsigned long long sum, nonzero;
+};
+
 using Key = std::tuple<int, int, int, int, int, int, int64_t, int, int64_t, int, int, int64_t, int64_t, int>;
 
 // The algorithm chosen for a shape, and how many more times it may be tuned.
@@ -48,8 +54,8 @@ struct GemmContext {
     std::mutex lock;
     std::map<Key, CachedAlgo> algo_cache;
     cudaEvent_t start_event, stop_event;
-    struct Digest *digest;      // on the device, behind the workspace
-    void *bias;                 // BIAS_BYTES bytes behind the digest
+    Digest *digest; // on the device, behind the workspace
+    void *bias;            // BIAS_BYTES bytes behind the digest
 };
 
 // Tail of the workspace in bytes: the digest, and an aligned copy of a bias.
@@ -115,12 +121,6 @@ template <class V> cublasStatus_t set(Operation &op, cublasLtMatmulDescAttribute
 template <class V> cublasStatus_t set(Preference &p, cublasLtMatmulPreferenceAttributes_t find_candidates, const V &value) {
     return cublasLtMatmulPreferenceSetAttribute(p.h, find_candidates, &value, sizeof(V));
 }
-
-// What a candidate computed: a checksum over every bit of a matrix that does not depend on the order of the reads, and
-// how many values are not zero.
-struct Digest {
-    unsigned long long sum, nonzero;
-};
 
 template <class V> __global__ void digest(const V *d, int64_t rows, int64_t columns, int64_t stride, Digest *out) {
     unsigned long long sum = 0, nonzero = 0;
@@ -280,7 +280,7 @@ extern "C" int cublaslt_context_new(void *workspace, size_t bytes, int tf32, voi
     size_t left = bytes - DIGEST_BYTES - BIAS_BYTES;
     char *tail = (char *)workspace + left;
     auto *context = new GemmContext{nullptr, workspace, left, tf32 != 0, {}, {}, nullptr, nullptr,
-                                  (unsigned long long *)tail, tail + DIGEST_BYTES};
+                                  (Digest *)tail, tail + DIGEST_BYTES};
     cublasStatus_t status = cublasLtCreate(&context->handle);
     int code = status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + status;
     if (!code) code = cudaEventCreate(&context->start_event);

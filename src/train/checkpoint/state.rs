@@ -9,8 +9,10 @@ use crate::data::digest::Digest;
 use crate::data::fingerprint::DataFingerprint;
 use crate::data::order::Cursor;
 use crate::events::event::nullable;
+use crate::job::OptimizerKind;
 use crate::optim::grad_scaler::GradScaler;
-use crate::train::retry::{Backoff, RuntimePlan};
+use crate::planner::ExecutionPlan;
+use crate::train::retry::Backoff;
 
 /// Version of the checkpoint layout.
 pub const FORMAT: u32 = 3;
@@ -33,9 +35,9 @@ pub struct CheckpointState {
     /// Fingerprint of the training data; absent if nobody will resume the run, as in `trainer verify`.
     pub data: Option<DataFingerprint>,
     /// Kind of the optimizer in force; the saved optimizer state belongs to it.
-    pub optimizer: String,
-    /// The runtime plan in force, and the larger plans given up.
-    pub way: RuntimePlan,
+    pub optimizer: OptimizerKind,
+    /// The plan in force, and the larger plans given up.
+    pub way: ExecutionPlan,
     pub descent: Backoff,
     /// Best value of the job's `checkpoint.best` so far, and the step that reached it.
     pub best: Option<(f64, u64)>,

@@ -4,9 +4,11 @@ use super::*;
 use crate::data::bad_records::SkippedRecords;
 use crate::data::digest::Digest;
 use crate::data::order::Cursor;
+use crate::job::OptimizerKind;
 use crate::optim::grad_scaler::GradScaler;
 use crate::params::{ParamInit, ParamRegistry};
-use crate::train::retry::{Backoff, RuntimePlan};
+use crate::planner::ExecutionPlan;
+use crate::train::retry::Backoff;
 use candle_core::{DType, Device};
 
 fn build(seed: u64) -> (ParamStore, Optimizer) {
@@ -29,11 +31,13 @@ fn state(step: u64) -> CheckpointState {
         seed: 1,
         job: serde_json::Value::Null,
         data: None,
-        optimizer: "adamw8bit".into(),
-        way: RuntimePlan {
+        optimizer: OptimizerKind::Adamw8bit,
+        way: ExecutionPlan {
             micro_batch: 4,
             accumulation_steps: 1,
             recompute: 0,
+            offload: &[],
+            optimizer: OptimizerKind::Adamw8bit,
             eval_micro_batch: 4,
             prefetch: 1,
         },

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::{Run, UpdateError, ended_early, record};
-use crate::base::Role;
 use crate::base::features::TargetSpec;
+use crate::base::{Phase, Role};
 use crate::data::bad_records::DatasetSplit;
 use crate::data::loader::Loader;
 use crate::data::order::Cursor;
@@ -13,7 +13,6 @@ use crate::events::event::Event;
 use crate::job::Metric;
 use crate::layers::loss::MetricSums;
 use crate::train::Failure;
-use crate::train::retry::RuntimePlan;
 
 impl Run<'_> {
     /// On a GPU, evaluates the first samples, as many as a whole and as the last micro-batch have, and discards the
@@ -30,7 +29,7 @@ impl Run<'_> {
             }
         }
         self.reset_retries();
-        self.engine.staging.clear();
+        self.engine.clear_staging();
         gpu.replenish_driver_reserve();
         self.vram_peak = self.vram_peak.max(gpu.take_recent_peak());
         self.report_cudnn_disabled()
@@ -39,13 +38,12 @@ impl Run<'_> {
     fn try_warm_up(&self) -> Result<(), UpdateError> {
         let (setup, samples) = (self.setup, self.setup.datasets.valid.len() as usize);
         let micro_batch = self.runtime_plan.eval_micro_batch.min(samples);
-        let read_ahead = RuntimePlan { prefetch: 0, ..self.runtime_plan };
-        let bytes = self.loader_bytes(read_ahead, micro_batch);
+        let bytes = setup.loader_bytes(micro_batch, 0);
         let hold = self.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", bytes);
         let _hold = hold.map_err(UpdateError::Oom)?;
         for rows in [micro_batch, samples % micro_batch.max(1)].into_iter().filter(|rows| *rows > 0) {
             let (source, order) = (setup.datasets.valid.clone(), setup.valid_order.clone());
-            let options = setup.loader_options(rows, read_ahead.prefetch);
+            let options = setup.loader_options(rows, 0);
             let mut loader =
                 Loader::start(source, order, Cursor::default(), 1, options).map_err(Failure::from)?;
             if let Some(batch) = loader.next().map_err(|error| self.map_data_error(error))?
@@ -72,9 +70,9 @@ impl Run<'_> {
         let (mut metric_sums, mut done) = (MetricSums::default(), 0);
         self.engine.swap_average()?;
         'smaller: loop {
-            self.engine.ledger.set_phase("eval");
+            self.engine.ledger.set_phase(Phase::Eval);
             let micro_batch = self.runtime_plan.eval_micro_batch.min(samples as usize);
-            let prefetch_bytes = self.loader_bytes(self.runtime_plan, micro_batch);
+            let prefetch_bytes = setup.loader_bytes(micro_batch, self.runtime_plan.prefetch);
             let hold =
                 self.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", prefetch_bytes);
             let _hold = match hold {

@@ -2,18 +2,18 @@
 //! lowers the budget when more is measured than was reserved.
 
 use super::{Failure, Run, Setup, TrainLoader, UpdateError, record};
-use crate::base::Role;
+use crate::base::{Phase, Role};
 use crate::data::DataError;
-use crate::data::loader::{self, Loader};
+use crate::data::loader::Loader;
 use crate::events::event::Event;
 use crate::job::OomAction;
 use crate::memory::pressure::{self, PressureAction};
 use crate::memory::{Oom, RefusedBy, measure};
-use crate::planner::estimate;
-use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor};
-use crate::planner::{correction, ladder, search};
+use crate::planner::estimate::MemoryPredictor;
+use crate::planner::plan::MemorySpace;
+use crate::planner::{ExecutionPlan, correction, ladder, search};
 use crate::train::postmortem::{LeanestPlan, OomAttempt, PostMortem};
-use crate::train::retry::{self, RuntimePlan, ShrinkLimits};
+use crate::train::retry::{self, ShrinkLimits};
 
 /// Updates after which measured memory is representative.
 const WARMUP_UPDATES: u64 = 3;
@@ -26,8 +26,8 @@ impl Run<'_> {
         }
         let setup = self.setup;
         let micro_batch = self.runtime_plan.micro_batch.min(setup.datasets.train.len() as usize);
-        self.engine.host_ledger.set_phase("start");
-        let prefetch_bytes = self.loader_bytes(self.runtime_plan, micro_batch);
+        self.engine.host_ledger.set_phase(Phase::Start);
+        let prefetch_bytes = setup.loader_bytes(micro_batch, self.runtime_plan.prefetch);
         let reservation = self
             .engine
             .host_ledger
@@ -37,11 +37,6 @@ impl Run<'_> {
         let options = setup.loader_options(micro_batch, self.runtime_plan.prefetch);
         let loader = Loader::start(source, setup.order.clone(), cursor, until, options);
         Ok(TrainLoader { loader: loader.map_err(Failure::from)?, reservation })
-    }
-
-    /// Buffer bytes of the loader for micro-batches of this size.
-    pub(super) fn loader_bytes(&self, plan: RuntimePlan, micro_batch: usize) -> u64 {
-        loader::max_held_bytes(self.setup.features(), micro_batch, plan.prefetch, self.setup.workers)
     }
 
     /// Maps a buffer allocation that the system refused to an OOM.
@@ -62,17 +57,17 @@ impl Run<'_> {
 
     /// Switches evaluations to a smaller plan, or gives up.
     pub(super) fn shrink_eval_after_oom(&mut self, oom: Oom) -> Result<(), Failure> {
-        let peak = |plan| estimated_peak(self.setup, plan, Some(&["eval"]));
+        let peak = |plan| estimated_peak(self.setup, plan, Some(&[Phase::Eval]));
         let next = retry::next_smaller_eval(self.runtime_plan, oom.shortfall(), &peak);
         self.retry_smaller(oom, next)
     }
 
-    fn next_smaller(&self, shortfall: u64) -> Option<RuntimePlan> {
-        let training = |plan| estimated_peak(self.setup, plan, Some(&["forward", "backward"]));
+    fn next_smaller(&self, shortfall: u64) -> Option<ExecutionPlan> {
+        let training = |plan| estimated_peak(self.setup, plan, Some(&[Phase::Forward, Phase::Backward]));
         retry::next_smaller(&shrink_limits(self.setup), self.runtime_plan, shortfall, &training)
     }
 
-    fn retry_smaller(&mut self, oom: Oom, next: Option<RuntimePlan>) -> Result<(), Failure> {
+    fn retry_smaller(&mut self, oom: Oom, next: Option<ExecutionPlan>) -> Result<(), Failure> {
         self.report.record(record::oom_event(self.step, &oom))?;
         // A device OOM is not the plan's fault: the plan had room for it. Retry the same plan without CUDA graphs and
         // arenas before shrinking.
@@ -111,7 +106,7 @@ impl Run<'_> {
         self.graphs_released = false;
     }
 
-    fn shrink_to(&mut self, next: RuntimePlan) -> Result<(), Failure> {
+    fn shrink_to(&mut self, next: ExecutionPlan) -> Result<(), Failure> {
         let (step, change) = (self.step, describe_change(self.runtime_plan, next));
         self.backoff.record_shrink(self.runtime_plan);
         let (micro_batch, accumulation_steps) = self.apply_plan(next);
@@ -121,8 +116,8 @@ impl Run<'_> {
     }
 
     /// Applies a plan from here on. If only the read-ahead shrinks, the loader continues with the batches it holds.
-    fn apply_plan(&mut self, plan: RuntimePlan) -> (usize, usize) {
-        let prefetch_shrinks = plan == RuntimePlan { prefetch: plan.prefetch, ..self.runtime_plan }
+    fn apply_plan(&mut self, plan: ExecutionPlan) -> (usize, usize) {
+        let prefetch_shrinks = plan == ExecutionPlan { prefetch: plan.prefetch, ..self.runtime_plan }
             && plan.prefetch < self.runtime_plan.prefetch;
         match &mut self.train_loader {
             Some(train_loader) if prefetch_shrinks => {
@@ -135,8 +130,7 @@ impl Run<'_> {
             measure::set_planned_peak(estimated_peak(self.setup, plan, None).saturating_sub(non_heap));
         }
         self.runtime_plan = plan;
-        self.engine.recompute_blocks = plan.recompute;
-        self.engine.staging.clear();
+        self.engine.set_plan(plan);
         (plan.micro_batch, plan.accumulation_steps)
     }
 
@@ -166,8 +160,8 @@ impl Run<'_> {
         if !reading.is_low() {
             return Ok(());
         }
-        let no_prefetch = RuntimePlan { prefetch: 0, ..self.runtime_plan };
-        let loader_bytes = |plan: RuntimePlan| self.loader_bytes(plan, plan.micro_batch);
+        let no_prefetch = ExecutionPlan { prefetch: 0, ..self.runtime_plan };
+        let loader_bytes = |plan: ExecutionPlan| self.setup.loader_bytes(plan.micro_batch, plan.prefetch);
         // Smaller micro-batches free GPU memory, not host memory.
         let smaller = self.next_smaller(0).filter(|_| self.setup.gpu.is_none());
         let next = match pressure::choose_action(
@@ -194,13 +188,15 @@ impl Run<'_> {
         if self.updates < WARMUP_UPDATES || measured <= reserved {
             return Ok(());
         }
-        let least = leanest(self.setup).1;
-        let Some(budget) = correction::corrected_budget(full, now, reserved, measured, least) else {
+        let needs = estimated_peak(self.setup, self.runtime_plan, None);
+        // On a GPU the plan also counts what the ledger does not: the rounding of the allocator.
+        let expected = if self.setup.gpu.is_some() { reserved.max(needs) } else { reserved };
+        let least = leanest(self.setup, self.runtime_plan).1;
+        let Some(budget) = correction::corrected_budget(full, now, expected, measured, least) else {
             return Ok(());
         };
         ledger.set_budget(budget);
         self.report.record(Event::Corrected { step: self.step, asked: reserved, measured, budget })?;
-        let needs = estimated_peak(self.setup, self.runtime_plan, None);
         match self.next_smaller(needs.saturating_sub(budget)) {
             Some(next) if needs > budget => self.shrink_to(next),
             _ => Ok(()),
@@ -209,9 +205,9 @@ impl Run<'_> {
 }
 
 /// Describes the difference between two plans for people.
-fn describe_change(from: RuntimePlan, to: RuntimePlan) -> String {
+fn describe_change(from: ExecutionPlan, to: ExecutionPlan) -> String {
     if from.split() != to.split() || from.recompute != to.recompute {
-        ladder::describe_split(to.split(), to.recompute)
+        ladder::describe_split(to)
     } else if from.eval_micro_batch != to.eval_micro_batch {
         format!("evaluation micro-batch {}", to.eval_micro_batch)
     } else if to.prefetch < from.prefetch {
@@ -231,38 +227,26 @@ fn shrink_limits(setup: &Setup) -> ShrinkLimits {
     }
 }
 
-/// Estimated peak bytes over the named phases, or over all of them.
-fn estimated_peak(setup: &Setup, plan: RuntimePlan, phases: Option<&[&str]>) -> u64 {
-    let loader_bytes =
-        |micro_batch, _| loader::max_held_bytes(setup.features(), micro_batch, plan.prefetch, setup.workers);
-    let RuntimePlan { micro_batch, recompute, eval_micro_batch, .. } = plan;
-    // `setup` already has the chosen optimizer and offloading in force, so the estimate must not apply 8-bit state
-    // again.
-    let offload = setup.offload;
-    let exec_plan =
-        estimate::ExecutionPlan { micro_batch, recompute, eval_micro_batch, state_8bit: false, offload };
-    let estimate = setup.with_estimator_inputs(|s| {
-        Estimator::new(EstimatorInputs { loader_bytes: &loader_bytes, ..*s }).estimate(exec_plan)
-    });
-    // Data preparation is over.
-    let named =
-        |name: &str| phases.map_or(name != estimate::PREPARATION_PHASE, |names| names.contains(&name));
-    let of = estimate.phases.iter().filter(|(name, _)| named(name));
-    of.map(|(_, held)| if setup.gpu.is_some() { held.vram } else { held.ram }).max().unwrap_or(0)
+/// Estimated peak bytes over these phases, or over all of them: data preparation is over.
+fn estimated_peak(setup: &Setup, plan: ExecutionPlan, phases: Option<&[Phase]>) -> u64 {
+    let space = if setup.gpu.is_some() { MemorySpace::Vram } else { MemorySpace::Ram };
+    let counts = |phase: Phase| phases.map_or(phase != Phase::Preparation, |phases| phases.contains(&phase));
+    let estimate = setup.estimator().estimate(plan);
+    let of = estimate.phases.iter().filter(|phase| counts(phase.name));
+    of.map(|phase| phase.bytes_in(space)).max().unwrap_or(0)
 }
 
 /// The plan with the lowest peak that the job allows, and that peak in bytes.
-fn leanest(setup: &Setup) -> (RuntimePlan, u64) {
+fn leanest(setup: &Setup, current: ExecutionPlan) -> (ExecutionPlan, u64) {
     let limits = shrink_limits(setup);
     let train = &setup.job.train;
     let steps = if limits.may_shrink { limits.samples_per_update } else { train.accumulation_steps };
     let split = search::split(limits.samples_per_update, steps, limits.micro_batch_multiple);
-    let plan = |recompute| RuntimePlan {
-        micro_batch: split.micro_batch,
-        accumulation_steps: split.accumulation_steps,
+    let plan = |recompute| ExecutionPlan {
         recompute,
         eval_micro_batch: 1,
         prefetch: 0,
+        ..current.with_split(split)
     };
     let plans = [plan(0), plan(if limits.may_recompute { limits.blocks } else { 0 })];
     let [saved, recomputed] = plans.map(|plan| (plan, estimated_peak(setup, plan, None)));
@@ -270,9 +254,14 @@ fn leanest(setup: &Setup) -> (RuntimePlan, u64) {
 }
 
 /// Post-mortem of a run that ran out of memory for good.
-pub(super) fn postmortem(setup: &Setup, failure: &Failure, budget_bytes: u64) -> Option<PostMortem> {
+pub(super) fn postmortem(
+    setup: &Setup,
+    current: ExecutionPlan,
+    failure: &Failure,
+    budget_bytes: u64,
+) -> Option<PostMortem> {
     let Failure::OutOfMemory { first, tried } = failure else { return None };
-    let (plan, ram_bytes) = leanest(setup);
+    let (plan, ram_bytes) = leanest(setup, current);
     let step = tried.first().map_or(0, |attempt| attempt.step);
     let then = tried.first().and_then(|attempt| attempt.then.clone());
     Some(PostMortem {
@@ -282,9 +271,6 @@ pub(super) fn postmortem(setup: &Setup, failure: &Failure, budget_bytes: u64) ->
         live: first.live.clone(),
         tried: tried.clone(),
         deaths: Vec::new(),
-        would_fit: Some(LeanestPlan {
-            change: ladder::describe_split(plan.split(), plan.recompute),
-            ram_bytes,
-        }),
+        would_fit: Some(LeanestPlan { change: ladder::describe_split(plan), ram_bytes }),
     })
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use super::{PendingUpdate, Run, RunOutcome};
-use crate::base::Role;
+use crate::base::{Phase, Role};
 use crate::data::bad_records::{BadRecord, DatasetSplit, SkippedRecords};
 use crate::events::event::{Event, MemoryBytes};
 use crate::graph::network::StepError;
@@ -149,7 +149,7 @@ impl Run<'_> {
     pub(super) fn checkpoint(&mut self) -> Result<(), Failure> {
         let begun = Instant::now();
         self.report_bad_count(&[])?;
-        self.engine.host_ledger.set_phase("checkpoint");
+        self.engine.host_ledger.set_phase(Phase::Checkpoint);
         self.setup.limit_resident_memory(WorkPhase::Checkpoint);
         let bytes = checkpoint_write_bytes(&self.setup.layout, self.setup.dtype);
         let ledger = self.engine.host_ledger.clone();
@@ -213,7 +213,7 @@ impl Run<'_> {
             seed: self.setup.job.seed,
             job: self.setup.job.to_json(),
             data: self.options.data.clone(),
-            optimizer: self.setup.optimizer.kind().into(),
+            optimizer: self.runtime_plan.optimizer,
             way: self.runtime_plan,
             descent: self.backoff.clone(),
             best: self.best,
@@ -314,5 +314,5 @@ pub(super) fn mean_loss(metric_sums: &MetricSums) -> f64 {
 
 pub(super) fn oom_event(step: u64, oom: &Oom) -> Event {
     let Oom { bytes, available: left, .. } = *oom;
-    Event::Oom { step, phase: oom.phase.into(), asker: oom.requester.clone(), bytes, left }
+    Event::Oom { step, phase: oom.phase, asker: oom.requester.clone(), bytes, left }
 }

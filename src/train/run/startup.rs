@@ -28,17 +28,19 @@ pub(super) fn plan_run(
     let mut setup = Setup::open(job, ram, &options.opening)?.on_gpu(options.gpu.clone());
     let recorded = previous.and_then(|state| state.data.as_ref());
     let data = fingerprint(&setup, recorded, &options.opening)?;
-    let previous_optimizer = previous.map(|state| state.optimizer.as_str());
     if options.own_process {
         setup = setup.with_process_measured();
     }
     // The heap of the steps is compared with the plan; data preparation is a phase of its own.
     measure::reset_peaks();
-    let plan = setup.plan_and_apply(ram, previous_optimizer);
+    if let Some(state) = previous {
+        setup.keep_optimizer(state.optimizer);
+    }
+    let plan = setup.plan(ram);
     let minimum = plan.peak.ram_bytes;
     match plan.verdict {
         PlanVerdict::DoesNotFit if ram < minimum && minimum <= options.ram => {
-            let plan = setup.plan_and_apply(minimum, previous_optimizer);
+            let plan = setup.plan(minimum);
             Ok(PlannedRun { setup, plan, ram: minimum, data })
         }
         PlanVerdict::DoesNotFit => Err(Failure::DoesNotFit(Box::new(plan))),

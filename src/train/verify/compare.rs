@@ -138,9 +138,9 @@ impl ComparisonObserver {
         ];
         VariantResult {
             name: variant.name.clone(),
-            micro_batch: variant.split.micro_batch,
-            accumulation_steps: variant.split.accumulation_steps,
-            recompute: variant.recompute,
+            micro_batch: variant.plan.micro_batch,
+            accumulation_steps: variant.plan.accumulation_steps,
+            recompute: variant.plan.recompute,
             exact: variant.exact,
             losses: differences.losses.clone(),
             gradients: differences.gradients.clone(),
