@@ -393,6 +393,7 @@ folder   runs/shapes/1
                 cause: "aborted (an allocation failed)".into(),
                 budget: 64 << 20,
             }),
+            at(Event::CudnnDisabled { step: 2, reason: "error code 20000".into() }),
             at(Event::CudaGraphCaptured {
                 step: 2,
                 launches: 120,
@@ -400,7 +401,6 @@ folder   runs/shapes/1
                 arena_waste_bytes: 1 << 10,
             }),
             at(Event::CudaGraphDisabled { step: 2, reason: "memory.graphs is false".into() }),
-            at(Event::CudnnDisabled { step: 2, reason: "error code 20000".into() }),
             fixtures::checkpoint(1.0, 4),
             fixtures::best(1.0, 4, 0.25),
         ];
