@@ -22,7 +22,8 @@ fn main() -> anyhow::Result<()> {
     let job = Job::load(&run_dir.job(), &[])?;
     let ram = budget::host(&job.memory, &probe::host()?);
     let setup = Setup::new(job, ram)?;
-    let engine = Engine::new(&setup, Ledgers::new(&setup, ram, None), 0, false)?;
+    let plan = setup.plan(ram).chosen;
+    let engine = Engine::new(&setup, Ledgers::new(&setup, ram, None), plan, false)?;
     let (_, checkpoint) =
         Checkpoints::new(run_dir.checkpoints()).newest().found.context("the run has no checkpoint")?;
     load_weights(&checkpoint.join("model.safetensors"), &engine.store)?;
