@@ -115,12 +115,10 @@ impl PlanArgs {
         };
         self.locking.apply(&self.job.path, &setup, &machine, &plan)?;
         let exit = print_plan(&plan, self.strict, common)?;
-        if common.verbose && !common.json && !common.quiet {
+        let fused = setup.fused_nodes_on(&machine);
+        if common.verbose && !common.json && !common.quiet && !fused.is_empty() {
             print_line("\nfused layers")?;
-            setup
-                .fused_nodes_on(&machine)
-                .iter()
-                .try_for_each(|line| print_line(format_args!("    {line}")))?;
+            fused.iter().try_for_each(|line| print_line(format_args!("    {line}")))?;
         }
         Ok(exit)
     }

@@ -351,7 +351,7 @@ impl SourceBuilder<'_> {
         }
         self.normalise(channels);
         if self.draw.chance(0.1) {
-            self.data.number("max_pixels", 4_000_000);
+            self.data.number("max_pixels", 8_000_000);
         }
         let layout = self.draw.pick(&[
             ImageLayout::Folders,
