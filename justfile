@@ -19,6 +19,13 @@ lint:
 test *FILTER:
     cargo test {{ FILTER }}
 
+# the tests of layers and models on the reference backend, and twenty updates of every job in configs/ on it
+[group('check')]
+reference:
+    TRAINER_TEST_BACKEND=reference cargo test --lib -- layers:: models::
+    cargo build --release
+    TRAINER_BINARY=target/release/trainer cargo test --test integration reference:: -- --include-ignored --nocapture
+
 # everything that must pass before a change is merged
 [group('check')]
 ci:

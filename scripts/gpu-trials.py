@@ -274,7 +274,7 @@ class Trials:
         ample, ooms = self.fit(job), []
         # One per run: an update in the smallest micro-batches makes thousands of reservations.
         for reservation in range(100, 460, 23):
-            run = self.fit(job, env={"TRAINER_FAULT_ASK": str(reservation)})
+            run = self.fit(job, env={"TRAINER_FAULT_OOM": str(reservation)})
             assert run.code == 0, run.output
             assert run.digest() == ample.digest()
             ooms += [event["phase"] for event in run.named("oom")]
@@ -370,7 +370,7 @@ class Trials:
         expected = ["cuda_graph_captured", "oom", "shrunk", "grown"]
         # A micro-batch makes some 200 reservations before its graph is captured, and one from then on.
         for reservation in range(400, 4000, 150):
-            run = self.fit(job, env={"TRAINER_FAULT_ASK": str(reservation)})
+            run = self.fit(job, env={"TRAINER_FAULT_OOM": str(reservation)})
             assert run.code == 0, run.output
             observed = [event["event"] for event in run.named(*expected)]
             if observed == expected and run.named("oom")[0]["step"] > 3:

@@ -23,3 +23,8 @@ pub mod params;
 pub mod planner;
 pub mod report;
 pub mod train;
+
+/// For the tests that measure memory.
+#[cfg(test)]
+#[global_allocator]
+static ALLOCATOR: memory::measure::CountingAllocator = memory::measure::CountingAllocator;

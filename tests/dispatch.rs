@@ -94,7 +94,7 @@ fn what_there_is_not_is_refused() {
         trainer(folder.path(), "sse9", &["probe"]).expect(2).stderr,
         format!(
             "error: `TRAINER_CPU_DISPATCH=sse9` names no dispatch; allowed: portable, avx2, avx512, amx\n  \
-             hint: unset `TRAINER_CPU_DISPATCH` for the best that there is: `{}`\n",
+             hint: unset `TRAINER_CPU_DISPATCH` to use the best of this processor: `{}`\n",
             Dispatch::best().name()
         )
     );

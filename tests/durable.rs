@@ -222,7 +222,7 @@ fn the_experiment_is_known_without_job_toml() {
     fs::remove_dir_all(bench.path("run/checkpoints")).unwrap();
     bench.write("run/job.toml", "[model");
     let text = bench.resume(&[], 2);
-    assert!(text.contains("cannot be known"), "{text}");
+    assert!(text.contains("is unknown: it has no checkpoint"), "{text}");
 }
 
 #[test]
@@ -250,7 +250,10 @@ fn missing_markers_are_an_error_and_no_new_beginning() {
     }
     let before = bench.checkpoints();
     let text = bench.resume(&[], 1);
-    assert!(text.contains("no whole checkpoint is left") && text.contains("it has no DONE marker"), "{text}");
+    assert!(
+        text.contains("no complete checkpoint is left") && text.contains("it has no DONE marker"),
+        "{text}"
+    );
     assert_eq!(bench.checkpoints(), before, "nothing is removed");
     // One intact checkpoint is enough, and the others are reported.
     let bench = RunFixture::with_partial_run(JOB);

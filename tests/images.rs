@@ -61,7 +61,7 @@ fn folders_and_archives_are_learned_augmented_and_mixed() {
     }
     let (code, last, _) = fit(root, &job("a.tar.gz", AUGMENTED));
     assert_eq!((code, last["error"]["exit_code"].as_i64()), (2, Some(2)), "{last}");
-    assert!(last.to_string().contains("packed archives are read forward"), "{last}");
+    assert!(last.to_string().contains("compressed archives are read sequentially"), "{last}");
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn errors_in_images_and_jobs_are_reported() {
     fs::write(root.join("set/red/broken.jpg"), b"no image").unwrap();
     let (code, last, _) = fit(root, &job("set", ""));
     assert_eq!(code, 4, "{last}");
-    assert!(last.to_string().contains("set/red/broken.jpg`: it is no JPEG, PNG or WebP"), "{last}");
+    assert!(last.to_string().contains("set/red/broken.jpg`: it is not a JPEG, PNG or WebP"), "{last}");
     let (code, last, error) = fit(root, &job("set", "on_bad_record = 'skip'"));
     assert_eq!(code, 0, "{last} {error}");
 
@@ -85,9 +85,9 @@ fn errors_in_images_and_jobs_are_reported() {
         "{text}"
     );
     let (_, last, _) = fit(root, &job("set", "[data.augment]\nrandom_resized_crop = [1.0, 0.5]\n"));
-    assert!(last.to_string().contains("goes from 1 to 0.5"), "{last}");
+    assert!(last.to_string().contains("must be [low, high], not [1, 0.5]"), "{last}");
     let (_, last, _) = fit(root, &job("set", "mean = [0.1, 0.2]"));
-    assert!(last.to_string().contains("one for each channel"), "{last}");
+    assert!(last.to_string().contains("one per channel"), "{last}");
 
     fs::write(root.join("job.toml"), job("set", "mean = 0.5\nstd = [0.5, 0.5, 0.5]")).unwrap();
     let (code, checked, error) =

@@ -57,10 +57,10 @@ fn a_plan_is_a_verdict_with_reasons() {
     snapshot("plan_strict", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--strict", "-q"]);
     snapshot("plan_does_not_fit", GOOD, &["plan", "job.toml", "--ram", "1MiB"]);
     snapshot("plan_forbidden", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--set", "memory.on_oom=[]"]);
-    snapshot("plan_card", GOOD, &["plan", "job.toml", "--vram", "33722KiB", "--ram", "16MiB", "-v"]);
+    snapshot("plan_gpu", GOOD, &["plan", "job.toml", "--vram", "33722KiB", "--ram", "16MiB", "-v"]);
     snapshot("plan_json", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--json"]);
     snapshot("plan_frozen_without_lock", GOOD, &["plan", "job.toml", "--ram", "7164KiB", "--frozen"]);
-    snapshot("plan_no_card", GOOD, &["plan", "job.toml", "--vram", "0B"]);
+    snapshot("plan_no_gpu", GOOD, &["plan", "job.toml", "--vram", "0B"]);
     snapshot("help_plan", GOOD, &["plan", "--help"]);
 }
 

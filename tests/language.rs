@@ -123,7 +123,7 @@ fn padded_jobs_are_the_same_experiment_however_they_run() {
         job(folder.path(), model, data, "batch_size = 12\nepochs = 2\nclip_norm = 1.0");
         let report = trainer(folder.path(), &["verify", "job.toml", "--json"]).expect(0).json();
         assert_eq!(report["passed"], true);
-        assert!(report["ways"].as_array().unwrap().len() >= 5, "{report}");
+        assert!(report["variants"].as_array().unwrap().len() >= 5, "{report}");
     }
 }
 
@@ -157,6 +157,43 @@ fn a_chat_is_trained_on_and_its_tokenizer_left_with_the_run() {
 }
 
 /// Errors in files of every kind end with exit code 4 and a message; errors in what the job says about them, with 2.
+/// A record takes more memory to prepare than the job has: the run ends with exit code 3, and does not skip the record,
+/// since other memory would then mean other samples.
+#[test]
+fn records_are_prepared_within_the_budget() {
+    let folder = tempfile::tempdir().unwrap();
+    let chat = |content: &str| {
+        let messages = ["user", "assistant"].map(|role| json!({ "role": role, "content": content }));
+        json!({ "messages": messages }).to_string() + "\n"
+    };
+    fs::write(folder.path().join("records.jsonl"), chat("Hi") + &chat(&"Ho ".repeat(20_000))).unwrap();
+    let letters = (b' '..=b'~').chain([b'\n']).zip(0..);
+    let vocab: serde_json::Map<_, _> =
+        letters.map(|(c, id)| (char::from(c).to_string(), json!(id))).collect();
+    let tokenizer = json!({ "version": "1.0", "added_tokens": [],
+                            "model": { "type": "BPE", "vocab": vocab, "merges": [] } });
+    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let long = "template = '{% for i in range(27) %}{{ messages[0].content }}{% endfor %}'\nloss = 'all'";
+    for (data, tokens, wanted) in [
+        (long, "bytes", "line 2: rendering its chat template takes more than"),
+        ("template = 'plain'", "tokenizer.json", "line 2: tokenizing it takes more than"),
+    ] {
+        let data = format!("messages = 'messages'\non_bad_record = 'skip'\n{data}");
+        job(folder.path(), GPT, &data, "steps = 1\nbatch_size = 1");
+        let tokens = format!("data.tokens={tokens}");
+        let fit = |ram: &str, run: &str| {
+            let args = ["fit", "job.toml", "--set", ram, "--set", &tokens, "--run-dir", run];
+            trainer(folder.path(), &args)
+        };
+        let said = fit("memory.ram=48MiB", "tight").expect(3).stderr;
+        assert!(said.contains(wanted) && said.contains("hint: raise `memory.ram`"), "{said}");
+        fit("memory.ram=1GiB", "ample").expect(0);
+        fit("memory.ram=48MiB", "prepared").expect(0);
+        fs::remove_dir_all(folder.path().join("ample")).unwrap();
+        fs::remove_dir_all(folder.path().join("prepared")).unwrap();
+    }
+}
+
 #[test]
 fn errors_in_data_files_are_reported() {
     let folder = tempfile::tempdir().unwrap();
@@ -172,10 +209,10 @@ fn errors_in_data_files_are_reported() {
     fs::write(path("bad.jsonl"), "{\"text\": \"one\"}\n{\"text\"\n").unwrap();
     fs::write(path("role.jsonl"), "{\"messages\": [{\"role\": \"king\", \"content\": \"x\"}]}\n").unwrap();
     let cases = [
-        ("kind = 'tokens'\ntrain = ['odd.bin']", "is not a whole file of tokens"),
-        ("kind = 'tokens'\ntrain = ['short.bin']", "it has 2 tokens and a window takes 65"),
-        ("kind = 'tokens'\ntrain = ['version.bin']", "llm.c's header of version 9"),
-        ("kind = 'tokens'\ntrain = ['*.none']", "no file has such a name"),
+        ("kind = 'tokens'\ntrain = ['odd.bin']", "is not a complete file of tokens"),
+        ("kind = 'tokens'\ntrain = ['short.bin']", "it has 2 tokens, and a window needs 65"),
+        ("kind = 'tokens'\ntrain = ['version.bin']", "llm.c's header of unknown version 9"),
+        ("kind = 'tokens'\ntrain = ['*.none']", "no such file"),
         ("kind = 'text'\ntrain = ['bad.txt']", "byte 11 of"),
         (
             "kind = 'text'\ntrain = ['good.txt']\ntokens = 'none.json'",
@@ -185,11 +222,11 @@ fn errors_in_data_files_are_reported() {
         ("kind = 'jsonl'\ntrain = ['bad.jsonl']", "line 2: it is no JSON"),
         (
             "kind = 'jsonl'\ntrain = ['bad.jsonl']\nfield = 'body'",
-            "line 1: it has no field `body`, but `text`",
+            "line 1: no field `body`; the fields are `text`",
         ),
         (
             "kind = 'jsonl'\ntrain = ['role.jsonl']\nmessages = 'messages'",
-            "line 1: a message has the role `king`",
+            "line 1: unknown role `king` of a message; expected one of",
         ),
         (
             "kind = 'jsonl'\ntrain = ['role.jsonl']\nmessages = 'messages'\ntemplate = '{% if %}'",

@@ -22,6 +22,7 @@ mod memory_retry;
 mod oracles;
 mod plans;
 mod random;
+mod reference;
 mod runs;
 mod streams;
 mod supervisor;

@@ -15,7 +15,7 @@ const UPDATES: usize = 50;
 const TOLERANCE: f64 = 1e-5;
 
 /// The reservation that fails, some updates after the first.
-const FAULT_ENV: &str = "TRAINER_FAULT_ASK";
+const FAULT_ENV: &str = "TRAINER_FAULT_OOM";
 
 /// Models small enough for fifty updates in seconds, with activations worth saving: name, `[model]`, `[data]`,
 /// samples per update, the reservation that fails.

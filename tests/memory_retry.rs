@@ -334,12 +334,12 @@ fn when_nothing_is_left_the_first_failure_and_all_attempts_are_reported() {
         RunOptions { injected_oom: fault, ..RunOptions::default() },
     );
     let Err(Failure::OutOfMemory { first, tried }) = &run.result else { panic!("{:?}", run.result) };
-    assert!(tried.len() > 1 && tried.last().unwrap().then.is_none());
-    assert!(tried[..tried.len() - 1].iter().all(|attempt| attempt.then.is_some()));
-    assert_eq!((&first.requester, first.bytes), (&tried[0].asker, tried[0].bytes));
+    assert!(tried.len() > 1 && tried.last().unwrap().next_plan.is_none());
+    assert!(tried[..tried.len() - 1].iter().all(|attempt| attempt.next_plan.is_some()));
+    assert_eq!((&first.requester, first.bytes), (&tried[0].requester, tried[0].bytes));
     let post = read_json(&run.folder.join("oom.json"));
     assert_eq!(post["tried"].as_array().unwrap().len(), tried.len());
-    assert_eq!(post["first"]["asker"], *first.requester);
+    assert_eq!(post["first"]["requester"], *first.requester);
     let live = post["live"].as_array().unwrap();
     assert!(live.iter().any(|held| held["role"] == "weights" && held["name"] == "master weights"), "{post}");
     let held: u64 = live.iter().map(|held| held["bytes"].as_u64().unwrap()).sum();

@@ -176,7 +176,7 @@ fn what_is_measured_is_chosen_and_leaves_nothing_behind() {
     let path = folder.path();
     let (measured, code) = plan(path, &["--measure"]);
     assert_eq!(code, 0);
-    let rungs = measured["rungs"].as_array().unwrap();
+    let rungs = measured["candidates"].as_array().unwrap();
     let times: Vec<f64> = rungs.iter().filter_map(|rung| rung["measured_time"].as_f64()).collect();
     assert!(times.len() >= 2 && times.iter().all(|time| *time > 0.0), "{measured}");
     // The chosen plan is the one with the lowest time.

@@ -258,7 +258,7 @@ fn a_damaged_checkpoint_is_reported_and_the_one_before_is_used() {
         fs::write(entry.unwrap().path().join("state.json"), "{}").unwrap();
     }
     let text = fit(folder.path(), &["--run-dir", "run", "--resume"]).expect(1).stderr;
-    assert!(text.contains("no whole checkpoint is left"), "{text}");
+    assert!(text.contains("no complete checkpoint is left"), "{text}");
 }
 
 #[test]
@@ -331,20 +331,20 @@ fn an_oom_anywhere_is_survived_with_the_same_samples() {
     let reference = losses(&folder.path().join("undisturbed"));
     let mut shrunk = 0;
     for request in [9, 17, 26, 40, 71, 333, 1500, 2900] {
-        let run = folder.path().join(format!("ask-{request}"));
+        let run = folder.path().join(format!("oom-{request}"));
         let mut fit = command(folder.path(), &["fit", "job.toml", "-q", "--run-dir", run.to_str().unwrap()]);
-        finish(fit.env("TRAINER_FAULT_ASK", request.to_string())).expect(0);
+        finish(fit.env("TRAINER_FAULT_OOM", request.to_string())).expect(0);
         let all = events(&run);
-        assert_eq!(named(&all, "oom").len(), 1, "ask {request} failed once");
+        assert_eq!(named(&all, "oom").len(), 1, "reservation {request} failed once");
         shrunk += named(&all, "shrunk").len();
         let digest = FinalState::of(&run).samples_digest;
-        assert_eq!(digest, whole.samples_digest, "ask {request}: the same samples in the same order");
+        assert_eq!(digest, whole.samples_digest, "reservation {request}: the same samples in the same order");
         assert_near(&losses(&run), &reference);
     }
     assert_eq!(shrunk, 8);
     let mut never =
         command(folder.path(), &["fit", "job.toml", "--run-dir", "never", "--set", "memory.on_oom=[]"]);
-    let text = finish(never.env("TRAINER_FAULT_ASK", "40")).expect(3).stderr;
+    let text = finish(never.env("TRAINER_FAULT_OOM", "40")).expect(3).stderr;
     assert!(text.contains("out of memory"), "{text}");
 }
 
@@ -393,7 +393,7 @@ fn a_full_disk_is_an_error_and_what_was_written_stays_whole() {
     assert!(text.contains("No space left on device") && text.contains("hint: the disk"), "{text}");
     assert!(!kept.is_empty() && kept.iter().all(|name| !name.contains('.')), "{kept:?}");
     // Still no space, but the state is intact; with space the run resumes.
-    assert!(!full.expect(1).stderr.contains("no whole checkpoint"));
+    assert!(!full.expect(1).stderr.contains("no complete checkpoint"));
     assert!(!done.is_empty());
     again.expect(0);
 }
@@ -416,7 +416,7 @@ fn bad_data_is_reported_with_the_file_before_anything_is_done() {
     // A header that declares five images, and three bytes of data.
     let short = [&[0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 28, 0, 0, 0, 28][..], b"abc"].concat();
     fs::write(folder.path().join("short"), short).unwrap();
-    for (file, said) in [("empty", "is empty"), ("short", "ends too early"), ("absent", "cannot read")] {
+    for (file, said) in [("empty", "is empty"), ("short", "is truncated"), ("absent", "cannot read")] {
         let images = ["train", "valid"]
             .map(|part| format!("{part}_images = \"{file}\"\n{part}_labels = \"{file}\"\n"));
         let job = format!(

@@ -239,7 +239,7 @@ fn bad_records_are_left_out_and_counted_once() {
         panic!("there are more than 7")
     };
     let text = error.to_string();
-    assert!(text.contains("more than the 7 that may be left out") && text.contains("it is torn"), "{text}");
+    assert!(text.contains("bad records, more than the limit of 7") && text.contains("it is torn"), "{text}");
     let fail = train(bad(), job(&[]), &path("fail"), AMPLE_RAM, None);
     assert!(matches!(&fail, Err(Failure::Data(error)) if error.is_bad_record()), "{:?}", fail.err());
 }
@@ -293,7 +293,7 @@ fn packed_tables_through_the_program() {
     );
     let skip = ["--set", "data.on_bad_record=skip"];
     let said = fit(&[&["--run-dir", "whole"], &skip[..]].concat()).expect(0).stderr;
-    assert!(said.contains("bad    step") && said.contains("bad      1 record left out"), "{said}");
+    assert!(said.contains("bad    step") && said.contains("bad      1 record skipped"), "{said}");
     for cut in ["1", "9", "14", "30"] {
         let run = format!("cut-{cut}");
         let first = ["--run-dir", &run, "--max-steps", cut, "--set", "data.workers=1"];

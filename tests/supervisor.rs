@@ -68,7 +68,7 @@ fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
         ("kill:3", 0, "killed", false),
     ] {
         let folder = job_folder(JOB);
-        let text = finish(fit(folder.path(), &[]).env("TRAINER_FAULT_DIE", how)).expect(0).stderr;
+        let text = finish(fit(folder.path(), &[]).env("TRAINER_FAULT_CRASH", how)).expect(0).stderr;
         let restarted = events_named(folder.path(), "restarted");
         assert_eq!((restarted.len(), &restarted[0]["restarts"]), (1, &1.into()), "{how}");
         assert_eq!(events_named(folder.path(), "resumed")[0]["step"], from, "{how}");
@@ -91,7 +91,7 @@ fn a_worker_that_is_lost_is_replaced_from_the_newest_checkpoint() {
 fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
     let folder = job_folder(JOB);
     let mut command = fit(folder.path(), &["--set", "memory.max_retries=2", "--json"]);
-    let text = finish(command.env("TRAINER_FAULT_DIE", "alloc:7,kill:7,alloc:6,kill:8")).expect(3).stderr;
+    let text = finish(command.env("TRAINER_FAULT_CRASH", "alloc:7,kill:7,alloc:6,kill:8")).expect(3).stderr;
     assert!(text.contains("error: the run's process ended 3 times for lack of memory"), "{text}");
     assert!(text.contains("hint:"), "{text}");
     let post = read_json(&folder.path().join("run/oom.json"));
@@ -107,9 +107,9 @@ fn workers_that_make_no_progress_are_given_up_with_a_post_mortem() {
 fn a_worker_that_is_killed_again_and_again_did_not_lack_memory() {
     let folder = job_folder(JOB);
     let mut command = fit(folder.path(), &["--set", "memory.max_retries=1"]);
-    let text = finish(command.env("TRAINER_FAULT_DIE", "kill:7,kill:7")).expect(137).stderr;
+    let text = finish(command.env("TRAINER_FAULT_CRASH", "kill:7,kill:7")).expect(137).stderr;
     assert!(text.contains("ended by SIGKILL, 2 times without progress"), "{text}");
-    assert!(text.contains("no lack of memory") && !folder.path().join("run/oom.json").exists(), "{text}");
+    assert!(text.contains("not a lack of memory") && !folder.path().join("run/oom.json").exists(), "{text}");
     assert_eq!(events_named(folder.path(), "failed").len(), 1);
 }
 
@@ -117,8 +117,8 @@ fn a_worker_that_is_killed_again_and_again_did_not_lack_memory() {
 fn an_abort_or_an_overflow_of_the_stack_is_no_lack_of_memory() {
     for how in ["abort:7", "overflow:7"] {
         let folder = job_folder(JOB);
-        let text = finish(fit(folder.path(), &[]).env("TRAINER_FAULT_DIE", how)).expect(134).stderr;
-        assert!(text.contains("ended by SIGABRT") && text.contains("no lack of memory"), "{text}");
+        let text = finish(fit(folder.path(), &[]).env("TRAINER_FAULT_CRASH", how)).expect(134).stderr;
+        assert!(text.contains("ended by SIGABRT") && text.contains("not a lack of memory"), "{text}");
         assert_eq!(events_named(folder.path(), "restarted").len(), 0, "{how}");
         assert_eq!(events_named(folder.path(), "failed").len(), 1, "{how}");
         finish(&mut fit(folder.path(), &["-q", "--resume"])).expect(0);
@@ -129,7 +129,7 @@ fn an_abort_or_an_overflow_of_the_stack_is_no_lack_of_memory() {
 fn progress_renews_the_retries() {
     let folder = job_folder(JOB);
     let mut command = fit(folder.path(), &["-q", "--set", "memory.max_retries=1"]);
-    finish(command.env("TRAINER_FAULT_DIE", "kill:6,kill:11,kill:16")).expect(0);
+    finish(command.env("TRAINER_FAULT_CRASH", "kill:6,kill:11,kill:16")).expect(0);
     assert_eq!(events_named(folder.path(), "restarted").len(), 3);
 }
 
@@ -137,7 +137,7 @@ fn progress_renews_the_retries() {
 fn without_a_supervisor_a_kill_is_a_kill() {
     let folder = job_folder(JOB);
     let mut command = fit(folder.path(), &["--set", "memory.supervise=false"]);
-    assert_eq!(finish(command.env("TRAINER_FAULT_DIE", "kill:6")).status.signal(), Some(9));
+    assert_eq!(finish(command.env("TRAINER_FAULT_CRASH", "kill:6")).status.signal(), Some(9));
 }
 
 #[test]
@@ -204,10 +204,10 @@ fn a_budget_is_lowered_by_memory_that_was_not_reserved() {
     let plan = trainer(folder.path(), &["plan", "job.toml", "--ram", "1GiB", "--json"]).json();
     let needs = plan["peak"]["ram_bytes"].as_u64().unwrap();
     let mut command = fit(folder.path(), &["--set", &format!("memory.ram={}B", needs + (1 << 20))]);
-    let text = finish(command.env("TRAINER_FAULT_UNASKED", "32MiB")).expect(0).stderr;
+    let text = finish(command.env("TRAINER_FAULT_UNRESERVED", "32MiB")).expect(0).stderr;
     let corrected = events_named(folder.path(), "corrected");
     let of = |key: &str| corrected[0][key].as_u64().unwrap();
-    assert!(of("measured") > of("asked") + (16 << 20), "{corrected:?}");
+    assert!(of("measured") > of("reserved") + (16 << 20), "{corrected:?}");
     assert!(of("budget") < needs, "{corrected:?}");
     assert!(!events_named(folder.path(), "shrunk").is_empty(), "the plan in force shrinks");
     assert_eq!(digest(folder.path()), reference_digest());
@@ -290,7 +290,7 @@ fn the_kernels_kill_is_survived() {
     let folder = job_folder(LARGE);
     // The plan fills the cgroup, and these bytes come on top of it.
     group
-        .run(fit(folder.path(), &["--set", "memory.headroom=0B"]).env("TRAINER_FAULT_UNASKED", "40MiB"))
+        .run(fit(folder.path(), &["--set", "memory.headroom=0B"]).env("TRAINER_FAULT_UNRESERVED", "40MiB"))
         .expect(0);
     let restarted = events_named(folder.path(), "restarted");
     assert!(!restarted.is_empty());
@@ -307,7 +307,7 @@ fn a_failed_allocation_is_survived() {
     let fit = [&["fit", "job.toml", "--run-dir", "run"], &sets[..]].concat();
     let mut command = measured_command(folder.path(), &fit);
     // The plan is well within the limit; with these bytes on top it is not.
-    command.env("RAYON_NUM_THREADS", "1").env("TRAINER_FAULT_UNASKED", "400MiB");
+    command.env("RAYON_NUM_THREADS", "1").env("TRAINER_FAULT_UNRESERVED", "400MiB");
     finish(&mut through_shell("ulimit -v 560000 && exec \"$@\"", "sh", &command)).expect(0);
     let restarted = events_named(folder.path(), "restarted");
     assert!(!restarted.is_empty());

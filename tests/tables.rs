@@ -84,7 +84,7 @@ fn a_file_of_another_format_is_reported_as_such() {
     let job = JOB.replace("\"csv\"", "\"parquet\"").replace("shuffle = false\n", "");
     fs::write(folder.path().join("job.toml"), job).unwrap();
     let text = fit(folder.path(), &["run"]).expect(4).text();
-    assert!(text.contains("is not a Parquet file: it begins with `x,co`"), "{text}");
+    assert!(text.contains("is not a Parquet file: it starts with `x,co`"), "{text}");
 }
 
 /// y has an arbitrary value for each of twelve names: only an embedding can learn it.
@@ -135,5 +135,8 @@ fn a_model_that_cannot_embed_is_reported_before_anything_is_read() {
     fs::write(folder.path().join("job.toml"), job).unwrap();
     fs::remove_file(folder.path().join("train.csv")).unwrap();
     let said = trainer(folder.path(), &["check", "job.toml"]).expect(2).text();
-    assert!(said.contains("`data.encode` is \"embed\", and a `cnn` model cannot embed categories"), "{said}");
+    assert!(
+        said.contains("`data.encode` is \"embed\", but models of kind `cnn` cannot embed categories"),
+        "{said}"
+    );
 }

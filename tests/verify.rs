@@ -32,19 +32,22 @@ fn a_job_is_proved_in_every_precision_and_nothing_is_left_behind() {
         let precision = format!("train.precision={precision}");
         let done = verify(folder.path(), &["--json", "--set", &precision]).expect(0);
         let said = &done.stderr;
-        assert!(said.contains("as planned: 16 x 1 = 16 samples an update"), "{said}");
-        assert!(said.contains("batch norm looks at 4 samples together"), "{said}");
+        assert!(said.contains("as planned: 16 x 1 = 16 samples per update"), "{said}");
+        assert!(said.contains("batch norm normalizes 4 samples together"), "{said}");
         let report = done.json();
         assert_eq!((&report["passed"], &report["updates"]), (&true.into(), &4.into()));
-        let ways = report["ways"].as_array().unwrap();
+        let ways = report["variants"].as_array().unwrap();
         let names: Vec<&str> = ways.iter().map(|way| way["name"].as_str().unwrap()).collect();
         // Micro-batches are multiples of the group, so an update splits into two rather than three.
-        assert_eq!(names, ["one reader", "8 x 2", "4 x 4", "recomputed", "out of memory", "resumed"]);
+        assert_eq!(
+            names,
+            ["one reader", "8 x 2", "4 x 4", "recomputed", "out of memory", "resumed", "candle"]
+        );
         assert!(ways.iter().all(|way| way["samples_digest"] == report["samples_digest"]));
     }
     assert_eq!(names(folder.path()), ["job.toml"], "the job alone is left");
     let table = verify(folder.path(), &["--updates", "2"]).stdout;
-    assert!(table.contains("resumed") && table.contains("equal to the bit"), "{table}");
+    assert!(table.contains("resumed") && table.contains("bitwise equal"), "{table}");
     assert!(table.contains("2 updates of 16 samples"), "{table}");
 }
 
@@ -75,7 +78,7 @@ lr = 0.3
     assert!(table.contains("DIFFERS"), "{table}");
     for way in ["one reader", "recomputed", "resumed"] {
         let line = table.lines().find(|line| line.starts_with(way)).unwrap();
-        assert!(line.contains("equal to the bit"), "{line}");
+        assert!(line.contains("bitwise equal"), "{line}");
     }
 }
 
@@ -86,5 +89,5 @@ fn what_does_not_fit_and_what_cannot_be_varied_is_said() {
     let sets = ["--set", "train.batch_size=4", "--set", "memory.on_oom=[]"];
     let said = verify(folder.path(), &[&["--updates", "2"], &sets[..]].concat()).expect(0).stderr;
     assert!(said.contains("an update of 4 samples cannot be split further"), "{said}");
-    assert!(said.contains("`memory.on_oom` leaves nothing to do"), "{said}");
+    assert!(said.contains("`memory.on_oom` allows no measure that is left"), "{said}");
 }

@@ -20,6 +20,8 @@ pub enum Backend {
     Cpu { threads: usize },
     /// A GPU; its compute capability selects the kernels.
     Cuda { capability: ComputeCapability },
+    /// Candle's own operations and autograd, in host or device memory.
+    Reference { on_gpu: bool },
 }
 
 /// Compute capability of a GPU: major, minor.
@@ -29,8 +31,18 @@ pub type ComputeCapability = (u32, u32);
 pub const HOPPER: ComputeCapability = (9, 0);
 
 impl Backend {
+    /// Whether the CUDA kernels run.
     pub fn is_cuda(self) -> bool {
         matches!(self, Backend::Cuda { .. })
+    }
+
+    pub fn is_reference(self) -> bool {
+        matches!(self, Backend::Reference { .. })
+    }
+
+    /// Whether tensors are in device memory.
+    pub fn on_gpu(self) -> bool {
+        matches!(self, Backend::Cuda { .. } | Backend::Reference { on_gpu: true })
     }
 
     /// Whether the Hopper kernels run. They use instructions that no other GPU has.
@@ -40,11 +52,11 @@ impl Backend {
 }
 
 impl MicroBatchSpec {
-    /// Number of CPU threads; 0 on a GPU.
+    /// Number of threads of the CPU kernels; 0 on other backends.
     pub fn threads(&self) -> usize {
         match self.backend {
             Backend::Cpu { threads } => threads,
-            Backend::Cuda { .. } => 0,
+            Backend::Cuda { .. } | Backend::Reference { .. } => 0,
         }
     }
 

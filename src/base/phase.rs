@@ -20,14 +20,6 @@ pub enum Phase {
 
 impl std::fmt::Display for Phase {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.pad(match self {
-            Phase::Start => "start",
-            Phase::Preparation => "preparation",
-            Phase::Forward => "forward",
-            Phase::Backward => "backward",
-            Phase::Update => "update",
-            Phase::Eval => "eval",
-            Phase::Checkpoint => "checkpoint",
-        })
+        self.serialize(f)
     }
 }

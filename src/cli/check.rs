@@ -17,7 +17,7 @@ use crate::train::setup::Setup;
 #[command(after_help = "\
 Examples:
   trainer check job.toml
-  trainer check job.toml -v                  also the layers, and the job with every default filled in
+  trainer check job.toml -v                  also the layers, and the job with all defaults
   trainer check job.toml --json              the mistakes, or the resolved job, for a program")]
 pub struct CheckArgs {
     #[command(flatten)]
@@ -132,7 +132,7 @@ fn summary(job: &Job) -> String {
         RunLength::Steps(n) => format!("{n} steps"),
     };
     format!(
-        "ok: {} trains {} on {} for {length}, {} samples an update",
+        "ok: {} trains {} on {} for {length}, {} samples per update",
         job.name,
         job.model.kind(),
         job.data.source.kind(),

@@ -115,7 +115,8 @@ impl Exit {
             Failure::Diverged { .. } | Failure::NotFinite { .. } => Exit::Diverged,
             Failure::FolderTaken(_) | Failure::NotARun(_) | Failure::Locked { .. } => Exit::Usage,
             Failure::JobChanged(_) | Failure::UnknownExperiment(_) | Failure::DataChanged(_) => Exit::Usage,
-            Failure::Io { .. } | Failure::DiskTooSmall { .. } | Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
+            Failure::Io { .. } | Failure::DiskTooSmall { .. } => Exit::Failure,
+            Failure::Report(_) | Failure::Tensor(_) => Exit::Failure,
             Failure::NoWholeCheckpoint { .. } | Failure::ForeignCheckpoint { .. } => Exit::Failure,
         }
     }

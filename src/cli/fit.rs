@@ -31,25 +31,25 @@ Examples:
   trainer fit job.toml
   trainer fit job.toml --set optimizer.lr=3e-4 --set train.steps=1000
   trainer fit job.toml --run-dir runs/first
-  trainer fit job.toml --run-dir runs/first --resume     continue where it stopped, or begin
+  trainer fit job.toml --run-dir runs/first --resume     resume it, or start it
   trainer fit job.toml --frozen                          only with the plan in job.lock
   trainer fit job.toml --json > events.jsonl")]
 pub struct FitArgs {
     #[command(flatten)]
     pub job: JobFile,
-    /// Continue the run in RUN, else in --run-dir, else the one of the job's name that was last active
+    /// Resume the run in RUN, or in --run-dir, or the last active run of the job's name
     #[arg(long, value_name = "RUN", num_args = 0..=1, value_hint = clap::ValueHint::DirPath)]
     pub resume: Option<Option<PathBuf>>,
-    /// Stop, with a checkpoint, after this many updates of the run
+    /// Stop, with a checkpoint, after this many updates in total
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_steps: Option<u64>,
-    /// The folder of this very run [default: runs/NAME/TIMESTAMP]
+    /// Folder of the run [default: runs/NAME/TIMESTAMP]
     #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     pub run_dir: Option<PathBuf>,
     /// Print the memory plan and stop, as `trainer plan` does
     #[arg(long)]
     pub dry_run: bool,
-    /// Resume on data that is not what the run was trained on
+    /// Resume although the data changed since the run was trained on it
     #[arg(long)]
     pub allow_changed_data: bool,
     #[command(flatten)]
@@ -61,7 +61,7 @@ impl FitArgs {
         let job = common.load_job(&self.job.path)?;
         let orders = WorkerOrders::from_env()?;
         if orders.is_none() {
-            // A worker must abort on a failed allocation: the abort tells its supervisor to start another with less
+            // A worker must abort on a failed allocation: the abort makes its supervisor start another with less
             // memory.
             alloc_failure::exit_on_alloc_abort(Exit::Memory.code().into())?;
         }
@@ -89,7 +89,7 @@ impl FitArgs {
         }
         let run_dir = run_lock.as_ref().map(|(folder, _)| folder.root.clone());
         start_threads()?;
-        let (wish, heard, restart) = match orders {
+        let (requested, signal_source, restart) = match orders {
             None => {
                 let resume = self.resume.is_some().then_some(None);
                 (RequestedRun { run_dir, resume }, SignalSource::Anyone, None)
@@ -104,16 +104,17 @@ impl FitArgs {
             }
         };
         let options = RunOptions {
-            requested: wish,
+            requested,
             runs: PathBuf::from(RUNS_DIR),
             stamp: timestamp(),
             max_steps: self.max_steps,
             ram: budget::host(&job.memory, &probe::host()?),
             gpu: common.open_gpu(&job.memory)?,
+            reference: common.uses_reference(),
             own_process: true,
             opening: common.open_options(),
-            injected_oom: fault_from_env("TRAINER_FAULT_ASK")?,
-            signals: Signals::watch(heard)?,
+            injected_oom: fault_from_env("TRAINER_FAULT_OOM")?,
+            signals: Signals::watch(signal_source)?,
             pressure_monitor: match std::env::var_os("TRAINER_FAULT_PRESSURE") {
                 Some(file) => PressureMonitor::File(file.into()),
                 None => PressureMonitor::System(None),
@@ -123,14 +124,14 @@ impl FitArgs {
             observer: None,
             restart,
             fault_hooks: FaultHooks {
-                crashes: fault_from_env("TRAINER_FAULT_DIE")?
-                    .map_or_else(Vec::new, |InjectedCrashes(deaths)| deaths),
-                unreserved_bytes: fault_from_env("TRAINER_FAULT_UNASKED")?
+                crashes: fault_from_env("TRAINER_FAULT_CRASH")?
+                    .map_or_else(Vec::new, |InjectedCrashes(crashes)| crashes),
+                unreserved_bytes: fault_from_env("TRAINER_FAULT_UNRESERVED")?
                     .map_or(0, |Bytes(bytes)| bytes as usize),
             },
         };
         let tensorboard = job.log.tensorboard;
-        let look = common.display_options(io::stderr().is_terminal());
+        let display = common.display_options(io::stderr().is_terminal());
         let json = common.json;
         let make_reporter = |folder: &RunDir, resumed: bool| {
             let history = match resumed && folder.events().exists() {
@@ -142,13 +143,13 @@ impl FitArgs {
             if tensorboard {
                 reporter = reporter.with_optional(TensorBoard::new(&folder.tensorboard()));
             }
-            reporter = reporter.with_optional(Terminal::new(io::stderr(), look, history));
+            reporter = reporter.with_optional(Terminal::new(io::stderr(), display, history));
             Ok(if json { reporter.with_optional(JsonStream(io::stdout())) } else { reporter })
         };
         // Run on a pool thread, so that a kernel hands work to the other workers instead of waking the pool from
         // outside.
-        let ended = rayon::scope(|_| train::run::fit(job, options, make_reporter));
-        match ended {
+        let outcome = rayon::scope(|_| train::run::fit(job, options, make_reporter));
+        match outcome {
             Ok(RunOutcome::Done) => Ok(Exit::Done),
             Ok(RunOutcome::Stopped(Signal::Interrupt)) => Ok(Exit::Sigint),
             Ok(RunOutcome::Stopped(Signal::Terminate)) => Ok(Exit::Sigterm),
@@ -164,12 +165,12 @@ impl FitArgs {
 impl FitArgs {
     /// The run directory, and the exclusive lock on it.
     fn acquire_run_dir(&self, job: &Job) -> Result<(RunDir, RunLock), Failure> {
-        let wish = RequestedRun { run_dir: self.run_dir.clone(), resume: self.resume.clone() };
+        let requested = RequestedRun { run_dir: self.run_dir.clone(), resume: self.resume.clone() };
         loop {
-            let (folder, _) = RunDir::resolve(&wish, job, Path::new(RUNS_DIR), &timestamp())?;
+            let (folder, _) = RunDir::resolve(&requested, job, Path::new(RUNS_DIR), &timestamp())?;
             match RunLock::acquire(&folder) {
                 // Another process started within the same second; the next name is free.
-                Err(Failure::Locked { .. }) if wish.run_dir.is_none() && wish.resume.is_none() => {}
+                Err(Failure::Locked { .. }) if requested.run_dir.is_none() && requested.resume.is_none() => {}
                 owner => return Ok((folder, owner?)),
             }
         }
@@ -187,6 +188,6 @@ fn timestamp() -> String {
 /// A fault to inject, read from an environment variable, for tests of recovery.
 fn fault_from_env<T: FromStr<Err: Display>>(name: &str) -> anyhow::Result<Option<T>> {
     let Ok(text) = std::env::var(name) else { return Ok(None) };
-    let wrong = |error| CliError::usage(format!("`{name}` is wrong: {error}"), "unset it: it is for tests");
-    Ok(Some(text.parse().map_err(wrong)?))
+    let invalid = |error| CliError::usage(format!("invalid `{name}`: {error}"), "unset it: it is for tests");
+    Ok(Some(text.parse().map_err(invalid)?))
 }

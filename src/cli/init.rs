@@ -18,21 +18,21 @@ macro_rules! template {
 
 /// A template: its name, its description, and its file in `configs/`.
 const TEMPLATES: [(&str, &str, &str); 15] = [
-    template!("quickstart", "a small convolutional network on generated pictures"),
-    template!("mlp", "a perceptron on generated pictures"),
+    template!("quickstart", "a small convolutional network on generated images"),
+    template!("mlp", "an MLP on generated images"),
     template!("layers", "a network declared layer by layer"),
-    template!("resnet", "a ResNet-18 for small pictures"),
+    template!("resnet", "a ResNet-18 for small images"),
     template!("mobilenet", "a MobileNet-v2"),
     template!("vit", "a small vision transformer"),
-    template!("gpt", "a small language model of GPT-2's shape"),
-    template!("llama", "a small language model of Llama's shape"),
-    template!("bert", "an encoder that classifies sequences"),
+    template!("gpt", "a small GPT-2"),
+    template!("llama", "a small Llama"),
+    template!("bert", "a small BERT that classifies sequences"),
     template!("mnist", "MNIST from its published files"),
     template!("fashion-mnist", "Fashion-MNIST from its published files"),
-    template!("signs", "pictures in folders named by class"),
+    template!("signs", "images in folders named by class"),
     template!("housing", "house prices of California from a csv file"),
-    template!("shakespeare", "characters of a text file, in nanoGPT's CPU setting"),
-    template!("shakespeare-card", "the same, in nanoGPT's GPU setting"),
+    template!("shakespeare", "characters of a text file, with nanoGPT's CPU configuration"),
+    template!("shakespeare-gpu", "the same, with nanoGPT's GPU configuration"),
 ];
 
 /// Write a commented, runnable job to start from
@@ -43,7 +43,7 @@ Examples:
   trainer init                               print the quickstart job
   trainer init mlp -o job.toml")]
 pub struct InitArgs {
-    /// Which job
+    /// The template
     #[arg(default_value = "quickstart", value_parser = PossibleValuesParser::new(TEMPLATES.map(|t| t.0)))]
     pub template: String,
     /// The file to write; must not exist [default: stdout]
@@ -65,7 +65,7 @@ impl InitArgs {
         let (_, _, text) = TEMPLATES
             .iter()
             .find(|(name, ..)| *name == self.template)
-            .with_context(|| format!("no template `{}`", self.template))?;
+            .with_context(|| format!("no template `{}`; `trainer init --list` lists them", self.template))?;
         let Some(path) = &self.output else {
             print_line(text.trim_end())?;
             return Ok(Exit::Done);
@@ -73,7 +73,7 @@ impl InitArgs {
         let shown = path.display();
         let file = OpenOptions::new().write(true).create_new(true).open(path);
         if file.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists) {
-            let error = CliError::usage(format!("`{shown}` exists already"), "choose another name with `-o`");
+            let error = CliError::usage(format!("`{shown}` already exists"), "choose another name with `-o`");
             return Err(error.into());
         }
         file.and_then(|mut file| file.write_all(text.as_bytes()))

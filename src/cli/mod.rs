@@ -31,8 +31,8 @@ pub use exit::{CliError, Exit};
 
 /// Trains a declared model within a memory budget.
 ///
-/// A job file states the experiment; the trainer plans its memory before the first step, makes it
-/// fit, and loses nothing when disturbed.
+/// A job file declares the experiment. The trainer plans its memory before the first step, shrinks the
+/// micro-batch if the job as written does not fit, and resumes an interrupted run exactly.
 #[derive(Debug, Parser)]
 #[command(
     name = "trainer",
@@ -41,13 +41,13 @@ pub use exit::{CliError, Exit};
 Examples:
   trainer init -o job.toml                 write a commented job to start from
   trainer check job.toml                   find every mistake in a job
-  trainer plan job.toml                    what memory it will take, and whether it fits
+  trainer plan job.toml                    how much memory it takes, and whether it fits
   trainer fit job.toml                     train it
-  trainer verify job.toml                  prove that memory does not change its result
+  trainer verify job.toml                  check that the memory plan does not change its result
   trainer fit job.toml --set train.epochs=20 --resume
 
 Exit codes:
-  0 done             1 the run failed     2 bad usage or bad job     3 does not fit in memory
+  0 success          1 the run failed     2 bad usage or bad job     3 does not fit in memory
   4 bad data         5 loss not finite    130, 143 interrupted, checkpoint written"
 )]
 pub struct Cli {
@@ -64,19 +64,22 @@ pub struct CommonArgs {
     /// Set a key of the job, such as `train.batch_size=32`; may be repeated
     #[arg(long, global = true, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Where to compute: auto, cpu, cuda or cuda:N
+    /// Device to train on: auto, cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceArg,
-    /// Print for programs: one JSON document, or one a line, on stdout
+    /// Kernels to compute with: those of the device, or candle's own operations in f32, which are slower
+    #[arg(long, global = true, value_name = "BACKEND", default_value = "auto")]
+    pub backend: BackendArg,
+    /// Print JSON on stdout: one document, or one per line
     #[arg(long, global = true)]
     pub json: bool,
-    /// Say less
+    /// Print only errors and warnings
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub quiet: bool,
-    /// Say more
+    /// Print more details
     #[arg(short, long, global = true)]
     pub verbose: bool,
-    /// When to colour what people read
+    /// When to color the output
     #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
     pub color: ColorChoice,
 }
@@ -89,9 +92,9 @@ impl CommonArgs {
 
     /// Opens the selected GPU within the job's budget; `None` for the CPU.
     pub fn open_gpu(&self, memory: &crate::job::MemoryConfig) -> anyhow::Result<Option<Arc<GpuDevice>>> {
-        let Some(seen) = self.gpu_info()? else { return Ok(None) };
-        let card = GpuDevice::open(seen.ordinal, |seen| budget::gpu(memory, seen));
-        Ok(Some(Arc::new(card.map_err(gpu_error)?)))
+        let Some(info) = self.gpu_info()? else { return Ok(None) };
+        let gpu = GpuDevice::open(info.ordinal, |info| budget::gpu(memory, info));
+        Ok(Some(Arc::new(gpu.map_err(gpu_error)?)))
     }
 
     /// The selected GPU and its current free memory; `None` for the CPU.
@@ -102,21 +105,25 @@ impl CommonArgs {
             DeviceArg::Cuda(ordinal) => Some(ordinal),
         };
         let mut gpus = gpu::all().into_iter();
-        match (ordinal, gpus.find(|seen| ordinal.is_none_or(|n| n == seen.ordinal))) {
+        match (ordinal, gpus.find(|gpu| ordinal.is_none_or(|n| n == gpu.ordinal))) {
             (Some(ordinal), None) => {
-                Err(gpu_error(GpuError::NoDevice { ordinal, why: "the driver does not show it".into() })
+                Err(gpu_error(GpuError::NoDevice { ordinal, why: "the driver does not list it".into() })
                     .into())
             }
             (_, found) => Ok(found),
         }
     }
 
+    pub fn uses_reference(&self) -> bool {
+        self.backend == BackendArg::Reference
+    }
+
     /// Context for opening data. Long passes over files show progress on a terminal.
     pub fn open_options(&self) -> DatasetContext {
         let show_progress = !self.quiet && io::stderr().is_terminal();
-        let watch: Arc<dyn ProgressObserver> =
+        let observer: Arc<dyn ProgressObserver> =
             if show_progress { Arc::new(ScanProgress::default()) } else { Arc::new(NoProgress) };
-        DatasetContext { observer: watch, ..DatasetContext::default() }
+        DatasetContext { observer, ..DatasetContext::default() }
     }
 
     /// Display options for output to a terminal, or to something else.
@@ -142,6 +149,13 @@ pub enum Command {
     Completions(completions::CompletionsArgs),
 }
 
+/// The `--backend` argument.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum BackendArg {
+    Auto,
+    Reference,
+}
+
 /// The `--device` argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceArg {
@@ -164,10 +178,12 @@ impl std::str::FromStr for DeviceArg {
                 .strip_prefix("cuda:")
                 .and_then(|n| n.parse().ok())
                 .map(DeviceArg::Cuda)
-                .ok_or("allowed: auto, cpu, cuda, cuda:N")?,
+                .ok_or("expected auto, cpu, cuda or cuda:N")?,
         };
         match device {
-            DeviceArg::Cuda(_) if !cfg!(feature = "cuda") => Err("this build has no CUDA".into()),
+            DeviceArg::Cuda(_) if !cfg!(feature = "cuda") => {
+                Err("this build does not support CUDA; build with `--features cuda`".into())
+            }
             device => Ok(device),
         }
     }
@@ -176,11 +192,11 @@ impl std::str::FromStr for DeviceArg {
 fn gpu_error(error: GpuError) -> CliError {
     CliError::usage(
         error.to_string(),
-        "`trainer probe` lists the devices there are; `--device cpu` needs none",
+        "`trainer probe` lists the devices; `--device cpu` trains without a GPU",
     )
 }
 
-/// When to colour.
+/// When to color the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ColorChoice {
     /// On a terminal, unless `NO_COLOR` is set
@@ -224,7 +240,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
     }
     if let Err(error) = dispatch::requested() {
         let hint = format!(
-            "unset `{}` for the best that there is: `{}`",
+            "unset `{}` to use the best of this processor: `{}`",
             dispatch::ENV_VAR,
             Dispatch::best().name()
         );
@@ -234,7 +250,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
             common.color,
         );
     }
-    let done = match &cli.command {
+    let result = match &cli.command {
         Command::Fit(fit) => fit.run(common),
         Command::Plan(plan) => plan.run(common),
         Command::Check(check) => check.run(common),
@@ -244,7 +260,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Exit {
         Command::Init(init) => init.run(),
         Command::Completions(completions) => completions.run(),
     };
-    done.unwrap_or_else(|error| exit::report_error(&error, common.json, common.color))
+    result.unwrap_or_else(|error| exit::report_error(&error, common.json, common.color))
 }
 
 /// Starts the compute thread pool before anything uses it: a system that refuses a thread is then an error, not a
@@ -255,9 +271,10 @@ pub fn start_threads() -> Result<(), CliError> {
         Err(error) => match std::error::Error::source(&error) {
             Some(cause) => Err(CliError {
                 exit: Exit::Failure,
-                message: format!("cannot start the threads that compute: {cause}"),
+                message: format!("cannot start the compute threads: {cause}"),
                 hint: Some(
-                    "raise the limits on processes (`ulimit -u`) and addresses (`ulimit -v`), or set RAYON_NUM_THREADS"
+                    "raise the limits on processes (`ulimit -u`) and address space (`ulimit -v`), or set \
+                     RAYON_NUM_THREADS"
                         .into(),
                 ),
             }),

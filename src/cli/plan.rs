@@ -20,7 +20,7 @@ use crate::report;
 use crate::train::setup::Setup;
 use crate::train::{Failure, autotune};
 
-/// Say what memory a job will take and whether it fits
+/// Show how much memory a job takes and whether it fits
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -29,23 +29,23 @@ Examples:
   trainer plan job.toml --vram 24GiB --ram 64GiB   and on a GPU with 24 GiB?
   trainer plan job.toml --vram 24GiB --gpu 8.9     and on one of compute capability 8.9?
   trainer plan job.toml --strict                   exit code 3 unless it fits as written
-  trainer plan job.toml --measure                  run the best ways for some updates; the clock decides")]
+  trainer plan job.toml --measure                  time the best execution plans for a few updates")]
 pub struct PlanArgs {
     #[command(flatten)]
     pub job: JobFile,
     /// Plan for this much host memory instead of the job's `memory.ram`
     #[arg(long, value_name = "SIZE")]
     pub ram: Option<MemorySize>,
-    /// Plan for a GPU with this much memory, which need not be here
+    /// Plan for a GPU with this much memory; it need not be present
     #[arg(long, value_name = "SIZE")]
     pub vram: Option<Bytes>,
-    /// Plan for a GPU of this compute capability, whose kernels decide what is taken; without it, the one that takes the most
+    /// Plan for a GPU of this compute capability, which determines the kernels and their workspaces [default: 9.0]
     #[arg(long, value_name = "CAPABILITY", requires = "vram")]
     pub gpu: Option<CapabilityArg>,
     /// Exit with code 3 unless the job fits as written
     #[arg(long)]
     pub strict: bool,
-    /// Run the few best ways for some updates and choose by the clock
+    /// Time the best execution plans for a few updates and choose the fastest
     #[arg(long, conflicts_with = "vram")]
     pub measure: bool,
     #[command(flatten)]
@@ -81,7 +81,7 @@ pub struct LockArgs {
     /// Write the plan to JOB.lock beside the job, for review
     #[arg(long, conflicts_with = "frozen")]
     pub lock: bool,
-    /// Refuse, with exit code 3, a plan that is not the one in JOB.lock
+    /// Refuse, with exit code 3, a plan that differs from JOB.lock
     #[arg(long)]
     pub frozen: bool,
 }
@@ -98,13 +98,14 @@ impl PlanArgs {
         };
         if let Some(Bytes(vram)) = self.vram {
             if vram == 0 {
-                return Err(CliError::usage("`--vram` is nothing", "leave it out to plan for the CPU").into());
+                return Err(CliError::usage("`--vram` must be above 0", "omit it to plan for the CPU").into());
             }
             let capability = self.gpu.map_or(HOPPER, |gpu| gpu.0);
             machine = TargetMachine { device: "cuda".into(), vram, context_bytes: 0, capability, ..machine };
         }
         let job_memory = job.memory.clone();
         let mut setup = Setup::open(job, machine.ram, &common.open_options())?.with_process_measured();
+        setup.set_reference(common.uses_reference());
         let plan = match self.measure {
             // On a pool thread, as in a run.
             true => {
@@ -129,13 +130,13 @@ pub fn local_machine(job: &Job, common: &CommonArgs) -> anyhow::Result<TargetMac
     let host = probe::host()?;
     let cpu = TargetMachine::cpu(budget::host(&job.memory, &host), host.process_budget());
     Ok(match common.gpu_info()? {
-        Some(seen) => {
-            let (device, vram) = (format!("cuda:{}", seen.ordinal), budget::gpu(&job.memory, &seen));
+        Some(info) => {
+            let (device, vram) = (format!("cuda:{}", info.ordinal), budget::gpu(&job.memory, &info));
             TargetMachine {
                 device,
                 vram,
-                context_bytes: seen.context_bytes,
-                capability: seen.capability,
+                context_bytes: info.context_bytes,
+                capability: info.capability,
                 ..cpu
             }
         }
@@ -148,8 +149,8 @@ pub fn print_plan(plan: &MemoryPlan, strict: bool, common: &CommonArgs) -> anyho
     if common.json {
         print_line(serde_json::to_string_pretty(plan)?)?;
     } else if !common.quiet {
-        let look = common.display_options(io::stdout().is_terminal());
-        report::plan::lines(plan, look).iter().try_for_each(print_line)?;
+        let display = common.display_options(io::stdout().is_terminal());
+        report::plan::lines(plan, display).iter().try_for_each(print_line)?;
     }
     Ok(match plan.verdict {
         PlanVerdict::Fits => Exit::Done,
@@ -163,8 +164,8 @@ pub fn eprint_plan(plan: &MemoryPlan, common: &CommonArgs) -> io::Result<()> {
     if common.quiet {
         return Ok(());
     }
-    let look = common.display_options(io::stderr().is_terminal());
-    report::plan::lines(plan, look).iter().try_for_each(|line| writeln!(io::stderr().lock(), "{line}"))
+    let display = common.display_options(io::stderr().is_terminal());
+    report::plan::lines(plan, display).iter().try_for_each(|line| writeln!(io::stderr().lock(), "{line}"))
 }
 
 impl LockArgs {
@@ -207,8 +208,8 @@ impl LockArgs {
                 };
                 return Err(CliError {
                     exit: Exit::Memory,
-                    message: format!("the plan is not the one in `{name}`: {}", differences.join(", ")),
-                    hint: Some(format!("`--lock` instead of `--frozen` accepts it{machines}")),
+                    message: format!("the plan differs from `{name}`: {}", differences.join(", ")),
+                    hint: Some(format!("`--lock` instead of `--frozen` accepts the new plan{machines}")),
                 }
                 .into());
             }
@@ -219,20 +220,20 @@ impl LockArgs {
 
 /// The machine as the lock states it: its limits, not its free memory, which is never the same twice.
 fn lock_machine(setup: &Setup, machine: &TargetMachine) -> plan_lock::LockedMachine {
-    let most = probe::host().map_or(machine.ram, |host| host.process_limit());
-    let not_here = machine.max_ram == u64::MAX;
+    let limit = probe::host().map_or(machine.ram, |host| host.process_limit());
+    let other_machine = machine.max_ram == u64::MAX;
     plan_lock::LockedMachine {
         threads: setup.threads,
-        ram_bytes: if not_here { machine.ram } else { most },
+        ram_bytes: if other_machine { machine.ram } else { limit },
         vram_bytes: machine.vram,
     }
 }
 
 fn describe_machine_change(was: &plan_lock::LockedMachine, now: &plan_lock::LockedMachine) -> String {
-    let shown = |m: &plan_lock::LockedMachine| {
+    let describe = |m: &plan_lock::LockedMachine| {
         let vram =
             if m.vram_bytes > 0 { format!(" and {} of vram", Bytes(m.vram_bytes)) } else { String::new() };
         format!("{} threads, {} of ram{vram}", m.threads, Bytes(m.ram_bytes))
     };
-    format!("it was made with {} and this is {}", shown(was), shown(now))
+    format!("it was planned for {}, this machine has {}", describe(was), describe(now))
 }

@@ -10,7 +10,7 @@ use crate::memory::device::{self, DeviceInfo};
 use crate::memory::probe::{HostInfo, host};
 use crate::report::text;
 
-/// Show every device and what memory a run could have here, and what limits it
+/// Show the devices, how much memory a run can use, and what limits it
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -38,9 +38,9 @@ impl ProbeArgs {
 }
 
 fn lines(devices: &[DeviceInfo], host: &HostInfo) -> Vec<String> {
-    let some = |b: Option<u64>| b.map_or("none".to_owned(), |b| Bytes(b).to_string());
+    let limit = |b: Option<u64>| b.map_or("none".to_owned(), |b| Bytes(b).to_string());
     let known = |b: Option<u64>| b.map_or("unknown".to_owned(), |b| Bytes(b).to_string());
-    let head = ["device", "memory", "free", "held by others", "capability", ""].map(str::to_owned);
+    let head = ["device", "memory", "free", "other processes", "capability", ""].map(str::to_owned);
     let row = |device: &DeviceInfo| {
         let capability =
             device.compute_capability.map_or("-".into(), |(major, minor)| format!("{major}.{minor}"));
@@ -62,19 +62,15 @@ fn lines(devices: &[DeviceInfo], host: &HostInfo) -> Vec<String> {
         ("available", Bytes(host.available).to_string(), String::new()),
         (
             "cgroup limit",
-            some(group.map(|c| c.limit)),
+            limit(group.map(|c| c.limit)),
             group.map_or_else(String::new, |c| c.path.display().to_string()),
         ),
-        ("cgroup left", some(group.map(|c| c.remaining())), String::new()),
-        ("RLIMIT_AS", some(host.address_space.map(|a| a.limit)), String::new()),
-        ("RLIMIT_AS left", some(host.address_space.map(|a| a.remaining())), String::new()),
-        (
-            "swap free",
-            Bytes(host.swap_free).to_string(),
-            format!("of {}; not counted on", Bytes(host.swap_total)),
-        ),
+        ("cgroup left", limit(group.map(|c| c.remaining())), String::new()),
+        ("RLIMIT_AS", limit(host.address_space.map(|a| a.limit)), String::new()),
+        ("RLIMIT_AS left", limit(host.address_space.map(|a| a.remaining())), String::new()),
+        ("swap free", Bytes(host.swap_free).to_string(), format!("of {}; not used", Bytes(host.swap_total))),
         ("cores", host.cores.to_string(), String::new()),
-        ("CPU dispatch", dispatch().name().to_owned(), format!("{ENV_VAR} chooses another")),
+        ("CPU dispatch", dispatch().name().to_owned(), format!("{ENV_VAR} selects another")),
         ("for a run", Bytes(host.usable()).to_string(), format!("limited by {}", host.limited_by())),
     ];
     let rows: Vec<Vec<String>> = rows.into_iter().map(|(a, b, c)| vec![a.to_owned(), b, c]).collect();

@@ -5,7 +5,7 @@ use clap::Args;
 use super::{Exit, print_line};
 use crate::job;
 
-/// Print the JSON Schema of a job, for editors to complete and check
+/// Print the JSON Schema of a job, for completion and checks in editors
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
 Examples:

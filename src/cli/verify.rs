@@ -16,11 +16,12 @@ use crate::train::setup::Setup;
 use crate::train::signals::{Signal, SignalSource, Signals};
 use crate::train::verify::{VerifyEvent, VerifyOptions, VerifyReport, verify};
 
-/// Prove that a job's result does not depend on splits, recomputation, retries and resumes
+/// Check that a job's result does not depend on splits, recomputation, retries and resumes
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "\
-Makes a few updates as planned, then again in other splits, with recomputation, through an out of memory and
-across a resume, and compares losses, gradients, weights and samples. Exit code 1 when they differ.
+Runs a few updates as planned, then repeats them in other splits, with recomputation, with an injected OOM and
+across a resume, and compares losses, gradients, weights and samples. The last repetition, `candle`, computes with
+candle's own operations and autograd instead of our kernels. Exit code 1 if they differ.
 
 Examples:
   trainer verify job.toml
@@ -29,7 +30,7 @@ Examples:
 pub struct VerifyArgs {
     #[command(flatten)]
     pub job: JobFile,
-    /// Updates to make in every way
+    /// Updates to run in each variant
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(2..))]
     pub updates: u64,
 }
@@ -40,16 +41,17 @@ impl VerifyArgs {
         start_threads()?;
         let ram = budget::host(&job.memory, &probe::host()?);
         let gpu = common.open_gpu(&job.memory)?;
-        let setup = Setup::open(job, ram, &common.open_options())?.on_gpu(gpu).with_process_measured();
-        let proof = VerifyOptions {
+        let mut setup = Setup::open(job, ram, &common.open_options())?.on_gpu(gpu).with_process_measured();
+        setup.set_reference(common.uses_reference());
+        let options = VerifyOptions {
             updates: self.updates,
             ram,
             folder: PathBuf::from("runs").join(format!("verify-{}", std::process::id())),
             signals: Signals::watch(SignalSource::Anyone)?,
         };
-        let look = common.display_options(io::stderr().is_terminal());
+        let display = common.display_options(io::stderr().is_terminal());
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
-        if look.interactive && look.verbosity > Verbosity::Quiet {
+        if display.interactive && display.verbosity > Verbosity::Quiet {
             bar.set_draw_target(ProgressDrawTarget::stderr());
         }
         if let Ok(style) =
@@ -61,20 +63,20 @@ impl VerifyArgs {
         let on_progress = move |progress: VerifyEvent| match progress {
             VerifyEvent::Started { plan, notes, updates } => {
                 progress_bar.set_length(updates);
-                if look.verbosity > Verbosity::Quiet {
-                    report::verify::header_lines(plan, notes, look)
+                if display.verbosity > Verbosity::Quiet {
+                    report::verify::header_lines(plan, notes, display)
                         .iter()
                         .for_each(|line| eprintln!("{line}"));
                 }
             }
-            VerifyEvent::Updated { variant: way } => {
-                progress_bar.set_message(way.to_owned());
+            VerifyEvent::Updated { variant } => {
+                progress_bar.set_message(variant.to_owned());
                 progress_bar.inc(1);
             }
             VerifyEvent::VariantDone(_) => {}
         };
-        let signals = proof.signals.clone();
-        let outcome = rayon::scope(|_| verify(setup, &proof, Arc::new(on_progress)));
+        let signals = options.signals.clone();
+        let outcome = rayon::scope(|_| verify(setup, &options, Arc::new(on_progress)));
         bar.finish_and_clear();
         match outcome {
             Ok(Some(report)) => self.finish(&report, common),

@@ -57,7 +57,8 @@ struct PassCounts {
 pub struct SkippedRecords {
     train: PassCounts,
     valid: PassCounts,
-    told: Vec<(DatasetSplit, BadRecord)>,
+    #[serde(alias = "told")]
+    reported: Vec<(DatasetSplit, BadRecord)>,
 }
 
 impl SkippedRecords {
@@ -79,19 +80,19 @@ impl SkippedRecords {
         }
         passes.now += bad.len() as u64;
         passes.most = passes.most.max(passes.now);
-        let before = self.told.len();
+        let before = self.reported.len();
         for bad in bad {
-            let known = self.told.iter().any(|(of, told)| (*of, told.id) == (set, bad.id));
-            if self.told.len() < MAX_REPORTED && !known {
-                self.told.push((set, bad.clone()));
+            let known = self.reported.iter().any(|(of, known)| (*of, known.id) == (set, bad.id));
+            if self.reported.len() < MAX_REPORTED && !known {
+                self.reported.push((set, bad.clone()));
             }
         }
         match on_bad {
-            BadRecordPolicy::Skip { limit: most } if self.count() > most => {
-                let first = self.told.iter().map(|(_, bad)| bad.why.clone()).collect();
-                Err(DataError::TooManyBad { count: self.count(), most, first })
+            BadRecordPolicy::Skip { limit } if self.count() > limit => {
+                let first = self.reported.iter().map(|(_, bad)| bad.why.clone()).collect();
+                Err(DataError::TooManyBad { count: self.count(), limit, first })
             }
-            _ => Ok(self.told[before..].iter().map(|(_, bad)| bad.why.clone()).collect()),
+            _ => Ok(self.reported[before..].iter().map(|(_, bad)| bad.why.clone()).collect()),
         }
     }
 
@@ -115,7 +116,11 @@ mod tests {
         /// However a pass is divided into calls, each record is counted once and reported once, the first ones in
         /// order, and the limit fails the run at the same record.
         #[test]
-        fn each_counts_once(ids in prop::collection::btree_set(0u64..1000, 0..20), cuts in prop::collection::vec(1usize..6, 1..8), most in 0u64..25) {
+        fn each_counts_once(
+            ids in prop::collection::btree_set(0u64..1000, 0..20),
+            cuts in prop::collection::vec(1usize..6, 1..8),
+            most in 0u64..25,
+        ) {
             let all: Vec<BadRecord> = ids.into_iter().map(bad).collect();
             let on_bad = BadRecordPolicy::Skip { limit: most };
             let (mut skipped, mut reported, mut over) = (SkippedRecords::default(), Vec::new(), None);

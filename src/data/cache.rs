@@ -193,12 +193,12 @@ fn checksum_path(path: &Path) -> PathBuf {
 
 /// Length of the entry in bytes if it matches its checksum.
 fn verified_len(path: &Path) -> Option<u64> {
-    let wanted: EntryChecksum = serde_json::from_slice(&fs::read(checksum_path(path)).ok()?).ok()?;
+    let expected: EntryChecksum = serde_json::from_slice(&fs::read(checksum_path(path)).ok()?).ok()?;
     // The length check is cheap and catches most damage before the content is hashed.
-    if wanted.version != VERSION || fs::metadata(path).ok()?.len() != wanted.bytes {
+    if expected.version != VERSION || fs::metadata(path).ok()?.len() != expected.bytes {
         return None;
     }
-    (checksum(path).ok()? == wanted).then_some(wanted.bytes)
+    (checksum(path).ok()? == expected).then_some(expected.bytes)
 }
 
 fn checksum(path: &Path) -> io::Result<EntryChecksum> {

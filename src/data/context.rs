@@ -39,9 +39,14 @@ impl Default for DatasetContext {
 }
 
 impl DatasetContext {
+    /// Bytes of the memory budget that this process does not use yet.
+    pub fn available_bytes(&self) -> u64 {
+        self.max_bytes.saturating_sub(probe::proc_status("VmRSS:").unwrap_or(0))
+    }
+
     /// Call before preparing `what`, which needs `bytes` bytes: refuses what exceeds the memory budget.
     pub fn check_memory(&self, what: &Path, bytes: u64) -> Result<(), DataError> {
-        let limit = self.max_bytes.saturating_sub(probe::proc_status("VmRSS:").unwrap_or(0));
+        let limit = self.available_bytes();
         match bytes <= limit {
             true => Ok(()),
             false => Err(DataError::PrepareMemory { what: what.to_owned(), bytes, limit }),

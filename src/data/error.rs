@@ -14,13 +14,13 @@ pub enum DataError {
     #[error("cannot write `{}`", file.display())]
     Write { file: PathBuf, source: Arc<io::Error> },
 
-    #[error("`{pattern}` names no file: {why}")]
+    #[error("no file matches `{pattern}`: {why}")]
     NoMatchingFile { pattern: String, why: String },
 
     #[error("`{}` is empty", file.display())]
     EmptyFile { file: PathBuf },
 
-    #[error("{set} gives no samples: {why}")]
+    #[error("{set} has no samples: {why}")]
     NoSamples { set: String, why: String },
 
     #[error("cannot decompress `{}`", file.display())]
@@ -29,25 +29,25 @@ pub enum DataError {
     #[error("byte {offset} of `{}`, {byte:#04x}, is not UTF-8 text", file.display())]
     InvalidUtf8 { file: PathBuf, offset: u64, byte: u8 },
 
-    #[error("`{}` is not {wanted}: it begins with {found}", file.display())]
-    WrongFormat { file: PathBuf, wanted: &'static str, found: String },
+    #[error("`{}` is not {expected}: it starts with {found}", file.display())]
+    WrongFormat { file: PathBuf, expected: &'static str, found: String },
 
-    #[error("`{}` ends too early: its header promises {promised} bytes, it has at most {found}", file.display())]
-    Truncated { file: PathBuf, promised: u64, found: u64 },
+    #[error("`{}` is truncated: its header declares {declared} bytes, and it has at most {found}", file.display())]
+    Truncated { file: PathBuf, declared: u64, found: u64 },
 
-    #[error("`{}` goes on after the {promised} bytes its header promises", file.display())]
-    TrailingBytes { file: PathBuf, promised: u64 },
+    #[error("`{}` has trailing bytes: its header declares only {declared}", file.display())]
+    TrailingBytes { file: PathBuf, declared: u64 },
 
-    #[error("`{}` has {images} pictures, but `{}` has {labels} labels", images_file.display(), labels_file.display())]
+    #[error("`{}` has {images} images, but `{}` has {labels} labels", images_file.display(), labels_file.display())]
     CountMismatch { images_file: PathBuf, images: u64, labels_file: PathBuf, labels: u64 },
 
     /// One bad value. `record` counts from 0; `column` is `None` if records have no columns.
-    #[error("`{}`, record {record}{}: `{value}` is not {wanted}", file.display(), in_column(column))]
-    Value { file: PathBuf, record: u64, column: Option<String>, value: String, wanted: String },
+    #[error("`{}`, record {record}{}: `{value}` is not {expected}", file.display(), in_column(column))]
+    Value { file: PathBuf, record: u64, column: Option<String>, value: String, expected: String },
 
     /// One bad value in a text table. `line` counts from 1.
-    #[error("`{}`, line {line}, column `{column}`: `{value}` is not {wanted}", file.display())]
-    Cell { file: PathBuf, line: u64, column: String, value: String, wanted: String },
+    #[error("`{}`, line {line}, column `{column}`: `{value}` is not {expected}", file.display())]
+    Cell { file: PathBuf, line: u64, column: String, value: String, expected: String },
 
     /// A table that does not match its declaration.
     #[error("`{}`{}: {problem}", file.display(), at(place))]
@@ -57,10 +57,10 @@ pub enum DataError {
     #[error("`{}`{}: {problem}", file.display(), at(place))]
     Record { file: PathBuf, place: String, problem: String },
 
-    #[error("{count} bad records, more than the {most} that may be left out; the first: {}", first.join("; "))]
-    TooManyBad { count: u64, most: u64, first: Vec<String> },
+    #[error("{count} bad records, more than the limit of {limit}; the first: {}", first.join("; "))]
+    TooManyBad { count: u64, limit: u64, first: Vec<String> },
 
-    #[error("{what} is not as it was when it was opened: {found}")]
+    #[error("{what} changed since it was opened: {found}")]
     ChangedSinceOpen { what: String, found: String },
 
     #[error("`{}` cannot be used as a tokenizer: {problem}", file.display())]
@@ -69,20 +69,39 @@ pub enum DataError {
     #[error("the chat template `{template}` cannot be used: {problem}")]
     Template { template: String, problem: String },
 
-    #[error("`{}` holds {bytes} bytes of samples, more than the {limit} allowed", file.display())]
+    #[error("`{}` has {bytes} bytes of samples, more than the limit of {limit}", file.display())]
     TooLarge { file: PathBuf, bytes: u64, limit: u64 },
 
-    #[error("decoding `{}` takes {}, and {} were planned for a picture", image.display(), Bytes(*bytes), Bytes(*limit))]
+    #[error(
+        "decoding `{}` takes {}, more than the {} planned for an image",
+        image.display(),
+        Bytes(*bytes),
+        Bytes(*limit)
+    )]
     DecodeMemory { image: PathBuf, bytes: u64, limit: u64 },
 
-    #[error("preparing the data with `{}` takes {}, and {} are left for it", what.display(), Bytes(*bytes), Bytes(*limit))]
+    #[error(
+        "preparing the data with `{}` takes {}, more than the {} left of the budget",
+        what.display(),
+        Bytes(*bytes),
+        Bytes(*limit)
+    )]
     PrepareMemory { what: PathBuf, bytes: u64, limit: u64 },
 
-    #[error("no host memory for {bytes} bytes of samples")]
+    /// A record that takes too much memory to prepare, under a limit that depends on the memory budget.
+    #[error(
+        "`{}`{}: {what} takes more than {}, the limit under `memory.ram`",
+        file.display(),
+        at(place),
+        Bytes(*limit)
+    )]
+    RecordMemory { file: PathBuf, place: String, what: &'static str, limit: u64 },
+
+    #[error("cannot allocate {bytes} bytes of host memory for samples")]
     OutOfMemory { bytes: u64 },
 
-    #[error("`{name}` cannot be {value}: {wanted}")]
-    InvalidSetting { name: &'static str, value: String, wanted: &'static str },
+    #[error("`{name}` cannot be {value}: {expected}")]
+    InvalidSetting { name: &'static str, value: String, expected: &'static str },
 
     #[error("cannot start a loader thread")]
     ThreadSpawn { source: Arc<io::Error> },
@@ -90,7 +109,7 @@ pub enum DataError {
     #[error("reading sample {sample} panicked: {message}")]
     Panicked { sample: u64, message: String },
 
-    #[error("all {bytes} bytes the loader may hold are in batches that were not dropped")]
+    #[error("all {bytes} bytes of the loader's buffers are in batches that were not dropped")]
     BuffersExhausted { bytes: u64 },
 }
 
@@ -98,49 +117,45 @@ impl DataError {
     /// What the user can do about the error.
     pub fn hint(&self) -> Option<&'static str> {
         Some(match self {
-            DataError::Io { .. } => "check that the path is right and the file may be read",
+            DataError::Io { .. } => "check the path and the permissions of the file",
             DataError::EmptyFile { .. } | DataError::Truncated { .. } | DataError::Corrupt { .. } => {
                 "copy or download the file again"
             }
-            DataError::Write { .. } => "check that the folder may be written to and the disk is not full",
-            DataError::NoMatchingFile { .. } => "check the pattern; it starts at the job's folder",
+            DataError::Write { .. } => "check that the folder is writable and the disk is not full",
+            DataError::NoMatchingFile { .. } => "check the pattern; it is relative to the job's folder",
             DataError::Table { hint, .. } => hint,
             DataError::Cell { .. } => {
-                "correct the value or declare the column otherwise, or set `on_bad_record = \"skip\"` to train without the row"
+                "correct the value or the declaration of the column, or set `on_bad_record = \"skip\"` to skip the row"
             }
             DataError::Record { .. } => {
-                "correct or remove the record, or set `on_bad_record = \"skip\"` to train without it"
+                "correct or remove the record, or set `on_bad_record = \"skip\"` to skip it"
             }
-            DataError::TooManyBad { .. } => {
-                "correct the files, or raise `data.max_bad_records` if so many are expected"
-            }
-            DataError::ChangedSinceOpen { .. } => {
-                "files must stay as they are while they are read: start the run again"
-            }
-            DataError::InvalidUtf8 { .. } => "convert the file to UTF-8, or take it out of the set",
-            DataError::NoSamples { .. } => "give the set more data, or a smaller share to the other one",
-            DataError::WrongFormat { .. } => "check that `kind` and the path belong together",
+            DataError::TooManyBad { .. } => "correct the files, or raise `data.max_bad_records`",
+            DataError::ChangedSinceOpen { .. } => "do not change the files during a run; restart the run",
+            DataError::InvalidUtf8 { .. } => "convert the file to UTF-8, or remove it from the dataset",
+            DataError::NoSamples { .. } => "add data, or change `valid_fraction`",
+            DataError::WrongFormat { .. } => "check that the file is of the job's `data.kind`",
             DataError::TrailingBytes { .. } => {
-                "the file is damaged or two were joined: copy or download it again"
+                "the file is damaged, or two files were concatenated: copy or download it again"
             }
             DataError::Tokenizer { .. } => {
-                "give a `tokenizer.json` as Hugging Face's tokenizers saves it, or \"characters\" or \"bytes\""
+                "use a `tokenizer.json` saved by Hugging Face's tokenizers, or \"characters\" or \"bytes\""
             }
             DataError::Template { .. } => {
-                "name a template such as \"chatml\", or give a Jinja text or the path of a file that holds one"
+                "use a name such as \"chatml\", a Jinja template, or the path of a file with one"
             }
-            DataError::CountMismatch { .. } => "check that both files belong to the same set",
+            DataError::CountMismatch { .. } => "check that both files belong to the same dataset",
             DataError::Value { .. } => {
-                "correct the record or the declared shape, or set `on_bad_record = \"skip\"` to train without it"
+                "correct the record or the declared shape, or set `on_bad_record = \"skip\"` to skip it"
             }
             DataError::TooLarge { .. } | DataError::OutOfMemory { .. } => {
-                "raise the host memory budget or use a smaller set"
+                "raise `memory.ram`, or use a smaller dataset"
             }
-            DataError::PrepareMemory { .. } => {
-                "raise `memory.ram`, or prepare the data where there is more memory: it is kept in `runs/.data`"
+            DataError::PrepareMemory { .. } | DataError::RecordMemory { .. } => {
+                "raise `memory.ram`, or prepare the data on a machine with more memory and copy `runs/.data`"
             }
             DataError::DecodeMemory { .. } => {
-                "raise `memory.ram`, or set `data.max_pixels` below its size, which makes it a bad record"
+                "raise `memory.ram`, or set `data.max_pixels` below its size, so that it counts as a bad record"
             }
             DataError::InvalidSetting { .. }
             | DataError::ThreadSpawn { .. }
@@ -157,6 +172,7 @@ impl DataError {
                 | DataError::OutOfMemory { .. }
                 | DataError::DecodeMemory { .. }
                 | DataError::PrepareMemory { .. }
+                | DataError::RecordMemory { .. }
         )
     }
 

@@ -46,7 +46,7 @@ pub fn resolve_patterns(patterns: &[PathBuf]) -> Result<Vec<PathBuf>, DataError>
             }
         }
         if files.len() == before {
-            return Err(wrong("no file has such a name".into()));
+            return Err(wrong("no such file".into()));
         }
     }
     Ok(files)
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(names(&[path("c.txt"), path("[ab].csv")]), ["c.txt", "a.csv", "b.csv"]);
         assert_eq!(names(&[path("odd[1].csv")]), ["odd[1].csv"]);
         let none = resolve_patterns(&[path("*.json")]).unwrap_err().to_string();
-        assert!(none.contains("*.json") && none.contains("no file has such a name"), "{none}");
+        assert!(none.contains("*.json") && none.contains("no such file"), "{none}");
         assert!(resolve_patterns(&[path("a***b")]).is_err());
     }
 

@@ -361,9 +361,9 @@ impl DataFingerprint {
         if self.vocabulary != now.vocabulary {
             let size = |n: &Option<usize>| n.map_or("none".into(), |n| n.to_string());
             let (was, is) = (size(&self.vocabulary), size(&now.vocabulary));
-            changes.push(format!("the tokens in the vocabulary were {was} and are {is}"));
+            changes.push(format!("the vocabulary size was {was} and is {is}"));
         } else if self.tokenizer != now.tokenizer {
-            changes.push("the vocabulary is another".into());
+            changes.push("the vocabulary changed".into());
         }
         changes
     }
@@ -384,7 +384,7 @@ fn describe_change(was: &SourceFingerprint, is: &SourceFingerprint) -> Option<St
         _ => format!(", such as `{}`", is.changed.join("`, `")),
     };
     let sizes = match size(was) == size(is) {
-        true => format!("{} with another content", size(is)),
+        true => format!("{} with different content", size(is)),
         false => format!("{} were {}", size(is), size(was)),
     };
     Some(format!("`{path}` of `{key}` changed: {sizes}{files}"))

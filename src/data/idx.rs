@@ -66,7 +66,7 @@ impl PixelStorage {
 impl IdxDataset {
     pub fn open(files: &IdxFiles) -> Result<Self, DataError> {
         let images =
-            IdxArray::open(&files.images, "an idx file of pictures (3 or 4 dimensions of bytes)", 3..=4)?;
+            IdxArray::open(&files.images, "an idx file of images (3 or 4 dimensions of bytes)", 3..=4)?;
         let labels = IdxArray::open(&files.labels, "an idx file of labels (1 dimension of bytes)", 1..=1)?;
         if images.dims[0] != labels.dims[0] {
             return Err(DataError::CountMismatch {
@@ -101,7 +101,7 @@ impl IdxDataset {
                 record: record as u64,
                 column: None,
                 value: labels[record].to_string(),
-                wanted: format!("a class below {}", files.classes.len()),
+                expected: format!("a class below {}", files.classes.len()),
             });
         }
         let target = TargetSpec::Class { names: files.classes.clone() };
@@ -139,7 +139,7 @@ impl Dataset for IdxDataset {
         let refused = |value| DataError::InvalidSetting {
             name: "augment",
             value,
-            wanted: "pictures of one to four channels can be resized",
+            expected: "expected one to four channels",
         };
         self.pipeline.apply(image, key, &mut scratch, &mut into.input).map_err(refused)?;
         scratch.file = read;
@@ -174,7 +174,7 @@ struct IdxArray {
 impl IdxArray {
     fn open(
         file: &Path,
-        wanted: &'static str,
+        expected: &'static str,
         rank: std::ops::RangeInclusive<u8>,
     ) -> Result<Self, DataError> {
         let (compression, file_bytes) = files::compression(file)?;
@@ -184,7 +184,7 @@ impl IdxArray {
         // Two zeros, 8 for unsigned bytes, the number of dimensions.
         if magic[..3] != [0, 0, 8] || !rank.contains(&magic[3]) {
             let found = format!("{:02x} {:02x} {:02x} {:02x}", magic[0], magic[1], magic[2], magic[3]);
-            return Err(DataError::WrongFormat { file: file.to_owned(), wanted, found });
+            return Err(DataError::WrongFormat { file: file.to_owned(), expected, found });
         }
         let dims = read_header(&mut *body, file, 4, 4 * magic[3] as usize)?;
         let dims: Vec<usize> =
@@ -198,9 +198,9 @@ impl IdxArray {
             // A block expands to at most 128 KiB and takes at least four bytes.
             FileCompression::Zstd => file_bytes.saturating_mul(1 << 15),
         };
-        let promised = bytes.saturating_add(4 + 4 * dims.len() as u64);
-        if promised > possible {
-            return Err(DataError::Truncated { file: file.to_owned(), promised, found: possible });
+        let declared = bytes.saturating_add(4 + 4 * dims.len() as u64);
+        if declared > possible {
+            return Err(DataError::Truncated { file: file.to_owned(), declared, found: possible });
         }
         Ok(IdxArray { file: file.to_owned(), dims, bytes, compression, file_bytes, body })
     }
@@ -218,9 +218,9 @@ impl IdxArray {
         if !self.is_uncompressed() {
             return self.read_all().map(PixelStorage::InMemory);
         }
-        let (first, promised) = (self.header_len(), self.bytes + self.header_len());
-        if self.file_bytes != promised {
-            return Err(DataError::TrailingBytes { file: self.file, promised });
+        let (first, declared) = (self.header_len(), self.bytes + self.header_len());
+        if self.file_bytes != declared {
+            return Err(DataError::TrailingBytes { file: self.file, declared });
         }
         let file = regular_file::open(&self.file).map_err(DataError::io(&self.file))?;
         Ok(PixelStorage::OnDisk { path: self.file, file, first })
@@ -231,19 +231,19 @@ impl IdxArray {
         let out_of_memory = |_| DataError::OutOfMemory { bytes: self.bytes };
         values.try_reserve_exact(self.bytes as usize).map_err(out_of_memory)?;
         let header = self.header_len();
-        let promised = self.bytes + header;
+        let declared = self.bytes + header;
         let read = (&mut self.body).take(self.bytes).read_to_end(&mut values);
         let found = values.len() as u64 + header;
         match read {
-            Ok(_) if found == promised => {}
+            Ok(_) if found == declared => {}
             Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
                 return Err(read_error(&self.file, error));
             }
-            _ => return Err(DataError::Truncated { file: self.file, promised, found }),
+            _ => return Err(DataError::Truncated { file: self.file, declared, found }),
         }
         match self.body.read(&mut [0]) {
             Ok(0) => Ok(values),
-            Ok(_) => Err(DataError::TrailingBytes { file: self.file, promised }),
+            Ok(_) => Err(DataError::TrailingBytes { file: self.file, declared }),
             Err(error) => Err(read_error(&self.file, error)),
         }
     }
@@ -256,8 +256,8 @@ fn read_header(body: &mut dyn Read, file: &Path, at: usize, count: usize) -> Res
         Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => Err(read_error(file, error)),
         _ if bytes.len() == count => Ok(bytes),
         _ => {
-            let (promised, found) = ((at + count) as u64, (at + bytes.len()) as u64);
-            Err(DataError::Truncated { file: file.to_owned(), promised, found })
+            let (declared, found) = ((at + count) as u64, (at + bytes.len()) as u64);
+            Err(DataError::Truncated { file: file.to_owned(), declared, found })
         }
     }
 }
@@ -362,7 +362,7 @@ mod tests {
         pixels[(2 << 20) + 5] = 255;
         let files = write(folder.path(), &idx(&[3, 1024, 1024], &pixels), &labels());
         let set = IdxDataset::open(&files).unwrap();
-        assert_eq!(set.resident_bytes(), 3 + (1 << 20), "the labels, and room for a picture");
+        assert_eq!(set.resident_bytes(), 3 + (1 << 20), "the labels, and a buffer for an image");
         let (last, label) = sample(&set, 2);
         assert_eq!((last.iter().sum::<f32>(), last[5], label), (1.0, 1.0, 9));
         // Truncate the file after it was opened.
@@ -376,17 +376,22 @@ mod tests {
     fn every_error_is_named_with_its_values() {
         let cases: [(&str, Vec<u8>, Vec<u8>, &str); 12] = [
             ("empty", vec![], labels(), "images` is empty"),
-            ("cut header", images()[..9].to_vec(), labels(), "promises 16 bytes, it has at most 9"),
-            ("cut values", images()[..20].to_vec(), labels(), "promises 28 bytes, it has at most 20"),
+            ("cut header", images()[..9].to_vec(), labels(), "declares 16 bytes, and it has at most 9"),
+            ("cut values", images()[..20].to_vec(), labels(), "declares 28 bytes, and it has at most 20"),
             ("cut gzip", gzip(&images())[..20].to_vec(), labels(), "images"),
-            ("trailing", [images(), vec![0]].concat(), labels(), "goes on after the 28 bytes"),
-            ("swapped", labels(), images(), "begins with 00 00 08 01"),
-            ("not idx", b"P5 28 28".to_vec(), labels(), "begins with 50 35 20 32"),
-            ("counts", images(), idx(&[2], &[1, 2]), "has 3 pictures, but"),
+            (
+                "trailing",
+                [images(), vec![0]].concat(),
+                labels(),
+                "has trailing bytes: its header declares only 28",
+            ),
+            ("swapped", labels(), images(), "starts with 00 00 08 01"),
+            ("not idx", b"P5 28 28".to_vec(), labels(), "starts with 50 35 20 32"),
+            ("counts", images(), idx(&[2], &[1, 2]), "has 3 images, but"),
             ("label", images(), idx(&[3], &[1, 2, 10]), "labels`, record 2: `10` is not a class below 10"),
-            ("none", idx(&[0, 2, 2], &[]), idx(&[0], &[]), "gives no samples"),
+            ("none", idx(&[0, 2, 2], &[]), idx(&[0], &[]), "has no samples"),
             ("no pixels", idx(&[3, 0, 2], &[]), labels(), "[3, 0, 2]"),
-            ("bomb", gzip(&idx(&[3, 1 << 31, 1 << 31], &[])), labels(), "ends too early"),
+            ("bomb", gzip(&idx(&[3, 1 << 31, 1 << 31], &[])), labels(), "is truncated"),
         ];
         for (name, images, labels, text) in cases {
             let error = open(&images, &labels).err().unwrap();
@@ -402,7 +407,8 @@ mod tests {
         /// Mutated files are read or refused, and no allocation exceeds what the file can hold.
         #[test]
         fn mutated_files_are_read_or_refused(
-            compress: bool, labels_too: bool, cut in 0usize..60, edits in prop::collection::vec((0usize..60, any::<u8>()), 0..4),
+            compress: bool, labels_too: bool, cut in 0usize..60,
+            edits in prop::collection::vec((0usize..60, any::<u8>()), 0..4),
         ) {
             let mutate = |mut bytes: Vec<u8>| {
                 let cut = cut.min(bytes.len());

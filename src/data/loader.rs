@@ -144,7 +144,11 @@ impl Loader {
     ) -> Result<Self, DataError> {
         if order.samples() > dataset.len() {
             let value = order.samples().to_string();
-            return Err(DataError::InvalidSetting { name: "samples", value, wanted: "the set has fewer" });
+            return Err(DataError::InvalidSetting {
+                name: "samples",
+                value,
+                expected: "the dataset has fewer samples",
+            });
         }
         let LoaderOptions { micro_batch, max_bytes: limit, workers, skip_bad } = options;
         let workers = workers.max(1);
@@ -358,9 +362,9 @@ impl LoaderState {
     }
 
     fn may_claim(&mut self, end_update: u64) -> bool {
-        let wants = !self.failed && self.cursor.update < end_update;
-        self.buffer_starved |= wants && !self.has_free_buffer();
-        wants && self.has_free_buffer()
+        let has_work = !self.failed && self.cursor.update < end_update;
+        self.buffer_starved |= has_work && !self.has_free_buffer();
+        has_work && self.has_free_buffer()
     }
 }
 

@@ -95,14 +95,14 @@ impl SampleSpan {
 impl Order {
     /// An order of `samples` samples, at most 2^62; both counts must be positive.
     pub fn new(samples: u64, samples_per_update: u64, seed: u64, shuffle: bool) -> Result<Self, DataError> {
-        let setting = |name, value: u64, wanted| {
-            Err(DataError::InvalidSetting { name, value: value.to_string(), wanted })
+        let setting = |name, value: u64, expected| {
+            Err(DataError::InvalidSetting { name, value: value.to_string(), expected })
         };
         if samples == 0 || samples > 1 << 62 {
-            return setting("samples", samples, "a set has from 1 to 2^62 samples");
+            return setting("samples", samples, "a dataset has 1 to 2^62 samples");
         }
         if samples_per_update == 0 {
-            return setting("samples_per_update", samples_per_update, "an update needs a sample");
+            return setting("samples_per_update", samples_per_update, "an update needs at least one sample");
         }
         Ok(Order { samples, samples_per_update, seed, shuffle, windows: None })
     }

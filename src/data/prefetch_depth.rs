@@ -140,7 +140,9 @@ mod tests {
         /// If the workers together are faster than the consumer, it soon stops waiting, the depth converges and barely
         /// exceeds what is needed. Otherwise no useless buffers are added.
         #[test]
-        fn the_depth_becomes_what_is_needed(workers in 1usize..9, load in 0.05..3.0f64, uneven in 0.0..0.3f64, seed: u64) {
+        fn the_depth_becomes_what_is_needed(
+            workers in 1usize..9, load in 0.05..3.0f64, uneven in 0.0..0.3f64, seed: u64,
+        ) {
             // Seconds per batch such that all workers together are busy for `load` of each consumer second.
             let mean = load * workers as f64;
             let takes = |i| mean * (1.0 + uneven * (2.0 * RngKey::new(seed, 0).f64(i) - 1.0));
@@ -154,15 +156,22 @@ mod tests {
             let needed = mean * (1.0 + uneven);
             if load * (1.0 + uneven) < 0.95 {
                 prop_assert!(waits <= 2 + 4000u32.ilog2(), "{} waits at {}", waits, loader.depth.current());
-                prop_assert!(loader.depth.current() as f64 <= (needed + 2.0).ceil() + 2.0 + READY_SURPLUS as f64, "{} for {}", loader.depth.current(), needed);
+                let depth = loader.depth.current();
+                let limit = (needed + 2.0).ceil() + 2.0 + READY_SURPLUS as f64;
+                prop_assert!(depth as f64 <= limit, "{} for {}", depth, needed);
             } else if load * (1.0 - uneven) > 1.05 {
                 // Batches are delivered in order, so up to one more per worker may wait behind a late one.
-                prop_assert!(loader.depth.current() <= 2 * workers as u64 + 2, "{} for {} workers", loader.depth.current(), workers);
+                let depth = loader.depth.current();
+                prop_assert!(depth <= 2 * workers as u64 + 2, "{} for {} workers", depth, workers);
             }
         }
 
         #[test]
-        fn it_stays_within_what_the_plan_gave(workers in 0u64..20, most in 1u64..30, happened in prop::collection::vec((any::<bool>(), any::<bool>(), 0u64..5), 0..200), later in 1u64..30) {
+        fn it_stays_within_what_the_plan_gave(
+            workers in 0u64..20, most in 1u64..30,
+            happened in prop::collection::vec((any::<bool>(), any::<bool>(), 0u64..5), 0..200),
+            later in 1u64..30,
+        ) {
             let mut depth = PrefetchDepth::new(workers, most);
             for (i, (waited, lacked, ready)) in happened.into_iter().enumerate() {
                 if i == 100 {

@@ -134,8 +134,8 @@ mod tests {
             let (input, target) = sample(&set, index);
             assert_eq!(input[1..], target[..63]);
             for w in input.windows(3) {
-                let wanted = set.generator.rule.fold_in(0).below(w[0] as u64 * 16 + w[1] as u64, 16);
-                followed += usize::from(wanted == w[2] as u64);
+                let expected = set.generator.rule.fold_in(0).below(w[0] as u64 * 16 + w[1] as u64, 16);
+                followed += usize::from(expected == w[2] as u64);
                 all += 1;
             }
         }

@@ -38,11 +38,7 @@ impl ShapesDataset {
     pub fn new(image_size: usize, samples: u64, seed: u64, part: ShapesSplit) -> Result<Self, DataError> {
         if !SIZES.contains(&image_size) {
             let (name, value) = ("image_size", image_size.to_string());
-            return Err(DataError::InvalidSetting {
-                name,
-                value,
-                wanted: "pictures of shapes have 16 to 1024 pixels a side",
-            });
+            return Err(DataError::InvalidSetting { name, value, expected: "expected 16 to 1024 pixels" });
         }
         let stream = match part {
             ShapesSplit::Train => const { stream_id("shapes.train") },
@@ -101,7 +97,7 @@ impl Dataset for ShapesDataset {
         applied.map_err(|value| DataError::InvalidSetting {
             name: "augment",
             value,
-            wanted: "it cannot be done",
+            expected: "the augmentation cannot be applied",
         })
     }
 
@@ -286,7 +282,7 @@ mod tests {
             let set = ShapesDataset::new(size, 300, 3, ShapesSplit::Train).unwrap();
             for index in 0..set.len() {
                 let (pixels, _) = image(&set, index);
-                assert!(pixels.iter().all(|v| (-0.25..1.25).contains(v)), "{size}: picture {index}");
+                assert!(pixels.iter().all(|v| (-0.25..1.25).contains(v)), "{size}: image {index}");
             }
         }
         assert!(ShapesDataset::new(8, 1, 0, ShapesSplit::Train).is_err());

@@ -102,7 +102,7 @@ impl ShuffleWindows {
     fn epoch_layout(&self, epoch: u64) -> Arc<EpochLayout> {
         // Layouts are immutable once stored, so a poisoned lock still guards a consistent queue.
         let mut layouts = self.epoch_layouts.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = layouts.iter().find(|made| made.epoch == epoch) {
+        if let Some(found) = layouts.iter().find(|layout| layout.epoch == epoch) {
             return found.clone();
         }
         if layouts.len() == CACHED_EPOCHS {

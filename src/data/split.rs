@@ -84,8 +84,9 @@ impl SplitPlan {
     pub fn new(samples: u64, valid_fraction: f64, seed: u64) -> Result<Self, DataError> {
         const SPLIT: u64 = stream_id("data.split");
         if samples < 2 {
-            let why = format!("it has {samples} and both the training and the validation set need one");
-            return Err(DataError::NoSamples { set: "the set".into(), why });
+            let why =
+                format!("it has {samples}, and both the training and the validation set need at least one");
+            return Err(DataError::NoSamples { set: "the dataset".into(), why });
         }
         let valid = ((samples as f64 * valid_fraction).round() as u64).clamp(1, samples - 1);
         let minority = valid.min(samples - valid);
@@ -236,17 +237,17 @@ mod tests {
     proptest! {
         /// Each sample is in exactly one subset, in order, and the subsets have the requested sizes.
         #[test]
-        fn the_subsets_partition_the_dataset(samples in 2u64..400, share in 0.0..1.0f64, seed: u64) {
-            let (train, valid) = subsets(samples, share, seed);
+        fn the_subsets_partition_the_dataset(samples in 2u64..400, fraction in 0.0..1.0f64, seed: u64) {
+            let (train, valid) = subsets(samples, fraction, seed);
             let (a, b) = (indices(&train), indices(&valid));
-            prop_assert_eq!(b.len() as u64, ((samples as f64 * share).round() as u64).clamp(1, samples - 1));
+            prop_assert_eq!(b.len() as u64, ((samples as f64 * fraction).round() as u64).clamp(1, samples - 1));
             prop_assert!(a.is_sorted() && b.is_sorted());
             for (part, of) in [(&train, &a), (&valid, &b)] {
                 for index in 0..=samples {
                     prop_assert_eq!(part.count_before(index), of.iter().filter(|i| **i < index).count() as u64);
                 }
             }
-            let plan = SplitPlan::new(samples, share, seed).unwrap();
+            let plan = SplitPlan::new(samples, fraction, seed).unwrap();
             prop_assert!(a.iter().all(|i| plan.is_train(*i)) && !b.iter().any(|i| plan.is_train(*i)));
             let mut all = [a, b].concat();
             all.sort_unstable();

@@ -39,7 +39,13 @@ pub trait ShardedDataset: Send + Sync {
         into: &mut BatchRow<'_>,
     ) -> Result<(), DataError>;
 
+    /// Bytes besides the readers.
     fn resident_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Bytes that the reader of an open shard takes at most.
+    fn reader_bytes(&self) -> u64 {
         0
     }
 

@@ -34,7 +34,7 @@ fn one() -> f64 {
 #[derive(Clone, Debug, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// A session of the run began, the first or one that goes on: what it is and where.
+    /// A process started to train: a new run, or a resumed one.
     Started {
         /// The job's `name`.
         name: String,
@@ -46,80 +46,80 @@ pub enum Event {
         seed: u64,
         /// `cpu`, `cuda:0`, ...
         device: String,
-        /// Threads the CPU kernels use.
+        /// Threads of the CPU kernels.
         threads: usize,
-        /// Trainable values of the model.
+        /// Trainable parameters of the model.
         parameters: u64,
         /// Samples in the training set.
         train_samples: u64,
         /// Samples in the validation set.
         valid_samples: u64,
-        /// Updates the whole run will make.
+        /// Updates of the whole run.
         total_steps: u64,
         /// Updates in an epoch; its last may be smaller than the others.
         steps_per_epoch: u64,
     },
-    /// The memory plan in force from here on.
+    /// The memory plan in force from now on.
     Planned { plan: MemoryPlan },
-    /// A run went on from a checkpoint, or began anew because there was none (`step` 0).
+    /// The run resumed from a checkpoint, or started over because there was none (`step` 0).
     Resumed {
-        /// Updates already made.
+        /// Updates already applied.
         step: u64,
-        /// The checkpoint's folder; `null` when there was none.
+        /// The checkpoint's folder; `null` if there was none.
         checkpoint: Option<String>,
-        /// What was passed over, each with the reason: checkpoints, lines of `events.jsonl`, a run to resume that
-        /// was not there.
+        /// What was skipped, each with the reason: damaged checkpoints, lines of `events.jsonl` that do not parse, a
+        /// run to resume that does not exist.
         skipped: Vec<String>,
     },
     /// One update.
     Step {
-        /// Updates made, this one included.
+        /// Updates so far, including this one.
         step: u64,
         /// Epochs finished before this update's first sample.
         epoch: u64,
-        /// Mean training loss over the update's samples; `null` when not finite.
+        /// Mean training loss over the update's samples; `null` if not finite.
         #[serde(deserialize_with = "nullable::number")]
         #[schemars(with = "Option<f64>")]
         loss: f64,
         /// Learning rate of the update.
         lr: f64,
-        /// Norm of the whole gradient before clipping; `null` when not finite.
+        /// Norm of the whole gradient before clipping; `null` if not finite.
         #[serde(deserialize_with = "nullable::number")]
         #[schemars(with = "Option<f64>")]
         grad_norm: f64,
-        /// Samples seen in the run, this update's included.
+        /// Samples trained on so far, including this update's.
         samples: u64,
         /// Samples in a micro-batch.
         micro_batch: usize,
         /// Micro-batches in the update.
         accumulation_steps: usize,
-        /// Wall-clock seconds of the update, waiting included.
+        /// Wall-clock seconds of the update, including the wait for data.
         step_s: f64,
-        /// Of these, seconds spent waiting for data.
+        /// Seconds of that spent waiting for data.
         data_wait_s: f64,
-        /// Host bytes in use by the run, highest since the last `step` event.
+        /// Host bytes in use by the run: the maximum since the last `step` event.
         ram_bytes: u64,
-        /// Device bytes in use by the run, highest since the last `step` event.
+        /// Device bytes in use by the run: the maximum since the last `step` event.
         vram_bytes: u64,
-        /// Resident bytes of the worker process, highest since it started (`VmHWM`); 0 where unknown.
+        /// Resident bytes of the worker process: the maximum since it started (`VmHWM`); 0 if unknown.
         #[serde(default)]
         resident_bytes: u64,
         /// Digest of the ids of every sample so far, in order.
         samples_digest: String,
-        /// What the loss is multiplied with in f16; 1 in other types.
+        /// Loss scale in f16; 1 in other types.
         #[serde(default = "one")]
         loss_scale: f64,
-        /// Updates skipped in the run because their gradient overflowed in f16.
+        /// Updates skipped so far because their gradient overflowed in f16.
         #[serde(default)]
         skipped_updates: u64,
     },
     /// An evaluation over the validation set.
     Eval {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
         /// Epochs finished before it.
         epoch: u64,
-        /// `valid.loss`, `valid.accuracy`, ...; `null` when not finite.
+        /// `valid.loss`, `valid.accuracy`, ...; `null` if not finite.
         #[serde(deserialize_with = "nullable::numbers")]
         #[schemars(with = "BTreeMap<String, Option<f64>>")]
         metrics: BTreeMap<String, f64>,
@@ -128,20 +128,20 @@ pub enum Event {
         /// Wall-clock seconds of the evaluation.
         eval_s: f64,
     },
-    /// A checkpoint is whole on disk.
+    /// A checkpoint was written completely.
     Checkpoint {
-        /// Updates it holds.
+        /// Updates applied before it was written.
         step: u64,
         /// Its folder.
         path: String,
         /// Size on disk.
         bytes: u64,
-        /// Seconds from its beginning until it was whole.
+        /// Seconds it took to write.
         write_s: f64,
     },
-    /// The evaluation found the checkpoint of its step to be the best so far.
+    /// The checkpoint of this step is the best so far, by its evaluation.
     Best {
-        /// Updates it holds.
+        /// Updates applied before it was written.
         step: u64,
         /// Its folder.
         path: String,
@@ -150,92 +150,94 @@ pub enum Event {
         /// Its value.
         value: f64,
     },
-    /// An allocation did not fit.
+    /// A reservation failed: out of memory.
     Oom {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
         /// The phase it happened in.
         phase: Phase,
-        /// Who asked.
-        asker: String,
+        /// What requested the memory: a layer, or another part of the run.
+        #[serde(alias = "asker")]
+        requester: String,
         /// Bytes asked for.
         bytes: u64,
-        /// Bytes that were left of the budget.
+        /// Bytes left of the budget.
         left: u64,
     },
-    /// Others took memory during the run until little was left; a `shrunk` follows.
+    /// Other processes took memory and little is left on the host; a `shrunk` follows.
     Pressure {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
         /// Bytes left for this process.
         left: u64,
-        /// Fewer bytes than this are too few.
+        /// Threshold: the run shrinks if fewer bytes are left.
         low: u64,
-        /// Fraction of the last ten seconds in which all work waited for memory; `null` where the kernel does
-        /// not say.
+        /// Fraction of the last ten seconds in which all tasks stalled on memory (PSI); `null` if the kernel does not
+        /// report it.
         stalled: Option<f64>,
     },
-    /// More memory was measured than had been asked for: the budget in force is lowered by the difference.
+    /// More memory was measured than had been reserved: the budget in force is lowered by the difference.
     Corrected {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
-        /// The most bytes that were asked for at once.
-        asked: u64,
-        /// The most bytes that were measured.
+        /// Peak of the reservations, in bytes.
+        #[serde(alias = "asked")]
+        reserved: u64,
+        /// Measured peak, in bytes.
         measured: u64,
-        /// Bytes that may be asked for from here on.
+        /// Budget for reservations from now on, in bytes.
         budget: u64,
     },
-    /// The process that worked on the run was killed, or ended by a failed allocation, and its supervisor started
-    /// another one; a `resumed` follows.
+    /// The worker process was killed, or aborted by a failed allocation, and its supervisor started another one; a
+    /// `resumed` follows.
     Restarted {
-        /// Processes lost since `trainer fit` was typed.
+        /// Worker processes lost since `trainer fit` started.
         restarts: u32,
         /// What happened.
         cause: String,
-        /// Bytes the run may use from here on.
+        /// Budget of the run from now on, in bytes.
         budget: u64,
     },
-    /// The plan went down a rung after an `oom`, a `pressure` or a `corrected`.
+    /// The run changed to an execution plan that needs less memory, after an `oom`, a `pressure` or a `corrected`.
     Shrunk {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
-        /// What differs from the plan before.
+        /// The new execution plan, in words.
         change: String,
-        /// Samples in a micro-batch from here on.
+        /// Samples in a micro-batch from now on.
         micro_batch: usize,
-        /// Micro-batches in an update from here on.
+        /// Micro-batches in an update from now on.
         accumulation_steps: usize,
     },
-    /// Memory came back and the plan went up a rung.
+    /// The run returned to an execution plan that needs more memory.
     Grown {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
-        /// What differs from the plan before.
+        /// The new execution plan, in words.
         change: String,
-        /// Samples in a micro-batch from here on.
+        /// Samples in a micro-batch from now on.
         micro_batch: usize,
-        /// Micro-batches in an update from here on.
+        /// Micro-batches in an update from now on.
         accumulation_steps: usize,
     },
-    /// The launches of a micro-batch were captured as a CUDA graph, which is replayed from here on where the micro-batch is
-    /// of the same kind; reported once.
+    /// The launches of a micro-batch were captured as a CUDA graph, which later micro-batches of the same kind replay;
+    /// reported once.
     CudaGraphCaptured {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
         /// Launches of the graph.
         launches: usize,
-        /// Bytes of the arena that its tensors are placed in.
+        /// Bytes of the arena of its tensors.
         arena_bytes: u64,
-        /// Bytes of it beyond the most that its tensors have at once.
+        /// Bytes of the arena beyond the peak of its tensors.
         arena_waste_bytes: u64,
     },
     /// The launches of a micro-batch are not captured as a CUDA graph; reported once, at the end of a run that never got
     /// as far as capturing one.
     CudaGraphDisabled {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
-        /// What keeps it from being captured.
+        /// Why it is not captured.
         reason: String,
     },
     /// cuDNN failed in an evaluation, for lack of memory for example, and evaluations use the program's own kernels from
@@ -248,102 +250,102 @@ pub enum Event {
     },
     /// What it took to serve the allocations of a GPU, at the end of a run.
     DeviceHeap {
-        /// Updates made.
+        /// Updates applied.
         step: u64,
-        /// How often the device was waited for to move free memory together.
+        /// Device synchronizes needed to remap free chunks next to each other.
         synchronizes: u64,
-        /// Passes over a micro-batch whose tensors were placed in an arena.
+        /// Passes over a micro-batch that ran from an arena.
         arena_passes: u64,
-        /// Those whose allocations were not as expected.
+        /// Passes whose allocations differed from the traced ones.
         diverged_passes: u64,
         /// Bytes of the largest arena.
         arena_bytes: u64,
-        /// Bytes of it beyond the most that its tensors have at once.
+        /// Bytes of the arena beyond the peak of its tensors.
         arena_waste_bytes: u64,
         /// Bytes of the GPU allocated outside the heap since the budget was set, by the driver and by other processes.
         #[serde(default)]
         outside_heap_bytes: u64,
     },
-    /// Records that cannot be used were left out.
+    /// Bad records were skipped.
     BadRecords {
-        /// Updates made before it.
+        /// Updates applied before it.
         step: u64,
         /// Bad records found so far, in the training and the validation set.
         count: u64,
-        /// The first few, as they appear: where they are and what is wrong with them.
+        /// The first few: each with its location and what is wrong with it.
         records: Vec<String>,
     },
-    /// Updates wait too long for their data; told once.
+    /// Updates wait too long for their data; reported once.
     SlowData {
-        /// Updates made.
+        /// Updates applied.
         step: u64,
-        /// Fraction of the time of updates that was waited, 0 to 1.
-        share: f64,
-        /// What is too slow.
+        /// Fraction of the update time spent waiting for data, 0 to 1.
+        #[serde(alias = "share")]
+        fraction: f64,
+        /// The bottleneck.
         cause: String,
         /// What to change.
         advice: String,
     },
     /// A signal stopped the run after its checkpoint was written.
     Interrupted {
-        /// Updates made.
+        /// Updates applied.
         step: u64,
         /// `SIGINT` or `SIGTERM`.
         signal: String,
-        /// Folder of the checkpoint; `null` when there is none.
+        /// Folder of the checkpoint; `null` if there is none.
         checkpoint: Option<String>,
     },
-    /// The loss or the gradient was not finite; the run stopped.
+    /// The loss, the gradient or the weights were not finite; the run stopped.
     Diverged {
         /// The update that was not applied.
         step: u64,
         /// Epochs finished before it.
         epoch: u64,
-        /// `NaN`, `inf` or `-inf`; where the update was applied and made weights that are not finite, their name.
+        /// `NaN`, `inf` or `-inf`; if the update was applied and a weight became non-finite, the name of that weight.
         loss: String,
         /// Ids of the update's samples.
         sample_ids: Vec<u64>,
-        /// Last checkpoint, all of whose values are finite; `null` when there is none.
+        /// The last checkpoint, all of whose values are finite; `null` if there is none.
         checkpoint: Option<String>,
     },
     /// The run failed for another reason.
     Failed {
-        /// Updates made.
+        /// Updates applied.
         step: u64,
-        /// The message, causes included.
+        /// The message, including its causes.
         error: String,
     },
-    /// The run is done.
+    /// The run finished.
     Finished {
-        /// Updates made.
+        /// Updates applied.
         steps: u64,
-        /// Epochs begun.
+        /// Epochs started.
         epochs: u64,
-        /// Samples seen.
+        /// Samples trained on.
         samples: u64,
-        /// Last value of every metric, and `best.NAME` for the one that chose the best checkpoint.
+        /// Last value of every metric, and `best.NAME` for the metric that selected the best checkpoint.
         #[serde(deserialize_with = "nullable::numbers")]
         #[schemars(with = "BTreeMap<String, Option<f64>>")]
         metrics: BTreeMap<String, f64>,
-        /// Step of the best checkpoint; `null` when there is none.
+        /// Step of the best checkpoint; `null` if there is none.
         best_step: Option<u64>,
-        /// What the plan predicted.
+        /// The planned peak.
         planned_peak_bytes: MemoryBytes,
-        /// What was measured: the heap on the host, allocated memory on the device.
+        /// The measured peak: of the heap on the host, of allocated memory on the device.
         measured_peak_bytes: MemoryBytes,
-        /// The peak of the worker process's resident host memory (`VmHWM`): what the kernel kills by. 0 where
-        /// unknown.
+        /// Peak resident memory of the worker process (`VmHWM`), which is what the OOM killer goes by; 0 if unknown.
         #[serde(default)]
         resident_peak_bytes: u64,
-        /// What was allowed.
+        /// The budget.
         budget_bytes: MemoryBytes,
-        /// Seconds of the run, those before a resume included.
+        /// Seconds of the run, including those before a resume.
         elapsed_s: f64,
-        /// Of these, seconds spent waiting for data.
+        /// Seconds of that spent waiting for data.
         data_wait_s: f64,
-        /// That of the last `step`.
+        /// `samples_digest` of the last update.
         samples_digest: String,
-        /// Records that were left out because they cannot be used.
+        /// Bad records skipped.
         #[serde(default)]
         bad_records: u64,
     },
@@ -381,7 +383,10 @@ mod tests {
         let line = serde_json::to_string(&record).unwrap();
         assert_eq!(
             line,
-            r#"{"t":1.5,"event":"eval","step":7,"epoch":1,"metrics":{"valid.accuracy":0.1,"valid.loss":null},"samples":3,"eval_s":0.25}"#
+            concat!(
+                r#"{"t":1.5,"event":"eval","step":7,"epoch":1,"metrics":{"valid.accuracy":0.1,"valid.loss":null},"#,
+                r#""samples":3,"eval_s":0.25}"#
+            )
         );
         match serde_json::from_str::<EventRecord>(&line).unwrap() {
             EventRecord { t: 1.5, event: Event::Eval { step: 7, metrics, .. } } => {
@@ -390,5 +395,24 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+    /// Runs of older versions resume: their events have the old names of some fields.
+    #[test]
+    fn old_names_of_fields_are_accepted() {
+        let read = |line: &str| serde_json::from_str::<EventRecord>(line).unwrap().event;
+        let oom = r#"{"t":1.0,"event":"oom","step":3,"phase":"forward","asker":"fc1","bytes":8,"left":4}"#;
+        assert!(matches!(read(oom), Event::Oom { requester, .. } if requester == "fc1"));
+        let corrected = r#"{"t":1.0,"event":"corrected","step":3,"asked":5,"measured":8,"budget":9}"#;
+        assert!(matches!(read(corrected), Event::Corrected { reserved: 5, .. }));
+        let slow = r#"{"t":1.0,"event":"slow_data","step":3,"share":0.5,"cause":"a","advice":"b"}"#;
+        assert!(matches!(read(slow), Event::SlowData { fraction: 0.5, .. }));
+
+        let plan = crate::report::fixtures::plan();
+        let new = serde_json::to_string(&Event::Planned { plan: plan.clone() }).unwrap();
+        let old = new.replace("\"candidates\"", "\"rungs\"").replace("\"key\"", "\"rung\"");
+        assert!(old.contains("\"rungs\"") && old.contains("\"rung\"") && old != new);
+        assert!(
+            matches!(read(&old.replacen('{', "{\"t\":1.0,", 1)), Event::Planned { plan: read } if read == plan)
+        );
     }
 }

@@ -75,7 +75,7 @@ pub(super) fn complete_lines(path: &Path) -> io::Result<impl Iterator<Item = io:
         match reader.read_until(b'\n', &mut line) {
             Err(error) => Some(Err(error)),
             Ok(_) if line.pop() != Some(b'\n') => None,
-            // Invalid UTF-8 is not JSON either: whoever parses the line reports its number.
+            // Invalid UTF-8 is not JSON either: the caller that parses the line reports its number.
             Ok(_) => Some(Ok(String::from_utf8_lossy(&line).into_owned())),
         }
     }))
@@ -257,7 +257,10 @@ mod tests {
         let first = complete_lines(&path).unwrap().next().unwrap().unwrap();
         assert_eq!(
             first,
-            r#"{"step":1,"epoch":0,"t":1.0,"train.loss":1.0,"lr":0.001,"grad_norm":0.5,"samples":100,"step_s":1.0,"data_wait_s":0.01,"ram_bytes":216006656,"vram_bytes":0}"#
+            concat!(
+                r#"{"step":1,"epoch":0,"t":1.0,"train.loss":1.0,"lr":0.001,"grad_norm":0.5,"samples":100,"#,
+                r#""step_s":1.0,"data_wait_s":0.01,"ram_bytes":216006656,"vram_bytes":0}"#
+            )
         );
         assert_eq!(steps(), [(1, false), (2, false), (2, true)]);
 

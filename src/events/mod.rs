@@ -1,7 +1,8 @@
-//! What a run says: [`Event`], the [`Sink`]s that render it, and the [`Reporter`] between them.
+//! What a run reports: [`Event`], the [`Sink`]s that render it, and the [`Reporter`] between them.
 //!
-//! The reporter stamps an event with the time and hands it to every sink. The file of events is the truth: failing to write
-//! it is an error of the run. All other sinks are views, which may fall silent without harm: what they showed can be rebuilt.
+//! The reporter timestamps an event and passes it to every sink. `events.jsonl` is the source of truth: failing to
+//! write it is an error of the run. Every other sink is optional and dropped when it fails: its output can be rebuilt
+//! from the events.
 
 pub mod event;
 pub mod jsonl;
@@ -22,7 +23,7 @@ pub trait Sink: Send {
 
     fn record(&mut self, record: &EventRecord) -> io::Result<()>;
 
-    /// A message to people that is not an event: another view failed.
+    /// A message to people that is not an event: another sink failed.
     fn warn(&mut self, _text: &str) -> io::Result<()> {
         Ok(())
     }
@@ -41,7 +42,7 @@ pub enum ReportError {
     Read { path: PathBuf, source: io::Error },
 }
 
-/// Stamps events with the time and hands them to all sinks.
+/// Timestamps events and passes them to all sinks.
 pub struct Reporter {
     clock: Box<dyn FnMut() -> f64 + Send>,
     required: Vec<Box<dyn Sink>>,
@@ -72,8 +73,8 @@ impl Reporter {
         self
     }
 
-    /// Passes the event to every sink. Views get it even if a required sink failed, so that people see the last
-    /// event.
+    /// Passes the event to every sink. Optional sinks get it even if a required sink failed, so that people see the
+    /// last event.
     pub fn record(&mut self, event: Event) -> Result<(), ReportError> {
         let record = EventRecord { t: (self.clock)(), event };
         self.for_each_sink(|sink| sink.record(&record))
@@ -86,18 +87,18 @@ impl Reporter {
 
     fn for_each_sink(
         &mut self,
-        mut say: impl FnMut(&mut dyn Sink) -> io::Result<()>,
+        mut call: impl FnMut(&mut dyn Sink) -> io::Result<()>,
     ) -> Result<(), ReportError> {
         let mut outcome = Ok(());
         for sink in &mut self.required {
-            if let Err(source) = say(sink.as_mut())
+            if let Err(source) = call(sink.as_mut())
                 && outcome.is_ok()
             {
                 outcome = Err(ReportError::Write { name: sink.name(), source });
             }
         }
         let mut warnings = Vec::new();
-        self.optional.retain_mut(|sink| match say(sink.as_mut()) {
+        self.optional.retain_mut(|sink| match call(sink.as_mut()) {
             Ok(()) => true,
             Err(error) => {
                 if error.kind() != io::ErrorKind::BrokenPipe {
@@ -148,8 +149,8 @@ mod tests {
     }
 
     fn recording_sink(fails: Option<(usize, io::ErrorKind)>) -> (RecordingSink, RecordedLines) {
-        let heard = RecordedLines::default();
-        (RecordingSink { lines: heard.clone(), fails_at: fails, records: 0 }, heard)
+        let lines = RecordedLines::default();
+        (RecordingSink { lines: lines.clone(), fails_at: fails, records: 0 }, lines)
     }
 
     fn reporter() -> Reporter {
@@ -166,29 +167,29 @@ mod tests {
 
     #[test]
     fn a_failing_optional_sink_is_dropped_and_the_others_are_warned() {
-        let ((truth, told), (bad, bad_heard)) =
+        let ((required, required_lines), (bad, bad_lines)) =
             (recording_sink(None), recording_sink(Some((2, io::ErrorKind::StorageFull))));
-        let ((gone, gone_heard), (good, good_heard)) =
+        let ((closed, closed_lines), (good, good_lines)) =
             (recording_sink(Some((1, io::ErrorKind::BrokenPipe))), recording_sink(None));
         let mut reporter =
-            reporter().with_required(truth).with_optional(bad).with_optional(gone).with_optional(good);
+            reporter().with_required(required).with_optional(bad).with_optional(closed).with_optional(good);
         for _ in 0..3 {
             reporter.record(event()).unwrap();
         }
-        assert_eq!(*told.lock().unwrap(), ["1", "2", "3"]);
-        assert_eq!(*bad_heard.lock().unwrap(), ["1"]);
-        assert_eq!(*gone_heard.lock().unwrap(), [""; 0]);
+        assert_eq!(*required_lines.lock().unwrap(), ["1", "2", "3"]);
+        assert_eq!(*bad_lines.lock().unwrap(), ["1"]);
+        assert_eq!(*closed_lines.lock().unwrap(), [""; 0]);
         let warning = "`probe` is no longer written: no storage space";
-        assert_eq!(*good_heard.lock().unwrap(), ["1", "2", warning, "3"]);
+        assert_eq!(*good_lines.lock().unwrap(), ["1", "2", warning, "3"]);
     }
 
     #[test]
     fn a_failing_required_sink_is_an_error_and_optional_ones_get_the_event() {
-        let ((truth, _), (view, heard)) =
+        let ((required, _), (view, lines)) =
             (recording_sink(Some((1, io::ErrorKind::StorageFull))), recording_sink(None));
-        let mut reporter = reporter().with_required(truth).with_optional(view);
+        let mut reporter = reporter().with_required(required).with_optional(view);
         let error = reporter.record(event()).unwrap_err();
         assert_eq!(error.to_string(), "cannot write `probe`");
-        assert_eq!(*heard.lock().unwrap(), ["1"]);
+        assert_eq!(*lines.lock().unwrap(), ["1"]);
     }
 }

@@ -3,3 +3,4 @@
 pub mod fusion;
 pub mod network;
 pub mod offload;
+pub mod reference;

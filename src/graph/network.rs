@@ -19,6 +19,7 @@ use super::fusion::FusedNode;
 use super::offload::{ActivationOffload, OffloadedTensor, PendingCopy};
 use crate::base::{MicroBatchSpec, Phase, Role};
 use crate::kernels::Activation;
+use crate::kernels::reference::ReferenceScope;
 use crate::layers::loss::{Loss, MetricSums, PendingMetricSums};
 use crate::layers::{Layer, Mode, PassContext, SavedTensors};
 use crate::memory::{Ledger, Oom, Reservation};
@@ -134,6 +135,7 @@ impl Network {
         exec: &Executor,
         batch: Option<&DeviceBatch>,
     ) -> StepResult<PendingMetricSums> {
+        let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         exec.ledger.set_phase(Phase::Forward);
         let mut x = ReservedTensor { value: batch.map(|b| b.inputs.clone()), reservation: None };
         let mut saved_blocks = Vec::with_capacity(self.blocks.len());
@@ -196,6 +198,7 @@ impl Network {
 
     /// Computes the summed loss and the counts behind the metrics of a micro-batch.
     pub fn evaluate(&self, exec: &Executor, batch: Option<&DeviceBatch>) -> StepResult<PendingMetricSums> {
+        let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         let x = self.forward_blocks(exec, batch.map(|b| &b.inputs))?;
         let _work =
             exec.reserve(Role::Workspace, self.loss.name(), self.loss.cost(exec.spec).forward_workspace)?;
@@ -208,6 +211,7 @@ impl Network {
     /// Computes the outputs of the last linear layer, (samples, outputs) or (samples, positions, outputs). They are
     /// materialized in full, which training and evaluation never do.
     pub fn logits(&self, exec: &Executor, inputs: &Tensor) -> StepResult<Tensor> {
+        let _kernels = ReferenceScope::enter(exec.spec.backend.is_reference());
         let x = self.forward_blocks(exec, Some(inputs))?;
         let (Some(pass), Some(x)) = (&exec.pass, &x.value) else {
             return Err(candle_core::Error::Msg("a dry run computes no logits".into()).into());
@@ -301,6 +305,13 @@ impl Executor<'_> {
             return Ok(None);
         }
         Ok(Some(Arc::new(self.ledger.reserve(role, requester, bytes)?)))
+    }
+
+    /// Reserves the temporaries of pointwise operations on values of this shape, such as a sum. Only the reference
+    /// backend has any.
+    fn reserve_pointwise(&self, requester: &str, shape: &[usize]) -> Result<Option<Arc<Reservation>>, Oom> {
+        let bytes = self.spec.bytes(shape.iter().product());
+        self.reserve(Role::Workspace, requester, if self.spec.backend.is_reference() { 4 * bytes } else { 0 })
     }
 
     /// Starts offloading the input of a block, if offload is enabled. An input without a reservation of its own, such

@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::Job;
 use super::renamed::renamed;
 
-/// Keys, or tables, that a resumed run may have otherwise than the run it goes on from.
+/// Keys, or tables, that a resumed run may change.
 const CHANGEABLE_ON_RESUME: [&str; 16] = [
     "name",
     "data.workers",
@@ -27,7 +27,7 @@ const CHANGEABLE_ON_RESUME: [&str; 16] = [
     "log",
 ];
 
-/// Keys that name files. Where a run's data is known by its content, the files may lie elsewhere.
+/// Keys that name files. If a run's data is identified by its content, the files may be moved.
 const PATH_KEYS: [&str; 9] = [
     "data.train",
     "data.valid",
@@ -53,8 +53,8 @@ pub struct JobChange {
 }
 
 impl Job {
-    /// The keys in which `now` is another experiment than `self`, so that it cannot go on from its
-    /// checkpoints. The batch may be split otherwise as long as an update sees as many samples.
+    /// The keys in which `now` is another experiment than `self`, so that it cannot resume from its checkpoints. The
+    /// micro-batch may change as long as an update has as many samples.
     pub fn structural_changes(&self, now: &Job) -> Vec<JobChange> {
         now.structural_changes_since(&self.to_json())
     }
@@ -95,7 +95,7 @@ impl JobChange {
     }
 }
 
-/// Every value of a resolved job by its dotted key, as that is called now.
+/// Every value of a resolved job by its dotted key; renamed keys have their new name.
 fn leaves(job: &serde_json::Value) -> BTreeMap<String, String> {
     fn walk(path: &str, value: &serde_json::Value, out: &mut BTreeMap<String, String>) {
         match value.as_object() {
@@ -117,7 +117,8 @@ mod tests {
     use super::*;
 
     fn changed_keys(sets: &[&str]) -> Vec<String> {
-        let text = "[model]\nkind='mlp'\n[data]\nkind='shapes'\n[train]\nepochs=1\nbatch_size=32\naccumulation_steps=4\n";
+        let text = "[model]\nkind='mlp'\n[data]\nkind='shapes'\n\
+                    [train]\nepochs=1\nbatch_size=32\naccumulation_steps=4\n";
         let load = |sets: &[&str]| {
             let sets: Vec<String> = sets.iter().map(|s| s.to_string()).collect();
             Job::parse(text, "a.toml".as_ref(), &sets).unwrap_or_else(|e| panic!("{e}"))
@@ -137,6 +138,25 @@ mod tests {
         let sgd = changed_keys(&["optimizer.kind=sgd"]);
         assert!(sgd.contains(&r#"optimizer.kind "adamw" "sgd""#.into()), "{sgd:?}");
         assert!(sgd.contains(&"optimizer.momentum absent 0.0".into()), "{sgd:?}");
+    }
+
+    /// A run whose checkpoint has the old name of a key resumes, unless the value changed.
+    #[test]
+    fn renamed_keys_of_an_old_run_are_no_change() {
+        let text = "[model]\nkind='mlp'\n[data]\nkind='csv'\ntrain=['a.csv']\ntarget='y'\nvalid_fraction=0.25\n\
+                    [train]\nepochs=1\n[schedule]\nkind='onecycle'\n";
+        let job = Job::parse(text, "a.toml".as_ref(), &[]).unwrap_or_else(|e| panic!("{e}"));
+        let rename = |table: &mut serde_json::Value, new: &str, old: &str| {
+            let value = table.as_object_mut().unwrap().remove(new).unwrap();
+            table[old] = value;
+        };
+        let mut before = job.to_json();
+        rename(&mut before["data"], "valid_fraction", "valid_share");
+        rename(&mut before["schedule"], "warmup_fraction", "warmup_share");
+        assert_eq!(job.structural_changes_since(&before), []);
+        before["data"]["valid_share"] = 0.5.into();
+        let (key, was, now) = ("data.valid_fraction".into(), "0.5".into(), "0.25".into());
+        assert_eq!(job.structural_changes_since(&before), [JobChange { key, was, now }]);
     }
 
     #[test]

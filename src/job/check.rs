@@ -1,6 +1,6 @@
 //! Walks a parsed job along its schema and reports every error, not just the first.
 //!
-//! What passes here deserializes. Along the way, expands variables in paths and makes the paths absolute.
+//! What passes here deserializes. Also expands variables in paths and makes the paths absolute.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -154,14 +154,14 @@ impl Checker<'_> {
         self.add_error(span, error.key(at));
     }
 
-    /// Of the keys in `x-one-of` at most one stands; exactly one where the schema requires it.
+    /// At most one of the keys in `x-one-of` may be present; exactly one if the schema requires it.
     fn exclusive_keys(&mut self, table: &DeTable, span: Range<usize>, schema: &Value, path: &str) {
         let group: Vec<&str> =
             schema["x-one-of"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
         let present: Vec<&str> = group.iter().copied().filter(|key| table.contains_key(*key)).collect();
         let list = group.iter().map(|key| format!("`{key}`")).collect::<Vec<_>>().join(" or ");
         if let [first, .., last] = present[..] {
-            let message = format!("both `{first}` and `{last}`{}", section(path));
+            let message = format!("`{first}` and `{last}` exclude each other{}", section(path));
             let span = table.get_key_value(last).map_or(span, |(key, _)| key.span());
             let error = JobError::new(ErrorCode::Contradiction, message).key(join(path, last));
             self.add_error(span, error.allowed(format!("one of {list}")));
@@ -192,11 +192,11 @@ impl Checker<'_> {
             (Some("string"), DeValue::String(text)) => match self.check_string(text, schema, path) {
                 Ok(Some(resolved)) => *text = resolved.into(),
                 Ok(None) => {}
-                Err(error) => self.add_error(span, error.key(path).seen(format!("\"{text}\""))),
+                Err(error) => self.add_error(span, error.key(path).value(format!("\"{text}\""))),
             },
             (Some("boolean"), DeValue::Boolean(_)) => {}
             (Some("integer" | "number"), DeValue::Integer(n)) => {
-                // TOML integers have 64 bits; the resolved job could not hold a larger one.
+                // TOML integers have 64 bits; the resolved job could not represent a larger one.
                 let number = parse_integer(n).map(|n| n as f64);
                 self.check_range(span, number, n.to_string(), schema, path);
             }
@@ -209,12 +209,9 @@ impl Checker<'_> {
                 let too_few = schema["minItems"].as_u64().is_some_and(|min| len < min);
                 let too_many = schema["maxItems"].as_u64().is_some_and(|max| len > max);
                 if too_few || too_many {
-                    let error =
-                        JobError::new(ErrorCode::OutOfRange, format!("`{path}` cannot be a list of {len}"));
-                    self.add_error(
-                        span,
-                        error.key(path).seen(format!("{len} items")).allowed(allowed(schema)),
-                    );
+                    let shown = format!("{len} item{}", if len == 1 { "" } else { "s" });
+                    let error = JobError::new(ErrorCode::OutOfRange, format!("`{path}` cannot have {shown}"));
+                    self.add_error(span, error.key(path).value(shown).allowed(allowed(schema)));
                 }
                 let mut seen = BTreeSet::new();
                 for (i, item) in items.iter_mut().enumerate() {
@@ -222,7 +219,7 @@ impl Checker<'_> {
                     if schema["uniqueItems"] == true && !seen.insert(shown.clone()) {
                         let error =
                             JobError::new(ErrorCode::NotAllowed, format!("`{path}` names {shown} twice"));
-                        self.add_error(item.span(), error.key(path).seen(shown));
+                        self.add_error(item.span(), error.key(path).value(shown));
                     }
                     self.check_value(item, &schema["items"], &format!("{path}[{i}]"));
                 }
@@ -241,8 +238,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports `n` unless it lies within the schema's bounds; none is a number that cannot be held.
-    fn check_range(&mut self, span: Range<usize>, n: Option<f64>, seen: String, schema: &Value, path: &str) {
+    /// Reports `n` unless it is within the schema's bounds; `None` is a number that does not fit its type.
+    fn check_range(&mut self, span: Range<usize>, n: Option<f64>, shown: String, schema: &Value, path: &str) {
         let bound = |key: &str| schema[key].as_f64();
         let inside = n.is_some_and(|n| {
             bound("minimum").is_none_or(|low| n >= low)
@@ -252,8 +249,8 @@ impl Checker<'_> {
                 && schema["enum"].as_array().is_none_or(|listed| listed.iter().any(|v| v.as_f64() == Some(n)))
         });
         if !inside {
-            let error = JobError::new(ErrorCode::OutOfRange, format!("`{path}` cannot be {seen}"));
-            self.add_error(span, error.key(path).seen(seen).allowed(allowed(schema)));
+            let error = JobError::new(ErrorCode::OutOfRange, format!("`{path}` cannot be {shown}"));
+            self.add_error(span, error.key(path).value(shown).allowed(allowed(schema)));
         }
     }
 
@@ -262,12 +259,14 @@ impl Checker<'_> {
         let fits = match schema["format"].as_str() {
             Some("size") => text.parse::<MemorySize>().is_ok(),
             Some("bytes") => matches!(text.parse(), Ok(MemorySize::Bytes(_))),
-            Some("share") => matches!(text.parse(), Ok(MemorySize::Bytes(_) | MemorySize::Percent(_))),
+            Some("size-or-percent") => {
+                matches!(text.parse(), Ok(MemorySize::Bytes(_) | MemorySize::Percent(_)))
+            }
             Some("name") => is_name(text),
             // A keyword that the key accepts in place of a path.
             Some("path") if keywords(schema).any(|word| word == text) => true,
             // Inline text in place of a path, recognized by a marker that every such text contains.
-            Some("path") if schema["x-text"].as_str().is_some_and(|mark| text.contains(mark)) => true,
+            Some("path") if schema["x-text"].as_str().is_some_and(|marker| text.contains(marker)) => true,
             Some("path") => {
                 let expanded = expand(text, |name| std::env::var(name).ok())?;
                 return Ok(Some(self.base.join(expanded).to_string_lossy().into_owned()));
@@ -283,19 +282,19 @@ impl Checker<'_> {
     }
 
     fn not_a_choice(&mut self, span: Range<usize>, text: &str, names: &[&str], path: &str) {
-        let seen = format!("\"{}\"", text.escape_debug());
-        let error = JobError::new(ErrorCode::NotAllowed, format!("`{path}` cannot be {seen}"));
+        let shown = format!("\"{}\"", text.escape_debug());
+        let error = JobError::new(ErrorCode::NotAllowed, format!("`{path}` cannot be {shown}"));
         let hint = did_you_mean(text, names.iter().copied());
-        self.add_error(span, error.key(path).seen(seen).allowed(quoted(names)).hint(hint));
+        self.add_error(span, error.key(path).value(shown).allowed(quoted(names)).hint(hint));
     }
 
     fn wrong_type(&mut self, span: Range<usize>, value: &DeValue, noun: &str, allowed: String, path: &str) {
-        let seen = format_value(value);
+        let shown = format_value(value);
         let found = match value {
-            DeValue::String(_) => format!("the string {seen}"),
-            DeValue::Integer(_) | DeValue::Float(_) => format!("the number {seen}"),
-            DeValue::Boolean(_) => seen.clone(),
-            DeValue::Datetime(_) => format!("the date {seen}"),
+            DeValue::String(_) => format!("the string {shown}"),
+            DeValue::Integer(_) | DeValue::Float(_) => format!("the number {shown}"),
+            DeValue::Boolean(_) => shown.clone(),
+            DeValue::Datetime(_) => format!("the date {shown}"),
             DeValue::Array(_) => "a list".into(),
             DeValue::Table(_) => "a table".into(),
         };
@@ -308,7 +307,7 @@ impl Checker<'_> {
             });
         let hint = unquoted.map(|text| format!("write it without quotes: {text}"));
         let error = JobError::new(ErrorCode::WrongType, format!("`{path}` must be {noun}, not {found}"));
-        self.add_error(span, error.key(path).seen(seen).allowed(allowed).hint(hint));
+        self.add_error(span, error.key(path).value(shown).allowed(allowed).hint(hint));
     }
 }
 
@@ -336,7 +335,7 @@ fn parse_integer(n: &DeInteger) -> Option<i64> {
     i64::from_str_radix(n.as_str(), n.radix()).ok()
 }
 
-/// A value as a person would write it, cut to a line.
+/// A value as TOML, truncated to a line.
 fn format_value(value: &DeValue) -> String {
     let text = match value {
         DeValue::String(text) => format!("\"{}\"", text.escape_debug()),
@@ -364,19 +363,20 @@ fn is_name(text: &str) -> bool {
     !text.is_empty() && text.len() <= 128 && !text.starts_with(['.', '-']) && text.chars().all(is_name_char)
 }
 
-/// The nearest name to `text`, such as a file's stem.
+/// A valid name derived from `text`, such as a file's stem.
 pub(super) fn to_name(text: &str) -> String {
     let name: String = text.chars().map(|c| if is_name_char(c) { c } else { '-' }).take(128).collect();
     let name = name.trim_start_matches(['.', '-']);
     if name.is_empty() { "job".into() } else { name.into() }
 }
 
-/// Fills in every `${NAME}`.
+/// Expands every `${NAME}`.
 fn expand(text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<String, Box<JobError>> {
     let (mut out, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once("${") {
         let (name, after) = after.split_once('}').ok_or_else(|| {
-            JobError::new(ErrorCode::NotAllowed, "`${` without its `}`").hint("write `${NAME}`".to_owned())
+            JobError::new(ErrorCode::NotAllowed, "`${` without a closing `}`")
+                .hint("write `${NAME}`".to_owned())
         })?;
         let value = variable(name).ok_or_else(|| {
             let message = format!("the environment variable `{}` is not set", name.escape_debug());

@@ -32,11 +32,11 @@ pub struct JobError {
     pub location: Option<SourceLocation>,
     /// Dotted path of the key at fault.
     pub key: Option<String>,
-    /// What stands there; the message says it too.
-    pub seen: Option<String>,
-    /// What may stand there.
+    /// The value found; the message has it too.
+    pub value: Option<String>,
+    /// What is allowed.
     pub allowed: Option<String>,
-    /// What to do about it.
+    /// How to fix it.
     pub hint: Option<String>,
 }
 
@@ -53,10 +53,10 @@ pub enum ErrorCode {
     WrongType,
     OutOfRange,
     NotAllowed,
-    /// Keys that cannot stand together.
+    /// Keys that exclude or contradict each other.
     Contradiction,
     UnsetVariable,
-    /// There are more mistakes than are told.
+    /// More mistakes than are shown.
     More,
 }
 
@@ -67,7 +67,7 @@ impl JobError {
             message: message.into(),
             location: None,
             key: None,
-            seen: None,
+            value: None,
             allowed: None,
             hint: None,
         }
@@ -78,8 +78,8 @@ impl JobError {
         self
     }
 
-    pub(super) fn seen(mut self, seen: impl Into<String>) -> Self {
-        self.seen = Some(seen.into());
+    pub(super) fn value(mut self, value: impl Into<String>) -> Self {
+        self.value = Some(value.into());
         self
     }
 
@@ -129,7 +129,7 @@ impl fmt::Display for JobError {
     }
 }
 
-/// `did you mean ...?` when one of `names` is near to `word`.
+/// `did you mean ...?` if one of `names` is similar to `word`.
 pub(super) fn did_you_mean<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<String> {
     let score = |name: &str| strsim::jaro_winkler(&word.to_lowercase(), name);
     let best = names.into_iter().map(|n| (score(n), n)).max_by(|a, b| a.0.total_cmp(&b.0))?;

@@ -3,16 +3,16 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// A residual network with torchvision's names.
+/// ResNet, with torchvision's parameter names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ResnetConfig {
     /// Layers with weights: 18, 34 or 50.
     #[schemars(extend("enum" = [18, 34, 50]))]
     pub depth: usize,
-    /// How the image enters.
+    /// The first layers, for small or for large images.
     pub stem: Stem,
-    /// Samples that batch norm looks at together; a micro-batch is a multiple of it.
+    /// Samples that batch norm normalizes together; the micro-batch is a multiple of it.
     #[schemars(range(min = 1, max = 65_536))]
     pub norm_group: usize,
 }
@@ -23,19 +23,19 @@ impl Default for ResnetConfig {
     }
 }
 
-/// MobileNet v2 with torchvision's names.
+/// MobileNet v2, with torchvision's parameter names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MobilenetConfig {
-    /// Multiplies the channels of every layer, which stay multiples of 8.
+    /// Width multiplier: scales the channels of every layer, rounded to multiples of 8.
     #[schemars(range(min = 0.1, max = 4.0))]
     pub width: f64,
-    /// How the image enters.
+    /// The first layers, for small or for large images.
     pub stem: Stem,
-    /// Fraction of the values before the last layer dropped while training.
+    /// Dropout probability before the last layer.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
-    /// Samples that batch norm looks at together; a micro-batch is a multiple of it.
+    /// Samples that batch norm normalizes together; the micro-batch is a multiple of it.
     #[schemars(range(min = 1, max = 65_536))]
     pub norm_group: usize,
 }
@@ -46,18 +46,18 @@ impl Default for MobilenetConfig {
     }
 }
 
-/// How an image enters a network.
+/// The first layers of an image network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Stem {
-    /// The first convolution is 3 x 3 and keeps the size, for images of about 32 x 32.
+    /// For images of about 32 x 32: the first convolution is 3 x 3 with stride 1.
     Small,
-    /// As published, for images of about 224 x 224: the first layers make them smaller.
+    /// As published, for images of about 224 x 224: the first layers downsample.
     Imagenet,
 }
 
 impl Stem {
-    /// Of the first convolution.
+    /// Stride of the first convolution.
     pub fn stride(self) -> usize {
         match self {
             Stem::Small => 1,

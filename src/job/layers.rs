@@ -3,17 +3,18 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// A network of your own: layers first to last; a linear map to the classes follows by itself.
+/// A network declared layer by layer, first to last. A final linear layer to the classes (or target values) is added
+/// automatically.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LayersConfig {
     /// The layers, each a `[[model.layers]]` table or written inline. An activation is a layer of its
-    /// own; one that follows a layer that can take it in costs nothing extra.
+    /// own; where the kernel of the layer before it can fuse it, it costs nothing extra.
     #[schemars(length(min = 1))]
     pub layers: Vec<LayerConfig>,
 }
 
-/// Every layer once, as a part of a residual group and as a layer that may be such a group: a schema
-/// that contains itself could not be written out in place.
+/// Defines every layer once, for both enums: layers of a residual group, and layers that may be such a group. One
+/// recursive enum would give a recursive schema, which cannot be inlined.
 macro_rules! layers {
     ($($(#[$doc:meta])* $name:ident($keys:ty),)*) => {
         /// A layer. `kind` decides the other keys.
@@ -21,7 +22,7 @@ macro_rules! layers {
         #[serde(tag = "kind", rename_all = "snake_case")]
         pub enum LayerConfig {
             $($(#[$doc])* $name($keys),)*
-            /// The sum of two ways through: its layers, and its shortcut or the input itself.
+            /// A residual connection: the sum of its layers' output and its shortcut's, by default the input itself.
             Residual(ResidualConfig),
         }
 
@@ -33,8 +34,8 @@ macro_rules! layers {
         }
 
         impl From<BranchLayerConfig> for LayerConfig {
-            fn from(part: BranchLayerConfig) -> Self {
-                match part {
+            fn from(layer: BranchLayerConfig) -> Self {
+                match layer {
                     $(BranchLayerConfig::$name(keys) => Self::$name(keys),)*
                 }
             }
@@ -43,35 +44,35 @@ macro_rules! layers {
 }
 
 layers! {
-    /// A linear map of vectors.
+    /// A linear layer over vectors.
     Linear(LinearConfig),
-    /// A convolution of images.
+    /// A 2-d convolution.
     Conv(ConvConfig),
-    /// The largest value of every window.
+    /// Max pooling.
     MaxPool(PoolConfig),
-    /// The mean of every window.
+    /// Average pooling; padding counts as zeros.
     AvgPool(PoolConfig),
-    /// The image's mean a channel, a vector.
+    /// Global average pooling: the mean per channel, a vector.
     GlobalPool(EmptyConfig),
-    /// An image as a vector.
+    /// Flattens an image to a vector.
     Flatten(EmptyConfig),
-    /// Values dropped at random while training.
+    /// Dropout.
     Dropout(DropoutConfig),
-    /// Normalisation a channel, over groups of samples.
+    /// Batch norm: normalizes per channel, over groups of samples.
     BatchNorm(BatchNormConfig),
-    /// Normalisation a sample, over groups of channels.
+    /// Group norm: normalizes per sample, over groups of channels.
     GroupNorm(GroupNormConfig),
-    /// Every channel scaled by a gate computed from the image's means.
+    /// Squeeze-and-excitation: scales every channel by a gate computed from the channel means.
     SqueezeExcite(SqueezeExciteConfig),
     /// ReLU.
     Relu(EmptyConfig),
-    /// ReLU, cut off at 6.
+    /// ReLU, clamped to 6.
     Relu6(EmptyConfig),
-    /// Exact, by the error function.
+    /// GELU, exact (by the error function).
     Gelu(EmptyConfig),
-    /// The tanh approximation that GPT-2 uses.
+    /// GELU in the tanh approximation that GPT-2 uses.
     GeluTanh(EmptyConfig),
-    /// The input times its logistic function.
+    /// SiLU: the input times its logistic function.
     Silu(EmptyConfig),
     /// The logistic function.
     Sigmoid(EmptyConfig),
@@ -83,10 +84,10 @@ layers! {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EmptyConfig {}
 
-/// A linear map of vectors.
+/// A linear layer over vectors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LinearConfig {
-    /// Values it gives for each vector.
+    /// Output dimension.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub outputs: usize,
     /// Whether a bias is added.
@@ -94,7 +95,7 @@ pub struct LinearConfig {
     pub bias: bool,
 }
 
-/// A convolution of images.
+/// A 2-d convolution.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ConvConfig {
     /// Output channels.
@@ -104,19 +105,19 @@ pub struct ConvConfig {
     #[serde(default = "three")]
     #[schemars(range(min = 1, max = 31))]
     pub kernel: usize,
-    /// Pixels from one kernel position to the next.
+    /// Stride, in pixels.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 31))]
     pub stride: usize,
-    /// Zeros put around the image, in pixels; half the kernel keeps the image's size.
+    /// Zero padding on each side, in pixels; half the kernel size keeps the image size.
     #[serde(default)]
     #[schemars(range(min = 0, max = 31))]
     pub padding: usize,
-    /// Pixels from one cell of the kernel to the next.
+    /// Dilation: pixels from one kernel element to the next.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 31))]
     pub dilation: usize,
-    /// Groups of channels that do not see each other; as many as channels is a depthwise convolution.
+    /// Groups of channels that are convolved separately; as many as input channels is a depthwise convolution.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 65_536))]
     pub groups: usize,
@@ -129,13 +130,13 @@ pub struct ConvConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct PoolConfig {
-    /// Width and height of the window, in pixels.
+    /// Width and height of the pooling window, in pixels.
     #[schemars(range(min = 1, max = 15))]
     pub size: usize,
-    /// Pixels from one window to the next; 0 means the window's size.
+    /// Stride, in pixels; 0 means the window's size.
     #[schemars(range(min = 0, max = 31))]
     pub stride: usize,
-    /// Pixels put around the image, at most half the size.
+    /// Padding on each side, in pixels; at most half the window's size.
     #[schemars(range(min = 0, max = 7))]
     pub padding: usize,
 }
@@ -147,17 +148,17 @@ impl Default for PoolConfig {
 }
 
 impl PoolConfig {
-    /// Pixels from one window to the next.
+    /// Stride, in pixels.
     pub fn stride(&self) -> usize {
         if self.stride == 0 { self.size } else { self.stride }
     }
 }
 
-/// Values dropped at random while training.
+/// Dropout.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct DropoutConfig {
-    /// Fraction of the values dropped.
+    /// Dropout probability.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub p: f64,
 }
@@ -168,11 +169,11 @@ impl Default for DropoutConfig {
     }
 }
 
-/// Normalisation a channel, over groups of samples.
+/// Batch norm: normalizes per channel, over groups of samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct BatchNormConfig {
-    /// Samples normalised together; a micro-batch is a multiple of it.
+    /// Samples normalized together; the micro-batch is a multiple of it.
     #[schemars(range(min = 1, max = 65_536))]
     pub group: usize,
 }
@@ -183,11 +184,11 @@ impl Default for BatchNormConfig {
     }
 }
 
-/// Normalisation a sample, over groups of channels.
+/// Group norm: normalizes per sample, over groups of channels.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct GroupNormConfig {
-    /// Groups the channels are cut into, a divisor of their number.
+    /// Number of groups; it divides the number of channels.
     #[schemars(range(min = 1, max = 65_536))]
     pub groups: usize,
 }
@@ -198,11 +199,11 @@ impl Default for GroupNormConfig {
     }
 }
 
-/// Every channel scaled by a gate computed from the image's means.
+/// Squeeze-and-excitation: scales every channel by a gate computed from the channel means.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct SqueezeExciteConfig {
-    /// The image's channels over the values in the middle of the gate.
+    /// Reduction ratio: input channels divided by the gate's hidden dimension.
     #[schemars(range(min = 1, max = 65_536))]
     pub ratio: usize,
 }
@@ -213,25 +214,25 @@ impl Default for SqueezeExciteConfig {
     }
 }
 
-/// The sum of two ways through, which must give one shape.
+/// A residual connection; the branch and the shortcut must have the same output shape.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ResidualConfig {
-    /// The layers of the one way; residual groups do not nest.
+    /// The layers of the branch; residual groups do not nest.
     #[schemars(length(min = 1))]
     pub layers: Vec<BranchLayerConfig>,
-    /// The layers of the other way; none is the input itself.
+    /// The layers of the shortcut; without any it is the identity.
     #[serde(default)]
     pub shortcut: Vec<BranchLayerConfig>,
-    /// Follows the sum.
+    /// Activation after the sum.
     #[serde(default)]
     pub activation: ResidualActivation,
 }
 
-/// What follows a sum.
+/// Activation after a residual sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ResidualActivation {
-    /// Nothing.
+    /// No activation.
     #[default]
     None,
     /// ReLU.

@@ -13,14 +13,14 @@ use super::source_map::{SourceLocation, SourceMap, WHOLE_FILE};
 use super::{Job, overrides, rules, schema};
 use crate::base::regular_file;
 
-/// A job file larger than this is no job file.
+/// Maximum size of a job file.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Mistakes told at once; with more, it is another file altogether.
+/// Mistakes reported at once.
 const MAX_ERRORS: usize = 50;
 
 impl Job {
-    /// Reads the job at `path` with each of `sets` (`key.path=value`) put over it.
+    /// Reads the job at `path` with each override of `sets` (`key.path=value`) applied.
     pub fn load(path: &Path, sets: &[String]) -> Result<Job, JobErrors> {
         let file = path.display().to_string();
         let unreadable = |why: &str| JobError {
@@ -32,7 +32,7 @@ impl Job {
                 unreadable("no such file").hint("`trainer init -o job.toml` writes one".to_owned())
             }
             ErrorKind::IsADirectory => unreadable("it is a folder"),
-            ErrorKind::FileTooLarge => unreadable("it is over 1 MiB, too large for a job"),
+            ErrorKind::FileTooLarge => unreadable("expected at most 1 MiB, and it is larger"),
             // A job must be a regular file: the worker reads it again, and relative paths start at its folder.
             ErrorKind::InvalidInput => {
                 unreadable(&error.to_string()).hint("write the job to a file".to_owned())
@@ -105,7 +105,7 @@ fn resolve(
     Ok(job)
 }
 
-/// Goes on only when nothing wrong was found: what comes next would stumble over it again.
+/// Stops at errors: the next stage would report the same mistake again.
 fn ensure_no_errors(found: Vec<SpannedError>) -> Result<(), Vec<SpannedError>> {
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
@@ -238,7 +238,8 @@ mod tests {
         #[test]
         fn a_resolved_job_loads_as_itself(model in model(), rest in rest()) {
             let sets: Vec<String> = model.into_iter().chain(rest).collect();
-            let job = Job::parse(TINY, Path::new("tiny.toml"), &sets).map_err(|e| TestCaseError::fail(e.to_string()))?;
+            let job = Job::parse(TINY, Path::new("tiny.toml"), &sets);
+            let job = job.map_err(|e| TestCaseError::fail(e.to_string()))?;
             let again = Job::parse(&job.to_toml(), Path::new("/runs/other.toml"), &[]);
             prop_assert_eq!(again.map_err(|e| TestCaseError::fail(e.to_string()))?, job);
         }

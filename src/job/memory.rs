@@ -9,25 +9,27 @@ use crate::base::units::{Bytes, MemorySize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MemoryConfig {
-    /// Device memory the run may use; a percentage is of the GPU, `auto` what is free at the start.
+    /// Device memory that the run may use: a size, a percentage of the GPU's memory, or `auto`, what is free at the
+    /// start.
     pub vram: MemorySize,
-    /// Host memory the run may use; a percentage is of what the process may have at most, `auto` what
-    /// is available at the start.
+    /// Host memory that the run may use: a size, a percentage of the process's limit (of RAM, cgroup and `RLIMIT_AS`
+    /// the smallest), or `auto`, what is available at the start.
     pub ram: MemorySize,
-    /// Left unused of either budget, so that a small surprise is not an out-of-memory error.
-    #[schemars(extend("format" = "share"))]
+    /// Safety margin: how much of the available memory an `auto` budget leaves unused.
+    #[schemars(extend("format" = "size-or-percent"))]
     pub headroom: MemorySize,
-    /// What may be done when memory runs out; `[]` means to fail with exit code 3.
+    /// What the trainer may do if the job does not fit as written, or runs out of memory; with `[]` it ends with exit
+    /// code 3 instead.
     #[schemars(extend("uniqueItems" = true))]
     pub on_oom: Vec<OomAction>,
-    /// Retries in a row, without an update made, after an out-of-memory error before the run gives up with exit
-    /// code 3; also how often a killed process is started again without a new checkpoint.
+    /// Retries of one update after out-of-memory errors before the run ends with exit code 3; also restarts of a killed
+    /// process without a new checkpoint in between.
     #[schemars(range(max = 1000))]
     pub max_retries: u32,
-    /// On a GPU, capture what is launched for a micro-batch as a CUDA graph and replay it: the same numbers, sooner.
+    /// On a GPU, capture the kernels of a micro-batch as a CUDA graph and replay it: faster, with the same numbers.
     pub graphs: bool,
-    /// Work in a child process, which is started again from its newest checkpoint, with less memory, when
-    /// the kernel kills it or an allocation fails. On Linux; elsewhere there is one process.
+    /// Train in a child process, which is restarted from its newest checkpoint, with less memory, if the OOM killer
+    /// ends it or an allocation fails. Linux only; elsewhere there is one process.
     pub supervise: bool,
 }
 
@@ -52,26 +54,26 @@ impl MemoryConfig {
     }
 }
 
-/// A way to need less memory.
+/// A measure that reduces memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OomAction {
-    /// Smaller micro-batches and more accumulation: the same samples in an update.
+    /// Smaller micro-batches and more accumulation steps: an update has the same samples.
     Shrink,
-    /// Blocks of the model keep only their input and run forward again for the backward pass: the same
-    /// numbers, in more time.
+    /// Activation checkpointing: blocks of the model save only their input and recompute their activations in the
+    /// backward pass. The same numbers, but slower.
     Recompute,
-    /// Optimizer state and the inputs of recomputed blocks wait in host memory: the same numbers. The CPU computes in
-    /// host memory, so there it changes nothing.
+    /// Optimizer state and the inputs of recomputed blocks are offloaded from the GPU to host memory. The same numbers,
+    /// but slower. No effect on the CPU.
     Offload,
-    /// `adamw` keeps its two means in a byte a value, as `adamw8bit` does: nearly the same numbers, not the same,
-    /// so only a job that names it has it.
+    /// `adamw` stores its two moments in 8 bits per value, as `adamw8bit` does. This changes the numbers slightly, so
+    /// it is used only if the job lists it.
     #[serde(rename = "optimizer-8bit")]
     Optimizer8bit,
 }
 
 impl OomAction {
-    /// As a job spells it.
+    /// Its name in a job.
     pub fn name(self) -> &'static str {
         match self {
             OomAction::Shrink => "shrink",

@@ -54,11 +54,11 @@ pub use transformer::{BertConfig, GptConfig, LlamaConfig, VitConfig};
 /// A resolved job: every default is filled in, every path absolute.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Job {
-    /// Names the run's folder, `runs/NAME/...`; the file's name without its ending when absent.
+    /// Name of the run's folder, `runs/NAME/...`; by default the file's name without its extension.
     #[serde(default)]
     #[schemars(extend("format" = "name", "pattern" = "^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), transform = no_default)]
     pub name: String,
-    /// All randomness follows from it: first weights, order of samples, dropout, generated data.
+    /// Determines all randomness: initial weights, sample order, dropout, augmentation, generated data.
     #[serde(default = "seed")]
     #[schemars(range(max = 9_223_372_036_854_775_807u64))]
     pub seed: u64,
@@ -83,13 +83,13 @@ fn seed() -> u64 {
     42
 }
 
-/// The default of `name` is another for every file.
+/// The default of `name` depends on the file.
 fn no_default(schema: &mut schemars::Schema) {
     schema.remove("default");
 }
 
 impl Job {
-    /// The resolved job as TOML: itself a valid job, equal to this one wherever it lies.
+    /// The resolved job as TOML: itself a valid job, equal to this one in any folder.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a job holds only what TOML can: i64 integers, string keys")
     }

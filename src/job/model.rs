@@ -33,7 +33,7 @@ impl ModelConfig {
         }
     }
 
-    /// Whether it can learn a vector for each category of a table.
+    /// Whether it can learn embeddings of a table's categories.
     pub fn supports_embedding(&self) -> bool {
         matches!(self, Self::Mlp(_) | Self::Layers(_))
     }
@@ -54,16 +54,16 @@ impl ModelConfig {
     }
 }
 
-/// An MLP: the sample flattened, dense layers, then one output a class.
+/// An MLP: the flattened sample, dense layers, then one output per class.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MlpConfig {
     /// Widths of the hidden layers, first to last; `[]` is a linear model.
     #[schemars(inner(range(min = 1, max = 1_048_576)))]
     pub hidden: Vec<usize>,
-    /// Follows every hidden layer.
+    /// Activation after every hidden layer.
     pub activation: ActivationKind,
-    /// Fraction of each hidden layer's outputs dropped while training.
+    /// Dropout probability after each hidden layer.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
 }
@@ -74,19 +74,19 @@ impl Default for MlpConfig {
     }
 }
 
-/// A convolutional network: stages over the image, flattened, then dense layers as in `mlp`.
+/// A convolutional network: stages over the image, then flattened and dense layers as in `mlp`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct CnnConfig {
-    /// Widths of the hidden dense layers after the stages; `[]` goes straight to the classes.
+    /// Widths of the hidden dense layers after the stages; with `[]`, only the output layer follows them.
     #[schemars(inner(range(min = 1, max = 1_048_576)))]
     pub hidden: Vec<usize>,
-    /// Follows every convolution and every hidden layer.
+    /// Activation after every convolution and every hidden layer.
     pub activation: ActivationKind,
-    /// Fraction of each hidden layer's outputs dropped while training.
+    /// Dropout probability after each hidden layer.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
-    /// Samples that batch norm, where a stage has it, looks at together; a micro-batch is a multiple of it.
+    /// Samples that batch norm, if a stage has it, normalizes together; the micro-batch is then a multiple of it.
     #[schemars(range(min = 1, max = 65_536))]
     pub norm_group: usize,
     /// The convolutions, first to last; each a `[[model.stages]]` table or written inline.
@@ -107,8 +107,7 @@ impl Default for CnnConfig {
     }
 }
 
-/// A convolution padded by `kernel / 2` (rounded down) on every side, its normalisation, the activation,
-/// then max pooling.
+/// A convolution padded by `kernel / 2` (rounded down) on every side, then normalization, activation and max pooling.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StageConfig {
     /// Output channels.
@@ -118,14 +117,14 @@ pub struct StageConfig {
     #[serde(default = "three")]
     #[schemars(range(min = 1, max = 31))]
     pub kernel: usize,
-    /// Pixels from one kernel position to the next.
+    /// Stride, in pixels.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 31))]
     pub stride: usize,
-    /// Normalisation between the convolution, which then has no bias, and the activation.
+    /// Normalization between the convolution, which then has no bias, and the activation.
     #[serde(default)]
     pub norm: NormKind,
-    /// Factor of the max pooling after the activation; 1 means none.
+    /// Size and stride of the max pooling after the activation; 1 means none.
     #[serde(default = "two")]
     #[schemars(range(min = 1, max = 31))]
     pub pool: usize,
@@ -143,29 +142,30 @@ fn three() -> usize {
     3
 }
 
-/// How a stage's channels are normalised.
+/// The normalization of a stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum NormKind {
-    /// Not at all.
+    /// No normalization.
     #[default]
     None,
-    /// A channel, over groups of samples.
+    /// Batch norm: per channel, over groups of samples.
     Batch,
-    /// A sample, over groups of channels: the largest power of two of them, up to 32, that divides.
+    /// Group norm: per sample, over groups of channels. The number of groups is the largest power of two up to 32 that
+    /// divides the channels.
     Group,
 }
 
-/// The non-linearity.
+/// The activation function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationKind {
     /// ReLU.
     Relu,
-    /// Exact, by the error function.
+    /// GELU, exact (by the error function).
     Gelu,
-    /// The tanh approximation that GPT-2 uses.
+    /// GELU in the tanh approximation that GPT-2 uses.
     GeluTanh,
-    /// The input times its logistic function.
+    /// SiLU: the input times its logistic function.
     Silu,
 }

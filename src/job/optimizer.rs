@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// How weights follow gradients. `kind` decides the other keys.
+/// The optimizer. `kind` decides the other keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum OptimizerConfig {
@@ -11,7 +11,7 @@ pub enum OptimizerConfig {
     Sgd(SgdConfig),
     Lion(LionConfig),
     Adafactor(AdafactorConfig),
-    /// AdamW whose two means take a byte a value each instead of four.
+    /// AdamW with its two moments in 8 bits per value instead of 32.
     #[serde(rename = "adamw8bit")]
     Adamw8bit(AdamwConfig),
 }
@@ -33,7 +33,7 @@ impl OptimizerConfig {
         }
     }
 
-    /// The same rule with its state in bytes, where there is one.
+    /// The same rule with 8-bit state, if there is one.
     pub fn eight_bit(&self) -> Option<Self> {
         match self {
             Self::Adamw(rule) => Some(Self::Adamw8bit(rule.clone())),
@@ -71,13 +71,7 @@ pub enum OptimizerKind {
 
 impl std::fmt::Display for OptimizerKind {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.pad(match self {
-            Self::Adamw => "adamw",
-            Self::Sgd => "sgd",
-            Self::Lion => "lion",
-            Self::Adafactor => "adafactor",
-            Self::Adamw8bit => "adamw8bit",
-        })
+        self.serialize(f)
     }
 }
 
@@ -85,16 +79,17 @@ impl std::fmt::Display for OptimizerKind {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct AdamwConfig {
-    /// Learning rate at its highest; `[schedule]` scales it.
+    /// Peak learning rate; `[schedule]` scales it.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
-    /// Decay of the running means of the gradient and of its square.
+    /// Decay rates of the running means of the gradient and of its square.
     #[schemars(inner(range(min = 0.0)), transform = each_below_one)]
     pub betas: [f64; 2],
-    /// Keeps the division by the root of the second mean finite.
+    /// Added to the denominator for numerical stability.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub eps: f64,
-    /// Fraction of each matrix weight taken off in an update, times the learning rate.
+    /// Decoupled weight decay: each update subtracts this fraction of a weight times the learning rate. Applies to
+    /// matrices, not to biases and norms.
     #[schemars(range(min = 0.0))]
     pub weight_decay: f64,
 }
@@ -115,15 +110,15 @@ impl Default for AdamwConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct SgdConfig {
-    /// Learning rate at its highest; `[schedule]` scales it.
+    /// Peak learning rate; `[schedule]` scales it.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
-    /// Fraction of the last update's direction kept in the next; 0 means none.
+    /// Momentum; 0 means none.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub momentum: f64,
-    /// Look ahead along the momentum, which must then be above 0.
+    /// Use Nesterov momentum; requires `momentum` above 0.
     pub nesterov: bool,
-    /// Fraction of each matrix weight added to its gradient.
+    /// L2 penalty: this fraction of a weight is added to its gradient. Applies to matrices, not to biases and norms.
     #[schemars(range(min = 0.0))]
     pub weight_decay: f64,
 }
@@ -134,17 +129,18 @@ impl Default for SgdConfig {
     }
 }
 
-/// Steps of one size along the sign of a mixture of momentum and gradient: half the state of AdamW.
+/// Lion: steps by the sign of an interpolation of momentum and gradient; half the state of AdamW.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LionConfig {
-    /// Learning rate at its highest; a third to a tenth of what AdamW wants.
+    /// Peak learning rate; usually a third to a tenth of AdamW's.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
-    /// Fraction of the momentum in the step, and in the next momentum.
+    /// Weight of the momentum in the step, and its decay rate.
     #[schemars(inner(range(min = 0.0)), transform = each_below_one)]
     pub betas: [f64; 2],
-    /// Fraction of each matrix weight taken off in an update, times the learning rate.
+    /// Decoupled weight decay: each update subtracts this fraction of a weight times the learning rate. Applies to
+    /// matrices, not to biases and norms.
     #[schemars(range(min = 0.0))]
     pub weight_decay: f64,
 }
@@ -155,23 +151,24 @@ impl Default for LionConfig {
     }
 }
 
-/// The second mean of a matrix kept as one number a row and one a column: almost no state.
+/// Adafactor: stores the second moment of a matrix as one number per row and one per column; almost no state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct AdafactorConfig {
-    /// Step at its highest, in proportion to the size of the weights.
+    /// Peak relative step size: the step is proportional to the RMS of the weights.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lr: f64,
-    /// The second mean forgets at the rate of the update's number to this power.
+    /// Exponent of the second moment's decay: at update t its decay rate is 1 - t^`decay`.
     #[schemars(range(min = -1.0), extend("exclusiveMaximum" = 0.0))]
     pub decay: f64,
-    /// The least size of weights that a step is in proportion to.
+    /// Lower bound of the RMS of the weights that scales a step.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub eps: f64,
-    /// Root mean square at which a step is cut.
+    /// RMS above which a step is clipped.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub clip: f64,
-    /// Fraction of each matrix weight taken off in an update, times the learning rate.
+    /// Decoupled weight decay: each update subtracts this fraction of a weight times the learning rate. Applies to
+    /// matrices, not to biases and norms.
     #[schemars(range(min = 0.0))]
     pub weight_decay: f64,
 }
@@ -187,9 +184,9 @@ impl Default for AdafactorConfig {
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum ScheduleConfig {
     Constant(ConstantSchedule),
-    /// A straight line down to the end of the run.
+    /// Linear decay to the end of the run.
     Linear(DecaySchedule),
-    /// Half a cosine wave down to the end of the run.
+    /// Cosine decay to the end of the run.
     Cosine(DecaySchedule),
     Step(StepSchedule),
     Onecycle(OnecycleSchedule),
@@ -202,7 +199,7 @@ impl Default for ScheduleConfig {
 }
 
 impl ScheduleConfig {
-    /// Updates over which the rate climbs from 0; `onecycle` states a fraction of the run instead.
+    /// Updates of linear warm-up from 0; `onecycle` has a fraction of the run instead.
     pub fn warmup_steps(&self) -> u64 {
         match self {
             Self::Constant(ConstantSchedule { warmup_steps }) => *warmup_steps,
@@ -213,38 +210,38 @@ impl ScheduleConfig {
     }
 }
 
-/// The same rate from the warm-up to the end.
+/// A constant rate after the warm-up.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ConstantSchedule {
-    /// Updates over which the rate climbs from 0 in a straight line.
+    /// Updates of linear warm-up from 0.
     #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
 }
 
-/// Down to the end of the run.
+/// Decay to the end of the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct DecaySchedule {
-    /// Updates over which the rate climbs from 0 in a straight line.
+    /// Updates of linear warm-up from 0.
     #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
-    /// Rate at the end, as a fraction of `optimizer.lr`.
+    /// Learning rate at the end, as a fraction of `optimizer.lr`.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub final_lr_ratio: f64,
 }
 
-/// A fall by a factor every so many updates.
+/// Multiplies the rate by `gamma` every `every_steps` updates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StepSchedule {
-    /// Updates over which the rate climbs from 0 in a straight line.
+    /// Updates of linear warm-up from 0.
     #[serde(default)]
     #[schemars(range(max = 1_000_000_000))]
     pub warmup_steps: u64,
-    /// Updates from one fall to the next.
+    /// Updates between two changes of the rate.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub every_steps: u64,
-    /// The factor of a fall.
+    /// The factor.
     #[serde(default = "gamma")]
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
     pub gamma: f64,
@@ -254,17 +251,17 @@ fn gamma() -> f64 {
     0.1
 }
 
-/// One climb from a low rate to `optimizer.lr` and one fall far below, both half cosine waves.
+/// The 1cycle policy: a cosine warm-up from a low rate to `optimizer.lr`, then cosine decay far below it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct OnecycleSchedule {
-    /// Fraction of the run spent warming up.
+    /// Fraction of the run that is warm-up.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub warmup_fraction: f64,
-    /// `optimizer.lr` over the rate at the start.
+    /// `optimizer.lr` divided by the rate at the start.
     #[schemars(range(min = 1.0))]
     pub div: f64,
-    /// The rate at the start over the rate at the end.
+    /// The rate at the start divided by the rate at the end.
     #[schemars(range(min = 1.0))]
     pub final_div: f64,
 }

@@ -11,10 +11,10 @@ use super::check::SpannedError;
 use super::error::{ErrorCode, JobError};
 use super::schema::{choices, kinds};
 
-/// Parts of a key; no table lies deeper, and the depth of recursion stays bounded.
+/// Maximum parts of a key: no table is nested deeper, and recursion stays bounded.
 const MAX_DEPTH: usize = 64;
 
-/// Puts `set` into `job`; the set's first byte has the address `start`.
+/// Applies `set` to `job`; the first byte of `set` has the address `start`.
 pub(super) fn apply<'a>(
     set: &'a str,
     start: usize,
@@ -28,7 +28,7 @@ pub(super) fn apply<'a>(
         Err((span, error.into()))
     };
     let Some((path, text)) = set.split_once('=') else {
-        return syntax_error(whole, "a `--set` without `=`");
+        return syntax_error(whole, "`--set` without `=`");
     };
     let mut at = start;
     let mut keys = Vec::new();
@@ -39,10 +39,10 @@ pub(super) fn apply<'a>(
         at += key.len() + 1;
     }
     if let Some(empty) = keys.iter().find(|key| key.get_ref().is_empty()) {
-        return syntax_error(empty.span().start..empty.span().start + 1, "a `--set` with an empty key");
+        return syntax_error(empty.span().start..empty.span().start + 1, "`--set` with an empty key");
     }
     if keys.len() > MAX_DEPTH {
-        return syntax_error(whole, "a `--set` with too many parts in its key");
+        return syntax_error(whole, "`--set` key has more than 64 parts");
     }
     let target = keys.iter().try_fold(schema, |table, key| child_schema(table, key.get_ref()));
     let value = parse_value(text, at, target)?;
@@ -140,7 +140,7 @@ fn insert_at<'a>(
             None => {
                 let error = JobError::new(
                     ErrorCode::UnknownKey,
-                    format!("the list has no item `{}`", name.escape_debug()),
+                    format!("the list has no index `{}`", name.escape_debug()),
                 );
                 Err((key.span(), error.allowed(format!("0 to {}", items.len().saturating_sub(1))).into()))
             }
@@ -148,7 +148,7 @@ fn insert_at<'a>(
         _ => {
             let error = JobError::new(
                 ErrorCode::WrongType,
-                format!("`{}` is below a value that is no table", name.escape_debug()),
+                format!("`{}` is a key of a value that is not a table", name.escape_debug()),
             );
             Err((key.span(), error.into()))
         }

@@ -14,12 +14,12 @@ pub enum Interval {
     Minutes(u64),
 }
 
-/// Measuring on the validation set.
+/// Evaluation on the validation set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-one-of" = ["every_epochs", "every_steps"]))]
 pub struct EvalConfig {
-    /// Passes over the training set between evaluations; 1 when neither this nor `every_steps` is given.
+    /// Epochs between evaluations; 1 if neither this nor `every_steps` is given.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_epochs: Option<u64>,
@@ -27,10 +27,10 @@ pub struct EvalConfig {
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_steps: Option<u64>,
-    /// What is measured beside the loss, each as `valid.NAME`.
+    /// Metrics besides the loss, reported as `valid.NAME`.
     #[schemars(extend("uniqueItems" = true))]
     pub metrics: Vec<Metric>,
-    /// Samples in a micro-batch; absent means that the memory plan chooses.
+    /// Samples in a micro-batch of the evaluation; chosen by the memory plan if absent.
     #[schemars(range(min = 1, max = 1_048_576))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
@@ -59,13 +59,13 @@ impl EvalConfig {
     }
 }
 
-/// What can be measured beside the loss.
+/// A metric besides the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Metric {
-    /// Fraction of samples whose likeliest class is the right one.
+    /// Fraction of samples whose class has the highest logit.
     Accuracy,
-    /// Fraction of samples whose right class is among the five likeliest.
+    /// Fraction of samples whose class is among the five highest logits.
     Top5,
 }
 
@@ -79,12 +79,12 @@ impl Metric {
     }
 }
 
-/// What of a run is kept on disk.
+/// Checkpoints: how often they are written and which are kept.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("x-one-of" = ["every_epochs", "every_steps", "every_minutes"]))]
 pub struct CheckpointConfig {
-    /// Passes over the training set between checkpoints; 1 when no `every_` key is given.
+    /// Epochs between checkpoints; 1 if no `every_` key is given.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_epochs: Option<u64>,
@@ -96,10 +96,10 @@ pub struct CheckpointConfig {
     #[schemars(range(min = 1, max = 525_600))]
     #[serde(skip_serializing_if = "Option::is_none")]
     every_minutes: Option<u64>,
-    /// The newest checkpoints kept; the best one is kept besides.
+    /// How many of the newest checkpoints are kept; the best one is kept too.
     #[schemars(range(min = 1, max = 1_000_000))]
     pub keep: usize,
-    /// What makes a checkpoint the best: the lowest loss or the highest metric.
+    /// The metric that selects the best checkpoint: the lowest loss, or the highest accuracy.
     pub best: BestMetric,
 }
 
@@ -163,7 +163,7 @@ impl BestMetric {
     }
 }
 
-/// What a run tells while it trains.
+/// What a run logs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LogConfig {

@@ -12,13 +12,13 @@ const INTRO: &str = "\
 # The job
 
 A job is one TOML file. Unknown keys, wrong types, values out of range and keys that contradict each
-other are errors that show the place; `trainer check JOB` finds them all without training. Any key
-can be set from the command line: `--set train.batch_size=32`. Of keys that exclude each other, one
-that is set so replaces the one in the file.
+other are errors, shown with file and line; `trainer check JOB` finds them all without training. Any key
+can be overridden on the command line: `--set train.batch_size=32`. If two keys exclude each other, the one
+from `--set` replaces the one in the file.
 
 Sizes are written `\"8GiB\"`, `\"500MB\"`, `\"80%\"` or `\"auto\"`. Paths are relative to the job file and
-may hold environment variables as `${NAME}`. `trainer schema` prints this page as a JSON Schema, with
-which editors complete and check a job.
+may contain environment variables as `${NAME}`. `trainer schema` prints the same as a JSON Schema, which
+editors use to complete and check a job.
 ";
 
 /// The page, in Markdown.
@@ -37,7 +37,7 @@ pub fn job_markdown() -> String {
         for each in kinds(table) {
             if let Some(kind) = kind(each) {
                 let default = if table["default"]["kind"] == kind {
-                    " The default: `kind` may be left out."
+                    " The default: `kind` may be omitted."
                 } else {
                     ""
                 };
@@ -117,7 +117,7 @@ fn choice_descriptions(schema: &Value) -> String {
         .collect()
 }
 
-/// A default as one would write it in a job.
+/// A default as TOML.
 fn toml_value(value: &Value) -> String {
     match value {
         Value::Array(items) => format!("[{}]", items.iter().map(toml_value).collect::<Vec<_>>().join(", ")),

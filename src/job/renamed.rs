@@ -1,4 +1,4 @@
-//! Keys that were renamed: an old name gets a hint, and a run made with it resumes.
+//! Renamed keys: the old name gets a hint, and a run trained with it can be resumed.
 
 /// Old and new dotted key.
 const RENAMED: [(&str, &str); 3] = [
@@ -7,7 +7,7 @@ const RENAMED: [(&str, &str); 3] = [
     ("schedule.warmup_share", "schedule.warmup_fraction"),
 ];
 
-/// The dotted key that `key` is called now, if it was renamed.
+/// The new name of a dotted key, if it was renamed.
 pub(super) fn renamed(key: &str) -> Option<&'static str> {
     RENAMED.iter().find(|(old, _)| *old == key).map(|(_, new)| *new)
 }

@@ -13,7 +13,7 @@ use super::{
     RunLength, SourceConfig,
 };
 
-/// Every contradiction in `job`, told at the places of `tree` that state it.
+/// Every contradiction in `job`, reported where `tree` states it.
 pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     let mut found = Vec::new();
     let mut report = |key: &str, message: String, hint: String| {
@@ -27,7 +27,7 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     {
         report(
             "schedule.warmup_steps",
-            format!("`schedule.warmup_steps` is {warmup}, but `train.steps` is only {steps}"),
+            format!("`schedule.warmup_steps` must be at most `train.steps`, {steps}, not {warmup}"),
             "the warm-up must end within the run".into(),
         );
     }
@@ -44,8 +44,8 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
     if job.train.tf32 && job.train.precision != Precision::F32 {
         report(
             "train.tf32",
-            "`train.tf32` is of products in `f32`, which is not the precision".into(),
-            "add `precision = \"f32\"` to [train], or leave `tf32` out".into(),
+            "`train.tf32` needs `train.precision = \"f32\"`".into(),
+            "add `precision = \"f32\"` to [train], or remove `tf32`".into(),
         );
     }
     if let Some(metric) = job.checkpoint.best.metric()
@@ -54,22 +54,22 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
         let name = metric.name();
         report(
             "checkpoint.best",
-            format!("`checkpoint.best` is \"valid.{name}\", which is not measured"),
+            format!("`checkpoint.best` is \"valid.{name}\", which is not in `eval.metrics`"),
             format!("add \"{name}\" to `eval.metrics`"),
         );
     }
     if let SourceConfig::Jsonl(JsonlConfig { label: Some(_), messages, pack, .. }) = &job.data.source {
         if *pack {
-            let hint = "records that have a class are samples of their own: leave `pack` out";
-            report(
-                "data.pack",
-                "`data.pack` joins the records that `data.label` tells apart".into(),
-                hint.into(),
-            );
+            let hint = "with `label` each record is a sample: remove `pack`";
+            report("data.pack", "`data.pack` and `data.label` exclude each other".into(), hint.into());
         }
         if messages.is_some() {
-            let hint = "a class is of the text in `data.field`: leave `messages` out";
-            report("data.messages", "both `data.messages` and `data.label`".into(), hint.into());
+            let hint = "`label` classifies the text in `data.field`: remove `messages`";
+            report(
+                "data.messages",
+                "`data.messages` and `data.label` exclude each other".into(),
+                hint.into(),
+            );
         }
     }
     if let SourceConfig::Csv(CsvConfig { columns, .. }) | SourceConfig::Parquet(ParquetConfig { columns, .. }) =
@@ -80,15 +80,15 @@ pub(super) fn contradictions(job: &Job, tree: &DeTable) -> Vec<SpannedError> {
         let kind = job.model.kind();
         report(
             "data.encode",
-            format!("`data.encode` is \"embed\", and a `{kind}` model cannot embed categories"),
+            format!("`data.encode` is \"embed\", but models of kind `{kind}` cannot embed categories"),
             "use a model of kind `mlp` or `layers`, or `encode = \"one_hot\"`".into(),
         );
     }
     for (key, [low, high]) in job.data.source.augment().into_iter().flat_map(AugmentConfig::ranges) {
         if low > high {
             let key = format!("data.augment.{key}");
-            let message = format!("`{key}` goes from {low} to {high}");
-            report(&key, message, "the smaller end comes first".into());
+            let message = format!("`{key}` must be [low, high], not [{low}, {high}]");
+            report(&key, message, "write the lower bound first".into());
         }
     }
     found

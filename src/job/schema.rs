@@ -18,7 +18,7 @@ use crate::base::units::MemorySize;
 pub fn schema() -> Value {
     let mut schema = schema_of::<super::Job>();
     schema["title"] = json!("A trainer job");
-    schema["description"] = json!("What `trainer fit` trains, on what, for how long and within what memory.");
+    schema["description"] = json!("What `trainer fit` trains: model, data, length of the run and memory.");
     schema
 }
 
@@ -75,7 +75,7 @@ fn spread_common_keys(object: &mut Map<String, Value>) {
     }
 }
 
-/// Says in the schema's own words that no two keys of `x-one-of` stand together.
+/// Adds a standard constraint for `x-one-of`: no two of its keys may be present.
 fn forbid_exclusive_keys(object: &mut Map<String, Value>) {
     let Some(group) = object.get("x-one-of").and_then(Value::as_array) else { return };
     let pairs = group.iter().enumerate().flat_map(|(i, a)| group[i + 1..].iter().map(move |b| (a, b)));
@@ -133,7 +133,7 @@ pub(super) fn is_table(schema: &Value) -> bool {
     kinds(schema).iter().all(|k| k["properties"].is_object())
 }
 
-/// What a key that holds a path may hold instead.
+/// Keywords that a path key accepts in place of a path.
 pub(super) fn keywords(schema: &Value) -> impl Iterator<Item = &str> {
     schema["x-words"].as_array().into_iter().flatten().filter_map(Value::as_str)
 }
@@ -167,9 +167,9 @@ pub(super) fn allowed(schema: &Value) -> String {
             };
             format!("a list{length}, each {}", allowed(&schema["items"]))
         }
-        (_, Some("size")) => "\"auto\", a size such as \"8GiB\" or a share such as \"80%\"".into(),
+        (_, Some("size")) => "\"auto\", a size such as \"8GiB\" or a percentage such as \"80%\"".into(),
         (_, Some("bytes")) => "a size such as \"512MiB\"".into(),
-        (_, Some("share")) => "a size such as \"512MiB\" or a share such as \"5%\"".into(),
+        (_, Some("size-or-percent")) => "a size such as \"512MiB\" or a percentage such as \"5%\"".into(),
         (_, Some("name")) => "letters, digits, `-`, `_` and `.`, not starting with `.` or `-`".into(),
         (_, Some("path")) if keywords(schema).next().is_some() => {
             let named = keywords(schema).map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");

@@ -6,10 +6,10 @@ use std::ops::Range;
 use serde::Serialize;
 use unicode_width::UnicodeWidthChar;
 
-/// Columns of a line shown at most; a longer one is cut around the place.
+/// Maximum columns of a line shown; a longer one is truncated around the location.
 const MAX_COLUMNS: usize = 110;
 
-/// The span of what is about the whole file, such as a missing table.
+/// The span of an error about the whole file, such as a missing table.
 pub(super) const WHOLE_FILE: Range<usize> = 0..0;
 
 struct SourceFile {
@@ -25,7 +25,7 @@ pub(super) struct SourceMap {
 }
 
 impl SourceMap {
-    /// Adds a text and gives the address of its first byte.
+    /// Adds a text and returns the address of its first byte.
     pub fn add(&mut self, name: &str, text: &str) -> usize {
         let start = self.end;
         // A gap of one byte, so that the end of a text is not the start of the next.
@@ -34,7 +34,7 @@ impl SourceMap {
         start
     }
 
-    /// Where `span` stands; the whole file for [`WHOLE_FILE`]. One past the end is the end.
+    /// The location of `span`; the whole file for [`WHOLE_FILE`]. One past the end is the end.
     pub fn locate(&self, span: Range<usize>) -> Option<SourceLocation> {
         let source = self.files.iter().rev().find(|t| t.start <= span.start)?;
         let spot = (span != WHOLE_FILE).then(|| source.snippet(span));
@@ -113,7 +113,7 @@ fn width(text: &str) -> usize {
     text.chars().map(|c| c.width().unwrap_or(0)).sum()
 }
 
-/// A place in a job file or in a `--set`.
+/// A location in a job file or in a `--set`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SourceLocation {
     /// The file's path as given, or `--set`.
@@ -123,7 +123,7 @@ pub struct SourceLocation {
     pub snippet: Option<Snippet>,
 }
 
-/// A place on a line.
+/// A location on a line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Snippet {
     /// From 1.

@@ -13,15 +13,16 @@ use serde::{Deserialize, Serialize};
     "oneOf" = [{ "required": ["epochs"] }, { "required": ["steps"] }],
 ))]
 pub struct TrainConfig {
-    /// Samples in a micro-batch, as wished: the memory plan may take fewer, with more accumulation.
+    /// Requested samples per micro-batch: the memory plan may choose fewer, with more accumulation steps.
     #[serde(default = "batch_size")]
     #[schemars(range(min = 1, max = 1_048_576))]
     pub batch_size: usize,
-    /// Micro-batches in an update. An update sees `batch_size` x `accumulation_steps` samples, always.
+    /// Micro-batches per update. An update always has `batch_size` x `accumulation_steps` samples (the last of an
+    /// epoch: what is left).
     #[serde(default = "accumulation_steps")]
     #[schemars(range(min = 1, max = 4096))]
     pub accumulation_steps: usize,
-    /// Length of the run in passes over the training set. Either this or `steps`.
+    /// Length of the run in epochs. Either this or `steps`.
     #[schemars(range(min = 1, max = 1_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     epochs: Option<u64>,
@@ -29,23 +30,23 @@ pub struct TrainConfig {
     #[schemars(range(min = 1, max = 1_000_000_000))]
     #[serde(skip_serializing_if = "Option::is_none")]
     steps: Option<u64>,
-    /// Number format of the computation.
+    /// Number format of activations and matmuls.
     #[serde(default)]
     pub precision: Precision,
-    /// Let a GPU round what `f32` products multiply to TF32, 10 bits after the point: several times faster. Only with
-    /// `precision = "f32"`; the CPU has no such thing.
+    /// Let matmuls and convolutions in `f32` round their operands to TF32 on a GPU (10 of 23 mantissa bits), which is
+    /// several times faster. Requires `precision = "f32"`; no effect on the CPU.
     #[serde(default)]
     pub tf32: bool,
-    /// Scale the gradient down to this norm when it is longer; absent means never.
+    /// Clip the gradient to this norm; no clipping if absent.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
-    /// Begin with the weights in this safetensors file, by name, instead of with random ones.
+    /// Initialize the weights by name from this safetensors file; randomly if absent.
     #[schemars(extend("format" = "path"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init: Option<PathBuf>,
-    /// Keep a moving average of the weights that forgets at this rate, such as 0.999, and measure with it;
-    /// absent means none.
+    /// Decay rate of an exponential moving average of the weights, such as 0.999; evaluations then use the average.
+    /// None if absent.
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ema: Option<f64>,
@@ -83,18 +84,18 @@ pub enum RunLength {
     Steps(u64),
 }
 
-/// Number format of the computation.
+/// Number format of activations and matmuls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// What is fastest on the device without loss of quality; `f32` on the CPU.
+    /// `bf16` on a GPU, `f32` on the CPU.
     #[default]
     Auto,
     /// 32-bit floating point.
     F32,
-    /// Half the bits, the range of `f32`; weights, sums and the optimizer stay in `f32`.
+    /// bfloat16: 16 bits with the range of `f32`. Master weights, gradients, sums and optimizer state stay in `f32`.
     Bf16,
-    /// Half the bits, more digits and less range than `bf16`; the loss is scaled so that small gradients
-    /// are not lost, and an update that overflows is skipped and counted.
+    /// Half precision: 16 bits, more precise than `bf16` and with less range. Uses dynamic loss scaling; an update
+    /// whose gradient overflows is skipped and counted.
     F16,
 }

@@ -3,26 +3,26 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// A language model of GPT-2's shape: learned positions, layer norm before each part, GELU.
+/// GPT-2's architecture: learned positions, pre-layer-norm, GELU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct GptConfig {
     /// Transformer layers.
     #[schemars(range(min = 1, max = 1024))]
     pub layers: usize,
-    /// Attention heads of a layer; `width` is a multiple of it.
+    /// Attention heads per layer; `width` is a multiple of it.
     #[schemars(range(min = 1, max = 1024))]
     pub heads: usize,
-    /// Values that stand for a token.
+    /// Embedding dimension.
     #[schemars(range(min = 1, max = 65_536))]
     pub width: usize,
-    /// Positions there are weights for; a sample may have fewer tokens.
+    /// Maximum tokens per sample: the number of position embeddings.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub context: usize,
-    /// Fraction of the embedding's and of each branch's outputs, and of the attention weights, dropped while training.
+    /// Dropout probability of the embedding, of each residual branch's output and of the attention weights.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
-    /// The scores of the next token use the token embedding's weights.
+    /// Tie the output layer's weights to the token embedding.
     pub tie: bool,
 }
 
@@ -32,32 +32,32 @@ impl Default for GptConfig {
     }
 }
 
-/// A language model of Llama's shape: rotary positions, RMS norm, SwiGLU, shared key heads.
+/// Llama's architecture: rotary positions, RMS norm, SwiGLU, grouped-query attention.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LlamaConfig {
     /// Transformer layers.
     #[schemars(range(min = 1, max = 1024))]
     pub layers: usize,
-    /// Query heads of a layer; `width` is an even multiple of it.
+    /// Query heads per layer; `width` is an even multiple of it.
     #[schemars(range(min = 1, max = 1024))]
     pub heads: usize,
-    /// Key and value heads of a layer; `heads` is a multiple of it.
+    /// Key and value heads per layer; `heads` is a multiple of it.
     #[schemars(range(min = 1, max = 1024))]
     pub kv_heads: usize,
-    /// Values that stand for a token.
+    /// Embedding dimension.
     #[schemars(range(min = 1, max = 65_536))]
     pub width: usize,
-    /// Values inside the SwiGLU part.
+    /// Hidden dimension of SwiGLU.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub hidden: usize,
-    /// The most tokens a sample may have.
+    /// Maximum tokens per sample.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub context: usize,
-    /// Base of the rotary positions' wavelengths.
+    /// Base of the rotary embedding's wavelengths.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub rope_theta: f64,
-    /// The scores of the next token use the token embedding's weights.
+    /// Tie the output layer's weights to the token embedding.
     pub tie: bool,
 }
 
@@ -76,27 +76,27 @@ impl Default for LlamaConfig {
     }
 }
 
-/// An encoder of BERT's shape that tells texts apart: every token sees all others.
+/// BERT's encoder with a classifier: every token attends to all others.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct BertConfig {
     /// Transformer layers.
     #[schemars(range(min = 1, max = 1024))]
     pub layers: usize,
-    /// Attention heads of a layer; `width` is a multiple of it.
+    /// Attention heads per layer; `width` is a multiple of it.
     #[schemars(range(min = 1, max = 1024))]
     pub heads: usize,
-    /// Values that stand for a token.
+    /// Embedding dimension.
     #[schemars(range(min = 1, max = 65_536))]
     pub width: usize,
-    /// Values inside the feed-forward part.
+    /// Hidden dimension of the feed-forward block.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub hidden: usize,
-    /// Positions there are weights for; a sample may have fewer tokens.
+    /// Maximum tokens per sample: the number of position embeddings.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub context: usize,
-    /// Fraction of the embedding's, of each branch's and of the pooled outputs, and of the attention weights, dropped while
-    /// training.
+    /// Dropout probability of the embedding, of each residual branch's output, of the pooled output and of the
+    /// attention weights.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
 }
@@ -107,26 +107,26 @@ impl Default for BertConfig {
     }
 }
 
-/// A vision transformer: patches of an image as a sequence, with a class token before them.
+/// A vision transformer: patches of an image as a sequence, preceded by a class token.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct VitConfig {
-    /// Width and height of a patch, in pixels; those of the image are multiples of it.
+    /// Width and height of a patch, in pixels; they divide those of the image.
     #[schemars(range(min = 1, max = 256))]
     pub patch: usize,
     /// Transformer layers.
     #[schemars(range(min = 1, max = 1024))]
     pub layers: usize,
-    /// Attention heads of a layer; `width` is a multiple of it.
+    /// Attention heads per layer; `width` is a multiple of it.
     #[schemars(range(min = 1, max = 1024))]
     pub heads: usize,
-    /// Values that stand for a patch.
+    /// Embedding dimension.
     #[schemars(range(min = 1, max = 65_536))]
     pub width: usize,
-    /// Values inside the feed-forward part, as a multiple of `width`.
+    /// Hidden dimension of the feed-forward block, as a multiple of `width`.
     #[schemars(range(min = 1, max = 64))]
     pub ratio: usize,
-    /// Fraction of the embedding's and of each branch's outputs, and of the attention weights, dropped while training.
+    /// Dropout probability of the embedding, of each residual branch's output and of the attention weights.
     #[schemars(range(min = 0.0), extend("exclusiveMaximum" = 1.0))]
     pub dropout: f64,
 }

@@ -154,7 +154,9 @@ pub mod reference {
         match act {
             Activation::Sigmoid => dy * (v - v.sqr()?)?,
             Activation::Tanh => dy * v.sqr()?.affine(-1.0, 1.0)?,
-            // For Relu and Relu6 the derivative at the output equals the derivative at the input.
+            // Computed from the output. Autograd would count the zeros that Relu makes as its derivative's kink.
+            Activation::Relu => dy * v.gt(0.0)?.to_dtype(v.dtype())?,
+            Activation::Relu6 => dy * (v.gt(0.0)? * v.lt(6.0)?)?.to_dtype(v.dtype())?,
             _ => Ok(reference_kernel::gradients(&[v], dy, |t| forward(&t[0], act))?.remove(0)),
         }
     }
@@ -162,10 +164,7 @@ pub mod reference {
 
 /// `y = act(x)`, any shape.
 pub fn forward(x: &Tensor, act: Activation) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::forward(device, x, act);
-    }
+    on_cuda!(x, |device| gpu::forward(device, x, act));
     if !reference_kernel::has_cpu_kernel(x) {
         return reference::forward(x, act);
     }
@@ -179,12 +178,11 @@ pub fn forward(x: &Tensor, act: Activation) -> Result<Tensor> {
 
 /// `dx = dy act'(v)`, where `v` is the tensor that [`Activation::saved_for_backward`] names.
 pub fn backward(v: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(dy) {
+    on_cuda!(dy, |device| {
         let dx = cuda::uninit(device, dy.dtype(), dy.shape())?;
         gpu::backward(device, v, dy, &dx, act)?;
-        return Ok(dx);
-    }
+        Ok(dx)
+    });
     if !reference_kernel::has_cpu_kernel(dy) {
         return reference::backward(v, dy, act);
     }

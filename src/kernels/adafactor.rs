@@ -107,11 +107,10 @@ impl AdafactorKernel {
         state: &Tensor,
         compute_weights: Option<&Tensor>,
     ) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(weights) {
+        on_cuda!(weights, |device| {
             self.apply_cuda(device, c, params, (weights, grads, state))?;
-            return sync_compute_weights(weights, compute_weights);
-        }
+            sync_compute_weights(weights, compute_weights)
+        });
         match reference::has_cpu_kernel(weights) {
             false => self.reference(c, params, weights, grads, state)?,
             true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, params, weights, grads, state)?),

@@ -110,10 +110,7 @@ impl AdamWKernel {
         state: &AdamW8bitState,
         compute_weights: Option<&Tensor>,
     ) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(weights) {
-            return self.apply_8bit_cuda(device, c, (weights, grads), state, compute_weights);
-        }
+        on_cuda!(weights, |device| self.apply_8bit_cuda(device, c, (weights, grads), state, compute_weights));
         match reference::has_cpu_kernel(weights) {
             false => self.reference_8bit(c, weights, grads, state)?,
             true => with_elem!(weights.dtype(), T => self.apply_8bit_cpu::<T>(c, weights, grads, state)?),

@@ -13,12 +13,11 @@ use crate::{vectorised, with_elem};
 
 /// `act(a + b)` as a new tensor.
 pub fn forward(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(a) {
+    on_cuda!(a, |device| {
         let y = cuda::uninit(device, a.dtype(), a.shape())?;
         gpu::add_activation(device, a, b, &y, act)?;
-        return Ok(y);
-    }
+        Ok(y)
+    });
     if !reference::has_cpu_kernel(a) {
         return activation::reference::forward(&(a + b)?, act);
     }
@@ -27,11 +26,10 @@ pub fn forward(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
 
 /// `a = act(a + b)` in place; returns `a`.
 pub fn inplace(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(a) {
+    on_cuda!(a, |device| {
         gpu::add_activation(device, a, b, a, act)?;
-        return Ok(a.clone());
-    }
+        Ok(a.clone())
+    });
     if !reference::has_cpu_kernel(a) {
         a.slice_set(&activation::reference::forward(&(a + b)?, act)?, 0, 0)?;
         return Ok(a.clone());
@@ -45,10 +43,7 @@ pub fn inplace(a: &Tensor, b: &Tensor, act: Activation) -> Result<Tensor> {
 
 /// `dy = dy act'(y)` in place. `act` must be an activation whose derivative follows from its output.
 pub fn activation_backward_inplace(y: &Tensor, dy: &Tensor, act: Activation) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(y) {
-        return activation::gpu::backward(device, y, dy, dy, act);
-    }
+    on_cuda!(y, |device| activation::gpu::backward(device, y, dy, dy, act));
     if !reference::has_cpu_kernel(y) {
         return dy.slice_set(&activation::backward(y, dy, act)?, 0, 0);
     }

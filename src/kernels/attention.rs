@@ -127,10 +127,7 @@ impl AttentionKernel<'_> {
     pub fn forward(&self, qkv: &Tensor) -> Result<(Tensor, Tensor)> {
         let (batch, s) = (qkv.dim(0)?, &self.dims);
         let (y_shape, logsumexp_shape) = ((batch, s.length, s.width()), (batch, s.heads, s.length));
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(qkv) {
-            return self.forward_cuda(device, &self.apply_rotary_cuda(device, qkv)?);
-        }
+        on_cuda!(qkv, |device| self.forward_cuda(device, &self.apply_rotary_cuda(device, qkv)?));
         with_elem!(qkv.dtype(), T => {
             if !reference::has_cpu_kernel(qkv) {
                 let dtype = <<T as Elem>::Acc as candle_core::WithDType>::DTYPE;
@@ -235,14 +232,10 @@ impl AttentionKernel<'_> {
 
     /// The gradient of the input, from the input, the output and the log-sum-exp of the forward pass.
     pub fn backward(&self, qkv: &Tensor, y: &Tensor, logsumexp: &Tensor, dy: &Tensor) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(qkv) {
+        on_cuda!(qkv, |device| {
             let dx = self.backward_cuda(device, &self.apply_rotary_cuda(device, qkv)?, y, logsumexp, dy)?;
-            return self.rotary_backward_cuda(device, dx);
-        }
-        if !reference::has_cpu_kernel(qkv) {
-            return Ok(reference::gradients(&[qkv], dy, |t| self.reference(&t[0]))?.remove(0));
-        }
+            self.rotary_backward_cuda(device, dx)
+        });
         with_elem!(qkv.dtype(), T => {
             let (x, sums) = (cpu::view::<T>(qkv)?, cpu::view::<<T as Elem>::Acc>(logsumexp)?);
             let dx = self.backward_cpu::<T>(&x, &cpu::view::<T>(y)?, &sums, &cpu::view::<T>(dy)?);

@@ -6,8 +6,6 @@ mod gpu;
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::pool::PoolGeometry;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -22,10 +20,7 @@ pub fn avg_pool2d_reference(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
 
 /// Window means of (batch, height, width, channels); the output has fewer pixels.
 pub fn avg_pool2d(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::avg_pool2d(device, x, w);
-    }
+    on_cuda!(x, |device| gpu::avg_pool2d(device, x, w));
     if !reference::has_cpu_kernel(x) {
         return avg_pool2d_reference(x, w);
     }
@@ -58,15 +53,7 @@ fn avg_pool2d_cpu<T: Elem>(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
 
 /// Spreads each mean's gradient evenly over the pixels of its window.
 pub fn avg_pool2d_backward(dy: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(dy) {
-        return gpu::avg_pool2d_backward(device, dy, w);
-    }
-    if !reference::has_cpu_kernel(dy) {
-        let shape = (dy.dim(0)?, w.height, w.width, w.channels);
-        let x = Tensor::zeros(shape, dy.dtype(), dy.device())?;
-        return Ok(reference::gradients(&[&x], dy, |t| avg_pool2d_reference(&t[0], w))?.remove(0));
-    }
+    on_cuda!(dy, |device| gpu::avg_pool2d_backward(device, dy, w));
     with_elem!(dy.dtype(), T => avg_pool2d_backward_cpu::<T>(dy, w))
 }
 
@@ -99,10 +86,7 @@ pub fn global_avg_pool_reference(x: &Tensor) -> Result<Tensor> {
 
 /// Mean over all pixels: (batch, height, width, channels) to (batch, channels).
 pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::global_avg_pool(device, x);
-    }
+    on_cuda!(x, |device| gpu::global_avg_pool(device, x));
     if !reference::has_cpu_kernel(x) {
         return global_avg_pool_reference(x);
     }
@@ -131,15 +115,8 @@ fn global_avg_pool_cpu<T: Elem>(x: &Tensor) -> Result<Tensor> {
 
 /// Spreads the gradient of the means, (batch, channels), over images of (height, width) pixels.
 pub fn global_avg_pool_backward(dy: &Tensor, (h, w): (usize, usize)) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(dy) {
-        return gpu::global_avg_pool_backward(device, dy, (h, w));
-    }
+    on_cuda!(dy, |device| gpu::global_avg_pool_backward(device, dy, (h, w)));
     let (batch, c) = dy.dims2()?;
-    if !reference::has_cpu_kernel(dy) {
-        let scaled = (dy / (h * w) as f64)?.reshape((batch, 1, 1, c))?;
-        return scaled.broadcast_as((batch, h, w, c))?.contiguous();
-    }
     with_elem!(dy.dtype(), T => {
         let d = cpu::view::<T>(dy)?;
         let inv_count = <T as Elem>::Acc::of_f64(1.0 / (h * w) as f64);

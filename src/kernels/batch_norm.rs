@@ -65,10 +65,7 @@ impl BatchNormKernel<'_> {
     /// Returns the output and the saved statistics: (groups, 2, channels) of mean and rstd in the accumulator type.
     /// Updates `running` if present.
     pub fn forward(&self, x: &Tensor, running: Option<&RunningStats>) -> Result<(Tensor, Tensor)> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.forward_cuda(device, x, running, None);
-        }
+        on_cuda!(x, |device| self.forward_cuda(device, x, running, None));
         if !reference::has_cpu_kernel(x) {
             return self.forward_reference(x, running);
         }
@@ -118,13 +115,7 @@ impl BatchNormKernel<'_> {
 
     /// Recomputes the output from the input and the statistics that [`forward`](Self::forward) saved.
     pub fn recompute_output(&self, x: &Tensor, saved_stats: &Tensor) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.recompute_output_cuda(device, x, saved_stats);
-        }
-        if !reference::has_cpu_kernel(x) {
-            return self.reference(x);
-        }
+        on_cuda!(x, |device| self.recompute_output_cuda(device, x, saved_stats));
         with_elem!(x.dtype(), T => self.recompute_output_cpu::<T>(x, saved_stats))
     }
 
@@ -150,10 +141,7 @@ impl BatchNormKernel<'_> {
 
     /// The output under the running statistics.
     pub fn evaluate(&self, x: &Tensor, running: &RunningStats) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.evaluate_cuda(device, x, running);
-        }
+        on_cuda!(x, |device| self.evaluate_cuda(device, x, running));
         if !reference::has_cpu_kernel(x) {
             let cast = |t: &Tensor| t.to_dtype(x.dtype());
             return self.normalize(
@@ -191,16 +179,7 @@ impl BatchNormKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.backward_cuda(device, x, saved_stats, (dy, None), grads, needs_input_grad);
-        }
-        if !reference::has_cpu_kernel(x) {
-            let computed = reference::gradients(&[x, self.weight, self.bias], dy, |t| {
-                BatchNormKernel { weight: &t[1], bias: &t[2], ..*self }.reference(&t[0])
-            })?;
-            return reference::accumulate_weight_bias(computed, grads, needs_input_grad);
-        }
+        on_cuda!(x, |device| self.backward_cuda(device, x, saved_stats, (dy, None), grads, needs_input_grad));
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, saved_stats, dy, grads, needs_input_grad))
     }
 
@@ -286,14 +265,19 @@ impl BatchNormKernel<'_> {
 /// coefficients; the backward pass takes two more coefficients.
 pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout) -> (u64, u64) {
     let dtype = at.dtype;
+    if at.backend.is_reference() {
+        return (0, 0);
+    }
     if at.backend.is_cuda() {
         let (forward, backward) = cuda_workspace(dtype, layout, layout.channels);
         return (forward as u64, backward as u64);
     }
     let acc = if dtype == DType::F64 { 8 } else { 4 };
     let (partials, numbers) = (acc * layout.num_partials(), layout.units() * layout.channels);
-    let forward = 16 * numbers + partials.max(3 * acc * numbers);
-    let backward = (16 + 3 * acc) * numbers + partials.max(2 * acc * numbers);
+    // Two lists of sums and three of coefficients per unit; the backward pass has a further two, less a temporary one.
+    let lists = |count: usize| count * size_of::<Vec<f64>>() * layout.units();
+    let forward = 16 * numbers + partials.max(3 * acc * numbers) + lists(5);
+    let backward = (16 + 3 * acc) * numbers + partials.max(2 * acc * numbers) + lists(8);
     (forward as u64, backward as u64)
 }
 

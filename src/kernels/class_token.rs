@@ -6,8 +6,6 @@ mod gpu;
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -36,10 +34,7 @@ impl ClassTokenKernel<'_> {
 
     /// (batch, length + 1, width)
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.forward_cuda(device, x);
-        }
+        on_cuda!(x, |device| self.forward_cuda(device, x));
         if !reference::has_cpu_kernel(x) {
             return self.reference(x);
         }
@@ -74,18 +69,9 @@ impl ClassTokenKernel<'_> {
         grads: &ClassTokenKernel,
         shape: Option<&[usize]>,
     ) -> Result<Option<Tensor>> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(dy) {
-            return self.backward_cuda(device, dy, grads, shape);
-        }
+        on_cuda!(dy, |device| self.backward_cuda(device, dy, grads, shape));
         let (length, n) = self.sizes();
-        if reference::has_cpu_kernel(dy) {
-            with_elem!(dy.dtype(), T => accumulate_grads::<T>(dy, grads, length, n)?);
-        } else {
-            let sum = dy.sum(0)?;
-            reference::accumulate(grads.positions, &sum.reshape(grads.positions.shape())?)?;
-            reference::accumulate(grads.class, &sum.narrow(0, 0, 1)?.reshape(grads.class.shape())?)?;
-        }
+        with_elem!(dy.dtype(), T => accumulate_grads::<T>(dy, grads, length, n)?);
         shape.map(|shape| dy.narrow(1, 1, length - 1)?.contiguous()?.reshape(shape)).transpose()
     }
 }

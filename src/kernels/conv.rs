@@ -30,6 +30,7 @@ use super::matmul::{
 use super::{
     Activation, Elem, Real, SavedForBackward, activation, add, cpu, depthwise, reference, transpose,
 };
+use crate::base::Backend;
 use crate::{vectorised, with_elem};
 
 /// The operands of a convolution: `weight` is (out, height, width, in / groups).
@@ -48,29 +49,40 @@ impl ConvKernel<'_> {
     }
 
     fn preactivation(&self, x: &Tensor) -> Result<Tensor> {
-        let g = &self.geometry;
-        let ((h, w), batch) = (g.output(), x.dim(0)?);
-        let (cg, ng) = (g.in_channels / g.groups, g.out_channels / g.groups);
+        let (g, (h, w)) = (&self.geometry, self.geometry.output());
+        let (batch, cg, ng) = (x.dim(0)?, g.in_channels / g.groups, g.out_channels / g.groups);
         let x = x.pad_with_zeros(1, g.padding, g.padding)?.pad_with_zeros(2, g.padding, g.padding)?;
-        let mut groups = Vec::with_capacity(g.groups);
-        for group in 0..g.groups {
-            let x = x.narrow(3, group * cg, cg)?.contiguous()?;
-            let weight = self.weight.narrow(0, group * ng, ng)?;
-            let mut sum = None;
-            for (ky, kx) in (0..g.kernel * g.kernel).map(|i| (i / g.kernel, i % g.kernel)) {
-                let tap_input =
-                    reference::inputs_at_tap(&x, (ky * g.dilation, kx * g.dilation), g.stride, (h, w))?;
-                let tap_weight =
-                    weight.narrow(1, ky, 1)?.narrow(2, kx, 1)?.contiguous()?.reshape((ng, cg))?;
-                let tap_product = tap_input.reshape((batch * h * w, cg))?.matmul(&tap_weight.t()?)?;
-                sum = Some(match sum {
-                    Some(sum) => (sum + tap_product)?,
-                    None => tap_product,
-                });
-            }
-            groups.extend(sum);
-        }
-        let y = Tensor::cat(&groups, 1)?.reshape((batch, h, w, g.out_channels))?;
+        let taps = || (0..g.kernel * g.kernel).map(|i| (i / g.kernel, i % g.kernel));
+        let sum = |products: Vec<Tensor>| products.into_iter().map(Ok).reduce(|a, b| a? + b?).transpose();
+        // A product for every tap of the window, in groups of channels.
+        let group = |first: usize, channels: usize, out_channels: usize| {
+            let x = if channels == g.in_channels {
+                x.clone()
+            } else {
+                x.narrow(3, first * channels, channels)?.contiguous()?
+            };
+            let weight = self.weight.narrow(0, first * out_channels, out_channels)?;
+            let product = |(ky, kx)| {
+                let at = (ky * g.dilation, kx * g.dilation);
+                let x = reference::inputs_at_tap(&x, at, g.stride, (h, w))?;
+                let weight = weight.narrow(1, ky, 1)?.narrow(2, kx, 1)?.contiguous()?;
+                match g.is_depthwise() {
+                    true => x.broadcast_mul(&weight.flatten_all()?),
+                    false => {
+                        let weight = weight.reshape((out_channels, channels))?;
+                        x.reshape((batch * h * w, channels))?.matmul(&weight.t()?)
+                    }
+                }
+            };
+            sum(taps().map(product).collect::<Result<_>>()?)
+        };
+        let groups = match g.is_depthwise() {
+            true => vec![group(0, g.in_channels, g.out_channels)?],
+            false => (0..g.groups).map(|at| group(at, cg, ng)).collect::<Result<_>>()?,
+        };
+        let groups: Vec<Tensor> = groups.into_iter().flatten().collect();
+        let y = if groups.len() == 1 { groups[0].clone() } else { Tensor::cat(&groups, 1)? };
+        let y = y.reshape((batch, h, w, g.out_channels))?;
         match self.bias {
             Some(bias) => y.broadcast_add(bias),
             None => Ok(y),
@@ -80,10 +92,7 @@ impl ConvKernel<'_> {
     /// Returns the output (batch, height, width, out), and the pre-activation if the activation's backward pass reads
     /// it.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.forward_cuda(device, x);
-        }
+        on_cuda!(x, |device| self.forward_cuda(device, x));
         if !reference::has_cpu_kernel(x) {
             let pre = self.preactivation(x)?;
             let y = activation::reference::forward(&pre, self.act)?;
@@ -211,23 +220,7 @@ impl ConvKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.backward_cuda(device, x, v, &dy, grads, needs_input_grad, None);
-        }
-        if !reference::has_cpu_kernel(x) {
-            let mut inputs = vec![x, self.weight];
-            inputs.extend(self.bias);
-            let computed = reference::gradients(&inputs, &dy, |t| {
-                ConvKernel { geometry: self.geometry, weight: &t[1], bias: t.get(2), act: self.act }
-                    .reference(&t[0])
-            })?;
-            reference::accumulate(grads.weight, &computed[1])?;
-            if let (Some(into), Some(bias)) = (grads.bias, computed.get(2)) {
-                reference::accumulate(into, bias)?;
-            }
-            return Ok(needs_input_grad.then(|| computed[0].clone()));
-        }
+        on_cuda!(x, |device| self.backward_cuda(device, x, v, &dy, grads, needs_input_grad, None));
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, v, dy, grads, needs_input_grad))
     }
 
@@ -427,8 +420,16 @@ pub fn workspace(
     at: crate::base::MicroBatchSpec,
 ) -> (u64, u64) {
     let g = geometry;
-    if at.backend.is_cuda() {
-        return cuda_workspace(g, bias, at.batch, at.dtype);
+    match at.backend {
+        Backend::Cuda { .. } => return cuda_workspace(g, bias, at.batch, at.dtype),
+        // For every tap of the window its inputs, their product and the sum so far, and the gradients of all.
+        Backend::Reference { .. } => {
+            let (h, w) = g.output();
+            let tap = at.bytes(h * w * (g.in_channels + 2 * g.out_channels));
+            let padded = at.bytes((g.height + 2 * g.padding) * (g.width + 2 * g.padding) * g.in_channels);
+            return (4 * tap + 2 * padded, g.kernel_area() as u64 * 2 * tap + 6 * padded);
+        }
+        Backend::Cpu { .. } => {}
     }
     if g.is_depthwise() {
         return g.depthwise_workspace(at);

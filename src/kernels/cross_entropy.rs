@@ -14,15 +14,15 @@ mod gpu;
 use candle_core::{DType, Result, Tensor, WithDType};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
-use super::linear::{self, WeightBiasGrads, add_partials, hopper_supports_logits};
+use super::linear::{
+    self, LinearKernel, WeightBiasGrads, WeightLayout, add_partials, hopper_supports_logits,
+};
 use super::matmul::{
     MatView, Threading, downcast_slice, downcast_slice_mut, gemm, gemm_workspace, is_native_dtype, matmul,
     matmul_workspace, round,
 };
 use super::metric_sums::{self, MetricSums, PendingMetricSums};
-use super::{Elem, Real, cpu, reference};
+use super::{Activation, Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
 /// Targets with this value contribute to neither the loss nor the metrics.
@@ -122,11 +122,12 @@ impl LinearCrossEntropy<'_> {
         scale: f64,
         grads: &WeightBiasGrads,
     ) -> Result<(PendingMetricSums, Tensor)> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.forward_backward_cuda(device, x, targets, scale, grads);
-        }
-        let (sums, dx) = with_elem!(x.dtype(), T => self.run_cpu::<T>(x, targets, Some((scale, grads)))?);
+        on_cuda!(x, |device| self.forward_backward_cuda(device, x, targets, scale, grads));
+        let backward = Some((scale, grads));
+        let (sums, dx) = match reference::has_cpu_kernel(x) {
+            true => with_elem!(x.dtype(), T => self.run_cpu::<T>(x, targets, backward)?),
+            false => self.run_reference(x, targets, backward)?,
+        };
         match dx {
             Some(dx) => Ok((sums.into(), dx)),
             None => candle_core::bail!("cross-entropy: the backward pass returned no gradient"),
@@ -135,11 +136,75 @@ impl LinearCrossEntropy<'_> {
 
     /// The metric sums only.
     pub fn evaluate(&self, x: &Tensor, targets: &Tensor) -> Result<PendingMetricSums> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.evaluate_cuda(device, x, targets);
+        on_cuda!(x, |device| self.evaluate_cuda(device, x, targets));
+        let (sums, _) = match reference::has_cpu_kernel(x) {
+            true => with_elem!(x.dtype(), T => self.run_cpu::<T>(x, targets, None)?),
+            false => self.run_reference(x, targets, None)?,
+        };
+        Ok(sums.into())
+    }
+
+    /// In candle's operations; the host counts hits.
+    fn run_reference(
+        &self,
+        x: &Tensor,
+        targets: &Tensor,
+        backward: Option<(f64, &WeightBiasGrads)>,
+    ) -> Result<(MetricSums, Option<Tensor>)> {
+        let (classes, width) = self.weight.dims2()?;
+        let rows = x.elem_count() / width;
+        let targets: Vec<u32> = targets.flatten_all()?.to_vec1()?;
+        let per_row = targets.len() / rows.max(1);
+        let logits = self.linear().reference(x)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+        let (mut sums, mut kept, mut goals) = (MetricSums::default(), Vec::new(), [const { Vec::new() }; 2]);
+        for (at, (mut row, target)) in
+            logits.chunks(classes).map(<[f64]>::to_vec).zip(targets.chunks(per_row)).enumerate()
+        {
+            self.loss_grad_row(&mut row, target, None, &mut sums);
+            if target[0] == IGNORE_INDEX {
+                continue;
+            }
+            kept.push(at as u32);
+            match *target {
+                [a, b, bits] => {
+                    goals[0].push((a, f32::from_bits(bits)));
+                    goals[1].push((b, 1.0 - f32::from_bits(bits)));
+                }
+                _ => goals[0].push((target[0], 1.0)),
+            }
         }
-        Ok(with_elem!(x.dtype(), T => self.run_cpu::<T>(x, targets, None)?).0.into())
+        if kept.is_empty() {
+            return Ok((sums, backward.map(|_| x.zeros_like()).transpose()?));
+        }
+        let n = kept.len();
+        let kept = Tensor::from_vec(kept, n, x.device())?;
+        let goal = |goal: &Vec<(u32, f32)>| -> Result<(Tensor, Tensor)> {
+            let (classes, fractions): (Vec<u32>, Vec<f32>) = goal.iter().copied().unzip();
+            let fractions = Tensor::from_vec(fractions, n, x.device())?.to_dtype(x.dtype())?;
+            Ok((Tensor::from_vec(classes, n, x.device())?, fractions))
+        };
+        let goals: Vec<_> = goals.iter().filter(|goal| !goal.is_empty()).map(goal).collect::<Result<_>>()?;
+        let loss = |t: &[Tensor]| {
+            let x = t[0].reshape((rows, width))?.index_select(&kept, 0)?;
+            LinearCrossEntropy { weight: &t[1], bias: t.get(2), ..*self }.reference_soft_targets(&x, &goals)
+        };
+        let inputs: Vec<&Tensor> = [x, self.weight].into_iter().chain(self.bias).collect();
+        let value = loss(&inputs.iter().map(|t| (*t).clone()).collect::<Vec<_>>())?;
+        sums.loss = value.to_dtype(DType::F64)?.to_scalar()?;
+        let Some((scale, grads)) = backward else { return Ok((sums, None)) };
+        let dy = Tensor::new(scale, x.device())?.to_dtype(x.dtype())?;
+        let computed = reference::gradients(&inputs, &dy, loss)?;
+        Ok((sums, reference::accumulate_weight_bias(computed, grads, true)?))
+    }
+
+    /// The linear layer that computes the logits.
+    fn linear(&self) -> LinearKernel<'_> {
+        LinearKernel {
+            weight: self.weight,
+            bias: self.bias,
+            act: Activation::Identity,
+            weight_layout: WeightLayout::OutIn,
+        }
     }
 
     fn run_cpu<T: Elem>(
@@ -148,9 +213,6 @@ impl LinearCrossEntropy<'_> {
         targets: &Tensor,
         backward: Option<(f64, &WeightBiasGrads)>,
     ) -> Result<(MetricSums, Option<Tensor>)> {
-        if !reference::has_cpu_kernel(x) {
-            candle_core::bail!("cross-entropy is not implemented for this device")
-        }
         let (values, weight) = (cpu::view::<T>(x)?, cpu::view::<T>(self.weight)?);
         if is_native_dtype(T::DTYPE) {
             return self.run_chunks::<T, T>(x, &values, &weight, targets, backward);
@@ -375,6 +437,14 @@ fn cuda_logit_stride(classes: usize) -> usize {
 fn cuda_chunk_rows(dtype: DType, rows: usize, classes: usize) -> usize {
     let max_rows = CUDA_LOGIT_BYTES / (cuda_logit_stride(classes) * dtype.size_in_bytes());
     (max_rows / CUDA_ROW_MULTIPLE * CUDA_ROW_MULTIPLE).max(CUDA_ROW_MULTIPLE).min(rows)
+}
+
+/// Like [`workspace`], in candle's operations: the logits as the host reads them, log-softmax and its gradients.
+pub fn reference_workspace(dtype: DType, rows: usize, classes: usize, width: usize) -> (u64, u64) {
+    let (logits, input) = (rows * classes, (rows + classes) * width);
+    let evaluate =
+        cpu::size_in_bytes(DType::F64, 2 * logits) + cpu::size_in_bytes(dtype, 6 * logits + 2 * input);
+    (evaluate, evaluate + cpu::size_in_bytes(dtype, 10 * logits + 6 * input))
 }
 
 /// Like [`workspace`], on a GPU.

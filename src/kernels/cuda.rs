@@ -19,13 +19,15 @@ use candle_core::cuda_backend::{CudaDevice, CudaError, CudaStorage, CudaStorageS
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, WithDType, bail};
 
+use super::reference;
+
 /// The `cudaStream_t` that a launcher enqueues on.
 pub type RawStream = *mut c_void;
 
 /// The CUDA device of a tensor; `None` for a tensor on another device.
 pub fn device_of(tensor: &Tensor) -> Option<&CudaDevice> {
     match tensor.device() {
-        Device::Cuda(device) => Some(device),
+        Device::Cuda(device) if !reference::is_selected() => Some(device),
         _ => None,
     }
 }

@@ -6,7 +6,7 @@ mod gpu;
 use candle_core::{Result, Tensor};
 
 use super::sample_keys::SampleKeys;
-use super::{Elem, Real, cpu};
+use super::{Elem, Real, cpu, reference};
 use crate::with_elem;
 
 /// The threshold below which a 16-bit draw drops a value, and the factor that scales the others.
@@ -19,13 +19,12 @@ pub fn threshold_and_scale(p: f64) -> (u64, f64) {
 /// a multiple of 2^-16.
 pub fn apply(x: &Tensor, p: f64, keys: &SampleKeys) -> Result<Tensor> {
     let (threshold, scale) = threshold_and_scale(p);
-    #[cfg(feature = "cuda")]
-    if let Some(device) = super::cuda::device_of(x) {
-        return gpu::apply(device, x, threshold, scale, keys);
+    on_cuda!(x, |device| gpu::apply(device, x, threshold, scale, keys));
+    if !reference::has_cpu_kernel(x) {
+        return apply_reference(x, threshold, scale, keys);
     }
-    let x = if x.device().is_cpu() { x.clone() } else { return apply_reference(x, threshold, scale, keys) };
     with_elem!(x.dtype(), T => {
-        let values = cpu::view::<T>(&x)?;
+        let values = cpu::view::<T>(x)?;
         let width = values.len() / x.dim(0)?.max(1);
         let mut y = cpu::uninit::<T>(values.len());
         let scale = <T as Elem>::Acc::of_f64(scale);

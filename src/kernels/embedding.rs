@@ -6,8 +6,6 @@ mod gpu;
 use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::linear::{self, add_partials, column_sums};
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
@@ -47,10 +45,7 @@ impl EmbeddingKernel<'_> {
 
     /// (batch, length, width)
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(ids) {
-            return self.forward_cuda(device, ids);
-        }
+        on_cuda!(ids, |device| self.forward_cuda(device, ids));
         if !reference::has_cpu_kernel(ids) {
             return self.reference(ids);
         }
@@ -88,26 +83,8 @@ impl EmbeddingKernel<'_> {
 
     /// Accumulates the gradients of the tables into `grads`.
     pub fn backward(&self, ids: &Tensor, dy: &Tensor, grads: &EmbeddingGrads) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(ids) {
-            return self.backward_cuda(device, ids, dy, grads);
-        }
-        if reference::has_cpu_kernel(ids) {
-            return with_elem!(dy.dtype(), T => self.backward_cpu::<T>(ids, dy, grads));
-        }
-        let mut inputs = vec![self.tokens];
-        inputs.extend(self.positions);
-        inputs.extend(self.token_types);
-        let found = reference::gradients(&inputs, dy, |t| {
-            let positions = self.positions.map(|_| &t[1]);
-            let token_types = self.token_types.and(t.last());
-            EmbeddingKernel { tokens: &t[0], positions, token_types }.reference(ids)
-        })?;
-        let into = [Some(grads.tokens), grads.positions, grads.token_types];
-        into.into_iter()
-            .flatten()
-            .zip(&found)
-            .try_for_each(|(into, found)| reference::accumulate(into, found))
+        on_cuda!(ids, |device| self.backward_cuda(device, ids, dy, grads));
+        with_elem!(dy.dtype(), T => self.backward_cpu::<T>(ids, dy, grads))
     }
 
     fn backward_cpu<T: Elem>(&self, ids: &Tensor, dy: &Tensor, grads: &EmbeddingGrads) -> Result<()> {

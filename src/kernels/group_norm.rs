@@ -7,8 +7,6 @@ use candle_core::{DType, Result, Tensor};
 
 use super::channels::{Affine, ChannelLayout, cuda_workspace, moments};
 use super::clamp::ClampActivation;
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::linear::WeightBiasGrads;
 use super::{Elem, Real, cpu, reference};
 use crate::base::MicroBatchSpec;
@@ -46,10 +44,7 @@ impl GroupNormKernel<'_> {
     /// Returns the output and the saved statistics: (batch, 2, groups) of mean and rstd in the accumulator type. The
     /// reference returns zeros instead, because its backward pass does not read them.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.forward_cuda(device, x);
-        }
+        on_cuda!(x, |device| self.forward_cuda(device, x));
         if !reference::has_cpu_kernel(x) {
             let saved_stats = Tensor::zeros((x.dim(0)?, 2, self.groups), DType::F32, x.device())?;
             return Ok((self.reference(x)?, saved_stats));
@@ -103,16 +98,7 @@ impl GroupNormKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.backward_cuda(device, x, saved_stats, dy, grads, needs_input_grad);
-        }
-        if !reference::has_cpu_kernel(x) {
-            let computed = reference::gradients(&[x, self.weight, self.bias], dy, |t| {
-                GroupNormKernel { weight: &t[1], bias: &t[2], ..*self }.reference(&t[0])
-            })?;
-            return reference::accumulate_weight_bias(computed, grads, needs_input_grad);
-        }
+        on_cuda!(x, |device| self.backward_cuda(device, x, saved_stats, dy, grads, needs_input_grad));
         with_elem!(x.dtype(), T => self.backward_cpu::<T>(x, saved_stats, dy, grads, needs_input_grad))
     }
 
@@ -176,6 +162,9 @@ impl GroupNormKernel<'_> {
 /// the affine map is built, and parameter gradients are accumulated in f64.
 pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout, groups: usize) -> (u64, u64) {
     let dtype = at.dtype;
+    if at.backend.is_reference() {
+        return (0, 0);
+    }
     if at.backend.is_cuda() {
         let (forward, backward) = cuda_workspace(dtype, layout, groups);
         return (forward as u64, backward as u64);
@@ -183,6 +172,7 @@ pub fn workspace(at: MicroBatchSpec, layout: &ChannelLayout, groups: usize) -> (
     let acc = if dtype == DType::F64 { 8 } else { 4 };
     let (partials, numbers) = (acc * layout.num_partials(), layout.units() * layout.channels);
     let forward = (16 * numbers + partials).max(3 * acc * numbers);
-    let backward = (16 + 3 * acc) * numbers + partials.max(16 * layout.channels + 2 * acc * numbers);
+    let lists = 7 * size_of::<Vec<f64>>() * layout.units();
+    let backward = (16 + 3 * acc) * numbers + partials.max(16 * layout.channels + 2 * acc * numbers) + lists;
     (forward as u64, backward as u64)
 }

@@ -34,10 +34,7 @@ pub fn read<T: WithDType>(tensor: &Tensor) -> Result<HostSlice<'_, T>> {
 
 /// Copies the values of a contiguous tensor, and nothing else of its storage.
 pub fn to_vec<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
-    #[cfg(feature = "cuda")]
-    if super::cuda::device_of(tensor).is_some() {
-        return super::cuda::to_host(tensor);
-    }
+    on_cuda!(tensor, |_device| super::cuda::to_host(tensor));
     tensor.flatten_all()?.to_vec1()
 }
 
@@ -54,9 +51,6 @@ pub fn write<T: WithDTypeMut, R>(tensor: &Tensor, body: impl FnOnce(&mut [T]) ->
 
 /// Copies values to a tensor that is not on the host.
 fn upload<T: WithDType>(tensor: &Tensor, values: Cow<[T]>) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if super::cuda::device_of(tensor).is_some() {
-        return super::cuda::from_host(tensor, &values);
-    }
+    on_cuda!(tensor, |_device| super::cuda::from_host(tensor, &values));
     tensor.slice_set(&Tensor::from_slice(&values, tensor.shape(), tensor.device())?, 0, 0)
 }

@@ -93,10 +93,7 @@ impl LinearKernel<'_> {
 
     /// Returns the output, and the pre-activation if the activation's backward pass reads it.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(x) {
-            return self.forward_cuda(device, x, None);
-        }
+        on_cuda!(x, |device| self.forward_cuda(device, x, None));
         if !reference::has_cpu_kernel(x) {
             let pre = self.preactivation(x)?;
             let y = activate(&pre, self.act)?;
@@ -112,11 +109,8 @@ impl LinearKernel<'_> {
         residual: &Tensor,
         act: Activation,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(x)
-            && [self.act, act] == [Activation::Identity; 2]
-        {
-            return self.forward_cuda(device, x, Some(residual));
+        if [self.act, act] == [Activation::Identity; 2] {
+            on_cuda!(x, |device| self.forward_cuda(device, x, Some(residual)));
         }
         if reference::has_cpu_kernel(x) && [self.act, act] == [Activation::Identity; 2] {
             return with_elem!(x.dtype(), T => self.forward_cpu::<T>(x, Some(residual)));
@@ -168,10 +162,7 @@ impl LinearKernel<'_> {
         grads: &WeightBiasGrads,
         needs_input_grad: bool,
     ) -> Result<Option<Tensor>> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(x) {
-            return self.backward_cuda(device, x, v, dy, grads, needs_input_grad);
-        }
+        on_cuda!(x, |device| self.backward_cuda(device, x, v, dy, grads, needs_input_grad));
         if !reference::has_cpu_kernel(x) {
             return self.backward_reference(x, dy, grads, needs_input_grad);
         }
@@ -192,27 +183,21 @@ impl LinearKernel<'_> {
         (needs_input_grad, residual_grad): (bool, Option<&Tensor>),
         (recompute, act_backward): (bool, Option<ActBackward>),
     ) -> Result<(Option<Tensor>, bool)> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(dy) {
-            return self.backward_input_cuda(
-                device,
-                v,
-                dy,
-                bias,
-                (needs_input_grad, residual_grad),
-                (recompute, act_backward),
-            );
-        }
+        on_cuda!(dy, |device| self.backward_input_cuda(
+            device,
+            v,
+            dy,
+            bias,
+            (needs_input_grad, residual_grad),
+            (recompute, act_backward),
+        ));
         let _ = (v, bias, needs_input_grad, residual_grad, recompute, act_backward);
         candle_core::bail!("linear: split backward needs a CUDA tensor, not {:?}", dy.device().location())
     }
 
     /// The rest of `backward` after [`backward_input`](Self::backward_input), with the `dy` that it left.
     pub fn backward_weight(&self, x: &Tensor, dy: &Tensor, dweight: &Tensor) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if super::cuda::device_of(dy).is_some() {
-            return self.backward_weight_cuda(x, dy, dweight);
-        }
+        on_cuda!(dy, |_device| self.backward_weight_cuda(x, dy, dweight));
         let _ = (x, dweight);
         candle_core::bail!("linear: split backward needs a CUDA tensor, not {:?}", dy.device().location())
     }
@@ -272,11 +257,7 @@ impl LinearKernel<'_> {
             LinearKernel { weight: &t[1], weight_layout: self.weight_layout, bias: t.get(2), act: self.act }
                 .reference(&t[0])
         })?;
-        reference::accumulate(grads.weight, &computed[1])?;
-        if let (Some(into), Some(g)) = (grads.bias, computed.get(2)) {
-            reference::accumulate(into, g)?;
-        }
-        Ok(needs_input_grad.then(|| computed[0].clone()))
+        reference::accumulate_weight_bias(computed, grads, needs_input_grad)
     }
 }
 

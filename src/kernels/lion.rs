@@ -4,8 +4,6 @@
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::update::{self, CHUNK, UpdateArgs, apply_weight_decay, weight_decay_reference};
 use super::{Elem, Real, cpu, reference};
 use crate::params::FlatLayout;
@@ -34,12 +32,11 @@ impl LionKernel {
         momentum: &Tensor,
         compute_weights: Option<&Tensor>,
     ) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(weights) {
+        on_cuda!(weights, |device| {
             let buffers =
                 update::gpu::UpdateBuffers::new(c, weights, grads, [Some(momentum), None], compute_weights)?;
-            return update::gpu::lion(device, self, &buffers);
-        }
+            update::gpu::lion(device, self, &buffers)
+        });
         match reference::has_cpu_kernel(weights) {
             false => self.reference(c, weights, grads, momentum)?,
             true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, weights, grads, momentum)?),

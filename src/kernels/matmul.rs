@@ -421,6 +421,18 @@ pub fn thread_buffer_bytes(dtype: DType) -> u64 {
     gemm_common::cache::CACHE_INFO[1].cache_bytes as u64
 }
 
+/// Bytes that GEMMs take on the stack of each thread that computes.
+pub fn thread_stack_bytes() -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    return match dispatch() {
+        Dispatch::Amx => amx::STACK_BYTES as u64,
+        Dispatch::Avx512 => avx512::STACK_BYTES as u64,
+        Dispatch::Avx2 | Dispatch::Portable => 0,
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    return 0;
+}
+
 /// How many of `values` elements a GEMM converts to another type.
 fn converted_elements(dtype: DType, values: usize) -> usize {
     if acc_bytes(dtype) == dtype.size_in_bytes() { 0 } else { values }

@@ -5,6 +5,17 @@
 //! It returns newly allocated tensors or accumulates into the tensor it receives. It records no autograd graph, and its
 //! result is bitwise reproducible whatever the thread timing. Only layers call kernels.
 
+/// Returns what the closure makes if the CUDA kernels apply to the tensor; nothing in builds without CUDA.
+macro_rules! on_cuda {
+    ($tensor:expr, |$device:ident| $launch:expr) => {
+        #[cfg(feature = "cuda")]
+        if let Some($device) = $crate::kernels::cuda::device_of($tensor) {
+            return $launch;
+        }
+    };
+}
+pub(crate) use on_cuda;
+
 pub mod activation;
 pub mod adafactor;
 pub mod adamw8bit;
@@ -54,9 +65,6 @@ pub use elem::{Elem, Real};
 
 /// Copies a contiguous tensor into newly allocated memory.
 pub fn copy(tensor: &candle_core::Tensor) -> candle_core::Result<candle_core::Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(tensor) {
-        return cuda::copy(device, tensor);
-    }
+    on_cuda!(tensor, |device| cuda::copy(device, tensor));
     tensor.copy()
 }

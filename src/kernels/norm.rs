@@ -6,10 +6,8 @@ mod gpu;
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::linear::{WeightBiasGrads, add_partials};
-use super::{Activation, Elem, Real, add, cpu, lanes, reference};
+use super::{Elem, Real, cpu, lanes, reference};
 use crate::{vectorised, with_elem};
 
 /// `y = w (x - mean) / sqrt(mean((x - mean)^2) + eps) + b` over the last dimension.
@@ -80,10 +78,7 @@ impl NormKernel<'_> {
 
     /// The output, and the saved statistics of each row.
     pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.forward_cuda(device, x);
-        }
+        on_cuda!(x, |device| self.forward_cuda(device, x));
         with_elem!(x.dtype(), T => {
             let shape = (x.elem_count() / self.weight.elem_count(), self.stats_per_row());
             if !reference::has_cpu_kernel(x) {
@@ -132,10 +127,7 @@ impl NormKernel<'_> {
     /// Recomputes the output, bit for bit, on a GPU; `None` elsewhere. There a pass over the input costs less than
     /// keeping the output in memory.
     pub fn recompute_output(&self, _x: &Tensor, _stats: &Tensor) -> Result<Option<Tensor>> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(_x) {
-            return self.output_cuda(device, _x, _stats, true).map(Some);
-        }
+        on_cuda!(_x, |device| self.output_cuda(device, _x, _stats, true).map(Some));
         Ok(None)
     }
 
@@ -150,28 +142,9 @@ impl NormKernel<'_> {
         needs_input_grad: bool,
         fusion: NormBackwardFusion,
     ) -> Result<Option<Tensor>> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
-            return self.backward_cuda(device, (x, stats, dy), grads, needs_input_grad, fusion);
-        }
+        on_cuda!(x, |device| self.backward_cuda(device, (x, stats, dy), grads, needs_input_grad, fusion));
         if fusion.recompute_output || fusion.dx_column_sums.is_some() {
             candle_core::bail!("norm: fused backward outputs are supported on CUDA only")
-        }
-        if !reference::has_cpu_kernel(x) {
-            let mut inputs = vec![x, self.weight];
-            inputs.extend(self.bias);
-            let found = reference::gradients(&inputs, dy, |t| {
-                NormKernel { weight: &t[1], bias: t.get(2), ..*self }.reference(&t[0])
-            })?;
-            reference::accumulate(grads.weight, &found[1])?;
-            if let (Some(into), Some(bias)) = (grads.bias, found.get(2)) {
-                reference::accumulate(into, bias)?;
-            }
-            let dx = needs_input_grad.then(|| found[0].clone());
-            return match (dx, fusion.residual_grad) {
-                (Some(dx), Some(onto)) => add::inplace(&dx, onto, Activation::Identity).map(Some),
-                (dx, _) => Ok(dx),
-            };
         }
         with_elem!(x.dtype(), T => {
             let dx = self.backward_cpu::<T>(x, stats, dy, grads, needs_input_grad, fusion.residual_grad)?;

@@ -5,8 +5,6 @@ mod gpu;
 
 use candle_core::{DType, Result, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::linear::{add_partials, column_sums, join_backward};
 use super::matmul::{MatView, Threading, gemm, gemm_workspace, is_native_dtype, round};
 use super::{Elem, Real, cpu, reference};
@@ -43,10 +41,7 @@ pub fn reference(x: &Tensor, projections: &[Projection]) -> Result<Tensor> {
 }
 
 pub fn forward(x: &Tensor, projections: &[Projection]) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::forward(device, x, projections);
-    }
+    on_cuda!(x, |device| gpu::forward(device, x, projections));
     if !reference::has_cpu_kernel(x) {
         return reference(x, projections);
     }
@@ -99,30 +94,8 @@ pub fn backward(
     grads: &[Projection],
     needs_input_grad: bool,
 ) -> Result<Option<Tensor>> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::backward(device, x, projections, dy, grads, needs_input_grad);
-    }
-    if reference::has_cpu_kernel(x) {
-        return with_elem!(x.dtype(), T => backward_cpu::<T>(x, projections, dy, grads, needs_input_grad));
-    }
-    let tensors = |projections: &[Projection<'_>]| -> Vec<Tensor> {
-        projections.iter().flat_map(|map| [Some(map.weight), map.bias]).flatten().cloned().collect()
-    };
-    let (params, into) = (tensors(projections), tensors(grads));
-    let inputs: Vec<&Tensor> = std::iter::once(x).chain(&params).collect();
-    let computed = reference::gradients(&inputs, dy, |t| {
-        let mut rest = t[1..].iter();
-        let mut projections = projections.to_vec();
-        for projection in &mut projections {
-            let bias = projection.bias.is_some();
-            projection.weight = rest.next().unwrap_or(projection.weight);
-            projection.bias = if bias { rest.next() } else { None };
-        }
-        reference(&t[0], &projections)
-    })?;
-    into.iter().zip(&computed[1..]).try_for_each(|(into, found)| reference::accumulate(into, found))?;
-    Ok(needs_input_grad.then(|| computed[0].clone()))
+    on_cuda!(x, |device| gpu::backward(device, x, projections, dy, grads, needs_input_grad));
+    with_elem!(x.dtype(), T => backward_cpu::<T>(x, projections, dy, grads, needs_input_grad))
 }
 
 fn backward_cpu<T: Elem>(

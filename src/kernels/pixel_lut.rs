@@ -75,7 +75,7 @@ mod tests {
         use candle_core::{DType, Tensor};
         let device = crate::layers::gradcheck::test_device();
         if device.is_cpu() {
-            return eprintln!("skipped: no card is asked for");
+            return eprintln!("skipped: needs a GPU (TRAINER_TEST_DEVICE=cuda)");
         }
         for (channels, pixels) in [(1, 1), (3, 4095), (3, 70_000), (4, 12_345), (2, 4096)] {
             let (palette, bytes) = (test_lut(channels), bytes(pixels * channels, 1));

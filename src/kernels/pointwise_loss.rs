@@ -114,14 +114,37 @@ impl LinearPointwiseLoss<'_> {
 
     /// Metric sums of the predictions; with a `scale`, also turns the predictions into gradients.
     fn loss_and_grad(&self, p: &Tensor, targets: &Tensor, scale: Option<f64>) -> Result<PendingMetricSums> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = super::cuda::device_of(p) {
-            return gpu::loss_and_grad(device, self.loss_fn, p, targets, scale);
-        }
+        on_cuda!(p, |device| gpu::loss_and_grad(device, self.loss_fn, p, targets, scale));
         if !reference::has_cpu_kernel(p) {
-            candle_core::bail!("pointwise losses are not implemented for this device")
+            return Ok(self.loss_and_grad_reference(p, targets, scale)?.into());
         }
         Ok(with_elem!(p.dtype(), T => self.loss_and_grad_cpu::<T>(p, targets, scale)?).into())
+    }
+
+    /// In candle's operations; the host counts hits.
+    fn loss_and_grad_reference(
+        &self,
+        p: &Tensor,
+        targets: &Tensor,
+        scale: Option<f64>,
+    ) -> Result<MetricSums> {
+        let samples = p.dim(0)?;
+        let values = p.elem_count() / samples.max(1);
+        let targets = targets.to_dtype(p.dtype())?.reshape(p.shape())?;
+        let loss = |p: &Tensor| self.loss_fn.reference(p, &targets)?.sum_all()? / values as f64;
+        let hits = match self.loss_fn {
+            PointwiseLossFn::BceWithLogits => {
+                let wrong = p.gt(0.0)?.ne(&targets.gt(0.5)?)?.reshape((samples, values))?;
+                wrong.max(1)?.to_vec1::<u8>()?.iter().filter(|wrong| **wrong == 0).count() as u64
+            }
+            _ => 0,
+        };
+        let total = loss(p)?.to_dtype(DType::F64)?.to_scalar()?;
+        if let Some(scale) = scale {
+            let dy = Tensor::new(scale, p.device())?.to_dtype(p.dtype())?;
+            p.slice_set(&reference::gradients(&[p], &dy, |t| loss(&t[0]))?.remove(0), 0, 0)?;
+        }
+        Ok(MetricSums { loss: total, weight: samples as f64, count: samples as u64, top1: hits, top5: hits })
     }
 
     fn loss_and_grad_cpu<T: Elem>(
@@ -175,6 +198,13 @@ pub fn workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> (u6
         super::linear::workspace(dtype, super::linear::WeightLayout::OutIn, rows, width, outputs);
     let predictions = cpu::size_in_bytes(dtype, rows * outputs);
     (predictions + forward, predictions + backward)
+}
+
+/// Like [`workspace`], in candle's operations.
+pub fn reference_workspace(dtype: DType, rows: usize, outputs: usize, width: usize) -> (u64, u64) {
+    let (predictions, input) = (rows * outputs, (rows + outputs) * width);
+    let evaluate = cpu::size_in_bytes(dtype, 10 * predictions + 2 * input);
+    (evaluate, evaluate + cpu::size_in_bytes(dtype, 16 * predictions + 6 * input))
 }
 
 /// Like [`workspace`], on a GPU.

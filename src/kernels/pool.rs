@@ -5,8 +5,6 @@ pub(super) mod gpu;
 
 use candle_core::{Result, Tensor};
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::{Elem, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -44,20 +42,25 @@ impl PoolGeometry {
 
 /// Reference implementation: the maximum over the taps of the window.
 pub fn reference_max(x: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
-    // Padding must lose against every value, so shift the image above zero and back.
-    let offset = 1e4;
-    let x = (x + offset)?.pad_with_zeros(1, w.padding, w.padding)?.pad_with_zeros(2, w.padding, w.padding)?;
+    // Padding loses against every value.
+    let pad = |x: Tensor, dim: usize| match w.padding {
+        0 => Ok(x),
+        padding => {
+            let mut shape = x.dims().to_vec();
+            shape[dim] = padding;
+            let border = Tensor::full(f32::MIN, shape, x.device())?.to_dtype(x.dtype())?;
+            Tensor::cat(&[&border, &x, &border], dim)
+        }
+    };
+    let x = pad(pad(x.clone(), 1)?, 2)?;
     let tap_inputs = (0..w.size * w.size)
         .map(|i| reference::inputs_at_tap(&x, (i / w.size, i % w.size), w.stride, w.output()));
-    Tensor::stack(&tap_inputs.collect::<Result<Vec<_>>>()?, 0)?.max(0)? - offset
+    Tensor::stack(&tap_inputs.collect::<Result<Vec<_>>>()?, 0)?.max(0)
 }
 
 /// The maxima and, as bytes of the same shape, the tap each came from (the first of equals).
 pub fn max(x: &Tensor, w: &PoolGeometry) -> Result<(Tensor, Tensor)> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::max(device, x, w);
-    }
+    on_cuda!(x, |device| gpu::max(device, x, w));
     if !reference::has_cpu_kernel(x) {
         let y = reference_max(x, w)?;
         let indices = Tensor::zeros(y.shape(), candle_core::DType::U8, y.device())?;
@@ -98,10 +101,7 @@ pub fn max(x: &Tensor, w: &PoolGeometry) -> Result<(Tensor, Tensor)> {
 
 /// Routes each maximum's gradient to the pixel it came from.
 pub fn max_backward(indices: &Tensor, dy: &Tensor, w: &PoolGeometry) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(dy) {
-        return gpu::max_backward(device, indices, dy, w);
-    }
+    on_cuda!(dy, |device| gpu::max_backward(device, indices, dy, w));
     with_elem!(dy.dtype(), T => {
         let (indices, d) = (cpu::view::<u8>(indices)?, cpu::view::<T>(dy)?);
         let (image_len, batch) = (w.height * w.width * w.channels, dy.dim(0)?);

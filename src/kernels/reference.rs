@@ -1,12 +1,44 @@
-//! Backward passes of the reference implementations, by candle's autograd. They let a device without kernels train.
+//! What the reference implementations share, and the switch that selects them: they run on devices that have no
+//! kernels, and on any device within a [`ReferenceScope`].
 //!
-//! Slow, and autograd keeps every intermediate; a device with its own kernels never calls this.
+//! Slow, and autograd keeps every intermediate.
+
+use std::cell::Cell;
 
 use candle_core::{Device, Result, Tensor, Var, bail};
 
+thread_local! {
+    static SELECTED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// While it lives, the kernels that this thread calls run their reference implementations.
+pub struct ReferenceScope {
+    outer: bool,
+}
+
+impl ReferenceScope {
+    /// A scope of the reference implementations, or one that changes nothing.
+    pub fn enter(reference: bool) -> Self {
+        let outer = SELECTED.get();
+        SELECTED.set(outer || reference);
+        Self { outer }
+    }
+}
+
+impl Drop for ReferenceScope {
+    fn drop(&mut self) {
+        SELECTED.set(self.outer);
+    }
+}
+
+/// Whether this thread is within a scope of the reference implementations.
+pub fn is_selected() -> bool {
+    SELECTED.get()
+}
+
 /// Whether the CPU kernels apply.
 pub fn has_cpu_kernel(tensor: &Tensor) -> bool {
-    matches!(tensor.device(), Device::Cpu)
+    !is_selected() && matches!(tensor.device(), Device::Cpu)
 }
 
 /// Gradients of `sum(f(inputs) * dy)` with respect to each input.

@@ -6,8 +6,6 @@ mod gpu;
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -18,10 +16,7 @@ pub fn reference(x: &Tensor, s: &Tensor) -> Result<Tensor> {
 }
 
 pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::apply(device, x, s, None);
-    }
+    on_cuda!(x, |device| gpu::apply(device, x, s, None));
     if !reference::has_cpu_kernel(x) {
         return reference(x, s);
     }
@@ -42,13 +37,7 @@ pub fn forward(x: &Tensor, s: &Tensor) -> Result<Tensor> {
 
 /// The gradient of the factors, (batch, channels): sums of `x dy` over the pixels.
 pub fn factor_gradient(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::factor_gradient(device, x, dy);
-    }
-    if !reference::has_cpu_kernel(x) {
-        return (x * dy)?.flatten(1, 2)?.sum(1);
-    }
+    on_cuda!(x, |device| gpu::factor_gradient(device, x, dy));
     with_elem!(x.dtype(), T => factor_gradient_cpu::<T>(x, dy))
 }
 
@@ -75,18 +64,11 @@ fn factor_gradient_cpu<T: Elem>(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
 /// `dx = dy s + m / pixels`: the gradient through the scaling, plus the gradient `m` (batch, channels) of the image's
 /// means.
 pub fn backward_with_mean_gradient(dy: &Tensor, s: &Tensor, m: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(dy) {
-        return gpu::apply(device, dy, s, Some(m));
-    }
-    let (batch, h, w, c) = dy.dims4()?;
-    let inv_pixels = 1.0 / (h * w) as f64;
-    if !reference::has_cpu_kernel(dy) {
-        return reference(dy, s)?.broadcast_add(&(m * inv_pixels)?.reshape((batch, 1, 1, c))?);
-    }
+    on_cuda!(dy, |device| gpu::apply(device, dy, s, Some(m)));
+    let (_, h, w, c) = dy.dims4()?;
     with_elem!(dy.dtype(), T => {
         let (d, s, m) = (cpu::view::<T>(dy)?, cpu::view::<T>(s)?, cpu::view::<T>(m)?);
-        let inv_pixels = <T as Elem>::Acc::of_f64(inv_pixels);
+        let inv_pixels = <T as Elem>::Acc::of_f64(1.0 / (h * w) as f64);
         let mut dx = cpu::uninit::<T>(d.len());
         let factors = s.par_chunks(c).zip(m.par_chunks(c));
         dx.par_chunks_mut(h * w * c).zip(d.par_chunks(h * w * c)).zip(factors).for_each(|((dx, d), (s, m))| {

@@ -6,8 +6,6 @@ mod gpu;
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::{Activation, Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -21,10 +19,7 @@ pub fn reference(x: &Tensor) -> Result<Tensor> {
 }
 
 pub fn forward(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::forward(device, x);
-    }
+    on_cuda!(x, |device| gpu::forward(device, x));
     if !reference::has_cpu_kernel(x) {
         return reference(x);
     }
@@ -49,13 +44,7 @@ pub fn forward(x: &Tensor) -> Result<Tensor> {
 
 /// The gradient of `x`.
 pub fn backward(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(x) {
-        return gpu::backward(device, x, dy);
-    }
-    if !reference::has_cpu_kernel(x) {
-        return Ok(reference::gradients(&[x], dy, |t| reference(&t[0]))?.remove(0));
-    }
+    on_cuda!(x, |device| gpu::backward(device, x, dy));
     let n = x.dim(x.rank() - 1)? / 2;
     with_elem!(x.dtype(), T => {
         let (values, dy) = (cpu::view::<T>(x)?, cpu::view::<T>(dy)?);

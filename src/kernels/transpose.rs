@@ -15,10 +15,7 @@ const TILE: usize = 16;
 /// (batch, rows, cols) to (batch, cols, rows).
 pub fn forward(x: &Tensor, rows: usize, cols: usize) -> Result<Tensor> {
     let batch = x.elem_count() / (rows * cols).max(1);
-    #[cfg(feature = "cuda")]
-    if let Some(device) = super::cuda::device_of(x) {
-        return gpu::forward(device, x, (batch, rows, cols));
-    }
+    on_cuda!(x, |device| gpu::forward(device, x, (batch, rows, cols)));
     if !reference::has_cpu_kernel(x) {
         return x.reshape((batch, rows, cols))?.transpose(1, 2)?.contiguous();
     }

@@ -7,8 +7,6 @@ pub(super) mod gpu;
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::{Elem, Real, cpu, reference};
 use crate::{vectorised, with_elem};
 
@@ -63,14 +61,11 @@ impl AdamWKernel {
         (m, v): (&Tensor, &Tensor),
         compute_weights: Option<&Tensor>,
     ) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(weights) {
-            return self.apply_cuda(
-                device,
-                c,
-                &gpu::UpdateBuffers::new(c, weights, grads, [Some(m), Some(v)], compute_weights)?,
-            );
-        }
+        on_cuda!(weights, |device| self.apply_cuda(
+            device,
+            c,
+            &gpu::UpdateBuffers::new(c, weights, grads, [Some(m), Some(v)], compute_weights)?,
+        ));
         match reference::has_cpu_kernel(weights) {
             false => self.reference(c, weights, grads, m, v)?,
             true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, weights, grads, m, v)?),
@@ -152,13 +147,10 @@ impl SgdKernel {
         momentum: Option<&Tensor>,
         compute_weights: Option<&Tensor>,
     ) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(weights) {
-            return self.apply_cuda(
-                device,
-                &gpu::UpdateBuffers::new(c, weights, grads, [momentum, None], compute_weights)?,
-            );
-        }
+        on_cuda!(weights, |device| self.apply_cuda(
+            device,
+            &gpu::UpdateBuffers::new(c, weights, grads, [momentum, None], compute_weights)?,
+        ));
         match reference::has_cpu_kernel(weights) {
             false => self.reference(c, weights, grads, momentum)?,
             true => with_elem!(weights.dtype(), T => self.apply_cpu::<T>(c, weights, grads, momentum)?),
@@ -256,10 +248,7 @@ pub(super) fn weight_decay_reference(weights: &Tensor, c: &UpdateArgs) -> Result
 
 /// Sum of squares of a flat buffer, in f64, in an order that does not depend on the number of threads.
 pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(values) {
-        return Ok(gpu::sum_of_squares(device, values)?.to_vec1::<f64>()?[0]);
-    }
+    on_cuda!(values, |device| Ok(gpu::sum_of_squares(device, values)?.to_vec1::<f64>()?[0]));
     if !reference::has_cpu_kernel(values) {
         return values.to_dtype(candle_core::DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
     }
@@ -279,10 +268,7 @@ pub fn sum_of_squares(values: &Tensor) -> Result<f64> {
 
 /// `to = from`, rounded to the dtype of `to`: refreshes the copy of the weights that kernels compute with.
 pub fn cast_into(from: &Tensor, to: &Tensor) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(from) {
-        return gpu::cast(device, from, to);
-    }
+    on_cuda!(from, |device| gpu::cast(device, from, to));
     if !reference::has_cpu_kernel(from) {
         return to.slice_set(&from.to_dtype(to.dtype())?, 0, 0);
     }
@@ -298,10 +284,7 @@ pub fn cast_into(from: &Tensor, to: &Tensor) -> Result<()> {
 
 /// `average = decay average + (1 - decay) values`.
 pub fn ema_update(average: &Tensor, values: &Tensor, decay: f64) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(values) {
-        return gpu::ema_update(device, average, values, decay);
-    }
+    on_cuda!(values, |device| gpu::ema_update(device, average, values, decay));
     if !reference::has_cpu_kernel(values) {
         return average.slice_set(&((average * decay)? + (values * (1.0 - decay))?)?, 0, 0);
     }
@@ -318,10 +301,7 @@ pub fn ema_update(average: &Tensor, values: &Tensor, decay: f64) -> Result<()> {
 
 /// Swaps the contents of two buffers.
 pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(a) {
-        return gpu::swap(device, a, b);
-    }
+    on_cuda!(a, |device| gpu::swap(device, a, b));
     if !reference::has_cpu_kernel(a) {
         let kept = a.copy()?;
         a.slice_set(b, 0, 0)?;
@@ -335,10 +315,7 @@ pub fn swap(a: &Tensor, b: &Tensor) -> Result<()> {
 }
 
 pub fn clear(values: &Tensor) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = cuda::device_of(values) {
-        return gpu::clear(device, values);
-    }
+    on_cuda!(values, |device| gpu::clear(device, values));
     if !reference::has_cpu_kernel(values) {
         return values.slice_set(&values.zeros_like()?, 0, 0);
     }

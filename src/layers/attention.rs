@@ -70,6 +70,7 @@ impl Layer for Attention {
         let s = &self.sizes;
         let (forward, backward) = match spec.backend {
             Backend::Cpu { threads } => s.workspace(spec.dtype, spec.batch, threads),
+            Backend::Reference { .. } => s.reference_workspace(spec.dtype, spec.batch),
             Backend::Cuda { .. } => s.cuda_workspace(
                 spec.dtype,
                 spec.batch,

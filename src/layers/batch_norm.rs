@@ -270,6 +270,7 @@ mod tests {
             lengths: None,
             sample_info: None,
             loss_scale: 1.0,
+            tracked: None,
         };
         let x =
             random_tensor(&[batch, 20, 20, c], 5).affine(3.0, 1000.0).unwrap().to_dtype(DType::F32).unwrap();

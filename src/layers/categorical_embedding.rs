@@ -83,7 +83,7 @@ impl Layer for CategoricalEmbedding {
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let (forward, backward) = match spec.backend {
-            Backend::Cpu { .. } => (0, 0),
+            Backend::Cpu { .. } | Backend::Reference { .. } => (0, 0),
             Backend::Cuda { .. } => {
                 cuda_workspace(spec.dtype, spec.batch, self.num_numeric, &self.table_shapes)
             }

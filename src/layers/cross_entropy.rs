@@ -7,7 +7,8 @@ use super::{Cost, PassContext};
 use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::Activation;
 use crate::kernels::cross_entropy::{
-    ClassWeights, LinearCrossEntropy, cuda_workspace, fused_workspace, is_plain_softmax, workspace,
+    ClassWeights, LinearCrossEntropy, cuda_workspace, fused_workspace, is_plain_softmax, reference_workspace,
+    workspace,
 };
 use crate::kernels::linear::{LinearKernel, WeightBiasGrads, WeightLayout};
 use crate::params::ParamId;
@@ -74,6 +75,7 @@ impl Loss for CrossEntropy {
         let (bias, weighted) = (self.bias.is_some(), self.class_weights.is_some());
         let (forward, backward) = match spec.backend {
             Backend::Cpu { .. } => workspace(spec.dtype, rows, self.classes, self.width, bias),
+            Backend::Reference { .. } => reference_workspace(spec.dtype, rows, self.classes, self.width),
             Backend::Cuda { .. } => {
                 let (eval_bytes, train_bytes) =
                     cuda_workspace(spec.dtype, rows, self.classes, bias, weighted);

@@ -121,6 +121,7 @@ impl Layer for Embedding {
             saves_input: true,
             backward_workspace: match spec.backend {
                 Backend::Cpu { .. } => workspace(spec.dtype, rows, self.width, has_token_types),
+                Backend::Reference { .. } => 0,
                 Backend::Cuda { .. } => {
                     cuda_workspace(spec.dtype, rows, self.vocab, self.width, has_token_types)
                 }

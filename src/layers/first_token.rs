@@ -6,6 +6,7 @@ use super::{Cost, Layer, PassContext, SavedTensors};
 use crate::base::MicroBatchSpec;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda;
+use crate::kernels::on_cuda;
 
 pub struct FirstToken {
     pub name: String,
@@ -25,14 +26,12 @@ impl Layer for FirstToken {
 
     fn forward(&self, x: &Tensor, _: &PassContext) -> Result<(Tensor, SavedTensors)> {
         // Copies even if the sequence has one position: a view would keep the whole sequence alive.
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(x) {
+        on_cuda!(x, |device| {
             let y = cuda::uninit(device, x.dtype(), (x.dim(0)?, self.width))?;
             cuda::copy_rows(device, x, self.length * self.width, &y, self.width, self.width)?;
-            return Ok((y, SavedTensors::default()));
-        }
-        let y = Tensor::zeros((x.dim(0)?, self.width), x.dtype(), x.device())?;
-        y.slice_set(&x.narrow(1, 0, 1)?.contiguous()?.squeeze(1)?, 0, 0)?;
+            Ok((y, SavedTensors::default()))
+        });
+        let y = x.narrow(1, 0, 1)?.squeeze(1)?.force_contiguous()?;
         Ok((y, SavedTensors::default()))
     }
 
@@ -47,26 +46,17 @@ impl Layer for FirstToken {
             return Ok(None);
         }
         let dx = Tensor::zeros((dy.dim(0)?, self.length, self.width), dy.dtype(), dy.device())?;
-        #[cfg(feature = "cuda")]
-        if let Some(device) = cuda::device_of(&dy) {
+        on_cuda!(&dy, |device| {
             cuda::copy_rows(device, &dy, self.width, &dx, self.length * self.width, self.width)?;
-            return Ok(Some(dx));
-        }
+            Ok(Some(dx))
+        });
         dx.slice_set(&dy.unsqueeze(1)?, 1, 0)?;
         Ok(Some(dx))
     }
 
     fn cost(&self, spec: MicroBatchSpec) -> Cost {
         let output = spec.bytes(self.width);
-        // The gather of the first positions, before they are written.
-        let gathered = self.length > 1 && !spec.backend.is_cuda();
-        let forward = if gathered { output } else { 0 };
-        Cost {
-            input_grad: spec.bytes(self.length * self.width),
-            output,
-            forward_workspace: forward,
-            ..Cost::default()
-        }
+        Cost { input_grad: spec.bytes(self.length * self.width), output, ..Cost::default() }
     }
 
     fn num_parameters(&self) -> usize {

@@ -234,6 +234,7 @@ impl Layer for Linear {
         let output = spec.bytes(self.rows_per_sample() * n);
         let (forward, backward) = match spec.backend {
             Backend::Cpu { .. } => workspace(spec.dtype, self.weight_layout, rows, k, n),
+            Backend::Reference { .. } => (0, 0),
             Backend::Cuda { .. } => {
                 let bias = self.bias.map_or(0, |_| bias_gradient_workspace(spec.dtype, rows, n));
                 let fused = spec.backend.is_hopper() && hopper_supports(spec.dtype, rows, k, n);

@@ -27,12 +27,14 @@ pub mod max_pool;
 pub mod norm;
 pub mod packed_linear;
 pub mod pointwise_loss;
+pub mod reference;
 pub mod squeeze_excite;
 pub mod swiglu;
 
 use std::any::Any;
+use std::cell::OnceCell;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, Var};
 
 use crate::base::MicroBatchSpec;
 use crate::base::random::RngKey;
@@ -137,11 +139,37 @@ pub struct PassContext<'a> {
     pub sample_info: Option<&'a Tensor>,
     /// Factor on the loss gradient of every sample.
     pub loss_scale: f64,
+    /// If given, layers read these copies of their parameters.
+    pub tracked: Option<&'a TrackedParams>,
+}
+
+/// Copies of the parameters that a layer reads, for candle's autograd to track.
+pub struct TrackedParams(Vec<OnceCell<Tensor>>);
+
+impl TrackedParams {
+    /// For parameters with the ids 0 to `num_params`.
+    pub fn new(num_params: usize) -> Self {
+        Self((0..num_params).map(|_| OnceCell::new()).collect())
+    }
+
+    /// The copies made so far, and the ids of their parameters.
+    pub fn read(&self) -> impl Iterator<Item = (ParamId, &Tensor)> {
+        self.0.iter().enumerate().filter_map(|(id, copy)| Some((ParamId(id), copy.get()?)))
+    }
+
+    fn get(&self, id: ParamId, weight: &Tensor) -> &Tensor {
+        self.0[id.0].get_or_init(|| match Var::from_tensor(weight) {
+            Ok(copy) => copy.into_inner(),
+            // Without a copy autograd finds no gradient, which the caller reports.
+            Err(_) => weight.clone(),
+        })
+    }
 }
 
 impl<'a> PassContext<'a> {
     pub fn weight(&self, id: ParamId) -> &Tensor {
-        &self.store.weight_views()[id.0]
+        let weight = &self.store.weight_views()[id.0];
+        self.tracked.map_or(weight, |tracked| tracked.get(id, weight))
     }
 
     pub fn grad(&self, id: ParamId) -> &Tensor {

@@ -104,6 +104,7 @@ impl Layer for NormLayer {
                 Backend::Cpu { .. } => {
                     (rows.div_ceil(chunk_rows(self.width)) * vectors * self.width * acc) as u64
                 }
+                Backend::Reference { .. } => 0,
                 Backend::Cuda { .. } => cuda_workspace(spec.dtype, rows, self.width, vectors),
             },
             flops: (8 * spec.batch * len) as u64,

@@ -93,6 +93,7 @@ impl Layer for PackedLinear {
                 let (forward, backward) = workspace(spec.dtype, rows, k, &self.widths);
                 (forward, backward + if self.has_bias() { sums as u64 } else { 0 })
             }
+            Backend::Reference { .. } => (0, 0),
             Backend::Cuda { .. } => {
                 let sums = self
                     .widths

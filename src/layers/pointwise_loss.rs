@@ -9,7 +9,7 @@ use crate::base::{Backend, MicroBatchSpec};
 use crate::kernels::Activation;
 use crate::kernels::linear::{LinearKernel, WeightBiasGrads, WeightLayout};
 pub use crate::kernels::pointwise_loss::PointwiseLossFn;
-use crate::kernels::pointwise_loss::{LinearPointwiseLoss, cuda_workspace, workspace};
+use crate::kernels::pointwise_loss::{LinearPointwiseLoss, cuda_workspace, reference_workspace, workspace};
 use crate::params::ParamId;
 
 pub struct PointwiseLoss {
@@ -68,6 +68,7 @@ impl Loss for PointwiseLoss {
         let rows = spec.batch * self.positions;
         let (forward, backward) = match spec.backend {
             Backend::Cpu { .. } => workspace(spec.dtype, rows, self.outputs, self.width),
+            Backend::Reference { .. } => reference_workspace(spec.dtype, rows, self.outputs, self.width),
             Backend::Cuda { .. } => {
                 cuda_workspace(spec.dtype, spec.batch, rows, self.outputs, self.bias.is_some())
             }
@@ -187,6 +188,7 @@ mod tests {
             lengths: None,
             sample_info: None,
             loss_scale: 1.0,
+            tracked: None,
         };
         let of = |v: [f32; 3]| Tensor::from_vec(v.to_vec(), (3, 1), &test_device()).unwrap();
         let metrics =

@@ -127,6 +127,7 @@ impl Layer for SqueezeExcite {
                 let fc2 = workspace(spec.dtype, WeightLayout::OutIn, spec.batch, s, c);
                 (sums.max(fc1.0).max(fc2.0), sums.max(fc1.1).max(fc2.1))
             }
+            Backend::Reference { .. } => (0, 0),
             // Reduction of the bias gradients.
             Backend::Cuda { .. } => (
                 0,

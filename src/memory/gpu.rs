@@ -41,9 +41,9 @@ pub fn max_tensor_bytes(free: u64) -> u64 {
 pub enum GpuError {
     #[error("this build has no CUDA")]
     NoCuda,
-    #[error("there is no card {ordinal}: {why}")]
+    #[error("there is no GPU {ordinal}: {why}")]
     NoDevice { ordinal: usize, why: String },
-    #[error("the card {ordinal} has {} free, and {} were asked for", Bytes(*.free), Bytes(*.requested))]
+    #[error("GPU {ordinal} has {} free, and {} were requested", Bytes(*.free), Bytes(*.requested))]
     TooSmall { ordinal: usize, free: u64, requested: u64 },
     #[error("the driver refused {what}: {why}")]
     Driver { what: &'static str, why: String },
@@ -99,15 +99,14 @@ mod with_cuda {
 
     fn query(ordinal: usize) -> Result<GpuInfo, GpuError> {
         result::init().map_err(|e| no_device(ordinal, &e))?;
-        let address = nvml::pci_bus_id(ordinal);
-        let used = || nvml::used_bytes(address.as_deref()?);
-        let before = used();
+        let before = nvml::used_bytes(ordinal);
         let context = CudaContext::new(ordinal).map_err(|e| no_device(ordinal, &e))?;
         let (free, total) = context.mem_get_info().map_err(driver_error("to say what is free"))?;
         let (major, minor) = context.compute_capability().map_err(driver_error("to say its capability"))?;
         let model = context.name().map_err(driver_error("to say its name"))?;
         let capability = (major as u32, minor as u32);
-        let own = before.zip(used()).map_or(0, |(before, after)| after.saturating_sub(before));
+        let own =
+            before.zip(nvml::used_bytes(ordinal)).map_or(0, |(before, after)| after.saturating_sub(before));
         Ok(GpuInfo { ordinal, model, total: total as u64, free: free as u64, capability, context_bytes: own })
     }
 

@@ -16,12 +16,14 @@ use super::{measure, pressure, probe};
 /// beyond it is dropped, see [`ProcessMemory::enforce_limit`].
 const RESIDENT_CODE_64THS: u64 = 32;
 
-/// When the phase of work changes, code is dropped once less than this much of its allowance is left, in 64ths of all
-/// code: the new phase may touch as much before the next check.
-const CODE_HEADROOM_64THS: u64 = 8;
+/// Before a phase of work whose code is not mapped yet, code is dropped if less than this much of its allowance is left,
+/// in 64ths of all code: the phase may touch as much before the next check.
+const CODE_HEADROOM_64THS: u64 = 16;
 
-/// Stack and thread-local memory that a compute or loader thread touches.
-const THREAD_STACK_BYTES: u64 = 96 << 10;
+/// Stack and thread-local memory that a thread touches: one that computes, besides the buffers of kernels, and one that
+/// loads data, which decodes images.
+const COMPUTE_STACK_BYTES: u64 = 64 << 10;
+const LOADER_STACK_BYTES: u64 = 96 << 10;
 
 /// Fragmentation: freed small blocks that the C library keeps between live ones and at the top of its heap, and the
 /// unused ends of the pages of large buffers. Beyond this it is trimmed, see [`ProcessMemory::enforce_limit`].
@@ -54,20 +56,59 @@ pub struct ProcessMemory {
     code_headroom: u64,
 }
 
+/// The threads of a run, whose stacks the plan counts.
+#[derive(Clone, Copy, Debug)]
+pub struct ThreadStacks {
+    pub compute_threads: usize,
+    /// Buffers of kernels on the stack of each thread that computes.
+    pub kernel_bytes: u64,
+    pub loader_threads: usize,
+}
+
+impl ThreadStacks {
+    fn bytes(self) -> u64 {
+        (COMPUTE_STACK_BYTES + self.kernel_bytes) * self.compute_threads as u64
+            + LOADER_STACK_BYTES * self.loader_threads as u64
+    }
+}
+
 /// The kind of work between two checks; each runs its own code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkPhase {
     Training,
+    Update,
     Evaluation,
     Checkpoint,
     Reporting,
 }
 
+/// The phases of work that ran since all code was within its allowance: their code is mapped, and they need no headroom.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct RecentWork(Vec<WorkPhase>);
+
+impl RecentWork {
+    const NONE: Self = Self(Vec::new());
+
+    /// The most file-backed memory that may be resident before `work` runs.
+    fn limit(&self, work: WorkPhase, max_file_rss: u64, code_headroom: u64) -> u64 {
+        max_file_rss - if self.0.contains(&work) { 0 } else { code_headroom }
+    }
+
+    /// Notes that `work` runs now. Where code `exceeded` its allowance, any of it may have been dropped.
+    fn note(&mut self, work: WorkPhase, exceeded: bool) {
+        if exceeded {
+            self.0.clear();
+        }
+        if !self.0.contains(&work) {
+            self.0.push(work);
+        }
+    }
+}
+
 impl ProcessMemory {
-    /// Returns freed memory to the system and measures this process, which has `threads` compute threads and will start
-    /// `workers` loader threads. `leftover_heap`: live heap that no reservation covers. All zero if the system does not
-    /// report its memory.
-    pub fn measure(threads: usize, workers: usize, leftover_heap: u64) -> Self {
+    /// Returns freed memory to the system and measures this process, which will touch these stacks. `leftover_heap`:
+    /// live heap that no reservation covers. All zero if the system does not report its memory.
+    pub fn measure(stacks: ThreadStacks, leftover_heap: u64) -> Self {
         if let Some(fixed) = std::env::var(FIXED_BYTES_VAR).ok().and_then(|text| text.parse().ok()) {
             return Self { non_heap: fixed, ..Self::default() };
         }
@@ -75,9 +116,7 @@ impl ProcessMemory {
         let preparation_peak = (measure::resident_peak() + RSS_COUNTER_LAG).next_multiple_of(GRANULARITY);
         let code = drop_code_pages(|| false);
         let Some(resident) = probe::proc_status("VmRSS:") else { return Self::default() };
-        let later = code * RESIDENT_CODE_64THS / 64
-            + FRAGMENTATION_BYTES
-            + THREAD_STACK_BYTES * (threads + workers) as u64;
+        let later = code * RESIDENT_CODE_64THS / 64 + FRAGMENTATION_BYTES + stacks.bytes();
         let non_heap = (resident.saturating_sub(measure::live_bytes()) + later).next_multiple_of(GRANULARITY);
         let file = probe::proc_status("RssFile:").map_or(0, |file| file + code * RESIDENT_CODE_64THS / 64);
         Self {
@@ -93,7 +132,7 @@ impl ProcessMemory {
     /// comes close to `planned` bytes, and drops code pages; code that is still needed is mapped again from the page
     /// cache. Costs some microseconds if there is nothing to do.
     pub fn enforce_limit(&self, planned: u64, work: WorkPhase) {
-        static LAST_WORK: Mutex<Option<WorkPhase>> = Mutex::new(None);
+        static RECENT_WORK: Mutex<RecentWork> = Mutex::new(RecentWork::NONE);
         if self.max_file_rss == 0 {
             return;
         }
@@ -106,11 +145,12 @@ impl ProcessMemory {
         if pages(1) + TRIM_MARGIN_BYTES > planned {
             pressure::trim_malloc();
         }
-        let before = LAST_WORK.lock().unwrap_or_else(PoisonError::into_inner).replace(work);
-        let limit = self.max_file_rss - if before == Some(work) { 0 } else { self.code_headroom };
-        if pages(2) > limit {
+        let mut recent = RECENT_WORK.lock().unwrap_or_else(PoisonError::into_inner);
+        let file_rss = pages(2);
+        if file_rss > recent.limit(work, self.max_file_rss, self.code_headroom) {
             drop_code_pages(|| pages(2) <= self.max_file_rss - self.code_headroom);
         }
+        recent.note(work, file_rss > self.max_file_rss);
     }
 }
 
@@ -180,6 +220,20 @@ fn parse_code_mapping(line: &str) -> Option<(usize, usize, bool)> {
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn work_whose_code_is_not_mapped_has_headroom() {
+        let mut recent = RecentWork::default();
+        let limits = |recent: &RecentWork| {
+            [WorkPhase::Training, WorkPhase::Update, WorkPhase::Evaluation].map(|work| recent.limit(work, 100, 30))
+        };
+        assert_eq!(limits(&recent), [70, 70, 70]);
+        recent.note(WorkPhase::Training, false);
+        recent.note(WorkPhase::Update, false);
+        assert_eq!(limits(&recent), [100, 100, 70]);
+        recent.note(WorkPhase::Update, true);
+        assert_eq!(limits(&recent), [70, 100, 70]);
+    }
 
     #[test]
     fn code_mappings_are_distinguished_from_data_and_stack() {

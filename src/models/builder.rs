@@ -18,9 +18,9 @@ use crate::params::{DuplicateName, ParamInit, ParamRegistry};
 /// Why a model cannot be built.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModelError {
-    #[error("layer `{layer}` got samples of shape {got:?} and needs {needs}")]
+    #[error("layer `{layer}` needs {needs}, and got samples of shape {got:?}")]
     Shape { layer: String, got: Vec<usize>, needs: String },
-    #[error("a `{kind}` model needs {needs}, and the data has {got}")]
+    #[error("models of kind `{kind}` need {needs}, and the data has {got}")]
     Data { kind: &'static str, needs: &'static str, got: String },
     #[error(transparent)]
     DuplicateName(#[from] DuplicateName),
@@ -174,8 +174,8 @@ impl NetworkBuilder {
             (other, _) => {
                 return Err(ModelError::Data {
                     kind,
-                    needs: "classes to tell apart or values to predict",
-                    got: format!("{other:?}"),
+                    needs: "classes or values as targets",
+                    got: describe_target(other),
                 });
             }
         };
@@ -217,6 +217,15 @@ impl NetworkBuilder {
         blocks.iter_mut().enumerate().for_each(|(i, block)| block.recompute_rank = i);
         let network = Network { blocks, loss: self.loss.ok_or(ModelError::NoLoss)? };
         Ok(BuiltModel { network, layout: self.registry.into_layout()? })
+    }
+}
+
+/// The targets of the data, for error messages.
+pub(super) fn describe_target(target: &TargetSpec) -> String {
+    match target {
+        TargetSpec::Class { names } | TargetSpec::MixedClass { names } => format!("{} classes", names.len()),
+        TargetSpec::Values { len } => format!("{len} values per sample"),
+        TargetSpec::Tokens => "the next token as target".into(),
     }
 }
 

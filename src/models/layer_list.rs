@@ -21,7 +21,10 @@ pub(super) fn build(model: &LayersConfig, b: &mut NetworkBuilder) -> Result<(), 
                     ResidualActivation::Relu => Activation::Relu,
                 };
                 if group.layers.iter().all(is_view) {
-                    return Err(b.shape_error(&name, "a branch that computes something"));
+                    return Err(b.shape_error(
+                        &name,
+                        "a branch with layers other than `flatten` and `dropout` with p = 0",
+                    ));
                 }
                 b.residual(
                     &name,
@@ -41,8 +44,8 @@ pub(super) fn build(model: &LayersConfig, b: &mut NetworkBuilder) -> Result<(), 
     b.add_head(&format!("layers.{i}"), "layers")
 }
 
-fn add_branch(b: &mut NetworkBuilder, prefix: &str, parts: &[BranchLayerConfig]) -> Result<(), ModelError> {
-    let layers: Vec<LayerConfig> = parts.iter().cloned().map(LayerConfig::from).collect();
+fn add_branch(b: &mut NetworkBuilder, prefix: &str, branch: &[BranchLayerConfig]) -> Result<(), ModelError> {
+    let layers: Vec<LayerConfig> = branch.iter().cloned().map(LayerConfig::from).collect();
     let mut i = 0;
     while let Some(layer) = layers.get(i) {
         let name = format!("{prefix}.{i}");
@@ -53,9 +56,9 @@ fn add_branch(b: &mut NetworkBuilder, prefix: &str, parts: &[BranchLayerConfig])
 }
 
 /// Whether a layer may return a view of its input; the residual sum must not overwrite that.
-fn is_view(part: &BranchLayerConfig) -> bool {
-    matches!(part, BranchLayerConfig::Flatten(_))
-        || matches!(part, BranchLayerConfig::Dropout(dropout) if dropout.p == 0.0)
+fn is_view(layer: &BranchLayerConfig) -> bool {
+    matches!(layer, BranchLayerConfig::Flatten(_))
+        || matches!(layer, BranchLayerConfig::Dropout(dropout) if dropout.p == 0.0)
 }
 
 fn activation_of(layer: &LayerConfig) -> Option<Activation> {
@@ -84,10 +87,7 @@ fn add_layer(
         LayerConfig::Linear(linear) => {
             let Some(&inputs) = b.shape.last() else { return Err(b.shape_error(name, "at least one value")) };
             if b.shape.len() == 3 {
-                return Err(b.shape_error(
-                    name,
-                    "vectors; a `flatten` or `global_pool` layer makes them of pictures",
-                ));
+                return Err(b.shape_error(name, "vectors (add a `flatten` or `global_pool` layer before it)"));
             }
             let shape = b.shape.clone();
             let options = LinearOptions { bias: linear.bias, ..LinearOptions::torch_default(inputs, act) };

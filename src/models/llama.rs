@@ -25,7 +25,7 @@ pub(super) fn build(llama: &LlamaConfig, b: &mut NetworkBuilder) -> Result<(), M
         return Err(ModelError::Shape {
             layer: attn.into(),
             got: vec![length, llama.width],
-            needs: format!("an even number of values a head, now {}, to turn in pairs", heads.head_dim),
+            needs: format!("an even head dimension, not {}, for rotary embeddings", heads.head_dim),
         });
     }
     let rotary = Arc::new(Rotary::new(length, heads.head_dim, llama.rope_theta));

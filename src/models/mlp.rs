@@ -7,7 +7,7 @@ use crate::job::MlpConfig;
 
 pub(super) fn build(mlp: &MlpConfig, b: &mut NetworkBuilder) -> Result<(), ModelError> {
     if let InputSpec::Tokens { .. } = b.features.input {
-        return Err(ModelError::Data { kind: "mlp", needs: "numbers or pictures", got: "tokens".into() });
+        return Err(ModelError::Data { kind: "mlp", needs: "numbers or images", got: "tokens".into() });
     }
     b.begin_block("input");
     b.flatten("flatten");

@@ -1,13 +1,13 @@
 //! Builds a network of layers from a job's `[model]`, without allocating a tensor.
 //!
-//! Takes the features of the data; gives blocks, a loss and the layout of the parameters. Refuses what does not fit
-//! together, naming the layer, the shape it got and the shape it needs.
+//! Takes the features of the data; gives blocks, a loss and the layout of the parameters. Refuses shapes that do
+//! not match, with the layer, the shape it needs and the shape it got.
 
 mod bert;
 mod builder;
 mod cnn;
 #[cfg(test)]
-mod fusion_tests;
+mod equivalence_tests;
 mod gpt;
 mod layer_list;
 mod llama;
@@ -38,7 +38,7 @@ pub fn build(model: &ModelConfig, features: &Features) -> Result<BuiltModel, Mod
         (false, InputSpec::Tabular { .. }) => {
             return Err(ModelError::Data {
                 kind: model.kind(),
-                needs: "pictures or tokens",
+                needs: "images or tokens",
                 got: "categories to embed".into(),
             });
         }
@@ -96,19 +96,21 @@ mod tests {
         let text = build_error("kind = 'layers'\nlayers = [{ kind = 'linear', outputs = 3 }]", [8, 8, 1]);
         assert_eq!(
             text,
-            "layer `layers.0` got samples of shape [8, 8, 1] and needs vectors; a `flatten` or `global_pool` layer makes them of pictures"
+            "layer `layers.0` needs vectors (add a `flatten` or `global_pool` layer before it), and got samples \
+             of shape [8, 8, 1]"
         );
         let text =
             build_error("kind = 'layers'\nlayers = [{ kind = 'conv', channels = 4, kernel = 9 }]", [8, 8, 1]);
         assert_eq!(
             text,
-            "layer `layers.0` got samples of shape [8, 8, 1] and needs pictures of at least 9 x 9"
+            "layer `layers.0` needs images of at least 9 x 9, and got samples of shape [8, 8, 1]"
         );
         let branch = "{ kind = 'residual', layers = [{ kind = 'conv', channels = 4, kernel = 1 }] }";
         let text = build_error(&format!("kind = 'layers'\nlayers = [{branch}]"), [8, 8, 1]);
         assert_eq!(
             text,
-            "layer `layers.0` got samples of shape [8, 8, 1] and needs a branch and a shortcut of one shape, and its branch gives [8, 8, 4]"
+            "layer `layers.0` needs a branch and a shortcut of the same output shape, not [8, 8, 4] and [8, 8, 1], \
+             and got samples of shape [8, 8, 1]"
         );
         let text = build_error(
             "kind = 'layers'\nlayers = [{ kind = 'residual', layers = [{ kind = 'dropout', p = 0.0 }] }]",
@@ -116,18 +118,19 @@ mod tests {
         );
         assert_eq!(
             text,
-            "layer `layers.0` got samples of shape [8, 8, 1] and needs a branch that computes something"
+            "layer `layers.0` needs a branch with layers other than `flatten` and `dropout` with p = 0, \
+             and got samples of shape [8, 8, 1]"
         );
         let text =
             build_error("kind = 'layers'\nlayers = [{ kind = 'flatten' }, { kind = 'max_pool' }]", [8, 8, 1]);
         assert_eq!(
             text,
-            "layer `layers.1` got samples of shape [64] and needs pictures, (height, width, channels)"
+            "layer `layers.1` needs images (height, width, channels), and got samples of shape [64]"
         );
         let text = build_error("kind = 'layers'\nlayers = [{ kind = 'group_norm', groups = 3 }]", [8, 8, 4]);
         assert_eq!(
             text,
-            "layer `layers.0` got samples of shape [8, 8, 4] and needs channels divisible into 3 groups"
+            "layer `layers.0` needs channels divisible into 3 groups, and got samples of shape [8, 8, 4]"
         );
     }
 }

@@ -1,5 +1,6 @@
 //! Building blocks shared by the transformer models.
 
+use super::builder::describe_target;
 use super::{ModelError, NetworkBuilder};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::graph::network::{Node, ResidualNode};
@@ -24,7 +25,7 @@ pub(super) fn token_dims(
         InputSpec::Tokens { length, .. } => Err(ModelError::Shape {
             layer: "embedding".into(),
             got: vec![length],
-            needs: format!("at most {context} tokens a sample (`model.context`)"),
+            needs: format!("at most {context} tokens per sample (`model.context`)"),
         }),
         InputSpec::Floats { ref shape } => {
             Err(ModelError::Data { kind, needs: "tokens", got: format!("samples of shape {shape:?}") })
@@ -45,10 +46,10 @@ pub(super) fn attention_sizes(
     let refuse =
         |needs: String| Err(ModelError::Shape { layer: layer.into(), got: vec![length, width], needs });
     if !width.is_multiple_of(heads) {
-        return refuse(format!("a width that {heads} heads can share evenly"));
+        return refuse(format!("a `width` divisible by {heads} heads"));
     }
     if !heads.is_multiple_of(kv_heads) {
-        return refuse(format!("a number of heads, now {heads}, that is a multiple of {kv_heads} key heads"));
+        return refuse(format!("`heads`, {heads}, to be a multiple of `kv_heads`, {kv_heads}"));
     }
     Ok(AttentionDims { length, heads, kv_heads, head_dim: width / heads })
 }
@@ -92,8 +93,8 @@ pub(super) fn lm_head(
     tied: Option<ParamId>,
 ) -> Result<(), ModelError> {
     if b.features.target != TargetSpec::Tokens {
-        let got = format!("{:?}", b.features.target);
-        return Err(ModelError::Data { kind, needs: "the next token as its target", got });
+        let got = describe_target(&b.features.target);
+        return Err(ModelError::Data { kind, needs: "the next token as target", got });
     }
     let (positions, width) = (b.shape[0], b.shape[1]);
     let own = |b: &mut NetworkBuilder| b.registry.param("lm_head.weight", [classes, width], WEIGHT_INIT);
@@ -122,7 +123,7 @@ pub(super) fn classification_head(
     let classes = match &b.features.target {
         TargetSpec::Class { names } | TargetSpec::MixedClass { names } => names.len(),
         other => {
-            return Err(ModelError::Data { kind, needs: "classes to tell apart", got: format!("{other:?}") });
+            return Err(ModelError::Data { kind, needs: "classes as targets", got: describe_target(other) });
         }
     };
     let width = b.shape.iter().product();
@@ -163,33 +164,33 @@ mod tests {
         assert_eq!(build_error(gpt(4, 64), text(64), TargetSpec::Tokens), "built");
         assert_eq!(
             build_error(gpt(5, 64), text(64), TargetSpec::Tokens),
-            "layer `transformer.h.0.attn` got samples of shape [64, 128] and needs a width that 5 heads can share evenly"
+            "layer `transformer.h.0.attn` needs a `width` divisible by 5 heads, and got samples of shape [64, 128]"
         );
         assert_eq!(
             build_error(gpt(4, 64), text(65), TargetSpec::Tokens),
-            "layer `embedding` got samples of shape [65] and needs at most 64 tokens a sample (`model.context`)"
+            "layer `embedding` needs at most 64 tokens per sample (`model.context`), and got samples of shape [65]"
         );
-        let pictures = || InputSpec::Floats { shape: vec![30, 32, 3] };
+        let images = || InputSpec::Floats { shape: vec![30, 32, 3] };
         assert_eq!(
-            build_error(gpt(4, 64), pictures(), TargetSpec::Tokens),
-            "a `gpt` model needs tokens, and the data has samples of shape [30, 32, 3]"
+            build_error(gpt(4, 64), images(), TargetSpec::Tokens),
+            "models of kind `gpt` need tokens, and the data has samples of shape [30, 32, 3]"
         );
         let classes = || TargetSpec::Class { names: vec!["a".into(), "b".into()] };
-        assert!(build_error(gpt(4, 64), text(8), classes()).contains("needs the next token as its target"));
+        assert!(build_error(gpt(4, 64), text(8), classes()).contains("need the next token as target"));
         let llama = |heads, kv_heads, width| {
             ModelConfig::Llama(LlamaConfig { heads, kv_heads, width, ..LlamaConfig::default() })
         };
         assert!(
-            build_error(llama(6, 4, 96), text(8), TargetSpec::Tokens).contains("a multiple of 4 key heads")
+            build_error(llama(6, 4, 96), text(8), TargetSpec::Tokens)
+                .contains("`heads`, 6, to be a multiple of `kv_heads`, 4")
         );
         assert!(
             build_error(llama(4, 2, 36), text(8), TargetSpec::Tokens)
-                .contains("an even number of values a head, now 9")
+                .contains("an even head dimension, not 9")
         );
-        assert!(
-            build_error(ModelConfig::Vit(VitConfig::default()), pictures(), classes())
-                .contains("`conv_proj` got samples of shape [30, 32, 3] and needs pictures whose height and width are multiples of the patch, 4")
-        );
+        assert!(build_error(ModelConfig::Vit(VitConfig::default()), images(), classes()).contains(
+            "needs images whose height and width are multiples of `patch`, 4, and got samples of shape [30,"
+        ));
     }
 
     #[test]

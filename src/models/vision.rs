@@ -41,7 +41,7 @@ impl NetworkBuilder {
     /// (height, width, channels) of the samples at this point; refuses anything but images.
     pub(super) fn image_shape(&self, layer: &str) -> Result<[usize; 3], ModelError> {
         <[usize; 3]>::try_from(self.shape.as_slice())
-            .map_err(|_| self.shape_error(layer, "pictures, (height, width, channels)"))
+            .map_err(|_| self.shape_error(layer, "images (height, width, channels)"))
     }
 
     pub(super) fn shape_error(&self, layer: &str, needs: impl Into<String>) -> ModelError {
@@ -82,7 +82,7 @@ impl NetworkBuilder {
         };
         if g.output().0 == 0 || g.output().1 == 0 {
             let min_size = (dilation * (kernel - 1) + 1).saturating_sub(2 * padding);
-            return Err(self.shape_error(name, format!("pictures of at least {min_size} x {min_size}")));
+            return Err(self.shape_error(name, format!("images of at least {min_size} x {min_size}")));
         }
         let conv = match init {
             Some(init) => Conv2d::with_init(&mut self.registry, name, g, bias, act, init),
@@ -155,7 +155,7 @@ impl NetworkBuilder {
             let min_size = size - 2 * padding;
             return Err(self.shape_error(
                 name,
-                format!("pictures of at least {min_size} x {min_size} to pool by {size}"),
+                format!("images of at least {min_size} x {min_size} for a pooling window of {size}"),
             ));
         }
         Ok(window)
@@ -181,11 +181,14 @@ impl NetworkBuilder {
         if branch.is_empty() {
             return Err(self.shape_error(name, "a layer in its branch"));
         }
-        let output = std::mem::replace(&mut self.shape, input_shape);
+        let output = std::mem::replace(&mut self.shape, input_shape.clone());
         let shortcut = self.build_branch(shortcut)?;
         if self.shape != output {
-            let needs = format!("a branch and a shortcut of one shape, and its branch gives {output:?}");
-            return Err(self.shape_error(name, needs));
+            let needs = format!(
+                "a branch and a shortcut of the same output shape, not {output:?} and {:?}",
+                self.shape
+            );
+            return Err(ModelError::Shape { layer: name.into(), got: input_shape, needs });
         }
         self.push_node(Node::Residual(ResidualNode {
             name: name.into(),

@@ -96,7 +96,7 @@ fn patch_conv(b: &NetworkBuilder, vit: &VitConfig) -> Result<ConvGeometry, Model
             return Err(ModelError::Shape {
                 layer: "conv_proj".into(),
                 got: b.shape.clone(),
-                needs: format!("pictures whose height and width are multiples of the patch, {}", vit.patch),
+                needs: format!("images whose height and width are multiples of `patch`, {}", vit.patch),
             });
         }
     };

@@ -78,9 +78,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_rate_is_always_a_share_of_the_peak(
+        fn the_rate_is_always_a_fraction_of_the_peak(
             text in prop::sample::select(vec![
-                "kind = 'constant'\nwarmup_steps = 7", "kind = 'linear'\nwarmup_steps = 7", "kind = 'cosine'\nwarmup_steps = 7",
+                "kind = 'constant'\nwarmup_steps = 7", "kind = 'linear'\nwarmup_steps = 7",
+                "kind = 'cosine'\nwarmup_steps = 7",
                 "kind = 'step'\nevery_steps = 3\nwarmup_steps = 7", "kind = 'onecycle'",
             ]),
             total in 1u64..500,

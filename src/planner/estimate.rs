@@ -69,7 +69,7 @@ pub struct EstimatorInputs<'a> {
 impl EstimatorInputs<'_> {
     /// Whether tensors reside in device memory rather than host memory.
     fn on_device(&self) -> bool {
-        self.backend.is_cuda()
+        self.backend.on_gpu()
     }
 
     /// Bytes the loader holds for micro-batches of this size.
@@ -79,11 +79,9 @@ impl EstimatorInputs<'_> {
 
     /// An allocation where memory of its role resides if nothing is offloaded.
     fn allocation(&self, role: Role, name: &'static str, bytes: u64) -> Allocation {
-        let space = match (role, self.backend) {
-            (Role::DataPipeline | Role::CheckpointWriting | Role::Reserve | Role::Process, _)
-            | (_, Backend::Cpu { .. }) => MemorySpace::Ram,
-            (_, Backend::Cuda { .. }) => MemorySpace::Vram,
-        };
+        let on_host =
+            matches!(role, Role::DataPipeline | Role::CheckpointWriting | Role::Reserve | Role::Process);
+        let space = if on_host || !self.on_device() { MemorySpace::Ram } else { MemorySpace::Vram };
         Allocation { role, name, bytes, space }
     }
 }
@@ -140,12 +138,11 @@ fn master_dtype_bytes(dtype: DType) -> u64 {
 
 /// Bytes of a micro-batch as tensors. On the CPU, floats arrive as f32 and are rounded afterwards.
 pub fn batch_bytes(features: &Features, spec: MicroBatchSpec) -> u64 {
-    let value = match (&features.input, spec.backend) {
-        (InputSpec::Floats { .. }, Backend::Cuda { .. }) => spec.dtype.size_in_bytes(),
+    let value = match (&features.input, spec.backend.on_gpu()) {
+        (InputSpec::Floats { .. }, true) => spec.dtype.size_in_bytes(),
         (InputSpec::Floats { .. } | InputSpec::Tabular { .. } | InputSpec::Tokens { .. }, _) => 4,
     };
-    let sample_key_bytes =
-        if spec.backend.is_cuda() { sample_keys::sample_info_bytes(spec.batch) } else { 0 };
+    let sample_key_bytes = if spec.backend.on_gpu() { sample_keys::sample_info_bytes(spec.batch) } else { 0 };
     (spec.batch * (value * features.input_len() + 4 * features.target_len()) + sample_key_bytes) as u64
 }
 

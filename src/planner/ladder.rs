@@ -7,7 +7,7 @@
 use super::advice;
 use super::estimate::MemoryPredictor;
 use super::execution_plan::{BatchSplit, ExecutionPlan};
-use super::plan::{Budget, CandidateSummary, Disk, MemoryPlan, PlanAdjustment, PlanVerdict, Rung};
+use super::plan::{Budget, CandidateSummary, Disk, MemoryPlan, PlanAdjustment, PlanKey, PlanVerdict};
 use super::search::{Candidate, PlanRequest, Search};
 use crate::base::units::Bytes;
 
@@ -74,7 +74,7 @@ pub fn build_plan(
         samples_per_update: r.samples_per_update,
         context_bytes: r.context_bytes,
         parts: predictor.peak_breakdown(exec_plan),
-        rungs: candidates.into_iter().map(summary).collect(),
+        candidates: candidates.into_iter().map(summary).collect(),
         advice: None,
         shrunk: adjustments(r, predictor, as_written.exec_plan, picked.exec_plan),
         phases: estimate.phases,
@@ -94,17 +94,30 @@ pub fn describe_split(exec_plan: ExecutionPlan) -> String {
     format!("micro-batch {micro_batch}, {accumulation_steps} accumulation {steps}{recomputed}")
 }
 
+/// Describes the change of a run from one plan to another.
+pub fn describe_change(from: ExecutionPlan, to: ExecutionPlan) -> String {
+    if from.split() != to.split() || from.recompute != to.recompute {
+        describe_split(to)
+    } else if from.eval_micro_batch != to.eval_micro_batch {
+        format!("evaluation micro-batch {}", to.eval_micro_batch)
+    } else if to.prefetch < from.prefetch {
+        "read ahead one micro-batch".into()
+    } else {
+        "read ahead as planned".into()
+    }
+}
+
 /// Describes a candidate in the terms of the job file.
 pub fn describe_candidate(r: &PlanRequest, exec_plan: ExecutionPlan) -> String {
     describe_execution(exec_plan, exec_plan.optimizer != r.optimizer)
 }
 
-/// Describes the chosen execution plan like its entry in `rungs`: empty for the job as written.
+/// Describes the chosen execution plan like its entry in `candidates`: empty for the job as written.
 pub fn describe_chosen(plan: &MemoryPlan) -> String {
     if plan.shrunk.is_empty() {
         String::new()
     } else {
-        describe_execution(plan.chosen, plan.shrunk.iter().any(|taken| taken.rung == Rung::Optimizer))
+        describe_execution(plan.chosen, plan.shrunk.iter().any(|change| change.key == PlanKey::Optimizer))
     }
 }
 
@@ -128,17 +141,17 @@ fn adjustments(
     let with_split = ExecutionPlan { eval_micro_batch: to.eval_micro_batch, ..from.with_split(to.split()) };
     let with_recompute = ExecutionPlan { recompute: to.recompute, ..with_split };
     let with_state = ExecutionPlan { optimizer: to.optimizer, ..with_recompute };
-    let rungs = [
-        (Rung::MicroBatch, split(from), split(to), from),
-        (Rung::Recompute, block_count(from.recompute), block_count(to.recompute), with_split),
-        (Rung::Optimizer, from.optimizer.to_string(), to.optimizer.to_string(), with_recompute),
-        (Rung::Offload, from.offload_names(), to.offload_names(), with_state),
+    let changes = [
+        (PlanKey::MicroBatch, split(from), split(to), from),
+        (PlanKey::Recompute, block_count(from.recompute), block_count(to.recompute), with_split),
+        (PlanKey::Optimizer, from.optimizer.to_string(), to.optimizer.to_string(), with_recompute),
+        (PlanKey::Offload, from.offload_names(), to.offload_names(), with_state),
     ];
     let mut out: Vec<PlanAdjustment> = Vec::new();
-    for (rung, from, to, before) in rungs.into_iter().filter(|(_, from, to, _)| from != to) {
+    for (key, from, to, before) in changes.into_iter().filter(|(_, from, to, _)| from != to) {
         let who = if out.is_empty() { "as written it" } else { "with that alone it" };
         let why = format!("{who} takes {}", describe_usage(r, predictor, before));
-        out.push(PlanAdjustment { rung, from, to, why });
+        out.push(PlanAdjustment { key, from, to, why });
     }
     out
 }
@@ -277,7 +290,7 @@ mod tests {
         assert_eq!((plan.chosen.micro_batch, plan.chosen.accumulation_steps), (32, 2));
         assert_eq!(plan.chosen.eval_micro_batch, 128, "evaluation may be larger for nothing");
         assert_eq!(plan.peak.ram_bytes, 420);
-        assert!(plan.shrunk.is_empty() && plan.rungs.len() == 1);
+        assert!(plan.shrunk.is_empty() && plan.candidates.len() == 1);
     }
 
     #[test]
@@ -285,9 +298,12 @@ mod tests {
         let plan = plan(&request(32, 2, 300), &HOST);
         assert_eq!(plan.verdict, PlanVerdict::FitsAfterShrink);
         assert_eq!((plan.chosen.micro_batch, plan.chosen.accumulation_steps), (16, 4));
-        assert!(plan.rungs.iter().any(|r| r.change.is_empty() && !r.fits));
+        assert!(plan.candidates.iter().any(|r| r.change.is_empty() && !r.fits));
         let [only] = &plan.shrunk[..] else { panic!("{:?}", plan.shrunk) };
-        assert_eq!((only.rung, only.from.as_str(), only.to.as_str()), (Rung::MicroBatch, "32 x 2", "16 x 4"));
+        assert_eq!(
+            (only.key, only.from.as_str(), only.to.as_str()),
+            (PlanKey::MicroBatch, "32 x 2", "16 x 4")
+        );
         assert_eq!(only.why, "as written it takes 420 B of 300 B ram");
     }
 
@@ -312,7 +328,7 @@ mod tests {
             (made.verdict, made.chosen.optimizer),
             (PlanVerdict::FitsAfterShrink, OptimizerKind::Adamw8bit)
         );
-        assert_eq!(made.shrunk[0].rung, Rung::Optimizer);
+        assert_eq!(made.shrunk[0].key, PlanKey::Optimizer);
         let none = PlanRequest { allowed: vec![], ..r };
         assert_eq!(plan(&none, &HOST).verdict, PlanVerdict::DoesNotFit);
         let sgd = PlanRequest { allowed: vec![May::Optimizer8bit], optimizer_8bit: None, ..none };

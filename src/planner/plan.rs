@@ -18,20 +18,21 @@ pub struct MemoryPlan {
     pub chosen: ExecutionPlan,
     /// Samples in every update but the last of an epoch; no plan changes it.
     pub samples_per_update: usize,
-    /// Device bytes that the CUDA context takes beside the budget and the peak; 0 where no GPU was looked at.
+    /// Device bytes that the CUDA context takes beside the budget and the peak; 0 if no GPU was probed.
     #[serde(default)]
     pub context_bytes: u64,
     /// What is live at the peak: on the device at its peak, on the host at the host's.
     pub parts: Vec<MemoryPart>,
-    /// Every way of running considered.
-    pub rungs: Vec<CandidateSummary>,
+    /// Every execution plan considered.
+    #[serde(alias = "rungs")]
+    pub candidates: Vec<CandidateSummary>,
     /// What to change in the job: a key and a value that make it fit where it does not, or that make it
-    /// faster where ways were measured.
+    /// faster where execution plans were measured.
     pub advice: Option<String>,
-    /// What differs from the job as written, rung by rung; empty when it fits as it is.
+    /// What differs from the job as written, one entry per change; empty when it fits as written.
     #[serde(default)]
     pub shrunk: Vec<PlanAdjustment>,
-    /// The highest moment of each phase of the chosen way.
+    /// The peak of each phase of the chosen execution plan.
     #[serde(default)]
     pub phases: Vec<PhasePeak>,
     /// What the run keeps on disk.
@@ -42,13 +43,13 @@ pub struct MemoryPlan {
 /// Bytes on disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Disk {
-    /// Of one checkpoint.
+    /// Size of one checkpoint.
     pub checkpoint_bytes: u64,
     /// Checkpoints at most at any time: those kept, the best one, and one that is being written.
     pub checkpoints: u64,
-    /// Of all of them. `fit` compares it with the free space before the first step.
+    /// Size of all of them. `fit` compares it with the free space before the first step.
     pub checkpoints_bytes: u64,
-    /// Of what the data needs in `runs/.data`, which is there once it is planned.
+    /// Size of the prepared data in `runs/.data`, which exists by the time of the plan.
     pub data_cache_bytes: u64,
 }
 
@@ -77,32 +78,28 @@ pub struct Peak {
 /// What the planner changes when memory is short, in this order: a key of `chosen`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Rung {
+pub enum PlanKey {
     MicroBatch,
     Recompute,
     Optimizer,
     Offload,
 }
 
-impl std::fmt::Display for Rung {
+impl std::fmt::Display for PlanKey {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.pad(match self {
-            Rung::MicroBatch => "micro-batch",
-            Rung::Recompute => "recompute",
-            Rung::Optimizer => "optimizer",
-            Rung::Offload => "offload",
-        })
+        self.serialize(f)
     }
 }
 
-/// A rung taken.
+/// A change from the job as written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PlanAdjustment {
     /// The key of `chosen` that changed.
-    pub rung: Rung,
+    #[serde(alias = "rung")]
+    pub key: PlanKey,
     pub from: String,
     pub to: String,
-    /// What it would take with the rungs above alone.
+    /// The memory without this change, with only those listed before it.
     pub why: String,
 }
 
@@ -141,9 +138,9 @@ pub struct CandidateSummary {
     pub change: String,
     pub vram_bytes: u64,
     pub ram_bytes: u64,
-    /// Predicted time of an update over that of the job as written.
+    /// Predicted time of an update, relative to the job as written.
     pub relative_time: f64,
-    /// Measured time of an update over that of the fastest measured, where `plan --measure` ran it.
+    /// Measured time of an update, relative to the fastest measured; only if `plan --measure` ran it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_time: Option<f64>,
     pub fits: bool,

@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(differences(|plan| plan.budget.ram_bytes *= 2), none, "free memory");
         assert_eq!(differences(|plan| plan.peak.ram_bytes -= 50 << 20), none, "less");
         assert_eq!(differences(|plan| plan.peak.ram_bytes += 10 << 20), none, "within 5 %");
-        assert_eq!(differences(|plan| plan.rungs.clear()), none);
+        assert_eq!(differences(|plan| plan.candidates.clear()), none);
     }
 
     #[test]

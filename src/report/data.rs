@@ -152,8 +152,8 @@ fn record(source: &dyn Dataset, features: &Features, index: u64, seed: u64) -> R
             }
         }
         BatchValues::U32(tokens) => {
-            let whole = batch.lengths.first().map_or(tokens.len(), |length| *length as usize);
-            let tokens = &tokens[..whole.min(tokens.len())];
+            let length = batch.lengths.first().map_or(tokens.len(), |len| *len as usize);
+            let tokens = &tokens[..length.min(tokens.len())];
             fields.insert("tokens".into(), json!(tokens.len()));
             fields.insert("ids".into(), json!(&tokens[..tokens.len().min(MAX_VALUES)]));
             if let Some(text) = source.decode_tokens(tokens) {
@@ -209,10 +209,10 @@ impl DataPreview {
                 "longest".into(),
                 format!("{} tokens, sample {longest_sample}", format_count(*longest)),
             ));
-            let most = histogram.iter().map(|(_, samples)| *samples).max().unwrap_or(0).max(1);
+            let largest = histogram.iter().map(|(_, samples)| *samples).max().unwrap_or(0).max(1);
             for (i, (up_to, samples)) in histogram.iter().enumerate() {
                 let name = if i == 0 { "lengths" } else { "" };
-                let bar = "▇".repeat((samples * BAR_CELLS).div_ceil(most) as usize);
+                let bar = "▇".repeat((samples * BAR_CELLS).div_ceil(largest) as usize);
                 let line = format!("up to {:>7}  {:>9}  {bar}", format_count(*up_to), format_count(*samples));
                 lines.push((name.into(), line.trim_end().to_owned()));
             }
@@ -238,11 +238,14 @@ fn balance_lines(classes: &[(String, u64)]) -> Vec<(String, String)> {
         let lines = classes.iter().map(format_class).collect::<Vec<_>>();
         return vec![("balance".into(), lines.join(", "))];
     }
-    let least = classes.iter().min_by_key(|(_, samples)| *samples);
-    let most = classes.iter().max_by_key(|(_, samples)| *samples);
-    match (least, most) {
-        (Some(least), Some(most)) => {
-            vec![("balance".into(), format!("from {} to {}", format_class(least), format_class(most)))]
+    let rarest = classes.iter().min_by_key(|(_, samples)| *samples);
+    let most_frequent = classes.iter().max_by_key(|(_, samples)| *samples);
+    match (rarest, most_frequent) {
+        (Some(rarest), Some(most_frequent)) => {
+            vec![(
+                "balance".into(),
+                format!("from {} to {}", format_class(rarest), format_class(most_frequent)),
+            )]
         }
         _ => Vec::new(),
     }
@@ -286,26 +289,26 @@ mod tests {
     #[test]
     fn images_and_tokens_are_previewed_as_the_model_sees_them() {
         let set = |part| ShapesDataset::new(16, 5, 1, part).unwrap();
-        let seen = preview(&set(ShapesSplit::Train), &set(ShapesSplit::Valid), 1, false).unwrap();
-        assert_eq!((seen.train_samples, seen.first.len()), (5, 3));
-        let first = &seen.first[0];
+        let shown = preview(&set(ShapesSplit::Train), &set(ShapesSplit::Valid), 1, false).unwrap();
+        assert_eq!((shown.train_samples, shown.first.len()), (5, 3));
+        let first = &shown.first[0];
         assert_eq!(first["shape"], json!([16, 16, 1]));
         let range = first["range"].as_array().unwrap();
         assert!(range[0].as_f64() < range[1].as_f64(), "{first}");
-        assert!(seen.target.contains(first["target"].as_str().unwrap()));
-        let lines = seen.lines();
+        assert!(shown.target.contains(first["target"].as_str().unwrap()));
+        let lines = shown.lines();
         assert_eq!(lines[0], ("train samples".to_owned(), "5".to_owned()));
         assert!(
             lines.last().unwrap().0 == "sample 2" && lines.last().unwrap().1.contains("mean "),
             "{lines:?}"
         );
         let set = |part| sequences::SequenceDataset::new(2, 32, 16, 0, 5, part);
-        let seen =
+        let shown =
             preview(&set(sequences::SequencesSplit::Train), &set(sequences::SequencesSplit::Valid), 1, false)
                 .unwrap();
-        assert_eq!(seen.first.len(), 2);
-        assert_eq!(seen.first[0]["ids"].as_array().unwrap().len(), MAX_VALUES);
-        assert_eq!(seen.first[0]["ids"][1], seen.first[0]["target"][0]);
+        assert_eq!(shown.first.len(), 2);
+        assert_eq!(shown.first[0]["ids"].as_array().unwrap().len(), MAX_VALUES);
+        assert_eq!(shown.first[0]["ids"][1], shown.first[0]["target"][0]);
     }
 
     /// A table whose second record is bad, and which reports every optional statistic.
@@ -322,7 +325,7 @@ mod tests {
             if index == 1 {
                 let (file, value) = ("t.csv".into(), "x".into());
                 let column = Some("age".into());
-                return Err(DataError::Value { file, record: 1, column, value, wanted: "a number".into() });
+                return Err(DataError::Value { file, record: 1, column, value, expected: "a number".into() });
             }
             into.input.as_f32_mut().copy_from_slice(&[1.0 / 3.0, -2e-9]);
             into.target.as_u32_mut()[0] = 1;
@@ -350,11 +353,11 @@ mod tests {
             TargetSpec::Class { names },
         ));
         assert!(preview(&set, &set, 1, false).unwrap_err().is_bad_record());
-        let seen = preview(&set, &set, 1, true).unwrap();
-        assert_eq!(seen.first[0]["row"], json!({ "age": 0.3333, "height": -2e-9 }));
-        assert_eq!(seen.first[0]["target"], "yes");
+        let shown = preview(&set, &set, 1, true).unwrap();
+        assert_eq!(shown.first[0]["row"], json!({ "age": 0.3333, "height": -2e-9 }));
+        assert_eq!(shown.first[0]["target"], "yes");
         let text: String =
-            seen.lines().into_iter().map(|(name, value)| format!("{name}: {value}\n")).collect();
+            shown.lines().into_iter().map(|(name, value)| format!("{name}: {value}\n")).collect();
         for expected in [
             "missing_values: mean\n",
             "balance: no 1 (25.0 %), yes 3 (75.0 %)\n",
@@ -365,6 +368,6 @@ mod tests {
         ] {
             assert!(text.contains(expected), "{expected:?} is not in\n{text}");
         }
-        assert_eq!(serde_json::to_value(&seen).unwrap()["lengths"]["longest_sample"], 1);
+        assert_eq!(serde_json::to_value(&shown).unwrap()["lengths"]["longest_sample"], 1);
     }
 }

@@ -33,7 +33,7 @@ pub fn plan() -> MemoryPlan {
         bytes: mib << 20,
         r#where: MemorySpace::Ram,
     };
-    let rung = |change: &str, mib: u64, relative_time, fits| CandidateSummary {
+    let candidate = |change: &str, mib: u64, relative_time, fits| CandidateSummary {
         change: change.into(),
         vram_bytes: 0,
         ram_bytes: mib << 20,
@@ -67,10 +67,13 @@ pub fn plan() -> MemoryPlan {
             part("conv1", Role::Activations, 100),
             part("conv2", Role::Activations, 32),
         ],
-        rungs: vec![rung("", 344, 1.0, false), rung("micro-batch 50, 2 accumulation steps", 212, 1.04, true)],
+        candidates: vec![
+            candidate("", 344, 1.0, false),
+            candidate("micro-batch 50, 2 accumulation steps", 212, 1.04, true),
+        ],
         advice: None,
         shrunk: vec![PlanAdjustment {
-            rung: Rung::MicroBatch,
+            key: PlanKey::MicroBatch,
             from: "100 x 1".into(),
             to: "50 x 2".into(),
             why: "as written it takes 344.00 MiB of 256.00 MiB ram".into(),

@@ -1,5 +1,5 @@
 //! Everything people see of a run: terminal, TensorBoard, plans and summaries, as renderings of its events.
-//! Errors of the run itself are not rendered here; whoever returns them says them.
+//! Errors of the run itself are not rendered here; the caller that receives them reports them.
 
 pub mod data;
 #[cfg(test)]

@@ -6,7 +6,7 @@ use super::text::{self, AnsiStyle};
 use super::{DisplayOptions, Verbosity};
 use crate::base::Role;
 use crate::base::units::format_count;
-use crate::planner::plan::{CandidateSummary, Disk, MemorySpace, PhasePeak, PlanVerdict};
+use crate::planner::plan::{CandidateSummary, Disk, MemorySpace, PhasePeak, PlanAdjustment, PlanVerdict};
 use crate::planner::{MemoryPlan, ladder};
 
 const BAR_CELLS: usize = 24;
@@ -15,22 +15,22 @@ const BAR_CELLS: usize = 24;
 const MAX_CANDIDATES: usize = 12;
 
 /// The plan as lines to print; verbose output adds every part by name and every candidate.
-pub fn lines(plan: &MemoryPlan, look: DisplayOptions) -> Vec<String> {
-    let paint = AnsiStyle { color: look.color };
-    let verbose = look.verbosity == Verbosity::Verbose;
+pub fn lines(plan: &MemoryPlan, display: DisplayOptions) -> Vec<String> {
+    let paint = AnsiStyle { color: display.color };
+    let verbose = display.verbosity == Verbosity::Verbose;
     let mut out = vec![verdict_line(plan, paint), execution_line(plan)];
     out.extend(disk_line(plan));
     if plan.verdict != PlanVerdict::DoesNotFit {
         out.extend(adjustment_table(plan));
     }
     out.push(String::new());
-    out.extend(memory_table(plan, look, verbose));
-    if look.interactive && !plan.phases.is_empty() {
+    out.extend(memory_table(plan, display, verbose));
+    if display.interactive && !plan.phases.is_empty() {
         out.push(String::new());
         out.extend(phase_table(plan, paint));
     }
-    let measured = plan.rungs.iter().any(|rung| rung.measured_time.is_some());
-    if !plan.rungs.is_empty() && (verbose || measured || plan.verdict != PlanVerdict::Fits) {
+    let measured = plan.candidates.iter().any(|candidate| candidate.measured_time.is_some());
+    if !plan.candidates.is_empty() && (verbose || measured || plan.verdict != PlanVerdict::Fits) {
         out.push(String::new());
         out.extend(candidate_table(plan, paint, if verbose { usize::MAX } else { MAX_CANDIDATES }));
     }
@@ -43,31 +43,31 @@ pub fn lines(plan: &MemoryPlan, look: DisplayOptions) -> Vec<String> {
 
 /// `plan   fits: 212 MiB of 22.1 GiB ram at the peak, in backward`.
 fn verdict_line(plan: &MemoryPlan, paint: AnsiStyle) -> String {
-    let word = match plan.verdict {
+    let verdict = match plan.verdict {
         PlanVerdict::Fits => paint.green("fits"),
         PlanVerdict::FitsAfterShrink => paint.yellow("fits after shrinking"),
         PlanVerdict::DoesNotFit => paint.red("does not fit"),
     };
-    let peaks: Vec<String> = memory_places(plan)
+    let peaks: Vec<String> = memory_spaces(plan)
         .into_iter()
-        .map(|place| {
-            let (peak, budget, name) = match place {
+        .map(|space| {
+            let (peak, budget, name) = match space {
                 MemorySpace::Vram => (plan.peak.vram_bytes, plan.budget.vram_bytes, "vram"),
                 MemorySpace::Ram => (plan.peak.ram_bytes, plan.budget.ram_bytes, "ram"),
             };
-            let share = text::percent(peak as f64, budget as f64);
-            format!("{name} {} of {} ({share})", text::bytes(peak), text::bytes(budget))
+            let percentage = text::percent(peak as f64, budget as f64);
+            format!("{name} {} of {} ({percentage})", text::bytes(peak), text::bytes(budget))
         })
         .collect();
     let (peaks, phase, device) = (peaks.join(", "), &plan.peak.phase, &plan.device);
-    format!("{} {word} on {device}: {peaks} at the peak, in {phase}", paint.bold("plan  "))
+    format!("{} {verdict} on {device}: {peaks} at the peak, in {phase}", paint.bold("plan  "))
 }
 
-/// The execution plan: `micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), ...`.
+/// The execution plan: `micro-batch 50 x 2 = 100 samples per update (requested: 100 x 1), ...`.
 fn execution_line(plan: &MemoryPlan) -> String {
     let (requested, chosen) = (plan.requested, &plan.chosen);
     let mut line = format!(
-        "       micro-batch {} x {} = {} samples an update",
+        "       micro-batch {} x {} = {} samples per update",
         chosen.micro_batch,
         chosen.accumulation_steps,
         format_count(plan.samples_per_update as u64)
@@ -75,9 +75,9 @@ fn execution_line(plan: &MemoryPlan) -> String {
     if (requested.micro_batch, requested.accumulation_steps)
         != (chosen.micro_batch, chosen.accumulation_steps)
     {
-        line += &format!(" (asked: {} x {})", requested.micro_batch, requested.accumulation_steps);
+        line += &format!(" (requested: {} x {})", requested.micro_batch, requested.accumulation_steps);
     }
-    line += &format!(", {}, evaluation by {}", chosen.optimizer, chosen.eval_micro_batch);
+    line += &format!(", {}, evaluation micro-batch {}", chosen.optimizer, chosen.eval_micro_batch);
     match chosen.recompute {
         0 => {}
         1 => line += ", 1 block recomputed",
@@ -92,7 +92,7 @@ fn execution_line(plan: &MemoryPlan) -> String {
 /// `disk 12.3 MiB: 4 checkpoints of 3.08 MiB at most`.
 fn disk_line(plan: &MemoryPlan) -> Option<String> {
     let Disk { checkpoint_bytes, checkpoints, checkpoints_bytes, data_cache_bytes } = plan.disk;
-    let whole = text::bytes(checkpoints_bytes.saturating_add(data_cache_bytes));
+    let total = text::bytes(checkpoints_bytes.saturating_add(data_cache_bytes));
     let plural = if checkpoints == 1 { "" } else { "s" };
     let cache = match data_cache_bytes {
         0 => String::new(),
@@ -100,121 +100,127 @@ fn disk_line(plan: &MemoryPlan) -> Option<String> {
     };
     let each = text::bytes(checkpoint_bytes);
     (checkpoints > 0)
-        .then(|| format!("       disk {whole}: {checkpoints} checkpoint{plural} of {each} at most{cache}"))
+        .then(|| format!("       disk {total}: {checkpoints} checkpoint{plural} of {each} at most{cache}"))
 }
 
 /// The adjustments from the job as written to what runs, one by one, with reasons.
 fn adjustment_table(plan: &MemoryPlan) -> Vec<String> {
-    let row = |rung: &crate::planner::plan::PlanAdjustment| {
-        vec![rung.rung.to_string(), format!("{} -> {}", rung.from, rung.to), rung.why.clone()]
+    let row = |change: &PlanAdjustment| {
+        vec![
+            change.key.to_string().replace('_', "-"),
+            format!("{} -> {}", change.from, change.to),
+            change.why.clone(),
+        ]
     };
     text::table("<<<", 7, &plan.shrunk.iter().map(row).collect::<Vec<_>>())
 }
 
 /// The peak of each phase, as bars.
 fn phase_table(plan: &MemoryPlan, paint: AnsiStyle) -> Vec<String> {
-    let places = memory_places(plan);
-    let highest = plan.phases.iter().map(|phase| phase.bytes_in(places[0])).max().unwrap_or(1).max(1);
+    let spaces = memory_spaces(plan);
+    let highest = plan.phases.iter().map(|phase| phase.bytes_in(spaces[0])).max().unwrap_or(1).max(1);
     let mut head = vec![paint.dim("phase")];
-    head.extend(places.iter().map(|place| paint.dim(memory_name(*place))));
+    head.extend(spaces.iter().map(|space| paint.dim(memory_name(*space))));
     let row = |phase: &PhasePeak| {
         let mut row = vec![phase.name.to_string()];
-        row.extend(places.iter().map(|place| text::bytes(phase.bytes_in(*place))));
-        row.push(paint.cyan(&text::bar(phase.bytes_in(places[0]) as f64 / highest as f64, BAR_CELLS)));
+        row.extend(spaces.iter().map(|space| text::bytes(phase.bytes_in(*space))));
+        row.push(paint.cyan(&text::bar(phase.bytes_in(spaces[0]) as f64 / highest as f64, BAR_CELLS)));
         row
     };
     let rows: Vec<Vec<String>> = std::iter::once(head).chain(plan.phases.iter().map(row)).collect();
-    text::table(&("<".to_owned() + &">".repeat(places.len()) + "<"), 7, &rows)
+    text::table(&("<".to_owned() + &">".repeat(spaces.len()) + "<"), 7, &rows)
 }
 
-fn memory_name(place: MemorySpace) -> &'static str {
-    if place == MemorySpace::Vram { "vram" } else { "ram" }
+fn memory_name(space: MemorySpace) -> &'static str {
+    if space == MemorySpace::Vram { "vram" } else { "ram" }
 }
 
 /// The memory spaces the plan uses, device first.
-fn memory_places(plan: &MemoryPlan) -> Vec<MemorySpace> {
-    let has = |place| plan.parts.iter().any(|part| part.r#where == place);
-    let mut places = Vec::new();
-    if plan.budget.vram_bytes > 0 || plan.peak.vram_bytes > 0 || has(MemorySpace::Vram) {
-        places.push(MemorySpace::Vram);
+fn memory_spaces(plan: &MemoryPlan) -> Vec<MemorySpace> {
+    let uses = |space| plan.parts.iter().any(|part| part.r#where == space);
+    let mut spaces = Vec::new();
+    if plan.budget.vram_bytes > 0 || plan.peak.vram_bytes > 0 || uses(MemorySpace::Vram) {
+        spaces.push(MemorySpace::Vram);
     }
-    places.push(MemorySpace::Ram);
-    places
+    spaces.push(MemorySpace::Ram);
+    spaces
 }
 
 /// Bytes by role, one table per memory space; percentages are of that space's parts.
-fn memory_table(plan: &MemoryPlan, look: DisplayOptions, verbose: bool) -> Vec<String> {
-    let paint = AnsiStyle { color: look.color };
-    let places = memory_places(plan);
+fn memory_table(plan: &MemoryPlan, display: DisplayOptions, verbose: bool) -> Vec<String> {
+    let paint = AnsiStyle { color: display.color };
+    let spaces = memory_spaces(plan);
     let mut rows = Vec::new();
-    for place in &places {
-        let here = || plan.parts.iter().filter(|part| part.r#where == *place);
-        let total: u64 = here().map(|part| part.bytes).sum();
+    for space in &spaces {
+        let parts = || plan.parts.iter().filter(|part| part.r#where == *space);
+        let total: u64 = parts().map(|part| part.bytes).sum();
         if total == 0 {
             continue;
         }
         let mut roles = BTreeMap::<Role, u64>::new();
-        here().for_each(|part| *roles.entry(part.role).or_default() += part.bytes);
+        parts().for_each(|part| *roles.entry(part.role).or_default() += part.bytes);
         let largest = roles.values().max().copied().unwrap_or(1).max(1);
         if !rows.is_empty() {
             rows.push(vec![]);
         }
-        rows.push([memory_name(*place), "bytes", "share", ""].map(|head| paint.dim(head)).to_vec());
+        rows.push([memory_name(*space), "bytes", "%", ""].map(|head| paint.dim(head)).to_vec());
         for (role, bytes) in roles {
-            let share = text::percent(bytes as f64, total as f64);
-            let mut bar = if look.interactive {
+            let percentage = text::percent(bytes as f64, total as f64);
+            let mut bar = if display.interactive {
                 text::bar(bytes as f64 / largest as f64, BAR_CELLS)
             } else {
                 String::new()
             };
             bar = paint.cyan(&bar);
-            rows.push(vec![role.to_string(), text::bytes(bytes), share, bar]);
+            rows.push(vec![role.to_string(), text::bytes(bytes), percentage, bar]);
             if verbose {
-                for part in here().filter(|part| part.role == role) {
+                for part in parts().filter(|part| part.role == role) {
                     rows.push(vec![paint.dim(&format!("  {}", part.name)), text::bytes(part.bytes)]);
                 }
             }
         }
         rows.push(vec![paint.bold("total"), paint.bold(&text::bytes(total))]);
-        if *place == MemorySpace::Vram && plan.context_bytes > 0 {
-            let (bytes, beside) = (text::bytes(plan.context_bytes), "beside the budget");
-            rows.push(vec!["CUDA context".into(), bytes, String::new(), paint.dim(beside)]);
+        if *space == MemorySpace::Vram && plan.context_bytes > 0 {
+            let (bytes, note) = (text::bytes(plan.context_bytes), "not in the budget");
+            rows.push(vec!["CUDA context".into(), bytes, String::new(), paint.dim(note)]);
         }
     }
     text::table("<>><", 7, &rows)
 }
 
-/// At most `most` candidates: those closest in time to the chosen one.
-fn candidate_table(plan: &MemoryPlan, paint: AnsiStyle, most: usize) -> Vec<String> {
-    let places = memory_places(plan);
+/// At most `limit` candidates: those closest in time to the chosen one.
+fn candidate_table(plan: &MemoryPlan, paint: AnsiStyle, limit: usize) -> Vec<String> {
+    let spaces = memory_spaces(plan);
     let chosen = match plan.verdict {
         PlanVerdict::DoesNotFit => None,
-        _ => plan.rungs.iter().find(|rung| rung.change == ladder::describe_chosen(plan)),
+        _ => plan.candidates.iter().find(|candidate| candidate.change == ladder::describe_chosen(plan)),
     };
-    let measured = plan.rungs.iter().any(|rung| rung.measured_time.is_some());
+    let measured = plan.candidates.iter().any(|candidate| candidate.measured_time.is_some());
     let mut head = vec!["considered"];
-    head.extend(places.iter().map(|place| memory_name(*place)));
+    head.extend(spaces.iter().map(|space| memory_name(*space)));
     head.push(if measured { "predicted" } else { "time" });
     head.extend(measured.then_some("measured"));
     let mut rows = vec![head.into_iter().map(|head| paint.dim(head)).collect::<Vec<_>>()];
-    for rung in nearest_candidates(&plan.rungs, chosen, most) {
-        let mut row = vec![if rung.change.is_empty() { "as written".into() } else { rung.change.clone() }];
-        let bytes =
-            |place: &MemorySpace| if *place == MemorySpace::Vram { rung.vram_bytes } else { rung.ram_bytes };
-        row.extend(places.iter().map(|place| text::bytes(bytes(place))));
-        row.push(format!("x {:.2}", rung.relative_time));
+    for candidate in nearest_candidates(&plan.candidates, chosen, limit) {
+        let mut row =
+            vec![if candidate.change.is_empty() { "as written".into() } else { candidate.change.clone() }];
+        let bytes = |space: &MemorySpace| {
+            if *space == MemorySpace::Vram { candidate.vram_bytes } else { candidate.ram_bytes }
+        };
+        row.extend(spaces.iter().map(|space| text::bytes(bytes(space))));
+        row.push(format!("x {:.2}", candidate.relative_time));
         if measured {
-            row.push(rung.measured_time.map_or_else(String::new, |time| format!("x {time:.2}")));
+            row.push(candidate.measured_time.map_or_else(String::new, |time| format!("x {time:.2}")));
         }
-        row.push(match rung.fits {
-            true if chosen == Some(rung) => paint.green("chosen"),
+        row.push(match candidate.fits {
+            true if chosen == Some(candidate) => paint.green("chosen"),
             true => "fits".into(),
             false => paint.red("too large"),
         });
         rows.push(row);
     }
-    let hidden = plan.rungs.len() + 1 - rows.len();
-    let align = "<".to_owned() + &">".repeat(places.len() + 1 + usize::from(measured)) + "<";
+    let hidden = plan.candidates.len() + 1 - rows.len();
+    let align = "<".to_owned() + &">".repeat(spaces.len() + 1 + usize::from(measured)) + "<";
     let mut out = text::table(&align, 7, &rows);
     if hidden > 0 {
         out.push(paint.dim(&format!("       and {hidden} more (-v)")));
@@ -224,22 +230,22 @@ fn candidate_table(plan: &MemoryPlan, paint: AnsiStyle, most: usize) -> Vec<Stri
 
 /// The job as written, and the candidates closest in time to the chosen one, in the order given.
 fn nearest_candidates<'a>(
-    rungs: &'a [CandidateSummary],
+    candidates: &'a [CandidateSummary],
     chosen: Option<&CandidateSummary>,
-    most: usize,
+    limit: usize,
 ) -> Vec<&'a CandidateSummary> {
-    let time = chosen.map_or(f64::INFINITY, |rung| rung.relative_time);
-    let distance = |rung: &CandidateSummary| match rung {
-        rung if rung.change.is_empty() || Some(rung) == chosen => -1.0,
-        rung if time.is_finite() => (rung.relative_time - time).abs(),
+    let time = chosen.map_or(f64::INFINITY, |candidate| candidate.relative_time);
+    let distance = |candidate: &CandidateSummary| match candidate {
+        candidate if candidate.change.is_empty() || Some(candidate) == chosen => -1.0,
+        candidate if time.is_finite() => (candidate.relative_time - time).abs(),
         // Nothing fits: the smallest candidate comes closest.
-        rung => (rung.vram_bytes + rung.ram_bytes) as f64,
+        candidate => (candidate.vram_bytes + candidate.ram_bytes) as f64,
     };
-    let mut nearest: Vec<usize> = (0..rungs.len()).collect();
-    nearest.sort_by(|a, b| distance(&rungs[*a]).total_cmp(&distance(&rungs[*b])));
-    nearest.truncate(most);
+    let mut nearest: Vec<usize> = (0..candidates.len()).collect();
+    nearest.sort_by(|a, b| distance(&candidates[*a]).total_cmp(&distance(&candidates[*b])));
+    nearest.truncate(limit);
     nearest.sort_unstable();
-    nearest.into_iter().map(|i| &rungs[i]).collect()
+    nearest.into_iter().map(|i| &candidates[i]).collect()
 }
 
 #[cfg(test)]
@@ -248,8 +254,8 @@ mod tests {
     use crate::planner::plan::{CandidateSummary, MemoryPart};
     use crate::report::fixtures;
 
-    fn text(plan: &MemoryPlan, look: DisplayOptions) -> String {
-        lines(plan, look).join("\n")
+    fn text(plan: &MemoryPlan, display: DisplayOptions) -> String {
+        lines(plan, display).join("\n")
     }
 
     #[test]
@@ -258,10 +264,10 @@ mod tests {
             text(&fixtures::plan(), DisplayOptions::default()),
             "\
 plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
-       micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+       micro-batch 50 x 2 = 100 samples per update (requested: 100 x 1), adamw, evaluation micro-batch 200
        micro-batch  100 x 1 -> 50 x 2  as written it takes 344.00 MiB of 256.00 MiB ram
 
-       ram                 bytes   share
+       ram                 bytes       %
        weights          20.0 MiB   9.4 %
        gradients        20.0 MiB   9.4 %
        optimizer state  40.0 MiB  18.9 %
@@ -276,16 +282,16 @@ plan   fits after shrinking on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak,
 
     #[test]
     fn a_terminal_gets_bars_and_the_verbose_every_part() {
-        let look = DisplayOptions { verbosity: Verbosity::Verbose, color: false, interactive: true };
-        let shown = text(&MemoryPlan { verdict: PlanVerdict::Fits, ..fixtures::plan() }, look);
+        let display = DisplayOptions { verbosity: Verbosity::Verbose, color: false, interactive: true };
+        let shown = text(&MemoryPlan { verdict: PlanVerdict::Fits, ..fixtures::plan() }, display);
         assert_eq!(
             shown,
             "\
 plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
-       micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+       micro-batch 50 x 2 = 100 samples per update (requested: 100 x 1), adamw, evaluation micro-batch 200
        micro-batch  100 x 1 -> 50 x 2  as written it takes 344.00 MiB of 256.00 MiB ram
 
-       ram                 bytes   share
+       ram                 bytes       %
        weights          20.0 MiB   9.4 %  ███▋
          weights        20.0 MiB
        gradients        20.0 MiB   9.4 %  ███▋
@@ -312,15 +318,15 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
     #[test]
     fn measured_times_are_shown_beside_predicted_ones_and_long_lists_are_cut() {
         let mut plan = fixtures::plan();
-        plan.rungs[1].measured_time = Some(0.98);
+        plan.candidates[1].measured_time = Some(0.98);
         let more = (2..30).map(|n| CandidateSummary {
             change: format!("micro-batch {n}, {n} accumulation steps"),
             relative_time: n as f64,
-            ..plan.rungs[1].clone()
+            ..plan.candidates[1].clone()
         });
         let more: Vec<CandidateSummary> =
-            more.map(|rung| CandidateSummary { measured_time: None, ..rung }).collect();
-        plan.rungs.extend(more);
+            more.map(|candidate| CandidateSummary { measured_time: None, ..candidate }).collect();
+        plan.candidates.extend(more);
         let shown = text(&plan, DisplayOptions::default());
         let tail: Vec<&str> = shown.lines().skip_while(|line| !line.contains("considered")).collect();
         assert_eq!(tail[0], "       considered                                 ram  predicted  measured");
@@ -347,7 +353,7 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
                 r#where: MemorySpace::Ram,
             },
         ];
-        plan.rungs = vec![CandidateSummary {
+        plan.candidates = vec![CandidateSummary {
             change: String::new(),
             vram_bytes: 2 << 30,
             ram_bytes: 1 << 20,
@@ -360,15 +366,16 @@ plan   fits on cpu: ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
         assert_eq!(
             text(&plan, DisplayOptions::default()),
             "\
-plan   does not fit on cuda:0: vram 2.00 GiB of 1.00 GiB (200.0 %), ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
-       micro-batch 50 x 2 = 100 samples an update (asked: 100 x 1), adamw, evaluation by 200
+plan   does not fit on cuda:0: vram 2.00 GiB of 1.00 GiB (200.0 %), \
+ram 212 MiB of 256 MiB (82.8 %) at the peak, in backward
+       micro-batch 50 x 2 = 100 samples per update (requested: 100 x 1), adamw, evaluation micro-batch 200
 
-       vram              bytes    share
+       vram              bytes        %
        weights        2.00 GiB  100.0 %
        total          2.00 GiB
-       CUDA context    512 MiB           beside the budget
+       CUDA context    512 MiB           not in the budget
 
-       ram               bytes    share
+       ram               bytes        %
        data pipeline  1.00 MiB  100.0 %
        total          1.00 MiB
 

@@ -79,7 +79,7 @@ impl RunProgress {
 
     /// Updates so far.
     pub fn step(&self) -> u64 {
-        self.recent.back().map_or(self.start_step, |seen| seen.step)
+        self.recent.back().map_or(self.start_step, |sample| sample.step)
     }
 
     /// The epoch, from 1, of update `step`.
@@ -93,7 +93,7 @@ impl RunProgress {
 
     /// Mean seconds per recent update.
     fn step_s(&self) -> Option<f64> {
-        let mean = self.recent.iter().map(|seen| seen.step_s).sum::<f64>() / self.recent.len() as f64;
+        let mean = self.recent.iter().map(|sample| sample.step_s).sum::<f64>() / self.recent.len() as f64;
         (mean > 0.0).then_some(mean)
     }
 
@@ -112,7 +112,7 @@ impl RunProgress {
 
     /// Fraction of recent time spent waiting for data, 0 to 1.
     pub fn data_wait(&self) -> Option<f64> {
-        let wait: f64 = self.recent.iter().map(|seen| seen.wait_s).sum();
+        let wait: f64 = self.recent.iter().map(|sample| sample.wait_s).sum();
         Some(wait / self.recent.len() as f64 / self.step_s()?)
     }
 
@@ -129,7 +129,7 @@ impl RunProgress {
         let Some(last) = self.recent.back() else { return "starting".into() };
         let (total, epochs) = (format_count(self.total_steps), self.epochs().to_string());
         let (of_total, of_epochs) = (total.len(), epochs.len());
-        let (place, used, budget) = match self.budget.vram {
+        let (space, used, budget) = match self.budget.vram {
             0 => ("ram", last.used.ram, self.budget.ram),
             vram => ("vram", last.used.vram, vram),
         };
@@ -148,7 +148,7 @@ impl RunProgress {
         if let Some(rate) = self.samples_per_second() {
             fields.push((6, format!("{} samples/s", format_count(rate.round() as u64))));
         }
-        fields.push((3, format!("{place} {} of {}", text::bytes(used), text::bytes(budget))));
+        fields.push((3, format!("{space} {} of {}", text::bytes(used), text::bytes(budget))));
         if let Some(wait) = self.data_wait() {
             fields.push((2, format!("wait {}", text::percent(wait, 1.0))));
         }
@@ -193,7 +193,8 @@ mod tests {
         let line = |width, bar| progress.line(width, bar, AnsiStyle::default());
         assert_eq!(
             line(None, false),
-            "epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  ram 206 MiB of 256 MiB  wait 1.0 %  eta 2.2 s"
+            "epoch 2/3  step 4/6  loss 0.2500  lr 1.0e-3  67 samples/s  \
+             ram 206 MiB of 256 MiB  wait 1.0 %  eta 2.2 s"
         );
         assert_eq!(
             line(Some(80), true),

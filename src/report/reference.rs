@@ -11,15 +11,15 @@ use crate::events::event::EventRecord;
 const INTRO: &str = "\
 # Events
 
-`events.jsonl` in a run's folder is the truth about the run: one JSON object a line, in the order
-things happened. `trainer fit --json` streams the same lines to stdout. Progress, `metrics.jsonl`,
-TensorBoard and the summary are renderings of it.
+`events.jsonl` in a run's folder is the complete record of the run: one JSON object per line, in
+chronological order. `trainer fit --json` streams the same lines to stdout. Progress, `metrics.jsonl`,
+TensorBoard and the summary are rendered from it.
 
-Every line has `t`, the seconds since the Unix epoch, and `event`, its kind, which decides the other
-fields. A killed run may leave a last line without its newline: pass over it. After `resumed`, steps
-beyond its `step` are made, and told, again; the later telling counts.
+Every line has `t`, the seconds since the Unix epoch, and `event`, its kind, which determines the
+other fields. A killed run may leave a last line without its newline: skip it. After `resumed`, updates
+beyond its `step` are repeated and reported again; the later report is the valid one.
 
-This page is generated from `src/train/event.rs`.
+A step is one update of the weights. This page is generated from `src/events/event.rs`.
 ";
 
 /// The reference page of `events.jsonl`.
@@ -113,7 +113,7 @@ mod tests {
             assert!(page.contains(title), "{title}");
         }
         assert!(
-            page.contains("| `measured_peak_bytes` | [MemoryBytes](#memorybytes) | What was measured: the heap on the host, allocated memory on the device. |\n"),
+            page.contains("| `measured_peak_bytes` | [MemoryBytes](#memorybytes) | The measured peak: "),
             "{page}"
         );
         assert!(page.contains("| `loss` | number or null | Mean training loss"), "{page}");

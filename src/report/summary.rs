@@ -9,8 +9,8 @@ use crate::events::summary::{RunState, Summary};
 
 impl Summary {
     /// The closing lines of a run.
-    pub fn lines(&self, look: DisplayOptions) -> Vec<String> {
-        let paint = AnsiStyle { color: look.color };
+    pub fn lines(&self, display: DisplayOptions) -> Vec<String> {
+        let paint = AnsiStyle { color: display.color };
         let mut rows = Vec::new();
         let mut row =
             |label: &str, text: String| rows.push(format!("{}{text}", paint.dim(&format!("{label:<9}"))));
@@ -44,7 +44,7 @@ impl Summary {
         }
         if self.bad_records > 0 {
             let plural = if self.bad_records == 1 { "" } else { "s" };
-            row("bad", format!("{} record{plural} left out", format_count(self.bad_records)));
+            row("bad", format!("{} record{plural} skipped", format_count(self.bad_records)));
         }
         if !self.metrics.is_empty() {
             row("last", format_metrics(&self.metrics));
@@ -62,7 +62,7 @@ impl Summary {
         }
         let (planned, measured, budget) =
             (self.planned_peak_bytes, self.measured_peak_bytes, self.budget_bytes);
-        for (place, planned, measured, resident, budget) in [
+        for (space, planned, measured, resident, budget) in [
             ("ram", planned.ram, measured.ram, self.resident_peak_bytes, budget.ram),
             ("vram", planned.vram, measured.vram, 0, budget.vram),
         ] {
@@ -74,7 +74,7 @@ impl Summary {
                     }
                 };
                 row(
-                    place,
+                    space,
                     format!(
                         "peak {measured_text}, {} planned{}, {} budget",
                         text::bytes(planned),
@@ -103,7 +103,7 @@ impl Summary {
         }
         row("folder", self.run.clone());
         if self.state != RunState::Finished && self.checkpoint.is_some() {
-            row("go on", format!("trainer fit JOB --resume {}", self.run));
+            row("resume", format!("trainer fit JOB --resume {}", self.run));
         }
         rows
     }
@@ -116,7 +116,7 @@ pub(super) fn format_metrics(metrics: &BTreeMap<String, f64>) -> String {
     shown.join("  ")
 }
 
-/// How far off the plan was: ` (3.1 % over what was measured)`.
+/// The planned peak relative to the measured one: ` (+3.1 %)`.
 fn plan_error(measured: u64, planned: u64) -> String {
     if measured == 0 || planned == 0 {
         return String::new();
@@ -161,7 +161,7 @@ folder   runs/shapes/1"
         let lines = folded(&records).lines(DisplayOptions::default());
         assert_eq!(lines[0], "run      shapes interrupted (SIGTERM): 2 of 6 steps, 1 epoch, 150 samples");
         let end =
-            ["saved    c/2", "folder   runs/shapes/1", "go on    trainer fit JOB --resume runs/shapes/1"];
+            ["saved    c/2", "folder   runs/shapes/1", "resume   trainer fit JOB --resume runs/shapes/1"];
         assert_eq!(lines[lines.len() - 3..], end);
     }
 }

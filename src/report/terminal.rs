@@ -1,7 +1,7 @@
 //! A run on stderr: a live bar on a terminal, occasional plain lines elsewhere.
 //!
-//! Lines are a pure function of the records; their timestamps are the clock. Whoever returns an error of the run
-//! reports it, so that none appears twice.
+//! Lines are a pure function of the records; their timestamps are the clock. Errors of the run are reported by the
+//! caller that receives them, so that none appears twice.
 
 use std::io::{self, Write};
 
@@ -35,15 +35,8 @@ pub struct Terminal<W> {
 impl<W: Write + Send> Terminal<W> {
     /// `history` summarizes a resumed run's events so far; the default for a new run. With `display.interactive` the
     /// bar is drawn on stderr, and `out` should be stderr too.
-    pub fn new(out: W, look: DisplayOptions, history: Summary) -> Self {
-        Self {
-            out,
-            display: look,
-            bar: None,
-            progress: RunProgress::default(),
-            summary: history,
-            last_line: None,
-        }
+    pub fn new(out: W, display: DisplayOptions, history: Summary) -> Self {
+        Self { out, display, bar: None, progress: RunProgress::default(), summary: history, last_line: None }
     }
 
     fn paint(&self) -> AnsiStyle {
@@ -130,10 +123,10 @@ impl<W: Write + Send> Terminal<W> {
             Event::Resumed { step, checkpoint, skipped } => {
                 let from = match checkpoint {
                     Some(path) => format!("at step {} from {path}", format_count(*step)),
-                    None => "no checkpoint yet: from the beginning".into(),
+                    None => "no checkpoint yet: starting over".into(),
                 };
-                let passed = skipped.iter().map(|reason| format!("       passed over {reason}"));
-                line(paint.bold(&label("resume")), from).into_iter().chain(passed).collect()
+                let skipped = skipped.iter().map(|reason| format!("       skipped {reason}"));
+                line(paint.bold(&label("resume")), from).into_iter().chain(skipped).collect()
             }
             Event::Eval { step, metrics, .. } => {
                 let epoch = self.progress.epoch(*step);
@@ -155,31 +148,35 @@ impl<W: Write + Send> Terminal<W> {
                 let text = format!("step {}  {metric} {} so far", format_count(*step), text::number(*value));
                 line(paint.dim(&label("best")), text)
             }
-            Event::Oom { step, phase, asker, bytes, left } => {
+            Event::Oom { step, phase, requester, bytes, left } => {
                 let (bytes, left) = (text::bytes(*bytes), text::bytes(*left));
-                let text =
-                    format!("step {}  {phase}: {asker} asked for {bytes}, {left} left", format_count(*step));
+                let text = format!(
+                    "step {}  {phase}: {requester} requested {bytes}, {left} left",
+                    format_count(*step)
+                );
                 line(paint.yellow(&label("memory")), text)
             }
             Event::Pressure { step, left, low, stalled } => {
                 let (left, low) = (text::bytes(*left), text::bytes(*low));
                 let stalled = stalled.map(|s| format!(", {:.0} % stalled", 100.0 * s)).unwrap_or_default();
-                let text =
-                    format!("step {}  {left} left on the host, low is {low}{stalled}", format_count(*step));
+                let text = format!(
+                    "step {}  {left} left on the host, less than {low}{stalled}",
+                    format_count(*step)
+                );
                 line(paint.yellow(&label("memory")), text)
             }
-            Event::Corrected { step, asked, measured, budget } => {
-                let (asked, measured) = (text::bytes(*asked), text::bytes(*measured));
+            Event::Corrected { step, reserved, measured, budget } => {
+                let (reserved, measured) = (text::bytes(*reserved), text::bytes(*measured));
                 let text = format!(
-                    "step {}  {measured} measured, {asked} asked for: the budget is {} now",
+                    "step {}  {measured} measured, {reserved} reserved: the budget is now {}",
                     format_count(*step),
                     text::bytes(*budget)
                 );
                 line(paint.yellow(&label("memory")), text)
             }
             Event::Restarted { cause, budget, .. } => {
-                let text = format!("the run's process was {cause}; again with {}", text::bytes(*budget));
-                line(paint.yellow(&label("again")), text)
+                let text = format!("{cause}; restarted with {}", text::bytes(*budget));
+                line(paint.yellow(&label("worker")), text)
             }
             Event::Shrunk { step, change, micro_batch, accumulation_steps } => {
                 let text = format!(
@@ -197,14 +194,16 @@ impl<W: Write + Send> Terminal<W> {
             }
             Event::BadRecords { step, records, .. } => {
                 let bad = |why: &String| {
-                    format!("{} step {}  left out {why}", paint.yellow(&label("bad")), format_count(*step))
+                    format!("{} step {}  skipped {why}", paint.yellow(&label("bad")), format_count(*step))
                 };
                 records.iter().map(bad).collect()
             }
-            Event::SlowData { step, share, cause, advice } => {
-                let share = text::percent(*share, 1.0);
-                let text =
-                    format!("step {}  {share} of the time is spent waiting: {cause}", format_count(*step));
+            Event::SlowData { step, fraction, cause, advice } => {
+                let waiting = text::percent(*fraction, 1.0);
+                let text = format!(
+                    "step {}  {waiting} of the time is spent waiting for data: {cause}",
+                    format_count(*step)
+                );
                 let advice = format!("       {advice}");
                 line(paint.yellow(&label("data")), text).into_iter().chain([advice]).collect()
             }
@@ -232,7 +231,7 @@ impl<W: Write + Send> Terminal<W> {
                 if self.display.verbosity == Verbosity::Verbose =>
             {
                 let text = format!(
-                    "{} passes from an arena, {synchronizes} synchronizes to move memory",
+                    "{} passes from an arena, {synchronizes} synchronizes to remap memory",
                     format_count(*arena_passes)
                 );
                 line(label("heap"), text)
@@ -297,8 +296,8 @@ mod tests {
 
     fn shown(records: &[EventRecord], verbosity: Verbosity) -> String {
         let mut out = Vec::new();
-        let look = DisplayOptions { verbosity, ..DisplayOptions::default() };
-        let mut terminal = Terminal::new(&mut out, look, Summary::default());
+        let display = DisplayOptions { verbosity, ..DisplayOptions::default() };
+        let mut terminal = Terminal::new(&mut out, display, Summary::default());
         records.iter().for_each(|record| terminal.record(record).unwrap());
         terminal.finish().unwrap();
         String::from_utf8(out).unwrap()
@@ -352,8 +351,8 @@ folder   runs/shapes/1
     fn quiet_prints_nothing_but_warnings() {
         assert_eq!(shown(&fixtures::run(), Verbosity::Quiet), "");
         let mut out = Vec::new();
-        let look = DisplayOptions { verbosity: Verbosity::Quiet, ..DisplayOptions::default() };
-        Terminal::new(&mut out, look, Summary::default()).warn("the disk is slow").unwrap();
+        let display = DisplayOptions { verbosity: Verbosity::Quiet, ..DisplayOptions::default() };
+        Terminal::new(&mut out, display, Summary::default()).warn("the disk is slow").unwrap();
         assert_eq!(out, b"warning: the disk is slow\n");
     }
 
@@ -370,7 +369,7 @@ folder   runs/shapes/1
             at(Event::Oom {
                 step: 2,
                 phase: Phase::Backward,
-                asker: "conv1".into(),
+                requester: "conv1".into(),
                 bytes: 512 << 20,
                 left: 210 << 20,
             }),
@@ -381,7 +380,7 @@ folder   runs/shapes/1
                 accumulation_steps: 2,
             }),
             at(Event::Pressure { step: 3, left: 200 << 20, low: 512 << 20, stalled: Some(0.25) }),
-            at(Event::Corrected { step: 3, asked: 90 << 20, measured: 98 << 20, budget: 248 << 20 }),
+            at(Event::Corrected { step: 3, reserved: 90 << 20, measured: 98 << 20, budget: 248 << 20 }),
             at(Event::Grown {
                 step: 9,
                 change: "micro-batch 100".into(),
@@ -409,14 +408,14 @@ folder   runs/shapes/1
             text,
             "\
 resume at step 2 from c/2
-       passed over c/4: checksum
-resume no checkpoint yet: from the beginning
-memory step 2  backward: conv1 asked for 512 MiB, 210 MiB left
+       skipped c/4: checksum
+resume no checkpoint yet: starting over
+memory step 2  backward: conv1 requested 512 MiB, 210 MiB left
 shrunk step 2  micro-batch 100 to 50  now 50 x 2
-memory step 3  200 MiB left on the host, low is 512 MiB, 25 % stalled
-memory step 3  98.0 MiB measured, 90.0 MiB asked for: the budget is 248 MiB now
+memory step 3  200 MiB left on the host, less than 512 MiB, 25 % stalled
+memory step 3  98.0 MiB measured, 90.0 MiB reserved: the budget is now 248 MiB
 grown  step 9  micro-batch 100  now 100 x 1
-again  the run's process was aborted (an allocation failed); again with 64.0 MiB
+worker aborted (an allocation failed); restarted with 64.0 MiB
 cudnn  step 2  evaluations continue without cuDNN: error code 20000
 "
         );

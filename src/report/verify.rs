@@ -6,11 +6,11 @@ use crate::planner::MemoryPlan;
 use crate::train::verify::{MaxDifference, VariantResult, VerifyReport};
 
 /// The lines before the verification: how the job runs, and what cannot be varied.
-pub fn header_lines(plan: &MemoryPlan, notes: &[String], look: DisplayOptions) -> Vec<String> {
-    let paint = AnsiStyle { color: look.color };
+pub fn header_lines(plan: &MemoryPlan, notes: &[String], display: DisplayOptions) -> Vec<String> {
+    let paint = AnsiStyle { color: display.color };
     let chosen = &plan.chosen;
     let first = format!(
-        "{} as planned: {} x {} = {} samples an update{}",
+        "{} as planned: {} x {} = {} samples per update{}",
         paint.bold("verify"),
         chosen.micro_batch,
         chosen.accumulation_steps,
@@ -27,24 +27,25 @@ pub fn header_lines(plan: &MemoryPlan, notes: &[String], look: DisplayOptions) -
 }
 
 /// The table of all variants, and the verdict.
-pub fn lines(report: &VerifyReport, look: DisplayOptions) -> Vec<String> {
-    let paint = AnsiStyle { color: look.color };
+pub fn lines(report: &VerifyReport, display: DisplayOptions) -> Vec<String> {
+    let paint = AnsiStyle { color: display.color };
     let t = &report.tolerance;
-    let mut rows = vec![["way", "losses", "gradients", "weights", "samples", ""].map(String::from).to_vec()];
-    let cell = |apart: &MaxDifference| match apart.difference {
+    let mut rows =
+        vec![["variant", "losses", "gradients", "weights", "samples", ""].map(String::from).to_vec()];
+    let cell = |max: &MaxDifference| match max.difference {
         0.0 => "equal".to_owned(),
-        difference => match (&apart.parameter, look.verbosity >= Verbosity::Verbose) {
+        difference => match (&max.parameter, display.verbosity >= Verbosity::Verbose) {
             (Some(parameter), true) => format!("{difference:.1e} {parameter}"),
             _ => format!("{difference:.1e}"),
         },
     };
-    for variant in &report.ways {
+    for variant in &report.variants {
         let verdict = match (variant.passed, variant.exact) {
-            (true, true) => paint.green("equal to the bit"),
+            (true, true) => paint.green("bitwise equal"),
             (true, false) => paint.green("within tolerance"),
             (false, _) => paint.red("DIFFERS"),
         };
-        let samples = if variant.samples_digest == report.samples_digest { "same" } else { "OTHERS" };
+        let samples = if variant.samples_digest == report.samples_digest { "same" } else { "DIFFER" };
         let cells = [&variant.losses, &variant.gradients, &variant.weights].map(cell);
         rows.push([&[variant.name.clone()][..], &cells, &[samples.to_owned(), verdict]].concat());
     }
@@ -59,31 +60,31 @@ pub fn lines(report: &VerifyReport, look: DisplayOptions) -> Vec<String> {
 
 /// The first failed variant, as an error message.
 pub fn failure_message(report: &VerifyReport) -> Option<String> {
-    let variant = report.ways.iter().find(|way| !way.passed)?;
+    let variant = report.variants.iter().find(|variant| !variant.passed)?;
     Some(format!("`{}` is not the same experiment: {}", variant.name, describe_differences(variant, report)))
 }
 
 fn describe_differences(variant: &VariantResult, report: &VerifyReport) -> String {
     if variant.samples_digest != report.samples_digest {
         return format!(
-            "it saw other samples ({} and not {})",
+            "its samples differ: expected digest {1}, got {0}",
             variant.samples_digest, report.samples_digest
         );
     }
     let t = &report.tolerance;
-    let most = |loose: f64| if variant.exact { 0.0 } else { loose };
+    let limit = |tolerance: f64| if variant.exact { 0.0 } else { tolerance };
     let kinds = [
-        ("weights", &variant.weights, most(t.weights)),
-        ("gradients", &variant.gradients, most(t.gradients)),
-        ("losses", &variant.losses, most(t.losses)),
+        ("weights", &variant.weights, limit(t.weights)),
+        ("gradients", &variant.gradients, limit(t.gradients)),
+        ("losses", &variant.losses, limit(t.losses)),
     ];
-    let describe = |(kind, apart, most): &(&str, &MaxDifference, f64)| {
-        (apart.difference > *most).then(|| {
-            let of = apart.parameter.as_ref().map_or(String::new(), |name| format!(" of `{name}`"));
-            let difference = apart.difference;
+    let describe = |(kind, max, limit): &(&str, &MaxDifference, f64)| {
+        (max.difference > *limit).then(|| {
+            let of = max.parameter.as_ref().map_or(String::new(), |name| format!(" of `{name}`"));
+            let difference = max.difference;
             format!(
-                "the {kind}{of} differ by {difference:.1e} at update {}, more than {most:.0e}",
-                apart.update
+                "the {kind}{of} differ by {difference:.1e} at update {}, more than {limit:.0e}",
+                max.update
             )
         })
     };
@@ -97,7 +98,7 @@ mod tests {
     use crate::train::verify::Tolerance;
 
     fn report() -> VerifyReport {
-        let apart =
+        let max =
             |difference: f64| MaxDifference { difference, update: 2, parameter: Some("fc.weight".into()) };
         let variant = |name: &str, exact, difference: f64, digest: &str| VariantResult {
             name: name.into(),
@@ -106,7 +107,7 @@ mod tests {
             recompute: 0,
             exact,
             losses: MaxDifference::default(),
-            gradients: apart(difference),
+            gradients: max(difference),
             weights: MaxDifference::default(),
             samples_digest: digest.into(),
             passed: digest == "00" && difference <= if exact { 0.0 } else { 1e-3 },
@@ -120,7 +121,7 @@ mod tests {
             samples_digest: "00".into(),
             tolerance: Tolerance { losses: 1e-5, gradients: 1e-3, weights: 1e-3 },
             notes: Vec::new(),
-            ways: vec![
+            variants: vec![
                 variant("resumed", true, 0.0, "00"),
                 variant("4 x 2", false, 2.5e-7, "00"),
                 variant("2 x 4", false, 0.25, "00"),
@@ -133,18 +134,20 @@ mod tests {
     #[test]
     fn the_variant_the_parameter_and_the_update_are_named() {
         let mut report = report();
-        let complaints = std::iter::from_fn(|| {
-            let said = failure_message(&report)?;
-            let failed = report.ways.iter().position(|way| !way.passed)?;
-            report.ways.remove(failed);
-            Some(said)
+        let messages = std::iter::from_fn(|| {
+            let message = failure_message(&report)?;
+            let failed = report.variants.iter().position(|variant| !variant.passed)?;
+            report.variants.remove(failed);
+            Some(message)
         });
         assert_eq!(
-            complaints.collect::<Vec<_>>(),
+            messages.collect::<Vec<_>>(),
             [
-                "`2 x 4` is not the same experiment: the gradients of `fc.weight` differ by 2.5e-1 at update 2, more than 1e-3",
-                "`recomputed` is not the same experiment: the gradients of `fc.weight` differ by 1.0e-9 at update 2, more than 0e0",
-                "`one reader` is not the same experiment: it saw other samples (01 and not 00)",
+                "`2 x 4` is not the same experiment: \
+                 the gradients of `fc.weight` differ by 2.5e-1 at update 2, more than 1e-3",
+                "`recomputed` is not the same experiment: \
+                 the gradients of `fc.weight` differ by 1.0e-9 at update 2, more than 0e0",
+                "`one reader` is not the same experiment: its samples differ: expected digest 00, got 01",
             ]
         );
     }
@@ -152,10 +155,10 @@ mod tests {
     #[test]
     fn one_line_per_variant() {
         let shown = lines(&report(), DisplayOptions::default());
-        assert_eq!(shown[0], "way         losses  gradients  weights  samples");
+        assert_eq!(shown[0], "variant     losses  gradients  weights  samples");
         assert_eq!(shown[2], "4 x 2        equal     2.5e-7    equal  same     within tolerance");
         assert_eq!(shown[3], "2 x 4        equal     2.5e-1    equal  same     DIFFERS");
-        assert_eq!(shown[5], "one reader   equal      equal    equal  OTHERS   DIFFERS");
+        assert_eq!(shown[5], "one reader   equal      equal    equal  DIFFER   DIFFERS");
         let named =
             lines(&report(), DisplayOptions { verbosity: Verbosity::Verbose, ..DisplayOptions::default() });
         assert!(named[3].contains("2.5e-1 fc.weight"), "{}", named[3]);

@@ -73,7 +73,7 @@ fn plan_of_fastest(
     let mut plan = ladder::build_plan(request, predictor, search, fastest, &measured_time);
     if search.fits(&as_written) {
         plan.verdict = PlanVerdict::Fits;
-        plan.shrunk.iter_mut().for_each(|rung| rung.why = "measured to be faster".into());
+        plan.shrunk.iter_mut().for_each(|change| change.why = "measured to be faster".into());
     }
     let split = fastest.exec_plan.split();
     if split != planned.exec_plan.split()

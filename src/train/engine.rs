@@ -3,25 +3,26 @@
 //! Prints nothing and decides nothing: an out-of-memory error (OOM) is a value for the caller. Every tensor that
 //! lives as long as the run is reserved in the ledger here, before it is allocated.
 
+// What an engine does on a GPU only. Builds without CUDA have the same interface with nothing behind it.
 #[cfg(feature = "cuda")]
-use std::cell::Cell;
+mod gpu;
+#[cfg(not(feature = "cuda"))]
+#[path = "engine/no_gpu.rs"]
+mod gpu;
 
 use candle_core::{DType, Tensor};
 
 use super::checkpoint::CheckpointTensors;
-#[cfg(feature = "cuda")]
-use super::graph_cache::{self, CaptureOutcome, GraphCache, PassKey};
+use super::pass_key::PassKey;
 use super::setup::Setup;
 use super::staging::BatchStaging;
-use crate::base::features::Features;
 use crate::base::{MicroBatchSpec, Phase, Role};
 use crate::data;
 use crate::events::event::Event;
 use crate::graph::network::{DeviceBatch, Executor, Network, StepError};
 use crate::graph::offload::ActivationOffload;
-#[cfg(feature = "cuda")]
-use crate::kernels::grad_stats::gpu::{DeviceGradStats, PendingGradStats};
 use crate::kernels::grad_stats::{GradStats, GradStatsConfig};
+use crate::kernels::reference::ReferenceScope;
 use crate::kernels::update::{cast_into, clear, ema_update, sum_of_squares, swap};
 use crate::layers::loss::{MetricSums, PendingMetricSums};
 use crate::layers::{Mode, PassContext};
@@ -32,6 +33,7 @@ use crate::param_store::ParamStore;
 use crate::planner::estimate::{Allocation, batch_bytes};
 use crate::planner::execution_plan::{ExecutionPlan, Offload};
 use crate::planner::plan::MemorySpace;
+use gpu::{GpuState, PassScope, PendingGradStats};
 
 /// Memory ledgers of a run: one for tensors, one for everything else on the host.
 #[derive(Clone)]
@@ -71,25 +73,13 @@ pub struct Engine<'a> {
     staging: BatchStaging,
     /// Running statistics at the start of the current update, for a rollback.
     saved_stats: Tensor,
-    /// Computes gradient statistics on the GPU, if the optimizer reads them there: the host then does not
-    /// synchronize.
-    #[cfg(feature = "cuda")]
-    device_grad_stats: Option<DeviceGradStats>,
-    /// Places passes in an arena and replays them as CUDA graphs.
-    #[cfg(feature = "cuda")]
-    graph_cache: Option<GraphCache>,
-    /// Evaluations do without cuDNN from its first failure on; the error is kept until it is reported.
-    #[cfg(feature = "cuda")]
-    cudnn_failed: Cell<bool>,
-    #[cfg(feature = "cuda")]
-    cudnn_failure: Cell<Option<String>>,
+    gpu: GpuState,
     _reservations: Vec<Reservation>,
 }
 
 /// Gradient statistics of an update: known, or still being computed on the GPU.
 pub enum UpdateGradStats {
     Ready(GradStats),
-    #[cfg(feature = "cuda")]
     Pending(PendingGradStats),
 }
 
@@ -98,7 +88,6 @@ impl UpdateGradStats {
     pub fn read(&self) -> candle_core::Result<GradStats> {
         match self {
             UpdateGradStats::Ready(stats) => Ok(*stats),
-            #[cfg(feature = "cuda")]
             UpdateGradStats::Pending(pending) => pending.read(),
         }
     }
@@ -115,10 +104,7 @@ struct PersistentState {
     activation_offload: Option<ActivationOffload>,
     saved_stats: Tensor,
     average: Option<Tensor>,
-    #[cfg(feature = "cuda")]
-    device_grad_stats: Option<DeviceGradStats>,
-    #[cfg(feature = "cuda")]
-    graph_cache: Option<GraphCache>,
+    gpu: GpuState,
 }
 
 impl<'a> Engine<'a> {
@@ -142,7 +128,8 @@ impl<'a> Engine<'a> {
             .map(reserve)
             .collect::<Result<_, _>>()?;
         let persistent = Self::allocate(setup, plan, &host_ledger, graphs);
-        let persistent = persistent.map_err(|error| map_oom(setup, &ledger, Role::Weights, error.into()));
+        let persistent =
+            persistent.map_err(|error| gpu::map_oom(setup, &ledger, Role::Weights, error.into()));
         let persistent = persistent?;
         Ok(Self {
             setup,
@@ -155,14 +142,7 @@ impl<'a> Engine<'a> {
             average: persistent.average,
             staging,
             saved_stats: persistent.saved_stats,
-            #[cfg(feature = "cuda")]
-            device_grad_stats: persistent.device_grad_stats,
-            #[cfg(feature = "cuda")]
-            graph_cache: persistent.graph_cache,
-            #[cfg(feature = "cuda")]
-            cudnn_failed: Cell::default(),
-            #[cfg(feature = "cuda")]
-            cudnn_failure: Cell::default(),
+            gpu: persistent.gpu,
             _reservations: reservations,
         })
     }
@@ -174,7 +154,6 @@ impl<'a> Engine<'a> {
         host: &Ledger,
         graphs: bool,
     ) -> candle_core::Result<PersistentState> {
-        let _ = graphs;
         let store = ParamStore::new(setup.layout.clone(), setup.job.seed, setup.dtype, &setup.device())?;
         let rule = setup.optimizer.of_kind(plan.optimizer);
         let optimizer = Optimizer::new(&rule, &store, plan.offloads(Offload::OptimizerState))?;
@@ -182,22 +161,8 @@ impl<'a> Engine<'a> {
         let activation_offload = plan.offloads(Offload::Activations).then(offload).transpose()?;
         let saved_stats = store.stats.copy()?;
         let average = setup.job.train.ema.map(|_| store.master_weights.copy()).transpose()?;
-        #[cfg(feature = "cuda")]
-        let device_grad_stats = match crate::kernels::cuda::device_of(&store.master_weights) {
-            Some(device) if optim::reads_device_grad_scale(&rule) => Some(DeviceGradStats::new(device)?),
-            _ => None,
-        };
-        Ok(PersistentState {
-            store,
-            optimizer,
-            activation_offload,
-            saved_stats,
-            average,
-            #[cfg(feature = "cuda")]
-            device_grad_stats,
-            #[cfg(feature = "cuda")]
-            graph_cache: setup.gpu.as_ref().map(|gpu| GraphCache::new(gpu, graphs)).transpose()?.flatten(),
-        })
+        let gpu = GpuState::new(setup, &rule, &store, graphs)?;
+        Ok(PersistentState { store, optimizer, activation_offload, saved_stats, average, gpu })
     }
 
     pub fn plan(&self) -> ExecutionPlan {
@@ -235,70 +200,22 @@ impl<'a> Engine<'a> {
 
     /// The outcome of the first CUDA graph capture, once, as an event; `step` is the number of updates before it.
     pub fn take_capture_event(&self, step: u64) -> Option<Event> {
-        #[cfg(feature = "cuda")]
-        return self.graph_cache.as_ref().and_then(GraphCache::take_outcome).map(|outcome| match outcome {
-            CaptureOutcome::Graph { launches, arena_bytes, lower_bound: bound } => {
-                let arena_waste_bytes = arena_bytes - bound;
-                Event::CudaGraphCaptured { step, launches, arena_bytes, arena_waste_bytes }
-            }
-            CaptureOutcome::Failed(reason) => Event::CudaGraphDisabled { step, reason: reason.to_string() },
-        });
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = step;
-            None
-        }
+        self.gpu.take_capture_event(step)
     }
 
     /// Why the run ends without an outcome of a capture, as an event; `None` if it was reported or need not be.
     pub fn no_graph_event(&self, step: u64) -> Option<Event> {
-        #[cfg(feature = "cuda")]
-        return self
-            .graph_cache
-            .as_ref()
-            .and_then(GraphCache::why_never_captured)
-            .map(|reason| Event::CudaGraphDisabled { step, reason: reason.to_string() });
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = step;
-            None
-        }
+        self.gpu.no_graph_event(step)
     }
 
     /// The error that made evaluations do without cuDNN, once.
     pub fn take_cudnn_failure(&self) -> Option<String> {
-        #[cfg(feature = "cuda")]
-        return self.cudnn_failure.take();
-        #[cfg(not(feature = "cuda"))]
-        None
-    }
-
-    /// Runs an evaluation pass; if cuDNN fails, again with our own kernels, and so from then on. Training never changes
-    /// its kernels: the same run would no longer give the same bits.
-    fn without_failing_cudnn<R>(&self, pass: impl Fn() -> Result<R, StepError>) -> Result<R, StepError> {
-        #[cfg(feature = "cuda")]
-        {
-            use crate::kernels::cuda::{cudnn, launch_error};
-            if !self.cudnn_failed.get() {
-                let result = pass();
-                let failure = match &result {
-                    Err(StepError::Tensor(error)) => launch_error(error).filter(|launch| launch.is_cudnn()),
-                    _ => None,
-                };
-                let Some(failure) = failure else { return result };
-                self.cudnn_failed.set(true);
-                self.cudnn_failure.set(Some(failure.to_string()));
-            }
-            cudnn::without(pass)
-        }
-        #[cfg(not(feature = "cuda"))]
-        pass()
+        self.gpu.take_cudnn_failure()
     }
 
     /// Frees CUDA graphs and their arenas; passes then launch kernel by kernel.
     pub fn release_graphs(&self) {
-        #[cfg(feature = "cuda")]
-        self.graph_cache.iter().for_each(GraphCache::clear);
+        self.gpu.release_graphs();
     }
 
     /// Computes the statistics of gradients accumulated with `scale` from these micro-batches. Synchronizes with the
@@ -310,12 +227,9 @@ impl<'a> Engine<'a> {
         now: bool,
     ) -> Result<UpdateGradStats, StepError> {
         let terms = self.terms(scale);
-        #[cfg(feature = "cuda")]
-        if let Some(device_stats) = self.device_grad_stats.as_mut().filter(|_| !now) {
-            let pending = device_stats.launch(pending_sums, &self.store.grads, &terms);
-            return Ok(UpdateGradStats::Pending(pending.map_err(|error| self.map_oom(error.into()))?));
+        if !now && let Some(launched) = self.gpu.launch_grad_stats(pending_sums, &self.store.grads, &terms) {
+            return Ok(UpdateGradStats::Pending(launched.map_err(|error| self.map_oom(error.into()))?));
         }
-        let _ = now;
         let mut total = MetricSums::default();
         for part in pending_sums {
             total += part.read().map_err(|error| self.map_oom(error.into()))?;
@@ -337,7 +251,7 @@ impl<'a> Engine<'a> {
     /// Evaluates a micro-batch and returns its metric sums.
     pub fn evaluate(&self, batch: &data::HostBatch) -> Result<MetricSums, StepError> {
         let pending_sums = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
-            self.without_failing_cudnn(|| network.evaluate(exec, Some(batch)))
+            self.gpu.without_failing_cudnn(|| network.evaluate(exec, Some(batch)))
         })?;
         Ok(pending_sums.read()?)
     }
@@ -345,7 +259,7 @@ impl<'a> Engine<'a> {
     /// Logits of a micro-batch, in f32: (samples, outputs) or (samples, positions, outputs).
     pub fn logits(&self, batch: &data::HostBatch) -> Result<Tensor, StepError> {
         let logits = self.run_batch(batch, Mode::Eval, 1.0, |network, exec, batch, _| {
-            self.without_failing_cudnn(|| network.logits(exec, &batch.inputs))
+            self.gpu.without_failing_cudnn(|| network.logits(exec, &batch.inputs))
         })?;
         Ok(logits.to_dtype(DType::F32)?)
     }
@@ -381,7 +295,15 @@ impl<'a> Engine<'a> {
         let _hold = self.ledger.reserve(Role::Batch, "micro-batch", batch_bytes(features, spec))?;
         self.staging.reserve_buffers(batch, features).map_err(|error| self.map_oom(error))?;
         // Declared first so that it drops last: the scope must end after every tensor of the pass is freed.
-        let scope = self.pass_scope(batch, features, mode, scale);
+        let scope = self.gpu.pass_scope(PassKey {
+            mode,
+            samples: batch.ids.len(),
+            input: features.input_len(),
+            targets: batch.targets.len(),
+            padded: !batch.lengths.is_empty(),
+            scale,
+            recompute: self.plan.recompute,
+        });
         let tensors = self.staging.to_tensors(batch, features).map_err(|error| self.map_oom(error))?;
         let pass = PassContext {
             store: &self.store,
@@ -392,6 +314,7 @@ impl<'a> Engine<'a> {
             lengths: (!batch.lengths.is_empty()).then_some(&batch.lengths),
             sample_info: tensors.sample_info.as_ref(),
             loss_scale: scale / self.nominal_weight(),
+            tracked: None,
         };
         let (ledger, recompute_blocks, offload) =
             (&self.ledger, self.plan.recompute, self.activation_offload.as_ref());
@@ -401,35 +324,8 @@ impl<'a> Engine<'a> {
         Ok(result)
     }
 
-    /// Opens the scope that serves the pass's GPU allocations and may replay it as a CUDA graph.
-    fn pass_scope(
-        &self,
-        batch: &data::HostBatch,
-        features: &Features,
-        mode: Mode,
-        scale: f64,
-    ) -> PassScope<'_> {
-        #[cfg(feature = "cuda")]
-        return PassScope(self.graph_cache.as_ref().map(|passes| {
-            passes.begin(PassKey {
-                mode,
-                samples: batch.ids.len(),
-                input: features.input_len(),
-                targets: batch.targets.len(),
-                padded: !batch.lengths.is_empty(),
-                scale,
-                recompute: self.plan.recompute,
-            })
-        }));
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = (batch, features, mode, scale);
-            PassScope(std::marker::PhantomData)
-        }
-    }
-
     fn map_oom(&self, error: StepError) -> StepError {
-        map_oom(self.setup, &self.ledger, Role::Activations, error)
+        gpu::map_oom(self.setup, &self.ledger, Role::Activations, error)
     }
 
     /// Saves the running statistics, so that the update can be rolled back and retried.
@@ -447,10 +343,11 @@ impl<'a> Engine<'a> {
     /// that an OOM leaves the state intact.
     pub fn update(&mut self, grad_stats: &UpdateGradStats, lr: f64, number: u64) -> Result<(), StepError> {
         self.ledger.set_phase(Phase::Update);
-        self.setup.limit_resident_memory(WorkPhase::Training);
+        self.setup.limit_resident_memory(WorkPhase::Update);
         let setup = self.setup;
         let bytes = optim::workspace_bytes(&self.optimizer.rule, &setup.layout.params, setup.backend());
         let _work = self.ledger.reserve(Role::Workspace, "optimizer", bytes)?;
+        let _kernels = ReferenceScope::enter(setup.backend().is_reference());
         match grad_stats {
             UpdateGradStats::Ready(GradStats { grad_scale, .. }) => {
                 let step = OptimizerStep {
@@ -461,7 +358,6 @@ impl<'a> Engine<'a> {
                 };
                 self.optimizer.update(&self.store, step)?;
             }
-            #[cfg(feature = "cuda")]
             UpdateGradStats::Pending(pending) => {
                 let device_scale = pending.grad_scale()?;
                 let step = OptimizerStep {
@@ -488,53 +384,4 @@ impl<'a> Engine<'a> {
     pub fn discard_gradients(&self) -> candle_core::Result<()> {
         clear(&self.store.grads)
     }
-}
-
-/// Scope of the current pass; empty on the CPU.
-struct PassScope<'a>(
-    #[cfg(feature = "cuda")] Option<graph_cache::GraphScope<'a>>,
-    #[cfg(not(feature = "cuda"))] std::marker::PhantomData<&'a ()>,
-);
-
-impl PassScope<'_> {
-    fn run(
-        &self,
-        batch: &DeviceBatch,
-        forward_backward: impl Fn(&DeviceBatch) -> Result<PendingMetricSums, StepError>,
-    ) -> Result<PendingMetricSums, StepError> {
-        #[cfg(feature = "cuda")]
-        if let Some(scope) = &self.0 {
-            return scope.run(batch, forward_backward);
-        }
-        forward_backward(batch)
-    }
-
-    fn finish(&self) {
-        #[cfg(feature = "cuda")]
-        self.0.iter().for_each(graph_cache::GraphScope::finish);
-    }
-}
-
-/// Turns a failed GPU allocation into an OOM error: with the bytes requested from the heap and those it had, or, if the
-/// driver itself ran out, with its reserve and what is free of it.
-fn map_oom(setup: &Setup, ledger: &Ledger, role: Role, error: StepError) -> StepError {
-    #[cfg(feature = "cuda")]
-    if let (StepError::Tensor(error), Some(gpu)) = (&error, &setup.gpu) {
-        use crate::kernels::cuda::{is_library_error, is_out_of_memory};
-        use crate::memory::gpu::DRIVER_RESERVE_BYTES;
-        let from_heap = gpu.take_last_oom();
-        if is_out_of_memory(error) {
-            return StepError::Oom(match from_heap {
-                Some((bytes, available)) => ledger.device_oom(role, bytes, available),
-                None => ledger.driver_oom(DRIVER_RESERVE_BYTES, gpu.free_bytes()),
-            });
-        }
-        // cuBLAS and cuDNN report a kernel that could not be loaded as an internal error.
-        let free = gpu.free_bytes();
-        if is_library_error(error) && free < DRIVER_RESERVE_BYTES / 2 {
-            return StepError::Oom(ledger.driver_oom(DRIVER_RESERVE_BYTES, free));
-        }
-    }
-    let _ = (setup, ledger, role);
-    error
 }

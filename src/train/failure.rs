@@ -59,21 +59,21 @@ pub enum Failure {
     Report(#[from] crate::events::ReportError),
     #[error("the computation failed")]
     Tensor(#[from] candle_core::Error),
-    #[error("`{}` holds a run already", .0.display())]
+    #[error("`{}` already contains a run", .0.display())]
     FolderTaken(PathBuf),
     #[error("`{}` is in use by {}", folder.display(), process(*pid))]
     Locked { folder: PathBuf, pid: Option<u32> },
     #[error("`{}` is not a run: it has neither a job.toml nor checkpoints", .0.display())]
     NotARun(PathBuf),
-    #[error("what experiment the run in `{}` is cannot be known: it has no checkpoint, and its job.toml cannot be read", .0.display())]
+    #[error("the job of the run in `{}` is unknown: it has no checkpoint, and its job.toml cannot be read", .0.display())]
     UnknownExperiment(PathBuf),
     #[error("the data is not what the run was trained on: {}", .0.join("; "))]
     DataChanged(Vec<String>),
     #[error("{} of `{}` are free, and its checkpoints need {}", Bytes(*free), folder.display(), Bytes(*needed))]
     DiskTooSmall { folder: PathBuf, free: u64, needed: u64 },
-    #[error("the job is another experiment than the run it would go on from: {}", changes(.0))]
+    #[error("the job differs from that of the run to resume: {}", changes(.0))]
     JobChanged(Vec<JobChange>),
-    #[error("no whole checkpoint is left in `{}`: {}", folder.display(), skipped.join("; "))]
+    #[error("no complete checkpoint is left in `{}`: {}", folder.display(), skipped.join("; "))]
     NoWholeCheckpoint { folder: PathBuf, skipped: Vec<String> },
     #[error("`{}` does not belong to this model: {reason}", path.display())]
     ForeignCheckpoint { path: PathBuf, reason: String },
@@ -88,7 +88,7 @@ fn process(pid: Option<u32>) -> String {
 }
 
 fn after(tried: &[OomAttempt]) -> String {
-    let plans: Vec<&str> = tried.iter().filter_map(|attempt| attempt.then.as_deref()).collect();
+    let plans: Vec<&str> = tried.iter().filter_map(|attempt| attempt.next_plan.as_deref()).collect();
     match plans.len() {
         0 => String::new(),
         1 => format!(" after a smaller plan: {}", plans[0]),
@@ -136,24 +136,24 @@ impl Failure {
                 }
             }),
             Failure::FolderTaken(_) => {
-                Some("add `--resume` to go on with it, or choose another `--run-dir`".into())
+                Some("add `--resume` to resume it, or choose another `--run-dir`".into())
             }
-            Failure::JobChanged(_) => Some("start a new run, or set these keys back".into()),
+            Failure::JobChanged(_) => Some("start a new run, or restore these keys".into()),
             Failure::Locked { pid: Some(pid), .. } => {
                 Some(format!("wait until it ends or stop it with `kill {pid}`, or choose another `--run-dir`"))
             }
             Failure::UnknownExperiment(_) => Some("start a new run in another folder".into()),
             Failure::DataChanged(_) => {
-                Some("start a new run, put the data back, or add `--allow-changed-data` to train on with it".into())
+                Some("start a new run, restore the data, or add `--allow-changed-data` to resume on the changed data".into())
             }
             Failure::NoWholeCheckpoint { .. } => {
-                Some("put one back from a copy, or start a new run in another folder".into())
+                Some("restore one from a copy, or start a new run in another folder".into())
             }
             Failure::DiskTooSmall { .. } => Some(
                 "free some space, lower `checkpoint.keep`, or choose another `--run-dir`".into(),
             ),
             Failure::Signal { .. } => {
-                Some("that is no lack of memory; `--resume` continues from the last checkpoint".into())
+                Some("the cause is not a lack of memory; `--resume` continues from the last checkpoint".into())
             }
             Failure::Io { source, .. } if is_full(source) => Some(DISK_FULL_HINT.into()),
             Failure::Report(crate::events::ReportError::Write { source, .. }) if is_full(source) => {

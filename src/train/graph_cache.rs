@@ -12,6 +12,7 @@ use candle_core::Device;
 use candle_core::cuda_backend::CudaDevice;
 
 use super::no_graph::NoGraph;
+use super::pass_key::PassKey;
 use crate::graph::network::{DeviceBatch, StepError};
 use crate::kernels::cuda::graph::Graph;
 use crate::kernels::cuda::{copy, cublaslt, pointer};
@@ -26,19 +27,6 @@ const WARMUP_PASSES: u32 = 1;
 const MAX_ENTRIES: usize = 12;
 /// Times in a row that a graph may find its arena in use, or that a pass may allocate differently from its trace.
 const MAX_MISSES: u32 = 3;
-
-/// Everything that launches and allocations depend on, other than the values of tensors.
-#[derive(Clone, Debug, PartialEq)]
-pub struct PassKey {
-    pub mode: Mode,
-    pub samples: usize,
-    /// Input values per sample, and target values per batch.
-    pub input: usize,
-    pub targets: usize,
-    pub padded: bool,
-    pub scale: f64,
-    pub recompute: usize,
-}
 
 /// Outcome of the first capture, the only one that is reported.
 #[derive(Clone, Debug, PartialEq)]

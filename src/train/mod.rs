@@ -10,6 +10,7 @@ pub mod fault_injection;
 #[cfg(feature = "cuda")]
 mod graph_cache;
 pub mod no_graph;
+mod pass_key;
 mod planning;
 pub mod postmortem;
 pub mod retry;

@@ -5,6 +5,8 @@
 pub enum NoGraph {
     #[error("the run is observed")]
     Observed,
+    #[error("the reference backend launches candle's own kernels")]
+    Reference,
     #[error("memory.graphs is false")]
     TurnedOff,
     #[error("offloaded memory is copied by streams of its own")]

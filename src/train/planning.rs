@@ -1,19 +1,20 @@
 //! Memory planning of a prepared job: the inputs of the planner, and applying the plan it chose.
 
-use super::setup::{Setup, activation_dtype};
+use super::retry::ShrinkLimits;
+use super::setup::Setup;
 use crate::base::units::Bytes;
-use crate::base::{Backend, MicroBatchSpec};
+use crate::base::{Backend, MicroBatchSpec, Phase};
 use crate::graph::network::{LayerBlock, Network};
 use crate::job::{Interval, OomAction, OptimizerKind};
 use crate::memory::probe;
 use crate::optim;
 use crate::planner::budget::TargetMachine;
 use crate::planner::cost_model::CostModel;
-use crate::planner::estimate::{Estimator, EstimatorInputs, recompute_ranks};
-use crate::planner::execution_plan::{BatchSplit, Offload};
-use crate::planner::ladder;
-use crate::planner::plan::{Disk, MemoryPlan, PlanVerdict};
+use crate::planner::estimate::{Estimator, EstimatorInputs, MemoryPredictor, recompute_ranks};
+use crate::planner::execution_plan::{BatchSplit, ExecutionPlan, Offload};
+use crate::planner::plan::{Disk, MemoryPlan, MemorySpace, PlanVerdict};
 use crate::planner::search::PlanRequest;
+use crate::planner::{ladder, search};
 
 /// Speeds with which the planner compares execution plans. Only the ratios matter, not the absolute values: overhead
 /// per layer against FLOPs, recomputation against smaller micro-batches, transfers against compute.
@@ -125,7 +126,7 @@ impl Setup {
             network: self.network_fused_for(backend),
             layout: &self.layout,
             features: self.features(),
-            dtype: activation_dtype(self.job.train.precision, machine.on_device()),
+            dtype: self.activation_dtype(backend),
             backend,
             resident_data: self.resident_data_bytes(),
             process: self.process,
@@ -135,17 +136,9 @@ impl Setup {
         })
     }
 
-    /// Where layers compute on this machine.
-    fn backend_on(&self, machine: &TargetMachine) -> Backend {
-        match machine.on_device() {
-            true => Backend::Cuda { capability: machine.capability },
-            false => Backend::Cpu { threads: self.threads },
-        }
-    }
-
     /// The network as this backend runs it. A plan for another device walks the network as it is fused there.
     fn network_fused_for(&self, backend: Backend) -> &Network {
-        if backend.is_cuda() == self.backend().is_cuda() {
+        if backend.on_gpu() == self.backend().on_gpu() {
             return &self.network;
         }
         self.fused_elsewhere.get_or_init(|| {
@@ -194,7 +187,7 @@ impl Setup {
         let samples = self.job.train.samples_per_update().min(self.datasets.train.len() as usize);
         let spec = MicroBatchSpec {
             batch: samples,
-            dtype: activation_dtype(self.job.train.precision, on_device),
+            dtype: self.activation_dtype(self.backend_on(machine)),
             backend: self.backend_on(machine),
         };
         let seconds = |flops: u64| flops as f64 / (speed.flops * cores as f64);
@@ -221,6 +214,51 @@ impl Setup {
             host_bandwidth: PCIE_BANDWIDTH,
             samples: samples as f64,
         }
+    }
+
+    /// What a run of this job may change when memory is short.
+    pub(super) fn shrink_limits(&self) -> ShrinkLimits {
+        ShrinkLimits {
+            may_shrink: self.allows(OomAction::Shrink),
+            may_recompute: self.allows(OomAction::Recompute),
+            blocks: self.network.blocks.len(),
+            samples_per_update: self.job.train.samples_per_update(),
+            micro_batch_multiple: self.network.micro_batch_multiple(),
+        }
+    }
+
+    /// Estimated peak bytes of a run under this plan, on the compute device. Data preparation is over.
+    pub(super) fn peak_bytes(&self, plan: ExecutionPlan) -> u64 {
+        self.highest(plan, |phase| phase != Phase::Preparation)
+    }
+
+    /// As [`peak_bytes`](Self::peak_bytes), in these phases alone.
+    pub(super) fn peak_bytes_in(&self, plan: ExecutionPlan, phases: &[Phase]) -> u64 {
+        self.highest(plan, |phase| phases.contains(&phase))
+    }
+
+    fn highest(&self, plan: ExecutionPlan, counts: impl Fn(Phase) -> bool) -> u64 {
+        let space = if self.gpu.is_some() { MemorySpace::Vram } else { MemorySpace::Ram };
+        let phases = self.estimator().estimate(plan).phases.into_iter().filter(|phase| counts(phase.name));
+        phases.map(|phase| phase.bytes_in(space)).max().unwrap_or(0)
+    }
+
+    /// The plan with the lowest peak that the job allows, with the optimizer and offload of `current`, and that peak in
+    /// bytes.
+    pub(super) fn leanest_plan(&self, current: ExecutionPlan) -> (ExecutionPlan, u64) {
+        let limits = self.shrink_limits();
+        let steps = match limits.may_shrink {
+            true => limits.samples_per_update,
+            false => self.job.train.accumulation_steps,
+        };
+        let split = search::split(limits.samples_per_update, steps, limits.micro_batch_multiple);
+        let plan = |recompute| {
+            let plan =
+                ExecutionPlan { recompute, eval_micro_batch: 1, prefetch: 0, ..current.with_split(split) };
+            (plan, self.peak_bytes(plan))
+        };
+        let (saved, recomputed) = (plan(0), plan(if limits.may_recompute { limits.blocks } else { 0 }));
+        if recomputed.1 < saved.1 { recomputed } else { saved }
     }
 
     /// Whether the job permits this action when memory is short.

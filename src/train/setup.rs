@@ -16,9 +16,10 @@ use crate::data::transforms::LargeImages;
 use crate::data::{DatasetContext, loader, streaming};
 use crate::graph::network::Network;
 use crate::job::{Job, LoaderConfig, OnBadRecord, OptimizerConfig, Precision, RunLength};
+use crate::kernels::matmul;
 use crate::memory::gpu::GpuDevice;
 use crate::memory::measure;
-use crate::memory::process::{ProcessMemory, WorkPhase};
+use crate::memory::process::{ProcessMemory, ThreadStacks, WorkPhase};
 use crate::models::ModelError;
 use crate::params::ParamLayout;
 use crate::planner::budget::{self, TargetMachine};
@@ -47,6 +48,8 @@ pub struct Setup {
     pub ram: u64,
     /// The GPU that computes; `None` for the CPU.
     pub gpu: Option<Arc<GpuDevice>>,
+    /// Computes with candle's own operations instead of the kernels of the device.
+    reference: bool,
     /// The job's optimizer, or the one whose state a resumed run has, which no plan changes. The plan may choose its
     /// 8-bit variant otherwise.
     pub(super) optimizer: OptimizerConfig,
@@ -73,9 +76,24 @@ impl Setup {
     /// Where layers compute.
     pub fn backend(&self) -> Backend {
         match &self.gpu {
+            gpu if self.reference => Backend::Reference { on_gpu: gpu.is_some() },
             Some(gpu) => Backend::Cuda { capability: gpu.capability },
             None => Backend::Cpu { threads: self.threads },
         }
+    }
+
+    /// Where layers compute on this machine.
+    pub(super) fn backend_on(&self, machine: &TargetMachine) -> Backend {
+        match machine.on_device() {
+            on_gpu if self.reference => Backend::Reference { on_gpu },
+            true => Backend::Cuda { capability: machine.capability },
+            false => Backend::Cpu { threads: self.threads },
+        }
+    }
+
+    /// Dtype of activations on this backend.
+    pub(super) fn activation_dtype(&self, backend: Backend) -> DType {
+        activation_dtype(self.job.train.precision, backend)
     }
 
     /// Where tensors live.
@@ -85,10 +103,22 @@ impl Setup {
 
     /// The same setup, computing on this GPU.
     pub fn on_gpu(mut self, gpu: Option<Arc<GpuDevice>>) -> Self {
-        self.dtype = activation_dtype(self.job.train.precision, gpu.is_some());
         #[cfg(feature = "cuda")]
         crate::kernels::cuda::cublaslt::allow_tf32(self.job.train.tf32);
         self.gpu = gpu;
+        self.rebuild_networks();
+        self
+    }
+
+    /// Computes with candle's own operations, or with the kernels of the device.
+    pub fn set_reference(&mut self, reference: bool) {
+        self.reference = reference;
+        self.rebuild_networks();
+    }
+
+    /// Builds the networks for the backend in force.
+    fn rebuild_networks(&mut self) {
+        self.dtype = self.activation_dtype(self.backend());
         self.network = self.network_on(self.backend(), self.features());
         self.fused_elsewhere = OnceLock::new();
         for i in 0..self.bucket_networks.len() {
@@ -96,14 +126,16 @@ impl Setup {
             self.bucket_networks[i].network = network;
         }
         self.rank_recompute_blocks();
-        self
     }
 
     /// The job's network for samples of these features, fused for this backend.
     pub(super) fn network_on(&self, backend: Backend, features: &Features) -> Network {
-        let dtype = activation_dtype(self.job.train.precision, backend.is_cuda());
         match crate::models::build(&self.job.model, features) {
-            Ok(built) => built.network.fuse(MicroBatchSpec { batch: 1, dtype, backend }),
+            Ok(built) if backend.is_reference() => built.network.on_reference(),
+            Ok(built) => {
+                let dtype = self.activation_dtype(backend);
+                built.network.fuse(MicroBatchSpec { batch: 1, dtype, backend })
+            }
             Err(error) => unreachable!("this model was built before: {error}"),
         }
     }
@@ -148,8 +180,9 @@ impl Setup {
     pub fn from_datasets(datasets: Datasets, job: Job, ram: u64) -> Result<Self, Failure> {
         let shuffle_buffer = shuffle_buffer(&job);
         let threads = rayon::current_num_threads();
-        let dtype = activation_dtype(job.train.precision, false);
-        let spec = MicroBatchSpec { batch: 1, dtype, backend: Backend::Cpu { threads } };
+        let backend = Backend::Cpu { threads };
+        let dtype = activation_dtype(job.train.precision, backend);
+        let spec = MicroBatchSpec { batch: 1, dtype, backend };
         let built = crate::models::build(&job.model, datasets.train.features())?;
         let bucket_networks = datasets.train.features().shorter_buckets().map(|features| {
             let network = crate::models::build(&job.model, &features)?.network.fuse(spec);
@@ -181,6 +214,7 @@ impl Setup {
             process: ProcessMemory::default(),
             ram,
             gpu: None,
+            reference: false,
             job,
             datasets,
             network: built.network.fuse(spec),
@@ -202,7 +236,12 @@ impl Setup {
     /// Returns memory that preparing the data left behind to the system, and measures this process outside its heap.
     pub fn with_process_measured(mut self) -> Self {
         let leftover_heap = self.opened_heap_bytes.saturating_sub(self.resident_data_bytes());
-        self.process = ProcessMemory::measure(self.threads, self.workers, leftover_heap);
+        let stacks = ThreadStacks {
+            compute_threads: self.threads,
+            kernel_bytes: matmul::thread_stack_bytes(),
+            loader_threads: self.workers,
+        };
+        self.process = ProcessMemory::measure(stacks, leftover_heap);
         self
     }
 
@@ -266,10 +305,11 @@ pub(super) fn bad_record_policy(loading: &LoaderConfig) -> BadRecordPolicy {
     }
 }
 
-/// Dtype of activations, on the host or on a device.
-pub(super) fn activation_dtype(precision: Precision, on_device: bool) -> DType {
+/// Dtype of activations: what the job says or, on the reference backend, f32, which candle has everywhere.
+fn activation_dtype(precision: Precision, backend: Backend) -> DType {
     match precision {
-        Precision::Auto if on_device => DType::BF16,
+        _ if backend.is_reference() => DType::F32,
+        Precision::Auto if backend.is_cuda() => DType::BF16,
         Precision::Auto | Precision::F32 => DType::F32,
         Precision::Bf16 => DType::BF16,
         Precision::F16 => DType::F16,

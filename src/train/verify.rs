@@ -1,5 +1,6 @@
 //! `trainer verify`: checks the second law (memory changes how a job runs, never its result) on a given job. Runs a
-//! few updates as planned, then again under other run variants, and compares losses, gradients, weights and samples.
+//! few updates as planned, then again under other run variants, and compares losses, gradients, weights and samples. The
+//! last variant computes with candle's own operations and autograd instead of our kernels.
 //!
 //! Every variant goes through the real training loop, in a folder that is removed afterwards. The reference values
 //! stay in files there, so verification takes no more memory than the run. Accepts every job that runs; returns a
@@ -20,6 +21,7 @@ use super::run::{self, Observer, RunOptions, RunOutcome};
 use super::run_dir::{RequestedRun, RunDir};
 use super::setup::Setup;
 use super::signals::Signals;
+use crate::base::units::Bytes;
 use crate::data::digest::Digest;
 use crate::events::{EventLog, Reporter};
 use crate::job::OomAction;
@@ -105,7 +107,7 @@ pub struct VerifyReport {
     pub tolerance: Tolerance,
     /// What limits the proof: said before it begins.
     pub notes: Vec<String>,
-    pub ways: Vec<VariantResult>,
+    pub variants: Vec<VariantResult>,
 }
 
 /// Progress reported to the caller.
@@ -140,6 +142,8 @@ enum VariantKind {
     OutOfMemory,
     /// Stopped after half of the updates, then resumed.
     Resumed,
+    /// On the reference backend.
+    Candle,
 }
 
 /// Receives the progress of a verification.
@@ -168,7 +172,11 @@ fn verify_with(
     if plan.verdict == PlanVerdict::DoesNotFit {
         return Err(Failure::DoesNotFit(Box::new(plan)));
     }
-    let (variants, notes) = variants(&plan, &setup);
+    let (mut variants, mut notes) = variants(&plan, &setup);
+    match candle_variant(&plan, &mut setup, settings.ram) {
+        Ok(variant) => variants.push(variant),
+        Err(note) => notes.push(note),
+    }
     callback(VerifyEvent::Started {
         plan: &plan,
         notes: &notes,
@@ -188,7 +196,8 @@ fn verify_with(
     let loose = Tolerance::of(setup.dtype);
     let mut results = Vec::new();
     for variant in variants {
-        let comparison = Arc::new(ComparisonObserver::new(recorder.clone(), loose));
+        let comparison =
+            Arc::new(ComparisonObserver::new(recorder.clone(), loose, variant.kind == VariantKind::Candle));
         let fault = (variant.kind == VariantKind::OutOfMemory).then_some(summary.request_in_second_update);
         let observer = wrap(&variant.name, reporting(comparison.clone(), &variant));
         if !run_variant(&mut setup, &plan, &variant, settings, fault, observer)? {
@@ -208,7 +217,7 @@ fn verify_with(
         samples_digest: summary.digest,
         tolerance: loose,
         notes,
-        ways: results,
+        variants: results,
     }))
 }
 
@@ -223,8 +232,8 @@ fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) 
     add("one reader", ExecutionPlan { prefetch: 1, ..plan }, true, VariantKind::SingleReader);
     if group > 1 {
         notes.push(format!(
-            "batch norm looks at {group} samples together, so a micro-batch is a multiple of {group}: with another \
-             group it would be another experiment"
+            "batch norm normalizes {group} samples together, so micro-batches are multiples of {group}: another \
+             group size is another experiment"
         ));
     }
     let mut splits: Vec<BatchSplit> = [2, 3, 8]
@@ -247,11 +256,28 @@ fn variants(plan: &MemoryPlan, setup: &Setup) -> (Vec<RunVariant>, Vec<String>) 
     match can_shrink || setup.allows(OomAction::Recompute) && plan.recompute < blocks {
         true => add("out of memory", plan, !can_shrink, VariantKind::OutOfMemory),
         false => {
-            notes.push("an out of memory would end the run: `memory.on_oom` leaves nothing to do".into())
+            notes.push("an OOM would end the run: `memory.on_oom` allows no measure that is left".into())
         }
     }
     add("resumed", plan, true, VariantKind::Resumed);
     (variants, notes)
+}
+
+/// The variant that computes with candle's own operations, or why there is none.
+fn candle_variant(plan: &MemoryPlan, setup: &mut Setup, ram: u64) -> Result<RunVariant, String> {
+    if setup.backend().is_reference() {
+        return Err("the run as planned computes with candle's own operations".into());
+    }
+    setup.set_reference(true);
+    let candle = setup.plan(ram);
+    setup.set_reference(false);
+    if candle.verdict == PlanVerdict::DoesNotFit || candle.chosen.optimizer != plan.chosen.optimizer {
+        let bytes = Bytes(candle.peak.ram_bytes.max(candle.peak.vram_bytes));
+        return Err(format!(
+            "not compared with candle's own operations and autograd: they take {bytes}, more than the budget"
+        ));
+    }
+    Ok(RunVariant { name: "candle".into(), plan: candle.chosen, exact: false, kind: VariantKind::Candle })
 }
 
 /// Runs one variant; false if a signal stopped it.
@@ -263,7 +289,14 @@ fn run_variant(
     fault: Option<u64>,
     observer: Arc<dyn Observer>,
 ) -> Result<bool, Failure> {
-    let plan = MemoryPlan { chosen: variant.plan, ..plan.clone() };
+    let was_reference = setup.backend().is_reference();
+    let plan = match variant.kind {
+        VariantKind::Candle => {
+            setup.set_reference(true);
+            setup.plan(settings.ram)
+        }
+        _ => MemoryPlan { chosen: variant.plan, ..plan.clone() },
+    };
     let workers = setup.workers;
     if variant.kind == VariantKind::SingleReader {
         setup.workers = 1;
@@ -289,6 +322,7 @@ fn run_variant(
         completed &= run::run_plan(setup, plan.clone(), options, report)? == RunOutcome::Done;
     }
     setup.workers = workers;
+    setup.set_reference(was_reference);
     fs::remove_dir_all(&dir).map_err(Failure::io("remove", dir))?;
     Ok(completed)
 }
@@ -369,19 +403,19 @@ mod tests {
     fn a_job_that_keeps_the_law_passes_in_every_variant() {
         let report = verify_job(&|_, watch| watch);
         assert!(report.passed, "{report:#?}");
-        let names: Vec<&str> = report.ways.iter().map(|variant| variant.name.as_str()).collect();
+        let names: Vec<&str> = report.variants.iter().map(|variant| variant.name.as_str()).collect();
         assert_eq!(
             names,
-            ["one reader", "6 x 2", "4 x 3", "2 x 6", "recomputed", "out of memory", "resumed"]
+            ["one reader", "6 x 2", "4 x 3", "2 x 6", "recomputed", "out of memory", "resumed", "candle"]
         );
         assert_eq!(report.losses.len(), 3);
-        assert!(report.ways.iter().all(|variant| variant.samples_digest == report.samples_digest));
-        let splits = report.ways.iter().filter(|variant| !variant.exact);
+        assert!(report.variants.iter().all(|variant| variant.samples_digest == report.samples_digest));
+        let splits = report.variants.iter().filter(|variant| !variant.exact);
         assert!(
             splits.clone().all(|variant| variant.gradients.difference > 0.0),
             "another order of additions is seen"
         );
-        assert_eq!(splits.count(), 4);
+        assert_eq!(splits.count(), 5);
     }
 
     /// Perturbs one weight after the second update of the variant it observes.
@@ -415,10 +449,10 @@ mod tests {
                 if name == wrong { Arc::new(PerturbingObserver(watch)) } else { watch }
             });
             assert!(!report.passed);
-            for variant in &report.ways {
+            for variant in &report.variants {
                 assert_eq!(variant.passed, variant.name != wrong, "{variant:#?}");
             }
-            let variant = report.ways.iter().find(|variant| variant.name == wrong).unwrap();
+            let variant = report.variants.iter().find(|variant| variant.name == wrong).unwrap();
             assert!(variant.weights.difference > 1e-3 && variant.weights.update == 2, "{variant:#?}");
             let named = variant.weights.parameter.as_deref().unwrap();
             assert!(named.ends_with("bias"), "{named}");

@@ -255,6 +255,7 @@ impl TestNetwork<'_> {
             lengths: self.case.lengths.as_ref().map(|l| &l[from..from + rows]),
             sample_info: None,
             loss_scale: 1.0 / self.case.targets(),
+            tracked: None,
         };
         let at = MicroBatchSpec {
             batch: rows,

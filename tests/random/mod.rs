@@ -84,7 +84,7 @@ fn forty_random_jobs_keep_every_promise() {
 #[test]
 fn memory_behind_the_plans_back_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
-    let disturbance = Some(("TRAINER_FAULT_UNASKED", "512MiB".to_owned()));
+    let disturbance = Some(("TRAINER_FAULT_UNRESERVED", "512MiB".to_owned()));
     let machine = Runner { fault_env: disturbance, ..Runner::from_env() };
     let case = generate::case(0, Scale::Small);
     report::write(&case, folder.path()).unwrap();

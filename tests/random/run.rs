@@ -65,7 +65,7 @@ impl Runner {
             .stdout(File::create(log_path("stdout")).unwrap())
             .stderr(File::create(log_path("stderr")).unwrap());
         command.envs(self.fault_env.clone());
-        command.envs(how.kill_worker_at.map(|step| ("TRAINER_FAULT_DIE", format!("kill:{step}"))));
+        command.envs(how.kill_worker_at.map(|step| ("TRAINER_FAULT_CRASH", format!("kill:{step}"))));
         let begun = Instant::now();
         let mut child = command.spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
         let (mut resident, mut hung) = (0, false);

@@ -64,7 +64,7 @@ fn a_copy_is_the_same_and_a_change_is_named() {
     let changed = first.changes(&data.fingerprint(data.files(&["a.csv"]), Some(&first)));
     assert_eq!(changed.len(), 1);
     assert!(
-        changed[0].contains("a.csv` of `data.train` changed: 4 bytes with another content"),
+        changed[0].contains("a.csv` of `data.train` changed: 4 bytes with different content"),
         "{changed:?}"
     );
 }
@@ -103,7 +103,7 @@ fn a_folder_is_its_names_and_contents() {
     data.touch("set/dog/7.jpg", 7);
     let changed = first.changes(&data.fingerprint(folder("set"), Some(&first)));
     assert!(
-        changed[0].contains("600 files of 1690 bytes with another content, such as `dog/7.jpg`"),
+        changed[0].contains("600 files of 1690 bytes with different content, such as `dog/7.jpg`"),
         "{changed:?}"
     );
     data.write("set/dog/7.jpg", "7");
@@ -142,7 +142,7 @@ fn files_classes_and_vocabularies_are_compared() {
     let now = DataFingerprint { classes: vec!["b".into()], vocabulary: Some(4), ..first.clone() };
     assert_eq!(
         known.changes(&now),
-        ["the classes were [a] and are [b]", "the tokens in the vocabulary were 3 and are 4"]
+        ["the classes were [a] and are [b]", "the vocabulary size was 3 and is 4"]
     );
     let text = serde_json::to_string(&known).unwrap();
     assert_eq!(serde_json::from_str::<DataFingerprint>(&text).unwrap(), known);

@@ -42,7 +42,7 @@ impl<'a> ImageDecoder<'a> {
             [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => webp(file)?,
             _ => {
                 let shown: Vec<String> = file.iter().take(4).map(|b| format!("{b:02x}")).collect();
-                let text = "it is no JPEG, PNG or WebP: it begins with";
+                let text = "it is not a JPEG, PNG or WebP file: it starts with";
                 return Err(format!("{text} {}", shown.join(" ")));
             }
         };
@@ -52,14 +52,14 @@ impl<'a> ImageDecoder<'a> {
         }
         if pixels > max_pixels {
             return Err(format!(
-                "it says that it has {width} x {height} pixels, more than the {max_pixels} that are allowed"
+                "its header declares {width} x {height} pixels, more than `max_pixels`, {max_pixels}"
             ));
         }
         // The memory estimate uses `ImageHeader`, so both parsers must agree on the size.
         let header = ImageHeader::parse(file, channels).ok_or("its header is damaged")?;
         if [header.height, header.width] != [height, width] {
             return Err(format!(
-                "its headers contradict each other: {} x {} pixels and {width} x {height}",
+                "its headers differ: {} x {} pixels and {width} x {height}",
                 header.width, header.height
             ));
         }
@@ -73,7 +73,7 @@ impl<'a> ImageDecoder<'a> {
         let source_channels = match self.decoder {
             FormatDecoder::Jpeg(mut decoder) => {
                 let space = decoder.output_colorspace().unwrap_or(ColorSpace::RGB);
-                let size = decoder.output_buffer_size().ok_or("it has no size")?;
+                let size = decoder.output_buffer_size().ok_or("its header has no size")?;
                 pixels.clear();
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
@@ -81,7 +81,7 @@ impl<'a> ImageDecoder<'a> {
                 space.num_components()
             }
             FormatDecoder::Png(mut reader) => {
-                let size = reader.output_buffer_size().ok_or("it has no size")?;
+                let size = reader.output_buffer_size().ok_or("its header has no size")?;
                 pixels.clear();
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
@@ -92,7 +92,7 @@ impl<'a> ImageDecoder<'a> {
                 info.color_type.samples()
             }
             FormatDecoder::Webp(mut decoder) => {
-                let size = decoder.output_buffer_size().ok_or("it has no size")?;
+                let size = decoder.output_buffer_size().ok_or("its header has no size")?;
                 pixels.clear();
                 pixels.reserve_exact(size);
                 pixels.resize(size, 0);
@@ -101,7 +101,7 @@ impl<'a> ImageDecoder<'a> {
             }
         };
         if pixels.len() != count * source_channels {
-            return Err(format!("it gives {} bytes for {count} pixels", pixels.len()));
+            return Err(format!("it decodes to {} bytes for {count} pixels", pixels.len()));
         }
         if source_channels != self.channels {
             scratch.resize(count * self.channels, 0);
@@ -140,7 +140,7 @@ fn jpeg(file: &[u8], channels: usize) -> Result<OpenedFormat<'_>, String> {
     let grey = channels == 1 && matches!(input, ColorSpace::YCbCr | ColorSpace::Luma);
     let space = if grey || input == ColorSpace::Luma { ColorSpace::Luma } else { ColorSpace::RGB };
     decoder.set_options(options.jpeg_set_out_colorspace(space));
-    let (width, height) = decoder.dimensions().ok_or("it has no size")?;
+    let (width, height) = decoder.dimensions().ok_or("its header has no size")?;
     let orientation = decoder.exif().map(|exif| exif::read_orientation(exif)).unwrap_or_default();
     Ok((FormatDecoder::Jpeg(Box::new(decoder)), [height, width], orientation))
 }
@@ -169,7 +169,7 @@ fn webp(file: &[u8]) -> Result<OpenedFormat<'_>, String> {
         && frame != [height, width]
     {
         return Err(format!(
-            "its frame has {} x {} pixels and its header {width} x {height}",
+            "its frame has {} x {} pixels, but its header declares {width} x {height}",
             frame[1], frame[0]
         ));
     }

@@ -9,10 +9,10 @@ pub struct Orientation {
 }
 
 /// Orientation from an EXIF block (TIFF data); the identity if the tag is absent or invalid.
-pub fn read_orientation(exif: &[u8]) -> Orientation {
+pub fn read_orientation(block: &[u8]) -> Orientation {
     let turn =
         |mirror_rows, mirror_columns, transpose| Orientation { mirror_rows, mirror_columns, transpose };
-    match orientation_tag(exif) {
+    match orientation_tag(block) {
         Some(2) => turn(false, true, false),
         Some(3) => turn(true, true, false),
         Some(4) => turn(true, false, false),
@@ -24,31 +24,13 @@ pub fn read_orientation(exif: &[u8]) -> Orientation {
     }
 }
 
-/// Tag 0x0112 of the first directory.
-fn orientation_tag(exif: &[u8]) -> Option<u16> {
-    let exif = exif.strip_prefix(b"Exif\0\0").unwrap_or(exif);
-    let little_endian = match exif.get(..4)? {
-        [b'I', b'I', 42, 0] => true,
-        [b'M', b'M', 0, 42] => false,
-        _ => return None,
-    };
-    let u16_at = |at: usize| {
-        let bytes = exif.get(at..at.checked_add(2)?)?.try_into().ok()?;
-        Some(if little_endian { u16::from_le_bytes(bytes) } else { u16::from_be_bytes(bytes) })
-    };
-    let u32_at = |at: usize| {
-        let bytes = exif.get(at..at.checked_add(4)?)?.try_into().ok()?;
-        Some(if little_endian { u32::from_le_bytes(bytes) } else { u32::from_be_bytes(bytes) })
-    };
-    let first = u32_at(4)? as usize;
-    let entries = u16_at(first)? as usize;
-    // An entry has twelve bytes: tag, type, count, value. Reads past the end of the block stop the loop.
-    (0..entries).map_while(|i| Some((first + 2 + 12 * i, u16_at(first + 2 + 12 * i)?))).find_map(
-        |(at, tag)| {
-            let short = tag == 0x0112 && u16_at(at + 2) == Some(3);
-            if short { u16_at(at + 8) } else { None }
-        },
-    )
+fn orientation_tag(block: &[u8]) -> Option<u32> {
+    let tiff = block.strip_prefix(b"Exif\0\0").unwrap_or(block);
+    let mut reader = exif::Reader::new();
+    // Cameras and editors write blocks that end early.
+    let exif = reader.continue_on_error(true).read_raw(tiff.to_vec());
+    let exif = exif.or_else(|error| error.distill_partial_result(|_| {})).ok()?;
+    exif.get_field(exif::Tag::Orientation, exif::In::PRIMARY)?.value.get_uint(0)
 }
 
 impl Orientation {

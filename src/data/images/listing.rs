@@ -133,7 +133,7 @@ impl ImageListing {
             }
         }
         if classes.is_empty() {
-            let why = "there is no folder in it; each class is a folder of pictures".into();
+            let why = "expected a folder of images for each class, and it has no folder".into();
             return Err(DataError::NoSamples { set: format!("`{}`", root.display()), why });
         }
         self.add_container(root);
@@ -143,10 +143,7 @@ impl ImageListing {
             self.add_recursive(root, Path::new(&name), class, 0)?;
             if self.len() == before {
                 let set = format!("class folder `{}`", root.join(&name).display());
-                return Err(DataError::NoSamples {
-                    set,
-                    why: "no file in it is named as a picture is".into(),
-                });
+                return Err(DataError::NoSamples { set, why: "no file in it has an image extension".into() });
             }
         }
         Ok(())
@@ -161,7 +158,9 @@ impl ImageListing {
     ) -> Result<(), DataError> {
         let folder = root.join(relative);
         if depth > MAX_DEPTH {
-            let why = format!("folders lie in it {MAX_DEPTH} deep; a link may lead back");
+            let why = format!(
+                "its folders are nested more than {MAX_DEPTH} deep; a symbolic link may form a cycle"
+            );
             return Err(DataError::NoSamples { set: format!("`{}`", folder.display()), why });
         }
         for entry in sorted_entries(&folder)? {
@@ -272,8 +271,8 @@ mod tests {
         let listing = listed(root).unwrap();
         let of = |i: usize| (listing.path(i).to_str().unwrap().to_owned(), listing.class(i));
         let all: Vec<_> = (0..listing.len()).map(of).collect();
-        let wanted = [("cat/a.webp", 0), ("cat/deep/er/x.Png", 0), ("dog/10.jpeg", 1), ("dog/2.JPG", 1)];
-        assert_eq!(all, wanted.map(|(path, class)| (path.to_owned(), class)));
+        let expected = [("cat/a.webp", 0), ("cat/deep/er/x.Png", 0), ("dog/10.jpeg", 1), ("dog/2.JPG", 1)];
+        assert_eq!(all, expected.map(|(path, class)| (path.to_owned(), class)));
         assert_eq!(listing.class_names.as_slice(), ["cat", "dog"]);
         assert_eq!((listing.class_counts(), listing.ignored.0), (vec![2, 2], 2));
         assert_eq!(listing.ignored.1.as_deref(), Some(root.join("readme.md").as_path()));
@@ -285,11 +284,11 @@ mod tests {
         let root = folder.path();
         touch(&root.join("a.jpg"));
         let text = listed(root).unwrap_err().to_string();
-        assert!(text.contains("no folder in it"), "{text}");
+        assert!(text.contains("expected a folder of images for each class, and it has no folder"), "{text}");
         touch(&root.join("cat/a.jpg"));
         fs::create_dir(root.join("dog")).unwrap();
         let text = listed(root).unwrap_err().to_string();
-        assert!(text.contains("dog") && text.contains("no file in it is named"), "{text}");
+        assert!(text.contains("dog") && text.contains("no file in it has an image extension"), "{text}");
         assert!(matches!(listed(&root.join("none")).unwrap_err(), DataError::Io { .. }));
     }
 

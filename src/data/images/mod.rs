@@ -122,9 +122,10 @@ impl ImageFiles {
             }
         }
         if compressed.contains(&true) && compressed.contains(&false) {
-            let value = "both packed archives and others".into();
-            let wanted = "a set is read forward or in any order; unpack the archives or pack all";
-            return Err(DataError::InvalidSetting { name: "train", value, wanted });
+            let value = "both compressed archives and other files".into();
+            let expected =
+                "compressed archives are read sequentially, other files at random; decompress the archives";
+            return Err(DataError::InvalidSetting { name: "train", value, expected });
         }
         if !listing.extents.is_empty() {
             listing.extents.resize(listing.len(), Default::default());
@@ -174,7 +175,7 @@ impl ImageFiles {
     /// Reads all headers to bound decoding memory. A bad image is reported when it is read, not here.
     fn scan_headers(&mut self, ctx: &DatasetContext) {
         let headers = std::mem::take(&mut self.listing.headers);
-        let activity = format!("reading the headers of {} pictures", self.len());
+        let activity = format!("reading the headers of {} images", self.len());
         let mut footprints: Vec<ImageFootprint> = Vec::with_capacity(self.listing.len());
         for first in (0..self.listing.len()).step_by(HEADER_BATCH) {
             ctx.observer.report(&activity, first as u64, self.len());
@@ -290,7 +291,7 @@ impl ImageFiles {
         let max_bytes = self.max_file_bytes();
         let check = |len: u64| match len <= max_bytes {
             true => Ok(()),
-            false => Err(self.record_error(index, format!("it has {len} bytes, too many for a picture"))),
+            false => Err(self.record_error(index, format!("it has {len} bytes, too many for an image"))),
         };
         if let Some(archive) = &self.archives[self.listing.container(index)] {
             let extent = self.listing.extents[index];
@@ -314,7 +315,7 @@ impl ImageFiles {
     /// A missing image is a bad record, not a fatal error.
     fn read_error(&self, index: usize, path: &Path, error: std::io::Error) -> DataError {
         match error.kind() {
-            ErrorKind::NotFound => self.record_error(index, "there is no such file".into()),
+            ErrorKind::NotFound => self.record_error(index, "no such file".into()),
             ErrorKind::IsADirectory | ErrorKind::InvalidInput => self.record_error(index, error.to_string()),
             _ => DataError::io(path)(error),
         }
@@ -364,17 +365,20 @@ impl ImageFiles {
 
     fn describe(&self) -> Vec<(String, String)> {
         let mut about = Vec::new();
-        let HeaderStats { images: pictures, min_size: least, max_size: most, .. } = self.header_stats;
-        if pictures > 0 {
+        let HeaderStats { images, min_size, max_size, .. } = self.header_stats;
+        if images > 0 {
             let side = |[h, w]: [usize; 2]| format!("{w} x {h}");
-            let sizes =
-                if least == most { side(least) } else { format!("{} to {}", side(least), side(most)) };
-            about.push(("picture_size".into(), format!("{sizes} (of {pictures} looked at)")));
+            let sizes = if min_size == max_size {
+                side(min_size)
+            } else {
+                format!("{} to {}", side(min_size), side(max_size))
+            };
+            about.push(("image_size".into(), format!("{sizes} ({images} images probed)")));
         }
         if let (ignored @ 1.., Some(first)) = &self.listing.ignored {
             about.push((
                 "ignored_files".into(),
-                format!("{ignored} that are no pictures, as `{}`", first.display()),
+                format!("{ignored} without an image extension, such as `{}`", first.display()),
             ));
         }
         about
@@ -420,7 +424,7 @@ impl ImageSourceKind {
             _ => {
                 // A path that does not exist gets its own error.
                 std::fs::metadata(file).map_err(DataError::io(file))?;
-                let why = "it is no folder, and its name ends in none of .csv, .tsv and .tar".into();
+                let why = "expected a folder, or a file named .csv, .tsv, .tar, .tar.gz or .tar.zst".into();
                 Err(DataError::NoSamples { set: format!("`{}`", file.display()), why })
             }
         }

@@ -32,7 +32,7 @@ impl ImageListing {
             Ok(())
         })?;
         if self.len() == before {
-            let why = "it has a header and no line after it".into();
+            let why = "it has a header but no rows".into();
             return Err(DataError::NoSamples { set: format!("`{}`", file.display()), why });
         }
         Ok(())
@@ -63,7 +63,7 @@ fn for_each_row(
         let found = header.iter().position(|h| h.trim_ascii().eq_ignore_ascii_case(name.as_bytes()));
         found.ok_or_else(|| {
             let shown: Vec<_> = header.iter().map(|h| format!("`{}`", String::from_utf8_lossy(h))).collect();
-            let problem = format!("no column is called `{name}`; there are {}", shown.join(", "));
+            let problem = format!("no column `{name}`; the columns are {}", shown.join(", "));
             DataError::Record { file: file.to_owned(), place: "line 1".into(), problem }
         })
     };
@@ -201,26 +201,26 @@ mod tests {
 
     #[test]
     fn commas_tabs_quotes_and_other_columns_are_read() {
-        let wanted = [("a b.jpg", "cat"), ("sub/c,d.png", "dog")];
-        let wanted = wanted.map(|(a, b)| (a.to_owned(), b.to_owned()));
+        let expected = [("a b.jpg", "cat"), ("sub/c,d.png", "dog")];
+        let expected = expected.map(|(a, b)| (a.to_owned(), b.to_owned()));
         let comma = "\u{feff}id,Label , path\n1,cat,a b.jpg\n\n2, dog ,\"sub/c,d.png\"\n";
-        assert_eq!(listed(comma.as_bytes()).unwrap(), wanted);
-        assert_eq!(listed(b"path\tlabel\r\na b.jpg\tcat\r\nsub/c,d.png\tdog").unwrap(), wanted);
+        assert_eq!(listed(comma.as_bytes()).unwrap(), expected);
+        assert_eq!(listed(b"path\tlabel\r\na b.jpg\tcat\r\nsub/c,d.png\tdog").unwrap(), expected);
         let long: String = (0..9000).map(|i| format!("{i:090}.jpg,{}\n", i % 7)).collect();
         assert_eq!(listed(format!("path,label\n{long}").as_bytes()).unwrap().len(), 9000);
     }
 
     #[test]
     fn errors_name_the_line_and_the_column() {
-        for (text, wanted) in [
+        for (text, expected) in [
             ("", "is empty"),
-            ("path,label\n", "no line after it"),
-            ("file,label\na,b\n", "no column is called `path`; there are `file`, `label`"),
+            ("path,label\n", "but no rows"),
+            ("file,label\na,b\n", "no column `path`; the columns are `file`, `label`"),
             ("path,label\na.jpg,x\nb.jpg\n", "line 3: column `label` is missing"),
             ("path,label\n,x\n", "line 2: column `path` is blank"),
         ] {
             let error = listed(text.as_bytes()).unwrap_err();
-            assert!(error.to_string().contains(wanted), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
         }
         let error = listed(b"path,label\n\xff\xfe.jpg,x\n").unwrap_err().to_string();
         assert!(error.contains("line 2: column `path` is not UTF-8"), "{error}");
@@ -228,7 +228,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_or_refused(edits in prop::collection::vec((0usize..80, any::<u8>()), 0..8), cut in 0usize..80) {
+        fn any_bytes_are_read_or_refused(
+            edits in prop::collection::vec((0usize..80, any::<u8>()), 0..8),
+            cut in 0usize..80,
+        ) {
             let mut text = b"path,label\n\"a\"\"b.jpg\",cat\nsub/c.png,\"do\ng\"\nd.webp,3\n".to_vec();
             for (at, byte) in edits {
                 if let Some(place) = text.get_mut(at) {

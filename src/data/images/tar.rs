@@ -61,7 +61,7 @@ impl ImageListing {
             None => build_index()?,
         };
         if index.members.is_empty() {
-            let why = "no member of it is named as a picture is".into();
+            let why = "no member has an image extension".into();
             return Err(DataError::NoSamples { set: format!("`{}`", file.display()), why });
         }
         self.add_container(file);
@@ -93,7 +93,7 @@ impl TarIndex {
         channels: usize,
         ctx: &DatasetContext,
     ) -> Result<Self, DataError> {
-        let activity = format!("looking for the pictures in {}", file.display());
+        let activity = format!("listing the images in {}", file.display());
         let fault = |error| files::read_error(file, error);
         let mut found = TarScan::default();
         if compression == FileCompression::Uncompressed {
@@ -102,7 +102,7 @@ impl TarIndex {
             for entry in archive.entries_with_seek().map_err(fault)? {
                 let at = found.add(entry.map_err(fault)?, None, file)?;
                 if at > length {
-                    return Err(DataError::Truncated { file: file.to_owned(), promised: at, found: length });
+                    return Err(DataError::Truncated { file: file.to_owned(), declared: at, found: length });
                 }
                 ctx.observer.report(&activity, at, length);
             }
@@ -125,7 +125,7 @@ impl TarIndex {
                     let read = prefix.len() as u64 + rest;
                     if read < entry.size() {
                         let found = entry.raw_file_position() + read;
-                        return Err(DataError::Truncated { file: file.to_owned(), promised: at, found });
+                        return Err(DataError::Truncated { file: file.to_owned(), declared: at, found });
                     }
                 }
                 found.add(entry, header, file)?;
@@ -225,12 +225,17 @@ impl TarScan {
                 let mut label = String::new();
                 let read = entry.by_ref().take(MAX_LABEL_BYTES + 1).read_to_string(&mut label);
                 let label = label.trim();
-                if read.is_err() || label.is_empty() || label.len() as u64 > MAX_LABEL_BYTES {
-                    return Err(member_error(
-                        file,
-                        &path,
-                        "it is no label: a word or a number as text".into(),
-                    ));
+                let problem = match read {
+                    Err(error) => error.to_string(),
+                    Ok(_) if label.is_empty() => "it is blank".into(),
+                    Ok(_) if label.len() as u64 > MAX_LABEL_BYTES => {
+                        format!("it has more than {MAX_LABEL_BYTES} bytes")
+                    }
+                    Ok(_) => String::new(),
+                };
+                if !problem.is_empty() {
+                    let problem = format!("expected a label, a word or a number as text: {problem}");
+                    return Err(member_error(file, &path, problem));
                 }
                 self.labels.insert(stem(&path), label.to_owned());
             } else {
@@ -247,7 +252,7 @@ impl TarScan {
                 path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
             let by_folder = sidecar.is_none();
             let Some(label) = sidecar.or(folder) else {
-                let problem = "it has no class: it lies in no folder and has no `.cls` member beside it";
+                let problem = "it has no class: it is in no folder, and there is no `.cls` member beside it";
                 return Err(member_error(file, &path, problem.into()));
             };
             Ok(TarMember { path: path.to_string_lossy().into_owned(), label, by_folder, extent, header })
@@ -335,9 +340,12 @@ pub(super) mod tests {
     #[test]
     fn faults_are_reported() {
         let text = |members: &[(&str, &[u8])]| listed(&tar(members)).unwrap_err().to_string();
-        assert!(text(&[("a/notes.txt", b"x")]).contains("no member of it"));
+        assert!(text(&[("a/notes.txt", b"x")]).contains("no member has an image extension"));
         assert!(text(&[("bare.jpg", b"x")]).contains("member bare.jpg: it has no class"));
-        assert!(text(&[("a.jpg", b"x"), ("a.cls", b" ")]).contains("member a.cls: it is no label"));
+        assert!(
+            text(&[("a.jpg", b"x"), ("a.cls", b" ")])
+                .contains("member a.cls: expected a label, a word or a number as text: it is blank")
+        );
         let whole = tar(&[("a/1.jpg", &[7; 2000]), ("a/2.jpg", &[7; 2000])]);
         for packed in compressed_variants(&whole[..3600]) {
             let error = listed(&packed).unwrap_err();
@@ -351,7 +359,8 @@ pub(super) mod tests {
         /// Archives with arbitrary header values are read or refused; every listed extent is within the file.
         #[test]
         fn mutated_archives_are_read_or_refused(
-            edits in prop::collection::vec((0usize..4096, any::<u8>()), 0..6), cut in 0usize..4096, which in 0usize..3, inside: bool,
+            edits in prop::collection::vec((0usize..4096, any::<u8>()), 0..6),
+            cut in 0usize..4096, which in 0usize..3, inside: bool,
         ) {
             let mutate = |mut bytes: Vec<u8>| {
                 for &(at, byte) in &edits {
@@ -362,7 +371,10 @@ pub(super) mod tests {
                 bytes
             };
             let whole = tar(&[("a/1.jpg", &[7; 600]), ("b/2.png", &[8; 30]), ("b/2.cls", b"4")]);
-            let bytes = if inside { compressed_variants(&mutate(whole))[which].clone() } else { mutate(compressed_variants(&whole)[which].clone()) };
+            let bytes = match inside {
+                true => compressed_variants(&mutate(whole))[which].clone(),
+                false => mutate(compressed_variants(&whole)[which].clone()),
+            };
             if let Ok((listing, false)) = listed(&bytes) {
                 prop_assert!(listing.extents.iter().all(|e| e.start + e.len <= bytes.len() as u64));
             }

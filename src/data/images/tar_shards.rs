@@ -124,8 +124,8 @@ impl ShardReader for TarShardReader {
         let read = self.input.by_ref().take(len).read_to_end(into).map_err(fault)? as u64;
         self.position += skipped + read;
         if self.position != start + len {
-            let (promised, found) = (start + len, self.position);
-            return Err(DataError::Truncated { file: self.file.clone(), promised, found });
+            let (declared, found) = (start + len, self.position);
+            return Err(DataError::Truncated { file: self.file.clone(), declared, found });
         }
         self.next += 1;
         Ok(true)

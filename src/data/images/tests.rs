@@ -87,9 +87,9 @@ fn folders_tables_and_archives_give_the_same_samples() {
         samples.sort_unstable();
         samples
     };
-    let wanted = [(10, 0), (20, 0), (30, 1), (40, 1)];
+    let expected = [(10, 0), (20, 0), (30, 1), (40, 1)];
     for name in ["set", "labels.csv", "a.tar"] {
-        assert_eq!(of(name), wanted, "{name}");
+        assert_eq!(of(name), expected, "{name}");
     }
     let both = open(&[root.join("set"), root.join("a.tar"), root.join("labels.csv")], root).unwrap();
     assert_eq!((both.len(), both.class_counts()), (12, Some(vec![6, 6])));
@@ -141,7 +141,8 @@ fn compressed_archives_are_read_forward_and_give_the_same() {
         None,
         &dataset_context(root),
     );
-    assert!(mixture.err().unwrap().to_string().contains("packed"));
+    let error = mixture.err().unwrap().to_string();
+    assert!(error.contains("both compressed archives and other files"), "{error}");
 }
 
 #[test]
@@ -152,7 +153,7 @@ fn a_bad_image_is_one_bad_record_with_its_path() {
     let cases: [(&str, &[u8], &str); 4] = [
         ("a/cut.jpg", &whole[..whole.len() / 2], "damaged JPEG"),
         ("a/empty.png", b"", "it is empty"),
-        ("a/text.jpg", b"not a picture", "it is no JPEG"),
+        ("a/text.jpg", b"not an image", "it is not a JPEG"),
         ("a/good.jpg", &whole, ""),
     ];
     for (path, bytes, _) in cases {
@@ -160,18 +161,18 @@ fn a_bad_image_is_one_bad_record_with_its_path() {
     }
     let set = open(&[root.join("set")], root).unwrap();
     for (i, name) in ["a/cut.jpg", "a/empty.png", "a/good.jpg", "a/text.jpg"].into_iter().enumerate() {
-        let (_, _, wanted) = cases.iter().find(|case| case.0 == name).unwrap();
+        let (_, _, expected) = cases.iter().find(|case| case.0 == name).unwrap();
         match sample(&set, i as u64) {
-            Ok(_) => assert_eq!(*wanted, "", "{name}"),
+            Ok(_) => assert_eq!(*expected, "", "{name}"),
             Err(error) => {
                 let text = error.to_string();
-                assert!(error.is_bad_record() && text.contains(name) && text.contains(wanted), "{text}");
+                assert!(error.is_bad_record() && text.contains(name) && text.contains(expected), "{text}");
             }
         }
     }
     fs::remove_file(root.join("set/a/good.jpg")).unwrap();
-    let gone = sample(&set, 2).unwrap_err();
-    assert!(gone.is_bad_record() && gone.to_string().contains("there is no such file"), "{gone}");
+    let error = sample(&set, 2).unwrap_err();
+    assert!(error.is_bad_record() && error.to_string().contains("no such file"), "{error}");
     write(&root.join("labels.csv"), b"path,label\nmissing.jpg,x\n");
     let missing = sample(&open(&[root.join("labels.csv")], root).unwrap(), 0).unwrap_err();
     assert!(missing.is_bad_record() && missing.to_string().contains("missing.jpg"), "{missing}");
@@ -198,9 +199,12 @@ fn a_set_that_cannot_be_is_refused() {
         &dataset_context(root),
     );
     assert!(valid.err().unwrap().to_string().contains("class `fox` of the validation set"));
-    write(&root.join("pictures.zip"), b"PK");
-    let text = open(&[root.join("pictures.zip")], root).err().unwrap().to_string();
-    assert!(text.contains("its name ends in none of"), "{text}");
+    write(&root.join("images.zip"), b"PK");
+    let text = open(&[root.join("images.zip")], root).err().unwrap().to_string();
+    assert!(
+        text.contains("expected a folder, or a file named .csv, .tsv, .tar, .tar.gz or .tar.zst"),
+        "{text}"
+    );
     assert!(matches!(open(&[root.join("none")], root), Err(DataError::Io { .. })));
     let small = DatasetContext { max_bytes: 10, ..dataset_context(root) };
     let large = ImageFiles::open(&[root.join("train")], image_options(1), None, &small).err().unwrap();
@@ -216,7 +220,7 @@ fn a_large_image_is_read_alone_and_its_buffers_are_not_kept() {
     }
     write(&root.join("set/a/01.jpg"), &jpeg([1000, 1000], 1, |_, _, _| 7, None));
     let set = open(&[root.join("set")], root).unwrap();
-    assert_eq!(set.describe()[0].1, "8 x 8 to 1000 x 1000 (of 40 looked at)");
+    assert_eq!(set.describe()[0].1, "8 x 8 to 1000 x 1000 (40 images probed)");
     let before = set.resident_bytes();
     assert_eq!(sample(&set, 1).unwrap().0, [7.0 / 255.0; 64]);
     assert_eq!(set.resident_bytes(), before);
@@ -231,7 +235,9 @@ proptest! {
     fn only_the_training_split_is_augmented(seed: u64) {
         let folder = tempfile::tempdir().unwrap();
         write(&folder.path().join("set/a/1.jpg"), &jpeg([24, 24], 1, |r, c, _| (r * 60 + c * 20) as u8, None));
-        let set = Arc::new(ImageFiles::open(&[folder.path().join("set")], image_options(1), None, &dataset_context(folder.path())).unwrap());
+        let context = dataset_context(folder.path());
+        let set = ImageFiles::open(&[folder.path().join("set")], image_options(1), None, &context);
+        let set = Arc::new(set.unwrap());
         let augment = Augmentation { horizontal_flip: 0.5, padding: 2, ..Augmentation::default() };
         let train = ImageDataset::new(set.clone(), plain([8, 8, 1]).augmented(augment).unwrap());
         let valid = ImageDataset::new(set, plain([8, 8, 1]));
@@ -258,7 +264,7 @@ fn sign_language_digits_as_published() {
     assert_eq!(set.len(), 800);
     assert_eq!(set.features().target, TargetSpec::Class { names: (0..10).map(|i| i.to_string()).collect() });
     assert_eq!(set.class_counts().unwrap().iter().sum::<u64>(), 800);
-    assert_eq!(set.describe()[0], ("picture_size".into(), "100 x 100 (of 800 looked at)".into()));
+    assert_eq!(set.describe()[0], ("image_size".into(), "100 x 100 (800 images probed)".into()));
     for index in (0..800).step_by(40) {
         let (values, class) = sample(&set, index).unwrap();
         assert!(class < 10 && values.iter().all(|v| (0.0..=1.0).contains(v)));

@@ -6,6 +6,7 @@
 pub mod jsonl;
 mod pieces;
 pub mod text;
+mod text_memory;
 pub mod token_files;
 pub mod token_storage;
 pub mod token_windows;

@@ -55,12 +55,13 @@ impl<'a> FileProgress<'a> {
     }
 }
 
-/// Calls `work` on each item from `next`, on any thread, and `take` with the results in item order.
+/// Calls `work` on each item from `next`, on any thread, and `take` with the items and their results in order, while no
+/// thread works.
 pub fn parallel_in_order<I: Sync + Send, T: Send>(
     progress: &FileProgress,
     mut next: impl FnMut() -> Result<Option<I>, DataError>,
     work: impl Fn(&I) -> Result<T, DataError> + Sync,
-    mut take: impl FnMut(T) -> Result<(), DataError>,
+    mut take: impl FnMut(I, T) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let batch_size = 2 * rayon::current_num_threads().max(1);
     let mut batch: Vec<I> = Vec::with_capacity(batch_size);
@@ -70,8 +71,7 @@ pub fn parallel_in_order<I: Sync + Send, T: Send>(
         batch.extend(item);
         if batch.len() >= batch_size || ended {
             let done: Vec<Result<T, DataError>> = batch.par_iter().map(&work).collect();
-            batch.clear();
-            done.into_iter().try_for_each(|done| take(done?))?;
+            batch.drain(..).zip(done).try_for_each(|(item, done)| take(item, done?))?;
             progress.report();
         }
         if ended {
@@ -82,14 +82,14 @@ pub fn parallel_in_order<I: Sync + Send, T: Send>(
 }
 
 /// Reads `files` as UTF-8 in pieces that end where the split rule `cut` allows; text without such a place is split
-/// every [`PIECE_BYTES`] bytes. Calls `work` with every piece, on any thread, and `take` with the results in text order
-/// and with `None` at the end of each file.
+/// every [`PIECE_BYTES`] bytes. Calls `work` with every piece, on any thread, and `take` with the pieces and their
+/// results in text order, while no thread works, and with `None` at the end of each file.
 pub fn for_each_piece<T: Send>(
     files: &[PathBuf],
     cut: SplitRule,
     (observer, activity): (&dyn ProgressObserver, &str),
     work: impl Fn(&str) -> Result<T, DataError> + Sync,
-    mut take: impl FnMut(Option<T>, &Path) -> Result<(), DataError>,
+    mut take: impl FnMut(Option<(String, T)>, &Path) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let progress = FileProgress::new(files, observer, activity)?;
     let mut left = files.iter();
@@ -109,10 +109,8 @@ pub fn for_each_piece<T: Send>(
         }
         return Ok(Some((piece, file)));
     };
-    let work = |(piece, file): &(Option<String>, &Path)| {
-        Ok((piece.as_deref().map(&work).transpose()?, file.to_path_buf()))
-    };
-    parallel_in_order(&progress, next, work, |(done, file)| take(done, &file))
+    let work = |(piece, _): &(Option<String>, &Path)| piece.as_deref().map(&work).transpose();
+    parallel_in_order(&progress, next, work, |(piece, file), done| take(piece.zip(done), file))
 }
 
 /// Reads a file in pieces of whole characters.
@@ -134,9 +132,9 @@ impl<'a> TextPieces<'a> {
 
     fn next(&mut self) -> Result<Option<String>, DataError> {
         if !self.eof {
-            let wanted = (PIECE_BYTES - self.pending.len().min(PIECE_BYTES)) as u64;
-            let got = self.reader.by_ref().take(wanted).read_to_end(&mut self.pending);
-            self.eof = got.map_err(|error| files::read_error(self.file, error))? < wanted as usize;
+            let missing = (PIECE_BYTES - self.pending.len().min(PIECE_BYTES)) as u64;
+            let got = self.reader.by_ref().take(missing).read_to_end(&mut self.pending);
+            self.eof = got.map_err(|error| files::read_error(self.file, error))? < missing as usize;
         }
         let whole = match str::from_utf8(&self.pending) {
             Ok(_) => self.pending.len(),
@@ -208,9 +206,9 @@ mod tests {
             &files,
             cut,
             (&NoProgress, ""),
-            |text| Ok(text.to_owned()),
+            |_| Ok(()),
             |piece, _| {
-                all.push(piece);
+                all.push(piece.map(|(text, ())| text));
                 Ok(())
             },
         )?;

@@ -13,6 +13,7 @@ use std::{
 
 use super::DataError;
 use super::pieces::for_each_piece;
+use super::text_memory::{TextError, TextMemory};
 use super::token_storage::{TokenFiles, TokenIdFile, TokenWidth};
 use super::token_windows::{TokenDecoder, TokenWindows, WindowPlacement, display_name, valid_start};
 use super::tokenizer::{CharTokenizer, Separator, SplitRule, Tokenizer, TokenizerSpec};
@@ -24,9 +25,9 @@ use crate::data::files::{self, FileCompression};
 #[derive(Clone, Debug)]
 pub struct TextSettings {
     pub train: Vec<PathBuf>,
-    /// Validation files; if empty, the end of the text is held out.
+    /// Validation files; if empty, the end of the text is the validation set.
     pub valid: Vec<PathBuf>,
-    /// Fraction of the tokens to hold out, from the end of the text.
+    /// Fraction of the tokens, at the end of the text, that is the validation set.
     pub valid_fraction: f64,
     pub tokenizer: TokenizerSpec,
     pub separator: Separator,
@@ -87,11 +88,11 @@ pub fn open(
 fn character_vocabulary(files: &[PathBuf], ctx: &DatasetContext) -> Result<CharTokenizer, DataError> {
     let cache_key = CacheKey::new(files, "characters")?;
     let path = ctx.cache.get_or_create("vocabulary", cache_key, |out| {
-        let activity = format!("finding the characters of {}", display_name(files));
+        let activity = format!("collecting the characters of {}", display_name(files));
         let mut all = BTreeSet::new();
         let look = |text: &str| Ok(distinct_chars(text));
         for_each_piece(files, SplitRule::Anywhere, (&*ctx.observer, &activity), look, |piece, _| {
-            all.extend(piece.into_iter().flatten());
+            all.extend(piece.into_iter().flat_map(|(_, found)| found));
             Ok(())
         })?;
         let text: String = all.into_iter().collect();
@@ -158,12 +159,13 @@ impl TextCorpus<'_> {
     fn tokenize(&self, out: &mut impl Write, ctx: &DatasetContext) -> Result<(), DataError> {
         let (tokenizer, width) = (self.tokenizer, self.tokenizer.width());
         let activity = format!("tokenising {}", display_name(self.files));
-        // Workers do not know which file a piece is from; `take` adds the file to the error.
-        let work = |text: &str| {
+        let memory = TextMemory::of(tokenizer, ctx);
+        let encode = |text: &str, limit: u64| {
+            tokenizer.check_memory(text, false, limit)?;
             let (mut ids, mut bytes) = (Vec::new(), Vec::new());
-            let done = tokenizer.encode(text, &mut ids);
+            tokenizer.encode(text, &mut ids)?;
             width.write_ids(&ids, &mut bytes);
-            Ok(done.map(|()| bytes))
+            Ok::<_, TextError>(bytes)
         };
         let mut separator_pending = false;
         let mut separator_bytes = Vec::new();
@@ -172,28 +174,24 @@ impl TextCorpus<'_> {
             self.files,
             tokenizer.split_rule(),
             (&*ctx.observer, &activity),
-            work,
+            // Workers do not know which file a piece is from: errors get it below.
+            |text| Ok(encode(text, memory.parallel)),
             |piece, file| {
                 let put = |out: &mut dyn Write, bytes: &[u8]| {
                     out.write_all(bytes).map_err(DataError::write(Path::new("the tokens of the text")))
                 };
-                match piece {
-                    None => separator_pending = true,
-                    Some(Ok(bytes)) => {
-                        if std::mem::take(&mut separator_pending) {
-                            put(out, &separator_bytes)?;
-                        }
-                        put(out, &bytes)?;
-                    }
-                    Some(Err(problem)) => {
-                        return Err(DataError::Record {
-                            file: file.to_owned(),
-                            place: String::new(),
-                            problem,
-                        });
-                    }
+                let Some((text, encoded)) = piece else {
+                    separator_pending = true;
+                    return Ok(());
+                };
+                let encoded = match encoded {
+                    Err(TextError::Memory { .. }) => encode(&text, memory.alone),
+                    done => done,
+                };
+                if std::mem::take(&mut separator_pending) {
+                    put(out, &separator_bytes)?;
                 }
-                Ok(())
+                put(out, &encoded.map_err(|error| error.at(file, String::new()))?)
             },
         )
     }
@@ -335,8 +333,8 @@ mod tests {
         let fixture = fixture();
         let file = fixture.write("a", &[b'x'; 100]);
         let short = fixture.open(&settings(vec![file.clone()], TokenizerSpec::Bytes, 10)).err().unwrap();
-        let wanted = "valid gives no samples: it has 10 tokens in a row and a window takes 11";
-        assert_eq!(short.to_string(), wanted);
+        let expected = "valid has no samples: it has 10 contiguous tokens, and a window needs 11";
+        assert_eq!(short.to_string(), expected);
         assert!(fixture.open(&settings(vec![file], TokenizerSpec::Bytes, 0)).is_err());
         let odd = fixture.write("b", b"ab\xff");
         assert!(matches!(

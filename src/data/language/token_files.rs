@@ -22,7 +22,7 @@ use crate::data::{DatasetContext, files};
 #[derive(Clone, Debug)]
 pub struct TokenFileSettings {
     pub train: Vec<PathBuf>,
-    /// Validation files; if empty, the end of the training files is held out.
+    /// Validation files; if empty, the end of the training files is the validation set.
     pub valid: Vec<PathBuf>,
     pub valid_fraction: f64,
     /// Bytes per id; detected if `None`.
@@ -47,7 +47,7 @@ pub fn open(
             .map(|file| TokenIdFile::open(file, settings.width))
             .collect::<Result<Vec<_>, _>>()?;
         if let Some(short) = ids.iter().find(|ids| ids.len() <= settings.context as u64) {
-            let why = format!("it has {} tokens and a window takes {}", short.len(), settings.context + 1);
+            let why = format!("it has {} tokens, and a window needs {}", short.len(), settings.context + 1);
             return Err(DataError::NoSamples { set: format!("`{}`", short.file().display()), why });
         }
         Ok(Arc::new(TokenFiles::new(ids)))
@@ -75,7 +75,10 @@ pub fn open(
             (format!("{name} tokens"), tokens.to_string()),
             ("vocabulary".into(), vocab.to_string()),
             ("token files".into(), ids.files().len().to_string()),
-            ("bytes a token".into(), ids.files().first().map_or(0, |part| part.width().bytes()).to_string()),
+            (
+                "bytes per token".into(),
+                ids.files().first().map_or(0, |part| part.width().bytes()).to_string(),
+            ),
         ];
         let set = TokenWindows::new(ids.clone(), ranges, (settings.context, vocab), placement, name)?;
         Ok(set.with_description(decoder.clone(), about))
@@ -115,7 +118,7 @@ fn largest_token(
     }
     let cache_key = CacheKey::new(&files, &format!("largest {width:?}"))?;
     let path = ctx.cache.get_or_create("largest-token", cache_key, |out| {
-        let activity = format!("finding the largest token of {}", display_name(&files));
+        let activity = format!("finding the largest token id of {}", display_name(&files));
         let (all, mut largest) = (ids.len(), 0);
         let bytes = ids.files().first().map_or(1, |part| part.width().bytes() as u64);
         for start in (0..all).step_by(IDS_PER_REPORT as usize) {
@@ -134,7 +137,7 @@ fn largest_token(
     })?;
     let text = std::fs::read_to_string(&path).map_err(DataError::io(&path))?;
     let wrong =
-        || DataError::WrongFormat { file: path.clone(), wanted: "a number", found: format!("`{text}`") };
+        || DataError::WrongFormat { file: path.clone(), expected: "a number", found: format!("`{text}`") };
     text.trim().parse().map_err(|_| wrong())
 }
 
@@ -194,8 +197,8 @@ mod tests {
         let (train, valid) = open(&fixture.settings("*.bin", 4), &fixture.ctx).unwrap();
         // The first 15 of 20 tokens are for training: 0..11, and 100..104, which is too short for a window.
         let all = |set: &TokenWindows| (0..set.len()).map(|i| read(set, i, 0).unwrap()).collect::<Vec<_>>();
-        let wanted = [(vec![0, 1, 2, 3], vec![1, 2, 3, 4]), (vec![4, 5, 6, 7], vec![5, 6, 7, 8])];
-        assert_eq!(all(&train), wanted);
+        let expected = [(vec![0, 1, 2, 3], vec![1, 2, 3, 4]), (vec![4, 5, 6, 7], vec![5, 6, 7, 8])];
+        assert_eq!(all(&train), expected);
         assert_eq!(all(&valid), [(vec![104, 105, 106, 107], vec![105, 106, 107, 108])]);
         assert_eq!(
             train.features().input,
@@ -230,7 +233,10 @@ mod tests {
         let error = read(&train, 2, 0).unwrap_err();
         assert!(error.is_bad_record());
         let text = error.to_string();
-        assert!(text.contains("a.bin`, record 9: `700` is not a token below 100"), "{text}");
+        assert!(
+            text.contains("a.bin`, record 9: `700` is not a token id below 100, the vocabulary size"),
+            "{text}"
+        );
         let (train, _) = open(&fixture.settings("a.bin", 4), &fixture.ctx).unwrap();
         assert_eq!(train.describe()[1].1, "701", "found");
     }
@@ -240,6 +246,6 @@ mod tests {
         let fixture = fixture();
         fixture.write("a.bin", 0..4);
         let error = open(&fixture.settings("a.bin", 4), &fixture.ctx).err().unwrap().to_string();
-        assert!(error.contains("a.bin` gives no samples: it has 4 tokens and a window takes 5"), "{error}");
+        assert!(error.contains("a.bin` has no samples: it has 4 tokens, and a window needs 5"), "{error}");
     }
 }

@@ -81,7 +81,7 @@ impl RandomAccessFile {
             // The file was truncated after it was opened.
             std::io::ErrorKind::UnexpectedEof => DataError::Truncated {
                 file: self.path.clone(),
-                promised: at + into.len() as u64,
+                declared: at + into.len() as u64,
                 found: self.file.metadata().map_or(0, |about| about.len()),
             },
             _ => DataError::io(&self.path)(error),
@@ -129,20 +129,24 @@ impl TokenIdFile {
             return Self::from_file(stored, 0, width);
         };
         if word(1) != version {
-            let found = format!("llm.c's header of version {}, which is not known", word(1));
-            return Err(DataError::WrongFormat { file: file.to_owned(), wanted: "a file of tokens", found });
+            let found = format!("llm.c's header of unknown version {}", word(1));
+            return Err(DataError::WrongFormat {
+                file: file.to_owned(),
+                expected: "a file of tokens",
+                found,
+            });
         }
         if width.is_some_and(|width| width != header_width) {
             let (name, value) = ("dtype", format!("u{}", 8 * width.unwrap_or(header_width).bytes()));
-            let wanted = "the file's header says otherwise; leave it out, or say \"auto\"";
-            return Err(DataError::InvalidSetting { name, value, wanted });
+            let expected = "the file's header declares another type; use \"auto\"";
+            return Err(DataError::InvalidSetting { name, value, expected });
         }
-        let promised = HEADER_BYTES + u64::from(word(2)) * header_width.bytes() as u64;
+        let declared = HEADER_BYTES + u64::from(word(2)) * header_width.bytes() as u64;
         let found = stored.len;
         let file = file.to_owned();
-        match promised.cmp(&found) {
-            std::cmp::Ordering::Greater => Err(DataError::Truncated { file, promised, found }),
-            std::cmp::Ordering::Less => Err(DataError::TrailingBytes { file, promised }),
+        match declared.cmp(&found) {
+            std::cmp::Ordering::Greater => Err(DataError::Truncated { file, declared, found }),
+            std::cmp::Ordering::Less => Err(DataError::TrailingBytes { file, declared }),
             std::cmp::Ordering::Equal => Self::from_file(stored, HEADER_BYTES, header_width),
         }
     }
@@ -159,8 +163,12 @@ impl TokenIdFile {
             return Err(DataError::EmptyFile { file: file() });
         }
         if !bytes.is_multiple_of(one) {
-            let found = format!("{bytes} bytes, no multiple of the {one} of an id");
-            return Err(DataError::WrongFormat { file: file(), wanted: "a whole file of tokens", found });
+            let found = format!("{bytes} bytes, not a multiple of {one}, the size of an id");
+            return Err(DataError::WrongFormat {
+                file: file(),
+                expected: "a complete file of tokens",
+                found,
+            });
         }
         Ok(Self { stored, len: bytes / one, first_id_offset: start, width })
     }
@@ -276,7 +284,7 @@ impl TokenFiles {
             record,
             column: None,
             value: ids[at].to_string(),
-            wanted: format!("a token below {vocab}, the size of the vocabulary"),
+            expected: format!("a token id below {vocab}, the vocabulary size"),
         })
     }
 }
@@ -319,8 +327,8 @@ mod tests {
             (with_header(20_240_520, 1, 40, &narrow), None, TokenWidth::U16),
             (with_header(20_240_801, 7, 40, &wide), None, TokenWidth::U32),
         ];
-        for (bytes, told, width) in cases {
-            let read = TokenIdFile::open(&file(folder.path(), "a.bin", &bytes), told).unwrap();
+        for (bytes, declared, width) in cases {
+            let read = TokenIdFile::open(&file(folder.path(), "a.bin", &bytes), declared).unwrap();
             assert_eq!((read.width(), all(&read)), (width, ids.clone()));
         }
     }
@@ -332,7 +340,7 @@ mod tests {
         let ids = TokenIdFile::open_headerless(&path, TokenWidth::U16).unwrap();
         File::options().write(true).open(&path).unwrap().set_len(10).unwrap();
         let error = ids.read_ids(0..32, &mut [0; 32]).unwrap_err();
-        assert!(matches!(error, DataError::Truncated { promised: 64, found: 10, .. }), "{error}");
+        assert!(matches!(error, DataError::Truncated { declared: 64, found: 10, .. }), "{error}");
         assert!(ids.read_ids(0..5, &mut [0; 5]).is_ok());
     }
 
@@ -343,16 +351,22 @@ mod tests {
             TokenIdFile::open(&file(folder.path(), "a.bin", bytes), width).unwrap_err().to_string()
         };
         let cases = [
-            (open(&[1, 2, 3], None), "is not a whole file of tokens: it begins with 3 bytes"),
+            (open(&[1, 2, 3], None), "is not a complete file of tokens: it starts with 3 bytes"),
             (open(&[], None), "is empty"),
-            (open(&with_header(20_240_520, 3, 1, &[0, 0]), None), "llm.c's header of version 3"),
-            (open(&with_header(20_240_520, 1, 9, &[0, 0]), None), "promises 1042 bytes, it has at most 1026"),
-            (open(&with_header(20_240_520, 1, 0, &[0, 0]), None), "goes on after the 1024 bytes"),
+            (open(&with_header(20_240_520, 3, 1, &[0, 0]), None), "llm.c's header of unknown version 3"),
+            (
+                open(&with_header(20_240_520, 1, 9, &[0, 0]), None),
+                "declares 1042 bytes, and it has at most 1026",
+            ),
+            (
+                open(&with_header(20_240_520, 1, 0, &[0, 0]), None),
+                "has trailing bytes: its header declares only 1024",
+            ),
             (open(&with_header(20_240_520, 1, 1, &[0, 0]), Some(TokenWidth::U32)), "`dtype` cannot be u32"),
             (open(&with_header(20_240_520, 1, 0, &[]), None), "is empty"),
         ];
-        for (found, wanted) in cases {
-            assert!(found.contains(wanted), "{found}");
+        for (found, expected) in cases {
+            assert!(found.contains(expected), "{found}");
         }
         assert!(matches!(TokenIdFile::open(Path::new("/no/such"), None), Err(DataError::Io { .. })));
     }
@@ -384,7 +398,8 @@ mod tests {
             for (i, size) in sizes.iter().enumerate() {
                 let mut bytes = Vec::new();
                 TokenWidth::U16.write_ids(&ids[from..from + size], &mut bytes);
-                parts.push(TokenIdFile::open_headerless(&file(folder.path(), &i.to_string(), &bytes), TokenWidth::U16).unwrap());
+                let path = file(folder.path(), &i.to_string(), &bytes);
+                parts.push(TokenIdFile::open_headerless(&path, TokenWidth::U16).unwrap());
                 from += size;
             }
             let joined = TokenFiles::new(parts);

@@ -126,7 +126,7 @@ impl TokenWindows {
     ) -> Result<Self, DataError> {
         if context == 0 {
             let (name, value) = ("context", "0".to_owned());
-            return Err(DataError::InvalidSetting { name, value, wanted: "a window has at least one token" });
+            return Err(DataError::InvalidSetting { name, value, expected: "expected at least one token" });
         }
         let (mut windows, mut starts, mut most) = (0, 0, 0);
         let mut kept = Vec::new();
@@ -141,7 +141,7 @@ impl TokenWindows {
             }
         }
         if kept.is_empty() {
-            let why = format!("it has {most} tokens in a row and a window takes {}", context + 1);
+            let why = format!("it has {most} contiguous tokens, and a window needs {}", context + 1);
             return Err(DataError::NoSamples { set: name.to_owned(), why });
         }
         let features = Features::new(InputSpec::Tokens { length: context, vocab }, TargetSpec::Tokens);

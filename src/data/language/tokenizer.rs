@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use serde_json::json;
 
 use super::DataError;
+use super::text_memory::{TextError, check_bytes};
 use super::token_storage::TokenWidth;
 use crate::data::DatasetContext;
 
@@ -18,6 +19,13 @@ pub use huggingface::{HfTokenizer, MAX_TOKENIZER_BYTES};
 /// words, texts, ids). GPT-2's tokenizer takes 54 MiB in total with two threads, from a 2 MiB file.
 const BYTES_PER_FILE_BYTE: u64 = 20;
 const BYTES_PER_THREAD: u64 = 8 << 20;
+
+/// Bytes per byte of text that is encoded as characters or bytes, with offsets.
+const BYTES_PER_TEXT_BYTE: u64 = 32;
+
+fn thread_bytes() -> u64 {
+    BYTES_PER_THREAD * rayon::current_num_threads() as u64
+}
 
 /// What a token is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,8 +43,9 @@ impl TokenizerSpec {
     pub fn load_within_memory(&self, ctx: &DatasetContext) -> Result<Option<Tokenizer>, DataError> {
         if let TokenizerSpec::File(file) = self {
             let bytes = std::fs::metadata(file).map_err(DataError::io(file))?.len().min(MAX_TOKENIZER_BYTES);
-            let threads = rayon::current_num_threads() as u64;
-            ctx.check_memory(file, BYTES_PER_FILE_BYTE * bytes + BYTES_PER_THREAD * threads)?;
+            ctx.check_memory(file, BYTES_PER_FILE_BYTE * bytes + thread_bytes())?;
+            let tokenizer = HfTokenizer::open_within(file, ctx.available_bytes())?;
+            return Ok(Some(Tokenizer::HuggingFace(Box::new(tokenizer))));
         }
         self.load()
     }
@@ -102,6 +111,19 @@ impl Tokenizer {
         match self {
             Tokenizer::Characters(_) | Tokenizer::Bytes => SplitRule::Anywhere,
             Tokenizer::HuggingFace(json) => json.split_rule(),
+        }
+    }
+
+    /// Bytes of words that it may cache.
+    pub fn cache_bytes(&self) -> u64 {
+        if let Tokenizer::HuggingFace(_) = self { thread_bytes() } else { 0 }
+    }
+
+    /// Checks that encoding `text` takes at most `limit` bytes; `whole` if it is encoded with offsets or special tokens.
+    pub fn check_memory(&self, text: &str, whole: bool, limit: u64) -> Result<(), TextError> {
+        match self {
+            Tokenizer::HuggingFace(json) => json.check_memory(text, whole, limit),
+            _ => check_bytes("tokenizing it", BYTES_PER_TEXT_BYTE * text.len() as u64, limit),
         }
     }
 
@@ -174,7 +196,7 @@ impl Tokenizer {
                 let wrong = || DataError::InvalidSetting {
                     name: "separator",
                     value: format!("`{text}`"),
-                    wanted: "it must be a token of the vocabulary, \"auto\" or \"none\"",
+                    expected: "expected a token of the vocabulary, \"auto\" or \"none\"",
                 };
                 id.map(Some).ok_or_else(wrong)
             }

@@ -117,7 +117,8 @@ proptest! {
         let mut cursor = order.canonicalize(Cursor { update: 1, done });
         let mut expected = expected_samples(&source, &order, cursor, until).into_iter();
         let size = |rows: usize| max_held_bytes(&source.features, rows, limit, workers);
-        let mut loader = Loader::start(source.clone(), order.clone(), cursor, until, options(splits[0].0, limit, workers)).unwrap();
+        let options = options(splits[0].0, limit, workers);
+            let mut loader = Loader::start(source.clone(), order.clone(), cursor, until, options).unwrap();
         let mut bound = size(splits[0].0);
         for (i, &(rows, batches)) in splits.iter().enumerate() {
             if i > 0 {

@@ -109,27 +109,27 @@ impl StreamingDataset {
     }
 
     fn build(shards: Arc<dyn ShardedDataset>, buffer: u64, is_secondary: bool) -> Self {
-        let (mut starts, mut all, mut held, mut largest) = (vec![0], 0, 0u64, 0);
+        let (mut block_starts, mut records, mut held_bytes, mut largest) = (vec![0], 0, 0u64, 0);
         for block in shards.blocks() {
-            all += block.records;
-            starts.push(all);
-            held = held.saturating_add(block.held_bytes());
+            records += block.records;
+            block_starts.push(records);
+            held_bytes = held_bytes.saturating_add(block.held_bytes());
             largest = largest.max(block.held_bytes());
         }
-        let most = buffer.max(largest).saturating_mul(2).min(held);
-        let (state, changed, short) = Default::default();
-        let held = BlockCache {
+        let max_bytes = buffer.max(largest).saturating_mul(2).min(held_bytes);
+        let (state, changed, waiting_for_memory) = Default::default();
+        let cache = BlockCache {
             shards,
-            block_starts: starts,
+            block_starts,
             buffer_bytes: buffer,
-            max_bytes: most,
+            max_bytes,
             largest_block_bytes: largest,
             is_secondary,
             state,
             changed,
-            waiting_for_memory: short,
+            waiting_for_memory,
         };
-        Self { cache: Arc::new(held), prefetch_thread: Mutex::default() }
+        Self { cache: Arc::new(cache), prefetch_thread: Mutex::default() }
     }
 }
 
@@ -160,17 +160,19 @@ impl Dataset for StreamingDataset {
         cache.shards.decode(record, index, key, into)
     }
 
-    /// The blocks, one skipped record, the tables, and what the shards keep.
+    /// The blocks, one skipped record, the tables, the reader of the open shard, and what the shards keep.
     fn resident_bytes(&self) -> u64 {
         let cache = &self.cache;
         let tables = (cache.block_starts.len() * (size_of::<u64>() + size_of::<RecordBlock>())) as u64;
         let shards = if cache.is_secondary { 0 } else { cache.shards.resident_bytes() };
-        (cache.max_bytes + tables + shards).saturating_add(cache.largest_block_bytes)
+        (cache.max_bytes + tables + shards)
+            .saturating_add(cache.largest_block_bytes)
+            .saturating_add(cache.shards.reader_bytes())
     }
 
     fn blocks(&self) -> Option<Vec<RecordBlock>> {
-        let held = |block: &RecordBlock| RecordBlock { bytes: block.held_bytes(), ..*block };
-        Some(self.cache.shards.blocks().iter().map(held).collect())
+        let resident = |block: &RecordBlock| RecordBlock { bytes: block.held_bytes(), ..*block };
+        Some(self.cache.shards.blocks().iter().map(resident).collect())
     }
 
     fn prefetch(&self, blocks: Vec<u32>) {
@@ -500,7 +502,7 @@ impl BlockCache {
         let record = self.block_starts[at as usize] - self.block_starts[first] + i;
         DataError::ChangedSinceOpen {
             what: self.shards.name(shard),
-            found: format!("record {record} is missing or longer than it was"),
+            found: format!("record {record} is missing or longer than before"),
         }
     }
 }

@@ -168,7 +168,7 @@ pub fn select_columns(
     for (i, name) in names.iter().enumerate() {
         if places.insert(name, i).is_some() {
             return Err(wrong(
-                format!("two columns are called `{name}`"),
+                format!("two columns are named `{name}`"),
                 "rename one, or set `header = false` and `skip_lines = 1` and name columns by number, from 0",
             ));
         }
@@ -184,11 +184,8 @@ pub fn select_columns(
         for name in list {
             if !places.contains_key(name.as_str()) {
                 return Err(wrong(
-                    format!(
-                        "`{key}` names `{name}`, and there is no such column{}",
-                        suggest_column(name, names)
-                    ),
-                    "name a column of the table; without a header they are called 0, 1, 2 and so on",
+                    format!("`{key}` names `{name}`, which is not a column{}", suggest_column(name, names)),
+                    "use a column of the table; without a header they are called 0, 1, 2 and so on",
                 ));
             }
         }
@@ -198,7 +195,7 @@ pub fn select_columns(
     if let Some(name) = settings.categorical.iter().find(|name| numeric.contains(name.as_str())) {
         return Err(wrong(
             format!("column `{name}` is both in `categorical` and in `numeric`"),
-            "take it out of one of them",
+            "remove it from one of them",
         ));
     }
     let kind = |i: usize| match names[i].as_str() {
@@ -216,7 +213,7 @@ pub fn select_columns(
         (0..names.len()).filter(used).map(|at| column(at, kind(at), false)).collect();
     if columns.is_empty() {
         return Err(wrong(
-            format!("no column is left as input{}", suggest_column("", names)),
+            format!("no column remains as input{}", suggest_column("", names)),
             "check `columns`, `ignore` and `delimiter`",
         ));
     }
@@ -238,7 +235,7 @@ pub fn select_columns(
     let targets = columns.iter().filter(|column| column.target);
     if settings.target.len() > 1 && targets.clone().any(|column| column.kind == ColumnKind::Category) {
         return Err(wrong(
-            "several targets must be numbers, and one of them is of classes".into(),
+            "several targets must all be numeric, but one is categorical".into(),
             "name one target, or set `task = \"values\"`",
         ));
     }
@@ -246,8 +243,8 @@ pub fn select_columns(
         columns.iter().find_map(|c| inferred[c.index].unsupported.map(|why| (c, why)))
     {
         return Err(wrong(
-            format!("column `{}` holds {why}, which cannot be used", column.name),
-            "put the column in `ignore`",
+            format!("column `{}` contains {why}, which are not supported", column.name),
+            "add the column to `ignore`",
         ));
     }
     Ok(columns)
@@ -255,9 +252,9 @@ pub fn select_columns(
 
 /// Lists the columns and suggests the closest name.
 fn suggest_column(name: &str, names: &[String]) -> String {
-    let near = names.iter().map(|other| (strsim::jaro_winkler(name, other), other));
-    let near = near.filter(|(likeness, _)| *likeness > 0.8).max_by(|a, b| a.0.total_cmp(&b.0));
-    let near = near.map(|(_, other)| format!("; did you mean `{other}`?")).unwrap_or_default();
+    let similar = names.iter().map(|other| (strsim::jaro_winkler(name, other), other));
+    let best = similar.filter(|(similarity, _)| *similarity > 0.8).max_by(|a, b| a.0.total_cmp(&b.0));
+    let suggestion = best.map(|(_, other)| format!("; did you mean `{other}`?")).unwrap_or_default();
     let shown: Vec<String> = names
         .iter()
         .take(MAX_SHOWN_NAMES)
@@ -265,7 +262,7 @@ fn suggest_column(name: &str, names: &[String]) -> String {
         .collect();
     let more = names.len().saturating_sub(MAX_SHOWN_NAMES);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!(" among {}{more}{near}", shown.join(", "))
+    format!("; the columns are {}{more}{suggestion}", shown.join(", "))
 }
 
 #[cfg(test)]
@@ -281,7 +278,8 @@ mod tests {
             let reading = CellParser::new(&[], "");
             for text in [text, x.to_string(), format!("{x:.3}"), format!("{x:e}")] {
                 let expected = text.trim().parse().ok().filter(|x: &f64| x.is_finite()).map(f64::to_bits);
-                prop_assert_eq!(reading.number(CellValue::Text(text.as_bytes())).map(f64::to_bits), expected, "{}", text);
+                let number = reading.number(CellValue::Text(text.as_bytes()));
+                prop_assert_eq!(number.map(f64::to_bits), expected, "{}", text);
             }
         }
     }
@@ -360,12 +358,17 @@ mod tests {
         );
         let error = chosen(TableSettings { numeric: vec!["x".into()], ..target(&["price"]) }).unwrap_err();
         assert!(
-            error.contains("`numeric` names `x`") && error.contains("among `age`, `city`, `few`, `price`"),
+            error.contains(
+                "`numeric` names `x`, which is not a column; the columns are `age`, `city`, `few`, `price`"
+            ),
             "{error}"
         );
         let only = TableSettings { columns: vec!["price".into()], ..target(&["price"]) };
-        assert!(chosen(only).unwrap_err().contains("no column is left"));
-        assert!(chosen(target(&["city", "price"])).is_ok(), "with values asked of text, rows will tell");
+        assert!(chosen(only).unwrap_err().contains("no column remains as input"));
+        assert!(
+            chosen(target(&["city", "price"])).is_ok(),
+            "with `task = values` and text, reading the rows fails"
+        );
         let both = TableSettings {
             categorical: vec!["age".into()],
             numeric: vec!["age".into()],

@@ -5,7 +5,7 @@
 //! read is an error and not a SIGBUS.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ impl CsvHeader {
         if let [only] = &names[..] {
             let others = [(',', "`,`"), (';', "`;`"), ('\t', "a tab"), ('|', "`|`"), (' ', "a space")];
             let other = others.into_iter().find(|(delimiter, _)| only.contains(*delimiter));
-            let other = other.map(|(_, name)| format!(", which has {name} in it")).unwrap_or_default();
+            let other = other.map(|(_, name)| format!(", which contains {name}")).unwrap_or_default();
             let only = if dialect.header {
                 format!(", `{}`{other}", super::display_value(only.as_bytes()))
             } else {
@@ -45,7 +45,7 @@ impl CsvHeader {
             return Err(DataError::Table {
                 file: file.to_owned(),
                 place: String::new(),
-                problem: format!("there is one column only{only}"),
+                problem: format!("it has only one column{only}"),
                 hint: "a table needs inputs and a target: check `delimiter` and `skip_lines`",
             });
         }
@@ -62,6 +62,8 @@ impl CsvHeader {
     ) -> Result<Vec<ColumnInference>, DataError> {
         let mut reader = RowReader::open(file, dialect)?;
         let mut inferred = vec![ColumnInference::default(); self.names.len()];
+        // A table may have very many columns and targets.
+        let targets: HashSet<&String> = targets.iter().collect();
         let of_targets = inferred.iter_mut().zip(&self.names).filter(|(_, name)| targets.contains(name));
         of_targets.for_each(|(look, _)| look.count_distinct());
         reader.read_names()?;
@@ -105,7 +107,7 @@ impl<'a> CsvRow<'a> {
             return Err(DataError::Record {
                 file: file.to_owned(),
                 place: format!("line {}", line()),
-                problem: format!("the row has {found} fields, and the table has {width} columns"),
+                problem: format!("expected {width} fields, got {found}"),
             });
         }
         Ok(Self { row, fields, columns, file, line })
@@ -117,14 +119,14 @@ impl RowCells for CsvRow<'_> {
         CellValue::Text(self.fields.get(self.row, self.columns[i].index))
     }
 
-    fn cell_error(&self, i: usize, wanted: String) -> DataError {
+    fn cell_error(&self, i: usize, expected: String) -> DataError {
         let column = &self.columns[i];
         DataError::Cell {
             file: self.file.to_owned(),
             line: (self.line)(),
             column: column.name.clone(),
             value: super::display_value(self.fields.get(self.row, column.index)),
-            wanted,
+            expected,
         }
     }
 }
@@ -234,7 +236,7 @@ impl CsvFile {
     }
 
     fn changed_error(&self) -> DataError {
-        let found = "its rows lie elsewhere".into();
+        let found = "its row offsets changed".into();
         DataError::ChangedSinceOpen { what: format!("`{}`", self.path.display()), found }
     }
 }

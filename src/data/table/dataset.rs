@@ -23,7 +23,7 @@ use crate::data::{DataError, Dataset, DatasetContext};
 pub struct TableFiles {
     /// File names or glob patterns.
     pub train: Vec<PathBuf>,
-    /// If empty, `valid_fraction` of the rows of `train` are held out.
+    /// If empty, `valid_fraction` of the rows of `train` are the validation set.
     pub valid: Vec<PathBuf>,
     pub valid_fraction: f64,
 }
@@ -45,20 +45,22 @@ pub fn open(
     ctx: &DatasetContext,
 ) -> Result<(DatasetRef, DatasetRef), DataError> {
     let paths = files::resolve_patterns(&files.train)?;
-    let train = OpenedTable::open(&paths, format, ctx)?;
+    let mut train = OpenedTable::open(&paths, format, ctx)?;
     let parser = CellParser::new(&settings.missing, &settings.trim);
     let columns = columns::select_columns(
         &paths[0],
         &train.names,
-        &train.infer_columns(&paths[0], format, &parser, settings)?,
+        &train.infer_columns(&paths[0], format, &parser, settings, ctx)?,
         settings,
     )?;
+    train.measure_readers(&columns, ctx)?;
     let valid = match &files.valid[..] {
         [] => None,
         patterns => {
             let valid_paths = files::resolve_patterns(patterns)?;
-            let valid = OpenedTable::open(&valid_paths, format, ctx)?;
+            let mut valid = OpenedTable::open(&valid_paths, format, ctx)?;
             check_same_columns(&paths[0], &train.names, &valid_paths[0], &valid.names)?;
+            valid.measure_readers(&columns, ctx)?;
             Some(valid)
         }
     };
@@ -117,7 +119,9 @@ fn load_statistics(
     if let Some(kept) = kept.and_then(|kept| serde_json::from_slice::<TableStatistics>(&kept).ok()) {
         return Ok(kept);
     }
-    let statistics = pass.run(reader)?;
+    ctx.check_memory(pass.file, reader.scan_bytes())?;
+    let parallel = ctx.available_bytes() / reader.scan_bytes().max(1);
+    let statistics = pass.run(reader, parallel.clamp(1, 1 << 16) as usize)?;
     if statistics.rows == 0 {
         let (set, why) = (
             format!("`{}`", pass.file.display()),
@@ -146,7 +150,7 @@ pub fn check_same_columns(
         Some(i) => {
             let (a, b) =
                 (super::display_value(names[i].as_bytes()), super::display_value(other_names[i].as_bytes()));
-            format!("its column {} is `{b}`, and that of `{}` is `{a}`", i + 1, first.display())
+            format!("its column {} is `{b}`, but that of `{}` is `{a}`", i + 1, first.display())
         }
         None => {
             format!("it has {} columns, and `{}` has {}", other_names.len(), first.display(), names.len())
@@ -156,7 +160,7 @@ pub fn check_same_columns(
         file: other.to_owned(),
         place: String::new(),
         problem,
-        hint: "all files of a set, those measured on too, must have the same columns in the same order",
+        hint: "all training and validation files must have the same columns in the same order",
     })
 }
 
@@ -176,14 +180,14 @@ impl OpenedTable {
     fn open(paths: &[PathBuf], format: TableFileFormat, ctx: &DatasetContext) -> Result<Self, DataError> {
         let table = match format {
             TableFileFormat::Parquet => {
-                let parquet = ParquetFiles::open(paths)?;
+                let parquet = ParquetFiles::open(paths, ctx)?;
                 Self { names: parquet.names.clone(), backend: TableBackend::Parquet(parquet) }
             }
             TableFileFormat::Csv(dialect) => Self::csv(paths, dialect, ctx)?,
         };
         if table.reader().rows() == 0 {
             let why = match format {
-                TableFileFormat::Csv(Dialect { header: true, .. }) => "it has a header and no rows",
+                TableFileFormat::Csv(Dialect { header: true, .. }) => "it has a header but no rows",
                 _ => "it has no rows",
             };
             return Err(DataError::NoSamples { set: format!("`{}`", paths[0].display()), why: why.into() });
@@ -221,19 +225,28 @@ impl OpenedTable {
         }
     }
 
+    /// Finds what reading the columns in use takes, if that depends on the files.
+    fn measure_readers(&mut self, columns: &[Column], ctx: &DatasetContext) -> Result<(), DataError> {
+        match &mut self.backend {
+            TableBackend::Parquet(parquet) => parquet.measure_readers(columns, ctx),
+            TableBackend::Csv { .. } | TableBackend::CompressedCsv { .. } => Ok(()),
+        }
+    }
+
     fn infer_columns(
         &self,
         first: &Path,
         format: TableFileFormat,
         parser: &CellParser,
         settings: &TableSettings,
+        ctx: &DatasetContext,
     ) -> Result<Vec<ColumnInference>, DataError> {
         match (&self.backend, format) {
             (
                 TableBackend::Csv { header: head, .. } | TableBackend::CompressedCsv { header: head, .. },
                 TableFileFormat::Csv(dialect),
             ) => head.infer_columns(first, dialect, parser, &settings.target),
-            (TableBackend::Parquet(parquet), _) => parquet.infer_columns(parser, &settings.target),
+            (TableBackend::Parquet(parquet), _) => parquet.infer_columns(parser, &settings.target, ctx),
             (_, TableFileFormat::Parquet) => unreachable!("the backend matches its format"),
         }
     }

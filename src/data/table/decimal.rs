@@ -90,7 +90,9 @@ mod tests {
     proptest! {
         /// Every string is either left to the standard library or parsed to the same bits.
         #[test]
-        fn it_agrees_with_the_standard_library(text in "-?[0-9]{0,10}\\.?[0-9]{0,10}|[-+.,e0-9 ]{0,18}", x: f64, y: f32) {
+        fn it_agrees_with_the_standard_library(
+            text in "-?[0-9]{0,10}\\.?[0-9]{0,10}|[-+.,e0-9 ]{0,18}", x: f64, y: f32,
+        ) {
             for text in [text, x.to_string(), format!("{x:.3}"), format!("{x:e}"), y.to_string(), format!("{y:.1}")] {
                 let expected = text.parse().ok().map(f64::to_bits);
                 let found = parse_decimal(text.as_bytes()).map(f64::to_bits);
@@ -102,12 +104,15 @@ mod tests {
         #[test]
         fn short_ones_are_read(whole in "[0-9]{0,7}", behind in "[0-9]{1,8}", negative: bool) {
             let text = format!("{}{whole}.{behind}", if negative { "-" } else { "" });
-            prop_assert_eq!(parse_decimal(text.as_bytes()).map(f64::to_bits), text.parse().ok().map(f64::to_bits), "{}", text);
+            let expected = text.parse().ok().map(f64::to_bits);
+                prop_assert_eq!(parse_decimal(text.as_bytes()).map(f64::to_bits), expected, "{}", text);
         }
 
         /// Bytes that do not form a number are refused, at any position.
         #[test]
-        fn any_bytes_are_refused_or_read(text in prop::collection::vec(any::<u8>(), 0..18), at in 0usize..18, byte: u8) {
+        fn any_bytes_are_refused_or_read(
+            text in prop::collection::vec(any::<u8>(), 0..18), at in 0usize..18, byte: u8,
+        ) {
             let mut digits = vec![b'7'; text.len()];
             if let Some(place) = digits.get_mut(at) {
                 *place = byte;

@@ -132,8 +132,8 @@ impl RowFields {
 
     /// Field `index` of `row`, which must be the row split last.
     pub fn get<'a>(&'a self, row: &'a [u8], index: usize) -> &'a [u8] {
-        let (lies, start, end) = self.spans[index];
-        let text = if lies == FieldBuffer::Row { row } else { &self.unquoted };
+        let (buffer, start, end) = self.spans[index];
+        let text = if buffer == FieldBuffer::Row { row } else { &self.unquoted };
         &text[start as usize..end as usize]
     }
 
@@ -236,9 +236,9 @@ fn byte_mask(byte: u8, piece: &[u8]) -> u64 {
     const LOW: u64 = u64::from_ne_bytes([0x7f; 8]);
     // Multiplying gathers the low bits of eight bytes into the top byte, in order.
     const GATHER: u64 = 0x0102_0408_1020_4080;
-    let wanted = u64::from_ne_bytes([byte; 8]);
+    let expected = u64::from_ne_bytes([byte; 8]);
     let eight = |word: &[u8; 8]| {
-        let word = u64::from_le_bytes(*word) ^ wanted;
+        let word = u64::from_le_bytes(*word) ^ expected;
         let found = !((word & LOW).wrapping_add(LOW) | word | LOW);
         (found >> 7).wrapping_mul(GATHER) >> 56
     };
@@ -326,7 +326,8 @@ mod tests {
                 let (mut out, mut ends) = ([0; 128], [0; 64]);
                 let (mut record, mut written, mut fields) = (Vec::new(), 0, 0);
                 let result = loop {
-                    let (result, read, wrote, found) = parser.read_record(rest, &mut out[written..], &mut ends[fields..]);
+                    let (out, ends) = (&mut out[written..], &mut ends[fields..]);
+                    let (result, read, wrote, found) = parser.read_record(rest, out, ends);
                     (rest, written, fields) = (&rest[read..], written + wrote, fields + found);
                     if !matches!(result, csv_core::ReadRecordResult::InputEmpty) { break result; }
                 };
@@ -346,14 +347,16 @@ mod tests {
         /// The mask has exactly the positions of the byte.
         #[test]
         fn places_are_found(piece in prop::collection::vec(prop_oneof![Just(b','), Just(b'-'), any::<u8>()], 0..=64)) {
-            let expected = piece.iter().enumerate().filter(|(_, byte)| **byte == b',').map(|(i, _)| 1u64 << i).sum::<u64>();
+            let commas = piece.iter().enumerate().filter(|(_, byte)| **byte == b',');
+            let expected = commas.map(|(i, _)| 1u64 << i).sum::<u64>();
             prop_assert_eq!(byte_mask(b',', &piece), expected);
         }
 
         /// Any bytes are split without a panic, and no field is longer than its row.
         #[test]
         fn any_bytes_are_split(row in prop::collection::vec(any::<u8>(), 0..60), kind in 0u8..4) {
-            let delimiter = [COMMA, FieldDelimiter::Whitespace, FieldDelimiter::Byte(b'\t'), FieldDelimiter::Byte(b';')][kind as usize];
+            let byte = FieldDelimiter::Byte;
+            let delimiter = [COMMA, FieldDelimiter::Whitespace, byte(b'\t'), byte(b';')][kind as usize];
             let mut fields = RowFields::default();
             fields.split(&row, delimiter);
             prop_assert!(fields.len() > 0);

@@ -75,21 +75,24 @@ impl RowEncoder {
                 return Err(DataError::Table {
                     file: file.to_owned(),
                     place: String::new(),
-                    problem: format!("column `{}` has no value in any training row", column.name),
-                    hint: "put the column in `ignore`",
+                    problem: format!("column `{}` is missing in every training row", column.name),
+                    hint: "add the column to `ignore`",
                 });
             }
             let encoder = match (column.kind, stats) {
-                (ColumnKind::Number, seen) => {
-                    let moments =
-                        if let Some(ColumnStatistics::Number(moments)) = seen { Some(moments) } else { None };
+                (ColumnKind::Number, stats) => {
+                    let moments = if let Some(ColumnStatistics::Number(moments)) = stats {
+                        Some(moments)
+                    } else {
+                        None
+                    };
                     let place = if column.target { &mut targets } else { &mut inputs };
                     number_encoder(column, moments, settings, place)
                 }
-                (ColumnKind::Category, seen) => {
+                (ColumnKind::Category, stats) => {
                     let none = CategoryCounts::default();
                     let counts =
-                        if let Some(ColumnStatistics::Category(counts)) = seen { counts } else { &none };
+                        if let Some(ColumnStatistics::Category(counts)) = stats { counts } else { &none };
                     if column.target {
                         let names = class_names(settings, counts);
                         let count = |name| counts.values.get(name).copied().unwrap_or(0);
@@ -120,10 +123,8 @@ impl RowEncoder {
             }
             row_encoder.column_encoders.push(encoder);
         }
-        if let Some(left_out) = statistics.map(|statistics| statistics.skipped_rows).filter(|n| *n > 0) {
-            row_encoder
-                .description
-                .push(("left out".into(), format!("{left_out} training rows that cannot be used")));
+        if let Some(skipped) = statistics.map(|statistics| statistics.skipped_rows).filter(|n| *n > 0) {
+            row_encoder.description.push(("skipped".into(), format!("{skipped} bad training rows")));
         }
         let target = match classes {
             Some(names) if names.len() < 2 => {
@@ -131,7 +132,7 @@ impl RowEncoder {
                     file: file.to_owned(),
                     place: String::new(),
                     problem: format!("the target has {} classes: {}", names.len(), names.join(", ")),
-                    hint: "a classifier needs two; for numbers to predict set `task = \"values\"`",
+                    hint: "a classifier needs at least two; for regression set `task = \"values\"`",
                 });
             }
             Some(names) => TargetSpec::Class { names },
@@ -171,7 +172,7 @@ impl RowEncoder {
         into.input.as_f32_mut().fill(0.0);
         for i in 0..self.columns.len() {
             let code = self.encode_cell(i, cells.cell(i));
-            self.write_cell(i, code, into).map_err(|wanted| cells.cell_error(i, wanted))?;
+            self.write_cell(i, code, into).map_err(|expected| cells.cell_error(i, expected))?;
         }
         Ok(())
     }
@@ -217,8 +218,8 @@ impl RowEncoder {
                 return Ok(());
             }
         }
-        if let Some(wanted) = self.expected_instead(i, code) {
-            return Err(wanted);
+        if let Some(expected) = self.expected_instead(i, code) {
+            return Err(expected);
         }
         match &self.column_encoders[i] {
             ColumnEncoder::Number { mean, scale, fill, at, flag } => {
@@ -288,7 +289,10 @@ impl RowEncoder {
             | ColumnEncoder::Class { list } => list.ids.keys().map(|name| name.len() as u64 + 48).sum(),
             ColumnEncoder::Number { .. } => 0,
         };
-        self.column_encoders.iter().map(|how| list(how) + size_of::<(ColumnEncoder, Column)>() as u64).sum()
+        let encoders = self.column_encoders.iter().map(|how| list(how) + size_of::<ColumnEncoder>() as u64);
+        let columns = self.columns.iter().map(|column| size_of::<Column>() + column.name.capacity());
+        let texts = self.description.iter().flat_map(|(name, text)| [name, text]);
+        encoders.sum::<u64>() + columns.sum::<usize>() as u64 + super::strings_bytes(texts)
     }
 }
 
@@ -370,17 +374,17 @@ fn describe_column(
         (ColumnEncoder::Number { .. }, Some(ColumnStatistics::Number(moments))) => {
             let (mean, std) = (format_number(moments.mean), format_number(moments.std()));
             let how = match (settings.standardise, moments.std() > 0.0) {
-                (false, _) => ", as it is",
+                (false, _) => ", not standardized",
                 (true, true) => "",
-                (true, false) => ", always the same: 0 after standardising",
+                (true, false) => ", constant: 0 after standardization",
             };
-            format!("{target}number, mean {mean}, deviation {std}{}{how}", missing(moments.missing))
+            format!("{target}number, mean {mean}, std {std}{}{how}", missing(moments.missing))
         }
-        (ColumnEncoder::Number { .. }, _) => format!("{target}number, as it is"),
+        (ColumnEncoder::Number { .. }, _) => format!("{target}number, not standardized"),
         (ColumnEncoder::Class { list }, _) => format!("{target}{} classes", list.ids.len()),
-        (ColumnEncoder::OneHot { list, .. } | ColumnEncoder::Ordinal { list, .. }, seen) => {
+        (ColumnEncoder::OneHot { list, .. } | ColumnEncoder::Ordinal { list, .. }, stats) => {
             let lacking =
-                if let Some(ColumnStatistics::Category(counts)) = seen { counts.missing } else { 0 };
+                if let Some(ColumnStatistics::Category(counts)) = stats { counts.missing } else { 0 };
             let how = if settings.embed { ", embedded" } else { "" };
             format!("{target}category of {} values{}{how}", list.ids.len(), missing(lacking))
         }

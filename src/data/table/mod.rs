@@ -114,8 +114,8 @@ pub enum CellValue<'a> {
 pub trait RowCells {
     fn cell(&self, i: usize) -> CellValue<'_>;
 
-    /// Error for column `i`, whose cell is not what was `wanted`.
-    fn cell_error(&self, i: usize, wanted: String) -> DataError;
+    /// Error for column `i`, whose cell is not what was `expected`.
+    fn cell_error(&self, i: usize, expected: String) -> DataError;
 }
 
 /// Called with each row number and its cells, or the error of that row.
@@ -133,6 +133,11 @@ pub trait TableReader: Send + Sync {
 
     fn bytes(&self) -> u64 {
         (0..self.partitions()).map(|part| self.partition_bytes(part)).sum()
+    }
+
+    /// Bytes of memory that scanning a partition takes at most, if that depends on the files.
+    fn scan_bytes(&self) -> u64 {
+        0
     }
 
     /// Calls `visit` for each row of a partition, in order.
@@ -162,12 +167,17 @@ fn display_value(value: &[u8]) -> String {
     short.replace("\\\"", "\"").replace("\\'", "'")
 }
 
+/// Bytes of a list of strings.
+fn strings_bytes<'a>(strings: impl IntoIterator<Item = &'a String>) -> u64 {
+    strings.into_iter().map(|text| (size_of::<String>() + text.capacity()) as u64).sum()
+}
+
 fn unterminated_quote(file: &Path, line: u64) -> DataError {
     DataError::Table {
         file: file.to_owned(),
         place: format!("line {line}"),
-        problem: "a field of this row begins with `\"` and never ends".into(),
-        hint: "close the quote; a `\"` inside of quotes is written twice",
+        problem: "a quoted field of this row is not closed".into(),
+        hint: "close the quote; inside quotes, `\"` is written twice",
     }
 }
 
@@ -176,6 +186,6 @@ fn row_too_long(file: &Path, line: u64) -> DataError {
         file: file.to_owned(),
         place: format!("line {line}"),
         problem: format!("the row is longer than {} MiB", dialect::MAX_ROW_BYTES >> 20),
-        hint: "check that the file is a table of text, and that its quotes are closed",
+        hint: "check that the file is a text table and that its quotes are closed",
     }
 }

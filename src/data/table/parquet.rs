@@ -1,24 +1,27 @@
 //! Parquet tables: a row group is a shard, and only the columns in use are decoded. A record is one 8-byte code per
 //! column; see [`encoding`](super::encoding).
 
-use std::io::{BufReader, Read};
+use std::collections::HashSet;
+use std::io::{BufReader, Read, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use parquet::basic::{ConvertedType, Type};
+use parquet::basic::{Compression, ConvertedType, Type};
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl, get_column_reader};
 use parquet::data_type::{ByteArray, DataType};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader};
 use parquet::file::serialized_reader::SerializedPageReader;
 use parquet::schema::types::ColumnDescriptor;
+use rayon::prelude::*;
 
 use super::columns::{CellParser, Column, ColumnInference, SAMPLE_ROWS};
 use super::encoding::RowEncoder;
 use super::{CellValue, RowCells, RowVisitor, TableReader, parquet_pages};
 use crate::base::regular_file;
+use crate::data::cache::CacheKey;
 use crate::data::streaming::{BLOCK_BYTES, RecordBlock, ShardReader, ShardedDataset};
-use crate::data::{BatchRow, DataError, Features, SampleKey, files};
+use crate::data::{BatchRow, DataError, DatasetContext, Features, SampleKey, files};
 
 /// Maximum cells decoded at once, so that wide tables decode fewer rows at a time: 16 MB.
 const MAX_BATCH_CELLS: usize = 1 << 20;
@@ -26,6 +29,13 @@ const MAX_BATCH_CELLS: usize = 1 << 20;
 const BATCH_ROWS: usize = 1024;
 /// Bytes of a code.
 const CODE_BYTES: usize = 8;
+/// A row group of at most this many rows is decoded column by column when it is opened: its values take less memory than
+/// as many open columns do.
+const WHOLE_GROUP_ROWS: u64 = 512;
+/// Bytes of an open column besides its pages and values: the library's reader, its decoders and their buffers.
+const OPEN_COLUMN_BYTES: u64 = 6 << 10;
+/// Bytes of the parsed metadata per byte in the file.
+const BYTES_PER_METADATA_BYTE: u64 = 12;
 /// Maximum rows of a row group; a file that declares more is corrupt.
 const MAX_ROW_GROUP_ROWS: i64 = i32::MAX as i64;
 
@@ -35,6 +45,8 @@ pub struct ParquetFiles {
     pub names: Vec<String>,
     row_groups: Vec<RowGroup>,
     rows: u64,
+    /// Bytes that the open columns of a row group take at most; 0 before [`ParquetFiles::measure_readers`].
+    reader_bytes: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -49,8 +61,9 @@ struct RowGroup {
 }
 
 impl ParquetFiles {
-    pub fn open(paths: &[PathBuf]) -> Result<Self, DataError> {
-        let mut table = Self { files: Vec::new(), names: Vec::new(), row_groups: Vec::new(), rows: 0 };
+    pub fn open(paths: &[PathBuf], ctx: &DatasetContext) -> Result<Self, DataError> {
+        let mut table =
+            Self { files: Vec::new(), names: Vec::new(), row_groups: Vec::new(), rows: 0, reader_bytes: 0 };
         for (number, path) in paths.iter().enumerate() {
             // An empty file gets its own error.
             files::compression(path)?;
@@ -59,11 +72,12 @@ impl ParquetFiles {
             (&file).take(4).read_to_end(&mut start).map_err(DataError::io(path))?;
             if start != b"PAR1" {
                 let found = format!("`{}`", start.escape_ascii());
-                return Err(DataError::WrongFormat { file: path.clone(), wanted: "a Parquet file", found });
+                return Err(DataError::WrongFormat { file: path.clone(), expected: "a Parquet file", found });
             }
             let wrong = |error| corrupt_file(path, error);
             let mut footer = BufReader::with_capacity(1 << 12, &file);
-            parquet_pages::check_schema(&mut footer).map_err(|error| wrong(error.into()))?;
+            let bytes = parquet_pages::check_schema(&mut footer).map_err(|error| wrong(error.into()))?;
+            ctx.check_memory(path, BYTES_PER_METADATA_BYTE * bytes)?;
             let metadata =
                 catch_panic(|| ParquetMetaDataReader::new().parse_and_finish(&file)).map_err(wrong)?;
             let columns = metadata.file_metadata().schema_descr().columns();
@@ -104,7 +118,10 @@ impl ParquetFiles {
         &self,
         parser: &CellParser,
         targets: &[String],
+        ctx: &DatasetContext,
     ) -> Result<Vec<ColumnInference>, DataError> {
+        // A table may have very many columns and targets.
+        let targets: HashSet<&String> = targets.iter().collect();
         let descriptors = self.files[0].1.file_metadata().schema_descr().columns();
         let look = |column: &Arc<ColumnDescriptor>| {
             ColumnInference::declared(column.physical_type() == Type::BYTE_ARRAY, unsupported_reason(column))
@@ -115,6 +132,7 @@ impl ParquetFiles {
         if let Some(&group) = self.row_groups.first() {
             let usable: Vec<usize> =
                 (0..inferred.len()).filter(|i| unsupported_reason(&descriptors[*i]).is_none()).collect();
+            ctx.check_memory(&self.files[group.file].0, self.group_reader_bytes(group, &usable)?)?;
             let mut rows = self.open_row_group(group, usable.iter().copied())?;
             let mut left = SAMPLE_ROWS;
             while left > 0 && rows.remaining > 0 {
@@ -125,17 +143,72 @@ impl ParquetFiles {
                         .enumerate()
                         .for_each(|(i, &at)| inferred[at].observe(rows.cell(row, i), parser));
                 }
-                left -= rows.count;
+                left = left.saturating_sub(rows.count);
             }
         }
         Ok(inferred)
+    }
+
+    /// Finds what reading these columns takes: reads the headers of their pages, unless the result is cached.
+    pub fn measure_readers(&mut self, columns: &[Column], ctx: &DatasetContext) -> Result<(), DataError> {
+        let paths: Vec<PathBuf> = self.files.iter().map(|(path, _)| path.clone()).collect();
+        let columns: Vec<usize> = columns.iter().map(|column| column.index).collect();
+        let cache_key = CacheKey::new(&paths, &format!("{columns:?}"))?;
+        let kept = ctx.cache.find("parquet-readers", cache_key).and_then(|path| std::fs::read(path).ok());
+        if let Some(Ok(kept)) = kept.map(|kept| <[u8; 8]>::try_from(&kept[..])) {
+            self.reader_bytes = u64::from_le_bytes(kept);
+            return Ok(());
+        }
+        let groups = self.row_groups.par_iter().map(|group| self.group_reader_bytes(*group, &columns));
+        let bytes = groups.try_reduce(|| 0, |a, b| Ok(a.max(b)))?;
+        drop(ctx.cache.get_or_create("parquet-readers", cache_key, |out| {
+            out.write_all(&bytes.to_le_bytes()).map_err(DataError::write(&paths[0]))
+        }));
+        self.reader_bytes = bytes;
+        Ok(())
+    }
+
+    /// Bytes that a [`RowGroupDecoder`] of these columns takes at most.
+    fn group_reader_bytes(&self, group: RowGroup, columns: &[usize]) -> Result<u64, DataError> {
+        let (path, metadata) = &self.files[group.file];
+        let about = metadata.row_group(group.row_group);
+        let whole = group.rows <= WHOLE_GROUP_ROWS;
+        let batch = if whole { group.rows } else { batch_rows(columns.len(), BATCH_ROWS) as u64 };
+        let measure = || {
+            let mut headers = BufReader::with_capacity(1 << 12, regular_file::open(path)?);
+            // What the columns hold together, and what one of them takes besides.
+            let (mut held, mut one) = ((columns.len() * size_of::<ColumnChunk>()) as u64, 0);
+            for &at in columns {
+                let chunk = about.column(at);
+                let (start, length) = chunk.byte_range();
+                let pages = parquet_pages::check_pages(&mut headers, start, length)?;
+                let is_text = chunk.column_descr().physical_type() == Type::BYTE_ARRAY;
+                let value = if is_text { size_of::<Option<ByteArray>>() } else { CODE_BYTES } as u64;
+                let dictionary = pages.dictionary + pages.dictionary_values * size_of::<ByteArray>() as u64;
+                // Texts are parts of their pages, which live as long as they do.
+                held += match (whole, is_text) {
+                    (true, false) => batch * value,
+                    (true, true) => batch * value + pages.total + dictionary,
+                    (false, false) => batch * value + OPEN_COLUMN_BYTES + pages.largest + dictionary,
+                    (false, true) => batch * value + OPEN_COLUMN_BYTES + 2 * pages.largest + dictionary,
+                };
+                // While a column is decoded: a compressed page, and its values in the types of the library.
+                let compressed =
+                    if chunk.compression() == Compression::UNCOMPRESSED { 0 } else { pages.compressed };
+                let decoding = compressed + 3 * batch * size_of::<Option<ByteArray>>() as u64;
+                let open = if whole { OPEN_COLUMN_BYTES + pages.largest + dictionary } else { 0 };
+                one = one.max(decoding + open);
+            }
+            Ok(held + one)
+        };
+        catch_panic(measure).map_err(|error| corrupt_file(path, error))
     }
 
     /// Opens the columns `at` of a row group at its first row.
     fn open_row_group(
         &self,
         group: RowGroup,
-        at: impl Iterator<Item = usize>,
+        at: impl ExactSizeIterator<Item = usize>,
     ) -> Result<RowGroupDecoder, DataError> {
         let (path, metadata) = &self.files[group.file];
         let about = metadata.row_group(group.row_group);
@@ -143,19 +216,26 @@ impl ParquetFiles {
             // A separate file handle per reader: the library seeks before every read.
             let file = Arc::new(regular_file::open(path)?);
             let mut headers = BufReader::with_capacity(1 << 12, regular_file::open(path)?);
-            let column = |at: usize| {
+            // Collecting results would grow the list by doubling.
+            let mut chunks = Vec::with_capacity(at.len());
+            for at in at {
                 let chunk = about.column(at);
                 let (start, length) = chunk.byte_range();
                 parquet_pages::check_pages(&mut headers, start, length)?;
                 let pages = SerializedPageReader::new(file.clone(), chunk, group.rows as usize, None)?;
                 let reader = get_column_reader(chunk.column_descr_ptr(), Box::new(pages));
-                Ok(ColumnChunk {
-                    reader,
+                let mut chunk = ColumnChunk {
+                    reader: Some(Box::new(reader)),
                     format: NumberFormat::of(chunk.column_descr()),
                     values: ColumnValues::Numbers(Vec::new()),
-                })
-            };
-            at.map(column).collect::<Result<Vec<_>, ParquetError>>()
+                };
+                if group.rows <= WHOLE_GROUP_ROWS {
+                    chunk.decode_batch(group.rows as usize)?;
+                    chunk.reader = None;
+                }
+                chunks.push(chunk);
+            }
+            Ok(chunks)
         };
         let chunks = catch_panic(open).map_err(|error| corrupt_file(path, error))?;
         Ok(RowGroupDecoder { chunks, remaining: group.rows, count: 0, next_row: 0, path: path.clone() })
@@ -166,9 +246,11 @@ impl ParquetFiles {
 fn unsupported_reason(column: &ColumnDescriptor) -> Option<&'static str> {
     match column.physical_type() {
         _ if column.max_rep_level() > 0 => Some("lists"),
-        Type::INT96 => Some("time stamps of 96 bits"),
-        Type::FIXED_LEN_BYTE_ARRAY => Some("bytes of fixed length"),
-        Type::BYTE_ARRAY if column.converted_type() == ConvertedType::DECIMAL => Some("decimals in bytes"),
+        Type::INT96 => Some("96-bit timestamps"),
+        Type::FIXED_LEN_BYTE_ARRAY => Some("byte arrays of fixed length"),
+        Type::BYTE_ARRAY if column.converted_type() == ConvertedType::DECIMAL => {
+            Some("decimals as byte arrays")
+        }
         _ => None,
     }
 }
@@ -176,7 +258,7 @@ fn unsupported_reason(column: &ColumnDescriptor) -> Option<&'static str> {
 /// Calls the library, which panics on some corrupt files, and turns a panic into an error.
 fn catch_panic<T>(run: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, ParquetError> {
     crate::base::panics::catch_panic(run)
-        .unwrap_or_else(|_| Err(ParquetError::General("its bytes make no sense to the decoder".into())))
+        .unwrap_or_else(|_| Err(ParquetError::General("the decoder panicked".into())))
 }
 
 fn corrupt_file(path: &std::path::Path, error: ParquetError) -> DataError {
@@ -211,7 +293,8 @@ impl NumberFormat {
 
 /// One column of a row group, and the values decoded last.
 struct ColumnChunk {
-    reader: ColumnReader,
+    /// `None` once all values are decoded. Boxed: of very many columns that are decoded, only the values remain.
+    reader: Option<Box<ColumnReader>>,
     format: NumberFormat,
     values: ColumnValues,
 }
@@ -225,41 +308,43 @@ enum ColumnValues {
 impl ColumnChunk {
     fn decode_batch(&mut self, count: usize) -> Result<(), ParquetError> {
         let format = self.format;
-        let numbers = |values: Vec<Option<f64>>| {
-            ColumnValues::Numbers(values.into_iter().map(|value| value.unwrap_or(f64::NAN)).collect())
-        };
-        self.values = match &mut self.reader {
-            ColumnReader::BoolColumnReader(reader) => {
-                numbers(decode_column(reader, format, count, |v| f64::from(*v))?)
+        let Some(reader) = &mut self.reader else { return Ok(()) };
+        let numbers = match &mut **reader {
+            ColumnReader::ByteArrayColumnReader(reader) => {
+                let text = |value: Option<&ByteArray>| value.cloned();
+                self.values = ColumnValues::Texts(decode_column(reader, format, count, text)?);
+                return Ok(());
             }
-            ColumnReader::Int32ColumnReader(reader) => numbers(decode_column(reader, format, count, |v| {
-                format.int((*v).into(), (*v as u32).into())
-            })?),
+            ColumnReader::BoolColumnReader(reader) => {
+                decode_column(reader, format, count, |v| v.map_or(f64::NAN, |v| f64::from(*v)))
+            }
+            ColumnReader::Int32ColumnReader(reader) => decode_column(reader, format, count, |v| {
+                v.map_or(f64::NAN, |v| format.int((*v).into(), (*v as u32).into()))
+            }),
             ColumnReader::Int64ColumnReader(reader) => {
-                numbers(decode_column(reader, format, count, |v| format.int(*v, *v as u64))?)
+                decode_column(reader, format, count, |v| v.map_or(f64::NAN, |v| format.int(*v, *v as u64)))
             }
             ColumnReader::FloatColumnReader(reader) => {
-                numbers(decode_column(reader, format, count, |v| f64::from(*v))?)
+                decode_column(reader, format, count, |v| v.map_or(f64::NAN, |v| f64::from(*v)))
             }
             ColumnReader::DoubleColumnReader(reader) => {
-                numbers(decode_column(reader, format, count, |v| *v)?)
+                decode_column(reader, format, count, |v| v.map_or(f64::NAN, |v| *v))
             }
-            ColumnReader::ByteArrayColumnReader(reader) => {
-                ColumnValues::Texts(decode_column(reader, format, count, Clone::clone)?)
-            }
-            _ => return Err(ParquetError::General("a column of a kind that is not read".into())),
+            _ => return Err(ParquetError::General("a column of an unsupported type".into())),
         };
+        self.values = ColumnValues::Numbers(numbers?);
         Ok(())
     }
 }
 
-/// Decodes the next `count` values of a column and converts each with `make`; `None` for null.
+/// Decodes the next `count` values of a column and converts each with `make`; `None` is null. The result has no spare
+/// capacity, which very many columns would add up.
 fn decode_column<T: DataType, V>(
     reader: &mut ColumnReaderImpl<T>,
     format: NumberFormat,
     count: usize,
-    make: impl Fn(&T::T) -> V,
-) -> Result<Vec<Option<V>>, ParquetError> {
+    make: impl Fn(Option<&T::T>) -> V,
+) -> Result<Vec<V>, ParquetError> {
     let (mut values, mut levels) = (Vec::new(), Vec::new());
     let mut found = 0;
     while found < count {
@@ -270,16 +355,21 @@ fn decode_column<T: DataType, V>(
         found += rows;
     }
     if format.present_level == 0 {
-        return Ok(values.iter().map(|value| Some(make(value))).collect());
+        return Ok(values.iter().map(|value| make(Some(value))).collect());
     }
     let mut values = values.iter();
     Ok(levels
         .iter()
-        .map(|level| if *level == format.present_level { values.next().map(&make) } else { None })
+        .map(|level| make(if *level == format.present_level { values.next() } else { None }))
         .collect())
 }
 
-/// Decodes the rows of a row group in batches.
+/// Rows to decode at once, at most `most`.
+fn batch_rows(columns: usize, most: usize) -> usize {
+    most.min(MAX_BATCH_CELLS / columns.max(1)).max(1)
+}
+
+/// Decodes the rows of a row group in batches, or all of a small one at once.
 struct RowGroupDecoder {
     chunks: Vec<ColumnChunk>,
     /// Rows not decoded yet.
@@ -291,12 +381,16 @@ struct RowGroupDecoder {
 }
 
 impl RowGroupDecoder {
-    /// Decodes the next rows, at most `most`; zero at the end or after a failure.
+    /// Decodes the next rows: at most `most`, or all of a small row group. None at the end or after a failure.
     fn decode_batch(&mut self, most: usize) -> Result<(), DataError> {
         let left = std::mem::take(&mut self.remaining);
-        let most = most.min(MAX_BATCH_CELLS / self.chunks.len().max(1)).max(1);
-        let count = left.min(most as u64) as usize;
+        let whole = self.chunks.iter().all(|chunk| chunk.reader.is_none());
+        let most = if whole { left } else { batch_rows(self.chunks.len(), most) as u64 };
+        let count = left.min(most) as usize;
         (self.count, self.next_row) = (0, 0);
+        if count == 0 {
+            return Ok(());
+        }
         for chunk in &mut self.chunks {
             catch_panic(|| chunk.decode_batch(count)).map_err(|error| corrupt_file(&self.path, error))?;
             let found = match &chunk.values {
@@ -304,7 +398,7 @@ impl RowGroupDecoder {
                 ColumnValues::Texts(values) => values.len(),
             };
             if found != count {
-                let error = ParquetError::General(format!("{found} values where {count} were asked for"));
+                let error = ParquetError::General(format!("expected {count} values, got {found}"));
                 return Err(corrupt_file(&self.path, error));
             }
         }
@@ -336,7 +430,7 @@ impl RowCells for DecodedRow<'_> {
         self.rows.cell(self.row, i)
     }
 
-    fn cell_error(&self, i: usize, wanted: String) -> DataError {
+    fn cell_error(&self, i: usize, expected: String) -> DataError {
         let value = match self.cell(i) {
             CellValue::Missing => String::new(),
             CellValue::Number(x) if x.is_nan() => String::new(),
@@ -344,7 +438,7 @@ impl RowCells for DecodedRow<'_> {
             CellValue::Text(text) => super::display_value(text),
         };
         let column = Some(self.columns[i].name.clone());
-        DataError::Value { file: self.rows.path.clone(), record: self.record, column, value, wanted }
+        DataError::Value { file: self.rows.path.clone(), record: self.record, column, value, expected }
     }
 }
 
@@ -359,6 +453,10 @@ impl TableReader for ParquetFiles {
 
     fn partition_bytes(&self, part: usize) -> u64 {
         self.row_groups[part].bytes
+    }
+
+    fn scan_bytes(&self) -> u64 {
+        self.reader_bytes
     }
 
     fn scan(&self, part: usize, columns: &[Column], see: &mut RowVisitor<'_>) -> Result<(), DataError> {
@@ -425,8 +523,8 @@ impl ShardReader for RowGroupReader {
         for i in 0..columns.len() {
             let code = self.encoder.encode_cell(i, row.cell(i));
             // Report the error here, while the original value is available.
-            if let Some(wanted) = self.encoder.expected_instead(i, code) {
-                wrong = Some(row.cell_error(i, wanted));
+            if let Some(expected) = self.encoder.expected_instead(i, code) {
+                wrong = Some(row.cell_error(i, expected));
                 break;
             }
             into.extend_from_slice(&code.to_bits().to_le_bytes());
@@ -474,7 +572,7 @@ impl ShardedDataset for ParquetDataset {
         into.input.as_f32_mut().fill(0.0);
         for (i, code) in record.as_chunks::<CODE_BYTES>().0.iter().enumerate() {
             let code = f64::from_bits(u64::from_le_bytes(*code));
-            self.encoder.write_cell(i, code, into).map_err(|wanted| {
+            self.encoder.write_cell(i, code, into).map_err(|expected| {
                 let group = self.table.row_groups.partition_point(|group| group.first_row <= index) - 1;
                 let group = self.table.row_groups[group];
                 DataError::Value {
@@ -482,18 +580,23 @@ impl ShardedDataset for ParquetDataset {
                     record: group.first_in_file + index - group.first_row,
                     column: Some(self.encoder.columns[i].name.clone()),
                     value: code.to_string(),
-                    wanted,
+                    expected,
                 }
             })?;
         }
         Ok(())
     }
 
+    fn reader_bytes(&self) -> u64 {
+        self.table.reader_bytes
+    }
+
     fn resident_bytes(&self) -> u64 {
         let metadata = |(_, metadata): &(PathBuf, ParquetMetaData)| metadata.memory_size() as u64;
         let own = self.blocks.capacity() * size_of::<RecordBlock>()
             + self.table.row_groups.capacity() * size_of::<RowGroup>();
-        self.table.files.iter().map(metadata).sum::<u64>() + own as u64 + self.encoder.resident_bytes()
+        let metadata = self.table.files.iter().map(metadata).sum::<u64>();
+        metadata + own as u64 + super::strings_bytes(&self.table.names) + self.encoder.resident_bytes()
     }
 
     fn class_counts(&self) -> Option<Vec<u64>> {

@@ -16,10 +16,24 @@ const MAX_SCHEMA_DEPTH: usize = 64;
 /// Delta encodings of text; the library trusts the counts inside them.
 const DELTA_TEXT: [i64; 2] = [6, 7];
 
+/// Sizes of the pages of one column of one row group, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageSizes {
+    /// Of the largest data page, and of all of them.
+    pub largest: u64,
+    pub total: u64,
+    /// Of the dictionary, and the number of its values.
+    pub dictionary: u64,
+    pub dictionary_values: u64,
+    /// Of the largest page in the file.
+    pub compressed: u64,
+}
+
 /// Checks every page between bytes `start` and `start + length`, which hold one column of one row group.
-pub fn check_pages(file: &mut (impl Read + Seek), start: u64, length: u64) -> Result<()> {
-    let end = start.checked_add(length).ok_or_else(|| corrupt("a column lies behind the end of the file"))?;
-    let mut at = start;
+pub fn check_pages(file: &mut (impl Read + Seek), start: u64, length: u64) -> Result<PageSizes> {
+    let end =
+        start.checked_add(length).ok_or_else(|| corrupt("a column extends beyond the end of the file"))?;
+    let (mut at, mut sizes) = (start, PageSizes::default());
     while at < end {
         file.seek(SeekFrom::Start(at))?;
         let mut header = ThriftReader {
@@ -34,34 +48,41 @@ pub fn check_pages(file: &mut (impl Read + Seek), start: u64, length: u64) -> Re
         }
         // Every dictionary value takes at least four bytes.
         if page.dictionary_values.is_some_and(|values| values < 0 || values > page.uncompressed / 4) {
-            return Err(corrupt("a dictionary with more values than its page can hold"));
+            return Err(corrupt("a dictionary with more values than its page has bytes for"));
         }
         if page.encoding.is_some_and(|encoding| DELTA_TEXT.contains(&encoding)) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "text in delta encoding cannot be read; write the column plain or with a dictionary",
+                "delta-encoded text is not supported; write the column with plain or dictionary encoding",
             ));
         }
+        let bytes = page.uncompressed as u64;
+        match page.dictionary_values {
+            Some(values) => (sizes.dictionary, sizes.dictionary_values) = (bytes, values as u64),
+            None => (sizes.largest, sizes.total) = (sizes.largest.max(bytes), sizes.total + bytes),
+        }
+        sizes.compressed = sizes.compressed.max(page.compressed as u64);
         at += header.input.read + page.compressed as u64;
     }
-    if at == end { Ok(()) } else { Err(corrupt("a page goes on behind the end of its column")) }
+    if at == end { Ok(sizes) } else { Err(corrupt("a page extends beyond the end of its column")) }
 }
 
 /// Checks how deep the columns of a file are nested: the library recurses over the schema, and a stack overflow aborts
-/// the process. The library itself reports other errors in the file.
-pub fn check_schema(file: &mut (impl Read + Seek)) -> Result<()> {
+/// the process. The library itself reports other errors in the file. Returns the bytes of the file's metadata.
+pub fn check_schema(file: &mut (impl Read + Seek)) -> Result<u64> {
     let length = file.seek(SeekFrom::End(0))?;
     let mut end = [0; 8];
     if length < 12 {
-        return Ok(());
+        return Ok(0);
     }
     file.seek(SeekFrom::Start(length - 8))?;
     file.read_exact(&mut end)?;
-    let [size @ .., b'P', b'A', b'R', b'1'] = end else { return Ok(()) };
+    let [size @ .., b'P', b'A', b'R', b'1'] = end else { return Ok(0) };
     let size = u64::from(u32::from_le_bytes(size));
-    let Some(start) = (length - 8).checked_sub(size) else { return Ok(()) };
+    let Some(start) = (length - 8).checked_sub(size) else { return Ok(0) };
     file.seek(SeekFrom::Start(start))?;
-    ThriftReader { input: LimitedReader { inner: file, read: 0, limit: size } }.check_schema_depth()
+    ThriftReader { input: LimitedReader { inner: file, read: 0, limit: size } }.check_schema_depth()?;
+    Ok(size)
 }
 
 fn corrupt(what: &str) -> Error {
@@ -150,9 +171,7 @@ impl<R: Read> ThriftReader<'_, R> {
                 open.push(inside);
             }
             if open.len() > MAX_SCHEMA_DEPTH {
-                return Err(corrupt(&format!(
-                    "columns that lie more than {MAX_SCHEMA_DEPTH} deep in one another"
-                )));
+                return Err(corrupt(&format!("columns nested more than {MAX_SCHEMA_DEPTH} deep")));
             }
         }
         Ok(())
@@ -161,7 +180,7 @@ impl<R: Read> ThriftReader<'_, R> {
     /// Calls `visit` with each field of a struct: its id and type.
     fn fields(&mut self, depth: u32, visit: &mut dyn FnMut(&mut Self, i64, u8) -> Result<()>) -> Result<()> {
         if depth > MAX_STRUCT_DEPTH {
-            return Err(corrupt("a page header with structs too deep"));
+            return Err(corrupt("a page header with structs nested too deep"));
         }
         let mut field = 0i64;
         loop {
@@ -179,7 +198,7 @@ impl<R: Read> ThriftReader<'_, R> {
 
     fn skip(&mut self, kind: u8, depth: u32) -> Result<()> {
         if depth > MAX_STRUCT_DEPTH {
-            return Err(corrupt("a page header with lists too deep"));
+            return Err(corrupt("a page header with lists nested too deep"));
         }
         match kind {
             1 | 2 => Ok(()),
@@ -199,7 +218,7 @@ impl<R: Read> ThriftReader<'_, R> {
                 (0..count).try_for_each(|_| self.skip(kind, depth + 1))
             }
             12 => self.fields(depth, &mut |header, _, kind| header.skip(kind, depth + 1)),
-            _ => Err(corrupt("a page header with an unknown kind of field")),
+            _ => Err(corrupt("a page header with a field of an unknown type")),
         }
     }
 
@@ -207,7 +226,7 @@ impl<R: Read> ThriftReader<'_, R> {
         if matches!(kind, 4..=6) {
             self.read_zigzag()
         } else {
-            Err(corrupt("a page header with a field of a wrong kind"))
+            Err(corrupt("a page header with a field of the wrong type"))
         }
     }
 

@@ -44,8 +44,8 @@ impl RowReader {
             return Err(DataError::Table {
                 file: file.to_owned(),
                 place: String::new(),
-                problem: "it has bytes of value 0, which no UTF-8 text has".into(),
-                hint: "if it is UTF-16, convert it to UTF-8; otherwise check that it is a table of text",
+                problem: "it contains NUL bytes".into(),
+                hint: "if it is UTF-16, convert it to UTF-8; otherwise check that it is a text table",
             });
         }
         if reader.buffer.starts_with(b"\xef\xbb\xbf") {
@@ -123,11 +123,11 @@ impl RowReader {
             if let Some(length) = end(&self.buffer[self.position..]) {
                 return Ok(length);
             }
-            let held = self.buffer.len() - self.position;
+            let buffered = self.buffer.len() - self.position;
             if self.eof {
-                return Ok(held);
+                return Ok(buffered);
             }
-            if held > MAX_ROW_BYTES {
+            if buffered > MAX_ROW_BYTES {
                 return Err(super::row_too_long(&self.file, self.line_breaks + 1));
             }
             self.fill()?;

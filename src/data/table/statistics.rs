@@ -96,8 +96,9 @@ pub struct StatisticsPass<'a> {
 }
 
 impl StatisticsPass<'_> {
-    /// Scans the training rows of `reader`. An unusable row is an error, or is skipped if the settings say so.
-    pub fn run(&self, reader: &dyn TableReader) -> Result<TableStatistics, DataError> {
+    /// Scans the training rows of `reader`, at most `parallel` partitions at a time. An unusable row is an error, or is
+    /// skipped if the settings say so.
+    pub fn run(&self, reader: &dyn TableReader, parallel: usize) -> Result<TableStatistics, DataError> {
         let (parts, all) = (reader.partitions(), reader.bytes());
         let (done, activity) = (AtomicU64::new(0), format!("statistics of {}", self.file.display()));
         let mut total = self.empty();
@@ -105,6 +106,8 @@ impl StatisticsPass<'_> {
         // batches.
         let threads = rayon::current_num_threads();
         let most = (MAX_BATCH_COLUMNS / self.columns.len().max(1)).clamp(threads, 16 * threads);
+        // Memory for fewer scans than there are threads: no more in a batch.
+        let most = if parallel < threads { parallel } else { most };
         for batch in (0..parts).collect::<Vec<_>>().chunks(most) {
             let found: Vec<_> = batch
                 .par_iter()
@@ -153,8 +156,8 @@ impl StatisticsPass<'_> {
                 Err(error) => return Err(error),
             };
             found.rows += 1;
-            for (i, (seen, &x)) in found.columns.iter_mut().zip(&numbers).enumerate() {
-                match seen {
+            for (i, (column, &x)) in found.columns.iter_mut().zip(&numbers).enumerate() {
+                match column {
                     ColumnStatistics::Number(moments) if x.is_nan() => moments.missing += 1,
                     ColumnStatistics::Number(moments) => moments.push(x),
                     ColumnStatistics::Category(counts) if self.parser.is_missing(cells.cell(i)) => {
@@ -174,9 +177,9 @@ impl StatisticsPass<'_> {
             }
             Ok(())
         })?;
-        for (seen, counts) in found.columns.iter_mut().zip(counts) {
-            if let ColumnStatistics::Category(seen) = seen {
-                seen.values = counts.into_iter().collect();
+        for (column, counts) in found.columns.iter_mut().zip(counts) {
+            if let ColumnStatistics::Category(column) = column {
+                column.values = counts.into_iter().collect();
             }
         }
         Ok(found)
@@ -227,8 +230,8 @@ impl StatisticsPass<'_> {
         DataError::Table {
             file: self.file.to_owned(),
             place: String::new(),
-            problem: format!("column `{name}` has more than {most} different values"),
-            hint: "put the column in `ignore` or, if it is of numbers, in `numeric`, or raise `max_categories`",
+            problem: format!("column `{name}` has more than {most} distinct values"),
+            hint: "add the column to `ignore` or, if it is numeric, to `numeric`, or raise `max_categories`",
         }
     }
 }
@@ -242,8 +245,12 @@ mod tests {
     proptest! {
         /// Merged partitions give the mean and standard deviation of all numbers, up to rounding.
         #[test]
-        fn parts_add_up(numbers in prop::collection::vec(-1e6..1e6f64, 1..60), cuts in prop::collection::vec(0usize..60, 0..4)) {
-            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(numbers.len())).chain([0, numbers.len()]).collect();
+        fn parts_add_up(
+            numbers in prop::collection::vec(-1e6..1e6f64, 1..60),
+            cuts in prop::collection::vec(0usize..60, 0..4),
+        ) {
+            let cuts = cuts.into_iter().map(|cut| cut.min(numbers.len()));
+            let mut cuts: Vec<usize> = cuts.chain([0, numbers.len()]).collect();
             cuts.sort_unstable();
             let mut total = Moments::default();
             for cut in cuts.windows(2) {

@@ -114,7 +114,8 @@ mod tests {
     proptest! {
         #[test]
         fn values_stay_in_range_and_depend_on_the_draws_alone(
-            values in prop::collection::vec(0.0..=1.0f32, 12), key: u64, reach in [0.0..2.0f64, 0.0..2.0f64, 0.0..2.0f64, 0.0..0.5f64],
+            values in prop::collection::vec(0.0..=1.0f32, 12), key: u64,
+            reach in [0.0..2.0f64, 0.0..2.0f64, 0.0..2.0f64, 0.0..0.5f64],
         ) {
             let jitter = ColorJitter { brightness: reach[0], contrast: reach[1], saturation: reach[2], hue: reach[3] };
             let run = |channels| {

@@ -40,8 +40,8 @@ impl ResizeMode {
         let scales = [height / out[0] as f64, width / out[1] as f64];
         match self {
             ResizeMode::Stretch => CropAndResize { crop: whole, size: out, offset: [0, 0] },
-            ResizeMode::CenterCrop { fraction: share } => {
-                let scale = scales[0].min(scales[1]) * share;
+            ResizeMode::CenterCrop { fraction } => {
+                let scale = scales[0].min(scales[1]) * fraction;
                 let (h, w) = ((out[0] as f64 * scale).min(height), (out[1] as f64 * scale).min(width));
                 let from = Rect { top: (height - h) / 2.0, left: (width - w) / 2.0, height: h, width: w };
                 CropAndResize { crop: from, size: out, offset: [0, 0] }
@@ -138,16 +138,16 @@ mod tests {
     proptest! {
         #[test]
         fn the_crop_lies_in_the_image_and_the_result_in_the_sample(
-            size in [1usize..500, 1usize..500], out in [1usize..300, 1usize..300], share in 0.1..1.0f64,
+            size in [1usize..500, 1usize..500], out in [1usize..300, 1usize..300], fraction in 0.1..1.0f64,
         ) {
-            for fit in [ResizeMode::CenterCrop { fraction: share }, ResizeMode::Pad, ResizeMode::Stretch] {
+            for fit in [ResizeMode::CenterCrop { fraction }, ResizeMode::Pad, ResizeMode::Stretch] {
                 let placed = fit.crop_and_resize(size, out);
                 prop_assert!(inside(placed.crop, size), "{fit:?} {placed:?}");
                 let within = |i: usize| placed.offset[i] >= 0 && placed.offset[i] as usize + placed.size[i] <= out[i];
                 prop_assert!(within(0) && within(1), "{fit:?} {placed:?}");
             }
             // A crop has the sample's aspect ratio; padding fills one side.
-            let cropped = ResizeMode::CenterCrop { fraction: share }.crop_and_resize(size, out).crop;
+            let cropped = ResizeMode::CenterCrop { fraction }.crop_and_resize(size, out).crop;
             let shape = out[1] as f64 / out[0] as f64;
             prop_assert!((cropped.width / cropped.height / shape - 1.0).abs() < 1e-6);
             let padded = ResizeMode::Pad.crop_and_resize(size, out);
@@ -171,8 +171,8 @@ mod tests {
         #[test]
         fn the_overlap_lies_in_both(at in -50isize..50, len in 1usize..40, out in 1usize..40) {
             let span = Overlap::new(at, len, out);
-            let wanted = (0..out as isize).filter(|x| (0..len as isize).contains(&(x - at))).count();
-            prop_assert_eq!(span.len, wanted);
+            let expected = (0..out as isize).filter(|x| (0..len as isize).contains(&(x - at))).count();
+            prop_assert_eq!(span.len, expected);
             if span.len > 0 {
                 prop_assert_eq!(span.dest_start as isize - span.source_start as isize, at);
             }
@@ -186,9 +186,9 @@ mod tests {
         let placed =
             ResizeMode::CenterCrop { fraction: 224.0 / 256.0 }.crop_and_resize([375, 500], [224, 224]);
         let side = 375.0 * 224.0 / 256.0;
-        let wanted =
+        let expected =
             Rect { top: (375.0 - side) / 2.0, left: (500.0 - side) / 2.0, height: side, width: side };
-        assert_eq!(placed.crop, wanted);
+        assert_eq!(placed.crop, expected);
     }
 
     #[test]

@@ -59,8 +59,9 @@ impl MixedDataset {
         };
         let shape = <[usize; 3]>::try_from(&shape[..]).map_err(|_| unsupported_error())?;
         if inner.blocks().is_some() {
-            let wanted = "packed archives are read forward, and the other sample lies anywhere: unpack them";
-            return Err(DataError::InvalidSetting { name: "augment.mixup", value: "used".into(), wanted });
+            let expected =
+                "it needs random access, and compressed archives are read sequentially: decompress them";
+            return Err(DataError::InvalidSetting { name: "augment.mixup", value: "used".into(), expected });
         }
         let target = TargetSpec::MixedClass { names: names.clone() };
         // Blended values no longer fit the byte lookup table.
@@ -72,7 +73,7 @@ impl MixedDataset {
 
 fn unsupported_error() -> DataError {
     let (name, value) = ("augment.mixup", "used".into());
-    DataError::InvalidSetting { name, value, wanted: "it blends pictures that have a class each" }
+    DataError::InvalidSetting { name, value, expected: "it needs images with one class each" }
 }
 
 impl MixOptions {
@@ -233,7 +234,7 @@ mod tests {
             assert_eq!((values.clone(), target.clone()), read(&set, index, 2));
             let key = SampleKey { seed: 5, epoch: 2, sample: index };
             let (own, class) = read(&plain, index, 2);
-            let share = f32::from_bits(target[2]);
+            let fraction = f32::from_bits(target[2]);
             assert_eq!(target[0], class[0]);
             let Some((other, blend)) = mixing.draw(key, 100, [16, 16]) else {
                 assert_eq!((values, target), (own, vec![class[0], class[0], 1f32.to_bits()]));
@@ -244,7 +245,7 @@ mod tests {
             assert_eq!(target[1], second_class[0]);
             match blend {
                 Blend::Mixup(s) => {
-                    assert_eq!(s, share);
+                    assert_eq!(s, fraction);
                     let formula = own.iter().zip(&second).map(|(a, b)| s * a + (1.0 - s) * b);
                     assert!(values.iter().zip(formula).all(|(v, f)| (v - f).abs() < 1e-6));
                     whole += 1;
@@ -257,7 +258,7 @@ mod tests {
                         assert_eq!(*v, if inside { second[i] } else { own[i] });
                         left += !inside as usize;
                     }
-                    assert!((share - left as f32 / 256.0).abs() < 1e-6);
+                    assert!((fraction - left as f32 / 256.0).abs() < 1e-6);
                     cut += 1;
                 }
             }
@@ -270,13 +271,13 @@ mod tests {
     fn beta_draws_have_the_moments_of_the_distribution() {
         for a in [0.05, 0.2, 1.0, 4.0] {
             let n = 20_000;
-            let shares: Vec<f64> = (0..n).map(|i| beta(&mut RngKey::new(i, 3).rng(), a)).collect();
-            assert!(shares.iter().all(|s| (0.0..=1.0).contains(s)));
-            let mean = shares.iter().sum::<f64>() / n as f64;
-            let variance = shares.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / n as f64;
-            let wanted = 1.0 / (4.0 * (2.0 * a + 1.0));
+            let samples: Vec<f64> = (0..n).map(|i| beta(&mut RngKey::new(i, 3).rng(), a)).collect();
+            assert!(samples.iter().all(|s| (0.0..=1.0).contains(s)));
+            let mean = samples.iter().sum::<f64>() / n as f64;
+            let variance = samples.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / n as f64;
+            let expected = 1.0 / (4.0 * (2.0 * a + 1.0));
             assert!(
-                (mean - 0.5).abs() < 0.012 && (variance / wanted - 1.0).abs() < 0.04,
+                (mean - 0.5).abs() < 0.012 && (variance / expected - 1.0).abs() < 0.04,
                 "{a}: {mean} {variance}"
             );
         }

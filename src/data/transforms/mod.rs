@@ -94,20 +94,20 @@ impl Pipeline {
         resize_mode: ResizeMode,
         normalise: Normalise,
     ) -> Result<Self, DataError> {
-        let each = |name, values: Vec<f32>, fits: fn(f32) -> bool, wanted| match values.len() {
+        let each = |name, values: Vec<f32>, fits: fn(f32) -> bool, expected| match values.len() {
             _ if !values.iter().all(|v| v.is_finite() && fits(*v)) => {
-                Err(DataError::InvalidSetting { name, value: format!("{values:?}"), wanted })
+                Err(DataError::InvalidSetting { name, value: format!("{values:?}"), expected })
             }
             1 => Ok(vec![values[0]; channels]),
             n if n == channels => Ok(values),
             _ => Err(DataError::InvalidSetting {
                 name,
                 value: format!("{values:?}"),
-                wanted: "it is one number, or one for each channel",
+                expected: "expected one number, or one per channel",
             }),
         };
-        let mean = each("mean", normalise.mean, |_| true, "it must be finite")?;
-        let std = each("std", normalise.std, |v| v > 0.0, "it must be positive and finite")?;
+        let mean = each("mean", normalise.mean, |_| true, "expected a finite number")?;
+        let std = each("std", normalise.std, |v| v > 0.0, "expected a finite number above 0")?;
         let table = |c: usize| std::array::from_fn(|byte| (byte as f32 / 255.0 - mean[c]) / std[c]);
         let palette = Arc::new(PixelLut { tables: (0..channels).map(table).collect() });
         Ok(Self {
@@ -128,7 +128,7 @@ impl Pipeline {
             return Err(DataError::InvalidSetting {
                 name,
                 value,
-                wanted: "pictures of one channel have no colour",
+                expected: "images of one channel have no color",
             });
         }
         Ok(Self { augmentation: (augmentation != Augmentation::default()).then_some(augmentation), ..self })

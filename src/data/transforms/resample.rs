@@ -24,7 +24,7 @@ pub fn crop_and_resize<'a>(
         .resize_alg(ResizeAlg::Convolution(FilterType::Bilinear))
         .use_alpha(false)
         .crop(rect.left, rect.top, rect.width, rect.height);
-    let size = |n: usize| u32::try_from(n).map_err(|_| format!("{n} pixels are too many"));
+    let size = |n: usize| u32::try_from(n).map_err(|_| format!("a side of {n} pixels is too long"));
     let (w, h) = (size(image.width)?, size(image.height)?);
     let (len, source, target) = (height * width * channels, [w, h], [size(width)?, size(height)?]);
     let pixels = match image.pixels {
@@ -34,7 +34,7 @@ pub fn crop_and_resize<'a>(
             match channels {
                 1 => resize::<U8>(&mut scratch.resizer, from, source, into, target, &options)?,
                 3 => resize::<U8x3>(&mut scratch.resizer, from, source, into, target, &options)?,
-                n => return Err(format!("pictures of {n} channels cannot be resized")),
+                n => return Err(format!("images of {n} channels cannot be resized")),
             }
             Pixels::Bytes(&scratch.resized[..len])
         }
@@ -45,7 +45,7 @@ pub fn crop_and_resize<'a>(
             match channels {
                 1 => resize::<F32>(&mut scratch.resizer, from, source, into, target, &options)?,
                 3 => resize::<F32x3>(&mut scratch.resizer, from, source, into, target, &options)?,
-                n => return Err(format!("pictures of {n} channels cannot be resized")),
+                n => return Err(format!("images of {n} channels cannot be resized")),
             }
             Pixels::Floats(&scratch.resized_floats[..len])
         }
@@ -132,16 +132,18 @@ mod tests {
             let key = RngKey::new(seed, stream_id("test"));
             let bytes: Vec<u8> = (0..size[0] * size[1] * channels).map(|i| key.bits(i as u64) as u8).collect();
             let floats: Vec<f32> = bytes.iter().map(|b| *b as f32 / 255.0).collect();
-            let wanted = naive(&bytes.iter().map(|b| *b as f64).collect::<Vec<_>>(), size, channels, part, to);
+            let expected = naive(&bytes.iter().map(|b| *b as f64).collect::<Vec<_>>(), size, channels, part, to);
             let image = |pixels| Image { height: size[0], width: size[1], pixels };
             let mut scratch = Scratch::default();
-            let Pixels::Bytes(ours) = crop_and_resize(image(Pixels::Bytes(&bytes)), part, to, channels, &mut scratch).unwrap().pixels else { panic!() };
-            for (ours, wanted) in ours.iter().zip(&wanted) {
-                prop_assert!((*ours as f64 - wanted).abs() <= 1.6, "{ours} {wanted}");
+            let resized = crop_and_resize(image(Pixels::Bytes(&bytes)), part, to, channels, &mut scratch).unwrap();
+            let Pixels::Bytes(ours) = resized.pixels else { panic!() };
+            for (ours, expected) in ours.iter().zip(&expected) {
+                prop_assert!((*ours as f64 - expected).abs() <= 1.6, "{ours} {expected}");
             }
-            let Pixels::Floats(ours) = crop_and_resize(image(Pixels::Floats(&floats)), part, to, channels, &mut scratch).unwrap().pixels else { panic!() };
-            for (ours, wanted) in ours.iter().zip(&wanted) {
-                prop_assert!((*ours as f64 - wanted / 255.0).abs() < 1e-4, "{ours} {wanted}");
+            let resized = crop_and_resize(image(Pixels::Floats(&floats)), part, to, channels, &mut scratch).unwrap();
+            let Pixels::Floats(ours) = resized.pixels else { panic!() };
+            for (ours, expected) in ours.iter().zip(&expected) {
+                prop_assert!((*ours as f64 - expected / 255.0).abs() < 1e-4, "{ours} {expected}");
             }
         }
     }

@@ -69,8 +69,8 @@ fn padding_shifts_and_leaves_black() {
             for x in 0..4isize {
                 let (sy, sx) = (y - dy, x - dx);
                 let inside = (0..5).contains(&sy) && (0..4).contains(&sx);
-                let wanted = if inside { bytes[(sy * 4 + sx) as usize] as f32 / 255.0 } else { 0.0 };
-                assert_eq!(out[(y * 4 + x) as usize], wanted);
+                let expected = if inside { bytes[(sy * 4 + sx) as usize] as f32 / 255.0 } else { 0.0 };
+                assert_eq!(out[(y * 4 + x) as usize], expected);
             }
         }
         seen.insert((dy, dx));
@@ -121,7 +121,8 @@ proptest! {
     /// no lookup table.
     #[test]
     fn bytes_stand_for_the_same_values(
-        size in [1usize..30, 1usize..30], out in [1usize..20, 1usize..20], grey: bool, crop: bool, padding in 0usize..3, flip in 0.0..1.0f64, sample: u64,
+        size in [1usize..30, 1usize..30], out in [1usize..20, 1usize..20], grey: bool, crop: bool,
+            padding in 0usize..3, flip in 0.0..1.0f64, sample: u64,
     ) {
         let channels = if grey { 1 } else { 3 };
         let augment = Augmentation {
@@ -139,7 +140,8 @@ proptest! {
         let mut bytes = vec![99; out[0] * out[1] * channels];
         pipeline.apply(image, key(sample), &mut Scratch::default(), &mut SliceMut::U8(&mut bytes)).unwrap();
         let palette = pipeline.palette().unwrap();
-        prop_assert_eq!(crate::kernels::pixel_lut::expand_bytes(&palette, &bytes), run(&pipeline, size, &pixels, key(sample)));
+        let expanded = crate::kernels::pixel_lut::expand_bytes(&palette, &bytes);
+            prop_assert_eq!(expanded, run(&pipeline, size, &pixels, key(sample)));
         let jitter = ColorJitter { brightness: 0.1, ..ColorJitter::default() };
         let coloured = pipeline.clone().augmented(Augmentation { jitter, ..augment.clone() }).unwrap();
         prop_assert!(coloured.palette().is_none());
@@ -165,7 +167,8 @@ proptest! {
             erasing: Some(RandomErasing { probability: 0.5, area: [0.02, 0.33], ratio: [0.3, 3.3] }),
         };
         let normalise = Normalise { mean: vec![0.5], std: vec![0.25] };
-        let valid_pipeline = Pipeline::new([out[0], out[1], channels], ResizeMode::CenterCrop { fraction: 1.0 }, normalise).unwrap();
+        let whole = ResizeMode::CenterCrop { fraction: 1.0 };
+            let valid_pipeline = Pipeline::new([out[0], out[1], channels], whole, normalise).unwrap();
         let pipeline = valid_pipeline.clone().augmented(augment).unwrap();
         let bytes: Vec<u8> = (0..size[0] * size[1] * channels).map(|i| (i * 31 % 251) as u8).collect();
         let key = |epoch| SampleKey { seed, epoch, sample };

@@ -80,6 +80,7 @@ impl Executor<'_> {
         dy: ReservedTensor,
         needs_input_grad: bool,
     ) -> StepResult<Option<ReservedTensor>> {
+        let _work = self.reserve_pointwise(&residual.name, &residual.output_shape)?;
         let mut output_act = output.map(|y| (y, residual.act));
         if !residual.is_fused() {
             if let (Some((ReservedTensor { value: Some(y), .. }, act)), Some(dy)) = (&output_act, &dy.value) {

@@ -117,6 +117,7 @@ impl Executor<'_> {
                 self.reserve(Role::Activations, &residual.name, bytes)?
             }
         };
+        let _work = self.reserve_pointwise(&residual.name, &residual.output_shape)?;
         let value = match (&branch.value, &shortcut.value) {
             (Some(b), Some(s)) if in_place => Some(add::inplace(b, s, residual.act)?),
             (Some(b), Some(s)) => Some(add::forward(b, s, residual.act)?),

@@ -3,58 +3,59 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What is drawn anew for each sample of each epoch, from the seed, the epoch and the sample; never for what is
-/// measured on. All of it is off unless it is asked for.
+/// Augmentation of training images, random per sample and epoch and determined by the seed; the validation set is not
+/// augmented. Everything is off by default.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct AugmentConfig {
-    /// Take a part of the image with a fraction of its area between these, anywhere, and resize it; [0.08, 1.0]
-    /// is usual for large images.
+    /// Crop a random part of the image, whose fraction of the area is in this range, and resize it; [0.08, 1.0] is
+    /// usual for large images.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(inner(range(min = 0.0001, max = 1.0)))]
     pub random_resized_crop: Option<[f64; 2]>,
-    /// Width over height of that part, between these.
+    /// Range of the crop's aspect ratio, width divided by height.
     #[schemars(inner(range(min = 0.001, max = 1000.0)))]
     pub crop_ratio: [f64; 2],
-    /// Pixels of black put around the image, out of which its size is cut anywhere; 4 is usual for 32 x 32.
+    /// Pad the image with this many black pixels on each side and crop it at random to its size; 4 is usual for 32 x
+    /// 32.
     #[schemars(range(max = 1024))]
     pub crop_padding: usize,
-    /// Chance that left and right are exchanged.
+    /// Probability of a horizontal flip.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub horizontal_flip: f64,
-    /// Chance that top and bottom are exchanged.
+    /// Probability of a vertical flip.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub vertical_flip: f64,
-    /// Multiply all values by a factor within 1 - x and 1 + x.
+    /// Brightness jitter x: multiplies all values by a random factor between 1 - x and 1 + x.
     #[schemars(range(min = 0.0, max = 10.0))]
     pub brightness: f64,
-    /// The same for the distance of values from the image's mean.
+    /// Contrast jitter: the same factor, applied to the difference from the image's mean.
     #[schemars(range(min = 0.0, max = 10.0))]
     pub contrast: f64,
-    /// The same for the distance of colours from grey.
+    /// Saturation jitter: the same factor, applied to the difference from grey.
     #[schemars(range(min = 0.0, max = 10.0))]
     pub saturation: f64,
-    /// Turn the colour wheel by up to this fraction of it either way.
+    /// Hue jitter: rotates the hue by up to this fraction of the color wheel in either direction.
     #[schemars(range(min = 0.0, max = 0.5))]
     pub hue: f64,
-    /// Chance that a rectangle is blanked.
+    /// Probability of random erasing: a rectangle of the image is blanked.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub erasing: f64,
-    /// Fraction of the area of that rectangle, between these.
+    /// Range of the erased fraction of the area.
     #[schemars(inner(range(min = 0.0001, max = 1.0)))]
     pub erasing_area: [f64; 2],
-    /// Width over height of that rectangle, between these.
+    /// Range of the erased rectangle's aspect ratio, width divided by height.
     #[schemars(inner(range(min = 0.001, max = 1000.0)))]
     pub erasing_ratio: [f64; 2],
-    /// Blend each sample and its class with another one's; the share is drawn from the beta distribution with
-    /// both parameters this. 0.2 is usual.
+    /// Mixup: blends each sample and its class with another sample's, with a weight from Beta(`mixup`, `mixup`). 0.2 is
+    /// usual; 0 is off.
     #[schemars(range(min = 0.0, max = 100.0))]
     pub mixup: f64,
-    /// Put a rectangle of another sample over each one; its area is drawn from the beta distribution with both
-    /// parameters this. 1.0 is usual. With `mixup` too, each sample gets one of them.
+    /// CutMix: replaces a rectangle of each sample by that of another, with an area from Beta(`cutmix`, `cutmix`).
+    /// 1.0 is usual; 0 is off. If `mixup` is on too, each sample gets one of the two.
     #[schemars(range(min = 0.0, max = 100.0))]
     pub cutmix: f64,
-    /// Fraction of the samples that `mixup` and `cutmix` change.
+    /// Probability that a sample gets `mixup` or `cutmix`.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub mix_chance: f64,
 }
@@ -82,12 +83,12 @@ impl Default for AugmentConfig {
 }
 
 impl AugmentConfig {
-    /// Whether nothing was said: then a resolved job says nothing either.
+    /// Whether everything is default; a resolved job then omits the table.
     pub fn is_off(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Keys that are a lower and an upper end.
+    /// The keys that are a lower and an upper bound.
     pub fn ranges(&self) -> [(&'static str, [f64; 2]); 4] {
         [
             ("random_resized_crop", self.random_resized_crop.unwrap_or_default()),

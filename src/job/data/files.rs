@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 /// The files of a set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct FilesConfig {
-    /// Files to train on, read one after the other; a name may be a pattern such as `data/*.csv`.
+    /// Training files; a name may be a pattern such as `data/*.csv`.
     #[schemars(length(min = 1), transform = each_a_path)]
     pub train: Vec<PathBuf>,
-    /// Validation files; without them `valid_fraction` of the samples of `train` is held out.
+    /// Validation files; without them, `valid_fraction` of the samples of `train` is the validation set.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(transform = each_a_path)]
     pub valid: Vec<PathBuf>,
-    /// Fraction of the samples of `train` held out for validation, chosen by the seed; unused if `valid` is given.
+    /// Fraction of the samples of `train` that is the validation set; unused if `valid` is given.
     #[serde(default = "tenth")]
     #[schemars(extend("exclusiveMinimum" = 0.0, "exclusiveMaximum" = 1.0))]
     pub valid_fraction: f64,

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::augment::AugmentConfig;
 
-/// Grey images of ten shapes, drawn by the program from the seed: nothing to download.
+/// Grayscale images of ten shapes, generated from the seed: nothing to download.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ShapesConfig {
@@ -15,10 +15,10 @@ pub struct ShapesConfig {
     /// Samples in the validation set.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub valid_samples: usize,
-    /// Width and height, in pixels.
+    /// Width and height of an image, in pixels.
     #[schemars(range(min = 16, max = 256))]
     pub image_size: usize,
-    /// What is drawn anew for each sample of each epoch; never for the validation set.
+    /// Augmentation of the training images.
     #[serde(skip_serializing_if = "AugmentConfig::is_off")]
     pub augment: AugmentConfig,
 }
@@ -34,8 +34,8 @@ impl Default for ShapesConfig {
     }
 }
 
-/// Sequences of tokens that follow a hidden rule, drawn by the program from the seed: for a language model
-/// to go on with, or for a classifier to tell by which of several rules they were made.
+/// Token sequences generated from the seed by hidden rules: for a language model to continue, or for a classifier to
+/// recognize the rule.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct TextSyntheticConfig {
@@ -45,10 +45,10 @@ pub struct TextSyntheticConfig {
     /// Samples in the validation set.
     #[schemars(range(min = 1, max = 1_000_000_000))]
     pub valid_samples: usize,
-    /// Different tokens.
+    /// Vocabulary size.
     #[schemars(range(min = 2, max = 1_000_000))]
     pub vocab: usize,
-    /// Rules to tell apart; 0 means that the next token is to be predicted.
+    /// Number of rules, which are the classes; 0 means that the target is the next token.
     #[schemars(range(max = 1000))]
     pub classes: usize,
 }

@@ -7,111 +7,117 @@ use serde::{Deserialize, Serialize};
 
 use super::files::FilesConfig;
 
-/// Text files, for a language model: one text, of which a sample is a window of the model's `context`. The share
-/// measured on is its end.
+/// Text files, for a language model: one text, of which a sample is a window of the model's `context`. With
+/// `valid_fraction`, the validation set is the end of the text.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TextConfig {
     #[serde(flatten)]
     pub files: FilesConfig,
-    /// What a token is: each distinct character, each byte, or what a `tokenizer.json` of Hugging Face says.
+    /// The tokenizer: `characters` (one token per distinct character), `bytes`, or the path of a `tokenizer.json` in
+    /// Hugging Face's format.
     #[serde(default = "characters")]
     #[schemars(extend("format" = "path", "x-words" = ["characters", "bytes"]))]
     pub tokens: String,
-    /// The token between two files: the tokenizer's end of text (`auto`; characters and bytes have none), `none`,
-    /// or a token by its text.
+    /// The token between two files: the tokenizer's end-of-text token (`auto`; characters and bytes have none), `none`,
+    /// or the text of a token.
     #[serde(default = "auto")]
     pub separator: String,
-    /// Where the training windows lie.
+    /// How the training windows are placed.
     #[serde(default)]
     pub windows: WindowMode,
 }
 
-/// Files of token ids, as nanoGPT's and llm.c's scripts write them, read where they are wanted and never as a whole; a sample is a
-/// window of the model's `context` that stays within a file. The share measured on is the end of the last files.
+/// Files of token ids, as nanoGPT's and llm.c's scripts write them, with random access; a sample is a window of the
+/// model's `context` within one file. With `valid_fraction`, the validation set is the end of the last files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TokensConfig {
     #[serde(flatten)]
     pub files: FilesConfig,
-    /// Type of an id; `auto` is as llm.c's header says and, without one, `u16`, or `u32` where every second `u16` is 0.
+    /// Type of an id; `auto` follows llm.c's header; without a header it is `u16`, or `u32` if every second `u16` is 0.
     #[serde(default)]
     pub dtype: TokenDtype,
-    /// Different tokens; where absent, those of `tokenizer` or else as many as the largest id in the files says.
+    /// Vocabulary size; if absent, that of `tokenizer`, or else the largest id in the files plus one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 16_777_216))]
     pub vocab: Option<usize>,
-    /// The `tokenizer.json` that the ids are of, to show them as text.
+    /// The `tokenizer.json` that produced the ids, to decode them to text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("format" = "path"))]
     pub tokenizer: Option<PathBuf>,
-    /// Where the training windows lie.
+    /// How the training windows are placed.
     #[serde(default)]
     pub windows: WindowMode,
 }
 
-/// Records of JSON, a line each, plain, gzip or zstd: texts or chats for a language model, or texts to tell apart. They
-/// are tokenised once and kept in `runs/.data`.
+/// JSON lines, plain, gzip or zstd: texts or chats for a language model, or texts to classify. They are tokenized once
+/// and cached in `runs/.data`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct JsonlConfig {
     #[serde(flatten)]
     pub files: FilesConfig,
-    /// What a token is: each distinct character, each byte, or what a `tokenizer.json` of Hugging Face says.
+    /// The tokenizer: `characters` (one token per distinct character), `bytes`, or the path of a `tokenizer.json` in
+    /// Hugging Face's format.
     #[serde(default = "characters")]
     #[schemars(extend("format" = "path", "x-words" = ["characters", "bytes"]))]
     pub tokens: String,
-    /// The field that holds the text; unused with `messages`.
+    /// The field with the text; unused with `messages`.
     #[serde(default = "text")]
     pub field: String,
-    /// The field that holds a chat: a list of messages, each with `role` (system, user, assistant or tool) and `content`.
+    /// The field with a chat: a list of messages, each with `role` (system, user, assistant or tool) and `content`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messages: Option<String>,
-    /// How messages become a text: `chatml`, `llama2`, `llama3`, `gemma`, `plain`, the one published with the tokenizer
-    /// (`auto`), a Jinja text, or the path of a file that holds one.
+    /// The chat template: `chatml`, `llama2`, `llama3`, `gemma`, `plain`, the one published with the tokenizer
+    /// (`auto`), a Jinja template, or the path of a file with one.
     #[serde(default = "chatml")]
-    #[schemars(extend("format" = "path", "x-words" = ["chatml", "llama2", "llama3", "gemma", "plain", "auto"], "x-text" = "{"))]
+    #[schemars(extend(
+        "format" = "path",
+        "x-words" = ["chatml", "llama2", "llama3", "gemma", "plain", "auto"],
+        "x-text" = "{",
+    ))]
     pub template: String,
-    /// Which tokens of a chat are learned.
+    /// Which tokens of a chat contribute to the loss.
     #[serde(default)]
     pub loss: ChatLoss,
-    /// The field that holds the class of a text, for a model that tells texts apart.
+    /// The field with the class of a text, for a classifier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
-    /// Join the records, each with `separator` after it, into whole windows without padding; a share measured on is
-    /// then the end of the records.
+    /// Pack the records, each followed by `separator`, into full windows without padding. With `valid_fraction`, the
+    /// validation set is then the last records.
     #[serde(default)]
     pub pack: bool,
-    /// Lengths that samples are padded to: a micro-batch is as long as the smallest that holds its longest sample.
-    /// Empty means powers of two from 32 on.
+    /// Lengths that samples are padded to: a micro-batch has the smallest that fits its longest sample. By default
+    /// powers of two from 32 on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(inner(range(min = 1, max = 1_048_576)))]
     pub buckets: Vec<usize>,
-    /// What happens to a record with more tokens than the model's `context` or the last bucket.
+    /// What to do with a record of more tokens than the model's `context` or the last bucket.
     #[serde(default)]
     pub too_long: TooLong,
-    /// The token after a record: the tokenizer's end of text (`auto`; characters and bytes have none), `none`, or a
-    /// token by its text. A chat that is not packed ends as its template says.
+    /// The token after a record: the tokenizer's end-of-text token (`auto`; characters and bytes have none), `none`, or
+    /// the text of a token. A chat that is not packed ends as its template says.
     #[serde(default = "auto")]
     pub separator: String,
 }
 
-/// Which tokens of a chat are learned.
+/// Which tokens of a chat contribute to the loss.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ChatLoss {
-    /// Those of the assistant's messages.
+    /// The tokens of the assistant's messages.
     #[default]
     Answers,
-    /// All.
+    /// All tokens.
     All,
 }
 
-/// What happens to a record that has too many tokens.
+/// What to do with a record of too many tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TooLong {
-    /// Its end is left out; `trainer check` says how many records were cut.
+    /// Truncate it; `trainer check` reports how many records were truncated.
     #[default]
     Cut,
-    /// It becomes several samples.
+    /// Split it into several samples.
     Split,
     /// It is a bad record.
     Refuse,
@@ -127,13 +133,13 @@ pub enum TokenDtype {
     U32,
 }
 
-/// Where the training windows of a text lie; those measured on lie end to end.
+/// How the training windows of a text are placed; those of the validation set are contiguous.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WindowMode {
-    /// End to end: an epoch predicts each token once.
+    /// Contiguous: an epoch predicts each token once.
     Fixed,
-    /// Anywhere, drawn anew for each sample of each epoch.
+    /// At random offsets, different for each sample of each epoch.
     #[default]
     Random,
 }

@@ -5,36 +5,37 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::units::{Bytes, MemorySize};
 
-/// How samples are brought to the model; the same keys for every kind of data.
+/// Settings of the data loader; the same keys for every kind of data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LoaderConfig {
-    /// Visit the training samples in a new order each epoch, drawn from the seed.
+    /// Shuffle the training samples: each epoch has its own order, determined by the seed.
     pub shuffle: bool,
-    /// Threads that prepare samples; 0 means as many as the machine has cores. No result depends on it.
+    /// Threads that load samples; 0 means one per core. It does not change any result.
     #[schemars(range(max = 1024))]
     pub workers: usize,
-    /// Host memory that prepared samples may take while they wait; a percentage is of `memory.ram`.
+    /// Maximum host memory of prefetched samples; a percentage is of `memory.ram`.
     pub prefetch: MemorySize,
-    /// Memory in which samples are mixed where the files can only be read forward: compressed tables, packed
-    /// archives. Other files are read in any order and need none. It is part of the experiment.
+    /// Size of the shuffle buffer for files that can only be read sequentially: compressed tables and archives,
+    /// Parquet. Other files have random access and need none. It determines the sample order, so a resumed run cannot
+    /// change it.
     #[schemars(extend("format" = "bytes"))]
     pub shuffle_buffer: MemorySize,
-    /// What happens to a record that cannot be used.
+    /// What to do with a bad record, one that cannot be used.
     pub on_bad_record: OnBadRecord,
-    /// With `skip`, more bad records than this end the run all the same.
+    /// With `skip`, more bad records than this end the run.
     #[schemars(range(max = 1_000_000_000_000u64))]
     pub max_bad_records: u64,
 }
 
-/// What happens to a record that cannot be used.
+/// What to do with a bad record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnBadRecord {
-    /// The run ends and says which record it is and what is wrong with it.
+    /// End the run with an error that names the record and what is wrong with it.
     #[default]
     Fail,
-    /// It is left out, counted and, the first few, told.
+    /// Skip and count it; the first few are reported.
     Skip,
 }
 

@@ -64,7 +64,7 @@ impl SourceConfig {
         }
     }
 
-    /// What is drawn for its samples, where they are images.
+    /// Augmentation, if the samples are images.
     pub fn augment(&self) -> Option<&AugmentConfig> {
         match self {
             Self::Shapes(ShapesConfig { augment, .. })

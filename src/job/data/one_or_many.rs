@@ -6,7 +6,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// One value for all, or one each.
+/// One value for all, or a list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum OneOrMany<T> {
@@ -24,7 +24,7 @@ impl<T: Clone> OneOrMany<T> {
     }
 }
 
-/// `type` names both; what a value must fulfil stands in `items`.
+/// `type` lists both types; `items` has the constraints of a value.
 impl<T: JsonSchema> JsonSchema for OneOrMany<T> {
     fn inline_schema() -> bool {
         true
@@ -41,7 +41,7 @@ impl<T: JsonSchema> JsonSchema for OneOrMany<T> {
     }
 }
 
-/// As many as one likes, each once.
+/// Any number of distinct values.
 pub(super) fn any_number(schema: &mut Schema) {
     schema.remove("maxItems");
     schema.insert("uniqueItems".into(), true.into());

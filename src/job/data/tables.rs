@@ -14,10 +14,10 @@ pub struct CsvConfig {
     /// Whether the first row names the columns; otherwise they are called `0`, `1`, `2` and so on.
     #[serde(default = "yes")]
     pub header: bool,
-    /// What stands between fields.
+    /// The field delimiter.
     #[serde(default)]
     pub delimiter: Delimiter,
-    /// Lines at the beginning of each file, before the header, that are no part of the table.
+    /// Lines to skip at the beginning of each file, before the header.
     #[serde(default)]
     #[schemars(range(max = 1_000_000))]
     pub skip_lines: u64,
@@ -25,7 +25,7 @@ pub struct CsvConfig {
     pub columns: ColumnsConfig,
 }
 
-/// Tables in Parquet files, of which only the columns used are read.
+/// Parquet files; only the columns in use are read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ParquetConfig {
     #[serde(flatten)]
@@ -34,64 +34,65 @@ pub struct ParquetConfig {
     pub columns: ColumnsConfig,
 }
 
-/// What the columns of a table are.
+/// The columns of a table.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ColumnsConfig {
-    /// The column to predict, of classes or of numbers; or a list of several of numbers.
+    /// The column to predict, classes or numbers; or a list of numeric columns.
     #[schemars(transform = any_number)]
     pub target: OneOrMany<String>,
-    /// What is predicted.
+    /// Classification or regression.
     #[serde(default)]
     pub task: Task,
-    /// The classes in order; where absent, those of the training rows, ordered as numbers or as text.
+    /// The classes in order; by default those of the training rows, in numeric or alphabetical order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
     pub classes: Vec<String>,
-    /// Columns to use as input, in the order of the file; where absent, all but the target and `ignore`.
+    /// Input columns; by default all but the target and `ignore`. Their order is that of the file.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
     pub columns: Vec<String>,
-    /// Columns to leave out.
+    /// Columns that are no input.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
     pub ignore: Vec<String>,
-    /// Columns of categories, whatever they look like. Columns in which the first rows have text are such by themselves.
+    /// Categorical columns, whatever their values. Columns with text in the first 1000 rows are categorical by default.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
     pub categorical: Vec<String>,
-    /// What a category is to the model.
+    /// How a category is presented to the model.
     #[serde(default)]
     pub encode: CategoryEncoding,
-    /// Columns of numbers, whatever they look like; what is no number in them is a bad record.
+    /// Numeric columns, whatever their values; a value that is not a number is a bad record.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("uniqueItems" = true))]
     pub numeric: Vec<String>,
-    /// What stands for a value that is not there.
+    /// Texts that mean a missing value.
     #[serde(default = "missing")]
     pub missing: Vec<String>,
-    /// What happens to an input that is missing. A target that is missing is a bad record always.
+    /// What to do with a missing input. A missing target is always a bad record.
     #[serde(default)]
     pub on_missing: OnMissing,
-    /// Add an input, 1 where the value is missing, for each column of numbers that lacks some in the training rows.
+    /// Add an indicator input, 1 if the value is missing, for each numeric column with missing values in the training
+    /// rows.
     #[serde(default)]
     pub missing_flags: bool,
-    /// What happens to a category that no training row has. A class that is unknown is a bad record always.
+    /// What to do with a category that no training row has. An unknown class is always a bad record.
     #[serde(default)]
     pub on_unknown: OnUnknown,
-    /// A column with more different values is refused.
+    /// Maximum number of distinct values of a categorical column.
     #[serde(default = "thousand")]
     #[schemars(range(min = 2, max = 1_000_000))]
     pub max_categories: usize,
-    /// Characters that are taken off both ends of categories and classes.
+    /// Characters to strip from both ends of categories and classes.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub trim: String,
-    /// Take the training rows' mean from every number, of inputs and targets, and divide by their deviation. The rows
-    /// are read once for it, and for categories; what is found is kept in `runs/.data`.
+    /// Standardize numeric inputs and targets: minus the mean, divided by the standard deviation of the training rows.
+    /// These are computed in one pass, as are categories, and cached in `runs/.data`.
     #[serde(default = "yes")]
     pub standardise: bool,
 }
 
-/// What stands between fields.
+/// The field delimiter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Delimiter {
     #[default]
@@ -109,50 +110,50 @@ pub enum Delimiter {
     Space,
 }
 
-/// What is predicted.
+/// Classification or regression.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Task {
-    /// Classes where `classes` are given, or where the first rows have text or at most 20 different whole numbers,
-    /// each twice on average; otherwise numbers.
+    /// `classes` if `classes` are given, or if the first rows have text or at most 20 distinct whole numbers, each
+    /// twice on average; otherwise `values`.
     #[default]
     Auto,
-    /// The class of a row.
+    /// Classification.
     Classes,
-    /// One number or several.
+    /// Regression: one number or several.
     Values,
 }
 
-/// What a category is to the model.
+/// How a category is presented to the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum CategoryEncoding {
-    /// One input for each different value of the column, 1 for the one it is and 0 for the others.
+    /// One-hot: one input per distinct value of the column.
     #[default]
     OneHot,
-    /// Values that are learned, half as many as the column has different ones and at most 50: `embeddings.0.weight` of
-    /// the first such column and so on. For `mlp` and `layers`.
+    /// A learned embedding, of half as many dimensions as the column has distinct values and at most 50:
+    /// `embeddings.0.weight` for the first such column and so on. For `mlp` and `layers`.
     Embed,
 }
 
-/// What happens to an input that is missing.
+/// What to do with a missing input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnMissing {
     /// The row is a bad record.
     #[default]
     Error,
-    /// A number is the mean of the training rows; in a category, missing is a value of its own.
+    /// Substitute a number by the mean of the training rows; for categories, missing is a category of its own.
     Mean,
-    /// A number is 0, before it is standardised; in a category, missing is a value of its own.
+    /// Substitute a number by 0, before standardization; for categories, missing is a category of its own.
     Zero,
 }
 
-/// What happens to a category that no training row has.
+/// What to do with a category that no training row has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnUnknown {
-    /// All inputs of the column are 0; the vector too, where categories are embedded.
+    /// All inputs of the column, or its embedding, are 0.
     #[default]
     Zeros,
     /// The row is a bad record.

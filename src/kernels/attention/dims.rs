@@ -82,6 +82,14 @@ impl AttentionDims {
         batch.div_ceil(batch.div_ceil(max_samples).max(1))
     }
 
+    /// Workspace in bytes of the forward and the backward pass in candle's operations: the scores, and what softmax and
+    /// dropout make of them, of all queries and keys.
+    pub fn reference_workspace(&self, dtype: DType, batch: usize) -> (u64, u64) {
+        let masks = batch * self.length * self.length;
+        let scores = cpu::size_in_bytes(dtype, self.heads * masks) + cpu::size_in_bytes(DType::F32, masks);
+        (6 * scores, 14 * scores)
+    }
+
     /// Workspace in bytes of the forward and the backward pass on the CPU.
     pub fn workspace(&self, dtype: DType, batch: usize, threads: usize) -> (u64, u64) {
         let workers = threads.min(batch * self.kv_heads) * cpu::acc_bytes(dtype);

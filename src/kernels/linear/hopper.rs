@@ -175,7 +175,7 @@ mod tests {
         let device = test_device();
         // SAFETY: the call only queries the GPU's capabilities.
         if !device.is_cuda() || unsafe { linear_hopper_available() } == 0 {
-            println!("skipped: no Hopper card to compute on (TRAINER_TEST_DEVICE=cuda)");
+            println!("skipped: no Hopper GPU (TRAINER_TEST_DEVICE=cuda)");
             return;
         }
         for (rows, columns, k) in

@@ -36,6 +36,11 @@ const SUMS_COLUMNS: usize = COLUMN_PANELS * TILE_DIM;
 /// Smallest M, N and K that pay for the packing.
 const MIN_DIM: usize = 48;
 
+/// Bytes of stack that [`GemmSlice::compute`] takes. A function touches every page of so large a frame when it is
+/// entered, however small the GEMM is.
+pub(super) const STACK_BYTES: usize =
+    MAX_ROW_PANELS * MAX_PANEL_TILES * TILE_BYTES + 2 * size_of::<PanelAccumulators>();
+
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Tile([u8; TILE_BYTES]);

@@ -116,6 +116,9 @@ impl Operands {
 /// A panel of `b`, row by row.
 type Panel = [[__m512; PANEL_VECTORS]; PANEL_K];
 
+/// Bytes of stack that [`gemm_panels`] takes.
+pub(super) const STACK_BYTES: usize = size_of::<Panel>();
+
 #[target_feature(enable = "avx512f")]
 unsafe fn gemm_panels(
     o: Operands,

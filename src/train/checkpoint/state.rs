@@ -37,18 +37,22 @@ pub struct CheckpointState {
     /// Kind of the optimizer in force; the saved optimizer state belongs to it.
     pub optimizer: OptimizerKind,
     /// The plan in force, and the larger plans given up.
-    pub way: ExecutionPlan,
-    pub descent: Backoff,
+    #[serde(alias = "way")]
+    pub plan: ExecutionPlan,
+    #[serde(alias = "descent")]
+    pub backoff: Backoff,
     /// Best value of the job's `checkpoint.best` so far, and the step that reached it.
     pub best: Option<(f64, u64)>,
     /// These weights were due for an evaluation whose result is not in this state yet: a resumed run evaluates first.
     pub evaluation_due: bool,
     /// An evaluation waits for the next update whose gradient does not overflow.
-    pub evaluation_owed: bool,
-    pub scaling: GradScaler,
+    #[serde(alias = "evaluation_owed")]
+    pub evaluation_deferred: bool,
+    #[serde(alias = "scaling")]
+    pub grad_scaler: GradScaler,
     /// Bad records skipped.
-    #[serde(default)]
-    pub left_out: SkippedRecords,
+    #[serde(default, alias = "left_out")]
+    pub skipped_records: SkippedRecords,
     /// Last values of the evaluation metrics.
     #[serde(deserialize_with = "nullable::numbers")]
     pub metrics: BTreeMap<String, f64>,

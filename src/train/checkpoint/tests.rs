@@ -32,7 +32,7 @@ fn state(step: u64) -> CheckpointState {
         job: serde_json::Value::Null,
         data: None,
         optimizer: OptimizerKind::Adamw8bit,
-        way: ExecutionPlan {
+        plan: ExecutionPlan {
             micro_batch: 4,
             accumulation_steps: 1,
             recompute: 0,
@@ -41,12 +41,12 @@ fn state(step: u64) -> CheckpointState {
             eval_micro_batch: 4,
             prefetch: 1,
         },
-        descent: Backoff::default(),
+        backoff: Backoff::default(),
         best: None,
         evaluation_due: true,
-        evaluation_owed: false,
-        scaling: GradScaler::disabled(),
-        left_out: SkippedRecords::default(),
+        evaluation_deferred: false,
+        grad_scaler: GradScaler::disabled(),
+        skipped_records: SkippedRecords::default(),
         metrics: BTreeMap::new(),
         elapsed_s: 0.0,
         data_wait_s: 0.0,
@@ -248,4 +248,27 @@ fn a_folder_that_vanished_is_an_error_and_not_a_new_folder() {
     let failure = Checkpoints::new(&missing).save(state(1), &tensors(&store, &optimizer), None).unwrap_err();
     assert!(failure.to_string().contains("cannot create the checkpoint"), "{failure}");
     assert!(!missing.exists());
+}
+
+/// Checkpoints of older versions have other names for some fields of `state.json`.
+#[test]
+fn old_names_of_state_fields_are_accepted() {
+    // Not the default, which a field without a value would get.
+    let new = serde_json::to_string(&state(3)).unwrap().replace("\"most\":0", "\"most\":7");
+    let expected = serde_json::from_str::<CheckpointState>(&new).unwrap();
+    let old = [
+        ("plan", "way"),
+        ("backoff", "descent"),
+        ("evaluation_deferred", "evaluation_owed"),
+        ("grad_scaler", "scaling"),
+        ("skipped_records", "left_out"),
+        ("reported", "told"),
+    ]
+    .iter()
+    .fold(new, |text, (new, old)| {
+        let new = format!("\"{new}\":");
+        assert!(text.contains(&new), "{new} in {text}");
+        text.replace(&new, &format!("\"{old}\":"))
+    });
+    assert_eq!(serde_json::from_str::<CheckpointState>(&old).unwrap(), expected);
 }

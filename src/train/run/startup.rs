@@ -1,11 +1,13 @@
 //! Start of a run: planning, its directory, and its weights, initial or from a checkpoint.
 
+use super::evaluation::Evaluation;
+use super::skipped_records::SkippedRecordLog;
 use super::{Run, RunOptions};
 use crate::base::features::{InputSpec, TargetSpec};
 use crate::data::DatasetContext;
 use crate::data::fingerprint::{self, DataFingerprint};
-use crate::events::Summary;
 use crate::events::event::Event;
+use crate::events::{Reporter, Summary};
 use crate::job::Job;
 use crate::kernels::update::cast_into;
 use crate::memory::measure;
@@ -13,8 +15,10 @@ use crate::planner::plan::{MemoryPlan, PlanVerdict};
 use crate::train::Failure;
 use crate::train::checkpoint::{self, CheckpointState, Checkpoints, NewestCheckpoint};
 use crate::train::datasets::Datasets;
-use crate::train::run_dir::RunDir;
+use crate::train::no_graph::NoGraph;
+use crate::train::run_dir::{self, RunDir};
 use crate::train::setup::Setup;
+use crate::train::supervisor::RestartInfo;
 
 /// Prepares and plans the job. The budget is the host's; after a worker died it is less than that worker needed,
 /// unless no plan is that small. `previous` is the checkpoint state of the run being resumed.
@@ -26,6 +30,7 @@ pub(super) fn plan_run(
     let ram_cap = options.restart.as_ref().and_then(|restart| restart.max_ram);
     let ram = ram_cap.map_or(options.ram, |most| most.min(options.ram));
     let mut setup = Setup::open(job, ram, &options.opening)?.on_gpu(options.gpu.clone());
+    setup.set_reference(options.reference);
     let recorded = previous.and_then(|state| state.data.as_ref());
     let data = fingerprint(&setup, recorded, &options.opening)?;
     if options.own_process {
@@ -82,9 +87,33 @@ fn fingerprint(
     Ok(DataFingerprint { sources, classes, vocabulary, tokenizer })
 }
 
+/// The checkpoint that a run starts from, and what was passed over on the way to it. Refuses to resume another
+/// experiment, or a run that has checkpoints of which none is whole.
+pub(super) fn newest_checkpoint(
+    folder: &RunDir,
+    resumed: bool,
+    setup: &Setup,
+    options: &RunOptions,
+) -> Result<NewestCheckpoint, Failure> {
+    let mut newest = NewestCheckpoint::default();
+    if resumed {
+        newest = Checkpoints::new(folder.checkpoints()).newest();
+        if newest.found.is_none() && !newest.skipped.is_empty() {
+            let skipped = newest.skipped;
+            return Err(Failure::NoWholeCheckpoint { folder: folder.checkpoints(), skipped });
+        }
+        let found = newest.found.as_ref().map(|(state, _)| state);
+        check_same_experiment(folder, found, &setup.job, options)?;
+        newest.skipped.extend(damaged_event_lines(folder));
+    } else if options.requested.resume.is_some() {
+        newest.skipped.push(format!("{}: there is no run to resume", folder.root.display()));
+    }
+    Ok(newest)
+}
+
 /// Refuses to resume an experiment other than the checkpoint's or, without a checkpoint, that of the run's
 /// `job.toml`. Refuses changed data too, unless the options allow it.
-pub(super) fn check_same_experiment(
+fn check_same_experiment(
     folder: &RunDir,
     found: Option<&CheckpointState>,
     job: &Job,
@@ -112,12 +141,9 @@ pub(super) fn check_same_experiment(
 }
 
 /// Refuses to start if the disk has no space for the checkpoints the run will keep.
-pub(super) fn check_disk_space(
-    folder: &RunDir,
-    plan: &MemoryPlan,
-    checkpoints: &Checkpoints,
-) -> Result<(), Failure> {
-    let needed = plan.disk.checkpoints_bytes.saturating_sub(checkpoints.bytes());
+pub(super) fn check_disk_space(folder: &RunDir, plan: &MemoryPlan) -> Result<(), Failure> {
+    let present = Checkpoints::new(folder.checkpoints()).bytes();
+    let needed = plan.disk.checkpoints_bytes.saturating_sub(present);
     match folder.free_bytes() {
         Some(free) if free < needed => {
             Err(Failure::DiskTooSmall { folder: folder.root.clone(), free, needed })
@@ -126,7 +152,56 @@ pub(super) fn check_disk_space(
     }
 }
 
-pub(super) fn started_event(setup: &Setup, folder: &RunDir) -> Event {
+/// Creates the run directory, with the job, the tokenizer and the plan.
+pub(super) fn write_run_files(folder: &RunDir, setup: &Setup, plan: &MemoryPlan) -> Result<(), Failure> {
+    folder.create(&setup.job)?;
+    if let Some(tokenizer) = setup.datasets.train.tokenizer_json() {
+        run_dir::write_atomic(&folder.tokenizer(), &tokenizer)?;
+    }
+    let text = serde_json::to_vec_pretty(plan).map_err(std::io::Error::from);
+    run_dir::write_atomic(&folder.plan(), &text.map_err(Failure::io("write", folder.plan()))?)
+}
+
+pub(super) fn report_start(
+    report: &mut Reporter,
+    setup: &Setup,
+    options: &RunOptions,
+    folder: &RunDir,
+    plan: &MemoryPlan,
+) -> Result<(), Failure> {
+    report.record(started_event(setup, folder))?;
+    if let Some(RestartInfo { restarts, cause, .. }) = &options.restart {
+        let (restarts, cause) = (*restarts, cause.clone());
+        report.record(Event::Restarted { restarts, cause, budget: options.ram })?;
+    }
+    Ok(report.record(Event::Planned { plan: plan.clone() })?)
+}
+
+/// Takes the planned device memory, if there is a GPU. Returns whether passes may be captured as CUDA graphs; reports
+/// why not.
+pub(super) fn prepare_gpu(
+    report: &mut Reporter,
+    setup: &Setup,
+    options: &RunOptions,
+    plan: &MemoryPlan,
+    newest: &NewestCheckpoint,
+) -> Result<bool, Failure> {
+    let Some(gpu) = &setup.gpu else { return Ok(false) };
+    gpu.preallocate(plan.peak.vram_bytes);
+    let reason = match () {
+        // The observer must see every reservation of every pass, and a replayed graph makes none.
+        () if options.observer.is_some() => NoGraph::Observed,
+        () if setup.backend().is_reference() => NoGraph::Reference,
+        () if !setup.job.memory.graphs => NoGraph::TurnedOff,
+        () if !plan.chosen.offload.is_empty() => NoGraph::Offloaded,
+        () => return Ok(true),
+    };
+    let step = newest.found.as_ref().map_or(0, |(state, _)| state.step);
+    report.record(Event::CudaGraphDisabled { step, reason: reason.to_string() })?;
+    Ok(false)
+}
+
+fn started_event(setup: &Setup, folder: &RunDir) -> Event {
     Event::Started {
         name: setup.job.name.clone(),
         run: folder.root.display().to_string(),
@@ -143,45 +218,45 @@ pub(super) fn started_event(setup: &Setup, folder: &RunDir) -> Event {
 }
 
 impl Run<'_> {
-    /// Loads the initial weights the job names, if the run starts from scratch.
-    pub(super) fn load_initial_weights(&self, from_scratch: bool) -> Result<(), Failure> {
-        let store = &self.engine.store;
-        match &self.setup.job.train.init {
-            Some(file) if from_scratch => {
-                checkpoint::load_weights(file, store)?;
-                match &self.engine.average {
-                    Some(average) => Ok(cast_into(&store.master_weights, average)?),
-                    None => Ok(()),
-                }
-            }
-            _ => Ok(()),
+    /// Loads the weights to start from: those of the checkpoint or, without one, those that the job names, if any.
+    pub(super) fn load(&mut self, newest: NewestCheckpoint) -> Result<(), Failure> {
+        if newest.found.is_none() {
+            self.load_initial_weights()?;
         }
+        if self.ctx.options.requested.resume.is_some() { self.resume(newest) } else { Ok(()) }
+    }
+
+    fn load_initial_weights(&self) -> Result<(), Failure> {
+        let (store, average) = (&self.ctx.engine.store, &self.ctx.engine.average);
+        if let Some(file) = &self.ctx.setup.job.train.init {
+            checkpoint::load_weights(file, store)?;
+            if let Some(average) = average {
+                cast_into(&store.master_weights, average)?;
+            }
+        }
+        Ok(())
     }
 
     /// Resumes from a checkpoint, or starts from scratch if there is none.
-    pub(super) fn resume(
-        &mut self,
-        NewestCheckpoint { found, skipped }: NewestCheckpoint,
-    ) -> Result<(), Failure> {
+    fn resume(&mut self, NewestCheckpoint { found, skipped }: NewestCheckpoint) -> Result<(), Failure> {
         let checkpoint = found.as_ref().map(|(_, path)| path.display().to_string());
         if let Some((state, path)) = found {
-            checkpoint::load(&path, &self.engine.checkpoint_tensors())?;
-            self.grad_scaler = state.scaling;
-            (self.step, self.cursor, self.samples) = (state.step, state.cursor, state.samples);
-            (self.reported_bad, self.skipped_records) = (state.left_out.count(), state.left_out);
-            (self.digest, self.best, self.metrics) = (state.digest, state.best, state.metrics);
-            (self.evaluation_due, self.deferred.evaluation) = (state.evaluation_due, state.evaluation_owed);
-            (self.last_finite, self.unproven_checkpoint) = (state.step, Some(state.step));
-            (self.clock.previous_s, self.clock.data_wait_s) = (state.elapsed_s, state.data_wait_s);
-            self.last_checkpoint = Some((state.step, path));
+            checkpoint::load(&path, &self.ctx.engine.checkpoint_tensors())?;
+            self.ctx.position.resume(&state);
+            self.clock.resume(state.elapsed_s, state.data_wait_s);
+            self.grad_scaler = state.grad_scaler;
+            self.skipped_records = SkippedRecordLog::resumed(state.skipped_records);
+            self.evaluation =
+                Evaluation { due: state.evaluation_due, metrics: state.metrics, best: state.best };
+            self.deferred.evaluation = state.evaluation_deferred;
+            self.checkpoints.resume(state.step, path);
         }
-        self.report.record(Event::Resumed { step: self.step, checkpoint, skipped })?;
-        Ok(())
+        self.ctx.record(Event::Resumed { step: self.ctx.position.step, checkpoint, skipped })
     }
 }
 
 /// Lines of `events.jsonl` that do not parse as events.
-pub(super) fn damaged_event_lines(folder: &RunDir) -> Vec<String> {
+fn damaged_event_lines(folder: &RunDir) -> Vec<String> {
     let path = folder.events();
     let lines = Summary::from_events(&path).map(|summary| summary.damaged_lines).unwrap_or_default();
     lines.iter().map(|line| format!("{}: line {line} is not an event", path.display())).collect()

@@ -20,10 +20,10 @@ fn decode(file: &[u8], channels: usize) -> Result<([usize; 2], Vec<u8>), String>
 fn jpegs_of_every_colour() {
     // Two blocks side by side; the width cuts the second one.
     let grey = jpeg([8, 12], 1, |_, column, _| if column == 0 { 40 } else { 200 }, None);
-    let wanted: Vec<u8> = (0..8 * 12).map(|i| if i % 12 < 8 { 40 } else { 200 }).collect();
-    assert_eq!(decode(&grey, 1).unwrap(), ([8, 12], wanted.clone()));
+    let expected: Vec<u8> = (0..8 * 12).map(|i| if i % 12 < 8 { 40 } else { 200 }).collect();
+    assert_eq!(decode(&grey, 1).unwrap(), ([8, 12], expected.clone()));
     let (_, colour) = decode(&grey, 3).unwrap();
-    assert!(colour.chunks(3).zip(&wanted).all(|(pixel, v)| pixel == [*v; 3]));
+    assert!(colour.chunks(3).zip(&expected).all(|(pixel, v)| pixel == [*v; 3]));
 
     // Luma 100 with red chroma 160: red is 100 + 1.402 * 32 = 145, green 100 - 0.714 * 32 = 77, blue 100.
     let red = jpeg([8, 8], 3, |_, _, c| [100, 128, 160][c], None);
@@ -45,13 +45,13 @@ fn jpegs_of_every_colour() {
 
 #[test]
 fn other_encoders_files_read_as_they_read_them() {
-    for (file, wanted) in [progressive_jpeg(), lossy_webp()] {
+    for (file, expected) in [progressive_jpeg(), lossy_webp()] {
         let (size, pixels) = decode(&file, 3).unwrap();
         assert_eq!(size, [12, 20]);
-        for ([row, column], wanted) in GRADIENT_AT.into_iter().zip(wanted) {
+        for ([row, column], expected) in GRADIENT_AT.into_iter().zip(expected) {
             let pixel = &pixels[(row * 20 + column) * 3..][..3];
             // Decoders differ in rounding and in chroma interpolation.
-            assert!(pixel.iter().zip(wanted).all(|(a, b)| a.abs_diff(b) <= 3), "{pixel:?} {wanted:?}");
+            assert!(pixel.iter().zip(expected).all(|(a, b)| a.abs_diff(b) <= 3), "{pixel:?} {expected:?}");
         }
     }
 }
@@ -82,13 +82,13 @@ fn pngs_of_every_colour_and_depth() {
             [[1, 2, 3], [254, 255, 0]],
         ),
     ];
-    for (colour, depth, data, wanted) in cases {
+    for (colour, depth, data, expected) in cases {
         let file = png([1, 2], colour, depth, data);
-        assert_eq!(decode(&file, 3).unwrap(), ([1, 2], wanted.concat()), "{colour:?} {depth:?}");
+        assert_eq!(decode(&file, 3).unwrap(), ([1, 2], expected.concat()), "{colour:?} {depth:?}");
         let grey = decode(&file, 1).unwrap().1;
         let luma =
             |p: [u8; 3]| (0.299 * p[0] as f64 + 0.587 * p[1] as f64 + 0.114 * p[2] as f64).round() as u8;
-        assert_eq!(grey, wanted.map(luma), "{colour:?} {depth:?}");
+        assert_eq!(grey, expected.map(luma), "{colour:?} {depth:?}");
     }
 }
 
@@ -100,24 +100,24 @@ fn a_webp_without_loss_is_itself() {
 
 #[test]
 fn what_is_no_image_says_why() {
-    let said = |file: &[u8]| decode(file, 3).unwrap_err();
-    assert_eq!(said(b""), "it is empty");
-    assert_eq!(said(b"hello"), "it is no JPEG, PNG or WebP: it begins with 68 65 6c 6c");
+    let error = |file: &[u8]| decode(file, 3).unwrap_err();
+    assert_eq!(error(b""), "it is empty");
+    assert_eq!(error(b"hello"), "it is not a JPEG, PNG or WebP file: it starts with 68 65 6c 6c");
     let grey = jpeg([64, 64], 1, |row, column, _| (row * column) as u8, None);
     let small = png([20, 20], ColorType::Grayscale, BitDepth::Eight, &[1; 400]);
     let lossy = lossy_webp().0;
     for file in [&grey, &small, &lossy, &progressive_jpeg().0] {
         for keep in [12, 30, file.len() / 2, file.len() * 3 / 4] {
-            assert!(said(&file[..keep]).contains("damaged"), "{keep} of {}", file.len());
+            assert!(error(&file[..keep]).contains("damaged"), "{keep} of {}", file.len());
         }
     }
 }
 
 #[test]
 fn promises_are_believed_up_to_a_number_of_pixels() {
-    let said = |file: &[u8], most| ImageDecoder::new(file, 3, most).err().unwrap();
+    let error = |file: &[u8], most| ImageDecoder::new(file, 3, most).err().unwrap();
     let grey = jpeg([64, 64], 1, |_, _, _| 1, None);
-    assert_eq!(said(&grey, 4095), "it says that it has 64 x 64 pixels, more than the 4095 that are allowed");
+    assert_eq!(error(&grey, 4095), "its header declares 64 x 64 pixels, more than `max_pixels`, 4095");
     assert!(ImageDecoder::new(&grey, 3, 4096).is_ok());
     // Headers that declare 50,000 x 50,000 pixels, followed by a few bytes of data.
     let mut bomb = png([1, 1], ColorType::Grayscale, BitDepth::Eight, &[1]);
@@ -125,12 +125,12 @@ fn promises_are_believed_up_to_a_number_of_pixels() {
     let mut crc = flate2::Crc::new();
     crc.update(&bomb[12..29]);
     bomb[29..33].copy_from_slice(&crc.sum().to_be_bytes());
-    assert!(said(&bomb, MAX_PIXELS).contains("50000 x 50000"), "{}", said(&bomb, MAX_PIXELS));
+    assert!(error(&bomb, MAX_PIXELS).contains("50000 x 50000"), "{}", error(&bomb, MAX_PIXELS));
     // A 20 x 12 container around a frame that declares 16383 x 16383.
     let mut frame = lossy_webp().0;
     let at = frame.windows(3).position(|w| w == [0x9d, 0x01, 0x2a]).unwrap() + 3;
     frame[at..at + 4].copy_from_slice(&[0xff, 0x3f, 0xff, 0x3f]);
-    assert!(said(&frame, MAX_PIXELS).contains("16383 x 16383"), "{}", said(&frame, MAX_PIXELS));
+    assert!(error(&frame, MAX_PIXELS).contains("16383 x 16383"), "{}", error(&frame, MAX_PIXELS));
 }
 
 proptest! {

@@ -6,15 +6,69 @@ use std::{
 };
 
 use super::super::DataError;
-use super::super::pieces::{FileProgress, PIECE_BYTES};
+use super::super::pieces::{FileProgress, PIECE_BYTES, parallel_in_order};
+use super::super::text_memory::{TextError, TextMemory};
 use crate::data::files;
 
 /// Maximum line length in bytes; a longer line is not a record.
 const MAX_LINE_BYTES: usize = 64 << 20;
 
-/// Whole lines of one file.
-pub struct LineChunk<'a> {
+/// Where a line is, and how many bytes of memory converting it may take.
+#[derive(Clone, Copy)]
+pub struct LineContext<'a> {
     pub file: &'a Path,
+    pub number: u64,
+    pub limit: u64,
+}
+
+impl LineContext<'_> {
+    pub fn error(self, error: TextError) -> DataError {
+        error.at(self.file, format!("line {}", self.number))
+    }
+}
+
+/// Calls `convert` with every line of `files`, on any thread, and `take` with the results in order. A line that takes
+/// more memory than one of several threads has, and those behind a chunk's results that are too large to keep
+/// (`bytes_of` each), are converted just before they are taken, while no other thread works.
+pub fn convert_lines<T: Send>(
+    files: &[PathBuf],
+    progress: &FileProgress,
+    memory: TextMemory,
+    convert: impl Fn(&[u8], LineContext) -> Result<T, DataError> + Sync,
+    bytes_of: fn(&T) -> u64,
+    mut take: impl FnMut(Result<T, DataError>, LineContext) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let mut reader = LineReader::new(files, progress, memory.line);
+    let work = |chunk: &LineChunk| {
+        let mut held = 0;
+        let one = |(number, line)| {
+            let done = convert(line, LineContext { file: chunk.file, number, limit: memory.parallel });
+            held += done.as_ref().map_or(0, bytes_of);
+            let fits = held <= memory.results && !matches!(done, Err(DataError::RecordMemory { .. }));
+            fits.then_some((done, number))
+        };
+        Ok(chunk.lines().map_while(one).collect::<Vec<_>>())
+    };
+    parallel_in_order(
+        progress,
+        || reader.next(),
+        work,
+        |chunk, done| {
+            let rest = chunk.lines().skip(done.len());
+            let at = |number| LineContext { file: chunk.file, number, limit: memory.alone };
+            done.into_iter().try_for_each(|(done, number)| take(done, at(number)))?;
+            for (number, line) in rest {
+                let at = at(number);
+                take(convert(line, at), at)?;
+            }
+            Ok(())
+        },
+    )
+}
+
+/// Whole lines of one file.
+struct LineChunk<'a> {
+    file: &'a Path,
     /// Number of the first line, from 1.
     first_line: u64,
     bytes: Vec<u8>,
@@ -22,16 +76,18 @@ pub struct LineChunk<'a> {
 
 impl LineChunk<'_> {
     /// Lines with their numbers and without line endings; blank lines are skipped.
-    pub fn lines(&self) -> impl Iterator<Item = (u64, &[u8])> {
+    fn lines(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let numbered = (self.first_line..).zip(self.bytes.split(|&byte| byte == b'\n'));
         numbered.map(|(number, line)| (number, line.trim_ascii())).filter(|(_, line)| !line.is_empty())
     }
 }
 
 /// Reads files in chunks of lines.
-pub struct LineReader<'a> {
+struct LineReader<'a> {
     files: std::slice::Iter<'a, PathBuf>,
     progress: &'a FileProgress<'a>,
+    /// Maximum bytes of a line by the memory that is left.
+    max_line_bytes: u64,
     open: Option<OpenFile<'a>>,
 }
 
@@ -45,12 +101,12 @@ struct OpenFile<'a> {
 }
 
 impl<'a> LineReader<'a> {
-    pub fn new(files: &'a [PathBuf], progress: &'a FileProgress<'a>) -> Self {
-        Self { files: files.iter(), progress, open: None }
+    fn new(files: &'a [PathBuf], progress: &'a FileProgress<'a>, max_line_bytes: u64) -> Self {
+        Self { files: files.iter(), progress, max_line_bytes, open: None }
     }
 
     /// The next chunk; `None` at the end.
-    pub fn next(&mut self) -> Result<Option<LineChunk<'a>>, DataError> {
+    fn next(&mut self) -> Result<Option<LineChunk<'a>>, DataError> {
         loop {
             let Some(open) = &mut self.open else {
                 let Some(file) = self.files.next() else { return Ok(None) };
@@ -58,7 +114,7 @@ impl<'a> LineReader<'a> {
                 self.open = Some(OpenFile { file, reader, pending: Vec::new(), line: 1, saw_data: false });
                 continue;
             };
-            if let Some(chunk) = open.next()? {
+            if let Some(chunk) = open.next(self.max_line_bytes)? {
                 return Ok(Some(chunk));
             }
             if !open.saw_data {
@@ -70,7 +126,7 @@ impl<'a> LineReader<'a> {
 }
 
 impl<'a> OpenFile<'a> {
-    fn next(&mut self) -> Result<Option<LineChunk<'a>>, DataError> {
+    fn next(&mut self, max_line_bytes: u64) -> Result<Option<LineChunk<'a>>, DataError> {
         loop {
             let before = self.pending.len();
             let read = self.reader.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut self.pending);
@@ -80,9 +136,12 @@ impl<'a> OpenFile<'a> {
                 _ if ended => self.pending.len(),
                 Some(last) => before + last + 1,
                 None if self.pending.len() > MAX_LINE_BYTES => {
-                    let (file, place) = (self.file.to_owned(), format!("line {}", self.line));
                     let problem = format!("it is longer than {MAX_LINE_BYTES} bytes");
-                    return Err(DataError::Record { file, place, problem });
+                    return Err(TextError::Invalid(problem).at(self.file, format!("line {}", self.line)));
+                }
+                None if self.pending.len() as u64 > max_line_bytes.max(PIECE_BYTES as u64) => {
+                    let error = TextError::Memory { what: "reading it", limit: max_line_bytes };
+                    return Err(error.at(self.file, format!("line {}", self.line)));
                 }
                 None => continue,
             };
@@ -108,7 +167,7 @@ mod tests {
         let files: Vec<PathBuf> = (0..texts.len()).map(|i| folder.path().join(i.to_string())).collect();
         files.iter().zip(texts).for_each(|(file, text)| std::fs::write(file, text).unwrap());
         let progress = FileProgress::new(&files, &NoProgress, "")?;
-        let (mut lines, mut all) = (LineReader::new(&files, &progress), Vec::new());
+        let (mut lines, mut all) = (LineReader::new(&files, &progress, u64::MAX), Vec::new());
         while let Some(chunk) = lines.next()? {
             all.extend(chunk.lines().map(|(number, line)| (number, String::from_utf8(line.into()).unwrap())));
         }
@@ -120,8 +179,59 @@ mod tests {
         let long = "x".repeat(700_000);
         let text = format!("a\r\n\n{long}\nb\n  \nc");
         let all = numbered(&[text.as_bytes(), b"d\n"]).unwrap();
-        let wanted = [(1, "a"), (3, &*long), (4, "b"), (6, "c"), (1, "d")];
-        assert_eq!(all, wanted.map(|(n, line)| (n, line.to_owned())));
+        let expected = [(1, "a"), (3, &*long), (4, "b"), (6, "c"), (1, "d")];
+        assert_eq!(all, expected.map(|(n, line)| (n, line.to_owned())));
         assert!(matches!(numbered(&[b""]).unwrap_err(), DataError::EmptyFile { .. }));
+    }
+
+    /// Converts lines `1`, `22`, `333` and so on; a line takes as many bytes of memory as it has letters.
+    fn converted(memory: TextMemory) -> Result<Vec<(u64, usize, u64)>, DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a");
+        let lines: Vec<String> = (1..60usize).map(|n| "x".repeat(n)).collect();
+        std::fs::write(&file, lines.join("\n")).unwrap();
+        let (files, mut all) = ([file], Vec::new());
+        let convert = |line: &[u8], at: LineContext| match line.len() as u64 <= at.limit {
+            true => Ok((line.len(), at.limit)),
+            false => Err(at.error(TextError::Memory { what: "it", limit: at.limit })),
+        };
+        let take = |done: Result<(usize, u64), DataError>, at: LineContext| {
+            let (len, limit) = done?;
+            all.push((at.number, len, limit));
+            Ok(())
+        };
+        let progress = FileProgress::new(&files, &NoProgress, "")?;
+        convert_lines(&files, &progress, memory, convert, |(len, _)| *len as u64, take)?;
+        Ok(all)
+    }
+
+    #[test]
+    fn lines_that_need_more_memory_are_converted_alone_and_in_order() {
+        let memory = TextMemory { parallel: 1000, alone: 2000, line: 1000, results: u64::MAX };
+        let all = converted(memory).unwrap();
+        assert!(all.iter().zip(1..60).all(|(got, n)| *got == (n, n as usize, 1000)) && all.len() == 59);
+        // A line that needs more than a thread has, and results that are too large to keep.
+        for (parallel, results, last) in [(30, u64::MAX, 30), (1000, 10, 4)] {
+            let all = converted(TextMemory { parallel, results, ..memory }).unwrap();
+            let limit = |n: u64| if n <= last { parallel } else { 2000 };
+            assert!(all.iter().zip(1..60).all(|(got, n)| *got == (n, n as usize, limit(n))), "{all:?}");
+            assert_eq!(all.len(), 59);
+        }
+        let error = converted(TextMemory { parallel: 30, alone: 50, ..memory }).unwrap_err();
+        assert!(error.is_out_of_memory() && !error.is_bad_record());
+        let expected = "line 51: it takes more than 50 B, the limit under `memory.ram`";
+        assert!(error.to_string().ends_with(expected), "{error}");
+    }
+
+    #[test]
+    fn a_line_is_read_within_the_memory_that_is_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a");
+        std::fs::write(&file, vec![b'x'; 3 << 20]).unwrap();
+        let files = [file];
+        let progress = FileProgress::new(&files, &NoProgress, "").unwrap();
+        let next = |most: u64| LineReader::new(&files, &progress, most).next().map(|chunk| chunk.is_some());
+        assert!(matches!(next(4 << 20), Ok(true)));
+        assert!(next(1 << 20).is_err_and(|error| error.is_out_of_memory()));
     }
 }

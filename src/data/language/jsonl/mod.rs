@@ -16,8 +16,9 @@ use std::{
     sync::Arc,
 };
 
-use super::pieces::{FileProgress, parallel_in_order};
+use super::pieces::FileProgress;
 use super::text::distinct_chars;
+use super::text_memory::TextMemory;
 use super::token_windows::{TokenDecoder, TokenWindows, WindowPlacement, display_name, valid_start};
 use super::tokenizer::{CharTokenizer, Separator, Tokenizer, TokenizerSpec};
 use super::{BatchRow, DataError, Dataset, Features, InputSpec, LengthStats, SampleKey, TargetSpec};
@@ -25,7 +26,7 @@ use crate::data::bad_records::BadRecordPolicy;
 use crate::data::cache::CacheKey;
 use crate::data::{DatasetContext, files, split};
 use crate::kernels::cross_entropy::IGNORE_INDEX;
-use lines::{LineChunk, LineReader};
+use lines::convert_lines;
 use record::{RecordContent, RecordReader};
 use template::ChatTemplate;
 use tokenized::TokenizedRecords;
@@ -38,7 +39,7 @@ pub use template::BUILTIN_TEMPLATES as TEMPLATES;
 #[derive(Clone, Debug)]
 pub struct JsonlSettings {
     pub train: Vec<PathBuf>,
-    /// Validation files; if empty, `valid_fraction` of the samples are held out.
+    /// Validation files; if empty, `valid_fraction` of the samples are the validation set.
     pub valid: Vec<PathBuf>,
     pub valid_fraction: f64,
     pub tokenizer: TokenizerSpec,
@@ -122,7 +123,7 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
         return packed_windows(train, valid, settings, vocab, decoder);
     }
     let longest =
-        [Some(&train), valid.as_ref()].into_iter().flatten().map(|made| made.summary.longest.0).max();
+        [Some(&train), valid.as_ref()].into_iter().flatten().map(|records| records.summary.longest.0).max();
     let targets = usize::from(settings.label.is_none());
     let longest = (longest.unwrap_or(1) as usize).saturating_sub(targets).clamp(1, context);
     let buckets = buckets(&settings.buckets, longest, context);
@@ -132,7 +133,7 @@ pub fn open(settings: &JsonlSettings, ctx: &DatasetContext) -> Result<TrainValid
     };
     let length = buckets.last().copied().unwrap_or(context);
     let features = Features { buckets, ..Features::new(InputSpec::Tokens { length, vocab }, target) };
-    let documents = |made, name| DocumentDataset::new(made, features.clone(), decoder.clone(), name);
+    let documents = |records, name| DocumentDataset::new(records, features.clone(), decoder.clone(), name);
     let train = Arc::new(documents(train, "train")?);
     match valid {
         Some(valid) => Ok((train, Arc::new(documents(valid, "valid")?))),
@@ -163,14 +164,16 @@ fn build_content(
             named.or(name.contains('{').then_some(name)).map(str::to_owned)
         }
     };
-    let none =
-        || wrong(&chat.template, "there is none of this name, and the tokenizer has none of its own".into());
+    let none = || wrong(&chat.template, "it is no built-in template, and the tokenizer has none".into());
     let source = source.ok_or_else(none)?;
     let special = |part: &str| tokenizer.map_or_else(String::new, |tokenizer| tokenizer.special_token(part));
     let template = ChatTemplate::new(&source, special("bos_token"), special("eos_token"))
         .map_err(|problem| wrong(&chat.template, problem))?;
     Ok(RecordContent::Chat { field: chat.field.clone(), template: Box::new(template), loss: chat.loss })
 }
+
+/// Bytes that a character takes in a set of them.
+const CHARACTER_BYTES: usize = 16;
 
 /// Distinct characters of all records; cached.
 fn character_vocabulary(
@@ -181,22 +184,23 @@ fn character_vocabulary(
 ) -> Result<CharTokenizer, DataError> {
     let cache_key = CacheKey::new(files, how)?;
     let path = ctx.cache.get_or_create("jsonl-vocabulary", cache_key, |out| {
-        let activity = format!("finding the characters of {}", display_name(files));
+        let activity = format!("collecting the characters of {}", display_name(files));
         let progress = FileProgress::new(files, &*ctx.observer, &activity)?;
-        let (mut lines, mut all) = (LineReader::new(files, &progress), BTreeSet::new());
-        let work = |chunk: &LineChunk| {
-            let texts = chunk.lines().map(|(number, line)| reader.text(line, chunk.file, number));
-            // Tokenization counts the skipped records later, so this pass does not.
-            let texts = texts.filter(|text| text.is_ok() || !reader.on_bad.skips());
-            texts.map(|text| text.map(|text| distinct_chars(&text))).collect::<Result<Vec<_>, _>>()
-        };
-        parallel_in_order(
+        let mut all = BTreeSet::new();
+        convert_lines(
+            files,
             &progress,
-            || lines.next(),
-            work,
-            |found| {
-                all.extend(found.into_iter().flatten());
-                Ok(())
+            TextMemory::of(reader.tokenizer, ctx),
+            |line, at| reader.text(line, at).map(|text| distinct_chars(&text)),
+            |found| (CHARACTER_BYTES * found.len()) as u64,
+            |found, _| match found {
+                Ok(found) => {
+                    all.extend(found);
+                    Ok(())
+                }
+                // Tokenization counts the skipped records later, so this pass does not.
+                Err(error) if error.is_bad_record() && reader.on_bad.skips() => Ok(()),
+                Err(error) => Err(error),
             },
         )?;
         let text: String = all.into_iter().collect();
@@ -232,22 +236,22 @@ fn class_names(found: &tokenized::TokenizedSummary) -> Vec<String> {
     names
 }
 
-fn describe(name: &str, made: &TokenizedRecords, vocab: usize) -> Vec<(String, String)> {
-    let found = &made.summary;
+fn describe(name: &str, records: &TokenizedRecords, vocab: usize) -> Vec<(String, String)> {
+    let summary = &records.summary;
     let mut about = vec![
-        (format!("{name} records"), found.records.to_string()),
-        (format!("{name} tokens"), found.tokens.to_string()),
+        (format!("{name} records"), summary.records.to_string()),
+        (format!("{name} tokens"), summary.tokens.to_string()),
         ("vocabulary".into(), vocab.to_string()),
     ];
-    if made.loss_mask.is_some() {
-        about.push(("learned tokens".into(), found.learned.to_string()));
+    if records.loss_mask.is_some() {
+        about.push(("learned tokens".into(), summary.learned.to_string()));
     }
-    if found.too_long > 0 {
-        about.push(("longer than a sample".into(), format!("{} of the records", found.too_long)));
+    if summary.too_long > 0 {
+        about.push(("overlong records".into(), summary.too_long.to_string()));
     }
-    if found.bad > 0 {
-        about.push(("bad records left out".into(), found.bad.to_string()));
-        let first = found.first_bad.iter().enumerate();
+    if summary.bad > 0 {
+        about.push(("bad records skipped".into(), summary.bad.to_string()));
+        let first = summary.first_bad.iter().enumerate();
         about.extend(first.map(|(i, why)| (format!("bad record {}", i + 1), why.clone())));
     }
     about
@@ -262,20 +266,20 @@ fn packed_windows(
     decoder: Arc<TokenDecoder>,
 ) -> Result<TrainValid, DataError> {
     if settings.label.is_some() {
-        let wanted = "records to tell apart are samples of their own: leave `pack` or `label` out";
-        return Err(DataError::InvalidSetting { name: "pack", value: "true".into(), wanted });
+        let expected = "with `label` each record is a sample: remove `pack` or `label`";
+        return Err(DataError::InvalidSetting { name: "pack", value: "true".into(), expected });
     }
-    let windows = |made: &TokenizedRecords, range: std::ops::Range<u64>, name: &str| {
+    let windows = |records: &TokenizedRecords, range: std::ops::Range<u64>, name: &str| {
         let set = TokenWindows::new(
-            made.ids.clone(),
+            records.ids.clone(),
             [range],
             (settings.context, vocab),
             WindowPlacement::Fixed,
             name,
         )?;
         let set = set
-            .with_loss_mask(made.loss_mask.clone())
-            .with_description(Some(decoder.clone()), describe(name, made, vocab));
+            .with_loss_mask(records.loss_mask.clone())
+            .with_description(Some(decoder.clone()), describe(name, records, vocab));
         Ok::<Arc<dyn Dataset>, DataError>(Arc::new(set))
     };
     let whole = 0..train.ids.len();

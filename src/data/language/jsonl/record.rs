@@ -1,11 +1,11 @@
 //! Converts one record, a line of JSON, into token ids.
 
-use std::path::Path;
-
 use serde_json::Value;
 
 use super::super::DataError;
+use super::super::text_memory::{TextError, check_bytes, json_bytes};
 use super::super::tokenizer::Tokenizer;
+use super::lines::LineContext;
 use super::template::{ChatMessage, ChatTemplate, ROLES, RenderedChat};
 use crate::data::bad_records::BadRecordPolicy;
 
@@ -61,17 +61,33 @@ pub struct Document {
     pub full_len: u64,
 }
 
+impl Document {
+    pub fn held_bytes(&self) -> u64 {
+        let label = self.label.as_ref().map_or(0, String::capacity);
+        (size_of::<Self>() + size_of::<u32>() * self.ids.capacity() + self.loss_mask.capacity() + label)
+            as u64
+    }
+}
+
 impl RecordReader<'_> {
     /// Reads and tokenizes a line.
-    pub fn read(&self, line: &[u8], file: &Path, number: u64) -> Result<Document, DataError> {
-        let bad = |problem: String| record_error(file, number, problem);
-        let object = parse_object(line, file, number)?;
-        let label = self.label.map(|field| class_name(&object, field)).transpose().map_err(bad)?;
+    pub fn read(&self, line: &[u8], at: LineContext) -> Result<Document, DataError> {
+        self.convert(line, at.limit).map_err(|error| at.error(error))
+    }
+
+    fn convert(&self, line: &[u8], limit: u64) -> Result<Document, TextError> {
+        let bad = TextError::Invalid;
+        let object = parse_object(line, limit / 4)?;
+        let label = self.label.map(|field| class_name(&object, field)).transpose()?;
         let (mut ids, mut loss_mask, mut trailing_special_tokens) = (Vec::new(), Vec::new(), 0);
-        match (self.content, self.render(&object).map_err(bad)?) {
+        let talk = self.render(&object, limit / 4)?;
+        drop(object);
+        let answers = matches!(self.content, RecordContent::Chat { loss: ChatLossScope::Assistant, .. });
+        self.tokenizer.check_memory(&talk.text, answers || self.label.is_some(), limit / 2)?;
+        match (self.content, talk) {
             (RecordContent::Chat { loss: ChatLossScope::Assistant, .. }, talk) => {
                 let mut offsets = Vec::new();
-                self.tokenizer.encode_with_offsets(&talk.text, &mut offsets).map_err(bad)?;
+                self.tokenizer.encode_with_offsets(&talk.text, &mut offsets)?;
                 // Answer spans are sorted and disjoint, so a binary search finds the candidate.
                 let in_answer = |at: usize| {
                     let next = talk.answer_spans.partition_point(|answer| answer.end <= at);
@@ -79,14 +95,13 @@ impl RecordReader<'_> {
                 };
                 (ids, loss_mask) = offsets.into_iter().map(|(id, at)| (id, in_answer(at))).unzip();
                 if !loss_mask.contains(&true) {
-                    return Err(bad("it has no message of the assistant to learn from".into()));
+                    return Err(bad("it has no message of the assistant".into()));
                 }
             }
             (_, talk) if self.label.is_some() => {
-                (ids, trailing_special_tokens) =
-                    self.tokenizer.encode_with_special_tokens(&talk.text).map_err(bad)?;
+                (ids, trailing_special_tokens) = self.tokenizer.encode_with_special_tokens(&talk.text)?;
             }
-            (_, talk) => self.tokenizer.encode(&talk.text, &mut ids).map_err(bad)?,
+            (_, talk) => self.tokenizer.encode(&talk.text, &mut ids)?,
         }
         if let (None, Some(separator)) = (self.label, self.separator)
             && ids.last() != Some(&separator)
@@ -100,12 +115,13 @@ impl RecordReader<'_> {
         // Next-token prediction needs an input and a target; classification needs one token.
         let least = if self.label.is_some() { 1 } else { 2 };
         if ids.len() < least {
-            return Err(bad(format!("it gives {full_len} tokens, and a sample needs {least}")));
+            return Err(bad(format!("it has {full_len} tokens, and a sample needs at least {least}")));
         }
         if ids.len() > self.max_tokens {
             match self.too_long {
                 OverlongPolicy::Reject => {
-                    let problem = format!("it has {full_len} tokens, and a sample takes {}", self.max_tokens);
+                    let problem =
+                        format!("it has {full_len} tokens, and a sample has at most {}", self.max_tokens);
                     return Err(bad(problem));
                 }
                 // Keep the trailing special tokens, such as `[SEP]`.
@@ -116,45 +132,46 @@ impl RecordReader<'_> {
                 OverlongPolicy::Split => {}
             }
             loss_mask.truncate(ids.len());
+            ids.shrink_to_fit();
+            loss_mask.shrink_to_fit();
         }
         if !loss_mask.is_empty() && !loss_mask.contains(&true) {
-            let problem = format!("its first answer lies beyond the {} tokens of a sample", self.max_tokens);
+            let problem = format!("its first answer is beyond the {} tokens of a sample", self.max_tokens);
             return Err(bad(problem));
         }
         Ok(Document { ids, loss_mask, label, full_len })
     }
 
     /// The text of a line, as it will be tokenized.
-    pub fn text(&self, line: &[u8], file: &Path, number: u64) -> Result<String, DataError> {
-        let object = parse_object(line, file, number)?;
-        self.render(&object).map(|talk| talk.text).map_err(|problem| record_error(file, number, problem))
+    pub fn text(&self, line: &[u8], at: LineContext) -> Result<String, DataError> {
+        let object = parse_object(line, at.limit / 4);
+        let talk = object.and_then(|object| self.render(&object, at.limit / 4));
+        talk.map(|talk| talk.text).map_err(|error| at.error(error))
     }
 
-    fn render(&self, object: &Value) -> Result<RenderedChat, String> {
+    fn render(&self, object: &Value, limit: u64) -> Result<RenderedChat, TextError> {
         let talk = match self.content {
             RecordContent::Text { field } => {
                 let text = string(object, field)?.to_owned();
                 RenderedChat { text, answer_spans: Vec::new() }
             }
             RecordContent::Chat { field, template, loss } => {
-                template.render_chat(&messages(object, field)?, *loss == ChatLossScope::Assistant)?
+                template.render_chat(&messages(object, field)?, *loss == ChatLossScope::Assistant, limit)?
             }
         };
-        if talk.text.is_empty() { Err("its text is empty".into()) } else { Ok(talk) }
+        match talk.text.is_empty() {
+            true => Err(TextError::Invalid("its text is empty".into())),
+            false => Ok(talk),
+        }
     }
 }
 
-pub fn record_error(file: &Path, number: u64, problem: String) -> DataError {
-    DataError::Record { file: file.to_owned(), place: format!("line {number}"), problem }
-}
-
-fn parse_object(line: &[u8], file: &Path, number: u64) -> Result<Value, DataError> {
-    let bad = |problem: String| record_error(file, number, problem);
-    let value: Value =
-        serde_json::from_slice(line).map_err(|error| bad(format!("it is no JSON: {error}")))?;
+fn parse_object(line: &[u8], limit: u64) -> Result<Value, TextError> {
+    check_bytes("its JSON", json_bytes(line), limit)?;
+    let value: Value = serde_json::from_slice(line).map_err(|error| format!("it is no JSON: {error}"))?;
     match value {
         Value::Object(_) => Ok(value),
-        other => Err(bad(format!("it is {}, and a record is an object", json_type(&other)))),
+        other => Err(format!("expected an object, got {}", json_type(&other)).into()),
     }
 }
 
@@ -174,26 +191,25 @@ fn field<'a>(object: &'a Value, name: &str) -> Result<&'a Value, String> {
         let known = object.as_object().into_iter().flatten().map(|(name, _)| format!("`{name}`"));
         known.take(8).collect::<Vec<_>>().join(", ")
     };
-    object.get(name).ok_or_else(|| format!("it has no field `{name}`, but {}", names()))
+    object.get(name).ok_or_else(|| format!("no field `{name}`; the fields are {}", names()))
 }
 
 fn string<'a>(object: &'a Value, name: &str) -> Result<&'a str, String> {
     let value = field(object, name)?;
-    value.as_str().ok_or_else(|| format!("its `{name}` is {}, and must be a string", json_type(value)))
+    value.as_str().ok_or_else(|| format!("`{name}` must be a string, not {}", json_type(value)))
 }
 
 fn messages(object: &Value, name: &str) -> Result<Vec<ChatMessage>, String> {
     let value = field(object, name)?;
-    let list = value
-        .as_array()
-        .ok_or_else(|| format!("its `{name}` is {}, and must be a list", json_type(value)))?;
+    let list =
+        value.as_array().ok_or_else(|| format!("`{name}` must be a list, not {}", json_type(value)))?;
     if list.is_empty() {
-        return Err(format!("its `{name}` are none"));
+        return Err(format!("`{name}` is empty"));
     }
     let message = |value: &Value| {
         let (role, content) = (string(value, "role")?, string(value, "content")?);
         if !ROLES.contains(&role) {
-            return Err(format!("a message has the role `{role}`, which is none of {}", ROLES.join(", ")));
+            return Err(format!("unknown role `{role}` of a message; expected one of {}", ROLES.join(", ")));
         }
         Ok(ChatMessage { role: role.to_owned(), content: content.to_owned() })
     };
@@ -207,18 +223,28 @@ fn class_name(object: &Value, name: &str) -> Result<String, String> {
         Value::Number(number) if number.is_i64() || number.is_u64() => Ok(number.to_string()),
         Value::Bool(flag) => Ok(flag.to_string()),
         other => {
-            let allowed = "a string that is not empty, a whole number, true or false";
-            Err(format!("its `{name}` is {}, and must be {allowed}", json_type(other)))
+            let found = match other {
+                Value::Number(number) => number.to_string(),
+                Value::String(_) => "an empty string".into(),
+                other => json_type(other).into(),
+            };
+            Err(format!("`{name}` must be a non-empty string, a whole number, true or false, not {found}"))
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use proptest::prelude::*;
 
     use super::super::template::BUILTIN_TEMPLATES;
     use super::*;
+
+    fn line_7() -> LineContext<'static> {
+        LineContext { file: Path::new("a.jsonl"), number: 7, limit: u64::MAX }
+    }
 
     fn text() -> RecordContent {
         RecordContent::Text { field: "text".into() }
@@ -246,7 +272,7 @@ mod tests {
             max_tokens,
             on_bad: BadRecordPolicy::Fail,
         };
-        reader.read(line.as_bytes(), Path::new("a.jsonl"), 7).map_err(|error| {
+        reader.read(line.as_bytes(), line_7()).map_err(|error| {
             assert!(error.is_bad_record());
             error.to_string()
         })
@@ -285,7 +311,7 @@ mod tests {
         );
         let error =
             read(&chat(ChatLossScope::Assistant), None, 10, OverlongPolicy::Truncate, line).unwrap_err();
-        assert!(error.contains("its first answer lies beyond the 10 tokens"), "{error}");
+        assert!(error.contains("its first answer is beyond the 10 tokens"), "{error}");
     }
 
     #[test]
@@ -295,7 +321,7 @@ mod tests {
         assert_eq!((decoded(&cut.ids), cut.full_len), ("abcde".into(), 8));
         assert_eq!(read(&text(), None, 5, OverlongPolicy::Split, line).unwrap().ids.len(), 8);
         let refused = read(&text(), None, 5, OverlongPolicy::Reject, line).unwrap_err();
-        assert!(refused.contains("line 7: it has 8 tokens, and a sample takes 5"), "{refused}");
+        assert!(refused.contains("line 7: it has 8 tokens, and a sample has at most 5"), "{refused}");
     }
 
     #[test]
@@ -305,19 +331,24 @@ mod tests {
         };
         let cases = [
             (wrong(&text(), None, "{"), "`a.jsonl`, line 7: it is no JSON: EOF"),
-            (wrong(&text(), None, "[1]"), "it is a list, and a record is an object"),
-            (wrong(&text(), None, r#"{"a": 1, "b": 2}"#), "it has no field `text`, but `a`, `b`"),
-            (wrong(&text(), None, r#"{"text": 3}"#), "its `text` is a number, and must be a string"),
+            (wrong(&text(), None, "[1]"), "expected an object, got a list"),
+            (wrong(&text(), None, r#"{"a": 1, "b": 2}"#), "no field `text`; the fields are `a`, `b`"),
+            (wrong(&text(), None, r#"{"text": 3}"#), "`text` must be a string, not a number"),
             (wrong(&text(), None, r#"{"text": ""}"#), "its text is empty"),
-            (wrong(&text(), None, r#"{"text": "x"}"#), "it gives 1 tokens, and a sample needs 2"),
+            (wrong(&text(), None, r#"{"text": "x"}"#), "it has 1 tokens, and a sample needs at least 2"),
             (
                 wrong(&text(), Some("y"), r#"{"text": "x", "y": 0.5}"#),
-                "its `y` is a number, and must be a string",
+                "a whole number, true or false, not 0.5",
             ),
-            (wrong(&chat(ChatLossScope::All), None, r#"{"messages": []}"#), "its `messages` are none"),
+            (
+                wrong(&text(), Some("y"), r#"{"text": "x", "y": ""}"#),
+                "`y` must be a non-empty string, a whole number, true or false, not an empty string",
+            ),
+            (wrong(&text(), Some("y"), r#"{"text": "x", "y": null}"#), "true or false, not null"),
+            (wrong(&chat(ChatLossScope::All), None, r#"{"messages": []}"#), "`messages` is empty"),
             (
                 wrong(&chat(ChatLossScope::All), None, r#"{"messages": [{"role": "pope", "content": "x"}]}"#),
-                "a message has the role `pope`",
+                "unknown role `pope`",
             ),
             (
                 wrong(
@@ -329,11 +360,11 @@ mod tests {
             ),
             (
                 wrong(&chat(ChatLossScope::All), None, r#"{"messages": [{"role": "user"}]}"#),
-                "it has no field `content`",
+                "no field `content`",
             ),
         ];
-        for (found, wanted) in cases {
-            assert!(found.contains(wanted), "{found}");
+        for (found, expected) in cases {
+            assert!(found.contains(expected), "{found}");
         }
         let reader = RecordReader {
             content: &text(),
@@ -344,23 +375,36 @@ mod tests {
             max_tokens: 9,
             on_bad: BadRecordPolicy::Fail,
         };
-        let error = reader.read(b"{\"text\": \"a\xffb\"}", Path::new("a"), 1).unwrap_err().to_string();
-        assert!(error.contains("line 1: it is no JSON: invalid unicode"), "{error}");
+        let error = reader.read(b"{\"text\": \"a\xffb\"}", line_7()).unwrap_err().to_string();
+        assert!(error.contains("line 7: it is no JSON: invalid unicode"), "{error}");
     }
 
     proptest! {
         /// Any line is read or refused, without a panic.
         #[test]
-        fn any_line_is_read_or_refused(at in 0usize..100, bytes in prop::collection::vec(any::<u8>(), 0..4), deep in 0usize..300) {
-            let line = r#"{"text": "ab\u00e9", "label": 1, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}"#;
+        fn any_line_is_read_or_refused(
+            at in 0usize..100,
+            bytes in prop::collection::vec(any::<u8>(), 0..4),
+            deep in 0usize..300,
+        ) {
+            let line = concat!(
+                r#"{"text": "ab\u00e9", "label": 1, "messages": [{"role": "user", "content": "Hi"}, "#,
+                r#"{"role": "assistant", "content": "Yo"}]}"#
+            );
             let mut line = line.as_bytes().to_vec();
             line.splice(at..(at + 2).min(line.len()), bytes);
             line.extend(std::iter::repeat_n(b'[', deep));
             for (content, label) in [(text(), None), (text(), Some("label")), (chat(ChatLossScope::Assistant), None)] {
                 let reader = RecordReader {
-                    content: &content, label, tokenizer: &Tokenizer::Bytes, separator: Some(10), too_long: OverlongPolicy::Truncate, max_tokens: 30, on_bad: BadRecordPolicy::Fail,
+                    content: &content,
+                    label,
+                    tokenizer: &Tokenizer::Bytes,
+                    separator: Some(10),
+                    too_long: OverlongPolicy::Truncate,
+                    max_tokens: 30,
+                    on_bad: BadRecordPolicy::Fail,
                 };
-                if let Ok(document) = reader.read(&line, Path::new("a"), 1) {
+                if let Ok(document) = reader.read(&line, line_7()) {
                     prop_assert!(document.ids.len() <= 30 && document.full_len >= document.ids.len() as u64);
                     prop_assert!(document.loss_mask.is_empty() || document.loss_mask.len() == document.ids.len());
                 }

@@ -1,12 +1,13 @@
 //! Renders chat messages to text with a Jinja template, as Hugging Face tokenizers do.
 //!
 //! A template sees `messages` (each with `role` and `content`), `bos_token`, `eos_token` and `add_generation_prompt`,
-//! and may call `raise_exception`. Blocks are trimmed (`trim_blocks`, `lstrip_blocks`). The size of the record bounds
-//! what a rendering may use: see [`jinja`](super::jinja).
+//! and may call `raise_exception`. Blocks are trimmed (`trim_blocks`, `lstrip_blocks`). The size of the record and the
+//! memory budget bound what a rendering may use: see [`jinja`](super::jinja).
 
 use std::ops::Range;
 use std::rc::Rc;
 
+use super::super::text_memory::TextError;
 use super::jinja::{Meter, ParsedTemplate, RenderLimits, Value};
 
 /// Built-in templates by name.
@@ -79,6 +80,9 @@ const BYTES_PER_BYTE: usize = 16;
 /// Bytes counted per message besides its text.
 const BYTES_PER_MESSAGE: usize = 128;
 
+/// Renderings of one record that are alive at the same time: the values of one, and three texts.
+const LIVE_RENDERINGS: u64 = 4;
+
 /// Step limit for all renderings of one record; a few seconds.
 const MAX_STEPS: u64 = 200_000_000;
 
@@ -88,16 +92,17 @@ impl ChatTemplate {
         Ok(Self { program: ParsedTemplate::parse(source)?, bos, eos })
     }
 
-    /// Renders `messages`; deducts the steps used from `steps_left`.
+    /// Renders `messages` within `budget` bytes; deducts the steps used from `steps_left`.
     fn render(
         &self,
         messages: &[ChatMessage],
         add_generation_prompt: bool,
+        budget: usize,
         steps_left: &mut u64,
-    ) -> Result<String, String> {
+    ) -> Result<String, TextError> {
         let input =
             messages.iter().map(|m| m.role.len() + m.content.len() + BYTES_PER_MESSAGE).sum::<usize>();
-        let limits = RenderLimits { bytes: BASE_BYTES + BYTES_PER_BYTE * input, steps: *steps_left };
+        let limits = RenderLimits { bytes: BASE_BYTES + BYTES_PER_BYTE * input, budget, steps: *steps_left };
         let names = |meter: &Rc<Meter>| {
             let (role, content) = (meter.text("role")?, meter.text("content")?);
             let mut all = Vec::with_capacity(messages.len());
@@ -118,22 +123,28 @@ impl ChatTemplate {
     }
 
     /// Renders the whole chat. An answer is the text that an assistant message adds to the rendering of the messages
-    /// before it, which is rendered with the generation prompt. Each answer costs up to two more renderings.
-    pub fn render_chat(&self, messages: &[ChatMessage], with_answers: bool) -> Result<RenderedChat, String> {
-        let mut steps_left = MAX_STEPS;
-        let text = self.render(messages, false, &mut steps_left)?;
+    /// before it, which is rendered with the generation prompt. Each answer costs up to two more renderings. All of them
+    /// take at most `limit` bytes at a time.
+    pub fn render_chat(
+        &self,
+        messages: &[ChatMessage],
+        with_answers: bool,
+        limit: u64,
+    ) -> Result<RenderedChat, TextError> {
+        let (mut steps_left, budget) = (MAX_STEPS, (limit / LIVE_RENDERINGS) as usize);
+        let text = self.render(messages, false, budget, &mut steps_left)?;
         let mut answers: Vec<Range<usize>> = Vec::new();
         for (i, _) in messages.iter().enumerate().filter(|(_, m)| with_answers && m.role == "assistant") {
-            let before = self.render(&messages[..i], true, &mut steps_left)?;
+            let before = self.render(&messages[..i], true, budget, &mut steps_left)?;
             let after = match i + 1 == messages.len() {
                 true => text.clone(),
-                false => self.render(&messages[..=i], false, &mut steps_left)?,
+                false => self.render(&messages[..=i], false, budget, &mut steps_left)?,
             };
             let behind = answers.last().is_none_or(|last| last.end <= before.len());
             if !behind || !after.starts_with(&before) || !text.starts_with(after.trim_end()) {
-                let problem = "the template does not put messages one after the other, so that answers cannot be \
-                               told apart; set `loss = \"all\"`";
-                return Err(problem.into());
+                let problem = "the template does not render messages one after the other, so that the answers cannot \
+                               be located; set `loss = \"all\"`";
+                return Err(TextError::Invalid(problem.into()));
             }
             // The template adds trailing whitespace; it is not part of the answer.
             answers.push(before.len()..after.trim_end().len().max(before.len()));
@@ -147,6 +158,17 @@ mod tests {
     use super::*;
 
     fn chat(name: &str, messages: &[(&str, &str)]) -> Result<(String, Vec<String>), String> {
+        chat_within(u64::MAX, name, messages).map_err(|error| match error {
+            TextError::Invalid(problem) => problem,
+            TextError::Memory { .. } => unreachable!("all memory is left"),
+        })
+    }
+
+    fn chat_within(
+        limit: u64,
+        name: &str,
+        messages: &[(&str, &str)],
+    ) -> Result<(String, Vec<String>), TextError> {
         let source =
             BUILTIN_TEMPLATES.iter().find(|(known, _)| *known == name).map_or(name, |(_, source)| source);
         let template = ChatTemplate::new(source, "<s>".into(), "</s>".into())?;
@@ -154,7 +176,7 @@ mod tests {
             .iter()
             .map(|&(role, content)| ChatMessage { role: role.into(), content: content.into() })
             .collect();
-        let RenderedChat { text, answer_spans: answers } = template.render_chat(&messages, true)?;
+        let RenderedChat { text, answer_spans: answers } = template.render_chat(&messages, true, limit)?;
         let answers = answers.into_iter().map(|range| text[range].to_owned()).collect();
         Ok((text, answers))
     }
@@ -172,7 +194,8 @@ mod tests {
         let (text, answers) = chat("chatml", &CHAT[..3]).unwrap();
         assert_eq!(
             text,
-            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n Hi <|im_end|>\n\
+             <|im_start|>assistant\nHello!<|im_end|>\n"
         );
         assert_eq!(answers, ["Hello!<|im_end|>"]);
         let (text, answers) = chat("llama2", &CHAT).unwrap();
@@ -184,7 +207,8 @@ mod tests {
         let (text, answers) = chat("llama3", &CHAT[1..3]).unwrap();
         assert_eq!(
             text,
-            "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHello!<|eot_id|>"
+            "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>\
+             <|start_header_id|>assistant<|end_header_id|>\n\nHello!<|eot_id|>"
         );
         assert_eq!(answers, ["Hello!<|eot_id|>"]);
         let (text, answers) = chat("gemma", &CHAT[1..3]).unwrap();
@@ -195,6 +219,19 @@ mod tests {
         assert_eq!(answers, ["Hello!<end_of_turn>"]);
         assert_eq!(chat("plain", &CHAT).unwrap().1, [" Hello!", " Ciao"]);
         assert_eq!(chat("gemma", &CHAT).unwrap_err().split(" (").next().unwrap(), "it knows no role system");
+    }
+
+    /// What the record allows is an error of the record; what memory allows is not.
+    #[test]
+    fn a_rendering_stays_within_the_memory_that_is_left() {
+        let messages = [("user", "x")];
+        let repeat = |n: usize| format!("{{{{ 'x' * {n} }}}}");
+        assert_eq!(chat_within(4 << 20, &repeat(500_000), &messages).unwrap().0.len(), 500_000);
+        let error = chat_within(4 << 17, &repeat(500_000), &messages).unwrap_err();
+        assert_eq!(error, TextError::Memory { what: "rendering its chat template", limit: 1 << 17 });
+        assert!(matches!(chat_within(4 << 30, &repeat(2 << 20), &messages), Err(TextError::Invalid(_))));
+        // Whichever limit is lower applies first, however much is asked for at once.
+        assert!(matches!(chat_within(4 << 17, &repeat(1 << 40), &messages), Err(TextError::Memory { .. })));
     }
 
     #[test]
@@ -220,8 +257,6 @@ mod tests {
         assert!(chat("{{ messages[0].content.nonsense() }}", &CHAT).unwrap_err().contains("nonsense"));
         assert!(chat("{% if %}", &CHAT).unwrap_err().contains("line 1"));
         // A template that prints only the last message.
-        assert!(
-            chat("{{ messages[-1].content }}", &CHAT).unwrap_err().contains("answers cannot be told apart")
-        );
+        assert!(chat("{{ messages[-1].content }}", &CHAT).unwrap_err().contains("answers cannot be located"));
     }
 }

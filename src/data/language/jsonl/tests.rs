@@ -86,7 +86,7 @@ fn a_record_is_a_sample_padded_to_a_bucket() {
     let (set, _) = fixture.open(&requested).unwrap();
     assert_eq!(set.features().buckets, [4, 8]);
     assert_eq!(read(&*set, 3).0, "a longer");
-    assert!(set.describe().contains(&("longer than a sample".into(), "1 of the records".into())));
+    assert!(set.describe().contains(&("overlong records".into(), "1".into())));
     // A split by fraction puts each record into exactly one set.
     let (train, valid) = fixture.open(&settings(file, 100)).unwrap();
     assert_eq!((train.len(), valid.len()), (3, 1));
@@ -166,7 +166,7 @@ fn classes_are_sorted_and_must_be_known() {
     let other = fixture.write("c", line("x", "11"));
     let error =
         fixture.open(&JsonlSettings { valid: vec![other], ..labelled.clone() }).err().unwrap().to_string();
-    assert!(error.contains("the class `11` of the validation files gives no samples"), "{error}");
+    assert!(error.contains("the class `11` of the validation files has no samples"), "{error}");
     assert!(
         fixture
             .open(&JsonlSettings { pack: true, ..labelled })
@@ -202,7 +202,7 @@ fn errors_are_reported() {
     let fixture = fixture();
     let file = fixture.write("a.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n");
     let error = fixture.open(&settings(file.clone(), 16)).err().unwrap().to_string();
-    assert!(error.contains("a.jsonl`, line 2: its `text` is a number"), "{error}");
+    assert!(error.contains("a.jsonl`, line 2: `text` must be a string, not a number"), "{error}");
     // Bad records are skipped and reported, up to the limit.
     let two = fixture.write("two.jsonl", "{\"text\": \"ok\"}\n{\"text\": 5}\n[]\n{\"text\": \"yes\"}\n");
     for units in [TokenizerSpec::Bytes, TokenizerSpec::Characters] {
@@ -214,8 +214,11 @@ fn errors_are_reported() {
         let (set, valid) = fixture.open(&skip).unwrap();
         assert_eq!(set.len() + valid.len(), 2);
         let about = set.describe();
-        assert!(about.contains(&("bad records left out".into(), "2".into())), "{about:?}");
-        assert!(about.iter().any(|(_, why)| why.contains("two.jsonl`, line 3: it is a list")), "{about:?}");
+        assert!(about.contains(&("bad records skipped".into(), "2".into())), "{about:?}");
+        assert!(
+            about.iter().any(|(_, why)| why.contains("two.jsonl`, line 3: expected an object, got a list")),
+            "{about:?}"
+        );
         let error = fixture
             .open(&JsonlSettings { on_bad: BadRecordPolicy::Skip { limit: 1 }, ..skip })
             .err()

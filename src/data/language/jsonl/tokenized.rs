@@ -11,11 +11,12 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::super::DataError;
-use super::super::pieces::{FileProgress, parallel_in_order};
+use super::super::pieces::FileProgress;
+use super::super::text_memory::TextMemory;
 use super::super::token_storage::{RandomAccessFile, TokenFiles, TokenIdFile, TokenWidth};
 use super::super::token_windows::{LossMask, display_name};
-use super::lines::{LineChunk, LineReader};
-use super::record::{Document, OverlongPolicy, RecordReader, record_error};
+use super::lines::{LineContext, convert_lines};
+use super::record::{Document, OverlongPolicy, RecordReader};
 use crate::data::bad_records::{BadRecord, DatasetSplit, SkippedRecords};
 use crate::data::cache::CacheKey;
 use crate::data::{DatasetContext, LengthStats};
@@ -77,21 +78,14 @@ impl TokenizedRecords {
                 let activity = format!("tokenising {}", display_name(files));
                 let progress = FileProgress::new(files, &*ctx.observer, &activity)?;
                 let mut writer = RecordWriter::new(reader, [tokens, marks, ends, labels]);
-                let mut lines = LineReader::new(files, &progress);
-                let work = |chunk: &LineChunk| {
-                    let read = |(number, line)| (reader.read(line, chunk.file, number), number);
-                    let documents: Vec<_> = chunk.lines().map(read).collect();
-                    Ok((documents, chunk.file.to_owned()))
-                };
-                parallel_in_order(
+                let memory = TextMemory::of(reader.tokenizer, ctx);
+                convert_lines(
+                    files,
                     &progress,
-                    || lines.next(),
-                    work,
-                    |(documents, file)| {
-                        documents
-                            .into_iter()
-                            .try_for_each(|(document, number)| writer.write_record(document, &file, number))
-                    },
+                    memory,
+                    |line, at| reader.read(line, at),
+                    Document::held_bytes,
+                    |document, at| writer.write_record(document, at),
                 )?;
                 let text = serde_json::to_vec(&writer.summary).unwrap_or_default();
                 writer.finish()?;
@@ -100,13 +94,13 @@ impl TokenizedRecords {
         let text = std::fs::read(&found).map_err(DataError::io(&found))?;
         let damaged = |why: String| DataError::WrongFormat {
             file: found.clone(),
-            wanted: "what this program wrote",
+            expected: "a cache file of this program",
             found: why,
         };
         let found: TokenizedSummary =
             serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
         if found.samples == 0 {
-            let why = "its files have no records".to_owned();
+            let why = "the files have no records".to_owned();
             return Err(DataError::NoSamples { set: format!("`{}`", display_name(files)), why });
         }
         let ids = TokenIdFile::open_headerless(&tokens, reader.tokenizer.width())?;
@@ -116,7 +110,7 @@ impl TokenizedRecords {
         };
         let (marks, labels, ends) = (there(&marks)?, there(&labels)?, RandomAccessFile::open(&ends)?);
         if ids.len() != found.tokens || ends.len() != 8 * found.samples {
-            return Err(damaged("other numbers than the files beside it".into()));
+            return Err(damaged("counts that differ from the files beside it".into()));
         }
         Ok(Self {
             ids: Arc::new(TokenFiles::new(vec![ids])),
@@ -179,12 +173,7 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
         }
     }
 
-    fn write_record(
-        &mut self,
-        read: Result<Document, DataError>,
-        file: &Path,
-        line: u64,
-    ) -> Result<(), DataError> {
+    fn write_record(&mut self, read: Result<Document, DataError>, at: LineContext) -> Result<(), DataError> {
         let document = match read {
             Ok(document) => document,
             Err(error) if error.is_bad_record() && self.reader.on_bad.skips() => {
@@ -219,9 +208,8 @@ impl<'a, 'o> RecordWriter<'a, 'o> {
                     next
                 });
                 if self.classes.len() > MAX_CLASSES {
-                    let problem =
-                        format!("it has the class number {}, more than can be told apart", MAX_CLASSES + 1);
-                    return Err(record_error(file, line, problem));
+                    let problem = format!("more than the limit of {MAX_CLASSES} classes");
+                    return Err(at.error(problem.into()));
                 }
                 Some(class)
             }

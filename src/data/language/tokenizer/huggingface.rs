@@ -12,6 +12,7 @@ use super::pre_tokenizer::{PreTokenizer, WordCache, encode_cached};
 use crate::base::panics::catch_panic;
 use crate::base::regular_file;
 use crate::data::DataError;
+use crate::data::language::text_memory::{TextError, check_bytes, json_bytes};
 
 /// Maximum file size. No published tokenizer comes close; a larger file is something else.
 pub const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
@@ -33,15 +34,30 @@ pub struct HfTokenizer {
     config: Value,
 }
 
+/// Bytes per byte of text that is encoded word by word: its ids; and per byte of its longest word: symbols, merges and
+/// tokens. Measured with GPT-2's tokenizer on a text without spaces: 109 bytes per byte.
+const BYTES_PER_BYTE: u64 = 16;
+const BYTES_PER_WORD_BYTE: u64 = 128;
+
 impl HfTokenizer {
+    /// Opens a file of any size up to [`MAX_TOKENIZER_BYTES`].
     pub fn open(file: &Path) -> Result<Self, DataError> {
+        Self::open_within(file, u64::MAX)
+    }
+
+    /// Opens a file whose parsed form takes at most `limit` bytes.
+    pub fn open_within(file: &Path, limit: u64) -> Result<Self, DataError> {
         let wrong = |problem: String| DataError::Tokenizer { file: file.to_owned(), problem };
         let text = regular_file::read(file, MAX_TOKENIZER_BYTES).map_err(|error| match error.kind() {
             std::io::ErrorKind::FileTooLarge => {
-                wrong(format!("it has over {MAX_TOKENIZER_BYTES} bytes, and no tokenizer has as many"))
+                wrong(format!("it has more than {MAX_TOKENIZER_BYTES} bytes"))
             }
             _ => DataError::io(file)(error),
         })?;
+        let bytes = json_bytes(&text);
+        if bytes > limit {
+            return Err(DataError::PrepareMemory { what: file.to_owned(), bytes, limit });
+        }
         let mut value: Value = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
         if !value["model"].is_object() {
             return Err(wrong("it has no `model`".into()));
@@ -64,7 +80,7 @@ impl HfTokenizer {
         let rule = rule.filter(|rule| !matches!(rule, PreTokenizer::Metaspace) || no_token_spans_words());
         let vocab = *last as usize + 1;
         if vocab > 1 << 24 {
-            return Err(wrong(format!("it has a token with the number {last}")));
+            return Err(wrong(format!("the token id {last} is too large")));
         }
         let mut json = Self {
             special_tokens: BTreeMap::new(),
@@ -113,6 +129,30 @@ impl HfTokenizer {
         self.config["chat_template"].as_str().map(str::to_owned)
     }
 
+    /// Checks that encoding `text` takes at most `limit` bytes; `whole` if it is encoded with offsets or special tokens.
+    pub fn check_memory(&self, text: &str, whole: bool, limit: u64) -> Result<(), TextError> {
+        let bytes = match &self.word_encoder {
+            Some((rule, _)) if !whole => {
+                let len = text.len() as u64;
+                // Splitting the text to find its longest word takes time, and nearly every text is short enough.
+                if len * (BYTES_PER_BYTE + BYTES_PER_WORD_BYTE) <= limit {
+                    return Ok(());
+                }
+                let mut longest = 0;
+                let measure = |word: &str| {
+                    longest = longest.max(word.len() as u64);
+                    Ok::<_, String>(())
+                };
+                rule.split_words(text, measure)?;
+                BYTES_PER_BYTE * len + BYTES_PER_WORD_BYTE * longest
+            }
+            _ => {
+                catch_library_error(|| Ok::<_, String>(self.limits.encoding_bytes(&self.inner, text, limit)))?
+            }
+        };
+        check_bytes("tokenizing it", bytes, limit)
+    }
+
     pub fn encode(&self, text: &str, into: &mut Vec<u32>) -> Result<(), String> {
         let Some((rule, memory)) = &self.word_encoder else {
             let encode =
@@ -156,7 +196,10 @@ impl HfTokenizer {
         Ok((encoding.get_ids().to_vec(), after))
     }
 
+    /// The text of `ids`; a text that is too long to be shown ends early.
     pub fn decode(&self, ids: &[u32]) -> String {
+        let lens = ids.iter().map(|id| self.inner.id_to_token(*id).map_or(0, |token| token.len()));
+        let ids = &ids[..self.limits.decodable(lens)];
         catch_library_error(|| self.inner.decode(ids, false)).unwrap_or_default()
     }
 
@@ -272,7 +315,7 @@ fn detect_pre_tokenizer(file: &Value) -> Option<PreTokenizer> {
 fn catch_library_error<T, E: Display>(body: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     match catch_panic(body) {
         Ok(result) => result.map_err(|error| error.to_string()),
-        Err(_) => Err("it contradicts itself".into()),
+        Err(_) => Err("it is inconsistent: the library panicked".into()),
     }
 }
 
@@ -316,7 +359,10 @@ mod tests {
     fn by_a_pattern_of_its_own() -> Option<HfTokenizer> {
         let file = published_dataset("tokenizers")?.join("gpt2/tokenizer.json");
         let mut value: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
-        let regex = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        let regex = concat!(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        );
         value["pre_tokenizer"] = json!({ "type": "Sequence", "pretokenizers": [
             { "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false },
             { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false },
@@ -384,9 +430,9 @@ mod tests {
             assert_eq!(ids(&json, "abba<eos>"), [2, 1, 0, 3], "no dropout, no padding");
         }
         assert_eq!(json.eos_id(), Some(3));
-        for (text, wanted) in [("[1, 2]", "no `model`"), ("{", "EOF"), ("{\"model\": {}}", "")] {
+        for (text, expected) in [("[1, 2]", "no `model`"), ("{", "EOF"), ("{\"model\": {}}", "")] {
             let error = opened(text.as_bytes()).err().unwrap().to_string();
-            assert!(error.contains("cannot be used as a tokenizer") && error.contains(wanted), "{error}");
+            assert!(error.contains("cannot be used as a tokenizer") && error.contains(expected), "{error}");
         }
     }
 
@@ -399,15 +445,15 @@ mod tests {
         };
         let replace = |by: &str| json!({ "type": "Replace", "pattern": { "String": "a" }, "content": by });
         let doubling = |n: usize| json!({ "type": "Sequence", "normalizers": vec![replace("aa"); n] });
-        for (key, part, wanted) in [
-            ("normalizer", doubling(40), "1024 times as long"),
-            ("normalizer", replace(&"a".repeat(10_000)), "10000 bytes in the place of others"),
+        for (key, part, expected) in [
+            ("normalizer", doubling(40), "more than 1024 times"),
+            ("normalizer", replace(&"a".repeat(10_000)), "a replacement of 10000 bytes"),
             ("decoder", json!({ "type": "Sequence", "decoders": vec![replace("aa"); 40] }), "1024 times"),
             (
                 "post_processor",
                 json!({ "type": "TemplateProcessing", "pair": [], "special_tokens": {},
                         "single": vec![json!({ "Sequence": { "id": "A", "type_id": 0 } }); 1000] }),
-                "around a sample",
+                "tokens to a sample",
             ),
             (
                 "model",
@@ -417,14 +463,55 @@ mod tests {
             ),
         ] {
             let error = with(key, part).err().unwrap().to_string();
-            assert!(error.contains(wanted), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
         // A text that could grow by a factor of 256 is checked before it is encoded; a text that does not grow passes.
         let grows = with("normalizer", doubling(8)).unwrap();
         let error = grows.encode_with_special_tokens(&"a".repeat(100_000)).unwrap_err();
-        assert!(error.contains("more than 4 times as long"), "{error}");
+        assert!(error.contains("expands it more than 4 times"), "{error}");
         assert_eq!(grows.encode_with_special_tokens(&"b".repeat(100_000)).unwrap().0.len(), 100_000);
         assert_eq!(grows.encode_with_special_tokens("ab").unwrap().0.len(), 256);
+    }
+
+    /// The limit is of memory, so that a text is refused for what encoding it takes: long words, or normalization.
+    #[test]
+    fn a_text_is_encoded_within_the_memory_that_is_left() {
+        let json = opened(tiny().to_string().as_bytes()).unwrap();
+        assert!(json.word_encoder.is_some());
+        let (words, word) = ("ab ".repeat(100_000), "ab".repeat(150_000));
+        let limit = 20 * words.len() as u64;
+        let refused = Err(TextError::Memory { what: "tokenizing it", limit });
+        assert_eq!(json.check_memory(&words, false, limit), Ok(()));
+        assert_eq!(json.check_memory(&word, false, limit), refused);
+        assert_eq!(json.check_memory(&words, true, limit), refused, "offsets take more than ids");
+        assert_eq!(json.check_memory(&word, true, 200 * word.len() as u64), Ok(()));
+        // The normalizer may make twelve bytes of one, but does not here.
+        let mut file = tiny();
+        file["normalizer"] = json!({ "type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
+                                     "strip_accents": null, "lowercase": true });
+        let json = opened(file.to_string().as_bytes()).unwrap();
+        assert_eq!(json.check_memory(&words, false, 200 * words.len() as u64), Ok(()));
+        assert!(json.check_memory(&words, false, 100 * words.len() as u64).is_err());
+        // Parsing the file takes memory, too.
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        let mut file = tiny();
+        // A key that is not used: the library gets the file without it.
+        file["truncation"] = json!(vec![0; 100_000]);
+        fs::write(&path, file.to_string()).unwrap();
+        assert!(HfTokenizer::open_within(&path, 100 << 20).is_ok());
+        assert!(HfTokenizer::open_within(&path, 4 << 20).is_err_and(|error| error.is_out_of_memory()));
+    }
+
+    /// Shown texts have a bound, however long tokens are and whatever the decoder makes of them.
+    #[test]
+    fn decoding_is_bounded() {
+        let mut file = tiny();
+        let replace = json!({ "type": "Replace", "pattern": { "String": "a" }, "content": "a".repeat(200) });
+        file["decoder"] = replace;
+        let json = opened(file.to_string().as_bytes()).unwrap();
+        assert_eq!(json.decode(&[0, 0]).trim(), "a".repeat(400));
+        assert!(json.decode(&vec![0; 1 << 20]).len() <= 16 << 20);
     }
 
     #[test]

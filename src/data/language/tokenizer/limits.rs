@@ -2,7 +2,8 @@
 //!
 //! The file defines how text is normalized before it is split into tokens, and a malicious one can turn a letter into a
 //! gigabyte. The library has no limits of its own. Files that exceed a limit are refused when they are opened, and a
-//! text that the normalizer could make much longer is first normalized in small pieces.
+//! text that the normalizer could make much longer is first normalized in small pieces. What encoding a text takes is
+//! estimated from its normalized length, so that it can be compared with the memory that is left.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -30,6 +31,15 @@ const ALLOWED_EXTRA_BYTES: usize = 1 << 16;
 /// Bytes normalized at a time during the check.
 const CHECK_PIECE_BYTES: usize = 1 << 12;
 
+/// Bytes that the library takes to encode a text, per byte of the pre-tokenized text: alignments, words, tokens and
+/// their offsets. Measured with GPT-2's tokenizer, which makes up to two bytes of one: 180 bytes per byte of text.
+const BYTES_PER_BYTE: f64 = 96.0;
+/// Growth by the pre-tokenizer that the measurement above includes.
+const MEASURED_GROWTH: f64 = 2.0;
+
+/// Maximum bytes that decoding ids for display may produce.
+const MAX_DECODED_BYTES: f64 = (16 << 20) as f64;
+
 /// Time limit for one text if a pattern can backtrack; no published tokenizer comes close.
 const TIMEOUT: Duration = Duration::from_secs(300);
 /// Texts up to this length run without a time limit: the library stops a match after a million steps.
@@ -37,8 +47,10 @@ const UNTIMED_BYTES: usize = 1 << 10;
 
 /// Limits of one tokenizer file.
 pub struct TokenizerLimits {
-    /// Maximum number of bytes that one byte can become.
-    max_growth: f64,
+    /// Maximum number of bytes that one byte can become, by the normalizer, the pre-tokenizer and the decoder.
+    normalizer_growth: f64,
+    pre_tokenizer_growth: f64,
+    decoder_growth: f64,
     /// Whether a pattern can backtrack, which can take exponential time.
     backtracks: bool,
 }
@@ -46,9 +58,10 @@ pub struct TokenizerLimits {
 impl TokenizerLimits {
     /// Derives the limits of a file, or returns which limit it exceeds.
     pub fn of(file: &Value) -> Result<Self, String> {
-        let growth = growth(&file["normalizer"])? * growth(&file["pre_tokenizer"])?;
-        if growth.max(self::growth(&file["decoder"])?) > MAX_GROWTH {
-            return Err(format!("it can make one byte more than {MAX_GROWTH} times as long"));
+        let [normalizer_growth, pre_tokenizer_growth, decoder_growth] =
+            [growth(&file["normalizer"])?, growth(&file["pre_tokenizer"])?, growth(&file["decoder"])?];
+        if decoder_growth.max(normalizer_growth * pre_tokenizer_growth) > MAX_GROWTH {
+            return Err(format!("it can expand a byte more than {MAX_GROWTH} times"));
         }
         let model = &file["model"];
         if model["max_input_chars_per_word"].as_u64().is_some_and(|most| most > MAX_WORD_CHARS) {
@@ -60,36 +73,43 @@ impl TokenizerLimits {
             return Err(format!("it has a token of more than {MAX_TOKEN_BYTES} bytes"));
         }
         if template_len(&file["post_processor"]) > MAX_TEMPLATE_TOKENS {
-            return Err(format!("it puts more than {MAX_TEMPLATE_TOKENS} tokens around a sample"));
+            return Err(format!("it adds more than {MAX_TEMPLATE_TOKENS} tokens to a sample"));
         }
         Ok(Self {
-            max_growth: growth,
+            normalizer_growth,
+            pre_tokenizer_growth,
+            decoder_growth,
             backtracks: backtracks(&file["normalizer"]) || backtracks(&file["pre_tokenizer"]),
         })
     }
 
     /// Refuses a text that the normalizer makes too long.
     pub fn check(&self, tokenizer: &Tokenizer, text: &str) -> Result<(), String> {
-        let Some(normalizer) = tokenizer.get_normalizer() else { return Ok(()) };
-        if text.len() as f64 * self.max_growth <= UNCHECKED_BYTES {
+        if text.len() as f64 * self.normalizer_growth * self.pre_tokenizer_growth <= UNCHECKED_BYTES {
             return Ok(());
         }
-        let mut steps = Vec::new();
-        flatten(normalizer, &mut steps);
-        let (mut rest, mut all) = (text, 0);
-        while !rest.is_empty() {
-            let (piece, after) = rest.split_at(rest.floor_char_boundary(CHECK_PIECE_BYTES.min(rest.len())));
-            rest = after;
-            let mut piece = NormalizedString::from(piece);
-            for step in &steps {
-                step.normalize(&mut piece).map_err(|error| error.to_string())?;
-                if all + piece.get().len() > ALLOWED_GROWTH * text.len() + ALLOWED_EXTRA_BYTES {
-                    return Err(format!("its normalizer makes it more than {ALLOWED_GROWTH} times as long"));
-                }
-            }
-            all += piece.get().len();
+        normalized_len(tokenizer, text).map(drop)
+    }
+
+    /// Bytes that the library takes at most to encode `text`. Normalizes it, in pieces, only if the estimate without
+    /// that is above `limit`.
+    pub fn encoding_bytes(&self, tokenizer: &Tokenizer, text: &str, limit: u64) -> u64 {
+        let growth = self.pre_tokenizer_growth.max(MEASURED_GROWTH);
+        let bytes = |normalized: f64| (BYTES_PER_BYTE * growth * normalized.max(text.len() as f64)) as u64;
+        match bytes(text.len() as f64 * self.normalizer_growth) {
+            most if most <= limit => most,
+            most => normalized_len(tokenizer, text).map_or(most, |normalized| bytes(normalized as f64)),
         }
-        Ok(())
+    }
+
+    /// How many of the first ids, whose tokens have these lengths, can be decoded for display.
+    pub fn decodable(&self, token_lens: impl Iterator<Item = usize>) -> usize {
+        let mut bytes = 0.0;
+        let fits = |len: &usize| {
+            bytes += *len as f64 * self.decoder_growth;
+            bytes <= MAX_DECODED_BYTES
+        };
+        token_lens.take_while(fits).count()
     }
 
     /// Time limit for splitting a text by the file's pattern.
@@ -114,13 +134,34 @@ impl TokenizerLimits {
         // `send` fails only after the timeout, when the receiver is gone.
         let run = move || drop(sender.send(body(&tokenizer, &text)));
         let started = std::thread::Builder::new().name("tokenizer".into()).spawn(run);
-        started.map_err(|error| format!("no thread could be started for it: {error}"))?;
+        started.map_err(|error| format!("cannot start a thread: {error}"))?;
         match receiver.recv_timeout(TIMEOUT) {
             Ok(done) => done,
             Err(RecvTimeoutError::Timeout) => Err(timeout_message()),
-            Err(RecvTimeoutError::Disconnected) => Err("it contradicts itself".into()),
+            Err(RecvTimeoutError::Disconnected) => Err("it is inconsistent: the library panicked".into()),
         }
     }
+}
+
+/// Length of `text` after the normalizer, which works on small pieces; refuses a text that it makes too long.
+fn normalized_len(tokenizer: &Tokenizer, text: &str) -> Result<usize, String> {
+    let Some(normalizer) = tokenizer.get_normalizer() else { return Ok(text.len()) };
+    let mut steps = Vec::new();
+    flatten(normalizer, &mut steps);
+    let (mut rest, mut all) = (text, 0);
+    while !rest.is_empty() {
+        let (piece, after) = rest.split_at(rest.floor_char_boundary(CHECK_PIECE_BYTES.min(rest.len())));
+        rest = after;
+        let mut piece = NormalizedString::from(piece);
+        for step in &steps {
+            step.normalize(&mut piece).map_err(|error| error.to_string())?;
+            if all + piece.get().len() > ALLOWED_GROWTH * text.len() + ALLOWED_EXTRA_BYTES {
+                return Err(format!("its normalizer expands it more than {ALLOWED_GROWTH} times"));
+            }
+        }
+        all += piece.get().len();
+    }
+    Ok(all)
 }
 
 /// Deadline for one text; none if no pattern backtracks.
@@ -159,7 +200,7 @@ fn growth(step: &Value) -> Result<f64, String> {
     let long = |bytes: usize| match bytes <= MAX_REPLACEMENT_BYTES {
         true => Ok(bytes),
         false => {
-            Err(format!("it puts {bytes} bytes in the place of others, more than {MAX_REPLACEMENT_BYTES}"))
+            Err(format!("a replacement of {bytes} bytes is longer than the limit of {MAX_REPLACEMENT_BYTES}"))
         }
     };
     let own = match text("type") {

@@ -152,8 +152,8 @@ fn run_len(text: &str, of: CharClass) -> usize {
 static BYTES_TO_UNICODE: LazyLock<[char; 256]> = LazyLock::new(|| {
     let mut next = 256;
     std::array::from_fn(|byte| {
-        let seen = matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-        let code = if seen {
+        let printable = matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+        let code = if printable {
             byte as u32
         } else {
             next += 1;
@@ -262,8 +262,8 @@ mod tests {
         ]) {
             let pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
             let regex = SysRegex::new(pattern).unwrap();
-            let wanted: Vec<&str> = regex.find_iter(&text).map(|(start, end)| &text[start..end]).collect();
-            prop_assert_eq!(split(PreTokenizer::Gpt2, &text), wanted);
+            let expected: Vec<&str> = regex.find_iter(&text).map(|(start, end)| &text[start..end]).collect();
+            prop_assert_eq!(split(PreTokenizer::Gpt2, &text), expected);
         }
 
         #[test]

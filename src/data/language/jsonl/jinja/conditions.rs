@@ -26,7 +26,7 @@ impl<'t> Interpreter<'t> {
         };
         if let Some(op) = compared {
             let Some(other) = given.positional.first() else {
-                return render_error(format!("`{name}` takes a value"));
+                return render_error(format!("`{name}` needs an argument"));
             };
             return self.compare(op, value, other);
         }
@@ -46,11 +46,11 @@ impl<'t> Interpreter<'t> {
             "callable" => matches!(value, Value::Macro(_)),
             "odd" | "even" => match value.as_int() {
                 Some(n) => (n % 2 != 0) == (name == "odd"),
-                None => return render_error(format!("{} is neither odd nor even", value.type_name())),
+                None => return render_error(format!("{} is not a whole number", value.type_name())),
             },
             "divisibleby" => match (value.as_int(), given.get_int(0, "")) {
                 (Some(n), Some(by)) if by != 0 => n.wrapping_rem(by) == 0,
-                _ => return render_error("`divisibleby` takes whole numbers"),
+                _ => return render_error("`divisibleby` expects whole numbers"),
             },
             "startingwith" => {
                 value.as_str().zip(given.get_str(0, "")).is_some_and(|(text, part)| text.starts_with(part))
@@ -60,7 +60,7 @@ impl<'t> Interpreter<'t> {
             }
             "lower" => cased(char::is_lowercase, char::is_uppercase),
             "upper" => cased(char::is_uppercase, char::is_lowercase),
-            _ => return render_error(format!("there is no test `{name}`")),
+            _ => return render_error(format!("unknown test `{name}`")),
         })
     }
 }

@@ -79,7 +79,7 @@ impl<'t> Interpreter<'t> {
                 Err(_) => return render_error(format!("the number {value} is too large")),
             },
             ValueKind::Number => Value::Float(f64::try_from(value.clone()).unwrap_or(f64::NAN)),
-            _ => return render_error("a constant of an unknown kind"),
+            _ => return render_error("a constant of an unsupported type"),
         })
     }
 
@@ -103,7 +103,7 @@ impl<'t> Interpreter<'t> {
             (UnaryOpKind::Neg, Value::Float(x)) => Ok(Value::Float(-x)),
             (UnaryOpKind::Neg, _) => match value.as_int().and_then(i64::checked_neg) {
                 Some(n) => Ok(Value::Int(n)),
-                None => render_error(format!("{} has no negative", value.type_name())),
+                None => render_error(format!("cannot negate {}", value.type_name())),
             },
         }
     }
@@ -177,12 +177,16 @@ impl<'t> Interpreter<'t> {
             };
             return match done {
                 Some(n) => Ok(Value::Int(n)),
-                None => render_error(format!("this cannot be calculated with {a} and {b}")),
+                None => {
+                    let symbol = operator(op);
+                    render_error(format!("cannot compute {a} {symbol} {b}: division by zero or overflow"))
+                }
             };
         }
         let (Some(a), Some(b)) = (left.as_float(), right.as_float()) else {
             return render_error(format!(
-                "this cannot be calculated with {} and {}",
+                "unsupported operands of `{}`: {} and {}",
+                operator(op),
                 left.type_name(),
                 right.type_name()
             ));
@@ -257,7 +261,7 @@ impl<'t> Interpreter<'t> {
             }
             (Value::Map(map), _) => Ok(map.get(one, &self.meter)?.is_some()),
             (Value::Undefined, _) => Ok(false),
-            _ => render_error(format!("{} holds no values to look for", all.type_name())),
+            _ => render_error(format!("cannot search in {}", all.type_name())),
         }
     }
 
@@ -293,7 +297,7 @@ impl<'t> Interpreter<'t> {
                     _ => Value::Undefined,
                 })
             }
-            Value::Undefined => render_error(format!("`{name}` is wanted of something that is undefined")),
+            Value::Undefined => render_error(format!("`{name}` of an undefined value")),
             _ => Ok(Value::Undefined),
         }
     }
@@ -327,7 +331,7 @@ impl<'t> Interpreter<'t> {
                 Value::None => Ok(None),
                 other => match other.as_int() {
                     Some(n) => Ok(Some(n)),
-                    None => render_error(format!("{} is no place in a list", other.type_name())),
+                    None => render_error(format!("cannot index a list with {}", other.type_name())),
                 },
             },
         };
@@ -373,7 +377,7 @@ impl<'t> Interpreter<'t> {
                 CallArg::Pos(value) => all.positional.push(self.eval(value)?),
                 CallArg::Kwarg(name, value) => all.named.push((name, self.eval(value)?)),
                 CallArg::PosSplat(_) | CallArg::KwargSplat(_) => {
-                    return render_error("arguments cannot be unpacked from a list or a map");
+                    return render_error("argument unpacking is not supported");
                 }
             }
         }
@@ -412,7 +416,7 @@ impl<'t> Interpreter<'t> {
         let declared = called.declared;
         if arguments.positional.len() > declared.args.len() {
             return render_error(format!(
-                "the macro `{}` takes {} arguments",
+                "the macro `{}` expects at most {} arguments",
                 declared.name,
                 declared.args.len()
             ));
@@ -434,10 +438,10 @@ impl<'t> Interpreter<'t> {
             }
             m.capture(&declared.body).map(|(text, _)| text.into_value())
         };
-        let made = body(self);
+        let result = body(self);
         self.scopes.truncate(1);
         self.scopes.extend(outside);
-        made
+        result
     }
 
     /// Applies the filters of a block to `value`. The innermost filter in the tree has no input expression; it takes
@@ -446,7 +450,7 @@ impl<'t> Interpreter<'t> {
         match filters {
             None => Ok(value),
             Some(Expr::Filter(filter)) => self.eval_filter(filter, Some(value)),
-            Some(_) => render_error("this is no filter"),
+            Some(_) => render_error("this is not a filter"),
         }
     }
 
@@ -466,5 +470,18 @@ impl<'t> Interpreter<'t> {
         let value = self.eval(&test.expr)?;
         let arguments = self.arguments(&test.args)?;
         self.run_test(test.name, &value, &arguments).map(Value::Bool)
+    }
+}
+
+/// An arithmetic operator as templates write it.
+fn operator(op: BinOpKind) -> &'static str {
+    match op {
+        BinOpKind::Add => "+",
+        BinOpKind::Sub => "-",
+        BinOpKind::Mul => "*",
+        BinOpKind::Div => "/",
+        BinOpKind::FloorDiv => "//",
+        BinOpKind::Rem => "%",
+        _ => "**",
     }
 }

@@ -16,7 +16,7 @@ impl<'t> Interpreter<'t> {
                 let (start, stop) = match (given.get_int(0, ""), given.get_int(1, "")) {
                     (Some(stop), None) => (0, stop),
                     (Some(start), Some(stop)) => (start, stop),
-                    _ => return render_error("`range` takes whole numbers"),
+                    _ => return render_error("`range` expects whole numbers"),
                 };
                 let step = given.get_int(2, "").unwrap_or(1);
                 if step == 0 {
@@ -25,7 +25,7 @@ impl<'t> Interpreter<'t> {
                 let distance = if step > 0 { stop.saturating_sub(start) } else { start.saturating_sub(stop) };
                 let count = distance.max(0).saturating_add(step.saturating_abs() - 1) / step.saturating_abs();
                 if count > MAX_RANGE_ITEMS {
-                    return render_error(format!("`range` gives at most {MAX_RANGE_ITEMS} numbers"));
+                    return render_error(format!("`range` has more than {MAX_RANGE_ITEMS} items"));
                 }
                 self.meter.check_bytes(count as usize * size_of::<Value>())?;
                 self.meter.list((0..count).map(|i| Value::Int(start + i * step)).collect())
@@ -43,17 +43,17 @@ impl<'t> Interpreter<'t> {
                     return self.meter.map(entries);
                 }
                 match entries.iter().any(|(_, value)| value.reaches_mutable()) {
-                    true => render_error("a namespace cannot hold a namespace, a macro or a loop"),
+                    true => render_error("a namespace cannot contain a namespace, a macro or a loop"),
                     false => self.meter.namespace(entries),
                 }
             }
             "raise_exception" => render_error(given.get_str(0, "message").unwrap_or_default()),
-            _ => render_error(format!("there is no function `{name}`")),
+            _ => render_error(format!("unknown function `{name}`")),
         }
     }
 
     pub fn call_method(&mut self, value: &Value<'t>, name: &str, given: &Arguments<'t>) -> EvalResult<'t> {
-        let unknown = || render_error(format!("there is no method `{name}` of {}", value.type_name()));
+        let unknown = || render_error(format!("unknown method `{name}` of {}", value.type_name()));
         match value {
             Value::Text(_) => self.text_method(value, name, given),
             Value::Map(map) => match (name, &given.positional[..]) {
@@ -68,7 +68,7 @@ impl<'t> Interpreter<'t> {
             Value::Loop(state) if name == "cycle" && !given.positional.is_empty() => {
                 Ok(given.positional[state.at % given.positional.len()].clone())
             }
-            Value::Undefined => render_error(format!("`{name}` is called of something that is undefined")),
+            Value::Undefined => render_error(format!("`{name}` is called on an undefined value")),
             _ => unknown(),
         }
     }
@@ -99,13 +99,13 @@ impl<'t> Interpreter<'t> {
             ("splitlines", ..) => self.text_list(text.lines()),
             ("join", ..) => match given.positional.first() {
                 Some(Value::List(list)) => self.join(&list.items, text),
-                _ => render_error("`join` takes a list"),
+                _ => render_error("`join` expects a list"),
             },
             ("isdigit" | "isnumeric", ..) => {
                 Ok(Value::Bool(!text.is_empty() && text.chars().all(char::is_numeric)))
             }
             ("isspace", ..) => Ok(Value::Bool(!text.is_empty() && text.chars().all(char::is_whitespace))),
-            _ => render_error(format!("there is no method `{name}` of a string")),
+            _ => render_error(format!("unknown method `{name}` of a string")),
         }
     }
 
@@ -121,7 +121,7 @@ impl<'t> Interpreter<'t> {
     fn split(&mut self, text: &str, at: Option<&str>, most: Option<i64>, from_end: bool) -> EvalResult<'t> {
         let parts = most.and_then(|n| usize::try_from(n).ok()).map_or(usize::MAX, |n| n.saturating_add(1));
         match (at, from_end) {
-            (Some(""), _) => render_error("a text cannot be split at nothing"),
+            (Some(""), _) => render_error("cannot split at an empty separator"),
             (Some(at), false) => self.text_list(text.splitn(parts, at)),
             (Some(at), true) => {
                 let mut found: Vec<&str> = text.rsplitn(parts, at).collect();
@@ -217,7 +217,7 @@ impl<'t> Interpreter<'t> {
             },
             "replace" => match (given.get_str(0, "old"), given.get_str(1, "new")) {
                 (Some(from), Some(to)) => self.replace(&text, from, to, given.get_int(2, "count")),
-                _ => render_error("`replace` takes two texts"),
+                _ => render_error("`replace` expects two strings"),
             },
             "split" => self.split(&text, given.get_str(0, ""), given.get_int(1, ""), false),
             "lines" => self.text_list(text.lines()),
@@ -287,7 +287,7 @@ impl<'t> Interpreter<'t> {
 
     fn map_filter(&mut self, name: &str, value: &Value<'t>) -> EvalResult<'t> {
         let Value::Map(map) = value else {
-            return render_error(format!("`{name}` takes a map, and this is {}", value.type_name()));
+            return render_error(format!("`{name}` expects a map, got {}", value.type_name()));
         };
         self.meter.check_bytes(map.entries.len() * size_of::<Value>())?;
         let mut all = Vec::new();
@@ -331,7 +331,7 @@ impl<'t> Interpreter<'t> {
         let list = match name {
             "first" | "last" | "join" | "list" | "reverse" | "sort" | "unique" | "min" | "max" | "sum"
             | "map" | "select" | "reject" | "selectattr" | "rejectattr" => self.iterate(value)?,
-            _ => return render_error(format!("there is no filter `{name}`")),
+            _ => return render_error(format!("unknown filter `{name}`")),
         };
         let items = &list.items;
         self.meter.spend_steps(items.len())?;
@@ -361,10 +361,10 @@ impl<'t> Interpreter<'t> {
             "select" | "reject" | "selectattr" | "rejectattr" => self.select_items(name, items, given),
             "min" | "max" => {
                 let mut best: Option<&Value<'t>> = None;
-                let wanted = if name == "min" { Ordering::Less } else { Ordering::Greater };
+                let expected = if name == "min" { Ordering::Less } else { Ordering::Greater };
                 for item in items {
                     match best {
-                        Some(found) if item.compare(found, &self.meter)? != wanted => {}
+                        Some(found) if item.compare(found, &self.meter)? != expected => {}
                         _ => best = Some(item),
                     }
                 }
@@ -372,7 +372,7 @@ impl<'t> Interpreter<'t> {
             }
             "sum" => {
                 let numbers = items.iter().map(Value::as_float).collect::<Option<Vec<f64>>>();
-                let Some(numbers) = numbers else { return render_error("`sum` takes numbers") };
+                let Some(numbers) = numbers else { return render_error("`sum` expects numbers") };
                 let whole = items.iter().map(|item| if let Value::Int(n) = item { Some(*n) } else { None });
                 match whole.collect::<Option<Vec<i64>>>() {
                     Some(all) => match all.iter().try_fold(0i64, |sum, n| sum.checked_add(*n)) {
@@ -432,7 +432,7 @@ impl<'t> Interpreter<'t> {
             return self.meter.list(all);
         }
         let Some(name) = given.get_str(0, "") else {
-            return render_error("`map` takes an attribute or a filter");
+            return render_error("`map` expects an attribute or a filter");
         };
         let rest = Arguments { positional: given.positional[1..].to_vec(), named: given.named.clone() };
         // The filter may itself be `map`, for nested lists, so this recursion counts towards the depth limit.
@@ -445,7 +445,7 @@ impl<'t> Interpreter<'t> {
     fn select_items(&mut self, name: &str, items: &[Value<'t>], given: &Arguments<'t>) -> EvalResult<'t> {
         let (attribute, rest) = match (name.ends_with("attr"), &given.positional[..]) {
             (true, [attribute, rest @ ..]) => (attribute.as_str(), rest),
-            (true, []) => return render_error(format!("`{name}` takes an attribute")),
+            (true, []) => return render_error(format!("`{name}` expects an attribute")),
             (false, rest) => (None, rest),
         };
         let test = rest.first().and_then(Value::as_str);
@@ -456,11 +456,11 @@ impl<'t> Interpreter<'t> {
                 Some(path) => self.attribute_path(item, path)?,
                 None => item.clone(),
             };
-            let holds = match test {
+            let passes = match test {
                 Some(test) => self.run_test(test, &value, &rest)?,
                 None => value.is_true(),
             };
-            if holds == name.starts_with("select") {
+            if passes == name.starts_with("select") {
                 kept.push(item.clone());
             }
         }

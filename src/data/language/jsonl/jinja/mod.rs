@@ -20,6 +20,7 @@ use std::rc::Rc;
 use minijinja::machinery::{Token, ast, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
 
+use crate::data::language::text_memory::TextError;
 use value::{LoopState, TextBuilder};
 pub use value::{Meter, RenderError, Result, Value, render_error};
 
@@ -34,11 +35,16 @@ const MAX_ELIFS: usize = 200;
 /// few thousand in a debug build.
 const MAX_DEPTH: usize = 200;
 
+/// What takes memory, in messages.
+const RENDERING: &str = "rendering its chat template";
+
 /// Limits of one rendering.
 #[derive(Clone, Copy, Debug)]
 pub struct RenderLimits {
     /// Maximum bytes of all live values, including the output.
     pub bytes: usize,
+    /// As `bytes`, by the memory that is left: exceeding it is no fault of the template or the record.
+    pub budget: usize,
     /// Maximum steps; producing sixteen bytes counts as one.
     pub steps: u64,
 }
@@ -57,7 +63,7 @@ impl ParsedTemplate {
     pub fn parse(source: &str) -> std::result::Result<Self, String> {
         if source.len() as u64 > MAX_TEMPLATE_BYTES {
             return Err(format!(
-                "it has {} bytes, and a template has at most {MAX_TEMPLATE_BYTES}",
+                "it has {} bytes, more than the limit of {MAX_TEMPLATE_BYTES}",
                 source.len()
             ));
         }
@@ -94,10 +100,11 @@ impl ParsedTemplate {
         &'t self,
         limits: RenderLimits,
         names: impl FnOnce(&Rc<Meter>) -> Result<Bindings<'t>>,
-    ) -> std::result::Result<(String, u64), String> {
+    ) -> std::result::Result<(String, u64), TextError> {
         let shown = |fault: RenderError| match fault.line {
-            Some(line) => format!("{} (line {line} of the template)", fault.problem),
-            None => fault.problem,
+            _ if fault.out_of_memory => TextError::Memory { what: RENDERING, limit: limits.budget as u64 },
+            Some(line) => TextError::Invalid(format!("{} (line {line} of the template)", fault.problem)),
+            None => TextError::Invalid(fault.problem),
         };
         let meter = Meter::new(limits);
         let run = || {
@@ -139,8 +146,9 @@ impl<'t> Interpreter<'t> {
         self.meter.spend_steps(1)?;
         if self.depth >= MAX_DEPTH {
             return Err(RenderError {
-                problem: format!("it nests more than {MAX_DEPTH} deep"),
+                problem: format!("it is nested more than {MAX_DEPTH} deep"),
                 line: Some(line),
+                out_of_memory: false,
             });
         }
         self.depth += 1;
@@ -184,8 +192,8 @@ impl<'t> Interpreter<'t> {
                 Ok(Flow::Next)
             }),
             Stmt::IfCond(cond) => self.nested(cond.span().start_line, |m| {
-                let holds = m.eval(&cond.expr)?.is_true();
-                m.exec_block(if holds { &cond.true_body } else { &cond.false_body })
+                let condition = m.eval(&cond.expr)?.is_true();
+                m.exec_block(if condition { &cond.true_body } else { &cond.false_body })
             }),
             Stmt::ForLoop(each) => self.nested(each.span().start_line, |m| m.exec_for(each)),
             Stmt::Set(set) => self.nested(set.span().start_line, |m| {
@@ -231,7 +239,7 @@ impl<'t> Interpreter<'t> {
             }
             Stmt::Break(_) => Ok(Flow::Break),
             Stmt::Continue(_) => Ok(Flow::Continue),
-            _ => render_error("it uses a tag that has no meaning in a chat template"),
+            _ => render_error("unsupported tag in a chat template"),
         }
     }
 
@@ -241,13 +249,13 @@ impl<'t> Interpreter<'t> {
         }
         let all = self.eval(&each.iter)?;
         let mut items = self.iterate(&all)?;
-        if let Some(wanted) = &each.filter_expr {
+        if let Some(filter) = &each.filter_expr {
             let mut kept = Vec::new();
             for item in &items.items {
                 self.scopes.push(Vec::new());
-                let holds = self.assign(&each.target, item.clone()).and_then(|()| self.eval(wanted));
+                let condition = self.assign(&each.target, item.clone()).and_then(|()| self.eval(filter));
                 self.scopes.pop();
-                if holds?.is_true() {
+                if condition?.is_true() {
                     kept.push(item.clone());
                 }
             }
@@ -289,7 +297,7 @@ impl<'t> Interpreter<'t> {
                 self.meter.list_items(letters)
             }
             Value::Undefined => self.meter.list_items(Vec::new()),
-            other => render_error(format!("{} cannot be gone through", other.type_name())),
+            other => render_error(format!("cannot iterate over {}", other.type_name())),
         }
     }
 
@@ -308,7 +316,7 @@ impl<'t> Interpreter<'t> {
                     return render_error("only a namespace's attributes can be set");
                 };
                 if value.reaches_mutable() {
-                    return render_error("a namespace cannot hold a namespace, a macro or a loop");
+                    return render_error("a namespace cannot contain a namespace, a macro or a loop");
                 }
                 let mut entries = space.entries.borrow_mut();
                 self.meter.spend_steps(entries.len())?;
@@ -318,7 +326,7 @@ impl<'t> Interpreter<'t> {
                 }
                 Ok(())
             }
-            _ => render_error("nothing can be assigned to this"),
+            _ => render_error("cannot assign to this expression"),
         }
     }
 
@@ -326,7 +334,7 @@ impl<'t> Interpreter<'t> {
         let items = self.iterate(value)?;
         if items.items.len() != targets.len() {
             return render_error(format!(
-                "{} values cannot be unpacked into {}",
+                "cannot unpack {} values into {}",
                 items.items.len(),
                 targets.len()
             ));

@@ -16,24 +16,32 @@ const MAX_NESTING: u32 = 64;
 pub struct RenderError {
     pub problem: String,
     pub line: Option<u16>,
+    /// Whether the memory budget is the reason.
+    pub out_of_memory: bool,
 }
 
 pub type Result<T> = std::result::Result<T, RenderError>;
 
 pub fn render_error<T>(problem: impl Into<String>) -> Result<T> {
-    Err(RenderError { problem: problem.into(), line: None })
+    Err(RenderError { problem: problem.into(), line: None, out_of_memory: false })
 }
 
 /// Resource use of a rendering against its limits.
 pub struct Meter {
     max_bytes: usize,
+    budget: usize,
     bytes: Cell<usize>,
     steps_left: Cell<u64>,
 }
 
 impl Meter {
     pub fn new(limits: RenderLimits) -> Rc<Self> {
-        Rc::new(Self { max_bytes: limits.bytes, bytes: Cell::new(0), steps_left: Cell::new(limits.steps) })
+        Rc::new(Self {
+            max_bytes: limits.bytes,
+            budget: limits.budget,
+            bytes: Cell::new(0),
+            steps_left: Cell::new(limits.steps),
+        })
     }
 
     /// Remaining steps.
@@ -55,12 +63,12 @@ impl Meter {
     /// Refuses an allocation that would push the live bytes above the limit. Allocated bytes also cost steps: otherwise
     /// a loop could create and drop values forever.
     pub fn check_bytes(&self, bytes: usize) -> Result<()> {
-        match self.bytes.get().checked_add(bytes).is_some_and(|all| all <= self.max_bytes) {
-            true => self.spend_steps(bytes / 16),
-            false => {
-                render_error(format!("its values take more than {} bytes for one record", self.max_bytes))
-            }
+        let all = self.bytes.get().saturating_add(bytes);
+        if all > self.max_bytes.min(self.budget) {
+            let problem = format!("its values take more than {} bytes for one record", self.max_bytes);
+            return Err(RenderError { problem, line: None, out_of_memory: self.budget < self.max_bytes });
         }
+        self.spend_steps(bytes / 16)
     }
 
     fn charge(self: &Rc<Self>, bytes: usize) -> Result<Charge> {
@@ -158,7 +166,7 @@ impl Nesting {
         all.depth += 1;
         match all.depth <= MAX_NESTING {
             true => Ok(all),
-            false => render_error(format!("its lists lie more than {MAX_NESTING} deep in one another")),
+            false => render_error(format!("its lists are nested more than {MAX_NESTING} deep")),
         }
     }
 }
@@ -330,7 +338,7 @@ impl<'t> Value<'t> {
         let numbers = self.as_float().zip(other.as_float()).and_then(|(a, b)| a.partial_cmp(&b));
         match numbers {
             Some(order) => Ok(order),
-            None => render_error(format!("{} and {} have no order", self.type_name(), other.type_name())),
+            None => render_error(format!("cannot compare {} and {}", self.type_name(), other.type_name())),
         }
     }
 }

@@ -1,16 +1,18 @@
-//! The fusion pass changes no gradient, whatever the model.
+//! Neither the fusion pass nor the backend changes a gradient, whatever the model.
 
 use candle_core::{DType, Tensor};
 
 use super::build;
+use crate::base::Backend;
 use crate::base::features::{Features, InputSpec, TargetSpec};
 use crate::graph::network::{DeviceBatch, Executor};
 use crate::job::ModelConfig;
 use crate::layers::Mode;
 use crate::layers::gradcheck::{
-    TestContext, random_tensor, relative_error, test_device, test_spec, to_f64_vec,
+    TestContext, is_reference_under_test, random_tensor, test_device, test_spec, to_f64_vec,
 };
 use crate::memory::Ledger;
+use crate::params::FlatLayout;
 
 const BATCH: usize = 4;
 const CLASSES: usize = 5;
@@ -125,34 +127,87 @@ impl Input {
     }
 }
 
+/// How a network runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Execution {
+    Plain,
+    Fused,
+    Reference,
+}
+
 /// Loss, gradients and running statistics after a pass over the batch, and the planned bytes.
-fn pass(text: &str, input: Input, dtype: DType, fused: bool) -> ([Vec<f64>; 3], u64) {
+fn pass(text: &str, input: Input, dtype: DType, execution: Execution) -> (Outcome, u64) {
     let model: ModelConfig = toml::from_str(text).unwrap_or_else(|error| panic!("{text}: {error}"));
     let built = build(&model, &input.features()).unwrap_or_else(|error| panic!("{text}: {error}"));
-    let spec = test_spec(BATCH, dtype);
-    let network = if fused { built.network.fuse(spec) } else { built.network };
+    let mut spec = test_spec(BATCH, dtype);
+    let network = match execution {
+        Execution::Plain => built.network,
+        Execution::Fused => built.network.fuse(spec),
+        Execution::Reference => {
+            spec.backend = Backend::Reference { on_gpu: !test_device().is_cpu() };
+            built.network.on_reference()
+        }
+    };
     let (subject, ledger) = (TestContext::with_layout(built.layout, dtype, BATCH), Ledger::planning());
     let pass = Some(subject.pass(Mode::Train));
     let exec = Executor { pass, spec, ledger: &ledger, recompute_blocks: 0, offload: None };
     let sums = network.forward_backward(&exec, Some(&input.batch(dtype))).unwrap().read().unwrap();
-    let [grads, stats] = [&subject.store.grads, &subject.store.stats].map(to_f64_vec);
-    ([vec![sums.loss], grads, stats], ledger.peak())
+    let named = |flat: &FlatLayout, values: &Tensor| {
+        let values = to_f64_vec(values);
+        flat.iter().map(|(spec, at)| (spec.name.clone(), values[at].to_vec())).collect()
+    };
+    let (layout, store) = (&subject.store.layout, &subject.store);
+    let loss = vec![("loss".to_owned(), vec![sums.loss])];
+    let outcome = [loss, named(&layout.params, &store.grads), named(&layout.stats, &store.stats)];
+    (outcome, ledger.peak())
+}
+
+/// The loss, the gradients of the parameters, and the running statistics, by name.
+type Outcome = [Vec<(String, Vec<f64>)>; 3];
+
+/// Errors are relative to the largest value of their kind: where the true gradient is zero, only rounding is left.
+fn assert_equal(model: &str, a: &Outcome, b: &Outcome, tolerance: f64) {
+    for (a, b) in a.iter().zip(b) {
+        let largest = b.iter().flat_map(|(_, values)| values).fold(1e-9f64, |m, v| m.max(v.abs()));
+        for ((name, a), (_, b)) in a.iter().zip(b) {
+            let error = a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / largest;
+            assert!(error <= tolerance, "{model} {name}: {error}");
+        }
+    }
+}
+
+#[test]
+fn kernels_compute_what_candle_computes() {
+    if is_reference_under_test() {
+        return; // No kernels are under test.
+    }
+    for (text, input) in &models() {
+        // Of equal values, candle gives the gradient of the maximum to each, and our kernel to the first.
+        if text.contains("'max_pool'") {
+            continue;
+        }
+        // Batch norm over few samples amplifies rounding.
+        for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::F32, 5e-3)] {
+            let tolerance: f64 = if test_device().is_cpu() { tolerance } else { tolerance.max(2e-5) };
+            let (kernels, _) = pass(text, *input, dtype, Execution::Fused);
+            let (candle, _) = pass(text, *input, dtype, Execution::Reference);
+            assert_equal(&format!("{text}\n{dtype:?}"), &kernels, &candle, tolerance);
+        }
+    }
 }
 
 #[test]
 fn fusing_changes_no_gradient_and_saves_memory() {
+    if is_reference_under_test() {
+        return; // It fuses nothing.
+    }
     for (text, input) in &models() {
         // A GPU sums in f32 whatever the dtype, and rounds what it recomputes to the dtype.
         for (dtype, tolerance) in [(DType::F64, 1e-9), (DType::F32, 2e-4), (DType::BF16, 5e-2)] {
             let tolerance: f64 = if test_device().is_cpu() { tolerance } else { tolerance.max(2e-5) };
             let ((fused, fused_bytes), (plain, plain_bytes)) =
-                (pass(text, *input, dtype, true), pass(text, *input, dtype, false));
-            for (what, (fused, plain)) in
-                ["loss", "gradients", "running statistics"].iter().zip(fused.iter().zip(&plain))
-            {
-                let error = relative_error(fused, plain);
-                assert!(error <= tolerance, "{text}\n{dtype:?} {what}: {error}");
-            }
+                (pass(text, *input, dtype, Execution::Fused), pass(text, *input, dtype, Execution::Plain));
+            assert_equal(&format!("{text}\n{dtype:?}"), &fused, &plain, tolerance);
             assert!(fused_bytes <= plain_bytes, "{text}\n{dtype:?}: {fused_bytes} > {plain_bytes} bytes");
         }
     }

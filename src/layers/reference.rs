@@ -1,0 +1,85 @@
+//! A layer on the reference backend: its forward pass in candle's own operations, its backward pass by candle's autograd
+//! on that forward pass. It has no code per layer, so that it can tell whether the kernels and the backward passes
+//! written here compute what candle does; and it runs on any device that candle has.
+
+use candle_core::{Result, Tensor, Var, bail};
+
+use super::{Cost, Layer, Mode, PassContext, SavedTensors, TrackedParams};
+use crate::base::MicroBatchSpec;
+use crate::kernels::reference::accumulate;
+
+/// Upper bounds on what a forward pass in candle's operations takes, and on what autograd keeps of it and of the
+/// gradients: in copies of the layer's input and output together, and of its parameters. What grows otherwise is in
+/// the layer's own cost.
+const FORWARD_COPIES: u64 = 6;
+const BACKWARD_COPIES: u64 = 16;
+const PARAMETER_COPIES: u64 = 6;
+
+/// A layer whose backward pass is the gradient of `sum(y * dy)` by candle's autograd. It saves its input.
+pub struct ReferenceLayer(pub Box<dyn Layer>);
+
+impl Layer for ReferenceLayer {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn output_shape(&self) -> Vec<usize> {
+        self.0.output_shape()
+    }
+
+    fn forward(&self, x: &Tensor, pass: &PassContext) -> Result<(Tensor, SavedTensors)> {
+        Ok((self.0.forward(x, pass)?.0.contiguous()?, SavedTensors(vec![x.clone()])))
+    }
+
+    fn backward(
+        &self,
+        saved: SavedTensors,
+        dy: Tensor,
+        pass: &PassContext,
+        needs_input_grad: bool,
+    ) -> Result<Option<Tensor>> {
+        let Some(x) = saved.0.into_iter().next() else { bail!("{}: no saved input", self.name()) };
+        let x = if needs_input_grad { Var::from_tensor(&x)?.into_inner() } else { x };
+        let params = TrackedParams::new(pass.store.weight_views().len());
+        let tracked = PassContext { mode: Mode::Recompute, tracked: Some(&params), ..*pass };
+        let (y, _) = self.0.forward(&x, &tracked)?;
+        let mut grads = (y * dy)?.sum_all()?.backward()?;
+        for (id, param) in params.read() {
+            if let Some(grad) = grads.remove(param) {
+                accumulate(pass.grad(id), &grad)?;
+            }
+        }
+        match grads.remove(&x) {
+            Some(dx) if needs_input_grad => Ok(Some(dx.contiguous()?)),
+            None if needs_input_grad => Ok(Some(x.zeros_like()?)),
+            _ => Ok(None),
+        }
+    }
+
+    fn cost(&self, spec: MicroBatchSpec) -> Cost {
+        let cost = self.0.cost(spec);
+        let output = spec.bytes(self.output_shape().iter().product());
+        let values = cost.input_grad.max(output) + output;
+        let params = (self.num_parameters() * spec.dtype.size_in_bytes()) as u64;
+        Cost {
+            input_grad: cost.input_grad,
+            output: cost.output,
+            output_is_view: cost.output_is_view,
+            saves_input: true,
+            forward_workspace: FORWARD_COPIES * values + PARAMETER_COPIES * params + cost.forward_workspace,
+            backward_workspace: BACKWARD_COPIES * values
+                + PARAMETER_COPIES * params
+                + cost.backward_workspace,
+            flops: cost.flops,
+            ..Cost::default()
+        }
+    }
+
+    fn micro_batch_multiple(&self) -> usize {
+        self.0.micro_batch_multiple()
+    }
+
+    fn num_parameters(&self) -> usize {
+        self.0.num_parameters()
+    }
+}

@@ -1,0 +1,153 @@
+//! Evaluation on the validation set, in micro-batches of its own size.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use super::context::RunContext;
+use super::memory::MemoryControl;
+use super::skipped_records::SkippedRecordLog;
+use super::{UpdateError, ended_early, mean_loss};
+use crate::base::features::TargetSpec;
+use crate::base::{Phase, Role};
+use crate::data::bad_records::DatasetSplit;
+use crate::data::loader::Loader;
+use crate::data::order::Cursor;
+use crate::events::event::Event;
+use crate::job::Metric;
+use crate::layers::loss::MetricSums;
+use crate::train::Failure;
+
+#[derive(Default)]
+pub(super) struct Evaluation {
+    /// The current weights are due for an evaluation.
+    pub due: bool,
+    /// The last values of the metrics.
+    pub metrics: BTreeMap<String, f64>,
+    /// Best value of the job's `checkpoint.best` so far, and the step that reached it.
+    pub best: Option<(f64, u64)>,
+}
+
+impl Evaluation {
+    /// On a GPU, evaluates the first samples, as many as a whole and as the last micro-batch have, and discards the
+    /// result. The libraries, kernels and plans that evaluations use are then loaded before the first update: later,
+    /// other processes may have taken the memory for them.
+    pub fn warm_up(ctx: &mut RunContext, memory: &mut MemoryControl) -> Result<(), Failure> {
+        let Some(gpu) = &ctx.setup.gpu else { return Ok(()) };
+        loop {
+            match try_warm_up(ctx) {
+                // The evaluation itself reports what is wrong with the data.
+                Ok(()) | Err(UpdateError::Failed(Failure::Data(_))) => break,
+                Err(UpdateError::Oom(oom)) => memory.shrink_eval_after_oom(ctx, oom)?,
+                Err(UpdateError::Failed(failure)) => return Err(failure),
+            }
+        }
+        memory.reset_retries();
+        ctx.engine.clear_staging();
+        gpu.replenish_driver_reserve();
+        memory.measure(ctx);
+        ctx.report_cudnn_disabled()
+    }
+
+    /// Evaluates the validation set. Returns the value of `checkpoint.best` if it is the best so far.
+    pub fn run(
+        &mut self,
+        ctx: &mut RunContext,
+        memory: &mut MemoryControl,
+        skipped: &mut SkippedRecordLog,
+    ) -> Result<Option<f64>, Failure> {
+        let (setup, begun) = (ctx.setup, Instant::now());
+        ctx.engine.swap_average()?;
+        let (mut metric_sums, mut done) = (MetricSums::default(), 0);
+        loop {
+            match evaluate_from(ctx, skipped, &mut done, &mut metric_sums) {
+                Ok(()) => break,
+                Err(UpdateError::Oom(oom)) => memory.shrink_eval_after_oom(ctx, oom)?,
+                Err(UpdateError::Failed(failure)) => return Err(failure),
+            }
+        }
+        memory.reset_retries();
+        ctx.report_cudnn_disabled()?;
+        ctx.engine.swap_average()?;
+        // A regression target has no class to count as correct.
+        let requested: &[Metric] = match setup.features().target {
+            TargetSpec::Values { .. } => &[],
+            _ => &setup.job.eval.metrics,
+        };
+        self.metrics = metrics_of(&metric_sums, requested);
+        self.due = false;
+        let step = ctx.position.step;
+        ctx.record(Event::Eval {
+            step,
+            epoch: ctx.position.epoch(&setup.order),
+            metrics: self.metrics.clone(),
+            samples: setup.datasets.valid.len(),
+            eval_s: begun.elapsed().as_secs_f64(),
+        })?;
+        let rank = setup.job.checkpoint.best;
+        let value = self.metrics.get(rank.name()).copied().unwrap_or(f64::NAN);
+        let better = self.best.is_none_or(|(best, _)| rank.improves(value, best)) && !value.is_nan();
+        if better {
+            self.best = Some((value, step));
+        }
+        Ok(better.then_some(value))
+    }
+}
+
+fn try_warm_up(ctx: &RunContext) -> Result<(), UpdateError> {
+    let (setup, samples) = (ctx.setup, ctx.setup.datasets.valid.len() as usize);
+    let micro_batch = ctx.engine.plan().eval_micro_batch.min(samples);
+    let bytes = setup.loader_bytes(micro_batch, 0);
+    let hold = ctx.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", bytes);
+    let _hold = hold.map_err(UpdateError::Oom)?;
+    for rows in [micro_batch, samples % micro_batch.max(1)].into_iter().filter(|rows| *rows > 0) {
+        let (source, order) = (setup.datasets.valid.clone(), setup.valid_order.clone());
+        let loader = Loader::start(source, order, Cursor::default(), 1, setup.loader_options(rows, 0));
+        let batch = loader.map_err(Failure::from)?.next().map_err(|error| ctx.map_data_error(error))?;
+        if let Some(batch) = batch.filter(|batch| !batch.ids.is_empty()) {
+            ctx.engine.evaluate(&batch)?;
+        }
+    }
+    Ok(())
+}
+
+/// Evaluates the samples after the first `done`, which it advances: after an OOM the rest is evaluated under another
+/// plan.
+fn evaluate_from(
+    ctx: &mut RunContext,
+    skipped: &mut SkippedRecordLog,
+    done: &mut u64,
+    metric_sums: &mut MetricSums,
+) -> Result<(), UpdateError> {
+    let (setup, plan, samples) = (ctx.setup, ctx.engine.plan(), ctx.setup.datasets.valid.len());
+    ctx.engine.ledger.set_phase(Phase::Eval);
+    let micro_batch = plan.eval_micro_batch.min(samples as usize);
+    let prefetch_bytes = setup.loader_bytes(micro_batch, plan.prefetch);
+    let hold = ctx.engine.host_ledger.reserve(Role::DataPipeline, "evaluation prefetch", prefetch_bytes);
+    let _hold = hold.map_err(UpdateError::Oom)?;
+    let from = Cursor { update: 0, done: *done };
+    let options = setup.loader_options(micro_batch, plan.prefetch);
+    let source = setup.datasets.valid.clone();
+    let loader = Loader::start(source, setup.valid_order.clone(), from, 1, options);
+    let mut loader = loader.map_err(Failure::from)?;
+    while *done < samples {
+        let batch = loader.next().map_err(|error| ctx.map_data_error(error))?;
+        let batch = batch.ok_or_else(|| Failure::Data(ended_early()))?;
+        if !batch.ids.is_empty() {
+            *metric_sums += ctx.engine.evaluate(&batch)?;
+        }
+        *done += batch.consumed;
+        let counted = skipped.count(ctx.setup, DatasetSplit::Valid, ctx.position.step, &batch.bad_records)?;
+        skipped.keep(ctx, counted)?;
+    }
+    Ok(())
+}
+
+fn metrics_of(metric_sums: &MetricSums, requested: &[Metric]) -> BTreeMap<String, f64> {
+    let fraction = |n: u64| n as f64 / metric_sums.count as f64;
+    let of = |metric: &Metric| match metric {
+        Metric::Accuracy => fraction(metric_sums.top1),
+        Metric::Top5 => fraction(metric_sums.top5),
+    };
+    let named = requested.iter().map(|metric| (format!("valid.{}", metric.name()), of(metric)));
+    named.chain([("valid.loss".to_owned(), mean_loss(metric_sums))]).collect()
+}

@@ -1,0 +1,68 @@
+//! How a run ends: stopped by a signal, or done.
+
+use super::{Run, RunOutcome};
+use crate::events::event::{Event, MemoryBytes};
+use crate::memory::device_heap::HeapStats;
+use crate::memory::measure;
+use crate::memory::process::WorkPhase;
+use crate::train::Failure;
+use crate::train::signals::Signal;
+
+impl Run<'_> {
+    /// Writes a checkpoint, unless the last one is of this step, and stops.
+    pub(super) fn stop(&mut self, signal: Signal) -> Result<RunOutcome, Failure> {
+        let step = self.ctx.position.step;
+        if self.checkpoints.last.as_ref().is_none_or(|(last, _)| *last != step) {
+            self.checkpoint()?;
+        }
+        let checkpoint = self.checkpoints.last_path();
+        self.ctx.report_no_graph()?;
+        self.ctx.record(Event::Interrupted { step, signal: signal.name().into(), checkpoint })?;
+        Ok(RunOutcome::Stopped(signal))
+    }
+
+    pub(super) fn finish(&mut self) -> Result<RunOutcome, Failure> {
+        let (setup, step) = (self.ctx.setup, self.ctx.position.step);
+        setup.limit_resident_memory(WorkPhase::Reporting);
+        if !self.overflowed {
+            self.prune_checkpoints()?;
+        }
+        let mut metrics = self.evaluation.metrics.clone();
+        if let Some((value, _)) = self.evaluation.best {
+            metrics.insert(format!("best.{}", setup.job.checkpoint.best.name()), value);
+        }
+        self.memory.measure(&self.ctx);
+        if let Some(gpu) = &setup.gpu {
+            self.ctx.report_no_graph()?;
+            let HeapStats { synchronizes, arena_passes, diverged, arena_bytes, arena_lower_bound } =
+                gpu.stats();
+            self.ctx.record(Event::DeviceHeap {
+                step,
+                synchronizes,
+                arena_passes,
+                diverged_passes: diverged,
+                arena_bytes,
+                arena_waste_bytes: arena_bytes - arena_lower_bound,
+                outside_heap_bytes: gpu.outside_heap_bytes(),
+            })?;
+        }
+        let (plan, position) = (&self.memory.plan, &self.ctx.position);
+        let event = Event::Finished {
+            steps: step,
+            epochs: step / setup.order.updates_per_epoch(),
+            samples: position.samples,
+            metrics,
+            best_step: self.evaluation.best.map(|(_, step)| step),
+            planned_peak_bytes: MemoryBytes { ram: plan.peak.ram_bytes, vram: plan.peak.vram_bytes },
+            measured_peak_bytes: MemoryBytes { ram: measure::peak_bytes(), vram: self.memory.vram_peak },
+            resident_peak_bytes: measure::resident_peak(),
+            budget_bytes: MemoryBytes { ram: plan.budget.ram_bytes, vram: plan.budget.vram_bytes },
+            elapsed_s: self.clock.elapsed_s(),
+            data_wait_s: self.clock.data_wait_s,
+            samples_digest: position.digest.to_string(),
+            bad_records: self.skipped_records.records.count(),
+        };
+        self.ctx.record(event)?;
+        Ok(RunOutcome::Done)
+    }
+}
