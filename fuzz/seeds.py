@@ -74,10 +74,10 @@ def state(**parts):
     return json.dumps({
         "format": 3, "step": 1, "cursor": {"update": 1, "done": 0}, "samples": 4, "digest": "0" * 16, "seed": 1, "job": None,
         "data": None, "optimizer": "adamw",
-        "way": {"micro_batch": 4, "accumulation_steps": 1, "recompute": 0, "eval_micro_batch": 4, "prefetch": 1},
-        "descent": {"larger": [], "failures": 0, "quiet": 0}, "best": [0.5, 1],
-        "evaluation_due": False, "evaluation_owed": False,
-        "scaling": {"factor": 1.0, "quiet": 0, "skipped": 0, "dynamic": False},
+        "runtime_plan": {"micro_batch": 4, "accumulation_steps": 1, "recompute": 0, "eval_micro_batch": 4, "prefetch": 1},
+        "backoff": {"larger": [], "failures": 0, "quiet": 0}, "best": [0.5, 1],
+        "evaluation_due": False, "evaluation_deferred": False,
+        "grad_scaler": {"factor": 1.0, "quiet": 0, "skipped": 0, "dynamic": False},
         "metrics": {"valid.loss": None, "train.loss": 1.0}, "elapsed_s": 1.0, "data_wait_s": 0.0, "written": 0.0,
         "files": {"model.safetensors": [1, 2]},
     } | parts).encode()
